@@ -2,34 +2,33 @@
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-from msgspec import UNSET
-
-from compare.contract.communication import Communication, summed
 from compare.contract.record import Record, Step
 from compare.host.disk import write_atomically
 from compare.judge.costs import cost_of, steady_steps
-from compare.judge.ladder import LADDER, Verdict, rungs_of
-from compare.judge.ledger_lines import Line
 from compare.judge.outcome import Outcome, read_run
-from compare.judge.strategy import done_words
 from compare.numerics.parameters import parameter_count
 from compare.present.hosts import host_table
-from compare.present.ledger import line_words, patterns_of
+from compare.present.ledger import layouts_of, patterns_of, table_of_layout
 from compare.present.memory import at_peak, memory_figures, peak_table, peak_words, resting_table
 from compare.present.profile import measured_figures, planned_figures
-from compare.present.tables import REMOVED, cost_rows
+from compare.present.tables import (
+    REMOVED,
+    cost_table,
+    ladder_table,
+    ledger_table,
+    manifest_table,
+    reason_table,
+)
 from compare.show.figures import INK, Figure, curves, differences
-from compare.show.findings import NONE, Column, Findings, Row, Table, Text, table_of
+from compare.show.findings import Findings
 from compare.show.page import write_page
-from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import to_toml
-from compare.studies.ledgers import EngineLedger, engine_ledger
-from compare.terminal import error_text, human_bytes, layout_in_words
+from compare.studies.ledgers import engine_ledger
+from compare.terminal import layout_in_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,16 +40,6 @@ COINCIDE = 1e-3
 """Of the loss: less than the width of a line."""
 HICCUP = 3
 """Times the 95th percentile: a step that a busy machine held up is left out of the frame."""
-RATIOS = {
-    "step time, median (ms)": "step_time_ms_median",
-    "step time, p95 (ms)": "step_time_ms_p95",
-    "tokens/s, at the median step": "tokens_per_s",
-    "CPU time, all in all (s)": "cpu_time_s",
-    "peak memory per device": "peak_mem_bytes",
-    "collectives per step": "comm_calls",
-    "communicated per step": "comm_bytes",
-}
-"""Rows of the cost table that say how many times the first case's they are, and the figure that they show."""
 
 
 def write_report(folder: Path) -> Path:
@@ -70,7 +59,7 @@ def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
     """The findings of the page."""
     experiments = {name: request.experiment for name, request in outcome.requests.items()}
     layouts = dict.fromkeys(layout_in_words(one, outcome.platform) for one in experiments.values())
-    ledgers = {name: engine_ledger(name, record) for name, record in records.items()}
+    ledgers = [engine_ledger(name, record) for name, record in records.items()]
     on_hosts = dict.fromkeys(
         (one.manifest.experiment.layout, tuple(one.manifest.hosts))
         for one in records.values()
@@ -83,7 +72,8 @@ def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
         *(host_table(layout, hosts) for layout, hosts in on_hosts),
         resting_table(records),
         *([peak_table(peaks, below=peak_words(peaks))] if any(peaks.values()) else []),
-        ledger_table(records, ledgers),
+        ledger_table(records, outcome),
+        *map(table_of_layout, layouts_of([ledger for ledger in ledgers if ledger.lines])),
     ]
     experiment, circumstances = outcome.experiment, outcome.circumstances
     return Findings(
@@ -112,8 +102,8 @@ def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
             *(manifest_table(name, record) for name, record in records.items()),
         ],
         notes=[
-            *patterns_of(ledgers.values()),
-            *(f"{name} is incomplete: {why}." for name, one in ledgers.items() for why in one.problems),
+            *patterns_of(ledgers),
+            *(f"{ledger.case} is incomplete: {why}." for ledger in ledgers for why in ledger.problems),
         ],
         missing=outcome.undone,
         continuation="" if outcome.is_complete else outcome.how_to_go_on(folder.absolute()),
@@ -231,139 +221,3 @@ def how_close(records: Named) -> str:
             f"{worst:.1e} of the loss."
         )
     return f"The curves part: {name} is off by {worst:.1e} of the loss at step {step}."
-
-
-def cost_table(outcome: Outcome) -> Table:
-    """Every case's figures, with the ratios of those that can be compared to the first case's."""
-    costs, rows = outcome.costs, []
-    for label, cells in cost_rows(outcome):
-        notes = [""] * len(cells)
-        if label in RATIOS and (first := getattr(costs[0], RATIOS[label])):
-            notes = ["", *(f"×{getattr(cost, RATIOS[label]) / first:.2f}" for cost in costs[1:])]  # noqa: RUF001
-        rows.append(Row(Text(label), [Text(cell, note) for cell, note in zip(cells, notes, strict=True)]))
-    peak = "" if all(cost.mfu is UNSET for cost in costs) else " MFU is their share of the vendor's peak."
-    times = f"× is how many times the figure of {outcome.finished[0]}. " if len(costs) > 1 else ""  # noqa: RUF001
-    below = f"{times}GFLOP/s are the model's, forward and backward, without what is computed anew.{peak}"
-    return Table(name="Costs", corner="figure", columns=outcome.finished, rows=rows, below=below)
-
-
-def ladder_table(verdicts: Sequence[Verdict]) -> Table:
-    """Every case's error on every rung, with the worst tensor or step, and the tolerance."""
-    rows = []
-    for rung in rungs_of(verdicts):
-        results = [next((one for one in verdict.rungs if one.rung == rung), None) for verdict in verdicts]
-        cells = [
-            Text("not compared", verdict.skipped.get(rung, ""))
-            if result is None
-            else Text(
-                error_text(result.error),
-                result.worst if result.error else "",
-                "pass" if result.passed else "fail",
-            )
-            for verdict, result in zip(verdicts, results, strict=True)
-        ]
-        limit = next((_tolerance(one.tolerance) for one in results if one), NONE)
-        rows.append(Row(Text(rung.replace("_", " ")), [Text(limit), *cells]))
-    return Table(
-        name=f"The ladder, against {', '.join(dict.fromkeys(one.reference for one in verdicts))}",
-        corner="rung",
-        columns=["tolerance", *(verdict.candidate for verdict in verdicts)],
-        rows=rows,
-        below="Relative to the largest entry of each tensor; the worst tensor or step is named. The first "
-        "rung that fails is the verdict.",
-    )
-
-
-def reason_table(verdicts: Sequence[Verdict]) -> Table:
-    """Why each rung has its tolerance."""
-    reasons = {one.rung: one for verdict in verdicts for one in verdict.rungs}
-    rows = [
-        Row(Text(rung.replace("_", " ")), [Text(_tolerance(one.tolerance)), Text(one.reason)])
-        for rung in LADDER
-        if (one := reasons.get(rung))
-    ]
-    return Table(
-        name="Why these tolerances", corner="rung", columns=["tolerance", "reason"], rows=rows, look="words"
-    )
-
-
-def _tolerance(limit: float) -> str:
-    return "exact" if limit == 0 else f"{limit:.0e}"
-
-
-def ledger_table(records: Named, ledgers: Mapping[str, EngineLedger]) -> Table:
-    """What a device of each case sends in a steady step, by collective, axis and purpose."""
-    sent = {
-        name: {(one.axis, one.kind, one.purpose): one for one in summed(record.ledger.rows)}
-        for name, record in records.items()
-    }
-    lines = {name: _worst(one) for name, one in ledgers.items()}
-    keys = {key for of_case in (*sent.values(), *lines.values()) for key in of_case}
-    rows = [
-        Row(
-            Text(f"{kind} over {axis}", purpose),
-            [_traffic(sent[name].get(key), lines[name].get(key)) for name in records],
-        )
-        for key in sorted(keys)
-        for axis, kind, purpose in [key]
-    ]
-    costs = map(cost_of, records.values())
-    total = [
-        Text(
-            human_bytes(one.comm_bytes), f"{one.comm_calls:,} calls, wire {human_bytes(one.comm_wire_bytes)}"
-        )
-        for one in costs
-    ]
-    rows.append(Row(Text("all"), total, is_total=True))
-    return Table(
-        name="Communication of one step",
-        corner="per device",
-        columns=list(records),
-        rows=rows,
-        below="Logical bytes are the sizes of the full tensors; wire bytes are what a device sends, if "
-        "collectives go round a ring. = is the closed form of the layout to the byte.",
-    )
-
-
-def _worst(ledger: EngineLedger) -> dict[tuple[str, str, str], Line]:
-    """Per row, the line of the pipeline rank with the largest deviation."""
-    first = {(line.axis, line.kind, line.purpose): line for line in reversed(ledger.lines)}
-    return {key: line for key, line in first.items() if line.found or not line.is_explained}
-
-
-def _traffic(item: Communication | None, line: Line | None) -> Text:
-    if item is None and line is None:
-        return Text(NONE)
-    size = Text(
-        human_bytes(item.bytes) if item else "nothing",
-        f"{item.calls:,} call{'s' * (item.calls != 1)}, wire {human_bytes(item.wire_bytes)}" if item else "",
-    )
-    if line is None:
-        return size
-    words, news = line_words(line)
-    return msgspec.structs.replace(size, note=", ".join(filter(None, (size.note, words))), news=news)
-
-
-def manifest_table(name: str, record: Record) -> Table:
-    """Circumstances of one case."""
-    manifest, done = record.manifest, done_words(record)
-    facts = {
-        "engine": manifest.engine,
-        "layout": layout_in_words(manifest.experiment, manifest.platform),
-        "devices": f"{manifest.devices} x {manifest.device_kind} ({manifest.platform})",
-        "threads": manifest.threads,
-        "versions": ", ".join(f"{package} {version}" for package, version in manifest.versions.items()),
-        "gradient synchronisation": done.gradient_sync,
-        "recomputed in backward": done.remat,
-        "compiled by": done.compiled,
-        "parameters": f"{manifest.parameters:,}",
-        "started (UTC)": manifest.started_utc,
-        "peak memory, by device": ", ".join(map(human_bytes, manifest.peak_memory_bytes)),
-        "peak memory is": manifest.peak_memory_method,
-        "initial weights, SHA-256": manifest.initial_weights_sha256,
-        "data, SHA-256": manifest.corpus_sha256,
-    }
-    columns = [Column[tuple[str, str]]("fact", lambda fact: fact[0])]
-    columns.append(Column("value", lambda fact: fact[1] or NONE))
-    title = f"How {name} was run: {ENGINES[manifest.engine].decides}"
-    return table_of(title, columns, list(facts.items()), look="words")

@@ -1,65 +1,188 @@
-"""Cells and rows that several tables share."""
+"""The tables of a run: what each case cost, how far off it is, what it sent, how it was run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
+from compare.contract.communication import summed
 from compare.contract.record import Record
-from compare.judge.costs import Cost
-from compare.judge.ladder import Verdict
+from compare.judge.ladder import RungResult, Verdict, rungs_of
 from compare.judge.outcome import Outcome
-from compare.show.findings import NONE, Text
-from compare.terminal import error_text, human_bytes
-
-_COST_CELLS: dict[str, Callable[[Cost], str]] = {
-    "gradient synchronisation": lambda cost: cost.gradient_sync,
-    "recomputed in backward": lambda cost: cost.remat,
-    "compiled by": lambda cost: cost.compiled,
-    "final loss (nats)": lambda cost: f"{cost.final_loss:.4f}",
-    "mean loss (nats)": lambda cost: f"{cost.mean_loss:.4f}",
-    "validation loss (nats)": lambda cost: _nats(cost.validation_loss),
-    "best validation loss (nats)": lambda cost: _nats(cost.best_validation_loss),
-    "steps skipped, last loss scale": lambda cost: cost.skipped_steps,
-    "step time, median (ms)": lambda cost: f"{cost.step_time_ms_median:.1f}",
-    "step time, p95 (ms)": lambda cost: f"{cost.step_time_ms_p95:.1f}",
-    "tokens/s, at the median step": lambda cost: f"{cost.tokens_per_s:,.0f}",
-    "tokens seen": lambda cost: f"{cost.tokens_seen:,}" if cost.tokens_seen else "",
-    "GFLOP/s of the model": lambda cost: f"{cost.model_flops_per_s / 1e9:,.1f}" if cost.tokens_seen else "",
-    "MFU, of the devices' peak": lambda cost: "" if cost.mfu is UNSET else f"{cost.mfu:.1%}",
-    "compilation, or cache read (s)": lambda cost: f"{cost.compile_s:.2f}",
-    "first step (s)": lambda cost: f"{cost.first_step_s:.2f}",
-    "CPU time, all in all (s)": lambda cost: f"{cost.cpu_time_s:.1f}",
-    "peak memory per device": lambda cost: human_bytes(cost.peak_mem_bytes),
-    "collectives per step": lambda cost: str(cost.comm_calls),
-    "communicated per step": lambda cost: human_bytes(cost.comm_bytes),
-}
-
-
-def _nats(loss: float | UnsetType) -> str:
-    """A loss; nothing where nobody evaluated."""
-    return "" if loss is UNSET else f"{loss:.4f}"
-
-
-def cost_rows(comparison: Outcome) -> list[tuple[str, list[str]]]:
-    """The rows of the cost table, as text: what the terminal and the report both show."""
-    rows = [(label, [cell(cost) for cost in comparison.costs]) for label, cell in _COST_CELLS.items()]
-    return [(label, cells) for label, cells in rows if any(cells)]
-
+from compare.judge.strategy import done_words
+from compare.show.findings import NONE, Column, Row, Table, Text, table_of, written
+from compare.spec.engines.registry import ENGINES
+from compare.terminal import error_text, human_bytes, layout_in_words
 
 REMOVED = "tensors were removed after they had passed: their rungs are those judged then"
 
 
+class Figure(NamedTuple):
+    """A row of the table of costs."""
+
+    label: str
+    field: str
+    """Of `Cost`."""
+    form: str | Callable[[Any], str] = ""
+    has_ratio: bool = False
+    """A page also says how many times the first case's it is."""
+
+
+COSTS = (
+    Figure("gradient synchronisation", "gradient_sync"),
+    Figure("recomputed in backward", "remat"),
+    Figure("compiled by", "compiled"),
+    Figure("final loss (nats)", "final_loss", ".4f"),
+    Figure("mean loss (nats)", "mean_loss", ".4f"),
+    Figure("validation loss (nats)", "validation_loss", ".4f"),
+    Figure("best validation loss (nats)", "best_validation_loss", ".4f"),
+    Figure("steps skipped, last loss scale", "skipped_steps"),
+    Figure("step time, median (ms)", "step_time_ms_median", ".1f", True),
+    Figure("step time, p95 (ms)", "step_time_ms_p95", ".1f", True),
+    Figure("tokens/s, at the median step", "tokens_per_s", ",.0f", True),
+    Figure("tokens seen", "tokens_seen", ",d"),
+    Figure("GFLOP/s of the model", "model_flops_per_s", lambda flops: f"{flops / 1e9:,.1f}"),
+    Figure("MFU, of the devices' peak", "mfu", ".1%"),
+    Figure("compilation, or cache read (s)", "compile_s", ".2f"),
+    Figure("first step (s)", "first_step_s", ".2f"),
+    Figure("CPU time, all in all (s)", "cpu_time_s", ".1f", True),
+    Figure("peak memory per device", "peak_mem_bytes", human_bytes, True),
+    Figure("collectives per step", "comm_calls", ",d", True),
+    Figure("communicated per step", "comm_bytes", human_bytes, True),
+)
+
+
+def cost_table(outcome: Outcome) -> Table:
+    """Every case's figures, with the ratios of those that can be compared to the first case's."""
+    rows = []
+    for figure in COSTS:
+        first, *others = values = [getattr(cost, figure.field) or None for cost in outcome.costs]
+        notes = ["" for _ in values]
+        if figure.has_ratio and first:
+            notes[1:] = [f"×{value / first:.2f}" if value else "" for value in others]  # noqa: RUF001
+        if any(value is not None for value in values):
+            cells = [
+                Text(written(value, figure.form), note) for value, note in zip(values, notes, strict=True)
+            ]
+            rows.append(Row(Text(figure.label), cells))
+    return Table(
+        name=f"Costs ({outcome.platform.upper()} timings, one process each, not interleaved)",
+        corner="per engine",
+        columns=outcome.finished,
+        rows=rows,
+        below=f"× is how many times that of {outcome.finished[0]}. GFLOP/s are the model's, forward and "  # noqa: RUF001
+        f"backward, without what is computed anew; MFU is their share of the vendor's peak.",
+    )
+
+
+def without_notes(table: Table) -> Table:
+    """A table as a terminal has room for it."""
+    rows = [replace(row, cells=[replace(cell, note="") for cell in row.cells]) for row in table.rows]
+    return replace(table, rows=[replace(row, head=replace(row.head, note="")) for row in rows], below="")
+
+
+def ladder_table(verdicts: Sequence[Verdict]) -> Table:
+    """Every case's error on every rung, with the worst tensor or step, and the tolerance."""
+    rows = []
+    for rung in rungs_of(verdicts):
+        results = [_result(verdict, rung) for verdict in verdicts]
+        limit = next((_tolerance(result) for result in results if result), "")
+        notes = [
+            (result.worst if result.error else "") if result else verdict.skipped.get(rung, "")
+            for verdict, result in zip(verdicts, results, strict=True)
+        ]
+        cells = [
+            replace(rung_text(verdict, rung), note=note)
+            for verdict, note in zip(verdicts, notes, strict=True)
+        ]
+        rows.append(Row(Text(rung, limit), cells))
+    references = ", ".join(dict.fromkeys(verdict.reference for verdict in verdicts))
+    return Table(
+        name=f"The ladder: relative errors against {references}",
+        corner="rung",
+        columns=[verdict.candidate for verdict in verdicts],
+        rows=rows,
+        below="Relative to the largest entry of each tensor; the worst tensor or step is named. The first "
+        "rung that fails is the verdict.",
+    )
+
+
 def rung_text(verdict: Verdict, rung: str) -> Text:
     """One rung's error as a cell: bad news if it is too large, - if the rung was not compared."""
-    result = next((result for result in verdict.rungs if result.rung == rung), None)
+    result = _result(verdict, rung)
     if result is None:
         return Text(NONE)
     return Text(error_text(result.error), news="" if result.passed else "fail")
 
 
-def how_peaks(names: list[str], records: list[Record]) -> str:
-    """Methods by which cases measured their peaks; cases with the same one are named together."""
-    by_method: dict[str, list[str]] = {}
-    for name, record in zip(names, records, strict=True):
-        by_method.setdefault(record.manifest.peak_memory_method, []).append(name)
-    return "; ".join(f"{', '.join(names)}: {method}" for method, names in by_method.items()) + "."
+def _result(verdict: Verdict, rung: str) -> RungResult | None:
+    return next((result for result in verdict.rungs if result.rung == rung), None)
+
+
+def reason_table(verdicts: Sequence[Verdict]) -> Table:
+    """Why each rung has its tolerance."""
+    columns = [
+        Column[RungResult]("rung", lambda result: result.rung),
+        Column[RungResult]("tolerance", _tolerance),
+        Column[RungResult]("reason", lambda result: result.reason),
+    ]
+    results = {rung: _result(verdict, rung) for rung in rungs_of(verdicts) for verdict in verdicts}
+    return table_of("Why these tolerances", columns, [*filter(None, results.values())], look="words")
+
+
+def _tolerance(result: RungResult) -> str:
+    return f"at most {result.tolerance:.0e}" if result.tolerance else "exact"
+
+
+def ledger_table(records: Mapping[str, Record], outcome: Outcome) -> Table:
+    """What a device of each case sends in a steady step, by collective, axis and purpose."""
+    sent = {
+        name: {(row.axis, row.kind, row.purpose): row for row in summed(record.ledger.rows)}
+        for name, record in records.items()
+    }
+    rows = []
+    for axis, kind, purpose in sorted({key for by_key in sent.values() for key in by_key}):
+        flows = [by_key.get((axis, kind, purpose)) for by_key in sent.values()]
+        cells = [_sent(flow.bytes, flow.calls, flow.wire_bytes) if flow else Text(NONE) for flow in flows]
+        rows.append(Row(Text(f"{kind} over {axis}", purpose), cells))
+    total = [_sent(cost.comm_bytes, cost.comm_calls, cost.comm_wire_bytes) for cost in outcome.costs]
+    return Table(
+        name="Communication of one step",
+        corner="per device",
+        columns=list(records),
+        rows=[*rows, Row(Text("all"), total, is_total=True)],
+        below="Logical bytes are the sizes of the full tensors; wire bytes are what a device sends, if "
+        "collectives go round a ring.",
+    )
+
+
+def _sent(size: int, calls: int, wire: int) -> Text:
+    return Text(human_bytes(size), f"{calls:,} calls, wire {human_bytes(wire)}")
+
+
+def manifest_table(name: str, record: Record) -> Table:
+    """Circumstances of one case."""
+    manifest, done = record.manifest, done_words(record)
+    facts = {
+        "engine": manifest.engine,
+        "layout": layout_in_words(manifest.experiment, manifest.platform),
+        "devices": f"{manifest.devices} x {manifest.device_kind} ({manifest.platform})",
+        "threads": manifest.threads,
+        "versions": ", ".join(f"{package} {version}" for package, version in manifest.versions.items()),
+        "gradient synchronisation": done.gradient_sync,
+        "recomputed in backward": done.remat,
+        "compiled by": done.compiled,
+        "parameters": f"{manifest.parameters:,}",
+        "started (UTC)": manifest.started_utc,
+        "peak memory, by device": ", ".join(map(human_bytes, manifest.peak_memory_bytes)),
+        "peak memory is": manifest.peak_memory_method,
+        "initial weights, SHA-256": manifest.initial_weights_sha256,
+        "data, SHA-256": manifest.corpus_sha256,
+    }
+    return Table(
+        name=f"How {name} was run: {ENGINES[manifest.engine].decides}",
+        corner="fact",
+        columns=["value"],
+        rows=[Row(Text(fact), [Text(value)]) for fact, value in facts.items() if value],
+        look="words",
+    )

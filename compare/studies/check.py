@@ -13,7 +13,7 @@ from compare.host.tensors import RecordError
 from compare.judge.goldens import NANOGPT, folder_of, read_golden
 from compare.judge.ladder import Verdict
 from compare.judge.outcome import Grid, Outcome
-from compare.present.tables import rung_text
+from compare.present.tables import ladder_table, rung_text, without_notes
 from compare.show.findings import Findings, Row, Table, Text
 from compare.show.markdown import markdown
 from compare.spec.engines.registry import ENGINES
@@ -21,7 +21,7 @@ from compare.spec.experiment import Experiment, ExperimentError, edited, load, r
 from compare.studies.bench_cases import edits_of
 from compare.studies.fitting import as_preset
 from compare.studies.presets import PRESETS, check_names, spread, with_layout
-from compare.studies.run import ladder_of, verdict_findings
+from compare.studies.run import verdict_findings
 from compare.study import OF_LAYOUTS, Study, against_one_device, grid, pivot
 from compare.terminal import error_text
 
@@ -159,7 +159,7 @@ class Check(Study, frozen=True, kw_only=True):
                 )
             ]
         elif "against" in outcome.options:
-            tables = [ladder_of(outcome)] if verdicts else []
+            tables = [without_notes(ladder_table(outcome.verdicts))] if verdicts else []
             skipped = {
                 f"{one.candidate}: {rung}": why
                 for one in verdicts.values()

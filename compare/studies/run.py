@@ -12,12 +12,11 @@ from compare.contract.record import Record, Step
 from compare.contract.request import Rung
 from compare.execute.tensorboard import events, in_turn, require_tensorboard
 from compare.flags.chosen_layout import Spread
-from compare.judge.ladder import rungs_of
 from compare.judge.outcome import OUTCOME, Case, Grid, Outcome, read_outcome, read_run
 from compare.present.report import report, write_report
-from compare.present.tables import REMOVED, cost_rows, rung_text
+from compare.present.tables import REMOVED, cost_table, ladder_table, without_notes
 from compare.show.figures import save_figures
-from compare.show.findings import Findings, Row, Table, Text
+from compare.show.findings import Findings
 from compare.spec.experiment import Experiment, revalidate
 from compare.studies.presets import settings_in
 from compare.studies.resuming import any_checkpoint, changed_settings
@@ -110,7 +109,10 @@ class Run(Spread, Study, frozen=True, kw_only=True):
         """The ladder, and what each case cost."""
         return verdict_findings(
             outcome,
-            tables=[*([ladder_of(outcome)] if outcome.verdicts else []), costs_of(outcome)],
+            tables=[
+                *([without_notes(ladder_table(outcome.verdicts))] if outcome.verdicts else []),
+                without_notes(cost_table(outcome)),
+            ],
             notes=[f"{REMOVED} (run --keep_tensors keeps them)"] if outcome.tensors_removed else [],
         )
 
@@ -175,30 +177,6 @@ def verdict_findings(
     passed = outcome.passed if passed is None else passed
     found = findings_of(outcome, sentence=sentence or outcome.sentence(), passed=passed, **more)
     return replace(found, value=outcome)
-
-
-def ladder_of(outcome: Outcome) -> Table:
-    """Every case's error on every rung."""
-    verdicts = outcome.verdicts
-    references = ", ".join(dict.fromkeys(verdict.reference for verdict in verdicts))
-    return Table(
-        name=f"The ladder: relative errors against {references}",
-        corner="rung",
-        columns=[verdict.candidate for verdict in verdicts],
-        rows=[
-            Row(Text(rung), [rung_text(verdict, rung) for verdict in verdicts]) for rung in rungs_of(verdicts)
-        ],
-    )
-
-
-def costs_of(outcome: Outcome) -> Table:
-    """Every case's loss, time, memory and communication: a column for each case."""
-    return Table(
-        name=f"Costs ({outcome.platform.upper()} timings, one process each, not interleaved)",
-        corner="per engine",
-        columns=outcome.finished,
-        rows=[Row(Text(label), [Text(cell) for cell in cells]) for label, cells in cost_rows(outcome)],
-    )
 
 
 def tensors_of(folder: Path, outcome: Outcome) -> list[Path]:

@@ -19,7 +19,7 @@ from compare.numerics.data import SPLITS, open_corpus
 from compare.numerics.evaluation import evaluate, is_due, require_validation, steps_due
 from compare.numerics.shards import Shard
 from compare.numerics.stream import OwnBatches
-from compare.present.tables import cost_rows
+from compare.present.tables import cost_table
 from compare.spec.experiment import Data, Experiment, ExperimentError, edited
 
 
@@ -75,7 +75,8 @@ def test_every_engine_evaluates_to_the_same(grid, preset):
     # A second oracle of the first evaluation, in plain PyTorch: no engine's loop, and no batch of `evaluate`.
     np.testing.assert_allclose(expected[0], untrained_losses(first.manifest.experiment), rtol=1e-12)
     assert abs(expected[0][1] - math.log(256)) < 0.1  # untrained weights know nothing
-    assert "best validation loss (nats)" in dict(cost_rows(read_run(grid.run(preset))[0]))
+    rows = cost_table(read_run(grid.run(preset))[0]).rows
+    assert "best validation loss (nats)" in [row.head.text for row in rows]
 
 
 def test_an_evaluation_changes_nothing_in_what_comes_after_it(grid, shardpair):

@@ -19,18 +19,14 @@ from compare.present.memory import resting_table
 from compare.present.profile import planned_figures
 from compare.present.report import (
     EXPERIMENT,
-    RATIOS,
-    cost_table,
     difference_figure,
     how_close,
-    ledger_table,
     loss_figure,
     write_report,
 )
-from compare.present.tables import cost_rows
+from compare.present.tables import COSTS, cost_table, ledger_table
 from compare.show.figures import WINDOWS, svg, windowed
 from compare.spec.experiment import edited, parse
-from compare.studies.ledgers import EngineLedger
 from compare.studies.presets import spread
 from compare.terminal import human_bytes, human_seconds, layout_in_words
 
@@ -62,9 +58,9 @@ def test_page_stands_alone_and_has_the_records_numbers(tmp_path, tiny):
     assert "jax-compiler</strong>: did not run" in top
     assert f"shardpair run --continue {tmp_path}" in top
     assert "ranks wait 33% of the time" in page
-    for label, cells in cost_rows(outcome):
-        assert f'<th scope="row">{label}</th>' in page
-        assert all(re.search(rf"<td>{re.escape(cell)}(</td>| <small>)", page) for cell in cells)
+    for row in cost_table(outcome).rows:
+        assert f'<th scope="row">{row.head.text}</th>' in page
+        assert all(re.search(rf"<td>{re.escape(cell.text)}(</td>| <small>)", page) for cell in row.cells)
     assert write_report(tmp_path).read_text() == page  # the same bytes twice
     assert parse((tmp_path / EXPERIMENT).read_text()) == outcome.experiment
 
@@ -100,8 +96,8 @@ def test_page_of_a_known_device_says_its_utilisation(tmp_path, tiny):
     cost = cost_of(msgspec.structs.replace(record, manifest=manifest))
     assert cost.mfu == pytest.approx(cost.model_flops_per_s / 2 / 989.5e12)
     assert cost_of(record).mfu is msgspec.UNSET
-    rows = dict(cost_rows(finished_of(on_two, {"a": cost})))
-    assert rows["MFU, of the devices' peak"] == [f"{cost.mfu:.1%}"]
+    rows = {row.head.text: row.cells for row in cost_table(finished_of(on_two, {"a": cost})).rows}
+    assert [cell.text for cell in rows["MFU, of the devices' peak"]] == [f"{cost.mfu:.1%}"]
 
 
 def test_costs_leave_out_the_first_and_the_instrumented_step(tmp_path, tiny):
@@ -120,7 +116,7 @@ def test_every_ratio_belongs_to_a_row_of_the_cost_table(tmp_path, tiny):
     )
     rows = cost_table(finished_of(tiny, {"a": cost, "b": twice})).rows
     notes = {row.head.text: [cell.note[-4:] for cell in row.cells] for row in rows}
-    assert RATIOS.keys() <= notes.keys()
+    assert {figure.label for figure in COSTS if figure.has_ratio} <= notes.keys()
     assert notes["collectives per step"] == ["", "2.00"]
     assert notes["peak memory per device"] == ["", "0.50"]
     none = msgspec.structs.replace(cost, comm_calls=0)
@@ -154,11 +150,11 @@ def test_ledgers_stand_side_by_side(tmp_path, tiny):
         name: msgspec.structs.replace(record, ledger=Ledger(rows=rows))
         for name, rows in {"a": FEW_ROWS, "b": FEW_ROWS[:1]}.items()
     }
-    empty = EngineLedger(case="", engine="", experiment=tiny)
-    rows = ledger_table(records, dict.fromkeys(records, empty)).rows
+    costs = {name: cost_of(record) for name, record in records.items()}
+    rows = ledger_table(records, finished_of(tiny, costs)).rows
     assert [(row.head.text, row.head.note, [(c.text, c.note) for c in row.cells]) for row in rows] == [
         ("all_reduce over dp_replicate", "", [("4 kB", "2 calls, wire 6 kB")] * 2),
-        ("all_reduce over dp_replicate", "loss", [("4 B", "1 call, wire 6 B"), ("-", "")]),
+        ("all_reduce over dp_replicate", "loss", [("4 B", "1 calls, wire 6 B"), ("-", "")]),
         ("all", "", [("4 kB", "3 calls, wire 6.01 kB"), ("4 kB", "2 calls, wire 6 kB")]),
     ]
 
