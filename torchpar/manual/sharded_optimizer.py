@@ -93,7 +93,8 @@ class ShardedOptimizer(Accumulates, torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update this rank's cut of the parameters, and gather the others'."""
-        assert closure is None, "a closure's gradients would not be reduced"
+        if closure is not None:
+            raise ValueError("step(closure): a closure's gradients would not be reduced; step after backward")
         self.require_finished()
         if not self._reduces:
             self.slice_means()
