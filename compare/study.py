@@ -387,8 +387,7 @@ def run(study: Study, outcome: Outcome, folder: Path) -> Outcome:
     reporter, errors, failed = Reporter(quiet=study.quiet), [], Counter[str]()
     rounds = range(1, outcome.rounds + 1)
     places = {(n, name): _place(n, name, outcome) for n in rounds for name in outcome.cases}
-    done = [places[n, name] for n, name in places if n in outcome.kept.get(name, {})]
-    reporter.start({place: outcome.cases[name].request for (_, name), place in places.items()}, folder, done)
+    reporter.start({place: outcome.cases[name].request for (_, name), place in places.items()})
     save(outcome, folder)
     try:
         for number in rounds:

@@ -2,32 +2,72 @@
 
 import contextlib
 import sys
-import threading
 import time
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.spinner import Spinner
-from rich.table import Table
-from rich.text import Text
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
 from compare.contract.record import Step
 from compare.contract.request import Request
 from compare.execute.launch import EngineError
-from compare.execute.pace import Cadence, Pace
 from compare.numerics.data import TRAINING
 from compare.spec.experiment import Experiment
-from compare.terminal import coloured, human_bytes, messages_console
+from compare.terminal import coloured, human_bytes, human_seconds, messages_console, printable
 
 LOG_LINES = 20
-BAR_WIDTH = 20
-TICK_S = 1.0
+LINE_S = 60.0
+"""Between two lines in a pipe."""
 LONG_TO_READ = 500_000_000
 """Bytes of data that are read for seconds."""
+
+
+class Case:
+    """How far a case is.
+
+    Args:
+        place: its name among others.
+        request: what it is asked for.
+    """
+
+    def __init__(self, place: str, request: Request):
+        self.place, self.experiment = place, request.experiment
+        self.begun = self.first = self.latest = time.monotonic()
+        self.seen, self.last = 0, None
+
+    def step(self, step: Step) -> None:
+        """It has recorded a step."""
+        self.latest = time.monotonic()
+        self.first = self.first if self.seen else self.latest
+        self.seen, self.last = self.seen + 1, step
+
+    @property
+    def done(self) -> int:
+        """Steps that it has made, of all that it is asked for."""
+        return self.last.step + 1 if self.last else 0
+
+    def figures(self) -> str:
+        """Loss, tokens/s and time left, as far as they are known."""
+        if not self.last:
+            return "no step yet"
+        figures = [f"loss {self.last.loss:.4f}"]
+        if self.latest > self.first:  # steps that were read together give no speed
+            step_s = (self.latest - self.first) / (self.seen - 1)
+            figures.append(f"{self.experiment.tokens_per_step / step_s:,.0f} tokens/s")
+            if left := self.experiment.train.max_iters - self.done:
+                figures.append(f"about {human_seconds(left * step_s)} left")
+        return ", ".join(figures)
+
+    def __str__(self) -> str:
+        return f"{self.place}: step {self.done} of {self.experiment.train.max_iters}, {self.figures()}"
+
+    @property
+    def outcome(self) -> str:
+        """How it ended, and what it took."""
+        steps, asked = f"{self.done} step{'s' * (self.done != 1)}", self.experiment.train.max_iters
+        how = steps if self.done == asked else f"stopped after {steps} of {asked}"
+        return f"{self.place}: {how} in {human_seconds(time.monotonic() - self.begun)}, {self.figures()}"
 
 
 class Reporter:
@@ -41,8 +81,7 @@ class Reporter:
         self.console = messages_console(quiet=quiet)
         # Not console.is_terminal, which FORCE_COLOR makes true in a pipe as well.
         self._draws = not quiet and sys.stderr.isatty() and not self.console.is_dumb_terminal
-        self._pace = Pace({}, Path(), (), time.monotonic())
-        self._cadence = Cadence(time.monotonic())
+        self._requests: Mapping[str, Request] = {}
 
     def reads(self, experiment: Experiment) -> None:
         """Say that the data is validated, if that takes a while: all of it is read and hashed, once."""
@@ -52,28 +91,61 @@ class Reporter:
             if (size := file.stat().st_size) >= LONG_TO_READ:
                 self._say(f"{file}: {human_bytes(size)} are read once, to validate and to hash them")
 
-    def start(self, requests: Mapping[str, Request], folder: Path, finished: Collection[str] = ()) -> None:
-        """Say what is to come.
-
-        Args:
-            requests: of all cases, by name, in the order in which they run.
-            folder: of the comparison: each case has its own in it.
-            finished: cases that need not run.
-        """
-        now = time.monotonic()
-        self._pace, self._cadence = Pace(requests, folder, finished, now), Cadence(now)
+    def start(self, requests: Mapping[str, Request]) -> None:
+        """Say what is to come: the requests of all cases by name, in the order in which they run."""
+        self._requests = requests
 
     @contextmanager
     def engine(self, name: str) -> Generator[Callable[[Step], None]]:
         """Follow one case of those that `start` was given; yields what to call with each step."""
-        pace = self._pace
-        pace.begin(name, time.monotonic())
+        number, count = list(self._requests).index(name) + 1, len(self._requests)
+        case = Case(f"{number} of {count}: {name}" if count > 1 else name, self._requests[name])
         try:
-            with self._bar() if self._draws else self._lines():
-                yield lambda step: pace.step(step, time.monotonic())
+            with self._bar(case) if self._draws else self._lines(case) as tell:
+                yield tell
         finally:
-            pace.end()
-            self._say(pace.outcome(time.monotonic()))
+            self._say(case.outcome)
+
+    @contextmanager
+    def _bar(self, case: Case) -> Generator[Callable[[Step], None]]:
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}", markup=False),
+        )
+        with Progress(*columns, console=self.console, transient=True, redirect_stdout=False) as bar:
+            place = printable(case.place)
+            task = bar.add_task(place, total=case.experiment.train.max_iters, figures="starting")
+
+            def tell(step: Step) -> None:
+                case.step(step)
+                bar.update(task, completed=case.done, figures=case.figures())
+
+            yield tell
+
+    @contextmanager
+    def _lines(self, case: Case) -> Generator[Callable[[Step], None]]:
+        self._say(f"{case.place}: starting")
+        said = case.begun
+
+        def tell(step: Step) -> None:
+            nonlocal said
+            case.step(step)
+            if case.latest - said > LINE_S:
+                said = case.latest
+                self._say(f"{case}")
+
+        yield tell
+
+    @contextmanager
+    def waits(self, what: str) -> Generator[Callable[[Step], None]]:
+        """Say what is waited for: a spinner in a terminal, a line in a pipe. Yields what ignores steps."""
+        if not self._draws:
+            self._say(what)
+        with self.console.status(printable(what)) if self._draws else contextlib.nullcontext():
+            yield lambda step: None
 
     def failed(self, error: EngineError) -> None:
         """Say at once that a case did not finish, with the end of its log; others may still run."""
@@ -82,61 +154,6 @@ class Reporter:
             self._say(f"its whole log: {error.log}")
         self._say(f"{error}", style="red")
 
-    @contextmanager
-    def waits(self, what: str) -> Generator[None]:
-        """Say what is waited for: a spinner in a terminal, a line in a pipe."""
-        if self._draws:
-            with self.console.status(what):
-                yield
-        else:
-            self._say(what)
-            yield
-
     def _say(self, text: str, *, style: str = "") -> None:
         with contextlib.suppress(OSError):  # stderr is full or gone: no reason to lose a run
             self.console.print(coloured(text, style), soft_wrap=True)
-
-    def _bar(self) -> Live:
-        spinner = Spinner("dots")
-        return Live(
-            get_renderable=lambda: _drawn(self._pace, spinner, time.monotonic()),
-            console=self.console,
-            refresh_per_second=8,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-
-    @contextmanager
-    def _lines(self) -> Generator[None]:
-        """Say a line now and then, from a thread: an engine that compiles has no steps to tell of."""
-        self._say(f"{self._pace.place()}: starting")
-        self._cadence.begin(time.monotonic())
-        over = threading.Event()
-
-        def talk() -> None:
-            while not over.wait(TICK_S):
-                now = time.monotonic()
-                if self._cadence.is_due(self._pace.done / self._pace.steps, now):
-                    self._say(self._pace.line(now))
-
-        thread = threading.Thread(target=talk, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
-
-def _drawn(pace: Pace, spinner: Spinner, now: float) -> Group:
-    """Two lines of a terminal: which case, a bar and the step; and the figures."""
-    bar = ProgressBar(
-        total=pace.steps, completed=pace.done, width=BAR_WIDTH, pulse=pace.last is None, animation_time=now
-    )
-    row = Table.grid(padding=(0, 1))
-    for _ in range(4):
-        row.add_column(no_wrap=True, overflow="ellipsis")
-    row.add_row(spinner, coloured(pace.place(), ""), bar, Text(pace.doing()))
-    figures = Text(f"  {pace.figures(now)}", style="dim", no_wrap=True, overflow="ellipsis")
-    return Group(row, figures)

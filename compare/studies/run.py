@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from compare.checkpoint.reader import CheckpointError, read_description
 from compare.contract.record import Record, Step
 from compare.contract.request import Rung
-from compare.execute.tensorboard import events, in_turn, require_tensorboard
+from compare.execute.tensorboard import events, require_tensorboard, scalars
 from compare.flags.chosen_layout import Spread
 from compare.judge.outcome import OUTCOME, Case, Grid, Outcome, read_outcome, read_run
 from compare.present.report import report, write_report
@@ -81,10 +81,15 @@ class Run(Spread, Study, frozen=True, kw_only=True):
         self, name: str, case: Case, place: Path, number: int, tell: Callable[[Step], None]
     ) -> tuple[Any, Record | None]:
         """A case, with its events for TensorBoard."""
-        with events(self.tensorboard, name, case.experiment) as file:
-            kept, record = super().measured(name, case, place, number, in_turn(tell, file.step))
-            if record:
-                file.evaluations(record.evaluations)
+        with events(self.tensorboard, name) as draw:
+
+            def tell_and_draw(step: Step) -> None:
+                tell(step)
+                draw(scalars(step, case.experiment), step.step)
+
+            kept, record = super().measured(name, case, place, number, tell_and_draw)
+            for loss in record.evaluations if record else ():
+                draw({"evaluation/train": loss.train, "evaluation/validation": loss.validation}, loss.step)
         return kept, record
 
     def after(self, outcome: Outcome, folder: Path) -> Outcome:

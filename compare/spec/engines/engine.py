@@ -255,7 +255,5 @@ class Side(Struct, frozen=True, kw_only=True):
     """Variables that its Python is started with, unless the user has set them."""
     environment_on_cpu: Mapping[str, str] = {}
     """Variables that its Python is always started with on platform cpu."""
-    before_first_step: str = "at the first step"
-    """What a run does between opening its record and its first step, for the progress."""
     converts: tuple[str, ...] = ()
     """Formats of checkpoints that `python -m NAME --convert` reads and writes: nanogpt, orbax."""

@@ -114,7 +114,6 @@ JAX = Side(
     # 44,000 -> 360 a step, 1.25 times faster). glibc reads this at start, so it must be set here.
     environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
     environment_on_cpu={"JAX_PLATFORMS": "cpu"},
-    before_first_step="setting up and compiling",  # the record is opened before that
     peers=JAX_PEERS,
     engines=(
         Engine(
