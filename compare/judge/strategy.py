@@ -11,13 +11,12 @@ computes the same. So each setting is read off what was observed, and held again
     layout.gradient_sync  how many all-reduces carry gradients, and whether they begin within backward;
       and bucket_mb       as many as the closed form of the buckets has (`closed_forms.gradient_messages`)
     layout.zero, offload  bytes at rest, against `closed_forms.memory`
-    all that sends        every row of the ledger, against `closed_forms.communication`
+    all that sends        bytes by axis and role, against `closed_forms.communication`: exactly, or a multiple
 
 What an engine cannot tell, and what has no closed form, is named in `Strategy.untold`, never passed over.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -25,16 +24,15 @@ from msgspec.structs import replace
 from compare.contract.communication import GRADIENTS
 from compare.contract.record import Record
 from compare.contract.work import ObservedWork, name_of
-from compare.judge.closed_forms.communication import WIDE
+from compare.judge.closed_forms.communication import microbatches_of
 from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.closed_forms.memory import closed_form, excess
-from compare.judge.closed_forms.sizes import microbatches_of
-from compare.judge.ledger_lines import Line, line_up
+from compare.judge.ledger import line_up, mismatches
 from compare.numerics.parameters import storage_dtype
 from compare.pipeline.schedules import make_schedule
-from compare.spec.axes import DP_REPLICATE, DP_SHARD, SHARDED_FROM
+from compare.spec.axes import DP_REPLICATE
 from compare.spec.engines.engine import Engine
-from compare.spec.engines.registry import ENGINES, JAX
+from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
 
 AT_REST = 0.25
@@ -229,64 +227,13 @@ def _at_rest(record: Record, work: ObservedWork, engine: Engine, experiment: Exp
 
 
 def _sent(record: Record, work: ObservedWork, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
-    """What we send is held to the byte. What a compiler or a library sends may be something else for reasons
-    of its own (`shardpair ledger` looks for them): it must not be what another layout sends."""
     if record.ledger.problems:
         yield Finding(setting="the ledger", asked="complete", found=record.ledger.problems[0])
-    asked = "the closed form of the layout"
-    odd = _new(record, engine, experiment)
-    found = asked
-    if odd and engine.sends_by:
-        others = ((name, _new(record, engine, other)) for name, other in _other_layouts(experiment))
-        own = {_key(line) for line in odd if line.state == "different"}
-        fitting = (
-            name
-            for name, left in others
-            if not left or (_of_shards(left) < _of_shards(odd) and not own & _unexpected(left))
-        )
-        found = next((f"the closed form of {name}" for name in fitting), asked)
-    elif odd:
-        line = odd[0]
-        found = f"{line.found:,} bytes of {line.kind} over {line.axis} for {line.purpose} instead of "
-        found += f"{line.expected:,.0f}"
-    yield Finding(setting="what is sent", asked=asked, found=found)
-
-
-def _new(record: Record, engine: Engine, experiment: Experiment) -> list[Line]:
-    on_gpu = record.manifest.platform != "cpu"
-    if on_gpu and engine.side == JAX.name and experiment.precision.dtype not in WIDE:
-        raise ValueError("no closed form of what XLA sends in 16 bits on a GPU")
-    lines = line_up(engine.name, with_remat_resolved(engine.name, experiment), record.ledger.rows)
-    return [line for line in lines if line.is_new]
-
-
-def _key(line: Line) -> tuple[str, str, str, int]:
-    return line.kind, line.axis, line.purpose, line.stage
-
-
-def _unexpected(lines: list[Line]) -> set[tuple[str, str, str, int]]:
-    """What a layout would not send at all. If the one that was asked for does, it was not ignored."""
-    return {_key(line) for line in lines if line.state == "unexpected"}
-
-
-def _of_shards(lines: list[Line]) -> set[tuple[str, str, int]]:
-    """Rows along dp_shard: the rest of what XLA sends under sequence parallelism is unexplained anyway."""
-    return {(line.kind, line.purpose, line.stage) for line in lines if line.axis == DP_SHARD}
-
-
-def _other_layouts(experiment: Experiment) -> Iterator[tuple[str, Experiment]]:
-    """Experiments that an engine would run if it ignored one setting."""
-    layout = experiment.layout
-    others: dict[str, Any] = {}
-    if layout.tp > 1:
-        others["sequence_parallel"] = [not layout.sequence_parallel]
-    if layout.dp_shard > 1:
-        others["zero"] = [stage for stage in (1, 2, 3) if stage != layout.zero]
-    if layout.zero == SHARDED_FROM["parameters"]:
-        others["reshard_after_forward"] = [not layout.reshard_after_forward]
-    for key, values in others.items():
-        for value in values:
-            yield f"layout.{key} = {value}", replace(experiment, layout=replace(layout, **{key: value}))
+    asked = "the textbook of the layout"
+    resolved = with_remat_resolved(engine.name, experiment)
+    flows = line_up(engine.name, resolved, record.ledger.rows)
+    wrong = next(mismatches(engine.name, resolved, flows), asked)
+    yield Finding(setting="what is sent", asked=asked, found=wrong)
 
 
 def done_words(record: Record) -> "ObservedSettings":

@@ -18,8 +18,8 @@ from typing import Literal
 import numpy as np
 from msgspec import Struct
 
+from compare.judge.closed_forms.communication import microbatches_of
 from compare.judge.closed_forms.memory import elements_of_stage
-from compare.judge.closed_forms.sizes import microbatches_of
 from compare.numerics.optimizer import moment_names
 from compare.plan.machine import Machine
 from compare.plan.traffic import NOTHING

@@ -4,7 +4,7 @@ from msgspec import Struct, field
 
 from compare.contract.ahead_of_time import CompiledAhead
 from compare.contract.memory_profile import DeviceMemory
-from compare.judge.ledger_lines import Line
+from compare.judge.ledger import Flow
 from compare.plan.machine import Machine
 from compare.plan.search import USABLE, Candidate, Found, frontier
 from compare.spec.experiment import Experiment, ExperimentError
@@ -24,7 +24,7 @@ class StepAlone(Struct, frozen=True, kw_only=True):
     """A step of one layout's first rank without the others: what it sends, and what it keeps."""
 
     layout: str
-    lines: list[Line]
+    flows: list[Flow]
     memory: DeviceMemory
 
 
@@ -34,7 +34,7 @@ class AbsentStep(Struct, frozen=True, kw_only=True):
     layout: str
     topology: str
     found: CompiledAhead
-    lines: list[Line]
+    flows: list[Flow]
 
 
 class PlanOutcome(Struct, frozen=True, kw_only=True):

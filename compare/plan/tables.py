@@ -2,12 +2,9 @@
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from msgspec.structs import replace
-
 from compare.contract.ahead_of_time import Waited
-from compare.contract.communication import REPLICATED_GRADIENTS
 from compare.judge.closed_forms.peak_memory import peak_form
-from compare.judge.ledger_lines import Line
+from compare.judge.ledger import Flow
 from compare.plan.compute import Term
 from compare.plan.outcome import AbsentStep, Full, PlanOutcome, StepAlone
 from compare.plan.predict import PARTS, predict
@@ -34,14 +31,14 @@ DROPPED = (
     Column[tuple[str, Full]]("layouts", lambda row: row[1].layouts, ",d"),
     Column[tuple[str, Full]]("the smallest needs", lambda row: row[1].least, human_bytes),
 )
-LINES = (
-    Column[Line]("kind", lambda line: line.kind),
-    Column[Line]("axis", lambda line: line.axis),
-    Column[Line]("purpose", lambda line: line.purpose),
-    Column[Line]("calls", lambda line: line.calls, ",d"),
-    Column[Line]("closed form (B)", lambda line: line.expected, ",.0f"),
-    Column[Line]("sent (B)", lambda line: line.found, ",d", news=lambda line: "fail" if line.is_new else ""),
-    Column[Line]("is", lambda line: line.why or line.state),
+FLOWS = (
+    Column[Flow]("axis", lambda flow: flow.axis),
+    Column[Flow]("role", lambda flow: flow.role),
+    Column[Flow]("stage", lambda flow: str(flow.stage)),
+    Column[Flow]("calls", lambda flow: flow.calls, ",d"),
+    Column[Flow]("textbook (B)", lambda flow: flow.textbook, ",.0f"),
+    Column[Flow]("sent (B)", lambda flow: flow.sent, ",d"),
+    Column[Flow]("ratio", lambda flow: flow.ratio, ".2f"),
 )
 WAITED = (
     Column[Waited]("kind", lambda row: row.kind),
@@ -122,13 +119,6 @@ def written_out(outcome: PlanOutcome, one: Candidate) -> Table:
     )
 
 
-def of_one_rank(line: Line) -> Line:
-    """A line of one rank's ledger: of what flat shards spread unevenly the closed form is the most of any."""
-    if line.is_explained or line.purpose != REPLICATED_GRADIENTS or line.found > line.expected:
-        return line
-    return replace(line, why="another rank's shards have more of it")
-
-
 def alone_tables(one: StepAlone, outcome: PlanOutcome) -> list[Table]:
     """What a layout's first rank sends, and what it keeps at its peak, each beside the closed form."""
     candidate = next(c for c in (*outcome.candidates, *outcome.nearest) if c.name == one.layout)
@@ -137,7 +127,7 @@ def alone_tables(one: StepAlone, outcome: PlanOutcome) -> list[Table]:
     kept = [KeptAtPeak(kind, expected, found) for kind, (found, expected) in at_peak.sizes.items()]
     below = f"Its peak is {human_bytes(at_peak.peak.total)}, in {at_peak.peak.phase}: {at_peak.where}."
     return [
-        table_of(f"What the first rank of {one.layout} sends, run alone", LINES, one.lines),
+        table_of(f"What the first rank of {one.layout} sends, run alone", FLOWS, one.flows),
         table_of("What it keeps at its peak", KEPT, kept, below=f"{below} Planned: {human_bytes(planned)}."),
     ]
 
@@ -162,7 +152,7 @@ def compiled_tables(one: AbsentStep, outcome: PlanOutcome) -> list[Table]:
         ("parameters and moments", state, found.state_bytes),
         ("all of a step", held.bytes, found.peak_bytes),
     ]
-    sent = [table_of("What it sends in a step", LINES, one.lines)] if one.lines else []
+    sent = [table_of("What it sends in a step", FLOWS, one.flows)] if one.flows else []
     return [
         table_of(title, MEMORY, memory, look="words", below=below),
         *sent,

@@ -21,18 +21,16 @@ from compare.contract.communication import (
     REPLICATED_GRADIENTS,
     ring_wire_bytes,
 )
-from compare.judge.closed_forms.communication import WIDE, Bytes, communication, sums_again
+from compare.judge.closed_forms.communication import WIDE, Bytes, communication, microbatches_of, sums_again
 from compare.judge.closed_forms.gradient_messages import gradient_messages
-from compare.judge.closed_forms.sizes import microbatches_of
 from compare.judge.strategy import with_remat_resolved
 from compare.plan.machine import Machine
 from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, TP
 from compare.spec.engines.registry import ENGINES, JAX
-from compare.spec.experiment import Experiment, ExperimentError, edited
+from compare.spec.experiment import Experiment, edited
 
 NOTHING: Mapping[str, float] = {}
 AT_MOST = "as wide as in float32: at most"
-AGAIN = "and forward's once more, which is computed anew"
 
 
 class AxisTraffic(Struct, frozen=True, kw_only=True):
@@ -67,12 +65,9 @@ def traffic_of(
         machine: its links.
         stage: the rank.
         scale: by purpose, what the closed form's bytes are multiplied by: other widths, another model.
-
-    Raises:
-        ValueError: the layout has no closed form.
     """
     experiment = with_remat_resolved(engine, experiment)
-    sizes, note = bytes_sent(engine, experiment, stage, wide=bool(scale))
+    sizes, note = bytes_sent(engine, experiment, stage, wide=bool(scale)), AT_MOST if scale else ""
     return [
         timed(
             machine,
@@ -86,29 +81,11 @@ def traffic_of(
     ]
 
 
-def bytes_sent(engine: str, experiment: Experiment, stage: int, *, wide: bool = False) -> tuple[Bytes, str]:
-    """The closed form of a layout; where there is none, the nearest that is not below it, and why.
-
-    Args:
-        engine, experiment, stage: as of `traffic_of`.
-        wide: all of it as wide as in float32.
-
-    Raises:
-        ValueError: there is neither.
-    """
-    layout, notes = experiment.layout, []
-    formed = experiment
+def bytes_sent(engine: str, experiment: Experiment, stage: int, *, wide: bool = False) -> Bytes:
+    """The textbook's bytes of a layout; with `wide` all of it as wide as in float32."""
     if wide and experiment.precision.dtype not in WIDE:
-        formed, notes = edited(formed, {"precision": {"dtype": "float32"}}), [AT_MOST]
-    is_jax = ENGINES[engine].side == JAX.name
-    again = layout.tp > 1 and layout.pp > 1 and layout.remat == "full" and is_jax
-    if again:
-        formed = edited(formed, {"layout": {"remat": "none"}})
-        notes.append(AGAIN)
-    found = communication(engine, formed, stage=stage)
-    if again:
-        found |= {key: 2 * size for key, size in found.items() if key[1] == TP and key[2] == ACTIVATIONS}
-    return found, "; ".join(notes)
+        experiment = edited(experiment, {"precision": {"dtype": "float32"}})
+    return communication(engine, experiment, stage=stage)
 
 
 def timed(
@@ -154,7 +131,8 @@ def calls_of(engine: str, experiment: Experiment, key: tuple[str, str, str], sta
             return passes
         again = 0.0
         if purpose == ACTIVATIONS and layout.remat in ("dots", "full"):
-            again = 2 * blocks if kind == "all_gather" else blocks * sums_again(engine, layout)
+            share = 1.0 if kind == "all_gather" else sums_again(engine, experiment)
+            again = 2 * blocks * share
         return passes * (2 * blocks + 1 + again)
     if axis == DP_SHARD:
         units = blocks + 1
@@ -170,11 +148,3 @@ def calls_of(engine: str, experiment: Experiment, key: tuple[str, str, str], sta
         return messages.by_stage[stage] if messages else blocks + 1
     is_stream = purpose in (ACTIVATIONS, ACTIVATION_GRADIENTS)
     return passes * layout.chunks if is_stream else 1
-
-
-def require_closed_form(engine: str, experiment: Experiment) -> None:
-    """Refuse a layout whose traffic nobody knows. Raises ExperimentError with the reason."""
-    try:
-        bytes_sent(engine, with_remat_resolved(engine, experiment), 0)
-    except ValueError as error:
-        raise ExperimentError(str(error)) from None

@@ -1,22 +1,16 @@
-"""Ledgers beside their closed forms, a table for each layout, unmatched lines first; a Markdown page."""
+"""Ledgers beside the textbook: a table for each layout, as multiples of it; and every row of a ledger."""
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-import msgspec
-from msgspec import Struct
 
 from compare.contract.communication import Communication
 from compare.contract.record import read_record
-from compare.judge.known_deviations import PATTERNS
-from compare.judge.ledger_lines import ORDER, Line
+from compare.judge.ledger import Flow
 from compare.show.findings import NONE, Column, Findings, Row, Table, Text, table_of
-from compare.spec.engines.registry import ENGINES
 from compare.studies.ledgers import EngineLedger, LedgerStudy
 from compare.terminal import layout_in_words
 
-AS_EXPECTED = "="
+BELOW = "Bytes of a device in a step, all calls together; an engine's cell is a multiple of the textbook's."
 PLACES = (
     Column[Communication]("operation", lambda row: row.kind),
     Column[Communication]("axis", lambda row: row.axis),
@@ -31,141 +25,71 @@ PLACES = (
     Column[Communication]("from", lambda row: row.source),
 )
 
-Key = tuple[str, str, str]
-
-
-class LedgerRow(Struct, frozen=True, kw_only=True):
-    """One line of all engines under one layout."""
-
-    key: Key
-    """Operation, axis, purpose."""
-    stages: tuple[int, ...]
-    """Ranks of the pipeline that are alike in it."""
-    lines: dict[str, Line]
-    """By engine; those that neither expect nor send anything are missing."""
-
-    @property
-    def rank(self) -> tuple:
-        """New differences come first, then those that nothing explains."""
-        states = [ORDER.index(line.state) for line in self.lines.values()]
-        lines = self.lines.values()
-        known = not any(line.is_new for line in lines), all(line.is_explained for line in lines)
-        return *known, min(states), self.stages, self.key
-
 
 def layouts_of(ledgers: Sequence[EngineLedger]) -> list[list[EngineLedger]]:
     """Ledgers by layout, in order: those of one stand side by side, each engine once."""
     groups: dict[tuple[str, int], list[EngineLedger]] = {}
-    times: Counter[tuple[str, str]] = Counter()
     for ledger in ledgers:
         words = layout_in_words(ledger.experiment, "cpu")
-        groups.setdefault((words, times[words, ledger.engine]), []).append(ledger)
-        times[words, ledger.engine] += 1
+        copy = sum(
+            ledger.engine == one.engine for (of, _), group in groups.items() if of == words for one in group
+        )
+        groups.setdefault((words, copy), []).append(ledger)
     return list(groups.values())
 
 
-def rows_of(ledgers: Sequence[EngineLedger]) -> list[LedgerRow]:
-    """The lines of one layout's engines side by side."""
-    found: dict[tuple[Key, int], dict[str, Line]] = {}
+def table_of_layout(ledgers: Sequence[EngineLedger]) -> Table:
+    """The flows of one layout: the textbook's bytes, and of each engine what it sends of them."""
+    pp = ledgers[0].experiment.layout.pp
+    flows: dict[tuple[str, str, int], dict[str, Flow]] = {}
     for ledger in ledgers:
-        for line in ledger.lines:
-            at = (line.kind, line.axis, line.purpose), line.stage
-            found.setdefault(at, {})[ledger.engine] = msgspec.structs.replace(line, stage=0)
-    alike: dict[tuple[Key, tuple], list[int]] = {}
-    for (key, stage), lines in found.items():
-        alike.setdefault((key, tuple(sorted(lines.items(), key=lambda item: item[0]))), []).append(stage)
-    rows = [
-        LedgerRow(key=key, stages=tuple(sorted(stages)), lines=dict(lines))
-        for (key, lines), stages in alike.items()
-    ]
-    return sorted(rows, key=lambda row: row.rank)
+        for flow in ledger.flows:
+            flows.setdefault((flow.axis, flow.role, flow.stage), {})[ledger.engine] = flow
+    rows = []
+    for (axis, role, stage), by_engine in sorted(flows.items()):
+        sizes = dict.fromkeys(
+            f"{flow.textbook:,.0f}" if flow.textbook else NONE for flow in by_engine.values()
+        )
+        words = [role, *([str(stage)] if pp > 1 else []), " / ".join(sizes)]
+        cells = (_cell(by_engine.get(ledger.engine)) for ledger in ledgers)
+        rows.append(Row(Text(axis), [*map(Text, words), *cells]))
+    columns = ["role", *(["stage"] if pp > 1 else [])]
+    return Table(
+        name=layout_in_words(ledgers[0].experiment, "cpu"),
+        corner="axis",
+        columns=[*columns, "textbook", *(ledger.engine for ledger in ledgers)],
+        rows=rows,
+        words=len(columns),
+        below=BELOW,
+    )
 
 
-def findings_of_ledgers(found: LedgerStudy, folder: Path, *, places: bool) -> Findings:
-    """A table for each layout, what explains its lines, who has none, and a sentence.
+def _cell(flow: Flow | None) -> Text:
+    if flow is None or not (flow.sent or flow.textbook):
+        return Text(NONE)
+    return Text(f"{flow.sent:,}" if flow.ratio is None else f"{flow.ratio:.2f}")
+
+
+def findings_of_ledgers(study: LedgerStudy, folder: Path, *, places: bool) -> Findings:
+    """A table for each layout, what does not fit it, who has none, and a sentence.
 
     Args:
-        found: the ledgers of a run.
+        study: the ledgers of a run.
         folder: of its records.
         places: also a table of every row of every ledger, with its place in the program.
     """
-    every = found.ledgers if places else ()
+    tables = [*map(table_of_layout, layouts_of(study.ledgers))]
+    for ledger in study.ledgers if places else ():
+        rows = read_record(folder / ledger.case).ledger.rows
+        tables.append(table_of(f"{ledger.case}: every place", PLACES, rows, look="words"))
     return Findings(
         title="The ledger",
-        sentence=found.sentence(),
-        value=found,
-        passed=found.passed,
-        tables=[
-            *map(table_of_layout, layouts_of(found.ledgers)),
-            *(
-                table_of(
-                    f"{ledger.case}: every place",
-                    PLACES,
-                    read_record(folder / ledger.case).ledger.rows,
-                    look="words",
-                )
-                for ledger in every
-            ),
-        ],
-        notes=[*patterns_of(found.ledgers), f"records: {folder}"],
-        missing={name: f"is MISSING: {why}" for name, why in found.missing.items()},
-        left_out=found.left_out,
-        warnings=[line for ledger in found.ledgers for line in _incomplete(ledger)],
+        sentence=study.sentence(),
+        value=study,
+        passed=study.passed,
+        tables=tables,
+        notes=[f"records: {folder}"],
+        missing={name: f"is MISSING: {why}" for name, why in study.missing.items()},
+        left_out=study.left_out,
+        warnings=[f"{ledger.case}: {line}" for ledger in study.ledgers for line in ledger.unexpected],
     )
-
-
-def patterns_of(ledgers: Iterable[EngineLedger]) -> list[str]:
-    """The patterns that explain some line, and how, in the order in which they are known."""
-    names = {name for ledger in ledgers for line in ledger.lines for name in line.why.split(", ")}
-    return [f"{name}: {why}" for name, why in PATTERNS.items() if name in names]
-
-
-def table_of_layout(ledgers: Sequence[EngineLedger]) -> Table:
-    """The lines of one layout: a column for the closed form, and one for each engine."""
-    pp, engines = ledgers[0].experiment.layout.pp, [ledger.engine for ledger in ledgers]
-    columns = ["axis", "for", *(["stage"] if pp > 1 else [])]
-    rows = []
-    for row in rows_of(ledgers):
-        kind, *words = row.key
-        if pp > 1:
-            words.append("all" if len(row.stages) == pp else ", ".join(map(str, row.stages)))
-        cells = (_cell(row.lines.get(engine)) for engine in engines)
-        rows.append(Row(Text(kind), [*map(Text, (*words, _closed_form(row))), *cells]))
-    return Table(
-        name=layout_in_words(ledgers[0].experiment, "cpu"),
-        corner="operation",
-        columns=[*columns, "closed form", *engines],
-        rows=rows,
-        words=len(columns),
-    )
-
-
-def _closed_form(row: LedgerRow) -> str:
-    """Bytes of the closed form; JAX's / PyTorch's where they differ."""
-    by_side = {ENGINES[engine].side: line.expected for engine, line in sorted(row.lines.items())}
-    return " / ".join(dict.fromkeys(f"{size:,.0f}" if size else NONE for size in by_side.values()))
-
-
-def _cell(line: Line | None) -> Text:
-    """What one engine sent, and what explains it."""
-    if line is None:
-        return Text(NONE, news="pass")
-    words, news = line_words(line)
-    if line.state == "expected":
-        return Text(AS_EXPECTED, news=news)
-    return Text(f"{line.found:,}" if line.found else "nothing", words, news)
-
-
-def line_words(line: Line) -> tuple[str, str]:
-    """How a line stands to its closed form, in words; and whether that is good news."""
-    if line.state == "expected":
-        return AS_EXPECTED, "pass"
-    if line.why:
-        return line.why, "known"
-    seen = f"unexplained ({line.seen or 'not seen before'})"
-    form = f"closed form: {line.expected:,.0f} B" if line.expected else "closed form: nothing"
-    return f"{seen}, {form}", "fail" if line.is_new else "unexplained"
-
-
-def _incomplete(ledger: EngineLedger) -> list[str]:
-    return [f"{ledger.engine} is incomplete: {problem}" for problem in ledger.problems]

@@ -12,7 +12,7 @@ from compare.judge.costs import cost_of, steady_steps
 from compare.judge.outcome import Outcome, read_run
 from compare.numerics.parameters import parameter_count
 from compare.present.hosts import host_table
-from compare.present.ledger import layouts_of, patterns_of, table_of_layout
+from compare.present.ledger import layouts_of, table_of_layout
 from compare.present.memory import at_peak, memory_figures, peak_table, peak_words, resting_table
 from compare.present.profile import measured_figures, planned_figures
 from compare.present.tables import (
@@ -73,7 +73,7 @@ def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
         resting_table(records),
         *([peak_table(peaks, below=peak_words(peaks))] if any(peaks.values()) else []),
         ledger_table(records, outcome),
-        *map(table_of_layout, layouts_of([ledger for ledger in ledgers if ledger.lines])),
+        *map(table_of_layout, layouts_of([ledger for ledger in ledgers if ledger.flows])),
     ]
     experiment, circumstances = outcome.experiment, outcome.circumstances
     return Findings(
@@ -101,10 +101,7 @@ def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
             *([reason_table(outcome.verdicts)] if outcome.verdicts else []),
             *(manifest_table(name, record) for name, record in records.items()),
         ],
-        notes=[
-            *patterns_of(ledgers),
-            *(f"{ledger.case} is incomplete: {why}." for ledger in ledgers for why in ledger.problems),
-        ],
+        notes=[f"{ledger.case}: {why}." for ledger in ledgers for why in ledger.unexpected],
         missing=outcome.undone,
         continuation="" if outcome.is_complete else outcome.how_to_go_on(folder.absolute()),
         left_out=outcome.left_out,

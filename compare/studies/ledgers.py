@@ -1,13 +1,13 @@
-"""The ledgers of engines under layouts, lined up with the closed form of each."""
+"""The ledgers of engines under layouts, lined up with the textbook of each."""
 
 from pathlib import Path
 
 from msgspec import Struct, field
 
 from compare.contract.record import Record
-from compare.judge.ledger_lines import Line, line_up
+from compare.judge.ledger import Flow, line_up, mismatches, recorded_rows, snapshot_rows
 from compare.judge.outcome import read_run
-from compare.judge.strategy import with_remat_resolved
+from compare.judge.strategy import asked_of, with_remat_resolved
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import Experiment
 
@@ -16,25 +16,17 @@ PEER = "a peer has ways of its own: there is no closed form of what it sends"
 
 
 class EngineLedger(Struct, frozen=True, kw_only=True):
-    """What one engine communicates under one layout, beside the closed form."""
+    """What one engine communicates under one layout, beside the textbook."""
 
     case: str
     engine: str
     experiment: Experiment
     """As it was run, with `layout.remat` resolved."""
-    lines: list[Line] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    """What could not be read, or has no closed form: the ledger is incomplete."""
-
-    @property
-    def unexplained(self) -> list[Line]:
-        """Lines that are not as expected, that no known pattern explains, and that were not seen before."""
-        return [line for line in self.lines if line.is_new]
-
-    @property
-    def passed(self) -> bool:
-        """True if all of it could be read, and none of it is unexplained and new."""
-        return not self.problems and not self.unexplained
+    flows: list[Flow] = field(default_factory=list)
+    is_recorded: bool = False
+    """Whether the snapshot has this engine, layout and version: then it is held to those bytes."""
+    unexpected: list[str] = field(default_factory=list)
+    """What could not be read, is not the layout's, or is not what was recorded."""
 
 
 class LedgerStudy(Struct, frozen=True, kw_only=True):
@@ -51,47 +43,46 @@ class LedgerStudy(Struct, frozen=True, kw_only=True):
     @property
     def passed(self) -> bool:
         """True if no case is missing, and each has passed."""
-        return not self.missing and all(ledger.passed for ledger in self.ledgers)
+        return not self.missing and not any(ledger.unexpected for ledger in self.ledgers)
 
     def sentence(self) -> str:
-        """How many cases there are, how many of their lines are as expected, explained, seen before, new."""
-        lines = [line for ledger in self.ledgers for line in ledger.lines]
-        expected = sum(line.state == "expected" for line in lines)
-        new = sum(line.is_new for line in lines)
-        before = [line.seen for line in lines if line.seen]
-        cases = f"{len(self.ledgers)} case{'' if len(self.ledgers) == 1 else 's'}"
-        parts = [f"{cases}: {expected} of {len(lines)} lines are the closed form's to the byte"]
-        if explained := len(lines) - expected - new - len(before):
-            parts.append(f"{explained} differ by a known pattern")
-        if before:
-            parts.append(f"{len(before)} are unexplained, as seen in {' and '.join(sorted(set(before)))}")
-        if new:
-            parts.append(f"{new} are unexplained and new")
-        if incomplete := [ledger.case for ledger in self.ledgers if ledger.problems]:
-            parts.append(f"incomplete: {', '.join(incomplete)}")
+        """How far from the textbook the cases are, and how many are as they were recorded."""
+        ratios = [flow.ratio for ledger in self.ledgers for flow in ledger.flows if flow.ratio is not None]
+        exact = sum(flow.sent == flow.textbook for ledger in self.ledgers for flow in ledger.flows)
+        parts = [f"{len(self.ledgers)} case{'' if len(self.ledgers) == 1 else 's'}"]
+        if ratios:
+            far = f", the others {min(ratios):.2f} to {max(ratios):.2f} times" if exact < len(ratios) else ""
+            parts.append(f"{exact} of {len(ratios)} flows are the textbook's to the byte{far}")
+        if recorded := sum(ledger.is_recorded for ledger in self.ledgers):
+            parts.append(f"{recorded} are held to recorded bytes")
+        if unexpected := [ledger.case for ledger in self.ledgers if ledger.unexpected]:
+            parts.append(f"UNEXPECTED: {', '.join(unexpected)}")
         if self.missing:
             parts.append(f"MISSING: {', '.join(self.missing)}")
-        return ", ".join(parts)
+        return "; ".join(parts)
 
 
 def engine_ledger(case: str, record: Record) -> EngineLedger:
-    """One record's ledger beside the closed form; of a peer nothing, which has ways of its own."""
-    manifest = record.manifest
+    """One record's ledger beside textbook and snapshot; of a peer nothing, which has ways of its own."""
+    manifest, rows = record.manifest, record.ledger.rows
     if manifest.engine not in STUDIED:
         return EngineLedger(case=case, engine=manifest.engine, experiment=manifest.experiment)
     experiment = with_remat_resolved(manifest.engine, manifest.experiment)
-    problems = list(record.ledger.problems)
-    lines: list[Line] = []
-    try:
-        lines = line_up(manifest.engine, experiment, record.ledger.rows)
-    except ValueError as error:
-        problems.append(str(error))
+    recorded = recorded_rows(manifest.engine, asked_of(record), manifest.versions)
+    unexpected = [f"incomplete: {problem}" for problem in record.ledger.problems]
+    flows = line_up(manifest.engine, experiment, rows)
+    unexpected += mismatches(manifest.engine, experiment, flows)
+    if recorded and (sent := snapshot_rows(rows)) != recorded:
+        odd = [*(f"sent {row}" for row in sent if row not in recorded)]
+        odd += [f"recorded {row}" for row in recorded if row not in sent]
+        unexpected.append(f"not as recorded: {', '.join(odd)}")
     return EngineLedger(
         case=case,
         engine=manifest.engine,
         experiment=experiment,
-        lines=lines,
-        problems=problems,
+        flows=flows,
+        is_recorded=bool(recorded),
+        unexpected=unexpected,
     )
 
 

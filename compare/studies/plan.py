@@ -15,7 +15,7 @@ from compare.execute.progress import Reporter
 from compare.flags.arguments import Hidden, StudiedName
 from compare.flags.chosen_layout import DEVICES
 from compare.flags.pythons import checked_pythons
-from compare.judge.ledger_lines import line_up
+from compare.judge.ledger import line_up, mismatches
 from compare.judge.outcome import Grid, Outcome
 from compare.judge.strategy import with_remat_resolved
 from compare.plan.machine import Machine, read_machine, slowed
@@ -29,7 +29,6 @@ from compare.plan.tables import (
     compiled_tables,
     frontier_figure,
     memory_alone,
-    of_one_rank,
     parts_figure,
     sentence,
     written_out,
@@ -126,16 +125,13 @@ class Plan(Study, frozen=True, kw_only=True):
         one, spec = self._one_of(outcome, "--alone")
         require_alone(self.engine, spec.layout)
         resolved = with_remat_resolved(self.engine, spec)
-        try:
-            line_up(self.engine, resolved, ())
-        except ValueError as error:
-            raise ExperimentError(f"--alone: {one.name}: {error}") from None
         python = checked_pythons(self)[side_of(self.engine).name]
         with Reporter(quiet=self.quiet).waits(f"the first rank of {one.name}"):
             found = run_alone(self.engine, spec, python, timeout_s=ALONE_S)
-        own = [of_one_rank(line) for line in line_up(self.engine, resolved, found.rows) if line.stage == 0]
-        kept = StepAlone(layout=one.name, lines=own, memory=found.memory)
-        return msgspec.structs.replace(outcome, alone=[kept], problems=found.problems)
+        flows = [flow for flow in line_up(self.engine, resolved, found.rows) if flow.stage == 0]
+        kept = StepAlone(layout=one.name, flows=flows, memory=found.memory)
+        problems = [*found.problems, *mismatches(self.engine, resolved, flows)]
+        return msgspec.structs.replace(outcome, alone=[kept], problems=problems)
 
     def _with_compiled(self, outcome: PlanOutcome) -> PlanOutcome:
         """The plan with what XLA makes of a layout. Raises ExperimentError, EnvironmentMissing."""
@@ -158,13 +154,9 @@ class Plan(Study, frozen=True, kw_only=True):
         python, cache = checked_pythons(self)[side.name], default_cache()
         with Reporter(quiet=self.quiet).waits(f"compiling {one.name} for {topology}"):
             found = compiled_ahead(request, python, cache=Path(cache) if cache else None, timeout_s=COMPILE_S)
-        lines, problems = [], [*outcome.problems, *found.problems]
-        try:
-            lines = line_up(self.engine, with_remat_resolved(self.engine, spec), found.rows)
-        except ValueError as error:
-            problems.append(f"{one.name}: {error}")
-        kept = AbsentStep(layout=one.name, topology=topology, found=found, lines=lines)
-        return msgspec.structs.replace(outcome, absent=[kept], problems=problems)
+        flows = line_up(self.engine, with_remat_resolved(self.engine, spec), found.rows)
+        kept = AbsentStep(layout=one.name, topology=topology, found=found, flows=flows)
+        return msgspec.structs.replace(outcome, absent=[kept], problems=[*outcome.problems, *found.problems])
 
     def _one_of(self, outcome: PlanOutcome, flag: str) -> tuple[Candidate, Experiment]:
         """The explained layout, or the best one; the smallest if none fits. Raises ExperimentError: none."""
@@ -190,7 +182,6 @@ class Plan(Study, frozen=True, kw_only=True):
             tables += alone_tables(one, view)
         for one in view.absent:
             tables += compiled_tables(one, view)
-        odd = any(line.is_new for one in view.alone for line in one.lines)
         return findings_of(
             outcome,
             title=f"{outcome.name} for {view.machine.name}, {view.engine}",
@@ -202,6 +193,6 @@ class Plan(Study, frozen=True, kw_only=True):
                 *map(memory_alone, view.alone),
             ],
             rows=best,
-            passed=bool(best) and not odd and not view.problems,
+            passed=bool(best) and not view.problems,
             warnings=view.problems,
         )

@@ -13,10 +13,9 @@ from compare.contract.work import ObservedWork, name_of
 from compare.execute.source import git_state
 from compare.host.json_files import write_json
 from compare.judge.circumstances import Circumstances, MachineFacts
-from compare.judge.closed_forms.communication import communication
+from compare.judge.closed_forms.communication import communication, microbatches_of
 from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.closed_forms.memory import closed_form
-from compare.judge.closed_forms.sizes import microbatches_of
 from compare.judge.costs import cost_of
 from compare.judge.ladder import EVALUATIONS, LADDER, LOSS_SCALE
 from compare.judge.outcome import Case, Outcome, save, with_case

@@ -10,7 +10,7 @@ from forks import run_forked, run_torchpar
 from compare.contract.rank_alone import RankAlone, RankAloneRequest, read_rank_alone_request
 from compare.contract.record import read_record
 from compare.contract.request import Request
-from compare.judge.ledger_lines import line_up
+from compare.judge.ledger import line_up, mismatches
 from compare.judge.strategy import with_remat_resolved
 from compare.spec.experiment import Data, Experiment, ExperimentError, Layout, Model, Precision, Train, edited
 from torchpar.measure.hollow import HollowMode
@@ -52,16 +52,14 @@ def test_a_rank_of_1024_sends_what_the_closed_form_says(engine, tmp_path):
     experiment = experiment_of(dp_shard=128, zero=3, tp=8)
     alone = run_by_itself(RankAloneRequest(engine=engine, experiment=experiment), tmp_path / "o")
     assert alone.problems == []
-    lines = line_up(engine, with_remat_resolved(engine, experiment), alone.rows)
-    assert {(line.axis, line.kind) for line in lines} >= {("dp_shard", "all_gather"), ("tp", "all_reduce")}
-    assert all(line.is_explained for line in lines), lines
-    if engine == "torch-manual":
-        assert all(line.state == "expected" for line in lines)
+    resolved = with_remat_resolved(engine, experiment)
+    flows = line_up(engine, resolved, alone.rows)
+    assert {(flow.axis, flow.role) for flow in flows} >= {("dp_shard", "gather"), ("tp", "reduce")}
+    assert list(mismatches(engine, resolved, flows)) == []
     assert {row.group_size for row in alone.rows if row.axis == "dp_shard"} == {128}
     other = experiment_of(dp_shard=128, zero=2, tp=8)  # the ledger of one layout is not another's
-    assert any(
-        not line.is_explained for line in line_up(engine, with_remat_resolved(engine, other), alone.rows)
-    )
+    resolved = with_remat_resolved(engine, other)
+    assert list(mismatches(engine, resolved, line_up(engine, resolved, alone.rows)))
 
 
 LAYOUTS = {
@@ -97,9 +95,8 @@ def test_a_rank_alone_sends_and_keeps_what_one_of_two_does(engine, name, tiny, t
         return sorted((row.kind, row.axis, row.purpose, row.calls, row.bytes) for row in rows)
 
     assert sent(alone.rows) == sent(real.ledger.rows)
-    lines = line_up(engine, with_remat_resolved(engine, experiment), real.ledger.rows)
-    assert all(line.is_explained for line in lines), lines
-    assert engine != "torch-manual" or {line.state for line in lines} == {"expected"}
+    resolved = with_remat_resolved(engine, experiment)
+    assert list(mismatches(engine, resolved, line_up(engine, resolved, real.ledger.rows))) == []
 
 
 def test_what_is_large_is_not_computed_and_what_is_small_is():

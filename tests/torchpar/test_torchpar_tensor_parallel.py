@@ -234,6 +234,6 @@ def test_ledger_is_the_closed_form(rank: int) -> None:
             precision=Precision(dtype="float64"),
             layout=Layout(tp=RANKS, sequence_parallel=sequence_parallel, remat="none"),
         )
-        expected = closed_form.tensor_parallel("torch-manual", experiment)
+        expected = closed_form.communication("torch-manual", experiment)
         sent = {Call(kind, "world", purpose): size for (kind, _, purpose), size in expected.items()}
         assert line.traffic.bytes == sent

@@ -10,9 +10,10 @@ from forks import Done, run_torchpar
 from layouts import TORCH_ZERO as LAYOUTS
 from msgspec.structs import replace
 
+from compare.contract.communication import summed
 from compare.contract.record import Record, read_failure, read_record
 from compare.contract.request import Request
-from compare.judge.closed_forms.communication import data_parallel, fully_sharded, measured
+from compare.judge.closed_forms.communication import communication
 from compare.judge.ladder import climb
 from compare.numerics.parameters import parameter_count
 from compare.spec.experiment import Data, Experiment, Layout, Model, Optimizer, Precision, Train
@@ -74,11 +75,11 @@ def _check_resident(sharded: Record, layout: Layout) -> None:
 
 
 def _check_ledger(sharded: Record, layout: Layout) -> None:
-    experiment, found = replace(EXPERIMENT, layout=layout), measured(sharded.ledger.rows)
-    for item, size in fully_sharded("torch-manual", experiment).items():
-        assert found.pop(item) == size, item
-    for item, size in data_parallel("torch-manual", experiment).items():
-        assert found.pop(item) == pytest.approx(size, rel=0.01), item  # shards that cannot all be equal
+    rows = summed(sharded.ledger.rows)
+    found = {(row.kind, row.axis, row.purpose): row.bytes for row in rows}
+    for item, size in communication("torch-manual", replace(EXPERIMENT, layout=layout)).items():
+        off = 0.01 * (item[1] == "dp_replicate")  # shards that cannot all be equal
+        assert found.pop(item) == pytest.approx(size, rel=off), item
     assert all(size <= 8 for size in found.values()), found  # the loss and the norm, nothing else
 
 

@@ -102,6 +102,17 @@ class Holds(Struct, frozen=True, kw_only=True):
     """Whether ZeRO-3 prefetches the last block before the loss's backward is done."""
 
 
+class Sends(Struct, frozen=True, kw_only=True):
+    """Words in which engines differ in what ZeRO sends (`compare.judge.closed_forms.communication`)."""
+
+    scatters_each_pass: bool = False
+    """Whether ZeRO-2 and 3 scatter the gradients of each accumulated pass, and not their sum."""
+    gathers_ends: Literal["step", "pass", "use"] = "use"
+    """How often ZeRO-3 gathers embeddings and last norm: once a step, a pass, or forward and backward."""
+    gathers_each_pass_from: int = 4
+    """The ZeRO stage from which each pass gathers parameters anew, even without reshard_after_forward."""
+
+
 class Engine(Struct, frozen=True, kw_only=True):
     """One way of training an experiment."""
 
@@ -127,6 +138,7 @@ class Engine(Struct, frozen=True, kw_only=True):
     can: Abilities = Abilities()
     observed: Observed = Observed()
     holds: Holds = Holds()
+    sends: Sends = Sends()
     impossible_faults: Mapping[str, str] = {}
     """Mistakes (`shardpair faults`) that it cannot make, and why."""
 

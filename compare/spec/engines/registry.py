@@ -13,6 +13,7 @@ from compare.spec.engines.engine import (
     Layouts,
     Observed,
     Precisions,
+    Sends,
     Side,
 )
 from compare.spec.experiment import Layout
@@ -88,6 +89,7 @@ JAX_OBSERVED = Observed(
     work=True,
 )
 SCANNED = Holds(ends_on_every_stage=True, residuals="scan", logits=2, logits_with_tp=2)
+BY_PASS = Sends(scatters_each_pass=True, gathers_ends="step", gathers_each_pass_from=3)
 BY_AUTODIFF = "autodiff orders the backward passes, after all forward ones: choose one of these"
 NOTHING_TO_CLEAR = {"kept_gradients": "gradients are values of a function: there is nothing to clear"}
 SYNC_FAULTS = ("ignored_gradient_sync", "ignored_bucket_mb")
@@ -135,6 +137,7 @@ JAX = Side(
             can=ALL_ABILITIES,
             observed=JAX_OBSERVED,
             holds=SCANNED,
+            sends=BY_PASS,
             impossible_faults={
                 **NOTHING_TO_CLEAR,
                 "ignored_schedule": "it has one schedule, GPipe",
@@ -166,6 +169,7 @@ JAX = Side(
             can=ALL_ABILITIES,
             observed=JAX_OBSERVED,
             holds=SCANNED,
+            sends=BY_PASS,
             impossible_faults={
                 **NOTHING_TO_CLEAR,
                 "ignored_schedule": "it has one schedule, GPipe",
@@ -194,6 +198,7 @@ JAX = Side(
             can=ALL_ABILITIES,
             observed=JAX_OBSERVED,
             holds=Holds(ends_on_every_stage=True, residuals="scan", logits=2, logits_with_tp=3),
+            sends=BY_PASS,
             impossible_faults=NOTHING_TO_CLEAR,
         ),
     ),
@@ -297,6 +302,8 @@ TORCH = Side(
                 buckets=True,
                 gathers_ahead=True,
             ),
+            # fully_shard's root, the ends, stays gathered from forward to backward.
+            sends=Sends(gathers_ends="pass", gathers_each_pass_from=2),
             impossible_faults={
                 "doubled_row_bias": "PyTorch adds the bias, not we",
                 "ignored_gradient_sync": "DDP has one way",
@@ -325,6 +332,7 @@ TORCH = Side(
             observed=TORCH_OBSERVED,
             # Gradients accumulate whole, and are scattered when the last pass is done.
             holds=Holds(sharded_from=SHARDED_FROM | {"gradients": 1}),
+            sends=Sends(scatters_each_pass=True, gathers_ends="step"),
             impossible_faults={
                 "doubled_row_bias": "DTensor makes every sum that a product over split dims needs",
                 **dict.fromkeys(

@@ -1,0 +1,168 @@
+"""A run's ledger beside the textbook, by axis and role, and beside the bytes that were recorded before."""
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from compare.contract.communication import METRICS, Communication, summed
+from compare.contract.ledger import SCALAR
+from compare.judge.closed_forms.communication import ROLE, SMALL, is_plain, textbook
+from compare.spec.axes import DP_SHARD, TP
+from compare.spec.engines.registry import ENGINES, side_of
+from compare.spec.experiment import Experiment, edited, load
+
+SNAPSHOT = Path(__file__).with_name("snapshot.json")
+LEAST, LEAST_IN_PIPELINE, MOST = 0.8, 0.45, 2.1
+"""Multiples of the textbook that an engine may send which decides by itself. Honest runs were seen between
+0.97 and 2.00, in pipelines from 0.49 on; with an ignored `zero`, `reshard_after_forward` or
+`sequence_parallel` between 0 and 0.52."""
+
+
+class Flow(Struct, frozen=True, kw_only=True):
+    """Logical bytes of a device in a step, along one axis for one role."""
+
+    axis: str
+    role: str
+    """reduce, gather, permute, or a kind of collective."""
+    stage: int
+    """The rank of the pipeline; 0 without one."""
+    textbook: float
+    sent: int
+    calls: int
+
+    @property
+    def ratio(self) -> float | None:
+        """Sent of the textbook's; None if that has nothing."""
+        return self.sent / self.textbook if self.textbook else None
+
+
+def line_up(engine: str, experiment: Experiment, rows: Sequence[Communication]) -> list[Flow]:
+    """The flows of every stage; scalars, and what `SMALL` names, are left out.
+
+    Args:
+        engine: a name in ENGINES.
+        experiment: as it was run, with `layout.remat` resolved.
+        rows: of its record.
+    """
+    flows = []
+    for stage in range(experiment.layout.pp):
+        sent, calls = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        for row in rows:
+            is_flow = row.bytes > SCALAR * row.calls and row.purpose not in (METRICS, *SMALL)
+            if row.stage == stage and is_flow:
+                key = row.axis, ROLE.get(row.kind, row.kind)
+                sent[key] += row.bytes
+                calls[key] += row.calls
+        expected = Counter(textbook(engine, experiment, stage=stage))
+        flows += [
+            Flow(
+                axis=axis,
+                role=role,
+                stage=stage,
+                textbook=expected[axis, role],
+                sent=sent[axis, role],
+                calls=calls[axis, role],
+            )
+            for axis, role in sorted({*expected, *sent})
+        ]
+    return flows
+
+
+def mismatches(engine: str, experiment: Experiment, flows: Sequence[Flow]) -> Iterator[str]:
+    """Flows that are not of the layout which was asked for, as `line_up` gives them.
+
+    An engine that makes its own calls is held to the byte where the textbook is exact, others to a multiple.
+    """
+    is_exact = ENGINES[engine].observed.counts_own_calls and is_plain(experiment)
+    for flow in _joined(flows):
+        least, most = (1.0, 1.0) if is_exact else _multiples(engine, experiment, flow)
+        if not least * flow.textbook - 1 <= flow.sent <= most * flow.textbook + 1:
+            sent = f"{flow.sent:,} bytes of {flow.role} over {flow.axis}"
+            yield f"{sent}, where the textbook has {flow.textbook:,.0f}"
+
+
+def _multiples(engine: str, experiment: Experiment, flow: Flow) -> tuple[float, float]:
+    layout, is_scan = experiment.layout, ENGINES[engine].holds.residuals == "scan"
+    if is_scan and experiment.model.n_layer == 1 and flow.axis == DP_SHARD:
+        return 0.0, float("inf")  # XLA unrolls a loop of one layer, and gathers once a step
+    least = LEAST_IN_PIPELINE if layout.pp > 1 or "+" in flow.axis else LEAST
+    if experiment.precision.dtype in ("bfloat16", "float16"):
+        least /= 2  # some of it is sent in 16 bits
+    is_bounded = flow.axis in (DP_SHARD, TP) and layout.pp == 1 and is_plain(experiment)
+    return least, MOST if is_bounded and flow.textbook else float("inf")
+
+
+def _joined(flows: Sequence[Flow]) -> Iterator[Flow]:
+    """Flows; those over several axes (a+b) with those over each: XLA sums replicas and shards at once."""
+    joint = {(flow.stage, flow.role): flow.axis for flow in flows if "+" in flow.axis}
+    sums: dict[tuple[int, str, str], list[float]] = {}
+    for flow in flows:
+        axis = joint.get((flow.stage, flow.role), "")
+        if not set(flow.axis.split("+")) <= set(axis.split("+")):
+            axis = flow.axis
+        total = sums.setdefault((flow.stage, flow.role, axis), [0, 0, 0])
+        total[:] = [total[0] + flow.textbook, total[1] + flow.sent, total[2] + flow.calls]
+    for (stage, role, axis), (expected, sent, calls) in sums.items():
+        yield Flow(axis=axis, role=role, stage=stage, textbook=expected, sent=int(sent), calls=int(calls))
+
+
+class Snapshot(Struct, frozen=True, kw_only=True):
+    """What every engine sent in a step under some presets, to the byte."""
+
+    versions: dict[str, str]
+    """Of the frameworks, by package."""
+    experiment: dict[str, dict[str, int | float]]
+    """Fields in which the experiment differs from `check`."""
+    layouts: dict[str, dict[str, int | str | bool]]
+    """Fields of each preset's layout."""
+    ledgers: list[tuple[str, str, str, str, int, int, int]]
+    """Preset, engine, kind, axis, calls, bytes, bytes on the wire: purposes added up."""
+
+
+@functools.cache
+def read_snapshot() -> Snapshot:
+    """The recorded numbers."""
+    return msgspec.json.decode(SNAPSHOT.read_bytes(), type=Snapshot)
+
+
+Rows = list[tuple[str, str, int, int, int]]
+"""Kind, axis, calls, bytes, bytes on the wire."""
+
+
+def snapshot_rows(rows: Iterable[Communication]) -> Rows:
+    """A ledger as the snapshot has it."""
+    sums: dict[tuple[str, str], tuple[int, int, int]] = {}
+    for row in summed(rows):
+        calls, size, wire = sums.get((row.kind, row.axis), (0, 0, 0))
+        sums[row.kind, row.axis] = calls + row.calls, size + row.bytes, wire + row.wire_bytes
+    return [(kind, axis, *total) for (kind, axis), total in sorted(sums.items())]
+
+
+def recorded_rows(engine: str, experiment: Experiment, versions: Mapping[str, str]) -> Rows:
+    """What the snapshot has of an engine under an experiment; [] of another experiment or version.
+
+    Args:
+        engine: a name in ENGINES.
+        experiment: as it was asked for, or run.
+        versions: of the packages that ran it.
+    """
+    snapshot = read_snapshot()
+    packages = [package for package in side_of(engine).packages if package in snapshot.versions]
+    if any(versions.get(package, "").split("+")[0] != snapshot.versions[package] for package in packages):
+        return []
+    check = edited(load("check"), snapshot.experiment)
+    fields = ("batch_size", "gradient_accumulation_steps", "loss_chunks")
+    pairs = [(getattr(experiment.train, field), getattr(check.train, field)) for field in fields]
+    pairs += [(experiment.model, check.model), (experiment.precision.dtype, check.precision.dtype)]
+    if any(asked != recorded for asked, recorded in pairs):
+        return []
+    layout = replace(experiment.layout, remat=check.layout.remat)
+    for preset, fields in snapshot.layouts.items():
+        if layout == replace(check.layout, **fields):
+            return [row[2:] for row in snapshot.ledgers if row[:2] == (preset, engine)]
+    return []

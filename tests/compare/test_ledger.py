@@ -1,0 +1,180 @@
+"""Ledgers beside textbook and snapshot, without a run: ratios, what does not fit, how it is shown."""
+
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+from records import make_ledger, make_record
+
+from compare.contract.communication import Communication, of_busiest_stage, summed
+from compare.contract.ledger import Ledger
+from compare.judge.closed_forms.communication import communication, is_plain, textbook
+from compare.judge.ledger import line_up, mismatches, read_snapshot, recorded_rows, snapshot_rows
+from compare.judge.strategy import with_remat_resolved
+from compare.present.ledger import findings_of_ledgers, layouts_of, table_of_layout
+from compare.spec.engines.registry import STUDIED
+from compare.spec.experiment import Experiment, Layout, Model, Train, edited, load
+from compare.studies.ledger import Ledger as Command
+from compare.studies.ledgers import EngineLedger, LedgerStudy, engine_ledger
+from compare.studies.presets import spread
+
+EXPERIMENT = Experiment(
+    model=Model(n_layer=4, n_head=4, n_embd=32, block_size=16, vocab_size=64, bias=True),
+    train=Train(batch_size=16, gradient_accumulation_steps=2),
+    layout=Layout(remat="none"),
+)
+FSDP = spread(EXPERIMENT, "fsdp", 4)
+DEVICES = {"ddp": 2, "fsdp": 2, "zero1": 2, "tp_sp": 2, "pp": 2, "fsdp_tp_pp": 8}
+
+
+def layouts(engine: str) -> list[tuple[str, Experiment]]:
+    """Every preset that an engine can express."""
+    cases, _ = Command(presets=("all",), engines=(engine,)).cases(EXPERIMENT)
+    return [(case.layout, with_remat_resolved(engine, case.experiment)) for case in cases.values()]
+
+
+def objections(engine: str, experiment: Experiment, rows: list[Communication]) -> list[str]:
+    return list(mismatches(engine, experiment, line_up(engine, experiment, rows)))
+
+
+def test_what_is_of_the_textbook_fits_and_half_as_much_does_not():
+    """Of the engine that makes its own calls a byte more does not fit either."""
+    for engine in STUDIED:
+        for preset, experiment in layouts(engine):
+            rows = make_ledger(engine, experiment)
+            assert objections(engine, experiment, rows) == [], (engine, preset)
+            kept = rows if experiment.layout.pp == 1 else [row for row in rows if row.axis != "pp"]
+            for flow in line_up(engine, experiment, kept):
+                less = [
+                    replace(row, bytes=row.bytes * 2 // 5) if row.axis == flow.axis else row for row in rows
+                ]
+                assert objections(engine, experiment, less), (engine, preset, flow)
+            if engine == "torch-manual" and is_plain(experiment) and preset != "single":
+                most = max(range(len(rows)), key=lambda place: rows[place].bytes)
+                more = [replace(row, bytes=row.bytes + 2 * (place == most)) for place, row in enumerate(rows)]
+                assert objections(engine, experiment, more), preset
+
+
+def test_scalars_are_left_out_and_surprises_are_not():
+    rows = make_ledger("torch-manual", FSDP)
+    loss = Communication(kind="all_reduce", axis="dp_shard", purpose="loss", calls=2, bytes=16, wire_bytes=16)
+    surprise = Communication(kind="all_to_all", axis="dp_shard", calls=2, bytes=999, wire_bytes=9)
+    assert objections("torch-manual", FSDP, [*rows, loss]) == []
+    (said,) = objections("torch-manual", FSDP, [*rows, surprise])
+    assert said == "999 bytes of all_to_all over dp_shard, where the textbook has 0"
+
+
+def test_what_is_summed_over_two_axes_at_once_counts_for_both():
+    hsdp = spread(EXPERIMENT, "hsdp", 4)
+    rows = [
+        replace(row, axis="dp_replicate+dp_shard") if row.kind == "reduce_scatter" else row
+        for row in make_ledger("jax-compiler", hsdp)
+        if row.axis != "dp_replicate"
+    ]
+    assert objections("jax-compiler", hsdp, rows) == []
+    assert objections("jax-compiler", hsdp, [row for row in rows if "+" not in row.axis])
+
+
+def test_one_layer_of_a_loop_may_be_gathered_once():
+    """XLA unrolls a loop of one layer, and moves its gather out of the passes."""
+    for layers, fits in ((1, True), (4, False)):
+        experiment = edited(FSDP, {"model": {"n_layer": layers}})
+        once = [
+            replace(row, bytes=row.bytes // 4) if row.kind == "all_gather" else row
+            for row in make_ledger("jax-manual", experiment)
+        ]
+        assert (not objections("jax-manual", experiment, once)) == fits
+
+
+def check(preset: str) -> Experiment:
+    whole = edited(load("check"), read_snapshot().experiment)
+    return spread(whole, preset, DEVICES[preset])
+
+
+def test_the_snapshot_is_of_its_own_experiment_and_versions():
+    versions = read_snapshot().versions
+    assert DEVICES.keys() == read_snapshot().layouts.keys()
+    for preset in DEVICES:
+        assert recorded_rows("torch-manual", check(preset), versions), preset
+    ddp = check("ddp")
+    assert recorded_rows("torch-manual", ddp, versions | {"torch": "2.13.0+cpu"})
+    assert not recorded_rows("torch-manual", ddp, versions | {"torch": "2.12.0"})
+    for fields in ({"model": {"n_layer": 4}}, {"precision": {"dtype": "float32"}}, {"layout": {"tp": 2}}):
+        assert not recorded_rows("torch-manual", edited(ddp, fields), versions), fields
+
+
+def test_recorded_bytes_are_multiples_of_the_textbook():
+    """Of what is largest in each ledger: as `LEAST` and `MOST` have them."""
+    for preset in ("ddp", "zero1", "fsdp", "tp_sp"):
+        for engine in STUDIED:
+            experiment = with_remat_resolved(engine, check(preset))
+            rows = recorded_rows(engine, experiment, read_snapshot().versions)
+            sent = sum(size for kind, axis, calls, size, _ in rows if size > 8 * calls)
+            expected = sum(textbook(engine, experiment).values())
+            assert 0.95 < sent / expected < 1.12, (preset, engine)
+            if engine == "torch-manual" and preset != "tp_sp":
+                assert sent - expected in (0, 8), preset  # the loss goes over dp_replicate, too
+
+
+def test_what_is_not_as_recorded_is_named(tmp_path):
+    experiment, versions = check("ddp"), read_snapshot().versions
+    record = make_record(tmp_path / "run", experiment)
+    record = replace(record, manifest=replace(record.manifest, versions=versions))
+    ((kind, axis, calls, size, wire),) = recorded_rows("torch-manual", experiment, versions)
+    loss = Communication(kind=kind, axis=axis, purpose="loss", calls=1, bytes=8, wire_bytes=8)
+    for more, fits in ((0, True), (1, False)):
+        row = replace(loss, purpose="gradients", calls=calls - 1 + more, bytes=size - 8, wire_bytes=wire - 8)
+        ledger = engine_ledger("mine", replace(record, ledger=Ledger(rows=[row, loss])))
+        assert ledger.is_recorded
+        assert (ledger.unexpected == []) == fits, ledger.unexpected
+    assert "not as recorded: sent ('all_reduce', 'dp_replicate', 8, " in ledger.unexpected[0]
+    unread = engine_ledger(
+        "mine", replace(record, ledger=Ledger(rows=[row], problems=["a loop, at mine.py:3"]))
+    )
+    assert unread.unexpected[0] == "incomplete: a loop, at mine.py:3"
+
+
+def test_sums_are_of_the_stage_that_has_most_and_costs_of_the_busiest():
+    send = Communication(kind="permute", axis="pp", calls=1, bytes=100, wire_bytes=1)
+    gather = Communication(kind="all_gather", axis="dp_shard", calls=1, bytes=30, wire_bytes=2, stage=1)
+    rows = [send, replace(send, bytes=40, stage=1), gather]
+    assert [(row.kind, row.bytes) for row in summed(rows)] == [("all_gather", 30), ("permute", 100)]
+    assert {row.stage for row in of_busiest_stage(rows)} == {1}
+    assert snapshot_rows(rows) == [("all_gather", "dp_shard", 1, 30, 2), ("permute", "pp", 1, 100, 1)]
+
+
+def test_engines_stand_side_by_side_as_multiples_of_the_textbook():
+    ledgers = []
+    for engine in STUDIED:
+        rows = make_ledger(engine, FSDP)
+        if engine == "torch-manual":
+            rows = [replace(row, bytes=3 * row.bytes) if row.kind == "all_gather" else row for row in rows]
+        flows = line_up(engine, FSDP, rows)
+        ledgers.append(EngineLedger(case=engine, engine=engine, experiment=FSDP, flows=flows))
+    table = table_of_layout(ledgers)
+    assert table.columns == ["role", "textbook", *STUDIED]
+    cells = {row.cells[0].text: [cell.text for cell in row.cells[2:]] for row in table.rows}
+    assert cells["gather"] == ["3.00" if engine == "torch-manual" else "1.00" for engine in STUDIED]
+    gathered = communication("torch-manual", FSDP)["all_gather", "dp_shard", "parameters"]
+    assert f"{gathered:,.0f}" in [cell.text for row in table.rows for cell in row.cells]
+
+
+def test_no_engine_hides_another_and_no_case_goes_unnamed():
+    """Two ledgers of one engine under one layout are both shown; who has none is named, with the reason."""
+    first = EngineLedger(
+        case="one", engine="torch-manual", experiment=FSDP, flows=line_up("torch-manual", FSDP, [])
+    )
+    fsdp = [first, msgspec.structs.replace(first, case="two", unexpected=["nothing"])]
+    assert [[ledger.case for ledger in group] for group in layouts_of(fsdp)] == [["one"], ["two"]]
+    study = LedgerStudy(ledgers=fsdp, missing={"torch-library.pp": "it died"})
+    assert not study.passed
+    assert not LedgerStudy(ledgers=fsdp[1:]).passed
+    assert not LedgerStudy(ledgers=[], missing=study.missing).passed
+    assert LedgerStudy(ledgers=fsdp[:1], left_out={"a": "no such schedule"}).passed
+    assert study.sentence() == (
+        "2 cases; 0 of 4 flows are the textbook's to the byte, the others 0.00 to 0.00 times; "
+        "UNEXPECTED: two; MISSING: torch-library.pp"
+    )
+    assert findings_of_ledgers(study, Path("run"), places=False).missing == {
+        "torch-library.pp": "is MISSING: it died"
+    }
