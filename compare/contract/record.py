@@ -36,7 +36,7 @@ from compare.checkpoint.saver import remove_unfinished
 from compare.contract.ledger import Ledger
 from compare.contract.memory_profile import MEMORY, MemoryProfile
 from compare.contract.request import REQUEST, Request, Rung
-from compare.contract.timeline import TIMELINE, Timeline
+from compare.contract.timeline import TIMELINE, TRACES, Timeline
 from compare.contract.timing import Window
 from compare.contract.work import WORK, ObservedWork
 from compare.host.disk import full_disk_named, remove_leftovers, write_atomically
@@ -233,7 +233,7 @@ def clear_record(folder: Path) -> None:
     """Remove what an earlier run left, so that it is not taken for this run's. Hold the folder's lock."""
     names = [MANIFEST, ERROR, STEPS, STEPS_PART, EVALUATIONS, LEDGER, HLO_COLLECTIVES, TIMELINE, MEMORY, WORK]
     waiting = [path.name for path in folder.glob(f"{WAITING}*")]
-    for name in [*names, HOSTS, *waiting, *(f"{rung}.safetensors" for rung in Rung)]:
+    for name in [*names, *TRACES, HOSTS, *waiting, *(f"{rung}.safetensors" for rung in Rung)]:
         (folder / name).unlink(missing_ok=True)
     remove_leftovers(folder)
     remove_unfinished(folder / CHECKPOINTS)

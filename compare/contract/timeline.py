@@ -8,6 +8,8 @@ from typing import Literal
 from msgspec import Struct, field
 
 TIMELINE = "timeline.json"
+TRACES = ("trace.json.gz", "trace.xplane.pb")
+"""Files of JAX's profiler that stay beside it."""
 PROFILED_STEP = 3
 """Counted from the run's first step: the first are like no other, and the instruments watch the third."""
 

@@ -1,11 +1,10 @@
-"""The timeline of one step, from `jax.profiler`: a lane for each device, a span for what it did.
+"""The timeline of one step, from `jax.profiler`: a lane for each device, a span for each stretch of work.
 
 The profiler's own files stay beside it: trace.json.gz opens in Perfetto, trace.xplane.pb in XProf.
 
-XLA on a CPU marks each instruction, a "thunk", when a thread begins it, with its name and its module, the run
-and the device (`hlo_op`, `hlo_module`, `device_ordinal`). The mark ends when the thread goes on, which may be
-before the work is done: that goes to a pool. A second mark, `end: NAME`, tells when it is; it has the first
-one's number (`_p` there, `_c` here). A thread is no device: all of them share a pool. Inside of a collective,
+On a CPU, XLA marks each instruction when a thread begins it, with the instruction (`hlo_op`), its module and
+its device. The work may outlast the mark: a second mark, `end: NAME`, says when it is over, and has the first
+one's number (`_p` there, `_c` here). All devices share a pool of threads. In a collective,
 `Wait: pending_threads=1/2` lasts until the last device has come. On a GPU a plane is a device, and its lines
 are streams.
 """
@@ -23,7 +22,7 @@ from msgspec.structs import replace
 
 from compare.contract.observers import Observer
 from compare.contract.record import Recorder
-from compare.contract.timeline import Kind, Lane, Span, Timeline, profiled_step
+from compare.contract.timeline import TRACES, Kind, Lane, Span, Timeline, profiled_step
 from jaxpar.measure.hlo import OP_NAME, called_by, collectives, computations, opcode_of
 from jaxpar.measure.ledger import key_of
 from jaxpar.run import Run
@@ -39,7 +38,7 @@ METHOD = (
 WAITED = " Of the time in collectives {share:.0%} passed until the last device had come."
 NONE_INSTRUMENTED = -1  # memory and ledger are read from the compiled step, and cost none of its time
 CONTROL = ("while", "conditional", "call", "async-start", "async-done")
-"""Run other instructions, which have times of their own."""
+"""Instructions that run others, which have times of their own."""
 _GPU_PLANE = re.compile(r"^/device:GPU:(\d+)")
 _MODULE = re.compile(r"^HloModule ([\w.\-]+)")
 
@@ -50,26 +49,25 @@ class Execution(NamedTuple):
     device: int
     """Position in the order of the mesh."""
     name: str
-    """Name of the instruction."""
     begin_us: float
     end_us: float
 
 
 class Executions(NamedTuple):
-    """Executions of a module's instructions on the devices."""
+    """Executions of a module's instructions on all devices."""
 
     events: list[Execution]
     """The earliest first."""
     waited_us: float
-    """Waiting in collectives for the last device (microseconds), summed over the devices as far as known."""
+    """Waiting in collectives for the last device (microseconds), summed over devices; 0 if unknown."""
 
 
 class UnreadableProfileError(RuntimeError):
-    """A profile that does not tell which device did what."""
+    """A profile that does not tell which device ran which instruction."""
 
 
 class StepProfiler(Observer):
-    """Watches one step, and writes timeline.json."""
+    """Profiles one step, and writes timeline.json."""
 
     def __init__(self, run: Run, recorder: Recorder):
         self._run, self._recorder = run, recorder
@@ -80,108 +78,109 @@ class StepProfiler(Observer):
         """The step is waited for inside."""
         hlo = self._run.program(self.watched).as_text()
         assert hlo, "XLA keeps no text of the compiled step"
-        with recorded(hlo, self._run.devices, folder=self._recorder.folder) as found:
+        with recorded(hlo, self._run.devices, folder=self._recorder.folder) as profiles:
             yield
-        self._recorder.timeline(make_timeline(found[0], hlo, self._run.experiment.layout.axes, self.watched))
+        axes = self._run.experiment.layout.axes
+        self._recorder.timeline(make_timeline(profiles[0], hlo, axes, self.watched))
 
 
 @contextmanager
 def recorded(
     hlo: str, devices: list[jax.Device], *, folder: Path | None = None
 ) -> Generator[list[Executions]]:
-    """A list that has, in the end, one item: what devices did of a module meanwhile.
+    """A list to which the end of the context appends a module's `Executions`.
 
-    It runs once, and is waited for inside. The profiler's own files stay in `folder`. Raises
-    UnreadableProfileError: the profile does not tell.
+    The module runs once inside, and is waited for there. The profiler's own files stay in `folder`. Errors as
+    of `read_events`.
     """
     options = ProfileOptions()
     options.python_tracer_level = 0  # every call of Python otherwise, for much time and no use
-    found: list[Executions] = []
+    profiles: list[Executions] = []
     with tempfile.TemporaryDirectory(prefix="profile-", dir=folder) as temporary:
         with jax.profiler.trace(temporary, profiler_options=options):
-            yield found
+            yield profiles
         (path,) = Path(temporary).rglob("*.xplane.pb")
         profile = ProfileData.from_file(str(path))
         if folder:
-            path.replace(folder / "trace.xplane.pb")
-            for trace in Path(temporary).rglob("*.trace.json.gz"):
-                trace.replace(folder / "trace.json.gz")
-    found.append(read_events(profile, hlo=hlo, devices=devices))
+            for name in TRACES:
+                (path,) = Path(temporary).rglob(f"*.{name.removeprefix('trace.')}")
+                path.replace(folder / name)
+    profiles.append(read_events(profile, hlo=hlo, devices=devices))
 
 
 def read_events(profile: ProfileData, *, hlo: str, devices: list[jax.Device]) -> Executions:
     """Every execution of an instruction of a module; devices are in the order of the mesh.
 
-    Raises UnreadableProfileError: nothing of the module is in the profile, or not on which device it ran.
+    Raises UnreadableProfileError: the module did not run, or the profile lacks one of the devices.
     """
     module = _MODULE.match(hlo)
     assert module, "a module has a name"
-    order = {device.local_hardware_id: position for position, device in enumerate(devices)}
+    position = {device.local_hardware_id: number for number, device in enumerate(devices)}
     read = _on_gpus if devices[0].platform != "cpu" else _on_cpu
-    found = [
-        Execution(order[ordinal], name, begin_us, end_us)
-        for ordinal, name, begin_us, end_us in read(profile, module[1])
-        if ordinal in order
-    ]
-    if {event.device for event in found} != set(range(len(devices))):
+    executions = [event for event in read(profile, module[1]) if event.device in position]
+    events = [event._replace(device=position[event.device]) for event in executions]
+    if {event.device for event in events} != set(range(len(devices))):
         raise UnreadableProfileError(
-            f"the profile has {len(found)} executions of instructions of {module[1]}, and not on each of "
+            f"the profile has {len(events)} executions of instructions of {module[1]}, and not on each of "
             f"{len(devices)} devices"
         )
-    waited = sum(event.duration_ns for event in _all(profile) if event.name.startswith("Wait: pending_th"))
-    return Executions(sorted(found, key=lambda event: event.begin_us), waited / 1e3)
+    waits = (event for event in _events(profile) if event.name.startswith("Wait: pending_th"))
+    waited_us = sum(event.duration_ns for event in waits) / 1e3
+    return Executions(sorted(events, key=lambda event: event.begin_us), waited_us)
 
 
-def _all(profile: ProfileData) -> Iterator[Any]:
+def _events(profile: ProfileData) -> Iterator[Any]:
     return (event for plane in profile.planes for line in plane.lines for event in line.events)
 
 
-_Row = tuple[int, str, float, float]
-
-
-def _on_cpu(profile: ProfileData, module: str) -> Iterator[_Row]:
-    begun: list[tuple[_Row, Any]] = []
+def _on_cpu(profile: ProfileData, module: str) -> Iterator[Execution]:
+    """Executions by number of the device."""
+    begun: list[tuple[Execution, Any]] = []
     ended: dict[Any, float] = {}
-    for event in _all(profile):
+    for event in _events(profile):
         stats = dict(event.stats)
         if "hlo_op" in stats and stats.get("hlo_module") == module:
-            ordinal = int(stats.get("device_ordinal", -1))
-            row = ordinal, str(stats["hlo_op"]), event.start_ns / 1e3, event.end_ns / 1e3
-            begun.append((row, stats.get("_p")))
+            execution = _execution(int(stats.get("device_ordinal", -1)), event, stats)
+            begun.append((execution, stats.get("_p")))
         elif event.name.startswith("end: "):
             ended[stats.get("_c")] = event.start_ns / 1e3
-    for (ordinal, name, begin_us, end_us), context in begun:
-        yield ordinal, name, begin_us, max(end_us, ended.get(context, end_us))
+    for execution, number in begun:
+        yield execution._replace(end_us=max(execution.end_us, ended.get(number, execution.end_us)))
 
 
-def _on_gpus(profile: ProfileData, module: str) -> Iterator[_Row]:
+def _on_gpus(profile: ProfileData, module: str) -> Iterator[Execution]:
+    """Executions by number of the device."""
     for plane in profile.planes:
-        of_device = _GPU_PLANE.match(plane.name)
+        device = _GPU_PLANE.match(plane.name)
         # Other lines of the plane (XLA Ops, XLA Modules) repeat what its streams have.
-        lines = [line for line in plane.lines if line.name.startswith("Stream")] if of_device else []
-        for event in (event for line in lines for event in line.events):
+        streams = [line for line in plane.lines if line.name.startswith("Stream")] if device else []
+        for event in (event for line in streams for event in line.events):
             stats = dict(event.stats)
-            if of_device and "hlo_op" in stats and stats.get("hlo_module") == module:
-                yield int(of_device[1]), str(stats["hlo_op"]), event.start_ns / 1e3, event.end_ns / 1e3
+            if device and "hlo_op" in stats and stats.get("hlo_module") == module:
+                yield _execution(int(device[1]), event, stats)
+
+
+def _execution(device: int, event: Any, stats: Mapping[str, Any]) -> Execution:
+    return Execution(device, str(stats["hlo_op"]), event.start_ns / 1e3, event.end_ns / 1e3)
 
 
 def make_timeline(executions: Executions, hlo: str, axis_sizes: Mapping[str, int], step: int) -> Timeline:
-    """The timeline of one run of a module: all of its executions, its text, the axes in the mesh's order."""
+    """The timeline of one run of a module, from its executions and its text; axes are in the mesh's order."""
     events, operations = executions.events, dict(_operations(hlo))
-    sent = {c.name: key_of(c, axis_sizes) for c in collectives(hlo, axis_sizes, problems=[])}
+    keys = {c.name: key_of(c, axis_sizes) for c in collectives(hlo, axis_sizes, problems=[])}
     begin, end = events[0].begin_us, max(event.end_us for event in events)
     lanes = []
     for device in sorted({event.device for event in events}):
-        # Of a loop's condition nothing is known: its instructions are left out, as what runs others is.
-        own = [event for event in events if event.device == device and event.name in operations]
-        lanes.append(Lane(device=device, spans=_merged(_spans(own, operations, sent, begin))))
+        # Instructions that run others are left out; so is a loop's condition, of which nothing is known.
+        of_device = [event for event in events if event.device == device and event.name in operations]
+        lanes.append(Lane(device=device, spans=_merged(_spans(of_device, operations, keys, begin))))
     total = sum(span.duration_us for lane in lanes for span in lane.spans if span.operation)
     waited = WAITED.format(share=executions.waited_us / total) if executions.waited_us and total else ""
     return Timeline(step=step, wall_us=end - begin, lanes=lanes, method=METHOD + waited)
 
 
 def _operations(hlo: str) -> Iterator[tuple[str, tuple[str, bool]]]:
-    """Each instruction that does something by itself: its name, its operation of JAX, whether in a loop."""
+    """Instructions that run no others: name, operation of JAX, and whether it is in a loop."""
     bodies, entry = computations(hlo)
 
     def walk(computation: str, in_loop: bool) -> Iterator[tuple[str, tuple[str, bool]]]:
@@ -198,11 +197,11 @@ def _operations(hlo: str) -> Iterator[tuple[str, tuple[str, bool]]]:
 
 def _spans(
     events: list[Execution],
-    operations: dict[str, tuple[str, bool]],
-    sent: Mapping[str, tuple[str, str, str] | None],
+    operations: Mapping[str, tuple[str, bool]],
+    keys: Mapping[str, tuple[str, str, str] | None],
     origin: float,
 ) -> Iterator[Span]:
-    """One for each instruction of a device; the earliest first."""
+    """A span for each instruction of a device; the earliest first."""
     kind: Kind = "forward"
     begins_backward = [e.begin_us for e in events if "transpose(" in operations[e.name][0]]
     for event in events:
@@ -213,7 +212,7 @@ def _spans(
             kind = "forward"
         elif op_name and not in_loop:
             kind = "forward" if not begins_backward or event.begin_us < begins_backward[0] else "update"
-        key = sent.get(event.name)
+        key = keys.get(event.name)
         operation, axis, purpose = key or ("", "", "")
         yield Span(
             kind="communication" if key else kind,

@@ -12,9 +12,9 @@ from dynamic_counts import Counted, dynamic_counts
 from msgspec.structs import replace
 from watched_steps import EXPERIMENT, watch
 
-from compare.contract.record import Recorder, read_record
+from compare.contract.record import Recorder, clear_record, read_record
 from compare.contract.request import Request
-from compare.contract.timeline import COMPUTE, Timeline, communication_us, exposed_us, idle_us
+from compare.contract.timeline import COMPUTE, TRACES, Timeline, communication_us, exposed_us, idle_us
 from compare.spec.experiment import Layout, Train
 from jaxpar.measure.profile import Executions, make_timeline
 from jaxpar.train import train
@@ -115,4 +115,6 @@ def test_a_profiled_run_leaves_the_timeline_of_its_last_step_if_it_is_short(tmp_
     assert record.timeline.wall_us <= 1e3 * record.steps[1].step_time_ms
     assert (tmp_path / "timeline.json").is_file()
     assert not any(path.is_dir() for path in tmp_path.iterdir())  # the profiler's own folder is gone
-    assert {"trace.json.gz", "trace.xplane.pb"} <= {path.name for path in tmp_path.iterdir()}
+    assert set(TRACES) <= {path.name for path in tmp_path.iterdir()}
+    clear_record(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -38,7 +38,7 @@ def test_a_timed_run_has_its_windows(tmp_path, tiny: Experiment):
     )
     request = Request(engine="plain-jit", experiment=experiment, timing=timing)
     write_json(tmp_path / REQUEST, request)
-    train(request, Recorder(tmp_path))
+    train(request, Recorder(tmp_path), folder=tmp_path)
     record = read_record(tmp_path)
     assert [window.steps for window in record.manifest.windows] == [2, 2]
     assert all(window.wall_s > 0 for window in record.manifest.windows)
