@@ -17,6 +17,8 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from compare.contract.collective_bench import TYPE, clear_rows, read_collective_request
 from compare.contract.divergence import DivergedError
 from compare.contract.early_stop import StoppedEarly, StopRequest
@@ -33,6 +35,16 @@ from compare.spec.engines.registry import JAX
 from compare.spec.experiment import ExperimentError
 from jaxpar.watchdog import Watchdog, exit_with_stdin
 
+EXIT_CODES: dict[type[Exception], int] = {
+    StoppedEarly: STOPPED,
+    DivergedError: FAILED,
+    ExperimentError: BAD_REQUEST,
+    MissingDevicesError: MISSING,
+    ImportError: MISSING,
+}
+"""Of errors whose message says all; the name of any other is said, too."""
+QUESTIONS = ("doctor", "ceiling", "compile", "convert", "sample")
+
 
 def main() -> int:
     """Run, and return the exit code. Every failure ends as one line, and in RUN_DIR/error.json.
@@ -46,7 +58,7 @@ def main() -> int:
     if arguments.exit_with_stdin:
         exit_with_stdin()
     try:
-        if _asks(arguments):
+        if any(getattr(arguments, question) for question in QUESTIONS):
             from jaxpar.questions import answer
 
             answer(arguments)
@@ -58,12 +70,13 @@ def main() -> int:
                 (time_collectives if arguments.collectives else train)(folder, process)
                 return DONE
             except Exception as error:
-                code = _failed(folder, error, process)
+                failure = _failure_of(error, folder, process)
+                _report(failure, folder, process)
             if process:
                 sys.stdout.flush()
                 sys.stderr.flush()
-                os._exit(code)  # JAX's own end would wait for the other processes
-            return code
+                os._exit(failure.exit_code)  # JAX's own end would wait for the other processes
+            return failure.exit_code
     except (ExperimentError, MissingDevicesError, MissingPackageError) as error:
         print(f"jaxpar: {error}", file=sys.stderr)
         return BAD_REQUEST if isinstance(error, ExperimentError) else MISSING
@@ -125,7 +138,7 @@ def _begin(folder: Path, timeout_s: float, process: Process | None) -> Watchdog:
 
     def on_hang(message: str, stack: str) -> None:
         if process is None:
-            _report(folder, message, stack)
+            _report(Failure(message=message, traceback=stack), folder, process)
             return
         print(f"jaxpar: {process.name}: {message}\n{stack}", file=sys.stderr, flush=True)
         waiting = Waiting(number=process.number, where="a step")
@@ -152,68 +165,48 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--compile", metavar="JSON", help="print a step of absent devices, as JSON")
     add_flags(parser)
     arguments = parser.parse_args()
-    if not _asks(arguments) and arguments.run_dir is None:
+    if arguments.run_dir is None and not any(getattr(arguments, question) for question in QUESTIONS):
         parser.error("RUN_DIR is missing")
     return arguments
 
 
-def _asks(arguments: argparse.Namespace) -> bool:
-    """Whether it is a question, and no training."""
-    flags = (arguments.doctor, arguments.ceiling, arguments.compile, arguments.convert, arguments.sample)
-    return any(flags)
-
-
 def _leave(folder: Path, process: Process | None, signal_number: int) -> None:
     code = 128 + signal_number
-    _report(folder, describe_exit(code), "", process=process, is_consequence=True)
+    _report(Failure(message=describe_exit(code), is_consequence=True), folder, process)
     os._exit(code)
 
 
-def _failed(folder: Path, error: Exception, process: Process | None) -> int:
-    """Report an error; returns its exit code."""
+def _failure_of(error: Exception, folder: Path, process: Process | None) -> Failure:
+    """An error in error.json's words, with the exit code that follows from it."""
+    known = [code for of, code in EXIT_CODES.items() if isinstance(error, of)]
     full = no_room(error, folder)
     message = full or " ".join(str(error).split()) or type(error).__name__
-    stack, is_lost, code = traceback.format_exc(), False, FAILED
+    stack, is_consequence = traceback.format_exc(), False
     if isinstance(error, StoppedEarly):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher ends the others with the first that leaves
-        stack, code = "", STOPPED
-    elif isinstance(error, DivergedError):  # it happened in training, and not in a line of code
+    if isinstance(error, StoppedEarly | DivergedError):  # it happened in training, and not in a line of code
         stack = ""
-    elif isinstance(error, ExperimentError):
-        code = BAD_REQUEST
-    elif isinstance(error, MissingDevicesError | ImportError):
-        code = MISSING
-    elif not full:
+    if not known and not full:
         message = f"{type(error).__name__}: {message}"
         traceback.print_exception(error)
         if process:
-            from jaxpar.comm.hosts import is_consequence
+            from jaxpar.comm.hosts import is_consequence as is_lost
 
-            is_lost = is_consequence(error)
-    _report(folder, message, stack, process=process, is_consequence=is_lost, code=code)
-    return code
+            is_consequence = is_lost(error)
+    code = known[0] if known else FAILED
+    return Failure(message=message, traceback=stack, is_consequence=is_consequence, exit_code=code)
 
 
-def _report(
-    folder: Path,
-    message: str,
-    stack: str,
-    *,
-    process: Process | None = None,
-    is_consequence: bool = False,
-    code: int = FAILED,
-) -> None:
+def _report(failure: Failure, folder: Path, process: Process | None) -> None:
     """Say on standard error and in error.json what went wrong; of several processes, the first cause."""
-    message = f"{process.name}: {message}" if process else message
-    print(f"jaxpar: {message}", file=sys.stderr, flush=True)
-    number = process.number if process else -1
-    failure = Failure(
-        message=message, traceback=stack, rank=number, is_consequence=is_consequence, exit_code=code
-    )
+    if process:
+        message = f"{process.name}: {failure.message}"
+        failure = msgspec.structs.replace(failure, message=message, rank=process.number)
+    print(f"jaxpar: {failure.message}", file=sys.stderr, flush=True)
     try:
         (leave_failure if process else write_failure)(folder, failure)
     except OSError as error:
-        if str(error) not in message:  # a full disk has been named already
+        if str(error) not in failure.message:  # a full disk has been named already
             print(f"jaxpar: {folder}: cannot leave error.json: {error}", file=sys.stderr, flush=True)
 
 

@@ -1,8 +1,7 @@
-"""Faults to plant on purpose, so that the ladder is seen to catch them: `FAULTS`, for `contract.faults`.
+"""Mistakes to plant, so that the ladder is seen to catch them: `FAULTS`, for `contract.faults`.
 
-A fault holds for whatever is traced and loaded inside. A reduction that is missing is planted as one in which
-only the first device's part counts: the check of varying axes, which stays on, would refuse a reduction that
-is simply left out when it is traced.
+A mistake holds for what is traced and loaded inside. A missing reduction is planted as one in which only the
+first device's part counts: the check of varying axes would refuse to trace a step that leaves it out.
 """
 
 from collections.abc import Callable, Generator
@@ -45,9 +44,10 @@ from jaxpar.manual import fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.model import Linear
 
 MOVED, BY = "blocks.0.mlp.up.weight", 1e-3
+Planted = AbstractContextManager
 
 
-def plant(fault: str, *, engine: str, layout: Layout) -> AbstractContextManager:
+def plant(fault: str, *, engine: str, layout: Layout) -> Planted:
     """The fault as a context manager.
 
     Raises:
@@ -56,7 +56,7 @@ def plant(fault: str, *, engine: str, layout: Layout) -> AbstractContextManager:
     return find_fault(FAULTS, fault, engine=engine, layout=layout).plant()
 
 
-# At a collective, or in its place in a type -----------------------------------------------------------------
+# At a collective of jax-manual ------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -87,20 +87,21 @@ def times_devices(x: jax.Array, axis: str) -> jax.Array:
     return x * collectives.axis_size(axis)
 
 
-def norm_counts_replicas_twice() -> AbstractContextManager:
-    """Squares are summed over every axis, whether a leaf is split over it or repeated."""
-
+def norm_counts_replicas_twice() -> Planted:
     def wrong(gradients: Any, placements: Any) -> jax.Array:
         square = jnp.square(optimizer.global_norm(gradients))  # of all that this device has
-        for axis in AXES:
+        for axis in AXES:  # split over it or not
             square = collectives.all_reduce(square, axis, purpose=NORM)
         return jnp.sqrt(square)
 
     return patch.object(manual, "global_norm", wrong)
 
 
-def first_copy_only() -> AbstractContextManager:
-    """In types: of a parameter's copies for replicas, only the first one's gradient counts."""
+# At a cast of jax-explicit ----------------------------------------------------------------------------------
+
+
+def first_copy_only() -> Planted:
+    """Of a parameter's copies for replicas, only the first one's gradient counts."""
 
     def wrong(w: jax.Array) -> jax.Array:
         copies = replicas.copies(w)
@@ -110,8 +111,7 @@ def first_copy_only() -> AbstractContextManager:
     return patch.object(typed_data_parallel, "copies", wrong)
 
 
-def sum_over_replicas() -> AbstractContextManager:
-    """In types: the sum of gradients over replicas is not divided by their number."""
+def sum_over_replicas() -> Planted:
     right = typed_data_parallel.synchronize_gradients
 
     def wrong(*arguments: Any, **options: Any) -> Any:
@@ -121,94 +121,34 @@ def sum_over_replicas() -> AbstractContextManager:
     return patch.object(typed_data_parallel, "synchronize_gradients", wrong)
 
 
-def first_part_only() -> AbstractContextManager:
-    """In types: of a row-parallel product, only the first device's part counts."""
-    row = typed_tensor_parallel.RowParallelLinear
-    right = row.product
+def first_part_only() -> Planted:
+    """Of a row-parallel product, only the first device's part counts."""
+    right = typed_tensor_parallel.product
 
-    def wrong(self: Any, x: jax.Array) -> jax.Array:
-        dim, devices = x.ndim - self.contracted, jax.sharding.get_abstract_mesh().shape[TP]
-        first = np.arange(x.shape[dim]) < x.shape[dim] // devices
-        return right(self, x * first.reshape(-1, *(1,) * (self.contracted - 1)).astype(x.dtype))
+    def wrong(x: jax.Array, weight: jax.Array, contracted: int, out_sharding: Any = None) -> jax.Array:
+        if out_sharding == typed_tensor_parallel.UNREDUCED:
+            dim, devices = x.ndim - contracted, jax.sharding.get_abstract_mesh().shape[TP]
+            first = np.arange(x.shape[dim]) < x.shape[dim] // devices
+            x = x * first.reshape(-1, *(1,) * (contracted - 1)).astype(x.dtype)
+        return right(x, weight, contracted, out_sharding)
 
-    return patch.object(row, "product", wrong)
-
-
-# In a strategy ----------------------------------------------------------------------------------------------
+    return patch.object(typed_tensor_parallel, "product", wrong)
 
 
-def overwritten_microbatch() -> AbstractContextManager:
-    """A microbatch's gradient takes the place of those before it."""
-    return patch.object(pipeline_parallel, "add", lambda total, gradients: gradients)
+# In a model or an optimizer ---------------------------------------------------------------------------------
 
 
-def doubled_row_bias() -> AbstractContextManager:
-    """A row-parallel bias is added on each device, before the sum."""
-    row = tensor_parallel.RowParallelLinear
-    return patch.object(row, "__call__", lambda self, x: self.g(Linear.__call__(self, x)))
+def doubled_row_bias() -> Planted:
+    def wrong(self: Linear, x: jax.Array) -> jax.Array:
+        y = self.product(self.enter(x))
+        return self.leave(y if self.bias is None else y + self.bias[...].astype(self.compute))
+
+    return patch.object(Linear, "__call__", wrong)
 
 
-def wrong_optimizer_shard() -> AbstractContextManager:
-    """Each device updates its shard with the gradients of the next device's."""
-    clip = optimizer.clip_by_given_norm
-
-    def wrong(max_norm: float) -> optax.GradientTransformationExtraArgs:
-        right = clip(max_norm)
-
-        def update(updates: Any, state: Any, params: Any = None, **of_step: Any):
-            shifted = jax.tree.map(lambda g: collectives.shift(g, fully_sharded.AXIS), updates)
-            return right.update(shifted, state, params, **of_step)
-
-        return optax.GradientTransformationExtraArgs(right.init, update)
-
-    return patch.object(optimizer, "clip_by_given_norm", wrong)
-
-
-def same_dropout_on_every_rank() -> AbstractContextManager:
-    """Every device takes its rows for the first ones."""
-    return patch.object(tensor_parallel, "split_rows", lambda model, part, *, sequence_parallel: None)
-
-
-# In a run ---------------------------------------------------------------------------------------------------
-
-
-def moved_weight() -> AbstractContextManager:
-    """One weight starts a little away."""
-
-    def moved(*args: Any) -> Weights:
-        named = dict(starting_parameters(*args))
-        named[MOVED] = named[MOVED].copy()
-        named[MOVED].flat[0] += BY
-        return Given(named)
-
-    return patch.object(train, "starting_parameters", moved)
-
-
-def ignored(setting: Ignored) -> AbstractContextManager:
-    """A setting that is not done as asked; the record repeats the request."""
-    prepare = train.prepare
-
-    def wrong(engine: str, experiment: Experiment, **options: Any) -> tuple:
-        return prepare(engine, setting.edit(experiment), **options)
-
-    return patch.object(train, "prepare", wrong)
-
-
-def skipped_last_update() -> AbstractContextManager:
-    """The last step's learning rate is 0."""
-    right = train.device_scalars
-
-    def wrong(experiment: Experiment, progress: Progress) -> dict[str, np.ndarray]:
-        scalars = right(experiment, progress)
-        is_last = progress.step == experiment.train.max_iters - 1
-        return scalars | {"learning_rate": scalars["learning_rate"] * (not is_last)}
-
-    return patch.object(train, "device_scalars", wrong)
-
-
-def changed_update(change: Callable[[jax.Array, jax.Array], jax.Array]) -> AbstractContextManager:
-    """The optimizer's update is `change(update, parameter)`."""
-    make = optimizer.make_optimizer
+def changed_updates(change: Callable[[Any, Any], Any], *, place: Any, maker: str) -> Planted:
+    """The optax transformation that `place.maker` makes gives `change(update, parameter)`."""
+    make = getattr(place, maker)
 
     def wrong(*args: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
         right = make(*args, **options)
@@ -219,42 +159,80 @@ def changed_update(change: Callable[[jax.Array, jax.Array], jax.Array]) -> Abstr
 
         return optax.GradientTransformationExtraArgs(right.init, update)
 
-    return patch.object(train, "make_optimizer", wrong)
+    return patch.object(place, maker, wrong)
 
 
-def _to_8_bits(update: jax.Array, parameter: jax.Array) -> jax.Array:
+def next_device_s_shard(clipped: jax.Array, parameter: jax.Array) -> jax.Array:
+    return collectives.shift(clipped, fully_sharded.AXIS)
+
+
+def to_8_bits(update: jax.Array, parameter: jax.Array) -> jax.Array:
     return (parameter + update).astype(jnp.bfloat16).astype(parameter.dtype) - parameter
 
 
-def unscaled_dropout() -> AbstractContextManager:
-    """Elements that are not dropped are not scaled up."""
-    return patch.object(dropout, "kept_scale", lambda rate: 1.0)
+# In a run ---------------------------------------------------------------------------------------------------
+
+
+def moved_weight() -> Planted:
+    def moved(*args: Any) -> Weights:
+        named = dict(starting_parameters(*args))
+        named[MOVED] = named[MOVED].copy()
+        named[MOVED].flat[0] += BY
+        return Given(named)
+
+    return patch.object(train, "starting_parameters", moved)
+
+
+def ignored(setting: Ignored) -> Planted:
+    """A setting that is not done as asked; the record repeats the request."""
+    prepare = train.prepare
+
+    def wrong(engine: str, experiment: Experiment, **options: Any) -> tuple:
+        return prepare(engine, setting.edit(experiment), **options)
+
+    return patch.object(train, "prepare", wrong)
+
+
+def skipped_last_update() -> Planted:
+    right = train.device_scalars
+
+    def wrong(experiment: Experiment, progress: Progress) -> dict[str, np.ndarray]:
+        scalars = right(experiment, progress)
+        is_last = progress.step == experiment.train.max_iters - 1
+        return scalars | {"learning_rate": scalars["learning_rate"] * (not is_last)}
+
+    return patch.object(train, "device_scalars", wrong)
 
 
 MANUAL, TYPED, ALL = ("manual",), ("explicit",), ("compiler", "explicit", "manual")
-_gradients = partial(wrong_collectives, "all_reduce", axis=DP_REPLICATE, purpose=GRADIENTS)
-_row_products = partial(wrong_collectives, "all_reduce", "reduce_scatter", axis=TP, purpose=ACTIVATIONS)
-_partial_gradients = partial(wrong_collectives, "all_reduce", axis=TP, purpose=REPLICATED_GRADIENTS)
-_tied_gradients = partial(wrong_collectives, "all_reduce", axis=PP, purpose=TIED_GRADIENTS)
+gradients = partial(wrong_collectives, "all_reduce", axis=DP_REPLICATE, purpose=GRADIENTS)
+row_products = partial(wrong_collectives, "all_reduce", "reduce_scatter", axis=TP, purpose=ACTIVATIONS)
+partial_gradients = partial(wrong_collectives, "all_reduce", axis=TP, purpose=REPLICATED_GRADIENTS)
+tied_gradients = partial(wrong_collectives, "all_reduce", axis=PP, purpose=TIED_GRADIENTS)
+replaced_total = partial(patch.object, pipeline_parallel, "add", lambda total, gradients: gradients)
+first_rows = partial(patch.object, tensor_parallel, "split_rows", lambda model, part, **options: None)
+unscaled = partial(patch.object, dropout, "kept_scale", lambda rate: 1.0)
+clipped = partial(changed_updates, place=optimizer, maker="clip_by_given_norm")
+updates = partial(changed_updates, place=train, maker="make_optimizer")
 
 FAULTS = (
-    PlantedFault("dropped_all_reduce", MANUAL, REPLICAS, partial(_gradients, of=first_only)),
+    PlantedFault("dropped_all_reduce", MANUAL, REPLICAS, partial(gradients, of=first_only)),
     PlantedFault("dropped_all_reduce", TYPED, REPLICAS, first_copy_only),
+    PlantedFault("sum_for_mean", MANUAL, REPLICAS, partial(gradients, of=times_devices)),
     PlantedFault("sum_for_mean", TYPED, REPLICAS, sum_over_replicas),
+    PlantedFault("dropped_tp_all_reduce", MANUAL, SPLIT_LAYERS, partial(row_products, of=first_only)),
     PlantedFault("dropped_tp_all_reduce", TYPED, SPLIT_LAYERS, first_part_only),
-    PlantedFault("sum_for_mean", MANUAL, REPLICAS, partial(_gradients, of=times_devices)),
-    PlantedFault("moved_weight", ALL, ANY_LAYOUT, moved_weight),
-    PlantedFault("dropped_tp_all_reduce", MANUAL, SPLIT_LAYERS, partial(_row_products, of=first_only)),
     PlantedFault("doubled_row_bias", MANUAL, SPLIT_LAYERS, doubled_row_bias),
-    PlantedFault("missing_norm_psum", MANUAL, SPLIT_SEQUENCE, partial(_partial_gradients, of=first_only)),
+    PlantedFault("same_dropout_on_every_rank", MANUAL, SPLIT_LAYERS, first_rows),
+    PlantedFault("missing_norm_psum", MANUAL, SPLIT_SEQUENCE, partial(partial_gradients, of=first_only)),
     PlantedFault("norm_counts_replicas_twice", MANUAL, REPEATED_PARAMETERS, norm_counts_replicas_twice),
-    PlantedFault("wrong_optimizer_shard", MANUAL, SHARDS, wrong_optimizer_shard),
-    PlantedFault("overwritten_microbatch", MANUAL, STAGES, overwritten_microbatch),
-    PlantedFault("stale_tied_copy", MANUAL, STAGES, partial(_tied_gradients, of=first_only)),
-    PlantedFault("unscaled_dropout", ALL, ANY_LAYOUT, unscaled_dropout),
-    PlantedFault("same_dropout_on_every_rank", MANUAL, SPLIT_LAYERS, same_dropout_on_every_rank),
-    PlantedFault("reversed_update", ALL, REPLICAS, partial(changed_update, lambda update, _: -update)),
-    PlantedFault("rounded_weights", ALL, REPLICAS, partial(changed_update, _to_8_bits)),
+    PlantedFault("wrong_optimizer_shard", MANUAL, SHARDS, partial(clipped, next_device_s_shard)),
+    PlantedFault("overwritten_microbatch", MANUAL, STAGES, replaced_total),
+    PlantedFault("stale_tied_copy", MANUAL, STAGES, partial(tied_gradients, of=first_only)),
+    PlantedFault("moved_weight", ALL, ANY_LAYOUT, moved_weight),
+    PlantedFault("unscaled_dropout", ALL, ANY_LAYOUT, unscaled),
+    PlantedFault("reversed_update", ALL, REPLICAS, partial(updates, lambda update, _: -update)),
+    PlantedFault("rounded_weights", ALL, REPLICAS, partial(updates, to_8_bits)),
     PlantedFault("skipped_last_update", ALL, ANY_LAYOUT, skipped_last_update),
     *(PlantedFault(name, ALL, setting.need, partial(ignored, setting)) for name, setting in IGNORED.items()),
 )

@@ -46,13 +46,10 @@ class Dtypes:
 
 
 class Linear(nnx.Module):
-    """An affine map that contracts the last dims of x with the first dims of the weight.
+    """An affine map of x (..., I) to (..., O) by a weight (I, O) and a bias (O), each letter one dim or more.
 
-    Args:
-        inputs: sizes of the contracted dims.
-        outputs: sizes of the dims that replace them.
-        bias: whether to add one, of shape `outputs`.
-        dtypes: the weight is stored in one and multiplied in the other.
+    Tensor parallelism sets the hooks: `enter` takes the input, `multiply` (x, weight, dims of I), and `leave`
+    the product, before the bias is added.
     """
 
     def __init__(self, inputs: tuple[int, ...], outputs: tuple[int, ...], *, bias: bool, dtypes: Dtypes):
@@ -60,19 +57,31 @@ class Linear(nnx.Module):
         self.compute = dtypes.compute
         self.weight = nnx.Param(jnp.zeros((*inputs, *outputs), dtypes.storage))
         self.bias = nnx.Param(jnp.zeros(outputs, dtypes.storage)) if bias else None
+        self.enter: Callable[[jax.Array], jax.Array] = same
+        self.multiply: Callable[[jax.Array, jax.Array, int], jax.Array] = multiply_matrices
+        self.leave: Callable[[jax.Array], jax.Array] = same
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = self.product(x)
+        y = self.leave(self.product(self.enter(x)))
         return y if self.bias is None else y + self.bias[...].astype(self.compute)
 
     def product(self, x: jax.Array) -> jax.Array:
-        """x (..., N) times the weight, as a product of two matrices: the affine map before its bias."""
-        weight = self.weight[...].astype(self.compute)
-        inputs, outputs = weight.shape[: self.contracted], weight.shape[self.contracted :]
-        batch = x.shape[: x.ndim - self.contracted]
-        x_I = x.astype(self.compute).reshape(*batch, math.prod(inputs))
-        weight_IO = weight.reshape(math.prod(inputs), math.prod(outputs))
-        return product(x_I, weight_IO, 1).reshape(*batch, *outputs)
+        """The affine map before its bias, in the compute dtype."""
+        return self.multiply(x.astype(self.compute), self.weight[...].astype(self.compute), self.contracted)
+
+
+def same(x: Any) -> Any:
+    """x as it is."""
+    return x
+
+
+def multiply_matrices(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
+    """x (..., I) times weight (I, O) as a product of two matrices, `contracted` dims of I joined."""
+    inputs, outputs = weight.shape[:contracted], weight.shape[contracted:]
+    batch = x.shape[: x.ndim - contracted]
+    x_I = x.reshape(*batch, math.prod(inputs))
+    weight_IO = weight.reshape(math.prod(inputs), math.prod(outputs))
+    return product(x_I, weight_IO, 1).reshape(*batch, *outputs)
 
 
 def layer_norm(config: Model, dtypes: Dtypes) -> nnx.LayerNorm:

@@ -24,13 +24,7 @@ from jaxpar.comm.hosts import fetch, gathered, hosts_of, spread
 from jaxpar.comm.mesh import device_kind
 from jaxpar.configuration import PACKAGES
 from jaxpar.measure.ledger import communications, listing
-from jaxpar.measure.memory import (
-    memory_in_use,
-    memory_profile,
-    peak_memory,
-    resident_bytes,
-    threads,
-)
+from jaxpar.measure.memory import memory_in_use, memory_profile, peak_memory, resident_bytes, threads
 from jaxpar.measure.profile import StepProfiler
 from jaxpar.run import Run
 from jaxpar.step import ShardedStep, TrainState, compile_evaluation, device_scalars
@@ -60,8 +54,7 @@ class RunSide:
 
     def not_finite(self) -> str:
         """The first weight that is infinite or NaN: gradients stay inside the step."""
-        first = first_not_finite(self.tensors(Rung.FINAL_WEIGHTS))
-        if first:
+        if first := first_not_finite(self.tensors(Rung.FINAL_WEIGHTS)):
             return f"the first weight that is not finite after the step is {first}"
         return "every weight is finite after the step"
 
@@ -120,37 +113,31 @@ class RunSide:
 
 def leave_program(run: Run, recorder: Recorder) -> None:
     """Memory, instructions and ledger of the compiled step."""
-    step, layout, held = run.step, run.experiment.layout, at_rest(run)
+    step, axes, state = run.step, run.experiment.layout.axes, at_rest(run)
     hlo = step.as_text()
     assert hlo, "XLA keeps no text of the compiled step"
-    state = {kind: held[kind][0] for kind in ("parameters", "optimizer")}
-    if profile := memory_profile(step, **state):
+    profile = memory_profile(step, parameters=state["parameters"][0], optimizer=state["optimizer"][0])
+    if profile:
         recorder.memory(profile)
-    recorder.instructions(listing(hlo, layout.axes))
+    recorder.instructions(listing(hlo, axes))
     problems: list[str] = []
-    rows = communications(hlo, layout.axes, problems=problems)
+    rows = communications(hlo, axes, problems=problems)
     recorder.ledger(Ledger(rows=rows, problems=problems))
 
 
 def at_rest(run: Run) -> dict[str, list[int]]:
-    """Bytes between two steps on each device, by kind."""
-    state = run.state
-    trees = {
-        "parameters": state.params,
-        "gradients": gradients_at_rest(run.sharded, state),
-        "optimizer": state.opt_state,
-    }
-    held = {kind: resident_bytes(tree, run.devices) for kind, tree in trees.items()}
+    """Bytes between two steps on each device: parameters, gradients, moments, and what rests on the host."""
+    state, devices = run.state, run.devices
+    gradients = gradients_at_rest(run.sharded, state)
+    trees = {"parameters": state.params, "gradients": gradients, "optimizer": state.opt_state}
+    resident = {name: resident_bytes(tree, devices) for name, tree in trees.items()}
     if run.sharded.moments_at_rest is not None:
-        held[ON_HOST] = resident_bytes(state.opt_state, run.devices, on_host=True)
-    return held
+        resident[ON_HOST] = resident_bytes(state.opt_state, devices, on_host=True)
+    return resident
 
 
 def gradients_at_rest(sharded: ShardedStep, state: TrainState) -> Any:
-    """The accumulated gradients' shapes and shardings: they live inside a step and never leave it.
-
-    As the step is to keep them; that XLA does so is for tests to read from the loops of the compiled step.
-    """
+    """Shapes and shardings of the accumulated gradients, as the step is to keep them: they never leave it."""
     return jax.tree.map(
         lambda w, sharding: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=sharding),
         state.params,

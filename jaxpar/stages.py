@@ -26,9 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpar.model import same
 from jaxpar.problem import Pieces
 from jaxpar.remat import IsGather, Remat, apply_remat
-from jaxpar.step import same
 from jaxpar.weights import STACKED
 
 Tree = Any

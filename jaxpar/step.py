@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.sharding import Sharding
 from msgspec.structs import asdict
@@ -21,13 +22,9 @@ from compare.numerics.stream import shapes_of_step
 from compare.pipeline.ticks import Ticks
 from compare.spec.experiment import Experiment
 from jaxpar.comm.hosts import fetch
-from jaxpar.model import GPT
+from jaxpar.loss_scale import unless_overflowed
+from jaxpar.model import GPT, same
 from jaxpar.problem import Edit, Loss
-
-
-def same(tree: Any) -> Any:
-    """The tree as it is."""
-    return tree
 
 
 def as_it_is(model: GPT) -> None:
@@ -126,6 +123,21 @@ def accumulated_gradients(
     zeros = jax.tree.map(jnp.zeros_like, params if like is None else like)
     total, losses_A = lax.scan(add, zeros, batch)
     return losses_A.mean(), jax.tree.map(lambda g: g / accumulation, finish(total))
+
+
+def updated(
+    optimizer: optax.GradientTransformationExtraArgs,
+    params: Any,
+    opt_state: Any,
+    gradients: Any,
+    *,
+    grad_norm: jax.Array,
+    scalars: dict[str, Any],
+) -> tuple[Any, Any]:
+    """Parameters and moments after an update; as they were if scaled gradients overflowed."""
+    updates, moments = optimizer.update(gradients, opt_state, params, grad_norm=grad_norm, scalars=scalars)
+    after = (optax.apply_updates(params, updates), moments)
+    return unless_overflowed(after, (params, opt_state), grad_norm=grad_norm, scalars=scalars)
 
 
 def compile_step(

@@ -14,12 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import ROWS
 from jaxpar.compiler import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
-from jaxpar.loss_scale import scaled, unless_overflowed, unscaled
+from jaxpar.loss_scale import scaled, unscaled
+from jaxpar.model import same
 from jaxpar.optimizer import global_norm
 from jaxpar.placement import shardings
 from jaxpar.problem import Edit, Loss, Problem
 from jaxpar.stages import one_pass
-from jaxpar.step import ShardedStep, accumulated_gradients, passes_of, same
+from jaxpar.step import ShardedStep, accumulated_gradients, passes_of, updated
 from jaxpar.weights import STACKED
 
 
@@ -55,13 +56,10 @@ def parallelize(
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
         value, gradients = gradients_of(params, batch, scalars)
         grad_norm = global_norm(gradients)
-        params = shard(params)
-        updates, moved = optimizer.update(gradients, opt_state, params, grad_norm=grad_norm, scalars=scalars)
-        after = (shard(optax.apply_updates(params, updates)), moved)
-        params, opt_state = unless_overflowed(
-            after, (params, opt_state), grad_norm=grad_norm, scalars=scalars
+        params, opt_state = updated(
+            optimizer, shard(params), opt_state, gradients, grad_norm=grad_norm, scalars=scalars
         )
-        return params, opt_state, {"loss": value, "grad_norm": grad_norm}, gradients
+        return shard(params), opt_state, {"loss": value, "grad_norm": grad_norm}, gradients
 
     return ShardedStep(
         step=step,

@@ -8,6 +8,7 @@ Legend: B batch, T position, C n_embd, V vocabulary.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import TP
 from jaxpar.derivatives import product
-from jaxpar.model import GPT, Embedding, Linear
+from jaxpar.model import GPT, Embedding
 from jaxpar.problem import Edit, Problem
 
 AXIS = TP
@@ -34,33 +35,21 @@ def split_layers(problem: Problem, *, mesh: Mesh) -> Edit:
 
     def edit(model: GPT) -> None:
         attention, mlp = model.blocks.attention, model.blocks.mlp
-        attention.qkv = PlacedLinear(attention.qkv, mesh, split=(None, HEADS_DIM))
-        attention.out = PlacedLinear(attention.out, mesh, split=(HIDDEN_DIM, between))
-        mlp.up = PlacedLinear(mlp.up, mesh, split=(None, HIDDEN_DIM))
-        mlp.down = PlacedLinear(mlp.down, mesh, split=(HIDDEN_DIM, between))
+        ends = (
+            (attention.qkv, None, HEADS_DIM),
+            (attention.out, HIDDEN_DIM, between),
+            (mlp.up, None, HIDDEN_DIM),
+            (mlp.down, HIDDEN_DIM, between),
+        )
+        for linear, of_input, of_output in ends:
+            linear.enter = partial(placed, mesh=mesh, split=of_input)
+            linear.multiply = product  # dim by dim: joining a split dim with another would gather it
+            linear.leave = partial(placed, mesh=mesh, split=of_output)
         model.embedding = PlacedEmbedding(model.embedding, mesh, between=between)
         vocab_size = problem.experiment.model.vocab_size
         model.cross_entropy = without_padding(model.cross_entropy, vocab_size=vocab_size)
 
     return edit
-
-
-class PlacedLinear(Linear):
-    """A Linear that says which dim of its input, and which of its output, tp splits."""
-
-    def __init__(self, linear: Linear, mesh: Mesh, *, split: tuple[int | None, int | None]):
-        self.contracted, self.compute = linear.contracted, linear.compute
-        self.weight, self.bias = linear.weight, linear.bias
-        self.mesh, self.split = mesh, split
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        of_input, of_output = self.split
-        y = super().__call__(placed(x, self.mesh, split=of_input))
-        return placed(y, self.mesh, split=of_output)
-
-    def product(self, x: jax.Array) -> jax.Array:
-        """x (..., N) times the weight, dim by dim: joining a split dim with another would gather it."""
-        return product(x.astype(self.compute), self.weight[...].astype(self.compute), self.contracted)
 
 
 class PlacedEmbedding(Embedding):

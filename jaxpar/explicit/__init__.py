@@ -16,12 +16,13 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.comm.mesh import typed
 from jaxpar.explicit import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.explicit.replicas import axes_of_replicas, reduced, unreduced
-from jaxpar.loss_scale import scaled, unless_overflowed, unscaled
+from jaxpar.loss_scale import scaled, unscaled
+from jaxpar.model import same
 from jaxpar.optimizer import global_norm
 from jaxpar.placement import shardings, specs
 from jaxpar.problem import Edit, Loss, Problem, without_layers
 from jaxpar.stages import one_pass
-from jaxpar.step import ShardedStep, accumulated_gradients, passes_of, same
+from jaxpar.step import ShardedStep, accumulated_gradients, passes_of, updated
 from jaxpar.weights import STACKED
 
 
@@ -58,19 +59,15 @@ def parallelize(
         )
         return value, unscaled(gradients, scalars, parts=parts)
 
-    def update(params: Any, opt_state: Any, gradients: Any, scalars: Any) -> tuple[Any, Any, jax.Array]:
-        grad_norm = global_norm(gradients)
-        before = fully_sharded.shard_parameters(params, placements)
-        updates, moved = optimizer.update(gradients, opt_state, before, grad_norm=grad_norm, scalars=scalars)
-        after = (optax.apply_updates(before, updates), moved)
-        after = unless_overflowed(after, (before, opt_state), grad_norm=grad_norm, scalars=scalars)
-        return reshard(after[0], specs(placements, sharded=at_rest)), after[1], grad_norm
-
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
         with use_abstract_mesh(mesh.abstract_mesh):
             batch = reshard(batch, P(None, axes_of_replicas(mesh) or None))
             value, gradients = mean_gradients(params, batch, scalars)
-            params, opt_state, grad_norm = update(params, opt_state, gradients, scalars)
+            grad_norm, shards = global_norm(gradients), fully_sharded.shard_parameters(params, placements)
+            shards, opt_state = updated(
+                optimizer, shards, opt_state, gradients, grad_norm=grad_norm, scalars=scalars
+            )
+            params = reshard(shards, specs(placements, sharded=at_rest))
         return params, opt_state, {"loss": value, "grad_norm": grad_norm}, gradients
 
     return ShardedStep(

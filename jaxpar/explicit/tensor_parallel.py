@@ -13,6 +13,7 @@ Legend: B batch, T position, C n_embd, V vocabulary. No type here names an axis 
 is `vmap`ped over replicas.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from jax.sharding import reshard
 
 from compare.spec.axes import TP
 from jaxpar.derivatives import product
-from jaxpar.model import GPT, Embedding, Linear
+from jaxpar.model import GPT, Embedding
 from jaxpar.problem import Edit, Problem
 
 AXIS = TP
@@ -36,43 +37,15 @@ def split_layers(problem: Problem) -> Edit:
 
     def edit(model: GPT) -> None:
         attention, mlp = model.blocks.attention, model.blocks.mlp
-        attention.qkv = ColumnParallelLinear(attention.qkv, between=between)
-        attention.out = RowParallelLinear(attention.out, between=between)
-        mlp.up = ColumnParallelLinear(mlp.up, between=between)
-        mlp.down = RowParallelLinear(mlp.down, between=between)
+        for column in (attention.qkv, mlp.up):  # (B, T, C) -> (B, T, ..@tp)
+            column.enter, column.multiply = partial(reshard, out_shardings=REDUCED), product
+        for row in (attention.out, mlp.down):  # (B, T, ..@tp) -> (B, T, C), the sum said where it is made
+            row.multiply = partial(product, out_sharding=UNREDUCED)
+            row.leave = partial(reshard, out_shardings=between)
         model.embedding = TypedEmbedding(model.embedding, between=between)
         model.cross_entropy = split_cross_entropy(vocab_size=problem.experiment.model.vocab_size)
 
     return edit
-
-
-class ColumnParallelLinear(Linear):
-    """A Linear with split outputs: (B, T, C) -> (B, T, ..@tp)."""
-
-    def __init__(self, linear: Linear, *, between: P):
-        self.contracted, self.compute = linear.contracted, linear.compute
-        self.weight, self.bias = linear.weight, linear.bias
-        self.between = between
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return super().__call__(reshard(x, REDUCED))
-
-    def product(self, x: jax.Array) -> jax.Array:
-        """The product of arrays as they are: joined with others, a dim that is split would be gathered."""
-        return product(x.astype(self.compute), self.weight[...].astype(self.compute), self.contracted)
-
-
-class RowParallelLinear(ColumnParallelLinear):
-    """A Linear with split inputs: (B, T, ..@tp) -> (B, T, C), its sum over tp said where it is made."""
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = reshard(self.product(x), self.between)
-        return y if self.bias is None else y + self.bias[...].astype(self.compute)
-
-    def product(self, x: jax.Array) -> jax.Array:
-        """Each device's part of the sum."""
-        x, weight = x.astype(self.compute), self.weight[...].astype(self.compute)
-        return product(x, weight, self.contracted, UNREDUCED)
 
 
 class TypedEmbedding(Embedding):

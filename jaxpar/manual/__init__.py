@@ -19,12 +19,13 @@ from compare.pipeline.schedules import make_schedule
 from compare.pipeline.ticks import Ticks, lock_step
 from compare.spec.axes import ROWS, SEQUENCE
 from jaxpar.comm import collectives
-from jaxpar.loss_scale import scaled, unless_overflowed, unscaled
+from jaxpar.loss_scale import scaled, unscaled
 from jaxpar.manual import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
+from jaxpar.model import same
 from jaxpar.optimizer import state_like
 from jaxpar.placement import leaves_alike, shardings, specs
 from jaxpar.problem import Problem, without_layers
-from jaxpar.step import ShardedStep, Strategy, accumulated_gradients, passes_of, same
+from jaxpar.step import ShardedStep, Strategy, accumulated_gradients, passes_of, updated
 
 Gradients = Callable[[Any, Any, Any], tuple[Any, Any]]
 """(this device's parameters, its share of a batch, the step's scalars) -> mean loss and gradients, each
@@ -100,10 +101,8 @@ def _step(
         gradients = unscaled(gradients, scalars, parts=parts)
         grad_norm = global_norm(gradients, placements)
         shards = params if zero3 else fully_sharded.shard_parameters(params, placements)
-        updates, moved = optimizer.update(gradients, opt_state, shards, grad_norm=grad_norm, scalars=scalars)
-        after = (optax.apply_updates(shards, updates), moved)
-        shards, opt_state = unless_overflowed(
-            after, (shards, opt_state), grad_norm=grad_norm, scalars=scalars
+        shards, opt_state = updated(
+            optimizer, shards, opt_state, gradients, grad_norm=grad_norm, scalars=scalars
         )
         params = shards if zero3 else fully_sharded.all_gather_parameters(shards, placements)
         loss = collectives.all_reduce_mean(value, ROWS + SEQUENCE, purpose=LOSS)

@@ -31,10 +31,11 @@ from compare.pipeline.ticks import BACKWARD, FORWARD, Ticks, TickTasks
 from compare.spec.axes import PP
 from jaxpar.comm import collectives
 from jaxpar.manual.stage import EndSums, Stage
+from jaxpar.model import same
 from jaxpar.placement import map_repeated
 from jaxpar.problem import Pieces, without_layers
 from jaxpar.remat import Remat, apply_remat
-from jaxpar.step import Strategy, as_it_is, same
+from jaxpar.step import Strategy, as_it_is
 from jaxpar.weights import STACKED
 
 AXIS = PP

@@ -1,4 +1,4 @@
-"""Tensor parallelism by hand: Megatron's split of heads, MLP and vocabulary, by swapping the model's modules.
+"""Tensor parallelism by hand: Megatron's split of heads, MLP and vocabulary.
 
 A region of split work begins with f and ends with g, which are each other's transposes:
 
@@ -34,7 +34,7 @@ from compare.contract.communication import ACTIVATIONS, LOSS, REPLICATED_GRADIEN
 from compare.spec.axes import TP
 from jaxpar.comm import collectives
 from jaxpar.dropout import split_rows
-from jaxpar.model import GPT, Embedding, Linear
+from jaxpar.model import GPT, Embedding
 from jaxpar.placement import map_repeated
 from jaxpar.step import Strategy
 
@@ -52,10 +52,8 @@ def strategy(placements: Any, *, sequence_parallel: bool, vocab_size: int) -> St
         f = all_gather_to_region if sequence_parallel else copy_to_region
         g = reduce_scatter_from_region if sequence_parallel else reduce_from_region
         attention, mlp = model.blocks.attention, model.blocks.mlp
-        attention.qkv = ColumnParallelLinear(attention.qkv, f=f)
-        attention.out = RowParallelLinear(attention.out, g=g)
-        mlp.up = ColumnParallelLinear(mlp.up, f=f)
-        mlp.down = RowParallelLinear(mlp.down, g=g)
+        attention.qkv.enter = mlp.up.enter = f  # column-parallel: outputs are split, and so is the bias
+        attention.out.leave = mlp.down.leave = g  # row-parallel: inputs are split; the bias is added once
         model.embedding = VocabParallelEmbedding(model.embedding, f=f, g=g)
         model.cross_entropy = partial(cross_entropy, vocab_size=vocab_size)
         split_rows(model, own_part, sequence_parallel=sequence_parallel)
@@ -94,31 +92,6 @@ def reduce_scatter_from_region(partial_BTC: jax.Array) -> jax.Array:
 def own_part() -> jax.Array:
     """Number of this device's part along tp, a scalar."""
     return lax.axis_index(AXIS)
-
-
-class ColumnParallelLinear(Linear):
-    """A Linear whose outputs are split: of the weight and bias each device has its columns."""
-
-    def __init__(self, linear: Linear, *, f: RegionMapping):
-        self.contracted, self.compute = linear.contracted, linear.compute
-        self.weight, self.bias = linear.weight, linear.bias
-        self.f = f
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return super().__call__(self.f(x))
-
-
-class RowParallelLinear(Linear):
-    """A Linear whose inputs are split: partial products are summed, then the bias is added, once."""
-
-    def __init__(self, linear: Linear, *, g: RegionMapping):
-        self.contracted, self.compute = linear.contracted, linear.compute
-        self.weight, self.bias = linear.weight, linear.bias
-        self.g = g
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = self.g(self.product(x))
-        return y if self.bias is None else y + self.bias[...].astype(self.compute)
 
 
 class VocabParallelEmbedding(Embedding):

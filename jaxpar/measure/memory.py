@@ -14,24 +14,22 @@ PLANNED = "XLA's buffer assignment of one step: argument + temp + output - alias
 
 
 def peak_memory(step: jax.stages.Compiled, devices: list[jax.Device]) -> tuple[list[int], str]:
-    """Peak bytes per device, and how they were obtained.
-
-    A GPU's allocator keeps count. A CPU's does not: there it is what XLA's buffer assignment gives one
-    step, which covers arguments, temporaries and outputs, donated buffers counted once.
-    """
+    """Peak bytes per device, and how they were obtained: from a GPU's allocator, or from `planned_memory`."""
     local = [device for device in devices if device.process_index == jax.process_index()]
     statistics = [device.memory_stats() for device in local]
     if all(statistics):
         peaks = gathered([s["peak_bytes_in_use"] for s in statistics if s])
         return peaks, "allocator's peak since the process began"
-    planned = planned_memory(step)
-    if not planned:
-        return [], "unknown: neither the allocator nor XLA tells"
-    return [planned] * len(devices), PLANNED
+    if planned := planned_memory(step):
+        return [planned] * len(devices), PLANNED
+    return [], "unknown: neither the allocator nor XLA tells"
 
 
 def planned_memory(step: jax.stages.Compiled) -> int:
-    """Bytes that XLA's buffer assignment gives one step on each device; 0 if it does not tell."""
+    """Bytes that XLA's buffer assignment gives one step on each device; 0 if it does not tell.
+
+    Arguments, temporaries and outputs, donated buffers counted once.
+    """
     analysis = step.memory_analysis()
     return _arguments_and_results(analysis) + analysis.temp_size_in_bytes if analysis else 0
 
@@ -68,10 +66,7 @@ def memory_in_use(device: jax.Device) -> MemoryUse:
 
 
 def resident_bytes(tree: Any, devices: list[jax.Device], *, on_host: bool = False) -> list[int]:
-    """Bytes of a tree's shards on each of these devices, or with `on_host` beside them in the host's memory.
-
-    Leaves have shape, dtype and sharding.
-    """
+    """Bytes of a tree's shards on each of these devices, or with `on_host` in the host's memory beside it."""
     total = dict.fromkeys(devices, 0)
     for leaf in jax.tree.leaves(tree):
         if is_on_host(leaf) == on_host:
@@ -83,11 +78,10 @@ def resident_bytes(tree: Any, devices: list[jax.Device], *, on_host: bool = Fals
 
 def threads(devices: list[jax.Device]) -> str:
     """Threads that compute on the host, in words."""
-    count = jax.process_count()
-    each = len(devices) // count
-    driven = f"driven by {'one process' if count == 1 else f'{count} processes'}"
+    count, processes = len(devices), jax.process_count()
+    driven = f"driven by {'one process' if processes == 1 else f'{processes} processes'}"
     if devices[0].platform != "cpu":
-        return f"{len(devices)} devices {driven}"
-    if count > 1:
-        return f"{len(devices)} virtual devices {driven}, an XLA thread pool over {cores()} cores in each"
-    return f"{each} virtual devices in one process, one XLA thread pool over {cores()} cores"
+        return f"{count} devices {driven}"
+    if processes > 1:
+        return f"{count} virtual devices {driven}, an XLA thread pool over {cores()} cores in each"
+    return f"{count} virtual devices in one process, one XLA thread pool over {cores()} cores"

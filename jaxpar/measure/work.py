@@ -5,7 +5,7 @@ The traced program and not XLA's: XLA on a CPU multiplies 16 bits as float32, wh
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import lax
@@ -21,13 +21,6 @@ HEAD = "head_loss"
 """The scope of the logits and their loss."""
 BACKWARDS = ("transpose(", AGAIN)
 KINDS = {FORWARD: Kind.FORWARD, BACKWARD: Kind.BACKWARD}
-
-
-class Operation(NamedTuple):
-    """One equation of a traced program, and the scopes that it is in."""
-
-    equation: Any
-    scopes: str
 
 
 def work_of(program: Any, ticks: Ticks | None = None) -> ObservedWork:
@@ -47,35 +40,27 @@ def work_of(program: Any, ticks: Ticks | None = None) -> ObservedWork:
         products=dict(products),
         again=sorted(again),
         logits_positions=sorted(positions),
-        tasks=tasks_of(ticks) if ticks else [],
+        tasks=[tasks_of(ticks, rank) for rank in range(ticks.ranks)] if ticks else [],
     )
 
 
-def operations(jaxpr: Any, scopes: str = "") -> Iterator[Operation]:
-    """Every equation of a program, and of the programs within: loops, branches, calls."""
+def operations(jaxpr: Any, outer: str = "") -> Iterator[tuple[Any, str]]:
+    """Equations of a program and of those within (loops, branches, calls), each with the scopes around it."""
     for equation in jaxpr.eqns:
-        own = f"{scopes}/{equation.source_info.name_stack}"
-        yield Operation(equation, own)
+        scopes = f"{outer}/{equation.source_info.name_stack}"
+        yield equation, scopes
         for value in equation.params.values():
             for inner in value if isinstance(value, tuple | list) else [value]:
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
-                    yield from operations(inner, own)
+                    yield from operations(inner, scopes)
 
 
-def tasks_of(ticks: Ticks) -> list[list[str]]:
-    """The tasks of each rank, in order."""
-    tasks = ticks.tasks
-    return [
-        [
-            name_of(Task(KINDS[kind], int(stage), int(microbatch)))
-            for kind, stage, microbatch in zip(
-                tasks.kind[:, rank], tasks.stage[:, rank], tasks.microbatch[:, rank], strict=True
-            )
-            if kind in KINDS
-        ]
-        for rank in range(ticks.ranks)
-    ]
+def tasks_of(ticks: Ticks, rank: int) -> list[str]:
+    """The tasks of a rank, in order."""
+    table = ticks.tasks.kind, ticks.tasks.stage, ticks.tasks.microbatch
+    rows = zip(*(column[:, rank].tolist() for column in table), strict=True)
+    return [name_of(Task(KINDS[kind], *of)) for kind, *of in rows if kind in KINDS]
 
 
 def _dtype_of(product: Any) -> str:

@@ -4,14 +4,13 @@ A gradient accumulation, B batch, T position. Neither mesh nor sharding. The one
 is the 1e-6 beside the norm that clips, PyTorch's: `optax.clip_by_global_norm` has none, and 1e-6 would show.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import SingleDeviceSharding
 
@@ -21,7 +20,7 @@ from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
 from compare.numerics.optimizer import CLIP_EPS
 from compare.numerics.parameters import fingerprint
-from compare.numerics.stream import Batches, arrays_of_step
+from compare.numerics.stream import arrays_of_step
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Optimizer
 from jaxpar import weights as names
@@ -37,21 +36,13 @@ from jaxpar.train import run_loop
 
 def make_optimizer(config: Optimizer, *, decay: Any) -> optax.GradientTransformation:
     """AdamW or SGD of optax. `decay` is a tree of bools like the parameters."""
+    rate = learning_rate_of(config)
     if config.name == "adamw":
-        return optax.adamw(
-            learning_rate_of(config),
-            b1=config.beta1,
-            b2=config.beta2,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            mask=decay,
-        )
+        b1, b2, weight_decay = config.beta1, config.beta2, config.weight_decay
+        return optax.adamw(rate, b1, b2, eps=config.eps, weight_decay=weight_decay, mask=decay)
     momentum = optax.trace(config.momentum) if config.momentum else optax.identity()
-    return optax.chain(
-        optax.add_decayed_weights(config.weight_decay, mask=decay),
-        momentum,
-        optax.scale_by_learning_rate(learning_rate_of(config)),
-    )
+    decayed = optax.add_decayed_weights(config.weight_decay, mask=decay)
+    return optax.chain(decayed, momentum, optax.scale_by_learning_rate(rate))
 
 
 def learning_rate_of(config: Optimizer) -> optax.Schedule:
@@ -70,8 +61,8 @@ def learning_rate_of(config: Optimizer) -> optax.Schedule:
 
 def moments(opt_state: Any) -> dict[str, Any]:
     """The moments that optax keeps, by the contract's names: m and v, m of SGD with momentum, or none."""
-    names_of_optax = {"mu": "m", "trace": "m", "nu": "v"}
-    found = [(name, optax.tree_utils.tree_get(opt_state, key)) for key, name in names_of_optax.items()]
+    trees = {"m": ("mu", "trace"), "v": ("nu",)}
+    found = [(name, optax.tree_utils.tree_get(opt_state, key)) for name in trees for key in trees[name]]
     return {name: tree for name, tree in found if tree is not None}
 
 
@@ -79,23 +70,20 @@ def train(
     request: Request,
     recorder: Recorder | None,
     *,
-    folder: Path | None = None,
-    weights: Mapping[str, np.ndarray] | None = None,
-    batches: Batches | None = None,
+    folder: Path,
     progress: Callable[..., None] = lambda **_: None,
 ) -> None:
     """Train on one device, and write the record. Arguments and errors as of `jaxpar.train.train`."""
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
     assert recorder, "one device has one process"
-    experiment = request.experiment
-    ENGINES[request.engine].require_experiment(experiment)
-    ENGINES[request.engine].require_watchable(profile=request.profile)
+    experiment, engine = request.experiment, ENGINES[request.engine]
+    engine.require_experiment(experiment)
+    engine.require_watchable(profile=request.profile)
     (device,) = find_devices(1, platform=request.platform)
     problem = Problem(experiment)
-    loss = problem.loss()
-    decay = names.decay_mask(experiment.model, experiment.optimizer.decay)
+    loss, decay = problem.loss(), names.decay_mask(experiment.model, experiment.optimizer.decay)
     optimizer = make_optimizer(experiment.optimizer, decay=decay)
-    corpus, initial = open_stream(request, batches), starting_parameters(request, weights)
+    corpus, initial = open_stream(request), starting_parameters(request)
     progress()
 
     def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
@@ -119,26 +107,18 @@ def train(
 
     here = SingleDeviceSharding(device)
     everywhere = jax.tree.map(lambda leaf: here, params)
+    trees = dict.fromkeys(("params", "moments", "accumulated"), everywhere)
     run = Run(
         request=request,
         corpus=corpus,
         devices=[device],
-        sharded=ShardedStep(
-            step=step,
-            placements=problem.placements(),
-            params=everywhere,
-            moments=everywhere,
-            accumulated=everywhere,
-            batch=here,
-            scalars=here,
-        ),
+        sharded=ShardedStep(step=step, placements=problem.placements(), batch=here, scalars=here, **trees),
         state=state,
         step=compiled,
         compile_s=clock.wall_s,
-        initial_weights_sha256="",
+        initial_weights_sha256=fingerprint(names.to_canonical(params, experiment.model)),
         moments=moments,
     )
-    run.initial_weights_sha256 = fingerprint(run.canonical(params))
     if request.ladder:  # of step 0, apart from the step, which is left as a user would have it
         gradients = jax.jit(lambda *of: accumulated_gradients(loss, *of)[1])
         state.gradients = gradients(params, arrays_of_step(corpus, experiment, 0))
@@ -147,5 +127,4 @@ def train(
         state.params, state.opt_state, metrics = compiled(state.params, state.opt_state, batch)
         return metrics
 
-    tell = observers_of(run, recorder, folder or recorder.folder, started_utc=started_utc)
-    run_loop(run, take, tell, progress=progress)
+    run_loop(run, take, observers_of(run, recorder, folder, started_utc=started_utc), progress=progress)
