@@ -24,7 +24,7 @@ from jaxpar.configuration import PACKAGES
 from jaxpar.measure.hlo import Collective, collectives
 from jaxpar.measure.ledger import SCALAR, axis_of, communications
 from jaxpar.measure.memory import planned_memory, resident_bytes
-from jaxpar.optimizer import state_like
+from jaxpar.optimizer import moments_like
 from jaxpar.placement import Placement
 from jaxpar.step import ShardedStep, TrainState, compile_step
 from jaxpar.train import require_engine, sharded_step
@@ -123,7 +123,7 @@ def _state_like(sharded: ShardedStep, optimizer: Any, experiment: Experiment) ->
     opt_state = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         jax.eval_shape(optimizer.init, params),
-        state_like(optimizer, params, at_rest),
+        moments_like(optimizer, params, at_rest),
     )
     return TrainState(params=params, opt_state=opt_state)
 

@@ -19,7 +19,6 @@ from compare.numerics.parameters import Parameter
 from compare.numerics.shards import Shard
 from compare.spec.experiment import Model
 from jaxpar.comm.hosts import spread
-from jaxpar.optimizer import moments
 from jaxpar.placement import Placement
 from jaxpar.step import ShardedStep, TrainState
 from jaxpar.weights import STACKED, parameters_by_path, stacked
@@ -49,7 +48,7 @@ def place_weights(
 
 def state_parts(sharded: ShardedStep, state: TrainState, model: Model) -> Iterator[Part]:
     """Weights and moments as this process's devices hold them: copies, one at a time."""
-    trees = {WEIGHTS: state.params, **moments(state.opt_state)}
+    trees = {WEIGHTS: state.params, **state.opt_state}
     for group, tree in trees.items():
         for shard, array in local_shards(tree, sharded.placements, model):
             if not shard.replica:

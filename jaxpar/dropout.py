@@ -28,20 +28,18 @@ from compare.numerics.dropout import (
 )
 
 Part = Callable[[], ArrayLike]
-"""Which of the equal parts of x's rows this device has, in their order."""
+"""Number of this device's part, of the equal parts of x's rows."""
 
 
 class Noise(NamedTuple):
-    """Random source of a layer's dropout; the position in the layer comes with it."""
+    """Source of dropout in a layer: keys of the sequences, uint32 (B, 2), and the layer's number from 1."""
 
     keys_B2: jax.Array
-    """Keys of the sequences, uint32 (B, 2)."""
     layer: jax.Array
-    """Number of the layer from 1, uint32; `OUTSIDE` outside all layers."""
 
     @classmethod
     def of(cls, keys_B2: jax.Array | None, layer: ArrayLike = OUTSIDE) -> "Noise | None":
-        """The noise in a layer, a number or an array (); None without keys."""
+        """The noise in a layer, or `OUTSIDE` of all; None without keys."""
         return None if keys_B2 is None else cls(keys_B2, jnp.asarray(layer).astype(jnp.uint32))
 
     @property
@@ -56,18 +54,11 @@ def whole() -> int:
 
 
 class Dropout(nnx.Module):
-    """Dropout at one place of the model, or of each layer.
-
-    Attributes:
-        rate: of what is dropped.
-        site: the place.
-        part: which of the parts of x's rows is here. Where tensor parallelism by hand splits them it puts
-            another there (`split_rows`).
-    """
+    """Dropout at one site of the model, or of each layer."""
 
     def __init__(self, rate: float, site: DropoutSite):
         self.rate, self.site = rate, site
-        self.part: Part = whole
+        self.part: Part = whole  # tensor parallelism by hand puts another there: `split_rows`
 
     def __call__(self, x: jax.Array, noise: Noise | None) -> jax.Array:
         """x (B, ..., N) with some elements dropped and the others scaled."""
@@ -82,7 +73,7 @@ class Dropout(nnx.Module):
 
 
 def split_rows(model: Any, part: Part, *, sequence_parallel: bool) -> None:
-    """Say which rows a device has that tensor parallelism gives some of the heads, or of the positions."""
+    """Say which rows are a device's: of some of the heads, or of the positions."""
     for _, module in nnx.iter_graph(model):
         if isinstance(module, Dropout) and (module.site == DropoutSite.ATTENTION or sequence_parallel):
             module.part = part
@@ -98,12 +89,7 @@ def is_kept(
 ) -> jax.Array:
     """Mask of the elements that stay: bool (B, *shape).
 
-    Args:
-        keys_B2: of the sequences, uint32.
-        site: from `site_number`.
-        shape: of a sequence's elements that are here.
-        rate: of what is dropped.
-        first_row: number of the first row that is here (of all dims but the last, flattened).
+    Rows are all dims but the last, flattened; `first_row` is the number of the first one that is here.
     """
     groups, rows = -(-shape[-1] // LANES), math.prod(shape[:-1])
     row_R1 = (jnp.arange(rows, dtype=jnp.uint32) + jnp.uint32(first_row))[:, None]

@@ -146,9 +146,20 @@ def doubled_row_bias() -> Planted:
     return patch.object(Linear, "__call__", wrong)
 
 
-def changed_updates(change: Callable[[Any, Any], Any], *, place: Any, maker: str) -> Planted:
-    """The optax transformation that `place.maker` makes gives `change(update, parameter)`."""
-    make = getattr(place, maker)
+def next_shard_s_gradients() -> Planted:
+    """A shard is updated with the next device's gradients."""
+    right = optimizer.clip
+
+    def wrong(gradients: Any, norm: jax.Array, *, max_norm: float) -> Any:
+        shift = partial(collectives.shift, axis=fully_sharded.AXIS)
+        return jax.tree.map(shift, right(gradients, norm, max_norm=max_norm))
+
+    return patch.object(optimizer, "clip", wrong)
+
+
+def changed_updates(change: Callable[[Any, Any], Any]) -> Planted:
+    """The optimizer gives `change(update, parameter)`."""
+    make = optimizer.make_optimizer
 
     def wrong(*args: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
         right = make(*args, **options)
@@ -159,11 +170,7 @@ def changed_updates(change: Callable[[Any, Any], Any], *, place: Any, maker: str
 
         return optax.GradientTransformationExtraArgs(right.init, update)
 
-    return patch.object(place, maker, wrong)
-
-
-def next_device_s_shard(clipped: jax.Array, parameter: jax.Array) -> jax.Array:
-    return collectives.shift(clipped, fully_sharded.AXIS)
+    return patch.object(train, "make_optimizer", wrong)
 
 
 def to_8_bits(update: jax.Array, parameter: jax.Array) -> jax.Array:
@@ -212,8 +219,6 @@ tied_gradients = partial(wrong_collectives, "all_reduce", axis=PP, purpose=TIED_
 replaced_total = partial(patch.object, pipeline_parallel, "add", lambda total, gradients: gradients)
 first_rows = partial(patch.object, tensor_parallel, "split_rows", lambda model, part, **options: None)
 unscaled = partial(patch.object, dropout, "kept_scale", lambda rate: 1.0)
-clipped = partial(changed_updates, place=optimizer, maker="clip_by_given_norm")
-updates = partial(changed_updates, place=train, maker="make_optimizer")
 
 FAULTS = (
     PlantedFault("dropped_all_reduce", MANUAL, REPLICAS, partial(gradients, of=first_only)),
@@ -226,13 +231,13 @@ FAULTS = (
     PlantedFault("same_dropout_on_every_rank", MANUAL, SPLIT_LAYERS, first_rows),
     PlantedFault("missing_norm_psum", MANUAL, SPLIT_SEQUENCE, partial(partial_gradients, of=first_only)),
     PlantedFault("norm_counts_replicas_twice", MANUAL, REPEATED_PARAMETERS, norm_counts_replicas_twice),
-    PlantedFault("wrong_optimizer_shard", MANUAL, SHARDS, partial(clipped, next_device_s_shard)),
+    PlantedFault("wrong_optimizer_shard", MANUAL, SHARDS, next_shard_s_gradients),
     PlantedFault("overwritten_microbatch", MANUAL, STAGES, replaced_total),
     PlantedFault("stale_tied_copy", MANUAL, STAGES, partial(tied_gradients, of=first_only)),
     PlantedFault("moved_weight", ALL, ANY_LAYOUT, moved_weight),
     PlantedFault("unscaled_dropout", ALL, ANY_LAYOUT, unscaled),
-    PlantedFault("reversed_update", ALL, REPLICAS, partial(updates, lambda update, _: -update)),
-    PlantedFault("rounded_weights", ALL, REPLICAS, partial(updates, to_8_bits)),
+    PlantedFault("reversed_update", ALL, REPLICAS, partial(changed_updates, lambda update, _: -update)),
+    PlantedFault("rounded_weights", ALL, REPLICAS, partial(changed_updates, to_8_bits)),
     PlantedFault("skipped_last_update", ALL, ANY_LAYOUT, skipped_last_update),
     *(PlantedFault(name, ALL, setting.need, partial(ignored, setting)) for name, setting in IGNORED.items()),
 )

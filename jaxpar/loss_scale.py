@@ -2,11 +2,9 @@
 
 Backward starts from it, gradients are divided by it, and a step whose gradients overflowed changes nothing.
 
-Where it overflows depends on how large a part of the batch a loss is the mean of: the mean of a half has
-gradients twice as large as its share of the whole. So that all engines skip the same steps, backward starts
-from a microbatch's share of the mean, and not from its own mean: `parts` is the number of microbatches. Of
-the replicas each begins with a mean of its own: where a loss is the mean of R of theirs, `parts` is R times
-less.
+All engines are to skip the same steps. But the mean over half of a batch has gradients twice as large as that
+half's share of the whole mean. So backward starts from the share: `parts` is the number of microbatches whose
+means are averaged, divided by the replicas whose mean the loss already is.
 """
 
 from collections.abc import Callable
@@ -19,27 +17,21 @@ Scalars = dict[str, Any]
 
 
 def scaled(loss: Callable[..., jax.Array], scalars: Scalars, *, parts: float = 1) -> Callable[..., jax.Array]:
-    """The loss, the mean over a microbatch, with gradients multiplied by the scale.
-
-    `parts` is the number of the step's microbatches, over the replicas whose mean it is.
-    """
+    """The loss, the mean over a microbatch, with gradients multiplied by the scale over `parts`."""
     if "loss_scale" not in scalars:
         return loss
     return lambda *arguments: _scale_gradient(loss(*arguments), scalars["loss_scale"] / parts)
 
 
 def unscaled(gradients: Any, scalars: Scalars, *, parts: float = 1) -> Any:
-    """Gradients of a scaled loss over the scale: leaves of any shape; an overflow stays infinite or NaN."""
+    """Gradients of a scaled loss over its scale; an overflow stays infinite or NaN."""
     if "loss_scale" not in scalars:
         return gradients
     return jax.tree.map(lambda g: g / (scalars["loss_scale"] / parts), gradients)
 
 
 def unless_overflowed(after: Any, before: Any, *, grad_norm: jax.Array, scalars: Scalars) -> Any:
-    """The state after a step, or the one before it if the norm of its unscaled gradients is infinite or NaN.
-
-    Without a loss scale every step counts.
-    """
+    """The state after a step, or, with a loss scale and an infinite or NaN norm, the one before it."""
     if "loss_scale" not in scalars:
         return after
     return jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(grad_norm), new, old), after, before)

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.optimizer import moments, with_moments
+from jaxpar.optimizer import Moments
 from jaxpar.step import ShardedStep
 
 HOST = "pinned_host"
@@ -22,11 +22,10 @@ def with_moments_on_host(sharded: ShardedStep) -> ShardedStep:
     """The step with moments read from the host's memory and written back there."""
     at_rest = jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST), sharded.moments)
 
-    def moved(opt_state: Any, where: Any) -> Any:
-        named = moments(opt_state)
-        return with_moments(opt_state, {name: jax.device_put(tree, where) for name, tree in named.items()})
+    def moved(moments: Moments, where: Any) -> Moments:
+        return jax.device_put(moments, dict.fromkeys(moments, where))
 
-    def step(params: Any, opt_state: Any, batch: Any, scalars: Any) -> Any:
+    def step(params: Any, opt_state: Moments, batch: Any, scalars: Any) -> Any:
         params, opt_state, *rest = sharded.step(params, moved(opt_state, sharded.moments), batch, scalars)
         return params, moved(opt_state, at_rest), *rest
 

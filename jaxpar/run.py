@@ -12,7 +12,8 @@ from compare.numerics.data import Corpus
 from compare.numerics.stream import OwnBatches
 from compare.spec.experiment import Experiment
 from jaxpar import weights
-from jaxpar.optimizer import moments
+from jaxpar.model import same
+from jaxpar.optimizer import Moments
 from jaxpar.step import ShardedStep, TrainState
 
 
@@ -27,7 +28,7 @@ class Run:
         compile_s: how long it took to trace and compile.
         initial_weights_sha256: of the weights as the devices first held them.
         first: the same step, compiled to return the gradients, too; for the first step of a ladder.
-        moments: finds m and v in the optimizer's state.
+        moments: of the optimizer's state, which is these in all engines but a peer.
     """
 
     request: Request
@@ -39,7 +40,7 @@ class Run:
     compile_s: float
     initial_weights_sha256: str
     first: jax.stages.Compiled | None = None
-    moments: Callable[[Any], dict[str, Any]] = moments
+    moments: Callable[[Any], Moments] = same
 
     @property
     def experiment(self) -> Experiment:

@@ -17,6 +17,7 @@ from compare.contract.record import Recorder
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
 from compare.numerics.evaluation import require_validation
+from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import SeedWeights, fingerprint, storage_dtype
 from compare.numerics.stream import Batches, arrays_of_step
 from compare.numerics.weights import Weights
@@ -29,7 +30,7 @@ from jaxpar.comm.mesh import make_mesh
 from jaxpar.measure.work import work_of
 from jaxpar.observers import observers_of
 from jaxpar.offload import with_moments_on_host
-from jaxpar.optimizer import make_optimizer, moments, state_like, with_moments
+from jaxpar.optimizer import make_optimizer, moments_like
 from jaxpar.problem import Problem
 from jaxpar.run import Run
 from jaxpar.step import ShardedStep, TrainState, compile_step, device_scalars
@@ -212,12 +213,12 @@ def prepare(
 
     if checkpoint:
         params, description = placed(checkpoint.group(WEIGHTS), sharded.params), checkpoint.description
-        empty = jax.eval_shape(optimizer.init, params)
-        saved = {group: placed(checkpoint.group(group), at_rest) for group in moments(empty)}
-        opt_state, step, updates = with_moments(empty, saved), description.step, description.updates
-        return sharded, TrainState(params=params, opt_state=opt_state, step=step, updates=updates)
+        names = moment_names(experiment.optimizer)
+        saved = {name: placed(checkpoint.group(name), at_rest) for name in names}
+        step, updates = description.step, description.updates
+        return sharded, TrainState(params=params, opt_state=saved, step=step, updates=updates)
     params = placed(SeedWeights(experiment) if initial is None else initial, sharded.params)
-    opt_state = jax.jit(optimizer.init, out_shardings=state_like(optimizer, params, at_rest))(params)
+    opt_state = jax.jit(optimizer.init, out_shardings=moments_like(optimizer, params, at_rest))(params)
     return sharded, TrainState(params=params, opt_state=opt_state)
 
 

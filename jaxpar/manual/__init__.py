@@ -22,7 +22,7 @@ from jaxpar.comm import collectives
 from jaxpar.loss_scale import scaled, unscaled
 from jaxpar.manual import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.model import same
-from jaxpar.optimizer import state_like
+from jaxpar.optimizer import moments_like
 from jaxpar.placement import leaves_alike, shardings, specs
 from jaxpar.problem import Problem, without_layers
 from jaxpar.step import ShardedStep, Strategy, accumulated_gradients, passes_of, updated
@@ -42,7 +42,7 @@ def parallelize(
     layout, placements = problem.layout, problem.placements()
     batch_spec = P(None, tuple(axis for axis in ROWS if mesh.shape[axis] > 1))
     at_rest, sharded = specs(placements, sharded=layout.zero == 3), specs(placements, sharded=True)
-    moments = state_like(optimizer, problem.shapes, sharded)
+    moments = moments_like(optimizer, problem.shapes, sharded)
     ticks = _ticks(problem) if layout.pp > 1 else None
     step = collectives.per_device(
         _step(problem, optimizer, placements, ticks),

@@ -1,8 +1,8 @@
 """Collective instructions in the text of an HLO module that XLA has optimised: `compiled.as_text()`.
 
-Static and exact: each with its calls in one run, the trip counts of the loops around it multiplied; a loop's
-condition runs once more than its body. What a loop of M turns runs at N of them, in a branch, is in a named
-scope `runs_N_of_M` (`comm.collectives.turns_scope`). Other branches are counted if all send the same.
+Calls are static and exact: trip counts of loops multiply, and a condition runs once more than its body.
+What a loop of M turns runs at N of them, in a branch, is in a named scope `runs_N_of_M`
+(`comm.collectives.turns_scope`). Other branches are counted if all send the same.
 
 XLA for TPUs writes otherwise: a collective that runs beside other work is a chain of fusions, each with a
 clone of it, and a loop's trip count is the bound in the condition of a scan. Elsewhere a bound alone is none:
@@ -28,13 +28,14 @@ KINDS = {
     "collective-permute": "permute",
     "collective-broadcast": "broadcast",
 }
+COMMUNICATES = ("all-", "reduce-scatter", "collective-", "ragged-all-to-all", "send", "recv")
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+ = .*)$")
 _OPCODE = re.compile(r"(?<=[\])}] )([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]+\d+[a-z0-9]*|pred)\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:body|calls|to_apply|branch_computations|true_computation|false_computation)=")
-_CONDITION = re.compile(r"\bcondition=(%?[\w.\-]+)")
+_CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
 _CHAIN = re.compile(r'channel_id=(\d+).*\bchain_id="(\d+)"')
 _BOUND = re.compile(r" compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT")
 _CONSTANT = re.compile(r"([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")
@@ -54,7 +55,6 @@ OP_NAME = re.compile(r'op_name="([^"]*)"')
 # The scopes of `comm.collectives.ledger_scope`; jax.checkpoint's name for a forward in the midst of backward.
 _PURPOSE = re.compile(rf"\bfor_({'|'.join(purpose.replace(' ', '_') for purpose in SAID)})\b")
 _REMATTED = "rematted_computation"
-_COMMUNICATES = ("all-", "reduce-scatter", "collective-", "ragged-all-to-all", "send", "recv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ def collectives(
             unknown length, counted once. Without it that is an UnreadableError.
     """
     module = _Module(hlo, axis_sizes, problems)
-    return [module.at_its_turns(found) for found in module.walk(module.entry, times=1)]
+    return [module.at_its_turns(collective) for collective in module.walk(module.entry, times=1)]
 
 
 class _Module:
@@ -142,7 +142,7 @@ class _Module:
                 yield from self._read(text, opcode, times)
             elif opcode.endswith("-done"):
                 continue  # its start was counted
-            elif opcode.startswith(_COMMUNICATES) or _HIDDEN.search(text):
+            elif opcode.startswith(COMMUNICATES) or _HIDDEN.search(text):
                 if _ON_HOST not in text:
                     self._object(f"{opcode} is an operation that the ledger does not know", text)
             elif opcode == "while":
@@ -158,36 +158,33 @@ class _Module:
         chain, name = _CHAIN.search(text), text.partition(" ")[0]
         return bool(chain) and self._chains.setdefault(chain.groups(), name) != name
 
-    def at_its_turns(self, found: Collective) -> Collective:
+    def at_its_turns(self, collective: Collective) -> Collective:
         """With the calls of the turns that its scope names, of a loop around it."""
-        if found.of_turns > 1 and found.of_turns not in found.loops:
-            self._object(
-                f"it is in a scope runs_N_of_{found.of_turns}, and in no loop of so many turns", found.text
-            )
-            return replace(found, turns=(1,), of_turns=1)
-        return replace(found, calls=found.calls * max(found.turns) // found.of_turns)
+        turns, of_turns = collective.turns, collective.of_turns
+        if of_turns > 1 and of_turns not in collective.loops:
+            words = f"it is in a scope runs_N_of_{of_turns}, and in no loop of so many turns"
+            self._object(words, collective.text)
+            return replace(collective, turns=(1,), of_turns=1)
+        return replace(collective, calls=collective.calls * max(turns) // of_turns)
 
     def _loop(self, text: str, times: int) -> Iterator[Collective]:
-        condition = _CONDITION.search(text)
-        tested = [condition[1].lstrip("%")] if condition else []
-        body, test = (
-            [found for name in names for found in self.walk(name, times=times)]
-            for names in (called_by(text), tested)
-        )
+        conditions = _CONDITION.findall(text)
+        body = [inner for name in called_by(text) for inner in self.walk(name, times=times)]
+        test = [inner for name in conditions for inner in self.walk(name, times=times)]
         if not body and not test:
             return
-        trips = self._trip_count(text, tested, [*body, *test])
-        for inner, turns in ((body, trips), (test, trips + 1)):
-            for found in inner:
-                yield replace(found, calls=found.calls * turns, loops=(turns, *found.loops))
+        trips = self._trip_count(text, conditions, [*body, *test])
+        for collectives, turns in ((body, trips), (test, trips + 1)):
+            for inner in collectives:
+                yield replace(inner, calls=inner.calls * turns, loops=(turns, *inner.loops))
 
     def _branches(self, text: str, times: int) -> Iterator[Collective]:
-        """What the branches send: each its own by its scope; else what all send alike, or at most."""
+        """What the branches send: each by its scope of turns; else what all send alike, or at most."""
         branches = [list(self.walk(name, times=times)) for name in called_by(text)]
-        yield from (found for branch in branches for found in branch if found.of_turns > 1)
-        unsaid = [[found for found in branch if found.of_turns == 1] for branch in branches]
+        yield from (inner for branch in branches for inner in branch if inner.of_turns > 1)
+        unsaid = [[inner for inner in branch if inner.of_turns == 1] for branch in branches]
         if len({_sends(branch) for branch in unsaid}) > 1:
-            kinds = ", ".join(sorted({found.kind for branch in unsaid for found in branch}))
+            kinds = _kinds(inner for branch in unsaid for inner in branch)
             self._object(
                 f"a branch with a collective in it ({kinds}), which counts as if it were always taken", text
             )
@@ -195,27 +192,26 @@ class _Module:
 
     def _read(self, text: str, opcode: str, times: int) -> Iterator[Collective]:
         try:
-            found = _collective(text, opcode, self._axis_sizes)
+            collective = _collective(text, opcode, self._axis_sizes)
         except ValueError as error:
             self._object(str(error), text)
         else:
-            yield replace(found, calls=times, stack=tuple(self._sources.stack(text)), text=text)
+            yield replace(collective, calls=times, stack=tuple(self._sources.stack(text)), text=text)
 
-    def _trip_count(self, text: str, tested: list[str], inner: list[Collective]) -> int:
+    def _trip_count(self, text: str, conditions: list[str], inner: list[Collective]) -> int:
         if match := TRIP_COUNT.search(text):
             return int(match[1])
-        if self._is_of_tpu and (bound := max(map(self._bound, tested), default=0)):
+        if self._is_of_tpu and (bound := max(map(self._bound, conditions), default=0)):
             return bound
-        kinds = ", ".join(sorted({found.kind for found in inner}))
-        self._object(f"a loop with a collective in it ({kinds}) has no known trip count", text)
+        self._object(f"a loop with a collective in it ({_kinds(inner)}) has no known trip count", text)
         return 1
 
     def _bound(self, condition: str) -> int:
         """The constant that a counter is compared with, in a computation of this name; else 0."""
         lines = self._computations[condition]
         constants = {match[1]: match[2] for match in map(_CONSTANT.match, lines) if match}
-        found = [match[1] for match in map(_BOUND.search, lines) if match]
-        return int(constants.get(found[0], 0)) if len(found) == 1 else 0
+        compared = [match[1] for match in map(_BOUND.search, lines) if match]
+        return int(constants.get(compared[0], 0)) if len(compared) == 1 else 0
 
     def _object(self, problem: str, text: str) -> None:
         line = f"{problem}, at {(self._sources.stack(text) or [text[:120]])[0]}"
@@ -225,26 +221,30 @@ class _Module:
 
 
 def _bytes_sent(branch: list[Collective]) -> int:
-    return sum(sum(found.arrays) * found.calls for found in branch)
+    return sum(sum(inner.arrays) * inner.calls for inner in branch)
 
 
 def _sends(branch: list[Collective]) -> tuple:
     """Collectives of a branch, in any order."""
-    return tuple(sorted((found.kind, found.groups, found.arrays, found.calls) for found in branch))
+    return tuple(sorted((inner.kind, inner.groups, inner.arrays, inner.calls) for inner in branch))
+
+
+def _kinds(inner: Iterator[Collective] | list[Collective]) -> str:
+    return ", ".join(sorted({collective.kind for collective in inner}))
 
 
 def computations(hlo: str) -> tuple[dict[str, list[str]], str]:
     """The instructions of each computation, `name = ...`, by its name; and the name of the entry."""
-    found: dict[str, list[str]] = {}
+    bodies: dict[str, list[str]] = {}
     entry = name = ""
     for line in hlo.splitlines():
         if header := _COMPUTATION.match(line):
             name = header[2]
-            found[name] = []
+            bodies[name] = []
             entry = name if header[1] else entry
         elif name and (instruction := _INSTRUCTION.match(line)):
-            found[name].append(instruction[1])
-    return found, entry
+            bodies[name].append(instruction[1])
+    return bodies, entry
 
 
 def opcode_of(text: str) -> str:
@@ -264,39 +264,33 @@ def called_by(text: str) -> list[str]:
 
 
 def _collective(text: str, opcode: str, axis_sizes: Mapping[str, int]) -> Collective:
+    """An instruction by itself. Raises ValueError: its groups cannot be read."""
     kind = KINDS[opcode.removesuffix("-start")]
     groups = replica_groups(text, axis_sizes)
-    shapes = text[: text.index(f" {opcode}(")]
-    found = _ARRAY.findall(shapes)
-    if opcode == "collective-permute-start" and found[-2:] == [("u32", "")] * 2:
-        found = found[:-2]  # context words, behind operands and results
+    shapes = _ARRAY.findall(text[: text.index(f" {opcode}(")])
+    if opcode == "collective-permute-start" and shapes[-2:] == [("u32", "")] * 2:
+        shapes = shapes[:-2]  # context words, behind operands and results
     if opcode.endswith("-start") and opcode != "all-reduce-start":
-        found = found[len(found) // 2 :]  # (operands, results)
-    arrays = [_bytes(dtype, dims) for dtype, dims in found]
-    if kind == "reduce_scatter":
-        arrays = [array * len(groups[0]) for array in arrays]
-    op_name = OP_NAME.search(text)
-    backward = bool(op_name) and "transpose(" in op_name[1] and _REMATTED not in op_name[1]
+        shapes = shapes[len(shapes) // 2 :]  # (operands, results)
+    scattered = len(groups[0]) if kind == "reduce_scatter" else 1
+    match = OP_NAME.search(text)
+    op_name = match[1] if match else ""
+    backward = "transpose(" in op_name and _REMATTED not in op_name
+    said = [name.replace("_", " ") for name in _PURPOSE.findall(op_name)]
+    purpose = said[-1] if said else ""
     turns, of_turns = (_TURNS.findall(text) or [("1", "1")])[-1]
     return Collective(
         kind=kind,
         groups=groups,
-        arrays=tuple(arrays),
+        arrays=tuple(_bytes(dtype, dims) * scattered for dtype, dims in shapes),
         turns=tuple(map(int, turns.split("_"))),
         of_turns=int(of_turns),
-        purpose=_purpose(op_name[1] if op_name else "", backward=backward),
+        purpose=OF_DERIVATIVE.get(purpose, purpose) if backward else purpose,
         backward=backward,
-        dtypes=tuple(dict.fromkeys(dtype for dtype, dims in found)),
-        op_name=op_name[1] if op_name else "",
+        dtypes=tuple(dict.fromkeys(dtype for dtype, _ in shapes)),
+        op_name=op_name,
         name=text.partition(" ")[0],
     )
-
-
-def _purpose(op_name: str, *, backward: bool) -> str:
-    said = [name.replace("_", " ") for name in _PURPOSE.findall(op_name)]
-    if not said:
-        return ""
-    return OF_DERIVATIVE.get(said[-1], said[-1]) if backward else said[-1]
 
 
 def _bytes(dtype: str, dims: str) -> int:
@@ -310,10 +304,10 @@ def replica_groups(text: str, axis_sizes: Mapping[str, int]) -> tuple[tuple[int,
     Positions of devices in the mesh; of a permute, (source, target) pairs. Raises ValueError for another
     spelling.
     """
-    everyone = math.prod(axis_sizes.values())
     if match := _LISTED.search(text):
         groups = re.findall(r"\{([\d,]+)\}", match[1])
-        return tuple(tuple(map(int, group.split(","))) for group in groups) or (tuple(range(everyone)),)
+        everyone = tuple(range(math.prod(axis_sizes.values())))
+        return tuple(tuple(map(int, group.split(","))) for group in groups) or (everyone,)
     if match := _IOTA.search(text):
         ids = _transposed(match[2], match[3]).reshape(_numbers(match[1]))
         return tuple(tuple(row) for row in ids.tolist())
@@ -332,8 +326,7 @@ def groups_along(
     ids = np.arange(math.prod(axis_sizes.values())) if ids is None else ids
     ids = ids.reshape(tuple(axis_sizes.values()))
     last = [list(axis_sizes).index(axis) for axis in axes]
-    ids = np.moveaxis(ids, last, range(-len(axes), 0))
-    rows = ids.reshape(-1, math.prod(axis_sizes[axis] for axis in axes))
+    rows = np.moveaxis(ids, last, range(-len(axes), 0)).reshape(-1, math.prod(axis_sizes[a] for a in axes))
     return tuple(tuple(row) for row in rows.tolist())
 
 

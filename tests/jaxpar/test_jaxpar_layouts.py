@@ -24,7 +24,6 @@ from compare.spec.experiment import Layout, Model
 from jaxpar.checkpoint import local_shards, state_parts
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.measure.hlo import collectives
-from jaxpar.optimizer import moments
 from jaxpar.train import prepare
 
 ENGINES = ("jax-compiler", "jax-explicit", "jax-manual")
@@ -75,7 +74,7 @@ def _holds_what_is_said(outcome: Outcome, layout: Layout) -> None:
     """Every shard is where its description says, bit for bit; copies are equal, and one of each is saved."""
     for tree, expected in (
         (outcome.state.params, "1 weight"),
-        *((tree, "") for tree in moments(outcome.state.opt_state).values()),
+        *((tree, "") for tree in outcome.state.opt_state.values()),
     ):
         parts: dict[str, list[tuple[Shard, np.ndarray]]] = {row.name: [] for row in parameter_table(MODEL)}
         for shard, array in local_shards(tree, outcome.sharded.placements, MODEL):
@@ -138,7 +137,7 @@ def test_a_state_is_taken_and_given_back_by_every_layout(engine, tmp_path):
         )
         assert (state.step, state.updates) == (STEP, UPDATES)
         whole = random_state(experiment)
-        for group, tree in {WEIGHTS: state.params, **moments(state.opt_state)}.items():
+        for group, tree in {WEIGHTS: state.params, **state.opt_state}.items():
             for shard, array in local_shards(tree, sharded.placements, model):
                 np.testing.assert_array_equal(array, cut(whole[group, shard.name], shard), err_msg=str(shard))
         saver = Saver(folder / "taken", range(layout.devices), of=layout.devices, keep=1)
