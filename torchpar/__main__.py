@@ -63,7 +63,7 @@ def main() -> int:
     if arguments.exit_with_stdin:
         threading.Thread(target=_exit_with_stdin, daemon=True).start()
     if arguments.doctor:
-        from torchpar.launcher.entry import doctor
+        from torchpar.entry import doctor
 
         print(json.dumps(doctor()))
         return 0
@@ -81,9 +81,10 @@ def main() -> int:
         if process := find_process(arguments, os.environ):
             if "RANK" not in os.environ:  # as torchrun says it
                 os.environ.update(process.variables)
-            from torchpar.launcher.interface import choose_interface
+            from torchpar.comm.process_groups import choose_interface
 
-            choose_interface(process)
+            if process.address[0]:
+                choose_interface(*process.address)
     except ExperimentError as error:
         print(error, file=sys.stderr)
         return BAD_REQUEST
@@ -162,7 +163,7 @@ def run(folder: Path, work: Callable[[Path], None]) -> int:
             if failure:
                 print(failure.message, file=sys.stderr)
                 print(failure.traceback, file=sys.stderr, end="")
-            # Of ranks that torchrun has started, the first that fails leaves the word: see siblings.py.
+            # Of ranks that torchrun has started, the first that fails leaves the word: see torchrun.py.
             if failure and is_first and not ("RANK" in os.environ and failure.exit_code == FAILED):
                 _leave_word(folder, failure)
             return failure.exit_code if failure else DONE
@@ -173,7 +174,7 @@ def run(folder: Path, work: Callable[[Path], None]) -> int:
 
 def train(folder: Path, process: Process | None = None) -> None:
     """Train what folder/request.json asks for, as all ranks or as one of a launcher's."""
-    from torchpar.launcher import entry, torchrun
+    from torchpar import entry, torchrun
 
     if process:
         require_port(process)
@@ -196,8 +197,8 @@ def train(folder: Path, process: Process | None = None) -> None:
 
 def time_collectives(folder: Path, process: Process | None = None) -> None:
     """Time the collectives that folder/request.json asks for, as all ranks or as one of a launcher's."""
-    from torchpar import collective_bench
-    from torchpar.launcher import torchrun
+    from torchpar import collective_bench, torchrun
+    from torchpar.launch import launch
 
     if process:
         require_port(process)
@@ -216,12 +217,11 @@ def time_collectives(folder: Path, process: Process | None = None) -> None:
             timeout_s=request.timeout_s,
         )
     else:
-        collective_bench.start_ranks(work, request, folder)
+        launch(work, world_size=request.ranks, platform=request.platform, timeout_s=request.timeout_s)
 
 
 def _attempt(folder: Path, work: Callable[[Path], None]) -> Failure | None:
-    from torchpar.launcher.local import LaunchInterrupted
-    from torchpar.launcher.supervisor import RanksFailed
+    from torchpar.launch import LaunchInterrupted, RanksFailed
 
     try:
         work(folder)

@@ -22,7 +22,7 @@ from compare.numerics.weights import OneByOne, Weights
 from compare.spec.experiment import Experiment, edited
 from torchpar.comm.mesh import make_mesh
 from torchpar.comm.process_groups import join_absent
-from torchpar.comm.rank import Heartbeat, Rank
+from torchpar.launch import Heartbeat, Rank
 from torchpar.measure.hollow import HollowMode
 from torchpar.measure.instruments import INSTRUMENTED_STEP, Instruments
 from torchpar.run import Run, to_device
@@ -53,7 +53,7 @@ def run_alone(request: RankAloneRequest) -> RankAlone:
     ranks = experiment.layout.devices
     join_absent(rank=request.rank, world_size=ranks)
     torch.set_num_threads(1)
-    heartbeat = Heartbeat([0] * Heartbeat.cells_for(ranks))
+    heartbeat = Heartbeat(ranks)
     rank = Rank(rank=request.rank, world_size=ranks, local_rank=0, heartbeat=heartbeat)
     mesh = make_mesh(experiment.layout, rank=request.rank, device=torch.device("cpu"))
     asked = Request(engine=request.engine, experiment=experiment)

@@ -2,7 +2,6 @@
 
 import functools
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,34 +29,12 @@ from compare.host.json_files import write_json
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
 from torchpar.comm.devices import PACKAGES, device_kind
-from torchpar.comm.rank import Rank
 from torchpar.comm.stock_collectives import StockAxis
-from torchpar.launcher.entry import require_gpus
-from torchpar.launcher.local import bind_to_loopback, launch
+from torchpar.launch import Rank
 
 AXES = {"gloo": StockAxis, "nccl": StockAxis, "ours": Axis}
 """By the implementation's name (`compare.contract.collective_bench`)."""
 IN_PLACE = ("all_reduce", "broadcast")
-
-
-def start_ranks(work: Callable[[Rank], None], request: CollectiveRequest, folder: Path) -> None:
-    """Start all ranks of a benchmark on this machine.
-
-    Args:
-        work: `time_as_rank` of this request.
-        request: which.
-        folder: of the run.
-
-    Raises:
-        MissingDevicesError: too few GPUs.
-        RanksFailed, LaunchInterrupted: from `launch`.
-    """
-    on_gpu = request.platform == "gpu"
-    if on_gpu:
-        require_gpus(request.ranks)
-    bind_to_loopback()
-    how = {"world_size": request.ranks, "folder": folder, "timeout_s": request.timeout_s}
-    launch(work, spawn=on_gpu or sys.platform == "darwin", **how)
 
 
 def time_as_rank(rank: Rank, *, request: CollectiveRequest, folder: Path) -> None:

@@ -16,7 +16,7 @@ from compare.numerics.stream import OwnBatches
 from compare.spec.axes import BATCH
 from compare.spec.experiment import Experiment
 from torchpar.comm.mesh import Mesh
-from torchpar.comm.rank import Rank
+from torchpar.launch import Rank
 from torchpar.parallel_model import ParallelModel
 
 MIXED = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -8,7 +8,6 @@ from collections.abc import Generator
 from pathlib import Path
 
 TEMPORARY = "*.tmp"
-RENDEZVOUS = ".rendezvous"  # where torchpar's ranks meet, with the number of the process that made it
 
 _NO_ROOM = {
     errno.ENOSPC: "no space left on the device: make room, and run again",
@@ -64,10 +63,9 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove temporary names that a killed process left. No other process may be writing there."""
-    for pattern in (TEMPORARY, f"{RENDEZVOUS}.*"):
-        for path in folder.glob(pattern):
-            with contextlib.suppress(OSError):
-                path.unlink()
+    for path in folder.glob(TEMPORARY):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def why_not_readable(path: Path) -> str:

@@ -24,7 +24,7 @@ from compare.numerics.parameters import fingerprint, initial_parameters
 from compare.numerics.stream import OwnBatches
 from compare.spec.experiment import Data, Experiment, ExperimentError, Model, Train, load
 from torchpar.convert import convert
-from torchpar.launcher.entry import start_ranks
+from torchpar.entry import start_ranks
 from torchpar.model import GPT
 from torchpar.weights import load_weights
 

@@ -22,7 +22,6 @@ from forks import SERVER, TIMEOUT_S, leave_with_parent
 
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
-from torchpar.launcher.local import bind_to_loopback
 
 RANKS = 4
 CPU = torch.device("cpu")
@@ -146,7 +145,7 @@ def _serve(rank: int, rendezvous: Path, pipe: Connection) -> None:
     """A rank's life: join, run what is sent, and answer with the error, if any, until the parent hangs up."""
     leave_with_parent()
     torch.set_num_threads(1)
-    bind_to_loopback()
+    process_groups.choose_interface("127.0.0.1")
     try:
         process_groups.join_group(
             rank=rank, world_size=RANKS, device=CPU, rendezvous=rendezvous, timeout_s=TIMEOUT_S

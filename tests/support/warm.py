@@ -43,7 +43,7 @@ PRELOADED = {
         "torch.distributed.pipelining",
         "torch.distributed.tensor.parallel",
         "torchpar.__main__",
-        "torchpar.launcher.entry",
+        "torchpar.entry",
     ),
 }
 READ_AT_IMPORT = ("OMP_", "KMP_", "MKL_", "TORCH", "PYTORCH", "JAX_", "LD_", "MALLOC", "GLIBC", "PYTHON")

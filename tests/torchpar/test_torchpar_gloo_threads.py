@@ -13,8 +13,7 @@ from ranks import on_ranks
 from torch.distributed import distributed_c10d
 
 from torchpar.comm import process_groups
-from torchpar.comm.gloo_threads import yielding_threads
-from torchpar.comm.gloo_workers import one_worker
+from torchpar.comm.process_groups import group_threads, yielding_threads
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has SCHED_BATCH")
 
@@ -59,7 +58,7 @@ def test_a_group_has_one_worker_and_survives_many_gathers_at_once(rank: int) -> 
 
 def test_the_class_that_pytorch_makes_groups_of_is_another_one_only_meanwhile():
     stock = distributed_c10d.ProcessGroupGloo
-    with one_worker():
+    with group_threads("gloo"):
         assert distributed_c10d.ProcessGroupGloo is not stock
     assert distributed_c10d.ProcessGroupGloo is stock
 

@@ -30,9 +30,7 @@ from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import Experiment, Layout, Model, Train
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
-from torchpar.comm.rank import Rank
-from torchpar.launcher.local import bind_to_loopback, launch
-from torchpar.launcher.supervisor import RanksFailed
+from torchpar.launch import Rank, RanksFailed, launch
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = child_environment(SIDES["torchpar"], "cpu")
@@ -91,11 +89,10 @@ def misbehave(rank: Rank, *, deed: str) -> None:
     process_groups.leave_group()
 
 
-def parent(main: Callable[[Rank], None], timeout_s: float, folder: Path) -> int:
+def parent(main: Callable[[Rank], None], timeout_s: float) -> int:
     """Launch, and print what the parent found out, as JSON."""
-    bind_to_loopback()
     try:
-        launch(main, world_size=4, folder=folder, timeout_s=timeout_s)
+        launch(main, world_size=4, timeout_s=timeout_s)
     except RanksFailed as error:
         children = psutil.Process().children(recursive=True)
         found = {"message": error.failure.message, "traceback": error.failure.traceback}
@@ -120,16 +117,13 @@ def parent(main: Callable[[Rank], None], timeout_s: float, folder: Path) -> int:
     ],
 )
 def test_the_culprit_is_named_and_no_rank_is_left(deed, message, tmp_path):
-    meeting = tmp_path / "meeting"
-    meeting.mkdir()
     timeout_s = TIMEOUT_S if deed in ("stop", "sleep") else PATIENCE_S
-    done = run_forked(parent, partial(misbehave, deed=deed), timeout_s, meeting, output=tmp_path / "output")
+    done = run_forked(parent, partial(misbehave, deed=deed), timeout_s, output=tmp_path / "output")
     found = json.loads(done.stdout)
     assert found["message"] == message
     assert found["rank"] == 2
     assert found["left"] == 0
     assert ("in misbehave" in found["traceback"]) == (deed == "fail")  # its own, not a peer's
-    assert not list(meeting.iterdir())
 
 
 def start_slowly(rank: Rank, *, rank_1: str) -> None:
@@ -147,7 +141,7 @@ def start_slowly(rank: Rank, *, rank_1: str) -> None:
 @pytest.mark.parametrize(("rank_1", "hangs"), [("computes", False), ("sleeps", True)])
 def test_a_rank_that_computes_before_its_first_step_does_not_hang(rank_1, hangs, tmp_path):
     main = partial(start_slowly, rank_1=rank_1)
-    done = run_forked(parent, main, SHORT_S, tmp_path, output=tmp_path / "output")
+    done = run_forked(parent, main, SHORT_S, output=tmp_path / "output")
     message = "no rank made progress for 1 s: all are in its start"
     assert (json.loads(done.stdout)["message"] == message) if hangs else (done.stdout == "")
 

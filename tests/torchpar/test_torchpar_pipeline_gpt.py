@@ -14,8 +14,8 @@ from compare.spec.axes import BATCH, PP
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, Train
 from torchpar.comm.mesh import make_mesh
+from torchpar.entry import read_request
 from torchpar.gpt_stages import TIED
-from torchpar.launcher.entry import read_request
 from torchpar.manual import parallelize
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer, optimizer_step

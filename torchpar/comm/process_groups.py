@@ -1,15 +1,59 @@
-"""Process groups: how the ranks of a run find each other, split up, and part."""
+"""Process groups: how the ranks of a run find each other, split up, and part; and two cures for gloo.
+
+gloo gives a group two workers, and each notes the collective that it has just finished in a string of the
+group, which nothing guards (`ProcessGroupGloo::runLoop`, torch 2.13). A name of more than 15 letters lives on
+the heap: two workers that finish at the same moment free it twice, and the process aborts. DTensor's
+all-gathers are "ALLGATHER_COALESCED", and several are under way at once. So a group gets one worker, which
+works in order, as NCCL does. A future's callback that waits for its own group would wait for ever.
+
+A thread of gloo's moves the bytes. When a socket has news it tries the lock of the connection, which a rank
+that sends holds, and asks the socket again, without end. It wakes up on the rank's core and goes first: it
+spins for its time slice, for a lock whose owner waits for the core. A thread of the policy SCHED_BATCH does
+not go first when it wakes up.
+"""
 
 import datetime
+import os
+import socket
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
+import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo, distributed_c10d
 
-from torchpar.comm.gloo_threads import yielding_threads
-from torchpar.comm.gloo_workers import one_worker
+from compare.spec.experiment import ExperimentError
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def choose_interface(host: str, port: int = 1) -> None:
+    """Have gloo listen on the network interface by which `host` is reached, unless the user chose one.
+
+    Left to itself gloo takes the address that this host's name resolves to, often one of the loopback.
+
+    Raises:
+        ExperimentError: the user's choice, or the host, does not exist.
+    """
+    addresses = psutil.net_if_addrs()
+    if chosen := os.environ.get(INTERFACE):
+        if chosen.split(",")[0] not in addresses:
+            raise ExperimentError(f"{INTERFACE} = {chosen}: this host has {', '.join(addresses)}")
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
+        try:
+            probe.connect((host, port))
+        except OSError as error:
+            raise ExperimentError(f"{host}:{port} (the coordinator): {error.strerror}") from None
+        here = probe.getsockname()[0]
+    for name, own in addresses.items():
+        if any(address.address == here for address in own):
+            os.environ[INTERFACE] = name
+            return
 
 
 def join_group(
@@ -86,14 +130,45 @@ def make_group(partition: list[list[int]]) -> dist.ProcessGroup | None:
 
 @contextmanager
 def group_threads(backend: str = "") -> Generator[None]:
-    """Make a backend's groups in it (default: the current one's): gloo's have one worker, and its threads
-    yield to the rank.
-    """
+    """Make a backend's groups in it (default: the current one's), for the cures of gloo."""
     if (backend or dist.get_backend()) != "gloo":
         yield
         return
-    with yielding_threads(), one_worker():
+    with yielding_threads(), patch.object(distributed_c10d, "ProcessGroupGloo", _OneWorker):
         yield
+
+
+@contextmanager
+def yielding_threads() -> Generator[None]:
+    """Threads that are started within are of SCHED_BATCH; on Linux, for a caller of the usual policy."""
+    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        yield
+        return
+    usual = os.sched_getparam(0)
+    try:
+        os.sched_setscheduler(0, os.SCHED_BATCH, usual)
+    except OSError as error:
+        warnings.warn(f"gloo's messages will take more CPU time: SCHED_BATCH: {error}", stacklevel=3)
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, usual)
+
+
+class _OneWorker(ProcessGroupGloo):
+    """What PyTorch makes a group of, since it passes no options on to gloo."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta):
+        options = ProcessGroupGloo._Options()  # ty: ignore[missing-attribute]
+        interfaces = os.environ.get(INTERFACE)
+        options._devices = (
+            [ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]
+            if interfaces
+            else [ProcessGroupGloo.create_default_device()]
+        )
+        options._timeout = timeout
+        options._threads = 1
+        super().__init__(store, rank, size, options)
 
 
 def is_consequence(error: BaseException) -> bool:

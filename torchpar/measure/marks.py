@@ -21,7 +21,7 @@ from torch.profiler import record_function
 from compare.contract.timeline import Kind
 from compare.spec.axes import PP
 from torchpar.comm.counter import Call, observers
-from torchpar.comm.rank import Rank
+from torchpar.launch import Rank
 from torchpar.manual.stage import Stage
 from torchpar.run import Run
 
@@ -61,7 +61,7 @@ PHASES: dict[str, Kind] = {
     "synchronisation": "backward",
     "optimizer": "update",
 }
-"""Phases of the timeline, by the heartbeat's phases (`torchpar.comm.rank`)."""
+"""Phases of the timeline, by the heartbeat's phases (`torchpar.launch`)."""
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from compare.spec.experiment import Experiment
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import Mesh
-from torchpar.comm.rank import Rank
+from torchpar.launch import Rank
 from torchpar.model import GPT
 from torchpar.parallel_model import ParallelModel, TensorsByName
 from torchpar.peers.nanogpt_loop import configure_optimizers

@@ -12,7 +12,7 @@ from torch import nn
 from compare.numerics.learning_rate import learning_rate
 from compare.spec.experiment import Experiment, Optimizer
 from torchpar.comm.mesh import Mesh
-from torchpar.comm.rank import Rank
+from torchpar.launch import Rank
 from torchpar.model import GPT
 from torchpar.parallel_model import ParallelModel
 from torchpar.run import RankBatch, Run

@@ -7,15 +7,16 @@ import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from compare.contract import request as requests
 from compare.contract.inputs import starting_sha256
 from compare.contract.request import Request
-from compare.host.facts import MissingDevicesError, versions
+from compare.host.facts import versions
 from compare.numerics.data import open_corpus
 from compare.numerics.evaluation import require_validation
 from compare.numerics.initial_weights import checked_weights
@@ -23,8 +24,7 @@ from compare.numerics.stream import Batches
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError
 from torchpar.comm.devices import PACKAGES, device_kind
-from torchpar.comm.rank import Rank
-from torchpar.launcher.local import bind_to_loopback, launch
+from torchpar.launch import Rank, launch
 from torchpar.train import PARALLELIZE, PEERS, train
 
 
@@ -55,7 +55,7 @@ def validate_data(request: Request) -> Request:
     corpus = open_corpus(request.experiment, validated_sha256=request.corpus_sha256)
     require_validation(request.experiment, corpus)
     init_sha256 = starting_sha256(request) if request.init_from or request.resume else ""
-    return msgspec.structs.replace(request, corpus_sha256=corpus.sha256, init_sha256=init_sha256)
+    return replace(request, corpus_sha256=corpus.sha256, init_sha256=init_sha256)
 
 
 def start_ranks(
@@ -65,28 +65,13 @@ def start_ranks(
     weights: Mapping[str, np.ndarray] | None = None,
     batches: Batches | None = None,
 ) -> None:
-    """Run all ranks on this machine; the record is in `folder` then.
-
-        from pathlib import Path
-        from compare.numerics.data import open_corpus
-        from compare.spec.experiment import load
-        from compare.numerics.parameters import initial_parameters
-        from compare.contract.record import read_record
-        from compare.contract.request import Request
-        from torchpar.launcher.entry import start_ranks
-
-        experiment, folder = load("check"), Path("mine")
-        folder.mkdir()
-        weights = initial_parameters(experiment)        # or your own, by canonical name
-        corpus = open_corpus(experiment)                # or your own batches
-        request = Request(engine="torch-manual", experiment=experiment)
-        start_ranks(request, folder, weights=weights, batches=lambda step: corpus.batch(experiment, step))
-        record = read_record(folder, requested=False)
+    """Run all ranks on this machine; the record is in `folder` then: `compare.contract.record.read_record`.
 
     Args:
         request: experiment, engine and observers of the run.
         folder: an existing one.
-        weights: to begin with: canonical name -> array; see `checked_weights`. By default the request's.
+        weights: to begin with: canonical name -> array, as of `compare.numerics.parameters.
+            initial_parameters`. By default the request's.
         batches: step -> (inputs, targets), each int32 (A, B, T), checked at every step; every rank calls it,
             and must get the same. By default the corpus's. Picklable on GPUs and on macOS.
 
@@ -95,41 +80,29 @@ def start_ranks(
         MissingDevicesError: too few GPUs.
         RanksFailed, LaunchInterrupted: from `launch`.
     """
-    devices = request.experiment.layout.devices
-    if request.platform == "gpu":
-        require_gpus(devices)
-    bind_to_loopback()
-    spawn = request.platform == "gpu" or sys.platform == "darwin"
-    if not spawn:
+    if request.platform != "gpu" and sys.platform != "darwin":
         # The first optimizer step imports it, which takes 2 s; forked ranks inherit it.
         importlib.import_module("torch._dynamo")
     own = None if weights is None else checked_weights(weights, request.experiment)
     rank_main = functools.partial(train_faulty, request=request, folder=folder, weights=own, batches=batches)
-    launch(rank_main, world_size=devices, folder=folder, timeout_s=request.timeout_s, spawn=spawn)
+    devices = request.experiment.layout.devices
+    launch(rank_main, world_size=devices, platform=request.platform, timeout_s=request.timeout_s)
 
 
 def doctor() -> dict[str, object]:
     """Facts of this environment: package versions, CPU devices in words, GPUs by name."""
-    cores = os.cpu_count() or 1
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return {
         "versions": versions(PACKAGES),
-        "cpu_devices": f"any number of gloo ranks, one thread each, on {cores} cores",
+        "cpu_devices": f"any number of gloo ranks, one thread each, on {os.cpu_count() or 1} cores",
         "gpus": [device_kind(torch.device("cuda", index)) for index in gpus],
     }
 
 
-def train_faulty(
-    rank: Rank,
-    *,
-    request: Request,
-    folder: Path,
-    weights: Mapping[str, np.ndarray] | None = None,
-    batches: Batches | None = None,
-) -> None:
-    """Train as one rank, with the mistake that the request asks for."""
+def train_faulty(rank: Rank, *, request: Request, folder: Path, **given: Any) -> None:
+    """Train as one rank, with the mistake that the request asks for; `given` are weights and batches."""
     with planted(request):
-        train(rank, request=request, folder=folder, weights=weights, batches=batches)
+        train(rank, request=request, folder=folder, **given)
 
 
 def planted(request: Request) -> AbstractContextManager:
@@ -142,12 +115,3 @@ def planted(request: Request) -> AbstractContextManager:
         return nullcontext()
     faults = importlib.import_module("torchpar.faults")
     return faults.plant(request.fault, engine=request.engine, layout=request.experiment.layout)
-
-
-def require_gpus(needed: int) -> None:
-    """Raises MissingDevicesError if PyTorch sees fewer GPUs."""
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if found < needed:
-        raise MissingDevicesError(
-            f"the layout needs {needed} GPUs and PyTorch sees {found}: use fewer devices, or platform cpu"
-        )

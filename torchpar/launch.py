@@ -1,0 +1,379 @@
+"""Ranks of this machine: their parent names the first that fails or is behind, and ends the rest.
+
+Ranks send their errors through a queue, and show their progress in shared memory.
+"""
+
+import contextlib
+import ctypes
+import functools
+import os
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, parent_process
+from multiprocessing.context import ForkContext, SpawnContext
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import psutil
+import torch
+
+from compare.contract.divergence import DivergedError
+from compare.contract.record import Failure
+from compare.host.activity import Activity, look_s
+from compare.host.disk import DiskFull
+from compare.host.facts import MissingDevicesError
+from compare.host.signals import describe_exit, is_ignored
+from torchpar.comm.process_groups import choose_interface, is_consequence
+
+POLL_S = 0.1
+# Peers may notice a killed rank before its parent does: so long one waits for a better explanation.
+CAUSE_GRACE_S = 1.0
+# A terminal sends Ctrl-C to the ranks and to the parent: so long the parent waits for its own signal.
+SIGINT_GRACE_S = 0.3
+TERMINATE_GRACE_S = 0.5
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)  # by SIGSTOP, Ctrl-Z or a debugger
+PHASES = (
+    "starting",
+    "setting up",
+    "forward",
+    "backward",
+    "synchronisation",
+    "optimizer",
+    "record",
+    "evaluation",
+)
+_BEFORE_STEPS = PHASES[:2]  # until all have met; then model, data, and what wraps them
+_FIELDS = 3  # beats, step, phase
+
+
+class RanksFailed(Exception):
+    """The run failed; `failure` says which rank, and what."""
+
+    def __init__(self, failure: Failure):
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class LaunchInterrupted(BaseException):
+    """The parent got SIGINT or SIGTERM; the ranks have been ended."""
+
+    def __init__(self, signal_number: int):
+        super().__init__(signal_number)
+        self.signal_number = signal_number
+
+
+class Position(NamedTuple):
+    """Progress of a rank. All ranks run the same sequence of phases, so `beats` says who is behind."""
+
+    beats: int
+    step: int
+    phase: str
+
+    @property
+    def in_step(self) -> bool:
+        """True if it has come to its first step."""
+        return self.phase not in _BEFORE_STEPS
+
+    @property
+    def when(self) -> str:
+        """For a sentence: what happened, and then."""
+        return f"at step {self.step}" if self.in_step else "before the first step"
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.phase}" if self.in_step else "its start"
+
+
+class Heartbeat:
+    """Positions of all ranks; in memory that they share with their parent if `make` gives such."""
+
+    def __init__(self, ranks: int, make: Callable[[int], MutableSequence[int]] = lambda count: [0] * count):
+        self._cells = make(_FIELDS * ranks)
+
+    def beat(self, rank: int, step: int, phase: str) -> None:
+        """Rank `rank` enters a phase."""
+        base = _FIELDS * rank
+        self._cells[base + 1] = step
+        self._cells[base + 2] = PHASES.index(phase)
+        self._cells[base] += 1
+
+    def position(self, rank: int) -> Position:
+        """Position of rank `rank`."""
+        beats, step, phase = self._cells[_FIELDS * rank : _FIELDS * (rank + 1)]
+        return Position(beats, step, PHASES[phase])
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One process among `world_size`.
+
+    Attributes:
+        rank, world_size: among all processes.
+        local_rank: among those of this machine; the GPU to use.
+        heartbeat: where it shows its progress.
+        rendezvous: the file through which the ranks meet; None for torchrun's address and port.
+        timeout_s: seconds without progress after which the run counts as hung.
+        launcher_cpu_s: CPU seconds that the launcher spent for all ranks before it started them.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    heartbeat: Heartbeat
+    rendezvous: Path | None = None
+    timeout_s: float = 600.0
+    launcher_cpu_s: float = 0.0
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Collective time-out (s), longer than the launcher's: it names the lagging rank first."""
+        return self.timeout_s + 30.0
+
+    @property
+    def position(self) -> Position:
+        """Position of this rank."""
+        return self.heartbeat.position(self.rank)
+
+    def at(self, step: int, phase: str) -> None:
+        """Say that this rank enters a phase (one of PHASES) of a step."""
+        self.heartbeat.beat(self.rank, step, phase)
+
+
+def launch(
+    main: Callable[[Rank], None], *, world_size: int, platform: str = "cpu", timeout_s: float = 600.0
+) -> None:
+    """Run `main(rank)` in `world_size` processes on this machine, and wait until all are done.
+
+    Forking takes 0.1 s, but a GPU or macOS does not survive it: there `main` must be picklable.
+
+    Raises:
+        MissingDevicesError: too few GPUs.
+        RanksFailed: a rank failed, was killed, or hangs: none made progress for `timeout_s` seconds.
+        LaunchInterrupted: SIGINT or SIGTERM came.
+    """
+    if platform == "gpu":
+        require_gpus(world_size)
+    choose_interface("127.0.0.1")
+    spawns = platform == "gpu" or sys.platform == "darwin"
+    context: SpawnContext | ForkContext = SpawnContext() if spawns else ForkContext()
+    heartbeat = Heartbeat(world_size, functools.partial(context.RawArray, "q"))
+    usage, failures = resource.getrusage(resource.RUSAGE_SELF), context.SimpleQueue()
+    processes: list[BaseProcess] = []
+    with _signals_raise(), _meeting_point() as rendezvous:
+        try:
+            for number in range(world_size):
+                rank = Rank(
+                    rank=number,
+                    world_size=world_size,
+                    local_rank=number,
+                    heartbeat=heartbeat,
+                    rendezvous=rendezvous,
+                    timeout_s=timeout_s,
+                    launcher_cpu_s=usage.ru_utime + usage.ru_stime,
+                )
+                processes.append(context.Process(target=_be_rank, args=(main, rank, failures)))
+                processes[-1].start()
+            supervise(processes, heartbeat, failures, timeout_s)
+        finally:
+            _end(processes)
+
+
+@contextlib.contextmanager
+def _meeting_point() -> Generator[Path]:
+    """The file through which the ranks meet. On Linux it has no name, so that nothing is left of it ever."""
+    if not hasattr(os, "memfd_create"):
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder, "rendezvous")
+        return
+    descriptor = os.memfd_create("rendezvous")
+    try:
+        yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
+def _be_rank(main: Callable[[Rank], None], rank: Rank, failures: SimpleQueue) -> NoReturn:
+    """A rank's whole life. Leaves by os._exit: destructors of a broken process group may block."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if not is_ignored(number):
+            signal.signal(number, signal.SIG_DFL)
+    _end_with_parent()
+    code = 0
+    try:
+        main(rank)
+    except BaseException as error:
+        code = 1
+        failures.put(failure_of(error, rank))
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _end_with_parent() -> None:
+    """No orphan, even after SIGKILL. On Linux the kernel ends a rank, also a stopped one."""
+    parent = parent_process()
+    assert parent
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent.pid:  # it was gone before
+            os._exit(1)
+        return
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    """End every rank that still runs, also a stopped one, and reap all; a second Ctrl-C is not heard."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    started = [process for process in processes if process.pid]
+    for process in started:
+        process.terminate()
+    deadline = time.monotonic() + TERMINATE_GRACE_S
+    for process in started:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()  # SIGTERM does not reach a stopped process
+        process.join()
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Generator[None]:
+    """SIGINT and SIGTERM, unless ignored, raise LaunchInterrupted in the main thread; elsewhere nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        raise LaunchInterrupted(number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        if not is_ignored(number):
+            signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def failure_of(error: BaseException, rank: Rank) -> Failure:
+    """An error that ended a rank, as the record states it."""
+    text = " ".join(str(error).split())
+    if isinstance(error, DivergedError):  # on all ranks alike
+        return Failure(message=text)
+    is_full = isinstance(error, DiskFull)  # its message says it all
+    return Failure(
+        message=f"rank {rank.rank} failed {rank.position.when}: "
+        + (text if is_full else f"{type(error).__name__}: {text}"),
+        traceback="" if is_full else "".join(traceback.format_exception(error)),
+        rank=rank.rank,
+        is_consequence=is_consequence(error),
+    )
+
+
+def supervise(
+    processes: Sequence[BaseProcess], heartbeat: Heartbeat, failures: SimpleQueue, timeout_s: float
+) -> None:
+    """Return when all ranks are done; raise RanksFailed when one failed or none makes progress.
+
+    Before its first step a rank makes progress as long as it uses the processor: it is not known how long
+    importing, drawing weights and wrapping take. A phase of a step has to end within `timeout_s`.
+    """
+    positions: list[Position] = []
+    activities = [Activity(functools.partial(_cpu_seconds, process)) for process in processes]
+    last_progress = last_look = time.monotonic()
+    while True:
+        running = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+        if any(process.exitcode for process in processes) or not failures.empty():
+            raise RanksFailed(_first_failure(processes, heartbeat, failures))
+        if not running:
+            return
+        now = [heartbeat.position(rank) for rank in range(len(processes))]
+        if now != positions:
+            positions, last_progress = now, time.monotonic()
+        elif time.monotonic() - last_look > look_s(timeout_s):
+            last_look = time.monotonic()
+            starting = [rank for rank in running if not now[rank].in_step]
+            if any([activities[rank].is_busy() for rank in starting]):  # a list: each has to be asked
+                last_progress = last_look
+        if time.monotonic() - last_progress > timeout_s:
+            stopped = [rank for rank in running if psutil.Process(processes[rank].pid).status() in _STOPPED]
+            raise RanksFailed(_hang({rank: now[rank] for rank in running}, stopped, timeout_s))
+        connection.wait([processes[rank].sentinel for rank in running], timeout=POLL_S)
+
+
+def _first_failure(processes: Sequence[BaseProcess], heartbeat: Heartbeat, failures: SimpleQueue) -> Failure:
+    """The cause: a rank's own error, else a death, else an error that tells of a lost peer."""
+    if any(process.exitcode == -signal.SIGINT for process in processes):
+        time.sleep(SIGINT_GRACE_S)
+    deadline, said = time.monotonic() + CAUSE_GRACE_S, list[Failure]()
+    while True:
+        ended = {rank: code for rank, process in enumerate(processes) if (code := process.exitcode)}
+        while not failures.empty():  # after the look at the codes: a rank speaks before it ends
+            said.append(failures.get())
+        if causes := [failure for failure in said if not failure.is_consequence]:
+            return causes[0]
+        silent = {rank: code for rank, code in ended.items() if rank not in [one.rank for one in said]}
+        # An abort is how C++ reacts to a lost peer, so it may be a consequence too.
+        killed = [rank for rank, code in silent.items() if code != -signal.SIGABRT]
+        if killed or time.monotonic() > deadline:
+            break
+        time.sleep(POLL_S / 2)
+    for rank in killed or silent:
+        code, when = silent[rank], heartbeat.position(rank).when
+        how = f"{'was ' if code < 0 else ''}{describe_exit(code, when=when)}"
+        return Failure(message=f"rank {rank} {how}", rank=rank)
+    return said[0]
+
+
+def _hang(positions: Mapping[int, Position], stopped: Sequence[int], timeout_s: float) -> Failure:
+    """Name the ranks that are stopped, perhaps inside a collective, or else those behind the others."""
+    fewest = min(position.beats for position in positions.values())
+    behind = stopped or [rank for rank, position in positions.items() if position.beats == fewest]
+    ahead = [rank for rank in positions if rank not in behind]
+    where = positions[behind[0]]
+    if not ahead and len(behind) > 1:
+        return Failure(message=f"no rank made progress for {timeout_s:g} s: all are in {where}")
+    verb = "it is" if len(behind) == 1 else "they are"
+    verb += " stopped" if stopped else ""
+    message = f"{ranks_named(behind)} made no progress for {timeout_s:g} s: {verb} in {where}"
+    if ahead:
+        others = ", ".join(sorted({str(positions[rank]) for rank in ahead}))
+        message += f", while {ranks_named(ahead)} {'wait' if len(ahead) > 1 else 'waits'} in {others}"
+    return Failure(message=message, rank=behind[0])
+
+
+def _cpu_seconds(process: BaseProcess) -> float:
+    """User plus system seconds."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return sum(psutil.Process(process.pid).cpu_times()[:2])
+    return 0.0
+
+
+def ranks_named(numbers: Sequence[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def require_gpus(needed: int) -> None:
+    """Raises MissingDevicesError if PyTorch sees fewer GPUs."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found < needed:
+        raise MissingDevicesError(
+            f"the layout needs {needed} GPUs and PyTorch sees {found}: use fewer devices, or platform cpu"
+        )

@@ -1,1 +1,0 @@
-"""From a request to running ranks, and watching over them."""

@@ -1,0 +1,183 @@
+"""One rank of a launch by torchrun, SLURM or hand: RANK, WORLD_SIZE and MASTER_ADDR say which.
+
+No parent watches: each rank finds out by itself why a run ends, and the first to know leaves the word.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+from msgspec.structs import replace
+
+from compare.contract.early_stop import StoppedEarly, StopRequest
+from compare.contract.exit_codes import BAD_REQUEST, STOPPED
+from compare.contract.other_hosts import Waiting, blame_for_hang
+from compare.contract.record import WAITING, Failure, clear_record, leave_failure, read_failure
+from compare.host.activity import look_s
+from compare.host.facts import MissingDevicesError
+from compare.host.signals import describe_exit, on_signals
+from compare.spec.experiment import ExperimentError
+from torchpar.launch import Heartbeat, Rank, RanksFailed, failure_of, ranks_named, require_gpus
+
+GRACE_S = 3.0  # for the rank to blame to write its error, or to be seen dead
+POLL_S = 0.05
+
+
+def become_rank(
+    work: Callable[[Rank], None],
+    folder: Path,
+    environment: Mapping[str, str],
+    *,
+    devices: int,
+    platform: str,
+    timeout_s: float,
+    saves: bool = False,
+) -> None:
+    """Do `work` as the rank that a launcher's variables name; if it `saves` its state it can end on request.
+
+    Raises:
+        MissingDevicesError: another number of processes than devices, or too few GPUs.
+        RanksFailed: the run failed, on this rank or on another one.
+        ExperimentError, StoppedEarly: from `work`, on all ranks alike.
+    """
+    world_size = int(environment.get("WORLD_SIZE", "1"))
+    if world_size != devices:
+        raise MissingDevicesError(
+            f"WORLD_SIZE = {world_size}, but the layout needs {devices} devices: start {devices} processes"
+        )
+    number, local_rank = int(environment["RANK"]), int(environment.get("LOCAL_RANK", "0"))
+    if platform == "gpu":
+        require_gpus(local_rank + 1)
+    rank = Rank(
+        rank=number,
+        world_size=world_size,
+        local_rank=local_rank,
+        heartbeat=Heartbeat(world_size),
+        timeout_s=timeout_s,
+    )
+    is_alone = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
+    siblings = Siblings(rank, folder, host="" if is_alone else socket.gethostname())
+    if number == 0:
+        clear_record(folder)
+
+    def leave(signal_number: int) -> None:
+        siblings.leave(siblings.why_signalled(signal_number), 128 + signal_number)
+
+    on_signals([signal.SIGINT, signal.SIGTERM], leave)
+    if saves:
+        StopRequest.listen()
+    threading.Thread(target=_watch, args=(rank, siblings, folder), daemon=True).start()
+    try:
+        work(rank)
+    except (ExperimentError, StoppedEarly) as error:  # all ranks alike
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher ends the others with the first that leaves
+        code = STOPPED if isinstance(error, StoppedEarly) else BAD_REQUEST
+        siblings.leave_word(Failure(message=str(error), exit_code=code))
+        raise
+    except Exception as error:
+        failure = siblings.why(failure_of(error, rank))
+        siblings.leave_word(failure)
+        raise RanksFailed(failure) from error
+
+
+class Siblings:
+    """Finds out why the run ends, from inside a rank: above it is only a launcher that says nothing.
+
+    Every rank leaves a mark before it leaves: so a rank that is gone without it was killed. Of ranks on other
+    hosts a rank reads what they leave in the folder of the run; where nobody is left to say it,
+    `compare.execute.hosts` knows how each process ended.
+
+    Args:
+        rank: this process.
+        folder: the run's.
+        host: name of this one, if there may be others.
+    """
+
+    def __init__(self, rank: Rank, folder: Path, host: str = ""):
+        self._rank, self._folder, self._host = rank, folder, host
+        self._others: dict[int, psutil.Process] = {}
+        for process in psutil.Process(os.getppid()).children():
+            with contextlib.suppress(psutil.Error):
+                environment = process.environ()
+                number = environment.get("RANK", environment.get("SLURM_PROCID"))
+                if number is not None and process.pid != os.getpid():
+                    self._others[int(number)] = process
+
+    def why(self, own: Failure) -> Failure:
+        """Cause of the run's end, given this rank's failure: waits a little for a rank that is to blame."""
+        deadline = time.monotonic() + GRACE_S
+        while own.is_consequence and time.monotonic() < deadline:
+            if cause := self._cause():
+                return cause
+            time.sleep(POLL_S)
+        return self._here(own)
+
+    def why_signalled(self, number: int) -> Failure:
+        """Cause of the run's end, given that this rank was told to end: torchrun ends survivors so."""
+        how = describe_exit(128 + number, when=self._rank.position.when)
+        message = f"rank {self._rank.rank} was {how}"
+        return self._cause() or self._here(
+            Failure(message=message, rank=self._rank.rank, is_consequence=True)
+        )
+
+    def leave(self, failure: Failure, code: int) -> NoReturn:
+        """End this rank with a word on why."""
+        print(failure.message, file=sys.stderr, flush=True)
+        self.leave_word(failure)
+        os._exit(code)
+
+    def leave_word(self, failure: Failure) -> None:
+        """Leave error.json, unless another rank was first; a full disk must not keep it from leaving.
+
+        A rank that has met no other leaves none: it cannot know whether rank 0 holds the folder, or another
+        run does.
+        """
+        if self._rank.rank == 0 or self._rank.position.phase != "starting":
+            with contextlib.suppress(OSError):
+                leave_failure(self._folder, failure)
+                self._mark(self._rank.rank).touch()
+
+    def _mark(self, rank: int) -> Path:
+        """The file that a rank which saw the end leaves: its word is another one's, where that came first."""
+        return self._folder / f"{WAITING}{rank}.left"
+
+    def _cause(self) -> Failure | None:
+        dead = [rank for rank, process in self._others.items() if _is_dead(process)]  # before what they left
+        failure = read_failure(self._folder)
+        if failure and not failure.is_consequence:
+            return failure
+        dead = sorted(rank for rank in dead if not self._mark(rank).is_file())
+        if not dead:
+            return None
+        when = self._rank.position.when
+        message = f"{ranks_named(dead)} died without a word {when}: killed (out of memory, if nobody did it)"
+        return self._here(Failure(message=message, rank=dead[0]))
+
+    def _here(self, failure: Failure) -> Failure:
+        """A failure of this host, which is named where the ranks may be on several."""
+        return replace(failure, message=f"{failure.message} ({self._host})") if self._host else failure
+
+
+def _is_dead(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def _watch(rank: Rank, siblings: Siblings, folder: Path) -> None:
+    """End this rank once no phase of its steps ends within the time-out, and name who is behind."""
+    seen, since = rank.position, time.monotonic()
+    while time.monotonic() - since < rank.timeout_s:
+        time.sleep(look_s(rank.timeout_s))
+        if rank.position != seen or not rank.position.in_step:  # before, the collectives' own time-out holds
+            seen, since = rank.position, time.monotonic()
+    own = Waiting(number=rank.rank, where=str(seen), beats=seen.beats)
+    siblings.leave(blame_for_hang(folder, own, count=rank.world_size, timeout_s=rank.timeout_s), 1)
