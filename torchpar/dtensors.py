@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor, Placement
 from compare.numerics.parameters import QKV
 from compare.spec.axes import AXES, DP_SHARD, TP
 from torchpar.comm import process_groups
-from torchpar.comm.chunks import chunk_slices
-from torchpar.comm.collectives import Axis
+from torchpar.comm.collectives import Axis, chunk_slices
 from torchpar.comm.mesh import Mesh
 from torchpar.parallel_model import Parameters, Strategy, TensorsByName
 

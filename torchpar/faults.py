@@ -40,9 +40,7 @@ from compare.numerics.weights import Given, Weights
 from compare.spec.axes import AXES, BATCH, DP_REPLICATE, DP_SHARD, PP, TP
 from compare.spec.experiment import Layout
 from torchpar import dropout, library, train
-from torchpar.comm.chunks import chunk_slices
-from torchpar.comm.collectives import Axis
-from torchpar.comm.handles import CompletedWork, Work
+from torchpar.comm.collectives import DONE, Axis, Work, chunk_slices
 from torchpar.compiler import data_parallel as placed_data_parallel
 from torchpar.compiler import tensor_parallel as placed_tensor_parallel
 from torchpar.compiler.placement import Placements, axes_of, of_activation
@@ -89,12 +87,13 @@ def left_out_reductions(*, axis: str, purpose: str) -> Generator[None]:
 
     def no_all_reduce(self: Axis, tensor: torch.Tensor, *, purpose: str = "", **options: Any) -> Work:
         if (self.name, purpose) == wrong:
-            return CompletedWork(lambda: None)
+            return DONE
         return all_reduce(self, tensor, purpose=purpose, **options)
 
     def no_reduce_scatter(self: Axis, piece: torch.Tensor, full: torch.Tensor, *, purpose: str = "") -> Work:
         if (self.name, purpose) == wrong:
-            return CompletedWork(lambda: piece.copy_(full[chunk_slices(len(full), self.size)[self.rank]]))
+            piece.copy_(full[chunk_slices(len(full), self.size)[self.rank]])
+            return DONE
         return reduce_scatter(self, piece, full, purpose=purpose)
 
     with patch.multiple(Axis, start_all_reduce=no_all_reduce, start_reduce_scatter=no_reduce_scatter):

@@ -20,7 +20,7 @@ from compare.numerics.shards import Shard
 from compare.numerics.weights import Weights
 from compare.spec.axes import AXES, SPLIT, TP
 from compare.spec.experiment import Model
-from torchpar.comm.chunks import chunk_slices
+from torchpar.comm.collectives import chunk_slices
 from torchpar.comm.mesh import Mesh
 from torchpar.parallel_model import ParallelModel, TensorsByName, local
 from torchpar.weights import nanogpt_dims, nanogpt_name

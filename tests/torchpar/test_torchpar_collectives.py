@@ -9,8 +9,7 @@ from ranks import RANKS, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchpar.comm import process_groups
-from torchpar.comm.chunks import chunk_slices
-from torchpar.comm.collectives import Axis
+from torchpar.comm.collectives import Axis, chunk_slices
 
 double = torch.float64
 close = partial(torch.testing.assert_close, rtol=0.0, atol=0.0)  # whole numbers

@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from compare.pipeline.schedules import Schedule, make_schedule
 from compare.spec.axes import DP_REPLICATE, PP
 from compare.spec.experiment import Layout
-from torchpar.comm.collectives import Axis
-from torchpar.comm.counter import Call
+from torchpar.comm.collectives import Axis, Call
 from torchpar.comm.mesh import make_mesh
 from torchpar.faults import overwritten_microbatch
 from torchpar.manual.data_parallel import DataParallel
@@ -163,7 +162,7 @@ def test_data_parallel_stages_reduce_once(rank: int) -> None:
             data, own = make_data(8), own_stages(schedule, mesh[PP].rank, mine)
             both = nn.ModuleList(own.values())
             replicas = DataParallel(both, gradient_sync=sync, bucket_size_mb=1e-3, group=mesh[DP_REPLICATE])
-            mesh.traffic.clear()
+            mesh.traffic.bytes.clear()
             pipeline = of_stages(own, schedule, group=mesh[PP], no_sync=replicas.no_sync)
             share = slice(4 * mesh[DP_REPLICATE].rank, 4 * mesh[DP_REPLICATE].rank + 4)
             pipeline.run(data[0][share], data[1][share])

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from compare.judge.closed_forms import communication as closed_form
 from compare.spec.experiment import Experiment, Layout, Model, Precision, Train
-from torchpar.comm.counter import Call
+from torchpar.comm.collectives import Call
 from torchpar.manual import megatron
 from torchpar.manual.megatron import (
     Split,
@@ -225,7 +225,7 @@ def test_ledger_is_the_closed_form(rank: int) -> None:
     for sequence_parallel in (False, True):
         model, line = make_gpt(), axis()
         tp = split_layers(model, line, sequence_parallel=sequence_parallel)
-        line.traffic.clear()
+        line.traffic.bytes.clear()
         model(*batch())[1].backward()
         parallel_of(model, tp).finish_gradient_synchronization()
         experiment = Experiment(

@@ -3,7 +3,7 @@
 import msgspec
 
 from compare.contract.timeline import Span
-from torchpar.comm.counter import Call
+from torchpar.comm.collectives import Call
 from torchpar.measure.marks import TraceMark
 from torchpar.measure.trace import read_trace, without
 

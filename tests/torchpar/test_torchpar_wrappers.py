@@ -21,8 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchpar import FSDP, DataParallel, ShardedOptimizer
 from torchpar.comm import process_groups
-from torchpar.comm.collectives import Axis
-from torchpar.comm.counter import Call
+from torchpar.comm.collectives import Axis, Call
 from torchpar.wrappers import default_units
 
 # Averages of four partial means in another order than one mean over all: a few units in the last place,
@@ -258,13 +257,13 @@ def test_bytes_of_a_step(rank: int) -> None:
     for zero, gathered in ((2, everything), (3, 3 * 2 * (everything - top) + top)):
         module = Odd()
         model = FSDP(module, group=axis, units=ends_and_layers(module), zero=zero)
-        axis.traffic.clear()
+        axis.traffic.bytes.clear()
         three_passes(model, model, rank, 0)
         assert axis.traffic.bytes[Call("reduce_scatter", "world", "gradients")] == trainable
         # Under zero 3 twice a pass, but for what lies at the top, which is gathered once.
         assert axis.traffic.bytes[Call("all_gather", "world", "parameters")] == gathered
     model = DataParallel(Odd(), group=axis)
-    axis.traffic.clear()
+    axis.traffic.bytes.clear()
     three_passes(model, model, rank, 0)
     assert axis.traffic.bytes[Call("all_reduce", "world", "gradients")] == trainable
 

@@ -8,17 +8,14 @@ gloo's own reduce-scatter is an all-reduce, and its all-gather copies everything
 a local sum, and sends straight into place, move the same bytes in a third of the time. NCCL's are fast.
 """
 
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-
-from torchpar.comm.chunks import chunk_slices
-from torchpar.comm.counter import Call, Traffic, observed
-from torchpar.comm.handles import CompletedWork, Work, WorkGroup, WorkThen
 
 T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
@@ -27,6 +24,84 @@ _gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into
 _reduce_scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 MESH = "mesh_"  # how PyTorch describes the group of a mesh axis
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+def chunk_slices(count: int, ranks: int) -> list[slice]:
+    """The cut of each rank of `count` elements: equal but for the last ones, which may be short or empty.
+
+    >>> chunk_slices(10, 4)
+    [slice(0, 3, None), slice(3, 6, None), slice(6, 9, None), slice(9, 10, None)]
+    """
+    share = -(-count // ranks)
+    return [slice(min(r * share, count), min((r + 1) * share, count)) for r in range(ranks)]
+
+
+class Call(NamedTuple):
+    """A row of the ledger: kind, axis and purpose of its calls."""
+
+    kind: str
+    axis: str
+    purpose: str
+
+
+class CallObserver(Protocol):
+    """Observer of every call, on any mesh."""
+
+    def begins(self, call: Call, full: torch.Tensor, members: Sequence[int], to: int | None) -> None:
+        """A call over a gathered tensor, any shape, begins; calls within it come before `ends`.
+
+        `members` are the ranks of its group, among all; `to` is the one that a message is for.
+        """
+        ...
+
+    def ends(self) -> None:
+        """The call has been handed on."""
+        ...
+
+
+observers: list[CallObserver] = []
+
+
+class Traffic:
+    """A count that the axes of one mesh share: bytes of the full (gathered) tensors, unless it is paused."""
+
+    def __init__(self):
+        self.bytes = Counter[Call]()
+        self.is_paused = False
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Pause the count inside: gathers for the record are outside of a step."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> object:
+        """Return once its result is there (on a GPU: for all kernels that are launched after this)."""
+        ...
+
+
+class _Works:
+    """Several collectives as one, and what remains to be computed of their results."""
+
+    def __init__(self, works: Sequence[Work | None], finish: Callable[[], object] = lambda: None):
+        self._works, self._finish = works, finish
+
+    def wait(self) -> None:
+        for work in self._works:
+            if work:
+                work.wait()
+        self._finish()
+
+
+DONE: Work = _Works([])
+"""A collective of one rank, which was done where it began."""
 
 
 class Axis:
@@ -112,14 +187,20 @@ class Axis:
         with self._counted("all_gather", full, purpose, piece):
             slots = [full[cut] for cut in chunk_slices(len(full), self.size)]
             if self.group is None or len(full) == 0:
-                return CompletedWork(lambda: slots[0].copy_(piece) if self.size == 1 else None)
+                if self.size == 1:
+                    full.copy_(piece)
+                return DONE
             if self._sends_to_each:
                 if piece.data_ptr() != slots[self.rank].data_ptr():
                     slots[self.rank].copy_(piece)
-                return WorkGroup(self._exchange(slots, [piece] * self.size))
+                return _Works(self._exchange(slots, [piece] * self.size))
             if len(full) % self.size == 0:
                 return _gather_equal(full, piece, group=self.group, async_op=True)
-            return self._gather_padded(full, piece, len(slots[0]))
+            # NCCL gathers equal pieces only: pad the last ones on the way.
+            count = len(slots[0])
+            padded = full.new_empty(self.size * count)
+            work = _gather_equal(padded, _pad(piece, count), group=self.group, async_op=True)
+            return _Works([work], lambda: full.copy_(padded[: len(full)]))
 
     def reduce_scatter(self, piece: torch.Tensor, full: torch.Tensor, *, purpose: str = "") -> None:
         """Fill `piece` with this rank's shard of the sum of every rank's `full` (n,); see `all_gather`."""
@@ -133,30 +214,26 @@ class Axis:
         with self._counted("reduce_scatter", full, purpose, piece):
             parts = [full[cut] for cut in chunk_slices(len(full), self.size)]
             if self.group is None or len(full) == 0:
-                return CompletedWork(lambda: piece.copy_(full))
+                piece.copy_(full)
+                return DONE
             if self._sends_to_each:
                 arrived = full.new_empty(self.size, len(piece))
-                works = WorkGroup(self._exchange(list(arrived), parts))
-                return WorkThen(works, lambda: self._add_up(piece, parts[self.rank], arrived))
+                works = self._exchange(list(arrived), parts)
+                return _Works(works, lambda: self._add_up(piece, parts[self.rank], arrived))
             if len(full) % self.size == 0:
                 return _reduce_scatter_equal(piece, full, group=self.group, async_op=True)
             count = len(parts[0])
             padded, mine = _pad(full, self.size * count), full.new_empty(count)
             work = _reduce_scatter_equal(mine, padded, group=self.group, async_op=True)
-            return WorkThen(work, lambda: piece.copy_(mine[: len(piece)]))
+            return _Works([work], lambda: piece.copy_(mine[: len(piece)]))
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, *, purpose: str = "") -> None:
         """Send `sent[r]` to rank r, and receive `received[r]` from it; both (R, ...), R ranks."""
-        self.start_all_to_all(received, sent, purpose=purpose).wait()
-
-    def start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor, *, purpose: str = "") -> Work:
-        """Begin `all_to_all`; neither tensor may be touched before `wait()` on the result."""
         with self._counted("all_to_all", sent, purpose, received):
             if self.group is None:
-                return CompletedWork(lambda: received.copy_(sent))
-            work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
-        assert work is not None
-        return work
+                received.copy_(sent)
+            else:
+                dist.all_to_all_single(received, sent, group=self.group)
 
     def start_send(self, tensor: torch.Tensor, *, to: int, purpose: str = "") -> Work:
         """Begin to send `tensor`, any shape, to rank `to` of the axis; leave it alone until `wait()`.
@@ -184,19 +261,19 @@ class Axis:
 
     @property
     def _sends_to_each(self) -> bool:
-        """True if gathers and scatters are made of sends: see the module's text."""
+        """True if gathers and scatters are made of sends."""
         return dist.get_backend(self.group) == "gloo"
 
-    def _exchange(self, slots: list[torch.Tensor], parts: list[torch.Tensor]) -> list[dist.Work]:
+    def _exchange(self, slots: list[torch.Tensor], parts: list[torch.Tensor]) -> list[Work | None]:
         """Send each other rank its part, and receive what it has for this one into its slot."""
-        works = []
+        works: list[Work | None] = []
         for step in range(1, self.size):  # every rank begins with another neighbour
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
             if len(parts[to]):
                 works.append(dist.isend(parts[to], group=self.group, group_dst=to))
             if len(slots[source]):
                 works.append(dist.irecv(slots[source], group=self.group, group_src=source))
-        return [work for work in works if work is not None]
+        return works
 
     def _add_up(self, piece: torch.Tensor, own: torch.Tensor, arrived: torch.Tensor) -> None:
         """Fill `piece` with this rank's own part and those of the others."""
@@ -205,12 +282,6 @@ class Axis:
         total = own
         for step in range(1, self.size):
             total = torch.add(total, arrived[self.rank - step], out=piece)
-
-    def _gather_padded(self, full: torch.Tensor, piece: torch.Tensor, count: int) -> Work:
-        """NCCL gathers equal pieces only: pad the last ones on the way."""
-        padded = full.new_empty(self.size * count)
-        work = _gather_equal(padded, _pad(piece, count), group=self.group, async_op=True)
-        return WorkThen(work, lambda: full.copy_(padded[: len(full)]))
 
     @contextmanager
     def _counted(
@@ -228,9 +299,16 @@ class Axis:
                     f"{kind} of a non-contiguous tensor {tuple(tensor.shape)}, strides {tensor.stride()}"
                 )
         call = Call(kind, self.name, purpose)
-        self.traffic.add(call, full.nbytes)
-        with observed(call, full, self.members, to):
+        if not self.traffic.is_paused:
+            self.traffic.bytes[call] += full.nbytes
+        watching = list(observers)
+        for observer in watching:
+            observer.begins(call, full, self.members, to)
+        try:
             yield
+        finally:
+            for observer in watching:
+                observer.ends()
 
 
 def _pad(tensor: torch.Tensor, count: int) -> torch.Tensor:

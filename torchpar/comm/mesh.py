@@ -10,8 +10,7 @@ import torch
 
 from compare.spec.axes import BATCH, joined
 from compare.spec.experiment import Layout
-from torchpar.comm.collectives import Axis
-from torchpar.comm.counter import Traffic
+from torchpar.comm.collectives import Axis, Traffic
 from torchpar.comm.process_groups import make_group
 
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from compare.spec.axes import DP_SHARD
-from torchpar.comm.chunks import chunk_slices
+from torchpar.comm.collectives import chunk_slices
 from torchpar.compiler.placement import Placements, axes_of
 from torchpar.model import GPT
 from torchpar.remat import Remat, apply_remat

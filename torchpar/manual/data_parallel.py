@@ -24,8 +24,7 @@ import torch
 from torch import nn
 
 from compare.contract.communication import GRADIENTS, REPLICATE
-from torchpar.comm.collectives import Axis, ProcessGroup
-from torchpar.comm.handles import Work
+from torchpar.comm.collectives import Axis, ProcessGroup, Work
 from torchpar.manual.accumulation import Accumulates
 
 T = TypeVar("T", bound=Any)

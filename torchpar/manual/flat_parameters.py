@@ -18,9 +18,7 @@ import torch
 from torch import nn
 
 from compare.contract.communication import RECORD
-from torchpar.comm.chunks import chunk_slices
-from torchpar.comm.collectives import Axis
-from torchpar.comm.handles import Work
+from torchpar.comm.collectives import Axis, Work, chunk_slices
 from torchpar.manual.data_parallel import NamedParameters, pack, replicate
 
 

@@ -21,8 +21,7 @@ from torch import nn
 from compare.contract.communication import ACTIVATIONS, LOSS
 from compare.pipeline.schedules import Kind, Schedule, forward_only, make_schedule
 from compare.spec.experiment import Layout
-from torchpar.comm.collectives import Axis, ProcessGroup
-from torchpar.comm.handles import Work
+from torchpar.comm.collectives import Axis, ProcessGroup, Work
 from torchpar.gpt_stages import GPTStages, stage_modules
 from torchpar.manual.instructions import (
     Backward,

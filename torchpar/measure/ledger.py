@@ -31,7 +31,7 @@ from compare.contract.communication import (
 )
 from compare.contract.ledger import Ledger
 from compare.spec.axes import DP_SHARD, PP, TP
-from torchpar.comm.counter import Call, Traffic, observers
+from torchpar.comm.collectives import Call, Traffic, observers
 from torchpar.measure.calls import call_of
 from torchpar.measure.dispatcher import numbers, watched
 from torchpar.measure.frames import is_of_fsdp, is_of_optimizer, line_of

@@ -20,7 +20,7 @@ from torch.profiler import record_function
 
 from compare.contract.timeline import Kind
 from compare.spec.axes import PP
-from torchpar.comm.counter import Call, observers
+from torchpar.comm.collectives import Call, observers
 from torchpar.launch import Rank
 from torchpar.manual.stage import Stage
 from torchpar.run import Run

@@ -36,7 +36,7 @@ from compare.contract.memory_profile import (
     peak_position,
     usage,
 )
-from torchpar.comm.counter import Call, observers
+from torchpar.comm.collectives import Call, observers
 from torchpar.measure.modules import RunningModules
 
 Tag = Class | Literal["messages"]

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from compare.contract.timeline import COMPUTE, Span
 from compare.spec.axes import PP
-from torchpar.comm.counter import Call
+from torchpar.comm.collectives import Call
 from torchpar.measure.calls import KINDS
 from torchpar.measure.marks import TraceMark, call_name
 

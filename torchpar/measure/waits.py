@@ -7,8 +7,7 @@ from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
-from torchpar.comm.collectives import Axis
-from torchpar.comm.handles import Work
+from torchpar.comm.collectives import Axis, Work
 
 STARTS = [name for name in vars(Axis) if name.startswith("start_")]
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from compare.contract.communication import GRADIENTS
 from compare.contract.work import Again, ObservedWork, name_of
 from compare.pipeline.schedules import Kind, Task
-from torchpar.comm.counter import Call, observers
+from torchpar.comm.collectives import Call, observers
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "addmm_", "baddbmm_"})
 ATTENTION = "scaled_dot_product"
