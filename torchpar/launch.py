@@ -28,9 +28,8 @@ import torch
 
 from compare.contract.divergence import DivergedError
 from compare.contract.record import Failure
-from compare.host.activity import Activity, look_s
 from compare.host.disk import DiskFull
-from compare.host.facts import MissingDevicesError
+from compare.host.facts import Activity, MissingDevicesError, look_s
 from compare.host.signals import describe_exit, is_ignored
 from torchpar.comm.process_groups import choose_interface, is_consequence
 

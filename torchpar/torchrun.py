@@ -21,8 +21,7 @@ from compare.contract.early_stop import StoppedEarly, StopRequest
 from compare.contract.exit_codes import BAD_REQUEST, STOPPED
 from compare.contract.other_hosts import Waiting, blame_for_hang
 from compare.contract.record import WAITING, Failure, clear_record, leave_failure, read_failure
-from compare.host.activity import look_s
-from compare.host.facts import MissingDevicesError
+from compare.host.facts import MissingDevicesError, look_s
 from compare.host.signals import describe_exit, on_signals
 from compare.spec.experiment import ExperimentError
 from torchpar.launch import Heartbeat, Rank, RanksFailed, failure_of, ranks_named, require_gpus
