@@ -83,8 +83,7 @@ def test_a_step_of_torchpar_names_the_gradient_and_moves_nothing(tiny, tmp_path)
         assert torch.equal(weight, before[name]), name
     (step,) = steps_of(tmp_path / STEPS_PART)
     assert math.isnan(step.grad_norm)
-    report = failure_of(error.value, rank)
-    assert report.failure == Failure(message=str(error.value))
+    assert failure_of(error.value, rank) == Failure(message=str(error.value))
 
 
 def test_a_run_that_diverges_says_so_in_every_engine(shardpair):
