@@ -29,9 +29,9 @@ from torchpar.checkpoint import restore_moments
 from torchpar.comm import process_groups
 from torchpar.comm.devices import PACKAGES
 from torchpar.comm.mesh import Mesh, make_mesh
-from torchpar.launch import Rank
 from torchpar.first_weights import FirstWeights, empty_model
 from torchpar.host_memory import keep_freed_memory
+from torchpar.launch import Rank
 from torchpar.loss_scale import scale_loss, undivided_parts, unscale_gradients
 from torchpar.observers import observers_of
 from torchpar.optimizer import make_optimizer, optimizer_step

@@ -11,8 +11,8 @@ from compare.contract.timing import Timing
 from compare.host.facts import MissingPackageError
 from compare.host.json_files import write_json
 from compare.spec.experiment import Data, Experiment, Optimizer, Train
-from torchpar.launch import Heartbeat, Rank
 from torchpar import entry
+from torchpar.launch import Heartbeat, Rank
 from torchpar.model import GPT
 from torchpar.peers import nanogpt_loop
 from torchpar.train import train as torchpar_train
