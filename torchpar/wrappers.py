@@ -17,7 +17,7 @@ for it: DistributedDataParallel, ZeroRedundancyOptimizer, fully_shard. Nothing o
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -32,19 +32,10 @@ from torchpar.manual.flat_parameters import FlatParameters, Unit, gather_pieces,
 from torchpar.optimizer import gradient_norm, scale_gradients
 
 DDP, ZERO, FSDP2 = "DistributedDataParallel", "ZeroRedundancyOptimizer", "fully_shard"
-ELEMENTWISE = [
-    "SGD",
-    "ASGD",
-    "Rprop",
-    "RMSprop",
-    "Adagrad",
-    "Adadelta",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-]
+ELEMENTWISE = {
+    *("SGD", "ASGD", "Rprop", "RMSprop", "Adagrad", "Adadelta"),
+    *("Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
+}
 """Classes of torch.optim that compute the same on pieces of tensors as on tensors."""
 _scale = torch._amp_foreach_non_finite_check_and_unscale_
 NORMS = {torch.linalg.vector_norm, torch.norm, torch.Tensor.norm, torch._foreach_norm, _scale}
@@ -113,9 +104,7 @@ class Guarded(nn.Module):
         return flags.bool().tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Guarded":
-        raise RuntimeError(
-            f"a copy would share hooks: load the whole state into another module, or use {DDP}"
-        )
+        raise RuntimeError(f"a copy would share hooks: load the whole state into another, or use {DDP}")
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Guarded":
         raise RuntimeError("convert or move the module before it is wrapped")
@@ -124,11 +113,9 @@ class Guarded(nn.Module):
 class DataParallel(Guarded, data_parallel.DataParallel):
     """Averages the gradients of a module over the ranks: see `manual.data_parallel`.
 
-    Args:
-        module: parameters and buffers become those of the first rank.
-        find_unused_parameters: let parameters be without a gradient. One used on no rank keeps None on
-            all; one used on some counts as zero on the others. Costs one small all-reduce a step.
-        options: gradient_sync, bucket_size_mb and group.
+    Parameters and buffers become those of the first rank. With `find_unused_parameters` a parameter that no
+    rank uses has no gradient; one used on some ranks counts as zero on the others. That costs one small
+    all-reduce a step. Options: gradient_sync, bucket_size_mb and group.
     """
 
     def __init__(self, module: nn.Module, *, find_unused_parameters: bool = False, **options: Any):
@@ -145,9 +132,7 @@ class DataParallel(Guarded, data_parallel.DataParallel):
         if parameter.grad is None:
             raise RuntimeError(f"a hook on {bucket.names[index]} takes its gradient away: use {DDP}")
         if self.is_synchronizing and index not in bucket.pending:
-            raise RuntimeError(
-                f"{bucket.names[index]} has a second gradient: put all but the last in no_sync()"
-            )
+            raise RuntimeError(f"a second gradient of {bucket.names[index]}: put all but one in no_sync()")
         super().gradient_ready(bucket, index, parameter)
         self._unfinished = max(self._unfinished, 1 + self.is_synchronizing)
         parameter.grad = parameter.grad.as_subclass(UnfinishedGradient)
@@ -183,19 +168,16 @@ class DataParallel(Guarded, data_parallel.DataParallel):
 class FSDP(Guarded, fully_sharded.FSDP):
     """Shards parameters, gradients and optimizer state over the ranks: see `manual.fully_sharded`.
 
-    An optimizer over `parameters()` has this rank's pieces: 1-D, perhaps empty, under the original names. So
-    choose param groups by name, and before wrapping: `p.dim()` is 1 of each.
+    An optimizer over `parameters()` has this rank's pieces: 1-D, perhaps empty. So choose param groups by
+    name, from `pieces`: `p.dim()` is 1 of each.
 
     Args:
         module: its values become those of the first rank. Every rank runs the same units in the same order.
-        units: submodules to gather one after the other, or lists of them that are gathered together. What is
-            in none, or tied between two, stays gathered from forward to the end of the step. None: the
-            elements of the outermost ModuleLists and Sequentials.
+        units: submodules to gather one after the other, or lists of them that are gathered together; by
+            default the elements of the outermost ModuleLists and Sequentials. What is in none stays gathered
+            from forward to the end of the step.
         find_unused_parameters: as for DataParallel; gradients are then reduced after backward.
         options: group, replicate_group, zero (2 or 3) and reshard_after_forward.
-
-    Attributes:
-        pieces: by the original names, what an optimizer is to update.
     """
 
     def __init__(
@@ -215,22 +197,17 @@ class FSDP(Guarded, fully_sharded.FSDP):
         self.pieces = {name: piece_of[parameter] for parameter, name in names.items()}
         self._find_unused = find_unused_parameters
         self._watch([self.axis, self.flats[0].replicas], self.pieces.values())
-        module.register_state_dict_pre_hook(self._refuse_state)
+        module.__dict__["state_dict"] = refuse_state_dict
 
     def forward(self, *args, **kwargs):
         self._begin_pass()
         for unit in self.units:
-            memory = {
-                piece: flat.shard.untyped_storage().data_ptr() for flat in unit.flats for piece in flat.pieces
-            }
+            memory = {p: flat.shard.untyped_storage().data_ptr() for flat in unit.flats for p in flat.pieces}
             for holder, name, parameter, piece in unit.uses:
                 is_shown = holder._parameters.get(name) is piece or unit in self._unsharded
-                if not is_shown or piece.untyped_storage().data_ptr() != memory[piece]:
-                    raise RuntimeError(
-                        f"{name} was replaced since FSDP was made: write into it, or use {FSDP2}"
-                    )
-                if parameter.requires_grad != piece.requires_grad:
-                    raise RuntimeError(f"{name} was frozen or thawed since FSDP was made: use {FSDP2}")
+                is_same = piece.untyped_storage().data_ptr() == memory[piece]
+                if not (is_shown and is_same and parameter.requires_grad == piece.requires_grad):
+                    raise RuntimeError(f"{name} was replaced, frozen or thawed since FSDP began: use {FSDP2}")
         return super().forward(*args, **kwargs)
 
     def after_forward(self, unit: Unit, module: nn.Module, args: tuple, output: object) -> None:
@@ -254,19 +231,17 @@ class FSDP(Guarded, fully_sharded.FSDP):
     def finish_gradient_synchronization(self) -> None:
         places = [(flat, n) for flat in self.flats for n, p in enumerate(flat.parameters) if p.requires_grad]
         used = [n in flat.gradients.used for flat, n in places]
-        if self._find_unused:
-            for (flat, n), is_used in zip(places, self._agreed(used, self.flats[0].shard), strict=True):
-                if is_used and n not in flat.gradients.used:
-                    flat.parameters[n].grad = torch.zeros_like(flat.parameters[n])
-                    flat.gradients.add(n)
-            for unit in reversed(self.units):
-                super().reduce(unit)
-        for (flat, n), is_used in zip(places, used, strict=True):
-            if flat.gradients.used and not is_used:
+        on_any = self._agreed(used, self.flats[0].shard) if self._find_unused else used
+        for (flat, n), is_used, is_used_somewhere in zip(places, used, on_any, strict=True):
+            if not is_used and flat.gradients.used and not self._find_unused:
                 raise RuntimeError(f"{flat.names[n]} took no part: set find_unused_parameters=True")
+            if is_used_somewhere and not is_used:
+                flat.parameters[n].grad = torch.zeros_like(flat.parameters[n])
+                flat.gradients.add(n)
+        for unit in reversed(self.units) if self._find_unused else ():
+            super().reduce(unit)
         super().finish_gradient_synchronization()
-        for piece in self.pieces.values():
-            piece.grad = None if piece.grad is None else piece.grad.as_subclass(PieceOfGradient)
+        mark_pieces(self.flats, PieceOfGradient)
         self._unfinished = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -312,12 +287,9 @@ class FSDP(Guarded, fully_sharded.FSDP):
             raise ValueError(f"names that differ: {', '.join(sorted(set(targets) ^ set(state)))}")
         for name, target in targets.items():
             flat, index = places.get(id(target), (None, 0))
-            like = target if flat is None else flat.parameters[index]
-            if state[name].shape != like.shape:
-                raise ValueError(
-                    f"{name} is {tuple(like.shape)}, and the state has {tuple(state[name].shape)}"
-                )
-            value = state[name]
+            like, value = target if flat is None else flat.parameters[index], state[name]
+            if value.shape != like.shape:
+                raise ValueError(f"{name} is {tuple(like.shape)}, and the state has {tuple(value.shape)}")
             if flat is not None:
                 dense = torch.empty_like(like, device=target.device).copy_(value)
                 value = dense.as_strided((dense.numel(),), (1,))[flat.elements_of(index)]
@@ -327,17 +299,7 @@ class FSDP(Guarded, fully_sharded.FSDP):
 
     def _state(self) -> dict[str, torch.Tensor]:
         """The module's own state dict, with pieces for parameters."""
-        self._shows_pieces = True
-        try:
-            return self.module.state_dict(keep_vars=True)
-        finally:
-            self._shows_pieces = False
-
-    _shows_pieces = False
-
-    def _refuse_state(self, module: nn.Module, *arguments: Any) -> None:
-        if not self._shows_pieces:
-            raise RuntimeError("state_dict() would have this rank's pieces alone: use full_state_dict()")
+        return type(self.module).state_dict(self.module, keep_vars=True)
 
 
 class ShardedOptimizer(sharded_optimizer.ShardedOptimizer):
@@ -347,16 +309,10 @@ class ShardedOptimizer(sharded_optimizer.ShardedOptimizer):
     here, and `finish_gradient_synchronization()` comes before `step()`.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        optimizer_cls: type[torch.optim.Optimizer],
-        *,
-        reduce_gradients: bool = False,
-        **kwargs: Any,
-    ):
+    def __init__(self, params: Iterable[Any], optimizer_cls: type[torch.optim.Optimizer], **options: Any):
         require_elementwise(optimizer_cls)
-        super().__init__(params, optimizer_cls, reduce_gradients=reduce_gradients, **kwargs)
+        options.setdefault("reduce_gradients", False)
+        super().__init__(params, optimizer_cls, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if "inner" in vars(self):
@@ -368,9 +324,7 @@ class ShardedOptimizer(sharded_optimizer.ShardedOptimizer):
 
     def finish_gradient_synchronization(self) -> None:
         super().finish_gradient_synchronization()
-        for flat in self.flats:
-            for piece in flat.pieces:
-                piece.grad = None if piece.grad is None else piece.grad.as_subclass(PieceOfGradient)
+        mark_pieces(self.flats, PieceOfGradient)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip what `finish_gradient_synchronization` left, by the norm over all ranks' pieces: a scalar."""
@@ -388,17 +342,25 @@ class ShardedOptimizer(sharded_optimizer.ShardedOptimizer):
             group.update({**inner, "params": group["params"]})
 
 
-def clip_pieces(flats: Iterable[FlatParameters], max_norm: float) -> torch.Tensor:
+def refuse_state_dict(*arguments: Any, **options: Any) -> NoReturn:
+    """Stands in the place of the `state_dict` of a module under FSDP."""
+    raise RuntimeError("state_dict() would have this rank's pieces alone: use full_state_dict()")
+
+
+def clip_pieces(flats: Sequence[FlatParameters], max_norm: float) -> torch.Tensor:
     """Scale the pieces' gradients to a norm over all ranks of at most `max_norm`; the norm before, ()."""
-    pieces, axes = dict[str, nn.Parameter](), dict[str, tuple[Axis, ...]]()
-    for flat in flats:
-        for piece in flat.pieces:
-            piece.grad = None if piece.grad is None else piece.grad.as_subclass(torch.Tensor)
-            pieces[str(len(pieces))] = piece
-            axes[str(len(axes))] = (flat.axis,)
-    norm = gradient_norm(pieces, axes)
+    mark_pieces(flats, torch.Tensor)
+    axis_of = {piece: flat.axis for flat in flats for piece in flat.pieces}
+    pieces = {str(number): piece for number, piece in enumerate(axis_of)}
+    norm = gradient_norm(pieces, {name: (axis_of[piece],) for name, piece in pieces.items()})
     scale_gradients(pieces, norm, max_norm=max_norm)
     return norm
+
+
+def mark_pieces(flats: Sequence[FlatParameters], as_class: type[torch.Tensor]) -> None:
+    """Make the gradients of this rank's pieces tensors of a class."""
+    for piece in (piece for flat in flats for piece in flat.pieces):
+        piece.grad = None if piece.grad is None else piece.grad.as_subclass(as_class)
 
 
 def require_usual(module: nn.Module) -> None:
@@ -437,27 +399,19 @@ def default_units(module: nn.Module, *, is_listed: bool = False) -> Iterator[nn.
 
 
 def grouped(module: nn.Module, units: Iterable[Sequence[nn.Module]]) -> list[list[nn.Module]]:
-    """Units of which each parameter is in one: those that share one are joined, or go to the module's own.
-
-    The module itself is the last unit, for what is in no other.
-    """
-    inside, used_by = set(module.modules()), dict[nn.Module, int]()
-    groups = [list(unit) for unit in units]
-    for number, unit in enumerate(groups):
-        for part in (part for root in unit for part in root.modules()):
-            if part not in inside or used_by.setdefault(part, number) != number:
-                raise ValueError(f"a unit is no part of the module, or in another one's, too: use {FSDP2}")
-    homes: dict[nn.Parameter, set[int]] = {}  # by parameter its units; -1 is the module's own
-    for holder in module.modules():
-        for parameter in holder.parameters(recurse=False):
-            homes.setdefault(parameter, set()).add(used_by.get(holder, -1))
-    moved = {number: number for number in range(-1, len(groups))}
-    for shared in homes.values():
-        first = min(moved[number] for number in shared)
-        joined = {moved[number] for number in shared}
-        moved = {number: first if to in joined else to for number, to in moved.items()}
-    roots = {moved[number] for shared in homes.values() for number in shared}
-    made = {
-        root: [part for n, to in moved.items() if to == root >= 0 for part in groups[n]] for root in roots
-    }
-    return [*(made[root] for root in sorted(roots - {-1})), *([[module]] if -1 in roots else [])]
+    """Units that share no parameter: those that do are joined. The module itself is last, for all that is in
+    none, or shared with what is in none."""
+    units = list(units)
+    parts = [part for unit in units for root in unit for part in root.modules()]
+    if len(set(parts)) < len(parts) or not set(parts) <= set(module.modules()):
+        raise ValueError(f"a unit is no part of the module, or in another one's, too: use {FSDP2}")
+    outside = [part for part in module.modules() if part not in set(parts)]
+    groups = [({p for part in outside for p in part.parameters(recurse=False)}, [module])]
+    for unit in units:
+        parameters, members = {p for part in unit for p in part.parameters()}, list(unit)
+        for group in [group for group in groups if group[0] & parameters]:
+            groups.remove(group)
+            parameters, members = group[0] | parameters, group[1] + members
+        groups.append((parameters, members))
+    joined = [[module] if module in members else members for parameters, members in groups if parameters]
+    return sorted(joined, key=lambda members: module in members)
