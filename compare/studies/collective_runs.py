@@ -19,10 +19,9 @@ from compare.contract.collective_bench import (
 )
 from compare.contract.request import REQUEST, Platform
 from compare.contract.run_lock import lock_folder
-from compare.execute.here import here_and_now
 from compare.execute.hosts import HERE, Hosts
 from compare.execute.launch import EngineError, require_gpu, run_side
-from compare.execute.machine import free_memory_bytes, gpu_memory_bytes
+from compare.execute.machine import free_memory_bytes, gpu_memory_bytes, here_and_now
 from compare.execute.paths import create_run_dir
 from compare.execute.progress import Reporter
 from compare.execute.tally import Tally
