@@ -1,29 +1,20 @@
 """Tables and figures of a plan."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from compare.contract.ahead_of_time import Waited
-from compare.judge.closed_forms.peak_memory import peak_form
 from compare.judge.ledger import Flow
 from compare.plan.compute import Term
 from compare.plan.outcome import AbsentStep, Full, PlanOutcome, StepAlone
 from compare.plan.predict import PARTS, predict
 from compare.plan.search import USABLE, Candidate, frontier
-from compare.present.memory import AtPeak, memory_figure
-from compare.show.figures import Figure, bars, colour, log_scale, rows_height
+from compare.present.memory import memory_figure, place_of
+from compare.show.figures import Figure, colour, log_scale
 from compare.show.findings import Column, Table, table_of
 from compare.terminal import human_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-class KeptAtPeak(NamedTuple):
-    """Bytes of a class at a peak."""
-
-    kind: str
-    expected: float | None
-    found: int
 
 
 DROPPED = (
@@ -52,9 +43,8 @@ MEMORY = (
     Column[tuple[str, float, float]]("XLA", lambda row: row[2], human_bytes),
 )
 KEPT = (
-    Column[KeptAtPeak]("class", lambda row: row.kind),
-    Column[KeptAtPeak]("closed form", lambda row: row.expected, human_bytes),
-    Column[KeptAtPeak]("kept", lambda row: row.found, human_bytes),
+    Column[tuple[str, int]]("class", lambda row: row[0]),
+    Column[tuple[str, int]]("kept", lambda row: row[1], human_bytes),
 )
 STATE = ("parameters", "optimizer")
 """Classes of memory that are arguments of a step; gradients are temporaries of one."""
@@ -120,12 +110,11 @@ def written_out(outcome: PlanOutcome, one: Candidate) -> Table:
 
 
 def alone_tables(one: StepAlone, outcome: PlanOutcome) -> list[Table]:
-    """What a layout's first rank sends, and what it keeps at its peak, each beside the closed form."""
+    """What a layout's first rank sends, and what it keeps at its peak."""
     candidate = next(c for c in (*outcome.candidates, *outcome.nearest) if c.name == one.layout)
-    form = peak_form(outcome.engine, candidate.of(outcome.experiment))
-    at_peak, planned = AtPeak(device=0, peak=one.memory.peak, form=form), candidate.bytes
-    kept = [KeptAtPeak(kind, expected, found) for kind, (found, expected) in at_peak.sizes.items()]
-    below = f"Its peak is {human_bytes(at_peak.peak.total)}, in {at_peak.peak.phase}: {at_peak.where}."
+    peak, planned = one.memory.peak, candidate.bytes
+    kept = [(kind, size) for kind, size in peak.bytes.items() if size]
+    below = f"Its peak is {human_bytes(peak.total)}, in {peak.phase}: {place_of(peak)}."
     return [
         table_of(f"What the first rank of {one.layout} sends, run alone", FLOWS, one.flows),
         table_of("What it keeps at its peak", KEPT, kept, below=f"{below} Planned: {human_bytes(planned)}."),
@@ -158,19 +147,6 @@ def compiled_tables(one: AbsentStep, outcome: PlanOutcome) -> list[Table]:
         *sent,
         table_of("What runs beside other work, in the compiler's word", WAITED, found.waited),
     ]
-
-
-def parts_figure(best: list[Candidate]) -> Figure:
-    """Time by part, a bar for each of the best."""
-    names = [one.name for one in best]
-    parts = {words: [one.parts.get(part, 0.0) * 1e3 for one in best] for part, words in PARTS.items()}
-    parts = {words: lengths for words, lengths in parts.items() if any(lengths)}
-    return Figure(
-        title="Time of a step, by part",
-        caption="Collectives: what nothing hides. Pipeline: the bubble, and messages that are waited for.",
-        draw=lambda axes: bars(axes, names, parts, "step time (ms)", "{:,.1f} ms".format, is_stacked=True),
-        height=rows_height(len(best)),
-    )
 
 
 def frontier_figure(outcome: PlanOutcome) -> Figure:

@@ -1,37 +1,28 @@
 """A bench in words: what is to be known of its figures, and what spoils those of any study."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from compare.execute.load import is_busy
 from compare.judge.bench_agreement import mistakes, unequal_terms, what_was_held
 from compare.judge.bench_rows import BenchRow, baseline_of, blocks
-from compare.judge.outcome import Case
-from compare.judge.statistics import MIN_ROUNDS, Estimate, interval_words, told_by_all
+from compare.judge.statistics import MIN_ROUNDS, interval_words, told_by_all
 from compare.judge.timed_outcome import TimedOutcome
 from compare.show.findings import written
 from compare.terminal import human_bytes, layout_in_words
 
+PACKAGES = ("python", "jax", "torch")
 CACHED = "Compiled programs may have been kept between processes: compilation may have been reading one."
 
 
-def told_text(wall: Iterable[Estimate], cpu: Iterable[Estimate]) -> str:
-    """What a table with these ratios could have told from 1.00, in every row; '' without intervals."""
-    ends = {"wall time": told_by_all(wall), "CPU time": told_by_all(cpu)}
-    said = [f"a {what} below {one[0]:.2f} or above {one[1]:.2f}" for what, one in ends.items() if one]
-    if not said:
-        return ""
-    return (
-        f"Every row could tell from 1.00 {' and '.join(said)}: every second time there, and nineteen times "
-        f"in twenty if twice as far off."
-    )
-
-
 def told_in(rows: Sequence[BenchRow]) -> str:
-    """`told_text` of a block's rows."""
-    return told_text(
-        [row.wall_ratio for row in rows if row.wall_ratio], [row.cpu_ratio for row in rows if row.cpu_ratio]
-    )
+    """Between which ratios a row of a block is not told from 1.00, at the worst; '' without intervals."""
+    ends = {
+        "wall time": told_by_all(row.wall_ratio for row in rows if row.wall_ratio),
+        "CPU time": told_by_all(row.cpu_ratio for row in rows if row.cpu_ratio),
+    }
+    words = [f"{name} {pair[0]:.2f} to {pair[1]:.2f}" for name, pair in ends.items() if pair]
+    return f"Ratios that half of all benches would not tell from 1.00: {', '.join(words)}." if words else ""
 
 
 def block_title(result: TimedOutcome, block: str) -> str:
@@ -44,32 +35,41 @@ def block_title(result: TimedOutcome, block: str) -> str:
 
 def in_one_line(result: TimedOutcome) -> str:
     """The best and the worst ratio to the baseline; or that there is none."""
-    compared = [row for rows in blocks(result).values() for row in rows if row.wall_ratio]
-    if not compared:
+    rows = [row for rows in blocks(result).values() for row in rows]
+    ratios = sorted((row.wall_ratio.median, row.case, row) for row in rows if row.wall_ratio)
+    if not ratios:
         return f"{_rounds(result)}; nothing to divide by {result.baseline}"
-
-    def said(row: BenchRow) -> str:
-        return f"{row.label} under {row.block} {written(row.wall_ratio, '.2f')}"
-
-    ordered = sorted(compared, key=lambda row: row.wall_ratio.median if row.wall_ratio else 1.0)
-    ends = [ordered[0]] if len(ordered) == 1 else [ordered[0], ordered[-1]]
-    return f"Wall time over that of {result.baseline}, {_rounds(result)}: {'; '.join(map(said, ends))}"
+    words = [
+        f"{row.label} under {row.block} {written(row.wall_ratio, '.2f')}"
+        for *_, row in ratios[:: max(len(ratios) - 1, 1)]
+    ]
+    return f"Wall time over that of {result.baseline}, {_rounds(result)}: {'; '.join(words)}"
 
 
 def sentences(result: TimedOutcome) -> list[str]:
     """What must be known to read the table: how it was timed, where, and what is missing."""
-    timing, machine = result.timing, result.circumstances.machine
-    windows = f"{timing.windows} windows of {timing.window} steps, inside of which nothing waits for a step"
+    timing, machine, versions = result.timing, result.circumstances.machine, result.circumstances.versions
+    without = dict.fromkeys(case.block for case in result.cases if not baseline_of(result, case))
+    missing = f" (which is not in {', '.join(without)})" if without else ""
+    interval = f"Fewer than {MIN_ROUNDS} rounds: no interval can be told."
+    if result.rounds >= MIN_ROUNDS:
+        rows = [row for rows in blocks(result).values() for row in rows]
+        interval = f"Around it: {interval_words(row.wall_ratio for row in rows if row.wall_ratio)}."
+    ceilings = [f"{name} {one.flops_per_s / 1e9:,.0f} GFLOP/s" for name, one in result.ceilings.items()]
+    where = "on one GPU" if result.platform == "gpu" else "on all cores"
+    ceiling = f" Their ceiling is the fastest matrix product {where}: {', '.join(ceilings)}."
     return [
         f"{result.platform.upper()} timings: {_rounds(result)}, each case a fresh process, in an order that "
-        f"rotates. A step's wall time is the median of {windows}, its CPU time that of all processes; single "
-        f"is a step that is waited for. Start, compilation and first step are apart. Memory is the peak of "
-        f"the fullest device.",
-        f"Ratios are to {_baseline(result)}, within a round; {_interval(result)}",
-        f"GFLOP/s are the model's, without what is computed anew.{_ceilings(result)}",
-        f"Machine: {machine.cpu_model}, {machine.cores} cores, "
-        f"{human_bytes(machine.memory_bytes)} of memory, {machine.system}; "
-        f"{_versions(result)}; {result.circumstances.made_by}.",
+        f"rotates. A step's wall time is the median of {timing.windows} windows of {timing.window} steps, "
+        f"inside of which nothing waits for a step, its CPU time that of all processes; single is a step "
+        f"that is waited for. Start, compilation and first step are apart. Memory is the peak of the fullest "
+        f"device.",
+        f"Ratios are to {result.baseline}{missing}, within a round; the median over rounds. {interval}",
+        f"GFLOP/s are the model's, without what is computed anew.{ceiling if ceilings else ''}",
+        f"Machine: {machine.cpu_model}, {machine.cores} cores, {human_bytes(machine.memory_bytes)} of "
+        f"memory, {machine.system}; "
+        f"{', '.join(f'{name} {versions[name]}' for name in PACKAGES if name in versions)}; "
+        f"{result.circumstances.made_by}.",
         *filter(None, [what_was_held(result)]),
         *([CACHED] if result.is_cached else []),
     ]
@@ -102,39 +102,3 @@ def _rounds(result: TimedOutcome) -> str:
     done = result.finished_rounds
     plural = "" if result.rounds == 1 else "s"
     return f"{result.rounds} round{plural}" if done == result.rounds else f"{done} of {result.rounds} rounds"
-
-
-def _baseline(result: TimedOutcome) -> str:
-    without = dict.fromkeys(case.block for case in result.cases if not baseline_of(result, case))
-    missing = f" (which is not in {', '.join(without)})" if without else ""
-    return f"{result.baseline}{missing}"
-
-
-def _interval(result: TimedOutcome) -> str:
-    if result.rounds < MIN_ROUNDS:
-        return f"the median over rounds. Fewer than {MIN_ROUNDS} rounds: no interval can be told."
-    rows = [row for rows in blocks(result).values() for row in rows]
-    intervals = interval_words(row.wall_ratio for row in rows if row.wall_ratio)
-    return f"the median over rounds, and two of the rounds' own ratios around it: {intervals}."
-
-
-def _ceilings(result: TimedOutcome) -> str:
-    if not result.ceilings:
-        return ""
-    where = "on one GPU" if result.platform == "gpu" else "on all cores"
-    each = (f"{name} {one.flops_per_s / 1e9:,.0f} GFLOP/s" for name, one in result.ceilings.items())
-    return f" Their ceiling is the fastest matrix product {where}: {', '.join(each)}."
-
-
-def _versions(result: TimedOutcome) -> str:
-    found = result.circumstances.versions
-    return ", ".join(f"{name} {found[name]}" for name in ("python", "jax", "torch") if name in found)
-
-
-def circumstances_rows(result: TimedOutcome) -> list[tuple[Case, list[str]]]:
-    """Every case that finished: synchronisation, recomputation, threads, device, how memory was measured."""
-    return [
-        (case, [one.gradient_sync, one.remat, one.threads, one.device_kind, one.peak_memory_method])
-        for case in result.cases
-        if (one := result.how.get(case.name))
-    ]

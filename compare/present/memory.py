@@ -1,93 +1,29 @@
-"""What a device holds between two steps and at the peak of one, by class, beside the closed forms."""
+"""What a device holds between two steps and at the peak of one, by class, beside what was estimated."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from msgspec import Struct
-
-from compare.contract.memory_profile import CLASSES, MEANINGS, Class, Curve, Peak
+from compare.contract.memory_profile import CLASSES, MEANINGS, Curve, Peak
 from compare.contract.record import ON_HOST, Record
 from compare.judge.closed_forms.memory import KINDS, closed_form
-from compare.judge.closed_forms.peak_memory import PeakForm, peak_form
-from compare.show.figures import INK, Figure, areas
+from compare.show.figures import COLOURS, INK, Figure
 from compare.show.findings import NONE, Row, Table, Text
+from compare.studies.memory_estimate import estimate_memory
 from compare.terminal import human_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-UNEXPLAINED = "unexplained"
-"""Beside a figure that differs from its closed form, for no reason that is known."""
 NARROWEST = 0.1
 """Of a step: what a phase takes whose name has room below it."""
 MANY_PHASES = 12
 """Changes from which on a pipeline's forwards and backwards are too close to be named."""
 
 
-class AtPeak(Struct, frozen=True, kw_only=True):
-    """A device at its peak, as it was measured and as it should be."""
-
-    device: int
-    peak: Peak
-    form: PeakForm | None
-    """None where there is none: `peak_form` says for what."""
-
-    @property
-    def sizes(self) -> dict[str, tuple[int, float | None]]:
-        """Of every class that is there, or should be: bytes measured, and by the closed form."""
-        expected = self.form.bytes if self.form else {}
-        return {
-            kind: (self.peak.bytes.get(kind, 0), expected.get(kind))
-            for kind in CLASSES
-            if self.peak.bytes.get(kind) or expected.get(kind)
-        }
-
-    @property
-    def where(self) -> str:
-        """The operation at which the peak is, and its place; "" of a plan."""
-        return where(self.peak)
-
-    def is_explained(self, kind: Class) -> bool:
-        """True if a class is as its closed form has it, or has none."""
-        return self.form is None or self.form.fits(kind, self.peak.bytes.get(kind, 0))
-
-
-def where(peak: Peak) -> str:
+def place_of(peak: Peak) -> str:
     """The operation at which a peak is, and its place; "" of a plan."""
     return peak.operation + (f" in {peak.place}" if peak.place else "")
-
-
-def at_peak(record: Record, *, device: int | None = None) -> AtPeak | None:
-    """One device at its peak, by default the fullest; None if the record has no profile."""
-    profile = record.memory
-    if profile is None or not profile.devices:
-        return None
-    chosen = profile.fullest if device is None else device
-    return AtPeak(
-        device=chosen,
-        peak=profile.of(chosen).peak,
-        form=peak_form(record.manifest.engine, record.manifest.experiment, device=chosen),
-    )
-
-
-def _beside(measured: float, expected: float | None, *, is_explained: bool = True) -> Text:
-    """Bytes, and how far they are off the closed form: `12 MB`, `of 11.8 MB, +1.7%`."""
-    if expected is None:
-        return Text(human_bytes(measured))
-    off = round(measured / expected - 1, 3) if expected else 0.0
-    note = f"of {human_bytes(expected)}{f', {off:+.1%}' if off else ''}"
-    return Text(human_bytes(measured), note if is_explained else f"{note}: {UNEXPLAINED}")
-
-
-def rows(cases: Sequence[tuple[str, AtPeak]], *, kinds: Sequence[Class] = CLASSES) -> list[list[str]]:
-    """A row for each case: its name, each class beside its closed form, and all together."""
-    found = []
-    for name, one in cases:
-        texts = [_class_cell(one, kind) if kind in one.sizes else Text("") for kind in kinds]
-        cells = [f"{text.text} {text.note}".strip() for text in texts]
-        found.append([name, *cells, human_bytes(one.peak.total)])
-    return found
 
 
 def resting_table(records: Mapping[str, Record]) -> Table:
@@ -113,47 +49,38 @@ def _resting_cells(record: Record) -> list[Text]:
         return [Text("not recorded")] * (len(KINDS) + 1)
     device = max(range(manifest.devices), key=lambda d: sum(measured[kind][d] for kind in KINDS))
     pairs = [(measured[kind][device], expected[kind][device]) for kind in KINDS]
-    pairs.append((sum(one for one, _ in pairs), sum(form for _, form in pairs)))
+    pairs.append((sum(size for size, _ in pairs), sum(form for _, form in pairs)))
+    cells = []
+    for size, form in pairs:
+        off = round(size / form - 1, 3) if form else 0.0
+        cells.append(Text(human_bytes(size), f"of {human_bytes(form)}{f', {off:+.1%}' if off else ''}"))
     on_host = measured.get(ON_HOST, [0] * manifest.devices)[device]
-    return [*(_beside(*pair) for pair in pairs), *([Text(human_bytes(on_host))] if on_host else [])]
+    return [*cells, *([Text(human_bytes(on_host))] if on_host else [])]
 
 
-def peak_table(peaks: Mapping[str, AtPeak | None], *, below: str = "") -> Table:
-    """The fullest device's bytes at the peak of the watched step, by class, each beside its closed form."""
-    classes = [kind for kind in CLASSES if any(one and kind in one.sizes for one in peaks.values())]
-    found = [
-        Row(Text(kind, MEANINGS[kind]), [_class_cell(one, kind) for one in peaks.values()])
+def peak_tables(records: Mapping[str, Record]) -> list[Table]:
+    """The fullest device's bytes at the peak of the watched step, by class, of cases that say them."""
+    profiles = {name: one.memory for name, one in records.items() if one.memory and one.memory.devices}
+    if not profiles:
+        return []
+    peaks = {name: profile.of(profile.fullest).peak for name, profile in profiles.items()}
+    classes = [kind for kind in CLASSES if any(peak.bytes.get(kind) for peak in peaks.values())]
+    rows = [
+        Row(
+            Text(kind, MEANINGS[kind]),
+            [Text(human_bytes(size) if (size := peak.bytes.get(kind)) else NONE) for peak in peaks.values()],
+        )
         for kind in classes
     ]
-    totals = [Text(human_bytes(one.peak.total) if one else "not recorded") for one in peaks.values()]
-    places = [Text(one.peak.phase, one.where) if one else Text("not recorded") for one in peaks.values()]
-    return Table(
-        name="Memory at the peak of a step",
-        corner="class",
-        columns=list(peaks),
-        rows=[*found, Row(Text("all"), totals, is_total=True), Row(Text("where"), places)],
-        below=below,
-    )
-
-
-def _class_cell(one: AtPeak | None, kind: Class) -> Text:
-    if one is None:
-        return Text("not recorded")
-    if kind not in one.sizes:
-        return Text(NONE)
-    return _beside(*one.sizes[kind], is_explained=one.is_explained(kind))
-
-
-def peak_words(peaks: Mapping[str, AtPeak | None]) -> str:
-    """Which moment the closed forms are of, and which cases have none."""
-    forms = {name: one.form for name, one in peaks.items() if one}
-    moments = " or ".join(dict.fromkeys(f.moment for f in forms.values() if f and not f.is_of_state))
-    state = [name for name, form in forms.items() if form and form.is_of_state]
-    without = [name for name, form in forms.items() if not form]
-    words = [f"The closed forms are those {moments}."] if moments else []
-    words += [f"Of {', '.join(state)} there is one of parameters and optimizer alone."] if state else []
-    words += [f"There is none for {', '.join(without)}."] if without else []
-    return " ".join(words)
+    totals = []
+    for name, peak in peaks.items():
+        manifest = records[name].manifest
+        most = estimate_memory(manifest.engine, manifest.experiment).per_device[profiles[name].fullest]
+        totals.append(Text(human_bytes(peak.total), f"estimated: at most {human_bytes(most)}"))
+    rows.append(Row(Text("all"), totals, is_total=True))
+    rows.append(Row(Text("where"), [Text(peak.phase or NONE, place_of(peak)) for peak in peaks.values()]))
+    name = "Memory at the peak of a step"
+    return [Table(name=name, corner="class, of the fullest device", columns=list(peaks), rows=rows)]
 
 
 def memory_figures(records: Mapping[str, Record]) -> list[Figure]:
@@ -164,7 +91,7 @@ def memory_figures(records: Mapping[str, Record]) -> list[Figure]:
         if profile and profile.devices and (curve := profile.devices[profile.fullest].curve):
             peak = profile.devices[profile.fullest].peak
             which = f"Device {profile.fullest}" if len(profile.devices) > 1 else "Every device"
-            caption = f"{which}; the dotted line is the peak, in {peak.phase}: {where(peak)}."
+            caption = f"{which}; the dotted line is the peak, in {peak.phase}: {place_of(peak)}."
             method = f"{profile.method[:1].upper()}{profile.method[1:]}."
             title = f"Memory of {name} over a step"
             figures.append(memory_figure(title, curve, peak, caption=f"{caption} {method}"))
@@ -184,7 +111,8 @@ def memory_figure(title: str, curve: Curve, peak: Peak, *, caption: str) -> Figu
     }
 
     def draw(axes: "Axes") -> None:
-        areas(axes, curve.positions, heights)
+        shades = [COLOURS[kind] for kind in heights]
+        axes.stackplot(curve.positions, *heights.values(), labels=list(heights), colors=shades, linewidth=0)
         axes.axvline(peak.position, color=INK, linewidth=1, linestyle=":")
         top = peak.total / factor
         axes.set(xlim=(0, max(curve.length - 1, 1)), ylim=(0, 1.12 * top), ylabel=f"in use ({unit})")

@@ -13,7 +13,7 @@ from compare.judge.outcome import Outcome, read_run
 from compare.numerics.parameters import parameter_count
 from compare.present.hosts import host_table
 from compare.present.ledger import layouts_of, table_of_layout
-from compare.present.memory import at_peak, memory_figures, peak_table, peak_words, resting_table
+from compare.present.memory import memory_figures, peak_tables, resting_table
 from compare.present.profile import measured_figures, planned_figures
 from compare.present.tables import (
     REMOVED,
@@ -65,13 +65,12 @@ def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
         for one in records.values()
         if len(set(one.manifest.hosts)) > 1
     )
-    peaks = {name: at_peak(record) for name, record in records.items()}
     tables = [
         cost_table(outcome),
         *([ladder_table(outcome.verdicts)] if outcome.verdicts else []),
         *(host_table(layout, hosts) for layout, hosts in on_hosts),
         resting_table(records),
-        *([peak_table(peaks, below=peak_words(peaks))] if any(peaks.values()) else []),
+        *peak_tables(records),
         ledger_table(records, outcome),
         *map(table_of_layout, layouts_of([ledger for ledger in ledgers if ledger.flows])),
     ]

@@ -1,13 +1,12 @@
 """The table and the figures of a sweep."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from compare.contract.record import Record
 from compare.judge.outcome import Outcome
 from compare.present.report import loss_figure
-from compare.show.figures import INK, Figure, bars, colour, rows_height, ticks
+from compare.show.figures import INK, Figure, colour, ticks
 from compare.show.findings import Column, Table, table_of
 from compare.terminal import human_bytes
 
@@ -56,44 +55,6 @@ def sweep_table(rows: "Sequence[StrategyRow]", *, scaled: bool) -> Table:
     return table_of(title, columns, rows, below=EXPLAINED, words=1)
 
 
-def figures_of(rows: "Sequence[StrategyRow]", *, scaled: bool) -> list[Figure]:
-    """Step times and peaks of strategies; or throughput and efficiency over devices."""
-    if not rows or scaled:
-        return _scaling_figures(rows) if rows else []
-    names = list(dict.fromkeys(map(_name, rows)))
-    engines = list(dict.fromkeys(row.engine for row in rows))
-    by_place = {(row.engine, _name(row)): row for row in rows}
-
-    def grouped(value: "Callable[[StrategyRow], float]") -> dict[str, list[float]]:
-        return {
-            engine: [
-                value(by_place[engine, name]) if (engine, name) in by_place else math.nan for name in names
-            ]
-            for engine in engines
-        }
-
-    times, peaks = grouped(lambda row: row.step_time_ms_mean), grouped(lambda row: row.peak_mem_bytes / 1e6)
-    height = rows_height(round(len(names) * max(1.0, len(engines) / 2)))
-    return [
-        Figure(
-            title="Step time of each strategy",
-            caption="The mean over steady steps of one process: an order of magnitude, and no ranking.",
-            draw=lambda axes: bars(axes, names, times, "step time, mean (ms)", "{:,.1f} ms".format),
-            height=height,
-        ),
-        Figure(
-            title="Peak memory of each strategy",
-            caption="Of the fullest device.",
-            draw=lambda axes: bars(axes, names, peaks, "peak memory (MB)", "{:,.1f} MB".format),
-            height=height,
-        ),
-    ]
-
-
-def _name(row: "StrategyRow") -> str:
-    return f"{row.strategy} {row.variant}".strip()
-
-
 def loss_figures(outcome: Outcome, records: Mapping[str, Record]) -> list[Figure]:
     """The loss curves of each engine's strategies, beside what they are held against."""
     figures = []
@@ -106,21 +67,22 @@ def loss_figures(outcome: Outcome, records: Mapping[str, Record]) -> list[Figure
     return figures
 
 
-def _scaling_figures(rows: "Sequence[StrategyRow]") -> list[Figure]:
+def scaling_figures(rows: "Sequence[StrategyRow]") -> list[Figure]:
+    """Throughput and efficiency over numbers of devices, a line for each engine and strategy."""
     alone = {row.engine: row for row in rows if row.devices == 1}
     lines: dict[str, list[StrategyRow]] = {}
     for row in (row for row in rows if row.devices > 1):
         start = [alone[row.engine]] if row.engine in alone else []
-        lines.setdefault(f"{row.engine}, {_name(row)}", start).append(row)
+        lines.setdefault(f"{row.engine}, {row.strategy} {row.variant}".strip(), start).append(row)
     lines = lines or {engine: [row] for engine, row in alone.items()}
     counts = sorted({row.devices for line in lines.values() for row in line})
     base = "one device" if counts[0] == 1 else f"{counts[0]} devices"
     best = max(line[0].tokens_per_s for line in lines.values()) / counts[0]
 
     def over_devices(axes: "Axes", value: "Callable[[StrategyRow], float | None]", y: str, form: str) -> None:
-        for place, (name, line) in enumerate(lines.items()):
-            points = [(row.devices, found) for row in line if (found := value(row)) is not None]
-            axes.plot(*zip(*points, strict=True), "o-", color=colour(place), label=name, markersize=4)
+        for number, (name, line) in enumerate(lines.items()):
+            points = [(row.devices, height) for row in line if (height := value(row)) is not None]
+            axes.plot(*zip(*points, strict=True), "o-", color=colour(number), label=name, markersize=4)
         axes.set(xlabel="devices", ylabel=y, xscale="log")
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(form)

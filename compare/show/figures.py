@@ -237,77 +237,32 @@ def windowed(
     return starts, [reduce(values[start : start + length]) for start in starts]
 
 
-def bars(
-    axes: "Axes",
-    names: Sequence[str],
-    lengths: Mapping[str, Sequence[float]],
-    x: str,
-    text: Callable[[float], str],
-    *,
-    is_stacked: bool = False,
-) -> None:
-    """Bars to the right of names, from above: a colour for each label, with the lengths written behind.
-
-    Args:
-        axes: to draw on.
-        names: of rows.
-        lengths: by label, one for each name; NaN for none. Those of a name stand below or, stacked, behind
-            each other.
-        x: the axis, with its unit.
-        text: what is written behind a bar or a stack.
-    """
-    thick = 0.7 if is_stacked else 0.8 / len(lengths)
-    begin, rows = [0.0] * len(names), range(len(names))
-    for place, (label, sizes) in enumerate(lengths.items()):
-        above = 0.0 if is_stacked else thick * (place - (len(lengths) - 1) / 2)
-        axes.barh([row + above for row in rows], sizes, thick, begin, color=colour(place), label=label)
-        if is_stacked:
-            begin = [a + b for a, b in zip(begin, sizes, strict=True)]
-        if not is_stacked or place == len(lengths) - 1:
-            for row, end in enumerate(begin if is_stacked else sizes):
-                if not math.isnan(end):
-                    axes.text(end, row + above, f"  {text(end)}", va="center", fontsize="small")
-    axes.margins(x=0.25)
-    axes.set_xlim(left=0)
-    _name_rows(axes, names, x)
-
-
 def intervals(
     axes: "Axes", names: Sequence[str], estimates: Mapping[str, Sequence[Estimate | None]], x: str
 ) -> None:
     """A median with its interval behind each name, a colour for each label, and a line at 1."""
     axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
-    for place, (label, of_label) in enumerate(estimates.items()):
-        there = [(row, one) for row, one in enumerate(of_label) if one]
-        above = 0.26 * (place - (len(estimates) - 1) / 2)
+    for number, (label, by_row) in enumerate(estimates.items()):
+        points = {row + 0.26 * number: estimate for row, estimate in enumerate(by_row) if estimate}
         axes.errorbar(
-            [one.median for _, one in there],
-            [row + above for row, _ in there],
-            xerr=whiskers([one for _, one in there]),
-            fmt=MARKERS[place],
-            color=colour(place),
+            [estimate.median for estimate in points.values()],
+            list(points),
+            xerr=whiskers(points.values()),
+            fmt=MARKERS[number],
+            color=colour(number),
             capsize=3,
             markersize=5,
             label=label,
         )
-    _name_rows(axes, names, x)
+    axes.set_yticks(range(len(names)), names, fontsize="small")
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlabel(x)
 
 
 def whiskers(estimates: Iterable[Estimate]) -> list[list[float]]:
     """Lengths of intervals below and above their medians, as matplotlib takes them."""
     ends = [(one.median - one.ends[0], one.ends[1] - one.median) for one in estimates]
     return [[low for low, _ in ends], [high for _, high in ends]]
-
-
-def rows_height(rows: int) -> float:
-    """Inches that a figure of so many bars or intervals needs."""
-    return 0.8 + 0.34 * rows
-
-
-def _name_rows(axes: "Axes", names: Sequence[str], x: str) -> None:
-    axes.set_yticks(range(len(names)), names, fontsize="small")
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xlabel(x)
 
 
 class Box(NamedTuple):
@@ -325,45 +280,28 @@ class Box(NamedTuple):
     """On the lower third of the row: communication, which lies beside compute."""
 
 
-def gantt(axes: "Axes", rows: Sequence[str], boxes: Iterable[Box], x: str) -> None:
-    """A row for each device, from above, and what it does over time.
-
-    Args:
-        axes: to draw on, of a wide figure.
-        rows: their names.
-        boxes: those of a look that nearly touch are drawn as one.
-        x: the axis, with its unit.
-    """
-    groups: dict[tuple[int, str, str, bool, bool], list[Box]] = {}
-    for box in boxes:
-        groups.setdefault((box.row, box.label, box.text, box.is_pale, box.is_beside), []).append(box)
-    end = max((box.begin + box.length for own in groups.values() for box in own), default=1.0)
-    for (row, label, text, is_pale, is_beside), own in groups.items():
-        spans: list[list[float]] = []
-        for box in sorted(own, key=lambda box: box.begin):
-            if spans and box.begin - spans[-1][1] < end * FINEST and not text:
-                spans[-1][1] = max(spans[-1][1], box.begin + box.length)
-            else:
-                spans.append([box.begin, box.begin + box.length])
-        widths = [(begin, max(stop - begin, end * FINEST)) for begin, stop in spans]
-        place = (row + 0.66, 0.26) if is_beside else (row + 0.06, 0.56 if _has_beside(groups) else 0.88)
-        alpha, edge = 0.55 if is_pale else 1.0, "white" if text else "none"
-        axes.broken_barh(widths, place, facecolor=COLOURS[label], alpha=alpha, edgecolor=edge, label=label)
-        for begin, width in widths if text else ():
+def gantt(axes: "Axes", rows: Sequence[str], boxes: Sequence[Box], x: str) -> None:
+    """A row for each device, from above, and what it does over time; boxes that nearly touch become one."""
+    end = max((box.begin + box.length for box in boxes), default=1.0)
+    height = 0.56 if any(box.is_beside for box in boxes) else 0.88
+    spans_by_look: dict[Box, list[tuple[float, float]]] = {}
+    for box in sorted(boxes, key=lambda box: box.begin):
+        spans = spans_by_look.setdefault(box._replace(begin=0, length=0), [])
+        begin, stop = box.begin, box.begin + max(box.length, end * FINEST)
+        if spans and not box.text and begin <= sum(spans[-1]) + end * FINEST:
+            before = spans.pop()
+            begin, stop = before[0], max(sum(before), stop)
+        spans.append((begin, stop - begin))
+    for look, spans in spans_by_look.items():
+        place = (look.row + 0.66, 0.26) if look.is_beside else (look.row + 0.06, height)
+        alpha, edge = 0.55 if look.is_pale else 1.0, "white" if look.text else "none"
+        shade = COLOURS[look.label]
+        axes.broken_barh(spans, place, facecolor=shade, alpha=alpha, edgecolor=edge, label=look.label)
+        for begin, width in spans if look.text else ():
             if width > end * 0.013:
                 middle = (begin + width / 2, place[0] + place[1] / 2)
-                axes.text(*middle, text, ha="center", va="center", color="black", fontsize=7)
+                axes.text(*middle, look.text, ha="center", va="center", color="black", fontsize=7)
     axes.set(xlim=(0, end), ylim=(len(rows), 0), xlabel=x)
     axes.set_yticks([row + 0.5 for row in range(len(rows))], rows)
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-
-
-def _has_beside(groups: Iterable[tuple[int, str, str, bool, bool]]) -> bool:
-    return any(is_beside for *_, is_beside in groups)
-
-
-def areas(axes: "Axes", x: Sequence[float], heights: Mapping[str, Sequence[float]]) -> None:
-    """Areas upon each other; labels are keys of `COLOURS`."""
-    shades = [COLOURS[label] for label in heights]
-    axes.stackplot(x, *heights.values(), labels=list(heights), colors=shades, linewidth=0)

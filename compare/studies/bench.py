@@ -8,10 +8,10 @@ from compare.flags.chosen_layout import DEVICES
 from compare.flags.pythons import pythons_of
 from compare.judge.bench_rows import BenchRow, blocks
 from compare.judge.outcome import Grid, Outcome
-from compare.judge.timed_outcome import TimedOutcome, timed
-from compare.present.bench_words import block_title, circumstances_rows, in_one_line, sentences, told_in
-from compare.show.figures import Figure, bars, intervals, rows_height
-from compare.show.findings import Column, Findings, Row, Table, Text, table_of
+from compare.judge.timed_outcome import HowItRan, timed
+from compare.present.bench_words import block_title, in_one_line, sentences, told_in
+from compare.show.figures import Figure, intervals
+from compare.show.findings import Column, Findings, table_of
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.bench_cases import Choice, bench_cases
@@ -96,8 +96,8 @@ class Bench(Timed, frozen=True, kw_only=True):
                 table_of(block_title(view, block), COLUMNS, of_block, below=told_in(of_block))
                 for block, of_block in by_block.items()
             ],
-            figures=figures_of(view, rows),
-            details=[how_each_ran(view)],
+            figures=ratio_figures(rows, view.baseline),
+            details=[table_of("How each case ran", HOW, list(view.how.items()), look="words")],
             rows=by_block,
         )
 
@@ -120,40 +120,31 @@ COLUMNS = (
 )
 
 
-def how_each_ran(outcome: TimedOutcome) -> Table:
-    """Every case's synchronisation, recomputation, threads and device, as its manifest says."""
-    return Table(
-        name="How each case ran",
-        corner="case",
-        columns=["gradient synchronisation", "recomputed in backward", "threads", "device", "peak memory is"],
-        rows=[
-            Row(Text(case.name), [Text(word) for word in words])
-            for case, words in circumstances_rows(outcome)
-        ],
-        look="words",
-    )
+HOW = (
+    Column[tuple[str, HowItRan]]("case", lambda row: row[0]),
+    Column[tuple[str, HowItRan]]("gradient synchronisation", lambda row: row[1].gradient_sync),
+    Column[tuple[str, HowItRan]]("recomputed in backward", lambda row: row[1].remat),
+    Column[tuple[str, HowItRan]]("threads", lambda row: row[1].threads),
+    Column[tuple[str, HowItRan]]("device", lambda row: row[1].device_kind),
+    Column[tuple[str, HowItRan]]("peak memory is", lambda row: row[1].peak_memory_method),
+)
 
 
-def figures_of(outcome: TimedOutcome, rows: Sequence[BenchRow]) -> list[Figure]:
-    """Ratios with intervals, and step times."""
-    ratios, names = [row for row in rows if row.wall_ratio], _names(rows)
-    whole = {"wall time": [row.wall_ratio for row in ratios], "CPU time": [row.cpu_ratio for row in ratios]}
-    x = f"times {outcome.baseline}; less is faster"
-    against = Figure(
-        title=f"Against {outcome.baseline}",
-        caption="Medians of the ratios of each round; whiskers are their intervals, from five rounds on.",
-        draw=lambda axes: intervals(axes, _names(ratios), whole, x),
-        height=rows_height(len(ratios)),
-    )
-    walls = {"step time": [row.wall_ms for row in rows]}
-    times = Figure(
-        title="Step time",
-        caption="Wall time of a step in windows, inside of which nothing waits for it: medians over rounds.",
-        draw=lambda axes: bars(axes, names, walls, "step time (ms)", "{:,.1f} ms".format),
-        height=rows_height(len(rows)),
-    )
-    return [*([against] if ratios else []), times]
-
-
-def _names(rows: Sequence[BenchRow]) -> list[str]:
-    return [f"{row.label}\n{row.block}" for row in rows]
+def ratio_figures(rows: Sequence[BenchRow], baseline: str) -> list[Figure]:
+    """Ratios to the baseline with their intervals; none without a baseline."""
+    compared = [row for row in rows if row.wall_ratio]
+    if not compared:
+        return []
+    names = [f"{row.label}\n{row.block}" for row in compared]
+    ratios = {
+        "wall time": [row.wall_ratio for row in compared],
+        "CPU time": [row.cpu_ratio for row in compared],
+    }
+    return [
+        Figure(
+            title=f"Against {baseline}",
+            caption="Medians of the ratios of each round; whiskers are their intervals, from five rounds on.",
+            draw=lambda axes: intervals(axes, names, ratios, f"times {baseline}; less is faster"),
+            height=0.8 + 0.34 * len(compared),
+        )
+    ]

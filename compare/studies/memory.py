@@ -9,12 +9,11 @@ from msgspec import Struct
 from compare.contract.memory_profile import CLASSES, Peak
 from compare.contract.record import Record
 from compare.flags.arguments import StudiedName, chosen_engines
-from compare.judge.closed_forms.peak_memory import peak_form
 from compare.judge.outcome import Case, Grid, Outcome
-from compare.present.memory import UNEXPLAINED, AtPeak, at_peak, rows
 from compare.show.findings import NONE, Column, Findings, Text, table_of
 from compare.spec.experiment import Experiment, edited
 from compare.studies.bench_cases import edits_of
+from compare.studies.memory_estimate import estimate_memory
 from compare.studies.presets import PRESETS, check_names, spread
 from compare.study import OF_LAYOUTS, Study, findings_of, grid, pivot
 from compare.terminal import human_bytes
@@ -35,7 +34,7 @@ class Held(Struct, frozen=True, kw_only=True):
 class Memory(Study, frozen=True, kw_only=True):
     """Train under one layout after the other, and show what the fullest device holds at its peak, by class.
 
-    The figures are the records' own; the closed form of each class stands beside them on the page.
+    The figures are the records' own; the estimate of all stands beside them on the page.
 
     Try:
       shardpair memory demo --presets ddp fsdp tp
@@ -65,49 +64,43 @@ class Memory(Study, frozen=True, kw_only=True):
 
     def keep(self, case: Case, record: Record) -> Held:
         """The fullest device."""
-        found = at_peak(record)
-        return Held(device=found.device, peak=[found.peak]) if found else Held()
+        profile = record.memory
+        if not profile or not profile.devices:
+            return Held()
+        return Held(device=profile.fullest, peak=[profile.of(profile.fullest).peak])
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
-        """Sums of all classes, a row for each layout; and each class beside its closed form."""
-        peaks = peaks_of(outcome)
-        by_class = [
-            (outcome.cases[name].row, outcome.cases[name].engine, cells[1:])
-            for name, one in peaks.items()
-            for cells in rows([("", one)])
-        ]
-        classes = [Column("layout", lambda row: row[0]), Column("engine", lambda row: row[1])]
-        for place, kind in enumerate((*CLASSES, "all")):
-            classes.append(Column(kind, lambda row, place=place: row[2][place]))
-        odd = sum(UNEXPLAINED in cell for *_, cells in by_class for cell in cells)
+        """Sums of all classes, a row for each layout; and each class beside the estimate of all."""
+        peaks = {name: held for name, held in outcome.values(Held).items() if held.peak}
 
         def total(name: str) -> Text:
-            return Text(human_bytes(peaks[name].peak.total) if name in peaks else NONE)
+            return Text(human_bytes(peaks[name].peak[0].total) if name in peaks else NONE)
 
+        def estimated(name: str) -> float:
+            case = outcome.cases[name]
+            return estimate_memory(case.engine, case.experiment).per_device[peaks[name].device]
+
+        columns: list[Column[str]] = [
+            Column("layout", lambda name: outcome.cases[name].row),
+            Column("engine", lambda name: outcome.cases[name].engine),
+            *(
+                Column(kind, lambda name, kind=kind: peaks[name].peak[0].bytes.get(kind) or None, human_bytes)
+                for kind in CLASSES
+            ),
+            Column("all", lambda name: peaks[name].peak[0].total, human_bytes),
+            Column("estimated, at most", estimated, human_bytes),
+        ]
         return findings_of(
             outcome,
             title=f"Peak memory of a device: {outcome.name}",
-            sentence=f"{len(peaks)} peaks; classes that are not as their closed form says: {odd}",
+            sentence=f"{len(peaks)} peaks",
             tables=[pivot("Bytes of the fullest device at its peak", outcome, total)],
-            details=[table_of("By class: measured, of the closed form", classes, by_class)],
-            rows={name: one.peak for name, one in peaks.items()},
+            details=[table_of("By class", columns, list(peaks))],
+            rows={name: held.peak[0] for name, held in peaks.items()},
         )
 
 
 def devices_of(preset: str) -> int:
     """As few as it can be spread over."""
     return 1 if preset == "single" else 2 * PRESETS[preset].fixed
-
-
-def peaks_of(outcome: Outcome) -> dict[str, AtPeak]:
-    """Every measured peak beside its closed form, by case."""
-    return {
-        name: AtPeak(
-            device=held.device,
-            peak=held.peak[0],
-            form=peak_form(outcome.cases[name].engine, outcome.cases[name].experiment, device=held.device),
-        )
-        for name, held in outcome.values(Held).items()
-        if held.peak
-    }

@@ -29,7 +29,6 @@ from compare.plan.tables import (
     compiled_tables,
     frontier_figure,
     memory_alone,
-    parts_figure,
     sentence,
     written_out,
 )
@@ -189,7 +188,7 @@ class Plan(Study, frozen=True, kw_only=True):
             about=[about(view)],
             tables=tables,
             figures=[
-                *([parts_figure(best), frontier_figure(view)] if best else []),
+                *([frontier_figure(view)] if best else []),
                 *map(memory_alone, view.alone),
             ],
             rows=best,

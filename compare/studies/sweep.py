@@ -25,7 +25,7 @@ from compare.judge.costs import cost_of, steady_times_ms
 from compare.judge.outcome import Case, Grid, Outcome
 from compare.judge.peaks import model_flops_utilization
 from compare.numerics.parameters import parameter_count
-from compare.present.sweep import figures_of, loss_figures, sweep_table
+from compare.present.sweep import loss_figures, scaling_figures, sweep_table
 from compare.show.findings import Findings
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited
@@ -178,7 +178,7 @@ class Sweep(Study, frozen=True, kw_only=True):
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
-        """A row for each strategy on each engine; losses, step times, memory, or throughput over devices."""
+        """A row for each strategy on each engine; losses, or throughput over devices."""
         rows, experiment = rows_of(outcome), outcome.experiment
         found = verdict_findings(
             outcome,
@@ -191,12 +191,11 @@ class Sweep(Study, frozen=True, kw_only=True):
                 f"the work costs, and not what more machines would bring.",
             ],
             tables=[sweep_table(rows, scaled=is_scaled(outcome))],
-            figures=figures_of(rows, scaled=is_scaled(outcome)),
         )
         records = {name: read_record(folder / name) for name in outcome.finished if (folder / name).is_dir()}
-        more = [] if is_scaled(outcome) else loss_figures(outcome, records)
+        figures = scaling_figures(rows) if is_scaled(outcome) else loss_figures(outcome, records)
         value = {"rows": rows, "passed": found.passed, "verdict": found.sentence, "result": outcome}
-        return msgspec.structs.replace(found, value=value, more_figures=more)
+        return msgspec.structs.replace(found, value=value, figures=figures)
 
 
 def _is_reference(case: Case, cases: Mapping[str, Case]) -> bool:

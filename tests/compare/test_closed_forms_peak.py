@@ -20,8 +20,8 @@ from compare.contract.memory_profile import (
 )
 from compare.host.json_files import read_json, write_json
 from compare.judge.closed_forms.memory import closed_form
-from compare.judge.closed_forms.peak_memory import PeakForm, peak_form
-from compare.present.memory import AtPeak, peak_words, rows, where
+from compare.judge.closed_forms.peak_memory import peak_form
+from compare.present.memory import place_of
 from compare.spec.experiment import Experiment, Layout, Model, Precision, Train
 
 C, H, T, V, L, B = 32, 4, 16, 100, 4, 8
@@ -147,9 +147,6 @@ def test_a_class_fits_within_its_limit_and_no_further():
     assert not held.fits("activations", 1.11 * size)
     assert not held.fits("parameters", 1.06 * held.bytes["parameters"])
     assert held.fits("temporaries", 1e9)  # which have no form
-    one = AtPeak(device=0, peak=Peak(bytes={"activations": int(1.2 * size)}), form=held)
-    assert not one.is_explained("activations")
-    assert rows([("ddp", one)], kinds=["activations"])[0][1].endswith("+20.0%: unexplained")
 
 
 def test_a_plan_without_a_moment_is_read_as_it_was_written(tmp_path):
@@ -157,7 +154,7 @@ def test_a_plan_without_a_moment_is_read_as_it_was_written(tmp_path):
     profile = MemoryProfile(devices=[DeviceMemory(peak=peak)], method="XLA's plan")
     write_json(tmp_path / MEMORY, profile)
     assert read_json(tmp_path / MEMORY, MemoryProfile) == profile
-    assert (peak.total, where(peak), profile.fullest) == (17, "", 0)
+    assert (peak.total, place_of(peak), profile.fullest) == (17, "", 0)
 
 
 def test_lifetimes_add_up():
@@ -194,14 +191,3 @@ def test_marks_are_where_phases_change():
         PhaseStart(2, "backward"),
         PhaseStart(3, "forward"),
     ]
-
-
-def test_a_report_says_of_whom_there_is_which_form():
-    held = Peak(bytes=dict.fromkeys(CLASSES, 0))
-    state = PeakForm(moment="at any moment", bytes={"parameters": 1.0, "optimizer": 2.0})
-    forms = {"torch-manual": form(), "jax-manual": state, "plain-jit": None}
-    peaks = {name: AtPeak(device=0, peak=held, form=one) for name, one in forms.items()}
-    assert peak_words(peaks) == (
-        "The closed forms are those where the gradient of the logits is made. Of jax-manual there is one of "
-        "parameters and optimizer alone. There is none for plain-jit."
-    )

@@ -7,7 +7,7 @@ import numpy as np
 
 from compare.contract.timing import Timing, Window
 from compare.judge.circumstances import Circumstances, MachineFacts
-from compare.judge.outcome import Case
+from compare.judge.outcome import Case, Outcome
 from compare.judge.timed_outcome import HowItRan, Measurement, TimedOutcome
 from compare.spec.experiment import Experiment
 from compare.studies.bench_cases import Choice, bench_cases
@@ -89,3 +89,21 @@ def finished(cases: list[Case], *, noise: float = 0.03, **given: Any) -> TimedOu
         "busy_cores": [0.0] * planned.rounds,
     }
     return bench_of(cases, **done | given)
+
+
+def outcome_of(view: TimedOutcome, **given: Any) -> Outcome:
+    """What such a bench has saved."""
+    kept: dict[str, dict[int, Measurement]] = {}
+    for measurement in view.measurements:
+        kept.setdefault(measurement.case, {})[measurement.round] = measurement
+    given = {"name": "bench-tiny"} | given
+    return Outcome(
+        study="bench",
+        experiment=view.cases[0].experiment,
+        circumstances=view.circumstances,
+        rounds=view.rounds,
+        cases={case.name: case for case in view.cases},
+        kept=kept,
+        more={"timing": msgspec.to_builtins(view.timing), "baseline": view.baseline, "anyway": view.anyway},
+        **given,
+    )

@@ -13,7 +13,7 @@ from compare.numerics.parameters import parameter_count
 from compare.present.ledger import layouts_of, table_of_layout
 from compare.present.lesson import holdings, rings, worked
 from compare.present.lesson.sources import Key, Source, read_source, styles
-from compare.present.memory import at_peak, peak_table, peak_words, resting_table
+from compare.present.memory import peak_tables, resting_table
 from compare.present.profile import measured_figures, planned_figures
 from compare.show.findings import Findings
 from compare.show.page import write_page
@@ -62,7 +62,6 @@ def lesson_page(strategy: str, outcome: Outcome, records: Mapping[str, Record], 
             carried.setdefault(row.kind, {})[row.purpose] = None
     keys = sorted(most, key=lambda key: (-most[key], key))
     ledgers = [engine_ledger(engine, record) for engine, record in records.items()]
-    peaks = {engine: at_peak(record) for engine, record in records.items()}
     layout = layout_in_words(experiment, outcome.platform)
     findings = Findings(
         title=f"{lesson.title}: one question, {len(sources)} answers",
@@ -84,7 +83,7 @@ def lesson_page(strategy: str, outcome: Outcome, records: Mapping[str, Record], 
         tables=[
             *map(table_of_layout, layouts_of(ledgers)),
             resting_table(records),
-            *([peak_table(peaks, below=peak_words(peaks))] if any(peaks.values()) else []),
+            *peak_tables(records),
         ],
         notes=[f"{engine} has no record in this run." for engine in FOLDERS if engine not in records],
         command=f"shardpair lesson {strategy}",
