@@ -23,10 +23,11 @@ from compare.contract.exit_codes import STOPPED
 from compare.contract.record import Record, Step
 from compare.contract.request import Request, rungs_asked_for
 from compare.contract.run_lock import lock_folder
+from compare.execute.here import here_and_now
 from compare.execute.launch import EngineError, launch, prepare
-from compare.execute.machine import here_and_now, require_same_source
 from compare.execute.paths import PICTURES, check_output, create_run_dir, remove_run_dir
 from compare.execute.progress import Reporter
+from compare.execute.source import require_same_source
 from compare.flags.arguments import Spec, check_timeout
 from compare.flags.pythons import checked_pythons
 from compare.host.tensors import RecordError
@@ -97,6 +98,8 @@ class Study(Spec, frozen=True, kw_only=True):
     """The folders of cases stay once their values are kept."""
     needs_reference: ClassVar[bool] = False
     """Nothing else can be held against: cases whose reference failed do not run."""
+    trains: ClassVar[bool] = True
+    """Its cases have steps, which the progress tells of."""
     with_continue: ClassVar[frozenset[str]] = frozenset()
     """Own flags that may stand beside --continue."""
 
@@ -404,7 +407,7 @@ def run(study: Study, outcome: Outcome, folder: Path) -> Outcome:
                     continue
                 try:
                     _clear(place)
-                    with reporter.engine(place.name) as tell:
+                    with (reporter.engine if study.trains else reporter.waits)(place.name) as tell:
                         value, record = study.measured(name, case, place, number, tell)
                     outcome = with_case(outcome, name, value, record, folder, number=number)
                     if not study.keeps_records:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from compare.contract.collective_bench import TYPE, clear_rows, read_collective_request
+from compare.contract.collective_bench import TYPE, read_collective_request
 from compare.contract.divergence import DivergedError
 from compare.contract.early_stop import StoppedEarly, StopRequest
 from compare.contract.exit_codes import BAD_REQUEST, DONE, FAILED, MISSING, STOPPED
@@ -113,8 +113,6 @@ def train(folder: Path, process: Process | None = None) -> None:
 def time_collectives(folder: Path, process: Process | None = None) -> None:
     """Time the collectives that folder/request.json asks for, alone or as one of several processes."""
     request = read_collective_request(folder, side=JAX.name)
-    if process is None or process.is_first:
-        clear_rows(folder)
     watchdog = _begin(folder, request.timeout_s, process)
     from jaxpar.configuration import configure_products, join_devices
 

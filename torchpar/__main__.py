@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from compare.contract.collective_bench import clear_rows, read_collective_request
+from compare.contract.collective_bench import read_collective_request
 from compare.contract.early_stop import StoppedEarly
 from compare.contract.exit_codes import BAD_REQUEST, DONE, FAILED, MISSING, STOPPED
 from compare.contract.processes import Process, add_flags, find_process, require_port
@@ -205,7 +205,6 @@ def time_collectives(folder: Path, process: Process | None = None) -> None:
     request = read_collective_request(folder, side=TORCH.name)
     if process is None or process.is_first:
         clear_record(folder)
-        clear_rows(folder)
     work = partial(collective_bench.time_as_rank, request=request, folder=folder)
     if "RANK" in os.environ:
         torchrun.become_rank(

@@ -2,43 +2,38 @@
 
 import functools
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from compare.contract.across_hosts import host_names
-from compare.contract.collective_bench import SIDE as SIDE_FILE
 from compare.contract.collective_bench import (
-    TYPE,
+    OURS,
+    TIMES,
     CollectiveCase,
     CollectiveRequest,
     CollectiveRow,
-    CollectiveSide,
-    append_row,
+    CollectiveTimes,
     elements,
     expected,
     make_row,
     measure,
     sent,
-    total_bytes,
 )
 from compare.contract.other_hosts import facts_here, leave_hosts, require_agreement
 from compare.host.facts import versions
 from compare.host.json_files import write_json
 from torchpar.comm import process_groups
-from torchpar.comm.collectives import Axis
+from torchpar.comm.collectives import Axis, _gather_equal, _reduce_scatter_equal
 from torchpar.comm.devices import PACKAGES, device_kind
-from torchpar.comm.stock_collectives import StockAxis
 from torchpar.launch import Rank
 
-AXES = {"gloo": StockAxis, "nccl": StockAxis, "ours": Axis}
-"""By the implementation's name (`compare.contract.collective_bench`)."""
 IN_PLACE = ("all_reduce", "broadcast")
 
 
 def time_as_rank(rank: Rank, *, request: CollectiveRequest, folder: Path) -> None:
-    """Time every case as one of the ranks; the first one writes rows.jsonl, then side.json.
+    """Time every case as one of the ranks; the first one writes the times.
 
     Raises:
         ExperimentError: the hosts have other versions of a package.
@@ -60,84 +55,55 @@ def time_as_rank(rank: Rank, *, request: CollectiveRequest, folder: Path) -> Non
     require_agreement(facts)
     if rank.rank == 0 and rank.rendezvous is None:
         leave_hosts(folder, facts)
-    axes = {name: axis_of(name, rank.rank, ranks=request.ranks) for name in request.implementations}
+    rows = []
+    axes = {way: axis_of(way, rank.rank, ranks=request.ranks) for way in request.implementations}
     for number, case in enumerate(request.cases):
-        for name, axis in axes.items():
+        for way, axis in axes.items():
             rank.at(number, "synchronisation")
-            row = time_case(name, axis, case, request=request, device=device)
-            if rank.rank == 0:
-                append_row(folder, row)
+            rows.append(time_case(way, axis, case, device=device, row_s=request.row_s))
     places = world.all_gather_objects((socket.gethostname(), rank.local_rank))
     if rank.rank == 0:
-        side = CollectiveSide(
+        times = CollectiveTimes(
+            rows=rows,
             device_kind=device_kind(device),
             versions=versions(PACKAGES),
             threads="1 per rank",
-            hosts=tuple(host_names(places)),
+            hosts=host_names(places),
         )
-        write_json(folder / SIDE_FILE, side)
+        write_json(folder / TIMES, times)
     process_groups.leave_group()
 
 
-def axis_of(name: str, rank: int, *, ranks: int) -> Axis:
-    """All ranks, for one implementation; PyTorch's own operations on gloo get a group as PyTorch makes it."""
-    group = process_groups.make_stock_group() if name == "gloo" else process_groups.world_group()
-    return AXES[name]("world", size=ranks, rank=rank, group=group)
+def axis_of(way: str, rank: int, *, ranks: int) -> Axis:
+    """All ranks, for one way; PyTorch's own operations on gloo get a group as PyTorch makes it."""
+    group = process_groups.make_stock_group() if way == "gloo" else process_groups.world_group()
+    return Axis("world", size=ranks, rank=rank, group=group)
 
 
 def time_case(
-    name: str, axis: Axis, case: CollectiveCase, *, request: CollectiveRequest, device: torch.device
+    way: str, axis: Axis, case: CollectiveCase, *, device: torch.device, row_s: float
 ) -> CollectiveRow:
-    """Time one collective of one size along `axis`, then do it once more and look at what it gave.
-
-    Args:
-        name: of the implementation.
-        axis: of the collective.
-        case: kind and size.
-        request: for how long, and which fault.
-        device: of this rank.
-    """
+    """Time one collective of one size along `axis`, then do it once more and look at what it gave."""
     kind, ranks = case.kind, axis.size
     count = elements(kind, case.size, ranks)
     given = torch.from_numpy(sent(kind, axis.rank, ranks=ranks, count=count)).to(device)
     wanted = torch.from_numpy(expected(kind, axis.rank, ranks=ranks, count=count)).to(device)
     result = torch.zeros_like(wanted)  # sums over and over in place stay finite
-    call = make_call(kind, axis, given, result)
+    call = functools.partial((OWN if way == OURS else STOCK)[kind], axis, given, result)
     seconds, iterations = measure(
         call,
         wait=functools.partial(_wait, device),
         slowest=lambda value: max(axis.all_gather_objects(value)),
-        row_s=request.row_s,
+        row_s=row_s,
     )
     result.copy_(given) if kind in IN_PLACE else result.fill_(-1)
     call()
     _wait(device)
-    if kind == request.fault and axis.rank == ranks - 1:
-        result[-1] += 1
     wrong = sum(axis.all_gather_objects(int((result != wanted).sum())))
-    assert total_bytes(kind, count, ranks) == TYPE.itemsize * max(len(given), len(result))
-    return make_row(name, case, ranks=ranks, seconds=seconds, iterations=iterations, wrong=wrong)
+    return make_row(way, case, ranks=ranks, seconds=seconds, iterations=iterations, wrong=wrong)
 
 
-def make_call(kind: str, axis: Axis, given: torch.Tensor, result: torch.Tensor) -> Callable[[], object]:
-    """The collective, called with (): from `given` (n,) into `result` (n,), or on `result` in place."""
-    match kind:
-        case "all_reduce":
-            return lambda: axis.all_reduce(result)
-        case "broadcast":
-            return lambda: axis.broadcast(result)
-        case "all_gather":
-            return lambda: axis.all_gather(result, given)
-        case "reduce_scatter":
-            return lambda: axis.reduce_scatter(result, given)
-        case "all_to_all":
-            return lambda: axis.all_to_all(result, given)
-    if isinstance(axis, StockAxis):
-        return lambda: axis.shift(result, given)
-    return lambda: _shift(result, given, axis=axis)
-
-
-def _shift(result: torch.Tensor, given: torch.Tensor, *, axis: Axis) -> None:
+def _shift(axis: Axis, given: torch.Tensor, result: torch.Tensor) -> None:
     """Send to the next rank of the ring, and receive from the one before, as torch-manual's pipeline does.
 
     NCCL has no tags and goes by the order: were all to send first, each would wait for the next.
@@ -146,6 +112,35 @@ def _shift(result: torch.Tensor, given: torch.Tensor, *, axis: Axis) -> None:
     receive = functools.partial(axis.start_receive, result, source=(axis.rank - 1) % axis.size)
     for work in [begin() for begin in ((send, receive) if axis.rank % 2 == 0 else (receive, send))]:
         work.wait()
+
+
+def _stock_shift(axis: Axis, given: torch.Tensor, result: torch.Tensor) -> None:
+    to, source = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    messages = [
+        dist.P2POp(dist.isend, given, group=axis.group, group_peer=to),
+        dist.P2POp(dist.irecv, result, group=axis.group, group_peer=source),
+    ]
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
+
+
+OWN = {
+    "all_reduce": lambda axis, given, result: axis.all_reduce(result),
+    "broadcast": lambda axis, given, result: axis.broadcast(result),
+    "all_gather": lambda axis, given, result: axis.all_gather(result, given),
+    "reduce_scatter": lambda axis, given, result: axis.reduce_scatter(result, given),
+    "all_to_all": lambda axis, given, result: axis.all_to_all(result, given),
+    "permute": _shift,
+}
+"""From `given` (n,) into `result` (n,), or on `result` in place."""
+STOCK = {
+    "all_reduce": lambda axis, given, result: dist.all_reduce(result, group=axis.group),
+    "broadcast": lambda axis, given, result: dist.broadcast(result, group=axis.group, group_src=0),
+    "all_gather": lambda axis, given, result: _gather_equal(result, given, group=axis.group),
+    "reduce_scatter": lambda axis, given, result: _reduce_scatter_equal(result, given, group=axis.group),
+    "all_to_all": lambda axis, given, result: dist.all_to_all_single(result, given, group=axis.group),
+    "permute": _stock_shift,
+}
 
 
 def _wait(device: torch.device) -> None:

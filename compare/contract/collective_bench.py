@@ -1,8 +1,7 @@
 """A benchmark of collectives: what a side is asked to time, what it leaves, and which numbers are right.
 
-    request.json    a `CollectiveRequest`, read by `python -m SIDE --collectives RUN_DIR`
-    rows.jsonl      one `CollectiveRow` a line, appended as each is measured
-    side.json       a `CollectiveSide`; written last, so that its presence means that all rows are there
+    request.json        a `CollectiveRequest`, read by `python -m SIDE --collectives RUN_DIR`
+    collectives.json    `CollectiveTimes`
 
 Conventions of nccl-tests: `size` is the total, the whole tensor of a gather or scatter; `count` is what one
 rank gives or gets of it; the time is that of the slowest rank; algbw is size over time, busbw what a rank
@@ -22,18 +21,29 @@ from msgspec import Struct
 
 from compare.contract.communication import ring_wire_bytes
 from compare.contract.request import REQUEST, Platform
-from compare.host.disk import full_disk_named
 from compare.host.json_files import read_json
 from compare.spec.engines.registry import JAX, TORCH
 from compare.spec.experiment import ExperimentError
 
-ROWS, SIDE = "rows.jsonl", "side.json"
+TIMES = "collectives.json"
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "permute"]
 """As ledgers name them. permute is nccl-tests' sendrecv: a ring, on which each rank sends to the next one."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 IN_PIECES = ("all_gather", "reduce_scatter", "all_to_all")
 """Those whose tensor is cut into a piece for each rank."""
+OURS = "ours"
+IMPLEMENTATIONS = {
+    "gloo": (TORCH.name, ("cpu",), "PyTorch's stock operation on gloo, ranks are processes"),
+    "nccl": (TORCH.name, ("gpu",), "PyTorch's stock operation on NCCL, a rank for each GPU"),
+    OURS: (TORCH.name, ("cpu", "gpu"), "torch-manual's way, in a group whose gloo threads yield"),
+    "xla": (
+        JAX.name,
+        ("cpu", "gpu"),
+        "shard_map and lax collectives; on a CPU devices are threads, and broadcast a sum with zeros",
+    ),
+}
+"""Side, platforms and description of each way of doing a collective, in the order of tables and colours."""
 
 TYPE = np.dtype(np.float32)
 ALIGN = 4  # elements: nccl-tests' pieces are multiples of it
@@ -41,40 +51,6 @@ PERIOD, SHIFT = 97, 31  # of the numbers sent: sums over any ranks are exact, an
 
 WARMUP, TRIAL = 2, 3  # calls before those that count; and those from which their number is chosen
 FEWEST, MOST = 5, 20_000
-
-
-class Implementation(Struct, frozen=True, kw_only=True):
-    """One way of doing a collective."""
-
-    side: str
-    platforms: tuple[Platform, ...]
-    description: str
-
-
-OURS = "ours"
-IMPLEMENTATIONS = {
-    "gloo": Implementation(
-        side=TORCH.name,
-        platforms=("cpu",),
-        description="PyTorch's stock operation on gloo, ranks are processes",
-    ),
-    "nccl": Implementation(
-        side=TORCH.name,
-        platforms=("gpu",),
-        description="PyTorch's stock operation on NCCL, a rank for each GPU",
-    ),
-    OURS: Implementation(
-        side=TORCH.name,
-        platforms=("cpu", "gpu"),
-        description="torch-manual's way, in a group whose gloo threads yield: torchpar/comm/collectives.py",
-    ),
-    "xla": Implementation(
-        side=JAX.name,
-        platforms=("cpu", "gpu"),
-        description="shard_map and lax collectives: host devices are threads of their host's process",
-    ),
-}
-"""By name, in the order of tables and colours."""
 
 
 class CollectiveCase(Struct, frozen=True):
@@ -86,7 +62,7 @@ class CollectiveCase(Struct, frozen=True):
 
 
 class CollectiveRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One side's order: time each case with each implementation, on this many ranks."""
+    """One side's order: time each case in each way, on this many ranks."""
 
     implementations: tuple[str, ...]
     cases: tuple[CollectiveCase, ...]
@@ -96,8 +72,6 @@ class CollectiveRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """About how long the calls of a row take together; there are at least five."""
     timeout_s: float = 600.0
     """Seconds without any progress after which the run counts as hung."""
-    fault: str = ""
-    """A kind of which one value is falsified on the last rank, to show that it is noticed; empty for none."""
 
 
 class CollectiveRow(Struct, frozen=True, kw_only=True):
@@ -110,7 +84,6 @@ class CollectiveRow(Struct, frozen=True, kw_only=True):
     """Bytes of the whole tensor."""
     count: int
     """Elements: of one rank's piece where there are pieces."""
-    type: str
     iterations: int
     time_us: float
     """Of the slowest rank: its mean over the iterations."""
@@ -120,24 +93,19 @@ class CollectiveRow(Struct, frozen=True, kw_only=True):
     """Elements that are not exactly what they should be, over all ranks."""
 
 
-class CollectiveSide(Struct, frozen=True, kw_only=True):
-    """Circumstances of a side's rows."""
+class CollectiveTimes(Struct, frozen=True, kw_only=True):
+    """A side's rows, and their circumstances."""
 
+    rows: list[CollectiveRow]
     device_kind: str
     versions: dict[str, str]
     threads: str
-    hosts: tuple[str, ...] = ()
+    hosts: list[str]
     """Of each rank or device, as they name themselves."""
-    notes: tuple[str, ...] = ()
-    """What is not as the names say, a line each."""
 
 
 def read_collective_request(folder: Path, *, side: str) -> CollectiveRequest:
-    """Read and check `folder/request.json`.
-
-    Raises:
-        ExperimentError: there is none, it is malformed, or not for this side.
-    """
+    """Read and check `folder/request.json`. Raises ExperimentError: it is none, or not for this side."""
     path = folder / REQUEST
     try:
         request = read_json(path, CollectiveRequest)
@@ -146,24 +114,12 @@ def read_collective_request(folder: Path, *, side: str) -> CollectiveRequest:
     except msgspec.DecodeError as error:
         raise ExperimentError(f"{path}: {' '.join(str(error).split())}") from None
     for name in request.implementations:
-        known = IMPLEMENTATIONS.get(name)
-        if known is None or known.side != side or request.platform not in known.platforms:
+        whose, platforms, _ = IMPLEMENTATIONS.get(name, ("", (), ""))
+        if whose != side or request.platform not in platforms:
             raise ExperimentError(f"implementations: {side} has no {name} on platform {request.platform}")
     if request.ranks < 2:
         raise ExperimentError(f"ranks = {request.ranks}: a collective needs at least 2")
     return request
-
-
-def clear_rows(folder: Path) -> None:
-    """Remove what an earlier benchmark left, so that it is not taken for this one's."""
-    for name in (ROWS, SIDE):
-        (folder / name).unlink(missing_ok=True)
-
-
-def append_row(folder: Path, row: CollectiveRow) -> None:
-    """Add a row to rows.jsonl; readable at once. Raises DiskFull."""
-    with full_disk_named(folder), (folder / ROWS).open("ab") as file:
-        file.write(msgspec.json.encode(row) + b"\n")
 
 
 def elements(kind: str, size: int, ranks: int) -> int:
@@ -178,7 +134,7 @@ def total_bytes(kind: str, count: int, ranks: int) -> int:
 
 
 def bytes_held(kind: str, size: int, ranks: int) -> int:
-    """Bytes that all ranks need for a case, at most: sent, received, expected, made on the way."""
+    """Bytes that all ranks need for a case, at most: sent, received, expected, made between."""
     return 4 * ranks * total_bytes(kind, elements(kind, size, ranks), ranks)
 
 
@@ -255,7 +211,6 @@ def make_row(
         ranks=ranks,
         size=size,
         count=count,
-        type=TYPE.name,
         iterations=iterations,
         time_us=seconds * 1e6,
         algbw_gb_s=size / seconds / 1e9,

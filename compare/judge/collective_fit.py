@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 
 import numpy as np
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import Struct
 
 from compare.contract.collective_bench import CollectiveRow
 
@@ -25,13 +25,13 @@ class Fit(Struct, frozen=True, kw_only=True):
     """Time of a call beyond its bytes."""
     misfit: float
     """Median distance of a measured time from the line, as a fraction of it."""
-    bandwidth_gb_s: float | UnsetType = UNSET
-    """1e9 bytes of `size` a second, as algbw; not set where time does not grow with size."""
+    bandwidth_gb_s: float | None = None
+    """1e9 bytes of `size` a second, as algbw; None where time does not grow with size."""
 
     @property
     def bytes_per_s(self) -> float:
         """The bandwidth; infinite where time does not grow with size."""
-        return math.inf if self.bandwidth_gb_s is UNSET else self.bandwidth_gb_s * 1e9
+        return self.bandwidth_gb_s * 1e9 if self.bandwidth_gb_s else math.inf
 
 
 def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
@@ -59,21 +59,22 @@ def fits_of(rows: Sequence[CollectiveRow]) -> list[Fit]:
     groups: dict[tuple[str, str, int], list[CollectiveRow]] = {}
     for row in rows:
         groups.setdefault((row.implementation, row.kind, row.ranks), []).append(row)
-    return [_fit(*key, group) for key, group in groups.items() if len({r.size for r in group}) >= FEWEST]
-
-
-def _fit(implementation: str, kind: str, ranks: int, rows: list[CollectiveRow]) -> Fit:
-    times_s = [row.time_us / 1e6 for row in rows]
-    latency_s, per_byte_s = fit_line([row.size for row in rows], times_s)
-    distances = (
-        abs(latency_s + row.size * per_byte_s - time_s) / time_s
-        for row, time_s in zip(rows, times_s, strict=True)
-    )
-    return Fit(
-        implementation=implementation,
-        kind=kind,
-        ranks=ranks,
-        latency_us=latency_s * 1e6,
-        bandwidth_gb_s=1 / per_byte_s / 1e9 if per_byte_s else UNSET,
-        misfit=statistics.median(distances),
-    )
+    fits = []
+    for (implementation, kind, ranks), group in groups.items():
+        sizes, times_s = [row.size for row in group], [row.time_us / 1e6 for row in group]
+        if len(set(sizes)) < FEWEST:
+            continue
+        latency_s, per_byte_s = fit_line(sizes, times_s)
+        pairs = zip(sizes, times_s, strict=True)
+        distances = [abs(latency_s + size * per_byte_s - time_s) / time_s for size, time_s in pairs]
+        fits.append(
+            Fit(
+                implementation=implementation,
+                kind=kind,
+                ranks=ranks,
+                latency_us=latency_s * 1e6,
+                bandwidth_gb_s=1 / per_byte_s / 1e9 if per_byte_s else None,
+                misfit=statistics.median(distances),
+            )
+        )
+    return fits

@@ -1,43 +1,45 @@
-"""`shardpair buckets`: what gradient buckets cost on this machine, and what a closed form predicts."""
+"""`shardpair buckets`: what gradient buckets cost on this machine, and what a closed form predicts.
+
+    s    bytes of gradients                  w    bytes/s of a large all-reduce
+    n    buckets, of s / n bytes each        o    seconds of an all-reduce beyond its bytes
+
+A bucket leaves as soon as backward has filled it; collectives run one after the other, each for
+s / (n w) + o. A step takes so much longer than its passes:
+
+    overlapped    backward takes s / (n w) a bucket: the first is full after that, and from then
+                  on the network is the slower by o a bucket                        s / (n w) + n o
+    exposed       nothing runs beside backward, as without an idle core: all are
+                  waited for                                                        s / w + n o
+
+The first has a best n: sqrt(s / (w o)), buckets of sqrt(s w o) bytes, and an overhead of 2 sqrt(s o / w).
+
+Source: buckets and overlap as in PyTorch's DDP (Li et al., arXiv 2006.15704, sections 3.2.2 and 3.2.3).
+"""
 
 import math
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+import msgspec
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from compare.contract.collective_bench import OURS
 from compare.execute.launch import EngineError
-from compare.execute.load import busy_cores
 from compare.flags.pythons import pythons_of
-from compare.judge.bucket_overheads import (
-    ALONE,
-    BUCKETED,
-    BucketPrediction,
-    Point,
-    best_of,
-    default_bucket_mb,
-    gradient_bytes,
-    line_of,
-    overheads_of,
-    reduced_experiment,
-)
+from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.collective_fit import Fit
-from compare.judge.outcome import OUTCOME, Grid, Outcome, read_outcome
-from compare.judge.statistics import interval_words
+from compare.judge.outcome import Grid, Outcome
+from compare.judge.statistics import Estimate, estimate, interval_words
 from compare.judge.timed_outcome import timed
+from compare.numerics.parameters import parameter_count, storage_dtype
 from compare.show.figures import INK, WIDE, Figure, colour, log_scale, whiskers
 from compare.show.findings import Column, Findings, table_of, written
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
-from compare.studies.collective_runs import (
-    Order,
-    bench_of,
-    requests_of,
-    run_requests,
-    sizes_between,
-)
+from compare.studies.collectives import fitted_all_reduce, sizes_between
 from compare.studies.presets import spread, with_layout
 from compare.study import OF_LAYOUTS
 from compare.terminal import human_bytes
@@ -46,13 +48,16 @@ from compare.timing import Timed, timed_findings
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+ALONE = "no communication"
+"""The variant that trains one rank's share of the batch on one rank."""
+BUCKETED = "bucketed"
 OTHERS = ("flat", "naive", "overlapped")
 """Of the first the losses are what others are held to."""
 MARKS = {BUCKETED: "o", "overlapped": "s", "flat": "^", "naive": "D"}
+STEPS_OF_TEN = (1.0, 2.5, 5.0)
+MOST_BUCKETS = 50
 SMALLEST_SIZE, LARGEST_SIZE = 2**10, 2**22
 """Bytes between which an all-reduce is timed at least, for its fit."""
-COLLECTIVES = "collectives"
-"""Folder of its times, in that of the study."""
 
 
 class Buckets(Timed, frozen=True, kw_only=True):
@@ -70,7 +75,7 @@ class Buckets(Timed, frozen=True, kw_only=True):
 
     bucket_mb: tuple[float, ...] = ()
     """Bucket sizes in MB (1e6 bytes). Default: round numbers of which the gradients fill 2 to 50, but none
-    that makes the same buckets as another."""
+    that makes as many buckets as another."""
     devices: int = 2
     """Ranks of data parallelism."""
 
@@ -93,72 +98,87 @@ class Buckets(Timed, frozen=True, kw_only=True):
         share = revalidate(edited(single, {"train": {"batch_size": batch // self.devices}}))
         reduced = with_layout(single, dp_replicate=self.devices)
         ways = {sync: with_layout(reduced, gradient_sync=sync) for sync in OTHERS}
-        for mb in sorted(self.bucket_mb or default_bucket_mb(experiment)):
+        for mb in sorted(self.bucket_mb or default_bucket_mb(reduced)):
             ways[mb_text(mb)] = with_layout(reduced, gradient_sync=BUCKETED, bucket_mb=mb)
         layout = f"ddp-{self.devices}"
         cases = [
-            self.case(REFERENCE, whole, layout=layout, variant=variant)
-            for variant, whole in {**ways, ALONE: share}.items()
+            self.case(REFERENCE, spec, layout=layout, variant=variant)
+            for variant, spec in {**ways, ALONE: share}.items()
         ]
         return {case.name: case for case in cases}, {}
 
     def after(self, outcome: Outcome, folder: Path) -> Outcome:
-        """Time our all-reduce up to the size of all gradients, unless the folder has its times.
-
-        Raises:
-            EngineError: it did not finish, or gave wrong results.
-        """
-        place, reduced = folder / COLLECTIVES, reduced_experiment(timed(outcome))
-        if not (place / OUTCOME).is_file() or not bench_of(read_outcome(place)).passed:
-            shutil.rmtree(place, ignore_errors=True)  # what an interrupted study has left
-            order = Order(
-                kinds=("all_reduce",),
-                implementations=(OURS,),
-                sizes=sizes_between(SMALLEST_SIZE, max(LARGEST_SIZE, gradient_bytes(reduced)), 4),
-                ranks=(reduced.layout.devices,),
-                platform=self.platform,
-                timeout_s=self.timeout_s,
-                hosts=self.found_hosts(),
-            )
-            run_requests(
-                *requests_of(order),
-                command="",
-                run_dir=str(place),
-                busy=busy_cores(),
-                pythons=pythons_of(self),
-                quiet=self.quiet,
-                hosts=order.hosts,
-            )
-        kept_fit(folder)
-        return outcome
+        """With the fit of our all-reduce up to the size of all gradients. Raises EngineError."""
+        if "fit" in outcome.more:
+            return outcome
+        place, reduced = folder / "collectives", next(iter(outcome.cases.values())).experiment
+        shutil.rmtree(place, ignore_errors=True)  # what an interrupted study has left
+        fit = fitted_all_reduce(
+            OURS,
+            sizes_between(SMALLEST_SIZE, max(LARGEST_SIZE, gradient_bytes(reduced))),
+            place,
+            ranks=reduced.layout.devices,
+            platform=self.platform,
+            timeout_s=self.timeout_s,
+            pythons=pythons_of(self),
+            hosts=self.found_hosts(),
+        )
+        return replace(outcome, more={**outcome.more, "fit": msgspec.to_builtins(fit)})
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """Overheads over bucket sizes, beside the closed forms."""
-        if len(outcome.finished) < 2 or list(outcome.cases)[-1] not in outcome.finished:  # no overhead
+        is_timed = len(outcome.finished) > 1 and list(outcome.cases)[-1] in outcome.finished
+        if not is_timed or "fit" not in outcome.more:  # no overhead
             raise EngineError("; ".join(outcome.failures.values()) or "too few cases finished", exit_code=1)
-        view = timed(outcome)
-        line = line_of(reduced_experiment(view), kept_fit(folder))
-        alone_ms, points = overheads_of(view, line)
-        ranks = line.fit.ranks
-        title = f"Data parallelism over {ranks} ranks, {human_bytes(line.gradient_bytes)} of gradients"
+        fit = msgspec.convert(outcome.more["fit"], Fit)
+        size = gradient_bytes(next(iter(outcome.cases.values())).experiment)
+        alone_ms, points = points_of(outcome, fit)
+        best, buckets = best_of(points), best_buckets(size, fit)
+        sentence = f"predicted best bucket {mb_text(size / buckets / 1e6)}; none was measured"
+        if best:
+            ms, space, interval = written(best.overhead_ms, ".1f").partition(" ")
+            sentence = (
+                f"predicted best bucket {mb_text(size / buckets / 1e6)}; measured best {best.name}: {ms} ms"
+                f"{space}{interval} beyond {alone_ms:.1f} ms without communication"
+            )
+        title = f"Data parallelism over {fit.ranks} ranks, {human_bytes(size)} of gradients"
+        rate = f"{fit.bandwidth_gb_s:.2f} GB/s" if fit.bandwidth_gb_s else "without limit"
+        least_ms = overlapped_ms(size, buckets, fit) if math.isfinite(buckets) else 0.0
         return timed_findings(
-            view,
+            timed(outcome),
             outcome,
             title=title,
-            sentence=sentence_of(points, line, alone_ms),
+            sentence=sentence,
             about=[
                 f"Overhead is a step less {alone_ms:.1f} ms, the step of one rank on the same tokens without "
                 f"communication; so it holds, too, what ranks that share cores and memory take from each "
                 f"other. {outcome.finished_rounds} rounds of fresh processes.",
-                f"An all-reduce on {ranks} ranks here: {line.words()}",
+                f"An all-reduce on {fit.ranks} ranks here: o = {fit.latency_us:,.0f} us, w = {rate} (median "
+                f"misfit {fit.misfit:.0%}). Predicted best: {buckets:.1f} buckets, {least_ms:.1f} ms.",
             ],
             tables=[table_of(title, COLUMNS, points)],
-            figures=[figure_of(points, line)],
+            figures=[figure_of(points, size, fit)],
             rows=points,
             alone_ms=alone_ms,
-            prediction=line,
+            fit=fit,
+            best_bucket_mb=size / buckets / 1e6,
         )
+
+
+class Point(Struct, frozen=True, kw_only=True):
+    """One way of reducing gradients: its measured overhead, and what the closed forms say of it."""
+
+    name: str
+    gradient_sync: str
+    buckets: int
+    wall_ms: float
+    """Of a step, the median over rounds."""
+    overhead_ms: Estimate
+    """A step less the one without communication, round by round."""
+    overlapped_ms: float | None
+    """None where nothing is reduced during backward."""
+    exposed_ms: float
 
 
 COLUMNS = (
@@ -171,80 +191,124 @@ COLUMNS = (
 )
 
 
-def sentence_of(points: list[Point], line: BucketPrediction, alone_ms: float) -> str:
-    """The outcome in a line."""
-    predicted = f"predicted best bucket {mb_text(line.best_bucket_mb)}"
-    if (best := best_of(points)) is None:
-        return f"{predicted}; none was measured"
-    ms, space, interval = written(best.overhead_ms, ".1f").partition(" ")
-    return (
-        f"{predicted}; measured best {best.name}: {ms} ms{space}{interval} beyond {alone_ms:.1f} ms without "
-        f"communication"
-    )
+def overlapped_ms(size: float, buckets: float, fit: Fit) -> float:
+    """Overhead where backward takes as long for a bucket as its bytes do."""
+    return size / (buckets * fit.bytes_per_s) * 1e3 + buckets * fit.latency_us / 1e3
 
 
-def figure_of(points: list[Point], line: BucketPrediction) -> Figure:
-    """Measured overheads over bucket size, and the closed forms' curves."""
-    size_mb, most = line.gradient_bytes / 1e6, max([1.0, *(point.buckets for point in points)])
-    counts = np.geomspace(1, max(most, line.best_buckets) if math.isfinite(line.best_buckets) else 100, 200)
-    curves = {
-        "overlapped: s/(n w) + n o": ("-", line.overlapped_ms),
-        "exposed: s/w + n o": (":", line.exposed_ms),
+def exposed_ms(size: float, buckets: float, fit: Fit) -> float:
+    """Overhead where nothing runs beside backward."""
+    return size / fit.bytes_per_s * 1e3 + buckets * fit.latency_us / 1e3
+
+
+def best_buckets(size: float, fit: Fit) -> float:
+    """The number of buckets with the least `overlapped_ms`: at least 1; infinite without latency."""
+    if not fit.latency_us:
+        return math.inf
+    return max(math.sqrt(size / (fit.bytes_per_s * fit.latency_us / 1e6)), 1.0)
+
+
+def points_of(outcome: Outcome, fit: Fit) -> tuple[float, list[Point]]:
+    """The step without communication (ms), and a point for each way that was timed beside it in a round."""
+    walls: dict[str, dict[int, float]] = {}
+    for one in timed(outcome).measurements:
+        walls.setdefault(one.case, {})[one.round] = one.wall_ms
+    *ways, alone = outcome.cases.values()
+    without, points = walls[alone.name], []
+    for case in ways:
+        steps, sync = walls.get(case.name, {}), case.experiment.layout.gradient_sync
+        if rounds := sorted(steps.keys() & without.keys()):
+            size, buckets = gradient_bytes(case.experiment), buckets_of(case.experiment)
+            overlaps = sync in (BUCKETED, "overlapped")
+            points.append(
+                Point(
+                    name=case.variant,
+                    gradient_sync=sync,
+                    buckets=buckets,
+                    wall_ms=estimate(list(steps.values())).median,
+                    overhead_ms=estimate([steps[number] - without[number] for number in rounds]),
+                    overlapped_ms=overlapped_ms(size, buckets, fit) if overlaps else None,
+                    exposed_ms=exposed_ms(size, buckets, fit),
+                )
+            )
+    return estimate(list(without.values())).median, points
+
+
+def best_of(points: list[Point]) -> Point | None:
+    """The bucketed point with the least overhead."""
+    bucketed = [point for point in points if point.gradient_sync == BUCKETED]
+    return min(bucketed, key=lambda point: point.overhead_ms.median, default=None)
+
+
+def buckets_of(experiment: Experiment) -> int:
+    """All-reduces of a step."""
+    sync = experiment.layout.gradient_sync
+    messages = gradient_messages(REFERENCE, experiment, gradient_sync=sync)
+    assert messages  # gradients of replicas
+    return messages.by_stage[0]
+
+
+def gradient_bytes(experiment: Experiment) -> int:
+    """Bytes of all gradients."""
+    return parameter_count(experiment.model) * storage_dtype(experiment).itemsize
+
+
+def default_bucket_mb(reduced: Experiment) -> tuple[float, ...]:
+    """Round numbers of megabytes, of which the gradients fill 2 to `MOST_BUCKETS`, each in another way."""
+    total = gradient_bytes(reduced) / 1e6
+    tens = [10.0**power for power in range(-3, math.ceil(math.log10(total)) + 1)]
+    sizes = [round(step * ten, 6) for ten in tens for step in STEPS_OF_TEN]
+    fitting = [size for size in sizes if total / MOST_BUCKETS <= size <= total / 2]
+    different = {  # of several that make as many buckets, the smallest
+        buckets_of(with_layout(reduced, gradient_sync=BUCKETED, bucket_mb=size)): size
+        for size in reversed(fitting)
     }
-    best = best_of(points)
+    return tuple(sorted(different.values())) or (max(total, 0.001),)
+
+
+def figure_of(points: list[Point], size: float, fit: Fit) -> Figure:
+    """Measured overheads over bucket size, and the closed forms' curves."""
+    best, predicted = best_of(points), best_buckets(size, fit)
+    most = max(
+        [1.0, *(point.buckets for point in points), *([predicted] if math.isfinite(predicted) else [])]
+    )
+    counts = np.geomspace(1, max(most, 2.0), 200)
 
     def draw(axes: "Axes") -> None:
         axes.axhline(0.0, color=INK, linewidth=0.8)
         for place, (sync, mark) in enumerate(MARKS.items()):
             if of_sync := [point for point in points if point.gradient_sync == sync]:
-                sizes = [size_mb / point.buckets for point in of_sync]
                 overheads = [point.overhead_ms for point in of_sync]
-                medians = [one.median for one in overheads]
                 axes.errorbar(
-                    sizes,
-                    medians,
+                    [size / 1e6 / point.buckets for point in of_sync],
+                    [one.median for one in overheads],
                     whiskers(overheads),
                     fmt=mark,
                     color=colour(place),
                     capsize=3,
                     label=f"measured, {sync}",
                 )
-        for name, (dash, form) in curves.items():
-            values = [form(count) for count in counts]
-            axes.plot(size_mb / counts, values, dash, color=INK, label=f"closed form, {name}")
-        if math.isfinite(line.best_buckets):
-            label = f"predicted best: {mb_text(line.best_bucket_mb)}"
-            axes.axvline(line.best_bucket_mb, linestyle="--", color=colour(4), label=label)
+        for form, dash, name in ((overlapped_ms, "-", "overlapped"), (exposed_ms, ":", "exposed")):
+            values = [form(size, count, fit) for count in counts]
+            axes.plot(size / 1e6 / counts, values, dash, color=INK, label=f"closed form, {name}")
+        if math.isfinite(predicted):
+            axes.axvline(size / 1e6 / predicted, linestyle="--", color=colour(4), label="predicted best")
         if best:
             label = f"measured best: {best.name} asked for, {best.buckets} buckets"
-            axes.axvline(size_mb / best.buckets, linestyle="--", color=colour(0), label=label)
+            axes.axvline(size / 1e6 / best.buckets, linestyle="--", color=colour(0), label=label)
         axes.set(xlabel="bucket size (MB)", ylabel="overhead of a step (ms)")
         log_scale(axes, "x")
 
     return Figure(
         title="Overhead over bucket size",
         caption=(
-            f"Medians over rounds; whiskers are {interval_words(point.overhead_ms for point in points)}. The "
-            f"lines are closed forms: overlapped if backward takes as long for a bucket as its bytes do, "
-            f"exposed if nothing runs beside backward. A size is the gradients over the number of buckets."
+            f"Medians over rounds; whiskers are {interval_words(point.overhead_ms for point in points)}. "
+            f"A size is the gradients over the number of buckets."
         ),
         draw=draw,
         width=WIDE,
         height=4.0,
     )
-
-
-def kept_fit(folder: Path) -> Fit:
-    """The fit of a study's all-reduce.
-
-    Raises:
-        RecordError: it was not timed.
-        EngineError: it did not finish, or gave wrong results.
-    """
-    bench = bench_of(read_outcome(folder / COLLECTIVES))
-    if not bench.passed or not bench.fits:
-        raise EngineError(f"all_reduce: {bench.sentence()}", exit_code=1)
-    return bench.fits[0]
 
 
 def mb_text(megabytes: float) -> str:

@@ -1,48 +1,67 @@
-"""`shardpair collectives`: time collectives as nccl-tests does, on every way that this machine has."""
+"""`shardpair collectives`: time collectives as nccl-tests does, in every way that this machine has."""
 
 import re
-import shlex
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from compare.contract.collective_bench import IMPLEMENTATIONS, KINDS, CollectiveRow, Kind
-from compare.contract.request import Platform
-from compare.execute.hosts import Hosts
-from compare.execute.launch import visible_gpus
+from msgspec.structs import replace
+
+from compare.contract.collective_bench import (
+    IMPLEMENTATIONS,
+    KINDS,
+    TIMES,
+    CollectiveCase,
+    CollectiveRequest,
+    CollectiveRow,
+    CollectiveTimes,
+    Kind,
+    bytes_held,
+)
+from compare.contract.record import Record, Step
+from compare.contract.request import REQUEST, Request
+from compare.execute.hosts import HERE, Hosts
+from compare.execute.launch import EngineError, run_side, visible_gpus
 from compare.execute.load import busy_cores, is_busy, require_idle
-from compare.execute.paths import PICTURES, check_output
-from compare.flags.arguments import check_timeout
-from compare.flags.hosts import HostFlags
+from compare.execute.machine import free_memory_bytes, gpu_memory_bytes
+from compare.flags.arguments import Hidden
 from compare.flags.pythons import checked_pythons
-from compare.judge.collective_fit import Fit
-from compare.judge.outcome import OUTCOME, Outcome, read_outcome
+from compare.host.json_files import read_json, write_json
+from compare.judge.collective_fit import Fit, fits_of
+from compare.judge.outcome import Case, Grid, Outcome
 from compare.present.collectives import ORDER, figures_of, in_order, ranks_of, ways_of
-from compare.show.figures import save_figures
 from compare.show.findings import Column, Findings, table_of
-from compare.show.page import leave_page, write_page
-from compare.show.terminal import print_findings
-from compare.spec.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError
-from compare.studies.collective_runs import (
-    RANKS,
-    Order,
-    bench_of,
-    requests_of,
-    run_requests,
-    sizes_between,
+from compare.spec.engines.registry import JAX, SIDES, TORCH
+from compare.spec.experiment import (
+    MAX_CPU_DEVICES,
+    Checkpoints,
+    Data,
+    Experiment,
+    ExperimentError,
+    Layout,
+    Model,
+    Optimizer,
+    Precision,
+    Train,
 )
 from compare.studies.presets import check_names
-from compare.study import Interrupted
-from compare.terminal import errors_console
+from compare.study import Study, findings_of
+from compare.terminal import human_bytes
 
 if TYPE_CHECKING:
     Way = str
 else:
     Way = Literal[tuple(IMPLEMENTATIONS)]
+RANKS = (2, 4, 6)
+ENGINE = {JAX.name: "jax-manual", TORCH.name: "torch-manual"}
+"""By side: whose way of sending is timed."""
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+FACTOR = 4
+"""From one size to the next."""
 MOST_ROW_S = 60.0
 
 
-class Collectives(HostFlags, frozen=True, kw_only=True):
+class Collectives(Study, frozen=True, kw_only=True):
     """Time collectives as nccl-tests does, on gloo or NCCL, our way, and XLA; fit latency and bandwidth.
 
     On CPU all ranks share the cores, so more ranks than cores measure the scheduler, too. The default takes
@@ -63,103 +82,116 @@ class Collectives(HostFlags, frozen=True, kw_only=True):
     """On how many ranks or devices, spread over the hosts. Default: 2 4 6; on GPUs those of them that there
     are, and on several hosts those that they divide."""
     min_size: str = "1K"
-    """Smallest size in bytes; K, M, G are powers of 1024, as in nccl-tests."""
+    """Smallest size in bytes, of which each is four times the last; K, M, G are powers of 1024."""
     max_size: str = "64M"
-    """Largest size, the total of a gather or scatter. What memory cannot hold is left out by name."""
-    factor: int = 4
-    """From one size to the next."""
+    """Largest size, the total of a gather or scatter."""
     row_s: float = 0.2
     """Seconds that the calls of a row take together, about; there are at least five of them."""
-    platform: Platform = "cpu"
-    """cpu: gloo ranks of one thread each, and XLA host devices. gpu: one rank or device for each GPU."""
-    fault: Kind | Literal[""] = ""
-    """Check the checker: falsify one value of this collective's result; #wrong and the exit code say so."""
     anyway: bool = False
     """Time on a busy machine, too; the record then says so."""
-    run_dir: str = ""
-    """Folder of the results; must not exist. Default: runs/collectives-TIME."""
-    picture: Path | None = None
-    """Also save the picture of times and bandwidths (.png, .svg, .pdf)."""
-    timeout_s: float = 600.0
-    """A call that hangs for this long is ended."""
-    quiet: bool = False
-    """No progress on stderr."""
-    json: bool = False
-    """Print the outcome as one JSON object on stdout instead of tables."""
+
+    experiment: Hidden[str] = "demo"
+    model: Hidden[Model] = Model()
+    data: Hidden[Data] = Data()
+    optimizer: Hidden[Optimizer] = Optimizer()
+    train: Hidden[Train] = Train()
+    precision: Hidden[Precision] = Precision()
+    layout: Hidden[Layout] = Layout()
+    checkpoint: Hidden[Checkpoints] = Checkpoints()
+    init_from: Hidden[str] = ""
+    cache_dir: Hidden[str] = ""
 
     brief: ClassVar = "collectives by size: gloo or NCCL, our way, and XLA"
-    group: ClassVar = "Measure"
-    default: ClassVar = "demo"
+    trains: ClassVar = False
+    with_continue: ClassVar = frozenset({"anyway"})
 
-    def __call__(self, default: Experiment) -> int:
-        """Answer it. Returns 0 if every row is there and every result right, else 1."""
-        check_output("--picture", self.picture, kinds=PICTURES)
-        try:
-            bench, folder = self.outcome()
-        except Interrupted as interrupt:
-            so_far = read_outcome(interrupt.folder)
-            self.shown(so_far, interrupt.folder, picture=self.picture, as_json=self.json)
-            raise
-        return self.shown(bench, folder, picture=self.picture, as_json=self.json)
+    @property
+    def title(self) -> str:
+        """Of its folder."""
+        return self.command
 
-    def outcome(self) -> tuple[Outcome, Path]:
-        """The rows with their fits, and the folder of the results; nothing is printed on stdout."""
-        pythons, order = checked_pythons(self), self.order()
-        requests, left_out = requests_of(order)
-        busy = busy_cores()
-        require_idle(busy, anyway=self.anyway)
-        for name, why in left_out.items() if not self.quiet else ():
-            errors_console().print(f"left out: {name}: {why}", style="yellow")
-        return run_requests(
-            requests,
-            left_out,
-            command=self.command_line(order),
-            run_dir=self.run_dir,
-            busy=busy,
-            pythons=pythons,
-            quiet=self.quiet,
-            hosts=order.hosts,
+    def cases(self, experiment: Experiment) -> Grid:
+        """A process for each side and number of ranks. Raises ExperimentError."""
+        check_names("--kinds", "collective", self.kinds, KINDS)
+        here = implementations_on(self.platform)
+        check_names("--implementations", f"way on platform {self.platform}", self.implementations, here)
+        if not 0 < self.row_s <= MOST_ROW_S:
+            raise ExperimentError(f"--row_s {self.row_s} must be more than 0 and at most {MOST_ROW_S:g}")
+        hosts, cases = self.found_hosts(), {}
+        for ranks in self._ranks(hosts):
+            if not 2 <= ranks <= MAX_CPU_DEVICES or ranks % hosts.count:
+                raise ExperimentError(
+                    f"--ranks {ranks}: give between 2 and {MAX_CPU_DEVICES}, which {hosts.count} hosts divide"
+                )
+            self._require_memory(ranks, hosts)
+            spread = replace(
+                experiment,
+                train=replace(experiment.train, batch_size=ranks, gradient_accumulation_steps=1),
+                layout=Layout(dp_replicate=ranks),
+            )
+            for side, engine in ENGINE.items():
+                if self._ways(side):
+                    request = Request(engine=engine, experiment=spread)
+                    cases[f"{side}-{ranks}"] = Case(request=request, layout=f"{ranks} ranks")
+        return cases, {}
+
+    def measured(
+        self, name: str, case: Case, place: Path, number: int, tell: Callable[[Step], None]
+    ) -> tuple[CollectiveTimes, Record | None]:
+        """A side's rows on a number of ranks. Raises EngineError."""
+        side = case.products.split()[0]
+        cases = (CollectiveCase(kind, size) for kind in self.kinds or KINDS for size in self._sizes())
+        request = CollectiveRequest(
+            implementations=self._ways(side),
+            cases=tuple(cases),
+            ranks=case.experiment.layout.devices,
+            platform=self.platform,
+            row_s=self.row_s,
+            timeout_s=self.timeout_s,
         )
+        return time_collectives(request, place, pythons=checked_pythons(self), hosts=self.found_hosts()), None
 
-    @classmethod
-    def shown(cls, outcome: Outcome, folder: Path, *, picture: Path | None, as_json: bool) -> int:
-        """Print it, and leave its page. Returns 0 if every row is there and right."""
-        found = cls.findings(outcome, folder)
-        print_findings(found, as_json=as_json)
+    def ready(self) -> None:
+        """Refuse a busy machine. Raises EnvironmentMissing."""
+        require_idle(busy_cores(), anyway=self.anyway)
 
-        def draw() -> Path:
-            if picture and found.figures:
-                save_figures(picture, found.figures, columns=2)
-            return write_page(folder / "collectives.html", found)
-
-        if found.tables:
-            leave_page(draw, as_json=as_json)
-        return 0 if found.passed else 1
+    def before(self, outcome: Outcome, number: int) -> Outcome:
+        """With what others use."""
+        now = replace(outcome.circumstances, busy_cores=[busy_cores()])
+        return replace(outcome, circumstances=now)
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """A table for each collective and number of ranks, the fits, two figures for each collective."""
-        bench = bench_of(outcome)
-        kinds = list(dict.fromkeys(row.kind for row in bench.rows))
-        hosts = dict.fromkeys(name for side in bench.sides.values() for name in side.hosts)
+        sides = outcome.values(CollectiveTimes).values()
+        rows = [row for side in sides for row in side.rows]
+        kinds, hosts = (
+            dict.fromkeys(row.kind for row in rows),
+            dict.fromkeys(h for s in sides for h in s.hosts),
+        )
         over = f" over {len(hosts)} hosts" if len(hosts) > 1 else ""
-        groups = [(kind, ranks) for kind in kinds for ranks in ranks_of(bench.rows)]
         tables = [
-            table_of(f"{kind} on {ranks} ranks{over}", COLUMNS, rows)
-            for kind, ranks in groups
-            if (rows := in_order(row for row in bench.rows if (row.kind, row.ranks) == (kind, ranks)))
+            table_of(f"{kind} on {ranks} ranks{over}", COLUMNS, in_order(of_table))
+            for kind in kinds
+            for ranks in ranks_of(rows)
+            if (of_table := [row for row in rows if (row.kind, row.ranks) == (kind, ranks)])
         ]
-        fits = sorted(bench.fits, key=lambda fit: (fit.kind, fit.ranks, ORDER.index(fit.implementation)))
+        fits = sorted(fits_of(rows), key=lambda fit: (fit.kind, fit.ranks, ORDER.index(fit.implementation)))
         if fits:
             tables.append(table_of("time = latency + size / bandwidth, fitted", FIT_COLUMNS, fits))
-        sides = bench.sides.values()
+        wrong = {f"{row.implementation} {row.kind}": row.wrong for row in rows if row.wrong}
+        sentence = f"{len(rows)} rows, every element of every result as it should be"
         devices = dict.fromkeys(f"{side.device_kind}, {side.threads}" for side in sides)
-        versions = (f"{name} {version}" for name, version in outcome.circumstances.versions.items())
-        return Findings(
+        versions = dict.fromkeys(f"{name} {v}" for side in sides for name, v in side.versions.items())
+        cores = max(outcome.circumstances.busy_cores, default=0.0)
+        used = f"other processes used {cores:.1f} cores when the first row was timed: no time holds"
+        return findings_of(
+            outcome,
             title="Collectives: latency and bandwidth",
-            sentence=bench.sentence(),
-            value={"rows": bench.rows, "fits": bench.fits, "warnings": _busy(outcome), "result": outcome},
-            passed=bench.passed,
+            sentence=f"wrong results in {', '.join(wrong)}" if wrong else sentence,
+            rows=rows,
+            fits=fits,
+            passed=not wrong,
             about=[
                 f"{'; '.join(devices)} {', '.join(versions)}",
                 *([f"The ranks are spread evenly over {', '.join(hosts)}."] if over else []),
@@ -167,44 +199,30 @@ class Collectives(HostFlags, frozen=True, kw_only=True):
                 "slowest rank; busbw is what a rank sends on a ring over that time. On a CPU ranks share "
                 "the cores.",
             ],
-            warnings=_busy(outcome),
+            warnings=[used] if is_busy(cores) else [],
             tables=tables,
-            figures=[figure for kind in kinds for figure in figures_of(bench.rows, kind)],
+            figures=[figure for kind in kinds for figure in figures_of(rows, kind)],
             notes=[
-                *(f"{name}: {IMPLEMENTATIONS[name].description}." for name in ways_of(bench.rows)),
-                *dict.fromkeys(f"{note}." for side in sides for note in side.notes),
+                *(f"{name}: {IMPLEMENTATIONS[name][2]}." for name in ways_of(rows)),
                 "Each time weighs by its own size in the fit; misfit is the median distance of a time from "
                 "the line.",
             ],
-            left_out=outcome.left_out,
-            command=outcome.line,
-            source=f"{outcome.circumstances.words} Every single figure is in {OUTCOME}, beside this page.",
         )
 
-    def order(self) -> Order:
-        """What is asked for, checked. Raises ExperimentError."""
-        check_names("--kinds", "collective", self.kinds, KINDS)
-        here = [name for name, one in IMPLEMENTATIONS.items() if self.platform in one.platforms]
-        check_names("--implementations", f"way on platform {self.platform}", self.implementations, here)
-        if not 0 < self.row_s <= MOST_ROW_S:
-            raise ExperimentError(f"--row_s {self.row_s} must be more than 0 and at most {MOST_ROW_S:g}")
-        check_timeout(self.timeout_s)
-        kinds, hosts = self.kinds or KINDS, self.found_hosts()
-        if self.fault and self.fault not in kinds:
-            raise ExperimentError(f"--fault {self.fault} has no effect: it is not among --kinds")
-        return Order(
-            kinds=kinds,
-            implementations=self.implementations or tuple(here),
-            sizes=sizes_between(
-                _bytes("--min_size", self.min_size), _bytes("--max_size", self.max_size), self.factor
-            ),
-            ranks=self._ranks(hosts),
-            platform=self.platform,
-            row_s=self.row_s,
-            timeout_s=self.timeout_s,
-            fault=self.fault,
-            hosts=hosts,
-        )
+    def _ways(self, side: str) -> tuple[str, ...]:
+        """Implementations of a side that are asked for."""
+        asked = self.implementations or implementations_on(self.platform)
+        return tuple(name for name in asked if IMPLEMENTATIONS[name][0] == side)
+
+    def _sizes(self) -> list[int]:
+        """Bytes. Raises ExperimentError."""
+        smallest, largest = _bytes("--min_size", self.min_size), _bytes("--max_size", self.max_size)
+        if not 4 <= smallest <= largest:
+            raise ExperimentError(
+                f"--min_size {self.min_size} and --max_size {self.max_size}: sizes begin with 4 bytes, and "
+                f"the largest is not below the smallest"
+            )
+        return sizes_between(smallest, largest)
 
     def _ranks(self, hosts: Hosts) -> tuple[int, ...]:
         if len(set(self.ranks)) < len(self.ranks):
@@ -219,30 +237,22 @@ class Collectives(HostFlags, frozen=True, kw_only=True):
             return RANKS
         return tuple(ranks for ranks in RANKS if ranks <= visible_gpus()) or RANKS[:1]
 
-    def command_line(self, order: Order) -> str:
-        """The command that asks for an order, every flag spelled out."""
-        asked = {name: getattr(order, name) for name in ("kinds", "implementations", "ranks")}
-        asked |= {name: (getattr(self, name),) for name in ("min_size", "max_size", "factor", "row_s")}
-        asked |= {"platform": (self.platform,), **({"fault": (self.fault,)} if self.fault else {})}
-        if order.hosts.several:
-            asked |= {"launcher": (self.launcher,), "hosts": (order.hosts.count,)}
-            asked |= {"hostfile": (self.hostfile,)} if self.hostfile else {}
-        words = [word for flag, values in asked.items() for word in (f"--{flag}", *map(str, values))]
-        return shlex.join(["shardpair", "collectives", *words])
-
-
-def _bytes(flag: str, text: str) -> int:
-    """A size as nccl-tests takes it: 1048576, 1024K or 1M. Raises ExperimentError, naming the flag."""
-    found = re.fullmatch(r"(\d{1,15})([KMG]?)B?", text.upper())
-    if not found:
-        raise ExperimentError(f"{flag} {text}: give bytes, such as 1048576, 1024K, 1M or 1G")
-    return int(found[1]) * UNITS[found[2]]
+    def _require_memory(self, ranks: int, hosts: Hosts) -> None:
+        """Refuse sizes that memory cannot hold; every host is taken to have as much as this one."""
+        on_gpu = self.platform == "gpu"
+        free = (gpu_memory_bytes() if on_gpu else 0) or free_memory_bytes()
+        share = ranks if on_gpu else hosts.count  # each GPU has its own memory
+        needed = max(bytes_held(kind, self._sizes()[-1], ranks) for kind in self.kinds or KINDS) / share
+        if needed > free:
+            raise ExperimentError(
+                f"--max_size {self.max_size} on {ranks} ranks needs {human_bytes(needed)}, and "
+                f"{human_bytes(free)} are free: give less"
+            )
 
 
 COLUMNS = (
     Column[CollectiveRow]("size (B)", lambda row: row.size, ",d"),
     Column[CollectiveRow]("count", lambda row: row.count, ",d"),
-    Column[CollectiveRow]("type", lambda row: row.type),
     Column[CollectiveRow]("way", lambda row: row.implementation),
     Column[CollectiveRow]("time (us)", lambda row: row.time_us, ",.1f"),
     Column[CollectiveRow]("algbw (GB/s)", lambda row: row.algbw_gb_s, ".3f"),
@@ -256,13 +266,72 @@ FIT_COLUMNS = (
     Column[Fit]("ranks", lambda fit: fit.ranks, "d"),
     Column[Fit]("way", lambda fit: fit.implementation),
     Column[Fit]("latency (us)", lambda fit: fit.latency_us, ",.1f"),
-    Column[Fit]("bandwidth (GB/s)", lambda fit: fit.bandwidth_gb_s or None, ".3f"),
+    Column[Fit]("bandwidth (GB/s)", lambda fit: fit.bandwidth_gb_s, ".3f"),
     Column[Fit]("misfit", lambda fit: fit.misfit, ".0%"),
 )
 
 
-def _busy(outcome: Outcome) -> list[str]:
-    cores = max(outcome.circumstances.busy_cores, default=0.0)
-    if not is_busy(cores):
-        return []
-    return [f"other processes used {cores:.1f} cores when the first row was timed: no time holds"]
+def implementations_on(platform: str) -> list[str]:
+    """Every implementation that a platform has."""
+    return [name for name, (_, platforms, _) in IMPLEMENTATIONS.items() if platform in platforms]
+
+
+def sizes_between(smallest: int, largest: int) -> list[int]:
+    """Sizes from `smallest` up to `largest`, each `FACTOR` times the last one."""
+    sizes = [smallest]
+    while sizes[-1] * FACTOR <= largest:
+        sizes.append(sizes[-1] * FACTOR)
+    return sizes
+
+
+def time_collectives(
+    request: CollectiveRequest, folder: Path, *, pythons: Mapping[str, str], hosts: Hosts = HERE
+) -> CollectiveTimes:
+    """Time collectives by their side, in fresh processes, in a folder that is made. Raises EngineError."""
+    side = SIDES[IMPLEMENTATIONS[request.implementations[0]][0]]
+    folder.mkdir(parents=True)
+    write_json(folder / REQUEST, request)
+    run_side(
+        side,
+        folder,
+        name=folder.name,
+        platform=request.platform,
+        timeout_s=request.timeout_s,
+        options=["--collectives"],
+        pythons=pythons,
+        layout=Layout(dp_replicate=request.ranks),
+        hosts=hosts,
+    )
+    return read_json(folder / TIMES, CollectiveTimes)
+
+
+def fitted_all_reduce(
+    implementation: str, sizes: list[int], folder: Path, *, pythons: Any, **given: Any
+) -> Fit:
+    """Latency and bandwidth of an all-reduce of some sizes.
+
+    Args:
+        implementation: a name in IMPLEMENTATIONS.
+        sizes: bytes.
+        folder: that is made for it.
+        pythons: side -> its interpreter.
+        given: fields of `CollectiveRequest`, and `hosts`.
+
+    Raises:
+        EngineError: it did not finish, or gave wrong results.
+    """
+    hosts = given.pop("hosts", HERE)
+    cases = tuple(CollectiveCase("all_reduce", size) for size in sizes)
+    request = CollectiveRequest(implementations=(implementation,), cases=cases, **given)
+    times = time_collectives(request, folder, pythons=pythons, hosts=hosts)
+    if any(row.wrong for row in times.rows):
+        raise EngineError(f"all_reduce: wrong results of {implementation}", exit_code=1)
+    return fits_of(times.rows)[0]
+
+
+def _bytes(flag: str, text: str) -> int:
+    """A size as nccl-tests takes it: 1048576, 1024K or 1M. Raises ExperimentError, naming the flag."""
+    found = re.fullmatch(r"(\d{1,15})([KMG]?)B?", text.upper())
+    if not found:
+        raise ExperimentError(f"{flag} {text}: give bytes, such as 1048576, 1024K, 1M or 1G")
+    return int(found[1]) * UNITS[found[2]]

@@ -115,7 +115,7 @@ class Plan(Study, frozen=True, kw_only=True):
         found = re.fullmatch(rf"{HERE}(?:x(\d{{1,4}}))?", self.machine)
         if not found:
             return read_machine(self.machine, link_speed=self.link_speed)
-        how = {"pythons": checked_pythons(self), "anyway": self.anyway, "quiet": self.quiet}
+        how = {"pythons": checked_pythons(self), "anyway": self.anyway}
         here = machine_of(HERE, int(found[1] or DEVICES), self.engine, experiment, **how)
         return slowed(here, self.link_speed) if self.link_speed != 1 else here
 

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from compare.contract.collective_bench import IMPLEMENTATIONS, OURS
+from compare.contract.collective_bench import OURS
 from compare.contract.communication import ring_wire_bytes
-from compare.execute.ask import measure_ceiling
+from compare.execute.ceiling import measure_ceiling
 from compare.execute.hosts import HERE as ONE_HOST
 from compare.execute.hosts import Hosts
 from compare.execute.load import busy_cores, require_idle
@@ -24,9 +24,9 @@ from compare.execute.machine import memory_bytes
 from compare.execute.paths import RUNS
 from compare.host.facts import cores
 from compare.plan.machine import LinkSpeed, Machine, read_machine
-from compare.spec.engines.registry import side_of
+from compare.spec.engines.registry import TORCH, side_of
 from compare.spec.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError, Layout
-from compare.studies.collective_runs import Order, bench_of, requests_of, run_requests, sizes_between
+from compare.studies.collectives import fitted_all_reduce, sizes_between
 
 HERE = "here"
 SIZES = (64, 128, 256, 512, 1024)
@@ -44,7 +44,6 @@ def measure_here(
     folder: Path,
     pythons: Mapping[str, str],
     anyway: bool,
-    quiet: bool,
     hosts: Hosts = ONE_HOST,
 ) -> Machine:
     """Measure this machine for one engine; of several hosts all are taken to be like it.
@@ -53,19 +52,18 @@ def measure_here(
         engine: whose side multiplies and communicates.
         experiment: its dtype is that of the products.
         devices: of all hosts; those of one share its cores.
-        folder: an empty one for the collectives' rows while they are measured.
+        folder: an empty one for the collectives' times, which all hosts see.
         pythons: side -> its interpreter.
         anyway: on a busy machine, too.
-        quiet: no progress on stderr.
-        hosts: over which the devices are spread; they must see the folder.
+        hosts: over which the devices are spread.
 
     Raises:
         ExperimentError: hosts that do not divide the devices, or do not see the folder.
         EnvironmentMissing: it is busy, or the side cannot say.
-        Interrupted: Ctrl-C.
+        EngineError: an all-reduce did not finish.
     """
-    busy, side = busy_cores(), side_of(engine)
-    require_idle(busy, anyway=anyway)
+    side = side_of(engine)
+    require_idle(busy_cores(), anyway=anyway)
     hosts.require(Layout(dp_replicate=devices))
     inside = devices // hosts.count
     sharing = devices if hosts.launcher == "local" else inside  # hosts of a test share this machine's cores
@@ -74,7 +72,8 @@ def measure_here(
     share = min(threads, cores() / sharing) / threads  # of these threads, that a device has
     found = measure_ceiling(side.name, "cpu", dtype, pythons[side.name], threads=threads, sizes=SIZES)
     best = max(found.by_size.values())
-    link = functools.partial(_link, side.name, folder, pythons=pythons, busy=busy, quiet=quiet)
+    way = OURS if side.name == TORCH.name else "xla"
+    link = functools.partial(_link, way, folder, pythons=pythons)
     return Machine(
         name=f"{HERE}x{devices}",
         devices=devices,
@@ -135,32 +134,15 @@ def _shared(link: LinkSpeed, devices: int) -> LinkSpeed:
 
 
 def _link(
-    side: str, folder: Path, ranks: int, hosts: Hosts, *, pythons: Mapping[str, str], busy: float, quiet: bool
+    implementation: str, folder: Path, ranks: int, hosts: Hosts, *, pythons: Mapping[str, str]
 ) -> LinkSpeed:
     """Latency and bandwidth of an all-reduce over so many ranks; free on one, which has no link."""
     if ranks == 1:
         return LinkSpeed(bytes_per_s=1e30, latency_s=0.0)
-    ways = tuple(name for name, one in IMPLEMENTATIONS.items() if one.side == side and name in (OURS, "xla"))
-    order = Order(
-        kinds=("all_reduce",),
-        implementations=ways,
-        sizes=sizes_between(1024, 2**22, 8),
-        ranks=(ranks,),
-        row_s=ROW_S,
-        hosts=hosts,
+    place, sizes = folder / f"{hosts.count}x{ranks}", sizes_between(1024, 2**22)
+    fit = fitted_all_reduce(
+        implementation, sizes, place, ranks=ranks, row_s=ROW_S, pythons=pythons, hosts=hosts
     )
-    requests, left_out = requests_of(order)
-    outcome, _ = run_requests(
-        requests,
-        left_out,
-        command="",
-        run_dir=str(folder / f"{hosts.count}x{ranks}"),
-        busy=busy,
-        pythons=pythons,
-        quiet=quiet,
-        hosts=hosts,
-    )
-    (fit,) = bench_of(outcome).fits
     wire = ring_wire_bytes("all_reduce", 2**20, ranks) / 2**20
     rate = min(fit.bytes_per_s * wire, 1e30)
     return LinkSpeed(bytes_per_s=rate, latency_s=fit.latency_us / 1e6 / math.ceil(math.log2(ranks)))

@@ -83,7 +83,6 @@ class Tune(Timed, frozen=True, kw_only=True):
                 pythons=pythons,
                 hosts=hosts,
                 anyway=self.anyway,
-                quiet=self.quiet,
             )
             for name in self.engines
         }

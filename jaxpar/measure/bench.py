@@ -17,13 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from compare.contract.ceiling import Ceiling, CeilingRequest, Multiply, find_ceiling
 from compare.contract.collective_bench import (
-    SIDE,
-    TYPE,
+    TIMES,
     CollectiveCase,
     CollectiveRequest,
     CollectiveRow,
-    CollectiveSide,
-    append_row,
+    CollectiveTimes,
     elements,
     expected,
     make_row,
@@ -40,7 +38,6 @@ from jaxpar.configuration import PACKAGES
 from jaxpar.measure.memory import threads
 
 AXIS = DP_REPLICATE  # any would do: the mesh has no other of more than one device
-MASKED_SUM = "xla: broadcast is an all-reduce of zeros and the first rank's numbers: XLA has none on a CPU"
 
 
 def measure_ceiling(request: CeilingRequest) -> Ceiling:
@@ -84,32 +81,28 @@ def measure_ceiling(request: CeilingRequest) -> Ceiling:
 
 
 def run_bench(request: CollectiveRequest, folder: Path, *, progress: Callable[..., None]) -> None:
-    """Time collectives: rows.jsonl, then side.json in `folder`.
+    """Time collectives, and leave `folder/collectives.json`; `progress` is called after every row.
 
-    `progress` is called after every row. Raises MissingDevicesError: fewer devices than ranks.
+    Raises MissingDevicesError: fewer devices than ranks.
     """
-    mesh = make_mesh(Layout(dp_replicate=request.ranks), platform=request.platform)
-    devices, is_first = list(mesh.devices.flat), jax.process_index() == 0
+    mesh, rows = make_mesh(Layout(dp_replicate=request.ranks), platform=request.platform), []
     for case in request.cases:
-        for name in request.implementations:
-            row = time_case(name, case, mesh, request)
+        for way in request.implementations:
+            rows.append(time_case(way, case, mesh, request))
             progress()
-            if is_first:
-                append_row(folder, row)
-    on_hosts = tuple(hosts.hosts_of(devices))
-    broadcasts = any(case.kind == "broadcast" for case in request.cases)
-    side = CollectiveSide(
+    devices = list(mesh.devices.flat)
+    times = CollectiveTimes(
+        rows=rows,
         device_kind=device_kind(devices[0]),
         versions=versions(PACKAGES),
         threads=threads(devices),
-        hosts=on_hosts,
-        notes=(MASKED_SUM,) if broadcasts and request.platform == "cpu" else (),
+        hosts=hosts.hosts_of(devices),
     )
-    if is_first:
-        write_json(folder / SIDE, side)
+    if jax.process_index() == 0:
+        write_json(folder / TIMES, times)
 
 
-def time_case(name: str, case: CollectiveCase, mesh: Mesh, request: CollectiveRequest) -> CollectiveRow:
+def time_case(way: str, case: CollectiveCase, mesh: Mesh, request: CollectiveRequest) -> CollectiveRow:
     """Time one collective of one size, then do it once more and look at what it gave on each device."""
     ranks, devices = request.ranks, list(mesh.devices.flat)
     count = elements(case.kind, case.size, ranks)
@@ -131,14 +124,12 @@ def time_case(name: str, case: CollectiveCase, mesh: Mesh, request: CollectiveRe
     slowest = lambda value: max(hosts.gathered([value]))  # noqa: E731
     seconds, iterations = measure(call, wait=lambda: None, slowest=slowest, row_s=request.row_s)
     results = {devices.index(shard.device): np.asarray(shard.data) for shard in call().addressable_shards}
-    if case.kind == request.fault and ranks - 1 in results:
-        results[ranks - 1] = results[ranks - 1] + np.eye(1, len(results[ranks - 1]), dtype=TYPE)[0]
     here = sum(
         int((result != expected(case.kind, rank, ranks=ranks, count=count)).sum())
         for rank, result in results.items()
     )
     wrong = int(sum(hosts.gathered([here])))
-    return make_row(name, case, ranks=ranks, seconds=seconds, iterations=iterations, wrong=wrong)
+    return make_row(way, case, ranks=ranks, seconds=seconds, iterations=iterations, wrong=wrong)
 
 
 def _broadcast(x: jax.Array, *, platform: str) -> jax.Array:

@@ -157,20 +157,19 @@ def test_links_of_several_hosts_are_measured_inside_and_across(
     """Two hosts of two devices: an all-reduce in one host, and one between a device of each."""
     asked = []
 
-    def run_requests(requests, left_out, *, hosts, **how):
-        (request,) = requests.values()
-        asked.append((request.ranks, hosts.count))
+    def fitted_all_reduce(implementation, sizes, folder, *, ranks, hosts, **how):
+        asked.append((ranks, hosts.count))
         fit = Fit(implementation="ours", kind="all_reduce", ranks=2, latency_us=1e6 * hosts.count, misfit=0)
-        return SimpleNamespace(fits=[replace(fit, bandwidth_gb_s=8.0 / hosts.count)]), tmp_path
+        return replace(fit, bandwidth_gb_s=8.0 / hosts.count)
 
-    monkeypatch.setattr(this_machine, "run_requests", run_requests)
+    monkeypatch.setattr(this_machine, "fitted_all_reduce", fitted_all_reduce)
     monkeypatch.setattr(this_machine, "busy_cores", lambda: 0.0)
     monkeypatch.setattr(this_machine, "_copied_per_s", lambda: 1e9)
     monkeypatch.setattr(this_machine, "cores", lambda: 2)
     monkeypatch.setattr(this_machine, "memory_bytes", lambda: 16e9)
     ceiling = SimpleNamespace(by_size={64: 1e9})
     monkeypatch.setattr(this_machine, "measure_ceiling", lambda *given, **how: ceiling)
-    how = {"folder": tmp_path, "pythons": {"torchpar": "python"}, "anyway": False, "quiet": True}
+    how = {"folder": tmp_path, "pythons": {"torchpar": "python"}, "anyway": False}
     hosts = Hosts(launcher=launcher, count=2)
     found = this_machine.measure_here("torch-manual", tiny, 4, hosts=hosts, **how)
     assert asked == [(2, 1), (2, 2)]

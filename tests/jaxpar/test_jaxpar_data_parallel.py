@@ -58,3 +58,7 @@ def test_bucket_plan_copies_small_leaves_only_into_as_few_buckets_as_may_be(leav
 )
 def test_bucket_plan(limit, plan):
     assert bucket_plan([("a", 4), ("a", 2), ("a", 2), ("a", 4), ("b", 2)], limit=limit) == plan
+
+
+def test_a_bucket_that_a_leaf_would_pass_is_closed_before_it():
+    assert bucket_plan(5 * [("a", 2)], limit=9) == [[4, 3, 2, 1], [0]]

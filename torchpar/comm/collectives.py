@@ -1,4 +1,4 @@
-"""Collectives, each counted: only this, `process_groups` and `stock_collectives` call torch.distributed.
+"""Collectives, each counted: only this, `process_groups` and the benchmark call torch.distributed.
 
 An `Axis` is one mesh axis as this rank sees it. Its methods are the collectives along that axis; each
 demands contiguous tensors, because gloo silently returns wrong numbers for a strided one.
