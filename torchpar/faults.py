@@ -37,7 +37,7 @@ from compare.contract.faults import (
 from compare.contract.inputs import starting_parameters
 from compare.contract.request import Request
 from compare.numerics.weights import Given, Weights
-from compare.spec.axes import AXES, BATCH, DP_REPLICATE, DP_SHARD, PP, TP
+from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, PP, ROWS, TP
 from compare.spec.experiment import Layout
 from torchpar import dropout, library, train
 from torchpar.comm.collectives import DONE, Axis, Work, chunk_slices
@@ -424,7 +424,7 @@ FAULTS = tuple(
     for row in (
         ("dropped_all_reduce", MANUAL, REPLICAS, partial(left_out_reductions, **_gradients)),
         ("dropped_all_reduce", LIBRARY, BY_DDP, partial(ddp_hook, without_reduction)),
-        ("dropped_all_reduce", COMPILER, REPLICAS, partial(parts_for_sums, BATCH)),
+        ("dropped_all_reduce", COMPILER, REPLICAS, partial(parts_for_sums, ROWS)),
         ("sum_for_mean", MANUAL, REPLICAS, partial(times_ranks, **_gradients)),
         ("sum_for_mean", LIBRARY, BY_DDP, partial(ddp_hook, undivided_sum)),
         ("sum_for_mean", COMPILER, REPLICAS, placed_sum_for_mean),

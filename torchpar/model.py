@@ -160,6 +160,7 @@ class GPT(nn.Module):
         idx: torch.Tensor,
         targets: torch.Tensor | None = None,
         keys_B2: torch.Tensor | None = None,
+        position_T: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Logits, and the loss if there are targets.
 
@@ -167,12 +168,14 @@ class GPT(nn.Module):
             idx: token ids (B, T), T at most block_size.
             targets: the ids to predict (B, T).
             keys_B2: of the sequences, their words' bits as int32, for dropout; None: nothing is dropped.
+            position_T: of the ids in their sequence; None for the first T.
 
         Returns:
             Logits (B, T, V), or (B, 1, V) of the last position without targets, as nanoGPT does, or None
             where the loss is in parts; and the mean cross-entropy in nats, or None.
         """
-        position_T = torch.arange(idx.shape[1], device=idx.device)
+        if position_T is None:
+            position_T = torch.arange(idx.shape[1], device=idx.device)
         x_BTC = self.transformer["wte"](idx) + self.transformer["wpe"](position_T)
         x_BTC = self.transformer["drop"](x_BTC, keys_B2)
         for block in self.blocks:

@@ -23,7 +23,7 @@ from compare.host.facts import MemoryUse, cpu_seconds, versions
 from compare.numerics.evaluation import Evaluation, evaluate
 from compare.numerics.parameters import parameter_table
 from compare.numerics.stream import arrays_of_step
-from compare.spec.axes import BATCH
+from compare.spec.axes import ROWS
 from compare.spec.engines.registry import ENGINES
 from torchpar.checkpoint import state_parts
 from torchpar.comm.devices import PACKAGES, device_kind
@@ -135,7 +135,7 @@ def first_batch(run: Run) -> Mapping[str, np.ndarray]:
     """
     batch = to_device(run, arrays_of_step(run.corpus, run.experiment, run.request.first_step))
     own = [tensor.cpu().numpy() for tensor in batch if tensor is not None]
-    shares = run.mesh.joined(*BATCH).all_gather_objects(own)
+    shares = run.mesh.joined(*ROWS).all_gather_objects(own)
     arrays = (np.concatenate(parts, axis=1).astype(np.int32) for parts in zip(*shares, strict=True))
     named = dict(zip(("inputs", "targets", "keys"), arrays, strict=False))
     return {name: array.view(np.uint32) if name == "keys" else array for name, array in named.items()}
@@ -167,7 +167,7 @@ def evaluate_weights(run: Run, step: int) -> Evaluation:
 def mean_loss(run: Run, inputs_ABT: np.ndarray, targets_ABT: np.ndarray) -> torch.Tensor:
     """The mean loss of a global batch, a scalar, without gradients."""
     run.rank.at(run.state.step, "evaluation")
-    data, batch = run.mesh.joined(*BATCH), to_device(run, {"inputs": inputs_ABT, "targets": targets_ABT})
+    data, batch = run.mesh.joined(*ROWS), to_device(run, {"inputs": inputs_ABT, "targets": targets_ABT})
     if run.parallel.evaluate_pipeline:
         loss = run.parallel.evaluate_pipeline(batch, functools.partial(autocast, run))
     else:

@@ -13,7 +13,7 @@ from compare.contract.progress import Progress
 from compare.contract.request import Request
 from compare.numerics.data import Corpus
 from compare.numerics.stream import OwnBatches
-from compare.spec.axes import BATCH
+from compare.spec.axes import ROWS
 from compare.spec.experiment import Experiment
 from torchpar.comm.mesh import Mesh
 from torchpar.launch import Rank
@@ -66,7 +66,7 @@ def to_device(run: Run, arrays: Mapping[str, np.ndarray]) -> RankBatch:
         run: this rank's.
         arrays: the step's global arrays (`arrays_of_step`).
     """
-    data, device = run.mesh.joined(*BATCH), run.mesh.device
+    data, device = run.mesh.joined(*ROWS), run.mesh.device
 
     def own(array_AB: np.ndarray) -> torch.Tensor:
         share = array_AB.shape[1] // data.size

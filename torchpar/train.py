@@ -22,7 +22,7 @@ from compare.numerics.evaluation import require_validation
 from compare.numerics.parameters import fingerprint, parameter_table
 from compare.numerics.stream import Batches, arrays_of_step
 from compare.numerics.weights import OneByOne, Weights
-from compare.spec.axes import BATCH
+from compare.spec.axes import ROWS
 from compare.spec.engines.registry import TORCH
 from torchpar import compiler, library, manual
 from torchpar.checkpoint import restore_moments
@@ -259,7 +259,7 @@ def compute_gradients(run: Run, batch: RankBatch) -> torch.Tensor:
     Returns:
         The mean loss over the global batch, a scalar.
     """
-    data = run.mesh.joined(*BATCH)
+    data = run.mesh.joined(*ROWS)
     if run.parallel.run_pipeline:
         run.rank.at(run.state.step, "forward")
         loss = run.parallel.run_pipeline(batch, functools.partial(autocast, run))

@@ -46,7 +46,6 @@ AXES = tuple(axis.name for axis in MESH_AXES)
 
 ROWS = tuple(axis.name for axis in MESH_AXES if axis.splits_batch)
 """Axes whose devices have rows of their own, outermost first."""
-BATCH = ROWS
 
 SEQUENCE = tuple(axis.name for axis in MESH_AXES if axis.splits_sequence)
 """Axes whose devices have positions of their own, outermost first."""

@@ -3,7 +3,7 @@
 A single field's bounds are with its type (`compare.spec.sections`).
 """
 
-from compare.spec.axes import BATCH
+from compare.spec.axes import ROWS
 from compare.spec.dropout_rate import BITS, LANES, threshold
 from compare.spec.sections import Experiment, Layout, Model, Precision, Train
 
@@ -110,7 +110,7 @@ def _check_floats(experiment: Experiment) -> None:
 
 
 def _check_layout(model: Model, train: Train, layout: Layout) -> None:
-    shares = {key: layout.axes[key] for key in BATCH}
+    shares = {key: layout.axes[key] for key in ROWS}
     if train.batch_size % layout.data_parallel:
         degrees = " x ".join(f"layout.{key} = {degree}" for key, degree in shares.items() if degree > 1)
         raise ExperimentError(

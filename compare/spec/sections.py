@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from compare.spec.axes import AXES, BATCH, PP
+from compare.spec.axes import AXES, PP, ROWS
 
 MAX_COUNT = 2**31 - 1  # token ids and JAX's indices have 32 bits
 MAX_LAYERS = 10_000  # each block's weights are named, drawn and compared one by one
@@ -191,7 +191,7 @@ class Layout(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def data_parallel(self) -> int:
         """Shares that a batch is cut into."""
-        return math.prod(self.axes[name] for name in BATCH)
+        return math.prod(self.axes[name] for name in ROWS)
 
 
 class Checkpoints(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

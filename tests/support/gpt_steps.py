@@ -12,7 +12,7 @@ import torch
 from ranks import CPU
 
 from compare.contract.communication import Communication, summed
-from compare.spec.axes import BATCH
+from compare.spec.axes import ROWS
 from compare.spec.experiment import Experiment, Layout, Model, Optimizer
 from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.measure.ledger import LedgerMode
@@ -79,8 +79,8 @@ def make_parallel(
 
 def backward(parallel: ParallelModel, mesh: Mesh, step: int) -> torch.Tensor:
     rows = slice(
-        mesh.joined(*BATCH).rank * 4 // mesh.joined(*BATCH).size,
-        (mesh.joined(*BATCH).rank + 1) * 4 // mesh.joined(*BATCH).size,
+        mesh.joined(*ROWS).rank * 4 // mesh.joined(*ROWS).size,
+        (mesh.joined(*ROWS).rank + 1) * 4 // mesh.joined(*ROWS).size,
     )
     (first, last), (first_targets, last_targets) = (tensor[:, rows] for tensor in batches(step))
     with parallel.no_sync():

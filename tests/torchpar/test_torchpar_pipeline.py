@@ -1,4 +1,4 @@
-"""torchpar.manual.PipelineParallel around modules of all kinds, on four gloo ranks, in float64.
+"""torchpar.manual.run_pipeline over modules of all kinds, on four gloo ranks, in float64.
 
 The oracle is the same modules one after the other on one rank, over the same microbatches.
 
@@ -15,14 +15,16 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from compare.pipeline.schedules import Schedule, make_schedule
+from compare.pipeline.schedules import Kind, Schedule, forward_only, make_schedule
 from compare.spec.axes import DP_REPLICATE, PP
 from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis, Call
 from torchpar.comm.mesh import make_mesh
 from torchpar.faults import overwritten_microbatch
 from torchpar.manual.data_parallel import DataParallel
-from torchpar.manual.pipeline_parallel import PipelineParallel
+from torchpar.manual.instructions import make_instructions
+from torchpar.manual.pipeline_parallel import run_pipeline
+from torchpar.manual.stage import Stage
 
 WIDTHS = (5, 6, 3, 7, 4, 6, 2, 5)  # of each stage's output: no two boundaries alike
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)]
@@ -102,11 +104,31 @@ def assert_same_gradients(expected: nn.Module, got: nn.Module) -> None:
             close(b.grad, a.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def of_stages(own: dict[int, nn.Module], schedule: Schedule, **options: Any) -> PipelineParallel:
-    count = 1 + max(task.stage for tasks in schedule for task in tasks)
-    return PipelineParallel(
-        own, count=count, schedule=lambda microbatches: schedule, loss=loss, boundary=boundary, **options
-    )
+class Pipeline:
+    """This rank's stages under a schedule."""
+
+    def __init__(self, own: dict[int, nn.Module], schedule: Schedule, group: Any = None, **options: Any):
+        self.axis, self.schedule, self.options = Axis.of(group), schedule, options
+        self.last_stage = max(task.stage for tasks in schedule for task in tasks)
+        halves = any(task.kind == Kind.BACKWARD_WEIGHT for task in schedule[0])
+        self.stages = {n: Stage(module, splits_backward=halves, number=n) for n, module in own.items()}
+
+    def run(self, inputs: list[torch.Tensor], targets: list[torch.Tensor]) -> torch.Tensor:
+        schedule, ranks = self.schedule, self.axis.size
+        if not torch.is_grad_enabled():
+            chunks = (self.last_stage + 1) // ranks
+            schedule = forward_only(ranks=ranks, microbatches=len(inputs), chunks=chunks)
+        return run_pipeline(
+            make_instructions(schedule, self.axis.rank),
+            self.stages,
+            self.axis,
+            inputs,
+            targets,
+            last_stage=self.last_stage,
+            loss=loss,
+            boundary=boundary,
+            **self.options,
+        )
 
 
 def own_stages(schedule: Schedule, rank: int, stages: list[nn.Module]) -> dict[int, nn.Module]:
@@ -123,7 +145,7 @@ def test_every_schedule_equals_one_rank(rank: int, name: str, chunks: int) -> No
             whole, mine = (make_stages(count, recomputes=recomputes) for _ in range(2))
             data, own = make_data(microbatches), own_stages(schedule, rank, mine)
             axis = Axis.of(None)
-            pipeline = of_stages(own, schedule, group=axis)
+            pipeline = Pipeline(own, schedule, group=axis)
             for _ in range(2):  # a second step finds nothing left of the first
                 reference = expected(whole, data)
                 close(pipeline.run(*data), reference)
@@ -147,7 +169,7 @@ def test_an_overwritten_microbatch_is_seen(rank: int) -> None:
     data, own = make_data(4), own_stages(schedule, rank, mine)
     expected(whole, data)
     with overwritten_microbatch():
-        of_stages(own, schedule).run(*data)
+        Pipeline(own, schedule).run(*data)
     with pytest.raises(AssertionError, match=r"(norm|twice|convolution|out|embedding)\."):
         assert_same_gradients(whole[rank], mine[rank])
 
@@ -163,7 +185,7 @@ def test_data_parallel_stages_reduce_once(rank: int) -> None:
             both = nn.ModuleList(own.values())
             replicas = DataParallel(both, gradient_sync=sync, bucket_size_mb=1e-3, group=mesh[DP_REPLICATE])
             mesh.traffic.bytes.clear()
-            pipeline = of_stages(own, schedule, group=mesh[PP], no_sync=replicas.no_sync)
+            pipeline = Pipeline(own, schedule, group=mesh[PP], no_sync=replicas.no_sync)
             share = slice(4 * mesh[DP_REPLICATE].rank, 4 * mesh[DP_REPLICATE].rank + 4)
             pipeline.run(data[0][share], data[1][share])
             replicas.finish_gradient_synchronization()

@@ -10,7 +10,7 @@ from ranks import CPU, on_ranks
 from compare.contract.request import Request
 from compare.host.json_files import write_json
 from compare.numerics.parameters import initial_parameters
-from compare.spec.axes import BATCH, PP
+from compare.spec.axes import PP, ROWS
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, Train
 from torchpar.comm.mesh import make_mesh
@@ -43,7 +43,7 @@ def test_copies_of_a_tied_weight_stay_equal(rank: int) -> None:
         rows = (
             torch.arange(2 * 4 * 8)
             .view(2, 4, 8)
-            .chunk(mesh.joined(*BATCH).size, dim=1)[mesh.joined(*BATCH).rank]
+            .chunk(mesh.joined(*ROWS).size, dim=1)[mesh.joined(*ROWS).rank]
             % 16
         )
         for step in range(3):

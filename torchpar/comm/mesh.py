@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from compare.spec.axes import BATCH, joined
+from compare.spec.axes import ROWS, joined
 from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis, Traffic
 from torchpar.comm.process_groups import make_group
@@ -16,7 +16,7 @@ from torchpar.comm.process_groups import make_group
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's view of all ranks: `mesh[TP]` is an axis, `mesh.joined(*BATCH)` several of them as one.
+    """One rank's view of all ranks: `mesh[TP]` is an axis, `mesh.joined(*ROWS)` several of them as one.
 
     Attributes:
         axes: along which a step communicates, by name; then those that are joined.
@@ -39,7 +39,7 @@ class Mesh:
         return self[joined(*real)] if real else self[names[-1]]
 
 
-JOINED = (BATCH,)
+JOINED = (ROWS,)
 """Axes whose ranks communicate as one."""
 
 

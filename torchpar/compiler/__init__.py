@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compare.numerics.parameters import parameter_table
-from compare.spec.axes import BATCH, SHARDED_FROM, TP
+from compare.spec.axes import ROWS, SHARDED_FROM, TP
 from compare.spec.experiment import Layout
 from torchpar.comm.mesh import Mesh
 from torchpar.compiler import data_parallel, fully_sharded, tensor_parallel
@@ -97,7 +97,7 @@ def _placed(
         parameters=updated,
         strategies=(Placed(finish_gradient_synchronization, ranks=mesh[TP].size),),
         end_evaluation=end_forwards,
-        means_of=mesh.joined(*BATCH).size,
+        means_of=mesh.joined(*ROWS).size,
         sharded_over=spread_over(updated, mesh),
         elements=elements_by_name(updated, mesh),
     )

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from compare.numerics.parameters import Parameter
-from compare.spec.axes import BATCH, DP_REPLICATE, DP_SHARD, SPLIT, TP
+from compare.spec.axes import DP_REPLICATE, DP_SHARD, ROWS, SPLIT, TP
 from torchpar.comm.mesh import Mesh
 from torchpar.dtensors import make_device_mesh
 from torchpar.weights import nanogpt_dim
@@ -47,8 +47,8 @@ def axes_of(devices: DeviceMesh) -> tuple[str, ...]:
 
 
 def of_activation(devices: DeviceMesh, *, split: int | None = None) -> Placements:
-    """Those of (B, ...): rows by BATCH, and a dim that tp splits, if any."""
-    return along(devices, **{**dict.fromkeys(BATCH, 0), TP: split})
+    """Those of (B, ...): rows by ROWS, and a dim that tp splits, if any."""
+    return along(devices, **{**dict.fromkeys(ROWS, 0), TP: split})
 
 
 def of_parameter(parameter: Parameter, devices: DeviceMesh, *, sharded: bool) -> Placements:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compare.contract.communication import RECORD
-from compare.spec.axes import BATCH, DP_REPLICATE, DP_SHARD, PP, TP
+from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, ROWS, TP
 from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import Mesh
@@ -58,12 +58,12 @@ def _replicated(
 ) -> ParallelModel:
     """Whole parameters on every rank: DDP, and for ZeRO-1 an optimizer that updates some of them."""
     parameters = _named_parameters(models)
-    if mesh.joined(*BATCH).size == 1:
+    if mesh.joined(*ROWS).size == 1:
         return ParallelModel(
             module=_as_one(models), optimizer=make_optimizer(parameters), parameters=parameters
         )
     wrap = partial(synchronize_gradients, bucket_size_mb=layout.bucket_mb, keeps_buckets=layout.pp > 1)
-    replicas = [wrap(model, group=mesh.joined(*BATCH).group) for model in models]
+    replicas = [wrap(model, group=mesh.joined(*ROWS).group) for model in models]
     if layout.zero:
         make_optimizer = partial(make_optimizer, wrap=partial(ShardedOptimizer, group=mesh[DP_SHARD].group))
     parallel = ParallelModel(
@@ -85,8 +85,8 @@ def _distributed(
     fill: Fill,
 ) -> ParallelModel:
     """Parameters as DTensors: FSDP2 over tensor parallelism's parts of them."""
-    if mesh.joined(*BATCH).size > 1:
-        data = BATCH if mesh[DP_REPLICATE].size > 1 else DP_SHARD
+    if mesh.joined(*ROWS).size > 1:
+        data = ROWS if mesh[DP_REPLICATE].size > 1 else DP_SHARD
         reshards = layout.zero == 3 and layout.reshard_after_forward
         for model in models:
             shard_parameters(model, devices[data], reshard_after_forward=reshards, fill=partial(fill, model))
@@ -98,7 +98,7 @@ def _distributed(
         optimizer=make_optimizer(parameters, wrap=dtensor_optimizer),
         parameters=parameters,
         strategies=(Placed(partial(complete_gradients, module), ranks=mesh[TP].size),),
-        skip_sync=partial(no_sync, models[0]) if mesh.joined(*BATCH).size > 1 else None,
+        skip_sync=partial(no_sync, models[0]) if mesh.joined(*ROWS).size > 1 else None,
         end_evaluation=partial(reshard_parameters, models),
         sharded_over=spread_over(parameters, mesh),
         elements=elements_by_name(parameters, mesh),

@@ -15,7 +15,7 @@ from compare.judge.closed_forms.memory import KINDS, parameters_of_stage
 from compare.numerics.parameters import Parameter, block_parameters, end_parameters, parameter_count
 from compare.present.hosts import coordinates
 from compare.show.figures import COLOURS, INK, WIDE, Figure
-from compare.spec.axes import BATCH, DP_SHARD, PP, SPLIT, TP
+from compare.spec.axes import DP_SHARD, PP, ROWS, SPLIT, TP
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Range = tuple[float, float]
 """Begin and end along one side, as fractions of it."""
 WHOLE: Range = (0.0, 1.0)
-ROWS = "#CC79A7"  # of a batch
+OF_BATCH = "#CC79A7"
 MOST_DEVICES, MOST_LAYERS = 8, 8
 TILE, GAP = 0.88, 1.0
 """Of a matrix's place: its box; and between two devices, in places."""
@@ -94,7 +94,7 @@ def share_of(kind: str, engine: str, experiment: Experiment, device: int) -> flo
 def rows_of(device: int, experiment: Experiment) -> Range:
     """The rows of each batch that a device works on."""
     at, rows = coordinates(device, experiment.layout), WHOLE
-    for axis in BATCH:
+    for axis in ROWS:
         rows = _slice(rows, at[axis], experiment.layout.axes[axis])
     return rows
 
@@ -141,7 +141,7 @@ def _draw(axes: "Axes", engine: str, experiment: Experiment, layers: Sequence[in
         x, at = device * (width + GAP), coordinates(device, experiment.layout)
         begin, end = rows_of(device, experiment)
         _box(axes, x, 2, width, WHOLE, WHOLE, "none")
-        _box(axes, x, 2, width, WHOLE, (begin, end), ROWS)
+        _box(axes, x, 2, width, WHOLE, (begin, end), OF_BATCH)
         stage = {p.name for p in parameters_of_stage(engine, experiment, stage=at[PP])}
         y = 4.0
         for kind in KINDS:
