@@ -98,14 +98,6 @@ def human_seconds(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-def human_days(seconds: float) -> str:
-    """A span of time in one unit, for a list: 45 min, 7 h, 12 days."""
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
-
-
 def error_text(error: float) -> str:
     """A relative error; in words where there is none to give."""
     if not math.isfinite(error):

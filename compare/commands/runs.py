@@ -1,26 +1,61 @@
 """`shardpair runs`: what was run here, a line each; with --prune, what of it can be removed."""
 
-import shlex
-import sys
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Generator
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from msgspec import Struct
-from rich import box
-from rich.table import Table
+from msgspec import Struct, to_builtins
+from msgspec.structs import replace
 
-from compare.commands.kept_runs import KeptRun, kept_runs
-from compare.commands.pruning import Pruning, removable, remove
+from compare.contract.record import MANIFEST
+from compare.contract.request import REQUEST
+from compare.contract.run_lock import lock_folder
 from compare.execute.paths import RUNS
-from compare.spec.experiment import Experiment, ExperimentError
-from compare.terminal import errors_console, human_bytes, human_days, print_json, results_console
+from compare.host.tensors import RecordError
+from compare.judge.outcome import OUTCOME, Outcome, read_outcome, save
+from compare.show.findings import Column, table_of
+from compare.show.terminal import terminal_table
+from compare.spec.experiment import Experiment, ExperimentError, Layout
+from compare.studies.registry import read_study
+from compare.studies.run import tensors_of
+from compare.terminal import errors_console, human_bytes, print_json, results_console
 
-SECONDS_OF_DAY = 86400
+_SET_ASIDE = re.compile(r"(?P<case>.+)\.unfinished-\d+")
+"""As `study` names what an unfinished case left."""
+
+
+class SavedRun(Struct, frozen=True, kw_only=True):
+    """A folder with results."""
+
+    folder: str
+    command: str = ""
+    experiment: str = ""
+    layout: str = ""
+    """The settings that are not the default: "dp_shard=2 zero=3"; "" of a study of several layouts."""
+    verdict: str
+    """In one line; of a study without one the command that shows it."""
+    created_utc: str = ""
+    bytes: int
+    """Of all its files; what a link leads to is not counted."""
+
+
+class Removal(Struct, frozen=True, kw_only=True):
+    """Files of a run that can go."""
+
+    folder: str
+    why: str
+    files: list[str]
+    """Of the ladder, or a folder that was set aside."""
+    bytes: int
 
 
 class Runs(Struct, frozen=True, kw_only=True):
-    """Show what was run here, a line each: layout, verdict, age and size; --prune frees room.
+    """Show what was run here, a line each: layout, verdict, begin and size; --prune frees room.
 
     --prune removes the ladder's tensors (gradients, weights, moments) of runs that passed, whose verdicts
     stay; and what `--continue` set aside of cases that have finished since, with their checkpoints. Nothing
@@ -28,109 +63,135 @@ class Runs(Struct, frozen=True, kw_only=True):
 
     Try:
       shardpair runs
-      shardpair runs --prune                               (says what would go; asks, in a terminal)
-      shardpair runs runs --prune --older_than 7 --keep 5 --yes
+      shardpair runs --prune         (says what would go)
+      shardpair runs --prune --yes
     """
 
     folder: Annotated[Path, tyro.conf.Positional] = RUNS
     """A folder of runs, or of one run."""
     prune: bool = False
-    """Say what can be removed, and how much that frees. Removes it after a question, or with --yes."""
-    older_than: float = 0.0
-    """With --prune: look at runs of at least so many days alone."""
-    keep: int = 0
-    """With --prune: leave the newest so many runs as they are."""
+    """Say what can be removed, and how much that frees; removes it with --yes."""
     yes: bool = False
-    """With --prune: remove without a question."""
+    """With --prune: remove it."""
     json: bool = False
-    """Print one JSON object on stdout instead of tables; asks nothing."""
+    """Print one JSON object on stdout instead of tables."""
 
     def __call__(self, default: Experiment) -> int:
-        """Show them, or prune them. Returns 0. Raises ExperimentError: no such folder, or odd flags."""
-        self._require_sense()
-        runs = kept_runs(self.folder)
-        if self.prune:
-            return self._pruned(runs)
-        if self.json:
-            print_json(runs)
-        elif not runs:
-            results_console().print(f"{self.folder} has no runs")
-        else:
-            results_console().print(_table(runs))
-        return 0
-
-    def _require_sense(self) -> None:
+        """Show them, or prune them. Returns 0. Raises ExperimentError: no such folder."""
         if not self.folder.is_dir():
             raise ExperimentError(f"{self.folder}: there is no such folder; `shardpair run` makes {RUNS}")
-        for flag in ("older_than", "keep", "yes"):
-            value = getattr(self, flag)
-            if value and not self.prune:
-                raise ExperimentError(f"--{flag} has no effect without --prune")
-            if not value >= 0:
-                raise ExperimentError(f"--{flag} {value} must be at least 0")
-
-    def _pruned(self, runs: list[KeptRun]) -> int:
-        older = runs[: max(len(runs) - self.keep, 0)]
-        found = removable([run for run in older if self._is_old(run)])
-        asks = not self.json and not self.yes and sys.stdin.isatty() and sys.stdout.isatty()
-        if not self.json:
-            _print_pruning(found)
-        goes = bool(found.removals) and (self.yes or (asks and _is_yes(input("Remove them? [y/N] "))))
-        if goes:
-            remove(found)
+        folders = [path for path in (self.folder, *folders_in(self.folder)) if (path / OUTCOME).is_file()]
+        console = results_console()
+        if not self.prune:
+            runs = sorted(map(_saved_run, folders), key=lambda run: run.created_utc)
+            if self.json:
+                print_json(runs)
+            else:
+                console.print(terminal_table(table_of("", COLUMNS, runs, words=4, look="")))
+            return 0
+        removals, left_alone = _prune(folders, really=self.yes)
+        size = sum(removal.bytes for removal in removals)
         if self.json:
-            print_json({"removed": goes, "bytes": found.bytes, **_fields(found)})
-        elif goes:
-            results_console().print(f"removed: {human_bytes(found.bytes)} are free again")
-        elif found.removals:
-            results_console().print(f"nothing was removed{'' if asks else f': {self._again()} removes it'}")
+            print_json({"removed": self.yes, "bytes": size, "removals": removals, "left_alone": left_alone})
+            return 0
+        for folder, why in left_alone.items():
+            errors_console().print(f"left alone: {folder}: {why}", style="yellow")
+        for removal in removals:
+            console.print(f"{removal.folder}: {removal.why}: {human_bytes(removal.bytes)}")
+        done = "removed" if self.yes else "can be removed: give --yes"
+        console.print(f"{human_bytes(size)} {done}" if removals else "there is nothing to remove")
         return 0
 
-    def _is_old(self, run: KeptRun) -> bool:
-        """Whether a run is at least as old as asked; one that does not say its age is not."""
-        age = run.age
-        return not self.older_than or (
-            age is not None and age.total_seconds() >= self.older_than * SECONDS_OF_DAY
-        )
 
-    def _again(self) -> str:
-        given = [f"--{name} {value:g}" for name in ("older_than", "keep") if (value := getattr(self, name))]
-        return f"`{' '.join(['shardpair runs', shlex.quote(str(self.folder)), '--prune', *given, '--yes'])}`"
-
-
-def _table(runs: list[KeptRun]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("folder", "command", "experiment", "layout", "verdict"):
-        table.add_column(name, overflow="fold")
-    table.add_column("age", justify="right", no_wrap=True)
-    table.add_column("size", justify="right", no_wrap=True)
-    for run in runs:
-        age = "" if run.age is None else human_days(run.age.total_seconds())
-        cells = (run.folder, run.command, run.experiment, run.layout, run.verdict)
-        table.add_row(*cells, age, human_bytes(run.bytes))
-    return table
+COLUMNS: list[Column[SavedRun]] = [
+    Column("folder", lambda run: run.folder),
+    Column("command", lambda run: run.command),
+    Column("experiment", lambda run: run.experiment),
+    Column("layout", lambda run: run.layout),
+    Column("verdict", lambda run: run.verdict),
+    Column("began (UTC)", lambda run: run.created_utc[:16].replace("T", " ")),
+    Column("size", lambda run: run.bytes, human_bytes),
+]
 
 
-def _print_pruning(found: Pruning) -> None:
-    console = results_console()
-    for folder, why in found.left_alone.items():
-        errors_console().print(f"left alone: {why if folder in why else f'{folder}: {why}'}", style="yellow")
-    if not found.removals:
-        console.print("there is nothing to remove")
-        return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("can be removed", overflow="fold")
-    table.add_column("what it is")
-    table.add_column("frees", justify="right", no_wrap=True)
-    for removal in found.removals:
-        table.add_row(removal.path, removal.what, human_bytes(removal.bytes))
-    console.print(table)
-    console.print(f"{human_bytes(found.bytes)} all in all")
+def folders_in(folder: Path) -> list[Path]:
+    """The folders in a folder that can be read and are no links, by name."""
+    inside = (path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    return sorted(path for path in inside if os.access(path, os.R_OK | os.X_OK))
 
 
-def _fields(found: Pruning) -> dict[str, object]:
-    return {name: getattr(found, name) for name in found.__struct_fields__}
+def _saved_run(folder: Path) -> SavedRun:
+    size = _size(folder)
+    try:
+        outcome = read_study(folder)[1]
+    except RecordError as error:
+        return SavedRun(folder=str(folder), verdict=str(error), bytes=size)
+    layouts = {case.experiment.layout for case in outcome.cases.values()} or {outcome.experiment.layout}
+    judged = outcome.verdicts or outcome.study == "run"
+    return SavedRun(
+        folder=str(folder),
+        command=outcome.study,
+        experiment=outcome.name,
+        layout=_in_settings(layouts.pop()) if len(layouts) == 1 else "",
+        verdict=outcome.sentence() if judged else f"{outcome.progress}; shardpair report {folder}",
+        created_utc=outcome.circumstances.created_utc,
+        bytes=size,
+    )
 
 
-def _is_yes(answer: str) -> bool:
-    return answer.strip().lower() in ("y", "yes")
+def _in_settings(layout: Layout) -> str:
+    """The fields of a layout that are not the default, as they are written; "one device" if all are."""
+    default = to_builtins(Layout())
+    changed = [f"{name}={value}" for name, value in to_builtins(layout).items() if value != default[name]]
+    return " ".join(changed) or "one device"
+
+
+def _size(path: Path) -> int:
+    if path.is_symlink() or not path.is_dir():
+        return os.lstat(path).st_size
+    return sum(os.lstat(os.path.join(at, name)).st_size for at, _, names in os.walk(path) for name in names)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Generator[None]:
+    """Hold a run, and its cases, in which a side may be at work. Raises FolderInUse: one of them is held."""
+    with contextlib.ExitStack() as locks:
+        for path in (folder, *folders_in(folder)):
+            locks.enter_context(lock_folder(path))
+        yield
+
+
+def _prune(folders: list[Path], *, really: bool) -> tuple[list[Removal], dict[str, str]]:
+    """What can be removed of some runs, removed if `really`; and the runs that are left alone, and why.
+
+    Everything is looked at, and removed, under the lock of its run. Links are never followed.
+    """
+    removals, left_alone = [], {}
+    for folder in folders:
+        try:
+            with _locked(folder):
+                outcome = read_outcome(folder)
+                removals += _in_run(folder, outcome, really=really)
+        except (ExperimentError, RecordError) as error:
+            left_alone[str(folder)] = str(error)
+    return removals, left_alone
+
+
+def _in_run(folder: Path, outcome: Outcome, *, really: bool) -> list[Removal]:
+    removals = []
+    if files := tensors_of(folder, outcome):
+        removals.append((folder, "tensors of the ladder, which passed", files))
+    for path in folders_in(folder):
+        name = _SET_ASIDE.fullmatch(path.name)
+        is_case = name and name["case"] in outcome.cases and (path / REQUEST).is_file()
+        if name and is_case and (folder / name["case"] / MANIFEST).is_file():
+            removals.append((path, "set aside, and run again since", [path]))
+    described = [
+        Removal(folder=str(place), why=why, files=list(map(str, files)), bytes=sum(map(_size, files)))
+        for place, why, files in removals
+    ]
+    if really and files:
+        save(replace(outcome, tensors_removed=True), folder)
+    for path in (path for *_, paths in removals for path in paths if really):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return described

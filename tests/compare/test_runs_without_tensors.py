@@ -6,14 +6,13 @@ from pathlib import Path
 import msgspec
 import pytest
 import records
-from records import make_record, make_run, tensors_of
+from records import make_record, make_run
 
 from compare import study
 from compare.api import read
 from compare.cli import main
 from compare.contract.record import Record, read_record
-from compare.contract.request import REQUEST, Request, Rung
-from compare.contract.run_lock import lock_folder
+from compare.contract.request import REQUEST, Request
 from compare.host.json_files import write_json
 from compare.judge.outcome import read_outcome
 from compare.present.tables import REMOVED
@@ -52,30 +51,6 @@ def test_tensors_of_a_run_that_passed_go_and_its_rungs_stay(passed, told, capsys
     assert REMOVED in said
     assert "PASS: jax-manual agrees" in said
     assert REMOVED in (passed / "report.html").read_text()
-
-
-def test_a_report_with_tensors_does_not_say_that_they_were_removed(passed, capsys):
-    assert main(["report", str(passed)]) == 0
-    assert REMOVED not in " ".join(capsys.readouterr().out.split())
-    assert REMOVED not in (passed / "report.html").read_text()
-
-
-def test_tensors_stay_where_a_side_is_at_work(passed, told):
-    before = tensors_in(passed)
-    with lock_folder(passed / "jax-manual"):
-        assert told(passed, "--prune", "--yes")["left_alone"].keys() == {str(passed)}
-    assert tensors_in(passed) == before
-
-
-def test_a_run_that_failed_keeps_everything(tmp_path, tiny, told):
-    wrong = tensors_of(tiny)
-    wrong[Rung.GRADIENTS] = {name: tensor + 1 for name, tensor in wrong[Rung.GRADIENTS].items()}
-    make_run(tmp_path / "failed", tiny, tensors=wrong)
-    make_run(tmp_path / "lacks", tiny, missing=("torch-library",))
-    make_run(tmp_path / "alone", tiny, names=("torch-manual",))
-    before = tensors_in(tmp_path)
-    assert told(tmp_path, "--prune", "--yes")["removals"] == []
-    assert tensors_in(tmp_path) == before
 
 
 def test_tensors_behind_a_link_stay(passed, tmp_path, told):
