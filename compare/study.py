@@ -23,11 +23,10 @@ from compare.contract.exit_codes import STOPPED
 from compare.contract.record import Record, Step
 from compare.contract.request import Request, rungs_asked_for
 from compare.contract.run_lock import lock_folder
-from compare.execute.here import here_and_now
 from compare.execute.launch import EngineError, launch, prepare
+from compare.execute.machine import here_and_now, require_same_source
 from compare.execute.paths import PICTURES, check_output, create_run_dir, remove_run_dir
 from compare.execute.progress import Reporter
-from compare.execute.source import require_same_source
 from compare.flags.arguments import Spec, check_timeout
 from compare.flags.pythons import checked_pythons
 from compare.host.tensors import RecordError

@@ -14,7 +14,7 @@ from compare.contract.record import Record, Step
 from compare.contract.request import Request
 from compare.contract.timing import Timing
 from compare.execute import load
-from compare.execute.ceiling import measure_ceiling
+from compare.execute.ask import measure_ceiling
 from compare.execute.launch import EngineError, EnvironmentMissing, launch
 from compare.flags.pythons import pythons_of
 from compare.judge.bench_agreement import mistakes

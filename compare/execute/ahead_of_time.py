@@ -8,7 +8,7 @@ import msgspec
 from compare.contract.ahead_of_time import AheadRequest, CompiledAhead
 from compare.execute.ask import ask
 from compare.execute.launch import EnvironmentMissing, child_environment
-from compare.execute.source import git_state
+from compare.execute.machine import git_state
 from compare.host.disk import write_atomically
 from compare.host.json_files import read_json
 from compare.spec.engines.registry import side_of

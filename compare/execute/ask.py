@@ -1,4 +1,4 @@
-"""A question to a side, in a fresh process: `python -m SIDE --WORD` prints its answer as one line of JSON."""
+"""Questions to a side, each in a fresh process: `python -m SIDE --WORD` prints a line of JSON."""
 
 import contextlib
 import errno
@@ -6,11 +6,19 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+
+from compare.contract.ceiling import Ceiling, CeilingRequest
+from compare.contract.exit_codes import BAD_REQUEST
+from compare.execute.launch import EnvironmentMissing, child_environment
+from compare.spec.engines.registry import SIDES
+from compare.spec.experiment import ExperimentError
 
 T = TypeVar("T")
 TIMEOUT_S = 120
@@ -26,31 +34,34 @@ def ask(
     answer: type[T],
     environment: Mapping[str, str],
     timeout_s: float = 0.0,
-) -> T | str:
-    """Ask one side something; one line of why not if it cannot answer.
+) -> T:
+    """Ask one side something.
 
     Args:
         side: a name in SIDES.
         python: that runs it: any program, as far as we know.
         question: arguments of `python -m SIDE`.
-        answer: what it prints.
+        answer: the type of what it prints.
         environment: of the process.
         timeout_s: seconds until it must have answered; 0 for `TIMEOUT_S`.
+
+    Raises:
+        EnvironmentMissing: a line of why it cannot answer.
     """
     if not shutil.which(python):
-        return f"{side}: {python}: no such program"
+        raise EnvironmentMissing(f"{side}: {python}: no such program")
     try:
         returncode, output = output_of([python, "-m", side, *question], environment, timeout_s or TIMEOUT_S)
     except OSError as error:
-        return f"{side}: {python}: {error.strerror}"
+        raise EnvironmentMissing(f"{side}: {python}: {error.strerror}") from None
     lines = [line.strip() for line in output.splitlines() if line.strip()]
+    last = lines[-1][:LINE_LENGTH] if lines else ""
     if returncode:
-        return f"{side}: {_shortened(lines[-1]) if lines else f'{python} ended with exit code {returncode}'}"
+        raise EnvironmentMissing(f"{side}: {last or f'{python} ended with exit code {returncode}'}")
     for line in reversed(lines):  # a warning may come after it
         with contextlib.suppress(msgspec.DecodeError):
             return msgspec.json.decode(line, type=answer)
-    said = f"it says {_shortened(lines[-1])}" if lines else "it says nothing"
-    return f"{side}: {python} is no Python that has {side}: {said}"
+    raise EnvironmentMissing(f"{side}: {python} is no Python that has {side}: it says {last or 'nothing'}")
 
 
 def output_of(command: list[str], environment: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
@@ -86,5 +97,54 @@ def _kill(process: subprocess.Popen) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _shortened(line: str) -> str:
-    return line if len(line) <= LINE_LENGTH else line[:LINE_LENGTH] + " ..."
+def measure_ceiling(
+    side: str,
+    platform: str = "cpu",
+    dtype: str = "float32",
+    python: str = sys.executable,
+    *,
+    threads: int = 0,
+    sizes: tuple[int, ...] = (),
+) -> Ceiling:
+    """Ask a side how fast its framework multiplies matrices here. It takes about a second, and an import.
+
+    Args:
+        side: a name in SIDES.
+        platform: cpu or gpu.
+        dtype: of the products: `Precision.product_dtype`.
+        python: that runs the side.
+        threads: CPU threads; 0 for one on each core. A run of torchpar has one for each rank, and jaxpar's
+            always has all of them.
+        sizes: of further products: `Ceiling.by_size`.
+
+    Raises:
+        EnvironmentMissing: the side cannot say, and why.
+    """
+    question = {"dtype": dtype, "platform": platform, "threads": threads, "sizes": sizes}
+    request = msgspec.json.encode(msgspec.convert(question, CeilingRequest)).decode()
+    environment = child_environment(SIDES[side], platform)
+    return ask(side, python, ["--ceiling", request], answer=Ceiling, environment=environment)
+
+
+def convert_by_side(
+    source: Path, target: Path, foreign: str, *, pythons: Mapping[str, str], options: Sequence[str] = ()
+) -> None:
+    """Have the side that knows a format (`Side.converts`) read or write it.
+
+    Raises:
+        ExperimentError: the source cannot be read safely, or does not fit.
+        EnvironmentMissing: that side cannot be run here.
+    """
+    side = next(side for side in SIDES.values() if foreign in side.converts)
+    python = pythons.get(side.name, sys.executable)
+    command = [python, "-m", side.name, "--convert", str(source.absolute()), str(target.absolute()), *options]
+    environment = child_environment(side, "cpu")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    except OSError as error:
+        raise EnvironmentMissing(f"--{side.python_flag} {python}: {error.strerror}") from None
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode} and no message"])[-1]
+        if done.returncode == BAD_REQUEST:
+            raise ExperimentError(said)
+        raise EnvironmentMissing(f"{source} could not be converted by {python} -m {side.name}: {said}")

@@ -1,13 +1,77 @@
-"""Memory of this machine: an upper bound."""
+"""This machine, this moment and this source: memory, circumstances, and the commit that runs."""
 
+import datetime
 import functools
+import platform
 import shutil
 import subprocess
 from pathlib import Path
 
 import psutil
 
+from compare.host.facts import cores, cpu_model
+from compare.judge.circumstances import Circumstances, MachineFacts
+from compare.spec.experiment import ExperimentError
+
 CGROUPS = Path("/sys/fs/cgroup")
+
+
+def here_and_now(*busy_cores: float) -> Circumstances:
+    """This machine, this moment, this source; and the cores that others use."""
+    commit, dirty = git_state()
+    return Circumstances(
+        created_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        machine=MachineFacts(
+            system=f"{platform.system()} {platform.machine()}",
+            cpu_model=cpu_model(),
+            cores=cores(),
+            memory_bytes=memory_bytes(),
+        ),
+        git_commit=commit,
+        git_dirty=dirty,
+        busy_cores=list(busy_cores),
+    )
+
+
+def git_state() -> tuple[str, bool]:
+    """Commit of the source tree that runs, and whether it has changes that are not committed.
+
+    Empty where git does not track this very file in a repository that begins at our root: shardpair may be
+    installed somewhere inside another project's repository, whose commit says nothing about us.
+    """
+    here = Path(__file__).resolve()
+    root = here.parents[2]
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    try:
+        top = git("rev-parse", "--show-toplevel")
+        if not top or Path(top).resolve() != root or not git("ls-files", "--", str(here)):
+            return "", False
+        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
+    except OSError:  # no git on this machine
+        return "", False
+
+
+def require_same_source(folder: Path, commit: str, dirty: bool, *, begun: str) -> None:
+    """Refuse to go on with what another version of the source began. Raises ExperimentError, with both.
+
+    Args:
+        folder: of the run.
+        commit, dirty: as `git_state` was then.
+        begun: what was done with it, such as timed.
+    """
+    now = git_state()
+    if (commit, dirty) != now:
+        then, this = (
+            (name[:12] or "a version without a commit") + " and changes" * changed
+            for name, changed in ((commit, dirty), now)
+        )
+        raise ExperimentError(
+            f"{folder} was {begun} with {then}, and this is {this}: two do not mix; start anew, or go back"
+        )
 
 
 def memory_bytes() -> int:

@@ -13,7 +13,7 @@ class MachineFacts(Struct, frozen=True, kw_only=True):
 
 
 def made_by(commit: str, dirty: bool) -> str:
-    """A version of shardpair in words, from what `execute.source.git_state` said."""
+    """A version of shardpair in words, from what `execute.machine.git_state` said."""
     if not commit:
         return "shardpair, not from a git checkout"
     return f"shardpair {commit[:12]}{' with uncommitted changes' if dirty else ''}"

@@ -16,7 +16,7 @@ import numpy as np
 from compare.checkpoint.description import WEIGHTS, Checkpoint
 from compare.checkpoint.reader import CheckpointReader
 from compare.checkpoint.saver import Part, write_checkpoint
-from compare.execute.convert import convert_by_side
+from compare.execute.ask import convert_by_side
 from compare.numerics.initial_weights import write_weights
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import storage_dtype

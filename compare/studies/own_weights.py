@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from compare.execute.convert import convert_by_side
+from compare.execute.ask import convert_by_side
 from compare.execute.paths import remove_run_dir
 from compare.host.disk import why_not_readable
 from compare.host.tensors import RecordError, Tensors

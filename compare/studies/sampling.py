@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from compare.execute.ask import ask
-from compare.execute.launch import EnvironmentMissing, child_environment
+from compare.execute.launch import child_environment
 from compare.numerics.sampling import SampleRequest
 from compare.spec.engines.registry import SIDES
 from compare.studies.tokens import Alphabet
@@ -43,7 +43,7 @@ def draw(
     """
     tokens = {}
     for side in sides:
-        found = ask(
+        tokens[side] = ask(
             side,
             pythons.get(side, sys.executable),
             ["--sample", msgspec.json.encode(request).decode()],
@@ -51,9 +51,6 @@ def draw(
             environment=child_environment(SIDES[side], "cpu"),
             timeout_s=timeout_s,
         )
-        if isinstance(found, str):
-            raise EnvironmentMissing(found)
-        tokens[side] = found
     decode = alphabet.decode if alphabet else None
     texts = {side: [decode(drawn) for drawn in found] for side, found in tokens.items()} if decode else {}
     return Sampled(request=request, tokens=tokens, texts=texts)

@@ -16,7 +16,7 @@ import numpy as np
 
 from compare.contract.collective_bench import OURS
 from compare.contract.communication import ring_wire_bytes
-from compare.execute.ceiling import measure_ceiling
+from compare.execute.ask import measure_ceiling
 from compare.execute.hosts import HERE as ONE_HOST
 from compare.execute.hosts import Hosts
 from compare.execute.load import busy_cores, require_idle

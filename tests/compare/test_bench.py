@@ -7,7 +7,7 @@ from timed_engines import bench
 
 from compare import api
 from compare.cli import main
-from compare.execute import source
+from compare.execute import machine
 from compare.judge import ladder
 from compare.judge.bench_rows import blocks
 from compare.judge.outcome import OUTCOME, read_outcome
@@ -172,7 +172,7 @@ def test_figures_of_two_versions_do_not_mix(timed_engines, tmp_path, monkeypatch
     timed_engines.interrupted_at = 2
     assert bench("--rounds", "1") == 130
     capsys.readouterr()
-    monkeypatch.setattr(source, "git_state", lambda: ("f" * 40, False))
+    monkeypatch.setattr(machine, "git_state", lambda: ("f" * 40, False))
     assert main(["bench", "--continue", "b", "--quiet"]) == 2
     said = capsys.readouterr().err
     assert "was begun with " in said

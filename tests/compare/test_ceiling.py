@@ -6,7 +6,7 @@ import pytest
 
 from compare.contract import ceiling
 from compare.contract.ceiling import CeilingRequest, find_ceiling, read_ceiling_request
-from compare.execute.ceiling import measure_ceiling
+from compare.execute.ask import measure_ceiling
 from compare.execute.launch import EnvironmentMissing
 from compare.host.facts import cores
 from compare.spec.engines.registry import SIDES
@@ -85,7 +85,7 @@ def test_a_request_that_cannot_be_met_is_refused_in_one_line(text, says):
 
 
 def test_a_side_that_cannot_answer_is_something_missing():
-    with pytest.raises(EnvironmentMissing, match=r"no matmul ceiling: jaxpar: /nosuch: no such program"):
+    with pytest.raises(EnvironmentMissing, match=r"^jaxpar: /nosuch: no such program"):
         measure_ceiling("jaxpar", python="/nosuch")
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from compare.cli import main
-from compare.execute import here, launch, packages, progress
+from compare.execute import launch, machine, packages, progress
 from compare.execute.launch import visible_gpus
 from compare.execute.paths import create_run_dir, remove_run_dir
 from compare.execute.progress import Reporter
@@ -112,7 +112,7 @@ def test_a_folder_may_be_named_like_a_flag(folder, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(launch.subprocess, "Popen", refuse)
-    monkeypatch.setattr(here, "git_state", lambda: ("", False))
+    monkeypatch.setattr(machine, "git_state", lambda: ("", False))
     assert main([*ARGUMENTS, "--run_dir=-x"]) == 130
     (command,) = started
     assert str(folder / "-x" / "torch-manual") in command

@@ -10,7 +10,7 @@ import pytest
 
 from compare.cli import main
 from compare.commands import doctor
-from compare.execute.host_report import SideReport
+from compare.commands.doctor import SideReport
 from compare.spec.engines.registry import PEERS, STUDIED
 from compare.spec.experiment import named_experiments
 from compare.studies.faults import FAULTS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from compare.execute import source
+from compare.execute import machine
 
 AUTHOR = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
 
@@ -33,12 +33,12 @@ def repository(tmp_path):
 def install(folder: Path) -> Path:
     """Copy the module to where it would be installed."""
     (folder / "compare" / "execute").mkdir(parents=True)
-    return Path(shutil.copy(source.__file__, folder / "compare" / "execute" / "source.py"))
+    return Path(shutil.copy(machine.__file__, folder / "compare" / "execute" / "machine.py"))
 
 
 def state(module: Path, monkeypatch) -> tuple[str, bool]:
-    monkeypatch.setattr(source, "__file__", str(module))
-    return source.git_state()
+    monkeypatch.setattr(machine, "__file__", str(module))
+    return machine.git_state()
 
 
 def test_a_wheel_inside_another_projects_repository_has_no_commit(repository, monkeypatch):

@@ -10,7 +10,7 @@ from compare import study
 from compare.cli import main
 from compare.contract.record import LEDGER, MANIFEST, STEPS
 from compare.contract.run_lock import lock_folder
-from compare.execute import source
+from compare.execute import machine
 from compare.execute.launch import EngineError
 from compare.host.tensors import RecordError
 from compare.judge.outcome import OUTCOME, read_outcome, read_run
@@ -106,7 +106,7 @@ def test_what_another_version_began_or_somebody_uses_is_not_gone_on_with(engines
     with lock_folder(Path("r")):
         assert main(["run", "--continue", "r"]) == 2
         assert "in use by another run" in capsys.readouterr().err
-    monkeypatch.setattr(source, "git_state", lambda: ("f" * 40, True))
+    monkeypatch.setattr(machine, "git_state", lambda: ("f" * 40, True))
     assert main(["run", "--continue", "r"]) == 2
     assert "and this is ffffffffffff and changes" in " ".join(capsys.readouterr().err.split())
 

@@ -10,7 +10,7 @@ from compare.contract.ledger import Ledger
 from compare.contract.record import Manifest, Record, Recorder, Step, read_record
 from compare.contract.request import REQUEST, Request, Rung
 from compare.contract.work import ObservedWork, name_of
-from compare.execute.source import git_state
+from compare.execute.machine import git_state
 from compare.host.json_files import write_json
 from compare.judge.circumstances import Circumstances, MachineFacts
 from compare.judge.closed_forms.communication import communication, microbatches_of

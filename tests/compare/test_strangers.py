@@ -1,0 +1,231 @@
+"""What a stranger left: a run's folder, modules where the user works, any program for a Python, odd names.
+
+It is read and shown, and nothing of it is executed, followed or obeyed.
+"""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import processes
+import pytest
+from records import CORPUS, finished_of, make_run
+from rich.table import Table
+
+from compare import study
+from compare.cli import main
+from compare.commands import doctor
+from compare.commands.doctor import SideReport, examine
+from compare.execute import ask, launch
+from compare.execute.launch import EngineError, with_safe_path
+from compare.host.json_files import FolderName
+from compare.judge.ladder import RungResult, Verdict
+from compare.judge.outcome import OUTCOME
+from compare.show import page
+from compare.show.page import leave_page
+from compare.show.terminal import print_findings
+from compare.spec.engines.registry import SIDES
+from compare.spec.experiment import Experiment
+from compare.studies.check import Check
+from compare.terminal import PIPE_WIDTH, PlainConsole, coloured, printable, results_console
+
+MODULES = ("compare", "numpy", "jax", "torch", "msgspec", "jaxpar", "torchpar", "json")
+OUTSIDE = ("../victim", "/etc", "..", ".", "", "a/b", "x\0y", "n" * 256)
+REPORT = SideReport(versions={"jax": "1"}, cpu_devices="some", gpus=["[/x]"])
+
+
+@pytest.fixture
+def folder(tmp_path, tiny, monkeypatch):
+    """A finished run of two engines, beside a victim."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim" / "precious").write_text("mine")
+    make_run(tmp_path / "run", tiny)
+    monkeypatch.setattr(study, "launch", lambda *a, **k: pytest.fail("an engine was started"))
+    return tmp_path / "run"
+
+
+def change(path: Path, **fields) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_a_name_that_leaves_the_folder_is_refused(folder, capsys):
+    cases = json.loads((folder / OUTCOME).read_text())["cases"]
+    other = cases.pop("jax-manual")
+    for name in OUTSIDE:
+        change(folder / OUTCOME, cases=cases | {name: other}, verdicts=[])
+        for command in ("run --continue run --quiet", "report run", "diff run run"):
+            assert main(command.split()) == 2, (name, command)
+            assert OUTCOME in capsys.readouterr().err
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["run", "victim"]
+    assert (folder.parent / "victim" / "precious").read_text() == "mine"
+    for name in ("torch-manual", "torch-manual.fsdp.2", "batch-16", "..x", "round 1, a"):
+        assert msgspec.convert(name, FolderName) == name
+
+
+def test_runs_lists_whatever_a_folder_says_and_prunes_nothing_beside_it(folder, capsys):
+    (folder / "..unfinished-1").mkdir()
+    (folder / "victim.unfinished-1").symlink_to(folder.parent / "victim")
+    before = {path for path in folder.parent.rglob("*") if path.suffix != ".safetensors"}
+    good = (folder / OUTCOME).read_text()
+    for fields, says in (
+        ({"cases": {"../victim": {}}}, "cannot be read"),
+        ({"name": "\x1b[2J", "circumstances": {"created_utc": "9" * 400}}, "PASS"),
+        ({"circumstances": {"created_utc": "0001-01-01T00:00:00+23:59"}}, "PASS"),
+    ):
+        (folder / OUTCOME).write_text(good)
+        change(folder / OUTCOME, **fields)
+        assert main(["runs", "."]) == 0
+        printed = capsys.readouterr().out
+        assert says in printed.replace("\n", "") or says in " ".join(printed.split())
+        assert "\x1b" not in printed
+        assert main(["runs", ".", "--prune", "--yes"]) == 0
+        assert {path for path in folder.parent.rglob("*") if path.suffix != ".safetensors"} == before
+
+
+def test_a_linked_case_is_not_trained_anew(folder, capsys, monkeypatch):
+    monkeypatch.setattr(study, "require_same_source", lambda *a, **k: None)
+    monkeypatch.setattr(study, "open_corpus", lambda experiment: SimpleNamespace(sha256=CORPUS))
+    (folder / "jax-manual").rename(folder / "aside")
+    (folder / "jax-manual").symlink_to(folder.parent / "victim")
+    saved = json.loads((folder / OUTCOME).read_text())
+    change(folder / OUTCOME, kept={"torch-manual": saved["kept"]["torch-manual"]}, verdicts=[])
+    assert main(["run", "--continue", "run", "--quiet"]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "is a link: nothing is trained, or removed, outside of run" in printed
+    assert (folder.parent / "victim" / "precious").read_text() == "mine"
+
+
+def test_a_page_that_cannot_be_drawn_costs_no_verdict(folder, capsys, monkeypatch):
+    def fail(*arguments, **options):
+        raise RuntimeError("Failed to process string with tex\nbecause latex could not be found")
+
+    monkeypatch.setattr(page, "svg", fail)
+    assert main(["report", "run"]) == 0
+    output = capsys.readouterr()
+    assert "PASS" in output.out
+    assert "report:" not in output.out
+    assert "no page: it could not be drawn (RuntimeError: Failed to process" in output.err
+    assert output.err.count("\n") == 1
+    assert main(["report", "run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdicts"]
+
+
+def test_the_command_line_loads_no_matplotlib():
+    script = "import sys, compare.cli, compare.api; print('matplotlib' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_an_interrupt_is_one_line(monkeypatch, capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("compare.cli._dispatch", interrupted)
+    assert main(["list"]) == 130
+    assert capsys.readouterr().err == "shardpair: error: interrupted; every process was ended\n"
+
+
+def test_no_side_imports_what_lies_where_the_user_works(tmp_path, monkeypatch):
+    for name in MODULES:
+        (tmp_path / f"{name}.py").write_text(f"open('EXECUTED_{name}', 'w')\nraise SystemExit('hijacked')\n")
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(examine("jaxpar", sys.executable), SideReport)
+    for side in SIDES.values():
+        assert launch.child_environment(side, "cpu")["PYTHONSAFEPATH"] == "1"
+    environment = with_safe_path({**os.environ, "PYTHONPATH": "/first"})
+    grandchild = "import json, sys; print(sys.path)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}], check=True)"
+    done = processes.run([sys.executable, "-c", code], env=environment)
+    assert "/first" in done.stdout, done.stderr
+    assert not list(tmp_path.glob("EXECUTED_*"))
+
+
+def program(folder: Path, script: str) -> str:
+    """A program that is no Python of ours."""
+    path = folder / "program"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_any_program_may_be_taken_for_a_python(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ask, "OUTPUT_BYTES", 10_000)
+    for script, says in {
+        "exit 0": "is no Python that has jaxpar: it says nothing",
+        "echo '{\"versions\": 3}'": "is no Python that has jaxpar: it says {",
+        "printf '\\377\\376'": "is no Python that has jaxpar: it says \ufffd\ufffd",
+        "echo '[/x] no such module' >&2; exit 1": "jaxpar: [/x] no such module",
+        "exit 7": "ended with exit code 7",
+        "yes": "jaxpar: y",
+    }.items():
+        assert says in str(examine("jaxpar", program(tmp_path, script)))
+    assert examine("jaxpar", "/nosuch") == "jaxpar: /nosuch: no such program"
+    answer = f"cat <<'END'\n{msgspec.json.encode(REPORT).decode()}\nwarning: [/x]\nEND"
+    python = program(tmp_path, answer)
+    assert examine("jaxpar", python) == REPORT
+    monkeypatch.setattr(doctor, "examine", lambda side, python: REPORT if side == "jaxpar" else "[/y]")
+    assert main(["doctor"]) == 3
+    printed = capsys.readouterr().out
+    assert "[/x]" in printed  # of a GPU's name: no markup
+    assert "[/y]" in printed
+
+
+def test_a_program_that_never_answers_is_ended_with_what_it_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(ask, "TIMEOUT_S", 3)  # enough to start a shell, however busy the machine
+    python = program(tmp_path, "sleep 300 & echo $! > child; wait")
+    monkeypatch.chdir(tmp_path)
+    assert examine("jaxpar", python) == f"jaxpar: {python}: no answer for 3 s"
+    child = int(Path("child").read_text())
+    processes.wait_for(lambda: processes.has_ended(child))  # a kill takes its time
+
+
+def test_text_is_shown_as_it_is_and_a_terminal_obeys_nothing():
+    def shown(thing: object, **options: object) -> str:
+        file = io.StringIO()
+        PlainConsole(file=file, width=200).print(thing, **options)
+        return file.getvalue()
+
+    for text in ("[/x]", "[red]", "runs/[link=x]", ":smile:", "[0m", "[[bold]"):
+        assert shown(text) == shown(text, style="bold red") == shown(coloured(text, "red")) == text + "\n"
+        table = Table(title=text, caption=text)
+        table.add_column(text, footer=text)
+        table.add_row(text)
+        table.add_row(coloured(text, "red"))
+        assert shown(table).count(text) == 5
+    assert printable("a\x1b[2J\nb\udce9\x07, größer, 日本, π") == r"a\x1b[2J\nb\udce9\x07, größer, 日本, π"
+    assert shown("first\nsecond \x1b[2J") == "first\nsecond \\x1b[2J\n"
+    table = Table("column")
+    table.add_row("\x1b]0;title\x07")
+    assert r"\x1b]0;title\x07" in shown(table)
+
+
+def test_names_of_cases_and_errors_are_no_markup(capsys, monkeypatch):
+    """`run --run_dir 'runs/[/x]'` and a message of gloo's once ended in a traceback after the training."""
+    bad = RungResult(rung="loss", error=1.0, tolerance=0.1, worst="[/step 0]", reason="[/why]")
+    outcome = finished_of(
+        Experiment(),
+        {"[/reference]": {}, "[/case]": {}},
+        name="[/name]",
+        verdicts=[Verdict(candidate="[/case]", reference="[/reference]", rungs=[bad])],
+        failures={"[/other]": "gloo: [/__w/pytorch/gloo/transport] reset"},
+    )
+    print_findings(Check.findings(outcome, Path()), as_json=False)
+    leave_page(lambda: Path("runs/[/x]/report.html"), as_json=False)
+    results_console().print(coloured("x" * (PIPE_WIDTH - 1), ""))
+    printed = capsys.readouterr().out
+    for text in ("[/case]", "[/__w/pytorch/gloo/transport]", "report: runs/[/x]/report.html", "x" * 159):
+        assert text in printed
+
+    def fail(*arguments, **keywords):
+        raise EngineError("gloo: [/__w/pytorch] \x1b[31mpeer closed", exit_code=1)
+
+    monkeypatch.setattr("compare.cli._dispatch", fail)
+    assert main(["run"]) == 1
+    error = r"shardpair: error: gloo: [/__w/pytorch] \x1b[31mpeer closed"
+    assert capsys.readouterr().err == error + "\n"
