@@ -70,7 +70,7 @@ def main() -> int:
                 (time_collectives if arguments.collectives else train)(folder, process)
                 return DONE
             except Exception as error:
-                failure = _failure_of(error, folder, process)
+                failure = failure_of(error, folder, process)
                 _report(failure, folder, process)
             if process:
                 sys.stdout.flush()
@@ -174,7 +174,7 @@ def _leave(folder: Path, process: Process | None, signal_number: int) -> None:
     os._exit(code)
 
 
-def _failure_of(error: Exception, folder: Path, process: Process | None) -> Failure:
+def failure_of(error: Exception, folder: Path, process: Process | None) -> Failure:
     """An error in error.json's words, with the exit code that follows from it."""
     known = [code for of, code in EXIT_CODES.items() if isinstance(error, of)]
     full = no_room(error, folder)

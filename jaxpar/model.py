@@ -258,17 +258,6 @@ class GPT(nnx.Module):
         parts = (_cut(a, self.loss_chunks) for a in (x_BTC, targets_BT))
         return lax.map(lambda part: loss_of_part(*part), tuple(parts)).mean()
 
-    def loss(
-        self,
-        tokens_BT: jax.Array,
-        targets_BT: jax.Array,
-        keys_B2: jax.Array | None = None,
-        positions_T: jax.Array | None = None,
-    ) -> jax.Array:
-        """Mean cross-entropy in nats of the targets, a scalar."""
-        x_BTC = self.layers(self.embed(tokens_BT, keys_B2, positions_T), keys_B2)
-        return self.head_loss(x_BTC, targets_BT)
-
 
 def _cut(x_BT: jax.Array, parts: int) -> jax.Array:
     """(B, T, ..) in parts of equally many positions: (parts, B, T / parts, ..).

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from compare.spec.experiment import Experiment, Layout
 from jaxpar.model import GPT
 from jaxpar.placement import place
-from jaxpar.remat import Remat, resolve_remat
+from jaxpar.remat import Remat
 from jaxpar.weights import STACKED, logical_axes
 
 Loss = Callable[[Any, Any], jax.Array]
@@ -52,8 +52,8 @@ class Problem:
 
     @property
     def remat(self) -> Remat:
-        """What forward may keep for backward."""
-        return resolve_remat(self.layout)
+        """What forward may keep for backward; auto is dots: faster than none under a scan, and smaller."""
+        return "dots" if self.layout.remat == "auto" else self.layout.remat
 
     @property
     def microbatches(self) -> int:
@@ -83,28 +83,23 @@ class Problem:
 
     def loss(self, edits: Sequence[Edit] = ()) -> Loss:
         """The loss of the model after these edits, in order."""
-        graph, _ = self._split(edits)
-
-        def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-            model = nnx.merge(graph, params)
-            return model.loss(batch["inputs"], batch["targets"], batch.get("keys"), batch.get("positions"))
-
-        return loss
+        embed, layers, loss = self.pieces(edits)
+        return lambda params, batch: loss(params, layers(params, embed(params, batch), batch, 0), batch)
 
     def pieces(self, edits: Sequence[Edit] = ()) -> Pieces:
         """The same in pieces."""
         graph, _ = self._split(edits)
 
-        def embed(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-            return nnx.merge(graph, params).embed(batch["inputs"], batch.get("keys"), batch.get("positions"))
+        def model(params: Any) -> GPT:
+            return nnx.merge(graph, params)
 
-        def layers(params: Any, x_BTC: jax.Array, batch: dict[str, jax.Array], first: ArrayLike) -> jax.Array:
-            return nnx.merge(graph, params).layers(x_BTC, batch.get("keys"), first)
-
-        def loss(params: Any, x_BTC: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
-            return nnx.merge(graph, params).head_loss(x_BTC, batch["targets"])
-
-        return Pieces(embed, layers, loss)
+        return Pieces(
+            embed=lambda params, batch: model(params).embed(
+                batch["inputs"], batch.get("keys"), batch.get("positions")
+            ),
+            layers=lambda params, x_BTC, batch, first: model(params).layers(x_BTC, batch.get("keys"), first),
+            loss=lambda params, x_BTC, batch: model(params).head_loss(x_BTC, batch["targets"]),
+        )
 
     def _split(self, edits: Sequence[Edit]) -> tuple[nnx.GraphDef, nnx.State]:
         """The edited model without numbers: its structure, and its parameters' shapes."""

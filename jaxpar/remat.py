@@ -5,8 +5,6 @@ from typing import Any, Literal
 
 import jax
 
-from compare.spec.experiment import Layout
-
 Remat = Literal["none", "dots", "full"]
 IsGather = Callable[..., bool]
 """(primitive, *its arguments, **its parameters) -> whether it makes a whole parameter out of shards."""
@@ -15,13 +13,6 @@ IsGather = Callable[..., bool]
 VIEWS = frozenset({"convert_element_type", "reshape", "slice", "squeeze", "transpose"})
 # The result of a sum over devices is dear in the way that a matrix product is: dots keeps it as well.
 REDUCTIONS = frozenset({"psum", "psum_invariant", "reduce_scatter"})
-
-
-def resolve_remat(layout: Layout) -> Remat:
-    """The recomputation that `layout.remat` asks for: auto is dots, fastest under XLA's scan and smaller
-    than none; a pipeline by hand, too, is a third faster so than with full.
-    """
-    return "dots" if layout.remat == "auto" else layout.remat
 
 
 def apply_remat(

@@ -1,12 +1,13 @@
 """Processes of JAX on several hosts: joining them, and moving arrays between NumPy and all of their devices.
 
-With one process each function is what JAX's own does. With several, a process reaches only its own devices:
-it places the part of an array that these hold, and what it fetches XLA gathers first.
+With several, a process reaches only its own devices: it places the part of an array that these hold, and XLA
+gathers what it fetches.
 """
 
 import json
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,9 @@ def join(process: Process, *, devices: int, platform: str, timeout_s: float) -> 
             "not divide: start another number of them"
         )
     _here.append(process)
-    own = devices // process.count
-    # Told by SLURM, JAX would give each task one GPU: a task here drives all of its part.
-    local = range(process.local * own, (process.local + 1) * own) if platform == "gpu" else None
+    share = devices // process.count
+    # Told by SLURM, JAX would give each task one GPU: a task here drives all of its share.
+    local = range(process.local * share, (process.local + 1) * share) if platform == "gpu" else None
     # Its handler of SIGTERM would take the place of ours, and SLURM's scancel would end nothing for 30 s.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
@@ -62,10 +63,7 @@ def join(process: Process, *, devices: int, platform: str, timeout_s: float) -> 
 
 
 def spread(tree: Any, shardings: Any) -> Any:
-    """NumPy arrays, the same in every process, as arrays over the devices.
-
-    `shardings` is one, or a tree of them like `tree`.
-    """
+    """NumPy arrays, the same in every process, over the devices; `shardings` is one or a tree of them."""
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)
     if isinstance(shardings, jax.sharding.Sharding):
@@ -79,17 +77,11 @@ def spread(tree: Any, shardings: Any) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-    """A tree of arrays as NumPy, whole, in every process; all processes call it together.
-
-    What is NumPy's already stays as it is.
-    """
+    """A tree of full arrays as NumPy in every process; all processes call it together."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
-
-    def whole(x: Any) -> np.ndarray:
-        return np.asarray(multihost_utils.process_allgather(x, tiled=True) if isinstance(x, jax.Array) else x)
-
-    return jax.tree.map(whole, tree)
+    gather = partial(multihost_utils.process_allgather, tiled=True)
+    return jax.tree.map(lambda x: np.asarray(gather(x) if isinstance(x, jax.Array) else x), tree)
 
 
 def gathered(values: list[Any]) -> list[Any]:
@@ -100,18 +92,17 @@ def gathered(values: list[Any]) -> list[Any]:
 
 
 def exchange(text: str) -> list[str]:
-    """What each process says, in the order of the processes; all call it together."""
-    own = np.frombuffer(text.encode(), np.uint8)
-    longest = int(multihost_utils.process_allgather(np.array(len(own))).max())
-    said_PN = multihost_utils.process_allgather(np.pad(own, (0, longest - len(own))))  # P process, N byte
-    return [bytes(said_N).rstrip(b"\0").decode() for said_N in said_PN]
+    """The texts of all processes (P), in their order; all call it together."""
+    bytes_N = np.frombuffer(text.encode(), np.uint8)
+    longest = int(multihost_utils.process_allgather(np.array(len(bytes_N))).max())
+    bytes_PN = multihost_utils.process_allgather(np.pad(bytes_N, (0, longest - len(bytes_N))))
+    return [bytes(bytes_N).rstrip(b"\0").decode() for bytes_N in bytes_PN]
 
 
 def agree_with_others(process: Process, folder: Path, reads: Experiment | None = None) -> None:
     """Hold versions, data and clocks of all hosts against the first's; process 0 leaves the hosts' names.
 
-    Raises:
-        ExperimentError: they differ; all processes raise it.
+    Raises ExperimentError in all processes: they differ.
     """
     here = facts_here(PACKAGES, reads if process.local == 0 else None)
     all_facts = [msgspec.json.decode(x, type=HostFacts) for x in exchange(msgspec.json.encode(here).decode())]

@@ -6,7 +6,7 @@ Logical bytes are those of the full (gathered) tensor; of a permute, what a devi
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from compare.contract.communication import (
     ring_wire_bytes,
 )
 from compare.contract.ledger import Ledger
-from compare.pipeline.instructions import Instruction, SourceLine
+from compare.pipeline.instructions import Instruction
 from compare.spec.axes import PP, TP, joined
 from jaxpar.measure.hlo import Collective, collectives, groups_along, opcode_of
 
@@ -41,19 +41,15 @@ _PARTITIONS = re.compile(r"^HloModule .*\bnum_partitions=(\d+)", re.MULTILINE)
 
 
 def communications(
-    hlo: str,
-    axis_sizes: Mapping[str, int],
-    *,
-    problems: list[str] | None = None,
+    hlo: str, axis_sizes: Mapping[str, int], *, problems: list[str] | None = None
 ) -> list[Communication]:
-    """The ledger of a compiled function: a row for each place in the program, per device and per call.
+    """The ledger of a compiled step: a row for each place in the program, per device and per call.
 
     Of a pipeline each rank has rows of its own. The purpose is what the collective was given
     (`comm.collectives`), else the inferred one. Arguments and errors as of `hlo.collectives`.
     """
-    found, differentiates = collectives(hlo, axis_sizes, problems=problems), "jvp(" in hlo
-    stages = axis_sizes.get(PP, 1)
-    return _rows(found, axis_sizes, inferred_purpose, stages=stages, differentiates=differentiates)
+    found = collectives(hlo, axis_sizes, problems=problems)
+    return _rows(found, hlo, axis_sizes, stages=axis_sizes.get(PP, 1), infer=inferred_purpose)
 
 
 def ledger_of(function: Callable[..., Any], *arguments: Any, mesh: Mesh) -> Ledger:
@@ -73,20 +69,21 @@ def ledger_of(function: Callable[..., Any], *arguments: Any, mesh: Mesh) -> Ledg
         raise ValueError(f"the function runs on {devices} devices, and the mesh has {mesh.size}")
     problems: list[str] = []
     found = collectives(hlo, mesh.shape, problems=problems)
-    rows = _rows(found, mesh.shape, lambda collective, axis: "", stages=1, differentiates="jvp(" in hlo)
+    rows = _rows(found, hlo, mesh.shape, stages=1, infer=lambda collective, axis: "")
     return Ledger(rows=rows, problems=problems)
 
 
 def _rows(
     found: list[Collective],
+    hlo: str,
     axis_sizes: Mapping[str, int],
-    infer: Callable[[Collective, str], str],
     *,
     stages: int,
-    differentiates: bool,
+    infer: Callable[[Collective, str], str],
 ) -> list[Communication]:
     """Rows of collectives, of each stage of a pipeline; alike ones of one place are one."""
     merged: dict[Communication, list[int]] = defaultdict(lambda: [0, 0, 0])
+    differentiates = "jvp(" in hlo
     for collective in found:
         axis, group_size = axis_of(collective, axis_sizes)
         if group_size == 1:
@@ -95,27 +92,24 @@ def _rows(
         line = str(collective.stack[0]) if collective.stack else ""
         size = sum(collective.arrays)
         wire = ring_wire_bytes(collective.kind, size, group_size)
+        place = Communication(
+            kind=collective.kind,
+            axis=axis,
+            purpose=purpose,
+            calls=0,
+            bytes=0,
+            wire_bytes=0,
+            group_size=group_size,
+            dtype=", ".join(collective.dtypes),
+            phase=_phase(collective, purpose) if differentiates else "",
+            source=": ".join(filter(None, (line, collective.op_name))),
+            loops=collective.loops,
+        )
         for stage in range(stages):
             calls = _calls_at(collective, stage, axis_sizes) if stages > 1 else collective.calls
-            if not calls:
-                continue
-            place = Communication(
-                kind=collective.kind,
-                axis=axis,
-                purpose=purpose,
-                calls=0,
-                bytes=0,
-                wire_bytes=0,
-                group_size=group_size,
-                dtype=", ".join(collective.dtypes),
-                phase=_phase(collective, purpose) if differentiates else "",
-                source=": ".join(filter(None, (line, collective.op_name))),
-                loops=collective.loops,
-                stage=stage,
-            )
-            total = merged[place]
-            added = (calls, calls * size, calls * wire)
-            total[:] = map(sum, zip(total, added, strict=True))
+            if calls:
+                total = merged[replace(place, stage=stage)]
+                total[:] = map(sum, zip(total, (calls, calls * size, calls * wire), strict=True))
     return [
         replace(place, calls=calls, bytes=size, wire_bytes=wire)
         for place, (calls, size, wire) in merged.items()
@@ -189,36 +183,30 @@ def listing(hlo: str, axis_sizes: Mapping[str, int]) -> list[Instruction]:
     """
     calls: Counter[Instruction] = Counter()
     for collective in collectives(hlo, axis_sizes, problems=[]):
-        axis, group_size = axis_of(collective, axis_sizes)
-        if group_size > 1:
-            calls[_once(collective, axis)] += collective.calls
-    return [replace(once, calls=times, bytes=times * once.bytes) for once, times in calls.items()]
+        if key := key_of(collective, axis_sizes):
+            calls[_instruction(collective, *key)] += collective.calls
+    return [replace(single, calls=times, bytes=times * single.bytes) for single, times in calls.items()]
 
 
-def _once(collective: Collective, axis: str) -> Instruction:
-    """One call of it."""
+def _instruction(collective: Collective, kind: str, axis: str, purpose: str) -> Instruction:
+    """One call of it, with the lines of this package, each once: JAX repeats some where it traces again."""
     operation = opcode_of(collective.text)
     arrays = _ARRAY.findall(collective.text.partition(f" {operation}(")[0])
     more = f" and {len(arrays) - SHOWN} more" if len(arrays) > SHOWN else ""
+    lines = (
+        replace(line, file=Path(line.file).relative_to(PACKAGE.parent).as_posix())
+        for line in collective.stack
+        if Path(line.file).is_relative_to(PACKAGE)
+    )
     return Instruction(
-        kind=collective.kind,
+        kind=kind,
         axis=axis,
-        purpose=collective.purpose or inferred_purpose(collective, axis),
+        purpose=purpose,
         operation=operation,
         result=", ".join(arrays[:SHOWN]) + more,
         groups="{" + ",".join("{" + ",".join(map(str, group)) + "}" for group in collective.groups) + "}",
         op_name=collective.op_name,
         calls=1,
         bytes=sum(collective.arrays),
-        stack=_own(collective.stack),
+        stack=tuple(dict.fromkeys(lines))[:DEEP],
     )
-
-
-def _own(stack: Iterable[SourceLine]) -> tuple[SourceLine, ...]:
-    """The lines of this package, each once: JAX repeats some where it traces a function within another."""
-    lines = (
-        replace(line, file=Path(line.file).relative_to(PACKAGE.parent).as_posix())
-        for line in stack
-        if Path(line.file).is_relative_to(PACKAGE)
-    )
-    return tuple(dict.fromkeys(lines))[:DEEP]

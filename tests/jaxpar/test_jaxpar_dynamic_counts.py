@@ -28,8 +28,8 @@ LAYOUTS = {
     "interleaved": Layout(pp=2, schedule="interleaved", chunks=2, microbatches=2),
     "tp_pp": Layout(pp=2, tp=2, schedule="1f1b", microbatches=2),
 }
-BY_COMPILER = ("zero2", "fsdp_tp_sp", "fsdp_pp")
-BY_HAND = ("ddp", "fsdp_tp_sp", "fsdp_pp", "interleaved", "tp_pp")
+BY_COMPILER = ("zero2", "fsdp_pp")
+BY_HAND = ("ddp", "fsdp_tp_sp", "interleaved", "tp_pp")
 CASES = [("jax-compiler", name) for name in BY_COMPILER] + [("jax-manual", name) for name in BY_HAND]
 
 

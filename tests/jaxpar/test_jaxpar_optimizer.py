@@ -69,19 +69,3 @@ def test_a_gradient_that_is_not_finite_spoils_its_own_weight_only():
         updates, _ = update(gradients, state, params, grad_norm=bad, scalars=scalars)
         change = weights.to_canonical(updates, SPEC)
         assert [name for name in change if not np.isfinite(change[name]).all()] == ["blocks.1.mlp.up.bias"]
-
-
-def test_decay_misses_what_the_table_does_not_decay():
-    """The definition is the oracle: with the mask of another table the test above must fail."""
-    optimizer = Optimizer(name="sgd", grad_clip=0.0, weight_decay=1.0, learning_rate=0.5, decay_lr=False)
-    experiment = Experiment(model=SPEC, optimizer=optimizer, precision=Precision(dtype="float64"))
-    rule = make_optimizer(optimizer, decay=weights.decay_mask(SPEC, "matrices"))
-    params = weights.from_canonical(initial_parameters(experiment), SPEC)
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = rule.update(
-        zeros, rule.init(params), params, grad_norm=0.0, scalars=device_scalars(experiment, Progress())
-    )
-    change = weights.to_canonical(updates, SPEC)
-    for parameter in TABLE:
-        moved = bool(np.abs(change[parameter.name]).max() > 0)
-        assert moved == parameter.is_matrix, parameter.name

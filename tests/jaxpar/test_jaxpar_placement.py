@@ -36,19 +36,6 @@ def test_padding_comes_off_and_parts_are_equal(dims, tp, shards):
         assert size - shape[dim] < degree + tp * shards
 
 
-@given(st.integers(1, 12), st.integers(2, 4), st.integers(2, 4))
-def test_parts_of_dp_shard_lie_within_parts_of_tp(size, tp, shards):
-    """A device's part along tp does not depend on how dp_shard cuts it."""
-    p = place((size,), ("mlp",), Layout(tp=tp, dp_shard=shards))
-    assert p.dims == {TP: 0, DP_SHARD: 0}
-    x = np.arange(1.0, size + 1)
-    alone = place((size,), ("mlp",), Layout(tp=tp))
-    parts = p.pad(x).reshape(tp, -1)
-    for part, expected in zip(parts, alone.pad(x).reshape(tp, -1), strict=True):
-        np.testing.assert_array_equal(part[: len(expected)], expected)
-        assert not part[len(expected) :].any()
-
-
 @given(st.integers(0, 12), st.integers(1, 4), st.integers(1, 4))
 def test_a_device_s_range_is_what_is_true_of_it_before_its_padding(size, tp, shards):
     p = place((size,), ("mlp",), Layout(tp=tp, dp_shard=shards))
