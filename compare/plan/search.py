@@ -15,8 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from compare.contract.record import ON_HOST
-from compare.judge.closed_forms.memory import state_of_stage
-from compare.judge.closed_forms.peak_bound import held_by_stage
+from compare.judge.closed_forms.peak import peak_of_stage
 from compare.plan.compute import Part, peak_of
 from compare.plan.machine import Machine
 from compare.plan.predict import PARTS, Prediction, predict
@@ -43,7 +42,7 @@ class Candidate(Struct, frozen=True, kw_only=True):
     batch_size: int
     gradient_accumulation_steps: int
     memory: dict[str, float] = {}
-    """Bytes of the fullest device, by class: state exactly, activations and logits at most."""
+    """Bytes of the fullest device, by class: state exactly, activations and logits estimated."""
     seconds: float = 0.0
     """Of a step; 0 for one that does not fit."""
     mfu: float = 0.0
@@ -191,10 +190,7 @@ def with_best_buckets(
 def memory_of(engine: str, experiment: Experiment) -> dict[str, float]:
     """Bytes of the fullest device by class; of a pipeline its first or its last rank."""
     stages = {0, experiment.layout.pp - 1}
-    held = [
-        state_of_stage(engine, experiment, stage=stage) | held_by_stage(engine, experiment, stage=stage)
-        for stage in stages
-    ]
+    held = [peak_of_stage(engine, experiment, stage=stage) for stage in stages]
     fullest = max(held, key=lambda one: sum(one.values()) - one.get(ON_HOST, 0.0))
     return {kind: size for kind, size in fullest.items() if kind != ON_HOST}
 

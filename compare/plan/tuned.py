@@ -9,12 +9,11 @@ import msgspec
 from msgspec import Struct
 
 from compare.judge.bench_rows import by_round
-from compare.judge.closed_forms.peak_memory import peak_form
 from compare.judge.outcome import Case, Outcome
 from compare.judge.statistics import Estimate, estimate, ratios
-from compare.judge.strategy import with_remat_resolved
 from compare.judge.timed_outcome import TimedOutcome, timed
 from compare.plan.machine import Machine
+from compare.plan.search import memory_of
 from compare.show.figures import INK, MARKERS, Figure, colour, log_scale
 from compare.show.findings import Column
 from compare.terminal import human_bytes
@@ -82,8 +81,8 @@ class Row(Struct, frozen=True, kw_only=True):
     error: float
     error_after: float
     """With the engine's median ratio divided out."""
-    predicted_bytes: float | None
-    """At the peak; None where there is no closed form."""
+    predicted_bytes: float
+    """At the peak."""
     measured_bytes: int
 
     @property
@@ -125,7 +124,7 @@ def rows_of(outcome: TuneOutcome) -> list[Row]:
             rounds=len(rounds),
             error=found[name] - 1,
             error_after=found[name] / factors[case.engine] - 1,
-            predicted_bytes=_peak(case),
+            predicted_bytes=sum(memory_of(case.engine, case.experiment).values()),
             measured_bytes=max(one.peak_mem_bytes for one in rounds.values()),
         )
         for name, (case, rounds) in timed.items()
@@ -147,16 +146,6 @@ def kendall(predicted: Sequence[float], measured: Sequence[float]) -> float | No
 
     tau = float(kendalltau(predicted, measured).statistic) if len(predicted) > 1 else math.nan
     return None if math.isnan(tau) else tau
-
-
-def _peak(case: Case) -> float | None:
-    """Predicted bytes of the fullest device; None where its peak has no closed form."""
-    whole, layout = with_remat_resolved(case.engine, case.experiment), case.experiment.layout
-    first_of = [rank * layout.devices // layout.pp for rank in range(layout.pp)]
-    forms = [peak_form(case.engine, whole, device=device) for device in first_of]
-    if any(form is None or form.is_of_state for form in forms):
-        return None
-    return max(sum(form.bytes.values()) for form in forms if form)
 
 
 def against(rows: Sequence[Row]) -> Figure:

@@ -76,7 +76,7 @@ def peak_tables(records: Mapping[str, Record]) -> list[Table]:
     for name, peak in peaks.items():
         manifest = records[name].manifest
         most = estimate_memory(manifest.engine, manifest.experiment).per_device[profiles[name].fullest]
-        totals.append(Text(human_bytes(peak.total), f"estimated: at most {human_bytes(most)}"))
+        totals.append(Text(human_bytes(peak.total), f"estimated: {human_bytes(most)}"))
     rows.append(Row(Text("all"), totals, is_total=True))
     rows.append(Row(Text("where"), [Text(peak.phase or NONE, place_of(peak)) for peak in peaks.values()]))
     name = "Memory at the peak of a step"

@@ -1,17 +1,14 @@
-"""Memory of a run, before anything is allocated: what it may need at most, and what it needs for certain.
+"""Memory of a run, before anything is allocated: an estimate of its peak, and what it needs for certain.
 
-    parameters, gradients, optimizer   `compare.judge.closed_forms.memory`: exact, at rest
-    activations, logits                `compare.judge.closed_forms.peak_bound`: at most
-
-Below the first nothing can run, and is refused. Up to the second it may not fit, and that is said.
+What is less than parameters, moments and a batch or logits cannot run, and is refused. Up to the estimate
+(`compare.judge.closed_forms.peak`) it may not fit, and that is said.
 """
 
 from msgspec import Struct
 
 from compare.contract.record import ON_HOST
 from compare.execute.machine import gpu_memory_bytes, memory_bytes
-from compare.judge.closed_forms.memory import closed_form
-from compare.judge.closed_forms.peak_bound import held_at_most
+from compare.judge.closed_forms.peak import peak_estimate
 from compare.numerics.parameters import parameter_count, storage_dtype
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.terminal import human_bytes
@@ -50,12 +47,12 @@ def estimate_memory(engine: str, experiment: Experiment) -> MemoryEstimate:
     Returns:
         Bytes by kind and device.
     """
-    state = closed_form(engine, experiment)
-    on_host = state.pop(ON_HOST, [0.0] * experiment.layout.devices)
+    by_kind = peak_estimate(engine, experiment)
+    on_host = by_kind.pop(ON_HOST, [0.0] * experiment.layout.devices)
     return MemoryEstimate(
         engine=engine,
         on_host=on_host,
-        by_kind={**state, **held_at_most(engine, experiment)},
+        by_kind=by_kind,
         initial_weights=parameter_count(experiment.model) * storage_dtype(experiment).itemsize,
         batch=BATCH_BYTES * experiment.tokens_per_step,
     )
@@ -89,7 +86,7 @@ def require_memory(engine: str, experiment: Experiment, *, platform: str) -> Non
 
 
 def may_not_fit(engine: str, experiment: Experiment, *, platform: str) -> str:
-    """Why what an engine holds at most is more than there is; "" if it is not.
+    """Why an engine's estimated peak is more than there is; "" if it is not.
 
     Devices of a CPU share the machine's memory; those of GPUs have their own.
     """
@@ -101,7 +98,7 @@ def may_not_fit(engine: str, experiment: Experiment, *, platform: str) -> str:
         most, devices, has, where = max(estimate.per_device), "a device", gpu_memory_bytes(), "a GPU here"
     if most <= has or not has:
         return ""
-    held = f"{devices} would hold up to {human_bytes(most)}"
+    held = f"{devices} would hold about {human_bytes(most)}"
     return f"{engine} may not fit: {held}, and {where} has {human_bytes(has)}"
 
 

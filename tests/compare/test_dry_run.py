@@ -83,7 +83,7 @@ def test_what_may_not_fit_is_no_promise_and_no_refusal(nothing_starts, monkeypat
     monkeypatch.setattr(memory_estimate, "memory_bytes", lambda: int(2 * sum(case["memory"].values())))
     assert main(asked.split()) == 0
     printed = capsys.readouterr().out
-    assert "torch-manual may not fit: 4 devices would hold up to" in printed
+    assert "torch-manual may not fit: 4 devices would hold about" in printed
     assert "nothing is refused, but 2 of 2 cases may not fit" in printed
     assert "all of it can run" not in printed
 

@@ -153,10 +153,10 @@ def test_engines_stand_side_by_side_as_multiples_of_the_textbook():
         ledgers.append(EngineLedger(case=engine, engine=engine, experiment=FSDP, flows=flows))
     table = table_of_layout(ledgers)
     assert table.columns == ["role", "textbook", *STUDIED]
-    cells = {row.cells[0].text: [cell.text for cell in row.cells[2:]] for row in table.rows}
-    assert cells["gather"] == ["3.00" if engine == "torch-manual" else "1.00" for engine in STUDIED]
+    cells = {row.cells[0].text: [cell.text for cell in row.cells[1:]] for row in table.rows}
+    assert cells["gather"][1:] == ["3.00" if engine == "torch-manual" else "1.00" for engine in STUDIED]
     gathered = communication("torch-manual", FSDP)["all_gather", "dp_shard", "parameters"]
-    assert f"{gathered:,.0f}" in [cell.text for row in table.rows for cell in row.cells]
+    assert f"{gathered:,.0f}" in cells["gather"][0]
 
 
 def test_no_engine_hides_another_and_no_case_goes_unnamed():

@@ -105,7 +105,7 @@ def test_who_has_no_ledger_is_named(run, tmp_path, capsys):
         assert "MISSING: torch-library, jax-compiler" in words
     assert "plain-jit: it has one device" in shown
     assert "torch-library is MISSING: rank 1 died" in shown
-    assert "**jax-compiler** is MISSING: it did not run" in page.read_text()
+    assert "**jax-compiler**: is MISSING: it did not run" in page.read_text()
     assert main(["ledger", "--results", str(run), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["missing"] == {
         "torch-library": "rank 1 died",

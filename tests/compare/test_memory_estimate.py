@@ -4,15 +4,12 @@ import statistics
 
 import msgspec
 import pytest
-from bounds import above_the_bound
 from measured import measured_peaks
 
 from compare.execute import machine
 from compare.judge.closed_forms.memory import closed_form
-from compare.judge.closed_forms.peak_bound import in_flight
+from compare.judge.closed_forms.peak import LEAST, MOST
 from compare.numerics.parameters import parameter_count, parameter_table
-from compare.pipeline.schedules import make_schedule
-from compare.pipeline.simulator import peak_in_flight
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import (
     Experiment,
@@ -21,7 +18,6 @@ from compare.spec.experiment import (
     Model,
     Precision,
     Train,
-    edited,
     load,
     revalidate,
 )
@@ -69,91 +65,14 @@ def test_state_is_the_closed_form_of_what_is_at_rest(engine):
     assert estimate.initial_weights == 4 * parameter_count(GPT2.model)
 
 
-def test_no_measured_peak_is_above_its_bound():
-    """And a bound that is several times as much would be none."""
-    shares = []
+def test_the_estimate_is_about_the_measured_peak():
+    ratios = {}
     for row in measured_peaks():
-        options = {"device": row.device, "held": row.bytes, "peak": row.total}
-        assert above_the_bound(row.engine, row.experiment, **options) == {}, (row.layout, row.engine)
-        if row.bytes:
-            shares.append(row.total / estimate_memory(row.engine, row.experiment).per_device[row.device])
-    assert len(shares) >= 50
-    assert 0.6 < statistics.median(shares) < 0.9
-    assert min(shares) > 0.5
-
-
-@pytest.mark.parametrize(
-    ("engine", "fields", "held"),
-    [
-        # a block more, as backward computes it anew; and what an operation of XLA holds for a moment
-        ("torch-manual", {"remat": "full"}, {"activations": 533_000}),
-        ("jax-manual", {"remat": "full"}, {"all": 2_260_000}),
-        ("jax-manual", {"remat": "none"}, {"activations": 3_360_000}),
-        ("jax-manual", {"remat": "none", "dp_shard": 2, "zero": 3}, {"activations": 1_580_000}),
-        ("jax-manual", {"remat": "none", "tp": 2}, {"activations": 2_210_000}),
-        # XLA on a CPU computes in float32, and keeps some of it
-        (
-            "jax-manual",
-            {"dp_replicate": 2, "dtype": "bfloat16"},
-            {"activations": 1_840_000, "all": 3_220_000},
-        ),
-        ("torch-manual", {"tp": 2}, {"logits": 98_000}),
-        ("torch-manual", {"vocab_size": 4096}, {"logits": 16_700_000, "all": 21_200_000}),
-    ],
-)
-def test_what_a_step_holds_for_a_moment_is_in_the_bound(engine, fields, held):
-    """Measured on a model of 4 layers, 32 wide: all of these were above an estimate of activations alone."""
-    fields = {"remat": "none"} | fields
-    precision, vocab = Precision(dtype=fields.pop("dtype", "float32")), fields.pop("vocab_size", 64)
-    experiment = Experiment(
-        model=Model(n_layer=4, n_head=4, n_embd=32, block_size=32, vocab_size=vocab),
-        train=Train(batch_size=8),
-        precision=precision,
-        layout=Layout(**fields),
-    )
-    estimate = estimate_memory(engine, experiment)
-    most = {kind: sizes[0] for kind, sizes in estimate.by_kind.items()} | {"all": estimate.per_device[0]}
-    assert all(size <= most[kind] for kind, size in held.items()), most
-
-
-def test_logits_are_held_as_often_as_the_engine_holds_them():
-    once = 4 * B * S * V
-    for engine, copies in {"torch-manual": 4, "torch-library": 4, "jax-manual": 4}.items():
-        assert estimate_memory(engine, spread()).by_kind["logits"] == [copies * once]
-    tp = {engine: estimate_memory(engine, spread(tp=4)).by_kind["logits"] for engine in STUDIED}
-    assert tp["torch-manual"] == [3 * once / 4] * 4
-    assert tp["torch-library"] == [5 * once / 4] * 4
-    parts = edited(spread(), {"train": {"loss_chunks": 8}})
-    assert estimate_memory("torch-manual", parts).by_kind["logits"] == [4 * once / 8]
-
-
-def test_tensor_and_sequence_parallelism_split_activations():
-    alone, tp, both = (
-        estimate_memory("torch-manual", spread(**fields)).by_kind["activations"][0]
-        for fields in ({}, {"tp": 4}, {"tp": 4, "sequence_parallel": True})
-    )
-    assert alone / 4 < both < tp < alone
-
-
-@pytest.mark.parametrize(
-    ("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 3), ("zero_bubble", 1)]
-)
-@pytest.mark.parametrize("microbatches", [4, 8])
-def test_a_pipeline_keeps_at_most_what_its_schedule_has_in_flight(schedule, chunks, microbatches):
-    experiment = spread(pp=4, schedule=schedule, chunks=chunks, microbatches=microbatches)
-    counts = [
-        peak_in_flight(own)
-        for own in make_schedule(schedule, ranks=4, microbatches=microbatches, chunks=chunks)
-    ]
-    bounds = [in_flight("torch-manual", experiment, stage) for stage in range(4)]
-    if schedule == "zero_bubble":  # what weights wait for is kept beside activations
-        assert all(2 * count <= bound == 8 for count, bound in zip(counts, bounds, strict=True))
-    else:
-        assert bounds == counts
-    assert {in_flight("jax-manual", experiment, stage) for stage in range(4)} == {max(bounds) + 1}
-    logits = estimate_memory("torch-manual", experiment).by_kind["logits"]
-    assert logits[:3] == [0, 0, 0]
-    assert logits[3] >= 3 * 4 * B / microbatches * S * V
+        estimate = estimate_memory(row.engine, row.experiment).per_device[row.device]
+        ratios[row.engine, row.layout] = estimate / row.total
+    assert len(ratios) == 70
+    assert LEAST < min(ratios.values()) < max(ratios.values()) < MOST
+    assert 1.1 < statistics.median(ratios.values()) < 1.3
 
 
 def refused(monkeypatch, experiment: Experiment, has: int, **options) -> str:
@@ -187,11 +106,11 @@ def test_what_may_not_fit_is_told_from_what_cannot(monkeypatch):
     most = int(sum(estimate.per_device)) + estimate.batch
     assert not refused(monkeypatch, experiment, most - 1)
     said = may_not_fit("torch-manual", experiment, platform="cpu")
-    assert "torch-manual may not fit: 2 devices would hold up to" in said
+    assert "torch-manual may not fit: 2 devices would hold about" in said
     monkeypatch.setattr(memory_estimate, "memory_bytes", lambda: most + 1)
     assert may_not_fit("torch-manual", experiment, platform="cpu") == ""
     monkeypatch.setattr(memory_estimate, "gpu_memory_bytes", lambda: most // 2 - estimate.batch)
-    assert "a device would hold up to" in may_not_fit("torch-manual", experiment, platform="gpu")
+    assert "a device would hold about" in may_not_fit("torch-manual", experiment, platform="gpu")
     monkeypatch.setattr(memory_estimate, "gpu_memory_bytes", lambda: most // 2 + 1)
     assert may_not_fit("torch-manual", experiment, platform="gpu") == ""
 

@@ -9,8 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from compare.contract.memory_profile import Class
-from compare.judge.closed_forms.peak_memory import peak_form
-from compare.spec.experiment import Experiment, Layout, Model, Train
+from compare.spec.experiment import Model
 from torchpar.measure.ledger import LedgerMode
 from torchpar.measure.memory import watch_memory
 from torchpar.measure.modules import RunningModules
@@ -95,14 +94,12 @@ def test_who_watches_keeps_no_tensor(again):
 def test_a_watched_gpt_that_computes_its_blocks_anew_peaks_where_it_should():
     """With PyTorch's ModuleTracker its blocks' activations were all there at the end of backward."""
     model = Model(n_layer=6, n_head=2, n_embd=32, block_size=32, vocab_size=512)
-    experiment = Experiment(model=model, train=Train(batch_size=4), layout=Layout(remat="full"))
     gpt = GPT(model)
     apply_remat(gpt.blocks, "full")
     tokens = torch.zeros(4, 32, dtype=torch.int64)
     held: dict[Class, list[torch.Tensor]] = {"parameters": list(gpt.parameters())}
     with watch_memory(torch.device("cpu"), held, module=gpt) as watching, LedgerMode({}):
         gpt(tokens, tokens)[1].backward()
-    expected = peak_form("torch-manual", experiment)
-    assert expected
+    expected = 4 * 4 * 32 * (6 * 32 + 2 * 32 + 2)  # inputs of blocks, and both ends
     found = watching.memory().peak.bytes
-    assert found["activations"] == pytest.approx(expected.bytes["activations"], rel=0.1)
+    assert found["activations"] == pytest.approx(expected, rel=0.1)

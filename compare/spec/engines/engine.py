@@ -89,17 +89,7 @@ class Holds(Struct, frozen=True, kw_only=True):
     """Whether each rank of a pipeline holds embeddings and last norm, or only the first and the last one."""
     residuals: Literal["", "autograd", "scan"] = ""
     """Keeper of activations: PyTorch's autograd, by operator, or a JAX scan, stacked over layers; "" if
-    unknown: then its peak has no closed form."""
-    logits: int = 0
-    """Number of tensors as large as the logits when their gradient is made."""
-    logits_with_tp: int = 0
-    """That number for logits split by vocabulary."""
-    logits_with_pp: int = 0
-    """That number on the last stage of a pipeline."""
-    buckets: bool = False
-    """Whether buckets of whole gradients stay from step to step."""
-    gathers_ahead: bool = False
-    """Whether ZeRO-3 prefetches the last block before the loss's backward is done."""
+    unknown, and taken for autograd."""
 
 
 class Sends(Struct, frozen=True, kw_only=True):

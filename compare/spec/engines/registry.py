@@ -88,7 +88,7 @@ JAX_OBSERVED = Observed(
     timeline=True,
     work=True,
 )
-SCANNED = Holds(ends_on_every_stage=True, residuals="scan", logits=2, logits_with_tp=2)
+SCANNED = Holds(ends_on_every_stage=True, residuals="scan")
 BY_PASS = Sends(scatters_each_pass=True, gathers_ends="step", gathers_each_pass_from=3)
 BY_AUTODIFF = "autodiff orders the backward passes, after all forward ones: choose one of these"
 NOTHING_TO_CLEAR = {"kept_gradients": "gradients are values of a function: there is nothing to clear"}
@@ -197,7 +197,7 @@ JAX = Side(
             precisions=LOSS_SCALED,
             can=ALL_ABILITIES,
             observed=JAX_OBSERVED,
-            holds=Holds(ends_on_every_stage=True, residuals="scan", logits=2, logits_with_tp=3),
+            holds=SCANNED,
             sends=BY_PASS,
             impossible_faults=NOTHING_TO_CLEAR,
         ),
@@ -264,7 +264,7 @@ TORCH = Side(
             can=ALL_ABILITIES,
             observed=Observed(timeline=True, work=True, counts_own_calls=True),
             # Logits, log_softmax's result, its gradient, the logits'; or logits, probabilities, gradient.
-            holds=Holds(residuals="autograd", logits=4, logits_with_tp=3, logits_with_pp=3),
+            holds=Holds(residuals="autograd"),
         ),
         Engine(
             name="torch-library",
@@ -291,17 +291,8 @@ TORCH = Side(
             precisions=LOSS_SCALED,
             can=ALL_ABILITIES,
             observed=TORCH_OBSERVED,
-            holds=Holds(
-                # fully_shard: gathered for the step, and never whole between two
-                sharded_from=SHARDED_FROM | {"parameters": 2},
-                # loss_parallel: logits, log_softmax's result, the gradient, probabilities and their sum.
-                residuals="autograd",
-                logits=4,
-                logits_with_tp=5,
-                logits_with_pp=4,
-                buckets=True,
-                gathers_ahead=True,
-            ),
+            # fully_shard: parameters are gathered for the step, and never whole between two.
+            holds=Holds(sharded_from=SHARDED_FROM | {"parameters": 2}, residuals="autograd"),
             # fully_shard's root, the ends, stays gathered from forward to backward.
             sends=Sends(gathers_ends="pass", gathers_each_pass_from=2),
             impossible_faults={
