@@ -1,7 +1,7 @@
 """torch-library: PyTorch's own wrappers decide, as a user would pick them."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,12 +17,11 @@ from torchpar.dtensors import Placed, dtensor_optimizer, elements_by_name, make_
 from torchpar.gpt_stages import GPTStages, Pipeline, cut_each
 from torchpar.library.data_parallel import synchronize_gradients
 from torchpar.library.fully_sharded import ShardedOptimizer, no_sync, reshard_parameters, shard_parameters
-from torchpar.library.pipeline_parallel import Context, PipelineParallel
+from torchpar.library.pipeline_parallel import run_stages
 from torchpar.library.tensor_parallel import complete_gradients, split_layers
 from torchpar.model import GPT
 from torchpar.parallel_model import Fill, OptimizerMaker, ParallelModel, TensorsByName, keep_values
 from torchpar.remat import apply_remat, resolve_remat
-from torchpar.run import RankBatch
 
 
 def parallelize(
@@ -50,7 +49,9 @@ def parallelize(
         for one in models:
             fill(one)
         parallel = _replicated(models, mesh=mesh, layout=layout, make_optimizer=make_optimizer)
-    return _pipeline(parallel, stages, mesh=mesh, layout=layout) if stages else parallel
+    if stages:
+        parallel = run_stages(stages, parallel.under(Pipeline(mesh[PP])), mesh=mesh, layout=layout)
+    return parallel
 
 
 def _replicated(
@@ -102,35 +103,6 @@ def _distributed(
         end_evaluation=partial(reshard_parameters, models),
         sharded_over=spread_over(parameters, mesh),
         elements=elements_by_name(parameters, mesh),
-    )
-
-
-def _pipeline(
-    parallel: ParallelModel, stages: Mapping[int, GPTStages], *, mesh: Mesh, layout: Layout
-) -> ParallelModel:
-    """PyTorch's schedule over this rank's stages, each wrapped by itself."""
-    last = stages[max(stages)]
-    modules = list(parallel.module) if isinstance(parallel.module, nn.ModuleList) else [parallel.module]
-    pipeline = PipelineParallel(
-        dict(zip(stages, modules, strict=True)),
-        count=last.stages,
-        schedule=layout.schedule,
-        loss=last.mean_loss,
-        axis=mesh[PP],
-        device=mesh.device,
-    )
-
-    def run(batch: RankBatch, context: Context) -> torch.Tensor:
-        microbatches = len(batch.inputs_ABT) * layout.microbatches
-        inputs, targets, *keys = (tensor.flatten(0, 1) for tensor in batch if tensor is not None)
-        also = dict(zip(("keys_B2",), keys, strict=False))
-        return pipeline.run(inputs, targets, also=also, microbatches=microbatches, context=context)
-
-    return replace(
-        parallel.under(Pipeline(mesh[PP])),
-        divides_late=True,
-        run_pipeline=run,
-        evaluate_pipeline=torch.no_grad()(run),
     )
 
 

@@ -3,11 +3,14 @@
 It does not know of a weight that two stages share: its gradients are summed after the schedule
 (`gpt_stages.sum_tied_gradients`). The zero-bubble schedule is ZB1P, and finds the two halves of a backward in
 autograd's graph.
+
+A passes, b rows of a rank, T positions.
 """
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
+from dataclasses import replace
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -21,130 +24,75 @@ from torch.distributed.pipelining import (
 )
 
 from compare.contract.communication import LOSS
-from torchpar.comm.collectives import Axis
+from compare.spec.axes import PP
+from compare.spec.experiment import Layout
+from torchpar.comm.mesh import Mesh
+from torchpar.gpt_stages import GPTStages
+from torchpar.parallel_model import ParallelModel
+from torchpar.run import RankBatch
 
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 MULTI = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
 Context = Callable[[], AbstractContextManager]
 
 
-def run_pipeline(
-    schedule: Any,
-    inputs: torch.Tensor | None,
-    targets: torch.Tensor | None,
-    *,
-    also: Mapping[str, torch.Tensor] = {},
-    forward_only: bool = False,
-) -> list[torch.Tensor]:
-    """Forward and backward of a batch: PyTorch's schedule computes, sends and receives.
+def run_stages(
+    stages: Mapping[int, GPTStages], parallel: ParallelModel, *, mesh: Mesh, layout: Layout
+) -> ParallelModel:
+    """A rank's stages of a GPT, parallel over the other axes, run by PyTorch's schedule.
 
     Args:
-        schedule: one of `SINGLE` or `MULTI`, over this rank's stages.
-        inputs: (B, T), on the rank that has the first stage; None on the others.
-        targets: (B, T), on the rank that has the last stage; None on the others.
-        also: further inputs of every stage by keyword, (B, ...), on all ranks.
-        forward_only: no backward.
-
-    Returns:
-        The microbatches' losses, () each, on the rank that has the last stage.
-    """
-    losses: list[torch.Tensor] = []
-    first = () if inputs is None else (inputs,)
-    last = {} if targets is None else {"target": targets, "losses": losses}
-    (schedule.eval if forward_only else schedule.step)(*first, **last, **also, return_outputs=False)
-    return losses
-
-
-class PipelineParallel:
-    """The stages of one rank, and PyTorch's schedule that takes microbatches through them.
-
-    Args:
-        stages: this rank's modules by their number along the model, plain or wrapped by DDP or FSDP2, which
+        stages: by number along the model. `parallel.module` has them, plain or wrapped by DDP or FSDP2, which
             PyTorch's stages hold back from reducing before their last backward.
-        count: of all stages.
-        schedule: gpipe, 1f1b, interleaved or zero_bubble.
-        loss: from the last stage's output and a microbatch's targets to their mean loss, a scalar.
-        axis: the ranks.
-        device: where this rank computes.
+        parallel: these.
+        mesh: this rank's.
+        layout: schedule, chunks and microbatches.
     """
+    axis, part = mesh[PP], stages[max(stages)]
+    modules = list(parallel.module) if isinstance(parallel.module, nn.ModuleList) else [parallel.module]
+    context: Context = nullcontext
 
-    def __init__(
-        self,
-        stages: Mapping[int, nn.Module],
-        *,
-        count: int,
-        schedule: str,
-        loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-        axis: Axis,
-        device: torch.device,
-    ):
-        self._axis, self._device, self._schedule, self._loss = axis, device, schedule, loss
-        self._has_first, self._has_last = 0 in stages, count - 1 in stages
-        self._modules, self._count = stages, count
-        self._made: dict[bool, Any] = {}
+    def within(function: Callable) -> Callable:
+        """The function, computed inside of a context made anew for every call, such as autocast."""
 
-    def run(
-        self,
-        inputs: torch.Tensor,
-        targets: torch.Tensor,
-        *,
-        microbatches: int,
-        also: Mapping[str, torch.Tensor] = {},
-        context: Context = nullcontext,
-    ) -> torch.Tensor:
-        """Forward and backward of a batch; adds the gradients of its mean loss to the parameters'.
+        @wraps(function)
+        def inside(*args, **kwargs):
+            with context():
+                return function(*args, **kwargs)
 
-        Without gradients forward alone.
+        return inside
 
-        Args:
-            inputs, targets: whole, on all ranks; cut along dim 0.
-            microbatches: into how many.
-            also: further inputs of every stage, (B, ...), by keyword; cut likewise.
-            context: made anew around every forward, such as autocast.
+    for module in modules:
+        module.forward = within(module.forward)
 
-        `microbatches` and `context` are those of the first call ever after.
+    @cache
+    def schedule_of(microbatches: int, *, evaluates: bool) -> Any:
+        """One for both would learn the messages' shapes anew whenever they change places, which is a forward
+        and backward more, and one more reduction of all gradients by DDP."""
+        own = [
+            PipelineStage(module, stage, part.stages, mesh.device, group=axis.group)
+            for stage, module in zip(stages, modules, strict=True)
+        ]
+        if layout.schedule in SINGLE:
+            return SINGLE[layout.schedule](own[0], microbatches, within(part.mean_loss))
+        return MULTI[layout.schedule](list(own), microbatches, within(part.mean_loss))
 
-        Returns:
-            The mean loss, a scalar, the same on all ranks.
-        """
-        forward_only = not torch.is_grad_enabled()
-        if forward_only not in self._made:
-            self._made[forward_only] = self._make(microbatches, context)
-        schedule = self._made[forward_only]
-        first, last = inputs if self._has_first else None, targets if self._has_last else None
-        losses = run_pipeline(schedule, first, last, also=also, forward_only=forward_only)
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
+    def run(batch: RankBatch, forward_context: Context) -> torch.Tensor:
+        """Forward, and with gradients backward, of (A, b, T). Returns the mean loss, ()."""
+        nonlocal context
+        context, evaluates = forward_context, not torch.is_grad_enabled()
+        microbatches = len(batch.inputs_ABT) * layout.microbatches
+        inputs, targets, *keys = (tensor.flatten(0, 1) for tensor in batch if tensor is not None)
+        losses: list[torch.Tensor] = []
+        first = (inputs,) if 0 in stages else ()
+        last = {"target": targets, "losses": losses} if part.stages - 1 in stages else {}
+        also = dict(zip(("keys_B2",), keys, strict=False))
+        schedule = schedule_of(microbatches, evaluates=evaluates)
+        (schedule.eval if evaluates else schedule.step)(*first, **last, **also, return_outputs=False)
+        total = torch.zeros((), dtype=torch.float64, device=mesh.device)
         for share in losses:
             total += share.detach() / microbatches
-        self._axis.all_reduce(total, purpose=LOSS)
+        axis.all_reduce(total, purpose=LOSS)
         return total
 
-    def _make(self, microbatches: int, context: Context):
-        """A schedule of training or of evaluation.
-
-        One for both would learn the messages' shapes anew whenever they change places, which is a forward and
-        backward more, and one more reduction of all gradients by DDP.
-        """
-        if not self._made:
-            for module in self._modules.values():
-                module.forward = within(context, module.forward)
-        loss = within(context, self._loss)
-        stages = [
-            PipelineStage(module, stage, self._count, self._device, group=self._axis.group)
-            for stage, module in self._modules.items()
-        ]
-        if self._schedule in SINGLE:
-            (stage,) = stages
-            return SINGLE[self._schedule](stage, microbatches, loss)
-        return MULTI[self._schedule](list(stages), microbatches, loss)
-
-
-def within(context: Context, function: Callable) -> Callable:
-    """The function, computed inside of a context made anew for every call, such as autocast."""
-
-    @wraps(function)
-    def inside(*args, **kwargs):
-        with context():
-            return function(*args, **kwargs)
-
-    return inside
+    return replace(parallel, divides_late=True, run_pipeline=run, evaluate_pipeline=torch.no_grad()(run))
