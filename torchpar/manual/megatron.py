@@ -106,25 +106,22 @@ def gather_parts(x: torch.Tensor, axis: Axis, purpose: str) -> list[torch.Tensor
 
 @dataclass(frozen=True)
 class Split:
-    """The cut of a parameter over an axis.
+    """The cut of a parameter over an axis: zeros fill up what the ranks do not divide, as a vocabulary.
 
     Attributes:
         dim: along which.
         size: of the whole along `dim`.
-        groups: `dim` holds this many equal parts (q, k and v), and each of them is cut for itself.
-        padded: zeros fill up what the ranks do not divide, and `gather` drops them; else ValueError.
+        groups: `dim` holds this many equal parts (q, k and v), and each of them is cut for itself: a cut
+            through the middle would give one rank all of q and another all of v.
     """
 
     dim: int
     size: int
     groups: int = 1
-    padded: bool = False
 
     def parameter(self, full: torch.Tensor, axis: Axis) -> nn.Parameter:
         """A copy of this rank's part, (.., d / R, ..) at `dim`, of a parameter (.., d, ..)."""
         group = self.size // self.groups
-        if group % axis.size and not self.padded:
-            raise ValueError(f"{axis.name} = {axis.size} does not divide {group} features of dim {self.dim}")
         share = -(-group // axis.size)
         grouped = full.detach().unflatten(self.dim, (self.groups, group))
         part = grouped.new_zeros((*full.shape[: self.dim], self.groups, share, *full.shape[self.dim + 1 :]))
@@ -147,7 +144,7 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, embedding: nn.Embedding, axis: Axis, *, sequence_dim: int | None):
         super().__init__()
         self.axis, self.sequence_dim = axis, sequence_dim
-        self.split = Split(dim=0, size=embedding.num_embeddings, padded=True)
+        self.split = Split(dim=0, size=embedding.num_embeddings)
         self.weight = self.split.parameter(embedding.weight, axis)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

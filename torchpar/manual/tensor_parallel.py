@@ -45,31 +45,15 @@ class ColumnParallelLinear(nn.Module):
     """A linear layer whose output features are split: y_r = x W_r^T + b_r.
 
     The input is the same on all ranks, or with `sequence_dim` split along it; the output is this rank's
-    features, over the whole sequence.
-
-    Args:
-        linear: weight (M, N), the same on all ranks.
-        axis: the ranks.
-        groups: the output is this many tensors side by side (3 for a fused q, k, v), each split for itself: a
-            cut through the middle would give one rank all of q and another all of v.
-        sequence_dim: gather the input along this dim first.
-        padded: let output features be padded with zeros where the ranks do not divide them.
+    features, over the whole sequence. A fused q, k, v has three `groups` of features.
     """
 
     parts = ("weight", "bias")
 
-    def __init__(
-        self,
-        linear: nn.Linear,
-        axis: Axis,
-        *,
-        groups: int = 1,
-        sequence_dim: int | None = None,
-        padded: bool = False,
-    ):
+    def __init__(self, linear: nn.Linear, axis: Axis, *, groups: int = 1, sequence_dim: int | None = None):
         super().__init__()
         self.axis, self.sequence_dim = axis, sequence_dim
-        self.split = Split(dim=0, size=linear.out_features, groups=groups, padded=padded)
+        self.split = Split(dim=0, size=linear.out_features, groups=groups)
         self.weight = self.split.parameter(linear.weight, axis)
         self.bias = None if linear.bias is None else self.split.parameter(linear.bias, axis)
 
@@ -113,7 +97,7 @@ def split_layers(model: GPT, axis: Axis, *, sequence_parallel: bool = False) -> 
     """Put split layers in the place of a GPT's, from outside; names of parameters stay, and what is tied.
 
     Args:
-        model: the same on all ranks. Call it with targets: without any, no rank has the logits.
+        model: the same on all ranks. It is called with targets: no rank has the logits.
         axis: its size divides the heads, and under sequence parallelism the positions of a batch.
         sequence_parallel: split the residual stream and the LayerNorms along the sequence.
     """
@@ -131,7 +115,7 @@ def split_layers(model: GPT, axis: Axis, *, sequence_parallel: bool = False) -> 
     tokens = model.get_submodule("transformer.wte")
     assert isinstance(tokens, nn.Embedding)
     embedding = VocabParallelEmbedding(tokens, axis, sequence_dim=sequence_dim)
-    head = column(model.lm_head, padded=True)
+    head = column(model.lm_head)
     head.weight = embedding.weight  # tied, as before
     loss = VocabParallelCrossEntropy(axis, vocab_size=model.config.vocab_size)
     for path, split in (("transformer.wte", embedding), ("lm_head", head), ("loss", loss)):
@@ -140,7 +124,6 @@ def split_layers(model: GPT, axis: Axis, *, sequence_parallel: bool = False) -> 
         positions = model.transformer["wpe"]
         positions.register_forward_pre_hook(lambda module, args: (scatter_to_region(args[0], axis, dim=0),))
     split_rows(model, axis.rank, sequence_parallel=sequence_parallel)
-    model.register_forward_pre_hook(_require_targets, with_kwargs=True)
     splits = {
         f"{path}.{name}": module.split
         for path, module in model.named_modules()
@@ -148,11 +131,6 @@ def split_layers(model: GPT, axis: Axis, *, sequence_parallel: bool = False) -> 
     }
     names = {name for name, _ in model.named_parameters()}
     return TensorParallel(axis, splits, frozenset(names - set(splits) if sequence_parallel else ()))
-
-
-def _require_targets(model: nn.Module, args: tuple, kwargs: dict) -> None:
-    if len(args) < 2 and kwargs.get("targets") is None:
-        raise ValueError("a tensor-parallel model needs targets: its logits are split over the vocabulary")
 
 
 def synchronize_replicated_gradients(gradients: Sequence[torch.Tensor], axis: Axis) -> None:
