@@ -39,8 +39,8 @@ format: $(READY)  ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-check: $(READY)  ## every layout on every engine against one device in float64; docs/generated/parity.md
-	$(BIN)/shardpair matrix --output docs/generated/parity.md
+check: $(READY)  ## every layout on every engine against one device; docs/generated/parity.md
+	$(BIN)/shardpair check --presets all --variants all --output docs/generated/parity.md
 
 mutations: $(READY)  ## plant each known mistake in the code; the tests must turn red: nightly
 	$(BIN)/python tests/mutations.py

@@ -526,12 +526,15 @@ def pivot(title: str, outcome: Outcome, cell: Callable[[str], Text], *, corner: 
     """
     at = {(case.row, case.engine): name for name, case in outcome.cases.items() if case.row != "one device"}
     rows, engines = (list(dict.fromkeys(of)) for of in zip(*at, strict=True)) if at else ([], [])
+    cells = {place: cell(name) for place, name in at.items()}
     return Table(
         name=title,
         corner=corner,
         columns=engines,
         rows=[
-            Row(Text(row), [cell(at[row, e]) if (row, e) in at else Text(NONE) for e in engines])
+            Row(
+                Text(row or "as it is"), [cell(at[row, e]) if (row, e) in at else Text(NONE) for e in engines]
+            )
             for row in rows
         ],
     )

@@ -21,7 +21,7 @@ shardpair doctor
 for dtype in float64 float32 bfloat16; do
   step check-$dtype check check $one --precision.dtype $dtype
 done
-step nanogpt golden --platform gpu
+step nanogpt check --against nanogpt --platform gpu
 step ledger ledger check --platform gpu --preset single
 step profile profile gpt2-124m $short --layout.dp_replicate 1 --train.batch_size 12
 step memory memory demo --platform gpu --presets single

@@ -64,10 +64,5 @@ class Spread(Spec, frozen=True, kw_only=True):
         chosen = self.chosen()
         engines = chosen_engines(chosen)
         if chosen:
-            able, left_out = installed(engines, pythons_of(self))
-        else:
-            able, left_out = fitting(engines, experiment.layout, platform=self.platform)
-        if not (self.quiet or self.dry_run or self.continue_):
-            for name, why in left_out.items():
-                errors_console().print(f"{name} is left out: {why}", style="yellow")
-        return able, left_out
+            return installed(engines, pythons_of(self))
+        return fitting(engines, experiment.layout, platform=self.platform)

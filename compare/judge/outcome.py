@@ -223,6 +223,8 @@ class Outcome(Struct, frozen=True, kw_only=True):
         return "".join(f"; {part}" for part in [*failed, *waiting]) + self._left_out()
 
     def _left_out(self) -> str:
+        if len(self.left_out) > LISTED:
+            return f"; {len(self.left_out)} cases were left out"
         return "".join(f"; {name} was left out ({why})" for name, why in self.left_out.items())
 
 

@@ -1,9 +1,11 @@
 """`shardpair check`: every engine under any layouts against one unsharded device, or against nanoGPT."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
+
+from msgspec.structs import replace
 
 from compare.execute.launch import EnvironmentMissing
 from compare.execute.paths import check_output
@@ -13,8 +15,7 @@ from compare.host.tensors import RecordError
 from compare.judge.goldens import NANOGPT, folder_of, read_golden
 from compare.judge.ladder import Verdict
 from compare.judge.outcome import Grid, Outcome
-from compare.present.tables import ladder_table, rung_text, without_notes
-from compare.show.findings import Findings, Row, Table, Text
+from compare.show.findings import NONE, Findings, Row, Table, Text
 from compare.show.markdown import markdown
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, edited, load, revalidate
@@ -40,6 +41,11 @@ GOLDEN = "golden"
 """The experiment that nanoGPT was run on."""
 SGD = {"name": "sgd", "momentum": 0.9}
 """What the second golden's optimizer has other than golden.toml's."""
+BOTH = "Worst relative error of a gradient / of a later weight"
+PAGE = """Each engine under each layout, against ONE unsharded device (PyTorch, no container, no
+collective). An error is the largest difference of a tensor over its largest entry: of gradients before
+clipping, of weights after 20 steps at most. A dash: the engine refuses the layout. (gpipe): it has no 1F1B
+there."""
 
 
 class Check(Study, frozen=True, kw_only=True):
@@ -145,57 +151,30 @@ class Check(Study, frozen=True, kw_only=True):
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
-        """The worst errors of every case; of layouts as a grid."""
+        """A grid of the layouts as they are, a summary of each setting, and all errors."""
         verdicts = {verdict.candidate: verdict for verdict in outcome.verdicts}
-        worst = [worst_of(rung, outcome.verdicts) for rung in SHOWN] if verdicts else []
-        dtype, sentence = outcome.experiment.precision.dtype, ""
-        skipped = {}
-        if "presets" in outcome.options and "against" not in outcome.options:
-            tables = [
-                pivot(
-                    "Worst relative error of a gradient / of a later weight, against one unsharded device",
-                    outcome,
-                    lambda name: cell_of(outcome, name, verdicts.get(name)),
-                )
-            ]
-        elif "against" in outcome.options:
-            tables = [without_notes(ladder_table(outcome.verdicts))] if verdicts else []
-            skipped = {
-                f"{one.candidate}: {rung}": why
-                for one in verdicts.values()
-                for rung, why in one.skipped.items()
-            }
-            if skipped and outcome.passed:  # every rung has to be there
-                name, why = next(iter(skipped.items()))
-                sentence = f"{name} was not compared: {why}"
-        else:
-            columns = [
-                "loss",
-                "gradients",
-                "worst gradient",
-                "weights after N steps",
-                "worst weight",
-                "verdict",
-            ]
-            rows = [
-                Row(
-                    Text(one.candidate),
-                    [
-                        rung_text(one, "loss"),
-                        *(cell for rung in SHOWN for cell in _worst(one, rung)),
-                        _mark(one),
-                    ],
-                )
-                for one in outcome.verdicts
-            ]
-            name = f"Relative errors against one unsharded device ({dtype})"
-            tables = [Table(name=name, corner="case", columns=columns, rows=rows, look="words")]
+        plain = {name: case for name, case in outcome.cases.items() if ", " not in case.row}
+        tables = [
+            pivot(
+                f"Worst relative error of a gradient, {outcome.experiment.precision.dtype}",
+                replace(outcome, cases=plain),
+                lambda name: cell_of(outcome, name, verdicts.get(name), SHOWN[:1]),
+            ),
+            summary_of(outcome),
+        ]
+        skipped = [
+            f"{verdict.candidate} was not compared: {why}"
+            for verdict in outcome.verdicts
+            for why in verdict.skipped.values()
+            if "against" in outcome.options  # every rung has to be there
+        ]
         return verdict_findings(
             outcome,
             title=f"{outcome.name}: {len(outcome.finished)} cases",
-            sentence=sentence,
+            sentence=skipped[0] if skipped and outcome.passed else "",
             tables=tables,
-            notes=worst,
+            notes=[worst_of(rung, outcome.verdicts) for rung in SHOWN] if verdicts else [],
+            details=[pivot(BOTH, outcome, lambda name: cell_of(outcome, name, verdicts.get(name)))],
             passed=outcome.passed and not skipped,
         )
 
@@ -203,7 +182,11 @@ class Check(Study, frozen=True, kw_only=True):
     def leave(cls, outcome: Outcome, folder: Path, picture: Path | None) -> Path:
         """Write its page; and as Markdown what --output asks for. Returns the page."""
         if output := outcome.options.get("output"):
-            write_atomically(Path(output), markdown(cls.findings(outcome, folder)).encode())
+            versions = ", ".join(
+                f"{name} {number}" for name, number in outcome.circumstances.versions.items()
+            )
+            head = f"# Parity\n\nWritten by `{outcome.line}`, not by hand. {versions}.\n\n{PAGE}\n\n"
+            write_atomically(Path(output), f"{head}{markdown(cls.findings(outcome, folder))}\n".encode())
         return super().leave(outcome, folder, picture)
 
 
@@ -221,19 +204,35 @@ def rungs_of_engines(experiment: Experiment, engines: Iterable[str], devices: in
     return cases, left_out
 
 
-def cell_of(outcome: Outcome, name: str, verdict: Verdict | None) -> Text:
-    """A cell of the grid: `gradient / weight` errors and a schedule not the preset's; or what went wrong."""
+def cell_of(outcome: Outcome, name: str, verdict: Verdict | None, rungs: Sequence[str] = SHOWN) -> Text:
+    """A cell of the grid: errors of rungs, and a schedule that is not the preset's; or what went wrong."""
     if verdict is None:
         return Text(outcome.undone[name], news="fail")
     if not verdict.passed:
         return Text(verdict.sentence(), news="fail")
-    found = (verdict.error(rung) for rung in SHOWN)
-    errors, case = (
-        " / ".join("?" if error is None else f"{error:.0e}" for error in found),
-        outcome.cases[name],
-    )
-    is_other = case.experiment.layout.schedule == "gpipe" and "pp_gpipe" not in name
-    return Text(f"{errors} (gpipe)" if is_other else errors)
+    errors = (verdict.error(rung) for rung in rungs)
+    text = " / ".join("?" if error is None else f"{error:.0e}" for error in errors)
+    is_other = outcome.cases[name].experiment.layout.schedule == "gpipe" and "pp_gpipe" not in name
+    return Text(f"{text} (gpipe)" if is_other else text)
+
+
+def summary_of(outcome: Outcome) -> Table:
+    """The worst errors over all layouts: a row for each setting, a column for each engine."""
+    cells: dict[str, dict[str, list[Verdict]]] = {}
+    for verdict in outcome.verdicts:
+        case = outcome.cases[verdict.candidate]
+        setting = case.row.partition(", ")[2] or "as it is"
+        cells.setdefault(setting, {}).setdefault(case.engine, []).append(verdict)
+    engines = list(dict.fromkeys(outcome.cases[verdict.candidate].engine for verdict in outcome.verdicts))
+    rows = [Row(Text(row), [_worst(of.get(engine, [])) for engine in engines]) for row, of in cells.items()]
+    return Table(name=f"{BOTH}, over all layouts", corner="setting", columns=engines, rows=rows)
+
+
+def _worst(verdicts: list[Verdict]) -> Text:
+    if bad := [verdict for verdict in verdicts if not verdict.passed]:
+        return Text(f"{len(bad)} of {len(verdicts)} FAIL", news="fail")
+    errors = (max((verdict.error(rung) or 0.0 for verdict in verdicts), default=0.0) for rung in SHOWN)
+    return Text(" / ".join(f"{error:.0e}" for error in errors) if verdicts else NONE)
 
 
 def worst_of(rung: str, verdicts: list[Verdict]) -> str:
@@ -241,14 +240,3 @@ def worst_of(rung: str, verdicts: list[Verdict]) -> str:
     errors = {verdict.candidate: verdict.error(rung) or 0.0 for verdict in verdicts}
     worst = max(errors, key=errors.__getitem__)
     return f"worst of {rung}: {error_text(errors[worst])} ({worst})"
-
-
-def _worst(verdict: Verdict, rung: str) -> tuple[Text, Text]:
-    result = next((result for result in verdict.rungs if result.rung == rung), None)
-    return rung_text(verdict, rung), Text(result.worst if result else "")
-
-
-def _mark(verdict: Verdict) -> Text:
-    if verdict.failure is None:
-        return Text("PASS", news="pass")
-    return Text(f"FAIL at {verdict.failure.rung}", news="fail")
