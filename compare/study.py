@@ -532,9 +532,7 @@ def pivot(title: str, outcome: Outcome, cell: Callable[[str], Text], *, corner: 
         corner=corner,
         columns=engines,
         rows=[
-            Row(
-                Text(row or "as it is"), [cell(at[row, e]) if (row, e) in at else Text(NONE) for e in engines]
-            )
+            Row(Text(row or "as it is"), [cells.get((row, engine), Text(NONE)) for engine in engines])
             for row in rows
         ],
     )

@@ -1,14 +1,11 @@
 """`shardpair diff`: two finished runs, of any settings, held against each other."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 from msgspec import Struct
-from rich import box
-from rich.table import Table
 
 from compare.contract.record import Record, read_record
 from compare.execute.paths import PICTURES, check_output
@@ -20,9 +17,9 @@ from compare.judge.run_difference import RATES, Difference, common, difference
 from compare.present.report import difference_figure, loss_figure
 from compare.present.tables import rung_text
 from compare.show.figures import save_figures
-from compare.show.findings import by_reason
+from compare.show.findings import Row, Table, Text, by_reason
 from compare.show.page import leave_page
-from compare.show.terminal import cell_of
+from compare.show.terminal import terminal_table
 from compare.spec.experiment import Experiment
 from compare.terminal import PlainConsole, print_json, results_console
 
@@ -56,11 +53,13 @@ class Diff(Struct, frozen=True, kw_only=True):
     def __call__(self, default: Experiment) -> int:
         """Compare. Returns 0 if they are alike, 1 if not. Raises RecordError: nothing can be compared."""
         check_output("--picture", self.picture, kinds=PICTURES)
-        pairs = _pairs(_records(self.a), _records(self.b))
-        names = [(_label(self.a, one), _label(self.b, two)) for one, two in pairs]
+        of_a, of_b = _records(self.a), _records(self.b)
+        pairs = [(name, name) for name in of_a if name in of_b] or [(next(iter(of_a)), next(iter(of_b)))]
         found = {
-            one if one == two else f"{one} and {two}": difference(a, b, names=name)
-            for name, ((one, two), (a, b)) in zip(names, pairs.items(), strict=True)
+            one if one == two else f"{one} and {two}": difference(
+                of_a[one], of_b[two], names=(_label(self.a, one), _label(self.b, two))
+            )
+            for one, two in pairs
         }
         alike = all(one.alike for one in found.values())
         if self.json:
@@ -68,9 +67,17 @@ class Diff(Struct, frozen=True, kw_only=True):
         else:
             _print(results_console(), found)
         if self.picture:
-            path = self.picture
-            leave_page(lambda: _drawn(path, names, list(pairs.values())), as_json=self.json, label="picture")
+            names = [label for one, two in pairs for label in (_label(self.a, one), _label(self.b, two))]
+            runs = [run for one, two in pairs for run in common(of_a[one], of_b[two])]
+            leave_page(lambda: self._drawn(names, runs), as_json=self.json, label="picture")
         return 0 if alike else 1
+
+    def _drawn(self, names: list[str], runs: list[Record]) -> Path:
+        """Save the curves of all runs, over the steps that the two of each pair share."""
+        assert self.picture
+        named = dict(zip(names, runs, strict=True))
+        save_figures(self.picture, [loss_figure(named), difference_figure(named)], columns=2)
+        return self.picture
 
 
 def _records(folder: Path) -> dict[str, Record]:
@@ -89,67 +96,36 @@ def _label(folder: Path, case: str) -> str:
     return str(folder / case if (folder / OUTCOME).is_file() else folder)
 
 
-def _pairs(a: dict[str, Record], b: dict[str, Record]) -> dict[tuple[str, str], tuple[Record, Record]]:
-    """What is held against what, by their names."""
-    names = [(name, name) for name in a if name in b] or [(next(iter(a)), next(iter(b)))]
-    return {(one, two): (a[one], b[two]) for one, two in names}
-
-
-def _drawn(path: Path, names: Sequence[tuple[str, str]], pairs: Sequence[tuple[Record, Record]]) -> Path:
-    """Save the curves of all runs, over the steps that the two of each pair share."""
-    shown = [name for pair in names for name in pair]
-    runs = dict(zip(shown, (run for a, b in pairs for run in common(a, b)), strict=True))
-    save_figures(path, [loss_figure(runs), difference_figure(runs)], columns=2)
-    return path
-
-
-def _print(console: PlainConsole, found: dict[str, Difference]) -> None:
-    _print_settings(console, found)
-    _print_rungs(console, found)
-    _print_costs(console, found)
-    for name, one in found.items():
-        failure = one.verdict.failure
-        if failure is None:
-            said = f"{name}: alike on {len(one.verdict.rungs)} rungs, over {one.steps} steps"
-        else:
-            said = f"{name}: {one.verdict.sentence().replace('FAIL at', 'differ at', 1)}"
-        console.print(said, style="bold green" if one.alike else "bold red", soft_wrap=True)
-
-
-def _print_settings(console: PlainConsole, found: dict[str, Difference]) -> None:
-    """Each change once, with the pairs that it is of, if not of all."""
+def tables_of(found: dict[str, Difference]) -> list[Table]:
+    """What was asked, each change once with the pairs that it is of; errors by rung; costs."""
     whose: dict[tuple[str, str, str], list[str]] = {}
-    for name, one in found.items():
-        for change in one.settings:
+    for name, pair in found.items():
+        for change in pair.settings:
             whose.setdefault((change.field, change.a, change.b), []).append(name)
-    if not whose:
-        console.print("asked for the same, on the same versions")
-        return
-    table = _table("What was asked", "setting", "A", "B", "of", align="left")
-    for change, pairs in whose.items():
-        table.add_row(*change, "" if len(pairs) == len(found) else ", ".join(pairs))
-    console.print(table)
-
-
-def _print_rungs(console: PlainConsole, found: dict[str, Difference]) -> None:
-    table = _table("Relative errors of B against A", "rung", *found)
-    verdicts = {name: one.verdict for name, one in found.items()}
-    for rung in [*LADDER, RATES]:
-        if any(verdict.error(rung) is not None for verdict in verdicts.values()):
-            table.add_row(rung, *(cell_of(rung_text(verdict, rung)) for verdict in verdicts.values()))
-    console.print(table)
-    skipped = {rung: why for verdict in verdicts.values() for rung, why in verdict.skipped.items()}
-    for why, rungs in by_reason(skipped).items():
-        console.print(f"not compared: {', '.join(rungs)} ({why})", soft_wrap=True)
-
-
-def _print_costs(console: PlainConsole, found: dict[str, Difference]) -> None:
-    table = _table("Costs, A to B (B/A); timings of runs that were not interleaved", "per engine", *found)
-    costs = {name: {one.cost: one for one in pair.costs} for name, pair in found.items()}
-    for label in dict.fromkeys(label for rows in costs.values() for label in rows):
-        cells = (rows.get(label) for rows in costs.values())
-        table.add_row(label, *(_cell(change) if change else "" for change in cells))
-    console.print(table)
+    asked = [
+        Row(Text(field), [Text(a), Text(b), Text("" if len(pairs) == len(found) else ", ".join(pairs))])
+        for (field, a, b), pairs in whose.items()
+    ]
+    verdicts = [pair.verdict for pair in found.values()]
+    rungs = [
+        Row(Text(rung), [rung_text(verdict, rung) for verdict in verdicts])
+        for rung in (*LADDER, RATES)
+        if any(verdict.error(rung) is not None for verdict in verdicts)
+    ]
+    costs = [{change.cost: _cell(change) for change in pair.costs} for pair in found.values()]
+    labels = dict.fromkeys(label for of in costs for label in of)
+    cost_rows = [Row(Text(label), [Text(of.get(label, "")) for of in costs]) for label in labels]
+    names = list(found)
+    return [
+        Table(name="What was asked", corner="setting", columns=["A", "B", "of"], rows=asked, look="words"),
+        Table(name="Relative errors of B against A", corner="rung", columns=names, rows=rungs),
+        Table(
+            name="Costs, A to B (B/A); timings of runs that were not interleaved",
+            corner="per engine",
+            columns=names,
+            rows=cost_rows,
+        ),
+    ]
 
 
 def _cell(change: CostChange) -> str:
@@ -160,9 +136,17 @@ def _cell(change: CostChange) -> str:
     return f"{before} to {after}{ratio}"
 
 
-def _table(title: str, first: str, *others: str, align: Literal["left", "right"] = "right") -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    table.add_column(first)
-    for other in others:
-        table.add_column(other, overflow="fold", justify=align)
-    return table
+def _print(console: PlainConsole, found: dict[str, Difference]) -> None:
+    if not any(pair.settings for pair in found.values()):
+        console.print("asked for the same, on the same versions")
+    for table in tables_of(found):
+        if table.rows:
+            console.print(terminal_table(table))
+    skipped = {rung: why for pair in found.values() for rung, why in pair.verdict.skipped.items()}
+    for why, rungs in by_reason(skipped).items():
+        console.print(f"not compared: {', '.join(rungs)} ({why})", soft_wrap=True)
+    for name, pair in found.items():
+        said = f"alike on {len(pair.verdict.rungs)} rungs, over {pair.steps} steps"
+        if pair.verdict.failure:
+            said = pair.verdict.sentence().replace("FAIL at", "differ at", 1)
+        console.print(f"{name}: {said}", style="bold green" if pair.alike else "bold red", soft_wrap=True)
