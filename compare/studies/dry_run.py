@@ -1,7 +1,8 @@
 """Plan of a command, which starts nothing: `--dry_run`."""
 
+from collections.abc import Iterator, Sequence
+
 from msgspec import Struct
-from rich.table import Table
 
 from compare.execute.hosts import HERE, Hosts
 from compare.execute.launch import EnvironmentMissing
@@ -9,6 +10,7 @@ from compare.judge.closed_forms.memory import KINDS
 from compare.judge.outcome import Case, Outcome
 from compare.numerics.data import open_corpus
 from compare.present.hosts import crossing_words, host_table, planned_hosts
+from compare.show.findings import Column, table_of
 from compare.show.terminal import terminal_table
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout, to_toml
@@ -18,6 +20,7 @@ from compare.studies.own_weights import objection_to
 from compare.studies.resuming import objection_to_resume
 from compare.terminal import human_bytes, layout_in_words, print_json, results_console
 
+ESTIMATED = ("activations", "logits")
 UNREAD = "-"  # in place of a digest: the data is opened, and not read to its end
 
 
@@ -82,16 +85,20 @@ def plan(outcome: Outcome, *, hosts: Hosts = HERE, init_from: str = "", resume: 
         resume: where checkpoints are to go on from.
     """
     experiment, platform = outcome.experiment, outcome.platform
-    tokens, data_refusal = _look_at_data(experiment)
-    weights_refusal = objection_to(init_from, experiment) if init_from else ""
-    resume_refusal = objection_to_resume(resume, outcome.cases, experiment) if resume else ""
+    refusals = [objection_to(init_from, experiment) if init_from else ""]
+    refusals += [objection_to_resume(resume, outcome.cases, experiment) if resume else ""]
+    tokens = 0
+    try:
+        tokens = len(open_corpus(experiment, validated_sha256=UNREAD).train)
+    except ExperimentError as error:
+        refusals.insert(0, str(error))
     return Plan(
         experiment=experiment,
         platform=platform,
         training_tokens=tokens,
         init_from=init_from,
         resume=resume,
-        input_refusals=[reason for reason in (data_refusal, weights_refusal, resume_refusal) if reason],
+        input_refusals=list(filter(None, refusals)),
         cases=[_planned(name, case, platform, hosts) for name, case in outcome.cases.items()],
         hosts=hosts.count,
         left_out=outcome.left_out,
@@ -100,64 +107,54 @@ def plan(outcome: Outcome, *, hosts: Hosts = HERE, init_from: str = "", resume: 
 
 def show(planned: Plan, *, as_json: bool) -> int:
     """Print a plan. Returns the exit code: 0, or 2 if the command would be refused."""
-    code = 2 if planned.refusal else 0
     if as_json:
         print_json(planned)
-        return code
-    console = results_console()
+        return 2 if planned.refusal else 0
+    console, cases = results_console(), planned.cases
     console.print(to_toml(planned.experiment))
-    console.print(_table(planned.cases))
-    if host := max(case.on_host for case in planned.cases):
-        console.print(f"layout.offload: {human_bytes(host)} of a device's state are in the host's memory")
-    for name, why in planned.left_out.items():
-        console.print(f"left out: {name}: {why}", style="yellow", soft_wrap=True)
-    for case in planned.cases:
-        if case.refusal:
-            console.print(f"refused: {case.name}: {case.refusal}", style="red", soft_wrap=True)
-    doubts = [case.doubt for case in planned.cases if case.doubt and not case.refusal]
-    for doubt in doubts:
-        console.print(doubt, style="yellow", soft_wrap=True)
-    for layout in dict.fromkeys(case.layout for case in planned.cases):
-        console.print(f"layout: {layout}", soft_wrap=True)
-    for layout in dict.fromkeys(case.degrees for case in planned.cases if not case.refusal):
-        if planned.hosts > 1:
-            console.print(terminal_table(host_table(layout, planned_hosts(layout, planned.hosts))))
-            console.print(crossing_words(layout, planned.hosts), soft_wrap=True)
-    source, tokens = planned.experiment.data.source, planned.training_tokens
+    console.print(terminal_table(table_of(TITLE, COLUMNS, cases, words=2)))
+    layouts = dict.fromkeys(case.degrees for case in cases if not case.refusal)
+    for layout in layouts if planned.hosts > 1 else ():
+        console.print(terminal_table(host_table(layout, planned_hosts(layout, planned.hosts))))
+        console.print(crossing_words(layout, planned.hosts), soft_wrap=True)
+    for line, style in _lines(planned):
+        console.print(line, style=style, soft_wrap=True)
+    return 2 if planned.refusal else 0
+
+
+def _lines(planned: Plan) -> Iterator[tuple[str, str]]:
+    """Sentences under the table, and how they are written."""
+    cases, tokens = planned.cases, planned.training_tokens
+    if host := max(case.on_host for case in cases):
+        yield f"layout.offload: {human_bytes(host)} of a device's state are in the host's memory", ""
+    yield from ((f"left out: {name}: {why}", "yellow") for name, why in planned.left_out.items())
+    yield from ((f"refused: {case.name}: {case.refusal}", "red") for case in cases if case.refusal)
+    doubts = [case.doubt for case in cases if case.doubt and not case.refusal]
+    yield from ((doubt, "yellow") for doubt in doubts)
+    yield from ((f"layout: {layout}", "") for layout in dict.fromkeys(case.layout for case in cases))
     if tokens:
-        console.print(f"data: {source}: {tokens:,} tokens to train on, which are read when it runs")
-    if planned.init_from:
-        console.print(f"initial weights: {planned.init_from}", soft_wrap=True)
-    if planned.resume:
-        console.print(f"resumed: {planned.resume}", soft_wrap=True)
-    for reason in planned.input_refusals:
-        console.print(f"refused: {reason}", style="red", soft_wrap=True)
+        source = planned.experiment.data.source
+        yield f"data: {source}: {tokens:,} tokens to train on, which are read when it runs", ""
+    for name, value in (("initial weights", planned.init_from), ("resumed", planned.resume)):
+        if value:
+            yield f"{name}: {value}", ""
+    yield from ((f"refused: {reason}", "red") for reason in planned.input_refusals)
     verdict, style = "all of it can run", "bold green"
     if doubts:
-        verdict = f"nothing is refused, but {len(doubts)} of {len(planned.cases)} cases may not fit"
+        verdict = f"nothing is refused, but {len(doubts)} of {len(cases)} cases may not fit"
         style = "bold yellow"
     if planned.refusal:
         verdict, style = f"this would be refused: {planned.refusal}", "bold red"
-    count, steps = len(planned.cases), planned.cases[-1].steps
-    console.print(
-        f"dry run: {count} case{'s' if count > 1 else ''} of {steps} steps; nothing was started; {verdict}",
-        style=style,
-        soft_wrap=True,
-    )
-    return code
-
-
-def _look_at_data(experiment: Experiment) -> tuple[int, str]:
-    """Number of tokens that there are to train on; and what is wrong with them."""
-    try:
-        return len(open_corpus(experiment, validated_sha256=UNREAD).train), ""
-    except ExperimentError as error:
-        return 0, str(error)
+    count = f"{len(cases)} case{'s' if len(cases) > 1 else ''} of {cases[-1].steps} steps"
+    yield f"dry run: {count}; nothing was started; {verdict}", style
 
 
 def _planned(name: str, case: Case, platform: str, hosts: Hosts) -> PlannedCase:
-    engine, experiment = ENGINES[case.engine], case.experiment
-    refusal = _refusal(case, platform, hosts)
+    engine, experiment, refusal = ENGINES[case.engine], case.experiment, ""
+    try:
+        require_case(case.engine, case.experiment, platform=platform, hosts=hosts)
+    except (ExperimentError, EnvironmentMissing) as error:
+        refusal = str(error)
     estimate = estimate_memory(case.engine, experiment)
     sizes = estimate.per_device
     fullest = sizes.index(max(sizes))
@@ -176,33 +173,22 @@ def _planned(name: str, case: Case, platform: str, hosts: Hosts) -> PlannedCase:
     )
 
 
-def _refusal(case: Case, platform: str, hosts: Hosts) -> str:
-    """Why a case cannot run here; '' if it can."""
-    try:
-        require_case(case.engine, case.experiment, platform=platform, hosts=hosts)
-    except (ExperimentError, EnvironmentMissing) as error:
-        return str(error)
-    return ""
-
-
-def _table(cases: list[PlannedCase]) -> Table:
-    estimated = [kind for kind in cases[0].memory if kind not in KINDS]
-    title = (
-        f"The fullest device: {', '.join(KINDS)} in closed form; at most {', '.join(estimated)}, with what "
-        "is gathered, buffers and temporaries"
+def _bytes(kinds: Sequence[str], name: str = "") -> Column[PlannedCase]:
+    return Column(
+        name or kinds[0], lambda case: human_bytes(sum(case.memory.get(kind, 0.0) for kind in kinds))
     )
-    table = Table(title=title)
-    for column in ("case", "devices", "synchronisation", *KINDS, "at rest", *estimated, "all"):
-        table.add_column(column, justify="left" if column in ("case", "synchronisation") else "right")
-    for case in cases:
-        rest = sum(case.memory[kind] for kind in KINDS)
-        table.add_row(
-            case.name,
-            str(case.devices),
-            case.gradient_sync or "refused",
-            *(human_bytes(case.memory[kind]) for kind in KINDS),
-            human_bytes(rest),
-            *(human_bytes(case.memory[kind]) for kind in estimated),
-            human_bytes(sum(case.memory.values())),
-        )
-    return table
+
+
+TITLE = (
+    f"The fullest device: {', '.join(KINDS)} in closed form; at most {', '.join(ESTIMATED)}, with what is "
+    f"gathered, buffers and temporaries"
+)
+COLUMNS = (
+    Column[PlannedCase]("case", lambda case: case.name),
+    Column[PlannedCase]("synchronisation", lambda case: case.gradient_sync or "refused"),
+    Column[PlannedCase]("devices", lambda case: case.devices, "d"),
+    *(_bytes([kind]) for kind in KINDS),
+    _bytes(KINDS, "at rest"),
+    *(_bytes([kind]) for kind in ESTIMATED),
+    _bytes((*KINDS, *ESTIMATED), "all"),
+)
