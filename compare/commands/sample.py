@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import tyro
+from msgspec import Struct
 
 from compare.checkpoint.reader import CheckpointReader
+from compare.commands.convert import as_checkpoint
+from compare.execute.ask import ask
+from compare.execute.launch import child_environment
 from compare.flags.pythons import SidePythons, checked_pythons
 from compare.numerics.sampling import SampleRequest
 from compare.spec.engines.registry import REFERENCE, SIDES, side_of
 from compare.spec.experiment import Experiment, ExperimentError
-from compare.studies.conversion import as_checkpoint
-from compare.studies.sampling import Sampled, draw
 from compare.studies.tokens import Alphabet, alphabet_of
 from compare.terminal import print_json, results_console
 
@@ -21,6 +23,21 @@ if TYPE_CHECKING:
     SideName = str
 else:
     SideName = Literal[tuple(SIDES)]
+
+
+class Sampled(Struct, frozen=True, kw_only=True):
+    """What the sides drew."""
+
+    request: SampleRequest
+    tokens: dict[str, list[list[int]]]
+    """By side: the token ids of each sample, the prompt among them."""
+    texts: dict[str, list[str]] = {}
+    """The same as text; {} where nobody knows how it is written."""
+
+    @property
+    def is_same(self) -> bool:
+        """True if all sides drew the same."""
+        return len({msgspec.json.encode(drawn) for drawn in self.tokens.values()}) == 1
 
 
 class Sample(SidePythons, frozen=True, kw_only=True):
@@ -69,7 +86,10 @@ class Sample(SidePythons, frozen=True, kw_only=True):
             experiment = reader.description.experiment
             alphabet = None if self.prompt_tokens else alphabet_of(experiment, meta=self.meta)
             request = self._request(folder, experiment, alphabet)
-            sampled = draw(request, list(self.sides), alphabet, pythons=pythons, timeout_s=self.timeout_s)
+            drawn = {side: self._drawn(side, request, pythons[side]) for side in self.sides}
+        decode = alphabet.decode if alphabet else None
+        texts = {side: [decode(ids) for ids in drawn[side]] for side in drawn} if decode else {}
+        sampled = Sampled(request=request, tokens=drawn, texts=texts)
         self._print(sampled)
         return 0 if sampled.is_same else 1
 
@@ -93,6 +113,17 @@ class Sample(SidePythons, frozen=True, kw_only=True):
             return msgspec.convert(fields, SampleRequest)
         except msgspec.ValidationError as error:
             raise ExperimentError(str(error).replace("`$.", "`--")) from None
+
+    def _drawn(self, side: str, request: SampleRequest, python: str) -> list[list[int]]:
+        """What one side draws. Raises EnvironmentMissing: it cannot, and why."""
+        return ask(
+            side,
+            python,
+            ["--sample", msgspec.json.encode(request).decode()],
+            answer=list[list[int]],
+            environment=child_environment(SIDES[side], "cpu"),
+            timeout_s=self.timeout_s,
+        )
 
     def _print(self, sampled: Sampled) -> None:
         if self.json:

@@ -23,10 +23,7 @@ from compare.spec.experiment import ExperimentError, Model
 
 CONFIG, WEIGHTS_FILE = "config.json", "model.safetensors"
 HEAD = "lm_head.weight"
-_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-_FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
-"""Flags that change what the model computes, as they are here."""
-_SPELLED = {"gelu_tanh": "gelu_new", "gelu": "gelu"}
+ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
 
 class Config(Struct, frozen=True, kw_only=True):
@@ -55,9 +52,6 @@ def is_huggingface(source: Path) -> bool:
 def read_gpt2(folder: Path) -> tuple[Model, dict[str, np.ndarray]]:
     """The sizes, and the weights by canonical name.
 
-    Args:
-        folder: with config.json and model.safetensors.
-
     Raises:
         ExperimentError: it is no GPT-2, or one that this model cannot be.
         RecordError: the tensors cannot be read.
@@ -81,24 +75,14 @@ def read_gpt2(folder: Path) -> tuple[Model, dict[str, np.ndarray]]:
 def write_gpt2(folder: Path, model: Model, weights: Mapping[str, np.ndarray]) -> None:
     """Write config.json and model.safetensors, which `GPT2LMHeadModel.from_pretrained` reads.
 
-    Args:
-        folder: made if it is not there.
-        model: the sizes.
-        weights: by canonical name.
+    Biases that the model has not are zeros there.
     """
-    if not model.bias:
-        zeros = parameter_table(msgspec.structs.replace(model, bias=True))
-        weights = {
-            row.name: weights[row.name] if row.name in weights else np.zeros(row.shape, np.float32)
-            for row in zeros
-        }
     rows = parameter_table(msgspec.structs.replace(model, bias=True))
-    tensors = {
-        TRANSFORMER + gpt2_name(row.name): np.ascontiguousarray(
-            weights[row.name].reshape(_shape(row)), np.float32
-        )
-        for row in rows
-    }
+    tensors = {}
+    for row in rows:
+        weight = weights[row.name] if row.name in weights else np.zeros(row.shape)
+        array = np.ascontiguousarray(weight.reshape(_shape(row)), np.float32)
+        tensors[TRANSFORMER + gpt2_name(row.name)] = array
     config: dict[str, Any] = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -108,7 +92,7 @@ def write_gpt2(folder: Path, model: Model, weights: Mapping[str, np.ndarray]) ->
         "n_positions": model.block_size,
         "n_ctx": model.block_size,
         "vocab_size": model.vocab_size,
-        "activation_function": _SPELLED[model.activation],
+        "activation_function": "gelu" if model.activation == "gelu" else "gelu_new",
         "layer_norm_epsilon": model.norm_eps,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout),
         "tie_word_embeddings": True,
@@ -123,19 +107,19 @@ def _model(path: Path) -> Model:
         config = msgspec.json.decode(path.read_bytes(), type=Config)
     except (OSError, msgspec.DecodeError) as error:
         raise ExperimentError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-    if config.model_type != "gpt2":
-        raise ExperimentError(f"{path}: model_type = {config.model_type}: only gpt2 can be read")
-    for flag, value in _FIXED.items():
-        if (found := getattr(config, flag)) != value:
-            wanted, said = json.dumps(value), json.dumps(found)
-            raise ExperimentError(f"{path}: {flag} = {said}: it is another model, and {wanted} here")
-    if config.activation_function not in _ACTIVATIONS:
-        have = ", ".join(_ACTIVATIONS)
-        raise ExperimentError(f"{path}: activation_function = {config.activation_function}: there is {have}")
-    if config.n_inner not in (None, 4 * config.n_embd):
-        raise ExperimentError(f"{path}: n_inner = {config.n_inner}: the MLP here is 4 n_embd wide")
-    if not config.tie_word_embeddings:
-        raise ExperimentError(f"{path}: tie_word_embeddings = false: the head here is tied to the embedding")
+    able: dict[str, tuple[object, ...]] = {
+        "model_type": ("gpt2",),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+        "tie_word_embeddings": (True,),
+        "activation_function": tuple(ACTIVATIONS),
+        "n_inner": (None, 4 * config.n_embd),
+    }
+    for field, values in able.items():
+        if (value := getattr(config, field)) not in values:
+            said = " or ".join(map(json.dumps, values))
+            raise ExperimentError(f"{path}: {field} = {json.dumps(value)}: the model here has {said}")
     try:
         return msgspec.convert(
             {
@@ -145,7 +129,7 @@ def _model(path: Path) -> Model:
                 "block_size": config.n_positions,
                 "vocab_size": config.vocab_size,
                 "bias": True,
-                "activation": _ACTIVATIONS[config.activation_function],
+                "activation": ACTIVATIONS[config.activation_function],
                 "norm_eps": config.layer_norm_epsilon,
             },
             Model,
