@@ -64,7 +64,7 @@ def test_nothing_to_evaluate_on_is_refused(tiny, tmp_path):
 @pytest.mark.parametrize("preset", DEVICES)
 def test_every_engine_evaluates_to_the_same(grid, preset):
     """With dropout, which an evaluation is without."""
-    first, records = grid.reference, grid.records(preset)
+    first, records = grid.reference(), grid.records(preset)
     assert len(records) > 1
     assert [one.step for one in first.evaluations] == [0, 2, 3]
     expected = [(one.train, one.validation) for one in first.evaluations]

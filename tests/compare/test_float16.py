@@ -1,32 +1,30 @@
 """float16 with dynamic loss scaling: the same steps are skipped in every engine, on several layouts."""
 
-import pytest
-
 from compare.checkpoint.description import CHECKPOINTS, folder_name
 from compare.checkpoint.reader import read_description
 from compare.contract.record import read_record
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import edited, to_toml
 
-ENGINES = [name for name, engine in STUDIED.items() if "float16" in engine.precisions.dtypes]
-LAYOUTS = {
-    "fsdp_tp": ("--layout.dp_shard", "2", "--layout.zero", "3", "--layout.tp", "2"),
-    "ddp_pp": ("--layout.dp_replicate", "2", "--layout.pp", "2", "--layout.schedule", "gpipe"),
-}
+FSDP_TP = ("--layout.dp_shard", "2", "--layout.zero", "3", "--layout.tp", "2")
+DDP_PP = ("--layout.dp_replicate", "2", "--layout.pp", "2", "--layout.schedule", "gpipe")
 STEPS = 8
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_engine_skips_the_same_steps(tiny, shardpair, layout):
+def test_every_engine_skips_the_same_steps(tiny, shardpair):
     forced = {"dtype": "float16", "loss_scale": 2.0**20}
     spec = edited(tiny, {"precision": forced, "train": {"max_iters": STEPS}, "checkpoint": {"every": 4}})
     (shardpair.folder / "tiny.toml").write_text(to_toml(spec))
-    engines = [name for name in ENGINES if layout not in ("ddp_pp",) or STUDIED[name].layouts.schedules]
-    done = shardpair("run", "tiny.toml", *LAYOUTS[layout], "--run_dir", "run", "--engines", *engines)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "steps skipped, last loss scale" in done.stdout
-    assert "the first step, which overflowed and was skipped, were not compared" in done.stdout
-    runs = [shardpair.folder / "run" / engine for engine in engines]
+    able = [name for name, engine in STUDIED.items() if "float16" in engine.precisions.dtypes]
+    pipelined = [name for name in able if name.endswith("-manual")]
+    others = [name for name in able if name not in pipelined]
+    runs = []
+    for run, layout, engines in (("fsdp_tp", FSDP_TP, others), ("ddp_pp", DDP_PP, pipelined)):
+        done = shardpair("run", "tiny.toml", *layout, "--run_dir", run, "--engines", *engines)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "steps skipped, last loss scale" in done.stdout
+        assert "the first step, which overflowed and was skipped, were not compared" in done.stdout
+        runs += [shardpair.folder / run / engine for engine in engines]
     seen = [[(step.skipped, step.loss_scale) for step in read_record(run).steps] for run in runs]
     assert seen[1:] == seen[:-1]
     skipped = [was for was, _ in seen[0]]

@@ -24,7 +24,7 @@ TRAINED = ("fsdp_tp", "pp_interleaved")
 @pytest.mark.parametrize("preset", [*DEVICES, *SOME])
 def test_layouts_equal_one_device(grid, preset):
     for engine, record in grid.records(preset).items():
-        verdict = climb(grid.reference, record)
+        verdict = climb(grid.reference(preset), record)
         assert [rung.rung for rung in verdict.rungs] == grids.CLIMBED
         assert max(rung.error for rung in verdict.rungs) <= 1e-10, (engine, verdict.sentence())
         held = record.manifest.resident_bytes

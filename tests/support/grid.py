@@ -20,26 +20,36 @@ CLIMBED = [rung for rung in LADDER if rung != LOSS_SCALE]
 """The rungs of all of them."""
 DEVICES = {"ddp": 2, "fsdp": 2, "zero1": 2, "tp_sp": 2, "pp": 2, "fsdp_tp_pp": 8}
 """The layouts that every engine trains that can, and on how many devices."""
+IN_PARTS = ("--train.loss_chunks", "4")
+ON_HOST = ("--layout.offload", "optimizer", "--checkpoint.every", "3")
 SOME = {
-    "hsdp": ("jax-manual", 4),
-    "zero2": ("torch-manual", 2),
-    "fsdp_tp_sp": ("torch-manual", 4),
-    "pp_zero_bubble": ("torch-manual", 2),
+    "hsdp": (("jax-manual",), 4, ()),
+    "zero2": (("torch-manual",), 2, ()),
+    "fsdp_tp_sp": (("torch-manual",), 4, ()),
+    "pp_zero_bubble": (("torch-manual",), 2, ()),
+    "fsdp_tp": (("torch-library", "torch-compiler"), 4, IN_PARTS),
+    "fsdp_tp, moments on the host": (
+        ("jax-compiler", "jax-explicit", "jax-manual", "torch-manual"),
+        4,
+        (*IN_PARTS, *ON_HOST),
+    ),
 }
-"""Layouts that one engine trains, and on how many devices: so each strategy is trained end to end."""
+"""Runs of some engines: on how many devices, and with which other flags; a row's first word is a preset."""
+ONE_DEVICE = {"single": (), "single, in parts": IN_PARTS}
+"""Runs of the reference: a loss in parts is another training, with the same numbers."""
 
 
-def arguments_of(preset: str) -> tuple[str, ...]:
-    """The command of a layout; one device needs no engine but the reference."""
-    if preset == "single":
-        return ("run", "check", "--engines", REFERENCE)
-    engine, devices = SOME.get(preset, ("", DEVICES.get(preset, 0)))
-    chosen = ("--engines", engine) if engine else ()
-    return ("run", "check", "--preset", preset, "--devices", str(devices), *chosen)
+def arguments_of(row: str) -> tuple[str, ...]:
+    """The command of a row; one device needs no engine but the reference."""
+    if row in ONE_DEVICE:
+        return ("run", "check", "--engines", REFERENCE, *ONE_DEVICE[row])
+    engines, devices, flags = SOME.get(row, ((), DEVICES.get(row, 0), ()))
+    chosen = ("--engines", *engines) if engines else ()
+    return ("run", "check", "--preset", row.split(",")[0], "--devices", str(devices), *chosen, *flags)
 
 
 class Grid:
-    """Every engine under each of DEVICES, one under each of SOME: `check` with dropout and evaluations."""
+    """Every engine under each of DEVICES, some under SOME: `check` with dropout and evaluations."""
 
     def __init__(self, folder: Path, start: Callable[..., subprocess.CompletedProcess]) -> None:
         """`folder` is shared by all workers; `start` runs `shardpair` in it."""
@@ -64,7 +74,8 @@ class Grid:
         found = self.run(preset).glob(f"*/{MANIFEST}")
         return {path.parent.name: read_record(path.parent) for path in sorted(found)}
 
-    @property
-    def reference(self) -> Record:
-        """The record of PyTorch's plain module on one device."""
-        return read_record(self.run("single") / REFERENCE)
+    def reference(self, row: str = "single") -> Record:
+        """The record of PyTorch's plain module on one device, for a row."""
+        *_, flags = SOME.get(row, ((), 0, ()))
+        one = "single, in parts" if "--train.loss_chunks" in flags else "single"
+        return read_record(self.run(one) / REFERENCE)
