@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
 
 
 def ledger(mesh: Any = None) -> "AbstractContextManager[Ledger]":
-    """Communication of this rank inside, with the lines and modules that cause it: `measure.places`."""
-    from torchpar.measure.places import ledger_of
+    """Communication of this rank inside, with the lines and modules that cause it: `measure.ledger`."""
+    from torchpar.measure.ledger import ledger_of
 
     return ledger_of(mesh)

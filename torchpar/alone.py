@@ -64,7 +64,7 @@ def run_alone(request: RankAloneRequest) -> RankAlone:
         instruments = Instruments(run)
         with instruments.watch():
             _train_step(run, steps - 1, instruments)
-    memory, _, ledger = instruments.found()
+    memory, _, ledger = instruments.findings()
     return RankAlone(rows=list(ledger.rows), problems=list(ledger.problems), memory=memory)
 
 

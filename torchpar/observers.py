@@ -101,7 +101,7 @@ class RankSide:
         run, instruments = self._run, self._instruments
         held = resident(run, instruments.gradient_bytes)
         place = socket.gethostname(), run.rank.local_rank
-        costs = (*instruments.found(), cpu_seconds(), held, windows, place)
+        costs = (*instruments.findings(), cpu_seconds(), held, windows, place)
         found = run.mesh.world.all_gather_objects(costs)
         memories, work, ledgers, cpu, residents, windows_of_all, places = zip(*found, strict=True)
         if not recorder:

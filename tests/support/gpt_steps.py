@@ -15,8 +15,8 @@ from compare.contract.communication import Communication, summed
 from compare.spec.axes import ROWS
 from compare.spec.experiment import Experiment, Layout, Model, Optimizer
 from torchpar.comm.mesh import Mesh, make_mesh
-from torchpar.measure.ledger import LedgerMode
-from torchpar.measure.places import group_names
+from torchpar.measure.ledger import LedgerSink, group_names
+from torchpar.measure.watch import Watch
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer, optimizer_step
 from torchpar.parallel_model import ParallelModel
@@ -93,9 +93,10 @@ def backward(parallel: ParallelModel, mesh: Mesh, step: int) -> torch.Tensor:
 
 def count(parallel: ParallelModel, mesh: Mesh) -> dict[tuple[str, str], Communication]:
     """What a step sends, by kind and purpose, with what DTensor infers."""
-    with LedgerMode(group_names(mesh), own_calls=mesh.traffic, infers=True) as mode:
+    sink = LedgerSink(group_names(mesh), own_calls=mesh.traffic, infers=True)
+    with Watch(sink):
         backward(parallel, mesh, 0)
-    return {(row.kind, row.purpose): row for row in summed(mode.noted().rows)}
+    return {(row.kind, row.purpose): row for row in summed(sink.noted().rows)}
 
 
 def train(

@@ -22,7 +22,8 @@ from torchpar.compiler import pipeline_parallel
 from torchpar.compiler.compilation import resolve_backend
 from torchpar.compiler.placement import along
 from torchpar.faults import plant
-from torchpar.measure.ledger import LedgerMode
+from torchpar.measure.ledger import LedgerSink
+from torchpar.measure.watch import Watch
 from torchpar.parallel_model import ParallelModel, local
 
 make_parallel = partial(gpt_steps.make_parallel, compiler.parallelize)
@@ -132,7 +133,8 @@ def test_a_dim_of_stages_is_a_pipeline_and_its_shift_a_gather(rank: int) -> None
     own, of_all = weights[rank].clone().requires_grad_(), weights.clone().requires_grad_()
     idle = distribute_tensor(torch.zeros(4, 4, 8, dtype=torch.float64), devices, along(devices, pp=0))
     names = {str(process_groups.world_group().group_name): PP}
-    with LedgerMode(names) as mode:
+    sink = LedgerSink(names)
+    with Watch(sink):
         y_M = pipeline_parallel.run_pipeline(lambda x: torch.tanh(x @ own), idle, x_M)
         (y_M.square().sum() * (rank == 3)).backward()
     expected = x_M
@@ -145,7 +147,7 @@ def test_a_dim_of_stages_is_a_pipeline_and_its_shift_a_gather(rank: int) -> None
     assert of_all.grad is not None
     gpt_steps.close(own.grad, of_all.grad[rank])
     # Of all stages, where a message to the next would do: why the engine refuses pipelines.
-    rows = summed(mode.noted().rows)
+    rows = summed(sink.noted().rows)
     assert {(row.kind, row.calls) for row in rows} == {("all_gather", 2 * (9 + 8))}
     assert {row.bytes // row.calls for row in rows} == {idle.numel() * 8}
 

@@ -15,8 +15,8 @@ from torchpar import wrappers
 from torchpar.manual import fully_sharded
 from torchpar.manual.flat_parameters import FlatParameters
 from torchpar.manual.fully_sharded import FSDP
-from torchpar.measure.memory import resident_bytes
-from torchpar.measure.storages import StorageMode
+from torchpar.measure import watch as measure
+from torchpar.measure.memory import MemorySink, resident_bytes
 
 
 def sharded_by_layer(module: nn.Sequential) -> FSDP:
@@ -71,18 +71,20 @@ def test_peak_is_the_shard_and_two_units(rank: int) -> None:
             piece.grad = None
         shards = resident_bytes(sharded.parameters())
         watch = Watch(sharded)
-        with StorageMode(held(sharded)) as memory, watch:
+        memory = MemorySink(held(sharded))
+        with measure.Watch(memory), watch:
             sharded(x).sum().backward()
             sharded.finish_gradient_synchronization()
         assert watch.peak == 2 * unit, watch.peak / unit
-        beyond.append((memory.peak - 2 * shards - activations) / unit)
+        beyond.append((memory.memory().peak.total - 2 * shards - activations) / unit)
     # Gradients: a unit's buffer and a layer's gradient on its way in, a unit under way and its exchange. The
     # least of some steps: gloo's thread may drop the tensors of a collective that is done a moment late.
     assert min(beyond) <= 2 + 4, beyond
     assert shards == pytest.approx(layers * unit / RANKS, rel=0.01)
-    with StorageMode(held(sharded)) as memory, torch.no_grad():
+    memory = MemorySink(held(sharded))
+    with measure.Watch(memory), torch.no_grad():
         sharded(x)
-    assert memory.peak <= shards + 2 * unit + activations
+    assert memory.memory().peak.total <= shards + 2 * unit + activations
 
 
 @on_ranks

@@ -1,14 +1,239 @@
-"""Ledgers of ranks as one: the stages of a pipeline, and our own count against the dispatcher's."""
+"""The ledger of any program: every form of a collective, planted surprises with their lines, ranks put together."""
 
 import pytest
+import torch
+import torch.distributed as dist
+from ranks import RANKS, on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 
+import torchpar
 from compare.contract.communication import Communication
-from torchpar.measure.ledger import RankLedger, of_all_ranks
+from compare.contract.ledger import UnexpectedCommunicationError, assert_communication, differences
+from torchpar import FSDP, DataParallel
+from torchpar.measure.ledger import KINDS, RankLedger, of_all_ranks
 
-ALONE = [0, 0, 0]
+N = 8
+PIECE = 4 * N
+"""Bytes of a float32 piece."""
+FULL = RANKS * PIECE
+C = 64
+WEIGHTS = 2 * 4 * C * C
+"""Bytes of two float32 layers."""
 
 
-def rank(*sizes: int, seen: int, own: int) -> RankLedger:
+def piece() -> torch.Tensor:
+    return torch.ones(N)
+
+
+def full() -> torch.Tensor:
+    return torch.ones(RANKS * N)
+
+
+def pieces() -> list[torch.Tensor]:
+    return [piece() for _ in range(RANKS)]
+
+
+def coalesced(call, *make) -> None:
+    with dist._coalescing_manager():
+        for _ in range(2):
+            call(*(tensor() for tensor in make))
+
+
+def functional_out() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    gather = torch.ops._c10d_functional.all_gather_into_tensor_out
+    torch.ops._c10d_functional.wait_tensor(gather(piece(), RANKS, group.group_name, out=full()))
+
+
+def functional(name: str, tensor: torch.Tensor, *options: object) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    call = getattr(torch.ops._c10d_functional, name)
+    torch.ops._c10d_functional.wait_tensor(call(tensor, *options, group.group_name))
+
+
+FORMS = {
+    "all_to_all_single": (lambda rank: dist.all_to_all_single(full(), full()), "all_to_all", FULL),
+    "all_to_all": (lambda rank: dist.all_to_all(pieces(), pieces()), "all_to_all", FULL),
+    "gather": (lambda rank: dist.gather(piece(), None if rank else pieces()), "gather", FULL),
+    "scatter": (lambda rank: dist.scatter(piece(), None if rank else pieces()), "scatter", FULL),
+    "all_gather": (lambda rank: dist.all_gather(pieces(), piece()), "all_gather", FULL),
+    "reduce_scatter": (lambda rank: dist.reduce_scatter(piece(), pieces()), "reduce_scatter", FULL),
+    "all_reduce_coalesced": (
+        lambda rank: dist.all_reduce_coalesced([piece(), piece()]),
+        "all_reduce",
+        2 * PIECE,
+    ),
+    "all_gather_coalesced": (
+        lambda rank: dist.all_gather_coalesced([[piece(), piece()] for _ in range(RANKS)], pieces()[:2]),
+        "all_gather",
+        2 * FULL,
+    ),
+    "gathers under a coalescing manager": (
+        lambda rank: coalesced(dist.all_gather_into_tensor, full, piece),
+        "all_gather",
+        2 * FULL,
+    ),
+    "scatters under a coalescing manager": (
+        lambda rank: coalesced(dist.reduce_scatter_tensor, piece, full),
+        "reduce_scatter",
+        2 * FULL,
+    ),
+    "a functional gather into a tensor": (lambda rank: functional_out(), "all_gather", FULL),
+    "a functional gather": (
+        lambda rank: functional("all_gather_into_tensor", piece(), RANKS),
+        "all_gather",
+        FULL,
+    ),
+    "a functional scatter": (
+        lambda rank: functional("reduce_scatter_tensor", full(), "sum", RANKS),
+        "reduce_scatter",
+        FULL,
+    ),
+    "a functional reduction": (lambda rank: functional("all_reduce", piece(), "sum"), "all_reduce", PIECE),
+}
+
+
+@on_ranks
+def test_every_form_of_a_collective_has_its_kind_and_the_bytes_of_its_full_tensor(rank: int) -> None:
+    for form, (call, kind, size) in FORMS.items():
+        with torchpar.ledger() as ledger:
+            call(rank)
+        rows = [(row.kind, row.calls, row.bytes, row.dtype) for row in ledger.rows]
+        assert rows == [(kind, 1, size, "float32")], form
+        factor = 2 if kind == "all_reduce" else 1
+        assert ledger.rows[0].wire_bytes == factor * size * (RANKS - 1) // RANKS, form
+        assert ledger.is_complete, form
+    with torchpar.ledger() as ledger:  # the first rank sends whole pieces, the others one number each to it
+        sent, received = ([N] * RANKS, [N] + [1] * (RANKS - 1)) if rank == 0 else ([1], [N])
+        none = [0] * (RANKS - len(sent))
+        dist.all_to_all_single(
+            torch.empty(sum(received)), torch.ones(sum(sent)), received + none, sent + none
+        )
+    assert [row.bytes for row in ledger.rows] == [FULL if rank == 0 else 4]
+    model = DistributedDataParallel(nn.Embedding(9, N, sparse=True))
+    with torchpar.ledger() as ledger:  # sparse gradients, with their indices
+        model(torch.tensor([1, 2])).sum().backward()
+    assert_communication(ledger, {("all_reduce", "world"): 2 * (PIECE + 8)})
+
+
+@on_ranks
+def test_what_cannot_be_read_is_a_problem_and_no_error(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch, torchpar.ledger() as ledger:
+        patch.delitem(KINDS, "allreduce")
+        total = piece()
+        dist.all_reduce(total)
+    assert total[0] == RANKS
+    assert ledger.problems == ["allreduce_ is in no row: c10d::allreduce_ is not known"]
+    with pytest.raises(UnexpectedCommunicationError, match="incomplete"):
+        assert_communication(ledger, {})
+
+
+@on_ranks
+def test_rows_are_of_lines_and_of_phases(rank: int) -> None:
+    with torchpar.ledger() as ledger:
+        dist.all_gather_into_tensor(full(), piece())
+        dist.all_gather_into_tensor(full(), piece())
+        dist.reduce_scatter_tensor(piece(), full())
+    assert len({row.source for row in ledger.rows}) == 3  # through a decorator that deprecates
+    assert all(row.source.startswith("test_torchpar_ledger.py:") for row in ledger.rows)
+
+    model = nn.Sequential(*(nn.Linear(N, N) for _ in range(4)))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    model(piece()).sum().backward()
+    with torchpar.ledger() as ledger:
+        optimizer.step()  # inside of it another optimizer's
+    assert {(row.kind, row.phase) for row in ledger.rows} == {("broadcast", "update")}
+
+    def fails() -> float:
+        raise ArithmeticError
+
+    with torchpar.ledger() as ledger:
+        with pytest.raises(ArithmeticError):
+            torch.optim.SGD(model.parameters(), lr=0.1).step(fails)
+        dist.all_reduce(piece())
+    assert {row.phase for row in ledger.rows} == {""}
+
+
+def two_layers(*between: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(C, C, bias=False), *between, nn.Linear(C, C, bias=False))
+
+
+def step(model: nn.Module, rank: int) -> None:
+    model(torch.full((8, C), 1.0 + rank)).square().mean().backward()
+
+
+@on_ranks
+def test_a_buffer_that_ddp_sends_every_step_is_named_with_its_module(rank: int) -> None:
+    for between, is_planted in ((nn.Tanh(), False), (nn.BatchNorm1d(C, affine=False), True)):
+        model = DistributedDataParallel(two_layers(between))
+        for _ in range(2):  # it sends its order of buckets in the first
+            step(model, rank)
+        with torchpar.ledger() as ledger:
+            step(model, rank)
+        if is_planted:
+            with pytest.raises(UnexpectedCommunicationError, match=r"broadcast over world .*Distributed"):
+                assert_communication(ledger, {("all_reduce", "world"): WEIGHTS})
+        else:
+            assert_communication(ledger, {("all_reduce", "world"): WEIGHTS})
+            assert {(row.phase, row.group_size) for row in ledger.rows} == {("backward", RANKS)}
+            assert "test_torchpar_ledger.py" in str(ledger)
+
+
+@on_ranks
+def test_a_unit_that_fsdp2_gathers_twice_is_seen_in_forward_and_in_backward(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("shard",))
+
+    def ledger_of(*, reshards: bool):
+        model = two_layers(nn.Tanh())
+        for layer in (model[0], model[2]):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshards)
+        fully_shard(model, mesh=mesh)
+        step(model, rank)
+        with torchpar.ledger(mesh) as ledger:
+            step(model, rank)
+        return ledger
+
+    once = {("all_gather", "shard"): WEIGHTS, ("reduce_scatter", "shard"): WEIGHTS}
+    assert_communication(ledger_of(reshards=False), once)
+    twice = ledger_of(reshards=True)
+    assert differences(twice, once)[0] == (
+        f"all_gather over shard: {2 * WEIGHTS:,} bytes instead of {WEIGHTS:,}:"
+    )
+    gathers = [row for row in twice.rows if row.kind == "all_gather"]
+    assert {row.phase for row in gathers} == {"forward", "backward"}
+    assert all("Sequential" in row.source for row in gathers if row.phase == "forward")
+
+
+@on_ranks
+def test_torchpar_s_own_collectives_are_rows_whatever_they_are_made_of(rank: int) -> None:
+    replicas = DataParallel(two_layers(), gradient_sync="flat")
+    with torchpar.ledger() as ledger:
+        step(replicas, rank)
+        replicas.finish_gradient_synchronization()
+    assert_communication(ledger, {("all_reduce", "world", "gradients"): WEIGHTS})
+
+    sharded = FSDP(two_layers())
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    with torchpar.ledger() as ledger:
+        step(sharded, rank)
+        sharded.finish_gradient_synchronization()
+        optimizer.step()
+    gathers = {("all_gather", "world", "parameters"): None, ("reduce_scatter", "world", "gradients"): WEIGHTS}
+    assert_communication(ledger, gathers)
+    with torchpar.ledger() as ledger:
+        pass
+    step(sharded, rank)  # after the end
+    sharded.finish_gradient_synchronization()
+    assert ledger.rows == []
+
+
+def of_rank(*sizes: int, seen: int, own: int) -> RankLedger:
     """A rank with a send in each of several places."""
     rows = [
         Communication(kind="permute", axis="pp", calls=1, bytes=size, wire_bytes=size, source=f"line {place}")
@@ -18,35 +243,21 @@ def rank(*sizes: int, seen: int, own: int) -> RankLedger:
 
 
 def test_each_stage_has_the_rows_of_its_busiest_rank():
-    ranks = [
-        rank(10, 3, seen=13, own=13),
-        rank(12, seen=12, own=12),
-        rank(7, seen=7, own=7),
-        rank(seen=0, own=0),
-    ]
-    found = of_all_ranks(ranks, stages=[0, 0, 1, 1], counts_own=True)
-    assert [(row.stage, row.source, row.bytes) for row in found.rows] == [
-        (0, "line 0", 12),
-        (0, "line 1", 3),
-        (1, "line 0", 7),
-    ]
-    assert found.is_complete
+    ranks = [of_rank(10, 3, seen=13, own=13), of_rank(12, seen=12, own=12), of_rank(7, seen=7, own=7)]
+    ledger = of_all_ranks(ranks, stages=[0, 0, 1], counts_own=True)
+    rows = [(row.stage, row.source, row.bytes) for row in ledger.rows]
+    assert rows == [(0, "line 0", 12), (0, "line 1", 3), (1, "line 0", 7)]
+    assert ledger.is_complete
 
 
-@pytest.mark.parametrize(("seen", "complete"), [(1000, True), (1016, True), (1017, False), (0, False)])
-def test_what_the_dispatcher_saw_must_be_what_our_calls_are_of(seen, complete):
+def test_what_the_dispatcher_saw_must_be_what_our_calls_are_of():
     """But for the padding of pieces: at most a number for each call and rank."""
-    ranks = [rank(1000, seen=seen, own=1000), rank(seen=0, own=0)]
-    problem = f"along pp our own calls send 1,000 bytes, and the dispatcher saw {seen:,}"
-    found = of_all_ranks(ranks, stages=ALONE[:2], counts_own=True)
-    assert found.problems == ([] if complete else [problem])
-    # A library's are not ours to count.
-    assert of_all_ranks(ranks, stages=ALONE[:2], counts_own=False).is_complete
-
-
-def test_what_a_rank_could_not_count_makes_the_ledger_of_all_incomplete():
-    """Of a library's collectives, too."""
-    ranks = [
-        rank(10, seen=10, own=0)._replace(problems=problems) for problems in [(), ("one",), ("one", "two")]
-    ]
-    assert of_all_ranks(ranks, stages=ALONE, counts_own=False).problems == ["one", "two"]
+    for seen, complete in [(1000, True), (1016, True), (1017, False), (0, False)]:
+        ranks = [of_rank(1000, seen=seen, own=1000), of_rank(seen=0, own=0)]
+        problem = f"along pp our own calls send 1,000 bytes, and the dispatcher saw {seen:,}"
+        ledger = of_all_ranks(ranks, stages=[0, 0], counts_own=True)
+        assert ledger.problems == ([] if complete else [problem]), seen
+        # A library's are not ours to count.
+        assert of_all_ranks(ranks, stages=[0, 0], counts_own=False).is_complete
+    ranks = [of_rank(10, seen=10, own=0)._replace(problems=said) for said in [(), ("a",), ("a", "b")]]
+    assert of_all_ranks(ranks, stages=[0, 0, 0], counts_own=False).problems == ["a", "b"]

@@ -13,7 +13,8 @@ from compare.contract.memory_profile import CLASSES, DeviceMemory
 from compare.spec.experiment import Experiment, Layout, Model, Precision, Train
 from torchpar.manual import fully_sharded
 from torchpar.manual.fully_sharded import FSDP
-from torchpar.measure.storages import StorageMode
+from torchpar.measure.memory import MemorySink
+from torchpar.measure.watch import Watch
 from torchpar.model import GPT
 from torchpar.remat import apply_remat
 
@@ -30,16 +31,16 @@ def step_memory(
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.arange(BATCH * MODEL.block_size).view(BATCH, -1)
 
-    def step(mode: StorageMode | None = None) -> None:
+    def step(sink: MemorySink | None = None) -> None:
         for _ in range(passes):
             _logits, loss = model(tokens, tokens)
             loss.backward()
         for parameter in model.parameters() if passes > 1 else ():
             assert parameter.grad is not None
             parameter.grad = parameter.grad.clone()
-        if mode:
-            mode.tag("gradients", [p.grad for p in model.parameters() if p.grad is not None])
-            mode.updates()
+        if sink:
+            sink.tag("gradients", [p.grad for p in model.parameters() if p.grad is not None])
+            sink.watch.is_updating = True
         optimizer.step()
         optimizer.zero_grad()
 
@@ -47,9 +48,10 @@ def step_memory(
     if hook:
         model.blocks[1].register_forward_hook(hook)
     state = [value for entry in optimizer.state.values() for value in entry.values()]
-    with StorageMode({"parameters": model.parameters(), "optimizer": state}, module=model) as mode:
-        step(mode)
-    return mode.memory()
+    sink = MemorySink({"parameters": model.parameters(), "optimizer": state}, module=model)
+    with Watch(sink):
+        step(sink)
+    return sink.memory()
 
 
 def parameter_bytes(dtype: torch.dtype) -> int:
@@ -135,8 +137,9 @@ def test_a_unit_that_is_not_freed_shows_as_gathered(rank: int) -> None:
             "gathered parameters": [flat.full for flat in sharded.flats],
         }
         planted = patch.object(fully_sharded, "reshard", keep_one) if is_planted else nullcontext()
-        with StorageMode(held) as mode, planted:
+        sink = MemorySink(held)
+        with Watch(sink), planted:
             sharded(x).sum().backward()
             sharded.finish_gradient_synchronization()
-        gathered[is_planted] = max(mode.memory().curve.bytes["gathered parameters"])
+        gathered[is_planted] = max(sink.memory().curve.bytes["gathered parameters"])
     assert gathered == {False: 2 * unit, True: 3 * unit}, gathered

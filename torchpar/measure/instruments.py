@@ -9,11 +9,10 @@ from msgspec.structs import replace
 from compare.contract.memory_profile import Class, DeviceMemory
 from compare.contract.observers import Observer
 from compare.contract.work import ObservedWork
-from torchpar.measure.ledger import LedgerMode, RankLedger
-from torchpar.measure.memory import allocator_peak, resident_bytes, watch_memory
-from torchpar.measure.places import group_names
-from torchpar.measure.storages import StorageMode
-from torchpar.measure.work import WorkMode
+from torchpar.measure.ledger import LedgerSink, RankLedger, group_names
+from torchpar.measure.memory import MemorySink, resident_bytes
+from torchpar.measure.watch import Watch
+from torchpar.measure.work import WorkSink
 from torchpar.offload import host_tensors
 from torchpar.run import Run
 
@@ -32,48 +31,48 @@ class Instruments(Observer):
     def __init__(self, run: Run):
         self._run = run
         self.watched = run.request.first_step + min(INSTRUMENTED_STEP, run.request.steps - 1)
-        self.ledger = LedgerMode(group_names(run.mesh), own_calls=run.mesh.traffic, infers=True)
+        self.ledger = LedgerSink(group_names(run.mesh), own_calls=run.mesh.traffic, infers=True)
         self.gradient_bytes = 0
-        self._watching: StorageMode | None = None
-        self._found: tuple[DeviceMemory, ObservedWork] | None = None
+        self._memory: MemorySink | None = None
+        self._findings: tuple[DeviceMemory, ObservedWork] | None = None
 
     @contextmanager
     def watch(self) -> Generator[None]:
         """Note communication, allocations and work of the step inside."""
-        device, parallel = self._run.mesh.device, self._run.parallel
+        parallel = self._run.parallel
         modules = [*parallel.module.parameters(), *parallel.module.buffers()]
-        held: dict[Class, Iterable[torch.Tensor]] = {
+        present: dict[Class, Iterable[torch.Tensor]] = {
             "parameters": [*modules, *parallel.parameters.values()],
             "optimizer": parallel.optimizer_state(),
             "gathered parameters": parallel.transient,
         }
-        elsewhere = host_tensors(parallel.optimizer)
-        memory = watch_memory(device, held, elsewhere=elsewhere, module=parallel.module)
-        work = WorkMode(parallel.module, has_tasks=parallel.run_pipeline is not None)
+        self._memory = MemorySink(
+            present,
+            elsewhere=host_tensors(parallel.optimizer),
+            module=parallel.module,
+            device=self._run.mesh.device.type,
+        )
+        work = WorkSink(parallel.module, has_tasks=parallel.run_pipeline is not None)
         # To be watched is no reason to compile anew: other steps run this, too.
         as_it_is = (
             torch.compiler.set_stance(skip_guard_eval_unsafe=True) if parallel.compiled else nullcontext()
         )
-        with as_it_is, memory as self._watching, self.ledger, work:
+        with as_it_is, Watch(self._memory, self.ledger, work):
             yield
-            self._watching.tag("optimizer", parallel.optimizer_state())  # which a first step makes
-        self._found = self._watching.memory(allocator_peak=allocator_peak(device)), work.seen()
+            self._memory.tag("optimizer", parallel.optimizer_state())  # which a first step makes
+        self._findings = self._memory.memory(), work.seen()
 
     def gradients(self, step: int) -> None:
         """Count later allocations to the optimizer."""
-        if self._watching and step == self.watched:
-            held = self._run.parallel.held_gradients()
-            self.gradient_bytes = resident_bytes(held)
-            self._watching.tag("gradients", held)
-            self._watching.updates()
-            self.ledger.is_updating = True
+        if self._memory and step == self.watched:
+            gradients = self._run.parallel.held_gradients()
+            self.gradient_bytes = resident_bytes(gradients)
+            self._memory.tag("gradients", gradients)
+            self._memory.watch.is_updating = True
 
-    def found(self) -> tuple[DeviceMemory, ObservedWork, RankLedger]:
+    def findings(self) -> tuple[DeviceMemory, ObservedWork, RankLedger]:
         """Memory, work and ledger of the step, which is over."""
-        assert self._found, "no step was watched"
-        memory, work = self._found
-        return (
-            memory,
-            replace(work, compiled=compiled() if (compiled := self._run.parallel.compiled) else ""),
-            self.ledger.noted(),
-        )
+        assert self._findings, "no step was watched"
+        memory, work = self._findings
+        compiled = self._run.parallel.compiled
+        return memory, replace(work, compiled=compiled() if compiled else ""), self.ledger.noted()

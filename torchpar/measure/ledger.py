@@ -1,20 +1,32 @@
 """The ledger of what runs inside: every collective, with its place in the program.
 
+    with torchpar.ledger(mesh) as ledger:
+        loss(model(x)).backward()
+    print(ledger)
+
 Of torchpar's own collectives a row is the collective, whatever it is made of: on gloo a gather is sends. The
-dispatcher sees those sends, so that it and our own count are held against each other. What goes past the
-dispatcher, the numbers of each process group tell.
+dispatcher sees those sends, so that it and our own count are held against each other. What another thread
+sends, or asks of a backend itself, is in no row.
 """
 
+import os
 import sys
-import threading
+import sysconfig
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+import typing_extensions
 from msgspec.structs import replace
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from compare.contract.communication import (
     ACTIVATION_GRADIENTS,
@@ -31,16 +43,47 @@ from compare.contract.communication import (
 )
 from compare.contract.ledger import Ledger
 from compare.spec.axes import DP_SHARD, PP, TP
-from torchpar.comm.collectives import Call, Traffic, observers
-from torchpar.measure.calls import call_of
-from torchpar.measure.dispatcher import numbers, watched
-from torchpar.measure.frames import is_of_fsdp, is_of_optimizer, line_of
-from torchpar.measure.modules import RunningModules
-from torchpar.measure.waits import waits_held
+from torchpar.comm.collectives import Call, Traffic
+from torchpar.comm.mesh import Mesh
+from torchpar.measure.watch import Sink, Watch
 
-"""Ranks that speak with each other, in order; of a message its sender and its receiver."""
+# c10d and functional names without punctuation -> the ledger's kind
+KINDS = {
+    "allreduce": "all_reduce",
+    "allreducecoalesced": "all_reduce",
+    "broadcast": "broadcast",
+    "allgather": "all_gather",
+    "allgatherbase": "all_gather",
+    "allgathercoalesced": "all_gather",
+    "allgatherintotensor": "all_gather",
+    "allgatherintotensorcoalesced": "all_gather",
+    "allgatherintotensorout": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "reducescatterbase": "reduce_scatter",
+    "reducescattertensor": "reduce_scatter",
+    "reducescattertensorcoalesced": "reduce_scatter",
+    "reducescattertensorout": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "alltoallbase": "all_to_all",
+    "alltoallsingle": "all_to_all",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "send": "permute",
+}
+SILENT = {"recv", "recvanysource", "waittensor", "barrier", "monitoredbarrier", "wraptensorautograd"}
+"""They send nothing, or their sender counts it."""
 WIDEST = 8
 """Bytes of a float64."""
+
+
+class SeenCall(NamedTuple):
+    """A collective as the dispatcher sees it."""
+
+    kind: str
+    bytes: int
+    """Bytes of the full (gathered) tensor; of an all-to-all, the rank's own; if sparse, with indices."""
+    dtype: str
 
 
 class LedgerKey(NamedTuple):
@@ -55,8 +98,19 @@ class LedgerKey(NamedTuple):
     source: str
 
 
-class LedgerMode:
-    """Notes the collectives of all threads, with their places, while it is entered; an `Observer` of our own.
+class RankLedger(NamedTuple):
+    """Notes of a `LedgerSink` on one rank: its rows, and bytes on the wire by axis."""
+
+    rows: list[Communication]
+    seen: Mapping[str, int]
+    """All that the dispatcher saw."""
+    own: Mapping[str, int]
+    """Our own calls."""
+    problems: tuple[str, ...] = ()
+
+
+class LedgerSink(Sink):
+    """Notes the collectives with their places.
 
     Args:
         axes: of process groups, by the groups' names.
@@ -64,71 +118,36 @@ class LedgerMode:
         infers: give the calls of PyTorch's wrappers the purpose that they have in our engines.
 
     Attributes:
-        is_updating: gradients are ready, and the optimizer is at work.
-        seen, own: bytes on the wire by axis: of all that the dispatcher saw, and of our own calls.
         library_calls: calls by libraries, in their order.
         problems: calls that could not be counted.
     """
 
     def __init__(self, axes: Mapping[str, str], *, own_calls: Traffic | None = None, infers: bool = False):
-        self.is_updating = False
-        self.seen, self.own = Counter[str](), Counter[str]()
         self.library_calls: list[Call] = []
         self.problems: list[str] = []
+        self._seen, self._own = Counter[str](), Counter[str]()
         self._axes, self._infers = axes, infers
         self._own_calls = own_calls or Traffic()
-        self._modules = RunningModules()
         self._rows = dict[LedgerKey, list[int]]()
-        self._thread = threading.local()
-        self._watch = ExitStack()
 
-    def __enter__(self) -> "LedgerMode":
-        self._past = numbers.past()
-        self._watch.enter_context(self._modules)
-        self._watch.enter_context(watched(self))
-        self._watch.enter_context(waits_held(self._objects))
-        observers.append(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        observers.remove(self)
-        self._watch.close()
-        for group, past in numbers.past().items():
-            where = f"over {self._axis(group)} (group {group})"
-            if past < 0:
-                self._objects(
-                    f"{where} the backend does not number what it does: some may go past the dispatcher"
-                )
-            elif count := max(0, past - self._past.get(group, 0)):
-                self._objects(f"{where} {count} went past PyTorch's dispatcher, to the backend: in no row")
-
-    def begins(self, call: Call, full: torch.Tensor, members: Sequence[int], to: int | None) -> None:
-        """Note one of torchpar's own collectives, `full` of any shape, and the calls within it."""
-        self._depth += 1
-        ranks = len(members)
+    def call(self, call: Call, full: torch.Tensor, ranks: int) -> None:
         if ranks > 1 and not self._own_calls.is_paused:
             dtype = str(full.dtype).removeprefix("torch.")
             self._note(call.kind, call.axis, call.purpose, ranks, dtype, full.nbytes)
-            self.own[call.axis] += ring_wire_bytes(call.kind, full.nbytes, ranks)
+            self._own[call.axis] += ring_wire_bytes(call.kind, full.nbytes, ranks)
 
-    def ends(self) -> None:
-        """The call has been sent."""
-        self._depth -= 1
-
-    def sees(self, name: str, arguments: tuple, group: dist.ProcessGroup) -> None:
-        """Note an operator, unless it is part of one of our own. What cannot be read is a problem."""
-        if self._own_calls.is_paused:
+    def operator(self, func: Any, operands: tuple, result: Any) -> None:
+        if func.namespace not in ("c10d", "_c10d_functional") or self._own_calls.is_paused:
             return
-        ranks, axis = group.size(), self._axis(str(group.group_name))
         try:
-            if seen := call_of(name, arguments, ranks):
-                self.seen[axis] += ring_wire_bytes(seen.kind, seen.bytes, ranks)
-                if ranks > 1 and not self._depth:
-                    self._note(seen.kind, axis, None, ranks, seen.dtype, seen.bytes)
+            if group := _group_of(func, operands[0]):
+                self._see(func, operands[0], result, group)
         except Exception as error:  # an observer never breaks what it watches
-            self._objects(f"{name} over {axis} is in no row: {error}")
+            problem = f"{func.overloadpacket.__name__} is in no row: {error}"
+            if problem not in self.problems:
+                self.problems.append(problem)
 
-    def noted(self) -> "RankLedger":
+    def noted(self) -> RankLedger:
         """All that was noted; rows in the order in which they first came."""
         rows = [
             Communication(
@@ -139,31 +158,29 @@ class LedgerMode:
             )
             for place, (calls, size) in self._rows.items()
         ]
-        return RankLedger(rows, dict(self.seen), dict(self.own), tuple(self.problems))
+        return RankLedger(rows, dict(self._seen), dict(self._own), tuple(self.problems))
 
-    @property
-    def _depth(self) -> int:
-        """How many of our own collectives are being sent, by this thread."""
-        return getattr(self._thread, "depth", 0)
+    def _see(self, func: Any, arguments: tuple, result: Any, group: dist.ProcessGroup) -> None:
+        """Note an operator, unless it is part of one of our own calls."""
+        ranks, axis = group.size(), self._axes.get(str(group.group_name), "subgroup")
+        if seen := call_of(func, arguments, result, ranks):
+            self._seen[axis] += ring_wire_bytes(seen.kind, seen.bytes, ranks)
+            if ranks > 1 and not self.watch.calls:
+                purpose = self._inferred_purpose(seen.kind, axis, seen.dtype)
+                self.library_calls.append(Call(seen.kind, axis, purpose))
+                self._note(seen.kind, axis, purpose, ranks, seen.dtype, seen.bytes)
 
-    @_depth.setter
-    def _depth(self, depth: int) -> None:
-        self._thread.depth = depth
-
-    def _axis(self, group: str) -> str:
-        return self._axes.get(group, "subgroup")
-
-    def _objects(self, problem: str) -> None:
-        if problem not in self.problems:
-            self.problems.append(problem)
-
-    def _note(self, kind: str, axis: str, said: str | None, ranks: int, dtype: str, size: int) -> None:
-        """Add one call to its row; `said` is None where it was not our own."""
-        purpose = said if said is not None else self._inferred_purpose(kind, axis, dtype)
-        if said is None:
-            self.library_calls.append(Call(kind, axis, purpose))
-        place = LedgerKey(kind, axis, purpose, ranks, dtype, self._phase(purpose), self._source)
-        row = self._rows.setdefault(place, [0, 0])
+    def _note(self, kind: str, axis: str, purpose: str, ranks: int, dtype: str, size: int) -> None:
+        """Add one call to its row."""
+        frame, module = sys._getframe(1), self.watch.module
+        source = ": ".join(part for part in (line_of(frame), module) if part)
+        if self.watch.in_backward:
+            phase = "backward"
+        elif self.watch.is_updating or _runs(frame, lambda code: code is _STEP):
+            phase = "update"
+        else:
+            phase = PHASES.get(purpose, "forward" if module else "")
+        row = self._rows.setdefault(LedgerKey(kind, axis, purpose, ranks, dtype, phase, source), [0, 0])
         row[:] = [row[0] + 1, row[1] + size]
 
     def _inferred_purpose(self, kind: str, axis: str, dtype: str) -> str:
@@ -175,40 +192,43 @@ class LedgerMode:
         if axis == PP and kind == "permute":
             return ACTIVATIONS_AND_GRADIENTS  # its batches of messages do not say which
         # FSDP2 gathers inside of the loss's backward, too: that is no part of the loss.
-        if self._module.endswith(".loss") and (axis == TP or kind == "all_reduce"):
+        if self.watch.module.endswith(".loss") and (axis == TP or kind == "all_reduce"):
             return LOSS
-        if axis == TP and self._modules.are_in_backward and not self._modules.run_again:
-            return REPLICATED_GRADIENTS if is_of_fsdp(sys._getframe(1)) else ACTIVATION_GRADIENTS
+        if axis == TP and self.watch.in_backward and not self.watch.runs_again:
+            is_of_fsdp = _runs(sys._getframe(1), lambda code: _FSDP2 in code.co_filename)
+            return REPLICATED_GRADIENTS if is_of_fsdp else ACTIVATION_GRADIENTS
         if axis == TP:
-            return ACTIVATIONS if self._module else REPLICATED_GRADIENTS
+            return ACTIVATIONS if self.watch.module else REPLICATED_GRADIENTS
         is_of_parameters = axis == DP_SHARD and kind in ("all_gather", "broadcast")
         return PARAMETERS if is_of_parameters else GRADIENTS
 
-    def _phase(self, purpose: str) -> str:
-        if self._modules.are_in_backward:
-            return "backward"
-        if self.is_updating or is_of_optimizer(sys._getframe(1)):
-            return "update"
-        return PHASES.get(purpose, "forward" if self._module else "")
 
-    @property
-    def _module(self) -> str:
-        """The innermost module that is running."""
-        return self._modules.innermost
+@contextmanager
+def ledger_of(mesh: Mesh | DeviceMesh | None = None) -> Generator[Ledger]:
+    """Ledger of this rank's communication inside, a row for each place; filled when it ends.
 
-    @property
-    def _source(self) -> str:
-        """The innermost line outside of PyTorch, and the innermost module."""
-        return ": ".join(part for part in (line_of(sys._getframe(1)), self._module) if part)
+    Args:
+        mesh: names the process groups; by default they are world and subgroup.
+    """
+    ledger, sink = Ledger(), LedgerSink(group_names(mesh))
+    try:
+        with Watch(sink):
+            yield ledger
+    finally:
+        noted = sink.noted()
+        ledger.rows.extend(noted.rows)
+        ledger.problems.extend(noted.problems)
 
 
-class RankLedger(NamedTuple):
-    """Notes of a `LedgerMode` on one rank."""
-
-    rows: list[Communication]
-    seen: dict[str, int]
-    own: dict[str, int]
-    problems: tuple[str, ...] = ()
+def group_names(mesh: Mesh | DeviceMesh | None) -> dict[str, str]:
+    """The axis of every process group that has one, by the group's name."""
+    groups = [(dist.group.WORLD, "world")] if dist.is_initialized() else []
+    if isinstance(mesh, Mesh):
+        groups += [(axis.group, axis.name) for axis in mesh.axes.values()]
+    if isinstance(mesh, DeviceMesh):
+        names = mesh.mesh_dim_names or [f"dim {dim}" for dim in range(mesh.ndim)]
+        groups += [(mesh.get_group(dim), name) for dim, name in enumerate(names)]
+    return {str(group.group_name): name for group, name in groups if group}
 
 
 def of_all_ranks(ranks: Sequence[RankLedger], *, stages: Sequence[int], counts_own: bool) -> Ledger:
@@ -225,23 +245,119 @@ def of_all_ranks(ranks: Sequence[RankLedger], *, stages: Sequence[int], counts_o
             mine = replace(row, stage=stages[rank])
             place = replace(mine, calls=0, bytes=0, wire_bytes=0)
             most[place] = max(most.get(place, mine), mine, key=lambda row: (row.bytes, row.calls))
-    rows = sorted(most.values(), key=lambda row: row.stage)
     problems = [problem for ledger in ranks for problem in ledger.problems]
-    return Ledger(
-        rows=rows, problems=list(dict.fromkeys(problems + (_disagreements(ranks) if counts_own else [])))
-    )
+    if counts_own:
+        # Over all ranks, since the last of an axis have the smaller pieces; but for the padding of these.
+        seen = sum((Counter(ledger.seen) for ledger in ranks), Counter())
+        own = sum((Counter(ledger.own) for ledger in ranks), Counter())
+        padding = sum(row.calls for ledger in ranks for row in ledger.rows) * len(ranks) * WIDEST
+        problems += [
+            f"along {axis} our own calls send {own[axis]:,} bytes, and the dispatcher saw {seen[axis]:,}"
+            for axis in sorted({*seen, *own})
+            if abs(seen[axis] - own[axis]) > padding
+        ]
+    rows = sorted(most.values(), key=lambda row: row.stage)
+    return Ledger(rows=rows, problems=list(dict.fromkeys(problems)))
 
 
-def _disagreements(ranks: Sequence[RankLedger]) -> list[str]:
-    """Axes along which the dispatcher saw other bytes than our own calls are of.
+# What an operator communicates -----------------------------------------------------------------------------
 
-    Over all ranks, since the last of an axis have the smaller pieces; but for the padding of these.
+
+def call_of(func: Any, arguments: tuple, result: Any, ranks: int) -> SeenCall | None:
+    """Communication of an operator of c10d, (outputs, inputs, ...), or a functional, inputs -> outputs.
+
+    Returns:
+        None if it sends nothing itself.
+
+    Raises:
+        ValueError: it is none that is known.
     """
-    seen = sum((Counter(one.seen) for one in ranks), Counter())
-    own = sum((Counter(one.own) for one in ranks), Counter())
-    calls = sum(row.calls for one in ranks for row in one.rows)
-    return [
-        f"along {axis} our own calls send {own[axis]:,} bytes, and the dispatcher saw {seen[axis]:,}"
-        for axis in sorted({*seen, *own})
-        if abs(seen[axis] - own[axis]) > calls * len(ranks) * WIDEST
-    ]
+    name = func.overloadpacket.__name__
+    bare = name.replace("_", "")
+    if bare in SILENT:
+        return None
+    if bare not in KINDS:
+        raise ValueError(f"{func.namespace}::{name} is not known")
+    kind = KINDS[bare]
+    outputs, inputs = arguments[:2] if func.namespace == "c10d" else (result, arguments[0])
+    match kind:
+        case "reduce_scatter" | "all_to_all":
+            size = _nbytes(inputs)
+        case "gather":  # only the root has the outputs
+            size = _nbytes(inputs) * ranks
+        case "scatter":  # only the root has the inputs
+            size = _nbytes(outputs) * ranks
+        case _:
+            size = _nbytes(outputs)
+    dtypes = (str(tensor.dtype).removeprefix("torch.") for tensor in _tensors(arguments))
+    return SeenCall(kind, size, dtype=", ".join(dict.fromkeys(dtypes)))
+
+
+def _group_of(func: Any, arguments: tuple) -> dist.ProcessGroup | None:
+    """The process group of an operator; None if it takes none."""
+    for argument, value in zip(func._schema.arguments, arguments, strict=False):
+        if argument.name == "process_group":
+            return dist.ProcessGroup.unbox(value)
+        if argument.name == "group_name":
+            return _resolve_process_group(value) if isinstance(value, str) else value
+    return None
+
+
+def _tensors(tree: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _nbytes(tree: object) -> int:
+    tensors = _tensors(tree)
+    parts = ((t._indices(), t._values()) if t.is_sparse else (t,) for t in tensors)
+    return sum(part.nbytes for dense in parts for part in dense)
+
+
+# Where it is called ----------------------------------------------------------------------------------------
+
+
+def _folders(*names: str) -> tuple[str, ...]:
+    return tuple(sysconfig.get_path(name) + os.sep for name in names)
+
+
+_STANDARD_LIBRARY, _INSTALLED = _folders("stdlib", "platstdlib"), _folders("purelib", "platlib")
+_PACKAGE = Path(__file__).parents[1]
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_NOT_A_PLACE = (
+    _TORCH,
+    *(str(_PACKAGE / name) + os.sep for name in ("comm", "measure")),
+    typing_extensions.__file__,  # its decorators wrap functions of PyTorch
+    "<frozen ",
+)
+_STEP = cast(FunctionType, Optimizer.profile_hook_step(lambda optimizer: None)).__code__
+"""PyTorch's wrapper around `step` of every optimizer."""
+_FSDP2 = str(Path("distributed", "fsdp", "_fully_shard"))
+
+
+def line_of(frame: FrameType | None) -> str:
+    """The innermost line outside of PyTorch; in a callback of PyTorch's own, the outermost inside; or ''."""
+    place = None
+    while frame:
+        file = frame.f_code.co_filename
+        if _is_a_place(file):
+            place = frame
+            break
+        if file.startswith(_TORCH):
+            place = frame
+        frame = frame.f_back
+    if place is None:
+        return ""
+    return f"{Path(place.f_code.co_filename).name}:{place.f_lineno} ({place.f_code.co_name})"
+
+
+def _runs(frame: FrameType | None, is_asked: Callable[[CodeType], bool]) -> bool:
+    while frame and not is_asked(frame.f_code):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _is_a_place(file: str) -> bool:
+    """Neither in PyTorch nor in what lies between: decorators, contexts and threads of Python's library."""
+    if file.startswith(_NOT_A_PLACE):
+        return False
+    return file.startswith(_INSTALLED) or not file.startswith(_STANDARD_LIBRARY)

@@ -14,15 +14,16 @@ import msgspec
 import torch
 import torch.distributed as dist
 from msgspec import Struct
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.profiler import record_function
 
 from compare.contract.timeline import Kind
+from compare.pipeline.schedules import Kind as Tasks
+from compare.pipeline.schedules import Task
 from compare.spec.axes import PP
 from torchpar.comm.collectives import Call, observers
 from torchpar.launch import Rank
-from torchpar.manual.stage import Stage
+from torchpar.measure.watch import around_tasks
 from torchpar.run import Run
 
 PREFIX, BETWEEN = "shardpair", "|"  # a trace drops quotes and turns backslashes
@@ -61,6 +62,12 @@ PHASES: dict[str, Kind] = {
     "synchronisation": "backward",
     "optimizer": "update",
 }
+TITLES: dict[Tasks, tuple[str, Kind]] = {
+    Tasks.FORWARD: ("forward", "forward"),
+    Tasks.BACKWARD: ("backward", "backward"),
+    Tasks.BACKWARD_INPUT: ("input gradients", "backward"),
+    Tasks.BACKWARD_WEIGHT: ("weight gradients", "backward"),
+}
 """Phases of the timeline, by the heartbeat's phases (`torchpar.launch`)."""
 
 
@@ -73,8 +80,10 @@ def marked(run: Run) -> Generator[None]:
         observers.append(calls)
         stack.callback(observers.remove, calls)
         stack.enter_context(_around(dist.Work, "wait", lambda work, *_: TraceMark(what="wait")))
-        for task in _pipeline_tasks(run.mesh[PP].size) if run.parallel.run_pipeline else ():
-            stack.enter_context(task)
+        if run.parallel.run_pipeline:
+            stages = run.mesh[PP].size
+            stack.enter_context(around_tasks(lambda task: record_function(str(_mark_of(task, stages)))))
+            stack.enter_context(_around(_PipelineSchedule, "_maybe_compute_loss", _loss_mark(stages)))
         phases = _Phases(run)
         stack.callback(phases.end)
         stack.enter_context(patch.object(Rank, "at", lambda *place: phases.enter(*place)))
@@ -133,36 +142,24 @@ class _Calls:
         self._open.pop().__exit__(None, None, None)
 
 
-def _pipeline_tasks(ranks: int) -> list[AbstractContextManager]:
-    """Marks around the tasks of both engines' stages. All take the microbatch's number first."""
+def _mark_of(task: Task, ranks: int, name: str = "") -> TraceMark:
+    title, kind = TITLES[task.kind]
+    return TraceMark(
+        what=kind,
+        name=f"{name or title} {task.microbatch}",
+        microbatch=task.microbatch,
+        chunk=task.stage // ranks,
+    )
 
-    def task(what: What, name: str) -> Callable[..., TraceMark]:
-        def mark(stage: Any, microbatch: int, *_: Any, **options: Any) -> TraceMark:
-            ours = isinstance(stage, Stage)
-            is_half = stage.splits_backward if ours else not options.get("full_backward", True)
-            title = "input gradients" if is_half and name == "backward" else name
-            number = stage.number if ours else stage.stage_index
-            return TraceMark(
-                what=what, name=f"{title} {microbatch}", microbatch=microbatch, chunk=number // ranks
-            )
 
-        return mark
+def _loss_mark(ranks: int) -> Callable[..., TraceMark | None]:
+    """The mark of PyTorch's loss of a microbatch, on the last stage alone."""
 
-    def loss(
-        schedule: Any, stage: PipelineStage, output: Any, targets: Any, microbatch: int, *_: Any
-    ) -> TraceMark | None:
-        return task("forward", "loss")(stage, microbatch) if stage.is_last else None
+    def mark(schedule: Any, stage: Any, output: Any, targets: Any, microbatch: int, *_: Any):
+        task = Task(Tasks.FORWARD, stage.stage_index, microbatch)
+        return _mark_of(task, ranks, "loss") if stage.is_last else None
 
-    whole, weights = task("backward", "backward"), task("backward", "weight gradients")
-    return [
-        _around(Stage, "forward", task("forward", "forward")),
-        _around(Stage, "backward", whole),
-        _around(Stage, "backward_weight", weights),
-        _around(PipelineStage, "forward_one_chunk", task("forward", "forward")),
-        _around(PipelineStage, "backward_one_chunk", whole),
-        _around(PipelineStage, "backward_weight_one_chunk", weights),
-        _around(_PipelineSchedule, "_maybe_compute_loss", loss),
-    ]
+    return mark
 
 
 def _around(owner: type, method: str, mark: Callable[..., TraceMark | None]) -> AbstractContextManager:

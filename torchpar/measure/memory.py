@@ -1,14 +1,39 @@
-"""Memory of one step, and of what stays between two: on a GPU beside the allocator's own figure."""
+"""Memory of a step by class: the lifetimes of all storages that its operators read or write.
 
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+    parameters, optimizer   handed over before the step
+    gradients               what the optimizer is given, handed over in the middle; and what a pass left
+    gathered parameters     storages that are resized: with them FSDP, ours and PyTorch's, frees parameters
+    activations             made by a forward, and still there when the next backward begins
+    logits                  what `lm_head` returns and, as large, what `loss` makes of it, and its backward
+    communication buffers   what a collective reads or writes
+    temporaries             all else
+
+A storage has one class all its life: the first of PRECEDENCE that ever held for it. A storage that is read,
+never made, and alive at the end existed before the step, as DDP's buckets do.
+"""
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
-from compare.contract.memory_profile import Class
+from compare.contract.memory_profile import (
+    Class,
+    DeviceMemory,
+    Lifetime,
+    Phase,
+    changes_of,
+    curve_of,
+    peak_of,
+    peak_position,
+    usage,
+)
 from compare.host.facts import MemoryUse, process_memory
-from torchpar.measure.storages import StorageMode
+from torchpar.measure.watch import HEAD, LOSS, Sink, modules_named
 from torchpar.parallel_model import local
 
 CPU_METHOD = "bytes of all tensors alive at once (weights, gradients, optimizer, buckets, activations)"
@@ -17,26 +42,196 @@ PROFILE_METHOD = (
     "every storage that an operator reads or writes, from its making to its end, position by operator; "
     "kernels' scratch memory is not seen"
 )
+Tag = Class | Literal["messages"]
+PRECEDENCE: tuple[Tag, ...] = (
+    "parameters",
+    "optimizer",
+    "gradients",
+    "gathered parameters",
+    "messages",
+    "logits",
+    "activations",
+    "communication buffers",
+)
+RESIZE = "resize_"
 
 
-@contextmanager
-def watch_memory(
-    device: torch.device,
-    held: Mapping[Class, Iterable[torch.Tensor]],
-    *,
-    elsewhere: Iterable[torch.Tensor] = (),
-    module: nn.Module | None = None,
-) -> Generator[StorageMode]:
-    """Follow the memory, in bytes, of operations inside. `held`: tensors of any shape by their class."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    with StorageMode(held, elsewhere=elsewhere, module=module, device=device.type) as mode:
-        yield mode
+class _Life:
+    """A storage from its first sight on: its size now, since when, and the sizes it had before."""
+
+    def __init__(self, size: int, since: int, *, is_made: bool):
+        self.size, self.since = size, since
+        self.tags: set[Tag] = set()
+        self.is_alive, self.is_made = True, is_made
+        self.reference: weakref.ref | None = None
+        self._before: list[tuple[int, int, int]] = []
+
+    def resize(self, size: int, position: int) -> None:
+        self._before.append((self.size, self.since, position))
+        self.size, self.since = size, position
+
+    def end(self, position: int, *, of_step: bool = False) -> None:
+        """Close the lifetime: freed, or end of step."""
+        self.is_alive = of_step
+        self.resize(0, position)
+        if of_step and not self.is_made:
+            size, _, until = self._before[0]
+            self._before[0] = (size, 0, until)
+
+    def lifetimes(self) -> Iterable[Lifetime]:
+        first: Tag = next((tag for tag in PRECEDENCE if tag in self.tags), "temporaries")
+        kind: Class = "communication buffers" if first == "messages" else first
+        return [Lifetime(kind, *span) for span in self._before if span[0] and span[1] < span[2]]
 
 
-def allocator_peak(device: torch.device) -> int:
-    """The most that a GPU's allocator gave out since `watch_memory` began; 0 on a CPU, which has none."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+class MemorySink(Sink):
+    """Follows every storage from its first sight to its end; a kernel's own scratch memory is not seen.
+
+    Args:
+        present: tensors that are there already, by class.
+        elsewhere: tensors that are not on the device, and do not count.
+        module: whose `lm_head` and `loss` make logits; None if there are none.
+        device: only what is there counts.
+    """
+
+    def __init__(
+        self,
+        present: Mapping[Class, Iterable[torch.Tensor]],
+        *,
+        elsewhere: Iterable[torch.Tensor] = (),
+        module: nn.Module | None = None,
+        device: str = "cpu",
+    ):
+        self._device, self._module = device, module
+        self._elsewhere = {storage._cdata: storage for storage in map(_storage, elsewhere)}
+        self._alive: dict[int, _Life] = {}
+        self._lives: list[_Life] = []
+        self._made_by_forward: list[_Life] = []
+        self._operators: list[tuple[Any, str]] = []
+        self._phases: list[Phase] = []
+        self._heads, self._losses = modules_named(HEAD, module), modules_named(LOSS, module)
+        self._in_loss, self._logits_bytes = False, 0
+        for kind, tensors in present.items():
+            self.tag(kind, tensors)
+
+    def begin(self) -> None:
+        if self._device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        resize = self._resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            life = self._life_of(storage)
+            result = resize(storage, size)
+            if life:
+                life.tags.add("gathered parameters")
+                life.resize(storage.nbytes(), self._position)
+            return result
+
+        # Neither FSDP resizes by an operator. By its name: the type checker knows it as a method.
+        setattr(torch.UntypedStorage, RESIZE, resize_)
+
+    def end(self) -> None:
+        setattr(torch.UntypedStorage, RESIZE, self._resize)
+        for life in self._alive.values():
+            life.end(self._position, of_step=True)
+
+    def operator(self, func: Any, operands: tuple, result: Any) -> None:
+        self._note_phase()
+        read = list(self._see_all(operands, is_made=False))
+        self._operators.append((func, self.watch.module))
+        made = [life for life in self._see_all(result) if life not in read]
+        if torch.is_grad_enabled() or self._phases[-1] == "forward":  # off inside of an autograd.Function
+            self._made_by_forward += made
+        if self._in_loss:
+            for life in made:
+                if 2 * life.size > self._logits_bytes:
+                    life.tags.add("logits")
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func.overloadpacket.__name__
+            is_part = any(call.kind != "permute" for call in self.watch.calls)
+            is_message = name.startswith(("send", "recv")) and not is_part
+            for life in (*read, *made):
+                life.tags.add("messages" if is_message else "communication buffers")
+
+    def tag(self, kind: Tag, tensors: Iterable[torch.Tensor]) -> None:
+        """Give the memory of these tensors, any shapes, this class."""
+        for life in self._see_all(list(tensors), is_made=False):
+            life.tags.add(kind)
+
+    def enter(self, module: nn.Module) -> None:
+        if id(module) in self._losses:
+            self._begin_loss()
+
+    def leave(self, module: nn.Module, output: Any) -> None:
+        if id(module) in self._losses:
+            self._in_loss = False
+            if output is not None and output.requires_grad:
+                output.register_hook(self._begin_loss)  # its backward
+        if id(module) in self._heads and output is not None:
+            self.tag("logits", [output])
+            self._logits_bytes = sum(tensor.untyped_storage().nbytes() for tensor in _plain(output))
+            if output.requires_grad:
+                output.register_hook(self._end_loss)
+
+    def memory(self) -> DeviceMemory:
+        """The step by class, after its end; on a GPU with the most that the allocator gave out."""
+        in_use = usage((span for life in self._lives for span in life.lifetimes()), max(self._position, 1))
+        marks = changes_of(self._phases)
+        operator, module = self._operators[peak_position(in_use)] if self._operators else ("", "")
+        peak = peak_of(in_use, marks, operation=str(operator), place=module)
+        allocated = torch.cuda.max_memory_allocated() if self._device == "cuda" else 0
+        return DeviceMemory(peak=peak, curve=curve_of(in_use, marks), allocator_peak=allocated)
+
+    @property
+    def _position(self) -> int:
+        """Operators until now: what comes now is there from this position on."""
+        return len(self._operators)
+
+    def _note_phase(self) -> None:
+        is_backward = self.watch.in_backward
+        if is_backward and not torch.is_grad_enabled():  # else a forward is run again
+            for life in self._made_by_forward:
+                if life.is_alive:
+                    life.tags.add("activations")
+            self._made_by_forward.clear()
+        before: Phase = self._phases[-1] if self._phases else "forward"
+        if before == "backward" and not is_backward and self._module:  # the next pass adds to these
+            self.tag("gradients", (p.grad for p in self._module.parameters() if p.grad is not None))
+        by_mode: Phase = "forward" if torch.is_grad_enabled() else before
+        self._phases.append("update" if self.watch.is_updating else "backward" if is_backward else by_mode)
+
+    def _see_all(self, tree: Any, *, is_made: bool = True) -> Iterable[_Life]:
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor):
+                for tensor in _plain(leaf):
+                    if life := self._life_of(tensor.untyped_storage(), is_made=is_made):
+                        yield life
+
+    def _life_of(self, storage: torch.UntypedStorage, *, is_made: bool = False) -> _Life | None:
+        """A storage's life, from its first sight on; None if it does not count."""
+        key = storage._cdata
+        if storage.device.type != self._device or key in self._elsewhere:
+            return None
+        if key in self._alive:
+            return self._alive[key]
+        life = _Life(storage.nbytes(), self._position - is_made, is_made=is_made)
+
+        def gone(_: weakref.ref) -> None:
+            del self._alive[key]
+            life.end(self._position)
+
+        life.reference = weakref.ref(storage, gone)
+        self._alive[key] = life
+        self._lives.append(life)
+        return life
+
+    def _begin_loss(self, *_: Any) -> None:
+        self._in_loss = True
+
+    def _end_loss(self, gradient: torch.Tensor) -> None:
+        """The gradient of the logits is there."""
+        self.tag("logits", [gradient])
+        self._in_loss = False
 
 
 def memory_in_use(device: torch.device) -> MemoryUse:
@@ -50,6 +245,15 @@ def resident_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages behind tensors of any shape, each storage once."""
     storages = (_storage(local(tensor)) for tensor in tensors)
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def _plain(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    """The plain tensor in this rank's memory: a DTensor's local part."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    inside = [getattr(tensor, name) for name in names]  # a DTensor's mesh, too
+    return [plain for part in inside if isinstance(part, torch.Tensor) for plain in _plain(part)]
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:

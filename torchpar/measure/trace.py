@@ -14,7 +14,7 @@ from msgspec import Struct
 from compare.contract.timeline import COMPUTE, Span
 from compare.spec.axes import PP
 from torchpar.comm.collectives import Call
-from torchpar.measure.calls import KINDS
+from torchpar.measure.ledger import KINDS, SILENT
 from torchpar.measure.marks import TraceMark, call_name
 
 GLOO, NCCL = "gloo:", "nccl"
@@ -29,7 +29,7 @@ RECEIVE = "receive"
 DDP, AUTOGRAD = "DistributedDataParallel.forward", "autograd::engine::evaluate_function"
 STEP = str(TraceMark(what="step"))
 OPERATORS = ("c10d::", "_c10d_functional::")
-UNSEEN = ("waittensor", "barrier", "monitoredbarrier", "wraptensorautograd")
+UNSEEN = SILENT - {"recv", "recvanysource"}
 
 
 class _Arguments(Struct):

@@ -1,0 +1,83 @@
+"""The watcher of a step: which module runs, in forward, in backward, and where backward runs a forward again."""
+
+import weakref
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from torchpar.measure.ledger import LedgerSink
+from torchpar.measure.memory import MemorySink
+from torchpar.measure.watch import Sink, Watch
+
+
+class Inner(nn.Module):
+    """A layer, and one in it whose input is its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Tanh()
+        self.made: list[weakref.ref] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        self.made.append(weakref.ref(y.untyped_storage()))
+        return torch.sin(self.last(y))
+
+
+class Two(nn.Module):
+    """Two layers, the first perhaps computed anew for backward."""
+
+    def __init__(self, *, again: bool):
+        super().__init__()
+        self.part, self.second, self.again = Inner(), nn.Linear(8, 1), again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(self.part, x, use_reentrant=False) if self.again else self.part(x)
+        return self.second(y)
+
+
+class Noted(Sink):
+    """The module of each matrix product and each tanh."""
+
+    def __init__(self):
+        self.seen = []
+
+    def operator(self, func, operands, result):
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "tanh", "tanh_backward"):
+            self.seen.append((name, self.watch.module, self.watch.in_backward))
+
+
+def test_backward_is_told_of_the_modules_that_ran_forward():
+    noted, model = Noted(), Two(again=False)
+    with Watch(noted) as watch:
+        model(torch.ones(4, 8)).sum().backward()
+    assert watch.module == ""
+    first, last, second = "Two.part.first", "Two.part.last", "Two.second"
+    forward = [("addmm", first, False), ("tanh", last, False), ("addmm", second, False)]
+    backward = [
+        ("mm", second, True),
+        ("mm", second, True),
+        ("tanh_backward", last, True),
+        ("mm", first, True),
+    ]
+    assert noted.seen == forward + backward
+
+
+def test_what_backward_computes_anew_is_told_as_well():
+    noted, model = Noted(), Two(again=True)
+    with Watch(noted):
+        model(torch.ones(4, 8)).sum().backward()
+    assert ("addmm", "Two.part.first", True) in noted.seen
+    assert noted.seen[-1] == ("mm", "Two.part.first", True)
+
+
+def test_who_watches_keeps_no_tensor():
+    """PyTorch's ModuleTracker does: what is computed anew was then there until the end of the step."""
+    for again in (False, True):
+        model = Two(again=again)
+        with Watch(MemorySink({}, module=model), LedgerSink({})):
+            model(torch.ones(4, 8)).sum().backward()
+            assert model.part.made
+            assert all(made() is None for made in model.part.made)

@@ -1,0 +1,190 @@
+"""One watcher of a step: it tells operators, modules, our own collectives and tasks to several sinks."""
+
+import bisect
+import functools
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch._C._autograd import _get_sequence_nr
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+
+from compare.pipeline.schedules import Kind, Task
+from torchpar.comm.collectives import Call, observers
+
+HEAD, LOSS = "lm_head", "loss"
+"""Names of the model's modules whose results are logits, or made of them."""
+
+
+def modules_named(name: str, module: nn.Module | None) -> set[int]:
+    """The ids of the modules inside of one that have this name."""
+    named = module.named_modules() if module else ()
+    return {id(part) for path, part in named if path.rpartition(".")[-1] == name}
+
+
+class Sink:
+    """One who is told of a step. Each method may be overridden."""
+
+    watch: "Watch"
+
+    def begin(self) -> None:
+        """The step begins."""
+
+    def end(self) -> None:
+        """The step is over."""
+
+    def operator(self, func: Any, operands: tuple, result: Any) -> None:
+        """An operator ran, as PyTorch's dispatcher knows it; `operands` are (args, kwargs)."""
+
+    def call(self, call: Call, full: torch.Tensor, ranks: int) -> None:
+        """One of our own collectives begins, over a gathered tensor of any shape."""
+
+    def enter(self, module: nn.Module) -> None:
+        """A module's forward begins."""
+
+    def leave(self, module: nn.Module, output: Any) -> None:
+        """A module's forward is over; `output` is None if it failed."""
+
+
+class Watch(TorchDispatchMode):
+    """Tells the sinks of this thread's step, and of the threads that autograd lets go on with it.
+
+    In forward, hooks say which module runs. In backward the numbers that autograd gives its nodes do: a node
+    has the number that was up when its operator ran. PyTorch's ModuleTracker hangs its hooks on tensors
+    instead, which then live longer: with recomputation, half as much memory again was seen. What a GPU
+    computes anew, in a thread of backward's with numbers of its own, may be told of another module.
+
+    Attributes:
+        calls: our own collectives that are being sent: operators meanwhile are parts of them.
+        is_updating: gradients are ready, and the optimizer is at work.
+    """
+
+    def __init__(self, *sinks: Sink):
+        super().__init__()
+        self.calls: list[Call] = []
+        self.is_updating = False
+        self._sinks = sinks
+        self._names: dict[int, str] = {}
+        self._stack: list[str] = []
+        self._numbers: list[int] = []
+        self._running: list[str] = []  # the module from each of the numbers on
+        self._exits = ExitStack()
+        for sink in sinks:
+            sink.watch = self
+
+    def __enter__(self):
+        before = register_module_forward_pre_hook(self._enter)
+        after = register_module_forward_hook(self._leave, always_call=True)
+        observers.append(self)
+        for undo in (before.remove, after.remove, lambda: observers.remove(self)):
+            self._exits.callback(undo)
+        for sink in self._sinks:
+            sink.begin()
+            self._exits.callback(sink.end)
+        return super().__enter__()
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
+        self._exits.close()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled program runs as it is: what is left of its operators comes by."""
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # DTensor first: what it makes of the operator comes back here
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        for sink in self._sinks:
+            sink.operator(func, (args, kwargs), result)
+        return result
+
+    def begins(self, call: Call, full: torch.Tensor, members: Sequence[int], to: int | None) -> None:
+        """One of our own collectives begins: see `CallObserver`."""
+        self.calls.append(call)
+        for sink in self._sinks:
+            sink.call(call, full, len(members))
+
+    def ends(self) -> None:
+        """The call has been handed on."""
+        self.calls.pop()
+
+    @property
+    def in_backward(self) -> bool:
+        """True within autograd's backward, where a forward may be run again."""
+        return torch._C._current_graph_task_id() != -1
+
+    @property
+    def runs_again(self) -> bool:
+        """True within the forward of a module that backward runs again."""
+        return self.in_backward and bool(self._stack)
+
+    @property
+    def module(self) -> str:
+        """The innermost module that runs, by its path from the module that was called first; '' for none."""
+        if self._stack or not self.in_backward:
+            return self._stack[-1] if self._stack else ""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        place = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
+        return self._running[place] if place >= 0 else ""
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        if id(module) not in self._names:
+            root = type(module).__name__
+            for name, child in module.named_modules():
+                self._names[id(child)] = f"{root}.{name}" if name else root
+        self._stack.append(self._names[id(module)])
+        self._note()
+        for sink in self._sinks:
+            sink.enter(module)
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._stack.pop()
+        self._note()
+        for sink in self._sinks:
+            sink.leave(module, output)
+
+    def _note(self) -> None:
+        """From the next operator on another module runs."""
+        number = _get_sequence_nr()
+        if self._numbers and number < self._numbers[-1]:
+            return  # of another thread
+        self._numbers.append(number)
+        self._running.append(self._stack[-1] if self._stack else "")
+
+
+@contextmanager
+def around_tasks(around: Callable[[Task], AbstractContextManager]) -> Generator[None]:
+    """Enter `around(task)` around every task of a pipeline's stages, ours and PyTorch's."""
+    from torch.distributed.pipelining import PipelineStage  # a second of imports, for pipelines alone
+
+    from torchpar.manual.stage import Stage
+
+    def watched(owner: type, method: str, kind: Kind) -> AbstractContextManager:
+        right = getattr(owner, method)
+
+        @functools.wraps(right)
+        def within(stage: Any, microbatch: int, *arguments: Any, **options: Any) -> Any:
+            ours = isinstance(stage, Stage)
+            is_half = stage.splits_backward if ours else not options.get("full_backward", True)
+            part = Kind.BACKWARD_INPUT if kind is Kind.BACKWARD and is_half else kind
+            with around(Task(part, stage.number if ours else stage.stage_index, microbatch)):
+                return right(stage, microbatch, *arguments, **options)
+
+        return patch.object(owner, method, within)
+
+    with ExitStack() as stack:
+        for kind, ours in {Kind.FORWARD: "forward", Kind.BACKWARD: "backward"}.items():
+            stack.enter_context(watched(Stage, ours, kind))
+            stack.enter_context(watched(PipelineStage, f"{ours}_one_chunk", kind))
+        stack.enter_context(watched(Stage, "backward_weight", Kind.BACKWARD_WEIGHT))
+        stack.enter_context(watched(PipelineStage, "backward_weight_one_chunk", Kind.BACKWARD_WEIGHT))
+        yield
