@@ -1,4 +1,4 @@
-"""The ledger of any program: every form of a collective, planted surprises with their lines, ranks put together."""
+"""The ledger of any program: every form of a collective, planted surprises with their lines, all ranks."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The watcher of a step: which module runs, in forward, in backward, and where backward runs a forward again."""
+"""The watcher of a step: which module runs in forward, in backward, and in a forward that runs again."""
 
 import weakref
 
