@@ -308,38 +308,30 @@ def overwritten_microbatch() -> Generator[None]:
         yield
 
 
-def skipped_last_update() -> AbstractContextManager:
+def skipped_last_update(run: Run) -> None:
     """The last step updates nothing."""
+    step = run.parallel.optimizer.step
 
-    def skip(run: Run) -> None:
-        step = run.parallel.optimizer.step
+    def wrong(*args: Any) -> Any:
+        return step(*args) if run.state.step < run.experiment.train.max_iters - 1 else None
 
-        def wrong(*args: Any) -> Any:
-            return step(*args) if run.state.step < run.experiment.train.max_iters - 1 else None
-
-        object.__setattr__(run.parallel.optimizer, "step", wrong)
-
-    return spoiled(skip)
+    object.__setattr__(run.parallel.optimizer, "step", wrong)
 
 
-def after_update(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> AbstractContextManager:
+def change_update(run: Run, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
     """Weights become `change(before, after)` whenever the optimizer has updated them."""
+    before = dict[str, torch.Tensor]()
 
-    def spoil(run: Run) -> None:
-        before = dict[str, torch.Tensor]()
+    def remember(*optimizer_and_arguments: Any) -> None:
+        before.update({name: p.detach().clone() for name, p in run.parallel.parameters.items()})
 
-        def remember(*optimizer_and_arguments: Any) -> None:
-            before.update({name: p.detach().clone() for name, p in run.parallel.parameters.items()})
+    @torch.no_grad()
+    def move(*optimizer_and_arguments: Any) -> None:
+        for name, parameter in run.parallel.parameters.items():
+            parameter.copy_(change(before[name], parameter))
 
-        @torch.no_grad()
-        def move(*optimizer_and_arguments: Any) -> None:
-            for name, parameter in run.parallel.parameters.items():
-                parameter.copy_(change(before[name], parameter))
-
-        run.parallel.optimizer.register_step_pre_hook(remember)
-        run.parallel.optimizer.register_step_post_hook(move)
-
-    return spoiled(spoil)
+    run.parallel.optimizer.register_step_pre_hook(remember)
+    run.parallel.optimizer.register_step_post_hook(move)
 
 
 def moved_weight() -> AbstractContextManager:
@@ -354,13 +346,9 @@ def moved_weight() -> AbstractContextManager:
     return patch.object(train, "starting_parameters", moved)
 
 
-def kept_gradients() -> AbstractContextManager:
+def kept_gradients(run: Run) -> None:
     """A step's gradients are added to those of the step before."""
-
-    def keep(run: Run) -> None:
-        run.parallel.optimizer.zero_grad = lambda set_to_none=True: None
-
-    return spoiled(keep)
+    run.parallel.optimizer.zero_grad = lambda set_to_none=True: None
 
 
 def unscaled_dropout() -> AbstractContextManager:
@@ -368,47 +356,35 @@ def unscaled_dropout() -> AbstractContextManager:
     return patch.object(dropout, "kept_scale", lambda rate: 1.0)
 
 
-def same_dropout_on_every_rank() -> AbstractContextManager:
+def same_dropout_on_every_rank(run: Run) -> None:
     """Every rank takes its rows for the first ones."""
-
-    def forget(run: Run) -> None:
-        for module in run.parallel.module.modules():
-            if isinstance(module, dropout.Dropout):
-                module.part = 0
-
-    return spoiled(forget)
+    for module in run.parallel.module.modules():
+        if isinstance(module, dropout.Dropout):
+            module.part = 0
 
 
-def norm_counts_replicas_twice() -> AbstractContextManager:
+def norm_counts_replicas_twice(run: Run) -> None:
     """Squares are summed over every axis, whether a parameter is spread over it or repeated."""
-
-    def count_all(run: Run) -> None:
-        axes = (run.mesh[name] for name in AXES)
-        everywhere = tuple(axis for axis in axes if axis.size > 1)
-        run.parallel = replace(run.parallel, sharded_over=dict.fromkeys(run.parallel.parameters, everywhere))
-
-    return spoiled(count_all)
+    axes = (run.mesh[name] for name in AXES)
+    everywhere = tuple(axis for axis in axes if axis.size > 1)
+    run.parallel = replace(run.parallel, sharded_over=dict.fromkeys(run.parallel.parameters, everywhere))
 
 
-def wrong_optimizer_shard() -> AbstractContextManager:
+def wrong_optimizer_shard(run: Run) -> None:
     """Each rank updates its shard with the next rank's gradients, repeated if that has too few."""
+    axis = run.mesh[DP_SHARD]
 
-    def mix_up(run: Run) -> None:
-        axis = run.mesh[DP_SHARD]
+    @torch.no_grad()
+    def before_update(*optimizer_and_arguments: Any) -> None:
+        gradients = [p.grad for p in run.parallel.parameters.values() if p.grad is not None]
+        mine = [local(gradient).view(-1) for gradient in gradients]
+        theirs, start = axis.all_gather_objects(torch.cat(mine))[(axis.rank + 1) % axis.size], 0
+        for gradient in mine:
+            places = torch.arange(start, start + len(gradient)) % max(len(theirs), 1)
+            gradient.copy_(theirs[places] if len(theirs) else torch.zeros_like(gradient))
+            start += len(gradient)
 
-        @torch.no_grad()
-        def before_update(*optimizer_and_arguments: Any) -> None:
-            gradients = [p.grad for p in run.parallel.parameters.values() if p.grad is not None]
-            mine = [local(gradient).view(-1) for gradient in gradients]
-            theirs, start = axis.all_gather_objects(torch.cat(mine))[(axis.rank + 1) % axis.size], 0
-            for gradient in mine:
-                places = torch.arange(start, start + len(gradient)) % max(len(theirs), 1)
-                gradient.copy_(theirs[places] if len(theirs) else torch.zeros_like(gradient))
-                start += len(gradient)
-
-        run.parallel.optimizer.register_step_pre_hook(before_update)
-
-    return spoiled(mix_up)
+    run.parallel.optimizer.register_step_pre_hook(before_update)
 
 
 MANUAL, LIBRARY, COMPILER = ("manual",), ("library",), ("compiler",)
@@ -429,7 +405,7 @@ FAULTS = tuple(
         ("sum_for_mean", LIBRARY, BY_DDP, partial(ddp_hook, undivided_sum)),
         ("sum_for_mean", COMPILER, REPLICAS, placed_sum_for_mean),
         ("moved_weight", ALL, ANY_LAYOUT, moved_weight),
-        ("kept_gradients", ALL, ANY_LAYOUT, kept_gradients),
+        ("kept_gradients", ALL, ANY_LAYOUT, partial(spoiled, kept_gradients)),
         ("dropped_tp_all_reduce", MANUAL, SPLIT_LAYERS, partial(left_out_reductions, **_row_products)),
         ("dropped_tp_all_reduce", LIBRARY, SPLIT_LAYERS, unsummed_rows),
         ("dropped_tp_all_reduce", COMPILER, SPLIT_LAYERS, placed_row_products),
@@ -437,17 +413,22 @@ FAULTS = tuple(
         ("missing_norm_psum", MANUAL, SPLIT_SEQUENCE, partial(left_out_reductions, **_partial_gradients)),
         ("missing_norm_psum", LIBRARY, SPLIT_SEQUENCE, incomplete_norms),
         ("missing_norm_psum", COMPILER, SPLIT_SEQUENCE, partial(parts_for_sums, (TP,))),
-        ("norm_counts_replicas_twice", ALL, REPEATED_PARAMETERS, norm_counts_replicas_twice),
-        ("wrong_optimizer_shard", MANUAL + COMPILER, SHARDS, wrong_optimizer_shard),
-        ("wrong_optimizer_shard", LIBRARY, SHARDED_PARAMETERS, wrong_optimizer_shard),
+        (
+            "norm_counts_replicas_twice",
+            ALL,
+            REPEATED_PARAMETERS,
+            partial(spoiled, norm_counts_replicas_twice),
+        ),
+        ("wrong_optimizer_shard", MANUAL + COMPILER, SHARDS, partial(spoiled, wrong_optimizer_shard)),
+        ("wrong_optimizer_shard", LIBRARY, SHARDED_PARAMETERS, partial(spoiled, wrong_optimizer_shard)),
         ("overwritten_microbatch", MANUAL, ANY_LAYOUT, overwritten_microbatch),
         ("overwritten_microbatch", LIBRARY, SUMMED_BY_AUTOGRAD, overwritten_microbatch),
         ("stale_tied_copy", MANUAL + LIBRARY, STAGES, partial(sent_zeros, **_tied_gradients)),
         ("unscaled_dropout", ALL, ANY_LAYOUT, unscaled_dropout),
-        ("same_dropout_on_every_rank", ALL, SPLIT_LAYERS, same_dropout_on_every_rank),
-        ("reversed_update", ALL, REPLICAS, partial(after_update, _reversed)),
-        ("rounded_weights", ALL, REPLICAS, partial(after_update, _rounded)),
-        ("skipped_last_update", ALL, ANY_LAYOUT, skipped_last_update),
+        ("same_dropout_on_every_rank", ALL, SPLIT_LAYERS, partial(spoiled, same_dropout_on_every_rank)),
+        ("reversed_update", ALL, REPLICAS, partial(spoiled, partial(change_update, change=_reversed))),
+        ("rounded_weights", ALL, REPLICAS, partial(spoiled, partial(change_update, change=_rounded))),
+        ("skipped_last_update", ALL, ANY_LAYOUT, partial(spoiled, skipped_last_update)),
         *((name, ALL, setting.need, partial(ignored, setting)) for name, setting in IGNORED.items()),
     )
 )

@@ -1,9 +1,7 @@
 """A rank or a side that dies or hangs, Ctrl-C, a killed launcher: what is said, the exit code, no orphan."""
 
-import json
 import os
 import signal
-import subprocess
 import sys
 
 import processes
@@ -13,6 +11,7 @@ from grid import TEXT
 from processes import PATIENCE_S, assert_gone, in_order, wait_for
 
 from compare.contract.record import STEPS_PART, read_failure
+from compare.execute.paths import create_run_dir
 
 ENDLESS = (
     *("--train.max_iters", "1000000", "--train.batch_size", "6", "--layout.dp_replicate", "3"),
@@ -145,16 +144,6 @@ def test_killed_launcher_leaves_no_orphan(shardpair, engine):
     assert run.end(may_leave_parts=True)[0] == -signal.SIGKILL
 
 
-def test_two_runs_at_once_do_not_collide(shardpair):
-    short = ("--layout.dp_replicate", "2", "--model.n_layer", "1", "--train.max_iters", "3", "--no_ladder")
-    asked = ("run", "check", "--engines", "torch-manual", *short, "--json")
-    commands = [shardpair.command(*asked, "--train.seed", seed) for seed in ("1", "2")]
-    runs: list[subprocess.Popen] = [processes.start(command, cwd=shardpair.folder) for command in commands]
-    outcomes = []
-    for run in runs:
-        out, errors = run.communicate(timeout=PATIENCE_S)
-        assert run.returncode == 0, errors
-        outcomes.append(json.loads(out))
-    losses = [one["kept"]["torch-manual"]["1"]["final_loss"] for one in outcomes]
-    assert losses[0] != losses[1]
-    assert len(list((shardpair.folder / "runs").iterdir())) == 2
+def test_two_runs_of_a_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert len({create_run_dir("check") for _ in range(3)}) == 3

@@ -57,6 +57,8 @@ def test_a_rank_of_1024_sends_what_the_closed_form_says(engine, tmp_path):
     assert {(flow.axis, flow.role) for flow in flows} >= {("dp_shard", "gather"), ("tp", "reduce")}
     assert list(mismatches(engine, resolved, flows)) == []
     assert {row.group_size for row in alone.rows if row.axis == "dp_shard"} == {128}
+    if engine == "torch-library":  # which is held to multiples alone
+        return
     other = experiment_of(dp_shard=128, zero=2, tp=8)  # the ledger of one layout is not another's
     resolved = with_remat_resolved(engine, other)
     assert list(mismatches(engine, resolved, line_up(engine, resolved, alone.rows)))
