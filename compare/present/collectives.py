@@ -1,6 +1,7 @@
 """The figures of `shardpair collectives`: time and bus bandwidth over size, a line for each way."""
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from compare.contract.collective_bench import IMPLEMENTATIONS, CollectiveRow
@@ -20,56 +21,53 @@ def in_order(rows: Iterable[CollectiveRow]) -> list[CollectiveRow]:
     return sorted(rows, key=lambda row: (row.size, ORDER.index(row.implementation)))
 
 
-def ways_of(rows: Sequence[CollectiveRow]) -> list[str]:
+def ways_of(rows: Iterable[CollectiveRow]) -> list[str]:
     """Implementations that there are, in their declared order."""
-    return [name for name in ORDER if any(row.implementation == name for row in rows)]
+    return sorted({row.implementation for row in rows}, key=ORDER.index)
 
 
-def ranks_of(rows: Sequence[CollectiveRow]) -> list[int]:
+def ranks_of(rows: Iterable[CollectiveRow]) -> list[int]:
+    """Numbers of ranks that there are."""
     return sorted({row.ranks for row in rows})
 
 
-def figures_of(every: Iterable[CollectiveRow], kind: str) -> list[Figure]:
+def figures_of(rows: Iterable[CollectiveRow], kind: str) -> list[Figure]:
     """Time and bus bandwidth of a collective over size."""
-    rows = in_order(row for row in every if row.kind == kind)
+    rows = in_order(row for row in rows if row.kind == kind)
     sizes = sorted({row.size for row in rows})
-    shown = {float(size): size_text(size) for size in sizes[:: -(-len(sizes) // MOST_TICKS)]}
 
-    def over_size(axes: "Axes", value: Callable[[CollectiveRow], float], y: str) -> None:
-        for way in ways_of(rows):
-            for place, count in enumerate(ranks_of(rows)):
-                own = [row for row in rows if (row.implementation, row.ranks) == (way, count)]
-                number = ORDER.index(way)
-                axes.plot(
-                    [row.size for row in own],
-                    [value(row) for row in own],
-                    DASHES[place % len(DASHES)],
-                    color=colour(number),
-                    marker=MARKERS[number % len(MARKERS)],
-                    markersize=4,
-                    label=way,
-                )
-        for place, count in enumerate(ranks_of(rows)):
-            axes.plot([], [], DASHES[place % len(DASHES)], color=INK, label=f"{count} ranks")
+    def draw(axes: "Axes", value: Callable[[CollectiveRow], float], y: str, *, logarithmic: str) -> None:
+        dashes = dict(zip(ranks_of(rows), itertools.cycle(DASHES), strict=False))
+        for way, count in itertools.product(ways_of(rows), dashes):
+            points = [row for row in rows if (row.implementation, row.ranks) == (way, count)]
+            number = ORDER.index(way)
+            axes.plot(
+                [row.size for row in points],
+                [value(row) for row in points],
+                dashes[count] + MARKERS[number % len(MARKERS)],
+                color=colour(number),
+                markersize=4,
+                label=way,
+            )
+        for count, dash in dashes.items():
+            axes.plot([], [], dash, color=INK, label=f"{count} ranks")
+        log_scale(axes, *logarithmic)
+        ticks(axes, {size: size_text(size) for size in sizes[:: -(-len(sizes) // MOST_TICKS)]})
         axes.set(xlabel="size (bytes; K, M, G are powers of 1024)", ylabel=y)
+        if logarithmic == "x":
+            axes.set_ylim(bottom=0)
 
-    def times(axes: "Axes") -> None:
-        over_size(axes, lambda row: row.time_us, "time (us), slowest rank")
-        log_scale(axes, "x", "y")
-        ticks(axes, shown)
-
-    def bandwidths(axes: "Axes") -> None:
-        over_size(axes, lambda row: row.busbw_gb_s, "bus bandwidth (GB/s)")
-        log_scale(axes, "x")
-        ticks(axes, shown)
-        axes.set_ylim(bottom=0)
-
+    time = "time (us), slowest rank"
     return [
-        Figure(title=f"{kind}: time over size", caption="Of the slowest rank.", draw=times),
+        Figure(
+            title=f"{kind}: time over size",
+            caption="Of the slowest rank.",
+            draw=lambda axes: draw(axes, lambda row: row.time_us, time, logarithmic="xy"),
+        ),
         Figure(
             title=f"{kind}: bus bandwidth over size",
             caption="What a rank sends on a ring, over the time.",
-            draw=bandwidths,
+            draw=lambda axes: draw(axes, lambda row: row.busbw_gb_s, "bus bandwidth (GB/s)", logarithmic="x"),
         ),
     ]
 

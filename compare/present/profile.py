@@ -8,39 +8,35 @@ from msgspec import UNSET
 
 from compare.contract.record import Record
 from compare.contract.timeline import Timeline, exposed_us, idle_us
-from compare.judge.outcome import Outcome
-from compare.judge.profile import DeviceTime, Profile
-from compare.pipeline.schedules import Kind, Schedule, make_schedule
+from compare.judge.profile import DeviceTime, EngineProfile, Profile
+from compare.pipeline.schedules import Kind, make_schedule
 from compare.pipeline.simulator import bubble_fraction, makespan, peak_in_flight
 from compare.pipeline.simulator import run as simulate
 from compare.show.figures import WIDE, Box, Figure, gantt
-from compare.show.findings import NONE, Column, Row, Table, Text
-from compare.terminal import SCHEDULES, layout_in_words
+from compare.show.findings import Column, Row, Table, Text, by_reason, written
+from compare.terminal import SCHEDULES
 
-ROWS: dict[str, Any] = {
-    "step, unwatched (ms)": lambda engine: engine.step_ms,
-    "step, watched (ms)": lambda engine: engine.watched_ms,
-    "timeline's wall (ms)": lambda engine: engine.wall_ms,
-    "forward (ms)": lambda engine: engine.mean_ms("forward_ms"),
-    "backward (ms)": lambda engine: engine.mean_ms("backward_ms"),
-    "update (ms)": lambda engine: engine.mean_ms("update_ms"),
-    "communication (ms)": lambda engine: engine.mean_ms("communication_ms"),
-    "of it exposed (ms)": lambda engine: engine.mean_ms("exposed_ms"),
-    "idle (ms)": lambda engine: engine.mean_ms("idle_ms"),
-    "cost of watching": lambda engine: engine.overhead,
-    "bubble, measured": lambda engine: engine.bubble,
-    "bubble of the schedule": lambda engine: engine.planned_bubble,
-}
-"""Those without ms are shares; the last two are of pipelines."""
+TIMES = ("forward", "backward", "update", "communication", "exposed", "idle")
 DEVICE = (
-    Column[DeviceTime]("device", lambda one: f"device {one.device}"),
-    Column[DeviceTime]("forward", lambda one: one.forward_ms, ".2f"),
-    Column[DeviceTime]("backward", lambda one: one.backward_ms, ".2f"),
-    Column[DeviceTime]("update", lambda one: one.update_ms, ".2f"),
-    Column[DeviceTime]("communication", lambda one: one.communication_ms, ".2f"),
-    Column[DeviceTime]("of it exposed", lambda one: one.exposed_ms, ".2f"),
-    Column[DeviceTime]("idle", lambda one: one.idle_ms, ".2f"),
+    Column[DeviceTime]("device", lambda device: f"device {device.device}"),
+    *(
+        Column[DeviceTime](name, lambda device, name=name: getattr(device, f"{name}_ms"), ".2f")
+        for name in TIMES
+    ),
 )
+ENGINE: tuple[Column[EngineProfile], ...] = (
+    Column("step, unwatched (ms)", lambda engine: engine.step_ms, ".1f"),
+    Column("step, watched (ms)", lambda engine: engine.watched_ms or None, ".1f"),
+    Column("timeline's wall (ms)", lambda engine: engine.wall_ms or None, ".1f"),
+    *(
+        Column(f"{name} (ms)", lambda engine, name=name: _set(engine.mean_ms(f"{name}_ms")), ".1f")
+        for name in TIMES
+    ),
+    Column("cost of watching", lambda engine: _set(engine.overhead), ".0%"),
+    Column("bubble, measured", lambda engine: _set(engine.bubble), ".0%"),
+    Column("bubble of the schedule", lambda engine: _set(engine.planned_bubble), ".0%"),
+)
+"""The last two are of pipelines."""
 MOST_BOXES = 1500
 """Of a schedule; more are a blur."""
 TASKS = {
@@ -53,9 +49,7 @@ TASKS = {
 
 def measured_figures(records: Mapping[str, Record]) -> list[Figure]:
     """The watched step of every record that has a timeline."""
-    return [
-        _measured(name, record.timeline) for name, record in records.items() if record.timeline is not None
-    ]
+    return [_measured(name, record.timeline) for name, record in records.items() if record.timeline]
 
 
 def _measured(name: str, timeline: Timeline) -> Figure:
@@ -87,76 +81,64 @@ def _measured(name: str, timeline: Timeline) -> Figure:
 
 
 def planned_figures(records: Iterable[Record]) -> list[Figure]:
-    """Every pipeline schedule that ran, once, on a clock."""
-    found = {}
-    for experiment in (record.manifest.experiment for record in records):
-        layout, passes = experiment.layout, experiment.train.gradient_accumulation_steps
-        if layout.pp > 1:
-            sizes = layout.pp, layout.microbatches * passes, layout.chunks
-            found[layout.schedule, *sizes] = schedule_figure(layout.schedule, *sizes)
-    return [one for one in found.values() if one]
-
-
-def schedule_figure(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Figure | None:
-    """A pipeline's schedule: a row for each rank, a box for each task. None where boxes would be a blur."""
-    schedule = make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
-    if sum(map(len, schedule)) > MOST_BOXES:
-        return None
-    boxes = [
-        Box(
-            slot.rank,
-            slot.start,
-            slot.end - slot.start,
-            TASKS[slot.task.kind],
-            text=str(slot.task.microbatch),
-            is_pale=slot.task.stage >= ranks,
+    """Every pipeline schedule that ran, once, on a clock; not where boxes would be a blur."""
+    plans = dict.fromkeys(
+        (layout.schedule, layout.pp, layout.microbatches * passes, layout.chunks)
+        for experiment in (record.manifest.experiment for record in records)
+        for layout, passes in [(experiment.layout, experiment.train.gradient_accumulation_steps)]
+        if layout.pp > 1
+    )
+    figures = []
+    for name, ranks, microbatches, chunks in plans:
+        schedule = make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+        if sum(map(len, schedule)) > MOST_BOXES:
+            continue
+        boxes = [
+            Box(
+                slot.rank,
+                slot.start,
+                slot.end - slot.start,
+                TASKS[slot.task.kind],
+                text=str(slot.task.microbatch),
+                is_pale=slot.task.stage >= ranks,
+            )
+            for slot in simulate(schedule)
+        ]
+        names = [f"rank {rank}" for rank in range(ranks)]
+        most = ", ".join(str(peak_in_flight(tasks)) for tasks in schedule)
+        figures.append(
+            Figure(
+                title=f"{SCHEDULES[name]}, {ranks} ranks, {microbatches} microbatches",
+                caption=f"The plan, not a measurement: makespan {makespan(schedule):g}, ranks wait "
+                f"{bubble_fraction(schedule):.0%} of the time, at most {most} activations held. A backward "
+                f"takes two forwards.",
+                draw=lambda axes, names=names, boxes=boxes: gantt(
+                    axes, names, boxes, "time, in forwards of one microbatch"
+                ),
+                width=WIDE,
+                height=0.7 + 0.3 * ranks,
+            )
         )
-        for slot in simulate(schedule)
-    ]
-    return Figure(
-        title=f"{SCHEDULES[name]}, {ranks} ranks, {microbatches} microbatches",
-        caption=f"The plan, not a measurement: {summary(schedule)}. A backward takes two forwards.",
-        draw=lambda axes: gantt(
-            axes, [f"rank {rank}" for rank in range(ranks)], boxes, "time, in forwards of one microbatch"
-        ),
-        width=WIDE,
-        height=0.7 + 0.3 * ranks,
-    )
+    return figures
 
 
-def summary(schedule: Schedule) -> str:
-    """Makespan, waiting and memory of a schedule, in words."""
-    most = ", ".join(str(peak_in_flight(tasks)) for tasks in schedule)
-    return (
-        f"makespan {makespan(schedule):g}, ranks wait {bubble_fraction(schedule):.0%} of the time, at most "
-        f"{most} activations held"
-    )
-
-
-def figures_of(profile: Profile, name: str) -> Table:
+def engine_table(profile: Profile, name: str) -> Table:
     """A column for each engine; rows that nobody has a figure for are left out."""
-    cells = {label: [_text(label, of(engine)) for engine in profile.engines] for label, of in ROWS.items()}
+    values = {column: [column.of(engine) for engine in profile.engines] for column in ENGINE}
     return Table(
         name=name,
         corner="mean over devices",
         columns=[engine.name for engine in profile.engines],
         rows=[
-            Row(Text(label), list(map(Text, row)))
-            for label, row in cells.items()
-            if any(cell != NONE for cell in row)
+            Row(Text(column.name), [Text(written(value, column.form)) for value in row])
+            for column, row in values.items()
+            if any(value is not None for value in row)
         ],
     )
 
 
-def _text(label: str, value: Any) -> str:
-    if value is UNSET:
-        return NONE
-    return f"{value:.1f}" if "(ms)" in label else f"{value:.0%}"
-
-
-def title(outcome: Outcome) -> str:
-    """What was watched."""
-    return f"One step, {layout_in_words(outcome.experiment, outcome.platform)}"
+def _set(value: Any) -> Any:
+    return None if value is UNSET else value
 
 
 def notes(profile: Profile, platform: str) -> list[str]:
@@ -165,9 +147,7 @@ def notes(profile: Profile, platform: str) -> list[str]:
         "Exposed: communication with no compute beside it. Idle: neither. Communication that compute hides "
         "counts in both rows.",
     ]
-    methods: dict[str, list[str]] = {}
-    for engine in profile.engines:
-        methods.setdefault(engine.method, []).append(engine.name)
+    methods = by_reason({engine.name: engine.method for engine in profile.engines})
     lines += [f"{', '.join(names)}: {method}" for method, names in methods.items()]
     if names := [engine.name for engine in profile.engines if (engine.overhead or 0.0) < 0]:
         lines.append(

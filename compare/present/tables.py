@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from compare.contract.communication import summed
-from compare.contract.record import Record
+from compare.contract.record import Manifest, Record
 from compare.judge.ladder import RungResult, Verdict, rungs_of
 from compare.judge.outcome import Outcome
-from compare.judge.strategy import done_words
 from compare.show.findings import NONE, Column, Row, Table, Text, table_of, written
 from compare.spec.engines.registry import ENGINES
 from compare.terminal import error_text, human_bytes, layout_in_words
@@ -161,28 +160,20 @@ def _sent(size: int, calls: int, wire: int) -> Text:
 
 
 def manifest_table(name: str, record: Record) -> Table:
-    """Circumstances of one case."""
-    manifest, done = record.manifest, done_words(record)
-    facts = {
-        "engine": manifest.engine,
-        "layout": layout_in_words(manifest.experiment, manifest.platform),
-        "devices": f"{manifest.devices} x {manifest.device_kind} ({manifest.platform})",
-        "threads": manifest.threads,
-        "versions": ", ".join(f"{package} {version}" for package, version in manifest.versions.items()),
-        "gradient synchronisation": done.gradient_sync,
-        "recomputed in backward": done.remat,
-        "compiled by": done.compiled,
-        "parameters": f"{manifest.parameters:,}",
-        "started (UTC)": manifest.started_utc,
-        "peak memory, by device": ", ".join(map(human_bytes, manifest.peak_memory_bytes)),
-        "peak memory is": manifest.peak_memory_method,
-        "initial weights, SHA-256": manifest.initial_weights_sha256,
-        "data, SHA-256": manifest.corpus_sha256,
-    }
+    """Circumstances of one case: what its manifest says in words and numbers."""
+    manifest = record.manifest
+    facts = {field: getattr(manifest, field) for field in Manifest.__struct_fields__}
+    facts |= {"layout": layout_in_words(manifest.experiment, manifest.platform)}
+    facts |= {"versions": ", ".join(f"{package} {number}" for package, number in manifest.versions.items())}
+    facts |= {"peak_memory_bytes": ", ".join(map(human_bytes, manifest.peak_memory_bytes))}
     return Table(
         name=f"How {name} was run: {ENGINES[manifest.engine].decides}",
         corner="fact",
         columns=["value"],
-        rows=[Row(Text(fact), [Text(value)]) for fact, value in facts.items() if value],
+        rows=[
+            Row(Text(field.replace("_", " ")), [Text(str(value))])
+            for field, value in facts.items()
+            if value and isinstance(value, str | int)
+        ],
         look="words",
     )

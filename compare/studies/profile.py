@@ -15,17 +15,17 @@ from compare.judge.profile import PROFILE, profile_of
 from compare.present.profile import (
     DEVICE,
     chrome_trace,
-    figures_of,
+    engine_table,
     measured_figures,
     notes,
     planned_figures,
-    title,
 )
 from compare.show.findings import Findings, table_of
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.studies.run import verdict_findings
 from compare.study import Study, beside_first
+from compare.terminal import layout_in_words
 
 TRACE = "trace.json"
 STEPS = 20
@@ -83,14 +83,15 @@ class Profile(Spread, Study, frozen=True, kw_only=True):
         records = {name: read_record(folder / name) for name in outcome.finished}
         profile = profile_of(outcome, records)
         watched = [engine for engine in profile.engines if engine.devices]
-        created, words = outcome.circumstances.created_utc[:16].replace("T", " "), title(outcome)
+        created = outcome.circumstances.created_utc[:16].replace("T", " ")
+        words = f"one step, {layout_in_words(outcome.experiment, outcome.platform)}"
         findings = verdict_findings(
             outcome,
-            title=f"{outcome.name}: {words[0].lower()}{words[1:]}",
+            title=f"{outcome.name}: {words}",
             sentence=profile.verdict,
             passed=profile.passed,
             about=[f"{outcome.circumstances.machine.system}, {outcome.device_kind}. {created} UTC."],
-            tables=[figures_of(profile, title(outcome))],
+            tables=[engine_table(profile, f"O{words[1:]}")],
             details=[
                 table_of(f"{engine.name}: every device of step {engine.step} (ms)", DEVICE, engine.devices)
                 for engine in watched
