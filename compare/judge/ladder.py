@@ -22,13 +22,7 @@ from msgspec import Struct
 
 from compare.contract.record import Record
 from compare.judge.acceptance import differing_keys, objections
-from compare.judge.conditioning import ill_conditioned
-from compare.judge.rungs import (
-    COMPARE,
-    begin_apart,
-    first_was_skipped,
-    shortened,
-)
+from compare.judge.rungs import COMPARE, first_was_skipped, resumed_from_different_checkpoints, shortened
 from compare.judge.strategy import strategy_of
 from compare.judge.tolerances import Tolerance, tolerances_for
 
@@ -96,8 +90,6 @@ class Verdict(Struct, frozen=True, kw_only=True):
     rungs: list[RungResult]
     skipped: dict[str, str] = msgspec.field(default_factory=dict)
     """Rungs that could not be compared, and why."""
-    caution: str = ""
-    """Settings under which two correct runs of this training may part (`judge.conditioning`); else empty."""
 
     @property
     def failure(self) -> RungResult | None:
@@ -125,17 +117,13 @@ class Verdict(Struct, frozen=True, kw_only=True):
         bad = self.failure
         if not math.isfinite(bad.error):
             return f"FAIL at {bad.rung}: {bad.worst}"
-        off = f"FAIL at {bad.rung}: {bad.worst} is off by {bad.error:.2e} (tolerance {bad.tolerance:.0e})"
-        return f"{off}; but this training amplifies rounding: {self.caution}" if self.caution else off
+        return f"FAIL at {bad.rung}: {bad.worst} is off by {bad.error:.2e} (tolerance {bad.tolerance:.0e})"
 
 
 def rungs_of(verdicts: Sequence[Verdict]) -> list[str]:
     """The rungs of a table: those that every run has, and those that any of these has."""
-    return [
-        rung
-        for rung in LADDER
-        if rung in RUNGS or any(verdict.error(rung) is not None for verdict in verdicts)
-    ]
+    climbed = {result.rung for verdict in verdicts for result in verdict.rungs}
+    return [rung for rung in LADDER if rung in RUNGS or rung in climbed]
 
 
 def objections_by_itself(record: Record) -> list[str]:
@@ -160,8 +148,7 @@ def climb(
     Args:
         reference: the run that counts as right, if it is what was asked for.
         candidate: the run under test; its precision decides the tolerances.
-        reference_name: what to call the reference; its engine by default.
-        name: what to call the candidate; its engine by default.
+        reference_name, name: for people; the engines by default.
         same_training: whether both must have been asked for one training; not where the spec of one was
             changed on purpose, to see which rung finds it.
 
@@ -170,7 +157,7 @@ def climb(
     """
     reference_name = reference_name or reference.manifest.engine
     name = name or candidate.manifest.engine
-    apart = begin_apart(reference, candidate)
+    apart = resumed_from_different_checkpoints(reference, candidate)
     tolerances = tolerances_for(
         candidate.manifest.experiment.precision.dtype, steps=len(candidate.steps), apart=apart
     )
@@ -188,17 +175,11 @@ def climb(
         error, worst = compared
         if len(pair[1].steps) < len(candidate.steps):
             worst += f", of the first {len(pair[1].steps)} steps, as no later one was compared"
-        results.append(_result(rung, error, worst, tolerances[rung]))
-    return Verdict(
-        candidate=name,
-        reference=reference_name,
-        rungs=results,
-        skipped=skipped,
-        caution=ill_conditioned(candidate.manifest.experiment),
-    )
+        results.append(result_of(rung, error, worst, tolerances[rung]))
+    return Verdict(candidate=name, reference=reference_name, rungs=results, skipped=skipped)
 
 
-def _result(rung: str, error: float, worst: str, tolerance: Tolerance) -> RungResult:
+def result_of(rung: str, error: float, worst: str, tolerance: Tolerance) -> RungResult:
     return RungResult(
         rung=rung,
         error=error if math.isfinite(error) else math.inf,
@@ -221,7 +202,7 @@ def _compare_requests(
         before, after = (request.experiment for request in requests)
         differ = (key for key in differing_keys(after, before) if key.startswith(OF_TRAINING))
         wrong += [f"{key} was asked for: the two are no one training" for key in differ]
-    return _result(REQUEST, math.inf if wrong else 0.0, "; ".join(wrong[:2]), tolerance)
+    return result_of(REQUEST, math.inf if wrong else 0.0, "; ".join(wrong[:2]), tolerance)
 
 
 def _why_skipped(rung: str, candidate: Record) -> str:

@@ -5,6 +5,7 @@ None means that there is nothing to compare: the runs did not leave it.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -40,7 +41,7 @@ def _compare_initial_weights(reference: Record, candidate: Record) -> Found | No
     for run in (candidate, reference):  # before the weights of a large model are drawn, slowly
         if not _has_the_shapes_of_its_model(run):
             return math.inf, f"{run.manifest.engine} left weights of another model than its experiment's"
-    if begin_apart(reference, candidate):
+    if resumed_from_different_checkpoints(reference, candidate):
         for run in (candidate, reference):
             if run.request and run.manifest.initial_weights_sha256 != starting_sha256(run.request):
                 return math.inf, f"{run.manifest.engine} begins with other weights than its checkpoint has"
@@ -52,11 +53,8 @@ def _compare_initial_weights(reference: Record, candidate: Record) -> Found | No
     if fingerprints[0] != fingerprints[1]:
         return math.inf, "their fingerprint is another one"
     request = candidate.request
-    if request is None:
-        asked = fingerprint(initial_parameters(candidate.manifest.experiment))
-    else:
-        asked = starting_sha256(request)
-    if fingerprints[0] != asked:
+    drawn = None if request else fingerprint(initial_parameters(candidate.manifest.experiment))
+    if fingerprints[0] != (starting_sha256(request) if request else drawn):
         given = bool(request and (request.init_from or request.resume))
         source = "were given" if given else "the seed gives"
         return math.inf, f"both runs begin with other weights than {source}"
@@ -72,7 +70,7 @@ def _has_the_shapes_of_its_model(run: Record) -> bool:
     return {name: found.shape(name) for name in found} == expected
 
 
-def begin_apart(reference: Record, candidate: Record) -> bool:
+def resumed_from_different_checkpoints(reference: Record, candidate: Record) -> bool:
     """Whether each goes on from a checkpoint of its own."""
     runs = [run.request.resume for run in (reference, candidate) if run.request and run.request.resume]
     return len(runs) == 2 and runs[0].checkpoint != runs[1].checkpoint
@@ -88,21 +86,20 @@ def _compare_moments(reference: Record, candidate: Record) -> Found | None:
     return max(found) if found else None
 
 
-def _compare_tensors(reference: Record, candidate: Record, rung: Rung) -> Found | None:
+def _compare_tensors(reference: Record, candidate: Record, rung: Rung, **how: Any) -> Found | None:
+    """None for a rung that was not asked for; a failure if it was, and both runs lack it."""
     expected, found = read_tensors(reference.folder, rung), read_tensors(candidate.folder, rung)
-    if not expected and not found:
-        return _missing(candidate, rung)
-    return worst_tensor(found, expected)
+    if expected or found:
+        return worst_tensor(found, expected, **how)
+    asked = rungs_asked_for(candidate.request) if candidate.request else ()
+    return (math.inf, "neither run left it") if rung in asked else None
 
 
 def _compare_weights(reference: Record, candidate: Record, rung: Rung) -> Found | None:
-    expected, found = read_tensors(reference.folder, rung), read_tensors(candidate.folder, rung)
-    if not expected and not found:
-        return _missing(candidate, rung)
-    if candidate.manifest.experiment.precision.dtype == "float64":
-        return worst_tensor(found, expected, select=without_key_bias)
-    begin = read_tensors(reference.folder, Rung.INITIAL_WEIGHTS)
-    return worst_tensor(found, expected, select=without_key_bias, since=begin or None)
+    begin = None
+    if candidate.manifest.experiment.precision.dtype != "float64":
+        begin = read_tensors(reference.folder, Rung.INITIAL_WEIGHTS) or None
+    return _compare_tensors(reference, candidate, rung, select=without_key_bias, since=begin)
 
 
 def _compare_first_updates(reference: Record, candidate: Record) -> Found | None:
@@ -113,12 +110,6 @@ def _compare_first_updates(reference: Record, candidate: Record) -> Found | None
         if found is not None and (worst is None or found[0] > worst[0]):
             worst = found[0], f"{whose}{found[1]}, against the update of its own gradients,"
     return worst
-
-
-def _missing(candidate: Record, rung: Rung) -> Found | None:
-    """None for a rung that was not asked for; a failure if it was, and both runs lack it."""
-    asked = rungs_asked_for(candidate.request) if candidate.request else ()
-    return (math.inf, "neither run left it") if rung in asked else None
 
 
 def _compare_norm(reference: Record, candidate: Record) -> Found:
@@ -133,20 +124,10 @@ def _compare_norm(reference: Record, candidate: Record) -> Found:
     return worst
 
 
-def _compare_first(field: str):
-    def compare(reference: Record, candidate: Record) -> Found:
-        return _worst_step(reference.steps[:1], candidate.steps[:1], field)
-
-    return compare
-
-
-def _compare_curve(field: str):
-    def compare(reference: Record, candidate: Record) -> Found:
-        if len(reference.steps) != len(candidate.steps):
-            return math.inf, f"{len(candidate.steps)} steps instead of {len(reference.steps)}"
-        return _worst_step(reference.steps, candidate.steps, field)
-
-    return compare
+def _compare_curve(reference: Record, candidate: Record, field: str) -> Found:
+    if len(reference.steps) != len(candidate.steps):
+        return math.inf, f"{len(candidate.steps)} steps instead of {len(reference.steps)}"
+    return _worst_step(reference.steps, candidate.steps, field)
 
 
 def _compare_evaluations(reference: Record, candidate: Record) -> Found | None:
@@ -217,7 +198,7 @@ def _worst_number(numbers: list[tuple[str, float, float]]) -> Found:
 COMPARE: dict[str, Callable[[Record, Record], Found | None]] = {
     "batch": _compare_batch,
     "initial_weights": _compare_initial_weights,
-    "loss": _compare_first("loss"),
+    "loss": lambda a, b: _worst_step(a.steps[:1], b.steps[:1], "loss"),
     "loss_scale": _compare_loss_scales,
     "gradients": lambda *runs: _compare_tensors(*runs, Rung.GRADIENTS),
     "grad_norm": _compare_norm,
@@ -226,8 +207,8 @@ COMPARE: dict[str, Callable[[Record, Record], Found | None]] = {
     "first_update": _compare_first_updates,
     "later_weights": lambda *runs: _compare_weights(*runs, Rung.LATER_WEIGHTS),
     "final_weights": lambda *runs: _compare_weights(*runs, Rung.FINAL_WEIGHTS),
-    "loss_curve": _compare_curve("loss"),
-    "norm_curve": _compare_curve("grad_norm"),
+    "loss_curve": lambda *runs: _compare_curve(*runs, "loss"),
+    "norm_curve": lambda *runs: _compare_curve(*runs, "grad_norm"),
     "evaluations": _compare_evaluations,
     "strategy": _compare_strategies,
 }

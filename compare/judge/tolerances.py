@@ -21,108 +21,86 @@ class Tolerance(Struct, frozen=True):
     """Number of first steps that it holds for; 0 for all. The verdict says so."""
 
 
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 _EXACT = Tolerance(0.0, "copied, never computed: bitwise equal")
-_ASKED = Tolerance(0.0, "what ran is what was asked for, to the last field, step and tensor")
-
+_OF_ALL = {
+    "request": Tolerance(0.0, "what ran is what was asked for, to the last field, step and tensor"),
+    "batch": _EXACT,
+    "initial_weights": _EXACT,
+}
 _DONE = Tolerance(0.0, "what was done, as it was observed, is what was asked for: settings are equal or not")
 _SAME_OVERFLOWS = Tolerance(
     0.0,
     "the same steps are skipped; engines and layouts sum over different numbers of rows in 16 bits, and may "
     "part at the edge of an overflow: lower precision.loss_scale to compare away from it",
 )
-
-TOLERANCES: dict[str, dict[str, Tolerance]] = {
-    "float64": {
-        "request": _ASKED,
-        "batch": _EXACT,
-        "initial_weights": _EXACT,
-        "loss": Tolerance(1e-10, "sums in another order; worst measured 2e-16"),
-        "gradients": Tolerance(1e-10, "sums in another order, through all layers; worst measured 2e-15"),
-        "grad_norm": Tolerance(1e-10, "one sum over all gradients; worst measured 4e-16"),
-        "first_weights": Tolerance(
-            1e-10,
-            "Adam divides a gradient by its own size, and small ones carry more rounding: 6e-13 measured",
-        ),
-        "first_moments": Tolerance(1e-10, "gradients, and their squares: twice their error; 2e-15 measured"),
-        "first_update": Tolerance(1e-10, "the formulas, on the run's own gradients; 5e-16 measured"),
-        "later_weights": Tolerance(
-            1e-10, "rounding of 20 steps, each fed back into the next; 4e-13 measured"
-        ),
-        "final_weights": Tolerance(1e-10, "as after 20 steps, for as long as the run is"),
-        "loss_curve": Tolerance(1e-10, "the same, seen through the loss: 6e-16 over 20 steps measured"),
-        "norm_curve": Tolerance(1e-10, "the same, through the gradients; 6e-16 over 30 steps measured"),
-    },
-    "float32": {
-        "request": _ASKED,
-        "batch": _EXACT,
-        "initial_weights": _EXACT,
-        "loss": Tolerance(1e-6, "a few units in the last place (6e-8 each); worst measured 2e-7"),
-        "gradients": Tolerance(1e-5, "relative to the largest of the tensor; worst measured 1e-6"),
-        "grad_norm": Tolerance(1e-5, "one sum over all gradients; worst measured 2e-7"),
-        "first_weights": Tolerance(
-            1e-2,
-            "Adam makes every gradient an update of about lr, however small: where rounding decides its sign "
-            "the weights part by 2 lr. Key biases left out: 1e-4 over all layouts, 8e-4 seen on 8 devices",
-        ),
-        "first_moments": Tolerance(1e-5, "gradients, and their squares: twice their error; 2e-6 measured"),
-        "first_update": Tolerance(2e-6, "the same, and weights of 24 bits; worst measured 2.4e-7"),
-        "later_weights": Tolerance(1e-2, "as after the first step, 20 times; worst measured 5e-5"),
-        "final_weights": Tolerance(1e-2, "as after 20 steps, for as long as the run is"),
-        "loss_curve": Tolerance(
-            1e-3, "rounding fed back at every step; 1e-5 over 120 steps and 2e-5 over 2000 measured"
-        ),
-        "norm_curve": Tolerance(1e-2, "the same, through the gradients; 5e-4 over 2000 steps measured"),
-    },
-    "bfloat16": {
-        "request": _ASKED,
-        "batch": _EXACT,
-        "initial_weights": _EXACT,
-        "loss": Tolerance(1e-4, "products keep 8 bits (4e-3 each), averaged over all tokens; 3e-6 measured"),
-        "gradients": Tolerance(5e-2, "8 bits, rounded at other places in each framework; 1.3e-2 measured"),
-        "grad_norm": Tolerance(5e-3, "averaged over all gradients; 6e-4 measured"),
-        "first_weights": Tolerance(
-            1.4,
-            "of how far the tensor moved (rms). Adam moves every weight by about lr: where 8 bits decide "
-            "the sign of a gradient, engines part by 2 lr. Signs at random would be 1.4, an update the "
-            "other way is 2; 7.1e-1 measured, key biases left out",
-        ),
-        "first_moments": Tolerance(1e-1, "gradients, and their squares: twice their error; 2.5e-2 measured"),
-        "first_update": Tolerance(2e-6, "weights, gradients and moments are float32: as there"),
-        "later_weights": Tolerance(
-            0.7,
-            "of how far it moved in 20 steps, in which such signs average out; 2.1e-1 measured. Weights that "
-            "did not move are 1",
-        ),
-        "final_weights": Tolerance(0.7, "as after 20 steps, for as long as the run is; 2.4e-1 measured"),
-        "loss_curve": Tolerance(2e-2, "rounding fed back at every step; 5e-5 over 20 steps measured"),
-        "norm_curve": Tolerance(
-            1e-1,
-            "the same, through the gradients; 2e-3 over 20 steps measured. Later ones are not held: in the "
-            "same engine a change of 1e-7 in the initial weights moves the norm of one of 200 steps by 0.6",
-            steps=20,
-        ),
-    },
-    "float16": {
-        "request": _ASKED,
-        "batch": _EXACT,
-        "initial_weights": _EXACT,
-        "loss": Tolerance(1e-5, "products keep 11 bits (5e-4 each), averaged over all tokens; 1e-6 measured"),
-        "gradients": Tolerance(2e-2, "11 bits, rounded at other places in each framework; 2.6e-3 measured"),
-        "grad_norm": Tolerance(1e-3, "averaged over all gradients; 5e-5 measured"),
-        "first_weights": Tolerance(
-            0.7,
-            "of how far the tensor moved (rms), as in bfloat16: 11 bits lose few signs; 7.1e-2 measured",
-        ),
-        "first_moments": Tolerance(4e-2, "gradients, and their squares: twice their error; 4e-3 measured"),
-        "first_update": Tolerance(2e-6, "weights, gradients and moments are float32: as there"),
-        "later_weights": Tolerance(0.1, "of how far it moved in 20 steps; 1e-2 measured"),
-        "final_weights": Tolerance(0.1, "as after 20 steps, for as long as the run is; 1e-2 measured"),
-        "loss_curve": Tolerance(2e-3, "rounding fed back at every step; 8e-6 over 20 steps measured"),
-        "norm_curve": Tolerance(1e-2, "the same, through the gradients; 1e-4 over 20 steps measured"),
-    },
+_LIMITS: dict[str, tuple[str, tuple[float, ...], tuple[float, ...]]] = {
+    "loss": (
+        "sums in another order, averaged over all tokens",
+        (1e-10, 1e-6, 1e-4, 1e-5),
+        (2e-16, 2e-7, 3e-6, 1e-6),
+    ),
+    "gradients": (
+        "products are rounded at other places, relative to the largest of the tensor",
+        (1e-10, 1e-5, 5e-2, 2e-2),
+        (2e-15, 1e-6, 1.3e-2, 2.6e-3),
+    ),
+    "grad_norm": ("one sum over all gradients", (1e-10, 1e-5, 5e-3, 1e-3), (4e-16, 2e-7, 6e-4, 5e-5)),
+    "first_weights": (
+        "Adam makes every gradient an update of about lr, however small: where rounding decides its sign "
+        "weights part by 2 lr; key biases left out. In 16 bits of how far the tensor moved (rms): signs at "
+        "random would be 1.4, an update the other way is 2",
+        (1e-10, 1e-2, 1.4, 0.7),
+        (6e-13, 8e-4, 7.1e-1, 7.1e-2),
+    ),
+    "first_moments": (
+        "gradients, and their squares: twice their error",
+        (1e-10, 1e-5, 1e-1, 4e-2),
+        (2e-15, 2e-6, 2.5e-2, 4e-3),
+    ),
+    "first_update": (
+        "the formulas, on the run's own gradients; below float64 weights of 24 bits",
+        (1e-10, 2e-6, 2e-6, 2e-6),
+        (5e-16, 2.4e-7, 2.4e-7, 2.4e-7),
+    ),
+    "later_weights": (
+        "rounding of 20 steps, each fed back into the next. In 16 bits of how far the tensor moved: wrong "
+        "signs average out, and weights that did not move are 1",
+        (1e-10, 1e-2, 0.7, 0.1),
+        (4e-13, 5e-5, 2.1e-1, 1e-2),
+    ),
+    "final_weights": (
+        "as after 20 steps, for as long as the run is",
+        (1e-10, 1e-2, 0.7, 0.1),
+        (4e-13, 5e-5, 2.4e-1, 1e-2),
+    ),
+    "loss_curve": (
+        "rounding fed back at every step",
+        (1e-10, 1e-3, 2e-2, 2e-3),
+        (6e-16, 2e-5, 5e-5, 8e-6),
+    ),
+    "norm_curve": (
+        "rounding fed back at every step, through the gradients",
+        (1e-10, 1e-2, 1e-1, 1e-2),
+        (6e-16, 5e-4, 2e-3, 1e-4),
+    ),
 }
-
-
+"""Rung -> the reason, and for each of DTYPES the limit and the worst error measured."""
+_NORMS_OF_BFLOAT16 = 20
+"""Steps whose norms are held: later, a change of 1e-7 in the initial weights moves the norm of one of 200
+steps by 0.6 in the same engine."""
+TOLERANCES: dict[str, dict[str, Tolerance]] = {
+    dtype: _OF_ALL
+    | {
+        rung: Tolerance(
+            limits[place],
+            f"{why}; worst measured {measured[place]:g}",
+            steps=_NORMS_OF_BFLOAT16 if (rung, dtype) == ("norm_curve", "bfloat16") else 0,
+        )
+        for rung, (why, limits, measured) in _LIMITS.items()
+    }
+    for place, dtype in enumerate(DTYPES)
+}
 LATER_STEPS = 20
 """After which `later_weights` are measured."""
 _HOW_FAR = ("later_weights", "final_weights")
