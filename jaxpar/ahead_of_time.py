@@ -12,17 +12,17 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Sharding
 
-from compare.contract.ahead_of_time import AheadRequest, CompiledAhead, Compiler, Waited
+from compare.contract.absent import AbsentRequest, CompiledAhead, Compiler
+from compare.contract.ledger import Ledger
 from compare.contract.timing import Stopwatch
 from compare.host.facts import MissingPackageError, versions
 from compare.numerics.parameters import storage_dtype
 from compare.spec.experiment import Experiment, ExperimentError
 from jaxpar.comm.mesh import mesh_over
 from jaxpar.configuration import PACKAGES
-from jaxpar.measure.hlo import Collective, collectives
-from jaxpar.measure.ledger import SCALAR, axis_of, communications
+from jaxpar.measure.ledger import communications
 from jaxpar.measure.memory import planned_memory, resident_bytes
 from jaxpar.optimizer import moments_like
 from jaxpar.placement import Placement
@@ -33,7 +33,7 @@ COMPILERS: dict[Compiler, str] = {"tpu": "libtpu", "cuda": "jax-cuda13-plugin"}
 """The package that each comes with."""
 
 
-def compile_step_ahead(request: AheadRequest) -> CompiledAhead:
+def compile_step_ahead(request: AbsentRequest) -> CompiledAhead:
     """Compile the step of a layout for absent devices, and read what the compiler made of it.
 
     Raises:
@@ -60,15 +60,13 @@ def compile_step_ahead(request: AheadRequest) -> CompiledAhead:
         except jax.errors.JaxRuntimeError as error:  # it does not fit, or the chip has no such operation
             first = str(error).partition("\n")[0]
             raise ExperimentError(f"--compile: {request.topology}: {first}") from None
-    text, problems = step.as_text() or "", []
     analysis: Any = step.memory_analysis()
+    problems: list[str] = []
     return CompiledAhead(
-        rows=communications(text, mesh.shape, problems=problems),
-        problems=problems,
-        waited=_waited(collectives(text, mesh.shape, problems=[]), mesh),
+        ledger=Ledger(
+            rows=communications(step.as_text() or "", mesh.shape, problems=problems), problems=problems
+        ),
         state_bytes=resident_bytes((state.params, state.opt_state), devices)[0],
-        argument_bytes=analysis.argument_size_in_bytes,
-        temporary_bytes=analysis.temp_size_in_bytes,
         peak_bytes=analysis.peak_memory_in_bytes or planned_memory(step),
         compile_s=clock.cpu_s,
         device=devices[0].device_kind,
@@ -126,17 +124,3 @@ def _state_like(sharded: ShardedStep, optimizer: Any, experiment: Experiment) ->
         moments_like(optimizer, params, at_rest),
     )
     return TrainState(params=params, opt_state=opt_state)
-
-
-def _waited(found: list[Collective], mesh: Mesh) -> list[Waited]:
-    """Bytes of collectives that are hidden behind other work, and of those that are not; scalars left out."""
-    sums: dict[tuple[str, str], list[int]] = {}
-    for one in found:
-        axis, size = axis_of(one, mesh.shape)
-        if size > 1 and max(one.arrays) > SCALAR:
-            row = sums.setdefault((one.kind, axis), [0, 0])
-            row[one.is_waited_for] += one.calls * sum(one.arrays)
-    return [
-        Waited(kind=kind, axis=axis, hidden_bytes=hidden, waited_bytes=waited)
-        for (kind, axis), (hidden, waited) in sums.items()
-    ]

@@ -12,7 +12,7 @@ import msgspec
 
 from compare.checkpoint.description import DESCRIPTION
 from compare.checkpoint.reader import read_description
-from compare.contract.ahead_of_time import read_ahead_request
+from compare.contract.absent import read_absent_request
 from compare.contract.ceiling import read_ceiling_request
 from compare.host.facts import cores, versions
 from compare.numerics.parameters import storage_dtype
@@ -32,7 +32,7 @@ def answer(arguments: Namespace) -> None:
 
         print(msgspec.json.encode(measure_ceiling(request)).decode())
     elif arguments.compile:
-        ahead = read_ahead_request(arguments.compile)
+        ahead = read_absent_request("--compile", arguments.compile)
         configure_products("cpu", ahead.experiment.precision.product_dtype)
         from jaxpar.ahead_of_time import compile_step_ahead
 

@@ -109,10 +109,10 @@ def _ceiling(text: str) -> int:
 def _alone(text: str) -> int:
     import msgspec
 
-    from compare.contract.rank_alone import read_rank_alone_request
+    from compare.contract.absent import read_absent_request
 
     try:
-        request = read_rank_alone_request(text)
+        request = read_absent_request("--alone", text)
         from torchpar.alone import run_alone
 
         print(msgspec.json.encode(run_alone(request)).decode(), flush=True)

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from compare.contract.rank_alone import RankAlone, RankAloneRequest
+from compare.contract.absent import AbsentRequest, RankAlone
+from compare.contract.ledger import Ledger
 from compare.contract.request import Request
 from compare.numerics.boxes import Box, whole
 from compare.numerics.parameters import parameter_table, storage_dtype
 from compare.numerics.stream import arrays_of_step
 from compare.numerics.weights import OneByOne, Weights
-from compare.spec.experiment import Experiment, edited
+from compare.spec.experiment import Experiment, ExperimentError, edited
 from torchpar.comm.mesh import make_mesh
 from torchpar.comm.process_groups import join_absent
 from torchpar.launch import Heartbeat, Rank
@@ -42,20 +43,17 @@ class NoWeights(OneByOne, Weights):
         return [np.zeros(box.shape, self._dtype) for box in boxes]
 
 
-def run_alone(request: RankAloneRequest) -> RankAlone:
-    """Train as one rank among others that are not there; of one step say what it sends and keeps.
-
-    Args:
-        request: the engine, the experiment and the rank.
-    """
+def run_alone(request: AbsentRequest) -> RankAlone:
+    """Train as the first rank among others that are not there; of one step say what it sends and keeps."""
     steps = INSTRUMENTED_STEP + 1
     experiment = edited(request.experiment, {"train": {"max_iters": steps, "eval_interval": 0}})
     ranks = experiment.layout.devices
-    join_absent(rank=request.rank, world_size=ranks)
+    if ranks == 1:
+        raise ExperimentError("--alone: one device has no others")
+    join_absent(world_size=ranks)
     torch.set_num_threads(1)
-    heartbeat = Heartbeat(ranks)
-    rank = Rank(rank=request.rank, world_size=ranks, local_rank=0, heartbeat=heartbeat)
-    mesh = make_mesh(experiment.layout, rank=request.rank, device=torch.device("cpu"))
+    rank = Rank(rank=0, world_size=ranks, local_rank=0, heartbeat=Heartbeat(ranks))
+    mesh = make_mesh(experiment.layout, rank=0, device=torch.device("cpu"))
     asked = Request(engine=request.engine, experiment=experiment)
     with HollowMode():
         run = build_run(asked, mesh, rank, NoWeights(experiment))
@@ -65,7 +63,7 @@ def run_alone(request: RankAloneRequest) -> RankAlone:
         with instruments.watch():
             _train_step(run, steps - 1, instruments)
     memory, _, ledger = instruments.findings()
-    return RankAlone(rows=list(ledger.rows), problems=list(ledger.problems), memory=memory)
+    return RankAlone(ledger=Ledger(rows=ledger.rows, problems=list(ledger.problems)), memory=memory)
 
 
 def _train_step(run: Run, step: int, instruments: Instruments | None = None) -> None:

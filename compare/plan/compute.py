@@ -1,19 +1,24 @@
-"""Seconds of a device's own work in a step: products, attention, what lies between them, and the update.
+"""A device's own work in a step, operation by operation.
 
-    product      max(FLOPs / (sustained x share), bytes / memory bandwidth): a roofline. The share falls with
-                 size (PRODUCTS); the sustained rate is the machine's, or SUSTAINED of its peak
-    attention    fused: half the FLOPs, as masked scores are skipped, at the machine's share of the peak;
-                 backward 2.5 times forward, as it computes scores again. Else two products, and every score
-                 in memory
-    vectors      bytes / memory bandwidth; so the loss, casts of weights, sums of gradients and the update
+    product      max(2 m k n FLOPs / (sustained x share), bytes / memory bandwidth): a roofline. The share
+                 falls with size (PRODUCTS); the sustained rate is the machine's, or SUSTAINED of its peak
+    attention    4 a T FLOPs a token, a the width of all heads. Fused: half of them, as masked scores are
+                 skipped, at the machine's share of the peak; backward 2.5 times forward, as it computes
+                 scores again. Else two products, and every score in memory
+    vectors      bytes / memory bandwidth: norms 4C, sums with the residual 6C, the MLP's activation each of
+                 its inputs and its result; the loss, casts of weights, sums of gradients and the update
 
-Source of PRODUCTS, SUSTAINED and MEMORY: Calculon (arXiv 2310.06003, systems/a100_80g.json), its steps joined
-by lines. They are the same on every chip, and were not fitted to a row that is predicted.
+Backward has two products for each of forward's, and twice its vectors. tp splits what is inside of its
+regions; sequence parallelism the norms and sums as well.
+
+Sources: Megatron (arXiv 1909.08053); FlashAttention-2 (2307.08691). PRODUCTS, SUSTAINED and MEMORY: Calculon
+(2310.06003, systems/a100_80g.json), its steps joined by lines. They are the same on every chip, and were not
+fitted to a row that is predicted.
 """
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from msgspec import Struct
@@ -21,34 +26,94 @@ from msgspec import Struct
 from compare.judge.closed_forms.communication import microbatches_of
 from compare.judge.closed_forms.memory import elements_of_stage
 from compare.numerics.optimizer import moment_names
+from compare.numerics.parameters import MLP_RATIO
 from compare.plan.machine import Machine
-from compare.plan.traffic import NOTHING
-from compare.plan.work import Product, Shape
 from compare.spec.axes import SHARDED_FROM
-from compare.spec.experiment import Experiment, ExperimentError
+from compare.spec.experiment import Experiment, ExperimentError, Model
 
 SUSTAINED, MEMORY = 0.95, 0.90
 PRODUCTS = [(1e6, 0.1 / 0.95), (1e9, 0.6 / 0.95), (16e9, 0.9 / 0.95), (128e9, 1.0)]
 """FLOPs of a product, and the share of the sustained rate that it reaches."""
 FUSED_BACKWARD = 2.5
+SCORES = 6
+"""Times that each score is written or read where attention is not fused."""
 LOGITS = 6 * 4.0
 """Bytes of a logit, in float32, that the loss and its gradient read or write."""
 UPDATED, MOMENT, SUMMED, CAST = 4 * 4.0, 2 * 4.0, 3 * 4.0, 4.0 + 2.0
 """Bytes of a parameter: clipping reads a gradient, the optimizer reads it again, and reads and writes the
 weight and each moment; a pass adds its gradient to the sum; a cast reads 32 bits and writes 16."""
 
-Part = Literal["products", "attention", "vectors", "recomputed", "tensor", "pipeline", "data", "update"]
+Part = Literal["products", "attention", "vectors", "again", "tp", "pp", "dp", "update"]
+PARTS: tuple[Part, ...] = get_args(Part)
+"""What the time of a step is spent on; of collectives, what nothing hides."""
 
 
 class Term(Struct, frozen=True, kw_only=True):
     """One summand of a step's time."""
 
     part: Part
-    what: str
+    label: str
     seconds: float
-    formula: str
     forward: float = 1 / 3
     """Share of it that is in forward."""
+
+
+class Shape(Struct, frozen=True, kw_only=True):
+    """Sizes of a transformer, as far as its work depends on them."""
+
+    layers: int
+    width: int
+    """C: of the residual stream."""
+    attention: int
+    """a: heads times their width."""
+    keys: int
+    """Heads of keys and of values, times their width: a, or less with grouped queries."""
+    mlp: int
+    """Width inside the MLP."""
+    gates: int = 1
+    """Products into the MLP: two where one gates the other (SwiGLU)."""
+    vocabulary: int
+    context: int
+    """T: tokens of a sequence."""
+    heads: int
+
+    def block_products(self, tokens: float, tp: int) -> list[tuple[float, float, float]]:
+        """(m, k, n) of those of one block's forward on a device: q, k, v; out; up; down."""
+        width, attention, mlp = self.width, self.attention / tp, self.mlp / tp
+        into = attention + 2 * self.keys / tp
+        return [(tokens, w, n) for w, n in ((width, into), (attention, width))] + [
+            (tokens, width, self.gates * mlp),
+            (tokens, mlp, width),
+        ]
+
+    def attention_flops(self, tokens: float, tp: int) -> float:
+        """Of one block's forward, nothing skipped."""
+        return 4.0 * tokens * self.context * self.attention / tp
+
+    @property
+    def block_parameters(self) -> float:
+        """Weights of the products of one block."""
+        return sum(k * n for _, k, n in self.block_products(1, 1))
+
+    @property
+    def flops_per_token(self) -> float:
+        """Forward and backward, as MFU counts them: no recomputation, masked scores included."""
+        weights = self.layers * self.block_parameters + self.vocabulary * self.width
+        return 6.0 * weights + 3 * self.layers * self.attention_flops(1, 1)
+
+
+def shape_of(model: Model) -> Shape:
+    """Sizes of nanoGPT's model."""
+    return Shape(
+        layers=model.n_layer,
+        width=model.n_embd,
+        attention=model.n_embd,
+        keys=model.n_embd,
+        mlp=MLP_RATIO * model.n_embd,
+        vocabulary=model.vocab_size,
+        context=model.block_size,
+        heads=model.n_head,
+    )
 
 
 class Ways(Struct, frozen=True, kw_only=True):
@@ -66,8 +131,8 @@ class Ways(Struct, frozen=True, kw_only=True):
     """As `layout.remat`, resolved; or half: dots, and every second product; or selective: attention alone."""
     casts: bool = False
     """Whether weights are cast to 16 bits in every pass."""
-    scale: Mapping[str, float] = NOTHING
-    """By purpose, what the closed forms' bytes are multiplied by."""
+    scale: Mapping[str, float] = {}
+    """By purpose, what the textbook's bytes are multiplied by: other widths, another model."""
 
 
 class Setting(Struct, frozen=True, kw_only=True):
@@ -109,35 +174,31 @@ class Setting(Struct, frozen=True, kw_only=True):
         """Times that a device runs a block's forward."""
         return self.passes * self.shape.layers / self.experiment.layout.pp
 
-    def product_s(self, product: Product) -> float:
+    def product_s(self, m: float, k: float, n: float) -> float:
         """Seconds of one product: the slower of its FLOPs and its bytes."""
-        by_flops = product.flops / (self.sustained * self._share(product.flops))
-        return max(by_flops, product.numbers * self.ways.number / self.memory)
+        size = (m * k + k * n + m * n) * self.ways.number
+        return max(self._flops_s(2.0 * m * k * n), size / self.memory)
 
     def block_product_s(self) -> float:
         """Seconds of one block's products, forward."""
-        return sum(map(self.product_s, self.shape.block_products(self.tokens, self.experiment.layout.tp)))
+        products = self.shape.block_products(self.tokens, self.experiment.layout.tp)
+        return sum(self.product_s(*product) for product in products)
 
-    def attention_s(self) -> tuple[float, float, str]:
-        """Seconds of one block's attention, forward and backward, and how they come about."""
+    def attention_s(self) -> tuple[float, float]:
+        """Seconds of one block's attention, forward and backward."""
         tp = self.experiment.layout.tp
         flops = self.shape.attention_flops(self.tokens, tp)
         if self.ways.fused:
-            share = self.machine.attention
-            forward = flops / 2 / (share * self.peak)
-            how = f"{flops / 2e9:,.3g} GFLOP / ({share:g} x {self.peak / 1e12:g} TFLOP/s)"
-            return forward, FUSED_BACKWARD * forward, f"{how} x (1 + {FUSED_BACKWARD})"
-        size = self.ways.number * self.shape.score_numbers(self.tokens, tp)
-        forward = flops / (self.sustained * self._share(flops)) + size / self.memory
-        return forward, 2 * forward, f"3 x ({flops / 1e9:,.3g} GFLOP, and {size / 1e6:,.1f} MB of scores)"
+            forward = flops / 2 / (self.machine.attention * self.peak)
+            return forward, FUSED_BACKWARD * forward
+        scores = SCORES * self.tokens * self.shape.context * self.shape.heads / tp
+        forward = self._flops_s(flops) + self.ways.number * scores / self.memory
+        return forward, 2 * forward
 
-    def _share(self, flops: float) -> float:
+    def _flops_s(self, flops: float) -> float:
         sizes, shares = zip(*(self.machine.products or PRODUCTS), strict=True)
-        return float(np.interp(math.log(max(flops, 1.0)), np.log(sizes), shares))
-
-    def per_s(self, size: float) -> str:
-        """Bytes over bandwidth, as formulas have it."""
-        return f"{size / 1e6:,.2f} MB / {self.memory / 1e9:,.4g} GB/s"
+        share = float(np.interp(math.log(max(flops, 1.0)), np.log(sizes), shares))
+        return flops / (self.sustained * share)
 
 
 def peak_of(machine: Machine, dtype: str) -> float:
@@ -150,91 +211,54 @@ def peak_of(machine: Machine, dtype: str) -> float:
     return machine.peak[dtype]
 
 
-def own_work(setting: Setting) -> list[Term]:
+def block_terms(setting: Setting) -> list[Term]:
     """Products, attention and vectors of a rank's blocks in all passes, and what is computed anew."""
     layout, shape, ways, times = setting.experiment.layout, setting.shape, setting.ways, setting.blocks
-    products = shape.block_products(setting.tokens, layout.tp)
-    forward, backward, how = setting.attention_s()
+    forward, backward = setting.attention_s()
     split = layout.tp if layout.sequence_parallel else 1
-    size = ways.stream * shape.stream_numbers(setting.tokens, split)
-    size += ways.number * shape.mlp_numbers(setting.tokens, layout.tp)
-    vectors, once = size / setting.memory, setting.block_product_s()
+    size = ways.stream * 10.0 * setting.tokens * shape.width / split
+    size += ways.number * setting.tokens * (shape.gates + 1) * shape.mlp / layout.tp
+    vectors, products = size / setting.memory, setting.block_product_s()
     attention = 0.0 if ways.fused and ways.remat == "dots" else forward  # its result is kept
     again = {
         "none": 0.0,
         "selective": attention,
         "dots": vectors + attention,
-        "half": vectors + once / 2,
-        "full": once + forward + vectors,
+        "half": vectors + products / 2,
+        "full": products + forward + vectors,
     }[ways.remat]
-    said = ", ".join(
-        f"{one.name} {one.flops / 1e9:,.4g} GFLOP {setting.product_s(one) * 1e6:,.1f} us" for one in products
-    )
+    share = forward / (forward + backward)
     return [
-        Term(part="products", what="blocks", seconds=3 * times * once, formula=f"{times:g} x 3 x ({said})"),
-        Term(
-            part="attention",
-            what="scores and their sums",
-            seconds=times * (forward + backward),
-            forward=forward / (forward + backward),
-            formula=f"{times:g} x {how}",
-        ),
-        Term(
-            part="vectors",
-            what="norms, activation, residual",
-            seconds=3 * times * vectors,
-            formula=f"{times:g} x 3 x {setting.per_s(size)}",
-        ),
-        Term(
-            part="recomputed",
-            what="forward again",
-            seconds=times * again,
-            forward=0.0,
-            formula=f"{times:g} x {again * 1e6:,.1f} us of forward: remat = {ways.remat}",
-        ),
+        Term(part="products", label="blocks", seconds=3 * times * products),
+        Term(part="attention", label="attention", seconds=times * (forward + backward), forward=share),
+        Term(part="vectors", label="norms, activation, residual", seconds=3 * times * vectors),
+        Term(part="again", label=f"remat = {ways.remat}", seconds=times * again, forward=0.0),
     ]
 
 
-def head_and_loss(setting: Setting) -> list[Term]:
+def head_terms(setting: Setting) -> list[Term]:
     """Logits and loss, on the rank that has them; computed anew where they come in parts."""
-    chunks = setting.experiment.train.loss_chunks
-    product = setting.shape.head_product(setting.tokens / chunks, setting.experiment.layout.tp)
-    once, times, turns = setting.product_s(product), setting.passes * chunks, 4 if chunks > 1 else 3
-    size = LOGITS * product.m * product.n
+    chunks, shape = setting.experiment.train.loss_chunks, setting.shape
+    tokens, columns = setting.tokens / chunks, shape.vocabulary / setting.experiment.layout.tp
+    times, turns = setting.passes * chunks, 4 if chunks > 1 else 3
+    head, loss = setting.product_s(tokens, shape.width, columns), LOGITS * tokens * columns / setting.memory
     return [
-        Term(
-            part="products",
-            what="head",
-            seconds=turns * times * once,
-            formula=f"{times:g} x {turns} x {product.flops / 1e9:,.4g} GFLOP {once * 1e6:,.1f} us",
-        ),
-        Term(
-            part="vectors",
-            what="loss",
-            seconds=times * size / setting.memory,
-            formula=f"{times:g} x {setting.per_s(size)}",
-        ),
+        Term(part="products", label="head", seconds=turns * times * head),
+        Term(part="vectors", label="loss", seconds=times * loss),
     ]
 
 
-def update(setting: Setting, *, stage: int) -> list[Term]:
+def update_terms(setting: Setting, *, stage: int) -> list[Term]:
     """The optimizer on a device's shard, and what a pass does to all parameters."""
     layout, ways = setting.experiment.layout, setting.ways
-    held = elements_of_stage(setting.engine, setting.experiment, stage=stage) * ways.scale.get("weights", 1.0)
+    elements = elements_of_stage(setting.engine, setting.experiment, stage=stage)
+    elements *= ways.scale.get("weights", 1.0)
+    shard = elements / (layout.dp_shard if layout.zero >= SHARDED_FROM["optimizer"] else 1)
     moments = len(moment_names(setting.experiment.optimizer))
-    shard = held / (layout.dp_shard if layout.zero >= SHARDED_FROM["optimizer"] else 1)
-    parts = {
-        "optimizer and clipping": (1, UPDATED + MOMENT * moments, shard),
-        "gradients added up": (setting.passes if setting.passes > 1 else 0, SUMMED, held),
-        "weights cast to 16 bits": (setting.passes * ways.casts, CAST, held),
+    sums = setting.passes if setting.passes > 1 else 0
+    sizes = {
+        "optimizer and clipping": (UPDATED + MOMENT * moments) * shard,
+        "gradients added up": sums * SUMMED * elements,
+        "weights cast to 16 bits": setting.passes * ways.casts * CAST * elements,
     }
-    return [
-        Term(
-            part="update",
-            what=what,
-            seconds=times * size * elements / setting.memory,
-            formula=f"{times:g} x {size:g} B x {elements / 1e6:,.2f} M parameters / "
-            f"{setting.memory / 1e9:,.4g} GB/s",
-        )
-        for what, (times, size, elements) in parts.items()
-    ]
+    return [Term(part="update", label=label, seconds=size / setting.memory) for label, size in sizes.items()]

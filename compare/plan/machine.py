@@ -16,7 +16,6 @@ import msgspec
 from msgspec import Meta, Struct
 
 from compare.host.disk import why_not_readable
-from compare.plan.target import Target
 from compare.spec.experiment import MAX_FILE_BYTES, ExperimentError
 
 FOLDER = Path(__file__).parent.parent / "machines"
@@ -61,16 +60,18 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Share of `sustained` that a product of so many FLOPs or more reaches; by default `compute.PRODUCTS`."""
     inside: LinkSpeed
     across: LinkSpeed
-    target: Target = Target()
-    """The chip as XLA's compilers name it, for --compile."""
+    tpu: str = ""
+    """The chip as libtpu names it, for --compile: v5e."""
+    gpu_target: str = ""
+    """The chip in XLA's words, for --compile: a GpuTargetConfigProto as text."""
 
     @property
     def hosts(self) -> int:
         """Hosts, or pods."""
         return math.ceil(self.devices / self.devices_inside)
 
-    def link_of(self, degree: int, stride: int) -> tuple[str, float, float]:
-        """The link along one axis of the mesh.
+    def link_of(self, degree: int, stride: int) -> tuple[float, float]:
+        """The link along an axis of the mesh: bytes/s that one device sends, and seconds of a hop.
 
         A ring over several hosts enters and leaves each by the network cards of all its devices in there.
         Axes share out the dims of a torus by their logarithms: two axes of 16 have one dim of 16 x 16 each.
@@ -78,9 +79,6 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Args:
             degree: devices along the axis.
             stride: neighbours along it are so many devices apart: the product of all inner degrees.
-
-        Returns:
-            `inside` or `across`, the bytes/s that one device sends, and the latency of a hop in seconds.
         """
         inside, across = self.inside, self.across
         if degree * stride <= self.devices_inside:
@@ -88,10 +86,10 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if self.torus:
                 size = min(self.devices, self.devices_inside)
                 dims = max(math.log(degree) / math.log(size), 1 / self.torus)
-            return "inside", inside.bytes_per_s * inside.share * min(dims, 1.0), inside.latency_s
+            return inside.bytes_per_s * inside.share * min(dims, 1.0), inside.latency_s
         beside = max(self.devices_inside // stride, 1)  # of one ring, in one host
         rate = min(across.bytes_per_s * across.share * beside, inside.bytes_per_s * inside.share)
-        return "across", rate, across.latency_s
+        return rate, across.latency_s
 
 
 def named_machines() -> dict[str, Path]:
@@ -100,15 +98,9 @@ def named_machines() -> dict[str, Path]:
 
 
 def read_machine(text: str, *, link_speed: float = 1.0) -> Machine:
-    """The machine that a word names.
+    """The machine that a word names: NAMExN, NAME-N, FILE.tomlxN, or a file that has `devices`.
 
-    Args:
-        text: NAMExN, NAME-N, FILE.tomlxN, or a file that has `devices`.
-        link_speed: bandwidth of all links, times this.
-
-    Raises:
-        ExperimentError: no such chip or file, an unknown or impossible field, files that are `like` each
-            other in a circle, or a number of devices that fills no host.
+    `link_speed` times the bandwidth of all links. Raises ExperimentError for all that is no machine.
     """
     found = re.fullmatch(r"(?P<name>.+?)(?:[x-](?P<count>\d{1,7}))?", text)
     if not found:
@@ -122,7 +114,13 @@ def read_machine(text: str, *, link_speed: float = 1.0) -> Machine:
         machine = msgspec.convert({**fields, "name": text}, Machine)
     except msgspec.ValidationError as error:
         raise ExperimentError(f"--machine {text}: {_one_line(error)}") from None
-    _check(machine)
+    if machine.hosts > 1 and machine.devices % machine.devices_inside:  # axes would not fit it
+        raise ExperimentError(
+            f"--machine {machine.name}: {machine.devices} devices do not fill hosts of "
+            f"{machine.devices_inside}: give fewer than that, or a multiple of it"
+        )
+    if sorted(machine.products) != machine.products:
+        raise ExperimentError(f"--machine {machine.name}: products: give sizes in growing order")
     return slowed(machine, link_speed) if link_speed != 1 else machine
 
 
@@ -135,17 +133,6 @@ def slowed(machine: Machine, speed: float) -> Machine:
         for name, link in (("inside", machine.inside), ("across", machine.across))
     }
     return msgspec.structs.replace(machine, **links)
-
-
-def _check(machine: Machine) -> None:
-    """Refuse hosts that are not full: no such topology is sold, and axes would not fit it."""
-    if machine.hosts > 1 and machine.devices % machine.devices_inside:
-        raise ExperimentError(
-            f"--machine {machine.name}: {machine.devices} devices do not fill hosts of "
-            f"{machine.devices_inside}: give fewer than that, or a multiple of it"
-        )
-    if sorted(machine.products) != machine.products:
-        raise ExperimentError(f"--machine {machine.name}: products: give sizes in growing order")
 
 
 def _fields(name: str, seen: tuple[str, ...]) -> dict[str, Any]:

@@ -1,38 +1,51 @@
-"""Step time of a layout on a machine, as a sum of terms: each has its seconds and the formula they are from.
+"""Step time of a layout on a machine, as a sum of terms.
 
 compute       `compute`: a device's own work
-collectives   `traffic`. What runs beside compute is hidden as far as there is compute, but for one call:
-              of gathers the first, of reductions the last
+collectives   the textbook's bytes, on the link of each axis. A call takes
+
+                  latency x ceil(log2 n) + bytes on the wire / bandwidth
+
+              over n devices; a ring's bytes, as the ledger counts them. What runs beside compute is hidden as
+              far as there is compute, but for one call: of gathers the first, of reductions the last
 pipeline      the schedule carried out with these times (`compare.pipeline.simulator`)
 """
 
 import functools
+import math
 
 import msgspec
 from msgspec import Struct
 
-from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS, GRADIENTS, PARAMETERS
+from compare.contract.communication import (
+    ACTIVATION_GRADIENTS,
+    ACTIVATIONS,
+    GRADIENTS,
+    LOSS,
+    PARAMETERS,
+    REPLICATED_GRADIENTS,
+    ring_wire_bytes,
+)
+from compare.judge.closed_forms.communication import communication, sums_again
+from compare.judge.closed_forms.gradient_messages import gradient_messages
+from compare.judge.strategy import with_remat_resolved
 from compare.pipeline.schedules import Kind, Task, make_schedule
 from compare.pipeline.simulator import run
-from compare.plan.compute import Part, Setting, Term, Ways, head_and_loss, own_work, update
+from compare.plan.compute import (
+    Part,
+    Setting,
+    Shape,
+    Term,
+    Ways,
+    block_terms,
+    head_terms,
+    shape_of,
+    update_terms,
+)
 from compare.plan.machine import Machine
-from compare.plan.traffic import AxisTraffic, traffic_of
-from compare.plan.work import Shape, shape_of
-from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, SHARDED_FROM, TP
-from compare.spec.engines.registry import ENGINES
+from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, PP, SHARDED_FROM, TP
+from compare.spec.engines.registry import ENGINES, JAX
 from compare.spec.experiment import Experiment
 
-PARTS: dict[Part, str] = {
-    "products": "products",
-    "attention": "attention",
-    "vectors": "vectors",
-    "recomputed": "again",
-    "tensor": TP,
-    "pipeline": PP,
-    "data": "dp",
-    "update": "update",
-}
-"""What a step's time is spent on, in a word; of collectives, what nothing hides."""
 WIDE = {"float64": 8.0, "float32": 4.0}
 STREAMS = (ACTIVATIONS, ACTIVATION_GRADIENTS)
 
@@ -54,22 +67,35 @@ class Prediction(Struct, frozen=True, kw_only=True):
         return sum(term.seconds for term in self.terms if term.part == part)
 
 
+class Traffic(Struct, frozen=True, kw_only=True):
+    """Collectives of one kind, axis and purpose that a device takes part in, in a step."""
+
+    kind: str
+    axis: str
+    purpose: str
+    calls: float
+    bytes: float
+    """Logical bytes, of all calls together."""
+    seconds: float
+    """Of all calls together, nothing beside them."""
+
+
 def ways_of(engine: str, experiment: Experiment, machine: Machine) -> Ways:
     """The ways of one of our engines.
 
     On a CPU devices share the cores, so that nothing is hidden. Elsewhere gradients are, but those that leave
     after backward (naive, flat), and parameters that ZeRO-3 gathers; sums over tp never are.
     """
-    layout, dtype, own = experiment.layout, experiment.precision.dtype, ENGINES[engine]
-    is_late = own.offers_choice and layout.gradient_sync in ("naive", "flat")
+    layout, dtype, spec = experiment.layout, experiment.precision.dtype, ENGINES[engine]
+    is_late = spec.offers_choice and layout.gradient_sync in ("naive", "flat")
     hidden = {f"{DP_SHARD} {GRADIENTS}"} | (set() if is_late else {f"{DP_REPLICATE} {GRADIENTS}"})
     hidden |= {f"{DP_SHARD} {PARAMETERS}"} if layout.zero == SHARDED_FROM["parameters"] else set()
     return Ways(
         number=WIDE.get(dtype, 2.0),
         stream=WIDE.get(dtype, 4.0),
-        fused=own.holds.residuals != "scan",
+        fused=spec.holds.residuals != "scan",
         hidden=frozenset() if machine.platform == "cpu" else frozenset(hidden),
-        remat=msgspec.convert(own.remat_for(layout), Ways.__annotations__["remat"]),
+        remat=msgspec.convert(spec.remat_for(layout), Ways.__annotations__["remat"]),
         casts=dtype not in WIDE,
     )
 
@@ -93,7 +119,6 @@ def predict(
 
     Raises:
         ExperimentError: the machine has no peak for this dtype.
-        ValueError: the layout has no closed form of what it sends.
     """
     setting = Setting(
         engine=engine,
@@ -102,62 +127,112 @@ def predict(
         ways=ways or ways_of(engine, experiment, machine),
         shape=shape or shape_of(experiment.model),
     )
-    last = experiment.layout.pp - 1
-    traffic = traffic_of(engine, experiment, machine, stage=last, scale=setting.ways.scale)
-    blocks, head = own_work(setting), head_and_loss(setting)
-    tensor = [_tensor(setting, one) for one in traffic if one.axis == TP]
-    terms = [*blocks, *head, *tensor]
+    traffic = traffic_of(setting)
+    blocks, head = block_terms(setting), head_terms(setting)
+    products = 3 * setting.blocks * setting.block_product_s()
+    sums = [
+        _term(
+            TP, one, _exposed(setting, one, products / 2), forward=float(one.purpose in (ACTIVATIONS, LOSS))
+        )
+        for one in traffic
+        if one.axis == TP
+    ]
+    terms = [*blocks, *head, *sums]
     if experiment.layout.pp > 1:
-        terms += _pipeline(setting, [*blocks, *tensor], head, [one for one in traffic if one.axis == PP])
+        terms += _pipeline(setting, [*blocks, *sums], head, [one for one in traffic if one.axis == PP])
     compute = sum(term.seconds for term in (*blocks, *head))
-    terms += [_data(setting, one, compute) for one in traffic if not {TP, PP} & {*one.axis.split("+")}]
-    terms = [term for term in (*terms, *update(setting, stage=last)) if term.seconds]
+    terms += [
+        _term("dp", one, _exposed(setting, one, _window(setting, one, compute)))
+        for one in traffic
+        if not {TP, PP} & {*one.axis.split("+")}
+    ]
+    terms = [
+        term for term in (*terms, *update_terms(setting, stage=experiment.layout.pp - 1)) if term.seconds
+    ]
     flops = setting.shape.flops_per_token * experiment.tokens_per_step
     seconds = sum(term.seconds for term in terms)
     return Prediction(terms=terms, mfu=flops / seconds / machine.devices / setting.peak)
 
 
-def _exposed(setting: Setting, one: AxisTraffic, window: float) -> float:
+def traffic_of(setting: Setting) -> list[Traffic]:
+    """Collectives of the pipeline's last rank, by the textbook."""
+    engine, stage, scale = setting.engine, setting.experiment.layout.pp - 1, setting.ways.scale
+    experiment = with_remat_resolved(engine, setting.experiment)
+    found = []
+    for (kind, axis, purpose), size in communication(engine, experiment, stage=stage).items():
+        sent, calls = size * scale.get(purpose, 1.0), _calls(setting, kind, axis, purpose)
+        seconds = transfer_s(setting, kind, axis, size=sent, calls=calls)
+        found.append(Traffic(kind=kind, axis=axis, purpose=purpose, calls=calls, bytes=sent, seconds=seconds))
+    return found
+
+
+def transfer_s(setting: Setting, kind: str, axis: str, *, size: float, calls: float) -> float:
+    """Seconds of so many calls that send so many logical bytes together, on the link of their axis."""
+    sizes, names = setting.experiment.layout.axes, axis.split("+")
+    degree = math.prod(sizes[name] for name in names)
+    # Another axis may lie between those of a group: its members are then further apart.
+    span = math.prod(sizes[name] for name in AXES[AXES.index(names[0]) :])
+    rate, latency = setting.machine.link_of(degree, span // degree)
+    hops = 1 if kind == "permute" else math.ceil(math.log2(degree))
+    return calls * hops * latency + ring_wire_bytes(kind, round(size), degree) / rate
+
+
+def _calls(setting: Setting, kind: str, axis: str, purpose: str) -> float:
+    """Calls of a step: of units of parameters, of buckets of gradients, of regions of tp."""
+    engine, experiment = setting.engine, with_remat_resolved(setting.engine, setting.experiment)
+    layout, passes, blocks = (
+        experiment.layout,
+        setting.passes,
+        experiment.model.n_layer / experiment.layout.pp,
+    )
+    if axis == TP:
+        if purpose in (REPLICATED_GRADIENTS, LOSS):
+            return passes if purpose == LOSS else 1
+        again = 0.0
+        if purpose == ACTIVATIONS and layout.remat in ("dots", "full"):
+            again = 2 * blocks * (1.0 if kind == "all_gather" else sums_again(engine, experiment))
+        return passes * (2 * blocks + 1 + again)
+    if axis == DP_SHARD and purpose == PARAMETERS:
+        return (blocks + 1) * (2 * passes if layout.zero == 3 and layout.reshard_after_forward else 1)
+    if axis == DP_SHARD:
+        by_pass = ENGINES[engine].side == JAX.name and layout.zero > 1
+        return (blocks + 1) * (passes if by_pass else 1)
+    if axis == DP_REPLICATE and purpose == GRADIENTS:
+        try:
+            messages = gradient_messages(engine, experiment, gradient_sync=layout.gradient_sync)
+        except ValueError:  # padded leaves
+            messages = None
+        return messages.by_stage[layout.pp - 1] if messages else blocks + 1
+    return passes * layout.chunks if purpose in STREAMS else 1
+
+
+def _exposed(setting: Setting, one: Traffic, window: float) -> float:
     """Seconds of collectives that nothing hides: what the window has no room for, and one call."""
     if setting.ways.hidden.isdisjoint({one.axis, f"{one.axis} {one.purpose}"}):
         return one.seconds
     return min(max(one.seconds - window, 0.0) + one.seconds / max(one.calls, 1.0), one.seconds)
 
 
-def _term(part: Part, one: AxisTraffic, seconds: float, *, forward: float = 0.0) -> Term:
-    hidden = f"; {(one.seconds - seconds) * 1e3:,.2f} ms of it hidden" if seconds < one.seconds else ""
-    note = f" ({one.note})" if one.note else ""
-    what = f"{one.kind.replace('_', '-')} of {one.purpose} over {one.axis}"
-    return Term(
-        part=part, what=what, seconds=seconds, forward=forward, formula=f"{one.formula}{hidden}{note}"
-    )
+def _window(setting: Setting, one: Traffic, compute: float) -> float:
+    """Seconds of compute beside which collectives of gradients or parameters may run.
 
-
-def _tensor(setting: Setting, one: AxisTraffic) -> Term:
-    """Sums over tp: between products, which wait for them, unless an engine cuts both into pieces."""
-    compute = 3 * setting.blocks * setting.block_product_s()
-    forward = float(one.purpose in (ACTIVATIONS, "loss"))
-    return _term("tensor", one, _exposed(setting, one, compute / 2), forward=forward)
-
-
-def _data(setting: Setting, one: AxisTraffic, compute: float) -> Term:
-    """Gathers for each forward and backward run beside all compute, those of a step beside its first forward.
-
-    Reductions run beside the backward of the last pass, or of each, where each reduces.
+    Gathers for each forward and backward run beside all compute, those of a step beside its first forward;
+    reductions beside the backward of the last pass, or of each, where each reduces.
     """
     layout, passes = setting.experiment.layout, setting.passes
-    by_pass = one.calls > setting.shape.layers / layout.pp + 1
     if one.purpose == PARAMETERS:
         again = layout.zero == SHARDED_FROM["parameters"] and layout.reshard_after_forward
-        window = compute if again else compute / 3 / passes
-    else:
-        window = compute * 2 / 3 / (1 if by_pass else passes)
-    return _term("data", one, _exposed(setting, one, window))
+        return compute if again else compute / 3 / passes
+    by_pass = one.calls > setting.shape.layers / layout.pp + 1
+    return compute * 2 / 3 / (1 if by_pass else passes)
 
 
-def _pipeline(
-    setting: Setting, inner: list[Term], head: list[Term], traffic: list[AxisTraffic]
-) -> list[Term]:
+def _term(part: Part, one: Traffic, seconds: float, *, forward: float = 0.0) -> Term:
+    label = f"{one.kind.replace('_', '-')} of {one.purpose} over {one.axis}"
+    return Term(part=part, label=label, seconds=seconds, forward=forward)
+
+
+def _pipeline(setting: Setting, inner: list[Term], head: list[Term], traffic: list[Traffic]) -> list[Term]:
     """How much later the schedule ends than the last rank's own work, and what else goes along pp."""
     layout, passes = setting.experiment.layout, setting.passes
     tasks = passes * layout.chunks
@@ -168,14 +243,9 @@ def _pipeline(
     message = max((one.seconds / one.calls for one in streams), default=0.0)
     of_layout = (layout.schedule, layout.pp, passes, layout.chunks)
     end = makespan_s(*of_layout, forward=forward, backward=backward, last=last, message=message)
-    own = tasks * (forward + backward) + passes * last
-    said = (
-        f"{layout.schedule} of {layout.pp} ranks, {passes} microbatches: forward {forward * 1e3:,.3f} ms, "
-        f"backward {backward * 1e3:,.3f} ms, head {last * 1e3:,.3f} ms, message {message * 1e6:,.0f} us; it "
-        f"ends after {end * 1e3:,.2f} ms, of which {own * 1e3:,.2f} ms are work"
-    )
-    bubble = Term(part="pipeline", what="bubble", seconds=end - own, formula=said)
-    return [bubble, *(_term("pipeline", one, one.seconds) for one in traffic if one not in streams)]
+    bubble = end - tasks * (forward + backward) - passes * last
+    others = [_term(PP, one, one.seconds) for one in traffic if one not in streams]
+    return [Term(part=PP, label=f"bubble of {layout.schedule}", seconds=bubble), *others]
 
 
 @functools.lru_cache(maxsize=4096)

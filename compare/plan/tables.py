@@ -1,27 +1,26 @@
-"""Tables and figures of a plan."""
+"""What `shardpair plan` keeps, and its tables and figures."""
 
 from typing import TYPE_CHECKING
 
-from compare.contract.ahead_of_time import Waited
+from msgspec import Struct
+
+from compare.contract.ledger import Ledger
+from compare.judge.closed_forms.peak import LEAST, MOST
 from compare.judge.ledger import Flow
-from compare.plan.compute import Term
-from compare.plan.outcome import AbsentStep, Full, PlanOutcome, StepAlone
-from compare.plan.predict import PARTS, predict
-from compare.plan.search import USABLE, Candidate, frontier
-from compare.present.memory import memory_figure, place_of
+from compare.plan.compute import PARTS, Term
+from compare.plan.machine import Machine
+from compare.plan.predict import predict
+from compare.plan.search import USABLE, Candidate
 from compare.show.figures import Figure, colour, log_scale
 from compare.show.findings import Column, Table, table_of
+from compare.spec.experiment import Experiment, ExperimentError
 from compare.terminal import human_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-
-DROPPED = (
-    Column[tuple[str, Full]]("full with", lambda row: row[0]),
-    Column[tuple[str, Full]]("layouts", lambda row: row[1].layouts, ",d"),
-    Column[tuple[str, Full]]("the smallest needs", lambda row: row[1].least, human_bytes),
-)
+Bytes = tuple[str, float | None, float | None]
+"""A class of memory, its bytes in the plan, and as a side found them."""
 FLOWS = (
     Column[Flow]("axis", lambda flow: flow.axis),
     Column[Flow]("role", lambda flow: flow.role),
@@ -31,140 +30,133 @@ FLOWS = (
     Column[Flow]("sent (B)", lambda flow: flow.sent, ",d"),
     Column[Flow]("ratio", lambda flow: flow.ratio, ".2f"),
 )
-WAITED = (
-    Column[Waited]("kind", lambda row: row.kind),
-    Column[Waited]("axis", lambda row: row.axis),
-    Column[Waited]("beside other work", lambda row: row.hidden_bytes, human_bytes),
-    Column[Waited]("waited for", lambda row: row.waited_bytes, human_bytes),
-)
 MEMORY = (
-    Column[tuple[str, float, float]]("of a device", lambda row: row[0]),
-    Column[tuple[str, float, float]]("closed form", lambda row: row[1], human_bytes),
-    Column[tuple[str, float, float]]("XLA", lambda row: row[2], human_bytes),
+    Column[Bytes]("of a device", lambda row: row[0]),
+    Column[Bytes]("planned", lambda row: row[1], human_bytes),
+    Column[Bytes]("found", lambda row: row[2], human_bytes),
 )
-KEPT = (
-    Column[tuple[str, int]]("class", lambda row: row[0]),
-    Column[tuple[str, int]]("kept", lambda row: row[1], human_bytes),
-)
-STATE = ("parameters", "optimizer")
-"""Classes of memory that are arguments of a step; gradients are temporaries of one."""
 TERMS = (
-    Column[Term]("part", lambda term: PARTS[term.part]),
-    Column[Term]("what", lambda term: term.what),
+    Column[Term]("part", lambda term: term.part),
+    Column[Term]("term", lambda term: term.label),
     Column[Term]("ms", lambda term: term.seconds * 1e3, ",.3f"),
-    Column[Term]("formula", lambda term: term.formula),
+)
+LAYOUTS = (
+    Column[Candidate]("layout", lambda one: one.name),
+    Column[Candidate]("step ms", lambda one: one.seconds * 1e3, ",.1f"),
+    Column[Candidate]("MFU", lambda one: one.mfu, ".1%"),
+    Column[Candidate]("memory", lambda one: one.bytes, human_bytes),
+    *(
+        Column[Candidate](part, lambda one, part=part: one.parts.get(part, 0.0) * 1e3, ",.1f")
+        for part in PARTS
+    ),
 )
 
 
-def columns(outcome: PlanOutcome) -> list[Column[Candidate]]:
-    """Time, utilisation, memory, and the parts of the time."""
-    return [
-        Column("layout", lambda one: one.name),
-        Column("step ms", lambda one: one.seconds * 1e3, ",.1f"),
-        Column("MFU", lambda one: one.mfu, ".1%"),
-        Column("memory", lambda one: one.bytes, human_bytes),
-        *(
-            Column(words, lambda one, part=part: one.parts.get(part, 0.0) * 1e3, ",.1f")
-            for part, words in PARTS.items()
-        ),
-    ]
+class AbsentStep(Struct, frozen=True, kw_only=True):
+    """One layout's step on devices that are not here: what it sends and keeps, as a side found."""
+
+    title: str
+    ledger: Ledger
+    flows: list[Flow]
+    memory: list[Bytes]
+    below: str
 
 
-def about(outcome: PlanOutcome) -> str:
+class Plan(Struct, frozen=True, kw_only=True):
+    """Layouts that fit, fastest first, and how many do not."""
+
+    machine: Machine
+    engine: str
+    candidates: list[Candidate]
+    """The fastest."""
+    fitting: int
+    """How many there were."""
+    smallest: list[Candidate]
+    """The smallest of those that do not fit."""
+    too_large: int
+    """How many there were."""
+    explain: str = ""
+    """The layout whose sum is written out."""
+    absent: list[AbsentStep] = []
+    problems: list[str] = []
+    """What does not fit the layout, or could not be read, in those steps."""
+
+    def chosen(self) -> Candidate:
+        """The layout of --explain, which need not fit; else the fastest, or the smallest if none fits.
+
+        Raises ExperimentError: none has this name or place.
+        """
+        word, ranked = self.explain, self.candidates
+        if not word:
+            return (ranked or self.smallest)[0]
+        if word.isdecimal() and 1 <= int(word) <= len(ranked):
+            return ranked[int(word) - 1]
+        for one in (*ranked, *self.smallest):
+            if one.name == word:
+                return one
+        raise ExperimentError(
+            f"--explain {word}: give a place from 1 to {len(ranked)}, or the name of a layout that is kept"
+        )
+
+
+def about(plan: Plan, experiment: Experiment) -> str:
     """What the figures are of."""
-    machine, experiment = outcome.machine, outcome.experiment
     return (
-        f"Predicted, not measured. {machine.devices} devices of {human_bytes(machine.memory_bytes)}, of "
-        f"which a step may have {USABLE:.0%}; {experiment.sequences_per_step} sequences of "
-        f"{experiment.model.block_size} tokens a step. Memory: state exactly, all else at most."
+        f"Predicted, not measured. {plan.machine.devices} devices of "
+        f"{human_bytes(plan.machine.memory_bytes)}, of which a step may have {USABLE:.0%}; "
+        f"{experiment.sequences_per_step} sequences of {experiment.model.block_size} tokens a step. "
+        f"Memory is an estimate, {LEAST:g} to {MOST:g} times as much as was measured."
     )
 
 
-def sentence(outcome: PlanOutcome) -> str:
+def sentence(plan: Plan) -> str:
     """The fastest, and what most of its time is spent on; or that nothing fits."""
-    dropped = sum(full.layouts for full in outcome.dropped.values())
-    if not outcome.candidates:
-        least, kind = min((full.least, kind) for kind, full in outcome.dropped.items())
-        needs = f"the smallest needs {human_bytes(least)}, and is full with {kind}"
-        return f"none of {dropped:,} layouts fits: {needs}"
-    best = outcome.candidates[0]
+    if not plan.candidates:
+        least = plan.smallest[0]
+        return (
+            f"none of {plan.too_large:,} layouts fits: the smallest, {least.name}, needs "
+            f"{human_bytes(least.bytes)}: {_classes(least)}"
+        )
+    best = plan.candidates[0]
     parts = sorted(best.parts.items(), key=lambda item: -item[1])[:3]
-    said = ", ".join(f"{PARTS[part]} {seconds / best.seconds:.0%}" for part, seconds in parts)
+    shares = ", ".join(f"{part} {seconds / best.seconds:.0%}" for part, seconds in parts)
     return (
         f"{best.name}: {best.seconds * 1e3:,.1f} ms a step, MFU {best.mfu:.1%}, {human_bytes(best.bytes)} a "
-        f"device; {said}; {outcome.fitting:,} layouts fit, {dropped:,} do not"
+        f"device; {shares}; {plan.fitting:,} layouts fit, {plan.too_large:,} do not"
     )
 
 
-def written_out(outcome: PlanOutcome, one: Candidate) -> Table:
+def _classes(one: Candidate) -> str:
+    return ", ".join(f"{kind} {human_bytes(size)}" for kind, size in one.memory.items())
+
+
+def terms_table(plan: Plan, experiment: Experiment) -> Table:
     """The sum of one layout, term by term."""
-    predicted = predict(outcome.engine, one.of(outcome.experiment), outcome.machine)
-    held = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in one.memory.items())
+    one = plan.chosen()
+    predicted = predict(plan.engine, one.of(experiment), plan.machine)
     return table_of(
         f"The step of {one.name}, term by term",
         TERMS,
         predicted.terms,
         look="words",
-        below=f"Together {predicted.seconds * 1e3:,.3f} ms. A device holds {held}: {human_bytes(one.bytes)}.",
+        below=f"Together {predicted.seconds * 1e3:,.3f} ms. A device holds {_classes(one)}: "
+        f"{human_bytes(one.bytes)}.",
     )
 
 
-def alone_tables(one: StepAlone, outcome: PlanOutcome) -> list[Table]:
-    """What a layout's first rank sends, and what it keeps at its peak."""
-    candidate = next(c for c in (*outcome.candidates, *outcome.nearest) if c.name == one.layout)
-    peak, planned = one.memory.peak, candidate.bytes
-    kept = [(kind, size) for kind, size in peak.bytes.items() if size]
-    below = f"Its peak is {human_bytes(peak.total)}, in {peak.phase}: {place_of(peak)}."
-    return [
-        table_of(f"What the first rank of {one.layout} sends, run alone", FLOWS, one.flows),
-        table_of("What it keeps at its peak", KEPT, kept, below=f"{below} Planned: {human_bytes(planned)}."),
-    ]
+def absent_tables(step: AbsentStep) -> list[Table]:
+    """What a side found of a step that did not run here: memory beside the plan, and what it sends."""
+    memory = table_of(step.title, MEMORY, step.memory, look="words", below=step.below)
+    return [memory, table_of("What it sends in a step", FLOWS, step.flows)]
 
 
-def memory_alone(one: StepAlone) -> Figure:
-    """Memory over the step of a layout's first rank, by class."""
-    assert one.memory.curve  # PyTorch's steps are watched
-    title, caption = f"Memory of the first rank of {one.layout}", "Every tensor that it keeps, by class."
-    return memory_figure(title, one.memory.curve, one.memory.peak, caption=caption)
-
-
-def compiled_tables(one: AbsentStep, outcome: PlanOutcome) -> list[Table]:
-    """What XLA made of a layout: memory beside the plan's, sums beside the closed form, waiting."""
-    found, held = one.found, next(c for c in (*outcome.candidates, *outcome.nearest) if c.name == one.layout)
-    state = sum(held.memory.get(kind, 0.0) for kind in STATE)
-    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
-    title = f"{one.layout} compiled for {one.topology}, {found.device}"
-    below = f"{found.compile_s:.0f} CPU s to trace and compile. {versions}."
-    if found.peak_bytes > USABLE * outcome.machine.memory_bytes:
-        below = f"It does not fit, says XLA's plan. {below}"
-    memory = [
-        ("parameters and moments", state, found.state_bytes),
-        ("all of a step", held.bytes, found.peak_bytes),
-    ]
-    sent = [table_of("What it sends in a step", FLOWS, one.flows)] if one.flows else []
-    return [
-        table_of(title, MEMORY, memory, look="words", below=below),
-        *sent,
-        table_of("What runs beside other work, in the compiler's word", WAITED, found.waited),
-    ]
-
-
-def frontier_figure(outcome: PlanOutcome) -> Figure:
-    """Memory against time, and the layouts than which none is both faster and smaller."""
-    ends = frontier(outcome.candidates)
+def memory_figure(candidates: list[Candidate]) -> Figure:
+    """Memory against time, a point for each layout."""
 
     def draw(axes: "Axes") -> None:
-        for label, some, look, shade in (
-            ("layouts", outcome.candidates, "o", colour(0)),
-            ("frontier", ends, "o-", colour(1)),
-        ):
-            sizes, times = [one.bytes / 1e9 for one in some], [one.seconds * 1e3 for one in some]
-            axes.plot(sizes, times, look, color=shade, markersize=4, label=label)
+        sizes, times = [one.bytes / 1e9 for one in candidates], [one.seconds * 1e3 for one in candidates]
+        axes.plot(sizes, times, "o", color=colour(0), markersize=4)
         axes.set(xlabel="memory of the fullest device (GB)", ylabel="step time (ms)")
         log_scale(axes, "x", "y")
 
-    return Figure(
-        title="Memory against time",
-        caption="The fastest layouts, and the frontier: none is both faster and smaller.",
-        draw=draw,
-    )
+    return Figure(title="Memory against time", caption="The fastest layouts.", draw=draw)

@@ -4,13 +4,10 @@ import re
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
-from compare.contract.ahead_of_time import AheadRequest
 from compare.contract.request import Platform
-from compare.execute.ahead_of_time import compiled_ahead
-from compare.execute.alone import require_alone, run_alone
 from compare.execute.hosts import Launcher
-from compare.execute.paths import default_cache
 from compare.execute.progress import Reporter
 from compare.flags.arguments import Hidden, StudiedName
 from compare.flags.chosen_layout import DEVICES
@@ -18,37 +15,28 @@ from compare.flags.pythons import checked_pythons
 from compare.judge.ledger import line_up, mismatches
 from compare.judge.outcome import Grid, Outcome
 from compare.judge.strategy import with_remat_resolved
+from compare.plan import tables
+from compare.plan.absent import compile_ahead, run_alone, topology_of
 from compare.plan.machine import Machine, read_machine, slowed
-from compare.plan.outcome import AbsentStep, PlanOutcome, StepAlone, chosen, keep
-from compare.plan.search import Candidate, search
-from compare.plan.tables import (
-    DROPPED,
-    about,
-    alone_tables,
-    columns,
-    compiled_tables,
-    frontier_figure,
-    memory_alone,
-    sentence,
-    written_out,
-)
-from compare.plan.target import topology_of
+from compare.plan.search import USABLE, Candidate, search
 from compare.show.findings import Findings, table_of
-from compare.spec.engines.registry import JAX, REFERENCE, side_of
-from compare.spec.experiment import Experiment, ExperimentError
+from compare.spec.engines.registry import REFERENCE, side_of
+from compare.spec.experiment import Experiment
 from compare.studies.this_machine import HERE, machine_of
 from compare.study import Study, findings_of
+from compare.terminal import human_bytes
 
-BEST = 10
-ALONE_S = COMPILE_S = 3600.0
+BEST, KEPT, SMALLEST = 10, 400, 20
+STATE = ("parameters", "optimizer")
+"""Classes of memory that are arguments of a step; gradients are temporaries of one."""
 
 
 class Plan(Study, frozen=True, kw_only=True):
     """Predict step time and memory of every legal layout on a machine that need not be here; nothing runs.
 
-    Bytes that are sent, and state at rest, are the closed forms that engines are held to. Compute is a
-    roofline; docs/plan.md holds predictions against published tables, and says where they are off. A field
-    of the layout that you give stays as it is; all others are searched. The sequences of a step stay, too.
+    Bytes that are sent are the textbook's. Compute is a roofline; docs/plan.md holds predictions against
+    published tables, and says where they are off. A field of the layout that you give stays as it is; all
+    others are searched. The sequences of a step stay, too.
 
     Try:
       shardpair plan gpt2-350m --machine h100x64
@@ -70,12 +58,12 @@ class Plan(Study, frozen=True, kw_only=True):
 
     alone: bool = False
     """Also run the first rank of the best layout, or of the explained one, here without the others, and hold
-    what it sends and keeps against the closed forms. Nothing is computed. For engines of torchpar."""
+    what it sends and keeps against the plan. Nothing is computed. For engines of torchpar."""
 
     compile: bool = False
     """Also compile the best layout, or the explained one, for the chips of --machine, which are not here:
-    what XLA sends, waits for and keeps. For engines of jaxpar; takes minutes, and a compiler of 0.7 GB. If
-    the plan finds none that fits, the smallest: the plan's memory is a bound, and XLA's is its own."""
+    what XLA sends and keeps. For engines of jaxpar; takes minutes, and a compiler of 0.7 GB. If the plan
+    finds none that fits, the smallest: the plan's memory is an estimate, and XLA's is its own."""
 
     brief = "which layout, how long a step, will it fit: predicted"
     group = "Read"
@@ -97,101 +85,91 @@ class Plan(Study, frozen=True, kw_only=True):
     def planned(self) -> Outcome:
         """The search. Raises ExperimentError: no such machine, nothing is legal, nothing to explain."""
         outcome = super().planned()
-        experiment = outcome.experiment
-        machine = self._machine(experiment)
+        experiment, machine = outcome.experiment, self._machine(outcome.experiment)
         found = search(self.engine, experiment, machine, fixed=self.said.flags)
-        view = keep(found, experiment=experiment, machine=machine, engine=self.engine, explain=self.explain)
-        if self.explain:
-            chosen(view)
+        plan = tables.Plan(
+            machine=machine,
+            engine=self.engine,
+            candidates=found.fitting[:KEPT],
+            fitting=len(found.fitting),
+            smallest=found.too_large[:SMALLEST],
+            too_large=len(found.too_large),
+            explain=self.explain,
+        )
+        chosen = plan.chosen()
+        steps = [self._alone(chosen, experiment)] if self.alone else []
+        steps += [self._compiled(chosen, experiment, machine)] if self.compile else []
+        problems = [problem for step in steps for problem in step.ledger.problems]
         if self.alone:
-            view = self._with_alone(view)
-        if self.compile:
-            view = self._with_compiled(view)
-        more = {"plan": msgspec.to_builtins(view)}
-        return msgspec.structs.replace(outcome, more=more, left_out=view.left_out)
+            spec = with_remat_resolved(self.engine, chosen.of(experiment))
+            problems += mismatches(self.engine, spec, steps[0].flows)
+        plan = replace(plan, absent=steps, problems=problems)
+        return replace(outcome, more={"plan": msgspec.to_builtins(plan)}, left_out=found.refused)
 
     def _machine(self, experiment: Experiment) -> Machine:
         """The one that is asked for; this one is measured. Raises ExperimentError, EnvironmentMissing."""
-        found = re.fullmatch(rf"{HERE}(?:x(\d{{1,4}}))?", self.machine)
-        if not found:
+        here = re.fullmatch(rf"{HERE}(?:x(\d{{1,4}}))?", self.machine)
+        if not here:
             return read_machine(self.machine, link_speed=self.link_speed)
         how = {"pythons": checked_pythons(self), "anyway": self.anyway}
-        here = machine_of(HERE, int(found[1] or DEVICES), self.engine, experiment, **how)
-        return slowed(here, self.link_speed) if self.link_speed != 1 else here
+        machine = machine_of(HERE, int(here[1] or DEVICES), self.engine, experiment, **how)
+        return slowed(machine, self.link_speed) if self.link_speed != 1 else machine
 
-    def _with_alone(self, outcome: PlanOutcome) -> PlanOutcome:
-        """The plan with a step of one rank of a layout. Raises ExperimentError, EnvironmentMissing."""
-        one, spec = self._one_of(outcome, "--alone")
-        require_alone(self.engine, spec.layout)
-        resolved = with_remat_resolved(self.engine, spec)
-        python = checked_pythons(self)[side_of(self.engine).name]
+    def _alone(self, one: Candidate, experiment: Experiment) -> tables.AbsentStep:
+        """A step of a layout's first rank. Raises ExperimentError, EnvironmentMissing."""
+        spec, python = one.of(experiment), checked_pythons(self)[side_of(self.engine).name]
         with Reporter(quiet=self.quiet).waits(f"the first rank of {one.name}"):
-            found = run_alone(self.engine, spec, python, timeout_s=ALONE_S)
-        flows = [flow for flow in line_up(self.engine, resolved, found.rows) if flow.stage == 0]
-        kept = StepAlone(layout=one.name, flows=flows, memory=found.memory)
-        problems = [*found.problems, *mismatches(self.engine, resolved, flows)]
-        return msgspec.structs.replace(outcome, alone=[kept], problems=problems)
-
-    def _with_compiled(self, outcome: PlanOutcome) -> PlanOutcome:
-        """The plan with what XLA makes of a layout. Raises ExperimentError, EnvironmentMissing."""
-        machine, target = outcome.machine, outcome.machine.target
-        side = side_of(self.engine)
-        if side.name != JAX.name:
-            raise ExperimentError(f"--compile: {self.engine} is of {side.name}: give --alone")
-        if not target.is_given:
-            raise ExperimentError(f"--compile: {machine.name} has no [target], which names a chip to XLA")
-        one, spec = self._one_of(outcome, "--compile")
-        shape = {"devices": machine.devices, "inside": machine.devices_inside, "torus": machine.torus}
-        topology = topology_of(target, **shape)
-        request = AheadRequest(
-            engine=self.engine,
-            experiment=spec,
-            compiler=target.compiler,
-            topology=topology,
-            target=target.text,
+            found = run_alone(self.engine, spec, python)
+        resolved, peak = with_remat_resolved(self.engine, spec), found.memory.peak
+        kinds = dict.fromkeys((*one.memory, *peak.bytes))
+        return tables.AbsentStep(
+            title=f"The first rank of {one.name}, run alone: bytes at its peak",
+            ledger=found.ledger,
+            flows=[flow for flow in line_up(self.engine, resolved, found.ledger.rows) if flow.stage == 0],
+            memory=[(kind, one.memory.get(kind), peak.bytes.get(kind)) for kind in kinds],
+            below=f"Together {human_bytes(peak.total)}, in {peak.phase}; planned {human_bytes(one.bytes)}.",
         )
-        python, cache = checked_pythons(self)[side.name], default_cache()
-        with Reporter(quiet=self.quiet).waits(f"compiling {one.name} for {topology}"):
-            found = compiled_ahead(request, python, cache=Path(cache) if cache else None, timeout_s=COMPILE_S)
-        flows = line_up(self.engine, with_remat_resolved(self.engine, spec), found.rows)
-        kept = AbsentStep(layout=one.name, topology=topology, found=found, flows=flows)
-        return msgspec.structs.replace(outcome, absent=[kept], problems=[*outcome.problems, *found.problems])
 
-    def _one_of(self, outcome: PlanOutcome, flag: str) -> tuple[Candidate, Experiment]:
-        """The explained layout, or the best one; the smallest if none fits. Raises ExperimentError: none."""
-        if not (found := outcome.candidates or outcome.nearest):
-            raise ExperimentError(f"{flag}: there is no layout")
-        one = chosen(outcome) if self.explain else found[0]
-        return one, one.of(outcome.experiment)
+    def _compiled(self, one: Candidate, experiment: Experiment, machine: Machine) -> tables.AbsentStep:
+        """A layout's step as XLA compiles it for a machine. Raises ExperimentError, EnvironmentMissing."""
+        spec, python = one.of(experiment), checked_pythons(self)[side_of(self.engine).name]
+        with Reporter(quiet=self.quiet).waits(f"compiling {one.name} for {machine.name}"):
+            found = compile_ahead(self.engine, spec, machine, python)
+        versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+        fits = found.peak_bytes <= USABLE * machine.memory_bytes
+        state = sum(one.memory.get(kind, 0.0) for kind in STATE)
+        return tables.AbsentStep(
+            title=f"{one.name} compiled for {topology_of(machine)}, {found.device}",
+            ledger=found.ledger,
+            flows=line_up(self.engine, with_remat_resolved(self.engine, spec), found.ledger.rows),
+            memory=[
+                ("parameters and moments", state, found.state_bytes),
+                ("all of a step", one.bytes, found.peak_bytes),
+            ],
+            below=f"{'' if fits else 'It does not fit, says XLA. '}{found.compile_s:.0f} CPU s to trace and "
+            f"compile. {versions}.",
+        )
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
-        """The best layouts with their parts, what does not fit, and the sum of one if it was asked for."""
-        view = msgspec.convert(outcome.more["plan"], PlanOutcome)
-        best = view.candidates[:BEST]
-        tables = []
+        """The best layouts with their parts, and the sum of one if it was asked for."""
+        plan, experiment = msgspec.convert(outcome.more["plan"], tables.Plan), outcome.experiment
+        best, shown = plan.candidates[:BEST], []
         if best:
-            title = f"The fastest of {view.fitting:,} layouts that fit; ms of a step"
-            tables.append(table_of(title, columns(view), best))
-        if view.dropped:
-            tables.append(table_of("What does not fit", DROPPED, list(view.dropped.items())))
-        if view.explain:
-            tables.append(written_out(view, chosen(view)))
-        for one in view.alone:
-            tables += alone_tables(one, view)
-        for one in view.absent:
-            tables += compiled_tables(one, view)
+            title = f"The fastest of {plan.fitting:,} layouts that fit; ms of a step"
+            shown.append(table_of(title, tables.LAYOUTS, best))
+        if plan.explain:
+            shown.append(tables.terms_table(plan, experiment))
+        for step in plan.absent:
+            shown += tables.absent_tables(step)
         return findings_of(
             outcome,
-            title=f"{outcome.name} for {view.machine.name}, {view.engine}",
-            sentence=sentence(view),
-            about=[about(view)],
-            tables=tables,
-            figures=[
-                *([frontier_figure(view)] if best else []),
-                *map(memory_alone, view.alone),
-            ],
+            title=f"{outcome.name} for {plan.machine.name}, {plan.engine}",
+            sentence=tables.sentence(plan),
+            about=[tables.about(plan, experiment)],
+            tables=shown,
+            figures=[tables.memory_figure(plan.candidates)] if best else [],
             rows=best,
-            passed=bool(best) and not view.problems,
-            warnings=view.problems,
+            passed=bool(best) and not plan.problems,
+            warnings=plan.problems,
         )

@@ -100,7 +100,7 @@ class Tune(Timed, frozen=True, kw_only=True):
         for engine, machine in self.machines.items():
             found = search(engine, experiment, machine, fixed=self.said.flags)
             if not found.fitting:
-                raise ExperimentError(f"{engine}: none of {len(found.dropped):,} layouts fits this machine")
+                raise ExperimentError(f"{engine}: none of {len(found.too_large):,} layouts fits this machine")
             left_out |= {f"{engine} {names}": why for names, why in found.refused.items()}
             for one in some_of(found.fitting, self.best, spread=self.spread):
                 case = self.case(engine, one.of(experiment), layout=one.name)

@@ -40,7 +40,6 @@ _CHAIN = re.compile(r'channel_id=(\d+).*\bchain_id="(\d+)"')
 _BOUND = re.compile(r" compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT")
 _CONSTANT = re.compile(r"([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")
 _TILES = ":T("  # of a layout, which only a TPU's has
-_IS_SYNC = '"is_sync":true'
 _ON_HOST = "is_host_transfer=true"
 _HIDDEN = re.compile(
     r'custom_call_target="[^"]*(?:nvshmem|nccl|all_?reduce|all_?gather|all_?to_?all)', re.IGNORECASE
@@ -90,12 +89,6 @@ class Collective:
     stack: tuple[SourceLine, ...] = ()
     text: str = ""
     name: str = ""
-
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether nothing runs beside it."""
-        is_begun = opcode_of(self.text).endswith("-start") or _CHAIN.search(self.text)
-        return not is_begun or _IS_SYNC in self.text
 
     def calls_at(self, stage: int) -> int:
         """Number of runs in one step on a pipeline's rank."""

@@ -6,11 +6,20 @@ from machines import FREE, machine_of
 
 from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.numerics.parameters import parameter_count
-from compare.plan.machine import LinkSpeed, read_machine
-from compare.plan.predict import makespan_s, predict, ways_of
-from compare.plan.traffic import AxisTraffic, timed, traffic_of
-from compare.plan.work import shape_of
+from compare.plan.compute import Setting, shape_of
+from compare.plan.machine import LinkSpeed, Machine, read_machine
+from compare.plan.predict import Traffic, makespan_s, predict, traffic_of, transfer_s, ways_of
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
+
+
+def setting_of(engine: str, experiment: Experiment, machine: Machine, **ways) -> Setting:
+    given = msgspec.structs.replace(ways_of(engine, experiment, machine), **ways)
+    shape = shape_of(experiment.model)
+    return Setting(engine=engine, experiment=experiment, machine=machine, ways=given, shape=shape)
+
+
+def traffic_in(engine: str, experiment: Experiment, machine: Machine, **ways) -> list[Traffic]:
+    return traffic_of(setting_of(engine, experiment, machine, **ways))
 
 
 def under(experiment: Experiment, train: dict | None = None, **layout) -> Experiment:
@@ -65,7 +74,7 @@ def test_collectives_alone_are_their_bytes_on_a_ring(tiny, layout, wire):
     experiment = under(tiny, **layout)
     found = predict("torch-manual", experiment, machine)
     model = tiny.model
-    sent = sum(one.bytes for one in traffic_of("torch-manual", experiment, machine) if one.purpose == "loss")
+    sent = sum(one.bytes for one in traffic_in("torch-manual", experiment, machine) if one.purpose == "loss")
     stream = 8 * 4 * model.block_size * model.n_embd
     expected = wire(8 * parameter_count(model), stream) + sent / 2
     assert found.seconds == pytest.approx(expected / 1e6, rel=1e-6)
@@ -83,13 +92,13 @@ def test_compute_hides_what_runs_beside_it_but_for_one_call(tiny):
     experiment = under(tiny, dp_shard=2, zero=3)
     shown = predict("torch-manual", experiment, machine_of(2, **busy, platform="cpu"))
     hidden = predict("torch-manual", experiment, machine_of(2, **busy))
-    traffic = traffic_of("torch-manual", experiment, machine_of(2, **busy))
-    assert shown.of_part("data") == pytest.approx(sum(one.seconds for one in traffic))
-    assert hidden.of_part("data") == pytest.approx(sum(one.seconds / one.calls for one in traffic))
+    traffic = traffic_in("torch-manual", experiment, machine_of(2, **busy))
+    assert shown.of_part("dp") == pytest.approx(sum(one.seconds for one in traffic))
+    assert hidden.of_part("dp") == pytest.approx(sum(one.seconds / one.calls for one in traffic))
     late = under(tiny, dp_replicate=2, gradient_sync="flat")  # it leaves after backward
     flat = predict("torch-manual", late, machine_of(2, **busy))
-    assert flat.of_part("data") == pytest.approx(
-        traffic_of("torch-manual", late, machine_of(2, **busy))[0].seconds
+    assert flat.of_part("dp") == pytest.approx(
+        traffic_in("torch-manual", late, machine_of(2, **busy))[0].seconds
     )
 
 
@@ -97,17 +106,18 @@ def test_slower_links_across_hosts_slow_the_outer_axes_alone(tiny):
     slow = LinkSpeed(bytes_per_s=1e6, latency_s=0)
     machine = machine_of(4, devices_inside=2, across=slow, platform="cpu")
     inner = predict("torch-manual", under(tiny, tp=2, dp_replicate=2), machine)
-    assert inner.of_part("tensor") < 1e-9 < inner.of_part("data")
+    assert inner.of_part("tp") < 1e-9 < inner.of_part("dp")
 
 
-@pytest.mark.parametrize(("pp", "link"), [(1, "inside"), (2, "across")])
-def test_an_axis_that_lies_between_those_of_a_group_puts_its_members_apart(tiny, pp, link):
+def test_an_axis_that_lies_between_those_of_a_group_puts_its_members_apart(tiny):
     """Eight devices fill a host; with two stages between replicas and shards eight members lie on two."""
-    train = {"batch_size": 16}
-    spec = under(tiny, train, dp_replicate=2, dp_shard=4, zero=3, pp=pp, microbatches=pp)
-    key = ("all_reduce", "dp_replicate+dp_shard", "norm")
-    found = timed(read_machine("h100x16"), spec, key, size=8.0, calls=1)
-    assert found.link == link
+    for pp, hop_s in ((1, 10e-6), (2, 20e-6)):
+        spec = under(tiny, {"batch_size": 16}, dp_replicate=2, dp_shard=4, zero=3, pp=pp, microbatches=pp)
+        machine = read_machine("h100x16")
+        found = transfer_s(
+            setting_of("torch-manual", spec, machine), "all_reduce", "dp_replicate+dp_shard", size=0, calls=1
+        )
+        assert found == pytest.approx(3 * hop_s)
 
 
 def test_a_pipeline_takes_its_schedule_with_these_times():
@@ -138,33 +148,23 @@ def test_calls_over_tp_are_those_of_forward_backward_and_what_is_computed_anew(t
         for remat, again in {"none": 0, **more}.items():
             one = under(tiny, tp=2, remat=remat, **layout)
             calls = {
-                (one.kind, one.purpose): one.calls for one in traffic_of("torch-manual", one, machine_of(2))
+                (one.kind, one.purpose): one.calls for one in traffic_in("torch-manual", one, machine_of(2))
             }
             assert calls[kind, "activations"] == 5 + again
             assert calls[kind, "activation gradients"] == 5
 
 
-def test_sixteen_bits_are_as_wide_as_their_form_and_of_another_model_at_most_as_float32(tiny):
+def test_weights_are_cast_in_16_bits_and_bytes_are_scaled_by_purpose(tiny):
+    machine = machine_of(2, peak={"bfloat16": FREE, "float64": FREE})
     half = edited(tiny, {"precision": {"dtype": "bfloat16"}})
-    assert ways_of("torch-manual", half, machine_of(1)).casts
-    parallel = under(half, tp=2, sequence_parallel=True)
-    single = edited(parallel, {"precision": {"dtype": "float32"}})
-    machine = machine_of(2, peak={"bfloat16": FREE, "float32": FREE})
-    found, wide = (traffic_of("torch-manual", one, machine) for one in (parallel, single))
-    assert sum(one.bytes for one in found) < sum(one.bytes for one in wide)
-    scaled = traffic_of("torch-manual", parallel, machine, scale={"activations": 1.0})
-    assert [one.bytes for one in scaled] == [one.bytes for one in wide]
-    assert not any(one.note for one in found)
-    assert all(one.note for one in scaled)
-    pipeline = under(single, pp=2, microbatches=1, schedule="gpipe", sequence_parallel=False)
-    machine = machine_of(4, peak={"float32": FREE})
-    once, again = (traffic_of("jax-manual", under(pipeline, remat=r), machine) for r in ("none", "full"))
-    sums = ("all_reduce", "tp", "activations")
-    assert sent(again)[sums] == 2 * sent(once)[sums]  # no form is known: at most
-
-
-def sent(traffic: list[AxisTraffic]) -> dict[tuple[str, str, str], float]:
-    return {(one.kind, one.axis, one.purpose): one.bytes for one in traffic}
+    assert ways_of("torch-manual", half, machine).casts
+    assert not ways_of("torch-manual", tiny, machine).casts
+    parallel = under(tiny, tp=2)
+    plain, scaled = (
+        {one.purpose: one.bytes for one in traffic_in("torch-manual", parallel, machine, scale=scale)}
+        for scale in ({}, {"activations": 3.0})
+    )
+    assert scaled == {**plain, "activations": 3.0 * plain["activations"]}
 
 
 def test_terms_are_all_there_is(tiny):
@@ -173,6 +173,6 @@ def test_terms_are_all_there_is(tiny):
         "torch-manual", experiment, machine_of(8, inside=LinkSpeed(bytes_per_s=1e9, latency_s=1e-6))
     )
     assert found.seconds == pytest.approx(sum(term.seconds for term in found.terms))
-    assert all(term.formula and term.seconds > 0 for term in found.terms)
-    assert {term.part for term in found.terms} >= {"tensor", "pipeline", "data"}
+    assert all(term.label and term.seconds > 0 for term in found.terms)
+    assert {term.part for term in found.terms} >= {"tp", "pp", "dp"}
     assert msgspec.json.decode(msgspec.json.encode(found), type=type(found)) == found

@@ -20,10 +20,9 @@ from compare.contract.communication import (
     TIED_GRADIENTS,
 )
 from compare.judge.closed_forms.memory import parameters_of_stage
-from compare.plan.compute import Ways
+from compare.plan.compute import Shape, Ways
 from compare.plan.machine import Machine, read_machine
 from compare.plan.predict import Prediction, predict
-from compare.plan.work import Shape
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, Layout, Model, Precision, Train, revalidate
 
@@ -31,7 +30,7 @@ FILE = Path(__file__).parents[1] / "data" / "published.toml"
 ENGINE = REFERENCE
 """Whose closed forms: each rank sends what it needs to, as by hand."""
 FORM_BYTES = 4.0
-"""Of a number in a closed form of float32."""
+"""Of a number in the textbook: rows are predicted as float32, and scaled to their own widths."""
 
 
 class PublishedRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,7 +91,6 @@ class PublishedRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             vocabulary=self.vocabulary,
             context=self.context,
             heads=self.heads,
-            tied=self.tied,
         )
 
     def experiment(self, pods: int) -> Experiment:
@@ -124,7 +122,7 @@ class PublishedRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             vocab_size=self.vocabulary,
         )
         return revalidate(
-            Experiment(model=model, train=train, layout=layout, precision=Precision(dtype="bfloat16"))
+            Experiment(model=model, train=train, layout=layout, precision=Precision(dtype="float32"))
         )
 
     def ways(self, experiment: Experiment) -> Ways:
@@ -195,7 +193,7 @@ def _held(table: PublishedTable, row: PublishedRow, place: int) -> HeldRow:
     machine = _machine(table, row, experiment)
     shape = row.shape
     found = predict(ENGINE, experiment, machine, ways=row.ways(experiment), shape=shape)
-    peak = machine.peak["bfloat16"]
+    peak = machine.peak["float32"]
     flops = shape.flops_per_token
     tokens = experiment.tokens_per_step / experiment.layout.devices
     if row.mfus:
@@ -222,7 +220,11 @@ def _machine(table: PublishedTable, row: PublishedRow, experiment: Experiment) -
     inside = devices // row.repeat[-1] if len(row.repeat) > 1 else machine.devices_inside
     inside = row.tp * row.dp_shard * row.pp if len(row.repeat) > 1 else inside
     rate = row.memory_bytes_per_s or machine.memory_bytes_per_s
-    return msgspec.structs.replace(machine, devices_inside=inside, memory_bytes_per_s=rate)
+    products = {
+        field: {"float32": rates["bfloat16"]} if (rates := getattr(machine, field)) else {}
+        for field in ("peak", "sustained")
+    }
+    return msgspec.structs.replace(machine, devices_inside=inside, memory_bytes_per_s=rate, **products)
 
 
 def mean_error(errors: list[float]) -> float:

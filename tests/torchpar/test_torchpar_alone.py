@@ -7,7 +7,7 @@ import pytest
 import torch
 from forks import run_forked, run_torchpar
 
-from compare.contract.rank_alone import RankAlone, RankAloneRequest, read_rank_alone_request
+from compare.contract.absent import AbsentRequest, RankAlone
 from compare.contract.record import read_record
 from compare.contract.request import Request
 from compare.judge.ledger import line_up, mismatches
@@ -30,7 +30,7 @@ def experiment_of(**layout) -> Experiment:
     )
 
 
-def _answer(request: RankAloneRequest, small: int = 2**14) -> int:
+def _answer(request: AbsentRequest, small: int = 2**14) -> int:
     from torchpar.alone import run_alone
     from torchpar.measure import hollow
 
@@ -39,7 +39,7 @@ def _answer(request: RankAloneRequest, small: int = 2**14) -> int:
     return 0
 
 
-def run_by_itself(request: RankAloneRequest, folder: Path, **given) -> RankAlone:
+def run_by_itself(request: AbsentRequest, folder: Path, **given) -> RankAlone:
     done = run_forked(_answer, request, *given.values(), output=folder)
     assert done.returncode == 0, done.stderr
     return msgspec.json.decode(done.stdout.splitlines()[-1], type=RankAlone)
@@ -47,58 +47,47 @@ def run_by_itself(request: RankAloneRequest, folder: Path, **given) -> RankAlone
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch-manual", "torch-library"])
-def test_a_rank_of_1024_sends_what_the_closed_form_says(engine, tmp_path):
+def test_a_rank_of_1024_sends_what_the_textbook_says(engine, tmp_path):
     """128 shards of 8 ranks that split each layer: fsdp_tp."""
     experiment = experiment_of(dp_shard=128, zero=3, tp=8)
-    alone = run_by_itself(RankAloneRequest(engine=engine, experiment=experiment), tmp_path / "o")
-    assert alone.problems == []
-    resolved = with_remat_resolved(engine, experiment)
-    flows = line_up(engine, resolved, alone.rows)
+    alone = run_by_itself(AbsentRequest(engine=engine, experiment=experiment), tmp_path / "o")
+    assert alone.ledger.is_complete
+    rows, resolved = alone.ledger.rows, with_remat_resolved(engine, experiment)
+    flows = line_up(engine, resolved, rows)
     assert {(flow.axis, flow.role) for flow in flows} >= {("dp_shard", "gather"), ("tp", "reduce")}
     assert list(mismatches(engine, resolved, flows)) == []
-    assert {row.group_size for row in alone.rows if row.axis == "dp_shard"} == {128}
-    if engine == "torch-library":  # which is held to multiples alone
-        return
-    other = experiment_of(dp_shard=128, zero=2, tp=8)  # the ledger of one layout is not another's
+    assert {row.group_size for row in rows if row.axis == "dp_shard"} == {128}
+    other = experiment_of(dp_shard=1024, zero=3)  # the ledger of one layout is not another's
     resolved = with_remat_resolved(engine, other)
-    assert list(mismatches(engine, resolved, line_up(engine, resolved, alone.rows)))
+    assert list(mismatches(engine, resolved, line_up(engine, resolved, rows)))
 
 
-LAYOUTS = {
-    "ddp": {"dp_replicate": 2},
-    "zero1": {"dp_shard": 2, "zero": 1},
-    "fsdp": {"dp_shard": 2, "zero": 3},
-    "tp_sp": {"tp": 2, "sequence_parallel": True},
-    "tp_sp_full": {"tp": 2, "sequence_parallel": True, "remat": "full"},
-}
+TP_SP = {"tp": 2, "sequence_parallel": True}
+CASES = [
+    ("torch-manual", "float64", {"dp_replicate": 2}),
+    ("torch-manual", "float64", {"dp_shard": 2, "zero": 1}),
+    ("torch-manual", "bfloat16", {**TP_SP, "remat": "full"}),
+    ("torch-library", "float64", {"dp_shard": 2, "zero": 3}),
+    ("torch-library", "float64", TP_SP),
+]
 
 
-@pytest.mark.parametrize(
-    ("engine", "name"),
-    [
-        *(("torch-manual", name) for name in LAYOUTS),
-        *(("torch-library", name) for name in ("fsdp", "tp_sp", "tp_sp_full")),
-    ],
-)
-def test_a_rank_alone_sends_and_keeps_what_one_of_two_does(engine, name, tiny, tmp_path):
+@pytest.mark.parametrize(("engine", "dtype", "layout"), CASES)
+def test_a_rank_alone_sends_and_keeps_what_one_of_two_does(engine, dtype, layout, tiny, tmp_path):
     """All but the smallest results of operators are left as they come."""
-    train = {"train": {"max_iters": 3, "eval_interval": 0}}
-    dtype = "bfloat16" if name == "tp_sp_full" else "float64"
-    given = {"layout": LAYOUTS[name], "data": {"source": "synthetic"}, "precision": {"dtype": dtype}}
-    experiment = edited(tiny, given | train)
+    given = {"layout": layout, "data": {"source": "synthetic"}, "precision": {"dtype": dtype}}
+    experiment = edited(tiny, given | {"train": {"max_iters": 3, "eval_interval": 0}})
     done = run_torchpar(tmp_path / "real", Request(engine=engine, experiment=experiment, ladder=False))
     assert done.returncode == 0, done.stderr
     real = read_record(tmp_path / "real")
-    request = RankAloneRequest(engine=engine, experiment=experiment)
+    request = AbsentRequest(engine=engine, experiment=experiment)
     alone = run_by_itself(request, tmp_path / "alone", small=16)
     assert alone.memory.peak.bytes == real.memory.devices[0].peak.bytes
 
     def sent(rows):
         return sorted((row.kind, row.axis, row.purpose, row.calls, row.bytes) for row in rows)
 
-    assert sent(alone.rows) == sent(real.ledger.rows)
-    resolved = with_remat_resolved(engine, experiment)
-    assert list(mismatches(engine, resolved, line_up(engine, resolved, real.ledger.rows))) == []
+    assert sent(alone.ledger.rows) == sent(real.ledger.rows)
 
 
 def test_what_is_large_is_not_computed_and_what_is_small_is():
@@ -116,22 +105,8 @@ def test_what_is_large_is_not_computed_and_what_is_small_is():
     assert (large + large)[0, 0] == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("{", "--alone: "),
-        ('{"engine": "torch-manual"}', "experiment"),
-        ('{"engine": "x", "speed": 1}', "speed"),
-    ],
-)
-def test_a_request_that_is_none_is_refused_in_a_line(text, says):
-    with pytest.raises(ExperimentError, match=says) as error:
-        read_rank_alone_request(text)
-    assert "\n" not in str(error.value)
-
-
 def test_a_rank_has_others():
-    for layout, rank in ((Layout(), 0), (Layout(dp_replicate=2), 2)):
-        request = RankAloneRequest(engine="torch-manual", experiment=Experiment(layout=layout), rank=rank)
-        with pytest.raises(ExperimentError, match="there must be others"):
-            read_rank_alone_request(msgspec.json.encode(request).decode())
+    from torchpar.alone import run_alone
+
+    with pytest.raises(ExperimentError, match="one device has no others"):
+        run_alone(AbsentRequest(engine="torch-manual", experiment=Experiment()))

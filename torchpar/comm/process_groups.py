@@ -80,11 +80,11 @@ def join_group(
         )
 
 
-def join_absent(*, rank: int, world_size: int) -> None:
-    """Be one rank among others that are not there: each collective is done at once, and moves nothing."""
+def join_absent(*, world_size: int) -> None:
+    """Be the first rank among others that are absent: each collective is done at once, and moves nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
 
 def leave_group() -> None:
