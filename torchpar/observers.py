@@ -25,7 +25,6 @@ from compare.numerics.parameters import parameter_table
 from compare.numerics.stream import arrays_of_step
 from compare.spec.axes import ROWS
 from compare.spec.engines.registry import ENGINES
-from torchpar.checkpoint import state_parts
 from torchpar.comm.devices import PACKAGES, device_kind
 from torchpar.measure.instruments import Instruments
 from torchpar.measure.ledger import of_all_ranks
@@ -34,6 +33,7 @@ from torchpar.measure.work import of_all_ranks as work_of_all_ranks
 from torchpar.offload import host_tensors
 from torchpar.parallel_model import local
 from torchpar.run import Run, autocast, to_device
+from torchpar.shards import state_parts
 from torchpar.weights import moment_keys, nanogpt_name, to_arrays
 
 

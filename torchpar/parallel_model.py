@@ -30,7 +30,7 @@ class OptimizerMaker(Protocol):
 
 
 class Fill(Protocol):
-    """Gives parameters without memory their first values: `first_weights.FirstWeights.fill`."""
+    """Gives parameters without memory their first values: `shards.fill_with`."""
 
     def __call__(self, model: nn.Module, within: Iterable[nn.Module] | None = None) -> None:
         """All parameters of a model, or those of some of its modules."""

@@ -1,69 +1,61 @@
-"""Shards of torchpar's engines, from a `ParallelModel`'s description of its parameters.
+"""A rank's shards of the canonical tensors: filled with first weights, written to checkpoints, read back.
 
 Tensor parallelism leaves a rank a box of the canonical tensor: its own heads, MLP features or rows of the
-vocabulary. Of that dp_shard leaves a range of elements, in the order of nanoGPT's tensor.
+vocabulary. Of that dp_shard leaves a range of elements, in the order of nanoGPT's tensor. Described is what a
+rank updates, its pieces; gradients and moments are cut as they are. PyTorch's ZeroRedundancyOptimizer alone
+leaves weights whole, and deals the moments out, each whole to one rank.
 
-What a rank updates is described: its pieces. Gradients and moments are cut as they are. Under ZeRO 1 and 2 by
-hand the module keeps whole weights besides. PyTorch's ZeroRedundancyOptimizer leaves weights and gradients
-whole and deals moments out, each whole to one rank: see `moment_shards`.
+A model begins on PyTorch's meta device, with shapes alone. A strategy cuts it as it would cut any other, and
+has what is left filled: a part of tensor parallelism, a stage of a pipeline, or of a fully sharded model one
+unit after the other, just before it is cut. A rank's memory at start is what it keeps, and one unit.
+
+The files of checkpoints know nothing of the layout (`compare.checkpoint`), so that a state comes back on any
+other one, and on any other engine.
 """
 
 import math
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
+from compare.checkpoint.description import WEIGHTS
+from compare.checkpoint.reader import CheckpointReader
+from compare.checkpoint.saver import Part
 from compare.numerics.boxes import from_boxes
 from compare.numerics.parameters import Parameter, parameter_table
 from compare.numerics.shards import Shard
 from compare.numerics.weights import Weights
 from compare.spec.axes import AXES, SPLIT, TP
-from compare.spec.experiment import Model
+from compare.spec.experiment import Experiment, Model
 from torchpar.comm.collectives import chunk_slices
 from torchpar.comm.mesh import Mesh
-from torchpar.parallel_model import ParallelModel, TensorsByName, local
-from torchpar.weights import nanogpt_dims, nanogpt_name
+from torchpar.dtensors import elements_of, empty_on
+from torchpar.model import GPT
+from torchpar.parallel_model import Fill, ParallelModel, TensorsByName, local
+from torchpar.run import Run
+from torchpar.weights import moment_keys, nanogpt_dims, nanogpt_name
 
 
-def shards(parallel: ParallelModel, model: Model, mesh: Mesh) -> list[Shard]:
-    """This rank's shards of the canonical tensors; of those on other stages of a pipeline it has none.
-
-    Args:
-        parallel: the model under its layout.
-        model: the sizes.
-        mesh: this rank's.
-    """
-    return [
-        _shard(row, parallel, mesh)
-        for row in parameter_table(model)
-        if nanogpt_name(row.name) in parallel.parameters
-    ]
-
-
-def moment_shards(parallel: ParallelModel, model: Model, mesh: Mesh) -> list[Shard]:
-    """This rank's shards of each moment: of all that it updates. Arguments as of `shards`."""
-    return [
-        _shard(row, parallel, mesh, of_moments=True)
-        for row in parameter_table(model)
-        if (name := nanogpt_name(row.name)) in parallel.parameters and parallel.keeps_moments(name)
-    ]
-
-
-def held(tensors: TensorsByName, shards: Iterable[Shard]) -> Iterator[tuple[Shard, np.ndarray]]:
-    """This rank's shards of every canonical tensor, without padding: one shard at a time, each a copy.
-
-    Args:
-        tensors: `parallel.weights()` or `gradients()`, or `own_moments(key)`.
-        shards: this rank's: `shards`, or `moment_shards`.
-    """
-    for shard in shards:
-        flat = local(tensors[nanogpt_name(shard.name)]).detach().reshape(-1)
-        array = flat[: math.prod(shard.held_shape)].to("cpu", copy=True).numpy()  # padding lies at the end
-        if shard.elements is None:
-            array = array.reshape([shard.shape[dim] for dim in shard.dim_order])
-            array = array.transpose(np.argsort(shard.dim_order))
-        yield shard, array
+def shards(parallel: ParallelModel, model: Model, mesh: Mesh, *, of_moments: bool = False) -> list[Shard]:
+    """This rank's shards of the canonical tensors, or of each moment; of other stages' it has none."""
+    described = []
+    for row in parameter_table(model):
+        name = nanogpt_name(row.name)
+        if name not in parallel.parameters or (of_moments and not parallel.keeps_moments(name)):
+            continue
+        over = {axis.name for axis in parallel.sharded_over.get(name, ())}
+        differs = {axis.name for axis in parallel.moments_spread_over(name)} if of_moments else over
+        replica, alike = 0, [mesh[axis] for axis in AXES if axis not in differs]
+        for axis in alike:  # this rank's number among those with the same part
+            replica = replica * axis.size + axis.rank
+        if name in parallel.copies:  # another stage's copy is counted after them
+            replica += math.prod(axis.size for axis in alike)
+        elements = parallel.elements.get(name)
+        described.append(shard_of(row, mesh, over_tp=TP in over, elements=elements, replica=replica))
+    return described
 
 
 def shard_of(
@@ -95,8 +87,22 @@ def shard_of(
     )
 
 
+def held(tensors: TensorsByName, shards: Iterable[Shard]) -> Iterator[tuple[Shard, np.ndarray]]:
+    """This rank's shards of every canonical tensor, without padding: one shard at a time, each a copy.
+
+    `tensors` are `parallel.weights()` or `gradients()`, or `own_moments(key)`.
+    """
+    for shard in shards:
+        flat = local(tensors[nanogpt_name(shard.name)]).detach().reshape(-1)
+        array = flat[: math.prod(shard.held_shape)].to("cpu", copy=True).numpy()  # padding lies at the end
+        if shard.elements is None:
+            array = array.reshape([shard.shape[dim] for dim in shard.dim_order])
+            array = array.transpose(np.argsort(shard.dim_order))
+        yield shard, array
+
+
 @torch.no_grad()
-def fill(tensor: torch.Tensor, shard: Shard, weights: Weights) -> None:
+def write(tensor: torch.Tensor, shard: Shard, weights: Weights) -> None:
     """Write a shard into the memory of this rank that holds it; padding lies at its end, and becomes zero.
 
     Args:
@@ -114,23 +120,64 @@ def fill(tensor: torch.Tensor, shard: Shard, weights: Weights) -> None:
     tensor.copy_(values.view(tensor.shape))
 
 
-def _shard(row: Parameter, parallel: ParallelModel, mesh: Mesh, *, of_moments: bool = False) -> Shard:
-    name = nanogpt_name(row.name)
-    over = {axis.name for axis in parallel.sharded_over.get(name, ())}
-    differs_over = parallel.moments_spread_over(name) if of_moments else parallel.sharded_over.get(name, ())
-    return shard_of(
-        row,
-        mesh,
-        over_tp=TP in over,
-        elements=parallel.elements.get(name),
-        replica=_replica(mesh, {axis.name for axis in differs_over}, is_copy=name in parallel.copies),
-    )
+def empty_model(experiment: Experiment) -> GPT:
+    """The whole model on the meta device: shapes and dtypes, no values and no memory."""
+    dtype = torch.float64 if experiment.precision.dtype == "float64" else torch.float32
+    with torch.device("meta"):
+        return GPT(experiment.model, loss_chunks=experiment.train.loss_chunks).to(dtype=dtype)
 
 
-def _replica(mesh: Mesh, over: set[str], *, is_copy: bool) -> int:
-    """This rank's number among those with the same part; another stage's copy is counted after them."""
-    axes = [mesh[name] for name in AXES if name not in over]
-    number = 0
-    for axis in axes:
-        number = number * axis.size + axis.rank
-    return number + is_copy * math.prod(axis.size for axis in axes)
+def fill_with(weights: Weights, experiment: Experiment, mesh: Mesh) -> Fill:
+    """Gives parameters of a GPT memory on this rank's device, and of their values what this rank keeps.
+
+    Args:
+        weights: by canonical name; read where a parameter is filled.
+        experiment: of the model.
+        mesh: this rank's.
+    """
+    rows = {nanogpt_name(row.name): row for row in parameter_table(experiment.model)}
+
+    def fill(model: nn.Module, within: Iterable[nn.Module] | None = None) -> None:
+        chosen = None if within is None else {p for module in within for p in module.parameters()}
+        for name, parameter in model.named_parameters():
+            if local(parameter).is_meta and (chosen is None or parameter in chosen):
+                memory = empty_on(parameter.detach(), mesh.device)
+                real = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+                real.__dict__.update(parameter.__dict__)
+                torch.utils.swap_tensors(parameter, real)  # it stays itself: ties, hooks and marks
+                over_tp = mesh[TP].size > 1 and any(SPLIT.get(axis) == TP for axis in rows[name].axes)
+                part = shard_of(rows[name], mesh, over_tp=over_tp, elements=elements_of(parameter, mesh))
+                write(local(parameter).detach(), part, weights)
+
+    return fill
+
+
+def state_parts(run: Run) -> Iterator[Part]:
+    """This rank's pieces of the weights, and the moments that its optimizer keeps: copies, one at a time."""
+    parallel, model, mesh = run.parallel, run.experiment.model, run.mesh
+    for shard, array in held(parallel.weights(), shards(parallel, model, mesh)):
+        yield WEIGHTS, shard, array
+    for group, key in moment_keys(run.experiment.optimizer).items():
+        for shard, array in held(parallel.own_moments(key), shards(parallel, model, mesh, of_moments=True)):
+            yield group, shard, array
+
+
+def restore_moments(run: Run, checkpoint: Path) -> None:
+    """Give this rank's optimizer the moments of a checkpoint, and the state its place in the data.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    reader = CheckpointReader(checkpoint)
+    parallel, experiment = run.parallel, run.experiment
+    run.state.step, run.state.updates = reader.description.step, reader.description.updates
+    if not reader.description.updates:
+        return
+    for shard in shards(parallel, experiment.model, run.mesh, of_moments=True):
+        parameter = parallel.parameters[nanogpt_name(shard.name)]
+        state = parallel.optimizer.state[parameter]
+        if experiment.optimizer.name == "adamw":
+            state["step"] = torch.tensor(float(run.state.updates), device=parameter.device)
+        for group, key in moment_keys(experiment.optimizer).items():
+            state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            write(local(state[key]), shard, reader.group(group))

@@ -25,11 +25,9 @@ from compare.numerics.weights import OneByOne, Weights
 from compare.spec.axes import ROWS
 from compare.spec.engines.registry import TORCH
 from torchpar import compiler, library, manual
-from torchpar.checkpoint import restore_moments
 from torchpar.comm import process_groups
 from torchpar.comm.devices import PACKAGES
 from torchpar.comm.mesh import Mesh, make_mesh
-from torchpar.first_weights import FirstWeights, empty_model
 from torchpar.host_memory import keep_freed_memory
 from torchpar.launch import Rank
 from torchpar.loss_scale import scale_loss, undivided_parts, unscale_gradients
@@ -37,6 +35,7 @@ from torchpar.observers import observers_of
 from torchpar.optimizer import make_optimizer, optimizer_step
 from torchpar.parallel_model import ParallelModel, local
 from torchpar.run import RankBatch, Run, autocast, now, to_device
+from torchpar.shards import empty_model, fill_with, restore_moments
 from torchpar.weights import nanogpt_name, to_array
 
 PARALLELIZE = {
@@ -145,7 +144,7 @@ def build_run(
 ) -> Run:
     """The run from these first weights, by canonical name."""
     experiment, model = request.experiment, empty_model(request.experiment)
-    fill = FirstWeights(first, experiment, mesh).fill
+    fill = fill_with(first, experiment, mesh)
     if request.engine in PEERS:
         fill(model)
         peer = importlib.import_module(PEERS[request.engine])

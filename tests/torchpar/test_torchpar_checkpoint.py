@@ -16,12 +16,11 @@ from compare.checkpoint.saver import Saver
 from compare.contract.request import Request
 from compare.numerics.shards import cut
 from compare.spec.experiment import Experiment, Layout, Model, Optimizer, Precision
-from torchpar.checkpoint import restore_moments, state_parts
 from torchpar.comm.mesh import make_mesh
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer
 from torchpar.run import Run
-from torchpar.shards import held, moment_shards
+from torchpar.shards import held, restore_moments, shards, state_parts
 from torchpar.train import PARALLELIZE
 from torchpar.weights import load_weights, moment_keys
 
@@ -72,8 +71,8 @@ def there_and_back(rank: int, engine: str, experiment: Experiment, folder: str) 
     assert (run.state.step, run.state.updates) == (STEP, UPDATES)
     whole = random_state(experiment)
     for group, key in moment_keys(experiment.optimizer).items():
-        shards = moment_shards(run.parallel, MODEL, run.mesh)
-        for shard, array in held(run.parallel.own_moments(key), shards):
+        parts = shards(run.parallel, MODEL, run.mesh, of_moments=True)
+        for shard, array in held(run.parallel.own_moments(key), parts):
             np.testing.assert_array_equal(array, cut(whole[group, shard.name], shard), err_msg=str(shard))
     saver = Saver(Path(folder) / "taken", [rank], of=experiment.layout.devices, keep=1)
     saver.save(describe(experiment), state_parts(run))

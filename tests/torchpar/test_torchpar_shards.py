@@ -14,11 +14,10 @@ from compare.numerics.shards import assemble, cut
 from compare.numerics.weights import Given, Weights
 from compare.spec.experiment import Experiment, Layout, Model, Optimizer, Precision
 from torchpar.comm.mesh import Mesh, make_mesh
-from torchpar.first_weights import FirstWeights, empty_model
 from torchpar.library.tensor_parallel import loss_parallel_on
 from torchpar.optimizer import make_optimizer, optimizer_step
 from torchpar.parallel_model import ParallelModel
-from torchpar.shards import held, moment_shards, shards
+from torchpar.shards import empty_model, fill_with, held, shards
 from torchpar.train import PARALLELIZE
 from torchpar.weights import to_arrays
 
@@ -63,13 +62,12 @@ def make_parallel(
     """A model that is filled as it is cut."""
     experiment = Experiment(model=MODEL, precision=Precision(dtype="float64"))
     mesh = make_mesh(layout, rank=rank, device=CPU)
-    first = FirstWeights(weights or Given(random_weights()), experiment, mesh)
     parallel = PARALLELIZE[engine](
         empty_model(experiment),
         mesh=mesh,
         layout=layout,
         make_optimizer=partial(make_optimizer, experiment=experiment),
-        fill=first.fill,
+        fill=fill_with(weights or Given(random_weights()), experiment, mesh),
     )
     return parallel, mesh
 
@@ -111,7 +109,7 @@ def test_gradients_and_moments_are_cut_as_weights_are(rank: int, engine: str, na
     own = shards(parallel, MODEL, mesh)
     whole_and_own = [(gradients, held(gradients, own))]
     for key in ("exp_avg", "exp_avg_sq"):
-        mine = held(parallel.own_moments(key), moment_shards(parallel, MODEL, mesh))
+        mine = held(parallel.own_moments(key), shards(parallel, MODEL, mesh, of_moments=True))
         whole_and_own.append((parallel.moments(key), mine))
     for tensors, held_here in whole_and_own:
         gathered = to_arrays(parallel.full(tensors), MODEL)
