@@ -26,14 +26,16 @@ from torchpar.weights import load_weights, moment_keys
 
 # No degree divides the vocabulary, and four ranks divide few of the flat buffers.
 MODEL = Model(n_layer=4, n_head=4, n_embd=12, block_size=6, vocab_size=51, bias=True)
-ZERO = ("zero1", "zero2", "zero3", "hsdp")
-CASES = {
-    **{f"manual {name}": ("torch-manual", layout) for name, layout in TORCH_SHARED.items()},
-    **{f"manual {name}": ("torch-manual", TORCH_ZERO[name]) for name in (*ZERO, "zero1_replicated")},
-    "manual zero1_tp": ("torch-manual", Layout(dp_shard=2, zero=1, tp=2)),
-    **{f"library {name}": ("torch-library", layout) for name, layout in TORCH_SHARED.items()},
-    **{f"library {name}": ("torch-library", TORCH_LIBRARY[name]) for name in (*ZERO, "hybrid_zero1")},
-    **{f"compiler {name}": ("torch-compiler", layout) for name, layout in TORCH_COMPILER.items()},
+CASES = {  # all placements are in test_torchpar_shards.py
+    "torch-manual": (
+        TORCH_ZERO["zero1_replicated"],
+        TORCH_ZERO["hsdp"],
+        Layout(dp_shard=2, zero=1, tp=2),
+        TORCH_SHARED["fsdp_pp"],
+        TORCH_SHARED["interleaved"],
+    ),
+    "torch-library": (TORCH_LIBRARY["zero1"], TORCH_LIBRARY["fsdp_tp"], TORCH_SHARED["tp_sp_pp"]),
+    "torch-compiler": (TORCH_COMPILER["zero1"], TORCH_COMPILER["fsdp_tp_sp"]),
 }
 OPTIMIZERS = {
     "adamw": Optimizer(),
@@ -81,19 +83,19 @@ def there_and_back(rank: int, engine: str, experiment: Experiment, folder: str) 
     assert_is_random(Path(folder) / "taken" / folder_name(STEP), experiment)
 
 
-@pytest.mark.parametrize(("engine", "layout"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("engine", CASES)
 @on_ranks
-def test_every_layout_takes_a_state_and_gives_it_back(rank: int, engine: str, layout: Layout) -> None:
-    experiment = spec(layout)
-    _shared(rank, engine, experiment)
+def test_every_layout_takes_a_state_and_gives_it_back(rank: int, engine: str) -> None:
+    for layout in CASES[engine]:
+        _shared(rank, engine, spec(layout))
 
 
-@pytest.mark.parametrize("engine", PARALLELIZE)
-@pytest.mark.parametrize("optimizer", ["momentum", "sgd"])
-@pytest.mark.parametrize("layout", [TORCH_ZERO["zero1"], TORCH_ZERO["zero3"]], ids=["zero1", "zero3"])
+@pytest.mark.parametrize("engine", CASES)
 @on_ranks
-def test_other_optimizers_too(rank: int, engine: str, optimizer: str, layout: Layout) -> None:
-    _shared(rank, engine, spec(layout, optimizer))
+def test_other_optimizers_too(rank: int, engine: str) -> None:
+    for optimizer in ("momentum", "sgd"):
+        for layout in (TORCH_ZERO["zero1"], TORCH_ZERO["zero3"]):
+            _shared(rank, engine, spec(layout, optimizer))
 
 
 def _shared(rank: int, engine: str, experiment: Experiment) -> None:
