@@ -70,11 +70,7 @@ class Prepared(Struct, frozen=True, kw_only=True):
 def prepare(experiment: Experiment, folder: Path) -> Prepared:
     """Freeze and validate the data in the folder of a run: the last thing that can fail early.
 
-    The standard library's text is copied into the folder, because the two sides may run on two versions
-    of Python; a relative path becomes an absolute one. A folder with nothing of worth in it is removed.
-
-    Raises:
-        ExperimentError: bad data.
+    The folder, with nothing of worth in it, is removed if the data is bad. Raises ExperimentError.
     """
     try:
         frozen = freeze_data(experiment, folder)
@@ -87,7 +83,11 @@ def prepare(experiment: Experiment, folder: Path) -> Prepared:
 
 
 def freeze_data(experiment: Experiment, folder: Path) -> Experiment:
-    """The experiment with `data.source` such that any process in any place reads the same tokens."""
+    """The experiment with `data.source` such that any process in any place reads the same tokens.
+
+    The standard library's text is copied into the folder, because the two sides may run on two versions of
+    Python; a relative path becomes an absolute one.
+    """
     source = experiment.data.source
     if source == "stdlib":
         text = folder / "stdlib.txt"
@@ -99,27 +99,22 @@ def freeze_data(experiment: Experiment, folder: Path) -> Experiment:
 
 
 def require_devices(experiment: Experiment, platform: str, hosts: Hosts = HERE) -> None:
-    """Refuse a layout for more devices than there are.
+    """Refuse a layout for more devices than there are, or than hosts divide.
 
     Raises:
-        ExperimentError: more CPU devices than make sense, more GPUs than this machine shows, or hosts that
-            do not divide the devices.
-        EnvironmentMissing: platform gpu without an NVIDIA driver.
+        ExperimentError: with both numbers.
+        EnvironmentMissing: platform gpu without a GPU.
     """
     hosts = hosts.under(experiment.layout)
     hosts.require(experiment.layout)
     wanted = experiment.layout.devices // hosts.count
-    if platform == "cpu":
-        if wanted > MAX_CPU_DEVICES:
-            raise ExperimentError(
-                f"the layout needs {wanted} devices; on CPU at most {MAX_CPU_DEVICES} virtual ones make "
-                f"sense: lower the degrees of the layout"
-            )
-        return
-    if hosts.launcher != "local":  # its hosts have them, and not this one
-        return
-    gpus = require_gpu()
-    if wanted > gpus:
+    if platform == "cpu" and wanted > MAX_CPU_DEVICES:
+        raise ExperimentError(
+            f"the layout needs {wanted} devices; on CPU at most {MAX_CPU_DEVICES} virtual ones make "
+            f"sense: lower the degrees of the layout"
+        )
+    # With a launcher other hosts have the GPUs, and not this one.
+    if platform == "gpu" and hosts.launcher == "local" and wanted > (gpus := require_gpu()):
         raise ExperimentError(
             f"the layout needs {wanted} devices and {gpus} GPUs are visible: lower the degrees of the "
             f"layout, or use --platform cpu"
@@ -149,7 +144,7 @@ def installed_gpus() -> int:
     if not shutil.which("nvidia-smi"):
         return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
     listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+    return listing.stdout.count("GPU ")
 
 
 def launch(

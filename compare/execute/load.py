@@ -1,11 +1,11 @@
 """Load of this machine: whether other processes would share the processor with what is to be timed."""
 
-import resource
 import time
 
 import psutil
 
 from compare.execute.launch import EnvironmentMissing
+from compare.host.facts import cpu_seconds
 
 LOOK_S = 2.0
 BUSY_CORES, BUSY_SHARE = 0.2, 0.05
@@ -28,11 +28,11 @@ class LoadBeside:
     """
 
     def __init__(self) -> None:
-        self._begun, self._all_s, self._own_s = time.monotonic(), _all_s(), _own_s()
+        self._begun, self._all_s, self._own_s = time.monotonic(), _all_s(), cpu_seconds()
 
     def cores(self) -> float:
         """The mean so far."""
-        others_s = (_all_s() - self._all_s) - (_own_s() - self._own_s)
+        others_s = (_all_s() - self._all_s) - (cpu_seconds() - self._own_s)
         return max(0.0, others_s / (time.monotonic() - self._begun))
 
 
@@ -43,27 +43,13 @@ def _all_s() -> float:
     return sum(spent for name, spent in times.items() if name not in ("idle", "iowait", *counted_twice))
 
 
-def _own_s() -> float:
-    """CPU seconds of this process, and of all that it has waited for."""
-    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
-
-
 def is_busy(cores: float) -> bool:
     """Whether so many cores in use spoil a timing."""
     return cores > max(BUSY_CORES, BUSY_SHARE * (psutil.cpu_count() or 1))
 
 
 def require_idle(cores: float, *, anyway: bool) -> None:
-    """Refuse to time beside other work, unless it is wanted.
-
-    Args:
-        cores: in use, from `busy_cores`.
-        anyway: do not refuse.
-
-    Raises:
-        EnvironmentMissing: what this machine lacks is an idle processor.
-    """
+    """Refuse to time beside other work, which uses so many cores. Raises EnvironmentMissing."""
     if is_busy(cores) and not anyway:
         raise EnvironmentMissing(
             f"this machine is busy: other processes use {cores:.1f} of its {psutil.cpu_count()} cores, and "

@@ -22,16 +22,9 @@ TIMEOUT_S = 60
 
 
 def missing_package(engine: Engine, python: str) -> str:
-    """The package that an engine lacks in a Python, and the line that installs it; '' if nothing.
-
-    Args:
-        engine: any; most need nothing beyond their side.
-        python: the interpreter. One that does not run is said elsewhere: here it lacks nothing.
-    """
-    if not engine.needs:
-        return ""
-    found = _lacks(python, engine.needs)
-    return engine.not_installed if found == [engine.needs] else ""
+    """The package that an engine lacks in a Python, and the line that installs it; '' if nothing."""
+    lacks = engine.needs and _lacks(python, engine.needs) == [engine.needs]
+    return engine.not_installed if lacks else ""
 
 
 def why_not_python(side: Side, python: str) -> str:

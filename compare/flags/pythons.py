@@ -1,13 +1,14 @@
 """Arguments that say which Python runs each side: the two may live in environments of their own."""
 
+import shutil
 import sys
 
 from msgspec import Struct
 
 from compare.execute.launch import EnvironmentMissing
 from compare.execute.packages import why_not_python
-from compare.execute.paths import check_python
 from compare.spec.engines.registry import SIDES
+from compare.spec.experiment import ExperimentError
 
 
 class SidePythons(Struct, frozen=True, kw_only=True):
@@ -34,7 +35,8 @@ def checked_pythons(arguments: SidePythons) -> dict[str, str]:
     pythons = pythons_of(arguments)
     for name, python in pythons.items():
         flag = f"--{SIDES[name].python_flag}"
-        check_python(flag, python)
+        if not shutil.which(python):
+            raise ExperimentError(f"{flag} {python}: no such program; give the path of a Python")
         if python != sys.executable and (why := why_not_python(SIDES[name], python)):
             raise EnvironmentMissing(f"{flag} {python}: {why}")
     return pythons

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from compare.execute.paths import is_utf8
 from compare.host.disk import why_not_readable
 from compare.spec.experiment import Experiment, ExperimentError, edited, load, revalidate
 from compare.spec.experiment import layout_fields as toml_layout_fields
@@ -172,8 +171,6 @@ def _assignments(tree: ast.Module, path: Path) -> dict[str, Any]:
 
 def _literal(value: ast.expr, where: str) -> Any:
     match value:
-        case ast.Constant(value=str() as text) if not is_utf8(text):
-            raise ExperimentError(f"{where}: {text!r} is no text that a file can hold")
         case ast.Constant(value=int() | float() | str() | bool() as constant):
             return constant
         case ast.UnaryOp(op=ast.USub(), operand=operand):
