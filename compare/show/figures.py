@@ -160,6 +160,14 @@ def ticks(axes: "Axes", values: Mapping[float, str]) -> None:
     axes.minorticks_off()
 
 
+def bare(axes: "Axes", rows: Mapping[float, str]) -> None:
+    """Leave of the axes only these names of rows."""
+    axes.set_yticks(list(rows), list(rows.values()), fontsize="small")
+    axes.set_xticks([])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
 def log_scale(axes: "Axes", *names: str) -> None:
     """Make axes logarithmic, with ticks that are written out."""
     from matplotlib.ticker import LogLocator, NullFormatter

@@ -110,9 +110,9 @@ def test_picture_fills_what_devices_hold(monkeypatch):
     for preset, devices, matrices in [("ddp", 2, 36), ("fsdp", 2, 18), ("tp", 2, 19), ("pp_gpipe", 4, 19)]:
         filled = dict.fromkeys(holdings.COLOURS.values(), 0.0)
 
-        def box(axes, x, y, width, rows, columns, shade, filled=filled):
-            if shade in filled and width == holdings.TILE:
-                filled[shade] += holdings.HeldPart(rows, columns).share
+        def box(axes, x, y, width, part, shade, filled=filled):
+            if part and width == holdings.TILE:
+                filled[shade] += part.share
 
         monkeypatch.setattr(holdings, "_box", box)
         experiment = spread(load("check"), preset, devices)

@@ -13,8 +13,8 @@ from msgspec import Struct
 
 from compare.judge.closed_forms.memory import KINDS, parameters_of_stage
 from compare.numerics.parameters import Parameter, block_parameters, end_parameters, parameter_count
-from compare.present.hosts import coordinates
-from compare.show.figures import COLOURS, INK, WIDE, Figure
+from compare.present.hosts import coordinates, place_in_mesh
+from compare.show.figures import COLOURS, INK, WIDE, Figure, bare
 from compare.spec.axes import DP_SHARD, PP, ROWS, SPLIT, TP
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
@@ -117,71 +117,57 @@ def figure(engines: Sequence[str], experiment: Experiment) -> Figure:
         engines: that hold the same: `alike`.
         experiment: its layout.
     """
-    layers, devices = _shown(experiment.model.n_layer), min(experiment.layout.devices, MOST_DEVICES)
-    (embeddings, _), blocks = end_parameters(experiment.model), block_parameters(experiment.model, 0)
-    of_layer = [p.name.removeprefix("blocks.0.").removesuffix(".weight") for p in blocks if p.is_matrix]
-    more = experiment.layout.devices - devices
+    layout, depth = experiment.layout, experiment.model.n_layer
+    layers = [row * depth // min(depth, MOST_LAYERS) for row in range(min(depth, MOST_LAYERS))]
+    embeddings, _ = end_parameters(experiment.model)
+    matrices = [p for p in block_parameters(experiment.model, 0) if p.is_matrix]
+    width = max(len(embeddings), len(matrices))
+    shown = range(min(layout.devices, MOST_DEVICES))
+
+    def draw(axes: "Axes") -> None:
+        labels, y = {2.5: "batch rows"}, 0.0
+        for device in shown:
+            x, rank = device * (width + GAP), coordinates(device, layout)[PP]
+            axes.text(x, 0.5, f"device {device}: {place_in_mesh(device, layout)}", va="center")
+            _box(axes, x, 2, width, HeldPart(rows_of(device, experiment), WHOLE), OF_BATCH)
+            stage = {p.name for p in parameters_of_stage(engines[0], experiment, stage=rank)}
+            y = 4.0
+            for kind in KINDS:
+                share = share_of(kind, engines[0], experiment, device)
+                axes.text(x, y + 0.4, f"{kind}: {share:.0%}", va="center")
+                rows = {"embeddings": [(p, p.name in stage) for p in embeddings]}
+                for layer in layers:
+                    rows[f"layer {layer}"] = [(p, layer in layers_of(rank, experiment)) for p in matrices]
+                for label, parameters in rows.items():
+                    y += 1
+                    labels[y + 0.5] = label
+                    for number, (parameter, is_here) in enumerate(parameters):
+                        part = part_of(parameter, kind, engines[0], experiment, device) if is_here else None
+                        _box(axes, x + number, y, TILE, part, COLOURS[kind])
+                y += 1.5
+        axes.set(xlim=(-0.1, len(shown) * (width + GAP)), ylim=(y, 0))
+        bare(axes, labels)
+
+    names = [p.name.removeprefix("blocks.0.").removesuffix(".weight") for p in matrices]
+    more = f" And {layout.devices - len(shown)} devices more." if layout.devices > len(shown) else ""
     return Figure(
         title=f"Who holds what: {', '.join(engines)}",
-        caption=f"From the left: {', '.join(p.name for p in embeddings)}; in a layer {', '.join(of_layer)}. "
+        caption=f"From the left: {', '.join(p.name for p in embeddings)}; in a layer {', '.join(names)}. "
         f"Filled is what a device keeps: parameters and optimizer state between two steps, gradients until "
-        f"the update.{f' And {more} devices more.' if more else ''}",
-        draw=lambda axes: _draw(axes, engines[0], experiment, layers, devices),
+        f"the update.{more}",
+        draw=draw,
         width=WIDE,
         height=0.16 * (3 * (len(layers) + 3) + 3),
     )
 
 
-def _draw(axes: "Axes", engine: str, experiment: Experiment, layers: Sequence[int], devices: int) -> None:
-    embeddings, _ = end_parameters(experiment.model)
-    matrices = [p for p in block_parameters(experiment.model, 0) if p.is_matrix]
-    width = max(len(embeddings), len(matrices))
-    labels: dict[float, str] = {2.5: "batch rows"}
-    for device in range(devices):
-        x, at = device * (width + GAP), coordinates(device, experiment.layout)
-        begin, end = rows_of(device, experiment)
-        _box(axes, x, 2, width, WHOLE, WHOLE, "none")
-        _box(axes, x, 2, width, WHOLE, (begin, end), OF_BATCH)
-        stage = {p.name for p in parameters_of_stage(engine, experiment, stage=at[PP])}
-        y = 4.0
-        for kind in KINDS:
-            axes.text(x, y + 0.4, f"{kind}: {share_of(kind, engine, experiment, device):.0%}", va="center")
-            y += 1
-            rows = [("embeddings", [(p, p.name in stage) for p in embeddings])]
-            mine = layers_of(at[PP], experiment)
-            rows += [(f"layer {layer}", [(p, layer in mine) for p in matrices]) for layer in layers]
-            for label, parameters in rows:
-                labels[y + 0.5] = label
-                for number, (parameter, is_here) in enumerate(parameters):
-                    _box(axes, x + number, y, TILE, WHOLE, WHOLE, "none")
-                    if is_here:
-                        part = part_of(parameter, kind, engine, experiment, device)
-                        _box(axes, x + number, y, TILE, part.rows, part.columns, COLOURS[kind])
-                y += 1
-            y += 0.5
-    axes.set(xlim=(-0.1, devices * (width + GAP)), ylim=(y, 0), xticks=[])
-    axes.set_yticks(list(labels), list(labels.values()), fontsize="small")
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-
-
-def _box(axes: "Axes", x: float, y: float, width: float, rows: Range, columns: Range, shade: str) -> None:
-    """A part of a box of one unit's height, or its outline."""
-    (top, bottom), (left, right) = rows, columns
-    edge = INK if shade == "none" else "none"
-    axes.broken_barh(
-        [(x + left * width, (right - left) * width)],
-        (y + top * TILE, (bottom - top) * TILE),
-        facecolor=shade,
-        edgecolor=edge,
-        linewidth=0.5,
-    )
-
-
-def _shown(layers: int) -> list[int]:
-    """All layers, or so many of them, evenly."""
-    count = min(layers, MOST_LAYERS)
-    return [place * layers // count for place in range(count)]
+def _box(axes: "Axes", x: float, y: float, width: float, part: HeldPart | None, shade: str) -> None:
+    """The outline of a matrix, and the part of it that is here."""
+    if part:
+        (top, bottom), (left, right) = part.rows, part.columns
+        across, down = (x + left * width, (right - left) * width), (y + top * TILE, (bottom - top) * TILE)
+        axes.broken_barh([across], down, facecolor=shade)
+    axes.broken_barh([(x, width)], (y, TILE), facecolor="none", edgecolor=INK, linewidth=0.5)
 
 
 def _slice(whole: Range, place: int, degree: int) -> Range:

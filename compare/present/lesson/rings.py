@@ -7,11 +7,9 @@ Source: Thakur et al., "Optimization of collective communication operations in M
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from msgspec import Struct
-
-from compare.show.figures import INK, WIDE, Figure, colour
+from compare.show.figures import INK, WIDE, Figure, bare, colour
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +23,7 @@ State = list[list[Piece]]
 NOTHING: Piece = frozenset()
 
 
-class Ring(Struct, frozen=True):
+class Ring(NamedTuple):
     """A collective that was carried out."""
 
     states: list[State]
@@ -80,22 +78,19 @@ CAPTIONS = {
 def figure(kind: str, purposes: Sequence[str], n: int = DEVICES) -> Figure:
     """A collective, hop by hop: a row for each device, a box for each piece, stripes for whose numbers."""
     ring = RINGS[kind](n)
-    pieces = len(ring.states[0][0])
-    step = max(pieces, 2) + 1.5
+    step = max(len(ring.states[0][0]), 2) + 1.5
 
     def draw(axes: "Axes") -> None:
         for hop, state in enumerate(ring.states):
             axes.text(hop * step, -0.2, f"hop {hop}" if hop else "start", va="bottom")
-            for device, of_device in enumerate(state):
-                for place, piece in enumerate(of_device):
-                    x, thick = hop * step + place, 1 / max(len(piece), 1)
+            for device, pieces in enumerate(state):
+                for number, piece in enumerate(pieces):
+                    x, width = hop * step + number, 1 / max(len(piece), 1)
                     for stripe, whose in enumerate(sorted(piece)):
-                        axes.broken_barh([(x + stripe * thick, thick)], (device, 1), color=colour(whose))
+                        axes.broken_barh([(x + stripe * width, width)], (device, 1), color=colour(whose))
                     axes.broken_barh([(x, 1)], (device, 1), facecolor="none", edgecolor=INK, linewidth=0.5)
-        axes.set(xlim=(-0.1, len(ring.states) * step - 1.4), ylim=(n + 0.1, -0.1), aspect="equal", xticks=[])
-        axes.set_yticks([device + 0.5 for device in range(n)], [f"device {device}" for device in range(n)])
-        axes.tick_params(length=0)
-        axes.spines[:].set_visible(False)
+        axes.set(xlim=(-0.1, len(ring.states) * step - 1.4), ylim=(n + 0.1, -0.1), aspect="equal")
+        bare(axes, {device + 0.5: f"device {device}" for device in range(n)})
 
     words = CAPTIONS[kind].format(n=n, sent=ring.sent)
     return Figure(
@@ -111,19 +106,14 @@ def figure(kind: str, purposes: Sequence[str], n: int = DEVICES) -> Figure:
 def _hops(start: State, sends: Callable[[int, int], int], *, keeps: bool) -> Ring:
     """Hops until each piece has been everywhere: device d sends its piece `sends(d, hop)` to the next one.
 
-    Args:
-        start: the pieces of each device.
-        sends: (device, hop) -> the piece.
-        keeps: a piece stays with its sender, too, and replaces the receiver's; else it is added to it.
+    With `keeps` a piece stays with its sender, too, and replaces the receiver's; else it is added to it.
     """
     states, n = [start], len(start)
     for hop in range(n - 1):
-        before = states[-1]
-        after = [list(pieces) for pieces in before]
+        before, after = states[-1], [list(pieces) for pieces in states[-1]]
         for device in range(n):
             piece, receiver = sends(device, hop), (device + 1) % n
-            got = before[device][piece]
-            after[receiver][piece] = got if keeps else after[receiver][piece] | got
+            after[receiver][piece] = before[device][piece] | (NOTHING if keeps else after[receiver][piece])
             if not keeps:
                 after[device][piece] = NOTHING
         states.append(after)

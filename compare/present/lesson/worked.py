@@ -9,8 +9,8 @@ Sources: `SOURCES`.
 """
 
 import functools
-
-from msgspec import Struct
+import math
+from typing import NamedTuple
 
 from compare.contract.communication import ring_wire_bytes
 from compare.judge.closed_forms.communication import communication
@@ -21,12 +21,11 @@ from compare.numerics.parameters import parameter_count
 from compare.show.findings import Row, Table, Text
 from compare.spec.axes import DP_SHARD, PP
 from compare.spec.experiment import Experiment, Model, Train, edited
-from compare.studies.lessons import FOLDERS, LESSONS
+from compare.studies.lessons import LESSONS
 from compare.terminal import human_bytes
 
 GPUS = 8
-CHIP = "NVIDIA H100 80GB HBM3"
-MEMORY = 80e9
+CHIP, MEMORY = "NVIDIA H100 80GB HBM3", 80e9
 NVLINK, NETWORK = 450e9, 50e9
 """Bytes a second that a GPU sends, one way."""
 SENT, OF_STATE = 2, 16
@@ -35,7 +34,7 @@ MODEL = Model(n_layer=32, n_head=32, n_embd=4096, block_size=4096, vocab_size=32
 """As wide and deep as Llama 2 7B, with nanoGPT's layers."""
 ROWS = 16
 """Sequences of a step, of all GPUs together; also the microbatches of the pipeline."""
-BY_HAND = next(engine for engine, folder in FOLDERS.items() if folder == "torchpar/manual")
+BY_HAND = "torch-manual"
 WHEN = {
     "data_parallel": "while parameters, gradients and optimizer state fit on one device: nothing is simpler. "
     "Its bytes do not depend on the batch, and its compute does: with enough tokens on a GPU the all-reduce "
@@ -59,7 +58,7 @@ SOURCES = (
 )
 
 
-class Worked(Struct, frozen=True, kw_only=True):
+class Worked(NamedTuple):
     """A step of the worked example under one strategy, of the GPU that sends most."""
 
     wire: float
@@ -74,34 +73,27 @@ class Worked(Struct, frozen=True, kw_only=True):
 
 @functools.cache
 def worked(strategy: str) -> Worked:
-    """The example under a strategy of LESSONS, over all GPUs."""
-    experiment = _experiment(LESSONS[strategy].axis)
+    """The example under a strategy of LESSONS, with all GPUs along its axis."""
+    axis = LESSONS[strategy].axis
+    more = {DP_SHARD: {"zero": 3}, PP: {"microbatches": ROWS, "schedule": "gpipe"}}.get(axis, {})
+    experiment = Experiment(model=MODEL, train=Train(batch_size=ROWS))  # float32, as closed forms take it
+    experiment = edited(experiment, {"layout": {axis: GPUS, "remat": "none", **more}})
     layout, stages = experiment.layout, range(experiment.layout.pp)
     wires = [
         sum(
-            ring_wire_bytes(kind, round(size * SENT / 4), layout.axes[axis])  # closed forms are of 4 bytes
+            ring_wire_bytes(kind, round(size * SENT / 4), layout.axes[axis])
             for (kind, axis, _), size in communication(BY_HAND, experiment, stage=stage).items()
         )
         for stage in stages
     ]
     elements = max(elements_of_stage(BY_HAND, experiment, stage=stage) for stage in stages)
-    peak = peak_flops(CHIP, "bfloat16")
-    assert peak is not None
     flops = model_flops_per_token(experiment) * experiment.tokens_per_step / GPUS
     return Worked(
         wire=max(wires),
         state=OF_STATE * elements / (layout.dp_shard if layout.zero == 3 else 1),
-        compute_s=flops / peak,
+        compute_s=flops / (peak_flops(CHIP, "bfloat16") or math.nan),
         waits=(layout.pp - 1) / (layout.microbatches + layout.pp - 1),
     )
-
-
-def _experiment(axis: str) -> Experiment:
-    """The example with all GPUs along one axis, as the closed forms take it: in float32."""
-    settings = {DP_SHARD: {"zero": 3}, PP: {"microbatches": ROWS, "schedule": "gpipe"}}
-    layout = {axis: GPUS, "remat": "none", **settings.get(axis, {})}
-    whole = Experiment(model=MODEL, train=Train(batch_size=ROWS))
-    return edited(whole, {"layout": layout})
 
 
 def sentence() -> str:
