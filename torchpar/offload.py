@@ -10,7 +10,7 @@ host and device share one memory, and nothing is won: the same copies are made, 
 ZeRO-Offload (arXiv 2101.06840) updates on the host; here the device does, so that the numbers are the same.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,31 +27,19 @@ class StateOnHost(torch.optim.Optimizer):
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
-        self._start()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Become a copy, whose state is its own."""
-        super().__setstate__(state)
-        self._start()
-
-    def _start(self) -> None:
-        """Make the map of states on the host, by parameter and key, and the stream that copies them."""
-        self._homes: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._homes: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter and key, on the host
         device = self.param_groups[0]["params"][0].device
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The optimizer's own step, a chunk of parameters after the other. Returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: Any = None) -> Any:
+        """The optimizer's own step, a chunk of parameters after the other."""
         groups, chunks = self.param_groups, list(self._chunks())
         try:
             arrival = self._fetch(chunks[0][1]) if chunks else None
             for number, (options, parameters) in enumerate(chunks):
-                self._wait_for(arrival)
+                if arrival:
+                    torch.cuda.current_stream().wait_event(arrival)
                 if number + 1 < len(chunks):
                     arrival = self._fetch(chunks[number + 1][1])
                 self.param_groups = [{**options, "params": parameters}]
@@ -61,7 +49,6 @@ class StateOnHost(torch.optim.Optimizer):
             self.param_groups = groups
         if self._copies:
             self._copies.synchronize()  # who reads the state reads the host's memory
-        return loss
 
     def host_tensors(self) -> list[torch.Tensor]:
         """Tensors of the state, shaped as their parameters, in the host's memory."""
@@ -79,18 +66,14 @@ class StateOnHost(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     chunk.append(parameter)
-                if sum(one.nbytes for one in chunk) >= self.chunk_bytes:
+                if sum(member.nbytes for member in chunk) >= self.chunk_bytes:
                     yield group, chunk
                     chunk = []
             if chunk:
                 yield group, chunk
 
     def _fetch(self, parameters: Sequence[torch.Tensor]) -> "torch.cuda.Event | None":
-        """Begin to copy the state of these parameters to their device. At first there is none.
-
-        Returns:
-            What happens when it is there; None if it is already.
-        """
+        """Begin to copy the state of these parameters to their device, where it is when the event happens."""
         with self._copying():
             for parameter in parameters:
                 for key, value in self.state[parameter].items():
@@ -99,29 +82,22 @@ class StateOnHost(torch.optim.Optimizer):
                         self.state[parameter][key] = there.copy_(value, non_blocking=True)
         return self._copies.record_event() if self._copies else None
 
-    def _wait_for(self, arrival: "torch.cuda.Event | None") -> None:
-        """Let the device wait for the fetched state before it computes."""
-        if arrival:
-            torch.cuda.current_stream().wait_event(arrival)
-
     def _send_back(self, parameters: Sequence[torch.Tensor]) -> None:
         """Begin to copy the state of these parameters, as it was updated, to the host."""
         if self._copies:
             self._copies.wait_stream(torch.cuda.current_stream())
         with self._copying():
             for parameter in parameters:
-                homes = self._homes.setdefault(parameter, {})
-                for key, value in self.state[parameter].items():
+                homes, state = self._homes.setdefault(parameter, {}), self.state[parameter]
+                for key, value in state.items():
                     if torch.is_tensor(value) and value.device == parameter.device:
-                        homes[key] = self.state[parameter][key] = self._sent(value, homes.get(key))
-
-    def _sent(self, value: torch.Tensor, home: torch.Tensor | None) -> torch.Tensor:
-        """The tensor in the host's memory that takes a value; the one of the last step if there is one."""
-        if self._copies:
-            value.record_stream(self._copies)
-        if home is None:
-            home = torch.empty_like(value, device="cpu", pin_memory=value.device.type == "cuda")
-        return home.copy_(value, non_blocking=True)
+                        if self._copies:
+                            value.record_stream(self._copies)
+                        if key not in homes:
+                            homes[key] = torch.empty_like(
+                                value, device="cpu", pin_memory=value.device.type == "cuda"
+                            )
+                        state[key] = homes[key].copy_(value, non_blocking=True)
 
     def _copying(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._copies) if self._copies else nullcontext()

@@ -5,11 +5,10 @@ A gradient or a moment has its weight's shape, so one mapping serves all three.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
-from torch import nn
 
 from compare.numerics.gpt2_names import TRANSFORMER, gpt2_name
 from compare.numerics.optimizer import moment_names
@@ -38,24 +37,14 @@ def to_canonical(parameter: Parameter, array: np.ndarray) -> np.ndarray:
     return (array.T if _is_linear(parameter) else array).reshape(parameter.shape)
 
 
-def canonical_parameters(model: GPT) -> Iterator[tuple[Parameter, nn.Parameter]]:
-    """Each row of the canonical table with the model's parameter, in nanoGPT's shape; the tied head once."""
-    for row in parameter_table(model.config):
-        yield row, model.get_parameter(nanogpt_name(row.name))
-
-
 @torch.no_grad()
 def load_weights(model: GPT, weights: Mapping[str, np.ndarray]) -> None:
     """Copy canonical weights (canonical name -> canonical shape) into the model."""
-    for row, parameter in canonical_parameters(model):
+    for row in parameter_table(model.config):
+        parameter = model.get_parameter(nanogpt_name(row.name))
         array = np.ascontiguousarray(to_nanogpt(row, weights[row.name]))
         assert array.shape == parameter.shape, f"{row.name}: {array.shape} into {tuple(parameter.shape)}"
         parameter.copy_(torch.from_numpy(array))
-
-
-def read_weights(model: GPT) -> dict[str, np.ndarray]:
-    """An unsharded model's weights by canonical name, in canonical shapes; copies."""
-    return to_arrays(dict(model.named_parameters()), model.config)
 
 
 def to_arrays(tensors: Mapping[str, torch.Tensor], config: Model) -> dict[str, np.ndarray]:
@@ -74,22 +63,6 @@ def to_arrays(tensors: Mapping[str, torch.Tensor], config: Model) -> dict[str, n
 def moment_keys(config: Optimizer) -> dict[str, str]:
     """torch.optim's name of each moment that this optimizer keeps: m and v, m, or none."""
     return {name: _TORCH_MOMENTS[config.name][name] for name in moment_names(config)}
-
-
-def load_nanogpt(model: GPT, state: Mapping[str, torch.Tensor]) -> None:
-    """Load a nanoGPT checkpoint's `model` entry, also one of a compiled or of an old, masked model.
-
-    Args:
-        model: of the checkpoint's sizes.
-        state: nanoGPT's state dict.
-
-    Raises:
-        RuntimeError: a parameter is missing, unknown or of another shape (from load_state_dict).
-    """
-    names = {name.removeprefix(COMPILED_PREFIX): tensor for name, tensor in state.items()}
-    # Before flash attention nanoGPT kept each block's causal mask as a buffer.
-    masks = {f"transformer.h.{layer}.attn.bias" for layer in range(model.config.n_layer)}
-    model.load_state_dict({name: tensor for name, tensor in names.items() if name not in masks})
 
 
 def nanogpt_shapes(config: Model) -> dict[str, tuple[int, ...]]:
