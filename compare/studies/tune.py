@@ -1,25 +1,38 @@
 """`shardpair tune`: plan for this machine, time the best layouts here, and say how well the plan ranked."""
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec import Struct
 
 from compare.flags.arguments import Hidden, StudiedName
 from compare.flags.pythons import checked_pythons
 from compare.host.disk import write_atomically
+from compare.judge.bench_rows import by_round
 from compare.judge.outcome import Grid, Outcome
+from compare.judge.statistics import Estimate, estimate
+from compare.judge.timed_outcome import Measurement, timed
 from compare.plan.machine import Machine
 from compare.plan.predict import predict
-from compare.plan.search import Candidate, search
-from compare.plan.tuned import COLUMNS, against, by_engine, rows_of, said, tuned
-from compare.show.findings import Findings, table_of
+from compare.plan.search import Candidate, memory_of, search
+from compare.show.figures import INK, MARKERS, Figure, colour, log_scale
+from compare.show.findings import Column, Findings, table_of
 from compare.spec.engines.registry import REFERENCE, STUDIED
 from compare.spec.experiment import Experiment, ExperimentError, edited, to_toml
 from compare.studies.presets import check_names
 from compare.studies.this_machine import HERE, machine_of
+from compare.terminal import human_bytes
 from compare.timing import Timed, timed_findings
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FASTER = 1.2
+"""A case that takes so much longer than the fastest one in every round, twice at least, is timed no more."""
 WINNER = "winner.toml"
 NOTHING: Mapping[str, Machine] = {}
 ABOUT = (
@@ -108,38 +121,149 @@ class Tune(Timed, frozen=True, kw_only=True):
         return cases, left_out
 
     def is_given_up(self, outcome: Outcome, name: str) -> bool:
-        """True for a case that is clearly slower; or if all that is left is beyond the budget."""
-        return tuned(outcome).is_given_up(outcome.cases[name])
+        """True if a case was `FASTER` times slower than the fastest of each round, or the budget is spent."""
+        view = timed(outcome)
+        walls = {number: one.wall_ms for number, one in by_round(view, outcome.cases[name]).items()}
+        budget_s, spent_s = outcome.more["budget_s"], sum(map(process_s, view.measurements))
+        fastest: dict[int, float] = {}
+        for one in view.measurements:
+            fastest[one.round] = min(one.wall_ms, fastest.get(one.round, one.wall_ms))
+        is_slower = len(walls) > 1 and all(wall > FASTER * fastest[number] for number, wall in walls.items())
+        return is_slower or (bool(walls) and 0 < budget_s < spent_s)
 
     def after(self, outcome: Outcome, folder: Path) -> Outcome:
         """Leave the fastest layout as an experiment, and what was planned for."""
-        view = tuned(outcome)
-        for engine, machine in view.machines.items():
-            write_atomically(folder / f"{HERE}-{engine}.toml", msgspec.toml.encode(machine))
-        if rows := rows_of(view):
+        for engine, fields in outcome.more["machines"].items():
+            write_atomically(folder / f"{HERE}-{engine}.toml", msgspec.toml.encode(fields))
+        if rows := rows_of(outcome):
             best = min(rows, key=lambda row: row.measured_ms.median)
-            (case,) = (one for one in view.cases if (one.engine, one.layout) == (best.engine, best.layout))
             length = {"train": {"max_iters": outcome.experiment.train.max_iters}}
-            write_atomically(folder / WINNER, to_toml(edited(case.experiment, length)).encode())
+            winner = edited(outcome.cases[best.case].experiment, length)
+            write_atomically(folder / WINNER, to_toml(winner).encode())
         return outcome
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """Every layout, predicted and measured; and how well each engine's were ranked."""
-        view = tuned(outcome)
-        rows = sorted(rows_of(view), key=lambda row: row.measured_ms.median)
-        best, words = rows[0], [f"{engine}: {said(own)}" for engine, own in by_engine(rows).items()]
+        rows = sorted(rows_of(outcome), key=lambda row: row.measured_ms.median)
+        best, words = rows[0], [f"{engine}: {accuracy(of)}" for engine, of in by_engine(rows).items()]
         return timed_findings(
-            view,
+            timed(outcome),
             outcome,
             title=f"{outcome.name}: {len(rows)} layouts timed",
             sentence=f"the fastest is {best.engine} {best.layout}, {best.measured_ms.median:.1f} ms a step: "
             f"{folder / WINNER}; {'; '.join(words)}",
             about=[ABOUT],
             tables=[table_of("Predicted and measured", COLUMNS, rows)],
-            figures=[against(rows)],
+            figures=[figure_of(rows)],
             rows=rows,
         )
+
+
+class Row(Struct, frozen=True, kw_only=True):
+    """One layout of one engine: predicted and measured."""
+
+    case: str
+    engine: str
+    layout: str
+    predicted_ms: float
+    measured_ms: Estimate
+    error: float
+    error_after: float
+    """With the engine's median ratio divided out."""
+    predicted_bytes: float
+    measured_bytes: int
+
+
+COLUMNS = (
+    Column[Row]("layout", lambda row: row.layout),
+    Column[Row]("engine", lambda row: row.engine),
+    Column[Row]("predicted ms", lambda row: row.predicted_ms, ".1f"),
+    Column[Row]("measured ms", lambda row: row.measured_ms, ".1f"),
+    Column[Row]("rounds", lambda row: row.measured_ms.rounds, "d"),
+    Column[Row]("error", lambda row: row.error, "+.0%"),
+    Column[Row]("after one factor", lambda row: row.error_after, "+.0%"),
+    Column[Row]("peak", lambda row: row.measured_bytes, human_bytes),
+    Column[Row]("predicted / peak", lambda row: row.predicted_bytes / row.measured_bytes, ".2f"),
+)
+
+
+def process_s(one: Measurement) -> float:
+    """Seconds that a process took, from its start to the end of its windows."""
+    before = one.start_up_s + one.compile_s + one.first_step_s
+    return before + one.windows_seen_s + sum(one.single_ms) / 1e3
+
+
+def rows_of(outcome: Outcome) -> list[Row]:
+    """A row for each case that finished once."""
+    view, predicted = timed(outcome), outcome.more["predicted_ms"]
+    rounds = {name: list(by_round(view, case).values()) for name, case in outcome.cases.items()}
+    measured = {name: estimate([one.wall_ms for one in own]) for name, own in rounds.items() if own}
+    ratios: dict[str, dict[str, float]] = {}
+    for name, wall_ms in measured.items():
+        of_engine = ratios.setdefault(outcome.cases[name].engine, {})
+        of_engine[name] = predicted[name] / wall_ms.median
+    return [
+        Row(
+            case=name,
+            engine=engine,
+            layout=outcome.cases[name].layout,
+            predicted_ms=predicted[name],
+            measured_ms=measured[name],
+            error=ratio - 1,
+            error_after=ratio / statistics.median(of_engine.values()) - 1,
+            predicted_bytes=sum(memory_of(engine, outcome.cases[name].experiment).values()),
+            measured_bytes=max(one.peak_mem_bytes for one in rounds[name]),
+        )
+        for engine, of_engine in ratios.items()
+        for name, ratio in of_engine.items()
+    ]
+
+
+def accuracy(rows: Sequence[Row]) -> str:
+    """How well the layouts of one engine were predicted."""
+    errors, after = ([abs(getattr(row, name)) for row in rows] for name in ("error", "error_after"))
+    words = [f"median error {statistics.median(errors):.0%}, worst {max(errors):.0%}"]
+    words.append(f"after one factor {statistics.median(after):.0%}, worst {max(after):.0%}")
+    tau = kendall([row.predicted_ms for row in rows], [row.measured_ms.median for row in rows])
+    return ", ".join([*words, *([f"Kendall's tau {tau:.2f}"] if tau is not None else [])])
+
+
+def kendall(predicted: Sequence[float], measured: Sequence[float]) -> float | None:
+    """Kendall's tau-b of two orders; None of fewer than two, or where all are the same."""
+    from scipy.stats import kendalltau  # half a second to import
+
+    tau = float(kendalltau(predicted, measured).statistic) if len(predicted) > 1 else math.nan
+    return None if math.isnan(tau) else tau
+
+
+def figure_of(rows: Sequence[Row]) -> Figure:
+    """Predicted over measured times, a colour for each engine."""
+
+    def draw(axes: "Axes") -> None:
+        for place, (engine, of_engine) in enumerate(by_engine(rows).items()):
+            times = [(row.measured_ms.median, row.predicted_ms) for row in of_engine]
+            axes.plot(
+                *zip(*times, strict=True), MARKERS[place % len(MARKERS)], color=colour(place), label=engine
+            )
+        ends = [row.measured_ms.median for row in rows]
+        axes.plot([min(ends), max(ends)], [min(ends), max(ends)], color=INK, linewidth=1, label="equal")
+        axes.set(xlabel="measured (ms)", ylabel="predicted (ms)")
+        log_scale(axes, "x", "y")
+
+    return Figure(
+        title="Predicted against measured",
+        caption="Above the line a prediction is too slow; points that rise are ranked as they are.",
+        draw=draw,
+    )
+
+
+def by_engine(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows of each engine."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.engine, []).append(row)
+    return groups
 
 
 def some_of(ranked: Sequence[Candidate], count: int, *, spread: bool) -> list[Candidate]:

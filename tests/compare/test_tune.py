@@ -5,26 +5,25 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from benches import TIMING, bench_of, measurement_of
+from benches import TIMING, bench_of, measurement_of, outcome_of
 from machines import machine_of
+from msgspec.structs import replace
 from records import make_request
 from scipy.stats import kendalltau
 
 from compare.cli import main
-from compare.judge.outcome import Case, read_outcome
-from compare.judge.timed_outcome import TimedOutcome
+from compare.judge.outcome import Case, Outcome, read_outcome
+from compare.judge.timed_outcome import timed
 from compare.plan.machine import Machine, read_machine
 from compare.plan.predict import predict
 from compare.plan.search import search
-from compare.plan.tuned import FASTER, TuneOutcome, kendall, rows_of, said
-from compare.plan.tuned import tuned as figures
 from compare.spec.experiment import load
-from compare.studies.tune import Tune, some_of
+from compare.studies.tune import FASTER, Tune, accuracy, kendall, process_s, rows_of, some_of
 
 HERE = ("tune", "tiny.toml", "--machine", "here.toml", "--quiet", "--anyway")
 
 
-def tuned(experiment, times: dict[str, list[float]], *, predicted=None, budget_s=0.0) -> TuneOutcome:
+def tuned(experiment, times: dict[str, list[float]], *, predicted=None, budget_s=0.0) -> Outcome:
     """Cases by layout, and the ms of each in each round."""
     cases = [Case(request=make_request(experiment), layout=name) for name in times]
     done = [
@@ -32,25 +31,26 @@ def tuned(experiment, times: dict[str, list[float]], *, predicted=None, budget_s
         for case in cases
         for number, wall in enumerate(times[case.layout], 1)
     ]
-    bench = bench_of(cases, measurements=done, timing=TIMING)
-    more = {"machines": {"torch-manual": machine_of(2)}, "budget_s": budget_s}
-    more["predicted_ms"] = {case.name: (predicted or {}).get(case.layout, 10.0) for case in cases}
-    return TuneOutcome(**{name: getattr(bench, name) for name in TimedOutcome.__struct_fields__}, **more)
+    predicted_ms = {case.name: (predicted or {}).get(case.layout, 10.0) for case in cases}
+    outcome = outcome_of(bench_of(cases, measurements=done, timing=TIMING))
+    return replace(outcome, more={**outcome.more, "predicted_ms": predicted_ms, "budget_s": budget_s})
+
+
+def given_up(outcome: Outcome) -> set[str]:
+    return {case.layout for name, case in outcome.cases.items() if Tune().is_given_up(outcome, name)}
 
 
 def test_what_is_clearly_slower_is_timed_no_more(tiny):
-    outcome = tuned(tiny, {"a": [10, 11], "b": [10 * FASTER + 0.1, 14], "c": [30, 10], "d": [30]})
-    given_up = {case.layout for case in outcome.cases if outcome.is_given_up(case)}
-    assert given_up == {"b"}  # c was fastest once, and d was timed once
+    times = {"a": [10, 11], "b": [10 * FASTER + 0.1, 14], "c": [30, 10], "d": [30]}
+    assert given_up(tuned(tiny, times)) == {"b"}  # c was fastest once, and d was timed once
 
 
 def test_a_budget_ends_what_has_been_timed_once(tiny):
     times = {"a": [10], "b": [10], "c": []}
-    spent = tuned(tiny, times).spent_s
+    spent = sum(map(process_s, timed(tuned(tiny, times)).measurements))
     assert spent > 2 * 2.7  # two processes, whose start, compilation and first step take 2.7 s
     for budget_s, gone in ((spent + 1, set()), (spent - 0.1, {"a", "b"})):
-        late = tuned(tiny, times, budget_s=budget_s)
-        assert {case.layout for case in late.cases if late.is_given_up(case)} == gone
+        assert given_up(tuned(tiny, times, budget_s=budget_s)) == gone
 
 
 def test_predictions_are_held_against_medians(tiny):
@@ -58,9 +58,11 @@ def test_predictions_are_held_against_medians(tiny):
     rows = rows_of(tuned(tiny, times, predicted={"a": 5.5, "b": 10, "c": 80}))
     assert [row.error for row in rows] == pytest.approx([-0.5, -0.5, 1.0])
     assert [row.error_after for row in rows] == pytest.approx([0.0, 0.0, 3.0])
-    assert said(rows) == ("median error 50%, worst 100%, after one factor 0%, worst 300%, Kendall's tau 1.00")
+    assert accuracy(rows) == (
+        "median error 50%, worst 100%, after one factor 0%, worst 300%, Kendall's tau 1.00"
+    )
     reverse = rows_of(tuned(tiny, times, predicted={"a": 3, "b": 2, "c": 1}))
-    assert said(reverse).endswith("tau -1.00")
+    assert accuracy(reverse).endswith("tau -1.00")
 
 
 def test_kendalls_tau_is_scipys_and_none_where_there_is_no_order():
@@ -89,17 +91,17 @@ def here(timed_engines) -> Machine:
 def test_it_plans_times_and_leaves_the_winner(here, timed_engines, capsys):
     assert main([*HERE, "--best", "3", "--rounds", "2", "--run_dir", "t", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"]
-    outcome, whole = figures(read_outcome(Path("t"))), read_outcome(Path("t")).experiment
-    best = search("torch-manual", whole, here, fixed=frozenset()).fitting[:3]
-    assert [case.layout for case in outcome.cases] == [one.name for one in best]
-    for case, one in zip(outcome.cases, best, strict=True):
+    outcome = read_outcome(Path("t"))
+    best = search("torch-manual", outcome.experiment, here, fixed=frozenset()).fitting[:3]
+    assert [case.layout for case in outcome.cases.values()] == [one.name for one in best]
+    for (name, case), one in zip(outcome.cases.items(), best, strict=True):
         seconds = predict("torch-manual", case.experiment, here).seconds
-        assert outcome.predicted_ms[case.name] == pytest.approx(1e3 * seconds)
+        assert outcome.more["predicted_ms"][name] == pytest.approx(1e3 * seconds)
         assert seconds == pytest.approx(one.seconds)
     assert len(timed_engines.launched) == 6
     winner = load("t/winner.toml")
     assert winner.layout in [one.layout for one in best]
-    assert winner.train.max_iters == whole.train.max_iters
+    assert winner.train.max_iters == outcome.experiment.train.max_iters
     assert msgspec.toml.decode(Path("t/here-torch-manual.toml").read_bytes(), type=Machine) == here
     assert main(["report", "t"]) == 0
     assert "Predicted and measured" in capsys.readouterr().out
@@ -111,31 +113,27 @@ def test_it_is_interrupted_and_goes_on(here, timed_engines, capsys):
     assert "shardpair tune --continue t" in capsys.readouterr().err
     timed_engines.interrupted_at = 0
     assert main(["tune", "--continue", "t", "--quiet", "--anyway", "--json"]) == 0
-    outcome = figures(read_outcome(Path("t")))
+    outcome = read_outcome(Path("t"))
     assert outcome.finished_rounds == 2
-    assert outcome.machines == {"torch-manual": here}
+    assert msgspec.convert(outcome.more["machines"], dict[str, Machine]) == {"torch-manual": here}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
+def test_what_cannot_be_tuned_is_refused_in_a_line(here, capsys):
+    for arguments, says in (
         (("--best", "0"), "--best 0 must be at least 1"),
         (("--budget", "-1"), "--budget -1"),
         (("--devices", "4"), "has 2 devices, --devices 4"),
         (("--layout.tp", "3"), "layout.tp = 3"),
         (("--machine", "here", "--dry_run"), "--dry_run measures nothing"),
         (("--machine", "none.toml"), "does not exist"),
-    ],
-)
-def test_what_cannot_be_tuned_is_refused_in_a_line(here, capsys, arguments, says):
-    assert main([*HERE, *arguments]) == 2
-    said = capsys.readouterr().err
-    assert says in " ".join(said.split())
-    assert "Traceback" not in said
+    ):
+        assert main([*HERE, *arguments]) == 2
+        error = capsys.readouterr().err
+        assert says in " ".join(error.split())
+        assert "Traceback" not in error
 
 
 def test_a_dry_run_shows_the_cases(here, timed_engines, capsys):
     assert main([*HERE, "--best", "2", "--dry_run"]) == 0
     assert "dry run: 2 cases" in " ".join(capsys.readouterr().out.split())
     assert not timed_engines.launched
-    assert Tune.word() == "tune"
