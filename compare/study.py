@@ -30,8 +30,8 @@ from compare.execute.progress import Reporter
 from compare.flags.arguments import Spec, check_timeout
 from compare.flags.pythons import checked_pythons
 from compare.host.tensors import RecordError
-from compare.judge.costs import cost_of
 from compare.judge.ladder import objections_by_itself
+from compare.judge.metrics import figures
 from compare.judge.outcome import OUTCOME, Case, Grid, Outcome, read_outcome, save, with_case
 from compare.numerics.data import open_corpus
 from compare.numerics.parameters import parameter_count, storage_dtype
@@ -108,7 +108,7 @@ class Study(Spec, frozen=True, kw_only=True):
 
     def keep(self, case: Case, record: Record) -> Any:
         """What is kept of a finished case."""
-        return cost_of(record)
+        return figures(record)
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:

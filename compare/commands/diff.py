@@ -1,6 +1,5 @@
 """`shardpair diff`: two finished runs, of any settings, held against each other."""
 
-import math
 from pathlib import Path
 from typing import Annotated
 
@@ -10,10 +9,9 @@ from msgspec import Struct
 from compare.contract.record import Record, read_record
 from compare.execute.paths import PICTURES, check_output
 from compare.host.tensors import RecordError
+from compare.judge.difference import RATES, Difference, common, difference
 from compare.judge.ladder import LADDER
 from compare.judge.outcome import OUTCOME, read_outcome
-from compare.judge.run_changes import CostChange
-from compare.judge.run_difference import RATES, Difference, common, difference
 from compare.present.report import difference_figure, loss_figure
 from compare.present.tables import rung_text
 from compare.show.figures import save_figures
@@ -112,7 +110,7 @@ def tables_of(found: dict[str, Difference]) -> list[Table]:
         for rung in (*LADDER, RATES)
         if any(verdict.error(rung) is not None for verdict in verdicts)
     ]
-    costs = [{change.cost: _cell(change) for change in pair.costs} for pair in found.values()]
+    costs = [{label: _cell(*both) for label, both in pair.costs.items()} for pair in found.values()]
     labels = dict.fromkeys(label for of in costs for label in of)
     cost_rows = [Row(Text(label), [Text(of.get(label, "")) for of in costs]) for label in labels]
     names = list(found)
@@ -128,12 +126,11 @@ def tables_of(found: dict[str, Difference]) -> list[Table]:
     ]
 
 
-def _cell(change: CostChange) -> str:
-    before, after = (f"{x:,}" if isinstance(x, int) else f"{x:,.5g}" for x in (change.a, change.b))
+def _cell(a: float, b: float) -> str:
+    before, after = (f"{x:,}" if isinstance(x, int) else f"{x:,.5g}" for x in (a, b))
     if before == after:
         return before
-    ratio = f" ({change.ratio:.2f})" if math.isfinite(change.ratio) else ""  # none over nothing
-    return f"{before} to {after}{ratio}"
+    return f"{before} to {after}" + (f" ({b / a:.2f})" if a else "")  # none over nothing
 
 
 def _print(console: PlainConsole, found: dict[str, Difference]) -> None:

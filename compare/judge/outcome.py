@@ -16,9 +16,9 @@ from compare.contract.request import Platform, Request
 from compare.host.json_files import FolderName, read_result, write_json
 from compare.host.tensors import RecordError
 from compare.judge.circumstances import Circumstances
-from compare.judge.costs import Cost
 from compare.judge.goldens import NANOGPT, folder_of, read_golden
 from compare.judge.ladder import Verdict, climb
+from compare.judge.metrics import METRICS
 from compare.spec.engines.registry import ENGINES, side_of
 from compare.spec.experiment import Experiment
 
@@ -172,9 +172,13 @@ class Outcome(Struct, frozen=True, kw_only=True):
             raise RecordError(f"{OUTCOME} is garbled: {error}") from None
 
     @property
-    def costs(self) -> list[Cost]:
-        """Of every finished case, in studies that keep them."""
-        return list(self.values(Cost).values())
+    def figures(self) -> dict[str, dict[str, Any]]:
+        """Of every finished case, in studies that keep them. Raises RecordError: they are garbled."""
+        numbers = {metric.key for metric in METRICS if metric.form} | {"comm_wire_bytes"}
+        for name, figures in (cases := self.values(dict)).items():
+            if not all(isinstance(figures[key], int | float) for key in numbers & figures.keys()):
+                raise RecordError(f"{OUTCOME} is garbled: a figure of {name} is no number")
+        return cases
 
     def how_to_go_on(self, folder: Path) -> str:
         """The command that runs what a study in this folder still lacks."""

@@ -15,7 +15,7 @@ from compare.contract.timeline import (
     exposed_us,
     idle_us,
 )
-from compare.judge.costs import steady_times_ms
+from compare.judge.metrics import steady_times_ms
 from compare.judge.outcome import Outcome
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.simulator import bubble_fraction as planned_fraction

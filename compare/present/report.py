@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from compare.contract.record import Record, Step
 from compare.host.disk import write_atomically
-from compare.judge.costs import cost_of, steady_steps
+from compare.judge.metrics import figures, steady_steps
 from compare.judge.outcome import Outcome, read_run
 from compare.numerics.parameters import parameter_count
 from compare.present.hosts import host_table
@@ -178,7 +178,7 @@ def time_figure(records: Named) -> Figure:
         curves(axes, lines, "step time (ms)", reduce=statistics.median)
         for line in axes.lines:
             line.set_linewidth(1.2)
-        slowest = max(cost_of(record).step_time_ms_p95 for record in records.values())
+        slowest = max(figures(record)["step_time_ms_p95"] for record in records.values())
         largest = max(value for _, values in lines.values() for value in values)
         axes.set_ylim(0, 1.05 * min(largest, HICCUP * slowest))
 

@@ -1,69 +1,35 @@
 """The tables of a run: what each case cost, how far off it is, what it sent, how it was run."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
 from compare.contract.communication import summed
 from compare.contract.record import Manifest, Record
 from compare.judge.ladder import RungResult, Verdict, rungs_of
+from compare.judge.metrics import METRICS
 from compare.judge.outcome import Outcome
 from compare.show.findings import NONE, Column, Row, Table, Text, table_of, written
 from compare.spec.engines.registry import ENGINES
 from compare.terminal import error_text, human_bytes, layout_in_words
 
+TRAFFIC = ("comm_bytes", "comm_calls", "comm_wire_bytes")
 REMOVED = "tensors were removed after they had passed: their rungs are those judged then"
-
-
-class Figure(NamedTuple):
-    """A row of the table of costs."""
-
-    label: str
-    field: str
-    """Of `Cost`."""
-    form: str | Callable[[Any], str] = ""
-    has_ratio: bool = False
-    """A page also says how many times the first case's it is."""
-
-
-COSTS = (
-    Figure("gradient synchronisation", "gradient_sync"),
-    Figure("recomputed in backward", "remat"),
-    Figure("compiled by", "compiled"),
-    Figure("final loss (nats)", "final_loss", ".4f"),
-    Figure("mean loss (nats)", "mean_loss", ".4f"),
-    Figure("validation loss (nats)", "validation_loss", ".4f"),
-    Figure("best validation loss (nats)", "best_validation_loss", ".4f"),
-    Figure("steps skipped, last loss scale", "skipped_steps"),
-    Figure("step time, median (ms)", "step_time_ms_median", ".1f", True),
-    Figure("step time, p95 (ms)", "step_time_ms_p95", ".1f", True),
-    Figure("tokens/s, at the median step", "tokens_per_s", ",.0f", True),
-    Figure("tokens seen", "tokens_seen", ",d"),
-    Figure("GFLOP/s of the model", "model_flops_per_s", lambda flops: f"{flops / 1e9:,.1f}"),
-    Figure("MFU, of the devices' peak", "mfu", ".1%"),
-    Figure("compilation, or cache read (s)", "compile_s", ".2f"),
-    Figure("first step (s)", "first_step_s", ".2f"),
-    Figure("CPU time, all in all (s)", "cpu_time_s", ".1f", True),
-    Figure("peak memory per device", "peak_mem_bytes", human_bytes, True),
-    Figure("collectives per step", "comm_calls", ",d", True),
-    Figure("communicated per step", "comm_bytes", human_bytes, True),
-)
 
 
 def cost_table(outcome: Outcome) -> Table:
     """Every case's figures, with the ratios of those that can be compared to the first case's."""
-    rows = []
-    for figure in COSTS:
-        first, *others = values = [getattr(cost, figure.field) or None for cost in outcome.costs]
+    kept, rows = list(outcome.figures.values()), []
+    for metric in METRICS:
+        first, *others = values = [figures.get(metric.key) or None for figures in kept]
         notes = ["" for _ in values]
-        if figure.has_ratio and first:
+        if metric.has_ratio and first:
             notes[1:] = [f"×{value / first:.2f}" if value else "" for value in others]  # noqa: RUF001
         if any(value is not None for value in values):
             cells = [
-                Text(written(value, figure.form), note) for value, note in zip(values, notes, strict=True)
+                Text(written(value, metric.form), note) for value, note in zip(values, notes, strict=True)
             ]
-            rows.append(Row(Text(figure.label), cells))
+            rows.append(Row(Text(metric.label), cells))
     return Table(
         name=f"Costs ({outcome.platform.upper()} timings, one process each, not interleaved)",
         corner="per engine",
@@ -144,7 +110,7 @@ def ledger_table(records: Mapping[str, Record], outcome: Outcome) -> Table:
         flows = [by_key.get((axis, kind, purpose)) for by_key in sent.values()]
         cells = [_sent(flow.bytes, flow.calls, flow.wire_bytes) if flow else Text(NONE) for flow in flows]
         rows.append(Row(Text(f"{kind} over {axis}", purpose), cells))
-    total = [_sent(cost.comm_bytes, cost.comm_calls, cost.comm_wire_bytes) for cost in outcome.costs]
+    total = [_sent(*(figures.get(key, 0) for key in TRAFFIC)) for figures in outcome.figures.values()]
     return Table(
         name="Communication of one step",
         corner="per device",

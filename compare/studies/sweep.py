@@ -21,7 +21,7 @@ from compare.contract.record import Record, read_record
 from compare.execute.launch import require_devices
 from compare.flags.arguments import EngineName, chosen_engines
 from compare.judge.closed_forms.flops import model_flops_per_token
-from compare.judge.costs import cost_of, steady_times_ms
+from compare.judge.metrics import figures, steady_times_ms
 from compare.judge.outcome import Case, Grid, Outcome
 from compare.judge.peaks import model_flops_utilization
 from compare.numerics.parameters import parameter_count
@@ -150,28 +150,28 @@ class Sweep(Study, frozen=True, kw_only=True):
 
     def keep(self, case: Case, record: Record) -> StrategyRow:
         """The figures of a row."""
-        experiment, cost = record.manifest.experiment, cost_of(record)
+        experiment, run = record.manifest.experiment, figures(record)
         mean_ms = statistics.fmean(steady_times_ms(record))
         tokens_per_s = experiment.tokens_per_step / (mean_ms / 1e3)
         strategy, _, variant = case.layout.partition(", ")
         return StrategyRow(
-            engine=cost.engine,
+            engine=record.manifest.engine,
             strategy=strategy.partition(".")[0] if case.against else "single",
             variant=variant,
-            devices=cost.devices,
+            devices=run["devices"],
             batch_size=experiment.train.batch_size,
-            mean_loss=cost.mean_loss,
-            final_loss=cost.final_loss,
+            mean_loss=run["mean_loss"],
+            final_loss=run["final_loss"],
             step_time_ms_mean=mean_ms,
-            step_time_ms_median=cost.step_time_ms_median,
+            step_time_ms_median=run["step_time_ms_median"],
             tokens_per_s=tokens_per_s,
             samples_per_s=tokens_per_s / experiment.model.block_size,
             model_flops_per_s=model_flops_per_token(experiment) * tokens_per_s,
             mfu=model_flops_utilization(record.manifest, tokens_per_s),
-            peak_mem_bytes=cost.peak_mem_bytes,
-            comm_calls=cost.comm_calls,
-            comm_bytes=cost.comm_bytes,
-            comm_wire_bytes=cost.comm_wire_bytes,
+            peak_mem_bytes=run["peak_mem_bytes"],
+            comm_calls=run["comm_calls"],
+            comm_bytes=run["comm_bytes"],
+            comm_wire_bytes=run["comm_wire_bytes"],
             verdict="",
             passed=True,
         )

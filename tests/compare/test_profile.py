@@ -12,7 +12,7 @@ from records import make_record, outcome_of
 from compare.cli import main
 from compare.contract.timeline import TIMELINE, Lane, Span, Timeline
 from compare.host.json_files import read_json
-from compare.judge.costs import cost_of, steady_times_ms
+from compare.judge.metrics import figures, steady_times_ms
 from compare.judge.outcome import Case, save, with_case
 from compare.judge.profile import PROFILE, Profile, profile_of
 from compare.present.profile import chrome_trace
@@ -113,7 +113,7 @@ def test_a_finished_profile_is_shown_again(spread, tmp_path, capsys):
     cases = {name: Case(request=one.request, against=against[name]) for name, one in records.items()}
     outcome = msgspec.structs.replace(outcome, cases=cases)
     for name, record in records.items():
-        outcome = with_case(outcome, name, cost_of(record), record, folder)
+        outcome = with_case(outcome, name, figures(record), record, folder)
     save(outcome, folder)
     assert main(["report", str(folder)]) == 1  # one engine left no timeline, which is said
     said = capsys.readouterr().out

@@ -13,7 +13,7 @@ from compare.contract.memory_profile import MEMORY, Curve, DeviceMemory, MemoryP
 from compare.contract.request import Rung
 from compare.host.json_files import write_json
 from compare.judge.closed_forms.memory import closed_form
-from compare.judge.costs import cost_of
+from compare.judge.metrics import METRICS, figures
 from compare.judge.outcome import read_run
 from compare.present.memory import resting_table
 from compare.present.profile import planned_figures
@@ -24,7 +24,7 @@ from compare.present.report import (
     loss_figure,
     write_report,
 )
-from compare.present.tables import COSTS, cost_table, ledger_table
+from compare.present.tables import cost_table, ledger_table
 from compare.show.figures import WINDOWS, svg, windowed
 from compare.spec.experiment import edited, parse
 from compare.studies.presets import spread
@@ -94,33 +94,31 @@ def test_page_of_a_known_device_says_its_utilisation(tmp_path, tiny):
     on_two = edited(tiny, {"layout": {"dp_replicate": 2}, "precision": {"dtype": "bfloat16"}})
     record = make_record(tmp_path / "run", on_two)
     manifest = msgspec.structs.replace(record.manifest, device_kind="NVIDIA H100 80GB HBM3", platform="gpu")
-    cost = cost_of(msgspec.structs.replace(record, manifest=manifest))
-    assert cost.mfu == pytest.approx(cost.model_flops_per_s / 2 / 989.5e12)
-    assert cost_of(record).mfu is msgspec.UNSET
+    cost = figures(msgspec.structs.replace(record, manifest=manifest))
+    assert cost["mfu"] == pytest.approx(cost["model_flops_per_s"] / 2 / 989.5e12)
+    assert "mfu" not in figures(record)
     rows = {row.head.text: row.cells for row in cost_table(finished_of(on_two, {"a": cost})).rows}
-    assert [cell.text for cell in rows["MFU, of the devices' peak"]] == [f"{cost.mfu:.1%}"]
+    assert [cell.text for cell in rows["MFU, of the devices' peak"]] == [f"{cost['mfu']:.1%}"]
 
 
 def test_costs_leave_out_the_first_and_the_instrumented_step(tmp_path, tiny):
     five = edited(tiny, {"train": {"max_iters": 5}, "layout": {"dp_replicate": 2}})
-    cost = cost_of(msgspec.structs.replace(make_record(tmp_path / "run", five), ledger=Ledger(rows=FEW_ROWS)))
-    assert cost.step_time_ms_median == pytest.approx(13.0)  # of steps 2, 3, 4: 12, 13, 14 ms
-    assert cost.peak_mem_bytes == 2000
-    assert (cost.comm_calls, cost.comm_bytes, cost.comm_wire_bytes) == (3, 4004, 6006)
-    assert cost.tokens_per_s == pytest.approx(4 * 16 / 0.013)
+    cost = figures(msgspec.structs.replace(make_record(tmp_path / "run", five), ledger=Ledger(rows=FEW_ROWS)))
+    assert cost["step_time_ms_median"] == pytest.approx(13.0)  # of steps 2, 3, 4: 12, 13, 14 ms
+    assert cost["peak_mem_bytes"] == 2000
+    assert (cost["comm_calls"], cost["comm_bytes"], cost["comm_wire_bytes"]) == (3, 4004, 6006)
+    assert cost["tokens_per_s"] == pytest.approx(4 * 16 / 0.013)
 
 
 def test_every_ratio_belongs_to_a_row_of_the_cost_table(tmp_path, tiny):
-    cost = cost_of(make_record(tmp_path / "run", edited(tiny, {"layout": {"dp_replicate": 2}})))
-    twice = msgspec.structs.replace(
-        cost, comm_calls=2 * cost.comm_calls, peak_mem_bytes=cost.peak_mem_bytes // 2
-    )
+    cost = figures(make_record(tmp_path / "run", edited(tiny, {"layout": {"dp_replicate": 2}})))
+    twice = cost | {"comm_calls": 2 * cost["comm_calls"], "peak_mem_bytes": cost["peak_mem_bytes"] // 2}
     rows = cost_table(finished_of(tiny, {"a": cost, "b": twice})).rows
     notes = {row.head.text: [cell.note[-4:] for cell in row.cells] for row in rows}
-    assert {figure.label for figure in COSTS if figure.has_ratio} <= notes.keys()
+    assert {metric.label for metric in METRICS if metric.has_ratio} <= notes.keys()
     assert notes["collectives per step"] == ["", "2.00"]
     assert notes["peak memory per device"] == ["", "0.50"]
-    none = msgspec.structs.replace(cost, comm_calls=0)
+    none = cost | {"comm_calls": 0}
     rows = cost_table(finished_of(tiny, {"a": none, "b": cost})).rows
     (calls,) = (row for row in rows if row.head.text == "collectives per step")
     assert [cell.note for cell in calls.cells] == ["", ""]  # nothing to divide by
@@ -151,7 +149,7 @@ def test_ledgers_stand_side_by_side(tmp_path, tiny):
         name: msgspec.structs.replace(record, ledger=Ledger(rows=rows))
         for name, rows in {"a": FEW_ROWS, "b": FEW_ROWS[:1]}.items()
     }
-    costs = {name: cost_of(record) for name, record in records.items()}
+    costs = {name: figures(record) for name, record in records.items()}
     rows = ledger_table(records, finished_of(tiny, costs)).rows
     assert [(row.head.text, row.head.note, [(c.text, c.note) for c in row.cells]) for row in rows] == [
         ("all_reduce over dp_replicate", "", [("4 kB", "2 calls, wire 6 kB")] * 2),

@@ -16,8 +16,8 @@ from compare.judge.circumstances import Circumstances, MachineFacts
 from compare.judge.closed_forms.communication import communication, microbatches_of
 from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.closed_forms.memory import closed_form
-from compare.judge.costs import cost_of
 from compare.judge.ladder import EVALUATIONS, LADDER, LOSS_SCALE
+from compare.judge.metrics import figures
 from compare.judge.outcome import Case, Outcome, save, with_case
 from compare.judge.strategy import with_remat_resolved
 from compare.numerics.data import open_corpus
@@ -242,6 +242,6 @@ def make_run(
     }
     outcome = outcome_of(experiment, **planned | given)
     for name, record in records.items():
-        outcome = with_case(outcome, name, cost_of(record), record, folder)
+        outcome = with_case(outcome, name, figures(record), record, folder)
     save(outcome, folder)
     return outcome

@@ -4,20 +4,21 @@ The ladder proves that runs of one training agree (`judge.ladder`). Here the tra
 that both have is compared, over the steps that both made, and the others say why they are not.
 """
 
-import math
+from collections.abc import Iterator
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from compare.contract.communication import summed
 from compare.contract.record import Record, read_tensors
 from compare.contract.request import Rung
 from compare.host.tensors import RecordError, Tensors
-from compare.judge.ladder import LADDER, LOSS_SCALE, OF_FIRST_STEP, RungResult, Verdict
-from compare.judge.run_changes import Change, CostChange, changed_costs, changed_settings
+from compare.judge.ladder import LADDER, LOSS_SCALE, OF_FIRST_STEP, RungResult, Verdict, result_of
+from compare.judge.metrics import METRICS, figures
 from compare.judge.rungs import COMPARE, first_was_skipped, shortened
 from compare.judge.tensor_errors import worst_tensor
 from compare.judge.tolerances import Tolerance, tolerances_for
-from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import storage_dtype
 
 PRECISIONS = ("float64", "float32", "float16", "bfloat16")
@@ -25,17 +26,18 @@ PRECISIONS = ("float64", "float32", "float16", "bfloat16")
 OF_ONE_RUN = ("request", "first_update", "strategy")
 """Rungs that hold a run to its own request: nothing is compared between the two."""
 RATES = "lr_curve"
-_MOMENTS = {"m": Rung.FIRST_M, "v": Rung.FIRST_V}
-_TENSORS = {
-    "batch": Rung.BATCH,
-    "initial_weights": Rung.INITIAL_WEIGHTS,
-    "gradients": Rung.GRADIENTS,
-    "first_weights": Rung.FIRST_WEIGHTS,
-    "later_weights": Rung.LATER_WEIGHTS,
-    "final_weights": Rung.FINAL_WEIGHTS,
-}
+_TENSORS = {rung.value: (rung,) for rung in Rung} | {"first_moments": (Rung.FIRST_M, Rung.FIRST_V)}
 _SCHEDULED = Tolerance(0.0, "a formula of the step alone")
 _ROUNDED = Tolerance(1e-7, "drawn in float64, and kept in float32 by one of the runs: half a unit, 6e-8")
+_OF_NO_NUMBER = ("timeout_s", "cache_dir", "later_step")
+
+
+class Change(Struct, frozen=True, kw_only=True):
+    """A setting that is another one in the second run."""
+
+    field: str
+    a: str
+    b: str
 
 
 class Difference(Struct, frozen=True, kw_only=True):
@@ -47,7 +49,8 @@ class Difference(Struct, frozen=True, kw_only=True):
     """Rung by rung, relative to the first; `skipped` says why a rung was not compared."""
     steps: int
     """That both made, and over which curves were compared."""
-    costs: list[CostChange]
+    costs: dict[str, tuple[float, float]]
+    """Figures of both by label, and the bytes of each collective; they decide nothing."""
 
     @property
     def alike(self) -> bool:
@@ -56,12 +59,7 @@ class Difference(Struct, frozen=True, kw_only=True):
 
 
 def difference(a: Record, b: Record, *, names: tuple[str, str]) -> Difference:
-    """Hold two records against each other.
-
-    Args:
-        a: the first; errors are relative to it.
-        b: the second.
-        names: of both, for the verdict.
+    """Hold two records against each other; errors are relative to the first.
 
     Raises:
         RecordError: they have no step in common, a file of tensors is garbled, or figures cannot be.
@@ -69,7 +67,7 @@ def difference(a: Record, b: Record, *, names: tuple[str, str]) -> Difference:
     try:
         verdict, steps = _verdict(a, b, names)
         return Difference(
-            settings=list(changed_settings(a, b)), verdict=verdict, steps=steps, costs=changed_costs(a, b)
+            settings=list(changed_settings(a, b)), verdict=verdict, steps=steps, costs=costs_of(a, b)
         )
     except (LookupError, ArithmeticError, ValueError) as error:
         if isinstance(error, RecordError):
@@ -83,11 +81,12 @@ def _verdict(a: Record, b: Record, names: tuple[str, str]) -> tuple[Verdict, int
     steps = len(pair[0].steps)
     if not steps:
         raise RecordError(f"{names[0]} and {names[1]} have no step in common: there is nothing to compare")
-    dtype = max((run.manifest.experiment.precision.dtype for run in pair), key=PRECISIONS.index)
+    dtypes = [run.manifest.experiment.precision.dtype for run in pair]
+    dtype = max(dtypes, key=PRECISIONS.index)
     tolerances = tolerances_for(dtype, steps=steps)
-    results, skipped = [_rates(*pair)], {}
+    results, skipped = [], {}
     for rung in LADDER:
-        if rung in OF_ONE_RUN or (rung == LOSS_SCALE and not _scaled(*pair)):
+        if rung in OF_ONE_RUN or (rung == LOSS_SCALE and dtypes != ["float16"] * 2):
             continue
         if why := _why_not(rung, a, b):
             skipped[rung] = why
@@ -95,10 +94,12 @@ def _verdict(a: Record, b: Record, names: tuple[str, str]) -> tuple[Verdict, int
             results.append(_initial_weights(*pair))
         elif rung == "grad_norm":  # of the first step; the ladder's own holds each to its gradients, too
             found = COMPARE["norm_curve"](*(shortened(run, 1) for run in pair))
-            results.append(_result(rung, *(found or (0.0, "")), tolerances[rung]))
+            results.append(result_of(rung, *(found or (0.0, "")), tolerances[rung]))
         elif found := COMPARE[rung](*(shortened(_as(dtype, run), tolerances[rung].steps) for run in pair)):
-            results.append(_result(rung, *found, tolerances[rung]))
-    results.sort(key=lambda result: [*LADDER, RATES].index(result.rung))
+            results.append(result_of(rung, *found, tolerances[rung]))
+    rates = [(f"lr of step {x.step}", x.lr, y.lr) for x, y in zip(pair[0].steps, pair[1].steps, strict=True)]
+    off = ((abs(y - x) / (abs(x) or 1.0), place) for place, x, y in rates if x != y)
+    results.append(result_of(RATES, *next(off, (0.0, "")), _SCHEDULED))
     return Verdict(reference=names[0], candidate=names[1], rungs=results, skipped=skipped), steps
 
 
@@ -124,37 +125,18 @@ def _as(dtype: str, run: Record) -> Record:
     return replace(run, manifest=replace(run.manifest, experiment=replace(experiment, precision=precision)))
 
 
-def _result(rung: str, error: float, worst: str, tolerance: Tolerance) -> RungResult:
-    error = error if math.isfinite(error) else math.inf
-    return RungResult(rung=rung, error=error, tolerance=tolerance.limit, worst=worst, reason=tolerance.reason)
-
-
 def _initial_weights(a: Record, b: Record) -> RungResult:
     """What both began with, wherever it is from: each run's own seed or checkpoint is not asked."""
-    kept = [storage_dtype(run.manifest.experiment) for run in (a, b)]
-    tolerance = tolerances_for("float32")["initial_weights"] if kept[0] == kept[1] else _ROUNDED
+    dtypes = [storage_dtype(run.manifest.experiment) for run in (a, b)]
+    tolerance = tolerances_for("float32")["initial_weights"] if dtypes[0] == dtypes[1] else _ROUNDED
     found = worst_tensor(*(read_tensors(run.folder, Rung.INITIAL_WEIGHTS) for run in (b, a)))
-    return _result("initial_weights", *found, tolerance)
-
-
-def _rates(a: Record, b: Record) -> RungResult:
-    """Learning rates of the steps that both made."""
-    for x, y in zip(a.steps, b.steps, strict=True):
-        if x.lr != y.lr:
-            off = abs(y.lr - x.lr) / abs(x.lr) if x.lr else math.inf
-            return _result(RATES, off, f"lr of step {x.step}", _SCHEDULED)
-    return _result(RATES, 0.0, "", _SCHEDULED)
-
-
-def _scaled(a: Record, b: Record) -> bool:
-    """Whether both scaled their loss."""
-    return all(run.manifest.experiment.precision.dtype == "float16" for run in (a, b))
+    return result_of("initial_weights", *found, tolerance)
 
 
 def _why_not(rung: str, a: Record, b: Record) -> str:
     """Why a rung cannot be compared; '' if it can."""
     begins = {run.steps[0].step for run in (a, b)}
-    if rung in (*_TENSORS, "first_moments", "grad_norm") and len(begins) > 1:
+    if rung in (*_TENSORS, "grad_norm") and len(begins) > 1:
         return f"the runs begin at steps {' and '.join(map(str, sorted(begins)))}"
     if rung == "final_weights" and len(a.steps) != len(b.steps):
         return f"the runs have {len(a.steps)} and {len(b.steps)} steps"
@@ -162,30 +144,64 @@ def _why_not(rung: str, a: Record, b: Record) -> str:
         return f"they were kept after {a.request.later_step} and {b.request.later_step} steps"
     if rung in OF_FIRST_STEP and first_was_skipped(a, b):
         return "the first step overflowed in both, and was skipped"
-    if rung == "first_moments":
-        return _why_no_moments(a, b)
-    return _why_no_tensors(_TENSORS[rung], a, b) if rung in _TENSORS else ""
-
-
-def _why_no_moments(a: Record, b: Record) -> str:
-    kept, others = (moment_names(run.manifest.experiment.optimizer) for run in (a, b))
-    if kept != others or not kept:
-        return "the optimizers keep other moments" if kept != others else "the optimizer keeps no moments"
-    return next((why for name in kept if (why := _why_no_tensors(_MOMENTS[name], a, b))), "")
-
-
-def _why_no_tensors(rung: Rung, a: Record, b: Record) -> str:
-    kept = [read_tensors(run.folder, rung) for run in (a, b)]
-    if lacks := [which for which, tensors in zip("AB", kept, strict=True) if not tensors]:
+    shapes = [[_shapes(run, tensors) for tensors in _TENSORS.get(rung, ())] for run in (a, b)]
+    if lacks := [which for which, kept in zip("AB", shapes, strict=True) if kept and not any(kept)]:
         return f"no tensors of it in {' and '.join(lacks)}: `shardpair run --keep_tensors` keeps them"
-    shapes = [_shapes(tensors) for tensors in kept]
-    odd = next((name for name in sorted(shapes[0]) if shapes[0][name] != shapes[1].get(name)), "")
-    if shapes[0] == shapes[1]:
-        return ""
-    return (
-        f"shapes differ: {odd} {shapes[0][odd]} and {shapes[1].get(odd, 'none')}" if odd else "names differ"
-    )
+    for first, second in zip(*shapes, strict=True):
+        if odd := sorted(name for name in first | second if first.get(name) != second.get(name)):
+            return f"shapes differ: {odd[0]} {first.get(odd[0], 'none')} and {second.get(odd[0], 'none')}"
+    return ""
 
 
-def _shapes(tensors: object) -> dict[str, tuple[int, ...]]:
+def _shapes(run: Record, rung: Rung) -> dict[str, tuple[int, ...]]:
+    tensors = read_tensors(run.folder, rung)
     return {name: tensors.shape(name) for name in tensors} if isinstance(tensors, Tensors) else {}
+
+
+def changed_settings(a: Record, b: Record) -> Iterator[Change]:
+    """Fields of the request, and the circumstances, that differ."""
+    first, second = _fields(a), _fields(b)
+    if first["corpus_sha256"] == second["corpus_sha256"]:  # another copy of the same text
+        second["experiment.data.source"] = first.get("experiment.data.source", "")
+    for field in dict.fromkeys([*first, *second]):
+        before, after = first.get(field, "-"), second.get(field, "-")
+        if before != after:
+            yield Change(field=field.removeprefix("experiment."), a=before, b=after)
+
+
+def _fields(run: Record) -> dict[str, str]:
+    manifest = run.manifest
+    asked = _flat(msgspec.to_builtins(run.request)) if run.request else {}
+    ran = {
+        "corpus_sha256": manifest.corpus_sha256[:12],
+        "device_kind": manifest.device_kind,
+        "threads": manifest.threads,
+        **{f"version of {package}": version for package, version in manifest.versions.items()},
+    }
+    return {name: value for name, value in asked.items() if name not in _OF_NO_NUMBER} | ran
+
+
+def _flat(value: object, prefix: str = "") -> dict[str, str]:
+    if not isinstance(value, dict):
+        return {prefix.removesuffix("."): str(value)}
+    return {
+        key: text for name, inner in value.items() for key, text in _flat(inner, f"{prefix}{name}.").items()
+    }
+
+
+def costs_of(a: Record, b: Record) -> dict[str, tuple[float, float]]:
+    """The figures of the table of costs, then the bytes of each collective in a step."""
+    first, second = figures(a), figures(b)
+    costs = {
+        metric.label: (first[metric.key], second[metric.key])
+        for metric in METRICS
+        if metric.form and metric.key in first and metric.key in second
+    }
+    sent = [
+        {
+            " ".join(f"{row.kind} {row.axis} {row.purpose} (bytes)".split()): row.bytes
+            for row in summed(run.ledger.rows)
+        }
+        for run in (a, b)
+    ]
+    return costs | {name: (sent[0].get(name, 0), sent[1].get(name, 0)) for name in sorted(sent[0] | sent[1])}

@@ -1,0 +1,100 @@
+"""Figures of a run, each declared once: what a study keeps, tables show, and `shardpair diff` compares."""
+
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from msgspec import UNSET
+
+from compare.contract.communication import of_busiest_stage
+from compare.contract.record import Record, Step
+from compare.judge.closed_forms.flops import model_flops_per_token
+from compare.judge.peaks import model_flops_utilization
+from compare.judge.strategy import done_words
+from compare.terminal import human_bytes
+
+
+class Metric(NamedTuple):
+    """A figure of a run, and a row of tables."""
+
+    key: str
+    label: str
+    form: str | Callable[[Any], str] = ""
+    has_ratio: bool = False
+    """A page also says how many times the first case's it is."""
+
+
+METRICS = (
+    Metric("gradient_sync", "gradient synchronisation"),
+    Metric("remat", "recomputed in backward"),
+    Metric("compiled", "compiled by"),
+    Metric("final_loss", "final loss (nats)", ".4f"),
+    Metric("mean_loss", "mean loss (nats)", ".4f"),
+    Metric("validation_loss", "validation loss (nats)", ".4f"),
+    Metric("best_validation_loss", "best validation loss (nats)", ".4f"),
+    Metric("skipped_steps", "steps skipped, last loss scale"),
+    Metric("step_time_ms_median", "step time, median (ms)", ".1f", True),
+    Metric("step_time_ms_p95", "step time, p95 (ms)", ".1f", True),
+    Metric("tokens_per_s", "tokens/s, at the median step", ",.0f", True),
+    Metric("tokens_seen", "tokens seen", ",.0f"),
+    Metric("model_flops_per_s", "GFLOP/s of the model", lambda flops: f"{flops / 1e9:,.1f}"),
+    Metric("mfu", "MFU, of the devices' peak", ".1%"),
+    Metric("compile_s", "compilation, or cache read (s)", ".2f"),
+    Metric("first_step_s", "first step (s)", ".2f"),
+    Metric("cpu_time_s", "CPU time, all in all (s)", ".1f", True),
+    Metric("peak_mem_bytes", "peak memory per device", human_bytes, True),
+    Metric("comm_calls", "collectives per step", ",.0f", True),
+    Metric("comm_bytes", "communicated per step", human_bytes, True),
+)
+
+
+def figures(record: Record) -> dict[str, Any]:
+    """A run's figures by key of METRICS, and what a table adds up; those that it does not have are missing.
+
+    Times are of steady steps, communication is of a device of the busiest stage, logical bytes.
+    """
+    manifest, steps, done = record.manifest, record.steps, done_words(record)
+    times_ms = steady_times_ms(record)
+    sent = of_busiest_stage(record.ledger.rows)
+    validation = [one.validation for one in record.evaluations]
+    median_ms = statistics.median(times_ms)
+    tokens_per_s = manifest.experiment.tokens_per_step / (median_ms / 1000)
+    scale = steps[-1].loss_scale
+    values = {
+        "devices": manifest.devices,
+        "gradient_sync": done.gradient_sync,
+        "remat": done.remat,
+        "compiled": done.compiled,
+        "final_loss": steps[-1].loss,
+        "mean_loss": statistics.fmean(step.loss for step in steps),
+        "validation_loss": validation[-1] if validation else None,
+        "best_validation_loss": min(validation, default=None),
+        "skipped_steps": None if scale is UNSET else f"{sum(s.skipped for s in steps)}, {scale:g}",
+        "step_time_ms_median": median_ms,
+        "step_time_ms_p95": sorted(times_ms)[math.ceil(0.95 * (len(times_ms) - 1))],
+        "tokens_per_s": tokens_per_s,
+        "tokens_seen": len(steps) * manifest.experiment.tokens_per_step,
+        "model_flops_per_s": model_flops_per_token(manifest.experiment) * tokens_per_s,
+        "mfu": model_flops_utilization(manifest, tokens_per_s),
+        "compile_s": manifest.compile_s,
+        "first_step_s": manifest.first_step_s,
+        "cpu_time_s": manifest.cpu_time_s,
+        "peak_mem_bytes": max(manifest.peak_memory_bytes),
+        "comm_calls": sum(row.calls for row in sent),
+        "comm_bytes": sum(row.bytes for row in sent),
+        "comm_wire_bytes": sum(row.wire_bytes for row in sent),
+    }
+    return {key: value for key, value in values.items() if value is not None and value != ""}
+
+
+def steady_steps(record: Record) -> list[Step]:
+    """The steps whose time counts: not the first, nor one that was watched; all where a run has no other."""
+    watched = record.timeline.step if record.timeline else None
+    steady = [step for step in record.steps[1:] if not step.instrumented and step.step != watched]
+    return steady or record.steps
+
+
+def steady_times_ms(record: Record) -> list[float]:
+    """Wall times of the steady steps."""
+    return [step.step_time_ms for step in steady_steps(record)]
