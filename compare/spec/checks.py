@@ -3,6 +3,8 @@
 A single field's bounds are with its type (`compare.spec.sections`).
 """
 
+from collections.abc import Iterator
+
 from compare.spec.axes import ROWS
 from compare.spec.dropout_rate import BITS, LANES, threshold
 from compare.spec.sections import Experiment, Layout, Model, Precision, Train
@@ -17,175 +19,165 @@ class ExperimentError(ValueError):
 
 def check(experiment: Experiment) -> Experiment:
     """Return the experiment if it can work. Raises ExperimentError with both numbers if it cannot."""
-    model, train, layout = experiment.model, experiment.train, experiment.layout
-    if model.n_embd % model.n_head:
-        raise ExperimentError(
-            f"model.n_head = {model.n_head} does not divide model.n_embd = {model.n_embd}: change one of them"
-        )
-    _check_dropout(model)
-    _check_loss_scale(experiment.precision)
-    if not experiment.data.source:
-        raise ExperimentError("data.source is empty: give stdlib, synthetic, or the name of a file or folder")
-    _check_floats(experiment)
-    _check_compile(experiment)
-    _check_loss_chunks(model, train, layout)
-    _check_layout(model, train, layout)
-    _check_pipeline(model, train, layout)
-    optimizer = experiment.optimizer
-    if optimizer.decay_lr and optimizer.lr_decay_iters < optimizer.warmup_iters:
-        raise ExperimentError(
-            f"optimizer.lr_decay_iters = {optimizer.lr_decay_iters} is less than optimizer.warmup_iters = "
-            f"{optimizer.warmup_iters}: the cosine would end before it starts"
-        )
+    for objection in _objections(experiment):
+        raise ExperimentError(objection)
     return experiment
 
 
-def _check_dropout(model: Model) -> None:
-    if not model.dropout:
-        return
+def _objections(experiment: Experiment) -> Iterator[str]:
+    """Why an experiment cannot work; what follows the first one may make no sense."""
+    model, train, layout = experiment.model, experiment.train, experiment.layout
+    if model.n_embd % model.n_head:
+        heads = f"model.n_head = {model.n_head}"
+        yield f"{heads} does not divide model.n_embd = {model.n_embd}: change one of them"
+    if model.dropout:
+        yield from _to_dropout(model)
+    yield from _to_precision(experiment.precision)
+    if not experiment.data.source:
+        yield "data.source is empty: give stdlib, synthetic, or the name of a file or folder"
+    yield from _to_floats(experiment)
+    if layout.compile not in ("auto", "none") and experiment.precision.dtype == "float16":
+        yield (
+            f"layout.compile = {layout.compile} with precision.dtype = float16: the loss scale is a number "
+            "of the program, which would be traced anew whenever it moves: set layout.compile = none"
+        )
+    yield from _to_loss_chunks(model, train, layout)
+    yield from _to_layout(model, train, layout)
+    yield from _to_pipeline(model, train, layout)
+    optimizer = experiment.optimizer
+    if optimizer.decay_lr and optimizer.lr_decay_iters < optimizer.warmup_iters:
+        yield (
+            f"optimizer.lr_decay_iters = {optimizer.lr_decay_iters} is less than optimizer.warmup_iters = "
+            f"{optimizer.warmup_iters}: the cosine would end before it starts"
+        )
+
+
+def _to_dropout(model: Model) -> Iterator[str]:
     if not 0 < threshold(model.dropout) < 2**BITS:
-        raise ExperimentError(
+        yield (
             f"model.dropout = {model.dropout} would drop nothing, or everything: it is rounded to a multiple "
             f"of 2^-{BITS}"
         )
     if model.n_head * model.block_size * -(-model.block_size // LANES) > 2**32:
-        raise ExperimentError(
+        yield (
             f"model.dropout = {model.dropout} with model.n_head = {model.n_head} and model.block_size = "
             f"{model.block_size}: a sequence has more weights of attention than counters: lower one of them"
         )
 
 
-def _check_loss_scale(precision: Precision) -> None:
+def _to_precision(precision: Precision) -> Iterator[str]:
     unscaled = Precision(dtype=precision.dtype, tf32=precision.tf32)
     if precision.dtype != "float16" and precision != unscaled:
-        raise ExperimentError(
+        yield (
             f"precision.dtype = {precision.dtype} has no loss scale: leave loss_scale, loss_scale_window, "
             f"loss_scale_hysteresis and min_loss_scale out, or set precision.dtype to float16"
         )
     if precision.min_loss_scale > precision.loss_scale:
-        raise ExperimentError(
+        yield (
             f"precision.min_loss_scale = {precision.min_loss_scale:g} is more than precision.loss_scale = "
             f"{precision.loss_scale:g}: change one of them"
         )
 
 
-def _check_compile(experiment: Experiment) -> None:
-    asked = experiment.layout.compile
-    if asked not in ("auto", "none") and experiment.precision.dtype == "float16":
-        raise ExperimentError(
-            f"layout.compile = {asked} with precision.dtype = float16: the loss scale is a number of the "
-            "program, which would be traced anew whenever it moves: set layout.compile = none"
-        )
-
-
-def _check_loss_chunks(model: Model, train: Train, layout: Layout) -> None:
-    chunks = train.loss_chunks
-    if model.block_size % chunks:
-        raise ExperimentError(
-            f"train.loss_chunks = {chunks} does not divide model.block_size = {model.block_size}: change one"
-        )
-    if chunks > 1 and layout.pp > 1:
-        raise ExperimentError(
-            f"train.loss_chunks = {chunks} with layout.pp = {layout.pp}: a pipeline has the logits of one "
-            f"microbatch at a time: raise layout.microbatches instead"
-        )
-    if chunks > 1 and layout.sequence_parallel:
-        raise ExperimentError(
-            f"train.loss_chunks = {chunks} with layout.sequence_parallel = true: each device has positions "
-            f"of its own, and every part would be gathered from all: leave one of them out"
-        )
-
-
-def _check_floats(experiment: Experiment) -> None:
-    """Refuse floats that overflow in the engines, which compute in float32 unless told otherwise."""
+def _to_floats(experiment: Experiment) -> Iterator[str]:
+    """Floats overflow in the engines, which compute in float32 unless told otherwise."""
     if experiment.precision.dtype == "float64":
         return
     for section, fields in (("model", experiment.model), ("optimizer", experiment.optimizer)):
         for key in fields.__struct_fields__:
             value = getattr(fields, key)
             if isinstance(value, float) and value > LARGEST_FLOAT32:
-                raise ExperimentError(
-                    f"{section}.{key} = {value} is infinite in float32: the most is {LARGEST_FLOAT32:.4g}"
-                )
+                yield f"{section}.{key} = {value} is infinite in float32: the most is {LARGEST_FLOAT32:.4g}"
 
 
-def _check_layout(model: Model, train: Train, layout: Layout) -> None:
-    shares = {key: layout.axes[key] for key in ROWS}
-    if train.batch_size % layout.data_parallel:
-        degrees = " x ".join(f"layout.{key} = {degree}" for key, degree in shares.items() if degree > 1)
-        raise ExperimentError(
-            f"train.batch_size = {train.batch_size} is not divisible by {degrees}: change one of them"
+def _to_loss_chunks(model: Model, train: Train, layout: Layout) -> Iterator[str]:
+    chunks = train.loss_chunks
+    if model.block_size % chunks:
+        yield (
+            f"train.loss_chunks = {chunks} does not divide model.block_size = {model.block_size}: change one"
         )
+    if chunks > 1 and layout.pp > 1:
+        yield (
+            f"train.loss_chunks = {chunks} with layout.pp = {layout.pp}: a pipeline has the logits of one "
+            f"microbatch at a time: raise layout.microbatches instead"
+        )
+    if chunks > 1 and layout.sequence_parallel:
+        yield (
+            f"train.loss_chunks = {chunks} with layout.sequence_parallel = true: each device has positions "
+            f"of its own, and every part would be gathered from all: leave one of them out"
+        )
+
+
+def _to_layout(model: Model, train: Train, layout: Layout) -> Iterator[str]:
+    if train.batch_size % layout.data_parallel:
+        degrees = {key: layout.axes[key] for key in ROWS if layout.axes[key] > 1}
+        shares = " x ".join(f"layout.{key} = {degree}" for key, degree in degrees.items())
+        yield f"train.batch_size = {train.batch_size} is not divisible by {shares}: change one of them"
     if layout.zero and layout.dp_shard == 1:
-        raise ExperimentError(
+        yield (
             f"layout.zero = {layout.zero} with layout.dp_shard = 1: there is nothing to split; set "
             f"layout.dp_shard to 2 or more, or layout.zero to 0"
         )
     if layout.dp_shard > 1 and not layout.zero:
-        raise ExperimentError(
+        yield (
             f"layout.dp_shard = {layout.dp_shard} with layout.zero = 0: say what is split: layout.zero = 1 "
             f"(optimizer state), 2 (and gradients) or 3 (and parameters)"
         )
     if not layout.reshard_after_forward and layout.zero != 3:
-        raise ExperimentError(
+        yield (
             f"layout.reshard_after_forward = false with layout.zero = {layout.zero}: only zero = 3 gathers "
             f"parameters; set layout.zero to 3"
         )
     if model.n_head % layout.tp:
-        raise ExperimentError(
-            f"layout.tp = {layout.tp} does not divide model.n_head = {model.n_head}: change one of them"
-        )
+        yield f"layout.tp = {layout.tp} does not divide model.n_head = {model.n_head}: change one of them"
     if model.vocab_size <= (layout.tp - 1) * -(-model.vocab_size // layout.tp):
-        raise ExperimentError(
+        yield (
             f"layout.tp = {layout.tp} leaves a rank nothing of model.vocab_size = {model.vocab_size}: lower "
             f"layout.tp"
         )
     if layout.sequence_parallel and layout.tp == 1:
-        raise ExperimentError(
-            "layout.sequence_parallel = true with layout.tp = 1: it splits what tp leaves; raise layout.tp"
-        )
+        yield "layout.sequence_parallel = true with layout.tp = 1: it splits what tp leaves; raise layout.tp"
     if layout.sequence_parallel and model.block_size % layout.tp:
-        raise ExperimentError(
+        yield (
             f"layout.sequence_parallel = true: layout.tp = {layout.tp} does not divide model.block_size = "
             f"{model.block_size}: change one of them"
         )
 
 
-def _check_pipeline(model: Model, train: Train, layout: Layout) -> None:
+def _to_pipeline(model: Model, train: Train, layout: Layout) -> Iterator[str]:
     if layout.pp == 1:
         for key in ("chunks", "microbatches"):
             if getattr(layout, key) > 1:
-                raise ExperimentError(
+                yield (
                     f"layout.{key} = {getattr(layout, key)} with layout.pp = 1: there is no pipeline; raise "
                     f"layout.pp, or accumulate with train.gradient_accumulation_steps"
                 )
         return
     if (layout.chunks > 1) != (layout.schedule == "interleaved"):
-        raise ExperimentError(
+        yield (
             f"layout.schedule = {layout.schedule} with layout.chunks = {layout.chunks}: interleaved has 2 or "
             f"more chunks, every other schedule 1"
         )
-    stages = layout.pp * layout.chunks
-    if model.n_layer % stages:
-        raise ExperimentError(
+    if model.n_layer % (layout.pp * layout.chunks):
+        yield (
             f"layout.pp = {layout.pp} x layout.chunks = {layout.chunks} stages do not divide model.n_layer = "
             f"{model.n_layer}: change one of them"
         )
     share = train.batch_size // layout.data_parallel
     if share % layout.microbatches:
-        raise ExperimentError(
+        yield (
             f"layout.microbatches = {layout.microbatches} does not divide the {share} sequences of a "
             f"data-parallel share: change it or train.batch_size"
         )
     in_schedule = layout.microbatches * train.gradient_accumulation_steps
     check_tasks(layout.pp, in_schedule, layout.chunks)
     if layout.schedule != "gpipe" and in_schedule < layout.pp:
-        raise ExperimentError(
+        yield (
             f"layout.schedule = {layout.schedule} has {in_schedule} microbatches for layout.pp = {layout.pp} "
             f"stages: raise layout.microbatches, or use gpipe"
         )
     if layout.schedule == "interleaved" and in_schedule % layout.pp:
-        raise ExperimentError(
+        yield (
             f"layout.schedule = interleaved has {in_schedule} microbatches, which layout.pp = {layout.pp} "
             f"does not divide: change layout.microbatches"
         )

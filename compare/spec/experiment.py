@@ -46,9 +46,7 @@ __all__ = [
 ]
 
 MAX_CPU_DEVICES = 64  # virtual devices share the cores; past this a run only measures the scheduler
-MAX_FILE_BYTES = (
-    16_384  # a longer file is no experiment; Python's TOML reader takes minutes for 100 kB of dots
-)
+MAX_FILE_BYTES = 16_384  # Python's TOML reader takes minutes for 100 kB of dots
 
 
 def named_experiments() -> dict[str, Path]:
@@ -61,7 +59,7 @@ def load(name_or_path: str) -> Experiment:
     """Read an experiment: the name of one that ships with the package, or a TOML file.
 
     Raises:
-        ExperimentError: no such name or file, not TOML, an unknown key, a wrong type, a bad value.
+        ExperimentError: no such name or file, or no experiment in it.
     """
     return parse(_read(name_or_path), origin=name_or_path)
 
@@ -77,14 +75,9 @@ def _read(name_or_path: str) -> bytes:
     """An experiment's file, as far as one may go. Raises ExperimentError if there is none."""
     known = named_experiments()
     path = known.get(name_or_path, Path(name_or_path))
-    wrong = why_not_readable(path) if name_or_path else "is empty"
-    if wrong == "does not exist":
-        raise ExperimentError(f"{name_or_path}: no such file or named experiment (named: {', '.join(known)})")
-    if wrong:
-        raise ExperimentError(
-            f"{name_or_path or 'the name of the experiment'} {wrong}: give a TOML file or a named "
-            f"experiment (named: {', '.join(known)})"
-        )
+    if wrong := why_not_readable(path):
+        wrong = ": no such file or named experiment" if wrong == "does not exist" else f" {wrong}"
+        raise ExperimentError(f"{name_or_path}{wrong} (named: {', '.join(known)})")
     with path.open("rb") as file:
         return file.read(MAX_FILE_BYTES + 1)
 

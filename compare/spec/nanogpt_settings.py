@@ -13,20 +13,8 @@ from compare.spec.experiment import Experiment, ExperimentError, checked
 
 FIELDS = {
     **dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout"), "model"),
-    **dict.fromkeys(
-        (
-            "learning_rate",
-            "decay_lr",
-            "warmup_iters",
-            "lr_decay_iters",
-            "min_lr",
-            "weight_decay",
-            "beta1",
-            "beta2",
-            "grad_clip",
-        ),
-        "optimizer",
-    ),
+    **dict.fromkeys(("learning_rate", "decay_lr", "warmup_iters", "lr_decay_iters", "min_lr"), "optimizer"),
+    **dict.fromkeys(("weight_decay", "beta1", "beta2", "grad_clip"), "optimizer"),
     **dict.fromkeys(("max_iters", "batch_size", "gradient_accumulation_steps"), "train"),
     "dtype": "precision",
 }
@@ -38,7 +26,7 @@ SEED = 1337
 
 
 def experiment_of(settings: Mapping[str, Any], *, base: Experiment) -> tuple[Experiment, list[str]]:
-    """The experiment that nanoGPT's settings describe.
+    """The experiment that nanoGPT's settings describe. Raises ExperimentError: it cannot work.
 
     Args:
         settings: by nanoGPT's names.
@@ -46,9 +34,6 @@ def experiment_of(settings: Mapping[str, Any], *, base: Experiment) -> tuple[Exp
 
     Returns:
         The experiment, and the names of settings that have no meaning here.
-
-    Raises:
-        ExperimentError: a value of the wrong type, or that cannot work.
     """
     sections = msgspec.to_builtins(base)
     sections["optimizer"]["name"] = "adamw"

@@ -14,8 +14,6 @@ from compare.spec.axes import SHARDED_FROM
 from compare.spec.experiment import Experiment, ExperimentError, Layout
 
 DTYPES = ("float64", "float32", "bfloat16")
-PROJECT = "shardpair"
-
 
 Ability = Literal[True] | str
 """True, or the reason against it: a refusal quotes it, and "" leaves the words to `Engine`."""
@@ -196,7 +194,7 @@ class Engine(Struct, frozen=True, kw_only=True):
     @property
     def pip_line(self) -> str:
         """Command that installs what it needs; empty if it needs nothing."""
-        return f"pip install '{PROJECT}[{self.needs}]'" if self.needs else ""
+        return f"pip install 'shardpair[{self.needs}]'" if self.needs else ""
 
     @property
     def not_installed(self) -> str:
@@ -204,11 +202,7 @@ class Engine(Struct, frozen=True, kw_only=True):
         return f"{self.needs} is not installed: {self.pip_line}"
 
     def require_installed(self) -> None:
-        """Refuse to start where the package that it needs is missing from this Python.
-
-        Raises:
-            MissingPackageError: with the line that installs it.
-        """
+        """Refuse to start where the package that it needs is missing from this Python."""
         if self.needs and not importlib.util.find_spec(self.needs):
             raise MissingPackageError(f"{self.name}: {self.not_installed}")
 
