@@ -182,7 +182,7 @@ def log_scale(axes: "Axes", *names: str) -> None:
 
 def curves(
     axes: "Axes",
-    lines: Mapping[str, tuple[Sequence[int], Sequence[float]]],
+    lines: Mapping[str, Mapping[int, float]],
     y: str,
     *,
     reduce: Callable[[Sequence[float]], float] = statistics.fmean,
@@ -191,37 +191,38 @@ def curves(
 
     Args:
         axes: to draw on.
-        lines: steps and values, by name; of long ones each window is one point.
+        lines: values by step, by name; of long ones each window is one point.
         y: the axis, with its unit.
         reduce: makes one value of a window's.
     """
     from matplotlib.ticker import MaxNLocator
 
-    for place, (name, (steps, values)) in enumerate(lines.items()):
+    for place, (name, line) in enumerate(lines.items()):
+        steps, values = list(line), list(line.values())
         starts, reduced = windowed(values, reduce)
-        lost = next((steps[i] for i, value in enumerate(values) if not math.isfinite(value)), None)
+        lost = next((step for step, value in line.items() if not math.isfinite(value)), None)
         axes.plot(
             [steps[start] for start in starts],
             reduced,
             color=colour(place),
-            marker="o" if len(values) == 1 else "",
+            marker="o" if len(line) == 1 else "",
             linewidth=1.4 + 1.8 * (len(lines) - 1 - place),
             solid_capstyle="butt",
             label=name if lost is None else f"{name} (not finite from step {lost})",
         )
-    length = window_length(max((len(values) for _, values in lines.values()), default=0))
+    length = window_length(max(map(len, lines.values()), default=0))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="step" if length == 1 else f"step (a point for {length} steps)", ylabel=y)
 
 
-def differences(axes: "Axes", lines: Mapping[str, tuple[Sequence[int], Sequence[float]]], y: str) -> None:
+def differences(axes: "Axes", lines: Mapping[str, Mapping[int, float]], y: str) -> None:
     """Differences over steps on a logarithmic axis; those that are 0 lie on a line of their own."""
-    every = [value for _, values in lines.values() for value in values]
+    every = [value for line in lines.values() for value in line.values()]
     least = min((value for value in every if 0 < value < math.inf), default=1e-16)
     floor = 10.0 ** (math.floor(math.log10(least)) - 1)
-    raised = {name: (steps, [value or floor for value in values]) for name, (steps, values) in lines.items()}
+    raised = {name: {step: value or floor for step, value in line.items()} for name, line in lines.items()}
     axes.set_yscale("log")
-    curves(axes, {"": ([], []), **raised}, y, reduce=max)  # the first case's colour is not theirs
+    curves(axes, {"": {}, **raised}, y, reduce=max)  # the first case's colour is not theirs
     for place, line in enumerate(axes.lines[1:]):
         line.set(linewidth=1.2, marker=MARKERS[place % len(MARKERS)], markersize=3.5)
     axes.lines[0].set_label("_")
