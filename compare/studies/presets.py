@@ -4,9 +4,10 @@ A preset gives the degrees, and the settings that it is named for: zero of zero1
 What a user says of a setting wins: a flag always, the experiment's file where the name leaves it open.
 """
 
+import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -14,7 +15,7 @@ from msgspec import Struct
 from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, PP, TP
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited, revalidate
 
-Fields = dict[str, object]
+Fields = Mapping[str, object]
 MICROBATCHES = "microbatches"
 
 
@@ -22,12 +23,23 @@ class Preset(Struct, frozen=True):
     """A way of spreading a run over N devices."""
 
     description: str
-    fields: Callable[[int], Fields]
-    """The layout's fields for N devices: those of its name, and microbatches, which it only proposes."""
+    axis: str = ""
+    """All devices that `fixed` leaves are along this one."""
+    named: Fields = {}
+    """The other degrees, and the settings that the preset is named for."""
     devices: int = 4
-    """How many devices the parity matrix takes: 8 where a layout has three dimensions."""
-    fixed: int = 1
-    """Devices along the axes whose degrees are fixed: N is a multiple of them, and more."""
+    """How many devices it takes if nobody says: 8 where a layout has three dimensions."""
+
+    @property
+    def fixed(self) -> int:
+        """Devices along the axes whose degrees are fixed: N is a multiple of them, and more."""
+        return math.prod(int(str(value)) for key, value in self.named.items() if key in AXES)
+
+    def fields(self, devices: int) -> Fields:
+        """The layout's fields for so many devices. A pipeline only proposes its microbatches."""
+        degree = {self.axis: devices // self.fixed} if self.axis else {}
+        proposed = {MICROBATCHES: devices if self.fixed == 1 else 4} if self.axis == PP else {}
+        return {**proposed, **degree, **self.named}
 
 
 class Said(Struct, frozen=True, kw_only=True):
@@ -41,57 +53,47 @@ class Said(Struct, frozen=True, kw_only=True):
 NOTHING_SAID = Said()
 
 
-def _all_along(description: str, axis: str, *, devices: int = 4, **settings: object) -> Preset:
-    """All devices along one axis; a pipeline has as many microbatches in a pass."""
-    proposed = (MICROBATCHES,) if axis == PP else ()
-    return Preset(description, lambda n: {**dict.fromkeys((axis, *proposed), n), **settings}, devices)
-
-
-def _rest_along(description: str, axis: str, **fields: object) -> Preset:
-    """Some degrees fixed, and the rest of the devices along one axis; a pipeline has four microbatches."""
-    fixed = math.prod(int(str(value)) for key, value in fields.items() if key in AXES)
-    own = {**fields, MICROBATCHES: 4} if axis == PP else fields
-    return Preset(description, lambda n: {**own, axis: n // fixed}, 2 * fixed, fixed)
-
-
+SHARDED = {"dp_shard": 2, "zero": 3}
 PRESETS = {
-    "single": Preset("one device", lambda devices: {}),
-    "ddp": _all_along("data parallel, gradients in buckets", DP_REPLICATE),
-    "ddp_naive": _all_along(
-        "data parallel, one reduction per parameter", DP_REPLICATE, gradient_sync="naive"
+    "single": Preset("one device"),
+    "ddp": Preset("data parallel, gradients in buckets", DP_REPLICATE),
+    "ddp_naive": Preset(
+        "data parallel, one reduction per parameter", DP_REPLICATE, {"gradient_sync": "naive"}
     ),
-    "ddp_flat": _all_along("data parallel, one reduction for all", DP_REPLICATE, gradient_sync="flat"),
-    "ddp_overlapped": _all_along(
-        "data parallel, reductions during backward", DP_REPLICATE, gradient_sync="overlapped"
+    "ddp_flat": Preset("data parallel, one reduction for all", DP_REPLICATE, {"gradient_sync": "flat"}),
+    "ddp_overlapped": Preset(
+        "data parallel, reductions during backward", DP_REPLICATE, {"gradient_sync": "overlapped"}
     ),
-    "zero1": _all_along("ZeRO-1: optimizer state split", DP_SHARD, zero=1),
-    "zero2": _all_along("ZeRO-2: and gradients", DP_SHARD, zero=2),
-    "fsdp": _all_along("ZeRO-3, FULL_SHARD: and parameters", DP_SHARD, zero=3),
-    "shard_grad_op": _all_along(
-        "FSDP that keeps gathered parameters until backward", DP_SHARD, zero=3, reshard_after_forward=False
+    "zero1": Preset("ZeRO-1: optimizer state split", DP_SHARD, {"zero": 1}),
+    "zero2": Preset("ZeRO-2: and gradients", DP_SHARD, {"zero": 2}),
+    "fsdp": Preset("ZeRO-3, FULL_SHARD: and parameters", DP_SHARD, {"zero": 3}),
+    "shard_grad_op": Preset(
+        "FSDP that keeps gathered parameters until backward",
+        DP_SHARD,
+        {"zero": 3, "reshard_after_forward": False},
     ),
-    "hsdp": _rest_along("fully sharded within replicas", DP_SHARD, dp_replicate=2, zero=3),
-    "tp": _all_along("tensor parallel", TP),
-    "tp_sp": _all_along("tensor and sequence parallel", TP, sequence_parallel=True),
-    "ddp_tp": _rest_along("data x tensor parallel", TP, dp_replicate=2),
-    "fsdp_tp": _rest_along("fully sharded x tensor parallel", TP, dp_shard=2, zero=3),
-    "fsdp_tp_sp": _rest_along(
-        "fully sharded x tensor and sequence parallel", TP, dp_shard=2, zero=3, sequence_parallel=True
+    "hsdp": Preset("fully sharded within replicas", DP_SHARD, {"dp_replicate": 2, "zero": 3}),
+    "tp": Preset("tensor parallel", TP),
+    "tp_sp": Preset("tensor and sequence parallel", TP, {"sequence_parallel": True}),
+    "ddp_tp": Preset("data x tensor parallel", TP, {"dp_replicate": 2}),
+    "fsdp_tp": Preset("fully sharded x tensor parallel", TP, SHARDED),
+    "fsdp_tp_sp": Preset(
+        "fully sharded x tensor and sequence parallel", TP, {**SHARDED, "sequence_parallel": True}
     ),
-    "hsdp_tp": _rest_along(
-        "replicas x fully sharded x tensor parallel", TP, dp_replicate=2, dp_shard=2, zero=3
+    "hsdp_tp": Preset(
+        "replicas x fully sharded x tensor parallel", TP, {"dp_replicate": 2, **SHARDED}, devices=8
     ),
-    "pp": _all_along("pipeline, 1F1B", PP),
-    "pp_gpipe": _all_along("pipeline, GPipe", PP, schedule="gpipe", chunks=1),
-    "pp_interleaved": _all_along(
-        "pipeline, interleaved 1F1B", PP, devices=2, schedule="interleaved", chunks=2
+    "pp": Preset("pipeline, 1F1B", PP),
+    "pp_gpipe": Preset("pipeline, GPipe", PP, {"schedule": "gpipe", "chunks": 1}),
+    "pp_interleaved": Preset(
+        "pipeline, interleaved 1F1B", PP, {"schedule": "interleaved", "chunks": 2}, devices=2
     ),
-    "pp_zero_bubble": _all_along("pipeline, zero bubble (ZB-H1)", PP, schedule="zero_bubble", chunks=1),
-    "ddp_pp": _rest_along("data x pipeline parallel", PP, dp_replicate=2),
-    "fsdp_pp": _rest_along("fully sharded x pipeline parallel", PP, dp_shard=2, zero=3),
-    "tp_pp": _rest_along("tensor x pipeline parallel", PP, tp=2),
-    "ddp_tp_pp": _rest_along("data x tensor x pipeline parallel", PP, dp_replicate=2, tp=2),
-    "fsdp_tp_pp": _rest_along("fully sharded x tensor x pipeline parallel", PP, dp_shard=2, zero=3, tp=2),
+    "pp_zero_bubble": Preset("pipeline, zero bubble (ZB-H1)", PP, {"schedule": "zero_bubble", "chunks": 1}),
+    "ddp_pp": Preset("data x pipeline parallel", PP, {"dp_replicate": 2}),
+    "fsdp_pp": Preset("fully sharded x pipeline parallel", PP, SHARDED),
+    "tp_pp": Preset("tensor x pipeline parallel", PP, {"tp": 2}),
+    "ddp_tp_pp": Preset("data x tensor x pipeline parallel", PP, {"dp_replicate": 2, "tp": 2}, devices=8),
+    "fsdp_tp_pp": Preset("fully sharded x tensor x pipeline parallel", PP, {**SHARDED, "tp": 2}, devices=8),
 }
 
 CLASSIC = ("ddp", "zero1", "zero2", "fsdp", "tp")
@@ -112,11 +114,8 @@ SPREAD = (*AXES, *SETTINGS)
 
 
 def settings_in(layout: Layout, written: Iterable[str] = SPREAD) -> frozenset[str]:
-    """The settings that a file says: those that mean something under its degrees, or are not the default.
-
-    Args:
-        layout: of the file.
-        written: the fields of the layout that it gives; all, as a file has that every field is written to.
+    """The settings of `written` that a file says: they mean something under its degrees, or are not the
+    default, which a file has that every field is written to.
     """
     return frozenset(
         key
@@ -135,19 +134,14 @@ def check_names(flag: str, what: str, names: Sequence[str], known: Iterable[str]
 
 
 def preset_layout(layout: Layout, preset: str, devices: int, said: Said = NOTHING_SAID) -> Layout:
-    """`layout` spread as the preset says, with the settings that were said and mean something there.
-
-    Args:
-        layout: the layout so far, with the user's flags in it.
-        preset: a name in PRESETS.
-        devices: how many devices it is spread over.
-        said: the fields of `layout` that win over the preset's.
+    """`layout`, with the user's flags in it, spread as the preset says; what was `said` wins where it means
+    something.
 
     Raises:
         ExperimentError: no such preset, or a number of devices that it cannot spread over.
     """
     own = _fields(preset, devices)
-    spread = {key: getattr(Layout(), key) for key in SPREAD} | own
+    spread = {**{key: getattr(Layout(), key) for key in SPREAD}, **own}
     meant = {key for key, axis in _MEANT_FOR.items() if spread[axis] != 1} | {"gradient_sync"}
     kept = (said.flags & meant) | (said.file & (meant - (own.keys() - {MICROBATCHES})))
     result = spread | {key: getattr(layout, key) for key in kept}
@@ -173,7 +167,11 @@ def apply_preset(layout: Layout, preset: str, devices: int, said: Said) -> tuple
         if asked == given:
             continue
         if key in said.flags:
-            raise ExperimentError(_contradiction(result, preset, devices, key, asked))
+            axis = _MEANT_FOR.get(key)
+            why = f"has no effect: --preset {preset} has layout.{axis} = 1"
+            if not axis:
+                why = f"contradicts --preset {preset} --devices {devices}, which sets it to {given}"
+            raise ExperimentError(f"{layout_flag(key, asked)} {why}; leave it out")
         if key in said.file & own and key not in AXES:
             notes.append(
                 f"layout.{key} = {asked} gives way to --preset {preset}, which is named for {given} "
@@ -183,32 +181,19 @@ def apply_preset(layout: Layout, preset: str, devices: int, said: Said) -> tuple
 
 
 def check_presets(flag: str, layout: Layout, presets: Sequence[tuple[str, int]], said: Said) -> None:
-    """Refuse what was said of several presets, if it has no effect, or makes two of them one.
-
-    Args:
-        flag: the one that names them.
-        layout: as for `preset_layout`.
-        presets: names and devices.
-        said: as for `preset_layout`.
+    """Refuse a flag that has no effect on any of several presets with their devices, or gives a degree.
 
     Raises:
-        ExperimentError: naming the flag to leave out, or the two presets.
+        ExperimentError: naming the flag to leave out.
     """
-    found: dict[Layout, tuple[str, Layout]] = {}
+    made = []
     for name, devices in presets:
-        try:
-            pure = preset_layout(layout, name, devices)
-        except ExperimentError:  # it cannot be spread over so many, and is left out
-            continue
-        other, its_own = found.setdefault(preset_layout(layout, name, devices, said), (name, pure))
-        if its_own != pure:
-            keys = [key for key in SPREAD if getattr(its_own, key) != getattr(pure, key)]
-            values = ", ".join(f"layout.{key} = {getattr(layout, key)}" for key in keys)
-            raise ExperimentError(f"{flag}: with {values}, {other} and {name} are the same: give one of them")
-    for key in SPREAD if found else ():
+        with contextlib.suppress(ExperimentError):  # it cannot be spread over so many, and is left out
+            made.append(preset_layout(layout, name, devices, said))
+    for key in (key for key in SPREAD if key in said.flags and made):
         asked = getattr(layout, key)
-        differs = [getattr(made, key) != asked for made in found]
-        if key in said.flags and (any(differs) if key in AXES else all(differs)):
+        differs = [getattr(of, key) != asked for of in made]
+        if any(differs) if key in AXES else all(differs):
             axis = _MEANT_FOR.get(key)
             why = f"none of {flag} has layout.{axis} above 1" if axis else f"{flag} say how it is spread"
             raise ExperimentError(f"{layout_flag(key, asked)} has no effect: {why}; leave it out")
@@ -237,24 +222,6 @@ def _fields(preset: str, devices: int) -> Fields:
             f"{2 * fixed}"
         )
     return PRESETS[preset].fields(devices)
-
-
-def _contradiction(result: Layout, preset: str, devices: int, key: str, asked: object) -> str:
-    """Why a flag cannot be had beside a preset, and the line to write."""
-    if axis := _MEANT_FOR.get(key):
-        return (
-            f"{layout_flag(key, asked)} has no effect: --preset {preset} has layout.{axis} = 1; leave it out"
-        )
-    whole = msgspec.structs.replace(result, **{key: asked})
-    flags = " ".join(
-        layout_flag(name, value)
-        for name, value in msgspec.structs.asdict(whole).items()
-        if name in AXES or (name in SPREAD and value != getattr(Layout(), name))
-    )
-    return (
-        f"{layout_flag(key, asked)} contradicts --preset {preset} --devices {devices}, which sets it to "
-        f"{getattr(result, key)}: leave it out, or write in place of the preset: {flags}"
-    )
 
 
 def layout_flag(key: str, value: object) -> str:
