@@ -45,35 +45,31 @@ class Training(Struct, frozen=True, kw_only=True):
 
     @property
     def manifest(self) -> Manifest:
-        """Manifest of the run: how it was made, and what it cost beyond its steps."""
+        """How it was made, and what it cost beyond its steps."""
         return self.record.manifest
 
     @property
     def loss(self) -> np.ndarray:
         """Mean cross-entropy in nats before each step's update: float64 (steps,)."""
-        return self._column("loss")
+        return np.array([step.loss for step in self.record.steps])
 
     @property
     def grad_norm(self) -> np.ndarray:
         """Global norm of the gradients before clipping: float64 (steps,)."""
-        return self._column("grad_norm")
+        return np.array([step.grad_norm for step in self.record.steps])
 
     @property
     def lr(self) -> np.ndarray:
         """Learning rate of each step: float64 (steps,)."""
-        return self._column("lr")
+        return np.array([step.lr for step in self.record.steps])
 
     @property
     def step_time_ms(self) -> np.ndarray:
         """Wall time of each step, the first ones included: float64 (steps,)."""
-        return self._column("step_time_ms")
+        return np.array([step.step_time_ms for step in self.record.steps])
 
     def tensors(self, rung: str) -> Mapping[str, np.ndarray]:
-        """The tensors of one rung of the ladder, by canonical parameter name.
-
-        Args:
-            rung: batch (`inputs` and `targets`), initial_weights, gradients, first_weights, first_m,
-                first_v or later_weights.
+        """The tensors of one rung of the ladder, such as gradients or later_weights, by canonical name.
 
         Raises:
             ValueError: no such rung, or the run did not leave it.
@@ -84,9 +80,6 @@ class Training(Struct, frozen=True, kw_only=True):
         if not found:
             raise ValueError(f"{self.name} left no {rung}: see --ladder and --keep_tensors")
         return found
-
-    def _column(self, field: str) -> np.ndarray:
-        return np.array([getattr(step, field) for step in self.record.steps])
 
 
 class Result(Struct, frozen=True, kw_only=True):
@@ -202,20 +195,19 @@ def _command(
     command: type[Study], experiment: Experiment | str | Path, options: Mapping[str, Any]
 ) -> tuple[Study, Experiment]:
     """The command as its command line would give it, and its experiment."""
-    is_built = isinstance(experiment, Experiment)
-    name, default = (
-        ("notebook", revalidate(experiment))
-        if is_built
-        else (str(experiment), load_experiment(str(experiment)))
-    )
+    name, default = str(experiment), experiment
+    if not isinstance(default, Experiment):
+        default = command.default_experiment(name)
+        written = command.layout_written(name)
+    else:
+        name, default = "notebook", revalidate(default)
+        written = settings_in(default.layout)
     allowed = set(command.__struct_fields__) - set(Experiment.__struct_fields__) - NOT_OPTIONS
     if unknown := sorted(options.keys() - allowed):
         raise ExperimentError(f"{unknown[0]}: no such option (there are {', '.join(sorted(allowed))})")
     words = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
-    written = settings_in(default.layout) if is_built else command.layout_written(name)
-    said = {"given": list(options), "written": list(written)}
+    said = {"experiment": name, "given": list(options), "written": list(written)}
     try:
-        fields = {"experiment": name, **msgspec.to_builtins(default), **words, **said}
-        return msgspec.convert(fields, command), default
+        return msgspec.convert({**msgspec.to_builtins(default), **words, **said}, command), default
     except msgspec.ValidationError as error:
         raise ExperimentError(str(error)) from None

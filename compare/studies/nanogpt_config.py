@@ -17,7 +17,6 @@ from compare.spec.experiment import layout_fields as toml_layout_fields
 from compare.spec.nanogpt_settings import FIELDS, experiment_of
 from compare.studies.tokens import META, alphabet_size
 
-SUFFIX = ".py"
 MAX_BYTES = 65_536
 PADDED_GPT2_VOCABULARY = 50304
 DEFAULTS: dict[str, Any] = {
@@ -66,27 +65,30 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
 }
 
 
+def is_config(name: str) -> bool:
+    """True for one of nanoGPT's files, by its suffix."""
+    return Path(name).suffix == ".py"
+
+
 def load_experiment(name: str) -> Experiment:
     """An experiment: a name, a TOML file, or one of nanoGPT's config files. Raises ExperimentError."""
-    return load_config(Path(name))[0] if Path(name).suffix == SUFFIX else load(name)
+    return load_config(Path(name))[0] if is_config(name) else load(name)
 
 
 def layout_fields(name: str) -> frozenset[str]:
     """The fields of the layout that an experiment's file gives; nanoGPT's have none. Raises as `load`."""
-    return frozenset() if Path(name).suffix == SUFFIX else toml_layout_fields(name)
+    return frozenset() if is_config(name) else toml_layout_fields(name)
 
 
 def begins_with(name: str) -> str:
     """Weights that a config file of nanoGPT begins with, which are not in it; '' for none."""
-    begin = (
-        read_assignments(Path(name)).get("init_from", "scratch") if Path(name).suffix == SUFFIX else "scratch"
-    )
-    return "" if begin == "scratch" else str(begin)
+    begin = str(read_assignments(Path(name)).get("init_from", "scratch")) if is_config(name) else "scratch"
+    return "" if begin == "scratch" else begin
 
 
 def notes_on(name: str) -> list[str]:
     """What of nanoGPT's settings has no meaning here, and why; [] for other experiments."""
-    return load_config(Path(name))[1] if Path(name).suffix == SUFFIX else []
+    return load_config(Path(name))[1] if is_config(name) else []
 
 
 def load_config(path: Path) -> tuple[Experiment, list[str]]:
@@ -104,24 +106,16 @@ def load_config(path: Path) -> tuple[Experiment, list[str]]:
         raise ExperimentError(f"{path}: eval_only = True: a run here trains; leave it out")
     settings = {**DEFAULTS, **given}
     source = _data_folder(path, str(settings["dataset"]))
-    settings["vocab_size"] = _vocabulary(source)
+    meta, every = source / META, settings["eval_interval"]
+    settings["vocab_size"] = alphabet_size(meta) if meta.is_file() else PADDED_GPT2_VOCABULARY
     plain = {name: settings[name] for name in (*FIELDS, "vocab_size") if name in settings}
+    more = {
+        "data": {"source": str(source)},
+        "train": {"eval_interval": every, "eval_iters": settings["eval_iters"]},
+        "checkpoint": {"every": every, "keep": 1},
+    }
     try:
-        experiment, _ = experiment_of(plain, base=Experiment())
-    except ExperimentError as error:
-        raise ExperimentError(f"{path}: {error}") from None
-    evaluates = {"eval_interval": settings["eval_interval"], "eval_iters": settings["eval_iters"]}
-    try:
-        experiment = revalidate(
-            edited(
-                experiment,
-                {
-                    "data": {"source": str(source)},
-                    "train": evaluates,
-                    "checkpoint": {"every": settings["eval_interval"], "keep": 1},
-                },
-            )
-        )
+        experiment = revalidate(edited(experiment_of(plain, base=Experiment())[0], more))
     except ExperimentError as error:
         raise ExperimentError(f"{path}: {error}") from None
     notes = [f"{name}: {WITHOUT_MEANING[name]}" for name in given if name in WITHOUT_MEANING]
@@ -139,14 +133,12 @@ def read_assignments(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MAX_BYTES:
         raise ExperimentError(f"{path}: longer than {MAX_BYTES} bytes, which no config is")
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        return _assignments(ast.parse(path.read_text(encoding="utf-8")), path)
+    except ExperimentError:
+        raise
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line = getattr(error, "lineno", None)
-        raise ExperimentError(f"{path}{f', line {line}' if line else ''}: it is no Python: {error}") from None
-    try:
-        return _assignments(tree, path)
-    except RecursionError:
-        raise ExperimentError(f"{path}: a value is nested too deeply") from None
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise ExperimentError(f"{path}{line}: it cannot be read: {error}") from None
 
 
 def _assignments(tree: ast.Module, path: Path) -> dict[str, Any]:
@@ -194,8 +186,3 @@ def _data_folder(config: Path, dataset: str) -> Path:
     """nanoGPT's data/DATASET: beside the folder of the config, or here."""
     beside = config.absolute().parent.parent / "data" / dataset
     return beside if beside.is_dir() else Path("data") / dataset
-
-
-def _vocabulary(source: Path) -> int:
-    """As nanoGPT finds it: of its characters, or GPT-2's, padded."""
-    return alphabet_size(source / META) if (source / META).is_file() else PADDED_GPT2_VOCABULARY

@@ -21,10 +21,8 @@ MAY_DIFFER = ("layout.", "checkpoint.", "data.", "train.max_iters")
 def checkpoints_for(source: Path, engines: Iterable[str]) -> dict[str, Path]:
     """The checkpoint that each engine goes on from.
 
-    Args:
-        source: a checkpoint, or the folder of an engine's run, for all of them; or that of a paired run,
-            where each has its own: the newest after the same step.
-        engines: that are to go on.
+    From a checkpoint, or the folder of an engine's run, all of them; from that of a paired run each from its
+    own: the newest after the same step.
 
     Raises:
         CheckpointError: there is none, or no step after which all have one.
@@ -33,20 +31,14 @@ def checkpoints_for(source: Path, engines: Iterable[str]) -> dict[str, Path]:
     if not (source / OUTCOME).is_file():
         return dict.fromkeys(engines, any_checkpoint(source))
     own = {name: checkpoints_in(source / name / CHECKPOINTS) for name in engines}
-    if without := [name for name, found in own.items() if not found]:
-        having = [
-            path.parent.name for path in sorted(source.glob(f"*/{CHECKPOINTS}")) if checkpoints_in(path)
-        ]
-        advice = f"{source / having[0]}, from which all of them go on" if having else "another run"
-        raise CheckpointError(f"--resume {source}: {without[0]} has no checkpoint there: give {advice}")
-    common = set.intersection(*(set(found) for found in own.values()))
+    common = set.intersection(*map(set, own.values()))
     if not common:
-        have = "; ".join(f"{name} {_some(map(str, found))}" for name, found in own.items())
+        steps = "; ".join(f"{name} {_some(map(str, of)) or 'none'}" for name, of in own.items())
         raise CheckpointError(
-            f"--resume {source}: there is no step after which all have a checkpoint ({have}): give one of "
-            f"them, such as {source / engines[0]}"
+            f"--resume {source}: there is no step after which all have a checkpoint ({steps}): give the "
+            f"folder of one of them, from which all go on"
         )
-    return {name: found[max(common)] for name, found in own.items()}
+    return {name: of[max(common)] for name, of in own.items()}
 
 
 def any_checkpoint(source: Path) -> Path:
@@ -71,11 +63,19 @@ def resumes(
     if not source:
         return {}
     found = checkpoints_for(Path(source), engines)
+    points = {}
     for folder in dict.fromkeys(found.values()):
         reader = CheckpointReader(folder)
-        require_continues(reader.description, experiment, folder, corpus_sha256=corpus_sha256)
+        description = reader.description
+        require_continues(description, experiment, folder, corpus_sha256=corpus_sha256)
         reader.verify()
-    return {name: _resume(folder) for name, folder in found.items()}
+        points[folder] = ResumePoint(
+            checkpoint=str(folder.absolute()),
+            step=description.step,
+            updates=description.updates,
+            loss_scale=description.loss_scale,
+        )
+    return {name: points[folder] for name, folder in found.items()}
 
 
 def require_resumable(engine: str, source: str, init_from: str = "") -> None:
@@ -93,52 +93,46 @@ def require_resumable(engine: str, source: str, init_from: str = "") -> None:
 def require_continues(
     checkpoint: Checkpoint, experiment: Experiment, folder: Path, *, corpus_sha256: str = ""
 ) -> None:
-    """Refuse an experiment that is another training than the checkpoint's.
-
-    Args:
-        checkpoint: its description.
-        experiment: that is to go on with it.
-        folder: of the checkpoint.
-        corpus_sha256: of the experiment's data; '' to leave the data alone.
+    """Refuse an experiment that is another training than the checkpoint's; '' leaves the data alone.
 
     Raises:
         CheckpointError: one line with what is different.
     """
-    there = checkpoint.experiment
-
-    def refuse(why: str) -> None:
-        raise CheckpointError(f"--resume {folder}: {why}")
-
-    different = [line for line in differing_keys(there, experiment) if line.startswith("model.")]
+    there, here = checkpoint.experiment, experiment
     # Dropout is the training's and not the weights'.
-    if different := [line for line in different if not line.startswith("model.dropout")]:
-        refuse(f"it is of another model: {_some(different)}")
-    if there.optimizer.name != experiment.optimizer.name or moment_names(there.optimizer) != moment_names(
-        experiment.optimizer
+    model = [line for line in differing_keys(there, here) if line.startswith("model.")]
+    model = [line for line in model if not line.startswith("model.dropout")]
+    has, wants = (
+        f"{of.optimizer.name} ({', '.join(moment_names(of.optimizer)) or '-'})" for of in (there, here)
+    )
+    dtypes = [storage_dtype(of) for of in (there, here)]
+    other_data = corpus_sha256 and checkpoint.corpus_sha256 and checkpoint.corpus_sha256 != corpus_sha256
+    seeds = (there.train.seed, here.train.seed)
+    for is_wrong, why in (
+        (model, f"it is of another model: {_some(model)}"),
+        (has != wants, f"it has the state of {has}, and {wants} is asked for: begin anew with --init_from"),
+        (
+            dtypes[0] != dtypes[1],
+            f"its numbers are {dtypes[0]}, and precision.dtype = {here.precision.dtype} keeps {dtypes[1]}: "
+            f"set --precision.dtype {there.precision.dtype}",
+        ),
+        (
+            seeds[0] != seeds[1],
+            f"its data comes in the order of train.seed = {seeds[0]}, not of {seeds[1]}",
+        ),
+        (
+            other_data,
+            f"it was trained on other tokens than data.source = {here.data.source} has: give those, or begin "
+            f"anew with --init_from",
+        ),
+        (
+            checkpoint.step >= here.train.max_iters,
+            f"it is at step {checkpoint.step} of train.max_iters = {here.train.max_iters}: nothing is left "
+            f"to train; raise --train.max_iters",
+        ),
     ):
-        refuse(
-            f"it has the state of {there.optimizer.name} ({', '.join(moment_names(there.optimizer)) or '-'})"
-            f", and {experiment.optimizer.name} is asked for: begin anew with --init_from"
-        )
-    if storage_dtype(there) != storage_dtype(experiment):
-        refuse(
-            f"its numbers are {storage_dtype(there)}, and precision.dtype = {experiment.precision.dtype} "
-            f"keeps {storage_dtype(experiment)}: set --precision.dtype {there.precision.dtype}"
-        )
-    if there.train.seed != experiment.train.seed:
-        refuse(
-            f"its data comes in the order of train.seed = {there.train.seed}, not of {experiment.train.seed}"
-        )
-    if corpus_sha256 and checkpoint.corpus_sha256 and checkpoint.corpus_sha256 != corpus_sha256:
-        refuse(
-            f"it was trained on other tokens than data.source = {experiment.data.source} has: give those, or "
-            f"begin anew with --init_from"
-        )
-    if checkpoint.step >= experiment.train.max_iters:
-        refuse(
-            f"it is at step {checkpoint.step} of train.max_iters = {experiment.train.max_iters}: nothing is "
-            f"left to train; raise --train.max_iters"
-        )
+        if is_wrong:
+            raise CheckpointError(f"--resume {folder}: {why}")
 
 
 def objection_to_resume(source: str, engines: Iterable[str], experiment: Experiment) -> str:
@@ -153,27 +147,13 @@ def objection_to_resume(source: str, engines: Iterable[str], experiment: Experim
 
 
 def changed_settings(source: str, engines: Iterable[str], experiment: Experiment) -> list[str]:
-    """What a resumed run asks for differently, and may, but not without a word: [] without a source.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or it is one of another training.
-    """
+    """What a resumed run asks for differently, and may, but not without a word: [] without a source."""
     changes = set()
     for folder in dict.fromkeys(checkpoints_for(Path(source), engines).values()) if source else ():
         description = read_description(folder)
         require_continues(description, experiment, folder)
         changes |= set(differing_keys(experiment, description.experiment))
     return sorted(line for line in changes if not line.startswith(MAY_DIFFER))
-
-
-def _resume(folder: Path) -> ResumePoint:
-    description = read_description(folder)
-    return ResumePoint(
-        checkpoint=str(folder.absolute()),
-        step=description.step,
-        updates=description.updates,
-        loss_scale=description.loss_scale,
-    )
 
 
 def _some(words: Iterable[str]) -> str:

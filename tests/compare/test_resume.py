@@ -87,7 +87,7 @@ def test_what_cannot_go_on_is_refused_and_nothing_is_started(spec, shardpair, tm
     assert "it is of another model: model.n_layer = 2 instead of 4" in refused(*run, "--model.n_layer", "4")
     assert "nothing is left to train" in refused(*run)
     longer = (*run, "--train.max_iters", "20")
-    assert "it has the state of adamw (m, v), and sgd is asked for" in refused(
+    assert "it has the state of adamw (m, v), and sgd (-) is asked for" in refused(
         *longer, "--optimizer.name", "sgd"
     )
     assert "its numbers are float64" in refused(*longer, "--precision.dtype", "float32")
