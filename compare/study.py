@@ -35,7 +35,7 @@ from compare.judge.metrics import figures
 from compare.judge.outcome import OUTCOME, Case, Grid, Outcome, read_outcome, save, with_case
 from compare.numerics.data import open_corpus
 from compare.numerics.parameters import parameter_count, storage_dtype
-from compare.show.figures import Figure, save_figures
+from compare.show.figures import save_figures
 from compare.show.findings import NONE, Findings, Row, Table, Text
 from compare.show.page import leave_page, write_page
 from compare.show.terminal import print_findings
@@ -53,21 +53,11 @@ LATER_STEP = 20
 """After so many steps, or after the last but one, the ladder has weights once more."""
 OF_LAYOUTS = dict.fromkeys(f"layout.{field}" for field in SPREAD)
 """For `Study.fixed` of a study that has layouts of its own."""
-WITH_CONTINUE = frozenset(
-    {
-        "continue_",
-        "picture",
-        "anyway",
-        "quiet",
-        "json",
-        "timeout_s",
-        "cache_dir",
-        "experiment",
-        "written",
-        "given",
-    }
-)
-"""Fields of a study that may stand beside --continue; and where engines run."""
+WITH_CONTINUE = {
+    *("continue", "picture", "anyway", "quiet", "json", "timeout_s", "cache_dir"),
+    *("jax_python", "torch_python", "launcher", "hosts", "hostfile"),
+}
+"""Flags that may stand beside --continue: they say where and how engines run, and not what."""
 MOST_FAILURES = 2
 """Of a case: the first may be bad luck, and is tried again in the next round."""
 ASIDE = "unfinished"
@@ -208,8 +198,8 @@ class Study(Spec, frozen=True, kw_only=True):
             platform=self.platform,
             options={
                 name: msgspec.to_builtins(value, enc_hook=str)
-                for name, value in self._changed().items()
-                if name in self.own_flags()
+                for name in self.own_flags()
+                if (value := getattr(self, name)) is not None
             },
             rounds=getattr(self, "rounds", 1),
             cases=cases,
@@ -294,35 +284,9 @@ class Study(Spec, frozen=True, kw_only=True):
         mine = msgspec.convert(own, type(self), dec_hook=lambda kind, value: kind(value))
         return replace(mine, **hidden | {"platform": outcome.platform, "picture": self.picture})
 
-    def _changed(self) -> dict[str, Any]:
-        """Fields whose values are not the default."""
-        defaults = {}
-        for field in msgspec.structs.fields(self):
-            is_made = field.default_factory is not msgspec.NODEFAULT
-            defaults[field.name] = field.default_factory() if is_made else field.default
-        values = {name: getattr(self, name) for name in self.__struct_fields__}
-        return {name: value for name, value in values.items() if value != defaults[name]}
-
     def _require_only_continue(self) -> None:
         """Refuse what --continue would ignore: every flag that says what is measured."""
-        may = {
-            *WITH_CONTINUE,
-            *self.with_continue,
-            "jax_python",
-            "torch_python",
-            "launcher",
-            "hosts",
-            "hostfile",
-        }
-        sections = tuple(f"{name}." for name in Experiment.__struct_fields__)
-        others = [flag for flag in sorted(self.given) if flag.startswith(sections)]
-        others += [
-            name
-            for name in self.__struct_fields__
-            if name not in {*may, *Experiment.__struct_fields__}
-            and (name in self.given or name in self._changed())
-        ]
-        if others:
+        if others := sorted(self.given - WITH_CONTINUE - self.with_continue):
             flags = ", ".join(f"--{name}" for name in others)
             raise ExperimentError(
                 f"--continue {self.continue_} goes on with what was asked for there: leave out {flags}"
@@ -549,26 +513,17 @@ def findings_of(
     outcome: Outcome,
     *,
     sentence: str,
-    tables: Sequence[Table],
     title: str = "",
     rows: object = (),
+    value: Mapping[str, object] = {},
     passed: bool = True,
     warnings: Sequence[str] = (),
-    about: Sequence[str] = (),
-    notes: Sequence[str] = (),
-    figures: Sequence[Figure] = (),
-    details: Sequence[Table] = (),
-    **value: object,
+    **more: Any,
 ) -> Findings:
     """Findings with what is the same for every study: what it was asked, where and when, JSON.
 
-    A study passes only if no case is missing.
-
-    Args:
-        outcome: of the study.
-        sentence, tables, title, passed, warnings, about, notes, figures, details: as of `Findings`.
-        rows: what the tables are made of, for JSON.
-        value: more for JSON, by name.
+    A study passes only if no case is missing. `rows` are what its tables are made of, and `value` is more for
+    JSON; `more` are other fields of `Findings`.
     """
     incomplete = "" if outcome.is_complete or sentence.startswith("INCOMPLETE") else "INCOMPLETE: "
     return Findings(
@@ -576,16 +531,12 @@ def findings_of(
         sentence=f"{incomplete}{sentence}",
         value={"rows": rows, **value, "warnings": warnings, "result": outcome},
         passed=passed and outcome.is_complete,
-        about=about,
-        notes=notes,
         warnings=warnings,
-        tables=tables,
-        details=details,
-        figures=figures,
         missing=outcome.undone,
         continuation="" if outcome.is_complete else outcome.how_to_go_on(Path()),
         left_out=outcome.left_out,
         spec=to_toml(outcome.experiment),
         command=outcome.line,
         source=f"{outcome.circumstances.words} Every single value is in {OUTCOME} beside this page.",
+        **more,
     )

@@ -166,7 +166,7 @@ class Check(Study, frozen=True, kw_only=True):
             f"{verdict.candidate} was not compared: {why}"
             for verdict in outcome.verdicts
             for why in verdict.skipped.values()
-            if "against" in outcome.options  # every rung has to be there
+            if outcome.options.get("against")  # every rung has to be there
         ]
         return verdict_findings(
             outcome,

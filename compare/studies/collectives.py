@@ -190,7 +190,7 @@ class Collectives(Study, frozen=True, kw_only=True):
             title="Collectives: latency and bandwidth",
             sentence=f"wrong results in {', '.join(wrong)}" if wrong else sentence,
             rows=rows,
-            fits=fits,
+            value={"fits": fits},
             passed=not wrong,
             about=[
                 f"{'; '.join(devices)} {', '.join(versions)}",
