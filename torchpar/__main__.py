@@ -11,15 +11,15 @@ A SIGINT that it was started to ignore, as a script's background jobs are, stays
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+
+import msgspec
 
 from compare.contract.collective_bench import read_collective_request
 from compare.contract.early_stop import StoppedEarly
@@ -34,10 +34,35 @@ from compare.spec.engines.registry import TORCH
 from compare.spec.experiment import ExperimentError
 
 STDIN_GRACE_S = 5.0
+QUESTIONS = ("doctor", "ceiling", "alone", "sample", "convert")
+EXIT_CODES: dict[type[Exception], int] = {
+    ExperimentError: BAD_REQUEST,
+    MissingDevicesError: MISSING,
+    MissingPackageError: MISSING,
+    StoppedEarly: STOPPED,
+}
 
 
 def main() -> int:
-    """Parse the command line, and run. Returns the exit code."""
+    """Parse the command line, and run or answer. Returns the exit code."""
+    arguments = _parse_arguments()
+    for number in (signal.SIGINT, signal.SIGTERM):  # while PyTorch is imported there are no ranks to end
+        if not is_ignored(number):
+            signal.signal(number, lambda number, frame: os._exit(128 + number))
+    if arguments.exit_with_stdin:
+        threading.Thread(target=_exit_with_stdin, daemon=True).start()
+    try:
+        if any(getattr(arguments, question) for question in QUESTIONS):
+            if (said := answer(arguments)) is not None:
+                print(msgspec.json.encode(said).decode(), flush=True)
+            return DONE
+        return run(arguments.run_dir, arguments)
+    except (ExperimentError, MissingDevicesError, msgspec.MsgspecError, OSError) as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return MISSING if isinstance(error, MissingDevicesError) else BAD_REQUEST
+
+
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m torchpar", description="Run one engine of torchpar.")
     parser.add_argument("run_dir", nargs="?", type=Path, help="holds request.json; the record goes there")
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input ends")
@@ -57,127 +82,110 @@ def main() -> int:
     parser.add_argument("--experiment", default="", metavar="JSON", help="what ckpt.pt does not say")
     add_flags(parser)
     arguments = parser.parse_args()
-    for number in (signal.SIGINT, signal.SIGTERM):  # while PyTorch is imported there are no ranks to end
-        if not is_ignored(number):
-            signal.signal(number, lambda number, frame: os._exit(128 + number))
-    if arguments.exit_with_stdin:
-        threading.Thread(target=_exit_with_stdin, daemon=True).start()
+    if arguments.run_dir is None and not any(getattr(arguments, question) for question in QUESTIONS):
+        parser.error("RUN_DIR is missing")
+    return arguments
+
+
+def answer(arguments: argparse.Namespace) -> object:
+    """The answer to a question, to be printed as JSON; None of a conversion, which leaves files.
+
+    Raises:
+        ExperimentError, MissingDevicesError, MsgspecError, OSError: there is none.
+    """
     if arguments.doctor:
         from torchpar.entry import doctor
 
-        print(json.dumps(doctor()))
-        return 0
+        return doctor()
     if arguments.ceiling:
-        return _ceiling(arguments.ceiling)
+        from compare.contract.ceiling import read_ceiling_request
+        from torchpar.measure.ceiling import measure
+
+        return measure(read_ceiling_request(arguments.ceiling))
     if arguments.alone:
-        return _alone(arguments.alone)
-    if arguments.sample:
-        return _sample(arguments.sample)
-    if arguments.convert:
-        return _convert(*arguments.convert, sizes=arguments.model, experiment=arguments.experiment)
-    if arguments.run_dir is None:
-        parser.error("RUN_DIR is missing")
-    try:
-        if process := find_process(arguments, os.environ):
-            if "RANK" not in os.environ:  # as torchrun says it
-                os.environ.update(process.variables)
-            from torchpar.comm.process_groups import choose_interface
+        from compare.contract.absent import read_absent_request
 
-            if process.address[0]:
-                choose_interface(*process.address)
-    except ExperimentError as error:
-        print(error, file=sys.stderr)
-        return BAD_REQUEST
-    work = time_collectives if arguments.collectives else train
-    return run(arguments.run_dir, partial(work, process=process))
-
-
-def _ceiling(text: str) -> int:
-    import msgspec
-
-    from compare.contract.ceiling import read_ceiling_request
-    from torchpar.measure.ceiling import measure
-
-    try:
-        print(msgspec.json.encode(measure(read_ceiling_request(text))).decode())
-    except (ExperimentError, MissingDevicesError) as error:
-        print(error, file=sys.stderr)
-        return BAD_REQUEST if isinstance(error, ExperimentError) else MISSING
-    return DONE
-
-
-def _alone(text: str) -> int:
-    import msgspec
-
-    from compare.contract.absent import read_absent_request
-
-    try:
-        request = read_absent_request("--alone", text)
+        alone = read_absent_request("--alone", arguments.alone)
         from torchpar.alone import run_alone
 
-        print(msgspec.json.encode(run_alone(request)).decode(), flush=True)
-    except ExperimentError as error:
-        print(error, file=sys.stderr)
-        return BAD_REQUEST
-    os._exit(DONE)  # the group is not destroyed: see process_groups.leave_group
+        return run_alone(alone)
+    if arguments.sample:
+        from compare.numerics.sampling import read_sample_request
+        from torchpar.sample import sample
 
-
-def _sample(text: str) -> int:
-    from compare.numerics.sampling import read_sample_request
-    from torchpar.sample import sample
-
-    try:
-        print(json.dumps(sample(read_sample_request(text))))
-    except ExperimentError as error:
-        print(error, file=sys.stderr)
-        return BAD_REQUEST
-    return DONE
-
-
-def _convert(source: Path, target: Path, *, sizes: str, experiment: str) -> int:
-    import msgspec
-
+        return sample(read_sample_request(arguments.sample))
     from compare.spec.experiment import Model
     from torchpar.convert import convert
     from torchpar.nanogpt_checkpoint import decode_base, export_checkpoint, import_checkpoint
 
-    try:
-        if source.is_dir():
-            export_checkpoint(source, target)
-        elif target.suffix == ".safetensors":
-            convert(source, target, msgspec.json.decode(sizes, type=Model) if sizes else None)
-        else:
-            import_checkpoint(source, target, decode_base(experiment))
-    except (ExperimentError, msgspec.MsgspecError, OSError) as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
-        return BAD_REQUEST
-    return DONE
+    source, target = arguments.convert
+    if source.is_dir():
+        export_checkpoint(source, target)
+    elif target.suffix == ".safetensors":
+        sizes = msgspec.json.decode(arguments.model, type=Model) if arguments.model else None
+        convert(source, target, sizes)
+    else:
+        import_checkpoint(source, target, decode_base(arguments.experiment))
+    return None
 
 
-def run(folder: Path, work: Callable[[Path], None]) -> int:
-    """Do the request in `folder`, and leave a record or error.json there. Returns the exit code."""
+def run(folder: Path, arguments: argparse.Namespace) -> int:
+    """Do the request in `folder`, and leave a record or error.json there. Returns the exit code.
+
+    Raises:
+        ExperimentError: another run is in the folder, or the launcher's variables do not fit.
+    """
+    process = find_process(arguments, os.environ)
+    if process and "RANK" not in os.environ:  # as torchrun says it
+        os.environ.update(process.variables)
     is_first = int(os.environ.get("RANK", "0")) == 0  # the one that holds the folder, for all ranks
-    try:
-        with lock_folder(folder) if is_first else contextlib.nullcontext():
-            failure = _attempt(folder, work)
-            if failure:
-                print(failure.message, file=sys.stderr)
-                print(failure.traceback, file=sys.stderr, end="")
-            # Of ranks that torchrun has started, the first that fails leaves the word: see torchrun.py.
-            if failure and is_first and not ("RANK" in os.environ and failure.exit_code == FAILED):
-                _leave_word(folder, failure)
-            return failure.exit_code if failure else DONE
-    except ExperimentError as error:
-        print(error, file=sys.stderr)
-        return BAD_REQUEST
+    with lock_folder(folder) if is_first else contextlib.nullcontext():
+        try:
+            if process:
+                from torchpar.comm.process_groups import choose_interface
+
+                if process.address[0]:
+                    choose_interface(*process.address)
+                require_port(process)
+            (time_collectives if arguments.collectives else train)(folder, process)
+            return DONE
+        except BaseException as error:
+            failure = failure_of(error, folder)
+        print(failure.message, file=sys.stderr)
+        print(failure.traceback, file=sys.stderr, end="")
+        # Of ranks that torchrun has started, the first that fails leaves the word: see torchrun.py.
+        if is_first and not ("RANK" in os.environ and failure.exit_code == FAILED):
+            try:
+                write_failure(folder, failure)
+            except OSError as error:
+                if str(error) not in failure.message:  # a full disk has been named already
+                    print(f"{folder}: cannot leave error.json: {error}", file=sys.stderr)
+        return failure.exit_code
+
+
+def failure_of(error: BaseException, folder: Path) -> Failure:
+    """An error in error.json's words, with its exit code; raises any that is a bug."""
+    from torchpar.launch import LaunchInterrupted, RanksFailed
+
+    match error:
+        case RanksFailed():
+            return error.failure
+        case LaunchInterrupted():
+            code = 128 + error.signal_number
+            return Failure(message=describe_exit(code), exit_code=code)
+        case OSError():
+            full = no_room(error, folder)
+            return Failure(message=full or f"{folder}: {error}", exit_code=FAILED if full else BAD_REQUEST)
+    for kinds, code in EXIT_CODES.items():
+        if isinstance(error, kinds):
+            return Failure(message=str(error), exit_code=code)
+    raise error
 
 
 def train(folder: Path, process: Process | None = None) -> None:
     """Train what folder/request.json asks for, as all ranks or as one of a launcher's."""
     from torchpar import entry, torchrun
 
-    if process:
-        require_port(process)
     request = entry.read_request(folder)
     if "RANK" in os.environ:
         torchrun.become_rank(
@@ -200,8 +208,6 @@ def time_collectives(folder: Path, process: Process | None = None) -> None:
     from torchpar import collective_bench, torchrun
     from torchpar.launch import launch
 
-    if process:
-        require_port(process)
     request = read_collective_request(folder, side=TORCH.name)
     if process is None or process.is_first:
         clear_record(folder)
@@ -217,36 +223,6 @@ def time_collectives(folder: Path, process: Process | None = None) -> None:
         )
     else:
         launch(work, world_size=request.ranks, platform=request.platform, timeout_s=request.timeout_s)
-
-
-def _attempt(folder: Path, work: Callable[[Path], None]) -> Failure | None:
-    from torchpar.launch import LaunchInterrupted, RanksFailed
-
-    try:
-        work(folder)
-    except ExperimentError as error:
-        return Failure(message=str(error), exit_code=BAD_REQUEST)
-    except (MissingDevicesError, MissingPackageError) as error:
-        return Failure(message=str(error), exit_code=MISSING)
-    except RanksFailed as error:
-        return error.failure
-    except StoppedEarly as stopped:
-        return Failure(message=str(stopped), exit_code=STOPPED)
-    except OSError as error:
-        full = no_room(error, folder)
-        return Failure(message=full or f"{folder}: {error}", exit_code=FAILED if full else BAD_REQUEST)
-    except LaunchInterrupted as error:
-        code = 128 + error.signal_number
-        return Failure(message=describe_exit(code), exit_code=code)
-    return None
-
-
-def _leave_word(folder: Path, failure: Failure) -> None:
-    try:
-        write_failure(folder, failure)
-    except OSError as error:
-        if str(error) not in failure.message:  # a full disk has been named already
-            print(f"{folder}: cannot leave error.json: {error}", file=sys.stderr)
 
 
 def _exit_with_stdin() -> None:
