@@ -4,7 +4,8 @@ import msgspec
 
 from compare.contract.timeline import Span
 from torchpar.comm.collectives import Call
-from torchpar.measure.marks import TraceMark
+from torchpar.measure.marks import STEP as STEP_NAME
+from torchpar.measure.marks import WAIT, mark, span_of
 from torchpar.measure.trace import read_trace, without
 
 BASE_NS = 7_000_000_000
@@ -36,10 +37,10 @@ def times(spans: list[Span], kind: str):
     return [(span.begin_us - base, span.end_us - base) for span in spans if span.kind == kind]
 
 
-STEP = event(TraceMark(what="step"), 0, 1000, "user_annotation")
-GRADIENTS = TraceMark(
-    what="communication",
-    name="all_reduce of gradients",
+STEP = event(STEP_NAME, 0, 1000, "user_annotation")
+GRADIENTS = mark(
+    "communication",
+    "all_reduce of gradients",
     operation="all_reduce",
     axis="dp_replicate",
     purpose="gradients",
@@ -50,16 +51,16 @@ def test_compute_has_holes_where_the_rank_waits_and_a_collective_is_gloos():
     found = spans_of(
         event("c10d::allgather_", -20, -10),  # before the step: ranks meet
         STEP,
-        event(TraceMark(what="forward", name="forward"), 10, 100, "user_annotation"),
-        event(TraceMark(what="backward", name="backward"), 100, 400, "user_annotation"),
+        event(mark("forward", "forward"), 10, 100, "user_annotation"),
+        event(mark("backward", "backward"), 100, 400, "user_annotation"),
         event(GRADIENTS, 200, 210, "user_annotation"),
         event("c10d::allreduce_", 202, 208),
         event("gloo:all_reduce", 215, 330, "user_annotation"),
         event(GRADIENTS, 250, 260, "user_annotation"),
         event("c10d::allreduce_", 252, 258),
         event("gloo:all_reduce", 262, 380, "user_annotation"),
-        event(TraceMark(what="wait"), 300, 330, "user_annotation"),
-        event(TraceMark(what="wait"), 340, 380, "user_annotation"),
+        event(WAIT, 300, 330, "user_annotation"),
+        event(WAIT, 340, 380, "user_annotation"),
     )
     assert times(found.spans, "forward") == [(10, 100)]
     assert times(found.spans, "backward") == [(100, 300), (330, 340), (380, 400)]
@@ -73,7 +74,7 @@ def test_a_librarys_collectives_have_the_names_that_the_ledger_saw():
     calls = [Call("all_gather", "dp_shard", "parameters"), Call("reduce_scatter", "dp_shard", "gradients")]
     events = (
         STEP,
-        event(TraceMark(what="forward", name="forward"), 0, 500, "user_annotation"),
+        event(mark("forward", "forward"), 0, 500, "user_annotation"),
         event("c10d::_allgather_base_", 10, 20),
         event("gloo:all_gather", 12, 40, "user_annotation"),
         event("c10d::_reduce_scatter_base_", 60, 70),
@@ -101,7 +102,7 @@ def test_ddp_waits_at_the_end_of_backward_where_no_mark_is():
     found = spans_of(
         STEP,
         event("DistributedDataParallel.forward", 10, 90, "user_annotation"),
-        event(TraceMark(what="backward", name="backward"), 100, 300, "user_annotation"),
+        event(mark("backward", "backward"), 100, 300, "user_annotation"),
         event("autograd::engine::evaluate_function: AddmmBackward0", 100, 180),
         event("c10d::allreduce_", 170, 175),
         event("gloo:all_reduce", 172, 280, "user_annotation"),
@@ -116,8 +117,8 @@ def test_a_message_is_shown_while_its_rank_waits():
         STEP,
         event("c10d::recv_", 10, 12),
         event("gloo:recv", 11, 90, "user_annotation"),
-        event(TraceMark(what="forward", name="forward 0", microbatch=0), 20, 60, "user_annotation"),
-        event(TraceMark(what="wait"), 70, 91, "user_annotation"),
+        event(mark("forward", "forward 0", microbatch=0), 20, 60, "user_annotation"),
+        event(WAIT, 70, 91, "user_annotation"),
     )
     assert times(found.spans, "communication") == [(10, 12), (70, 90)]
     (task,) = (span for span in found.spans if span.kind == "forward")
@@ -128,11 +129,11 @@ def test_a_message_is_shown_while_its_rank_waits():
 def test_kernels_belong_to_the_phase_that_launched_them():
     found = spans_of(
         STEP,
-        event(TraceMark(what="forward", name="forward"), 10, 50, "user_annotation"),
-        event(TraceMark(what="forward", name="forward"), 300, 400, "gpu_user_annotation"),
+        event(mark("forward", "forward"), 10, 50, "user_annotation"),
+        event(mark("forward", "forward"), 300, 400, "gpu_user_annotation"),
         event("cudaLaunchKernel", 20, 22, "cuda_runtime", 1),
         event("cudaLaunchKernel", 24, 26, "cuda_runtime", 2),
-        event(TraceMark(what="backward", name="backward"), 50, 90, "user_annotation"),
+        event(mark("backward", "backward"), 50, 90, "user_annotation"),
         event("cudaLaunchKernel", 60, 62, "cuda_runtime", 3),
         event(GRADIENTS, 70, 80, "user_annotation"),
         event("cuLaunchKernelEx", 72, 74, "cuda_driver", 4),
@@ -151,9 +152,11 @@ def test_kernels_belong_to_the_phase_that_launched_them():
 
 
 def test_a_mark_survives_its_trace():
-    mark = TraceMark(what="backward", name="weight gradients 3", microbatch=3, chunk=1)
-    assert TraceMark.parse(str(mark)) == mark
-    assert TraceMark.parse("aten::mm") is None
+    span = span_of(mark("backward", "weight gradients 3", microbatch=3, chunk=1))
+    assert span == Span(
+        kind="backward", name="weight gradients 3", begin_us=0, duration_us=0, microbatch=3, chunk=1
+    )
+    assert span_of("aten::mm") is None
 
 
 def test_what_is_left_of_an_interval():
