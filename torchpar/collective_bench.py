@@ -26,7 +26,7 @@ from compare.host.facts import versions
 from compare.host.json_files import write_json
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis, _gather_equal, _reduce_scatter_equal
-from torchpar.comm.devices import PACKAGES, device_kind
+from torchpar.comm.mesh import PACKAGES, device_kind
 from torchpar.launch import Rank
 
 IN_PLACE = ("all_reduce", "broadcast")

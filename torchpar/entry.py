@@ -23,7 +23,7 @@ from compare.numerics.initial_weights import checked_weights
 from compare.numerics.stream import Batches
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError
-from torchpar.comm.devices import PACKAGES, device_kind
+from torchpar.comm.mesh import PACKAGES, device_kind
 from torchpar.launch import Rank, launch
 from torchpar.train import PARALLELIZE, PEERS, train
 

@@ -25,7 +25,7 @@ from compare.numerics.parameters import parameter_table
 from compare.numerics.stream import arrays_of_step
 from compare.spec.axes import ROWS
 from compare.spec.engines.registry import ENGINES
-from torchpar.comm.devices import PACKAGES, device_kind
+from torchpar.comm.mesh import PACKAGES, device_kind
 from torchpar.measure.instruments import Instruments
 from torchpar.measure.ledger import of_all_ranks
 from torchpar.measure.memory import CPU_METHOD, GPU_METHOD, PROFILE_METHOD, memory_in_use, resident_bytes

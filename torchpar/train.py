@@ -26,8 +26,7 @@ from compare.spec.axes import ROWS
 from compare.spec.engines.registry import TORCH
 from torchpar import compiler, library, manual
 from torchpar.comm import process_groups
-from torchpar.comm.devices import PACKAGES
-from torchpar.comm.mesh import Mesh, make_mesh
+from torchpar.comm.mesh import PACKAGES, Mesh, make_mesh
 from torchpar.host_memory import keep_freed_memory
 from torchpar.launch import Rank
 from torchpar.loss_scale import scale_loss, undivided_parts, unscale_gradients

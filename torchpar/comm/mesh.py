@@ -8,10 +8,14 @@ from functools import partial
 import numpy as np
 import torch
 
+from compare.host.facts import cpu_model
 from compare.spec.axes import ROWS, joined
 from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis, Traffic
 from torchpar.comm.process_groups import make_group
+
+PACKAGES = ("torch", "numpy")
+"""Packages that a rank's numbers depend on."""
 
 
 @dataclass(frozen=True)
@@ -67,3 +71,8 @@ def _make_axis(names: tuple[str, ...], *, sizes: Mapping[str, int], rank: int, t
     mine = next(line for line in lines if rank in line)
     group = make_group(lines) if size > 1 else None
     return Axis(joined(*names), size=size, rank=mine.index(rank), group=group, traffic=traffic)
+
+
+def device_kind(device: torch.device) -> str:
+    """The model of the GPU, or of the CPU as far as the system tells."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
