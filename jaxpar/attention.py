@@ -65,9 +65,9 @@ def _forward(
 
 
 def _backward(
-    softmax_dtype: DTypeLike, kept: tuple[Any, ...], g_BHTD: jax.Array
+    softmax_dtype: DTypeLike, residuals: tuple[Any, ...], g_BHTD: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q_BHTD, k_BHSD, v_BHSD, factor_BHTS, weights_BHTS, y_BHTD = kept
+    q_BHTD, k_BHSD, v_BHSD, factor_BHTS, weights_BHTS, y_BHTD = residuals
     used_BHTS = _times(weights_BHTS, factor_BHTS).astype(v_BHSD.dtype)
     of_v_BHSD = jnp.einsum("BHTS,BHTD->BHSD", used_BHTS, g_BHTD)
     of_used_BHTS = jnp.einsum("BHTD,BHSD->BHTS", g_BHTD, v_BHSD, preferred_element_type=softmax_dtype)

@@ -41,10 +41,10 @@ def _product_forward(
 def _product_backward(
     contracted: int,
     out_sharding: PartitionSpec | None,
-    kept: tuple[jax.Array, jax.Array],
+    residuals: tuple[jax.Array, jax.Array],
     g: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    x, weight = kept
+    x, weight = residuals
     of_batch = list(range(x.ndim - contracted))
     outputs_of_g = list(range(len(of_batch), g.ndim))
     outputs_of_weight = list(range(contracted, weight.ndim))

@@ -48,7 +48,7 @@ class Noise(NamedTuple):
         return self._replace(layer=self.layer + jnp.uint32(1))
 
 
-def whole() -> int:
+def all_rows() -> int:
     """Part number of an undivided x: all rows."""
     return 0
 
@@ -58,7 +58,7 @@ class Dropout(nnx.Module):
 
     def __init__(self, rate: float, site: DropoutSite):
         self.rate, self.site = rate, site
-        self.part: Part = whole  # tensor parallelism by hand puts another there: `split_rows`
+        self.part: Part = all_rows  # tensor parallelism by hand puts another there: `split_rows`
 
     def __call__(self, x: jax.Array, noise: Noise | None) -> jax.Array:
         """x (B, ..., N) with some elements dropped and the others scaled."""
@@ -68,8 +68,8 @@ class Dropout(nnx.Module):
         """Factor of x (B, *shape): 0, or one over the share that is kept."""
         first_row = jnp.asarray(self.part()).astype(jnp.uint32) * jnp.uint32(math.prod(shape[:-1]))
         site = site_number(noise.layer, self.site)
-        kept = is_kept(noise.keys_B2, site, shape, rate=self.rate, first_row=first_row)
-        return jnp.where(kept, jnp.asarray(kept_scale(self.rate), dtype), jnp.zeros((), dtype))
+        stays = is_kept(noise.keys_B2, site, shape, rate=self.rate, first_row=first_row)
+        return jnp.where(stays, jnp.asarray(kept_scale(self.rate), dtype), jnp.zeros((), dtype))
 
 
 def split_rows(model: Any, part: Part, *, sequence_parallel: bool) -> None:

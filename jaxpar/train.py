@@ -178,8 +178,8 @@ def set_up(
     )
     if jax.process_index() == 0 and not run.initial_weights_sha256:
         # As the devices hold them; of several hosts, that nothing is sent, as they were given.
-        held = run.canonical(state.params) if jax.process_count() == 1 else initial
-        run.initial_weights_sha256 = fingerprint(held)
+        first_weights = run.canonical(state.params) if jax.process_count() == 1 else initial
+        run.initial_weights_sha256 = fingerprint(first_weights)
     meet("all have compiled")
     return run
 

@@ -89,14 +89,14 @@ def _gather_before_loop(params: Any, placements: Any, *, mesh: Mesh) -> Any:
     """
 
     @jax.custom_vjp
-    def whole(params: Any) -> Any:
+    def gathered(params: Any) -> Any:
         return lax.with_sharding_constraint(params, shardings(mesh, placements, sharded=False))
 
-    whole.defvjp(
-        lambda params: (whole(params), None),
+    gathered.defvjp(
+        lambda params: (gathered(params), None),
         lambda _, gradients: (shard_parameters(gradients, placements, mesh=mesh),),
     )
-    return unpad(whole(params), placements)
+    return unpad(gathered(params), placements)
 
 
 def _split_dims(spec: Iterable[Any]) -> tuple[Any, ...]:

@@ -52,8 +52,8 @@ def pipelined(
         layers_SN = jax.tree.map(lambda w: w.reshape(stages, chunks, -1, *w.shape[1:]), params[STACKED])
 
         def of_stage(layers_N: Tree, x: jax.Array, turn: Turn) -> jax.Array:
-            own = {**params, STACKED: layers_N}
-            return run_stage(pieces, own, batch, x, turn, remat=remat, is_gather=is_gather)
+            params_of_stage = {**params, STACKED: layers_N}
+            return run_stage(pieces, params_of_stage, batch, x, turn, remat=remat, is_gather=is_gather)
 
         def on_every_stage(piece: Callable[..., jax.Array], *of_microbatch: Any) -> jax.Array:
             return over_stages(jax.vmap(partial(piece, params)))(*of_microbatch)

@@ -89,7 +89,7 @@ def _loss(problem: Problem, placements: Any, *, mesh: Mesh) -> Loss:
         edits.append(tensor_parallel.split_layers(problem))
     if in_layers:
         edits.append(fully_sharded.gather_layers(problem, placements[STACKED], mesh=mesh))
-    whole = without_layers(placements) if in_layers else placements
+    gathered = without_layers(placements) if in_layers else placements
     if layout.pp > 1:
         is_gather = fully_sharded.is_gather if in_layers else None
         loss = pipeline_parallel.pipelined(
@@ -99,16 +99,16 @@ def _loss(problem: Problem, placements: Any, *, mesh: Mesh) -> Loss:
         loss = problem.loss(edits)
 
     def unpadded(params: Any, batch: Any) -> jax.Array:
-        own = {}
-        for key, p in whole.items():
+        true = {}
+        for key, p in gathered.items():
             unpad = partial(fully_sharded.unpad, placements=p)
             has_stages = layout.pp > 1 and key != STACKED  # a copy of what is in no block for each stage
-            own[key] = (jax.vmap(unpad) if has_stages else unpad)(params[key])
-        return loss({**params, **own}, batch)
+            true[key] = (jax.vmap(unpad) if has_stages else unpad)(params[key])
+        return loss({**params, **true}, batch)
 
     loss_of_all = data_parallel.each_replica(unpadded, mesh=mesh, rows_dim=1 if layout.pp > 1 else 0)
     if layout.zero == 3:
-        return fully_sharded.gather_first(loss_of_all, whole, mesh=mesh)
+        return fully_sharded.gather_first(loss_of_all, gathered, mesh=mesh)
     return loss_of_all
 
 

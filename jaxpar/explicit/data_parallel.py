@@ -49,16 +49,16 @@ def each_replica(loss: Loss, *, mesh: Mesh, rows_dim: int = 0) -> Loss:
     def mean_loss(params: Any, batch: Any) -> jax.Array:
         leaves, structure = jax.tree.flatten(params)
         split = [bool(axes_in(jax.typeof(leaf).sharding.spec) & set(axes)) for leaf in leaves]
-        own = [None if is_split else copies(leaf) for leaf, is_split in zip(leaves, split, strict=True)]
+        copied = [None if is_split else copies(leaf) for leaf, is_split in zip(leaves, split, strict=True)]
 
-        def of_replica(own: list[Any], rows: Any) -> jax.Array:
-            mine = [w if is_split else o for w, o, is_split in zip(leaves, own, split, strict=True)]
-            return loss(jax.tree.unflatten(structure, mine), rows)
+        def of_replica(copied: list[Any], rows: Any) -> jax.Array:
+            of_model = [w if is_split else c for w, c, is_split in zip(leaves, copied, split, strict=True)]
+            return loss(jax.tree.unflatten(structure, of_model), rows)
 
         if replicas == 1:
-            return of_replica(own, batch)
+            return of_replica(copied, batch)
         rows = jax.tree.map(partial(_by_replica, replicas=replicas, dim=rows_dim), batch)
-        return jax.vmap(of_replica, in_axes=(0, rows_dim))(own, rows).mean(axis=0)
+        return jax.vmap(of_replica, in_axes=(0, rows_dim))(copied, rows).mean(axis=0)
 
     return mean_loss
 

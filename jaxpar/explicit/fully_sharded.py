@@ -60,9 +60,9 @@ def gather_layers(problem: Problem, placements: Any, *, mesh: Mesh) -> Edit:
     def wrap_layer(layer: Callable[..., Any]) -> Callable[..., Any]:
         def gathering(x: Any, shards: Any) -> Any:
             of_replica = jax.tree.leaves(x)[0]
-            whole = gather(shards, placements, mesh=mesh)
-            own = jax.tree.map(lambda w: own_copy(w, of_replica), whole)
-            return layer(x, unpad(own, placements))
+            full = gather(shards, placements, mesh=mesh)
+            copied = jax.tree.map(lambda w: own_copy(w, of_replica), full)
+            return layer(x, unpad(copied, placements))
 
         return apply_remat(gathering, problem.remat, is_gather=is_gather, keep_gathered=keep)
 

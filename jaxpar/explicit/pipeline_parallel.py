@@ -48,8 +48,8 @@ def pipelined(
         params_S = {**params, STACKED: layers_SN}
         batch_S = jax.tree.map(partial(_on_each_stage, stages=stages), batch)
 
-        def of_stage(own: Tree, batch: Tree, x: jax.Array, turn: Turn) -> jax.Array:
-            return run_stage(pieces, own, batch, x, turn, remat=remat, is_gather=is_gather)
+        def of_stage(params: Tree, batch: Tree, x: jax.Array, turn: Turn) -> jax.Array:
+            return run_stage(pieces, params, batch, x, turn, remat=remat, is_gather=is_gather)
 
         def on_every_stage(piece: Callable[..., jax.Array], *of_microbatch: Any) -> jax.Array:
             of_lanes = jax.vmap(piece, in_axes=(None, *(0,) * len(of_microbatch)))

@@ -27,6 +27,13 @@ from jaxpar.placement import leaves_alike, shardings, specs
 from jaxpar.problem import Problem, without_layers
 from jaxpar.step import ShardedStep, Strategy, accumulated_gradients, passes_of, updated
 
+STRATEGIES = (
+    pipeline_parallel.strategy,
+    tensor_parallel.strategy,
+    fully_sharded.strategy,
+    data_parallel.strategy,
+)
+"""What each axis adds to the step, in this order."""
 Gradients = Callable[[Any, Any, Any], tuple[Any, Any]]
 """(this device's parameters, its share of a batch, the step's scalars) -> mean loss and gradients, each
 device's own."""
@@ -63,29 +70,12 @@ def parallelize(
     )
 
 
-def strategies(problem: Problem, placements: Any) -> list[Strategy]:
-    """What each axis adds to the step, in this order."""
-    layout, remat, found = problem.layout, problem.remat, []
-    if layout.pp > 1:
-        found.append(pipeline_parallel.strategy(placements, remat))
-        remat = remat if pipeline_parallel.keeps_activations(remat) else "dots"
-    if layout.tp > 1:
-        model = problem.experiment.model
-        found.append(
-            tensor_parallel.strategy(
-                placements, sequence_parallel=layout.sequence_parallel, vocab_size=model.vocab_size
-            )
-        )
-    found.append(fully_sharded.strategy(problem, placements, remat=remat))
-    found.append(data_parallel.strategy(placements, layout))
-    return found
-
-
 def _step(
     problem: Problem, optimizer: optax.GradientTransformationExtraArgs, placements: Any, ticks: Ticks | None
 ) -> Callable[..., Any]:
     """The step of each device: gradients of its share, their reduction, the update of its shards."""
-    axes, zero3 = strategies(problem, placements), problem.layout.zero == 3
+    axes = [strategy(problem, placements) for strategy in STRATEGIES]
+    zero3 = problem.layout.zero == 3
     gradients_of = (
         _pipelined(problem, placements, axes, ticks) if ticks else _accumulated(problem, placements, axes)
     )
@@ -187,4 +177,4 @@ def _ticks(problem: Problem) -> Ticks:
     schedule = make_schedule(
         layout.schedule, ranks=layout.pp, microbatches=problem.microbatches, chunks=layout.chunks
     )
-    return lock_step(schedule, keeps=pipeline_parallel.keeps_activations(problem.remat))
+    return lock_step(schedule, keeps=problem.remat != "full")  # else forwards keep their input alone

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 
 from compare.contract.communication import GRADIENTS
 from compare.spec.axes import DP_REPLICATE
-from compare.spec.experiment import Layout
 from jaxpar.comm import collectives
 from jaxpar.placement import map_alike
+from jaxpar.problem import Problem
 from jaxpar.step import Strategy
 
 AXIS = DP_REPLICATE
@@ -31,8 +31,9 @@ SENT_AS_IT_IS = 1 / 4
 be copied twice. JAX has no reduction of several arrays that stay where they are."""
 
 
-def strategy(placements: Any, layout: Layout) -> Strategy:
+def strategy(problem: Problem, placements: Any) -> Strategy:
     """Gradients stay local until all passes are accumulated."""
+    layout = problem.layout
     method = layout.gradient_sync if layout.dp_replicate > 1 else "naive"
     synchronize = partial(synchronize_gradients, method=method, bucket_mb=layout.bucket_mb)
     return Strategy(

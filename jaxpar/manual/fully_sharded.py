@@ -34,15 +34,17 @@ from jaxpar.weights import STACKED
 AXIS = DP_SHARD
 
 
-def strategy(problem: Problem, placements: Any, *, remat: Remat) -> Strategy:
+def strategy(problem: Problem, placements: Any) -> Strategy:
     """Blocks gather themselves under stage 3; gradients that were scattered are sums over n devices."""
-    own = partial(collectives.to_varying, axis=AXIS)
-    mark = partial(map_repeated, own, AXIS, placements) if problem.layout.zero == 3 else own
-    found = Strategy(mark=mark, reduce=partial(mean_gradients, placements=placements))
+    mark_varying = partial(collectives.to_varying, axis=AXIS)
+    mark = partial(map_repeated, mark_varying, AXIS, placements) if problem.layout.zero == 3 else mark_varying
+    of_axis = Strategy(mark=mark, reduce=partial(mean_gradients, placements=placements))
     if not problem.gathers_in_layers:
-        return found
+        return of_axis
     keep = not problem.layout.reshard_after_forward
-    return found._replace(edit=gather_layers(placements[STACKED], remat=remat, keep_gathered=keep))
+    # A pipeline that computes a stage's forward anew does so in a tick, in which products are kept.
+    remat = "dots" if problem.layout.pp > 1 and problem.remat == "full" else problem.remat
+    return of_axis._replace(edit=gather_layers(placements[STACKED], remat=remat, keep_gathered=keep))
 
 
 # Stages 1 and 2: parameters are full on every device; the optimizer updates shards of them.

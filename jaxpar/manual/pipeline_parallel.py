@@ -31,36 +31,33 @@ from compare.pipeline.ticks import BACKWARD, FORWARD, Ticks, TickTasks
 from compare.spec.axes import PP
 from jaxpar.comm import collectives
 from jaxpar.manual.stage import EndSums, Stage
-from jaxpar.model import same
+from jaxpar.model import GPT
 from jaxpar.placement import map_repeated
-from jaxpar.problem import Pieces, without_layers
-from jaxpar.remat import Remat, apply_remat
-from jaxpar.step import Strategy, as_it_is
+from jaxpar.problem import Pieces, Problem, without_layers
+from jaxpar.remat import apply_remat
+from jaxpar.step import Strategy
 from jaxpar.weights import STACKED
 
 AXIS = PP
 _at = partial(lax.dynamic_index_in_dim, keepdims=False)
 
 
-def strategy(placements: Any, remat: Remat) -> Strategy:
+def strategy(problem: Problem, placements: Any) -> Strategy:
     """Gradients of what pp does not split stay each device's own in the ticks, and are summed once a step."""
-    own = partial(collectives.to_varying, axis=AXIS)
+    if problem.layout.pp == 1:
+        return Strategy()
+
+    def edit(model: GPT) -> None:
+        if problem.remat == "full":  # a tick computes forward anew, and need not do so twice
+            model.wrap_layer = partial(apply_remat, remat="dots")
+
+    mark_varying = partial(collectives.to_varying, axis=AXIS)
     total = partial(collectives.all_reduce, axis=AXIS, purpose=TIED_GRADIENTS)
     return Strategy(
-        edit=as_it_is if keeps_activations(remat) else keep_within_a_tick,
-        mark=partial(map_repeated, own, AXIS, placements),
+        edit,
+        mark=partial(map_repeated, mark_varying, AXIS, placements),
         reduce=partial(map_repeated, total, AXIS, placements),
     )
-
-
-def keep_within_a_tick(model: Any) -> None:
-    """An edit of the model: in a tick that computes forward anew, backward need not do it once more."""
-    model.wrap_layer = partial(apply_remat, remat="dots")
-
-
-def keeps_activations(remat: Remat) -> bool:
-    """Whether forwards keep the residuals of backward; else they keep their input."""
-    return remat != "full"
 
 
 def run_pipeline(
@@ -69,18 +66,17 @@ def run_pipeline(
     params: Any,
     batch: Any,
     *,
-    reduce: Callable[[Any], Any] = same,
-    like: Any = None,
+    reduce: Callable[[Any], Any],
+    like: Any,
 ) -> tuple[jax.Array, Any]:
     """Mean loss, and its gradients: of all but blocks what this device's stages contribute.
 
     Args:
-        pieces: the model.
-        ticks: `lock_step` of the schedule.
+        pieces, ticks: the model, and `lock_step` of the schedule.
         params: this device's blocks, chunk after chunk; all else is marked as its own (`Strategy.mark`).
         batch: a pytree of arrays (M, B, ...), the same on all devices of pp.
         reduce: applied to gradients of each microbatch before they accumulate, some keys at a time.
-        like: a pytree like the reduced gradients of all of `params`; these by default.
+        like: a pytree like the reduced gradients of all of `params`.
     """
     device = Device(pieces, ticks, params, batch, reduce)
     tasks_T = jax.tree.map(lambda tasks_TR: jnp.asarray(tasks_TR)[:, lax.axis_index(AXIS)], ticks.tasks)
@@ -89,7 +85,7 @@ def run_pipeline(
     stage = device.stage(jax.tree.map(lambda task_T: task_T[0], tasks_T))
     x = pieces.embed(params, stage.batch)
     loss = pieces.loss(params, x, stage.batch)
-    zeros = jax.tree.map(jnp.zeros_like, params if like is None else like)
+    zeros = jax.tree.map(jnp.zeros_like, like)
     carry = Carry(
         _slots(x, ticks.input_slots + 1),
         _slots(x, ticks.gradient_slots + 1),
@@ -103,13 +99,13 @@ def run_pipeline(
 
 
 class Carry(NamedTuple):
-    """State of a device between two ticks."""
+    """State of a device between two ticks; the last of the slots S is for scratch."""
 
     inputs_S: jax.Array
-    gradients_S: jax.Array  # of stages' outputs; last in both the scratch slot
+    gradients_S: jax.Array  # of stages' outputs
     sums: tuple[Any, EndSums]
     """Gradients of this device's blocks by chunk, leaves (v, layers of a stage, ...); and the ends'."""
-    kept_S: Any
+    residuals_S: Any
     """`Residuals` of the forwards whose backward is to come; () if backward computes them anew."""
 
 
@@ -124,14 +120,14 @@ class Device(NamedTuple):
 
     def tick(self, carry: Carry, now: tuple[TickTasks, jax.Array, jax.Array]) -> tuple[Carry, None]:
         """Do the task, hand on its result, and store what arrives."""
-        inputs_S, gradients_S, sums, kept_S = carry
+        inputs_S, gradients_S, sums, residuals_S = carry
         task, sends_activations, sends_gradients = now
         x, g = inputs_S[task.input_slot], gradients_S[task.gradient_slot]
         # Not one switch over three: XLA would copy all sums whenever a branch passes them on as they are.
-        idle = lambda task, x, kept_S: (jnp.zeros_like(x), kept_S)  # noqa: E731
-        y, kept_S = lax.cond(self.runs_forward(task), self.forward, idle, task, x, kept_S)
-        idle = lambda task, x, g, kept_S, sums: (jnp.zeros_like(x), sums)  # noqa: E731
-        of_x, sums = lax.cond(task.kind == BACKWARD, self.backward, idle, task, x, g, kept_S, sums)
+        idle = lambda task, x, residuals_S: (jnp.zeros_like(x), residuals_S)  # noqa: E731
+        y, residuals_S = lax.cond(self.runs_forward(task), self.forward, idle, task, x, residuals_S)
+        idle = lambda task, x, g, residuals_S, sums: (jnp.zeros_like(x), sums)  # noqa: E731
+        of_x, sums = lax.cond(task.kind == BACKWARD, self.backward, idle, task, x, g, residuals_S, sums)
         from_previous = partial(collectives.shift, axis=AXIS, by=-1, purpose=ACTIVATIONS)
         from_next = partial(collectives.shift, axis=AXIS, by=1, purpose=ACTIVATION_GRADIENTS)
         # All devices agree on whether one of them sends.
@@ -141,23 +137,23 @@ class Device(NamedTuple):
             of_x = lax.cond(sends_gradients, from_next, jnp.zeros_like, of_x)
         inputs_S = lax.dynamic_update_index_in_dim(inputs_S, y, task.arriving_input, 0)
         gradients_S = lax.dynamic_update_index_in_dim(gradients_S, of_x, task.arriving_gradient, 0)
-        return Carry(inputs_S, gradients_S, sums, kept_S), None
+        return Carry(inputs_S, gradients_S, sums, residuals_S), None
 
-    def forward(self, task: TickTasks, x: jax.Array, kept_S: Any) -> tuple[jax.Array, Any]:
+    def forward(self, task: TickTasks, x: jax.Array, residuals_S: Any) -> tuple[jax.Array, Any]:
         """Output of the stage at work; its residuals go into their slot."""
         with self.runs(*self.runs_forward(self.ticks.tasks).sum(axis=0)):
-            y, kept = self.stage(task).forward(x)
+            y, residuals = self.stage(task).forward(x)
             put = partial(lax.dynamic_update_index_in_dim, index=task.kept_slot, axis=0)
-            return y, jax.tree.map(put, kept_S, kept)
+            return y, jax.tree.map(put, residuals_S, residuals)
 
     def backward(
-        self, task: TickTasks, x: jax.Array, g: jax.Array, kept_S: Any, sums: Any
+        self, task: TickTasks, x: jax.Array, g: jax.Array, residuals_S: Any, sums: Any
     ) -> tuple[jax.Array, Any]:
         """The gradient of its input; those of its parameters accumulate."""
         of_chunks, ends = sums
         with self.runs(*(self.ticks.tasks.kind == BACKWARD).sum(axis=0)):
-            kept = jax.tree.map(lambda array_S: _at(array_S, task.kept_slot), kept_S)
-            of_x, of_layers, ends = self.stage(task).backward(x, kept, g, ends)
+            residuals = jax.tree.map(lambda array_S: _at(array_S, task.kept_slot), residuals_S)
+            of_x, of_layers, ends = self.stage(task).backward(x, residuals, g, ends)
             of_layers = self.reduce({STACKED: of_layers})[STACKED]
             chunk = task.stage // self.ticks.ranks
             total = add(jax.tree.map(lambda x: _at(x, chunk), of_chunks), of_layers)
@@ -171,12 +167,12 @@ class Device(NamedTuple):
 
     def stage(self, task: TickTasks) -> Stage:
         """The stage and the microbatch that are next."""
-        by_chunk = self.by_chunk(self.params[STACKED])
+        chunk, by_chunk = task.stage // self.ticks.ranks, self.by_chunk(self.params[STACKED])
         return Stage(
             self.pieces,
             self.ticks,
             task,
-            layers=jax.tree.map(lambda x: _at(x, task.stage // self.ticks.ranks), by_chunk),
+            layers=jax.tree.map(lambda x: _at(x, chunk), by_chunk),
             rest=without_layers(self.params),
             batch=jax.tree.map(lambda x: _at(x, task.microbatch), self.batch),
             accumulate=lambda total, gradients: add(total, self.reduce(gradients)),

@@ -71,20 +71,20 @@ class Stage(NamedTuple):
         return y, Residuals(y, [array for array, grows in arrays if grows])
 
     def backward(
-        self, x: jax.Array, kept: Any, g: jax.Array, sums: EndSums
+        self, x: jax.Array, residuals: Any, g: jax.Array, sums: EndSums
     ) -> tuple[jax.Array, Any, EndSums]:
         """The chain rule from the loss to the embedding.
 
         Args:
             x: the stage's input.
-            kept: what its forward kept.
+            residuals: of its forward.
             g: gradient of its output; the last stage ignores it.
             sums: of the microbatches before.
 
         Returns:
             Gradients of the stage's input, and of its blocks; the new sums.
         """
-        y, back = self.restored(kept) if self.ticks.kept_slots else self.again(x)
+        y, back = self.restored(residuals) if self.ticks.kept_slots else self.again(x)
         is_last, elsewhere = self.task.stage == self.ticks.stages - 1, lambda y, g, sums: (g, sums)
         g, sums = lax.cond(is_last, self.loss_backward, elsewhere, y, g, sums)
         of_layers, of_x = back(g)
@@ -95,16 +95,16 @@ class Stage(NamedTuple):
         """Output y, and the blocks' backward: g -> gradients of (layers, input)."""
         return jax.vjp(self.run_layers, self.layers, self.start(x))
 
-    def restored(self, kept: Residuals) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
+    def restored(self, residuals: Residuals) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
         """The same from residuals."""
         # A forward for its structure, and for what is made of parameters alone; XLA drops the rest.
-        start = jnp.zeros_like(kept.y)
+        start = jnp.zeros_like(residuals.y)
         _, back = jax.vjp(self.run_layers, self.layers, start)
         arrays, structure = jax.tree.flatten(back)
-        residuals = iter(kept.arrays)
+        arrays_of_x = iter(residuals.arrays)
         grows = self.grows_with_rows(start)
-        arrays = [next(residuals) if of_x else a for a, of_x in zip(arrays, grows, strict=True)]
-        return kept.y, jax.tree.unflatten(structure, arrays)
+        arrays = [next(arrays_of_x) if of_x else a for a, of_x in zip(arrays, grows, strict=True)]
+        return residuals.y, jax.tree.unflatten(structure, arrays)
 
     def grows_with_rows(self, x: jax.Array) -> list[bool]:
         """For each residual of the blocks: whether twice the rows make it larger.

@@ -36,6 +36,7 @@ from jaxpar.comm import collectives
 from jaxpar.dropout import split_rows
 from jaxpar.model import GPT, Embedding
 from jaxpar.placement import map_repeated
+from jaxpar.problem import Problem
 from jaxpar.step import Strategy
 
 AXIS = TP
@@ -45,8 +46,11 @@ RegionMapping = Callable[[jax.Array], jax.Array]
 """Into a region, or out of one."""
 
 
-def strategy(placements: Any, *, sequence_parallel: bool, vocab_size: int) -> Strategy:
+def strategy(problem: Problem, placements: Any) -> Strategy:
     """The model's linear maps, embedding and loss work on this device's part."""
+    sequence_parallel, vocab_size = problem.layout.sequence_parallel, problem.experiment.model.vocab_size
+    if problem.layout.tp == 1:
+        return Strategy()
 
     def edit(model: GPT) -> None:
         f = all_gather_to_region if sequence_parallel else copy_to_region
@@ -60,11 +64,11 @@ def strategy(placements: Any, *, sequence_parallel: bool, vocab_size: int) -> St
 
     if not sequence_parallel:
         return Strategy(edit)
-    own = partial(collectives.to_varying, axis=AXIS)
+    mark_varying = partial(collectives.to_varying, axis=AXIS)
     total = partial(collectives.all_reduce, axis=AXIS, purpose=REPLICATED_GRADIENTS)
     return Strategy(
         edit,
-        mark=partial(map_repeated, own, AXIS, placements),
+        mark=partial(map_repeated, mark_varying, AXIS, placements),
         reduce=partial(map_repeated, total, AXIS, placements),
     )
 

@@ -61,9 +61,9 @@ def learning_rate_of(config: Optimizer) -> optax.Schedule:
 
 def moments(opt_state: Any) -> dict[str, Any]:
     """The moments that optax keeps, by the contract's names: m and v, m of SGD with momentum, or none."""
-    trees = {"m": ("mu", "trace"), "v": ("nu",)}
-    found = [(name, optax.tree_utils.tree_get(opt_state, key)) for name in trees for key in trees[name]]
-    return {name: tree for name, tree in found if tree is not None}
+    names = [("m", "mu"), ("m", "trace"), ("v", "nu")]
+    trees = [(name, optax.tree_utils.tree_get(opt_state, key)) for name, key in names]
+    return {name: tree for name, tree in trees if tree is not None}
 
 
 def train(
