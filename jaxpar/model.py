@@ -30,6 +30,7 @@ from jaxpar.remat import Remat, apply_remat
 
 HEAD = "head_loss"
 """The scope, in the compiled program, of what makes logits and the loss of them."""
+Hook = Callable[[jax.Array], jax.Array]
 
 
 class Dtypes:
@@ -57,9 +58,9 @@ class Linear(nnx.Module):
         self.compute = dtypes.compute
         self.weight = nnx.Param(jnp.zeros((*inputs, *outputs), dtypes.storage))
         self.bias = nnx.Param(jnp.zeros(outputs, dtypes.storage)) if bias else None
-        self.enter: Callable[[jax.Array], jax.Array] = same
+        self.enter: Hook = same
         self.multiply: Callable[[jax.Array, jax.Array, int], jax.Array] = multiply_matrices
-        self.leave: Callable[[jax.Array], jax.Array] = same
+        self.leave: Hook = same
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = self.leave(self.product(self.enter(x)))
@@ -155,32 +156,35 @@ class Block(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Token and position tables; the token table is also the output head."""
+    """Token and position tables; the token table is also the output head.
+
+    Tensor parallelism sets the hooks: `look_up` takes (table, tokens), `cut_positions` the vectors (T, C) of
+    the positions, `leave` the sum of both, and `enter` the residual stream, before it becomes logits.
+    """
 
     def __init__(self, config: Model, dtypes: Dtypes):
         self.compute = dtypes.compute
         self.token = nnx.Param(jnp.zeros((config.vocab_size, config.n_embd), dtypes.storage))
         self.position = nnx.Param(jnp.zeros((config.block_size, config.n_embd), dtypes.storage))
+        self.look_up: Callable[[jax.Array, jax.Array], jax.Array] = rows_of
+        self.cut_positions: Hook = same
+        self.leave: Hook = same
+        self.enter: Hook = same
 
     def __call__(self, tokens_BT: jax.Array, positions_T: jax.Array | None = None) -> jax.Array:
-        return self.token[...][tokens_BT] + self.of_positions(tokens_BT, positions_T)
-
-    def of_positions(self, tokens_BT: jax.Array, positions_T: jax.Array | None) -> jax.Array:
-        """Vectors (T, C) of these positions; of the first T, a slice, without them."""
+        """Vectors (B, T, C) of tokens at these positions, or at the first T."""
         table = self.position[...]
-        return table[: tokens_BT.shape[1]] if positions_T is None else table[positions_T]
+        position_TC = table[: tokens_BT.shape[1]] if positions_T is None else table[positions_T]
+        return self.leave(self.look_up(self.token[...], tokens_BT) + self.cut_positions(position_TC))
 
     def logits(self, x_BTC: jax.Array) -> jax.Array:
-        """Logits (B, T, V) from the residual stream."""
-        return self.project(self.enter_head(x_BTC))
-
-    def enter_head(self, x_BTC: jax.Array) -> jax.Array:
-        """The stream as `project` takes it: where tensor parallelism enters a region of split work."""
-        return x_BTC
-
-    def project(self, x_BTC: jax.Array) -> jax.Array:
-        """Logits (B, T, V) of any positions."""
+        """Logits (B, T, V) of any positions, from what has entered."""
         return jnp.einsum("BTC,VC->BTV", x_BTC.astype(self.compute), self.token[...].astype(self.compute))
+
+
+def rows_of(table: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    """Rows of a table (V, C) by tokens: (B, T, C)."""
+    return table[tokens_BT]
 
 
 class GPT(nnx.Module):
@@ -239,22 +243,19 @@ class GPT(nnx.Module):
 
     def logits(self, x_BTC: jax.Array) -> jax.Array:
         """Logits (B, T, V) from the residual stream."""
-        return self.embedding.logits(self.norm(x_BTC))
+        return self.embedding.logits(self.embedding.enter(self.norm(x_BTC)))
 
+    @jax.named_scope(HEAD)
     def head_loss(self, x_BTC: jax.Array, targets_BT: jax.Array) -> jax.Array:
         """Mean cross-entropy in nats of the targets, from the residual stream after all blocks."""
-        with jax.named_scope(HEAD):
-            return self._head_loss(x_BTC, targets_BT)
-
-    def _head_loss(self, x_BTC: jax.Array, targets_BT: jax.Array) -> jax.Array:
         if self.loss_chunks == 1:
             return self.cross_entropy(self.logits(x_BTC), targets_BT)
 
         @jax.checkpoint  # backward makes the logits of a part again
         def loss_of_part(x_BtC: jax.Array, targets_Bt: jax.Array) -> jax.Array:
-            return self.cross_entropy(self.embedding.project(x_BtC), targets_Bt)
+            return self.cross_entropy(self.embedding.logits(x_BtC), targets_Bt)
 
-        x_BTC = self.embedding.enter_head(self.norm(x_BTC))
+        x_BTC = self.embedding.enter(self.norm(x_BTC))
         parts = (_cut(a, self.loss_chunks) for a in (x_BTC, targets_BT))
         return lax.map(lambda part: loss_of_part(*part), tuple(parts)).mean()
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import TP
 from jaxpar.derivatives import product
-from jaxpar.model import GPT, Embedding
+from jaxpar.model import GPT
 from jaxpar.problem import Edit, Problem
 
 AXIS = TP
@@ -45,29 +45,12 @@ def split_layers(problem: Problem, *, mesh: Mesh) -> Edit:
             linear.enter = partial(placed, mesh=mesh, split=of_input)
             linear.multiply = product  # dim by dim: joining a split dim with another would gather it
             linear.leave = partial(placed, mesh=mesh, split=of_output)
-        model.embedding = PlacedEmbedding(model.embedding, mesh, between=between)
+        model.embedding.leave = partial(placed, mesh=mesh, split=between)
+        model.embedding.enter = partial(placed, mesh=mesh)
         vocab_size = problem.experiment.model.vocab_size
-        model.cross_entropy = without_padding(model.cross_entropy, vocab_size=vocab_size)
+        model.cross_entropy = placed_cross_entropy(model.cross_entropy, mesh=mesh, vocab_size=vocab_size)
 
     return edit
-
-
-class PlacedEmbedding(Embedding):
-    """An Embedding that says where its activations live."""
-
-    def __init__(self, embedding: Embedding, mesh: Mesh, *, between: int | None):
-        self.compute, self.token, self.position = embedding.compute, embedding.token, embedding.position
-        self.mesh, self.between = mesh, between
-
-    def __call__(self, tokens_BT: jax.Array, positions_T: jax.Array | None = None) -> jax.Array:
-        return placed(super().__call__(tokens_BT, positions_T), self.mesh, split=self.between)
-
-    def enter_head(self, x_BTC: jax.Array) -> jax.Array:
-        return placed(x_BTC, self.mesh)
-
-    def project(self, x_BTC: jax.Array) -> jax.Array:
-        logits_BTV = super().project(x_BTC)
-        return placed(logits_BTV, self.mesh, split=logits_BTV.ndim - 1)
 
 
 def placed(x: jax.Array, mesh: Mesh, *, split: int | None = None) -> jax.Array:
@@ -76,12 +59,15 @@ def placed(x: jax.Array, mesh: Mesh, *, split: int | None = None) -> jax.Array:
     return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
-def without_padding(cross_entropy: Callable[..., jax.Array], *, vocab_size: int) -> Callable[..., jax.Array]:
-    """The cross-entropy of logits (..., V) that may be padded: those from `vocab_size` on do not count."""
+def placed_cross_entropy(
+    cross_entropy: Callable[..., jax.Array], *, mesh: Mesh, vocab_size: int
+) -> Callable[..., jax.Array]:
+    """The cross-entropy of logits (B, T, V@tp), perhaps padded: those from `vocab_size` on do not count."""
 
-    def unpadded(logits: jax.Array, targets: jax.Array) -> jax.Array:
-        if logits.shape[-1] > vocab_size:
-            logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
-        return cross_entropy(logits, targets)
+    def unpadded(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
+        logits_BTV = placed(logits_BTV, mesh, split=2)
+        if logits_BTV.shape[-1] > vocab_size:
+            logits_BTV = jnp.where(jnp.arange(logits_BTV.shape[-1]) < vocab_size, logits_BTV, -jnp.inf)
+        return cross_entropy(logits_BTV, targets_BT)
 
     return unpadded

@@ -24,7 +24,7 @@ from jax.sharding import reshard
 
 from compare.spec.axes import TP
 from jaxpar.derivatives import product
-from jaxpar.model import GPT, Embedding
+from jaxpar.model import GPT
 from jaxpar.problem import Edit, Problem
 
 AXIS = TP
@@ -42,25 +42,17 @@ def split_layers(problem: Problem) -> Edit:
         for row in (attention.out, mlp.down):  # (B, T, ..@tp) -> (B, T, C), the sum said where it is made
             row.multiply = partial(product, out_sharding=UNREDUCED)
             row.leave = partial(reshard, out_shardings=between)
-        model.embedding = TypedEmbedding(model.embedding, between=between)
+        model.embedding.look_up = rows_of
+        model.embedding.leave = partial(reshard, out_shardings=between)
+        model.embedding.enter = partial(reshard, out_shardings=REDUCED)
         model.cross_entropy = split_cross_entropy(vocab_size=problem.experiment.model.vocab_size)
 
     return edit
 
 
-class TypedEmbedding(Embedding):
-    """An Embedding whose rows are split over tp."""
-
-    def __init__(self, embedding: Embedding, *, between: P):
-        self.compute, self.token, self.position = embedding.compute, embedding.token, embedding.position
-        self.between = between
-
-    def __call__(self, tokens_BT: jax.Array, positions_T: jax.Array | None = None) -> jax.Array:
-        x_BTC = self.token[...].at[tokens_BT].get(out_sharding=P())
-        return reshard(x_BTC + self.of_positions(tokens_BT, positions_T), self.between)
-
-    def enter_head(self, x_BTC: jax.Array) -> jax.Array:
-        return reshard(x_BTC, REDUCED)
+def rows_of(table_VC: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    """Rows of a table (V@tp, C) by tokens: (B, T, C)."""
+    return table_VC.at[tokens_BT].get(out_sharding=P())
 
 
 def split_cross_entropy(*, vocab_size: int) -> Any:

@@ -34,7 +34,7 @@ from compare.contract.communication import ACTIVATIONS, LOSS, REPLICATED_GRADIEN
 from compare.spec.axes import TP
 from jaxpar.comm import collectives
 from jaxpar.dropout import split_rows
-from jaxpar.model import GPT, Embedding
+from jaxpar.model import GPT
 from jaxpar.placement import map_repeated
 from jaxpar.problem import Problem
 from jaxpar.step import Strategy
@@ -58,7 +58,9 @@ def strategy(problem: Problem, placements: Any) -> Strategy:
         attention, mlp = model.blocks.attention, model.blocks.mlp
         attention.qkv.enter = mlp.up.enter = f  # column-parallel: outputs are split, and so is the bias
         attention.out.leave = mlp.down.leave = g  # row-parallel: inputs are split; the bias is added once
-        model.embedding = VocabParallelEmbedding(model.embedding, f=f, g=g)
+        model.embedding.look_up, model.embedding.enter = partial(rows_of, g=g), f
+        if sequence_parallel:
+            model.embedding.cut_positions = partial(collectives.own_shard, axis=AXIS, dim=0)
         model.cross_entropy = partial(cross_entropy, vocab_size=vocab_size)
         split_rows(model, own_part, sequence_parallel=sequence_parallel)
 
@@ -98,24 +100,10 @@ def own_part() -> jax.Array:
     return lax.axis_index(AXIS)
 
 
-class VocabParallelEmbedding(Embedding):
-    """Each device looks up the tokens whose rows it has; the head gives it its part of the logits."""
-
-    def __init__(self, embedding: Embedding, *, f: RegionMapping, g: RegionMapping):
-        self.compute, self.token, self.position = embedding.compute, embedding.token, embedding.position
-        self.f, self.g = f, g
-
-    def __call__(self, tokens_BT: jax.Array, positions_T: jax.Array | None = None) -> jax.Array:
-        row_BT, mine_BT = own_rows(tokens_BT, self.token.shape[0])
-        partial_BTC = jnp.where(mine_BT[..., None], self.token[...][row_BT], 0)
-        x_BTC = self.g(partial_BTC)
-        position_TC = self.of_positions(tokens_BT, positions_T)
-        if x_BTC.shape[POSITION_DIM] < position_TC.shape[0]:  # sequence parallel
-            position_TC = collectives.own_shard(position_TC, AXIS, dim=0)
-        return x_BTC + position_TC
-
-    def enter_head(self, x_BTC: jax.Array) -> jax.Array:
-        return self.f(x_BTC)
+def rows_of(table_VC: jax.Array, tokens_BT: jax.Array, *, g: RegionMapping) -> jax.Array:
+    """Each device looks up the tokens whose rows it has: (B, T, C)."""
+    row_BT, mine_BT = own_rows(tokens_BT, len(table_VC))
+    return g(jnp.where(mine_BT[..., None], table_VC[row_BT], 0))
 
 
 def own_rows(tokens_BT: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:

@@ -2,16 +2,11 @@
 
 from collections.abc import Mapping
 
-import jax
-import jax.numpy as jnp
 import pytest
-from jax import lax
-from jax.sharding import PartitionSpec as P
 from jax_steps import two_steps
 
 from compare.contract.communication import Communication, summed
 from compare.spec.experiment import Layout
-from jaxpar.comm.mesh import make_mesh
 from jaxpar.measure.hlo import collectives
 from jaxpar.measure.ledger import communications
 
@@ -172,26 +167,6 @@ def test_what_may_communicate_in_other_ways_is_named():
         problems.clear()
         on_host = f"{text}, is_host_transfer=true"
         assert communications(module(on_host), GRID, problems=problems) == problems == []
-
-
-def test_a_real_scan():
-    """Five psums in a scan inside a scan of three, and one outside."""
-    mesh = make_mesh(Layout(dp_replicate=4), platform="cpu")
-
-    def inner(x, _):
-        return lax.pcast(lax.psum(jnp.sin(x), "dp_replicate"), "dp_replicate", to="varying"), None
-
-    def outer(x, _):
-        return lax.scan(inner, x, length=5)[0], None
-
-    def f(x):
-        return lax.psum(lax.scan(outer, x, length=3)[0].sum(), "dp_replicate")
-
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=P("dp_replicate"), out_specs=P())
-    compiled = jax.jit(mapped).lower(jnp.ones((16, 8), jnp.float32)).compile()
-    found = {entry.purpose: entry for entry in entries(compiled.as_text(), mesh.shape)}
-    assert (found["gradients"].calls, found["gradients"].bytes) == (15, 15 * 4 * 8 * 4)
-    assert (found["metrics"].calls, found["metrics"].bytes) == (1, 4)
 
 
 DERIVED = {
