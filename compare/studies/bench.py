@@ -14,7 +14,7 @@ from compare.show.figures import Figure, intervals
 from compare.show.findings import Column, Findings, table_of
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import Experiment, ExperimentError
-from compare.studies.bench_cases import Choice, bench_cases
+from compare.studies.bench_cases import bench_cases
 from compare.studies.fitting import installed
 from compare.terminal import human_bytes
 from compare.timing import Timed, timed_findings
@@ -69,16 +69,17 @@ class Bench(Timed, frozen=True, kw_only=True):
                 f"--presets or with the layout's degrees, such as --layout.dp_replicate {self.devices[0]}"
             )
         able, missing = installed(self.engines or tuple(STUDIED), pythons_of(self))
-        choice = Choice(
+        cases, refused = bench_cases(
+            experiment,
             engines=tuple(able),
             presets=self.presets,
             devices=self.devices or (DEVICES,),
             sizes=self.sizes,
             variants=self.variants,
             said=self.said,
+            timing=self.timing,
         )
-        cases, refused = bench_cases(experiment, choice, timing=self.timing)
-        return {case.name: case for case in cases}, {**missing, **refused}
+        return cases, {**missing, **refused}
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:

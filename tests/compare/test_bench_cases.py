@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compare.judge.bench_rows import baseline_of
-from compare.spec.experiment import ExperimentError, Layout
-from compare.studies.bench_cases import Choice, bench_cases, edits_of, layout_name
-from compare.studies.presets import PRESETS, preset_layout
+from compare.spec.experiment import ExperimentError
+from compare.studies.bench_cases import bench_cases, edits_of
 from compare.timing import rotated
 
 
@@ -46,19 +45,16 @@ def test_variants_stand_beside_the_engine_as_it_is(tiny):
 
 
 def test_a_variant_that_one_layout_cannot_have_is_left_out_there_alone(tiny):
-    choice = Choice(
-        engines=("torch-manual",), presets=("single", "pp"), devices=(2,), variants=("layout.microbatches=4",)
-    )
-    cases, left_out = bench_cases(tiny, choice, timing=TIMING)
-    assert names(cases) == [
+    given = {"engines": ("torch-manual",), "devices": (2,), "variants": ("layout.microbatches=4",)}
+    cases, left_out = bench_cases(tiny, presets=("single", "pp"), **given, timing=TIMING)
+    assert list(cases) == [
         "torch-manual.single",
         "torch-manual.pp-2",
         "torch-manual layout.microbatches=4.pp-2",
     ]
     assert "there is no pipeline" in left_out["single layout.microbatches=4"]
-    nowhere = msgspec.structs.replace(choice, presets=("single", "ddp"))
     with pytest.raises(ExperimentError, match=r"--variants layout\.microbatches=4: .* there is no pipeline"):
-        bench_cases(tiny, nowhere, timing=TIMING)
+        bench_cases(tiny, presets=("single", "ddp"), **given, timing=TIMING)
 
 
 def test_an_engine_named_twice_is_held_against_itself(tiny):
@@ -88,15 +84,13 @@ def test_order_rotates_within_each_block(engines, layouts):
 def test_what_cannot_be_is_left_out_by_name_with_the_reason(tiny):
     cases, left_out = bench_cases(
         tiny,
-        Choice(
-            engines=("jax-compiler", "torch-manual"),
-            presets=("ddp", "hsdp", "pp"),
-            devices=(2, 8),
-            variants=("layout.gradient_sync=overlapped",),
-        ),
+        engines=("jax-compiler", "torch-manual"),
+        presets=("ddp", "hsdp", "pp"),
+        devices=(2, 8),
+        variants=("layout.gradient_sync=overlapped",),
         timing=TIMING,
     )
-    assert names(cases) == [
+    assert list(cases) == [
         "jax-compiler.ddp-2",
         "torch-manual.ddp-2",
         "torch-manual layout.gradient_sync=overlapped.ddp-2",
@@ -107,7 +101,7 @@ def test_what_cannot_be_is_left_out_by_name_with_the_reason(tiny):
     assert "hsdp takes a multiple of 2 from 4 on" in left_out["hsdp-2"]
     assert "batch_size = 4 is not divisible" in left_out["ddp-8"]
     assert "jax-compiler has gpipe, interleaved" in left_out["jax-compiler.pp-2"]
-    assert not set(left_out) & set(names(cases))
+    assert not set(left_out) & set(cases)
 
 
 def test_nothing_left_is_refused(tiny):
@@ -115,27 +109,22 @@ def test_nothing_left_is_refused(tiny):
         cases_of(tiny, engines=("jax-compiler",), presets=("pp",), devices=(2,))
 
 
-@pytest.mark.parametrize(
-    ("choice", "message"),
-    [
+def test_a_choice_that_cannot_be_is_refused(tiny):
+    for choice, message in (
         ({"presets": ("nosuch",)}, "--presets nosuch: no such preset"),
         ({"presets": ("ddp", "ddp")}, "--presets ddp: give each preset once"),
+        ({"presets": ("ddp",), "sizes": ("layout.tp=2",)}, "layout.tp contradicts --presets ddp"),
         ({"sizes": ("batch_size=8",)}, "batch_size=8: give fields and values such as"),
         ({"sizes": ("train.batchsize=8",)}, "train.batchsize=8: give fields"),
         ({"sizes": ("data.source=x",)}, "data.source=x: give fields"),
         ({"sizes": ("train.batch_size",)}, "train.batch_size: give fields"),
         ({"sizes": ("train.batch_size=8", "train.batch_size=8")}, "give each once"),
         ({"variants": ("train.max_iters=8",)}, "the steps of a bench are those of --window"),
-        (
-            {"sizes": ("train.batch_size=x",)},
-            "timed: Expected `int`, got `str` - at `train.batch_size`",
-        ),
-    ],
-)
-def test_a_choice_that_cannot_be_is_refused(tiny, choice, message):
-    with pytest.raises(ExperimentError) as refused:
-        cases_of(tiny, **choice)
-    assert message in str(refused.value)
+        ({"sizes": ("train.batch_size=x",)}, "timed: Expected `int`, got `str` - at `train.batch_size`"),
+    ):
+        with pytest.raises(ExperimentError) as refused:
+            cases_of(tiny, **choice)
+        assert message in str(refused.value)
 
 
 def test_values_are_read_as_toml_writes_them():
@@ -146,15 +135,6 @@ def test_values_are_read_as_toml_writes_them():
     }
     assert edits_of('layout.remat="full"') == edits_of("layout.remat=full")
     assert edits_of("layout.remat=1\nx = 2") == {"layout": {"remat": "1\nx = 2"}}  # which no field takes
-
-
-def test_a_layout_has_the_name_of_its_preset():
-    assert layout_name(Layout()) == "single"
-    assert layout_name(Layout(dp_replicate=2)) == "ddp-2"
-    assert layout_name(Layout(dp_replicate=3, tp=2)) == "dp_replicate3-tp2"
-    for name, preset in PRESETS.items():
-        layout = preset_layout(Layout(), name, preset.devices)
-        assert layout_name(layout) == (name if name == "single" else f"{name}-{preset.devices}")
 
 
 def test_baseline_is_of_the_same_block_or_one_for_all(tiny):

@@ -10,7 +10,7 @@ from compare.judge.circumstances import Circumstances, MachineFacts
 from compare.judge.outcome import Case, Outcome
 from compare.judge.timed_outcome import HowItRan, Measurement, TimedOutcome
 from compare.spec.experiment import Experiment
-from compare.studies.bench_cases import Choice, bench_cases
+from compare.studies.bench_cases import bench_cases
 
 TIMING = Timing(window=2, windows=3, single=4)
 STEPS = Timing().steps
@@ -28,7 +28,7 @@ RAN = HowItRan(
 def cases_of(experiment: Experiment, **choice: Any) -> list[Case]:
     """The cases that engines, presets, sizes and variants make."""
     chosen = {"engines": ("torch-manual", "torch-library")} | choice
-    return bench_cases(experiment, Choice(**chosen), timing=TIMING)[0]
+    return list(bench_cases(experiment, **chosen, timing=TIMING)[0].values())
 
 
 HERE = Circumstances(
