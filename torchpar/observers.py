@@ -168,8 +168,8 @@ def mean_loss(run: Run, inputs_ABT: np.ndarray, targets_ABT: np.ndarray) -> torc
     """The mean loss of a global batch, a scalar, without gradients."""
     run.rank.at(run.state.step, "evaluation")
     data, batch = run.mesh.joined(*ROWS), to_device(run, {"inputs": inputs_ABT, "targets": targets_ABT})
-    if run.parallel.evaluate_pipeline:
-        loss = run.parallel.evaluate_pipeline(batch, functools.partial(autocast, run))
+    if run.parallel.run_pipeline:
+        loss = run.parallel.run_pipeline(batch, functools.partial(autocast, run))
     else:
         with autocast(run):
             losses = [run.parallel.module(*one)[1] for one in batch.passes()]

@@ -1,9 +1,8 @@
 """The model and its optimizer as an engine returns them: the few things that the training loop uses."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -15,26 +14,10 @@ TensorsByName = Mapping[str, torch.Tensor]
 Parameters = Mapping[str, nn.Parameter]
 
 
-class OptimizerMaker(Protocol):
-    """Makes the experiment's optimizer over parameters by the model's names: `optimizer.make_optimizer`."""
-
-    def __call__(
-        self,
-        parameters: Parameters,
-        *,
-        wrap: Callable[..., torch.optim.Optimizer] | None = None,
-        separate_groups: Collection[str] = (),
-    ) -> torch.optim.Optimizer:
-        """`wrap(params, optimizer_cls, **kwargs)` makes the optimizer itself, if that is not as usual."""
-        ...
-
-
-class Fill(Protocol):
-    """Gives parameters without memory their first values: `shards.fill_with`."""
-
-    def __call__(self, model: nn.Module, within: Iterable[nn.Module] | None = None) -> None:
-        """All parameters of a model, or those of some of its modules."""
-        ...
+OptimizerMaker = Callable[..., torch.optim.Optimizer]
+"""Makes the experiment's optimizer over parameters by the model's names: `optimizer.make_optimizer`."""
+Fill = Callable[..., None]
+"""Gives a model's parameters, or those of modules `within` it, their first values: `shards.fill_with`."""
 
 
 def keep_values(model: nn.Module, within: Iterable[nn.Module] | None = None) -> None:
@@ -79,8 +62,7 @@ class ParallelModel:
         copies: names of what another rank along those axes has, too, and counts in the norm.
         skip_sync: a context for every forward and backward of a step but the last.
         run_pipeline: instead of calling `module`: from a batch, whose passes are not cut into microbatches
-            yet, and a context for each forward, to the mean loss; leaves gradients on the parameters.
-        evaluate_pipeline: the same without gradients, which are left as they are.
+            yet, and a context for each forward, to the mean loss; leaves gradients, if they are on.
         divides_late: gradients of microbatches are divided by their number after backward, not before.
         means_of: ranks over whose rows the loss is the mean that backward begins with; 1 for its own rows.
         end_evaluation: after the last forward without a backward.
@@ -97,7 +79,6 @@ class ParallelModel:
     copies: frozenset[str] = frozenset()
     skip_sync: Callable[[], AbstractContextManager] | None = None
     run_pipeline: Callable[..., torch.Tensor] | None = None
-    evaluate_pipeline: Callable[..., torch.Tensor] | None = None
     divides_late: bool = False
     means_of: int = 1
     end_evaluation: Callable[[], None] | None = None
@@ -151,18 +132,18 @@ class ParallelModel:
         values = (value for entry in self.optimizer.state.values() for value in entry.values())
         return [value for value in values if torch.is_tensor(value) and id(value) not in elsewhere]
 
-    def moments(self, key: str) -> TensorsByName:
-        """This rank's pieces of one tensor of the optimizer's state, such as exp_avg."""
-        return self.own_moments(key)
-
     def own_moments(self, key: str) -> TensorsByName:
-        """The same, of the parameters whose moments this rank keeps; zero before the first update."""
-        state = self.optimizer.state
-        kept = {name: p for name, p in self.parameters.items() if self.keeps_moments(name)}
+        """This rank's pieces of a tensor of the optimizer's state, such as exp_avg, where it keeps them."""
+        state = self.optimizer.state  # empty before the first update
         return {
             name: state[p][key].to(p.device) if state.get(p) else torch.zeros_like(p.detach())
-            for name, p in kept.items()
+            for name, p in self.parameters.items()
+            if self.keeps_moments(name)
         }
+
+    def moments(self, key: str) -> TensorsByName:
+        """The same for all of `parameters`; all ranks call this together."""
+        return self.own_moments(key)
 
     def keeps_moments(self, name: str) -> bool:
         """Whether this rank keeps the moments of its piece of a parameter."""

@@ -57,8 +57,8 @@ TORCH_ZERO = {
     "zero1": Layout(dp_shard=4, zero=1),
     "zero2": Layout(dp_shard=4, zero=2),
     "zero3": Layout(dp_shard=4, zero=3),
-    "zero3_remat": Layout(dp_shard=2, zero=3, remat="full"),
-    "shard_grad_op": Layout(dp_shard=2, zero=3, reshard_after_forward=False, remat="dots"),
+    "zero3_remat": Layout(dp_shard=4, zero=3, remat="full"),
+    "shard_grad_op": Layout(dp_shard=4, zero=3, reshard_after_forward=False, remat="dots"),
     "hsdp": Layout(dp_replicate=2, dp_shard=2, zero=3),
     "zero1_replicated": Layout(dp_replicate=2, dp_shard=2, zero=1),
 }

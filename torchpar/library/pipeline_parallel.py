@@ -95,4 +95,4 @@ def run_stages(
         axis.all_reduce(total, purpose=LOSS)
         return total
 
-    return replace(parallel, divides_late=True, run_pipeline=run, evaluate_pipeline=torch.no_grad()(run))
+    return replace(parallel, divides_late=True, run_pipeline=run)

@@ -165,4 +165,4 @@ def run_stages(part: GPTStages, parallel: ParallelModel, axis: Axis, layout: Lay
             no_sync=parallel.no_sync,
         )
 
-    return replace(parallel, run_pipeline=run, evaluate_pipeline=torch.no_grad()(run))
+    return replace(parallel, run_pipeline=run)
