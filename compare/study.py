@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from compare.checkpoint.description import CHECKPOINTS
-from compare.contract.exit_codes import STOPPED
+from compare.contract.ending import STOPPED
 from compare.contract.record import Record, Step
 from compare.contract.request import Request, rungs_asked_for
 from compare.contract.run_lock import lock_folder

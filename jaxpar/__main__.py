@@ -20,9 +20,16 @@ from pathlib import Path
 import msgspec
 
 from compare.contract.collective_bench import TYPE, read_collective_request
-from compare.contract.divergence import DivergedError
-from compare.contract.early_stop import StoppedEarly, StopRequest
-from compare.contract.exit_codes import BAD_REQUEST, DONE, FAILED, MISSING, STOPPED
+from compare.contract.ending import (
+    BAD_REQUEST,
+    DONE,
+    FAILED,
+    MISSING,
+    STOPPED,
+    DivergedError,
+    StoppedEarly,
+    StopRequest,
+)
 from compare.contract.other_hosts import Waiting, blame_for_hang
 from compare.contract.processes import Process, add_flags, find_process, require_port
 from compare.contract.record import Failure, Recorder, clear_record, leave_failure, write_failure

@@ -9,8 +9,7 @@ import numpy as np
 
 from compare.checkpoint.saver import Part
 from compare.contract import recording
-from compare.contract.divergence import first_not_finite
-from compare.contract.early_stop import StopRequest
+from compare.contract.ending import StopRequest, first_not_finite
 from compare.contract.ledger import Ledger
 from compare.contract.observers import Observers
 from compare.contract.record import ON_HOST, Recorder

@@ -22,8 +22,7 @@ from pathlib import Path
 import msgspec
 
 from compare.contract.collective_bench import read_collective_request
-from compare.contract.early_stop import StoppedEarly
-from compare.contract.exit_codes import BAD_REQUEST, DONE, FAILED, MISSING, STOPPED
+from compare.contract.ending import BAD_REQUEST, DONE, FAILED, MISSING, STOPPED, StoppedEarly
 from compare.contract.processes import Process, add_flags, find_process, require_port
 from compare.contract.record import Failure, clear_record, write_failure
 from compare.contract.run_lock import lock_folder

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from compare.contract.across_hosts import host_names
 from compare.contract.collective_bench import (
     OURS,
     TIMES,
@@ -21,7 +20,7 @@ from compare.contract.collective_bench import (
     measure,
     sent,
 )
-from compare.contract.other_hosts import facts_here, leave_hosts, require_agreement
+from compare.contract.other_hosts import facts_here, host_names, leave_hosts, require_agreement
 from compare.host.facts import versions
 from compare.host.json_files import write_json
 from torchpar.comm import process_groups

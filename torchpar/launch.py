@@ -26,7 +26,7 @@ from typing import NamedTuple, NoReturn
 import psutil
 import torch
 
-from compare.contract.divergence import DivergedError
+from compare.contract.ending import DivergedError
 from compare.contract.record import Failure
 from compare.host.disk import DiskFull
 from compare.host.facts import Activity, MissingDevicesError, look_s

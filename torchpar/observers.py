@@ -11,11 +11,11 @@ import torch
 
 from compare.checkpoint.saver import Part
 from compare.contract import recording
-from compare.contract.across_hosts import host_names
 from compare.contract.communication import LOSS
-from compare.contract.early_stop import StopRequest
+from compare.contract.ending import StopRequest
 from compare.contract.memory_profile import MemoryProfile
 from compare.contract.observers import Observer, Observers
+from compare.contract.other_hosts import host_names
 from compare.contract.record import ON_HOST, Recorder
 from compare.contract.request import MOMENTS, Rung
 from compare.contract.timing import Window, merged

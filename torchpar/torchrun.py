@@ -17,8 +17,7 @@ from typing import NoReturn
 import psutil
 from msgspec.structs import replace
 
-from compare.contract.early_stop import StoppedEarly, StopRequest
-from compare.contract.exit_codes import BAD_REQUEST, STOPPED
+from compare.contract.ending import BAD_REQUEST, STOPPED, StoppedEarly, StopRequest
 from compare.contract.other_hosts import Waiting, blame_for_hang
 from compare.contract.record import WAITING, Failure, clear_record, leave_failure, read_failure
 from compare.host.facts import MissingDevicesError, look_s

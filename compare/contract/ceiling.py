@@ -72,35 +72,27 @@ def find_ceiling(request: CeilingRequest, prepare: Callable[[int], Multiply]) ->
         prepare: size -> what multiplies two matrices of it.
     """
     size = SMALLEST
-    while True:
-        multiply = prepare(size)
-        multiply(1)  # allocates, compiles, chooses a kernel
-        once = multiply(1)
-        if once >= LONG_S or size >= LARGEST:
-            break
+    multiply, once = _first(prepare, size)
+    while once < LONG_S and size < LARGEST:
         size *= 2
+        multiply, once = _first(prepare, size)
     return Ceiling(
         dtype=request.dtype,
         flops_per_s=_best(multiply, once, size),
         threads=request.threads,
         size=size,
-        by_size={other: _best_of_size(prepare, other) for other in request.sizes},
+        by_size={other: _best(*_first(prepare, other), other) for other in request.sizes},
     )
 
 
-def _best_of_size(prepare: Callable[[int], Multiply], size: int) -> float:
+def _first(prepare: Callable[[int], Multiply], size: int) -> tuple[Multiply, float]:
+    """What multiplies matrices of a size, and the seconds that a product took."""
     multiply = prepare(size)
-    multiply(1)
-    return _best(multiply, max(multiply(1), 1e-9), size)
+    multiply(1)  # allocates, compiles, chooses a kernel
+    return multiply, max(multiply(1), 1e-9)
 
 
 def _best(multiply: Multiply, once: float, size: int) -> float:
-    """FLOP/s of the best of a few readings.
-
-    Args:
-        multiply: two square matrices.
-        once: seconds that a product took.
-        size: of the matrices.
-    """
+    """FLOP/s of the best of a few readings; one product takes `once` seconds."""
     products = math.ceil(READING_S / once)
     return products * 2 * size**3 / min(multiply(products) for _ in range(READINGS))

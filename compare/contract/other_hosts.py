@@ -5,6 +5,7 @@ They meet in the folder of the run where collectives do not reach: a process tha
 
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -67,6 +68,22 @@ def require_agreement(found: Sequence[HostFacts]) -> list[str]:
     return list(dict.fromkeys(remarks))
 
 
+def host_names(places: Iterable[tuple[str, int]]) -> list[str]:
+    """The host of each process; hosts of a test, which are one machine, are numbered: `box`, `box (2)`.
+
+    Args:
+        places: of each process, in order, the machine's name and the process's number on its host. Two with
+            the same number are on two hosts, though the machine be one.
+    """
+    seen: Counter[tuple[str, int]] = Counter()
+    names = []
+    for name, local in places:
+        seen[name, local] += 1
+        copy = seen[name, local]
+        names.append(name if copy == 1 else f"{name} ({copy})")
+    return names
+
+
 def leave_hosts(folder: Path, found: Sequence[HostFacts]) -> None:
     """Leave the name of each process's host, for whoever has to name one that cannot."""
     write_json(folder / HOSTS, [facts.host for facts in found])
@@ -89,19 +106,12 @@ class Waiting(Struct, frozen=True, kw_only=True):
 
 
 def blame_for_hang(folder: Path, own: Waiting, *, count: int, timeout_s: float) -> Failure:
-    """The cause of a hang, as every process that still runs finds it: who does not answer, or who is behind.
-
-    Args:
-        folder: of the run.
-        own: of this process.
-        count: of processes.
-        timeout_s: for which nothing moved.
-    """
-    write_json(folder / _name(own.number), own)
+    """The cause of a hang, as every running process finds it: who does not answer, or who is behind."""
+    files = {number: folder / f"{WAITING}{number}.json" for number in range(count)}
+    write_json(files[own.number], own)
     time.sleep(SETTLED_S)
     if (said := read_failure(folder)) and not said.is_consequence:
         return said
-    files = {number: folder / _name(number) for number in range(count)}
     waiting = {n: read_json(path, Waiting) for n, path in files.items() if path.is_file()}
     silent = [number for number in range(count) if number not in waiting]
     fewest = min(one.beats for one in waiting.values())
@@ -113,12 +123,11 @@ def blame_for_hang(folder: Path, own: Waiting, *, count: int, timeout_s: float) 
             f"{', '.join(_by_host(folder, behind))}: is the link between them cut?"
         )
         return Failure(message=message)
-    alone = len(behind) == 1
     if silent:
-        does = "does not answer" if alone else "do not answer"
+        does = "does not answer" if len(behind) == 1 else "do not answer"
     else:
-        does = f"{'is' if alone else 'are'} still in {waiting[behind[0]].where}"
-    named = " and ".join(f"{_numbers(theirs)} on {host}" for host, theirs in _by_host(folder, behind).items())
+        does = f"{'is' if len(behind) == 1 else 'are'} still in {waiting[behind[0]].where}"
+    named = " and ".join(f"{_numbers(each)} on {host}" for host, each in _by_host(folder, behind).items())
     there = ", ".join(dict.fromkeys(waiting[number].where for number in others))
     wait = f"{_numbers(others)} {'wait' if len(others) > 1 else 'waits'}"
     message = f"{named} {does}: no progress for {timeout_s:g} s, while {wait} in {there}"
@@ -134,7 +143,3 @@ def _by_host(folder: Path, numbers: Iterable[int]) -> dict[str, list[int]]:
 
 def _numbers(numbers: Sequence[int]) -> str:
     return f"process{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
-
-
-def _name(number: int) -> str:
-    return f"{WAITING}{number}.json"

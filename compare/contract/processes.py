@@ -7,22 +7,14 @@ asked in that order. A run of one process needs none of them.
 import argparse
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from compare.spec.experiment import ExperimentError
 
 VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
-    "SLURM_NTASKS",
-    "SLURM_STEP_NODELIST",
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NODELIST"),
 )
 """What tells a process its place: an engine that the harness starts by itself must not inherit them."""
 FIRST_PORT, PORTS = 20480, 12288  # below the ports that Linux hands out by itself
@@ -85,27 +77,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def find_process(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Process | None:
-    """This process's place among several; None if it is alone.
-
-    Raises:
-        ExperimentError: flags or variables that do not fit each other.
-    """
-    for find in (_of_slurm, _of_torchrun):
-        if (found := _read(find, environment)) and found.count > 1:
-            return found
-    return _of_flags(arguments)
+    """This process's place; None if it is alone. Raises ExperimentError: they do not fit each other."""
+    try:
+        process = _of_slurm(environment)
+        process = process if process and process.count > 1 else _of_torchrun(environment)
+    except (KeyError, ValueError) as error:
+        raise ExperimentError(f"the launcher's variables do not fit each other: {error}") from None
+    return process or _of_flags(arguments)
 
 
 def require_port(process: Process) -> None:
-    """Refuse a coordinator's port that another program of process 0's host has.
-
-    torchrun's own store is there already, and serves.
-
-    Raises:
-        ExperimentError: with host and port.
-    """
+    """Refuse a coordinator's port that another program of process 0's host has. Raises ExperimentError."""
     if not process.is_first or process.told_by == "torchrun":
-        return
+        return  # whose own store is there already, and serves
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -115,13 +99,6 @@ def require_port(process: Process) -> None:
                 f"{process.coordinator} (the coordinator): {error.strerror} on {socket.gethostname()}: give "
                 f"another port; under SLURM start again, and the step gets another one"
             ) from None
-
-
-def _read(find: Callable[[Mapping[str, str]], Process | None], environment: Mapping[str, str]):
-    try:
-        return find(environment)
-    except (KeyError, ValueError) as error:
-        raise ExperimentError(f"the launcher's variables do not fit each other: {error}") from None
 
 
 def _of_slurm(environment: Mapping[str, str]) -> Process | None:

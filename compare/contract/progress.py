@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from msgspec import UNSET, Struct
 
-from compare.contract.divergence import DivergedError
+from compare.contract.ending import DivergedError
 from compare.contract.record import Step
 from compare.host.facts import MemoryUse
 from compare.numerics.evaluation import Evaluation
@@ -74,12 +74,7 @@ class Progress:
         return ProgressSnapshot(step=self.step, updates=self.updates, loss_scale=self.loss_scale)
 
     def move_on(self, engine: str, experiment: Experiment, *, grad_norm: float | None = None) -> None:
-        """After a step.
-
-        Args:
-            engine: its name.
-            experiment: that is trained.
-            grad_norm: of the step; needed only where there is a loss scale.
+        """After a step, whose norm is needed where there is a loss scale.
 
         Raises:
             DivergedError: gradients overflow at the smallest loss scale.

@@ -50,6 +50,8 @@ T = TypeVar("T")
 MANIFEST, ERROR = "manifest.json", "error.json"
 STEPS, LEDGER = "steps.jsonl", "ledger.json"
 STEPS_PART = STEPS + ".part"
+HOSTS, WAITING = "hosts.json", "waiting-"
+"""What processes of several hosts leave: `other_hosts`."""
 EVALUATIONS = "evaluations.jsonl"
 
 
@@ -223,10 +225,6 @@ class Recorder:
         self._steps.close()
         os.replace(self.folder / STEPS_PART, self.folder / STEPS)
         write_json(self.folder / MANIFEST, manifest)
-
-
-HOSTS, WAITING = "hosts.json", "waiting-"
-"""What processes of several hosts leave: `other_hosts`."""
 
 
 def clear_record(folder: Path) -> None:

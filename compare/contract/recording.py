@@ -13,8 +13,7 @@ from msgspec import UNSET
 
 from compare.checkpoint.description import CHECKPOINTS, Checkpoint
 from compare.checkpoint.saver import Part, Saver
-from compare.contract.divergence import end_if_diverged
-from compare.contract.early_stop import ASKED, StoppedEarly
+from compare.contract.ending import ASKED, StoppedEarly, end_if_diverged
 from compare.contract.observers import FinishedStep, Observer, Observers
 from compare.contract.progress import Progress
 from compare.contract.record import Manifest, Recorder
@@ -81,14 +80,9 @@ def observers_of(
     started_utc: str,
     own: Sequence[Observer] = (),
 ) -> Observers:
-    """What watches a training, in the order in which it is told.
+    """What watches a training, in the order in which it is told: `own` are observers of the side's own.
 
-    Args:
-        side: tells of this process.
-        recorder: writes; None on all ranks but the first.
-        folder: of the run.
-        started_utc: when this process began.
-        own: observers of the side's own.
+    `recorder` is None on all ranks but the first.
     """
     experiment, steps = side.request.experiment, Steps(side, recorder, own)
     observers: list[Observer] = [steps]

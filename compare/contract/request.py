@@ -137,7 +137,6 @@ def read_request(folder: Path) -> Request:
         raise ExperimentError(f"{path}: {' '.join(str(error).split())}") from None
     revalidate(request.experiment)
     _require_timeable(request)
-    _require_watchable(request)
     if request.experiment.checkpoint.every and checkpoints_in(folder / CHECKPOINTS):
         raise ExperimentError(
             f"{folder / CHECKPOINTS} holds checkpoints of an earlier run: move them away, or ask for another "
@@ -147,28 +146,30 @@ def read_request(folder: Path) -> Request:
 
 
 def _require_timeable(request: Request) -> None:
-    """Refuse a timed run of other steps than its timing has, or one that leaves tensors in between."""
-    timing, steps = request.timing, request.experiment.train.max_iters
-    if timing and request.ladder:
-        raise ExperimentError("timing: a timed run leaves no tensors: ask for the ladder in another run")
-    if timing and timing.warmup < MIN_WARMUP:
-        raise ExperimentError(
-            f"timing.warmup = {timing.warmup}: the first {MIN_WARMUP} steps are like no other"
-        )
-    if timing and (request.resume or request.experiment.checkpoint.every):
-        raise ExperimentError("timing: a timed run begins at step 0, and saves nothing: checkpoint.every = 0")
-    if timing and request.experiment.train.eval_interval:
-        raise ExperimentError("timing: a timed run evaluates nothing: train.eval_interval = 0")
-    if timing and timing.steps != steps:
-        raise ExperimentError(f"train.max_iters = {steps}: the timing asked for has {timing.steps} steps")
-
-
-def _require_watchable(request: Request) -> None:
-    """Refuse a profile of steps that nothing waits for."""
-    if request.profile and request.timing:
-        raise ExperimentError(
-            "profile: steps that nothing waits for cannot be told apart: ask without timing"
-        )
+    """Refuse a timed run of other steps than its timing has, or one that leaves or watches something."""
+    timing, train = request.timing, request.experiment.train
+    if not timing:
+        return
+    begins_at_0 = not request.resume and not request.experiment.checkpoint.every
+    for is_fine, refusal in (
+        (not request.ladder, "timing: a timed run leaves no tensors: ask for the ladder in another run"),
+        (
+            timing.warmup >= MIN_WARMUP,
+            f"timing.warmup = {timing.warmup}: the first {MIN_WARMUP} steps are like no other",
+        ),
+        (begins_at_0, "timing: a timed run begins at step 0, and saves nothing: checkpoint.every = 0"),
+        (not train.eval_interval, "timing: a timed run evaluates nothing: train.eval_interval = 0"),
+        (
+            timing.steps == train.max_iters,
+            f"train.max_iters = {train.max_iters}: the timing asked for has {timing.steps} steps",
+        ),
+        (
+            not request.profile,
+            "profile: steps that nothing waits for cannot be told apart: ask without timing",
+        ),
+    ):
+        if not is_fine:
+            raise ExperimentError(refusal)
 
 
 def rungs_asked_for(request: Request) -> tuple[Rung, ...]:

@@ -38,23 +38,20 @@ def lock_folder(folder: Path) -> Generator[None]:
     except OSError as error:
         raise ExperimentError(f"{folder}: {error.strerror}: give the folder of a run") from None
     try:
-        _lock(descriptor, folder)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int, folder: Path) -> None:
-    try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise FolderInUse(
-            f"{folder} is in use by another run: wait for its end, or take another folder"
-        ) from None
+        os.close(descriptor)
+        in_use = f"{folder} is in use by another run: wait for its end, or take another folder"
+        raise FolderInUse(in_use) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
+            os.close(descriptor)
             raise
         print(
             f"{folder}: its file system has no locks ({error.strerror}): do not start a second run in it",
             file=sys.stderr,
         )
+    try:
+        yield
+    finally:
+        os.close(descriptor)

@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from compare.contract.ceiling import Ceiling, CeilingRequest
-from compare.contract.exit_codes import BAD_REQUEST
+from compare.contract.ending import BAD_REQUEST
 from compare.execute.launch import EnvironmentMissing, child_environment
 from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import ExperimentError

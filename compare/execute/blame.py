@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from compare.contract import record as files
-from compare.contract.exit_codes import FAILED, MEANT
+from compare.contract.ending import FAILED, MEANT
 from compare.host.signals import describe_exit
 
 LOG = "log.txt"

@@ -16,8 +16,7 @@ import msgspec
 import numpy as np
 from jax.experimental import multihost_utils
 
-from compare.contract.across_hosts import host_names
-from compare.contract.other_hosts import HostFacts, facts_here, leave_hosts, require_agreement
+from compare.contract.other_hosts import HostFacts, facts_here, host_names, leave_hosts, require_agreement
 from compare.contract.processes import Process
 from compare.host.facts import MissingDevicesError
 from compare.spec.experiment import Experiment

@@ -1,6 +1,6 @@
 """Hosts and devices: names of hosts, coordinates, and which axes cross."""
 
-from compare.contract.across_hosts import host_names
+from compare.contract.other_hosts import host_names
 from compare.present.hosts import crosses, crossing_words, host_table
 from compare.spec.experiment import Layout
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from compare.contract.divergence import DivergedError, end_if_diverged, first_not_finite
+from compare.contract.ending import DivergedError, end_if_diverged, first_not_finite
 from compare.contract.record import ERROR, MANIFEST, STEPS_PART, Failure, Step
 from compare.contract.record import read_steps as steps_of
 from compare.contract.request import Request

@@ -14,8 +14,7 @@ import warm
 
 from compare.checkpoint.description import CHECKPOINTS, checkpoints_in
 from compare.checkpoint.reader import CheckpointReader
-from compare.contract.early_stop import ASKED
-from compare.contract.exit_codes import STOPPED
+from compare.contract.ending import ASKED, STOPPED
 from compare.contract.other_hosts import HostFacts, leave_hosts
 from compare.contract.processes import Process, require_port
 from compare.contract.record import STEPS_PART, Failure, read_failure, read_record

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from compare.contract.divergence import DivergedError
+from compare.contract.ending import DivergedError
 from compare.contract.observers import FinishedStep, Observer, Observers
 from compare.contract.progress import Progress, ProgressSnapshot
 from compare.contract.record import EVALUATIONS, STEPS_PART, Recorder, read_steps, read_tensors

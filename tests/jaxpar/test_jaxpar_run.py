@@ -16,8 +16,7 @@ from bounds import assert_bounded
 from msgspec.structs import replace
 from processes import PATIENCE_S, wait_for
 
-from compare.contract.divergence import DivergedError
-from compare.contract.exit_codes import BAD_REQUEST, FAILED, MISSING
+from compare.contract.ending import BAD_REQUEST, FAILED, MISSING, DivergedError
 from compare.contract.record import (
     ERROR,
     MANIFEST,

@@ -8,7 +8,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 from records import make_record, make_steps
 
-from compare.contract.divergence import DivergedError
+from compare.contract.ending import DivergedError
 from compare.contract.progress import Progress, ProgressSnapshot
 from compare.contract.request import Request, ResumePoint
 from compare.judge.ladder import LOSS_SCALE, OF_FIRST_STEP, REQUEST, climb

@@ -4,7 +4,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from compare.contract.divergence import DivergedError
+from compare.contract.ending import DivergedError
 from compare.contract.record import read_record
 from compare.contract.request import REQUEST, Request
 from compare.contract.timing import Timing

@@ -1,15 +1,47 @@
-"""Divergence: a loss or a gradient norm that is not finite ends a run at its step."""
+"""How a run ends before its last step: exit codes, numbers that are not finite, and a signal that asks."""
 
 import math
+import signal
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from compare.contract.record import Step
 
+DONE, FAILED = 0, 1
+BAD_REQUEST = 2
+"""What was asked for, or what an input is like, cannot be: nothing was trained."""
+MISSING = 3
+"""Devices or packages."""
+STOPPED = 4
+"""Not finished, as somebody asked; nothing is wrong."""
+MEANT = frozenset({BAD_REQUEST, MISSING, STOPPED})
+"""Those that say more than that it failed."""
+ASKED = signal.SIGUSR1
+"""SLURM sends it before a time limit."""
+
 
 class DivergedError(RuntimeError):
     """Training left the finite numbers. The message is one line: engine, step, and what is not finite."""
+
+
+class StoppedEarly(Exception):
+    """Training was asked to end. All processes raise it after the same step, whose state is saved."""
+
+
+class StopRequest:
+    """Whether this process was asked to end."""
+
+    came = False
+
+    @classmethod
+    def listen(cls) -> None:
+        """From now on the signal asks, and kills no more. Call it from the main thread."""
+
+        def note(number: int, frame: object) -> None:
+            cls.came = True
+
+        signal.signal(ASKED, note)
 
 
 def end_if_diverged(engine: str, step: Step, *, where: Callable[[], str]) -> None:
@@ -24,7 +56,7 @@ def end_if_diverged(engine: str, step: Step, *, where: Callable[[], str]) -> Non
         DivergedError: one of them is not.
     """
     values = {"loss": step.loss, "gradient norm": step.grad_norm}
-    wrong = [f"its {what} is {value}" for what, value in values.items() if not math.isfinite(value)]
+    wrong = [f"its {name} is {value}" for name, value in values.items() if not math.isfinite(value)]
     if wrong:
         raise DivergedError(f"{engine} diverged at step {step.step}: {' and '.join(wrong)}; {where()}")
 
