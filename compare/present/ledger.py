@@ -55,7 +55,7 @@ def table_of_layout(ledgers: Sequence[EngineLedger]) -> Table:
         rows.append(Row(Text(axis), [*map(Text, words), *cells]))
     columns = ["role", *(["stage"] if pp > 1 else [])]
     return Table(
-        name=layout_in_words(ledgers[0].experiment, "cpu"),
+        name=f"Beside the textbook: {layout_in_words(ledgers[0].experiment, 'cpu')}",
         corner="axis",
         columns=[*columns, "textbook", *(ledger.engine for ledger in ledgers)],
         rows=rows,

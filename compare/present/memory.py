@@ -15,8 +15,6 @@ from compare.terminal import human_bytes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-NARROWEST = 0.1
-"""Of a step: what a phase takes whose name has room below it."""
 MANY_PHASES = 12
 """Changes from which on a pipeline's forwards and backwards are too close to be named."""
 
@@ -87,48 +85,39 @@ def memory_figures(records: Mapping[str, Record]) -> list[Figure]:
     """Memory over the watched step of each case that has a curve of it, of its fullest device."""
     figures = []
     for name, record in records.items():
-        profile = record.memory
-        if profile and profile.devices and (curve := profile.devices[profile.fullest].curve):
-            peak = profile.devices[profile.fullest].peak
+        if not (profile := record.memory) or not profile.devices:
+            continue
+        device = profile.of(profile.fullest)
+        if device.curve:
             which = f"Device {profile.fullest}" if len(profile.devices) > 1 else "Every device"
-            caption = f"{which}; the dotted line is the peak, in {peak.phase}: {place_of(peak)}."
-            method = f"{profile.method[:1].upper()}{profile.method[1:]}."
+            where = f"in {device.peak.phase}: {place_of(device.peak)}"
+            caption = f"{which}; the dotted line is the peak, {where}. Measured by: {profile.method}."
             title = f"Memory of {name} over a step"
-            figures.append(memory_figure(title, curve, peak, caption=f"{caption} {method}"))
+            figures.append(memory_figure(title, device.curve, device.peak, caption=caption))
     return figures
 
 
 def memory_figure(title: str, curve: Curve, peak: Peak, *, caption: str) -> Figure:
     """One device's memory over a step: an area for each class, and a line where the peak is."""
-    factor, unit = next(
-        ((size, unit) for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if peak.total >= size),
-        (1.0, "B"),
-    )
     heights: dict[str, list[float]] = {
-        kind: [size / factor for size in curve.bytes[kind]]
-        for kind in CLASSES
-        if any(curve.bytes.get(kind, ()))
+        kind: [size / 1e6 for size in curve.bytes[kind]] for kind in CLASSES if any(curve.bytes.get(kind, ()))
     }
 
     def draw(axes: "Axes") -> None:
         shades = [COLOURS[kind] for kind in heights]
         axes.stackplot(curve.positions, *heights.values(), labels=list(heights), colors=shades, linewidth=0)
         axes.axvline(peak.position, color=INK, linewidth=1, linestyle=":")
-        top = peak.total / factor
-        axes.set(xlim=(0, max(curve.length - 1, 1)), ylim=(0, 1.12 * top), ylabel=f"in use ({unit})")
+        top = peak.total / 1e6
+        axes.set(xlim=(0, max(curve.length - 1, 1)), ylim=(0, 1.12 * top), ylabel="in use (MB)")
         side = "left" if peak.position < curve.length / 2 else "right"
-        axes.text(peak.position, 1.05 * top, f" {top:.3g} {unit} ", ha=side, va="center")
+        axes.text(peak.position, 1.05 * top, f" {human_bytes(peak.total)} ", ha=side, va="center")
         axes.set_xlabel("operation of the step, in order")
         if len(curve.marks) <= MANY_PHASES:
-            ends = [mark.position for mark in curve.marks[1:]] + [curve.length]
-            named = {
-                (mark.position + end) / 2: mark.phase
-                for mark, end in zip(curve.marks, ends, strict=True)
-                if end - mark.position >= NARROWEST * curve.length
-            }
-            for mark in curve.marks[1:]:
-                axes.axvline(mark.position, color=INK, linewidth=0.6, alpha=0.5)
-            axes.set_xticks(list(named), list(named.values()))
-            axes.tick_params(axis="x", length=0)
+            places = [*(mark.position for mark in curve.marks), curve.length]
+            has_room = [end - begin >= curve.length / 8 for begin, end in itertools.pairwise(places)]
+            names = [mark.phase if room else "" for mark, room in zip(curve.marks, has_room, strict=True)]
+            axes.set_xticks(places[:-1], names, ha="left")
+            for place in places[1:-1]:
+                axes.axvline(place, color=INK, linewidth=0.6, alpha=0.5)
 
     return Figure(title=title, caption=caption, draw=draw)

@@ -122,7 +122,7 @@ def ledger_table(records: Mapping[str, Record], outcome: Outcome) -> Table:
 
 
 def _sent(size: int, calls: int, wire: int) -> Text:
-    return Text(human_bytes(size), f"{calls:,} calls, wire {human_bytes(wire)}")
+    return Text(human_bytes(size), f"{calls:,} call{'s' * (calls > 1)}, wire {human_bytes(wire)}")
 
 
 def manifest_table(name: str, record: Record) -> Table:

@@ -65,7 +65,7 @@ def test_a_run_that_sends_what_it_should(run, tmp_path, capsys):
     assert "model.py:7 (forward): blocks" in shown
     assert "2 x 4" in shown
     text = page.read_text()
-    assert text.startswith("**fully sharded over 2")
+    assert text.startswith("**Beside the textbook: fully sharded over 2")
     assert "| dp_shard | gather |" in text
     assert main(["ledger", "--results", str(run), "--json"]) == 0
     study = json.loads(capsys.readouterr().out)

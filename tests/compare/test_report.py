@@ -153,7 +153,7 @@ def test_ledgers_stand_side_by_side(tmp_path, tiny):
     rows = ledger_table(records, finished_of(tiny, costs)).rows
     assert [(row.head.text, row.head.note, [(c.text, c.note) for c in row.cells]) for row in rows] == [
         ("all_reduce over dp_replicate", "", [("4 kB", "2 calls, wire 6 kB")] * 2),
-        ("all_reduce over dp_replicate", "loss", [("4 B", "1 calls, wire 6 B"), ("-", "")]),
+        ("all_reduce over dp_replicate", "loss", [("4 B", "1 call, wire 6 B"), ("-", "")]),
         ("all", "", [("4 kB", "3 calls, wire 6.01 kB"), ("4 kB", "2 calls, wire 6 kB")]),
     ]
 

@@ -1,7 +1,7 @@
 """The page of a lesson, from a finished run of several engines and from the tree that runs."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from compare.contract.communication import summed
@@ -12,7 +12,7 @@ from compare.judge.outcome import Outcome, read_run
 from compare.numerics.parameters import parameter_count
 from compare.present.ledger import layouts_of, table_of_layout
 from compare.present.lesson import holdings, rings, worked
-from compare.present.lesson.sources import Key, Source, read_source, styles
+from compare.present.lesson.sources import Key, read_source, styles
 from compare.present.memory import peak_tables, resting_table
 from compare.present.profile import measured_figures, planned_figures
 from compare.show.findings import Findings
@@ -69,7 +69,6 @@ def lesson_page(strategy: str, outcome: Outcome, records: Mapping[str, Record], 
         value=outcome,
         passed=outcome.passed,
         about=[
-            *_intro(sources),
             f"{layout[0].upper()}{layout[1:]}.",
             f"All of this page is from the source tree and from one real run: "
             f"{parameter_count(experiment.model):,} parameters, {experiment.train.max_iters} steps, "
@@ -95,18 +94,10 @@ def lesson_page(strategy: str, outcome: Outcome, records: Mapping[str, Record], 
         template="lesson.html",
         styles=styles(),
         sources=sources,
-        checks={engine: ENGINES[engine].checks for engine in records},
+        engines=ENGINES,
         worked=worked,
         strategy=strategy,
         sent=sent,
         anchors={key: "row-" + re.sub(r"\W+", "-", "-".join(filter(None, key))) for key in keys},
         trials=lesson.trials,
     )
-
-
-def _intro(sources: Sequence[Source]) -> list[str]:
-    """Two sentences on the strategy, from the files' docstrings: by hand, and by somebody else."""
-    ways = [match[0] for source in sources if (match := re.search(r"\bby [^:]+: .*", source.summary))]
-    by_hand = [way for way in ways if way.startswith("by hand")]
-    others = [way for way in ways if way not in by_hand]
-    return [f"{way[0].upper()}{way[1:]}" for way in (*by_hand[:1], *others[:1])]

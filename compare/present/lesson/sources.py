@@ -12,7 +12,6 @@ from pygments.lexers.python import PythonLexer
 
 from compare.contract.record import Record
 from compare.host.tensors import RecordError
-from compare.spec.engines.registry import ENGINES
 from compare.studies.lessons import source_file, source_root
 
 _PLACE = re.compile(r"^([\w./-]+\.py):(\d+)")
@@ -34,11 +33,6 @@ class Source(Struct, frozen=True, kw_only=True):
     """Lines of this file that cause a row."""
     elsewhere: Mapping[Key, list[str]]
     """Other places that a row comes from, if no line of this file causes it."""
-
-    @property
-    def decides(self) -> str:
-        """Who decides where data moves."""
-        return ENGINES[self.engine].decides
 
     @property
     def summary(self) -> str:
