@@ -32,31 +32,30 @@ def watch(
     """
     patience_s = timeout_s + GRACE_S
     activity = Activity(lambda: _cpu_seconds(process.pid))
-    seen, moved = 0, False
+    offset, seen, moved = 0, 0, False
     last_sign = last_look = time.monotonic()
-    with _StepTail(folder) as tail:
-        while True:
-            ended = process.poll() is not None  # asked before reading, so that the last steps are read
-            for step in tail.read():
-                on_step(step)
-                seen, moved = seen + 1, True
-            if ended:
-                return ""
-            if time.monotonic() - last_look > look_s(timeout_s):
-                last_look = time.monotonic()
-                starts = elsewhere and not seen
-                if (activity.is_busy() or moved or starts) and not _is_stopped(process.pid):
-                    last_sign = last_look
-                moved = False
-            if time.monotonic() - last_sign > patience_s:
-                does = (
-                    "is stopped (SIGSTOP, or a debugger)" if _is_stopped(process.pid) else "computes nothing"
-                )
-                return (
-                    f"no progress for {patience_s:.0f} s after {seen} steps: process {process.pid} {does}, "
-                    "so it was ended"
-                )
-            time.sleep(POLL_S)
+    while True:
+        ended = process.poll() is not None  # asked before reading, so that the last steps are read
+        steps, offset = _steps_after(offset, folder)
+        for step in steps:
+            on_step(step)
+            seen, moved = seen + 1, True
+        if ended:
+            return ""
+        if time.monotonic() - last_look > look_s(timeout_s):
+            last_look = time.monotonic()
+            starts = elsewhere and not seen
+            if (activity.is_busy() or moved or starts) and not _is_stopped(process.pid):
+                last_sign = last_look
+            moved = False
+        if time.monotonic() - last_sign > patience_s:
+            stopped = _is_stopped(process.pid)
+            does = "is stopped (SIGSTOP, or a debugger)" if stopped else "computes nothing"
+            return (
+                f"no progress for {patience_s:.0f} s after {seen} steps: process {process.pid} {does}, "
+                "so it was ended"
+            )
+        time.sleep(POLL_S)
 
 
 def _is_stopped(pid: int) -> bool:
@@ -79,28 +78,12 @@ def _cpu_seconds(pid: int) -> float:
     return total
 
 
-class _StepTail:
-    """Follows a steps file as it grows; the open file outlives its renaming."""
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self._file = None
-        self._partial = b""
-
-    def __enter__(self) -> "_StepTail":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._file:
-            self._file.close()
-
-    def read(self) -> list[Step]:
-        """The steps completed since the last call."""
-        for name in (files.STEPS_PART, files.STEPS):
-            if self._file is None and (self._folder / name).is_file():
-                with contextlib.suppress(FileNotFoundError):  # renamed just now: the next name has it
-                    self._file = (self._folder / name).open("rb")
-        if self._file is None:
-            return []
-        *lines, self._partial = (self._partial + self._file.read()).split(b"\n")
-        return [files.decode_json(line, Step) for line in lines]
+def _steps_after(offset: int, folder: Path) -> tuple[list[Step], int]:
+    """The steps beyond a place of the steps file, which is renamed when the run ends; and the new place."""
+    for name in (files.STEPS_PART, files.STEPS):
+        with contextlib.suppress(FileNotFoundError), (folder / name).open("rb") as file:
+            file.seek(offset)
+            lines = file.read().rpartition(b"\n")[0]
+            steps = [files.decode_json(line, Step) for line in lines.splitlines()]
+            return steps, offset + len(lines) + 1 if lines else offset
+    return [], offset

@@ -29,27 +29,20 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (f'#!/bin/sh\nexec {sys.executable} -S "$@"\n'.encode(), "shardpair is not installed there (no "),
-        (b"#!/nowhere/python\n", "it cannot be run (No such file or directory)"),
-        (b"\x7fELF" + bytes(100), "it cannot be run (Exec format error)"),
-        (b"#!/bin/sh\nexit 0\n", "it is no Python that can be asked"),
-        (
-            b"#!/bin/sh\necho it is Python 3.8 >&2; exit 1\n",
-            "it is Python 3.8: give the path of a Python 3.11",
-        ),
-    ],
-    ids=["without packages", "bad #!", "another machine's", "no Python", "old"],
-)
-@pytest.mark.parametrize("flag", ["--torch_python", "--jax_python"])
-def test_a_python_that_cannot_run_a_side(folder, capsys, content, says, flag):
-    python = program(folder, "py", content)
-    assert main([*ARGUMENTS, flag, python]) == 3
-    said = capsys.readouterr().err
-    assert said.startswith(f"shardpair: error: {flag} {python}: {says}")
-    assert said.count("\n") == 1
+def test_a_python_that_cannot_run_a_side(folder, capsys):
+    for content, says in {
+        f'#!/bin/sh\nexec {sys.executable} -S "$@"\n'.encode(): "shardpair is not installed there (no ",
+        b"#!/nowhere/python\n": "it cannot be run (No such file or directory)",
+        b"\x7fELF" + bytes(100): "it cannot be run (Exec format error)",
+        b"#!/bin/sh\nexit 0\n": "it is no Python that can be asked",
+        b"#!/bin/sh\necho it is Python 3.8 >&2; exit 1\n": "it is Python 3.8: give the path of a Python 3.11",
+    }.items():
+        python = program(folder, "py", content)
+        for flag in ("--torch_python", "--jax_python"):
+            assert main([*ARGUMENTS, flag, python]) == 3
+            said = capsys.readouterr().err
+            assert said.startswith(f"shardpair: error: {flag} {python}: {says}")
+            assert said.count("\n") == 1
     assert [path.name for path in folder.iterdir()] == ["py"]
 
 
@@ -74,18 +67,21 @@ def test_a_python_with_everything_is_taken(folder):
     assert packages.why_not_python(side, python) == ""
 
 
-@pytest.mark.parametrize(
-    ("chosen", "there", "visible"),
-    [(None, 2, 2), ("0,1", 0, 0), ("0,1", 2, 2), ("1", 2, 1), ("0,7", 2, 1), ("", 2, 0), ("-1", 2, 0),
-     ("GPU-1234", 2, 1), ("0,-1,1", 2, 1)],
-)  # fmt: skip
-def test_gpus_are_those_of_the_machine(monkeypatch, chosen, there, visible):
-    monkeypatch.setattr(launch, "installed_gpus", lambda: there)
-    if chosen is None:
+def test_gpus_are_those_of_the_machine(monkeypatch):
+    for chosen, there, visible in (
+        (None, 2, 2),
+        ("0,1", 0, 0),
+        ("0,1", 2, 2),
+        ("0,7", 2, 1),
+        ("", 2, 0),
+        ("GPU-1234", 2, 1),
+        ("0,-1,1", 2, 1),
+    ):
+        monkeypatch.setattr(launch, "installed_gpus", lambda count=there: count)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert visible_gpus() == visible
+        if chosen is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert visible_gpus() == visible, chosen
 
 
 def test_a_variable_is_no_gpu(folder, capsys, monkeypatch):
@@ -129,6 +125,7 @@ def test_refused_data_leaves_no_folder(folder, capsys):
     own = create_run_dir("mine", "place/mine")
     remove_run_dir(own)
     assert (folder / "place").is_dir()  # which may have been there
+    assert create_run_dir("demo") != create_run_dir("demo")  # two that begin at once
 
 
 def test_a_long_reading_is_said(folder, tiny, monkeypatch, capsys):
