@@ -126,7 +126,7 @@ def unequal_terms(result: TimedOutcome) -> list[str]:
     ]
 
 
-def what_was_held(result: TimedOutcome) -> str:
+def agreement_summary(result: TimedOutcome) -> str:
     """How far apart losses and norms are at most, and which cases had nothing to be held against."""
     pairs = list(_pairs(result))
     held = {one.name for case, _, reference, _ in pairs if case != reference for one in (case, reference)}

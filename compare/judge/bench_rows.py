@@ -23,9 +23,6 @@ class BenchRow(Struct, frozen=True, kw_only=True):
     rounds: int
     wall_ms: float
     """Of a step in a window, where nothing waits for it."""
-    wall_ms_least: float
-    """Of all rounds."""
-    wall_ms_most: float
     wall_ratio: Estimate | None
     """Over the baseline's, of the same round; None without one."""
     cpu_ms: float
@@ -106,8 +103,6 @@ def _row(result: TimedOutcome, case: Case, own: Mapping[int, Measurement]) -> Be
         devices=devices,
         rounds=len(own),
         wall_ms=wall_ms,
-        wall_ms_least=min(one.wall_ms for one in own.values()),
-        wall_ms_most=max(one.wall_ms for one in own.values()),
         wall_ratio=ratio(lambda one: one.wall_ms),
         cpu_ms=median(lambda one: one.cpu_ms),
         cpu_ratio=ratio(lambda one: one.cpu_ms),

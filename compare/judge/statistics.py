@@ -36,26 +36,6 @@ class Estimate(Struct, frozen=True, kw_only=True):
             return self.median, self.median
         return self.low, self.high
 
-    def overlaps(self, other: "Estimate") -> bool:
-        """True if both intervals have a value in common. False where one is missing."""
-        if self.low is None or self.high is None or other.low is None or other.high is None:
-            return False
-        return self.low <= other.high and other.low <= self.high
-
-    def holds(self, value: float) -> bool:
-        """True if the value lies in the interval. False where there is none."""
-        return self.low is not None and self.high is not None and self.low <= value <= self.high
-
-    def told_apart(self) -> tuple[float, float] | None:
-        """Ratios from which on an interval of this relative width leaves 1.00 out: one below it, one above.
-
-        A true ratio there is told from 1.00 about every second time, one twice as far off nineteen times in
-        twenty (of normal noise, computed). None without an interval.
-        """
-        if self.low is None or self.high is None:
-            return None
-        return self.median / self.high, self.median / self.low
-
 
 def coverage(rounds: int, rank: int) -> float:
     """Probability that the `rank`-th smallest and the `rank`-th largest value enclose the true median.
@@ -76,31 +56,17 @@ def rank_of(rounds: int) -> int:
     return max((rank for rank in ranks if coverage(rounds, rank) >= CONFIDENCE), default=0)
 
 
-def coverage_text(rounds: int) -> str:
-    """Coverage of the interval of so many rounds, `MIN_ROUNDS` or more: 93.8 %."""
-    return f"{100 * coverage(rounds, rank_of(rounds)):.1f} %"
-
-
-def told_by_all(estimates: Iterable[Estimate]) -> tuple[float, float] | None:
-    """`Estimate.told_apart` of the widest of several intervals; None where none has one."""
-    ends = [ends for one in estimates if (ends := one.told_apart())]
-    return (min(low for low, _ in ends), max(high for _, high in ends)) if ends else None
-
-
 def interval_words(estimates: Iterable[Estimate]) -> str:
     """Coverage and rounds of some estimates' intervals: 93.8 % intervals of 5 rounds."""
     rounds = sorted({one.rounds for one in estimates if one.has_interval})
     if not rounds:
         return f"left out: fewer than {MIN_ROUNDS} rounds give no interval"
-    return ", ".join(f"{coverage_text(count)} intervals of {count} rounds" for count in rounds)
+    covered = {count: coverage(count, rank_of(count)) for count in rounds}
+    return ", ".join(f"{100 * share:.1f} % intervals of {count} rounds" for count, share in covered.items())
 
 
 def ratios(ours: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
-    """Ours over the baseline's, for each round that has both.
-
-    Args:
-        ours, baseline: a positive figure for each round.
-    """
+    """Ours over the baseline's, for each round that has both."""
     return [ours[number] / baseline[number] for number in sorted(ours.keys() & baseline.keys())]
 
 
@@ -108,13 +74,8 @@ def estimate(values: Sequence[float]) -> Estimate:
     """The median of one value a round, with the sign test's interval: two of the values themselves.
 
     It asks nothing of the noise but that rounds are independent, and its coverage is known exactly. The
-    percentile bootstrap at 95 % has the same ends for five rounds, and covers 87.5 % with seven.
-
-    Args:
-        values: at least one.
-
-    Returns:
-        Without an interval if there are fewer than `MIN_ROUNDS`.
+    percentile bootstrap at 95 % has the same ends for five rounds, and covers 87.5 % with seven. Fewer than
+    `MIN_ROUNDS` values have no interval.
     """
     ordered = sorted(map(float, values))
     median, rank = statistics.median(ordered), rank_of(len(ordered))

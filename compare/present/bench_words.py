@@ -1,28 +1,17 @@
 """A bench in words: what is to be known of its figures, and what spoils those of any study."""
 
 import math
-from collections.abc import Sequence
 
 from compare.execute.load import is_busy
-from compare.judge.bench_agreement import mistakes, unequal_terms, what_was_held
-from compare.judge.bench_rows import BenchRow, baseline_of, blocks
-from compare.judge.statistics import MIN_ROUNDS, interval_words, told_by_all
+from compare.judge.bench_agreement import agreement_summary, mistakes, unequal_terms
+from compare.judge.bench_rows import baseline_of, blocks
+from compare.judge.statistics import MIN_ROUNDS, interval_words
 from compare.judge.timed_outcome import TimedOutcome
 from compare.show.findings import written
 from compare.terminal import human_bytes, layout_in_words
 
 PACKAGES = ("python", "jax", "torch")
 CACHED = "Compiled programs may have been kept between processes: compilation may have been reading one."
-
-
-def told_in(rows: Sequence[BenchRow]) -> str:
-    """Between which ratios a row of a block is not told from 1.00, at the worst; '' without intervals."""
-    ends = {
-        "wall time": told_by_all(row.wall_ratio for row in rows if row.wall_ratio),
-        "CPU time": told_by_all(row.cpu_ratio for row in rows if row.cpu_ratio),
-    }
-    words = [f"{name} {pair[0]:.2f} to {pair[1]:.2f}" for name, pair in ends.items() if pair]
-    return f"Ratios that half of all benches would not tell from 1.00: {', '.join(words)}." if words else ""
 
 
 def block_title(result: TimedOutcome, block: str) -> str:
@@ -70,7 +59,7 @@ def sentences(result: TimedOutcome) -> list[str]:
         f"memory, {machine.system}; "
         f"{', '.join(f'{name} {versions[name]}' for name in PACKAGES if name in versions)}; "
         f"{result.circumstances.made_by}.",
-        *filter(None, [what_was_held(result)]),
+        *filter(None, [agreement_summary(result)]),
         *([CACHED] if result.is_cached else []),
     ]
 

@@ -9,7 +9,7 @@ from compare.flags.pythons import pythons_of
 from compare.judge.bench_rows import BenchRow, blocks
 from compare.judge.outcome import Grid, Outcome
 from compare.judge.timed_outcome import HowItRan, timed
-from compare.present.bench_words import block_title, in_one_line, sentences, told_in
+from compare.present.bench_words import block_title, in_one_line, sentences
 from compare.show.figures import Figure, intervals
 from compare.show.findings import Column, Findings, table_of
 from compare.spec.engines.registry import STUDIED
@@ -94,8 +94,7 @@ class Bench(Timed, frozen=True, kw_only=True):
             sentence=in_one_line(view),
             about=sentences(view),
             tables=[
-                table_of(block_title(view, block), COLUMNS, of_block, below=told_in(of_block))
-                for block, of_block in by_block.items()
+                table_of(block_title(view, block), COLUMNS, of_block) for block, of_block in by_block.items()
             ],
             figures=ratio_figures(rows, view.baseline),
             details=[table_of("How each case ran", HOW, list(view.how.items()), look="words")],

@@ -7,7 +7,6 @@ from timed_engines import bench
 
 from compare import api
 from compare.cli import main
-from compare.execute import machine
 from compare.judge import ladder
 from compare.judge.bench_rows import blocks
 from compare.judge.outcome import OUTCOME, read_outcome
@@ -47,7 +46,6 @@ def test_five_rounds_have_intervals(timed_engines, capsys):
     printed = capsys.readouterr().out
     assert "1.00 [1.00, 1.00]" in next(line for line in printed.splitlines() if "torch-library" in line)
     assert "no interval" not in printed
-    assert " ".join(printed.split()).count("would not tell from 1.00: wall time 1.00 to 1.00") == 1
 
 
 def test_json_has_rows_and_every_value(timed_engines, capsys):
@@ -73,12 +71,6 @@ def test_a_case_that_fails_is_named_tried_once_more_and_ends_no_other(timed_engi
     page = (tmp_path / "b" / "bench.html").read_text()
     assert "&lt;b&gt;no&lt;/b&gt; luck" in page
     assert "<b>no</b>" not in page
-
-
-def test_nothing_finished_is_said(timed_engines, capsys):
-    timed_engines.failing = ("torch-manual", "torch-library")
-    assert bench("--rounds", "1") == 1
-    assert "torch-manual: <b>no</b> luck" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("at", [1, 4])
@@ -138,13 +130,6 @@ def test_a_case_that_runs_otherwise_than_before_is_a_failure(timed_engines, caps
     assert "torch-manual.single did not run in the same way in all rounds" in capsys.readouterr().out
 
 
-def test_unequal_threads_are_told(timed_engines, capsys):
-    timed_engines.threads = iter(["one", "two"])
-    assert bench("--rounds", "1") == 0
-    said = "torchpar did not compute on equal terms, by its threads: one: torch-manual.single; two: torch-"
-    assert said in capsys.readouterr().out
-
-
 def test_a_record_that_is_not_what_was_asked_for_is_a_failure(timed_engines, capsys):
     timed_engines.windows = 1
     assert bench("--rounds", "1") == 1
@@ -161,31 +146,11 @@ def test_what_cannot_be_is_refused_before_anything_starts(timed_engines, capsys)
         (["--train.max_iters", "9"], "--train.max_iters has no effect"),
         (["--presets", "ddp", "--layout.tp", "2"], "--layout.tp 2 has no effect"),
         (["--init_from", "w.safetensors"], "--init_from has no effect"),
-        (["--continue", "b"], "leave out --run_dir"),
+        (["--continue", "b"], "leave out --engines, --run_dir"),
     ):
         assert bench(*arguments) == 2, arguments
         assert message in capsys.readouterr().err
     assert timed_engines.launched == []
-
-
-def test_figures_of_two_versions_do_not_mix(timed_engines, tmp_path, monkeypatch, capsys):
-    timed_engines.interrupted_at = 2
-    assert bench("--rounds", "1") == 130
-    capsys.readouterr()
-    monkeypatch.setattr(machine, "git_state", lambda: ("f" * 40, False))
-    assert main(["bench", "--continue", "b", "--quiet"]) == 2
-    said = capsys.readouterr().err
-    assert "was begun with " in said
-    assert "two do not mix" in said
-    assert main(["bench", "--continue", str(tmp_path), "--quiet"]) != 0
-    assert "has no outcome.json" in capsys.readouterr().err
-
-
-def test_a_plan_starts_nothing(timed_engines, tmp_path, capsys):
-    assert bench("--dry_run", "--presets", "ddp", "pp_zero_bubble", "--devices", "2") == 0
-    printed = capsys.readouterr().out
-    assert "torch-library.ddp-2" in printed
-    assert (timed_engines.launched, (tmp_path / "b").exists()) == ([], False)
 
 
 def test_a_bench_from_python(timed_engines, capsys):
@@ -194,7 +159,7 @@ def test_a_bench_from_python(timed_engines, capsys):
     ((manual, library),) = blocks(timed(race.outcome)).values()
     assert manual.wall_ratio is None  # the baseline
     assert library.wall_ratio is not None
-    assert library.wall_ratio.holds(1.0)
+    assert library.wall_ratio.low <= 1.0 <= library.wall_ratio.high
     assert "Wall time over that of torch-manual, 5 rounds" in repr(race)
     assert api.read("b").sentence() == race.sentence()
     assert capsys.readouterr().out == ""

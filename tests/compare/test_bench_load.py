@@ -40,13 +40,6 @@ def test_a_busy_machine_is_on_the_record_if_it_is_wanted(timed_engines, tmp_path
     assert said in (tmp_path / "b" / "bench.html").read_text()
 
 
-def test_a_machine_that_gets_busy_later_is_on_the_record(timed_engines, monkeypatch, capsys):
-    loads = iter([0.0, 0.0, 2.0])
-    monkeypatch.setattr(load, "busy_cores", lambda: next(loads))
-    assert bench("--rounds", "2") == 0
-    assert "Others used the processor before round 2 (2.0 cores)" in capsys.readouterr().out
-
-
 def test_what_others_use_beside_a_process_is_told(timed_engines, monkeypatch, tmp_path, capsys):
     loads = iter([0.0, 1.3])
     monkeypatch.setattr(load.LoadBeside, "cores", lambda self: next(loads))

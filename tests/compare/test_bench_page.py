@@ -7,10 +7,10 @@ from outline import require_alone
 
 from compare.judge.bench_rows import blocks
 from compare.judge.statistics import Estimate
-from compare.present.bench_words import in_one_line, sentences, told_in, warnings
-from compare.show.findings import table_of, written
+from compare.present.bench_words import in_one_line, sentences, warnings
+from compare.show.findings import written
 from compare.show.page import write_page
-from compare.studies.bench import COLUMNS, Bench
+from compare.studies.bench import Bench
 
 pytestmark = pytest.mark.usefixtures("with_pictures")
 
@@ -63,28 +63,14 @@ def test_figures_are_medians_over_rounds(tiny):
     walls = {1: 10.0, 2: 30.0, 3: 12.0}
     measurements = [measurement_of(case, number, wall_ms=wall) for number, wall in walls.items()]
     ((row,),) = blocks(bench_of(cases, measurements=measurements, rounds=3)).values()
-    assert (row.wall_ms, row.wall_ms_least, row.wall_ms_most) == pytest.approx((12.0, 10.0, 30.0))
-    assert (row.cpu_ms, row.single_ms) == pytest.approx((24.0, 13.2))
+    assert (row.wall_ms, row.cpu_ms, row.single_ms) == pytest.approx((12.0, 24.0, 13.2))
     assert row.tokens_per_s == pytest.approx(case.experiment.tokens_per_step / 0.012)
-
-
-def test_a_column_that_nobody_has_a_figure_for_is_left_out(result):
-    rows = next(iter(blocks(result).values()))
-    table = table_of("a", COLUMNS, [msgspec.structs.replace(row, mfu=None) for row in rows])
-    assert "MFU" not in table.columns
-    assert {len(row.cells) for row in table.rows} == {len(table.columns)}
-    table = table_of("a", COLUMNS, [msgspec.structs.replace(rows[0], mfu=0.4), *rows[1:]])
-    assert "MFU" in table.columns
 
 
 def test_words_say_what_must_be_known(result, tiny):
     said = " ".join(sentences(result))
     assert "CPU timings: 5 rounds" in said
     assert "Around it: 93.8 % intervals of 5 rounds." in said
-    for block, rows in blocks(result).items():
-        ends = [row.wall_ratio.told_apart() for row in rows if row.wall_ratio]
-        low, high = min(low for low, _ in ends), max(high for _, high in ends)
-        assert f"wall time {low:.2f} to {high:.2f}, CPU time" in told_in(rows), block
     assert in_one_line(result).startswith(
         "Wall time over that of torch-manual, 5 rounds: torch-library under fsdp-2"
     )

@@ -7,14 +7,11 @@ from hypothesis import strategies as st
 
 from compare.judge.statistics import (
     MIN_ROUNDS,
-    Estimate,
     coverage,
-    coverage_text,
     estimate,
     interval_words,
     rank_of,
     ratios,
-    told_by_all,
 )
 
 positive = st.floats(0.01, 100.0)
@@ -36,29 +33,14 @@ def test_more_rounds_never_make_an_interval_less_sure():
     sure = {rounds: coverage(rounds, rank_of(rounds)) for rounds in range(MIN_ROUNDS, 60)}
     assert min(sure.values()) == sure[MIN_ROUNDS] == 1 - 2 / 2**5
     assert all(coverage(rounds, rank_of(rounds) + 1) < sure[MIN_ROUNDS] for rounds in sure)
-    assert [coverage_text(rounds) for rounds in (5, 7, 9, 13)] == ["93.8 %", "98.4 %", "96.1 %", "97.8 %"]
     assert [rank_of(rounds) for rounds in range(MIN_ROUNDS)] == [0] * MIN_ROUNDS
-
-
-@pytest.mark.parametrize("rounds", [5, 9])
-def test_what_could_be_told_is_told_as_often_as_it_says(rounds):
-    """Half of the time at `told_apart`'s ends, nineteen times in twenty twice as far off."""
-    random, trials, sigma = np.random.default_rng(rounds), 4000, 0.02
-    noise = random.normal(scale=sigma, size=(trials, rounds))
-    typical = np.median([estimate(1 + one).told_apart() for one in noise], axis=0)
-    for side in typical:
-        for times, expected in ((1, 0.5), (2, 0.95)):
-            ratio = 1 + times * (side - 1)
-            told = np.mean([not estimate(ratio * (1 + one)).holds(1.0) for one in noise])
-            assert expected - 0.08 < told < expected + 0.08
 
 
 def test_what_differs_by_more_than_its_noise_is_told_apart():
     random = np.random.default_rng(0)
     for _ in range(20):
         found = estimate(0.9 * random.lognormal(sigma=0.01, size=5))
-        assert found.holds(found.median)
-        assert not found.holds(1.0)
+        assert found.low <= found.median <= found.high < 1.0
 
 
 def test_an_engine_against_itself_holds_one():
@@ -68,7 +50,7 @@ def test_an_engine_against_itself_holds_one():
         drift = np.exp(random.normal(scale=0.5, size=5))  # of the machine, from round to round
         a, b = (drift * random.lognormal(sigma=0.02, size=5) for _ in range(2))
         found = estimate(ratios(dict(enumerate(a)), dict(enumerate(b))))
-        held += found.holds(1.0)
+        held += found.low <= 1.0 <= found.high
         assert found.median == pytest.approx(1.0, abs=0.1)  # the drift counts for neither
     assert held >= 85
 
@@ -87,25 +69,6 @@ def test_interval_is_around_the_median_and_within_the_values(values):
 def test_ratios_are_of_the_same_round(ours, baseline):
     both = sorted(ours.keys() & baseline.keys())
     assert ratios(ours, baseline) == [ours[number] / baseline[number] for number in both]
-
-
-def test_no_interval_holds_nothing():
-    assert not estimate([1.0, 1.0]).holds(1.0)
-
-
-def test_intervals_overlap_where_they_share_a_value():
-    one, near, far = (estimate([start + 0.1 * i for i in range(5)]) for start in (1.0, 1.4, 1.5))
-    assert one.overlaps(near)
-    assert near.overlaps(one)
-    assert not one.overlaps(far)
-    assert not one.overlaps(estimate([1.0, 1.0]))
-
-
-def test_what_all_of_several_intervals_could_have_told():
-    narrow, wide = (Estimate(median=2.0, rounds=5, low=2.0 / off, high=2.0 * off) for off in (1.01, 1.25))
-    few = estimate([1.0, 2.0])
-    assert wide.told_apart() == told_by_all([narrow, wide, few]) == (pytest.approx(0.8), pytest.approx(1.25))
-    assert told_by_all([few]) is None
 
 
 def test_words_of_intervals_name_their_rounds():
