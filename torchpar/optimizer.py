@@ -1,6 +1,6 @@
 """AdamW and SGD as `compare.numerics.optimizer` defines them, by torch.optim; the norm over all ranks."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,12 +95,6 @@ def scale_gradients(parameters: Mapping[str, torch.Tensor], norm: torch.Tensor, 
         torch._foreach_mul_(gradients, (max_norm / (norm + CLIP_EPS)).clamp(max=1.0))
 
 
-def flags_on_all(flags: torch.Tensor, axes: Iterable[Axis]) -> None:
-    """Set each of the flags, any shape, to its maximum over the ranks of these axes: raised is above 0."""
-    for axis in axes:
-        axis.all_reduce(flags, op="max", purpose=NORM)
-
-
 @torch.no_grad()
 def gradient_norm(
     parameters: Mapping[str, torch.Tensor],
@@ -115,9 +109,16 @@ def gradient_norm(
         sharded_over: by name, the axes over which pieces are spread; the same on all ranks.
         copies: names of what another rank counts.
     """
+    by_axes: dict[tuple[Axis, ...], list[torch.Tensor]] = {}
+    for name, parameter in parameters.items():
+        if name not in copies:
+            axes = sharded_over.get(name, ())
+            gradients = by_axes.setdefault(axes, [local(parameter.detach()).new_zeros(())])
+            if parameter.grad is not None:
+                gradients.append(local(parameter.grad))
     norms = []
-    counted = {name: parameter for name, parameter in parameters.items() if name not in copies}
-    for axes, gradients in _gradients_by_axes(counted, sharded_over).items():
+    # Ranks of a pipeline have other parameters, but must reduce in the same order.
+    for axes, gradients in sorted(by_axes.items(), key=lambda group: [axis.name for axis in group[0]]):
         norm = norm_of_all(gradients)
         if axes:
             square = norm.square()
@@ -144,16 +145,3 @@ def norm_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1)
         norms += [torch.linalg.vector_norm(part) for part in (rows, flat[whole:])]
     return torch.linalg.vector_norm(torch.stack(norms))
-
-
-def _gradients_by_axes(
-    parameters: Mapping[str, torch.Tensor], sharded_over: Mapping[str, tuple[Axis, ...]]
-) -> dict[tuple[Axis, ...], list[torch.Tensor]]:
-    groups: dict[tuple[Axis, ...], list[torch.Tensor]] = {}
-    for name, parameter in parameters.items():
-        axes = sharded_over.get(name, ())
-        gradients = groups.setdefault(axes, [local(parameter.detach()).new_zeros(())])
-        if parameter.grad is not None:
-            gradients.append(local(parameter.grad))
-    # Ranks of a pipeline have other parameters, but must reduce in the same order.
-    return dict(sorted(groups.items(), key=lambda group: [axis.name for axis in group[0]]))

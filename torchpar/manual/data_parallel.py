@@ -16,7 +16,8 @@ Sources: PyTorch DDP (arXiv 2006.15704).
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
@@ -25,7 +26,6 @@ from torch import nn
 
 from compare.contract.communication import GRADIENTS, REPLICATE
 from torchpar.comm.collectives import Axis, ProcessGroup, Work
-from torchpar.manual.accumulation import Accumulates
 
 T = TypeVar("T", bound=Any)
 GradientSync = Literal["naive", "flat", "overlapped", "bucketed"]
@@ -116,6 +116,21 @@ class LaunchOrder(list[T]):
         while self.taken < len(self) and self[self.taken].is_full:
             self.taken += 1
             yield self[self.taken - 1]
+
+
+class Accumulates:
+    """A wrapper that reduces gradients in backward, except in `no_sync`."""
+
+    is_synchronizing = True
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Only accumulate: put it around forward and backward of every pass of a step but the last."""
+        before, self.is_synchronizing = self.is_synchronizing, False
+        try:
+            yield
+        finally:
+            self.is_synchronizing = before
 
 
 class DataParallel(Accumulates, nn.Module):
