@@ -23,7 +23,7 @@ from compare.commands.report import Report
 from compare.commands.runs import Runs
 from compare.commands.sample import Sample
 from compare.execute.launch import EngineError, EnvironmentMissing
-from compare.flags.arguments import Spec, defaults_for
+from compare.flags import Spec, defaults_for
 from compare.host.tensors import RecordError
 from compare.spec.experiment import ExperimentError, load
 from compare.studies.nanogpt_config import begins_with, notes_on

@@ -27,8 +27,7 @@ from compare.execute.launch import EngineError, launch, prepare
 from compare.execute.machine import here_and_now, require_same_source
 from compare.execute.paths import PICTURES, check_output, create_run_dir, remove_run_dir
 from compare.execute.progress import Reporter
-from compare.flags.arguments import Spec, check_timeout
-from compare.flags.pythons import checked_pythons
+from compare.flags import Spec, check_timeout, checked_pythons
 from compare.host.tensors import RecordError
 from compare.judge.ladder import objections_by_itself
 from compare.judge.metrics import figures

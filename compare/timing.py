@@ -16,7 +16,7 @@ from compare.contract.timing import Timing
 from compare.execute import load
 from compare.execute.ask import measure_ceiling
 from compare.execute.launch import EngineError, EnvironmentMissing, launch
-from compare.flags.pythons import pythons_of
+from compare.flags import pythons_of
 from compare.judge.bench_agreement import mistakes
 from compare.judge.bench_rows import baseline_of
 from compare.judge.ladder import objections_by_itself

@@ -17,7 +17,7 @@ from compare.checkpoint.description import WEIGHTS, Checkpoint
 from compare.checkpoint.reader import CheckpointReader
 from compare.checkpoint.saver import Part, write_checkpoint
 from compare.execute.ask import convert_by_side
-from compare.flags.pythons import SidePythons, checked_pythons
+from compare.flags import SidePythons, checked_pythons
 from compare.numerics.initial_weights import write_weights
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import storage_dtype

@@ -5,7 +5,7 @@ from rich.table import Table
 
 from compare.execute.ask import ask
 from compare.execute.launch import EnvironmentMissing, child_environment
-from compare.flags.pythons import SidePythons, pythons_of
+from compare.flags import SidePythons, pythons_of
 from compare.spec.engines.registry import SIDES, STUDIED
 from compare.spec.experiment import MAX_CPU_DEVICES, Experiment
 from compare.terminal import coloured, print_json, results_console

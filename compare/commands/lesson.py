@@ -10,8 +10,7 @@ import msgspec
 import tyro
 
 from compare.execute.paths import check_output
-from compare.flags.arguments import defaults_for
-from compare.flags.pythons import SidePythons
+from compare.flags import SidePythons, defaults_for
 from compare.judge.outcome import Outcome
 from compare.spec.experiment import Experiment, ExperimentError, load
 from compare.studies.lessons import EXPERIMENT, LESSONS

@@ -12,7 +12,7 @@ from compare.checkpoint.reader import CheckpointReader
 from compare.commands.convert import as_checkpoint
 from compare.execute.ask import ask
 from compare.execute.launch import child_environment
-from compare.flags.pythons import SidePythons, checked_pythons
+from compare.flags import SidePythons, checked_pythons
 from compare.numerics.sampling import SampleRequest
 from compare.spec.engines.registry import REFERENCE, SIDES, side_of
 from compare.spec.experiment import Experiment, ExperimentError

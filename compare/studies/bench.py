@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from compare.flags.arguments import EngineName
-from compare.flags.chosen_layout import DEVICES
-from compare.flags.pythons import pythons_of
+from compare.flags import DEVICES, EngineName, pythons_of
 from compare.judge.bench_rows import BenchRow, blocks
 from compare.judge.outcome import Grid, Outcome
 from compare.judge.timed_outcome import HowItRan, timed

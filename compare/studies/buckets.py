@@ -28,7 +28,7 @@ from msgspec.structs import replace
 
 from compare.contract.collective_bench import OURS
 from compare.execute.launch import EngineError
-from compare.flags.pythons import pythons_of
+from compare.flags import pythons_of
 from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.collective_fit import Fit
 from compare.judge.outcome import Grid, Outcome

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from compare.execute.launch import EnvironmentMissing
 from compare.execute.paths import check_output
-from compare.flags.arguments import EngineName, chosen_engines
+from compare.flags import EngineName, chosen_engines
 from compare.host.disk import write_atomically
 from compare.host.tensors import RecordError
 from compare.judge.goldens import NANOGPT, folder_of, read_golden

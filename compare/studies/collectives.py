@@ -24,8 +24,7 @@ from compare.execute.hosts import HERE, Hosts
 from compare.execute.launch import EngineError, run_side, visible_gpus
 from compare.execute.load import busy_cores, is_busy, require_idle
 from compare.execute.machine import free_memory_bytes, gpu_memory_bytes
-from compare.flags.arguments import Hidden
-from compare.flags.pythons import checked_pythons
+from compare.flags import Hidden, checked_pythons
 from compare.host.json_files import read_json, write_json
 from compare.judge.collective_fit import Fit, fits_of
 from compare.judge.outcome import Case, Grid, Outcome

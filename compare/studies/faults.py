@@ -11,7 +11,7 @@ from typing import ClassVar
 from msgspec import Struct
 
 from compare.contract.request import Request
-from compare.flags.arguments import StudiedName, chosen_engines
+from compare.flags import StudiedName, chosen_engines
 from compare.judge.ladder import Verdict
 from compare.judge.outcome import Case, Grid, Outcome
 from compare.show.findings import Column, Findings, table_of

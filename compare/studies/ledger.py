@@ -6,8 +6,7 @@ from typing import Annotated, ClassVar
 import tyro
 
 from compare.execute.paths import check_output
-from compare.flags.arguments import chosen_engines
-from compare.flags.chosen_layout import Spread
+from compare.flags import Spread, chosen_engines
 from compare.host.disk import write_atomically
 from compare.judge.outcome import Grid, Outcome, read_outcome
 from compare.present.ledger import findings_of_ledgers

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from compare.contract.memory_profile import CLASSES, Peak
 from compare.contract.record import Record
-from compare.flags.arguments import StudiedName, chosen_engines
+from compare.flags import StudiedName, chosen_engines
 from compare.judge.outcome import Case, Grid, Outcome
 from compare.show.findings import NONE, Column, Findings, Text, table_of
 from compare.spec.experiment import Experiment, edited

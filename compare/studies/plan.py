@@ -9,9 +9,7 @@ from msgspec.structs import replace
 from compare.contract.request import Platform
 from compare.execute.hosts import Launcher
 from compare.execute.progress import Reporter
-from compare.flags.arguments import Hidden, StudiedName
-from compare.flags.chosen_layout import DEVICES
-from compare.flags.pythons import checked_pythons
+from compare.flags import DEVICES, Hidden, StudiedName, checked_pythons
 from compare.judge.ledger import line_up, mismatches
 from compare.judge.outcome import Grid, Outcome
 from compare.judge.strategy import with_remat_resolved

@@ -7,7 +7,7 @@ import msgspec
 
 from compare.contract.record import read_record
 from compare.contract.timeline import PROFILED_STEP
-from compare.flags.chosen_layout import Spread
+from compare.flags import Spread
 from compare.host.disk import write_atomically
 from compare.host.json_files import write_json
 from compare.judge.outcome import Grid, Outcome

@@ -11,7 +11,7 @@ from compare.checkpoint.reader import CheckpointError, read_description
 from compare.contract.record import Record, Step
 from compare.contract.request import Rung
 from compare.execute.tensorboard import events, require_tensorboard, scalars
-from compare.flags.chosen_layout import Spread
+from compare.flags import Spread
 from compare.judge.outcome import OUTCOME, Case, Grid, Outcome, read_outcome, read_run
 from compare.present.report import report, write_report
 from compare.present.tables import REMOVED, cost_table, ladder_table, without_notes

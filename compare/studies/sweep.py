@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from compare.contract.record import Record, read_record
 from compare.execute.launch import require_devices
-from compare.flags.arguments import EngineName, chosen_engines
+from compare.flags import EngineName, chosen_engines
 from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.judge.metrics import figures, steady_times_ms
 from compare.judge.outcome import Case, Grid, Outcome

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Struct
 
-from compare.flags.arguments import Hidden, StudiedName
-from compare.flags.pythons import checked_pythons
+from compare.flags import Hidden, StudiedName, checked_pythons
 from compare.host.disk import write_atomically
 from compare.judge.bench_rows import by_round
 from compare.judge.outcome import Grid, Outcome

@@ -12,7 +12,7 @@ from records import CLIMBED
 from compare.cli import main
 from compare.execute import packages
 from compare.execute.packages import missing_package
-from compare.flags.arguments import chosen_engines
+from compare.flags import chosen_engines
 from compare.host.facts import MissingPackageError
 from compare.spec.engines.engine import Engine
 from compare.spec.engines.registry import ENGINES, PEERS, STUDIED

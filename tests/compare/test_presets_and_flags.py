@@ -6,7 +6,7 @@ import pytest
 
 from compare import api
 from compare.cli import main, parse
-from compare.flags.arguments import defaults_for
+from compare.flags import defaults_for
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import ExperimentError, Layout, load, to_toml
 from compare.studies.fitting import fitting

@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from compare import flags
 from compare.cli import COMMANDS, flags_in, main, overview, parse
 from compare.execute import launch
-from compare.flags import arguments
-from compare.flags.arguments import Spec
+from compare.flags import Spec
 from compare.spec.experiment import (
     MAX_FILE_BYTES,
     Data,
@@ -184,8 +184,8 @@ def test_the_largest_seed_survives_a_file():
 
 
 def test_a_cache_that_nobody_asked_for_is_no_reason_to_stop(folder, capsys, monkeypatch):
-    monkeypatch.setattr(arguments, "default_cache", lambda: "empty.txt/cache")
-    assert arguments.Spec(cache_dir="empty.txt/cache").checked_cache() == ""
+    monkeypatch.setattr(flags, "default_cache", lambda: "empty.txt/cache")
+    assert Spec(cache_dir="empty.txt/cache").checked_cache() == ""
     assert "compiled programs are not kept: --cache_dir empty.txt/cache" in capsys.readouterr().err
 
 

@@ -1,5 +1,7 @@
-"""Arguments that several commands share: an experiment with overrides, and how to run it."""
+"""Flags that several commands share: Pythons and hosts, an experiment with overrides, a layout, engines."""
 
+import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
@@ -8,9 +10,11 @@ import tyro
 from msgspec import Struct
 
 from compare.contract.request import Platform
+from compare.execute.hosts import Hosts, Launcher, find_hosts
+from compare.execute.launch import EnvironmentMissing
+from compare.execute.packages import why_not_python
 from compare.execute.paths import check_cache, default_cache
-from compare.flags.hosts import HostFlags
-from compare.spec.engines.registry import ENGINES, STUDIED
+from compare.spec.engines.registry import ENGINES, SIDES, STUDIED
 from compare.spec.experiment import (
     Checkpoints,
     Data,
@@ -23,10 +27,12 @@ from compare.spec.experiment import (
     Train,
     revalidate,
 )
+from compare.studies.fitting import fitting, installed
 from compare.studies.nanogpt_config import layout_fields, load_experiment
-from compare.studies.presets import Said, check_names, settings_in, spread
-from compare.terminal import messages_console
+from compare.studies.presets import PRESETS, Said, apply_preset, check_names, settings_in, spread
+from compare.terminal import errors_console, messages_console, printable
 
+DEVICES = 4
 T = TypeVar("T")
 Hidden = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
 """A field that no flag sets."""
@@ -43,6 +49,55 @@ else:
 def _described(section: type[Struct]) -> object:
     """A section's docstring over its flags, given to tyro, which would parse the source of each for it."""
     return tyro.conf.arg(help=" ".join((section.__doc__ or "").split()))
+
+
+class SidePythons(Struct, frozen=True, kw_only=True):
+    """A Python for each side."""
+
+    jax_python: str = sys.executable
+    """Python that runs jaxpar, if it lives elsewhere."""
+    torch_python: str = sys.executable
+    """Python that runs torchpar, if it lives elsewhere."""
+
+
+def pythons_of(arguments: SidePythons) -> dict[str, str]:
+    """Side -> the interpreter that its flag names."""
+    return {side.name: getattr(arguments, side.python_flag) for side in SIDES.values()}
+
+
+def checked_pythons(arguments: SidePythons) -> dict[str, str]:
+    """`pythons_of`, each tried unless it is this one.
+
+    Raises:
+        ExperimentError: there is no such program.
+        EnvironmentMissing: it is no Python, or shardpair is not installed there.
+    """
+    pythons = pythons_of(arguments)
+    for name, python in pythons.items():
+        flag = f"--{SIDES[name].python_flag}"
+        if not shutil.which(python):
+            raise ExperimentError(f"{flag} {python}: no such program; give the path of a Python")
+        if python != sys.executable and (why := why_not_python(SIDES[name], python)):
+            raise EnvironmentMissing(f"{flag} {python}: {why}")
+    return pythons
+
+
+class HostFlags(SidePythons, frozen=True, kw_only=True):
+    """Which Pythons, on which hosts."""
+
+    launcher: Launcher = "local"
+    """How engines start. local: on this machine. slurm: by `srun` on the hosts of this allocation (`salloc`,
+    `sbatch`); they must share the folder of the results. torchrun: on those of --hostfile, of which this is
+    the first: what the others have to run is printed, a line each."""
+    hostfile: Path | None = None
+    """Hosts for --launcher torchrun, a line each: `host0 slots=4`."""
+    hosts: int = 0
+    """Hosts to run on. Default: all of the allocation or the file, or this one. With --launcher local 2 or
+    more are processes of this machine that believe to be several hosts: a test."""
+
+    def found_hosts(self) -> Hosts:
+        """The hosts that the flags ask for. Raises ExperimentError: as `find_hosts`."""
+        return find_hosts(self.launcher, self.hosts, self.hostfile)
 
 
 class Spec(HostFlags, frozen=True, kw_only=True):
@@ -85,7 +140,7 @@ class Spec(HostFlags, frozen=True, kw_only=True):
     json: bool = False
     """Print the outcome as one JSON object on stdout instead of tables."""
     given: Hidden[frozenset[str]] = frozenset()
-    """Flags of the command line: see `flags_given`."""
+    """Flags of the command line: see `cli.flags_in`."""
     written: Hidden[frozenset[str]] = frozenset()
     """What the experiment's file says of the layout: see `settings_in`."""
 
@@ -142,6 +197,62 @@ class Spec(HostFlags, frozen=True, kw_only=True):
             messages_console(quiet=self.quiet).print(f"compiled programs are not kept: {error}")
             return ""
         return self.cache_dir
+
+
+class Spread(Spec, frozen=True, kw_only=True):
+    """An experiment, a layout by name, and engines that can express it."""
+
+    engines: tuple[EngineName, ...] = ()
+    """Which engines, the first being what the others are held against. Default: all that can express
+    the layout; the others are named, with the reason. A peer runs if it is named, and is left out, with the
+    line that installs it, where it is missing."""
+    preset: str = ""
+    """A layout by name: single, ddp, ddp_naive, ddp_flat, ddp_overlapped, zero1, zero2, fsdp, shard_grad_op,
+    hsdp, tp, tp_sp, ddp_tp, fsdp_tp, fsdp_tp_sp, hsdp_tp, pp, pp_gpipe, pp_interleaved, pp_zero_bubble,
+    ddp_pp, fsdp_pp, tp_pp, ddp_tp_pp, fsdp_tp_pp. It gives the degrees; what you say of the rest, such as
+    --layout.microbatches or --layout.schedule, wins."""
+    devices: int | None = None
+    """How many devices --preset spreads over. Default: what the matrix takes, which is 4 for most."""
+
+    def laid_out(self, experiment: Experiment) -> Experiment:
+        """The experiment, with the user's overrides in it, under --preset, if one was given.
+
+        Raises:
+            ExperimentError: a preset that does not fit, or devices without one.
+        """
+        if self.devices is not None and not self.preset:
+            raise ExperimentError(
+                f"--devices {self.devices} without --preset has no effect: say how they are used, with "
+                f"--preset or with the layout's degrees, such as --layout.dp_replicate {self.devices}"
+            )
+        if not self.preset:
+            return experiment
+        check_names("--preset", "preset", [self.preset], PRESETS)
+        devices = PRESETS[self.preset].devices if self.devices is None else self.devices
+        layout, notes = apply_preset(experiment.layout, self.preset, devices, self.said)
+        if not self.quiet:
+            for note in notes:
+                errors_console().print(
+                    printable(f"{self.experiment}: {note}"), style="yellow", soft_wrap=True
+                )
+        return revalidate(msgspec.structs.replace(experiment, layout=layout))
+
+    def chosen(self) -> tuple[EngineName, ...]:
+        """The engines asked for; () for all that can express the layout."""
+        return self.engines
+
+    def fitting(self, experiment: Experiment) -> tuple[list[str], dict[str, str]]:
+        """The engines to run, and why others were left out: of those asked for only what is not installed.
+
+        Raises:
+            ExperimentError: an engine is named twice, or none can express the layout.
+            EnvironmentMissing: none of them is installed.
+        """
+        chosen = self.chosen()
+        engines = chosen_engines(chosen)
+        if chosen:
+            return installed(engines, pythons_of(self))
+        return fitting(engines, experiment.layout, platform=self.platform)
 
 
 AnySpec = TypeVar("AnySpec", bound=Spec)

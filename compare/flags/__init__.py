@@ -1,1 +1,0 @@
-"""Flags that several commands share; the command line and `compare.api` stand above them."""
