@@ -41,6 +41,7 @@ from compare.show.terminal import print_findings
 from compare.spec.engines.registry import ENGINES, REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate, to_toml
 from compare.studies import dry_run
+from compare.studies.bench_cases import edits_of
 from compare.studies.fitting import Fit, as_it_is, require_case, require_sides
 from compare.studies.own_weights import freeze_weights
 from compare.studies.presets import SPREAD, spread
@@ -443,6 +444,17 @@ def grid(
             request = Request(engine=engine, experiment=spec, **asks)
             cases[name] = Case(request=request, layout=row, against="" if name == against else against)
     return cases, left_out
+
+
+def varied(
+    experiment: Experiment, presets: Mapping[str, int], variants: Iterable[str]
+) -> dict[str, Experiment]:
+    """Rows for `grid`: each preset on its devices in each setting, `fsdp, precision.dtype=float32`."""
+    return {
+        ", ".join(filter(None, (name, variant))): spread(edited(experiment, edits_of(variant)), name, devices)
+        for variant in ("", *variants)
+        for name, devices in presets.items()
+    }
 
 
 def beside_first(engines: Sequence[str], experiment: Experiment, **asks: Any) -> dict[str, Case]:

@@ -38,7 +38,6 @@ def sweep_table(rows: "Sequence[StrategyRow]", *, scaled: bool) -> Table:
     columns += [
         Column("mean loss", lambda row: row.mean_loss, ".4f"),
         Column("final loss", lambda row: row.final_loss, ".4f"),
-        Column("step, mean (ms)", lambda row: row.step_time_ms_mean, ".1f"),
         Column("step, median (ms)", lambda row: row.step_time_ms_median, ".1f"),
         Column("tokens/s", lambda row: row.tokens_per_s, ",.0f"),
         Column("MFU", lambda row: row.mfu, ".1%"),

@@ -78,13 +78,13 @@ def bench_cases(
 
 
 def edits_of(text: str) -> dict[str, dict[str, object]]:
-    """Fields and their values: `train.batch_size=8,layout.remat=full`, by section.
+    """Fields and their values: `train.batch_size=8,layout.remat=full`, by section; {} of ''.
 
     Raises:
         ExperimentError: not of that form, or no such field.
     """
     edits: dict[str, dict[str, object]] = {}
-    for part in text.split(","):
+    for part in text.split(",") if text else ():
         key, equals, value = part.strip().partition("=")
         section, _, field = key.partition(".")
         fields = type(getattr(Experiment(), section)).__struct_fields__ if section in SECTIONS else ()

@@ -1,6 +1,5 @@
 """`shardpair check`: every engine under any layouts against one unsharded device, or against nanoGPT."""
 
-import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -19,11 +18,10 @@ from compare.show.findings import NONE, Findings, Row, Table, Text
 from compare.show.markdown import markdown
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, edited, load, revalidate
-from compare.studies.bench_cases import edits_of
 from compare.studies.fitting import as_preset
 from compare.studies.presets import PRESETS, check_names, spread, with_layout
 from compare.studies.run import verdict_findings
-from compare.study import OF_LAYOUTS, Study, against_one_device, grid, pivot
+from compare.study import OF_LAYOUTS, Study, against_one_device, grid, pivot, varied
 from compare.terminal import error_text
 
 SHOWN = ("gradients", "later_weights")
@@ -113,23 +111,14 @@ class Check(Study, frozen=True, kw_only=True):
             if self.variants:
                 raise ExperimentError("--variants has no effect without --presets")
             return rungs_of_engines(experiment, engines, self.devices or DEVICES)
-        variants = ("", *(VARIANTS if self.variants == (ALL,) else self.variants))
-        names = self._names()
-        rows = {
-            ", ".join(filter(None, (name, variant))): spread(
-                edited(experiment, edits_of(variant) if variant else {}), name, self._devices_of(name)
-            )
-            for variant, name in itertools.product(variants, names)
-        }
-        return against_one_device(engines, rows, fit=as_preset)
+        variants = VARIANTS if self.variants == (ALL,) else self.variants
+        return against_one_device(engines, varied(experiment, self._presets(), variants), fit=as_preset)
 
-    def _names(self) -> list[str]:
+    def _presets(self) -> dict[str, int]:
+        """Names and devices. Raises ExperimentError."""
         names = [name for name in PRESETS if name != "single"] if self.presets == (ALL,) else self.presets
         check_names("--presets", "preset", names, PRESETS)
-        return list(names)
-
-    def _devices_of(self, preset: str) -> int:
-        return self.devices or PRESETS[preset].devices
+        return {name: self.devices or PRESETS[name].devices for name in names}
 
     def _golden(self, experiment: Experiment, engines: list[str]) -> Grid:
         """Each engine and layout by AdamW and by SGD. Raises EnvironmentMissing: the numbers are damaged."""
@@ -139,11 +128,10 @@ class Check(Study, frozen=True, kw_only=True):
                 read_golden(folder_of(spec.optimizer.name))
         except RecordError as error:
             raise EnvironmentMissing(str(error)) from None
+        presets = self._presets()
         rows = {
-            ".".join(filter(None, (preset, name))): spread(spec, preset, self._devices_of(preset))
-            if preset
-            else spec
-            for preset in self._names() or [""]
+            ".".join(filter(None, (preset, name))): spread(spec, preset, presets[preset]) if preset else spec
+            for preset in presets or [""]
             for name, spec in by.items()
         }
         steps = experiment.train.max_iters

@@ -1,6 +1,5 @@
 """`shardpair memory`: what a device holds at the peak of a step, by class, in every engine and layout."""
 
-import itertools
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,11 +10,10 @@ from compare.contract.record import Record
 from compare.flags import StudiedName, chosen_engines
 from compare.judge.outcome import Case, Grid, Outcome
 from compare.show.findings import NONE, Column, Findings, Text, table_of
-from compare.spec.experiment import Experiment, edited
-from compare.studies.bench_cases import edits_of
+from compare.spec.experiment import Experiment
 from compare.studies.memory_estimate import estimate_memory
-from compare.studies.presets import PRESETS, check_names, spread
-from compare.study import OF_LAYOUTS, Study, findings_of, grid, pivot
+from compare.studies.presets import PRESETS, check_names
+from compare.study import OF_LAYOUTS, Study, findings_of, grid, pivot, varied
 from compare.terminal import human_bytes
 
 LAYOUTS = (
@@ -54,13 +52,8 @@ class Memory(Study, frozen=True, kw_only=True):
     def cases(self, experiment: Experiment) -> Grid:
         """Each layout and setting on every engine that can express it."""
         check_names("--presets", "preset", self.presets, PRESETS)
-        spread_over = {
-            ", ".join(filter(None, (name, variant))): spread(
-                edited(experiment, edits_of(variant) if variant else {}), name, devices_of(name)
-            )
-            for name, variant in itertools.product(self.presets, ("", *self.variants))
-        }
-        return grid(chosen_engines(self.engines), spread_over)
+        presets = {name: devices_of(name) for name in self.presets}
+        return grid(chosen_engines(self.engines), varied(experiment, presets, self.variants))
 
     def keep(self, case: Case, record: Record) -> Held:
         """The fullest device."""

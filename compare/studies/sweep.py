@@ -9,21 +9,18 @@ measures strategies, and proves that they compute the same.
 """
 
 import itertools
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
-from compare.contract.record import Record, read_record
+from compare.contract.record import read_record
 from compare.execute.launch import require_devices
 from compare.flags import EngineName, chosen_engines
 from compare.judge.closed_forms.flops import model_flops_per_token
-from compare.judge.metrics import figures, steady_times_ms
 from compare.judge.outcome import Case, Grid, Outcome
-from compare.judge.peaks import model_flops_utilization
 from compare.numerics.parameters import parameter_count
 from compare.present.sweep import loss_figures, scaling_figures, sweep_table
 from compare.show.findings import Findings
@@ -41,7 +38,7 @@ Scaling = Literal["none", "strong", "weak"]
 
 
 class StrategyRow(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One strategy on one engine. Times are of steady steps, of one process: an order of magnitude."""
+    """One strategy on one engine, of one process: an order of magnitude. Figures are those of METRICS."""
 
     engine: str
     strategy: str
@@ -50,24 +47,14 @@ class StrategyRow(Struct, frozen=True, kw_only=True, omit_defaults=True):
     batch_size: int
     """Sequences in a pass, over all devices."""
     mean_loss: float
-    """Over all steps, in nats."""
     final_loss: float
-    step_time_ms_mean: float
     step_time_ms_median: float
     tokens_per_s: float
-    """Over all devices, at the mean step time."""
-    samples_per_s: float
-    model_flops_per_s: float
-    """Over all devices: `closed_forms.flops`."""
     mfu: float | None = None
     """None for devices without a peak in `judge.peaks`, such as any CPU."""
     peak_mem_bytes: int
-    """Of the fullest device."""
-    comm_calls: int
     comm_bytes: int
-    """Logical bytes of a step: the full tensors."""
     comm_wire_bytes: int
-    """Bytes that one device sends in a step, if collectives go round a ring."""
     verdict: str
     """Of the ladder; empty for the reference."""
     passed: bool
@@ -114,7 +101,7 @@ class Sweep(Study, frozen=True, kw_only=True):
         check_presets("--presets", experiment.layout, widest, self.said)
         rows, left_out = {}, {}
         for count, variant in itertools.product(devices, ("", *self.variants)):
-            whole = edited(experiment, edits_of(variant) if variant else {})
+            whole = edited(experiment, edits_of(variant))
             if self.scaling == "weak":
                 whole = edited(whole, {"train": {"batch_size": count * experiment.train.batch_size}})
             for strategy in strategies if count > 1 else ("single",):
@@ -147,34 +134,6 @@ class Sweep(Study, frozen=True, kw_only=True):
         if self.scaling != "none" and len(given) == 1:
             raise ExperimentError(f"--scaling {self.scaling} --devices {words}: give two numbers or more")
         return given
-
-    def keep(self, case: Case, record: Record) -> StrategyRow:
-        """The figures of a row."""
-        experiment, run = record.manifest.experiment, figures(record)
-        mean_ms = statistics.fmean(steady_times_ms(record))
-        tokens_per_s = experiment.tokens_per_step / (mean_ms / 1e3)
-        strategy, _, variant = case.layout.partition(", ")
-        return StrategyRow(
-            engine=record.manifest.engine,
-            strategy=strategy.partition(".")[0] if case.against else "single",
-            variant=variant,
-            devices=run["devices"],
-            batch_size=experiment.train.batch_size,
-            mean_loss=run["mean_loss"],
-            final_loss=run["final_loss"],
-            step_time_ms_mean=mean_ms,
-            step_time_ms_median=run["step_time_ms_median"],
-            tokens_per_s=tokens_per_s,
-            samples_per_s=tokens_per_s / experiment.model.block_size,
-            model_flops_per_s=model_flops_per_token(experiment) * tokens_per_s,
-            mfu=model_flops_utilization(record.manifest, tokens_per_s),
-            peak_mem_bytes=run["peak_mem_bytes"],
-            comm_calls=run["comm_calls"],
-            comm_bytes=run["comm_bytes"],
-            comm_wire_bytes=run["comm_wire_bytes"],
-            verdict="",
-            passed=True,
-        )
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
@@ -211,18 +170,23 @@ def is_scaled(outcome: Outcome) -> bool:
 def rows_of(outcome: Outcome) -> list[StrategyRow]:
     """The rows with their verdicts and efficiencies."""
     verdicts = {verdict.candidate: verdict for verdict in outcome.verdicts}
-    rows = outcome.values(StrategyRow)
-    for case in outcome.cases.values():  # a reference has the setting of what is held against it
-        if case.against in rows:
-            variant = case.layout.partition(", ")[2]
-            rows[case.against] = msgspec.structs.replace(rows[case.against], variant=variant)
-    for name, row in rows.items():
-        if verdict := verdicts.get(name):
-            rows[name] = msgspec.structs.replace(row, verdict=verdict.sentence(), passed=verdict.passed)
-    found = list(rows.values())
+    # A reference has the setting of what is held against it.
+    settings = {case.against: case.row.partition(", ")[2] for case in outcome.cases.values()}
+    rows = []
+    for name, figures in outcome.values(dict[str, Any]).items():
+        case, verdict = outcome.cases[name], verdicts.get(name)
+        facts = {
+            "engine": case.engine,
+            "strategy": case.row.partition(".")[0] if case.against else "single",
+            "variant": case.row.partition(", ")[2] if case.against else settings.get(name, ""),
+            "batch_size": case.experiment.train.batch_size,
+            "verdict": verdict.sentence() if verdict else "",
+            "passed": verdict is None or verdict.passed,
+        }
+        rows.append(msgspec.convert({**figures, **facts}, StrategyRow))
     if is_scaled(outcome):
-        found = [msgspec.structs.replace(row, efficiency=_efficiency(row, found)) for row in found]
-    return found
+        rows = [msgspec.structs.replace(row, efficiency=_efficiency(row, rows)) for row in rows]
+    return rows
 
 
 def _efficiency(row: StrategyRow, rows: list[StrategyRow]) -> float | None:

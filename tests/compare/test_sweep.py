@@ -88,8 +88,7 @@ def test_rows_have_the_classic_figures(swept, engines, small):
     assert [row["strategy"] for row in found["rows"]] == ["single", "ddp", "fsdp"]
     assert ddp["verdict"] == "PASS"
     assert one["verdict"] == ""
-    assert ddp["step_time_ms_mean"] == ddp["step_time_ms_median"] == 10.0
-    assert (ddp["tokens_per_s"], ddp["samples_per_s"]) == (8 * 16 / 0.010, 800)
+    assert (ddp["step_time_ms_median"], ddp["tokens_per_s"]) == (10.0, 8 * 16 / 0.010)
     assert ddp["final_loss"] == 5.5 / 3
     gradients = 8 * parameter_count(small.model)  # float64
     sent = (ddp["comm_bytes"], ddp["comm_wire_bytes"])
