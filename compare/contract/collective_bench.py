@@ -128,16 +128,6 @@ def elements(kind: str, size: int, ranks: int) -> int:
     return max(whole // (ALIGN * ranks), 1) * ALIGN if kind in IN_PIECES else max(whole, 1)
 
 
-def total_bytes(kind: str, count: int, ranks: int) -> int:
-    """`CollectiveRow.size`, of so many elements."""
-    return TYPE.itemsize * count * (ranks if kind in IN_PIECES else 1)
-
-
-def bytes_held(kind: str, size: int, ranks: int) -> int:
-    """Bytes that all ranks need for a case, at most: sent, received, expected, made between."""
-    return 4 * ranks * total_bytes(kind, elements(kind, size, ranks), ranks)
-
-
 def numbers(rank: int, count: int, *, start: int = 0) -> np.ndarray:
     """The numbers of a rank from element `start` on, (count,): small integers, so that sums are exact."""
     return np.resize(_period(rank, start), count)
@@ -180,9 +170,6 @@ def measure(
         wait: returns once all calls so far are done.
         slowest: the largest of all ranks' values, on each of them; it brings them together, too.
         row_s: seconds.
-
-    Returns:
-        The mean, and the number of calls.
     """
 
     def mean_s(calls: int) -> float:
@@ -204,7 +191,7 @@ def make_row(
 ) -> CollectiveRow:
     """A row from its time."""
     count = elements(case.kind, case.size, ranks)
-    size = total_bytes(case.kind, count, ranks)
+    size = TYPE.itemsize * count * (ranks if case.kind in IN_PIECES else 1)
     return CollectiveRow(
         implementation=implementation,
         kind=case.kind,

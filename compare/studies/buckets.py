@@ -54,8 +54,7 @@ BUCKETED = "bucketed"
 OTHERS = ("flat", "naive", "overlapped")
 """Of the first the losses are what others are held to."""
 MARKS = {BUCKETED: "o", "overlapped": "s", "flat": "^", "naive": "D"}
-STEPS_OF_TEN = (1.0, 2.5, 5.0)
-MOST_BUCKETS = 50
+FILLED = (50, 20, 10, 5, 2)
 SMALLEST_SIZE, LARGEST_SIZE = 2**10, 2**22
 """Bytes between which an all-reduce is timed at least, for its fit."""
 
@@ -74,8 +73,7 @@ class Buckets(Timed, frozen=True, kw_only=True):
     """
 
     bucket_mb: tuple[float, ...] = ()
-    """Bucket sizes in MB (1e6 bytes). Default: round numbers of which the gradients fill 2 to 50, but none
-    that makes as many buckets as another."""
+    """Bucket sizes in MB (1e6 bytes). Default: those that gradients fill about 50, 20, 10, 5 and 2 of."""
     devices: int = 2
     """Ranks of data parallelism."""
 
@@ -160,9 +158,7 @@ class Buckets(Timed, frozen=True, kw_only=True):
             tables=[table_of(title, COLUMNS, points)],
             figures=[figure_of(points, size, fit)],
             rows=points,
-            alone_ms=alone_ms,
-            fit=fit,
-            best_bucket_mb=size / buckets / 1e6,
+            value={"alone_ms": alone_ms, "fit": fit, "best_bucket_mb": size / buckets / 1e6},
         )
 
 
@@ -254,21 +250,14 @@ def gradient_bytes(experiment: Experiment) -> int:
 
 
 def default_bucket_mb(reduced: Experiment) -> tuple[float, ...]:
-    """Round numbers of megabytes, of which the gradients fill 2 to `MOST_BUCKETS`, each in another way."""
+    """Megabytes of which the gradients fill about so many buckets as `FILLED` says."""
     total = gradient_bytes(reduced) / 1e6
-    tens = [10.0**power for power in range(-3, math.ceil(math.log10(total)) + 1)]
-    sizes = [round(step * ten, 6) for ten in tens for step in STEPS_OF_TEN]
-    fitting = [size for size in sizes if total / MOST_BUCKETS <= size <= total / 2]
-    different = {  # of several that make as many buckets, the smallest
-        buckets_of(with_layout(reduced, gradient_sync=BUCKETED, bucket_mb=size)): size
-        for size in reversed(fitting)
-    }
-    return tuple(sorted(different.values())) or (max(total, 0.001),)
+    return tuple(float(f"{total / buckets:.2g}") for buckets in FILLED)
 
 
 def figure_of(points: list[Point], size: float, fit: Fit) -> Figure:
     """Measured overheads over bucket size, and the closed forms' curves."""
-    best, predicted = best_of(points), best_buckets(size, fit)
+    predicted = best_buckets(size, fit)
     most = max(
         [1.0, *(point.buckets for point in points), *([predicted] if math.isfinite(predicted) else [])]
     )
@@ -293,9 +282,6 @@ def figure_of(points: list[Point], size: float, fit: Fit) -> Figure:
             axes.plot(size / 1e6 / counts, values, dash, color=INK, label=f"closed form, {name}")
         if math.isfinite(predicted):
             axes.axvline(size / 1e6 / predicted, linestyle="--", color=colour(4), label="predicted best")
-        if best:
-            label = f"measured best: {best.name} asked for, {best.buckets} buckets"
-            axes.axvline(size / 1e6 / best.buckets, linestyle="--", color=colour(0), label=label)
         axes.set(xlabel="bucket size (MB)", ylabel="overhead of a step (ms)")
         log_scale(axes, "x")
 

@@ -16,14 +16,12 @@ from compare.contract.collective_bench import (
     CollectiveRow,
     CollectiveTimes,
     Kind,
-    bytes_held,
 )
 from compare.contract.record import Record, Step
 from compare.contract.request import REQUEST, Request
 from compare.execute.hosts import HERE, Hosts
 from compare.execute.launch import EngineError, run_side, visible_gpus
 from compare.execute.load import busy_cores, is_busy, require_idle
-from compare.execute.machine import free_memory_bytes, gpu_memory_bytes
 from compare.flags import Hidden, checked_pythons
 from compare.host.json_files import read_json, write_json
 from compare.judge.collective_fit import Fit, fits_of
@@ -45,7 +43,6 @@ from compare.spec.experiment import (
 )
 from compare.studies.presets import check_names
 from compare.study import Study, findings_of
-from compare.terminal import human_bytes
 
 if TYPE_CHECKING:
     Way = str
@@ -116,13 +113,13 @@ class Collectives(Study, frozen=True, kw_only=True):
         check_names("--implementations", f"way on platform {self.platform}", self.implementations, here)
         if not 0 < self.row_s <= MOST_ROW_S:
             raise ExperimentError(f"--row_s {self.row_s} must be more than 0 and at most {MOST_ROW_S:g}")
+        self._sizes()
         hosts, cases = self.found_hosts(), {}
         for ranks in self._ranks(hosts):
             if not 2 <= ranks <= MAX_CPU_DEVICES or ranks % hosts.count:
                 raise ExperimentError(
                     f"--ranks {ranks}: give between 2 and {MAX_CPU_DEVICES}, which {hosts.count} hosts divide"
                 )
-            self._require_memory(ranks, hosts)
             spread = replace(
                 experiment,
                 train=replace(experiment.train, batch_size=ranks, gradient_accumulation_steps=1),
@@ -235,18 +232,6 @@ class Collectives(Study, frozen=True, kw_only=True):
         if self.platform == "cpu":
             return RANKS
         return tuple(ranks for ranks in RANKS if ranks <= visible_gpus()) or RANKS[:1]
-
-    def _require_memory(self, ranks: int, hosts: Hosts) -> None:
-        """Refuse sizes that memory cannot hold; every host is taken to have as much as this one."""
-        on_gpu = self.platform == "gpu"
-        free = (gpu_memory_bytes() if on_gpu else 0) or free_memory_bytes()
-        share = ranks if on_gpu else hosts.count  # each GPU has its own memory
-        needed = max(bytes_held(kind, self._sizes()[-1], ranks) for kind in self.kinds or KINDS) / share
-        if needed > free:
-            raise ExperimentError(
-                f"--max_size {self.max_size} on {ranks} ranks needs {human_bytes(needed)}, and "
-                f"{human_bytes(free)} are free: give less"
-            )
 
 
 COLUMNS = (
