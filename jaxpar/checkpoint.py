@@ -31,11 +31,8 @@ def place_weights(
 ) -> dict[str, Any]:
     """Weights or moments on the devices, one leaf after the other: a tree like the parameters.
 
-    Args:
-        weights: full tensors by canonical name: drawn, read or given.
-        placements, shardings: trees like the parameters: how leaves are padded, and where they live.
-        model: the sizes.
-        dtype: of all.
+    Weights are full tensors by canonical name: drawn, read or given. `placements` pad the leaves, and
+    `shardings` say where they live: trees like the parameters.
     """
     how, where = flatten_dict(placements), flatten_dict(shardings)
     return unflatten_dict(

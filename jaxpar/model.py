@@ -190,11 +190,7 @@ def rows_of(table: jax.Array, tokens_BT: jax.Array) -> jax.Array:
 class GPT(nnx.Module):
     """nanoGPT. Its weights start at zero: load the canonical ones (`weights.from_canonical`).
 
-    Args:
-        config: sizes, bias, activation, epsilon.
-        precision: storage and compute dtypes.
-        remat: none, dots or full: see `jaxpar.remat`.
-        loss_chunks: parts of the positions whose logits exist at once; divides T.
+    Logits exist for one of `loss_chunks` equal parts of the positions at a time.
 
     Attributes:
         wrap_layer: applied to the scanned `block(x, layer) -> (x, None)`, x being the residual stream and the
@@ -216,12 +212,7 @@ class GPT(nnx.Module):
         self.dropout = Dropout(config.dropout, DropoutSite.EMBEDDING)
 
     def __call__(self, tokens_BT: jax.Array, keys_B2: jax.Array | None = None) -> jax.Array:
-        """Logits (B, T, V) in the compute dtype.
-
-        Args:
-            tokens_BT: ids.
-            keys_B2: of the sequences, for dropout (`compare.numerics.dropout`); None: nothing is dropped.
-        """
+        """Logits (B, T, V) in the compute dtype; without keys of the sequences nothing is dropped."""
         return self.logits(self.layers(self.embed(tokens_BT, keys_B2), keys_B2))
 
     def embed(

@@ -56,11 +56,6 @@ class Problem:
         return "dots" if self.layout.remat == "auto" else self.layout.remat
 
     @property
-    def microbatches(self) -> int:
-        """Microbatches of a step in a pipeline, over all accumulated passes."""
-        return self.experiment.train.gradient_accumulation_steps * self.layout.microbatches
-
-    @property
     def gathers_in_layers(self) -> bool:
         """Under zero 3: each block gathers its own parameters.
 

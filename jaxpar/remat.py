@@ -24,12 +24,8 @@ def apply_remat(
 ) -> Callable[..., Any]:
     """A scanned layer that keeps of its forward pass what `remat` allows.
 
-    Args:
-        layer: the body of a lax.scan.
-        remat: none keeps all, dots matrix products and sums over devices, full nothing.
-        is_gather: tells operations that gather parameters; None for a layer without any.
-        keep_gathered: keep what was gathered until backward; otherwise it is gathered again, whatever
-            `remat` says.
+    none keeps all, dots matrix products and sums over devices, full nothing. Results of operations that are a
+    gather are kept if `keep_gathered`; otherwise they are gathered again, whatever `remat` says.
     """
     if remat == "none" and (is_gather is None or keep_gathered):
         return layer

@@ -55,14 +55,10 @@ def run_ticks(
 
     Args:
         all_stages: (x_S, turn_S) -> x_S: a tick of all devices.
-        x_SK: (S, K, ...), placed as `lanes` says: what enters.
+        x_SK: what enters, placed as `lanes` says; so is what is returned.
         shift: (x_S, by): each stage's x becomes that of the stage `by` places before it, around the ring.
         microbatches: how many places of `x_SK` have one.
-        chunks: N.
         placed: says that the first dim stays split over pp.
-
-    Returns:
-        (S, K, ...): what leaves, placed as `lanes` says.
     """
     stages, lanes = x_SK.shape[:2]
     stage_S = np.arange(stages)
@@ -140,11 +136,8 @@ def run_stage(
 ) -> jax.Array:
     """A device's work at a tick: the blocks of the chunk whose turn it is, on a microbatch x (b, T, C).
 
-    Args:
-        pieces, params, batch: the model; this device's blocks are (N, L, ...); all microbatches, (M, b, ...).
-        x, turn: the task.
-        remat: what forward may keep of a chunk, if it picks or gathers its layers.
-        is_gather: tells operations that gather layers: their results last one tick.
+    This device's blocks are (N, L, ...), the batch is (M, b, ...). `remat` says what forward may keep of a
+    chunk that picks or gathers its layers; results of operations that are a gather last one tick.
     """
     chunks, of_chunk = jax.tree.leaves(params[STACKED])[0].shape[:2]
 

@@ -104,11 +104,8 @@ def accumulated_gradients(
 ) -> tuple[jax.Array, Any]:
     """Mean loss and its gradients over the A microbatches of a batch (A, B, ...), one at a time.
 
-    Args:
-        loss, params, batch: see `Loss`.
-        reduce: applied to the gradients of each microbatch before they are added up.
-        finish: applied to their sum, before it is divided by A.
-        like: a pytree like what `reduce` returns; `params` by default.
+    `reduce` is applied to the gradients of each before they are added up, to zeros `like` what it returns
+    (`params` by default); `finish` to the sum, before it is divided by A.
     """
     value_and_grad = jax.value_and_grad(loss)
     accumulation = passes_of(batch)

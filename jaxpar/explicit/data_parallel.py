@@ -34,14 +34,8 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def each_replica(loss: Loss, *, mesh: Mesh, rows_dim: int = 0) -> Loss:
     """The mean loss of all replicas, each on rows of its own; the model is typed as if there were one.
 
-    Args:
-        loss: of one replica.
-        mesh: has the axes that split a batch, R devices in all.
-        rows_dim: the dim of the batch that they split: 1 of (M, R b, ...).
-
-    Returns:
-        loss(params, batch) of parameters typed `reduced`. Each replica has its `copies`; a parameter that is
-        split over one of these axes stays so: the model gathers it (`own_copy`).
+    Replicas split the batch's `rows_dim`: 1 of (M, R b, ...). Parameters are typed `reduced`: each replica
+    has its `copies`; a parameter that dp_shard splits stays so: the model gathers it (`own_copy`).
     """
     axes = axes_of_replicas(mesh)
     replicas = math.prod(mesh.shape[axis] for axis in axes)

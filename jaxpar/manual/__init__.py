@@ -172,9 +172,10 @@ def _pipelined(problem: Problem, placements: Any, axes: list[Strategy], ticks: T
 
 
 def _ticks(problem: Problem) -> Ticks:
-    """The layout's schedule, for the microbatches of a step."""
+    """The layout's schedule, for the microbatches of all accumulated passes."""
     layout = problem.layout
+    microbatches = problem.experiment.train.gradient_accumulation_steps * layout.microbatches
     schedule = make_schedule(
-        layout.schedule, ranks=layout.pp, microbatches=problem.microbatches, chunks=layout.chunks
+        layout.schedule, ranks=layout.pp, microbatches=microbatches, chunks=layout.chunks
     )
     return lock_step(schedule, keeps=problem.remat != "full")  # else forwards keep their input alone

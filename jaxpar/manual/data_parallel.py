@@ -43,39 +43,27 @@ def strategy(problem: Problem, placements: Any) -> Strategy:
     )
 
 
-def synchronize_gradients(gradients: Any, *, method: str, bucket_mb: float = 25.0, axis: str = AXIS) -> Any:
-    """Replace each device's gradients by their mean over the replicas.
+def synchronize_gradients(gradients: Any, *, method: str, bucket_mb: float) -> Any:
+    """The mean over the replicas of a pytree of gradients, which are each device's own.
 
-    Args:
-        gradients: any pytree of arrays that vary along `axis`.
-        method: naive, one all-reduce per leaf; flat, one for all of them (per dtype); bucketed, one per
-            `bucket_mb`, beginning with the last leaves, whose gradients backward finishes first.
-        bucket_mb: the size of a bucket in MB (1e6 bytes).
-        axis: the mesh axis of the replicas.
-
-    Returns:
-        A pytree of the same structure, equal on all devices of the axis.
+    naive is one all-reduce per leaf, flat one for all of them (per dtype), bucketed one per `bucket_mb` (1e6
+    bytes), beginning with the last leaves, whose gradients backward finishes first.
     """
     leaves, structure = jax.tree.flatten(gradients)
     limit = {"naive": 0, "flat": math.inf, "bucketed": bucket_mb * BYTES_PER_MB}[method]
     mean = list(leaves)
     for bucket in bucket_plan([(leaf.dtype, leaf.nbytes) for leaf in leaves], limit=limit):
-        summed = _all_reduce_together([leaves[index] for index in bucket], axis=axis)
+        summed = _all_reduce_together([leaves[index] for index in bucket])
         for index, leaf in zip(bucket, summed, strict=True):
-            mean[index] = leaf / collectives.axis_size(axis)
+            mean[index] = leaf / collectives.axis_size(AXIS)
     return jax.tree.unflatten(structure, mean)
 
 
 def bucket_plan(leaves: list[tuple[Hashable, int]], *, limit: float) -> list[list[int]]:
-    """Buckets as plain data: which leaves go into which bucket.
+    """Buckets as plain data: indices of leaves, the last leaves first, from the dtype and bytes of each.
 
-    Args:
-        leaves: dtype and bytes of each; a bucket has leaves of one dtype.
-        limit: bytes; a bucket is closed before it would pass this, and a leaf of `SENT_AS_IT_IS` of it or
-            more has its own. 0 gives every leaf its own.
-
-    Returns:
-        Per bucket, indices of leaves; last leaves first.
+    A bucket has leaves of one dtype, and is closed before it would pass the limit (bytes). A leaf of
+    `SENT_AS_IT_IS` of it or more has a bucket to itself: with 0 every leaf has.
     """
     buckets: list[list[int]] = []
     unfinished: dict[Hashable, list[int]] = {}
@@ -91,9 +79,9 @@ def bucket_plan(leaves: list[tuple[Hashable, int]], *, limit: float) -> list[lis
     return buckets
 
 
-def _all_reduce_together(leaves: list[jax.Array], *, axis: str) -> list[jax.Array]:
+def _all_reduce_together(leaves: list[jax.Array]) -> list[jax.Array]:
     """The leaves' sums by one all-reduce. Several are copied end to end for it; a single one is not."""
-    all_reduce = partial(collectives.all_reduce, axis=axis, purpose=GRADIENTS)
+    all_reduce = partial(collectives.all_reduce, axis=AXIS, purpose=GRADIENTS)
     if len(leaves) == 1:
         return [all_reduce(leaves[0])]
     ends = list(itertools.accumulate(leaf.size for leaf in leaves))[:-1]

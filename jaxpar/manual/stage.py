@@ -73,16 +73,9 @@ class Stage(NamedTuple):
     def backward(
         self, x: jax.Array, residuals: Any, g: jax.Array, sums: EndSums
     ) -> tuple[jax.Array, Any, EndSums]:
-        """The chain rule from the loss to the embedding.
+        """The chain rule from the loss to the embedding, given g, which the last stage ignores.
 
-        Args:
-            x: the stage's input.
-            residuals: of its forward.
-            g: gradient of its output; the last stage ignores it.
-            sums: of the microbatches before.
-
-        Returns:
-            Gradients of the stage's input, and of its blocks; the new sums.
+        Returns gradients of the stage's input and of its blocks, and the new sums.
         """
         y, back = self.restored(residuals) if self.ticks.kept_slots else self.again(x)
         is_last, elsewhere = self.task.stage == self.ticks.stages - 1, lambda y, g, sums: (g, sums)

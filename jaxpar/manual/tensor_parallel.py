@@ -115,10 +115,7 @@ def own_rows(tokens_BT: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array, *, vocab_size: int) -> jax.Array:
     """Mean cross-entropy in nats of split logits: three all-reduces of (B, T), and never the logits.
 
-    Args:
-        logits_BTV: this device's part of the vocabulary, the last device's perhaps padded.
-        targets_BT: ids in the whole vocabulary.
-        vocab_size: ids from here on are padding and get no probability.
+    Targets are ids in the full vocabulary; ids from `vocab_size` on are padding and get no probability.
     """
     logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
     rows = logits_BTV.shape[-1]
