@@ -19,7 +19,7 @@ SMALL = (
     *("--data.source", str(TEXT), "--no_ladder"),
 )
 ENDLESS = (*SMALL, "--train.max_iters", "1000000", "--layout.dp_shard", "2", "--layout.zero", "3")
-KILLS = 3
+KILLS = 2
 
 
 def victim(engine: str, members: list[psutil.Process]) -> psutil.Process:

@@ -8,7 +8,7 @@ from pathlib import Path
 import processes
 import pytest
 import warm
-from forks import SERVER, run_torchpar
+from forks import run_torchpar
 from msgspec.structs import replace
 
 from compare.contract.record import STEPS_PART, Recorder, Step, read_failure
@@ -21,34 +21,6 @@ from compare.host.signals import describe_exit
 from compare.spec.experiment import ExperimentError
 
 STEP = Step(step=0, loss=0.0, grad_norm=0.0, lr=0.0, step_time_ms=0.0)
-
-
-def hold(folder: Path, ready, answers) -> None:
-    """One of many that want the folder at the same time."""
-    ready.wait()
-    try:
-        with lock_folder(folder):
-            answers.put("held")
-            ready.wait()  # until all have had their answer
-    except FolderInUse as error:
-        answers.put(str(error))
-        ready.wait()
-
-
-def test_of_many_that_start_at_once_one_holds_the_folder(tmp_path):
-    many = 6
-    ready, answers = SERVER.Barrier(many), SERVER.Queue()
-    wanting = [SERVER.Process(target=hold, args=(tmp_path, ready, answers)) for _ in range(many)]
-    for process in wanting:
-        process.start()
-    found = sorted(answers.get(timeout=processes.PATIENCE_S) for _ in range(many))
-    for process in wanting:
-        process.join()
-    in_use = f"{tmp_path} is in use by another run: wait for its end, or take another folder"
-    assert found == sorted(["held", *[in_use] * (many - 1)])
-    with lock_folder(tmp_path):  # they are gone, and so is the lock
-        pass
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_killed_holder_lets_go_and_what_it_started_does_not_hold(tmp_path):
@@ -73,10 +45,8 @@ def test_a_killed_holder_lets_go_and_what_it_started_does_not_hold(tmp_path):
 
 
 def test_a_folder_that_cannot_be_locked_is_said(tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").write_text("")
-    for name in ("file", "missing"):
-        with pytest.raises(ExperimentError, match=rf"{name}: (Not a directory|No such file or directory): "):
-            lock_folder(tmp_path / name).__enter__()
+    with pytest.raises(ExperimentError, match=r"missing: No such file or directory: "):
+        lock_folder(tmp_path / "missing").__enter__()
 
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.EBADF, "Bad file descriptor")  # NFS
@@ -124,7 +94,7 @@ def test_a_full_disk_is_named_while_steps_are_appended(tmp_path):
 
 
 def test_leftovers_are_removed_and_nothing_else(tmp_path):
-    for name in ("a.json.1.2.tmp", ".rendezvous.77", STEPS_PART, REQUEST):
+    for name in ("a.json.1.2.tmp", STEPS_PART, REQUEST):
         (tmp_path / name).write_text("")
     remove_leftovers(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [REQUEST, STEPS_PART]

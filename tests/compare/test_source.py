@@ -41,15 +41,12 @@ def state(module: Path, monkeypatch) -> tuple[str, bool]:
     return machine.git_state()
 
 
-def test_a_wheel_inside_another_projects_repository_has_no_commit(repository, monkeypatch):
-    module = install(repository / ".venv" / "lib" / "site-packages")
-    assert state(module, monkeypatch) == ("", False)
+def test_another_projects_repository_lends_no_commit_unless_it_tracks_us(repository, monkeypatch):
+    wheel = install(repository / ".venv" / "lib" / "site-packages")
+    assert state(wheel, monkeypatch) == ("", False)
     git(repository, "add", "--force", ".venv")
     git(repository, "commit", "--quiet", "--message", "an environment, committed")
-    assert state(module, monkeypatch) == ("", False)
-
-
-def test_beside_another_projects_files_it_has_no_commit_unless_it_is_tracked(repository, monkeypatch):
+    assert state(wheel, monkeypatch) == ("", False)
     module = install(repository)
     assert state(module, monkeypatch) == ("", False)
     git(repository, "add", "compare")
@@ -57,8 +54,5 @@ def test_beside_another_projects_files_it_has_no_commit_unless_it_is_tracked(rep
     assert state(module, monkeypatch) == (git(repository, "rev-parse", "HEAD"), False)
     module.write_text(module.read_text() + "\n")
     assert state(module, monkeypatch) == (git(repository, "rev-parse", "HEAD"), True)
-
-
-def test_without_git_there_is_no_commit(repository, monkeypatch):
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent / "nowhere"))
-    assert state(install(repository), monkeypatch) == ("", False)
+    assert state(module, monkeypatch) == ("", False)
