@@ -116,9 +116,13 @@ def shape_of(model: Model) -> Shape:
     )
 
 
-class Ways(Struct, frozen=True, kw_only=True):
-    """How a step is carried out, as far as its time depends on it and the layout does not say."""
+class Setting(Struct, frozen=True, kw_only=True):
+    """One layout of one experiment on one machine, and how a step of it is carried out."""
 
+    engine: str
+    experiment: Experiment
+    machine: Machine
+    shape: Shape
     number: float
     """Bytes of a number in products and MLPs."""
     stream: float
@@ -127,22 +131,12 @@ class Ways(Struct, frozen=True, kw_only=True):
     """Whether attention is one kernel that writes no scores."""
     hidden: frozenset[str]
     """Axes, or an axis and a purpose, whose collectives run beside compute."""
-    remat: Literal["none", "dots", "half", "full", "selective"]
+    remat: str
     """As `layout.remat`, resolved; or half: dots, and every second product; or selective: attention alone."""
     casts: bool = False
     """Whether weights are cast to 16 bits in every pass."""
     scale: Mapping[str, float] = {}
     """By purpose, what the textbook's bytes are multiplied by: other widths, another model."""
-
-
-class Setting(Struct, frozen=True, kw_only=True):
-    """One layout of one experiment on one machine."""
-
-    engine: str
-    experiment: Experiment
-    machine: Machine
-    ways: Ways
-    shape: Shape
 
     @property
     def peak(self) -> float:
@@ -176,7 +170,7 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     def product_s(self, m: float, k: float, n: float) -> float:
         """Seconds of one product: the slower of its FLOPs and its bytes."""
-        size = (m * k + k * n + m * n) * self.ways.number
+        size = (m * k + k * n + m * n) * self.number
         return max(self._flops_s(2.0 * m * k * n), size / self.memory)
 
     def block_product_s(self) -> float:
@@ -188,11 +182,11 @@ class Setting(Struct, frozen=True, kw_only=True):
         """Seconds of one block's attention, forward and backward."""
         tp = self.experiment.layout.tp
         flops = self.shape.attention_flops(self.tokens, tp)
-        if self.ways.fused:
+        if self.fused:
             forward = flops / 2 / (self.machine.attention * self.peak)
             return forward, FUSED_BACKWARD * forward
         scores = SCORES * self.tokens * self.shape.context * self.shape.heads / tp
-        forward = self._flops_s(flops) + self.ways.number * scores / self.memory
+        forward = self._flops_s(flops) + self.number * scores / self.memory
         return forward, 2 * forward
 
     def _flops_s(self, flops: float) -> float:
@@ -213,26 +207,26 @@ def peak_of(machine: Machine, dtype: str) -> float:
 
 def block_terms(setting: Setting) -> list[Term]:
     """Products, attention and vectors of a rank's blocks in all passes, and what is computed anew."""
-    layout, shape, ways, times = setting.experiment.layout, setting.shape, setting.ways, setting.blocks
+    layout, shape, times = setting.experiment.layout, setting.shape, setting.blocks
     forward, backward = setting.attention_s()
     split = layout.tp if layout.sequence_parallel else 1
-    size = ways.stream * 10.0 * setting.tokens * shape.width / split
-    size += ways.number * setting.tokens * (shape.gates + 1) * shape.mlp / layout.tp
+    size = setting.stream * 10.0 * setting.tokens * shape.width / split
+    size += setting.number * setting.tokens * (shape.gates + 1) * shape.mlp / layout.tp
     vectors, products = size / setting.memory, setting.block_product_s()
-    attention = 0.0 if ways.fused and ways.remat == "dots" else forward  # its result is kept
+    attention = 0.0 if setting.fused and setting.remat == "dots" else forward  # its result is kept
     again = {
         "none": 0.0,
         "selective": attention,
         "dots": vectors + attention,
         "half": vectors + products / 2,
         "full": products + forward + vectors,
-    }[ways.remat]
+    }[setting.remat]
     share = forward / (forward + backward)
     return [
         Term(part="products", label="blocks", seconds=3 * times * products),
         Term(part="attention", label="attention", seconds=times * (forward + backward), forward=share),
         Term(part="vectors", label="norms, activation, residual", seconds=3 * times * vectors),
-        Term(part="again", label=f"remat = {ways.remat}", seconds=times * again, forward=0.0),
+        Term(part="again", label=f"remat = {setting.remat}", seconds=times * again, forward=0.0),
     ]
 
 
@@ -250,15 +244,15 @@ def head_terms(setting: Setting) -> list[Term]:
 
 def update_terms(setting: Setting, *, stage: int) -> list[Term]:
     """The optimizer on a device's shard, and what a pass does to all parameters."""
-    layout, ways = setting.experiment.layout, setting.ways
+    layout = setting.experiment.layout
     elements = elements_of_stage(setting.engine, setting.experiment, stage=stage)
-    elements *= ways.scale.get("weights", 1.0)
+    elements *= setting.scale.get("weights", 1.0)
     shard = elements / (layout.dp_shard if layout.zero >= SHARDED_FROM["optimizer"] else 1)
     moments = len(moment_names(setting.experiment.optimizer))
     sums = setting.passes if setting.passes > 1 else 0
     sizes = {
         "optimizer and clipping": (UPDATED + MOMENT * moments) * shard,
         "gradients added up": sums * SUMMED * elements,
-        "weights cast to 16 bits": setting.passes * ways.casts * CAST * elements,
+        "weights cast to 16 bits": setting.passes * setting.casts * CAST * elements,
     }
     return [Term(part="update", label=label, seconds=size / setting.memory) for label, size in sizes.items()]

@@ -12,8 +12,8 @@ pipeline      the schedule carried out with these times (`compare.pipeline.simul
 
 import functools
 import math
+from typing import Any
 
-import msgspec
 from msgspec import Struct
 
 from compare.contract.communication import (
@@ -33,9 +33,7 @@ from compare.pipeline.simulator import run
 from compare.plan.compute import (
     Part,
     Setting,
-    Shape,
     Term,
-    Ways,
     block_terms,
     head_terms,
     shape_of,
@@ -80,8 +78,8 @@ class Traffic(Struct, frozen=True, kw_only=True):
     """Of all calls together, nothing beside them."""
 
 
-def ways_of(engine: str, experiment: Experiment, machine: Machine) -> Ways:
-    """The ways of one of our engines.
+def setting_of(engine: str, experiment: Experiment, machine: Machine, **given: Any) -> Setting:
+    """A layout on a machine, in the way of one of our engines but for the fields that are given.
 
     On a CPU devices share the cores, so that nothing is hidden. Elsewhere gradients are, but those that leave
     after backward (naive, flat), and parameters that ZeRO-3 gathers; sums over tp never are.
@@ -90,43 +88,31 @@ def ways_of(engine: str, experiment: Experiment, machine: Machine) -> Ways:
     is_late = spec.offers_choice and layout.gradient_sync in ("naive", "flat")
     hidden = {f"{DP_SHARD} {GRADIENTS}"} | (set() if is_late else {f"{DP_REPLICATE} {GRADIENTS}"})
     hidden |= {f"{DP_SHARD} {PARAMETERS}"} if layout.zero == SHARDED_FROM["parameters"] else set()
-    return Ways(
-        number=WIDE.get(dtype, 2.0),
-        stream=WIDE.get(dtype, 4.0),
-        fused=spec.holds.residuals != "scan",
-        hidden=frozenset() if machine.platform == "cpu" else frozenset(hidden),
-        remat=msgspec.convert(spec.remat_for(layout), Ways.__annotations__["remat"]),
-        casts=dtype not in WIDE,
-    )
+    ways: dict[str, Any] = {
+        "shape": shape_of(experiment.model),
+        "number": WIDE.get(dtype, 2.0),
+        "stream": WIDE.get(dtype, 4.0),
+        "fused": spec.holds.residuals != "scan",
+        "hidden": frozenset() if machine.platform == "cpu" else frozenset(hidden),
+        "remat": spec.remat_for(layout),
+        "casts": dtype not in WIDE,
+    }
+    return Setting(engine=engine, experiment=experiment, machine=machine, **ways | given)
 
 
-def predict(
-    engine: str,
-    experiment: Experiment,
-    machine: Machine,
-    *,
-    ways: Ways | None = None,
-    shape: Shape | None = None,
-) -> Prediction:
+def predict(engine: str, experiment: Experiment, machine: Machine, **given: Any) -> Prediction:
     """The time of a step: that of the pipeline's last rank, which has the head.
 
     Args:
         engine: a name in ENGINES.
         experiment: a checked one that the engine accepts; its layout uses all devices of the machine.
         machine: which has a peak for its dtype.
-        ways: of the engine, by default.
-        shape: of nanoGPT's model, by default.
+        given: fields of `Setting`; the engine's ways by default.
 
     Raises:
         ExperimentError: the machine has no peak for this dtype.
     """
-    setting = Setting(
-        engine=engine,
-        experiment=experiment,
-        machine=machine,
-        ways=ways or ways_of(engine, experiment, machine),
-        shape=shape or shape_of(experiment.model),
-    )
+    setting = setting_of(engine, experiment, machine, **given)
     traffic = traffic_of(setting)
     blocks, head = block_terms(setting), head_terms(setting)
     products = 3 * setting.blocks * setting.block_product_s()
@@ -156,7 +142,7 @@ def predict(
 
 def traffic_of(setting: Setting) -> list[Traffic]:
     """Collectives of the pipeline's last rank, by the textbook."""
-    engine, stage, scale = setting.engine, setting.experiment.layout.pp - 1, setting.ways.scale
+    engine, stage, scale = setting.engine, setting.experiment.layout.pp - 1, setting.scale
     experiment = with_remat_resolved(engine, setting.experiment)
     found = []
     for (kind, axis, purpose), size in communication(engine, experiment, stage=stage).items():
@@ -208,7 +194,7 @@ def _calls(setting: Setting, kind: str, axis: str, purpose: str) -> float:
 
 def _exposed(setting: Setting, one: Traffic, window: float) -> float:
     """Seconds of collectives that nothing hides: what the window has no room for, and one call."""
-    if setting.ways.hidden.isdisjoint({one.axis, f"{one.axis} {one.purpose}"}):
+    if setting.hidden.isdisjoint({one.axis, f"{one.axis} {one.purpose}"}):
         return one.seconds
     return min(max(one.seconds - window, 0.0) + one.seconds / max(one.calls, 1.0), one.seconds)
 

@@ -6,16 +6,10 @@ from machines import FREE, machine_of
 
 from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.numerics.parameters import parameter_count
-from compare.plan.compute import Setting, shape_of
+from compare.plan.compute import shape_of
 from compare.plan.machine import LinkSpeed, Machine, read_machine
-from compare.plan.predict import Traffic, makespan_s, predict, traffic_of, transfer_s, ways_of
+from compare.plan.predict import Traffic, makespan_s, predict, setting_of, traffic_of, transfer_s
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
-
-
-def setting_of(engine: str, experiment: Experiment, machine: Machine, **ways) -> Setting:
-    given = msgspec.structs.replace(ways_of(engine, experiment, machine), **ways)
-    shape = shape_of(experiment.model)
-    return Setting(engine=engine, experiment=experiment, machine=machine, ways=given, shape=shape)
 
 
 def traffic_in(engine: str, experiment: Experiment, machine: Machine, **ways) -> list[Traffic]:
@@ -157,8 +151,8 @@ def test_calls_over_tp_are_those_of_forward_backward_and_what_is_computed_anew(t
 def test_weights_are_cast_in_16_bits_and_bytes_are_scaled_by_purpose(tiny):
     machine = machine_of(2, peak={"bfloat16": FREE, "float64": FREE})
     half = edited(tiny, {"precision": {"dtype": "bfloat16"}})
-    assert ways_of("torch-manual", half, machine).casts
-    assert not ways_of("torch-manual", tiny, machine).casts
+    assert setting_of("torch-manual", half, machine).casts
+    assert not setting_of("torch-manual", tiny, machine).casts
     parallel = under(tiny, tp=2)
     plain, scaled = (
         {one.purpose: one.bytes for one in traffic_in("torch-manual", parallel, machine, scale=scale)}

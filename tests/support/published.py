@@ -20,7 +20,7 @@ from compare.contract.communication import (
     TIED_GRADIENTS,
 )
 from compare.judge.closed_forms.memory import parameters_of_stage
-from compare.plan.compute import Shape, Ways
+from compare.plan.compute import Shape
 from compare.plan.machine import Machine, read_machine
 from compare.plan.predict import Prediction, predict
 from compare.spec.engines.registry import REFERENCE
@@ -125,7 +125,7 @@ class PublishedRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             Experiment(model=model, train=train, layout=layout, precision=Precision(dtype="float32"))
         )
 
-    def ways(self, experiment: Experiment) -> Ways:
+    def ways(self, experiment: Experiment) -> dict[str, object]:
         """How it is carried out, and by how much its bytes differ from the closed form's."""
         held = parameters_of_stage(ENGINE, experiment, stage=self.pp - 1)
         ends = self.vocabulary * self.width * (1 if self.tied or self.pp > 1 else 2)
@@ -133,12 +133,13 @@ class PublishedRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         ratio = weights / sum(parameter.size for parameter in held)
         streams = dict.fromkeys((ACTIVATIONS, ACTIVATION_GRADIENTS, LOSS), self.number_bytes / FORM_BYTES)
         gradients = dict.fromkeys((REPLICATED_GRADIENTS, TIED_GRADIENTS), self.gradient_bytes / FORM_BYTES)
-        return Ways(
+        return dict(
+            shape=self.shape,
             number=self.number_bytes,
             stream=self.number_bytes,
             fused=self.fused,
             hidden=frozenset(self.hidden),
-            remat=msgspec.convert(self.remat, Ways.__annotations__["remat"]),
+            remat=self.remat,
             scale={
                 "weights": ratio,
                 PARAMETERS: ratio * self.number_bytes / FORM_BYTES,
@@ -192,7 +193,7 @@ def _held(table: PublishedTable, row: PublishedRow, place: int) -> HeldRow:
     experiment = row.experiment(pods)
     machine = _machine(table, row, experiment)
     shape = row.shape
-    found = predict(ENGINE, experiment, machine, ways=row.ways(experiment), shape=shape)
+    found = predict(ENGINE, experiment, machine, **row.ways(experiment))
     peak = machine.peak["float32"]
     flops = shape.flops_per_token
     tokens = experiment.tokens_per_step / experiment.layout.devices
