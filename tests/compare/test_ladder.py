@@ -31,40 +31,38 @@ def test_equal_runs_pass_every_rung(tmp_path, tiny, reference):
     assert max(result.error for result in verdict.rungs) < 1e-15
 
 
-@pytest.mark.parametrize(
-    ("rung", "expected"),
-    [
-        (Rung.INITIAL_WEIGHTS, "initial_weights"),
-        (Rung.GRADIENTS, "gradients"),
-        (Rung.FIRST_WEIGHTS, "first_weights"),
-        (Rung.FIRST_M, "first_moments"),
-        (Rung.FIRST_V, "first_moments"),
-        (Rung.LATER_WEIGHTS, "later_weights"),
-    ],
-)
+DAMAGED = {
+    Rung.INITIAL_WEIGHTS: "initial_weights",
+    Rung.GRADIENTS: "gradients",
+    Rung.FIRST_WEIGHTS: "first_weights",
+    Rung.FIRST_M: "first_moments",
+    Rung.FIRST_V: "first_moments",
+    Rung.LATER_WEIGHTS: "later_weights",
+}
+
+
 @pytest.mark.parametrize("damage", ["moved", "nan", "missing", "reshaped"])
-def test_damage_to_one_tensor_is_named_at_its_rung(tmp_path, tiny, reference, rung, expected, damage):
-    tensors = tensors_of(tiny)
-    tensor = tensors[rung].pop(WORST).copy()
-    if damage == "moved":
-        tensor.flat[3] += 1e-3 * np.abs(tensor).max()
-    if damage == "nan":
-        tensor.flat[3] = np.nan
-    if damage == "reshaped":
-        tensor = tensor.T
-    if damage != "missing":
-        tensors[rung][WORST] = tensor
-    verdict = climb(reference, make_record(tmp_path / "damaged", tiny, tensors=tensors))
-    found_before = damage in ("missing", "reshaped")  # the request says which tensors there are
-    assert verdict.failure.rung == (REQUEST if found_before else expected)
-    assert expected in [result.rung for result in verdict.rungs if not result.passed]
-    assert WORST in verdict.failure.worst
-    if damage == "moved":
-        assert verdict.failure.error == pytest.approx(1e-3)
-    else:
-        assert math.isinf(verdict.failure.error)
-        assert "inf" not in verdict.sentence()
-    assert WORST in verdict.sentence()
+def test_damage_to_one_tensor_is_named_at_its_rung(tmp_path, tiny, reference, damage):
+    for rung, expected in DAMAGED.items():
+        tensors = tensors_of(tiny)
+        tensor = tensors[rung].pop(WORST).copy()
+        if damage == "moved":
+            tensor.flat[3] += 1e-3 * np.abs(tensor).max()
+        if damage == "nan":
+            tensor.flat[3] = np.nan
+        if damage != "missing":
+            tensors[rung][WORST] = tensor.T if damage == "reshaped" else tensor
+        verdict = climb(reference, make_record(tmp_path / rung, tiny, tensors=tensors))
+        found_before = damage in ("missing", "reshaped")  # the request says which tensors there are
+        assert verdict.failure.rung == (REQUEST if found_before else expected)
+        assert expected in [result.rung for result in verdict.rungs if not result.passed]
+        assert WORST in verdict.failure.worst
+        assert WORST in verdict.sentence()
+        if damage == "moved":
+            assert verdict.failure.error == pytest.approx(1e-3)
+        else:
+            assert math.isinf(verdict.failure.error)
+            assert "inf" not in verdict.sentence()
 
 
 WRONG_WEIGHTS = {
@@ -74,9 +72,15 @@ WRONG_WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG_WEIGHTS)
-@pytest.mark.parametrize("rung", [Rung.LATER_WEIGHTS, Rung.FINAL_WEIGHTS])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "rung", "wrong"),
+    [
+        ("float32", Rung.LATER_WEIGHTS, "turned round"),
+        ("bfloat16", Rung.LATER_WEIGHTS, "as they began"),
+        ("bfloat16", Rung.FINAL_WEIGHTS, "turned round"),
+        ("float16", Rung.FINAL_WEIGHTS, "zero"),
+    ],
+)
 def test_below_float64_weights_are_held_to_how_far_they_moved(tmp_path, tiny, dtype, rung, wrong):
     spec, tensors = edited(tiny, {"precision": {"dtype": dtype}}), {}
     for name in ("right", "wrong"):
@@ -91,7 +95,7 @@ def test_below_float64_weights_are_held_to_how_far_they_moved(tmp_path, tiny, dt
     assert rung in [result.rung for result in verdict.rungs if not result.passed]
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_of_a_bias_of_attention_the_key_s_third_alone_is_left_out(tmp_path, tiny, dtype):
     spec = edited(tiny, {"precision": {"dtype": dtype}})
     right, name = make_record(tmp_path / "right", spec), "blocks.0.attention.qkv.bias"

@@ -57,31 +57,25 @@ def test_steps_of_a_job_meet_at_different_ports_and_tasks_of_a_step_at_one():
     assert not first.is_first
 
 
-@pytest.mark.parametrize(
-    "alone",
-    [
+def test_one_task_is_alone():
+    for alone in (
         SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
         {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},  # a batch script is no task
         TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"},
-    ],
-)
-def test_one_task_is_alone(alone):
-    assert find(alone) is None
+    ):
+        assert find(alone) is None
 
 
-@pytest.mark.parametrize(
-    ("environment", "given", "words"),
-    [
+def test_what_does_not_fit_is_one_line():
+    for environment, given, words in (
         ({}, flags(coordinator="head"), "give HOST:PORT"),
         ({}, ["--processes", "2"], "give HOST:PORT"),
         ({}, flags(process=2), "numbers go from 0 to N - 1"),
         ({"RANK": "1", "WORLD_SIZE": "x"}, [], "do not fit each other"),
         (SLURM | {"SLURM_PROCID": "x"}, [], "do not fit each other"),
-    ],
-)
-def test_what_does_not_fit_is_one_line(environment, given, words):
-    with pytest.raises(ExperimentError, match=words):
-        find(environment, given)
+    ):
+        with pytest.raises(ExperimentError, match=words):
+            find(environment, given)
 
 
 def test_first_host_of_slurms_lists():

@@ -94,47 +94,41 @@ def test_copies_of_a_nan_agree_and_zeros_of_two_signs_do_not():
         assemble((2,), list(zip(shards, (np.array([0.0, 1.0]), np.array([-0.0, 1.0])), strict=True)))
 
 
-@pytest.mark.parametrize(
-    ("changes", "array", "message"),
-    [
-        ({}, arange(3), r"w on device 1 is \(3,\) float64, and should be \(2,\) float64"),
-        ({}, arange(2).astype(np.float32), "is .2,. float32, and should be .2,. float64"),
-        ({"name": "b"}, arange(2), "b on device 1 is no shard of w"),
-        ({"offset": (3,)}, arange(2), r"\(2,\) at \(3,\) is not within \(4,\)"),
-        ({"offset": (1,)}, arange(2), "differs from another shard"),
-        ({"shape": (1,)}, arange(1), r"w: 1 of 4 elements are in no shard, such as \(3,\)"),
-        ({"offset": (0, 0), "shape": (2, 1)}, arange(2, 1), r"is not within \(4,\)"),
-    ],
+MISFITS = (
+    ({}, arange(3), r"w on device 1 is \(3,\) float64, and should be \(2,\) float64"),
+    ({}, arange(2).astype(np.float32), "is .2,. float32, and should be .2,. float64"),
+    ({"name": "b"}, arange(2), "b on device 1 is no shard of w"),
+    ({"offset": (3,)}, arange(2), r"\(2,\) at \(3,\) is not within \(4,\)"),
+    ({"offset": (1,)}, arange(2), "differs from another shard"),
+    ({"shape": (1,)}, arange(1), r"w: 1 of 4 elements are in no shard, such as \(3,\)"),
+    ({"offset": (0, 0), "shape": (2, 1)}, arange(2, 1), r"is not within \(4,\)"),
 )
-def test_what_does_not_fit_is_said(changes, array, message):
+
+
+def test_what_does_not_fit_is_said():
     first = Shard(name="w", device=0, offset=(0,), shape=(2,))
     second = msgspec.structs.replace(first, device=1, offset=(2,))
     assert assemble((4,), [(first, arange(2)), (second, arange(2))]).tolist() == [1, 2, 1, 2]
-    with pytest.raises(ShardError, match=message):
-        assemble((4,), [(first, arange(2)), (msgspec.structs.replace(second, **changes), array)])
-
-
-def test_no_shards_make_no_tensor():
+    for changes, array, message in MISFITS:
+        with pytest.raises(ShardError, match=message):
+            assemble((4,), [(first, arange(2)), (msgspec.structs.replace(second, **changes), array)])
     with pytest.raises(ShardError, match=r"no shards for a tensor of shape \(4,\)"):
         assemble((4,), [])
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def test_a_shard_that_contradicts_itself_cannot_be_made_or_read():
+    right = {"name": "w", "device": 0, "offset": (0, 0), "shape": (2, 3), "elements": (0, 6)}
+    shard = Shard(**right)
+    assert msgspec.json.decode(msgspec.json.encode(shard), type=Shard) == shard
+    for wrong in (
         {"offset": (0,)},
         {"offset": (0, -1)},
         {"elements": (4, 7)},
         {"elements": (4, 3)},
         {"dim_order": (0, 0)},
         {"replica": -1},
-    ],
-)
-def test_a_shard_that_contradicts_itself_cannot_be_made_or_read(wrong):
-    right = {"name": "w", "device": 0, "offset": (0, 0), "shape": (2, 3), "elements": (0, 6)}
-    shard = Shard(**right)
-    assert msgspec.json.decode(msgspec.json.encode(shard), type=Shard) == shard
-    with pytest.raises(ShardError, match="w on device 0"):
-        Shard(**right | wrong)
-    with pytest.raises(msgspec.ValidationError, match="w on device 0"):
-        msgspec.json.decode(msgspec.json.encode(right | wrong), type=Shard)
+    ):
+        with pytest.raises(ShardError, match="w on device 0"):
+            Shard(**right | wrong)
+        with pytest.raises(msgspec.ValidationError, match="w on device 0"):
+            msgspec.json.decode(msgspec.json.encode(right | wrong), type=Shard)

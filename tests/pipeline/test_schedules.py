@@ -27,65 +27,74 @@ CASES = [
 
 
 @cache
-def schedules(name: str, p: int, v: int) -> dict[int, Schedule]:
-    """By number of microbatches, up to 16."""
-    return {
-        m: make_schedule(name, ranks=p, microbatches=m, chunks=v)
+def every() -> list[tuple[str, int, int, int, Schedule]]:
+    """Name, ranks, chunks, microbatches up to 16: interleaved where the ranks divide them."""
+    return [
+        (name, p, v, m, make_schedule(name, ranks=p, microbatches=m, chunks=v))
+        for name, p, v in CASES
         for m in range(1, 17)
         if name != "interleaved" or m % p == 0
-    }
+    ]
 
 
-@pytest.fixture(params=CASES, ids=lambda case: "-".join(map(str, case)))
-def case(request):
-    return *request.param, schedules(*request.param)
-
-
-def test_every_task_is_done_once_after_its_prerequisites(case):
-    _, p, v, of_m = case
-    for m, schedule in of_m.items():
-        assert check_complete(schedule) == p * v, m
+def test_every_task_is_done_once_after_its_prerequisites():
+    for name, p, v, m, schedule in every():
+        assert check_complete(schedule) == p * v, (name, p, v, m)
         slots = run(schedule)
         ended = {slot.task: slot.end for slot in slots}
-        assert len(ended) == len(slots) == sum(map(len, schedule)), m
+        assert len(ended) == len(slots) == sum(map(len, schedule)), (name, p, v, m)
         for slot in slots:
-            assert all(ended[need] <= slot.start for need in prerequisites(slot.task, p * v)), (m, slot)
+            assert all(ended[need] <= slot.start for need in prerequisites(slot.task, p * v)), (
+                name,
+                p,
+                v,
+                m,
+                slot,
+            )
         for rank in range(p):
             own = [slot for slot in slots if slot.rank == rank]
-            assert all(before.end <= after.start for before, after in itertools.pairwise(own)), (m, rank)
+            assert all(before.end <= after.start for before, after in itertools.pairwise(own)), (
+                name,
+                p,
+                v,
+                m,
+                rank,
+            )
 
 
-def test_makespan_is_the_closed_form(case):
-    name, p, v, of_m = case
-    for m, schedule in of_m.items():
+def test_makespan_is_the_closed_form():
+    for name, p, v, m, schedule in every():
         expected = {
             "gpipe": 3 * (m + p - 1),
             "1f1b": 3 * (m + p - 1),
             "interleaved": 3 * m + 3 * (p - 1) / v,
             "zero_bubble": max(3 * m + p - 1, 2 * (p + m) - 1),  # the second only where m < p
         }[name]
-        assert makespan(schedule) == pytest.approx(expected), m
-        assert bubble_fraction(schedule) == pytest.approx(1 - 3 * m / expected), m
+        assert makespan(schedule) == pytest.approx(expected), (name, p, v, m)
+        assert bubble_fraction(schedule) == pytest.approx(1 - 3 * m / expected), (name, p, v, m)
 
 
-def test_activations_held_are_the_closed_form(case):
-    name, p, v, of_m = case
-    for m, schedule in of_m.items():
+def test_activations_held_are_the_closed_form():
+    for name, p, v, m, schedule in every():
         held = [peak_in_flight(own) for own in schedule]
         if name == "gpipe":
-            assert held == [m] * p, m
+            assert held == [m] * p, (name, p, v, m)
         elif name == "1f1b" or (v == 1 and name == "interleaved"):
-            assert held == [min(m, p - rank) for rank in range(p)], m
+            assert held == [min(m, p - rank) for rank in range(p)], (name, p, v, m)
         elif name == "zero_bubble":
-            assert held == [min(m, p)] * p, m
+            assert held == [min(m, p)] * p, (name, p, v, m)
         else:  # interleaved: its warm-up, and one more
-            assert held == [min(v * m, 2 * (p - rank - 1) + (v - 1) * p + 1) for rank in range(p)], m
+            assert held == [min(v * m, 2 * (p - rank - 1) + (v - 1) * p + 1) for rank in range(p)], (
+                name,
+                p,
+                v,
+                m,
+            )
 
 
-def test_messages_pair_up_in_order(case):
+def test_messages_pair_up_in_order():
     """One rank sends to another, in order, what the other receives: a plain channel is enough."""
-    _, p, _, of_m = case
-    for m, schedule in of_m.items():
+    for name, p, v, m, schedule in every():
         actions = with_communication(schedule)
         for sender, receiver in itertools.product(range(p), repeat=2):
             for what, step in (("activation", 1), ("gradient", -1)):
@@ -99,12 +108,12 @@ def test_messages_pair_up_in_order(case):
                     for kind, task, peer in actions[receiver]
                     if kind == f"receive_{what}" and peer == sender
                 ]
-                assert sent == received, (m, sender, receiver, what)
+                assert sent == received, (name, p, v, m, sender, receiver, what)
 
 
-def test_messages_of_all_ranks_are_in_one_order(case):
+def test_messages_of_all_ranks_are_in_one_order():
     """A network without tags, where each rank's messages go one by one and a send waits for its receive."""
-    for schedule in case[-1].values():
+    for *_, schedule in every():
         actions = in_one_order(schedule)
         check_rendezvous(actions)
         for own, spelled_out in zip(actions, with_communication(schedule), strict=True):
@@ -125,9 +134,8 @@ def test_messages_in_another_order_are_noticed():
 
 
 def test_no_case_is_lost():
-    """Every schedule of 8 ranks and 16 microbatches: interleaved where the ranks divide the microbatches."""
     assert len(CASES) == 48
-    assert sum(len(schedules(*case)) for case in CASES) == 3 * 8 * 16 + 3 * sum(16 // p for p in range(1, 9))
+    assert len(every()) == 3 * 8 * 16 + 3 * sum(16 // p for p in range(1, 9))
 
 
 def test_a_deadlock_is_found():
@@ -137,34 +145,25 @@ def test_a_deadlock_is_found():
         run(schedule)
 
 
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
+def test_an_incomplete_schedule_is_refused():
+    for damage, says in (
         (lambda schedule: schedule[1].pop(), "is done 0 times, not 1"),
         (lambda schedule: schedule[1].append(schedule[1][0]), "is done 2 times, not 1"),
         (lambda schedule: schedule[0].append(Task(Kind.FORWARD, 1, 0)), "belongs to rank 1"),
         (lambda schedule: schedule[0].append(Task(Kind.BACKWARD_WEIGHT, 0, 0)), "is done 1 times, not 0"),
-    ],
-)
-def test_an_incomplete_schedule_is_refused(damage, says):
-    schedule = make_schedule("gpipe", ranks=2, microbatches=2)
-    damage(schedule)
-    with pytest.raises(ScheduleError, match=says):
-        check_complete(schedule)
+    ):
+        schedule = make_schedule("gpipe", ranks=2, microbatches=2)
+        damage(schedule)
+        with pytest.raises(ScheduleError, match=says):
+            check_complete(schedule)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"name": "nosuch", "ranks": 2, "microbatches": 2}, "no such schedule"),
-        (
-            {"name": "interleaved", "ranks": 4, "microbatches": 6, "chunks": 2},
-            "= 6 are not divisible by stages = 4",
-        ),
-        ({"name": "1f1b", "ranks": 2, "microbatches": 2, "chunks": 2}, "use interleaved"),
-        ({"name": "gpipe", "ranks": 0, "microbatches": 2}, "stages = 0 must be at least 1"),
-    ],
-)
-def test_numbers_that_do_not_fit_are_refused(arguments, says):
-    with pytest.raises(ExperimentError, match=says):
-        make_schedule(**arguments)
+def test_numbers_that_do_not_fit_are_refused():
+    for name, ranks, microbatches, chunks, says in (
+        ("nosuch", 2, 2, 1, "no such schedule"),
+        ("interleaved", 4, 6, 2, "= 6 are not divisible by stages = 4"),
+        ("1f1b", 2, 2, 2, "use interleaved"),
+        ("gpipe", 0, 2, 1, "stages = 0 must be at least 1"),
+    ):
+        with pytest.raises(ExperimentError, match=says):
+            make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)

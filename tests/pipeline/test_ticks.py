@@ -19,19 +19,14 @@ KINDS = {FORWARD: Kind.FORWARD, BACKWARD: Kind.BACKWARD}
 
 
 @cache
-def tables(name: str, p: int, v: int) -> dict[int, tuple[Schedule, Ticks]]:
-    """By number of microbatches, up to 16: the schedule, and it in lock-step."""
-    of_m = {}
-    for m in range(1, 17):
+def every() -> list[tuple[str, int, int, int, Schedule, Ticks]]:
+    """Name, ranks, chunks, microbatches up to 16; the schedule, and it in lock-step."""
+    found = []
+    for (name, p, v), m in itertools.product(CASES, range(1, 17)):
         if name != "interleaved" or m % p == 0:
             schedule = make_schedule(name, ranks=p, microbatches=m, chunks=v)
-            of_m[m] = schedule, lock_step(schedule)
-    return of_m
-
-
-@pytest.fixture(params=CASES, ids=lambda case: "-".join(map(str, case)))
-def case(request):
-    return *request.param, tables(*request.param)
+            found.append((name, p, v, m, schedule, lock_step(schedule)))
+    return found
 
 
 def tasks_of(ticks: Ticks) -> Schedule:
@@ -47,24 +42,21 @@ def tasks_of(ticks: Ticks) -> Schedule:
     ]
 
 
-def test_every_rank_keeps_the_schedules_order(case):
-    _, p, v, of_m = case
-    for m, (schedule, ticks) in of_m.items():
+def test_every_rank_keeps_the_schedules_order():
+    for _, p, v, m, schedule, ticks in every():
         assert tasks_of(ticks) == schedule
         assert (ticks.ranks, ticks.stages, ticks.microbatches) == (p, p * v, m)
 
 
-def test_number_of_ticks(case):
+def test_number_of_ticks():
     """v m forwards and v m backwards, and p - 1 ticks to fill the pipeline each way: none is wasted."""
-    _, p, v, of_m = case
-    for m, (_, ticks) in of_m.items():
+    for _, p, v, m, _, ticks in every():
         assert {len(array) for array in ticks.tasks} == {2 * (v * m + p - 1)}
 
 
-def test_slots(case):
+def test_slots():
     """The first stage keeps no input; what else is in flight is kept, and for v = 1 never a message more."""
-    name, p, v, of_m = case
-    for m, (_, ticks) in of_m.items():
+    for name, p, v, m, _, ticks in every():
         inputs = {
             "gpipe": m,
             "1f1b": min(m, p),  # in lock-step 2p - 1 would do
@@ -120,16 +112,14 @@ def carry_out(ticks: Ticks) -> None:
             own.inputs[-1] = own.gradients[-1] = None  # the scratch slot
 
 
-def test_every_stage_finds_what_was_meant_for_it(case):
-    *_, of_m = case
-    for _, ticks in of_m.values():
+def test_every_stage_finds_what_was_meant_for_it():
+    for *_, ticks in every():
         carry_out(ticks)
 
 
-def test_what_a_forward_keeps_is_there_for_its_backward_and_no_longer(case):
+def test_what_a_forward_keeps_is_there_for_its_backward_and_no_longer():
     """As many slots as the schedule has activations in flight, and inputs only until they are used."""
-    *_, of_m = case
-    for schedule, ticks in of_m.values():
+    for *_, schedule, ticks in every():
         keeping = lock_step(schedule, keeps=True)
         carry_out(keeping)
         assert keeping.kept_slots == max(map(peak_in_flight, schedule))
@@ -139,7 +129,8 @@ def test_what_a_forward_keeps_is_there_for_its_backward_and_no_longer(case):
 
 def test_a_slot_given_twice_is_noticed():
     """The check above can fail: with three slots where 1F1B needs four, an input is lost while alive."""
-    ticks = tables("1f1b", 4, 1)[8][1]
+    schedule = make_schedule("1f1b", ranks=4, microbatches=8)
+    ticks = lock_step(schedule)
     tasks = ticks.tasks
     squeezed = {}
     for name in ("input_slot", "arriving_input"):
@@ -148,16 +139,15 @@ def test_a_slot_given_twice_is_noticed():
         squeezed[name] = np.where(slots == 3, 2, slots)
     with pytest.raises(AssertionError):
         carry_out(ticks._replace(tasks=tasks._replace(**squeezed)))
-    keeping = lock_step(tables("1f1b", 4, 1)[8][0], keeps=True)
+    keeping = lock_step(schedule, keeps=True)
     shared = np.where(keeping.tasks.kept_slot == 3, 2, keeping.tasks.kept_slot)
     with pytest.raises(AssertionError):
         carry_out(keeping._replace(tasks=keeping.tasks._replace(kept_slot=shared)))
 
 
-def test_whether_anybody_sends(case):
+def test_whether_anybody_sends():
     """GPipe sends activations at its first ticks, gradients at its last; the ends send nothing outwards."""
-    name, p, _, of_m = case
-    for m, (_, ticks) in of_m.items():
+    for name, p, _, m, _, ticks in every():
         tasks, last = ticks.tasks, ticks.stages - 1
         activations = (tasks.kind == FORWARD) & (tasks.stage < last)
         gradients = (tasks.kind == BACKWARD) & (tasks.stage > 0)
