@@ -4,9 +4,9 @@ from msgspec import Struct
 from rich.table import Table
 
 from compare.execute.ask import ask
-from compare.execute.launch import EnvironmentMissing, child_environment
+from compare.execute.launch import EnvironmentMissing
 from compare.flags import SidePythons, pythons_of
-from compare.spec.engines.registry import SIDES, STUDIED
+from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import MAX_CPU_DEVICES, Experiment
 from compare.terminal import coloured, print_json, results_console
 
@@ -54,9 +54,8 @@ class Doctor(SidePythons, frozen=True, kw_only=True):
 
 def examine(side: str, python: str) -> SideReport | str:
     """Ask one side about itself; one line of why not if it cannot answer."""
-    environment = child_environment(SIDES[side], platform="")
     try:
-        return ask(side, python, ["--doctor"], answer=SideReport, environment=environment)
+        return ask(side, python, ["--doctor"], answer=SideReport, platform="")
     except EnvironmentMissing as missing:
         return str(missing)
 

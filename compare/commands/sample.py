@@ -11,7 +11,6 @@ from msgspec import Struct
 from compare.checkpoint.reader import CheckpointReader
 from compare.commands.convert import as_checkpoint
 from compare.execute.ask import ask
-from compare.execute.launch import child_environment
 from compare.flags import SidePythons, checked_pythons
 from compare.numerics.sampling import SampleRequest
 from compare.spec.engines.registry import REFERENCE, SIDES, side_of
@@ -121,7 +120,6 @@ class Sample(SidePythons, frozen=True, kw_only=True):
             python,
             ["--sample", msgspec.json.encode(request).decode()],
             answer=list[list[int]],
-            environment=child_environment(SIDES[side], "cpu"),
             timeout_s=self.timeout_s,
         )
 

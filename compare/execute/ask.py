@@ -32,7 +32,7 @@ def ask(
     question: list[str],
     *,
     answer: type[T],
-    environment: Mapping[str, str],
+    platform: str = "cpu",
     timeout_s: float = 0.0,
 ) -> T:
     """Ask one side something.
@@ -42,7 +42,7 @@ def ask(
         python: that runs it: any program, as far as we know.
         question: arguments of `python -m SIDE`.
         answer: the type of what it prints.
-        environment: of the process.
+        platform: cpu or gpu; '' for what is there.
         timeout_s: seconds until it must have answered; 0 for `TIMEOUT_S`.
 
     Raises:
@@ -50,8 +50,9 @@ def ask(
     """
     if not shutil.which(python):
         raise EnvironmentMissing(f"{side}: {python}: no such program")
+    command, environment = [python, "-m", side, *question], child_environment(SIDES[side], platform)
     try:
-        returncode, output = output_of([python, "-m", side, *question], environment, timeout_s or TIMEOUT_S)
+        returncode, output = output_of(command, environment, timeout_s or TIMEOUT_S)
     except OSError as error:
         raise EnvironmentMissing(f"{side}: {python}: {error.strerror}") from None
     lines = [line.strip() for line in output.splitlines() if line.strip()]
@@ -122,8 +123,7 @@ def measure_ceiling(
     """
     question = {"dtype": dtype, "platform": platform, "threads": threads, "sizes": sizes}
     request = msgspec.json.encode(msgspec.convert(question, CeilingRequest)).decode()
-    environment = child_environment(SIDES[side], platform)
-    return ask(side, python, ["--ceiling", request], answer=Ceiling, environment=environment)
+    return ask(side, python, ["--ceiling", request], answer=Ceiling, platform=platform)
 
 
 def convert_by_side(

@@ -141,7 +141,7 @@ def find_hosts(
         return Hosts(count=count or 1)
     if hostfile:
         slots = read_hostfile(hostfile)
-        there, what = len(slots), f"{hostfile}"
+        there, place = len(slots), f"{hostfile}"
     else:
         if not shutil.which("srun"):
             raise ExperimentError("--launcher slurm: no srun here: start on a host of the cluster")
@@ -150,9 +150,9 @@ def find_hosts(
                 "--launcher slurm starts engines inside an allocation: begin with `salloc --nodes=N`, or put "
                 "this command into a script for sbatch (docs/cluster.md)"
             )
-        slots, there, what = {}, int(environment["SLURM_JOB_NUM_NODES"]), "the allocation"
+        slots, there, place = {}, int(environment["SLURM_JOB_NUM_NODES"]), "the allocation"
     if count > there:
-        raise ExperimentError(f"--hosts {count}: {what} has {there}")
+        raise ExperimentError(f"--hosts {count}: {place} has {there}")
     count = count or there
     return Hosts(launcher=launcher, count=count, slots=dict(list(slots.items())[:count]))
 

@@ -23,8 +23,8 @@ LONG_TO_READ = 500_000_000
 """Bytes of data that are read for seconds."""
 
 
-class Case:
-    """How far a case is.
+class Pace:
+    """How far a case is, and how fast.
 
     Args:
         place: its name among others.
@@ -99,7 +99,7 @@ class Reporter:
     def engine(self, name: str) -> Generator[Callable[[Step], None]]:
         """Follow one case of those that `start` was given; yields what to call with each step."""
         number, count = list(self._requests).index(name) + 1, len(self._requests)
-        case = Case(f"{number} of {count}: {name}" if count > 1 else name, self._requests[name])
+        case = Pace(f"{number} of {count}: {name}" if count > 1 else name, self._requests[name])
         try:
             with self._bar(case) if self._draws else self._lines(case) as tell:
                 yield tell
@@ -107,7 +107,7 @@ class Reporter:
             self._say(case.outcome)
 
     @contextmanager
-    def _bar(self, case: Case) -> Generator[Callable[[Step], None]]:
+    def _bar(self, case: Pace) -> Generator[Callable[[Step], None]]:
         columns = (
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
@@ -126,7 +126,7 @@ class Reporter:
             yield tell
 
     @contextmanager
-    def _lines(self, case: Case) -> Generator[Callable[[Step], None]]:
+    def _lines(self, case: Pace) -> Generator[Callable[[Step], None]]:
         self._say(f"{case.place}: starting")
         said = case.begun
 
@@ -140,11 +140,11 @@ class Reporter:
         yield tell
 
     @contextmanager
-    def waits(self, what: str) -> Generator[Callable[[Step], None]]:
+    def waits(self, message: str) -> Generator[Callable[[Step], None]]:
         """Say what is waited for: a spinner in a terminal, a line in a pipe. Yields what ignores steps."""
         if not self._draws:
-            self._say(what)
-        with self.console.status(printable(what)) if self._draws else contextlib.nullcontext():
+            self._say(message)
+        with self.console.status(printable(message)) if self._draws else contextlib.nullcontext():
             yield lambda step: None
 
     def failed(self, error: EngineError) -> None:

@@ -6,7 +6,6 @@ import msgspec
 
 from compare.contract.absent import AbsentRequest, CompiledAhead, RankAlone
 from compare.execute.ask import ask
-from compare.execute.launch import child_environment
 from compare.plan.machine import Machine
 from compare.spec.axes import SHARDED_FROM
 from compare.spec.engines.registry import ENGINES, JAX, TORCH, side_of
@@ -85,5 +84,4 @@ def topology_of(machine: Machine) -> str:
 def _asked(flag: str, request: AbsentRequest, python: str, answer: type[T]) -> T:
     side = side_of(request.engine)
     question = [flag, msgspec.json.encode(request).decode()]
-    environment = child_environment(side, "cpu")
-    return ask(side.name, python, question, answer=answer, environment=environment, timeout_s=TIMEOUT_S)
+    return ask(side.name, python, question, answer=answer, timeout_s=TIMEOUT_S)

@@ -112,7 +112,7 @@ def test_a_rank_that_runs_alone_is_held_against_the_textbook(small, monkeypatch,
     """Stands in for the rank: it sends what the textbook says, and 4 bytes more if a fault is planted."""
     more = 0
 
-    def ask(side, python, question, *, answer, environment, timeout_s):
+    def ask(side, python, question, *, answer, timeout_s):
         assert (side, question[0], answer) == ("torchpar", "--alone", RankAlone)
         ledger = textbook_ledger(read_absent_request(*question), more)
         return RankAlone(ledger=ledger, memory=DeviceMemory(peak=Peak(bytes={"parameters": 12_000})))
@@ -136,7 +136,7 @@ def test_a_rank_that_runs_alone_is_held_against_the_textbook(small, monkeypatch,
 def test_a_layout_is_compiled_for_chips_that_are_not_here(small, monkeypatch, capsys):
     """The compiler's answer stands beside the plan and the textbook; what it does not send shows as 0."""
 
-    def ask(side, python, question, *, answer, environment, timeout_s):
+    def ask(side, python, question, *, answer, timeout_s):
         assert (side, question[0], answer) == ("jaxpar", "--compile", CompiledAhead)
         request = read_absent_request(*question)
         assert (request.compiler, request.topology, request.target) == ("tpu", "v5e:2x2", "")

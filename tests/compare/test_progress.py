@@ -13,7 +13,7 @@ from compare.cli import main
 from compare.contract.record import Step
 from compare.execute import progress
 from compare.execute.launch import EngineError
-from compare.execute.progress import Case, Reporter
+from compare.execute.progress import Pace, Reporter
 from compare.spec.experiment import edited
 
 
@@ -31,7 +31,7 @@ def requests(tiny):
 def test_a_case_knows_step_speed_and_time_left(requests, monkeypatch):
     now = 1000.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
-    case = Case("2 of 3: torch-manual", requests["[/x]"])
+    case = Pace("2 of 3: torch-manual", requests["[/x]"])
     assert f"{case}" == "2 of 3: torch-manual: step 0 of 100, no step yet"
     for number in range(11):  # 20 s of start-up, then 2 s a step
         now = 1020.0 + 2 * number
@@ -45,7 +45,7 @@ def test_a_case_knows_step_speed_and_time_left(requests, monkeypatch):
 
 def test_steps_that_arrive_together_give_no_speed(requests, monkeypatch):
     monkeypatch.setattr(progress.time, "monotonic", lambda: 3.0)
-    case = Case("a", requests["[/x]"])
+    case = Pace("a", requests["[/x]"])
     for number in range(5):
         case.step(step(number))
     assert case.figures() == "loss 2.5000"
