@@ -1,11 +1,14 @@
-"""A step of torch-manual never asks a device for a value: on a GPU the host would wait for it.
+"""A step of torch-manual waits for each collective that it begins, and never for a value of a device.
 
-Seen by the dispatcher, on four gloo ranks: a value on its way to Python, or a shape that depends on one.
+On four gloo ranks. The dispatcher sees a value on its way to Python, for which the host would wait on a GPU,
+or a shape that depends on one.
 """
 
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +17,7 @@ from ranks import RANKS, on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compare.spec.experiment import Experiment, Layout, Model
+from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import make_mesh
 from torchpar.manual import megatron, parallelize
 from torchpar.model import GPT
@@ -23,7 +27,6 @@ from torchpar.run import RankBatch
 
 _aten = torch.ops.aten
 WAITING = {_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.equal.default}
-SMALL = Model(n_layer=4, n_embd=32, block_size=16, vocab_size=64)
 LAYOUTS = [
     Layout(dp_replicate=RANKS),
     *(Layout(dp_shard=RANKS, zero=zero) for zero in (1, 2, 3)),
@@ -46,6 +49,31 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def under_way() -> Generator[list[str]]:
+    """The collectives that begin inside, by method, until somebody waits for them."""
+    begun: list[str] = []
+
+    def watched(name: str, start):
+        def started(*arguments, **options):
+            work = start(*arguments, **options)
+            begun.append(name)
+
+            def wait() -> object:
+                begun.remove(name)
+                return work.wait()
+
+            return SimpleNamespace(wait=wait)
+
+        return started
+
+    with ExitStack() as stack:
+        for name, start in list(vars(Axis).items()):
+            if name.startswith("start_"):
+                stack.enter_context(patch.object(Axis, name, watched(name, start)))
+        yield begun
+
+
 def step(parallel: ParallelModel, experiment: Experiment, number: int, *, waits: bool = False) -> None:
     ids = torch.arange(4 * 16).view(1, 4, 16) % experiment.model.vocab_size
     if parallel.run_pipeline:
@@ -57,16 +85,27 @@ def step(parallel: ParallelModel, experiment: Experiment, number: int, *, waits:
 
 
 @on_ranks
+def test_a_collective_that_nobody_waits_for_is_seen(rank: int) -> None:
+    with under_way() as begun:
+        work = Axis.of(None).start_all_reduce(torch.ones(2))
+        Axis.of(None).all_reduce(torch.ones(2))
+        assert begun == ["start_all_reduce"]
+        work.wait()
+    assert not begun
+
+
+@on_ranks
 def test_no_step_waits_for_a_value(rank: int) -> None:
     for layout in LAYOUTS:
-        experiment = Experiment(
-            model=Model(n_layer=4, n_embd=32, block_size=16, vocab_size=64), layout=layout
-        )
+        model = Model(n_layer=4, n_embd=32, block_size=16, vocab_size=64)
+        experiment = Experiment(model=model, layout=layout)
         mesh = make_mesh(layout, rank=rank, device=torch.device("cpu"))
         torch.manual_seed(0)
         make = partial(make_optimizer, experiment=experiment)
         parallel = parallelize(GPT(experiment.model), mesh=mesh, layout=layout, make_optimizer=make)
-        step(parallel, experiment, 0)  # the first tries the optimizer
+        with under_way() as begun:  # the first step, which tries the optimizer
+            step(parallel, experiment, 0)
+        assert not begun, (layout, begun)
         with Waits() as waits, patch.object(megatron, "require_inside"):  # on a GPU it does not wait
             step(parallel, experiment, 1)
         assert not +waits.seen, (layout, +waits.seen)
