@@ -178,7 +178,7 @@ def test_engines_on_two_hosts_agree_and_others_go_on_from_their_checkpoints(shar
         name, second = dict.fromkeys(record.manifest.hosts)
         assert second == f"{name} (2)"  # one machine
     page = (first / "report.html").read_text()
-    assert "dp_shard crosses hosts, tp stays inside one." in page
+    assert "Across hosts: dp_shard; inside one: tp." in page
 
     def state(run: Path, engine: str) -> dict[str, np.ndarray]:
         reader = CheckpointReader(checkpoints_in(run / engine / CHECKPOINTS)[4])

@@ -43,65 +43,33 @@ def coalesced(call, *make) -> None:
             call(*(tensor() for tensor in make))
 
 
-def functional_out() -> None:
-    group = dist.group.WORLD
+def functional(name: str, tensor: torch.Tensor, *options: object, **output: torch.Tensor) -> None:
+    group, operators = dist.group.WORLD, torch.ops._c10d_functional
     assert group is not None
-    gather = torch.ops._c10d_functional.all_gather_into_tensor_out
-    torch.ops._c10d_functional.wait_tensor(gather(piece(), RANKS, group.group_name, out=full()))
+    operators.wait_tensor(getattr(operators, name)(tensor, *options, group.group_name, **output))
 
 
-def functional(name: str, tensor: torch.Tensor, *options: object) -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    call = getattr(torch.ops._c10d_functional, name)
-    torch.ops._c10d_functional.wait_tensor(call(tensor, *options, group.group_name))
-
-
-FORMS = {
-    "all_to_all_single": (lambda rank: dist.all_to_all_single(full(), full()), "all_to_all", FULL),
-    "all_to_all": (lambda rank: dist.all_to_all(pieces(), pieces()), "all_to_all", FULL),
-    "gather": (lambda rank: dist.gather(piece(), None if rank else pieces()), "gather", FULL),
-    "scatter": (lambda rank: dist.scatter(piece(), None if rank else pieces()), "scatter", FULL),
-    "all_gather": (lambda rank: dist.all_gather(pieces(), piece()), "all_gather", FULL),
-    "reduce_scatter": (lambda rank: dist.reduce_scatter(piece(), pieces()), "reduce_scatter", FULL),
-    "all_reduce_coalesced": (
-        lambda rank: dist.all_reduce_coalesced([piece(), piece()]),
-        "all_reduce",
-        2 * PIECE,
-    ),
-    "all_gather_coalesced": (
-        lambda rank: dist.all_gather_coalesced([[piece(), piece()] for _ in range(RANKS)], pieces()[:2]),
-        "all_gather",
-        2 * FULL,
-    ),
-    "gathers under a coalescing manager": (
-        lambda rank: coalesced(dist.all_gather_into_tensor, full, piece),
-        "all_gather",
-        2 * FULL,
-    ),
-    "scatters under a coalescing manager": (
-        lambda rank: coalesced(dist.reduce_scatter_tensor, piece, full),
-        "reduce_scatter",
-        2 * FULL,
-    ),
-    "a functional gather into a tensor": (lambda rank: functional_out(), "all_gather", FULL),
-    "a functional gather": (
-        lambda rank: functional("all_gather_into_tensor", piece(), RANKS),
-        "all_gather",
-        FULL,
-    ),
-    "a functional scatter": (
-        lambda rank: functional("reduce_scatter_tensor", full(), "sum", RANKS),
-        "reduce_scatter",
-        FULL,
-    ),
-    "a functional reduction": (lambda rank: functional("all_reduce", piece(), "sum"), "all_reduce", PIECE),
-}
+FORMS = [
+    ("all_to_all", FULL, lambda rank: dist.all_to_all_single(full(), full())),
+    ("all_to_all", FULL, lambda rank: dist.all_to_all(pieces(), pieces())),
+    ("gather", FULL, lambda rank: dist.gather(piece(), None if rank else pieces())),
+    ("scatter", FULL, lambda rank: dist.scatter(piece(), None if rank else pieces())),
+    ("all_gather", FULL, lambda rank: dist.all_gather(pieces(), piece())),
+    ("reduce_scatter", FULL, lambda rank: dist.reduce_scatter(piece(), pieces())),
+    ("all_reduce", 2 * PIECE, lambda rank: dist.all_reduce_coalesced([piece(), piece()])),
+    ("all_gather", 2 * FULL, lambda rank: dist.all_gather_coalesced([pieces()[:2]] * RANKS, pieces()[:2])),
+    ("all_gather", 2 * FULL, lambda rank: coalesced(dist.all_gather_into_tensor, full, piece)),
+    ("reduce_scatter", 2 * FULL, lambda rank: coalesced(dist.reduce_scatter_tensor, piece, full)),
+    ("all_gather", FULL, lambda rank: functional("all_gather_into_tensor_out", piece(), RANKS, out=full())),
+    ("all_gather", FULL, lambda rank: functional("all_gather_into_tensor", piece(), RANKS)),
+    ("reduce_scatter", FULL, lambda rank: functional("reduce_scatter_tensor", full(), "sum", RANKS)),
+    ("all_reduce", PIECE, lambda rank: functional("all_reduce", piece(), "sum")),
+]
 
 
 @on_ranks
 def test_every_form_of_a_collective_has_its_kind_and_the_bytes_of_its_full_tensor(rank: int) -> None:
-    for form, (call, kind, size) in FORMS.items():
+    for form, (kind, size, call) in enumerate(FORMS):
         with torchpar.ledger() as ledger:
             call(rank)
         rows = [(row.kind, row.calls, row.bytes, row.dtype) for row in ledger.rows]

@@ -58,8 +58,7 @@ def parameter_bytes(dtype: torch.dtype) -> int:
     return sum(p.nbytes for p in GPT(MODEL).to(dtype).parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(("dtype", "remat"), [(torch.float32, "none"), (torch.float64, "full")])
 def test_classes_at_the_peak_are_what_autograd_saves(dtype, remat):
     memory = step_memory(dtype=dtype, remat=remat)
     found, name = memory.peak.bytes, str(dtype).removeprefix("torch.")
