@@ -300,7 +300,7 @@ def supervise(
     while True:
         running = [rank for rank, process in enumerate(processes) if process.exitcode is None]
         if any(process.exitcode for process in processes) or not failures.empty():
-            raise RanksFailed(_first_failure(processes, heartbeat, failures))
+            raise RanksFailed(first_failure(processes, heartbeat, failures))
         if not running:
             return
         now = [heartbeat.position(rank) for rank in range(len(processes))]
@@ -317,7 +317,7 @@ def supervise(
         connection.wait([processes[rank].sentinel for rank in running], timeout=POLL_S)
 
 
-def _first_failure(processes: Sequence[BaseProcess], heartbeat: Heartbeat, failures: SimpleQueue) -> Failure:
+def first_failure(processes: Sequence[BaseProcess], heartbeat: Heartbeat, failures: SimpleQueue) -> Failure:
     """The cause: a rank's own error, else a death, else an error that tells of a lost peer."""
     if any(process.exitcode == -signal.SIGINT for process in processes):
         time.sleep(SIGINT_GRACE_S)

@@ -4,6 +4,7 @@ Each case has a process of its own, which launches four ranks that misbehave.
 """
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import processes
 import psutil
@@ -22,7 +24,7 @@ from forks import run_forked
 from processes import PATIENCE_S, assert_gone, in_order, wait_for
 
 from compare.contract import record
-from compare.contract.record import read_record
+from compare.contract.record import Failure, read_record
 from compare.contract.request import Request
 from compare.execute.launch import child_environment
 from compare.host.json_files import write_json
@@ -30,7 +32,7 @@ from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import Experiment, Layout, Model, Train
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
-from torchpar.launch import Rank, RanksFailed, launch
+from torchpar.launch import Heartbeat, Rank, RanksFailed, first_failure, launch
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = child_environment(SIDES["torchpar"], "cpu")
@@ -119,6 +121,21 @@ def test_the_culprit_is_named_and_no_rank_is_left(deed, message, tmp_path):
     assert found["rank"] == 2
     assert found["left"] == 0
     assert ("in misbehave" in found["traceback"]) == (deed == "fail")  # its own, not a peer's
+
+
+def test_a_cause_goes_before_what_it_did_to_others():
+    lost = Failure(message="rank 0 lost rank 1", rank=0, is_consequence=True)
+    cause = Failure(message="rank 1 failed", rank=1)
+    for said, other, message in [
+        ([lost, cause], 1, "rank 1 failed"),
+        ([lost], -signal.SIGKILL, "rank 1 was killed by SIGKILL before the first step (out of memory, "),
+        ([lost], 0, "rank 0 lost rank 1"),
+    ]:
+        failures, processes = multiprocessing.SimpleQueue(), [SimpleNamespace(exitcode=1) for _ in range(2)]
+        processes[1].exitcode = other
+        for failure in said:
+            failures.put(failure)
+        assert first_failure(processes, Heartbeat(2), failures).message.startswith(message)
 
 
 def start_slowly(rank: Rank, *, rank_1: str) -> None:
