@@ -252,7 +252,7 @@ class Spread(Spec, frozen=True, kw_only=True):
         engines = chosen_engines(chosen)
         if chosen:
             return installed(engines, pythons_of(self))
-        return fitting(engines, experiment.layout, platform=self.platform)
+        return fitting(engines, experiment.layout)
 
 
 AnySpec = TypeVar("AnySpec", bound=Spec)

@@ -10,33 +10,6 @@ from compare.spec.engines.registry import ENGINES, side_of
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited
 from compare.studies.memory_estimate import require_memory
 
-
-def fitting(engines: Sequence[str], layout: Layout, *, platform: str) -> tuple[list[str], dict[str, str]]:
-    """Choose the engines that a layout fits.
-
-    Args:
-        engines: names in ENGINES.
-        layout: what they should do.
-        platform: cpu or gpu.
-
-    Returns:
-        Those that can, in their order; and why the others cannot, by name.
-
-    Raises:
-        ExperimentError: none can.
-    """
-    left_out = {}
-    for name in engines:
-        try:
-            ENGINES[name].require(layout)
-        except ExperimentError as error:
-            left_out[name] = str(error)
-    able = [name for name in engines if name not in left_out]
-    if not able:
-        raise ExperimentError(f"no engine can do this: {'; '.join(dict.fromkeys(left_out.values()))}")
-    return able, left_out
-
-
 Fit = Callable[[str, Experiment], Experiment]
 """How an engine trains an experiment. Raises ExperimentError if it does not."""
 
@@ -86,25 +59,43 @@ def require_sides(engines: Iterable[str], pythons: Mapping[str, str]) -> None:
             raise EnvironmentMissing(f"{side.name}: {why} with --{side.python_flag}")
 
 
-def installed(engines: Sequence[str], pythons: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Choose the engines whose packages are there.
+Choice = tuple[list[str], dict[str, str]]
+"""Engines in their order; and why others are left out, by name."""
 
-    Args:
-        engines: names in ENGINES.
-        pythons: side -> the interpreter that it runs in; this one where a side is missing.
 
-    Returns:
-        Those that can start, in their order; and what the others lack, by name.
+def fitting(engines: Sequence[str], layout: Layout) -> Choice:
+    """Choose the engines that can do a layout. Raises ExperimentError: none can."""
+
+    def why_not(engine: str) -> str:
+        try:
+            ENGINES[engine].require(layout)
+        except ExperimentError as error:
+            return str(error)
+        return ""
+
+    able, left_out = _choice(engines, why_not)
+    if not able:
+        raise ExperimentError(f"no engine can do this: {'; '.join(dict.fromkeys(left_out.values()))}")
+    return able, left_out
+
+
+def installed(engines: Sequence[str], pythons: Mapping[str, str]) -> Choice:
+    """Choose the engines whose packages the Python of their side has; this one where none is named.
 
     Raises:
-        EnvironmentMissing: none can.
+        EnvironmentMissing: none can start.
     """
-    left_out = {}
-    for name in engines:
-        engine = ENGINES[name]
-        if why := missing_package(engine, pythons.get(engine.side, sys.executable)):
-            left_out[name] = why
-    able = [name for name in engines if name not in left_out]
+
+    def why_not(engine: str) -> str:
+        return missing_package(ENGINES[engine], pythons.get(side_of(engine).name, sys.executable))
+
+    able, left_out = _choice(engines, why_not)
     if not able:
         raise EnvironmentMissing("; ".join(f"{name}: {why}" for name, why in left_out.items()))
     return able, left_out
+
+
+def _choice(engines: Sequence[str], why_not: Callable[[str], str]) -> Choice:
+    reasons = {engine: why_not(engine) for engine in engines}
+    able = [engine for engine, why in reasons.items() if not why]
+    return able, {engine: why for engine, why in reasons.items() if why}

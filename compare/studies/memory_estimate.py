@@ -38,15 +38,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 
 
 def estimate_memory(engine: str, experiment: Experiment) -> MemoryEstimate:
-    """Estimate what an engine needs for an experiment, in closed form: nothing is allocated.
-
-    Args:
-        engine: a name in ENGINES.
-        experiment: a checked one.
-
-    Returns:
-        Bytes by kind and device.
-    """
+    """Estimate what an engine needs for a checked experiment, in closed form: nothing is allocated."""
     by_kind = peak_estimate(engine, experiment)
     on_host = by_kind.pop(ON_HOST, [0.0] * experiment.layout.devices)
     return MemoryEstimate(
@@ -68,21 +60,19 @@ def require_memory(engine: str, experiment: Experiment, *, platform: str) -> Non
     Raises:
         ExperimentError: with what is needed, what there is, and what to do.
     """
-    estimate = estimate_memory(engine, experiment)
+    estimate, here = estimate_memory(engine, experiment), memory_bytes()
     state = list(zip(estimate.by_kind["parameters"], estimate.by_kind["optimizer"], strict=True))
-    logits = _logits(experiment, itemsize=COMPUTE_BYTES[experiment.precision.dtype])
+    names = ("parameters", "optimizer state")
     if platform == "cpu":
         parameters, optimizer = (sum(sizes) for sizes in zip(*state, strict=True))
-        optimizer += sum(estimate.on_host)
-        held = {"parameters": parameters, "optimizer state": optimizer}
-        _refuse(engine, held | {"one batch": estimate.batch}, memory_bytes(), "this machine")
-        _refuse(engine, held | {"logits": logits}, memory_bytes(), "this machine")
+        held = dict(zip(names, (parameters, optimizer + sum(estimate.on_host)), strict=True))
+        _refuse(engine, held | {"one batch": estimate.batch}, here, "this machine")
+        _refuse(engine, held | {"logits": _logits(experiment)}, here, "this machine")
         return
-    _refuse(engine, {"one batch": estimate.batch}, memory_bytes(), "this machine")
-    _refuse(engine, {"initial weights": estimate.initial_weights}, memory_bytes(), "this machine")
+    _refuse(engine, {"one batch": estimate.batch}, here, "this machine")
+    _refuse(engine, {"initial weights": estimate.initial_weights}, here, "this machine")
     if has := gpu_memory_bytes():
-        parameters, optimizer = max(state, key=sum)
-        _refuse(engine, {"parameters": parameters, "optimizer state": optimizer}, has, "a GPU here")
+        _refuse(engine, dict(zip(names, max(state, key=sum), strict=True)), has, "a GPU here")
 
 
 def may_not_fit(engine: str, experiment: Experiment, *, platform: str) -> str:
@@ -111,8 +101,9 @@ def _refuse(engine: str, needs: dict[str, float], has: int, where: str) -> None:
         )
 
 
-def _logits(experiment: Experiment, *, itemsize: int) -> float:
+def _logits(experiment: Experiment) -> float:
     """Bytes of the logits of one microbatch, or a part of it, over all devices that share its work."""
     model, train, layout = experiment.model, experiment.train, experiment.layout
     sequences = train.batch_size / layout.data_parallel / layout.microbatches
+    itemsize = COMPUTE_BYTES[experiment.precision.dtype]
     return itemsize * sequences * model.block_size // train.loss_chunks * model.vocab_size

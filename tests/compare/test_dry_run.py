@@ -153,8 +153,8 @@ def test_an_engine_that_was_asked_for_is_never_left_out(nothing_starts, capsys):
 
 def test_fitting_keeps_the_order_and_refuses_when_none_is_left():
     layout = Layout(pp=2, schedule="zero_bubble", microbatches=2, dp_replicate=2)
-    able, left_out = fitting(list(STUDIED), layout, platform="cpu")
+    able, left_out = fitting(list(STUDIED), layout)
     assert able == ["torch-manual"]
     assert "DDP reduces wrongly" in left_out["torch-library"]
     with pytest.raises(ExperimentError, match=r"no engine can do this: layout\.schedule = zero_bubble: jax"):
-        fitting(["jax-compiler", "jax-manual"], layout, platform="cpu")
+        fitting(["jax-compiler", "jax-manual"], layout)

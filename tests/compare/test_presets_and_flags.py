@@ -180,7 +180,7 @@ def test_every_preset_runs_on_the_demo(name):
     command, _ = parse(["run", "demo", "--preset", name])
     experiment = command.laid_out(command.resolved(is_spread=False))
     assert experiment.layout.devices == preset_layout(Layout(), name, PRESETS[name].devices).devices
-    assert fitting(list(STUDIED), experiment.layout, platform="cpu")[0]
+    assert fitting(list(STUDIED), experiment.layout)[0]
 
 
 def test_presets_that_cannot_be_spread_are_no_matter_of_what_was_said():
