@@ -154,31 +154,21 @@ def test_what_a_ckpt_cannot_say_is_not_exported(saved, tmp_path):
     assert not (tmp_path / "back.pt").exists()
 
 
-NO_TENSOR = "among its weights is no tensor of plain numbers"
 SPOILED = (
     (lambda saved: saved.pop("optimizer"), "Object missing required field `optimizer`"),
+    (lambda saved: saved.update(iter_num="three"), "Expected `int`, got `str` - at `\\$.iter_num`"),
     (lambda saved: saved.update(iter_num=9), r"iter_num = 9, and its optimizer is at step \[3\]"),
     (lambda saved: saved["model_args"].update(n_layer=3), "has 28 tensors and the model 40"),
     (lambda saved: saved["model_args"].update(n_head=3), "model.n_head = 3 does not divide"),
-    (lambda saved: saved["optimizer"]["state"][0].pop("exp_avg"), "exp_avg of transformer.wte.weight is no"),
     (lambda saved: first_group(saved)["params"].pop(), "has 27 parameters, and the model 28"),
     (
         lambda saved: exchange(saved["optimizer"]["state"], 4, 5),
         r"exp_avg of .* is \(8, 32\), and the weight \(32, 8\): its parameters are in another order",
     ),
-    (lambda saved: saved.update(optimizer=[1, 2]), "Expected `object`, got `array`"),
-    (lambda saved: saved["optimizer"]["state"].update({0: 5}), r"got `int` - at `\$\.optimizer.state"),
-    (lambda saved: first_group(saved).update(params=4), r"got `int` - at .*param_groups\[0\]\.params`"),
     (lambda saved: first_group(saved).update(amsgrad=True), "its optimizer has amsgrad"),
     (lambda saved: first_group(saved).update(eps=1e-3), "or other betas or eps for each"),
-    (lambda saved: saved["optimizer"]["state"][0].pop("step"), r"its optimizer is at step \[-1, 3\]"),
     (lambda saved: saved["optimizer"]["state"][0].update(step="x"), r"is at step \[-1, 3\]"),
-    (lambda saved: saved.update(model=[1]), "Expected `object`, got `array` - at `\\$.model`"),
-    (lambda saved: saved["model"].update({3: torch.ones(1)}), "Expected `str`, got `int` - at `key` in"),
-    (lambda saved: saved["model"].update(x="text"), f"x {NO_TENSOR}"),
-    (lambda saved: saved["model"].update(x=torch.eye(3).to_sparse()), f"x {NO_TENSOR}"),
-    (lambda saved: saved.update(model_args=["n_layer"]), "at `\\$.model_args`"),
-    (lambda saved: saved.update(iter_num="three"), "Expected `int`, got `str` - at `\\$.iter_num`"),
+    (lambda saved: saved["model"].update(x=torch.eye(3).to_sparse()), "x among its weights is no tensor"),
     (
         lambda saved: saved["optimizer"]["state"][0].update(exp_avg=torch.eye(3).to_sparse()),
         "its optimizer's exp_avg of transformer.wte.weight is no tensor of plain numbers",
@@ -227,13 +217,10 @@ def test_nanogpt_has_adamw_alone(saved, tmp_path):
 
 def test_settings_go_there_and_back():
     experiment = load("baby-gpt")
-    found, unknown = experiment_of(
-        {**settings_of(experiment), "wandb_log": True},
-        base=Experiment(data=experiment.data, train=Train(seed=1337)),
-    )
+    base = Experiment(data=experiment.data, train=Train(seed=1337))
+    found, unknown = experiment_of({**settings_of(experiment), "wandb_log": True}, base=base)
     assert unknown == ["dataset", "wandb_log"]
-    assert found.model == experiment.model
-    assert found.optimizer == experiment.optimizer
+    assert (found.model, found.optimizer) == (experiment.model, experiment.optimizer)
     assert decode_base("") == Experiment()
     with pytest.raises(ExperimentError, match=r"Expected `int`, got `str` - at `model\.n_layer`"):
         experiment_of({"n_layer": "x"}, base=Experiment())
