@@ -46,20 +46,13 @@ def measure_here(
     anyway: bool,
     hosts: Hosts = ONE_HOST,
 ) -> Machine:
-    """Measure this machine for one engine; of several hosts all are taken to be like it.
+    """Measure this machine for one engine's side; of several hosts all are taken to be like it.
 
-    Args:
-        engine: whose side multiplies and communicates.
-        experiment: its dtype is that of the products.
-        devices: of all hosts; those of one share its cores.
-        folder: an empty one for the collectives' times, which all hosts see.
-        pythons: side -> its interpreter.
-        anyway: on a busy machine, too.
-        hosts: over which the devices are spread.
+    The folder is empty, and all hosts see it. `anyway` measures a busy machine, too.
 
     Raises:
         ExperimentError: hosts that do not divide the devices, or do not see the folder.
-        EnvironmentMissing: it is busy, or the side cannot say.
+        EnvironmentMissing: the machine is busy, or the side cannot say.
         EngineError: an all-reduce did not finish.
     """
     side = side_of(engine)
@@ -74,6 +67,10 @@ def measure_here(
     best = max(found.by_size.values())
     way = OURS if side.name == TORCH.name else "xla"
     link = functools.partial(_link, way, folder, pythons=pythons)
+    within = across = link(inside, ONE_HOST)
+    if hosts.count > 1:
+        one = link(hosts.count, hosts)  # a device of each host; all of a host share its link
+        across = msgspec.structs.replace(one, bytes_per_s=one.bytes_per_s / inside)
     return Machine(
         name=f"{HERE}x{devices}",
         devices=devices,
@@ -84,23 +81,17 @@ def measure_here(
         peak={dtype: best * share},
         sustained={dtype: best * share},
         products=[(2.0 * size**3, rate / best) for size, rate in sorted(found.by_size.items())],
-        inside=(within := link(inside, ONE_HOST)),
-        across=_shared(link(hosts.count, hosts), inside) if hosts.count > 1 else within,
+        inside=within,
+        across=across,
     )
 
 
 def machine_of(text: str, devices: int, engine: str, experiment: Experiment, **how: Any) -> Machine:
-    """The machine that a flag names: this one, measured now, or that of a file.
-
-    Args:
-        text: here, or as of `read_machine`, with so many devices.
-        devices: of this machine.
-        engine, experiment: as of `measure_here`.
-        how: its other arguments, but for the folder.
+    """The machine that a flag names: that of a file, or this one, measured now as `how` says.
 
     Raises:
         ExperimentError: no such machine, or it has another number of devices.
-        EnvironmentMissing, Interrupted: as of `measure_here`.
+        EnvironmentMissing, EngineError, Interrupted: as of `measure_here`.
     """
     if text != HERE:
         machine = read_machine(text)
@@ -126,11 +117,6 @@ def _copied_per_s() -> float:
         np.copyto(target, source)
         times.append(time.perf_counter() - begun)
     return 2 * COPIED / min(times)
-
-
-def _shared(link: LinkSpeed, devices: int) -> LinkSpeed:
-    """A host's link to others as each of its devices has it, when all send."""
-    return msgspec.structs.replace(link, bytes_per_s=link.bytes_per_s / devices)
 
 
 def _link(
