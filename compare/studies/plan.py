@@ -119,7 +119,7 @@ class Plan(Study, frozen=True, kw_only=True):
         with Reporter(quiet=self.quiet).waits(f"the first rank of {one.name}"):
             found = run_alone(self.engine, spec, python)
         resolved, peak = with_remat_resolved(self.engine, spec), found.memory.peak
-        kinds = dict.fromkeys((*one.memory, *peak.bytes))
+        kinds = dict.fromkeys((*one.memory, *(kind for kind, size in peak.bytes.items() if size)))
         return tables.AbsentStep(
             title=f"The first rank of {one.name}, run alone: bytes at its peak",
             ledger=found.ledger,
