@@ -4,7 +4,7 @@ Most are a wrong value somewhere in the spec, given to one engine only. The othe
 side's own `faults` (`contract.faults`), because no spec can express them: a collective that is missing.
 """
 
-from collections.abc import Mapping
+import itertools
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,6 +17,7 @@ from compare.judge.outcome import Case, Grid, Outcome
 from compare.show.findings import Column, Findings, table_of
 from compare.spec.engines.registry import ENGINES, REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
+from compare.studies.bench_cases import edits_of
 from compare.studies.presets import PRESETS, check_names, spread
 from compare.studies.run import verdict_findings
 from compare.study import OF_LAYOUTS, Study
@@ -31,53 +32,41 @@ class Fault(Struct, frozen=True):
     """The first rung that it must turn red."""
     description: str
     """What went wrong, in a few words."""
-    edit: Mapping[str, Mapping[str, object]] | None = None
-    """Sections and fields with the wrong value; None if the side plants it in its code."""
+    edit: str = ""
+    """Fields with the wrong value, as in `edits_of`; '' if the side plants it in its code."""
     preset: str = ""
     """The layout in which it shows; empty for data parallelism over the devices asked for."""
-    asks: Mapping[str, Mapping[str, object]] | None = None
-    """Sections and fields that the case is asked for, beyond that layout."""
+    asks: str = ""
+    """Fields that the case is asked for, beyond that layout; buckets of 0.02 MB are several here."""
 
 
-SIXTEEN_BITS = {"precision": {"dtype": "bfloat16"}}
-SMALL_BUCKETS = 0.02  # MB: several of them, in a model of a few ten thousand parameters
-
+SIXTEEN_BITS = "precision.dtype=bfloat16"
 FAULTS = {
     fault.name: fault
     for fault in (
-        Fault("different_seed", "batch", "one engine draws other rows", edit={"train": {"seed": 1338}}),
+        Fault("different_seed", "batch", "one engine draws other rows", edit="train.seed=1338"),
         Fault("moved_weight", "initial_weights", "one weight starts 1e-3 away"),
         Fault(
             "gelu_tanh",
             "loss",
             "the tanh approximation, JAX's default GELU",
-            edit={"model": {"activation": "gelu_tanh"}},
+            edit="model.activation=gelu_tanh",
         ),
-        Fault(
-            "norm_eps_1e-6", "loss", "flax's default LayerNorm epsilon", edit={"model": {"norm_eps": 1e-06}}
-        ),
+        Fault("norm_eps_1e-6", "loss", "flax's default LayerNorm epsilon", edit="model.norm_eps=1e-06"),
         Fault("dropped_all_reduce", "gradients", "each replica keeps its own gradients"),
         Fault("sum_for_mean", "gradients", "gradients are summed over replicas, not averaged"),
-        Fault(
-            "no_clip", "first_weights", "gradients are not clipped", edit={"optimizer": {"grad_clip": 0.0}}
-        ),
+        Fault("no_clip", "first_weights", "gradients are not clipped", edit="optimizer.grad_clip=0.0"),
         Fault(
             "decay_on_vectors",
             "first_weights",
             "LayerNorm scales and biases decay too",
-            edit={"optimizer": {"decay": "all"}},
+            edit="optimizer.decay=all",
         ),
         Fault(
-            "warmup_off_by_one",
-            "first_weights",
-            "one warm-up step too few",
-            edit={"optimizer": {"warmup_iters": -1}},
+            "warmup_off_by_one", "first_weights", "one warm-up step too few", edit="optimizer.warmup_iters=-1"
         ),
         Fault(
-            "wrong_beta2",
-            "first_moments",
-            "PyTorch's default beta2 = 0.999",
-            edit={"optimizer": {"beta2": 0.999}},
+            "wrong_beta2", "first_moments", "PyTorch's default beta2 = 0.999", edit="optimizer.beta2=0.999"
         ),
         Fault("kept_gradients", "final_weights", "gradients are not cleared between steps"),
         Fault("dropped_tp_all_reduce", "loss", "a row-parallel product stays one rank's part", preset="tp"),
@@ -141,33 +130,23 @@ FAULTS = {
             "ignored_gradient_sync",
             "strategy",
             "one flat all-reduce instead of buckets",
-            asks={"layout": {"gradient_sync": "bucketed", "bucket_mb": SMALL_BUCKETS}},
+            asks="layout.gradient_sync=bucketed,layout.bucket_mb=0.02",
         ),
         Fault(
             "ignored_bucket_mb",
             "strategy",
             "buckets of 25 MB instead of small ones",
-            asks={"layout": {"bucket_mb": SMALL_BUCKETS}},
+            asks="layout.bucket_mb=0.02",
         ),
         Fault("ignored_schedule", "strategy", "GPipe instead of 1F1B", preset="pp"),
-        Fault(
-            "ignored_remat",
-            "strategy",
-            "blocks are kept instead of recomputed",
-            asks={"layout": {"remat": "full"}},
-        ),
+        Fault("ignored_remat", "strategy", "blocks are kept instead of recomputed", asks="layout.remat=full"),
         Fault(
             "ignored_loss_chunks",
             "strategy",
             "all logits at once instead of a quarter",
-            asks={"train": {"loss_chunks": 4}},
+            asks="train.loss_chunks=4",
         ),
-        Fault(
-            "ignored_offload",
-            "strategy",
-            "moments stay on the device",
-            asks={"layout": {"offload": "optimizer"}},
-        ),
+        Fault("ignored_offload", "strategy", "moments stay on the device", asks="layout.offload=optimizer"),
         Fault(
             "ignored_sequence_parallel", "strategy", "tensor parallelism with whole sequences", preset="tp_sp"
         ),
@@ -177,10 +156,7 @@ FAULTS = {
     )
 }
 ROUNDED = "reference-16-bits"
-DROPOUT = 0.2
-"""With which everything is run, unless the experiment has its own."""
-
-
+DROPOUT = 0.2  # with which everything is run, unless the experiment has its own
 DEVICES = 4
 
 
@@ -275,24 +251,26 @@ def fault_cases(
     short = edited(experiment, {"train": {"max_iters": 2}, "model": {"dropout": dropout}})
     chosen = [FAULTS[name] for name in names or FAULTS]
     cases = {"reference": _case(REFERENCE, spread(short, "single"))}
-    if any(fault.asks is SIXTEEN_BITS for fault in chosen):
-        cases[ROUNDED] = _case(REFERENCE, spread(edited(short, SIXTEEN_BITS), "single"))
-    for fault in chosen:
-        preset, of_preset = (
-            (fault.preset, PRESETS[fault.preset].devices) if fault.preset else ("ddp", devices)
+    if any(fault.asks == SIXTEEN_BITS for fault in chosen):
+        cases[ROUNDED] = _case(REFERENCE, spread(edited(short, edits_of(SIXTEEN_BITS)), "single"))
+    whys = set()
+    for fault, engine in itertools.product(chosen, engines):
+        if why := ENGINES[engine].impossible_faults.get(fault.name):
+            whys.add(f"{fault.name}: {engine}: {why}")
+            continue
+        over = PRESETS[fault.preset].devices if fault.preset else devices
+        sharded = revalidate(edited(spread(short, fault.preset or "ddp", over), edits_of(fault.asks)))
+        ENGINES[engine].require_experiment(sharded)
+        edit = edits_of(fault.edit)
+        if fault.name == "warmup_off_by_one":  # relative to the experiment's own
+            edit = {"optimizer": {"warmup_iters": sharded.optimizer.warmup_iters - 1}}
+        cases[f"{fault.name}.{engine}"] = _case(
+            engine,
+            revalidate(edited(sharded, edit)),
+            fault="" if fault.edit else fault.name,
+            against=ROUNDED if fault.asks == SIXTEEN_BITS else "reference",
         )
-        sharded = revalidate(edited(spread(short, preset, of_preset), fault.asks or {}))
-        against = ROUNDED if fault.asks is SIXTEEN_BITS else "reference"
-        for engine in engines:
-            if fault.name not in ENGINES[engine].impossible_faults:
-                ENGINES[engine].require_experiment(sharded)
-                cases[f"{fault.name}.{engine}"] = _planted(fault, engine, sharded, against)
     if not any(case.against for case in cases.values()):
-        whys = {
-            f"{fault.name}: {e}: {ENGINES[e].impossible_faults[fault.name]}"
-            for fault in chosen
-            for e in engines
-        }
         raise ExperimentError(f"no fault is left to plant: {'; '.join(sorted(whys))}")
     return cases
 
@@ -300,15 +278,6 @@ def fault_cases(
 def _case(engine: str, experiment: Experiment, *, fault: str = "", against: str = "") -> Case:
     request = Request(engine=engine, experiment=experiment, ladder=True, fault=fault)
     return Case(request=request, against=against, same_training=False)
-
-
-def _planted(fault: Fault, engine: str, experiment: Experiment, against: str) -> Case:
-    if fault.edit is None:
-        return _case(engine, experiment, fault=fault.name, against=against)
-    edit = fault.edit
-    if fault.name == "warmup_off_by_one":  # relative to the experiment's own
-        edit = {"optimizer": {"warmup_iters": experiment.optimizer.warmup_iters - 1}}
-    return _case(engine, revalidate(edited(experiment, edit)), against=against)
 
 
 def planted(case_name: str) -> tuple[Fault, str]:
