@@ -18,6 +18,7 @@ command line, with what golden.toml names as flags, in float64. What reaches in 
 Times are not kept: made again on the same machine, the files are the same.
 """
 
+import hashlib
 import os
 import pickle
 import platform
@@ -37,7 +38,7 @@ from compare.contract.ledger import Ledger
 from compare.contract.record import Manifest, Recorder, Step
 from compare.contract.request import Rung
 from compare.host.json_files import write_json
-from compare.judge.goldens import PROVENANCE, Provenance, folder_of, sha256
+from compare.judge.goldens import PROVENANCE, Provenance, folder_of
 from compare.numerics.data import SPLITS, Corpus, open_corpus
 from compare.numerics.evaluation import Evaluation, steps_due
 from compare.numerics.parameters import fingerprint, initial_parameters
@@ -300,8 +301,10 @@ def main(checkout: Path, optimizer: str, output: Path) -> None:
     provenance = Provenance(
         source=SOURCE,
         commit=git.stdout.strip(),
-        ran={name: sha256(checkout / name) for name in ("model.py", "train.py", "configurator.py")},
-        files={path.name: sha256(path) for path in sorted(output.iterdir()) if path.name != PROVENANCE},
+        ran={
+            name: hashlib.sha256((checkout / name).read_bytes()).hexdigest()
+            for name in ("model.py", "train.py", "configurator.py")
+        },
     )
     write_json(output / PROVENANCE, provenance)
 

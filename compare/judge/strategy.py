@@ -16,7 +16,8 @@ computes the same. So each setting is read off what was observed, and held again
 What an engine cannot tell, and what has no closed form, is named in `Strategy.untold`, never passed over.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -113,9 +114,6 @@ def with_remat_resolved(engine: str, experiment: Experiment) -> Experiment:
     return replace(experiment, layout=replace(experiment.layout, remat=remat))
 
 
-Read = Callable[[Record, ObservedWork, Engine, Experiment], Iterator[Finding]]
-
-
 def _compile(record: Record, work: ObservedWork, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
     """Only of an engine that may compile or not, where it is told which."""
     asked, found = experiment.layout.compile, work.compiled.partition(",")[0] or "none"
@@ -189,40 +187,30 @@ def _gradient_sync(
     }
     if expected[asked] is None:
         return
-    calls = _calls_by_stage(record)
-    fitting = [
-        sync
-        for sync, messages in expected.items()
-        if messages and messages.by_stage == calls and messages.overlap in (work.overlaps, None)
-    ]
+    calls = [0] * experiment.layout.pp
+    for row in record.ledger.rows:
+        if (row.kind, row.axis, row.purpose) == ("all_reduce", DP_REPLICATE, GRADIENTS):
+            calls[row.stage] += row.calls
     counted = "/".join(map(str, calls))
     when = "" if not engine.offers_choice else f" {'within' if work.overlaps else 'after'} backward"
-    found = next(iter(fitting), f"{counted} all-reduces{when}")
+    found = f"{counted} all-reduces{when}"
+    for sync, messages in reversed(expected.items()):
+        if messages and messages.by_stage == calls and messages.overlap in (work.overlaps, None):
+            found = sync
     if asked == "bucketed" or not engine.offers_choice:
         asked += f" of {experiment.layout.bucket_mb:g} MB"
     found = asked if found == asked.split()[0] else f"{found} ({counted} calls)"
     yield Finding(setting="layout.gradient_sync", asked=asked, found=found)
 
 
-def _calls_by_stage(record: Record) -> list[int]:
-    """All-reduces of gradients over the replicas, by rank of the pipeline; scalars that go along are none."""
-    counted = [0] * record.manifest.experiment.layout.pp
-    for row in record.ledger.rows:
-        if (row.kind, row.axis, row.purpose) == ("all_reduce", DP_REPLICATE, GRADIENTS):
-            counted[row.stage] += row.calls
-    return counted
-
-
 def _at_rest(record: Record, work: ObservedWork, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
     expected = closed_form(engine.name, experiment)
-    held = record.manifest.resident_bytes
-    far = {
-        kind: off
-        for kind, size in expected.items()
-        if abs(off := excess(held, {kind: size})) > AT_REST or off != off
-    }
     asked = f"zero {experiment.layout.zero}, offload {experiment.layout.offload}"
-    words = ", ".join(f"{kind} off by {off:+.0%}" for kind, off in far.items())
+    resident = record.manifest.resident_bytes
+    errors = {kind: excess(resident, {kind: size}) for kind, size in expected.items()}
+    words = ", ".join(
+        f"{kind} off by {error:+.0%}" for kind, error in errors.items() if not abs(error) <= AT_REST
+    )
     yield Finding(setting="bytes at rest", asked=asked, found=words or asked)
 
 
@@ -236,7 +224,15 @@ def _sent(record: Record, work: ObservedWork, engine: Engine, experiment: Experi
     yield Finding(setting="what is sent", asked=asked, found=wrong)
 
 
-def done_words(record: Record) -> "ObservedSettings":
+class ObservedSettings(NamedTuple):
+    """Observed settings, in words."""
+
+    gradient_sync: str
+    remat: str
+    compiled: str = ""
+
+
+def done_words(record: Record) -> ObservedSettings:
     """A run's settings for the tables: as observed, else as its engine declares."""
     engine, experiment = ENGINES.get(record.manifest.engine), asked_of(record)
     strategy = strategy_of(record)
@@ -247,11 +243,3 @@ def done_words(record: Record) -> "ObservedSettings":
         remat=strategy.found("layout.remat") or "untold",
         compiled=record.work.compiled if record.work else "",
     )
-
-
-class ObservedSettings(Struct, frozen=True, kw_only=True):
-    """Observed settings, in words."""
-
-    gradient_sync: str
-    remat: str
-    compiled: str = ""

@@ -127,20 +127,11 @@ def test_what_nanogpt_decides_is_not_spelled_out():
     assert SGD == {"name": "sgd", "momentum": 0.9}
 
 
-@pytest.mark.parametrize("damage", ["flipped", "missing", "garbled"])
-def test_a_damaged_golden_is_refused(tmp_path, damage):
+def test_a_damaged_golden_is_refused_in_a_line(tmp_path):
     folder = tmp_path / "nanogpt"
     shutil.copytree(FOLDER, folder)
-    victim = folder / "gradients.safetensors"
-    if damage == "flipped":
-        content = bytearray(victim.read_bytes())
-        content[-1] ^= 1
-        victim.write_bytes(content)
-    elif damage == "missing":
-        victim.unlink()
-    else:
-        (folder / "provenance.json").write_text("{")
-    with pytest.raises(RecordError, match=r"is not what nanoGPT left|cannot be read") as caught:
+    (folder / "provenance.json").write_text("{")
+    with pytest.raises(RecordError, match="cannot be read") as caught:
         read_golden(folder)
     assert "\n" not in str(caught.value)
 

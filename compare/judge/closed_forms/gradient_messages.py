@@ -42,11 +42,6 @@ class GradientMessages(Struct, frozen=True, kw_only=True):
 def gradient_messages(engine: str, experiment: Experiment, *, gradient_sync: str) -> GradientMessages | None:
     """The messages of one synchronisation; None where the layout's choice is not what is carried out.
 
-    Args:
-        engine: a name in ENGINES.
-        experiment: a checked one.
-        gradient_sync: naive, flat, overlapped or bucketed.
-
     Raises:
         ValueError: the leaves of ZeRO's shards or of a pipeline's stages have no closed form.
     """
@@ -78,7 +73,8 @@ def _by_ddp(engine: str, experiment: Experiment) -> GradientMessages | None:
     for stage in range(stages):
         sizes = _leaves(engine, apart, stage, is_jax=False)[0]
         in_order = sizes if layout.pp > 1 else sizes[::-1]
-        counts[stage % layout.pp] += _buckets_of_ddp(in_order, layout.bucket_mb * 1e6)
+        limit = layout.bucket_mb * 1e6
+        counts[stage % layout.pp] += _buckets(in_order, limit, passes_limit=True)
     return GradientMessages(by_stage=counts, overlap=None)  # below the dispatcher, on autograd's thread
 
 
@@ -117,23 +113,18 @@ def _tree_order(name: str) -> list[str]:
     return [part for part in name.split(".") if part != "0"]
 
 
-def _buckets_of_torch(sizes: list[int], limit: float) -> int:
-    buckets, held = 0, math.inf
-    for size in reversed(sizes):
-        if held + size > limit or not buckets:
-            buckets, held = buckets + 1, 0
-        held += size
-    return buckets
-
-
-def _buckets_of_ddp(sizes: list[int], limit: float) -> int:
-    """`compute_bucket_assignment_by_size`: a bucket is full when it has reached the limit."""
-    buckets, held = 0, math.inf
+def _buckets(sizes: list[int], limit: float, *, passes_limit: bool = False) -> int:
+    """Buckets that leaves fill in order: closed before they would pass the limit, or when they have."""
+    buckets, filled = 0, math.inf
     for size in sizes:
-        if held >= limit:
-            buckets, held = buckets + 1, 0
-        held += size
+        if not buckets or (filled >= limit if passes_limit else filled + size > limit):
+            buckets, filled = buckets + 1, 0
+        filled += size
     return buckets
+
+
+def _buckets_of_torch(sizes: list[int], limit: float) -> int:
+    return _buckets(sizes[::-1], limit)
 
 
 def _buckets_of_jax(sizes: list[int], limit: float) -> int:
