@@ -5,10 +5,10 @@ import html
 import itertools
 import re
 import shlex
+from collections import Counter
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 from outline import require_alone
 from records import make_run
@@ -17,13 +17,13 @@ from compare.cli import main
 from compare.contract.communication import GRADIENTS, PARAMETERS, Communication, ring_wire_bytes
 from compare.contract.ledger import Ledger
 from compare.contract.record import read_record
-from compare.judge.closed_forms.memory import KINDS, closed_form, parameters_of_stage
+from compare.judge.closed_forms.memory import KINDS, closed_form
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import parameter_count, storage_dtype
 from compare.present.lesson import holdings, rings, worked
 from compare.present.lesson.page import lesson_page
 from compare.show.figures import svg
-from compare.spec.axes import DP_SHARD, PP
+from compare.spec.axes import DP_SHARD
 from compare.spec.engines.engine import Holds
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, load
@@ -70,30 +70,6 @@ def test_shares_are_those_of_the_closed_form_of_memory(monkeypatch):
     engines = {name: msgspec.structs.replace(one, holds=late) for name, one in holdings.ENGINES.items()}
     monkeypatch.setattr(holdings, "ENGINES", engines)
     assert any("gradients" in line for line in wrong_shares(cases))  # of ZeRO-2
-
-
-def covered(parts: set[holdings.HeldPart]) -> float:
-    """The share of a matrix that parts cover, in cells of a grid so fine that they end at its lines."""
-    grid = np.zeros((24, 24), bool)
-    for part in parts:
-        (top, bottom), (left, right) = part.rows, part.columns
-        grid[round(24 * top) : round(24 * bottom), round(24 * left) : round(24 * right)] = True
-    return grid.mean()
-
-
-def test_parts_of_all_devices_make_the_whole_and_do_not_overlap():
-    for engine, experiment in layouts():
-        devices = range(experiment.layout.devices)
-        stages = [holdings.coordinates(device, experiment.layout)[PP] for device in devices]
-        for kind, rank in itertools.product(KINDS, set(stages)):
-            for parameter in parameters_of_stage(engine, experiment, stage=rank):
-                parts = {
-                    holdings.part_of(parameter, kind, engine, experiment, device)
-                    for device in devices
-                    if stages[device] == rank
-                }
-                assert covered(parts) == 1, (engine, experiment.layout, parameter.name)
-                assert sum(part.share for part in parts) == pytest.approx(1), (engine, parameter.name)
 
 
 def test_ranks_share_out_layers_and_rows():
@@ -205,10 +181,8 @@ def made_by_hand(folder: Path, place: str):
 @pytest.mark.usefixtures("with_pictures")
 def test_lines_lead_to_rows_and_rows_to_lines(tmp_path):
     path = source_file("torch-manual", STRATEGY)
-    text = (ROOT / path).read_text()
-    number = next(i for i, line in enumerate(text.splitlines(), 1) if line.startswith("def ")) + 1
-    function = text.splitlines()[number - 2].split("(")[0].removeprefix("def ")
-    place = f"{path.rpartition('/')[2]}:{number} ({function})"
+    number = 12
+    place = f"{path.rpartition('/')[2]}:{number} (f)"
     lesson_page(STRATEGY, *made_by_hand(tmp_path / "run", place), tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     outline = require_alone(page)
@@ -223,16 +197,12 @@ def test_lines_lead_to_rows_and_rows_to_lines(tmp_path):
         assert f'<a href="#{row}">{kind} {purpose}</a><a href="#torch-manual-{number}">' in page
         (cells,) = re.findall(rf'<tr id="{row}">(.*?)</tr>', page, re.DOTALL)
         assert f'<a href="#torch-manual-{number}">line {number}</a>' in cells
-    assert re.search(
-        rf'id="torch-manual-{number}"[^\n]*<span class="hll">|class="hll">[^\n]*id="torch-manual-{number}"',
-        page,
-    )
+    (line,) = (line for line in page.splitlines() if f'id="torch-manual-{number}"' in line)
+    assert 'class="hll"' in line
     blocks = re.findall(r'<div class="code">(.*?)</pre>', page, re.DOTALL)
-    shown = [re.sub(r"(?m)^ *\d+", "", html.unescape(re.sub(r"<[^>]*>", "", block))) for block in blocks]
-    engines = ("jax-manual", "torch-manual")
-    assert [one.split() for one in shown] == [
-        (ROOT / source_file(engine, STRATEGY)).read_text().split() for engine in engines
-    ]
+    for engine, block in zip(("jax-manual", "torch-manual"), blocks, strict=True):
+        shown = re.sub(r"(?m)^ *\d+", "", html.unescape(re.sub(r"<[^>]*>", "", block)))
+        assert shown.split() == (ROOT / source_file(engine, STRATEGY)).read_text().split()
     for trial in LESSONS[STRATEGY].trials:
         assert html.escape(trial.command) in page
 
@@ -256,22 +226,25 @@ def test_what_cannot_be_a_lesson_is_refused(tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
+def totals(rows) -> Counter[tuple[str, ...]]:
+    """Calls and bytes by kind, axis and purpose."""
+    sums = Counter()
+    for row in rows:
+        key = row.kind, row.axis, row.purpose
+        sums.update({(*key, "calls"): row.calls, (*key, "bytes"): row.bytes})
+    return sums
+
+
 def test_lesson_of_a_real_run(shardpair, grid, tmp_path):
     run = grid.run("fsdp")
     done = shardpair("lesson", STRATEGY, "--results", str(run), "--output", "page.html")
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "page.html").read_text()
-    records = {engine: read_record(run / engine) for engine in FOLDERS}
-    for engine, record in records.items():
-        if not FOLDERS[engine].startswith("jaxpar/"):
-            assert record.instructions is None
-            continue
-        assert record.instructions
-        for key in {(one.kind, one.axis, one.purpose) for one in record.ledger.rows}:
-            made = [one for one in record.instructions if (one.kind, one.axis, one.purpose) == key]
-            rows = [one for one in record.ledger.rows if (one.kind, one.axis, one.purpose) == key]
-            assert sum(one.calls for one in made) == sum(one.calls for one in rows), (engine, key)
-            assert sum(one.bytes for one in made) == sum(one.bytes for one in rows), (engine, key)
+    for engine in FOLDERS:  # XLA's instructions are what a ledger adds up
+        record = read_record(run / engine)
+        assert bool(record.instructions) == FOLDERS[engine].startswith("jaxpar/")
+        if record.instructions:
+            assert totals(record.instructions) == totals(record.ledger.rows), engine
     for engine in ("jax-manual", "torch-manual"):
         for kind, purpose in SENT:
             (row,) = re.findall(rf'<tr id="row-{kind}-{DP_SHARD}-{purpose}">(.*?)</tr>', page, re.DOTALL)
