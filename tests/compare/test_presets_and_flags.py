@@ -66,65 +66,61 @@ THE_FILE_WINS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("line", "fields"), (FLAGS_WIN | THE_FILE_WINS).items(), ids=(*FLAGS_WIN, *THE_FILE_WINS)
+def test_what_is_said_wins(planned):
+    for line, fields in (FLAGS_WIN | THE_FILE_WINS).items():
+        code, plan, said = planned(line)
+        assert (code, said) == (0, ""), line
+        layout = plan["experiment"]["layout"]
+        assert {key: layout[key] for key in fields} == fields, line
+
+
+OF_SEVERAL = (
+    ("sweep plain.toml --presets pp ddp --devices 2 --layout.microbatches 8", "1F1B with 8 microbatches"),
+    ("bench plain.toml --presets pp --devices 2 --layout.microbatches 8", "1F1B with 8 microbatches"),
+    ("bench plain.toml --presets pp --devices 2 --variants layout.microbatches=8", "with 8 microbatches"),
+    ("ledger plain.toml --presets pp fsdp --layout.schedule gpipe", "GPipe"),
+    ("sweep pipeline.toml --presets pp --devices 4", "1F1B with 8 microbatches"),
+    ("sweep sharded.toml --presets zero1 fsdp tp", "optimizer state split over 2"),
+    # The layout of the file is none of theirs: it is not asked whether the batch could be spread so.
+    ("ledger wide.toml --presets ddp --train.batch_size 8", "data parallel over 4"),
+    ("check wide.toml --devices 2 --train.batch_size 6", "data parallel over 2"),
+    ("faults wide.toml --devices 2 --train.batch_size 6 --names no_clip", "data parallel over 2"),
 )
-def test_what_is_said_wins(planned, line, fields):
-    code, plan, said = planned(line)
-    assert code == 0, said
-    layout = plan["experiment"]["layout"]
-    assert {key: layout[key] for key in fields} == fields
-    assert said == ""
 
 
-@pytest.mark.parametrize(
-    ("line", "layouts"),
-    [
-        ("sweep plain.toml --presets pp ddp --devices 2 --layout.microbatches 8", "1F1B with 8 microbatches"),
-        ("bench plain.toml --presets pp --devices 2 --layout.microbatches 8", "1F1B with 8 microbatches"),
-        ("bench plain.toml --presets pp --devices 2 --variants layout.microbatches=8", "with 8 microbatches"),
-        ("ledger plain.toml --presets pp fsdp --layout.schedule gpipe", "GPipe"),
-        ("sweep pipeline.toml --presets pp --devices 4", "1F1B with 8 microbatches"),
-        ("sweep sharded.toml --presets zero1 fsdp tp", "optimizer state split over 2"),
-        # The layout of the file is none of theirs: it is not asked whether the batch could be spread so.
-        ("ledger wide.toml --presets ddp --train.batch_size 8", "data parallel over 4"),
-        ("check wide.toml --devices 2 --train.batch_size 6", "data parallel over 2"),
-        ("faults wide.toml --devices 2 --train.batch_size 6 --names no_clip", "data parallel over 2"),
-    ],
+def test_it_wins_over_several_presets_too(planned):
+    for line, layouts in OF_SEVERAL:
+        code, plan, said = planned(line)
+        assert code == 0, said
+        assert any(layouts in case["layout"] for case in plan["cases"]), line
+
+
+CANNOT_WIN = (
+    (
+        "run plain.toml --preset fsdp_tp --layout.dp_replicate 2",
+        "--layout.dp_replicate 2 contradicts --preset fsdp_tp --devices 4, which sets it to 1",
+    ),
+    ("run plain.toml --preset ddp --layout.dp_replicate 1", "--layout.dp_replicate 1 contradicts"),
+    ("run plain.toml --preset ddp --layout.microbatches 8", "no effect: --preset ddp has layout.pp = 1"),
+    ("run plain.toml --preset pp --layout.microbatches 1", "raise layout.microbatches"),
+    ("sweep plain.toml --presets ddp --layout.tp 2", "--layout.tp 2 has no effect: --presets say how"),
+    ("sweep plain.toml --presets ddp tp --layout.microbatches 2", "none of --presets has layout.pp"),
+    ("bench plain.toml --presets ddp --layout.dp_replicate 1", "--layout.dp_replicate 1 has no effect"),
+    ("bench plain.toml --presets pp --variants layout.pp=2", "layout.pp contradicts --presets pp"),
+    ("check --layout.gradient_sync bucketed", "--layout.gradient_sync has no effect"),
+    ("check --layout.no_sequence_parallel", "--layout.sequence_parallel has no effect"),
+    ("faults --layout.microbatches 1", "--layout.microbatches has no effect"),
+    ("buckets --layout.bucket_mb 0.4", "--layout.bucket_mb has no effect"),
+    ("bench --train.max_iters 120", "--train.max_iters has no effect"),
+    ("run --preset fsdp_tp --devices 3", "preset fsdp_tp takes a multiple of 2 from 4 on"),
 )
-def test_it_wins_over_several_presets_too(planned, line, layouts):
-    code, plan, said = planned(line)
-    assert code == 0, said
-    assert any(layouts in case["layout"] for case in plan["cases"])
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        (
-            "run plain.toml --preset fsdp_tp --layout.dp_replicate 2",
-            "--layout.dp_replicate 2 contradicts --preset fsdp_tp --devices 4, which sets it to 1",
-        ),
-        ("run plain.toml --preset ddp --layout.dp_replicate 1", "--layout.dp_replicate 1 contradicts"),
-        ("run plain.toml --preset ddp --layout.microbatches 8", "no effect: --preset ddp has layout.pp = 1"),
-        ("run plain.toml --preset pp --layout.microbatches 1", "raise layout.microbatches"),
-        ("sweep plain.toml --presets ddp --layout.tp 2", "--layout.tp 2 has no effect: --presets say how"),
-        ("sweep plain.toml --presets ddp tp --layout.microbatches 2", "none of --presets has layout.pp"),
-        ("bench plain.toml --presets ddp --layout.dp_replicate 1", "--layout.dp_replicate 1 has no effect"),
-        ("bench plain.toml --presets pp --variants layout.pp=2", "layout.pp contradicts --presets pp"),
-        ("check --layout.gradient_sync bucketed", "--layout.gradient_sync has no effect"),
-        ("check --layout.no_sequence_parallel", "--layout.sequence_parallel has no effect"),
-        ("faults --layout.microbatches 1", "--layout.microbatches has no effect"),
-        ("buckets --layout.bucket_mb 0.4", "--layout.bucket_mb has no effect"),
-        ("bench --train.max_iters 120", "--train.max_iters has no effect"),
-        ("run --preset fsdp_tp --devices 3", "preset fsdp_tp takes a multiple of 2 from 4 on"),
-    ],
-)  # fmt: skip
-def test_what_cannot_win_is_refused(planned, line, says):
-    code, _, said = planned(line)
-    assert code == 2
-    assert says in said
-    assert said.count("\n") == 1
+def test_what_cannot_win_is_refused(planned):
+    for line, says in CANNOT_WIN:
+        code, _, said = planned(line)
+        assert (code, said.count("\n")) == (2, 1), line
+        assert says in said, line
 
 
 def test_the_name_of_a_preset_wins_over_the_file_and_says_so(planned):
@@ -136,18 +132,14 @@ def test_the_name_of_a_preset_wins_over_the_file_and_says_so(planned):
     assert planned("run sharded.toml --preset ddp_flat --layout.gradient_sync naive")[2] == ""
 
 
-@pytest.mark.parametrize(
-    ("line", "given"),
-    [
-        ("run", set()),
-        ("run demo --layout.microbatches 1", {"layout.microbatches"}),
-        ("run demo --layout.dp-replicate=2 --model.no-bias", {"layout.dp_replicate", "model.bias"}),
-        ("bench --rounds 5 --train.seed 1337", {"rounds", "train.seed"}),
-    ],
-)
-def test_flags_are_given_whatever_their_values(line, given):
-    command, _ = parse(line.split())
-    assert command.given - {"experiment"} == given
+def test_flags_are_given_whatever_their_values():
+    for line, given in {
+        "run": set(),
+        "run demo --layout.microbatches 1": {"layout.microbatches"},
+        "run demo --layout.dp-replicate=2 --model.no-bias": {"layout.dp_replicate", "model.bias"},
+        "bench --rounds 5 --train.seed 1337": {"rounds", "train.seed"},
+    }.items():
+        assert parse(line.split())[0].given - {"experiment"} == given
 
 
 def test_from_python_it_is_the_same():
@@ -166,21 +158,20 @@ def test_defaults_know_what_the_file_gives(tmp_path, monkeypatch):
     assert defaults_for(Run, "cpu").written == frozenset()
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_what_it_is_named_for_when_nothing_is_said(name):
-    devices = PRESETS[name].devices
-    pure = preset_layout(Layout(), name, devices)
+def test_every_preset_is_what_it_is_named_for_when_nothing_is_said():
     other = Layout(gradient_sync="flat", schedule="gpipe", microbatches=7, zero=2, sequence_parallel=True)
-    assert preset_layout(other, name, devices) == pure
-    assert apply_preset(load("demo").layout, name, devices, Said())[0].axes == pure.axes
+    for name, preset in PRESETS.items():
+        pure = preset_layout(Layout(), name, preset.devices)
+        assert preset_layout(other, name, preset.devices) == pure
+        assert apply_preset(load("demo").layout, name, preset.devices, Said())[0].axes == pure.axes
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_runs_on_the_demo(name):
-    command, _ = parse(["run", "demo", "--preset", name])
-    experiment = command.laid_out(command.resolved(is_spread=False))
-    assert experiment.layout.devices == preset_layout(Layout(), name, PRESETS[name].devices).devices
-    assert fitting(list(STUDIED), experiment.layout)[0]
+def test_every_preset_runs_on_the_demo():
+    for name, preset in PRESETS.items():
+        command, _ = parse(["run", "demo", "--preset", name])
+        layout = command.laid_out(command.resolved(is_spread=False)).layout
+        assert layout.devices == preset_layout(Layout(), name, preset.devices).devices
+        assert fitting(list(STUDIED), layout)[0]
 
 
 def test_presets_that_cannot_be_spread_are_no_matter_of_what_was_said():

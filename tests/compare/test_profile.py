@@ -131,22 +131,22 @@ def test_a_finished_profile_is_shown_again(spread, tmp_path, capsys):
     assert read_json(folder / PROFILE, Profile) == msgspec.json.decode(capsys.readouterr().out, type=Profile)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("--train.max_iters 5", "--train.max_iters 5 is too short for a profile: give 6 steps or more"),
-        ("--init_from nosuch.pt", "--init_from has no effect"),
-        ("--devices 2", "--devices 2 without --preset has no effect"),
-        ("--engines nanogpt-loop --preset single", "nanogpt-loop leaves no timeline"),
-        ("--continue . --preset ddp", "leave out --preset"),
-    ],
-)
-def test_refused_in_one_line_and_nothing_is_left(monkeypatch, tmp_path, capsys, arguments, says):
+REFUSED = {
+    "--train.max_iters 5": "--train.max_iters 5 is too short for a profile: give 6 steps or more",
+    "--init_from nosuch.pt": "--init_from has no effect",
+    "--devices 2": "--devices 2 without --preset has no effect",
+    "--engines nanogpt-loop --preset single": "nanogpt-loop leaves no timeline",
+    "--continue . --preset ddp": "leave out --preset",
+}
+
+
+def test_refused_in_one_line_and_nothing_is_left(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["profile", "demo", *arguments.split(), "--quiet"]) == 2
-    output = capsys.readouterr()
-    assert says in output.err
-    assert output.err.count("\n") == 1
+    for line, says in REFUSED.items():
+        assert main(["profile", "demo", *line.split(), "--quiet"]) == 2
+        said = capsys.readouterr().err
+        assert says in said, line
+        assert said.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 

@@ -125,23 +125,22 @@ def test_a_strategy_that_computes_something_else_fails_the_sweep(swept, engines)
     assert found["verdict"].startswith("torch-manual.fsdp.2 against reference: FAIL at loss")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("--presets nosuch", "--presets nosuch: no such preset"),
-        ("--devices 0", "give each number once, rising from 1"),
-        ("--devices 2 4", "give one number, or say what stays equal with --scaling strong"),
-        ("--scaling weak --devices 2", "--scaling weak --devices 2: give two numbers or more"),
-        ("--layout.dp_replicate 4", "has no effect: --presets say how it is spread"),
-        ("--presets hsdp", "nothing is left to run"),
-        ("--data.source nosuch.txt", "nosuch.txt does not exist"),
-    ],
-)
-def test_refused_in_one_line_and_nothing_is_left(monkeypatch, tmp_path, capsys, arguments, says):
+REFUSED = {
+    "--presets nosuch": "--presets nosuch: no such preset",
+    "--devices 0": "give each number once, rising from 1",
+    "--devices 2 4": "give one number, or say what stays equal with --scaling strong",
+    "--scaling weak --devices 2": "--scaling weak --devices 2: give two numbers or more",
+    "--layout.dp_replicate 4": "has no effect: --presets say how it is spread",
+    "--presets hsdp": "nothing is left to run",
+    "--data.source nosuch.txt": "nosuch.txt does not exist",
+}
+
+
+def test_refused_in_one_line_and_nothing_is_left(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["sweep", "demo", *arguments.split(), "--quiet"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert says in said
+    for line, says in REFUSED.items():
+        assert main(["sweep", "demo", *line.split(), "--quiet"]) == 2
+        assert says in " ".join(capsys.readouterr().err.split()), line
     assert not [path for path in tmp_path.rglob("*") if path.name != "runs"]
 
 
