@@ -212,7 +212,7 @@ class Spread(Spec, frozen=True, kw_only=True):
     ddp_pp, fsdp_pp, tp_pp, ddp_tp_pp, fsdp_tp_pp. It gives the degrees; what you say of the rest, such as
     --layout.microbatches or --layout.schedule, wins."""
     devices: int | None = None
-    """How many devices --preset spreads over. Default: what the matrix takes, which is 4 for most."""
+    """How many devices --preset spreads over. Default: 4 for most, 2 or 8 for some: see `shardpair list`."""
 
     def laid_out(self, experiment: Experiment) -> Experiment:
         """The experiment, with the user's overrides in it, under --preset, if one was given.

@@ -1,1 +1,1 @@
-"""Studies: paired runs, presets, faults, the matrix, nanoGPT's golden numbers."""
+"""Studies: a file each, and what they share: presets, fitting engines, checkpoints to go on from."""

@@ -38,9 +38,9 @@ class Ledger(Spread, Study, frozen=True, kw_only=True):
     """
 
     presets: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PRESET...")] = ()
-    """Several layouts by name, or `all` of the parity matrix, each on as many devices as there: 2, 4 or 8."""
+    """Several layouts by name, or `all`, each on 2, 4 or 8 devices: see `shardpair list`."""
     results: Path | None = None
-    """Train nothing: read the ledgers of a finished run, check or matrix study from its folder."""
+    """Train nothing: read the ledgers of a finished run or check from its folder."""
     rows: bool = False
     """Also print every row: phase, ranks, dtype, loops and source line."""
     output: Path | None = None

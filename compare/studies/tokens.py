@@ -21,18 +21,13 @@ MAX_META_BYTES = 64 * 2**20
 class Alphabet(Struct, frozen=True):
     """One way of writing text as tokens."""
 
-    name: str
     encode: Callable[[str], list[int]]
     """Raises ExperimentError: a character that there is no token for."""
     decode: Callable[[list[int]], str]
 
 
 def alphabet_of(experiment: Experiment, *, meta: Path | None = None) -> Alphabet:
-    """How an experiment's data writes text.
-
-    Args:
-        experiment: of the training.
-        meta: nanoGPT's meta.pkl; by default the one beside its data, if there is one.
+    """How an experiment's data writes text; `meta` is nanoGPT's meta.pkl, by default the one beside it.
 
     Raises:
         ExperimentError: it cannot be told, meta.pkl cannot be read, or tiktoken is missing.
@@ -44,7 +39,6 @@ def alphabet_of(experiment: Experiment, *, meta: Path | None = None) -> Alphabet
         return _gpt2()
     if experiment.model.vocab_size == BYTES:
         return Alphabet(
-            "bytes",
             encode=lambda text: list(text.encode()),
             decode=lambda tokens: bytes(tokens).decode(errors="replace"),
         )
@@ -68,8 +62,13 @@ def alphabet_size(meta: Path) -> int:
 
 
 def _characters(path: Path) -> Alphabet:
-    """nanoGPT's character-level data."""
-    numbers = _numbers(path)
+    """nanoGPT's character-level data: `stoi` of a meta.pkl has the number of every character."""
+    plain = _plain(path)
+    try:
+        numbers = {str(character): int(number) for character, number in plain["stoi"].items()}
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        why = f"it has no stoi, the number of each character ({error})"
+        raise ExperimentError(f"{path} is no meta.pkl of nanoGPT: {why}") from None
     characters = {number: character for character, number in numbers.items()}
 
     def encode(text: str) -> list[int]:
@@ -80,17 +79,7 @@ def _characters(path: Path) -> Alphabet:
     def decode(tokens: list[int]) -> str:
         return "".join(characters.get(token, "\ufffd") for token in tokens)
 
-    return Alphabet("characters", encode=encode, decode=decode)
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """The number of every character: `stoi` of a meta.pkl."""
-    found = _plain(path)
-    try:
-        return {str(character): int(number) for character, number in found["stoi"].items()}
-    except (KeyError, AttributeError, TypeError, ValueError) as error:
-        why = f"it has no stoi, the number of each character ({error})"
-        raise ExperimentError(f"{path} is no meta.pkl of nanoGPT: {why}") from None
+    return Alphabet(encode=encode, decode=decode)
 
 
 def _plain(path: Path) -> dict[Any, Any]:
@@ -134,7 +123,6 @@ def _gpt2() -> Alphabet:
         ) from None
     encoding = tiktoken.get_encoding("gpt2")
     return Alphabet(
-        "GPT-2",
         encode=lambda text: encoding.encode(text, allowed_special={"<|endoftext|>"}),
         decode=lambda tokens: encoding.decode([t for t in tokens if t < GPT2_TOKENS]),
     )
