@@ -41,8 +41,6 @@ class BenchRow(Struct, frozen=True, kw_only=True):
     first_step_s: float
     start_up_s: float
     peak_mem_bytes: int
-    loss: float
-    """Of the last step, in the last round."""
 
 
 def blocks(result: TimedOutcome) -> dict[str, list[BenchRow]]:
@@ -115,5 +113,4 @@ def _row(result: TimedOutcome, case: Case, own: Mapping[int, Measurement]) -> Be
         first_step_s=median(lambda one: one.first_step_s),
         start_up_s=median(lambda one: one.start_up_s),
         peak_mem_bytes=max(one.peak_mem_bytes for one in own.values()),
-        loss=own[max(own)].loss,
     )

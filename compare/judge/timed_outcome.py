@@ -57,11 +57,6 @@ class Measurement(Struct, frozen=True, kw_only=True):
     how: HowItRan
 
     @property
-    def loss(self) -> float:
-        """Of the last step."""
-        return self.losses[-1]
-
-    @property
     def curves(self) -> dict[str, list[float]]:
         """Loss and norm of every step, by the name of `Step`'s field."""
         return {"loss": self.losses, "grad_norm": self.grad_norms}
@@ -141,18 +136,8 @@ def measured(
     timing: Timing,
     others_cores: float,
 ) -> Measurement:
-    """The figures that a record is reduced to.
-
-    Args:
-        record: of a timed run.
-        case: its name.
-        number: of the round, from 1.
-        start_up_s: from the start of the process to the record of its first step.
-        windows_seen_s: what its windows took by the harness's clock.
-        timing: of its steps.
-        others_cores: in use by others while it ran.
-    """
-    manifest = record.manifest
+    """The figures that a record is reduced to: see `Measurement` for the harness's own."""
+    manifest, done = record.manifest, done_words(record)
     singles = timing.warmup + timing.window * timing.windows
     return Measurement(
         round=number,
@@ -167,18 +152,12 @@ def measured(
         grad_norms=[step.grad_norm for step in record.steps],
         windows_seen_s=windows_seen_s,
         others_cores=others_cores,
-        how=how_it_ran(record),
-    )
-
-
-def how_it_ran(record: Record) -> HowItRan:
-    """What a record says of how it ran."""
-    manifest, done = record.manifest, done_words(record)
-    return HowItRan(
-        device_kind=manifest.device_kind,
-        threads=manifest.threads,
-        gradient_sync=done.gradient_sync,
-        remat=done.remat,
-        peak_memory_method=manifest.peak_memory_method,
-        versions=manifest.versions,
+        how=HowItRan(
+            device_kind=manifest.device_kind,
+            threads=manifest.threads,
+            gradient_sync=done.gradient_sync,
+            remat=done.remat,
+            peak_memory_method=manifest.peak_memory_method,
+            versions=manifest.versions,
+        ),
     )
