@@ -49,7 +49,7 @@ OTHERS = {
     "Prove": {},
     "Measure": {},
     "Read": {
-        "runs": "what was run here: layout, verdict, age, size; --prune",
+        "runs": "what was run here: layout, verdict, size; --prune",
         "lesson": "one strategy in every engine, side by side, on a page",
         "list": "names of experiments, presets, faults, engines, lessons",
         "doctor": "what is installed, and what can run here",

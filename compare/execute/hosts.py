@@ -260,22 +260,21 @@ def start_together(hosts: int, on_host: int, folder: Path, command: Sequence[str
 
     while not failed() and any(process.poll() is None for process in running):
         time.sleep(POLL_S)
-    if not (codes := failed()):
+    if not failed():
         return 0
     deadline = time.monotonic() + CAUSE_GRACE_S
-    while not _killed(codes) and _only_consequences(folder) and time.monotonic() < deadline:
+    while not (killed := _killed(failed())) and _has_no_cause(folder) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-        codes |= failed()
-    number = next(iter(_killed(codes) or codes))
-    code = codes[number]
-    if not read_failure(folder) or (_only_consequences(folder) and _killed(codes)):
-        host = host_of(folder, number) or socket.gethostname()
-        message = f"process {number} on {host} {'was ' if code < 0 else ''}{describe_exit(code)}"
+    codes = failed()
+    number = next(iter(killed or codes))
+    if not read_failure(folder) or (killed and _has_no_cause(folder)):
+        host, how = host_of(folder, number) or socket.gethostname(), "was " if codes[number] < 0 else ""
+        message = f"process {number} on {host} {how}{describe_exit(codes[number])}"
         write_failure(folder, Failure(message=message, rank=number))
     for process in running:
         process.kill()
         process.wait()
-    return code if code > 0 else 128 - code
+    return codes[number] if codes[number] > 0 else 128 - codes[number]
 
 
 def _killed(codes: Mapping[int, int]) -> list[int]:
@@ -283,7 +282,7 @@ def _killed(codes: Mapping[int, int]) -> list[int]:
     return [number for number, code in codes.items() if code < 0 and code not in (-6, -15)]
 
 
-def _only_consequences(folder: Path) -> bool:
+def _has_no_cause(folder: Path) -> bool:
     """True if the error that was left tells of a lost process only."""
     failure = read_failure(folder)
     return failure is not None and failure.is_consequence
