@@ -192,19 +192,17 @@ class GPT(nnx.Module):
 
     Logits exist for one of `loss_chunks` equal parts of the positions at a time.
 
-    Attributes:
-        wrap_layer: applied to the scanned `block(x, layer) -> (x, None)`, x being the residual stream and the
-            noise, and `layer` a nested dict of one layer's parameters. An edit of the model may put another
-            there.
-        scan_layers: (block, x, layers) -> x, with each layer applied in turn. The same goes for it.
+    Attributes, which an edit of the model may replace:
+        gather_layer: (parameters of a layer as stored, x_BTC) -> full parameters: nested dicts.
+        wrap_layer: applied to the scanned block, which begins with `gather_layer`.
         cross_entropy: (logits, targets) -> mean loss.
     """
 
     def __init__(self, config: Model, *, precision: Precision, remat: Remat, loss_chunks: int = 1):
         dtypes = Dtypes(precision)
         self.loss_chunks = loss_chunks
+        self.gather_layer: Callable[[Any, jax.Array], Any] = as_stored
         self.wrap_layer = partial(apply_remat, remat=remat)
-        self.scan_layers = scan_layers
         self.cross_entropy: Callable[[jax.Array, jax.Array], jax.Array] = cross_entropy
         self.embedding = Embedding(config, dtypes)
         self.blocks = nnx.vmap(lambda: Block(config, dtypes), axis_size=config.n_layer)()
@@ -225,12 +223,14 @@ class GPT(nnx.Module):
         """The residual stream after all blocks; `first` is the number of the first of them."""
         graph, layers = nnx.split(self.blocks)
 
-        def block(x: tuple[jax.Array, Noise | None], layer: Any) -> tuple[Any, None]:
+        def apply_layer(x: tuple[jax.Array, Noise | None], layer: Any) -> tuple[Any, None]:
             x_BTC, noise = x
-            return (nnx.merge(graph, layer)(x_BTC, noise), noise and noise.next_layer), None
+            block = nnx.merge(graph, self.gather_layer(layer, x_BTC))
+            return (block(x_BTC, noise), noise and noise.next_layer), None
 
-        noise = Noise.of(keys_B2, first + 1)
-        return self.scan_layers(self.wrap_layer(block), (x_BTC, noise), nnx.to_pure_dict(layers))[0]
+        start = x_BTC, Noise.of(keys_B2, first + 1)
+        (x_BTC, _), _ = lax.scan(self.wrap_layer(apply_layer), start, nnx.to_pure_dict(layers))
+        return x_BTC
 
     def logits(self, x_BTC: jax.Array) -> jax.Array:
         """Logits (B, T, V) from the residual stream."""
@@ -260,9 +260,9 @@ def _cut(x_BT: jax.Array, parts: int) -> jax.Array:
     return jnp.moveaxis(x_BT.reshape(batch, parts, length // parts, *others), 1, 0)
 
 
-def scan_layers(block: Callable[..., Any], x: Any, layers: Any) -> Any:
-    """Apply `block(x, layer) -> (x, None)` for each layer of stacked ones, compiled once."""
-    return lax.scan(block, x, layers)[0]
+def as_stored(layer: Any, x_BTC: jax.Array) -> Any:
+    """A layer's parameters, of which nothing is gathered."""
+    return layer
 
 
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:

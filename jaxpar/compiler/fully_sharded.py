@@ -11,7 +11,8 @@ XLA makes no reduce-scatter: it all-reduces and takes a slice. Under stage 2 wit
 the embedding's gradient rows by an all-to-all before adding them up, which is less than reducing the table.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from compare.spec.axes import DP_SHARD, PP
+from jaxpar.model import GPT
 from jaxpar.placement import one_layer, shardings
 from jaxpar.problem import Edit, Loss, Problem, without_layers
 from jaxpar.remat import IsGather, apply_remat
@@ -55,14 +57,9 @@ def gather_layers(problem: Problem, placements: Any, *, mesh: Mesh) -> tuple[Edi
             primitive.name == "sharding_constraint" and _split_dims(parameters["sharding"].spec) in gathered
         )
 
-    def wrap_layer(layer: Callable[..., Any]) -> Callable[..., Any]:
-        def gathering(x: Any, shards: Any) -> Any:
-            return layer(x, gather(shards, placements, mesh=mesh))
-
-        return apply_remat(gathering, problem.remat, is_gather=is_gather, keep_gathered=keep)
-
-    def edit(model: Any) -> None:
-        model.wrap_layer = wrap_layer
+    def edit(model: GPT) -> None:
+        model.gather_layer = lambda shards, x_BTC: gather(shards, placements, mesh=mesh)
+        model.wrap_layer = partial(apply_remat, remat=problem.remat, is_gather=is_gather, keep_gathered=keep)
 
     return edit, is_gather
 

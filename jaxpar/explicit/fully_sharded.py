@@ -11,7 +11,7 @@ backward may, or may not, take up, types leave no choice. On a CPU XLA makes no 
 all-reduces and takes a slice.
 """
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jax.sharding import Mesh, reshard
 
 from compare.spec.axes import DP_SHARD
 from jaxpar.explicit.replicas import own_copy, reduced, unreduced
+from jaxpar.model import GPT
 from jaxpar.placement import one_layer, specs
 from jaxpar.problem import Edit, Loss, Problem
 from jaxpar.remat import apply_remat
@@ -57,17 +58,13 @@ def gather_layers(problem: Problem, placements: Any, *, mesh: Mesh) -> Edit:
     """An edit of the model: every scanned block gathers its own parameters."""
     placements, keep = one_layer(placements), not problem.layout.reshard_after_forward
 
-    def wrap_layer(layer: Callable[..., Any]) -> Callable[..., Any]:
-        def gathering(x: Any, shards: Any) -> Any:
-            of_replica = jax.tree.leaves(x)[0]
-            full = gather(shards, placements, mesh=mesh)
-            copied = jax.tree.map(lambda w: own_copy(w, of_replica), full)
-            return layer(x, unpad(copied, placements))
+    def gather_layer(shards: Any, x_BTC: jax.Array) -> Any:
+        full = gather(shards, placements, mesh=mesh)
+        return unpad(jax.tree.map(lambda w: own_copy(w, x_BTC), full), placements)
 
-        return apply_remat(gathering, problem.remat, is_gather=is_gather, keep_gathered=keep)
-
-    def edit(model: Any) -> None:
-        model.wrap_layer = wrap_layer
+    def edit(model: GPT) -> None:
+        model.gather_layer = gather_layer
+        model.wrap_layer = partial(apply_remat, remat=problem.remat, is_gather=is_gather, keep_gathered=keep)
 
     return edit
 

@@ -25,6 +25,7 @@ from jax import lax
 from compare.contract.communication import GRADIENTS, PARAMETERS
 from compare.spec.axes import DP_SHARD
 from jaxpar.comm import collectives
+from jaxpar.model import GPT
 from jaxpar.placement import Placement, map_repeated, one_layer
 from jaxpar.problem import Edit, Loss, Problem
 from jaxpar.remat import Remat, apply_remat
@@ -84,14 +85,11 @@ def gather_layers(placements: Any, *, remat: Remat, keep_gathered: bool) -> Edit
     """
     placements = one_layer(placements)
 
-    def edit(model: Any) -> None:
-        def wrap_layer(layer: Callable[..., Any]) -> Callable[..., Any]:
-            def gathering(x: Any, shards: Any) -> Any:
-                return layer(x, unpad(gather(shards, placements), placements))
-
-            return apply_remat(gathering, remat, is_gather=_is_gather, keep_gathered=keep_gathered)
-
-        model.wrap_layer = wrap_layer
+    def edit(model: GPT) -> None:
+        model.gather_layer = lambda shards, x_BTC: unpad(gather(shards, placements), placements)
+        model.wrap_layer = partial(
+            apply_remat, remat=remat, is_gather=_is_gather, keep_gathered=keep_gathered
+        )
 
     return edit
 
