@@ -163,6 +163,11 @@ def shardings(mesh: Mesh, placements: Any, *, sharded: bool) -> Any:
     return jax.tree.map(lambda p: NamedSharding(mesh, p.spec(sharded=sharded)), placements)
 
 
+def unpad(params: Any, placements: Any) -> Any:
+    """Parameters without what only makes shards of dp_shard equal in size."""
+    return jax.tree.map(lambda p, x: p.unpad_shards(x), placements, params)
+
+
 def one_layer(placements: Any) -> Any:
     """The placements of one layer of stacked leaves: the leading dim taken off."""
 

@@ -17,7 +17,7 @@ from jaxpar.compiler import data_parallel, fully_sharded, pipeline_parallel, ten
 from jaxpar.loss_scale import scaled, unscaled
 from jaxpar.model import same
 from jaxpar.optimizer import global_norm
-from jaxpar.placement import shardings
+from jaxpar.placement import shardings, unpad
 from jaxpar.problem import Edit, Loss, Problem
 from jaxpar.stages import one_pass
 from jaxpar.step import ShardedStep, accumulated_gradients, passes_of, updated
@@ -91,4 +91,4 @@ def _loss(problem: Problem, placements: Any, *, mesh: Mesh) -> Loss:
         return fully_sharded.gather_first(
             loss, placements, mesh=mesh, layers_too=not problem.gathers_in_layers
         )
-    return lambda params, batch: loss(fully_sharded.unpad(params, placements), batch)
+    return lambda params, batch: loss(unpad(params, placements), batch)

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from compare.spec.axes import DP_SHARD, PP
 from jaxpar.model import GPT
-from jaxpar.placement import one_layer, shardings
+from jaxpar.placement import one_layer, shardings, unpad
 from jaxpar.problem import Edit, Loss, Problem, without_layers
 from jaxpar.remat import IsGather, apply_remat
 from jaxpar.weights import STACKED
@@ -38,11 +38,6 @@ def gather(params: Any, placements: Any, *, mesh: Mesh) -> Any:
     """Say that parameters are whole along dp_shard, and take its padding off."""
     gathered = lax.with_sharding_constraint(params, shardings(mesh, placements, sharded=False))
     return unpad(gathered, placements)
-
-
-def unpad(params: Any, placements: Any) -> Any:
-    """Parameters without what only makes shards equal in size."""
-    return jax.tree.map(lambda p, x: p.unpad_shards(x), placements, params)
 
 
 def gather_layers(problem: Problem, placements: Any, *, mesh: Mesh) -> tuple[Edit, IsGather]:

@@ -19,7 +19,7 @@ from jaxpar.explicit.replicas import axes_of_replicas, reduced, unreduced
 from jaxpar.loss_scale import scaled, unscaled
 from jaxpar.model import same
 from jaxpar.optimizer import global_norm
-from jaxpar.placement import shardings, specs
+from jaxpar.placement import shardings, specs, unpad
 from jaxpar.problem import Edit, Loss, Problem, without_layers
 from jaxpar.stages import one_pass
 from jaxpar.step import ShardedStep, accumulated_gradients, passes_of, updated
@@ -101,9 +101,9 @@ def _loss(problem: Problem, placements: Any, *, mesh: Mesh) -> Loss:
     def unpadded(params: Any, batch: Any) -> jax.Array:
         true = {}
         for key, p in gathered.items():
-            unpad = partial(fully_sharded.unpad, placements=p)
+            without_padding = partial(unpad, placements=p)
             has_stages = layout.pp > 1 and key != STACKED  # a copy of what is in no block for each stage
-            true[key] = (jax.vmap(unpad) if has_stages else unpad)(params[key])
+            true[key] = (jax.vmap(without_padding) if has_stages else without_padding)(params[key])
         return loss({**params, **true}, batch)
 
     loss_of_all = data_parallel.each_replica(unpadded, mesh=mesh, rows_dim=1 if layout.pp > 1 else 0)

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, reshard
 from compare.spec.axes import DP_SHARD
 from jaxpar.explicit.replicas import own_copy, reduced, unreduced
 from jaxpar.model import GPT
-from jaxpar.placement import one_layer, specs
+from jaxpar.placement import one_layer, specs, unpad
 from jaxpar.problem import Edit, Loss, Problem
 from jaxpar.remat import apply_remat
 
@@ -40,11 +40,6 @@ def shard_parameters(tree: Any, placements: Any) -> Any:
 def gather(params: Any, placements: Any, *, mesh: Mesh) -> Any:
     """Parameters whole along dp_shard, reduced; padded as they are stored."""
     return reshard(params, reduced(placements, sharded=False, mesh=mesh))
-
-
-def unpad(params: Any, placements: Any) -> Any:
-    """Parameters without what only makes shards equal in size."""
-    return jax.tree.map(lambda p, x: p.unpad_shards(x), placements, params)
 
 
 def is_gather(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
