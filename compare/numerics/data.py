@@ -45,39 +45,21 @@ class Corpus:
     """
 
     def __init__(self, train: np.ndarray, validation: np.ndarray, *, origin: str, sha256: str):
-        self.train = train
-        self.validation = validation
-        self.origin = origin
-        self.sha256 = sha256
+        self.train, self.validation = train, validation
+        self.origin, self.sha256 = origin, sha256
 
     def batch(self, experiment: Experiment, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """The global batch of one optimizer step.
+        """The global batch of a step: inputs, and targets (the inputs shifted by one token), int32 (A, B, T).
 
-        Args:
-            experiment: its seed keys the draw; train and model give the sizes.
-            step: optimizer steps already taken.
-
-        Returns:
-            Inputs and targets (the inputs shifted by one token), int32 of shape (A, B, T): A =
-            gradient_accumulation_steps, B = batch_size, T = block_size. Data-parallel rank r of R
-            takes the rows r B/R to (r+1) B/R of every A.
+        A = gradient_accumulation_steps, B = batch_size, T = block_size. Data-parallel rank r of R takes the
+        rows r B/R to (r+1) B/R of every A.
         """
         return self._draw(experiment, self.train, [0, 0, step, 0])
 
     def evaluation_batch(
         self, experiment: Experiment, split: str, step: int, index: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """One of the evaluation's batches: other windows of the text than the training's.
-
-        Args:
-            experiment: as for `batch`.
-            split: one of `SPLITS`.
-            step: optimizer steps already taken.
-            index: number of the evaluation's batch.
-
-        Returns:
-            Inputs and targets, int32 (A, B, T), as `batch`.
-        """
+        """An evaluation's batch, as `batch`: other windows of one of `SPLITS` than the training's."""
         tokens = self.train if split == "train" else self.validation
         return self._draw(experiment, tokens, [0, index, step, EVALUATION + SPLITS.index(split)])
 
@@ -114,9 +96,7 @@ def open_corpus(experiment: Experiment, *, validated_sha256: str = "") -> Corpus
             a 17 GB train.bin once, and every rank after that maps it at once.
 
     Raises:
-        ExperimentError: a missing, empty or too short file, what is no file, a .bin file with an odd number
-            of bytes or wider tokens, or a token id outside the vocabulary. The message names the file and
-            what to do.
+        ExperimentError: the file or its tokens do not fit; the message names it and says what to do.
     """
     source = experiment.data.source
     if source == "stdlib":

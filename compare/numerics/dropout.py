@@ -55,28 +55,14 @@ def kept_scale(rate: float) -> float:
 
 
 def sequence_keys(seed: int, step: int, passes: int, sequences: int) -> np.ndarray:
-    """The keys of all sequences of a step: uint32 (A, B, 2).
-
-    Args:
-        seed: `train.seed`.
-        step: the batch's number.
-        passes: A.
-        sequences: B, of the global batch.
-    """
+    """The keys of all sequences of a step's global batch: uint32 (A passes, B sequences, 2)."""
     key = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
     number_AB = np.arange(passes * sequences, dtype=np.uint32).reshape(passes, sequences)
     return np.stack(threefry(key, np.uint32(step & 0xFFFFFFFF), number_AB), axis=-1)
 
 
 def is_kept(keys_B2: np.ndarray, site: int, shape: tuple[int, ...], rate: float) -> np.ndarray:
-    """Mask of the kept elements: bool (B, *shape).
-
-    Args:
-        keys_B2: of the sequences.
-        site: from `site_number`.
-        shape: of a whole sequence's elements.
-        rate: of what is dropped.
-    """
+    """Mask of the kept elements: bool (B, *shape), with the shape of a whole sequence; see `site_number`."""
     groups = -(-shape[-1] // LANES)
     rows = int(np.prod(shape[:-1]))
     words = threefry(keys_B2.T[..., None], np.uint32(site), np.arange(rows * groups, dtype=np.uint32)[None])

@@ -52,14 +52,10 @@ def require_validation(experiment: Experiment, corpus: Corpus | OwnBatches) -> N
 def evaluate(
     experiment: Experiment, corpus: Corpus | OwnBatches, step: int, loss_of: Callable[..., Any]
 ) -> Evaluation:
-    """Evaluate the weights as they are.
+    """Evaluate the weights as they are, after `step` steps, on a corpus that has both splits.
 
-    Args:
-        experiment: how many batches.
-        corpus: has both splits.
-        step: how many steps were done.
-        loss_of: (inputs, targets), int32 (A, B, T) -> the mean loss: a scalar, which is not waited for before
-            the last one is asked for.
+    `loss_of` makes of inputs and targets, int32 (A, B, T), their mean loss: a scalar, which is not waited for
+    before the last one is asked for.
     """
     assert isinstance(corpus, Corpus)
     passes = math.ceil(experiment.train.eval_iters / experiment.train.gradient_accumulation_steps)

@@ -75,8 +75,8 @@ def reference_step(
     Args:
         optimizer: its name and hyperparameters.
         table: the canonical parameters; decides what decays.
-        weights: canonical name -> tensor of the table's shape; gradients and moments have equal shapes.
-        gradients: by canonical name, before clipping.
+        weights: canonical name -> tensor of the table's shape; gradients, before clipping, and moments have
+            equal shapes.
         moments: m and v by name of the moment, then by canonical name; {} before the first step.
         step: optimizer steps already taken.
         norm: of all gradients, where `gradients` are only some of them.

@@ -46,12 +46,9 @@ def read_sample_request(text: str) -> SampleRequest:
 
 
 def generate(request: SampleRequest, logits_of: Logits, *, block_size: int) -> list[list[int]]:
-    """Draw every sample, token by token. Returns their token ids, each with the prompt before it.
+    """Draw every sample, token by token: token ids, each with the prompt before it.
 
-    Args:
-        request: prompt, counts and temperature.
-        logits_of: the model.
-        block_size: T, how many tokens it looks back on.
+    The model looks back on `block_size` tokens, T.
     """
     drawn = np.tile(np.array(request.prompt, np.int32), (request.samples, 1))
     for place in range(request.tokens):
@@ -64,13 +61,7 @@ def generate(request: SampleRequest, logits_of: Logits, *, block_size: int) -> l
 
 
 def next_tokens(logits_NV: np.ndarray, uniform_N: np.ndarray, request: SampleRequest) -> np.ndarray:
-    """The next token of each sample, int32 (N,): the one in whose share of [0, 1) the uniform number lies.
-
-    Args:
-        logits_NV: of the last position, float64.
-        uniform_N: in [0, 1).
-        request: its temperature and top_k.
-    """
+    """The next token of each sample, int32 (N,): the one in whose share of [0, 1) the uniform number lies."""
     if not request.temperature:
         return logits_NV.argmax(axis=1).astype(np.int32)
     # The greatest is 0, whatever it is divided by: a small temperature would make infinities of all.

@@ -17,12 +17,7 @@ class Weights(Mapping[str, np.ndarray]):
 
 
 class OneByOne(Mapping[str, np.ndarray]):
-    """Tensors that are put together when they are asked for, and not kept.
-
-    Args:
-        names: canonical.
-        read: of a name, the full tensor.
-    """
+    """Tensors by canonical name that `read` puts together when they are asked for, and that are not kept."""
 
     def __init__(self, names: Iterable[str], read: Callable[[str], np.ndarray]):
         self._names, self._read = list(names), read
@@ -37,25 +32,12 @@ class OneByOne(Mapping[str, np.ndarray]):
         return len(self._names)
 
 
-class Given(Weights):
-    """Weights that are in memory.
-
-    Args:
-        arrays: canonical name -> full tensor.
-    """
+class Given(OneByOne, Weights):
+    """Weights that are in memory: canonical name -> full tensor."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray]):
-        self._arrays = arrays
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._arrays[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._arrays)
-
-    def __len__(self) -> int:
-        return len(self._arrays)
+        super().__init__(arrays, arrays.__getitem__)
 
     def boxes(self, name: str, boxes: Sequence[Box]) -> list[np.ndarray]:
         """Views."""
-        return [self._arrays[name][box.slices] for box in boxes]
+        return [self[name][box.slices] for box in boxes]
