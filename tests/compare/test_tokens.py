@@ -33,21 +33,21 @@ class Code:
         return print, ("executed",)
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (pickle.dumps({"stoi": Code()}), "it has more than dicts, lists, text and numbers"),
-        (b"", "is no meta.pkl of nanoGPT"),
-        (pickle.dumps([1]), "is no meta.pkl of nanoGPT"),
-        (pickle.dumps({"vocab_size": 2}), "it has no stoi"),
-        (b"\x80\x04}K\x01" + b"\x85" * 3_000_000 + b"K\x02s.", "it has more than dicts, lists, text and"),
-        (pickle.dumps({"stoi": {"a": "x"}}), "is no meta.pkl of nanoGPT"),
-    ],
+CONTENTS = (
+    (pickle.dumps({"stoi": Code()}), "it has more than dicts, lists, text and numbers"),
+    (b"", "is no meta.pkl of nanoGPT"),
+    (pickle.dumps([1]), "is no meta.pkl of nanoGPT"),
+    (pickle.dumps({"vocab_size": 2}), "it has no stoi"),
+    (b"\x80\x04}K\x01" + b"\x85" * 3_000_000 + b"K\x02s.", "it has more than dicts, lists, text and"),
+    (pickle.dumps({"stoi": {"a": "x"}}), "is no meta.pkl of nanoGPT"),
 )
-def test_nothing_in_meta_pkl_is_executed(tmp_path: Path, capsys, content, says):
-    (tmp_path / META).write_bytes(content)
-    with pytest.raises(ExperimentError, match=says):
-        alphabet_of(spec("stdlib", 2), meta=tmp_path / META)
+
+
+def test_nothing_in_meta_pkl_is_executed(tmp_path: Path, capsys):
+    for content, says in CONTENTS:
+        (tmp_path / META).write_bytes(content)
+        with pytest.raises(ExperimentError, match=says):
+            alphabet_of(spec("stdlib", 2), meta=tmp_path / META)
     assert "executed" not in capsys.readouterr().out
 
 
