@@ -118,19 +118,24 @@ def predict(engine: str, experiment: Experiment, machine: Machine, **given: Any)
     products = 3 * setting.blocks * setting.block_product_s()
     sums = [
         _term(
-            TP, one, _exposed(setting, one, products / 2), forward=float(one.purpose in (ACTIVATIONS, LOSS))
+            TP,
+            collective,
+            _exposed(setting, collective, products / 2),
+            forward=float(collective.purpose in (ACTIVATIONS, LOSS)),
         )
-        for one in traffic
-        if one.axis == TP
+        for collective in traffic
+        if collective.axis == TP
     ]
     terms = [*blocks, *head, *sums]
     if experiment.layout.pp > 1:
-        terms += _pipeline(setting, [*blocks, *sums], head, [one for one in traffic if one.axis == PP])
+        terms += _pipeline(
+            setting, [*blocks, *sums], head, [collective for collective in traffic if collective.axis == PP]
+        )
     compute = sum(term.seconds for term in (*blocks, *head))
     terms += [
-        _term("dp", one, _exposed(setting, one, _window(setting, one, compute)))
-        for one in traffic
-        if not {TP, PP} & {*one.axis.split("+")}
+        _term("dp", collective, _exposed(setting, collective, _window(setting, collective, compute)))
+        for collective in traffic
+        if not {TP, PP} & {*collective.axis.split("+")}
     ]
     terms = [
         term for term in (*terms, *update_terms(setting, stage=experiment.layout.pp - 1)) if term.seconds
@@ -166,11 +171,8 @@ def transfer_s(setting: Setting, kind: str, axis: str, *, size: float, calls: fl
 def _calls(setting: Setting, kind: str, axis: str, purpose: str) -> float:
     """Calls of a step: of units of parameters, of buckets of gradients, of regions of tp."""
     engine, experiment = setting.engine, with_remat_resolved(setting.engine, setting.experiment)
-    layout, passes, blocks = (
-        experiment.layout,
-        setting.passes,
-        experiment.model.n_layer / experiment.layout.pp,
-    )
+    layout, passes = experiment.layout, setting.passes
+    blocks = experiment.model.n_layer / layout.pp
     if axis == TP:
         if purpose in (REPLICATED_GRADIENTS, LOSS):
             return passes if purpose == LOSS else 1
@@ -192,29 +194,32 @@ def _calls(setting: Setting, kind: str, axis: str, purpose: str) -> float:
     return passes * layout.chunks if purpose in STREAMS else 1
 
 
-def _exposed(setting: Setting, one: Traffic, window: float) -> float:
+def _exposed(setting: Setting, collective: Traffic, window: float) -> float:
     """Seconds of collectives that nothing hides: what the window has no room for, and one call."""
-    if setting.hidden.isdisjoint({one.axis, f"{one.axis} {one.purpose}"}):
-        return one.seconds
-    return min(max(one.seconds - window, 0.0) + one.seconds / max(one.calls, 1.0), one.seconds)
+    if setting.hidden.isdisjoint({collective.axis, f"{collective.axis} {collective.purpose}"}):
+        return collective.seconds
+    return min(
+        max(collective.seconds - window, 0.0) + collective.seconds / max(collective.calls, 1.0),
+        collective.seconds,
+    )
 
 
-def _window(setting: Setting, one: Traffic, compute: float) -> float:
+def _window(setting: Setting, collective: Traffic, compute: float) -> float:
     """Seconds of compute beside which collectives of gradients or parameters may run.
 
     Gathers for each forward and backward run beside all compute, those of a step beside its first forward;
     reductions beside the backward of the last pass, or of each, where each reduces.
     """
     layout, passes = setting.experiment.layout, setting.passes
-    if one.purpose == PARAMETERS:
+    if collective.purpose == PARAMETERS:
         again = layout.zero == SHARDED_FROM["parameters"] and layout.reshard_after_forward
         return compute if again else compute / 3 / passes
-    by_pass = one.calls > setting.shape.layers / layout.pp + 1
+    by_pass = collective.calls > setting.shape.layers / layout.pp + 1
     return compute * 2 / 3 / (1 if by_pass else passes)
 
 
-def _term(part: Part, one: Traffic, seconds: float, *, forward: float = 0.0) -> Term:
-    label = f"{one.kind.replace('_', '-')} of {one.purpose} over {one.axis}"
+def _term(part: Part, collective: Traffic, seconds: float, *, forward: float = 0.0) -> Term:
+    label = f"{collective.kind.replace('_', '-')} of {collective.purpose} over {collective.axis}"
     return Term(part=part, label=label, seconds=seconds, forward=forward)
 
 
@@ -225,12 +230,14 @@ def _pipeline(setting: Setting, inner: list[Term], head: list[Term], traffic: li
     forward = sum(term.seconds * term.forward for term in inner) / tasks
     backward = sum(term.seconds * (1 - term.forward) for term in inner) / tasks
     last = sum(term.seconds for term in head) / passes
-    streams = [one for one in traffic if one.purpose in STREAMS and one.calls]
-    message = max((one.seconds / one.calls for one in streams), default=0.0)
+    streams = [collective for collective in traffic if collective.purpose in STREAMS and collective.calls]
+    message = max((collective.seconds / collective.calls for collective in streams), default=0.0)
     of_layout = (layout.schedule, layout.pp, passes, layout.chunks)
     end = makespan_s(*of_layout, forward=forward, backward=backward, last=last, message=message)
     bubble = end - tasks * (forward + backward) - passes * last
-    others = [_term(PP, one, one.seconds) for one in traffic if one not in streams]
+    others = [
+        _term(PP, collective, collective.seconds) for collective in traffic if collective not in streams
+    ]
     return [Term(part=PP, label=f"bubble of {layout.schedule}", seconds=bubble), *others]
 
 

@@ -96,9 +96,11 @@ def search(engine: str, experiment: Experiment, machine: Machine, *, fixed: froz
             f"{', '.join(degrees)}: the given degrees must divide its {machine.devices} devices"
         )
         raise ExperimentError(f"--machine {machine.name}: no layout is legal: {why}")
+    fitting = [candidate for candidate in found if candidate.seconds]
+    too_large = [candidate for candidate in found if not candidate.seconds]
     return Search(
-        fitting=sorted((one for one in found if one.seconds), key=lambda one: (one.seconds, one.bytes)),
-        too_large=sorted((one for one in found if not one.seconds), key=lambda one: one.bytes),
+        fitting=sorted(fitting, key=lambda candidate: (candidate.seconds, candidate.bytes)),
+        too_large=sorted(too_large, key=lambda candidate: candidate.bytes),
         refused={f"{names[0]} ({len(names):,} layouts)": why for why, names in refused.items()},
     )
 
@@ -131,8 +133,8 @@ def memory_of(engine: str, experiment: Experiment) -> dict[str, float]:
     """Bytes of the fullest device by class; of a pipeline its first or its last rank."""
     stages = {0, experiment.layout.pp - 1}
     held = [peak_of_stage(engine, experiment, stage=stage) for stage in stages]
-    on_device = [{kind: size for kind, size in one.items() if kind != ON_HOST} for one in held]
-    return max(on_device, key=lambda one: sum(one.values()))
+    on_device = [{kind: size for kind, size in sizes.items() if kind != ON_HOST} for sizes in held]
+    return max(on_device, key=lambda sizes: sum(sizes.values()))
 
 
 def name_of(layout: Layout, rows: int) -> str:

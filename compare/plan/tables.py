@@ -41,12 +41,12 @@ TERMS = (
     Column[Term]("ms", lambda term: term.seconds * 1e3, ",.3f"),
 )
 LAYOUTS = (
-    Column[Candidate]("layout", lambda one: one.name),
-    Column[Candidate]("step ms", lambda one: one.seconds * 1e3, ",.1f"),
-    Column[Candidate]("MFU", lambda one: one.mfu, ".1%"),
-    Column[Candidate]("memory", lambda one: one.bytes, human_bytes),
+    Column[Candidate]("layout", lambda candidate: candidate.name),
+    Column[Candidate]("step ms", lambda candidate: candidate.seconds * 1e3, ",.1f"),
+    Column[Candidate]("MFU", lambda candidate: candidate.mfu, ".1%"),
+    Column[Candidate]("memory", lambda candidate: candidate.bytes, human_bytes),
     *(
-        Column[Candidate](part, lambda one, part=part: one.parts.get(part, 0.0) * 1e3, ",.1f")
+        Column[Candidate](part, lambda candidate, part=part: candidate.parts.get(part, 0.0) * 1e3, ",.1f")
         for part in PARTS
     ),
 )
@@ -91,9 +91,9 @@ class Plan(Struct, frozen=True, kw_only=True):
             return (ranked or self.smallest)[0]
         if word.isdecimal() and 1 <= int(word) <= len(ranked):
             return ranked[int(word) - 1]
-        for one in (*ranked, *self.smallest):
-            if one.name == word:
-                return one
+        for candidate in (*ranked, *self.smallest):
+            if candidate.name == word:
+                return candidate
         raise ExperimentError(
             f"--explain {word}: give a place from 1 to {len(ranked)}, or the name of a layout that is kept"
         )
@@ -126,21 +126,21 @@ def sentence(plan: Plan) -> str:
     )
 
 
-def _classes(one: Candidate) -> str:
-    return ", ".join(f"{kind} {human_bytes(size)}" for kind, size in one.memory.items())
+def _classes(candidate: Candidate) -> str:
+    return ", ".join(f"{kind} {human_bytes(size)}" for kind, size in candidate.memory.items())
 
 
 def terms_table(plan: Plan, experiment: Experiment) -> Table:
     """The sum of one layout, term by term."""
-    one = plan.chosen()
-    predicted = predict(plan.engine, one.of(experiment), plan.machine)
+    candidate = plan.chosen()
+    predicted = predict(plan.engine, candidate.of(experiment), plan.machine)
     return table_of(
-        f"The step of {one.name}, term by term",
+        f"The step of {candidate.name}, term by term",
         TERMS,
         predicted.terms,
         look="words",
-        below=f"Together {predicted.seconds * 1e3:,.3f} ms. A device holds {_classes(one)}: "
-        f"{human_bytes(one.bytes)}.",
+        below=f"Together {predicted.seconds * 1e3:,.3f} ms. A device holds {_classes(candidate)}: "
+        f"{human_bytes(candidate.bytes)}.",
     )
 
 
@@ -154,7 +154,8 @@ def memory_figure(candidates: list[Candidate]) -> Figure:
     """Memory against time, a point for each layout."""
 
     def draw(axes: "Axes") -> None:
-        sizes, times = [one.bytes / 1e9 for one in candidates], [one.seconds * 1e3 for one in candidates]
+        sizes = [candidate.bytes / 1e9 for candidate in candidates]
+        times = [candidate.seconds * 1e3 for candidate in candidates]
         axes.plot(sizes, times, "o", color=colour(0), markersize=4)
         axes.set(xlabel="memory of the fullest device (GB)", ylabel="step time (ms)")
         log_scale(axes, "x", "y")

@@ -113,36 +113,37 @@ class Plan(Study, frozen=True, kw_only=True):
         machine = machine_of(HERE, int(here[1] or DEVICES), self.engine, experiment, **how)
         return slowed(machine, self.link_speed) if self.link_speed != 1 else machine
 
-    def _alone(self, one: Candidate, experiment: Experiment) -> tables.AbsentStep:
+    def _alone(self, candidate: Candidate, experiment: Experiment) -> tables.AbsentStep:
         """A step of a layout's first rank. Raises ExperimentError, EnvironmentMissing."""
-        spec, python = one.of(experiment), checked_pythons(self)[side_of(self.engine).name]
-        with Reporter(quiet=self.quiet).waits(f"the first rank of {one.name}"):
+        spec, python = candidate.of(experiment), checked_pythons(self)[side_of(self.engine).name]
+        with Reporter(quiet=self.quiet).waits(f"the first rank of {candidate.name}"):
             found = run_alone(self.engine, spec, python)
         resolved, peak = with_remat_resolved(self.engine, spec), found.memory.peak
-        kinds = dict.fromkeys((*one.memory, *(kind for kind, size in peak.bytes.items() if size)))
+        kinds = dict.fromkeys((*candidate.memory, *(kind for kind, size in peak.bytes.items() if size)))
         return tables.AbsentStep(
-            title=f"The first rank of {one.name}, run alone: bytes at its peak",
+            title=f"The first rank of {candidate.name}, run alone: bytes at its peak",
             ledger=found.ledger,
             flows=[flow for flow in line_up(self.engine, resolved, found.ledger.rows) if flow.stage == 0],
-            memory=[(kind, one.memory.get(kind), peak.bytes.get(kind)) for kind in kinds],
-            below=f"Together {human_bytes(peak.total)}, in {peak.phase}; planned {human_bytes(one.bytes)}.",
+            memory=[(kind, candidate.memory.get(kind), peak.bytes.get(kind)) for kind in kinds],
+            below=f"Together {human_bytes(peak.total)}, in {peak.phase}; planned "
+            f"{human_bytes(candidate.bytes)}.",
         )
 
-    def _compiled(self, one: Candidate, experiment: Experiment, machine: Machine) -> tables.AbsentStep:
+    def _compiled(self, candidate: Candidate, experiment: Experiment, machine: Machine) -> tables.AbsentStep:
         """A layout's step as XLA compiles it for a machine. Raises ExperimentError, EnvironmentMissing."""
-        spec, python = one.of(experiment), checked_pythons(self)[side_of(self.engine).name]
-        with Reporter(quiet=self.quiet).waits(f"compiling {one.name} for {machine.name}"):
+        spec, python = candidate.of(experiment), checked_pythons(self)[side_of(self.engine).name]
+        with Reporter(quiet=self.quiet).waits(f"compiling {candidate.name} for {machine.name}"):
             found = compile_ahead(self.engine, spec, machine, python)
         versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
         fits = found.peak_bytes <= USABLE * machine.memory_bytes
-        state = sum(one.memory.get(kind, 0.0) for kind in STATE)
+        state = sum(candidate.memory.get(kind, 0.0) for kind in STATE)
         return tables.AbsentStep(
-            title=f"{one.name} compiled for {topology_of(machine)}, {found.device}",
+            title=f"{candidate.name} compiled for {topology_of(machine)}, {found.device}",
             ledger=found.ledger,
             flows=line_up(self.engine, with_remat_resolved(self.engine, spec), found.ledger.rows),
             memory=[
                 ("parameters and moments", state, found.state_bytes),
-                ("all of a step", one.bytes, found.peak_bytes),
+                ("all of a step", candidate.bytes, found.peak_bytes),
             ],
             below=f"{'' if fits else 'It does not fit, says XLA. '}{found.compile_s:.0f} CPU s to trace and "
             f"compile. {versions}.",

@@ -114,19 +114,19 @@ class Tune(Timed, frozen=True, kw_only=True):
             if not found.fitting:
                 raise ExperimentError(f"{engine}: none of {len(found.too_large):,} layouts fits this machine")
             left_out |= {f"{engine} {names}": why for names, why in found.refused.items()}
-            for one in some_of(found.fitting, self.best, spread=self.spread):
-                case = self.case(engine, one.of(experiment), layout=one.name)
+            for candidate in some_of(found.fitting, self.best, spread=self.spread):
+                case = self.case(engine, candidate.of(experiment), layout=candidate.name)
                 cases[case.name] = case
         return cases, left_out
 
     def is_given_up(self, outcome: Outcome, name: str) -> bool:
         """True if a case was `FASTER` times slower than the fastest of each round, or the budget is spent."""
         view = timed(outcome)
-        walls = {number: one.wall_ms for number, one in by_round(view, outcome.cases[name]).items()}
+        walls = {number: process.wall_ms for number, process in by_round(view, outcome.cases[name]).items()}
         budget_s, spent_s = outcome.more["budget_s"], sum(map(process_s, view.measurements))
         fastest: dict[int, float] = {}
-        for one in view.measurements:
-            fastest[one.round] = min(one.wall_ms, fastest.get(one.round, one.wall_ms))
+        for process in view.measurements:
+            fastest[process.round] = min(process.wall_ms, fastest.get(process.round, process.wall_ms))
         is_slower = len(walls) > 1 and all(wall > FASTER * fastest[number] for number, wall in walls.items())
         return is_slower or (bool(walls) and 0 < budget_s < spent_s)
 
@@ -187,17 +187,17 @@ COLUMNS = (
 )
 
 
-def process_s(one: Measurement) -> float:
+def process_s(process: Measurement) -> float:
     """Seconds that a process took, from its start to the end of its windows."""
-    before = one.start_up_s + one.compile_s + one.first_step_s
-    return before + one.windows_seen_s + sum(one.single_ms) / 1e3
+    before = process.start_up_s + process.compile_s + process.first_step_s
+    return before + process.windows_seen_s + sum(process.single_ms) / 1e3
 
 
 def rows_of(outcome: Outcome) -> list[Row]:
     """A row for each case that finished once."""
     view, predicted = timed(outcome), outcome.more["predicted_ms"]
     rounds = {name: list(by_round(view, case).values()) for name, case in outcome.cases.items()}
-    measured = {name: estimate([one.wall_ms for one in own]) for name, own in rounds.items() if own}
+    measured = {name: estimate([process.wall_ms for process in own]) for name, own in rounds.items() if own}
     ratios: dict[str, dict[str, float]] = {}
     for name, wall_ms in measured.items():
         of_engine = ratios.setdefault(outcome.cases[name].engine, {})
@@ -212,7 +212,7 @@ def rows_of(outcome: Outcome) -> list[Row]:
             error=ratio - 1,
             error_after=ratio / statistics.median(of_engine.values()) - 1,
             predicted_bytes=sum(memory_of(engine, outcome.cases[name].experiment).values()),
-            measured_bytes=max(one.peak_mem_bytes for one in rounds[name]),
+            measured_bytes=max(process.peak_mem_bytes for process in rounds[name]),
         )
         for engine, of_engine in ratios.items()
         for name, ratio in of_engine.items()
