@@ -29,11 +29,6 @@ def host_table(layout: Layout, hosts: Sequence[str]) -> Table:
     )
 
 
-def planned_hosts(layout: Layout, count: int) -> list[str]:
-    """Names for the hosts of a run that has not begun, one for each device."""
-    return [f"host {device * count // layout.devices}" for device in range(layout.devices)]
-
-
 def coordinates(device: int, layout: Layout) -> dict[str, int]:
     """Position of a device in the mesh, by axis; the last axis counts fastest."""
     position = {}

@@ -4,21 +4,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from compare.contract.record import Record
+from compare.judge.metrics import METRICS
 from compare.judge.outcome import Outcome
 from compare.present.report import loss_figure
 from compare.show.figures import INK, Figure, colour, ticks
 from compare.show.findings import Column, Table, table_of
-from compare.terminal import human_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from compare.studies.sweep import StrategyRow
 
+SHOWN = (
+    *("final_loss", "mean_loss", "step_time_ms_median", "tokens_per_s"),
+    *("mfu", "peak_mem_bytes", "comm_bytes"),
+)
 EXPLAINED = (
-    "Loss in nats. Peak memory of the fullest device. Logical bytes: the full tensors that one device "
-    "communicates in a steady step; wire bytes: what it sends, if collectives go round a ring. The verdict "
-    "is of the ladder, against one unsharded device."
+    "Memory is of the fullest device, communication the full tensors of one device in a steady step. The "
+    "verdict is of the ladder, against one unsharded device."
 )
 
 
@@ -36,14 +39,11 @@ def sweep_table(rows: "Sequence[StrategyRow]", *, scaled: bool) -> Table:
             Column("efficiency", lambda row: row.efficiency, ".0%"),
         ]
     columns += [
-        Column("mean loss", lambda row: row.mean_loss, ".4f"),
-        Column("final loss", lambda row: row.final_loss, ".4f"),
-        Column("step, median (ms)", lambda row: row.step_time_ms_median, ".1f"),
-        Column("tokens/s", lambda row: row.tokens_per_s, ",.0f"),
-        Column("MFU", lambda row: row.mfu, ".1%"),
-        Column("peak memory", lambda row: row.peak_mem_bytes, human_bytes),
-        Column("logical bytes", lambda row: row.comm_bytes, human_bytes),
-        Column("wire bytes", lambda row: row.comm_wire_bytes, human_bytes),
+        *(
+            Column(metric.label, lambda row, key=metric.key: getattr(row, key), metric.form)
+            for metric in METRICS
+            if metric.key in SHOWN
+        ),
         Column(
             "verdict",
             lambda row: row.verdict or "reference",

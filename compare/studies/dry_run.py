@@ -9,7 +9,7 @@ from compare.execute.launch import EnvironmentMissing
 from compare.judge.closed_forms.memory import KINDS
 from compare.judge.outcome import Case, Outcome
 from compare.numerics.data import open_corpus
-from compare.present.hosts import crossing_words, host_table, planned_hosts
+from compare.present.hosts import crossing_words, host_table
 from compare.show.findings import Column, table_of
 from compare.show.terminal import terminal_table
 from compare.spec.engines.registry import ENGINES
@@ -115,7 +115,8 @@ def show(planned: Plan, *, as_json: bool) -> int:
     console.print(terminal_table(table_of(TITLE, COLUMNS, cases, words=2)))
     layouts = dict.fromkeys(case.degrees for case in cases if not case.refusal)
     for layout in layouts if planned.hosts > 1 else ():
-        console.print(terminal_table(host_table(layout, planned_hosts(layout, planned.hosts))))
+        hosts = [f"host {device * planned.hosts // layout.devices}" for device in range(layout.devices)]
+        console.print(terminal_table(host_table(layout, hosts)))
         console.print(crossing_words(layout, planned.hosts), soft_wrap=True)
     for line, style in _lines(planned):
         console.print(line, style=style, soft_wrap=True)

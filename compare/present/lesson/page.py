@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from compare.contract.communication import summed
+from compare.contract.communication import METRICS, summed
 from compare.contract.ledger import SCALAR
 from compare.contract.record import Record
 from compare.host.tensors import RecordError
@@ -58,7 +58,7 @@ def lesson_page(strategy: str, outcome: Outcome, records: Mapping[str, Record], 
     for row in (row for rows in sent.values() for row in rows.values()):
         key = row.kind, row.axis, row.purpose
         most[key] = max(row.bytes, most.get(key, 0))
-        if row.kind in rings.RINGS and row.bytes > SCALAR * row.calls:
+        if row.kind in rings.RINGS and row.bytes > SCALAR * row.calls and row.purpose != METRICS:
             carried.setdefault(row.kind, {})[row.purpose] = None
     keys = sorted(most, key=lambda key: (-most[key], key))
     ledgers = [engine_ledger(engine, record) for engine, record in records.items()]
