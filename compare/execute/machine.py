@@ -80,11 +80,6 @@ def memory_bytes() -> int:
     return min([psutil.virtual_memory().total + swap, *_cgroup_limits(swap)])
 
 
-def free_memory_bytes() -> int:
-    """Memory that this machine could give to new processes now, without swap."""
-    return min(psutil.virtual_memory().available, memory_bytes())
-
-
 @functools.cache
 def gpu_memory_bytes() -> int:
     """Memory of the largest GPU; 0 where nvidia-smi does not say."""

@@ -60,8 +60,6 @@ class Abilities(Struct, frozen=True, kw_only=True):
     """Whether it can evaluate weights on held-out data."""
     drops: bool = False
     """Whether it has dropout (`compare.numerics.dropout`)."""
-    loss_chunks: Ability = True
-    """Whether it has `train.loss_chunks` above 1."""
 
 
 ALL_ABILITIES = Abilities(checkpoints=True, evaluates=True, drops=True)
@@ -168,8 +166,6 @@ class Engine(Struct, frozen=True, kw_only=True):
             raise ExperimentError(
                 f"precision.dtype = {dtype}: {self.name} has {have}" + (why and f" ({why})")
             )
-        if (chunks := experiment.train.loss_chunks) > 1 and self.can.loss_chunks is not True:
-            raise ExperimentError(f"train.loss_chunks = {chunks}: {self.name}: {self.can.loss_chunks}")
         for name, value, ability, lacks in (
             ("train.eval_interval", experiment.train.eval_interval, self.can.evaluates, "evaluates nothing"),
             ("model.dropout", experiment.model.dropout, self.can.drops, "drops nothing"),
