@@ -16,8 +16,7 @@ Sources: PyTorch DDP (arXiv 2006.15704).
 """
 
 import itertools
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
@@ -26,6 +25,7 @@ from torch import nn
 
 from compare.contract.communication import GRADIENTS, REPLICATE
 from torchpar.comm.collectives import Axis, ProcessGroup, Work
+from torchpar.manual.accumulation import Accumulates
 
 T = TypeVar("T", bound=Any)
 GradientSync = Literal["naive", "flat", "overlapped", "bucketed"]
@@ -116,21 +116,6 @@ class LaunchOrder(list[T]):
         while self.taken < len(self) and self[self.taken].is_full:
             self.taken += 1
             yield self[self.taken - 1]
-
-
-class Accumulates:
-    """A wrapper that reduces gradients in backward, except in `no_sync`."""
-
-    is_synchronizing = True
-
-    @contextmanager
-    def no_sync(self) -> Generator[None]:
-        """Only accumulate: put it around forward and backward of every pass of a step but the last."""
-        before, self.is_synchronizing = self.is_synchronizing, False
-        try:
-            yield
-        finally:
-            self.is_synchronizing = before
 
 
 class DataParallel(Accumulates, nn.Module):

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from torchpar.comm.collectives import Axis, ProcessGroup
-from torchpar.manual.data_parallel import Accumulates, LaunchOrder
+from torchpar.manual.accumulation import Accumulates
+from torchpar.manual.data_parallel import LaunchOrder
 from torchpar.manual.flat_parameters import FlatGradients, FlatParameters, flatten, pieces_of
 from torchpar.manual.fully_sharded import finish_mean, reduce_scatter_gradients, unshard
 
