@@ -33,7 +33,7 @@ from compare.study import Study, findings_in
 
 __all__ = ["Result", "Training", "check", "experiment", "read", "run", "study"]
 
-NOT_OPTIONS = {"experiment", "continue_", "dry_run", "json", "given", "written"}
+NOT_OPTIONS = {"experiment", "continue_", "dry_run", "json", "given", "line", "written"}
 """Of the command line alone."""
 
 

@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shlex
 import sys
 from typing import Any
 
@@ -136,7 +137,8 @@ def parse(arguments: list[str]) -> tuple[Any, str]:
             f"{found.experiment}: no flag takes this; an experiment comes first, a switch takes no value: "
             f"see shardpair {word} --help"
         )
-    return msgspec.structs.replace(found, given=flags_in(line)), name
+    said = shlex.join(["shardpair", *arguments])
+    return msgspec.structs.replace(found, given=flags_in(line), line=said), name
 
 
 def flags_in(line: list[str]) -> frozenset[str]:

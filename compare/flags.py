@@ -141,6 +141,8 @@ class Spec(HostFlags, frozen=True, kw_only=True):
     """Print the outcome as one JSON object on stdout instead of tables."""
     given: Hidden[frozenset[str]] = frozenset()
     """Flags of the command line: see `cli.flags_in`."""
+    line: Hidden[str] = ""
+    """The command line itself; '' from Python."""
     written: Hidden[frozenset[str]] = frozenset()
     """What the experiment's file says of the layout: see `settings_in`."""
 

@@ -7,9 +7,7 @@ all studies.
 """
 
 import contextlib
-import shlex
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -193,7 +191,7 @@ class Study(Spec, frozen=True, kw_only=True):
         return Outcome(
             study=self.command,
             name=self.title,
-            line=shlex.join(["shardpair", *sys.argv[1:]]),
+            line=self.line,
             experiment=experiment,
             platform=self.platform,
             options={
