@@ -23,7 +23,7 @@ class Text(Struct, frozen=True, omit_defaults=True):
     text: str
     note: str = ""
     news: str = ""
-    """pass, fail, known (a difference that is explained), unexplained (one that was seen before) or ''."""
+    """pass, fail or ''."""
 
 
 class Row(Struct, frozen=True, omit_defaults=True):

@@ -7,7 +7,7 @@ from rich.text import Text as RichText
 from compare.show.findings import Findings, Table, Text, by_reason
 from compare.terminal import coloured, print_json, results_console
 
-COLOURS = {"pass": "green", "fail": "red", "known": "yellow", "unexplained": "magenta"}
+COLOURS = {"pass": "green", "fail": "red"}
 
 
 def print_findings(findings: Findings, *, as_json: bool) -> None:

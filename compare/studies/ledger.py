@@ -1,4 +1,4 @@
-"""`shardpair ledger`: what every engine sends in a step, line by line beside the closed form."""
+"""`shardpair ledger`: what every engine sends in a step, flow by flow beside the textbook."""
 
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -23,8 +23,8 @@ ALL = "all"
 
 
 class Ledger(Spread, Study, frozen=True, kw_only=True):
-    """Line up what each engine sends in a step with the closed form of the layout: what is missing, what is
-    unexpected, and why.
+    """Line up what each engine sends in a step with the textbook of the layout: what is missing, and what is
+    unexpected.
 
     Each engine trains four steps, and the third is watched. Logical bytes are those of the full tensors, by
     kind, mesh axis and purpose, on a device of each stage of a pipeline. Numbers that go alone (the loss, the
@@ -44,11 +44,11 @@ class Ledger(Spread, Study, frozen=True, kw_only=True):
     rows: bool = False
     """Also print every row: phase, ranks, dtype, loops and source line."""
     output: Path | None = None
-    """Also write the lines as Markdown."""
+    """Also write the tables as Markdown."""
     fail_on_unexpected: bool = False
-    """Exit with 1 if a line is not as in the closed form, no known pattern explains it, and it is new."""
+    """Exit with 1 if a flow is outside of what its engine may send, or other than the snapshot."""
 
-    brief = "what each engine sends in a step, beside the closed form"
+    brief = "what each engine sends in a step, beside the textbook"
     default = "check"
     # The third of four steps is watched.
     fixed: ClassVar = {"train.max_iters": 4, "train.eval_interval": 0, "checkpoint.every": 0}
@@ -101,5 +101,5 @@ class Ledger(Spread, Study, frozen=True, kw_only=True):
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
-        """A table for each layout, and what explains its lines."""
+        """A table for each layout, and what is unexpected in it."""
         return findings_of_ledgers(read_ledgers(folder), folder, places=False)
