@@ -1,6 +1,7 @@
 """A run's ledger beside the textbook, by axis and role, and beside the bytes that were recorded before."""
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -81,7 +82,8 @@ def mismatches(engine: str, experiment: Experiment, flows: Sequence[Flow]) -> It
     is_exact = ENGINES[engine].observed.counts_own_calls and is_plain(experiment)
     for flow in _joined(flows):
         least, most = (1.0, 1.0) if is_exact else _multiples(engine, experiment, flow)
-        if not least * flow.textbook - 1 <= flow.sent <= most * flow.textbook + 1:
+        limit = most * flow.textbook + 1 if most < math.inf else math.inf  # inf * 0 would be nan
+        if not least * flow.textbook - 1 <= flow.sent <= limit:
             sent = f"{flow.sent:,} bytes of {flow.role} over {flow.axis}"
             yield f"{sent}, where the textbook has {flow.textbook:,.0f}"
 
@@ -89,12 +91,12 @@ def mismatches(engine: str, experiment: Experiment, flows: Sequence[Flow]) -> It
 def _multiples(engine: str, experiment: Experiment, flow: Flow) -> tuple[float, float]:
     layout, is_scan = experiment.layout, ENGINES[engine].holds.residuals == "scan"
     if is_scan and experiment.model.n_layer == 1 and flow.axis == DP_SHARD:
-        return 0.0, float("inf")  # XLA unrolls a loop of one layer, and gathers once a step
+        return 0.0, math.inf  # XLA unrolls a loop of one layer, and gathers once a step
     least = LEAST_IN_PIPELINE if layout.pp > 1 or "+" in flow.axis else LEAST
     if experiment.precision.dtype in ("bfloat16", "float16"):
         least /= 2  # some of it is sent in 16 bits
     is_bounded = flow.axis in (DP_SHARD, TP) and layout.pp == 1 and is_plain(experiment)
-    return least, MOST if is_bounded and flow.textbook else float("inf")
+    return least, MOST if is_bounded and flow.textbook else math.inf
 
 
 def _joined(flows: Sequence[Flow]) -> Iterator[Flow]:

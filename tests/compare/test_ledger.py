@@ -64,6 +64,15 @@ def test_scalars_are_left_out_and_surprises_are_not():
     assert said == "999 bytes of all_to_all over dp_shard, where the textbook has 0"
 
 
+def test_a_compiler_may_reduce_over_stages_where_the_textbook_does_not():
+    """XLA holds both ends of the model on every stage, and adds their gradients up."""
+    pipeline = spread(EXPERIMENT, "pp_gpipe", 4)
+    ends = Communication(kind="all_reduce", axis="pp", stage=1, calls=1, bytes=8192, wire_bytes=8192)
+    for engine, fits in (("jax-compiler", True), ("jax-explicit", True), ("torch-manual", False)):
+        said = objections(engine, pipeline, [*make_ledger(engine, pipeline), ends])
+        assert (said == []) is fits, (engine, said)
+
+
 def test_what_is_summed_over_two_axes_at_once_counts_for_both():
     hsdp = spread(EXPERIMENT, "hsdp", 4)
     rows = [
