@@ -197,6 +197,7 @@ def test_ranks_are_those_that_hosts_divide_and_have_slots_for(tmp_path, monkeypa
     assert list(asked.cases(Experiment())[0]) == ["jaxpar-2", "torchpar-2", "jaxpar-4", "torchpar-4"]
 
 
+@pytest.mark.slow
 def test_what_fails_and_what_was_interrupted_runs_again_with_continue(tmp_path, monkeypatch, capsys):
     """The first side fails, the second is interrupted; then both finish."""
     failures: list[BaseException] = [EngineError("jaxpar-2: out of memory", exit_code=1), KeyboardInterrupt()]

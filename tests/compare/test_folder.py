@@ -57,6 +57,7 @@ def test_a_folder_that_cannot_be_locked_is_said(tmp_path, monkeypatch, capsys):
     assert "has no locks (Bad file descriptor): do not start a second run in it" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_torchpar_touches_nothing_in_a_folder_that_is_in_use(tmp_path, tiny):
     folder = tmp_path / "run"
     folder.mkdir()
@@ -100,6 +101,7 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [REQUEST, STEPS_PART]
 
 
+@pytest.mark.slow
 def test_a_side_that_may_write_no_more_says_so_in_a_line(tmp_path, tiny):
     """A limit on the size of files, which needs no privilege: the same as a full disk otherwise."""
     write_json(tmp_path / REQUEST, Request(engine="jax-manual", experiment=tiny, ladder=True))
@@ -126,6 +128,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_a_run_in_words(small_disk, tiny):
     endless = replace(tiny, train=replace(tiny.train, max_iters=10**6))
     folder = small_disk / "torch-manual"

@@ -167,6 +167,7 @@ WRONG = {
 """Shared defaults, and the rung at which a wrong one shows."""
 
 
+@pytest.mark.slow
 def test_a_wrong_shared_default_turns_it_red(tmp_path, cache_dir):
     """All engines would have it, and agree: only nanoGPT's numbers can tell. By AdamW and by SGD in turn."""
     right, rows = load(EXPERIMENT), {}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import processes
 import psutil
+import pytest
 from net_hosts import NetHosts, net_hosts
 from processes import PATIENCE_S, wait_for
 
@@ -38,6 +39,7 @@ def start_by_hand(hosts: NetHosts, folder: Path, *, timeout_s: float) -> list:
     return both
 
 
+@pytest.mark.slow
 def test_a_link_that_is_cut_shortly_is_outlived_and_one_that_stays_cut_is_named(tmp_path):
     with net_hosts(2, tmp_path) as hosts:
         both = start_by_hand(hosts, tmp_path, timeout_s=4.0)
@@ -54,6 +56,7 @@ def test_a_link_that_is_cut_shortly_is_outlived_and_one_that_stays_cut_is_named(
     assert re.search(r"is the link between them cut|process \d on host\d is still in step", failure.message)
 
 
+@pytest.mark.slow
 def test_slurm_names_the_host_of_a_killed_process(tmp_path):
     with net_hosts(2, tmp_path) as hosts, hosts.slurm() as environment:
         folder = tmp_path / "run"

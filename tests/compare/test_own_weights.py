@@ -189,6 +189,7 @@ train(request, Recorder(folder), weights=own_weights(), batches=batch)
 """
 
 
+@pytest.mark.slow
 def test_jaxpar_trains_on_own_weights_and_batches_from_python(tmp_path):
     """In a process of its own, as a script that never sees PyTorch."""
     script = JAXS_OWN.format(own_weights=inspect.getsource(own_weights), batch=inspect.getsource(batch))

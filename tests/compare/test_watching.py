@@ -52,6 +52,7 @@ HANGS = "(timeout_s): the run hangs | main\n"
         (step_without_end, SHORT_S, 1, f"no progress for 1 s in a step {HANGS}"),
     ],
 )
+@pytest.mark.slow
 def test_jaxpars_watchdog(does, timeout_s, code, says, tmp_path):
     done = run_forked(be_watched, does, timeout_s, output=tmp_path / "output")
     assert (done.returncode, done.stdout) == (code, says), done.stderr
@@ -85,6 +86,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
+@pytest.mark.slow
 def test_the_harness_ends_what_is_stopped_or_idle_and_not_what_computes(tmp_path, monkeypatch):
     idle = watched("time.sleep(1000)", tmp_path, monkeypatch)
     assert idle == "no progress for 1 s after 0 steps: process PID computes nothing, so it was ended"

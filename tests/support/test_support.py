@@ -17,6 +17,7 @@ SLEEPER = "import time; time.sleep(1000)"
 ORPHAN = f"import os; os.fork() and os._exit(0); os.setsid(); {SLEEPER}"
 
 
+@pytest.mark.slow
 def test_an_orphan_is_found_and_ended():
     start([sys.executable, "-c", ORPHAN]).wait()
     wait_for(lambda: len(left_behind()) == 1)
@@ -50,6 +51,7 @@ def deed(rank: int, kind: str) -> None:
     assert total == RANKS
 
 
+@pytest.mark.slow
 def test_a_rank_that_misbehaves_fails_the_test_and_is_replaced(tmp_path):
     ranks = Ranks(tmp_path)
     ranks.run(deed, kind="none")

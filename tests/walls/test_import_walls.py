@@ -106,6 +106,7 @@ def test_a_strategy_calls_its_own_collectives():
     assert calls("axis.start_all_reduce(x); send(y)") == {"all_reduce", "send"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", sorted(SIDES))
 def test_a_run_imports_faults_only_if_it_asks_for_one(side):
     code = f"import {side}.train, sys; print(*(name for name in sys.modules if '.faults' in name))"
