@@ -53,7 +53,7 @@ LESSONS := data_parallel fully_sharded tensor_parallel pipeline_parallel
 lessons: $(READY)  ## the four lessons, from the tree and from real runs: docs/lessons/*.html
 	mkdir -p docs/lessons
 	for strategy in $(LESSONS); do \
-		$(BIN)/shardpair lesson $$strategy --output docs/lessons/$$strategy.html --no_open || exit; \
+		$(BIN)/shardpair lesson $$strategy --output docs/lessons/$$strategy.html || exit; \
 	done
 
 clean:  ## remove the environment and the results

@@ -172,8 +172,8 @@ def study(name: str, experiment: Experiment | str | Path = "demo", **options: An
     studies = {word: one for word, one in STUDIES.items() if issubclass(one, Study)}
     if name not in studies:
         raise ExperimentError(f"{name}: no such study (there are {', '.join(studies)})")
-    command, default = _command(studies[name], experiment, options)
-    outcome, folder = command.outcome(default)
+    command = _command(studies[name], experiment, options)
+    outcome, folder = command.outcome()
     command.leave(outcome, folder, command.picture)
     return _result(command, outcome, folder)
 
@@ -191,23 +191,20 @@ def _result(command: Any, outcome: Outcome, folder: Path) -> Result:
     return Result(outcome=outcome, findings=findings, folder=folder, trainings=trainings)
 
 
-def _command(
-    command: type[Study], experiment: Experiment | str | Path, options: Mapping[str, Any]
-) -> tuple[Study, Experiment]:
-    """The command as its command line would give it, and its experiment."""
-    name, default = str(experiment), experiment
-    if not isinstance(default, Experiment):
-        default = command.default_experiment(name)
-        written = command.layout_written(name)
-    else:
-        name, default = "notebook", revalidate(default)
+def _command(command: type[Study], experiment: Experiment | str | Path, options: Mapping[str, Any]) -> Study:
+    """The command as its command line would give it."""
+    if isinstance(experiment, Experiment):
+        name, default = "notebook", revalidate(experiment)
         written = settings_in(default.layout)
+    else:
+        name = str(experiment)
+        default, written = command.default_experiment(name), command.layout_written(name)
     allowed = set(command.__struct_fields__) - set(Experiment.__struct_fields__) - NOT_OPTIONS
     if unknown := sorted(options.keys() - allowed):
         raise ExperimentError(f"{unknown[0]}: no such option (there are {', '.join(sorted(allowed))})")
     words = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
     said = {"experiment": name, "given": list(options), "written": list(written)}
     try:
-        return msgspec.convert({**msgspec.to_builtins(default), **words, **said}, command), default
+        return msgspec.convert({**msgspec.to_builtins(default), **words, **said}, command)
     except msgspec.ValidationError as error:
         raise ExperimentError(str(error)) from None

@@ -26,7 +26,7 @@ from compare.commands.sample import Sample
 from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.flags import Spec, defaults_for
 from compare.host.tensors import RecordError
-from compare.spec.experiment import ExperimentError, load
+from compare.spec.experiment import ExperimentError
 from compare.studies.nanogpt_config import begins_with, notes_on
 from compare.studies.registry import STUDIES
 from compare.terminal import errors_console, printable
@@ -104,14 +104,14 @@ def _dispatch(arguments: list[str]) -> int:
             arguments = arguments[1:]
     command, name = parse(arguments)
     if not isinstance(command, Spec):
-        return command(load("demo"))
+        return command()
     if (begin := begins_with(name)) and not (command.init_from or command.source or command.continue_):
         raise ExperimentError(
             f"{name}: init_from = {begin}: give weights with --init_from, or a checkpoint with --resume"
         )
     for note in notes_on(name):
         errors_console().print(f"{printable(name)}: {printable(note)}", style="yellow")
-    return command(command.default_experiment(name))
+    return command()
 
 
 def parse(arguments: list[str]) -> tuple[Any, str]:

@@ -209,7 +209,7 @@ class Study(Spec, frozen=True, kw_only=True):
         """Names of the flags that say what is measured, beyond the experiment's."""
         return [name for name in cls.__struct_fields__ if name not in Spec.__struct_fields__]
 
-    def __call__(self, default: Experiment) -> int:
+    def __call__(self) -> int:
         """Answer it. Returns 0 if the answer is complete and as it should be, else 1."""
         if self.dry_run:
             if self.continue_:
@@ -217,7 +217,7 @@ class Study(Spec, frozen=True, kw_only=True):
             how = {"hosts": self.found_hosts(), "init_from": self.init_from, "resume": self.source}
             return dry_run.show(dry_run.plan(self.planned(), **how), as_json=self.json)
         try:
-            outcome, folder = self.outcome(default)
+            outcome, folder = self.outcome()
         except Interrupted as interrupt:
             with contextlib.suppress(EngineError, RecordError):  # too little of it
                 if (so_far := read_outcome(interrupt.folder)).finished:
@@ -225,7 +225,7 @@ class Study(Spec, frozen=True, kw_only=True):
             raise
         return self.shown(outcome, folder, picture=self.picture, as_json=self.json)
 
-    def outcome(self, default: Experiment) -> tuple[Outcome, Path]:
+    def outcome(self) -> tuple[Outcome, Path]:
         """Measure, from the beginning or what --continue still lacks; nothing is printed on stdout.
 
         Raises:

@@ -32,6 +32,15 @@ from compare.terminal import print_json, results_console
 Format = Literal["checkpoint", "nanogpt", "huggingface", "orbax", "weights"]
 HUGGING_FACE = "Hugging Face"
 ORBAX_METADATA = "_CHECKPOINT_METADATA"
+_ORBAX_ROOT = "it is the root of an orbax CheckpointManager: give one of its steps"
+NOT_READ = {
+    f"{WEIGHTS_FILE}.index.json": "its weights are in several files: give save_pretrained(..., "
+    'max_shard_size="100GB")',
+    "pytorch_model.bin": "its weights are a pickle: write model.safetensors, with save_pretrained(...)",
+    f"*/{ORBAX_METADATA}": _ORBAX_ROOT,
+    f"*/*/{ORBAX_METADATA}": _ORBAX_ROOT,
+}
+"""Files by which a folder of another tool is known, and what is to be done with it."""
 
 
 class Convert(SidePythons, frozen=True, kw_only=True):
@@ -63,25 +72,25 @@ class Convert(SidePythons, frozen=True, kw_only=True):
     json: bool = False
     """Print what was converted as one JSON object on stdout."""
 
-    def __call__(self, default: Experiment) -> int:
+    def __call__(self) -> int:
         """Convert. Returns 0."""
         to = self.to or format_of(self.target)
         base = load_experiment(self.experiment) if self.experiment else Experiment()
-        found = convert(self.source, self.target, to, base, pythons=checked_pythons(self))
+        made = convert(self.source, self.target, to, base, pythons=checked_pythons(self))
         if self.json:
-            print_json({"target": str(self.target), "format": to, "checkpoint": msgspec.to_builtins(found)})
+            print_json({"target": str(self.target), "format": to, "checkpoint": msgspec.to_builtins(made)})
             return 0
-        model = found.experiment.model
+        model, dtype = made.experiment.model, made.experiment.precision.dtype
         results_console().print(
-            f"{self.target}: {to}, of {found.engine}, after {found.updates} updates: {model.n_layer} layers "
-            f"of width {model.n_embd}, {found.experiment.precision.dtype}",
+            f"{self.target}: {to}, of {made.engine}, after {made.updates} updates: {model.n_layer} layers "
+            f"of width {model.n_embd}, {dtype}",
             soft_wrap=True,
         )
         return 0
 
 
 def format_of(target: Path) -> Format:
-    """What a name asks for: .pt nanoGPT's, .safetensors weights alone, any other one a checkpoint."""
+    """The format that a name asks for: .pt nanoGPT's, .safetensors weights alone, another a checkpoint."""
     if target.suffix in PICKLES:
         return "nanogpt"
     return "weights" if target.suffix == ".safetensors" else "checkpoint"
@@ -96,15 +105,15 @@ def convert(
         ExperimentError: the source cannot be read safely or does not fit, or the target is there.
         EnvironmentMissing: the side that reads and writes pickles cannot be run here.
     """
+    parent = target.absolute().parent
     if target.exists():
         raise ExperimentError(f"{target} exists already: give another name, or remove it")
-    if not target.absolute().parent.is_dir():
+    if not parent.is_dir():
         raise ExperimentError(f"{target}: there is no folder {target.parent}")
-    with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=f".{target.name}.") as scratch:
+    with tempfile.TemporaryDirectory(dir=parent, prefix=f".{target.name}.") as scratch:
         folder = as_checkpoint(source, Path(scratch) / "read", base, pythons=pythons)
-        reader = CheckpointReader(folder)
+        written, reader = Path(scratch) / f"written{target.suffix}", CheckpointReader(folder)
         reader.verify()
-        written = Path(scratch) / f"written{target.suffix}"
         if to == "checkpoint":
             shutil.copytree(folder, written)
         elif to in ("nanogpt", "orbax"):
@@ -118,35 +127,22 @@ def convert(
 
 
 def as_checkpoint(source: Path, folder: Path, base: Experiment, *, pythons: Mapping[str, str]) -> Path:
-    """The folder of a checkpoint: the source's own, or of what is none made in `folder`. As of `convert`."""
-    if source.suffix in PICKLES:
-        options = ["--experiment", msgspec.json.encode(base).decode()]
-        convert_by_side(source, folder, "nanogpt", pythons=pythons, options=options)
-        return folder
-    if (source / ORBAX_METADATA).is_file():
-        convert_by_side(source, folder, "orbax", pythons=pythons)
+    """The folder of a checkpoint: the source's own, or one made in `folder`. Raises as `convert`."""
+    foreign = "nanogpt" if source.suffix in PICKLES else "orbax"
+    if source.suffix in PICKLES or (source / ORBAX_METADATA).is_file():
+        options = ["--experiment", msgspec.json.encode(base).decode()] if foreign == "nanogpt" else []
+        convert_by_side(source, folder, foreign, pythons=pythons, options=options)
         return folder
     if not is_huggingface(source):
-        if why := _known_but_not_read(source):
-            raise ExperimentError(f"{source}: {why}")
+        for name, why in NOT_READ.items():
+            if any(source.glob(name)):
+                raise ExperimentError(f"{source}: {why}")
         return any_checkpoint(source)
     model, weights = read_gpt2(source)
     experiment = edited(base, {"model": msgspec.structs.asdict(model)})
     made = Checkpoint(engine=HUGGING_FACE, experiment=experiment, step=0, updates=0, corpus_sha256="")
     write_checkpoint(folder, made, _fresh(weights, experiment))
     return folder
-
-
-def _known_but_not_read(source: Path) -> str:
-    """What a folder of another tool lacks, and how to make it; '' for none that is known."""
-    if (source / f"{WEIGHTS_FILE}.index.json").is_file():
-        return 'its weights are in several files: give save_pretrained(..., max_shard_size="100GB")'
-    if (source / "pytorch_model.bin").is_file():
-        return "its weights are a pickle: write them as model.safetensors, with save_pretrained(...)"
-    of_step = (ORBAX_METADATA, f"*/{ORBAX_METADATA}")
-    if step := next((path for path in source.glob("*") for name in of_step if any(path.glob(name))), None):
-        return f"it is the root of an orbax CheckpointManager: give one of its steps, such as {step}"
-    return ""
 
 
 def _fresh(weights: Mapping[str, np.ndarray], experiment: Experiment) -> Iterator[Part]:

@@ -1,5 +1,6 @@
 """`shardpair diff`: two finished runs, of any settings, held against each other."""
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,6 @@ from compare.show.figures import save_figures
 from compare.show.findings import Row, Table, Text, by_reason
 from compare.show.page import leave_page
 from compare.show.terminal import terminal_table
-from compare.spec.experiment import Experiment
 from compare.terminal import PlainConsole, print_json, results_console
 
 
@@ -48,101 +48,88 @@ class Diff(Struct, frozen=True, kw_only=True):
     json: bool = False
     """Print the outcome as one JSON object on stdout instead of tables."""
 
-    def __call__(self, default: Experiment) -> int:
+    def __call__(self) -> int:
         """Compare. Returns 0 if they are alike, 1 if not. Raises RecordError: nothing can be compared."""
         check_output("--picture", self.picture, kinds=PICTURES)
         of_a, of_b = _records(self.a), _records(self.b)
         pairs = [(name, name) for name in of_a if name in of_b] or [(next(iter(of_a)), next(iter(of_b)))]
-        found = {
-            one if one == two else f"{one} and {two}": difference(
-                of_a[one], of_b[two], names=(_label(self.a, one), _label(self.b, two))
-            )
-            for one, two in pairs
+        records = {a if a == b else f"{a} and {b}": (of_a[a], of_b[b]) for a, b in pairs}
+        differences = {
+            name: difference(a, b, names=(str(a.folder), str(b.folder))) for name, (a, b) in records.items()
         }
-        alike = all(one.alike for one in found.values())
+        alike = all(pair.alike for pair in differences.values())
         if self.json:
-            print_json({"alike": alike, "pairs": found})
+            print_json({"alike": alike, "pairs": differences})
         else:
-            _print(results_console(), found)
-        if self.picture:
-            names = [label for one, two in pairs for label in (_label(self.a, one), _label(self.b, two))]
-            runs = [run for one, two in pairs for run in common(of_a[one], of_b[two])]
-            leave_page(lambda: self._drawn(names, runs), as_json=self.json, label="picture")
+            _print(results_console(), differences)
+        if path := self.picture:
+            leave_page(lambda: _drawn(path, records.values()), as_json=self.json, label="picture")
         return 0 if alike else 1
 
-    def _drawn(self, names: list[str], runs: list[Record]) -> Path:
-        """Save the curves of all runs, over the steps that the two of each pair share."""
-        assert self.picture
-        named = dict(zip(names, runs, strict=True))
-        save_figures(self.picture, [loss_figure(named), difference_figure(named)], columns=2)
-        return self.picture
+
+def _drawn(path: Path, pairs: Iterable[tuple[Record, Record]]) -> Path:
+    """Save the curves of all runs, over the steps that the two of each pair share."""
+    named = {str(run.folder): run for pair in pairs for run in common(*pair)}
+    save_figures(path, [loss_figure(named), difference_figure(named)], columns=2)
+    return path
 
 
 def _records(folder: Path) -> dict[str, Record]:
     """The finished records of a run by its case's name, or the one of a single engine."""
     if not (folder / OUTCOME).is_file():
-        records = {folder.absolute().name: read_record(folder)}
-    else:
-        records = {name: read_record(folder / name) for name in read_outcome(folder).finished}
+        return {folder.absolute().name: read_record(folder)}
+    records = {name: read_record(folder / name) for name in read_outcome(folder).finished}
     if not records:
         raise RecordError(f"nothing has finished in {folder}")
     return records
 
 
-def _label(folder: Path, case: str) -> str:
-    """The name of a record for people: RUN/CASE."""
-    return str(folder / case if (folder / OUTCOME).is_file() else folder)
-
-
-def tables_of(found: dict[str, Difference]) -> list[Table]:
+def tables_of(differences: dict[str, Difference]) -> Iterator[Table]:
     """What was asked, each change once with the pairs that it is of; errors by rung; costs."""
-    whose: dict[tuple[str, str, str], list[str]] = {}
-    for name, pair in found.items():
+    names, pairs = list(differences), differences.values()
+    changes: dict[tuple[str, str, str], list[str]] = {}
+    for name, pair in differences.items():
         for change in pair.settings:
-            whose.setdefault((change.field, change.a, change.b), []).append(name)
-    asked = [
-        Row(Text(field), [Text(a), Text(b), Text("" if len(pairs) == len(found) else ", ".join(pairs))])
-        for (field, a, b), pairs in whose.items()
+            changes.setdefault((change.field, change.a, change.b), []).append(name)
+    settings = [
+        Row(Text(field), [Text(a), Text(b), Text("" if len(of) == len(names) else ", ".join(of))])
+        for (field, a, b), of in changes.items()
     ]
-    verdicts = [pair.verdict for pair in found.values()]
+    yield Table(
+        name="What was asked", corner="setting", columns=["A", "B", "of"], rows=settings, look="words"
+    )
     rungs = [
-        Row(Text(rung), [rung_text(verdict, rung) for verdict in verdicts])
+        Row(Text(rung), [rung_text(pair.verdict, rung) for pair in pairs])
         for rung in (*LADDER, RATES)
-        if any(verdict.error(rung) is not None for verdict in verdicts)
+        if any(pair.verdict.error(rung) is not None for pair in pairs)
     ]
-    costs = [{label: _cell(*both) for label, both in pair.costs.items()} for pair in found.values()]
-    labels = dict.fromkeys(label for of in costs for label in of)
-    cost_rows = [Row(Text(label), [Text(of.get(label, "")) for of in costs]) for label in labels]
-    names = list(found)
-    return [
-        Table(name="What was asked", corner="setting", columns=["A", "B", "of"], rows=asked, look="words"),
-        Table(name="Relative errors of B against A", corner="rung", columns=names, rows=rungs),
-        Table(
-            name="Costs, A to B (B/A); timings of runs that were not interleaved",
-            corner="per engine",
-            columns=names,
-            rows=cost_rows,
-        ),
-    ]
+    yield Table(name="Relative errors of B against A", corner="rung", columns=names, rows=rungs)
+    labels = dict.fromkeys(label for pair in pairs for label in pair.costs)
+    title = "Costs, A to B (B/A); timings of runs that were not interleaved"
+    costs = [Row(Text(label), [_cost(pair.costs.get(label)) for pair in pairs]) for label in labels]
+    yield Table(name=title, corner="per engine", columns=names, rows=costs)
 
 
-def _cell(a: float, b: float) -> str:
-    before, after = (f"{x:,}" if isinstance(x, int) else f"{x:,.5g}" for x in (a, b))
+def _cost(both: tuple[float, float] | None) -> Text:
+    if not both:
+        return Text("")
+    a, b = both
+    before, after = (f"{x:,}" if isinstance(x, int) else f"{x:,.5g}" for x in both)
     if before == after:
-        return before
-    return f"{before} to {after}" + (f" ({b / a:.2f})" if a else "")  # none over nothing
+        return Text(before)
+    return Text(f"{before} to {after}" + (f" ({b / a:.2f})" if a else ""))  # none over nothing
 
 
-def _print(console: PlainConsole, found: dict[str, Difference]) -> None:
-    if not any(pair.settings for pair in found.values()):
+def _print(console: PlainConsole, differences: dict[str, Difference]) -> None:
+    if not any(pair.settings for pair in differences.values()):
         console.print("asked for the same, on the same versions")
-    for table in tables_of(found):
+    for table in tables_of(differences):
         if table.rows:
             console.print(terminal_table(table))
-    skipped = {rung: why for pair in found.values() for rung, why in pair.verdict.skipped.items()}
+    skipped = {rung: why for pair in differences.values() for rung, why in pair.verdict.skipped.items()}
     for why, rungs in by_reason(skipped).items():
         console.print(f"not compared: {', '.join(rungs)} ({why})", soft_wrap=True)
-    for name, pair in found.items():
+    for name, pair in differences.items():
         said = f"alike on {len(pair.verdict.rungs)} rungs, over {pair.steps} steps"
         if pair.verdict.failure:
             said = pair.verdict.sentence().replace("FAIL at", "differ at", 1)

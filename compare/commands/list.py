@@ -2,7 +2,6 @@
 
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from msgspec import Struct
@@ -12,7 +11,7 @@ from compare.numerics.parameters import parameter_count
 from compare.show.findings import Row, Table, Text
 from compare.show.terminal import terminal_table
 from compare.spec.engines.registry import PEERS, STUDIED
-from compare.spec.experiment import Experiment, load, named_experiments
+from compare.spec.experiment import load, named_experiments
 from compare.studies.faults import FAULTS
 from compare.studies.lessons import LESSONS
 from compare.studies.presets import PRESETS
@@ -29,24 +28,15 @@ class Entry(Struct, frozen=True):
 
 
 class List(Struct, frozen=True, kw_only=True):
-    """Name every experiment, preset, fault, engine and lesson, a line each.
-
-    Try:
-      shardpair list
-      shardpair list --json
-    """
+    """Name every experiment, preset, fault, engine and lesson, a line each."""
 
     json: bool = False
     """Print one JSON object on stdout instead of tables."""
 
-    def __call__(self, default: Experiment) -> int:
+    def __call__(self) -> int:
         """Print them. Returns 0."""
-        peers = {
-            peer.name: peer.pip_line if missing_package(peer, sys.executable) else ""
-            for peer in PEERS.values()
-        }
         everything = {
-            "experiments": list(experiments()),
+            "experiments": [_experiment(name, path) for name, path in named_experiments().items()],
             "presets": [
                 Entry(name, of.description, {"devices": 1 if name == "single" else of.devices})
                 for name, of in PRESETS.items()
@@ -56,7 +46,12 @@ class List(Struct, frozen=True, kw_only=True):
                 Entry(name, of.decides, {"pipelines": ", ".join(of.layouts.schedules)})
                 for name, of in STUDIED.items()
             ],
-            "peers": [Entry(name, PEERS[name].decides, {"missing": line}) for name, line in peers.items()],
+            "peers": [
+                Entry(
+                    name, of.decides, {"missing": of.pip_line if missing_package(of, sys.executable) else ""}
+                )
+                for name, of in PEERS.items()
+            ],
             "lessons": [
                 Entry(name, f"{of.title}, in all engines on one page", {"preset": of.preset})
                 for name, of in LESSONS.items()
@@ -66,31 +61,24 @@ class List(Struct, frozen=True, kw_only=True):
             print_json(everything)
             return 0
         for subject, entries in everything.items():
-            facts = list(entries[0].facts)
-            cells = {entry.name: (*entry.facts.values(), entry.description) for entry in entries}
-            rows = [
-                Row(Text(name), [Text(f"{fact:,}" if isinstance(fact, int) else fact) for fact in of])
-                for name, of in cells.items()
-            ]
-            table = Table(name="", corner=subject, columns=[*facts, ""], rows=rows, look="words")
+            rows = []
+            for entry in entries:
+                facts = [f"{fact:,}" if isinstance(fact, int) else fact for fact in entry.facts.values()]
+                rows.append(Row(Text(entry.name), [*map(Text, facts), Text(entry.description)]))
+            columns = [*entries[0].facts, ""]
+            table = Table(name="", corner=subject, columns=columns, rows=rows, look="words")
             results_console().print(terminal_table(table))
         return 0
 
 
-def experiments() -> Iterator[Entry]:
-    """Those that ship with the package, with their sizes and the first sentence of their comment."""
-    for name, path in named_experiments().items():
-        experiment = load(name)
-        facts: dict[str, str | int] = {
-            "parameters": parameter_count(experiment.model),
-            "steps": experiment.train.max_iters,
-            "dtype": experiment.precision.dtype,
-            "devices": experiment.layout.devices,
-        }
-        yield Entry(name, _first_sentence(path), facts)
-
-
-def _first_sentence(path: Path) -> str:
-    """The first sentence of the comment that an experiment begins with, or what stands before its colon."""
+def _experiment(name: str, path: Path) -> Entry:
+    """Its size, and the first sentence of its file's comment, or what stands before a colon there."""
+    experiment = load(name)
+    facts: dict[str, str | int] = {
+        "parameters": parameter_count(experiment.model),
+        "steps": experiment.train.max_iters,
+        "dtype": experiment.precision.dtype,
+        "devices": experiment.layout.devices,
+    }
     lines = [line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line[:1] == "#"]
-    return re.split(r"[.:](?:\s|$)", " ".join(lines), maxsplit=1)[0]
+    return Entry(name, re.split(r"[.:](?:\s|$)", " ".join(lines), maxsplit=1)[0], facts)

@@ -8,7 +8,6 @@ from msgspec import Struct
 
 from compare.execute.paths import PICTURES, check_output
 from compare.show.markdown import markdown
-from compare.spec.experiment import Experiment
 from compare.studies.registry import read_study
 from compare.study import findings_in
 
@@ -30,13 +29,12 @@ class Report(Struct, frozen=True, kw_only=True):
     json: bool = False
     """Print the outcome as one JSON object on stdout instead of tables."""
 
-    def __call__(self, default: Experiment) -> int:
+    def __call__(self) -> int:
         """Show it. Returns 0 if it is complete and as it should be, else 1."""
         check_output("--picture", self.picture, kinds=PICTURES)
-        folder = self.run_dir
-        study, outcome = read_study(folder)
+        study, outcome = read_study(self.run_dir)
         if self.markdown:
-            found = findings_in(study, outcome, folder)
-            print(markdown(found))
-            return 0 if found.passed else 1
-        return study.shown(outcome, folder, picture=self.picture, as_json=self.json)
+            findings = findings_in(study, outcome, self.run_dir)
+            print(markdown(findings))
+            return 0 if findings.passed else 1
+        return study.shown(outcome, self.run_dir, picture=self.picture, as_json=self.json)

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Generator
 from pathlib import Path
 from typing import Annotated
 
@@ -17,10 +16,10 @@ from compare.contract.request import REQUEST
 from compare.contract.run_lock import lock_folder
 from compare.execute.paths import RUNS
 from compare.host.tensors import RecordError
-from compare.judge.outcome import OUTCOME, Outcome, read_outcome, save
+from compare.judge.outcome import OUTCOME, read_outcome, save
 from compare.show.findings import Column, table_of
 from compare.show.terminal import terminal_table
-from compare.spec.experiment import Experiment, ExperimentError, Layout
+from compare.spec.experiment import ExperimentError, Layout
 from compare.studies.registry import read_study
 from compare.studies.run import tensors_of
 from compare.terminal import errors_console, human_bytes, print_json, results_console
@@ -76,20 +75,25 @@ class Runs(Struct, frozen=True, kw_only=True):
     json: bool = False
     """Print one JSON object on stdout instead of tables."""
 
-    def __call__(self, default: Experiment) -> int:
+    def __call__(self) -> int:
         """Show them, or prune them. Returns 0. Raises ExperimentError: no such folder."""
         if not self.folder.is_dir():
             raise ExperimentError(f"{self.folder}: there is no such folder; `shardpair run` makes {RUNS}")
-        folders = [path for path in (self.folder, *folders_in(self.folder)) if (path / OUTCOME).is_file()]
+        folders = [path for path in (self.folder, *_folders_in(self.folder)) if (path / OUTCOME).is_file()]
         console = results_console()
         if not self.prune:
             runs = sorted(map(_saved_run, folders), key=lambda run: run.created_utc)
             if self.json:
                 print_json(runs)
             else:
-                console.print(terminal_table(table_of("", COLUMNS, runs, words=4, look="")))
+                console.print(terminal_table(table_of("", COLUMNS, runs, words=4)))
             return 0
-        removals, left_alone = _prune(folders, really=self.yes)
+        removals, left_alone = [], {}
+        for folder in folders:
+            try:
+                removals += _pruned(folder, really=self.yes)
+            except (ExperimentError, RecordError) as error:
+                left_alone[str(folder)] = str(error)
         size = sum(removal.bytes for removal in removals)
         if self.json:
             print_json({"removed": self.yes, "bytes": size, "removals": removals, "left_alone": left_alone})
@@ -114,7 +118,7 @@ COLUMNS: list[Column[SavedRun]] = [
 ]
 
 
-def folders_in(folder: Path) -> list[Path]:
+def _folders_in(folder: Path) -> list[Path]:
     """The folders in a folder that can be read and are no links, by name."""
     inside = (path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
     return sorted(path for path in inside if os.access(path, os.R_OK | os.X_OK))
@@ -152,46 +156,29 @@ def _size(path: Path) -> int:
     return sum(os.lstat(os.path.join(at, name)).st_size for at, _, names in os.walk(path) for name in names)
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Generator[None]:
-    """Hold a run, and its cases, in which a side may be at work. Raises FolderInUse: one of them is held."""
-    with contextlib.ExitStack() as locks:
-        for path in (folder, *folders_in(folder)):
-            locks.enter_context(lock_folder(path))
-        yield
+def _pruned(folder: Path, *, really: bool) -> list[Removal]:
+    """What can be removed of a run, removed if `really`; links are never followed.
 
-
-def _prune(folders: list[Path], *, really: bool) -> tuple[list[Removal], dict[str, str]]:
-    """What can be removed of some runs, removed if `really`; and the runs that are left alone, and why.
-
-    Everything is looked at, and removed, under the lock of its run. Links are never followed.
+    Everything is looked at, and removed, under the locks of the run and of its cases, in which a side may be
+    at work. Raises ExperimentError: one is held; RecordError: the outcome is garbled.
     """
-    removals, left_alone = [], {}
-    for folder in folders:
-        try:
-            with _locked(folder):
-                outcome = read_outcome(folder)
-                removals += _in_run(folder, outcome, really=really)
-        except (ExperimentError, RecordError) as error:
-            left_alone[str(folder)] = str(error)
-    return removals, left_alone
+    with contextlib.ExitStack() as locks:
+        for path in (folder, *_folders_in(folder)):
+            locks.enter_context(lock_folder(path))
+        outcome, removals = read_outcome(folder), []
 
+        def remove(place: Path, why: str, paths: list[Path]) -> None:
+            names, size = [str(path) for path in paths], sum(map(_size, paths))
+            removals.append(Removal(folder=str(place), why=why, files=names, bytes=size))
+            for path in paths if really else ():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-def _in_run(folder: Path, outcome: Outcome, *, really: bool) -> list[Removal]:
-    removals = []
-    if files := tensors_of(folder, outcome):
-        removals.append((folder, "tensors of the ladder, which passed", files))
-    for path in folders_in(folder):
-        name = _SET_ASIDE.fullmatch(path.name)
-        is_case = name and name["case"] in outcome.cases and (path / REQUEST).is_file()
-        if name and is_case and (folder / name["case"] / MANIFEST).is_file():
-            removals.append((path, "set aside, and run again since", [path]))
-    described = [
-        Removal(folder=str(place), why=why, files=list(map(str, files)), bytes=sum(map(_size, files)))
-        for place, why, files in removals
-    ]
-    if really and files:
-        save(replace(outcome, tensors_removed=True), folder)
-    for path in (path for *_, paths in removals for path in paths if really):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return described
+        if tensors := tensors_of(folder, outcome):
+            if really:
+                save(replace(outcome, tensors_removed=True), folder)
+            remove(folder, "tensors of the ladder, which passed", tensors)
+        for path in _folders_in(folder):
+            case = (name := _SET_ASIDE.fullmatch(path.name)) and name["case"]
+            if case in outcome.cases and (path / REQUEST).is_file() and (folder / case / MANIFEST).is_file():
+                remove(path, "set aside, and run again since", [path])
+    return removals

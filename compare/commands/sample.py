@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import tyro
-from msgspec import Struct
 
 from compare.checkpoint.reader import CheckpointReader
 from compare.commands.convert import as_checkpoint
@@ -22,21 +21,6 @@ if TYPE_CHECKING:
     SideName = str
 else:
     SideName = Literal[tuple(SIDES)]
-
-
-class Sampled(Struct, frozen=True, kw_only=True):
-    """What the sides drew."""
-
-    request: SampleRequest
-    tokens: dict[str, list[list[int]]]
-    """By side: the token ids of each sample, the prompt among them."""
-    texts: dict[str, list[str]] = {}
-    """The same as text; {} where nobody knows how it is written."""
-
-    @property
-    def is_same(self) -> bool:
-        """True if all sides drew the same."""
-        return len({msgspec.json.encode(drawn) for drawn in self.tokens.values()}) == 1
 
 
 class Sample(SidePythons, frozen=True, kw_only=True):
@@ -75,7 +59,7 @@ class Sample(SidePythons, frozen=True, kw_only=True):
     json: bool = False
     """Print what was drawn as one JSON object on stdout."""
 
-    def __call__(self, default: Experiment) -> int:
+    def __call__(self) -> int:
         """Draw. Returns the exit code: 0, or 1 if the sides drew different texts."""
         pythons = checked_pythons(self)
         with tempfile.TemporaryDirectory() as scratch:
@@ -84,60 +68,38 @@ class Sample(SidePythons, frozen=True, kw_only=True):
             reader.verify()
             experiment = reader.description.experiment
             alphabet = None if self.prompt_tokens else alphabet_of(experiment, meta=self.meta)
-            request = self._request(folder, experiment, alphabet)
-            drawn = {side: self._drawn(side, request, pythons[side]) for side in self.sides}
-        decode = alphabet.decode if alphabet else None
-        texts = {side: [decode(ids) for ids in drawn[side]] for side in drawn} if decode else {}
-        sampled = Sampled(request=request, tokens=drawn, texts=texts)
-        self._print(sampled)
-        return 0 if sampled.is_same else 1
+            request = self._request(folder, experiment.model.vocab_size, alphabet)
+            question, answer = ["--sample", msgspec.json.encode(request).decode()], list[list[int]]
+            drawn = {
+                side: ask(side, pythons[side], question, answer=answer, timeout_s=self.timeout_s)
+                for side in self.sides
+            }
+        spelled = alphabet.decode if alphabet else lambda tokens: " ".join(map(str, tokens))
+        texts = {side: [spelled(tokens) for tokens in samples] for side, samples in drawn.items()}
+        first, *others = drawn
+        different = [side for side in others if drawn[side] != drawn[first]]
+        if self.json:
+            print_json({"request": request, "tokens": drawn, "texts": texts})
+            return 1 if different else 0
+        console = results_console()
+        for side in (first, *different):
+            if side != first:
+                console.print(f"{side} drew something else:", style="red")
+            for text in texts[side]:
+                console.print(text, soft_wrap=True, end="\n---\n")
+        if others and not different:
+            console.print(f"{first} and {', '.join(others)} drew the same", soft_wrap=True)
+        return 1 if different else 0
 
-    def _request(self, folder: Path, experiment: Experiment, alphabet: Alphabet | None) -> SampleRequest:
+    def _request(self, folder: Path, vocab_size: int, alphabet: Alphabet | None) -> SampleRequest:
         prompt = alphabet.encode(self.prompt) if alphabet else list(self.prompt_tokens)
         if not prompt:
             raise ExperimentError("--prompt is empty: give at least one token to begin with")
-        vocab = experiment.model.vocab_size
-        if bad := [token for token in prompt if not 0 <= token < vocab]:
-            raise ExperimentError(f"--prompt: token {bad[0]}: the model has 0 to {vocab - 1}")
-        fields = {
-            "checkpoint": str(folder.absolute()),
-            "prompt": prompt,
-            "samples": self.samples,
-            "tokens": self.tokens,
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "seed": self.seed,
-        }
+        if bad := [token for token in prompt if not 0 <= token < vocab_size]:
+            raise ExperimentError(f"--prompt: token {bad[0]}: the model has 0 to {vocab_size - 1}")
+        fields = {"checkpoint": str(folder.absolute()), "prompt": prompt}
+        flags = {name: getattr(self, name) for name in SampleRequest.__struct_fields__ if name not in fields}
         try:
-            return msgspec.convert(fields, SampleRequest)
+            return msgspec.convert(flags | fields, SampleRequest)
         except msgspec.ValidationError as error:
             raise ExperimentError(str(error).replace("`$.", "`--")) from None
-
-    def _drawn(self, side: str, request: SampleRequest, python: str) -> list[list[int]]:
-        """What one side draws. Raises EnvironmentMissing: it cannot, and why."""
-        return ask(
-            side,
-            python,
-            ["--sample", msgspec.json.encode(request).decode()],
-            answer=list[list[int]],
-            timeout_s=self.timeout_s,
-        )
-
-    def _print(self, sampled: Sampled) -> None:
-        if self.json:
-            print_json(sampled)
-            return
-        console = results_console()
-        shown = sampled.texts or {
-            side: [" ".join(map(str, drawn)) for drawn in found] for side, found in sampled.tokens.items()
-        }
-        first, *others = shown
-        for text in shown[first]:
-            console.print(text, soft_wrap=True, end="\n---\n")
-        if others and sampled.is_same:
-            console.print(f"{first} and {', '.join(others)} drew the same", soft_wrap=True)
-        for side in others:
-            if sampled.tokens[side] != sampled.tokens[first]:
-                console.print(f"{side} drew something else:", style="red")
-                for text in shown[side]:
-                    console.print(text, soft_wrap=True, end="\n---\n")

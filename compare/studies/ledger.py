@@ -76,10 +76,10 @@ class Ledger(Spread, Study, frozen=True, kw_only=True):
         fit: Fit = as_it_is if "schedule" in self.said.flags else as_preset
         return grid(chosen_engines(self.engines), rows, fit=fit)
 
-    def outcome(self, default: Experiment) -> tuple[Outcome, Path]:
+    def outcome(self) -> tuple[Outcome, Path]:
         """Train every engine for its ledger; or read a finished run."""
         if not self.results:
-            return super().outcome(default)
+            return super().outcome()
         sections = tuple(f"{name}." for name in Experiment.__struct_fields__)
         if self.preset or self.presets or any(flag.startswith(sections) for flag in self.given):
             raise ExperimentError(
@@ -87,11 +87,11 @@ class Ledger(Spread, Study, frozen=True, kw_only=True):
             )
         return read_outcome(self.results), self.results
 
-    def __call__(self, default: Experiment) -> int:
+    def __call__(self) -> int:
         """Answer it. Returns 0, or 1 if an engine failed or --fail_on_unexpected found something."""
         if self.dry_run:
-            return super().__call__(default)
-        _, folder = self.outcome(default)
+            return super().__call__()
+        _, folder = self.outcome()
         ledgers = read_ledgers(folder)
         findings = findings_of_ledgers(ledgers, folder, places=self.rows)
         if self.output:

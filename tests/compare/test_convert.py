@@ -130,7 +130,7 @@ def test_bad_names_are_refused_and_nothing_is_left(given, tmp_path, capsys):
 def test_what_other_tools_leave_is_refused_with_what_to_do(tmp_path, capsys):
     for file, says in (
         ("model.safetensors.index.json", "in several files: give save_pretrained"),
-        ("pytorch_model.bin", "its weights are a pickle: write them as model.safetensors"),
+        ("pytorch_model.bin", "its weights are a pickle: write model.safetensors"),
         ("7/_CHECKPOINT_METADATA", "the root of an orbax CheckpointManager: give one of its steps"),
     ):
         source = tmp_path / file.replace("/", "-")

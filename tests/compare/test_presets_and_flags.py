@@ -144,8 +144,8 @@ def test_flags_are_given_whatever_their_values():
 
 def test_from_python_it_is_the_same():
     built = api.experiment("cpu", layout={"pp": 2, "microbatches": 4})
-    command, default = api._command(Run, built, {"preset": "pp", "devices": 2})
-    assert command.laid_out(default).layout.microbatches == 4
+    command = api._command(Run, built, {"preset": "pp", "devices": 2})
+    assert command.laid_out(built).layout.microbatches == 4
     assert {"pp", "microbatches"} <= settings_in(built.layout)
 
 
