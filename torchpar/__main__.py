@@ -33,7 +33,12 @@ from compare.spec.engines.registry import TORCH
 from compare.spec.experiment import ExperimentError
 
 STDIN_GRACE_S = 5.0
-QUESTIONS = ("doctor", "ceiling", "alone", "sample", "convert")
+ASKED_IN_JSON = {
+    "ceiling": "how fast matrices are multiplied",
+    "alone": "what one rank of many sends",
+    "sample": "token ids drawn from a checkpoint",
+}
+QUESTIONS = ("doctor", "convert", *ASKED_IN_JSON)
 EXIT_CODES: dict[type[Exception], int] = {
     ExperimentError: BAD_REQUEST,
     MissingDevicesError: MISSING,
@@ -67,8 +72,8 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input ends")
     parser.add_argument("--collectives", action="store_true", help="time collectives, not a training")
     parser.add_argument("--doctor", action="store_true", help="say as JSON what this environment offers")
-    parser.add_argument("--ceiling", metavar="JSON", help="print how fast matrices are multiplied, as JSON")
-    parser.add_argument("--alone", metavar="JSON", help="print what one rank of many sends, as JSON")
+    for question, subject in ASKED_IN_JSON.items():
+        parser.add_argument(f"--{question}", default="", metavar="JSON", help=f"print {subject}, as JSON")
     parser.add_argument(
         "--convert",
         nargs=2,
@@ -76,7 +81,6 @@ def _parse_arguments() -> argparse.Namespace:
         metavar=("FROM", "TO"),
         help="nanoGPT's ckpt.pt to weights (TO ends in .safetensors) or to a checkpoint; or one to a ckpt.pt",
     )
-    parser.add_argument("--sample", metavar="JSON", help="print token ids drawn from a checkpoint, as JSON")
     parser.add_argument("--model", default="", metavar="JSON", help="the model's sizes, for weights")
     parser.add_argument("--experiment", default="", metavar="JSON", help="what ckpt.pt does not say")
     add_flags(parser)
@@ -93,9 +97,17 @@ def answer(arguments: argparse.Namespace) -> object:
         ExperimentError, MissingDevicesError, MsgspecError, OSError: there is none.
     """
     if arguments.doctor:
-        from torchpar.entry import doctor
+        import torch
 
-        return doctor()
+        from compare.host.facts import versions
+        from torchpar.comm.mesh import PACKAGES, device_kind
+
+        gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        return {
+            "versions": versions(PACKAGES),
+            "cpu_devices": f"any number of gloo ranks, one thread each, on {os.cpu_count() or 1} cores",
+            "gpus": [device_kind(torch.device("cuda", index)) for index in gpus],
+        }
     if arguments.ceiling:
         from compare.contract.ceiling import read_ceiling_request
         from torchpar.measure.ceiling import measure
@@ -103,11 +115,9 @@ def answer(arguments: argparse.Namespace) -> object:
         return measure(read_ceiling_request(arguments.ceiling))
     if arguments.alone:
         from compare.contract.absent import read_absent_request
-
-        alone = read_absent_request("--alone", arguments.alone)
         from torchpar.alone import run_alone
 
-        return run_alone(alone)
+        return run_alone(read_absent_request("--alone", arguments.alone))
     if arguments.sample:
         from compare.numerics.sampling import read_sample_request
         from torchpar.sample import sample
@@ -186,20 +196,17 @@ def train(folder: Path, process: Process | None = None) -> None:
     from torchpar import entry, torchrun
 
     request = entry.read_request(folder)
-    if "RANK" in os.environ:
-        torchrun.become_rank(
-            partial(entry.train_faulty, request=request, folder=folder),
-            folder,
-            os.environ,
-            devices=request.experiment.layout.devices,
-            platform=request.platform,
-            timeout_s=request.timeout_s,
-            saves=request.experiment.checkpoint.every > 0,
-        )
-    else:
-        request = entry.validate_data(request)
-        clear_record(folder)
+    if "RANK" not in os.environ:
         entry.start_ranks(request, folder)
+        return
+    torchrun.become_rank(
+        partial(entry.train, request=request, folder=folder),
+        folder,
+        devices=request.experiment.layout.devices,
+        platform=request.platform,
+        timeout_s=request.timeout_s,
+        saves=request.experiment.checkpoint.every > 0,
+    )
 
 
 def time_collectives(folder: Path, process: Process | None = None) -> None:
@@ -211,17 +218,11 @@ def time_collectives(folder: Path, process: Process | None = None) -> None:
     if process is None or process.is_first:
         clear_record(folder)
     work = partial(collective_bench.time_as_rank, request=request, folder=folder)
+    platform, timeout_s = request.platform, request.timeout_s
     if "RANK" in os.environ:
-        torchrun.become_rank(
-            work,
-            folder,
-            os.environ,
-            devices=request.ranks,
-            platform=request.platform,
-            timeout_s=request.timeout_s,
-        )
+        torchrun.become_rank(work, folder, devices=request.ranks, platform=platform, timeout_s=timeout_s)
     else:
-        launch(work, world_size=request.ranks, platform=request.platform, timeout_s=request.timeout_s)
+        launch(work, world_size=request.ranks, platform=platform, timeout_s=timeout_s)
 
 
 def _exit_with_stdin() -> None:

@@ -23,7 +23,7 @@ from compare.numerics.weights import OneByOne, Weights
 from compare.spec.experiment import Experiment, ExperimentError, edited
 from torchpar.comm.mesh import make_mesh
 from torchpar.comm.process_groups import join_absent
-from torchpar.launch import Heartbeat, Rank
+from torchpar.launch import Rank
 from torchpar.measure.hollow import HollowMode
 from torchpar.measure.instruments import INSTRUMENTED_STEP, Instruments
 from torchpar.run import Run, to_device
@@ -52,7 +52,7 @@ def run_alone(request: AbsentRequest) -> RankAlone:
         raise ExperimentError("--alone: one device has no others")
     join_absent(world_size=ranks)
     torch.set_num_threads(1)
-    rank = Rank(rank=0, world_size=ranks, local_rank=0, heartbeat=Heartbeat(ranks))
+    rank = Rank(rank=0, world_size=ranks, local_rank=0)
     mesh = make_mesh(experiment.layout, rank=0, device=torch.device("cpu"))
     asked = Request(engine=request.engine, experiment=experiment)
     with HollowMode():

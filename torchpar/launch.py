@@ -1,11 +1,10 @@
 """Ranks of this machine: their parent names the first that fails or is behind, and ends the rest.
 
-Ranks send their errors through a queue, and show their progress in shared memory.
+Ranks leave their errors in files, and show their progress in shared memory.
 """
 
 import contextlib
 import ctypes
-import functools
 import os
 import resource
 import signal
@@ -14,12 +13,12 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Mapping, MutableSequence, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, MutableSequence, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import connection, parent_process
 from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
-from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -30,6 +29,7 @@ from compare.contract.ending import DivergedError
 from compare.contract.record import Failure
 from compare.host.disk import DiskFull
 from compare.host.facts import Activity, MissingDevicesError, look_s
+from compare.host.json_files import read_json, write_json
 from compare.host.signals import describe_exit, is_ignored
 from torchpar.comm.process_groups import choose_interface, is_consequence
 
@@ -40,19 +40,11 @@ CAUSE_GRACE_S = 1.0
 SIGINT_GRACE_S = 0.3
 TERMINATE_GRACE_S = 0.5
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)  # by SIGSTOP, Ctrl-Z or a debugger
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PHASES = (
-    "starting",
-    "setting up",
-    "forward",
-    "backward",
-    "synchronisation",
-    "optimizer",
-    "record",
-    "evaluation",
+    *("starting", "setting up"),  # until all have met; then model, data, and what wraps them
+    *("forward", "backward", "synchronisation", "optimizer", "record", "evaluation"),
 )
-_BEFORE_STEPS = PHASES[:2]  # until all have met; then model, data, and what wraps them
-_FIELDS = 3  # beats, step, phase
 
 
 class RanksFailed(Exception):
@@ -76,12 +68,12 @@ class Position(NamedTuple):
 
     beats: int
     step: int
-    phase: str
+    phase: int
 
     @property
     def in_step(self) -> bool:
         """True if it has come to its first step."""
-        return self.phase not in _BEFORE_STEPS
+        return self.phase > 1
 
     @property
     def when(self) -> str:
@@ -89,26 +81,7 @@ class Position(NamedTuple):
         return f"at step {self.step}" if self.in_step else "before the first step"
 
     def __str__(self) -> str:
-        return f"step {self.step}, {self.phase}" if self.in_step else "its start"
-
-
-class Heartbeat:
-    """Positions of all ranks; in memory that they share with their parent if `make` gives such."""
-
-    def __init__(self, ranks: int, make: Callable[[int], MutableSequence[int]] = lambda count: [0] * count):
-        self._cells = make(_FIELDS * ranks)
-
-    def beat(self, rank: int, step: int, phase: str) -> None:
-        """Rank `rank` enters a phase."""
-        base = _FIELDS * rank
-        self._cells[base + 1] = step
-        self._cells[base + 2] = PHASES.index(phase)
-        self._cells[base] += 1
-
-    def position(self, rank: int) -> Position:
-        """Position of rank `rank`."""
-        beats, step, phase = self._cells[_FIELDS * rank : _FIELDS * (rank + 1)]
-        return Position(beats, step, PHASES[phase])
+        return f"step {self.step}, {PHASES[self.phase]}" if self.in_step else "its start"
 
 
 @dataclass(frozen=True)
@@ -118,19 +91,19 @@ class Rank:
     Attributes:
         rank, world_size: among all processes.
         local_rank: among those of this machine; the GPU to use.
-        heartbeat: where it shows its progress.
         rendezvous: the file through which the ranks meet; None for torchrun's address and port.
         timeout_s: seconds without progress after which the run counts as hung.
         launcher_cpu_s: CPU seconds that the launcher spent for all ranks before it started them.
+        progress: its `Position`, in memory that a parent may share.
     """
 
     rank: int
     world_size: int
     local_rank: int
-    heartbeat: Heartbeat
     rendezvous: Path | None = None
     timeout_s: float = 600.0
     launcher_cpu_s: float = 0.0
+    progress: MutableSequence[int] = field(default_factory=lambda: [0, 0, 0])
 
     @property
     def collective_timeout_s(self) -> float:
@@ -140,11 +113,11 @@ class Rank:
     @property
     def position(self) -> Position:
         """Position of this rank."""
-        return self.heartbeat.position(self.rank)
+        return Position(*self.progress)
 
     def at(self, step: int, phase: str) -> None:
         """Say that this rank enters a phase (one of PHASES) of a step."""
-        self.heartbeat.beat(self.rank, step, phase)
+        self.progress[:] = [self.progress[0] + 1, step, PHASES.index(phase)]
 
 
 def launch(
@@ -164,45 +137,30 @@ def launch(
     choose_interface("127.0.0.1")
     spawns = platform == "gpu" or sys.platform == "darwin"
     context: SpawnContext | ForkContext = SpawnContext() if spawns else ForkContext()
-    heartbeat = Heartbeat(world_size, functools.partial(context.RawArray, "q"))
-    usage, failures = resource.getrusage(resource.RUSAGE_SELF), context.SimpleQueue()
-    processes: list[BaseProcess] = []
-    with _signals_raise(), _meeting_point() as rendezvous:
+    usage, ranks, processes = resource.getrusage(resource.RUSAGE_SELF), list[Rank](), list[BaseProcess]()
+    with _signals_raise(), tempfile.TemporaryDirectory(prefix="torchpar-") as folder:
         try:
             for number in range(world_size):
                 rank = Rank(
                     rank=number,
                     world_size=world_size,
                     local_rank=number,
-                    heartbeat=heartbeat,
-                    rendezvous=rendezvous,
+                    rendezvous=Path(folder, "rendezvous"),
                     timeout_s=timeout_s,
                     launcher_cpu_s=usage.ru_utime + usage.ru_stime,
+                    progress=context.RawArray("q", 3),
                 )
-                processes.append(context.Process(target=_be_rank, args=(main, rank, failures)))
+                ranks.append(rank)
+                processes.append(context.Process(target=_be_rank, args=(main, rank, Path(folder))))
                 processes[-1].start()
-            supervise(processes, heartbeat, failures, timeout_s)
+            supervise(processes, ranks, Path(folder), timeout_s)
         finally:
             _end(processes)
 
 
-@contextlib.contextmanager
-def _meeting_point() -> Generator[Path]:
-    """The file through which the ranks meet. On Linux it has no name, so that nothing is left of it ever."""
-    if not hasattr(os, "memfd_create"):
-        with tempfile.TemporaryDirectory() as folder:
-            yield Path(folder, "rendezvous")
-        return
-    descriptor = os.memfd_create("rendezvous")
-    try:
-        yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
-    finally:
-        os.close(descriptor)
-
-
-def _be_rank(main: Callable[[Rank], None], rank: Rank, failures: SimpleQueue) -> NoReturn:
+def _be_rank(main: Callable[[Rank], None], rank: Rank, folder: Path) -> NoReturn:
     """A rank's whole life. Leaves by os._exit: destructors of a broken process group may block."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         if not is_ignored(number):
             signal.signal(number, signal.SIG_DFL)
     _end_with_parent()
@@ -211,7 +169,7 @@ def _be_rank(main: Callable[[Rank], None], rank: Rank, failures: SimpleQueue) ->
         main(rank)
     except BaseException as error:
         code = 1
-        failures.put(failure_of(error, rank))
+        write_json(folder / f"{rank.rank}.json", failure_of(error, rank))
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -237,9 +195,8 @@ def _end_with_parent() -> None:
 
 def _end(processes: Sequence[BaseProcess]) -> None:
     """End every rank that still runs, also a stopped one, and reap all; a second Ctrl-C is not heard."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     started = [process for process in processes if process.pid]
     for process in started:
         process.terminate()
@@ -252,16 +209,13 @@ def _end(processes: Sequence[BaseProcess]) -> None:
 
 @contextlib.contextmanager
 def _signals_raise() -> Generator[None]:
-    """SIGINT and SIGTERM, unless ignored, raise LaunchInterrupted in the main thread; elsewhere nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """SIGINT and SIGTERM, unless ignored, raise LaunchInterrupted; call it in the main thread."""
 
     def interrupt(number: int, frame: object) -> None:
         raise LaunchInterrupted(number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
         if not is_ignored(number):
             signal.signal(number, interrupt)
     try:
@@ -287,75 +241,80 @@ def failure_of(error: BaseException, rank: Rank) -> Failure:
 
 
 def supervise(
-    processes: Sequence[BaseProcess], heartbeat: Heartbeat, failures: SimpleQueue, timeout_s: float
+    processes: Sequence[BaseProcess], ranks: Sequence[Rank], folder: Path, timeout_s: float
 ) -> None:
     """Return when all ranks are done; raise RanksFailed when one failed or none makes progress.
 
     Before its first step a rank makes progress as long as it uses the processor: it is not known how long
     importing, drawing weights and wrapping take. A phase of a step has to end within `timeout_s`.
     """
-    positions: list[Position] = []
-    activities = [Activity(functools.partial(_cpu_seconds, process)) for process in processes]
+    before: list[Position] = []
+    activities = [Activity(partial(_cpu_seconds, process)) for process in processes]
     last_progress = last_look = time.monotonic()
-    while True:
-        running = [rank for rank, process in enumerate(processes) if process.exitcode is None]
-        if any(process.exitcode for process in processes) or not failures.empty():
-            raise RanksFailed(first_failure(processes, heartbeat, failures))
-        if not running:
-            return
-        now = [heartbeat.position(rank) for rank in range(len(processes))]
-        if now != positions:
-            positions, last_progress = now, time.monotonic()
+    while running := [rank for rank in ranks if processes[rank.rank].exitcode is None]:
+        if any(process.exitcode for process in processes):
+            break
+        positions = [rank.position for rank in ranks]
+        if positions != before:
+            before, last_progress = positions, time.monotonic()
         elif time.monotonic() - last_look > look_s(timeout_s):
             last_look = time.monotonic()
-            starting = [rank for rank in running if not now[rank].in_step]
-            if any([activities[rank].is_busy() for rank in starting]):  # a list: each has to be asked
+            starting = [rank.rank for rank in running if not rank.position.in_step]
+            if any([activities[number].is_busy() for number in starting]):  # a list: each has to be asked
                 last_progress = last_look
         if time.monotonic() - last_progress > timeout_s:
-            stopped = [rank for rank in running if psutil.Process(processes[rank].pid).status() in _STOPPED]
-            raise RanksFailed(_hang({rank: now[rank] for rank in running}, stopped, timeout_s))
-        connection.wait([processes[rank].sentinel for rank in running], timeout=POLL_S)
+            stopped = [rank for rank in running if _is_stopped(processes[rank.rank])]
+            raise RanksFailed(_hang(running, stopped, timeout_s))
+        connection.wait([processes[rank.rank].sentinel for rank in running], timeout=POLL_S)
+    if any(process.exitcode for process in processes):
+        raise RanksFailed(first_failure(processes, ranks, folder))
 
 
-def first_failure(processes: Sequence[BaseProcess], heartbeat: Heartbeat, failures: SimpleQueue) -> Failure:
+def first_failure(processes: Sequence[BaseProcess], ranks: Sequence[Rank], folder: Path) -> Failure:
     """The cause: a rank's own error, else a death, else an error that tells of a lost peer."""
     if any(process.exitcode == -signal.SIGINT for process in processes):
         time.sleep(SIGINT_GRACE_S)
-    deadline, said = time.monotonic() + CAUSE_GRACE_S, list[Failure]()
+    deadline = time.monotonic() + CAUSE_GRACE_S
     while True:
         ended = {rank: code for rank, process in enumerate(processes) if (code := process.exitcode)}
-        while not failures.empty():  # after the look at the codes: a rank speaks before it ends
-            said.append(failures.get())
-        if causes := [failure for failure in said if not failure.is_consequence]:
+        files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+        failures = [read_json(path, Failure) for path in files]  # after the codes: who fails speaks first
+        if causes := [failure for failure in failures if not failure.is_consequence]:
             return causes[0]
-        silent = {rank: code for rank, code in ended.items() if rank not in [one.rank for one in said]}
+        silent = [rank for rank in ended if rank not in [failure.rank for failure in failures]]
         # An abort is how C++ reacts to a lost peer, so it may be a consequence too.
-        killed = [rank for rank, code in silent.items() if code != -signal.SIGABRT]
+        killed = [rank for rank in silent if ended[rank] != -signal.SIGABRT]
         if killed or time.monotonic() > deadline:
             break
         time.sleep(POLL_S / 2)
     for rank in killed or silent:
-        code, when = silent[rank], heartbeat.position(rank).when
-        how = f"{'was ' if code < 0 else ''}{describe_exit(code, when=when)}"
+        code = ended[rank]
+        how = f"{'was ' if code < 0 else ''}{describe_exit(code, when=ranks[rank].position.when)}"
         return Failure(message=f"rank {rank} {how}", rank=rank)
-    return said[0]
+    return failures[0]
 
 
-def _hang(positions: Mapping[int, Position], stopped: Sequence[int], timeout_s: float) -> Failure:
+def _hang(running: Sequence[Rank], stopped: Sequence[Rank], timeout_s: float) -> Failure:
     """Name the ranks that are stopped, perhaps inside a collective, or else those behind the others."""
-    fewest = min(position.beats for position in positions.values())
-    behind = stopped or [rank for rank, position in positions.items() if position.beats == fewest]
-    ahead = [rank for rank in positions if rank not in behind]
-    where = positions[behind[0]]
+    fewest = min(rank.position.beats for rank in running)
+    behind = stopped or [rank for rank in running if rank.position.beats == fewest]
+    ahead = [rank for rank in running if rank not in behind]
+    where = behind[0].position
     if not ahead and len(behind) > 1:
         return Failure(message=f"no rank made progress for {timeout_s:g} s: all are in {where}")
-    verb = "it is" if len(behind) == 1 else "they are"
-    verb += " stopped" if stopped else ""
-    message = f"{ranks_named(behind)} made no progress for {timeout_s:g} s: {verb} in {where}"
+    numbers = [rank.rank for rank in behind]
+    state = f"{'it is' if len(behind) == 1 else 'they are'}{' stopped' if stopped else ''}"
+    message = f"{ranks_named(numbers)} made no progress for {timeout_s:g} s: {state} in {where}"
     if ahead:
-        others = ", ".join(sorted({str(positions[rank]) for rank in ahead}))
-        message += f", while {ranks_named(ahead)} {'wait' if len(ahead) > 1 else 'waits'} in {others}"
-    return Failure(message=message, rank=behind[0])
+        others = ", ".join(sorted({str(rank.position) for rank in ahead}))
+        waits = "wait" if len(ahead) > 1 else "waits"
+        message += f", while {ranks_named([rank.rank for rank in ahead])} {waits} in {others}"
+    return Failure(message=message, rank=numbers[0])
+
+
+def _is_stopped(process: BaseProcess) -> bool:
+    """By SIGSTOP, Ctrl-Z or a debugger."""
+    return psutil.Process(process.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 def _cpu_seconds(process: BaseProcess) -> float:

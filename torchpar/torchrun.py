@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,7 +23,7 @@ from compare.contract.record import WAITING, Failure, clear_record, leave_failur
 from compare.host.facts import MissingDevicesError, look_s
 from compare.host.signals import describe_exit, on_signals
 from compare.spec.experiment import ExperimentError
-from torchpar.launch import Heartbeat, Rank, RanksFailed, failure_of, ranks_named, require_gpus
+from torchpar.launch import Rank, RanksFailed, failure_of, ranks_named, require_gpus
 
 GRACE_S = 3.0  # for the rank to blame to write its error, or to be seen dead
 POLL_S = 0.05
@@ -32,7 +32,6 @@ POLL_S = 0.05
 def become_rank(
     work: Callable[[Rank], None],
     folder: Path,
-    environment: Mapping[str, str],
     *,
     devices: int,
     platform: str,
@@ -46,33 +45,24 @@ def become_rank(
         RanksFailed: the run failed, on this rank or on another one.
         ExperimentError, StoppedEarly: from `work`, on all ranks alike.
     """
-    world_size = int(environment.get("WORLD_SIZE", "1"))
+    number, world_size, local_rank, on_host = (
+        int(os.environ.get(name, default))
+        for name, default in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 0}.items()
+    )
     if world_size != devices:
         raise MissingDevicesError(
             f"WORLD_SIZE = {world_size}, but the layout needs {devices} devices: start {devices} processes"
         )
-    number, local_rank = int(environment["RANK"]), int(environment.get("LOCAL_RANK", "0"))
     if platform == "gpu":
         require_gpus(local_rank + 1)
-    rank = Rank(
-        rank=number,
-        world_size=world_size,
-        local_rank=local_rank,
-        heartbeat=Heartbeat(world_size),
-        timeout_s=timeout_s,
-    )
-    is_alone = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
-    siblings = Siblings(rank, folder, host="" if is_alone else socket.gethostname())
+    rank = Rank(rank=number, world_size=world_size, local_rank=local_rank, timeout_s=timeout_s)
+    siblings = Siblings(rank, folder, host="" if on_host == world_size else socket.gethostname())
     if number == 0:
         clear_record(folder)
-
-    def leave(signal_number: int) -> None:
-        siblings.leave(siblings.why_signalled(signal_number), 128 + signal_number)
-
-    on_signals([signal.SIGINT, signal.SIGTERM], leave)
+    on_signals([signal.SIGINT, signal.SIGTERM], siblings.leave_signalled)
     if saves:
         StopRequest.listen()
-    threading.Thread(target=_watch, args=(rank, siblings, folder), daemon=True).start()
+    threading.Thread(target=siblings.watch, daemon=True).start()
     try:
         work(rank)
     except (ExperimentError, StoppedEarly) as error:  # all ranks alike
@@ -100,7 +90,7 @@ class Siblings:
     """
 
     def __init__(self, rank: Rank, folder: Path, host: str = ""):
-        self._rank, self._folder, self._host = rank, folder, host
+        self._rank, self._folder, self._host = rank, folder, f" ({host})" if host else ""
         self._others: dict[int, psutil.Process] = {}
         for process in psutil.Process(os.getppid()).children():
             with contextlib.suppress(psutil.Error):
@@ -109,28 +99,31 @@ class Siblings:
                 if number is not None and process.pid != os.getpid():
                     self._others[int(number)] = process
 
-    def why(self, own: Failure) -> Failure:
+    def why(self, failure: Failure) -> Failure:
         """Cause of the run's end, given this rank's failure: waits a little for a rank that is to blame."""
         deadline = time.monotonic() + GRACE_S
-        while own.is_consequence and time.monotonic() < deadline:
+        while failure.is_consequence and time.monotonic() < deadline:
             if cause := self._cause():
                 return cause
             time.sleep(POLL_S)
-        return self._here(own)
+        return replace(failure, message=failure.message + self._host)
 
-    def why_signalled(self, number: int) -> Failure:
-        """Cause of the run's end, given that this rank was told to end: torchrun ends survivors so."""
+    def leave_signalled(self, number: int) -> NoReturn:
+        """End this rank, which was told to end: torchrun ends survivors so."""
         how = describe_exit(128 + number, when=self._rank.position.when)
-        message = f"rank {self._rank.rank} was {how}"
-        return self._cause() or self._here(
-            Failure(message=message, rank=self._rank.rank, is_consequence=True)
-        )
+        message = f"rank {self._rank.rank} was {how}{self._host}"
+        own = Failure(message=message, rank=self._rank.rank, is_consequence=True)
+        self._leave(self._cause() or own, 128 + number)
 
-    def leave(self, failure: Failure, code: int) -> NoReturn:
-        """End this rank with a word on why."""
-        print(failure.message, file=sys.stderr, flush=True)
-        self.leave_word(failure)
-        os._exit(code)
+    def watch(self) -> NoReturn:
+        """End this rank once no phase of its steps ends within the time-out, and name who is behind."""
+        rank, seen, since = self._rank, self._rank.position, time.monotonic()
+        while time.monotonic() - since < rank.timeout_s:
+            time.sleep(look_s(rank.timeout_s))
+            if rank.position != seen or not seen.in_step:  # before, the collectives' own time-out holds
+                seen, since = rank.position, time.monotonic()
+        own = Waiting(number=rank.rank, where=str(seen), beats=seen.beats)
+        self._leave(blame_for_hang(self._folder, own, count=rank.world_size, timeout_s=rank.timeout_s), 1)
 
     def leave_word(self, failure: Failure) -> None:
         """Leave error.json, unless another rank was first; a full disk must not keep it from leaving.
@@ -138,10 +131,16 @@ class Siblings:
         A rank that has met no other leaves none: it cannot know whether rank 0 holds the folder, or another
         run does.
         """
-        if self._rank.rank == 0 or self._rank.position.phase != "starting":
+        if self._rank.rank == 0 or self._rank.position.phase:
             with contextlib.suppress(OSError):
                 leave_failure(self._folder, failure)
                 self._mark(self._rank.rank).touch()
+
+    def _leave(self, failure: Failure, code: int) -> NoReturn:
+        """End this rank with a word on why."""
+        print(failure.message, file=sys.stderr, flush=True)
+        self.leave_word(failure)
+        os._exit(code)
 
     def _mark(self, rank: int) -> Path:
         """The file that a rank which saw the end leaves: its word is another one's, where that came first."""
@@ -155,27 +154,13 @@ class Siblings:
         dead = sorted(rank for rank in dead if not self._mark(rank).is_file())
         if not dead:
             return None
-        when = self._rank.position.when
-        message = f"{ranks_named(dead)} died without a word {when}: killed (out of memory, if nobody did it)"
-        return self._here(Failure(message=message, rank=dead[0]))
-
-    def _here(self, failure: Failure) -> Failure:
-        """A failure of this host, which is named where the ranks may be on several."""
-        return replace(failure, message=f"{failure.message} ({self._host})") if self._host else failure
+        message = (
+            f"{ranks_named(dead)} died without a word {self._rank.position.when}: killed (out of memory, "
+        )
+        return Failure(message=f"{message}if nobody did it){self._host}", rank=dead[0])
 
 
 def _is_dead(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     return True
-
-
-def _watch(rank: Rank, siblings: Siblings, folder: Path) -> None:
-    """End this rank once no phase of its steps ends within the time-out, and name who is behind."""
-    seen, since = rank.position, time.monotonic()
-    while time.monotonic() - since < rank.timeout_s:
-        time.sleep(look_s(rank.timeout_s))
-        if rank.position != seen or not rank.position.in_step:  # before, the collectives' own time-out holds
-            seen, since = rank.position, time.monotonic()
-    own = Waiting(number=rank.rank, where=str(seen), beats=seen.beats)
-    siblings.leave(blame_for_hang(folder, own, count=rank.world_size, timeout_s=rank.timeout_s), 1)

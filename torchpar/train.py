@@ -4,7 +4,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -68,21 +68,34 @@ def train(
         DivergedError: the loss or the gradient norm of a step is not finite.
     """
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
-    mesh = join_mesh(rank, request)
-    if mesh.world.size > 1 and rank.rendezvous is None:
-        agree_with_others(mesh, rank, request, folder)
-    run = set_up(request, mesh, rank, weights=weights, batches=batches)
-    if request.resume:
-        restore_moments(run, Path(request.resume.checkpoint))
-    require_validation(run.experiment, run.corpus)
-    if run.parallel.compiled:
-        run.compile_s = compile_ahead(run)
-    compute, update = compute_gradients, update_weights
-    if request.engine in PEERS:
-        peer = importlib.import_module(PEERS[request.engine])
-        compute, update = peer.compute_gradients, peer.update_weights
-    train_to_end(run, observers_of(run, folder, started_utc=started_utc), compute, update)
+    with planted(request):
+        mesh = join_mesh(rank, request)
+        if mesh.world.size > 1 and rank.rendezvous is None:
+            agree_with_others(mesh, rank, request, folder)
+        run = set_up(request, mesh, rank, weights=weights, batches=batches)
+        if request.resume:
+            restore_moments(run, Path(request.resume.checkpoint))
+        require_validation(run.experiment, run.corpus)
+        if run.parallel.compiled:
+            run.compile_s = compile_ahead(run)
+        compute, update = compute_gradients, update_weights
+        if request.engine in PEERS:
+            peer = importlib.import_module(PEERS[request.engine])
+            compute, update = peer.compute_gradients, peer.update_weights
+        train_to_end(run, observers_of(run, folder, started_utc=started_utc), compute, update)
     process_groups.leave_group()
+
+
+def planted(request: Request) -> AbstractContextManager:
+    """The mistake that the request asks for, if any: a run without one does not import them.
+
+    Raises:
+        ExperimentError: there is no such fault, or the engine or the layout cannot express it.
+    """
+    if not request.fault:
+        return nullcontext()
+    faults = importlib.import_module("torchpar.faults")
+    return faults.plant(request.fault, engine=request.engine, layout=request.experiment.layout)
 
 
 def join_mesh(rank: Rank, request: Request) -> Mesh:

@@ -15,7 +15,7 @@ from compare.judge.outcome import read_outcome
 from compare.numerics.parameters import initial_parameters
 from compare.terminal import error_text
 from torchpar.comm.mesh import make_mesh
-from torchpar.launch import Heartbeat, Rank, failure_of
+from torchpar.launch import Rank, failure_of
 from torchpar.observers import observers_of
 from torchpar.train import compute_gradients, set_up, train_step, update_weights
 
@@ -67,7 +67,7 @@ def test_an_error_that_is_none_is_not_written_as_inf():
 def test_a_step_of_torchpar_names_the_gradient_and_moves_nothing(tiny, tmp_path):
     experiment = replace(tiny, data=replace(tiny.data, source="synthetic"))
     request = Request(engine="torch-manual", experiment=experiment)
-    rank = Rank(rank=0, world_size=1, local_rank=0, heartbeat=Heartbeat(1))
+    rank = Rank(rank=0, world_size=1, local_rank=0)
     mesh = make_mesh(experiment.layout, rank=0, device=torch.device("cpu"))
     run = set_up(request, mesh, rank)
     run.parallel.parameters["transformer.h.1.ln_2.weight"].register_hook(lambda gradient: gradient * math.inf)

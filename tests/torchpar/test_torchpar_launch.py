@@ -4,7 +4,6 @@ Each case has a process of its own, which launches four ranks that misbehave.
 """
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -24,7 +23,7 @@ from forks import run_forked
 from processes import PATIENCE_S, assert_gone, in_order, wait_for
 
 from compare.contract import record
-from compare.contract.record import Failure, read_record
+from compare.contract.record import Failure
 from compare.contract.request import Request
 from compare.execute.launch import child_environment
 from compare.host.json_files import write_json
@@ -32,7 +31,7 @@ from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import Experiment, Layout, Model, Train
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
-from torchpar.launch import Heartbeat, Rank, RanksFailed, first_failure, launch
+from torchpar.launch import Rank, RanksFailed, first_failure, launch
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = child_environment(SIDES["torchpar"], "cpu")
@@ -45,26 +44,17 @@ LONG = Experiment(
 )
 
 
-# What rank 2 does at step 3, in its forward pass.
-
-
 def fail() -> None:
     raise ValueError("a bad\nbatch")
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def sleep() -> None:
-    time.sleep(1000)
-
-
-MISDEEDS = {deed.__name__: deed for deed in (fail, die, stop, sleep)}
+MISDEEDS = {
+    "fail": fail,
+    "die": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "sleep": lambda: time.sleep(1000),
+}
+"""What rank 2 does at step 3, in its forward pass."""
 
 
 def misbehave(rank: Rank, *, deed: str) -> None:
@@ -123,31 +113,35 @@ def test_the_culprit_is_named_and_no_rank_is_left(deed, message, tmp_path):
     assert ("in misbehave" in found["traceback"]) == (deed == "fail")  # its own, not a peer's
 
 
-def test_a_cause_goes_before_what_it_did_to_others():
+def test_a_cause_goes_before_what_it_did_to_others(tmp_path):
     lost = Failure(message="rank 0 lost rank 1", rank=0, is_consequence=True)
     cause = Failure(message="rank 1 failed", rank=1)
-    for said, other, message in [
-        ([lost, cause], 1, "rank 1 failed"),
-        ([lost], -signal.SIGKILL, "rank 1 was killed by SIGKILL before the first step (out of memory, "),
-        ([lost], 0, "rank 0 lost rank 1"),
-    ]:
-        failures, processes = multiprocessing.SimpleQueue(), [SimpleNamespace(exitcode=1) for _ in range(2)]
-        processes[1].exitcode = other
+    ranks = [Rank(rank=number, world_size=2, local_rank=number) for number in range(2)]
+    for case, (said, other, message) in enumerate(
+        [
+            ([lost, cause], 1, "rank 1 failed"),
+            ([lost], -signal.SIGKILL, "rank 1 was killed by SIGKILL before the first step (out of memory, "),
+            ([lost], 0, "rank 0 lost rank 1"),
+        ]
+    ):
+        folder, processes = tmp_path / str(case), [SimpleNamespace(exitcode=code) for code in (1, other)]
+        folder.mkdir()
         for failure in said:
-            failures.put(failure)
-        assert first_failure(processes, Heartbeat(2), failures).message.startswith(message)
+            write_json(folder / f"{failure.rank}.json", failure)
+        assert first_failure(processes, ranks, folder).message.startswith(message)
 
 
 def start_slowly(rank: Rank, *, rank_1: str) -> None:
     """Before their first step, rank 1 computes for long, or sleeps; the others wait."""
+    assert rank.rendezvous
+    ready = rank.rendezvous.with_name("ready")
+    begun = time.process_time()
+    while rank.rank == 1 and rank_1 == "computes" and time.process_time() - begun < 3 * SHORT_S:
+        pass
     if rank.rank == 1 and rank_1 == "computes":
-        begun = time.process_time()
-        while time.process_time() - begun < 3 * SHORT_S:
-            pass
-        rank.at(0, "forward")
-    else:
-        while rank_1 == "sleeps" or not rank.heartbeat.position(1).beats:
-            time.sleep(0.05)
+        ready.touch()
+    while not ready.exists():
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(("rank_1", "hangs"), [("computes", False), ("sleeps", True)])
@@ -204,17 +198,3 @@ def test_end_of_stdin_ends_everything(tmp_path):
     running.ranks[1].suspend()  # a stopped rank notices nothing by itself
     running.end()  # communicate() closes stdin
     assert running.process.returncode == 128 + signal.SIGTERM
-
-
-def test_one_rank_under_torchruns_environment(tmp_path):
-    short = Experiment(model=LONG.model, train=Train(max_iters=3, batch_size=8))
-    write_json(tmp_path / record.REQUEST, Request(engine="torch-library", experiment=short))
-    command = [warm.python(), "-m", "torchpar", str(tmp_path)]
-    variables = {**ENVIRONMENT, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    done = processes.run(command, cwd=ROOT, env=variables)
-    assert done.returncode == 0, done.stderr
-    assert len(read_record(tmp_path).steps) == 3
-    done = processes.run(command, cwd=ROOT, env={**variables, "WORLD_SIZE": "2"})
-    assert done.returncode == 3
-    assert "WORLD_SIZE = 2" in done.stderr
-    assert "1 device" in done.stderr

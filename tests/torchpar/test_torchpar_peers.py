@@ -12,7 +12,7 @@ from compare.host.facts import MissingPackageError
 from compare.host.json_files import write_json
 from compare.spec.experiment import Data, Experiment, Optimizer, Train
 from torchpar import entry
-from torchpar.launch import Heartbeat, Rank
+from torchpar.launch import Rank
 from torchpar.model import GPT
 from torchpar.peers import nanogpt_loop
 from torchpar.train import train as torchpar_train
@@ -36,7 +36,7 @@ def short(tiny: Experiment) -> Experiment:
 def train(engine: str, folder, experiment: Experiment, **request):
     asked = Request(engine=engine, experiment=experiment, **request)
     write_json(folder / REQUEST, asked)
-    alone = Rank(rank=0, world_size=1, local_rank=0, heartbeat=Heartbeat(1))
+    alone = Rank(rank=0, world_size=1, local_rank=0)
     torchpar_train(alone, request=asked, folder=folder)
     return read_record(folder)
 

@@ -7,14 +7,11 @@ import pytest
 import torch
 from ranks import CPU, on_ranks
 
-from compare.contract.request import Request
-from compare.host.json_files import write_json
 from compare.numerics.parameters import initial_parameters
 from compare.spec.axes import PP, ROWS
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, Train
 from torchpar.comm.mesh import make_mesh
-from torchpar.entry import read_request
 from torchpar.gpt_stages import TIED
 from torchpar.manual import parallelize
 from torchpar.model import GPT
@@ -70,11 +67,3 @@ def test_pytorch_is_not_asked_for_what_it_gets_wrong(options, reason):
     with pytest.raises(ExperimentError, match=f"torch-library.*{options['schedule']}.*{reason}"):
         ENGINES["torch-library"].require(layout)
     ENGINES["torch-manual"].require(layout)
-
-
-def test_gpus_are_not_refused(tmp_path):
-    """Messages need no tags, which NCCL has not."""
-    experiment = Experiment(layout=Layout(pp=2, microbatches=2))
-    request = Request(engine="torch-manual", experiment=experiment, platform="gpu")
-    write_json(tmp_path / "request.json", request)
-    assert read_request(tmp_path) == request
