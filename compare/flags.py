@@ -29,8 +29,16 @@ from compare.spec.experiment import (
 )
 from compare.studies.fitting import fitting, installed
 from compare.studies.nanogpt_config import layout_fields, load_experiment
-from compare.studies.presets import PRESETS, Said, apply_preset, check_names, settings_in, spread
-from compare.terminal import errors_console, messages_console, printable
+from compare.studies.presets import (
+    PRESETS,
+    Said,
+    check_names,
+    check_presets,
+    preset_layout,
+    settings_in,
+    spread,
+)
+from compare.terminal import messages_console
 
 DEVICES = 4
 T = TypeVar("T")
@@ -231,12 +239,8 @@ class Spread(Spec, frozen=True, kw_only=True):
             return experiment
         check_names("--preset", "preset", [self.preset], PRESETS)
         devices = PRESETS[self.preset].devices if self.devices is None else self.devices
-        layout, notes = apply_preset(experiment.layout, self.preset, devices, self.said)
-        if not self.quiet:
-            for note in notes:
-                errors_console().print(
-                    printable(f"{self.experiment}: {note}"), style="yellow", soft_wrap=True
-                )
+        layout = preset_layout(experiment.layout, self.preset, devices, self.said)
+        check_presets(f"--preset {self.preset}", experiment.layout, [(self.preset, devices)], self.said)
         return revalidate(msgspec.structs.replace(experiment, layout=layout))
 
     def chosen(self) -> tuple[EngineName, ...]:

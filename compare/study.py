@@ -215,7 +215,7 @@ class Study(Spec, frozen=True, kw_only=True):
             if self.continue_:
                 raise ExperimentError("--dry_run is for a new run, and --continue goes on with an old one")
             how = {"hosts": self.found_hosts(), "init_from": self.init_from, "resume": self.source}
-            return dry_run.show(dry_run.plan(self.planned(), **how), as_json=self.json)
+            return dry_run.show(self.planned(), **how, as_json=self.json)
         try:
             outcome, folder = self.outcome()
         except Interrupted as interrupt:

@@ -9,7 +9,7 @@ from compare.contract.record import ON_HOST, Record
 from compare.judge.closed_forms.memory import KINDS, closed_form
 from compare.show.figures import COLOURS, INK, Figure
 from compare.show.findings import NONE, Row, Table, Text
-from compare.studies.memory_estimate import estimate_memory
+from compare.studies.fitting import estimate_memory
 from compare.terminal import human_bytes
 
 if TYPE_CHECKING:

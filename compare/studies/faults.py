@@ -41,120 +41,47 @@ class Fault(Struct, frozen=True):
 
 
 SIXTEEN_BITS = "precision.dtype=bfloat16"
-FAULTS = {
-    fault.name: fault
-    for fault in (
-        Fault("different_seed", "batch", "one engine draws other rows", edit="train.seed=1338"),
-        Fault("moved_weight", "initial_weights", "one weight starts 1e-3 away"),
-        Fault(
-            "gelu_tanh",
-            "loss",
-            "the tanh approximation, JAX's default GELU",
-            edit="model.activation=gelu_tanh",
-        ),
-        Fault("norm_eps_1e-6", "loss", "flax's default LayerNorm epsilon", edit="model.norm_eps=1e-06"),
-        Fault("dropped_all_reduce", "gradients", "each replica keeps its own gradients"),
-        Fault("sum_for_mean", "gradients", "gradients are summed over replicas, not averaged"),
-        Fault("no_clip", "first_weights", "gradients are not clipped", edit="optimizer.grad_clip=0.0"),
-        Fault(
-            "decay_on_vectors",
-            "first_weights",
-            "LayerNorm scales and biases decay too",
-            edit="optimizer.decay=all",
-        ),
-        Fault(
-            "warmup_off_by_one", "first_weights", "one warm-up step too few", edit="optimizer.warmup_iters=-1"
-        ),
-        Fault(
-            "wrong_beta2", "first_moments", "PyTorch's default beta2 = 0.999", edit="optimizer.beta2=0.999"
-        ),
-        Fault("kept_gradients", "final_weights", "gradients are not cleared between steps"),
-        Fault("dropped_tp_all_reduce", "loss", "a row-parallel product stays one rank's part", preset="tp"),
-        Fault(
-            "doubled_row_bias",
-            "gradients",
-            "a row-parallel bias is added before the sum, once a rank",
-            preset="tp_sp",
-        ),
-        Fault(
-            "missing_norm_psum",
-            "gradients",
-            "LayerNorm gradients are not summed under sequence parallelism",
-            preset="tp_sp",
-        ),
-        Fault(
-            "norm_counts_replicas_twice",
-            "grad_norm",
-            "the global norm counts what every rank has once a rank",
-            preset="tp",
-        ),
-        Fault(
-            "wrong_optimizer_shard",
-            "first_weights",
-            "a shard is updated with another rank's gradients",
-            preset="fsdp",
-        ),
-        Fault(
-            "overwritten_microbatch",
-            "gradients",
-            "a microbatch's gradient replaces those before it",
-            preset="pp",
-        ),
-        Fault(
-            "stale_tied_copy",
-            "gradients",
-            "the two ends of a pipeline do not add their gradients of the tied embedding",
-            preset="pp",
-        ),
-        Fault("unscaled_dropout", "loss", "what dropout keeps is not scaled up"),
-        Fault(
-            "same_dropout_on_every_rank",
-            "loss",
-            "each rank of tp drops in its heads what the first drops in its own",
-            preset="tp",
-        ),
-        Fault(
-            "reversed_update",
-            "first_weights",
-            "in 16 bits every update goes the other way",
-            asks=SIXTEEN_BITS,
-        ),
-        Fault(
-            "rounded_weights",
-            "first_update",
-            "in 16 bits the optimizer's own weights are rounded, too",
-            asks=SIXTEEN_BITS,
-        ),
-        Fault("skipped_last_update", "final_weights", "the last step updates nothing"),
-        Fault(
-            "ignored_gradient_sync",
-            "strategy",
-            "one flat all-reduce instead of buckets",
-            asks="layout.gradient_sync=bucketed,layout.bucket_mb=0.02",
-        ),
-        Fault(
-            "ignored_bucket_mb",
-            "strategy",
-            "buckets of 25 MB instead of small ones",
-            asks="layout.bucket_mb=0.02",
-        ),
-        Fault("ignored_schedule", "strategy", "GPipe instead of 1F1B", preset="pp"),
-        Fault("ignored_remat", "strategy", "blocks are kept instead of recomputed", asks="layout.remat=full"),
-        Fault(
-            "ignored_loss_chunks",
-            "strategy",
-            "all logits at once instead of a quarter",
-            asks="train.loss_chunks=4",
-        ),
-        Fault("ignored_offload", "strategy", "moments stay on the device", asks="layout.offload=optimizer"),
-        Fault(
-            "ignored_sequence_parallel", "strategy", "tensor parallelism with whole sequences", preset="tp_sp"
-        ),
-        Fault("ignored_zero", "strategy", "ZeRO-2 instead of 3: parameters stay whole", preset="fsdp"),
-        Fault("ignored_reshard", "strategy", "gathered blocks are kept for backward", preset="fsdp"),
-        Fault("ignored_dtype", "strategy", "float32 instead of 16 bits", asks=SIXTEEN_BITS),
-    )
-}
+PLANTED = (
+    Fault("different_seed", "batch", "one engine draws other rows", edit="train.seed=1338"),
+    Fault("moved_weight", "initial_weights", "one weight starts 1e-3 away"),
+    Fault("gelu_tanh", "loss", "the tanh approximation of JAX's GELU", edit="model.activation=gelu_tanh"),
+    Fault("norm_eps_1e-6", "loss", "flax's default LayerNorm epsilon", edit="model.norm_eps=1e-06"),
+    Fault("dropped_all_reduce", "gradients", "each replica keeps its own gradients"),
+    Fault("sum_for_mean", "gradients", "gradients are summed over replicas, not averaged"),
+    Fault("no_clip", "first_weights", "gradients are not clipped", edit="optimizer.grad_clip=0.0"),
+    Fault("decay_on_vectors", "first_weights", "norms and biases decay too", edit="optimizer.decay=all"),
+    Fault("warmup_off_by_one", "first_weights", "one step too few", edit="optimizer.warmup_iters=-1"),
+    Fault("wrong_beta2", "first_moments", "PyTorch's default beta2", edit="optimizer.beta2=0.999"),
+    Fault("kept_gradients", "final_weights", "gradients are not cleared between steps"),
+    Fault("dropped_tp_all_reduce", "loss", "a row-parallel product stays one rank's part", preset="tp"),
+    Fault("doubled_row_bias", "gradients", "a row-parallel bias is added once a rank", preset="tp_sp"),
+    Fault("missing_norm_psum", "gradients", "LayerNorm gradients are not summed over tp", preset="tp_sp"),
+    Fault("norm_counts_replicas_twice", "grad_norm", "the norm counts copies once a rank", preset="tp"),
+    Fault("wrong_optimizer_shard", "first_weights", "another rank's gradients update a shard", preset="fsdp"),
+    Fault("overwritten_microbatch", "gradients", "a microbatch's gradient replaces the last", preset="pp"),
+    Fault("stale_tied_copy", "gradients", "a pipeline's ends do not add the tied gradients", preset="pp"),
+    Fault("unscaled_dropout", "loss", "what dropout keeps is not scaled up"),
+    Fault("same_dropout_on_every_rank", "loss", "all ranks of tp drop as the first does", preset="tp"),
+    Fault("reversed_update", "first_weights", "every update goes the other way", asks=SIXTEEN_BITS),
+    Fault("rounded_weights", "first_update", "the optimizer's weights are rounded, too", asks=SIXTEEN_BITS),
+    Fault("skipped_last_update", "final_weights", "the last step updates nothing"),
+    Fault(
+        "ignored_gradient_sync",
+        "strategy",
+        "one flat all-reduce instead of buckets",
+        asks="layout.gradient_sync=bucketed,layout.bucket_mb=0.02",
+    ),
+    Fault("ignored_bucket_mb", "strategy", "buckets of 25 MB", asks="layout.bucket_mb=0.02"),
+    Fault("ignored_schedule", "strategy", "GPipe instead of 1F1B", preset="pp"),
+    Fault("ignored_remat", "strategy", "blocks are kept instead of recomputed", asks="layout.remat=full"),
+    Fault("ignored_loss_chunks", "strategy", "all logits at once, not a quarter", asks="train.loss_chunks=4"),
+    Fault("ignored_offload", "strategy", "moments stay on the device", asks="layout.offload=optimizer"),
+    Fault("ignored_sequence_parallel", "strategy", "sequences stay whole under tp", preset="tp_sp"),
+    Fault("ignored_zero", "strategy", "ZeRO-2 instead of 3: parameters stay whole", preset="fsdp"),
+    Fault("ignored_reshard", "strategy", "gathered blocks are kept for backward", preset="fsdp"),
+    Fault("ignored_dtype", "strategy", "float32 instead of 16 bits", asks=SIXTEEN_BITS),
+)
+FAULTS = {fault.name: fault for fault in PLANTED}
 ROUNDED = "reference-16-bits"
 DROPOUT = 0.2  # with which everything is run, unless the experiment has its own
 DEVICES = 4
@@ -207,16 +134,16 @@ class Faults(Study, frozen=True, kw_only=True):
 
 
 COLUMNS = (
-    Column[Verdict]("fault", lambda one: planted(one.candidate)[0].name),
-    Column[Verdict]("engine", lambda one: planted(one.candidate)[1]),
-    Column[Verdict]("expected rung", lambda one: planted(one.candidate)[0].rung),
-    Column[Verdict]("caught at", lambda one: one.failure.rung if one.failure else "nothing"),
-    Column[Verdict]("where", lambda one: one.failure.worst if one.failure else ""),
-    Column[Verdict]("error", lambda one: error_text(one.failure.error) if one.failure else ""),
+    Column[Verdict]("fault", lambda verdict: planted(verdict.candidate)[0].name),
+    Column[Verdict]("engine", lambda verdict: planted(verdict.candidate)[1]),
+    Column[Verdict]("expected rung", lambda verdict: planted(verdict.candidate)[0].rung),
+    Column[Verdict]("caught at", lambda verdict: verdict.failure.rung if verdict.failure else "nothing"),
+    Column[Verdict]("where", lambda verdict: verdict.failure.worst if verdict.failure else ""),
+    Column[Verdict]("error", lambda verdict: error_text(verdict.failure.error) if verdict.failure else ""),
     Column[Verdict](
         "",
-        lambda one: "ok" if is_right(one) else "WRONG",
-        news=lambda one: "pass" if is_right(one) else "fail",
+        lambda verdict: "ok" if is_right(verdict) else "WRONG",
+        news=lambda verdict: "pass" if is_right(verdict) else "fail",
     ),
 )
 

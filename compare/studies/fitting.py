@@ -1,17 +1,32 @@
-"""Choice of engines that can do what is asked, and are installed; the others are named, with the reason."""
+"""Choice of engines that can do what is asked, are installed, and have room for it; others have a reason.
 
+What is less than parameters, moments and a batch or logits cannot run, and is refused. Up to the estimate
+(`compare.judge.closed_forms.peak`) it may not fit, and that is said.
+"""
+
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from msgspec import Struct
+
+from compare.contract.record import ON_HOST
 from compare.execute.hosts import HERE, Hosts
 from compare.execute.launch import EnvironmentMissing, require_devices
+from compare.execute.machine import gpu_memory_bytes, memory_bytes
 from compare.execute.packages import missing_package, why_not_python
+from compare.judge.closed_forms.peak import peak_estimate
+from compare.numerics.parameters import parameter_count, storage_dtype
 from compare.spec.engines.registry import ENGINES, side_of
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited
-from compare.studies.memory_estimate import require_memory
+from compare.terminal import human_bytes
 
 Fit = Callable[[str, Experiment], Experiment]
 """How an engine trains an experiment. Raises ExperimentError if it does not."""
+Choice = tuple[list[str], dict[str, str]]
+"""Engines in their order; and why others are left out, by name."""
+COMPUTE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+BATCH_BYTES = 20  # of a token while `Corpus.batch` draws it: two int64 positions and one int32
 
 
 def as_it_is(engine: str, experiment: Experiment) -> Experiment:
@@ -59,24 +74,17 @@ def require_sides(engines: Iterable[str], pythons: Mapping[str, str]) -> None:
             raise EnvironmentMissing(f"{side.name}: {why} with --{side.python_flag}")
 
 
-Choice = tuple[list[str], dict[str, str]]
-"""Engines in their order; and why others are left out, by name."""
-
-
 def fitting(engines: Sequence[str], layout: Layout) -> Choice:
     """Choose the engines that can do a layout. Raises ExperimentError: none can."""
-
-    def why_not(engine: str) -> str:
+    left_out = {}
+    for engine in engines:
         try:
             ENGINES[engine].require(layout)
         except ExperimentError as error:
-            return str(error)
-        return ""
-
-    able, left_out = _choice(engines, why_not)
-    if not able:
+            left_out[engine] = str(error)
+    if len(left_out) == len(engines):
         raise ExperimentError(f"no engine can do this: {'; '.join(dict.fromkeys(left_out.values()))}")
-    return able, left_out
+    return [engine for engine in engines if engine not in left_out], left_out
 
 
 def installed(engines: Sequence[str], pythons: Mapping[str, str]) -> Choice:
@@ -85,17 +93,86 @@ def installed(engines: Sequence[str], pythons: Mapping[str, str]) -> Choice:
     Raises:
         EnvironmentMissing: none can start.
     """
-
-    def why_not(engine: str) -> str:
-        return missing_package(ENGINES[engine], pythons.get(side_of(engine).name, sys.executable))
-
-    able, left_out = _choice(engines, why_not)
-    if not able:
+    whys = {
+        name: missing_package(ENGINES[name], pythons.get(side_of(name).name, sys.executable))
+        for name in engines
+    }
+    left_out = {engine: why for engine, why in whys.items() if why}
+    if len(left_out) == len(engines):
         raise EnvironmentMissing("; ".join(f"{name}: {why}" for name, why in left_out.items()))
-    return able, left_out
+    return [engine for engine in engines if engine not in left_out], left_out
 
 
-def _choice(engines: Sequence[str], why_not: Callable[[str], str]) -> Choice:
-    reasons = {engine: why_not(engine) for engine in engines}
-    able = [engine for engine, why in reasons.items() if not why]
-    return able, {engine: why for engine, why in reasons.items() if why}
+class MemoryEstimate(Struct, frozen=True, kw_only=True):
+    """Bytes that an engine holds at its peak, at most, on each device in the order of the mesh."""
+
+    by_kind: dict[str, list[float]]
+    """At rest parameters, gradients and optimizer; then activations and logits."""
+    on_host: list[float]
+    """What `layout.offload` keeps of each device's state in the host's memory."""
+
+    @property
+    def per_device(self) -> list[float]:
+        """The sum over all kinds for each device."""
+        return [sum(sizes) for sizes in zip(*self.by_kind.values(), strict=True)]
+
+
+def estimate_memory(engine: str, experiment: Experiment) -> MemoryEstimate:
+    """Estimate what an engine needs for a checked experiment, in closed form: nothing is allocated."""
+    by_kind = peak_estimate(engine, experiment)
+    on_host = by_kind.pop(ON_HOST, [0.0] * experiment.layout.devices)
+    return MemoryEstimate(by_kind=by_kind, on_host=on_host)
+
+
+def require_memory(engine: str, experiment: Experiment, *, platform: str) -> None:
+    """Refuse what cannot fit, whatever an engine does.
+
+    That is less than the estimate: parameters, optimizer state, and beside them a batch as it is drawn, or
+    the logits of one microbatch of one share of it. Devices of a CPU share the machine's memory; a GPU has
+    its own, and the host draws weights and batches.
+
+    Raises:
+        ExperimentError: with what is needed, what there is, and what to do.
+    """
+    estimate = estimate_memory(engine, experiment)
+    parameters, optimizer = estimate.by_kind["parameters"], estimate.by_kind["optimizer"]
+    batch = {"one batch": float(BATCH_BYTES * experiment.tokens_per_step)}
+    here = float(memory_bytes()), "this machine"
+    if platform == "cpu":
+        held = {"parameters": sum(parameters), "optimizer state": sum(optimizer) + sum(estimate.on_host)}
+        needs = [(held | batch, *here), (held | {"logits": _logits(experiment)}, *here)]
+    else:
+        drawn = parameter_count(experiment.model) * storage_dtype(experiment).itemsize
+        first, second = max(zip(parameters, optimizer, strict=True), key=sum)
+        state = {"parameters": first, "optimizer state": second}
+        needs = [(batch, *here), ({"initial weights": float(drawn)}, *here)]
+        needs += [(state, gpu_memory_bytes() or math.inf, "a GPU here")]
+    for parts, has, where in needs:
+        if (size := sum(parts.values())) > has:
+            words = " + ".join(f"{human_bytes(part)} of {name}" for name, part in parts.items())
+            raise ExperimentError(
+                f"{engine} would need {human_bytes(size)} ({words}), and {where} has {human_bytes(has)}: "
+                f"make the model or the batch smaller"
+            )
+
+
+def may_not_fit(engine: str, experiment: Experiment, *, platform: str) -> str:
+    """Why an engine's estimated peak is more than there is; "" if it is not."""
+    estimate = estimate_memory(engine, experiment)
+    if platform == "cpu":
+        most = sum(estimate.per_device) + sum(estimate.on_host) + BATCH_BYTES * experiment.tokens_per_step
+        devices, has, where = f"{len(estimate.per_device)} devices", memory_bytes(), "this machine"
+    else:
+        most, devices, has, where = max(estimate.per_device), "a device", gpu_memory_bytes(), "a GPU here"
+    if most <= has or not has:
+        return ""
+    held = f"{devices} would hold about {human_bytes(most)}"
+    return f"{engine} may not fit: {held}, and {where} has {human_bytes(has)}"
+
+
+def _logits(experiment: Experiment) -> float:
+    """Bytes of the logits of one microbatch, or a part of it, over all devices that share its work."""
+    model, train, layout = experiment.model, experiment.train, experiment.layout
+    sequences = train.batch_size / layout.data_parallel / layout.microbatches
+    itemsize = COMPUTE_BYTES[experiment.precision.dtype]
+    return itemsize * sequences * model.block_size // train.loss_chunks * model.vocab_size

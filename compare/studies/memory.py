@@ -11,7 +11,7 @@ from compare.flags import StudiedName, chosen_engines
 from compare.judge.outcome import Case, Grid, Outcome
 from compare.show.findings import NONE, Column, Findings, Text, table_of
 from compare.spec.experiment import Experiment
-from compare.studies.memory_estimate import estimate_memory
+from compare.studies.fitting import estimate_memory
 from compare.studies.presets import PRESETS, check_names
 from compare.study import OF_LAYOUTS, Study, findings_of, grid, pivot, varied
 from compare.terminal import human_bytes

@@ -35,12 +35,6 @@ class Preset(Struct, frozen=True):
         """Devices along the axes whose degrees are fixed: N is a multiple of them, and more."""
         return math.prod(int(str(value)) for key, value in self.named.items() if key in AXES)
 
-    def fields(self, devices: int) -> Fields:
-        """The layout's fields for so many devices. A pipeline only proposes its microbatches."""
-        degree = {self.axis: devices // self.fixed} if self.axis else {}
-        proposed = {MICROBATCHES: devices if self.fixed == 1 else 4} if self.axis == PP else {}
-        return {**proposed, **degree, **self.named}
-
 
 class Said(Struct, frozen=True, kw_only=True):
     """The fields of a layout that a user gave, whatever their values."""
@@ -53,7 +47,10 @@ class Said(Struct, frozen=True, kw_only=True):
 NOTHING_SAID = Said()
 
 
-SHARDED = {"dp_shard": 2, "zero": 3}
+SP = {"sequence_parallel": True}
+KEPT = {"zero": 3, "reshard_after_forward": False}
+INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
+DDP, FSDP = {"dp_replicate": 2}, {"dp_shard": 2, "zero": 3}
 PRESETS = {
     "single": Preset("one device"),
     "ddp": Preset("data parallel, gradients in buckets", DP_REPLICATE),
@@ -67,33 +64,23 @@ PRESETS = {
     "zero1": Preset("ZeRO-1: optimizer state split", DP_SHARD, {"zero": 1}),
     "zero2": Preset("ZeRO-2: and gradients", DP_SHARD, {"zero": 2}),
     "fsdp": Preset("ZeRO-3, FULL_SHARD: and parameters", DP_SHARD, {"zero": 3}),
-    "shard_grad_op": Preset(
-        "FSDP that keeps gathered parameters until backward",
-        DP_SHARD,
-        {"zero": 3, "reshard_after_forward": False},
-    ),
-    "hsdp": Preset("fully sharded within replicas", DP_SHARD, {"dp_replicate": 2, "zero": 3}),
+    "shard_grad_op": Preset("FSDP that keeps gathered parameters until backward", DP_SHARD, KEPT),
+    "hsdp": Preset("fully sharded within replicas", DP_SHARD, {**DDP, "zero": 3}),
     "tp": Preset("tensor parallel", TP),
-    "tp_sp": Preset("tensor and sequence parallel", TP, {"sequence_parallel": True}),
-    "ddp_tp": Preset("data x tensor parallel", TP, {"dp_replicate": 2}),
-    "fsdp_tp": Preset("fully sharded x tensor parallel", TP, SHARDED),
-    "fsdp_tp_sp": Preset(
-        "fully sharded x tensor and sequence parallel", TP, {**SHARDED, "sequence_parallel": True}
-    ),
-    "hsdp_tp": Preset(
-        "replicas x fully sharded x tensor parallel", TP, {"dp_replicate": 2, **SHARDED}, devices=8
-    ),
+    "tp_sp": Preset("tensor and sequence parallel", TP, SP),
+    "ddp_tp": Preset("data x tensor parallel", TP, DDP),
+    "fsdp_tp": Preset("fully sharded x tensor parallel", TP, FSDP),
+    "fsdp_tp_sp": Preset("fully sharded x tensor and sequence parallel", TP, {**FSDP, **SP}),
+    "hsdp_tp": Preset("replicas x fully sharded x tensor parallel", TP, {**DDP, **FSDP}, devices=8),
     "pp": Preset("pipeline, 1F1B", PP),
     "pp_gpipe": Preset("pipeline, GPipe", PP, {"schedule": "gpipe", "chunks": 1}),
-    "pp_interleaved": Preset(
-        "pipeline, interleaved 1F1B", PP, {"schedule": "interleaved", "chunks": 2}, devices=2
-    ),
+    "pp_interleaved": Preset("pipeline, interleaved 1F1B", PP, INTERLEAVED, devices=2),
     "pp_zero_bubble": Preset("pipeline, zero bubble (ZB-H1)", PP, {"schedule": "zero_bubble", "chunks": 1}),
-    "ddp_pp": Preset("data x pipeline parallel", PP, {"dp_replicate": 2}),
-    "fsdp_pp": Preset("fully sharded x pipeline parallel", PP, SHARDED),
+    "ddp_pp": Preset("data x pipeline parallel", PP, DDP),
+    "fsdp_pp": Preset("fully sharded x pipeline parallel", PP, FSDP),
     "tp_pp": Preset("tensor x pipeline parallel", PP, {"tp": 2}),
-    "ddp_tp_pp": Preset("data x tensor x pipeline parallel", PP, {"dp_replicate": 2, "tp": 2}, devices=8),
-    "fsdp_tp_pp": Preset("fully sharded x tensor x pipeline parallel", PP, {**SHARDED, "tp": 2}, devices=8),
+    "ddp_tp_pp": Preset("data x tensor x pipeline parallel", PP, {**DDP, "tp": 2}, devices=8),
+    "fsdp_tp_pp": Preset("fully sharded x tensor x pipeline parallel", PP, {**FSDP, "tp": 2}, devices=8),
 }
 
 CLASSIC = ("ddp", "zero1", "zero2", "fsdp", "tp")
@@ -140,6 +127,7 @@ def preset_layout(layout: Layout, preset: str, devices: int, said: Said = NOTHIN
     Raises:
         ExperimentError: no such preset, or a number of devices that it cannot spread over.
     """
+    check_names("--preset", "preset", [preset], PRESETS)
     own = _fields(preset, devices)
     spread = {**{key: getattr(Layout(), key) for key in SPREAD}, **own}
     meant = {key for key, axis in _MEANT_FOR.items() if spread[axis] != 1} | {"gradient_sync"}
@@ -150,38 +138,8 @@ def preset_layout(layout: Layout, preset: str, devices: int, said: Said = NOTHIN
     return msgspec.structs.replace(layout, **result)
 
 
-def apply_preset(layout: Layout, preset: str, devices: int, said: Said) -> tuple[Layout, list[str]]:
-    """`preset_layout` of the one preset that a user chose, and what gives way in the experiment's file.
-
-    Returns:
-        The layout, and a line for each setting of the file that the preset's name overrules.
-
-    Raises:
-        ExperimentError: as `preset_layout`; or a flag gives another degree, or means nothing there.
-    """
-    result = preset_layout(layout, preset, devices, said)
-    own = _fields(preset, devices).keys() - {MICROBATCHES}
-    notes = []
-    for key in SPREAD:
-        asked, given = getattr(layout, key), getattr(result, key)
-        if asked == given:
-            continue
-        if key in said.flags:
-            axis = _MEANT_FOR.get(key)
-            why = f"has no effect: --preset {preset} has layout.{axis} = 1"
-            if not axis:
-                why = f"contradicts --preset {preset} --devices {devices}, which sets it to {given}"
-            raise ExperimentError(f"{layout_flag(key, asked)} {why}; leave it out")
-        if key in said.file & own and key not in AXES:
-            notes.append(
-                f"layout.{key} = {asked} gives way to --preset {preset}, which is named for {given} "
-                f"({layout_flag(key, asked)} would keep it)"
-            )
-    return result, notes
-
-
 def check_presets(flag: str, layout: Layout, presets: Sequence[tuple[str, int]], said: Said) -> None:
-    """Refuse a flag that has no effect on any of several presets with their devices, or gives a degree.
+    """Refuse a flag that has no effect on any of the presets with their devices, or gives another degree.
 
     Raises:
         ExperimentError: naming the flag to leave out.
@@ -191,12 +149,15 @@ def check_presets(flag: str, layout: Layout, presets: Sequence[tuple[str, int]],
         with contextlib.suppress(ExperimentError):  # it cannot be spread over so many, and is left out
             made.append(preset_layout(layout, name, devices, said))
     for key in (key for key in SPREAD if key in said.flags and made):
-        asked = getattr(layout, key)
-        differs = [getattr(of, key) != asked for of in made]
+        value = getattr(layout, key)
+        differs = [getattr(of, key) != value for of in made]
         if any(differs) if key in AXES else all(differs):
+            switch = f"--layout.{key} {value}"
+            if isinstance(value, bool):
+                switch = f"--layout.{key}" if value else f"--layout.no_{key}"
             axis = _MEANT_FOR.get(key)
-            why = f"none of {flag} has layout.{axis} above 1" if axis else f"{flag} say how it is spread"
-            raise ExperimentError(f"{layout_flag(key, asked)} has no effect: {why}; leave it out")
+            why = f"{flag} has layout.{axis} = 1" if axis else f"{flag} says how devices are spread"
+            raise ExperimentError(f"{switch} has no effect: {why}; leave it out")
 
 
 def spread(experiment: Experiment, preset: str, devices: int = 1, said: Said = NOTHING_SAID) -> Experiment:
@@ -210,22 +171,17 @@ def with_layout(experiment: Experiment, **fields: object) -> Experiment:
     return revalidate(edited(experiment, {"layout": fields}))
 
 
-def _fields(preset: str, devices: int) -> Fields:
-    """The layout's fields that a preset gives. Raises ExperimentError as `preset_layout`."""
-    check_names("--preset", "preset", [preset], PRESETS)
+def _fields(name: str, devices: int) -> Fields:
+    """The layout's fields that a preset gives; of a pipeline's microbatches it is only a proposal."""
+    preset = PRESETS[name]
+    fixed, axis = preset.fixed, preset.axis
     if devices < 1:
         raise ExperimentError(f"--devices {devices} must be at least 1")
-    fixed = PRESETS[preset].fixed
     if fixed > 1 and (devices % fixed or devices == fixed):
         raise ExperimentError(
-            f"--devices {devices}: preset {preset} takes a multiple of {fixed} from {2 * fixed} on, such as "
+            f"--devices {devices}: preset {name} takes a multiple of {fixed} from {2 * fixed} on, such as "
             f"{2 * fixed}"
         )
-    return PRESETS[preset].fields(devices)
-
-
-def layout_flag(key: str, value: object) -> str:
-    """A field of the layout as the command line has it."""
-    if isinstance(value, bool):
-        return f"--layout.{key}" if value else f"--layout.no_{key}"
-    return f"--layout.{key} {value}"
+    degree = {axis: devices // fixed} if axis else {}
+    proposed = {MICROBATCHES: devices if fixed == 1 else 4} if axis == PP else {}
+    return {**proposed, **degree, **preset.named}

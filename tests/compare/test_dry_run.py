@@ -13,8 +13,7 @@ from compare.execute.launch import EngineError
 from compare.judge.closed_forms.memory import closed_form
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import ExperimentError, Layout, load
-from compare.studies import memory_estimate
-from compare.studies.fitting import fitting
+from compare.studies import fitting
 from compare.studies.presets import spread
 
 
@@ -80,7 +79,7 @@ def test_what_may_not_fit_is_no_promise_and_no_refusal(nothing_starts, monkeypat
     asked = "run check --preset ddp --devices 4 --engines torch-manual jax-manual --dry_run"
     assert main([*asked.split(), "--json"]) == 0
     case = json.loads(capsys.readouterr().out)["cases"][0]
-    monkeypatch.setattr(memory_estimate, "memory_bytes", lambda: int(2 * sum(case["memory"].values())))
+    monkeypatch.setattr(fitting, "memory_bytes", lambda: int(2 * sum(case["memory"].values())))
     assert main(asked.split()) == 0
     printed = capsys.readouterr().out
     assert "torch-manual may not fit: 4 devices would hold about" in printed
@@ -92,7 +91,7 @@ def test_what_is_refused_is_said_and_is_exit_code_2(nothing_starts, capsys):
     asked = "run check --preset fsdp_pp --engines jax-compiler torch-manual"
     assert main([*asked.split(), "--dry_run"]) == 2
     printed = capsys.readouterr().out
-    assert "refused: jax-compiler: layout.schedule = 1f1b: jax-compiler has gpipe, interleaved" in printed
+    assert "jax-compiler is refused: layout.schedule = 1f1b: jax-compiler has gpipe, interleaved" in printed
     assert "this would be refused" in printed
 
 
@@ -143,8 +142,8 @@ def test_an_engine_that_was_asked_for_is_never_left_out(nothing_starts, capsys):
 
 def test_fitting_keeps_the_order_and_refuses_when_none_is_left():
     layout = Layout(pp=2, schedule="zero_bubble", microbatches=2, dp_replicate=2)
-    able, left_out = fitting(list(STUDIED), layout)
+    able, left_out = fitting.fitting(list(STUDIED), layout)
     assert able == ["torch-manual"]
     assert "DDP reduces wrongly" in left_out["torch-library"]
     with pytest.raises(ExperimentError, match=r"no engine can do this: layout\.schedule = zero_bubble: jax"):
-        fitting(["jax-compiler", "jax-manual"], layout)
+        fitting.fitting(["jax-compiler", "jax-manual"], layout)

@@ -21,8 +21,8 @@ from compare.spec.experiment import (
     load,
     revalidate,
 )
-from compare.studies import memory_estimate
-from compare.studies.memory_estimate import KINDS, estimate_memory, may_not_fit, require_memory
+from compare.studies import fitting
+from compare.studies.fitting import BATCH_BYTES, estimate_memory, may_not_fit, require_memory
 
 GPT2 = load("gpt2-124m")
 S, H, A, L, V = 1024, 768, 12, 12, 50304
@@ -57,12 +57,12 @@ def test_a_million_layers_are_counted_at_once():
 def test_state_is_the_closed_form_of_what_is_at_rest(engine):
     experiment = spread(dp_shard=4, zero=2)
     estimate = estimate_memory(engine, experiment)
-    assert tuple(estimate.by_kind) == KINDS
-    assert {kind: estimate.by_kind[kind] for kind in KINDS[:3]} == closed_form(engine, experiment)
+    at_rest = closed_form(engine, experiment)
+    assert tuple(estimate.by_kind) == (*at_rest, "activations", "logits")
+    assert {kind: estimate.by_kind[kind] for kind in at_rest} == at_rest
     assert estimate.per_device == [
-        pytest.approx(sum(estimate.by_kind[kind][device] for kind in KINDS)) for device in range(4)
+        pytest.approx(sum(sizes[device] for sizes in estimate.by_kind.values())) for device in range(4)
     ]
-    assert estimate.initial_weights == 4 * parameter_count(GPT2.model)
 
 
 def test_the_estimate_is_about_the_measured_peak():
@@ -77,7 +77,7 @@ def test_the_estimate_is_about_the_measured_peak():
 
 def refused(monkeypatch, experiment: Experiment, has: int, **options) -> str:
     """The refusal on a machine with `has` bytes; '' if there is none."""
-    monkeypatch.setattr(memory_estimate, "memory_bytes", lambda: has)
+    monkeypatch.setattr(fitting, "memory_bytes", lambda: has)
     try:
         require_memory("torch-manual", experiment, **({"platform": "cpu"} | options))
     except ExperimentError as error:
@@ -103,15 +103,16 @@ def test_what_may_not_fit_is_told_from_what_cannot(monkeypatch):
     """Between the two bounds nothing is refused. Devices of a CPU share its memory."""
     experiment = spread(dp_replicate=2)
     estimate = estimate_memory("torch-manual", experiment)
-    most = int(sum(estimate.per_device)) + estimate.batch
+    batch = BATCH_BYTES * experiment.tokens_per_step
+    most = int(sum(estimate.per_device)) + batch
     assert not refused(monkeypatch, experiment, most - 1)
     said = may_not_fit("torch-manual", experiment, platform="cpu")
     assert "torch-manual may not fit: 2 devices would hold about" in said
-    monkeypatch.setattr(memory_estimate, "memory_bytes", lambda: most + 1)
+    monkeypatch.setattr(fitting, "memory_bytes", lambda: most + 1)
     assert may_not_fit("torch-manual", experiment, platform="cpu") == ""
-    monkeypatch.setattr(memory_estimate, "gpu_memory_bytes", lambda: most // 2 - estimate.batch)
+    monkeypatch.setattr(fitting, "gpu_memory_bytes", lambda: most // 2 - batch)
     assert "a device would hold about" in may_not_fit("torch-manual", experiment, platform="gpu")
-    monkeypatch.setattr(memory_estimate, "gpu_memory_bytes", lambda: most // 2 + 1)
+    monkeypatch.setattr(fitting, "gpu_memory_bytes", lambda: most // 2 + 1)
     assert may_not_fit("torch-manual", experiment, platform="gpu") == ""
 
 
@@ -127,12 +128,12 @@ def test_less_is_refused_than_is_estimated():
 def test_a_gpu_has_memory_of_its_own_and_the_host_draws_batches(monkeypatch):
     experiment = spread(dp_replicate=2)
     state = 3 * 4 * parameter_count(GPT2.model)
-    monkeypatch.setattr(memory_estimate, "gpu_memory_bytes", lambda: state)
+    monkeypatch.setattr(fitting, "gpu_memory_bytes", lambda: state)
     assert not refused(monkeypatch, experiment, state, platform="gpu")
-    monkeypatch.setattr(memory_estimate, "gpu_memory_bytes", lambda: state - 1)
+    monkeypatch.setattr(fitting, "gpu_memory_bytes", lambda: state - 1)
     assert "and a GPU here has" in refused(monkeypatch, experiment, state, platform="gpu")
     assert "initial weights" in refused(monkeypatch, experiment, state // 3 - 1, platform="gpu")
-    monkeypatch.setattr(memory_estimate, "gpu_memory_bytes", lambda: 0)  # nvidia-smi does not say
+    monkeypatch.setattr(fitting, "gpu_memory_bytes", lambda: 0)  # nvidia-smi does not say
     assert not refused(monkeypatch, experiment, state, platform="gpu")
 
 

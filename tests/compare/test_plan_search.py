@@ -14,7 +14,7 @@ from compare.plan.search import USABLE, memory_of, search
 from compare.spec.engines.registry import ENGINES, STUDIED
 from compare.spec.experiment import ExperimentError, check, edited
 from compare.studies import this_machine
-from compare.studies.memory_estimate import estimate_memory
+from compare.studies.fitting import estimate_memory
 
 NONE = frozenset()
 DEGREES = ("tp", "pp", "dp_shard", "dp_replicate")

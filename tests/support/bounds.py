@@ -3,7 +3,7 @@
 from compare.contract.record import Record
 from compare.judge.closed_forms.peak import LEAST
 from compare.spec.experiment import Experiment
-from compare.studies.memory_estimate import estimate_memory
+from compare.studies.fitting import estimate_memory
 
 
 def above_the_estimate(engine: str, experiment: Experiment, *, device: int, peak: int) -> float:
