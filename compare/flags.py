@@ -13,7 +13,7 @@ from compare.contract.request import Platform
 from compare.execute.hosts import Hosts, Launcher, find_hosts
 from compare.execute.launch import EnvironmentMissing
 from compare.execute.packages import why_not_python
-from compare.execute.paths import check_cache, default_cache
+from compare.execute.paths import default_cache
 from compare.spec.engines.registry import ENGINES, SIDES, STUDIED
 from compare.spec.experiment import (
     Checkpoints,
@@ -38,13 +38,11 @@ from compare.studies.presets import (
     settings_in,
     spread,
 )
-from compare.terminal import messages_console
 
 DEVICES = 4
 T = TypeVar("T")
 Hidden = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
 """A field that no flag sets."""
-MAX_TIMEOUT_S = 1_000_000.0  # eleven days; poll(2) counts milliseconds in 32 bits
 
 
 if TYPE_CHECKING:
@@ -90,8 +88,8 @@ def checked_pythons(arguments: SidePythons) -> dict[str, str]:
     return pythons
 
 
-class HostFlags(SidePythons, frozen=True, kw_only=True):
-    """Which Pythons, on which hosts."""
+class Spec(SidePythons, frozen=True, kw_only=True):
+    """An experiment (a name or a file, and any field of it overridden), and how to run it."""
 
     launcher: Launcher = "local"
     """How engines start. local: on this machine. slurm: by `srun` on the hosts of this allocation (`salloc`,
@@ -102,14 +100,6 @@ class HostFlags(SidePythons, frozen=True, kw_only=True):
     hosts: int = 0
     """Hosts to run on. Default: all of the allocation or the file, or this one. With --launcher local 2 or
     more are processes of this machine that believe to be several hosts: a test."""
-
-    def found_hosts(self) -> Hosts:
-        """The hosts that the flags ask for. Raises ExperimentError: as `find_hosts`."""
-        return find_hosts(self.launcher, self.hosts, self.hostfile)
-
-
-class Spec(HostFlags, frozen=True, kw_only=True):
-    """An experiment (a name or a file, and any field of it overridden), and how to run it."""
 
     experiment: Annotated[str, tyro.conf.Positional] = "demo"
     """A named experiment (demo, check, cpu, baby-gpt, gpt2-124m, gpt2-350m, golden), a TOML file, or one of
@@ -154,11 +144,14 @@ class Spec(HostFlags, frozen=True, kw_only=True):
     written: Hidden[frozenset[str]] = frozenset()
     """What the experiment's file says of the layout: see `settings_in`."""
 
+    def found_hosts(self) -> Hosts:
+        """The hosts that the flags ask for. Raises ExperimentError: as `find_hosts`."""
+        return find_hosts(self.launcher, self.hosts, self.hostfile)
+
     @property
     def said(self) -> Said:
         """What the user said of the layout: it wins over the settings of a preset."""
-        section = "layout."
-        flags = (name.removeprefix(section) for name in self.given if name.startswith(section))
+        flags = (name.removeprefix("layout.") for name in self.given if name.startswith("layout."))
         return Said(flags=frozenset(flags), file=self.written)
 
     @property
@@ -183,30 +176,11 @@ class Spec(HostFlags, frozen=True, kw_only=True):
             is_spread: over the devices of its layout. Else presets will spread it, over others: whether it
                 could be over these is not asked.
         """
-        experiment = Experiment(
-            model=self.model,
-            data=self.data,
-            optimizer=self.optimizer,
-            train=self.train,
-            precision=self.precision,
-            layout=self.layout,
-            checkpoint=self.checkpoint,
-        )
+        experiment = Experiment(**{name: getattr(self, name) for name in Experiment.__struct_fields__})
         if is_spread:
             return revalidate(experiment)
         spread(experiment, "single")
         return experiment
-
-    def checked_cache(self) -> str:
-        """The folder for compiled programs. One that was not asked for may be missing: then it is said."""
-        try:
-            check_cache(self.cache_dir)
-        except ExperimentError as error:
-            if self.cache_dir != default_cache():
-                raise
-            messages_console(quiet=self.quiet).print(f"compiled programs are not kept: {error}")
-            return ""
-        return self.cache_dir
 
 
 class Spread(Spec, frozen=True, kw_only=True):
@@ -254,11 +228,8 @@ class Spread(Spec, frozen=True, kw_only=True):
             ExperimentError: an engine is named twice, or none can express the layout.
             EnvironmentMissing: none of them is installed.
         """
-        chosen = self.chosen()
-        engines = chosen_engines(chosen)
-        if chosen:
-            return installed(engines, pythons_of(self))
-        return fitting(engines, experiment.layout)
+        engines = chosen_engines(self.chosen())
+        return installed(engines, pythons_of(self)) if self.chosen() else fitting(engines, experiment.layout)
 
 
 AnySpec = TypeVar("AnySpec", bound=Spec)
@@ -269,12 +240,6 @@ def defaults_for(command: type[AnySpec], name: str) -> AnySpec:
     default = msgspec.to_builtins(command.default_experiment(name))
     written = list(command.layout_written(name))
     return msgspec.convert({"experiment": name, "written": written, **default}, command)
-
-
-def check_timeout(seconds: float) -> None:
-    """Refuse a time-out that is none. Raises ExperimentError."""
-    if not 0 < seconds <= MAX_TIMEOUT_S:
-        raise ExperimentError(f"--timeout_s {seconds} must be more than 0 and at most {MAX_TIMEOUT_S}")
 
 
 def chosen_engines(engines: tuple[str, ...]) -> list[str]:

@@ -19,19 +19,18 @@ from msgspec.structs import replace
 from compare.checkpoint.description import CHECKPOINTS
 from compare.contract.ending import STOPPED
 from compare.contract.record import Record, Step
-from compare.contract.request import Request, rungs_asked_for
+from compare.contract.request import Request
 from compare.contract.run_lock import lock_folder
 from compare.execute.launch import EngineError, launch, prepare
 from compare.execute.machine import here_and_now, require_same_source
-from compare.execute.paths import PICTURES, check_output, create_run_dir, remove_run_dir
+from compare.execute.paths import PICTURES, check_cache, check_output, create_run_dir, remove_run_dir
 from compare.execute.progress import Reporter
-from compare.flags import Spec, check_timeout, checked_pythons
+from compare.flags import Spec, checked_pythons
 from compare.host.tensors import RecordError
 from compare.judge.ladder import objections_by_itself
 from compare.judge.metrics import figures
 from compare.judge.outcome import OUTCOME, Case, Grid, Outcome, read_outcome, save, with_case
 from compare.numerics.data import open_corpus
-from compare.numerics.parameters import parameter_count, storage_dtype
 from compare.show.figures import save_figures
 from compare.show.findings import NONE, Findings, Row, Table, Text
 from compare.show.page import leave_page, write_page
@@ -44,7 +43,7 @@ from compare.studies.fitting import Fit, as_it_is, require_case, require_sides
 from compare.studies.own_weights import freeze_weights
 from compare.studies.presets import SPREAD, spread
 from compare.studies.resuming import require_resumable, resumes
-from compare.terminal import errors_console, human_bytes
+from compare.terminal import errors_console
 
 S = TypeVar("S", bound="Study")
 LATER_STEP = 20
@@ -58,7 +57,7 @@ WITH_CONTINUE = {
 """Flags that may stand beside --continue: they say where and how engines run, and not what."""
 MOST_FAILURES = 2
 """Of a case: the first may be bad luck, and is tried again in the next round."""
-ASIDE = "unfinished"
+MAX_TIMEOUT_S = 1_000_000.0  # eleven days; poll(2) counts milliseconds in 32 bits
 
 
 class Interrupted(KeyboardInterrupt):
@@ -147,12 +146,7 @@ class Study(Spec, frozen=True, kw_only=True):
         found = findings_in(cls, outcome, folder)
         if picture and found.figures:
             save_figures(picture, found.figures)
-        return write_page(folder / f"{cls.word()}.html", found)
-
-    @classmethod
-    def word(cls) -> str:
-        """The word of the command line."""
-        return cls.__name__.lower()
+        return write_page(folder / f"{outcome.study}.html", found)
 
     @property
     def source(self) -> str:
@@ -183,7 +177,11 @@ class Study(Spec, frozen=True, kw_only=True):
     def planned(self) -> Outcome:
         """The study before anything starts. Raises ExperimentError for what has no effect, or cannot be."""
         check_output("--picture", self.picture, kinds=PICTURES)
-        check_timeout(self.timeout_s)
+        check_cache(self.cache_dir)
+        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
+            raise ExperimentError(
+                f"--timeout_s {self.timeout_s} must be more than 0 and at most {MAX_TIMEOUT_S}"
+            )
         experiment = self.asked()
         cases, left_out = self.cases(experiment)
         if not cases and left_out:
@@ -276,11 +274,10 @@ class Study(Spec, frozen=True, kw_only=True):
 
     def again(self: S, outcome: Outcome) -> S:
         """The study that an outcome is of, with this one's interpreters, hosts and progress."""
-        hidden = {name: getattr(self, name) for name in Spec.__struct_fields__}
-        found = msgspec.convert(outcome.options, dict[str, Any])
-        own = {name: value for name, value in found.items() if name in self.own_flags()}
-        mine = msgspec.convert(own, type(self), dec_hook=lambda kind, value: kind(value))
-        return replace(mine, **hidden | {"platform": outcome.platform, "picture": self.picture})
+        options = {name: value for name, value in outcome.options.items() if name in self.own_flags()}
+        study = msgspec.convert(options, type(self), dec_hook=lambda of, value: of(value))
+        mine = {name: getattr(self, name) for name in Spec.__struct_fields__ if name != "platform"}
+        return replace(study, **mine, platform=outcome.platform)
 
     def _require_only_continue(self) -> None:
         """Refuse what --continue would ignore: every flag that says what is measured."""
@@ -309,7 +306,7 @@ class Study(Spec, frozen=True, kw_only=True):
                 platform=self.platform,
                 corpus_sha256=prepared.corpus_sha256,
                 timeout_s=self.timeout_s,
-                cache_dir=self.checked_cache(),
+                cache_dir=self.cache_dir,
                 init_from=init.path,
                 init_sha256=init.sha256,
                 resume=resume,
@@ -317,25 +314,7 @@ class Study(Spec, frozen=True, kw_only=True):
                 later_step=min(LATER_STEP, max(steps - 1, 1)) if later == LATER_STEP else later,
             )
             cases[name] = replace(case, request=request)
-        _require_room([case.request for case in cases.values()], folder)
         return replace(planned, cases=cases)
-
-
-def _require_room(requests: Sequence[Request], folder: Path) -> None:
-    """Refuse a ladder whose tensors the disk cannot hold. Raises ExperimentError with both numbers."""
-    needed = sum(
-        len(rungs_asked_for(request))
-        * parameter_count(request.experiment.model)
-        * storage_dtype(request.experiment).itemsize
-        for request in requests
-    )
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise ExperimentError(
-            f"{folder}: gradients, weights and moments of {len(requests)} runs need {human_bytes(needed)}, "
-            f"and {human_bytes(free)} are free: give a --run_dir on a larger disk, or --no_ladder to compare "
-            f"losses and norms alone"
-        )
 
 
 def run(study: Study, outcome: Outcome, folder: Path) -> Outcome:
@@ -349,7 +328,8 @@ def run(study: Study, outcome: Outcome, folder: Path) -> Outcome:
     """
     reporter, errors, failed = Reporter(quiet=study.quiet), [], Counter[str]()
     rounds = range(1, outcome.rounds + 1)
-    places = {(n, name): _place(n, name, outcome) for n in rounds for name in outcome.cases}
+    several = outcome.rounds > 1
+    places = {(n, name): f"round {n}, {name}" if several else name for n in rounds for name in outcome.cases}
     reporter.start({place: outcome.cases[name].request for (_, name), place in places.items()})
     save(outcome, folder)
     try:
@@ -395,18 +375,13 @@ def run(study: Study, outcome: Outcome, folder: Path) -> Outcome:
     return outcome
 
 
-def _place(number: int, name: str, outcome: Outcome) -> str:
-    """Folder of a process, and its name in the progress."""
-    return f"round {number}, {name}" if outcome.rounds > 1 else name
-
-
 def _clear(place: Path) -> None:
     """Make room for a case; what an unfinished one saved of its training is set aside."""
     if place.is_symlink():
         raise RecordError(f"{place} is a link: nothing is trained, or removed, outside of {place.parent}")
     if (place / CHECKPOINTS).exists():
         with lock_folder(place):
-            names = (place.with_name(f"{place.name}.{ASIDE}-{number}") for number in range(1, 1000))
+            names = (place.with_name(f"{place.name}.unfinished-{number}") for number in range(1, 1000))
             place.rename(next(path for path in names if not path.exists()))
     shutil.rmtree(place, ignore_errors=True)
 

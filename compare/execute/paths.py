@@ -37,12 +37,13 @@ def check_output(flag: str, path: Path | None, *, kinds: tuple[str, ...] = ()) -
 
 
 def default_cache() -> str:
-    """The user's cache folder: $XDG_CACHE_HOME/shardpair, or ~/.cache/shardpair; '' if there is no home."""
+    """The user's cache folder, $XDG_CACHE_HOME/shardpair or ~/.cache/shardpair; '' where none can be."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     except RuntimeError:  # a container's user without a name
         return ""
-    return str(Path(base) / "shardpair")
+    folder = Path(base) / "shardpair"
+    return str(folder) if can_be_folder(folder) else ""
 
 
 def can_be_folder(folder: Path) -> bool:

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import shutil
 from pathlib import Path
 
 from records import make_steps
@@ -142,14 +141,6 @@ def test_a_case_that_runs_alone_is_held_to_its_request(engines, capsys):
     engines.steps = lambda request: make_steps(request.experiment)[:2]
     assert main(alone) == 1
     assert "FAIL at request: it has 2 of 3 steps: it ends there" in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_disk_too_small_for_the_ladder_is_said_before_anything_runs(engines, tmp_path, monkeypatch, capsys):
-    usage = shutil._ntuple_diskusage(1000, 990, 10)
-    monkeypatch.setattr(study.shutil, "disk_usage", lambda folder: usage)
-    assert main(RUN) == 2
-    assert "and 10 B are free" in " ".join(capsys.readouterr().err.split())
-    assert (engines.started, (tmp_path / "r").exists()) == ([], False)
 
 
 def test_a_garbled_file_is_one_line(engines, tmp_path, capsys):
