@@ -69,17 +69,14 @@ class Training(Struct, frozen=True, kw_only=True):
         return np.array([step.step_time_ms for step in self.record.steps])
 
     def tensors(self, rung: str) -> Mapping[str, np.ndarray]:
-        """The tensors of one rung of the ladder, such as gradients or later_weights, by canonical name.
+        """The tensors of a rung of the ladder, such as gradients or later_weights, by canonical name.
 
         Raises:
             ValueError: no such rung, or the run did not leave it.
         """
-        if rung not in list(Rung):
-            raise ValueError(f"{rung}: no such rung (there are {', '.join(Rung)})")
-        found = read_tensors(self.record.folder, Rung(rung))
-        if not found:
-            raise ValueError(f"{self.name} left no {rung}: see --ladder and --keep_tensors")
-        return found
+        if tensors := read_tensors(self.record.folder, Rung(rung)):
+            return tensors
+        raise ValueError(f"{self.name} left no {rung}: see --ladder and --keep_tensors")
 
 
 class Result(Struct, frozen=True, kw_only=True):
@@ -111,10 +108,8 @@ class Result(Struct, frozen=True, kw_only=True):
 
     def errors(self) -> dict[str, dict[str, float]]:
         """The relative error of every case but references on every rung: errors()[case][rung]."""
-        return {
-            verdict.candidate: {result.rung: result.error for result in verdict.rungs}
-            for verdict in self.outcome.verdicts
-        }
+        verdicts = self.outcome.verdicts
+        return {of.candidate: {result.rung: result.error for result in of.rungs} for of in verdicts}
 
     def __getitem__(self, name: str) -> Training:
         """One case's run."""
@@ -169,10 +164,9 @@ def study(name: str, experiment: Experiment | str | Path = "demo", **options: An
         ExperimentError, EnvironmentMissing: before anything is started.
         EngineError: nothing finished. If only some did, `result.outcome.failures` says why.
     """
-    studies = {word: one for word, one in STUDIES.items() if issubclass(one, Study)}
-    if name not in studies:
-        raise ExperimentError(f"{name}: no such study (there are {', '.join(studies)})")
-    command = _command(studies[name], experiment, options)
+    if name not in STUDIES:
+        raise ExperimentError(f"{name}: no such study (there are {', '.join(STUDIES)})")
+    command = _command(STUDIES[name], experiment, options)
     outcome, folder = command.outcome()
     command.leave(outcome, folder, command.picture)
     return _result(command, outcome, folder)
@@ -185,10 +179,13 @@ def read(folder: str | Path) -> Result:
 
 
 def _result(command: Any, outcome: Outcome, folder: Path) -> Result:
-    found = [name for name in outcome.finished if (folder / name / MANIFEST).is_file()]
-    trainings = {name: Training(name=name, record=read_record(folder / name)) for name in found}
-    findings = findings_in(command, outcome, folder)
-    return Result(outcome=outcome, findings=findings, folder=folder, trainings=trainings)
+    names = [name for name in outcome.finished if (folder / name / MANIFEST).is_file()]
+    return Result(
+        outcome=outcome,
+        findings=findings_in(command, outcome, folder),
+        folder=folder,
+        trainings={name: Training(name=name, record=read_record(folder / name)) for name in names},
+    )
 
 
 def _command(command: type[Study], experiment: Experiment | str | Path, options: Mapping[str, Any]) -> Study:

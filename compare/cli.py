@@ -93,7 +93,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _dispatch(arguments: list[str]) -> int:
     match arguments:
         case ["--version", *_]:
-            print(version_line())
+            python = platform.python_version()
+            print(f"shardpair {importlib.metadata.version('shardpair')} (python {python})")
             return 0
         case ["--help" | "-h", *_]:
             print(overview())
@@ -137,8 +138,8 @@ def parse(arguments: list[str]) -> tuple[Any, str]:
             f"{found.experiment}: no flag takes this; an experiment comes first, a switch takes no value: "
             f"see shardpair {word} --help"
         )
-    said = shlex.join(["shardpair", *arguments])
-    return msgspec.structs.replace(found, given=flags_in(line), line=said), name
+    line_of = shlex.join(["shardpair", *arguments])
+    return msgspec.structs.replace(found, given=flags_in(line), line=line_of), name
 
 
 def flags_in(line: list[str]) -> frozenset[str]:
@@ -149,26 +150,8 @@ def flags_in(line: list[str]) -> frozenset[str]:
 
 def overview() -> str:
     """`shardpair --help`: every command on one screen, by what one wants to do."""
-    groups = {
-        group: {word: study.brief for word, study in STUDIES.items() if study.group == group} | words
-        for group, words in OTHERS.items()
-    }
-    blocks = (
-        "\n".join([f"{group}:", *(f"  {word:<12} {does}" for word, does in words.items())])
-        for group, words in groups.items()
-    )
-    return "\n".join([HEAD, "", *blocks, TAIL])
-
-
-def version_line() -> str:
-    """This package's version, and those of Python and the frameworks beside it, without importing these."""
-    jax, torch, numpy = (f"{package} {_version_of(package)}" for package in ("jax", "torch", "numpy"))
-    python = platform.python_version()
-    return f"shardpair {_version_of('shardpair')} (python {python}, {jax}, {torch}, {numpy})"
-
-
-def _version_of(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+    lines = [HEAD, ""]
+    for group, others in OTHERS.items():
+        studies = {word: study.brief for word, study in STUDIES.items() if study.group == group}
+        lines += [f"{group}:", *(f"  {word:<12} {does}" for word, does in (studies | others).items())]
+    return "\n".join([*lines, TAIL])

@@ -6,12 +6,11 @@ the folder and its lock, --continue, Ctrl-C, failures, the page and JSON are her
 all studies.
 """
 
-import contextlib
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self
 
 import msgspec
 from msgspec.structs import replace
@@ -45,7 +44,6 @@ from compare.studies.presets import SPREAD, spread
 from compare.studies.resuming import require_resumable, resumes
 from compare.terminal import errors_console
 
-S = TypeVar("S", bound="Study")
 LATER_STEP = 20
 """After so many steps, or after the last but one, the ladder has weights once more."""
 OF_LAYOUTS = dict.fromkeys(f"layout.{field}" for field in SPREAD)
@@ -58,14 +56,6 @@ WITH_CONTINUE = {
 MOST_FAILURES = 2
 """Of a case: the first may be bad luck, and is tried again in the next round."""
 MAX_TIMEOUT_S = 1_000_000.0  # eleven days; poll(2) counts milliseconds in 32 bits
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C; every process was ended. The message is one line that says what is kept, and how to go on."""
-
-    def __init__(self, message: str, folder: Path = Path()):
-        super().__init__(message)
-        self.folder = folder
 
 
 class Study(Spec, frozen=True, kw_only=True):
@@ -214,13 +204,7 @@ class Study(Spec, frozen=True, kw_only=True):
                 raise ExperimentError("--dry_run is for a new run, and --continue goes on with an old one")
             how = {"hosts": self.found_hosts(), "init_from": self.init_from, "resume": self.source}
             return dry_run.show(self.planned(), **how, as_json=self.json)
-        try:
-            outcome, folder = self.outcome()
-        except Interrupted as interrupt:
-            with contextlib.suppress(EngineError, RecordError):  # too little of it
-                if (so_far := read_outcome(interrupt.folder)).finished:
-                    self.shown(so_far, interrupt.folder, picture=self.picture, as_json=self.json)
-            raise
+        outcome, folder = self.outcome()
         return self.shown(outcome, folder, picture=self.picture, as_json=self.json)
 
     def outcome(self) -> tuple[Outcome, Path]:
@@ -229,7 +213,7 @@ class Study(Spec, frozen=True, kw_only=True):
         Raises:
             ExperimentError, EnvironmentMissing: before the first process starts.
             EngineError: nothing has finished.
-            Interrupted: Ctrl-C. What is finished is saved.
+            KeyboardInterrupt: Ctrl-C. The message says what is saved, and how to go on.
         """
         if self.continue_:
             return self._continued(Path(self.continue_))
@@ -253,7 +237,11 @@ class Study(Spec, frozen=True, kw_only=True):
             return run(self, begun, folder), folder
 
     def _continued(self, folder: Path) -> tuple[Outcome, Path]:
-        self._require_only_continue()
+        if others := sorted(self.given - WITH_CONTINUE - self.with_continue):  # they would have no effect
+            flags = ", ".join(f"--{name}" for name in others)
+            raise ExperimentError(
+                f"--continue {folder} goes on with what was asked for there: leave out {flags}"
+            )
         read_outcome(folder)  # says what is wrong with a folder that is none
         with lock_folder(folder):
             saved = read_outcome(folder)
@@ -272,20 +260,12 @@ class Study(Spec, frozen=True, kw_only=True):
                 self.ready()
             return run(self.again(saved), replace(saved, failures={}), folder), folder
 
-    def again(self: S, outcome: Outcome) -> S:
+    def again(self, outcome: Outcome) -> Self:
         """The study that an outcome is of, with this one's interpreters, hosts and progress."""
         options = {name: value for name, value in outcome.options.items() if name in self.own_flags()}
         study = msgspec.convert(options, type(self), dec_hook=lambda of, value: of(value))
         mine = {name: getattr(self, name) for name in Spec.__struct_fields__ if name != "platform"}
         return replace(study, **mine, platform=outcome.platform)
-
-    def _require_only_continue(self) -> None:
-        """Refuse what --continue would ignore: every flag that says what is measured."""
-        if others := sorted(self.given - WITH_CONTINUE - self.with_continue):
-            flags = ", ".join(f"--{name}" for name in others)
-            raise ExperimentError(
-                f"--continue {self.continue_} goes on with what was asked for there: leave out {flags}"
-            )
 
     def _frozen(self, planned: Outcome, folder: Path) -> Outcome:
         """The plan with requests that any process in any place understands: data, weights, checkpoints."""
@@ -324,7 +304,7 @@ def run(study: Study, outcome: Outcome, folder: Path) -> Outcome:
 
     Raises:
         EngineError: nothing has finished, or somebody asked an engine to end.
-        Interrupted: Ctrl-C. Every process was ended, and what is finished is saved.
+        KeyboardInterrupt: Ctrl-C. Every process was ended, and what is finished is saved.
     """
     reporter, errors, failed = Reporter(quiet=study.quiet), [], Counter[str]()
     rounds = range(1, outcome.rounds + 1)
@@ -369,8 +349,8 @@ def run(study: Study, outcome: Outcome, folder: Path) -> Outcome:
             raise EngineError("; ".join(map(str, errors)), exit_code=errors[0].exit_code, log=errors[0].log)
         outcome = study.after(outcome, folder)
     except KeyboardInterrupt:
-        said = f"Kept: {outcome.progress}. `{outcome.how_to_go_on(folder)}` runs the rest"
-        raise Interrupted(f"interrupted; every process was ended. {said}", folder) from None
+        rest = f"Kept: {outcome.progress}. `{outcome.how_to_go_on(folder)}` runs the rest"
+        raise KeyboardInterrupt(f"interrupted; every process was ended. {rest}") from None
     save(outcome, folder)
     return outcome
 

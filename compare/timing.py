@@ -138,13 +138,13 @@ def with_ceilings(outcome: Outcome, pythons: dict[str, str]) -> Outcome:
             continue
         side, dtype = side_of(case.engine).name, case.experiment.precision.product_dtype
         try:
-            found = measure_ceiling(side, outcome.platform, dtype, pythons.get(side, sys.executable))
+            ceiling = measure_ceiling(side, outcome.platform, dtype, pythons.get(side, sys.executable))
         except EnvironmentMissing as error:
             left_out[name] = str(error)
             continue
-        ceilings[products] = max(ceilings.get(products, found), found, key=lambda one: one.flops_per_s)
+        ceilings[products] = max(ceilings.get(products, ceiling), ceiling, key=lambda of: of.flops_per_s)
     return replace(
-        outcome, left_out=left_out, more={**outcome.more, "ceilings": msgspec.to_builtins(ceilings)}
+        outcome, left_out=left_out, more=outcome.more | {"ceilings": msgspec.to_builtins(ceilings)}
     )
 
 
@@ -157,25 +157,20 @@ def rotated(cases: Sequence[Case], number: int) -> list[str]:
     blocks: dict[str, list[str]] = {}
     for case in cases:
         blocks.setdefault(case.block, []).append(case.name)
-    order: list[str] = []
-    for names in blocks.values():
-        first = (number - 1) % len(names)
-        order += names[first:] + names[:first]
-    return order
-
-
-def mixtures(view: TimedOutcome) -> list[str]:
-    """Cases that ran in other ways in some rounds: such figures do not mix."""
-    first = {one.case: one.how for one in reversed(view.measurements)}
-    odd = dict.fromkeys(one.case for one in view.measurements if one.how != first[one.case])
-    return [f"{name} did not run in the same way in all rounds: such figures do not mix" for name in odd]
+    firsts = [(names, (number - 1) % len(names)) for names in blocks.values()]
+    return [name for names, first in firsts for name in names[first:] + names[:first]]
 
 
 def timed_findings(
     view: TimedOutcome, outcome: Outcome, *, sentence: str, tables: Sequence[Table], **more: Any
 ) -> Findings:
-    """`findings_of` with what spoils them: they pass if every case did the same work in its time."""
-    mixed = mixtures(view)
+    """`findings_of` with what spoils them: they pass if every case did the same work in its time.
+
+    Figures of a case that ran in another way in some rounds do not mix.
+    """
+    first = {process.case: process.how for process in reversed(view.measurements)}
+    odd = dict.fromkeys(of.case for of in view.measurements if of.how != first[of.case])
+    mixed = [f"{name} did not run in the same way in all rounds: such figures do not mix" for name in odd]
     return findings_of(
         outcome,
         sentence=sentence,

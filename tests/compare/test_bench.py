@@ -74,13 +74,12 @@ def test_a_case_that_fails_is_named_tried_once_more_and_ends_no_other(timed_engi
 
 
 @pytest.mark.parametrize("at", [1, 4])
-def test_ctrl_c_keeps_and_prints_the_finished_rounds(timed_engines, tmp_path, capsys, at):
+def test_ctrl_c_keeps_the_finished_rounds(timed_engines, tmp_path, capsys, at):
     timed_engines.interrupted_at = at
     assert bench("--rounds", "3") == 130
-    printed = capsys.readouterr()
-    assert f"Kept: {(at - 1) // 2} of 3 rounds" in printed.err
-    assert "shardpair bench --continue b" in printed.err
-    assert ("torch-manual" in printed.out) == (at > 1)
+    said = capsys.readouterr().err
+    assert f"Kept: {(at - 1) // 2} of 3 rounds" in said
+    assert "shardpair bench --continue b" in said
     assert len(timed(read_outcome(tmp_path / "b")).measurements) == at - 1
     timed_engines.launched.clear()
     timed_engines.interrupted_at = 0

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import tomllib
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -47,7 +46,6 @@ def test_version_is_the_packages_own(capsys):
     printed = capsys.readouterr().out
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert printed.startswith(f"shardpair {declared} (python ")
-    assert f"torch {metadata.version('torch')}" in printed
     assert len(printed.splitlines()) == 1
 
 
