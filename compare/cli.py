@@ -101,8 +101,6 @@ def _dispatch(arguments: list[str]) -> int:
             return 0
         case [word, *_] if word.startswith("--tyro-"):  # completion for a shell, over all commands
             tyro.extras.subcommand_cli_from_dict(COMMANDS, args=arguments, prog="shardpair")
-        case ["bench", "collectives", *_]:  # a benchmark, but not of an experiment
-            arguments = arguments[1:]
     command, name = parse(arguments)
     if not isinstance(command, Spec):
         return command()

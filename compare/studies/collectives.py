@@ -61,7 +61,7 @@ class Collectives(Study, frozen=True, kw_only=True):
     """Time collectives as nccl-tests does, on gloo or NCCL, our way, and XLA; fit latency and bandwidth.
 
     On CPU all ranks share the cores, so more ranks than cores measure the scheduler, too. The default takes
-    about five minutes. `shardpair bench collectives` is the same.
+    about five minutes.
 
     Try:
       shardpair collectives --kinds all_reduce --ranks 2 --max_size 4M

@@ -134,11 +134,6 @@ def test_gpus_that_are_not_there(capsys, monkeypatch):
     assert main(["collectives", "--platform", "gpu", "--ranks", "2"]) in (2, 3)
 
 
-def test_bench_collectives_is_the_same_command(monkeypatch):
-    monkeypatch.setattr(Collectives, "__call__", lambda self, default: len(self.kinds) + 40)
-    assert main(["bench", "collectives", "--kinds", "permute", "broadcast"]) == 42
-
-
 def test_tables_have_the_columns_of_nccl_tests_and_fit_into_80_characters(capsys, monkeypatch):
     monkeypatch.setattr(terminal, "results_console", lambda: PlainConsole(width=80))
     rows = [row_of(name, "all_reduce", size) for size in (*SIZES, 2**30) for name in ("ours", "gloo")]

@@ -130,7 +130,7 @@ REFUSED = {
     "--devices 0": "give each number once, rising from 1",
     "--devices 2 4": "give one number, or say what stays equal with --scaling strong",
     "--scaling weak --devices 2": "--scaling weak --devices 2: give two numbers or more",
-    "--layout.dp_replicate 4": "has no effect: --presets say how it is spread",
+    "--layout.dp_replicate 4": "has no effect: --presets says how devices are spread",
     "--presets hsdp": "nothing is left to run",
     "--data.source nosuch.txt": "nosuch.txt does not exist",
 }
