@@ -1,24 +1,34 @@
 """The timeline of a profiled step: PyTorch's trace of every rank, put together on one clock.
 
 torch.profiler sees what C++ threads do, too: gloo's collectives until they are complete, those that DDP
-begins, kernels of a GPU. Which phase or microbatch they belong to, `marks` tell.
+begins, kernels of a GPU. Marks in the trace tell to which phase, task or collective these belong. They are
+put around what the loop, the schedules and the collectives call, while one step is watched.
 """
 
 import tempfile
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from msgspec.structs import replace
-from torch.profiler import ProfilerActivity, profile
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from compare.contract.observers import Observer
 from compare.contract.record import Recorder
-from compare.contract.timeline import Lane, Timeline, profiled_step
+from compare.contract.timeline import Kind, Lane, Span, Timeline, profiled_step
+from compare.pipeline.schedules import Kind as Tasks
+from compare.pipeline.schedules import Task
+from compare.spec.axes import PP
+from torchpar.comm.collectives import Call, observers
+from torchpar.launch import Rank
 from torchpar.measure.instruments import Instruments
-from torchpar.measure.marks import marked
-from torchpar.measure.trace import RankTrace, read_trace
+from torchpar.measure.trace import STEP, WAIT, RankTrace, read_trace, span_of
+from torchpar.measure.watch import around_calls, around_tasks
 from torchpar.run import Run
 
 CPU_METHOD = (
@@ -32,6 +42,21 @@ GPU_METHOD = (
     "torch.profiler on every rank: kernels and copies on the GPU, by the phase that launched them; kernels "
     "less than 5 us apart are one. A collective is NCCL's kernel, which also waits for a slower rank."
 )
+
+
+PHASES: dict[str, Kind] = {
+    "forward": "forward",
+    "backward": "backward",
+    "synchronisation": "backward",
+    "optimizer": "update",
+}
+"""Phases of the timeline, by the heartbeat's phases (`torchpar.launch`)."""
+TITLES: dict[Tasks, tuple[Kind, str]] = {
+    Tasks.FORWARD: ("forward", "forward"),
+    Tasks.BACKWARD: ("backward", "backward"),
+    Tasks.BACKWARD_INPUT: ("backward", "input gradients"),
+    Tasks.BACKWARD_WEIGHT: ("backward", "weight gradients"),
+}
 
 
 class StepProfiler(Observer):
@@ -55,18 +80,89 @@ class StepProfiler(Observer):
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         with profile(activities=activities) as profiler:
             run.mesh.world.all_gather_objects(None)  # who starts his profiler first must not seem to wait
-            with marked(run):
+            with Marks(run) as marks:
                 yield
                 if on_gpu:
                     torch.cuda.synchronize(run.mesh.device)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             profiler.export_chrome_trace(str(path))
-            own = read_trace(path.read_bytes(), on_gpu=on_gpu, library_calls=self._ledger.library_calls)
+            calls = self._ledger.library_calls
+            own = read_trace(path.read_bytes(), marks.spans, on_gpu=on_gpu, library_calls=calls)
         method = GPU_METHOD if on_gpu else CPU_METHOD
         timeline = put_together(run.mesh.world.all_gather_objects(own), step=self.watched, method=method)
         if self._recorder:
             self._recorder.timeline(timeline)
+
+
+class Marks:
+    """Puts marks into the trace of the step that runs while it is entered.
+
+    Attributes:
+        spans: by a mark's name its span, without times.
+    """
+
+    def __init__(self, run: Run):
+        self.spans = dict[str, Span]()
+        self._run, self._beat, self._passes = run, Rank.at, 0
+        self._phase: AbstractContextManager = nullcontext()
+        self._calls = list[record_function]()
+        self._exits = ExitStack()
+
+    def __enter__(self) -> "Marks":
+        enter, run = self._exits.enter_context, self._run
+        enter(record_function(STEP))
+        observers.append(self)
+        self._exits.callback(observers.remove, self)
+        self._exits.callback(lambda: self._phase.__exit__(None, None, None))
+        enter(patch.object(Rank, "at", lambda *place: self._enter_phase(*place)))
+        enter(around_calls(dist.Work, "wait", lambda *_: record_function(WAIT)))
+        if run.parallel.run_pipeline:
+
+            def loss(schedule: Any, stage: Any, output: Any, targets: Any, microbatch: int, *_: Any) -> Any:
+                task = Task(Tasks.FORWARD, stage.stage_index, microbatch)
+                return self._around_task(task, "loss") if stage.is_last else nullcontext()
+
+            enter(around_tasks(self._around_task))
+            enter(around_calls(_PipelineSchedule, "_maybe_compute_loss", loss))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._exits.close()
+
+    def begins(self, call: Call, full: torch.Tensor, members: Sequence[int], to: int | None) -> None:
+        """One of our own collectives is called; it may end long after the call: see `CallObserver`."""
+        self._calls.append(self._mark(span_of(call)))
+        self._calls[-1].__enter__()
+
+    def ends(self) -> None:
+        """The call has been handed on."""
+        self._calls.pop().__exit__(None, None, None)
+
+    def _mark(self, span: Span) -> record_function:
+        title = f"shardpair {len(self.spans)}"
+        self.spans[title] = span
+        return record_function(title)
+
+    def _around_task(self, task: Task, name: str = "") -> AbstractContextManager:
+        kind, usual = TITLES[task.kind]
+        chunk, title = task.stage // self._run.mesh[PP].size, f"{name or usual} {task.microbatch}"
+        span = Span(kind=kind, name=title, microbatch=task.microbatch, chunk=chunk, begin_us=0, duration_us=0)
+        return self._mark(span)
+
+    def _enter_phase(self, rank: Rank, step: int, phase: str) -> None:
+        """In place of `Rank.at`: a phase lasts until the next one."""
+        self._beat(rank, step, phase)
+        self._phase.__exit__(None, None, None)
+        self._phase = nullcontext()
+        self._passes += phase == "forward"
+        # A pipeline's forwards and backwards are its tasks; what lies between them is none of both.
+        if phase in PHASES and not (self._run.parallel.run_pipeline and phase == "forward"):
+            many = self._run.experiment.train.gradient_accumulation_steps > 1
+            of_pass = f", pass {self._passes}" if many and phase in ("forward", "backward") else ""
+            span = Span(kind=PHASES[phase], name=phase + of_pass, begin_us=0, duration_us=0)
+            self._phase = self._mark(span)
+            self._phase.__enter__()
 
 
 def put_together(traces: Sequence[RankTrace], *, step: int, method: str) -> Timeline:

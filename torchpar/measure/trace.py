@@ -5,7 +5,7 @@ both are kernels, which belong to the mark in which they were launched.
 """
 
 import bisect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -16,17 +16,17 @@ from compare.contract.timeline import COMPUTE, Span
 from compare.spec.axes import PP
 from torchpar.comm.collectives import Call
 from torchpar.measure.ledger import KINDS, SILENT
-from torchpar.measure.marks import STEP, WAIT, call_name, span_of
 
+STEP, WAIT = "shardpair step", "shardpair wait"
+"""Marks around the step, and around each wait for a collective."""
+WAITS = (WAIT, "_c10d_functional::wait_tensor")
 GLOO, NCCL = "gloo:", "nccl"
-WAIT_OPERATOR = "_c10d_functional::wait_tensor"
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 APART_US = 5.0
 """Kernels closer than this are one span: a GPU takes as long from one to the next."""
 PERMUTE = "permute"
 MESSAGES = {"c10d::send": "gloo:send", "c10d::recv_": "gloo:recv"}
-RECEIVE = "receive"
 RECEIVES = {"recv", "recvanysource"}
 DDP, AUTOGRAD = "DistributedDataParallel.forward", "autograd::engine::evaluate_function"
 OPERATORS = ("c10d::", "_c10d_functional::")
@@ -53,6 +53,12 @@ class Event(Struct):
         """When it was over."""
         return self.ts + self.dur
 
+    @property
+    def operator(self) -> str:
+        """A collective's name as the ledger knows it: c10d::allreduce_ -> allreduce; '' for all else."""
+        bare = self.name.split("::")[1].replace("_", "") if self.name.startswith(OPERATORS) else ""
+        return "" if bare in SILENT - RECEIVES else bare
+
     def part(self, begin: float, end: float) -> Span:
         """Its span, with these times."""
         assert self.span
@@ -74,11 +80,22 @@ class RankTrace(NamedTuple):
     """Fault of the timeline in words; '' for none."""
 
 
-def read_trace(content: bytes, *, on_gpu: bool, library_calls: Sequence[Call]) -> RankTrace:
+def span_of(call: Call, name: str = "") -> Span:
+    """A collective's span, without times."""
+    kind, axis, purpose = call
+    name = name or (f"{kind} of {purpose}" if purpose else kind)
+    fields = {"operation": kind, "axis": axis, "purpose": purpose}
+    return Span(kind="communication", name=name, begin_us=0.0, duration_us=0.0, **fields)
+
+
+def read_trace(
+    content: bytes, marks: Mapping[str, Span], *, on_gpu: bool, library_calls: Sequence[Call]
+) -> RankTrace:
     """Read a trace with one marked step in it.
 
     Args:
         content: JSON, of `profile.export_chrome_trace`.
+        marks: by name, the spans without times that ranges in the trace stand for.
         on_gpu: whether kernels are looked at, or the host.
         library_calls: collectives of libraries in the step, in their order, as the ledger has them.
     """
@@ -86,7 +103,7 @@ def read_trace(content: bytes, *, on_gpu: bool, library_calls: Sequence[Call]) -
     events = [event for event in trace.traceEvents if event.ph == "X"]
     for event in events:
         event.ts += trace.baseTimeNanoseconds / 1e3
-        event.span = span_of(event.name) if event.cat != "gpu_user_annotation" else None
+        event.span = marks.get(event.name) if event.cat != "gpu_user_annotation" else None
     events.sort(key=lambda event: event.ts)
     begun = next(place for place, event in enumerate(events) if event.name == STEP)
     step, events = events[begun], events[begun:]  # before it the ranks meet
@@ -106,15 +123,16 @@ def find_calls(events: Sequence[Event], library_calls: Sequence[Call]) -> tuple[
         The calls in their order, and what could not be told of them.
     """
     ours = [event for event in events if event.span and event.span.kind == "communication"]
-    operators = [event for event in events if event.name.startswith(OPERATORS) and _communicates(event)]
+    operators = [event for event in events if event.operator]
     others = [event for event in outermost([*ours, *operators]) if not event.span]
+    counted = [event for event in others if event.operator not in RECEIVES]
+    kinds = [KINDS.get(event.operator, event.operator) for event in counted]
+    agree = kinds == [call.kind for call in library_calls]
+    named = library_calls if agree else [Call(kind, "", "") for kind in kinds]
+    for event, call in zip(counted, named, strict=True):
+        event.span = span_of(call)
     for event in others:
-        event.span = _span_of_operator(_bare(event.name))
-    counted = [event for event in others if _bare(event.name) not in RECEIVES]
-    agree = [KINDS.get(_bare(event.name)) for event in counted] == [call.kind for call in library_calls]
-    for event, call in zip(counted, library_calls, strict=True) if agree else ():
-        assert event.span
-        event.span = replace(event.span, name=call_name(call), axis=call.axis, purpose=call.purpose)
+        event.span = event.span or span_of(Call(PERMUTE, PP, ""), "receive")  # its sender counts the message
     problem = "" if agree else "The axes of the library's collectives could not be told."
     return sorted([*ours, *others], key=lambda event: event.ts), problem
 
@@ -123,7 +141,7 @@ def _of_the_host(
     events: Sequence[Event], tasks: Sequence[Event], calls: Iterable[tuple[Event, list[Event]]]
 ) -> Iterator[Span]:
     """Spans of a CPU rank, given what gloo did of each call."""
-    waits = [(event.ts, event.end) for event in events if event.name in (WAIT, WAIT_OPERATOR)]
+    waits = [(event.ts, event.end) for event in events if event.name in WAITS]
     for call, transfers in calls:
         assert call.span
         if call.span.operation == PERMUTE:
@@ -136,7 +154,8 @@ def _of_the_host(
         elif transfers:  # else it is of one rank
             end = max(transfer.end for transfer in transfers)
             yield call.part(min(transfer.ts for transfer in transfers), end)
-    waits += _waits_of_ddp(events, tasks)
+    if any(event.name == DDP for event in events):
+        waits += _waits_of_ddp(events, tasks)
     for task in tasks:
         for begin, end in without((task.ts, task.end), waits):
             yield task.part(begin, end)
@@ -144,8 +163,6 @@ def _of_the_host(
 
 def _waits_of_ddp(events: Sequence[Event], tasks: Iterable[Event]) -> Iterator[tuple[float, float]]:
     """DDP waits for its buckets in C++, where no mark is: after the last of autograd's work in a backward."""
-    if not any(event.name == DDP for event in events):
-        return
     for task in tasks:
         within = [event for event in events if task.ts <= event.ts <= task.end]
         computed = max((event.end for event in within if event.name.startswith(AUTOGRAD)), default=task.end)
@@ -161,18 +178,17 @@ def _transfers(events: Sequence[Event], calls: Sequence[Event]) -> tuple[list[li
         Its entries in the trace by call, and what could not be told.
     """
     transfers: list[list[Event]] = [[] for _ in calls]
-    called = [event for event in events if event.name.startswith("c10d::") and _communicates(event)]
-    done = [event for event in events if event.name.startswith(GLOO)]
-    agree = True
+    called = [event for event in events if event.name.startswith("c10d::") and event.operator]
+    done, problem = [event for event in events if event.name.startswith(GLOO)], ""
     for operator, title in (*MESSAGES.items(), ("", "")):  # messages are begun where they are called
         of_kind = [e for e in called if (e.name == operator if operator else e.name not in MESSAGES)]
         begun = [e for e in done if (e.name == title if title else e.name not in MESSAGES.values())]
-        agree = agree and len(of_kind) == len(begun)
+        if len(of_kind) != len(begun):
+            problem = "gloo noted other collectives than were called: their times may be mixed up."
         for event, transfer in zip(of_kind, begun, strict=False):
             if (place := _place(calls, event.ts)) >= 0:
                 transfers[place].append(transfer)
-    problem = "gloo noted other collectives than were called: their times may be mixed up."
-    return transfers, "" if agree else problem
+    return transfers, problem
 
 
 def _kernels(events: Sequence[Event], tasks: Sequence[Event], calls: Sequence[Event]) -> Iterator[Span]:
@@ -223,19 +239,3 @@ def _place(ranges: Sequence[Event], time: float) -> int:
     """Index of the range, among disjoint ones, that holds a time; -1 for none."""
     place = bisect.bisect_right(ranges, time, key=lambda event: event.ts) - 1
     return place if place >= 0 and time <= ranges[place].end else -1
-
-
-def _bare(operator: str) -> str:
-    """An operator's name as the ledger knows it: c10d::allreduce_ -> allreduce."""
-    return operator.split("::")[1].replace("_", "")
-
-
-def _communicates(event: Event) -> bool:
-    return _bare(event.name) not in SILENT - RECEIVES
-
-
-def _span_of_operator(name: str) -> Span:
-    kind = KINDS.get(name, name)
-    span = Span(kind="communication", name=kind, begin_us=0.0, duration_us=0.0, operation=kind)
-    # A receive's sender counts the message.
-    return replace(span, name=RECEIVE, operation=PERMUTE, axis=PP) if name in RECEIVES else span

@@ -1,9 +1,9 @@
 """One watcher of a step: it tells operators, modules, our own collectives and tasks to several sinks."""
 
 import bisect
-import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +24,10 @@ def modules_named(name: str, module: nn.Module | None) -> set[int]:
     """The ids of the modules inside of one that have this name."""
     named = module.named_modules() if module else ()
     return {id(part) for path, part in named if path.rpartition(".")[-1] == name}
+
+
+TASKS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.BACKWARD_WEIGHT: "backward_weight"}
+"""Methods of a pipeline's stage; PyTorch's have `_one_chunk` behind."""
 
 
 class Sink:
@@ -161,6 +165,20 @@ class Watch(TorchDispatchMode):
         self._running.append(self._stack[-1] if self._stack else "")
 
 
+def around_calls(
+    owner: type, method: str, around: Callable[..., AbstractContextManager]
+) -> AbstractContextManager:
+    """Enter `around(...)`, given a call's arguments, around every call of a method."""
+    right = getattr(owner, method)
+
+    @wraps(right)
+    def within(*arguments: Any, **options: Any) -> Any:
+        with around(*arguments, **options):
+            return right(*arguments, **options)
+
+    return patch.object(owner, method, within)
+
+
 @contextmanager
 def around_tasks(around: Callable[[Task], AbstractContextManager]) -> Generator[None]:
     """Enter `around(task)` around every task of a pipeline's stages, ours and PyTorch's."""
@@ -168,23 +186,16 @@ def around_tasks(around: Callable[[Task], AbstractContextManager]) -> Generator[
 
     from torchpar.manual.stage import Stage
 
-    def watched(owner: type, method: str, kind: Kind) -> AbstractContextManager:
-        right = getattr(owner, method)
+    def ours(kind: Kind, stage: Stage, microbatch: int, *_: Any, **options: Any) -> AbstractContextManager:
+        is_half = kind is Kind.BACKWARD and stage.splits_backward
+        return around(Task(Kind.BACKWARD_INPUT if is_half else kind, stage.number, microbatch))
 
-        @functools.wraps(right)
-        def within(stage: Any, microbatch: int, *arguments: Any, **options: Any) -> Any:
-            ours = isinstance(stage, Stage)
-            is_half = stage.splits_backward if ours else not options.get("full_backward", True)
-            part = Kind.BACKWARD_INPUT if kind is Kind.BACKWARD and is_half else kind
-            with around(Task(part, stage.number if ours else stage.stage_index, microbatch)):
-                return right(stage, microbatch, *arguments, **options)
-
-        return patch.object(owner, method, within)
+    def theirs(kind: Kind, stage: Any, microbatch: int, *_: Any, **options: Any) -> AbstractContextManager:
+        is_half = kind is Kind.BACKWARD and not options.get("full_backward", True)
+        return around(Task(Kind.BACKWARD_INPUT if is_half else kind, stage.stage_index, microbatch))
 
     with ExitStack() as stack:
-        for kind, ours in {Kind.FORWARD: "forward", Kind.BACKWARD: "backward"}.items():
-            stack.enter_context(watched(Stage, ours, kind))
-            stack.enter_context(watched(PipelineStage, f"{ours}_one_chunk", kind))
-        stack.enter_context(watched(Stage, "backward_weight", Kind.BACKWARD_WEIGHT))
-        stack.enter_context(watched(PipelineStage, "backward_weight_one_chunk", Kind.BACKWARD_WEIGHT))
+        for kind, method in TASKS.items():
+            stack.enter_context(around_calls(Stage, method, partial(ours, kind)))
+            stack.enter_context(around_calls(PipelineStage, f"{method}_one_chunk", partial(theirs, kind)))
         yield
