@@ -5,13 +5,11 @@
     print(ledger)
 
 Of torchpar's own collectives a row is the collective, whatever it is made of: on gloo a gather is sends. The
-dispatcher sees those sends, so that it and our own count are held against each other. What another thread
-sends, or asks of a backend itself, is in no row.
+dispatcher sees those sends, which are held against our own count. What another thread sends is in no row.
 """
 
 import os
 import sys
-import sysconfig
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,55 +45,22 @@ from torchpar.comm.collectives import Call, Traffic
 from torchpar.comm.mesh import Mesh
 from torchpar.measure.watch import Sink, Watch
 
-# c10d and functional names without punctuation -> the ledger's kind
 KINDS = {
     "allreduce": "all_reduce",
-    "allreducecoalesced": "all_reduce",
     "broadcast": "broadcast",
     "allgather": "all_gather",
-    "allgatherbase": "all_gather",
-    "allgathercoalesced": "all_gather",
-    "allgatherintotensor": "all_gather",
-    "allgatherintotensorcoalesced": "all_gather",
-    "allgatherintotensorout": "all_gather",
     "reducescatter": "reduce_scatter",
-    "reducescatterbase": "reduce_scatter",
-    "reducescattertensor": "reduce_scatter",
-    "reducescattertensorcoalesced": "reduce_scatter",
-    "reducescattertensorout": "reduce_scatter",
     "alltoall": "all_to_all",
-    "alltoallbase": "all_to_all",
-    "alltoallsingle": "all_to_all",
     "reduce": "reduce",
     "gather": "gather",
     "scatter": "scatter",
     "send": "permute",
 }
+"""The ledger's kind by the beginning of c10d's and functional names, without punctuation."""
 SILENT = {"recv", "recvanysource", "waittensor", "barrier", "monitoredbarrier", "wraptensorautograd"}
 """They send nothing, or their sender counts it."""
 WIDEST = 8
 """Bytes of a float64."""
-
-
-class SeenCall(NamedTuple):
-    """A collective as the dispatcher sees it."""
-
-    kind: str
-    bytes: int
-    """Bytes of the full (gathered) tensor; of an all-to-all, the rank's own; if sparse, with indices."""
-    dtype: str
-
-
-class LedgerKey(NamedTuple):
-    """Key of a row of the ledger."""
-
-    kind: str
-    axis: str
-    purpose: str
-    group_size: int
-    dtype: str
-    phase: str
-    source: str
 
 
 class RankLedger(NamedTuple):
@@ -119,21 +84,19 @@ class LedgerSink(Sink):
 
     Attributes:
         library_calls: calls by libraries, in their order.
-        problems: calls that could not be counted.
     """
 
     def __init__(self, axes: Mapping[str, str], *, own_calls: Traffic | None = None, infers: bool = False):
         self.library_calls: list[Call] = []
-        self.problems: list[str] = []
+        self._problems: list[str] = []
         self._seen, self._own = Counter[str](), Counter[str]()
         self._axes, self._infers = axes, infers
         self._own_calls = own_calls or Traffic()
-        self._rows = dict[LedgerKey, list[int]]()
+        self._rows = dict[Communication, list[int]]()
 
     def call(self, call: Call, full: torch.Tensor, ranks: int) -> None:
         if ranks > 1 and not self._own_calls.is_paused:
-            dtype = str(full.dtype).removeprefix("torch.")
-            self._note(call.kind, call.axis, call.purpose, ranks, dtype, full.nbytes)
+            self._note(call, ranks, _dtypes([full]), full.nbytes)
             self._own[call.axis] += ring_wire_bytes(call.kind, full.nbytes, ranks)
 
     def operator(self, func: Any, operands: tuple, result: Any) -> None:
@@ -144,49 +107,53 @@ class LedgerSink(Sink):
                 self._see(func, operands[0], result, group)
         except Exception as error:  # an observer never breaks what it watches
             problem = f"{func.overloadpacket.__name__} is in no row: {error}"
-            if problem not in self.problems:
-                self.problems.append(problem)
+            if problem not in self._problems:
+                self._problems.append(problem)
 
     def noted(self) -> RankLedger:
         """All that was noted; rows in the order in which they first came."""
-        rows = [
-            Communication(
-                **place._asdict(),
-                calls=calls,
-                bytes=size,
-                wire_bytes=ring_wire_bytes(place.kind, size, place.group_size),
-            )
-            for place, (calls, size) in self._rows.items()
-        ]
-        return RankLedger(rows, dict(self._seen), dict(self._own), tuple(self.problems))
+        rows = []
+        for place, (calls, size) in self._rows.items():
+            wire_bytes = ring_wire_bytes(place.kind, size, place.group_size)
+            rows.append(replace(place, calls=calls, bytes=size, wire_bytes=wire_bytes))
+        return RankLedger(rows, dict(self._seen), dict(self._own), tuple(self._problems))
 
     def _see(self, func: Any, arguments: tuple, result: Any, group: dist.ProcessGroup) -> None:
         """Note an operator, unless it is part of one of our own calls."""
         ranks, axis = group.size(), self._axes.get(str(group.group_name), "subgroup")
-        if seen := call_of(func, arguments, result, ranks):
-            self._seen[axis] += ring_wire_bytes(seen.kind, seen.bytes, ranks)
+        if sent := sent_by(func, arguments, result, ranks):
+            kind, size = sent
+            self._seen[axis] += ring_wire_bytes(kind, size, ranks)
             if ranks > 1 and not self.watch.calls:
-                purpose = self._inferred_purpose(seen.kind, axis, seen.dtype)
-                self.library_calls.append(Call(seen.kind, axis, purpose))
-                self._note(seen.kind, axis, purpose, ranks, seen.dtype, seen.bytes)
+                dtype = _dtypes(arguments)
+                call = Call(kind, axis, self._inferred_purpose(kind, axis, dtype) if self._infers else "")
+                self.library_calls.append(call)
+                self._note(call, ranks, dtype, size)
 
-    def _note(self, kind: str, axis: str, purpose: str, ranks: int, dtype: str, size: int) -> None:
+    def _note(self, call: Call, ranks: int, dtype: str, size: int) -> None:
         """Add one call to its row."""
         frame, module = sys._getframe(1), self.watch.module
-        source = ": ".join(part for part in (line_of(frame), module) if part)
         if self.watch.in_backward:
             phase = "backward"
         elif self.watch.is_updating or _runs(frame, lambda code: code is _STEP):
             phase = "update"
         else:
-            phase = PHASES.get(purpose, "forward" if module else "")
-        row = self._rows.setdefault(LedgerKey(kind, axis, purpose, ranks, dtype, phase, source), [0, 0])
+            phase = PHASES.get(call.purpose, "forward" if module else "")
+        place = Communication(
+            **call._asdict(),
+            calls=0,
+            bytes=0,
+            wire_bytes=0,
+            group_size=ranks,
+            dtype=dtype,
+            phase=phase,
+            source=": ".join(part for part in (line_of(frame), module) if part),
+        )
+        row = self._rows.setdefault(place, [0, 0])
         row[:] = [row[0] + 1, row[1] + size]
 
     def _inferred_purpose(self, kind: str, axis: str, dtype: str) -> str:
         """Purpose of a collective in PyTorch's wrappers: mostly the reduction of gradients."""
-        if not self._infers:
-            return ""
         if dtype == "int32":
             return UNUSED  # DDP's map of parameters
         if axis == PP and kind == "permute":
@@ -260,13 +227,16 @@ def of_all_ranks(ranks: Sequence[RankLedger], *, stages: Sequence[int], counts_o
     return Ledger(rows=rows, problems=list(dict.fromkeys(problems)))
 
 
-# What an operator communicates -----------------------------------------------------------------------------
+def kind_of(bare: str) -> str:
+    """The ledger's kind of an operator, by its name without punctuation; '' for none that is known."""
+    return next((kind for name, kind in KINDS.items() if bare.startswith(name)), "")
 
 
-def call_of(func: Any, arguments: tuple, result: Any, ranks: int) -> SeenCall | None:
-    """Communication of an operator of c10d, (outputs, inputs, ...), or a functional, inputs -> outputs.
+def sent_by(func: Any, arguments: tuple, result: Any, ranks: int) -> tuple[str, int] | None:
+    """Kind and bytes of an operator of c10d, (outputs, inputs, ...), or a functional, inputs -> outputs.
 
     Returns:
+        Bytes of the full (gathered) tensor; of an all-to-all, the rank's own; of a sparse one, with indices.
         None if it sends nothing itself.
 
     Raises:
@@ -276,21 +246,17 @@ def call_of(func: Any, arguments: tuple, result: Any, ranks: int) -> SeenCall | 
     bare = name.replace("_", "")
     if bare in SILENT:
         return None
-    if bare not in KINDS:
-        raise ValueError(f"{func.namespace}::{name} is not known")
-    kind = KINDS[bare]
     outputs, inputs = arguments[:2] if func.namespace == "c10d" else (result, arguments[0])
-    match kind:
+    match kind := kind_of(bare):
+        case "":
+            raise ValueError(f"{func.namespace}::{name} is not known")
         case "reduce_scatter" | "all_to_all":
-            size = _nbytes(inputs)
+            return kind, _nbytes(inputs)
         case "gather":  # only the root has the outputs
-            size = _nbytes(inputs) * ranks
+            return kind, _nbytes(inputs) * ranks
         case "scatter":  # only the root has the inputs
-            size = _nbytes(outputs) * ranks
-        case _:
-            size = _nbytes(outputs)
-    dtypes = (str(tensor.dtype).removeprefix("torch.") for tensor in _tensors(arguments))
-    return SeenCall(kind, size, dtype=", ".join(dict.fromkeys(dtypes)))
+            return kind, _nbytes(outputs) * ranks
+    return kind, _nbytes(outputs)
 
 
 def _group_of(func: Any, arguments: tuple) -> dist.ProcessGroup | None:
@@ -303,6 +269,10 @@ def _group_of(func: Any, arguments: tuple) -> dist.ProcessGroup | None:
     return None
 
 
+def _dtypes(tree: object) -> str:
+    return ", ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in _tensors(tree)))
+
+
 def _tensors(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
@@ -313,19 +283,11 @@ def _nbytes(tree: object) -> int:
     return sum(part.nbytes for dense in parts for part in dense)
 
 
-# Where it is called ----------------------------------------------------------------------------------------
-
-
-def _folders(*names: str) -> tuple[str, ...]:
-    return tuple(sysconfig.get_path(name) + os.sep for name in names)
-
-
-_STANDARD_LIBRARY, _INSTALLED = _folders("stdlib", "platstdlib"), _folders("purelib", "platlib")
-_PACKAGE = Path(__file__).parents[1]
-_TORCH = str(Path(torch.__file__).parent) + os.sep
+_STANDARD_LIBRARY, _TORCH = (str(Path(package.__file__).parent) + os.sep for package in (os, torch))
+_INSTALLED = str(Path(_TORCH).parent) + os.sep
 _NOT_A_PLACE = (
     _TORCH,
-    *(str(_PACKAGE / name) + os.sep for name in ("comm", "measure")),
+    *(str(Path(__file__).parents[1] / name) + os.sep for name in ("comm", "measure")),
     typing_extensions.__file__,  # its decorators wrap functions of PyTorch
     "<frozen ",
 )
@@ -336,18 +298,13 @@ _FSDP2 = str(Path("distributed", "fsdp", "_fully_shard"))
 
 def line_of(frame: FrameType | None) -> str:
     """The innermost line outside of PyTorch; in a callback of PyTorch's own, the outermost inside; or ''."""
-    place = None
-    while frame:
-        file = frame.f_code.co_filename
-        if _is_a_place(file):
-            place = frame
-            break
-        if file.startswith(_TORCH):
-            place = frame
+    inside = None
+    while frame and not _is_a_place(frame.f_code.co_filename):
+        inside = frame if frame.f_code.co_filename.startswith(_TORCH) else inside
         frame = frame.f_back
-    if place is None:
-        return ""
-    return f"{Path(place.f_code.co_filename).name}:{place.f_lineno} ({place.f_code.co_name})"
+    if place := frame or inside:
+        return f"{Path(place.f_code.co_filename).name}:{place.f_lineno} ({place.f_code.co_name})"
+    return ""
 
 
 def _runs(frame: FrameType | None, is_asked: Callable[[CodeType], bool]) -> bool:

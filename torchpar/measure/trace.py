@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from compare.contract.timeline import COMPUTE, Span
 from compare.spec.axes import PP
 from torchpar.comm.collectives import Call
-from torchpar.measure.ledger import KINDS, SILENT
+from torchpar.measure.ledger import SILENT, kind_of
 
 STEP, WAIT = "shardpair step", "shardpair wait"
 """Marks around the step, and around each wait for a collective."""
@@ -84,8 +84,8 @@ def span_of(call: Call, name: str = "") -> Span:
     """A collective's span, without times."""
     kind, axis, purpose = call
     name = name or (f"{kind} of {purpose}" if purpose else kind)
-    fields = {"operation": kind, "axis": axis, "purpose": purpose}
-    return Span(kind="communication", name=name, begin_us=0.0, duration_us=0.0, **fields)
+    span = Span(kind="communication", name=name, begin_us=0.0, duration_us=0.0)
+    return replace(span, operation=kind, axis=axis, purpose=purpose)
 
 
 def read_trace(
@@ -126,7 +126,7 @@ def find_calls(events: Sequence[Event], library_calls: Sequence[Call]) -> tuple[
     operators = [event for event in events if event.operator]
     others = [event for event in outermost([*ours, *operators]) if not event.span]
     counted = [event for event in others if event.operator not in RECEIVES]
-    kinds = [KINDS.get(event.operator, event.operator) for event in counted]
+    kinds = [kind_of(event.operator) for event in counted]
     agree = kinds == [call.kind for call in library_calls]
     named = library_calls if agree else [Call(kind, "", "") for kind in kinds]
     for event, call in zip(counted, named, strict=True):
