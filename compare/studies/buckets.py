@@ -8,8 +8,7 @@ s / (n w) + o. A step takes so much longer than its passes:
 
     overlapped    backward takes s / (n w) a bucket: the first is full after that, and from then
                   on the network is the slower by o a bucket                        s / (n w) + n o
-    exposed       nothing runs beside backward, as without an idle core: all are
-                  waited for                                                        s / w + n o
+    exposed       nothing runs beside backward: all are waited for                  s / w + n o
 
 The first has a best n: sqrt(s / (w o)), buckets of sqrt(s w o) bytes, and an overhead of 2 sqrt(s o / w).
 
@@ -51,8 +50,6 @@ if TYPE_CHECKING:
 ALONE = "no communication"
 """The variant that trains one rank's share of the batch on one rank."""
 BUCKETED = "bucketed"
-OTHERS = ("flat", "naive", "overlapped")
-"""Of the first the losses are what others are held to."""
 MARKS = {BUCKETED: "o", "overlapped": "s", "flat": "^", "naive": "D"}
 FILLED = (50, 20, 10, 5, 2)
 SMALLEST_SIZE, LARGEST_SIZE = 2**10, 2**22
@@ -84,9 +81,6 @@ class Buckets(Timed, frozen=True, kw_only=True):
         """Every way of reducing gradients, and the step without communication, in one block."""
         if self.devices < 2:
             raise ExperimentError(f"--devices {self.devices}: there is nothing to reduce on fewer than 2")
-        if len(set(self.bucket_mb)) < len(self.bucket_mb):
-            given = " ".join(f"{mb:g}" for mb in self.bucket_mb)
-            raise ExperimentError(f"--bucket_mb {given}: give each once")
         single = spread(edited(experiment, {"train": {"max_iters": self.timing.steps}}), "single")
         batch = single.train.batch_size
         if batch % self.devices:
@@ -95,14 +89,12 @@ class Buckets(Timed, frozen=True, kw_only=True):
             )
         share = revalidate(edited(single, {"train": {"batch_size": batch // self.devices}}))
         reduced = with_layout(single, dp_replicate=self.devices)
-        ways = {sync: with_layout(reduced, gradient_sync=sync) for sync in OTHERS}
-        for mb in sorted(self.bucket_mb or default_bucket_mb(reduced)):
+        # Others are held to the losses of the first.
+        ways = {sync: with_layout(reduced, gradient_sync=sync) for sync in ("flat", "naive", "overlapped")}
+        for mb in sorted(set(self.bucket_mb or default_bucket_mb(reduced))):
             ways[mb_text(mb)] = with_layout(reduced, gradient_sync=BUCKETED, bucket_mb=mb)
-        layout = f"ddp-{self.devices}"
-        cases = [
-            self.case(REFERENCE, spec, layout=layout, variant=variant)
-            for variant, spec in {**ways, ALONE: share}.items()
-        ]
+        layout, ways[ALONE] = f"ddp-{self.devices}", share
+        cases = [self.case(REFERENCE, spec, layout=layout, variant=way) for way, spec in ways.items()]
         return {case.name: case for case in cases}, {}
 
     def after(self, outcome: Outcome, folder: Path) -> Outcome:
@@ -135,14 +127,12 @@ class Buckets(Timed, frozen=True, kw_only=True):
         best, buckets = best_of(points), best_buckets(size, fit)
         sentence = f"predicted best bucket {mb_text(size / buckets / 1e6)}; none was measured"
         if best:
-            ms, space, interval = written(best.overhead_ms, ".1f").partition(" ")
             sentence = (
-                f"predicted best bucket {mb_text(size / buckets / 1e6)}; measured best {best.name}: {ms} ms"
-                f"{space}{interval} beyond {alone_ms:.1f} ms without communication"
+                f"predicted best bucket {mb_text(size / buckets / 1e6)}; measured best {best.name}: "
+                f"{written(best.overhead_ms, '.1f')} ms beyond {alone_ms:.1f} ms without communication"
             )
         title = f"Data parallelism over {fit.ranks} ranks, {human_bytes(size)} of gradients"
         rate = f"{fit.bandwidth_gb_s:.2f} GB/s" if fit.bandwidth_gb_s else "without limit"
-        least_ms = overlapped_ms(size, buckets, fit) if math.isfinite(buckets) else 0.0
         return timed_findings(
             timed(outcome),
             outcome,
@@ -153,7 +143,7 @@ class Buckets(Timed, frozen=True, kw_only=True):
                 f"communication; so it holds, too, what ranks that share cores and memory take from each "
                 f"other. {outcome.finished_rounds} rounds of fresh processes.",
                 f"An all-reduce on {fit.ranks} ranks here: o = {fit.latency_us:,.0f} us, w = {rate} (median "
-                f"misfit {fit.misfit:.0%}). Predicted best: {buckets:.1f} buckets, {least_ms:.1f} ms.",
+                f"misfit {fit.misfit:.0%}). Predicted best: {buckets:.1f} buckets.",
             ],
             tables=[table_of(title, COLUMNS, points)],
             figures=[figure_of(points, size, fit)],
@@ -207,8 +197,8 @@ def best_buckets(size: float, fit: Fit) -> float:
 def points_of(outcome: Outcome, fit: Fit) -> tuple[float, list[Point]]:
     """The step without communication (ms), and a point for each way that was timed beside it in a round."""
     walls: dict[str, dict[int, float]] = {}
-    for one in timed(outcome).measurements:
-        walls.setdefault(one.case, {})[one.round] = one.wall_ms
+    for process in timed(outcome).measurements:
+        walls.setdefault(process.case, {})[process.round] = process.wall_ms
     *ways, alone = outcome.cases.values()
     without, points = walls[alone.name], []
     for case in ways:
@@ -251,46 +241,36 @@ def gradient_bytes(experiment: Experiment) -> int:
 
 def default_bucket_mb(reduced: Experiment) -> tuple[float, ...]:
     """Megabytes of which the gradients fill about so many buckets as `FILLED` says."""
-    total = gradient_bytes(reduced) / 1e6
-    return tuple(float(f"{total / buckets:.2g}") for buckets in FILLED)
+    return tuple(float(f"{gradient_bytes(reduced) / 1e6 / buckets:.2g}") for buckets in FILLED)
 
 
 def figure_of(points: list[Point], size: float, fit: Fit) -> Figure:
     """Measured overheads over bucket size, and the closed forms' curves."""
-    predicted = best_buckets(size, fit)
-    most = max(
-        [1.0, *(point.buckets for point in points), *([predicted] if math.isfinite(predicted) else [])]
-    )
-    counts = np.geomspace(1, max(most, 2.0), 200)
+    counts = np.geomspace(1, max([2, *(point.buckets for point in points)]), 200)
 
     def draw(axes: "Axes") -> None:
         axes.axhline(0.0, color=INK, linewidth=0.8)
         for place, (sync, mark) in enumerate(MARKS.items()):
-            if of_sync := [point for point in points if point.gradient_sync == sync]:
-                overheads = [point.overhead_ms for point in of_sync]
-                axes.errorbar(
-                    [size / 1e6 / point.buckets for point in of_sync],
-                    [one.median for one in overheads],
-                    whiskers(overheads),
-                    fmt=mark,
-                    color=colour(place),
-                    capsize=3,
-                    label=f"measured, {sync}",
-                )
+            of_sync = [point for point in points if point.gradient_sync == sync]
+            overheads = [point.overhead_ms for point in of_sync]
+            axes.errorbar(
+                [size / 1e6 / point.buckets for point in of_sync],
+                [overhead.median for overhead in overheads],
+                whiskers(overheads),
+                fmt=mark,
+                color=colour(place),
+                capsize=3,
+                label=f"measured, {sync}",
+            )
         for form, dash, name in ((overlapped_ms, "-", "overlapped"), (exposed_ms, ":", "exposed")):
             values = [form(size, count, fit) for count in counts]
             axes.plot(size / 1e6 / counts, values, dash, color=INK, label=f"closed form, {name}")
-        if math.isfinite(predicted):
-            axes.axvline(size / 1e6 / predicted, linestyle="--", color=colour(4), label="predicted best")
         axes.set(xlabel="bucket size (MB)", ylabel="overhead of a step (ms)")
         log_scale(axes, "x")
 
     return Figure(
         title="Overhead over bucket size",
-        caption=(
-            f"Medians over rounds; whiskers are {interval_words(point.overhead_ms for point in points)}. "
-            f"A size is the gradients over the number of buckets."
-        ),
+        caption=f"Medians over rounds; whiskers are {interval_words(point.overhead_ms for point in points)}.",
         draw=draw,
         width=WIDE,
         height=4.0,

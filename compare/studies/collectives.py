@@ -19,7 +19,7 @@ from compare.contract.collective_bench import (
 )
 from compare.contract.record import Record, Step
 from compare.contract.request import REQUEST, Request
-from compare.execute.hosts import HERE, Hosts
+from compare.execute.hosts import Hosts
 from compare.execute.launch import EngineError, run_side, visible_gpus
 from compare.execute.load import busy_cores, is_busy, require_idle
 from compare.flags import Hidden, checked_pythons
@@ -135,11 +135,9 @@ class Collectives(Study, frozen=True, kw_only=True):
         self, name: str, case: Case, place: Path, number: int, tell: Callable[[Step], None]
     ) -> tuple[CollectiveTimes, Record | None]:
         """A side's rows on a number of ranks. Raises EngineError."""
-        side = case.products.split()[0]
-        cases = (CollectiveCase(kind, size) for kind in self.kinds or KINDS for size in self._sizes())
         request = CollectiveRequest(
-            implementations=self._ways(side),
-            cases=tuple(cases),
+            implementations=self._ways(case.products.split()[0]),
+            cases=tuple(CollectiveCase(kind, size) for kind in self.kinds or KINDS for size in self._sizes()),
             ranks=case.experiment.layout.devices,
             platform=self.platform,
             row_s=self.row_s,
@@ -161,10 +159,7 @@ class Collectives(Study, frozen=True, kw_only=True):
         """A table for each collective and number of ranks, the fits, two figures for each collective."""
         sides = outcome.values(CollectiveTimes).values()
         rows = [row for side in sides for row in side.rows]
-        kinds, hosts = (
-            dict.fromkeys(row.kind for row in rows),
-            dict.fromkeys(h for s in sides for h in s.hosts),
-        )
+        kinds, hosts = {row.kind: 0 for row in rows}, {host: 0 for side in sides for host in side.hosts}
         over = f" over {len(hosts)} hosts" if len(hosts) > 1 else ""
         tables = [
             table_of(f"{kind} on {ranks} ranks{over}", COLUMNS, in_order(of_table))
@@ -177,8 +172,6 @@ class Collectives(Study, frozen=True, kw_only=True):
             tables.append(table_of("time = latency + size / bandwidth, fitted", FIT_COLUMNS, fits))
         wrong = {f"{row.implementation} {row.kind}": row.wrong for row in rows if row.wrong}
         sentence = f"{len(rows)} rows, every element of every result as it should be"
-        devices = dict.fromkeys(f"{side.device_kind}, {side.threads}" for side in sides)
-        versions = dict.fromkeys(f"{name} {v}" for side in sides for name, v in side.versions.items())
         cores = max(outcome.circumstances.busy_cores, default=0.0)
         used = f"other processes used {cores:.1f} cores when the first row was timed: no time holds"
         return findings_of(
@@ -189,8 +182,7 @@ class Collectives(Study, frozen=True, kw_only=True):
             value={"fits": fits},
             passed=not wrong,
             about=[
-                f"{'; '.join(devices)} {', '.join(versions)}",
-                *([f"The ranks are spread evenly over {', '.join(hosts)}."] if over else []),
+                "; ".join(dict.fromkeys(f"{side.device_kind}, {side.threads}" for side in sides)),
                 "Columns of nccl-tests: size is the total, count one rank's elements, the time that of the "
                 "slowest rank; busbw is what a rank sends on a ring over that time. On a CPU ranks share "
                 "the cores.",
@@ -221,17 +213,12 @@ class Collectives(Study, frozen=True, kw_only=True):
         return sizes_between(smallest, largest)
 
     def _ranks(self, hosts: Hosts) -> tuple[int, ...]:
-        if len(set(self.ranks)) < len(self.ranks):
-            raise ExperimentError(f"--ranks {' '.join(map(str, self.ranks))}: give each number once")
-        if self.ranks:
-            return self.ranks
+        """Numbers of ranks, each once."""
+        most = MAX_CPU_DEVICES if self.platform == "cpu" else visible_gpus()
         if hosts.several:
             most = hosts.count * min(hosts.slots.values(), default=MAX_CPU_DEVICES)
-            fitting = (ranks for ranks in RANKS if not ranks % hosts.count and ranks <= most)
-            return tuple(fitting) or (hosts.count,)
-        if self.platform == "cpu":
-            return RANKS
-        return tuple(ranks for ranks in RANKS if ranks <= visible_gpus()) or RANKS[:1]
+        able = (ranks for ranks in RANKS if not ranks % hosts.count and ranks <= most)
+        return tuple(dict.fromkeys(self.ranks or able)) or (max(hosts.count, 2),)
 
 
 COLUMNS = (
@@ -269,7 +256,7 @@ def sizes_between(smallest: int, largest: int) -> list[int]:
 
 
 def time_collectives(
-    request: CollectiveRequest, folder: Path, *, pythons: Mapping[str, str], hosts: Hosts = HERE
+    request: CollectiveRequest, folder: Path, *, pythons: Mapping[str, str], hosts: Hosts
 ) -> CollectiveTimes:
     """Time collectives by their side, in fresh processes, in a folder that is made. Raises EngineError."""
     side = SIDES[IMPLEMENTATIONS[request.implementations[0]][0]]
@@ -290,26 +277,17 @@ def time_collectives(
 
 
 def fitted_all_reduce(
-    implementation: str, sizes: list[int], folder: Path, *, pythons: Any, **given: Any
+    way: str, sizes: list[int], folder: Path, *, pythons: Mapping[str, str], hosts: Hosts, **given: Any
 ) -> Fit:
-    """Latency and bandwidth of an all-reduce of some sizes.
+    """Latency and bandwidth of an all-reduce of some sizes (bytes), timed in a folder that is made for it.
 
-    Args:
-        implementation: a name in IMPLEMENTATIONS.
-        sizes: bytes.
-        folder: that is made for it.
-        pythons: side -> its interpreter.
-        given: fields of `CollectiveRequest`, and `hosts`.
-
-    Raises:
-        EngineError: it did not finish, or gave wrong results.
+    `given` are other fields of `CollectiveRequest`. Raises EngineError: it did not finish, or is wrong.
     """
-    hosts = given.pop("hosts", HERE)
     cases = tuple(CollectiveCase("all_reduce", size) for size in sizes)
-    request = CollectiveRequest(implementations=(implementation,), cases=cases, **given)
+    request = CollectiveRequest(implementations=(way,), cases=cases, **given)
     times = time_collectives(request, folder, pythons=pythons, hosts=hosts)
     if any(row.wrong for row in times.rows):
-        raise EngineError(f"all_reduce: wrong results of {implementation}", exit_code=1)
+        raise EngineError(f"all_reduce: wrong results of {way}", exit_code=1)
     return fits_of(times.rows)[0]
 
 

@@ -56,8 +56,8 @@ def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json
         The exit code: 0, or 2 if the command would be refused.
     """
     experiment, platform, tokens = outcome.experiment, outcome.platform, 0
-    refusals = [objection_to(init_from, experiment) if init_from else ""]
-    refusals += [objection_to_resume(resume, outcome.cases, experiment) if resume else ""]
+    refusals = [objection_to(init_from, experiment)]
+    refusals += [objection_to_resume(resume, outcome.cases, experiment)]
     try:
         tokens = len(open_corpus(experiment, validated_sha256=UNREAD).train)
     except ExperimentError as error:

@@ -11,7 +11,6 @@ from compare.judge.strategy import asked_of, with_remat_resolved
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import Experiment
 
-PACKAGES = ("python", "jax", "torch")
 PEER = "a peer has ways of its own: there is no closed form of what it sends"
 
 
@@ -37,8 +36,6 @@ class LedgerStudy(Struct, frozen=True, kw_only=True):
     """Why a case that should have one has none, by its name: it failed, or did not run."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Why others are no case, or have no closed form, by name."""
-    versions: str = ""
-    """What ran them, in words."""
 
     @property
     def passed(self) -> bool:
@@ -49,36 +46,37 @@ class LedgerStudy(Struct, frozen=True, kw_only=True):
         """How far from the textbook the cases are, and how many are as they were recorded."""
         ratios = [flow.ratio for ledger in self.ledgers for flow in ledger.flows if flow.ratio is not None]
         exact = sum(flow.sent == flow.textbook for ledger in self.ledgers for flow in ledger.flows)
-        parts = [f"{len(self.ledgers)} case{'' if len(self.ledgers) == 1 else 's'}"]
-        if ratios:
-            far = f", the others {min(ratios):.2f} to {max(ratios):.2f} times" if exact < len(ratios) else ""
-            parts.append(f"{exact} of {len(ratios)} flows are the textbook's to the byte{far}")
-        if recorded := sum(ledger.is_recorded for ledger in self.ledgers):
-            parts.append(f"{recorded} are held to recorded bytes")
-        if unexpected := [ledger.case for ledger in self.ledgers if ledger.unexpected]:
-            parts.append(f"UNEXPECTED: {', '.join(unexpected)}")
-        if self.missing:
-            parts.append(f"MISSING: {', '.join(self.missing)}")
-        return "; ".join(parts)
+        far = f", the others {min(ratios):.2f} to {max(ratios):.2f} times" if exact < len(ratios) else ""
+        recorded = sum(ledger.is_recorded for ledger in self.ledgers)
+        unexpected = ", ".join(ledger.case for ledger in self.ledgers if ledger.unexpected)
+        parts = {
+            f"{len(self.ledgers)} case{'s' * (len(self.ledgers) != 1)}": True,
+            f"{exact} of {len(ratios)} flows are the textbook's to the byte{far}": ratios,
+            f"{recorded} are held to recorded bytes": recorded,
+            f"UNEXPECTED: {unexpected}": unexpected,
+            f"MISSING: {', '.join(self.missing)}": self.missing,
+        }
+        return "; ".join(part for part, is_said in parts.items() if is_said)
 
 
 def engine_ledger(case: str, record: Record) -> EngineLedger:
     """One record's ledger beside textbook and snapshot; of a peer nothing, which has ways of its own."""
     manifest, rows = record.manifest, record.ledger.rows
-    if manifest.engine not in STUDIED:
-        return EngineLedger(case=case, engine=manifest.engine, experiment=manifest.experiment)
-    experiment = with_remat_resolved(manifest.engine, manifest.experiment)
-    recorded = recorded_rows(manifest.engine, asked_of(record), manifest.versions)
+    engine = manifest.engine
+    if engine not in STUDIED:
+        return EngineLedger(case=case, engine=engine, experiment=manifest.experiment)
+    experiment = with_remat_resolved(engine, manifest.experiment)
+    recorded = recorded_rows(engine, asked_of(record), manifest.versions)
+    flows = line_up(engine, experiment, rows)
     unexpected = [f"incomplete: {problem}" for problem in record.ledger.problems]
-    flows = line_up(manifest.engine, experiment, rows)
-    unexpected += mismatches(manifest.engine, experiment, flows)
+    unexpected += mismatches(engine, experiment, flows)
     if recorded and (sent := snapshot_rows(rows)) != recorded:
-        odd = [*(f"sent {row}" for row in sent if row not in recorded)]
+        odd = [f"sent {row}" for row in sent if row not in recorded]
         odd += [f"recorded {row}" for row in recorded if row not in sent]
         unexpected.append(f"not as recorded: {', '.join(odd)}")
     return EngineLedger(
         case=case,
-        engine=manifest.engine,
+        engine=engine,
         experiment=experiment,
         flows=flows,
         is_recorded=bool(recorded),
@@ -95,10 +93,8 @@ def read_ledgers(folder: Path) -> LedgerStudy:
     outcome, records = read_run(folder)
     named = dict(zip(outcome.finished, records, strict=True))
     peers = {name: PEER for name, record in named.items() if record.manifest.engine not in STUDIED}
-    versions = outcome.circumstances.versions
     return LedgerStudy(
         ledgers=[engine_ledger(name, record) for name, record in named.items() if name not in peers],
         missing=outcome.failures | dict.fromkeys(outcome.not_run, "it did not run"),
         left_out=outcome.left_out | peers,
-        versions=", ".join(f"{name} {versions[name]}" for name in PACKAGES if name in versions),
     )

@@ -1,13 +1,10 @@
 """nanoGPT's config files, such as config/train_shakespeare_char.py, as experiments.
 
-A file is parsed and never executed: assignments of literals, and sums and products of them (5 * 8), are all
-that it may have. Settings that it leaves out are those of nanoGPT's train.py. What has no meaning here, such
-as where nanoGPT logs, is named.
+A file is parsed and never executed: assignments of literals, and products of them (5 * 8), are all that it
+may have. Settings that it leaves out are those of nanoGPT's train.py. What has no meaning here is named.
 """
 
 import ast
-import operator
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +17,11 @@ from compare.studies.tokens import META, alphabet_size
 MAX_BYTES = 65_536
 PADDED_GPT2_VOCABULARY = 50304
 DEFAULTS: dict[str, Any] = {
-    "eval_interval": 2000,
-    "eval_iters": 200,
-    "dataset": "openwebtext",
-    "gradient_accumulation_steps": 40,
-    "batch_size": 12,
-    "block_size": 1024,
-    "n_layer": 12,
-    "n_head": 12,
-    "n_embd": 768,
-    "dropout": 0.0,
-    "bias": False,
-    "learning_rate": 6e-4,
-    "max_iters": 600_000,
-    "weight_decay": 0.1,
-    "beta1": 0.9,
-    "beta2": 0.95,
-    "grad_clip": 1.0,
-    "decay_lr": True,
-    "warmup_iters": 2000,
-    "lr_decay_iters": 600_000,
-    "min_lr": 6e-5,
+    **{"eval_interval": 2000, "eval_iters": 200, "dataset": "openwebtext"},
+    **{"gradient_accumulation_steps": 40, "batch_size": 12, "block_size": 1024},
+    **{"n_layer": 12, "n_head": 12, "n_embd": 768, "dropout": 0.0, "bias": False},
+    **{"learning_rate": 6e-4, "max_iters": 600_000, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95},
+    **{"grad_clip": 1.0, "decay_lr": True, "warmup_iters": 2000, "lr_decay_iters": 600_000, "min_lr": 6e-5},
     "dtype": "float32",  # nanoGPT's default is what its GPU has
 }
 """Of nanoGPT's train.py."""
@@ -48,21 +29,11 @@ WITHOUT_MEANING = {
     "out_dir": "--run_dir says where results go",
     "log_interval": "every step is recorded",
     "always_save_checkpoint": "the newest checkpoint is kept beside the best",
-    "wandb_log": "a run has a report of its own",
-    "wandb_project": "a run has a report of its own",
-    "wandb_run_name": "a run has a report of its own",
-    "backend": "it follows from --platform",
-    "device": "--platform says where",
+    **dict.fromkeys(("wandb_log", "wandb_project", "wandb_run_name"), "a run has a report of its own"),
+    **dict.fromkeys(("backend", "device"), "--platform says where"),
     "compile": "the engines are what they are",
 }
 """Settings of nanoGPT that change nothing here, and why."""
-_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-}
 
 
 def is_config(name: str) -> bool:
@@ -105,10 +76,12 @@ def load_config(path: Path) -> tuple[Experiment, list[str]]:
     if given.get("eval_only"):
         raise ExperimentError(f"{path}: eval_only = True: a run here trains; leave it out")
     settings = {**DEFAULTS, **given}
-    source = _data_folder(path, str(settings["dataset"]))
-    meta, every = source / META, settings["eval_interval"]
+    dataset, every = str(settings["dataset"]), settings["eval_interval"]
+    source = path.absolute().parent.parent / "data" / dataset  # beside nanoGPT's config folder, or here
+    source = source if source.is_dir() else Path("data") / dataset
+    meta = source / META
     settings["vocab_size"] = alphabet_size(meta) if meta.is_file() else PADDED_GPT2_VOCABULARY
-    plain = {name: settings[name] for name in (*FIELDS, "vocab_size") if name in settings}
+    plain = {name: settings[name] for name in FIELDS}
     more = {
         "data": {"source": str(source)},
         "train": {"eval_interval": every, "eval_iters": settings["eval_iters"]},
@@ -120,9 +93,7 @@ def load_config(path: Path) -> tuple[Experiment, list[str]]:
         raise ExperimentError(f"{path}: {error}") from None
     notes = [f"{name}: {WITHOUT_MEANING[name]}" for name in given if name in WITHOUT_MEANING]
     if "dtype" not in given:
-        notes.append(
-            "dtype: float32; nanoGPT takes bfloat16 on a GPU that has it: --precision.dtype bfloat16"
-        )
+        notes.append("dtype: float32; nanoGPT takes bfloat16 where it can: --precision.dtype bfloat16")
     return experiment, notes
 
 
@@ -133,56 +104,36 @@ def read_assignments(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MAX_BYTES:
         raise ExperimentError(f"{path}: longer than {MAX_BYTES} bytes, which no config is")
     try:
-        return _assignments(ast.parse(path.read_text(encoding="utf-8")), path)
-    except ExperimentError:
-        raise
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        return dict(found for statement in tree.body for found in _assignment(statement, path))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        if isinstance(error, ExperimentError):
+            raise
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise ExperimentError(f"{path}{line}: it cannot be read: {error}") from None
 
 
-def _assignments(tree: ast.Module, path: Path) -> dict[str, Any]:
-    found = {}
-    for statement in tree.body:
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-            continue  # a docstring
-        where = f"{path}, line {statement.lineno}"
-        match statement:
-            case ast.Assign(targets=[ast.Name(id=name)]) if name in WITHOUT_MEANING:
-                found[name] = None  # nobody asks: it may be computed
-            case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                found[name] = _literal(value, where)
-            case ast.Import():
-                continue  # for what is computed, in names without meaning
-            case _:
-                raise ExperimentError(
-                    f"{where}: only assignments such as n_layer = 6 are read, and nothing is executed"
-                )
-    return found
+def _assignment(statement: ast.stmt, path: Path) -> list[tuple[str, Any]]:
+    """A name and its value; none of a docstring, or of an import for names without meaning."""
+    match statement:
+        case ast.Import() | ast.Expr(value=ast.Constant()):
+            return []
+        case ast.Assign(targets=[ast.Name(id=name)]) if name in WITHOUT_MEANING:
+            return [(name, None)]  # nobody asks: it may be computed
+        case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            return [(name, _literal(value, f"{path}, line {statement.lineno}"))]
+    where = f"{path}, line {statement.lineno}"
+    raise ExperimentError(f"{where}: only assignments such as n_layer = 6 are read, and nothing is executed")
 
 
 def _literal(value: ast.expr, where: str) -> Any:
     match value:
         case ast.Constant(value=int() | float() | str() | bool() as constant):
             return constant
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_number(operand, where)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            try:
-                return _OPERATORS[type(op)](_number(left, where), _number(right, where))
-            except ArithmeticError as error:
-                raise ExperimentError(f"{where}: {error}") from None
-    raise ExperimentError(f"{where}: only literals are read, and nothing is executed")
-
-
-def _number(value: ast.expr, where: str) -> int | float:
-    found = _literal(value, where)
-    if isinstance(found, str):
-        raise ExperimentError(f"{where}: only numbers are added and multiplied")
-    return found
-
-
-def _data_folder(config: Path, dataset: str) -> Path:
-    """nanoGPT's data/DATASET: beside the folder of the config, or here."""
-    beside = config.absolute().parent.parent / "data" / dataset
-    return beside if beside.is_dir() else Path("data") / dataset
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            numbers = _literal(left, where), _literal(right, where)
+            if all(isinstance(number, int | float) for number in numbers):
+                return numbers[0] * numbers[1]
+    raise ExperimentError(f"{where}: only literals and products of numbers are read, and nothing is executed")

@@ -8,7 +8,6 @@ import msgspec
 from msgspec import Struct
 
 from compare.execute.ask import convert_by_side
-from compare.execute.paths import remove_run_dir
 from compare.host.disk import why_not_readable
 from compare.host.tensors import RecordError, Tensors
 from compare.numerics.initial_weights import INIT, read_weights, write_weights
@@ -20,7 +19,7 @@ NANOGPT = ("transformer.", "lm_head.", "_orig_mod.")
 
 
 class Init(Struct, frozen=True, kw_only=True):
-    """Path and kind of a run's own initial weights; both '' where the seed gives them."""
+    """Path and fingerprint of a run's own initial weights; both '' where the seed gives them."""
 
     path: str = ""
     sha256: str = ""
@@ -32,7 +31,7 @@ def freeze_weights(source: str, experiment: Experiment, folder: Path, *, pythons
     Args:
         source: safetensors with canonical or nanoGPT's names, or nanoGPT's ckpt.pt; '' for none.
         experiment: the model that they must fit.
-        folder: of the run; removed if they do not.
+        folder: of the run.
         pythons: side -> its interpreter; one side alone can read what is not canonical.
 
     Raises:
@@ -41,46 +40,37 @@ def freeze_weights(source: str, experiment: Experiment, folder: Path, *, pythons
     """
     if not source:
         return Init()
-    try:
-        path = Path(source)
-        if why := why_not_readable(path):
-            raise ExperimentError(f"--init_from: {path} {why}")
-        if _is_canonical(path):
-            weights = read_weights(path, experiment)
-        else:
-            with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                converted = Path(scratch) / INIT
-                model = msgspec.json.encode(experiment.model).decode()
-                convert_by_side(path, converted, "nanogpt", pythons=pythons, options=["--model", model])
-                weights = read_weights(converted, experiment)
-        write_weights(folder / INIT, weights)
-        return Init(path=str((folder / INIT).absolute()), sha256=fingerprint(weights))
-    except BaseException:
-        remove_run_dir(folder)
-        raise
+    if _is_canonical(source):
+        weights = read_weights(Path(source), experiment)
+    else:
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            converted = Path(scratch) / INIT
+            model = msgspec.json.encode(experiment.model).decode()
+            convert_by_side(Path(source), converted, "nanogpt", pythons=pythons, options=["--model", model])
+            weights = read_weights(converted, experiment)
+    write_weights(folder / INIT, weights)
+    return Init(path=str((folder / INIT).absolute()), sha256=fingerprint(weights))
 
 
 def objection_to(source: str, experiment: Experiment) -> str:
     """An objection to a user's weights, as far as it shows without starting a side; '' if there is none."""
-    path = Path(source)
-    if why := why_not_readable(path):
-        return f"--init_from: {path} {why}"
     try:
-        if _is_canonical(path):
-            read_weights(path, experiment)
+        if source and _is_canonical(source):
+            read_weights(Path(source), experiment)
     except ExperimentError as error:
         return str(error)
     return ""
 
 
-def _is_canonical(path: Path) -> bool:
-    """True if a file is for us to read: any safetensors but nanoGPT's."""
-    if path.suffix in PICKLES:
-        return False
+def _is_canonical(source: str) -> bool:
+    """True if a file is for us to read: any safetensors but nanoGPT's. Raises ExperimentError."""
+    path = Path(source)
+    if why := why_not_readable(path):
+        raise ExperimentError(f"--init_from: {path} {why}")
     try:
-        names = list(Tensors(path))
+        names = [] if path.suffix in PICKLES else list(Tensors(path))
     except RecordError as error:
         raise ExperimentError(
             f"--init_from: {error}: give a safetensors file, or nanoGPT's ckpt.pt by a name that ends in .pt"
         ) from None
-    return not any(name.startswith(NANOGPT) for name in names)
+    return path.suffix not in PICKLES and not any(name.startswith(NANOGPT) for name in names)

@@ -27,7 +27,6 @@ def checkpoints_for(source: Path, engines: Iterable[str]) -> dict[str, Path]:
     Raises:
         CheckpointError: there is none, or no step after which all have one.
     """
-    engines = list(engines)
     if not (source / OUTCOME).is_file():
         return dict.fromkeys(engines, any_checkpoint(source))
     own = {name: checkpoints_in(source / name / CHECKPOINTS) for name in engines}
@@ -45,8 +44,8 @@ def any_checkpoint(source: Path) -> Path:
     """A checkpoint as it is, or the newest one of an engine's run. Raises CheckpointError: there is none."""
     if (source / DESCRIPTION).is_file():
         return source
-    if found := checkpoints_in(source / CHECKPOINTS):
-        return found[max(found)]
+    if steps := checkpoints_in(source / CHECKPOINTS):
+        return steps[max(steps)]
     raise CheckpointError(
         f"{source}: no checkpoint is there: give a checkpoint, or the folder of a run with --checkpoint.every"
     )
@@ -60,11 +59,9 @@ def resumes(
     Raises:
         CheckpointError: one line: no checkpoint, a damaged one, or one of another training.
     """
-    if not source:
-        return {}
-    found = checkpoints_for(Path(source), engines)
+    folders = checkpoints_for(Path(source), engines) if source else {}
     points = {}
-    for folder in dict.fromkeys(found.values()):
+    for folder in dict.fromkeys(folders.values()):
         reader = CheckpointReader(folder)
         description = reader.description
         require_continues(description, experiment, folder, corpus_sha256=corpus_sha256)
@@ -75,7 +72,7 @@ def resumes(
             updates=description.updates,
             loss_scale=description.loss_scale,
         )
-    return {name: points[folder] for name, folder in found.items()}
+    return {name: points[folder] for name, folder in folders.items()}
 
 
 def require_resumable(engine: str, source: str, init_from: str = "") -> None:
@@ -99,46 +96,36 @@ def require_continues(
         CheckpointError: one line with what is different.
     """
     there, here = checkpoint.experiment, experiment
-    # Dropout is the training's and not the weights'.
-    model = [line for line in differing_keys(there, here) if line.startswith("model.")]
-    model = [line for line in model if not line.startswith("model.dropout")]
+    differing = [line for line in differing_keys(there, here) if line.startswith("model.")]
+    model = [line for line in differing if not line.startswith("model.dropout")]  # is the training's
     has, wants = (
         f"{of.optimizer.name} ({', '.join(moment_names(of.optimizer)) or '-'})" for of in (there, here)
     )
     dtypes = [storage_dtype(of) for of in (there, here)]
-    other_data = corpus_sha256 and checkpoint.corpus_sha256 and checkpoint.corpus_sha256 != corpus_sha256
-    seeds = (there.train.seed, here.train.seed)
-    for is_wrong, why in (
-        (model, f"it is of another model: {_some(model)}"),
-        (has != wants, f"it has the state of {has}, and {wants} is asked for: begin anew with --init_from"),
-        (
-            dtypes[0] != dtypes[1],
-            f"its numbers are {dtypes[0]}, and precision.dtype = {here.precision.dtype} keeps {dtypes[1]}: "
-            f"set --precision.dtype {there.precision.dtype}",
-        ),
-        (
-            seeds[0] != seeds[1],
-            f"its data comes in the order of train.seed = {seeds[0]}, not of {seeds[1]}",
-        ),
-        (
-            other_data,
-            f"it was trained on other tokens than data.source = {here.data.source} has: give those, or begin "
-            f"anew with --init_from",
-        ),
-        (
-            checkpoint.step >= here.train.max_iters,
+    why = ""
+    if model:
+        why = f"it is of another model: {_some(model)}"
+    elif has != wants:
+        why = f"it has the state of {has}, and {wants} is asked for: begin anew with --init_from"
+    elif dtypes[0] != dtypes[1]:
+        why = f"its numbers are {dtypes[0]}: set --precision.dtype {there.precision.dtype}"
+    elif there.train.seed != here.train.seed:
+        why = f"its data comes in the order of train.seed = {there.train.seed}, not of {here.train.seed}"
+    elif corpus_sha256 and checkpoint.corpus_sha256 and checkpoint.corpus_sha256 != corpus_sha256:
+        why = f"it was trained on other tokens than data.source = {here.data.source} has: give those"
+    elif checkpoint.step >= here.train.max_iters:
+        why = (
             f"it is at step {checkpoint.step} of train.max_iters = {here.train.max_iters}: nothing is left "
-            f"to train; raise --train.max_iters",
-        ),
-    ):
-        if is_wrong:
-            raise CheckpointError(f"--resume {folder}: {why}")
+            f"to train; raise --train.max_iters"
+        )
+    if why:
+        raise CheckpointError(f"--resume {folder}: {why}")
 
 
 def objection_to_resume(source: str, engines: Iterable[str], experiment: Experiment) -> str:
     """What is wrong with checkpoints, as far as it shows without reading all of them; '' if nothing is."""
     try:
-        for name, folder in checkpoints_for(Path(source), engines).items():
+        for name, folder in (checkpoints_for(Path(source), engines) if source else {}).items():
             require_resumable(name, source)
             require_continues(read_description(folder), experiment, folder)
     except ExperimentError as error:

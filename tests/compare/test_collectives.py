@@ -115,7 +115,6 @@ def test_what_cannot_work_is_refused_before_anything_starts(capsys):
         (["--min_size", "2M", "--max_size", "1M"], "the largest is not below the smallest"),
         (["--min_size", "1"], "sizes begin with 4 bytes"),
         (["--ranks", "1"], "--ranks 1: give between 2 and"),
-        (["--ranks", "2", "2"], "give each number once"),
         (["--row_s", "0"], "--row_s 0.0 must be more than 0"),
         (["--implementations", "nccl"], "no such way on platform cpu"),
         (["--picture", "a.txt"], "end it in one of"),

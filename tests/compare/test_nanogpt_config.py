@@ -29,7 +29,7 @@ lr_decay_iters = 5000
 min_lr = 1e-4
 beta2 = 0.99
 warmup_iters = 100
-weight_decay = 2 - 1.5
+weight_decay = 2 * 0.25
 '''
 
 
@@ -70,20 +70,20 @@ def test_the_command_line_says_what_has_no_meaning(config, capsys):
 
 LINES = (
     ("from os import system", "line 1: only assignments such as n_layer = 6 are read"),
-    ("max_iters = " + "+".join("1" * 900), "it cannot be read: maximum recursion depth"),
+    ("max_iters = " + "*".join("1" * 3000), "it cannot be read"),
     (
         "max_iters = 1e99",
         "nanoGPT's settings: Expected `int`, got `float` - at `train.max_iters`",
     ),
-    ("n_layer = print('executed')", "line 1: only literals are read"),
-    ("n_layer = __import__('os').system('id')", "line 1: only literals are read"),
+    ("n_layer = print('executed')", "line 1: only literals"),
+    ("n_layer = __import__('os').system('id')", "line 1: only literals"),
     ("n_layer: int = 6", "line 1: only assignments"),
     ("n_layer = n_head = 6", "line 1: only assignments"),
     ("n_layer, n_head = 6, 6", "line 1: only assignments"),
-    ("n_layer = [6]", "line 1: only literals are read"),
-    ("n_layer = 2 ** 99999", "line 1: only literals are read"),
-    ("n_layer = 'a' * 9", "line 1: only numbers are added and multiplied"),
-    ("n_layer = 1 / 0", "line 1: division by zero"),
+    ("n_layer = [6]", "line 1: only literals"),
+    ("n_layer = 2 ** 99999", "line 1: only literals"),
+    ("n_layer = 'a' * 9", "line 1: only literals"),
+    ("n_layer = 6 / 1", "line 1: only literals"),
     ("n_layer =", "line 1: it cannot be read"),
     ("n_layers = 6", "n_layers: nanoGPT has no such setting"),
     ("n" * 16_000 + " = 6", ": nanoGPT has no such setting"),
