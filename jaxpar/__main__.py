@@ -30,6 +30,7 @@ from compare.contract.ending import (
     StoppedEarly,
     StopRequest,
 )
+from compare.contract.faults import IGNORED
 from compare.contract.other_hosts import Waiting, blame_for_hang
 from compare.contract.processes import Process, add_flags, find_process, require_port
 from compare.contract.record import Failure, Recorder, clear_record, leave_failure, write_failure
@@ -108,7 +109,7 @@ def train(folder: Path, process: Process | None = None) -> None:
     else:
         from jaxpar.train import train as train_engine
     planted = nullcontext()
-    if request.fault:  # a run without one does not import them
+    if request.fault and request.fault not in IGNORED:  # a run without one does not import them
         from jaxpar.faults import plant
 
         planted = plant(request.fault, engine=request.engine, layout=request.experiment.layout)

@@ -19,14 +19,12 @@ from jax import lax
 from compare.contract.communication import ACTIVATIONS, GRADIENTS, NORM, REPLICATED_GRADIENTS, TIED_GRADIENTS
 from compare.contract.faults import (
     ANY_LAYOUT,
-    IGNORED,
     REPEATED_PARAMETERS,
     REPLICAS,
     SHARDS,
     SPLIT_LAYERS,
     SPLIT_SEQUENCE,
     STAGES,
-    Ignored,
     PlantedFault,
     find_fault,
 )
@@ -190,16 +188,6 @@ def moved_weight() -> Planted:
     return patch.object(train, "starting_parameters", moved)
 
 
-def ignored(setting: Ignored) -> Planted:
-    """A setting that is not done as asked; the record repeats the request."""
-    prepare = train.prepare
-
-    def wrong(engine: str, experiment: Experiment, **options: Any) -> tuple:
-        return prepare(engine, setting.edit(experiment), **options)
-
-    return patch.object(train, "prepare", wrong)
-
-
 def skipped_last_update() -> Planted:
     right = train.device_scalars
 
@@ -239,5 +227,4 @@ FAULTS = (
     PlantedFault("reversed_update", ALL, REPLICAS, partial(changed_updates, lambda update, _: -update)),
     PlantedFault("rounded_weights", ALL, REPLICAS, partial(changed_updates, to_8_bits)),
     PlantedFault("skipped_last_update", ALL, ANY_LAYOUT, skipped_last_update),
-    *(PlantedFault(name, ALL, setting.need, partial(ignored, setting)) for name, setting in IGNORED.items()),
 )

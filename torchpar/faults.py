@@ -12,7 +12,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from msgspec import structs
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
@@ -22,20 +21,17 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from compare.contract.communication import ACTIVATIONS, GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS
 from compare.contract.faults import (
     ANY_LAYOUT,
-    IGNORED,
     REPEATED_PARAMETERS,
     REPLICAS,
     SHARDS,
     SPLIT_LAYERS,
     SPLIT_SEQUENCE,
     STAGES,
-    Ignored,
     Need,
     PlantedFault,
     find_fault,
 )
 from compare.contract.inputs import starting_parameters
-from compare.contract.request import Request
 from compare.numerics.weights import Given, Weights
 from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, PP, ROWS, TP
 from compare.spec.experiment import Layout
@@ -252,24 +248,6 @@ def spoiled(spoil: Callable[[Run], None]) -> AbstractContextManager:
 
 
 @contextmanager
-def ignored(setting: Ignored) -> Generator[None]:
-    """A setting that is not done as asked; the record repeats the request."""
-    set_up, autocast = train.set_up, train.autocast
-
-    def wrong(request: Request, *args: Any, **options: Any) -> Run:
-        done = setting.edit(request.experiment)
-        run = set_up(structs.replace(request, experiment=done), *args, **options)
-        return replace(run, request=request)
-
-    def wrong_products(run: Run) -> AbstractContextManager:
-        done = setting.edit(run.experiment)
-        return autocast(replace(run, request=structs.replace(run.request, experiment=done)))
-
-    with patch.object(train, "set_up", wrong), patch.object(train, "autocast", wrong_products):
-        yield
-
-
-@contextmanager
 def overwritten_microbatch() -> Generator[None]:
     """Each pass's gradient, and in a pipeline each microbatch's, takes the place of those before it.
 
@@ -429,6 +407,5 @@ FAULTS = tuple(
         ("reversed_update", ALL, REPLICAS, partial(spoiled, partial(change_update, change=_reversed))),
         ("rounded_weights", ALL, REPLICAS, partial(spoiled, partial(change_update, change=_rounded))),
         ("skipped_last_update", ALL, ANY_LAYOUT, partial(spoiled, skipped_last_update)),
-        *((name, ALL, setting.need, partial(ignored, setting)) for name, setting in IGNORED.items()),
     )
 )

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from compare.contract.communication import LOSS
+from compare.contract.faults import IGNORED
 from compare.contract.inputs import open_stream, starting_parameters
 from compare.contract.observers import FinishedStep, Observer
 from compare.contract.other_hosts import facts_here, leave_hosts, require_agreement
@@ -92,7 +93,7 @@ def planted(request: Request) -> AbstractContextManager:
     Raises:
         ExperimentError: there is no such fault, or the engine or the layout cannot express it.
     """
-    if not request.fault:
+    if not request.fault or request.fault in IGNORED:
         return nullcontext()
     faults = importlib.import_module("torchpar.faults")
     return faults.plant(request.fault, engine=request.engine, layout=request.experiment.layout)

@@ -10,9 +10,10 @@ from contextlib import AbstractContextManager
 
 from msgspec import Struct
 
-from compare.spec.axes import SHARDED_FROM
 from compare.spec.engines.registry import ENGINES
-from compare.spec.experiment import Experiment, ExperimentError, Layout, edited
+from compare.spec.experiment import ExperimentError, Layout
+
+Edits = Mapping[str, Mapping[str, object]]
 
 
 class Need(Struct, frozen=True, kw_only=True):
@@ -54,39 +55,21 @@ REPEATED_PARAMETERS = Need(
     holds=lambda layout: layout.dp_replicate > 1 or layout.tp > 1,
     otherwise="no parameter is on two devices: give layout.dp_replicate or layout.tp = 2 or more",
 )
-SHARDED_PARAMETERS = Need(
-    holds=lambda layout: layout.zero == SHARDED_FROM["parameters"],
-    otherwise="no parameter is split: give layout.zero = 3",
-)
-
-
-class Ignored(Struct, frozen=True, kw_only=True):
-    """A setting that an engine does not do as asked, though its manifest says so; it moves no number."""
-
-    instead: Mapping[str, Mapping[str, object]]
-    """Sections and fields as the engine runs them."""
-    need: Need = ANY_LAYOUT
-
-    def edit(self, experiment: Experiment) -> Experiment:
-        """What is run instead of `experiment`."""
-        return edited(experiment, self.instead)
-
-
-IGNORED = {
-    "ignored_gradient_sync": Ignored(instead={"layout": {"gradient_sync": "flat"}}, need=REPLICAS),
-    "ignored_bucket_mb": Ignored(instead={"layout": {"bucket_mb": 25.0}}, need=REPLICAS),
-    "ignored_schedule": Ignored(instead={"layout": {"schedule": "gpipe"}}, need=STAGES),
-    "ignored_remat": Ignored(instead={"layout": {"remat": "none"}}),
-    "ignored_loss_chunks": Ignored(instead={"train": {"loss_chunks": 1}}),
-    "ignored_offload": Ignored(instead={"layout": {"offload": "none"}}),
-    "ignored_sequence_parallel": Ignored(
-        instead={"layout": {"sequence_parallel": False}}, need=SPLIT_SEQUENCE
-    ),
-    "ignored_zero": Ignored(instead={"layout": {"zero": 2}}, need=SHARDED_PARAMETERS),
-    "ignored_reshard": Ignored(instead={"layout": {"reshard_after_forward": False}}, need=SHARDED_PARAMETERS),
-    "ignored_dtype": Ignored(instead={"precision": {"dtype": "float32"}}),
+IGNORED: Mapping[str, Edits] = {
+    "ignored_gradient_sync": {"layout": {"gradient_sync": "flat"}},
+    "ignored_bucket_mb": {"layout": {"bucket_mb": 25.0}},
+    "ignored_schedule": {"layout": {"schedule": "gpipe"}},
+    "ignored_remat": {"layout": {"remat": "none"}},
+    "ignored_loss_chunks": {"train": {"loss_chunks": 1}},
+    "ignored_offload": {"layout": {"offload": "none"}},
+    "ignored_sequence_parallel": {"layout": {"sequence_parallel": False}},
+    "ignored_zero": {"layout": {"zero": 2}},
+    "ignored_reshard": {"layout": {"reshard_after_forward": False}},
+    "ignored_dtype": {"precision": {"dtype": "float32"}},
 }
-"""By fault. Each must be asked for otherwise, to be ignored: see `compare.studies.faults`."""
+"""By fault, sections and fields as the engine runs them, though its manifest says what was asked for.
+
+No side plants these: `read_request` gives it the other experiment. They move no number of the training."""
 
 
 def find_fault(faults: Sequence[PlantedFault], name: str, *, engine: str, layout: Layout) -> PlantedFault:

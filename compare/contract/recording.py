@@ -14,12 +14,14 @@ from msgspec import UNSET
 from compare.checkpoint.description import CHECKPOINTS, Checkpoint
 from compare.checkpoint.saver import Part, Saver
 from compare.contract.ending import ASKED, StoppedEarly, end_if_diverged
+from compare.contract.faults import IGNORED
 from compare.contract.observers import FinishedStep, Observer, Observers
 from compare.contract.progress import Progress
 from compare.contract.record import Manifest, Recorder
-from compare.contract.request import MOMENTS, Request, Rung
+from compare.contract.request import MOMENTS, REQUEST, Request, Rung
 from compare.contract.timing import Window
 from compare.host.facts import MemoryUse
+from compare.host.json_files import read_json
 from compare.numerics.evaluation import Evaluation, is_due
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import parameter_count
@@ -237,9 +239,12 @@ class Summary(Observer):
         if not self._recorder:
             return
         request = self._side.request
+        asked = request
+        if request.fault in IGNORED:
+            asked = read_json(self._recorder.folder / REQUEST, Request)
         manifest = Manifest(
             engine=request.engine,
-            experiment=request.experiment,
+            experiment=asked.experiment,
             platform=request.platform,
             devices=request.experiment.layout.devices,
             parameters=parameter_count(request.experiment.model),

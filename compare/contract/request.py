@@ -6,13 +6,15 @@ from typing import Literal
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
 
 from compare.checkpoint.description import CHECKPOINTS, checkpoints_in
+from compare.contract.faults import IGNORED
 from compare.contract.timing import MIN_WARMUP, Timing
 from compare.host.json_files import read_json
 from compare.numerics.loss_scale import LossScale, first_scale
 from compare.numerics.optimizer import moment_names
-from compare.spec.experiment import Experiment, ExperimentError, revalidate
+from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 
 REQUEST = "request.json"
 Platform = Literal["cpu", "gpu"]
@@ -123,7 +125,7 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def read_request(folder: Path) -> Request:
-    """Read and check `folder/request.json`.
+    """Read and check `folder/request.json`; with a fault of `IGNORED`, as the engine shall run it.
 
     Raises:
         ExperimentError: there is none, it is malformed, or its experiment cannot work.
@@ -142,7 +144,7 @@ def read_request(folder: Path) -> Request:
             f"{folder / CHECKPOINTS} holds checkpoints of an earlier run: move them away, or ask for another "
             f"folder"
         )
-    return request
+    return replace(request, experiment=edited(request.experiment, IGNORED.get(request.fault, {})))
 
 
 def _require_timeable(request: Request) -> None:
