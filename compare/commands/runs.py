@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import re
-import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -11,8 +9,6 @@ import tyro
 from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
-from compare.contract.record import MANIFEST
-from compare.contract.request import REQUEST
 from compare.contract.run_lock import lock_folder
 from compare.execute.paths import RUNS
 from compare.host.tensors import RecordError
@@ -23,9 +19,6 @@ from compare.spec.experiment import ExperimentError, Layout
 from compare.studies.registry import read_study
 from compare.studies.run import tensors_of
 from compare.terminal import errors_console, human_bytes, print_json, results_console
-
-_SET_ASIDE = re.compile(r"(?P<case>.+)\.unfinished-\d+")
-"""As `study` names what an unfinished case left."""
 
 
 class SavedRun(Struct, frozen=True, kw_only=True):
@@ -43,22 +36,11 @@ class SavedRun(Struct, frozen=True, kw_only=True):
     """Of all its files; what a link leads to is not counted."""
 
 
-class Removal(Struct, frozen=True, kw_only=True):
-    """Files of a run that can go."""
-
-    folder: str
-    why: str
-    files: list[str]
-    """Of the ladder, or a folder that was set aside."""
-    bytes: int
-
-
 class Runs(Struct, frozen=True, kw_only=True):
     """Show what was run here, a line each: layout, verdict, begin and size; --prune frees room.
 
     --prune removes the ladder's tensors (gradients, weights, moments) of runs that passed, whose verdicts
-    stay; and what `--continue` set aside of cases that have finished since, with their checkpoints. Nothing
-    else is removed, and no run that is in use is touched.
+    stay. Nothing else is removed, and no run that is in use is touched.
 
     Try:
       shardpair runs
@@ -88,22 +70,23 @@ class Runs(Struct, frozen=True, kw_only=True):
             else:
                 console.print(terminal_table(table_of("", COLUMNS, runs, words=4)))
             return 0
-        removals, left_alone = [], {}
+        sizes, left_alone = {}, {}
         for folder in folders:
             try:
-                removals += _pruned(folder, really=self.yes)
+                sizes[str(folder)] = _pruned(folder, really=self.yes)
             except (ExperimentError, RecordError) as error:
                 left_alone[str(folder)] = str(error)
-        size = sum(removal.bytes for removal in removals)
+        sizes = {folder: size for folder, size in sizes.items() if size}
+        total = sum(sizes.values())
         if self.json:
-            print_json({"removed": self.yes, "bytes": size, "removals": removals, "left_alone": left_alone})
+            print_json({"removed": self.yes, "bytes": total, "runs": sizes, "left_alone": left_alone})
             return 0
         for folder, why in left_alone.items():
             errors_console().print(f"left alone: {folder}: {why}", style="yellow")
-        for removal in removals:
-            console.print(f"{removal.folder}: {removal.why}: {human_bytes(removal.bytes)}")
+        for folder, size in sizes.items():
+            console.print(f"{folder}: tensors of the ladder, which passed: {human_bytes(size)}")
         done = "removed" if self.yes else "can be removed: give --yes"
-        console.print(f"{human_bytes(size)} {done}" if removals else "there is nothing to remove")
+        console.print(f"{human_bytes(total)} {done}" if sizes else "there is nothing to remove")
         return 0
 
 
@@ -150,35 +133,26 @@ def _in_settings(layout: Layout) -> str:
     return " ".join(changed) or "one device"
 
 
-def _size(path: Path) -> int:
-    if path.is_symlink() or not path.is_dir():
-        return os.lstat(path).st_size
-    return sum(os.lstat(os.path.join(at, name)).st_size for at, _, names in os.walk(path) for name in names)
+def _size(folder: Path) -> int:
+    """Bytes of all files of a folder; links are not followed."""
+    return sum(os.lstat(os.path.join(at, name)).st_size for at, _, names in os.walk(folder) for name in names)
 
 
-def _pruned(folder: Path, *, really: bool) -> list[Removal]:
-    """What can be removed of a run, removed if `really`; links are never followed.
+def _pruned(folder: Path, *, really: bool) -> int:
+    """Bytes of a run's tensors that can go, removed if `really`, under the locks of the run and its cases.
 
-    Everything is looked at, and removed, under the locks of the run and of its cases, in which a side may be
-    at work. Raises ExperimentError: one is held; RecordError: the outcome is garbled.
+    Raises:
+        ExperimentError: one of them is in use.
+        RecordError: the outcome is garbled.
     """
     with contextlib.ExitStack() as locks:
         for path in (folder, *_folders_in(folder)):
             locks.enter_context(lock_folder(path))
-        outcome, removals = read_outcome(folder), []
-
-        def remove(place: Path, why: str, paths: list[Path]) -> None:
-            names, size = [str(path) for path in paths], sum(map(_size, paths))
-            removals.append(Removal(folder=str(place), why=why, files=names, bytes=size))
-            for path in paths if really else ():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-        if tensors := tensors_of(folder, outcome):
-            if really:
-                save(replace(outcome, tensors_removed=True), folder)
-            remove(folder, "tensors of the ladder, which passed", tensors)
-        for path in _folders_in(folder):
-            case = (name := _SET_ASIDE.fullmatch(path.name)) and name["case"]
-            if case in outcome.cases and (path / REQUEST).is_file() and (folder / case / MANIFEST).is_file():
-                remove(path, "set aside, and run again since", [path])
-    return removals
+        outcome = read_outcome(folder)
+        tensors = tensors_of(folder, outcome)
+        size = sum(path.stat().st_size for path in tensors)
+        if really and tensors:
+            save(replace(outcome, tensors_removed=True), folder)
+            for path in tensors:
+                path.unlink()
+    return size

@@ -1,7 +1,7 @@
 """The figures of `shardpair collectives`: time and bus bandwidth over size, a line for each way."""
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from compare.contract.collective_bench import IMPLEMENTATIONS, CollectiveRow
@@ -35,39 +35,31 @@ def figures_of(rows: Iterable[CollectiveRow], kind: str) -> list[Figure]:
     """Time and bus bandwidth of a collective over size."""
     rows = in_order(row for row in rows if row.kind == kind)
     sizes = sorted({row.size for row in rows})
+    dashes = dict(zip(ranks_of(rows), itertools.cycle(DASHES), strict=False))
 
-    def draw(axes: "Axes", value: Callable[[CollectiveRow], float], y: str, *, logarithmic: str) -> None:
-        dashes = dict(zip(ranks_of(rows), itertools.cycle(DASHES), strict=False))
+    def draw(axes: "Axes", field: str, y: str, *, logarithmic: str) -> None:
         for way, count in itertools.product(ways_of(rows), dashes):
             points = [row for row in rows if (row.implementation, row.ranks) == (way, count)]
+            x, values = [row.size for row in points], [getattr(row, field) for row in points]
             number = ORDER.index(way)
-            axes.plot(
-                [row.size for row in points],
-                [value(row) for row in points],
-                dashes[count] + MARKERS[number % len(MARKERS)],
-                color=colour(number),
-                markersize=4,
-                label=way,
-            )
+            look = dashes[count] + MARKERS[number % len(MARKERS)]
+            axes.plot(x, values, look, color=colour(number), markersize=4, label=way)
         for count, dash in dashes.items():
             axes.plot([], [], dash, color=INK, label=f"{count} ranks")
         log_scale(axes, *logarithmic)
         ticks(axes, {size: size_text(size) for size in sizes[:: -(-len(sizes) // MOST_TICKS)]})
         axes.set(xlabel="size (bytes; K, M, G are powers of 1024)", ylabel=y)
-        if logarithmic == "x":
-            axes.set_ylim(bottom=0)
 
-    time = "time (us), slowest rank"
     return [
         Figure(
             title=f"{kind}: time over size",
             caption="Of the slowest rank.",
-            draw=lambda axes: draw(axes, lambda row: row.time_us, time, logarithmic="xy"),
+            draw=lambda axes: draw(axes, "time_us", "time (us), slowest rank", logarithmic="xy"),
         ),
         Figure(
             title=f"{kind}: bus bandwidth over size",
             caption="What a rank sends on a ring, over the time.",
-            draw=lambda axes: draw(axes, lambda row: row.busbw_gb_s, "bus bandwidth (GB/s)", logarithmic="x"),
+            draw=lambda axes: draw(axes, "busbw_gb_s", "bus bandwidth (GB/s)", logarithmic="x"),
         ),
     ]
 

@@ -154,34 +154,30 @@ def notes(profile: Profile, platform: str) -> list[str]:
             f"{', '.join(names)}: the watched step was shorter than the others: the machine was busy with "
             f"something else, and these times say little."
         )
-    if platform == "cpu":
-        lines.append("CPU timings: devices that share cores take them from each other.")
-    return lines
+    return [
+        *lines,
+        *(["CPU timings: devices that share cores take them from each other."] * (platform == "cpu")),
+    ]
 
 
 def chrome_trace(name: str, timeline: Timeline, *, process: int = 0) -> bytes:
-    """The timeline as Chrome's trace events, for Perfetto: a process for each engine, rows for each device.
+    """The timeline as Chrome's trace events, for Perfetto: an engine is a process, a device a thread.
 
-    Events of a row may not overlap, and communication overlaps with compute and with itself: below each
-    device's compute it has as many rows as it needs.
+    Compute nests in its thread. Communication overlaps with compute and with itself, and events of a thread
+    may not: it is asynchronous, which Perfetto draws on tracks of its own.
     """
-    events: list[dict[str, object]] = [_named("process_name", process, 0, f"{name}, step {timeline.step}")]
+    events: list[dict[str, object]] = [
+        {"ph": "M", "name": "process_name", "pid": process, "args": {"name": f"{name}, step {timeline.step}"}}
+    ]
     for lane in timeline.lanes:
-        ends: list[float] = [0.0]
-        for span in sorted(lane.spans, key=lambda span: span.begin_us):
-            row = 0
-            if span.kind == "communication":
-                row = next((i for i, end in enumerate(ends) if i and end <= span.begin_us), len(ends))
-                ends[row:] = [span.end_us, *ends[row + 1 :]]
+        place = {"pid": process, "tid": lane.device}
+        events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": f"device {lane.device}"}})
+        for number, span in enumerate(lane.spans):
             about = {"operation": span.operation, "axis": span.axis, "purpose": span.purpose}
-            place = {"pid": process, "tid": lane.device + row * len(timeline.lanes)}
-            times = {"ts": span.begin_us, "dur": span.duration_us, "args": about}
-            events.append({"ph": "X", "name": span.name, "cat": span.kind, **place, **times})
-        for row in range(len(ends)):
-            words = f"device {lane.device}" + (f": communication {row}" if row else "")
-            events.append(_named("thread_name", process, lane.device + row * len(timeline.lanes), words))
+            event = {"name": span.name, "cat": span.kind, **place, "ts": span.begin_us, "args": about}
+            if span.kind != "communication":
+                events.append({**event, "ph": "X", "dur": span.duration_us})
+                continue
+            event["id"] = f"{lane.device}.{number}"
+            events += [{**event, "ph": "b"}, {**event, "ph": "e", "ts": span.end_us}]
     return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"})
-
-
-def _named(event: str, process: int, thread: int, name: str) -> dict[str, object]:
-    return {"ph": "M", "name": event, "pid": process, "tid": thread, "args": {"name": name}}

@@ -23,7 +23,6 @@ from compare.present.tables import (
     ladder_table,
     ledger_table,
     manifest_table,
-    reason_table,
 )
 from compare.show.figures import INK, Figure, curves, differences
 from compare.show.findings import Findings
@@ -62,7 +61,7 @@ def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
     """The findings of the page."""
     experiment = outcome.experiment
     requests = [request.experiment for request in outcome.requests.values()]
-    layouts = dict.fromkeys(layout_in_words(one, outcome.platform) for one in requests)
+    layouts = dict.fromkeys(layout_in_words(asked, outcome.platform) for asked in requests)
     ledgers = [engine_ledger(name, record) for name, record in records.items()]
     manifests = [record.manifest for record in records.values()]
     hosts = dict.fromkeys((one.experiment.layout, tuple(one.hosts)) for one in manifests)
@@ -87,10 +86,7 @@ def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
             ledger_table(records, outcome),
             *map(table_of_layout, layouts_of([ledger for ledger in ledgers if ledger.flows])),
         ],
-        details=[
-            *([reason_table(outcome.verdicts)] if outcome.verdicts else []),
-            *(manifest_table(name, record) for name, record in records.items()),
-        ],
+        details=[manifest_table(name, record) for name, record in records.items()],
         notes=[f"{ledger.case}: {why}." for ledger in ledgers for why in ledger.unexpected],
     )
     return msgspec.structs.replace(
@@ -181,18 +177,16 @@ def how_close(records: Named) -> str:
     """A sentence on whether the loss curves can be told apart at all."""
     first, *others = records
     off = [
-        (error, name, step)
+        (error if math.isfinite(error) else math.inf, name, step)
         for name in others
         for step, error in relative_differences(records[first], records[name]).items()
     ]
     if not off:
         return "Before the update, over the global batch."
-    if lost := next((place for error, *place in off if not math.isfinite(error)), None):
-        return f"{lost[0]} cannot be compared from step {lost[1]} on: a loss is not finite."
-    worst, name, step = max(off)
+    worst, name, step = max(off, key=lambda place: place[0])
     if worst == 0:
         return f"All {len(records)} curves are equal, bit for bit."
-    if worst < COINCIDE:
-        lie = f"All {len(records)} curves lie on each other: the furthest off is {name} at step {step}"
-        return f"{lie}, by {worst:.1e} of the loss."
-    return f"The curves part: {name} is off by {worst:.1e} of the loss at step {step}."
+    if math.isinf(worst):
+        return f"{name} cannot be compared from step {step} on: a loss is not finite."
+    lie = "lie on each other" if worst < COINCIDE else "part"
+    return f"The curves {lie}: the furthest off is {name} at step {step}, by {worst:.1e} of the loss."

@@ -9,7 +9,7 @@ from compare.contract.record import Manifest, Record
 from compare.judge.ladder import RungResult, Verdict, rungs_of
 from compare.judge.metrics import METRICS
 from compare.judge.outcome import Outcome
-from compare.show.findings import NONE, Column, Row, Table, Text, table_of, written
+from compare.show.findings import NONE, Row, Table, Text, written
 from compare.spec.engines.registry import ENGINES
 from compare.terminal import error_text, human_bytes, layout_in_words
 
@@ -19,17 +19,14 @@ REMOVED = "tensors were removed after they had passed: their rungs are those jud
 
 def cost_table(outcome: Outcome) -> Table:
     """Every case's figures, with the ratios of those that can be compared to the first case's."""
-    kept, rows = list(outcome.figures.values()), []
+    rows = []
     for metric in METRICS:
-        first, *others = values = [figures.get(metric.key) or None for figures in kept]
-        notes = ["" for _ in values]
-        if metric.has_ratio and first:
-            notes[1:] = [f"×{value / first:.2f}" if value else "" for value in others]  # noqa: RUF001
+        values = [figures.get(metric.key) or None for figures in outcome.figures.values()]
         if any(value is not None for value in values):
-            cells = [
-                Text(written(value, metric.form), note) for value, note in zip(values, notes, strict=True)
-            ]
-            rows.append(Row(Text(metric.label), cells))
+            of = values[0] if metric.has_ratio else None
+            notes = ["", *(f"×{value / of:.2f}" if value and of else "" for value in values[1:])]  # noqa: RUF001
+            texts = [written(value, metric.form) for value in values]
+            rows.append(Row(Text(metric.label), [*map(Text, texts, notes)]))
     return Table(
         name=f"Costs ({outcome.platform.upper()} timings, one process each, not interleaved)",
         corner="per engine",
@@ -52,14 +49,10 @@ def ladder_table(verdicts: Sequence[Verdict]) -> Table:
     for rung in rungs_of(verdicts):
         results = [_result(verdict, rung) for verdict in verdicts]
         limit = next((_tolerance(result) for result in results if result), "")
-        notes = [
-            (result.worst if result.error else "") if result else verdict.skipped.get(rung, "")
-            for verdict, result in zip(verdicts, results, strict=True)
-        ]
-        cells = [
-            replace(rung_text(verdict, rung), note=note)
-            for verdict, note in zip(verdicts, notes, strict=True)
-        ]
+        cells = []
+        for verdict, result in zip(verdicts, results, strict=True):
+            note = verdict.skipped.get(rung, "") if not result else result.worst if result.error else ""
+            cells.append(replace(rung_text(verdict, rung), note=note))
         rows.append(Row(Text(rung, limit), cells))
     references = ", ".join(dict.fromkeys(verdict.reference for verdict in verdicts))
     return Table(
@@ -82,17 +75,6 @@ def rung_text(verdict: Verdict, rung: str) -> Text:
 
 def _result(verdict: Verdict, rung: str) -> RungResult | None:
     return next((result for result in verdict.rungs if result.rung == rung), None)
-
-
-def reason_table(verdicts: Sequence[Verdict]) -> Table:
-    """Why each rung has its tolerance."""
-    columns = [
-        Column[RungResult]("rung", lambda result: result.rung),
-        Column[RungResult]("tolerance", _tolerance),
-        Column[RungResult]("reason", lambda result: result.reason),
-    ]
-    results = {rung: _result(verdict, rung) for rung in rungs_of(verdicts) for verdict in verdicts}
-    return table_of("Why these tolerances", columns, [*filter(None, results.values())], look="words")
 
 
 def _tolerance(result: RungResult) -> str:

@@ -22,7 +22,7 @@ from compare.flags import EngineName, chosen_engines
 from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.judge.outcome import Case, Grid, Outcome
 from compare.numerics.parameters import parameter_count
-from compare.present.sweep import loss_figures, scaling_figures, sweep_table
+from compare.present.sweep import loss_figures, scaling_figure, sweep_table
 from compare.show.findings import Findings
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited
@@ -151,7 +151,7 @@ class Sweep(Study, frozen=True, kw_only=True):
             tables=[sweep_table(rows, scaled=is_scaled(outcome))],
         )
         records = {name: read_record(folder / name) for name in outcome.finished if (folder / name).is_dir()}
-        figures = scaling_figures(rows) if is_scaled(outcome) else loss_figures(outcome, records)
+        figures = [scaling_figure(rows)] if is_scaled(outcome) else loss_figures(outcome, records)
         value = {"rows": rows, "passed": found.passed, "verdict": found.sentence, "result": outcome}
         return msgspec.structs.replace(found, value=value, figures=figures)
 

@@ -170,7 +170,10 @@ def test_page_says_in_words_whether_curves_can_be_told_apart(tmp_path, tiny):
 
     assert how_close(with_losses(1, 1, 1)) == "All 2 curves are equal, bit for bit."
     assert how_close(with_losses(1, 1 + 1e-9, 1)).endswith("is b at step 1, by 1.0e-09 of the loss.")
-    assert how_close(with_losses(1, 1, 2)) == "The curves part: b is off by 1.0e+00 of the loss at step 2."
+    assert (
+        how_close(with_losses(1, 1, 2))
+        == "The curves part: the furthest off is b at step 2, by 1.0e+00 of the loss."
+    )
     lost = with_losses(1, float("nan"), 1)
     assert how_close(lost) == "b cannot be compared from step 1 on: a loss is not finite."
     assert "b (not finite from step 1)" in svg(loss_figure(lost))  # in the legend

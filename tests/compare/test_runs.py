@@ -1,28 +1,35 @@
-"""`shardpair runs`: what was run, and what of it --prune removes; nothing else is touched."""
+"""`shardpair runs`: what was run, and which tensors --prune removes; nothing else is touched."""
 
+import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
+import records
 from records import make_record, make_run, tensors_of
 
+from compare import study
+from compare.api import read
 from compare.cli import main
-from compare.contract.record import MANIFEST
-from compare.contract.request import Rung
+from compare.contract.record import Record, read_record
+from compare.contract.request import REQUEST, Request, Rung
 from compare.contract.run_lock import lock_folder
-from compare.judge.outcome import OUTCOME
-from compare.spec.experiment import Layout, edited
+from compare.host.json_files import write_json
+from compare.judge.outcome import OUTCOME, read_outcome
+from compare.present.tables import REMOVED
+from compare.spec.experiment import Layout, edited, to_toml
 
 
 @pytest.fixture
-def set_aside(tmp_path, tiny):
-    """A folder of one run whose torch-manual was run again: what the first attempt left lies beside it."""
-    folder = tmp_path / "runs" / "again"
-    make_run(folder, tiny, names=("torch-manual",))
-    make_record(folder / "torch-manual.unfinished-1", tiny)
-    (folder / "torch-manual.unfinished-1" / MANIFEST).unlink()
-    return folder / "torch-manual.unfinished-1"
+def passed(tmp_path, tiny):
+    """A run that passed, with its tensors."""
+    make_run(tmp_path / "run", tiny)
+    return tmp_path / "run"
+
+
+def tensors_in(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.safetensors"))
 
 
 def test_runs_are_listed_with_layout_verdict_and_size(tmp_path, tiny, told, capsys):
@@ -49,73 +56,91 @@ def test_runs_are_listed_with_layout_verdict_and_size(tmp_path, tiny, told, caps
     assert "missing: there is no such folder" in capsys.readouterr().err
 
 
-def test_pruning_says_what_it_would_remove_and_waits_for_yes(set_aside, told, capsys):
-    folder = set_aside.parent
-    size = sum(path.stat().st_size for path in set_aside.iterdir())
-    assert main(["runs", str(folder.parent), "--prune"]) == 0
+def test_tensors_of_a_run_that_passed_go_and_its_rungs_stay(
+    passed, tmp_path, tiny, told, capsys, monkeypatch
+):
+    before, size = read_outcome(passed), sum(path.stat().st_size for path in tensors_in(passed))
+    assert main(["runs", str(passed), "--prune"]) == 0
     assert "can be removed: give --yes" in capsys.readouterr().out
-    planned = told(folder, "--prune")
-    assert (planned["removed"], planned["bytes"], len(planned["removals"])) == (False, size, 1)
-    assert set_aside.is_dir()
-    before = sorted(path for path in folder.rglob("*") if set_aside not in (path, *path.parents))
-    assert told(folder, "--prune", "--yes")["removed"] is True
-    assert sorted(folder.rglob("*")) == before
-    assert main(["report", str(folder), "--json"]) == 0
+    assert told(passed, "--prune") == {
+        "removed": False,
+        "bytes": size,
+        "runs": {str(passed): size},
+        "left_alone": {},
+    }
+    assert len(tensors_in(passed)) > 10
+    assert told(passed, "--prune", "--yes")["bytes"] == size
+    assert tensors_in(passed) == []
+    assert told(passed, "--prune")["runs"] == {}
+    assert main(["report", str(passed), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["tensors_removed"] is True
+    assert shown["verdicts"] == json.loads(msgspec.json.encode(before.verdicts))
+    assert main(["report", str(passed)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert REMOVED in said
+    assert "PASS: jax-manual agrees" in said
+    assert REMOVED in (passed / "report.html").read_text()
+    # Other commands read it; --continue trains nothing.
+    make_run(tmp_path / "whole", tiny)
+    assert main(["ledger", "--results", str(passed), "--json"]) == 0
     capsys.readouterr()
-    assert told(folder, "--prune", "--yes")["removals"] == []
+    assert main(["diff", str(passed), str(tmp_path / "whole"), "--json"]) == 0
+    skipped = json.loads(capsys.readouterr().out)["pairs"]["jax-manual"]["verdict"]["skipped"]
+    assert skipped["gradients"].startswith("no tensors of it in A: ")
+    with pytest.raises(ValueError, match="--keep_tensors"):
+        read(passed)["jax-manual"].tensors("gradients")
+    monkeypatch.setattr(study, "launch", lambda *a, **k: pytest.fail("an engine was started"))
+    assert main(["run", "--continue", str(passed), "--quiet", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tensors_removed"] is True
 
 
-def test_nothing_is_removed_where_a_run_is_at_work(set_aside, told, capsys):
-    folder = set_aside.parent
-    for held in (folder, set_aside):
-        with lock_folder(held):
-            found = told(folder.parent, "--prune", "--yes")
-            assert found["removals"] == []
-            assert "in use by another run" in found["left_alone"][str(folder)]
-            assert main(["runs", str(folder), "--prune"]) == 0
-            assert "left alone: " in capsys.readouterr().err
-    assert set_aside.is_dir()
+def test_tensors_behind_a_link_stay(passed, tmp_path, told):
+    (passed / "jax-manual").rename(tmp_path / "elsewhere")
+    (passed / "jax-manual").symlink_to(tmp_path / "elsewhere")
+    (passed / "torch-manual" / "batch.safetensors").rename(tmp_path / "precious")
+    (passed / "torch-manual" / "batch.safetensors").symlink_to(tmp_path / "precious")
+    kept = len(tensors_in(tmp_path / "elsewhere"))
+    assert told(passed, "--prune", "--yes")["removed"] is True
+    assert len(tensors_in(tmp_path / "elsewhere")) == kept > 5
+    assert (tmp_path / "precious").is_file()
+    assert [path.name for path in tensors_in(passed / "torch-manual")] == ["batch.safetensors"]
 
 
-def elsewhere(path: Path) -> None:
-    path.rename(path.parents[2] / "elsewhere")
-    path.symlink_to(path.parents[2] / "elsewhere")
-
-
-NOT_SUPERSEDED: dict[str, Callable[[Path], object]] = {
-    "no request": lambda aside: (aside / "request.json").unlink(),
-    "unknown case": lambda aside: aside.rename(aside.with_name("precious.unfinished-1")),
-    "a link": elsewhere,
-    "the case never finished": lambda aside: (aside.parent / "torch-manual" / MANIFEST).unlink(),
-    "garbled": lambda aside: (aside.parent / OUTCOME).write_text("{"),
-    "a linked run": lambda aside: elsewhere(aside.parent),
-}
-
-
-@pytest.mark.parametrize("change", NOT_SUPERSEDED)
-def test_what_is_not_surely_superseded_stays(set_aside, told, change):
-    NOT_SUPERSEDED[change](set_aside)
-    top = set_aside.parents[2]
-    before = sorted(os.walk(top, followlinks=True))
-    assert told(set_aside.parents[1], "--prune", "--yes")["removals"] == []
-    assert sorted(os.walk(top, followlinks=True)) == before
-
-
-def test_links_inside_of_what_was_set_aside_are_not_followed(set_aside, tmp_path, told):
-    (tmp_path / "victim").mkdir()
-    (tmp_path / "victim" / "precious").write_text("mine")
-    (set_aside / "checkpoints").symlink_to(tmp_path / "victim")
-    assert told(set_aside.parent, "--prune", "--yes")["removed"] is True
-    assert not set_aside.exists()
-    assert (tmp_path / "victim" / "precious").read_text() == "mine"
-
-
-def test_a_run_that_failed_keeps_its_tensors(tmp_path, tiny, told):
+def test_nothing_is_removed_of_what_failed_is_in_use_or_lies_elsewhere(passed, tmp_path, tiny, told, capsys):
     wrong = tensors_of(tiny)
     wrong[Rung.GRADIENTS] = {name: tensor + 1 for name, tensor in wrong[Rung.GRADIENTS].items()}
-    make_run(tmp_path / "failed", tiny, tensors=wrong)
-    make_run(tmp_path / "lacks", tiny, missing=("torch-library",))
-    make_run(tmp_path / "alone", tiny, names=("torch-manual",))
-    before = sorted(tmp_path.rglob("*.safetensors"))
-    assert told(tmp_path, "--prune", "--yes")["removals"] == []
-    assert sorted(tmp_path.rglob("*.safetensors")) == before
+    runs = tmp_path / "runs"
+    make_run(runs / "failed", tiny, tensors=wrong)
+    make_run(runs / "lacks", tiny, missing=("torch-library",))
+    make_run(runs / "alone", tiny, names=("torch-manual",))
+    (runs / "link").symlink_to(passed)
+    passed.rename(runs / "used")
+    passed.symlink_to(runs / "used")
+    (runs / "used" / "precious.unfinished-1").mkdir()
+    before = sorted(os.walk(runs, followlinks=True))
+    for place in ("used", "used/torch-manual"):
+        with lock_folder(runs / place):
+            found = told(runs, "--prune", "--yes")
+            assert found["runs"] == {}
+            assert "in use by another run" in found["left_alone"][str(runs / "used")]
+            assert main(["runs", str(runs), "--prune"]) == 0
+            assert "left alone: " in capsys.readouterr().err
+    assert sorted(os.walk(runs, followlinks=True)) == before
+
+
+def test_a_run_removes_its_tensors_unless_they_are_to_be_kept(tmp_path, tiny, capsys, monkeypatch):
+    def train(request: Request, folder: Path, **options) -> Record:
+        monkeypatch.setattr(records, "CORPUS", request.corpus_sha256)
+        make_record(folder, request.experiment, engine=request.engine)
+        write_json(folder / REQUEST, request)
+        return read_record(folder)
+
+    monkeypatch.setattr(study, "launch", train)
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.toml").write_text(to_toml(edited(tiny, {"data": {"source": "synthetic"}})))
+    engines = ("--engines", "torch-manual", "torch-library", "--quiet")
+    for name, flags in (("kept", ("--keep_tensors",)), ("gone", ())):
+        assert main(["run", "tiny.toml", *engines, "--run_dir", name, *flags]) == 0
+        assert bool(tensors_in(Path(name))) == (name == "kept")
+        assert (REMOVED in " ".join(capsys.readouterr().out.split())) == (name == "gone")
