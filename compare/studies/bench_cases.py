@@ -47,15 +47,23 @@ def bench_cases(
     """
     check_names("--presets", "preset", presets, PRESETS)
     for flag, texts in (("--sizes", sizes), ("--variants", variants)):
-        _require_texts(flag, texts, presets)
+        check_names(flag, "setting", texts, texts)
+        for text in texts:
+            edits = edits_of(text)
+            degrees = edits.get("layout", {}).keys() & set(AXES) if presets else ()
+            if degrees:
+                why = f"layout.{min(degrees)} contradicts --presets {presets[0]}, which gives the degrees"
+                raise ExperimentError(f"{flag} {text}: {why}: leave one of them out")
+            if "max_iters" in edits.get("train", {}):
+                raise ExperimentError(f"{flag} {text}: the steps of a bench are those of --window")
     layouts, left_out = _layouts(experiment.layout, presets, devices, said)
     cases: dict[str, Case] = {}
     possible = set()
     for (name, layout), size, variant in itertools.product(layouts.items(), sizes or ("",), ("", *variants)):
-        steps = {"train": {"max_iters": timing.steps}}
         try:
-            plain = _edited(edited(replace(experiment, layout=layout), steps), size)
-            spec = _edited(plain, variant)
+            short = edited(replace(experiment, layout=layout), {"train": {"max_iters": timing.steps}})
+            plain = revalidate(edited(short, edits_of(size)))
+            spec = revalidate(edited(plain, edits_of(variant)))
         except ExperimentError as error:
             left_out[" ".join(filter(None, (name, size, variant)))] = str(error)
             continue
@@ -106,10 +114,6 @@ def _value(text: str) -> object:
     return read["value"] if read.keys() == {"value"} else text
 
 
-def _edited(experiment: Experiment, text: str) -> Experiment:
-    return revalidate(edited(experiment, edits_of(text)) if text else experiment)
-
-
 def _layouts(
     own: Layout, presets: Sequence[str], devices: Sequence[int], said: Said
 ) -> tuple[dict[str, Layout], dict[str, str]]:
@@ -143,18 +147,3 @@ def _refusal(case: Case, plain: Experiment, *, is_preset: bool) -> str:
     if case.variant and not engine.offers_choice and edited(spec, chosen) == plain:
         return f"it has no effect: {case.engine} chooses its gradient synchronisation itself"
     return ""
-
-
-def _require_texts(flag: str, texts: Sequence[str], presets: Sequence[str]) -> None:
-    """Refuse texts that say nothing, say it twice, or contradict presets. Raises ExperimentError."""
-    for text in texts:
-        edits = edits_of(text)
-        if texts.count(text) > 1:
-            raise ExperimentError(f"{flag} {text}: give each once")
-        if "max_iters" in edits.get("train", {}):
-            raise ExperimentError(f"{flag} {text}: the steps of a bench are those of --window and --windows")
-        if presets and (degrees := edits.get("layout", {}).keys() & set(AXES)):
-            raise ExperimentError(
-                f"{flag} {text}: layout.{min(degrees)} contradicts --presets {presets[0]}, which gives the "
-                f"degrees: leave --presets out, and give the others as flags, such as --layout.{min(degrees)}"
-            )

@@ -22,7 +22,6 @@ from compare.studies.fitting import as_preset
 from compare.studies.presets import PRESETS, check_names, spread, with_layout
 from compare.studies.run import verdict_findings
 from compare.study import OF_LAYOUTS, Study, against_one_device, grid, pivot, varied
-from compare.terminal import error_text
 
 SHOWN = ("gradients", "later_weights")
 """Rungs whose errors a cell of the grid shows."""
@@ -35,10 +34,8 @@ VARIANTS = (
     "model.dropout=0.2",
 )
 """`--variants all`: SGD without clipping hides nothing of a gradient's scale."""
-GOLDEN = "golden"
-"""The experiment that nanoGPT was run on."""
-SGD = {"name": "sgd", "momentum": 0.9}
-"""What the second golden's optimizer has other than golden.toml's."""
+GOLDEN, SGD = "golden", {"name": "sgd", "momentum": 0.9}
+"""The experiment that nanoGPT was run on, and what the second golden's optimizer has other than it."""
 BOTH = "Worst relative error of a gradient / of a later weight"
 PAGE = """Each engine under each layout, against ONE unsharded device (PyTorch, no container, no
 collective). An error is the largest difference of a tensor over its largest entry: of gradients before
@@ -104,52 +101,30 @@ class Check(Study, frozen=True, kw_only=True):
 
     def cases(self, experiment: Experiment) -> Grid:
         """Each case, its reference before it. Raises ExperimentError, EnvironmentMissing."""
-        engines = chosen_engines(self.engines)
+        engines, names = chosen_engines(self.engines), self.presets
+        if self.variants and not names:
+            raise ExperimentError("--variants has no effect without --presets")
+        if names == (ALL,):
+            names = tuple(name for name in PRESETS if name != "single")
+        check_names("--presets", "preset", names, PRESETS)
+        presets = {name: self.devices or PRESETS[name].devices for name in names}
         if self.against:
-            return self._golden(experiment, engines)
-        if not self.presets:
-            if self.variants:
-                raise ExperimentError("--variants has no effect without --presets")
+            return against_nanogpt(experiment, engines, presets)
+        if not presets:
             return rungs_of_engines(experiment, engines, self.devices or DEVICES)
         variants = VARIANTS if self.variants == (ALL,) else self.variants
-        return against_one_device(engines, varied(experiment, self._presets(), variants), fit=as_preset)
-
-    def _presets(self) -> dict[str, int]:
-        """Names and devices. Raises ExperimentError."""
-        names = [name for name in PRESETS if name != "single"] if self.presets == (ALL,) else self.presets
-        check_names("--presets", "preset", names, PRESETS)
-        return {name: self.devices or PRESETS[name].devices for name in names}
-
-    def _golden(self, experiment: Experiment, engines: list[str]) -> Grid:
-        """Each engine and layout by AdamW and by SGD. Raises EnvironmentMissing: the numbers are damaged."""
-        by = {"": experiment, "sgd": revalidate(edited(experiment, {"optimizer": SGD}))}
-        try:
-            for spec in by.values():
-                read_golden(folder_of(spec.optimizer.name))
-        except RecordError as error:
-            raise EnvironmentMissing(str(error)) from None
-        presets = self._presets()
-        rows = {
-            ".".join(filter(None, (preset, name))): spread(spec, preset, presets[preset]) if preset else spec
-            for preset in presets or [""]
-            for name, spec in by.items()
-        }
-        steps = experiment.train.max_iters
-        return grid(engines, rows, against=NANOGPT, ladder=True, later_step=steps)
+        return against_one_device(engines, varied(experiment, presets, variants), fit=as_preset)
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """A grid of the layouts as they are, a summary of each setting, and all errors."""
         verdicts = {verdict.candidate: verdict for verdict in outcome.verdicts}
         plain = {name: case for name, case in outcome.cases.items() if ", " not in case.row}
-        tables = [
-            pivot(
-                f"Worst relative error of a gradient, {outcome.experiment.precision.dtype}",
-                replace(outcome, cases=plain),
-                lambda name: cell_of(outcome, name, verdicts.get(name), SHOWN[:1]),
-            ),
-            summary_of(outcome),
-        ]
+
+        def gradient(name: str) -> Text:
+            return cell_of(outcome, name, verdicts.get(name), SHOWN[:1])
+
+        title = f"Worst relative error of a gradient, {outcome.experiment.precision.dtype}"
         skipped = [
             f"{verdict.candidate} was not compared: {why}"
             for verdict in outcome.verdicts
@@ -160,8 +135,7 @@ class Check(Study, frozen=True, kw_only=True):
             outcome,
             title=f"{outcome.name}: {len(outcome.finished)} cases",
             sentence=skipped[0] if skipped and outcome.passed else "",
-            tables=tables,
-            notes=[worst_of(rung, outcome.verdicts) for rung in SHOWN] if verdicts else [],
+            tables=[pivot(title, replace(outcome, cases=plain), gradient), summary_of(outcome)],
             details=[pivot(BOTH, outcome, lambda name: cell_of(outcome, name, verdicts.get(name)))],
             passed=outcome.passed and not skipped,
         )
@@ -170,9 +144,7 @@ class Check(Study, frozen=True, kw_only=True):
     def leave(cls, outcome: Outcome, folder: Path, picture: Path | None) -> Path:
         """Write its page; and as Markdown what --output asks for. Returns the page."""
         if output := outcome.options.get("output"):
-            versions = ", ".join(
-                f"{name} {number}" for name, number in outcome.circumstances.versions.items()
-            )
+            versions = ", ".join(map(" ".join, outcome.circumstances.versions.items()))
             head = f"# Parity\n\nWritten by `{outcome.line}`, not by hand. {versions}.\n\n{PAGE}\n\n"
             write_atomically(Path(output), f"{head}{markdown(cls.findings(outcome, folder))}\n".encode())
         return super().leave(outcome, folder, picture)
@@ -190,6 +162,21 @@ def rungs_of_engines(experiment: Experiment, engines: Iterable[str], devices: in
             more, out = grid([name], {f"{devices}-{sync}": sharded}, against="reference", ladder=True)
             cases, left_out = cases | more, left_out | out
     return cases, left_out
+
+
+def against_nanogpt(experiment: Experiment, engines: list[str], presets: dict[str, int]) -> Grid:
+    """Each engine and layout by AdamW and by SGD. Raises EnvironmentMissing: the numbers are damaged."""
+    rows = {}
+    for name, spec in {"": experiment, "sgd": revalidate(edited(experiment, {"optimizer": SGD}))}.items():
+        try:
+            read_golden(folder_of(spec.optimizer.name))
+        except RecordError as error:
+            raise EnvironmentMissing(str(error)) from None
+        layouts = {preset: spread(spec, preset, devices) for preset, devices in presets.items()}
+        for preset, laid_out in (layouts or {"": spec}).items():
+            rows[".".join(filter(None, (preset, name)))] = laid_out
+    later_step = experiment.train.max_iters
+    return grid(engines, rows, against=NANOGPT, ladder=True, later_step=later_step)
 
 
 def cell_of(outcome: Outcome, name: str, verdict: Verdict | None, rungs: Sequence[str] = SHOWN) -> Text:
@@ -211,7 +198,7 @@ def summary_of(outcome: Outcome) -> Table:
         case = outcome.cases[verdict.candidate]
         setting = case.row.partition(", ")[2] or "as it is"
         cells.setdefault(setting, {}).setdefault(case.engine, []).append(verdict)
-    engines = list(dict.fromkeys(outcome.cases[verdict.candidate].engine for verdict in outcome.verdicts))
+    engines = list(dict.fromkeys(engine for by_engine in cells.values() for engine in by_engine))
     rows = [Row(Text(row), [_worst(of.get(engine, [])) for engine in engines]) for row, of in cells.items()]
     return Table(name=f"{BOTH}, over all layouts", corner="setting", columns=engines, rows=rows)
 
@@ -221,10 +208,3 @@ def _worst(verdicts: list[Verdict]) -> Text:
         return Text(f"{len(bad)} of {len(verdicts)} FAIL", news="fail")
     errors = (max((verdict.error(rung) or 0.0 for verdict in verdicts), default=0.0) for rung in SHOWN)
     return Text(" / ".join(f"{error:.0e}" for error in errors) if verdicts else NONE)
-
-
-def worst_of(rung: str, verdicts: list[Verdict]) -> str:
-    """The largest error on a rung, and whose it is."""
-    errors = {verdict.candidate: verdict.error(rung) or 0.0 for verdict in verdicts}
-    worst = max(errors, key=errors.__getitem__)
-    return f"worst of {rung}: {error_text(errors[worst])} ({worst})"

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import Struct
 from safetensors.numpy import save
 
 from compare.host.disk import write_atomically
@@ -24,24 +23,24 @@ from compare.spec.experiment import ExperimentError, Model
 CONFIG, WEIGHTS_FILE = "config.json", "model.safetensors"
 HEAD = "lm_head.weight"
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-
-
-class Config(Struct, frozen=True, kw_only=True):
-    """What of its config.json says which model it is."""
-
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
-    n_positions: int = 1024
-    vocab_size: int = 50257
-    n_inner: int | None = None
-    activation_function: str = "gelu_new"
-    layer_norm_epsilon: float = 1e-5
-    tie_word_embeddings: bool = True
-    scale_attn_weights: bool = True
-    scale_attn_by_inverse_layer_idx: bool = False
-    add_cross_attention: bool = False
-    model_type: str = "gpt2"
+FIELDS = {
+    "n_layer": ("n_layer", 12),
+    "n_head": ("n_head", 12),
+    "n_embd": ("n_embd", 768),
+    "block_size": ("n_positions", 1024),
+    "vocab_size": ("vocab_size", 50257),
+    "norm_eps": ("layer_norm_epsilon", 1e-5),
+}
+"""The model's fields: their names in config.json, and Hugging Face's defaults."""
+SUPPORTED: dict[str, tuple[object, ...]] = {
+    "model_type": ("gpt2",),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+    "activation_function": tuple(ACTIVATIONS),
+}
+"""Values that the model here has; the first is Hugging Face's default."""
 
 
 def is_huggingface(source: Path) -> bool:
@@ -59,10 +58,8 @@ def read_gpt2(folder: Path) -> tuple[Model, dict[str, np.ndarray]]:
     model = _model(folder / CONFIG)
     tensors = Tensors(folder / WEIGHTS_FILE)
     named = {name.removeprefix(TRANSFORMER): name for name in tensors if not _is_mask(name)}
-    rows = parameter_table(model)
-    if HEAD in named and not np.array_equal(
-        tensors[named.pop(HEAD)], tensors[named[gpt2_name("embedding.token")]]
-    ):
+    rows, embedding = parameter_table(model), gpt2_name("embedding.token")
+    if HEAD in named and not np.array_equal(tensors[named.pop(HEAD)], tensors[named[embedding]]):
         raise ExperimentError(f"{folder}: {HEAD} is not tied to the embedding, and the model's is")
     require_fit(
         {name: tensors.shape(whole) for name, whole in named.items()},
@@ -83,19 +80,13 @@ def write_gpt2(folder: Path, model: Model, weights: Mapping[str, np.ndarray]) ->
         weight = weights[row.name] if row.name in weights else np.zeros(row.shape)
         array = np.ascontiguousarray(weight.reshape(_shape(row)), np.float32)
         tensors[TRANSFORMER + gpt2_name(row.name)] = array
-    config: dict[str, Any] = {
+    config = {
+        **{theirs: getattr(model, name) for name, (theirs, _) in FIELDS.items()},
+        **{field: values[0] for field, values in SUPPORTED.items()},
         "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_layer": model.n_layer,
-        "n_head": model.n_head,
-        "n_embd": model.n_embd,
-        "n_positions": model.block_size,
         "n_ctx": model.block_size,
-        "vocab_size": model.vocab_size,
         "activation_function": "gelu" if model.activation == "gelu" else "gelu_new",
-        "layer_norm_epsilon": model.norm_eps,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout),
-        "tie_word_embeddings": True,
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / WEIGHTS_FILE, save(tensors, {"format": "pt"}))
@@ -104,38 +95,16 @@ def write_gpt2(folder: Path, model: Model, weights: Mapping[str, np.ndarray]) ->
 
 def _model(path: Path) -> Model:
     try:
-        config = msgspec.json.decode(path.read_bytes(), type=Config)
+        config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        sizes = {name: config.get(theirs, default) for name, (theirs, default) in FIELDS.items()}
+        for field, values in {**SUPPORTED, "n_inner": (None, 4 * sizes["n_embd"])}.items():
+            if (value := config.get(field, values[0])) not in values:
+                said = " or ".join(map(json.dumps, values))
+                raise ExperimentError(f"{path}: {field} = {json.dumps(value)}: the model here has {said}")
+        activation = ACTIVATIONS[config.get("activation_function", "gelu_new")]
+        return msgspec.convert({**sizes, "bias": True, "activation": activation}, Model)
     except (OSError, msgspec.DecodeError) as error:
         raise ExperimentError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-    able: dict[str, tuple[object, ...]] = {
-        "model_type": ("gpt2",),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-        "tie_word_embeddings": (True,),
-        "activation_function": tuple(ACTIVATIONS),
-        "n_inner": (None, 4 * config.n_embd),
-    }
-    for field, values in able.items():
-        if (value := getattr(config, field)) not in values:
-            said = " or ".join(map(json.dumps, values))
-            raise ExperimentError(f"{path}: {field} = {json.dumps(value)}: the model here has {said}")
-    try:
-        return msgspec.convert(
-            {
-                "n_layer": config.n_layer,
-                "n_head": config.n_head,
-                "n_embd": config.n_embd,
-                "block_size": config.n_positions,
-                "vocab_size": config.vocab_size,
-                "bias": True,
-                "activation": ACTIVATIONS[config.activation_function],
-                "norm_eps": config.layer_norm_epsilon,
-            },
-            Model,
-        )
-    except msgspec.ValidationError as error:
-        raise ExperimentError(f"{path}: {' '.join(str(error).split())}") from None
 
 
 def _shape(row: Parameter) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ measures strategies, and proves that they compute the same.
 """
 
 import itertools
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +19,7 @@ from compare.contract.record import read_record
 from compare.execute.launch import require_devices
 from compare.flags import EngineName, chosen_engines
 from compare.judge.closed_forms.flops import model_flops_per_token
-from compare.judge.outcome import Case, Grid, Outcome
+from compare.judge.outcome import Grid, Outcome
 from compare.numerics.parameters import parameter_count
 from compare.present.sweep import loss_figures, scaling_figure, sweep_table
 from compare.show.findings import Findings
@@ -114,10 +113,13 @@ class Sweep(Study, frozen=True, kw_only=True):
                     left_out[row] = str(error)
                     rows.pop(row, None)
         fit: Fit = as_it_is if "schedule" in self.said.flags else as_preset
-        engines = chosen_engines(self.engines)
-        cases, refused = against_one_device(engines, rows, fit=fit, ladder=self.ladder)
+        cases, refused = against_one_device(chosen_engines(self.engines), rows, fit=fit, ladder=self.ladder)
         # One device of the reference's engine is the reference.
-        again = [name for name, case in cases.items() if case.against and _is_reference(case, cases)]
+        again = {
+            name
+            for name, case in cases.items()
+            if case.against and case.request == cases[case.against].request
+        }
         return {name: case for name, case in cases.items() if name not in again}, left_out | refused
 
     def _devices(self) -> tuple[int, ...]:
@@ -145,8 +147,7 @@ class Sweep(Study, frozen=True, kw_only=True):
                 f"{parameter_count(experiment.model):,} parameters, {experiment.train.max_iters} steps, "
                 f"{experiment.precision.dtype}, {model_flops_per_token(experiment):.3g} floating-point "
                 f"operations a token. One process for each, one after another: an order of magnitude, which "
-                f"does not rank strategies. On a CPU all devices share its cores: that shows what splitting "
-                f"the work costs, and not what more machines would bring.",
+                f"does not rank strategies. On a CPU all devices share its cores.",
             ],
             tables=[sweep_table(rows, scaled=is_scaled(outcome))],
         )
@@ -156,11 +157,6 @@ class Sweep(Study, frozen=True, kw_only=True):
         return msgspec.structs.replace(found, value=value, figures=figures)
 
 
-def _is_reference(case: Case, cases: Mapping[str, Case]) -> bool:
-    reference = cases[case.against]
-    return (case.engine, case.experiment) == (reference.engine, reference.experiment)
-
-
 def is_scaled(outcome: Outcome) -> bool:
     """True if its rows are of several numbers of devices."""
     return outcome.options.get("scaling", "none") != "none"
@@ -168,33 +164,28 @@ def is_scaled(outcome: Outcome) -> bool:
 
 def rows_of(outcome: Outcome) -> list[StrategyRow]:
     """The rows with their verdicts and efficiencies."""
-    verdicts = {verdict.candidate: verdict for verdict in outcome.verdicts}
+    verdicts, rows = {verdict.candidate: verdict for verdict in outcome.verdicts}, []
     # A reference has the setting of what is held against it.
-    settings = {case.against: case.row.partition(", ")[2] for case in outcome.cases.values()}
-    rows = []
+    settings = {case.against or name: case.row.partition(", ")[2] for name, case in outcome.cases.items()}
     for name, figures in outcome.values(dict[str, Any]).items():
         case, verdict = outcome.cases[name], verdicts.get(name)
         facts = {
             "engine": case.engine,
             "strategy": case.row.partition(".")[0] if case.against else "single",
-            "variant": case.row.partition(", ")[2] if case.against else settings.get(name, ""),
+            "variant": case.row.partition(", ")[2] if case.against else settings[name],
             "batch_size": case.experiment.train.batch_size,
             "verdict": verdict.sentence() if verdict else "",
             "passed": verdict is None or verdict.passed,
         }
         rows.append(msgspec.convert({**figures, **facts}, StrategyRow))
-    if is_scaled(outcome):
-        rows = [msgspec.structs.replace(row, efficiency=_efficiency(row, rows)) for row in rows]
-    return rows
+    if not is_scaled(outcome):
+        return rows
+    return [msgspec.structs.replace(row, efficiency=_efficiency(row, rows)) for row in rows]
 
 
-def _efficiency(row: StrategyRow, rows: list[StrategyRow]) -> float | None:
+def _efficiency(row: StrategyRow, rows: list[StrategyRow]) -> float:
     """Throughput per device over that of the smallest number of devices."""
-    alike = [
-        other
-        for other in rows
-        if (other.engine, other.variant) == (row.engine, row.variant)
-        and other.strategy in (row.strategy, "single")
-    ]
+    of_engine = (other for other in rows if (other.engine, other.variant) == (row.engine, row.variant))
+    alike = [other for other in of_engine if other.strategy in (row.strategy, "single")]
     base = min(alike, key=lambda other: other.devices)
     return (row.tokens_per_s / row.devices) / (base.tokens_per_s / base.devices)

@@ -3,7 +3,6 @@
 Devices of a CPU share its cores: what is measured is what one of them has while all are at work.
 """
 
-import functools
 import math
 import tempfile
 import time
@@ -11,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from compare.contract.collective_bench import OURS
@@ -63,14 +61,22 @@ def measure_here(
     dtype = experiment.precision.product_dtype
     threads = 1 if side.one_process_a_device else cores()
     share = min(threads, cores() / sharing) / threads  # of these threads, that a device has
-    found = measure_ceiling(side.name, "cpu", dtype, pythons[side.name], threads=threads, sizes=SIZES)
-    best = max(found.by_size.values())
-    way = OURS if side.name == TORCH.name else "xla"
-    link = functools.partial(_link, way, folder, pythons=pythons)
-    within = across = link(inside, ONE_HOST)
-    if hosts.count > 1:
-        one = link(hosts.count, hosts)  # a device of each host; all of a host share its link
-        across = msgspec.structs.replace(one, bytes_per_s=one.bytes_per_s / inside)
+    ceiling = measure_ceiling(side.name, "cpu", dtype, pythons[side.name], threads=threads, sizes=SIZES)
+    best = max(ceiling.by_size.values())
+
+    def link(ranks: int, over: Hosts, sharing_it: int = 1) -> LinkSpeed:
+        """Of an all-reduce over so many ranks; free on one, which has no link."""
+        if ranks == 1:
+            return LinkSpeed(bytes_per_s=1e30, latency_s=0.0)
+        way, sizes = OURS if side.name == TORCH.name else "xla", sizes_between(1024, 2**22)
+        place = folder / f"{over.count}x{ranks}"
+        given = {"ranks": ranks, "row_s": ROW_S, "pythons": pythons, "hosts": over}
+        fit = fitted_all_reduce(way, sizes, place, **given)
+        rate = min(fit.bytes_per_s * ring_wire_bytes("all_reduce", 2**20, ranks) / 2**20, 1e30)
+        latency_s = fit.latency_us / 1e6 / math.ceil(math.log2(ranks))
+        return LinkSpeed(bytes_per_s=rate / sharing_it, latency_s=latency_s)
+
+    within = link(inside, ONE_HOST)
     return Machine(
         name=f"{HERE}x{devices}",
         devices=devices,
@@ -80,9 +86,10 @@ def measure_here(
         memory_bytes_per_s=_copied_per_s() * min(1.0, cores() / sharing),
         peak={dtype: best * share},
         sustained={dtype: best * share},
-        products=[(2.0 * size**3, rate / best) for size, rate in sorted(found.by_size.items())],
+        products=[(2.0 * size**3, rate / best) for size, rate in sorted(ceiling.by_size.items())],
         inside=within,
-        across=across,
+        # A device of each host is timed; all of a host share its link.
+        across=link(hosts.count, hosts, inside) if hosts.count > 1 else within,
     )
 
 
@@ -117,18 +124,3 @@ def _copied_per_s() -> float:
         np.copyto(target, source)
         times.append(time.perf_counter() - begun)
     return 2 * COPIED / min(times)
-
-
-def _link(
-    implementation: str, folder: Path, ranks: int, hosts: Hosts, *, pythons: Mapping[str, str]
-) -> LinkSpeed:
-    """Latency and bandwidth of an all-reduce over so many ranks; free on one, which has no link."""
-    if ranks == 1:
-        return LinkSpeed(bytes_per_s=1e30, latency_s=0.0)
-    place, sizes = folder / f"{hosts.count}x{ranks}", sizes_between(1024, 2**22)
-    fit = fitted_all_reduce(
-        implementation, sizes, place, ranks=ranks, row_s=ROW_S, pythons=pythons, hosts=hosts
-    )
-    wire = ring_wire_bytes("all_reduce", 2**20, ranks) / 2**20
-    rate = min(fit.bytes_per_s * wire, 1e30)
-    return LinkSpeed(bytes_per_s=rate, latency_s=fit.latency_us / 1e6 / math.ceil(math.log2(ranks)))

@@ -4,10 +4,10 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from compare.flags import Hidden, StudiedName, checked_pythons
 from compare.host.disk import write_atomically
@@ -18,7 +18,6 @@ from compare.judge.timed_outcome import Measurement, timed
 from compare.plan.machine import Machine
 from compare.plan.predict import predict
 from compare.plan.search import Candidate, memory_of, search
-from compare.show.figures import INK, MARKERS, Figure, colour, log_scale
 from compare.show.findings import Column, Findings, table_of
 from compare.spec.engines.registry import REFERENCE, STUDIED
 from compare.spec.experiment import Experiment, ExperimentError, edited, to_toml
@@ -26,9 +25,6 @@ from compare.studies.presets import check_names
 from compare.studies.this_machine import HERE, machine_of
 from compare.terminal import human_bytes
 from compare.timing import Timed, timed_findings
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 FASTER = 1.2
 """A case that takes so much longer than the fastest one in every round, twice at least, is timed no more."""
@@ -81,30 +77,19 @@ class Tune(Timed, frozen=True, kw_only=True):
                 f"--best {self.best} must be at least 1, --budget {self.budget:g} at least 0"
             )
         if self.dry_run and self.machine == HERE:
-            raise ExperimentError(
-                "--dry_run measures nothing: give --machine a file that an earlier plan kept"
-            )
+            raise ExperimentError("--dry_run measures nothing: give --machine a file that tune has kept")
         check_names("--engines", "engine", self.engines, STUDIED)
-        asked, pythons, hosts = self.asked(), checked_pythons(self), self.found_hosts()
-        machines = {
-            name: machine_of(
-                self.machine,
-                self.devices,
-                name,
-                asked,
-                pythons=pythons,
-                hosts=hosts,
-                anyway=self.anyway,
-            )
-            for name in self.engines
-        }
-        planned = super(Tune, msgspec.structs.replace(self, machines=machines)).planned()
+        asked, machines = self.asked(), {}
+        how = {"pythons": checked_pythons(self), "hosts": self.found_hosts(), "anyway": self.anyway}
+        for name in self.engines:
+            machines[name] = machine_of(self.machine, self.devices, name, asked, **how)
+        planned = super(Tune, replace(self, machines=machines)).planned()
         predicted = {
             name: 1e3 * predict(case.engine, case.experiment, machines[case.engine]).seconds
             for name, case in planned.cases.items()
         }
         more = {"machines": machines, "predicted_ms": predicted, "budget_s": 60 * self.budget}
-        return msgspec.structs.replace(planned, more=planned.more | msgspec.to_builtins(more))
+        return replace(planned, more=planned.more | msgspec.to_builtins(more))
 
     def cases(self, experiment: Experiment) -> Grid:
         """The best layouts of each engine, or some from all over its ranking."""
@@ -154,7 +139,6 @@ class Tune(Timed, frozen=True, kw_only=True):
             f"{folder / WINNER}; {'; '.join(words)}",
             about=[ABOUT],
             tables=[table_of("Predicted and measured", COLUMNS, rows)],
-            figures=[figure_of(rows)],
             rows=rows,
         )
 
@@ -168,7 +152,7 @@ class Row(Struct, frozen=True, kw_only=True):
     predicted_ms: float
     measured_ms: Estimate
     error: float
-    error_after: float
+    error_after: float = 0.0
     """With the engine's median ratio divided out."""
     predicted_bytes: float
     measured_bytes: int
@@ -195,28 +179,25 @@ def process_s(process: Measurement) -> float:
 
 def rows_of(outcome: Outcome) -> list[Row]:
     """A row for each case that finished once."""
-    view, predicted = timed(outcome), outcome.more["predicted_ms"]
-    rounds = {name: list(by_round(view, case).values()) for name, case in outcome.cases.items()}
-    measured = {name: estimate([process.wall_ms for process in own]) for name, own in rounds.items() if own}
-    ratios: dict[str, dict[str, float]] = {}
-    for name, wall_ms in measured.items():
-        of_engine = ratios.setdefault(outcome.cases[name].engine, {})
-        of_engine[name] = predicted[name] / wall_ms.median
-    return [
-        Row(
-            case=name,
-            engine=engine,
-            layout=outcome.cases[name].layout,
-            predicted_ms=predicted[name],
-            measured_ms=measured[name],
-            error=ratio - 1,
-            error_after=ratio / statistics.median(of_engine.values()) - 1,
-            predicted_bytes=sum(memory_of(engine, outcome.cases[name].experiment).values()),
-            measured_bytes=max(process.peak_mem_bytes for process in rounds[name]),
-        )
-        for engine, of_engine in ratios.items()
-        for name, ratio in of_engine.items()
-    ]
+    view, predicted, rows = timed(outcome), outcome.more["predicted_ms"], []
+    for name, case in outcome.cases.items():
+        if processes := list(by_round(view, case).values()):
+            measured = estimate([process.wall_ms for process in processes])
+            row = Row(
+                case=name,
+                engine=case.engine,
+                layout=case.layout,
+                predicted_ms=predicted[name],
+                measured_ms=measured,
+                error=predicted[name] / measured.median - 1,
+                predicted_bytes=sum(memory_of(case.engine, case.experiment).values()),
+                measured_bytes=max(process.peak_mem_bytes for process in processes),
+            )
+            rows.append(row)
+    factors = {
+        engine: statistics.median(1 + row.error for row in of) for engine, of in by_engine(rows).items()
+    }
+    return [replace(row, error_after=(1 + row.error) / factors[row.engine] - 1) for row in rows]
 
 
 def accuracy(rows: Sequence[Row]) -> str:
@@ -234,27 +215,6 @@ def kendall(predicted: Sequence[float], measured: Sequence[float]) -> float | No
 
     tau = float(kendalltau(predicted, measured).statistic) if len(predicted) > 1 else math.nan
     return None if math.isnan(tau) else tau
-
-
-def figure_of(rows: Sequence[Row]) -> Figure:
-    """Predicted over measured times, a colour for each engine."""
-
-    def draw(axes: "Axes") -> None:
-        for place, (engine, of_engine) in enumerate(by_engine(rows).items()):
-            times = [(row.measured_ms.median, row.predicted_ms) for row in of_engine]
-            axes.plot(
-                *zip(*times, strict=True), MARKERS[place % len(MARKERS)], color=colour(place), label=engine
-            )
-        ends = [row.measured_ms.median for row in rows]
-        axes.plot([min(ends), max(ends)], [min(ends), max(ends)], color=INK, linewidth=1, label="equal")
-        axes.set(xlabel="measured (ms)", ylabel="predicted (ms)")
-        log_scale(axes, "x", "y")
-
-    return Figure(
-        title="Predicted against measured",
-        caption="Above the line a prediction is too slow; points that rise are ranked as they are.",
-        draw=draw,
-    )
 
 
 def by_engine(rows: Sequence[Row]) -> dict[str, list[Row]]:

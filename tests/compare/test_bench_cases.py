@@ -118,7 +118,7 @@ def test_a_choice_that_cannot_be_is_refused(tiny):
         ({"sizes": ("train.batchsize=8",)}, "train.batchsize=8: give fields"),
         ({"sizes": ("data.source=x",)}, "data.source=x: give fields"),
         ({"sizes": ("train.batch_size",)}, "train.batch_size: give fields"),
-        ({"sizes": ("train.batch_size=8", "train.batch_size=8")}, "give each once"),
+        ({"sizes": ("train.batch_size=8", "train.batch_size=8")}, "give each setting once"),
         ({"variants": ("train.max_iters=8",)}, "the steps of a bench are those of --window"),
         ({"sizes": ("train.batch_size=x",)}, "timed: Expected `int`, got `str` - at `train.batch_size`"),
     ):
