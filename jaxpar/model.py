@@ -18,12 +18,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import lax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from compare.numerics.dropout import DropoutSite
 from compare.numerics.parameters import MLP_RATIO, QKV
 from compare.spec.experiment import Model, Precision
-from jaxpar.attention import causal_attention
 from jaxpar.derivatives import gelu, product
 from jaxpar.dropout import Dropout, Noise
 from jaxpar.remat import Remat, apply_remat
@@ -96,6 +95,28 @@ def layer_norm(config: Model, dtypes: Dtypes) -> nnx.LayerNorm:
         param_dtype=dtypes.storage,
         rngs=nnx.Rngs(0),
     )
+
+
+def causal_attention(
+    q_BTHD: jax.Array,
+    k_BSHD: jax.Array,
+    v_BSHD: jax.Array,
+    *,
+    softmax_dtype: DTypeLike,
+    factor_BHTS: jax.Array | None = None,
+) -> jax.Array:
+    """softmax(q k / sqrt(D)) v over positions S <= T, softmax in `softmax_dtype`: (B, T, H, D).
+
+    Not jax.nn.dot_product_attention, whose softmax is float32 even for float64 inputs. `factor_BHTS`, a
+    constant, is what weights are multiplied by after the softmax: dropout's.
+    """
+    logits_BHTS = jnp.einsum("BTHD,BSHD->BHTS", q_BTHD, k_BSHD, preferred_element_type=softmax_dtype)
+    visible_TS = jnp.tril(jnp.ones(logits_BHTS.shape[-2:], bool))
+    logits_BHTS = jnp.where(visible_TS, logits_BHTS / math.sqrt(q_BTHD.shape[-1]), -jnp.inf)
+    weights_BHTS = jax.nn.softmax(logits_BHTS, axis=-1)
+    if factor_BHTS is not None:
+        weights_BHTS = weights_BHTS * factor_BHTS
+    return jnp.einsum("BHTS,BSHD->BTHD", weights_BHTS.astype(v_BSHD.dtype), v_BSHD)
 
 
 class Attention(nnx.Module):

@@ -8,25 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.attention import causal_attention
 from jaxpar.derivatives import gelu, product
+from jaxpar.model import causal_attention
 
 
 def draw(*shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape))
 
 
-def plain_attention(q_BTHD: jax.Array, k_BSHD: jax.Array, v_BSHD: jax.Array) -> jax.Array:
-    logits_BHTS = jnp.einsum("BTHD,BSHD->BHTS", q_BTHD, k_BSHD) / math.sqrt(q_BTHD.shape[-1])
-    visible_TS = np.tri(q_BTHD.shape[1], dtype=bool)
-    weights_BHTS = jax.nn.softmax(jnp.where(visible_TS, logits_BHTS, -jnp.inf), axis=-1)
-    return jnp.einsum("BHTS,BSHD->BTHD", weights_BHTS, v_BSHD)
-
-
-attention = partial(causal_attention, softmax_dtype=jnp.float64)
 CASES: dict[str, tuple[Callable, Callable, list[jax.Array]]] = {
     "gelu": (gelu, partial(jax.nn.gelu, approximate=False), [4 * draw(7, 9)]),
-    "attention": (attention, plain_attention, [draw(2, 5, 3, 4), draw(2, 5, 3, 4) + 1, 2 * draw(2, 5, 3, 4)]),
     **{
         f"product {x.shape} {weight.shape}": (
             lambda x, weight, n=n: product(x, weight, n),
