@@ -1,56 +1,166 @@
-"""A run: everything that it trains with."""
+"""A run: everything that it trains with, and what its record asks of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from compare.contract.request import Request
+from compare.checkpoint.saver import Part
+from compare.contract.ending import StopRequest, first_not_finite
+from compare.contract.ledger import Ledger
+from compare.contract.record import ON_HOST, Recorder
+from compare.contract.request import MOMENTS, Request, Rung
+from compare.contract.timing import Window
+from compare.host.facts import MemoryUse, cpu_seconds, versions
 from compare.numerics.data import Corpus
-from compare.numerics.stream import OwnBatches
+from compare.numerics.evaluation import Evaluation, evaluate
+from compare.numerics.stream import OwnBatches, arrays_of_step
 from compare.spec.experiment import Experiment
 from jaxpar import weights
+from jaxpar.checkpoint import state_parts
+from jaxpar.comm.hosts import fetch, gathered, hosts_of, spread
+from jaxpar.comm.mesh import device_kind
+from jaxpar.configuration import PACKAGES
+from jaxpar.measure.ledger import communications, listing
+from jaxpar.measure.memory import memory_in_use, memory_profile, peak_memory, resident_bytes, threads
 from jaxpar.model import same
 from jaxpar.optimizer import Moments
-from jaxpar.step import ShardedStep, TrainState
+from jaxpar.step import ShardedStep, TrainState, device_scalars
 
 
 @dataclass(kw_only=True)
 class Run:
-    """What `train` sets up, and observers ask.
+    """What `train` sets up; to the record a `RecordedSide`.
 
     Attributes:
-        devices: of the mesh, in order.
+        mesh_devices: in the order of the mesh.
         sharded: between the trees on the devices and the model's shapes.
-        step: compiled; the ledger and the memory are read from it.
-        compile_s: how long it took to trace and compile.
+        step, loss: compiled; the loss is for evaluation. Ledger and memory are read from the step.
+        compile_s: how long it took to trace and compile the step.
         initial_weights_sha256: of the weights as the devices first held them.
-        first: the same step, compiled to return the gradients, too; for the first step of a ladder.
         moments: of the optimizer's state, which is these in all engines but a peer.
     """
 
     request: Request
     corpus: Corpus | OwnBatches
-    devices: list[jax.Device]
+    mesh_devices: list[jax.Device]
     sharded: ShardedStep
     state: TrainState
     step: jax.stages.Compiled
+    loss: jax.stages.Compiled | None = None
     compile_s: float
     initial_weights_sha256: str
-    first: jax.stages.Compiled | None = None
     moments: Callable[[Any], Moments] = same
+
+    def __post_init__(self) -> None:
+        process = jax.process_index()
+        self.devices: Collection[int] = [
+            number for number, device in enumerate(self.mesh_devices) if device.process_index == process
+        ]
+        self.corpus_sha256 = self.corpus.sha256
 
     @property
     def experiment(self) -> Experiment:
         """The experiment that is trained."""
         return self.request.experiment
 
-    def program(self, number: int) -> jax.stages.Compiled:
-        """The compiled step of this number."""
-        return self.first if self.first and number == self.request.first_step else self.step
-
     def canonical(self, tree: Any) -> dict[str, np.ndarray]:
         """A tree like the parameters, fetched from the devices: canonical name -> full tensor."""
         return weights.to_canonical(self.sharded.unpad(tree), self.experiment.model)
+
+    def memory(self) -> MemoryUse:
+        return memory_in_use(self.mesh_devices[min(self.devices)])
+
+    def not_finite(self) -> str:
+        """The first weight that is infinite or NaN: gradients stay inside the step."""
+        if first := first_not_finite(self.tensors(Rung.FINAL_WEIGHTS)):
+            return f"the first weight that is not finite after the step is {first}"
+        return "every weight is finite after the step"
+
+    def tensors(self, rung: Rung) -> Mapping[str, np.ndarray]:
+        """A rung's tensors: canonical name -> full tensor, fetched from the devices."""
+        match rung:
+            case Rung.BATCH:
+                arrays = arrays_of_step(self.corpus, self.experiment, self.request.first_step)
+                return fetch(spread(arrays, self.sharded.batch))
+            case Rung.GRADIENTS:
+                tree = self.state.gradients
+            case Rung.FIRST_M | Rung.FIRST_V:
+                tree = self.moments(self.state.opt_state)[MOMENTS[rung]]
+            case _:
+                tree = self.state.params
+        return self.canonical(tree)
+
+    def evaluate(self, step: int) -> Evaluation:
+        compiled, state = self.loss, self.state
+        assert compiled, "an experiment that evaluates nothing"
+
+        def loss_of(inputs_ABT: np.ndarray, targets_ABT: np.ndarray) -> jax.Array:
+            placed = spread({"inputs": inputs_ABT, "targets": targets_ABT}, self.sharded.batch)
+            return compiled(state.params, state.opt_state, placed, device_scalars(self.experiment, state))
+
+        return evaluate(self.experiment, self.corpus, step, loss_of)
+
+    def is_to_stop(self) -> bool:
+        return any(gathered([StopRequest.came]))
+
+    def parts(self) -> Iterator[Part]:
+        return state_parts(self.sharded, self.state, self.experiment.model)
+
+    def costs(self, windows: Sequence[Window], recorder: Recorder | None) -> dict[str, Any]:
+        peak_memory_bytes, peak_memory_method = peak_memory(self.step, self.mesh_devices)
+        costs = {
+            "device_kind": device_kind(self.mesh_devices[0]),
+            "initial_weights_sha256": self.initial_weights_sha256,
+            "versions": versions(PACKAGES),
+            "threads": threads(self.mesh_devices),
+            "compile_s": self.compile_s,
+            "cpu_time_s": sum(gathered([cpu_seconds()])),
+            "peak_memory_bytes": peak_memory_bytes,
+            "peak_memory_method": peak_memory_method,
+            "resident_bytes": self.at_rest(),
+            "windows": list(windows),
+            "hosts": hosts_of(self.mesh_devices),
+        }
+        if recorder:  # after the CPU time: reading a program is no part of the run
+            self.leave_program(recorder)
+        return costs
+
+    def leave_program(self, recorder: Recorder) -> None:
+        """Memory, instructions and ledger of the compiled step."""
+        hlo, axes, state = self.step.as_text(), self.experiment.layout.axes, self.at_rest()
+        assert hlo, "XLA keeps no text of the compiled step"
+        sizes = {name: state[name][0] for name in ("parameters", "optimizer")}
+        if profile := memory_profile(self.step, **sizes):
+            recorder.memory(profile)
+        recorder.instructions(listing(hlo, axes))
+        problems: list[str] = []
+        rows = communications(hlo, axes, problems=problems)
+        recorder.ledger(Ledger(rows=rows, problems=problems))
+
+    def at_rest(self) -> dict[str, list[int]]:
+        """Bytes between two steps on each device, and on the host.
+
+        The gradients are those that accumulate: they never leave the step.
+        """
+        state = self.state
+        trees = {
+            "parameters": state.params,
+            "gradients": accumulated_like(self.sharded, state),
+            "optimizer": state.opt_state,
+        }
+        resident = {name: resident_bytes(tree, self.mesh_devices) for name, tree in trees.items()}
+        if self.sharded.moments_at_rest is not None:
+            resident[ON_HOST] = resident_bytes(state.opt_state, self.mesh_devices, on_host=True)
+        return resident
+
+
+def accumulated_like(sharded: ShardedStep, state: TrainState) -> Any:
+    """Shapes and shardings of the gradients as they accumulate."""
+    return jax.tree.map(
+        lambda w, sharding: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=sharding),
+        state.params,
+        sharded.accumulated,
+    )

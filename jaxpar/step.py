@@ -137,18 +137,12 @@ def updated(
     return unless_overflowed(after, (params, opt_state), grad_norm=grad_norm, scalars=scalars)
 
 
-def compile_step(
-    sharded: ShardedStep,
-    state: TrainState,
-    experiment: Experiment,
-    *,
-    with_gradients: bool = False,
-    see: Callable[[Any], None] = lambda program: None,
-) -> jax.stages.Compiled:
-    """Compile the sharded step ahead of time, its state donated.
+def trace_step(
+    sharded: ShardedStep, state: TrainState, experiment: Experiment, *, with_gradients: bool = False
+) -> Any:
+    """The sharded step, traced for ahead-of-time compilation, its state donated.
 
-    With `with_gradients` it returns the gradients, for the ladder; otherwise they never leave the step. `see`
-    is given the traced program (a ClosedJaxpr) before XLA has it.
+    With `with_gradients` it returns the gradients, for the ladder; otherwise they never leave the step.
     """
 
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
@@ -158,9 +152,15 @@ def compile_step(
     gradients = sharded.moments if with_gradients else None
     outputs = (sharded.params, _shardings(state.opt_state), sharded.scalars, gradients)
     batch = batch_like(experiment)
-    return _compile(
-        step, sharded, state, experiment, batch, see, out_shardings=outputs, donate_argnums=(0, 1)
-    )
+    return _trace(step, sharded, state, experiment, batch, out_shardings=outputs, donate_argnums=(0, 1))
+
+
+def compile_step(
+    sharded: ShardedStep, state: TrainState, experiment: Experiment, *, with_gradients: bool = False
+) -> jax.stages.Compiled:
+    """`trace_step`, compiled."""
+    traced = trace_step(sharded, state, experiment, with_gradients=with_gradients)
+    return traced.lower().compile(compiler_options=sharded.compiler_options)
 
 
 def compile_evaluation(
@@ -172,29 +172,26 @@ def compile_evaluation(
     """
 
     def loss(params: Any, opt_state: Any, batch: Any, scalars: Any) -> jax.Array:
-        _, _, metrics, _ = sharded.step(params, opt_state, batch, scalars)
-        return metrics["loss"]
+        return sharded.step(params, opt_state, batch, scalars)[2]["loss"]
 
     batch = batch_like(experiment)
     batch.pop("keys", None)
-    return _compile(loss, sharded, state, experiment, batch, out_shardings=sharded.scalars)
+    traced = _trace(loss, sharded, state, experiment, batch, out_shardings=sharded.scalars)
+    return traced.lower().compile(compiler_options=sharded.compiler_options)
 
 
-def _compile(
+def _trace(
     function: Callable[..., Any],
     sharded: ShardedStep,
     state: TrainState,
     experiment: Experiment,
     batch: Any,
-    see: Callable[[Any], None] = lambda program: None,
     **options: Any,
-) -> jax.stages.Compiled:
-    """Compile a function of the step's arguments, which live where the step's do."""
+) -> Any:
+    """Trace a function of the step's arguments, which live where the step's do."""
     in_shardings = (sharded.params, _shardings(state.opt_state), sharded.batch, sharded.scalars)
     jitted = jax.jit(function, in_shardings=in_shardings, **options)
-    traced = jitted.trace(state.params, state.opt_state, batch, device_scalars(experiment, state))
-    see(traced.jaxpr)
-    return traced.lower().compile(compiler_options=sharded.compiler_options)
+    return jitted.trace(state.params, state.opt_state, batch, device_scalars(experiment, state))
 
 
 def _shardings(tree: Any) -> Any:

@@ -14,6 +14,7 @@ from compare.checkpoint.reader import CheckpointReader
 from compare.contract.inputs import open_stream, starting_parameters
 from compare.contract.observers import FinishedStep, Observer
 from compare.contract.record import Recorder
+from compare.contract.recording import observers_of
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
 from compare.numerics.evaluation import require_validation
@@ -27,22 +28,19 @@ from jaxpar import compiler, explicit, manual, weights
 from jaxpar.checkpoint import place_weights
 from jaxpar.comm.hosts import meet, spread
 from jaxpar.comm.mesh import make_mesh
+from jaxpar.measure.profile import StepProfiler
 from jaxpar.measure.work import work_of
-from jaxpar.observers import observers_of
 from jaxpar.offload import with_moments_on_host
 from jaxpar.optimizer import make_optimizer, moments_like
 from jaxpar.problem import Problem
 from jaxpar.run import Run
-from jaxpar.step import ShardedStep, TrainState, compile_step, device_scalars
+from jaxpar.step import ShardedStep, TrainState, compile_evaluation, device_scalars, trace_step
 
 PARALLELIZE = {
     "jax-compiler": compiler.parallelize,
     "jax-explicit": explicit.parallelize,
     "jax-manual": manual.parallelize,
 }
-FEW_STEPS = 4
-"""A ladder's run of so few has one program: compiling another takes longer than returning gradients."""
-Take = Callable[[dict[str, jax.Array]], dict[str, jax.Array]]
 
 
 def train(
@@ -82,38 +80,31 @@ def train(
         MissingDevicesError: fewer devices than the layout needs.
         DivergedError: a loss or a gradient norm is not finite; the record ends with that step.
     """
-    started_utc = datetime.now(UTC).isoformat(timespec="seconds")
     folder = folder or (recorder.folder if recorder else None)
     if folder is None:
         raise ValueError("without a recorder give the folder of the run")
-    run = set_up(request, recorder, weights=weights, batches=batches, progress=progress)
-
-    def take(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        state, scalars = run.state, device_scalars(run.experiment, run.state)
-        outputs = run.program(state.step)(state.params, state.opt_state, batch, scalars)
-        state.params, state.opt_state, metrics, gradients = outputs
-        state.gradients = gradients if state.step == request.first_step else None
-        return metrics
-
-    run_loop(run, take, observers_of(run, recorder, folder, started_utc=started_utc), progress=progress)
+    started_utc = datetime.now(UTC).isoformat(timespec="seconds")
+    run = set_up(request, recorder, weights=weights, batches=batches)
+    train_to_end(run, recorder, folder, started_utc=started_utc, progress=progress)
 
 
-def run_loop(run: Run, take: Take, tell: Observer, *, progress: Callable[..., None]) -> None:
-    """Train to the end. Raises DivergedError: a loss or a gradient norm is not finite.
-
-    `take` does a step: from a placed batch to loss and grad_norm, scalars, with the new state in `run.state`.
-    """
+def train_to_end(
+    run: Run, recorder: Recorder | None, folder: Path, *, started_utc: str, progress: Callable[..., None]
+) -> None:
+    """All steps that are left. Raises DivergedError: a loss or a gradient norm is not finite."""
     state, last = run.state, run.experiment.train.max_iters
+    profilers = [StepProfiler(run, recorder)] if run.request.profile and recorder else []
+    tell = observers_of(run, recorder, folder, started_utc=started_utc, own=profilers)
     progress(in_step=True)
     tell.begin(state)
     while state.step < last:
-        train_steps(run, take, tell)
+        train_steps(run, tell)
         tell.between(state)
         progress(in_step=state.step < last)
     tell.finish()
 
 
-def train_steps(run: Run, take: Take, tell: Observer) -> None:
+def train_steps(run: Run, tell: Observer) -> None:
     """Draw, compute and update, tell: a step, or several of a window, waited for together at their end."""
     state, first, clock = run.state, run.state.step, Stopwatch()
     steps = run.request.together(first)
@@ -121,7 +112,12 @@ def train_steps(run: Run, take: Take, tell: Observer) -> None:
     done = []
     with tell.around(first), clock:
         for arrays in drawn:
-            start, metrics = state.snapshot, take(spread(arrays, run.sharded.batch))
+            batch, scalars = spread(arrays, run.sharded.batch), device_scalars(run.experiment, state)
+            outputs = run.step(state.params, state.opt_state, batch, scalars)
+            start = state.snapshot
+            state.params, state.opt_state, metrics, *gradients = outputs
+            if gradients and state.step == run.request.first_step:
+                (state.gradients,) = gradients
             done.append(FinishedStep(start, metrics["loss"], metrics["grad_norm"]))
             # A loss scale follows from whether the step before overflowed: for it the host waits.
             norm = float(metrics["grad_norm"]) if state.loss_scale else None
@@ -139,7 +135,6 @@ def set_up(
     *,
     weights: Mapping[str, np.ndarray] | None = None,
     batches: Batches | None = None,
-    progress: Callable[..., None],
 ) -> Run:
     """Check the request, place its state on the devices, and compile its step. As of `train`."""
     experiment, layout = request.experiment, request.experiment.layout
@@ -150,31 +145,24 @@ def set_up(
     require_validation(experiment, corpus)
     initial = starting_parameters(request, weights)  # of a checkpoint nothing is read before it is asked for
     checkpoint = CheckpointReader(Path(request.resume.checkpoint)) if request.resume else None
-    progress()
-
     sharded, state = prepare(request.engine, experiment, mesh=mesh, initial=initial, checkpoint=checkpoint)
     state.loss_scale = request.first_loss_scale
-    clock, has_one_program = Stopwatch(), request.ladder and request.steps <= FEW_STEPS
+    clock = Stopwatch()
     with clock:
-        step = compile_step(
-            sharded,
-            state,
-            experiment,
-            with_gradients=has_one_program,
-            see=lambda program: recorder.work(work_of(program, sharded.ticks)) if recorder else None,
-        )
-    progress()
-    needs_another = request.ladder and not has_one_program
+        traced = trace_step(sharded, state, experiment, with_gradients=request.ladder)
+        if recorder:
+            recorder.work(work_of(traced.jaxpr, sharded.ticks))
+        step = traced.lower().compile(compiler_options=sharded.compiler_options)
     run = Run(
         request=request,
         corpus=corpus,
-        devices=list(mesh.devices.flat),
+        mesh_devices=list(mesh.devices.flat),
         sharded=sharded,
         state=state,
         step=step,
+        loss=compile_evaluation(sharded, state, experiment) if experiment.train.eval_interval else None,
         compile_s=clock.wall_s,
         initial_weights_sha256=request.init_sha256 if jax.process_count() > 1 else "",
-        first=compile_step(sharded, state, experiment, with_gradients=True) if needs_another else None,
     )
     if jax.process_index() == 0 and not run.initial_weights_sha256:
         # As the devices hold them; of several hosts, that nothing is sent, as they were given.

@@ -76,9 +76,9 @@ class StepProfiler(Observer):
     @contextmanager
     def watch(self) -> Generator[None]:
         """The step is waited for inside."""
-        hlo = self._run.program(self.watched).as_text()
+        hlo = self._run.step.as_text()
         assert hlo, "XLA keeps no text of the compiled step"
-        with recorded(hlo, self._run.devices, folder=self._recorder.folder) as profiles:
+        with recorded(hlo, self._run.mesh_devices, folder=self._recorder.folder) as profiles:
             yield
         axes = self._run.experiment.layout.axes
         self._recorder.timeline(make_timeline(profiles[0], hlo, axes, self.watched))

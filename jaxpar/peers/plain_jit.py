@@ -26,12 +26,11 @@ from compare.spec.experiment import Optimizer
 from jaxpar import weights as names
 from jaxpar.comm.mesh import find_devices
 from jaxpar.measure.work import work_of
-from jaxpar.observers import observers_of
 from jaxpar.optimizer import global_norm
 from jaxpar.problem import Problem
 from jaxpar.run import Run
-from jaxpar.step import ShardedStep, TrainState, accumulated_gradients, batch_like
-from jaxpar.train import run_loop
+from jaxpar.step import ShardedStep, TrainState, accumulated_gradients, batch_like, device_scalars
+from jaxpar.train import train_to_end
 
 
 def make_optimizer(config: Optimizer, *, decay: Any) -> optax.GradientTransformation:
@@ -84,9 +83,8 @@ def train(
     loss, decay = problem.loss(), names.decay_mask(experiment.model, experiment.optimizer.decay)
     optimizer = make_optimizer(experiment.optimizer, decay=decay)
     corpus, initial = open_stream(request), starting_parameters(request)
-    progress()
 
-    def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
+    def step(params: Any, opt_state: Any, batch: Any, scalars: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
         value, gradients = accumulated_gradients(loss, params, batch)
         norm = global_norm(gradients)
         if max_norm := experiment.optimizer.grad_clip:
@@ -100,10 +98,11 @@ def train(
     like, clock = batch_like(experiment), Stopwatch()
     like.pop("keys", None)
     with clock:
-        traced = jax.jit(step, donate_argnums=(0, 1)).trace(state.params, state.opt_state, like)
+        traced = jax.jit(step, donate_argnums=(0, 1)).trace(
+            state.params, state.opt_state, like, device_scalars(experiment, state)
+        )
         recorder.work(work_of(traced.jaxpr))
         compiled = traced.lower().compile()
-    progress()
 
     here = SingleDeviceSharding(device)
     everywhere = jax.tree.map(lambda leaf: here, params)
@@ -111,7 +110,7 @@ def train(
     run = Run(
         request=request,
         corpus=corpus,
-        devices=[device],
+        mesh_devices=[device],
         sharded=ShardedStep(step=step, placements=problem.placements(), batch=here, scalars=here, **trees),
         state=state,
         step=compiled,
@@ -122,9 +121,4 @@ def train(
     if request.ladder:  # of step 0, apart from the step, which is left as a user would have it
         gradients = jax.jit(lambda *of: accumulated_gradients(loss, *of)[1])
         state.gradients = gradients(params, arrays_of_step(corpus, experiment, 0))
-
-    def take(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        state.params, state.opt_state, metrics = compiled(state.params, state.opt_state, batch)
-        return metrics
-
-    run_loop(run, take, observers_of(run, recorder, folder, started_utc=started_utc), progress=progress)
+    train_to_end(run, recorder, folder, started_utc=started_utc, progress=progress)

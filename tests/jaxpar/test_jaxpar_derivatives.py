@@ -1,6 +1,5 @@
 """Derivatives written out: what autodiff makes of the plain operation, in the order that is quick."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 

@@ -17,7 +17,7 @@ from jaxpar.comm.mesh import make_mesh
 from jaxpar.faults import plant
 from jaxpar.measure.ledger import communications
 from jaxpar.measure.memory import resident_bytes
-from jaxpar.observers import gradients_at_rest
+from jaxpar.run import accumulated_like
 from jaxpar.step import ShardedStep, TrainState, compile_step, device_scalars
 from jaxpar.train import prepare
 
@@ -75,7 +75,7 @@ def two_steps(engine: str, layout: Layout, *, model: Model = MODEL, fault: str =
             numbers |= {f"{index} {kind} {name}": tensor for name, tensor in named.items()}
     trees = {
         "parameters": state.params,
-        "gradients": gradients_at_rest(sharded, state),
+        "gradients": accumulated_like(sharded, state),
         "optimizer": state.opt_state,
     }
     resident = {name: resident_bytes(tree, list(mesh.devices.flat)) for name, tree in trees.items()}
