@@ -23,7 +23,7 @@ from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import storage_dtype
 from compare.numerics.shards import Shard
 from compare.spec.experiment import Experiment, ExperimentError, edited
-from compare.studies.huggingface import WEIGHTS_FILE, is_huggingface, read_gpt2, write_gpt2
+from compare.studies.huggingface import is_huggingface, read_gpt2, write_gpt2
 from compare.studies.nanogpt_config import load_experiment
 from compare.studies.own_weights import PICKLES
 from compare.studies.resuming import any_checkpoint
@@ -32,15 +32,6 @@ from compare.terminal import print_json, results_console
 Format = Literal["checkpoint", "nanogpt", "huggingface", "orbax", "weights"]
 HUGGING_FACE = "Hugging Face"
 ORBAX_METADATA = "_CHECKPOINT_METADATA"
-_ORBAX_ROOT = "it is the root of an orbax CheckpointManager: give one of its steps"
-NOT_READ = {
-    f"{WEIGHTS_FILE}.index.json": "its weights are in several files: give save_pretrained(..., "
-    'max_shard_size="100GB")',
-    "pytorch_model.bin": "its weights are a pickle: write model.safetensors, with save_pretrained(...)",
-    f"*/{ORBAX_METADATA}": _ORBAX_ROOT,
-    f"*/*/{ORBAX_METADATA}": _ORBAX_ROOT,
-}
-"""Files by which a folder of another tool is known, and what is to be done with it."""
 
 
 class Convert(SidePythons, frozen=True, kw_only=True):
@@ -134,9 +125,6 @@ def as_checkpoint(source: Path, folder: Path, base: Experiment, *, pythons: Mapp
         convert_by_side(source, folder, foreign, pythons=pythons, options=options)
         return folder
     if not is_huggingface(source):
-        for name, why in NOT_READ.items():
-            if any(source.glob(name)):
-                raise ExperimentError(f"{source}: {why}")
         return any_checkpoint(source)
     model, weights = read_gpt2(source)
     experiment = edited(base, {"model": msgspec.structs.asdict(model)})

@@ -18,15 +18,6 @@ from compare.studies.presets import PRESETS
 from compare.terminal import print_json, results_console
 
 
-class Entry(Struct, frozen=True):
-    """A name, and what it stands for."""
-
-    name: str
-    description: str
-    facts: dict[str, str | int]
-    """What else a reader chooses by."""
-
-
 class List(Struct, frozen=True, kw_only=True):
     """Name every experiment, preset, fault, engine and lesson, a line each."""
 
@@ -35,50 +26,52 @@ class List(Struct, frozen=True, kw_only=True):
 
     def __call__(self) -> int:
         """Print them. Returns 0."""
-        everything = {
-            "experiments": [_experiment(name, path) for name, path in named_experiments().items()],
-            "presets": [
-                Entry(name, of.description, {"devices": 1 if name == "single" else of.devices})
-                for name, of in PRESETS.items()
-            ],
-            "faults": [Entry(name, of.description, {"caught_at": of.rung}) for name, of in FAULTS.items()],
-            "engines": [
-                Entry(name, of.decides, {"pipelines": ", ".join(of.layouts.schedules)})
-                for name, of in STUDIED.items()
-            ],
-            "peers": [
-                Entry(
-                    name, of.decides, {"missing": of.pip_line if missing_package(of, sys.executable) else ""}
-                )
-                for name, of in PEERS.items()
-            ],
-            "lessons": [
-                Entry(name, f"{of.title}, in all engines on one page", {"preset": of.preset})
-                for name, of in LESSONS.items()
-            ],
+        lessons = {name: f"{of.title}, in all engines on one page" for name, of in LESSONS.items()}
+        missing = {name: missing_package(peer, sys.executable) for name, peer in PEERS.items()}
+        subjects: dict[str, tuple[list[str], list[tuple[str | int, ...]]]] = {
+            "experiments": (
+                ["parameters", "steps", "dtype", "devices"],
+                [_experiment(name, path) for name, path in named_experiments().items()],
+            ),
+            "presets": (
+                ["devices"],
+                [
+                    (name, 1 if name == "single" else of.devices, of.description)
+                    for name, of in PRESETS.items()
+                ],
+            ),
+            "faults": (["caught_at"], [(name, of.rung, of.description) for name, of in FAULTS.items()]),
+            "engines": (
+                ["pipelines"],
+                [(name, ", ".join(of.layouts.schedules), of.decides) for name, of in STUDIED.items()],
+            ),
+            "peers": (
+                ["missing"],
+                [(name, of.pip_line if missing[name] else "", of.decides) for name, of in PEERS.items()],
+            ),
+            "lessons": (["preset"], [(name, of.preset, lessons[name]) for name, of in LESSONS.items()]),
         }
         if self.json:
-            print_json(everything)
+            keys = {subject: ["name", *facts, "description"] for subject, (facts, _) in subjects.items()}
+            print_json(
+                {
+                    subject: [dict(zip(keys[subject], row, strict=True)) for row in rows]
+                    for subject, (_, rows) in subjects.items()
+                }
+            )
             return 0
-        for subject, entries in everything.items():
-            rows = []
-            for entry in entries:
-                facts = [f"{fact:,}" if isinstance(fact, int) else fact for fact in entry.facts.values()]
-                rows.append(Row(Text(entry.name), [*map(Text, facts), Text(entry.description)]))
-            columns = [*entries[0].facts, ""]
-            table = Table(name="", corner=subject, columns=columns, rows=rows, look="words")
+        for subject, (facts, rows) in subjects.items():
+            texts = [[Text(f"{of:,}" if isinstance(of, int) else of) for of in row] for row in rows]
+            cells = [Row(name, more) for name, *more in texts]
+            table = Table(name="", corner=subject, columns=[*facts, ""], rows=cells, look="words")
             results_console().print(terminal_table(table))
         return 0
 
 
-def _experiment(name: str, path: Path) -> Entry:
+def _experiment(name: str, path: Path) -> tuple[str | int, ...]:
     """Its size, and the first sentence of its file's comment, or what stands before a colon there."""
     experiment = load(name)
-    facts: dict[str, str | int] = {
-        "parameters": parameter_count(experiment.model),
-        "steps": experiment.train.max_iters,
-        "dtype": experiment.precision.dtype,
-        "devices": experiment.layout.devices,
-    }
     lines = [line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line[:1] == "#"]
-    return Entry(name, re.split(r"[.:](?:\s|$)", " ".join(lines), maxsplit=1)[0], facts)
+    about = re.split(r"[.:](?:\s|$)", " ".join(lines), maxsplit=1)[0]
+    size, train = parameter_count(experiment.model), experiment.train
+    return name, size, train.max_iters, experiment.precision.dtype, experiment.layout.devices, about

@@ -1,7 +1,6 @@
 """The report of a run: loss over steps, what each engine cost, held and sent, and how far they are apart."""
 
 import math
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,6 @@ import msgspec
 
 from compare.contract.record import Record
 from compare.host.disk import write_atomically
-from compare.judge.metrics import figures, steady_steps
 from compare.judge.outcome import Outcome, read_run
 from compare.numerics.parameters import parameter_count
 from compare.present.hosts import host_table
@@ -40,8 +38,6 @@ Named = Mapping[str, Record]
 """Records by the names of their cases."""
 COINCIDE = 1e-3
 """Of the loss: less than the width of a line."""
-HICCUP = 3
-"""Times the 95th percentile: a step that a busy machine held up is left out of the frame."""
 
 
 def write_report(folder: Path) -> Path:
@@ -94,7 +90,6 @@ def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
         continuation="" if outcome.is_complete else outcome.how_to_go_on(folder.absolute()),
         more_figures=[
             norm_figure(records),
-            time_figure(records),
             *memory_figures(records),
             *measured_figures(records),
             *planned_figures(records.values()),
@@ -142,29 +137,6 @@ def norm_figure(records: Named) -> Figure:
 
     caption = "The global norm over all parameters, before clipping."
     return Figure(title="Gradient norm", caption=caption, draw=draw)
-
-
-def time_figure(records: Named) -> Figure:
-    """Every case's step time over its steady steps."""
-    lines = {
-        name: {step.step: step.step_time_ms for step in steady_steps(record)}
-        for name, record in records.items()
-    }
-
-    def draw(axes: "Axes") -> None:
-        curves(axes, lines, "step time (ms)", reduce=statistics.median)
-        for line in axes.lines:
-            line.set_linewidth(1.2)
-        slowest = max(figures(record)["step_time_ms_p95"] for record in records.values())
-        largest = max(max(line.values()) for line in lines.values())
-        axes.set_ylim(0, 1.05 * min(largest, HICCUP * slowest))
-
-    return Figure(
-        title="Step time over steps",
-        caption=f"Steady steps, neither the first nor the watched one, of one process after another: an "
-        f"order of magnitude, and no ranking. The axis ends at {HICCUP} times the largest 95th percentile.",
-        draw=draw,
-    )
 
 
 def relative_differences(reference: Record, record: Record) -> dict[int, float]:

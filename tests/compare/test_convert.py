@@ -127,19 +127,6 @@ def test_bad_names_are_refused_and_nothing_is_left(given, tmp_path, capsys):
         assert sorted(tmp_path.iterdir()) == before
 
 
-def test_what_other_tools_leave_is_refused_with_what_to_do(tmp_path, capsys):
-    for file, says in (
-        ("model.safetensors.index.json", "in several files: give save_pretrained"),
-        ("pytorch_model.bin", "its weights are a pickle: write model.safetensors"),
-        ("7/_CHECKPOINT_METADATA", "the root of an orbax CheckpointManager: give one of its steps"),
-    ):
-        source = tmp_path / file.replace("/", "-")
-        (source / file).parent.mkdir(parents=True)
-        (source / file).write_text("{}")
-        assert main(["convert", str(source), str(tmp_path / "x")]) == 2
-        assert says in capsys.readouterr().err
-
-
 def test_the_format_by_the_name():
     assert [format_of(Path(name)) for name in ("a.pt", "a.safetensors", "a")] == [
         "nanogpt",

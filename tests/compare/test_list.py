@@ -38,7 +38,7 @@ def test_list_names_everything_a_line_each(capsys):
         assert all(entry["description"] for entry in everything[title])
     (golden,) = (entry for entry in everything["experiments"] if entry["name"] == "golden")
     facts = {"parameters": 7360, "steps": 30, "dtype": "float64", "devices": 1}
-    assert golden == {"name": "golden", "description": "What nanoGPT itself was run on", "facts": facts}
+    assert golden == {"name": "golden", "description": "What nanoGPT itself was run on", **facts}
 
 
 def test_version_is_the_packages_own(capsys):

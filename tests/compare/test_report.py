@@ -48,7 +48,6 @@ def test_page_stands_alone_and_has_the_records_numbers(tmp_path, tiny):
         "Loss over steps",
         "Difference of the loss",
         "Gradient norm",
-        "Step time over steps",
         f"Memory of {outcome.finished[0]} over a step",
         "GPipe, 2 ranks, 2 microbatches",
     }

@@ -1,8 +1,15 @@
 """The page of a lesson, from a finished run of several engines and from the tree that runs."""
 
+import ast
 import re
 from collections.abc import Mapping
 from pathlib import Path
+
+from markupsafe import Markup
+from msgspec import Struct
+from pygments import highlight
+from pygments.formatters.html import HtmlFormatter
+from pygments.lexers.python import PythonLexer
 
 from compare.contract.communication import METRICS, summed
 from compare.contract.ledger import SCALAR
@@ -12,7 +19,6 @@ from compare.judge.outcome import Outcome, read_run
 from compare.numerics.parameters import parameter_count
 from compare.present.ledger import layouts_of, table_of_layout
 from compare.present.lesson import holdings, rings, worked
-from compare.present.lesson.sources import Key, read_source, styles
 from compare.present.memory import peak_tables, resting_table
 from compare.present.profile import measured_figures, planned_figures
 from compare.show.findings import Findings
@@ -20,8 +26,31 @@ from compare.show.page import write_page
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError
 from compare.studies.ledgers import engine_ledger
-from compare.studies.lessons import FOLDERS, LESSONS, run_command
+from compare.studies.lessons import FOLDERS, LESSONS, run_command, source_file, source_root
 from compare.terminal import layout_in_words
+
+_PLACE = re.compile(r"^([\w./-]+\.py):(\d+)")
+LIBRARY = "torch.distributed"
+"""Calls of what is imported from there send without a line of ours."""
+MOST_PLACES = 3
+Key = tuple[str, str, str]
+"""Operation, axis and purpose of a row of a ledger."""
+
+
+class Source(Struct, frozen=True, kw_only=True):
+    """One engine's file of a strategy, and which of its lines sent something in a run."""
+
+    engine: str
+    path: str
+    """From the folder that has the packages."""
+    summary: str
+    """The first sentence of its docstring."""
+    html: Markup
+    """The file with line numbers, line 12 with the anchor ENGINE-12, lines that send in a colour."""
+    lines: Mapping[Key, list[int]]
+    """Lines of this file that cause a row."""
+    elsewhere: Mapping[Key, list[str]]
+    """Other places that a row comes from, if no line of this file causes it."""
 
 
 def write_lesson(strategy: str, folder: Path, output: Path) -> Outcome:
@@ -101,3 +130,60 @@ def lesson_page(strategy: str, outcome: Outcome, records: Mapping[str, Record], 
         anchors={key: "row-" + re.sub(r"\W+", "-", "-".join(filter(None, key))) for key in keys},
         trials=lesson.trials,
     )
+
+
+def read_source(strategy: str, engine: str, record: Record) -> Source:
+    """An engine's file of a strategy from the tree that runs, and what of a record came from it.
+
+    A row of a ledger has its innermost line of ours. XLA also says from where that was called: of a stack
+    this is the innermost line of the lesson, if it has one. Raises RecordError: the file is not there.
+    """
+    path = source_file(engine, strategy)
+    try:
+        text = (source_root() / path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read ({error.strerror}): a lesson is made from it") from None
+    lines: dict[Key, set[int]] = {}
+    elsewhere: dict[Key, dict[str, None]] = {}
+    for row in record.ledger.rows:
+        if place := _PLACE.match(row.source):
+            key = row.kind, row.axis, row.purpose
+            if place[1].rpartition("/")[2] == path.rpartition("/")[2]:
+                lines.setdefault(key, set()).add(int(place[2]))
+            else:
+                elsewhere.setdefault(key, {})[place[0]] = None
+    for instruction in record.instructions or ():
+        if inside := [line.line for line in instruction.stack if line.file == path]:
+            key = instruction.kind, instruction.axis, instruction.purpose
+            lines.setdefault(key, set()).add(inside[0])
+    tree = ast.parse(text)
+    formatter = HtmlFormatter(
+        linenos="inline",
+        lineanchors=engine,
+        anchorlinenos=True,
+        hl_lines=sorted(set().union(_library_lines(tree), *lines.values())),
+        cssclass="code",
+    )
+    about = " ".join((ast.get_docstring(tree) or "").split("\n\n")[0].split())
+    return Source(
+        engine=engine,
+        path=path,
+        summary=re.split(r"(?<=\.)\s", about, maxsplit=1)[0],
+        html=Markup(highlight(text, PythonLexer(), formatter)),
+        lines={key: sorted(numbers) for key, numbers in lines.items()},
+        elsewhere={key: list(places)[:MOST_PLACES] for key, places in elsewhere.items() if key not in lines},
+    )
+
+
+def _library_lines(tree: ast.AST) -> set[int]:
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    of_library = [node for node in imports if (node.module or "").startswith(LIBRARY)]
+    names = {alias.asname or alias.name for node in of_library for alias in node.names}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return {node.lineno for node in calls if isinstance(node.func, ast.Name) and node.func.id in names}
+
+
+def styles() -> str:
+    """Colours of code on light and dark ground."""
+    light, dark = (HtmlFormatter(style=name).get_style_defs(".code") for name in ("default", "github-dark"))
+    return f"{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}"
