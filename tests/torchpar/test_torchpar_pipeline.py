@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from compare.pipeline.rendezvous import is_receive
 from compare.pipeline.schedules import Kind, Schedule, forward_only, make_schedule
 from compare.spec.axes import DP_REPLICATE, PP
 from compare.spec.experiment import Layout
@@ -22,8 +23,7 @@ from torchpar.comm.collectives import Axis, Call
 from torchpar.comm.mesh import make_mesh
 from torchpar.faults import overwritten_microbatch
 from torchpar.manual.data_parallel import DataParallel
-from torchpar.manual.instructions import make_instructions
-from torchpar.manual.pipeline_parallel import run_pipeline
+from torchpar.manual.pipeline_parallel import make_plan, message_of, run_pipeline
 from torchpar.manual.stage import Stage
 
 WIDTHS = (5, 6, 3, 7, 4, 6, 2, 5)  # of each stage's output: no two boundaries alike
@@ -119,7 +119,7 @@ class Pipeline:
             chunks = (self.last_stage + 1) // ranks
             schedule = forward_only(ranks=ranks, microbatches=len(inputs), chunks=chunks)
         return run_pipeline(
-            make_instructions(schedule, self.axis.rank),
+            make_plan(schedule, self.axis.rank),
             self.stages,
             self.axis,
             inputs,
@@ -194,3 +194,24 @@ def test_data_parallel_stages_reduce_once(rank: int) -> None:
                 assert_same_gradients(whole[number], module)
             reduced = mesh.traffic.bytes[Call("all_reduce", "dp_replicate", "gradients")]
             assert reduced == sum(p.nbytes for p in both.parameters() if p.requires_grad)
+
+
+def test_a_send_is_waited_for_once_a_message_proves_that_it_arrived():
+    for name, chunks in SCHEDULES:
+        for ranks in (1, 2, 3, 4):
+            schedule = make_schedule(name, ranks=ranks, microbatches=3 * ranks, chunks=chunks)
+            plans = [make_plan(schedule, rank) for rank in range(ranks)]
+            for rank, plan in enumerate(plans):
+                proven = [message for arrived in plan.arrivals.values() for message in arrived]
+                assert len(proven) == len(set(proven))
+                for peer, other in enumerate(plans):
+                    received = set()  # by the peer, of this rank, before each message that it sends here
+                    for action in (action for action in other.actions if action.peer == rank != peer):
+                        if is_receive(action):
+                            received.add(message_of(action))
+                        else:
+                            assert received.issuperset(plan.arrivals[message_of(action)])
+                            received.difference_update(plan.arrivals[message_of(action)])
+                last = sorted(plan.last_backwards)
+                assert {task.microbatch for task in last} <= {3 * ranks - 1}
+                assert len(last) == (0 if name == "zero_bubble" else chunks)

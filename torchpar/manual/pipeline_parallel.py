@@ -1,40 +1,33 @@
 """Pipeline parallelism by hand: ranks hold a share of the layers each, and microbatches pass through them.
 
-A schedule is plain data (`compare.pipeline.schedules`): for each rank its tasks in order. So is the list of
-instructions that a rank makes of it (`instructions`), sends and receives included. `run_pipeline` carries out
-any such list for any modules (`stage`): data moves while the rank computes. Evaluation is a schedule without
-backwards.
+A schedule is plain data (`compare.pipeline.schedules`): for each rank its tasks in order, to which
+`compare.pipeline.rendezvous` adds sends and receives. Rank 1 of 2 does a microbatch of GPipe so:
+
+    receive_activation   compute: forward   compute: backward   send_gradient
+
+`run_pipeline` carries out any such list for any modules (`stage`). A receive is posted early and waited for
+just before its computation: data moves while the rank computes. A send is waited for only where a later
+message proves that it has arrived: it holds up nothing. Evaluation is a schedule without backwards.
 
 A passes, b rows of a rank, M microbatches of a step, B rows of one, T positions, C embedding.
 Sources: GPipe (arXiv 1811.06965), 1F1B (2006.09503), interleaved (2104.04473), zero bubble (2401.10241).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from compare.contract.communication import ACTIVATIONS, LOSS
-from compare.pipeline.schedules import forward_only, make_schedule
+from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS, LOSS
+from compare.pipeline.rendezvous import in_one_order, is_receive
+from compare.pipeline.schedules import Kind, Schedule, Task, forward_only, make_schedule
+from compare.pipeline.simulator import Action, with_communication
 from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis, Work
 from torchpar.gpt_stages import GPTStages, stage_modules
-from torchpar.manual.instructions import (
-    Backward,
-    BackwardWeight,
-    FinishReceive,
-    Forward,
-    Instruction,
-    Message,
-    Send,
-    StartReceive,
-    activation,
-    gradient,
-    make_instructions,
-)
 from torchpar.manual.stage import Stage
 from torchpar.parallel_model import ParallelModel
 from torchpar.run import RankBatch
@@ -42,8 +35,50 @@ from torchpar.run import RankBatch
 Context = Callable[[], AbstractContextManager]
 
 
+class Message(NamedTuple):
+    """A tensor between two stages, named after the stage that takes it."""
+
+    purpose: str
+    """ACTIVATIONS, or ACTIVATION_GRADIENTS: the gradient of the stage's output."""
+    stage: int
+    microbatch: int
+
+
+class Plan(NamedTuple):
+    """One rank's part of a schedule."""
+
+    actions: Sequence[Action]
+    arrivals: Mapping[Message, Sequence[Message]]
+    """By message to this rank: messages of this rank that its sender had received before it sent that."""
+    last_backwards: Collection[Task]
+    """The stages' gradients are complete after these; there are none where a backward has two halves."""
+
+
+def make_plan(schedule: Schedule, rank: int) -> Plan:
+    """Decided before anything runs. Raises ScheduleError: the schedule is incomplete, or deadlocked."""
+    last_backwards = {task.stage: task for task in schedule[rank] if task.kind == Kind.BACKWARD}
+    arrivals = {}
+    for actions in with_communication(schedule):
+        arrived: list[Message] = []
+        for action in (action for action in actions if action.peer == rank):
+            if is_receive(action):
+                arrived.append(message_of(action))
+            else:
+                arrivals[message_of(action)], arrived = arrived, []
+    return Plan(in_one_order(schedule)[rank], arrivals, last_backwards.values())
+
+
+def message_of(action: Action) -> Message:
+    """The message that an action sends or receives."""
+    kind, stage, microbatch = action.task
+    sends = not is_receive(action)
+    if kind == Kind.FORWARD:
+        return Message(ACTIVATIONS, stage + sends, microbatch)
+    return Message(ACTIVATION_GRADIENTS, stage - sends, microbatch)
+
+
 def run_pipeline(
-    instructions: Iterable[Instruction],
+    plan: Plan,
     stages: Mapping[int, Stage],
     axis: Axis,
     inputs: Sequence[torch.Tensor],
@@ -56,10 +91,10 @@ def run_pipeline(
     forward_context: Context = nullcontext,
     no_sync: Context = nullcontext,
 ) -> torch.Tensor:
-    """Carry out a rank's instructions of one step, in order: adds the gradients of the mean loss.
+    """Carry out a rank's actions of one step, in order: adds the gradients of the mean loss.
 
     Args:
-        instructions: from `make_instructions`.
+        plan: of this rank.
         stages: this rank's, by number along the model.
         axis: the ranks.
         inputs: of each microbatch; on all ranks, which at least learn shapes from them.
@@ -75,41 +110,44 @@ def run_pipeline(
     Returns:
         The mean loss, a scalar, the same on all ranks.
     """
-    mail: dict[Message, Any] = {activation(0, m): x for m, x in enumerate(inputs) if 0 in stages}
-    receiving: dict[Message, Work] = {}
-    sending: dict[Message, Work] = {}
+    mail: dict[Message, Any] = {Message(ACTIVATIONS, 0, m): x for m, x in enumerate(inputs) if 0 in stages}
+    receiving, sending = dict[Message, Work](), dict[Message, Work]()
 
     def finish(stage: int, m: int, y: torch.Tensor) -> torch.Tensor:
         return loss(y, targets[m]) / len(inputs) if stage == last_stage else y
 
-    for instruction in instructions:
-        match instruction:
-            case StartReceive(message, source):
-                sender = message.stage - (message.what == ACTIVATIONS)  # a gradient is like what it is of
-                like = boundary(sender, inputs[message.microbatch])
-                mail[message] = torch.empty_like(like, device=inputs[0].device)
-                receiving[message] = axis.start_receive(mail[message], source=source)
-            case FinishReceive(message, arrived):
-                receiving.pop(message).wait()
-                for earlier in arrived:
-                    sending.pop(earlier).wait()  # returns at once
-                    del mail[earlier]  # and nothing keeps it any longer
-            case Forward(stage, m):
-                x, others = mail.pop(activation(stage, m)), also[m] if also else ()
-                with forward_context():
-                    y = stages[stage].forward(m, x, *others, finish=partial(finish, stage, m))
-                mail[activation(stage + 1, m)] = y.contiguous()
-            case Backward(stage, m, is_last):
-                of_y = None if stage == last_stage else mail.pop(gradient(stage, m))
-                with nullcontext() if is_last else no_sync():
-                    of_x = stages[stage].backward(m, of_y)
-                if of_x is not None:  # tokens have none
-                    mail[gradient(stage - 1, m)] = of_x.contiguous()
-            case BackwardWeight(stage, m):
-                with no_sync():
-                    stages[stage].backward_weight(m)
-            case Send(message, to):
-                sending[message] = axis.start_send(mail[message], to=to, purpose=message.what)
+    def take(message: Message) -> torch.Tensor:
+        if message in receiving:
+            receiving.pop(message).wait()
+            for earlier in plan.arrivals[message]:
+                sending.pop(earlier).wait()  # returns at once
+                del mail[earlier]  # and nothing keeps it any longer
+        return mail.pop(message)
+
+    for action in plan.actions:
+        kind, stage, m = action.task
+        if is_receive(action):
+            message = message_of(action)
+            sender = stage - (message.purpose == ACTIVATIONS)  # a gradient is like what it is of
+            mail[message] = torch.empty_like(boundary(sender, inputs[m]), device=inputs[0].device)
+            receiving[message] = axis.start_receive(mail[message], source=action.peer)
+        elif action.what != "compute":
+            message = message_of(action)
+            sending[message] = axis.start_send(mail[message], to=action.peer, purpose=message.purpose)
+        elif kind == Kind.FORWARD:
+            x, others = take(Message(ACTIVATIONS, stage, m)), also[m] if also else ()
+            with forward_context():
+                y = stages[stage].forward(m, x, *others, finish=partial(finish, stage, m))
+            mail[Message(ACTIVATIONS, stage + 1, m)] = y.contiguous()
+        elif kind == Kind.BACKWARD_WEIGHT:
+            with no_sync():
+                stages[stage].backward_weight(m)
+        else:  # all of a backward, or as far as the stage's input
+            of_y = None if stage == last_stage else take(Message(ACTIVATION_GRADIENTS, stage, m))
+            with nullcontext() if action.task in plan.last_backwards else no_sync():
+                of_x = stages[stage].backward(m, of_y)
+            if of_x is not None:  # tokens have none
+                mail[Message(ACTIVATION_GRADIENTS, stage - 1, m)] = of_x.contiguous()
     for message, work in sending.items():
         work.wait()
         del mail[message]
@@ -121,14 +159,7 @@ def run_pipeline(
 
 
 def run_stages(part: GPTStages, parallel: ParallelModel, axis: Axis, layout: Layout) -> ParallelModel:
-    """A rank's stages of a GPT, parallel over the other axes, run by the layout's schedule.
-
-    Args:
-        part: the stages, which `parallel.module` is, or wraps.
-        parallel: these.
-        axis: the pipeline's ranks; rank r of p has the stages r, r + p, ...
-        layout: schedule, chunks and microbatches.
-    """
+    """Let the layout's schedule run a rank's stages of a GPT, which `parallel.module` is, or wraps."""
     halves = layout.schedule == "zero_bubble"
     stages = {
         number: Stage(module, splits_backward=halves, number=number)
@@ -136,10 +167,10 @@ def run_stages(part: GPTStages, parallel: ParallelModel, axis: Axis, layout: Lay
     }
 
     @cache
-    def instructions(microbatches: int, *, evaluates: bool) -> list[Instruction]:
+    def plan(microbatches: int, *, evaluates: bool) -> Plan:
         options = {"ranks": axis.size, "microbatches": microbatches, "chunks": layout.chunks}
         schedule = forward_only(**options) if evaluates else make_schedule(layout.schedule, **options)
-        return make_instructions(schedule, axis.rank)
+        return make_plan(schedule, axis.rank)
 
     def boundary(stage: int, ids_BT: torch.Tensor) -> torch.Tensor:
         """The residual stream (B, T, C) behind a stage, without data."""
@@ -152,7 +183,7 @@ def run_stages(part: GPTStages, parallel: ParallelModel, axis: Axis, layout: Lay
         size = batch.inputs_ABT.shape[1] // layout.microbatches
         inputs, targets, *keys = (t.flatten(0, 1).split(size) for t in batch if t is not None)
         return run_pipeline(
-            instructions(len(inputs), evaluates=not torch.is_grad_enabled()),
+            plan(len(inputs), evaluates=not torch.is_grad_enabled()),
             stages,
             axis,
             inputs,
