@@ -189,6 +189,8 @@ class FSDP(Guarded, fully_sharded.FSDP):
         **options: Any,
     ):
         require_usual(module)
+        if options.get("zero", 3) not in (2, 3):
+            raise ValueError("zero: FSDP has 2 and 3; for 1 use ShardedOptimizer")
         chosen = default_units(module) if units is None else units
         groups = grouped(module, ([u] if isinstance(u, nn.Module) else list(u) for u in chosen))
         names = {parameter: name for name, parameter in module.named_parameters()}

@@ -107,7 +107,7 @@ def _fully_sharded(
         units=units_of(model),
         group=mesh[DP_SHARD],
         replicate_group=mesh[DP_REPLICATE],
-        zero=3 if layout.zero == 3 else 2,
+        zero=layout.zero,
         reshard_after_forward=layout.reshard_after_forward,
         inputs_only=(nn.Embedding, VocabParallelEmbedding),
         fill=partial(fill, model),
@@ -119,7 +119,7 @@ def _fully_sharded(
         parameters=shards.pieces,
         elements=shards.elements,
         skip_sync=sharded.no_sync,
-        transient=tuple(flat.full for flat in sharded.flats if not flat.keeps_full),
+        transient=tuple(flat.full for flat in sharded.flats if flat.zero == 3),
     ).under(shards)
 
 

@@ -7,7 +7,7 @@
     pieces    a view of the shard for each parameter: 1-D, perhaps empty
 
 and `FlatGradients` the same for their gradients. A `Unit` gives modules the parameters or the pieces. What
-moves between the ranks, and when, is the strategy's: `fully_sharded`, `sharded_optimizer`.
+moves between the ranks, and when: `fully_sharded`, `sharded_optimizer`.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from torch import nn
 
 from compare.contract.communication import RECORD
 from torchpar.comm.collectives import Axis, Work, chunk_slices
-from torchpar.manual.data_parallel import NamedParameters, pack, replicate
+from torchpar.manual.data_parallel import NamedParameters, replicate
 
 
 class FlatParameters:
@@ -28,9 +28,8 @@ class FlatParameters:
     Args:
         named: of one dtype and device, by name; their values become those of the first rank.
         axis: the ranks that share them out.
+        zero: under 1 and 2 `full` stays in memory, and the shard is a view of it; under 1 the gradients, too.
         replicas: ranks that hold the same shard, or None: gradients are averaged over both axes.
-        keeps_full: the buffer stays in memory, and the shard is a view of it (ZeRO-1 and 2).
-        keeps_gradients: the buffer of gradients stays until they are dropped (ZeRO-1).
 
     Attributes:
         own: this rank's cut of the buffer.
@@ -39,17 +38,9 @@ class FlatParameters:
     """
 
     @torch.no_grad()
-    def __init__(
-        self,
-        named: NamedParameters,
-        axis: Axis,
-        *,
-        replicas: Axis | None = None,
-        keeps_full: bool = False,
-        keeps_gradients: bool = False,
-    ):
+    def __init__(self, named: NamedParameters, axis: Axis, *, zero: int, replicas: Axis | None = None):
         self.names, self.parameters = [name for name, _ in named], [parameter for _, parameter in named]
-        self.axis, self.replicas, self.keeps_full = axis, replicas, keeps_full
+        self.axis, self.replicas, self.zero = axis, replicas, zero
         # Strides like the parameter's, where it is dense: what kernels and autograd expect of it.
         self._shapes = [(p.shape, torch.empty_like(p, device="meta").stride()) for p in self.parameters]
         self._starts = list(itertools.accumulate((p.numel() for p in self.parameters), initial=0))
@@ -58,7 +49,7 @@ class FlatParameters:
         for index, parameter in enumerate(self.parameters):
             self.view(self.full, index).copy_(parameter)
         replicate([self.full], [axis, replicas])
-        self.shard = self.full[self.own] if keeps_full else self.full[self.own].clone()
+        self.shard = self.full[self.own] if zero < 3 else self.full[self.own].clone()
         self.pieces = [
             nn.Parameter(self.shard[self.slice_of(index)], requires_grad=parameter.requires_grad)
             for index, parameter in enumerate(self.parameters)
@@ -67,7 +58,7 @@ class FlatParameters:
             parameter.data = self.view(self.full, index)
         self.is_unsharded = True
         self.work: Work | None = None
-        self.gradients = FlatGradients(self, keeps_buffer=keeps_gradients)
+        self.gradients = FlatGradients(self)
 
     def view(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
         """The view of a flat buffer (n,) that is the parameter at `index`, in its shape."""
@@ -98,31 +89,25 @@ class FlatParameters:
 
 
 class FlatGradients:
-    """Takes gradients from parameters in backward, and gives the pieces their parts of this rank's shard.
-
-    Args:
-        flat: whose parameters' gradients these are.
-        keeps_buffer: of all gradients, until they are dropped: the pieces' are views of it.
+    """The gradients of a step, from backward to this rank's pieces.
 
     Attributes:
-        used: indices of the parameters with a gradient that is still to be reduced.
+        used: indices of the parameters that have a gradient.
         ready: indices of those whose gradient of the step's last backward is there.
-        full: the gradients (n,) that are being summed over the ranks, or None.
-        shard: this rank's cut of the sum, from `begin_reduction` to `hand_out`.
+        full: (n,) what backward adds up, until it is summed over the ranks; None before any.
+        shard: this rank's cut of the sum, once its reduction has begun.
         work: the collective under way, or None.
     """
 
-    def __init__(self, flat: FlatParameters, *, keeps_buffer: bool):
-        self.flat, self._keeps_buffer = flat, keeps_buffer
-        self.axis, self.replicas = flat.axis, flat.replicas
-        self.ranks = self.axis.size * (self.replicas.size if self.replicas else 1)
+    def __init__(self, flat: FlatParameters):
+        self.flat = flat
+        self.ranks = flat.axis.size * (flat.replicas.size if flat.replicas else 1)
         self._trainable = {index for index, p in enumerate(flat.parameters) if p.requires_grad}
         self.reset()
 
     def reset(self) -> None:
-        """Forget what is not handed out."""
-        self.used, self.ready, self._reduced = set[int](), set[int](), set[int]()
-        self._buffer: torch.Tensor | None = None  # of what backward is adding up
+        """Forget the step; the pieces keep their gradients."""
+        self.used, self.ready = set[int](), set[int]()
         self.full: torch.Tensor | None = None
         self.shard: torch.Tensor | None = None
         self.work: Work | None = None
@@ -138,28 +123,23 @@ class FlatGradients:
         parameter = self.flat.parameters[index]
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        slot = self._slot(index)
+        if self.full is None:
+            self.full = torch.empty_like(self.flat.full)
+        slot = self.flat.view(self.full, index)
         if index in self.used:
             slot.add_(gradient)
         else:
             slot.copy_(gradient)
             self.used.add(index)
 
-    def _slot(self, index: int) -> torch.Tensor:
-        if self._buffer is None:
-            self._buffer = torch.empty_like(self.flat.full)
-        return self.flat.view(self._buffer, index)
-
     def begin_reduction(self) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's shard, to be filled with the sum's, and the full gradients (n,)."""
+        assert self.full is not None
         for index in set(range(len(self.flat.parameters))) - self.used:
-            self._slot(index).zero_()
-        full, self._buffer = self._buffer, None
-        assert full is not None
-        own = full[self.flat.own]
-        self.full, self.shard = full, own if self._keeps_buffer else torch.empty_like(own)
-        self._reduced, self.used, self.ready = self.used, set(), set()
-        return self.shard, full
+            self.flat.view(self.full, index).zero_()
+        own = self.full[self.flat.own]
+        self.shard = own if self.flat.zero == 1 else torch.empty_like(own)
+        return self.shard, self.full
 
     def wait(self) -> None:
         """Wait for the collective under way, if there is one."""
@@ -169,32 +149,31 @@ class FlatGradients:
 
     def hand_out(self) -> None:
         """Add its part of the shard of the mean, (n,), to each piece's gradient."""
-        for index in sorted(self._reduced):
+        for index in sorted(self.used):
             assert self.shard is not None
             part, piece = self.shard[self.flat.slice_of(index)], self.flat.pieces[index]
             piece.grad = part if piece.grad is None else piece.grad + part
-        self.shard, self._reduced = None, set()
+        self.reset()
 
 
 class Unit:
-    """Parameters that are gathered and freed together, whenever one of some modules runs.
+    """Parameters that are gathered and freed together, whenever one of `modules` runs.
 
     Attributes:
-        modules: while one of these runs, the parameters are unsharded.
-        flats: the parameters, as they are cut.
         stays: not freed before the step ends.
+        uses: every place where a module has one of the parameters; a tied one has several.
     """
 
     def __init__(self, modules: Sequence[nn.Module], flats: Sequence[FlatParameters], *, stays: bool):
         self.modules, self.flats, self.stays = modules, flats, stays
         piece_of = pieces_of(flats)
-        holders = dict.fromkeys(holder for module in modules for holder in module.modules())
-        self.uses = [  # every place where a module has one of the parameters; a tied one has several
+        self.uses = [
             (holder, name, parameter, piece_of[parameter])
-            for holder in holders
+            for holder in dict.fromkeys(holder for module in modules for holder in module.modules())
             for name, parameter in holder._parameters.items()
             if parameter is not None and parameter in piece_of
         ]
+        self.reshard()
 
     def wait_unshard(self) -> None:
         """Wait until the parameters are unsharded, and give them to the modules."""
@@ -203,15 +182,17 @@ class Unit:
         for holder, name, parameter, _ in self.uses:
             holder._parameters[name] = parameter
 
-    def show_pieces(self) -> None:
-        """Give the modules this rank's pieces in place of the parameters."""
+    def reshard(self) -> None:
+        """Free the parameters, unless the buffer is kept, and give the modules this rank's pieces."""
         for holder, name, _, piece in self.uses:
             holder._parameters[name] = piece
-
-
-def flatten(named: NamedParameters, axis: Axis, *, limit_bytes: float = float("inf"), **options) -> list:
-    """`FlatParameters` of some parameters: one for each dtype and device, frozen ones apart, none larger."""
-    return [FlatParameters(members, axis, **options) for members in pack(named, limit_bytes)]
+        for flat in self.flats:
+            flat.wait_unshard()
+            flat.is_unsharded = False
+            if flat.zero == 3:
+                # The tensor stays, without memory: autograd saved views of this storage for backward, and
+                # they are valid again once it has been gathered again.
+                flat.full.untyped_storage().resize_(0)
 
 
 def pieces_of(flats: Iterable[FlatParameters]) -> dict[torch.Tensor, nn.Parameter]:

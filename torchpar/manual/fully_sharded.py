@@ -10,16 +10,13 @@ as soon as a unit's gradients are all there, they are reduce-scattered: each ran
                                        each forward without gradients: pieces may have been written to
     replicate_group                    the shards are summed over replicas too (HSDP)
 
-WHAT moves are the functions from `unshard` on, WHEN are the methods of `FSDP`, in the order in which they
-run. The memory that moves is `flat_parameters`. ZeRO-1, which shards only what the optimizer keeps, is
-`sharded_optimizer.ShardedOptimizer`.
+WHAT moves are the functions, WHEN are the methods of `FSDP`, in the order in which they run. The memory that
+moves is `flat_parameters`. ZeRO-1, which shards only what the optimizer keeps, is `sharded_optimizer`.
 Sources: ZeRO (arXiv 1910.02054), PyTorch FSDP (arXiv 2304.11277).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import nn
@@ -28,38 +25,26 @@ from torch.utils._pytree import tree_leaves
 from compare.contract.communication import GRADIENTS, PARAMETERS
 from torchpar.comm.collectives import Axis, ProcessGroup
 from torchpar.manual.accumulation import Accumulates
-from torchpar.manual.flat_parameters import FlatGradients, FlatParameters, Unit, flatten
+from torchpar.manual.data_parallel import pack
+from torchpar.manual.flat_parameters import FlatGradients, FlatParameters, Unit
 
 
 @torch.no_grad()
 def unshard(flat: FlatParameters) -> None:
     """Begin to gather the parameters from the shards of all ranks; `flat.wait_unshard()` waits for them."""
     if not flat.is_unsharded and flat.work is None:
-        if not flat.keeps_full:
+        if flat.zero == 3:
             flat.full.untyped_storage().resize_(flat.full.nbytes)
             flat.full[flat.own] = flat.shard
         flat.work = flat.axis.start_all_gather(flat.full, flat.full[flat.own], purpose=PARAMETERS)
 
 
-def reshard(unit: Unit) -> None:
-    """Free the parameters of a unit: its modules have this rank's pieces, unless the buffer is kept."""
-    unit.show_pieces()
-    for flat in unit.flats:
-        flat.wait_unshard()
-        flat.is_unsharded = False
-        if not flat.keeps_full:
-            # The tensor stays, without memory: autograd saved views of this storage for backward, and they
-            # are valid again once it has been gathered again.
-            flat.full.untyped_storage().resize_(0)
-
-
 @torch.no_grad()
 def reduce_scatter_gradients(gradients: FlatGradients) -> None:
     """Begin to sum full gradients over the ranks, each of which gets its shard of the sum."""
-    if gradients.used:
-        finish_mean(gradients)  # of a backward before, if it is still under way
+    if gradients.full is not None and gradients.shard is None:
         shard, full = gradients.begin_reduction()
-        gradients.work = gradients.axis.start_reduce_scatter(shard, full, purpose=GRADIENTS)
+        gradients.work = gradients.flat.axis.start_reduce_scatter(shard, full, purpose=GRADIENTS)
 
 
 @torch.no_grad()
@@ -67,9 +52,9 @@ def all_reduce_over_replicas(gradients: FlatGradients) -> None:
     """Wait for the shard's sum, free the full gradients, and begin the sum over the replicas (HSDP)."""
     if gradients.full is not None and gradients.shard is not None:
         gradients.wait()
-        gradients.full = None
-        if gradients.replicas and gradients.replicas.size > 1:
-            gradients.work = gradients.replicas.start_all_reduce(gradients.shard, purpose=GRADIENTS)
+        gradients.full, replicas = None, gradients.flat.replicas
+        if replicas and replicas.size > 1:
+            gradients.work = replicas.start_all_reduce(gradients.shard, purpose=GRADIENTS)
 
 
 @torch.no_grad()
@@ -82,21 +67,12 @@ def finish_mean(gradients: FlatGradients) -> None:
     gradients.hand_out()
 
 
-@dataclass
-class Visit:
-    """A unit that a pass has entered, and whether backward reads its weights again."""
-
-    unit: Unit
-    is_read: bool = False
-
-
 class FSDP(Accumulates, nn.Module):
     """Shards the parameters, gradients and optimizer state of a module over the ranks of a group.
 
     Call it as the module itself; after `backward` call `finish_gradient_synchronization()`, then step an
-    optimizer that treats elements one by one over the pieces (`flat_parameters.pieces_of(fsdp.flats)`). Every
-    rank runs the same units in the same order, and uses every parameter. A module of a unit is called, and
-    returns what backward enters it by.
+    optimizer that treats elements one by one over the pieces (`pieces_of(fsdp.flats)`). Every rank runs the
+    same units in the same order, and uses every parameter.
 
     Args:
         module: its values become those of the first rank. It then shows pieces, except while it runs.
@@ -106,13 +82,8 @@ class FSDP(Accumulates, nn.Module):
         replicate_group: ranks that hold the same shard as this one: hybrid sharding.
         zero: 3 shards parameters, gradients and optimizer state, 2 all but the parameters.
         reshard_after_forward: zero 3: free after forward, and gather again in backward.
-        inputs_only: modules of just these types need not be gathered for backward, which does not read
-            their weights.
+        inputs_only: backward does not read the weights of modules of just these types.
         fill: gives the modules of a unit their values, just before they are cut.
-
-    Attributes:
-        units: in the order of the argument.
-        flats: of all units, in the order in which backward comes to them.
     """
 
     def __init__(
@@ -122,32 +93,30 @@ class FSDP(Accumulates, nn.Module):
         units: Sequence[Sequence[nn.Module]],
         group: Axis | ProcessGroup | None = None,
         replicate_group: Axis | ProcessGroup | None = None,
-        zero: Literal[2, 3] = 3,
+        zero: int = 3,
         reshard_after_forward: bool = True,
         inputs_only: tuple[type[nn.Module], ...] = (nn.Embedding,),
-        fill: Callable[[Sequence[nn.Module]], None] | None = None,
+        fill: Callable[[Sequence[nn.Module]], None] = lambda modules: None,
     ):
         super().__init__()
-        if zero not in (2, 3):
-            raise ValueError(f"zero = {zero}: FSDP has 2 and 3; for 1 use ShardedOptimizer")
         self.module, self.axis, self._inputs_only = module, Axis.of(group), inputs_only
-        replicas = None if replicate_group is None else Axis.of(replicate_group)
+        replicas = Axis.of(replicate_group) if replicate_group else None
         named, self.units = list(module.named_parameters()), list[Unit]()
         for modules in units:
-            if fill:
-                fill(modules)
+            fill(modules)
             inside = {parameter for part in modules for parameter in part.parameters()}
             members = [(name, parameter) for name, parameter in named if parameter in inside]
             named = [(name, parameter) for name, parameter in named if parameter not in inside]
-            flats = flatten(members, self.axis, replicas=replicas, keeps_full=zero == 2)
+            cut = partial(FlatParameters, axis=self.axis, zero=zero, replicas=replicas)
+            flats = [cut(alike) for alike in pack(members, float("inf"))]
             stays = zero == 2 or not reshard_after_forward or module in modules
             self.units.append(Unit(modules, flats, stays=stays))
-            reshard(self.units[-1])
+        # In the order in which backward comes to them.
         self.flats = [flat for unit in reversed(self.units) for flat in unit.flats]
-        self._visits: list[Visit] = []  # of this pass
-        self._visits_before: list[Visit] = []  # of the pass before, which this one will be like
+        self._visits, self._visits_before = list[Unit](), list[Unit]()  # of this pass, and of one like it
+        self._read = list[Unit]()  # of this pass, those whose weights backward reads again
         self._current: Unit | None = None
-        self._unsharded: list[Unit] = []  # the current one, and those that stay or are gathered ahead
+        self._unsharded = list[Unit]()  # the current one, and those that stay or are gathered ahead
         self._reducing: Unit | None = None
         for unit in self.units:
             for part in unit.modules:
@@ -159,6 +128,7 @@ class FSDP(Accumulates, nn.Module):
     def forward(self, *args, **kwargs):
         self._current = None
         self._visits_before, self._visits = self._visits or self._visits_before, []
+        self._read.clear()
         output = self.module(*args, **kwargs)
         self._current = None
         if not torch.is_grad_enabled():  # nothing stays gathered for a backward
@@ -168,38 +138,35 @@ class FSDP(Accumulates, nn.Module):
     def before_forward(self, unit: Unit, module: nn.Module, args: tuple) -> None:
         """A module of the unit is about to run."""
         if unit is not self._current:
-            self._visits.append(Visit(unit))
+            self._visits.append(unit)
             self.enter(unit, self._visits_before[len(self._visits) :])
 
     def after_forward(self, unit: Unit, module: nn.Module, args: tuple, output: object) -> None:
         """A module of the unit has run: backward will come through what it returned."""
-        if unit.stays or not torch.is_grad_enabled():
+        if unit.stays or not torch.is_grad_enabled() or type(module) in self._inputs_only:
             return
-        if (
-            type(module) not in self._inputs_only
-        ):  # a class made from one may have weights that backward reads
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(lambda gradient: self.before_backward(unit))
-            next(visit for visit in reversed(self._visits) if visit.unit is unit).is_read = True
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self.before_backward(unit))
+        if self._read[-1:] != [unit]:
+            self._read.append(unit)
 
     def before_backward(self, unit: Unit) -> None:
         """Backward is about to enter the unit: the gradient of an output is there."""
-        order = [visit for visit in reversed(self._visits) if visit.is_read]
-        index = next((i for i, visit in enumerate(order) if visit.unit is unit), len(order))
-        self.enter(unit, order[index + 1 :])
+        order = self._read[::-1]
+        self.enter(unit, order[order.index(unit) + 1 :] if unit in order else ())
 
-    def enter(self, unit: Unit, upcoming: Sequence[Visit]) -> None:
+    def enter(self, unit: Unit, upcoming: Sequence[Unit]) -> None:
         """Unshard a unit, reshard those that are not running, and begin to unshard the first one to come."""
         if unit is not self._current:
             self._current = unit
             for other in [u for u in self._unsharded if u is not unit and not u.stays]:
                 self._unsharded.remove(other)
-                reshard(other)
+                other.reshard()
             self.begin_unshard(unit)
             unit.wait_unshard()
-        for visit in upcoming[:1]:
-            self.begin_unshard(visit.unit)
+        for following in upcoming[:1]:
+            self.begin_unshard(following)
 
     def begin_unshard(self, unit: Unit) -> None:
         """Begin to gather a unit's parameters, if they are not there."""
@@ -218,9 +185,8 @@ class FSDP(Accumulates, nn.Module):
 
     def reduce(self, unit: Unit) -> None:
         """Begin to reduce a unit's gradients; at most two units hold full ones."""
-        if self._reducing:
-            for flat in self._reducing.flats:
-                all_reduce_over_replicas(flat.gradients)
+        for flat in self._reducing.flats if self._reducing else ():
+            all_reduce_over_replicas(flat.gradients)
         for flat in unit.flats:
             reduce_scatter_gradients(flat.gradients)
         self._reducing = unit
@@ -237,5 +203,5 @@ class FSDP(Accumulates, nn.Module):
     def reshard_all(self) -> None:
         """Free all parameters."""
         for unit in self._unsharded:
-            reshard(unit)
+            unit.reshard()
         self._unsharded, self._current = [], None

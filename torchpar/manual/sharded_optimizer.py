@@ -17,8 +17,8 @@ import torch
 
 from torchpar.comm.collectives import Axis, ProcessGroup
 from torchpar.manual.accumulation import Accumulates
-from torchpar.manual.data_parallel import LaunchOrder
-from torchpar.manual.flat_parameters import FlatGradients, FlatParameters, flatten, pieces_of
+from torchpar.manual.data_parallel import LaunchOrder, pack
+from torchpar.manual.flat_parameters import FlatGradients, FlatParameters, pieces_of
 from torchpar.manual.fully_sharded import finish_mean, reduce_scatter_gradients, unshard
 
 
@@ -56,16 +56,12 @@ class ShardedOptimizer(Accumulates, torch.optim.Optimizer):
     ):
         super().__init__(params, {})
         self.axis, self._reduces = Axis.of(group), reduce_gradients
-        options = {
-            "replicas": None if replicate_group is None else Axis.of(replicate_group),
-            "limit_bytes": bucket_size_mb * 1e6,
-            "keeps_full": True,
-            "keeps_gradients": True,
-        }
+        replicas = Axis.of(replicate_group) if replicate_group else None
         self.flats: list[FlatParameters] = []
         for number, of_group in enumerate(self.param_groups):
             named = [(f"parameter {n} of group {number}", p) for n, p in enumerate(of_group["params"])]
-            self.flats += flatten(named[::-1], self.axis, **options)  # as backward comes
+            for bucket in pack(named[::-1], bucket_size_mb * 1e6):  # as backward comes
+                self.flats.append(FlatParameters(bucket, self.axis, zero=1, replicas=replicas))
         self.order = LaunchOrder[FlatGradients](flat.gradients for flat in self.flats)
         for flat in self.flats if reduce_gradients else ():
             flat.on_gradients(partial(self.gradient_ready, flat))
@@ -109,7 +105,7 @@ class ShardedOptimizer(Accumulates, torch.optim.Optimizer):
             flat.wait_unshard()
 
     def require_finished(self) -> None:
-        if any(gradients.used or gradients.full is not None for gradients in self.order):
+        if any(gradients.used for gradients in self.order):
             raise RuntimeError("call finish_gradient_synchronization() first")
 
     def slice_means(self) -> None:

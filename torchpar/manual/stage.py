@@ -30,15 +30,6 @@ class Factors(NamedTuple):
     gradient_NO: torch.Tensor
 
 
-class Activations(NamedTuple):
-    """Tensors that backward needs of one microbatch; dropping them frees the graph behind `y`."""
-
-    x: torch.Tensor
-    y: torch.Tensor
-    factors: list[Factors]
-    """Of the weight gradients that are put off."""
-
-
 class Stage:
     """A module that takes one tensor and returns one, and the microbatches that are under way in it.
 
@@ -50,17 +41,13 @@ class Stage:
 
     def __init__(self, module: nn.Module, *, splits_backward: bool, number: int = 0):
         self.module, self.splits_backward, self.number = module, splits_backward, number
-        self._activations: dict[int, Activations] = {}
-        self._factors: dict[int, list[Factors]] = {}
+        # By microbatch: input and output, until backward; dropping them frees the graph behind the output.
+        self.activations: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.factors: dict[int, list[Factors]] = {}  # of weight gradients that are put off
         self._sink: Callable[[Factors], None] | None = None
         for layer in module.modules():  # on the instance, so that it holds where a checkpoint runs it again
             if any(True for _ in layer.parameters(recurse=False)):
                 layer.forward = functools.partial(self._forward_of, layer.forward)
-
-    @property
-    def in_flight(self) -> int:
-        """Microbatches whose forward is done, and whose backward is not."""
-        return len(self._activations) + len(self._factors)
 
     def forward(
         self,
@@ -80,40 +67,33 @@ class Stage:
         Returns:
             The output, detached: (B, ...), or a loss ().
         """
-        x, factors = x.detach().requires_grad_(x.is_floating_point()), list[Factors]()
-        with self._weight_gradients_to(factors):
+        x = x.detach().requires_grad_(x.is_floating_point())
+        with self._weight_gradients_of(microbatch):
             y = finish(self.module(x, *also))
         if torch.is_grad_enabled():
-            self._activations[microbatch] = Activations(x, y, factors)
+            self.activations[microbatch] = x, y
         return y.detach()
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Add this microbatch's gradients to those of the parameters, and free its activations.
+        """Add a microbatch's gradients to those of the parameters, and free its activations.
 
-        Args:
-            microbatch: its number.
-            gradient: of the stage's output, shaped as it; None for a loss.
-
-        Returns:
-            The gradient of the input, shaped as it; None of tokens, which are integers.
+        From the gradient of the stage's output, None for a loss, to that of its input, None of integers.
         """
-        x, y, factors = self._activations.pop(microbatch)
-        with self._weight_gradients_to(factors):
+        x, y = self.activations.pop(microbatch)
+        with self._weight_gradients_of(microbatch):
             torch.autograd.backward(y, gradient)
-        if self.splits_backward:
-            self._factors[microbatch] = factors
         return x.grad
 
     def backward_weight(self, microbatch: int) -> None:
         """Add the weight gradients that `backward` left, where they are a task of their own."""
-        factors = self._factors.pop(microbatch)
+        factors = self.factors.pop(microbatch)
         while factors:
             add_up(factors.pop())
 
     @contextmanager
-    def _weight_gradients_to(self, factors: list[Factors]) -> Generator[None]:
-        """Around a forward, and around a backward that may run it again."""
-        self._sink = factors.append if self.splits_backward else add_up
+    def _weight_gradients_of(self, microbatch: int) -> Generator[None]:
+        """Around a forward, whose graph keeps the sink, and around a backward that may run it again."""
+        self._sink = self.factors.setdefault(microbatch, []).append if self.splits_backward else add_up
         try:
             yield
         finally:
@@ -161,9 +141,7 @@ class _Mode(TorchFunctionMode):
         self._sink, self._spares_hooks = sink, spares_hooks
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.linear:
-            return self._linear(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return (self._linear if func is F.linear else func)(*args, **(kwargs or {}))
 
     def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None):
         parameters = [p for p in (weight, bias) if p is not None]
