@@ -18,10 +18,9 @@ Source: buckets and overlap as in PyTorch's DDP (Li et al., arXiv 2006.15704, se
 import math
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import msgspec
-import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -31,10 +30,9 @@ from compare.flags import pythons_of
 from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.collective_fit import Fit
 from compare.judge.outcome import Grid, Outcome
-from compare.judge.statistics import Estimate, estimate, interval_words
+from compare.judge.statistics import Estimate, estimate
 from compare.judge.timed_outcome import timed
 from compare.numerics.parameters import parameter_count, storage_dtype
-from compare.show.figures import INK, WIDE, Figure, colour, log_scale, whiskers
 from compare.show.findings import Column, Findings, table_of, written
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
@@ -44,13 +42,9 @@ from compare.study import OF_LAYOUTS
 from compare.terminal import human_bytes
 from compare.timing import Timed, timed_findings
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 ALONE = "no communication"
 """The variant that trains one rank's share of the batch on one rank."""
 BUCKETED = "bucketed"
-MARKS = {BUCKETED: "o", "overlapped": "s", "flat": "^", "naive": "D"}
 FILLED = (50, 20, 10, 5, 2)
 SMALLEST_SIZE, LARGEST_SIZE = 2**10, 2**22
 """Bytes between which an all-reduce is timed at least, for its fit."""
@@ -124,20 +118,18 @@ class Buckets(Timed, frozen=True, kw_only=True):
         fit = msgspec.convert(outcome.more["fit"], Fit)
         size = gradient_bytes(next(iter(outcome.cases.values())).experiment)
         alone_ms, points = points_of(outcome, fit)
-        best, buckets = best_of(points), best_buckets(size, fit)
-        sentence = f"predicted best bucket {mb_text(size / buckets / 1e6)}; none was measured"
-        if best:
-            sentence = (
-                f"predicted best bucket {mb_text(size / buckets / 1e6)}; measured best {best.name}: "
-                f"{written(best.overhead_ms, '.1f')} ms beyond {alone_ms:.1f} ms without communication"
-            )
+        buckets, measured = best_buckets(size, fit), "none was measured"
+        if bucketed := [point for point in points if point.gradient_sync == BUCKETED]:
+            best = min(bucketed, key=lambda point: point.overhead_ms.median)
+            measured = f"measured best {best.name}: {written(best.overhead_ms, '.1f')} ms beyond "
+            measured += f"{alone_ms:.1f} ms without communication"
         title = f"Data parallelism over {fit.ranks} ranks, {human_bytes(size)} of gradients"
         rate = f"{fit.bandwidth_gb_s:.2f} GB/s" if fit.bandwidth_gb_s else "without limit"
         return timed_findings(
             timed(outcome),
             outcome,
             title=title,
-            sentence=sentence,
+            sentence=f"predicted best bucket {mb_text(size / buckets / 1e6)}; {measured}",
             about=[
                 f"Overhead is a step less {alone_ms:.1f} ms, the step of one rank on the same tokens without "
                 f"communication; so it holds, too, what ranks that share cores and memory take from each "
@@ -146,7 +138,6 @@ class Buckets(Timed, frozen=True, kw_only=True):
                 f"misfit {fit.misfit:.0%}). Predicted best: {buckets:.1f} buckets.",
             ],
             tables=[table_of(title, COLUMNS, points)],
-            figures=[figure_of(points, size, fit)],
             rows=points,
             value={"alone_ms": alone_ms, "fit": fit, "best_bucket_mb": size / buckets / 1e6},
         )
@@ -220,12 +211,6 @@ def points_of(outcome: Outcome, fit: Fit) -> tuple[float, list[Point]]:
     return estimate(list(without.values())).median, points
 
 
-def best_of(points: list[Point]) -> Point | None:
-    """The bucketed point with the least overhead."""
-    bucketed = [point for point in points if point.gradient_sync == BUCKETED]
-    return min(bucketed, key=lambda point: point.overhead_ms.median, default=None)
-
-
 def buckets_of(experiment: Experiment) -> int:
     """All-reduces of a step."""
     sync = experiment.layout.gradient_sync
@@ -242,39 +227,6 @@ def gradient_bytes(experiment: Experiment) -> int:
 def default_bucket_mb(reduced: Experiment) -> tuple[float, ...]:
     """Megabytes of which the gradients fill about so many buckets as `FILLED` says."""
     return tuple(float(f"{gradient_bytes(reduced) / 1e6 / buckets:.2g}") for buckets in FILLED)
-
-
-def figure_of(points: list[Point], size: float, fit: Fit) -> Figure:
-    """Measured overheads over bucket size, and the closed forms' curves."""
-    counts = np.geomspace(1, max([2, *(point.buckets for point in points)]), 200)
-
-    def draw(axes: "Axes") -> None:
-        axes.axhline(0.0, color=INK, linewidth=0.8)
-        for place, (sync, mark) in enumerate(MARKS.items()):
-            of_sync = [point for point in points if point.gradient_sync == sync]
-            overheads = [point.overhead_ms for point in of_sync]
-            axes.errorbar(
-                [size / 1e6 / point.buckets for point in of_sync],
-                [overhead.median for overhead in overheads],
-                whiskers(overheads),
-                fmt=mark,
-                color=colour(place),
-                capsize=3,
-                label=f"measured, {sync}",
-            )
-        for form, dash, name in ((overlapped_ms, "-", "overlapped"), (exposed_ms, ":", "exposed")):
-            values = [form(size, count, fit) for count in counts]
-            axes.plot(size / 1e6 / counts, values, dash, color=INK, label=f"closed form, {name}")
-        axes.set(xlabel="bucket size (MB)", ylabel="overhead of a step (ms)")
-        log_scale(axes, "x")
-
-    return Figure(
-        title="Overhead over bucket size",
-        caption=f"Medians over rounds; whiskers are {interval_words(point.overhead_ms for point in points)}.",
-        draw=draw,
-        width=WIDE,
-        height=4.0,
-    )
 
 
 def mb_text(megabytes: float) -> str:

@@ -19,13 +19,12 @@ from compare.show.markdown import markdown
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, edited, load, revalidate
 from compare.studies.fitting import as_preset
-from compare.studies.presets import PRESETS, check_names, spread, with_layout
+from compare.studies.presets import several_presets, spread, with_layout
 from compare.studies.run import verdict_findings
 from compare.study import OF_LAYOUTS, Study, against_one_device, grid, pivot, varied
 
 SHOWN = ("gradients", "later_weights")
 """Rungs whose errors a cell of the grid shows."""
-ALL = "all"
 DEVICES = 4
 VARIANTS = (
     "precision.dtype=float32",
@@ -101,18 +100,14 @@ class Check(Study, frozen=True, kw_only=True):
 
     def cases(self, experiment: Experiment) -> Grid:
         """Each case, its reference before it. Raises ExperimentError, EnvironmentMissing."""
-        engines, names = chosen_engines(self.engines), self.presets
-        if self.variants and not names:
+        engines, presets = chosen_engines(self.engines), several_presets(self.presets, self.devices)
+        if self.variants and not presets:
             raise ExperimentError("--variants has no effect without --presets")
-        if names == (ALL,):
-            names = tuple(name for name in PRESETS if name != "single")
-        check_names("--presets", "preset", names, PRESETS)
-        presets = {name: self.devices or PRESETS[name].devices for name in names}
         if self.against:
             return against_nanogpt(experiment, engines, presets)
         if not presets:
             return rungs_of_engines(experiment, engines, self.devices or DEVICES)
-        variants = VARIANTS if self.variants == (ALL,) else self.variants
+        variants = VARIANTS if self.variants == ("all",) else self.variants
         return against_one_device(engines, varied(experiment, presets, variants), fit=as_preset)
 
     @classmethod

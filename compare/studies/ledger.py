@@ -16,10 +16,8 @@ from compare.show.terminal import print_findings
 from compare.spec.experiment import Experiment, ExperimentError, revalidate
 from compare.studies.fitting import Fit, as_it_is, as_preset
 from compare.studies.ledgers import read_ledgers
-from compare.studies.presets import PRESETS, check_names, check_presets, spread
+from compare.studies.presets import check_presets, several_presets, spread
 from compare.study import Study, beside_first, grid
-
-ALL = "all"
 
 
 class Ledger(Spread, Study, frozen=True, kw_only=True):
@@ -67,12 +65,9 @@ class Ledger(Spread, Study, frozen=True, kw_only=True):
         if not self.presets:
             engines, left_out = self.fitting(experiment)
             return beside_first(engines, experiment), left_out
-        presets = [name for name in PRESETS if name != "single"] if self.presets == (ALL,) else self.presets
-        check_names("--presets", "preset", presets, PRESETS)
-        check_presets(
-            "--presets", experiment.layout, [(name, PRESETS[name].devices) for name in presets], self.said
-        )
-        rows = {name: spread(experiment, name, PRESETS[name].devices, self.said) for name in presets}
+        presets = several_presets(self.presets)
+        check_presets("--presets", experiment.layout, list(presets.items()), self.said)
+        rows = {name: spread(experiment, name, devices, self.said) for name, devices in presets.items()}
         fit: Fit = as_it_is if "schedule" in self.said.flags else as_preset
         return grid(chosen_engines(self.engines), rows, fit=fit)
 
@@ -91,8 +86,7 @@ class Ledger(Spread, Study, frozen=True, kw_only=True):
         """Answer it. Returns 0, or 1 if an engine failed or --fail_on_unexpected found something."""
         if self.dry_run:
             return super().__call__()
-        _, folder = self.outcome()
-        ledgers = read_ledgers(folder)
+        ledgers = read_ledgers(folder := self.outcome()[1])
         findings = findings_of_ledgers(ledgers, folder, places=self.rows)
         if self.output:
             write_atomically(self.output, markdown(findings).encode())

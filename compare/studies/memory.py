@@ -52,7 +52,8 @@ class Memory(Study, frozen=True, kw_only=True):
     def cases(self, experiment: Experiment) -> Grid:
         """Each layout and setting on every engine that can express it."""
         check_names("--presets", "preset", self.presets, PRESETS)
-        presets = {name: devices_of(name) for name in self.presets}
+        # As few devices as it can be spread over.
+        presets = {name: 1 if name == "single" else 2 * PRESETS[name].fixed for name in self.presets}
         return grid(chosen_engines(self.engines), varied(experiment, presets, self.variants))
 
     def keep(self, case: Case, record: Record) -> Held:
@@ -92,8 +93,3 @@ class Memory(Study, frozen=True, kw_only=True):
             details=[table_of("By class", columns, list(peaks))],
             rows={name: held.peak[0] for name, held in peaks.items()},
         )
-
-
-def devices_of(preset: str) -> int:
-    """As few as it can be spread over."""
-    return 1 if preset == "single" else 2 * PRESETS[preset].fixed

@@ -94,12 +94,10 @@ class Plan(Study, frozen=True, kw_only=True):
             too_large=len(found.too_large),
             explain=self.explain,
         )
-        chosen = plan.chosen()
-        steps = [self._alone(chosen, experiment)] if self.alone else []
-        steps += [self._compiled(chosen, experiment, machine)] if self.compile else []
+        steps = self._absent(plan.chosen(), experiment, machine)
         problems = [problem for step in steps for problem in step.ledger.problems]
         if self.alone:
-            spec = with_remat_resolved(self.engine, chosen.of(experiment))
+            spec = with_remat_resolved(self.engine, plan.chosen().of(experiment))
             problems += mismatches(self.engine, spec, steps[0].flows)
         plan = replace(plan, absent=steps, problems=problems)
         return replace(outcome, more={"plan": msgspec.to_builtins(plan)}, left_out=found.refused)
@@ -113,41 +111,43 @@ class Plan(Study, frozen=True, kw_only=True):
         machine = machine_of(HERE, int(here[1] or DEVICES), self.engine, experiment, **how)
         return slowed(machine, self.link_speed) if self.link_speed != 1 else machine
 
-    def _alone(self, candidate: Candidate, experiment: Experiment) -> tables.AbsentStep:
-        """A step of a layout's first rank. Raises ExperimentError, EnvironmentMissing."""
-        spec, python = candidate.of(experiment), checked_pythons(self)[side_of(self.engine).name]
-        with Reporter(quiet=self.quiet).waits(f"the first rank of {candidate.name}"):
-            found = run_alone(self.engine, spec, python)
-        resolved, peak = with_remat_resolved(self.engine, spec), found.memory.peak
-        kinds = dict.fromkeys((*candidate.memory, *(kind for kind, size in peak.bytes.items() if size)))
-        return tables.AbsentStep(
-            title=f"The first rank of {candidate.name}, run alone: bytes at its peak",
-            ledger=found.ledger,
-            flows=[flow for flow in line_up(self.engine, resolved, found.ledger.rows) if flow.stage == 0],
-            memory=[(kind, candidate.memory.get(kind), peak.bytes.get(kind)) for kind in kinds],
-            below=f"Together {human_bytes(peak.total)}, in {peak.phase}; planned "
-            f"{human_bytes(candidate.bytes)}.",
-        )
-
-    def _compiled(self, candidate: Candidate, experiment: Experiment, machine: Machine) -> tables.AbsentStep:
-        """A layout's step as XLA compiles it for a machine. Raises ExperimentError, EnvironmentMissing."""
-        spec, python = candidate.of(experiment), checked_pythons(self)[side_of(self.engine).name]
-        with Reporter(quiet=self.quiet).waits(f"compiling {candidate.name} for {machine.name}"):
-            found = compile_ahead(self.engine, spec, machine, python)
-        versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
-        fits = found.peak_bytes <= USABLE * machine.memory_bytes
-        state = sum(candidate.memory.get(kind, 0.0) for kind in STATE)
-        return tables.AbsentStep(
-            title=f"{candidate.name} compiled for {topology_of(machine)}, {found.device}",
-            ledger=found.ledger,
-            flows=line_up(self.engine, with_remat_resolved(self.engine, spec), found.ledger.rows),
-            memory=[
-                ("parameters and moments", state, found.state_bytes),
-                ("all of a step", candidate.bytes, found.peak_bytes),
-            ],
-            below=f"{'' if fits else 'It does not fit, says XLA. '}{found.compile_s:.0f} CPU s to trace and "
-            f"compile. {versions}.",
-        )
+    def _absent(
+        self, candidate: Candidate, experiment: Experiment, machine: Machine
+    ) -> list[tables.AbsentStep]:
+        """A layout's step, alone or compiled, if asked for. Raises ExperimentError, EnvironmentMissing."""
+        spec, python, steps = candidate.of(experiment), checked_pythons(self)[side_of(self.engine).name], []
+        resolved, waits = with_remat_resolved(self.engine, spec), Reporter(quiet=self.quiet).waits
+        if self.alone:
+            with waits(f"the first rank of {candidate.name}"):
+                rank = run_alone(self.engine, spec, python)
+            peak = rank.memory.peak
+            kinds = dict.fromkeys((*candidate.memory, *(kind for kind, size in peak.bytes.items() if size)))
+            step = tables.AbsentStep(
+                title=f"The first rank of {candidate.name}, run alone: bytes at its peak",
+                ledger=rank.ledger,
+                flows=[flow for flow in line_up(self.engine, resolved, rank.ledger.rows) if flow.stage == 0],
+                memory=[(kind, candidate.memory.get(kind), peak.bytes.get(kind)) for kind in kinds],
+                below=f"{human_bytes(peak.total)} in {peak.phase}; planned {human_bytes(candidate.bytes)}.",
+            )
+            steps.append(step)
+        if self.compile:
+            with waits(f"compiling {candidate.name} for {machine.name}"):
+                built = compile_ahead(self.engine, spec, machine, python)
+            state = sum(candidate.memory.get(kind, 0.0) for kind in STATE)
+            fits = built.peak_bytes <= USABLE * machine.memory_bytes
+            below = f"{built.compile_s:.0f} CPU s. {', '.join(map(' '.join, built.versions.items()))}."
+            step = tables.AbsentStep(
+                title=f"{candidate.name} compiled for {topology_of(machine)}, {built.device}",
+                ledger=built.ledger,
+                flows=line_up(self.engine, resolved, built.ledger.rows),
+                memory=[
+                    ("parameters and moments", state, built.state_bytes),
+                    ("all of a step", candidate.bytes, built.peak_bytes),
+                ],
+                below=below if fits else f"It does not fit, says XLA. {below}",
+            )
+            steps.append(step)
+        return steps
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:

@@ -120,6 +120,13 @@ def check_names(flag: str, what: str, names: Sequence[str], known: Iterable[str]
             raise ExperimentError(f"{flag} {name}: give each {what} once")
 
 
+def several_presets(names: Sequence[str], devices: int | None = None) -> dict[str, int]:
+    """The presets of --presets, `all` for all but single, and the devices of each. Raises ExperimentError."""
+    chosen = [name for name in PRESETS if name != "single"] if tuple(names) == ("all",) else names
+    check_names("--presets", "preset", chosen, PRESETS)
+    return {name: devices or PRESETS[name].devices for name in chosen}
+
+
 def preset_layout(layout: Layout, preset: str, devices: int, said: Said = NOTHING_SAID) -> Layout:
     """`layout`, with the user's flags in it, spread as the preset says; what was `said` wins where it means
     something.

@@ -27,7 +27,7 @@ from compare.spec.axes import DP_SHARD
 from compare.spec.engines.engine import Holds
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, load
-from compare.studies.lessons import FOLDERS, LESSONS, lesson_experiment, source_file
+from compare.studies.lessons import FOLDERS, TRIALS, source_file
 from compare.studies.presets import PRESETS, spread
 
 ROOT = Path(__file__).parents[2]
@@ -166,7 +166,11 @@ def test_worked_number_is_what_the_papers_give():
 
 def made_by_hand(folder: Path, place: str):
     """A run of two engines that nobody has run, of which torch-manual says from where it sends."""
-    outcome = make_run(folder, lesson_experiment(STRATEGY), names=["jax-manual", "torch-manual"])
+    outcome = make_run(
+        folder,
+        spread(load("check"), "fsdp", 2),
+        names=["jax-manual", "torch-manual"],
+    )
     rows = [
         Communication(
             kind=kind, axis=DP_SHARD, calls=2, bytes=4000, wire_bytes=4000, purpose=purpose, source=place
@@ -203,12 +207,12 @@ def test_lines_lead_to_rows_and_rows_to_lines(tmp_path):
     for engine, block in zip(("jax-manual", "torch-manual"), blocks, strict=True):
         shown = re.sub(r"(?m)^ *\d+", "", html.unescape(re.sub(r"<[^>]*>", "", block)))
         assert shown.split() == (ROOT / source_file(engine, STRATEGY)).read_text().split()
-    for trial in LESSONS[STRATEGY].trials:
+    for trial in TRIALS[STRATEGY]:
         assert html.escape(trial.command) in page
 
 
 def test_every_trial_can_be_run(capsys):
-    for trial in (trial for lesson in LESSONS.values() for trial in lesson.trials):
+    for trial in (trial for trials in TRIALS.values() for trial in trials):
         program, *options = shlex.split(trial.command)
         assert program == "shardpair"
         assert main([*options, "--dry_run"]) == 0

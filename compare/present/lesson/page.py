@@ -26,7 +26,7 @@ from compare.show.page import write_page
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError
 from compare.studies.ledgers import engine_ledger
-from compare.studies.lessons import FOLDERS, LESSONS, run_command, source_file, source_root
+from compare.studies.lessons import FOLDERS, LESSONS, SOURCES, TRIALS, run_command, source_file
 from compare.terminal import layout_in_words
 
 _PLACE = re.compile(r"^([\w./-]+\.py):(\d+)")
@@ -128,7 +128,7 @@ def lesson_page(strategy: str, outcome: Outcome, records: Mapping[str, Record], 
         strategy=strategy,
         sent=sent,
         anchors={key: "row-" + re.sub(r"\W+", "-", "-".join(filter(None, key))) for key in keys},
-        trials=lesson.trials,
+        trials=TRIALS[strategy],
     )
 
 
@@ -140,7 +140,7 @@ def read_source(strategy: str, engine: str, record: Record) -> Source:
     """
     path = source_file(engine, strategy)
     try:
-        text = (source_root() / path).read_text(encoding="utf-8")
+        text = (SOURCES / path).read_text(encoding="utf-8")
     except OSError as error:
         raise RecordError(f"{path} cannot be read ({error.strerror}): a lesson is made from it") from None
     lines: dict[Key, set[int]] = {}
