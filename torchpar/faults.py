@@ -41,7 +41,6 @@ from torchpar.compiler import data_parallel as placed_data_parallel
 from torchpar.compiler import tensor_parallel as placed_tensor_parallel
 from torchpar.compiler.placement import Placements, axes_of, of_activation
 from torchpar.library import data_parallel, tensor_parallel
-from torchpar.manual.flat_parameters import FlatGradients
 from torchpar.manual.megatron import reduce_from_region, reduce_scatter_from_region
 from torchpar.manual.stage import Stage
 from torchpar.manual.tensor_parallel import RowParallelLinear
@@ -58,10 +57,6 @@ SHARDED_PARAMETERS = Need(
     holds=lambda layout: layout.zero > 1,
     otherwise="ZeroRedundancyOptimizer updates whole parameters: give layout.zero = 2 or more",
 )
-SUMMED_BY_AUTOGRAD = Need(
-    holds=lambda layout: layout.zero < 2,
-    otherwise="FSDP2 adds up the gradients of passes where no user reaches them: give layout.zero = 0 or 1",
-)
 
 
 def plant(fault: str, *, engine: str, layout: Layout) -> AbstractContextManager:
@@ -76,43 +71,35 @@ def plant(fault: str, *, engine: str, layout: Layout) -> AbstractContextManager:
 # At a collective of torch-manual, by mesh axis and purpose --------------------------------------------------
 
 
-@contextmanager
-def left_out_reductions(*, axis: str, purpose: str) -> Generator[None]:
-    """Each rank goes on with its part of the sum."""
-    all_reduce, reduce_scatter, wrong = Axis.start_all_reduce, Axis.start_reduce_scatter, (axis, purpose)
-
-    def no_all_reduce(self: Axis, tensor: torch.Tensor, *, purpose: str = "", **options: Any) -> Work:
-        if (self.name, purpose) == wrong:
-            return DONE
-        return all_reduce(self, tensor, purpose=purpose, **options)
-
-    def no_reduce_scatter(self: Axis, piece: torch.Tensor, full: torch.Tensor, *, purpose: str = "") -> Work:
-        if (self.name, purpose) == wrong:
-            piece.copy_(full[chunk_slices(len(full), self.size)[self.rank]])
-            return DONE
-        return reduce_scatter(self, piece, full, purpose=purpose)
-
-    with patch.multiple(Axis, start_all_reduce=no_all_reduce, start_reduce_scatter=no_reduce_scatter):
-        yield
-
-
-def changed_input(
-    method: str, change: Callable[[torch.Tensor, int], torch.Tensor], *, axis: str, purpose: str
+def wrong_call(
+    method: str, instead: Callable[..., Work], *, axis: str, purpose: str
 ) -> AbstractContextManager:
-    """A collective is of `change(tensor, ranks)` in place of the tensor."""
+    """In place of a collective `instead(call, axis, *tensors)`, where `call(*tensors)` is the right one."""
     right, wrong = getattr(Axis, method), (axis, purpose)
 
-    def changed(self: Axis, tensor: torch.Tensor, *, purpose: str = "", **options: Any) -> Work:
-        if (self.name, purpose) == wrong:
-            tensor = change(tensor, self.size)
-        return right(self, tensor, purpose=purpose, **options)
+    def changed(self: Axis, *tensors: torch.Tensor, purpose: str = "", **options: Any) -> Work:
+        call = partial(right, self, purpose=purpose, **options)
+        return instead(call, self, *tensors) if (self.name, purpose) == wrong else call(*tensors)
 
     return patch.object(Axis, method, changed)
 
 
-times_ranks = partial(changed_input, "start_all_reduce", lambda tensor, ranks: tensor.mul_(ranks))
+@contextmanager
+def left_out_reductions(**place: str) -> Generator[None]:
+    """Each rank goes on with its part of the sum."""
+
+    def no_reduce_scatter(call: Any, axis: Axis, piece: torch.Tensor, full: torch.Tensor) -> Work:
+        piece.copy_(full[chunk_slices(len(full), axis.size)[axis.rank]])
+        return DONE
+
+    no_all_reduce = wrong_call("start_all_reduce", lambda call, axis, tensor: DONE, **place)
+    with no_all_reduce, wrong_call("start_reduce_scatter", no_reduce_scatter, **place):
+        yield
+
+
+times_ranks = partial(wrong_call, "start_all_reduce", lambda call, axis, tensor: call(tensor.mul_(axis.size)))
 """A mean becomes the sum."""
-sent_zeros = partial(changed_input, "start_send", lambda tensor, ranks: torch.zeros_like(tensor))
+sent_zeros = partial(wrong_call, "start_send", lambda call, axis, tensor: call(torch.zeros_like(tensor)))
 """Messages arrive as zeros: each rank goes on with its part of a sum."""
 
 
@@ -249,51 +236,19 @@ def spoiled(spoil: Callable[[Run], None]) -> AbstractContextManager:
 
 @contextmanager
 def overwritten_microbatch() -> Generator[None]:
-    """Each pass's gradient, and in a pipeline each microbatch's, takes the place of those before it.
+    """Each microbatch's gradient takes the place of those before it, as if `zero_grad` stood in the loop."""
+    backward, backward_chunk = Stage.backward, PipelineStage.backward_one_chunk
 
-    `zero_grad` stands inside of the loop over the passes of a step, and not behind it.
-    """
-    backward, backward_chunk, add = Stage.backward, PipelineStage.backward_one_chunk, FlatGradients.add
-
-    def stage(self: Stage, *args: Any, **options: Any) -> Any:
+    def ours(self: Stage, *args: Any, **options: Any) -> Any:
         self.module.zero_grad()
         return backward(self, *args, **options)
 
-    def library_stage(self: PipelineStage, *args: Any, **options: Any) -> Any:
+    def theirs(self: PipelineStage, *args: Any, **options: Any) -> Any:
         self.submod.zero_grad()
         return backward_chunk(self, *args, **options)
 
-    def flat(self: FlatGradients, index: int) -> None:
-        self.used.discard(index)
-        add(self, index)
-
-    def zero_inside(run: Run) -> None:
-        parallel = run.parallel
-
-        def zero(*module_and_inputs: Any) -> None:
-            parallel.module.zero_grad()
-            parallel.optimizer.zero_grad()
-
-        if not parallel.run_pipeline:
-            parallel.module.register_forward_pre_hook(zero)
-
-    with (
-        patch.object(Stage, "backward", stage),
-        patch.object(PipelineStage, "backward_one_chunk", library_stage),
-        patch.object(FlatGradients, "add", flat),
-        spoiled(zero_inside),
-    ):
+    with patch.object(Stage, "backward", ours), patch.object(PipelineStage, "backward_one_chunk", theirs):
         yield
-
-
-def skipped_last_update(run: Run) -> None:
-    """The last step updates nothing."""
-    step = run.parallel.optimizer.step
-
-    def wrong(*args: Any) -> Any:
-        return step(*args) if run.state.step < run.experiment.train.max_iters - 1 else None
-
-    object.__setattr__(run.parallel.optimizer, "step", wrong)
 
 
 def change_update(run: Run, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
@@ -310,6 +265,12 @@ def change_update(run: Run, change: Callable[[torch.Tensor, torch.Tensor], torch
 
     run.parallel.optimizer.register_step_pre_hook(remember)
     run.parallel.optimizer.register_step_post_hook(move)
+
+
+def skipped_last_update(run: Run) -> None:
+    """The last step updates nothing."""
+    last = run.experiment.train.max_iters - 1
+    change_update(run, lambda old, new: old if run.state.step == last else new)
 
 
 def moved_weight() -> AbstractContextManager:
@@ -399,8 +360,7 @@ FAULTS = tuple(
         ),
         ("wrong_optimizer_shard", MANUAL + COMPILER, SHARDS, partial(spoiled, wrong_optimizer_shard)),
         ("wrong_optimizer_shard", LIBRARY, SHARDED_PARAMETERS, partial(spoiled, wrong_optimizer_shard)),
-        ("overwritten_microbatch", MANUAL, ANY_LAYOUT, overwritten_microbatch),
-        ("overwritten_microbatch", LIBRARY, SUMMED_BY_AUTOGRAD, overwritten_microbatch),
+        ("overwritten_microbatch", MANUAL + LIBRARY, STAGES, overwritten_microbatch),
         ("stale_tied_copy", MANUAL + LIBRARY, STAGES, partial(sent_zeros, **_tied_gradients)),
         ("unscaled_dropout", ALL, ANY_LAYOUT, unscaled_dropout),
         ("same_dropout_on_every_rank", ALL, SPLIT_LAYERS, partial(spoiled, same_dropout_on_every_rank)),
