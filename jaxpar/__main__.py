@@ -112,7 +112,7 @@ def train(folder: Path, process: Process | None = None) -> None:
     if request.fault and request.fault not in IGNORED:  # a run without one does not import them
         from jaxpar.faults import plant
 
-        planted = plant(request.fault, engine=request.engine, layout=request.experiment.layout)
+        planted = plant(request.fault, engine=request.engine)
     recorder = Recorder(folder) if process is None or process.is_first else None
     with planted:
         train_engine(request, recorder, folder=folder, progress=watchdog.progress)

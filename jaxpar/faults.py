@@ -17,22 +17,12 @@ import optax
 from jax import lax
 
 from compare.contract.communication import ACTIVATIONS, GRADIENTS, NORM, REPLICATED_GRADIENTS, TIED_GRADIENTS
-from compare.contract.faults import (
-    ANY_LAYOUT,
-    REPEATED_PARAMETERS,
-    REPLICAS,
-    SHARDS,
-    SPLIT_LAYERS,
-    SPLIT_SEQUENCE,
-    STAGES,
-    PlantedFault,
-    find_fault,
-)
+from compare.contract.faults import PlantedFault, find_fault
 from compare.contract.inputs import starting_parameters
 from compare.contract.progress import Progress
 from compare.numerics.weights import Given, Weights
 from compare.spec.axes import AXES, DP_REPLICATE, PP, TP
-from compare.spec.experiment import Experiment, Layout
+from compare.spec.experiment import Experiment
 from jaxpar import dropout, manual, optimizer, train
 from jaxpar.comm import collectives
 from jaxpar.explicit import data_parallel as typed_data_parallel
@@ -45,13 +35,9 @@ MOVED, BY = "blocks.0.mlp.up.weight", 1e-3
 Planted = AbstractContextManager
 
 
-def plant(fault: str, *, engine: str, layout: Layout) -> Planted:
-    """The fault as a context manager.
-
-    Raises:
-        ExperimentError: an unknown fault, or one that this engine or layout cannot express.
-    """
-    return find_fault(FAULTS, fault, engine=engine, layout=layout).plant()
+def plant(fault: str, *, engine: str) -> Planted:
+    """The fault as a context manager. Raises ExperimentError: an unknown one, or none of this engine's."""
+    return find_fault(FAULTS, fault, engine=engine)
 
 
 # At a collective of jax-manual ------------------------------------------------------------------------------
@@ -209,22 +195,22 @@ first_rows = partial(patch.object, tensor_parallel, "split_rows", lambda model, 
 unscaled = partial(patch.object, dropout, "kept_scale", lambda rate: 1.0)
 
 FAULTS = (
-    PlantedFault("dropped_all_reduce", MANUAL, REPLICAS, partial(gradients, of=first_only)),
-    PlantedFault("dropped_all_reduce", TYPED, REPLICAS, first_copy_only),
-    PlantedFault("sum_for_mean", MANUAL, REPLICAS, partial(gradients, of=times_devices)),
-    PlantedFault("sum_for_mean", TYPED, REPLICAS, sum_over_replicas),
-    PlantedFault("dropped_tp_all_reduce", MANUAL, SPLIT_LAYERS, partial(row_products, of=first_only)),
-    PlantedFault("dropped_tp_all_reduce", TYPED, SPLIT_LAYERS, first_part_only),
-    PlantedFault("doubled_row_bias", MANUAL, SPLIT_LAYERS, doubled_row_bias),
-    PlantedFault("same_dropout_on_every_rank", MANUAL, SPLIT_LAYERS, first_rows),
-    PlantedFault("missing_norm_psum", MANUAL, SPLIT_SEQUENCE, partial(partial_gradients, of=first_only)),
-    PlantedFault("norm_counts_replicas_twice", MANUAL, REPEATED_PARAMETERS, norm_counts_replicas_twice),
-    PlantedFault("wrong_optimizer_shard", MANUAL, SHARDS, next_shard_s_gradients),
-    PlantedFault("overwritten_microbatch", MANUAL, STAGES, replaced_total),
-    PlantedFault("stale_tied_copy", MANUAL, STAGES, partial(tied_gradients, of=first_only)),
-    PlantedFault("moved_weight", ALL, ANY_LAYOUT, moved_weight),
-    PlantedFault("unscaled_dropout", ALL, ANY_LAYOUT, unscaled),
-    PlantedFault("reversed_update", ALL, REPLICAS, partial(changed_updates, lambda update, _: -update)),
-    PlantedFault("rounded_weights", ALL, REPLICAS, partial(changed_updates, to_8_bits)),
-    PlantedFault("skipped_last_update", ALL, ANY_LAYOUT, skipped_last_update),
+    PlantedFault("dropped_all_reduce", MANUAL, partial(gradients, of=first_only)),
+    PlantedFault("dropped_all_reduce", TYPED, first_copy_only),
+    PlantedFault("sum_for_mean", MANUAL, partial(gradients, of=times_devices)),
+    PlantedFault("sum_for_mean", TYPED, sum_over_replicas),
+    PlantedFault("dropped_tp_all_reduce", MANUAL, partial(row_products, of=first_only)),
+    PlantedFault("dropped_tp_all_reduce", TYPED, first_part_only),
+    PlantedFault("doubled_row_bias", MANUAL, doubled_row_bias),
+    PlantedFault("same_dropout_on_every_rank", MANUAL, first_rows),
+    PlantedFault("missing_norm_psum", MANUAL, partial(partial_gradients, of=first_only)),
+    PlantedFault("norm_counts_replicas_twice", MANUAL, norm_counts_replicas_twice),
+    PlantedFault("wrong_optimizer_shard", MANUAL, next_shard_s_gradients),
+    PlantedFault("overwritten_microbatch", MANUAL, replaced_total),
+    PlantedFault("stale_tied_copy", MANUAL, partial(tied_gradients, of=first_only)),
+    PlantedFault("moved_weight", ALL, moved_weight),
+    PlantedFault("unscaled_dropout", ALL, unscaled),
+    PlantedFault("reversed_update", ALL, partial(changed_updates, lambda update, _: -update)),
+    PlantedFault("rounded_weights", ALL, partial(changed_updates, to_8_bits)),
+    PlantedFault("skipped_last_update", ALL, skipped_last_update),
 )

@@ -19,22 +19,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel
 
 from compare.contract.communication import ACTIVATIONS, GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS
-from compare.contract.faults import (
-    ANY_LAYOUT,
-    REPEATED_PARAMETERS,
-    REPLICAS,
-    SHARDS,
-    SPLIT_LAYERS,
-    SPLIT_SEQUENCE,
-    STAGES,
-    Need,
-    PlantedFault,
-    find_fault,
-)
+from compare.contract.faults import PlantedFault, find_fault
 from compare.contract.inputs import starting_parameters
 from compare.numerics.weights import Given, Weights
 from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, PP, ROWS, TP
-from compare.spec.experiment import Layout
 from torchpar import dropout, library, train
 from torchpar.comm.collectives import DONE, Axis, Work, chunk_slices
 from torchpar.compiler import data_parallel as placed_data_parallel
@@ -48,24 +36,11 @@ from torchpar.parallel_model import local
 from torchpar.run import Run
 
 MOVED, BY = "blocks.0.mlp.up.weight", 1e-3
-BY_DDP = Need(
-    holds=lambda layout: layout.dp_replicate > 1 and layout.zero < 2 and layout.tp == 1,
-    otherwise="DistributedDataParallel reduces nothing: give layout.dp_replicate = 2 or more, layout.tp = 1 "
-    "and layout.zero = 0 or 1",
-)
-SHARDED_PARAMETERS = Need(
-    holds=lambda layout: layout.zero > 1,
-    otherwise="ZeroRedundancyOptimizer updates whole parameters: give layout.zero = 2 or more",
-)
 
 
-def plant(fault: str, *, engine: str, layout: Layout) -> AbstractContextManager:
-    """The fault as a context manager.
-
-    Raises:
-        ExperimentError: an unknown fault, or one that this engine or layout cannot express.
-    """
-    return find_fault(FAULTS, fault, engine=engine, layout=layout).plant()
+def plant(fault: str, *, engine: str) -> AbstractContextManager:
+    """The fault as a context manager. Raises ExperimentError: an unknown one, or none of this engine's."""
+    return find_fault(FAULTS, fault, engine=engine)
 
 
 # At a collective of torch-manual, by mesh axis and purpose --------------------------------------------------
@@ -337,35 +312,29 @@ _reversed, _rounded = (lambda old, new: 2 * old - new), (lambda old, new: new.bf
 FAULTS = tuple(
     PlantedFault(*row)
     for row in (
-        ("dropped_all_reduce", MANUAL, REPLICAS, partial(left_out_reductions, **_gradients)),
-        ("dropped_all_reduce", LIBRARY, BY_DDP, partial(ddp_hook, without_reduction)),
-        ("dropped_all_reduce", COMPILER, REPLICAS, partial(parts_for_sums, ROWS)),
-        ("sum_for_mean", MANUAL, REPLICAS, partial(times_ranks, **_gradients)),
-        ("sum_for_mean", LIBRARY, BY_DDP, partial(ddp_hook, undivided_sum)),
-        ("sum_for_mean", COMPILER, REPLICAS, placed_sum_for_mean),
-        ("moved_weight", ALL, ANY_LAYOUT, moved_weight),
-        ("kept_gradients", ALL, ANY_LAYOUT, partial(spoiled, kept_gradients)),
-        ("dropped_tp_all_reduce", MANUAL, SPLIT_LAYERS, partial(left_out_reductions, **_row_products)),
-        ("dropped_tp_all_reduce", LIBRARY, SPLIT_LAYERS, unsummed_rows),
-        ("dropped_tp_all_reduce", COMPILER, SPLIT_LAYERS, placed_row_products),
-        ("doubled_row_bias", MANUAL, SPLIT_LAYERS, doubled_row_bias),
-        ("missing_norm_psum", MANUAL, SPLIT_SEQUENCE, partial(left_out_reductions, **_partial_gradients)),
-        ("missing_norm_psum", LIBRARY, SPLIT_SEQUENCE, incomplete_norms),
-        ("missing_norm_psum", COMPILER, SPLIT_SEQUENCE, partial(parts_for_sums, (TP,))),
-        (
-            "norm_counts_replicas_twice",
-            ALL,
-            REPEATED_PARAMETERS,
-            partial(spoiled, norm_counts_replicas_twice),
-        ),
-        ("wrong_optimizer_shard", MANUAL + COMPILER, SHARDS, partial(spoiled, wrong_optimizer_shard)),
-        ("wrong_optimizer_shard", LIBRARY, SHARDED_PARAMETERS, partial(spoiled, wrong_optimizer_shard)),
-        ("overwritten_microbatch", MANUAL + LIBRARY, STAGES, overwritten_microbatch),
-        ("stale_tied_copy", MANUAL + LIBRARY, STAGES, partial(sent_zeros, **_tied_gradients)),
-        ("unscaled_dropout", ALL, ANY_LAYOUT, unscaled_dropout),
-        ("same_dropout_on_every_rank", ALL, SPLIT_LAYERS, partial(spoiled, same_dropout_on_every_rank)),
-        ("reversed_update", ALL, REPLICAS, partial(spoiled, partial(change_update, change=_reversed))),
-        ("rounded_weights", ALL, REPLICAS, partial(spoiled, partial(change_update, change=_rounded))),
-        ("skipped_last_update", ALL, ANY_LAYOUT, partial(spoiled, skipped_last_update)),
+        ("dropped_all_reduce", MANUAL, partial(left_out_reductions, **_gradients)),
+        ("dropped_all_reduce", LIBRARY, partial(ddp_hook, without_reduction)),
+        ("dropped_all_reduce", COMPILER, partial(parts_for_sums, ROWS)),
+        ("sum_for_mean", MANUAL, partial(times_ranks, **_gradients)),
+        ("sum_for_mean", LIBRARY, partial(ddp_hook, undivided_sum)),
+        ("sum_for_mean", COMPILER, placed_sum_for_mean),
+        ("moved_weight", ALL, moved_weight),
+        ("kept_gradients", ALL, partial(spoiled, kept_gradients)),
+        ("dropped_tp_all_reduce", MANUAL, partial(left_out_reductions, **_row_products)),
+        ("dropped_tp_all_reduce", LIBRARY, unsummed_rows),
+        ("dropped_tp_all_reduce", COMPILER, placed_row_products),
+        ("doubled_row_bias", MANUAL, doubled_row_bias),
+        ("missing_norm_psum", MANUAL, partial(left_out_reductions, **_partial_gradients)),
+        ("missing_norm_psum", LIBRARY, incomplete_norms),
+        ("missing_norm_psum", COMPILER, partial(parts_for_sums, (TP,))),
+        ("norm_counts_replicas_twice", ALL, partial(spoiled, norm_counts_replicas_twice)),
+        ("wrong_optimizer_shard", ALL, partial(spoiled, wrong_optimizer_shard)),
+        ("overwritten_microbatch", MANUAL + LIBRARY, overwritten_microbatch),
+        ("stale_tied_copy", MANUAL + LIBRARY, partial(sent_zeros, **_tied_gradients)),
+        ("unscaled_dropout", ALL, unscaled_dropout),
+        ("same_dropout_on_every_rank", ALL, partial(spoiled, same_dropout_on_every_rank)),
+        ("reversed_update", ALL, partial(spoiled, partial(change_update, change=_reversed))),
+        ("rounded_weights", ALL, partial(spoiled, partial(change_update, change=_rounded))),
+        ("skipped_last_update", ALL, partial(spoiled, skipped_last_update)),
     )
 )

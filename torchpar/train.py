@@ -96,7 +96,7 @@ def planted(request: Request) -> AbstractContextManager:
     if not request.fault or request.fault in IGNORED:
         return nullcontext()
     faults = importlib.import_module("torchpar.faults")
-    return faults.plant(request.fault, engine=request.engine, layout=request.experiment.layout)
+    return faults.plant(request.fault, engine=request.engine)
 
 
 def join_mesh(rank: Rank, request: Request) -> Mesh:

@@ -1,8 +1,8 @@
 """Mistakes that a side plants in its own code, as data, so that the ladder is seen to catch them.
 
-Each side has one table of them in its `faults`: a row says who makes the mistake, what a layout must have for
-it to show, and how it is planted. Most are planted at the collectives, by kind, axis and purpose; the others
-swap a function or a module for a wrong one. `compare.studies.faults` says which rung must turn red.
+Each side has one table of them in its `faults`: a row says which engines make the mistake, and how it is
+planted. Most are planted at the collectives, by kind, axis and purpose; the others swap a function or a
+module for a wrong one. `compare.studies.faults` says in which layout each shows, and at which rung.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,17 +11,9 @@ from contextlib import AbstractContextManager
 from msgspec import Struct
 
 from compare.spec.engines.registry import ENGINES
-from compare.spec.experiment import ExperimentError, Layout
+from compare.spec.experiment import ExperimentError
 
 Edits = Mapping[str, Mapping[str, object]]
-
-
-class Need(Struct, frozen=True, kw_only=True):
-    """A layout in which a fault shows."""
-
-    holds: Callable[[Layout], bool]
-    otherwise: str
-    """Why it does not show in another one, and what to give."""
 
 
 class PlantedFault(Struct, frozen=True):
@@ -30,31 +22,10 @@ class PlantedFault(Struct, frozen=True):
     name: str
     folders: tuple[str, ...]
     """Of these engines, in their side's package."""
-    need: Need
     plant: Callable[[], AbstractContextManager]
     """The mistake holds for what is built, traced and run inside."""
 
 
-ANY_LAYOUT = Need(holds=lambda layout: True, otherwise="")
-REPLICAS = Need(
-    holds=lambda layout: layout.dp_replicate > 1,
-    otherwise="there is one replica: give layout.dp_replicate = 2 or more",
-)
-SHARDS = Need(
-    holds=lambda layout: layout.zero > 0, otherwise="no state is split: give layout.zero = 1 or more"
-)
-SPLIT_LAYERS = Need(
-    holds=lambda layout: layout.tp > 1, otherwise="no layer is split: give layout.tp = 2 or more"
-)
-SPLIT_SEQUENCE = Need(
-    holds=lambda layout: layout.sequence_parallel,
-    otherwise="no sequence is split: give layout.sequence_parallel = true",
-)
-STAGES = Need(holds=lambda layout: layout.pp > 1, otherwise="there is one stage: give layout.pp = 2 or more")
-REPEATED_PARAMETERS = Need(
-    holds=lambda layout: layout.dp_replicate > 1 or layout.tp > 1,
-    otherwise="no parameter is on two devices: give layout.dp_replicate or layout.tp = 2 or more",
-)
 IGNORED: Mapping[str, Edits] = {
     "ignored_gradient_sync": {"layout": {"gradient_sync": "flat"}},
     "ignored_bucket_mb": {"layout": {"bucket_mb": 25.0}},
@@ -72,12 +43,11 @@ IGNORED: Mapping[str, Edits] = {
 No side plants these: `read_request` gives it the other experiment. They move no number of the training."""
 
 
-def find_fault(faults: Sequence[PlantedFault], name: str, *, engine: str, layout: Layout) -> PlantedFault:
-    """The row of a side's table for one of its engines.
+def find_fault(faults: Sequence[PlantedFault], name: str, *, engine: str) -> AbstractContextManager:
+    """A fault of a side's table, as one of its engines makes it.
 
     Raises:
-        ExperimentError: an unknown engine or fault, one that the engine cannot make, or that does not show
-            in this layout.
+        ExperimentError: an unknown engine or fault, or one that the engine cannot make.
     """
     if engine not in ENGINES:
         raise ExperimentError(f"engine = {engine}: choose from {', '.join(ENGINES)}")
@@ -86,6 +56,4 @@ def find_fault(faults: Sequence[PlantedFault], name: str, *, engine: str, layout
     known = {fault.name: fault for fault in faults if ENGINES[engine].folder in fault.folders}
     if name not in known:
         raise ExperimentError(f"fault = {name}: {engine} knows {', '.join(known) or 'none'}")
-    if not known[name].need.holds(layout):
-        raise ExperimentError(f"fault = {name}: {known[name].need.otherwise}")
-    return known[name]
+    return known[name].plant()

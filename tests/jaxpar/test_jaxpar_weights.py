@@ -6,7 +6,7 @@ import pytest
 
 from compare.contract.request import Request
 from compare.numerics.parameters import fingerprint, initial_parameters, parameter_table
-from compare.spec.experiment import Experiment, Layout, Model, Precision
+from compare.spec.experiment import Experiment, Model, Precision
 from jaxpar import train, weights
 from jaxpar.faults import plant
 from jaxpar.problem import Problem
@@ -50,7 +50,7 @@ def test_decay_follows_the_table_not_the_number_of_dims():
 def test_moved_weight_is_planted_in_one_weight():
     experiment = Experiment(model=BIASED, precision=Precision(dtype="float64"))
     request = Request(engine="jax-compiler", experiment=experiment)
-    with plant("moved_weight", engine="jax-compiler", layout=Layout()):
+    with plant("moved_weight", engine="jax-compiler"):
         moved = train.starting_parameters(request)
     changes = {name: moved[name] - weight for name, weight in initial_parameters(experiment).items()}
     (change,) = [change for change in changes.values() if change.any()]

@@ -59,7 +59,7 @@ def two_steps(engine: str, layout: Layout, *, model: Model = MODEL, fault: str =
     """Train in float64, with clipping that bites and every step at the full rate."""
     spec = experiment_of(layout, model=model)
     mesh = make_mesh(layout, platform="cpu")
-    with plant(fault, engine=engine, layout=layout) if fault else nullcontext():
+    with plant(fault, engine=engine) if fault else nullcontext():
         sharded, state = prepare(engine, spec, mesh=mesh)
         step = compile_step(sharded, state, spec, with_gradients=True)
     numbers = {}

@@ -107,7 +107,7 @@ def ledger(rank: int) -> None:
 @on_ranks
 def test_a_placement_that_is_said_wrongly_shows_in_the_gradients(rank: int, fault: str, name: str) -> None:
     expected = reference(ADAM, steps=1)["gradients"]
-    with plant(fault, engine="torch-compiler", layout=LAYOUTS[name]):
+    with plant(fault, engine="torch-compiler"):
         parallel, mesh = make_parallel(LAYOUTS[name], rank, ADAM)
         backward(parallel, mesh, 0)
     got = parallel.full(parallel.gradients())
@@ -118,7 +118,7 @@ def test_a_placement_that_is_said_wrongly_shows_in_the_gradients(rank: int, faul
 @on_ranks
 def test_a_part_taken_for_the_sum_shows_in_the_loss(rank: int) -> None:
     right, mesh = make_parallel(LAYOUTS["tp"], rank, ADAM)
-    with plant("dropped_tp_all_reduce", engine="torch-compiler", layout=LAYOUTS["tp"]):
+    with plant("dropped_tp_all_reduce", engine="torch-compiler"):
         wrong, _ = make_parallel(LAYOUTS["tp"], rank, ADAM)
         loss = backward(wrong, mesh, 0)
     assert abs(backward(right, mesh, 0) - loss).item() > 1e-3
