@@ -61,15 +61,12 @@ class Collective:
     """One collective instruction.
 
     Attributes:
-        kind: as in `KINDS`.
-        groups: as of `replica_groups`.
         arrays: bytes of each array that it moves, full (gathered) size.
         calls: how often it runs in one step, on the rank of a pipeline on which it runs most.
         turns: at how many of `of_turns` turns of the loop around it its branch is taken, by rank of pp.
         loops: trip counts of the loops around it, the outermost first.
         purpose: of the innermost scope `for_PURPOSE`, or of its derivative, if that is what it is; or "".
         backward: whether it is the derivative of something, and no forward computed anew.
-        dtypes: of the arrays, as HLO has them: f32, bf16.
         op_name: path of scopes and transforms of the operation in JAX that it is made of.
         stack: lines of the program that made it, the innermost first; () if the module does not tell.
         text: the instruction as XLA writes it; `name`, which no other of the module has, is its beginning.
@@ -106,14 +103,11 @@ def collectives(
 ) -> list[Collective]:
     """Every collective instruction that a module runs, with the number of its calls.
 
-    Args:
-        hlo: `compiled.as_text()`.
-        axis_sizes: mesh axes with their sizes, in the order of the mesh.
-        problems: takes a line for each instruction that cannot be counted: it is left out, or, in a loop of
-            unknown length, counted once. Without it that is an UnreadableError.
+    `problems` takes a line for each instruction that cannot be counted: it is left out, or, in a loop of
+    unknown length, counted once. Without it that is an UnreadableError.
     """
     module = _Module(hlo, axis_sizes, problems)
-    return [module.at_its_turns(collective) for collective in module.walk(module.entry, times=1)]
+    return [module.at_its_turns(collective) for collective in module.walk(module.entry)]
 
 
 class _Module:
@@ -125,26 +119,31 @@ class _Module:
         self._is_of_tpu = _TILES in hlo
         self._chains: dict[tuple[str, ...], str] = {}
 
-    def walk(self, name: str, *, times: int) -> Iterator[Collective]:
+    def walk(self, name: str) -> Iterator[Collective]:
         """The collectives that a computation runs, and the computations that it calls."""
         for text in self._computations[name]:
             opcode = opcode_of(text)
             if self._is_clone(text):
                 continue
             if opcode.removesuffix("-start") in KINDS:
-                yield from self._read(text, opcode, times)
+                try:
+                    collective = _collective(text, opcode, self._axis_sizes)
+                except ValueError as error:
+                    self._object(str(error), text)
+                else:
+                    yield replace(collective, stack=tuple(self._sources.stack(text)), text=text)
             elif opcode.endswith("-done"):
                 continue  # its start was counted
             elif opcode.startswith(COMMUNICATES) or _HIDDEN.search(text):
                 if _ON_HOST not in text:
                     self._object(f"{opcode} is an operation that the ledger does not know", text)
             elif opcode == "while":
-                yield from self._loop(text, times)
+                yield from self._loop(text)
             elif opcode == "conditional":
-                yield from self._branches(text, times)
+                yield from self._branches(text)
             else:
                 for other in called_by(text):
-                    yield from self.walk(other, times=times)
+                    yield from self.walk(other)
 
     def _is_clone(self, text: str) -> bool:
         """Whether another instruction of its chain was counted."""
@@ -160,10 +159,10 @@ class _Module:
             return replace(collective, turns=(1,), of_turns=1)
         return replace(collective, calls=collective.calls * max(turns) // of_turns)
 
-    def _loop(self, text: str, times: int) -> Iterator[Collective]:
+    def _loop(self, text: str) -> Iterator[Collective]:
         conditions = _CONDITION.findall(text)
-        body = [inner for name in called_by(text) for inner in self.walk(name, times=times)]
-        test = [inner for name in conditions for inner in self.walk(name, times=times)]
+        body = [inner for name in called_by(text) for inner in self.walk(name)]
+        test = [inner for name in conditions for inner in self.walk(name)]
         if not body and not test:
             return
         trips = self._trip_count(text, conditions, [*body, *test])
@@ -171,25 +170,20 @@ class _Module:
             for inner in collectives:
                 yield replace(inner, calls=inner.calls * turns, loops=(turns, *inner.loops))
 
-    def _branches(self, text: str, times: int) -> Iterator[Collective]:
+    def _branches(self, text: str) -> Iterator[Collective]:
         """What the branches send: each by its scope of turns; else what all send alike, or at most."""
-        branches = [list(self.walk(name, times=times)) for name in called_by(text)]
+        branches = [list(self.walk(name)) for name in called_by(text)]
         yield from (inner for branch in branches for inner in branch if inner.of_turns > 1)
         unsaid = [[inner for inner in branch if inner.of_turns == 1] for branch in branches]
-        if len({_sends(branch) for branch in unsaid}) > 1:
+        if (
+            len({tuple(sorted((c.kind, c.groups, c.arrays, c.calls) for c in branch)) for branch in unsaid})
+            > 1
+        ):
             kinds = _kinds(inner for branch in unsaid for inner in branch)
             self._object(
                 f"a branch with a collective in it ({kinds}), which counts as if it were always taken", text
             )
-        yield from max(unsaid, key=_bytes_sent, default=[])
-
-    def _read(self, text: str, opcode: str, times: int) -> Iterator[Collective]:
-        try:
-            collective = _collective(text, opcode, self._axis_sizes)
-        except ValueError as error:
-            self._object(str(error), text)
-        else:
-            yield replace(collective, calls=times, stack=tuple(self._sources.stack(text)), text=text)
+        yield from max(unsaid, key=lambda branch: sum(sum(c.arrays) * c.calls for c in branch), default=[])
 
     def _trip_count(self, text: str, conditions: list[str], inner: list[Collective]) -> int:
         if match := TRIP_COUNT.search(text):
@@ -211,15 +205,6 @@ class _Module:
         if self._problems is None:
             raise UnreadableError(line)
         self._problems.append(line)
-
-
-def _bytes_sent(branch: list[Collective]) -> int:
-    return sum(sum(inner.arrays) * inner.calls for inner in branch)
-
-
-def _sends(branch: list[Collective]) -> tuple:
-    """Collectives of a branch, in any order."""
-    return tuple(sorted((inner.kind, inner.groups, inner.arrays, inner.calls) for inner in branch))
 
 
 def _kinds(inner: Iterator[Collective] | list[Collective]) -> str:

@@ -48,17 +48,15 @@ def communications(
     Of a pipeline each rank has rows of its own. The purpose is what the collective was given
     (`comm.collectives`), else the inferred one. Arguments and errors as of `hlo.collectives`.
     """
-    found = collectives(hlo, axis_sizes, problems=problems)
-    return _rows(found, hlo, axis_sizes, stages=axis_sizes.get(PP, 1), infer=inferred_purpose)
+    stages = axis_sizes.get(PP, 1)
+    return _rows(hlo, axis_sizes, problems=problems, stages=stages, infer=inferred_purpose)
 
 
 def ledger_of(function: Callable[..., Any], *arguments: Any, mesh: Mesh) -> Ledger:
     """Ledger of one call of a function: a row for each collective that XLA made of it.
 
-    Args:
-        function: jitted or not, with `shard_map` or without. It is compiled, and does not run.
-        arguments: of the function: arrays, or `ShapeDtypeStruct`s with shardings.
-        mesh: names the axes. A ValueError says that the function runs on another number of devices.
+    The function, jitted or not, with `shard_map` or without, is compiled, and does not run. Arguments are
+    arrays, or `ShapeDtypeStruct`s with shardings. Raises ValueError: the mesh has other devices.
     """
     jitted: Any = function if hasattr(function, "lower") else jax.jit(function)
     hlo = jitted.lower(*arguments).compile().as_text()
@@ -68,23 +66,22 @@ def ledger_of(function: Callable[..., Any], *arguments: Any, mesh: Mesh) -> Ledg
     if devices not in (1, mesh.size):
         raise ValueError(f"the function runs on {devices} devices, and the mesh has {mesh.size}")
     problems: list[str] = []
-    found = collectives(hlo, mesh.shape, problems=problems)
-    rows = _rows(found, hlo, mesh.shape, stages=1, infer=lambda collective, axis: "")
+    rows = _rows(hlo, mesh.shape, problems=problems, stages=1, infer=lambda collective, axis: "")
     return Ledger(rows=rows, problems=problems)
 
 
 def _rows(
-    found: list[Collective],
     hlo: str,
     axis_sizes: Mapping[str, int],
     *,
+    problems: list[str] | None,
     stages: int,
     infer: Callable[[Collective, str], str],
 ) -> list[Communication]:
     """Rows of collectives, of each stage of a pipeline; alike ones of one place are one."""
     merged: dict[Communication, list[int]] = defaultdict(lambda: [0, 0, 0])
     differentiates = "jvp(" in hlo
-    for collective in found:
+    for collective in collectives(hlo, axis_sizes, problems=problems):
         axis, group_size = axis_of(collective, axis_sizes)
         if group_size == 1:
             continue
@@ -106,7 +103,12 @@ def _rows(
             loops=collective.loops,
         )
         for stage in range(stages):
-            calls = _calls_at(collective, stage, axis_sizes) if stages > 1 else collective.calls
+            if stages == 1:
+                calls = collective.calls
+            elif collective.kind == "permute" and stage not in _stages_of_senders(collective, axis_sizes):
+                continue
+            else:
+                calls = collective.calls_at(stage)
             if calls:
                 total = merged[replace(place, stage=stage)]
                 total[:] = map(sum, zip(total, (calls, calls * size, calls * wire), strict=True))
@@ -116,16 +118,9 @@ def _rows(
     ]
 
 
-def _stage_of(device: int, axis_sizes: Mapping[str, int]) -> int:
-    if PP not in axis_sizes:
-        return 0
-    return int(np.unravel_index(device, tuple(axis_sizes.values()))[list(axis_sizes).index(PP)])
-
-
-def _calls_at(collective: Collective, stage: int, axis_sizes: Mapping[str, int]) -> int:
-    """Calls on the devices of a pipeline's rank: of a permute those in which they send."""
-    senders = {_stage_of(group[0], axis_sizes) for group in collective.groups}
-    return collective.calls_at(stage) if collective.kind != "permute" or stage in senders else 0
+def _stages_of_senders(collective: Collective, axis_sizes: Mapping[str, int]) -> set[int]:
+    places = np.unravel_index([group[0] for group in collective.groups], tuple(axis_sizes.values()))
+    return set(places[list(axis_sizes).index(PP)].tolist())
 
 
 def _phase(collective: Collective, purpose: str) -> str:
@@ -179,34 +174,32 @@ def key_of(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple[str, 
 def listing(hlo: str, axis_sizes: Mapping[str, int]) -> list[Instruction]:
     """Every collective over more than one device, one by one; alike ones are one, their calls added up.
 
-    What cannot be read is left out: the ledger says so.
+    Each has its lines of this package, each once: JAX repeats some where it traces again. What cannot be read
+    is left out: the ledger says so.
     """
     calls: Counter[Instruction] = Counter()
     for collective in collectives(hlo, axis_sizes, problems=[]):
-        if key := key_of(collective, axis_sizes):
-            calls[_instruction(collective, *key)] += collective.calls
+        if not (key := key_of(collective, axis_sizes)):
+            continue
+        operation = opcode_of(collective.text)
+        arrays = _ARRAY.findall(collective.text.partition(f" {operation}(")[0])
+        more = f" and {len(arrays) - SHOWN} more" if len(arrays) > SHOWN else ""
+        lines = (
+            replace(line, file=Path(line.file).relative_to(PACKAGE.parent).as_posix())
+            for line in collective.stack
+            if Path(line.file).is_relative_to(PACKAGE)
+        )
+        instruction = Instruction(
+            kind=key[0],
+            axis=key[1],
+            purpose=key[2],
+            operation=operation,
+            result=", ".join(arrays[:SHOWN]) + more,
+            groups="{" + ",".join("{" + ",".join(map(str, group)) + "}" for group in collective.groups) + "}",
+            op_name=collective.op_name,
+            calls=1,
+            bytes=sum(collective.arrays),
+            stack=tuple(dict.fromkeys(lines))[:DEEP],
+        )
+        calls[instruction] += collective.calls
     return [replace(single, calls=times, bytes=times * single.bytes) for single, times in calls.items()]
-
-
-def _instruction(collective: Collective, kind: str, axis: str, purpose: str) -> Instruction:
-    """One call of it, with the lines of this package, each once: JAX repeats some where it traces again."""
-    operation = opcode_of(collective.text)
-    arrays = _ARRAY.findall(collective.text.partition(f" {operation}(")[0])
-    more = f" and {len(arrays) - SHOWN} more" if len(arrays) > SHOWN else ""
-    lines = (
-        replace(line, file=Path(line.file).relative_to(PACKAGE.parent).as_posix())
-        for line in collective.stack
-        if Path(line.file).is_relative_to(PACKAGE)
-    )
-    return Instruction(
-        kind=kind,
-        axis=axis,
-        purpose=purpose,
-        operation=operation,
-        result=", ".join(arrays[:SHOWN]) + more,
-        groups="{" + ",".join("{" + ",".join(map(str, group)) + "}" for group in collective.groups) + "}",
-        op_name=collective.op_name,
-        calls=1,
-        bytes=sum(collective.arrays),
-        stack=tuple(dict.fromkeys(lines))[:DEEP],
-    )

@@ -29,11 +29,9 @@ from jaxpar.run import Run
 
 GAP_US = 10.0
 METHOD = (
-    "jax.profiler: XLA's own marks when an instruction begins and is over, on each device. Forward, backward "
-    "and update are told by the operation of JAX that an instruction was made of, of a fusion by its last; "
-    "what has no derivative, or is XLA's own, counts to what was before it on that device. A collective "
-    f"begins when its device has come to it. Spans of a kind that follow each other within {GAP_US:.0f} us "
-    "are one."
+    "jax.profiler: XLA's marks when an instruction begins and is over, on each device. The operation of JAX "
+    "that it was made of tells forward, backward and update; without one it counts to what was before it. A "
+    f"collective begins when its device has come to it. Spans of a kind within {GAP_US:.0f} us are one."
 )
 WAITED = " Of the time in collectives {share:.0%} passed until the last device had come."
 NONE_INSTRUMENTED = -1  # memory and ledger are read from the compiled step, and cost none of its time
@@ -116,52 +114,36 @@ def read_events(profile: ProfileData, *, hlo: str, devices: list[jax.Device]) ->
     module = _MODULE.match(hlo)
     assert module, "a module has a name"
     position = {device.local_hardware_id: number for number, device in enumerate(devices)}
-    read = _on_gpus if devices[0].platform != "cpu" else _on_cpu
-    executions = [event for event in read(profile, module[1]) if event.device in position]
-    events = [event._replace(device=position[event.device]) for event in executions]
+    begun: list[tuple[Execution, Any]] = []
+    ended: dict[Any, float] = {}
+    waited_us = 0.0
+    for of_gpu, event in _events(profile, on_gpus=devices[0].platform != "cpu"):
+        stats, begin_us = dict(event.stats), event.start_ns / 1e3
+        device = position.get(int(of_gpu[1] if of_gpu else stats.get("device_ordinal", -1)))
+        if event.name.startswith("Wait: pending_th"):
+            waited_us += event.duration_ns / 1e3
+        elif event.name.startswith("end: ") and "_c" in stats:
+            ended[stats["_c"]] = begin_us
+        elif "hlo_op" in stats and stats.get("hlo_module") == module[1] and device is not None:
+            execution = Execution(device, str(stats["hlo_op"]), begin_us, event.end_ns / 1e3)
+            begun.append((execution, stats.get("_p")))
+    events = [e._replace(end_us=max(e.end_us, ended.get(number, e.end_us))) for e, number in begun]
     if {event.device for event in events} != set(range(len(devices))):
         raise UnreadableProfileError(
             f"the profile has {len(events)} executions of instructions of {module[1]}, and not on each of "
             f"{len(devices)} devices"
         )
-    waits = (event for event in _events(profile) if event.name.startswith("Wait: pending_th"))
-    waited_us = sum(event.duration_ns for event in waits) / 1e3
     return Executions(sorted(events, key=lambda event: event.begin_us), waited_us)
 
 
-def _events(profile: ProfileData) -> Iterator[Any]:
-    return (event for plane in profile.planes for line in plane.lines for event in line.events)
-
-
-def _on_cpu(profile: ProfileData, module: str) -> Iterator[Execution]:
-    """Executions by number of the device."""
-    begun: list[tuple[Execution, Any]] = []
-    ended: dict[Any, float] = {}
-    for event in _events(profile):
-        stats = dict(event.stats)
-        if "hlo_op" in stats and stats.get("hlo_module") == module:
-            execution = _execution(int(stats.get("device_ordinal", -1)), event, stats)
-            begun.append((execution, stats.get("_p")))
-        elif event.name.startswith("end: "):
-            ended[stats.get("_c")] = event.start_ns / 1e3
-    for execution, number in begun:
-        yield execution._replace(end_us=max(execution.end_us, ended.get(number, execution.end_us)))
-
-
-def _on_gpus(profile: ProfileData, module: str) -> Iterator[Execution]:
-    """Executions by number of the device."""
+def _events(profile: ProfileData, *, on_gpus: bool) -> Iterator[tuple[re.Match[str] | None, Any]]:
+    """Events, each with the GPU whose plane it is in."""
     for plane in profile.planes:
-        device = _GPU_PLANE.match(plane.name)
-        # Other lines of the plane (XLA Ops, XLA Modules) repeat what its streams have.
-        streams = [line for line in plane.lines if line.name.startswith("Stream")] if device else []
-        for event in (event for line in streams for event in line.events):
-            stats = dict(event.stats)
-            if device and "hlo_op" in stats and stats.get("hlo_module") == module:
-                yield _execution(int(device[1]), event, stats)
-
-
-def _execution(device: int, event: Any, stats: Mapping[str, Any]) -> Execution:
-    return Execution(device, str(stats["hlo_op"]), event.start_ns / 1e3, event.end_ns / 1e3)
+        of_gpu = _GPU_PLANE.match(plane.name)
+        for line in plane.lines:
+            # Other lines of a GPU's plane (XLA Ops, XLA Modules) repeat what its streams have.
+            if bool(of_gpu) == on_gpus and (not on_gpus or line.name.startswith("Stream")):
+                yield from ((of_gpu, event) for event in line.events)
 
 
 def make_timeline(executions: Executions, hlo: str, axis_sizes: Mapping[str, int], step: int) -> Timeline:
@@ -173,7 +155,7 @@ def make_timeline(executions: Executions, hlo: str, axis_sizes: Mapping[str, int
     for device in sorted({event.device for event in events}):
         # Instructions that run others are left out; so is a loop's condition, of which nothing is known.
         of_device = [event for event in events if event.device == device and event.name in operations]
-        lanes.append(Lane(device=device, spans=_merged(_spans(of_device, operations, keys, begin))))
+        lanes.append(Lane(device=device, spans=_spans(of_device, operations, keys, begin)))
     total = sum(span.duration_us for lane in lanes for span in lane.spans if span.operation)
     waited = WAITED.format(share=executions.waited_us / total) if executions.waited_us and total else ""
     return Timeline(step=step, wall_us=end - begin, lanes=lanes, method=METHOD + waited)
@@ -200,39 +182,29 @@ def _spans(
     operations: Mapping[str, tuple[str, bool]],
     keys: Mapping[str, tuple[str, str, str] | None],
     origin: float,
-) -> Iterator[Span]:
-    """A span for each instruction of a device; the earliest first."""
-    kind: Kind = "forward"
+) -> list[Span]:
+    """Spans of a device's instructions; a communication parts those that follow each other in one work."""
+    spans: list[Span] = []
+    work: Kind = "forward"
     begins_backward = [e.begin_us for e in events if "transpose(" in operations[e.name][0]]
     for event in events:
         op_name, in_loop = operations[event.name]
         if "transpose(" in op_name:
-            kind = "backward"
+            work = "backward"
         elif "jvp(" in op_name:
-            kind = "forward"
+            work = "forward"
         elif op_name and not in_loop:
-            kind = "forward" if not begins_backward or event.begin_us < begins_backward[0] else "update"
-        key = keys.get(event.name)
-        operation, axis, purpose = key or ("", "", "")
-        yield Span(
-            kind="communication" if key else kind,
-            name=f"{operation} over {axis} for {purpose}" if key else kind,
-            begin_us=event.begin_us - origin,
-            duration_us=event.end_us - event.begin_us,
-            operation=operation,
-            axis=axis,
-            purpose=purpose,
-        )
-
-
-def _merged(spans: Iterator[Span]) -> list[Span]:
-    """Instructions that follow each other in the same work are one span; a communication parts them."""
-    merged: list[Span] = []
-    for span in spans:
-        last = merged[-1] if merged else None
-        if last and last.kind == span.kind != "communication" and span.begin_us <= last.end_us + GAP_US:
-            end = max(last.end_us, span.end_us)
-            merged[-1] = replace(last, duration_us=end - last.begin_us)
+            work = "forward" if not begins_backward or event.begin_us < begins_backward[0] else "update"
+        begin, end = event.begin_us - origin, event.end_us - origin
+        last = spans[-1] if spans else None
+        if key := keys.get(event.name):
+            name = f"{key[0]} over {key[1]} for {key[2]}"
+            kind, (operation, axis, purpose) = "communication", key
+        elif last and last.kind == work and begin <= last.end_us + GAP_US:
+            spans[-1] = replace(last, duration_us=max(last.end_us, end) - last.begin_us)
+            continue
         else:
-            merged.append(span)
-    return merged
+            name, kind, operation, axis, purpose = work, work, "", "", ""
+        span = Span(kind=kind, name=name, begin_us=begin, duration_us=end - begin)
+        spans.append(replace(span, operation=operation, axis=axis, purpose=purpose))
+    return spans

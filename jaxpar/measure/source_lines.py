@@ -5,8 +5,7 @@
     FileLocations          1 {file_name_id=1 function_name_id=1 line=5 ...}
     StackFrames            1 {file_location_id=1 parent_frame_id=1}
 
-A frame's parent has the number before `parent_frame_id`; 0 is none. Older XLA writes file and line at the
-instruction.
+A frame's parent has the number before `parent_frame_id`; 0 is none.
 """
 
 import re
@@ -18,7 +17,6 @@ _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n((?:
 _ENTRY = re.compile(r"^(\d+) (.*)$", re.MULTILINE)
 _NUMBER = re.compile(r"(\w+)=(\d+)")
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
-_INLINE = re.compile(r'source_file="([^"]*)".*?source_line=(\d+)')
 WRAPPERS = Path(__file__).parents[1] / "comm"
 """Every collective of jaxpar is called there: who called it is of interest."""
 
@@ -45,8 +43,6 @@ class SourceLines:
 
         [] if nothing tells.
         """
-        if inline := _INLINE.search(instruction):
-            return [SourceLine(inline[1], int(inline[2]))]
         match, lines = _FRAME.search(instruction), []
         frame = match[1] if match else ""
         while (entry := self._frames.get(frame)) and len(lines) < len(self._frames):

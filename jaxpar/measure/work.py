@@ -40,7 +40,7 @@ def work_of(program: Any, ticks: Ticks | None = None) -> ObservedWork:
         products=dict(products),
         again=sorted(again),
         logits_positions=sorted(positions),
-        tasks=[tasks_of(ticks, rank) for rank in range(ticks.ranks)] if ticks else [],
+        tasks=[_tasks_of(ticks, rank) for rank in range(ticks.ranks)] if ticks else [],
     )
 
 
@@ -56,7 +56,7 @@ def operations(jaxpr: Any, outer: str = "") -> Iterator[tuple[Any, str]]:
                     yield from operations(inner, scopes)
 
 
-def tasks_of(ticks: Ticks, rank: int) -> list[str]:
+def _tasks_of(ticks: Ticks, rank: int) -> list[str]:
     """The tasks of a rank, in order."""
     table = ticks.tasks.kind, ticks.tasks.stage, ticks.tasks.microbatch
     rows = zip(*(column[:, rank].tolist() for column in table), strict=True)
