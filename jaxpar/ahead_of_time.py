@@ -36,10 +36,7 @@ COMPILERS: dict[Compiler, str] = {"tpu": "libtpu", "cuda": "jax-cuda13-plugin"}
 def compile_step_ahead(request: AbsentRequest) -> CompiledAhead:
     """Compile the step of a layout for absent devices, and read what the compiler made of it.
 
-    Raises:
-        ExperimentError: the engine has no such layout, the topology another number of devices, or the step
-            does not fit, in the compiler's words.
-        MissingPackageError: the compiler is not installed.
+    Raises ExperimentError or MissingPackageError: it cannot, in the compiler's words where it has some.
     """
     experiment, layout = request.experiment, request.experiment.layout
     require_engine(request.engine, layout)
@@ -75,12 +72,7 @@ def compile_step_ahead(request: AbsentRequest) -> CompiledAhead:
 
 
 def absent_devices(compiler: Compiler, topology: str, target: str = "") -> list[Any]:
-    """The devices of a topology, in the compiler's order.
-
-    Raises:
-        ExperimentError: the compiler knows no such topology.
-        MissingPackageError: the compiler is not installed.
-    """
+    """The devices of a topology, in the compiler's order."""
     package = COMPILERS[compiler]
     if not list(importlib.metadata.distributions(name=package)):
         raise MissingPackageError(

@@ -1,16 +1,16 @@
-"""Weights and the full state, between the devices and canonical tensors.
+"""The full state, from the devices to canonical tensors.
 
 Checkpoints (`compare.checkpoint`) know nothing of the layout: a state comes back on any other one, and on any
 other engine. Every process writes what its devices hold.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding
 
 from compare.checkpoint.description import WEIGHTS
@@ -18,29 +18,11 @@ from compare.checkpoint.saver import Part
 from compare.numerics.parameters import Parameter
 from compare.numerics.shards import Shard
 from compare.spec.experiment import Model
-from jaxpar.comm.hosts import spread
 from jaxpar.placement import Placement
 from jaxpar.step import ShardedStep, TrainState
-from jaxpar.weights import STACKED, parameters_by_path, stacked
+from jaxpar.weights import STACKED, parameters_by_path
 
 Index = tuple[int | slice, ...]
-
-
-def place_weights(
-    weights: Mapping[str, np.ndarray], *, placements: Any, shardings: Any, model: Model, dtype: np.dtype
-) -> dict[str, Any]:
-    """Weights or moments on the devices, one leaf after the other: a tree like the parameters.
-
-    Weights are full tensors by canonical name: drawn, read or given. `placements` pad the leaves, and
-    `shardings` say where they live: trees like the parameters.
-    """
-    how, where = flatten_dict(placements), flatten_dict(shardings)
-    return unflatten_dict(
-        {
-            path: spread(how[path].pad(stacked(weights, path, parameters).astype(dtype)), where[path])
-            for path, parameters in parameters_by_path(model).items()
-        }
-    )
 
 
 def state_parts(sharded: ShardedStep, state: TrainState, model: Model) -> Iterator[Part]:

@@ -36,27 +36,20 @@ def configure_products(platform: str, dtype: str) -> None:
 def join_devices(platform: str, devices: int, process: Process | None, *, timeout_s: float) -> None:
     """This process's part of the devices, in reach of all others; before JAX starts a backend.
 
+    Only a CPU has virtual devices. For several of them no compiled program is kept. XLA's CPU runtime runs
+    what is independent side by side, but for collectives, which have an order. A program that is read from a
+    file has lost it (jaxlib 0.10.2). As collectives of a kind meet by nothing but their order, it hangs or
+    crashes on a busy machine, or one device's gather meets another gather of the other device: then its
+    numbers are wrong, without a word.
+
     Raises MissingDevicesError: the processes do not divide the devices.
     """
-    if process is None:
-        configure_devices(platform, devices)
-        return
-    from jaxpar.comm.hosts import join
-
-    configure_devices(platform, devices // process.count or 1)
-    jax.config.update("jax_enable_compilation_cache", False)  # see configure_devices
-    join(process, devices=devices, platform=platform, timeout_s=timeout_s)
-
-
-def configure_devices(platform: str, devices: int) -> None:
-    """The number of virtual devices, which only a CPU has. For several of them no compiled program is kept.
-
-    XLA's CPU runtime runs what is independent side by side, but for collectives, which have an order. A
-    program that is read from a file has lost it (jaxlib 0.10.2). As collectives of a kind meet by nothing but
-    their order, it hangs or crashes on a busy machine, or one device's gather meets another gather of the
-    other device: then its numbers are wrong, without a word.
-    """
+    share = devices // process.count or 1 if process else devices
     if platform == "cpu":
-        jax.config.update("jax_num_cpu_devices", devices)
-        if devices > 1:
-            jax.config.update("jax_enable_compilation_cache", False)  # also that of a user's environment
+        jax.config.update("jax_num_cpu_devices", share)
+    if process or (platform == "cpu" and devices > 1):
+        jax.config.update("jax_enable_compilation_cache", False)  # also that of a user's environment
+    if process:
+        from jaxpar.comm.hosts import join
+
+        join(process, devices=devices, platform=platform, timeout_s=timeout_s)

@@ -9,16 +9,20 @@ from pathlib import Path
 
 import jax
 import msgspec
+import numpy as np
+from flax import nnx
 
-from compare.checkpoint.description import DESCRIPTION
-from compare.checkpoint.reader import read_description
+from compare.checkpoint.description import DESCRIPTION, WEIGHTS
+from compare.checkpoint.reader import CheckpointReader
 from compare.contract.absent import read_absent_request
 from compare.contract.ceiling import read_ceiling_request
 from compare.host.facts import cores, versions
 from compare.numerics.parameters import storage_dtype
-from compare.numerics.sampling import read_sample_request
-from compare.spec.experiment import MAX_CPU_DEVICES
+from compare.numerics.sampling import SampleRequest, generate, read_sample_request
+from compare.spec.experiment import MAX_CPU_DEVICES, Precision
 from jaxpar.configuration import PACKAGES, configure_products
+from jaxpar.model import GPT
+from jaxpar.weights import from_canonical
 
 
 def answer(arguments: Namespace) -> None:
@@ -38,12 +42,7 @@ def answer(arguments: Namespace) -> None:
 
         print(msgspec.json.encode(compile_step_ahead(ahead)).decode())
     elif arguments.sample:
-        drawn = read_sample_request(arguments.sample)
-        saved = read_description(Path(drawn.checkpoint)).experiment
-        configure_products("cpu", str(storage_dtype(saved)))
-        from jaxpar.sample import sample
-
-        print(json.dumps(sample(drawn)))
+        print(json.dumps(sample(read_sample_request(arguments.sample))))
     else:
         print(json.dumps(doctor()))
 
@@ -65,3 +64,26 @@ def doctor() -> dict[str, object]:
         gpus = []
     cpu_devices = f"up to {MAX_CPU_DEVICES} virtual devices in one process, on {cores()} cores"
     return {"versions": versions(PACKAGES), "cpu_devices": cpu_devices, "gpus": gpus}
+
+
+def sample(request: SampleRequest) -> list[list[int]]:
+    """Token ids of every sample, on one device. Raises CheckpointError: the checkpoint cannot be read."""
+    reader = CheckpointReader(Path(request.checkpoint))
+    experiment = reader.description.experiment
+    configure_products("cpu", str(storage_dtype(experiment)))
+    model, length = experiment.model, experiment.model.block_size
+    precision = Precision(dtype="float64" if experiment.precision.dtype == "float64" else "float32")
+    graph, _ = nnx.split(nnx.eval_shape(lambda: GPT(model, precision=precision, remat="none")))
+    params = jax.device_put(from_canonical(reader.group(WEIGHTS), model))
+
+    @jax.jit
+    def logits_NV(params, tokens_NT, last):
+        return nnx.merge(graph, params)(tokens_NT)[:, last]
+
+    def logits_of(tokens_Nt: np.ndarray) -> np.ndarray:
+        """Logits (N, V) of the last position of tokens (N, t), padded to a full window: it compiles once."""
+        last = tokens_Nt.shape[1] - 1
+        tokens_NT = np.pad(tokens_Nt, ((0, 0), (0, length - last - 1)))
+        return np.asarray(logits_NV(params, tokens_NT, last))
+
+    return generate(request, logits_of, block_size=length)

@@ -1,10 +1,15 @@
 """The training step that an engine makes, the strategies that it is made of, and compiling it.
 
+Loss scaling (`compare.numerics.loss_scale`) is inside the step, where its scalars have a `loss_scale`.
+Backward starts from it, gradients are divided by it, and a step whose gradients overflowed changes nothing.
+All engines are to skip the same steps. The mean over half of a batch has gradients twice as large as its
+share of the whole mean: so backward starts from the share.
+
 Legend: A gradient accumulation, B batch, T position.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -22,19 +27,16 @@ from compare.numerics.stream import shapes_of_step
 from compare.pipeline.ticks import Ticks
 from compare.spec.experiment import Experiment
 from jaxpar.comm.hosts import fetch
-from jaxpar.loss_scale import unless_overflowed
-from jaxpar.model import GPT, same
+from jaxpar.model import same
 from jaxpar.problem import Edit, Loss
 
-
-def as_it_is(model: GPT) -> None:
-    """The edit that leaves the model alone."""
+HOST = "pinned_host"
 
 
 class Strategy(NamedTuple):
     """What one axis of the mesh adds to a step. An engine composes them in one order."""
 
-    edit: Edit = as_it_is
+    edit: Edit = same
     """Puts into the model what moves activations, or gathers parameters."""
     mark: Callable[[Any], Any] = same
     """Of the parameters before differentiating: whose gradients stay each device's own."""
@@ -122,6 +124,36 @@ def accumulated_gradients(
     return losses_A.mean(), jax.tree.map(lambda g: g / accumulation, finish(total))
 
 
+@jax.custom_vjp
+def _scale_gradient(value: jax.Array, scale: jax.Array) -> jax.Array:
+    return value
+
+
+_scale_gradient.defvjp(
+    lambda value, scale: (value, scale),
+    lambda scale, gradient: (gradient * scale, None),
+)
+
+
+def scaled(
+    loss: Callable[..., jax.Array], scalars: dict[str, Any], *, parts: float = 1
+) -> Callable[..., jax.Array]:
+    """The loss, the mean over a microbatch, with gradients multiplied by the scale over `parts`.
+
+    `parts` is how many microbatches' means are averaged, over the replicas whose mean the loss already is.
+    """
+    if "loss_scale" not in scalars:
+        return loss
+    return lambda *arguments: _scale_gradient(loss(*arguments), scalars["loss_scale"] / parts)
+
+
+def unscaled(gradients: Any, scalars: dict[str, Any], *, parts: float = 1) -> Any:
+    """Gradients of a scaled loss over its scale; an overflow stays infinite or NaN."""
+    if "loss_scale" not in scalars:
+        return gradients
+    return jax.tree.map(lambda g: g / (scalars["loss_scale"] / parts), gradients)
+
+
 def updated(
     optimizer: optax.GradientTransformationExtraArgs,
     params: Any,
@@ -134,7 +166,28 @@ def updated(
     """Parameters and moments after an update; as they were if scaled gradients overflowed."""
     updates, moments = optimizer.update(gradients, opt_state, params, grad_norm=grad_norm, scalars=scalars)
     after = (optax.apply_updates(params, updates), moments)
-    return unless_overflowed(after, (params, opt_state), grad_norm=grad_norm, scalars=scalars)
+    if "loss_scale" not in scalars:
+        return after
+    is_finite = jnp.isfinite(grad_norm)
+    return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, (params, opt_state))
+
+
+def with_moments_on_host(sharded: ShardedStep) -> ShardedStep:
+    """Offload: the step with moments read from the host's memory and written back there.
+
+    When the copies run, between the step's other work, is for XLA to decide. On a CPU host and device are one
+    memory: XLA knows the two kinds, and leaves the copies out.
+    """
+    at_rest = jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST), sharded.moments)
+
+    def moved(moments: Any, where: Any) -> Any:
+        return jax.device_put(moments, dict.fromkeys(moments, where))
+
+    def step(params: Any, opt_state: Any, batch: Any, scalars: Any) -> Any:
+        params, opt_state, *rest = sharded.step(params, moved(opt_state, sharded.moments), batch, scalars)
+        return params, moved(opt_state, at_rest), *rest
+
+    return replace(sharded, step=step, moments_at_rest=at_rest)
 
 
 def trace_step(

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
 from compare.checkpoint.description import WEIGHTS
@@ -25,16 +27,21 @@ from compare.numerics.weights import Weights
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout
 from jaxpar import compiler, explicit, manual, weights
-from jaxpar.checkpoint import place_weights
 from jaxpar.comm.hosts import meet, spread
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.measure.profile import StepProfiler
 from jaxpar.measure.work import work_of
-from jaxpar.offload import with_moments_on_host
 from jaxpar.optimizer import make_optimizer, moments_like
 from jaxpar.problem import Problem
 from jaxpar.run import Run
-from jaxpar.step import ShardedStep, TrainState, compile_evaluation, device_scalars, trace_step
+from jaxpar.step import (
+    ShardedStep,
+    TrainState,
+    compile_evaluation,
+    device_scalars,
+    trace_step,
+    with_moments_on_host,
+)
 
 PARALLELIZE = {
     "jax-compiler": compiler.parallelize,
@@ -195,9 +202,14 @@ def prepare(
     at_rest = sharded.moments_at_rest or sharded.moments
     dtype = storage_dtype(experiment)
 
-    def placed(named: Mapping[str, np.ndarray], shardings: object) -> dict:
-        placements, model = sharded.placements, experiment.model
-        return place_weights(named, placements=placements, shardings=shardings, model=model, dtype=dtype)
+    def placed(named: Mapping[str, np.ndarray], shardings: Any) -> dict[str, Any]:
+        """Weights or moments on the devices, one leaf after the other: a tree like the parameters."""
+        how, where = flatten_dict(sharded.placements), flatten_dict(shardings)
+        paths = weights.parameters_by_path(experiment.model).items()
+        leaves = (
+            (path, weights.stacked(named, path, parameters).astype(dtype)) for path, parameters in paths
+        )
+        return unflatten_dict({path: spread(how[path].pad(leaf), where[path]) for path, leaf in leaves})
 
     if checkpoint:
         params, description = placed(checkpoint.group(WEIGHTS), sharded.params), checkpoint.description

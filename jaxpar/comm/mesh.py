@@ -35,9 +35,7 @@ def typed(mesh: Mesh) -> Mesh:
 def find_devices(count: int, *, platform: str) -> list[jax.Device]:
     """The first `count` devices of a platform, on all hosts, in the order of the processes.
 
-    Raises:
-        MissingDevicesError: fewer than that, or none of that platform. JAX itself would go on with the
-            devices that it finds.
+    Raises MissingDevicesError: there are fewer. JAX itself would go on with the devices that it finds.
     """
     try:
         devices = jax.devices(platform)

@@ -14,13 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import ROWS
 from jaxpar.compiler import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
-from jaxpar.loss_scale import scaled, unscaled
 from jaxpar.model import same
 from jaxpar.optimizer import global_norm
 from jaxpar.placement import shardings, unpad
 from jaxpar.problem import Edit, Loss, Problem
 from jaxpar.stages import one_pass
-from jaxpar.step import ShardedStep, accumulated_gradients, passes_of, updated
+from jaxpar.step import ShardedStep, accumulated_gradients, passes_of, scaled, unscaled, updated
 from jaxpar.weights import STACKED
 
 

@@ -16,13 +16,12 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.comm.mesh import typed
 from jaxpar.explicit import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.explicit.replicas import axes_of_replicas, reduced, unreduced
-from jaxpar.loss_scale import scaled, unscaled
 from jaxpar.model import same
 from jaxpar.optimizer import global_norm
 from jaxpar.placement import shardings, specs, unpad
 from jaxpar.problem import Edit, Loss, Problem, without_layers
 from jaxpar.stages import one_pass
-from jaxpar.step import ShardedStep, accumulated_gradients, passes_of, updated
+from jaxpar.step import ShardedStep, accumulated_gradients, passes_of, scaled, unscaled, updated
 from jaxpar.weights import STACKED
 
 

@@ -19,13 +19,12 @@ from compare.pipeline.schedules import make_schedule
 from compare.pipeline.ticks import Ticks, lock_step
 from compare.spec.axes import ROWS, SEQUENCE
 from jaxpar.comm import collectives
-from jaxpar.loss_scale import scaled, unscaled
 from jaxpar.manual import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.model import same
 from jaxpar.optimizer import moments_like
 from jaxpar.placement import leaves_alike, shardings, specs
 from jaxpar.problem import Problem, without_layers
-from jaxpar.step import ShardedStep, Strategy, accumulated_gradients, passes_of, updated
+from jaxpar.step import ShardedStep, Strategy, accumulated_gradients, passes_of, scaled, unscaled, updated
 
 STRATEGIES = (
     pipeline_parallel.strategy,

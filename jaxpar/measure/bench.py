@@ -28,12 +28,12 @@ from compare.contract.collective_bench import (
     measure,
     sent,
 )
-from compare.host.facts import MissingDevicesError, cores, versions
+from compare.host.facts import cores, versions
 from compare.host.json_files import write_json
 from compare.spec.axes import DP_REPLICATE
 from compare.spec.experiment import ExperimentError, Layout
 from jaxpar.comm import collectives, hosts
-from jaxpar.comm.mesh import device_kind, make_mesh
+from jaxpar.comm.mesh import device_kind, find_devices, make_mesh
 from jaxpar.configuration import PACKAGES
 from jaxpar.measure.memory import threads
 
@@ -41,23 +41,12 @@ AXIS = DP_REPLICATE  # any would do: the mesh has no other of more than one devi
 
 
 def measure_ceiling(request: CeilingRequest) -> Ceiling:
-    """Matrix products of one GPU, or of the CPU. JAX is configured for the request's platform and dtype.
-
-    Raises:
-        ExperimentError: other threads than XLA's, which are one for each core.
-        MissingDevicesError: no such device.
-    """
+    """Matrix products of one GPU, or of the CPU. JAX is configured for the request's platform and dtype."""
     if request.threads not in (0, cores()):
         raise ExperimentError(
-            f"--ceiling: threads = {request.threads}: XLA computes with one pool of threads over all "
-            f"{cores()} cores; give 0"
+            f"--ceiling: threads = {request.threads}: XLA has one pool over all {cores()} cores; give 0"
         )
-    try:
-        device = jax.local_devices(backend=request.platform)[0]
-    except RuntimeError as error:  # JAX's word for a backend that is not there
-        raise MissingDevicesError(
-            f"platform {request.platform}: JAX finds no such device ({error})"
-        ) from None
+    (device,) = find_devices(1, platform=request.platform)
     dtype = jnp.dtype("float32" if request.dtype == "tf32" else request.dtype)
 
     def prepared(size: int) -> Multiply:

@@ -13,11 +13,12 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from compare.contract.communication import OF_DERIVATIVE, SAID
-from jaxpar.measure.source_lines import SourceLine, SourceLines
+from compare.pipeline.instructions import SourceLine
 
 KINDS = {
     "all-reduce": "all_reduce",
@@ -54,6 +55,12 @@ OP_NAME = re.compile(r'op_name="([^"]*)"')
 # The scopes of `comm.collectives.ledger_scope`; jax.checkpoint's name for a forward in the midst of backward.
 _PURPOSE = re.compile(rf"\bfor_({'|'.join(purpose.replace(' ', '_') for purpose in SAID)})\b")
 _REMATTED = "rematted_computation"
+_TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n((?:\d+ .*\n)+)", re.MULTILINE)
+_ENTRY = re.compile(r"^(\d+) (.*)$", re.MULTILINE)
+_NUMBER = re.compile(r"(\w+)=(\d+)")
+_FRAME = re.compile(r"\bstack_frame_id=(\d+)")
+WRAPPERS = Path(__file__).parents[1] / "comm"
+"""Every collective of jaxpar is called there: who called it is of interest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,3 +322,41 @@ def _transposed(shape: str, dims: str | None) -> np.ndarray:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
+
+
+class SourceLines:
+    """Source lines of the instructions of a module, from the tables of stack frames in its text.
+
+        FileNames              1 "model.py"
+        FunctionNames          1 "loss"
+        FileLocations          1 {file_name_id=1 function_name_id=1 line=5 ...}
+        StackFrames            1 {file_location_id=1 parent_frame_id=1}
+
+    A frame's parent has the number before `parent_frame_id`; 0 is none.
+    """
+
+    def __init__(self, hlo: str):
+        tables = {name: dict(_ENTRY.findall(body)) for name, body in _TABLE.findall(hlo)}
+        files, functions = (
+            {number: text.strip('"') for number, text in tables.get(name, {}).items()}
+            for name in ("FileNames", "FunctionNames")
+        )
+        self._lines: dict[str, SourceLine] = {}
+        for number, text in tables.get("FileLocations", {}).items():
+            of = dict(_NUMBER.findall(text))
+            file, function = files.get(of["file_name_id"], ""), functions.get(of["function_name_id"], "")
+            self._lines[number] = SourceLine(file, int(of["line"]), function)
+        frames = tables.get("StackFrames", {})
+        self._frames = {number: dict(_NUMBER.findall(text)) for number, text in frames.items()}
+
+    def stack(self, instruction: str) -> list[SourceLine]:
+        """The line that made it and its callers, the innermost first, without jaxpar's wrappers.
+
+        [] if nothing tells.
+        """
+        match, lines = _FRAME.search(instruction), []
+        frame = match[1] if match else ""
+        while (entry := self._frames.get(frame)) and len(lines) < len(self._frames):
+            lines.append(self._lines[entry["file_location_id"]])
+            frame = str(int(entry.get("parent_frame_id", "1")) - 1)
+        return [line for line in lines if Path(line.file).parent != WRAPPERS] or lines

@@ -8,7 +8,7 @@ import jax
 from compare.contract.memory_profile import Class, DeviceMemory, MemoryProfile, Peak
 from compare.host.facts import MemoryUse, cores, process_memory
 from jaxpar.comm.hosts import gathered
-from jaxpar.offload import is_on_host
+from jaxpar.step import HOST
 
 PLANNED = "XLA's buffer assignment of one step: argument + temp + output - alias"
 
@@ -69,7 +69,7 @@ def resident_bytes(tree: Any, devices: list[jax.Device], *, on_host: bool = Fals
     """Bytes of a tree's shards on each of these devices, or with `on_host` in the host's memory beside it."""
     total = dict.fromkeys(devices, 0)
     for leaf in jax.tree.leaves(tree):
-        if is_on_host(leaf) == on_host:
+        if (leaf.sharding.memory_kind == HOST) == on_host:
             size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
             for device in leaf.sharding.device_set:
                 total[device] += size
