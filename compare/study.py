@@ -37,10 +37,9 @@ from compare.show.terminal import print_findings
 from compare.spec.engines.registry import ENGINES, REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate, to_toml
 from compare.studies import dry_run
-from compare.studies.bench_cases import edits_of
 from compare.studies.fitting import Fit, as_it_is, require_case, require_sides
 from compare.studies.own_weights import freeze_weights
-from compare.studies.presets import SPREAD, spread
+from compare.studies.presets import SPREAD, edits_of, spread
 from compare.studies.resuming import require_resumable, resumes
 from compare.terminal import errors_console
 

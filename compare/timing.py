@@ -31,7 +31,26 @@ from compare.study import Study, findings_of
 STANDARD = Timing()
 
 
-class Timed(Study, frozen=True, kw_only=True):
+class OnIdle(Study, frozen=True, kw_only=True):
+    """A question for a machine that does nothing else. A subclass has a docstring of its own."""
+
+    anyway: bool = False
+    """Time on a busy machine, too; the record then says so."""
+
+    with_continue: ClassVar = frozenset({"anyway"})
+
+    def ready(self) -> None:
+        """Refuse a busy machine. Raises EnvironmentMissing."""
+        load.require_idle(load.busy_cores(), anyway=self.anyway)
+
+    def before(self, outcome: Outcome, number: int) -> Outcome:
+        """With what others used before the round, the most if it was begun twice."""
+        loads, busy = list(outcome.circumstances.busy_cores), load.busy_cores()
+        loads[number - 1 :] = [max([busy, *loads[number - 1 : number]]), *loads[number:]]
+        return replace(outcome, circumstances=replace(outcome.circumstances, busy_cores=loads))
+
+
+class Timed(OnIdle, frozen=True, kw_only=True):
     """A question that is answered by timing cases in rounds. A subclass has a docstring of its own."""
 
     rounds: int = 5
@@ -40,11 +59,8 @@ class Timed(Study, frozen=True, kw_only=True):
     """Steps of a window, inside of which nothing waits for the devices."""
     windows: int = STANDARD.windows
     """Windows of a process."""
-    anyway: bool = False
-    """Time on a busy machine, too; the record then says so."""
 
     fixed: ClassVar = {"train.max_iters": None, "init_from": None}
-    with_continue: ClassVar = frozenset({"anyway"})
 
     @property
     def timing(self) -> Timing:
@@ -80,16 +96,9 @@ class Timed(Study, frozen=True, kw_only=True):
             )
         return planned
 
-    def ready(self) -> None:
-        """Refuse a busy machine. Raises EnvironmentMissing."""
-        load.require_idle(load.busy_cores(), anyway=self.anyway)
-
     def before(self, outcome: Outcome, number: int) -> Outcome:
-        """With what others used before the round, the most if it was begun twice; and the sides' ceilings."""
-        loads, busy = list(outcome.circumstances.busy_cores), load.busy_cores()
-        loads[number - 1 :] = [max([busy, *loads[number - 1 : number]]), *loads[number:]]
-        now = replace(outcome.circumstances, busy_cores=loads)
-        return with_ceilings(replace(outcome, circumstances=now), pythons_of(self))
+        """With what others use, and the sides' ceilings."""
+        return with_ceilings(super().before(outcome, number), pythons_of(self))
 
     def order(self, outcome: Outcome, number: int) -> list[str]:
         """Block by block, and in each block A B C, then B C A, ..."""

@@ -1,19 +1,23 @@
 """`shardpair bench`: which engine is faster on this machine, by how much, and how surely."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from compare.flags import DEVICES, EngineName, pythons_of
 from compare.judge.bench_rows import BenchRow, blocks
-from compare.judge.outcome import Grid, Outcome
-from compare.judge.timed_outcome import HowItRan, timed
+from compare.judge.outcome import Case, Grid, Outcome
+from compare.judge.timed_outcome import timed
 from compare.present.bench_words import block_title, in_one_line, sentences
 from compare.show.figures import Figure, intervals
 from compare.show.findings import Column, Findings, table_of
-from compare.spec.engines.registry import STUDIED
-from compare.spec.experiment import Experiment, ExperimentError
-from compare.studies.bench_cases import bench_cases
-from compare.studies.fitting import installed
+from compare.spec.axes import AXES
+from compare.spec.engines.registry import ENGINES, STUDIED
+from compare.spec.experiment import Experiment, ExperimentError, Layout, edited, revalidate
+from compare.studies.fitting import as_preset, installed
+from compare.studies.presets import PRESETS, check_names, check_presets, edits_of, preset_layout
 from compare.terminal import human_bytes
 from compare.timing import Timed, timed_findings
 
@@ -66,18 +70,64 @@ class Bench(Timed, frozen=True, kw_only=True):
                 f"--devices {self.devices[0]} without --presets has no effect: say how they are used, with "
                 f"--presets or with the layout's degrees, such as --layout.dp_replicate {self.devices[0]}"
             )
-        able, missing = installed(self.engines or tuple(STUDIED), pythons_of(self))
-        cases, refused = bench_cases(
-            experiment,
-            engines=tuple(able),
-            presets=self.presets,
-            devices=self.devices or (DEVICES,),
-            sizes=self.sizes,
-            variants=self.variants,
-            said=self.said,
-            timing=self.timing,
-        )
-        return cases, {**missing, **refused}
+        engines, missing = installed(self.engines or tuple(STUDIED), pythons_of(self))
+        for flag, texts in (("--sizes", self.sizes), ("--variants", self.variants)):
+            check_names(flag, "setting", texts, texts)
+            for text in texts:
+                edits = edits_of(text)
+                degrees = edits.get("layout", {}).keys() & set(AXES) if self.presets else ()
+                if degrees:
+                    why = f"layout.{min(degrees)} contradicts --presets {self.presets[0]}"
+                    raise ExperimentError(f"{flag} {text}: {why}, which gives the degrees: give one of them")
+                if "max_iters" in edits.get("train", {}):
+                    raise ExperimentError(f"{flag} {text}: the steps of a bench are those of --window")
+        layouts, left_out = self._layouts(experiment.layout)
+        experiment = edited(experiment, {"train": {"max_iters": self.timing.steps}})
+        cases: dict[str, Case] = {}
+        possible = set()
+        choices = itertools.product(layouts.items(), self.sizes or ("",), ("", *self.variants))
+        for (name, layout), size, variant in choices:
+            try:
+                short = edited(
+                    replace(experiment, layout=layout), {"train": {"max_iters": self.timing.steps}}
+                )
+                plain = revalidate(edited(short, edits_of(size)))
+                spec = revalidate(edited(plain, edits_of(variant)))
+            except ExperimentError as error:
+                left_out[" ".join(filter(None, (name, size, variant)))] = str(error)
+                continue
+            possible.add(variant)
+            for place, engine in enumerate(engines, 1):
+                copy = engines[:place].count(engine)
+                case = self.case(engine, spec, layout=name, size=size, variant=variant, copy=copy)
+                if why := _refusal(case, plain, is_preset=bool(self.presets)):
+                    left_out[case.name] = why
+                else:
+                    cases[case.name] = case
+        if not cases:
+            raise ExperimentError(f"nothing can be timed: {'; '.join(dict.fromkeys(left_out.values()))}")
+        for variant in self.variants:
+            if variant not in possible:
+                reasons = dict.fromkeys(why for name, why in left_out.items() if name.endswith(variant))
+                raise ExperimentError(f"--variants {variant}: {'; '.join(reasons)}")
+        return cases, {**missing, **left_out}
+
+    def _layouts(self, own: Layout) -> tuple[dict[str, Layout], dict[str, str]]:
+        """Layouts by name; and presets that cannot spread over so many devices, with the reason."""
+        if not self.presets:
+            degrees = [f"{axis}{own.axes[axis]}" for axis in AXES if own.axes[axis] > 1]
+            return {"-".join(degrees) or "single": own}, {}
+        check_names("--presets", "preset", self.presets, PRESETS)
+        pairs = list(itertools.product(self.presets, self.devices or (DEVICES,)))
+        layouts, left_out = {}, {}
+        for preset, count in pairs:
+            try:
+                layout = preset_layout(own, preset, count, self.said)
+                layouts[f"{preset}-{layout.devices}" if layout.devices > 1 else preset] = layout
+            except ExperimentError as error:
+                left_out[f"{preset}-{count}"] = str(error)
+        check_presets("--presets", own, pairs, self.said)
+        return layouts, left_out
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
@@ -95,7 +145,6 @@ class Bench(Timed, frozen=True, kw_only=True):
                 table_of(block_title(view, block), COLUMNS, of_block) for block, of_block in by_block.items()
             ],
             figures=ratio_figures(rows, view.baseline),
-            details=[table_of("How each case ran", HOW, list(view.how.items()), look="words")],
             rows=by_block,
         )
 
@@ -118,16 +167,6 @@ COLUMNS = (
 )
 
 
-HOW = (
-    Column[tuple[str, HowItRan]]("case", lambda row: row[0]),
-    Column[tuple[str, HowItRan]]("gradient synchronisation", lambda row: row[1].gradient_sync),
-    Column[tuple[str, HowItRan]]("recomputed in backward", lambda row: row[1].remat),
-    Column[tuple[str, HowItRan]]("threads", lambda row: row[1].threads),
-    Column[tuple[str, HowItRan]]("device", lambda row: row[1].device_kind),
-    Column[tuple[str, HowItRan]]("peak memory is", lambda row: row[1].peak_memory_method),
-)
-
-
 def ratio_figures(rows: Sequence[BenchRow], baseline: str) -> list[Figure]:
     """Ratios to the baseline with their intervals; none without a baseline."""
     compared = [row for row in rows if row.wall_ratio]
@@ -146,3 +185,18 @@ def ratio_figures(rows: Sequence[BenchRow], baseline: str) -> list[Figure]:
             height=0.8 + 0.34 * len(compared),
         )
     ]
+
+
+def _refusal(case: Case, plain: Experiment, *, is_preset: bool) -> str:
+    """Why an engine cannot do a case, or does it as it does another one; '' if it can."""
+    engine, spec = ENGINES[case.engine], case.experiment
+    try:
+        if is_preset and not case.variant:
+            as_preset(case.engine, spec)
+        engine.require_experiment(spec)
+    except ExperimentError as error:
+        return str(error)
+    chosen = {"layout": {"gradient_sync": plain.layout.gradient_sync}}
+    if case.variant and not engine.offers_choice and edited(spec, chosen) == plain:
+        return f"it has no effect: {case.engine} chooses its gradient synchronisation itself"
+    return ""

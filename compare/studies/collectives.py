@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from msgspec.structs import replace
-
 from compare.contract.collective_bench import (
     IMPLEMENTATIONS,
     KINDS,
@@ -21,7 +19,7 @@ from compare.contract.record import Record, Step
 from compare.contract.request import REQUEST, Request
 from compare.execute.hosts import Hosts
 from compare.execute.launch import EngineError, run_side, visible_gpus
-from compare.execute.load import busy_cores, is_busy, require_idle
+from compare.execute.load import is_busy
 from compare.flags import Hidden, checked_pythons
 from compare.host.json_files import read_json, write_json
 from compare.judge.collective_fit import Fit, fits_of
@@ -40,9 +38,11 @@ from compare.spec.experiment import (
     Optimizer,
     Precision,
     Train,
+    edited,
 )
 from compare.studies.presets import check_names
-from compare.study import Study, findings_of
+from compare.study import findings_of
+from compare.timing import OnIdle
 
 if TYPE_CHECKING:
     Way = str
@@ -57,7 +57,7 @@ FACTOR = 4
 MOST_ROW_S = 60.0
 
 
-class Collectives(Study, frozen=True, kw_only=True):
+class Collectives(OnIdle, frozen=True, kw_only=True):
     """Time collectives as nccl-tests does, on gloo or NCCL, our way, and XLA; fit latency and bandwidth.
 
     On CPU all ranks share the cores, so more ranks than cores measure the scheduler, too. The default takes
@@ -83,8 +83,6 @@ class Collectives(Study, frozen=True, kw_only=True):
     """Largest size, the total of a gather or scatter."""
     row_s: float = 0.2
     """Seconds that the calls of a row take together, about; there are at least five of them."""
-    anyway: bool = False
-    """Time on a busy machine, too; the record then says so."""
 
     experiment: Hidden[str] = "demo"
     model: Hidden[Model] = Model()
@@ -99,7 +97,6 @@ class Collectives(Study, frozen=True, kw_only=True):
 
     brief: ClassVar = "collectives by size: gloo or NCCL, our way, and XLA"
     trains: ClassVar = False
-    with_continue: ClassVar = frozenset({"anyway"})
 
     @property
     def title(self) -> str:
@@ -120,11 +117,8 @@ class Collectives(Study, frozen=True, kw_only=True):
                 raise ExperimentError(
                     f"--ranks {ranks}: give between 2 and {MAX_CPU_DEVICES}, which {hosts.count} hosts divide"
                 )
-            spread = replace(
-                experiment,
-                train=replace(experiment.train, batch_size=ranks, gradient_accumulation_steps=1),
-                layout=Layout(dp_replicate=ranks),
-            )
+            batch = {"batch_size": ranks, "gradient_accumulation_steps": 1}
+            spread = edited(experiment, {"train": batch, "layout": {"dp_replicate": ranks}})
             for side, engine in ENGINE.items():
                 if self._ways(side):
                     request = Request(engine=engine, experiment=spread)
@@ -145,21 +139,13 @@ class Collectives(Study, frozen=True, kw_only=True):
         )
         return time_collectives(request, place, pythons=checked_pythons(self), hosts=self.found_hosts()), None
 
-    def ready(self) -> None:
-        """Refuse a busy machine. Raises EnvironmentMissing."""
-        require_idle(busy_cores(), anyway=self.anyway)
-
-    def before(self, outcome: Outcome, number: int) -> Outcome:
-        """With what others use."""
-        now = replace(outcome.circumstances, busy_cores=[busy_cores()])
-        return replace(outcome, circumstances=now)
-
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """A table for each collective and number of ranks, the fits, two figures for each collective."""
         sides = outcome.values(CollectiveTimes).values()
         rows = [row for side in sides for row in side.rows]
-        kinds, hosts = {row.kind: 0 for row in rows}, {host: 0 for side in sides for host in side.hosts}
+        kinds = dict.fromkeys(row.kind for row in rows)
+        hosts = {host for side in sides for host in side.hosts}
         over = f" over {len(hosts)} hosts" if len(hosts) > 1 else ""
         tables = [
             table_of(f"{kind} on {ranks} ranks{over}", COLUMNS, in_order(of_table))

@@ -12,7 +12,7 @@ from compare.show.findings import Column, Findings, table_of
 from compare.show.terminal import print_findings
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError, to_toml
-from compare.studies.fitting import estimate_memory, may_not_fit, require_case
+from compare.studies.fitting import estimate_memory, require_case
 from compare.studies.own_weights import objection_to
 from compare.studies.resuming import objection_to_resume
 from compare.terminal import human_bytes, layout_in_words, results_console
@@ -38,8 +38,6 @@ class PlannedCase(Struct, frozen=True, kw_only=True):
     """Bytes of the same device that `layout.offload` keeps in the host's memory."""
     refusal: str
     """Why it cannot run here; empty if it can."""
-    doubt: str
-    """Why it may not fit, by what it holds at most; empty if it fits."""
 
 
 def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json: bool) -> int:
@@ -64,11 +62,8 @@ def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json
         refusals.insert(0, str(error))
     refusals = list(filter(None, refusals))
     cases = [_planned(name, case, platform, hosts) for name, case in outcome.cases.items()]
-    doubts = [case.doubt for case in cases if case.doubt and not case.refusal]
     refused = next(filter(None, [*(case.refusal for case in cases), *refusals]), "")
-    verdict = f"nothing is refused, but {len(doubts)} of {len(cases)} cases may not fit"
-    if refused or not doubts:
-        verdict = f"this would be refused: {refused}" if refused else "all of it can run"
+    verdict = f"this would be refused: {refused}" if refused else "all of it can run"
     host_tables = [
         host_table(
             layout, [f"host {place * hosts.count // layout.devices}" for place in range(layout.devices)]
@@ -96,10 +91,10 @@ def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json
             "cases": cases,
             "left_out": outcome.left_out,
         },
-        passed=not refused and not doubts,
+        passed=not refused,
         tables=[table_of(TITLE, COLUMNS, cases, words=2), *host_tables],
         notes=[f"{name}: {value}" for name, value in facts.items() if value],
-        warnings=[*doubts, *(f"refused: {why}" for why in refusals)],
+        warnings=[f"refused: {why}" for why in refusals],
         missing={case.name: f"is refused: {case.refusal}" for case in cases if case.refusal},
         left_out=outcome.left_out,
     )
@@ -127,7 +122,6 @@ def _planned(name: str, case: Case, platform: str, hosts: Hosts) -> PlannedCase:
         memory={kind: by_device[fullest] for kind, by_device in estimate.by_kind.items()},
         on_host=estimate.on_host[fullest],
         refusal=refusal,
-        doubt=may_not_fit(case.engine, experiment, platform=platform),
     )
 
 

@@ -17,8 +17,7 @@ from compare.judge.outcome import Case, Grid, Outcome
 from compare.show.findings import Column, Findings, table_of
 from compare.spec.engines.registry import ENGINES, REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
-from compare.studies.bench_cases import edits_of
-from compare.studies.presets import PRESETS, check_names, spread
+from compare.studies.presets import PRESETS, check_names, edits_of, spread
 from compare.studies.run import verdict_findings
 from compare.study import OF_LAYOUTS, Study
 from compare.terminal import error_text

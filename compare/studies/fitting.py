@@ -1,7 +1,6 @@
 """Choice of engines that can do what is asked, are installed, and have room for it; others have a reason.
 
-What is less than parameters, moments and a batch or logits cannot run, and is refused. Up to the estimate
-(`compare.judge.closed_forms.peak`) it may not fit, and that is said.
+Where there is not room for parameters, moments and a batch or logits, nothing can run, and it is refused.
 """
 
 import math
@@ -154,20 +153,6 @@ def require_memory(engine: str, experiment: Experiment, *, platform: str) -> Non
                 f"{engine} would need {human_bytes(size)} ({words}), and {where} has {human_bytes(has)}: "
                 f"make the model or the batch smaller"
             )
-
-
-def may_not_fit(engine: str, experiment: Experiment, *, platform: str) -> str:
-    """Why an engine's estimated peak is more than there is; "" if it is not."""
-    estimate = estimate_memory(engine, experiment)
-    if platform == "cpu":
-        most = sum(estimate.per_device) + sum(estimate.on_host) + BATCH_BYTES * experiment.tokens_per_step
-        devices, has, where = f"{len(estimate.per_device)} devices", memory_bytes(), "this machine"
-    else:
-        most, devices, has, where = max(estimate.per_device), "a device", gpu_memory_bytes(), "a GPU here"
-    if most <= has or not has:
-        return ""
-    held = f"{devices} would hold about {human_bytes(most)}"
-    return f"{engine} may not fit: {held}, and {where} has {human_bytes(has)}"
 
 
 def _logits(experiment: Experiment) -> float:

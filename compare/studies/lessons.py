@@ -63,12 +63,6 @@ TRIALS = {
             "Without a loop over passes jax-compiler leaves everything to XLA. It reduces the tied "
             "embedding's gradient twice, once for each use: more bytes than the three others.",
         ),
-        Trial(
-            "What do more devices cost?",
-            "--preset ddp --devices 4",
-            "Logical bytes do not depend on the number of replicas n. On a ring each device sends "
-            "2 (n - 1) / n of them: 1.5 times the gradients instead of once.",
-        ),
     ),
     "fully_sharded": (
         Trial(
@@ -82,12 +76,6 @@ TRIALS = {
             "--preset zero1 --devices 2",
             "ZeRO-1 splits the moments alone: parameters and gradients at rest are whole again, "
             "and parameters are gathered once a step, after the update, and not in every pass.",
-        ),
-        Trial(
-            "What if shards are near and replicas far?",
-            "--preset hsdp --devices 4",
-            "Gathers stay within dp_shard, and one more row appears, an all_reduce over dp_replicate "
-            "of what reduce_scatter has left: half of the gradients.",
         ),
     ),
     "tensor_parallel": (
@@ -103,12 +91,6 @@ TRIALS = {
             "No: every device has all activations of its batch, so the logical bytes stay. Memory "
             "at rest falls, but for norms and row biases, which every device repeats.",
         ),
-        Trial(
-            "What do replicas add?",
-            "--preset ddp_tp --devices 4",
-            "Each replica has half of the rows: the bytes along tp halve. Along dp_replicate the "
-            "gradients are reduced, and each device's are half of them.",
-        ),
     ),
     "pipeline_parallel": (
         Trial(
@@ -122,12 +104,6 @@ TRIALS = {
             "--layout.pp 4 --layout.schedule gpipe --layout.microbatches 8",
             "Twice the microbatches, half as large: twice the calls of permute, the same bytes. Ranks "
             "wait for (p - 1) / (m + p - 1) of the time: the less, the more microbatches m.",
-        ),
-        Trial(
-            "What if each rank has two stages?",
-            "--preset pp_interleaved --devices 2",
-            "A microbatch goes round the ring twice: twice the messages of two stages, and a "
-            "shorter wait at both ends.",
         ),
     ),
 }

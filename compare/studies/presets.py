@@ -83,6 +83,8 @@ PRESETS = {
     "fsdp_tp_pp": Preset("fully sharded x tensor x pipeline parallel", PP, {**FSDP, "tp": 2}, devices=8),
 }
 
+SECTIONS = ("model", "optimizer", "train", "precision", "layout")
+"""Sections whose fields a size or a variant may change; all train on the same data."""
 CLASSIC = ("ddp", "zero1", "zero2", "fsdp", "tp")
 """The strategies that are compared with each other most."""
 
@@ -192,3 +194,32 @@ def _fields(name: str, devices: int) -> Fields:
     degree = {axis: devices // fixed} if axis else {}
     proposed = {MICROBATCHES: devices if fixed == 1 else 4} if axis == PP else {}
     return {**proposed, **degree, **preset.named}
+
+
+def edits_of(text: str) -> dict[str, dict[str, object]]:
+    """Fields and their values: `train.batch_size=8,layout.remat=full`, by section; {} of ''.
+
+    Raises:
+        ExperimentError: not of that form, or no such field.
+    """
+    edits: dict[str, dict[str, object]] = {}
+    for part in text.split(",") if text else ():
+        key, equals, value = part.strip().partition("=")
+        section, _, field = key.partition(".")
+        fields = type(getattr(Experiment(), section)).__struct_fields__ if section in SECTIONS else ()
+        if not equals or field not in fields:
+            raise ExperimentError(
+                f"{text}: give fields and values such as train.batch_size=8 or layout.remat=full, with a "
+                f"comma between two (sections: {', '.join(SECTIONS)})"
+            )
+        edits.setdefault(section, {})[field] = _value(value)
+    return edits
+
+
+def _value(text: str) -> object:
+    """A value as TOML writes it, or else the text itself: `full` needs no quotes."""
+    try:
+        read: Mapping[str, object] = msgspec.toml.decode(f"value = {text}")
+    except msgspec.DecodeError:
+        return text
+    return read["value"] if read.keys() == {"value"} else text

@@ -14,8 +14,6 @@ from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError
 
 LISTED = 3
-MAY_DIFFER = ("layout.", "checkpoint.", "data.", "train.max_iters")
-"""What a resumed run may ask for differently without a word; of the data the digest counts."""
 
 
 def checkpoints_for(source: Path, engines: Iterable[str]) -> dict[str, Path]:
@@ -51,28 +49,37 @@ def any_checkpoint(source: Path) -> Path:
     )
 
 
+def described(
+    source: str, engines: Iterable[str], experiment: Experiment, corpus_sha256: str = ""
+) -> dict[str, tuple[Path, Checkpoint]]:
+    """The checkpoint of each engine, and what it says of itself; {} without a source.
+
+    Raises:
+        CheckpointError: one line: there is none, or one of another training.
+    """
+    folders = checkpoints_for(Path(source), engines) if source else {}
+    checkpoints = {folder: read_description(folder) for folder in folders.values()}
+    for folder, checkpoint in checkpoints.items():
+        require_continues(checkpoint, experiment, folder, corpus_sha256=corpus_sha256)
+    return {name: (folder, checkpoints[folder]) for name, folder in folders.items()}
+
+
 def resumes(
     source: str, engines: Iterable[str], experiment: Experiment, corpus_sha256: str
 ) -> dict[str, ResumePoint]:
-    """What each engine is asked to go on from, after every file of it was read; {} without a source.
-
-    Raises:
-        CheckpointError: one line: no checkpoint, a damaged one, or one of another training.
-    """
-    folders = checkpoints_for(Path(source), engines) if source else {}
-    points = {}
-    for folder in dict.fromkeys(folders.values()):
-        reader = CheckpointReader(folder)
-        description = reader.description
-        require_continues(description, experiment, folder, corpus_sha256=corpus_sha256)
-        reader.verify()
-        points[folder] = ResumePoint(
+    """What each engine is asked to go on from, after every file of it was read. Raises as `described`."""
+    found = described(source, engines, experiment, corpus_sha256)
+    for folder in {folder for folder, _ in found.values()}:
+        CheckpointReader(folder).verify()
+    return {
+        name: ResumePoint(
             checkpoint=str(folder.absolute()),
-            step=description.step,
-            updates=description.updates,
-            loss_scale=description.loss_scale,
+            step=checkpoint.step,
+            updates=checkpoint.updates,
+            loss_scale=checkpoint.loss_scale,
         )
-    return {name: points[folder] for name, folder in folders.items()}
+        for name, (folder, checkpoint) in found.items()
+    }
 
 
 def require_resumable(engine: str, source: str, init_from: str = "") -> None:
@@ -125,22 +132,11 @@ def require_continues(
 def objection_to_resume(source: str, engines: Iterable[str], experiment: Experiment) -> str:
     """What is wrong with checkpoints, as far as it shows without reading all of them; '' if nothing is."""
     try:
-        for name, folder in (checkpoints_for(Path(source), engines) if source else {}).items():
+        for name in described(source, engines, experiment):
             require_resumable(name, source)
-            require_continues(read_description(folder), experiment, folder)
     except ExperimentError as error:
         return str(error)
     return ""
-
-
-def changed_settings(source: str, engines: Iterable[str], experiment: Experiment) -> list[str]:
-    """What a resumed run asks for differently, and may, but not without a word: [] without a source."""
-    changes = set()
-    for folder in dict.fromkeys(checkpoints_for(Path(source), engines).values()) if source else ():
-        description = read_description(folder)
-        require_continues(description, experiment, folder)
-        changes |= set(differing_keys(experiment, description.experiment))
-    return sorted(line for line in changes if not line.startswith(MAY_DIFFER))
 
 
 def _some(words: Iterable[str]) -> str:

@@ -25,9 +25,8 @@ from compare.present.sweep import loss_figures, scaling_figure, sweep_table
 from compare.show.findings import Findings
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited
-from compare.studies.bench_cases import edits_of
 from compare.studies.fitting import Fit, as_it_is, as_preset, require_memory
-from compare.studies.presets import CLASSIC, PRESETS, check_names, check_presets, spread
+from compare.studies.presets import CLASSIC, PRESETS, check_names, check_presets, edits_of, spread
 from compare.studies.run import verdict_findings
 from compare.study import Study, against_one_device
 

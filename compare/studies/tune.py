@@ -17,13 +17,12 @@ from compare.judge.statistics import Estimate, estimate
 from compare.judge.timed_outcome import Measurement, timed
 from compare.plan.machine import Machine
 from compare.plan.predict import predict
-from compare.plan.search import Candidate, memory_of, search
+from compare.plan.search import Candidate, search
 from compare.show.findings import Column, Findings, table_of
 from compare.spec.engines.registry import REFERENCE, STUDIED
 from compare.spec.experiment import Experiment, ExperimentError, edited, to_toml
 from compare.studies.presets import check_names
 from compare.studies.this_machine import HERE, machine_of
-from compare.terminal import human_bytes
 from compare.timing import Timed, timed_findings
 
 FASTER = 1.2
@@ -154,8 +153,6 @@ class Row(Struct, frozen=True, kw_only=True):
     error: float
     error_after: float = 0.0
     """With the engine's median ratio divided out."""
-    predicted_bytes: float
-    measured_bytes: int
 
 
 COLUMNS = (
@@ -166,8 +163,6 @@ COLUMNS = (
     Column[Row]("rounds", lambda row: row.measured_ms.rounds, "d"),
     Column[Row]("error", lambda row: row.error, "+.0%"),
     Column[Row]("after one factor", lambda row: row.error_after, "+.0%"),
-    Column[Row]("peak", lambda row: row.measured_bytes, human_bytes),
-    Column[Row]("predicted / peak", lambda row: row.predicted_bytes / row.measured_bytes, ".2f"),
 )
 
 
@@ -190,8 +185,6 @@ def rows_of(outcome: Outcome) -> list[Row]:
                 predicted_ms=predicted[name],
                 measured_ms=measured,
                 error=predicted[name] / measured.median - 1,
-                predicted_bytes=sum(memory_of(case.engine, case.experiment).values()),
-                measured_bytes=max(process.peak_mem_bytes for process in processes),
             )
             rows.append(row)
     factors = {

@@ -2,13 +2,13 @@
 
 import msgspec
 import pytest
-from benches import TIMING, bench_of, cases_of
+from benches import bench_of, cases_of, grid_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from compare.judge.bench_rows import baseline_of
 from compare.spec.experiment import ExperimentError
-from compare.studies.bench_cases import bench_cases, edits_of
+from compare.studies.presets import edits_of
 from compare.timing import rotated
 
 
@@ -46,7 +46,7 @@ def test_variants_stand_beside_the_engine_as_it_is(tiny):
 
 def test_a_variant_that_one_layout_cannot_have_is_left_out_there_alone(tiny):
     given = {"engines": ("torch-manual",), "devices": (2,), "variants": ("layout.microbatches=4",)}
-    cases, left_out = bench_cases(tiny, presets=("single", "pp"), **given, timing=TIMING)
+    cases, left_out = grid_of(tiny, presets=("single", "pp"), **given)
     assert list(cases) == [
         "torch-manual.single",
         "torch-manual.pp-2",
@@ -54,7 +54,7 @@ def test_a_variant_that_one_layout_cannot_have_is_left_out_there_alone(tiny):
     ]
     assert "there is no pipeline" in left_out["single layout.microbatches=4"]
     with pytest.raises(ExperimentError, match=r"--variants layout\.microbatches=4: .* there is no pipeline"):
-        bench_cases(tiny, presets=("single", "ddp"), **given, timing=TIMING)
+        grid_of(tiny, presets=("single", "ddp"), **given)
 
 
 def test_an_engine_named_twice_is_held_against_itself(tiny):
@@ -82,13 +82,12 @@ def test_order_rotates_within_each_block(engines, layouts):
 
 
 def test_what_cannot_be_is_left_out_by_name_with_the_reason(tiny):
-    cases, left_out = bench_cases(
+    cases, left_out = grid_of(
         tiny,
         engines=("jax-compiler", "torch-manual"),
         presets=("ddp", "hsdp", "pp"),
         devices=(2, 8),
         variants=("layout.gradient_sync=overlapped",),
-        timing=TIMING,
     )
     assert list(cases) == [
         "jax-compiler.ddp-2",

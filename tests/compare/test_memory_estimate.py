@@ -22,7 +22,7 @@ from compare.spec.experiment import (
     revalidate,
 )
 from compare.studies import fitting
-from compare.studies.fitting import BATCH_BYTES, estimate_memory, may_not_fit, require_memory
+from compare.studies.fitting import estimate_memory, require_memory
 
 GPT2 = load("gpt2-124m")
 S, H, A, L, V = 1024, 768, 12, 12, 50304
@@ -97,23 +97,6 @@ def test_devices_of_a_cpu_share_its_memory(monkeypatch):
     )
     assert "this machine has 3.81 GB" in message
     assert not refused(monkeypatch, spread(dp_shard=2, zero=3), int(bound) - 1)
-
-
-def test_what_may_not_fit_is_told_from_what_cannot(monkeypatch):
-    """Between the two bounds nothing is refused. Devices of a CPU share its memory."""
-    experiment = spread(dp_replicate=2)
-    estimate = estimate_memory("torch-manual", experiment)
-    batch = BATCH_BYTES * experiment.tokens_per_step
-    most = int(sum(estimate.per_device)) + batch
-    assert not refused(monkeypatch, experiment, most - 1)
-    said = may_not_fit("torch-manual", experiment, platform="cpu")
-    assert "torch-manual may not fit: 2 devices would hold about" in said
-    monkeypatch.setattr(fitting, "memory_bytes", lambda: most + 1)
-    assert may_not_fit("torch-manual", experiment, platform="cpu") == ""
-    monkeypatch.setattr(fitting, "gpu_memory_bytes", lambda: most // 2 - batch)
-    assert "a device would hold about" in may_not_fit("torch-manual", experiment, platform="gpu")
-    monkeypatch.setattr(fitting, "gpu_memory_bytes", lambda: most // 2 + 1)
-    assert may_not_fit("torch-manual", experiment, platform="gpu") == ""
 
 
 def test_less_is_refused_than_is_estimated():

@@ -7,10 +7,10 @@ import numpy as np
 
 from compare.contract.timing import Timing, Window
 from compare.judge.circumstances import Circumstances, MachineFacts
-from compare.judge.outcome import Case, Outcome
+from compare.judge.outcome import Case, Grid, Outcome
 from compare.judge.timed_outcome import HowItRan, Measurement, TimedOutcome
 from compare.spec.experiment import Experiment
-from compare.studies.bench_cases import bench_cases
+from compare.studies.bench import Bench
 
 TIMING = Timing(window=2, windows=3, single=4)
 STEPS = Timing().steps
@@ -25,10 +25,15 @@ RAN = HowItRan(
 )
 
 
+def grid_of(experiment: Experiment, **choice: Any) -> Grid:
+    """The cases that engines, presets, sizes and variants make, and what is left out."""
+    chosen = {"engines": ("torch-manual", "torch-library"), "window": 2, "windows": 3} | choice
+    return Bench(**chosen).cases(experiment)
+
+
 def cases_of(experiment: Experiment, **choice: Any) -> list[Case]:
-    """The cases that engines, presets, sizes and variants make."""
-    chosen = {"engines": ("torch-manual", "torch-library")} | choice
-    return list(bench_cases(experiment, **chosen, timing=TIMING)[0].values())
+    """The cases alone."""
+    return list(grid_of(experiment, **choice)[0].values())
 
 
 HERE = Circumstances(
