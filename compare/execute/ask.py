@@ -35,18 +35,10 @@ def ask(
     platform: str = "cpu",
     timeout_s: float = 0.0,
 ) -> T:
-    """Ask one side something.
+    """Ask one side `python -m SIDE QUESTION`, whose last line is an answer of this type.
 
-    Args:
-        side: a name in SIDES.
-        python: that runs it: any program, as far as we know.
-        question: arguments of `python -m SIDE`.
-        answer: the type of what it prints.
-        platform: cpu or gpu; '' for what is there.
-        timeout_s: seconds until it must have answered; 0 for `TIMEOUT_S`.
-
-    Raises:
-        EnvironmentMissing: a line of why it cannot answer.
+    The Python is any program, as far as we know. Platform is cpu, gpu, or '' for what is there; 0 seconds are
+    `TIMEOUT_S`. Raises EnvironmentMissing: a line of why it cannot answer.
     """
     if not shutil.which(python):
         raise EnvironmentMissing(f"{side}: {python}: no such program")
@@ -110,16 +102,11 @@ def measure_ceiling(
     """Ask a side how fast its framework multiplies matrices here. It takes about a second, and an import.
 
     Args:
-        side: a name in SIDES.
-        platform: cpu or gpu.
+        side, platform, python: as for `ask`.
         dtype: of the products: `Precision.product_dtype`.
-        python: that runs the side.
         threads: CPU threads; 0 for one on each core. A run of torchpar has one for each rank, and jaxpar's
             always has all of them.
         sizes: of further products: `Ceiling.by_size`.
-
-    Raises:
-        EnvironmentMissing: the side cannot say, and why.
     """
     question = {"dtype": dtype, "platform": platform, "threads": threads, "sizes": sizes}
     request = msgspec.json.encode(msgspec.convert(question, CeilingRequest)).decode()

@@ -6,58 +6,47 @@ from pathlib import Path
 
 from compare.contract import record as files
 from compare.contract.ending import FAILED, MEANT
+from compare.contract.record import Failure
 from compare.host.signals import describe_exit
 
 LOG = "log.txt"
 ROOM_FOR_WORDS = 64 * 1024  # with less, an engine could not say that the disk is full
 
-_TASK = re.compile(r"^srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>.+)$", re.M)
-_NODE = re.compile(r"^srun: error: Node failure on (?P<host>[\w.,\[\]-]+)$", re.M)
-_CANCELLED = re.compile(r"\*\*\* (STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ (?P<why>DUE TO [^*]+? )?\*\*\*")
 _BY_SRUN = "Terminating StepId"  # what it cancels from here on it ends because a process failed
-_ENDED = ("Terminated", "Exited with exit code")  # as the others end, once one has failed
+_CANCELLED = re.compile(r"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT [^*]+")
+_LOST = re.compile(r"^srun: error: (Node failure on .+|\S+: tasks? \S+: (?!Terminated|Exited with).+)$", re.M)
+"""A host, or a task that did not end as the others do once one has failed."""
 
 
-def why(returncode: int, folder: Path) -> str:
-    """Reason of an engine's failure.
+def why(returncode: int, folder: Path) -> Failure:
+    """Reason of an engine's failure, and its exit code.
 
     A cause that a process left comes first; one that only saw another process go comes after what the
-    launcher saw.
+    launcher saw. A launcher's own code is often that of a process which it ended (srun: the highest of all).
     """
     failure, log = files.read_failure(folder), (folder / LOG).read_text(errors="replace")
-    if failure and not failure.is_consequence:
-        return failure.message
+    own = failure if failure and not failure.is_consequence else None
+    codes = (returncode, own.exit_code if own else FAILED)
+    code = next((code for code in codes if code in MEANT), FAILED)
+    if own:
+        return Failure(message=own.message, exit_code=code)
     if said := seen_by_srun(log) or (failure.message if failure else ""):
-        return said
-    died, lines = describe_exit(returncode), log.strip().splitlines()
-    if returncode < 0 or returncode > 128:
-        return died
-    if lines:
-        return next(
-            (line for line in lines if line.startswith(("Fatal Python error", "Timeout ("))), lines[-1]
-        )
-    if shutil.disk_usage(folder).free < ROOM_FOR_WORDS:
-        return f"{folder}: no space left on the device: make room, and run again"
-    return f"{died} and no message"
-
-
-def code_of_cause(returncode: int, folder: Path) -> int:
-    """Exit code of an engine that failed: what the failing process left, if it means more than a failure.
-
-    A launcher's own is often that of a process which it ended (srun: the highest of all).
-    """
-    failure = files.read_failure(folder)
-    told = [returncode, *([failure.exit_code] if failure and not failure.is_consequence else [])]
-    return next((code for code in told if code in MEANT), FAILED)
+        return Failure(message=said, exit_code=code)
+    said, lines = describe_exit(returncode), log.strip().splitlines()
+    if 0 <= returncode <= 128:
+        if lines:
+            fatal = (line for line in lines if line.startswith(("Fatal Python error", "Timeout (")))
+            said = next(fatal, lines[-1])
+        elif shutil.disk_usage(folder).free < ROOM_FOR_WORDS:
+            said = f"{folder}: no space left on the device: make room, and run again"
+        else:
+            said += " and no message"
+    return Failure(message=said, exit_code=code)
 
 
 def seen_by_srun(log: str) -> str:
-    """The first process that failed, and its host, as srun saw it; '' if it says nothing of the kind."""
-    if lost := _NODE.search(log):
-        return f"SLURM lost {lost['host']} (node failure)"
+    """The first host or process that was lost, in srun's words; '' if it says nothing of the kind."""
     if cancelled := _CANCELLED.search(log.partition(_BY_SRUN)[0]):
-        return " ".join(["SLURM cancelled the job", *(cancelled["why"] or "").lower().split()])
-    for task in _TASK.finditer(log):
-        if not task["how"].startswith(_ENDED):
-            return f"process {task['tasks']} on {task['host']}: {task['how'].lower()}, says srun"
-    return ""
+        return f"SLURM: {cancelled[0].strip('* ')}"
+    lost = _LOST.search(log)
+    return f"srun: {lost[1]}" if lost else ""

@@ -81,12 +81,8 @@ class Hosts(Struct, frozen=True, kw_only=True):
     ) -> list[list[str]]:
         """The commands that run a side, the one for this host first; the others are for a person.
 
-        Args:
-            python: the interpreter, at the same path on all hosts.
-            side: which.
-            folder: of the run.
-            layout: its devices are spread evenly, host after host.
-            options: of `python -m SIDE`, beside the folder.
+        The interpreter is at the same path on all hosts; a layout's devices are spread evenly, host after
+        host.
         """
         self.require(layout)
         run = ["-m", side.name, *options, str(folder.absolute())]
@@ -99,7 +95,8 @@ class Hosts(Struct, frozen=True, kw_only=True):
         if self.launcher == "local":
             starter = [sys.executable, "-m", __name__, str(self.count), str(on_host), str(folder.absolute())]
             return [[*starter, *here]]
-        first, port = next(iter(self.slots)), port_of(folder)
+        first = next(iter(self.slots))
+        port = FIRST_PORT + zlib.crc32(str(folder.absolute()).encode()) % PORTS  # one for each run
         lines = []
         for number in range(self.count):
             stdin = ["--exit-with-stdin"] if number == 0 else []  # of the others nobody holds it
@@ -125,15 +122,8 @@ def find_hosts(
 ) -> Hosts:
     """The hosts that the flags ask for, that an allocation of SLURM has, or a hostfile.
 
-    Args:
-        launcher: how engines start.
-        count: of hosts; 0 for all of the allocation or the file, or this one.
-        hostfile: for torchrun.
-        environment: has SLURM's variables.
-
-    Raises:
-        ExperimentError: there is no allocation, it has fewer hosts, or SLURM is not installed here; a
-            hostfile that is missing, bad, for another launcher, or whose first host this is not.
+    A count of 0 is all of the allocation or the file, or this one. Raises ExperimentError: there is no
+    allocation, or it has fewer hosts; or the hostfile cannot be used.
     """
     if (hostfile is None) == (launcher == "torchrun"):
         raise ExperimentError("--launcher torchrun and --hostfile FILE: give both, or none of them")
@@ -160,9 +150,7 @@ def find_hosts(
 def read_hostfile(path: Path) -> dict[str, int]:
     """Devices by host, in the order of a file as DeepSpeed and Open MPI read it: `host0 slots=4` a line.
 
-    Raises:
-        ExperimentError: no such file, a line of another form, a host twice, no host at all, or another first
-            host than this one.
+    Raises ExperimentError: a line of another form, a host twice, or another first host than this one.
     """
     try:
         text = path.read_text()
@@ -229,22 +217,11 @@ def srun(hosts: int, on_host: int) -> list[str]:
     return ["srun", *shape, "--overcommit", "--cpu-bind=none", "--mpi=none"]
 
 
-def port_of(folder: Path) -> int:
-    """Where the processes of a run meet: each run has a port of its own."""
-    return FIRST_PORT + zlib.crc32(str(folder.absolute()).encode()) % PORTS
-
-
 def start_together(hosts: int, on_host: int, folder: Path, command: Sequence[str]) -> int:
     """Run the processes of several hosts on this machine, and wait for them. The first that fails ends all.
 
-    Args:
-        hosts: their number.
-        on_host: processes on each.
-        folder: of the run, for error.json.
-        command: of a process, without what tells it its place.
-
-    Returns:
-        The exit code of the first that failed; 0 if none did.
+    Returns its exit code, 0 if none did, and leaves in the folder which it was. `command` is that of a
+    process, without its place.
     """
     count, running = hosts * on_host, list[subprocess.Popen]()
     with socket.socket() as probe:
@@ -258,16 +235,23 @@ def start_together(hosts: int, on_host: int, folder: Path, command: Sequence[str
     def failed() -> dict[int, int]:
         return {number: code for number, process in enumerate(running) if (code := process.poll())}
 
-    while not failed() and any(process.poll() is None for process in running):
+    def has_no_cause() -> bool:  # the error that was left tells of a lost process only
+        failure = read_failure(folder)
+        return failure is not None and failure.is_consequence
+
+    def killed() -> list[int]:  # no consequence, as C++'s abort is, and the SIGTERM of a launcher
+        return [number for number, code in failed().items() if code < 0 and code not in (-6, -15)]
+
+    while not failed():
+        if all(process.poll() == 0 for process in running):
+            return 0
         time.sleep(POLL_S)
-    if not failed():
-        return 0
     deadline = time.monotonic() + CAUSE_GRACE_S
-    while not (killed := _killed(failed())) and _has_no_cause(folder) and time.monotonic() < deadline:
+    while not killed() and has_no_cause() and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    codes = failed()
-    number = next(iter(killed or codes))
-    if not read_failure(folder) or (killed and _has_no_cause(folder)):
+    codes, lost = failed(), killed()
+    number = next(iter(lost or codes))
+    if not read_failure(folder) or (lost and has_no_cause()):
         host, how = host_of(folder, number) or socket.gethostname(), "was " if codes[number] < 0 else ""
         message = f"process {number} on {host} {how}{describe_exit(codes[number])}"
         write_failure(folder, Failure(message=message, rank=number))
@@ -275,17 +259,6 @@ def start_together(hosts: int, on_host: int, folder: Path, command: Sequence[str
         process.kill()
         process.wait()
     return codes[number] if codes[number] > 0 else 128 - codes[number]
-
-
-def _killed(codes: Mapping[int, int]) -> list[int]:
-    """Processes that a signal ended which is no consequence: C++ aborts, and launchers terminate."""
-    return [number for number, code in codes.items() if code < 0 and code not in (-6, -15)]
-
-
-def _has_no_cause(folder: Path) -> bool:
-    """True if the error that was left tells of a lost process only."""
-    failure = read_failure(folder)
-    return failure is not None and failure.is_consequence
 
 
 if __name__ == "__main__":

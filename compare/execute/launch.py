@@ -18,16 +18,17 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 
 from compare.checkpoint.description import CHECKPOINTS
 from compare.checkpoint.saver import remove_unfinished
 from compare.contract import record as files
+from compare.contract.collective_bench import CollectiveRequest
+from compare.contract.ending import FAILED
 from compare.contract.processes import VARIABLES
 from compare.contract.record import Failure, Record, Step
 from compare.contract.request import Request
-from compare.execute.blame import LOG, code_of_cause, why
+from compare.execute.blame import LOG, why
 from compare.execute.hosts import HERE, Hosts, print_lines, require_shared
 from compare.execute.paths import remove_run_dir
 from compare.execute.watch import watch
@@ -36,10 +37,9 @@ from compare.numerics.data import open_corpus, standard_library_text
 from compare.numerics.evaluation import require_validation
 from compare.spec.engines.engine import Side
 from compare.spec.engines.registry import side_of
-from compare.spec.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError, Layout
+from compare.spec.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError, Layout, edited
 
 POLITE_S = 3.0
-ONE_DEVICE = Layout()
 
 
 class EngineError(RuntimeError):
@@ -70,10 +70,19 @@ class Prepared(Struct, frozen=True, kw_only=True):
 def prepare(experiment: Experiment, folder: Path) -> Prepared:
     """Freeze and validate the data in the folder of a run: the last thing that can fail early.
 
-    The folder, with nothing of worth in it, is removed if the data is bad. Raises ExperimentError.
+    Any process in any place then reads the same tokens: the standard library's text is copied, because the
+    two sides may run on two versions of Python, and a relative path becomes absolute. The folder is removed
+    if the data is bad. Raises ExperimentError.
     """
+    source = experiment.data.source
     try:
-        frozen = freeze_data(experiment, folder)
+        if source == "stdlib":
+            text = folder / "stdlib.txt"
+            files.write_atomically(text, standard_library_text())
+            source = str(text.absolute())
+        elif source != "synthetic":
+            source = str(Path(source).absolute())
+        frozen = edited(experiment, {"data": {"source": source}})
         corpus = open_corpus(frozen)
         require_validation(frozen, corpus)
     except BaseException:
@@ -82,28 +91,10 @@ def prepare(experiment: Experiment, folder: Path) -> Prepared:
     return Prepared(experiment=frozen, folder=folder, corpus_sha256=corpus.sha256)
 
 
-def freeze_data(experiment: Experiment, folder: Path) -> Experiment:
-    """The experiment with `data.source` such that any process in any place reads the same tokens.
-
-    The standard library's text is copied into the folder, because the two sides may run on two versions of
-    Python; a relative path becomes an absolute one.
-    """
-    source = experiment.data.source
-    if source == "stdlib":
-        text = folder / "stdlib.txt"
-        files.write_atomically(text, standard_library_text())
-        source = str(text.absolute())
-    elif source != "synthetic":
-        source = str(Path(source).absolute())
-    return msgspec.structs.replace(experiment, data=msgspec.structs.replace(experiment.data, source=source))
-
-
 def require_devices(experiment: Experiment, platform: str, hosts: Hosts = HERE) -> None:
     """Refuse a layout for more devices than there are, or than hosts divide.
 
-    Raises:
-        ExperimentError: with both numbers.
-        EnvironmentMissing: platform gpu without a GPU.
+    Raises ExperimentError with both numbers, EnvironmentMissing for platform gpu without a GPU.
     """
     hosts = hosts.under(experiment.layout)
     hosts.require(experiment.layout)
@@ -113,36 +104,27 @@ def require_devices(experiment: Experiment, platform: str, hosts: Hosts = HERE) 
             f"the layout needs {wanted} devices; on CPU at most {MAX_CPU_DEVICES} virtual ones make "
             f"sense: lower the degrees of the layout"
         )
-    # With a launcher other hosts have the GPUs, and not this one.
-    if platform == "gpu" and hosts.launcher == "local" and wanted > (gpus := require_gpu()):
-        raise ExperimentError(
-            f"the layout needs {wanted} devices and {gpus} GPUs are visible: lower the degrees of the "
-            f"layout, or use --platform cpu"
-        )
-
-
-def require_gpu() -> int:
-    """The number of visible GPUs. Raises EnvironmentMissing if there is none."""
-    gpus = visible_gpus()
-    if not gpus:
-        raise EnvironmentMissing("--platform gpu: no NVIDIA GPU is visible here; use --platform cpu")
-    return gpus
+    if platform == "gpu" and hosts.launcher == "local":  # a launcher's hosts have the GPUs, and not this one
+        if not (gpus := visible_gpus()):
+            raise EnvironmentMissing("--platform gpu: no NVIDIA GPU is visible here; use --platform cpu")
+        if wanted > gpus:
+            raise ExperimentError(
+                f"the layout needs {wanted} devices and {gpus} GPUs are visible: lower the degrees of the "
+                f"layout, or use --platform cpu"
+            )
 
 
 def visible_gpus() -> int:
     """Number of NVIDIA GPUs that this process may use, asked without loading a framework."""
-    there, chosen = installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None or not there:
-        return there
-    items = [item.strip() for item in chosen.split(",")]
-    beyond = (item in ("", "-1") or (item.isdecimal() and int(item) >= there) for item in items)
-    return next((place for place, ends in enumerate(beyond) if ends), len(items))  # as CUDA reads it
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    named = [item for item in (chosen or "").split(",") if item.strip() not in ("", "-1")]
+    return installed_gpus() if chosen is None else min(installed_gpus(), len(named))
 
 
 def installed_gpus() -> int:
     """Number of NVIDIA GPUs of this machine, by its driver, whatever a process may use of them."""
     if not shutil.which("nvidia-smi"):
-        return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+        return 0
     listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     return listing.stdout.count("GPU ")
 
@@ -155,31 +137,15 @@ def launch(
     hosts: Hosts = HERE,
     on_step: Callable[[Step], None] = lambda step: None,
 ) -> Record:
-    """Run one engine to its end and return its record.
-
-    Args:
-        request: what to run.
-        folder: the engine's own, new folder.
-        pythons: side -> its interpreter; by default, and where one is missing, this one.
-        hosts: where it runs.
-        on_step: called with every step as it is recorded.
-
-    Raises:
-        EngineError: the engine failed, died, or made no progress for request.timeout_s. The folder has an
-            error.json with the same words.
-        KeyboardInterrupt: Ctrl-C, or SIGTERM (Terminated), after ending every process of the engine.
-    """
-    folder.mkdir()
+    """Train with one engine in a new folder, and return its record. Raises as `run_side`."""
     layout = request.experiment.layout
-    files.write_json(folder / files.REQUEST, request)
     run_side(
         side_of(request.engine),
+        request,
         folder,
         name=request.engine,
-        platform=request.platform,
-        timeout_s=request.timeout_s,
-        pythons=pythons,
         layout=layout,
+        pythons=pythons,
         hosts=hosts.under(layout),
         on_step=on_step,
     )
@@ -188,36 +154,40 @@ def launch(
 
 def run_side(
     side: Side,
+    request: Request | CollectiveRequest,
     folder: Path,
     *,
     name: str,
-    platform: str,
-    timeout_s: float,
+    layout: Layout,
     options: Sequence[str] = (),
     pythons: Mapping[str, str] | None = None,
-    layout: Layout = ONE_DEVICE,
     hosts: Hosts = HERE,
     on_step: Callable[[Step], None] = lambda step: None,
 ) -> None:
-    """Run `python -m SIDE OPTIONS FOLDER` to its end; the log goes into the folder, which has the request.
+    """Run `python -m SIDE OPTIONS FOLDER` to its end; the folder is made, for the request and the log.
 
     Args:
-        side: which.
-        folder: of the request.
+        side, request: what to run.
+        folder: a new one.
         name: for whom it runs, for messages.
-        platform, timeout_s: as in the request.
-        options: what it is to do with the request; by default, train.
         layout: its devices are spread over the hosts.
-        pythons, hosts, on_step: as for `launch`.
+        options: what it is to do with the request; by default, train.
+        pythons: side -> its interpreter; by default, and where one is missing, this one.
+        hosts: where it runs.
+        on_step: called with every step as it is recorded.
 
     Raises:
-        EngineError, KeyboardInterrupt: as `launch`.
+        EngineError: the engine failed, died, or made no progress for request.timeout_s. The folder has an
+            error.json with the same words.
         ExperimentError: a host does not see the folder.
+        KeyboardInterrupt: Ctrl-C, or SIGTERM (Terminated), after ending every process of the engine.
     """
+    folder.mkdir(parents=True)
+    files.write_json(folder / files.REQUEST, request)
     require_shared(folder, hosts)
     python = (pythons or {}).get(side.name, sys.executable)
     command, *elsewhere = hosts.commands(python, side, folder, layout=layout, options=options)
-    print_lines(hosts, elsewhere, side, platform)
+    print_lines(hosts, elsewhere, side, request.platform)
     with (folder / LOG).open("wb") as log, _sigterm_raises():
         # A session of its own, so that one signal reaches every rank; its standard input is a pipe that
         # closes when we die, however we die, and the engine ends itself then.
@@ -227,22 +197,29 @@ def run_side(
             stdout=log,
             stderr=log,
             start_new_session=True,
-            env=child_environment(side, platform),
+            env=child_environment(side, request.platform),
         )
         try:
             is_remote = hosts.launcher != "local"
-            hung = watch(process, folder, timeout_s=timeout_s, on_step=on_step, elsewhere=is_remote)
+            hung = watch(process, folder, timeout_s=request.timeout_s, on_step=on_step, elsewhere=is_remote)
         finally:
             _end(process)
             remove_leftovers(folder)
             remove_unfinished(folder / CHECKPOINTS)
-    if hung:
-        left = files.read_failure(folder)  # by an engine whose launcher still waits for a host
-        hung = left.message if left and not left.is_consequence else hung
-        raise _failed(name, f"{hung}: see {folder / LOG}, or raise --timeout_s", folder, exit_code=1)
-    if process.returncode:
-        said, code = why(process.returncode, folder), code_of_cause(process.returncode, folder)
-        raise _failed(name, said, folder, exit_code=code)
+    if not hung and not process.returncode:
+        return
+    failure = files.read_failure(folder)
+    if not hung:
+        cause = why(process.returncode, folder)
+    else:  # an engine may have told, whose launcher still waits for a host
+        told = failure.message if failure and not failure.is_consequence else hung
+        cause = Failure(message=f"{told}: see {folder / LOG}, or raise --timeout_s", exit_code=FAILED)
+    said = cause.message
+    if not failure or failure.message != said:  # the engine could not say it itself
+        with contextlib.suppress(OSError):  # the disk may be full
+            files.write_failure(folder, Failure(message=said))
+    message = said if said.startswith(f"{name} ") else f"{name}: {said}"
+    raise EngineError(message, exit_code=cause.exit_code, log=folder / LOG)
 
 
 @contextlib.contextmanager
@@ -275,16 +252,6 @@ def _end(process: subprocess.Popen) -> None:
         process.wait()
         if process.stdin:
             process.stdin.close()
-
-
-def _failed(engine: str, said: str, folder: Path, *, exit_code: int) -> EngineError:
-    """The error, which is put on the record too, for an engine that could not say it itself."""
-    failure = files.read_failure(folder)
-    if not failure or failure.message != said:
-        with contextlib.suppress(OSError):  # the disk may be full
-            files.write_failure(folder, Failure(message=said))
-    message = said if said.startswith(f"{engine} ") else f"{engine}: {said}"
-    return EngineError(message, exit_code=exit_code, log=folder / LOG)
 
 
 def child_environment(side: Side, platform: str) -> dict[str, str]:

@@ -58,10 +58,7 @@ def git_state() -> tuple[str, bool]:
 def require_same_source(folder: Path, commit: str, dirty: bool, *, begun: str) -> None:
     """Refuse to go on with what another version of the source began. Raises ExperimentError, with both.
 
-    Args:
-        folder: of the run.
-        commit, dirty: as `git_state` was then.
-        begun: what was done with it, such as timed.
+    `commit` and `dirty` are as `git_state` was then; `begun` says what was done with it, such as timed.
     """
     now = git_state()
     if (commit, dirty) != now:

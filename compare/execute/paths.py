@@ -17,10 +17,7 @@ PICTURES = (".png", ".svg", ".pdf")
 def check_output(flag: str, path: Path | None, *, kinds: tuple[str, ...] = ()) -> None:
     """Refuse a file that cannot be written, before the work that makes it. Raises ExperimentError.
 
-    Args:
-        flag: that asked for it.
-        path: the file; None if none was asked for.
-        kinds: suffixes that it may have; any, if there are none.
+    `kinds` are the suffixes that it may have; none allow any.
     """
     if path is None:
         return

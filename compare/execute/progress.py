@@ -24,12 +24,7 @@ LONG_TO_READ = 500_000_000
 
 
 class Pace:
-    """How far a case is, and how fast.
-
-    Args:
-        place: its name among others.
-        request: what it is asked for.
-    """
+    """How far a case is, and how fast: `place` is its name among others."""
 
     def __init__(self, place: str, request: Request):
         self.place, self.experiment = place, request.experiment
@@ -37,7 +32,6 @@ class Pace:
         self.seen, self.last = 0, None
 
     def step(self, step: Step) -> None:
-        """It has recorded a step."""
         self.latest = time.monotonic()
         self.first = self.first if self.seen else self.latest
         self.seen, self.last = self.seen + 1, step
@@ -64,18 +58,13 @@ class Pace:
 
     @property
     def outcome(self) -> str:
-        """How it ended, and what it took."""
         steps, asked = f"{self.done} step{'s' * (self.done != 1)}", self.experiment.train.max_iters
         how = steps if self.done == asked else f"stopped after {steps} of {asked}"
         return f"{self.place}: {how} in {human_seconds(time.monotonic() - self.begun)}, {self.figures()}"
 
 
 class Reporter:
-    """Tells a person how far the engines are.
-
-    Args:
-        quiet: tell nothing.
-    """
+    """Tells a person how far the engines are, unless it is quiet."""
 
     def __init__(self, *, quiet: bool = False):
         self.console = messages_console(quiet=quiet)
@@ -100,14 +89,6 @@ class Reporter:
         """Follow one case of those that `start` was given; yields what to call with each step."""
         number, count = list(self._requests).index(name) + 1, len(self._requests)
         case = Pace(f"{number} of {count}: {name}" if count > 1 else name, self._requests[name])
-        try:
-            with self._bar(case) if self._draws else self._lines(case) as tell:
-                yield tell
-        finally:
-            self._say(case.outcome)
-
-    @contextmanager
-    def _bar(self, case: Pace) -> Generator[Callable[[Step], None]]:
         columns = (
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
@@ -115,29 +96,27 @@ class Reporter:
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}", markup=False),
         )
-        with Progress(*columns, console=self.console, transient=True, redirect_stdout=False) as bar:
-            place = printable(case.place)
-            task = bar.add_task(place, total=case.experiment.train.max_iters, figures="starting")
-
-            def tell(step: Step) -> None:
-                case.step(step)
-                bar.update(task, completed=case.done, figures=case.figures())
-
-            yield tell
-
-    @contextmanager
-    def _lines(self, case: Pace) -> Generator[Callable[[Step], None]]:
-        self._say(f"{case.place}: starting")
+        bar = Progress(
+            *columns, console=self.console, transient=True, redirect_stdout=False, disable=not self._draws
+        )
+        task = bar.add_task(printable(case.place), total=case.experiment.train.max_iters, figures="starting")
         said = case.begun
 
         def tell(step: Step) -> None:
             nonlocal said
             case.step(step)
-            if case.latest - said > LINE_S:
+            bar.update(task, completed=case.done, figures=case.figures())
+            if not self._draws and case.latest - said > LINE_S:
                 said = case.latest
                 self._say(f"{case}")
 
-        yield tell
+        if not self._draws:
+            self._say(f"{case.place}: starting")
+        try:
+            with bar:
+                yield tell
+        finally:
+            self._say(case.outcome)
 
     @contextmanager
     def waits(self, message: str) -> Generator[Callable[[Step], None]]:

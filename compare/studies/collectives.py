@@ -16,12 +16,12 @@ from compare.contract.collective_bench import (
     Kind,
 )
 from compare.contract.record import Record, Step
-from compare.contract.request import REQUEST, Request
+from compare.contract.request import Request
 from compare.execute.hosts import Hosts
 from compare.execute.launch import EngineError, run_side, visible_gpus
 from compare.execute.load import is_busy
 from compare.flags import Hidden, checked_pythons
-from compare.host.json_files import read_json, write_json
+from compare.host.json_files import read_json
 from compare.judge.collective_fit import Fit, fits_of
 from compare.judge.outcome import Case, Grid, Outcome
 from compare.present.collectives import ORDER, figures_of, in_order, ranks_of, ways_of
@@ -246,14 +246,11 @@ def time_collectives(
 ) -> CollectiveTimes:
     """Time collectives by their side, in fresh processes, in a folder that is made. Raises EngineError."""
     side = SIDES[IMPLEMENTATIONS[request.implementations[0]][0]]
-    folder.mkdir(parents=True)
-    write_json(folder / REQUEST, request)
     run_side(
         side,
+        request,
         folder,
         name=folder.name,
-        platform=request.platform,
-        timeout_s=request.timeout_s,
         options=["--collectives"],
         pythons=pythons,
         layout=Layout(dp_replicate=request.ranks),

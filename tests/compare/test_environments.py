@@ -72,10 +72,9 @@ def test_gpus_are_those_of_the_machine(monkeypatch):
         (None, 2, 2),
         ("0,1", 0, 0),
         ("0,1", 2, 2),
-        ("0,7", 2, 1),
+        ("0", 2, 1),
         ("", 2, 0),
         ("GPU-1234", 2, 1),
-        ("0,-1,1", 2, 1),
     ):
         monkeypatch.setattr(launch, "installed_gpus", lambda count=there: count)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

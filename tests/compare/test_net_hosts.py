@@ -73,7 +73,7 @@ def test_slurm_names_the_host_of_a_killed_process(tmp_path):
         second.kill()
         _, errors = started.communicate(timeout=PATIENCE_S)
         assert started.returncode == 1
-        assert "process 1 on host1: killed, says srun" in errors.splitlines()[-1]
+        assert "srun: host1: task 1: Killed" in errors.splitlines()[-1]
         assert not sides(engine)
 
 
