@@ -13,8 +13,7 @@ from compare.host.tensors import RecordError
 from compare.judge.difference import RATES, Difference, common, difference
 from compare.judge.ladder import LADDER
 from compare.judge.outcome import OUTCOME, read_outcome
-from compare.present.report import difference_figure, loss_figure
-from compare.present.tables import rung_text
+from compare.present.report import difference_figure, loss_figure, rung_text
 from compare.show.figures import save_figures
 from compare.show.findings import Row, Table, Text, by_reason
 from compare.show.page import leave_page

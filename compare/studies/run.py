@@ -13,8 +13,7 @@ from compare.contract.request import Rung
 from compare.execute.tensorboard import events, require_tensorboard, scalars
 from compare.flags import Spread
 from compare.judge.outcome import OUTCOME, Case, Grid, Outcome, read_outcome, read_run
-from compare.present.report import report, write_report
-from compare.present.tables import REMOVED, cost_table, ladder_table, without_notes
+from compare.present.report import REMOVED, cost_table, ladder_table, report, without_notes, write_report
 from compare.show.figures import save_figures
 from compare.show.findings import Findings
 from compare.spec.experiment import Experiment, revalidate

@@ -19,7 +19,7 @@ from compare.numerics.data import SPLITS, open_corpus
 from compare.numerics.evaluation import evaluate, is_due, require_validation, steps_due
 from compare.numerics.shards import Shard
 from compare.numerics.stream import OwnBatches
-from compare.present.tables import cost_table
+from compare.present.report import cost_table
 from compare.spec.experiment import Data, Experiment, ExperimentError, edited
 
 

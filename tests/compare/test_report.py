@@ -18,12 +18,13 @@ from compare.present.memory import resting_table
 from compare.present.profile import planned_figures
 from compare.present.report import (
     EXPERIMENT,
+    cost_table,
     difference_figure,
     how_close,
+    ledger_table,
     loss_figure,
     write_report,
 )
-from compare.present.tables import cost_table, ledger_table
 from compare.show.figures import WINDOWS, svg, windowed
 from compare.spec.experiment import edited, parse
 from compare.studies.presets import spread

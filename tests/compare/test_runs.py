@@ -17,7 +17,7 @@ from compare.contract.request import REQUEST, Request, Rung
 from compare.contract.run_lock import lock_folder
 from compare.host.json_files import write_json
 from compare.judge.outcome import OUTCOME, read_outcome
-from compare.present.tables import REMOVED
+from compare.present.report import REMOVED
 from compare.spec.experiment import Layout, edited, to_toml
 
 
