@@ -29,7 +29,7 @@ from torchpar.compiler import data_parallel as placed_data_parallel
 from torchpar.compiler import tensor_parallel as placed_tensor_parallel
 from torchpar.compiler.placement import Placements, axes_of, of_activation
 from torchpar.library import data_parallel, tensor_parallel
-from torchpar.manual.megatron import reduce_from_region, reduce_scatter_from_region
+from torchpar.manual.megatron import leave_region
 from torchpar.manual.stage import Stage
 from torchpar.manual.tensor_parallel import RowParallelLinear
 from torchpar.parallel_model import local
@@ -83,9 +83,7 @@ def doubled_row_bias() -> AbstractContextManager:
 
     def forward(self: RowParallelLinear, x: torch.Tensor) -> torch.Tensor:
         part = nn.functional.linear(x, self.weight, self.bias)
-        if self.sequence_dim is None:
-            return reduce_from_region(part, self.axis)
-        return reduce_scatter_from_region(part, self.axis, dim=self.sequence_dim)
+        return leave_region(part, self.axis, self.sequence_dim)
 
     return patch.object(RowParallelLinear, "forward", forward)
 

@@ -48,18 +48,17 @@ def _part(one: Any, along: int | None) -> Any:
 CASTS = {
     ("_same", "_all_reduce"): _cast(rules.convert, src=I, dst=R),
     ("_all_reduce", "_same"): _cast(rules.all_reduce, src=P, dst=I),
-    ("take", "all_gather"): _cast(rules.convert, src=I, dst=V),
-    ("all_gather", "reduce_scatter"): _cast(rules.all_gather, src=V, dst=R),
-    ("reduce_scatter", "all_gather"): _cast(rules.reduce_scatter, src=P, dst=V),
+    ("_part", "_all_gather"): _cast(rules.convert, src=I, dst=V),
+    ("_all_gather", "_reduce_scatter"): _cast(rules.all_gather, src=V, dst=R),
+    ("_reduce_scatter", "_all_gather"): _cast(rules.reduce_scatter, src=P, dst=V),
 }
 """By what a mapping of `megatron` does forward and backward."""
 
 
-def _of_mapping(*, x: torch.Tensor, axis: Axis, forward: Any, backward: Any) -> Any:
+def _of_mapping(*, x: torch.Tensor, axis: Axis, dim: int | None, forward: Any, backward: Any) -> Any:
     """The type of what a mapping returns."""
-    along = getattr(getattr(forward, "__self__", None) or getattr(backward, "__self__", None), "dim", None)
     cast = CASTS[forward.__name__, backward.__name__]
-    return cast(x, axis.group, along, is_varying=type_of(x, axis) is V)
+    return cast(x, axis.group, dim, is_varying=type_of(x, axis) is V)
 
 
 def _of_cross_entropy(loss_N: torch.Tensor, *, logits_NV: torch.Tensor, targets_N: Any, axis: Axis) -> None:

@@ -23,11 +23,9 @@ from torchpar.manual.megatron import (
     Split,
     VocabParallelCrossEntropy,
     VocabParallelEmbedding,
-    all_gather_to_region,
-    copy_to_region,
-    reduce_from_region,
-    reduce_scatter_from_region,
-    scatter_to_region,
+    enter_region,
+    leave_region,
+    scatter,
 )
 from torchpar.manual.tensor_parallel import (
     ColumnParallelLinear,
@@ -50,11 +48,11 @@ def test_each_mapping_and_its_backward(rank: int) -> None:
     joined = torch.cat([normal(3, 8, seed=r) for r in range(RANKS)], 1)
     wide, narrow = normal(3, 8 * RANKS, seed=9), share(weight, rank, 1)
     for function, value, cotangent, gradient in (
-        (copy_to_region, mine, weight, RANKS * weight),
-        (reduce_from_region, total, weight, weight),
-        (partial(scatter_to_region, dim=1), share(mine, rank, 1), narrow, weight),
-        (partial(all_gather_to_region, dim=1), joined, wide, RANKS * share(wide, rank, 1)),
-        (partial(reduce_scatter_from_region, dim=1), share(total, rank, 1), narrow, weight),
+        (enter_region, mine, weight, RANKS * weight),
+        (leave_region, total, weight, weight),
+        (partial(scatter, dim=1), share(mine, rank, 1), narrow, weight),
+        (partial(enter_region, dim=1), joined, wide, RANKS * share(wide, rank, 1)),
+        (partial(leave_region, dim=1), share(total, rank, 1), narrow, weight),
     ):
         leaf = mine.clone().requires_grad_()
         output = function(leaf, axis())

@@ -30,7 +30,7 @@ TOKENS_BT = torch.arange(16).view(2, 8)
 Plant = Callable[[], AbstractContextManager]
 
 
-def as_it_is(x: torch.Tensor, axis: Axis, *, dim: int = 0) -> torch.Tensor:
+def as_it_is(x: torch.Tensor, axis: Axis, dim: int | None = None) -> torch.Tensor:
     """A mapping that is forgotten."""
     return x
 
@@ -86,15 +86,15 @@ def test_tensor_parallelism_is_well_typed(sequence_parallel):
 
 
 FORGOTTEN = {
-    "f": (False, forgotten(tensor_parallel, "copy_to_region"), "linear"),
-    "g": (False, forgotten(tensor_parallel, "reduce_from_region"), "add"),
-    "the sum of the embedding's parts": (False, forgotten(megatron, "reduce_from_region"), "add"),
+    "f": (False, forgotten(tensor_parallel, "enter_region"), "linear"),
+    "g": (False, forgotten(tensor_parallel, "leave_region"), "add"),
+    "the sum of the embedding's parts": (False, forgotten(megatron, "leave_region"), "add"),
     "the scatter of a sequence's sums": (
         True,
         lambda: patch.object(
             tensor_parallel,
-            "reduce_scatter_from_region",
-            lambda x, axis, *, dim: tensor_parallel.reduce_from_region(x, axis),
+            "leave_region",
+            lambda x, axis, dim: megatron.leave_region(x, axis),
         ),
         "",
     ),

@@ -1,11 +1,12 @@
 """Megatron's parts: collectives with a derivative, parameters in parts, and a vocabulary that is split.
 
-                                forward            backward
-    copy_to_region              as it is           all-reduce           f
-    reduce_from_region          all-reduce         as it is             g
-    scatter_to_region           this rank's part   all-gather
-    all_gather_to_region        all-gather         reduce-scatter       f under sequence parallelism
-    reduce_scatter_from_region  reduce-scatter     all-gather           g under sequence parallelism
+                                    forward            backward
+    enter_region            f       as it is           all-reduce
+    leave_region            g       all-reduce         as it is
+    under sequence parallelism, `dim` of the positions:
+    enter_region            f       all-gather         reduce-scatter
+    leave_region            g       reduce-scatter     all-gather
+    scatter                         this rank's part   all-gather
 
 A plain all-reduce inside a module would be differentiated as if it were no collective at all: gradients
 would be wrong without an error.
@@ -14,7 +15,6 @@ N tokens, V this rank's part of the vocabulary, R ranks of the axis.
 Sources: Megatron-LM (arXiv 1909.08053), its sequence parallelism (arXiv 2205.05198).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,76 +25,65 @@ from torch.nn import functional as F
 from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS, LOSS, RECORD
 from torchpar.comm.collectives import Axis
 
-_Movement = Callable[[torch.Tensor, Axis, str], torch.Tensor]
 SEQUENCE_DIM = 1  # of activations (B, T, C)
 
 
-def copy_to_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """f: x, any shape, shared by all ranks, for computations that differ by rank."""
-    return _Mapping.apply(x, axis, _same, _all_reduce)
+def enter_region(x: torch.Tensor, axis: Axis, dim: int | None = None) -> torch.Tensor:
+    """f: x, shared by all ranks, or its parts along `dim` joined, for computations that differ by rank."""
+    if dim is None:
+        return _Mapping.apply(x, axis, dim, _same, _all_reduce)
+    return _Mapping.apply(x, axis, dim, _all_gather, _reduce_scatter)
 
 
-def reduce_from_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """g: the sum of the ranks' x, of its shape, shared by all ranks."""
-    return _Mapping.apply(x, axis, _all_reduce, _same)
+def leave_region(x: torch.Tensor, axis: Axis, dim: int | None = None) -> torch.Tensor:
+    """g: the sum of the ranks' x, shared by all ranks; with `dim` this rank's part of it, (.., d / R, ..)."""
+    if dim is None:
+        return _Mapping.apply(x, axis, dim, _all_reduce, _same)
+    return _Mapping.apply(x, axis, dim, _reduce_scatter, _all_gather)
 
 
-def scatter_to_region(x: torch.Tensor, axis: Axis, *, dim: int) -> torch.Tensor:
+def scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """This rank's part, (.., d / R, ..) at `dim`, of a tensor (.., d, ..) that all ranks share."""
-    return _Mapping.apply(x, axis, _Along(dim).take, _Along(dim).all_gather)
-
-
-def all_gather_to_region(x: torch.Tensor, axis: Axis, *, dim: int) -> torch.Tensor:
-    """Parts (.., d, ..) of the ranks joined at `dim`: (.., R d, ..), for computations that differ by rank."""
-    return _Mapping.apply(x, axis, _Along(dim).all_gather, _Along(dim).reduce_scatter)
-
-
-def reduce_scatter_from_region(x: torch.Tensor, axis: Axis, *, dim: int) -> torch.Tensor:
-    """This rank's part, (.., d / R, ..) at `dim`, of the sum of x, (.., d, ..), over the ranks."""
-    return _Mapping.apply(x, axis, _Along(dim).reduce_scatter, _Along(dim).all_gather)
+    return _Mapping.apply(x, axis, dim, _part, _all_gather)
 
 
 class _Mapping(torch.autograd.Function):
     """One movement of data forward, and its transpose backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, forward: _Movement, backward: _Movement):
-        ctx.axis, ctx.transpose = axis, backward
-        return forward(x, axis, ACTIVATIONS)
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int | None, forward: Any, backward: Any):
+        ctx.transpose, ctx.along = backward, (axis, dim)
+        return forward(x, axis, dim, ACTIVATIONS)
 
     @staticmethod
     def backward(ctx: Any, *gradients):
-        return ctx.transpose(gradients[0], ctx.axis, ACTIVATION_GRADIENTS), None, None, None
+        return ctx.transpose(gradients[0], *ctx.along, ACTIVATION_GRADIENTS), None, None, None, None
 
 
-def _same(x: torch.Tensor, axis: Axis, purpose: str) -> torch.Tensor:
+def _same(x: torch.Tensor, axis: Axis, dim: None, purpose: str) -> torch.Tensor:
     return x.view_as(x)
 
 
-def _all_reduce(x: torch.Tensor, axis: Axis, purpose: str) -> torch.Tensor:
+def _all_reduce(x: torch.Tensor, axis: Axis, dim: None, purpose: str) -> torch.Tensor:
     # A copy: x may be kept for a backward, as selective recomputation keeps products.
     total = x.clone(memory_format=torch.contiguous_format)
     axis.all_reduce(total, purpose=purpose)
     return total
 
 
-@dataclass(frozen=True)
-class _Along:
-    """Movements along one dim of a tensor."""
+def _part(x: torch.Tensor, axis: Axis, dim: int, purpose: str) -> torch.Tensor:
+    return x.chunk(axis.size, dim=dim)[axis.rank].contiguous()
 
-    dim: int
 
-    def take(self, x: torch.Tensor, axis: Axis, purpose: str) -> torch.Tensor:
-        return x.chunk(axis.size, dim=self.dim)[axis.rank].contiguous()
+def _all_gather(x: torch.Tensor, axis: Axis, dim: int, purpose: str) -> torch.Tensor:
+    return torch.cat(gather_parts(x, axis, purpose), dim=dim)
 
-    def all_gather(self, x: torch.Tensor, axis: Axis, purpose: str) -> torch.Tensor:
-        return torch.cat(gather_parts(x, axis, purpose), dim=self.dim)
 
-    def reduce_scatter(self, x: torch.Tensor, axis: Axis, purpose: str) -> torch.Tensor:
-        stacked = torch.stack(x.chunk(axis.size, dim=self.dim))
-        mine = torch.empty_like(stacked[0])
-        axis.reduce_scatter(mine.view(-1), stacked.view(-1), purpose=purpose)
-        return mine
+def _reduce_scatter(x: torch.Tensor, axis: Axis, dim: int, purpose: str) -> torch.Tensor:
+    stacked = torch.stack(x.chunk(axis.size, dim=dim))
+    mine = torch.empty_like(stacked[0])
+    axis.reduce_scatter(mine.view(-1), stacked.view(-1), purpose=purpose)
+    return mine
 
 
 def gather_parts(x: torch.Tensor, axis: Axis, purpose: str) -> list[torch.Tensor]:
@@ -154,18 +143,11 @@ class VocabParallelEmbedding(nn.Module):
         elsewhere = (local < 0) | (local >= len(self.weight))
         x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         x = x.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        if self.sequence_dim is None:
-            return reduce_from_region(x, self.axis)
-        return reduce_scatter_from_region(x, self.axis, dim=self.sequence_dim)
+        return leave_region(x, self.axis, self.sequence_dim)
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """Mean cross-entropy of logits that are split over the vocabulary, and are never gathered.
-
-    Args:
-        axis: the ranks.
-        vocab_size: the true one; what the ranks hold beyond it is padding.
-    """
+    """Mean cross-entropy of logits that are split over the vocabulary, which padding fills up."""
 
     def __init__(self, axis: Axis, *, vocab_size: int):
         super().__init__()

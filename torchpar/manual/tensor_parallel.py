@@ -1,8 +1,8 @@
 """Tensor parallelism by hand: linear layers, embedding and loss of a GPT split over an axis.
 
     module                     what a rank has                     what moves
-    attn.c_attn, mlp.c_fc      its heads, its inner features       f: copy_to_region
-    attn.c_proj, mlp.c_proj    the columns that read these         g: reduce_from_region
+    attn.c_attn, mlp.c_fc      its heads, its inner features       f: enter_region
+    attn.c_proj, mlp.c_proj    the columns that read these         g: leave_region
     wte, lm_head, loss         its rows of the vocabulary          g, f, three numbers a token
     the rest                   all of it
 
@@ -31,11 +31,9 @@ from torchpar.manual.megatron import (
     Split,
     VocabParallelCrossEntropy,
     VocabParallelEmbedding,
-    all_gather_to_region,
-    copy_to_region,
-    reduce_from_region,
-    reduce_scatter_from_region,
-    scatter_to_region,
+    enter_region,
+    leave_region,
+    scatter,
 )
 from torchpar.model import GPT
 from torchpar.parallel_model import Strategy, TensorsByName
@@ -59,10 +57,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, T, N), or (B, T / R, N) with `sequence_dim` -> y (B, T, M / R)."""
-        if self.sequence_dim is None:
-            x = copy_to_region(x, self.axis)
-        else:
-            x = all_gather_to_region(x, self.axis, dim=self.sequence_dim)
+        x = enter_region(x, self.axis, self.sequence_dim)
         return F.linear(x, self.weight, self.bias)
 
 
@@ -84,11 +79,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, T, N / R) -> y (B, T, M), or (B, T / R, M) with `sequence_dim`."""
-        partial_sum = F.linear(x, self.weight)
-        if self.sequence_dim is None:
-            y = reduce_from_region(partial_sum, self.axis)
-        else:
-            y = reduce_scatter_from_region(partial_sum, self.axis, dim=self.sequence_dim)
+        y = leave_region(F.linear(x, self.weight), self.axis, self.sequence_dim)
         # In the dtype of the product, as an unsplit layer's under autocast.
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -122,7 +113,7 @@ def split_layers(model: GPT, axis: Axis, *, sequence_parallel: bool = False) -> 
         model.set_submodule(path, split)
     if sequence_parallel:
         positions = model.transformer["wpe"]
-        positions.register_forward_pre_hook(lambda module, args: (scatter_to_region(args[0], axis, dim=0),))
+        positions.register_forward_pre_hook(lambda module, args: (scatter(args[0], axis, 0),))
     split_rows(model, axis.rank, sequence_parallel=sequence_parallel)
     splits = {
         f"{path}.{name}": module.split
