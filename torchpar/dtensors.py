@@ -6,6 +6,7 @@ so that each rank's contiguous part has the q, k and v of its own heads. Whole t
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from compare.spec.axes import AXES, DP_SHARD, TP
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis, chunk_slices
 from torchpar.comm.mesh import Mesh
-from torchpar.parallel_model import Parameters, Strategy, TensorsByName
+from torchpar.parallel_model import ParallelModel, Parameters, Strategy, TensorsByName
 
 
 def make_device_mesh(mesh: Mesh, names: Sequence[str] = AXES) -> DeviceMesh:
@@ -82,36 +83,26 @@ def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     )
 
 
-class Placed(Strategy):
-    """Parameters as DTensors, which know over which axes they are spread.
+def of_dtensors(
+    parameters: Parameters, mesh: Mesh, *, finish: Callable[[], None], **options: Any
+) -> ParallelModel:
+    """A model over parameters as DTensors, which know over which axes they are spread.
 
-    Args:
-        finish: completes the gradients.
-        ranks: over which the rows of a fused q, k, v are dealt out.
+    `finish` completes the gradients; the options are those of `ParallelModel`.
     """
 
-    def __init__(self, finish: Callable[[], None], *, ranks: int):
-        self._finish, self._ranks = finish, ranks
-
-    def finish(self, parameters: Parameters) -> None:
-        self._finish()
-
-    def gather(self, pieces: TensorsByName) -> TensorsByName:
+    def gather(pieces: TensorsByName) -> TensorsByName:
         full = {name: piece.full_tensor() for name, piece in pieces.items() if isinstance(piece, DTensor)}
-        return {
-            name: in_order(tensor, self._ranks) if FUSED in name else tensor for name, tensor in full.items()
-        }
+        return {n: in_order(tensor, mesh[TP].size) if FUSED in n else tensor for n, tensor in full.items()}
 
-
-def spread_over(parameters: Parameters, mesh: Mesh) -> dict[str, tuple[Axis, ...]]:
-    """By name, the axes over which DTensors are spread."""
-    return {name: axes_of(parameter, mesh) for name, parameter in parameters.items()}
-
-
-def elements_by_name(parameters: Parameters, mesh: Mesh) -> dict[str, slice]:
-    """By name, `elements_of` a DTensor that has not all along tp."""
     elements = {name: elements_of(parameter, mesh) for name, parameter in parameters.items()}
-    return {name: cut for name, cut in elements.items() if cut is not None}
+    return ParallelModel(
+        parameters=parameters,
+        strategies=(Strategy(finish=lambda parameters: finish(), gather=gather),),
+        sharded_over={name: axes_of(parameter, mesh) for name, parameter in parameters.items()},
+        elements={name: cut for name, cut in elements.items() if cut is not None},
+        **options,
+    )
 
 
 FUSED = ".attn.c_attn."

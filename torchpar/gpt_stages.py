@@ -6,7 +6,7 @@ head is tied to the token embedding: the first and the last stage each have a co
 B batch, T position, C embedding, V vocabulary.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
@@ -132,27 +132,23 @@ class OneStage(nn.Module):
         return self.part(x, keys_B2, stage=self.stage)
 
 
-class Pipeline(Strategy):
-    """Ranks with other stages each. Of the tied weight the first and the last have a copy, cut alike."""
+def pipeline(axis: Axis, names: Collection[str]) -> Strategy:
+    """Ranks with other stages each, this one with parameters of these names.
 
-    def __init__(self, axis: Axis):
-        self.axis = axis
-        self.copies = frozenset({TIED} if axis.rank == axis.size - 1 else ())
+    Of the tied weight the first and the last have a copy, cut alike. The first one's counts in the norm, and
+    the record shows the last one's: so both are seen.
+    """
 
-    def spreads(self, name: str) -> bool:
-        return True
-
-    def finish(self, parameters: Parameters) -> None:
+    def finish(parameters: Parameters) -> None:
         if TIED in parameters:
-            sum_tied_gradients(parameters[TIED], self.axis, ranks=(0, self.axis.size - 1))
+            sum_tied_gradients(parameters[TIED], axis, ranks=(0, axis.size - 1))
 
-    def gather(self, pieces: TensorsByName) -> TensorsByName:
-        """The tensors of all stages, for the record; of the tied weight the last stage's copy.
-
-        The first stage's counts in the norm: so both are seen.
-        """
-        stages = self.axis.all_gather_objects({name: tensor.cpu() for name, tensor in pieces.items()})
+    def gather(pieces: TensorsByName) -> TensorsByName:
+        stages = axis.all_gather_objects({name: tensor.cpu() for name, tensor in pieces.items()})
         return {name: tensor for stage in stages for name, tensor in stage.items()}
+
+    copies = frozenset({TIED} if axis.rank == axis.size - 1 else ())
+    return Strategy(axis=axis, spread=names, copies=copies, finish=finish, gather=gather)
 
 
 def sum_tied_gradients(parameter: nn.Parameter, axis: Axis, *, ranks: tuple[int, int]) -> None:

@@ -1,19 +1,18 @@
 """The model and its optimizer as an engine returns them: the few things that the training loop uses."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
+from compare.contract.communication import RECORD
 from torchpar.comm.collectives import Axis
 from torchpar.offload import host_tensors
 
 TensorsByName = Mapping[str, torch.Tensor]
 Parameters = Mapping[str, nn.Parameter]
-
-
 OptimizerMaker = Callable[..., torch.optim.Optimizer]
 """Makes the experiment's optimizer over parameters by the model's names: `optimizer.make_optimizer`."""
 Fill = Callable[..., None]
@@ -24,27 +23,23 @@ def keep_values(model: nn.Module, within: Iterable[nn.Module] | None = None) -> 
     """A `Fill` for a model that has its values."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Strategy:
     """What parallelism along an axis adds to a rank's part of a model; parameters go by the model's names.
 
     Attributes:
-        axis: the ranks.
+        axis: the ranks; None where DTensors know over which axes they are spread.
+        spread: names of parameters of which the ranks have different pieces; of others all have the whole.
         copies: names of what another rank of the axis has, too, and counts in the norm.
+        finish: completes the gradients of these parameters, after the last backward of a step.
+        gather: whole weights, gradients or moments from the pieces of all ranks, which call it together.
     """
 
-    axis: Axis
+    axis: Axis | None = None
+    spread: Collection[str] = ()
     copies: frozenset[str] = frozenset()
-
-    def spreads(self, name: str) -> bool:
-        """Whether the ranks of the axis have different pieces of a parameter; else all have it whole."""
-        return False
-
-    def finish(self, parameters: Parameters) -> None:
-        """Complete the gradients of these parameters, after the last backward of a step."""
-
-    def gather(self, pieces: TensorsByName) -> TensorsByName:
-        """Whole weights, gradients or moments from the pieces of all ranks, which call it together."""
-        return pieces
+    finish: Callable[[Parameters], None] = lambda parameters: None
+    gather: Callable[[TensorsByName], TensorsByName] = lambda pieces: pieces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +55,8 @@ class ParallelModel:
         sharded_over: by name, the axes over which the pieces are spread; what is not there is whole.
         elements: by name, which elements of a rank's part along tp its piece is, row by row; else all.
         copies: names of what another rank along those axes has, too, and counts in the norm.
+        updates: names of what this rank's optimizer updates, and the axis whose ranks share whole parameters
+            out so; None where each updates its pieces.
         skip_sync: a context for every forward and backward of a step but the last.
         run_pipeline: instead of calling `module`: from a batch, whose passes are not cut into microbatches
             yet, and a context for each forward, to the mean loss; leaves gradients, if they are on.
@@ -77,6 +74,7 @@ class ParallelModel:
     sharded_over: Mapping[str, tuple[Axis, ...]] = field(default_factory=dict)
     elements: Mapping[str, slice] = field(default_factory=dict)
     copies: frozenset[str] = frozenset()
+    updates: tuple[Collection[str], Axis] | None = None
     skip_sync: Callable[[], AbstractContextManager] | None = None
     run_pipeline: Callable[..., torch.Tensor] | None = None
     divides_late: bool = False
@@ -87,10 +85,9 @@ class ParallelModel:
 
     def under(self, strategy: Strategy) -> "ParallelModel":
         """The same under one more strategy, outside of those that it has."""
-        spread = {
-            name: (*self.sharded_over.get(name, ()), *((strategy.axis,) if strategy.spreads(name) else ()))
-            for name in self.parameters
-        }
+        spread = dict(self.sharded_over)
+        if strategy.axis:
+            spread |= {name: (*spread.get(name, ()), strategy.axis) for name in strategy.spread}
         strategies, copies = (*self.strategies, strategy), self.copies | strategy.copies
         return replace(self, strategies=strategies, sharded_over=spread, copies=copies)
 
@@ -143,15 +140,24 @@ class ParallelModel:
 
     def moments(self, key: str) -> TensorsByName:
         """The same for all of `parameters`; all ranks call this together."""
-        return self.own_moments(key)
+        own = self.own_moments(key)
+        if self.updates is None:
+            return own
+        moments = {
+            name: own[name].clone() if name in own else torch.zeros_like(p.detach())
+            for name, p in self.parameters.items()
+        }
+        for moment in moments.values():
+            self.updates[1].all_reduce(moment, purpose=RECORD)
+        return moments
 
     def keeps_moments(self, name: str) -> bool:
         """Whether this rank keeps the moments of its piece of a parameter."""
-        return True
+        return self.updates is None or name in self.updates[0]
 
     def moments_spread_over(self, name: str) -> tuple[Axis, ...]:
         """The axes whose ranks keep different moments of a parameter: those over which its pieces are."""
-        return self.sharded_over.get(name, ())
+        return self.updates[1:] if self.updates else self.sharded_over.get(name, ())
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,11 +29,10 @@ from torchpar.manual.megatron import (
 )
 from torchpar.manual.tensor_parallel import (
     ColumnParallelLinear,
-    TensorParallel,
     split_layers,
 )
 from torchpar.model import GPT
-from torchpar.parallel_model import ParallelModel
+from torchpar.parallel_model import ParallelModel, Strategy
 from torchpar.remat import apply_remat
 
 # Sums in another order than one device's: a few units in the last place, of numbers of order 1.
@@ -156,7 +155,7 @@ def whole_gradients() -> dict[str, torch.Tensor]:
     return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
 
 
-def parallel_of(model: GPT, tp: TensorParallel) -> ParallelModel:
+def parallel_of(model: GPT, tp: Strategy) -> ParallelModel:
     parameters = dict(model.named_parameters())
     optimizer = torch.optim.SGD(model.parameters())
     return ParallelModel(module=model, optimizer=optimizer, parameters=parameters).under(tp)

@@ -50,12 +50,13 @@ def split_gradients(axis: Axis, *, sequence_parallel: bool) -> list[torch.Tensor
     ids_BT = TOKENS_BT.clone()
     with typecheck():
         for name, parameter in model.named_parameters():
-            typed(parameter, axis, V if name in split.splits else R if name in split.partial else I)
+            typed(parameter, axis, V if name in split.spread else R if sequence_parallel else I)
         typed(ids_BT, axis, R)
         loss = model(ids_BT, ids_BT)[1]
         assert type_of(loss, axis) is I
         loss.backward()
-        whole = [p for name, p in model.named_parameters() if name in split.partial]
+        named = model.named_parameters() if sequence_parallel else ()
+        whole = [p for name, p in named if name not in split.spread]
         return [typed(p.grad, axis, type_of(p, axis).backward_type()) for p in whole if p.grad is not None]
 
 

@@ -12,13 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compare.numerics.parameters import parameter_table
-from compare.spec.axes import ROWS, SHARDED_FROM, TP
+from compare.spec.axes import ROWS, SHARDED_FROM
 from compare.spec.experiment import Layout
 from torchpar.comm.mesh import Mesh
 from torchpar.compiler import data_parallel, fully_sharded, tensor_parallel
 from torchpar.compiler.compilation import compile_forward, resolve_backend
 from torchpar.compiler.placement import Placements, device_mesh, of_parameter, placed
-from torchpar.dtensors import Placed, deal_heads, dtensor_optimizer, elements_by_name, spread_over
+from torchpar.dtensors import deal_heads, dtensor_optimizer, of_dtensors
 from torchpar.model import GPT
 from torchpar.parallel_model import Fill, OptimizerMaker, ParallelModel, keep_values
 from torchpar.remat import apply_remat, resolve_remat
@@ -91,15 +91,14 @@ def _placed(
             assert gradient is not None, f"{name} has no gradient"
             updated[name].grad = data_parallel.synchronize_gradients(gradient, updated_at[name])
 
-    return ParallelModel(
+    return of_dtensors(
+        updated,
+        mesh,
+        finish=finish_gradient_synchronization,
         module=model,
         optimizer=optimizer,
-        parameters=updated,
-        strategies=(Placed(finish_gradient_synchronization, ranks=mesh[TP].size),),
         end_evaluation=end_forwards,
         means_of=mesh.joined(*ROWS).size,
-        sharded_over=spread_over(updated, mesh),
-        elements=elements_by_name(updated, mesh),
     )
 
 

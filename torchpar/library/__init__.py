@@ -1,26 +1,22 @@
 """torch-library: PyTorch's own wrappers decide, as a user would pick them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from compare.contract.communication import RECORD
 from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, ROWS, TP
 from compare.spec.experiment import Layout
-from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import Mesh
-from torchpar.dtensors import Placed, dtensor_optimizer, elements_by_name, make_device_mesh, spread_over
-from torchpar.gpt_stages import GPTStages, Pipeline, cut_each
+from torchpar.dtensors import dtensor_optimizer, make_device_mesh, of_dtensors
+from torchpar.gpt_stages import GPTStages, cut_each
 from torchpar.library.data_parallel import synchronize_gradients
 from torchpar.library.fully_sharded import ShardedOptimizer, no_sync, reshard_parameters, shard_parameters
 from torchpar.library.pipeline_parallel import run_stages
 from torchpar.library.tensor_parallel import complete_gradients, split_layers
 from torchpar.model import GPT
-from torchpar.parallel_model import Fill, OptimizerMaker, ParallelModel, TensorsByName, keep_values
+from torchpar.parallel_model import Fill, OptimizerMaker, ParallelModel, keep_values
 from torchpar.remat import apply_remat, resolve_remat
 
 
@@ -50,7 +46,7 @@ def parallelize(
             fill(one)
         parallel = _replicated(models, mesh=mesh, layout=layout, make_optimizer=make_optimizer)
     if stages:
-        parallel = run_stages(stages, parallel.under(Pipeline(mesh[PP])), mesh=mesh, layout=layout)
+        parallel = run_stages(stages, parallel, mesh=mesh, layout=layout)
     return parallel
 
 
@@ -67,13 +63,17 @@ def _replicated(
     replicas = [wrap(model, group=mesh.joined(*ROWS).group) for model in models]
     if layout.zero:
         make_optimizer = partial(make_optimizer, wrap=partial(ShardedOptimizer, group=mesh[DP_SHARD].group))
-    parallel = ParallelModel(
+    optimizer, updates = make_optimizer(parameters), None
+    if isinstance(optimizer, ShardedOptimizer):
+        updated = {p for group in optimizer.optim.param_groups for p in group["params"]}
+        updates = {name for name, p in parameters.items() if p in updated}, mesh[DP_SHARD]
+    return ParallelModel(
         module=_as_one(replicas),
-        optimizer=make_optimizer(parameters),
+        optimizer=optimizer,
         parameters=parameters,
+        updates=updates,
         skip_sync=replicas[0].no_sync,  # a pipeline's own schedule sees to it
     )
-    return PartitionedStateModel(**vars(parallel), state_axis=mesh[DP_SHARD]) if layout.zero else parallel
 
 
 def _distributed(
@@ -94,15 +94,14 @@ def _distributed(
     for model in models:
         fill(model)
     parameters, module = _named_parameters(models), _as_one(models)
-    return ParallelModel(
+    return of_dtensors(
+        parameters,
+        mesh,
+        finish=partial(complete_gradients, module),
         module=module,
         optimizer=make_optimizer(parameters, wrap=dtensor_optimizer),
-        parameters=parameters,
-        strategies=(Placed(partial(complete_gradients, module), ranks=mesh[TP].size),),
         skip_sync=partial(no_sync, models[0]) if mesh.joined(*ROWS).size > 1 else None,
         end_evaluation=partial(reshard_parameters, models),
-        sharded_over=spread_over(parameters, mesh),
-        elements=elements_by_name(parameters, mesh),
     )
 
 
@@ -112,33 +111,3 @@ def _named_parameters(models: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
 
 def _as_one(modules: Sequence[nn.Module]) -> nn.Module:
     return modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartitionedStateModel(ParallelModel):
-    """Whole parameters with partitioned optimizer state: each has it on one rank of an axis."""
-
-    state_axis: Axis
-
-    def keeps_moments(self, name: str) -> bool:
-        """Whether this rank's part of the optimizer updates the parameter."""
-        optimizer = self.optimizer
-        assert isinstance(optimizer, ShardedOptimizer)
-        return any(
-            self.parameters[name] is p for group in optimizer.optim.param_groups for p in group["params"]
-        )
-
-    def moments_spread_over(self, name: str) -> tuple[Axis, ...]:
-        """One rank of the axis has them."""
-        return (self.state_axis,)
-
-    def moments(self, key: str) -> TensorsByName:
-        """Whole moments, any shapes, on every rank."""
-        state = self.optimizer.state
-        moments = {
-            name: state[p][key].clone() if p in state else torch.zeros_like(p)
-            for name, p in self.parameters.items()
-        }
-        for moment in moments.values():
-            self.state_axis.all_reduce(moment.detach(), purpose=RECORD)
-        return moments

@@ -27,7 +27,7 @@ from compare.contract.communication import LOSS
 from compare.spec.axes import PP
 from compare.spec.experiment import Layout
 from torchpar.comm.mesh import Mesh
-from torchpar.gpt_stages import GPTStages
+from torchpar.gpt_stages import GPTStages, pipeline
 from torchpar.parallel_model import ParallelModel
 from torchpar.run import RankBatch
 
@@ -95,4 +95,5 @@ def run_stages(
         axis.all_reduce(total, purpose=LOSS)
         return total
 
+    parallel = parallel.under(pipeline(axis, parallel.parameters))
     return replace(parallel, divides_late=True, run_pipeline=run)

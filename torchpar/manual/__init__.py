@@ -1,17 +1,15 @@
 """torch-manual: we decide where data moves, with the collectives of `torch.distributed`."""
 
-from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import nn
 
 from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, TP
 from compare.spec.experiment import Layout
-from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import Mesh
-from torchpar.gpt_stages import TIED, GPTStages, Pipeline, cut, units_of
+from torchpar.gpt_stages import TIED, GPTStages, cut, units_of
 from torchpar.manual.data_parallel import DataParallel
-from torchpar.manual.flat_parameters import FlatParameters, gather_pieces, pieces_of
+from torchpar.manual.flat_parameters import gather_pieces, pieces_of
 from torchpar.manual.fully_sharded import FSDP
 from torchpar.manual.megatron import VocabParallelEmbedding
 from torchpar.manual.pipeline_parallel import run_stages
@@ -49,7 +47,7 @@ def parallelize(
     share = (_replicated, _sharded_optimizer, _fully_sharded, _fully_sharded)[layout.zero]
     parallel = share(part, mesh, layout, make_optimizer, fill)
     if isinstance(part, GPTStages):
-        parallel = run_stages(part, parallel.under(Pipeline(mesh[PP])), mesh[PP], layout)
+        parallel = run_stages(part, parallel, mesh[PP], layout)
     return parallel.under(tensor) if tensor else parallel
 
 
@@ -69,7 +67,7 @@ def _replicated(
     parallel = ParallelModel(
         module=replicas, optimizer=optimizer, parameters=parameters, skip_sync=replicas.no_sync
     )
-    return parallel.under(Replicas(replicas.axis, replicas.finish_gradient_synchronization))
+    return parallel.under(Strategy(finish=lambda parameters: replicas.finish_gradient_synchronization()))
 
 
 def _sharded_optimizer(
@@ -87,14 +85,14 @@ def _sharded_optimizer(
     separate = {TIED} if isinstance(model, GPTStages) else ()
     optimizer = make_optimizer(full, wrap=wrap, separate_groups=separate)
     assert isinstance(optimizer, ShardedOptimizer)
-    shards = Shards(optimizer.axis, optimizer.finish_gradient_synchronization, optimizer.flats, full)
+    strategy, pieces, elements = shards(optimizer, full)
     return ParallelModel(
         module=model,
         optimizer=optimizer,
-        parameters=shards.pieces,
-        elements=shards.elements,
+        parameters=pieces,
+        elements=elements,
         skip_sync=optimizer.no_sync,
-    ).under(shards)
+    ).under(strategy)
 
 
 def _fully_sharded(
@@ -112,43 +110,31 @@ def _fully_sharded(
         inputs_only=(nn.Embedding, VocabParallelEmbedding),
         fill=partial(fill, model),
     )
-    shards = Shards(sharded.axis, sharded.finish_gradient_synchronization, sharded.flats, full)
+    strategy, pieces, elements = shards(sharded, full)
     return ParallelModel(
         module=sharded,
-        optimizer=make_optimizer(shards.pieces),
-        parameters=shards.pieces,
-        elements=shards.elements,
+        optimizer=make_optimizer(pieces),
+        parameters=pieces,
+        elements=elements,
         skip_sync=sharded.no_sync,
         transient=tuple(flat.full for flat in sharded.flats if flat.zero == 3),
-    ).under(shards)
+    ).under(strategy)
 
 
-class Replicas(Strategy):
-    """Ranks with all parameters each, whose gradients a wrapper averages."""
+def shards(
+    sharding: FSDP | ShardedOptimizer, full: Parameters
+) -> tuple[Strategy, dict[str, nn.Parameter], dict[str, slice]]:
+    """Ranks that update pieces of flat buffers: the strategy, and by name pieces and the elements of each."""
+    piece_of = pieces_of(sharding.flats)
+    elements = {p: flat.elements_of(n) for flat in sharding.flats for n, p in enumerate(flat.parameters)}
 
-    def __init__(self, axis: Axis, finish: Callable[[], None]):
-        self.axis, self._finish = axis, finish
+    def gather(pieces: TensorsByName) -> TensorsByName:
+        whole = gather_pieces(sharding.flats, {full[name]: piece for name, piece in pieces.items()})
+        return {name: whole[full[name]] for name in pieces}
 
-    def finish(self, parameters: Parameters) -> None:
-        self._finish()
+    def finish(parameters: Parameters) -> None:
+        sharding.finish_gradient_synchronization()
 
-
-class Shards(Replicas):
-    """Ranks that update pieces of flat buffers; `full` are the parameters by name."""
-
-    def __init__(
-        self, axis: Axis, finish: Callable[[], None], flats: Sequence[FlatParameters], full: Parameters
-    ):
-        super().__init__(axis, finish)
-        self._flats, self._full = flats, full
-        piece_of = pieces_of(flats)
-        elements = {p: flat.elements_of(index) for flat in flats for index, p in enumerate(flat.parameters)}
-        self.pieces = {name: piece_of[parameter] for name, parameter in full.items()}
-        self.elements = {name: elements[parameter] for name, parameter in full.items()}
-
-    def spreads(self, name: str) -> bool:
-        return True
-
-    def gather(self, pieces: TensorsByName) -> TensorsByName:
-        full = gather_pieces(self._flats, {self._full[name]: piece for name, piece in pieces.items()})
-        return {name: full[self._full[name]] for name in pieces}
+    strategy = Strategy(axis=sharding.axis, spread=full, finish=finish, gather=gather)
+    pieces = {name: piece_of[parameter] for name, parameter in full.items()}
+    return strategy, pieces, {name: elements[parameter] for name, parameter in full.items()}

@@ -27,7 +27,7 @@ from compare.pipeline.schedules import Kind, Schedule, Task, forward_only, make_
 from compare.pipeline.simulator import Action, with_communication
 from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis, Work
-from torchpar.gpt_stages import GPTStages, stage_modules
+from torchpar.gpt_stages import GPTStages, pipeline, stage_modules
 from torchpar.manual.stage import Stage
 from torchpar.parallel_model import ParallelModel
 from torchpar.run import RankBatch
@@ -196,4 +196,4 @@ def run_stages(part: GPTStages, parallel: ParallelModel, axis: Axis, layout: Lay
             no_sync=parallel.no_sync,
         )
 
-    return replace(parallel, run_pipeline=run)
+    return replace(parallel.under(pipeline(axis, parallel.parameters)), run_pipeline=run)

@@ -15,7 +15,7 @@ B batch, T position, C embedding, M and N features out and in, R ranks.
 Sources: Megatron-LM (arXiv 1909.08053), its sequence parallelism (arXiv 2205.05198).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -36,7 +36,7 @@ from torchpar.manual.megatron import (
     scatter,
 )
 from torchpar.model import GPT
-from torchpar.parallel_model import Strategy, TensorsByName
+from torchpar.parallel_model import Parameters, Strategy, TensorsByName
 
 
 class ColumnParallelLinear(nn.Module):
@@ -84,7 +84,7 @@ class RowParallelLinear(nn.Module):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-def split_layers(model: GPT, axis: Axis, *, sequence_parallel: bool = False) -> "TensorParallel":
+def split_layers(model: GPT, axis: Axis, *, sequence_parallel: bool = False) -> Strategy:
     """Put split layers in the place of a GPT's, from outside; names of parameters stay, and what is tied.
 
     Args:
@@ -120,8 +120,20 @@ def split_layers(model: GPT, axis: Axis, *, sequence_parallel: bool = False) -> 
         for path, module in model.named_modules()
         for name in getattr(module, "parts", ())
     }
-    names = {name for name, _ in model.named_parameters()}
-    return TensorParallel(axis, splits, frozenset(names - set(splits) if sequence_parallel else ()))
+    partial_sums = {name for name, _ in model.named_parameters() if name not in splits and sequence_parallel}
+
+    def finish(parameters: Parameters) -> None:
+        # Each is whole, or a piece that all ranks of this axis cut alike.
+        gradients = [parameters[name].grad for name in parameters if name in partial_sums]
+        synchronize_replicated_gradients([g for g in gradients if g is not None], axis)
+
+    def gather(pieces: TensorsByName) -> TensorsByName:
+        return {
+            name: splits[name].gather(piece, axis) if name in splits else piece
+            for name, piece in pieces.items()
+        }
+
+    return Strategy(axis=axis, spread=splits, finish=finish, gather=gather)
 
 
 def synchronize_replicated_gradients(gradients: Sequence[torch.Tensor], axis: Axis) -> None:
@@ -136,24 +148,3 @@ def synchronize_replicated_gradients(gradients: Sequence[torch.Tensor], axis: Ax
         axis.all_reduce(total, purpose=REPLICATED_GRADIENTS)
         for gradient, part in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
-
-
-class TensorParallel(Strategy):
-    """A model after `split_layers`: how parameters are split, by name, and whose gradient is only a part."""
-
-    def __init__(self, axis: Axis, splits: Mapping[str, Split], partial: frozenset[str]):
-        self.axis, self.splits, self.partial = axis, splits, partial
-
-    def spreads(self, name: str) -> bool:
-        return name in self.splits
-
-    def finish(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        # Each is whole, or a piece that all ranks of this axis cut alike.
-        gradients = [parameters[name].grad for name in parameters if name in self.partial]
-        synchronize_replicated_gradients([g for g in gradients if g is not None], self.axis)
-
-    def gather(self, pieces: TensorsByName) -> TensorsByName:
-        return {
-            name: self.splits[name].gather(piece, self.axis) if name in self.splits else piece
-            for name, piece in pieces.items()
-        }
