@@ -123,9 +123,9 @@ def answer(arguments: argparse.Namespace) -> object:
         from torchpar.sample import sample
 
         return sample(read_sample_request(arguments.sample))
-    from compare.spec.experiment import Model
+    from compare.spec.experiment import Experiment, Model
     from torchpar.convert import convert
-    from torchpar.nanogpt_checkpoint import decode_base, export_checkpoint, import_checkpoint
+    from torchpar.nanogpt_checkpoint import export_checkpoint, import_checkpoint
 
     source, target = arguments.convert
     if source.is_dir():
@@ -134,7 +134,8 @@ def answer(arguments: argparse.Namespace) -> object:
         sizes = msgspec.json.decode(arguments.model, type=Model) if arguments.model else None
         convert(source, target, sizes)
     else:
-        import_checkpoint(source, target, decode_base(arguments.experiment))
+        base = msgspec.json.decode(arguments.experiment or "{}", type=Experiment)
+        import_checkpoint(source, target, base)
     return None
 
 

@@ -33,21 +33,31 @@ def convert(source: Path, target: Path, model: Model | None = None) -> None:
     Raises:
         ExperimentError: the file cannot be read safely, or does not fit the model.
     """
-    if why := why_not_readable(source):
-        raise ExperimentError(f"init_from: {source} {why}")
-    state, sizes = _read(source)
-    model = _model(source, sizes, model)
+    loaded = read(source)
+    state = loaded.get("model", loaded) if isinstance(loaded, Mapping) else None
+    sizes = loaded.get("model_args") or {} if state is not None and state is not loaded else {}
+    known = {key: sizes[key] for key in SIZES if key in sizes}
+    if model is None:
+        if len(known) < len(SIZES):
+            raise ExperimentError(f"init_from: {source} does not say its sizes: give them with --model JSON")
+        model = msgspec.convert(known, Model)
+    for key, value in known.items():  # shapes do not show the number of heads
+        if value != getattr(model, key):
+            raise ExperimentError(
+                f"init_from: {source} has {key} = {value} and the model {getattr(model, key)}: "
+                f"set --model.* as these weights need"
+            )
     write_weights(target, to_arrays(plain_state(state, model, origin=f"init_from: {source}"), model))
 
 
-def plain_state(state: Mapping[str, torch.Tensor], model: Model, *, origin: str) -> dict[str, torch.Tensor]:
+def plain_state(state: Any, model: Model, *, origin: str) -> dict[str, torch.Tensor]:
     """Tensors of nanoGPT's state dict, in its shapes, by the names of the plain model; the tied head once.
 
     Raises:
         ExperimentError: it is no state dict, or does not fit the model.
     """
     if not isinstance(state, Mapping):
-        raise ExperimentError(f"{origin}: its weights are no state dict")
+        raise ExperimentError(f"{origin} holds no state dict: give nanoGPT's ckpt.pt")
     for name, tensor in state.items():
         if not isinstance(name, str) or not is_plain(tensor):
             raise ExperimentError(f"{origin}: {name} among its weights is no tensor of plain numbers")
@@ -64,62 +74,27 @@ def plain_state(state: Mapping[str, torch.Tensor], model: Model, *, origin: str)
 
 def is_plain(value: Any) -> bool:
     """Whether it is a dense floating-point tensor, of any shape, in the host's memory."""
-    return (
-        torch.is_tensor(value)
-        and value.layout == torch.strided
-        and value.is_floating_point()
-        and value.device.type == "cpu"
-    )
+    is_dense = torch.is_tensor(value) and value.layout == torch.strided
+    return is_dense and value.is_floating_point() and value.device.type == "cpu"
 
 
-def read_pickle(source: Path) -> Any:
-    """Content of a torch.save file of tensors and plain values. Raises ExperimentError for anything else."""
+def read(source: Path) -> Any:
+    """Content of a safetensors file, or of a torch.save file of tensors and plain values.
+
+    Raises:
+        ExperimentError: it is anything else.
+    """
     if why := why_not_readable(source):
         raise ExperimentError(f"{source} {why}")
     try:
+        if source.suffix == ".safetensors":
+            return load_file(source)
         return torch.load(source, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError:
         raise ExperimentError(
             f"{source} cannot be unpickled safely: it is no checkpoint, or holds more than "
             f"tensors and plain values; save its state dict alone"
         ) from None
-    except (
-        OSError,
-        RuntimeError,
-        EOFError,
-        ValueError,
-        KeyError,
-    ) as error:
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, SafetensorError) as error:
         why = " ".join(str(error).split()) or type(error).__name__
         raise ExperimentError(f"{source} cannot be read: {why}") from None
-
-
-def _read(source: Path) -> tuple[dict[str, torch.Tensor], Mapping[str, Any]]:
-    """The state dict, and nanoGPT's model_args, {} where there are none."""
-    if source.suffix == ".safetensors":
-        try:
-            return load_file(source), {}
-        except (OSError, SafetensorError) as error:
-            why = " ".join(str(error).split())
-            raise ExperimentError(f"init_from: {source} cannot be read: {why}") from None
-    loaded = read_pickle(source)
-    state = loaded.get("model", loaded) if isinstance(loaded, Mapping) else None
-    if not isinstance(state, Mapping) or not all(torch.is_tensor(tensor) for tensor in state.values()):
-        raise ExperimentError(f"init_from: {source} holds no state dict: give nanoGPT's ckpt.pt")
-    return dict(state), loaded.get("model_args") or {}
-
-
-def _model(source: Path, sizes: Mapping[str, Any], model: Model | None) -> Model:
-    """The sizes. Shapes do not show the number of heads, so what the checkpoint says is held against it."""
-    known = {key: sizes[key] for key in SIZES if key in sizes}
-    if model is None:
-        if len(known) < len(SIZES):
-            raise ExperimentError(f"init_from: {source} does not say its sizes: give them with --model JSON")
-        return msgspec.convert(known, Model)
-    for key, value in known.items():
-        if value != getattr(model, key):
-            raise ExperimentError(
-                f"init_from: {source} has {key} = {value} and the model {getattr(model, key)}: "
-                f"set --model.* as these weights need"
-            )
-    return model

@@ -4,9 +4,9 @@ Nothing is executed: a pickle is read by torch.load(weights_only=True). nanoGPT 
 iteration `iter_num`: so many updates are done, and the next batch is number `iter_num` of its stream.
 """
 
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from compare.checkpoint.saver import Part, write_checkpoint
 from compare.host.disk import full_disk_named
 from compare.numerics.parameters import decays, parameter_table, storage_dtype
 from compare.numerics.shards import Shard
-from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
+from compare.spec.experiment import Experiment, ExperimentError, Model, edited, revalidate
 from compare.spec.nanogpt_settings import experiment_of, settings_of
-from torchpar.convert import HEAD, is_plain, plain_state, read_pickle
+from torchpar.convert import HEAD, is_plain, plain_state, read
 from torchpar.model import GPT
 from torchpar.weights import moment_keys, nanogpt_name, to_arrays, to_nanogpt
 
@@ -69,9 +69,8 @@ def import_checkpoint(source: Path, target: Path, base: Experiment) -> None:
     Raises:
         ExperimentError: the file cannot be read safely, has no optimizer's state, or does not fit a model.
     """
-    loaded = read_pickle(source)
     try:
-        saved = msgspec.convert(loaded, _Saved)
+        saved = msgspec.convert(read(source), _Saved)
     except msgspec.ValidationError as error:
         raise ExperimentError(
             f"{source} is no checkpoint of nanoGPT's train.py: {error} (weights alone are for --init_from)"
@@ -79,9 +78,8 @@ def import_checkpoint(source: Path, target: Path, base: Experiment) -> None:
     settings, (decaying, other) = {**saved.config, **saved.model_args}, saved.optimizer.param_groups
     if "cuda" not in str(settings.get("device", "cuda")) and "dtype" in settings:
         settings["dtype"] = "float32"  # what nanoGPT computes in on a CPU or a Mac, whatever it notes
-    if any((decaying.amsgrad, other.amsgrad, decaying.maximize, other.maximize, other.weight_decay)) or (
-        (decaying.betas, decaying.eps) != (other.betas, other.eps)
-    ):
+    nanogpts = _Group(other.params, decaying.betas, decaying.eps, weight_decay=0.0)
+    if other != nanogpts or decaying.amsgrad or decaying.maximize:
         raise ExperimentError(
             f"{source}: its optimizer has amsgrad, maximize, a weight decay of vectors, or other betas or "
             f"eps for each group: nanoGPT's has not, nor has ours"
@@ -112,10 +110,10 @@ def export_checkpoint(source: Path, target: Path) -> None:
     """
     reader = CheckpointReader(source)
     experiment, updates = reader.description.experiment, reader.description.updates
-    model, optimizer = experiment.model, experiment.optimizer
+    model, config = experiment.model, experiment.optimizer
     for key, value, nanogpts in (
-        ("optimizer.name", optimizer.name, "adamw"),
-        ("optimizer.decay", optimizer.decay, "matrices"),
+        ("optimizer.name", config.name, "adamw"),
+        ("optimizer.decay", config.decay, "matrices"),
         ("model.activation", model.activation, "gelu"),
         ("model.norm_eps", model.norm_eps, 1e-5),
     ):
@@ -130,50 +128,48 @@ def export_checkpoint(source: Path, target: Path) -> None:
         array = to_nanogpt(rows[name], reader.read(group, rows[name].name))
         return torch.from_numpy(array.copy()).float()
 
-    state = {name: tensor(WEIGHTS, name) for name in _in_order(experiment)}
+    decaying, rest = ([torch.empty(0) for _ in names] for names in _by_group(model))
+    groups = [
+        {"params": decaying, "weight_decay": config.weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
+    betas = (config.beta1, config.beta2)
+    adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.eps)
+    state = {}
+    for number, name in enumerate(chain(*_by_group(model)) if updates else ()):
+        moments = {key: tensor(group, name) for group, key in moment_keys(config).items()}
+        state[number] = {"step": torch.tensor(float(updates)), **moments}
     saved = {
-        "model": {**state, HEAD: state[nanogpt_name("embedding.token")]},
-        "optimizer": _optimizer_state(experiment, updates, tensor),
+        "model": {name: tensor(WEIGHTS, name) for name in rows},
+        "optimizer": {**adamw.state_dict(), "state": state},
         "model_args": settings_of(experiment, only_model=True),
         "iter_num": updates,
         "best_val_loss": torch.tensor(1e9),  # nanoGPT's own before it has evaluated
         "config": settings_of(experiment),
     }
+    saved["model"][HEAD] = saved["model"][nanogpt_name("embedding.token")]
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     with full_disk_named(target.parent):
         torch.save(saved, temporary)
         os.replace(temporary, target)
 
 
-def decode_base(text: str) -> Experiment:
-    """The experiment from JSON; the default one if there is no text. Raises ExperimentError."""
-    try:
-        return msgspec.json.decode(text, type=Experiment) if text else Experiment()
-    except msgspec.MsgspecError as error:
-        raise ExperimentError(f"--experiment: {' '.join(str(error).split())}") from None
-
-
-def _in_order(experiment: Experiment) -> list[str]:
-    """nanoGPT's parameters in the order in which its module has them."""
-    with torch.device("meta"):
-        return [name for name, _ in GPT(experiment.model).named_parameters()]
-
-
-def _by_group(experiment: Experiment) -> list[list[str]]:
+def _by_group(model: Model) -> list[list[str]]:
     """nanoGPT's two groups of parameters: what decays, and the rest; their place is their number."""
-    rows = {nanogpt_name(row.name): row for row in parameter_table(experiment.model)}
-    order = _in_order(experiment)
-    return [[n for n in order if decays(rows[n], "matrices") == does] for does in (True, False)]
+    rows = {nanogpt_name(row.name): row for row in parameter_table(model)}
+    with torch.device("meta"):
+        names = [name for name, _ in GPT(model).named_parameters()]
+    return [[name for name in names if decays(rows[name], "matrices") == does] for does in (True, False)]
 
 
 def _moments(
     source: Path, saved: _Saved, weights: Tensors, experiment: Experiment
 ) -> tuple[dict[str, dict[str, torch.Tensor]], int]:
-    """Both moments by nanoGPT's names, zeros before the first update; and the number of updates.
+    """Both moments by nanoGPT's names, none before the first update; and the number of updates.
 
     In float16 nanoGPT's GradScaler skips the steps that overflow: then there are fewer updates than steps.
     """
-    names = [name for group in _by_group(experiment) for name in group]
+    names = [*chain(*_by_group(experiment.model))]
     numbers = [number for group in saved.optimizer.param_groups for number in group.params]
     states, step = saved.optimizer.state, saved.iter_num
     if len(numbers) != len(names):
@@ -182,8 +178,9 @@ def _moments(
         )
     if not states and not step:
         return {}, 0
-    moments: dict[str, dict[str, torch.Tensor]] = {group: {} for group in moment_keys(experiment.optimizer)}
+    moments: dict[str, dict[str, torch.Tensor]] = {}
     for group, key in moment_keys(experiment.optimizer).items():
+        moments[group] = {}
         for name, number in zip(names, numbers, strict=True):
             moment: Any = states.get(number, {}).get(key)
             shape = tuple(weights[name].shape)
@@ -194,39 +191,14 @@ def _moments(
                     f"parameters are in another order, or of another model"
                 )
             moments[group][name] = moment.float()
-    steps = {_count(states[number].get("step")) for number in numbers}
-    skips = experiment.precision.dtype == "float16"
-    if len(steps) != 1 or not (steps == {step} or (skips and 0 <= max(steps) < step)):
+    try:
+        steps = {int(states[number]["step"]) for number in numbers}
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
+        steps = set()
+    updates, skips = min(steps, default=-1), experiment.precision.dtype == "float16"
+    if len(steps) != 1 or not (updates == step or (skips and 0 <= updates < step)):
         raise ExperimentError(f"{source}: iter_num = {step}, and its optimizer is at step {sorted(steps)}")
-    return moments, steps.pop()
-
-
-def _count(number: Any) -> int:
-    """How many updates a parameter had, a number or a tensor of one; -1 for what cannot be that."""
-    value = number.item() if torch.is_tensor(number) and number.numel() == 1 else number
-    is_whole = isinstance(value, int | float) and math.isfinite(value) and value == int(value)
-    return int(value) if is_whole else -1
-
-
-def _optimizer_state(
-    experiment: Experiment, updates: int, tensor: Callable[[str, str], torch.Tensor]
-) -> dict[str, Any]:
-    """The `state_dict()` of nanoGPT's AdamW, with moments from `tensor(group, name)`."""
-    config, groups = experiment.optimizer, _by_group(experiment)
-    adamw = torch.optim.AdamW(
-        [
-            {"params": [torch.empty(0) for _ in names], "weight_decay": weight_decay}
-            for names, weight_decay in zip(groups, (config.weight_decay, 0.0), strict=True)
-        ],
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-    )
-    state = {}
-    for number, name in enumerate(name for names in groups for name in names) if updates else ():
-        moments = {key: tensor(group, name) for group, key in moment_keys(config).items()}
-        state[number] = {"step": torch.tensor(float(updates)), **moments}
-    return {**adamw.state_dict(), "state": state}
+    return moments, updates
 
 
 def _parts(groups: Mapping[str, Tensors], experiment: Experiment) -> Iterator[Part]:
