@@ -25,6 +25,7 @@ from compare.numerics.parameters import parameter_table
 from compare.numerics.stream import arrays_of_step
 from compare.spec.axes import ROWS
 from compare.spec.engines.registry import ENGINES
+from torchpar.comm.collectives import unobserved
 from torchpar.comm.mesh import PACKAGES, device_kind
 from torchpar.measure.instruments import Instruments
 from torchpar.measure.ledger import of_all_ranks
@@ -82,7 +83,7 @@ class RankSide:
                 pieces = parallel.moments(moment_keys(run.experiment.optimizer)[MOMENTS[rung]])
             case _:
                 pieces = parallel.weights()
-        with run.mesh.traffic.paused():
+        with unobserved():
             full = parallel.full(pieces)
         return to_arrays(full, run.experiment.model) if run.rank.rank == 0 else {}
 
@@ -156,8 +157,7 @@ def resident(run: Run, gradient_bytes: int) -> dict[str, int]:
 
 def evaluate_weights(run: Run, step: int) -> Evaluation:
     """Evaluate the weights after so many steps; all ranks together."""
-    with run.mesh.traffic.paused():
-        evaluation = evaluate(run.experiment, run.corpus, step, functools.partial(mean_loss, run))
+    evaluation = evaluate(run.experiment, run.corpus, step, functools.partial(mean_loss, run))
     if run.parallel.end_evaluation:
         run.parallel.end_evaluation()
     return evaluation
@@ -188,8 +188,7 @@ def first_not_finite(run: Run) -> str:
     """
     gradients = {name: p.grad for name, p in run.parallel.parameters.items() if p.grad is not None}
     own = bool(gradients), _not_finite(gradients), _not_finite(run.parallel.parameters)
-    with run.mesh.traffic.paused():
-        have_gradients, of_gradients, of_weights = zip(*run.mesh.world.all_gather_objects(own), strict=True)
+    have_gradients, of_gradients, of_weights = zip(*run.mesh.world.all_gather_objects(own), strict=True)
     role, by_rank = ("gradient", of_gradients) if any(have_gradients) else ("weight", of_weights)
     names = {name for names in by_rank for name in names}
     rows = parameter_table(run.experiment.model)

@@ -193,7 +193,7 @@ def compile_ahead(run: Run) -> float:
     """
     clock = Stopwatch(functools.partial(now, run))
     arrays = arrays_of_step(run.corpus, run.experiment, run.state.step)
-    with clock, run.mesh.traffic.paused(), autocast(run):
+    with clock, autocast(run):
         _, loss = run.parallel.module(*next(to_device(run, arrays).passes()))
         loss.backward()
     run.parallel.finish_gradient_synchronization()

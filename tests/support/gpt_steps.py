@@ -93,7 +93,7 @@ def backward(parallel: ParallelModel, mesh: Mesh, step: int) -> torch.Tensor:
 
 def count(parallel: ParallelModel, mesh: Mesh) -> dict[tuple[str, str], Communication]:
     """What a step sends, by kind and purpose, with what DTensor infers."""
-    sink = LedgerSink(group_names(mesh), own_calls=mesh.traffic, infers=True)
+    sink = LedgerSink(group_names(mesh), infers=True)
     with Watch(sink):
         backward(parallel, mesh, 0)
     return {(row.kind, row.purpose): row for row in summed(sink.noted().rows)}

@@ -10,18 +10,21 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from forks import SERVER, TIMEOUT_S, leave_with_parent
 
 from torchpar.comm import process_groups
-from torchpar.comm.collectives import Axis
+from torchpar.comm.collectives import Axis, Call, observers
 
 RANKS = 4
 CPU = torch.device("cpu")
@@ -31,6 +34,20 @@ GRACE_S = 1.0  # for the other ranks to say what they know, once one has failed
 def axis() -> Axis:
     """All ranks, seen from one of them."""
     return Axis.of(None)
+
+
+@contextmanager
+def counted() -> Generator[Counter[Call]]:
+    """Bytes of the full (gathered) tensors of torchpar's collectives inside."""
+    sent = Counter[Call]()
+    observer = SimpleNamespace(
+        begins=lambda call, full, members, to: sent.update({call: full.nbytes}), ends=lambda: None
+    )
+    observers.append(observer)
+    try:
+        yield sent
+    finally:
+        observers.remove(observer)
 
 
 def on_ranks(body: Callable[..., None]) -> Callable[..., None]:

@@ -14,7 +14,7 @@ import modules
 import pytest
 import torch
 from modules import Odd, double, ids, normal, share, stack
-from ranks import RANKS, on_ranks
+from ranks import RANKS, counted, on_ranks
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.checkpoint import checkpoint
@@ -257,15 +257,15 @@ def test_bytes_of_a_step(rank: int) -> None:
     for zero, gathered in ((2, everything), (3, 3 * 2 * (everything - top) + top)):
         module = Odd()
         model = FSDP(module, group=axis, units=ends_and_layers(module), zero=zero)
-        axis.traffic.bytes.clear()
-        three_passes(model, model, rank, 0)
-        assert axis.traffic.bytes[Call("reduce_scatter", "world", "gradients")] == trainable
+        with counted() as sent:
+            three_passes(model, model, rank, 0)
+        assert sent[Call("reduce_scatter", "world", "gradients")] == trainable
         # Under zero 3 twice a pass, but for what lies at the top, which is gathered once.
-        assert axis.traffic.bytes[Call("all_gather", "world", "parameters")] == gathered
+        assert sent[Call("all_gather", "world", "parameters")] == gathered
     model = DataParallel(Odd(), group=axis)
-    axis.traffic.bytes.clear()
-    three_passes(model, model, rank, 0)
-    assert axis.traffic.bytes[Call("all_reduce", "world", "gradients")] == trainable
+    with counted() as sent:
+        three_passes(model, model, rank, 0)
+    assert sent[Call("all_reduce", "world", "gradients")] == trainable
 
 
 @on_ranks

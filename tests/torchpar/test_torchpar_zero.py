@@ -9,7 +9,7 @@ import pytest
 from gpt_steps import ADAM, SGD, assert_same, backward, make_gpt, make_parallel, reference, train
 from layouts import TORCH_SHARED, TORCH_ZERO
 from msgspec.structs import replace
-from ranks import on_ranks
+from ranks import counted, on_ranks
 
 from compare.contract.communication import LOSS
 from compare.judge.closed_forms.communication import communication
@@ -60,10 +60,10 @@ def test_what_is_sent_is_the_closed_form(rank: int) -> None:
             continue  # of a vocabulary that tp does not divide it is not: see test_torchpar_tensor_parallel
         parallel, mesh = make_parallel(manual.parallelize, layout, rank, ADAM)
         for step in range(2):  # what the first one begins with is not gathered
-            mesh.traffic.bytes.clear()
-            backward(parallel, mesh, step)
-            optimizer_step(parallel, ADAM.optimizer, step)
-        sent = {(call.kind, call.axis, call.purpose): size for call, size in mesh.traffic.bytes.items()}
+            with counted() as counts:
+                backward(parallel, mesh, step)
+                optimizer_step(parallel, ADAM.optimizer, step)
+        sent = {tuple(call): size for call, size in counts.items()}
         experiment = replace(ADAM, layout=layout, train=STEP, precision=Precision(dtype="float64"))
         for item, size in communication("torch-manual", resolved(experiment)).items():
             off = 0.01 * (item[1] == DP_REPLICATE)  # shards that cannot all be equal

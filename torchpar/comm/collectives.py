@@ -1,4 +1,4 @@
-"""Collectives, each counted: only this, `process_groups` and the benchmark call torch.distributed.
+"""Collectives, each observed: only this, `process_groups` and the benchmark call torch.distributed.
 
 An `Axis` is one mesh axis as this rank sees it. Its methods are the collectives along that axis; each
 demands contiguous tensors, because gloo silently returns wrong numbers for a strided one.
@@ -8,7 +8,6 @@ gloo's own reduce-scatter is an all-reduce, and its all-gather copies everything
 a local sum, and sends straight into place, move the same bytes in a third of the time. NCCL's are fast.
 """
 
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -62,21 +61,15 @@ class CallObserver(Protocol):
 observers: list[CallObserver] = []
 
 
-class Traffic:
-    """A count that the axes of one mesh share: bytes of the full (gathered) tensors, unless it is paused."""
-
-    def __init__(self):
-        self.bytes = Counter[Call]()
-        self.is_paused = False
-
-    @contextmanager
-    def paused(self) -> Generator[None]:
-        """Pause the count inside: gathers for the record are outside of a step."""
-        before, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = before
+@contextmanager
+def unobserved() -> Generator[None]:
+    """No observer is told of the collectives inside: gathers for the record are outside of a step."""
+    before = observers.copy()
+    observers.clear()
+    try:
+        yield
+    finally:
+        observers[:] = before
 
 
 class Work(Protocol):
@@ -112,17 +105,10 @@ class Axis:
         size: ranks along it.
         rank: this rank's place along it.
         group: the process group; None where size is 1.
-        traffic: where calls are counted.
     """
 
-    def __init__(
-        self, name: str, *, size: int, rank: int, group: ProcessGroup | None, traffic: Traffic | None = None
-    ):
-        self.name = name
-        self.size = size
-        self.rank = rank
-        self.group = group
-        self.traffic = Traffic() if traffic is None else traffic
+    def __init__(self, name: str, *, size: int, rank: int, group: ProcessGroup | None):
+        self.name, self.size, self.rank, self.group = name, size, rank, group
 
     @cached_property
     def members(self) -> tuple[int, ...]:
@@ -149,7 +135,7 @@ class Axis:
         return cls(name, size=dist.get_world_size(group), rank=dist.get_rank(group), group=group)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Axis":
-        """Itself: a copy of what lies along it is of the same ranks, in the same group and the same count."""
+        """Itself: a copy of what lies along it is of the same ranks, in the same group."""
         return self
 
     def all_reduce(
@@ -162,14 +148,14 @@ class Axis:
         self, tensor: torch.Tensor, *, purpose: str = "", op: Literal["sum", "max"] = "sum"
     ) -> dist.Work:
         """Begin `all_reduce`; `tensor` is valid after `wait()` on the result."""
-        with self._counted("all_reduce", tensor, purpose):
+        with self._observed("all_reduce", tensor, purpose):
             work = dist.all_reduce(tensor, op=_OPERATIONS[op], group=self.group, async_op=True)
         assert work is not None
         return work
 
     def broadcast(self, tensor: torch.Tensor, *, purpose: str = "") -> None:
         """Replace `tensor`, any shape, by that of the axis's first rank."""
-        with self._counted("broadcast", tensor, purpose):
+        with self._observed("broadcast", tensor, purpose):
             dist.broadcast(tensor, group=self.group, group_src=0)
 
     def all_gather(self, full: torch.Tensor, piece: torch.Tensor, *, purpose: str = "") -> None:
@@ -184,7 +170,7 @@ class Axis:
 
     def start_all_gather(self, full: torch.Tensor, piece: torch.Tensor, *, purpose: str = "") -> Work:
         """Begin `all_gather`; neither tensor may be touched before `wait()` on the result."""
-        with self._counted("all_gather", full, purpose, piece):
+        with self._observed("all_gather", full, purpose, piece):
             slots = [full[cut] for cut in chunk_slices(len(full), self.size)]
             if self.group is None or len(full) == 0:
                 if self.size == 1:
@@ -211,7 +197,7 @@ class Axis:
 
         `piece` may be its place in `full` itself.
         """
-        with self._counted("reduce_scatter", full, purpose, piece):
+        with self._observed("reduce_scatter", full, purpose, piece):
             parts = [full[cut] for cut in chunk_slices(len(full), self.size)]
             if self.group is None or len(full) == 0:
                 piece.copy_(full)
@@ -229,7 +215,7 @@ class Axis:
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, *, purpose: str = "") -> None:
         """Send `sent[r]` to rank r, and receive `received[r]` from it; both (R, ...), R ranks."""
-        with self._counted("all_to_all", sent, purpose, received):
+        with self._observed("all_to_all", sent, purpose, received):
             if self.group is None:
                 received.copy_(sent)
             else:
@@ -240,7 +226,7 @@ class Axis:
 
         The messages of two ranks meet by their order alone: NCCL knows no tags.
         """
-        with self._counted("permute", tensor, purpose, to=self.members[to]):
+        with self._observed("permute", tensor, purpose, to=self.members[to]):
             work = dist.isend(tensor, group=self.group, group_dst=to)
         assert work is not None
         return work
@@ -252,7 +238,7 @@ class Axis:
         return work
 
     def all_gather_objects(self, value: T) -> list[T]:
-        """Every rank's small picklable value, in order. Not counted: it is never part of a step."""
+        """Every rank's small picklable value, in order. Not observed: it is never part of a step."""
         if self.size == 1:
             return [value]
         values: list = [None] * self.size
@@ -284,7 +270,7 @@ class Axis:
             total = torch.add(total, arrived[self.rank - step], out=piece)
 
     @contextmanager
-    def _counted(
+    def _observed(
         self,
         kind: str,
         full: torch.Tensor,
@@ -299,8 +285,6 @@ class Axis:
                     f"{kind} of a non-contiguous tensor {tuple(tensor.shape)}, strides {tensor.stride()}"
                 )
         call = Call(kind, self.name, purpose)
-        if not self.traffic.is_paused:
-            self.traffic.bytes[call] += full.nbytes
         watching = list(observers)
         for observer in watching:
             observer.begins(call, full, self.members, to)

@@ -11,7 +11,7 @@ import torch
 from compare.host.facts import cpu_model
 from compare.spec.axes import ROWS, joined
 from compare.spec.experiment import Layout
-from torchpar.comm.collectives import Axis, Traffic
+from torchpar.comm.collectives import Axis
 from torchpar.comm.process_groups import make_group
 
 PACKAGES = ("torch", "numpy")
@@ -26,13 +26,11 @@ class Mesh:
         axes: along which a step communicates, by name; then those that are joined.
         world: all ranks; for what is no part of a step.
         device: where this rank computes.
-        traffic: the count that all axes share.
     """
 
     axes: Mapping[str, Axis]
     world: Axis
     device: torch.device
-    traffic: Traffic
 
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name]
@@ -55,14 +53,14 @@ def make_mesh(layout: Layout, *, rank: int, device: torch.device) -> Mesh:
         rank: this process among `layout.devices`.
         device: of this rank.
     """
-    traffic, sizes = Traffic(), layout.axes
-    make = partial(_make_axis, sizes=sizes, rank=rank, traffic=traffic)
+    sizes = layout.axes
+    make = partial(_make_axis, sizes=sizes, rank=rank)
     several = [names for names in JOINED if all(sizes[name] > 1 for name in names)]
     axes = {joined(*names): make(names) for names in [*((name,) for name in sizes), *several]}
-    return Mesh(axes, world=make(tuple(sizes)), device=device, traffic=traffic)
+    return Mesh(axes, world=make(tuple(sizes)), device=device)
 
 
-def _make_axis(names: tuple[str, ...], *, sizes: Mapping[str, int], rank: int, traffic: Traffic) -> Axis:
+def _make_axis(names: tuple[str, ...], *, sizes: Mapping[str, int], rank: int) -> Axis:
     """The axis, or several axes as one, of the grid of ranks."""
     places = [list(sizes).index(name) for name in names]
     grid = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
@@ -70,7 +68,7 @@ def _make_axis(names: tuple[str, ...], *, sizes: Mapping[str, int], rank: int, t
     lines = np.moveaxis(grid, places, range(-len(places), 0)).reshape(-1, size).tolist()
     mine = next(line for line in lines if rank in line)
     group = make_group(lines) if size > 1 else None
-    return Axis(joined(*names), size=size, rank=mine.index(rank), group=group, traffic=traffic)
+    return Axis(joined(*names), size=size, rank=mine.index(rank), group=group)
 
 
 def device_kind(device: torch.device) -> str:

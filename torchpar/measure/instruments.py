@@ -31,7 +31,7 @@ class Instruments(Observer):
     def __init__(self, run: Run):
         self._run = run
         self.watched = run.request.first_step + min(INSTRUMENTED_STEP, run.request.steps - 1)
-        self.ledger = LedgerSink(group_names(run.mesh), own_calls=run.mesh.traffic, infers=True)
+        self.ledger = LedgerSink(group_names(run.mesh), infers=True)
         self.gradient_bytes = 0
         self._memory: MemorySink | None = None
         self._findings: tuple[DeviceMemory, ObservedWork] | None = None

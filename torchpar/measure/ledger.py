@@ -41,7 +41,7 @@ from compare.contract.communication import (
 )
 from compare.contract.ledger import Ledger
 from compare.spec.axes import DP_SHARD, PP, TP
-from torchpar.comm.collectives import Call, Traffic
+from torchpar.comm.collectives import Call, observers
 from torchpar.comm.mesh import Mesh
 from torchpar.measure.watch import Sink, Watch
 
@@ -79,29 +79,27 @@ class LedgerSink(Sink):
 
     Args:
         axes: of process groups, by the groups' names.
-        own_calls: the count of our own calls, which may be paused.
         infers: give the calls of PyTorch's wrappers the purpose that they have in our engines.
 
     Attributes:
         library_calls: calls by libraries, in their order.
     """
 
-    def __init__(self, axes: Mapping[str, str], *, own_calls: Traffic | None = None, infers: bool = False):
+    def __init__(self, axes: Mapping[str, str], *, infers: bool = False):
         self.library_calls: list[Call] = []
         self._problems: list[str] = []
         self._seen, self._own = Counter[str](), Counter[str]()
         self._axes, self._infers = axes, infers
-        self._own_calls = own_calls or Traffic()
         self._rows = dict[Communication, list[int]]()
 
     def call(self, call: Call, full: torch.Tensor, ranks: int) -> None:
-        if ranks > 1 and not self._own_calls.is_paused:
+        if ranks > 1:
             self._note(call, ranks, _dtypes([full]), full.nbytes)
             self._own[call.axis] += ring_wire_bytes(call.kind, full.nbytes, ranks)
 
     def operator(self, func: Any, operands: tuple, result: Any) -> None:
-        if func.namespace not in ("c10d", "_c10d_functional") or self._own_calls.is_paused:
-            return
+        if func.namespace not in ("c10d", "_c10d_functional") or self.watch not in observers:
+            return  # else it is `unobserved`
         try:
             if group := _group_of(func, operands[0]):
                 self._see(func, operands[0], result, group)

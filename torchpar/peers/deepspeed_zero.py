@@ -18,7 +18,7 @@ from compare.numerics.learning_rate import learning_rate
 from compare.spec.axes import DP_SHARD
 from compare.spec.experiment import Experiment
 from torchpar.comm import process_groups
-from torchpar.comm.collectives import Axis
+from torchpar.comm.collectives import Axis, unobserved
 from torchpar.comm.mesh import Mesh
 from torchpar.launch import Rank
 from torchpar.model import GPT
@@ -80,7 +80,7 @@ def compute_gradients(run: Run, batch: RankBatch) -> torch.Tensor:
         engine.backward(loss)
         losses.append(loss.detach())
     mean, shards = torch.stack(losses).mean(), run.mesh[DP_SHARD]
-    with run.mesh.traffic.paused():  # for the record, as our engines send it: no part of DeepSpeed's step
+    with unobserved():  # for the record, as our engines send it: no part of DeepSpeed's step
         shards.all_reduce(mean, purpose=LOSS)
     return mean / shards.size
 
@@ -126,7 +126,7 @@ def parallelize(model: GPT, experiment: Experiment, *, mesh: Mesh, rank: Rank) -
             dist_init_required=False,
         )
     shards, group = mesh[DP_SHARD], engine.data_parallel_group
-    axis = Axis(shards.name, size=shards.size, rank=shards.rank, group=group, traffic=mesh.traffic)
+    axis = Axis(shards.name, size=shards.size, rank=shards.rank, group=group)
     parallel = ZeRO(
         engine=engine,
         module=model,
