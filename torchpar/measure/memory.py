@@ -32,7 +32,6 @@ from compare.contract.memory_profile import (
     peak_position,
     usage,
 )
-from compare.host.facts import MemoryUse, process_memory
 from torchpar.measure.watch import HEAD, LOSS, Sink, modules_named
 from torchpar.parallel_model import local
 
@@ -232,13 +231,6 @@ class MemorySink(Sink):
         """The gradient of the logits is there."""
         self.tag("logits", [gradient])
         self._in_loss = False
-
-
-def memory_in_use(device: torch.device) -> MemoryUse:
-    """Bytes in use: the allocator's on a GPU, this process's RAM on a CPU."""
-    if device.type != "cuda":
-        return process_memory()
-    return MemoryUse(now=torch.cuda.memory_allocated(device), peak=torch.cuda.max_memory_allocated(device))
 
 
 def resident_bytes(tensors: Iterable[torch.Tensor]) -> int:
