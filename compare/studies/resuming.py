@@ -14,6 +14,8 @@ from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError
 
 LISTED = 3
+MAY_DIFFER = ("layout.", "checkpoint.", "data.", "train.max_iters")
+"""Settings that a resumed run may change without a word; of the data the digest counts."""
 
 
 def checkpoints_for(source: Path, engines: Iterable[str]) -> dict[str, Path]:
@@ -137,6 +139,13 @@ def objection_to_resume(source: str, engines: Iterable[str], experiment: Experim
     except ExperimentError as error:
         return str(error)
     return ""
+
+
+def changed_settings(source: str, engines: Iterable[str], experiment: Experiment) -> list[str]:
+    """What a resumed run asks for differently, and may, but not without a word."""
+    found = described(source, engines, experiment).values()
+    changes = {line for _, there in found for line in differing_keys(experiment, there.experiment)}
+    return sorted(line for line in changes if not line.startswith(MAY_DIFFER))
 
 
 def _some(words: Iterable[str]) -> str:

@@ -18,8 +18,9 @@ from compare.show.figures import save_figures
 from compare.show.findings import Findings
 from compare.spec.experiment import Experiment, revalidate
 from compare.studies.presets import settings_in
-from compare.studies.resuming import any_checkpoint
+from compare.studies.resuming import any_checkpoint, changed_settings
 from compare.study import Study, beside_first, findings_of
+from compare.terminal import errors_console
 
 
 class Run(Spread, Study, frozen=True, kw_only=True):
@@ -70,6 +71,8 @@ class Run(Spread, Study, frozen=True, kw_only=True):
         """Every engine under the layout, as far as engines can express it, held against the first."""
         require_tensorboard(self.tensorboard)
         engines, left_out = self.fitting(experiment)
+        for line in changed_settings(self.source, engines, experiment) if not self.quiet else ():
+            errors_console().print(f"resumed with {line} as it was", style="yellow")
         return beside_first(engines, experiment, ladder=self.ladder, **self.asks), left_out
 
     def measured(
