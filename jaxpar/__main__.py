@@ -96,6 +96,7 @@ def train(folder: Path, process: Process | None = None) -> None:
     if request.experiment.checkpoint.every:
         StopRequest.listen()
     watchdog = _begin(folder, request.timeout_s, process)
+    # JAX's parts are imported after configuring: a backend, once started, keeps its devices and platform.
     from jaxpar.configuration import configure_jax
 
     configure_jax(request, process)
@@ -103,7 +104,6 @@ def train(folder: Path, process: Process | None = None) -> None:
         from jaxpar.comm.hosts import agree_with_others
 
         agree_with_others(process, folder, reads=request.experiment)
-    # Imported after configuring: a backend, once started, keeps its devices and platform.
     if request.engine == "plain-jit":
         from jaxpar.peers.plain_jit import train as train_engine
     else:
@@ -126,12 +126,11 @@ def time_collectives(folder: Path, process: Process | None = None) -> None:
 
     configure_products(request.platform, TYPE.name)
     join_devices(request.platform, request.ranks, process, timeout_s=request.timeout_s)
-    if process:
-        from jaxpar.comm.hosts import agree_with_others
-
-        agree_with_others(process, folder)
+    from jaxpar.comm.hosts import agree_with_others
     from jaxpar.measure.bench import run_bench
 
+    if process:
+        agree_with_others(process, folder)
     run_bench(request, folder, progress=watchdog.progress)
 
 
@@ -159,16 +158,14 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input ends")
     parser.add_argument("--collectives", action="store_true", help="time collectives, not a training")
     parser.add_argument("--doctor", action="store_true", help="print versions and devices as JSON")
-    parser.add_argument(
-        "--convert",
-        nargs=2,
-        type=Path,
-        metavar=("FROM", "TO"),
-        help="a checkpoint to one of orbax, or one of orbax to a checkpoint",
-    )
-    parser.add_argument("--sample", metavar="JSON", help="print token ids drawn from a checkpoint, as JSON")
-    parser.add_argument("--ceiling", metavar="JSON", help="print how fast matrices are multiplied, as JSON")
-    parser.add_argument("--compile", metavar="JSON", help="print a step of absent devices, as JSON")
+    convert = "a checkpoint to one of orbax, or one of orbax to a checkpoint"
+    parser.add_argument("--convert", nargs=2, type=Path, metavar=("FROM", "TO"), help=convert)
+    for question, answer in (
+        ("sample", "token ids drawn from a checkpoint"),
+        ("ceiling", "how fast matrices are multiplied"),
+        ("compile", "a step of absent devices"),
+    ):
+        parser.add_argument(f"--{question}", metavar="JSON", help=f"print {answer}, as JSON")
     add_flags(parser)
     arguments = parser.parse_args()
     if arguments.run_dir is None and not any(getattr(arguments, question) for question in QUESTIONS):
@@ -184,22 +181,22 @@ def _leave(folder: Path, process: Process | None, signal_number: int) -> None:
 
 def failure_of(error: Exception, folder: Path, process: Process | None) -> Failure:
     """An error in error.json's words, with the exit code that follows from it."""
-    known = [code for of, code in EXIT_CODES.items() if isinstance(error, of)]
+    code = next((code for of, code in EXIT_CODES.items() if isinstance(error, of)), None)
     full = no_room(error, folder)
     message = full or " ".join(str(error).split()) or type(error).__name__
-    stack, is_consequence = traceback.format_exc(), False
+    # A run's early end happened in training, and not in a line of code.
+    stack = "" if isinstance(error, StoppedEarly | DivergedError) else traceback.format_exc()
+    is_consequence = False
     if isinstance(error, StoppedEarly):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher ends the others with the first that leaves
-    if isinstance(error, StoppedEarly | DivergedError):  # it happened in training, and not in a line of code
-        stack = ""
-    if not known and not full:
+    if code is None and not full:
         message = f"{type(error).__name__}: {message}"
         traceback.print_exception(error)
         if process:
             from jaxpar.comm.hosts import is_consequence as is_lost
 
             is_consequence = is_lost(error)
-    code = known[0] if known else FAILED
+    code = FAILED if code is None else code
     return Failure(message=message, traceback=stack, is_consequence=is_consequence, exit_code=code)
 
 

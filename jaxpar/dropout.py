@@ -48,17 +48,12 @@ class Noise(NamedTuple):
         return self._replace(layer=self.layer + jnp.uint32(1))
 
 
-def all_rows() -> int:
-    """Part number of an undivided x: all rows."""
-    return 0
-
-
 class Dropout(nnx.Module):
     """Dropout at one site of the model, or of each layer."""
 
     def __init__(self, rate: float, site: DropoutSite):
         self.rate, self.site = rate, site
-        self.part: Part = all_rows  # tensor parallelism by hand puts another there: `split_rows`
+        self.part: Part = int  # 0, all rows; tensor parallelism by hand puts another there: `split_rows`
 
     def __call__(self, x: jax.Array, noise: Noise | None) -> jax.Array:
         """x (B, ..., N) with some elements dropped and the others scaled."""
@@ -87,10 +82,7 @@ def is_kept(
     rate: float,
     first_row: jax.Array | int = 0,
 ) -> jax.Array:
-    """Mask of the elements that stay: bool (B, *shape).
-
-    Rows are all dims but the last, flattened; `first_row` is the number of the first one that is here.
-    """
+    """Mask of the elements that stay: bool (B, *shape). Rows, from `first_row`, are all dims but the last."""
     groups, rows = -(-shape[-1] // LANES), math.prod(shape[:-1])
     row_R1 = (jnp.arange(rows, dtype=jnp.uint32) + jnp.uint32(first_row))[:, None]
     counter_RG = row_R1 * jnp.uint32(groups) + jnp.arange(groups, dtype=jnp.uint32)

@@ -48,11 +48,10 @@ def wrong_collectives(
     *kinds: str, axis: str, purpose: str, of: Callable[[jax.Array, str], jax.Array]
 ) -> Generator[None]:
     """Collectives of these kinds, along an axis and for a purpose, of `of(x, axis)` in place of x."""
-    along, purposes = axis, {purpose}
+    wanted = axis, purpose
 
     def wrong(right: Callable[..., jax.Array], x: jax.Array, axis: Any, *, purpose: str = "", **options: Any):
-        if axis == along and purpose in purposes:
-            x = of(x, along)
+        x = of(x, axis) if (axis, purpose) == wanted else x
         return right(x, axis, purpose=purpose, **options)
 
     with ExitStack() as stack:

@@ -9,6 +9,7 @@ Legend: B batch, T and S position, C n_embd, H heads, D head_dim = C/H, M = 4C, 
 """
 
 import math
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -33,12 +34,7 @@ Hook = Callable[[jax.Array], jax.Array]
 
 
 class Dtypes:
-    """Storage and compute dtypes of a precision.
-
-    Attributes:
-        storage: of weights, residual stream, LayerNorm, softmax and loss: float64 or float32.
-        compute: of matrix products.
-    """
+    """Storage of weights, residual stream, LayerNorm, softmax and loss; compute of matrix products."""
 
     def __init__(self, precision: Precision):
         self.storage = jnp.float64 if precision.dtype == "float64" else jnp.float32
@@ -66,7 +62,7 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...].astype(self.compute)
 
     def product(self, x: jax.Array) -> jax.Array:
-        """The affine map before its bias, in the compute dtype."""
+        """The affine map before its bias."""
         return self.multiply(x.astype(self.compute), self.weight[...].astype(self.compute), self.contracted)
 
 
@@ -122,10 +118,7 @@ def causal_attention(
 class Attention(nnx.Module):
     """Causal self-attention with one fused query-key-value projection.
 
-    Attributes:
-        core: (q, k, v) -> y, all (B, T, H, D): see `causal_attention`, whose `factor_BHTS` it is given, too,
-            where weights are dropped. Under tensor parallelism by hand H is this device's heads. An edit of
-            the model may put another there: `model.blocks.attention.core = other`.
+    `core` is as of `causal_attention`; an edit of the model may put another there.
     """
 
     def __init__(self, config: Model, dtypes: Dtypes):
@@ -187,7 +180,7 @@ class Embedding(nnx.Module):
         self.compute = dtypes.compute
         self.token = nnx.Param(jnp.zeros((config.vocab_size, config.n_embd), dtypes.storage))
         self.position = nnx.Param(jnp.zeros((config.block_size, config.n_embd), dtypes.storage))
-        self.look_up: Callable[[jax.Array, jax.Array], jax.Array] = rows_of
+        self.look_up: Callable[[jax.Array, jax.Array], jax.Array] = operator.getitem
         self.cut_positions: Hook = same
         self.leave: Hook = same
         self.enter: Hook = same
@@ -201,11 +194,6 @@ class Embedding(nnx.Module):
     def logits(self, x_BTC: jax.Array) -> jax.Array:
         """Logits (B, T, V) of any positions, from what has entered."""
         return jnp.einsum("BTC,VC->BTV", x_BTC.astype(self.compute), self.token[...].astype(self.compute))
-
-
-def rows_of(table: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """Rows of a table (V, C) by tokens: (B, T, C)."""
-    return table[tokens_BT]
 
 
 class GPT(nnx.Module):
@@ -222,7 +210,7 @@ class GPT(nnx.Module):
     def __init__(self, config: Model, *, precision: Precision, remat: Remat, loss_chunks: int = 1):
         dtypes = Dtypes(precision)
         self.loss_chunks = loss_chunks
-        self.gather_layer: Callable[[Any, jax.Array], Any] = as_stored
+        self.gather_layer: Callable[[Any, jax.Array], Any] = lambda layer, x_BTC: layer
         self.wrap_layer = partial(apply_remat, remat=remat)
         self.cross_entropy: Callable[[jax.Array, jax.Array], jax.Array] = cross_entropy
         self.embedding = Embedding(config, dtypes)
@@ -267,23 +255,12 @@ class GPT(nnx.Module):
         def loss_of_part(x_BtC: jax.Array, targets_Bt: jax.Array) -> jax.Array:
             return self.cross_entropy(self.embedding.logits(x_BtC), targets_Bt)
 
-        x_BTC = self.embedding.enter(self.norm(x_BTC))
-        parts = (_cut(a, self.loss_chunks) for a in (x_BTC, targets_BT))
-        return lax.map(lambda part: loss_of_part(*part), tuple(parts)).mean()
+        def in_parts(x_BT: jax.Array) -> jax.Array:
+            """(B, T, ..) -> (parts, B, T / parts, ..). `jnp.stack` has a derivative without a type."""
+            return jnp.moveaxis(x_BT.reshape(len(x_BT), self.loss_chunks, -1, *x_BT.shape[2:]), 1, 0)
 
-
-def _cut(x_BT: jax.Array, parts: int) -> jax.Array:
-    """(B, T, ..) in parts of equally many positions: (parts, B, T / parts, ..).
-
-    Not `jnp.stack` of slices: its derivative has no type for what is reduced (JAX 0.10).
-    """
-    batch, length, *others = x_BT.shape
-    return jnp.moveaxis(x_BT.reshape(batch, parts, length // parts, *others), 1, 0)
-
-
-def as_stored(layer: Any, x_BTC: jax.Array) -> Any:
-    """A layer's parameters, of which nothing is gathered."""
-    return layer
+        parts = in_parts(self.embedding.enter(self.norm(x_BTC))), in_parts(targets_BT)
+        return lax.map(lambda part: loss_of_part(*part), parts).mean()
 
 
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:

@@ -39,7 +39,7 @@ def make_optimizer(spec: Optimizer, *, decay: Any) -> optax.GradientTransformati
 
 
 def moments_like(optimizer: optax.GradientTransformationExtraArgs, params: Any, tree: Any) -> Moments:
-    """`tree` in place of every moment: for shardings and specs."""
+    """`tree` in place of every moment."""
     return dict.fromkeys(jax.eval_shape(optimizer.init, params), tree)
 
 

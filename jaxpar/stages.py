@@ -51,14 +51,10 @@ def run_ticks(
     chunks: int = 1,
     placed: Callable[[jax.Array], jax.Array] = same,
 ) -> jax.Array:
-    """Take microbatches through all stages.
+    """Take microbatches through all stages: x_SK enters, and returns, placed as `lanes` says.
 
-    Args:
-        all_stages: (x_S, turn_S) -> x_S: a tick of all devices.
-        x_SK: what enters, placed as `lanes` says; so is what is returned.
-        shift: (x_S, by): each stage's x becomes that of the stage `by` places before it, around the ring.
-        microbatches: how many places of `x_SK` have one.
-        placed: says that the first dim stays split over pp.
+    `all_stages` is a tick of all devices; `shift` gives each stage the x of the stage `by` places before it,
+    around the ring; `placed` says that the first dim stays split over pp.
     """
     stages, lanes = x_SK.shape[:2]
     stage_S = np.arange(stages)
@@ -90,11 +86,10 @@ def run_ticks(
 
 
 def lanes(microbatches: int, stages: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Places where microbatches wait, and where they are when they are done.
+    """Places where microbatches wait, and where they are when they are done: three arrays (S, K).
 
-    Returns:
-        Three arrays (S, K): the microbatch that enters from each place; the one that has been put into it
-        in the end; and whether there is one. Places that have none name any.
+    The microbatch that enters from each place; the one that has been put into it in the end; and whether
+    there is one. Places that have none name any.
     """
     count = -(-microbatches // stages)
     places_SK = np.arange(count * stages).reshape(count, stages).T

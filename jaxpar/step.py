@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
 from msgspec.structs import asdict
 
 from compare.contract.progress import Progress
@@ -25,10 +26,12 @@ from compare.numerics.optimizer import step_scalars
 from compare.numerics.parameters import storage_dtype
 from compare.numerics.stream import shapes_of_step
 from compare.pipeline.ticks import Ticks
+from compare.spec.axes import ROWS
 from compare.spec.experiment import Experiment
 from jaxpar.comm.hosts import fetch
 from jaxpar.model import same
-from jaxpar.problem import Edit, Loss
+from jaxpar.placement import shardings
+from jaxpar.problem import Edit, Loss, Problem
 
 HOST = "pinned_host"
 
@@ -87,6 +90,23 @@ class TrainState(Progress):
     params: Any
     opt_state: Any
     gradients: Any = None
+
+
+def place_step(
+    step: Callable[..., Any], problem: Problem, placements: Any, *, mesh: Mesh, **options: Any
+) -> ShardedStep:
+    """The step, with its arguments where all engines keep them; `options` are further fields."""
+    zero = problem.layout.zero
+    return ShardedStep(
+        step=step,
+        placements=placements,
+        params=shardings(mesh, placements, sharded=zero == 3),
+        moments=shardings(mesh, placements, sharded=True),
+        accumulated=shardings(mesh, placements, sharded=zero >= 2),
+        batch=NamedSharding(mesh, P(None, ROWS)),
+        scalars=NamedSharding(mesh, P()),
+        **options,
+    )
 
 
 def passes_of(batch: Any) -> int:

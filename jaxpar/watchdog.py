@@ -17,12 +17,9 @@ GRACE_S = 10.0
 class Watchdog:
     """Ends the process when nothing has been finished for `timeout_s`, after on_hang(one line, the stack).
 
-    A step has to end within that time. Whatever else goes on (data, tracing, compiling, reading the compiled
-    program) only has to use the processor.
-
+    A step has to end within that time. Whatever else goes on (data, compiling) only has to use the processor.
     A Python thread, so that the end leaves a message. Behind it, should native code never let go of the
-    interpreter, faulthandler's thread, `GRACE_S` later. (Not alone: it walks frames of a thread that runs,
-    and was seen to crash instead of printing.)
+    interpreter, faulthandler's thread, `GRACE_S` later.
     """
 
     def __init__(self, timeout_s: float, on_hang: Callable[[str, str], None]):

@@ -5,6 +5,7 @@ gathers what it fetches.
 """
 
 import json
+import re
 import socket
 import sys
 from functools import partial
@@ -25,20 +26,11 @@ from jaxpar.configuration import PACKAGES
 _here: list[Process] = []  # which of the processes this one is, once it has joined them
 LATER_S = 60.0
 """JAX aborts, without a word of Python's, when it misses a process: so much later than our own time-out."""
-_LOST = (
-    "gloo",
-    "connection closed by peer",
-    "connection reset by peer",
-    "coordination service",
-    "socket closed",
-)
+_LOST = re.compile("gloo|connection (closed|reset) by peer|coordination service|socket closed", re.IGNORECASE)
 
 
 def join(process: Process, *, devices: int, platform: str, timeout_s: float) -> None:
-    """Become one of the processes of a run, which drive as many devices each; before JAX starts a backend.
-
-    Raises MissingDevicesError: the processes do not divide the devices.
-    """
+    """Become one of the processes of a run, which drive as many devices each: see `join_devices`."""
     if devices % process.count:
         raise MissingDevicesError(
             f"the layout needs {devices} devices, which {process.count} processes ({process.told_by}) do "
@@ -113,7 +105,7 @@ def agree_with_others(process: Process, folder: Path, reads: Experiment | None =
 
 def is_consequence(error: BaseException) -> bool:
     """True if an error only says that another process went away, so that the cause lies elsewhere."""
-    return any(sign in str(error).lower() for sign in _LOST)
+    return bool(_LOST.search(str(error)))
 
 
 def hosts_of(devices: list[jax.Device]) -> list[str]:

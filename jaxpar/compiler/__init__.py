@@ -9,8 +9,7 @@ from typing import Any
 
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from compare.spec.axes import ROWS
 from jaxpar.compiler import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
@@ -19,7 +18,7 @@ from jaxpar.optimizer import global_norm
 from jaxpar.placement import shardings, unpad
 from jaxpar.problem import Edit, Loss, Problem
 from jaxpar.stages import one_pass
-from jaxpar.step import ShardedStep, accumulated_gradients, passes_of, scaled, unscaled, updated
+from jaxpar.step import ShardedStep, accumulated_gradients, passes_of, place_step, scaled, unscaled, updated
 from jaxpar.weights import STACKED
 
 
@@ -60,15 +59,7 @@ def parallelize(
         )
         return shard(params), opt_state, {"loss": value, "grad_norm": grad_norm}, gradients
 
-    return ShardedStep(
-        step=step,
-        placements=placements,
-        params=shardings(mesh, placements, sharded=layout.zero == 3),
-        moments=shardings(mesh, placements, sharded=True),
-        accumulated=accumulated,
-        batch=data_parallel.batch_sharding(mesh),
-        scalars=NamedSharding(mesh, P()),
-    )
+    return place_step(step, problem, placements, mesh=mesh)
 
 
 def _loss(problem: Problem, placements: Any, *, mesh: Mesh) -> Loss:

@@ -6,7 +6,9 @@
 
 That is all of it:
 
-    @partial(jax.jit, in_shardings=(whole, batch_sharding(mesh)), out_shardings=(whole, whole))
+    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, ROWS))
+
+    @partial(jax.jit, in_shardings=(whole, rows), out_shardings=(whole, whole))
     def step(params, batch):
         return jax.value_and_grad(loss)(params, batch)
 
@@ -29,11 +31,6 @@ from compare.spec.axes import DP_REPLICATE, ROWS
 AXIS = DP_REPLICATE
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Sharding of a batch (A, B, ...): B is split, replicas outermost."""
-    return NamedSharding(mesh, P(None, ROWS))
-
-
 def synchronize_gradients(
     gradients_of: Callable[[Any, Any], tuple[jax.Array, Any]],
     params: Any,
@@ -49,11 +46,9 @@ def synchronize_gradients(
     makes a gradient for each replica, and the mean over that dim after it is the one reduction. Each device
     has its own replica's slice: no more memory than before.
 
-    Args:
-        gradients_of: (params, batch) -> (mean loss, gradients), accumulating over A.
-        params, batch: pytrees; the batch is (A, B, ...), B split. With A = 1 XLA does as it likes.
-        axes: the mesh axes that become a dim, the first ones of those that split rows.
-        loops: `gradients_of` loops over parts of each of the A, too: a pipeline over its microbatches.
+    `gradients_of` (params, batch) accumulates over A of a batch (A, B, ...), B split. `axes`, the first of
+    those that split rows, become a dim. `loops` says that it loops over parts of each of the A, too, as a
+    pipeline does; otherwise with A = 1 XLA does as it likes.
     """
     replicas = math.prod(mesh.shape[axis] for axis in axes)
     accumulation = jax.tree.leaves(batch)[0].shape[0]

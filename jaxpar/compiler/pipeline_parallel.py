@@ -32,16 +32,9 @@ def pipelined(
 ) -> Loss:
     """The loss of a model whose stacked blocks are spread over the stages of a pipeline.
 
-    Args:
-        pieces: the model. Its blocks must be finite, and so must their derivative, on the embedding of any
-            microbatch: idle stages compute on one, for nothing.
-        mesh: has an axis pp.
-        chunks: stages of each device. If more than 1, pp must divide the microbatches.
-        remat, is_gather: as of `run_stage`.
-
-    Returns:
-        loss(params, batch) of a batch (M, b, ...): the mean over all of it. Blocks are in the order of the
-        devices that have them: device r's chunks r, r + p, ... one after the other (`Placement.pad`).
+    It is the mean over a batch (M, b, ...). Blocks are in the order of the devices that have them: device r's
+    chunks r, r + p, ... one after the other (`Placement.pad`). They and their derivative must be finite on
+    the embedding of any microbatch: idle stages compute on one, for nothing.
     """
     stages = mesh.shape[AXIS]
     over_stages = partial(jax.vmap, spmd_axis_name=AXIS)

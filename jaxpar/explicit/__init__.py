@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, reshard, use_abstract_mesh
+from jax.sharding import Mesh, reshard, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.comm.mesh import typed
@@ -18,10 +18,10 @@ from jaxpar.explicit import data_parallel, fully_sharded, pipeline_parallel, ten
 from jaxpar.explicit.replicas import axes_of_replicas, reduced, unreduced
 from jaxpar.model import same
 from jaxpar.optimizer import global_norm
-from jaxpar.placement import shardings, specs, unpad
+from jaxpar.placement import specs, unpad
 from jaxpar.problem import Edit, Loss, Problem, without_layers
 from jaxpar.stages import one_pass
-from jaxpar.step import ShardedStep, accumulated_gradients, passes_of, scaled, unscaled, updated
+from jaxpar.step import ShardedStep, accumulated_gradients, passes_of, place_step, scaled, unscaled, updated
 from jaxpar.weights import STACKED
 
 
@@ -69,15 +69,7 @@ def parallelize(
             params = reshard(shards, specs(placements, sharded=at_rest))
         return params, opt_state, {"loss": value, "grad_norm": grad_norm}, gradients
 
-    return ShardedStep(
-        step=step,
-        placements=placements,
-        params=shardings(mesh, placements, sharded=at_rest),
-        moments=shardings(mesh, placements, sharded=True),
-        accumulated=shardings(mesh, placements, sharded=layout.zero >= 2),
-        batch=data_parallel.batch_sharding(mesh),
-        scalars=NamedSharding(mesh, P()),
-    )
+    return place_step(step, problem, placements, mesh=mesh)
 
 
 def _loss(problem: Problem, placements: Any, *, mesh: Mesh) -> Loss:

@@ -15,20 +15,14 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, reshard
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, reshard
 
-from compare.spec.axes import DP_REPLICATE, ROWS
+from compare.spec.axes import DP_REPLICATE
 from jaxpar.explicit.replicas import axes_in, axes_of_replicas, copies
 from jaxpar.placement import specs
 from jaxpar.problem import Loss
 
 AXIS = DP_REPLICATE
-
-
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Sharding of a batch (A, B, ...): B is split, replicas outermost."""
-    return NamedSharding(mesh, P(None, ROWS))
 
 
 def each_replica(loss: Loss, *, mesh: Mesh, rows_dim: int = 0) -> Loss:

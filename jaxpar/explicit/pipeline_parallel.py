@@ -36,8 +36,7 @@ def pipelined(
 ) -> Loss:
     """The loss of a model whose stacked blocks are spread over the stages of a pipeline.
 
-    Arguments as of `jaxpar.compiler.pipeline_parallel.pipelined`. Parameters that are in no block are
-    (S@pp, ...), a copy for each stage.
+    As of jax-compiler. Parameters that are in no block are (S@pp, ...), a copy for each stage.
     """
     stages = mesh.shape[AXIS]
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from compare.contract.communication import LOSS, NORM
@@ -22,9 +22,18 @@ from jaxpar.comm import collectives
 from jaxpar.manual import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.model import same
 from jaxpar.optimizer import moments_like
-from jaxpar.placement import leaves_alike, shardings, specs
+from jaxpar.placement import leaves_alike, specs
 from jaxpar.problem import Problem, without_layers
-from jaxpar.step import ShardedStep, Strategy, accumulated_gradients, passes_of, scaled, unscaled, updated
+from jaxpar.step import (
+    ShardedStep,
+    Strategy,
+    accumulated_gradients,
+    passes_of,
+    place_step,
+    scaled,
+    unscaled,
+    updated,
+)
 
 STRATEGIES = (
     pipeline_parallel.strategy,
@@ -49,24 +58,22 @@ def parallelize(
     batch_spec = P(None, tuple(axis for axis in ROWS if mesh.shape[axis] > 1))
     at_rest, sharded = specs(placements, sharded=layout.zero == 3), specs(placements, sharded=True)
     moments = moments_like(optimizer, problem.shapes, sharded)
-    ticks = _ticks(problem) if layout.pp > 1 else None
+    ticks = None
+    if layout.pp > 1:
+        microbatches = problem.experiment.train.gradient_accumulation_steps * layout.microbatches
+        schedule = make_schedule(
+            layout.schedule, ranks=layout.pp, microbatches=microbatches, chunks=layout.chunks
+        )
+        ticks = lock_step(schedule, keeps=problem.remat != "full")  # else forwards keep their input alone
     step = collectives.per_device(
         _step(problem, optimizer, placements, ticks),
         mesh=mesh,
         in_specs=(at_rest, moments, batch_spec, P()),
         out_specs=(at_rest, moments, P(), sharded),
     )
-    return ShardedStep(
-        step=jax.jit(step, inline=True),  # traced once for all programs that are compiled from it
-        placements=placements,
-        params=shardings(mesh, placements, sharded=layout.zero == 3),
-        moments=shardings(mesh, placements, sharded=True),
-        accumulated=shardings(mesh, placements, sharded=layout.zero >= 2),
-        batch=NamedSharding(mesh, batch_spec),
-        scalars=NamedSharding(mesh, P()),
-        ticks=ticks,
-        compiler_options=collectives.KEEP_COLLECTIVES_APART,
-    )
+    step = jax.jit(step, inline=True)  # traced once for all programs that are compiled from it
+    options = collectives.KEEP_COLLECTIVES_APART
+    return place_step(step, problem, placements, mesh=mesh, ticks=ticks, compiler_options=options)
 
 
 def _step(
@@ -168,13 +175,3 @@ def _pipelined(problem: Problem, placements: Any, axes: list[Strategy], ticks: T
         return value, gradients if layout.zero >= 2 else scatter(gradients)
 
     return gradients_of
-
-
-def _ticks(problem: Problem) -> Ticks:
-    """The layout's schedule, for the microbatches of all accumulated passes."""
-    layout = problem.layout
-    microbatches = problem.experiment.train.gradient_accumulation_steps * layout.microbatches
-    schedule = make_schedule(
-        layout.schedule, ranks=layout.pp, microbatches=microbatches, chunks=layout.chunks
-    )
-    return lock_step(schedule, keeps=problem.remat != "full")  # else forwards keep their input alone

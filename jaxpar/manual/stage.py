@@ -77,19 +77,18 @@ class Stage(NamedTuple):
 
         Returns gradients of the stage's input and of its blocks, and the new sums.
         """
-        y, back = self.restored(residuals) if self.ticks.kept_slots else self.again(x)
+        if self.ticks.kept_slots:
+            y, back = self.restored(residuals)
+        else:
+            y, back = jax.vjp(self.run_layers, self.layers, self.start(x))
         is_last, elsewhere = self.task.stage == self.ticks.stages - 1, lambda y, g, sums: (g, sums)
         g, sums = lax.cond(is_last, self.loss_backward, elsewhere, y, g, sums)
         of_layers, of_x = back(g)
         sums = lax.cond(self.task.stage == 0, self.embed_backward, lambda g, sums: sums, of_x, sums)
         return of_x, of_layers, sums
 
-    def again(self, x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
-        """Output y, and the blocks' backward: g -> gradients of (layers, input)."""
-        return jax.vjp(self.run_layers, self.layers, self.start(x))
-
     def restored(self, residuals: Residuals) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
-        """The same from residuals."""
+        """Output y, and the blocks' backward, g -> gradients of (layers, input), from residuals."""
         # A forward for its structure, and for what is made of parameters alone; XLA drops the rest.
         start = jnp.zeros_like(residuals.y)
         _, back = jax.vjp(self.run_layers, self.layers, start)

@@ -22,7 +22,6 @@ Legend: B batch, T position (T/t between the regions under sequence parallelism)
 part of the vocabulary, t the degree of tp.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -34,16 +33,13 @@ from compare.contract.communication import ACTIVATIONS, LOSS, REPLICATED_GRADIEN
 from compare.spec.axes import TP
 from jaxpar.comm import collectives
 from jaxpar.dropout import split_rows
-from jaxpar.model import GPT
+from jaxpar.model import GPT, Hook
 from jaxpar.placement import map_repeated
 from jaxpar.problem import Problem
 from jaxpar.step import Strategy
 
 AXIS = TP
 POSITION_DIM = 1
-
-RegionMapping = Callable[[jax.Array], jax.Array]
-"""Into a region, or out of one."""
 
 
 def strategy(problem: Problem, placements: Any) -> Strategy:
@@ -62,7 +58,7 @@ def strategy(problem: Problem, placements: Any) -> Strategy:
         if sequence_parallel:
             model.embedding.cut_positions = partial(collectives.own_shard, axis=AXIS, dim=0)
         model.cross_entropy = partial(cross_entropy, vocab_size=vocab_size)
-        split_rows(model, own_part, sequence_parallel=sequence_parallel)
+        split_rows(model, partial(lax.axis_index, AXIS), sequence_parallel=sequence_parallel)
 
     if not sequence_parallel:
         return Strategy(edit)
@@ -95,12 +91,7 @@ def reduce_scatter_from_region(partial_BTC: jax.Array) -> jax.Array:
     return collectives.reduce_scatter(partial_BTC, AXIS, dim=POSITION_DIM, purpose=ACTIVATIONS)
 
 
-def own_part() -> jax.Array:
-    """Number of this device's part along tp, a scalar."""
-    return lax.axis_index(AXIS)
-
-
-def rows_of(table_VC: jax.Array, tokens_BT: jax.Array, *, g: RegionMapping) -> jax.Array:
+def rows_of(table_VC: jax.Array, tokens_BT: jax.Array, *, g: Hook) -> jax.Array:
     """Each device looks up the tokens whose rows it has: (B, T, C)."""
     row_BT, mine_BT = own_rows(tokens_BT, len(table_VC))
     return g(jnp.where(mine_BT[..., None], table_VC[row_BT], 0))

@@ -72,7 +72,7 @@ def train(
     folder: Path,
     progress: Callable[..., None] = lambda **_: None,
 ) -> None:
-    """Train on one device, and write the record. Arguments and errors as of `jaxpar.train.train`."""
+    """Train on one device, and write the record: see `jaxpar.train.train`."""
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
     assert recorder, "one device has one process"
     experiment, engine = request.experiment, ENGINES[request.engine]
