@@ -375,12 +375,8 @@ def grid(
 ) -> Grid:
     """A case for each engine and row; what an engine refuses is left out, with its own words.
 
-    Args:
-        engines: names in ENGINES.
-        rows: experiments by the name of their layout or setting.
-        against: the case that all are held against.
-        fit: how an engine trains a row's experiment; raises ExperimentError if it does not.
-        asks: fields of every request, such as ladder.
+    `rows` has experiments by the name of their layout or setting, `against` is the case that all are held
+    against, `fit` how an engine trains a row's experiment, and `asks` are fields of every request.
     """
     cases, left_out = {}, {}
     engines = list(engines)
@@ -443,14 +439,7 @@ def against_one_device(
 
 
 def pivot(title: str, outcome: Outcome, cell: Callable[[str], Text], *, corner: str = "layout") -> Table:
-    """A table with a row for each row of cases, and a column for each engine.
-
-    Args:
-        title: of the table.
-        outcome: whose cases.
-        cell: of a case, by name.
-        corner: what the rows are.
-    """
+    """A table with a row for each row of cases and a column for each engine; `cell` is of a case's name."""
     at = {(case.row, case.engine): name for name, case in outcome.cases.items() if case.row != "one device"}
     rows, engines = (list(dict.fromkeys(of)) for of in zip(*at, strict=True)) if at else ([], [])
     cells = {place: cell(name) for place, name in at.items()}

@@ -89,11 +89,9 @@ def human_seconds(seconds: float) -> str:
     """A span of time to the precision that matters: 4.2 s, 31 s, 2 min 5 s, 1 h 12 min."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
-    rounded = round(seconds)
-    if rounded < 60:
-        return f"{rounded} s"
-    if rounded < 3600:
-        return f"{rounded // 60} min {rounded % 60} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
     minutes = round(seconds / 60)
     return f"{minutes // 60} h {minutes % 60} min"
 
@@ -108,13 +106,8 @@ def error_text(error: float) -> str:
 def layout_in_words(experiment: Experiment, platform: str) -> str:
     """The experiment's layout in one line.
 
-    Args:
-        experiment: its layout, and the accumulated passes that share a pipeline's schedule.
-        platform: cpu or gpu.
-
-    Returns:
-        "fully sharded over 2, tensor parallel over 2, pipeline of 2 stages, 1F1B with 4 microbatches: 8 CPU
-        devices".
+    Such as "fully sharded over 2, pipeline of 2 stages, 1F1B with 4 microbatches: 4 CPU devices". The passes
+    of gradient accumulation share a pipeline's schedule.
     """
     layout = experiment.layout
     parts = [_data_parallel(experiment), _tensor_parallel(experiment), _pipeline(experiment)]

@@ -7,9 +7,7 @@ import tyro
 from msgspec import Struct
 
 from compare.execute.paths import PICTURES, check_output
-from compare.show.markdown import markdown
 from compare.studies.registry import read_study
-from compare.study import findings_in
 
 
 class Report(Struct, frozen=True, kw_only=True):
@@ -24,8 +22,6 @@ class Report(Struct, frozen=True, kw_only=True):
     picture: Path | None = None
     """Also save a picture of its own (.png, .svg, .pdf): of a run the loss curves and their difference, of
     studies their pictures."""
-    markdown: bool = False
-    """Print the tables of a study as Markdown, for a page of docs."""
     json: bool = False
     """Print the outcome as one JSON object on stdout instead of tables."""
 
@@ -33,8 +29,4 @@ class Report(Struct, frozen=True, kw_only=True):
         """Show it. Returns 0 if it is complete and as it should be, else 1."""
         check_output("--picture", self.picture, kinds=PICTURES)
         study, outcome = read_study(self.run_dir)
-        if self.markdown:
-            findings = findings_in(study, outcome, self.run_dir)
-            print(markdown(findings))
-            return 0 if findings.passed else 1
         return study.shown(outcome, self.run_dir, picture=self.picture, as_json=self.json)

@@ -11,9 +11,7 @@ from compare.spec.experiment import Layout
 def host_table(layout: Layout, hosts: Sequence[str]) -> Table:
     """A row for each host, a column for each of its devices: its coordinates along the axes that split.
 
-    Args:
-        layout: whose devices they are.
-        hosts: name of the host of every device, in the order of the mesh.
+    `hosts` has the name of the host of every device, in the order of the mesh.
     """
     slots: dict[str, list[Text]] = {}
     for device, host in enumerate(hosts):

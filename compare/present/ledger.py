@@ -71,12 +71,8 @@ def _cell(flow: Flow | None) -> Text:
 
 
 def findings_of_ledgers(study: LedgerStudy, folder: Path, *, places: bool) -> Findings:
-    """A table for each layout, what does not fit it, who has none, and a sentence.
-
-    Args:
-        study: the ledgers of a run.
-        folder: of its records.
-        places: also a table of every row of every ledger, with its place in the program.
+    """A table for each layout, what does not fit it, who has none, and a sentence; with `places` also every
+    row of every ledger, with its place in the program.
     """
     tables = [*map(table_of_layout, layouts_of(study.ledgers))]
     for ledger in study.ledgers if places else ():

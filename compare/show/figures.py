@@ -6,7 +6,7 @@ matplotlib takes a second to import: only `svg` and `save_figures` do so, and wh
 import io
 import math
 import statistics
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -86,13 +86,7 @@ def svg(figure: Figure) -> Markup:
 
 
 def save_figures(path: Path, figures: Sequence[Figure], *, columns: int = 1) -> None:
-    """Save figures as one file with a white ground, through a temporary name.
-
-    Args:
-        path: its suffix is the format: .png, .svg, .pdf.
-        figures: at least one; several have their titles.
-        columns: figures beside each other.
-    """
+    """Save figures as one file (.png, .svg, .pdf) with a white ground; several have their titles."""
     rows = [figures[first : first + columns] for first in range(0, len(figures), columns)]
     heights = [max(figure.height for figure in row) + 0.5 for row in rows]
     with _canvas("shardpair", **{"figure.facecolor": "white"}) as canvas:
@@ -189,11 +183,7 @@ def curves(
 ) -> None:
     """Series over the steps of a run, the first the widest: so all show where they coincide.
 
-    Args:
-        axes: to draw on.
-        lines: values by step, by name; of long ones each window is one point.
-        y: the axis, with its unit.
-        reduce: makes one value of a window's.
+    Of long ones each window is a point, to which `reduce` brings its values.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -253,10 +243,11 @@ def intervals(
     axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
     for number, (label, by_row) in enumerate(estimates.items()):
         points = {row + 0.26 * number: estimate for row, estimate in enumerate(by_row) if estimate}
+        ends = [(of.median - of.ends[0], of.ends[1] - of.median) for of in points.values()]
         axes.errorbar(
             [estimate.median for estimate in points.values()],
             list(points),
-            xerr=whiskers(points.values()),
+            xerr=[[low for low, _ in ends], [high for _, high in ends]],
             fmt=MARKERS[number],
             color=colour(number),
             capsize=3,
@@ -266,12 +257,6 @@ def intervals(
     axes.set_yticks(range(len(names)), names, fontsize="small")
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlabel(x)
-
-
-def whiskers(estimates: Iterable[Estimate]) -> list[list[float]]:
-    """Lengths of intervals below and above their medians, as matplotlib takes them."""
-    ends = [(one.median - one.ends[0], one.ends[1] - one.median) for one in estimates]
-    return [[low for low, _ in ends], [high for _, high in ends]]
 
 
 class Box(NamedTuple):

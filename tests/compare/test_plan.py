@@ -85,11 +85,11 @@ def test_the_sum_of_one_layout_is_written_out_term_by_term(small, capsys):
     second = plan.candidates[1]
     terms = predict(plan.engine, second.of(outcome.experiment), plan.machine).terms
     capsys.readouterr()
-    assert main(["report", "p", "--markdown"]) == 0
-    printed = capsys.readouterr().out
+    assert main(["report", "p"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
     assert f"The step of {second.name}, term by term" in printed
     for term in terms:
-        assert f"| {term.label} | {term.seconds * 1e3:,.3f} |" in printed
+        assert f"{term.seconds * 1e3:,.3f}" in printed, term.label
     assert main([*ARGUMENTS, "--explain", second.name, "--run_dir", "q"]) == 0
 
 

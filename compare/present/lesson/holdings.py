@@ -47,14 +47,7 @@ def part_of(parameter: Parameter, kind: str, engine: str, experiment: Experiment
     """A device's part of a parameter that its stage has, of the gradient of it, or of its moments.
 
     tp takes the side whose dims it splits. dp_shard takes the other one, from the ZeRO stage on that splits
-    this kind.
-
-    Args:
-        parameter: one in the table.
-        kind: of `KINDS`.
-        engine: a name in ENGINES, which may split parameters earlier.
-        experiment: its layout.
-        device: its number in the mesh.
+    this kind (of `KINDS`), which the engine says.
     """
     layout, at = experiment.layout, coordinates(device, experiment.layout)
     sides = sides_of(parameter)
@@ -113,9 +106,7 @@ def alike(engines: Sequence[str], experiment: Experiment) -> list[list[str]]:
 def figure(engines: Sequence[str], experiment: Experiment) -> Figure:
     """A column for each device: its rows of the batch, and its part of each matrix of each layer, by kind.
 
-    Args:
-        engines: that hold the same: `alike`.
-        experiment: its layout.
+    The engines hold the same: see `alike`.
     """
     layout, depth = experiment.layout, experiment.model.n_layer
     layers = [row * depth // min(depth, MOST_LAYERS) for row in range(min(depth, MOST_LAYERS))]
