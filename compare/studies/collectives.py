@@ -24,7 +24,6 @@ from compare.flags import Hidden, checked_pythons
 from compare.host.json_files import read_json
 from compare.judge.collective_fit import Fit, fits_of
 from compare.judge.outcome import Case, Grid, Outcome
-from compare.present.collectives import ORDER, figures_of, in_order, ranks_of, ways_of
 from compare.show.findings import Column, Findings, table_of
 from compare.spec.engines.registry import JAX, SIDES, TORCH
 from compare.spec.experiment import (
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
 else:
     Way = Literal[tuple(IMPLEMENTATIONS)]
 RANKS = (2, 4, 6)
+ORDER = list(IMPLEMENTATIONS)
 ENGINE = {JAX.name: "jax-manual", TORCH.name: "torch-manual"}
 """By side: whose way of sending is timed."""
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -141,16 +141,17 @@ class Collectives(OnIdle, frozen=True, kw_only=True):
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
-        """A table for each collective and number of ranks, the fits, two figures for each collective."""
+        """A table for each collective and number of ranks, and the fits."""
         sides = outcome.values(CollectiveTimes).values()
         rows = [row for side in sides for row in side.rows]
-        kinds = dict.fromkeys(row.kind for row in rows)
+        rows.sort(key=lambda row: (row.size, ORDER.index(row.implementation)))
+        kinds, ways = dict.fromkeys(row.kind for row in rows), {row.implementation for row in rows}
         hosts = {host for side in sides for host in side.hosts}
         over = f" over {len(hosts)} hosts" if len(hosts) > 1 else ""
         tables = [
-            table_of(f"{kind} on {ranks} ranks{over}", COLUMNS, in_order(of_table))
+            table_of(f"{kind} on {ranks} ranks{over}", COLUMNS, of_table)
             for kind in kinds
-            for ranks in ranks_of(rows)
+            for ranks in sorted({row.ranks for row in rows})
             if (of_table := [row for row in rows if (row.kind, row.ranks) == (kind, ranks)])
         ]
         fits = sorted(fits_of(rows), key=lambda fit: (fit.kind, fit.ranks, ORDER.index(fit.implementation)))
@@ -175,9 +176,8 @@ class Collectives(OnIdle, frozen=True, kw_only=True):
             ],
             warnings=[used] if is_busy(cores) else [],
             tables=tables,
-            figures=[figure for kind in kinds for figure in figures_of(rows, kind)],
             notes=[
-                *(f"{name}: {IMPLEMENTATIONS[name][2]}." for name in ways_of(rows)),
+                *(f"{name}: {IMPLEMENTATIONS[name][2]}." for name in ORDER if name in ways),
                 "Each time weighs by its own size in the fit; misfit is the median distance of a time from "
                 "the line.",
             ],

@@ -1,4 +1,4 @@
-"""`shardpair lesson`: who holds what, rings, the worked number; pages whose links lead to lines and rows."""
+"""`shardpair lesson`: who holds what, rings; pages whose links lead to lines and rows."""
 
 import contextlib
 import html
@@ -20,7 +20,7 @@ from compare.contract.record import read_record
 from compare.judge.closed_forms.memory import KINDS, closed_form
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import parameter_count, storage_dtype
-from compare.present.lesson import holdings, rings, worked
+from compare.present.lesson import holdings, rings
 from compare.present.lesson.page import lesson_page
 from compare.show.figures import svg
 from compare.spec.axes import DP_SHARD
@@ -92,7 +92,7 @@ def test_picture_fills_what_devices_hold(monkeypatch):
 
         monkeypatch.setattr(holdings, "_box", box)
         experiment = spread(load("check"), preset, devices)
-        drawn = svg(holdings.figure([worked.BY_HAND], experiment))
+        drawn = svg(holdings.figure(["torch-manual"], experiment))
         for kind in KINDS:
             assert filled[holdings.COLOURS[kind]] == pytest.approx(matrices), (preset, kind)
         assert ("parameters: 100%" in drawn) == (preset == "ddp")
@@ -134,34 +134,6 @@ def test_rings_end_in_what_a_collective_is_and_send_the_closed_form(monkeypatch)
     scattered = rings.reduce_scatter
     monkeypatch.setitem(rings.RINGS, "all_reduce", lambda n: rings.Ring(scattered(n).states, 2 * (n - 1)))
     assert "all_reduce on 4" in wrong_rings()  # a sum that nobody hands on
-
-
-def test_worked_number_is_what_the_papers_give():
-    """ZeRO's and Megatron's formulas, in bytes on the wire of one of n GPUs, with 2-byte numbers."""
-    model, n, rows = worked.MODEL, worked.GPUS, worked.ROWS
-    parameters, f = parameter_count(model), (n - 1) / n
-    stream = 2 * rows * model.block_size * model.n_embd
-    expected = {
-        "data_parallel": 2 * f * 2 * parameters,
-        "fully_sharded": 3 * f * 2 * parameters,
-        "tensor_parallel": 2 * f * stream * (4 * model.n_layer + 2),  # and the embedding's, the head's
-        "pipeline_parallel": 2 * stream,
-    }
-    inner = parameters - (model.vocab_size + model.block_size) * model.n_embd
-    flops = 6 * (inner + model.vocab_size * model.n_embd)
-    flops += 12 * model.n_layer * model.block_size * model.n_embd
-    for strategy, wire in expected.items():
-        one = worked.worked(strategy)
-        assert one.wire == pytest.approx(wire, rel=1e-3), strategy
-        assert one.compute_s == pytest.approx(flops * rows * model.block_size / n / 989.5e12)
-        assert one.waits == (7 / 23 if strategy == "pipeline_parallel" else 0)
-        assert (one.state < worked.MEMORY) == (strategy != "data_parallel")
-    assert worked.worked("data_parallel").state == 16 * parameters
-    assert worked.worked("fully_sharded").state == 2 * parameters
-    table = worked.table("tensor_parallel")
-    assert [row.head.note for row in table.rows] == ["", "", "this lesson", ""]
-    nvlink = table.rows[0].cells[2]
-    assert nvlink.text == f"{expected['data_parallel'] / 450e9 * 1e3:,.0f} ms"
 
 
 def made_by_hand(folder: Path, place: str):

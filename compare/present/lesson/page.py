@@ -18,7 +18,7 @@ from compare.host.tensors import RecordError
 from compare.judge.outcome import Outcome, read_run
 from compare.numerics.parameters import parameter_count
 from compare.present.ledger import layouts_of, table_of_layout
-from compare.present.lesson import holdings, rings, worked
+from compare.present.lesson import holdings, rings
 from compare.present.memory import peak_tables, resting_table
 from compare.present.profile import measured_figures, planned_figures
 from compare.show.findings import Findings
@@ -124,8 +124,6 @@ def lesson_page(strategy: str, outcome: Outcome, records: Mapping[str, Record], 
         styles=styles(),
         sources=sources,
         engines=ENGINES,
-        worked=worked,
-        strategy=strategy,
         sent=sent,
         anchors={key: "row-" + re.sub(r"\W+", "-", "-".join(filter(None, key))) for key in keys},
         trials=TRIALS[strategy],
