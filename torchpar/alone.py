@@ -27,7 +27,7 @@ from torchpar.launch import Rank
 from torchpar.measure.hollow import HollowMode
 from torchpar.measure.instruments import INSTRUMENTED_STEP, Instruments
 from torchpar.run import Run, to_device
-from torchpar.train import build_run, compute_gradients, move_on, update_weights
+from torchpar.train import move_on, set_up
 
 
 class NoWeights(OneByOne, Weights):
@@ -56,7 +56,7 @@ def run_alone(request: AbsentRequest) -> RankAlone:
     mesh = make_mesh(experiment.layout, rank=0, device=torch.device("cpu"))
     asked = Request(engine=request.engine, experiment=experiment)
     with HollowMode():
-        run = build_run(asked, mesh, rank, NoWeights(experiment))
+        run = set_up(asked, mesh, rank, NoWeights(experiment))
         for step in range(steps - 1):
             _train_step(run, step)
         instruments = Instruments(run)
@@ -68,8 +68,8 @@ def run_alone(request: AbsentRequest) -> RankAlone:
 
 def _train_step(run: Run, step: int, instruments: Instruments | None = None) -> None:
     arrays = functools.partial(arrays_of_step, run.corpus, run.experiment)
-    compute_gradients(run, to_device(run, arrays(step)))
+    run.compute(run, to_device(run, arrays(step)))
     if instruments:
         instruments.gradients(step)
-    update_weights(run)
+    run.update(run)
     move_on(run, torch.zeros(()))

@@ -20,13 +20,14 @@ from compare.contract.collective_bench import (
     measure,
     sent,
 )
-from compare.contract.other_hosts import facts_here, host_names, leave_hosts, require_agreement
+from compare.contract.other_hosts import host_names
 from compare.host.facts import versions
 from compare.host.json_files import write_json
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis, _gather_equal, _reduce_scatter_equal
 from torchpar.comm.mesh import PACKAGES, device_kind
 from torchpar.launch import Rank
+from torchpar.run import join_others
 
 IN_PLACE = ("all_reduce", "broadcast")
 
@@ -37,23 +38,8 @@ def time_as_rank(rank: Rank, *, request: CollectiveRequest, folder: Path) -> Non
     Raises:
         ExperimentError: the hosts have other versions of a package.
     """
-    device = torch.device("cuda", rank.local_rank) if request.platform == "gpu" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     torch.set_num_threads(1)
-    process_groups.join_group(
-        rank=rank.rank,
-        world_size=request.ranks,
-        device=device,
-        rendezvous=rank.rendezvous,
-        timeout_s=rank.collective_timeout_s,
-    )
-    rank.at(0, "setting up")
-    world = Axis.of(None)
-    facts = world.all_gather_objects(facts_here(PACKAGES))
-    require_agreement(facts)
-    if rank.rank == 0 and rank.rendezvous is None:
-        leave_hosts(folder, facts)
+    device, world = join_others(rank, request.platform, folder), Axis.of(None)
     rows = []
     axes = {way: axis_of(way, rank.rank, ranks=request.ranks) for way in request.implementations}
     for number, case in enumerate(request.cases):

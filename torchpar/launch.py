@@ -106,11 +106,6 @@ class Rank:
     progress: MutableSequence[int] = field(default_factory=lambda: [0, 0, 0])
 
     @property
-    def collective_timeout_s(self) -> float:
-        """Collective time-out (s), longer than the launcher's: it names the lagging rank first."""
-        return self.timeout_s + 30.0
-
-    @property
     def position(self) -> Position:
         """Position of this rank."""
         return Position(*self.progress)

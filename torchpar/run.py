@@ -1,21 +1,26 @@
 """One rank's run: what it trains with and where it stands, its rows of a batch, its clock."""
 
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from compare.contract.other_hosts import facts_here, leave_hosts, require_agreement
 from compare.contract.progress import Progress
 from compare.contract.request import Request
 from compare.numerics.data import Corpus
 from compare.numerics.stream import OwnBatches
 from compare.spec.axes import ROWS
 from compare.spec.experiment import Experiment
-from torchpar.comm.mesh import Mesh
+from torchpar.comm import process_groups
+from torchpar.comm.collectives import Axis
+from torchpar.comm.mesh import PACKAGES, Mesh
 from torchpar.launch import Rank
 from torchpar.parallel_model import ParallelModel
 
@@ -46,6 +51,10 @@ class Run:
     rank: Rank
     corpus: Corpus | OwnBatches
     parallel: ParallelModel
+    compute: "Callable[[Run, RankBatch], torch.Tensor]"
+    """From a batch to the mean loss, a scalar; leaves the gradients on the parameters."""
+    update: "Callable[[Run], torch.Tensor]"
+    """Clips, updates the weights and drops the gradients. Returns the norm before, a scalar."""
     initial_weights_sha256: str = ""
     """Of rank 0."""
     compile_s: float = 0.0
@@ -55,6 +64,39 @@ class Run:
     def experiment(self) -> Experiment:
         """The experiment that is trained."""
         return self.request.experiment
+
+
+def join_others(rank: Rank, platform: str, folder: Path, reads: Experiment | None = None) -> torch.device:
+    """This rank's device, once it is in the group of all ranks; rank 0 leaves the names of several hosts.
+
+    Args:
+        rank: this process.
+        platform: gpu or cpu.
+        folder: the run's.
+        reads: the experiment whose data this rank holds against that of other hosts.
+
+    Raises:
+        ExperimentError: versions or data of the hosts differ; all ranks raise it.
+    """
+    device = torch.device("cuda", rank.local_rank) if platform == "gpu" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if rank.world_size > 1:
+        process_groups.join_group(
+            rank=rank.rank,
+            world_size=rank.world_size,
+            device=device,
+            rendezvous=rank.rendezvous,
+            timeout_s=rank.timeout_s + 30.0,  # longer than the launcher's: it names the lagging rank first
+        )
+    rank.at(0, "setting up")
+    if rank.world_size > 1 and rank.rendezvous is None:
+        of_hosts = Axis.of(None).all_gather_objects(facts_here(PACKAGES, reads=reads))
+        remarks = require_agreement(of_hosts)
+        if rank.rank == 0:
+            leave_hosts(folder, of_hosts)
+            print(*remarks, sep="\n", end="\n" if remarks else "", file=sys.stderr, flush=True)
+    return device
 
 
 def to_device(run: Run, arrays: Mapping[str, np.ndarray]) -> RankBatch:

@@ -2,8 +2,7 @@
 
 import functools
 import importlib
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +14,6 @@ from compare.contract.communication import LOSS
 from compare.contract.faults import IGNORED
 from compare.contract.inputs import open_stream, starting_parameters
 from compare.contract.observers import FinishedStep, Observer
-from compare.contract.other_hosts import facts_here, leave_hosts, require_agreement
 from compare.contract.progress import Progress
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
@@ -27,14 +25,14 @@ from compare.spec.axes import ROWS
 from compare.spec.engines.registry import TORCH
 from torchpar import compiler, library, manual
 from torchpar.comm import process_groups
-from torchpar.comm.mesh import PACKAGES, Mesh, make_mesh
+from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.host_memory import keep_freed_memory
 from torchpar.launch import Rank
 from torchpar.loss_scale import scale_loss, undivided_parts, unscale_gradients
 from torchpar.observers import observers_of
 from torchpar.optimizer import make_optimizer, optimizer_step
 from torchpar.parallel_model import ParallelModel, local
-from torchpar.run import RankBatch, Run, autocast, now, to_device
+from torchpar.run import RankBatch, Run, autocast, join_others, now, to_device
 from torchpar.shards import empty_model, fill_with, restore_moments
 from torchpar.weights import nanogpt_name, to_array
 
@@ -45,8 +43,6 @@ PARALLELIZE = {
 }
 PEERS = {peer.name: f"torchpar.{peer.folder}" for peer in TORCH.peers}
 """Modules with their own `parallelize` and step; imported only to train: they may need more packages."""
-Compute = Callable[[Run, RankBatch], torch.Tensor]
-Update = Callable[[Run], torch.Tensor]
 
 
 def train(
@@ -70,20 +66,17 @@ def train(
     """
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
     with planted(request):
-        mesh = join_mesh(rank, request)
-        if mesh.world.size > 1 and rank.rendezvous is None:
-            agree_with_others(mesh, rank, request, folder)
-        run = set_up(request, mesh, rank, weights=weights, batches=batches)
+        mesh = join_mesh(rank, request, folder)
+        first = starting_parameters(request, weights)
+        run = set_up(request, mesh, rank, first, batches=batches)
+        if rank.rank == 0:
+            run.initial_weights_sha256 = _sha256_of(run.parallel, first, request)
         if request.resume:
             restore_moments(run, Path(request.resume.checkpoint))
         require_validation(run.experiment, run.corpus)
         if run.parallel.compiled:
             run.compile_s = compile_ahead(run)
-        compute, update = compute_gradients, update_weights
-        if request.engine in PEERS:
-            peer = importlib.import_module(PEERS[request.engine])
-            compute, update = peer.compute_gradients, peer.update_weights
-        train_to_end(run, observers_of(run, folder, started_utc=started_utc), compute, update)
+        train_to_end(run, observers_of(run, folder, started_utc=started_utc))
     process_groups.leave_group()
 
 
@@ -99,68 +92,32 @@ def planted(request: Request) -> AbstractContextManager:
     return faults.plant(request.fault, engine=request.engine)
 
 
-def join_mesh(rank: Rank, request: Request) -> Mesh:
-    """This rank's device, the group of all ranks if there are others, and the rank's place among them."""
-    layout = request.experiment.layout
-    device = torch.device("cuda", rank.local_rank) if request.platform == "gpu" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        keep_freed_memory()
-    if layout.devices > 1 or request.engine not in PEERS:  # a plain loop has PyTorch's own threads
-        torch.set_num_threads(1)
-    torch.set_float32_matmul_precision("high" if request.experiment.precision.tf32 else "highest")
-    if layout.devices > 1:
-        process_groups.join_group(
-            rank=rank.rank,
-            world_size=layout.devices,
-            device=device,
-            rendezvous=rank.rendezvous,
-            timeout_s=rank.collective_timeout_s,
-        )
-    rank.at(0, "setting up")
-    return make_mesh(layout, rank=rank.rank, device=device)
-
-
-def agree_with_others(mesh: Mesh, rank: Rank, request: Request, folder: Path) -> None:
-    """Hold versions, data and clocks of all hosts against the first's; rank 0 leaves the hosts' names.
+def join_mesh(rank: Rank, request: Request, folder: Path) -> Mesh:
+    """This rank's device, the group of all ranks if there are others, and the rank's place among them.
 
     Raises:
-        ExperimentError: they differ; all ranks raise it.
+        ExperimentError: another host has other versions or data; all ranks raise it.
     """
-    reads = request.experiment if rank.local_rank == 0 else None
-    of_hosts = mesh.world.all_gather_objects(facts_here(PACKAGES, reads=reads))
-    remarks = require_agreement(of_hosts)
-    if mesh.world.rank == 0:
-        leave_hosts(folder, of_hosts)
-        print(*remarks, sep="\n", end="\n" if remarks else "", file=sys.stderr, flush=True)
+    experiment = request.experiment
+    if request.platform == "cpu":
+        keep_freed_memory()
+    if rank.world_size > 1 or request.engine not in PEERS:  # a plain loop has PyTorch's own threads
+        torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high" if experiment.precision.tf32 else "highest")
+    device = join_others(rank, request.platform, folder, experiment if rank.local_rank == 0 else None)
+    return make_mesh(experiment.layout, rank=rank.rank, device=device)
 
 
 def set_up(
-    request: Request,
-    mesh: Mesh,
-    rank: Rank,
-    *,
-    weights: Mapping[str, np.ndarray] | None = None,
-    batches: Batches | None = None,
-) -> Run:
-    """Model, optimizer and data of one rank, under the layout. Rank 0's has the first weights' SHA-256."""
-    first = starting_parameters(request, weights)
-    run = build_run(request, mesh, rank, first, batches=batches)
-    if mesh.world.rank == 0:
-        run.initial_weights_sha256 = _sha256_of(run.parallel, first, request)
-    return run
-
-
-def build_run(
     request: Request, mesh: Mesh, rank: Rank, first: Weights, *, batches: Batches | None = None
 ) -> Run:
-    """The run from these first weights, by canonical name."""
+    """Model, optimizer and data of one rank, under the layout; the first weights by canonical name."""
     experiment, model = request.experiment, empty_model(request.experiment)
-    fill = fill_with(first, experiment, mesh)
+    fill, compute, update = fill_with(first, experiment, mesh), compute_gradients, update_weights
     if request.engine in PEERS:
         fill(model)
         peer = importlib.import_module(PEERS[request.engine])
+        compute, update = peer.compute_gradients, peer.update_weights
         parallel, mesh = peer.parallelize(model, experiment, mesh=mesh, rank=rank)
     else:
         maker = functools.partial(make_optimizer, experiment=experiment)
@@ -169,8 +126,16 @@ def build_run(
     state = Progress(loss_scale=request.first_loss_scale)
     if state.loss_scale:
         scale_loss(model.loss, state, parts=undivided_parts(parallel, experiment))
-    corpus = open_stream(request, batches)
-    return Run(request=request, mesh=mesh, rank=rank, corpus=corpus, parallel=parallel, state=state)
+    return Run(
+        request=request,
+        mesh=mesh,
+        rank=rank,
+        corpus=open_stream(request, batches),
+        parallel=parallel,
+        compute=compute,
+        update=update,
+        state=state,
+    )
 
 
 def _sha256_of(parallel: ParallelModel, first: Weights, request: Request) -> str:
@@ -186,11 +151,7 @@ def _sha256_of(parallel: ParallelModel, first: Weights, request: Request) -> str
 
 
 def compile_ahead(run: Run) -> float:
-    """Run the first pass once, and drop its gradients: what is traced and compiled is, before the first step.
-
-    Returns:
-        How long it took (s).
-    """
+    """Run the first pass once, and drop its gradients. Returns the seconds that this took."""
     clock = Stopwatch(functools.partial(now, run))
     arrays = arrays_of_step(run.corpus, run.experiment, run.state.step)
     with clock, autocast(run):
@@ -201,53 +162,43 @@ def compile_ahead(run: Run) -> float:
     return clock.wall_s
 
 
-def train_to_end(run: Run, tell: Observer, compute: Compute, update: Update) -> None:
-    """All steps that are left.
-
-    Args:
-        run: this rank's.
-        tell: the observers.
-        compute: from a batch to the mean loss, a scalar; leaves the gradients on the parameters.
-        update: clips, updates the weights and drops the gradients. Returns the norm before, a scalar.
-
-    Raises:
-        DivergedError: the loss or the gradient norm of a step is not finite.
-    """
+def train_to_end(run: Run, tell: Observer) -> None:
+    """All steps that are left. Raises DivergedError: the loss or the norm of a step is not finite."""
     state = run.state
     tell.begin(state)
     while state.step < run.experiment.train.max_iters:
         if (steps := run.request.together(state.step)) > 1:
-            train_window(run, tell, compute, update, steps=steps)
+            train_window(run, tell, steps=steps)
         else:
-            train_step(run, tell, compute, update)
+            train_step(run, tell)
         tell.between(state)
     tell.finish()
 
 
-def train_step(run: Run, tell: Observer, compute: Compute, update: Update) -> None:
+def train_step(run: Run, tell: Observer) -> None:
     """Draw, compute, update, tell: one step, which the host waits for. What observers do costs no time."""
     start, clock = run.state.snapshot, Stopwatch(functools.partial(now, run))
     arrays = arrays_of_step(run.corpus, run.experiment, start.step)
     with tell.around(start.step):
         with clock:
-            loss = compute(run, to_device(run, arrays))
+            loss = run.compute(run, to_device(run, arrays))
         tell.gradients(start.step)
         with clock:
-            norm = update(run)
+            norm = run.update(run)
     run.rank.at(start.step, "record")
     tell.steps([FinishedStep(start, loss, norm)], clock.window(1))
     move_on(run, norm)
 
 
-def train_window(run: Run, tell: Observer, compute: Compute, update: Update, *, steps: int) -> None:
+def train_window(run: Run, tell: Observer, *, steps: int) -> None:
     """Steps with no synchronisation of host and device between them, timed together."""
     first, clock = run.state.step, Stopwatch(functools.partial(now, run))
     drawn = [arrays_of_step(run.corpus, run.experiment, step) for step in range(first, first + steps)]
     done = []
     with clock:
         for arrays in drawn:
-            start, loss = run.state.snapshot, compute(run, to_device(run, arrays))
-            norm = update(run)
+            start, loss = run.state.snapshot, run.compute(run, to_device(run, arrays))
+            norm = run.update(run)
             done.append(FinishedStep(start, loss, norm))
             move_on(run, norm)
     tell.steps(done, clock.window(steps))

@@ -7,6 +7,7 @@ import torch
 from msgspec.structs import replace
 
 from compare.contract.ending import DivergedError, end_if_diverged, first_not_finite
+from compare.contract.inputs import starting_parameters
 from compare.contract.record import ERROR, MANIFEST, STEPS_PART, Failure, Step
 from compare.contract.record import read_steps as steps_of
 from compare.contract.request import Request
@@ -17,7 +18,7 @@ from compare.terminal import error_text
 from torchpar.comm.mesh import make_mesh
 from torchpar.launch import Rank, failure_of
 from torchpar.observers import observers_of
-from torchpar.train import compute_gradients, set_up, train_step, update_weights
+from torchpar.train import set_up, train_step
 
 # No layer's gradient survives weights of 1e30. One layer and no ladder: one small program to compile.
 DIVERGING = ("--optimizer.learning_rate", "1e30", "--optimizer.no-decay_lr", "--optimizer.warmup_iters", "0")
@@ -69,12 +70,12 @@ def test_a_step_of_torchpar_names_the_gradient_and_moves_nothing(tiny, tmp_path)
     request = Request(engine="torch-manual", experiment=experiment)
     rank = Rank(rank=0, world_size=1, local_rank=0)
     mesh = make_mesh(experiment.layout, rank=0, device=torch.device("cpu"))
-    run = set_up(request, mesh, rank)
+    run = set_up(request, mesh, rank, starting_parameters(request))
     run.parallel.parameters["transformer.h.1.ln_2.weight"].register_hook(lambda gradient: gradient * math.inf)
     before = {name: weight.clone() for name, weight in run.parallel.weights().items()}
     tell = observers_of(run, tmp_path, started_utc="")
     with pytest.raises(DivergedError) as error:
-        train_step(run, tell, compute_gradients, update_weights)
+        train_step(run, tell)
     assert str(error.value).endswith(
         "the first gradient that is not finite is that of blocks.1.norm2.scale"
     ), error.value

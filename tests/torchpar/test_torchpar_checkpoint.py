@@ -61,7 +61,8 @@ def restored(engine: str, experiment: Experiment, rank: int, checkpoint: Path) -
         rank=None,
         corpus=None,
         parallel=PARALLELIZE[engine](model, mesh=mesh, layout=experiment.layout, make_optimizer=maker),
-        initial_weights_sha256="",
+        compute=None,
+        update=None,
     )
     restore_moments(run, checkpoint)
     return run
