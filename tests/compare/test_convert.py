@@ -1,7 +1,6 @@
 """`shardpair convert`: from and to what others use; nothing half-written, nothing executed."""
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +91,7 @@ def test_what_this_model_cannot_be_is_refused(tmp_path):
         assert says in str(refused.value), spoil
 
 
-def test_masks_of_old_files_are_left_out_and_an_untied_head_is_not(tmp_path):
+def test_masks_of_old_files_are_left_out_and_other_tensors_are_refused(tmp_path, capsys):
     write_gpt2(tmp_path / "gpt2", EXPERIMENT.model, weights())
     path = tmp_path / "gpt2" / WEIGHTS_FILE
     tensors = load_file(path)
@@ -101,20 +100,13 @@ def test_masks_of_old_files_are_left_out_and_an_untied_head_is_not(tmp_path):
     save_file({**tensors, "lm_head.weight": tensors["transformer.wte.weight"] + 1}, path)
     with pytest.raises(ExperimentError, match="is not tied to the embedding"):
         read_gpt2(tmp_path / "gpt2")
-
-
-def test_numbers_that_numpy_has_not_are_named(tmp_path, capsys):
-    write_gpt2(tmp_path / "gpt2", EXPERIMENT.model, weights())
-    path = tmp_path / "gpt2" / WEIGHTS_FILE
-    halves = {name: torch.from_numpy(array).bfloat16() for name, array in load_file(path).items()}
-    torch_save_file(halves, path)
+    torch_save_file({name: torch.from_numpy(array).bfloat16() for name, array in tensors.items()}, path)
     assert main(["convert", str(tmp_path / "gpt2"), str(tmp_path / "x")]) == 2
-    assert re.search(
-        r"wte\.weight is BF16, which NumPy has not: write it as float32", capsys.readouterr().err
-    )
+    assert "wte.weight is BF16, which NumPy has not: write it as float32" in capsys.readouterr().err
 
 
 def test_bad_names_are_refused_and_nothing_is_left(given, tmp_path, capsys):
+    assert [format_of(Path(name)) for name in ("a.pt", "a.b")] == ["nanogpt", "checkpoint"]
     for arguments, says in (
         ((str(given), str(given)), "exists already"),
         ((str(given), str(tmp_path / "no" / "x")), "there is no folder"),
@@ -125,11 +117,3 @@ def test_bad_names_are_refused_and_nothing_is_left(given, tmp_path, capsys):
         assert main(["convert", *arguments]) == 2
         assert says in capsys.readouterr().err
         assert sorted(tmp_path.iterdir()) == before
-
-
-def test_the_format_by_the_name():
-    assert [format_of(Path(name)) for name in ("a.pt", "a.safetensors", "a")] == [
-        "nanogpt",
-        "weights",
-        "checkpoint",
-    ]

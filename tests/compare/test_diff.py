@@ -91,12 +91,7 @@ def test_curves_are_compared_without_tensors(tmp_path, tiny):
         assert found.verdict.skipped["gradients"].startswith("no tensors of it in B: ")
 
 
-def test_a_run_that_diverged_is_like_none(tmp_path, tiny):
-    steps = [msgspec.structs.replace(step, loss=math.nan) for step in make_steps(tiny)]
-    assert not between(tmp_path, tiny, tiny, steps=steps).alike
-
-
-def test_costs_decide_nothing(tmp_path, tiny):
+def test_costs_decide_nothing_and_a_loss_that_is_none_does(tmp_path, tiny):
     slow = [msgspec.structs.replace(step, step_time_ms=1e3) for step in make_steps(tiny)]
     found = between(tmp_path, tiny, edited(tiny, {"layout": {"dp_replicate": 2}}), steps=slow)
     assert found.alike
@@ -104,6 +99,8 @@ def test_costs_decide_nothing(tmp_path, tiny):
     assert after > 10 * before
     assert found.costs["all_reduce dp_replicate gradients (bytes)"][0] == 0
     assert {change.field for change in found.settings} >= {"layout.dp_replicate"}
+    lost = make_record(tmp_path / "c", tiny, steps=[msgspec.structs.replace(s, loss=math.nan) for s in slow])
+    assert not difference(make_record(tmp_path / "d", tiny), lost, names=("d", "c")).alike
 
 
 def test_a_longer_run_is_compared_over_the_steps_of_both(tmp_path, tiny):

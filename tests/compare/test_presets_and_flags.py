@@ -124,16 +124,6 @@ def test_what_cannot_win_is_refused(planned):
         assert says in said, line
 
 
-def test_flags_are_given_whatever_their_values():
-    for line, given in {
-        "run": set(),
-        "run demo --layout.microbatches 1": {"layout.microbatches"},
-        "run demo --layout.dp-replicate=2 --model.no-bias": {"layout.dp_replicate", "model.bias"},
-        "bench --rounds 5 --train.seed 1337": {"rounds", "train.seed"},
-    }.items():
-        assert parse(line.split())[0].given - {"experiment"} == given
-
-
 def test_from_python_it_is_the_same():
     built = api.experiment("cpu", layout={"pp": 2, "microbatches": 4})
     command = api._command(Run, built, {"preset": "pp", "devices": 2})

@@ -201,9 +201,15 @@ def test_help_is_one_screen_and_teaches(capsys):
     assert "Number of transformer blocks (L). (default: 4)" in text  # the demo's own default
 
 
-def test_flags_that_a_line_gives_are_known_in_every_spelling():
-    line = ["--layout.no-reshard-after-forward", "--optimizer.min-lr=1e-4", "--no-ladder", "--devices", "2"]
-    assert flags_in(line) == {"layout.reshard_after_forward", "optimizer.min_lr", "ladder", "devices"}
+def test_flags_that_a_line_gives_are_known_in_every_spelling_whatever_their_values():
+    line = [
+        "--layout.no-reshard-after-forward",
+        "--optimizer.min-lr=1e-4",
+        "--no-ladder",
+        "--train.seed",
+        "1337",
+    ]
+    assert flags_in(line) == {"layout.reshard_after_forward", "optimizer.min_lr", "ladder", "train.seed"}
     command, _ = parse(["run", *line])
     assert isinstance(command, Spec)
     assert not command.layout.reshard_after_forward
