@@ -58,7 +58,7 @@ def engines() -> str:
 
 def peers() -> str:
     """What others use, to be run beside the engines."""
-    rows = [(f"`{peer.name}`", peer.decides, ", ".join(peer.precisions.dtypes)) for peer in PEERS.values()]
+    rows = [(f"`{peer.name}`", peer.decides, ", ".join(peer.dtypes)) for peer in PEERS.values()]
     return markdown(["peer", "description", "dtypes"], rows)
 
 

@@ -128,7 +128,7 @@ class RankSide:
         stages = [run.experiment.layout.stage_of(rank) for rank in range(len(found))]
         recorder.memory(MemoryProfile(devices=list(memories), method=PROFILE_METHOD))
         recorder.work(work_of_all_ranks(work, stages=stages))
-        counts_own = ENGINES[run.request.engine].observed.counts_own_calls
+        counts_own = ENGINES[run.request.engine].counts_own_calls
         recorder.ledger(of_all_ranks(ledgers, stages=stages, counts_own=counts_own))
         return {
             "device_kind": device_kind(run.mesh.device),

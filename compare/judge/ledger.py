@@ -79,7 +79,7 @@ def mismatches(engine: str, experiment: Experiment, flows: Sequence[Flow]) -> It
 
     An engine that makes its own calls is held to the byte where the textbook is exact, others to a multiple.
     """
-    is_exact = ENGINES[engine].observed.counts_own_calls and is_plain(experiment)
+    is_exact = ENGINES[engine].counts_own_calls and is_plain(experiment)
     for flow in _joined(flows):
         least, most = (1.0, 1.0) if is_exact else _multiples(engine, experiment, flow)
         limit = most * flow.textbook + 1 if most < math.inf else math.inf  # inf * 0 would be nan

@@ -83,10 +83,10 @@ def strategy_of(record: Record) -> Strategy:
     """Read the settings off what a run left.
 
     Args:
-        record: of an engine that tells what it computes (`Engine.observed`); of another nothing is read.
+        record: of an engine that tells what it computes (no peer); of another nothing is read.
     """
     engine, experiment = ENGINES.get(record.manifest.engine), asked_of(record)
-    if engine is None or not engine.observed.work:
+    if engine is None or engine.is_peer:
         return Strategy(untold={"strategy": f"{record.manifest.engine} does not tell what it computes"})
     if record.work is None:
         missing = Finding(setting="work.json", asked="what a step computed", found="nothing")

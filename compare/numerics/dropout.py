@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from compare.spec.dropout_rate import BITS, LANES, threshold
+from compare.spec.checks import BITS, LANES, threshold
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = 0x1BD11BDA

@@ -6,15 +6,23 @@ A single field's bounds are with its type (`compare.spec.sections`).
 from collections.abc import Iterator
 
 from compare.spec.axes import ROWS
-from compare.spec.dropout_rate import BITS, LANES, threshold
 from compare.spec.sections import Experiment, Layout, Model, Precision, Train
 
 LARGEST_FLOAT32 = 3.4028234663852886e38
+BITS = 16
+"""Random bits of an element, of which dropout makes its decision: a rate is a multiple of 2^-16."""
+LANES = 4
+"""Elements that share one counter: its 64 random bits are cut into so many parts."""
 MAX_TASKS = 200_000  # of a pipeline's schedule: each is an object in a list
 
 
 class ExperimentError(ValueError):
     """The experiment cannot work. The message is one line that names the key or file and what to do."""
+
+
+def threshold(rate: float) -> int:
+    """The number below which an element's random bits drop it."""
+    return round(rate * 2**BITS)
 
 
 def check(experiment: Experiment) -> Experiment:

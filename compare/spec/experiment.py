@@ -24,26 +24,8 @@ from compare.spec.sections import (
     Train,
 )
 
-__all__ = [
-    "MAX_CPU_DEVICES",
-    "Checkpoints",
-    "Data",
-    "Experiment",
-    "ExperimentError",
-    "Layout",
-    "Model",
-    "Optimizer",
-    "Precision",
-    "Train",
-    "check",
-    "check_tasks",
-    "layout_fields",
-    "load",
-    "named_experiments",
-    "parse",
-    "revalidate",
-    "to_toml",
-]
+__all__ = ["Checkpoints", "Data", "Layout", "Model", "Optimizer", "Precision", "Train", "check_tasks"]
+"""Read from here, beside what stands below."""
 
 MAX_CPU_DEVICES = 64  # virtual devices share the cores; past this a run only measures the scheduler
 MAX_FILE_BYTES = 16_384  # Python's TOML reader takes minutes for 100 kB of dots

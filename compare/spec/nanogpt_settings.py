@@ -21,8 +21,6 @@ FIELDS = {
 """The section that a setting of nanoGPT is in here, under the same name."""
 MODEL_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
 """What nanoGPT's checkpoints say of the model, in its order."""
-SEED = 1337
-"""nanoGPT's, which is no setting."""
 
 
 def experiment_of(settings: Mapping[str, Any], *, base: Experiment) -> tuple[Experiment, list[str]]:

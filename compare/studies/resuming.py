@@ -86,7 +86,7 @@ def resumes(
 
 def require_resumable(engine: str, source: str, init_from: str = "") -> None:
     """Refuse what cannot go on from a checkpoint. Raises ExperimentError."""
-    if source and not ENGINES[engine].can.checkpoints:
+    if source and ENGINES[engine].is_peer:
         raise ExperimentError(
             f"--resume {source}: {engine} cannot begin with a checkpoint: leave it out of --engines"
         )

@@ -14,11 +14,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from compare.contract.communication import OF_DERIVATIVE, SAID
-from compare.pipeline.instructions import SourceLine
 
 KINDS = {
     "all-reduce": "all_reduce",
@@ -61,6 +61,19 @@ _NUMBER = re.compile(r"(\w+)=(\d+)")
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 WRAPPERS = Path(__file__).parents[1] / "comm"
 """Every collective of jaxpar is called there: who called it is of interest."""
+
+
+class SourceLine(NamedTuple):
+    """A line of a source file, which may be unknown."""
+
+    file: str
+    line: int
+    function: str = ""
+
+    def __str__(self) -> str:
+        """file.py:12 (function), the file without its folders."""
+        where = f"{self.file.rpartition('/')[2]}:{self.line}"
+        return f"{where} ({self.function})" if self.function else where
 
 
 @dataclass(frozen=True, kw_only=True)

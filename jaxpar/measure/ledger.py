@@ -5,7 +5,7 @@ Logical bytes are those of the full (gathered) tensor; of a permute, what a devi
 
 import itertools
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,10 @@ from compare.contract.communication import (
 from compare.contract.ledger import Ledger
 from compare.pipeline.instructions import Instruction
 from compare.spec.axes import PP, TP, joined
-from jaxpar.measure.hlo import Collective, collectives, groups_along, opcode_of
+from jaxpar.measure.hlo import Collective, collectives, groups_along
 
 SCALAR = 8  # bytes of a float64
 PACKAGE = Path(__file__).parents[1]
-DEEP = 16
-"""Lines of a stack that are kept: below them is what starts any step."""
-SHOWN = 3
-"""Arrays of a joined collective that are written out; more are counted."""
-_ARRAY = re.compile(r"\b(?:[a-z]+\d+[a-z0-9]*|pred)\[[\d,]*\]")
 _PARTITIONS = re.compile(r"^HloModule .*\bnum_partitions=(\d+)", re.MULTILINE)
 
 
@@ -172,34 +167,20 @@ def key_of(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple[str, 
 
 
 def listing(hlo: str, axis_sizes: Mapping[str, int]) -> list[Instruction]:
-    """Every collective over more than one device, one by one; alike ones are one, their calls added up.
+    """Every collective over more than one device, by the lines of this package that cause it.
 
-    Each has its lines of this package, each once: JAX repeats some where it traces again. What cannot be read
-    is left out: the ledger says so.
+    Each line stands once: JAX repeats some where it traces again. What cannot be read is left out: the ledger
+    says so.
     """
-    calls: Counter[Instruction] = Counter()
+    totals: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
     for collective in collectives(hlo, axis_sizes, problems=[]):
-        if not (key := key_of(collective, axis_sizes)):
-            continue
-        operation = opcode_of(collective.text)
-        arrays = _ARRAY.findall(collective.text.partition(f" {operation}(")[0])
-        more = f" and {len(arrays) - SHOWN} more" if len(arrays) > SHOWN else ""
-        lines = (
-            replace(line, file=Path(line.file).relative_to(PACKAGE.parent).as_posix())
-            for line in collective.stack
-            if Path(line.file).is_relative_to(PACKAGE)
-        )
-        instruction = Instruction(
-            kind=key[0],
-            axis=key[1],
-            purpose=key[2],
-            operation=operation,
-            result=", ".join(arrays[:SHOWN]) + more,
-            groups="{" + ",".join("{" + ",".join(map(str, group)) + "}" for group in collective.groups) + "}",
-            op_name=collective.op_name,
-            calls=1,
-            bytes=sum(collective.arrays),
-            stack=tuple(dict.fromkeys(lines))[:DEEP],
-        )
-        calls[instruction] += collective.calls
-    return [replace(single, calls=times, bytes=times * single.bytes) for single, times in calls.items()]
+        if key := key_of(collective, axis_sizes):
+            lines = (line for line in collective.stack if Path(line.file).is_relative_to(PACKAGE))
+            places = ((Path(line.file).relative_to(PACKAGE.parent).as_posix(), line.line) for line in lines)
+            total = totals[*key, tuple(dict.fromkeys(places))]
+            total[0] += collective.calls
+            total[1] += collective.calls * sum(collective.arrays)
+    return [
+        Instruction(kind=kind, axis=axis, purpose=purpose, calls=calls, bytes=size, places=places)
+        for (kind, axis, purpose, places), (calls, size) in totals.items()
+    ]

@@ -160,7 +160,7 @@ def make_record(
     )
     for step in steps_due(experiment):
         recorder.evaluation(Evaluation(step=step, train=5.5, validation=5.5))
-    if ENGINES[engine].observed.work:
+    if not ENGINES[engine].is_peer:
         recorder.work(make_work(engine, experiment))
     recorder.ledger(Ledger(rows=make_ledger(engine, experiment)))
     recorder.finish(manifest)

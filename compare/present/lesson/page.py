@@ -151,7 +151,7 @@ def read_source(strategy: str, engine: str, record: Record) -> Source:
             else:
                 elsewhere.setdefault(key, {})[place[0]] = None
     for instruction in record.instructions or ():
-        if inside := [line.line for line in instruction.stack if line.file == path]:
+        if inside := [line for file, line in instruction.places if file == path]:
             key = instruction.kind, instruction.axis, instruction.purpose
             lines.setdefault(key, set()).add(inside[0])
     tree = ast.parse(text)

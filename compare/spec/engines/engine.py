@@ -13,21 +13,7 @@ from compare.host.facts import MissingPackageError
 from compare.spec.axes import SHARDED_FROM
 from compare.spec.experiment import Experiment, ExperimentError, Layout
 
-DTYPES = ("float64", "float32", "bfloat16")
-
-Ability = Literal[True] | str
-"""True, or the reason against it: a refusal quotes it, and "" leaves the words to `Engine`."""
-
-
-class Precisions(Struct, frozen=True, kw_only=True):
-    """The `precision.dtype` that an engine can train in."""
-
-    dtypes: tuple[str, ...] = DTYPES
-    no_other: str = ""
-    """Reason for no other dtype."""
-
-
-LOSS_SCALED = Precisions(dtypes=(*DTYPES, "float16"))
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 class Layouts(Struct, frozen=True, kw_only=True):
@@ -45,35 +31,10 @@ class Layouts(Struct, frozen=True, kw_only=True):
     """The pipeline schedules it has."""
     no_other_schedule: str = ""
     """Reason for no other schedule, and what to do."""
-    offload: Ability = ""
-    """Whether it can keep moments in the host's memory."""
+    offload: Literal[True] | str = ""
+    """True if it can keep moments in the host's memory, or the reason against it."""
     refuses: Callable[[Layout], str] = lambda layout: ""
     """Reason why it cannot express a layout that everything above allows; empty if it can."""
-
-
-class Abilities(Struct, frozen=True, kw_only=True):
-    """What an engine can do beside the layout."""
-
-    checkpoints: bool = False
-    """Whether it saves its full state, and begins with one that another engine saved."""
-    evaluates: bool = False
-    """Whether it can evaluate weights on held-out data."""
-    drops: bool = False
-    """Whether it has dropout (`compare.numerics.dropout`)."""
-
-
-ALL_ABILITIES = Abilities(checkpoints=True, evaluates=True, drops=True)
-
-
-class Observed(Struct, frozen=True, kw_only=True):
-    """What an engine's record can hold beside its steps."""
-
-    timeline: bool = False
-    """Whether it leaves the timeline of a step (`Request.profile`)."""
-    work: bool = False
-    """Whether its record says what a step computed (`compare.contract.work`): then it is held to that."""
-    counts_own_calls: bool = False
-    """Whether its ledger counts its own calls, instead of observing somebody else's."""
 
 
 class Holds(Struct, frozen=True, kw_only=True):
@@ -120,9 +81,14 @@ class Engine(Struct, frozen=True, kw_only=True):
     sends_by: Literal["", "xla", "types", "pytorch", "dtensor"] = ""
     """Sender of collectives not written by hand: XLA as it likes, or as types say; PyTorch; DTensor."""
     layouts: Layouts = Layouts()
-    precisions: Precisions = Precisions()
-    can: Abilities = Abilities()
-    observed: Observed = Observed()
+    dtypes: tuple[str, ...] = DTYPES
+    """The `precision.dtype` that it can train in."""
+    no_other_dtype: str = ""
+    """Reason for no other dtype."""
+    is_peer: bool = False
+    """A peer saves no checkpoints, evaluates nothing, drops nothing, and leaves neither timeline nor work."""
+    counts_own_calls: bool = False
+    """Whether its ledger counts its own calls, instead of observing somebody else's."""
     holds: Holds = Holds()
     sends: Sends = Sends()
     impossible_faults: Mapping[str, str] = {}
@@ -161,17 +127,17 @@ class Engine(Struct, frozen=True, kw_only=True):
     def require_experiment(self, experiment: Experiment) -> None:
         """Refuse an experiment that this engine cannot train. Raises ExperimentError with the reason."""
         self.require(experiment.layout)
-        if (dtype := experiment.precision.dtype) not in self.precisions.dtypes:
-            have, why = ", ".join(self.precisions.dtypes), self.precisions.no_other
+        if (dtype := experiment.precision.dtype) not in self.dtypes:
+            have, why = ", ".join(self.dtypes), self.no_other_dtype
             raise ExperimentError(
                 f"precision.dtype = {dtype}: {self.name} has {have}" + (why and f" ({why})")
             )
-        for name, value, ability, lacks in (
-            ("train.eval_interval", experiment.train.eval_interval, self.can.evaluates, "evaluates nothing"),
-            ("model.dropout", experiment.model.dropout, self.can.drops, "drops nothing"),
-            ("checkpoint.every", experiment.checkpoint.every, self.can.checkpoints, "saves no checkpoints"),
+        for name, value, lacks in (
+            ("train.eval_interval", experiment.train.eval_interval, "evaluates nothing"),
+            ("model.dropout", experiment.model.dropout, "drops nothing"),
+            ("checkpoint.every", experiment.checkpoint.every, "saves no checkpoints"),
         ):
-            if value and not ability:
+            if value and self.is_peer:
                 raise ExperimentError(
                     f"{name} = {value}: {self.name} {lacks}: set it to 0, or leave {self.name} out of "
                     "--engines"
@@ -179,7 +145,7 @@ class Engine(Struct, frozen=True, kw_only=True):
 
     def require_watchable(self, *, profile: bool) -> None:
         """Refuse a timeline that this engine does not leave. Raises ExperimentError."""
-        if profile and not self.observed.timeline:
+        if profile and self.is_peer:
             raise ExperimentError(f"profile: {self.name} leaves no timeline: leave it out of --engines")
 
     @property

@@ -5,17 +5,7 @@ record. It runs when it is named, and refuses by name what it cannot express.
 """
 
 from compare.spec.axes import SHARDED_FROM
-from compare.spec.engines.engine import (
-    ALL_ABILITIES,
-    LOSS_SCALED,
-    Engine,
-    Holds,
-    Layouts,
-    Observed,
-    Precisions,
-    Sends,
-    Side,
-)
+from compare.spec.engines.engine import DTYPES, Engine, Holds, Layouts, Sends, Side
 from compare.spec.experiment import Layout
 
 
@@ -23,10 +13,6 @@ def _one_device(layout: Layout) -> str:
     if layout.devices > 1:
         return f"it trains on one device, and the layout has {layout.devices}: give --preset single"
     return ""
-
-
-def _one_device_eager(layout: Layout) -> str:
-    return _one_device(layout) or _nothing_recomputed(layout)
 
 
 def _nothing_recomputed(layout: Layout) -> str:
@@ -55,7 +41,9 @@ TORCH_PEERS = (
         folder="peers.nanogpt_loop",
         gradient_sync=("none",),
         decides="one device: a plain loop in nanoGPT's style, on PyTorch's own threads",
-        layouts=Layouts(refuses=_one_device_eager),
+        layouts=Layouts(refuses=lambda layout: _one_device(layout) or _nothing_recomputed(layout)),
+        is_peer=True,
+        dtypes=DTYPES[:3],
     ),
     Engine(
         name="deepspeed",
@@ -65,11 +53,10 @@ TORCH_PEERS = (
         gradient_sync=("zero",),
         decides="DeepSpeed: ZeRO-1, 2 and 3 by deepspeed.initialize",
         layouts=Layouts(zero=(1, 2, 3), refuses=_only_zero),
-        precisions=Precisions(
-            dtypes=("float32",),
-            no_other="DeepSpeed keeps its own copy of the weights in float32, and its bfloat16 is another "
-            "recipe than nanoGPT's",
-        ),
+        is_peer=True,
+        dtypes=("float32",),
+        no_other_dtype="DeepSpeed keeps its own copy of the weights in float32, and its bfloat16 is another "
+        "recipe than nanoGPT's",
     ),
 )
 JAX_PEERS = (
@@ -80,14 +67,12 @@ JAX_PEERS = (
         gradient_sync=("none",),
         decides="one device: jax.jit of value_and_grad and optax, without mesh or sharding",
         layouts=Layouts(refuses=_one_device),
+        is_peer=True,
+        dtypes=DTYPES[:3],
     ),
 )
 
 
-JAX_OBSERVED = Observed(
-    timeline=True,
-    work=True,
-)
 SCANNED = Holds(ends_on_every_stage=True, residuals="scan")
 BY_PASS = Sends(scatters_each_pass=True, gathers_ends="step", gathers_each_pass_from=3)
 BY_AUTODIFF = "autodiff orders the backward passes, after all forward ones: choose one of these"
@@ -133,9 +118,6 @@ JAX = Side(
                 schedules=("gpipe", "interleaved"),
                 no_other_schedule=f"under jit {BY_AUTODIFF}",
             ),
-            precisions=LOSS_SCALED,
-            can=ALL_ABILITIES,
-            observed=JAX_OBSERVED,
             holds=SCANNED,
             sends=BY_PASS,
             impossible_faults={
@@ -165,9 +147,6 @@ JAX = Side(
                 schedules=("gpipe", "interleaved"),
                 no_other_schedule=BY_AUTODIFF,
             ),
-            precisions=LOSS_SCALED,
-            can=ALL_ABILITIES,
-            observed=JAX_OBSERVED,
             holds=SCANNED,
             sends=BY_PASS,
             impossible_faults={
@@ -194,9 +173,6 @@ JAX = Side(
                 no_other_schedule="devices in lock-step do a backward in one tick, not in halves: choose one "
                 "of these",
             ),
-            precisions=LOSS_SCALED,
-            can=ALL_ABILITIES,
-            observed=JAX_OBSERVED,
             holds=SCANNED,
             sends=BY_PASS,
             impossible_faults=NOTHING_TO_CLEAR,
@@ -205,7 +181,6 @@ JAX = Side(
 )
 
 
-TORCH_OBSERVED = Observed(timeline=True, work=True)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 FSDP2 = "fsdp2"
 """What torch-library reduces gradients by under tensor parallelism: DDP knows no DTensor."""
@@ -260,10 +235,7 @@ TORCH = Side(
             gradient_sync=("naive", "flat", "overlapped", "bucketed"),
             is_reference=True,  # on one device: the plain module, no container, no collective
             layouts=Layouts(zero=(1, 2, 3), tp=True, offload=True, schedules=SCHEDULES),
-            precisions=LOSS_SCALED,
-            can=ALL_ABILITIES,
-            observed=Observed(timeline=True, work=True, counts_own_calls=True),
-            # Logits, log_softmax's result, its gradient, the logits'; or logits, probabilities, gradient.
+            counts_own_calls=True,
             holds=Holds(residuals="autograd"),
         ),
         Engine(
@@ -288,9 +260,6 @@ TORCH = Side(
                 "(FSDP2's CPUOffloadPolicy): leave torch-library out of --engines",
                 refuses=_not_in_pytorch,
             ),
-            precisions=LOSS_SCALED,
-            can=ALL_ABILITIES,
-            observed=TORCH_OBSERVED,
             # fully_shard: parameters are gathered for the step, and never whole between two.
             holds=Holds(sharded_from=SHARDED_FROM | {"parameters": 2}, residuals="autograd"),
             # fully_shard's root, the ends, stays gathered from forward to backward.
@@ -318,9 +287,6 @@ TORCH = Side(
                 "out of --engines",
                 refuses=_not_compiled,
             ),
-            precisions=LOSS_SCALED,
-            can=ALL_ABILITIES,
-            observed=TORCH_OBSERVED,
             # Gradients accumulate whole, and are scattered when the last pass is done.
             holds=Holds(sharded_from=SHARDED_FROM | {"gradients": 1}),
             sends=Sends(scatters_each_pass=True, gathers_ends="step"),
