@@ -18,7 +18,6 @@ from compare.execute.ask import measure_ceiling
 from compare.execute.launch import EngineError, EnvironmentMissing, launch
 from compare.flags import pythons_of
 from compare.judge.bench_agreement import mistakes
-from compare.judge.bench_rows import baseline_of
 from compare.judge.ladder import objections_by_itself
 from compare.judge.outcome import Case, Outcome
 from compare.judge.timed_outcome import TimedOutcome, measured, timed
@@ -88,8 +87,8 @@ class Timed(OnIdle, frozen=True, kw_only=True):
         more = {"timing": msgspec.to_builtins(self.timing), "baseline": chosen, "anyway": self.anyway}
         planned = replace(planned, more=more)
         view = timed(planned)
-        if baseline and not any(baseline_of(view, case) for case in view.cases):
-            there = dict.fromkeys(f"{case.engine}.{case.layout}" for case in view.cases)
+        if baseline and not any(map(view.baseline_of, view.cases.values())):
+            there = dict.fromkeys(f"{case.engine}.{case.layout}" for case in view.cases.values())
             raise ExperimentError(
                 f"--baseline {baseline}: no such case; give an engine that is timed, or one with its layout "
                 f"(there are {', '.join(there)})"
@@ -170,9 +169,7 @@ def rotated(cases: Sequence[Case], number: int) -> list[str]:
     return [name for names, first in firsts for name in names[first:] + names[:first]]
 
 
-def timed_findings(
-    view: TimedOutcome, outcome: Outcome, *, sentence: str, tables: Sequence[Table], **more: Any
-) -> Findings:
+def timed_findings(view: TimedOutcome, *, sentence: str, tables: Sequence[Table], **more: Any) -> Findings:
     """`findings_of` with what spoils them: they pass if every case did the same work in its time.
 
     Figures of a case that ran in another way in some rounds do not mix.
@@ -181,7 +178,7 @@ def timed_findings(
     odd = dict.fromkeys(of.case for of in view.measurements if of.how != first[of.case])
     mixed = [f"{name} did not run in the same way in all rounds: such figures do not mix" for name in odd]
     return findings_of(
-        outcome,
+        view,
         sentence=sentence,
         tables=tables,
         passed=not mixed and not mistakes(view),

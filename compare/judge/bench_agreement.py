@@ -39,9 +39,8 @@ LATE = {
 SPIKES = {("float32", "grad_norm"), *(("bfloat16", figure) for figure in EARLY["bfloat16"])}
 SPIKES |= {("float16", figure) for figure in EARLY["float16"]}
 """Where single later steps of correct engines part by more than the curve's limit: 1e-2 to 2 measured."""
-FIGURES = {"loss": "loss", "grad_norm": "gradient norm"}
-CURVES = {"loss": ("loss", "loss_curve"), "grad_norm": ("grad_norm", "norm_curve")}
-"""What is held, with the ladder's rung of the first step and that of all steps."""
+CURVES = {"loss": ("loss", "loss", "loss_curve"), "grad_norm": ("gradient norm", "grad_norm", "norm_curve")}
+"""What is held, in words, with the ladder's rung of the first step and that of all steps."""
 CLOCK_SHARE, CLOCK_S = 0.25, 0.5
 """By how much of it, and by how much more, a process may state less than the harness saw: between windows it
 draws batches and writes steps, and the harness looks twenty times a second."""
@@ -55,22 +54,21 @@ def mistakes(result: TimedOutcome) -> list[str]:
 def disagreements(result: TimedOutcome) -> list[str]:
     """Cases whose losses and norms are not those of the first case of their training: they did other work."""
     lines: dict[str, str] = {}
-    for case, one, reference, expected in _pairs(result):
-        parting = first_parting(one, expected, case.experiment)
+    for case, process, reference, expected in _pairs(result):
+        parting = _first_parting(process, expected, case.experiment)
         if parting and case.name not in lines:
-            lines[case.name] = (
-                f"{case.name} did not do the same work as {reference.name}: in round {one.round} {parting}"
-            )
+            work = f"{case.name} did not do the same work as {reference.name}"
+            lines[case.name] = f"{work}: in round {process.round} {parting}"
     return list(lines.values())
 
 
-def first_parting(found: Measurement, expected: Measurement, experiment: Experiment) -> str:
+def _first_parting(process: Measurement, expected: Measurement, experiment: Experiment) -> str:
     """Where two processes part by more than correct engines of their training do; '' if they do not."""
     dtype = experiment.precision.dtype
-    for figure, name in FIGURES.items():
-        pairs = list(zip(found.curves[figure], expected.curves[figure], strict=True))
+    for figure, (name, *_) in CURVES.items():
+        pairs = list(zip(process.curves[figure], expected.curves[figure], strict=True))
         errors = [_error(*pair) for pair in pairs]
-        early, limits = limits_of(experiment, figure, len(errors))
+        early, limits = _limits(experiment, figure, len(errors))
         for step, (error, limit) in enumerate(zip(errors, limits, strict=True)):
             if not error <= limit:
                 number, right = pairs[step]
@@ -86,10 +84,10 @@ def first_parting(found: Measurement, expected: Measurement, experiment: Experim
     return ""
 
 
-def limits_of(experiment: Experiment, figure: str, steps: int) -> tuple[int, list[float]]:
+def _limits(experiment: Experiment, figure: str, steps: int) -> tuple[int, list[float]]:
     """How many steps are early, and the largest relative difference at each step."""
     dtype = experiment.precision.dtype
-    first, curve = (tolerances_for(dtype)[rung].limit for rung in CURVES[figure])
+    first, curve = (tolerances_for(dtype)[rung].limit for rung in CURVES[figure][1:])
     moved = itertools.accumulate(learning_rate(experiment.optimizer, step) for step in range(steps))
     early = 1 + sum(before <= MOVED_LITTLE for before in list(moved)[:-1])
     late = math.inf if (dtype, figure) in SPIKES else curve
@@ -100,12 +98,12 @@ def limits_of(experiment: Experiment, figure: str, steps: int) -> tuple[int, lis
 def clock_contradictions(result: TimedOutcome) -> list[str]:
     """Processes whose windows took another time by the harness's clock, a line each."""
     lines = []
-    for one in result.measurements:
-        stated = sum(window.wall_s for window in one.windows)
-        if not (1 - CLOCK_SHARE) * one.windows_seen_s - CLOCK_S <= stated <= one.windows_seen_s + CLOCK_S:
+    for process in result.measurements:
+        stated, seen = sum(window.wall_s for window in process.windows), process.windows_seen_s
+        if not (1 - CLOCK_SHARE) * seen - CLOCK_S <= stated <= seen + CLOCK_S:
             lines.append(
-                f"{one.case} in round {one.round} states {stated:.2f} s for its windows, and by the "
-                f"harness's clock they took {one.windows_seen_s:.2f} s: these figures do not hold"
+                f"{process.case} in round {process.round} states {stated:.2f} s for its windows, and by the "
+                f"harness's clock they took {seen:.2f} s: these figures do not hold"
             )
     return lines
 
@@ -113,28 +111,34 @@ def clock_contradictions(result: TimedOutcome) -> list[str]:
 def unequal_terms(result: TimedOutcome) -> list[str]:
     """Where cases of a side had other devices, or other threads on as many devices; a line each."""
     groups: dict[tuple[str, ...], dict[str, list[str]]] = {}
-    for case in result.cases:
-        if how := result.how.get(case.name):
-            side, devices = side_of(case.engine).name, str(case.experiment.layout.devices)
-            groups.setdefault((side, "devices"), {}).setdefault(how.device_kind, []).append(case.name)
-            groups.setdefault((side, "threads", devices), {}).setdefault(how.threads, []).append(case.name)
+    for name, how in result.how.items():
+        case = result.cases[name]
+        side, devices = side_of(case.engine).name, str(case.experiment.layout.devices)
+        groups.setdefault((side, "devices"), {}).setdefault(how.device_kind, []).append(name)
+        groups.setdefault((side, "threads", devices), {}).setdefault(how.threads, []).append(name)
     return [
-        f"{side} did not compute on equal terms, by its {what}: "
-        + "; ".join(f"{value}: {', '.join(names)}" for value, names in found.items())
-        for (side, what, *_), found in groups.items()
-        if len(found) > 1
+        f"{side} did not compute on equal terms, by its {term}: "
+        + "; ".join(f"{value}: {', '.join(names)}" for value, names in values.items())
+        for (side, term, *_), values in groups.items()
+        if len(values) > 1
     ]
 
 
 def agreement_summary(result: TimedOutcome) -> str:
     """How far apart losses and norms are at most, and which cases had nothing to be held against."""
     pairs = list(_pairs(result))
-    held = {one.name for case, _, reference, _ in pairs if case != reference for one in (case, reference)}
-    alone = [case.name for case in result.cases if case.name not in held and _of(result, case)]
+    compared = {
+        name for case, _, reference, _ in pairs if case != reference for name in (case.name, reference.name)
+    }
+    alone = [name for name in result.cases if name in result.how and name not in compared]
     said = []
-    if held:
+    if compared:
         loss, norm = (
-            max(_farthest(one, expected, figure) for _, one, _, expected in pairs) for figure in CURVES
+            max(
+                max(map(_error, process.curves[figure], expected.curves[figure]))
+                for _, process, _, expected in pairs
+            )
+            for figure in CURVES
         )
         said.append(
             f"Loss and gradient norm of every step, warm-up included, are held against the first case of the "
@@ -146,27 +150,18 @@ def agreement_summary(result: TimedOutcome) -> str:
 
 
 def _pairs(result: TimedOutcome) -> Iterator[tuple[Case, Measurement, Case, Measurement]]:
-    """Every process but the first of its training, and that first one."""
+    """Every process but the first of its training, and that first one.
+
+    All of an experiment decides the numbers but its layout, and how many logits exist at once.
+    """
     first: dict[tuple, tuple[Case, Measurement]] = {}
-    for case in result.cases:
-        for one in _of(result, case):
-            reference, expected = first.setdefault(_training(case), (case, one))
-            if one is not expected:
-                yield case, one, reference, expected
-
-
-def _of(result: TimedOutcome, case: Case) -> list[Measurement]:
-    return sorted((one for one in result.measurements if one.case == case.name), key=lambda one: one.round)
-
-
-def _training(case: Case) -> tuple:
-    """What decides the numbers: all of an experiment but its layout, and how many logits exist at once."""
-    whole = edited(case.experiment, {"train": {"loss_chunks": 1}})
-    return whole.model, whole.data, whole.optimizer, whole.train, whole.precision
-
-
-def _farthest(one: Measurement, other: Measurement, figure: str) -> float:
-    return max(map(_error, one.curves[figure], other.curves[figure]))
+    for case in result.cases.values():
+        training = edited(case.experiment, {"train": {"loss_chunks": 1}})
+        key = training.model, training.data, training.optimizer, training.train, training.precision
+        for process in result.rounds_of(case).values():
+            reference, expected = first.setdefault(key, (case, process))
+            if process is not expected:
+                yield case, process, reference, expected
 
 
 def _error(found: float, expected: float) -> float:

@@ -9,8 +9,7 @@ from msgspec import UNSET
 
 from compare.contract.communication import of_busiest_stage
 from compare.contract.record import Record, Step
-from compare.judge.closed_forms.flops import model_flops_per_token
-from compare.judge.peaks import model_flops_utilization
+from compare.judge.closed_forms.flops import flops_utilization, model_flops_per_token
 from compare.judge.strategy import done_words
 from compare.terminal import human_bytes
 
@@ -76,7 +75,7 @@ def figures(record: Record) -> dict[str, Any]:
         "tokens_per_s": tokens_per_s,
         "tokens_seen": len(steps) * manifest.experiment.tokens_per_step,
         "model_flops_per_s": model_flops_per_token(manifest.experiment) * tokens_per_s,
-        "mfu": model_flops_utilization(manifest, tokens_per_s),
+        "mfu": flops_utilization(manifest.experiment, manifest.device_kind, tokens_per_s),
         "compile_s": manifest.compile_s,
         "first_step_s": manifest.first_step_s,
         "cpu_time_s": manifest.cpu_time_s,

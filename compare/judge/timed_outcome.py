@@ -1,21 +1,23 @@
-"""Outcome of processes that were timed in rounds.
+"""Outcome of processes that were timed in rounds, and the rows of its table.
 
 A case is an engine under a layout, at a size, perhaps with other settings (a variant). Cases that do the same
-work, under the same layout and at the same size, stand in a block.
+work, under the same layout and at the same size, stand in a block. A row reduces a case over its rounds, and
+divides it by its baseline.
 """
 
 import statistics
+from collections.abc import Callable
 
 import msgspec
 from msgspec import Struct
 
 from compare.contract.ceiling import Ceiling
 from compare.contract.record import Record
-from compare.contract.request import Platform
 from compare.contract.timing import Timing, Window
 from compare.host.tensors import RecordError
-from compare.judge.circumstances import Circumstances
+from compare.judge.closed_forms.flops import flops_utilization, model_flops_per_token
 from compare.judge.outcome import OUTCOME, Case, Outcome
+from compare.judge.statistics import Estimate, estimate, ratios
 from compare.judge.strategy import done_words
 
 
@@ -72,58 +74,57 @@ class Measurement(Struct, frozen=True, kw_only=True):
         return statistics.median(window.cpu_s / window.steps for window in self.windows) * 1e3
 
 
-class TimedOutcome(Struct, frozen=True, kw_only=True):
-    """What a study that timed its cases has found: an `Outcome` with its figures in their types."""
+class TimedOutcome(Outcome, frozen=True, kw_only=True):
+    """The outcome of a study that timed its cases, with its figures in their types."""
 
-    platform: Platform
-    circumstances: Circumstances
-    rounds: int
-    """As many as were asked for."""
-    finished_rounds: int
     timing: Timing
-    baseline: str
-    """An engine, whose case of the same block is what others are divided by; or ENGINE.LAYOUT, one layout's
-    case for all blocks of its size."""
-    anyway: bool = False
-    """It was to run on a busy machine, too."""
-    is_cached: bool = False
-    """Compiled programs were kept between processes: what stands for compilation may be reading one."""
-    cases: list[Case]
-    measurements: list[Measurement] = []
-    failures: dict[str, str] = {}
-    ceilings: dict[str, Ceiling] = {}
+    measurements: list[Measurement]
+    """By round."""
+    ceilings: dict[str, Ceiling]
     """The fastest matrix product on all cores, or on one GPU, by `Case.products`."""
+
+    @property
+    def baseline(self) -> str:
+        """An engine, whose case of the same block is what others are divided by; or ENGINE.LAYOUT, one
+        layout's case for all blocks of its size."""
+        return self.more["baseline"]
 
     @property
     def how(self) -> dict[str, HowItRan]:
         """How every case ran that has finished once."""
-        return {one.case: one.how for one in self.measurements}
+        return {process.case: process.how for process in self.measurements}
+
+    def rounds_of(self, case: Case | None) -> dict[int, Measurement]:
+        """A case's measurements by the number of their round."""
+        name = case.name if case else ""
+        return {process.round: process for process in self.measurements if process.case == name}
+
+    def baseline_of(self, case: Case) -> Case | None:
+        """The case that a case is divided by; None if there is no such case."""
+        for other in self.cases.values():
+            if other.size != case.size or other.variant or other.copy > 1:
+                continue
+            if self.baseline == f"{other.engine}.{other.layout}":
+                return other
+            if self.baseline == other.engine and other.layout == case.layout:
+                return other
+        return None
 
 
 def timed(outcome: Outcome) -> TimedOutcome:
     """The figures of a timed study. Raises RecordError: they are garbled."""
+    processes = [process for rounds in outcome.kept.values() for process in rounds.values()]
     try:
-        kept = [
-            msgspec.convert(one, Measurement) for rounds in outcome.kept.values() for one in rounds.values()
-        ]
-        timing = msgspec.convert(outcome.more["timing"], Timing)
-        ceilings = msgspec.convert(outcome.more.get("ceilings", {}), dict[str, Ceiling])
+        return TimedOutcome(
+            **{field: getattr(outcome, field) for field in Outcome.__struct_fields__},
+            timing=msgspec.convert(outcome.more["timing"], Timing),
+            measurements=sorted(
+                msgspec.convert(processes, list[Measurement]), key=lambda process: process.round
+            ),
+            ceilings=msgspec.convert(outcome.more.get("ceilings", {}), dict[str, Ceiling]),
+        )
     except (msgspec.ValidationError, KeyError) as error:
         raise RecordError(f"{OUTCOME} is garbled: {error}") from None
-    return TimedOutcome(
-        platform=outcome.platform,
-        circumstances=outcome.circumstances,
-        rounds=outcome.rounds,
-        finished_rounds=outcome.finished_rounds,
-        timing=timing,
-        baseline=outcome.more["baseline"],
-        anyway=outcome.more["anyway"],
-        is_cached=any(case.request.cache_dir for case in outcome.cases.values()),
-        cases=list(outcome.cases.values()),
-        measurements=sorted(kept, key=lambda one: one.round),
-        failures=outcome.failures,
-        ceilings=ceilings,
-    )
 
 
 def measured(
@@ -160,4 +161,86 @@ def measured(
             peak_memory_method=manifest.peak_memory_method,
             versions=manifest.versions,
         ),
+    )
+
+
+class BenchRow(Struct, frozen=True, kw_only=True):
+    """Figures of one case: medians over its rounds."""
+
+    case: str
+    label: str
+    block: str
+    engine: str
+    devices: int
+    rounds: int
+    wall_ms: float
+    """Of a step in a window, where nothing waits for it."""
+    wall_ratio: Estimate | None
+    """Over the baseline's, of the same round; None without one."""
+    cpu_ms: float
+    """Of a step, over all processes."""
+    cpu_ratio: Estimate | None
+    single_ms: float
+    """Of a step that is waited for."""
+    tokens_per_s: float
+    flops_per_s: float
+    """The model's own, without recomputation: `closed_forms.flops`."""
+    of_ceiling: float | None
+    """Fraction of the fastest matrix product of its side on this machine; None where it was not measured."""
+    mfu: float | None
+    """Fraction of the devices' peak; None for a device whose peak is not known."""
+    compile_s: float
+    first_step_s: float
+    start_up_s: float
+    peak_mem_bytes: int
+
+
+def blocks(result: TimedOutcome) -> dict[str, list[BenchRow]]:
+    """A row for every case that finished once, by block, in the order of the cases."""
+    rows: dict[str, list[BenchRow]] = {}
+    for case in result.cases.values():
+        if case.name in result.how:
+            rows.setdefault(case.block, []).append(_row(result, case))
+    return rows
+
+
+def _row(result: TimedOutcome, case: Case) -> BenchRow:
+    rounds, baseline = result.rounds_of(case), result.baseline_of(case)
+    base = result.rounds_of(baseline)
+
+    def median(figure: Callable[[Measurement], float]) -> float:
+        return statistics.median(map(figure, rounds.values()))
+
+    def ratio(figure: Callable[[Measurement], float]) -> Estimate | None:
+        values, divisors = (
+            {number: figure(process) for number, process in of.items()} for of in (rounds, base)
+        )
+        in_rounds = ratios(values, divisors)
+        return estimate(in_rounds) if in_rounds and baseline != case else None
+
+    experiment, devices = case.experiment, case.experiment.layout.devices
+    wall_ms = median(lambda process: process.wall_ms)
+    tokens_per_s = experiment.tokens_per_step / wall_ms * 1e3
+    flops_per_s = tokens_per_s * model_flops_per_token(experiment)
+    ceiling, parts = result.ceilings.get(case.products), devices if result.platform == "gpu" else 1
+    return BenchRow(
+        case=case.name,
+        label=case.label,
+        block=case.block,
+        engine=case.engine,
+        devices=devices,
+        rounds=len(rounds),
+        wall_ms=wall_ms,
+        wall_ratio=ratio(lambda process: process.wall_ms),
+        cpu_ms=median(lambda process: process.cpu_ms),
+        cpu_ratio=ratio(lambda process: process.cpu_ms),
+        single_ms=median(lambda process: statistics.median(process.single_ms)),
+        tokens_per_s=tokens_per_s,
+        flops_per_s=flops_per_s,
+        of_ceiling=flops_per_s / (ceiling.flops_per_s * parts) if ceiling else None,
+        mfu=flops_utilization(experiment, result.how[case.name].device_kind, tokens_per_s),
+        compile_s=median(lambda process: process.compile_s),
+        first_step_s=median(lambda process: process.first_step_s),
+        start_up_s=median(lambda process: process.start_up_s),
+        peak_mem_bytes=max(process.peak_mem_bytes for process in rounds.values()),
     )

@@ -4,9 +4,8 @@ import math
 
 from compare.execute.load import is_busy
 from compare.judge.bench_agreement import agreement_summary, mistakes, unequal_terms
-from compare.judge.bench_rows import baseline_of, blocks
 from compare.judge.statistics import MIN_ROUNDS, interval_words
-from compare.judge.timed_outcome import TimedOutcome
+from compare.judge.timed_outcome import TimedOutcome, blocks
 from compare.show.findings import written
 from compare.terminal import human_bytes, layout_in_words
 
@@ -16,7 +15,7 @@ CACHED = "Compiled programs may have been kept between processes: compilation ma
 
 def block_title(result: TimedOutcome, block: str) -> str:
     """A block's name, what is split over what, and the tokens of a step."""
-    case = next(case for case in result.cases if case.block == block)
+    case = next(case for case in result.cases.values() if case.block == block)
     words = layout_in_words(case.experiment, result.platform)
     tokens, dtype = case.experiment.tokens_per_step, case.experiment.precision.dtype
     return f"{block}: {words}, {tokens:,} tokens a step, {dtype}"
@@ -38,7 +37,7 @@ def in_one_line(result: TimedOutcome) -> str:
 def sentences(result: TimedOutcome) -> list[str]:
     """What must be known to read the table: how it was timed, where, and what is missing."""
     timing, machine, versions = result.timing, result.circumstances.machine, result.circumstances.versions
-    without = dict.fromkeys(case.block for case in result.cases if not baseline_of(result, case))
+    without = dict.fromkeys(case.block for case in result.cases.values() if not result.baseline_of(case))
     missing = f" (which is not in {', '.join(without)})" if without else ""
     interval = f"Fewer than {MIN_ROUNDS} rounds: no interval can be told."
     if result.rounds >= MIN_ROUNDS:
@@ -60,7 +59,7 @@ def sentences(result: TimedOutcome) -> list[str]:
         f"{', '.join(f'{name} {versions[name]}' for name in PACKAGES if name in versions)}; "
         f"{result.circumstances.made_by}.",
         *filter(None, [agreement_summary(result)]),
-        *([CACHED] if result.is_cached else []),
+        *([CACHED] if any(case.request.cache_dir for case in result.cases.values()) else []),
     ]
 
 
@@ -71,7 +70,7 @@ def warnings(result: TimedOutcome) -> list[str]:
         for number, cores in enumerate(result.circumstances.busy_cores, start=1)
         if is_busy(cores)
     ]
-    wanted = " It was wanted so (--anyway)." if result.anyway else ""
+    wanted = " It was wanted so (--anyway)." if result.more["anyway"] else ""
     lines = []
     if busy:
         lines.append(f"Others used the processor before {', '.join(busy)}: figures may not hold.{wanted}")

@@ -7,9 +7,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from compare.flags import DEVICES, EngineName, pythons_of
-from compare.judge.bench_rows import BenchRow, blocks
 from compare.judge.outcome import Case, Grid, Outcome
-from compare.judge.timed_outcome import timed
+from compare.judge.timed_outcome import BenchRow, blocks, timed
 from compare.present.bench_words import block_title, in_one_line, sentences
 from compare.show.figures import Figure, intervals
 from compare.show.findings import Column, Findings, table_of
@@ -137,7 +136,6 @@ class Bench(Timed, frozen=True, kw_only=True):
         rows = [row for of_block in by_block.values() for row in of_block]
         return timed_findings(
             view,
-            outcome,
             title=f"{outcome.name}: {len(outcome.cases)} cases timed",
             sentence=in_one_line(view),
             about=sentences(view),

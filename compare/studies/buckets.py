@@ -127,7 +127,6 @@ class Buckets(Timed, frozen=True, kw_only=True):
         rate = f"{fit.bandwidth_gb_s:.2f} GB/s" if fit.bandwidth_gb_s else "without limit"
         return timed_findings(
             timed(outcome),
-            outcome,
             title=title,
             sentence=f"predicted best bucket {mb_text(size / buckets / 1e6)}; {measured}",
             about=[

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from compare.flags import Hidden, StudiedName, checked_pythons
 from compare.host.disk import write_atomically
-from compare.judge.bench_rows import by_round
 from compare.judge.outcome import Grid, Outcome
 from compare.judge.statistics import Estimate, estimate
 from compare.judge.timed_outcome import Measurement, timed
@@ -106,7 +105,7 @@ class Tune(Timed, frozen=True, kw_only=True):
     def is_given_up(self, outcome: Outcome, name: str) -> bool:
         """True if a case was `FASTER` times slower than the fastest of each round, or the budget is spent."""
         view = timed(outcome)
-        walls = {number: process.wall_ms for number, process in by_round(view, outcome.cases[name]).items()}
+        walls = {number: process.wall_ms for number, process in view.rounds_of(outcome.cases[name]).items()}
         budget_s, spent_s = outcome.more["budget_s"], sum(map(process_s, view.measurements))
         fastest: dict[int, float] = {}
         for process in view.measurements:
@@ -132,7 +131,6 @@ class Tune(Timed, frozen=True, kw_only=True):
         best, words = rows[0], [f"{engine}: {accuracy(of)}" for engine, of in by_engine(rows).items()]
         return timed_findings(
             timed(outcome),
-            outcome,
             title=f"{outcome.name}: {len(rows)} layouts timed",
             sentence=f"the fastest is {best.engine} {best.layout}, {best.measured_ms.median:.1f} ms a step: "
             f"{folder / WINNER}; {'; '.join(words)}",
@@ -176,7 +174,7 @@ def rows_of(outcome: Outcome) -> list[Row]:
     """A row for each case that finished once."""
     view, predicted, rows = timed(outcome), outcome.more["predicted_ms"], []
     for name, case in outcome.cases.items():
-        if processes := list(by_round(view, case).values()):
+        if processes := list(view.rounds_of(case).values()):
             measured = estimate([process.wall_ms for process in processes])
             row = Row(
                 case=name,

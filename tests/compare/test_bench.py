@@ -8,10 +8,9 @@ from timed_engines import bench
 from compare import api
 from compare.cli import main
 from compare.judge import ladder
-from compare.judge.bench_rows import blocks
 from compare.judge.outcome import OUTCOME, read_outcome
 from compare.judge.strategy import Finding, Strategy
-from compare.judge.timed_outcome import timed
+from compare.judge.timed_outcome import blocks, timed
 from compare.spec.experiment import ExperimentError
 
 

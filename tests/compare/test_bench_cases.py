@@ -1,12 +1,10 @@
 """The cases of a bench: what is timed, in which order, against what, and what is left out by name."""
 
-import msgspec
 import pytest
 from benches import bench_of, cases_of, grid_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compare.judge.bench_rows import baseline_of
 from compare.spec.experiment import ExperimentError
 from compare.studies.presets import edits_of
 from compare.timing import rotated
@@ -62,7 +60,7 @@ def test_an_engine_named_twice_is_held_against_itself(tiny):
     assert names(cases) == ["torch-manual.single", "torch-manual (2).single"]
     assert first.experiment == second.experiment
     result = bench_of(cases, baseline="torch-manual")
-    assert baseline_of(result, second) == first
+    assert result.baseline_of(second) == first
 
 
 @given(st.integers(1, 4), st.integers(1, 3))
@@ -141,10 +139,10 @@ def test_baseline_is_of_the_same_block_or_one_for_all(tiny):
         tiny, presets=("single", "ddp"), devices=(2,), sizes=("train.batch_size=4", "train.batch_size=8")
     )
     result = bench_of(cases, baseline="torch-library")
-    assert all(baseline_of(result, case).block == case.block for case in cases)
-    assert {baseline_of(result, case).engine for case in cases} == {"torch-library"}
-    result = msgspec.structs.replace(result, baseline="torch-manual.single")
+    assert all(result.baseline_of(case).block == case.block for case in cases)
+    assert {result.baseline_of(case).engine for case in cases} == {"torch-library"}
+    result = bench_of(cases, baseline="torch-manual.single")
     for case in cases:
-        found = baseline_of(result, case)
+        found = result.baseline_of(case)
         assert (found.engine, found.layout, found.size) == ("torch-manual", "single", case.size)
-    assert baseline_of(msgspec.structs.replace(result, baseline="jax-manual"), cases[0]) is None
+    assert bench_of(cases, baseline="jax-manual").baseline_of(cases[0]) is None

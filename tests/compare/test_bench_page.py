@@ -2,11 +2,11 @@
 
 import msgspec
 import pytest
-from benches import bench_of, cases_of, finished, measurement_of, outcome_of
+from benches import bench_of, cases_of, finished, measurement_of
 from outline import require_alone
 
-from compare.judge.bench_rows import blocks
 from compare.judge.statistics import Estimate
+from compare.judge.timed_outcome import blocks
 from compare.present.bench_words import in_one_line, sentences, warnings
 from compare.show.findings import written
 from compare.show.page import write_page
@@ -22,7 +22,9 @@ def result(tiny):
 
 
 def page_of(result, folder, **given) -> str:
-    return write_page(folder / "bench.html", Bench.findings(outcome_of(result, **given), folder)).read_text()
+    return write_page(
+        folder / "bench.html", Bench.findings(msgspec.structs.replace(result, **given), folder)
+    ).read_text()
 
 
 def test_page_stands_alone_and_has_every_row_with_its_interval(tmp_path, result):
@@ -77,6 +79,7 @@ def test_words_say_what_must_be_known(result, tiny):
     assert "; torch-library layout.bucket_mb=1 under ddp-2 1.78 [" in in_one_line(result)
     few = msgspec.structs.replace(result, rounds=4)
     assert "Fewer than 5 rounds: no interval" in " ".join(sentences(few))
-    without = msgspec.structs.replace(result, cases=[*result.cases, *cases_of(tiny, engines=("jax-manual",))])
+    others = {case.name: case for case in cases_of(tiny, engines=("jax-manual",))}
+    without = msgspec.structs.replace(result, cases=result.cases | others)
     assert "(which is not in single)" in " ".join(sentences(without))
     assert warnings(result) == []

@@ -2,9 +2,7 @@
 
 import pytest
 
-from compare.contract.record import Manifest
-from compare.judge.closed_forms.flops import model_flops_per_token
-from compare.judge.peaks import PEAKS, model_flops_utilization, peak_flops
+from compare.judge.closed_forms.flops import PEAKS, flops_utilization, model_flops_per_token, peak_flops
 from compare.numerics.parameters import parameter_count
 from compare.spec.experiment import edited, load
 
@@ -68,28 +66,14 @@ def test_peaks_are_of_the_dtype_and_without_sparsity():
             assert peaks["tf32"] == pytest.approx(peaks["bfloat16"] / 2, rel=0.02), chip
 
 
-def manifest_on(device_kind: str, devices: int, experiment=GPT2) -> Manifest:
-    """A manifest in which only what matters here is told."""
-    nothing = dict.fromkeys(("engine", "platform", "initial_weights_sha256", "corpus_sha256", "threads"), "")
-    nothing |= dict.fromkeys(("started_utc", "peak_memory_method"), "")
-    numbers = dict.fromkeys(("parameters", "compile_s", "first_step_s", "cpu_time_s"), 0)
-    return Manifest(
-        experiment=experiment,
-        devices=devices,
-        device_kind=device_kind,
-        versions={},
-        peak_memory_bytes=[],
-        **nothing,
-        **numbers,
-    )
-
-
 def test_mfu_is_of_all_devices_together_and_of_products_as_they_were_made():
+    def mfu(devices: int, device_kind: str = H100, **precision: object) -> float | None:
+        spread = {"layout": {"dp_replicate": devices}, "precision": precision}
+        return flops_utilization(edited(GPT2, spread), device_kind, rate)
+
     rate = 8 * 989.5e12 / model_flops_per_token(GPT2)
-    assert model_flops_utilization(manifest_on(H100, 8), rate) == pytest.approx(1.0)
-    assert model_flops_utilization(manifest_on(H100, 16), rate) == pytest.approx(0.5)
-    float32 = edited(GPT2, {"precision": {"dtype": "float32", "tf32": False}})
-    assert model_flops_utilization(manifest_on(H100, 8, float32), rate) == pytest.approx(989.5 / 67)
-    tf32 = edited(GPT2, {"precision": {"dtype": "float32", "tf32": True}})
-    assert model_flops_utilization(manifest_on(H100, 8, tf32), rate) == pytest.approx(989.5 / 494.5)
-    assert model_flops_utilization(manifest_on("a CPU", 8), rate) is None
+    assert mfu(8) == pytest.approx(1.0)
+    assert mfu(16) == pytest.approx(0.5)
+    assert mfu(8, dtype="float32", tf32=False) == pytest.approx(989.5 / 67)
+    assert mfu(8, dtype="float32", tf32=True) == pytest.approx(989.5 / 494.5)
+    assert mfu(8, "a CPU") is None

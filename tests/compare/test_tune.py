@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from benches import TIMING, bench_of, measurement_of, outcome_of
+from benches import bench_of, measurement_of
 from machines import machine_of
 from msgspec.structs import replace
 from records import make_request
@@ -32,7 +32,7 @@ def tuned(experiment, times: dict[str, list[float]], *, predicted=None, budget_s
         for number, wall in enumerate(times[case.layout], 1)
     ]
     predicted_ms = {case.name: (predicted or {}).get(case.layout, 10.0) for case in cases}
-    outcome = outcome_of(bench_of(cases, measurements=done, timing=TIMING))
+    outcome = bench_of(cases, measurements=done)
     return replace(outcome, more={**outcome.more, "predicted_ms": predicted_ms, "budget_s": budget_s})
 
 

@@ -1,5 +1,6 @@
 """Benches made by hand: what rounds of processes would leave, without running any."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -8,7 +9,7 @@ import numpy as np
 from compare.contract.timing import Timing, Window
 from compare.judge.circumstances import Circumstances, MachineFacts
 from compare.judge.outcome import Case, Grid, Outcome
-from compare.judge.timed_outcome import HowItRan, Measurement, TimedOutcome
+from compare.judge.timed_outcome import HowItRan, Measurement, TimedOutcome, timed
 from compare.spec.experiment import Experiment
 from compare.studies.bench import Bench
 
@@ -45,18 +46,33 @@ HERE = Circumstances(
 )
 
 
-def bench_of(cases: list[Case], *, busy_cores: list[float] | None = None, **given: Any) -> TimedOutcome:
-    """A bench of these cases, nothing of it measured yet; fields that are not given say nothing."""
-    nothing: dict[str, Any] = {
-        "platform": "cpu",
-        "circumstances": msgspec.structs.replace(HERE, busy_cores=busy_cores or []),
-        "rounds": 5,
-        "timing": TIMING,
-        "baseline": cases[0].engine,
-        "finished_rounds": 0,
-        "cases": cases,
-    }
-    return TimedOutcome(**nothing | given)
+def bench_of(
+    cases: list[Case],
+    *,
+    measurements: Sequence[Measurement] = (),
+    busy_cores: Sequence[float] = (),
+    rounds: int = 5,
+    timing: Timing = TIMING,
+    baseline: str = "",
+    **given: Any,
+) -> TimedOutcome:
+    """A bench of these cases, as it has saved these measurements."""
+    kept: dict[str, dict[int, Measurement]] = {}
+    for process in measurements:
+        kept.setdefault(process.case, {})[process.round] = msgspec.to_builtins(process)
+    more = {"timing": msgspec.to_builtins(timing), "baseline": baseline or cases[0].engine, "anyway": False}
+    return timed(
+        Outcome(
+            study="bench",
+            experiment=cases[0].experiment,
+            circumstances=msgspec.structs.replace(HERE, busy_cores=list(busy_cores)),
+            rounds=rounds,
+            cases={case.name: case for case in cases},
+            kept=kept,
+            more=more,
+            **{"name": "bench-tiny"} | given,
+        )
+    )
 
 
 def measurement_of(case: Case, number: int, *, wall_ms: float = 10.0, **given: Any) -> Measurement:
@@ -79,36 +95,19 @@ def measurement_of(case: Case, number: int, *, wall_ms: float = 10.0, **given: A
     return Measurement(round=number, case=case.name, **figures | given)
 
 
-def finished(cases: list[Case], *, noise: float = 0.03, **given: Any) -> TimedOutcome:
+def finished(
+    cases: list[Case], *, how: Mapping[str, HowItRan] | None = None, rounds: int = 5
+) -> TimedOutcome:
     """A bench whose every round was measured: case i takes 10 (1 + i / 4) ms, with lognormal noise."""
-    planned = bench_of(cases, **given)
     random = np.random.default_rng(0)
     measurements = [
-        measurement_of(case, number, wall_ms=10 * (1 + place / 4) * float(random.lognormal(sigma=noise)))
-        for number in range(1, planned.rounds + 1)
+        measurement_of(
+            case,
+            number,
+            wall_ms=10 * (1 + place / 4) * float(random.lognormal(sigma=0.03)),
+            how=(how or {}).get(case.name, RAN),
+        )
+        for number in range(1, rounds + 1)
         for place, case in enumerate(cases)
     ]
-    done = {
-        "measurements": measurements,
-        "finished_rounds": planned.rounds,
-        "busy_cores": [0.0] * planned.rounds,
-    }
-    return bench_of(cases, **done | given)
-
-
-def outcome_of(view: TimedOutcome, **given: Any) -> Outcome:
-    """What such a bench has saved."""
-    kept: dict[str, dict[int, Measurement]] = {}
-    for measurement in view.measurements:
-        kept.setdefault(measurement.case, {})[measurement.round] = measurement
-    given = {"name": "bench-tiny"} | given
-    return Outcome(
-        study="bench",
-        experiment=view.cases[0].experiment,
-        circumstances=view.circumstances,
-        rounds=view.rounds,
-        cases={case.name: case for case in view.cases},
-        kept=kept,
-        more={"timing": msgspec.to_builtins(view.timing), "baseline": view.baseline, "anyway": view.anyway},
-        **given,
-    )
+    return bench_of(cases, measurements=measurements, busy_cores=[0.0] * rounds, rounds=rounds)

@@ -1,4 +1,4 @@
-"""Floating-point operations of training on a token, in closed form: what a step's time is held against.
+"""Floating-point operations of training on a token, in closed form, and those that vendors promise of a chip.
 
     weights of the blocks    6 N          a product and a sum for each weight forward, twice that backward
     head                     6 V h        the tied embedding, as the matrix that makes logits
@@ -9,21 +9,63 @@ layers, s tokens of context. The half of the scores that a causal mask hides is 
 what is computed anew in backward is not: the model needs it once.
 
 Source: PaLM (arXiv 2204.02311, appendix B); Megatron counts alike (arXiv 2104.04473, section 5.1).
+
+Peaks are dense operations a second: a figure that a data sheet gives "with sparsity" stands here without it,
+halved. A chip that is not in the table, a part of one (MIG), or a dtype that its sheet does not give has no
+peak, and so no utilisation: 104 % of a wrong peak helps nobody.
 """
 
 from compare.numerics.parameters import end_parameters, parameter_count
 from compare.spec.experiment import Experiment
 
+T = 1e12
+HOPPER_SXM = {"bfloat16": 989.5 * T, "tf32": 494.5 * T, "float32": 67 * T, "float64": 67 * T}
+HOPPER_NVL = {"bfloat16": 835.5 * T, "tf32": 417.5 * T, "float32": 60 * T, "float64": 60 * T}
+AMPERE = {"bfloat16": 312 * T, "tf32": 156 * T, "float32": 19.5 * T, "float64": 19.5 * T}
+
+PEAKS: dict[str, dict[str, float]] = {
+    # nvidia.com: data sheets "H100 Tensor Core GPU", "H200 Tensor Core GPU"
+    "NVIDIA H100 80GB HBM3": HOPPER_SXM,
+    "NVIDIA H200": HOPPER_SXM,
+    "NVIDIA H100 NVL": HOPPER_NVL,
+    "NVIDIA H200 NVL": HOPPER_NVL,
+    "NVIDIA H100 PCIe": {"bfloat16": 756.5 * T, "tf32": 378 * T, "float32": 51 * T, "float64": 51 * T},
+    # nvidia.com: data sheet "HGX B200", an eighth of the board's figure
+    "NVIDIA B200": {"bfloat16": 2250 * T},
+    # nvidia.com: data sheet "A100 Tensor Core GPU"
+    "NVIDIA A100-SXM4-40GB": AMPERE,
+    "NVIDIA A100-SXM4-80GB": AMPERE,
+    "NVIDIA A100-PCIE-40GB": AMPERE,
+    "NVIDIA A100 80GB PCIe": AMPERE,
+    # nvidia.com: data sheets "A10", "A30", "A40", "L4", "L40S", "V100", "T4"
+    "NVIDIA A10": {"bfloat16": 125 * T, "tf32": 62.5 * T, "float32": 31.2 * T},
+    "NVIDIA A30": {"bfloat16": 165 * T, "tf32": 82 * T, "float32": 10.3 * T, "float64": 10.3 * T},
+    "NVIDIA A40": {"bfloat16": 149.7 * T, "tf32": 74.8 * T, "float32": 37.4 * T},
+    "NVIDIA L4": {"bfloat16": 121 * T, "tf32": 60 * T, "float32": 30.3 * T},
+    "NVIDIA L40S": {"bfloat16": 362 * T, "tf32": 183 * T, "float32": 91.6 * T},
+    "Tesla V100-SXM2-16GB": {"float32": 15.7 * T, "float64": 7.8 * T},
+    "Tesla V100-SXM2-32GB": {"float32": 15.7 * T, "float64": 7.8 * T},
+    "Tesla T4": {"float32": 8.1 * T},
+    # nvidia.com: white papers "Ada GPU architecture" and "Ampere GA102"; bfloat16 summed up in float32
+    "NVIDIA GeForce RTX 4090": {"bfloat16": 165.2 * T, "tf32": 82.6 * T, "float32": 82.6 * T},
+    "NVIDIA GeForce RTX 3090": {"bfloat16": 71 * T, "tf32": 35.6 * T, "float32": 35.6 * T},
+    # cloud.google.com/tpu/docs/system-architecture-tpu-vm; JAX has two names for some
+    "TPU v4": {"bfloat16": 275 * T},
+    "TPU v5 lite": {"bfloat16": 197 * T},
+    "TPU v5e": {"bfloat16": 197 * T},
+    "TPU v5": {"bfloat16": 459 * T},
+    "TPU v5p": {"bfloat16": 459 * T},
+    "TPU v6 lite": {"bfloat16": 918 * T},
+    "TPU v6e": {"bfloat16": 918 * T},
+}
+
 
 def model_flops_per_token(experiment: Experiment) -> float:
-    """Floating-point operations that one token of the batch takes, forward and backward.
+    """Floating-point operations that one token of the batch takes, forward and backward, in any layout.
 
     nanoGPT's `estimate_mfu` gives the same number by another way: it leaves the token table in N, because the
     head is tied to it, and so has no term for the head. Norms and biases are in N in both, as if they were
     products: 1 part in 7,000 of GPT-2 124M.
-
-    Args:
-        experiment: its model; neither layout nor precision changes the count.
     """
     model = experiment.model
     (token, position), _ = end_parameters(model)
@@ -31,3 +73,23 @@ def model_flops_per_token(experiment: Experiment) -> float:
     head = model.vocab_size * model.n_embd
     attention = 2 * model.n_layer * model.block_size * model.n_embd
     return 6.0 * (weights + head + attention)
+
+
+def peak_flops(device_kind: str, dtype: str) -> float | None:
+    """Dense floating-point operations a second that a chip is sold with; None where nobody says.
+
+    Args:
+        device_kind: `Manifest.device_kind`, the full name: CUDA's or JAX's.
+        dtype: of the products: `Precision.product_dtype`.
+    """
+    if dtype == "float16" and device_kind.startswith("NVIDIA"):
+        dtype = "bfloat16"  # as fast, where there is either
+    return PEAKS.get(device_kind, {}).get(dtype)
+
+
+def flops_utilization(experiment: Experiment, device_kind: str, tokens_per_s: float) -> float | None:
+    """MFU at this speed of all devices, a fraction of their peak; None for a device without one."""
+    peak = peak_flops(device_kind, experiment.precision.product_dtype)
+    if peak is None:
+        return None
+    return model_flops_per_token(experiment) * tokens_per_s / (experiment.layout.devices * peak)
