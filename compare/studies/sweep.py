@@ -48,7 +48,7 @@ class StrategyRow(Struct, frozen=True, kw_only=True, omit_defaults=True):
     step_time_ms_median: float
     tokens_per_s: float
     mfu: float | None = None
-    """None for devices without a peak in `judge.peaks`, such as any CPU."""
+    """None for devices without a peak in `closed_forms.flops`, such as any CPU."""
     peak_mem_bytes: int
     comm_bytes: int
     comm_wire_bytes: int
