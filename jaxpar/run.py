@@ -134,11 +134,10 @@ class Run:
         assert hlo, "XLA keeps no text of the compiled step"
         sizes = {name: state[name][0] for name in ("parameters", "optimizer")}
         if profile := memory_profile(self.step, **sizes):
-            recorder.memory(profile)
-        recorder.instructions(listing(hlo, axes))
+            recorder.leave(profile)
         problems: list[str] = []
         rows = communications(hlo, axes, problems=problems)
-        recorder.ledger(Ledger(rows=rows, problems=problems))
+        recorder.leave(listing(hlo, axes), Ledger(rows=rows, problems=problems))
 
     def at_rest(self) -> dict[str, list[int]]:
         """Bytes between two steps on each device, and on the host.

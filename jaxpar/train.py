@@ -1,7 +1,6 @@
 """Training: set up a run, and loop. All three engines share it."""
 
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ from jax.sharding import Mesh
 from compare.checkpoint.description import WEIGHTS
 from compare.checkpoint.reader import CheckpointReader
 from compare.contract.inputs import open_stream, starting_parameters
-from compare.contract.observers import FinishedStep, Observer
 from compare.contract.record import Recorder
-from compare.contract.recording import observers_of
+from compare.contract.recording import Recording
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
 from compare.numerics.evaluation import require_validation
@@ -90,18 +88,15 @@ def train(
     folder = folder or (recorder.folder if recorder else None)
     if folder is None:
         raise ValueError("without a recorder give the folder of the run")
-    started_utc = datetime.now(UTC).isoformat(timespec="seconds")
     run = set_up(request, recorder, weights=weights, batches=batches)
-    train_to_end(run, recorder, folder, started_utc=started_utc, progress=progress)
+    train_to_end(run, recorder, folder, progress)
 
 
-def train_to_end(
-    run: Run, recorder: Recorder | None, folder: Path, *, started_utc: str, progress: Callable[..., None]
-) -> None:
+def train_to_end(run: Run, recorder: Recorder | None, folder: Path, progress: Callable[..., None]) -> None:
     """All steps that are left. Raises DivergedError: a loss or a gradient norm is not finite."""
     state, last = run.state, run.experiment.train.max_iters
     profilers = [StepProfiler(run, recorder)] if run.request.profile and recorder else []
-    tell = observers_of(run, recorder, folder, started_utc=started_utc, own=profilers)
+    tell = Recording(run, recorder, folder, profilers)
     progress(in_step=True)
     tell.begin(state)
     while state.step < last:
@@ -111,7 +106,7 @@ def train_to_end(
     tell.finish()
 
 
-def train_steps(run: Run, tell: Observer) -> None:
+def train_steps(run: Run, tell: Recording) -> None:
     """Draw, compute and update, tell: a step, or several of a window, waited for together at their end."""
     state, first, clock = run.state, run.state.step, Stopwatch()
     steps = run.request.together(first)
@@ -121,11 +116,10 @@ def train_steps(run: Run, tell: Observer) -> None:
         for arrays in drawn:
             batch, scalars = spread(arrays, run.sharded.batch), device_scalars(run.experiment, state)
             outputs = run.step(state.params, state.opt_state, batch, scalars)
-            start = state.snapshot
             state.params, state.opt_state, metrics, *gradients = outputs
             if gradients and state.step == run.request.first_step:
                 (state.gradients,) = gradients
-            done.append(FinishedStep(start, metrics["loss"], metrics["grad_norm"]))
+            done.append(state.finished(metrics["loss"], metrics["grad_norm"]))
             # A loss scale follows from whether the step before overflowed: for it the host waits.
             norm = float(metrics["grad_norm"]) if state.loss_scale else None
             state.move_on(run.request.engine, run.experiment, grad_norm=norm)
@@ -158,7 +152,7 @@ def set_up(
     with clock:
         traced = trace_step(sharded, state, experiment, with_gradients=request.ladder)
         if recorder:
-            recorder.work(work_of(traced.jaxpr, sharded.ticks))
+            recorder.leave(work_of(traced.jaxpr, sharded.ticks))
         step = traced.lower().compile(compiler_options=sharded.compiler_options)
     run = Run(
         request=request,

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from compare.contract.ledger import Ledger
-from compare.contract.record import Manifest, Recorder, Step
+from compare.contract.record import Manifest, Recorder, Step, write_tensors
 from compare.contract.request import Rung
 from compare.host.json_files import write_json
 from compare.judge.goldens import PROVENANCE, Provenance, folder_of
@@ -182,14 +182,16 @@ class Watcher:
         for name, array in self.weights.items():
             parameters[nanogpt_name(name)].data.copy_(to_nanogpt(name, array))
         self.initial_weights = self._canonical(parameters)
-        self.recorder.tensors(Rung.INITIAL_WEIGHTS, self.initial_weights)
+        write_tensors(self.recorder.folder, Rung.INITIAL_WEIGHTS, self.initial_weights)
         model.register_forward_hook(self._after_forward)
 
     def clip_grad_norm(self, parameters: Iterator[torch.Tensor], max_norm: float) -> torch.Tensor:
         """In place of `clip_grad_norm_`: see the gradients before it, and its norm after it."""
         if self._step == 0:
             named = dict(self.model.named_parameters())
-            self.recorder.tensors(Rung.GRADIENTS, self._canonical({n: p.grad for n, p in named.items()}))
+            write_tensors(
+                self.recorder.folder, Rung.GRADIENTS, self._canonical({n: p.grad for n, p in named.items()})
+            )
         norm = self._clip(parameters, max_norm)
         self._norm = norm.item()
         return norm
@@ -206,15 +208,15 @@ class Watcher:
         if self._step == 0:
             inputs, targets = (torch.stack([one[i] for one in self._passes]) for i in (0, 1))
             batch = {"inputs": inputs.int().numpy(), "targets": targets.int().numpy()}
-            self.recorder.tensors(Rung.BATCH, batch)
-            self.recorder.tensors(Rung.FIRST_WEIGHTS, self._canonical(parameters))
+            write_tensors(self.recorder.folder, Rung.BATCH, batch)
+            write_tensors(self.recorder.folder, Rung.FIRST_WEIGHTS, self._canonical(parameters))
             for rung, key in MOMENTS[self.experiment.optimizer.name].items():
                 moments = {name: optimizer.state[p][key] for name, p in parameters.items()}
-                self.recorder.tensors(rung, self._canonical(moments))
+                write_tensors(self.recorder.folder, rung, self._canonical(moments))
         self._passes.clear()
         self._step += 1
         if self._step == self.experiment.train.max_iters:
-            self.recorder.tensors(Rung.LATER_WEIGHTS, self._canonical(parameters))
+            write_tensors(self.recorder.folder, Rung.LATER_WEIGHTS, self._canonical(parameters))
 
     def _after_forward(self, module: torch.nn.Module, inputs: tuple, outputs: tuple) -> None:
         if module.training:
@@ -286,14 +288,13 @@ def main(checkout: Path, optimizer: str, output: Path) -> None:
             "torch": torch.__version__.split("+")[0],
         },
         threads="one",
-        started_utc="",
         compile_s=0.0,
         first_step_s=0.0,
         cpu_time_s=0.0,
         peak_memory_bytes=[0],
         peak_memory_method="not measured",
     )
-    recorder.ledger(Ledger())
+    recorder.leave(Ledger())
     recorder.finish(manifest)
     git = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True, check=True

@@ -10,13 +10,12 @@ import numpy as np
 import torch
 
 from compare.checkpoint.saver import Part
-from compare.contract import recording
 from compare.contract.communication import LOSS
 from compare.contract.ending import StopRequest
 from compare.contract.memory_profile import MemoryProfile
-from compare.contract.observers import Observer, Observers
 from compare.contract.other_hosts import host_names
 from compare.contract.record import ON_HOST, Recorder
+from compare.contract.recording import Observer, Recording
 from compare.contract.request import MOMENTS, Rung
 from compare.contract.timing import Window, merged
 from compare.host.facts import MemoryUse, cpu_seconds, process_memory, versions
@@ -38,8 +37,8 @@ from torchpar.shards import state_parts
 from torchpar.weights import moment_keys, nanogpt_name, to_arrays
 
 
-def observers_of(run: Run, folder: Path, *, started_utc: str) -> Observers:
-    """Observers of this rank's training; rank 0 writes into the folder."""
+def recording_of(run: Run, folder: Path) -> Recording:
+    """What this rank's loop tells; rank 0 writes into the folder."""
     recorder = Recorder(folder) if run.rank.rank == 0 else None
     instruments = Instruments(run)
     own: list[Observer] = [instruments]
@@ -47,8 +46,7 @@ def observers_of(run: Run, folder: Path, *, started_utc: str) -> Observers:
         from torchpar.measure.timeline import StepProfiler  # what it marks is not imported for every run
 
         own.insert(0, StepProfiler(run, recorder, instruments))
-    side = RankSide(run, instruments)
-    return recording.observers_of(side, recorder, folder, started_utc=started_utc, own=own)
+    return Recording(RankSide(run, instruments), recorder, folder, own)
 
 
 class RankSide:
@@ -126,10 +124,12 @@ class RankSide:
         if not recorder:
             return {}
         stages = [run.experiment.layout.stage_of(rank) for rank in range(len(found))]
-        recorder.memory(MemoryProfile(devices=list(memories), method=PROFILE_METHOD))
-        recorder.work(work_of_all_ranks(work, stages=stages))
         counts_own = ENGINES[run.request.engine].counts_own_calls
-        recorder.ledger(of_all_ranks(ledgers, stages=stages, counts_own=counts_own))
+        recorder.leave(
+            MemoryProfile(devices=list(memories), method=PROFILE_METHOD),
+            work_of_all_ranks(work, stages=stages),
+            of_all_ranks(ledgers, stages=stages, counts_own=counts_own),
+        )
         return {
             "device_kind": device_kind(run.mesh.device),
             "initial_weights_sha256": run.initial_weights_sha256,

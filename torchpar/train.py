@@ -4,7 +4,6 @@ import functools
 import importlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +12,8 @@ import torch
 from compare.contract.communication import LOSS
 from compare.contract.faults import IGNORED
 from compare.contract.inputs import open_stream, starting_parameters
-from compare.contract.observers import FinishedStep, Observer
 from compare.contract.progress import Progress
+from compare.contract.recording import Recording
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
 from compare.numerics.evaluation import require_validation
@@ -29,7 +28,7 @@ from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.host_memory import keep_freed_memory
 from torchpar.launch import Rank
 from torchpar.loss_scale import scale_loss, undivided_parts, unscale_gradients
-from torchpar.observers import observers_of
+from torchpar.observers import recording_of
 from torchpar.optimizer import make_optimizer, optimizer_step
 from torchpar.parallel_model import ParallelModel, local
 from torchpar.run import RankBatch, Run, autocast, join_others, now, to_device
@@ -64,7 +63,6 @@ def train(
     Raises:
         DivergedError: the loss or the gradient norm of a step is not finite.
     """
-    started_utc = datetime.now(UTC).isoformat(timespec="seconds")
     with planted(request):
         mesh = join_mesh(rank, request, folder)
         first = starting_parameters(request, weights)
@@ -76,7 +74,7 @@ def train(
         require_validation(run.experiment, run.corpus)
         if run.parallel.compiled:
             run.compile_s = compile_ahead(run)
-        train_to_end(run, observers_of(run, folder, started_utc=started_utc))
+        train_to_end(run, recording_of(run, folder))
     process_groups.leave_group()
 
 
@@ -162,7 +160,7 @@ def compile_ahead(run: Run) -> float:
     return clock.wall_s
 
 
-def train_to_end(run: Run, tell: Observer) -> None:
+def train_to_end(run: Run, tell: Recording) -> None:
     """All steps that are left. Raises DivergedError: the loss or the norm of a step is not finite."""
     state = run.state
     tell.begin(state)
@@ -175,31 +173,31 @@ def train_to_end(run: Run, tell: Observer) -> None:
     tell.finish()
 
 
-def train_step(run: Run, tell: Observer) -> None:
+def train_step(run: Run, tell: Recording) -> None:
     """Draw, compute, update, tell: one step, which the host waits for. What observers do costs no time."""
-    start, clock = run.state.snapshot, Stopwatch(functools.partial(now, run))
-    arrays = arrays_of_step(run.corpus, run.experiment, start.step)
-    with tell.around(start.step):
+    step, clock = run.state.step, Stopwatch(functools.partial(now, run))
+    arrays = arrays_of_step(run.corpus, run.experiment, step)
+    with tell.around(step):
         with clock:
             loss = run.compute(run, to_device(run, arrays))
-        tell.gradients(start.step)
+        tell.gradients(step)
         with clock:
             norm = run.update(run)
-    run.rank.at(start.step, "record")
-    tell.steps([FinishedStep(start, loss, norm)], clock.window(1))
+    run.rank.at(step, "record")
+    tell.steps([run.state.finished(loss, norm)], clock.window(1))
     move_on(run, norm)
 
 
-def train_window(run: Run, tell: Observer, *, steps: int) -> None:
+def train_window(run: Run, tell: Recording, *, steps: int) -> None:
     """Steps with no synchronisation of host and device between them, timed together."""
     first, clock = run.state.step, Stopwatch(functools.partial(now, run))
     drawn = [arrays_of_step(run.corpus, run.experiment, step) for step in range(first, first + steps)]
     done = []
     with clock:
         for arrays in drawn:
-            start, loss = run.state.snapshot, run.compute(run, to_device(run, arrays))
+            loss = run.compute(run, to_device(run, arrays))
             norm = run.update(run)
-            done.append(FinishedStep(start, loss, norm))
+            done.append(run.state.finished(loss, norm))
             move_on(run, norm)
     tell.steps(done, clock.window(steps))
 
@@ -211,9 +209,8 @@ def move_on(run: Run, norm: torch.Tensor) -> None:
         DivergedError: gradients overflow at the smallest loss scale; on all ranks alike.
     """
     norm_of = norm.item() if run.state.loss_scale else None
-    if norm_of is not None and run.state.snapshot.overflowed(norm_of):
+    if run.state.move_on(run.request.engine, run.experiment, grad_norm=norm_of):
         run.parallel.optimizer.zero_grad(set_to_none=True)
-    run.state.move_on(run.request.engine, run.experiment, grad_norm=norm_of)
 
 
 def compute_gradients(run: Run, batch: RankBatch) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple, SupportsFloat
 
-from msgspec import UNSET, Struct
+from msgspec import UNSET
 
 from compare.contract.ending import DivergedError
 from compare.contract.record import Step
@@ -14,33 +15,31 @@ from compare.numerics.loss_scale import LossScale, next_scale
 from compare.spec.experiment import Experiment
 
 
-class ProgressSnapshot(Struct, frozen=True, kw_only=True):
-    """Progress of a training before a step, frozen."""
+class FinishedStep(NamedTuple):
+    """A step that has run: the progress before it, and its numbers."""
 
     step: int
     updates: int
-    loss_scale: LossScale | None = None
-
-    def overflowed(self, grad_norm: float) -> bool:
-        """Whether the step from here, whose gradients have this norm, was skipped."""
-        return self.loss_scale is not None and not math.isfinite(grad_norm)
+    loss_scale: LossScale | None
+    loss: SupportsFloat
+    """A scalar, perhaps still on the device; so is the norm."""
+    grad_norm: SupportsFloat
 
     def record(
         self,
         experiment: Experiment,
         *,
-        loss: float,
-        grad_norm: float,
         seconds: float,
         memory: MemoryUse | None = None,
         instrumented: bool = False,
     ) -> Step:
-        """The line of the record for the step from here. A skipped step has a norm of 0."""
-        skipped = self.overflowed(grad_norm)
+        """Its line of the record. A skipped step has a norm of 0."""
+        norm = float(self.grad_norm)
+        skipped = self.loss_scale is not None and not math.isfinite(norm)
         return Step(
             step=self.step,
-            loss=loss,
-            grad_norm=0.0 if skipped else grad_norm,
+            loss=float(self.loss),
+            grad_norm=0.0 if skipped else norm,
             lr=learning_rate(experiment.optimizer, self.updates),
             step_time_ms=seconds * 1e3,
             tokens_per_s=experiment.tokens_per_step / seconds if seconds else UNSET,
@@ -68,13 +67,12 @@ class Progress:
     loss_scale: LossScale | None = None
     evaluation: Evaluation | None = None
 
-    @property
-    def snapshot(self) -> ProgressSnapshot:
-        """A frozen copy."""
-        return ProgressSnapshot(step=self.step, updates=self.updates, loss_scale=self.loss_scale)
+    def finished(self, loss: SupportsFloat, grad_norm: SupportsFloat) -> FinishedStep:
+        """The step from here; call it before `move_on`."""
+        return FinishedStep(self.step, self.updates, self.loss_scale, loss, grad_norm)
 
-    def move_on(self, engine: str, experiment: Experiment, *, grad_norm: float | None = None) -> None:
-        """After a step, whose norm is needed where there is a loss scale.
+    def move_on(self, engine: str, experiment: Experiment, *, grad_norm: float | None = None) -> bool:
+        """After a step, whose norm is needed where there is a loss scale. Returns whether it was skipped.
 
         Raises:
             DivergedError: gradients overflow at the smallest loss scale.
@@ -82,7 +80,7 @@ class Progress:
         skipped = False
         if self.loss_scale is not None:
             assert grad_norm is not None
-            skipped = self.snapshot.overflowed(grad_norm)
+            skipped = not math.isfinite(grad_norm)
             try:
                 self.loss_scale = next_scale(self.loss_scale, experiment.precision, overflowed=skipped)
             except OverflowError as error:
@@ -90,3 +88,4 @@ class Progress:
         self.step += 1
         self.evaluation = None
         self.updates += not skipped
+        return skipped

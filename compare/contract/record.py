@@ -104,7 +104,6 @@ class Manifest(Struct, frozen=True, kw_only=True):
     """python, numpy, and the framework's packages."""
     threads: str
     """Threads of each device, in words: CPU timings depend on them."""
-    started_utc: str
     compile_s: float
     """Tracing and compiling ahead of the first step; 0 where nothing is compiled."""
     first_step_s: float
@@ -173,6 +172,16 @@ def read_tensors(folder: Path, rung: Rung) -> Mapping[str, np.ndarray]:
     return Tensors(path) if path.exists() else {}
 
 
+FILES: dict[type, str] = {
+    Ledger: LEDGER,
+    MemoryProfile: MEMORY,
+    ObservedWork: WORK,
+    Timeline: TIMELINE,
+    list: HLO_COLLECTIVES,
+}
+"""Where each finding of a step is left."""
+
+
 class Recorder:
     """Writes a record while an engine runs: the one way in which an engine reports.
 
@@ -185,10 +194,6 @@ class Recorder:
         with full_disk_named(folder):
             self._steps = (folder / STEPS_PART).open("ab")
 
-    def tensors(self, rung: Rung, tensors: Mapping[str, np.ndarray]) -> None:
-        """Leave the tensors of one rung, by canonical name."""
-        write_tensors(self.folder, rung, tensors)
-
     def step(self, step: Step) -> None:
         """Append one step; readable at once. Raises DiskFull."""
         with full_disk_named(self.folder):
@@ -200,25 +205,10 @@ class Recorder:
         with full_disk_named(self.folder), (self.folder / EVALUATIONS).open("ab") as file:
             file.write(msgspec.json.encode(evaluation) + b"\n")
 
-    def instructions(self, instructions: list[Instruction]) -> None:
-        """Leave the collective instructions of the compiled step."""
-        write_json(self.folder / HLO_COLLECTIVES, instructions)
-
-    def timeline(self, timeline: Timeline) -> None:
-        """Leave the timeline of the profiled step."""
-        write_json(self.folder / TIMELINE, timeline)
-
-    def memory(self, profile: MemoryProfile) -> None:
-        """Leave the memory of the watched step."""
-        write_json(self.folder / MEMORY, profile)
-
-    def work(self, work: ObservedWork) -> None:
-        """Leave what the watched step computed."""
-        write_json(self.folder / WORK, work)
-
-    def ledger(self, ledger: Ledger) -> None:
-        """Leave what the watched step communicated."""
-        write_json(self.folder / LEDGER, ledger)
+    def leave(self, *findings: Ledger | MemoryProfile | ObservedWork | Timeline | list[Instruction]) -> None:
+        """Leave what was found of one step, each in its file."""
+        for found in findings:
+            write_json(self.folder / FILES[type(found)], found)
 
     def finish(self, manifest: Manifest) -> None:
         """Complete the record. The manifest comes last."""
@@ -229,7 +219,7 @@ class Recorder:
 
 def clear_record(folder: Path) -> None:
     """Remove what an earlier run left, so that it is not taken for this run's. Hold the folder's lock."""
-    names = [MANIFEST, ERROR, STEPS, STEPS_PART, EVALUATIONS, LEDGER, HLO_COLLECTIVES, TIMELINE, MEMORY, WORK]
+    names = [MANIFEST, ERROR, STEPS, STEPS_PART, EVALUATIONS, *FILES.values()]
     waiting = [path.name for path in folder.glob(f"{WAITING}*")]
     for name in [*names, *TRACES, HOSTS, *waiting, *(f"{rung}.safetensors" for rung in Rung)]:
         (folder / name).unlink(missing_ok=True)

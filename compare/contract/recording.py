@@ -1,10 +1,11 @@
 """The record of a training: which steps are written down, evaluated and saved, the same on both sides.
 
-A side tells what only it knows: the tensors of a rung, the losses of an evaluation, the parts of a
-checkpoint, what the run cost.
+Both sides' loops tell a `Recording` how far they are; it asks its side for what only that knows: the tensors
+of a rung, the losses of an evaluation, the parts of a checkpoint, what the run cost.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,9 +16,8 @@ from compare.checkpoint.description import CHECKPOINTS, Checkpoint
 from compare.checkpoint.saver import Part, Saver
 from compare.contract.ending import ASKED, StoppedEarly, end_if_diverged
 from compare.contract.faults import IGNORED
-from compare.contract.observers import FinishedStep, Observer, Observers
-from compare.contract.progress import Progress
-from compare.contract.record import Manifest, Recorder
+from compare.contract.progress import FinishedStep, Progress
+from compare.contract.record import Manifest, Recorder, write_tensors
 from compare.contract.request import MOMENTS, REQUEST, Request, Rung
 from compare.contract.timing import Window
 from compare.host.facts import MemoryUse
@@ -67,146 +67,122 @@ class RecordedSide(Protocol):
     def costs(self, windows: Sequence[Window], recorder: Recorder | None) -> dict[str, Any]:
         """Leave the ledger and the memory of a step. Returns fields of the manifest that only the side knows.
 
-        Args:
-            windows: of this process, in a timed run.
-            recorder: writes; None on all ranks but the first, of which nothing is returned either.
+        Without a recorder, on all ranks but the first, nothing is written or returned. `windows` are this
+        process's, in a timed run.
         """
         ...
 
 
-def observers_of(
-    side: RecordedSide,
-    recorder: Recorder | None,
-    folder: Path,
-    *,
-    started_utc: str,
-    own: Sequence[Observer] = (),
-) -> Observers:
-    """What watches a training, in the order in which it is told: `own` are observers of the side's own.
-
-    `recorder` is None on all ranks but the first.
-    """
-    experiment, steps = side.request.experiment, Steps(side, recorder, own)
-    observers: list[Observer] = [steps]
-    if side.request.ladder:
-        observers.append(Ladder(side, recorder))
-    if experiment.train.eval_interval:
-        observers.append(Evaluating(side, recorder))
-    if experiment.checkpoint.every:
-        observers.append(Saving(side, folder))
-    return Observers([*observers, *own, Summary(side, recorder, steps, started_utc)])
-
-
-class Steps(Observer):
-    """Writes steps.jsonl, and ends a run whose numbers are no longer finite.
+class Observer:
+    """Watches one step of a training, whose time then does not count.
 
     Attributes:
-        first_step_s: wall time of the first step.
-        windows: of a timed run, in order.
+        watched: the number of the step.
     """
 
-    def __init__(self, side: RecordedSide, recorder: Recorder | None, others: Sequence[Observer] = ()):
-        self._side, self._recorder, self._others = side, recorder, others
-        self.first_step_s = 0.0
-        self.windows: list[Window] = []
+    watched: int
 
-    def steps(self, done: Sequence[FinishedStep], window: Window) -> None:
-        """Append a line each. Raises DivergedError: a loss or a norm is not finite, on all ranks alike."""
-        request, first = self._side.request, done[0].start.step
-        if first == request.first_step:
-            self.first_step_s = window.wall_s / window.steps
-        if request.timing and request.timing.is_in_window(first):
-            self.windows.append(window)
-        for one in done:
-            self._append(one, seconds=window.wall_s / window.steps)
-
-    def _append(self, done: FinishedStep, *, seconds: float) -> None:
-        request = self._side.request
-        line = done.start.record(
-            request.experiment,
-            loss=float(done.loss),
-            grad_norm=float(done.grad_norm),
-            seconds=seconds,
-            memory=self._side.memory(),
-            instrumented=any(one.watched == done.start.step for one in self._others),
-        )
-        if self._recorder:
-            self._recorder.step(line)
-        end_if_diverged(request.engine, line, where=self._side.not_finite)
-
-
-class Ladder(Observer):
-    """Leaves the tensors that the ladder compares."""
-
-    def __init__(self, side: RecordedSide, recorder: Recorder | None):
-        self._side, self._recorder, self._request = side, recorder, side.request
-
-    def begin(self, progress: Progress) -> None:
-        """The first batch, and the weights."""
-        self._leave(Rung.BATCH, Rung.INITIAL_WEIGHTS)
+    def watch(self) -> AbstractContextManager:
+        """Entered around the watched step."""
+        return nullcontext()
 
     def gradients(self, step: int) -> None:
-        """The first step's."""
-        if step == self._request.first_step:
-            self._leave(Rung.GRADIENTS)
-
-    def steps(self, done: Sequence[FinishedStep], window: Window) -> None:
-        """Weights where they are due, and moments after the first step."""
-        step = done[-1].start.step
-        if rung := self._request.weights_due_after(step):
-            self._leave(rung)
-        if step == self._request.first_step:
-            names = moment_names(self._request.experiment.optimizer)
-            self._leave(*(rung for rung, name in MOMENTS.items() if name in names))
-
-    def _leave(self, *rungs: Rung) -> None:
-        for rung in rungs:
-            tensors = self._side.tensors(rung)
-            if self._recorder:
-                self._recorder.tensors(rung, tensors)
+        """A step's mean gradients are there, before clipping."""
 
 
-class Evaluating(Observer):
-    """Evaluates the weights where that is due, and writes evaluations.jsonl."""
+class Recording:
+    """What a loop tells at each moment of a training, and what is written then.
 
-    def __init__(self, side: RecordedSide, recorder: Recorder | None):
-        self._side, self._recorder = side, recorder
+    Args:
+        side: gives tensors, losses and costs.
+        recorder: writes; None on all ranks but the first.
+        folder: of the run; checkpoints go there.
+        observers: of the side's own.
+    """
+
+    def __init__(
+        self,
+        side: RecordedSide,
+        recorder: Recorder | None,
+        folder: Path,
+        observers: Sequence[Observer] = (),
+    ):
+        self._side, self._recorder, self._observers = side, recorder, observers
+        self._request, self._experiment = side.request, side.request.experiment
+        self._first_step_s, self._windows = 0.0, list[Window]()
+        checkpoint, devices = self._experiment.checkpoint, self._experiment.layout.devices
+        self._saver = (
+            Saver(folder / CHECKPOINTS, side.devices, of=devices, keep=checkpoint.keep)
+            if checkpoint.every
+            else None
+        )
 
     def begin(self, progress: Progress) -> None:
-        """The weights to begin with."""
-        self.between(progress)
+        """Before the first step: leave the first batch and weights, and evaluate these."""
+        if self._request.ladder:
+            self._leave(Rung.BATCH, Rung.INITIAL_WEIGHTS)
+        self._evaluate(progress)
 
-    def between(self, progress: Progress) -> None:
-        """The weights as they are."""
-        if is_due(self._side.request.experiment, progress.step):
-            progress.evaluation = self._side.evaluate(progress.step)
+    @contextmanager
+    def around(self, step: int) -> Generator[None]:
+        """Entered around a step that the host waits for."""
+        with ExitStack() as stack:
+            for observer in self._observers:
+                if observer.watched == step:
+                    stack.enter_context(observer.watch())
+            yield
+
+    def gradients(self, step: int) -> None:
+        """In the middle of such a step: the mean gradients are there, before clipping."""
+        if self._request.ladder and step == self._request.first_step:
+            self._leave(Rung.GRADIENTS)
+        for observer in self._observers:
+            observer.gradients(step)
+
+    def steps(self, done: Sequence[FinishedStep], window: Window) -> None:
+        """Write a step, or the steps of a window, which cost so much; leave the tensors that are due.
+
+        Raises:
+            DivergedError: a loss or a norm is not finite, on all ranks alike.
+        """
+        request, first, seconds = self._request, done[0].step, window.wall_s / window.steps
+        if first == request.first_step:
+            self._first_step_s = seconds
+        if request.timing and request.timing.is_in_window(first):
+            self._windows.append(window)
+        for finished in done:
+            line = finished.record(
+                self._experiment,
+                seconds=seconds,
+                memory=self._side.memory(),
+                instrumented=any(observer.watched == finished.step for observer in self._observers),
+            )
             if self._recorder:
-                self._recorder.evaluation(progress.evaluation)
-
-
-class Saving(Observer):
-    """Saves the state after every `checkpoint.every` steps, after the last, and when it is asked to end."""
-
-    def __init__(self, side: RecordedSide, folder: Path):
-        experiment, self._side = side.request.experiment, side
-        devices, of = side.devices, experiment.layout.devices
-        self._saver = Saver(folder / CHECKPOINTS, devices, of=of, keep=experiment.checkpoint.keep)
+                self._recorder.step(line)
+            end_if_diverged(request.engine, line, where=self._side.not_finite)
+        if rung := request.weights_due.get(done[-1].step + 1 - request.first_step):
+            self._leave(rung)
+        if request.ladder and first == request.first_step:
+            names = moment_names(self._experiment.optimizer)
+            self._leave(*(rung for rung, name in MOMENTS.items() if name in names))
 
     def between(self, progress: Progress) -> None:
-        """Save if that is due.
+        """Before the next step, and after the last: evaluate and save, where that is due.
 
         Raises:
             DiskFull, OSError: the checkpoint before could not be written.
-            StoppedEarly: the run was asked to end here, and this one is complete.
+            StoppedEarly: the run was asked to end here, and its checkpoint is complete.
         """
-        request, step = self._side.request, progress.step
-        is_last = step == request.experiment.train.max_iters
-        stops = not is_last and self._side.is_to_stop()
-        if not stops and not is_last and step % request.experiment.checkpoint.every:
+        self._evaluate(progress)
+        step, last = progress.step, self._experiment.train.max_iters
+        if not self._saver:
+            return
+        stops = step < last and self._side.is_to_stop()
+        if not stops and step < last and step % self._experiment.checkpoint.every:
             return
         checkpoint = Checkpoint(
-            engine=request.engine,
-            experiment=request.experiment,
+            engine=self._request.engine,
+            experiment=self._experiment,
             step=step,
             updates=progress.updates,
             loss_scale=progress.loss_scale or UNSET,
@@ -217,40 +193,38 @@ class Saving(Observer):
         if stops:
             self._saver.finish()
             self._side.is_to_stop()  # all have written, before any of them leaves
-            raise StoppedEarly(
-                f"stopped after step {step} of {request.experiment.train.max_iters}, as asked by "
-                f"{ASKED.name}; its state is saved"
-            )
+            asked = f"stopped after step {step} of {last}, as asked by {ASKED.name}"
+            raise StoppedEarly(f"{asked}; its state is saved")
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is complete. Raises DiskFull or OSError: it could not be written."""
-        self._saver.finish()
-
-
-class Summary(Observer):
-    """Completes the record, after all others: manifest.json."""
-
-    def __init__(self, side: RecordedSide, recorder: Recorder | None, steps: Steps, started_utc: str):
-        self._side, self._recorder, self._steps, self._started_utc = side, recorder, steps, started_utc
-
-    def finish(self) -> None:
-        """Put the ranks' costs together."""
-        costs = self._side.costs(self._steps.windows, self._recorder)
+        """After the last step: wait for the last checkpoint, put the ranks' costs together, and complete."""
+        if self._saver:
+            self._saver.finish()
+        costs, request = self._side.costs(self._windows, self._recorder), self._request
         if not self._recorder:
             return
-        request = self._side.request
-        asked = request
-        if request.fault in IGNORED:
-            asked = read_json(self._recorder.folder / REQUEST, Request)
+        if request.fault in IGNORED:  # the manifest says what was asked for
+            request = read_json(self._recorder.folder / REQUEST, Request)
         manifest = Manifest(
             engine=request.engine,
-            experiment=asked.experiment,
+            experiment=request.experiment,
             platform=request.platform,
             devices=request.experiment.layout.devices,
             parameters=parameter_count(request.experiment.model),
             corpus_sha256=self._side.corpus_sha256,
-            started_utc=self._started_utc,
-            first_step_s=self._steps.first_step_s,
+            first_step_s=self._first_step_s,
             **costs,
         )
         self._recorder.finish(manifest)
+
+    def _evaluate(self, progress: Progress) -> None:
+        if self._experiment.train.eval_interval and is_due(self._experiment, progress.step):
+            progress.evaluation = self._side.evaluate(progress.step)
+            if self._recorder:
+                self._recorder.evaluation(progress.evaluation)
+
+    def _leave(self, *rungs: Rung) -> None:
+        for rung in rungs:
+            tensors = self._side.tensors(rung)
+            if self._recorder:
+                write_tensors(self._recorder.folder, rung, tensors)

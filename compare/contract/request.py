@@ -119,10 +119,6 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         due = {self.steps: Rung.FINAL_WEIGHTS, self.later_step: Rung.LATER_WEIGHTS, 1: Rung.FIRST_WEIGHTS}
         return {steps: rung for steps, rung in due.items() if steps <= self.steps}
 
-    def weights_due_after(self, step: int) -> Rung | None:
-        """The rung at which the weights after this step are taken; None for most steps."""
-        return self.weights_due.get(step + 1 - self.first_step)
-
 
 def read_request(folder: Path) -> Request:
     """Read and check `folder/request.json`; with a fault of `IGNORED`, as the engine shall run it.

@@ -20,8 +20,8 @@ import jax
 from jax.profiler import ProfileData, ProfileOptions
 from msgspec.structs import replace
 
-from compare.contract.observers import Observer
 from compare.contract.record import Recorder
+from compare.contract.recording import Observer
 from compare.contract.timeline import TRACES, Kind, Lane, Span, Timeline, profiled_step
 from jaxpar.measure.hlo import OP_NAME, called_by, collectives, computations, opcode_of
 from jaxpar.measure.ledger import key_of
@@ -79,7 +79,7 @@ class StepProfiler(Observer):
         with recorded(hlo, self._run.mesh_devices, folder=self._recorder.folder) as profiles:
             yield
         axes = self._run.experiment.layout.axes
-        self._recorder.timeline(make_timeline(profiles[0], hlo, axes, self.watched))
+        self._recorder.leave(make_timeline(profiles[0], hlo, axes, self.watched))
 
 
 @contextmanager

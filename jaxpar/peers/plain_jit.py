@@ -5,7 +5,6 @@ is the 1e-6 beside the norm that clips, PyTorch's: `optax.clip_by_global_norm` h
 """
 
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,6 @@ def train(
     progress: Callable[..., None] = lambda **_: None,
 ) -> None:
     """Train on one device, and write the record: see `jaxpar.train.train`."""
-    started_utc = datetime.now(UTC).isoformat(timespec="seconds")
     assert recorder, "one device has one process"
     experiment, engine = request.experiment, ENGINES[request.engine]
     engine.require_experiment(experiment)
@@ -101,7 +99,7 @@ def train(
         traced = jax.jit(step, donate_argnums=(0, 1)).trace(
             state.params, state.opt_state, like, device_scalars(experiment, state)
         )
-        recorder.work(work_of(traced.jaxpr))
+        recorder.leave(work_of(traced.jaxpr))
         compiled = traced.lower().compile()
 
     here = SingleDeviceSharding(device)
@@ -121,4 +119,4 @@ def train(
     if request.ladder:  # of step 0, apart from the step, which is left as a user would have it
         gradients = jax.jit(lambda *of: accumulated_gradients(loss, *of)[1])
         state.gradients = gradients(params, arrays_of_step(corpus, experiment, 0))
-    train_to_end(run, recorder, folder, started_utc=started_utc, progress=progress)
+    train_to_end(run, recorder, folder, progress)

@@ -17,7 +17,7 @@ from compare.numerics.parameters import initial_parameters
 from compare.terminal import error_text
 from torchpar.comm.mesh import make_mesh
 from torchpar.launch import Rank, failure_of
-from torchpar.observers import observers_of
+from torchpar.observers import recording_of
 from torchpar.train import set_up, train_step
 
 # No layer's gradient survives weights of 1e30. One layer and no ladder: one small program to compile.
@@ -73,7 +73,7 @@ def test_a_step_of_torchpar_names_the_gradient_and_moves_nothing(tiny, tmp_path)
     run = set_up(request, mesh, rank, starting_parameters(request))
     run.parallel.parameters["transformer.h.1.ln_2.weight"].register_hook(lambda gradient: gradient * math.inf)
     before = {name: weight.clone() for name, weight in run.parallel.weights().items()}
-    tell = observers_of(run, tmp_path, started_utc="")
+    tell = recording_of(run, tmp_path)
     with pytest.raises(DivergedError) as error:
         train_step(run, tell)
     assert str(error.value).endswith(

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from records import make_record, make_steps
 
 from compare.contract.ending import DivergedError
-from compare.contract.progress import Progress, ProgressSnapshot
+from compare.contract.progress import Progress
 from compare.contract.request import Request, ResumePoint
 from compare.judge.ladder import LOSS_SCALE, OF_FIRST_STEP, REQUEST, climb
 from compare.numerics.loss_scale import LossScale, first_scale, next_scale
@@ -54,7 +54,7 @@ def test_a_skipped_step_is_none_for_adam_and_the_schedule():
     state = Progress(loss_scale=first_scale(HALF))
     seen = []
     for norm in (2.0, math.inf, 3.0, math.nan, 1.0):
-        seen.append(state.snapshot.record(spec, loss=5.0, grad_norm=norm, seconds=0.1))
+        seen.append(state.finished(5.0, norm).record(spec, seconds=0.1))
         state.move_on("jax-manual", spec, grad_norm=norm)
     assert [(one.step, one.skipped, one.loss_scale) for one in seen] == [
         (0, False, 64), (1, True, 64), (2, False, 64), (3, True, 64), (4, False, 32),
@@ -70,7 +70,7 @@ def test_a_skipped_step_is_none_for_adam_and_the_schedule():
 def test_without_float16_there_is_none():
     spec = Experiment(precision=Precision(dtype="bfloat16"))
     assert first_scale(spec.precision) is None
-    step = ProgressSnapshot(step=3, updates=3).record(spec, loss=5.0, grad_norm=math.inf, seconds=0.1)
+    step = Progress(step=3, updates=3).finished(5.0, math.inf).record(spec, seconds=0.1)
     assert (step.skipped, step.loss_scale, step.grad_norm) == (False, UNSET, math.inf)
 
 
@@ -102,7 +102,7 @@ def scaled_steps(spec: Experiment, overflows: str) -> list:
     state, found = Progress(loss_scale=first_scale(spec.precision)), []
     for plain, overflow in zip(make_steps(spec), overflows, strict=True):
         norm = math.inf if overflow == "x" else plain.grad_norm
-        found.append(state.snapshot.record(spec, loss=plain.loss, grad_norm=norm, seconds=0.1))
+        found.append(state.finished(plain.loss, norm).record(spec, seconds=0.1))
         state.move_on("", spec, grad_norm=norm)
     return found
 

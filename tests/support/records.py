@@ -7,7 +7,7 @@ import numpy as np
 
 from compare.contract.communication import GRADIENTS, Communication, ring_wire_bytes
 from compare.contract.ledger import Ledger
-from compare.contract.record import Manifest, Record, Recorder, Step, read_record
+from compare.contract.record import Manifest, Record, Recorder, Step, read_record, write_tensors
 from compare.contract.request import REQUEST, Request, Rung
 from compare.contract.work import ObservedWork, name_of
 from compare.execute.machine import git_state
@@ -135,7 +135,7 @@ def make_record(
     write_json(folder / REQUEST, make_request(experiment, engine=engine, ladder=ladder))
     recorder = Recorder(folder)
     for rung, values in (tensors if tensors is not None else tensors_of(experiment)).items():
-        recorder.tensors(rung, values)
+        write_tensors(recorder.folder, rung, values)
     for step in steps if steps is not None else make_steps(experiment):
         recorder.step(step)
     devices, at_rest = experiment.layout.devices, closed_form(engine, experiment)
@@ -150,7 +150,6 @@ def make_record(
         corpus_sha256=CORPUS,
         versions={"python": "3"},
         threads="one",
-        started_utc="2026-01-01T00:00:00+00:00",
         compile_s=0.0,
         first_step_s=0.1,
         cpu_time_s=1.0,
@@ -161,8 +160,8 @@ def make_record(
     for step in steps_due(experiment):
         recorder.evaluation(Evaluation(step=step, train=5.5, validation=5.5))
     if not ENGINES[engine].is_peer:
-        recorder.work(make_work(engine, experiment))
-    recorder.ledger(Ledger(rows=make_ledger(engine, experiment)))
+        recorder.leave(make_work(engine, experiment))
+    recorder.leave(Ledger(rows=make_ledger(engine, experiment)))
     recorder.finish(manifest)
     return read_record(folder)
 

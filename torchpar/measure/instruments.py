@@ -7,7 +7,7 @@ import torch
 from msgspec.structs import replace
 
 from compare.contract.memory_profile import Class, DeviceMemory
-from compare.contract.observers import Observer
+from compare.contract.recording import Observer
 from compare.contract.work import ObservedWork
 from torchpar.measure.ledger import LedgerSink, RankLedger, group_names
 from torchpar.measure.memory import MemorySink, resident_bytes

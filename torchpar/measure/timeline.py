@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from compare.contract.observers import Observer
 from compare.contract.record import Recorder
+from compare.contract.recording import Observer
 from compare.contract.timeline import Kind, Lane, Span, Timeline, profiled_step
 from compare.pipeline.schedules import Kind as Tasks
 from compare.pipeline.schedules import Task
@@ -92,7 +92,7 @@ class StepProfiler(Observer):
         method = GPU_METHOD if on_gpu else CPU_METHOD
         timeline = put_together(run.mesh.world.all_gather_objects(own), step=self.watched, method=method)
         if self._recorder:
-            self._recorder.timeline(timeline)
+            self._recorder.leave(timeline)
 
 
 class Marks:
