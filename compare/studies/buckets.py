@@ -112,8 +112,8 @@ class Buckets(Timed, frozen=True, kw_only=True):
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """Overheads over bucket sizes, beside the closed forms."""
-        is_timed = len(outcome.finished) > 1 and list(outcome.cases)[-1] in outcome.finished
-        if not is_timed or "fit" not in outcome.more:  # no overhead
+        *_, alone = outcome.cases
+        if alone not in outcome.finished or len(outcome.finished) < 2 or "fit" not in outcome.more:
             raise EngineError("; ".join(outcome.failures.values()) or "too few cases finished", exit_code=1)
         fit = msgspec.convert(outcome.more["fit"], Fit)
         size = gradient_bytes(next(iter(outcome.cases.values())).experiment)
@@ -131,8 +131,7 @@ class Buckets(Timed, frozen=True, kw_only=True):
             sentence=f"predicted best bucket {mb_text(size / buckets / 1e6)}; {measured}",
             about=[
                 f"Overhead is a step less {alone_ms:.1f} ms, the step of one rank on the same tokens without "
-                f"communication; so it holds, too, what ranks that share cores and memory take from each "
-                f"other. {outcome.finished_rounds} rounds of fresh processes.",
+                f"communication: with what ranks that share cores and memory take from each other.",
                 f"An all-reduce on {fit.ranks} ranks here: o = {fit.latency_us:,.0f} us, w = {rate} (median "
                 f"misfit {fit.misfit:.0%}). Predicted best: {buckets:.1f} buckets.",
             ],
@@ -186,34 +185,31 @@ def best_buckets(size: float, fit: Fit) -> float:
 
 def points_of(outcome: Outcome, fit: Fit) -> tuple[float, list[Point]]:
     """The step without communication (ms), and a point for each way that was timed beside it in a round."""
-    walls: dict[str, dict[int, float]] = {}
-    for process in timed(outcome).measurements:
-        walls.setdefault(process.case, {})[process.round] = process.wall_ms
+    view, points = timed(outcome), []
     *ways, alone = outcome.cases.values()
-    without, points = walls[alone.name], []
+    without = {number: process.wall_ms for number, process in view.rounds_of(alone).items()}
     for case in ways:
-        steps, sync = walls.get(case.name, {}), case.experiment.layout.gradient_sync
+        steps = {number: process.wall_ms for number, process in view.rounds_of(case).items()}
         if rounds := sorted(steps.keys() & without.keys()):
+            sync = case.experiment.layout.gradient_sync
             size, buckets = gradient_bytes(case.experiment), buckets_of(case.experiment)
             overlaps = sync in (BUCKETED, "overlapped")
-            points.append(
-                Point(
-                    name=case.variant,
-                    gradient_sync=sync,
-                    buckets=buckets,
-                    wall_ms=estimate(list(steps.values())).median,
-                    overhead_ms=estimate([steps[number] - without[number] for number in rounds]),
-                    overlapped_ms=overlapped_ms(size, buckets, fit) if overlaps else None,
-                    exposed_ms=exposed_ms(size, buckets, fit),
-                )
+            point = Point(
+                name=case.variant,
+                gradient_sync=sync,
+                buckets=buckets,
+                wall_ms=estimate(list(steps.values())).median,
+                overhead_ms=estimate([steps[number] - without[number] for number in rounds]),
+                overlapped_ms=overlapped_ms(size, buckets, fit) if overlaps else None,
+                exposed_ms=exposed_ms(size, buckets, fit),
             )
+            points.append(point)
     return estimate(list(without.values())).median, points
 
 
 def buckets_of(experiment: Experiment) -> int:
     """All-reduces of a step."""
-    sync = experiment.layout.gradient_sync
-    messages = gradient_messages(REFERENCE, experiment, gradient_sync=sync)
+    messages = gradient_messages(REFERENCE, experiment, gradient_sync=experiment.layout.gradient_sync)
     assert messages  # gradients of replicas
     return messages.by_stage[0]
 

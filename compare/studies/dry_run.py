@@ -41,18 +41,7 @@ class PlannedCase(Struct, frozen=True, kw_only=True):
 
 
 def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json: bool) -> int:
-    """Print what each case is, what its devices would hold, what is refused.
-
-    Args:
-        outcome: of a study of which nothing has run.
-        hosts: where it would run.
-        init_from: a user's own initial weights.
-        resume: where checkpoints are to go on from.
-        as_json: for machines.
-
-    Returns:
-        The exit code: 0, or 2 if the command would be refused.
-    """
+    """Print what each case would be, hold and be refused for. Returns 0, or 2 if anything is refused."""
     experiment, platform, tokens = outcome.experiment, outcome.platform, 0
     refusals = [objection_to(init_from, experiment)]
     refusals += [objection_to_resume(resume, outcome.cases, experiment)]
@@ -72,6 +61,8 @@ def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json
         if hosts.several and not refused
     ]
     on_host = max(case.on_host for case in cases)
+    count = f"{len(cases)} case{'s' * (len(cases) != 1)}"
+    steps = next(iter(outcome.cases.values())).experiment.train.max_iters
     facts = {
         "layout": "; ".join(dict.fromkeys(case.layout for case in cases)),
         "data": f"{tokens:,} tokens of {experiment.data.source}, which are read when it runs",
@@ -81,7 +72,7 @@ def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json
     }
     found = Findings(
         title="dry run",
-        sentence=f"dry run: {len(cases)} cases; nothing was started; {verdict}",
+        sentence=f"dry run: {count} of {steps} steps; nothing was started; {verdict}",
         value={
             "experiment": experiment,
             "platform": platform,

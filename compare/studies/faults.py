@@ -1,7 +1,6 @@
 """`shardpair faults`: plant the mistakes that people make, and show which rung of the ladder catches each.
 
-Most are a wrong value somewhere in the spec, given to one engine only. The others are rows of a table in a
-side's own `faults` (`contract.faults`), because no spec can express them: a collective that is missing.
+Many are a wrong value in the spec, given to one engine only; others are in a side's own `faults`.
 """
 
 import itertools
@@ -164,11 +163,7 @@ def fault_cases(
     fault in each engine that can make it.
 
     Two optimizer steps are enough: every rung up to the moments is climbed in the first. Without dropout some
-    faults would change nothing.
-
-    Raises:
-        ExperimentError: an unknown fault, none that these engines can make, or a batch that the devices do
-            not divide.
+    faults would change nothing. Raises ExperimentError.
     """
     check_names("--names", "fault", names, FAULTS)
     if devices < 2:

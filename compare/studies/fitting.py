@@ -36,8 +36,7 @@ def as_it_is(engine: str, experiment: Experiment) -> Experiment:
 def as_preset(engine: str, experiment: Experiment) -> Experiment:
     """The experiment as an engine has its preset: a composition with a pipeline under GPipe if it lacks 1F1B.
 
-    Raises:
-        ExperimentError: it chooses its gradient synchronisation itself, so that this is the same as ddp.
+    Raises ExperimentError.
     """
     layout, able = experiment.layout, ENGINES[engine]
     only_data_parallel = layout.dp_replicate == layout.devices > 1
@@ -50,12 +49,7 @@ def as_preset(engine: str, experiment: Experiment) -> Experiment:
 
 
 def require_case(engine: str, experiment: Experiment, *, platform: str, hosts: Hosts = HERE) -> None:
-    """Refuse a case before anything starts.
-
-    Raises:
-        ExperimentError: its engine cannot express it, or it needs more devices or memory than there are.
-        EnvironmentMissing: platform gpu without one.
-    """
+    """Refuse a case before anything starts. Raises ExperimentError, EnvironmentMissing."""
     require_devices(experiment, platform, hosts)
     ENGINES[engine].require_experiment(experiment)
     require_memory(engine, experiment, platform=platform)
@@ -64,8 +58,7 @@ def require_case(engine: str, experiment: Experiment, *, platform: str, hosts: H
 def require_sides(engines: Iterable[str], pythons: Mapping[str, str]) -> None:
     """Refuse engines whose side this Python, which is to run it, has not. Another was tried with its flag.
 
-    Raises:
-        EnvironmentMissing: naming what is missing, and the flag.
+    Raises EnvironmentMissing.
     """
     for side in {side_of(name).name: side_of(name) for name in engines}.values():
         is_this = pythons.get(side.name, sys.executable) == sys.executable
@@ -89,8 +82,7 @@ def fitting(engines: Sequence[str], layout: Layout) -> Choice:
 def installed(engines: Sequence[str], pythons: Mapping[str, str]) -> Choice:
     """Choose the engines whose packages the Python of their side has; this one where none is named.
 
-    Raises:
-        EnvironmentMissing: none can start.
+    Raises EnvironmentMissing.
     """
     whys = {
         name: missing_package(ENGINES[name], pythons.get(side_of(name).name, sys.executable))
@@ -128,10 +120,7 @@ def require_memory(engine: str, experiment: Experiment, *, platform: str) -> Non
 
     That is less than the estimate: parameters, optimizer state, and beside them a batch as it is drawn, or
     the logits of one microbatch of one share of it. Devices of a CPU share the machine's memory; a GPU has
-    its own, and the host draws weights and batches.
-
-    Raises:
-        ExperimentError: with what is needed, what there is, and what to do.
+    its own, and the host draws weights and batches. Raises ExperimentError.
     """
     estimate = estimate_memory(engine, experiment)
     parameters, optimizer = estimate.by_kind["parameters"], estimate.by_kind["optimizer"]

@@ -49,12 +49,7 @@ def is_huggingface(source: Path) -> bool:
 
 
 def read_gpt2(folder: Path) -> tuple[Model, dict[str, np.ndarray]]:
-    """The sizes, and the weights by canonical name.
-
-    Raises:
-        ExperimentError: it is no GPT-2, or one that this model cannot be.
-        RecordError: the tensors cannot be read.
-    """
+    """The sizes, and the weights by canonical name. Raises ExperimentError, RecordError."""
     model = _model(folder / CONFIG)
     tensors = Tensors(folder / WEIGHTS_FILE)
     named = {name.removeprefix(TRANSFORMER): name for name in tensors if not _is_mask(name)}

@@ -87,8 +87,7 @@ def engine_ledger(case: str, record: Record) -> EngineLedger:
 def read_ledgers(folder: Path) -> LedgerStudy:
     """Of every finished case of a run, from its records, and why another has none; nothing runs.
 
-    Raises:
-        RecordError: no such run, or its records are garbled.
+    Raises RecordError.
     """
     outcome, records = read_run(folder)
     named = dict(zip(outcome.finished, records, strict=True))

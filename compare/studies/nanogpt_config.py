@@ -65,9 +65,7 @@ def notes_on(name: str) -> list[str]:
 def load_config(path: Path) -> tuple[Experiment, list[str]]:
     """The experiment that one of nanoGPT's config files describes, and what of it has no meaning here.
 
-    Raises:
-        ExperimentError: it cannot be read; it has anything but assignments of literals (the line is named),
-            a setting that nanoGPT has not, or one that cannot work.
+    Raises ExperimentError.
     """
     given = read_assignments(path)
     known = DEFAULTS.keys() | WITHOUT_MEANING.keys() | {"init_from", "eval_only"}

@@ -28,15 +28,8 @@ class Init(Struct, frozen=True, kw_only=True):
 def freeze_weights(source: str, experiment: Experiment, folder: Path, *, pythons: Mapping[str, str]) -> Init:
     """Check a user's weights, and write them to `folder`/init.safetensors in the dtype of training.
 
-    Args:
-        source: safetensors with canonical or nanoGPT's names, or nanoGPT's ckpt.pt; '' for none.
-        experiment: the model that they must fit.
-        folder: of the run.
-        pythons: side -> its interpreter; one side alone can read what is not canonical.
-
-    Raises:
-        ExperimentError: the file cannot be read, or does not fit: one line with the numbers.
-        EnvironmentMissing: that side cannot be run here.
+    `source` is safetensors with canonical or nanoGPT's names, or nanoGPT's ckpt.pt, which a side reads; ''
+    for none. Raises ExperimentError, EnvironmentMissing.
     """
     if not source:
         return Init()

@@ -131,10 +131,7 @@ def several_presets(names: Sequence[str], devices: int | None = None) -> dict[st
 
 def preset_layout(layout: Layout, preset: str, devices: int, said: Said = NOTHING_SAID) -> Layout:
     """`layout`, with the user's flags in it, spread as the preset says; what was `said` wins where it means
-    something.
-
-    Raises:
-        ExperimentError: no such preset, or a number of devices that it cannot spread over.
+    something. Raises ExperimentError.
     """
     check_names("--preset", "preset", [preset], PRESETS)
     own = _fields(preset, devices)
@@ -150,8 +147,7 @@ def preset_layout(layout: Layout, preset: str, devices: int, said: Said = NOTHIN
 def check_presets(flag: str, layout: Layout, presets: Sequence[tuple[str, int]], said: Said) -> None:
     """Refuse a flag that has no effect on any of the presets with their devices, or gives another degree.
 
-    Raises:
-        ExperimentError: naming the flag to leave out.
+    Raises ExperimentError.
     """
     made = []
     for name, devices in presets:
@@ -199,8 +195,7 @@ def _fields(name: str, devices: int) -> Fields:
 def edits_of(text: str) -> dict[str, dict[str, object]]:
     """Fields and their values: `train.batch_size=8,layout.remat=full`, by section; {} of ''.
 
-    Raises:
-        ExperimentError: not of that form, or no such field.
+    Raises ExperimentError.
     """
     edits: dict[str, dict[str, object]] = {}
     for part in text.split(",") if text else ():

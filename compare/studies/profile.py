@@ -56,8 +56,7 @@ class Profile(Spread, Study, frozen=True, kw_only=True):
             steps = min(steps, STEPS)
         if steps < SHORTEST:
             raise ExperimentError(
-                f"--train.max_iters {steps} is too short for a profile: give {SHORTEST} steps or more, of "
-                f"which one is watched and the first do not count"
+                f"--train.max_iters {steps} is too short for a profile: give {SHORTEST} steps or more"
             )
         return revalidate(self.laid_out(edited(experiment, {"train": {"max_iters": steps}})))
 

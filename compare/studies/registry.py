@@ -37,11 +37,7 @@ STUDIES: dict[str, Any] = {study.__name__.lower(): study for study in _CLASSES}
 
 
 def read_study(folder: Path) -> tuple[Any, Outcome]:
-    """What a study left in a folder, and which it was.
-
-    Raises:
-        RecordError: there is none, it is garbled, or of a study that this version has not.
-    """
+    """What a study left in a folder, and which it was. Raises RecordError."""
     outcome = read_outcome(folder)
     if outcome.study not in STUDIES:
         raise RecordError(f"{folder / OUTCOME}: this version has no study {outcome.study}")

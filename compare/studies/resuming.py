@@ -22,10 +22,7 @@ def checkpoints_for(source: Path, engines: Iterable[str]) -> dict[str, Path]:
     """The checkpoint that each engine goes on from.
 
     From a checkpoint, or the folder of an engine's run, all of them; from that of a paired run each from its
-    own: the newest after the same step.
-
-    Raises:
-        CheckpointError: there is none, or no step after which all have one.
+    own: the newest after the same step. Raises CheckpointError.
     """
     if not (source / OUTCOME).is_file():
         return dict.fromkeys(engines, any_checkpoint(source))
@@ -56,8 +53,7 @@ def described(
 ) -> dict[str, tuple[Path, Checkpoint]]:
     """The checkpoint of each engine, and what it says of itself; {} without a source.
 
-    Raises:
-        CheckpointError: one line: there is none, or one of another training.
+    Raises CheckpointError.
     """
     folders = checkpoints_for(Path(source), engines) if source else {}
     checkpoints = {folder: read_description(folder) for folder in folders.values()}
@@ -101,8 +97,7 @@ def require_continues(
 ) -> None:
     """Refuse an experiment that is another training than the checkpoint's; '' leaves the data alone.
 
-    Raises:
-        CheckpointError: one line with what is different.
+    Raises CheckpointError.
     """
     there, here = checkpoint.experiment, experiment
     differing = [line for line in differing_keys(there, here) if line.startswith("model.")]

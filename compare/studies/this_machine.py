@@ -47,11 +47,7 @@ def measure_here(
     """Measure this machine for one engine's side; of several hosts all are taken to be like it.
 
     The folder is empty, and all hosts see it. `anyway` measures a busy machine, too.
-
-    Raises:
-        ExperimentError: hosts that do not divide the devices, or do not see the folder.
-        EnvironmentMissing: the machine is busy, or the side cannot say.
-        EngineError: an all-reduce did not finish.
+    Raises ExperimentError, EnvironmentMissing, EngineError.
     """
     side = side_of(engine)
     require_idle(busy_cores(), anyway=anyway)
@@ -96,9 +92,7 @@ def measure_here(
 def machine_of(text: str, devices: int, engine: str, experiment: Experiment, **how: Any) -> Machine:
     """The machine that a flag names: that of a file, or this one, measured now as `how` says.
 
-    Raises:
-        ExperimentError: no such machine, or it has another number of devices.
-        EnvironmentMissing, EngineError, Interrupted: as of `measure_here`.
+    Raises ExperimentError, EnvironmentMissing, EngineError, Interrupted.
     """
     if text != HERE:
         machine = read_machine(text)

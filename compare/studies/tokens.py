@@ -28,8 +28,7 @@ class Alphabet(Struct, frozen=True):
 def alphabet_of(experiment: Experiment, *, meta: Path | None = None) -> Alphabet:
     """How an experiment's data writes text; `meta` is nanoGPT's meta.pkl, by default the one beside it.
 
-    Raises:
-        ExperimentError: it cannot be told, meta.pkl cannot be read, or tiktoken is missing.
+    Raises ExperimentError.
     """
     beside = Path(experiment.data.source) / META
     if meta or beside.is_file():
@@ -50,8 +49,7 @@ def alphabet_of(experiment: Experiment, *, meta: Path | None = None) -> Alphabet
 def alphabet_size(meta: Path) -> int:
     """The `vocab_size` of a meta.pkl, which nanoGPT's train.py reads; without one, its number of characters.
 
-    Raises:
-        ExperimentError: it cannot be read, or has neither.
+    Raises ExperimentError.
     """
     found = _plain(meta)
     size = found.get("vocab_size", len(found.get("stoi", ())))

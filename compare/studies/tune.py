@@ -65,11 +65,7 @@ class Tune(Timed, frozen=True, kw_only=True):
     """By engine, once measured."""
 
     def planned(self) -> Outcome:
-        """The cases. Raises ExperimentError: bad numbers, or a dry run that would have to measure.
-
-        Raises:
-            EnvironmentMissing: this machine is busy, or a side is missing.
-        """
+        """The cases, once the machine was measured. Raises ExperimentError, EnvironmentMissing."""
         if self.best < 1 or self.budget < 0:
             raise ExperimentError(
                 f"--best {self.best} must be at least 1, --budget {self.budget:g} at least 0"
@@ -104,13 +100,12 @@ class Tune(Timed, frozen=True, kw_only=True):
 
     def is_given_up(self, outcome: Outcome, name: str) -> bool:
         """True if a case was `FASTER` times slower than the fastest of each round, or the budget is spent."""
-        view = timed(outcome)
+        view, fastest = timed(outcome), {}
         walls = {number: process.wall_ms for number, process in view.rounds_of(outcome.cases[name]).items()}
-        budget_s, spent_s = outcome.more["budget_s"], sum(map(process_s, view.measurements))
-        fastest: dict[int, float] = {}
         for process in view.measurements:
-            fastest[process.round] = min(process.wall_ms, fastest.get(process.round, process.wall_ms))
+            fastest[process.round] = min(process.wall_ms, fastest.get(process.round, math.inf))
         is_slower = len(walls) > 1 and all(wall > FASTER * fastest[number] for number, wall in walls.items())
+        budget_s, spent_s = outcome.more["budget_s"], sum(map(process_s, view.measurements))
         return is_slower or (bool(walls) and 0 < budget_s < spent_s)
 
     def after(self, outcome: Outcome, folder: Path) -> Outcome:
@@ -193,9 +188,10 @@ def rows_of(outcome: Outcome) -> list[Row]:
 
 def accuracy(rows: Sequence[Row]) -> str:
     """How well the layouts of one engine were predicted."""
-    errors, after = ([abs(getattr(row, name)) for row in rows] for name in ("error", "error_after"))
-    words = [f"median error {statistics.median(errors):.0%}, worst {max(errors):.0%}"]
-    words.append(f"after one factor {statistics.median(after):.0%}, worst {max(after):.0%}")
+    words = []
+    for name, of in (("median error", "error"), ("after one factor", "error_after")):
+        sizes = [abs(getattr(row, of)) for row in rows]
+        words.append(f"{name} {statistics.median(sizes):.0%}, worst {max(sizes):.0%}")
     tau = kendall([row.predicted_ms for row in rows], [row.measured_ms.median for row in rows])
     return ", ".join([*words, *([f"Kendall's tau {tau:.2f}"] if tau is not None else [])])
 

@@ -101,9 +101,7 @@ def test_nothing_is_left_without_it(without_deepspeed, capsys):
 
 def test_list_says_what_is_missing(without_deepspeed, capsys):
     assert main(["list", "--json"]) == 0
-    missing = {
-        entry["name"]: entry["facts"]["missing"] for entry in json.loads(capsys.readouterr().out)["peers"]
-    }
+    missing = {entry["name"]: entry["missing"] for entry in json.loads(capsys.readouterr().out)["peers"]}
     assert missing.pop("deepspeed") == "pip install 'shardpair[deepspeed]'"
     assert set(missing.values()) == {""}
 
