@@ -57,18 +57,13 @@ def test_a_rank_of_1024_sends_what_the_textbook_says(engine, tmp_path):
     assert {(flow.axis, flow.role) for flow in flows} >= {("dp_shard", "gather"), ("tp", "reduce")}
     assert list(mismatches(engine, resolved, flows)) == []
     assert {row.group_size for row in rows if row.axis == "dp_shard"} == {128}
-    other = experiment_of(dp_shard=1024, zero=3)  # the ledger of one layout is not another's
-    resolved = with_remat_resolved(engine, other)
-    assert list(mismatches(engine, resolved, line_up(engine, resolved, rows)))
 
 
 TP_SP = {"tp": 2, "sequence_parallel": True}
 CASES = [
     ("torch-manual", "float64", {"dp_replicate": 2}),
-    ("torch-manual", "float64", {"dp_shard": 2, "zero": 1}),
     ("torch-manual", "bfloat16", {**TP_SP, "remat": "full"}),
     ("torch-library", "float64", {"dp_shard": 2, "zero": 3}),
-    ("torch-library", "float64", TP_SP),
 ]
 
 

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from ranks import on_ranks
 from torch.distributed import distributed_c10d
 
 from torchpar.comm import process_groups
-from torchpar.comm.process_groups import yielding_threads
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has SCHED_BATCH")
 
@@ -48,19 +46,3 @@ def test_all_threads_of_a_group_yield_and_the_rank_itself_does_not(rank: int) ->
     assert set(begun.values()) == {os.SCHED_BATCH}
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
     assert distributed_c10d.ProcessGroupGloo is stock  # PyTorch's again
-
-
-def test_a_failure_leaves_the_caller_as_it_was_and_a_system_that_forbids_it_is_named():
-    with pytest.raises(ConnectionError), yielding_threads():
-        raise ConnectionError
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER
-    allowed = os.sched_setscheduler
-
-    def forbidding(thread: int, policy: int, usual: os.sched_param) -> None:
-        if policy == os.SCHED_BATCH:
-            raise PermissionError(1, "Operation not permitted")
-        allowed(thread, policy, usual)
-
-    named = pytest.warns(UserWarning, match="SCHED_BATCH.*not permitted")
-    with patch.object(os, "sched_setscheduler", forbidding), named, yielding_threads():
-        pass

@@ -72,10 +72,3 @@ def test_a_saved_state_comes_back(modules):
     train(one, first)
     train(other, second)
     assert all(torch.equal(*pair) for pair in zip(one.parameters(), other.parameters(), strict=True))
-
-
-def test_an_optimizer_as_it_is_has_nothing_on_the_host(modules):
-    module, _ = modules
-    optimizer = torch.optim.AdamW(module.parameters())
-    train(module, optimizer)
-    assert host_tensors(optimizer) == []

@@ -18,13 +18,9 @@ from spmd_rules import one_rank, type_of, typed
 from spmd_types import I, P, R, SpmdTypeError, V
 from spmd_types.checker import typecheck
 
-from torchpar.comm import collectives
 from torchpar.comm.collectives import Axis
-from torchpar.gpt_stages import units_of
 from torchpar.manual import megatron, tensor_parallel
 from torchpar.manual.data_parallel import DataParallel
-from torchpar.manual.fully_sharded import FSDP
-from torchpar.model import GPT
 
 TOKENS_BT = torch.arange(16).view(2, 8)
 Plant = Callable[[], AbstractContextManager]
@@ -143,73 +139,3 @@ def test_gradients_of_replicas_that_are_not_summed_or_twice_are_told():
         replica_sums(axis, times=2)
     with one_rank("dp_replicate") as axis, pytest.raises(SpmdTypeError, match="The loss is Varying"):
         replica_sums(axis, means=V)
-
-
-@contextmanager
-def flat_types(axis: Axis) -> Generator[None]:
-    """Types of flat buffers as they are sent, which no operator says: whose part of them is whose.
-
-    This rank's shard varies, and what comes of all is replicated. Each rank's gradients vary, and are parts
-    of a sum, of which a shard varies again. What is replicated already is no part.
-    """
-    gather, scatter = collectives._gather_equal, collectives._reduce_scatter_equal
-
-    def typed_gather(full: torch.Tensor, own: torch.Tensor, **options: Any) -> Any:
-        with typecheck():
-            return gather(typed(full, axis, R), typed(own, axis, V), **options)
-
-    def typed_scatter(own: torch.Tensor, full: torch.Tensor, **options: Any) -> Any:
-        with typecheck():
-            part = spmd.mutate_type(full, axis.group, src=V, dst=P)
-            return scatter(typed(own, axis, V), part, **options)
-
-    with (
-        patch.object(collectives, "_gather_equal", typed_gather),
-        patch.object(collectives, "_reduce_scatter_equal", typed_scatter),
-    ):
-        yield
-
-
-def run_sharded(axis: Axis, *, gradients: Any = V) -> None:
-    """Gather, forward, scatter: ZeRO-3, and of its parts ZeRO-1 and 2 are made."""
-    model, ids_BT = make_gpt(), TOKENS_BT.clone()
-    sharded = FSDP(model, units=units_of(model), group=axis, reshard_after_forward=False)
-    with flat_types(axis):
-        for unit in sharded.units:
-            sharded.begin_unshard(unit)
-            unit.wait_unshard()
-        with typecheck():
-            for flat in sharded.flats:
-                for parameter in flat.parameters:
-                    typed(parameter, axis, type_of(flat.full, axis))
-            typed(ids_BT, axis, V)
-            loss = GPT.forward(model, ids_BT, ids_BT)[1]
-            typed(spmd.reinterpret(loss, axis.group, src=V, dst=P), axis, P)
-            for flat in sharded.flats:
-                typed(flat.full, axis, R)
-        for flat in sharded.flats:
-            full = flat.full.new_zeros(flat.full.shape)
-            with typecheck():
-                typed(full, axis, gradients)
-            axis.start_reduce_scatter(full[flat.own], full)
-
-
-def test_fully_sharded_is_well_typed():
-    with one_rank("dp_shard") as axis:
-        run_sharded(axis)
-
-
-def test_a_shard_taken_for_the_whole_and_a_sum_taken_for_parts_are_told():
-    forgotten = patch.object(Axis, "start_all_gather")
-    with one_rank("dp_shard") as axis, forgotten, pytest.raises(ValueError, match="not found"):
-        run_sharded(axis)
-    with one_rank("dp_shard") as axis, pytest.raises(SpmdTypeError, match="R"):
-        run_sharded(axis, gradients=R)
-
-
-def test_messages_between_stages_have_no_types():
-    """A pipeline is beyond spmd_types 0.3: it refuses sends and receives by name."""
-    with one_rank("pp") as axis, typecheck():
-        x = typed(torch.ones(3), axis, R)
-        with pytest.raises(SpmdTypeError, match="isend is not yet implemented"):
-            axis.start_send(x, to=1)
