@@ -36,9 +36,8 @@ class CheckpointError(ExperimentError):
 class CheckpointReader:
     """Reads parts of the tensors of one checkpoint, from the files that have them.
 
-    Raises:
-        CheckpointError: the folder is none, or is not complete: a file or a part of a tensor is missing, or a
-            tensor is not the model's. Contents are not looked at: see `verify`.
+    Raises CheckpointError: it is none, a file or a part of a tensor is missing, or a tensor is not the
+    model's. Contents are not looked at: see `verify`.
     """
 
     def __init__(self, folder: Path):
@@ -50,7 +49,10 @@ class CheckpointReader:
         self._file = lru_cache(maxsize=OPEN_FILES)(_open)
         for name in self.description.files:
             self._note_parts(name, self._file(self.folder / name))
-        self._require_whole()
+        for name, parts in self._parts.items():
+            there, size = sum(box.size for box, _ in parts), whole(self._shapes[name]).size
+            if there != size:
+                raise CheckpointError(f"{self.folder}: its files hold {there} of {size} elements of {name}")
 
     def verify(self) -> None:
         """Read every file: its checksum, and values from which one can train. Raises CheckpointError."""
@@ -76,13 +78,8 @@ class CheckpointReader:
     def read(self, group: str, name: str, box: Box | None = None) -> np.ndarray:
         """A box of a tensor, of the box's shape; None: the full tensor.
 
-        Args:
-            group: weights, m or v.
-            name: canonical.
-            box: of the tensor.
-
-        Raises:
-            CheckpointError: the file cannot be read, or parts do not cover the box.
+        The group is weights, m or v; the name is canonical. Raises CheckpointError: the file cannot be read,
+        or parts do not cover the box.
         """
         wanted = whole(self._shapes[key(group, name)]) if box is None else box
         array, seen = np.empty(wanted.shape, self._dtype), np.zeros(wanted.shape, bool)
@@ -125,12 +122,6 @@ class CheckpointReader:
             if part.get_dtype() != _DTYPES[self._dtype.name]:
                 raise CheckpointError(f"{where} is {part.get_dtype()} instead of {self._dtype}")
             self._parts[name].append((Box(offset, shape), file_name))
-
-    def _require_whole(self) -> None:
-        for name, parts in self._parts.items():
-            there, size = sum(box.size for box, _ in parts), whole(self._shapes[name]).size
-            if there != size:
-                raise CheckpointError(f"{self.folder}: its files hold {there} of {size} elements of {name}")
 
 
 class Group(Weights):

@@ -1,6 +1,7 @@
 """Writing checkpoints while training goes on: what a process holds is copied, then written by a thread."""
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -49,13 +50,8 @@ class Saver:
     """Saves checkpoints of one process's devices, one at a time, each while training goes on.
 
     Every process of a run writes what its own devices hold; the one with device 0 waits for the files of all,
-    completes the checkpoint, and removes old ones. No collective is needed: they meet in the folder.
-
-    Args:
-        folder: of the run's checkpoints, on a disk that all processes of the run see.
-        devices: the numbers of this process's devices.
-        of: number of devices of the run.
-        keep: the number of newest checkpoints to keep; beside these stays the best one.
+    completes the checkpoint, and removes old ones. No collective is needed: they meet in the folder, which is
+    on a disk that all see. Of `of` devices these are ours; the `keep` newest stay, and the best one.
     """
 
     def __init__(self, folder: Path, devices: Collection[int], *, of: int, keep: int):
@@ -66,12 +62,8 @@ class Saver:
     def save(self, checkpoint: Checkpoint, parts: Iterable[Part]) -> None:
         """Begin to save; it returns as soon as `parts` have been drawn, and the one before is complete.
 
-        Args:
-            checkpoint: without files.
-            parts: of this process's devices; replicas are left out.
-
-        Raises:
-            DiskFull, OSError: the one before could not be written.
+        The checkpoint has no files yet, the parts are of this process's devices; replicas are left out.
+        Raises DiskFull or OSError: the one before could not be written.
         """
         self.finish()
         self._thread = threading.Thread(
@@ -97,7 +89,11 @@ class Saver:
                     self._remove_old()
         except BaseException as error:
             self._error = error
-            _remove_files(_unfinished(final), self._devices)
+            unfinished = _unfinished(final)  # make room, but others still write
+            for path in [path for d in self._devices for path in unfinished.glob(f"device-{d:05d}*")]:
+                path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # others' files are there
+                unfinished.rmdir()
 
     def _remove_old(self) -> None:
         best = best_checkpoint(self._folder)
@@ -116,14 +112,7 @@ def best_checkpoint(folder: Path) -> Path | None:
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, parts: Iterable[Part]) -> None:
     """Write a checkpoint of one device at once, as a conversion does.
 
-    Args:
-        folder: of the checkpoint.
-        checkpoint: without files.
-        parts: of device 0.
-
-    Raises:
-        ExperimentError: the folder is there already.
-        DiskFull: there is no room.
+    The checkpoint has no files yet. Raises ExperimentError: the folder is there already; DiskFull.
     """
     if folder.exists():
         raise ExperimentError(f"{folder} exists already: give another name, or remove it")
@@ -161,14 +150,6 @@ def _unfinished(final: Path) -> Path:
     return final.with_name(final.name + UNFINISHED)
 
 
-def _remove_files(unfinished: Path, devices: Collection[int]) -> None:
-    """Make room on a full disk: remove what some devices wrote, and nothing of those that still write."""
-    for path in [path for device in devices for path in unfinished.glob(f"device-{device:05d}*")]:
-        path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # others' files are there
-        unfinished.rmdir()
-
-
 def remove_unfinished(folder: Path) -> None:
     """Remove files of a checkpoint whose process was killed. No other process may be writing there."""
     for path in folder.glob(f"*{UNFINISHED}"):
@@ -199,19 +180,13 @@ def _write_device(folder: Path, device: int, files: Files) -> dict[str, FileSum]
         metadata = {SHARDING: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
         try:
             save_file({name: array for name, (_, array) in tensors.items()}, path, metadata)
-        except SafetensorError as error:
-            raise _system_error(error, path) from None
+        except SafetensorError as error:  # the system's own error is text in it: "... (os error 28)"
+            number = re.search(r"os error (\d+)", str(error))
+            code = int(number[1]) if number else errno.EIO
+            raise OSError(code, os.strerror(code) if number else str(error), str(path)) from None
         _to_disk(path)
         sums[path.name] = sum_of(path)
     return sums
-
-
-def _system_error(error: SafetensorError, path: Path) -> OSError:
-    """The system's own message, which safetensors keeps only as text: "I/O error: ... (os error 28)"."""
-    number = re.search(r"os error (\d+)", str(error))
-    if not number:
-        return OSError(f"{path}: {error}")
-    return OSError(int(number[1]), os.strerror(int(number[1])), str(path))
 
 
 def _to_disk(path: Path) -> None:

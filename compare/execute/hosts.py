@@ -187,14 +187,10 @@ def require_shared(folder: Path, hosts: Hosts) -> None:
         return
     with tempfile.NamedTemporaryFile(dir=folder, prefix="probe.") as probe:
         look = f"test -e {shlex.quote(probe.name)} || echo missing on $(hostname)"
+        command = [*srun(hosts.count, 1), "sh", "-c", look]
         try:
             done = subprocess.run(
-                [*srun(hosts.count, 1), "sh", "-c", look],
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=PROBE_S,
-                stdin=subprocess.DEVNULL,
+                command, input="", capture_output=True, text=True, check=False, timeout=PROBE_S
             )
         except subprocess.TimeoutExpired:
             raise ExperimentError(

@@ -40,15 +40,16 @@ def git_state() -> tuple[str, bool]:
     installed somewhere inside another project's repository, whose commit says nothing about us.
     """
     here = Path(__file__).resolve()
-    root = here.parents[2]
+    inside = here.relative_to(here.parents[2]).as_posix()
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", *arguments], cwd=here.parent, capture_output=True, text=True, check=False
+        )
         return done.stdout.strip() if done.returncode == 0 else ""
 
     try:
-        top = git("rev-parse", "--show-toplevel")
-        if not top or Path(top).resolve() != root or not git("ls-files", "--", str(here)):
+        if git("ls-files", "--full-name", "--", str(here)) != inside:
             return "", False
         return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
     except OSError:  # no git on this machine
@@ -73,8 +74,13 @@ def require_same_source(folder: Path, commit: str, dirty: bool, *, begun: str) -
 
 def memory_bytes() -> int:
     """Memory and swap of this machine, or of the container that we are in if that has less."""
-    swap = psutil.swap_memory().total
-    return min([psutil.virtual_memory().total + swap, *_cgroup_limits(swap)])
+    swap, nearest = psutil.swap_memory().total, own_cgroup()
+    limits = [psutil.virtual_memory().total + swap]
+    for folder in (nearest, *nearest.parents):  # cgroups (version 2), which lie within each other
+        limit, swap_limit = _number(folder / "memory.max"), _number(folder / "memory.swap.max")
+        if limit is not None:
+            limits.append(limit + (swap if swap_limit is None else swap_limit))
+    return min(limits)
 
 
 @functools.cache
@@ -88,17 +94,6 @@ def gpu_memory_bytes() -> int:
     except (OSError, subprocess.TimeoutExpired):
         return 0
     return max((int(line) << 20 for line in listing.splitlines() if line.strip().isdigit()), default=0)
-
-
-def _cgroup_limits(machines_swap: int) -> list[int]:
-    """Limits of our cgroup (version 2) and of those above it, swap included where they limit it."""
-    limits, nearest = [], own_cgroup()
-    for folder in (nearest, *nearest.parents):
-        limit, swap = _number(folder / "memory.max"), _number(folder / "memory.swap.max")
-        if limit is not None:
-            # Where swap is not limited, a refusal could be false: take all there is.
-            limits.append(limit + (machines_swap if swap is None else swap))
-    return limits
 
 
 def own_cgroup() -> Path:

@@ -7,8 +7,6 @@ import threading
 from collections.abc import Generator
 from pathlib import Path
 
-TEMPORARY = "*.tmp"
-
 _NO_ROOM = {
     errno.ENOSPC: "no space left on the device: make room, and run again",
     errno.EDQUOT: "the disk quota is used up: make room, and run again",
@@ -22,11 +20,7 @@ class DiskFull(OSError):
 
 @contextlib.contextmanager
 def full_disk_named(folder: Path) -> Generator[None]:
-    """Turn what the system says of a full disk into DiskFull, which names `folder`.
-
-    Raises:
-        DiskFull: no space, no quota, or a limit on the size of files.
-    """
+    """Turn what the system says of a full disk, or quota, into DiskFull, which names `folder`."""
     try:
         yield
     except OSError as error:
@@ -47,8 +41,7 @@ def no_room(error: BaseException, folder: Path) -> str:
 def write_atomically(path: Path, content: bytes) -> None:
     """Write `content` to `path` through a temporary name, so that no reader ever sees half a file.
 
-    Raises:
-        DiskFull: there is no room. Nothing is left behind.
+    Raises DiskFull: there is no room. Nothing is left behind.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_native_id()}.tmp")
     with full_disk_named(path.parent):
@@ -63,7 +56,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove temporary names that a killed process left. No other process may be writing there."""
-    for path in folder.glob(TEMPORARY):
+    for path in folder.glob("*.tmp"):
         with contextlib.suppress(OSError):
             path.unlink()
 

@@ -36,8 +36,8 @@ def read_own_bytes(path: Path) -> bytes:
 def read_own_json(path: Path, type: type[T]) -> T:
     """`read_json` of a file of a record. Raises RecordError, which names the file."""
     try:
-        return decode_json(read_own_bytes(path), type)
-    except msgspec.DecodeError as error:
+        return read_json(path, type)
+    except (OSError, msgspec.DecodeError) as error:
         raise garbled(path, error) from None
 
 

@@ -5,8 +5,6 @@ import signal
 import threading
 from collections.abc import Callable, Collection
 
-_POLITE = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-
 
 def is_ignored(number: int) -> bool:
     """True if this process was started with the signal ignored, which is then left so.
@@ -38,20 +36,16 @@ def on_signals(numbers: Collection[int], act: Callable[[int], None]) -> None:
 
 
 def describe_exit(code: int, *, when: str = "") -> str:
-    """The end of a process in words: 'killed by SIGSEGV at step 3'.
+    """The end of a process in words: 'killed by SIGSEGV at step 3', where `when` is 'at step 3'.
 
-    Args:
-        code: as `subprocess` gives it: negative for a signal. 128 + n stands for signal n, as in a shell.
-        when: 'at step 3'.
+    Its code is negative for a signal, as `subprocess` gives it; 128 + n stands for signal n, as in a shell.
     """
     when = when and f" {when}"
     number = -code if code < 0 else code - 128
     if not 0 < number < signal.NSIG:
         return f"left with exit code {code}{when}"
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = f"signal {number}"
-    if number in _POLITE:
+    known = number in {*signal.Signals}
+    name = signal.Signals(number).name if known else f"signal {number}"
+    if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         return f"ended by {name}{when}"
     return f"killed by {name}{when}" + " (out of memory, if nobody sent it)" * (number == signal.SIGKILL)

@@ -23,8 +23,7 @@ def garbled(path: Path, error: Exception) -> RecordError:
 class Tensors(Mapping[str, np.ndarray]):
     """One rung's tensors by name, each read from disk when it is asked for: never the whole model at once.
 
-    Raises:
-        RecordError: the file is garbled.
+    Raises RecordError: the file is garbled.
     """
 
     def __init__(self, path: Path):

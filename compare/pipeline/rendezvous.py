@@ -11,11 +11,7 @@ from collections import deque
 from itertools import takewhile
 
 from compare.pipeline.schedules import Schedule, Task
-from compare.pipeline.simulator import (
-    Action,
-    run,
-    with_communication,
-)
+from compare.pipeline.simulator import Action, run, with_communication
 
 
 def in_one_order(schedule: Schedule) -> list[list[Action]]:
@@ -33,7 +29,10 @@ def in_one_order(schedule: Schedule) -> list[list[Action]]:
         made_by = maker(action)
         return ended[made_by], made_by
 
-    return [_posted(own, sorted(_messages(own), key=place)) for own in with_communication(schedule)]
+    return [
+        _posted(own, sorted((action for action in own if action.peer >= 0), key=place))
+        for own in with_communication(schedule)
+    ]
 
 
 def _posted(own: list[Action], messages: list[Action]) -> list[Action]:
@@ -54,10 +53,6 @@ def _posted(own: list[Action], messages: list[Action]) -> list[Action]:
                 post_until(later)
         posted.append(action)
     return posted
-
-
-def _messages(own: list[Action]) -> list[Action]:
-    return [action for action in own if action.what != "compute"]
 
 
 def is_receive(action: Action) -> bool:

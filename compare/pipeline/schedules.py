@@ -63,10 +63,7 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """1F1B over v chunks a rank: a bubble v times smaller (Narayanan et al., arXiv 2104.04473, section 2.2).
 
     Microbatches go through the chunks in groups of p. Rank i keeps min(v m, 2(p - i - 1) + (v - 1)p + 1)
-    activations, each of a chunk, a v-th of the rank's layers.
-
-    Raises:
-        ExperimentError: p does not divide m.
+    activations, each of a chunk, a v-th of the rank's layers. Raises ExperimentError: p does not divide m.
     """
     if microbatches % ranks:
         raise ExperimentError(
@@ -129,14 +126,8 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
 def make_schedule(name: str, *, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
     """A schedule by name.
 
-    Args:
-        name: gpipe, 1f1b, interleaved or zero_bubble.
-        ranks: of the pipeline, p.
-        microbatches: of a step, m.
-        chunks: stages on each rank, v; more than 1 for interleaved only.
-
-    Raises:
-        ExperimentError: an unknown name, or numbers that do not fit.
+    p ranks, m microbatches of a step, v chunks (stages on a rank). Raises ExperimentError: an unknown name,
+    or numbers that do not fit.
     """
     if name not in SCHEDULES:
         raise ExperimentError(f"schedule {name}: no such schedule (there are {', '.join(SCHEDULES)})")

@@ -52,13 +52,8 @@ def prerequisites(task: Task, stages: int) -> list[Task]:
 def check_complete(schedule: Schedule) -> int:
     """Every stage does every microbatch's forward and backward exactly once, on the rank that holds it.
 
-    A schedule without any backward is one of evaluation.
-
-    Returns:
-        The number of stages along the model.
-
-    Raises:
-        ScheduleError: a task is missing, doubled, or on another rank's list.
+    A schedule without any backward is one of evaluation. Returns the number of stages along the model. Raises
+    ScheduleError: a task is missing, doubled, or on another rank's list.
     """
     ranks = len(schedule)
     tasks = Counter(task for rank in schedule for task in rank)
@@ -95,11 +90,7 @@ def run(schedule: Schedule, seconds: Seconds | None = None, *, message: float = 
             is cut into, and the others follow `COST`.
         message: from the end of a task until another rank can use what it sends.
 
-    Returns:
-        Every task with its times; the last end is the makespan.
-
-    Raises:
-        ScheduleError: incomplete, or deadlocked.
+    Raises ScheduleError: incomplete, or deadlocked.
     """
     stages = check_complete(schedule)
     ranks, chunks = len(schedule), stages // len(schedule)
@@ -153,11 +144,7 @@ def peak_in_flight(own: list[Task]) -> int:
 
 
 def with_communication(schedule: Schedule) -> list[list[Action]]:
-    """Each rank's actions, receives and sends in their places. Neighbouring chunks of one rank need none.
-
-    Raises:
-        ScheduleError: the schedule is incomplete.
-    """
+    """Each rank's actions, receives and sends in their places. Neighbouring chunks of one rank need none."""
     ranks, stages = len(schedule), check_complete(schedule)
 
     def message(what: str, task: Task, other_stage: int) -> list[Action]:
@@ -167,18 +154,13 @@ def with_communication(schedule: Schedule) -> list[list[Action]]:
 
     def spelled_out(task: Task) -> list[Action]:
         compute = [Action("compute", task, -1)]
-        if task.kind == Kind.FORWARD:
-            return [
-                *message("receive_activation", task, task.stage - 1),
-                *compute,
-                *message("send_activation", task, task.stage + 1),
-            ]
         if task.kind == Kind.BACKWARD_WEIGHT:
             return compute
+        name, step = ("activation", 1) if task.kind == Kind.FORWARD else ("gradient", -1)
         return [
-            *message("receive_gradient", task, task.stage + 1),
+            *message(f"receive_{name}", task, task.stage - step),
             *compute,
-            *message("send_gradient", task, task.stage - 1),
+            *message(f"send_{name}", task, task.stage + step),
         ]
 
     return [[action for task in own for action in spelled_out(task)] for own in schedule]
