@@ -1,7 +1,5 @@
 """A bench with engines that are made up: rounds, failures, Ctrl-C, going on."""
 
-import json
-
 import pytest
 from timed_engines import bench
 
@@ -38,23 +36,6 @@ def test_every_case_is_a_process_of_its_own_in_every_round(timed_engines, tmp_pa
     assert (tmp_path / "b" / "bench.html").is_file()
     assert main(["report", "b", "--picture", "a.png"]) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_five_rounds_have_intervals(timed_engines, capsys):
-    assert bench() == 0
-    printed = capsys.readouterr().out
-    assert "1.00 [1.00, 1.00]" in next(line for line in printed.splitlines() if "torch-library" in line)
-    assert "no interval" not in printed
-
-
-def test_json_has_rows_and_every_value(timed_engines, capsys):
-    assert bench("--rounds", "1", "--json") == 0
-    outcome = json.loads(capsys.readouterr().out)
-    (rows,) = outcome["rows"].values()
-    assert [row["label"] for row in rows] == ["torch-manual", "torch-library"]
-    assert rows[0]["wall_ratio"] is None
-    assert rows[1]["wall_ratio"]["median"] == pytest.approx(1.0)
-    assert [list(kept) for kept in outcome["result"]["kept"].values()] == [["1"], ["1"]]
 
 
 def test_a_case_that_fails_is_named_tried_once_more_and_ends_no_other(timed_engines, tmp_path, capsys):

@@ -101,11 +101,6 @@ def test_what_cannot_be_is_left_out_by_name_with_the_reason(tiny):
     assert not set(left_out) & set(cases)
 
 
-def test_nothing_left_is_refused(tiny):
-    with pytest.raises(ExperimentError, match=r"nothing can be timed: .*jax-compiler has gpipe"):
-        cases_of(tiny, engines=("jax-compiler",), presets=("pp",), devices=(2,))
-
-
 def test_a_choice_that_cannot_be_is_refused(tiny):
     for choice, message in (
         ({"presets": ("nosuch",)}, "--presets nosuch: no such preset"),

@@ -9,18 +9,8 @@ from compare.spec.experiment import to_toml
 
 def test_two_engines_are_timed_and_do_the_same_work(shardpair, tiny):
     (shardpair.folder / "tiny.toml").write_text(to_toml(tiny))
-    asked = (
-        "bench",
-        "tiny.toml",
-        "--engines",
-        "torch-manual",
-        "jax-manual",
-        "--presets",
-        "ddp",
-        "--devices",
-        "2",
-    )
-    rounds = ("--rounds", "1", "--window", "2", "--windows", "2", "--anyway", "--json")
+    asked = ("bench", "tiny.toml", "--engines", "torch-manual", "jax-manual", "--presets", "ddp")
+    rounds = ("--devices", "2", "--rounds", "1", "--window", "2", "--windows", "2", "--anyway", "--json")
     done = shardpair(*asked, *rounds)
     assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout)

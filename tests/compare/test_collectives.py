@@ -21,14 +21,12 @@ from compare.contract.collective_bench import (
     make_row,
 )
 from compare.contract.request import Request
-from compare.execute import hosts, launch
-from compare.execute.launch import EngineError
+from compare.execute import hosts
 from compare.judge.collective_fit import fit_line, fits_of
 from compare.judge.outcome import Case, Outcome
 from compare.show import terminal
 from compare.show.page import write_page
 from compare.spec.experiment import Experiment
-from compare.studies import collectives
 from compare.studies.collectives import Collectives, implementations_on, sizes_between
 from compare.terminal import PlainConsole
 
@@ -125,13 +123,6 @@ def test_what_cannot_work_is_refused_before_anything_starts(capsys):
         assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_gpus_that_are_not_there(capsys, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert main(["collectives", "--platform", "gpu"]) == 3
-    monkeypatch.setattr(launch, "visible_gpus", lambda: 1)
-    assert main(["collectives", "--platform", "gpu", "--ranks", "2"]) in (2, 3)
-
-
 def test_tables_have_the_columns_of_nccl_tests_and_fit_into_80_characters(capsys, monkeypatch):
     monkeypatch.setattr(terminal, "results_console", lambda: PlainConsole(width=80))
     rows = [row_of(name, "all_reduce", size) for size in (*SIZES, 2**30) for name in ("ours", "gloo")]
@@ -185,22 +176,3 @@ def test_ranks_are_those_that_hosts_divide_and_have_slots_for(tmp_path, monkeypa
     slots = ["--launcher", "torchrun", "--hostfile", str(tmp_path / "hostfile")]
     asked, _ = cli.parse(["collectives", *slots])
     assert list(asked.cases(Experiment())[0]) == ["jaxpar-2", "torchpar-2", "jaxpar-4", "torchpar-4"]
-
-
-@pytest.mark.slow
-def test_what_fails_and_what_was_interrupted_runs_again_with_continue(tmp_path, monkeypatch, capsys):
-    """The first side fails, the second is interrupted; then both finish."""
-    failures: list[BaseException] = [EngineError("jaxpar-2: out of memory", exit_code=1), KeyboardInterrupt()]
-
-    def time_collectives(request, folder, **_):
-        if failures:
-            raise failures.pop(0)
-        return times_of([row_of(name, "permute", 1024, ranks=2) for name in request.implementations])
-
-    monkeypatch.setattr(collectives, "time_collectives", time_collectives)
-    folder = str(tmp_path / "out")
-    arguments = ["--ranks", "2", "--kinds", "permute", "--max_size", "1K", "--anyway"]
-    assert main(["collectives", *arguments, "--run_dir", folder]) == 130
-    assert "shardpair collectives --continue" in " ".join(capsys.readouterr().err.split())
-    assert main(["collectives", "--continue", folder, "--anyway"]) == 0
-    assert "permute on 2 ranks" in capsys.readouterr().out

@@ -99,12 +99,6 @@ def test_initial_weights_that_do_not_fit_are_said_beside_the_plan(nothing_starts
         save_file({"embedding.token": np.zeros((3, 32))}, path)
 
 
-def test_a_dry_run_continues_nothing(nothing_starts, capsys):
-    asked = "run --continue runs/old --dry_run"
-    assert main(asked.split()) == 2
-    assert "--dry_run is for a new run" in capsys.readouterr().err
-
-
 def test_engines_that_cannot_are_left_out_with_the_reason_and_the_others_run(tmp_path, monkeypatch, capsys):
     def fail(request, folder, **keywords):
         raise EngineError(f"{request.engine}: died", exit_code=1)

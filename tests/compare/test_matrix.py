@@ -56,12 +56,6 @@ def test_the_command_holds_layouts_to_one_device(shardpair):
     assert len(page.split()) < 300
 
 
-def test_presets_fill_the_devices():
-    for name, preset in PRESETS.items():
-        layout = preset_layout(Layout(), name, preset.devices)
-        assert layout.devices == (1 if name == "single" else preset.devices)
-
-
 def test_a_composition_takes_any_schedule():
     chosen = Layout(schedule="interleaved", chunks=2)
     said = Said(file=settings_in(chosen))

@@ -1,5 +1,6 @@
 """Memory estimates against what was measured; and that only what cannot fit is refused."""
 
+import itertools
 import statistics
 
 import msgspec
@@ -41,28 +42,20 @@ def spread(experiment=GPT2, *, batch_size=B, dtype="float32", **fields):
     )
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("n_layer", [1, 2, 7])
-def test_parameters_are_counted_as_the_table_has_them(n_layer, bias):
-    model = Model(n_layer=n_layer, n_embd=24, n_head=3, vocab_size=11, bias=bias)
-    assert parameter_count(model) == sum(parameter.size for parameter in parameter_table(model))
+def test_parameters_are_counted_as_the_table_has_them():
+    for n_layer, bias in itertools.product((1, 2, 7), (False, True)):
+        model = Model(n_layer=n_layer, n_embd=24, n_head=3, vocab_size=11, bias=bias)
+        assert parameter_count(model) == sum(parameter.size for parameter in parameter_table(model))
 
 
-def test_a_million_layers_are_counted_at_once():
-    model = Model(n_layer=10**6, n_embd=4, n_head=1, vocab_size=5, block_size=3)
-    assert parameter_count(model) == 10**6 * (12 * 4 * 4 + 2 * 4) + 5 * 4 + 3 * 4 + 4
-
-
-@pytest.mark.parametrize("engine", STUDIED)
-def test_state_is_the_closed_form_of_what_is_at_rest(engine):
+def test_state_is_the_closed_form_of_what_is_at_rest():
     experiment = spread(dp_shard=4, zero=2)
-    estimate = estimate_memory(engine, experiment)
-    at_rest = closed_form(engine, experiment)
-    assert tuple(estimate.by_kind) == (*at_rest, "activations", "logits")
-    assert {kind: estimate.by_kind[kind] for kind in at_rest} == at_rest
-    assert estimate.per_device == [
-        pytest.approx(sum(sizes[device] for sizes in estimate.by_kind.values())) for device in range(4)
-    ]
+    for engine in STUDIED:
+        estimate, at_rest = estimate_memory(engine, experiment), closed_form(engine, experiment)
+        assert tuple(estimate.by_kind) == (*at_rest, "activations", "logits")
+        assert {kind: estimate.by_kind[kind] for kind in at_rest} == at_rest
+        sums = [sum(sizes) for sizes in zip(*estimate.by_kind.values(), strict=True)]
+        assert estimate.per_device == pytest.approx(sums)
 
 
 def test_the_estimate_is_about_the_measured_peak():
@@ -97,15 +90,6 @@ def test_devices_of_a_cpu_share_its_memory(monkeypatch):
     )
     assert "this machine has 3.81 GB" in message
     assert not refused(monkeypatch, spread(dp_shard=2, zero=3), int(bound) - 1)
-
-
-def test_less_is_refused_than_is_estimated():
-    for name in ("demo", "check", "cpu", "baby-gpt"):
-        experiment = load(name)
-        for engine in STUDIED:
-            estimate = estimate_memory(engine, experiment)
-            require_memory(engine, experiment, platform="cpu")
-            assert sum(estimate.per_device) > sum(estimate.by_kind["parameters"])
 
 
 def test_a_gpu_has_memory_of_its_own_and_the_host_draws_batches(monkeypatch):

@@ -107,17 +107,6 @@ def test_it_plans_times_and_leaves_the_winner(here, timed_engines, capsys):
     assert "Predicted and measured" in capsys.readouterr().out
 
 
-def test_it_is_interrupted_and_goes_on(here, timed_engines, capsys):
-    timed_engines.interrupted_at = 3
-    assert main([*HERE, "--best", "2", "--rounds", "2", "--run_dir", "t"]) == 130
-    assert "shardpair tune --continue t" in capsys.readouterr().err
-    timed_engines.interrupted_at = 0
-    assert main(["tune", "--continue", "t", "--quiet", "--anyway", "--json"]) == 0
-    outcome = read_outcome(Path("t"))
-    assert outcome.finished_rounds == 2
-    assert msgspec.convert(outcome.more["machines"], dict[str, Machine]) == {"torch-manual": here}
-
-
 def test_what_cannot_be_tuned_is_refused_in_a_line(here, capsys):
     for arguments, says in (
         (("--best", "0"), "--best 0 must be at least 1"),
@@ -131,9 +120,3 @@ def test_what_cannot_be_tuned_is_refused_in_a_line(here, capsys):
         error = capsys.readouterr().err
         assert says in " ".join(error.split())
         assert "Traceback" not in error
-
-
-def test_a_dry_run_shows_the_cases(here, timed_engines, capsys):
-    assert main([*HERE, "--best", "2", "--dry_run"]) == 0
-    assert "dry run: 2 cases" in " ".join(capsys.readouterr().out.split())
-    assert not timed_engines.launched
