@@ -23,10 +23,9 @@ from compare.spec.experiment import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """One leaf's.
+    """One leaf's, of this true shape over all devices.
 
     Attributes:
-        shape: the true shape, over all devices.
         dims: mesh axis -> the dim that it splits. dp_shard comes last: it splits within another axis's parts.
         degrees: mesh axis -> the devices along it.
         chunks: the stages that a device of pp has: rank, rank + pp, rank + 2 pp and so on.
@@ -159,7 +158,7 @@ def specs(placements: Any, *, sharded: bool) -> Any:
 
 
 def shardings(mesh: Mesh, placements: Any, *, sharded: bool) -> Any:
-    """A tree of NamedShardings; leaves are split over dp_shard only if `sharded`."""
+    """The same as NamedShardings."""
     return jax.tree.map(lambda p: NamedSharding(mesh, p.spec(sharded=sharded)), placements)
 
 

@@ -71,14 +71,11 @@ def train(
         record = read_record(folder, requested=False)
 
     Args:
-        request: experiment, engine and observers of the run.
         recorder: where to write; None in all processes but the first.
         folder: of the run, which all processes reach; by default the recorder's.
         weights: to begin with: canonical name -> array; see `checked_weights`. By default the request's.
-        batches: step -> (inputs, targets), each int32 (A, B, T), checked at every step. By default those of
-            the data.
-        progress: called whenever something has been finished, with `in_step=True` if a step follows: the
-            caller's watchdog.
+        batches: step -> (inputs, targets), each int32 (A, B, T). By default those of the data.
+        progress: of the caller's watchdog: something is finished, and with `in_step=True` a step follows.
 
     Raises:
         ExperimentError: the experiment, its data, or own weights or batches, cannot work.

@@ -35,11 +35,7 @@ def stacked(
 
 
 def to_canonical(tree: Mapping[str, Any], model: Model) -> dict[str, np.ndarray]:
-    """Tensors (...) by canonical name, fetched to the host, from a tree like the state tree, layers (L, ...).
-
-    Raises:
-        KeyError: a leaf of the table is missing from the tree.
-    """
+    """Tensors (...) by canonical name, fetched to the host, from a tree like the state tree."""
     leaves = flatten_dict(fetch(dict(tree)))
     named = {}
     for path, parameters in parameters_by_path(model).items():

@@ -13,10 +13,8 @@ from typing import Any
 import jax
 from jax import lax
 
-# XLA merges small all-reduces into one before it runs them (the combiner). That is good, and it is not what
-# a hand-written schedule asked for: compile with these options and what was written is what runs.
-# Measured on XLA:CPU, jax 0.10.2: without them 5 separate psums became 1 all-reduce, also behind
-# lax.optimization_barrier, even when each was chained to the one before; with them, 5.
+# XLA merges small all-reduces into one (the combiner), which is not what a hand-written schedule asked for.
+# On a CPU (jax 0.10.2) 5 psums became 1, also behind lax.optimization_barrier; with this option there are 5.
 KEEP_COLLECTIVES_APART = {
     "xla_disable_hlo_passes": "cpu-all-reduce-combiner,gpu-all-reduce-combiner,all-reduce-combiner"
 }
@@ -37,24 +35,17 @@ def turns_scope(turns: Sequence[int], *, of: int) -> AbstractContextManager:
     return jax.named_scope(f"runs_{counts}_of_{of}")
 
 
-def axis_size(axis: str) -> int:
-    """Devices along a mesh axis."""
-    return lax.axis_size(axis)
+axis_size = lax.axis_size
 
 
 def _names(axis: str | tuple[str, ...]) -> tuple[str, ...]:
     return (axis,) if isinstance(axis, str) else axis
 
 
-def _is_varying(x: jax.Array, axis: str) -> bool:
-    """Whether JAX counts x as each device's own along an axis."""
-    return axis in jax.typeof(x).mat.varying
-
-
 def all_reduce(x: jax.Array, axis: str | tuple[str, ...], *, purpose: str = "") -> jax.Array:
     """Sum of x, any shape, over one or several mesh axes, on every device of them."""
     # A sum over one device is nothing, and XLA on a CPU copies all of x for it.
-    axes = [name for name in _names(axis) if axis_size(name) > 1 or _is_varying(x, name)]
+    axes = [name for name in _names(axis) if axis_size(name) > 1 or name in jax.typeof(x).mat.varying]
     with ledger_scope(purpose):
         return lax.psum(x, tuple(axes)) if axes else x
 
@@ -73,9 +64,8 @@ def all_reduce_max(x: jax.Array, axis: str, *, purpose: str = "") -> jax.Array:
 def to_varying(tree: Any, axis: str, *, purpose: str = "") -> Any:
     """Mark values that are equal along an axis as each device's own. Its transpose is an all-reduce.
 
-    Autodiff of a use of an invarying value by varying data inserts a psum of its gradient at that use.
-    Of a value marked varying the gradient stays local, and reducing it is up to us. Along an axis of one
-    device nothing is anyone's own: there is nothing to mark.
+    Autodiff of a use of an invarying value by varying data inserts a psum of its gradient at that use. Of a
+    value marked varying the gradient stays local, and reducing it is up to us.
     """
     if axis_size(axis) == 1:
         return tree

@@ -91,10 +91,7 @@ def exchange(text: str) -> list[str]:
 
 
 def agree_with_others(process: Process, folder: Path, reads: Experiment | None = None) -> None:
-    """Hold versions, data and clocks of all hosts against the first's; process 0 leaves the hosts' names.
-
-    Raises ExperimentError in all processes: they differ.
-    """
+    """Refuse, in all processes, hosts of other versions, data or clocks; the first leaves their names."""
     here = facts_here(PACKAGES, reads if process.local == 0 else None)
     all_facts = [msgspec.json.decode(x, type=HostFacts) for x in exchange(msgspec.json.encode(here).decode())]
     remarks = require_agreement(all_facts)

@@ -11,7 +11,6 @@ layers, over both uses of a tied embedding, and over all passes of an accumulati
 """
 
 import math
-from functools import partial
 from typing import Any
 
 import jax
@@ -45,15 +44,13 @@ def each_replica(loss: Loss, *, mesh: Mesh, rows_dim: int = 0) -> Loss:
 
         if replicas == 1:
             return of_replica(copied, batch)
-        rows = jax.tree.map(partial(_by_replica, replicas=replicas, dim=rows_dim), batch)
+        # (.., R b, ..) -> (.., R, b, ..)
+        rows = jax.tree.map(
+            lambda x: x.reshape(*x.shape[:rows_dim], replicas, -1, *x.shape[rows_dim + 1 :]), batch
+        )
         return jax.vmap(of_replica, in_axes=(0, rows_dim))(copied, rows).mean(axis=0)
 
     return mean_loss
-
-
-def _by_replica(x: jax.Array, *, replicas: int, dim: int) -> jax.Array:
-    """(.., R b, ..) -> (.., R, b, ..)."""
-    return x.reshape(*x.shape[:dim], replicas, -1, *x.shape[dim + 1 :])
 
 
 def synchronize_gradients(gradients: Any, placements: Any, *, sharded: bool) -> Any:

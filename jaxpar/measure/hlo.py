@@ -293,7 +293,7 @@ def _collective(text: str, opcode: str, axis_sizes: Mapping[str, int]) -> Collec
 
 def _bytes(dtype: str, dims: str) -> int:
     bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
-    return math.prod(int(dim) for dim in dims.split(",") if dim) * bits // 8
+    return math.prod(map(int, filter(None, dims.split(",")))) * bits // 8
 
 
 def replica_groups(text: str, axis_sizes: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:

@@ -14,7 +14,7 @@ PLANNED = "XLA's buffer assignment of one step: argument + temp + output - alias
 
 
 def peak_memory(step: jax.stages.Compiled, devices: list[jax.Device]) -> tuple[list[int], str]:
-    """Peak bytes per device, and how they were obtained: from a GPU's allocator, or from `planned_memory`."""
+    """Peak bytes per device, and where they are from: a GPU's allocator, or `planned_memory`."""
     local = [device for device in devices if device.process_index == jax.process_index()]
     statistics = [device.memory_stats() for device in local]
     if all(statistics):
@@ -26,10 +26,7 @@ def peak_memory(step: jax.stages.Compiled, devices: list[jax.Device]) -> tuple[l
 
 
 def planned_memory(step: jax.stages.Compiled) -> int:
-    """Bytes that XLA's buffer assignment gives one step on each device; 0 if it does not tell.
-
-    Arguments, temporaries and outputs, donated buffers counted once.
-    """
+    """Bytes that XLA's buffer assignment gives one step on each device; 0 if it does not tell."""
     analysis = step.memory_analysis()
     return _arguments_and_results(analysis) + analysis.temp_size_in_bytes if analysis else 0
 
@@ -79,9 +76,7 @@ def resident_bytes(tree: Any, devices: list[jax.Device], *, on_host: bool = Fals
 def threads(devices: list[jax.Device]) -> str:
     """Threads that compute on the host, in words."""
     count, processes = len(devices), jax.process_count()
-    driven = f"driven by {'one process' if processes == 1 else f'{processes} processes'}"
+    driven = "in one process" if processes == 1 else f"in {processes} processes"
     if devices[0].platform != "cpu":
         return f"{count} devices {driven}"
-    if processes > 1:
-        return f"{count} virtual devices {driven}, an XLA thread pool over {cores()} cores in each"
-    return f"{count} virtual devices in one process, one XLA thread pool over {cores()} cores"
+    return f"{count} virtual devices {driven}, an XLA thread pool over {cores()} cores in each"

@@ -28,7 +28,6 @@ def test_programs_of_several_cpu_devices_are_not_kept(tmp_path, tiny: Experiment
         (
             (Layout(), "request", True),
             (Layout(dp_replicate=2), "request", False),
-            (Layout(), "environment", True),
             (Layout(tp=2), "environment", False),
         )
     ):

@@ -67,9 +67,8 @@ def test_layers_are_stored_by_the_device_that_has_them(pp, chunks, layers, tp, s
     assert layer.axes == p.axes[1 if pp > 1 else 0 :]
 
 
-@pytest.mark.parametrize(
-    ("shape", "axes", "shards", "expected"),
-    [
+def test_which_dim():
+    for shape, axes, shards, expected in (
         ((12, 8, 32), (LAYER, "embed", "mlp"), 4, 1),  # not the layers, and not what tp took
         ((12, 8), (LAYER, "mlp"), 4, 1),  # nothing else is left: within tp's part
         ((9, 20), ("position", "embed"), 4, 1),  # what divides
@@ -78,14 +77,12 @@ def test_layers_are_stored_by_the_device_that_has_them(pp, chunks, layers, tp, s
         ((), (), 4, None),
         ((0, 3), ("position", "embed"), 4, None),
         ((4,), (LAYER,), 4, None),
-    ],
-)
-def test_which_dim(shape, axes, shards, expected):
-    p = place(shape, axes, Layout(tp=2, dp_shard=shards))
-    assert p.dims.get(DP_SHARD) == expected
-    if axes[:1] == (LAYER,) and expected is not None:
-        (layer,) = one_layer([p])
-        assert (layer.shape, layer.dims[DP_SHARD]) == (shape[1:], expected - 1)
+    ):
+        p = place(shape, axes, Layout(tp=2, dp_shard=shards))
+        assert p.dims.get(DP_SHARD) == expected, shape
+        if axes[:1] == (LAYER,) and expected is not None:
+            (layer,) = one_layer([p])
+            assert (layer.shape, layer.dims[DP_SHARD]) == (shape[1:], expected - 1)
 
 
 @pytest.mark.parametrize("preset", ["single", "fsdp", "tp", "fsdp_tp"])

@@ -13,22 +13,17 @@ from compare.spec.experiment import Data, Experiment, Optimizer, Train
 from jaxpar.peers.plain_jit import learning_rate_of, train
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
+def test_the_schedule_is_the_contract_s():
+    for fields in (
         {"warmup_iters": 3, "lr_decay_iters": 10},
         {"warmup_iters": 0, "lr_decay_iters": 10},
         {"warmup_iters": 5, "lr_decay_iters": 5},
         {"decay_lr": False},
-        {"learning_rate": 0.0, "warmup_iters": 2, "lr_decay_iters": 4},
-    ],
-    ids=str,
-)
-def test_the_schedule_is_the_contract_s(fields):
-    config = Optimizer(**fields)
-    for step in range(14):
-        found = learning_rate_of(config)(jnp.int32(step))
-        assert float(found) == pytest.approx(learning_rate(config, step), rel=1e-14), step
+    ):
+        config = Optimizer(**fields)
+        for step in range(14):
+            rate = learning_rate_of(config)(jnp.int32(step))
+            assert float(rate) == pytest.approx(learning_rate(config, step), rel=1e-14), (fields, step)
 
 
 def test_a_timed_run_has_its_windows(tmp_path, tiny: Experiment):

@@ -176,7 +176,7 @@ def test_a_second_run_in_a_folder_is_refused_and_what_a_killed_one_left_is_clear
 def test_doctor():
     done = processes.run([sys.executable, "-m", "jaxpar", "--doctor"])
     assert done.returncode == 0
-    found = json.loads(done.stdout)
-    assert {"python", "jax", "flax", "optax"} <= set(found["versions"])
-    assert "virtual devices" in found["cpu_devices"]
-    assert isinstance(found["gpus"], list)
+    reported = json.loads(done.stdout)
+    assert {"python", "jax", "flax", "optax"} <= set(reported["versions"])
+    assert "virtual devices" in reported["cpu_devices"]
+    assert isinstance(reported["gpus"], list)

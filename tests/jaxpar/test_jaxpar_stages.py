@@ -11,8 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 from compare.contract.communication import summed
 from compare.spec.axes import AXES, PP
-from compare.spec.engines.registry import ENGINES
-from compare.spec.experiment import ExperimentError, Layout
 from jaxpar.compiler.pipeline_parallel import pipelined
 from jaxpar.measure.ledger import communications
 from jaxpar.placement import Placement
@@ -82,14 +80,3 @@ def test_every_microbatch_enters_and_leaves_once():
             assert sorted(leaves[counts]) == list(range(microbatches))
             if microbatches % stages == 0:  # then lanes have rolled all the way round
                 assert (np.roll(leaves, -1, axis=1) == enters).all()
-
-
-def test_backward_has_no_order_of_its_own():
-    refused = {
-        "jax-compiler": "1f1b: .*gpipe, interleaved.*autodiff",
-        "jax-manual": "gpipe, 1f1b, interleaved",
-    }
-    for engine, words in refused.items():
-        schedule = "1f1b" if engine == "jax-compiler" else "zero_bubble"
-        with pytest.raises(ExperimentError, match=words):
-            ENGINES[engine].require(Layout(pp=2, schedule=schedule, microbatches=2))

@@ -4,11 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from compare.contract.request import Request
-from compare.numerics.parameters import fingerprint, initial_parameters, parameter_table
+from compare.numerics.parameters import initial_parameters, parameter_table
 from compare.spec.experiment import Experiment, Model, Precision
-from jaxpar import train, weights
-from jaxpar.faults import plant
+from jaxpar import weights
 from jaxpar.problem import Problem
 
 # More than ten layers: sorted as text, blocks.10 would come before blocks.2.
@@ -45,14 +43,3 @@ def test_decay_follows_the_table_not_the_number_of_dims():
     assert mask["blocks"]["attention"]["qkv"]["weight"]
     assert mask["embedding"]["position"]
     assert all(jax.tree.leaves(weights.decay_mask(BIASED, "all")))
-
-
-def test_moved_weight_is_planted_in_one_weight():
-    experiment = Experiment(model=BIASED, precision=Precision(dtype="float64"))
-    request = Request(engine="jax-compiler", experiment=experiment)
-    with plant("moved_weight", engine="jax-compiler"):
-        moved = train.starting_parameters(request)
-    changes = {name: moved[name] - weight for name, weight in initial_parameters(experiment).items()}
-    (change,) = [change for change in changes.values() if change.any()]
-    assert change[change != 0] == pytest.approx([1e-3])
-    assert fingerprint(train.starting_parameters(request)) != fingerprint(moved)  # and it is gone

@@ -3,40 +3,30 @@
 from compare.spec.experiment import Layout
 
 GPIPE = {"schedule": "gpipe", "microbatches": 4}
+INTERLEAVED = Layout(pp=2, dp_shard=2, zero=3, schedule="interleaved", chunks=2, microbatches=2, remat="none")
 
 JAX = {
-    "zero1": Layout(dp_shard=4, zero=1),
-    "zero2_tp": Layout(dp_shard=2, zero=2, tp=2),
-    "zero3": Layout(dp_shard=4, zero=3),
-    "hsdp": Layout(dp_replicate=2, dp_shard=2, zero=3, remat="none"),
-    "tp_sp": Layout(tp=2, sequence_parallel=True, remat="none"),
-    "ddp_tp": Layout(dp_replicate=2, tp=2, remat="full"),
-    "fsdp_tp_sp": Layout(dp_shard=2, zero=3, tp=2, sequence_parallel=True),
-}
-"""Both JAX engines: stages of ZeRO, tensor and sequence parallel, with each way of recomputation."""
-
-JAX_MANUAL_PIPELINES = {
-    "zero2_gpipe": Layout(pp=2, schedule="gpipe", dp_shard=2, zero=2, microbatches=2),
-    "tp_sp": Layout(pp=2, tp=2, sequence_parallel=True, microbatches=2, remat="dots"),
-    "shard_grad_op": Layout(pp=2, dp_shard=2, zero=3, reshard_after_forward=False, microbatches=2),
-    "fsdp_interleaved": Layout(
-        pp=2, schedule="interleaved", chunks=2, dp_shard=2, zero=3, microbatches=2, remat="none"
+    "jax-compiler zero2_tp": Layout(dp_shard=2, zero=2, tp=2),
+    "jax-compiler ddp_tp": Layout(dp_replicate=2, tp=2, remat="full"),
+    "jax-compiler fsdp_tp_sp": Layout(dp_shard=2, zero=3, tp=2, sequence_parallel=True),
+    "jax-compiler ddp_pp": Layout(pp=2, dp_replicate=2, **GPIPE, remat="full"),
+    "jax-compiler zero2_pp": Layout(pp=2, dp_shard=2, zero=2, **GPIPE),
+    "jax-compiler shard_grad_op_pp": Layout(pp=2, dp_shard=2, zero=3, reshard_after_forward=False, **GPIPE),
+    "jax-compiler fsdp_interleaved": INTERLEAVED,
+    "jax-explicit ddp_tp": Layout(dp_replicate=2, tp=2, remat="full"),
+    "jax-explicit hsdp": Layout(dp_replicate=2, dp_shard=2, zero=3, remat="none"),
+    "jax-explicit tp_sp_pp": Layout(pp=2, tp=2, sequence_parallel=True, **GPIPE),
+    "jax-manual zero1": Layout(dp_shard=4, zero=1),
+    "jax-manual ddp_tp": Layout(dp_replicate=2, tp=2, remat="full"),
+    "jax-manual hsdp": Layout(dp_replicate=2, dp_shard=2, zero=3, remat="none"),
+    "jax-manual tp_sp": Layout(tp=2, sequence_parallel=True, remat="none"),
+    "jax-manual zero2_gpipe": Layout(pp=2, schedule="gpipe", dp_shard=2, zero=2, microbatches=2),
+    "jax-manual shard_grad_op_pp": Layout(
+        pp=2, dp_shard=2, zero=3, reshard_after_forward=False, microbatches=2
     ),
+    "jax-manual fsdp_interleaved": INTERLEAVED,
 }
-"""Pipelines of jax-manual with other axes, with each way of recomputation."""
-
-JAX_COMPILER_PIPELINES = {
-    "pp": Layout(pp=4, schedule="gpipe", microbatches=2, remat="none"),
-    "ddp_pp": Layout(pp=2, dp_replicate=2, **GPIPE, remat="full"),
-    "zero2_pp": Layout(pp=2, dp_shard=2, zero=2, **GPIPE),
-    "fsdp_pp": Layout(pp=2, dp_shard=2, zero=3, **GPIPE),
-    "shard_grad_op_pp": Layout(pp=2, dp_shard=2, zero=3, reshard_after_forward=False, **GPIPE),
-    "fsdp_interleaved": Layout(
-        pp=2, dp_shard=2, zero=3, schedule="interleaved", chunks=2, microbatches=2, remat="none"
-    ),
-    "tp_sp_pp": Layout(pp=2, tp=2, sequence_parallel=True, **GPIPE),
-}
-"""Pipelines of jax-compiler with other axes."""
+"""Of jaxpar's engines: each strategy and way of recomputation at least once; the matrix has all others."""
 
 TORCH_LIBRARY = {
     "zero1": Layout(dp_shard=4, zero=1),
