@@ -38,7 +38,7 @@ from compare.contract.ledger import Ledger
 from compare.contract.record import Manifest, Recorder, Step, write_tensors
 from compare.contract.request import Rung
 from compare.host.json_files import write_json
-from compare.judge.goldens import PROVENANCE, Provenance, folder_of
+from compare.judge.goldens import folder_of
 from compare.numerics.data import SPLITS, Corpus, open_corpus
 from compare.numerics.evaluation import Evaluation, steps_due
 from compare.numerics.parameters import fingerprint, initial_parameters
@@ -299,15 +299,15 @@ def main(checkout: Path, optimizer: str, output: Path) -> None:
     git = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True, check=True
     )
-    provenance = Provenance(
-        source=SOURCE,
-        commit=git.stdout.strip(),
-        ran={
+    provenance = {
+        "source": SOURCE,
+        "commit": git.stdout.strip(),
+        "ran": {
             name: hashlib.sha256((checkout / name).read_bytes()).hexdigest()
             for name in ("model.py", "train.py", "configurator.py")
         },
-    )
-    write_json(output / PROVENANCE, provenance)
+    }
+    write_json(output / "provenance.json", provenance)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ The ladder proves that runs of one training agree (`judge.ladder`). Here the tra
 that both have is compared, over the steps that both made, and the others say why they are not.
 """
 
-from collections.abc import Iterator
-
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
@@ -13,7 +11,7 @@ from msgspec.structs import replace
 from compare.contract.communication import summed
 from compare.contract.record import Record, read_tensors
 from compare.contract.request import Rung
-from compare.host.tensors import RecordError, Tensors
+from compare.host.tensors import RecordError
 from compare.judge.ladder import LADDER, LOSS_SCALE, OF_FIRST_STEP, RungResult, Verdict, result_of
 from compare.judge.metrics import METRICS, figures
 from compare.judge.rungs import COMPARE, first_was_skipped, shortened
@@ -64,54 +62,56 @@ def difference(a: Record, b: Record, *, names: tuple[str, str]) -> Difference:
     Raises:
         RecordError: they have no step in common, a file of tensors is garbled, or figures cannot be.
     """
-    try:
-        verdict, steps = _verdict(a, b, names)
-        return Difference(
-            settings=list(changed_settings(a, b)), verdict=verdict, steps=steps, costs=costs_of(a, b)
-        )
-    except (LookupError, ArithmeticError, ValueError) as error:
-        if isinstance(error, RecordError):
-            raise
-        why = f"{type(error).__name__}: {error}"
-        raise RecordError(f"{names[0]} and {names[1]} cannot be held against each other ({why})") from error
-
-
-def _verdict(a: Record, b: Record, names: tuple[str, str]) -> tuple[Verdict, int]:
     pair = common(a, b)
     steps = len(pair[0].steps)
     if not steps:
         raise RecordError(f"{names[0]} and {names[1]} have no step in common: there is nothing to compare")
+    try:
+        rungs, skipped = _rungs(a, b, pair)
+        verdict = Verdict(reference=names[0], candidate=names[1], rungs=rungs, skipped=skipped)
+        return Difference(settings=_changes(a, b), verdict=verdict, steps=steps, costs=_costs(a, b))
+    except (LookupError, ArithmeticError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise RecordError(f"{names[0]} and {names[1]} cannot be held against each other ({why})") from error
+
+
+def _rungs(a: Record, b: Record, pair: tuple[Record, Record]) -> tuple[list[RungResult], dict[str, str]]:
+    """Of the steps that both have: every rung that can be compared, and why others cannot."""
     dtypes = [run.manifest.experiment.precision.dtype for run in pair]
     dtype = max(dtypes, key=PRECISIONS.index)
-    tolerances = tolerances_for(dtype, steps=steps)
+    tolerances = tolerances_for(dtype, steps=len(pair[0].steps))
     results, skipped = [], {}
     for rung in LADDER:
         if rung in OF_ONE_RUN or (rung == LOSS_SCALE and dtypes != ["float16"] * 2):
             continue
+        tolerance = tolerances[rung]
         if why := _why_not(rung, a, b):
             skipped[rung] = why
-        elif rung == "initial_weights":
-            results.append(_initial_weights(*pair))
+            continue
+        if rung == "initial_weights":  # wherever they are from: each run's own seed is not asked
+            found = worst_tensor(*(read_tensors(run.folder, Rung.INITIAL_WEIGHTS) for run in (b, a)))
+            if len({storage_dtype(run.manifest.experiment) for run in pair}) > 1:
+                tolerance = _ROUNDED
         elif rung == "grad_norm":  # of the first step; the ladder's own holds each to its gradients, too
             found = COMPARE["norm_curve"](*(shortened(run, 1) for run in pair))
-            results.append(result_of(rung, *(found or (0.0, "")), tolerances[rung]))
-        elif found := COMPARE[rung](*(shortened(_as(dtype, run), tolerances[rung].steps) for run in pair)):
-            results.append(result_of(rung, *found, tolerances[rung]))
+        else:
+            found = COMPARE[rung](*(shortened(_as(dtype, run), tolerance.steps) for run in pair))
+        if found:
+            results.append(result_of(rung, *found, tolerance))
     rates = [(f"lr of step {x.step}", x.lr, y.lr) for x, y in zip(pair[0].steps, pair[1].steps, strict=True)]
     off = ((abs(y - x) / (abs(x) or 1.0), place) for place, x, y in rates if x != y)
-    results.append(result_of(RATES, *next(off, (0.0, "")), _SCHEDULED))
-    return Verdict(reference=names[0], candidate=names[1], rungs=results, skipped=skipped), steps
+    return [*results, result_of(RATES, *next(off, (0.0, "")), _SCHEDULED)], skipped
 
 
 def common(a: Record, b: Record) -> tuple[Record, Record]:
     """Both records with the steps, and the evaluations, that both have."""
     steps = {step.step for step in a.steps} & {step.step for step in b.steps}
-    after = {one.step for one in a.evaluations} & {one.step for one in b.evaluations}
+    after = {found.step for found in a.evaluations} & {found.step for found in b.evaluations}
     first, second = (
         replace(
             run,
             steps=[step for step in run.steps if step.step in steps],
-            evaluations=[one for one in run.evaluations if one.step in after],
+            evaluations=[found for found in run.evaluations if found.step in after],
         )
         for run in (a, b)
     )
@@ -125,14 +125,6 @@ def _as(dtype: str, run: Record) -> Record:
     return replace(run, manifest=replace(run.manifest, experiment=replace(experiment, precision=precision)))
 
 
-def _initial_weights(a: Record, b: Record) -> RungResult:
-    """What both began with, wherever it is from: each run's own seed or checkpoint is not asked."""
-    dtypes = [storage_dtype(run.manifest.experiment) for run in (a, b)]
-    tolerance = tolerances_for("float32")["initial_weights"] if dtypes[0] == dtypes[1] else _ROUNDED
-    found = worst_tensor(*(read_tensors(run.folder, Rung.INITIAL_WEIGHTS) for run in (b, a)))
-    return result_of("initial_weights", *found, tolerance)
-
-
 def _why_not(rung: str, a: Record, b: Record) -> str:
     """Why a rung cannot be compared; '' if it can."""
     begins = {run.steps[0].step for run in (a, b)}
@@ -144,29 +136,33 @@ def _why_not(rung: str, a: Record, b: Record) -> str:
         return f"they were kept after {a.request.later_step} and {b.request.later_step} steps"
     if rung in OF_FIRST_STEP and first_was_skipped(a, b):
         return "the first step overflowed in both, and was skipped"
-    shapes = [[_shapes(run, tensors) for tensors in _TENSORS.get(rung, ())] for run in (a, b)]
-    if lacks := [which for which, kept in zip("AB", shapes, strict=True) if kept and not any(kept)]:
-        return f"no tensors of it in {' and '.join(lacks)}: `shardpair run --keep_tensors` keeps them"
-    for first, second in zip(*shapes, strict=True):
-        if odd := sorted(name for name in first | second if first.get(name) != second.get(name)):
-            return f"shapes differ: {odd[0]} {first.get(odd[0], 'none')} and {second.get(odd[0], 'none')}"
+    shapes = [
+        {
+            name: tensor.shape
+            for tensors in _TENSORS.get(rung, ())
+            for name, tensor in read_tensors(run.folder, tensors).items()
+        }
+        for run in (a, b)
+    ]
+    if rung in _TENSORS and not all(shapes):
+        lacks = " and ".join(name for name, of_run in zip("AB", shapes, strict=True) if not of_run)
+        return f"no tensors of it in {lacks}: `shardpair run --keep_tensors` keeps them"
+    first, second = shapes
+    if odd := sorted(name for name in first | second if first.get(name) != second.get(name)):
+        return f"shapes differ: {odd[0]} {first.get(odd[0], 'none')} and {second.get(odd[0], 'none')}"
     return ""
 
 
-def _shapes(run: Record, rung: Rung) -> dict[str, tuple[int, ...]]:
-    tensors = read_tensors(run.folder, rung)
-    return {name: tensors.shape(name) for name in tensors} if isinstance(tensors, Tensors) else {}
-
-
-def changed_settings(a: Record, b: Record) -> Iterator[Change]:
+def _changes(a: Record, b: Record) -> list[Change]:
     """Fields of the request, and the circumstances, that differ."""
     first, second = _fields(a), _fields(b)
     if first["corpus_sha256"] == second["corpus_sha256"]:  # another copy of the same text
         second["experiment.data.source"] = first.get("experiment.data.source", "")
-    for field in dict.fromkeys([*first, *second]):
-        before, after = first.get(field, "-"), second.get(field, "-")
-        if before != after:
-            yield Change(field=field.removeprefix("experiment."), a=before, b=after)
+    return [
+        Change(field=field.removeprefix("experiment."), a=first.get(field, "-"), b=second.get(field, "-"))
+        for field in dict.fromkeys([*first, *second])
+        if first.get(field) != second.get(field)
+    ]
 
 
 def _fields(run: Record) -> dict[str, str]:
@@ -189,7 +185,7 @@ def _flat(value: object, prefix: str = "") -> dict[str, str]:
     }
 
 
-def costs_of(a: Record, b: Record) -> dict[str, tuple[float, float]]:
+def _costs(a: Record, b: Record) -> dict[str, tuple[float, float]]:
     """The figures of the table of costs, then the bytes of each collective in a step."""
     first, second = figures(a), figures(b)
     costs = {
@@ -198,10 +194,7 @@ def costs_of(a: Record, b: Record) -> dict[str, tuple[float, float]]:
         if metric.form and metric.key in first and metric.key in second
     }
     sent = [
-        {
-            " ".join(f"{row.kind} {row.axis} {row.purpose} (bytes)".split()): row.bytes
-            for row in summed(run.ledger.rows)
-        }
-        for run in (a, b)
+        {" ".join(f"{row.kind} {row.axis} {row.purpose} (bytes)".split()): row.bytes for row in rows}
+        for rows in (summed(run.ledger.rows) for run in (a, b))
     ]
     return costs | {name: (sent[0].get(name, 0), sent[1].get(name, 0)) for name in sorted(sent[0] | sent[1])}

@@ -26,32 +26,25 @@ from compare.judge.rungs import COMPARE, first_was_skipped, resumed_from_differe
 from compare.judge.strategy import strategy_of
 from compare.judge.tolerances import Tolerance, tolerances_for
 
-REQUEST = "request"
-LOSS_SCALE = "loss_scale"
-"""Rung of float16 alone: skipped steps and the scale of each step are equal in both runs."""
-EVALUATIONS = "evaluations"
-"""Rung of runs that evaluate; its limit is the loss curve's."""
-FINAL = "final_weights"
-"""Rung of runs whose last step is neither the first nor that of later_weights."""
-STRATEGY = "strategy"
-"""Rung of engines that record their work: settings that numbers do not show were obeyed."""
+REQUEST, LOSS_SCALE, FINAL = "request", "loss_scale", "final_weights"
+EVALUATIONS, STRATEGY = "evaluations", "strategy"
 LADDER = (
     REQUEST,
     "batch",
     "initial_weights",
     "loss",
-    LOSS_SCALE,
+    LOSS_SCALE,  # of float16 alone: skipped steps and the scale of each step are equal in both runs
     "gradients",
     "grad_norm",
     "first_weights",
     "first_moments",
     "first_update",
     "later_weights",
-    FINAL,
+    FINAL,  # of runs whose last step is neither the first nor that of later_weights
     "loss_curve",
     "norm_curve",
-    EVALUATIONS,
-    STRATEGY,
+    EVALUATIONS,  # of runs that evaluate
+    STRATEGY,  # of engines that record their work
 )
 """All rungs, in the order in which they are climbed."""
 SOME = (LOSS_SCALE, FINAL, EVALUATIONS, STRATEGY)
@@ -65,7 +58,7 @@ OF_FIRST_STEP = ("gradients", "grad_norm", "first_weights", "first_moments", "fi
 
 
 class RungResult(Struct, frozen=True, kw_only=True):
-    """One rung, climbed or not."""
+    """One rung that was compared."""
 
     rung: str
     error: float
@@ -112,9 +105,9 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
     def sentence(self) -> str:
         """PASS, or the first rung that failed with the worst place and its error."""
-        if self.failure is None:
-            return "PASS"
         bad = self.failure
+        if bad is None:
+            return "PASS"
         if not math.isfinite(bad.error):
             return f"FAIL at {bad.rung}: {bad.worst}"
         return f"FAIL at {bad.rung}: {bad.worst} is off by {bad.error:.2e} (tolerance {bad.tolerance:.0e})"
@@ -127,11 +120,7 @@ def rungs_of(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def objections_by_itself(record: Record) -> list[str]:
-    """What a run did otherwise than it was asked, as far as it shows without another: numbers and strategy.
-
-    Raises:
-        RecordError: a file of tensors is garbled.
-    """
+    """What a run did otherwise than asked, as far as it shows without another. Raises RecordError."""
     return [*objections(record), *strategy_of(record).objections]
 
 
@@ -180,13 +169,9 @@ def climb(
 
 
 def result_of(rung: str, error: float, worst: str, tolerance: Tolerance) -> RungResult:
-    return RungResult(
-        rung=rung,
-        error=error if math.isfinite(error) else math.inf,
-        tolerance=tolerance.limit,
-        worst=worst,
-        reason=tolerance.reason,
-    )
+    """A rung's result; an error that is not finite counts as infinite."""
+    error = error if math.isfinite(error) else math.inf
+    return RungResult(rung=rung, error=error, tolerance=tolerance.limit, worst=worst, reason=tolerance.reason)
 
 
 def _compare_requests(

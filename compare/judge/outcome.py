@@ -16,7 +16,7 @@ from compare.contract.request import Platform, Request
 from compare.host.json_files import FolderName, read_result, write_json
 from compare.host.tensors import RecordError
 from compare.judge.circumstances import Circumstances
-from compare.judge.goldens import NANOGPT, folder_of, read_golden
+from compare.judge.goldens import NANOGPT, read_golden
 from compare.judge.ladder import Verdict, climb
 from compare.judge.metrics import METRICS
 from compare.spec.engines.registry import ENGINES, side_of
@@ -285,7 +285,7 @@ def reference_of(outcome: Outcome, name: str) -> str:
 
 def _record_of(outcome: Outcome, name: str, reference: str, folder: Path) -> Record:
     if reference == NANOGPT:
-        return read_golden(folder_of(outcome.cases[name].experiment.optimizer.name))[0]
+        return read_golden(outcome.cases[name].experiment.optimizer.name)
     return read_record(folder / reference)
 
 

@@ -3,6 +3,7 @@
 None means that there is nothing to compare: the runs did not leave it.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,16 +13,15 @@ from msgspec.structs import replace
 from compare.contract.inputs import starting_sha256
 from compare.contract.record import Record, Step, read_tensors
 from compare.contract.request import Rung, rungs_asked_for
-from compare.host.tensors import Tensors
-from compare.judge.first_update import first_update
 from compare.judge.strategy import strategy_of
-from compare.judge.tensor_errors import Found, without_key_bias, worst_tensor
+from compare.judge.tensor_errors import Found, relative_error, without_key_bias, worst_tensor
 from compare.numerics.data import SPLITS
-from compare.numerics.optimizer import global_norm
+from compare.numerics.optimizer import global_norm, moment_names, reference_step
 from compare.numerics.parameters import fingerprint, initial_parameters, parameter_table
 
 MOST_SAID = 2
 """Objections in one verdict."""
+MOMENTS = {"m": Rung.FIRST_M, "v": Rung.FIRST_V}
 
 
 def shortened(run: Record, steps: int) -> Record:
@@ -38,9 +38,6 @@ def _compare_batch(reference: Record, candidate: Record) -> Found | None:
 def _compare_initial_weights(reference: Record, candidate: Record) -> Found | None:
     """Against the reference's, and both against what they were to begin with: the seed's weights, which are
     bitwise the same everywhere, or those that were given."""
-    for run in (candidate, reference):  # before the weights of a large model are drawn, slowly
-        if not _has_the_shapes_of_its_model(run):
-            return math.inf, f"{run.manifest.engine} left weights of another model than its experiment's"
     if resumed_from_different_checkpoints(reference, candidate):
         for run in (candidate, reference):
             if run.request and run.manifest.initial_weights_sha256 != starting_sha256(run.request):
@@ -53,21 +50,15 @@ def _compare_initial_weights(reference: Record, candidate: Record) -> Found | No
     if fingerprints[0] != fingerprints[1]:
         return math.inf, "their fingerprint is another one"
     request = candidate.request
-    drawn = None if request else fingerprint(initial_parameters(candidate.manifest.experiment))
-    if fingerprints[0] != (starting_sha256(request) if request else drawn):
+    if request:
+        right = starting_sha256(request)
+    else:
+        right = fingerprint(initial_parameters(candidate.manifest.experiment))
+    if fingerprints[0] != right:
         given = bool(request and (request.init_from or request.resume))
         source = "were given" if given else "the seed gives"
         return math.inf, f"both runs begin with other weights than {source}"
     return 0.0, ""
-
-
-def _has_the_shapes_of_its_model(run: Record) -> bool:
-    """Whether the initial weights that a run left have the shapes of its model; True if it left none."""
-    found = read_tensors(run.folder, Rung.INITIAL_WEIGHTS)
-    if not isinstance(found, Tensors):
-        return True
-    expected = {one.name: one.shape for one in parameter_table(run.manifest.experiment.model)}
-    return {name: found.shape(name) for name in found} == expected
 
 
 def resumed_from_different_checkpoints(reference: Record, candidate: Record) -> bool:
@@ -77,12 +68,8 @@ def resumed_from_different_checkpoints(reference: Record, candidate: Record) -> 
 
 
 def _compare_moments(reference: Record, candidate: Record) -> Found | None:
-    found = [
-        (error, f"{rung.value.removeprefix('first_')} of {worst}")
-        for rung in (Rung.FIRST_M, Rung.FIRST_V)
-        if (compared := _compare_tensors(reference, candidate, rung)) is not None
-        for error, worst in (compared,)
-    ]
+    pairs = {name: _compare_tensors(reference, candidate, rung) for name, rung in MOMENTS.items()}
+    found = [(pair[0], f"{name} of {pair[1]}") for name, pair in pairs.items() if pair]
     return max(found) if found else None
 
 
@@ -103,12 +90,50 @@ def _compare_weights(reference: Record, candidate: Record, rung: Rung) -> Found 
 
 
 def _compare_first_updates(reference: Record, candidate: Record) -> Found | None:
-    """Each run's first update against what its own gradients make of its own weights."""
+    """Each run's first update against the definition of the optimizer, from its own gradients.
+
+    Below float64 the weights of two correct runs part by as much as an update is large: Adam makes every
+    gradient a step of about lr, also one whose sign is rounding. Given its own gradients an engine has no
+    such excuse: it is held to the formulas of `compare.numerics.optimizer`, up to rounding of its weights.
+    """
     worst: Found | None = None
     for whose, run in (("", candidate), ("the reference's ", reference)):
-        found = first_update(run)
+        found = _first_update(run)
         if found is not None and (worst is None or found[0] > worst[0]):
             worst = found[0], f"{whose}{found[1]}, against the update of its own gradients,"
+    return worst
+
+
+def _first_update(run: Record) -> Found | None:
+    """The worst error of weights and moments; None for a run that lacks tensors, or begins with moments."""
+    request, experiment = run.request, run.manifest.experiment
+    read = functools.partial(read_tensors, run.folder)
+    begin, gradients, after = map(read, (Rung.INITIAL_WEIGHTS, Rung.GRADIENTS, Rung.FIRST_WEIGHTS))
+    names = begin.keys() & gradients.keys() & after.keys()
+    if not names or run.steps[0].skipped or (request and request.resume):
+        return None
+    moments = {name: read(MOMENTS[name]) for name in moment_names(experiment.optimizer)}
+    norm, updates = global_norm(gradients), request.first_update if request else 0
+    worst = (-1.0, "")
+    for parameter in parameter_table(experiment.model):  # one by one, in float64
+        name = parameter.name
+        if name not in names or begin[name].shape != gradients[name].shape:
+            continue  # what is missing or misshapen is told at the rung "request"
+        weights, made = reference_step(
+            experiment.optimizer,
+            (parameter,),
+            {name: begin[name].astype("float64")},
+            {name: gradients[name].astype("float64")},
+            {},
+            updates,
+            norm=norm,
+        )
+        pairs = {name: (after[name], weights[name])}
+        for moment in made:
+            if name in moments[moment]:
+                pairs[f"{moment} of {name}"] = moments[moment][name], made[moment][name]
+        for place, (found, expected) in pairs.items():
+            worst = max(worst, (relative_error(found, expected), place), key=lambda error: error[0])
     return worst
 
 
@@ -191,7 +216,7 @@ def _worst_number(numbers: list[tuple[str, float, float]]) -> Found:
         off = abs(found - expected) / abs(expected) if expected else abs(found)
         if not math.isfinite(off):
             return math.inf, f"{where} is {found} instead of {expected}"
-        worst = max(worst, (off, where), key=lambda one: one[0])
+        worst = max(worst, (off, where), key=lambda error: error[0])
     return worst
 
 

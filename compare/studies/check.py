@@ -11,7 +11,7 @@ from compare.execute.paths import check_output
 from compare.flags import EngineName, chosen_engines
 from compare.host.disk import write_atomically
 from compare.host.tensors import RecordError
-from compare.judge.goldens import NANOGPT, folder_of, read_golden
+from compare.judge.goldens import NANOGPT, read_golden
 from compare.judge.ladder import Verdict
 from compare.judge.outcome import Grid, Outcome
 from compare.show.findings import NONE, Findings, Row, Table, Text
@@ -164,7 +164,7 @@ def against_nanogpt(experiment: Experiment, engines: list[str], presets: dict[st
     rows = {}
     for name, spec in {"": experiment, "sgd": revalidate(edited(experiment, {"optimizer": SGD}))}.items():
         try:
-            read_golden(folder_of(spec.optimizer.name))
+            read_golden(spec.optimizer.name)
         except RecordError as error:
             raise EnvironmentMissing(str(error)) from None
         layouts = {preset: spread(spec, preset, devices) for preset, devices in presets.items()}
