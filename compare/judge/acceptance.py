@@ -5,9 +5,8 @@ stops early, a recorder that leaves no tensors. So the request is the first rung
 the reference too, must pass it.
 """
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -30,10 +29,7 @@ LISTED = 3
 
 
 def objections(record: Record) -> list[str]:
-    """Differences between a record and its request, each in a few words; [] if there are none.
-
-    Args:
-        record: with its request. One without (numbers that no engine of ours made) is taken as it is.
+    """Differences between a record and its request, each in a few words; [] without a request.
 
     Raises:
         RecordError: a file of tensors is garbled.
@@ -85,16 +81,15 @@ def _of_costs(record: Record) -> Iterator[str]:
     manifest, tokens = record.manifest, record.manifest.experiment.tokens_per_step
     figures = {"first_step_s": manifest.first_step_s, "cpu_time_s": manifest.cpu_time_s}
     figures["peak_memory_bytes"] = min(manifest.peak_memory_bytes, default=0)
+    figures |= {f"step_time_ms of step {step.step}": step.step_time_ms for step in record.steps}
+    impossible = [f"{name} was {value}" for name, value in figures.items() if not 0 < value < math.inf]
+    impossible += [f"compile_s was {manifest.compile_s}"] * (manifest.compile_s < 0)
+    yield from (f"it says that {figure}" for figure in impossible[:LISTED])
     for step in record.steps:
-        figures[f"step_time_ms of step {step.step}"] = step.step_time_ms
         expected = 1e3 * tokens / step.step_time_ms if step.step_time_ms else math.inf
         if step.tokens_per_s is not UNSET and not math.isclose(step.tokens_per_s, expected, rel_tol=1e-3):
             yield f"it says {step.tokens_per_s:g} tokens/s in step {step.step} instead of {expected:g}"
-            return
-    impossible = (f"{name} was {value}" for name, value in figures.items() if not 0 < value < math.inf)
-    yield from (f"it says that {name}" for name in itertools.islice(impossible, LISTED))
-    if manifest.compile_s < 0:
-        yield f"it says that compile_s was {manifest.compile_s}"
+            break
     if len(record.steps) > 1 and all(step.instrumented for step in record.steps):
         yield "it says that all of its steps were watched"
 
@@ -132,7 +127,7 @@ def _of_steps(steps: list[Step], request: Request) -> Iterator[str]:
 def _of_evaluations(evaluations: list[Evaluation], request: Request) -> Iterator[str]:
     asked, found = steps_due(request.experiment, request.first_step), [one.step for one in evaluations]
     if found != asked:
-        yield f"it evaluated after {len(found)} steps instead of {len(asked)} ({_some(map(str, asked))})"
+        yield f"it evaluated after {len(found)} steps instead of {len(asked)} ({_some(asked)})"
     for one in evaluations:
         if not (math.isfinite(one.train) and math.isfinite(one.validation)):
             yield f"it diverged: the validation loss after step {one.step} is {one.validation}"
@@ -146,20 +141,20 @@ def _of_ledger(record: Record, experiment: Experiment) -> Iterator[str]:
     for axis in sorted(split - used):
         yield f"nothing was communicated along {axis}, over which the layout spreads it"
     if odd := sorted(used - split):
-        where = (
-            f"which has a degree of 1 ({', '.join(sorted(split))} have more)" if split else "on one device"
-        )
-        yield f"it communicated along {', '.join(odd)}, {where}"
+        has_more = f"which has a degree of 1 ({', '.join(sorted(split))} have more)"
+        yield f"it communicated along {', '.join(odd)}, {has_more if split else 'on one device'}"
 
 
 def _of_tensors(record: Record, request: Request) -> Iterator[str]:
-    asked = rungs_asked_for(request)
+    asked, experiment = rungs_asked_for(request), request.experiment
+    dtype = storage_dtype(experiment)
+    table = {parameter.name: (parameter.shape, dtype) for parameter in parameter_table(experiment.model)}
     for rung in asked:
-        found = read_tensors(record.folder, rung)
-        if not found:
+        if tensors := read_tensors(record.folder, rung):
+            expected = shapes_of_step(experiment) if rung == Rung.BATCH else table
+            yield from _of_shapes(rung, tensors, expected)
+        else:
             yield f"it left no {rung}"
-            continue
-        yield from _of_shapes(rung, found, _expected_shapes(rung, request.experiment))
     if Rung.BATCH in asked:
         yield from _of_batch(read_tensors(record.folder, Rung.BATCH), request)
     if Rung.GRADIENTS in asked:
@@ -167,11 +162,23 @@ def _of_tensors(record: Record, request: Request) -> Iterator[str]:
         if gradients and not any(tensor.any() for tensor in gradients.values()):
             yield f"every gradient of step {request.first_step} is zero"
         elif (
-            learning_rate(request.experiment.optimizer, request.first_update)
+            learning_rate(experiment.optimizer, request.first_update)
             and not record.steps[0].skipped
             and _is_untrained(record)
         ):
             yield "the first optimizer step moved no weight"
+
+
+def _of_shapes(rung: Rung, found: Mapping[str, np.ndarray], expected: Mapping[str, tuple]) -> Iterator[str]:
+    if missing := sorted(expected.keys() - found.keys()):
+        yield f"its {rung} lack {_some(missing)}"
+    if unknown := sorted(found.keys() - expected.keys()):
+        yield f"its {rung} have {_some(unknown)}, which the model has not"
+    for name in sorted(expected.keys() & found.keys()):
+        tensor, (shape, dtype) = found[name], expected[name]
+        if (tensor.shape, tensor.dtype) != (shape, dtype):
+            yield f"its {rung} have {name} as {tensor.dtype} {tensor.shape} instead of {dtype} {shape}"
+            return
 
 
 def _of_batch(left: Mapping[str, np.ndarray], request: Request) -> Iterator[str]:
@@ -187,10 +194,10 @@ def _of_batch(left: Mapping[str, np.ndarray], request: Request) -> Iterator[str]
     drawn = dict(zip(("inputs", "targets"), corpus.batch(experiment, step), strict=True))
     if all(name in left and np.array_equal(left[name], tokens) for name, tokens in drawn.items()):
         return
-    has_changed = open_corpus(experiment).sha256 != request.corpus_sha256
-    yield (
-        f"{source} has changed since" if has_changed else f"its batch is not that of step {step} of {source}"
-    )
+    if open_corpus(experiment).sha256 != request.corpus_sha256:
+        yield f"{source} has changed since"
+    else:
+        yield f"its batch is not that of step {step} of {source}"
 
 
 def _of_checkpoint(record: Record, request: Request) -> Iterator[str]:
@@ -212,26 +219,6 @@ def _of_checkpoint(record: Record, request: Request) -> Iterator[str]:
         yield f"it saved another {odd} after step {steps} than it had"
 
 
-def _expected_shapes(rung: Rung, experiment: Experiment) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    if rung == Rung.BATCH:
-        return shapes_of_step(experiment)
-    dtype = storage_dtype(experiment)
-    return {parameter.name: (parameter.shape, dtype) for parameter in parameter_table(experiment.model)}
-
-
-def _of_shapes(rung: Rung, found: Mapping[str, np.ndarray], expected: Mapping[str, tuple]) -> Iterator[str]:
-    if missing := sorted(expected.keys() - found.keys()):
-        yield f"its {rung} lack {_some(missing)}"
-    if unknown := sorted(found.keys() - expected.keys()):
-        yield f"its {rung} have {_some(unknown)}, which the model has not"
-    for name in sorted(expected.keys() & found.keys()):
-        tensor = found[name]
-        if (tensor.shape, tensor.dtype) != expected[name]:
-            shape, dtype = expected[name]
-            yield f"its {rung} have {name} as {tensor.dtype} {tensor.shape} instead of {dtype} {shape}"
-            return
-
-
 def _is_untrained(record: Record) -> bool:
     before, after = (read_tensors(record.folder, r) for r in (Rung.INITIAL_WEIGHTS, Rung.FIRST_WEIGHTS))
     return bool(after) and all(
@@ -239,7 +226,6 @@ def _is_untrained(record: Record) -> bool:
     )
 
 
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    first, rest = names[:LISTED], len(names) - LISTED
-    return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")
+def _some(names: Sequence[object]) -> str:
+    rest = len(names) - LISTED
+    return ", ".join(map(str, names[:LISTED])) + (f" and {rest} more" if rest > 0 else "")

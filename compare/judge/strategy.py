@@ -53,15 +53,6 @@ class Finding(Struct, frozen=True, kw_only=True):
     asked: str
     found: str
 
-    @property
-    def is_as_asked(self) -> bool:
-        """True if it was done."""
-        return self.found == self.asked
-
-    def __str__(self) -> str:
-        """An objection in a few words."""
-        return f"{self.setting} = {self.asked} was asked for, and {self.found} was done"
-
 
 class Strategy(Struct, frozen=True, kw_only=True):
     """Every setting that could be read off a record, and what could not, with the reason."""
@@ -72,32 +63,43 @@ class Strategy(Struct, frozen=True, kw_only=True):
     @property
     def objections(self) -> list[str]:
         """Settings that were not obeyed, each in a few words; [] if all were."""
-        return [str(finding) for finding in self.findings if not finding.is_as_asked]
+        return [
+            f"{finding.setting} = {finding.asked} was asked for, and {finding.found} was done"
+            for finding in self.findings
+            if finding.found != finding.asked
+        ]
 
     def found(self, setting: str) -> str:
         """Observed value of one setting; empty if it is untold."""
-        return next((one.found for one in self.findings if one.setting == setting), "")
+        return next((finding.found for finding in self.findings if finding.setting == setting), "")
+
+
+class Observed(NamedTuple):
+    """A run, and its work as it was observed."""
+
+    record: Record
+    work: ObservedWork
+    engine: Engine
+    experiment: Experiment
+    """As it was asked for."""
 
 
 def strategy_of(record: Record) -> Strategy:
-    """Read the settings off what a run left.
-
-    Args:
-        record: of an engine that tells what it computes (no peer); of another nothing is read.
-    """
-    engine, experiment = ENGINES.get(record.manifest.engine), asked_of(record)
+    """Read the settings off what a run left; nothing of a peer, which does not tell what it computes."""
+    engine = ENGINES.get(record.manifest.engine)
     if engine is None or engine.is_peer:
         return Strategy(untold={"strategy": f"{record.manifest.engine} does not tell what it computes"})
     if record.work is None:
         missing = Finding(setting="work.json", asked="what a step computed", found="nothing")
         return Strategy(findings=[missing])
+    run = Observed(record, record.work, engine, asked_of(record))
     findings, untold = list[Finding](), dict[str, str]()
     for read in (_compile, _dtype, _remat, _loss_chunks, _schedule, _gradient_sync, _at_rest, _sent):
-        if record.work.compiled and read in (_dtype, _remat, _loss_chunks):
-            untold[read.__name__.strip("_")] = f"operators of a compiled program ({record.work.compiled})"
+        if run.work.compiled and read in (_dtype, _remat, _loss_chunks):
+            untold[read.__name__.strip("_")] = f"operators of a compiled program ({run.work.compiled})"
             continue
         try:
-            findings += read(record, record.work, engine, experiment)
+            findings += read(run)
         except ValueError as error:  # no closed form
             untold[read.__name__.strip("_")] = str(error)
     return Strategy(findings=findings, untold=untold)
@@ -114,55 +116,49 @@ def with_remat_resolved(engine: str, experiment: Experiment) -> Experiment:
     return replace(experiment, layout=replace(experiment.layout, remat=remat))
 
 
-def _compile(record: Record, work: ObservedWork, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
+def _compile(run: Observed) -> Iterator[Finding]:
     """Only of an engine that may compile or not, where it is told which."""
-    asked, found = experiment.layout.compile, work.compiled.partition(",")[0] or "none"
-    if engine.sends_by == "dtensor" and asked != "auto":
+    asked, found = run.experiment.layout.compile, run.work.compiled.partition(",")[0] or "none"
+    if run.engine.sends_by == "dtensor" and asked != "auto":
         yield Finding(setting="layout.compile", asked=asked, found=found)
 
 
-def _dtype(record: Record, work: ObservedWork, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
-    asked = experiment.precision.product_dtype
-    if asked == "tf32" and record.manifest.platform == "cpu":
+def _dtype(run: Observed) -> Iterator[Finding]:
+    asked = run.experiment.precision.product_dtype
+    if asked == "tf32" and run.record.manifest.platform == "cpu":
         asked = "float32"  # tf32 is a permission, which a CPU has no use for
-    yield Finding(setting="precision.dtype", asked=asked, found=", ".join(sorted(work.products)) or "none")
-    if engine.sends_by == "xla":
+    found = ", ".join(sorted(run.work.products)) or "none"
+    yield Finding(setting="precision.dtype", asked=asked, found=found)
+    if run.engine.sends_by == "xla":
         return  # sends in what dtype it likes
-    stored = storage_dtype(experiment).name
-    rows = (row for row in record.ledger.rows if row.purpose == GRADIENTS and row.dtype)
+    stored = storage_dtype(run.experiment).name
+    rows = (row for row in run.record.ledger.rows if row.purpose == GRADIENTS and row.dtype)
     sent = sorted({OF_HLO.get(dtype, dtype) for row in rows for dtype in row.dtype.split(", ")})
     if sent:
         yield Finding(setting="dtype of the gradients that are sent", asked=stored, found=", ".join(sent))
 
 
-def _remat(record: Record, work: ObservedWork, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
-    found = "full" if "products" in work.again else "dots" if work.again else "none"
-    yield Finding(setting="layout.remat", asked=engine.remat_for(experiment.layout), found=found)
+def _remat(run: Observed) -> Iterator[Finding]:
+    found = "full" if "products" in run.work.again else "dots" if run.work.again else "none"
+    yield Finding(setting="layout.remat", asked=run.engine.remat_for(run.experiment.layout), found=found)
 
 
-def _loss_chunks(
-    record: Record, work: ObservedWork, engine: Engine, experiment: Experiment
-) -> Iterator[Finding]:
-    length = experiment.model.block_size
-    found = [f"{length / positions:g}" for positions in work.logits_positions if positions]
-    yield Finding(
-        setting="train.loss_chunks", asked=str(experiment.train.loss_chunks), found=", ".join(found) or "none"
-    )
+def _loss_chunks(run: Observed) -> Iterator[Finding]:
+    length = run.experiment.model.block_size
+    found = [f"{length / positions:g}" for positions in run.work.logits_positions if positions]
+    asked = str(run.experiment.train.loss_chunks)
+    yield Finding(setting="train.loss_chunks", asked=asked, found=", ".join(found) or "none")
 
 
-def _schedule(
-    record: Record, work: ObservedWork, engine: Engine, experiment: Experiment
-) -> Iterator[Finding]:
-    layout = experiment.layout
+def _schedule(run: Observed) -> Iterator[Finding]:
+    layout = run.experiment.layout
     if layout.pp == 1:
         return
-    if not work.tasks:
+    if not run.work.tasks:
         raise ValueError("XLA orders the tasks of a pipeline that autodiff has made")
-    orders = {
-        name: _order(name, experiment) for name in dict.fromkeys((layout.schedule, *engine.layouts.schedules))
-    }
-    found = next((name for name, order in orders.items() if order == work.tasks), "another order")
-    yield Finding(setting="layout.schedule", asked=layout.schedule, found=found)
+    schedules = dict.fromkeys((layout.schedule, *run.engine.layouts.schedules))
+    found = (name for name in schedules if _order(name, run.experiment) == run.work.tasks)
+    yield Finding(setting="layout.schedule", asked=layout.schedule, found=next(found, "another order"))
 
 
 def _order(schedule: str, experiment: Experiment) -> list[list[str]] | None:
@@ -176,37 +172,36 @@ def _order(schedule: str, experiment: Experiment) -> list[list[str]] | None:
     return [[name_of(task) for task in rank] for rank in tasks]
 
 
-def _gradient_sync(
-    record: Record, work: ObservedWork, engine: Engine, experiment: Experiment
-) -> Iterator[Finding]:
+def _gradient_sync(run: Observed) -> Iterator[Finding]:
     """Only where the layout's choice is carried out: not by FSDP, which reduces unit by unit."""
-    asked = experiment.layout.gradient_sync if engine.offers_choice else engine.gradient_sync[0]
+    layout, engine, overlaps = run.experiment.layout, run.engine, run.work.overlaps
+    asked = layout.gradient_sync if engine.offers_choice else engine.gradient_sync[0]
     expected = {
-        sync: gradient_messages(engine.name, experiment, gradient_sync=sync)
+        sync: gradient_messages(engine.name, run.experiment, gradient_sync=sync)
         for sync in dict.fromkeys((asked, *engine.gradient_sync))
     }
     if expected[asked] is None:
         return
-    calls = [0] * experiment.layout.pp
-    for row in record.ledger.rows:
+    calls = [0] * layout.pp
+    for row in run.record.ledger.rows:
         if (row.kind, row.axis, row.purpose) == ("all_reduce", DP_REPLICATE, GRADIENTS):
             calls[row.stage] += row.calls
     counted = "/".join(map(str, calls))
-    when = "" if not engine.offers_choice else f" {'within' if work.overlaps else 'after'} backward"
+    when = "" if not engine.offers_choice else f" {'within' if overlaps else 'after'} backward"
     found = f"{counted} all-reduces{when}"
     for sync, messages in reversed(expected.items()):
-        if messages and messages.by_stage == calls and messages.overlap in (work.overlaps, None):
+        if messages and messages.by_stage == calls and messages.overlap in (overlaps, None):
             found = sync
     if asked == "bucketed" or not engine.offers_choice:
-        asked += f" of {experiment.layout.bucket_mb:g} MB"
+        asked += f" of {layout.bucket_mb:g} MB"
     found = asked if found == asked.split()[0] else f"{found} ({counted} calls)"
     yield Finding(setting="layout.gradient_sync", asked=asked, found=found)
 
 
-def _at_rest(record: Record, work: ObservedWork, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
-    expected = closed_form(engine.name, experiment)
-    asked = f"zero {experiment.layout.zero}, offload {experiment.layout.offload}"
-    resident = record.manifest.resident_bytes
+def _at_rest(run: Observed) -> Iterator[Finding]:
+    layout, resident = run.experiment.layout, run.record.manifest.resident_bytes
+    asked = f"zero {layout.zero}, offload {layout.offload}"
+    expected = closed_form(run.engine.name, run.experiment)
     errors = {kind: excess(resident, {kind: size}) for kind, size in expected.items()}
     words = ", ".join(
         f"{kind} off by {error:+.0%}" for kind, error in errors.items() if not abs(error) <= AT_REST
@@ -214,13 +209,13 @@ def _at_rest(record: Record, work: ObservedWork, engine: Engine, experiment: Exp
     yield Finding(setting="bytes at rest", asked=asked, found=words or asked)
 
 
-def _sent(record: Record, work: ObservedWork, engine: Engine, experiment: Experiment) -> Iterator[Finding]:
-    if record.ledger.problems:
-        yield Finding(setting="the ledger", asked="complete", found=record.ledger.problems[0])
+def _sent(run: Observed) -> Iterator[Finding]:
+    ledger, engine = run.record.ledger, run.engine.name
+    if ledger.problems:
+        yield Finding(setting="the ledger", asked="complete", found=ledger.problems[0])
     asked = "the textbook of the layout"
-    resolved = with_remat_resolved(engine.name, experiment)
-    flows = line_up(engine.name, resolved, record.ledger.rows)
-    wrong = next(mismatches(engine.name, resolved, flows), asked)
+    resolved = with_remat_resolved(engine, run.experiment)
+    wrong = next(mismatches(engine, resolved, line_up(engine, resolved, ledger.rows)), asked)
     yield Finding(setting="what is sent", asked=asked, found=wrong)
 
 
@@ -234,12 +229,10 @@ class ObservedSettings(NamedTuple):
 
 def done_words(record: Record) -> ObservedSettings:
     """A run's settings for the tables: as observed, else as its engine declares."""
-    engine, experiment = ENGINES.get(record.manifest.engine), asked_of(record)
-    strategy = strategy_of(record)
-    sync = strategy.found("layout.gradient_sync").split(" of ")[0]
-    declared = engine.gradient_sync_for(experiment.layout) if engine else ""
+    engine, strategy = ENGINES.get(record.manifest.engine), strategy_of(record)
+    declared = engine.gradient_sync_for(asked_of(record).layout) if engine else ""
     return ObservedSettings(
-        gradient_sync=sync or declared,
+        gradient_sync=strategy.found("layout.gradient_sync").split(" of ")[0] or declared,
         remat=strategy.found("layout.remat") or "untold",
         compiled=record.work.compiled if record.work else "",
     )
