@@ -28,21 +28,12 @@ HALF = 2**BITS - 1
 
 
 class Dropout(nn.Module):
-    """Dropout at one place of the model.
-
-    Args:
-        rate: of what is dropped.
-        site: the place.
-        layer: its number, counted from 1; `OUTSIDE` for none.
-
-    Attributes:
-        part: number of this rank's part among equal parts of x's rows: see `split_rows`.
-    """
+    """Dropout at one place of the model, in a layer, counted from 1, or `OUTSIDE`."""
 
     def __init__(self, rate: float, site: DropoutSite, layer: int = OUTSIDE):
         super().__init__()
         self.rate, self.site, self.number = rate, site, site_number(layer, site)
-        self.part = 0
+        self.part = 0  # number of this rank's part among equal parts of x's rows: see `split_rows`
 
     def forward(self, x: torch.Tensor, keys_B2: torch.Tensor | None = None) -> torch.Tensor:
         """x (B, ..., N) with some elements dropped and the others scaled; without keys x itself."""
@@ -72,8 +63,7 @@ def is_kept(
         site: from `site_number`.
         shape: of a sequence's elements that are here.
         rate: of what is dropped.
-        first_row: number of the first row that is here (of all dims but the last, flattened) in the whole
-            sequence, where ranks have consecutive ones.
+        first_row: number in the whole sequence of the first row that is here (all dims but the last).
     """
     groups, rows = -(-shape[-1] // LANES), math.prod(shape[:-1])
     numbers = torch.arange(first_row * groups, (first_row + rows) * groups, device=keys_B2.device)

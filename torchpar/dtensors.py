@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
@@ -20,16 +19,12 @@ from compare.spec.axes import AXES, DP_SHARD, TP
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis, chunk_slices
 from torchpar.comm.mesh import Mesh
+from torchpar.model import GPT
 from torchpar.parallel_model import ParallelModel, Parameters, Strategy, TensorsByName
 
 
 def make_device_mesh(mesh: Mesh, names: Sequence[str] = AXES) -> DeviceMesh:
-    """A mesh to be cut by name: `devices[DP_SHARD]`.
-
-    Args:
-        mesh: this rank's.
-        names: its axes, outermost first; those that are left out have one rank.
-    """
+    """A mesh of some axes, outermost first, to be cut by name: `devices[DP_SHARD]`; others have one rank."""
     axes = [mesh[name] for name in names]
     # An axis of one rank has no group, but a DeviceMesh wants one.
     with process_groups.group_threads():
@@ -109,10 +104,11 @@ FUSED = ".attn.c_attn."
 
 
 @torch.no_grad()
-def deal_heads(fused: nn.Module, ranks: int) -> None:
-    """Reorder the rows of a fused q, k, v layer: (q, k, v) by rank become rank by (q, k, v)."""
-    for parameter in fused.parameters():
-        parameter.copy_(parameter[_head_order(len(parameter), ranks)])
+def deal_heads(model: GPT, ranks: int) -> None:
+    """Reorder the rows of each fused q, k, v: (q, k, v) by rank become rank by (q, k, v)."""
+    for block in model.blocks:
+        for parameter in block.get_submodule("attn.c_attn").parameters():
+            parameter.copy_(parameter[_head_order(len(parameter), ranks)])
 
 
 def in_order(tensor: torch.Tensor, ranks: int) -> torch.Tensor:

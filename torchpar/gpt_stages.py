@@ -21,23 +21,18 @@ TIED = "transformer.wte.weight"
 
 
 class GPTStages(nn.Module):
-    """The stages of a GPT that one rank has.
+    """The stages of a GPT that one rank has, by their numbers along the model; `stages` are of all ranks.
 
-    Args:
-        model: its modules are shared, not copied; dropping it frees those of other ranks' stages.
-        own: numbers of its stages, along the model.
-        stages: of the whole pipeline; divides the blocks.
+    Modules are shared, not copied: dropping the model frees those of other ranks' stages.
 
     Attributes:
-        stages: of the whole pipeline.
         blocks_of: the numbers of the blocks of each stage that this rank has.
-        loss: from logits (N, V) and targets (N,) to their mean cross-entropy.
         width, dtype: of the residual stream: C, and the dtype of the weights.
     """
 
-    def __init__(self, model: GPT, *, own: Iterable[int], stages: int):
+    def __init__(self, model: GPT, layout: Layout, own: Iterable[int]):
         super().__init__()
-        self.stages = stages
+        self.stages = stages = layout.pp * layout.chunks
         share = len(model.blocks) // stages
         self.blocks_of = {stage: range(stage * share, (stage + 1) * share) for stage in own}
         is_first, is_last = 0 in self.blocks_of, stages - 1 in self.blocks_of
@@ -103,25 +98,13 @@ def units_of(model: GPT | GPTStages) -> list[list[nn.Module]]:
     return [tied, *blocks] if tied else blocks
 
 
-def cut(model: GPT, *, rank: int, layout: Layout) -> GPTStages:
+def stages_of(layout: Layout, rank: int) -> range:
     """The stages of one rank of the pipeline: with v chunks the stages rank, rank + pp, ..."""
-    stages = layout.pp * layout.chunks
-    return GPTStages(model, own=range(rank, stages, layout.pp), stages=stages)
-
-
-def cut_each(model: GPT, *, rank: int, layout: Layout) -> dict[int, GPTStages]:
-    """The same, each stage by itself."""
-    stages = layout.pp * layout.chunks
-    return {own: GPTStages(model, own=[own], stages=stages) for own in range(rank, stages, layout.pp)}
-
-
-def stage_modules(module: nn.Module, part: GPTStages) -> dict[int, nn.Module]:
-    """Each stage of a rank as a module of its own, by its number; `module` is `part`, or wraps it."""
-    return {stage: OneStage(module, stage) for stage in part.blocks_of}
+    return range(rank, layout.pp * layout.chunks, layout.pp)
 
 
 class OneStage(nn.Module):
-    """A stage of a `GPTStages`, or of what a layout wrapped around it."""
+    """A stage of a `GPTStages`, or of what a layout wrapped around it, as a module of its own."""
 
     def __init__(self, part: nn.Module, stage: int):
         super().__init__()
@@ -152,24 +135,21 @@ def pipeline(axis: Axis, names: Collection[str]) -> Strategy:
 
 
 def sum_tied_gradients(parameter: nn.Parameter, axis: Axis, *, ranks: tuple[int, int]) -> None:
-    """Replace the gradients of a parameter's two copies, on two stages, by their sum, on both.
+    """Replace the gradients of a parameter's two copies, on two ranks of a pipeline, by their sum, on both.
 
-    The copies must have started equal; they then stay so to the last bit, as a + b is b + a.
-
-    Args:
-        parameter: this rank's copy, any shape; only the two ranks with a copy call.
-        axis: of the pipeline.
-        ranks: the two ranks of the axis with a copy.
+    Only these two call. Copies that started equal stay so to the last bit, as a + b is b + a.
     """
     assert parameter.grad is not None
     (other,) = set(ranks) - {axis.rank}
     gradient = local(parameter.grad)
     mine, theirs = gradient.contiguous(), torch.empty_like(gradient, memory_format=torch.contiguous_format)
     # In turn, one sending while the other receives: NCCL would deadlock if both sent first.
-    exchanges = [
-        lambda: axis.start_send(mine, to=other, purpose=TIED_GRADIENTS),
-        lambda: axis.start_receive(theirs, source=other),
-    ]
-    for work in [start() for start in (exchanges if axis.rank == ranks[0] else exchanges[::-1])]:
-        work.wait()
+    if axis.rank == ranks[0]:
+        sending = axis.start_send(mine, to=other, purpose=TIED_GRADIENTS)
+        axis.start_receive(theirs, source=other).wait()
+    else:
+        receiving = axis.start_receive(theirs, source=other)
+        sending = axis.start_send(mine, to=other, purpose=TIED_GRADIENTS)
+        receiving.wait()
+    sending.wait()
     gradient.add_(theirs)

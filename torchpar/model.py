@@ -8,6 +8,7 @@ Source: karpathy/nanoGPT, model.py.
 """
 
 import math
+from functools import partial
 
 import torch
 from torch import nn
@@ -36,10 +37,9 @@ class LayerNorm(nn.Module):
 class CausalAttention(nn.Module):
     """The attention core: softmax(q k / sqrt(D)) v over positions up to one's own, by PyTorch's fused kernel.
 
-    With dropout the weights are computed one by one: the kernel would draw a mask of its own.
-
-    It has no parameters. Any module that maps q, k, v of shape (B, T, H, D) to (B, T, H, D) may take its
-    place: `block.set_submodule("attn.core", other)`. With dropout it is given the keys as well.
+    With dropout the weights are computed one by one: the kernel would draw a mask of its own. Any module from
+    q, k, v (B, T, H, D) to (B, T, H, D) may take its place: `block.set_submodule("attn.core", other)`. With
+    dropout it is given the keys as well.
     """
 
     def __init__(self, config: Model, layer: int):
@@ -74,9 +74,7 @@ def causal_weights(q_BHTD: torch.Tensor, k_BHSD: torch.Tensor) -> torch.Tensor:
 class CausalSelfAttention(nn.Module):
     """Multi-head attention, each position to itself and to those before it.
 
-    Attributes:
-        core: (q, k, v) -> y, all (B, T, H, D): see `CausalAttention`. Under tensor parallelism H is this
-            rank's heads.
+    Under tensor parallelism H is this rank's heads.
     """
 
     def __init__(self, config: Model, layer: int):
@@ -125,12 +123,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The whole model.
-
-    Args:
-        config: the experiment's `model` section.
-        loss_chunks: parts of the positions whose logits exist at once; divides T.
-    """
+    """The whole model. `loss_chunks` are parts of the positions whose logits exist at once; it divides T."""
 
     def __init__(self, config: Model, *, loss_chunks: int = 1):
         super().__init__()
@@ -183,24 +176,16 @@ class GPT(nn.Module):
         x_BTC = self.transformer["ln_f"](x_BTC)
         if targets is None:
             return self.lm_head(x_BTC[:, [-1], :]), None
-        if self.loss_chunks > 1:
-            return None, self._loss_of_parts(x_BTC, targets)
-        logits_BTV = self.lm_head(x_BTC)
-        return logits_BTV, self._loss_of(logits_BTV, targets)
+        if self.loss_chunks == 1:
+            logits_BTV = self.lm_head(x_BTC)
+            return logits_BTV, self._loss_of(logits_BTV, targets)
+        # Some positions at a time; backward makes their logits again.
+        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        parts = zip(*(t.chunk(self.loss_chunks, dim=1) for t in (x_BTC, targets)), strict=True)
+        losses = [again(lambda x, y: self._loss_of(self.lm_head(x), y), *part) for part in parts]
+        return None, torch.stack(losses).mean()
 
     def _loss_of(self, logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
         # Under autocast the logits have 16 bits, and CPU autocast has no float32 rule for the loss.
         logits_BTV = logits_BTV.to(self.lm_head.weight.dtype)
         return self.loss(logits_BTV.flatten(0, 1), targets_BT.flatten())
-
-    def _loss_of_parts(self, x_BTC: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        """The same from the stream, some positions at a time; backward makes their logits again."""
-
-        def loss_of_part(x_BtC: torch.Tensor, targets_Bt: torch.Tensor) -> torch.Tensor:
-            return self._loss_of(self.lm_head(x_BtC), targets_Bt)
-
-        parts = zip(*(t.chunk(self.loss_chunks, dim=1) for t in (x_BTC, targets_BT)), strict=True)
-        losses = [
-            checkpoint(loss_of_part, *part, use_reentrant=False, preserve_rng_state=False) for part in parts
-        ]
-        return torch.stack(losses).mean()

@@ -47,13 +47,12 @@ def make_optimizer(
                 parameters[name]
             )
     params = [{"params": group, "weight_decay": weight_decay} for (weight_decay, _), group in groups.items()]
-    options: dict[str, Any] = {"lr": learning_rate(config, 0), "fused": True}
+    optimizer_cls: Any = torch.optim.SGD
+    options: dict[str, Any] = {"momentum": config.momentum}
     if config.name == "adamw":
-        optimizer_cls: Any = torch.optim.AdamW
-        options |= {"betas": (config.beta1, config.beta2), "eps": config.eps}
-    else:
-        optimizer_cls = torch.optim.SGD
-        options |= {"momentum": config.momentum}
+        optimizer_cls = torch.optim.AdamW
+        options = {"betas": (config.beta1, config.beta2), "eps": config.eps}
+    options |= {"lr": learning_rate(config, 0), "fused": True}
     if experiment.layout.offload == "optimizer":
         optimizer_cls = on_host(optimizer_cls)
     return wrap(params, optimizer_cls, **options) if wrap else optimizer_cls(params, **options)
@@ -62,7 +61,7 @@ def make_optimizer(
 def optimizer_step(
     parallel: ParallelModel, config: Optimizer, step: int, *, waits: bool = True
 ) -> torch.Tensor:
-    """Clip by the global norm, update the weights, and drop the gradients.
+    """Clip by the global norm, update the weights, and drop the gradients. Returns the norm before, ().
 
     A norm that is not finite is only returned: scaling by it would spread it over every gradient.
 
@@ -72,9 +71,6 @@ def optimizer_step(
         step: optimizer steps already taken.
         waits: look at the norm before the update, for which the host waits for a GPU; else the weights are
             lost with the norm, and who reads it later ends the run.
-
-    Returns:
-        The global gradient norm before clipping, a scalar tensor.
     """
     norm = gradient_norm(parallel.parameters, parallel.sharded_over, copies=parallel.copies)
     if waits and not norm.isfinite():
@@ -104,10 +100,8 @@ def gradient_norm(
 ) -> torch.Tensor:
     """The norm of all gradients over all elements of all ranks, each counted once: a scalar.
 
-    Args:
-        parameters: this rank's pieces by name; those without a gradient do not count.
-        sharded_over: by name, the axes over which pieces are spread; the same on all ranks.
-        copies: names of what another rank counts.
+    `sharded_over` are the axes over which pieces are spread, by name, the same on all ranks; another rank
+    counts `copies`.
     """
     by_axes: dict[tuple[Axis, ...], list[torch.Tensor]] = {}
     for name, parameter in parameters.items():

@@ -61,14 +61,9 @@ def shards(parallel: ParallelModel, model: Model, mesh: Mesh, *, of_moments: boo
 def shard_of(
     row: Parameter, mesh: Mesh, *, over_tp: bool, elements: slice | None = None, replica: int = 0
 ) -> Shard:
-    """This rank's shard of a canonical tensor.
+    """This rank's shard of a canonical tensor: all of it, or its box along tp, and of that `elements`.
 
-    Args:
-        row: of the table.
-        mesh: this rank's.
-        over_tp: it has only its box along tp.
-        elements: of the box; those of padding, which is behind, are left out. None for all.
-        replica: as of `Shard`.
+    Those of padding, which is behind, are left out.
     """
     box = [slice(0, size) for size in row.shape]
     if over_tp:
@@ -103,12 +98,9 @@ def held(tensors: TensorsByName, shards: Iterable[Shard]) -> Iterator[tuple[Shar
 
 @torch.no_grad()
 def write(tensor: torch.Tensor, shard: Shard, weights: Weights) -> None:
-    """Write a shard into the memory of this rank that holds it; padding lies at its end, and becomes zero.
+    """Write a shard of the weights into the memory of this rank that holds it, of any shape.
 
-    Args:
-        tensor: a whole parameter or moment, a part, or a piece (n,); of a DTensor the local one.
-        shard: what it holds.
-        weights: whole tensors by canonical name; of these only the shard is read.
+    Padding lies at its end, and becomes zero.
     """
     dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
     array = from_boxes(shard, lambda boxes: weights.boxes(shard.name, boxes), dtype)
@@ -128,13 +120,7 @@ def empty_model(experiment: Experiment) -> GPT:
 
 
 def fill_with(weights: Weights, experiment: Experiment, mesh: Mesh) -> Fill:
-    """Gives parameters of a GPT memory on this rank's device, and of their values what this rank keeps.
-
-    Args:
-        weights: by canonical name; read where a parameter is filled.
-        experiment: of the model.
-        mesh: this rank's.
-    """
+    """Gives parameters of a GPT memory on this rank's device, and of the weights what this rank keeps."""
     rows = {nanogpt_name(row.name): row for row in parameter_table(experiment.model)}
 
     def fill(model: nn.Module, within: Iterable[nn.Module] | None = None) -> None:

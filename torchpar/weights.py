@@ -29,12 +29,13 @@ def to_nanogpt(parameter: Parameter, array: np.ndarray) -> np.ndarray:
     """A canonical array in nanoGPT's shape: a Linear's weight becomes (out, in)."""
     if not _is_linear(parameter):
         return array.reshape(-1) if parameter.name.endswith(".bias") else array
-    return array.reshape(_fan_in(parameter), -1).T
+    return array.reshape(math.prod(parameter.shape[: _input_dims(parameter)]), -1).T
 
 
-def to_canonical(parameter: Parameter, array: np.ndarray) -> np.ndarray:
-    """The inverse of `to_nanogpt`: an array in nanoGPT's shape, in the table's."""
-    return (array.T if _is_linear(parameter) else array).reshape(parameter.shape)
+def to_array(parameter: Parameter, tensor: torch.Tensor) -> np.ndarray:
+    """A copy of a whole tensor in nanoGPT's shape, in the table's."""
+    array = tensor.detach().to("cpu", copy=True).numpy()
+    return np.ascontiguousarray((array.T if _is_linear(parameter) else array).reshape(parameter.shape))
 
 
 @torch.no_grad()
@@ -48,15 +49,7 @@ def load_weights(model: GPT, weights: Mapping[str, np.ndarray]) -> None:
 
 
 def to_arrays(tensors: Mapping[str, torch.Tensor], config: Model) -> dict[str, np.ndarray]:
-    """Weights, gradients or moments as the record wants them.
-
-    Args:
-        tensors: whole ones by nanoGPT's names, in nanoGPT's shapes.
-        config: the model's sizes.
-
-    Returns:
-        Copies by canonical name, in canonical shapes.
-    """
+    """Whole weights, gradients or moments, by nanoGPT's names, as copies by canonical name and shape."""
     return {row.name: to_array(row, tensors[nanogpt_name(row.name)]) for row in parameter_table(config)}
 
 
@@ -67,10 +60,8 @@ def moment_keys(config: Optimizer) -> dict[str, str]:
 
 def nanogpt_shapes(config: Model) -> dict[str, tuple[int, ...]]:
     """nanoGPT's parameter names and shapes for these sizes, the tied head once."""
-    return {
-        nanogpt_name(row.name): to_nanogpt(row, np.broadcast_to(np.float32(0), row.shape)).shape
-        for row in parameter_table(config)
-    }
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in GPT(config).named_parameters()}
 
 
 def nanogpt_dims(parameter: Parameter) -> tuple[int, ...]:
@@ -94,13 +85,3 @@ def _is_linear(parameter: Parameter) -> bool:
 def _input_dims(parameter: Parameter) -> int:
     """qkv and up read the embedding, their first axis; out and down write it, their last."""
     return 1 if parameter.axes[0] == "embed" else len(parameter.shape) - 1
-
-
-def _fan_in(parameter: Parameter) -> int:
-    return math.prod(parameter.shape[: _input_dims(parameter)])
-
-
-def to_array(parameter: Parameter, tensor: torch.Tensor) -> np.ndarray:
-    """A copy of a whole tensor in nanoGPT's shape, in the table's."""
-    array = tensor.detach().to("cpu", copy=True).numpy()
-    return np.ascontiguousarray(to_canonical(parameter, array))

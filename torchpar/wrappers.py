@@ -68,16 +68,17 @@ class Guarded(nn.Module):
     module: nn.Module
     is_synchronizing: bool
 
-    def _watch(self, axes: Sequence[Axis | None], parameters: Iterable[torch.Tensor]) -> None:
+    def _watch(self, axes: Sequence[Axis | None], parameters: Iterable[torch.Tensor], unused: bool) -> None:
         """Make buffers the first rank's, and look at every `step()` of an optimizer over the parameters."""
         self._axes, self._buffers_are_due = [a for a in axes if a and a.size > 1], True
+        self._find_unused = unused
         self._unfinished = 0  # 1: gradients are accumulating, 2: the last backward was there
         replicate(self.module.buffers(), self._axes)
         ids, reference = {id(parameter) for parameter in parameters}, weakref.ref(self)
 
         def before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
             wrapper, closure = reference(), args[1:] or kwargs.get("closure")
-            theirs = [p for group in optimizer.param_groups for p in group["params"] if id(p) in ids]
+            theirs = any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
             if wrapper is not None and theirs and not closure:
                 wrapper.before_step(optimizer)
 
@@ -87,7 +88,7 @@ class Guarded(nn.Module):
         if self._unfinished:
             raise RuntimeError(f"step() before gradients are the mean over ranks: {FINISH}")
 
-    def _begin_pass(self) -> None:
+    def forward(self, *args, **kwargs):
         if self._unfinished == 2 and torch.is_grad_enabled():
             raise RuntimeError(f"forward after a backward without no_sync(): {FINISH}, or zero_grad()")
         if self._buffers_are_due:  # DDP's rule: not after an evaluation, nor within accumulated passes
@@ -95,10 +96,15 @@ class Guarded(nn.Module):
                 for axis in self._axes:
                     axis.broadcast(buffer, purpose=BUFFERS)
         self._buffers_are_due = self.is_synchronizing and torch.is_grad_enabled()
+        return super().forward(*args, **kwargs)
 
-    def _agreed(self, used: Sequence[bool], like: torch.Tensor) -> list[bool]:
-        """Whether any rank has used each parameter."""
-        flags = torch.tensor(used, dtype=torch.int32, device=like.device)
+    def _used(self, here: Sequence[bool], names: Sequence[str]) -> list[bool]:
+        """Whether any rank has used each parameter; an error where all have to."""
+        if not self._find_unused:
+            for name in (name for name, is_used in zip(names, here, strict=True) if not is_used):
+                raise RuntimeError(f"{name} took no part: set find_unused_parameters=True")
+            return list(here)
+        flags = torch.tensor(here, dtype=torch.int32, device=next(self.module.parameters()).device)
         for axis in self._axes:
             axis.all_reduce(flags, purpose=UNUSED, op="max")
         return flags.bool().tolist()
@@ -121,12 +127,7 @@ class DataParallel(Guarded, data_parallel.DataParallel):
     def __init__(self, module: nn.Module, *, find_unused_parameters: bool = False, **options: Any):
         require_usual(module)
         super().__init__(module, **options)
-        self._find_unused = find_unused_parameters
-        self._watch([self.axis], module.parameters())
-
-    def forward(self, *args, **kwargs):
-        self._begin_pass()
-        return super().forward(*args, **kwargs)
+        self._watch([self.axis], module.parameters(), find_unused_parameters)
 
     def gradient_ready(self, bucket: Bucket, index: int, parameter: torch.Tensor) -> None:
         if parameter.grad is None:
@@ -138,21 +139,15 @@ class DataParallel(Guarded, data_parallel.DataParallel):
         parameter.grad = parameter.grad.as_subclass(UnfinishedGradient)
 
     def finish_gradient_synchronization(self) -> None:
-        parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
-        used = [parameter.grad is not None for parameter in parameters]
-        for bucket in self.buckets:
-            for index in bucket.pending:
-                parameter = bucket.parameters[index]
-                if parameter.grad is None and not self._find_unused:
-                    raise RuntimeError(f"{bucket.names[index]} took no part: set find_unused_parameters=True")
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = gradient.as_subclass(torch.Tensor)
+        places = [(bucket, n) for bucket in self.buckets for n in range(len(bucket.parameters))]
+        parameters = [bucket.parameters[n] for bucket, n in places]
+        used = self._used([p.grad is not None for p in parameters], [b.names[n] for b, n in places])
+        for parameter in parameters:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = gradient.as_subclass(torch.Tensor)
         super().finish_gradient_synchronization()
-        used = self._agreed(used, parameters[0]) if self._find_unused else used
         for parameter, is_used in zip(parameters, used, strict=True):
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is not None and is_used:
-                parameter.grad = gradient.as_subclass(torch.Tensor)
+            parameter.grad = parameter.grad if is_used else None
         self._unfinished = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -197,12 +192,12 @@ class FSDP(Guarded, fully_sharded.FSDP):
         super().__init__(module, units=groups, **options)
         piece_of = pieces_of(self.flats)
         self.pieces = {name: piece_of[parameter] for parameter, name in names.items()}
-        self._find_unused = find_unused_parameters
-        self._watch([self.axis, self.flats[0].replicas], self.pieces.values())
+        self._is_due = not find_unused_parameters  # gradients leave as soon as they are there
+        axes = [self.axis, self.flats[0].replicas]
+        self._watch(axes, self.pieces.values(), find_unused_parameters)
         module.__dict__["state_dict"] = refuse_state_dict
 
     def forward(self, *args, **kwargs):
-        self._begin_pass()
         for unit in self.units:
             memory = {p: flat.shard.untyped_storage().data_ptr() for flat in unit.flats for p in flat.pieces}
             for holder, name, parameter, piece in unit.uses:
@@ -227,22 +222,20 @@ class FSDP(Guarded, fully_sharded.FSDP):
         super().gradient_ready(unit, flat, index, parameter)
 
     def reduce(self, unit: Unit) -> None:
-        if not self._find_unused:
+        if self._is_due:
             super().reduce(unit)
 
     def finish_gradient_synchronization(self) -> None:
-        places = [(flat, n) for flat in self.flats for n, p in enumerate(flat.parameters) if p.requires_grad]
-        used = [n in flat.gradients.used for flat, n in places]
-        on_any = self._agreed(used, self.flats[0].shard) if self._find_unused else used
-        for (flat, n), is_used, is_used_somewhere in zip(places, used, on_any, strict=True):
-            if not is_used and flat.gradients.used and not self._find_unused:
-                raise RuntimeError(f"{flat.names[n]} took no part: set find_unused_parameters=True")
-            if is_used_somewhere and not is_used:
+        places = [(f, n) for f in self.flats for n, p in enumerate(f.parameters) if p.requires_grad]
+        here = [n in flat.gradients.used for flat, n in places]
+        used = self._used(here, [flat.names[n] for flat, n in places])
+        for (flat, n), is_used, is_used_here in zip(places, used, here, strict=True):
+            if is_used and not is_used_here:
                 flat.parameters[n].grad = torch.zeros_like(flat.parameters[n])
                 flat.gradients.add(n)
-        for unit in reversed(self.units) if self._find_unused else ():
-            super().reduce(unit)
+        self._is_due = True
         super().finish_gradient_synchronization()
+        self._is_due = not self._find_unused
         mark_pieces(self.flats, PieceOfGradient)
         self._unfinished = 0
 
@@ -283,21 +276,21 @@ class FSDP(Guarded, fully_sharded.FSDP):
             ValueError: a name is missing or unknown, or a tensor has another shape; nothing is changed then.
         """
         self.reshard_all()
-        places = {id(piece): (f, n) for f in self.flats for n, piece in enumerate(f.pieces)}
-        targets, copies = self._state(), []
+        parameters = {id(piece): p for p, piece in pieces_of(self.flats).items()}
+        targets = {name: parameters.get(id(target), target) for name, target in self._state().items()}
         if set(targets) != set(state):
             raise ValueError(f"names that differ: {', '.join(sorted(set(targets) ^ set(state)))}")
         for name, target in targets.items():
-            flat, index = places.get(id(target), (None, 0))
-            like, value = target if flat is None else flat.parameters[index], state[name]
-            if value.shape != like.shape:
-                raise ValueError(f"{name} is {tuple(like.shape)}, and the state has {tuple(value.shape)}")
-            if flat is not None:
-                dense = torch.empty_like(like, device=target.device).copy_(value)
-                value = dense.as_strided((dense.numel(),), (1,))[flat.elements_of(index)]
-            copies.append((target, value))
-        for target, value in copies:
-            target.copy_(value)
+            if (value := state[name]).shape != target.shape:
+                raise ValueError(f"{name} is {tuple(target.shape)}, and the state has {tuple(value.shape)}")
+        values = {target: state[name] for name, target in targets.items()}
+        for flat in self.flats:
+            full = flat.full.new_empty(flat.full.shape)
+            for index, parameter in enumerate(flat.parameters):
+                flat.view(full, index).copy_(values.pop(parameter))
+            flat.shard.copy_(full[flat.own])
+        for buffer, value in values.items():
+            buffer.copy_(value)
 
     def _state(self) -> dict[str, torch.Tensor]:
         """The module's own state dict, with pieces for parameters."""

@@ -4,7 +4,7 @@ The oracle trains over the whole batch, with PyTorch's own clipping and optimize
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import msgspec
@@ -19,7 +19,7 @@ from torchpar.measure.ledger import LedgerSink, group_names
 from torchpar.measure.watch import Watch
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer, optimizer_step
-from torchpar.parallel_model import ParallelModel
+from torchpar.parallel_model import ParallelModel, local
 
 Parallelize = Callable[..., ParallelModel]
 CONFIG = Model(n_layer=2, n_head=4, n_embd=12, block_size=8, vocab_size=50, bias=True)  # 50 does not divide
@@ -119,3 +119,25 @@ def assert_same(got: dict, expected: dict, layout: str) -> None:
         assert set(got[kind]) == set(tensors), f"{layout} {kind}"
         for name, tensor in tensors.items():
             close(got[kind][name], tensor, msg=lambda text, at=(layout, kind, name): f"{at}: {text}")
+
+
+def assert_cut(parallel: ParallelModel, experiment: Experiment, layout: Layout, name: str) -> None:
+    """About a share of what the layout splits, and moments of what is updated, and of nothing else."""
+
+    def elements(tensors: Iterable[torch.Tensor]) -> int:
+        return sum(local(tensor.detach()).numel() for tensor in tensors)
+
+    whole = [*make_gpt().parameters()]
+    spare = 4 * CONFIG.n_embd * len(whole)  # padding: at most a row of each, for each of two axes
+    if layout.tp > 1:  # vectors and positions are whole
+        spare += sum(p.numel() for p in whole if p.ndim == 1) + CONFIG.block_size * CONFIG.n_embd
+    share = elements(whole) / layout.tp + spare
+    state, updated = parallel.optimizer.state.values(), elements(parallel.parameters.values())
+    moments = elements(entry[moment_keys(experiment)[0]] for entry in state if entry)
+    if parallel.updates:  # whole parameters are dealt out: no share is off by more than the largest of them
+        assert moments <= share / layout.dp_shard + CONFIG.vocab_size * CONFIG.n_embd, name
+        assert moments < updated, name
+    else:
+        assert moments == updated <= share / (layout.dp_shard if layout.zero else 1) + spare, name
+    if layout.zero == 3:
+        assert elements(parallel.module.parameters()) <= share / layout.dp_shard + spare, name

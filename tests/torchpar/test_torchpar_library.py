@@ -8,7 +8,7 @@ from functools import partial
 import msgspec
 import pytest
 import torch
-from gpt_steps import ADAM, CONFIG, SGD, assert_same, backward, count, make_gpt, moment_keys, reference
+from gpt_steps import ADAM, CONFIG, SGD, assert_cut, assert_same, backward, count, make_gpt, reference
 from gpt_steps import make_parallel as make
 from gpt_steps import train as train_by
 from layouts import TORCH_LIBRARY as LAYOUTS
@@ -23,7 +23,6 @@ from torchpar.dtensors import in_order
 from torchpar.faults import incomplete_norms, unsummed_rows
 from torchpar.library.tensor_parallel import split_layers
 from torchpar.model import GPT
-from torchpar.parallel_model import ParallelModel, local
 
 make_parallel, train = partial(make, library.parallelize), partial(train_by, library.parallelize)
 
@@ -54,7 +53,7 @@ def ledger(rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("experiment", "names"),
-    [(ADAM, list(LAYOUTS)), (SGD, ["zero1", "tp", "fsdp_tp_sp"])],
+    [(ADAM, list(LAYOUTS)), (SGD, ["zero1", "fsdp_tp_sp"])],
     ids=["adamw", "sgd"],
 )
 @on_ranks
@@ -63,26 +62,7 @@ def test_every_layout_equals_one_device(rank: int, experiment: Experiment, names
     for name in names:
         got, parallel = train(LAYOUTS[name], rank, experiment)
         assert_same(got, expected, name)
-        assert_sharding_is_real(parallel, LAYOUTS[name], name, key=moment_keys(experiment)[0])
-
-
-def assert_sharding_is_real(parallel: ParallelModel, layout: Layout, name: str, *, key: str) -> None:
-    whole = sum(p.numel() for p in make_gpt().parameters())
-    vectors = sum(p.numel() for p in make_gpt().parameters() if p.ndim == 1)
-    mine = sum(local(p.detach()).numel() for p in parallel.parameters.values())
-    kept = [entry[key] for entry in parallel.optimizer.state.values() if key in entry]
-    state = sum(local(moment).numel() for moment in kept)
-    padding = 2 * CONFIG.n_embd * len(parallel.parameters)  # at most a row of each, twice
-    split = layout.tp * (layout.dp_shard if layout.zero > 1 else 1)
-    whole_on_each = vectors + CONFIG.block_size * CONFIG.n_embd if layout.tp > 1 else 0
-    assert mine <= whole / split + whole_on_each + padding, name
-    if layout.zero != 1:
-        assert state == mine, name  # the state is cut as the parameters are
-    else:
-        # Whole parameters are dealt out, greedily: no share is off by more than the largest of them.
-        largest = CONFIG.vocab_size * CONFIG.n_embd
-        assert state <= whole / layout.dp_shard + largest + padding, name
-        assert state < whole, name
+        assert_cut(parallel, experiment, LAYOUTS[name], name)
 
 
 @on_ranks

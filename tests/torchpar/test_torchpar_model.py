@@ -8,7 +8,7 @@ from compare.numerics.optimizer import moment_names, reference_step
 from compare.numerics.parameters import initial_parameters, parameter_table
 from compare.spec.experiment import Experiment, Layout, Model, Optimizer, Train
 from torchpar.model import GPT
-from torchpar.optimizer import make_optimizer, optimizer_step
+from torchpar.optimizer import ROW, make_optimizer, norm_of_all, optimizer_step
 from torchpar.parallel_model import ParallelModel
 from torchpar.remat import apply_remat, resolve_remat
 from torchpar.weights import (
@@ -39,28 +39,20 @@ def tokens(sizes: Model = SIZES, batch: int = 3) -> tuple[torch.Tensor, torch.Te
     return both[0], both[1]
 
 
+NANOGPT = """
+ln_1.weight 32, ln_1.bias 32, attn.c_attn.weight 96 32, attn.c_attn.bias 96, attn.c_proj.weight 32 32,
+attn.c_proj.bias 32, ln_2.weight 32, ln_2.bias 32, mlp.c_fc.weight 128 32, mlp.c_fc.bias 128,
+mlp.c_proj.weight 32 128, mlp.c_proj.bias 32"""
+"""Names and shapes in a block."""
+
+
 def test_names_and_shapes_are_nanogpts():
-    block = {
-        "ln_1.weight": (32,),
-        "ln_1.bias": (32,),
-        "attn.c_attn.weight": (96, 32),
-        "attn.c_attn.bias": (96,),
-        "attn.c_proj.weight": (32, 32),
-        "attn.c_proj.bias": (32,),
-        "ln_2.weight": (32,),
-        "ln_2.bias": (32,),
-        "mlp.c_fc.weight": (128, 32),
-        "mlp.c_fc.bias": (128,),
-        "mlp.c_proj.weight": (32, 128),
-        "mlp.c_proj.bias": (32,),
-    }
-    expected = {
-        "transformer.wte.weight": (61, 32),
-        "transformer.wpe.weight": (16, 32),
-        **{f"transformer.h.{i}.{name}": shape for i in range(2) for name, shape in block.items()},
-        "transformer.ln_f.weight": (32,),
-        "transformer.ln_f.bias": (32,),
-    }
+    expected: dict[str, tuple[int, ...]] = {"wte.weight": (61, 32), "wpe.weight": (16, 32)}
+    for layer in range(2):
+        for name, *shape in (item.split() for item in NANOGPT.split(",")):
+            expected[f"h.{layer}.{name}"] = tuple(map(int, shape))
+    expected |= {"ln_f.weight": (32,), "ln_f.bias": (32,)}
+    expected = {f"transformer.{name}": shape for name, shape in expected.items()}
     model = GPT(SIZES)
     state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     assert state == {**expected, "lm_head.weight": (61, 32)}
@@ -107,32 +99,26 @@ def test_attention_is_causal_by_its_gradients():
         logits_BTV[0, position].square().sum().backward()
         reached_T = embedded.pop().grad[0].abs().sum(-1) > 0
         assert reached_T.tolist() == [t <= position for t in range(16)]
-
-
-def test_without_targets_the_last_logits_come_as_in_nanogpt():
-    model = gpt()
-    inputs_BT, targets_BT = tokens()
-    last_B1V, loss = model(inputs_BT)
+    last_B1V, loss = model(inputs_BT)  # without targets, as in nanoGPT
     assert loss is None
     torch.testing.assert_close(last_B1V, model(inputs_BT, targets_BT)[0][:, [-1]])
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
-def test_recomputation_changes_neither_gradients_nor_names(remat):
+def test_recomputation_changes_neither_gradients_nor_names():
     assert resolve_remat(Layout()) == "none"
-    plain, again = gpt(), gpt()
-    runs = {"plain": 0, "again": 0}
-    for key, model in (("plain", plain), ("again", again)):
-        model.blocks[0].mlp.register_forward_pre_hook(
-            lambda *_, key=key: runs.__setitem__(key, runs[key] + 1)
-        )
-    apply_remat(again.blocks, remat)
-    assert list(plain.state_dict()) == list(again.state_dict())
-    for model in (plain, again):
-        model(*tokens())[1].backward()
-    assert runs == {"plain": 1, "again": 2}  # the block really ran again
-    for (name, parameter), other in zip(plain.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(parameter.grad, other.grad), name
+    for remat in ("dots", "full"):
+        plain, again = gpt(), gpt()
+        runs = {"plain": 0, "again": 0}
+        for key, model in (("plain", plain), ("again", again)):
+            count = lambda *_, key=key, runs=runs: runs.__setitem__(key, runs[key] + 1)  # noqa: E731
+            model.blocks[0].mlp.register_forward_pre_hook(count)
+        apply_remat(again.blocks, remat)
+        assert list(plain.state_dict()) == list(again.state_dict())
+        for model in (plain, again):
+            model(*tokens())[1].backward()
+        assert runs == {"plain": 1, "again": 2}  # the block really ran again
+        for (name, parameter), other in zip(plain.named_parameters(), again.parameters(), strict=True):
+            assert torch.equal(parameter.grad, other.grad), name
 
 
 @pytest.mark.parametrize(
@@ -171,3 +157,17 @@ def test_optimizer_is_the_contracts(config):
             np.testing.assert_allclose(
                 after[moment][row.name], moments[moment][row.name], rtol=1e-12, atol=1e-18
             )
+
+
+def test_the_norm_is_as_accurate_as_float32_allows():
+    """PyTorch's own is off by 7e-5 where a float32 tensor is large."""
+    random, large = np.random.default_rng(0), 3_500_000
+    for sizes in ((large,), (large, 7, ROW, ROW + 1), (0, 5), (1,)):
+        arrays = [random.standard_normal(size, np.float32) for size in sizes]
+        exact = np.sqrt(sum(np.sum(np.square(array, dtype=np.float64)) for array in arrays))
+        norm = norm_of_all([torch.from_numpy(array) for array in arrays])
+        assert abs(norm.item() / exact - 1) < 5e-7
+    for bad in (float("inf"), float("nan")):
+        spoiled = torch.ones(ROW + 3)
+        spoiled[-1] = bad
+        assert not norm_of_all([torch.ones(2), spoiled]).isfinite()

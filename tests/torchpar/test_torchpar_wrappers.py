@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchpar import FSDP, DataParallel, ShardedOptimizer
 from torchpar.comm import process_groups
-from torchpar.comm.collectives import Axis, Call
+from torchpar.comm.collectives import Axis
 from torchpar.wrappers import default_units
 
 # Averages of four partial means in another order than one mean over all: a few units in the last place,
@@ -246,26 +246,6 @@ def test_buffers_are_the_first_ranks(rank: int) -> None:
         model(x)
         with torch.no_grad():  # FSDP gathers a layer that is called on all ranks
             close(module[1].running_mean, 0.9 * before[0] + 0.1 * module[0](x).mean(0))
-
-
-@on_ranks
-def test_bytes_of_a_step(rank: int) -> None:
-    module, axis = Odd(), Axis.of(None)
-    trainable = sum(p.nbytes for p in module.parameters() if p.requires_grad)
-    everything = sum(p.nbytes for p in module.parameters())
-    top = sum(p.nbytes for p in (module.strided, module.single, module.frozen))
-    for zero, gathered in ((2, everything), (3, 3 * 2 * (everything - top) + top)):
-        module = Odd()
-        model = FSDP(module, group=axis, units=ends_and_layers(module), zero=zero)
-        with counted() as sent:
-            three_passes(model, model, rank, 0)
-        assert sent[Call("reduce_scatter", "world", "gradients")] == trainable
-        # Under zero 3 twice a pass, but for what lies at the top, which is gathered once.
-        assert sent[Call("all_gather", "world", "parameters")] == gathered
-    model = DataParallel(Odd(), group=axis)
-    with counted() as sent:
-        three_passes(model, model, rank, 0)
-    assert sent[Call("all_reduce", "world", "gradients")] == trainable
 
 
 @on_ranks

@@ -17,13 +17,10 @@ from torch import nn
 
 
 def resolve_backend(asked: str, device: torch.device) -> str:
-    """The backend that `layout.compile` asks for.
+    """The backend that `layout.compile` asks for. Raises ValueError: there is no C++ compiler for inductor.
 
     auto is inductor on a GPU. On a CPU it is none: a compilation takes as long as some fifty steps of a small
     model, which is what a CPU is for here.
-
-    Raises:
-        ValueError: inductor on a CPU without a C++ compiler.
     """
     if asked == "auto":
         return "inductor" if device.type == "cuda" else "none"
@@ -35,8 +32,7 @@ def resolve_backend(asked: str, device: torch.device) -> str:
 def compile_forward(module: nn.Module, backend: str) -> Callable[[], str]:
     """Compile a module's forward, in place, when it is first called; and what autograd makes of it.
 
-    Returns:
-        Says what has been compiled: "aot_eager, 1 graph". Empty before the first call.
+    The result says what has been compiled: "aot_eager, 1 graph"; nothing before the first call.
     """
     import torch._dynamo  # a second, for those that compile
 

@@ -29,13 +29,9 @@ CrossEntropy = Callable[[DTensor, DTensor], torch.Tensor]
 def split_batch(model: GPT, devices: DeviceMesh, *, cross_entropy: CrossEntropy = F.cross_entropy) -> None:
     """Say that a rank's rows are its part of the batch, where they come in and where the loss goes out.
 
-    Args:
-        model: its parameters are DTensors.
-        devices: the mesh.
-        cross_entropy: from logits (N, V) and targets (N,) to their mean.
+    `cross_entropy` is from logits (N, V) and targets (N,) to their mean.
     """
     rows, whole = of_activation(devices), along(devices)
-
     forward = model.forward
 
     def of_own_rows(

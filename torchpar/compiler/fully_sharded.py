@@ -60,11 +60,7 @@ class Gather(torch.autograd.Function):
 
 
 class Kept:
-    """Parameters that are whole from the first forward of a step to its end.
-
-    Args:
-        modules: read their own parameters from here.
-    """
+    """Parameters that are whole from the first forward of a step to its end: modules read theirs here."""
 
     def __init__(self, modules: Iterable[nn.Module]):
         modules = list(modules)
@@ -86,14 +82,8 @@ class Kept:
 def shard_parameters(model: GPT, devices: DeviceMesh, *, remat: Remat, reshard_after_forward: bool) -> Kept:
     """Stage 3: parametrise a model whose parameters rest as shards.
 
-    Args:
-        model: its parameters are DTensors, split over dp_shard.
-        devices: the mesh.
-        remat: what backward computes again.
-        reshard_after_forward: gather blocks in forward and again in backward; else they are kept, too.
-
-    Returns:
-        What is to be freed at the end of a step, and of an evaluation.
+    Blocks are gathered in forward and again in backward, or with all else kept whole. Returns the kept ones,
+    to be freed at the end of a step, and of an evaluation.
     """
     of_blocks = (
         [module for block in model.blocks for module in block.modules()] if reshard_after_forward else []

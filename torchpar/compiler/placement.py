@@ -9,7 +9,7 @@ The mesh has tp outermost: where tp and dp_shard split one dim, dp_shard splits 
 gathered along it is that part. Axes of one rank are left out: DTensor would plan for each of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,11 +17,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from compare.numerics.parameters import Parameter
+from compare.numerics.parameters import parameter_table
 from compare.spec.axes import DP_REPLICATE, DP_SHARD, ROWS, SPLIT, TP
 from torchpar.comm.mesh import Mesh
 from torchpar.dtensors import make_device_mesh
-from torchpar.weights import nanogpt_dim
+from torchpar.model import GPT
+from torchpar.weights import nanogpt_dim, nanogpt_name
 
 ORDER = (TP, DP_REPLICATE, DP_SHARD)
 """Mesh axes, outermost first."""
@@ -51,17 +52,25 @@ def of_activation(devices: DeviceMesh, *, split: int | None = None) -> Placement
     return along(devices, **{**dict.fromkeys(ROWS, 0), TP: split})
 
 
-def of_parameter(parameter: Parameter, devices: DeviceMesh, *, sharded: bool) -> Placements:
-    """Those of nanoGPT's tensor, from its canonical logical axes; `sharded`: over dp_shard, too."""
-    dims = {
-        SPLIT[axis]: nanogpt_dim(parameter, dim) for dim, axis in enumerate(parameter.axes) if axis in SPLIT
-    }
-    return along(devices, **{**dims, DP_SHARD: 0 if sharded else None})
+def of_parameters(model: GPT, devices: DeviceMesh, *, sharded: bool) -> dict[str, Placements]:
+    """Those of a model's parameters, from their canonical logical axes; `sharded`: over dp_shard, too."""
+    placements = {}
+    for row in parameter_table(model.config):
+        dims = {SPLIT[axis]: nanogpt_dim(row, dim) for dim, axis in enumerate(row.axes) if axis in SPLIT}
+        placements[nanogpt_name(row.name)] = along(devices, **{**dims, DP_SHARD: 0 if sharded else None})
+    return placements
 
 
-def placed(whole: torch.Tensor, devices: DeviceMesh, placements: Placements) -> DTensor:
-    """This rank's part of a tensor that all ranks have whole: nothing is sent."""
-    return distribute_tensor(whole, devices, placements, src_data_rank=None)
+def place_parameters(model: nn.Module, devices: DeviceMesh, placements: Mapping[str, Placements]) -> None:
+    """Put DTensors in the place of a model's parameters: nothing is sent; tied ones stay tied."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in made:
+                at = placements[f"{path}.{name}"]
+                part = distribute_tensor(parameter.detach(), devices, at, src_data_rank=None)
+                made[parameter] = nn.Parameter(part)
+            setattr(module, name, made[parameter])
 
 
 def local_part(part: torch.Tensor, devices: DeviceMesh, placements: Placements) -> DTensor:

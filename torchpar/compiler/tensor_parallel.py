@@ -30,10 +30,8 @@ POSITION_DIM, FEATURE_DIM = 1, 2  # of (B, T, C)
 def split_layers(model: GPT, devices: DeviceMesh, *, sequence_parallel: bool = False) -> None:
     """Say where activations live at both ends of every region of split work.
 
-    Args:
-        model: its parameters are placed by the table of axes, the rows of a fused q, k, v dealt out by head.
-        devices: has an axis tp.
-        sequence_parallel: between the regions, positions are split.
+    The rows of a fused q, k, v are dealt out by head. Between the regions sequence parallelism splits
+    positions.
     """
     whole, split = of_activation(devices), of_activation(devices, split=FEATURE_DIM)
     stream = of_activation(devices, split=POSITION_DIM) if sequence_parallel else whole

@@ -10,7 +10,7 @@ from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, ROWS, TP
 from compare.spec.experiment import Layout
 from torchpar.comm.mesh import Mesh
 from torchpar.dtensors import dtensor_optimizer, make_device_mesh, of_dtensors
-from torchpar.gpt_stages import GPTStages, cut_each
+from torchpar.gpt_stages import GPTStages, stages_of
 from torchpar.library.data_parallel import synchronize_gradients
 from torchpar.library.fully_sharded import ShardedOptimizer, no_sync, reshard_parameters, shard_parameters
 from torchpar.library.pipeline_parallel import run_stages
@@ -31,36 +31,32 @@ def parallelize(
     FSDP2's, also where it only replicates: DistributedDataParallel takes plain parameters.
     """
     devices = make_device_mesh(mesh) if mesh[TP].size > 1 or layout.zero > 1 else None
-    if mesh[TP].size > 1:
-        assert devices is not None
+    if devices is not None and mesh[TP].size > 1:
         split_layers(model, devices[TP], sequence_parallel=layout.sequence_parallel)
     apply_remat(model.blocks, resolve_remat(layout))
-    stages = cut_each(model, rank=mesh[PP].rank, layout=layout) if mesh[PP].size > 1 else {}
+    own = stages_of(layout, mesh[PP].rank) if mesh[PP].size > 1 else ()
+    stages = {number: GPTStages(model, layout, [number]) for number in own}
     models = list(stages.values()) or [model]
     if devices is not None:
-        parallel = _distributed(
-            models, devices, mesh=mesh, layout=layout, make_optimizer=make_optimizer, fill=fill
-        )
+        parallel = _distributed(models, devices, mesh, layout, make_optimizer, fill)
     else:
-        for one in models:
-            fill(one)
-        parallel = _replicated(models, mesh=mesh, layout=layout, make_optimizer=make_optimizer)
-    if stages:
-        parallel = run_stages(stages, parallel, mesh=mesh, layout=layout)
-    return parallel
+        for part in models:
+            fill(part)
+        parallel = _replicated(models, mesh, layout, make_optimizer)
+    return run_stages(stages, parallel, mesh=mesh, layout=layout) if stages else parallel
 
 
 def _replicated(
-    models: Sequence[nn.Module], *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker
+    models: Sequence[nn.Module], mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker
 ) -> ParallelModel:
     """Whole parameters on every rank: DDP, and for ZeRO-1 an optimizer that updates some of them."""
-    parameters = _named_parameters(models)
-    if mesh.joined(*ROWS).size == 1:
+    parameters, data = _named_parameters(models), mesh.joined(*ROWS)
+    if data.size == 1:
         return ParallelModel(
-            module=_as_one(models), optimizer=make_optimizer(parameters), parameters=parameters
+            module=_joined(models), optimizer=make_optimizer(parameters), parameters=parameters
         )
     wrap = partial(synchronize_gradients, bucket_size_mb=layout.bucket_mb, keeps_buckets=layout.pp > 1)
-    replicas = [wrap(model, group=mesh.joined(*ROWS).group) for model in models]
+    replicas = [wrap(model, group=data.group) for model in models]
     if layout.zero:
         make_optimizer = partial(make_optimizer, wrap=partial(ShardedOptimizer, group=mesh[DP_SHARD].group))
     optimizer, updates = make_optimizer(parameters), None
@@ -68,7 +64,7 @@ def _replicated(
         updated = {p for group in optimizer.optim.param_groups for p in group["params"]}
         updates = {name for name, p in parameters.items() if p in updated}, mesh[DP_SHARD]
     return ParallelModel(
-        module=_as_one(replicas),
+        module=_joined(replicas),
         optimizer=optimizer,
         parameters=parameters,
         updates=updates,
@@ -79,29 +75,28 @@ def _replicated(
 def _distributed(
     models: Sequence[GPT | GPTStages],
     devices: DeviceMesh,
-    *,
     mesh: Mesh,
     layout: Layout,
     make_optimizer: OptimizerMaker,
     fill: Fill,
 ) -> ParallelModel:
     """Parameters as DTensors: FSDP2 over tensor parallelism's parts of them."""
-    if mesh.joined(*ROWS).size > 1:
-        data = ROWS if mesh[DP_REPLICATE].size > 1 else DP_SHARD
-        reshards = layout.zero == 3 and layout.reshard_after_forward
-        for model in models:
-            shard_parameters(model, devices[data], reshard_after_forward=reshards, fill=partial(fill, model))
+    has_replicas = mesh.joined(*ROWS).size > 1
+    data = ROWS if mesh[DP_REPLICATE].size > 1 else DP_SHARD
+    reshards = layout.zero == 3 and layout.reshard_after_forward
     for model in models:
+        if has_replicas:
+            shard_parameters(model, devices[data], reshard_after_forward=reshards, fill=partial(fill, model))
         fill(model)
-    parameters, module = _named_parameters(models), _as_one(models)
+    parameters, module = _named_parameters(models), _joined(models)
     return of_dtensors(
         parameters,
         mesh,
         finish=partial(complete_gradients, module),
         module=module,
         optimizer=make_optimizer(parameters, wrap=dtensor_optimizer),
-        skip_sync=partial(no_sync, models[0]) if mesh.joined(*ROWS).size > 1 else None,
-        end_evaluation=partial(reshard_parameters, models),
+        skip_sync=partial(no_sync, models[0]) if has_replicas else None,
+        end_evaluation=partial(reshard_parameters, module),
     )
 
 
@@ -109,5 +104,5 @@ def _named_parameters(models: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     return {name: parameter for model in models for name, parameter in model.named_parameters()}
 
 
-def _as_one(modules: Sequence[nn.Module]) -> nn.Module:
+def _joined(modules: Sequence[nn.Module]) -> nn.Module:
     return modules[0] if len(modules) == 1 else nn.ModuleList(modules)

@@ -17,12 +17,8 @@ def synchronize_gradients(
 ) -> DistributedDataParallel:
     """Wrap a module so that backward leaves the mean of its gradients over the replicas: it waits for them.
 
-    Args:
-        module: any module.
-        bucket_size_mb: 1 MB = 1e6 bytes.
-        group: the replicas; None for all ranks.
-        keeps_buckets: do not put parameters into other buckets after the first step. In a pipeline DDP then
-            counts the backwards that it is told not to synchronise too, and fails in the second step.
+    With `keeps_buckets` DDP does not put parameters into other buckets after the first step. In a pipeline it
+    would then count the backwards that it is told not to synchronise too, and fail in the second step.
     """
     mebibytes = bucket_size_mb * 1e6 / 2**20  # DDP's "MB" is 2^20 bytes
     return DistributedDataParallel(

@@ -28,14 +28,9 @@ def shard_parameters(
     """Split a GPT's parameters, gradients and optimizer state over ranks, block by block.
 
     The parameters become DTensors, split along dim 0 and padded where the ranks do not divide it. The
-    gradients are the mean over all of the mesh.
-
-    Args:
-        model: the same on all ranks; may have been split by `split_layers` before.
-        mesh: one-dimensional, or (replicas, shards): hybrid sharding. A shard axis of one is plain
-            replication, which DistributedDataParallel does not offer for DTensors.
-        reshard_after_forward: free gathered blocks after forward and gather them again for backward.
-        fill: gives modules their values, just before they are split.
+    gradients are the mean over all of the mesh: one-dimensional, or (replicas, shards). A shard axis of one
+    is plain replication, which DistributedDataParallel does not offer for DTensors. `fill` gives modules
+    their values, just before they are split.
     """
     for block in model.blocks:
         fill([block])
@@ -45,12 +40,11 @@ def shard_parameters(
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
 
-def reshard_parameters(models: Sequence[nn.Module]) -> None:
+def reshard_parameters(model: nn.Module) -> None:
     """Free parameters after a forward without a backward: the root's, and with ZeRO-2 all blocks'."""
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @contextmanager
@@ -69,12 +63,6 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
 
     Whole parameters are partitioned, the largest first: where one of them, such as an embedding, is more than
     a rank's share, the shares differ, and a rank must have room for the largest.
-
-    Args:
-        params: parameters or groups of them, whole on every rank, with the same gradients.
-        optimizer_cls: any torch optimizer.
-        group: the ranks.
-        kwargs: the optimizer's own.
     """
 
     def __init__(

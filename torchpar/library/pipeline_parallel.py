@@ -39,14 +39,10 @@ Context = Callable[[], AbstractContextManager]
 def run_stages(
     stages: Mapping[int, GPTStages], parallel: ParallelModel, *, mesh: Mesh, layout: Layout
 ) -> ParallelModel:
-    """A rank's stages of a GPT, parallel over the other axes, run by PyTorch's schedule.
+    """Let PyTorch's schedule run a rank's stages of a GPT, given by their numbers along the model.
 
-    Args:
-        stages: by number along the model. `parallel.module` has them, plain or wrapped by DDP or FSDP2, which
-            PyTorch's stages hold back from reducing before their last backward.
-        parallel: these.
-        mesh: this rank's.
-        layout: schedule, chunks and microbatches.
+    `parallel.module` has them, plain or wrapped by DDP or FSDP2, which PyTorch's stages hold back from
+    reducing before their last backward.
     """
     axis, part = mesh[PP], stages[max(stages)]
     modules = list(parallel.module) if isinstance(parallel.module, nn.ModuleList) else [parallel.module]

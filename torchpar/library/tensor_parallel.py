@@ -41,10 +41,7 @@ loss_parallel_on = ExitStack()
 def split_layers(model: GPT, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> None:
     """Split a GPT by head, by the MLP's inner features and by vocabulary; names of parameters stay.
 
-    Args:
-        model: whole, and the same on all ranks.
-        mesh: one-dimensional; its size divides the heads.
-        sequence_parallel: split the residual stream and the LayerNorms along the sequence.
+    Under sequence parallelism residual stream and LayerNorms are split along the sequence.
 
     Raises:
         ValueError: a vocabulary so small that a rank would have none of it: `loss_parallel` skips its
@@ -55,8 +52,7 @@ def split_layers(model: GPT, mesh: DeviceMesh, *, sequence_parallel: bool = Fals
         raise ValueError(
             f"tp = {ranks} leaves a rank without any of vocab_size = {vocab}: loss_parallel would hang"
         )
-    for block in model.blocks:
-        deal_heads(block.get_submodule("attn.c_attn"), ranks)
+    deal_heads(model, ranks)
     stream = Shard(1) if sequence_parallel else Replicate()  # (B, T, C) between the split layers
     column = partial(ColwiseParallel, input_layouts=stream)
     row = partial(RowwiseParallel, output_layouts=stream)

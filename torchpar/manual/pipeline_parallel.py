@@ -27,7 +27,7 @@ from compare.pipeline.schedules import Kind, Schedule, Task, forward_only, make_
 from compare.pipeline.simulator import Action, with_communication
 from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis, Work
-from torchpar.gpt_stages import GPTStages, pipeline, stage_modules
+from torchpar.gpt_stages import GPTStages, OneStage, pipeline
 from torchpar.manual.stage import Stage
 from torchpar.parallel_model import ParallelModel
 from torchpar.run import RankBatch
@@ -162,8 +162,8 @@ def run_stages(part: GPTStages, parallel: ParallelModel, axis: Axis, layout: Lay
     """Let the layout's schedule run a rank's stages of a GPT, which `parallel.module` is, or wraps."""
     halves = layout.schedule == "zero_bubble"
     stages = {
-        number: Stage(module, splits_backward=halves, number=number)
-        for number, module in stage_modules(parallel.module, part).items()
+        number: Stage(OneStage(parallel.module, number), splits_backward=halves, number=number)
+        for number in part.blocks_of
     }
 
     @cache

@@ -29,15 +29,12 @@ class ShardedOptimizer(Accumulates, torch.optim.Optimizer):
     a step call `finish_gradient_synchronization()`, then `step()`; every parameter takes part in the loss.
 
     Args:
-        params: groups of parameters. Their values become those of the first rank, and their memory becomes
-            part of flat buffers.
-        optimizer_cls: such as torch.optim.AdamW.
+        params: groups of parameters. Their values become those of the first rank, in flat buffers.
+        optimizer_cls: such as torch.optim.AdamW, which gets the other arguments.
         group: the ranks: an Axis, a torch ProcessGroup, or None for all.
         replicate_group: ranks that hold the same shard as this one.
         reduce_gradients: False where gradients are the mean already, such as DataParallel's.
-        bucket_size_mb: reduce in buckets of this size; 1 MB = 1e6 bytes. A larger parameter gets a bucket of
-            its own.
-        kwargs: for optimizer_cls.
+        bucket_size_mb: 1 MB = 1e6 bytes. A larger parameter gets a bucket of its own.
 
     Attributes:
         inner: the optimizer over this rank's pieces, which are the keys of the state that this one shows.
@@ -115,9 +112,8 @@ class ShardedOptimizer(Accumulates, torch.optim.Optimizer):
                 gradient, elements = parameter.grad, flat.elements_of(index)
                 if gradient is not None and gradient.stride() != parameter.stride():
                     gradient = torch.empty_like(parameter).copy_(gradient)
-                piece.grad = (
-                    None if gradient is None else gradient.as_strided((gradient.numel(),), (1,))[elements]
-                )
+                flat_gradient = None if gradient is None else gradient.as_strided((gradient.numel(),), (1,))
+                piece.grad = None if flat_gradient is None else flat_gradient[elements]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients: of the pieces, and of the parameters if they keep theirs."""

@@ -87,10 +87,8 @@ class RowParallelLinear(nn.Module):
 def split_layers(model: GPT, axis: Axis, *, sequence_parallel: bool = False) -> Strategy:
     """Put split layers in the place of a GPT's, from outside; names of parameters stay, and what is tied.
 
-    Args:
-        model: the same on all ranks. It is called with targets: no rank has the logits.
-        axis: its size divides the heads, and under sequence parallelism the positions of a batch.
-        sequence_parallel: split the residual stream and the LayerNorms along the sequence.
+    It is then called with targets: no rank has the logits. Under sequence parallelism residual stream and
+    LayerNorms are split along the sequence.
     """
     sequence_dim = SEQUENCE_DIM if sequence_parallel else None
     column = partial(ColumnParallelLinear, axis=axis, sequence_dim=sequence_dim)
@@ -139,9 +137,7 @@ def split_layers(model: GPT, axis: Axis, *, sequence_parallel: bool = False) -> 
 def synchronize_replicated_gradients(gradients: Sequence[torch.Tensor], axis: Axis) -> None:
     """Sum gradients of whole parameters over ranks that each saw a part of the sequence, in one all-reduce.
 
-    Args:
-        gradients: of LayerNorms, row-parallel biases (C,), positions (T, C); of one dtype and device.
-        axis: the ranks.
+    They are of LayerNorms, row-parallel biases (C,), positions (T, C); of one dtype and device.
     """
     if gradients:
         total = torch.cat([gradient.flatten() for gradient in gradients])

@@ -98,16 +98,13 @@ def update_weights(run: Run) -> torch.Tensor:
 def configuration(experiment: Experiment) -> dict[str, Any]:
     """The ds_config.json that a user would write for this experiment."""
     train, layout = experiment.train, experiment.layout
-    bucket = int(layout.bucket_mb * 1e6 / FLOAT32_BYTES)  # in elements; half a billion is the default
+    size = int(layout.bucket_mb * 1e6 / FLOAT32_BYTES)  # in elements; half a billion is the default
+    buckets = {"reduce_bucket_size": size, "allgather_bucket_size": size}
     return {
         "train_micro_batch_size_per_gpu": train.batch_size // layout.dp_shard,
         "gradient_accumulation_steps": train.gradient_accumulation_steps,
         "gradient_clipping": experiment.optimizer.grad_clip,
-        "zero_optimization": {
-            "stage": layout.zero,
-            "reduce_bucket_size": bucket,
-            "allgather_bucket_size": bucket,
-        },
+        "zero_optimization": {"stage": layout.zero, **buckets},
         "zero_allow_untested_optimizer": True,  # SGD
         "steps_per_print": NEVER,
     }
