@@ -164,16 +164,13 @@ class FSDP(Guarded, fully_sharded.FSDP):
     """Shards parameters, gradients and optimizer state over the ranks: see `manual.fully_sharded`.
 
     An optimizer over `parameters()` has this rank's pieces: 1-D, perhaps empty. So choose param groups by
-    name, from `pieces`: `p.dim()` is 1 of each.
-
-    Args:
-        module: its values become those of the first rank. Every rank runs the same units in the same order.
-        units: submodules to gather one after the other, or lists of them that are gathered together; by
-            default the elements of the outermost ModuleLists and Sequentials. What is in none stays gathered
-            from forward to the end of the step.
-        find_unused_parameters: as for DataParallel; gradients are then reduced after backward.
-        options: group, replicate_group, zero (2 or 3) and reshard_after_forward.
+    name, from `pieces`: `p.dim()` is 1 of each. Every rank runs the same units in the same order: submodules,
+    or lists of them that are gathered together; by default the elements of the outermost ModuleLists and
+    Sequentials. What is in none stays gathered to the end of the step. Gradients are reduced after backward
+    where `find_unused_parameters` says so. Options: group, replicate_group, zero (2 or 3) and reshard_after_forward.
     """
+
+    _is_finishing = False
 
     def __init__(
         self,
@@ -192,10 +189,9 @@ class FSDP(Guarded, fully_sharded.FSDP):
         super().__init__(module, units=groups, **options)
         piece_of = pieces_of(self.flats)
         self.pieces = {name: piece_of[parameter] for parameter, name in names.items()}
-        self._is_due = not find_unused_parameters  # gradients leave as soon as they are there
         axes = [self.axis, self.flats[0].replicas]
         self._watch(axes, self.pieces.values(), find_unused_parameters)
-        module.__dict__["state_dict"] = refuse_state_dict
+        module.__dict__["state_dict"] = self._refuse_state_dict
 
     def forward(self, *args, **kwargs):
         for unit in self.units:
@@ -222,7 +218,7 @@ class FSDP(Guarded, fully_sharded.FSDP):
         super().gradient_ready(unit, flat, index, parameter)
 
     def reduce(self, unit: Unit) -> None:
-        if self._is_due:
+        if self._is_finishing or not self._find_unused:
             super().reduce(unit)
 
     def finish_gradient_synchronization(self) -> None:
@@ -233,9 +229,9 @@ class FSDP(Guarded, fully_sharded.FSDP):
             if is_used and not is_used_here:
                 flat.parameters[n].grad = torch.zeros_like(flat.parameters[n])
                 flat.gradients.add(n)
-        self._is_due = True
+        self._is_finishing = True
         super().finish_gradient_synchronization()
-        self._is_due = not self._find_unused
+        self._is_finishing = False
         mark_pieces(self.flats, PieceOfGradient)
         self._unfinished = 0
 
@@ -265,19 +261,18 @@ class FSDP(Guarded, fully_sharded.FSDP):
         """The `state_dict()` of the wrapped module as if it were not sharded, on every rank."""
         piece_of = pieces_of(self.flats)
         full = gather_pieces(self.flats, {p: piece.detach() for p, piece in piece_of.items()})
-        by_piece = {id(piece): full[parameter] for parameter, piece in piece_of.items()}
-        return {name: by_piece.get(id(value), value) for name, value in self._state().items()}
+        by_piece = {piece: full[parameter] for parameter, piece in piece_of.items()}
+        return {name: by_piece.get(value, value) for name, value in self._state().items()}
 
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a `state_dict()` of the unwrapped module, or a `full_state_dict`, the same on all ranks.
 
-        Raises:
-            ValueError: a name is missing or unknown, or a tensor has another shape; nothing is changed then.
+        Raises ValueError, and changes nothing, where a name is missing or unknown, or a shape is another one.
         """
         self.reshard_all()
-        parameters = {id(piece): p for p, piece in pieces_of(self.flats).items()}
-        targets = {name: parameters.get(id(target), target) for name, target in self._state().items()}
+        parameters = {piece: parameter for parameter, piece in pieces_of(self.flats).items()}
+        targets = {name: parameters.get(target, target) for name, target in self._state().items()}
         if set(targets) != set(state):
             raise ValueError(f"names that differ: {', '.join(sorted(set(targets) ^ set(state)))}")
         for name, target in targets.items():
@@ -291,6 +286,10 @@ class FSDP(Guarded, fully_sharded.FSDP):
             flat.shard.copy_(full[flat.own])
         for buffer, value in values.items():
             buffer.copy_(value)
+
+    @staticmethod
+    def _refuse_state_dict(*arguments: Any, **options: Any) -> NoReturn:
+        raise RuntimeError("state_dict() would have this rank's pieces alone: use full_state_dict()")
 
     def _state(self) -> dict[str, torch.Tensor]:
         """The module's own state dict, with pieces for parameters."""
@@ -337,11 +336,6 @@ class ShardedOptimizer(sharded_optimizer.ShardedOptimizer):
             group.update({**inner, "params": group["params"]})
 
 
-def refuse_state_dict(*arguments: Any, **options: Any) -> NoReturn:
-    """Stands in the place of the `state_dict` of a module under FSDP."""
-    raise RuntimeError("state_dict() would have this rank's pieces alone: use full_state_dict()")
-
-
 def clip_pieces(flats: Sequence[FlatParameters], max_norm: float) -> torch.Tensor:
     """Scale the pieces' gradients to a norm over all ranks of at most `max_norm`; the norm before, ()."""
     mark_pieces(flats, torch.Tensor)
@@ -372,11 +366,11 @@ def require_usual(module: nn.Module) -> None:
 
 def require_elementwise(optimizer_cls: type[torch.optim.Optimizer]) -> None:
     """Refuse an optimizer that may look at rows or norms; `is_elementwise = True` vouches for yours."""
-    is_known = optimizer_cls.__module__.startswith("torch.optim.") and optimizer_cls.__name__ in ELEMENTWISE
+    name = optimizer_cls.__name__
+    is_known = optimizer_cls.__module__.startswith("torch.optim.") and name in ELEMENTWISE
     if not (is_known or getattr(optimizer_cls, "is_elementwise", False)):
         raise ValueError(
-            f"{optimizer_cls.__name__} may not treat elements one by one, as pieces of tensors need it: use "
-            f"{FSDP2}, or set is_elementwise = True on the class if it does"
+            f"{name} may not treat elements one by one: use {FSDP2}, or set is_elementwise = True"
         )
 
 
