@@ -167,7 +167,7 @@ class FSDP(Guarded, fully_sharded.FSDP):
     name, from `pieces`: `p.dim()` is 1 of each. Every rank runs the same units in the same order: submodules,
     or lists of them that are gathered together; by default the elements of the outermost ModuleLists and
     Sequentials. What is in none stays gathered to the end of the step. Gradients are reduced after backward
-    where `find_unused_parameters` says so. Options: group, replicate_group, zero (2 or 3) and reshard_after_forward.
+    if it is to find unused ones. Options: group, replicate_group, zero (2 or 3), reshard_after_forward.
     """
 
     _is_finishing = False

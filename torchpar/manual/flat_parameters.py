@@ -31,10 +31,7 @@ class FlatParameters:
         zero: under 1 and 2 `full` stays in memory, and the shard is a view of it; under 1 the gradients, too.
         replicas: ranks that hold the same shard, or None: gradients are averaged over both axes.
 
-    Attributes:
-        own: this rank's cut of the buffer.
-        is_unsharded: the parameters hold what the optimizers of all ranks made of them.
-        work: the all_gather under way, or None.
+    It `is_unsharded` where the parameters hold what the optimizers of all ranks made of them.
     """
 
     @torch.no_grad()
@@ -44,7 +41,7 @@ class FlatParameters:
         # Strides like the parameter's, where it is dense: what kernels and autograd expect of it.
         self._shapes = [(p.shape, torch.empty_like(p, device="meta").stride()) for p in self.parameters]
         self._starts = list(itertools.accumulate((p.numel() for p in self.parameters), initial=0))
-        self.own = chunk_slices(self._starts[-1], axis.size)[axis.rank]
+        self.own = chunk_slices(self._starts[-1], axis.size)[axis.rank]  # this rank's cut
         self.full = self.parameters[0].detach().new_empty(self._starts[-1])
         for index, parameter in enumerate(self.parameters):
             self.view(self.full, index).copy_(parameter)
@@ -56,6 +53,7 @@ class FlatParameters:
         ]
         for index, parameter in enumerate(self.parameters):
             parameter.data = self.view(self.full, index)
+        self.trainable = {index for index, p in enumerate(self.parameters) if p.requires_grad}
         self.is_unsharded = True
         self.work: Work | None = None
         self.gradients = FlatGradients(self)
@@ -77,12 +75,10 @@ class FlatParameters:
 
     def on_gradients(self, ready: Callable[[int, torch.Tensor], None]) -> None:
         """Call `ready(index, parameter)` whenever backward has left a parameter's gradient."""
-        for index, parameter in enumerate(self.parameters):
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(ready, index))
+        for index in self.trainable:
+            self.parameters[index].register_post_accumulate_grad_hook(partial(ready, index))
 
     def wait_unshard(self) -> None:
-        """Wait for the gather under way, if there is one."""
         if self.work:
             self.work.wait()
             self.work, self.is_unsharded = None, True
@@ -94,19 +90,16 @@ class FlatGradients:
     Attributes:
         used: indices of the parameters that have a gradient.
         ready: indices of those whose gradient of the step's last backward is there.
-        full: (n,) what backward adds up, until it is summed over the ranks; None before any.
+        full: (n,) what backward adds up, until it is summed over the ranks.
         shard: this rank's cut of the sum, once its reduction has begun.
-        work: the collective under way, or None.
     """
 
     def __init__(self, flat: FlatParameters):
         self.flat = flat
         self.ranks = flat.axis.size * (flat.replicas.size if flat.replicas else 1)
-        self._trainable = {index for index, p in enumerate(flat.parameters) if p.requires_grad}
         self.reset()
 
     def reset(self) -> None:
-        """Forget the step; the pieces keep their gradients."""
         self.used, self.ready = set[int](), set[int]()
         self.full: torch.Tensor | None = None
         self.shard: torch.Tensor | None = None
@@ -114,8 +107,7 @@ class FlatGradients:
 
     @property
     def is_full(self) -> bool:
-        """True if the step's last backward has left every gradient."""
-        return self.ready == self._trainable
+        return self.ready == self.flat.trainable
 
     @torch.no_grad()
     def add(self, index: int) -> None:
@@ -142,7 +134,6 @@ class FlatGradients:
         return self.shard, self.full
 
     def wait(self) -> None:
-        """Wait for the collective under way, if there is one."""
         if self.work:
             self.work.wait()
         self.work = None
@@ -157,12 +148,8 @@ class FlatGradients:
 
 
 class Unit:
-    """Parameters that are gathered and freed together, whenever one of `modules` runs.
-
-    Attributes:
-        stays: not freed before the step ends.
-        uses: every place where a module has one of the parameters; a tied one has several.
-    """
+    """Parameters that are gathered and freed together, whenever one of `modules` runs; if it `stays`, at the
+    end of a step. `uses` are the places where a module has one of them; a tied one has several."""
 
     def __init__(self, modules: Sequence[nn.Module], flats: Sequence[FlatParameters], *, stays: bool):
         self.modules, self.flats, self.stays = modules, flats, stays
@@ -204,7 +191,7 @@ def gather_pieces(
     flats: Iterable[FlatParameters], pieces: Mapping[torch.Tensor, torch.Tensor]
 ) -> dict[torch.Tensor, torch.Tensor]:
     """Full tensors by parameter, shaped as it, from all ranks' pieces (n,). All ranks call it at once."""
-    full: dict[torch.Tensor, torch.Tensor] = {}
+    full = {}
     for flat in flats:
         shard = torch.cat([pieces[p].reshape(-1) for p in flat.parameters])
         values = shard.new_empty(flat.full.shape)

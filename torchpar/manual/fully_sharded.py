@@ -10,8 +10,8 @@ as soon as a unit's gradients are all there, they are reduce-scattered: each ran
                                        each forward without gradients: pieces may have been written to
     replicate_group                    the shards are summed over replicas too (HSDP)
 
-WHAT moves are the functions, WHEN are the methods of `FSDP`, in the order in which they run. The memory that
-moves is `flat_parameters`. ZeRO-1, which shards only what the optimizer keeps, is `sharded_optimizer`.
+WHAT moves are the functions, of the memory in `flat_parameters`; WHEN are the methods of `FSDP`, in the order
+in which they run. ZeRO-1, which shards only what the optimizer keeps, is `sharded_optimizer`.
 Sources: ZeRO (arXiv 1910.02054), PyTorch FSDP (arXiv 2304.11277).
 """
 
@@ -78,8 +78,7 @@ class FSDP(Accumulates, nn.Module):
         module: its values become those of the first rank. It then shows pieces, except while it runs.
         units: lists of submodules that are gathered together; each parameter is in one list alone. The module
             itself may be the last, for what is left: it stays gathered to the end of a step.
-        group: the ranks: an Axis, a torch ProcessGroup, or None for all.
-        replicate_group: ranks that hold the same shard as this one: hybrid sharding.
+        group: the ranks: an Axis, a torch ProcessGroup, or None for all; `replicate_group`: with this shard.
         zero: 3 shards parameters, gradients and optimizer state, 2 all but the parameters.
         reshard_after_forward: zero 3: free after forward, and gather again in backward.
         inputs_only: backward does not read the weights of modules of just these types.
@@ -105,19 +104,18 @@ class FSDP(Accumulates, nn.Module):
         for modules in units:
             fill(modules)
             inside = {parameter for part in modules for parameter in part.parameters()}
-            members = [(name, parameter) for name, parameter in named if parameter in inside]
-            named = [(name, parameter) for name, parameter in named if parameter not in inside]
-            cut = partial(FlatParameters, axis=self.axis, zero=zero, replicas=replicas)
-            flats = [cut(alike) for alike in pack(members, float("inf"))]
+            members = [pair for pair in named if pair[1] in inside]
+            named = [pair for pair in named if pair[1] not in inside]
+            packs = pack(members, limit_bytes=float("inf"))
+            flats = [FlatParameters(alike, self.axis, zero=zero, replicas=replicas) for alike in packs]
             stays = zero == 2 or not reshard_after_forward or module in modules
             self.units.append(Unit(modules, flats, stays=stays))
         # In the order in which backward comes to them.
         self.flats = [flat for unit in reversed(self.units) for flat in unit.flats]
         self._visits, self._visits_before = list[Unit](), list[Unit]()  # of this pass, and of one like it
         self._read = list[Unit]()  # of this pass, those whose weights backward reads again
-        self._current: Unit | None = None
         self._unsharded = list[Unit]()  # the current one, and those that stay or are gathered ahead
-        self._reducing: Unit | None = None
+        self._current = self._reducing = None
         for unit in self.units:
             for part in unit.modules:
                 part.register_forward_pre_hook(partial(self.before_forward, unit), prepend=True)
@@ -136,7 +134,6 @@ class FSDP(Accumulates, nn.Module):
         return output
 
     def before_forward(self, unit: Unit, module: nn.Module, args: tuple) -> None:
-        """A module of the unit is about to run."""
         if unit is not self._current:
             self._visits.append(unit)
             self.enter(unit, self._visits_before[len(self._visits) :])
@@ -145,9 +142,8 @@ class FSDP(Accumulates, nn.Module):
         """A module of the unit has run: backward will come through what it returned."""
         if unit.stays or not torch.is_grad_enabled() or type(module) in self._inputs_only:
             return
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda gradient: self.before_backward(unit))
+        for tensor in (x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad):
+            tensor.register_hook(lambda gradient: self.before_backward(unit))
         if self._read[-1:] != [unit]:
             self._read.append(unit)
 
@@ -165,11 +161,10 @@ class FSDP(Accumulates, nn.Module):
                 other.reshard()
             self.begin_unshard(unit)
             unit.wait_unshard()
-        for following in upcoming[:1]:
-            self.begin_unshard(following)
+        if upcoming:
+            self.begin_unshard(upcoming[0])
 
     def begin_unshard(self, unit: Unit) -> None:
-        """Begin to gather a unit's parameters, if they are not there."""
         if unit not in self._unsharded:
             self._unsharded.append(unit)
             for flat in unit.flats:
@@ -184,8 +179,7 @@ class FSDP(Accumulates, nn.Module):
                 self.reduce(unit)
 
     def reduce(self, unit: Unit) -> None:
-        """Begin to reduce a unit's gradients; at most two units hold full ones."""
-        for flat in self._reducing.flats if self._reducing else ():
+        for flat in self._reducing.flats if self._reducing else ():  # at most two units hold full ones
             all_reduce_over_replicas(flat.gradients)
         for flat in unit.flats:
             reduce_scatter_gradients(flat.gradients)
@@ -201,7 +195,6 @@ class FSDP(Accumulates, nn.Module):
         self.reshard_all()
 
     def reshard_all(self) -> None:
-        """Free all parameters."""
         for unit in self._unsharded:
             unit.reshard()
         self._unsharded, self._current = [], None

@@ -43,7 +43,6 @@ def leave_region(x: torch.Tensor, axis: Axis, dim: int | None = None) -> torch.T
 
 
 def scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """This rank's part, (.., d / R, ..) at `dim`, of a tensor (.., d, ..) that all ranks share."""
     return _Mapping.apply(x, axis, dim, _part, _all_gather)
 
 
