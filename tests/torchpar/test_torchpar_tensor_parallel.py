@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from modules import normal, share
-from ranks import RANKS, axis, counted, on_ranks
+from ranks import RANKS, axis, on_ranks
 from torch import nn
 from torch.nn import functional as F
 

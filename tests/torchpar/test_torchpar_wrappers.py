@@ -14,7 +14,7 @@ import modules
 import pytest
 import torch
 from modules import Odd, double, ids, normal, share, stack
-from ranks import RANKS, counted, on_ranks
+from ranks import RANKS, on_ranks
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.checkpoint import checkpoint
