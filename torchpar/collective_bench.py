@@ -61,7 +61,7 @@ def time_as_rank(rank: Rank, *, request: CollectiveRequest, folder: Path) -> Non
 
 def axis_of(way: str, rank: int, *, ranks: int) -> Axis:
     """All ranks, for one way; PyTorch's own operations on gloo get a group as PyTorch makes it."""
-    group = process_groups.make_stock_group() if way == "gloo" else process_groups.world_group()
+    group = dist.new_group() if way == "gloo" else process_groups.world_group()
     return Axis("world", size=ranks, rank=rank, group=group)
 
 

@@ -51,11 +51,9 @@ class CallObserver(Protocol):
 
         `members` are the ranks of its group, among all; `to` is the one that a message is for.
         """
-        ...
 
     def ends(self) -> None:
         """The call has been handed on."""
-        ...
 
 
 observers: list[CallObserver] = []
@@ -199,13 +197,19 @@ class Axis:
         """
         with self._observed("reduce_scatter", full, purpose, piece):
             parts = [full[cut] for cut in chunk_slices(len(full), self.size)]
-            if self.group is None or len(full) == 0:
+            if self.size == 1 or len(full) == 0:
                 piece.copy_(full)
                 return DONE
             if self._sends_to_each:
                 arrived = full.new_empty(self.size, len(piece))
-                works = self._exchange(list(arrived), parts)
-                return _Works(works, lambda: self._add_up(piece, parts[self.rank], arrived))
+                works, own = self._exchange(list(arrived), parts), parts[self.rank]
+
+                def add_up() -> None:
+                    total = own
+                    for step in range(1, self.size):
+                        total = torch.add(total, arrived[self.rank - step], out=piece)
+
+                return _Works(works, add_up)
             if len(full) % self.size == 0:
                 return _reduce_scatter_equal(piece, full, group=self.group, async_op=True)
             count = len(parts[0])
@@ -238,7 +242,7 @@ class Axis:
         return work
 
     def all_gather_objects(self, value: T) -> list[T]:
-        """Every rank's small picklable value, in order. Not observed: it is never part of a step."""
+        """Every rank's small picklable value, in order. It is never part of a step."""
         if self.size == 1:
             return [value]
         values: list = [None] * self.size
@@ -247,7 +251,6 @@ class Axis:
 
     @property
     def _sends_to_each(self) -> bool:
-        """True if gathers and scatters are made of sends."""
         return dist.get_backend(self.group) == "gloo"
 
     def _exchange(self, slots: list[torch.Tensor], parts: list[torch.Tensor]) -> list[Work | None]:
@@ -261,33 +264,18 @@ class Axis:
                 works.append(dist.irecv(slots[source], group=self.group, group_src=source))
         return works
 
-    def _add_up(self, piece: torch.Tensor, own: torch.Tensor, arrived: torch.Tensor) -> None:
-        """Fill `piece` with this rank's own part and those of the others."""
-        if self.size == 1:
-            piece.copy_(own)
-        total = own
-        for step in range(1, self.size):
-            total = torch.add(total, arrived[self.rank - step], out=piece)
-
     @contextmanager
     def _observed(
-        self,
-        kind: str,
-        full: torch.Tensor,
-        purpose: str,
-        other: torch.Tensor | None = None,
-        *,
-        to: int | None = None,
+        self, kind: str, full: torch.Tensor, purpose: str, *others: torch.Tensor, to: int | None = None
     ) -> Generator[None]:
-        for tensor in (full,) if other is None else (full, other):
+        for tensor in (full, *others):
             if not tensor.is_contiguous():
                 raise ValueError(
                     f"{kind} of a non-contiguous tensor {tuple(tensor.shape)}, strides {tensor.stride()}"
                 )
-        call = Call(kind, self.name, purpose)
         watching = list(observers)
         for observer in watching:
-            observer.begins(call, full, self.members, to)
+            observer.begins(Call(kind, self.name, purpose), full, self.members, to)
         try:
             yield
         finally:

@@ -1,23 +1,20 @@
 """Process groups: how the ranks of a run find each other, split up, and part; and two cures for gloo.
 
 gloo gives a group two workers, and each notes the collective that it has just finished in a string of the
-group, which nothing guards (`ProcessGroupGloo::runLoop`, torch 2.13). A name of more than 15 letters lives on
-the heap: two workers that finish at the same moment free it twice, and the process aborts. DTensor's
-all-gathers are "ALLGATHER_COALESCED", and several are under way at once. So a group gets one worker, which
-works in order, as NCCL does. A future's callback that waits for its own group would wait for ever.
+group, which nothing guards (`ProcessGroupGloo::runLoop`, torch 2.13). A name of more than 15 letters, as
+ALLGATHER_COALESCED of DTensor's, is on the heap: two that finish at once free it twice, and the process
+aborts. So a group gets one worker, which works in order, as NCCL does.
 
-A thread of gloo's moves the bytes. When a socket has news it tries the lock of the connection, which a rank
-that sends holds, and asks the socket again, without end. It wakes up on the rank's core and goes first: it
-spins for its time slice, for a lock whose owner waits for the core. A thread of the policy SCHED_BATCH does
-not go first when it wakes up.
+A thread of gloo's moves the bytes. When a socket has news it spins for the lock of the connection, which a
+rank that sends may hold. It wakes up on the rank's core and goes first, so that the rank cannot give it back.
+A thread of the policy SCHED_BATCH does not go first when it wakes up.
 """
 
 import datetime
 import os
 import socket
-import warnings
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -59,11 +56,11 @@ def choose_interface(host: str, port: int = 1) -> None:
 def join_group(
     *, rank: int, world_size: int, device: torch.device, rendezvous: Path | None, timeout_s: float
 ) -> None:
-    """Join the group of all ranks. Leave it with `leave_group`.
+    """Join the group of all ranks: of NCCL for a GPU, which is then this rank's own, or of gloo.
 
     Args:
         rank, world_size: this process among all.
-        device: NCCL for a GPU, which is then this rank's own; gloo for the CPU.
+        device: this rank's.
         rendezvous: a file that all ranks can reach and that did not exist; None reads MASTER_ADDR and
             MASTER_PORT, which torchrun sets.
         timeout_s: seconds that a collective may take.
@@ -88,13 +85,10 @@ def join_absent(*, world_size: int) -> None:
 
 
 def leave_group() -> None:
-    """Wait for the other ranks, if there are any, so that none hangs up on another.
+    """Wait for the other ranks, if there are any. The process must end by os._exit after this.
 
-    The process must end by os._exit after this.
-
-    The group is not destroyed: if DDP's reducer outlives it, gloo's threads are joined under the GIL, and
-    one of them may need the GIL to drop a dispatch mode that `measure` had installed: a deadlock at
-    exit (seen with torch 2.13).
+    The group is not destroyed: if DDP's reducer outlives it, gloo's threads are joined under the GIL, which
+    one of them may need to drop a dispatch mode of `measure`: a deadlock at exit (seen with torch 2.13).
     """
     if dist.is_initialized():
         dist.barrier()
@@ -104,13 +98,6 @@ def world_group() -> dist.ProcessGroup:
     """The group of all ranks."""
     group = dist.group.WORLD
     assert group is not None
-    return group
-
-
-def make_stock_group() -> dist.ProcessGroup:
-    """A further group of all ranks, as PyTorch makes it: gloo has two workers, whose threads do not yield."""
-    group = dist.new_group()
-    assert isinstance(group, dist.ProcessGroup)
     return group
 
 
@@ -145,10 +132,8 @@ def yielding_threads() -> Generator[None]:
         yield
         return
     usual = os.sched_getparam(0)
-    try:
+    with suppress(OSError):  # a system that forbids it: messages take more CPU time
         os.sched_setscheduler(0, os.SCHED_BATCH, usual)
-    except OSError as error:
-        warnings.warn(f"gloo's messages will take more CPU time: SCHED_BATCH: {error}", stacklevel=3)
     try:
         yield
     finally:
