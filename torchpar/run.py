@@ -134,8 +134,8 @@ def autocast(run: Run) -> AbstractContextManager:
     return torch.autocast(run.mesh.device.type, dtype=dtype, cache_enabled=False)
 
 
-def now(run: Run) -> float:
+def now(device: torch.device) -> float:
     """Time in seconds, after the device has finished its queue."""
-    if run.mesh.device.type == "cuda":
-        torch.cuda.synchronize(run.mesh.device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter()

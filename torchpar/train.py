@@ -150,7 +150,7 @@ def _sha256_of(parallel: ParallelModel, first: Weights, request: Request) -> str
 
 def compile_ahead(run: Run) -> float:
     """Run the first pass once, and drop its gradients. Returns the seconds that this took."""
-    clock = Stopwatch(functools.partial(now, run))
+    clock = Stopwatch(functools.partial(now, run.mesh.device))
     arrays = arrays_of_step(run.corpus, run.experiment, run.state.step)
     with clock, autocast(run):
         _, loss = run.parallel.module(*next(to_device(run, arrays).passes()))
@@ -175,7 +175,7 @@ def train_to_end(run: Run, tell: Recording) -> None:
 
 def train_step(run: Run, tell: Recording) -> None:
     """Draw, compute, update, tell: one step, which the host waits for. What observers do costs no time."""
-    step, clock = run.state.step, Stopwatch(functools.partial(now, run))
+    step, clock = run.state.step, Stopwatch(functools.partial(now, run.mesh.device))
     arrays = arrays_of_step(run.corpus, run.experiment, step)
     with tell.around(step):
         with clock:
@@ -190,7 +190,7 @@ def train_step(run: Run, tell: Recording) -> None:
 
 def train_window(run: Run, tell: Recording, *, steps: int) -> None:
     """Steps with no synchronisation of host and device between them, timed together."""
-    first, clock = run.state.step, Stopwatch(functools.partial(now, run))
+    first, clock = run.state.step, Stopwatch(functools.partial(now, run.mesh.device))
     drawn = [arrays_of_step(run.corpus, run.experiment, step) for step in range(first, first + steps)]
     done = []
     with clock:

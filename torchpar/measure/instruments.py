@@ -46,21 +46,16 @@ class Instruments(Observer):
             "optimizer": parallel.optimizer_state(),
             "gathered parameters": parallel.transient,
         }
-        self._memory = MemorySink(
-            present,
-            elsewhere=host_tensors(parallel.optimizer),
-            module=parallel.module,
-            device=self._run.mesh.device.type,
-        )
+        elsewhere, device = host_tensors(parallel.optimizer), self._run.mesh.device.type
+        memory = MemorySink(present, elsewhere=elsewhere, module=parallel.module, device=device)
         work = WorkSink(parallel.module, has_tasks=parallel.run_pipeline is not None)
+        self._memory, is_compiled = memory, parallel.compiled is not None
         # To be watched is no reason to compile anew: other steps run this, too.
-        as_it_is = (
-            torch.compiler.set_stance(skip_guard_eval_unsafe=True) if parallel.compiled else nullcontext()
-        )
-        with as_it_is, Watch(self._memory, self.ledger, work):
+        as_it_is = torch.compiler.set_stance(skip_guard_eval_unsafe=True) if is_compiled else nullcontext()
+        with as_it_is, Watch(memory, self.ledger, work):
             yield
-            self._memory.tag("optimizer", parallel.optimizer_state())  # which a first step makes
-        self._findings = self._memory.memory(), work.seen()
+            memory.tag("optimizer", parallel.optimizer_state())  # which a first step makes
+        self._findings = memory.memory(), work.seen()
 
     def gradients(self, step: int) -> None:
         """Count later allocations to the optimizer."""

@@ -15,6 +15,7 @@ never made, and alive at the end existed before the step, as DDP's buckets do.
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -52,16 +53,14 @@ PRECEDENCE: tuple[Tag, ...] = (
     "activations",
     "communication buffers",
 )
-RESIZE = "resize_"
 
 
 class _Life:
     """A storage from its first sight on: its size now, since when, and the sizes it had before."""
 
     def __init__(self, size: int, since: int, *, is_made: bool):
-        self.size, self.since = size, since
-        self.tags: set[Tag] = set()
-        self.is_alive, self.is_made = True, is_made
+        self.size, self.since, self.is_made, self.is_alive = size, since, is_made, True
+        self.tags = set[Tag]()
         self.reference: weakref.ref | None = None
         self._before: list[tuple[int, int, int]] = []
 
@@ -79,8 +78,8 @@ class _Life:
 
     def lifetimes(self) -> Iterable[Lifetime]:
         first: Tag = next((tag for tag in PRECEDENCE if tag in self.tags), "temporaries")
-        kind: Class = "communication buffers" if first == "messages" else first
-        return [Lifetime(kind, *span) for span in self._before if span[0] and span[1] < span[2]]
+        role: Class = "communication buffers" if first == "messages" else first
+        return [Lifetime(role, *span) for span in self._before if span[0] and span[1] < span[2]]
 
 
 class MemorySink(Sink):
@@ -102,7 +101,7 @@ class MemorySink(Sink):
         device: str = "cpu",
     ):
         self._device, self._module = device, module
-        self._elsewhere = {storage._cdata: storage for storage in map(_storage, elsewhere)}
+        self._elsewhere = {tensor.untyped_storage()._cdata: tensor for tensor in elsewhere}
         self._alive: dict[int, _Life] = {}
         self._lives: list[_Life] = []
         self._made_by_forward: list[_Life] = []
@@ -116,7 +115,7 @@ class MemorySink(Sink):
     def begin(self) -> None:
         if self._device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        resize = self._resize = torch.UntypedStorage.resize_
+        resize = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             life = self._life_of(storage)
@@ -126,11 +125,11 @@ class MemorySink(Sink):
                 life.resize(storage.nbytes(), self._position)
             return result
 
-        # Neither FSDP resizes by an operator. By its name: the type checker knows it as a method.
-        setattr(torch.UntypedStorage, RESIZE, resize_)
+        self._patch = patch.object(torch.UntypedStorage, "resize_", resize_)  # FSDP's is no operator
+        self._patch.start()
 
     def end(self) -> None:
-        setattr(torch.UntypedStorage, RESIZE, self._resize)
+        self._patch.stop()
         for life in self._alive.values():
             life.end(self._position, of_step=True)
 
@@ -159,18 +158,18 @@ class MemorySink(Sink):
 
     def enter(self, module: nn.Module) -> None:
         if id(module) in self._losses:
-            self._begin_loss()
+            self._in_loss = True
 
     def leave(self, module: nn.Module, output: Any) -> None:
         if id(module) in self._losses:
             self._in_loss = False
             if output is not None and output.requires_grad:
-                output.register_hook(self._begin_loss)  # its backward
+                output.register_hook(self._enter_loss)  # its backward
         if id(module) in self._heads and output is not None:
             self.tag("logits", [output])
             self._logits_bytes = sum(tensor.untyped_storage().nbytes() for tensor in _plain(output))
             if output.requires_grad:
-                output.register_hook(self._end_loss)
+                output.register_hook(self._leave_loss)
 
     def memory(self) -> DeviceMemory:
         """The step by class, after its end; on a GPU with the most that the allocator gave out."""
@@ -224,10 +223,10 @@ class MemorySink(Sink):
         self._lives.append(life)
         return life
 
-    def _begin_loss(self, *_: Any) -> None:
+    def _enter_loss(self, gradient: torch.Tensor) -> None:
         self._in_loss = True
 
-    def _end_loss(self, gradient: torch.Tensor) -> None:
+    def _leave_loss(self, gradient: torch.Tensor) -> None:
         """The gradient of the logits is there."""
         self.tag("logits", [gradient])
         self._in_loss = False
@@ -235,7 +234,7 @@ class MemorySink(Sink):
 
 def resident_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages behind tensors of any shape, each storage once."""
-    storages = (_storage(local(tensor)) for tensor in tensors)
+    storages = (local(tensor).untyped_storage() for tensor in tensors)
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
@@ -246,7 +245,3 @@ def _plain(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     names, _ = tensor.__tensor_flatten__()
     inside = [getattr(tensor, name) for name in names]  # a DTensor's mesh, too
     return [plain for part in inside if isinstance(part, torch.Tensor) for plain in _plain(part)]
-
-
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
