@@ -8,7 +8,7 @@ from msgspec import UNSET
 
 from compare.contract.record import Record
 from compare.contract.timeline import Timeline, exposed_us, idle_us
-from compare.judge.profile import DeviceTime, EngineProfile, Profile
+from compare.judge.profile import EngineProfile, Profile
 from compare.pipeline.schedules import Kind, make_schedule
 from compare.pipeline.simulator import bubble_fraction, makespan, peak_in_flight
 from compare.pipeline.simulator import run as simulate
@@ -17,13 +17,6 @@ from compare.show.findings import Column, Row, Table, Text, by_reason, written
 from compare.terminal import SCHEDULES
 
 TIMES = ("forward", "backward", "update", "communication", "exposed", "idle")
-DEVICE = (
-    Column[DeviceTime]("device", lambda device: f"device {device.device}"),
-    *(
-        Column[DeviceTime](name, lambda device, name=name: getattr(device, f"{name}_ms"), ".2f")
-        for name in TIMES
-    ),
-)
 ENGINE: tuple[Column[EngineProfile], ...] = (
     Column("step, unwatched (ms)", lambda engine: engine.step_ms, ".1f"),
     Column("step, watched (ms)", lambda engine: engine.watched_ms or None, ".1f"),

@@ -13,14 +13,13 @@ from compare.host.json_files import write_json
 from compare.judge.outcome import Grid, Outcome
 from compare.judge.profile import PROFILE, profile_of
 from compare.present.profile import (
-    DEVICE,
     chrome_trace,
     engine_table,
     measured_figures,
     notes,
     planned_figures,
 )
-from compare.show.findings import Findings, table_of
+from compare.show.findings import Findings
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.studies.run import verdict_findings
@@ -91,10 +90,6 @@ class Profile(Spread, Study, frozen=True, kw_only=True):
             passed=profile.passed,
             about=[f"{outcome.circumstances.machine.system}, {outcome.device_kind}. {created} UTC."],
             tables=[engine_table(profile, f"O{words[1:]}")],
-            details=[
-                table_of(f"{engine.name}: every device of step {engine.step} (ms)", DEVICE, engine.devices)
-                for engine in watched
-            ],
             notes=[
                 *notes(profile, outcome.platform),
                 *(f"trace for Perfetto: {folder / engine.name / TRACE}" for engine in watched),

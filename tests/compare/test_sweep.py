@@ -10,7 +10,6 @@ from compare.cli import main
 from compare.numerics.parameters import parameter_count
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import to_toml
-from compare.studies import sweep as command
 from compare.studies.sweep import Sweep
 
 SWEEP = ("sweep", "small.toml", "--no_ladder", "--quiet", "--json", "--engines", "torch-manual")
@@ -142,15 +141,3 @@ def test_refused_in_one_line_and_nothing_is_left(monkeypatch, tmp_path, capsys):
         assert main(["sweep", "demo", *line.split(), "--quiet"]) == 2
         assert says in " ".join(capsys.readouterr().err.split()), line
     assert not [path for path in tmp_path.rglob("*") if path.name != "runs"]
-
-
-def test_two_strategies_for_real(shardpair):
-    flags = "--engines torch-manual --presets zero1 tp --train.max_iters 3 --model.n_layer 2 --json"
-    done = shardpair("sweep", "check", *flags.split(), "--run_dir", "run")
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
-    assert [row["strategy"] for row in found["rows"]] == ["single", "zero1", "tp"]
-    assert "agree with reference on 14 rungs" in found["verdict"]
-    assert found["rows"][0]["comm_bytes"] == 0 < found["rows"][1]["comm_bytes"]
-    assert (shardpair.folder / "run" / "sweep.html").is_file()
-    assert command.DEVICES == (2,)
