@@ -1,5 +1,7 @@
 """Plan of a command, which starts nothing: `--dry_run`."""
 
+from collections.abc import Callable
+
 from msgspec import Struct
 
 from compare.execute.hosts import Hosts
@@ -13,8 +15,8 @@ from compare.show.terminal import print_findings
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError, to_toml
 from compare.studies.fitting import estimate_memory, require_case
-from compare.studies.own_weights import objection_to
-from compare.studies.resuming import objection_to_resume
+from compare.studies.own_weights import check_weights
+from compare.studies.resuming import described, require_resumable
 from compare.terminal import human_bytes, layout_in_words, results_console
 
 ESTIMATED = ("activations", "logits")
@@ -43,13 +45,17 @@ class PlannedCase(Struct, frozen=True, kw_only=True):
 def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json: bool) -> int:
     """Print what each case would be, hold and be refused for. Returns 0, or 2 if anything is refused."""
     experiment, platform, tokens = outcome.experiment, outcome.platform, 0
-    refusals = [objection_to(init_from, experiment)]
-    refusals += [objection_to_resume(resume, outcome.cases, experiment)]
-    try:
+
+    def open_data() -> None:
+        nonlocal tokens
         tokens = len(open_corpus(experiment, validated_sha256=UNREAD).train)
-    except ExperimentError as error:
-        refusals.insert(0, str(error))
-    refusals = list(filter(None, refusals))
+
+    def open_checkpoints() -> None:
+        for name in described(resume, outcome.cases, experiment):
+            require_resumable(name, resume)
+
+    attempts = (open_data, lambda: check_weights(init_from, experiment), open_checkpoints)
+    refusals = [why for attempt in attempts if (why := _refusal(attempt))]
     cases = [_planned(name, case, platform, hosts) for name, case in outcome.cases.items()]
     refused = next(filter(None, [*(case.refusal for case in cases), *refusals]), "")
     verdict = f"this would be refused: {refused}" if refused else "all of it can run"
@@ -95,12 +101,18 @@ def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json
     return 2 if refused else 0
 
 
-def _planned(name: str, case: Case, platform: str, hosts: Hosts) -> PlannedCase:
-    engine, experiment, refusal = ENGINES[case.engine], case.experiment, ""
+def _refusal(attempt: Callable[[], None]) -> str:
+    """Why an attempt is refused; '' if it is not."""
     try:
-        require_case(case.engine, case.experiment, platform=platform, hosts=hosts)
+        attempt()
     except (ExperimentError, EnvironmentMissing) as error:
-        refusal = str(error)
+        return str(error)
+    return ""
+
+
+def _planned(name: str, case: Case, platform: str, hosts: Hosts) -> PlannedCase:
+    engine, experiment = ENGINES[case.engine], case.experiment
+    refusal = _refusal(lambda: require_case(case.engine, experiment, platform=platform, hosts=hosts))
     estimate = estimate_memory(case.engine, experiment)
     sizes = estimate.per_device
     fullest = sizes.index(max(sizes))

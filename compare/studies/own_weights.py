@@ -45,14 +45,10 @@ def freeze_weights(source: str, experiment: Experiment, folder: Path, *, pythons
     return Init(path=str((folder / INIT).absolute()), sha256=fingerprint(weights))
 
 
-def objection_to(source: str, experiment: Experiment) -> str:
-    """An objection to a user's weights, as far as it shows without starting a side; '' if there is none."""
-    try:
-        if source and _is_canonical(source):
-            read_weights(Path(source), experiment)
-    except ExperimentError as error:
-        return str(error)
-    return ""
+def check_weights(source: str, experiment: Experiment) -> None:
+    """Refuse a user's weights, as far as it shows without starting a side. Raises ExperimentError."""
+    if source and _is_canonical(source):
+        read_weights(Path(source), experiment)
 
 
 def _is_canonical(source: str) -> bool:

@@ -126,16 +126,6 @@ def require_continues(
         raise CheckpointError(f"--resume {folder}: {why}")
 
 
-def objection_to_resume(source: str, engines: Iterable[str], experiment: Experiment) -> str:
-    """What is wrong with checkpoints, as far as it shows without reading all of them; '' if nothing is."""
-    try:
-        for name in described(source, engines, experiment):
-            require_resumable(name, source)
-    except ExperimentError as error:
-        return str(error)
-    return ""
-
-
 def changed_settings(source: str, engines: Iterable[str], experiment: Experiment) -> list[str]:
     """What a resumed run asks for differently, and may, but not without a word."""
     found = described(source, engines, experiment).values()

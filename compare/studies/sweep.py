@@ -11,10 +11,9 @@ measures strategies, and proves that they compute the same.
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import Struct
 
 from compare.contract.record import Record, read_record
 from compare.execute.launch import require_devices
@@ -24,7 +23,7 @@ from compare.judge.metrics import METRICS
 from compare.judge.outcome import Grid, Outcome
 from compare.numerics.parameters import parameter_count
 from compare.present.report import loss_figure
-from compare.show.figures import INK, Figure, colour, ticks
+from compare.show.figures import Figure
 from compare.show.findings import Column, Findings, Table, table_of
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited
@@ -33,46 +32,17 @@ from compare.studies.presets import CLASSIC, PRESETS, check_names, check_presets
 from compare.studies.run import verdict_findings
 from compare.study import Study, against_one_device
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 DEVICES, SCALED = (2,), (1, 2, 4)
 Scaling = Literal["none", "strong", "weak"]
 
 SHOWN = (
-    "final_loss",
-    "mean_loss",
-    "step_time_ms_median",
-    "tokens_per_s",
-    "mfu",
-    "peak_mem_bytes",
-    "comm_bytes",
+    *("final_loss", "mean_loss", "step_time_ms_median", "tokens_per_s"),
+    *("mfu", "peak_mem_bytes", "comm_bytes"),
 )
 
 
-class StrategyRow(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One strategy on one engine, of one process: an order of magnitude. Figures are those of METRICS."""
-
-    engine: str
-    strategy: str
-    variant: str = ""
-    devices: int
-    batch_size: int
-    """Sequences in a pass, over all devices."""
-    mean_loss: float
-    final_loss: float
-    step_time_ms_median: float
-    tokens_per_s: float
-    mfu: float | None = None
-    """None for devices without a peak in `closed_forms.flops`, such as any CPU."""
-    peak_mem_bytes: int
-    comm_bytes: int
-    comm_wire_bytes: int
-    verdict: str
-    """Of the ladder; empty for the reference."""
-    passed: bool
-    efficiency: float | None = None
-    """In scaling: throughput per device over that of the engine's smallest number of devices."""
+Row = dict[str, Any]
+"""One strategy on one engine, of one process: an order of magnitude. Figures are those of METRICS."""
 
 
 class Sweep(Study, frozen=True, kw_only=True):
@@ -143,10 +113,7 @@ class Sweep(Study, frozen=True, kw_only=True):
         if min(given) < 1 or sorted(set(given)) != list(given):
             raise ExperimentError(f"--devices {words}: give each number once, rising from 1")
         if self.scaling == "none" and len(given) > 1:
-            raise ExperimentError(
-                f"--devices {words}: give one number, or say what stays equal with --scaling strong (the "
-                f"batch) or --scaling weak (each device's share of it)"
-            )
+            raise ExperimentError(f"--devices {words}: give one number, or --scaling strong or weak")
         if self.scaling != "none" and len(given) == 1:
             raise ExperimentError(f"--scaling {self.scaling} --devices {words}: give two numbers or more")
         return given
@@ -167,7 +134,7 @@ class Sweep(Study, frozen=True, kw_only=True):
             tables=[sweep_table(rows, scaled=is_scaled(outcome))],
         )
         records = {name: read_record(folder / name) for name in outcome.finished if (folder / name).is_dir()}
-        figures = [scaling_figure(rows)] if is_scaled(outcome) else loss_figures(outcome, records)
+        figures = [] if is_scaled(outcome) else loss_figures(outcome, records)
         value = {"rows": rows, "passed": found.passed, "verdict": found.sentence, "result": outcome}
         return msgspec.structs.replace(found, value=value, figures=figures)
 
@@ -177,14 +144,14 @@ def is_scaled(outcome: Outcome) -> bool:
     return outcome.options.get("scaling", "none") != "none"
 
 
-def rows_of(outcome: Outcome) -> list[StrategyRow]:
-    """The rows with their verdicts and efficiencies."""
+def rows_of(outcome: Outcome) -> list[Row]:
+    """The rows with their verdicts, in scaling with efficiencies."""
     verdicts, rows = {verdict.candidate: verdict for verdict in outcome.verdicts}, []
     # A reference has the setting of what is held against it.
     settings = {case.against or name: case.row.partition(", ")[2] for name, case in outcome.cases.items()}
-    for name, figures in outcome.values(dict[str, Any]).items():
+    for name, figures in outcome.figures.items():
         case, verdict = outcome.cases[name], verdicts.get(name)
-        facts = {
+        row = {
             "engine": case.engine,
             "strategy": case.row.partition(".")[0] if case.against else "single",
             "variant": case.row.partition(", ")[2] if case.against else settings[name],
@@ -192,43 +159,39 @@ def rows_of(outcome: Outcome) -> list[StrategyRow]:
             "verdict": verdict.sentence() if verdict else "",
             "passed": verdict is None or verdict.passed,
         }
-        rows.append(msgspec.convert({**figures, **facts}, StrategyRow))
-    if not is_scaled(outcome):
-        return rows
-    return [msgspec.structs.replace(row, efficiency=_efficiency(row, rows)) for row in rows]
+        rows.append({**figures, **row})
+    for row in rows if is_scaled(outcome) else ():
+        row["efficiency"] = _efficiency(row, rows)
+    return rows
 
 
-def _efficiency(row: StrategyRow, rows: list[StrategyRow]) -> float:
+def _efficiency(row: Row, rows: list[Row]) -> float:
     """Throughput per device over that of the smallest number of devices."""
-    of_engine = (other for other in rows if (other.engine, other.variant) == (row.engine, row.variant))
-    alike = [other for other in of_engine if other.strategy in (row.strategy, "single")]
-    base = min(alike, key=lambda other: other.devices)
-    return (row.tokens_per_s / row.devices) / (base.tokens_per_s / base.devices)
+    of_engine = [other for other in rows if all(other[key] == row[key] for key in ("engine", "variant"))]
+    alike = [other for other in of_engine if other["strategy"] in (row["strategy"], "single")]
+    base = min(alike, key=lambda other: other["devices"])
+    return (row["tokens_per_s"] / row["devices"]) / (base["tokens_per_s"] / base["devices"])
 
 
-def sweep_table(rows: Sequence[StrategyRow], *, scaled: bool) -> Table:
+def sweep_table(rows: Sequence[Row], *, scaled: bool) -> Table:
     """A row for each strategy on each engine."""
-    columns: list[Column[StrategyRow]] = [
-        Column("engine", lambda row: row.engine),
-        Column("strategy", lambda row: row.strategy),
-        Column("setting", lambda row: row.variant or None),
+    scaling = {"devices": "d", "batch_size": "d", "efficiency": ".0%"} if scaled else {}
+    columns: list[Column[Row]] = [
+        Column("engine", lambda row: row["engine"]),
+        Column("strategy", lambda row: row["strategy"]),
+        Column("setting", lambda row: row["variant"] or None),
+        *(Column(key, lambda row, key=key: row[key], form) for key, form in scaling.items()),
         *(
-            Column(metric.label, lambda row, key=metric.key: getattr(row, key), metric.form)
+            Column(metric.label, lambda row, key=metric.key: row.get(key), metric.form)
             for metric in METRICS
             if metric.key in SHOWN
         ),
         Column(
             "verdict",
-            lambda row: row.verdict or "reference",
-            news=lambda row: "pass" if row.passed else "fail",
+            lambda row: row["verdict"] or "reference",
+            news=lambda row: "pass" if row["passed"] else "fail",
         ),
     ]
-    if scaled:
-        columns[3:3] = [
-            Column("devices", lambda row: row.devices, "d"),
-            Column("batch", lambda row: row.batch_size, "d"),
-            Column("efficiency", lambda row: row.efficiency, ".0%"),
-        ]
     below = (
         "Memory is of the fullest device, communication the full tensors of one device in a steady step. The "
         "verdict is of the ladder, against one unsharded device."
@@ -248,28 +211,3 @@ def loss_figures(outcome: Outcome, records: Mapping[str, Record]) -> list[Figure
         for (engine, against), names in groups.items()
         if against in records
     ]
-
-
-def scaling_figure(rows: Sequence[StrategyRow]) -> Figure:
-    """Throughput over numbers of devices, a line for each engine and strategy."""
-    alone = {row.engine: row for row in rows if row.devices == 1}
-    lines: dict[str, list[StrategyRow]] = {}
-    for row in (row for row in rows if row.devices > 1):
-        start = [alone[row.engine]] if row.engine in alone else []
-        lines.setdefault(f"{row.engine}, {row.strategy} {row.variant}".strip(), start).append(row)
-    lines = lines or {engine: [row] for engine, row in alone.items()}
-    counts = sorted({row.devices for line in lines.values() for row in line})
-    best = max(line[0].tokens_per_s for line in lines.values()) / counts[0]
-
-    def draw(axes: "Axes") -> None:
-        for number, (name, line) in enumerate(lines.items()):
-            points = [[row.devices for row in line], [row.tokens_per_s for row in line]]
-            axes.plot(*points, "o-", color=colour(number), label=name, markersize=4)
-        axes.plot(counts, [best * count for count in counts], ":", color=INK, linewidth=1)
-        axes.set(xlabel="devices", ylabel="tokens/s", xscale="log")
-        axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter("{x:,.0f}")
-        ticks(axes, {count: str(count) for count in counts})
-
-    caption = "Of all devices. The dotted line begins with the best and grows as the devices do."
-    return Figure(title="Throughput over devices", caption=caption, draw=draw)
