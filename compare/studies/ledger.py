@@ -5,13 +5,10 @@ from typing import Annotated, ClassVar
 
 import tyro
 
-from compare.execute.paths import check_output
 from compare.flags import Spread, chosen_engines
-from compare.host.disk import write_atomically
 from compare.judge.outcome import Grid, Outcome, read_outcome
 from compare.present.ledger import findings_of_ledgers
 from compare.show.findings import Findings
-from compare.show.markdown import markdown
 from compare.show.terminal import print_findings
 from compare.spec.experiment import Experiment, ExperimentError, revalidate
 from compare.studies.fitting import Fit, as_it_is, as_preset
@@ -41,8 +38,6 @@ class Ledger(Spread, Study, frozen=True, kw_only=True):
     """Train nothing: read the ledgers of a finished run or check from its folder."""
     rows: bool = False
     """Also print every row: phase, ranks, dtype, loops and source line."""
-    output: Path | None = None
-    """Also write the tables as Markdown."""
     fail_on_unexpected: bool = False
     """Exit with 1 if a flow is outside of what its engine may send, or other than the snapshot."""
 
@@ -51,11 +46,10 @@ class Ledger(Spread, Study, frozen=True, kw_only=True):
     # The third of four steps is watched.
     fixed: ClassVar = {"train.max_iters": 4, "train.eval_interval": 0, "checkpoint.every": 0}
     keeps_records = True
-    with_continue: ClassVar = frozenset({"results", "rows", "output", "fail_on_unexpected"})
+    with_continue: ClassVar = frozenset({"results", "rows", "fail_on_unexpected"})
 
     def asked(self) -> Experiment:
         """The experiment under its layout. Raises ExperimentError."""
-        check_output("--output", self.output)
         if self.preset and self.presets:
             raise ExperimentError("--preset and --presets: give one of them")
         return super().asked() if self.presets else revalidate(self.laid_out(super().asked()))
@@ -87,10 +81,7 @@ class Ledger(Spread, Study, frozen=True, kw_only=True):
         if self.dry_run:
             return super().__call__()
         ledgers = read_ledgers(folder := self.outcome()[1])
-        findings = findings_of_ledgers(ledgers, folder, places=self.rows)
-        if self.output:
-            write_atomically(self.output, markdown(findings).encode())
-        print_findings(findings, as_json=self.json)
+        print_findings(findings_of_ledgers(ledgers, folder, places=self.rows), as_json=self.json)
         return 1 if ledgers.missing or (self.fail_on_unexpected and not ledgers.passed) else 0
 
     @classmethod

@@ -18,25 +18,6 @@ MAY_DIFFER = ("layout.", "checkpoint.", "data.", "train.max_iters")
 """Settings that a resumed run may change without a word; of the data the digest counts."""
 
 
-def checkpoints_for(source: Path, engines: Iterable[str]) -> dict[str, Path]:
-    """The checkpoint that each engine goes on from.
-
-    From a checkpoint, or the folder of an engine's run, all of them; from that of a paired run each from its
-    own: the newest after the same step. Raises CheckpointError.
-    """
-    if not (source / OUTCOME).is_file():
-        return dict.fromkeys(engines, any_checkpoint(source))
-    own = {name: checkpoints_in(source / name / CHECKPOINTS) for name in engines}
-    common = set.intersection(*map(set, own.values()))
-    if not common:
-        steps = "; ".join(f"{name} {_some(map(str, of)) or 'none'}" for name, of in own.items())
-        raise CheckpointError(
-            f"--resume {source}: there is no step after which all have a checkpoint ({steps}): give the "
-            f"folder of one of them, from which all go on"
-        )
-    return {name: of[max(common)] for name, of in own.items()}
-
-
 def any_checkpoint(source: Path) -> Path:
     """A checkpoint as it is, or the newest one of an engine's run. Raises CheckpointError: there is none."""
     if (source / DESCRIPTION).is_file():
@@ -51,11 +32,25 @@ def any_checkpoint(source: Path) -> Path:
 def described(
     source: str, engines: Iterable[str], experiment: Experiment, corpus_sha256: str = ""
 ) -> dict[str, tuple[Path, Checkpoint]]:
-    """The checkpoint of each engine, and what it says of itself; {} without a source.
+    """The checkpoint that each engine goes on from, and what it says of itself; {} without a source.
 
-    Raises CheckpointError.
+    From a checkpoint, or the folder of an engine's run, all of them; from that of a paired run each from its
+    own: the newest after the same step. Raises CheckpointError: there is none, or of another training.
     """
-    folders = checkpoints_for(Path(source), engines) if source else {}
+    if not source:
+        return {}
+    if (Path(source) / OUTCOME).is_file():
+        own = {name: checkpoints_in(Path(source, name, CHECKPOINTS)) for name in engines}
+        common = set.intersection(*map(set, own.values()))
+        if not common:
+            steps = "; ".join(f"{name} {_some(map(str, of)) or 'none'}" for name, of in own.items())
+            raise CheckpointError(
+                f"--resume {source}: there is no step after which all have a checkpoint ({steps}): give the "
+                f"folder of one of them, from which all go on"
+            )
+        folders = {name: of[max(common)] for name, of in own.items()}
+    else:
+        folders = dict.fromkeys(engines, any_checkpoint(Path(source)))
     checkpoints = {folder: read_description(folder) for folder in folders.values()}
     for folder, checkpoint in checkpoints.items():
         require_continues(checkpoint, experiment, folder, corpus_sha256=corpus_sha256)

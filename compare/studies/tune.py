@@ -13,7 +13,7 @@ from compare.flags import Hidden, StudiedName, checked_pythons
 from compare.host.disk import write_atomically
 from compare.judge.outcome import Grid, Outcome
 from compare.judge.statistics import Estimate, estimate
-from compare.judge.timed_outcome import Measurement, timed
+from compare.judge.timed_outcome import timed
 from compare.plan.machine import Machine
 from compare.plan.predict import predict
 from compare.plan.search import Candidate, search
@@ -56,8 +56,6 @@ class Tune(Timed, frozen=True, kw_only=True):
     """Layouts of each engine that are timed."""
     spread: bool = False
     """Time layouts from all over the ranking, evenly, to see how well it ranks."""
-    budget: float = 0.0
-    """Minutes: none but the first round begins after that. 0 for no end."""
 
     brief = "plan, time the best layouts here, print the winner as TOML"
 
@@ -66,10 +64,8 @@ class Tune(Timed, frozen=True, kw_only=True):
 
     def planned(self) -> Outcome:
         """The cases, once the machine was measured. Raises ExperimentError, EnvironmentMissing."""
-        if self.best < 1 or self.budget < 0:
-            raise ExperimentError(
-                f"--best {self.best} must be at least 1, --budget {self.budget:g} at least 0"
-            )
+        if self.best < 1:
+            raise ExperimentError(f"--best {self.best} must be at least 1")
         if self.dry_run and self.machine == HERE:
             raise ExperimentError("--dry_run measures nothing: give --machine a file that tune has kept")
         check_names("--engines", "engine", self.engines, STUDIED)
@@ -82,7 +78,7 @@ class Tune(Timed, frozen=True, kw_only=True):
             name: 1e3 * predict(case.engine, case.experiment, machines[case.engine]).seconds
             for name, case in planned.cases.items()
         }
-        more = {"machines": machines, "predicted_ms": predicted, "budget_s": 60 * self.budget}
+        more = {"machines": machines, "predicted_ms": predicted}
         return replace(planned, more=planned.more | msgspec.to_builtins(more))
 
     def cases(self, experiment: Experiment) -> Grid:
@@ -99,14 +95,12 @@ class Tune(Timed, frozen=True, kw_only=True):
         return cases, left_out
 
     def is_given_up(self, outcome: Outcome, name: str) -> bool:
-        """True if a case was `FASTER` times slower than the fastest of each round, or the budget is spent."""
+        """True if a case was `FASTER` times slower than the fastest of each round, twice at least."""
         view, fastest = timed(outcome), {}
         walls = {number: process.wall_ms for number, process in view.rounds_of(outcome.cases[name]).items()}
         for process in view.measurements:
             fastest[process.round] = min(process.wall_ms, fastest.get(process.round, math.inf))
-        is_slower = len(walls) > 1 and all(wall > FASTER * fastest[number] for number, wall in walls.items())
-        budget_s, spent_s = outcome.more["budget_s"], sum(map(process_s, view.measurements))
-        return is_slower or (bool(walls) and 0 < budget_s < spent_s)
+        return len(walls) > 1 and all(wall > FASTER * fastest[number] for number, wall in walls.items())
 
     def after(self, outcome: Outcome, folder: Path) -> Outcome:
         """Leave the fastest layout as an experiment, and what was planned for."""
@@ -157,12 +151,6 @@ COLUMNS = (
     Column[Row]("error", lambda row: row.error, "+.0%"),
     Column[Row]("after one factor", lambda row: row.error_after, "+.0%"),
 )
-
-
-def process_s(process: Measurement) -> float:
-    """Seconds that a process took, from its start to the end of its windows."""
-    before = process.start_up_s + process.compile_s + process.first_step_s
-    return before + process.windows_seen_s + sum(process.single_ms) / 1e3
 
 
 def rows_of(outcome: Outcome) -> list[Row]:

@@ -13,17 +13,16 @@ from scipy.stats import kendalltau
 
 from compare.cli import main
 from compare.judge.outcome import Case, Outcome, read_outcome
-from compare.judge.timed_outcome import timed
 from compare.plan.machine import Machine, read_machine
 from compare.plan.predict import predict
 from compare.plan.search import search
 from compare.spec.experiment import load
-from compare.studies.tune import FASTER, Tune, accuracy, kendall, process_s, rows_of, some_of
+from compare.studies.tune import FASTER, Tune, accuracy, kendall, rows_of, some_of
 
 HERE = ("tune", "tiny.toml", "--machine", "here.toml", "--quiet", "--anyway")
 
 
-def tuned(experiment, times: dict[str, list[float]], *, predicted=None, budget_s=0.0) -> Outcome:
+def tuned(experiment, times: dict[str, list[float]], *, predicted=None) -> Outcome:
     """Cases by layout, and the ms of each in each round."""
     cases = [Case(request=make_request(experiment), layout=name) for name in times]
     done = [
@@ -33,7 +32,7 @@ def tuned(experiment, times: dict[str, list[float]], *, predicted=None, budget_s
     ]
     predicted_ms = {case.name: (predicted or {}).get(case.layout, 10.0) for case in cases}
     outcome = bench_of(cases, measurements=done)
-    return replace(outcome, more={**outcome.more, "predicted_ms": predicted_ms, "budget_s": budget_s})
+    return replace(outcome, more={**outcome.more, "predicted_ms": predicted_ms})
 
 
 def given_up(outcome: Outcome) -> set[str]:
@@ -43,14 +42,6 @@ def given_up(outcome: Outcome) -> set[str]:
 def test_what_is_clearly_slower_is_timed_no_more(tiny):
     times = {"a": [10, 11], "b": [10 * FASTER + 0.1, 14], "c": [30, 10], "d": [30]}
     assert given_up(tuned(tiny, times)) == {"b"}  # c was fastest once, and d was timed once
-
-
-def test_a_budget_ends_what_has_been_timed_once(tiny):
-    times = {"a": [10], "b": [10], "c": []}
-    spent = sum(map(process_s, timed(tuned(tiny, times)).measurements))
-    assert spent > 2 * 2.7  # two processes, whose start, compilation and first step take 2.7 s
-    for budget_s, gone in ((spent + 1, set()), (spent - 0.1, {"a", "b"})):
-        assert given_up(tuned(tiny, times, budget_s=budget_s)) == gone
 
 
 def test_predictions_are_held_against_medians(tiny):
@@ -110,7 +101,6 @@ def test_it_plans_times_and_leaves_the_winner(here, timed_engines, capsys):
 def test_what_cannot_be_tuned_is_refused_in_a_line(here, capsys):
     for arguments, says in (
         (("--best", "0"), "--best 0 must be at least 1"),
-        (("--budget", "-1"), "--budget -1"),
         (("--devices", "4"), "has 2 devices, --devices 4"),
         (("--layout.tp", "3"), "layout.tp = 3"),
         (("--machine", "here", "--dry_run"), "--dry_run measures nothing"),
