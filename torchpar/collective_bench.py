@@ -75,7 +75,7 @@ def time_case(
     wanted = torch.from_numpy(expected(kind, axis.rank, ranks=ranks, count=count)).to(device)
     result = torch.zeros_like(wanted)  # sums over and over in place stay finite
     call = functools.partial((OWN if way == OURS else STOCK)[kind], axis, given, result)
-    seconds, iterations = measure(
+    seconds = measure(
         call,
         wait=functools.partial(_wait, device),
         slowest=lambda value: max(axis.all_gather_objects(value)),
@@ -85,7 +85,7 @@ def time_case(
     call()
     _wait(device)
     wrong = sum(axis.all_gather_objects(int((result != wanted).sum())))
-    return make_row(way, case, ranks=ranks, seconds=seconds, iterations=iterations, wrong=wrong)
+    return make_row(way, case, ranks=ranks, seconds=seconds, wrong=wrong)
 
 
 def _shift(axis: Axis, given: torch.Tensor, result: torch.Tensor) -> None:

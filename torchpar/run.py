@@ -1,6 +1,5 @@
 """One rank's run: what it trains with and where it stands, its rows of a batch, its clock."""
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -92,10 +91,9 @@ def join_others(rank: Rank, platform: str, folder: Path, reads: Experiment | Non
     rank.at(0, "setting up")
     if rank.world_size > 1 and rank.rendezvous is None:
         of_hosts = Axis.of(None).all_gather_objects(facts_here(PACKAGES, reads=reads))
-        remarks = require_agreement(of_hosts)
+        require_agreement(of_hosts)
         if rank.rank == 0:
             leave_hosts(folder, of_hosts)
-            print(*remarks, sep="\n", end="\n" if remarks else "", file=sys.stderr, flush=True)
     return device
 
 

@@ -6,12 +6,12 @@ python -m torchpar --alone REQUEST     `RankAlone`: what the first rank sends an
 
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
 from compare.contract.ledger import Ledger
 from compare.contract.memory_profile import DeviceMemory
-from compare.spec.experiment import Experiment, ExperimentError, revalidate
+from compare.contract.request import decode_request
+from compare.spec.experiment import Experiment, revalidate
 
 Compiler = Literal["tpu", "cuda"]
 """XLA's for TPUs, which comes with libtpu, or for NVIDIA's GPUs, with JAX's CUDA plugin."""
@@ -53,9 +53,6 @@ class RankAlone(Struct, frozen=True, kw_only=True):
 
 def read_absent_request(flag: str, text: str) -> AbsentRequest:
     """The request from JSON, checked. Raises ExperimentError for any other text."""
-    try:
-        request = msgspec.json.decode(text, type=AbsentRequest)
-    except msgspec.MsgspecError as error:
-        raise ExperimentError(f"{flag}: {' '.join(str(error).split())}") from None
+    request = decode_request(text, AbsentRequest, source=flag)
     revalidate(request.experiment)
     return request

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from compare.contract.request import decode_request
 from compare.host.facts import cores
 from compare.spec.experiment import ExperimentError
 
@@ -53,10 +54,7 @@ class Ceiling(Struct, frozen=True, kw_only=True):
 
 def read_ceiling_request(text: str) -> CeilingRequest:
     """The request from JSON, with its threads counted. Raises ExperimentError for any other text."""
-    try:
-        request = msgspec.json.decode(text, type=CeilingRequest)
-    except msgspec.MsgspecError as error:
-        raise ExperimentError(f"--ceiling {text}: {' '.join(str(error).split())}") from None
+    request = decode_request(text, CeilingRequest, source=f"--ceiling {text}")
     on_gpu, most = request.platform == "gpu", cores()
     if not 0 <= request.threads <= (0 if on_gpu else most):
         have = "a GPU has none" if on_gpu else f"this machine has {most} cores"

@@ -15,13 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args
 
-import msgspec
 import numpy as np
 from msgspec import Struct
 
 from compare.contract.communication import ring_wire_bytes
-from compare.contract.request import REQUEST, Platform
-from compare.host.json_files import read_json
+from compare.contract.request import Platform, read_request_file
 from compare.spec.engines.registry import JAX, TORCH
 from compare.spec.experiment import ExperimentError
 
@@ -84,9 +82,8 @@ class CollectiveRow(Struct, frozen=True, kw_only=True):
     """Bytes of the whole tensor."""
     count: int
     """Elements: of one rank's piece where there are pieces."""
-    iterations: int
     time_us: float
-    """Of the slowest rank: its mean over the iterations."""
+    """Of one call on the slowest rank, the mean over many."""
     algbw_gb_s: float
     busbw_gb_s: float
     wrong: int
@@ -106,13 +103,7 @@ class CollectiveTimes(Struct, frozen=True, kw_only=True):
 
 def read_collective_request(folder: Path, *, side: str) -> CollectiveRequest:
     """Read and check `folder/request.json`. Raises ExperimentError: it is none, or not for this side."""
-    path = folder / REQUEST
-    try:
-        request = read_json(path, CollectiveRequest)
-    except OSError as error:
-        raise ExperimentError(f"{path}: {error.strerror}: write a request there first") from None
-    except msgspec.DecodeError as error:
-        raise ExperimentError(f"{path}: {' '.join(str(error).split())}") from None
+    request = read_request_file(folder, CollectiveRequest)
     for name in request.implementations:
         whose, platforms, _ = IMPLEMENTATIONS.get(name, ("", (), ""))
         if whose != side or request.platform not in platforms:
@@ -130,7 +121,7 @@ def elements(kind: str, size: int, ranks: int) -> int:
 
 def numbers(rank: int, count: int, *, start: int = 0) -> np.ndarray:
     """The numbers of a rank from element `start` on, (count,): small integers, so that sums are exact."""
-    return np.resize(_period(rank, start), count)
+    return np.resize(np.roll(np.arange(PERIOD, dtype=TYPE), -(start + SHIFT * rank)), count)
 
 
 def sent(kind: str, rank: int, *, ranks: int, count: int) -> np.ndarray:
@@ -140,36 +131,27 @@ def sent(kind: str, rank: int, *, ranks: int, count: int) -> np.ndarray:
 
 def expected(kind: str, rank: int, *, ranks: int, count: int) -> np.ndarray:
     """Numbers that a rank must find in the result, exactly."""
+    start = rank * count
     match kind:
-        case "all_reduce":
-            return np.resize(sum(_period(other, 0) for other in range(ranks)), count)
-        case "reduce_scatter":
-            return np.resize(sum(_period(other, rank * count) for other in range(ranks)), count)
+        case "all_reduce" | "reduce_scatter":
+            start = start if kind == "reduce_scatter" else 0
+            return np.resize(sum(numbers(other, PERIOD, start=start) for other in range(ranks)), count)
         case "all_gather":
             return np.concatenate([numbers(other, count) for other in range(ranks)])
         case "all_to_all":
-            return np.concatenate([numbers(other, count, start=rank * count) for other in range(ranks)])
+            return np.concatenate([numbers(other, count, start=start) for other in range(ranks)])
         case "broadcast":
             return numbers(0, count)
-        case "permute":
-            return numbers((rank - 1) % ranks, count)
-    raise ValueError(f"{kind}: no such collective (there are {', '.join(KINDS)})")
-
-
-def _period(rank: int, start: int) -> np.ndarray:
-    return np.roll(np.arange(PERIOD, dtype=TYPE), -(start + SHIFT * rank))
+    return numbers((rank - 1) % ranks, count)
 
 
 def measure(
     call: Callable[[], object], *, wait: Callable[[], object], slowest: Callable[[float], float], row_s: float
-) -> tuple[float, int]:
-    """Seconds of one call on the slowest rank, the mean over so many calls that they take about `row_s`.
+) -> float:
+    """Seconds of one `call` on the slowest rank, the mean over so many that they take about `row_s`.
 
-    Args:
-        call: does the collective.
-        wait: returns once all calls so far are done.
-        slowest: the largest of all ranks' values, on each of them; it brings them together, too.
-        row_s: seconds.
+    `wait` returns once all calls so far are done. `slowest` gives each rank the largest of all ranks' values,
+    and brings them together.
     """
 
     def mean_s(calls: int) -> float:
@@ -182,12 +164,11 @@ def measure(
     mean_s(WARMUP)
     slowest(0.0)
     trial_s = slowest(mean_s(TRIAL))
-    iterations = min(max(math.ceil(row_s / trial_s), FEWEST), MOST)
-    return slowest(mean_s(iterations)), iterations
+    return slowest(mean_s(min(max(math.ceil(row_s / trial_s), FEWEST), MOST)))
 
 
 def make_row(
-    implementation: str, case: CollectiveCase, *, ranks: int, seconds: float, iterations: int, wrong: int
+    implementation: str, case: CollectiveCase, *, ranks: int, seconds: float, wrong: int
 ) -> CollectiveRow:
     """A row from its time."""
     count = elements(case.kind, case.size, ranks)
@@ -198,7 +179,6 @@ def make_row(
         ranks=ranks,
         size=size,
         count=count,
-        iterations=iterations,
         time_us=seconds * 1e6,
         algbw_gb_s=size / seconds / 1e9,
         busbw_gb_s=ring_wire_bytes(case.kind, size, ranks) / seconds / 1e9,

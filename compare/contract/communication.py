@@ -26,18 +26,8 @@ METRICS = "metrics"  # a scalar: of the loss or of the norm
 ACTIVATIONS_AND_GRADIENTS = "activations and their gradients"  # a message between stages, either way
 
 SAID = (
-    PARAMETERS,
-    GRADIENTS,
-    REPLICATED_GRADIENTS,
-    TIED_GRADIENTS,
-    ACTIVATIONS,
-    ACTIVATION_GRADIENTS,
-    BUFFERS,
-    LOSS,
-    NORM,
-    UNUSED,
-    REPLICATE,
-    RECORD,
+    *(PARAMETERS, GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS, ACTIVATIONS, ACTIVATION_GRADIENTS),
+    *(BUFFERS, LOSS, NORM, UNUSED, REPLICATE, RECORD),
 )
 """Purposes that a collective can be given."""
 

@@ -4,8 +4,8 @@ PyTorch's side watches every operation of a step. XLA plans a step as a whole an
 """
 
 import itertools
-from collections.abc import Iterable
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Iterable, Sequence
+from typing import Literal, get_args
 
 import numpy as np
 from msgspec import UNSET, Struct, UnsetType, field
@@ -39,15 +39,6 @@ MEANINGS: dict[Class, str] = {
     "temporaries": "all else: results that the next operation reads, the batch, scalars",
 }
 Phase = Literal["forward", "backward", "update"]
-
-
-class Lifetime(NamedTuple):
-    """Bytes that are there from position `begin` of a step up to, but not at, position `end`."""
-
-    kind: Class
-    size: int
-    begin: int
-    end: int
 
 
 class PhaseStart(Struct, frozen=True):
@@ -114,56 +105,46 @@ class MemoryProfile(Struct, frozen=True, kw_only=True):
         return max(range(len(self.devices)), key=lambda device: self.devices[device].peak.total)
 
 
-def usage(lifetimes: Iterable[Lifetime], length: int) -> dict[Class, np.ndarray]:
-    """Bytes in use at each position of a step, by class: int64 arrays (length,)."""
+def device_memory(
+    lifetimes: Iterable[tuple[Class, int, int, int]],
+    phases: Sequence[Phase],
+    operations: Sequence[tuple[object, str]],
+    *,
+    allocator_peak: int = 0,
+) -> DeviceMemory:
+    """A device's memory over the operations of a step.
+
+    Args:
+        lifetimes: class, bytes, and the positions from which on and until which they are there.
+        phases: of each position.
+        operations: of each position, with its module.
+        allocator_peak: see `DeviceMemory`.
+    """
+    length = max(len(operations), 1)
     changes = {kind: np.zeros(length + 1, np.int64) for kind in CLASSES}
     for kind, size, begin, end in lifetimes:
         changes[kind][min(begin, length)] += size
         changes[kind][min(end, length)] -= size
-    return {kind: change.cumsum()[:length] for kind, change in changes.items()}
-
-
-def peak_position(in_use: dict[Class, np.ndarray]) -> int:
-    """Point with the largest sum over the classes, the first of equals."""
-    return int(np.argmax(np.sum(list(in_use.values()), axis=0)))
-
-
-def peak_of(in_use: dict[Class, np.ndarray], marks: list[PhaseStart], *, operation: str, place: str) -> Peak:
-    """The peak, with what runs there."""
-    position = peak_position(in_use)
-    return Peak(
-        position=position,
-        bytes={kind: int(series[position]) for kind, series in in_use.items()},
-        phase=phase_at(marks, position),
-        operation=operation,
+    in_use = {kind: change.cumsum()[:length] for kind, change in changes.items()}
+    total = np.sum(list(in_use.values()), axis=0)
+    top = int(np.argmax(total))
+    operation, place = operations[top] if operations else ("", "")
+    peak = Peak(
+        position=top,
+        bytes={kind: int(series[top]) for kind, series in in_use.items()},
+        phase=phases[top] if phases else "forward",
+        operation=str(operation),
         place=place,
     )
-
-
-def phase_at(marks: list[PhaseStart], position: int) -> Phase:
-    """The phase that a position is in; before the first mark that is forward."""
-    before: list[Phase] = [mark.phase for mark in marks if mark.position <= position]
-    return before[-1] if before else "forward"
-
-
-def curve_of(in_use: dict[Class, np.ndarray], marks: list[PhaseStart]) -> Curve:
-    """Thin a step to at most POINTS positions: of each stretch the fullest, and the step's last."""
-    total = np.sum(list(in_use.values()), axis=0)
-    edges = np.unique(np.linspace(0, len(total), min(POINTS, len(total) + 1)).astype(int))
-    fullest = [int(a + np.argmax(total[a:b])) for a, b in itertools.pairwise(edges)]
-    positions = sorted({*fullest, len(total) - 1})
-    return Curve(
+    # At most POINTS positions: of each stretch the fullest, and the step's last.
+    edges = np.unique(np.linspace(0, length, min(POINTS, length + 1)).astype(int))
+    fullest = {int(a + np.argmax(total[a:b])) for a, b in itertools.pairwise(edges)}
+    positions = sorted({*fullest, length - 1})
+    starts = [n for n, phase in enumerate(phases) if not n or phase != phases[n - 1]]
+    curve = Curve(
         positions=positions,
         bytes={kind: series[positions].tolist() for kind, series in in_use.items()},
-        marks=marks,
-        length=len(total),
+        marks=[PhaseStart(n, phases[n]) for n in starts],
+        length=length,
     )
-
-
-def changes_of(phases: Iterable[Phase]) -> list[PhaseStart]:
-    """Marks of a step from the phase of each of its positions."""
-    marks: list[PhaseStart] = []
-    for position, phase in enumerate(phases):
-        if not marks or marks[-1].phase != phase:
-            marks.append(PhaseStart(position, phase))
-    return marks
+    return DeviceMemory(peak=peak, curve=curve, allocator_peak=allocator_peak)

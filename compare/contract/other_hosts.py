@@ -17,8 +17,6 @@ from compare.host.json_files import read_json, write_json
 from compare.numerics.data import open_corpus
 from compare.spec.experiment import Experiment, ExperimentError
 
-MOST_APART_S = 60.0
-"""Difference of two clocks above which it is said: munge, which SLURM trusts, gives up at 300 s."""
 SETTLED_S = 3.0
 """Processes begin to wait within a step of each other, and see the time-out so much apart."""
 
@@ -30,24 +28,22 @@ class HostFacts(Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     corpus_sha256: str = ""
     """Of the tokens as this host reads them; '' from all but one process of a host."""
-    clock_s: float = 0.0
-    """Since 1970."""
 
 
 def facts_here(packages: Iterable[str], reads: Experiment | None = None) -> HostFacts:
     """Those of this process; of an experiment that it reads the data for, all of them are read."""
     sha256 = open_corpus(reads).sha256 if reads else ""
     name, found = socket.gethostname(), versions(packages)
-    return HostFacts(host=name, versions=found, corpus_sha256=sha256, clock_s=time.time())
+    return HostFacts(host=name, versions=found, corpus_sha256=sha256)
 
 
-def require_agreement(found: Sequence[HostFacts]) -> list[str]:
-    """Hold what the processes run on against what the first does. Returns a line for each clock that is off.
+def require_agreement(found: Sequence[HostFacts]) -> None:
+    """Hold what the processes run on against what the first does.
 
     Raises:
         ExperimentError: a package of another version, or other data; both hosts are named.
     """
-    first, remarks = found[0], []
+    first = found[0]
     for other in found[1:]:
         for package, version in first.versions.items():
             if (theirs := other.versions.get(package, "none")) != version:
@@ -60,27 +56,17 @@ def require_agreement(found: Sequence[HostFacts]) -> list[str]:
                 f"{other.host} reads other data than {first.host}: SHA-256 of the tokens "
                 f"{other.corpus_sha256[:12]} and {first.corpus_sha256[:12]}: put the same file on all hosts"
             )
-        apart_s = other.clock_s - first.clock_s
-        if abs(apart_s) > MOST_APART_S:
-            remarks.append(
-                f"{other.host}'s clock is {apart_s:+.0f} s off {first.host}'s: the record has ours"
-            )
-    return list(dict.fromkeys(remarks))
 
 
 def host_names(places: Iterable[tuple[str, int]]) -> list[str]:
-    """The host of each process; hosts of a test, which are one machine, are numbered: `box`, `box (2)`.
+    """The host of each process, from the machine's name and the process's number on its host.
 
-    Args:
-        places: of each process, in order, the machine's name and the process's number on its host. Two with
-            the same number are on two hosts, though the machine be one.
+    Two with the same number are on two hosts, though the machine be one in a test: `box`, `box (2)`.
     """
-    seen: Counter[tuple[str, int]] = Counter()
-    names = []
-    for name, local in places:
-        seen[name, local] += 1
-        copy = seen[name, local]
-        names.append(name if copy == 1 else f"{name} ({copy})")
+    seen, names = Counter[tuple[str, int]](), []
+    for place in places:
+        seen[place] += 1
+        names.append(place[0] if seen[place] == 1 else f"{place[0]} ({seen[place]})")
     return names
 
 

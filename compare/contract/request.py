@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -11,13 +11,14 @@ from msgspec.structs import replace
 from compare.checkpoint.description import CHECKPOINTS, checkpoints_in
 from compare.contract.faults import IGNORED
 from compare.contract.timing import MIN_WARMUP, Timing
-from compare.host.json_files import read_json
+from compare.host.json_files import decode_json
 from compare.numerics.loss_scale import LossScale, first_scale
 from compare.numerics.optimizer import moment_names
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 
 REQUEST = "request.json"
 Platform = Literal["cpu", "gpu"]
+T = TypeVar("T")
 
 
 class Rung(StrEnum):
@@ -120,19 +121,31 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return {steps: rung for steps, rung in due.items() if steps <= self.steps}
 
 
+def decode_request(text: str | bytes, type: type[T], *, source: object) -> T:
+    """A request from JSON that stood in `source`. Raises ExperimentError: it is malformed."""
+    try:
+        return decode_json(text, type)
+    except msgspec.DecodeError as error:
+        raise ExperimentError(f"{source}: {' '.join(str(error).split())}") from None
+
+
+def read_request_file(folder: Path, type: type[T]) -> T:
+    """The request in `folder`. Raises ExperimentError: there is none, or it is malformed."""
+    path = folder / REQUEST
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ExperimentError(f"{path}: {error.strerror}: write a request there first") from None
+    return decode_request(text, type, source=path)
+
+
 def read_request(folder: Path) -> Request:
     """Read and check `folder/request.json`; with a fault of `IGNORED`, as the engine shall run it.
 
     Raises:
         ExperimentError: there is none, it is malformed, or its experiment cannot work.
     """
-    path = folder / REQUEST
-    try:
-        request = read_json(path, Request)
-    except OSError as error:
-        raise ExperimentError(f"{path}: {error.strerror}: write a request there first") from None
-    except msgspec.DecodeError as error:
-        raise ExperimentError(f"{path}: {' '.join(str(error).split())}") from None
+    request = read_request_file(folder, Request)
     revalidate(request.experiment)
     _require_timeable(request)
     if request.experiment.checkpoint.every and checkpoints_in(folder / CHECKPOINTS):
@@ -145,28 +158,19 @@ def read_request(folder: Path) -> Request:
 
 def _require_timeable(request: Request) -> None:
     """Refuse a timed run of other steps than its timing has, or one that leaves or watches something."""
-    timing, train = request.timing, request.experiment.train
+    timing, experiment = request.timing, request.experiment
     if not timing:
         return
-    begins_at_0 = not request.resume and not request.experiment.checkpoint.every
-    for is_fine, refusal in (
-        (not request.ladder, "timing: a timed run leaves no tensors: ask for the ladder in another run"),
-        (
-            timing.warmup >= MIN_WARMUP,
-            f"timing.warmup = {timing.warmup}: the first {MIN_WARMUP} steps are like no other",
-        ),
-        (begins_at_0, "timing: a timed run begins at step 0, and saves nothing: checkpoint.every = 0"),
-        (not train.eval_interval, "timing: a timed run evaluates nothing: train.eval_interval = 0"),
-        (
-            timing.steps == train.max_iters,
-            f"train.max_iters = {train.max_iters}: the timing asked for has {timing.steps} steps",
-        ),
-        (
-            not request.profile,
-            "profile: steps that nothing waits for cannot be told apart: ask without timing",
-        ),
+    has_begin_or_end = request.resume or experiment.checkpoint.every
+    for is_wrong, refusal in (
+        (request.ladder, "timing: a timed run leaves no tensors: ask for the ladder in another run"),
+        (timing.warmup < MIN_WARMUP, f"timing.warmup: the first {MIN_WARMUP} steps are like no other"),
+        (has_begin_or_end, "timing: a timed run begins at step 0, and saves nothing: checkpoint.every = 0"),
+        (experiment.train.eval_interval, "timing: a timed run evaluates nothing: train.eval_interval = 0"),
+        (timing.steps != experiment.train.max_iters, f"train.max_iters: the timing has {timing.steps} steps"),
+        (request.profile, "profile: steps that nothing waits for cannot be told apart: ask without timing"),
     ):
-        if not is_fine:
+        if is_wrong:
             raise ExperimentError(refusal)
 
 

@@ -6,7 +6,6 @@ is in use. A program that is started (`exec`) does not.
 """
 
 import contextlib
-import errno
 import fcntl
 import os
 import sys
@@ -15,9 +14,6 @@ from pathlib import Path
 
 from compare.spec.experiment import ExperimentError
 
-# What a file system without locks on folders answers: NFS wants a file that is open for writing.
-_NO_LOCKS = {errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
-
 
 class FolderInUse(ExperimentError):
     """Another run holds the folder: nothing in it may be touched, not even to say so."""
@@ -25,9 +21,9 @@ class FolderInUse(ExperimentError):
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Generator[None]:
-    """Hold `folder` against every other run, in this process or another one, until the block ends.
+    """Hold `folder` against every other run until the block ends.
 
-    On a file system that has no such locks it says so on standard error, and the block runs without one.
+    A file system without such locks, as NFS, is told on standard error, and the block runs without one.
 
     Raises:
         FolderInUse: another run holds it. It is never waited for.
@@ -38,20 +34,14 @@ def lock_folder(folder: Path) -> Generator[None]:
     except OSError as error:
         raise ExperimentError(f"{folder}: {error.strerror}: give the folder of a run") from None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        in_use = f"{folder} is in use by another run: wait for its end, or take another folder"
-        raise FolderInUse(in_use) from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            os.close(descriptor)
-            raise
-        print(
-            f"{folder}: its file system has no locks ({error.strerror}): do not start a second run in it",
-            file=sys.stderr,
-        )
-    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            in_use = f"{folder} is in use by another run: wait for its end, or take another folder"
+            raise FolderInUse(in_use) from None
+        except OSError as error:
+            no_locks = f"its file system has no locks ({error.strerror})"
+            print(f"{folder}: {no_locks}: do not start a second run in it", file=sys.stderr)
         yield
     finally:
         os.close(descriptor)

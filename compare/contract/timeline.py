@@ -61,23 +61,14 @@ class Timeline(Struct, frozen=True, kw_only=True):
 
 
 def profiled_step(first: int, steps: int, instrumented: int) -> int:
-    """The step that a profiled run watches.
-
-    Args:
-        first: the run's first step.
-        steps: how many it has.
-        instrumented: the one whose memory and ledger are measured, which is slow.
-
-    Returns:
-        `PROFILED_STEP`, or the last step of a shorter run; but not the instrumented one if there is another.
-    """
+    """The step that a run profiles: of its `steps` from `first` on, not the instrumented one if possible."""
     wanted = first + min(PROFILED_STEP, steps - 1)
     return wanted - 1 if wanted == instrumented and steps > 1 else wanted
 
 
-def busy_us(lane: Lane, kind: Kind) -> float:
-    """Time in which a device does something of a kind: spans that lie over each other count once."""
-    return _covered(_intervals(lane, (kind,)))
+def busy_us(lane: Lane, *kinds: Kind) -> float:
+    """Time in which a device does something of these kinds: spans that lie over each other count once."""
+    return _covered([(span.begin_us, span.end_us) for span in lane.spans if span.kind in kinds])
 
 
 def communication_us(lane: Lane) -> float:
@@ -87,13 +78,12 @@ def communication_us(lane: Lane) -> float:
 
 def exposed_us(lane: Lane) -> float:
     """Time in which a device communicates and computes nothing meanwhile."""
-    compute = _intervals(lane, COMPUTE)
-    return _covered([*compute, *_intervals(lane, ("communication",))]) - _covered(compute)
+    return busy_us(lane, *COMPUTE, "communication") - busy_us(lane, *COMPUTE)
 
 
 def idle_us(lane: Lane, wall_us: float) -> float:
     """Time in which a device neither computes nor communicates."""
-    return max(0.0, wall_us - _covered(_intervals(lane, (*COMPUTE, "communication"))))
+    return max(0.0, wall_us - busy_us(lane, *COMPUTE, "communication"))
 
 
 def bubble_fraction(timeline: Timeline) -> float | None:
@@ -101,9 +91,7 @@ def bubble_fraction(timeline: Timeline) -> float | None:
 
     The pipeline begins with the first microbatch's first forward on any device, and ends with the last
     backward of any.
-
-    Returns:
-        None where no span tells its microbatch.
+    None where no span tells its microbatch.
     """
     tasks = [
         [(span.begin_us, span.end_us) for span in lane.spans if span.microbatch >= 0 and span.kind in COMPUTE]
@@ -114,10 +102,6 @@ def bubble_fraction(timeline: Timeline) -> float | None:
         return None
     length = max(ends) - min(begin for own in tasks for begin, _ in own)
     return 1.0 - sum(map(_covered, tasks)) / (len(tasks) * length)
-
-
-def _intervals(lane: Lane, kinds: tuple[Kind, ...]) -> list[tuple[float, float]]:
-    return [(span.begin_us, span.end_us) for span in lane.spans if span.kind in kinds]
 
 
 def _covered(intervals: list[tuple[float, float]]) -> float:

@@ -50,7 +50,7 @@ def read_result(path: Path, type: type[T], *, command: str) -> T:
     return read_own_json(path, type)
 
 
-def decode_json(content: bytes, type: type[T]) -> T:
+def decode_json(content: str | bytes, type: type[T]) -> T:
     """Decode a Struct whose only nulls are numbers that were not finite, which JSON cannot write.
 
     They come back as NaN: a run that diverged has a record too, and must fail every comparison.

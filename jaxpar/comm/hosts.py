@@ -7,7 +7,6 @@ gathers what it fetches.
 import json
 import re
 import socket
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,13 +90,12 @@ def exchange(text: str) -> list[str]:
 
 
 def agree_with_others(process: Process, folder: Path, reads: Experiment | None = None) -> None:
-    """Refuse, in all processes, hosts of other versions, data or clocks; the first leaves their names."""
+    """Refuse, in all processes, hosts of other versions or data; the first leaves their names."""
     here = facts_here(PACKAGES, reads if process.local == 0 else None)
     all_facts = [msgspec.json.decode(x, type=HostFacts) for x in exchange(msgspec.json.encode(here).decode())]
-    remarks = require_agreement(all_facts)
+    require_agreement(all_facts)
     if process.is_first:
         leave_hosts(folder, all_facts)
-        print(*remarks, sep="\n", end="\n" if remarks else "", file=sys.stderr, flush=True)
 
 
 def is_consequence(error: BaseException) -> bool:

@@ -111,14 +111,14 @@ def time_case(way: str, case: CollectiveCase, mesh: Mesh, request: CollectiveReq
     hosts.meet("compiled")
     call = lambda: jax.block_until_ready(compiled(given))  # noqa: E731
     slowest = lambda value: max(hosts.gathered([value]))  # noqa: E731
-    seconds, iterations = measure(call, wait=lambda: None, slowest=slowest, row_s=request.row_s)
+    seconds = measure(call, wait=lambda: None, slowest=slowest, row_s=request.row_s)
     results = {devices.index(shard.device): np.asarray(shard.data) for shard in call().addressable_shards}
     here = sum(
         int((result != expected(case.kind, rank, ranks=ranks, count=count)).sum())
         for rank, result in results.items()
     )
     wrong = int(sum(hosts.gathered([here])))
-    return make_row(way, case, ranks=ranks, seconds=seconds, iterations=iterations, wrong=wrong)
+    return make_row(way, case, ranks=ranks, seconds=seconds, wrong=wrong)
 
 
 def _broadcast(x: jax.Array, *, platform: str) -> jax.Array:

@@ -8,14 +8,10 @@ from compare.contract.memory_profile import (
     MEMORY,
     POINTS,
     DeviceMemory,
-    Lifetime,
     MemoryProfile,
     Peak,
     PhaseStart,
-    changes_of,
-    curve_of,
-    peak_of,
-    usage,
+    device_memory,
 )
 from compare.host.json_files import read_json, write_json
 from compare.judge.closed_forms.peak import in_flight, peak_estimate
@@ -109,35 +105,29 @@ def test_a_plan_without_a_moment_is_read_as_it_was_written(tmp_path):
 
 def test_lifetimes_add_up():
     lifetimes = [
-        Lifetime("parameters", 10, 0, 100),
-        Lifetime("activations", 5, 20, 60),
-        Lifetime("logits", 7, 50, 51),
+        ("parameters", 10, 0, 100),
+        ("activations", 5, 20, 60),
+        ("logits", 7, 50, 51),
     ]
-    in_use = usage(lifetimes, 100)
-    marks = [PhaseStart(0, "forward"), PhaseStart(50, "backward")]
-    peak = peak_of(in_use, marks, operation="op", place="here")
-    assert (peak.position, peak.phase, peak.total) == (50, "backward", 22)
+    phases = ["forward"] * 50 + ["backward"] * 40 + ["forward"] * 10
+    memory = device_memory(lifetimes, phases, [("op", "here")] * 100)
+    peak, curve = memory.peak, memory.curve
+    assert (peak.position, peak.phase, peak.total, peak.place) == (50, "backward", 22, "here")
+    starts = [PhaseStart(0, "forward"), PhaseStart(50, "backward"), PhaseStart(90, "forward")]
+    assert (curve.marks, curve.length) == (starts, 100)
     assert {kind: size for kind, size in peak.bytes.items() if size} == {
         "parameters": 10,
         "activations": 5,
         "logits": 7,
     }
-    assert in_use["activations"].sum() == 5 * 40
+    assert sum(curve.bytes["activations"]) == 5 * 40
 
 
 def test_a_thinned_curve_keeps_the_peak():
     length, at = 100_000, 77_777
-    in_use = usage([Lifetime("parameters", 3, 0, length), Lifetime("temporaries", 9, at, at + 1)], length)
-    curve = curve_of(in_use, [])
+    lifetimes = [("parameters", 3, 0, length), ("temporaries", 9, at, at + 1)]
+    curve = device_memory(lifetimes, ["forward"] * length, [("op", "")] * length).curve
     assert len(curve.positions) <= POINTS + 1
     assert at in curve.positions
     assert max(np.sum([curve.bytes[kind] for kind in CLASSES], axis=0)) == 12
     assert curve.positions[-1] == length - 1
-
-
-def test_marks_are_where_phases_change():
-    assert changes_of(["forward", "forward", "backward", "forward"]) == [
-        PhaseStart(0, "forward"),
-        PhaseStart(2, "backward"),
-        PhaseStart(3, "forward"),
-    ]

@@ -38,7 +38,7 @@ def row_of(name: str, kind: Kind, size: int, *, ranks: int = 4, wrong: int = 0, 
     """A row whose time is on the line of `LATENCY_S` and `BANDWIDTH`, unless it is given."""
     case = CollectiveCase(kind, size)
     seconds = seconds or LATENCY_S + size / BANDWIDTH
-    return make_row(name, case, ranks=ranks, seconds=seconds, iterations=5, wrong=wrong)
+    return make_row(name, case, ranks=ranks, seconds=seconds, wrong=wrong)
 
 
 def times_of(rows: list[CollectiveRow]) -> CollectiveTimes:

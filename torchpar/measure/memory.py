@@ -25,13 +25,8 @@ from torch.utils._pytree import tree_leaves
 from compare.contract.memory_profile import (
     Class,
     DeviceMemory,
-    Lifetime,
     Phase,
-    changes_of,
-    curve_of,
-    peak_of,
-    peak_position,
-    usage,
+    device_memory,
 )
 from torchpar.measure.watch import HEAD, LOSS, Sink, modules_named
 from torchpar.parallel_model import local
@@ -76,10 +71,10 @@ class _Life:
             size, _, until = self._before[0]
             self._before[0] = (size, 0, until)
 
-    def lifetimes(self) -> Iterable[Lifetime]:
+    def lifetimes(self) -> Iterable[tuple[Class, int, int, int]]:
         first: Tag = next((tag for tag in PRECEDENCE if tag in self.tags), "temporaries")
         role: Class = "communication buffers" if first == "messages" else first
-        return [Lifetime(role, *span) for span in self._before if span[0] and span[1] < span[2]]
+        return [(role, *span) for span in self._before if span[0] and span[1] < span[2]]
 
 
 class MemorySink(Sink):
@@ -173,12 +168,9 @@ class MemorySink(Sink):
 
     def memory(self) -> DeviceMemory:
         """The step by class, after its end; on a GPU with the most that the allocator gave out."""
-        in_use = usage((span for life in self._lives for span in life.lifetimes()), max(self._position, 1))
-        marks = changes_of(self._phases)
-        operator, module = self._operators[peak_position(in_use)] if self._operators else ("", "")
-        peak = peak_of(in_use, marks, operation=str(operator), place=module)
+        lifetimes = (span for life in self._lives for span in life.lifetimes())
         allocated = torch.cuda.max_memory_allocated() if self._device == "cuda" else 0
-        return DeviceMemory(peak=peak, curve=curve_of(in_use, marks), allocator_peak=allocated)
+        return device_memory(lifetimes, self._phases, self._operators, allocator_peak=allocated)
 
     @property
     def _position(self) -> int:
