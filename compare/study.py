@@ -32,7 +32,7 @@ from compare.judge.outcome import OUTCOME, Case, Grid, Outcome, read_outcome, sa
 from compare.numerics.data import open_corpus
 from compare.show.figures import save_figures
 from compare.show.findings import NONE, Findings, Row, Table, Text
-from compare.show.page import leave_page, write_page
+from compare.show.page import write_page
 from compare.show.terminal import print_findings
 from compare.spec.engines.registry import ENGINES, REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate, to_toml
@@ -41,7 +41,7 @@ from compare.studies.fitting import Fit, as_it_is, require_case, require_sides
 from compare.studies.own_weights import freeze_weights
 from compare.studies.presets import SPREAD, edits_of, spread
 from compare.studies.resuming import require_resumable, resumes
-from compare.terminal import errors_console
+from compare.terminal import errors_console, results_console
 
 LATER_STEP = 20
 """After so many steps, or after the last but one, the ladder has weights once more."""
@@ -126,7 +126,9 @@ class Study(Spec, frozen=True, kw_only=True):
         found = findings_in(cls, outcome, folder)
         print_findings(found, as_json=as_json)
         if found.tables:
-            leave_page(lambda: cls.leave(outcome, folder, picture), as_json=as_json)
+            page = cls.leave(outcome, folder, picture)
+            if not as_json:
+                results_console().print(f"report: {page}", soft_wrap=True)
         return 0 if found.passed else 1
 
     @classmethod

@@ -1,6 +1,6 @@
 """`shardpair diff`: two finished runs, of any settings, held against each other."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +16,6 @@ from compare.judge.outcome import OUTCOME, read_outcome
 from compare.present.report import difference_figure, loss_figure, rung_text
 from compare.show.figures import save_figures
 from compare.show.findings import Row, Table, Text, by_reason
-from compare.show.page import leave_page
 from compare.show.terminal import terminal_table
 from compare.terminal import PlainConsole, print_json, results_console
 
@@ -61,16 +60,10 @@ class Diff(Struct, frozen=True, kw_only=True):
             print_json({"alike": alike, "pairs": differences})
         else:
             _print(results_console(), differences)
-        if path := self.picture:
-            leave_page(lambda: _drawn(path, records.values()), as_json=self.json, label="picture")
+        if self.picture:
+            runs = {str(run.folder): run for pair in records.values() for run in common(*pair)}
+            save_figures(self.picture, [loss_figure(runs), difference_figure(runs)], columns=2)
         return 0 if alike else 1
-
-
-def _drawn(path: Path, pairs: Iterable[tuple[Record, Record]]) -> Path:
-    """Save the curves of all runs, over the steps that the two of each pair share."""
-    named = {str(run.folder): run for pair in pairs for run in common(*pair)}
-    save_figures(path, [loss_figure(named), difference_figure(named)], columns=2)
-    return path
 
 
 def _records(folder: Path) -> dict[str, Record]:

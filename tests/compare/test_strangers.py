@@ -26,8 +26,6 @@ from compare.execute.launch import EngineError, with_safe_path
 from compare.host.json_files import FolderName
 from compare.judge.ladder import RungResult, Verdict
 from compare.judge.outcome import OUTCOME
-from compare.show import page
-from compare.show.page import leave_page
 from compare.show.terminal import print_findings
 from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import Experiment
@@ -94,21 +92,6 @@ def test_a_linked_case_is_not_trained_anew(folder, capsys, monkeypatch):
     printed = " ".join(capsys.readouterr().out.split())
     assert "is a link: nothing is trained, or removed, outside of run" in printed
     assert (folder.parent / "victim" / "precious").read_text() == "mine"
-
-
-def test_a_page_that_cannot_be_drawn_costs_no_verdict(folder, capsys, monkeypatch):
-    def fail(*arguments, **options):
-        raise RuntimeError("Failed to process string with tex\nbecause latex could not be found")
-
-    monkeypatch.setattr(page, "svg", fail)
-    assert main(["report", "run"]) == 0
-    output = capsys.readouterr()
-    assert "PASS" in output.out
-    assert "report:" not in output.out
-    assert "no page: it could not be drawn (RuntimeError: Failed to process" in output.err
-    assert output.err.count("\n") == 1
-    assert main(["report", "run", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["verdicts"]
 
 
 def test_the_command_line_loads_no_matplotlib():
@@ -206,7 +189,7 @@ def test_names_of_cases_and_errors_are_no_markup(capsys, monkeypatch):
         failures={"[/other]": "gloo: [/__w/pytorch/gloo/transport] reset"},
     )
     print_findings(Check.findings(outcome, Path()), as_json=False)
-    leave_page(lambda: Path("runs/[/x]/report.html"), as_json=False)
+    results_console().print("report: runs/[/x]/report.html", soft_wrap=True)
     results_console().print(coloured("x" * (PIPE_WIDTH - 1), ""))
     printed = capsys.readouterr().out
     for text in ("[/case]", "[/__w/pytorch/gloo/transport]", "report: runs/[/x]/report.html", "x" * 159):
