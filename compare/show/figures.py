@@ -15,7 +15,6 @@ from markupsafe import Markup, escape
 from msgspec import Struct
 
 from compare.host.disk import write_atomically
-from compare.judge.statistics import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -234,29 +233,6 @@ def windowed(
     length = window_length(len(values))
     starts = list(range(0, len(values), length))
     return starts, [reduce(values[start : start + length]) for start in starts]
-
-
-def intervals(
-    axes: "Axes", names: Sequence[str], estimates: Mapping[str, Sequence[Estimate | None]], x: str
-) -> None:
-    """A median with its interval behind each name, a colour for each label, and a line at 1."""
-    axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
-    for number, (label, by_row) in enumerate(estimates.items()):
-        points = {row + 0.26 * number: estimate for row, estimate in enumerate(by_row) if estimate}
-        ends = [(of.median - of.ends[0], of.ends[1] - of.median) for of in points.values()]
-        axes.errorbar(
-            [estimate.median for estimate in points.values()],
-            list(points),
-            xerr=[[low for low, _ in ends], [high for _, high in ends]],
-            fmt=MARKERS[number],
-            color=colour(number),
-            capsize=3,
-            markersize=5,
-            label=label,
-        )
-    axes.set_yticks(range(len(names)), names, fontsize="small")
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xlabel(x)
 
 
 class Box(NamedTuple):

@@ -1,7 +1,6 @@
 """`shardpair bench`: which engine is faster on this machine, by how much, and how surely."""
 
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -10,7 +9,6 @@ from compare.flags import DEVICES, EngineName, pythons_of
 from compare.judge.outcome import Case, Grid, Outcome
 from compare.judge.timed_outcome import BenchRow, blocks, timed
 from compare.present.bench_words import block_title, in_one_line, sentences
-from compare.show.figures import Figure, intervals
 from compare.show.findings import Column, Findings, table_of
 from compare.spec.axes import AXES
 from compare.spec.engines.registry import ENGINES, STUDIED
@@ -133,7 +131,6 @@ class Bench(Timed, frozen=True, kw_only=True):
         """A table for each block, the ratios with their intervals, and what goes before the steps."""
         view = timed(outcome)
         by_block = blocks(view)
-        rows = [row for of_block in by_block.values() for row in of_block]
         return timed_findings(
             view,
             title=f"{outcome.name}: {len(outcome.cases)} cases timed",
@@ -142,7 +139,6 @@ class Bench(Timed, frozen=True, kw_only=True):
             tables=[
                 table_of(block_title(view, block), COLUMNS, of_block) for block, of_block in by_block.items()
             ],
-            figures=ratio_figures(rows, view.baseline),
             rows=by_block,
         )
 
@@ -163,26 +159,6 @@ COLUMNS = (
     Column[BenchRow]("start s", lambda row: row.start_up_s, ".1f"),
     Column[BenchRow]("memory", lambda row: row.peak_mem_bytes, human_bytes),
 )
-
-
-def ratio_figures(rows: Sequence[BenchRow], baseline: str) -> list[Figure]:
-    """Ratios to the baseline with their intervals; none without a baseline."""
-    compared = [row for row in rows if row.wall_ratio]
-    if not compared:
-        return []
-    names = [f"{row.label}\n{row.block}" for row in compared]
-    ratios = {
-        "wall time": [row.wall_ratio for row in compared],
-        "CPU time": [row.cpu_ratio for row in compared],
-    }
-    return [
-        Figure(
-            title=f"Against {baseline}",
-            caption="Medians of the ratios of each round; whiskers are their intervals, from five rounds on.",
-            draw=lambda axes: intervals(axes, names, ratios, f"times {baseline}; less is faster"),
-            height=0.8 + 0.34 * len(compared),
-        )
-    ]
 
 
 def _refusal(case: Case, plain: Experiment, *, is_preset: bool) -> str:

@@ -34,8 +34,6 @@ def test_every_case_is_a_process_of_its_own_in_every_round(timed_engines, tmp_pa
     assert main(["report", "b"]) == 0
     assert capsys.readouterr().out == printed
     assert (tmp_path / "b" / "bench.html").is_file()
-    assert main(["report", "b", "--picture", "a.png"]) == 0
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_case_that_fails_is_named_tried_once_more_and_ends_no_other(timed_engines, tmp_path, capsys):

@@ -12,8 +12,6 @@ from compare.show.findings import written
 from compare.show.page import write_page
 from compare.studies.bench import Bench
 
-pytestmark = pytest.mark.usefixtures("with_pictures")
-
 
 @pytest.fixture
 def result(tiny):
@@ -30,7 +28,6 @@ def page_of(result, folder, **given) -> str:
 def test_page_stands_alone_and_has_every_row_with_its_interval(tmp_path, result):
     page = page_of(result, tmp_path, name="<script>alert(1)</script>", left_out={"x": "<b>no</b>"})
     assert "<b>no" not in page
-    assert page.count("<svg") == 1
     cells = require_alone(page).cells
     for rows in blocks(result).values():
         for row in rows:
@@ -41,7 +38,6 @@ def test_page_stands_alone_and_has_every_row_with_its_interval(tmp_path, result)
 
 def test_page_of_one_case_has_no_ratios(tmp_path, tiny):
     page = page_of(finished(cases_of(tiny, engines=("torch-manual",)), rounds=1), tmp_path)
-    assert "<svg" not in page
     assert "nothing to divide by torch-manual" in page
 
 
