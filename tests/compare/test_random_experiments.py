@@ -4,12 +4,10 @@ from itertools import islice
 
 import pytest
 from random_experiments import (
-    MANY_TOKENS,
     accepting,
     arguments_of,
     experiment_of,
     experiments,
-    main,
     what_went_wrong,
 )
 
@@ -63,21 +61,3 @@ def test_every_experiment_is_legal_and_all_kinds_come():
         ("layout", "sequence_parallel"),
     ):
         assert any(getattr(getattr(one.experiment, section), field) for one in drawn), field
-
-
-def test_what_rounding_decides_is_not_drawn():
-    for one in islice(experiments(2), 100):
-        model, optimizer = one.experiment.model, one.experiment.optimizer
-        assert model.n_embd >= 8
-        assert model.dropout < 0.5
-        assert optimizer.beta2 > 0
-        assert one.experiment.precision.dtype in ("float64", "float32") or (
-            optimizer.learning_rate <= 1e-3 and one.experiment.tokens_per_step >= MANY_TOKENS
-        )
-        assert optimizer.eps >= 1e-8
-
-
-def test_they_can_be_named_without_being_run(capsys):
-    assert main(["3", "--first", "5", "--dry_run"]) == 0
-    numbers = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
-    assert numbers == ["5", "6", "7", "0 of 3 failed"]

@@ -5,15 +5,17 @@ An interpreter takes four seconds of CPU time to import what a training step nee
 
 import multiprocessing
 import os
+import subprocess
 import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import processes
 import pytest
+import warm
 from processes import PATIENCE_S
 
 from compare.contract import record
@@ -48,21 +50,10 @@ def leave_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-@dataclass(frozen=True)
-class Done:
-    """The end of a process, and its output."""
+def run_forked(function: Callable[..., int], *arguments: object, output: Path) -> subprocess.CompletedProcess:
+    """Run a picklable function, which returns the exit code, in a process of its own, and wait for its end.
 
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def run_forked(function: Callable[..., int], *arguments: object, output: Path) -> Done:
-    """Run a picklable function in a process of its own, and wait for its end.
-
-    Args:
-        function: returns the exit code.
-        output: a folder, which is made, for what the process says.
+    The folder `output` is made, for what the process says.
     """
     output.mkdir()
     process = SERVER.Process(target=_speak_into, args=(output, function, arguments))
@@ -73,21 +64,15 @@ def run_forked(function: Callable[..., int], *arguments: object, output: Path) -
         process.join()
         pytest.fail(f"{function.__name__}{arguments} took more than {TIMEOUT_S:g} s")
     assert process.exitcode is not None
-    return Done(process.exitcode, *((output / name).read_text() for name in ("stdout", "stderr")))
+    said = ((output / name).read_text() for name in ("stdout", "stderr"))
+    return subprocess.CompletedProcess(function.__name__, process.exitcode, *said)
 
 
-def run_torchpar(folder: Path, request: Request) -> Done:
-    """Leave the request in the folder, and do what `python -m torchpar FOLDER` does."""
+def run_torchpar(folder: Path, request: Request) -> subprocess.CompletedProcess:
+    """Leave the request in the folder, and run `python -m torchpar FOLDER`."""
     folder.mkdir(exist_ok=True)
     write_json(folder / record.REQUEST, request)
-    return run_forked(_be_torchpar, folder, output=folder.with_name(f"{folder.name}.output"))
-
-
-def _be_torchpar(folder: Path) -> int:
-    from torchpar.__main__ import main
-
-    sys.argv = ["torchpar", str(folder)]
-    return main()
+    return processes.run([warm.python(), "-m", "torchpar", str(folder)])
 
 
 def _speak_into(folder: Path, function: Callable[..., int], arguments: tuple) -> None:

@@ -88,9 +88,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 def left_behind(*, at_the_end: bool = False) -> list[psutil.Process]:
     """Processes of this session's tests that still live.
 
-    Args:
-        at_the_end: of the session: count also what lives from one test to the next, the forks of the server
-            that `forks.SERVER` starts.
+    At the end of the session count also what lives from one test to the next: forks of `forks.SERVER`.
     """
     now = set(psutil.pids())
     _strangers.intersection_update(now)  # a number that is free again may be one of ours next
@@ -135,15 +133,12 @@ def no_process_left(request: pytest.FixtureRequest) -> Generator[None]:
 
 def _is_expected(process: psutil.Process, *, at_the_end: bool) -> bool:
     """Whether it is a server of this process, or before the end a fork of one."""
-    if _runs(process, *SERVERS) and process.ppid() == os.getpid():
-        return True
-    return not at_the_end and any(_runs(parent, FORKSERVER) for parent in process.parents())
 
-
-def _runs(process: psutil.Process, *programs: str) -> bool:
-    """Whether one of these is in its command line."""
-    try:
-        command = " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
+    def runs(process: psutil.Process, *programs: str) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return any(program in " ".join(process.cmdline()) for program in programs)
         return False
-    return any(program in command for program in programs)
+
+    if runs(process, *SERVERS) and process.ppid() == os.getpid():
+        return True
+    return not at_the_end and any(runs(parent, FORKSERVER) for parent in process.parents())

@@ -79,15 +79,10 @@ class Member:
 
 @dataclass
 class Ranks:
-    """Four processes in one group, which start with the first test and live until one fails.
-
-    Attributes:
-        folder: where they meet.
-        timeout_s: how long a test may take.
-    """
+    """Four processes in one group, which meet in a folder with the first test and live until one fails."""
 
     folder: Path
-    timeout_s: float = TIMEOUT_S
+    timeout_s: float = TIMEOUT_S  # of a test
     members: list[Member] = field(default_factory=list)
     starts: int = 0
 
@@ -98,7 +93,13 @@ class Ranks:
                 self._start()
             for member in self.members:
                 member.pipe.send((test.__module__, test.__qualname__, parameters))
-            self._judge(self._collect())
+            silent = self._collect()
+            # False sorts first: the cause before what it did to others
+            failed = sorted((one for one in self.members if one.failure), key=lambda one: one.is_consequence)
+            if failed:
+                pytest.fail(failed[0].failure, pytrace=False)
+            if silent:
+                pytest.fail(f"no answer within {self.timeout_s:g} s from ranks {silent}", pytrace=False)
         except BaseException:  # Ctrl-C and pytest-timeout too: ranks that are still busy are of no more use
             self.end()
             raise
@@ -122,7 +123,7 @@ class Ranks:
             theirs.close()
             self.members.append(Member(rank, process, ours))
 
-    def _collect(self) -> list[Member]:
+    def _collect(self) -> list[int]:
         """Wait for every rank's answer, but not long once one has failed. Returns those without any."""
         silent = {member.pipe: member for member in self.members}
         deadline = time.monotonic() + self.timeout_s
@@ -135,16 +136,7 @@ class Ranks:
                 _read_answer(member)
                 if member.failure:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
-        return list(silent.values())
-
-    def _judge(self, silent: list[Member]) -> None:
-        failed = [member for member in self.members if member.failure]
-        if failed:
-            # False sorts first: the cause before what it did to others
-            pytest.fail(min(failed, key=lambda member: member.is_consequence).failure, pytrace=False)
-        if silent:
-            names = [member.rank for member in silent]
-            pytest.fail(f"no answer within {self.timeout_s:g} s from ranks {names}", pytrace=False)
+        return [member.rank for member in silent.values()]
 
 
 def _read_answer(member: Member) -> None:

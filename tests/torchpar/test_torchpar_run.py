@@ -1,11 +1,12 @@
 """`python -m torchpar RUN_DIR` end to end: both engines against one device, and faults that must show."""
 
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 from bounds import assert_bounded
-from forks import Done, run_torchpar
+from forks import run_torchpar
 from msgspec.structs import replace
 
 from compare.contract.communication import summed
@@ -27,7 +28,7 @@ TWO = Layout(dp_replicate=2, bucket_mb=0.05)
 TOLERANCE = 1e-11
 
 
-def torchpar(folder: Path, **request) -> Done:
+def torchpar(folder: Path, **request) -> subprocess.CompletedProcess:
     values = {"experiment": EXPERIMENT, "ladder": True, "later_step": STEPS - 1, **request}
     return run_torchpar(folder, Request(**values))
 
