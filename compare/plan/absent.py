@@ -18,9 +18,7 @@ T = TypeVar("T", CompiledAhead, RankAlone)
 def compile_ahead(engine: str, experiment: Experiment, machine: Machine, python: str) -> CompiledAhead:
     """What XLA makes of a step for a machine that need not be here; it takes minutes.
 
-    Raises:
-        ExperimentError: an engine that XLA does not compile, or a machine that no compiler knows.
-        EnvironmentMissing: the compiler is not installed, or has no such topology, in its own words.
+    Raises ExperimentError or EnvironmentMissing: no compiler for it, or no such topology, in its own words.
     """
     if (side := side_of(engine).name) != JAX.name:
         raise ExperimentError(f"--compile: {engine} is of {side}: give --alone")
@@ -37,9 +35,7 @@ def compile_ahead(engine: str, experiment: Experiment, machine: Machine, python:
 def run_alone(engine: str, experiment: Experiment, python: str) -> RankAlone:
     """A step of a layout's first rank, run here without the others; nothing is computed.
 
-    Raises:
-        ExperimentError: no rank of this engine and layout can run by itself.
-        EnvironmentMissing: the side cannot, and why.
+    Raises ExperimentError: no rank of this engine and layout can run by itself.
     """
     layout = experiment.layout
     if layout.devices == 1:
@@ -62,9 +58,7 @@ def run_alone(engine: str, experiment: Experiment, python: str) -> RankAlone:
 def topology_of(machine: Machine) -> str:
     """Its devices as a compiler names them: v5e:16x16, v5p:4x4x4; 1x8x8 for eight hosts of eight GPUs.
 
-    Raises:
-        ExperimentError: it names no chip to XLA; or TPUs of several pods, or a number that is no power of
-            two: no such slice is sold.
+    Raises ExperimentError: it names no chip to XLA, or no slice that is sold.
     """
     devices, inside = machine.devices, machine.devices_inside
     if not machine.tpu:

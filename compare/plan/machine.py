@@ -4,7 +4,7 @@
     mine.tomlx16         16 of a chip of your own
     runs/.../here.toml   a file that says itself how many: `devices`
 
-`like` takes all that a file does not say from another one. Reading is strict: there is no guess.
+`like` takes all that a file does not say from a chip that ships. Reading is strict: there is no guess.
 """
 
 import math
@@ -14,11 +14,12 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from compare.host.disk import why_not_readable
 from compare.spec.experiment import MAX_FILE_BYTES, ExperimentError
 
-FOLDER = Path(__file__).parent.parent / "machines"
+CHIPS = {path.stem: path for path in sorted((Path(__file__).parent.parent / "machines").glob("*.toml"))}
 Rate = Annotated[float, Meta(gt=0, le=1e30)]
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 Share = Annotated[float, Meta(gt=0, le=1)]
@@ -75,10 +76,7 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
         A ring over several hosts enters and leaves each by the network cards of all its devices in there.
         Axes share out the dims of a torus by their logarithms: two axes of 16 have one dim of 16 x 16 each.
-
-        Args:
-            degree: devices along the axis.
-            stride: neighbours along it are so many devices apart: the product of all inner degrees.
+        `degree` devices are along the axis; neighbours are `stride` devices apart.
         """
         inside, across = self.inside, self.across
         if degree * stride <= self.devices_inside:
@@ -92,11 +90,6 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return rate, across.latency_s
 
 
-def named_machines() -> dict[str, Path]:
-    """The chips that ship with the package, by name."""
-    return {path.stem: path for path in sorted(FOLDER.glob("*.toml"))}
-
-
 def read_machine(text: str, *, link_speed: float = 1.0) -> Machine:
     """The machine that a word names: NAMExN, NAME-N, FILE.tomlxN, or a file that has `devices`.
 
@@ -105,7 +98,7 @@ def read_machine(text: str, *, link_speed: float = 1.0) -> Machine:
     found = re.fullmatch(r"(?P<name>.+?)(?:[x-](?P<count>\d{1,7}))?", text)
     if not found:
         raise ExperimentError("--machine is empty: give a chip and its number, such as h100x64")
-    fields = _fields(found["name"], ())
+    fields = _fields(found["name"])
     if found["count"]:
         fields["devices"] = int(found["count"])
     if "devices" not in fields:
@@ -128,21 +121,17 @@ def slowed(machine: Machine, speed: float) -> Machine:
     """The machine with links of another speed; latencies stay. Raises ExperimentError."""
     if not 0 < speed < math.inf:
         raise ExperimentError(f"--link_speed {speed} must be more than 0: 0.1 is ten times slower")
-    links = {
-        name: msgspec.structs.replace(link, bytes_per_s=link.bytes_per_s * speed)
-        for name, link in (("inside", machine.inside), ("across", machine.across))
-    }
-    return msgspec.structs.replace(machine, **links)
+    inside, across = (
+        replace(link, bytes_per_s=link.bytes_per_s * speed) for link in (machine.inside, machine.across)
+    )
+    return replace(machine, inside=inside, across=across)
 
 
-def _fields(name: str, seen: tuple[str, ...]) -> dict[str, Any]:
-    """Fields of a file, and of the one that it is like. Raises ExperimentError."""
-    known = named_machines()
-    if name in seen:
-        raise ExperimentError(f"--machine {seen[0]}: like goes in a circle: {' -> '.join((*seen, name))}")
-    path = known.get(name, Path(name))
+def _fields(name: str) -> dict[str, Any]:
+    """Fields of a chip or a file, and of the chip that it is like. Raises ExperimentError."""
+    path = CHIPS.get(name, Path(name))
     if wrong := why_not_readable(path):
-        chips = f"no such chip (there are {', '.join(known)})" if path.suffix != ".toml" else wrong
+        chips = f"no such chip (there are {', '.join(CHIPS)})" if path.suffix != ".toml" else wrong
         raise ExperimentError(f"--machine {name}: {chips}: give a chip or a TOML file")
     with path.open("rb") as file:
         text = file.read(MAX_FILE_BYTES + 1)
@@ -153,9 +142,9 @@ def _fields(name: str, seen: tuple[str, ...]) -> dict[str, Any]:
     like = fields.pop("like", None)
     if like is None:
         return fields
-    if not isinstance(like, str):
-        raise ExperimentError(f"--machine {name}: like must be the name of a chip or a file")
-    return {**_fields(like, (*seen, name)), **fields}
+    if str(like) not in CHIPS:
+        raise ExperimentError(f"--machine {name}: like must be the name of a chip: {', '.join(CHIPS)}")
+    return {**_fields(like), **fields}
 
 
 def _one_line(error: Exception) -> str:

@@ -103,43 +103,29 @@ def setting_of(engine: str, experiment: Experiment, machine: Machine, **given: A
 def predict(engine: str, experiment: Experiment, machine: Machine, **given: Any) -> Prediction:
     """The time of a step: that of the pipeline's last rank, which has the head.
 
-    Args:
-        engine: a name in ENGINES.
-        experiment: a checked one that the engine accepts; its layout uses all devices of the machine.
-        machine: which has a peak for its dtype.
-        given: fields of `Setting`; the engine's ways by default.
-
-    Raises:
-        ExperimentError: the machine has no peak for this dtype.
+    The layout uses all devices of the machine. `given` are fields of `Setting`; by default the engine's ways.
+    Raises ExperimentError: the machine has no peak for this dtype.
     """
     setting = setting_of(engine, experiment, machine, **given)
     traffic = traffic_of(setting)
     blocks, head = block_terms(setting), head_terms(setting)
     products = 3 * setting.blocks * setting.block_product_s()
-    sums = [
-        _term(
-            TP,
-            collective,
-            _exposed(setting, collective, products / 2),
-            forward=float(collective.purpose in (ACTIVATIONS, LOSS)),
-        )
-        for collective in traffic
-        if collective.axis == TP
-    ]
+    sums = []
+    for sent in (sent for sent in traffic if sent.axis == TP):
+        forward = float(sent.purpose in (ACTIVATIONS, LOSS))
+        sums.append(_term(TP, sent, _exposed(setting, sent, products / 2), forward=forward))
     terms = [*blocks, *head, *sums]
     if experiment.layout.pp > 1:
-        terms += _pipeline(
-            setting, [*blocks, *sums], head, [collective for collective in traffic if collective.axis == PP]
-        )
+        along = [sent for sent in traffic if sent.axis == PP]
+        terms += _pipeline(setting, [*blocks, *sums], head, along)
     compute = sum(term.seconds for term in (*blocks, *head))
     terms += [
-        _term("dp", collective, _exposed(setting, collective, _window(setting, collective, compute)))
-        for collective in traffic
-        if not {TP, PP} & {*collective.axis.split("+")}
+        _term("dp", sent, _exposed(setting, sent, _window(setting, sent, compute)))
+        for sent in traffic
+        if not {TP, PP} & {*sent.axis.split("+")}
     ]
-    terms = [
-        term for term in (*terms, *update_terms(setting, stage=experiment.layout.pp - 1)) if term.seconds
-    ]
+    terms += update_terms(setting, stage=experiment.layout.pp - 1)
+    terms = [term for term in terms if term.seconds]
     flops = setting.shape.flops_per_token * experiment.tokens_per_step
     seconds = sum(term.seconds for term in terms)
     return Prediction(terms=terms, mfu=flops / seconds / machine.devices / setting.peak)
@@ -198,10 +184,8 @@ def _exposed(setting: Setting, collective: Traffic, window: float) -> float:
     """Seconds of collectives that nothing hides: what the window has no room for, and one call."""
     if setting.hidden.isdisjoint({collective.axis, f"{collective.axis} {collective.purpose}"}):
         return collective.seconds
-    return min(
-        max(collective.seconds - window, 0.0) + collective.seconds / max(collective.calls, 1.0),
-        collective.seconds,
-    )
+    one_call = collective.seconds / max(collective.calls, 1.0)
+    return min(max(collective.seconds - window, 0.0) + one_call, collective.seconds)
 
 
 def _window(setting: Setting, collective: Traffic, compute: float) -> float:
@@ -253,13 +237,9 @@ def makespan_s(
     last: float,
     message: float,
 ) -> float:
-    """When a schedule ends.
+    """When a schedule ends, from the seconds of a stage and of a message between two ranks.
 
-    Args:
-        schedule, ranks, microbatches, chunks: as of `make_schedule`.
-        forward, backward: seconds of a stage.
-        last: more seconds of a microbatch on the last stage, a third of them forward.
-        message: seconds from one rank to another.
+    `last` are more seconds of a microbatch on the last stage, a third of them forward.
     """
     stages = ranks * chunks
     plan = make_schedule(schedule, ranks=ranks, microbatches=microbatches, chunks=chunks)

@@ -71,16 +71,9 @@ class Search(Struct, frozen=True, kw_only=True):
 
 
 def search(engine: str, experiment: Experiment, machine: Machine, *, fixed: frozenset[str]) -> Search:
-    """Every legal layout, ranked.
+    """Every legal layout, ranked; `fixed` are fields of the experiment's layout that the user gave.
 
-    Args:
-        engine: a name in ENGINES.
-        experiment: its layout has the fields that are fixed.
-        machine: with so many devices.
-        fixed: fields of the layout that the user gave.
-
-    Raises:
-        ExperimentError: no peak for this dtype, or not one legal layout.
+    Raises ExperimentError: no peak for this dtype, or not one legal layout.
     """
     peak_of(machine, experiment.precision.product_dtype)
     found: list[Candidate] = []
@@ -96,11 +89,10 @@ def search(engine: str, experiment: Experiment, machine: Machine, *, fixed: froz
             f"{', '.join(degrees)}: the given degrees must divide its {machine.devices} devices"
         )
         raise ExperimentError(f"--machine {machine.name}: no layout is legal: {why}")
-    fitting = [candidate for candidate in found if candidate.seconds]
-    too_large = [candidate for candidate in found if not candidate.seconds]
+    found.sort(key=lambda candidate: (candidate.seconds, candidate.bytes))
     return Search(
-        fitting=sorted(fitting, key=lambda candidate: (candidate.seconds, candidate.bytes)),
-        too_large=sorted(too_large, key=lambda candidate: candidate.bytes),
+        fitting=[candidate for candidate in found if candidate.seconds],
+        too_large=[candidate for candidate in found if not candidate.seconds],
         refused={f"{names[0]} ({len(names):,} layouts)": why for why, names in refused.items()},
     )
 

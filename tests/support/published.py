@@ -1,10 +1,5 @@
-"""Predictions of published rows, each from its own settings, with the same constants: data/published.toml.
+"""Predictions of published rows, each from its own settings, with the same constants: data/published.toml."""
 
-The null model says the median utilisation of a table for each of its rows: a planner must beat it.
-"""
-
-import math
-import statistics
 from pathlib import Path
 
 import msgspec
@@ -95,9 +90,8 @@ class PublishedRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def experiment(self, pods: int) -> Experiment:
         """The layout, of a model of nanoGPT's with the same streams: `ways` has the sizes that differ."""
-        share = self.dp_shard * pods
-        passes = (self.sequences or share * self.rows) // (share * self.rows)
-        whole = self.pp > 1
+        rows, whole = self.dp_shard * pods * self.rows, self.pp > 1
+        passes = (self.sequences or rows) // rows
         layout = Layout(
             dp_replicate=pods,
             dp_shard=self.dp_shard,
@@ -111,7 +105,7 @@ class PublishedRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             remat="full" if self.remat == "full" else "none",
         )
         train = Train(
-            batch_size=share * self.rows * (passes if whole else 1),
+            batch_size=rows * (passes if whole else 1),
             gradient_accumulation_steps=1 if whole else passes,
         )
         model = Model(
@@ -131,8 +125,7 @@ class PublishedRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         ends = self.vocabulary * self.width * (1 if self.tied or self.pp > 1 else 2)
         weights = self.layers / self.pp * self.shape.block_parameters + ends
         ratio = weights / sum(parameter.size for parameter in held)
-        streams = dict.fromkeys((ACTIVATIONS, ACTIVATION_GRADIENTS, LOSS), self.number_bytes / FORM_BYTES)
-        gradients = dict.fromkeys((REPLICATED_GRADIENTS, TIED_GRADIENTS), self.gradient_bytes / FORM_BYTES)
+        number, gradient = self.number_bytes / FORM_BYTES, self.gradient_bytes / FORM_BYTES
         return dict(
             shape=self.shape,
             number=self.number_bytes,
@@ -142,10 +135,10 @@ class PublishedRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             remat=self.remat,
             scale={
                 "weights": ratio,
-                PARAMETERS: ratio * self.number_bytes / FORM_BYTES,
-                GRADIENTS: ratio * self.gradient_bytes / FORM_BYTES,
-                **streams,
-                **gradients,
+                PARAMETERS: ratio * number,
+                GRADIENTS: ratio * gradient,
+                **dict.fromkeys((ACTIVATIONS, ACTIVATION_GRADIENTS, LOSS), number),
+                **dict.fromkeys((REPLICATED_GRADIENTS, TIED_GRADIENTS), gradient),
             },
         )
 
@@ -165,7 +158,6 @@ class PublishedTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class HeldRow(Struct, frozen=True, kw_only=True):
     """One row, measured and predicted."""
 
-    table: str
     name: str
     devices: int
     measured_mfu: float
@@ -177,68 +169,44 @@ class HeldRow(Struct, frozen=True, kw_only=True):
         return self.measured_mfu / self.prediction.mfu - 1
 
 
-def read_tables() -> list[PublishedTable]:
-    """All tables. Raises msgspec.DecodeError for a row that is not as it should be."""
-    return msgspec.toml.decode(FILE.read_bytes(), type=dict[str, list[PublishedTable]])["tables"]
+def read_tables() -> dict[str, PublishedTable]:
+    """All tables, by name."""
+    tables = msgspec.toml.decode(FILE.read_bytes(), type=dict[str, list[PublishedTable]])["tables"]
+    return {table.name: table for table in tables}
+
+
+def rows_of(table: PublishedTable) -> list[PublishedRow]:
+    return [msgspec.convert({**table.common, **row}, PublishedRow) for row in table.rows]
 
 
 def held_rows(table: PublishedTable) -> list[HeldRow]:
     """Every row of a table with its prediction."""
-    rows = [msgspec.convert({**table.common, **row}, PublishedRow) for row in table.rows]
-    return [_held(table, row, place) for row in rows for place in range(len(row.repeat))]
+    return [_held(table, row, place) for row in rows_of(table) for place in range(len(row.repeat))]
 
 
 def _held(table: PublishedTable, row: PublishedRow, place: int) -> HeldRow:
-    pods = row.repeat[place]
-    experiment = row.experiment(pods)
+    experiment = row.experiment(row.repeat[place])
     machine = _machine(table, row, experiment)
-    shape = row.shape
-    found = predict(ENGINE, experiment, machine, **row.ways(experiment))
-    peak = machine.peak["float32"]
-    flops = shape.flops_per_token
-    tokens = experiment.tokens_per_step / experiment.layout.devices
+    peak, devices = machine.peak["float32"], experiment.layout.devices
     if row.mfus:
         measured = row.mfus[place]
     elif row.tflops:
         measured = row.tflops * 1e12 / peak
     else:
-        rate = row.tokens_per_s or tokens / row.seconds
-        measured = flops * rate / peak
-    name = f"{row.name.split(',')[0]}, {pods} pods" if pods > 1 else row.name
-    return HeldRow(
-        table=table.name,
-        name=name,
-        devices=experiment.layout.devices,
-        measured_mfu=measured,
-        prediction=found,
-    )
+        rate = row.tokens_per_s or experiment.tokens_per_step / devices / row.seconds
+        measured = row.shape.flops_per_token * rate / peak
+    prediction = predict(ENGINE, experiment, machine, **row.ways(experiment))
+    return HeldRow(name=row.name, devices=devices, measured_mfu=measured, prediction=prediction)
 
 
 def _machine(table: PublishedTable, row: PublishedRow, experiment: Experiment) -> Machine:
     """The machine of a row: of several pods, or slices of one, each is a torus of its own."""
     devices = experiment.layout.devices
     machine = read_machine(f"{table.machine}x{devices}")
-    inside = devices // row.repeat[-1] if len(row.repeat) > 1 else machine.devices_inside
-    inside = row.tp * row.dp_shard * row.pp if len(row.repeat) > 1 else inside
+    inside = row.tp * row.dp_shard * row.pp if len(row.repeat) > 1 else machine.devices_inside
     rate = row.memory_bytes_per_s or machine.memory_bytes_per_s
     products = {
         field: {"float32": rates["bfloat16"]} if (rates := getattr(machine, field)) else {}
         for field in ("peak", "sustained")
     }
     return msgspec.structs.replace(machine, devices_inside=inside, memory_bytes_per_s=rate, **products)
-
-
-def mean_error(errors: list[float]) -> float:
-    """Mean of their sizes."""
-    return statistics.fmean(map(abs, errors))
-
-
-def null_errors(rows: list[HeldRow]) -> list[float]:
-    """Errors of the null model: of step time, if every row had the median utilisation."""
-    median = statistics.median(row.measured_mfu for row in rows)
-    return [row.measured_mfu / median - 1 for row in rows]
-
-
-def worst_error(errors: list[float]) -> float:
-    """The largest of their sizes."""
-    return max(map(abs, errors), default=math.nan)
