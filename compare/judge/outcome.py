@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from compare.contract.record import Record, read_record
 from compare.contract.request import Platform, Request
@@ -63,7 +64,7 @@ class Case(Struct, frozen=True, kw_only=True):
     @property
     def block(self) -> str:
         """Name of the work that its figures are for."""
-        return f"{self.layout}, {self.size}" if self.size else self.layout
+        return ", ".join(filter(None, (self.layout, self.size)))
 
     @property
     def row(self) -> str:
@@ -164,10 +165,9 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
     def values(self, type: type[T]) -> dict[str, T]:
         """What was kept of each finished case in its last round. Raises RecordError: it is garbled."""
+        last = {name: self.kept[name][max(self.kept[name])] for name in self.finished}
         try:
-            return {
-                name: msgspec.convert(self.kept[name][max(self.kept[name])], type) for name in self.finished
-            }
+            return {name: msgspec.convert(value, type) for name, value in last.items()}
         except msgspec.ValidationError as error:
             raise RecordError(f"{OUTCOME} is garbled: {error}") from None
 
@@ -192,16 +192,27 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
     def sentence(self) -> str:
         """The verdict over all cases, in one line; what was not run or not compared is said."""
+        left_out = [f"{name} was left out ({why})" for name, why in self.left_out.items()]
+        if len(left_out) > LISTED:
+            left_out = [f"{len(left_out)} cases were left out"]
+        missing = [
+            why if why.startswith(f"{name} ") else f"{name} did not finish ({why})"
+            for name, why in self.failures.items()
+        ]
+        if self.not_run:
+            missing.append(f"{', '.join(self.not_run)} did not run")
         bad = next((verdict for verdict in self.verdicts if not verdict.passed), None)
         if bad:
-            return f"{bad.candidate} against {bad.reference}: {bad.sentence()}{self._what_is_missing()}"
-        if not self.is_complete:
-            return f"INCOMPLETE: {self._what_agrees()}{self._what_is_missing()}"
-        if not self.verdicts and self.finished:
-            return f"{self.finished[0]} ran alone: there was nothing to compare it with{self._left_out()}"
-        return f"PASS: {self._what_agrees()}{self._left_out()}"
+            first = f"{bad.candidate} against {bad.reference}: {bad.sentence()}"
+        elif not self.is_complete:
+            first = f"INCOMPLETE: {self._agreement()}"
+        elif not self.verdicts and self.finished:
+            first = f"{self.finished[0]} ran alone: there was nothing to compare it with"
+        else:
+            first = f"PASS: {self._agreement()}"
+        return "; ".join([first, *missing, *left_out])
 
-    def _what_agrees(self) -> str:
+    def _agreement(self) -> str:
         if not self.finished:
             return "nothing has finished"
         if not self.verdicts:
@@ -209,33 +220,20 @@ class Outcome(Struct, frozen=True, kw_only=True):
         names = [verdict.candidate for verdict in self.verdicts]
         references = ", ".join(dict.fromkeys(verdict.reference for verdict in self.verdicts))
         others = ", ".join(names) if len(names) <= LISTED else f"{len(names)} cases"
-        agree = "agrees" if len(self.verdicts) == 1 else "agree"
         if not all(verdict.compared_tensors for verdict in self.verdicts):
             subject = "gradients and weights"
             if all(verdict.error("later_weights") is not None for verdict in self.verdicts):
                 subject = "the gradients of the first step, which overflowed and was skipped,"
             return f"the losses of {others} agree with those of {references}; {subject} were not compared"
+        agree = "agrees" if len(self.verdicts) == 1 else "agree"
         rungs = min(len(verdict.rungs) for verdict in self.verdicts)
         return f"{others} {agree} with {references} on {rungs} rungs"
-
-    def _what_is_missing(self) -> str:
-        failed = [
-            why if why.startswith(f"{name} ") else f"{name} did not finish ({why})"
-            for name, why in self.failures.items()
-        ]
-        waiting = [f"{', '.join(self.not_run)} did not run"] if self.not_run else []
-        return "".join(f"; {part}" for part in [*failed, *waiting]) + self._left_out()
-
-    def _left_out(self) -> str:
-        if len(self.left_out) > LISTED:
-            return f"; {len(self.left_out)} cases were left out"
-        return "".join(f"; {name} was left out ({why})" for name, why in self.left_out.items())
 
 
 def with_case(
     outcome: Outcome, name: str, value: Any, record: Record | None, folder: Path, *, number: int = 1
 ) -> Outcome:
-    """The outcome with one more finished case, and its verdict.
+    """The outcome with one more finished case of a round, and its verdict.
 
     Args:
         outcome: so far.
@@ -248,45 +246,37 @@ def with_case(
     Raises:
         RecordError: a record, or a file of tensors, is garbled.
     """
-    reference = reference_of(outcome, name)
+    case, reference = outcome.cases[name], _reference_of(outcome, name)
     verdicts = {verdict.candidate: verdict for verdict in outcome.verdicts}
     circumstances, kind = outcome.circumstances, outcome.device_kind
     if record:
         versions = circumstances.versions | record.manifest.versions
-        circumstances = msgspec.structs.replace(circumstances, versions=versions)
+        circumstances = replace(circumstances, versions=versions)
         kind = kind or record.manifest.device_kind
     if record and reference:
+        is_golden = reference == NANOGPT
+        right = read_golden(case.experiment.optimizer.name) if is_golden else read_record(folder / reference)
         verdicts[name] = climb(
-            _record_of(outcome, name, reference, folder),
-            record,
-            reference_name=reference,
-            name=name,
-            same_training=outcome.cases[name].same_training,
+            right, record, reference_name=reference, name=name, same_training=case.same_training
         )
     rounds = {**outcome.kept.get(name, {}), number: msgspec.to_builtins(value)}
-    return msgspec.structs.replace(
+    return replace(
         outcome,
         circumstances=circumstances,
         device_kind=kind,
         kept={**outcome.kept, name: rounds},
         verdicts=[verdicts[name] for name in outcome.cases if name in verdicts],
-        failures={case: why for case, why in outcome.failures.items() if case != name},
+        failures={failed: why for failed, why in outcome.failures.items() if failed != name},
     )
 
 
-def reference_of(outcome: Outcome, name: str) -> str:
+def _reference_of(outcome: Outcome, name: str) -> str:
     """What a case is held against; where that did not finish, the first beside it that did."""
     against = outcome.cases[name].against
     if not against or against == NANOGPT or outcome.kept.get(against):
         return against
     beside = (other for other in outcome.finished if outcome.cases[other].against == against)
     return next((other for other in beside if other != name), "")
-
-
-def _record_of(outcome: Outcome, name: str, reference: str, folder: Path) -> Record:
-    if reference == NANOGPT:
-        return read_golden(outcome.cases[name].experiment.optimizer.name)
-    return read_record(folder / reference)
 
 
 def save(outcome: Outcome, folder: Path) -> None:

@@ -3,18 +3,10 @@
 import statistics
 from collections.abc import Mapping
 
-import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import Struct
 
 from compare.contract.record import Record
-from compare.contract.timeline import (
-    Lane,
-    bubble_fraction,
-    busy_us,
-    communication_us,
-    exposed_us,
-    idle_us,
-)
+from compare.contract.timeline import bubble_fraction, busy_us, communication_us, exposed_us, idle_us
 from compare.judge.metrics import steady_times_ms
 from compare.judge.outcome import Outcome
 from compare.pipeline.schedules import make_schedule
@@ -22,7 +14,6 @@ from compare.pipeline.simulator import bubble_fraction as planned_fraction
 from compare.spec.experiment import Experiment
 
 PROFILE = "profile.json"
-NO_TIMELINE = "it left no timeline"
 
 
 class DeviceTime(Struct, frozen=True, kw_only=True):
@@ -39,36 +30,36 @@ class DeviceTime(Struct, frozen=True, kw_only=True):
     """Neither compute nor communication."""
 
 
-class EngineProfile(Struct, frozen=True, kw_only=True):
-    """One engine's step."""
+class EngineProfile(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One engine's step; without a timeline, fields that follow from one are None."""
 
     name: str
     """Name of its case and of its folder."""
     step_ms: float
     """Median of the unprofiled steps (ms)."""
     devices: list[DeviceTime] = []
-    step: int | UnsetType = UNSET
-    """Index of the profiled step; without a timeline it is unset, like all fields that follow from it."""
-    watched_ms: float | UnsetType = UNSET
+    step: int | None = None
+    """Index of the profiled step."""
+    watched_ms: float | None = None
     """Time of the profiled step by the engine's own clock (ms)."""
-    wall_ms: float | UnsetType = UNSET
+    wall_ms: float | None = None
     """Its wall time in the timeline, on the slowest device (ms)."""
-    bubble: float | UnsetType = UNSET
+    bubble: float | None = None
     """Measured share of a pipeline's time in which devices wait."""
-    planned_bubble: float | UnsetType = UNSET
+    planned_bubble: float | None = None
     """That share of the schedule on a clock: a backward takes two forwards, messages take no time."""
-    method: str = ""
+    method: str = "it left no timeline"
     """Method of the timeline, or the reason for a missing one."""
 
     @property
-    def overhead(self) -> float | UnsetType:
+    def overhead(self) -> float | None:
         """Cost of watching, as a fraction of the step."""
-        return UNSET if self.watched_ms is UNSET else self.watched_ms / self.step_ms - 1.0
+        return None if self.watched_ms is None else self.watched_ms / self.step_ms - 1.0
 
-    def mean_ms(self, field: str) -> float | UnsetType:
-        """The mean over the devices of a field of `DeviceTime`; unset if there is no timeline."""
+    def mean_ms(self, field: str) -> float | None:
+        """The mean over the devices of a field of `DeviceTime`; None if there is no timeline."""
         values = [getattr(device, field) for device in self.devices]
-        return statistics.fmean(values) if values else UNSET
+        return statistics.fmean(values) if values else None
 
 
 class Profile(Struct, frozen=True, kw_only=True):
@@ -87,52 +78,44 @@ def profile_of(outcome: Outcome, records: Mapping[str, Record]) -> Profile:
     engines = [_engine(name, record) for name, record in records.items()]
     without = [engine.name for engine in engines if not engine.devices]
     missing = f"INCOMPLETE: {', '.join(without)} left no timeline; " if without else ""
-    return Profile(
-        engines=engines,
-        verdict=missing + outcome.sentence(),
-        passed=outcome.passed and not without,
-    )
+    verdict, passed = missing + outcome.sentence(), outcome.passed and not without
+    return Profile(engines=engines, verdict=verdict, passed=passed)
 
 
 def _engine(name: str, record: Record) -> EngineProfile:
     timeline, experiment = record.timeline, record.manifest.experiment
-    found = EngineProfile(
-        name=name,
-        step_ms=statistics.median(steady_times_ms(record)),
-        planned_bubble=planned_bubble(experiment),
-        method=NO_TIMELINE,
-    )
+    step_ms, planned = statistics.median(steady_times_ms(record)), _planned_bubble(experiment)
     if timeline is None:
-        return found
-    bubble = bubble_fraction(timeline) if experiment.layout.pp > 1 else None
-    return msgspec.structs.replace(
-        found,
-        devices=[_device(lane, timeline.wall_us) for lane in timeline.lanes],
+        return EngineProfile(name=name, step_ms=step_ms, planned_bubble=planned)
+    devices = [
+        DeviceTime(
+            device=lane.device,
+            forward_ms=busy_us(lane, "forward") / 1e3,
+            backward_ms=busy_us(lane, "backward") / 1e3,
+            update_ms=busy_us(lane, "update") / 1e3,
+            communication_ms=communication_us(lane) / 1e3,
+            exposed_ms=exposed_us(lane) / 1e3,
+            idle_ms=idle_us(lane, timeline.wall_us) / 1e3,
+        )
+        for lane in timeline.lanes
+    ]
+    return EngineProfile(
+        name=name,
+        step_ms=step_ms,
+        planned_bubble=planned,
+        devices=devices,
         step=timeline.step,
-        watched_ms=next((s.step_time_ms for s in record.steps if s.step == timeline.step), UNSET),
+        watched_ms=next((step.step_time_ms for step in record.steps if step.step == timeline.step), None),
         wall_ms=timeline.wall_us / 1e3,
-        bubble=UNSET if bubble is None else bubble,
+        bubble=bubble_fraction(timeline) if experiment.layout.pp > 1 else None,
         method=timeline.method,
     )
 
 
-def _device(lane: Lane, wall_us: float) -> DeviceTime:
-    return DeviceTime(
-        device=lane.device,
-        forward_ms=busy_us(lane, "forward") / 1e3,
-        backward_ms=busy_us(lane, "backward") / 1e3,
-        update_ms=busy_us(lane, "update") / 1e3,
-        communication_ms=communication_us(lane) / 1e3,
-        exposed_ms=exposed_us(lane) / 1e3,
-        idle_ms=idle_us(lane, wall_us) / 1e3,
-    )
-
-
-def planned_bubble(experiment: Experiment) -> float | UnsetType:
-    """The bubble of the layout's schedule; unset without a pipeline."""
+def _planned_bubble(experiment: Experiment) -> float | None:
     layout = experiment.layout
     if layout.pp == 1:
-        return UNSET
+        return None
     microbatches = layout.microbatches * experiment.train.gradient_accumulation_steps
     schedule = make_schedule(
         layout.schedule, ranks=layout.pp, microbatches=microbatches, chunks=layout.chunks

@@ -1,10 +1,8 @@
 """What a profile says: where the time of a step goes, engine by engine and device by device."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import msgspec
-from msgspec import UNSET
 
 from compare.contract.record import Record
 from compare.contract.timeline import Timeline, exposed_us, idle_us
@@ -19,15 +17,15 @@ from compare.terminal import SCHEDULES
 TIMES = ("forward", "backward", "update", "communication", "exposed", "idle")
 ENGINE: tuple[Column[EngineProfile], ...] = (
     Column("step, unwatched (ms)", lambda engine: engine.step_ms, ".1f"),
-    Column("step, watched (ms)", lambda engine: engine.watched_ms or None, ".1f"),
-    Column("timeline's wall (ms)", lambda engine: engine.wall_ms or None, ".1f"),
+    Column("step, watched (ms)", lambda engine: engine.watched_ms, ".1f"),
+    Column("timeline's wall (ms)", lambda engine: engine.wall_ms, ".1f"),
     *(
-        Column(f"{name} (ms)", lambda engine, name=name: _set(engine.mean_ms(f"{name}_ms")), ".1f")
+        Column(f"{name} (ms)", lambda engine, name=name: engine.mean_ms(f"{name}_ms"), ".1f")
         for name in TIMES
     ),
-    Column("cost of watching", lambda engine: _set(engine.overhead), ".0%"),
-    Column("bubble, measured", lambda engine: _set(engine.bubble), ".0%"),
-    Column("bubble of the schedule", lambda engine: _set(engine.planned_bubble), ".0%"),
+    Column("cost of watching", lambda engine: engine.overhead, ".0%"),
+    Column("bubble, measured", lambda engine: engine.bubble, ".0%"),
+    Column("bubble of the schedule", lambda engine: engine.planned_bubble, ".0%"),
 )
 """The last two are of pipelines."""
 MOST_BOXES = 1500
@@ -128,10 +126,6 @@ def engine_table(profile: Profile, name: str) -> Table:
             if any(value is not None for value in row)
         ],
     )
-
-
-def _set(value: Any) -> Any:
-    return None if value is UNSET else value
 
 
 def notes(profile: Profile, platform: str) -> list[str]:

@@ -75,7 +75,7 @@ def test_planted_exposure_is_found(spread, tmp_path):
     parts = ("forward_ms", "backward_ms", "update_ms", "exposed_ms", "idle_ms")
     for device in engine.devices:  # of the timeline's wall, which is a row of its own
         assert sum(getattr(device, part) for part in parts) == engine.wall_ms == 12.5
-    assert engine.bubble is engine.planned_bubble is msgspec.UNSET
+    assert engine.bubble is engine.planned_bubble is None
 
 
 def test_no_thread_of_a_trace_overlaps():
