@@ -23,15 +23,11 @@ SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")
 
 
 def convert(source: Path, target: Path, model: Model | None = None) -> None:
-    """Write a nanoGPT checkpoint's weights to `target`.
+    """Write nanoGPT's weights as safetensors with canonical names.
 
-    Args:
-        source: nanoGPT's ckpt.pt, a state dict saved by torch.save, or safetensors with nanoGPT's names.
-        target: a safetensors file, written with canonical names.
-        model: its sizes; by default those in the checkpoint (`model_args`).
-
-    Raises:
-        ExperimentError: the file cannot be read safely, or does not fit the model.
+    They are in its ckpt.pt, a state dict saved by torch.save, or safetensors with nanoGPT's names. The sizes
+    are by default those in the checkpoint (`model_args`). ExperimentError: the file cannot be read safely, or
+    does not fit the model.
     """
     loaded = read(source)
     state = loaded.get("model", loaded) if isinstance(loaded, Mapping) else None
@@ -53,8 +49,7 @@ def convert(source: Path, target: Path, model: Model | None = None) -> None:
 def plain_state(state: Any, model: Model, *, origin: str) -> dict[str, torch.Tensor]:
     """Tensors of nanoGPT's state dict, in its shapes, by the names of the plain model; the tied head once.
 
-    Raises:
-        ExperimentError: it is no state dict, or does not fit the model.
+    ExperimentError: it is no state dict, or does not fit the model.
     """
     if not isinstance(state, Mapping):
         raise ExperimentError(f"{origin} holds no state dict: give nanoGPT's ckpt.pt")
@@ -79,11 +74,8 @@ def is_plain(value: Any) -> bool:
 
 
 def read(source: Path) -> Any:
-    """Content of a safetensors file, or of a torch.save file of tensors and plain values.
-
-    Raises:
-        ExperimentError: it is anything else.
-    """
+    """Content of a safetensors file, or of a torch.save file of tensors and plain values; ExperimentError of
+    anything else."""
     if why := why_not_readable(source):
         raise ExperimentError(f"{source} {why}")
     try:
@@ -92,8 +84,8 @@ def read(source: Path) -> Any:
         return torch.load(source, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError:
         raise ExperimentError(
-            f"{source} cannot be unpickled safely: it is no checkpoint, or holds more than "
-            f"tensors and plain values; save its state dict alone"
+            f"{source} cannot be unpickled safely: it holds more than tensors and plain values, or is no "
+            f"checkpoint; save its state dict alone"
         ) from None
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, SafetensorError) as error:
         why = " ".join(str(error).split()) or type(error).__name__

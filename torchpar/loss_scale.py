@@ -11,13 +11,10 @@ from torchpar.parallel_model import ParallelModel, local
 
 
 def scale_loss(loss: nn.Module, progress: Progress, *, parts: float = 1) -> None:
-    """From now on gradients of what this module returns are as many times larger as the scale then says.
+    """From now on gradients of a mean loss are as many times larger as the scale then says.
 
-    Args:
-        loss: returns a mean loss.
-        progress: where the scale is read at every call.
-        parts: of how many microbatches a loss is one that is not divided by their number before backward:
-            they would overflow sooner than those that are.
+    It is one of `parts` microbatches that are not divided by their number before backward: these would
+    overflow sooner than others.
     """
 
     def scaled(module: nn.Module, arguments: tuple, value: torch.Tensor) -> torch.Tensor:

@@ -155,17 +155,11 @@ class GPT(nn.Module):
         keys_B2: torch.Tensor | None = None,
         position_T: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Logits, and the loss if there are targets.
+        """From token ids (B, T), T at most block_size, to logits, and the loss if there are targets (B, T).
 
-        Args:
-            idx: token ids (B, T), T at most block_size.
-            targets: the ids to predict (B, T).
-            keys_B2: of the sequences, their words' bits as int32, for dropout; None: nothing is dropped.
-            position_T: of the ids in their sequence; None for the first T.
-
-        Returns:
-            Logits (B, T, V), or (B, 1, V) of the last position without targets, as nanoGPT does, or None
-            where the loss is in parts; and the mean cross-entropy in nats, or None.
+        Logits are (B, T, V), without targets (B, 1, V) of the last position, as nanoGPT's, or None where the
+        loss is in parts. The loss is the mean cross-entropy in nats. Keys are the sequences', for dropout:
+        their words' bits as int32; positions those of the ids in their sequence, by default the first T.
         """
         if position_T is None:
             position_T = torch.arange(idx.shape[1], device=idx.device)

@@ -59,15 +59,10 @@ class _Saved(Struct):
 
 
 def import_checkpoint(source: Path, target: Path, base: Experiment) -> None:
-    """Write nanoGPT's full state as a checkpoint of ours.
+    """Write a ckpt.pt of nanoGPT as a checkpoint of ours, a new folder.
 
-    Args:
-        source: nanoGPT's ckpt.pt.
-        target: folder of the checkpoint; must not exist.
-        base: for what the file does not say: where the data is, and the dtype in which numbers are kept.
-
-    Raises:
-        ExperimentError: the file cannot be read safely, has no optimizer's state, or does not fit a model.
+    `base` says what the file does not: where the data is, and the dtype in which numbers are kept.
+    ExperimentError: the file cannot be read safely, has no optimizer's state, or does not fit a model.
     """
     try:
         saved = msgspec.convert(read(source), _Saved)
@@ -101,12 +96,7 @@ def import_checkpoint(source: Path, target: Path, base: Experiment) -> None:
 def export_checkpoint(source: Path, target: Path) -> None:
     """Write a checkpoint of ours as nanoGPT's ckpt.pt, which its train.py resumes and its sample.py reads.
 
-    Args:
-        source: folder of the checkpoint.
-        target: the file; replaced if it is there.
-
-    Raises:
-        ExperimentError: the checkpoint is not whole, or is of what nanoGPT has not.
+    ExperimentError: the checkpoint is not whole, or is of what nanoGPT has not.
     """
     reader = CheckpointReader(source)
     experiment, updates = reader.description.experiment, reader.description.updates
@@ -119,8 +109,8 @@ def export_checkpoint(source: Path, target: Path) -> None:
     ):
         if value != nanogpts:
             raise ExperimentError(
-                f"{source}: {key} = {value}, and nanoGPT has {nanogpts} alone: its ckpt.pt would be of "
-                f"another training; --to huggingface or weights keeps it"
+                f"{source}: {key} = {value}, and nanoGPT has {nanogpts} alone: --to huggingface or weights "
+                f"keeps it"
             )
     rows = {nanogpt_name(row.name): row for row in parameter_table(model)}
 
@@ -128,11 +118,9 @@ def export_checkpoint(source: Path, target: Path) -> None:
         array = to_nanogpt(rows[name], reader.read(group, rows[name].name))
         return torch.from_numpy(array.copy()).float()
 
-    decaying, rest = ([torch.empty(0) for _ in names] for names in _by_group(model))
-    groups = [
-        {"params": decaying, "weight_decay": config.weight_decay},
-        {"params": rest, "weight_decay": 0.0},
-    ]
+    numbered = [[torch.empty(0) for _ in names] for names in _by_group(model)]
+    decay = (config.weight_decay, 0.0)
+    groups = [{"params": p, "weight_decay": d} for p, d in zip(numbered, decay, strict=True)]
     betas = (config.beta1, config.beta2)
     adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.eps)
     state = {}

@@ -32,11 +32,9 @@ def make_optimizer(
     What decays comes from the canonical table and not from a tensor's dimensions, which a sharded layout
     changes. Fused kernels: foreach would make a temporary as large as the model.
 
-    Args:
-        parameters: by nanoGPT's names: whole, in its shapes, or this rank's pieces (n,); of a pipeline some.
-        experiment: its optimizer, and the model that the names belong to.
-        wrap: makes the optimizer from (params, optimizer_cls, **kwargs), if that is not as usual.
-        separate_groups: names that get a group of their own.
+    Parameters go by nanoGPT's names: whole, in its shapes, or this rank's pieces (n,); of a pipeline some.
+    `wrap` makes the optimizer from (params, optimizer_cls, **kwargs), if that is not as usual. The names in
+    `separate_groups` get a group of their own.
     """
     config = experiment.optimizer
     groups: dict[tuple[float, str], list[nn.Parameter]] = {}
@@ -63,14 +61,9 @@ def optimizer_step(
 ) -> torch.Tensor:
     """Clip by the global norm, update the weights, and drop the gradients. Returns the norm before, ().
 
-    A norm that is not finite is only returned: scaling by it would spread it over every gradient.
-
-    Args:
-        parallel: every one of its parameters has its synchronised gradient.
-        config: the experiment's optimizer section.
-        step: optimizer steps already taken.
-        waits: look at the norm before the update, for which the host waits for a GPU; else the weights are
-            lost with the norm, and who reads it later ends the run.
+    A norm that is not finite is only returned: scaling by it would spread it over every gradient. That is, if
+    the host `waits` for a GPU to look at it; else the weights are lost, and who reads it later ends the run.
+    `step` counts the steps before.
     """
     norm = gradient_norm(parallel.parameters, parallel.sharded_over, copies=parallel.copies)
     if waits and not norm.isfinite():

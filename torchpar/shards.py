@@ -2,15 +2,12 @@
 
 Tensor parallelism leaves a rank a box of the canonical tensor: its own heads, MLP features or rows of the
 vocabulary. Of that dp_shard leaves a range of elements, in the order of nanoGPT's tensor. Described is what a
-rank updates, its pieces; gradients and moments are cut as they are. PyTorch's ZeroRedundancyOptimizer alone
-leaves weights whole, and deals the moments out, each whole to one rank.
+rank updates; gradients and moments are cut as that is. PyTorch's ZeroRedundancyOptimizer alone leaves weights
+whole, and deals the moments out, each whole to one rank.
 
-A model begins on PyTorch's meta device, with shapes alone. A strategy cuts it as it would cut any other, and
-has what is left filled: a part of tensor parallelism, a stage of a pipeline, or of a fully sharded model one
-unit after the other, just before it is cut. A rank's memory at start is what it keeps, and one unit.
-
-The files of checkpoints know nothing of the layout (`compare.checkpoint`), so that a state comes back on any
-other one, and on any other engine.
+A model begins on PyTorch's meta device, with shapes alone. A strategy cuts it, and has what is left filled: a
+part of tensor parallelism, a stage, or one unit after the other, just before it is cut. So a rank's memory at
+start is what it keeps, and one unit. Files of checkpoints know nothing of the layout (`compare.checkpoint`).
 """
 
 import math

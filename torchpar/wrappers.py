@@ -273,11 +273,9 @@ class FSDP(Guarded, fully_sharded.FSDP):
         self.reshard_all()
         parameters = {piece: parameter for parameter, piece in pieces_of(self.flats).items()}
         targets = {name: parameters.get(target, target) for name, target in self._state().items()}
-        if set(targets) != set(state):
-            raise ValueError(f"names that differ: {', '.join(sorted(set(targets) ^ set(state)))}")
-        for name, target in targets.items():
-            if (value := state[name]).shape != target.shape:
-                raise ValueError(f"{name} is {tuple(target.shape)}, and the state has {tuple(value.shape)}")
+        theirs, ours = ({n: tuple(t.shape) for n, t in named.items()} for named in (state, targets))
+        if differing := sorted(dict(theirs.items() ^ ours.items())):
+            raise ValueError(f"names or shapes that differ: {', '.join(differing)}")
         values = {target: state[name] for name, target in targets.items()}
         for flat in self.flats:
             full = flat.full.new_empty(flat.full.shape)

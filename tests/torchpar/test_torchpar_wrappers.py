@@ -254,9 +254,9 @@ def test_whole_states(rank: int) -> None:
     model.load_full_state_dict(other.state_dict())
     assert_same(model.full_state_dict(), other.state_dict())
     close(model(ids()), other(ids()))
-    with pytest.raises(ValueError, match="names that differ: head"):
+    with pytest.raises(ValueError, match="that differ: head.weight"):
         model.load_full_state_dict({k: v for k, v in other.state_dict().items() if k != "head.weight"})
-    with pytest.raises(ValueError, match=r"single is \(5,\), and the state has \(4,\)"):
+    with pytest.raises(ValueError, match="that differ: single"):
         model.load_full_state_dict({**other.state_dict(), "single": torch.zeros(4)})
     with pytest.raises(RuntimeError, match="full_state_dict"):
         model.state_dict()

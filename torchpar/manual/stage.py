@@ -33,10 +33,7 @@ class Factors(NamedTuple):
 class Stage:
     """A module that takes one tensor and returns one, and the microbatches that are under way in it.
 
-    Args:
-        module: on the first stage its input is the microbatch itself.
-        splits_backward: whether weight gradients are a task of their own.
-        number: along the model.
+    If it `splits_backward`, weight gradients are a task of their own. Its number is that along the model.
     """
 
     def __init__(self, module: nn.Module, *, splits_backward: bool, number: int = 0):
@@ -58,14 +55,8 @@ class Stage:
     ) -> torch.Tensor:
         """Run the module on one microbatch, and keep what its backward needs; nothing without gradients.
 
-        Args:
-            microbatch: its number.
-            x: output of the stage before, (B, ...) of a microbatch; on the first stage the microbatch.
-            also: further inputs of the module, (B, ...), without gradients.
-            finish: from the module's output to the stage's: the loss, on the last stage.
-
-        Returns:
-            The output, detached: (B, ...), or a loss ().
+        From the output of the stage before, or the microbatch itself, (B, ...), and further inputs without
+        gradients, to the output, detached: (B, ...). On the last stage `finish` makes it the loss ().
         """
         x = x.detach().requires_grad_(x.is_floating_point())
         with self._weight_gradients_of(microbatch):
