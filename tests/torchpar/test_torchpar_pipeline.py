@@ -32,11 +32,16 @@ close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-15)
 
 
 class Odd(nn.Module):
-    """A stage with a convolution, a norm, a frozen and a shared linear layer, and perhaps recomputation."""
+    """A stage with a convolution, a norm, a frozen and a shared linear layer, and perhaps recomputation.
 
-    def __init__(self, inside: int, outside: int, *, seed: int, recomputes: bool):
+    Token ids go into the first one, and all else into the others.
+    """
+
+    def __init__(self, stage: int, *, recomputes: bool):
         super().__init__()
-        torch.manual_seed(seed)
+        torch.manual_seed(stage)
+        inside, outside = (WIDTHS[-1], *WIDTHS)[stage : stage + 2]
+        self.embedding = nn.Embedding(11, inside) if stage == 0 else nn.Identity()
         self.norm = nn.LayerNorm(inside)
         self.twice = nn.Linear(inside, inside)
         self.convolution = nn.Conv1d(1, 1, 3, padding=1)
@@ -49,29 +54,14 @@ class Odd(nn.Module):
         x_BTI = x_BTI + self.convolution(x_BTI.flatten(0, 1).unsqueeze(1)).squeeze(1).view_as(x_BTI)
         return x_BTI + torch.tanh(self.frozen(x_BTI))
 
-    def forward(self, x_BTI: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         body = partial(checkpoint, self.body, use_reentrant=False) if self.recomputes else self.body
-        return self.out(body(x_BTI))
-
-
-class First(nn.Module):
-    """Token ids in, and all else as above."""
-
-    def __init__(self, odd: Odd, *, inside: int):
-        super().__init__()
-        self.embedding, self.odd = nn.Embedding(11, inside), odd
-
-    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        return self.odd(self.embedding(ids_BT))
+        return self.out(body(self.embedding(x)))
 
 
 def make_stages(count: int, *, recomputes: bool = False) -> list[nn.Module]:
     """The whole model, the same on all ranks."""
-    insides = (WIDTHS[-1], *WIDTHS)
-    odds = [Odd(insides[n], WIDTHS[n], seed=n, recomputes=recomputes) for n in range(count)]
-    torch.manual_seed(100)
-    first = First(odds[0], inside=insides[0])
-    return [module.double() for module in (first, *odds[1:])]
+    return [Odd(stage, recomputes=recomputes).double() for stage in range(count)]
 
 
 def make_data(microbatches: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

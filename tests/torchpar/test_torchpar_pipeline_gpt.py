@@ -53,17 +53,14 @@ def test_copies_of_a_tied_weight_stay_equal(rank: int) -> None:
         assert torch.equal(copies[0], copies[1])
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"schedule": "zero_bubble", "dp_replicate": 2}, "DDP reduces wrongly"),
-        ({"schedule": "zero_bubble", "dp_shard": 2, "zero": 3}, "FSDP2 not at all"),
-        ({"schedule": "zero_bubble", "tp": 2}, "DTensor"),
-        ({"schedule": "zero_bubble", "remat": "dots"}, "selective recomputation"),
-    ],
-)
-def test_pytorch_is_not_asked_for_what_it_gets_wrong(options, reason):
-    layout = Layout(pp=2, microbatches=2, **options)
-    with pytest.raises(ExperimentError, match=f"torch-library.*{options['schedule']}.*{reason}"):
-        ENGINES["torch-library"].require(layout)
-    ENGINES["torch-manual"].require(layout)
+def test_pytorch_is_not_asked_for_what_it_gets_wrong():
+    for options, reason in (
+        ({"dp_replicate": 2}, "DDP reduces wrongly"),
+        ({"dp_shard": 2, "zero": 3}, "FSDP2 not at all"),
+        ({"tp": 2}, "DTensor"),
+        ({"remat": "dots"}, "selective recomputation"),
+    ):
+        layout = Layout(pp=2, microbatches=2, schedule="zero_bubble", **options)
+        with pytest.raises(ExperimentError, match=f"torch-library.*zero_bubble.*{reason}"):
+            ENGINES["torch-library"].require(layout)
+        ENGINES["torch-manual"].require(layout)
