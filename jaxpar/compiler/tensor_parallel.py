@@ -7,7 +7,6 @@ lines. It also says that padded logits do not count, where the vocabulary does n
 Legend: B batch, T position, C n_embd, V vocabulary.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -18,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import TP
 from jaxpar.derivatives import product
-from jaxpar.model import GPT
+from jaxpar.model import GPT, cross_entropy
 from jaxpar.problem import Edit, Problem
 
 AXIS = TP
@@ -48,7 +47,7 @@ def split_layers(problem: Problem, *, mesh: Mesh) -> Edit:
         model.embedding.leave = partial(placed, mesh=mesh, split=between)
         model.embedding.enter = partial(placed, mesh=mesh)
         vocab_size = problem.experiment.model.vocab_size
-        model.cross_entropy = placed_cross_entropy(model.cross_entropy, mesh=mesh, vocab_size=vocab_size)
+        model.cross_entropy = partial(placed_cross_entropy, mesh=mesh, vocab_size=vocab_size)
 
     return edit
 
@@ -60,14 +59,10 @@ def placed(x: jax.Array, mesh: Mesh, *, split: int | None = None) -> jax.Array:
 
 
 def placed_cross_entropy(
-    cross_entropy: Callable[..., jax.Array], *, mesh: Mesh, vocab_size: int
-) -> Callable[..., jax.Array]:
+    logits_BTV: jax.Array, targets_BT: jax.Array, *, mesh: Mesh, vocab_size: int
+) -> jax.Array:
     """The cross-entropy of logits (B, T, V@tp), perhaps padded: those from `vocab_size` on do not count."""
-
-    def unpadded(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
-        logits_BTV = placed(logits_BTV, mesh, split=2)
-        if logits_BTV.shape[-1] > vocab_size:
-            logits_BTV = jnp.where(jnp.arange(logits_BTV.shape[-1]) < vocab_size, logits_BTV, -jnp.inf)
-        return cross_entropy(logits_BTV, targets_BT)
-
-    return unpadded
+    logits_BTV = placed(logits_BTV, mesh, split=2)
+    if logits_BTV.shape[-1] > vocab_size:
+        logits_BTV = jnp.where(jnp.arange(logits_BTV.shape[-1]) < vocab_size, logits_BTV, -jnp.inf)
+    return cross_entropy(logits_BTV, targets_BT)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.comm.mesh import typed
 from jaxpar.explicit import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
-from jaxpar.explicit.replicas import axes_of_replicas, reduced, unreduced
+from jaxpar.explicit.replicas import axes_of_replicas, over_replicas
 from jaxpar.model import same
 from jaxpar.optimizer import global_norm
 from jaxpar.placement import specs, unpad
@@ -47,14 +47,20 @@ def parallelize(
         parts /= layout.data_parallel  # each replica's backward begins with its own mean
         if layout.pp > 1:
             batch = one_pass(batch, microbatches=layout.microbatches)
-        params = reshard(params, reduced(placements, sharded=at_rest, mesh=mesh))
+        params = reshard(params, over_replicas(placements, "reduced", sharded=at_rest, mesh=mesh))
+        types = over_replicas(placements, "unreduced", sharded=layout.zero >= 2, mesh=mesh)
+        zeros = jax.tree.map(
+            lambda w, spec: reshard(jnp.zeros(w.shape, w.dtype, out_sharding=P(*spec.partitions)), spec),
+            params,
+            types,
+        )
         value, gradients = accumulated_gradients(
             scaled(loss, scalars, parts=parts),
             params,
             batch,
             reduce=scatter if layout.zero >= 2 else same,
             finish=synchronize,
-            like=_zeros(params, unreduced(placements, sharded=layout.zero >= 2, mesh=mesh)),
+            like=zeros,
         )
         return value, unscaled(gradients, scalars, parts=parts)
 
@@ -101,12 +107,3 @@ def _loss(problem: Problem, placements: Any, *, mesh: Mesh) -> Loss:
     if layout.zero == 3:
         return fully_sharded.gather_first(loss_of_all, gathered, mesh=mesh)
     return loss_of_all
-
-
-def _zeros(params: Any, types: Any) -> Any:
-    """Zeros like parameters, of the types of unreduced gradients."""
-    return jax.tree.map(
-        lambda w, spec: reshard(jnp.zeros(w.shape, w.dtype, out_sharding=P(*spec.partitions)), spec),
-        params,
-        types,
-    )

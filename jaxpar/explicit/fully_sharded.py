@@ -18,7 +18,7 @@ import jax
 from jax.sharding import Mesh, reshard
 
 from compare.spec.axes import DP_SHARD
-from jaxpar.explicit.replicas import own_copy, reduced, unreduced
+from jaxpar.explicit.replicas import over_replicas, own_copy
 from jaxpar.model import GPT
 from jaxpar.placement import one_layer, specs, unpad
 from jaxpar.problem import Edit, Loss, Problem
@@ -29,7 +29,7 @@ AXIS = DP_SHARD
 
 def scatter_gradients(gradients: Any, placements: Any, *, mesh: Mesh) -> Any:
     """Sum gradients over dp_shard, each device's shard of them; over replicas they stay unreduced."""
-    return reshard(gradients, unreduced(placements, sharded=True, mesh=mesh))
+    return reshard(gradients, over_replicas(placements, "unreduced", sharded=True, mesh=mesh))
 
 
 def shard_parameters(tree: Any, placements: Any) -> Any:
@@ -39,7 +39,7 @@ def shard_parameters(tree: Any, placements: Any) -> Any:
 
 def gather(params: Any, placements: Any, *, mesh: Mesh) -> Any:
     """Parameters whole along dp_shard, reduced; padded as they are stored."""
-    return reshard(params, reduced(placements, sharded=False, mesh=mesh))
+    return reshard(params, over_replicas(placements, "reduced", sharded=False, mesh=mesh))
 
 
 def is_gather(primitive: Any, *arguments: Any, **parameters: Any) -> bool:

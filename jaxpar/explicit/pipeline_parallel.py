@@ -45,7 +45,12 @@ def pipelined(
         enters_SK, leaves_SK, counts_SK = lanes(count, stages)
         layers_SN = jax.tree.map(lambda w: w.reshape(stages, chunks, -1, *w.shape[1:]), params[STACKED])
         params_S = {**params, STACKED: layers_SN}
-        batch_S = jax.tree.map(partial(_on_each_stage, stages=stages), batch)
+        batch_S = jax.tree.map(  # what each stage has anyway, as its entry of a dim
+            lambda x: jnp.broadcast_to(
+                x, (stages, *x.shape), out_sharding=P(AXIS, *jax.typeof(x).sharding.spec)
+            ),
+            batch,
+        )
 
         def of_stage(params: Tree, batch: Tree, x: jax.Array, turn: Turn) -> jax.Array:
             return run_stage(pieces, params, batch, x, turn, remat=remat, is_gather=is_gather)
@@ -86,8 +91,3 @@ shift.defvjp(
     lambda x_S, by: (shift(x_S, by), None),
     lambda by, _, gradient_S: (shift(gradient_S, -by),),
 )
-
-
-def _on_each_stage(x: jax.Array, stages: int) -> jax.Array:
-    """(...) -> (S@pp, ...): what each stage has anyway, as its entry of a dim."""
-    return jnp.broadcast_to(x, (stages, *x.shape), out_sharding=P(AXIS, *jax.typeof(x).sharding.spec))

@@ -17,7 +17,7 @@ Legend: R replicas, here the devices of all axes that split a batch.
 import math
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -41,25 +41,19 @@ def axes_in(spec: P) -> set[str]:
     return {axis for dim in dims if dim for axis in (dim if isinstance(dim, tuple) else (dim,))}
 
 
-def reduced(placements: Any, *, sharded: bool, mesh: Mesh) -> Any:
-    """Types of parameters whose gradients are to be summed later: a tree of PartitionSpecs.
+def over_replicas(
+    placements: Any, state: Literal["reduced", "unreduced"], *, sharded: bool, mesh: Mesh
+) -> Any:
+    """Types of parameters whose gradients are to be summed later, or of these: a tree of PartitionSpecs.
 
     Where dp_shard splits a parameter, its gradient has been summed over it: it is reduced along the others.
     """
-    return _over_replicas(placements, "reduced", sharded=sharded, mesh=mesh)
 
-
-def unreduced(placements: Any, *, sharded: bool, mesh: Mesh) -> Any:
-    """Types of the gradients of parameters that are `reduced`."""
-    return _over_replicas(placements, "unreduced", sharded=sharded, mesh=mesh)
-
-
-def _over_replicas(placements: Any, kind: str, *, sharded: bool, mesh: Mesh) -> Any:
     def type_of(p: Placement) -> P:
         spec = p.spec(sharded=sharded)
         stages = {PP} if p.degrees[PP] > 1 else set()  # of what is in no layer all stages make use
         axes = {*axes_of_replicas(mesh), *stages} - axes_in(spec)
-        return P(*spec.partitions, **{kind: axes})
+        return P(*spec.partitions, **{state: axes})
 
     return jax.tree.map(type_of, placements)
 

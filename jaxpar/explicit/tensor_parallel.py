@@ -14,7 +14,6 @@ is `vmap`ped over replicas.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +44,8 @@ def split_layers(problem: Problem) -> Edit:
         model.embedding.look_up = rows_of
         model.embedding.leave = partial(reshard, out_shardings=between)
         model.embedding.enter = partial(reshard, out_shardings=REDUCED)
-        model.cross_entropy = split_cross_entropy(vocab_size=problem.experiment.model.vocab_size)
+        vocab_size = problem.experiment.model.vocab_size
+        model.cross_entropy = partial(split_cross_entropy, vocab_size=vocab_size)
 
     return edit
 
@@ -55,21 +55,17 @@ def rows_of(table_VC: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     return table_VC.at[tokens_BT].get(out_sharding=P())
 
 
-def split_cross_entropy(*, vocab_size: int) -> Any:
+def split_cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array, *, vocab_size: int) -> jax.Array:
     """The cross-entropy of logits (B, T, V@tp) that may be padded: those from `vocab_size` on do not count.
 
     Of each position three numbers are summed over tp, or compared. The target's logit is picked by a mask:
     an index into a dim that is split is an error.
     """
-
-    def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
-        logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
-        number_V = reshard(jnp.arange(logits_BTV.shape[-1]), P(AXIS))
-        if logits_BTV.shape[-1] > vocab_size:
-            logits_BTV = jnp.where(number_V < vocab_size, logits_BTV, -jnp.inf)
-        greatest_BT1 = lax.stop_gradient(logits_BTV.max(axis=-1, keepdims=True))
-        total_BT = jnp.exp(logits_BTV - greatest_BT1).sum(axis=-1)
-        of_target_BT = jnp.where(number_V == targets_BT[..., None], logits_BTV, 0).sum(axis=-1)
-        return (jnp.log(total_BT) + greatest_BT1[..., 0] - of_target_BT).mean()
-
-    return cross_entropy
+    logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
+    number_V = reshard(jnp.arange(logits_BTV.shape[-1]), P(AXIS))
+    if logits_BTV.shape[-1] > vocab_size:
+        logits_BTV = jnp.where(number_V < vocab_size, logits_BTV, -jnp.inf)
+    greatest_BT1 = lax.stop_gradient(logits_BTV.max(axis=-1, keepdims=True))
+    total_BT = jnp.exp(logits_BTV - greatest_BT1).sum(axis=-1)
+    of_target_BT = jnp.where(number_V == targets_BT[..., None], logits_BTV, 0).sum(axis=-1)
+    return (jnp.log(total_BT) + greatest_BT1[..., 0] - of_target_BT).mean()

@@ -71,12 +71,9 @@ def run_pipeline(
 ) -> tuple[jax.Array, Any]:
     """Mean loss, and its gradients: of all but blocks what this device's stages contribute.
 
-    Args:
-        pieces, ticks: the model, and `lock_step` of the schedule.
-        params: this device's blocks, chunk after chunk; all else is marked as its own (`Strategy.mark`).
-        batch: a pytree of arrays (M, B, ...), the same on all devices of pp.
-        reduce: applied to gradients of each microbatch before they accumulate, some keys at a time.
-        like: a pytree like the reduced gradients of all of `params`.
+    `params` has this device's blocks, chunk after chunk; all else is marked as its own (`Strategy.mark`). The
+    batch (M, B, ...) is the same on all devices of pp. `reduce` is applied to gradients of each microbatch
+    before they accumulate, some keys at a time; they are then `like` this tree.
     """
     device = Device(pieces, ticks, params, batch, reduce)
     tasks_T = jax.tree.map(lambda tasks_TR: jnp.asarray(tasks_TR)[:, lax.axis_index(AXIS)], ticks.tasks)

@@ -8,7 +8,7 @@ import pytest
 from checkpoints import UPDATES, assert_is_random, random_state, write_random
 
 from compare.checkpoint.reader import CheckpointError
-from compare.spec.experiment import Experiment, Model, Optimizer, Precision
+from compare.spec.experiment import Experiment, Model, Precision
 from jaxpar.orbax_checkpoint import STATE, export_checkpoint, import_checkpoint
 
 EXPERIMENT = Experiment(
@@ -28,13 +28,6 @@ def test_the_state_goes_there_and_back(tmp_path: Path):
     assert int(restored["step"]) == UPDATES
     import_checkpoint(tmp_path / "orbax", tmp_path / "back")
     assert_is_random(tmp_path / "back", EXPERIMENT)
-
-
-def test_an_optimizer_without_moments(tmp_path: Path):
-    spec = Experiment(model=EXPERIMENT.model, precision=EXPERIMENT.precision, optimizer=Optimizer(name="sgd"))
-    export_checkpoint(write_random(tmp_path, spec), tmp_path / "orbax")
-    import_checkpoint(tmp_path / "orbax", tmp_path / "back")
-    assert_is_random(tmp_path / "back", spec)
 
 
 def test_what_is_none_is_refused_in_one_line(tmp_path: Path):

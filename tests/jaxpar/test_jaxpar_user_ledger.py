@@ -147,23 +147,6 @@ def test_branches_are_counted_where_all_send_the_same_and_named_elsewhere():
     assert ([row.calls for row in ledger.rows], ledger.is_complete) == ([1], False)
 
 
-def test_gradients_that_are_summed_by_hand_have_no_phase(mesh):
-    """Neither autodiff nor a purpose says when; what forward and backward send beside them has one."""
-
-    def step(up, down, x):
-        out = lambda weights: lax.psum(jnp.tanh(x @ weights[0]) @ weights[1], "model")  # noqa: E731
-        gradients = jax.grad(lambda weights: jnp.square(out(weights)).sum())((up, down))
-        return jax.tree.map(lambda gradient: lax.psum(gradient, "data"), gradients)
-
-    split = (P(None, "model"), P("model", None))
-    specs = (*split, P("data", None))
-    function = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)
-    shapes = [on(mesh, shape, *spec) for shape, spec in zip(((C, H), (H, C), (N, C)), specs, strict=True)]
-    rows = jaxpar.ledger(function, *shapes, mesh=mesh).rows
-    assert {row.phase for row in rows if row.axis == "data"} == {""}
-    assert {row.phase for row in rows if row.axis == "model"} == {"forward", "backward"}
-
-
 def test_a_mesh_of_other_devices_is_refused(mesh):
     pair = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     with pytest.raises(ValueError, match="runs on 4 devices, and the mesh has 2"):
