@@ -35,23 +35,14 @@ def apply_remat(
             return keep_gathered
         if remat == "none":
             return primitive.name not in VIEWS
-        if remat == "full" or _is_part_of_sum(**parameters):
+        out_sharding = parameters.get("out_sharding")
+        # Of a product that is typed unreduced, the sum that is made of it is kept in its place.
+        if remat == "full" or (out_sharding is not None and out_sharding.spec.unreduced):
             return False
-        return _is_reduction(primitive, *arguments) or bool(
-            jax.checkpoint_policies.dots_saveable(primitive, *arguments, **parameters)
-        )
+        if primitive.name == "reshard":  # a sum over devices, if it casts what is unreduced
+            return bool(arguments[0].sharding.spec.unreduced)
+        dots = jax.checkpoint_policies.dots_saveable
+        return primitive.name in REDUCTIONS or bool(dots(primitive, *arguments, **parameters))
 
     # A scan compiles its body apart from its backward: nothing has to be kept from merging the two (CSE).
     return jax.checkpoint(layer, policy=policy, prevent_cse=False)
-
-
-def _is_reduction(primitive: Any, *arguments: Any) -> bool:
-    """A sum over devices; where types say so, a cast from what is unreduced."""
-    if primitive.name == "reshard":
-        return bool(arguments[0].sharding.spec.unreduced)
-    return primitive.name in REDUCTIONS
-
-
-def _is_part_of_sum(out_sharding: Any = None, **others: Any) -> bool:
-    """A product that is typed unreduced: the sum that is made of it is kept in its place."""
-    return out_sharding is not None and bool(out_sharding.spec.unreduced)

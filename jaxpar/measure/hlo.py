@@ -142,9 +142,9 @@ class _Module:
     def walk(self, name: str) -> Iterator[Collective]:
         """The collectives that a computation runs, and the computations that it calls."""
         for text in self._computations[name]:
-            opcode = opcode_of(text)
-            if self._is_clone(text):
-                continue
+            opcode, chain, name = opcode_of(text), _CHAIN.search(text), text.partition(" ")[0]
+            if chain and self._chains.setdefault(chain.groups(), name) != name:
+                continue  # a clone: another instruction of its chain was counted
             if opcode.removesuffix("-start") in KINDS:
                 try:
                     collective = _collective(text, opcode, self._axis_sizes)
@@ -164,11 +164,6 @@ class _Module:
             else:
                 for other in called_by(text):
                     yield from self.walk(other)
-
-    def _is_clone(self, text: str) -> bool:
-        """Whether another instruction of its chain was counted."""
-        chain, name = _CHAIN.search(text), text.partition(" ")[0]
-        return bool(chain) and self._chains.setdefault(chain.groups(), name) != name
 
     def at_its_turns(self, collective: Collective) -> Collective:
         """With the calls of the turns that its scope names, of a loop around it."""
