@@ -29,13 +29,6 @@ class Estimate(Struct, frozen=True, kw_only=True):
         """True if there were rounds enough for an interval."""
         return self.low is not None
 
-    @property
-    def ends(self) -> tuple[float, float]:
-        """Low and high; the median twice where there is no interval."""
-        if self.low is None or self.high is None:
-            return self.median, self.median
-        return self.low, self.high
-
 
 def coverage(rounds: int, rank: int) -> float:
     """Probability that the `rank`-th smallest and the `rank`-th largest value enclose the true median.

@@ -161,15 +161,6 @@ def test_the_study_is_printed_and_drawn(tiny, tmp_path, capsys):
     assert told["best_bucket_mb"] == pytest.approx(size / best_buckets(size, FIT) / 1e6)
 
 
-def test_a_failure_is_in_the_exit_code_and_on_the_page(tiny, tmp_path, capsys):
-    outcome = done(tiny)
-    failures = {next(iter(outcome.cases)): "rank 1 was killed"}
-    save(msgspec.structs.replace(outcome, failures=failures), tmp_path)
-    assert main(["report", str(tmp_path)]) == 1
-    assert "rank 1 was killed" in capsys.readouterr().out
-    assert "rank 1 was killed" in (tmp_path / "buckets.html").read_text()
-
-
 def test_the_all_reduce_is_timed_once_a_study_unless_it_went_wrong(tiny, tmp_path, monkeypatch):
     planned = asked(edited(tiny, {"model": {"n_layer": 4, "n_embd": 512}})).planned()  # 100 MB of gradients
     requests = []

@@ -67,23 +67,17 @@ def test_no_fault_is_planted_nowhere():
     assert {name for engine in STUDIED for name in planted_in(engine)} == set(FAULTS)
 
 
-@pytest.mark.parametrize(
-    ("rungs", "is_right"),
-    [
-        ({"loss": 0.0, "gradients": 1.0}, True),
-        ({"loss": 1.0, "gradients": 1.0}, False),
-        ({"loss": 0.0, "gradients": 0.0}, False),
-    ],
-)
-def test_a_fault_is_caught_at_its_own_rung_or_not_at_all(tiny, rungs, is_right):
-    results = [
-        RungResult(rung=rung, error=error, tolerance=0.5, worst="", reason="")
-        for rung, error in rungs.items()
-    ]
-    verdict = Verdict(candidate="sum_for_mean.torch-manual", reference="reference", rungs=results)
+def test_a_fault_is_caught_at_its_own_rung_or_not_at_all(tiny):
     case = Case(request=make_request(tiny), against="reference")
-    done = {"cases": {verdict.candidate: case}, "kept": {verdict.candidate: {1: {}}}, "verdicts": [verdict]}
-    assert caught_as_expected(outcome_of(tiny, **done)) == is_right
-    failed = outcome_of(tiny, **done, failures={"sum_for_mean.jax-manual": "lost"})
-    assert not caught_as_expected(failed)
+    for loss, gradients, is_right in ((0.0, 1.0, True), (1.0, 1.0, False), (0.0, 0.0, False)):
+        results = [
+            RungResult(rung=rung, error=error, tolerance=0.5, worst="", reason="")
+            for rung, error in (("loss", loss), ("gradients", gradients))
+        ]
+        verdict = Verdict(candidate="sum_for_mean.torch-manual", reference="reference", rungs=results)
+        name = verdict.candidate
+        done = {"cases": {name: case}, "kept": {name: {1: {}}}, "verdicts": [verdict]}
+        assert caught_as_expected(outcome_of(tiny, **done)) == is_right
+        failed = outcome_of(tiny, **done, failures={"sum_for_mean.jax-manual": "lost"})
+        assert not caught_as_expected(failed)
     assert not caught_as_expected(outcome_of(tiny))

@@ -138,12 +138,6 @@ def test_a_file_that_does_not_fit_starts_no_engine_and_leaves_no_folder(tmp_path
         assert not run_dir.exists()
 
 
-def test_commands_that_have_no_use_for_own_weights_say_so(capsys):
-    for command in ("faults", "memory"):
-        assert main([command, "--init_from", "w.safetensors"]) == 2
-        assert "leave it out" in capsys.readouterr().err
-
-
 def test_a_request_holds_its_weights_to_their_fingerprint(tmp_path):
     path, weights = tmp_path / "w.safetensors", own_weights()
     save_file(weights, path)

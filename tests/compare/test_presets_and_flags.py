@@ -45,19 +45,15 @@ FLAGS_WIN = {
         "microbatches": 2,
     },
     "run plain.toml --preset shard_grad_op --layout.reshard_after_forward": {"reshard_after_forward": True},
-    "run plain.toml --preset fsdp --layout.no_reshard_after_forward": {"reshard_after_forward": False},
     "run plain.toml --preset ddp_flat --layout.gradient_sync bucketed": {"gradient_sync": "bucketed"},
     "run plain.toml --preset tp --layout.sequence_parallel": {"tp": 4, "sequence_parallel": True},
     "run plain.toml --preset zero1 --layout.zero 3": {"zero": 3},
-    "run plain.toml --preset ddp --layout.dp_replicate 4": {"dp_replicate": 4},
     "run plain.toml --preset ddp --layout.microbatches 1": {"microbatches": 1},
     "run sharded.toml --preset pp --layout.schedule 1f1b": {"schedule": "1f1b"},
-    "profile plain.toml --preset pp --devices 2 --layout.microbatches 4": {"microbatches": 4},
     "ledger plain.toml --preset pp --devices 2 --layout.microbatches 4": {"microbatches": 4},
 }
 THE_FILE_WINS = {
     "run pipeline.toml --preset pp --devices 2": {"pp": 2, "microbatches": 8},
-    "run pipeline.toml --preset ddp_pp --devices 4": {"dp_replicate": 2, "microbatches": 8},
     "run whole.toml --preset pp --devices 4": {"pp": 4, "microbatches": 1},
     "run plain.toml --preset pp --devices 4": {"pp": 4, "microbatches": 4},
     "run sharded.toml --preset fsdp": {"dp_shard": 4, "reshard_after_forward": False},
@@ -80,7 +76,6 @@ OF_SEVERAL = (
     ("bench plain.toml --presets pp --devices 2 --layout.microbatches 8", "1F1B with 8 microbatches"),
     ("bench plain.toml --presets pp --devices 2 --variants layout.microbatches=8", "with 8 microbatches"),
     ("ledger plain.toml --presets pp fsdp --layout.schedule gpipe", "GPipe"),
-    ("sweep pipeline.toml --presets pp --devices 4", "1F1B with 8 microbatches"),
     ("sweep sharded.toml --presets zero1 fsdp tp", "optimizer state split over 2"),
     # The layout of the file is none of theirs: it is not asked whether the batch could be spread so.
     ("ledger wide.toml --presets ddp --train.batch_size 8", "data parallel over 4"),
@@ -101,14 +96,12 @@ CANNOT_WIN = (
         "run plain.toml --preset fsdp_tp --layout.dp_replicate 2",
         "--layout.dp_replicate 2 has no effect: --preset fsdp_tp says how devices are spread",
     ),
-    ("run plain.toml --preset ddp --layout.dp_replicate 1", "--layout.dp_replicate 1 has no effect"),
     ("run plain.toml --preset ddp --layout.microbatches 8", "no effect: --preset ddp has layout.pp = 1"),
     ("run plain.toml --preset pp --layout.microbatches 1", "raise layout.microbatches"),
     ("sweep plain.toml --presets ddp --layout.tp 2", "--layout.tp 2 has no effect: --presets says how"),
     ("sweep plain.toml --presets ddp tp --layout.microbatches 2", "--presets has layout.pp = 1"),
     ("bench plain.toml --presets ddp --layout.dp_replicate 1", "--layout.dp_replicate 1 has no effect"),
     ("bench plain.toml --presets pp --variants layout.pp=2", "layout.pp contradicts --presets pp"),
-    ("check --layout.no_sequence_parallel", "--layout.sequence_parallel has no effect"),
     ("run --preset fsdp_tp --devices 3", "preset fsdp_tp takes a multiple of 2 from 4 on"),
 )
 
