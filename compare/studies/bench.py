@@ -30,9 +30,7 @@ class Bench(Timed, frozen=True, kw_only=True):
     Try:
       shardpair bench demo --rounds 2
       shardpair bench cpu --presets ddp zero1 fsdp --devices 2 --baseline torch-library
-      shardpair bench demo --engines torch-manual torch-manual
       shardpair bench cpu --engines torch-manual --presets ddp --devices 2 --variants layout.bucket_mb=1
-      shardpair bench cpu --presets single ddp --devices 4 --baseline jax-compiler.single
     """
 
     engines: tuple[EngineName, ...] = ()

@@ -59,7 +59,6 @@ class Buckets(Timed, frozen=True, kw_only=True):
 
     Try:
       shardpair buckets demo --rounds 2
-      shardpair buckets baby-gpt --train.batch_size 4 --bucket_mb 1 2.5 5 10 25
       shardpair buckets cpu --launcher slurm        # across the hosts of this allocation
     """
 

@@ -50,7 +50,6 @@ class Check(Study, frozen=True, kw_only=True):
 
     Try:
       shardpair check
-      shardpair check --devices 2 --engines jax-manual torch-manual
       shardpair check --presets fsdp tp --variants precision.dtype=float32
       shardpair check --presets all --variants all --output parity.md
       shardpair check --against nanogpt --presets fsdp --devices 2

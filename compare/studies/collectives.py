@@ -65,7 +65,6 @@ class Collectives(OnIdle, frozen=True, kw_only=True):
 
     Try:
       shardpair collectives --kinds all_reduce --ranks 2 --max_size 4M
-      shardpair collectives --ranks 2 4 --picture collectives.png
       shardpair collectives --ranks 2 4 --launcher slurm        # across the hosts of this allocation
     """
 

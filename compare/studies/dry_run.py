@@ -44,17 +44,12 @@ class PlannedCase(Struct, frozen=True, kw_only=True):
 
 def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json: bool) -> int:
     """Print what each case would be, hold and be refused for. Returns 0, or 2 if anything is refused."""
-    experiment, platform, tokens = outcome.experiment, outcome.platform, 0
-
-    def open_data() -> None:
-        nonlocal tokens
-        tokens = len(open_corpus(experiment, validated_sha256=UNREAD).train)
-
-    def open_checkpoints() -> None:
-        for name in described(resume, outcome.cases, experiment):
-            require_resumable(name, resume)
-
-    attempts = (open_data, lambda: check_weights(init_from, experiment), open_checkpoints)
+    experiment, platform, tokens = outcome.experiment, outcome.platform, list[int]()
+    attempts = (
+        lambda: tokens.append(len(open_corpus(experiment, validated_sha256=UNREAD).train)),
+        lambda: check_weights(init_from, experiment),
+        lambda: [require_resumable(name, resume) for name in described(resume, outcome.cases, experiment)],
+    )
     refusals = [why for attempt in attempts if (why := _refusal(attempt))]
     cases = [_planned(name, case, platform, hosts) for name, case in outcome.cases.items()]
     refused = next(filter(None, [*(case.refusal for case in cases), *refusals]), "")
@@ -71,7 +66,7 @@ def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json
     steps = next(iter(outcome.cases.values())).experiment.train.max_iters
     facts = {
         "layout": "; ".join(dict.fromkeys(case.layout for case in cases)),
-        "data": f"{tokens:,} tokens of {experiment.data.source}, which are read when it runs",
+        "data": f"{sum(tokens):,} tokens of {experiment.data.source}, which are read when it runs",
         "initial weights": init_from,
         "resumed": resume,
         "layout.offload": f"{human_bytes(on_host)} of a device's state on the host" if on_host else "",
@@ -82,7 +77,7 @@ def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json
         value={
             "experiment": experiment,
             "platform": platform,
-            "training_tokens": tokens,
+            "training_tokens": sum(tokens),
             "input_refusals": refusals,
             "hosts": hosts.count,
             "cases": cases,
@@ -101,7 +96,7 @@ def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json
     return 2 if refused else 0
 
 
-def _refusal(attempt: Callable[[], None]) -> str:
+def _refusal(attempt: Callable[[], object]) -> str:
     """Why an attempt is refused; '' if it is not."""
     try:
         attempt()

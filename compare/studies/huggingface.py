@@ -52,7 +52,8 @@ def read_gpt2(folder: Path) -> tuple[Model, dict[str, np.ndarray]]:
     """The sizes, and the weights by canonical name. Raises ExperimentError, RecordError."""
     model = _model(folder / CONFIG)
     tensors = Tensors(folder / WEIGHTS_FILE)
-    named = {name.removeprefix(TRANSFORMER): name for name in tensors if not _is_mask(name)}
+    masks = (".attn.bias", ".attn.masked_bias")  # causal ones, which old files have
+    named = {name.removeprefix(TRANSFORMER): name for name in tensors if not name.endswith(masks)}
     rows, embedding = parameter_table(model), gpt2_name("embedding.token")
     if HEAD in named and not np.array_equal(tensors[named.pop(HEAD)], tensors[named[embedding]]):
         raise ExperimentError(f"{folder}: {HEAD} is not tied to the embedding, and the model's is")
@@ -110,8 +111,3 @@ def _shape(row: Parameter) -> tuple[int, ...]:
         return (int(np.prod(row.shape)),)
     inputs = 1 if row.axes[0] == "embed" else len(row.shape) - 1
     return int(np.prod(row.shape[:inputs])), int(np.prod(row.shape[inputs:]))
-
-
-def _is_mask(name: str) -> bool:
-    """The causal mask of each block, which old files have."""
-    return name.endswith((".attn.bias", ".attn.masked_bias"))

@@ -29,7 +29,6 @@ class Ledger(Spread, Study, frozen=True, kw_only=True):
       shardpair ledger --preset fsdp --devices 2
       shardpair ledger --preset tp --rows                   (every place in the program, with its source line)
       shardpair ledger --results runs/demo-20260101-120000  (of a finished run)
-      shardpair ledger check --presets ddp fsdp tp --fail_on_unexpected
     """
 
     presets: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PRESET...")] = ()

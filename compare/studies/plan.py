@@ -39,7 +39,6 @@ class Plan(Study, frozen=True, kw_only=True):
     Try:
       shardpair plan gpt2-350m --machine h100x64
       shardpair plan gpt2-350m --machine h100x64 --layout.tp 8 --explain 1
-      shardpair plan gpt2-350m --machine v5e-256 --train.batch_size 512 --train.gradient_accumulation_steps 1
     """
 
     machine: str = "h100x8"

@@ -41,7 +41,6 @@ class Profile(Spread, Study, frozen=True, kw_only=True):
     Try:
       shardpair profile demo --preset fsdp --devices 2
       shardpair profile demo --preset pp --devices 2 --engines torch-manual torch-library
-      shardpair profile cpu --preset ddp --devices 2 --layout.bucket_mb 0.5
     """
 
     brief = "where the time of one step goes, device by device"

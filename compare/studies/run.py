@@ -29,8 +29,6 @@ class Run(Spread, Study, frozen=True, kw_only=True):
     Try:
       shardpair run
       shardpair run demo --engines jax-manual torch-manual
-      shardpair run cpu --data.source input.txt --model.n_layer 6
-      shardpair run demo --preset ddp --devices 4
       shardpair run demo --checkpoint.every 50     (then: shardpair resume RUN_DIR)
       shardpair run --continue runs/demo-20260101-120000
     """
@@ -128,7 +126,6 @@ class Resume(Run, frozen=True, kw_only=True):
 
     Try:
       shardpair run demo --checkpoint.every 20
-      shardpair resume runs/demo-20260101-120000 --train.max_iters 100
       shardpair resume runs/demo-20260101-120000/jax-manual --engines torch-manual --layout.dp_replicate 1
     """
 

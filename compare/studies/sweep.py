@@ -53,7 +53,6 @@ class Sweep(Study, frozen=True, kw_only=True):
 
     Try:
       shardpair sweep demo --engines torch-manual
-      shardpair sweep demo --presets ddp fsdp tp_sp --devices 4 --train.max_iters 30
       shardpair sweep demo --presets single --variants precision.dtype=bfloat16
       shardpair sweep demo --scaling strong --presets ddp fsdp --engines jax-manual torch-manual
     """
