@@ -26,22 +26,16 @@ def open_stream(request: Request, batches: Batches | None = None) -> Corpus | Ow
 def starting_parameters(request: Request, own: Mapping[str, np.ndarray] | None = None) -> Weights:
     """The weights that a run begins with, by canonical name, in the dtype in which they are kept.
 
-    Those of a seed or a checkpoint are drawn or read when they are asked for.
-
-    Args:
-        request: its `resume` names a checkpoint, or its `init_from` a file of weights; without them its seed
-            gives them.
-        own: weights given from Python, which come before both.
+    They are `own`, from Python, the checkpoint's, those of the file `init_from`, or the seed's. A seed's or a
+    checkpoint's are drawn or read when they are asked for.
 
     Raises:
-        ExperimentError: given weights do not fit the model, are not those that were asked for, or come beside
-            a checkpoint.
+        ExperimentError: they do not fit the model, are not those asked for, or come beside a checkpoint.
     """
-    if own is not None and request.resume:
-        raise ExperimentError(
-            f"weights: the run goes on from {request.resume.checkpoint}, which has its own: give one of them"
-        )
     if own is not None:
+        if request.resume:
+            has_own = f"the run goes on from {request.resume.checkpoint}, which has its own"
+            raise ExperimentError(f"weights: {has_own}: give one of them")
         return Given(checked_weights(own, request.experiment))
     if request.resume:
         return CheckpointReader(Path(request.resume.checkpoint)).group(WEIGHTS)

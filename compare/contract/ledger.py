@@ -57,12 +57,7 @@ def _line(row: Communication) -> str:
 
 
 def assert_communication(ledger: Ledger, expected: Expected, *, scalars: bool = False) -> None:
-    """Nothing was communicated but this, and all of this was.
-
-    Args:
-        ledger: of a function or a context.
-        expected: bytes by kind and axis, or by kind, axis and purpose.
-        scalars: whether numbers that go alone, such as a loss, count, too.
+    """Nothing was communicated but this, and all of this was; with `scalars` lone numbers count, too.
 
     Raises:
         UnexpectedCommunicationError: something is missing, too much or too little, or could not be read.

@@ -103,28 +103,21 @@ def blame_for_hang(folder: Path, own: Waiting, *, count: int, timeout_s: float) 
     fewest = min(one.beats for one in waiting.values())
     behind = silent or [n for n, one in waiting.items() if one.beats == fewest]
     others = [number for number in waiting if number not in behind]
+    by_host: dict[str, list[int]] = {}
+    for number in behind:
+        by_host.setdefault(host_of(folder, number), []).append(number)
     if not others:
-        message = (
-            f"no process made progress for {timeout_s:g} s: all wait in {own.where}, on "
-            f"{', '.join(_by_host(folder, behind))}: is the link between them cut?"
-        )
-        return Failure(message=message)
+        all_wait = f"no process made progress for {timeout_s:g} s: all wait in {own.where}"
+        return Failure(message=f"{all_wait}, on {', '.join(by_host)}: is the link between them cut?")
     if silent:
         does = "does not answer" if len(behind) == 1 else "do not answer"
     else:
         does = f"{'is' if len(behind) == 1 else 'are'} still in {waiting[behind[0]].where}"
-    named = " and ".join(f"{_numbers(each)} on {host}" for host, each in _by_host(folder, behind).items())
+    named = " and ".join(f"{_numbers(each)} on {host}" for host, each in by_host.items())
     there = ", ".join(dict.fromkeys(waiting[number].where for number in others))
     wait = f"{_numbers(others)} {'wait' if len(others) > 1 else 'waits'}"
     message = f"{named} {does}: no progress for {timeout_s:g} s, while {wait} in {there}"
     return Failure(message=message, rank=behind[0])
-
-
-def _by_host(folder: Path, numbers: Iterable[int]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for number in numbers:
-        found.setdefault(host_of(folder, number), []).append(number)
-    return found
 
 
 def _numbers(numbers: Sequence[int]) -> str:

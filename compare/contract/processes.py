@@ -24,11 +24,9 @@ class Process(NamedTuple):
     """One process among those of a run."""
 
     number: int
-    """Of this process, from 0."""
     count: int
-    """Of all processes, on all hosts."""
     local: int
-    """Number of this process on its host, from 0."""
+    """Number on its host; all numbers are from 0."""
     coordinator: str
     """HOST:PORT, where all meet; it is on process 0's host."""
     told_by: str
@@ -54,13 +52,9 @@ class Process(NamedTuple):
     def variables(self) -> dict[str, str]:
         """torchrun's variables for it."""
         host, port = self.address
-        return {
-            "RANK": str(self.number),
-            "WORLD_SIZE": str(self.count),
-            "LOCAL_RANK": str(self.local),
-            "MASTER_ADDR": host,
-            "MASTER_PORT": str(port),
-        }
+        numbers = {"RANK": self.number, "WORLD_SIZE": self.count, "LOCAL_RANK": self.local}
+        place = {"MASTER_ADDR": host, "MASTER_PORT": port}
+        return {name: str(value) for name, value in (numbers | place).items()}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -134,14 +128,10 @@ def _of_flags(arguments: argparse.Namespace) -> Process | None:
     if given == ("", 0, -1):
         return None
     host, _, port = arguments.coordinator.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or not 0 <= arguments.process < arguments.processes:
         raise ExperimentError(
-            f"--coordinator {arguments.coordinator!r}: give HOST:PORT with --processes N --process K, the "
-            "same HOST:PORT in all of them"
-        )
-    if not 0 <= arguments.process < arguments.processes:
-        raise ExperimentError(
-            f"--process {arguments.process} of --processes {arguments.processes}: numbers go from 0 to N - 1"
+            f"--coordinator {arguments.coordinator!r} --process {arguments.process} of --processes "
+            f"{arguments.processes}: give HOST:PORT, the same to all; numbers go from 0 to N - 1"
         )
     if arguments.processes == 1:
         return None

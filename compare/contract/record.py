@@ -16,9 +16,6 @@
 
 Every file is written to a temporary name and renamed, except that steps are appended to
 `steps.jsonl.part` while the run goes on, which is what a progress bar reads.
-
-The one module of the contract that needs more than NumPy and msgspec: safetensors is its tensor format
-(self-describing, memory-mapped, and it cannot execute anything).
 """
 
 import os
@@ -53,8 +50,6 @@ STEPS_PART = STEPS + ".part"
 HOSTS, WAITING = "hosts.json", "waiting-"
 """What processes of several hosts leave: `other_hosts`."""
 EVALUATIONS = "evaluations.jsonl"
-
-
 ON_HOST = "host"
 """The kind of `Manifest.resident_bytes` that is in the host's memory."""
 
@@ -260,20 +255,16 @@ def _read_lines(path: Path, type: type[T]) -> list[T]:
         raise garbled(path, error) from None
 
 
-def _read_if_there(path: Path, type: type[T]) -> T | None:
-    return read_own_json(path, type) if path.exists() else None
-
-
 def read_record(folder: Path, *, requested: bool = True) -> Record:
-    """Read a finished run back.
-
-    Args:
-        folder: of the engine.
-        requested: it has the request beside it; false for numbers that no engine of ours made.
+    """Read a finished run back. Numbers that no engine of ours made are not `requested`.
 
     Raises:
         RecordError: the run is not complete (it has no manifest), or a file is garbled.
     """
+
+    def there(name: str, type: type[T]) -> T | None:
+        return read_own_json(folder / name, type) if (folder / name).exists() else None
+
     if not (folder / MANIFEST).is_file():
         raise RecordError(f"{folder} has no {MANIFEST}: it is not a finished run")
     if left := next((name for name in (ERROR, STEPS_PART) if (folder / name).exists()), None):
@@ -284,9 +275,9 @@ def read_record(folder: Path, *, requested: bool = True) -> Record:
         steps=read_steps(folder / STEPS),
         ledger=read_own_json(folder / LEDGER, Ledger),
         evaluations=_read_lines(folder / EVALUATIONS, Evaluation) if (folder / EVALUATIONS).exists() else [],
-        instructions=_read_if_there(folder / HLO_COLLECTIVES, list[Instruction]),
-        timeline=_read_if_there(folder / TIMELINE, Timeline),
-        memory=_read_if_there(folder / MEMORY, MemoryProfile),
-        work=_read_if_there(folder / WORK, ObservedWork),
+        instructions=there(HLO_COLLECTIVES, list[Instruction]),
+        timeline=there(TIMELINE, Timeline),
+        memory=there(MEMORY, MemoryProfile),
+        work=there(WORK, ObservedWork),
         request=read_own_json(folder / REQUEST, Request) if requested else None,
     )

@@ -42,27 +42,21 @@ class RecordedSide(Protocol):
 
     def memory(self) -> MemoryUse:
         """In use now."""
-        ...
 
     def not_finite(self) -> str:
         """A clause about the first tensor that is not finite."""
-        ...
 
     def tensors(self, rung: Rung) -> Mapping[str, np.ndarray]:
         """Those of a rung as they are now, by canonical name."""
-        ...
 
     def evaluate(self, step: int) -> Evaluation:
         """Evaluate the weights after so many steps."""
-        ...
 
     def is_to_stop(self) -> bool:
         """Whether any process was asked to end early: the same on all, which meet here."""
-        ...
 
     def parts(self) -> Iterable[Part]:
         """What this process's devices hold now: weights and moments."""
-        ...
 
     def costs(self, windows: Sequence[Window], recorder: Recorder | None) -> dict[str, Any]:
         """Leave the ledger and the memory of a step. Returns fields of the manifest that only the side knows.
@@ -70,7 +64,6 @@ class RecordedSide(Protocol):
         Without a recorder, on all ranks but the first, nothing is written or returned. `windows` are this
         process's, in a timed run.
         """
-        ...
 
 
 class Observer:

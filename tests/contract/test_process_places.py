@@ -79,6 +79,5 @@ def test_what_does_not_fit_is_one_line():
 
 
 def test_first_host_of_slurms_lists():
-    assert first_host("node7") == "node7"
-    assert first_host("a,b") == "a"
-    assert first_host("gpu[03-06,9].cluster,login") == "gpu03.cluster"
+    for nodes, first in (("node7", "node7"), ("a,b", "a"), ("gpu[03-06,9].cluster,login", "gpu03.cluster")):
+        assert first_host(nodes) == first

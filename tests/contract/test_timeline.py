@@ -68,18 +68,10 @@ def test_the_bubble_of_a_schedule_carried_out_to_the_tick_is_the_schedules_own(n
     lanes[0].spans.append(span("update", 500, 600))  # is no part of the pipeline
     timeline = Timeline(step=3, wall_us=600, lanes=lanes)
     assert bubble_fraction(timeline) == pytest.approx(planned(schedule), abs=1e-12)
+    without_microbatches = Lane(device=0, spans=[span("forward", 0, 1)])
+    assert bubble_fraction(Timeline(step=3, wall_us=1, lanes=[without_microbatches])) is None
 
 
-def test_without_microbatches_there_is_no_bubble_to_tell():
-    assert (
-        bubble_fraction(Timeline(step=3, wall_us=1, lanes=[Lane(device=0, spans=[span("forward", 0, 1)])]))
-        is None
-    )
-
-
-@pytest.mark.parametrize(
-    ("first", "steps", "instrumented", "watched"),
-    [(0, 20, 2, 3), (10, 20, 12, 13), (0, 4, 2, 3), (0, 3, 2, 1), (0, 2, 1, 0), (0, 1, 0, 0), (7, 1, 7, 7)],
-)
-def test_the_watched_step_has_no_instruments_if_there_is_another(first, steps, instrumented, watched):
-    assert profiled_step(first, steps, instrumented) == watched
+def test_the_watched_step_has_no_instruments_if_there_is_another():
+    for *run_of, watched in ((0, 20, 2, 3), (10, 20, 12, 13), (0, 3, 2, 1), (0, 2, 1, 0), (7, 1, 7, 7)):
+        assert profiled_step(*run_of) == watched
