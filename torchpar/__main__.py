@@ -91,11 +91,7 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 def answer(arguments: argparse.Namespace) -> object:
-    """The answer to a question, to be printed as JSON; None of a conversion, which leaves files.
-
-    Raises:
-        ExperimentError, MissingDevicesError, MsgspecError, OSError: there is none.
-    """
+    """The answer to a question, to be printed as JSON; None of a conversion, which leaves files."""
     if arguments.doctor:
         import torch
 
@@ -140,11 +136,7 @@ def answer(arguments: argparse.Namespace) -> object:
 
 
 def run(folder: Path, arguments: argparse.Namespace) -> int:
-    """Do the request in `folder`, and leave a record or error.json there. Returns the exit code.
-
-    Raises:
-        ExperimentError: another run is in the folder, or the launcher's variables do not fit.
-    """
+    """Do the request in `folder`, and leave a record or error.json there. Returns the exit code."""
     process = find_process(arguments, os.environ)
     if process and "RANK" not in os.environ:  # as torchrun says it
         os.environ.update(process.variables)
@@ -198,32 +190,24 @@ def train(folder: Path, process: Process | None = None) -> None:
 
     request = entry.read_request(folder)
     if "RANK" not in os.environ:
-        entry.start_ranks(request, folder)
-        return
-    torchrun.become_rank(
-        partial(entry.train, request=request, folder=folder),
-        folder,
-        devices=request.experiment.layout.devices,
-        platform=request.platform,
-        timeout_s=request.timeout_s,
-        saves=request.experiment.checkpoint.every > 0,
-    )
+        return entry.start_ranks(request, folder)
+    work = partial(entry.train, request=request, folder=folder)
+    saves = request.experiment.checkpoint.every > 0
+    torchrun.become_rank(work, folder, request, devices=request.experiment.layout.devices, saves=saves)
 
 
 def time_collectives(folder: Path, process: Process | None = None) -> None:
     """Time the collectives that folder/request.json asks for, as all ranks or as one of a launcher's."""
-    from torchpar import collective_bench, torchrun
+    from torchpar import torchrun
+    from torchpar.collective_bench import time_as_rank
     from torchpar.launch import launch
 
     request = read_collective_request(folder, side=TORCH.name)
-    if process is None or process.is_first:
-        clear_record(folder)
-    work = partial(collective_bench.time_as_rank, request=request, folder=folder)
-    platform, timeout_s = request.platform, request.timeout_s
+    work = partial(time_as_rank, request=request, folder=folder)
     if "RANK" in os.environ:
-        torchrun.become_rank(work, folder, devices=request.ranks, platform=platform, timeout_s=timeout_s)
-    else:
-        launch(work, world_size=request.ranks, platform=platform, timeout_s=timeout_s)
+        return torchrun.become_rank(work, folder, request, devices=request.ranks)
+    clear_record(folder)
+    launch(work, world_size=request.ranks, platform=request.platform, timeout_s=request.timeout_s)
 
 
 def _exit_with_stdin() -> None:

@@ -17,9 +17,11 @@ from typing import NoReturn
 import psutil
 from msgspec.structs import replace
 
+from compare.contract.collective_bench import CollectiveRequest
 from compare.contract.ending import BAD_REQUEST, STOPPED, StoppedEarly, StopRequest
 from compare.contract.other_hosts import Waiting, blame_for_hang
 from compare.contract.record import WAITING, Failure, clear_record, leave_failure, read_failure
+from compare.contract.request import Request
 from compare.host.facts import MissingDevicesError, look_s
 from compare.host.signals import describe_exit, on_signals
 from compare.spec.experiment import ExperimentError
@@ -32,10 +34,9 @@ POLL_S = 0.05
 def become_rank(
     work: Callable[[Rank], None],
     folder: Path,
+    request: Request | CollectiveRequest,
     *,
     devices: int,
-    platform: str,
-    timeout_s: float,
     saves: bool = False,
 ) -> None:
     """Do `work` as the rank that a launcher's variables name; if it `saves` its state it can end on request.
@@ -53,9 +54,9 @@ def become_rank(
         raise MissingDevicesError(
             f"WORLD_SIZE = {world_size}, but the layout needs {devices} devices: start {devices} processes"
         )
-    if platform == "gpu":
+    if request.platform == "gpu":
         require_gpus(local_rank + 1)
-    rank = Rank(rank=number, world_size=world_size, local_rank=local_rank, timeout_s=timeout_s)
+    rank = Rank(rank=number, world_size=world_size, local_rank=local_rank, timeout_s=request.timeout_s)
     siblings = Siblings(rank, folder, host="" if on_host == world_size else socket.gethostname())
     if number == 0:
         clear_record(folder)

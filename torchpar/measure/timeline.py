@@ -33,10 +33,8 @@ from torchpar.run import Run
 
 CPU_METHOD = (
     "torch.profiler on every rank, whose clocks are those of one machine. Forward, backward and update are "
-    "the host's time in them, less what it waits for a collective; a collective lasts from when gloo begins "
-    "it until it is complete, and includes the wait for a slower rank. gloo does not tell when a message has "
-    "arrived, only when a rank has waited for it: a message between stages is shown while its rank waits, "
-    "and what it waits for the other stage's work cannot be told from the transfer."
+    "the host's time in them, less its waits. A collective lasts from when gloo begins it until it is complete, "
+    "with the wait for a slower rank; a message between stages, while its rank waits for it."
 )
 GPU_METHOD = (
     "torch.profiler on every rank: kernels and copies on the GPU, by the phase that launched them; kernels "
@@ -60,12 +58,8 @@ TITLES: dict[Tasks, tuple[Kind, str]] = {
 
 
 class StepProfiler(Observer):
-    """Watches one step, and writes timeline.json.
-
-    Args:
-        run: this rank's.
-        recorder: writes; None on all ranks but the first.
-        instruments: know the axes of collectives that are not our own, of which a trace tells nothing.
+    """Watches one step; rank 0's recorder writes timeline.json. A trace does not tell a library's axes, but
+    the instruments' ledger does.
     """
 
     def __init__(self, run: Run, recorder: Recorder | None, instruments: Instruments):
@@ -168,20 +162,10 @@ class Marks:
 def put_together(traces: Sequence[RankTrace], *, step: int, method: str) -> Timeline:
     """All ranks' traces as a timeline, in which time begins with the first span."""
     begin = min((span.begin_us for trace in traces for span in trace.spans), default=0.0)
+    lanes = []
+    for device, trace in enumerate(traces):
+        spans = [replace(span, begin_us=span.begin_us - begin) for span in trace.spans]
+        lanes.append(Lane(device=device, spans=sorted(spans, key=lambda span: span.begin_us)))
+    wall_us = max(trace.end_us - trace.begin_us for trace in traces)
     problems = dict.fromkeys(trace.problem for trace in traces if trace.problem)
-    lanes = [
-        Lane(
-            device=device,
-            spans=[
-                replace(span, begin_us=span.begin_us - begin)
-                for span in sorted(trace.spans, key=lambda span: span.begin_us)
-            ],
-        )
-        for device, trace in enumerate(traces)
-    ]
-    return Timeline(
-        step=step,
-        wall_us=max(trace.end_us - trace.begin_us for trace in traces),
-        lanes=lanes,
-        method=" ".join((method, *problems)),
-    )
+    return Timeline(step=step, wall_us=wall_us, lanes=lanes, method=" ".join((method, *problems)))

@@ -50,7 +50,6 @@ class Event(Struct):
 
     @property
     def end(self) -> float:
-        """When it was over."""
         return self.ts + self.dur
 
     @property
@@ -71,13 +70,12 @@ class _Trace(Struct):
 
 
 class RankTrace(NamedTuple):
-    """Spans of one rank in the step; times in microseconds of the machine's clock."""
+    """Spans of one rank in the step; times in microseconds of the machine's clock; a problem in words."""
 
     begin_us: float
     end_us: float
     spans: list[Span]
     problem: str = ""
-    """Fault of the timeline in words; '' for none."""
 
 
 def span_of(call: Call, name: str = "") -> Span:
@@ -91,13 +89,10 @@ def span_of(call: Call, name: str = "") -> Span:
 def read_trace(
     content: bytes, marks: Mapping[str, Span], *, on_gpu: bool, library_calls: Sequence[Call]
 ) -> RankTrace:
-    """Read a trace with one marked step in it.
+    """Read a trace with one marked step in it, JSON of `profile.export_chrome_trace`.
 
-    Args:
-        content: JSON, of `profile.export_chrome_trace`.
-        marks: by name, the spans without times that ranges in the trace stand for.
-        on_gpu: whether kernels are looked at, or the host.
-        library_calls: collectives of libraries in the step, in their order, as the ledger has them.
+    `marks` are spans without times by names of ranges; `library_calls` are in their order, as the ledger has
+    them.
     """
     trace = msgspec.json.decode(content, type=_Trace)
     events = [event for event in trace.traceEvents if event.ph == "X"]
@@ -117,11 +112,7 @@ def read_trace(
 
 
 def find_calls(events: Sequence[Event], library_calls: Sequence[Call]) -> tuple[list[Event], str]:
-    """Ranges in which collectives are called: ours by their marks, others by PyTorch's operators.
-
-    Returns:
-        The calls in their order, and what could not be told of them.
-    """
+    """Calls of collectives in order, ours by their marks, others by PyTorch's operators; and a problem."""
     ours = [event for event in events if event.span and event.span.kind == "communication"]
     operators = [event for event in events if event.operator]
     others = [event for event in outermost([*ours, *operators]) if not event.span]
@@ -172,11 +163,7 @@ def _waits_of_ddp(events: Sequence[Event], tasks: Iterable[Event]) -> Iterator[t
 
 
 def _transfers(events: Sequence[Event], calls: Sequence[Event]) -> tuple[list[list[Event]], str]:
-    """What gloo did of each call: its threads begin in the order in which PyTorch's operators were called.
-
-    Returns:
-        Its entries in the trace by call, and what could not be told.
-    """
+    """Entries of gloo's by call, which it begins in the order of PyTorch's operators; and a problem."""
     transfers: list[list[Event]] = [[] for _ in calls]
     called = [event for event in events if event.name.startswith("c10d::") and event.operator]
     done, problem = [event for event in events if event.name.startswith(GLOO)], ""
@@ -221,16 +208,15 @@ def outermost(ranges: Iterable[Event]) -> list[Event]:
 
 
 def without(
-    whole: tuple[float, float], holes: Iterable[tuple[float, float]]
+    interval: tuple[float, float], holes: Iterable[tuple[float, float]]
 ) -> Iterator[tuple[float, float]]:
     """Rest of an interval without the others."""
-    begin, end = whole
+    begin, end = interval
     for hole_begin, hole_end in sorted(holes):
-        if hole_end <= begin or hole_begin >= end:
-            continue
-        if hole_begin > begin:
-            yield begin, hole_begin
-        begin = hole_end
+        if hole_end > begin and hole_begin < end:
+            if hole_begin > begin:
+                yield begin, hole_begin
+            begin = hole_end
     if begin < end:
         yield begin, end
 
