@@ -10,7 +10,7 @@ host and device share one memory, and nothing is won: the same copies are made, 
 ZeRO-Offload (arXiv 2101.06840) updates on the host; here the device does, so that the numbers are the same.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -50,14 +50,12 @@ class StateOnHost(torch.optim.Optimizer):
         if self._copies:
             self._copies.synchronize()  # who reads the state reads the host's memory
 
-    def host_tensors(self) -> list[torch.Tensor]:
-        """Tensors of the state, shaped as their parameters, in the host's memory."""
-        return [
-            value
-            for parameter, state in self.state.items()
-            for key, value in state.items()
-            if self._is_at_home(parameter, key, value)
-        ]
+    def at_home(self, parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+        """Parameter, key and value of the state, shaped as its parameter, that is in the host's memory."""
+        for parameter in parameters:
+            for key, home in self._homes.get(parameter, {}).items():
+                if self.state[parameter].get(key) is home:
+                    yield parameter, key, home
 
     def _chunks(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
         """Parameters that have a gradient, `chunk_bytes` or more at a time, with their group's options."""
@@ -75,11 +73,9 @@ class StateOnHost(torch.optim.Optimizer):
     def _fetch(self, parameters: Sequence[torch.Tensor]) -> "torch.cuda.Event | None":
         """Begin to copy the state of these parameters to their device, where it is when the event happens."""
         with self._copying():
-            for parameter in parameters:
-                for key, value in self.state[parameter].items():
-                    if self._is_at_home(parameter, key, value):
-                        there = torch.empty_like(value, device=parameter.device, pin_memory=False)
-                        self.state[parameter][key] = there.copy_(value, non_blocking=True)
+            for parameter, key, home in self.at_home(parameters):
+                there = torch.empty_like(home, device=parameter.device, pin_memory=False)
+                self.state[parameter][key] = there.copy_(home, non_blocking=True)
         return self._copies.record_event() if self._copies else None
 
     def _send_back(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -94,16 +90,11 @@ class StateOnHost(torch.optim.Optimizer):
                         if self._copies:
                             value.record_stream(self._copies)
                         if key not in homes:
-                            homes[key] = torch.empty_like(
-                                value, device="cpu", pin_memory=value.device.type == "cuda"
-                            )
+                            homes[key] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
                         state[key] = homes[key].copy_(value, non_blocking=True)
 
     def _copying(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._copies) if self._copies else nullcontext()
-
-    def _is_at_home(self, parameter: torch.Tensor, key: str, value: Any) -> bool:
-        return torch.is_tensor(value) and self._homes.get(parameter, {}).get(key) is value
 
 
 def on_host(optimizer_cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
@@ -114,4 +105,4 @@ def on_host(optimizer_cls: type[torch.optim.Optimizer]) -> type[torch.optim.Opti
 def host_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Tensors of an optimizer's state, any shapes, in host memory; of a wrapper's inner optimizer."""
     inner = getattr(optimizer, "inner", optimizer)
-    return inner.host_tensors() if isinstance(inner, StateOnHost) else []
+    return [home for *_, home in inner.at_home(inner.state)] if isinstance(inner, StateOnHost) else []

@@ -33,8 +33,8 @@ from torchpar.run import Run
 
 CPU_METHOD = (
     "torch.profiler on every rank, whose clocks are those of one machine. Forward, backward and update are "
-    "the host's time in them, less its waits. A collective lasts from when gloo begins it until it is complete, "
-    "with the wait for a slower rank; a message between stages, while its rank waits for it."
+    "the host's time in them, less its waits. A collective lasts from when gloo begins it until it is "
+    "complete, with the wait for a slower rank; a message between stages, while its rank waits for it."
 )
 GPU_METHOD = (
     "torch.profiler on every rank: kernels and copies on the GPU, by the phase that launched them; kernels "
