@@ -7,8 +7,8 @@ done, and moves nothing; large operators compute nothing (`torchpar.measure.holl
 what is sent, how often and over which group, and what is in memory when, is as on a cluster.
 """
 
-import functools
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from torchpar.comm.process_groups import join_absent
 from torchpar.launch import Rank
 from torchpar.measure.hollow import HollowMode
 from torchpar.measure.instruments import INSTRUMENTED_STEP, Instruments
-from torchpar.run import Run, to_device
+from torchpar.run import to_device
 from torchpar.train import move_on, set_up
 
 
@@ -57,19 +57,12 @@ def run_alone(request: AbsentRequest) -> RankAlone:
     asked = Request(engine=request.engine, experiment=experiment)
     with HollowMode():
         run = set_up(asked, mesh, rank, NoWeights(experiment))
-        for step in range(steps - 1):
-            _train_step(run, step)
         instruments = Instruments(run)
-        with instruments.watch():
-            _train_step(run, steps - 1, instruments)
+        for step in range(steps):
+            with instruments.watch() if step == instruments.watched else nullcontext():
+                run.compute(run, to_device(run, arrays_of_step(run.corpus, experiment, step)))
+                instruments.gradients(step)
+                run.update(run)
+            move_on(run, torch.zeros(()))
     memory, _, ledger = instruments.findings()
     return RankAlone(ledger=Ledger(rows=ledger.rows, problems=list(ledger.problems)), memory=memory)
-
-
-def _train_step(run: Run, step: int, instruments: Instruments | None = None) -> None:
-    arrays = functools.partial(arrays_of_step, run.corpus, run.experiment)
-    run.compute(run, to_device(run, arrays(step)))
-    if instruments:
-        instruments.gradients(step)
-    run.update(run)
-    move_on(run, torch.zeros(()))
