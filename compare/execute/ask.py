@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -22,7 +21,6 @@ from compare.spec.experiment import ExperimentError
 
 T = TypeVar("T")
 TIMEOUT_S = 120
-OUTPUT_BYTES = 1_000_000
 LINE_LENGTH = 300
 
 
@@ -57,9 +55,10 @@ def ask(
     raise EnvironmentMissing(f"{side}: {python} is no Python that has {side}: it says {last or 'nothing'}")
 
 
-def output_of(command: list[str], environment: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
-    """Exit code and output, errors among it, of a command that may be any program: its time and its words
-    are limited."""
+def output_of(
+    command: list[str], environment: Mapping[str, str], timeout_s: float | None = None
+) -> tuple[int, str]:
+    """Exit code and output, errors among it, of a command that may be any program. Raises OSError."""
     process = subprocess.Popen(
         command,
         start_new_session=True,  # whatever it starts ends with it
@@ -68,26 +67,15 @@ def output_of(command: list[str], environment: Mapping[str, str], timeout_s: flo
         stderr=subprocess.STDOUT,
         env=environment,
     )
-    assert process.stdout
-    timer = threading.Timer(timeout_s, _kill, [process])
-    timer.start()
     try:
-        output = process.stdout.read(OUTPUT_BYTES)
-        process.stdout.close()  # one that would say more ends here
-        process.wait()
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise OSError(errno.ETIMEDOUT, f"no answer for {timeout_s:g} s") from None
     finally:
-        timed_out = not timer.is_alive()
-        timer.cancel()
-        _kill(process)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    if timed_out:
-        raise OSError(errno.ETIMEDOUT, f"no answer for {timeout_s:g} s")
     return process.returncode, output.decode(errors="replace")
-
-
-def _kill(process: subprocess.Popen) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def measure_ceiling(
@@ -118,20 +106,17 @@ def convert_by_side(
 ) -> None:
     """Have the side that knows a format (`Side.converts`) read or write it.
 
-    Raises:
-        ExperimentError: the source cannot be read safely, or does not fit.
-        EnvironmentMissing: that side cannot be run here.
+    Raises ExperimentError: the source cannot be read safely, or does not fit; EnvironmentMissing.
     """
     side = next(side for side in SIDES.values() if foreign in side.converts)
     python = pythons.get(side.name, sys.executable)
     command = [python, "-m", side.name, "--convert", str(source.absolute()), str(target.absolute()), *options]
-    environment = child_environment(side, "cpu")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        code, output = output_of(command, child_environment(side, "cpu"))
     except OSError as error:
         raise EnvironmentMissing(f"--{side.python_flag} {python}: {error.strerror}") from None
-    if done.returncode:
-        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode} and no message"])[-1]
-        if done.returncode == BAD_REQUEST:
+    if code:
+        said = (output.strip().splitlines() or [f"exit code {code} and no message"])[-1]
+        if code == BAD_REQUEST:
             raise ExperimentError(said)
         raise EnvironmentMissing(f"{source} could not be converted by {python} -m {side.name}: {said}")

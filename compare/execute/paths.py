@@ -53,8 +53,7 @@ def can_be_folder(folder: Path) -> bool:
 def check_cache(cache_dir: str) -> None:
     """Refuse a folder for compiled programs that can neither be written nor made; '' is none.
 
-    Raises:
-        ExperimentError: JAX would go on without it, and compile anew in every run.
+    JAX would go on without it, and compile anew in every run. Raises ExperimentError.
     """
     if cache_dir and not can_be_folder(Path(cache_dir)):
         raise ExperimentError(
@@ -74,8 +73,7 @@ def remove_run_dir(folder: Path) -> None:
 def create_run_dir(name: str, run_dir: str = "") -> Path:
     """Create the folder of a new run: the one asked for, or runs/NAME-TIME, numbered if that is taken.
 
-    Raises:
-        ExperimentError: the folder that was asked for exists, or none can be created.
+    Raises ExperimentError: the folder that was asked for exists, or none can be created.
     """
     stem = f"{Path(name).stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     numbered = (RUNS / f"{stem}-{number}" for number in itertools.count(2))
