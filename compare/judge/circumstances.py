@@ -12,13 +12,6 @@ class MachineFacts(Struct, frozen=True, kw_only=True):
     memory_bytes: int = 0
 
 
-def made_by(commit: str, dirty: bool) -> str:
-    """A version of shardpair in words, from what `execute.machine.git_state` said."""
-    if not commit:
-        return "shardpair, not from a git checkout"
-    return f"shardpair {commit[:12]}{' with uncommitted changes' if dirty else ''}"
-
-
 class Circumstances(Struct, frozen=True, kw_only=True):
     """When and where a study was run, and by which version of the source; empty where nobody kept it."""
 
@@ -34,7 +27,9 @@ class Circumstances(Struct, frozen=True, kw_only=True):
     @property
     def made_by(self) -> str:
         """The version of shardpair, in words."""
-        return made_by(self.git_commit, self.git_dirty)
+        if not self.git_commit:
+            return "shardpair, not from a git checkout"
+        return f"shardpair {self.git_commit[:12]}{' with uncommitted changes' if self.git_dirty else ''}"
 
     @property
     def words(self) -> str:

@@ -43,13 +43,7 @@ class Flow(Struct, frozen=True, kw_only=True):
 
 
 def line_up(engine: str, experiment: Experiment, rows: Sequence[Communication]) -> list[Flow]:
-    """The flows of every stage; scalars, and what `SMALL` names, are left out.
-
-    Args:
-        engine: a name in ENGINES.
-        experiment: as it was run, with `layout.remat` resolved.
-        rows: of its record.
-    """
+    """The flows of every stage, with `layout.remat` resolved; scalars and `SMALL` are left out."""
     flows = []
     for stage in range(experiment.layout.pp):
         sent, calls = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
@@ -146,13 +140,7 @@ def snapshot_rows(rows: Iterable[Communication]) -> Rows:
 
 
 def recorded_rows(engine: str, experiment: Experiment, versions: Mapping[str, str]) -> Rows:
-    """What the snapshot has of an engine under an experiment; [] of another experiment or version.
-
-    Args:
-        engine: a name in ENGINES.
-        experiment: as it was asked for, or run.
-        versions: of the packages that ran it.
-    """
+    """What the snapshot has of an engine under an experiment; [] of another, or of other versions."""
     snapshot = read_snapshot()
     packages = [package for package in side_of(engine).packages if package in snapshot.versions]
     if any(versions.get(package, "").split("+")[0] != snapshot.versions[package] for package in packages):

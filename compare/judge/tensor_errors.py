@@ -51,11 +51,8 @@ def worst_tensor(
 ) -> Found:
     """The largest error over tensors of the same names, and its name; or what is wrong.
 
-    Args:
-        values: under test; one tensor is in memory at a time, if these are read as they are asked for.
-        references: what they should be.
-        select: the part of a tensor that counts.
-        since: what they were at first: then errors are `error_of_movement`, else `relative_error`.
+    One tensor is in memory at a time, if they are read as they are asked for. `select` gives the part of one
+    that counts. With `since`, what they were at first, errors are `error_of_movement`, else `relative_error`.
     """
     if values.keys() != references.keys():
         odd = min(values.keys() ^ references.keys())
@@ -68,16 +65,12 @@ def worst_tensor(
         else:
             error = error_of_movement(value, reference, select(name, since[name]))
         if not math.isfinite(error):
-            return math.inf, f"{name} {_what_is_wrong(value, reference)}"
+            if value.shape != reference.shape:
+                return math.inf, f"{name} has shape {value.shape} instead of {reference.shape}"
+            whose = "" if np.isfinite(reference).all() else "of the reference "
+            return math.inf, f"{name} {whose}is not finite"
         worst = max(worst, (error, name), key=lambda found: found[0])
     return worst
-
-
-def _what_is_wrong(value: np.ndarray, reference: np.ndarray) -> str:
-    if value.shape != reference.shape:
-        return f"has shape {value.shape} instead of {reference.shape}"
-    whose = "of the reference " if not np.isfinite(reference).all() else ""
-    return f"{whose}is not finite"
 
 
 def without_key_bias(name: str, tensor: np.ndarray) -> np.ndarray:

@@ -53,15 +53,7 @@ def whole(shape: tuple[int, ...]) -> Box:
 
 
 def to_boxes(shard: Shard, held: np.ndarray) -> Iterator[tuple[Box, np.ndarray]]:
-    """A device's shard of a tensor, box by box; an empty shard has no box.
-
-    Args:
-        shard: its description.
-        held: its values, of shape `shard.held_shape`.
-
-    Yields:
-        A box, and its values, of the box's shape.
-    """
+    """A device's shard, of shape `shard.held_shape`, as boxes and their values; an empty one has no box."""
     for box, part, shape, back in _boxes(shard):
         yield box, held if part is None else held[part].reshape(shape).transpose(back)
 

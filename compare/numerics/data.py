@@ -88,12 +88,9 @@ class Corpus:
 
 
 def open_corpus(experiment: Experiment, *, validated_sha256: str = "") -> Corpus:
-    """Open the experiment's data, and validate and hash it unless that was done before.
+    """Open the experiment's data, and validate and hash it unless a launcher did (`validated_sha256`).
 
-    Args:
-        experiment: `data.source`, and the sizes that the tokens must fit.
-        validated_sha256: the digest from an earlier opening of the same data: a launcher reads all of
-            a 17 GB train.bin once, and every rank after that maps it at once.
+    A launcher reads all of a 17 GB train.bin once, and every rank after that maps it at once.
 
     Raises:
         ExperimentError: the file or its tokens do not fit; the message names it and says what to do.
@@ -134,33 +131,30 @@ def _synthetic(experiment: Experiment) -> np.ndarray:
 
 
 def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    if why_not_readable(path).startswith("is a folder"):
-        train_file, validation_file = path / TRAINING, path / "val.bin"
-        if why_not_readable(train_file) == "does not exist":
-            raise ExperimentError(f"data.source: {path} is a folder without train.bin; {WHAT_TO_GIVE}")
-        train = _read_bin(train_file)
-        has_validation = why_not_readable(validation_file) != "does not exist"
-        return train, _read_bin(validation_file) if has_validation else train[:0]
-    if path.suffix == ".bin":
-        return _split(_read_bin(path))
-    return _split(_map(path, np.uint8))
+    if not why_not_readable(path).startswith("is a folder"):
+        return _split(_map(path))
+    train_file, validation_file = path / TRAINING, path / "val.bin"
+    if why_not_readable(train_file) == "does not exist":
+        raise ExperimentError(f"data.source: {path} is a folder without train.bin; {WHAT_TO_GIVE}")
+    train = _map(train_file)
+    has_validation = why_not_readable(validation_file) != "does not exist"
+    return train, _map(validation_file) if has_validation else train[:0]
 
 
-def _read_bin(path: Path) -> np.ndarray:
-    size = _size(path)
-    if size % 2:
+def _map(path: Path) -> np.ndarray:
+    """The file as an array that is read only where it is looked at: uint16 of a .bin file, else bytes."""
+    if wrong := why_not_readable(path):
+        raise ExperimentError(f"data.source: {path} {wrong}; {WHAT_TO_GIVE}")
+    size, is_bin = path.stat().st_size, path.suffix == ".bin"
+    if not size:
+        raise ExperimentError(f"data.source: {path} is empty; give a file with text or tokens in it")
+    if is_bin and size % 2:
         raise ExperimentError(
             f"data.source: {path} has an odd number of bytes ({size}); a .bin file holds "
             f"uint16 tokens: write it again, or rename it if it is text"
         )
-    return _map(path, np.dtype("<u2"))
-
-
-def _map(path: Path, dtype: np.dtype | type) -> np.ndarray:
-    """The file as an array that is read only where it is looked at."""
-    _size(path)
     try:
-        tokens = np.memmap(path, dtype=dtype, mode="r")
+        tokens = np.memmap(path, dtype=np.dtype("<u2") if is_bin else np.uint8, mode="r")
     except OSError as error:
         raise ExperimentError(f"data.source: {path} cannot be read ({error.strerror})") from None
     if tokens[:6].tobytes().startswith(NUMPY_MAGIC):
@@ -169,16 +163,6 @@ def _map(path: Path, dtype: np.dtype | type) -> np.ndarray:
             f"array.astype('<u2').tofile('train.bin')"
         )
     return tokens
-
-
-def _size(path: Path) -> int:
-    """Bytes of a file that can be read, of which there are some."""
-    if wrong := why_not_readable(path):
-        raise ExperimentError(f"data.source: {path} {wrong}; {WHAT_TO_GIVE}")
-    size = path.stat().st_size
-    if not size:
-        raise ExperimentError(f"data.source: {path} is empty; give a file with text or tokens in it")
-    return size
 
 
 def _split(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -72,12 +72,7 @@ def is_kept(keys_B2: np.ndarray, site: int, shape: tuple[int, ...], rate: float)
 
 
 def threefry(key: np.ndarray | Sequence[np.ndarray], first: ArrayLike, second: ArrayLike) -> Words:
-    """Threefry-2x32: two words of random bits for each pair of counter words.
-
-    Args:
-        key: two words, or two arrays of them, any shape.
-        first, second: the counters; all uint32, of shapes that broadcast against each other.
-    """
+    """Threefry-2x32: two words of random bits for each pair of counter words, all uint32."""
     keys = [np.asarray(key[0], np.uint32), np.asarray(key[1], np.uint32)]
     keys.append(keys[0] ^ keys[1] ^ np.uint32(PARITY))
     counters = (np.asarray(word, np.uint32) for word in (first, second))

@@ -34,19 +34,19 @@ def steps_due(experiment: Experiment, first_step: int = 0) -> list[int]:
 
 def require_validation(experiment: Experiment, corpus: Corpus | OwnBatches) -> None:
     """Refuse to evaluate where there is nothing to evaluate on. Raises ExperimentError."""
-    if not experiment.train.eval_interval:
+    interval, length = experiment.train.eval_interval, experiment.model.block_size
+    if not interval:
         return
     if isinstance(corpus, OwnBatches):
-        raise ExperimentError(
-            f"train.eval_interval = {experiment.train.eval_interval}: batches given from Python have no "
-            f"validation split: set it to 0"
+        why = "batches given from Python have no validation split: set it to 0"
+    elif len(corpus.validation) <= length:
+        why = (
+            f"data.source = {experiment.data.source} has {len(corpus.validation)} tokens to validate on, too "
+            f"few for model.block_size = {length}: give a val.bin beside train.bin, or more text"
         )
-    if len(corpus.validation) <= experiment.model.block_size:
-        raise ExperimentError(
-            f"train.eval_interval = {experiment.train.eval_interval}: data.source = {experiment.data.source} "
-            f"has {len(corpus.validation)} tokens to validate on, too few for model.block_size = "
-            f"{experiment.model.block_size}: give a val.bin beside train.bin, or more text"
-        )
+    else:
+        return
+    raise ExperimentError(f"train.eval_interval = {interval}: {why}")
 
 
 def evaluate(

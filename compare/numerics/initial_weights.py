@@ -1,13 +1,4 @@
-"""Initial weights: drawn from the seed, or a user's own, checked before anything runs.
-
-from compare.spec.experiment import Experiment
-from compare.numerics.initial_weights import checked_weights
-from compare.numerics.parameters import initial_parameters
-
-weights = initial_parameters(Experiment())      # canonical name -> array: what the seed gives
-weights["embedding.token"] *= 0.5
-checked_weights(weights, Experiment())          # raises ExperimentError, which says what does not fit
-"""
+"""Initial weights: drawn from the seed, or a user's own, checked before anything runs."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -6,12 +6,7 @@ from compare.spec.experiment import Optimizer
 
 
 def learning_rate(optimizer: Optimizer, step: int) -> float:
-    """The learning rate of step `step`, counted from 0, in Python's doubles.
-
-    Args:
-        optimizer: peak, warm-up and decay.
-        step: optimizer steps already taken.
-    """
+    """The learning rate after `step` optimizer steps, in Python's doubles."""
     peak, low = optimizer.learning_rate, optimizer.min_lr
     if not optimizer.decay_lr:
         return peak

@@ -73,10 +73,8 @@ def reference_step(
     """One step in NumPy, as the text above says it: the oracle of tests, not a hot path.
 
     Args:
-        optimizer: its name and hyperparameters.
         table: the canonical parameters; decides what decays.
-        weights: canonical name -> tensor of the table's shape; gradients, before clipping, and moments have
-            equal shapes.
+        weights: canonical name -> tensor of the table's shape; so are gradients, before clipping.
         moments: m and v by name of the moment, then by canonical name; {} before the first step.
         step: optimizer steps already taken.
         norm: of all gradients, where `gradients` are only some of them.

@@ -72,15 +72,11 @@ def cut(tensor: np.ndarray, shard: Shard) -> np.ndarray:
 
 
 def assemble(shape: tuple[int, ...], parts: Iterable[tuple[Shard, np.ndarray]]) -> np.ndarray:
-    """The whole tensor from what devices hold of it: the inverse of `cut`.
-
-    Args:
-        shape: the tensor's.
-        parts: shards of this tensor and what `cut` gives for them, in any order; copies may be among them.
+    """The full tensor from what `cut` gave for its shards, in any order; copies may be among them.
 
     Raises:
-        ShardError: an element is in no part, or differs between two; a part has another shape or dtype than
-            it should, or reaches beyond the tensor; there are no parts, or those of several tensors.
+        ShardError: an element is in no part, or differs between two; a part does not fit, or is of another
+            tensor; there are no parts.
     """
     parts = list(parts)
     if not parts:

@@ -63,11 +63,7 @@ def keys_of_step(experiment: Experiment, step: int) -> dict[str, np.ndarray]:
 
 
 def shapes_of_step(experiment: Experiment) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Shapes and dtypes of one step's arrays.
-
-    Returns:
-        inputs and targets, int32 (A, B, T); and with dropout keys of the sequences, uint32 (A, B, 2).
-    """
+    """Shapes and dtypes of what `arrays_of_step` gives."""
     train, model = experiment.train, experiment.model
     shape_AB = (train.gradient_accumulation_steps, train.batch_size)
     tokens = ((*shape_AB, model.block_size), np.dtype("int32"))

@@ -55,9 +55,8 @@ def gradient_messages(engine: str, experiment: Experiment, *, gradient_sync: str
         return None  # FSDP and the sharded optimizer reduce unit by unit
     limit = {"naive": 0.0, "overlapped": 0.0, "flat": math.inf}.get(gradient_sync, layout.bucket_mb * 1e6)
     of_stage = [_leaves(engine, experiment, stage, is_jax=is_jax) for stage in range(layout.pp)]
-    count = _buckets_of_jax if is_jax else _buckets_of_torch
     return GradientMessages(
-        by_stage=[sum(count(alike, limit) for alike in groups) for groups in of_stage],
+        by_stage=[sum(_messages(alike, limit, is_jax=is_jax) for alike in groups) for groups in of_stage],
         overlap=not is_jax and gradient_sync in ("overlapped", "bucketed"),
     )
 
@@ -123,11 +122,7 @@ def _buckets(sizes: list[int], limit: float, *, passes_limit: bool = False) -> i
     return buckets
 
 
-def _buckets_of_torch(sizes: list[int], limit: float) -> int:
-    return _buckets(sizes[::-1], limit)
-
-
-def _buckets_of_jax(sizes: list[int], limit: float) -> int:
-    alone = [size for size in sizes if size >= ALONE * limit]
-    together = [size for size in sizes if size < ALONE * limit]
-    return len(alone) + _buckets_of_torch(together, limit)
+def _messages(sizes: list[int], limit: float, *, is_jax: bool) -> int:
+    """Buckets of leaves in reverse; in JAX large leaves go alone."""
+    together = [size for size in sizes if not is_jax or size < ALONE * limit]
+    return len(sizes) - len(together) + _buckets(together[::-1], limit)

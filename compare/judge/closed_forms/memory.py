@@ -11,7 +11,7 @@ every device of tp repeats.
 """
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from compare.contract.record import ON_HOST
 from compare.numerics.optimizer import moment_names
@@ -26,14 +26,16 @@ TOLERANCE = 0.05
 
 
 def closed_form(engine: str, experiment: Experiment) -> dict[str, list[float]]:
-    """Bytes at rest by kind, for each device in the order of the mesh.
+    """Bytes at rest by kind, for each device in the order of the mesh."""
+    return by_device(state_of_stage, engine, experiment)
 
-    Args:
-        engine: a name in ENGINES; it says what the stages of a pipeline hold, and what ZeRO-2 splits.
-        experiment: its layout, model, optimizer and precision.
-    """
+
+def by_device(
+    bytes_of_stage: Callable[..., dict[str, float]], engine: str, experiment: Experiment
+) -> dict[str, list[float]]:
+    """Bytes by kind of every device in the order of the mesh, from those of each rank of the pipeline."""
     layout = experiment.layout
-    of_stage = [state_of_stage(engine, experiment, stage=stage) for stage in range(layout.pp)]
+    of_stage = [bytes_of_stage(engine, experiment, stage=stage) for stage in range(layout.pp)]
     stages = [layout.stage_of(device) for device in range(layout.devices)]
     return {kind: [of_stage[stage][kind] for stage in stages] for kind in of_stage[0]}
 

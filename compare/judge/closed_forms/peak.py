@@ -19,7 +19,7 @@ measured on a CPU (`tests/data/peaks.json`) the estimate was 0.88 to 1.53 times 
 
 from typing import NamedTuple
 
-from compare.judge.closed_forms.memory import elements_of_stage, on_one_of_tp, state_of_stage
+from compare.judge.closed_forms.memory import by_device, elements_of_stage, on_one_of_tp, state_of_stage
 from compare.numerics.parameters import block_parameters, end_parameters, storage_dtype
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
@@ -57,10 +57,7 @@ def peak_of_stage(engine: str, experiment: Experiment, *, stage: int) -> dict[st
 
 def peak_estimate(engine: str, experiment: Experiment) -> dict[str, list[float]]:
     """`peak_of_stage` for each device in the order of the mesh; what offload keeps on the host with it."""
-    layout = experiment.layout
-    of_stage = [peak_of_stage(engine, experiment, stage=stage) for stage in range(layout.pp)]
-    stages = [layout.stage_of(device) for device in range(layout.devices)]
-    return {kind: [of_stage[stage][kind] for stage in stages] for kind in of_stage[0]}
+    return by_device(peak_of_stage, engine, experiment)
 
 
 def in_flight(engine: str, experiment: Experiment, stage: int) -> int:
