@@ -34,12 +34,6 @@ def test_fsdp2_holds_shards_between_the_steps_of_zero_2():
     assert held("torch-library", dp_shard=4, zero=2) == held(dp_shard=4, zero=3)
 
 
-def test_replicas_hold_the_same():
-    assert held(dp_replicate=2, dp_shard=2, zero=3) == {
-        kind: held(dp_shard=2, zero=3)[kind] * 2 for kind in KINDS
-    }
-
-
 def test_tensor_parallelism_repeats_norms_row_biases_and_positions():
     (mine, *others) = held(tp=4)["parameters"]
     assert set(others) == {mine}
@@ -56,10 +50,6 @@ def test_pipelines_keep_the_ends_at_the_ends():
 
 def test_pipelines_of_one_program_keep_the_ends_everywhere():
     assert held("jax-manual", pp=4)["parameters"] == [8 * (BLOCK + V * C + T * C + 2 * C)] * 4
-
-
-def test_chunks_go_round_the_ranks():
-    assert held(pp=2, chunks=2, schedule="interleaved") == held(pp=2)
 
 
 @pytest.mark.parametrize(

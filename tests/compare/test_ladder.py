@@ -143,16 +143,14 @@ def test_a_wrong_token_fails_at_the_batch(tmp_path, tiny, reference):
 
 def test_keys_of_dropout_are_those_that_were_asked_for(tmp_path, tiny):
     drops = edited(tiny, {"model": {"dropout": 0.2}})
-    right = make_record(tmp_path / "right", drops)
-    assert climb(right, make_record(tmp_path / "same", drops)).passed
-    tensors = tensors_of(drops)
-    tensors[Rung.BATCH]["keys"] = tensors[Rung.BATCH]["keys"] + np.uint32(1)
-    wrong = climb(right, make_record(tmp_path / "wrong", drops, tensors=tensors))
-    assert wrong.failure.rung == REQUEST
-    assert "its dropout keys are not those of step 0" in wrong.failure.worst
-    del tensors[Rung.BATCH]["keys"]
-    without = climb(right, make_record(tmp_path / "without", drops, tensors=tensors))
-    assert "lack keys" in without.failure.worst
+    right, tensors = make_record(tmp_path / "right", drops), tensors_of(drops)
+    assert climb(right, right).passed
+    keys = tensors[Rung.BATCH].pop("keys")
+    for given, says in (({"keys": keys + np.uint32(1)}, "its dropout keys are not those"), ({}, "lack keys")):
+        batch = {Rung.BATCH: tensors[Rung.BATCH] | given}
+        failure = climb(right, make_record(tmp_path / says, drops, tensors=tensors | batch)).failure
+        assert failure.rung == REQUEST
+        assert says in failure.worst
 
 
 @pytest.mark.parametrize(
@@ -201,18 +199,11 @@ def test_a_norm_that_both_runs_get_wrong_is_not_that_of_their_gradients(tmp_path
 
 
 def test_what_was_not_asked_for_is_skipped_and_said(tmp_path, tiny):
-    bare = [make_record(tmp_path / name, tiny, tensors={}, ladder=False) for name in ("one", "two")]
-    verdict = climb(*bare)
+    verdict = climb(*(make_record(tmp_path / name, tiny, tensors={}, ladder=False) for name in "ab"))
     assert verdict.passed
     assert not verdict.compared_tensors
-    assert set(verdict.skipped) == {
-        "batch",
-        "gradients",
-        "first_weights",
-        "first_moments",
-        "first_update",
-        "later_weights",
-    }
+    tensors = {"batch", "gradients", "first_weights", "first_moments", "first_update", "later_weights"}
+    assert set(verdict.skipped) == tensors
 
 
 def test_an_optimizer_without_moments_is_no_gap(tmp_path, tiny):

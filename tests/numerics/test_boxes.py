@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compare.numerics.boxes import Box, from_boxes, to_boxes, whole
+from compare.numerics.boxes import Box, from_boxes, to_boxes
 from compare.numerics.shards import Shard, cut
 
 
@@ -64,11 +64,6 @@ def test_what_two_boxes_have_in_common(dims, data):
         tensor = np.zeros((4,) * dims)
         tensor[first.slices] = np.arange(first.size).reshape(first.shape)
         np.testing.assert_array_equal(tensor[first.slices][common.within(first)], tensor[common.slices])
-
-
-def test_all_of_a_tensor():
-    assert whole((2, 3)) == Box((0, 0), (2, 3))
-    assert whole(()).size == 1
 
 
 @pytest.mark.parametrize(

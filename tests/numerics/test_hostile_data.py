@@ -43,12 +43,3 @@ def test_a_file_that_shrinks_is_named(tmp_path, name):
     os.truncate(path, 10)
     with pytest.raises(ExperimentError, match=rf"{name} had \d+ bytes and has 10 now"):
         corpus.batch(experiment, 1)
-
-
-def test_a_file_that_is_removed_goes_on_being_read(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_bytes(b"to be or not to be" * 100)
-    experiment = msgspec.structs.replace(SMALL, data=Data(source=str(path)))
-    corpus = open_corpus(experiment)
-    path.unlink()
-    corpus.batch(experiment, 0)

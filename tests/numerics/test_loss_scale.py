@@ -119,8 +119,6 @@ def test_records_are_held_to_the_rule_and_to_each_other(tmp_path, tiny):
     steps[2:] = [replace(step, loss=step.loss * 1.1) for step in steps[2:]]  # of other weights
     other = climb(right, record("other", steps))
     assert other.failure.rung == LOSS_SCALE  # and not the losses, which differ for that reason
-    assert other.error(LOSS_SCALE) == math.inf
-    assert other.failure.rung == LOSS_SCALE  # before all that follows from it
     assert other.failure.worst == "step 1 is made at scale 64.0 instead of skipped at scale 64.0"
     half = edited(spec, {"precision": {"dtype": "float16", "loss_scale": 32.0}})
     lower = climb(right, make_record(tmp_path / "half", half, steps=scaled_steps(half, ".x..")))

@@ -80,10 +80,8 @@ def test_a_lost_part_and_a_changed_copy_are_noticed(case, data):
 def test_elements_count_in_the_order_of_dims_within_the_box():
     tensor = arange(4, 3)
     shard = Shard(name="w", device=1, offset=(2, 0), shape=(2, 3), elements=(1, 5), dim_order=(1, 0))
-    box = tensor[2:].T
-    assert cut(tensor, shard).tolist() == box.reshape(-1)[1:5].tolist() == [10, 8, 11, 9]
-    rows = msgspec.structs.replace(shard, dim_order=())
-    assert cut(tensor, rows).tolist() == tensor[2:].reshape(-1)[1:5].tolist()
+    assert cut(tensor, shard).tolist() == [10, 8, 11, 9]
+    assert cut(tensor, msgspec.structs.replace(shard, dim_order=())).tolist() == [8, 9, 10, 11]
 
 
 def test_copies_of_a_nan_agree_and_zeros_of_two_signs_do_not():
