@@ -20,9 +20,10 @@ from checkpoints import write_random
 
 from compare.cli import COMMANDS, main
 from compare.execute import launch
+from compare.execute import load as load_of_others
 from compare.numerics import data
 from compare.spec.experiment import load
-from compare.studies import collectives, fitting, plan, this_machine
+from compare.studies import fitting, plan, this_machine
 
 README = Path(__file__).parents[2] / "README.md"
 FENCED = re.compile(r"^```(?:sh|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -111,7 +112,7 @@ def a_machine_with_everything(places, monkeypatch):
     monkeypatch.setattr(plan, "search", start)
     monkeypatch.setattr(launch, "visible_gpus", lambda: 8)
     monkeypatch.setattr(fitting, "missing_package", lambda engine, python: "")
-    for measuring in (collectives, this_machine):
+    for measuring in (load_of_others, this_machine):
         monkeypatch.setattr(measuring, "busy_cores", lambda: 0.0)
     monkeypatch.setattr(data, "standard_library_text", standard_library_text)
 
