@@ -8,12 +8,12 @@ import jax
 import numpy as np
 
 from compare.checkpoint.saver import Part
-from compare.contract.ending import StopRequest, first_not_finite
+from compare.contract.ending import StopRequest
 from compare.contract.ledger import Ledger
 from compare.contract.record import ON_HOST, Recorder
 from compare.contract.request import MOMENTS, Request, Rung
 from compare.contract.timing import Window
-from compare.host.facts import MemoryUse, cpu_seconds, versions
+from compare.host.facts import cpu_seconds, versions
 from compare.numerics.data import Corpus
 from compare.numerics.evaluation import Evaluation, evaluate
 from compare.numerics.stream import OwnBatches, arrays_of_step
@@ -70,13 +70,14 @@ class Run:
         """A tree like the parameters, fetched from the devices: canonical name -> full tensor."""
         return weights.to_canonical(self.sharded.unpad(tree), self.experiment.model)
 
-    def memory(self) -> MemoryUse:
+    def memory(self) -> int:
         return memory_in_use(self.mesh_devices[min(self.devices)])
 
     def not_finite(self) -> str:
         """The first weight that is infinite or NaN: gradients stay inside the step."""
-        if first := first_not_finite(self.tensors(Rung.FINAL_WEIGHTS)):
-            return f"the first weight that is not finite after the step is {first}"
+        for name, weight in self.tensors(Rung.FINAL_WEIGHTS).items():
+            if not np.isfinite(weight).all():
+                return f"the first weight that is not finite after the step is {name}"
         return "every weight is finite after the step"
 
     def tensors(self, rung: Rung) -> Mapping[str, np.ndarray]:

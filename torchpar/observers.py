@@ -18,7 +18,7 @@ from compare.contract.record import ON_HOST, Recorder
 from compare.contract.recording import Observer, Recording
 from compare.contract.request import MOMENTS, Rung
 from compare.contract.timing import Window, merged
-from compare.host.facts import MemoryUse, cpu_seconds, process_memory, versions
+from compare.host.facts import cpu_seconds, process_memory, versions
 from compare.numerics.evaluation import Evaluation, evaluate
 from compare.numerics.parameters import parameter_table
 from compare.numerics.stream import arrays_of_step
@@ -57,12 +57,10 @@ class RankSide:
         self.request, self.corpus_sha256 = run.request, run.corpus.sha256
         self.devices: Collection[int] = [run.rank.rank]
 
-    def memory(self) -> MemoryUse:
+    def memory(self) -> int:
         """The allocator's on a GPU, this process's RAM on a CPU."""
         device = self._run.mesh.device
-        if device.type != "cuda":
-            return process_memory()
-        return MemoryUse(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+        return torch.cuda.memory_allocated(device) if device.type == "cuda" else process_memory()
 
     def not_finite(self) -> str:
         """A clause that names the first gradient or weight that is not finite.

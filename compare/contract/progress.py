@@ -4,11 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple, SupportsFloat
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from compare.contract.ending import DivergedError
 from compare.contract.record import Step
-from compare.host.facts import MemoryUse
 from compare.numerics.evaluation import Evaluation
 from compare.numerics.learning_rate import learning_rate
 from compare.numerics.loss_scale import LossScale, next_scale
@@ -30,7 +29,7 @@ class FinishedStep(NamedTuple):
         experiment: Experiment,
         *,
         seconds: float,
-        memory: MemoryUse | None = None,
+        memory: int | UnsetType = UNSET,
         instrumented: bool = False,
     ) -> Step:
         """Its line of the record. A skipped step has a norm of 0."""
@@ -43,8 +42,7 @@ class FinishedStep(NamedTuple):
             lr=learning_rate(experiment.optimizer, self.updates),
             step_time_ms=seconds * 1e3,
             tokens_per_s=experiment.tokens_per_step / seconds if seconds else UNSET,
-            memory_bytes=memory.now if memory else UNSET,
-            peak_memory_bytes=memory.peak if memory else UNSET,
+            memory_bytes=memory,
             instrumented=instrumented,
             loss_scale=self.loss_scale.scale if self.loss_scale else UNSET,
             skipped=skipped,

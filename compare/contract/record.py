@@ -72,8 +72,6 @@ class Step(Struct, frozen=True, kw_only=True):
     memory_bytes: int | UnsetType = UNSET
     """In use after the step: of a GPU what its allocator gave out, on rank 0; of a CPU what rank 0's process
     has in RAM, which in JAX is all devices'."""
-    peak_memory_bytes: int | UnsetType = UNSET
-    """Peak of `memory_bytes` so far."""
     loss_scale: float | UnsetType = UNSET
     """Loss scale of the step, in float16."""
     skipped: bool = False

@@ -20,7 +20,6 @@ from compare.contract.progress import FinishedStep, Progress
 from compare.contract.record import Manifest, Recorder, write_tensors
 from compare.contract.request import MOMENTS, REQUEST, Request, Rung
 from compare.contract.timing import Window
-from compare.host.facts import MemoryUse
 from compare.host.json_files import read_json
 from compare.numerics.evaluation import Evaluation, is_due
 from compare.numerics.optimizer import moment_names
@@ -40,8 +39,8 @@ class RecordedSide(Protocol):
     devices: Collection[int]
     corpus_sha256: str
 
-    def memory(self) -> MemoryUse:
-        """In use now."""
+    def memory(self) -> int:
+        """Bytes in use now."""
 
     def not_finite(self) -> str:
         """A clause about the first tensor that is not finite."""

@@ -32,11 +32,7 @@ def scalars(step: Step, experiment: Experiment) -> dict[str, float]:
         "speed/samples_per_s": experiment.sequences_per_step / seconds,
         "speed/tokens_per_s": experiment.tokens_per_step / seconds,
     }
-    optional = {
-        "train/loss_scale": step.loss_scale,
-        "memory/bytes": step.memory_bytes,
-        "memory/peak_bytes": step.peak_memory_bytes,
-    }
+    optional = {"train/loss_scale": step.loss_scale, "memory/bytes": step.memory_bytes}
     return values | {name: value for name, value in optional.items() if value}
 
 

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 BUSY_SHARE = 0.05
 """Of one core. A process that waits for others polls with 1 %; one that computes gets more than this even
@@ -48,20 +47,12 @@ def cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-class MemoryUse(NamedTuple):
-    """Bytes in use now, and the most so far."""
-
-    now: int
-    peak: int
-
-
-def process_memory() -> MemoryUse:
-    """RAM of this process: now and at its peak; the peak twice where the system tells only that."""
+def process_memory() -> int:
+    """Bytes of RAM that this process has now; the most so far where the system tells only that."""
+    if (pages := Path("/proc/self/statm")).is_file():
+        return int(pages.read_text().split()[1]) * resource.getpagesize()
     unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    pages = Path("/proc/self/statm")
-    now = int(pages.read_text().split()[1]) * resource.getpagesize() if pages.is_file() else peak
-    return MemoryUse(now=now, peak=max(now, peak))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from compare.contract.memory_profile import Class, DeviceMemory, MemoryProfile, Peak
-from compare.host.facts import MemoryUse, cores, process_memory
+from compare.host.facts import cores, process_memory
 from jaxpar.comm.hosts import gathered
 from jaxpar.step import HOST
 
@@ -54,12 +54,10 @@ def _arguments_and_results(analysis: Any) -> int:
     return analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
 
 
-def memory_in_use(device: jax.Device) -> MemoryUse:
+def memory_in_use(device: jax.Device) -> int:
     """Bytes in use: the allocator's on a GPU; on a CPU the process's, all virtual devices together."""
     statistics = device.memory_stats()
-    if not statistics:
-        return process_memory()
-    return MemoryUse(now=statistics["bytes_in_use"], peak=statistics["peak_bytes_in_use"])
+    return statistics["bytes_in_use"] if statistics else process_memory()
 
 
 def resident_bytes(tree: Any, devices: list[jax.Device], *, on_host: bool = False) -> list[int]:

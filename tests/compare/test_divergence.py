@@ -1,12 +1,13 @@
 """Divergence ends a run at its step, in one line and with exit code 1, and never passes for anything else."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from msgspec.structs import replace
 
-from compare.contract.ending import DivergedError, end_if_diverged, first_not_finite
+from compare.contract.ending import DivergedError, end_if_diverged
 from compare.contract.inputs import starting_parameters
 from compare.contract.record import ERROR, MANIFEST, STEPS_PART, Failure, Step
 from compare.contract.record import read_steps as steps_of
@@ -15,6 +16,7 @@ from compare.host.json_files import read_json
 from compare.judge.outcome import read_outcome
 from compare.numerics.parameters import initial_parameters
 from compare.terminal import error_text
+from jaxpar.run import Run
 from torchpar.comm.mesh import make_mesh
 from torchpar.launch import Rank, failure_of
 from torchpar.observers import recording_of
@@ -50,10 +52,11 @@ def test_finite_steps_go_on_and_nobody_looks_for_a_tensor():
 
 def test_the_first_tensor_that_is_not_finite_is_named(tiny):
     weights = initial_parameters(tiny)
-    assert first_not_finite(weights) == ""
+    run = SimpleNamespace(tensors=lambda rung: weights)
+    assert Run.not_finite(run) == "every weight is finite after the step"
     weights["norm.bias"][0] = math.nan
     weights["blocks.1.mlp.up.weight"][0, 0] = -math.inf
-    assert first_not_finite(weights) == "blocks.1.mlp.up.weight"
+    assert Run.not_finite(run).endswith(" after the step is blocks.1.mlp.up.weight")
 
 
 def test_an_error_that_is_none_is_not_written_as_inf():

@@ -3,7 +3,6 @@
 import itertools
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 from machines import machine_of
 from msgspec.structs import replace
@@ -78,20 +77,9 @@ def test_what_does_not_fit_is_set_aside(tiny):
 
 
 def test_fields_that_are_given_stay(tiny):
-    asked = msgspec.structs.replace(tiny, layout=msgspec.structs.replace(tiny.layout, tp=2, remat="full"))
+    asked = replace(tiny, layout=replace(tiny.layout, tp=2, remat="full"))
     found = search("torch-manual", asked, machine_of(4), fixed=frozenset({"tp", "remat"}))
     assert {(one.layout.tp, one.layout.remat) for one in found.fitting} == {(2, "full")}
-    wrong = msgspec.structs.replace(tiny, layout=msgspec.structs.replace(tiny.layout, tp=3))
-    with pytest.raises(
-        ExperimentError,
-        match=r"no layout is legal: layout\.tp = 3: the given degrees must divide its 4 devices",
-    ):
-        search("torch-manual", wrong, machine_of(4), fixed=frozenset({"tp"}))
-    heads = msgspec.structs.replace(tiny, layout=msgspec.structs.replace(tiny.layout, tp=4))
-    with pytest.raises(
-        ExperimentError, match=r"no layout is legal: layout\.tp = 4 does not divide model\.n_head = 2"
-    ):
-        search("torch-manual", heads, machine_of(4), fixed=frozenset({"tp"}))
 
 
 def test_tp_stays_inside_of_a_host(tiny):
