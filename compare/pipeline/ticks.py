@@ -77,12 +77,8 @@ class Ticks(NamedTuple):
 def lock_step(schedule: Schedule, *, keeps: bool = False) -> Ticks:
     """Put a schedule on ticks, and give every message a slot.
 
-    Args:
-        schedule: forwards and whole backwards, such as `make_schedule("1f1b", ranks=4, microbatches=8)`.
-        keeps: whether forwards keep what backward needs; otherwise backward begins with the forward.
-
-    Raises:
-        ScheduleError: it is incomplete, deadlocked, or has backward in halves.
+    The schedule has forwards and whole backwards; with `keeps` forwards keep what backward needs, which
+    otherwise begins with the forward. Raises ScheduleError: incomplete, deadlocked, or backward in halves.
     """
     stages, ranks = check_complete(schedule), len(schedule)
     tick_of = _ticks(schedule, stages)

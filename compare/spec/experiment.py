@@ -40,8 +40,7 @@ def named_experiments() -> dict[str, Path]:
 def load(name_or_path: str) -> Experiment:
     """Read an experiment: the name of one that ships with the package, or a TOML file.
 
-    Raises:
-        ExperimentError: no such name or file, or no experiment in it.
+    Raises ExperimentError: no such name or file, or no experiment in it.
     """
     return parse(_read(name_or_path), origin=name_or_path)
 

@@ -26,12 +26,7 @@ MODEL_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size",
 def experiment_of(settings: Mapping[str, Any], *, base: Experiment) -> tuple[Experiment, list[str]]:
     """The experiment that nanoGPT's settings describe. Raises ExperimentError: it cannot work.
 
-    Args:
-        settings: by nanoGPT's names.
-        base: for what they do not say.
-
-    Returns:
-        The experiment, and the names of settings that have no meaning here.
+    `base` is for what they do not say. Returns the names of settings without a meaning here, too.
     """
     sections = msgspec.to_builtins(base)
     sections["optimizer"]["name"] = "adamw"

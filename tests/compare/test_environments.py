@@ -61,12 +61,6 @@ def test_this_python_without_a_framework(folder, capsys, monkeypatch):
     assert not list(folder.iterdir())
 
 
-def test_a_python_with_everything_is_taken(folder):
-    side = launch.side_of("torch-manual")
-    python = program(folder, "py", f'#!/bin/sh\nexec {sys.executable} "$@"\n'.encode())
-    assert packages.why_not_python(side, python) == ""
-
-
 def test_gpus_are_those_of_the_machine(monkeypatch):
     for chosen, there, visible in (
         (None, 2, 2),
@@ -89,14 +83,6 @@ def test_a_variable_is_no_gpu(folder, capsys, monkeypatch):
     assert main([*ARGUMENTS, "--platform", "gpu"]) == 3
     assert "--platform gpu: no NVIDIA GPU is visible here" in capsys.readouterr().err
     assert not list(folder.iterdir())
-
-
-def test_events_need_a_folder(folder, capsys):
-    (folder / "file").write_text("")
-    for place in ("file", "file/inside"):
-        assert main([*ARGUMENTS, "--tensorboard", place]) == 2
-        assert f"--tensorboard {place} cannot be written" in capsys.readouterr().err
-    assert [path.name for path in folder.iterdir()] == ["file"]
 
 
 def test_a_folder_may_be_named_like_a_flag(folder, monkeypatch, capsys):

@@ -8,7 +8,7 @@ from compare.contract.record import Step
 from compare.execute import tensorboard
 from compare.execute.tensorboard import events, require_tensorboard, scalars
 from compare.host.facts import MissingPackageError
-from compare.spec.experiment import Experiment, Model, Train
+from compare.spec.experiment import Experiment, ExperimentError, Model, Train
 
 SPEC = Experiment(model=Model(block_size=32), train=Train(batch_size=8, gradient_accumulation_steps=2))
 STEP = Step(step=3, loss=2.5, grad_norm=1.5, lr=1e-3, step_time_ms=500.0)
@@ -23,6 +23,10 @@ def test_without_a_folder_nothing_is_written_or_needed(tmp_path, monkeypatch):
     with events("", "jax-manual") as draw:
         draw({"train/loss": 1.0}, 3)
     assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    for place in ("file", "file/inside"):
+        with pytest.raises(ExperimentError, match=f"--tensorboard {place} cannot be written"):
+            require_tensorboard(place)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("tensorboardX"), reason="tensorboardX is not installed")

@@ -46,11 +46,7 @@ def test_every_rank_keeps_the_schedules_order():
     for _, p, v, m, schedule, ticks in every():
         assert tasks_of(ticks) == schedule
         assert (ticks.ranks, ticks.stages, ticks.microbatches) == (p, p * v, m)
-
-
-def test_number_of_ticks():
-    """v m forwards and v m backwards, and p - 1 ticks to fill the pipeline each way: none is wasted."""
-    for _, p, v, m, _, ticks in every():
+        # v m forwards and v m backwards, and p - 1 ticks to fill the pipeline each way: none is wasted
         assert {len(array) for array in ticks.tasks} == {2 * (v * m + p - 1)}
 
 

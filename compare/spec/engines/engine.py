@@ -102,10 +102,7 @@ class Engine(Struct, frozen=True, kw_only=True):
     def gradient_sync_for(self, layout: Layout) -> str:
         """The synchronisation that will run: of ZeRO its stage, else the layout's choice where there is one.
 
-        Over the replicas of hybrid sharding jax-manual runs the layout's choice too.
-
-        Raises:
-            ExperimentError: the engine cannot do what the layout asks of it.
+        Over the replicas of hybrid sharding jax-manual runs the layout's choice too. Raises as `require`.
         """
         self.require(layout)
         if layout.dp_shard > 1:
