@@ -93,6 +93,24 @@ def layer_norm(config: Model, dtypes: Dtypes) -> nnx.LayerNorm:
     )
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def attention_scores(q_BTHD: jax.Array, k_BSHD: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """q k, (B, H, T, S) in this dtype. Backward rounds its gradient to that of q, for products in 16 bits."""
+    return jnp.einsum("BTHD,BSHD->BHTS", q_BTHD, k_BSHD, preferred_element_type=dtype)
+
+
+def _scores_backward(
+    dtype: DTypeLike, residuals: tuple[jax.Array, jax.Array], g_BHTS: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    q_BTHD, k_BSHD = residuals
+    g_BHTS = g_BHTS.astype(q_BTHD.dtype)
+    of_q_BTHD = jnp.einsum("BHTS,BSHD->BTHD", g_BHTS, k_BSHD)
+    return of_q_BTHD, jnp.einsum("BHTS,BTHD->BSHD", g_BHTS, q_BTHD)
+
+
+attention_scores.defvjp(lambda q, k, dtype: (attention_scores(q, k, dtype), (q, k)), _scores_backward)
+
+
 def causal_attention(
     q_BTHD: jax.Array,
     k_BSHD: jax.Array,
@@ -106,7 +124,7 @@ def causal_attention(
     Not jax.nn.dot_product_attention, whose softmax is float32 even for float64 inputs. `factor_BHTS`, a
     constant, is what weights are multiplied by after the softmax: dropout's.
     """
-    logits_BHTS = jnp.einsum("BTHD,BSHD->BHTS", q_BTHD, k_BSHD, preferred_element_type=softmax_dtype)
+    logits_BHTS = attention_scores(q_BTHD, k_BSHD, softmax_dtype)
     visible_TS = jnp.tril(jnp.ones(logits_BHTS.shape[-2:], bool))
     logits_BHTS = jnp.where(visible_TS, logits_BHTS / math.sqrt(q_BTHD.shape[-1]), -jnp.inf)
     weights_BHTS = jax.nn.softmax(logits_BHTS, axis=-1)

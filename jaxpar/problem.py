@@ -8,7 +8,7 @@ Legend: B batch, T position, C n_embd.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -47,7 +47,6 @@ class Problem:
 
     @property
     def layout(self) -> Layout:
-        """Degrees of the mesh, and the rest of the layout."""
         return self.experiment.layout
 
     @property
@@ -83,11 +82,7 @@ class Problem:
 
     def pieces(self, edits: Sequence[Edit] = ()) -> Pieces:
         """The same in pieces."""
-        graph, _ = self._split(edits)
-
-        def model(params: Any) -> GPT:
-            return nnx.merge(graph, params)
-
+        model = partial(nnx.merge, self._split(edits)[0])
         return Pieces(
             embed=lambda params, batch: model(params).embed(
                 batch["inputs"], batch.get("keys"), batch.get("positions")

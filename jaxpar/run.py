@@ -63,7 +63,6 @@ class Run:
 
     @property
     def experiment(self) -> Experiment:
-        """The experiment that is trained."""
         return self.request.experiment
 
     def canonical(self, tree: Any) -> dict[str, np.ndarray]:
@@ -81,7 +80,6 @@ class Run:
         return "every weight is finite after the step"
 
     def tensors(self, rung: Rung) -> Mapping[str, np.ndarray]:
-        """A rung's tensors: canonical name -> full tensor, fetched from the devices."""
         match rung:
             case Rung.BATCH:
                 arrays = arrays_of_step(self.corpus, self.experiment, self.request.first_step)

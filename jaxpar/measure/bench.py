@@ -44,7 +44,8 @@ def measure_ceiling(request: CeilingRequest) -> Ceiling:
     """Matrix products of one GPU, or of the CPU. JAX is configured for the request's platform and dtype."""
     if request.threads not in (0, cores()):
         raise ExperimentError(
-            f"--ceiling: threads = {request.threads}: XLA has one pool over all {cores()} cores; give 0"
+            f"--ceiling: threads = {request.threads}: XLA computes with one pool of threads over all "
+            f"{cores()} cores; give 0"
         )
     (device,) = find_devices(1, platform=request.platform)
     dtype = jnp.dtype("float32" if request.dtype == "tf32" else request.dtype)
