@@ -68,14 +68,9 @@ def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Memory on a device for a tensor of any shape, on the meta device; for the local part of a DTensor."""
     if not isinstance(tensor, DTensor):
         return torch.empty_like(tensor, device=device)
-    return DTensor.from_local(
-        torch.empty_like(tensor.to_local(), device=device),
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+    part, shape, stride = torch.empty_like(tensor.to_local(), device=device), tensor.shape, tensor.stride()
+    at = (tensor.device_mesh, tensor.placements)
+    return DTensor.from_local(part, *at, run_check=False, shape=shape, stride=stride)
 
 
 def of_dtensors(

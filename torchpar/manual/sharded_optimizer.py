@@ -109,11 +109,11 @@ class ShardedOptimizer(Accumulates, torch.optim.Optimizer):
         """Give each piece its part of a full gradient that is the mean already."""
         for flat in self.flats:
             for index, (parameter, piece) in enumerate(zip(flat.parameters, flat.pieces, strict=True)):
-                gradient, elements = parameter.grad, flat.elements_of(index)
-                if gradient is not None and gradient.stride() != parameter.stride():
-                    gradient = torch.empty_like(parameter).copy_(gradient)
-                flat_gradient = None if gradient is None else gradient.as_strided((gradient.numel(),), (1,))
-                piece.grad = None if flat_gradient is None else flat_gradient[elements]
+                gradient, piece.grad = parameter.grad, None
+                if gradient is not None:
+                    if gradient.stride() != parameter.stride():
+                        gradient = torch.empty_like(parameter).copy_(gradient)
+                    piece.grad = gradient.as_strided((gradient.numel(),), (1,))[flat.elements_of(index)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients: of the pieces, and of the parameters if they keep theirs."""
