@@ -53,7 +53,7 @@ def figures(record: Record) -> dict[str, Any]:
 
     Times are of steady steps, communication is of a device of the busiest stage, logical bytes.
     """
-    manifest, steps, done = record.manifest, record.steps, done_words(record)
+    manifest, steps = record.manifest, record.steps
     times_ms = steady_times_ms(record)
     sent = of_busiest_stage(record.ledger.rows)
     validation = [one.validation for one in record.evaluations]
@@ -62,9 +62,7 @@ def figures(record: Record) -> dict[str, Any]:
     scale = steps[-1].loss_scale
     values = {
         "devices": manifest.devices,
-        "gradient_sync": done.gradient_sync,
-        "remat": done.remat,
-        "compiled": done.compiled,
+        **done_words(record),
         "final_loss": steps[-1].loss,
         "mean_loss": statistics.fmean(step.loss for step in steps),
         "validation_loss": validation[-1] if validation else None,

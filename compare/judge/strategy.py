@@ -219,20 +219,12 @@ def _sent(run: Observed) -> Iterator[Finding]:
     yield Finding(setting="what is sent", asked=asked, found=wrong)
 
 
-class ObservedSettings(NamedTuple):
-    """Observed settings, in words."""
-
-    gradient_sync: str
-    remat: str
-    compiled: str = ""
-
-
-def done_words(record: Record) -> ObservedSettings:
-    """A run's settings for the tables: as observed, else as its engine declares."""
+def done_words(record: Record) -> dict[str, str]:
+    """A run's settings for the tables, by key of METRICS: as observed, else as its engine declares."""
     engine, strategy = ENGINES.get(record.manifest.engine), strategy_of(record)
     declared = engine.gradient_sync_for(asked_of(record).layout) if engine else ""
-    return ObservedSettings(
-        gradient_sync=strategy.found("layout.gradient_sync").split(" of ")[0] or declared,
-        remat=strategy.found("layout.remat") or "untold",
-        compiled=record.work.compiled if record.work else "",
-    )
+    return {
+        "gradient_sync": strategy.found("layout.gradient_sync").split(" of ")[0] or declared,
+        "remat": strategy.found("layout.remat") or "untold",
+        "compiled": record.work.compiled if record.work else "",
+    }

@@ -156,8 +156,8 @@ def measured(
         how=HowItRan(
             device_kind=manifest.device_kind,
             threads=manifest.threads,
-            gradient_sync=done.gradient_sync,
-            remat=done.remat,
+            gradient_sync=done["gradient_sync"],
+            remat=done["remat"],
             peak_memory_method=manifest.peak_memory_method,
             versions=manifest.versions,
         ),
