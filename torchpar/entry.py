@@ -24,12 +24,7 @@ from torchpar.train import PARALLELIZE, PEERS, planted, train
 
 
 def read_request(folder: Path) -> Request:
-    """Read and check `folder/request.json`.
-
-    Raises:
-        ExperimentError: there is none, it is malformed, or what it asks for cannot work.
-        MissingPackageError: a peer that is not installed.
-    """
+    """Read and check `folder/request.json`. Raises ExperimentError, MissingPackageError."""
     request = requests.read_request(folder)
     known = (*PARALLELIZE, *PEERS)
     if request.engine not in known:

@@ -79,11 +79,7 @@ def train(
 
 
 def planted(request: Request) -> AbstractContextManager:
-    """The mistake that the request asks for, if any: a run without one does not import them.
-
-    Raises:
-        ExperimentError: there is no such fault, or the engine or the layout cannot express it.
-    """
+    """The mistake that the request asks for, if any. Raises ExperimentError: the engine cannot make it."""
     if not request.fault or request.fault in IGNORED:
         return nullcontext()
     faults = importlib.import_module("torchpar.faults")

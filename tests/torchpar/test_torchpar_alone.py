@@ -12,7 +12,7 @@ from compare.contract.record import read_record
 from compare.contract.request import Request
 from compare.judge.ledger import line_up, mismatches
 from compare.judge.strategy import with_remat_resolved
-from compare.spec.experiment import Data, Experiment, ExperimentError, Layout, Model, Precision, Train, edited
+from compare.spec.experiment import Data, Experiment, Layout, Model, Precision, Train, edited
 from torchpar.measure.hollow import HollowMode
 
 MODEL = Model(n_layer=2, n_head=8, n_embd=1024, block_size=1024, vocab_size=8192)
@@ -98,10 +98,3 @@ def test_what_is_large_is_not_computed_and_what_is_small_is():
         assert torch.arange(40_000).sum() == 0
         assert torch.nn.functional.layer_norm(large, (200,)).shape == (200, 200)
     assert (large + large)[0, 0] == 2
-
-
-def test_a_rank_has_others():
-    from torchpar.alone import run_alone
-
-    with pytest.raises(ExperimentError, match="one device has no others"):
-        run_alone(AbsentRequest(engine="torch-manual", experiment=Experiment()))
