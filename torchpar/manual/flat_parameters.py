@@ -19,7 +19,7 @@ from torch import nn
 
 from compare.contract.communication import RECORD
 from torchpar.comm.collectives import Axis, Work, chunk_slices
-from torchpar.manual.data_parallel import NamedParameters, replicate
+from torchpar.manual.data_parallel import NamedParameters, pack, replicate
 
 
 class FlatParameters:
@@ -180,6 +180,11 @@ class Unit:
                 # The tensor stays, without memory: autograd saved views of this storage for backward, and
                 # they are valid again once it has been gathered again.
                 flat.full.untyped_storage().resize_(0)
+
+
+def flatten(named: NamedParameters, axis: Axis, **options) -> list[FlatParameters]:
+    """One for each dtype and device, frozen ones apart."""
+    return [FlatParameters(alike, axis, **options) for alike in pack(named, limit_bytes=float("inf"))]
 
 
 def pieces_of(flats: Iterable[FlatParameters]) -> dict[torch.Tensor, nn.Parameter]:

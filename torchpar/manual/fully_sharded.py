@@ -25,8 +25,7 @@ from torch.utils._pytree import tree_leaves
 from compare.contract.communication import GRADIENTS, PARAMETERS
 from torchpar.comm.collectives import Axis, ProcessGroup
 from torchpar.manual.accumulation import Accumulates
-from torchpar.manual.data_parallel import pack
-from torchpar.manual.flat_parameters import FlatGradients, FlatParameters, Unit
+from torchpar.manual.flat_parameters import FlatGradients, FlatParameters, Unit, flatten
 
 
 @torch.no_grad()
@@ -106,8 +105,7 @@ class FSDP(Accumulates, nn.Module):
             inside = {parameter for part in modules for parameter in part.parameters()}
             members = [pair for pair in named if pair[1] in inside]
             named = [pair for pair in named if pair[1] not in inside]
-            packs = pack(members, limit_bytes=float("inf"))
-            flats = [FlatParameters(alike, self.axis, zero=zero, replicas=replicas) for alike in packs]
+            flats = flatten(members, self.axis, zero=zero, replicas=replicas)
             stays = zero == 2 or not reshard_after_forward or module in modules
             self.units.append(Unit(modules, flats, stays=stays))
         # In the order in which backward comes to them.
