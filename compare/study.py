@@ -253,7 +253,7 @@ class Study(Spec, frozen=True, kw_only=True):
             made = saved.circumstances
             if not saved.is_complete:
                 require_same_source(folder, made.git_commit, made.git_dirty, begun="begun")
-                for request in list(saved.requests.values())[:1]:
+                for request in [case.request for case in saved.cases.values()][:1]:
                     if open_corpus(request.experiment).sha256 != request.corpus_sha256:
                         raise ExperimentError(
                             f"{folder}: its data has changed since; start a new {saved.study}"

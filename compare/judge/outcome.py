@@ -122,11 +122,6 @@ class Outcome(Struct, frozen=True, kw_only=True):
     """The ladder's tensors were removed once all had passed."""
 
     @property
-    def requests(self) -> dict[str, Request]:
-        """Of every case, by name."""
-        return {name: case.request for name, case in self.cases.items()}
-
-    @property
     def finished(self) -> list[str]:
         """Cases of which something was kept, in their order."""
         return [name for name in self.cases if self.kept.get(name)]

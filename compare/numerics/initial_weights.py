@@ -58,24 +58,21 @@ def require_fit(
 ) -> None:
     """Refuse tensors of other names or shapes than expected. Raises ExperimentError, one line with both."""
     wrong = []
-    for what, odd in (
+    for verb, odd in (
         ("it lacks", [name for name in expected if name not in found]),
         ("the model has no", [name for name in found if name not in expected]),
     ):
         if odd:
             more = f" and {len(odd) - LISTED} more" if len(odd) > LISTED else ""
-            wrong.append(f"{what} {', '.join(odd[:LISTED])}{more}")
+            wrong.append(f"{verb} {', '.join(odd[:LISTED])}{more}")
     if wrong:
-        raise ExperimentError(
-            f"{origin} has {len(found)} tensors and the model {len(expected)}: {'; '.join(wrong)}: "
-            f"set --model.* as these weights need"
-        )
-    for name, shape in expected.items():
-        if found[name] != shape:
-            raise ExperimentError(
-                f"{origin}: {name} has shape {found[name]} and the model's {shape}: set --model.* as these "
-                f"weights need"
-            )
+        why = f" has {len(found)} tensors and the model {len(expected)}: {'; '.join(wrong)}"
+    else:
+        odd = [name for name, shape in expected.items() if found[name] != shape]
+        if not odd:
+            return
+        why = f": {odd[0]} has shape {found[odd[0]]} and the model's {expected[odd[0]]}"
+    raise ExperimentError(f"{origin}{why}: set --model.* as these weights need")
 
 
 def write_weights(path: Path, weights: Mapping[str, np.ndarray]) -> None:

@@ -52,7 +52,7 @@ def write_report(folder: Path) -> Path:
 def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
     """The findings of the page."""
     experiment = outcome.experiment
-    requests = [request.experiment for request in outcome.requests.values()]
+    requests = [case.experiment for case in outcome.cases.values()]
     layouts = dict.fromkeys(layout_in_words(asked, outcome.platform) for asked in requests)
     ledgers = [engine_ledger(name, record) for name, record in records.items()]
     manifests = [record.manifest for record in records.values()]
