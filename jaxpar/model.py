@@ -93,10 +93,12 @@ def layer_norm(config: Model, dtypes: Dtypes) -> nnx.LayerNorm:
     )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def attention_scores(q_BTHD: jax.Array, k_BSHD: jax.Array, dtype: DTypeLike) -> jax.Array:
+def _scores(q_BTHD: jax.Array, k_BSHD: jax.Array, dtype: DTypeLike) -> jax.Array:
     """q k, (B, H, T, S) in this dtype. Backward rounds its gradient to that of q, for products in 16 bits."""
     return jnp.einsum("BTHD,BSHD->BHTS", q_BTHD, k_BSHD, preferred_element_type=dtype)
+
+
+attention_scores = jax.custom_vjp(_scores, nondiff_argnums=(2,))
 
 
 def _scores_backward(
@@ -108,7 +110,8 @@ def _scores_backward(
     return of_q_BTHD, jnp.einsum("BHTS,BTHD->BSHD", g_BHTS, q_BTHD)
 
 
-attention_scores.defvjp(lambda q, k, dtype: (attention_scores(q, k, dtype), (q, k)), _scores_backward)
+# Remat policies see the product itself: they take a function with a derivative of its own for no product.
+attention_scores.defvjp(lambda q, k, dtype: (_scores(q, k, dtype), (q, k)), _scores_backward)
 
 
 def causal_attention(
