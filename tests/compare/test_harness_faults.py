@@ -1,15 +1,19 @@
 """Records that are not what was asked for, mostly both of a pair alike: each must turn red at its rung."""
 
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 
-import damages
+import msgspec
+import numpy as np
 import pytest
-from damages import SINGLE
 from records import make_record
 
 from compare.contract import record as files
-from compare.contract.record import read_record
+from compare.contract.communication import GRADIENTS
+from compare.contract.record import read_record, read_tensors
 from compare.contract.request import Rung
+from compare.host.json_files import read_json
 from compare.host.tensors import RecordError
 from compare.judge import ladder
 from compare.judge.ladder import EVALUATIONS, FINAL, REQUEST, STRATEGY, climb
@@ -20,62 +24,188 @@ REFERENCE, CANDIDATE = (("reference",), ("candidate",))
 BOTH = (*REFERENCE, *CANDIDATE)
 LATER, READING = "later_weights", "reading"
 """Where a record is caught that cannot be read at all."""
+SINGLE = "single"
+"""The folder of a run on one device, beside the engine's."""
+Damage = Callable[[Path], object]
+
+
+def ignore_layout(folder: Path) -> None:
+    """The record of a run on one device, which answers the request for several."""
+    asked = (folder / files.REQUEST).read_bytes()
+    shutil.rmtree(folder)
+    shutil.copytree(folder.parent / SINGLE, folder)
+    (folder / files.REQUEST).write_bytes(asked)
+
+
+def garble(name: str, change: Callable[[bytes], bytes]) -> Damage:
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
+def fields(name: str, change: Callable[[dict], object]) -> Damage:
+    """Change the fields of a file in place."""
+
+    def damage(folder: Path) -> None:
+        content = read_json(folder / name, dict)
+        change(content)
+        files.write_json(folder / name, content)
+
+    return damage
+
+
+def manifest(section: str = "", **changes: object) -> Damage:
+    """Say something else in the manifest, or in a section of its experiment."""
+    return fields(
+        files.MANIFEST, lambda said: (said["experiment"][section] if section else said).update(changes)
+    )
+
+
+def work(**changes: object) -> Damage:
+    return fields(files.WORK, lambda said: said.update(changes))
+
+
+def sent(**changes: object) -> Damage:
+    """Change the ledger's rows of gradients."""
+    return fields(
+        files.LEDGER,
+        lambda said: [row.update(changes) for row in said["rows"] if row["purpose"] == GRADIENTS],
+    )
+
+
+def lines(name: str, change: Callable[[list[dict]], list[dict]]) -> Damage:
+    """Change the lines of a file."""
+
+    def changed(content: bytes) -> bytes:
+        return b"".join(
+            msgspec.json.encode(line) + b"\n"
+            for line in change([msgspec.json.decode(line) for line in content.splitlines()])
+        )
+
+    return garble(name, changed)
+
+
+def scaled(field: str, *, first: int, by: float = 1.5, name: str = files.STEPS) -> Damage:
+    """A wrong figure from step `first` on."""
+    return lines(
+        name,
+        lambda steps: [step | {field: by * step[field]} if step["step"] >= first else step for step in steps],
+    )
+
+
+def each(**changes: object) -> Damage:
+    """The same figure in every step."""
+    return lines(files.STEPS, lambda steps: [step | changes for step in steps])
+
+
+def tensors(rung: Rung, change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> Damage:
+    return lambda folder: files.write_tensors(folder, rung, change(dict(read_tensors(folder, rung))))
+
+
+def all_of(rung: Rung, change: Callable[[np.ndarray], np.ndarray]) -> Damage:
+    """Change every tensor of a rung."""
+    return tensors(rung, lambda named: {name: change(tensor) for name, tensor in named.items()})
+
+
+def without(*names: str) -> Damage:
+    return lambda folder: [(folder / name).unlink() for name in names]
+
+
+def train_nothing(folder: Path) -> None:
+    files.write_tensors(folder, Rung.FIRST_WEIGHTS, dict(read_tensors(folder, Rung.INITIAL_WEIGHTS)))
+
+
+def begin_elsewhere(folder: Path) -> None:
+    all_of(Rung.INITIAL_WEIGHTS, lambda tensor: tensor + 1e-3)(folder)
+    manifest(initial_weights_sha256="0" * 64)(folder)
+
+
+def rounded(tensor: np.ndarray) -> np.ndarray:
+    """Of each weight the 8 bits of a bfloat16, and of a float64 as many."""
+    mantissa, exponent = np.frexp(tensor)
+    return np.ldexp(np.round(mantissa * 256) / 256, exponent).astype(tensor.dtype)
+
+
+def turned(named: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The query third of the bias, whose key third no rung after the gradients can hold."""
+    name = next(name for name in named if name.endswith("qkv.bias"))
+    return named | {name: np.concatenate([-named[name][:1], named[name][1:]])}
+
+
 FAULTS = (
-    ("ignored_layout", REQUEST, CANDIDATE, damages.ignore_layout),
-    ("silent_axis", REQUEST, BOTH, damages.garble(files.LEDGER, lambda text: b"{}\n")),
-    ("another_engine", REQUEST, BOTH, damages.manifest(engine="jax-compiler")),
-    ("another_experiment", REQUEST, BOTH, damages.manifest(train__seed=1)),
-    ("another_platform", REQUEST, BOTH, damages.manifest(platform="gpu")),
-    ("another_corpus", REQUEST, BOTH, damages.manifest(corpus_sha256="0" * 64)),
-    ("another_dtype", REQUEST, CANDIDATE, damages.manifest(precision__dtype="float32")),
-    ("fewer_steps", REQUEST, BOTH, damages.steps(lambda steps: steps[:2])),
-    ("repeated_steps", REQUEST, BOTH, damages.steps(lambda steps: [*steps[:2], *steps[:-2]])),
-    ("wrong_lr", REQUEST, BOTH, damages.scaled("lr", first=1)),
-    ("diverged", REQUEST, BOTH, damages.scaled("loss", first=1, by=float("nan"))),
-    ("no_tensors", REQUEST, BOTH, damages.without(*Rung)),
-    *((f"no_{rung}", REQUEST, BOTH, damages.without(rung)) for rung in Rung),
-    ("lacking_tensor", REQUEST, BOTH, damages.tensors(Rung.GRADIENTS, damages.lacking)),
-    ("misnamed_tensor", REQUEST, BOTH, damages.tensors(Rung.GRADIENTS, damages.misnamed)),
-    ("flat_tensors", REQUEST, BOTH, damages.tensors(Rung.FIRST_WEIGHTS, damages.flattened)),
-    ("rounded_tensors", REQUEST, BOTH, damages.tensors(Rung.FIRST_V, damages.in_float16)),
-    ("zero_gradients", REQUEST, BOTH, damages.tensors(Rung.GRADIENTS, damages.zero)),
-    ("trained_nothing", REQUEST, BOTH, damages.train_nothing),
-    ("other_weights", "initial_weights", BOTH, damages.begin_elsewhere),
-    ("wrong_norm", "grad_norm", BOTH, damages.scaled("grad_norm", first=0)),
-    ("wrong_later_norm", "norm_curve", CANDIDATE, damages.scaled("grad_norm", first=1)),
-    ("wrong_update", "first_update", BOTH, damages.round_first_weights),
-    ("no_last_update", FINAL, CANDIDATE, damages.tensors(Rung.FINAL_WEIGHTS, damages.zero)),
-    ("reference_alone", REQUEST, REFERENCE, damages.scaled("lr", first=1)),
+    ("ignored_layout", REQUEST, CANDIDATE, ignore_layout),
+    ("silent_axis", REQUEST, BOTH, garble(files.LEDGER, lambda text: b"{}\n")),
+    ("another_engine", REQUEST, BOTH, manifest(engine="jax-compiler")),
+    ("another_experiment", REQUEST, BOTH, manifest("train", seed=1)),
+    ("another_platform", REQUEST, BOTH, manifest(platform="gpu")),
+    ("another_corpus", REQUEST, BOTH, manifest(corpus_sha256="0" * 64)),
+    ("another_dtype", REQUEST, CANDIDATE, manifest("precision", dtype="float32")),
+    ("fewer_steps", REQUEST, BOTH, lines(files.STEPS, lambda steps: steps[:2])),
+    ("repeated_steps", REQUEST, BOTH, lines(files.STEPS, lambda steps: [*steps[:2], *steps[:-2]])),
+    ("wrong_lr", REQUEST, BOTH, scaled("lr", first=1)),
+    ("diverged", REQUEST, BOTH, scaled("loss", first=1, by=float("nan"))),
+    ("no_tensors", REQUEST, BOTH, without(*(f"{rung}.safetensors" for rung in Rung))),
+    *((f"no_{rung}", REQUEST, BOTH, without(f"{rung}.safetensors")) for rung in Rung),
+    ("lacking_tensor", REQUEST, BOTH, tensors(Rung.GRADIENTS, lambda named: dict([*named.items()][1:]))),
+    (
+        "misnamed_tensor",
+        REQUEST,
+        BOTH,
+        tensors(Rung.GRADIENTS, lambda named: {f"{name}_": tensor for name, tensor in named.items()}),
+    ),
+    ("flat_tensors", REQUEST, BOTH, all_of(Rung.FIRST_WEIGHTS, np.ravel)),
+    ("rounded_tensors", REQUEST, BOTH, all_of(Rung.FIRST_V, lambda tensor: tensor.astype(np.float16))),
+    ("zero_gradients", REQUEST, BOTH, all_of(Rung.GRADIENTS, np.zeros_like)),
+    ("trained_nothing", REQUEST, BOTH, train_nothing),
+    ("other_weights", "initial_weights", BOTH, begin_elsewhere),
+    ("wrong_norm", "grad_norm", BOTH, scaled("grad_norm", first=0)),
+    ("wrong_later_norm", "norm_curve", CANDIDATE, scaled("grad_norm", first=1)),
+    ("wrong_update", "first_update", BOTH, all_of(Rung.FIRST_WEIGHTS, rounded)),
+    ("no_last_update", FINAL, CANDIDATE, all_of(Rung.FINAL_WEIGHTS, np.zeros_like)),
+    ("reference_alone", REQUEST, REFERENCE, scaled("lr", first=1)),
     (
         "another_batch",
         REQUEST,
         BOTH,
-        damages.tensors(Rung.BATCH, lambda named: named | {"targets": named["inputs"]}),
+        tensors(Rung.BATCH, lambda named: named | {"targets": named["inputs"]}),
     ),
-    ("negative_times", REQUEST, BOTH, damages.each(step_time_ms=-1.0)),
-    ("other_throughput", REQUEST, BOTH, damages.each(tokens_per_s=1.0)),
-    ("all_watched", REQUEST, BOTH, damages.each(instrumented=True)),
-    ("no_memory", REQUEST, BOTH, damages.without_memory),
-    ("other_axis", REQUEST, BOTH, damages.ledger(axis=TP)),
-    ("turned_query_bias", LATER, CANDIDATE, damages.turn_query_bias),
-    ("better_validation", EVALUATIONS, CANDIDATE, damages.evaluations(damages.better_validation)),
-    ("lacking_evaluation", REQUEST, BOTH, damages.evaluations(damages.lacking_last)),
-    ("no_work", STRATEGY, BOTH, damages.without_work),
-    ("other_products", STRATEGY, BOTH, damages.work(products={"bfloat16": 9})),
-    ("reference_products", STRATEGY, REFERENCE, damages.work(products={"bfloat16": 9})),
-    ("other_remat", STRATEGY, BOTH, damages.work(again=["activations", "products"])),
-    ("whole_logits", STRATEGY, BOTH, damages.work(logits_positions=[1])),
-    ("other_sync", STRATEGY, BOTH, damages.ledger(calls=99)),
-    ("other_messages", STRATEGY, BOTH, damages.ledger(dtype="bfloat16")),
-    ("incomplete_ledger", STRATEGY, BOTH, damages.with_a_problem),
-    ("held_more", STRATEGY, BOTH, damages.held_twice),
-    ("failed_as_well", READING, BOTH, damages.failed_as_well),
-    ("no_steps", READING, BOTH, damages.garble(files.STEPS, lambda text: b"")),
+    ("negative_times", REQUEST, BOTH, each(step_time_ms=-1.0)),
+    ("other_throughput", REQUEST, BOTH, each(tokens_per_s=1.0)),
+    ("all_watched", REQUEST, BOTH, each(instrumented=True)),
+    ("no_memory", REQUEST, BOTH, manifest(peak_memory_bytes=[0, 0])),
+    ("other_axis", REQUEST, BOTH, sent(axis=TP)),
+    ("turned_query_bias", LATER, CANDIDATE, tensors(Rung.LATER_WEIGHTS, turned)),
+    (
+        "better_validation",
+        EVALUATIONS,
+        CANDIDATE,
+        scaled("validation", first=0, by=0.9, name=files.EVALUATIONS),
+    ),
+    ("lacking_evaluation", REQUEST, BOTH, lines(files.EVALUATIONS, lambda lines: lines[:-1])),
+    ("no_work", STRATEGY, BOTH, without(files.WORK)),
+    ("other_products", STRATEGY, BOTH, work(products={"bfloat16": 9})),
+    ("reference_products", STRATEGY, REFERENCE, work(products={"bfloat16": 9})),
+    ("other_remat", STRATEGY, BOTH, work(again=["activations", "products"])),
+    ("whole_logits", STRATEGY, BOTH, work(logits_positions=[1])),
+    ("other_sync", STRATEGY, BOTH, sent(calls=99)),
+    ("other_messages", STRATEGY, BOTH, sent(dtype="bfloat16")),
+    (
+        "incomplete_ledger",
+        STRATEGY,
+        BOTH,
+        fields(files.LEDGER, lambda said: said.update(problems=["something unseen"])),
+    ),
+    (
+        "held_more",
+        STRATEGY,
+        BOTH,
+        fields(files.MANIFEST, lambda said: said["resident_bytes"].update(optimizer=[10**6] * 2)),
+    ),
+    ("failed_as_well", READING, BOTH, lambda folder: (folder / files.ERROR).write_bytes(b"{}")),
+    ("no_steps", READING, BOTH, garble(files.STEPS, lambda text: b"")),
     (
         "garbled_tensors",
         READING,
         BOTH,
-        damages.garble(f"{Rung.GRADIENTS}.safetensors", lambda content: content[: len(content) // 2]),
+        garble(f"{Rung.GRADIENTS}.safetensors", lambda content: content[: len(content) // 2]),
     ),
 )
 """Name, the first rung that it must turn red, whose record is damaged, and how."""
