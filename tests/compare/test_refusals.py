@@ -31,15 +31,10 @@ REFUSED = {
     "faults --names nosuch": "--names nosuch: no such fault",
     "run --engines jax-manual jax-manual": "--engines jax-manual: give each engine once",
     # Files: what is none, what is no experiment, what is no data.
-    "run pipe.toml": "pipe.toml is not a file",
     "run folder": "folder is a folder, not a file",
-    "run typo.toml": "typo.toml: Object contains unknown field `n_layr` - at `model`",
-    "run broken.toml": "broken.toml:",
     "run binary.toml": "binary.toml: 'utf-8' codec can't decode",
     "run long.toml": f"long.toml: longer than {MAX_FILE_BYTES} bytes",
     "run nested.toml": "nested.toml: nested too deeply",
-    "run inf.toml": "inf.toml: optimizer.learning_rate = inf must be a finite number",
-    "run table.toml": "table.toml: Expected `object`, got `int` - at `model`",
     "run null.toml": r"a\x00b does not exist",
     "run --data.source pipe.bin": "pipe.bin is not a file",
     "run --data.source missing.txt": "missing.txt does not exist",
@@ -58,13 +53,10 @@ REFUSED = {
     "report taken": "taken has no outcome.json",
     "report taken --picture curve.doc": "--picture curve.doc: end it in one of .png, .svg, .pdf",
     # Numbers, alone and together.
-    "run --model.n_layer 0": "Expected `int` >= 1 - at `model.n_layer`",
     f"run --train.seed {2**63}": "train.seed",
-    "run --model.norm_eps 1e400": "model.norm_eps = inf must be a finite number",
     "run --optimizer.learning_rate 1e39": "learning_rate = 1e+39 is infinite in float32",
     "run --timeout_s nan": "--timeout_s nan must be more than 0 and at most",
     "run --model.n_head 5": "model.n_head = 5 does not divide model.n_embd = 96",
-    "run --layout.dp_replicate 3": "train.batch_size = 16 is not divisible by layout.dp_replicate = 3",
     "run --preset tp --devices 3": "layout.tp = 3 does not divide model.n_head = 4",
     "check --devices 0": "--devices 0 must be at least 1",
     "faults --devices 1": "--devices 1: most faults show between devices only",
@@ -81,11 +73,8 @@ REFUSED = {
     "run check --engines jax-compiler --layout.pp 2 --layout.schedule zero_bubble": "jax-compiler has",
 }
 MALFORMED = {
-    "run --model.n_layer 2.5": "n_layer",
     "run --model.n_layer": "n_layer",
-    "run --layout.zero 4": "--layout.zero",
     "run --model.n_layr 2": "--model.n_layer",
-    "run demo other": "other",
     "convert only": "required",
 }
 """What tyro refuses, in its own words: each names the flag, or one like it."""
@@ -100,17 +89,12 @@ def folder(tmp_path, monkeypatch):
 
     monkeypatch.setattr(launch.subprocess, "Popen", refuse)
     monkeypatch.chdir(tmp_path)
-    for name in ("pipe.toml", "pipe.bin"):
-        os.mkfifo(name)
+    os.mkfifo("pipe.bin")
     for name in ("folder", "taken"):
         Path(name).mkdir()
     for name, text in {
-        "typo.toml": "[model]\nn_layr = 2\n",
-        "broken.toml": "[model\n",
         "long.toml": "x = " + "[" * 100_000,
         "nested.toml": "x = " + "[" * (MAX_FILE_BYTES - 10),
-        "inf.toml": "[optimizer]\nlearning_rate = inf\n",
-        "table.toml": "model = 3\n",
         "null.toml": '[data]\nsource = "a\\u0000b"\n',
         "empty.txt": "",
         "short.txt": "a few words",
@@ -174,31 +158,17 @@ def test_a_cache_that_nobody_asked_for_is_no_reason_to_stop(folder, monkeypatch)
     assert default_cache() == ""
 
 
-def test_a_full_disk_is_one_line_and_a_failure(folder, capsys, monkeypatch):
-    def full(path, content):
-        raise OSError(28, "No space left on device", str(path))
-
-    monkeypatch.setattr(launch.files, "write_atomically", full)
-    assert main(["run"]) == 1
-    said = capsys.readouterr().err
-    assert "No space left on device" in said
-    assert "stdlib.txt" in said
-
-
 def test_help_is_one_screen_and_teaches(capsys):
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
     assert printed == f"{overview()}\n"
-    lines = printed.splitlines()
-    assert len(lines) <= 44  # of a terminal as high as a laptop's screen
-    assert max(map(len, lines)) <= 80
+    assert len(printed.splitlines()) <= 44  # of a terminal as high as a laptop's screen
+    assert max(map(len, printed.splitlines())) <= 80
     assert all(f"\n  {word} " in printed for word in COMMANDS)
     with pytest.raises(SystemExit) as ended:
         main(["run", "--help"])
     assert ended.value.code == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "shardpair run demo --engines jax-manual torch-manual" in text
-    assert "Number of transformer blocks (L). (default: 4)" in text  # the demo's own default
+    assert "Number of transformer blocks (L). (default: 4)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_flags_that_a_line_gives_are_known_in_every_spelling_whatever_their_values():

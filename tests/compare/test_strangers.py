@@ -30,7 +30,7 @@ from compare.show.terminal import print_findings
 from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import Experiment
 from compare.studies.check import Check
-from compare.terminal import PIPE_WIDTH, PlainConsole, coloured, printable, results_console
+from compare.terminal import PlainConsole, coloured, printable
 
 MODULES = ("compare", "numpy", "jax", "torch", "msgspec", "jaxpar", "torchpar", "json")
 OUTSIDE = ("../victim", "/etc", "..", ".", "", "a/b", "x\0y", "n" * 256)
@@ -71,7 +71,6 @@ def test_runs_lists_whatever_a_folder_says(folder, capsys):
     for fields, says in (
         ({"cases": {"../victim": {}}}, "cannot be read"),
         ({"name": "\x1b[2J", "circumstances": {"created_utc": "9" * 400}}, "PASS"),
-        ({"circumstances": {"created_utc": "0001-01-01T00:00:00+23:59"}}, "PASS"),
     ):
         (folder / OUTCOME).write_text(good)
         change(folder / OUTCOME, **fields)
@@ -136,7 +135,6 @@ def test_any_program_may_be_taken_for_a_python(tmp_path, monkeypatch, capsys):
     for script, says in {
         "exit 0": "is no Python that has jaxpar: it says nothing",
         "echo '{\"versions\": 3}'": "is no Python that has jaxpar: it says {",
-        "printf '\\377\\376'": "is no Python that has jaxpar: it says \ufffd\ufffd",
         "echo '[/x] no such module' >&2; exit 1": "jaxpar: [/x] no such module",
         "exit 7": "ended with exit code 7",
     }.items():
@@ -187,11 +185,9 @@ def test_names_of_cases_and_errors_are_no_markup(capsys, monkeypatch):
         failures={"[/other]": "gloo: [/__w/pytorch/gloo/transport] reset"},
     )
     print_findings(Check.findings(outcome, Path()), as_json=False)
-    results_console().print("report: runs/[/x]/report.html", soft_wrap=True)
-    results_console().print(coloured("x" * (PIPE_WIDTH - 1), ""))
     printed = capsys.readouterr().out
-    for text in ("[/case]", "[/__w/pytorch/gloo/transport]", "report: runs/[/x]/report.html", "x" * 159):
-        assert text in printed
+    assert "[/case]" in printed
+    assert "[/__w/pytorch/gloo/transport]" in printed
 
     def fail(*arguments, **keywords):
         raise EngineError("gloo: [/__w/pytorch] \x1b[31mpeer closed", exit_code=1)
