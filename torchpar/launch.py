@@ -26,6 +26,7 @@ import psutil
 import torch
 
 from compare.contract.ending import DivergedError
+from compare.contract.other_hosts import Waiting, blame
 from compare.contract.record import Failure
 from compare.host.disk import DiskFull
 from compare.host.facts import Activity, MissingDevicesError, look_s
@@ -81,7 +82,7 @@ class Position(NamedTuple):
         return f"at step {self.step}" if self.in_step else "before the first step"
 
     def __str__(self) -> str:
-        return f"step {self.step}, {PHASES[self.phase]}" if self.in_step else "its start"
+        return f"step {self.step}, {PHASES[self.phase]}" if self.in_step else "the start"
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,11 @@ class Rank:
     def position(self) -> Position:
         """Position of this rank."""
         return Position(*self.progress)
+
+    @property
+    def waiting(self) -> Waiting:
+        """Where it is, for whoever names the cause of a hang."""
+        return Waiting(number=self.rank, where=str(self.position), beats=self.position.beats)
 
     def at(self, step: int, phase: str) -> None:
         """Say that this rank enters a phase (one of PHASES) of a step."""
@@ -258,8 +264,9 @@ def supervise(
             if any([activities[number].is_busy() for number in starting]):  # a list: each has to be asked
                 last_progress = last_look
         if time.monotonic() - last_progress > timeout_s:
-            stopped = [rank for rank in running if _is_stopped(processes[rank.rank])]
-            raise RanksFailed(_hang(running, stopped, timeout_s))
+            waiting = {rank.rank: rank.waiting for rank in running}
+            stopped = [number for number in waiting if _is_stopped(processes[number])]
+            raise RanksFailed(blame(waiting, stopped, timeout_s=timeout_s, state="stopped", noun="rank"))
         connection.wait([processes[rank.rank].sentinel for rank in running], timeout=POLL_S)
     if any(process.exitcode for process in processes):
         raise RanksFailed(first_failure(processes, ranks, folder))
@@ -289,24 +296,6 @@ def first_failure(processes: Sequence[BaseProcess], ranks: Sequence[Rank], folde
     return failures[0]
 
 
-def _hang(running: Sequence[Rank], stopped: Sequence[Rank], timeout_s: float) -> Failure:
-    """Name the ranks that are stopped, perhaps inside a collective, or else those behind the others."""
-    fewest = min(rank.position.beats for rank in running)
-    behind = stopped or [rank for rank in running if rank.position.beats == fewest]
-    ahead = [rank for rank in running if rank not in behind]
-    where = behind[0].position
-    if not ahead and len(behind) > 1:
-        return Failure(message=f"no rank made progress for {timeout_s:g} s: all are in {where}")
-    numbers = [rank.rank for rank in behind]
-    state = f"{'it is' if len(behind) == 1 else 'they are'}{' stopped' if stopped else ''}"
-    message = f"{ranks_named(numbers)} made no progress for {timeout_s:g} s: {state} in {where}"
-    if ahead:
-        others = ", ".join(sorted({str(rank.position) for rank in ahead}))
-        waits = "wait" if len(ahead) > 1 else "waits"
-        message += f", while {ranks_named([rank.rank for rank in ahead])} {waits} in {others}"
-    return Failure(message=message, rank=numbers[0])
-
-
 def _is_stopped(process: BaseProcess) -> bool:
     """By SIGSTOP, Ctrl-Z or a debugger."""
     return psutil.Process(process.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
@@ -317,10 +306,6 @@ def _cpu_seconds(process: BaseProcess) -> float:
     with contextlib.suppress(psutil.NoSuchProcess):
         return sum(psutil.Process(process.pid).cpu_times()[:2])
     return 0.0
-
-
-def ranks_named(numbers: Sequence[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def require_gpus(needed: int) -> None:

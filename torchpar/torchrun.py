@@ -19,13 +19,13 @@ from msgspec.structs import replace
 
 from compare.contract.collective_bench import CollectiveRequest
 from compare.contract.ending import BAD_REQUEST, STOPPED, StoppedEarly, StopRequest
-from compare.contract.other_hosts import Waiting, blame_for_hang
+from compare.contract.other_hosts import blame_for_hang, numbered
 from compare.contract.record import WAITING, Failure, clear_record, leave_failure, read_failure
 from compare.contract.request import Request
 from compare.host.facts import MissingDevicesError, look_s
 from compare.host.signals import describe_exit, on_signals
 from compare.spec.experiment import ExperimentError
-from torchpar.launch import Rank, RanksFailed, failure_of, ranks_named, require_gpus
+from torchpar.launch import Rank, RanksFailed, failure_of, require_gpus
 
 GRACE_S = 3.0  # for the rank to blame to write its error, or to be seen dead
 POLL_S = 0.05
@@ -123,8 +123,8 @@ class Siblings:
             time.sleep(look_s(rank.timeout_s))
             if rank.position != seen or not seen.in_step:  # before, the collectives' own time-out holds
                 seen, since = rank.position, time.monotonic()
-        own = Waiting(number=rank.rank, where=str(seen), beats=seen.beats)
-        self._leave(blame_for_hang(self._folder, own, count=rank.world_size, timeout_s=rank.timeout_s), 1)
+        count, timeout_s = rank.world_size, rank.timeout_s
+        self._leave(blame_for_hang(self._folder, rank.waiting, count=count, timeout_s=timeout_s), 1)
 
     def leave_word(self, failure: Failure) -> None:
         """Leave error.json, unless another rank was first; a full disk must not keep it from leaving.
@@ -155,10 +155,9 @@ class Siblings:
         dead = sorted(rank for rank in dead if not self._mark(rank).is_file())
         if not dead:
             return None
-        message = (
-            f"{ranks_named(dead)} died without a word {self._rank.position.when}: killed (out of memory, "
-        )
-        return Failure(message=f"{message}if nobody did it){self._host}", rank=dead[0])
+        when, why = self._rank.position.when, "killed (out of memory, if nobody did it)"
+        message = f"{numbered('rank', dead)} died without a word {when}: {why}{self._host}"
+        return Failure(message=message, rank=dead[0])
 
 
 def _is_dead(process: psutil.Process) -> bool:

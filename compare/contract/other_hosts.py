@@ -6,7 +6,8 @@ They meet in the folder of the run where collectives do not reach: a process tha
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from msgspec import Struct
@@ -100,25 +101,38 @@ def blame_for_hang(folder: Path, own: Waiting, *, count: int, timeout_s: float) 
         return said
     waiting = {n: read_json(path, Waiting) for n, path in files.items() if path.is_file()}
     silent = [number for number in range(count) if number not in waiting]
-    fewest = min(one.beats for one in waiting.values())
-    behind = silent or [n for n, one in waiting.items() if one.beats == fewest]
-    others = [number for number in waiting if number not in behind]
+    return blame(waiting, silent, timeout_s=timeout_s, host=partial(host_of, folder))
+
+
+def blame(
+    waiting: Mapping[int, Waiting],
+    stuck: Sequence[int],
+    *,
+    timeout_s: float,
+    state: str = "gave no answer",
+    noun: str = "process",
+    host: Callable[[int], str] = lambda number: "",
+) -> Failure:
+    """Failure of a hang: it names those that are stuck, in this state, or else those behind all others."""
+    fewest = min((place.beats for place in waiting.values()), default=0)
+    behind = stuck or [number for number, place in waiting.items() if place.beats == fewest]
     by_host: dict[str, list[int]] = {}
     for number in behind:
-        by_host.setdefault(host_of(folder, number), []).append(number)
-    if not others:
-        all_wait = f"no process made progress for {timeout_s:g} s: all wait in {own.where}"
-        return Failure(message=f"{all_wait}, on {', '.join(by_host)}: is the link between them cut?")
-    if silent:
-        does = "does not answer" if len(behind) == 1 else "do not answer"
-    else:
-        does = f"{'is' if len(behind) == 1 else 'are'} still in {waiting[behind[0]].where}"
-    named = " and ".join(f"{_numbers(each)} on {host}" for host, each in by_host.items())
-    there = ", ".join(dict.fromkeys(waiting[number].where for number in others))
-    wait = f"{_numbers(others)} {'wait' if len(others) > 1 else 'waits'}"
-    message = f"{named} {does}: no progress for {timeout_s:g} s, while {wait} in {there}"
+        by_host.setdefault(host(number), []).append(number)
+    others = [number for number in waiting if number not in behind]
+    where = "" if stuck else waiting[behind[0]].where
+    if where and not others and len(behind) > 1:
+        link = f", on {', '.join(by_host)}: is the link between them cut?" if any(by_host) else ""
+        return Failure(message=f"no {noun} made progress for {timeout_s:g} s: all wait in {where}{link}")
+    named = " and ".join(f"{numbered(noun, each)}{name and f' on {name}'}" for name, each in by_host.items())
+    message = f"{named} {f'stayed in {where}' if where else state}: no progress for {timeout_s:g} s"
+    if others:
+        there = ", ".join(dict.fromkeys(waiting[number].where for number in others))
+        message += f", while {numbered(noun, others)} waited in {there}"
     return Failure(message=message, rank=behind[0])
 
 
-def _numbers(numbers: Sequence[int]) -> str:
-    return f"process{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+def numbered(noun: str, numbers: Sequence[int]) -> str:
+    """For a sentence: `rank 1`, `processes 2, 3`."""
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{plural if len(numbers) > 1 else noun} {', '.join(map(str, numbers))}"

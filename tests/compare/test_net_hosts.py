@@ -53,7 +53,7 @@ def test_a_link_that_is_cut_shortly_is_outlived_and_one_that_stays_cut_is_named(
     assert ended == [1, 1]
     failure = read_failure(tmp_path)
     assert failure is not None
-    assert re.search(r"is the link between them cut|process \d on host\d is still in step", failure.message)
+    assert re.search(r"is the link between them cut|process \d on host\d stayed in step", failure.message)
 
 
 @pytest.mark.slow

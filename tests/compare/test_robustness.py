@@ -83,7 +83,7 @@ def test_hung_rank_is_named_after_the_timeout(shardpair):
     run.ranks[2].send_signal(signal.SIGSTOP)
     code, errors = run.end()
     assert code == 1
-    assert "rank 2 made no progress for 3 s" in errors
+    assert "rank 2 stopped: no progress for 3 s" in errors
 
 
 @pytest.mark.parametrize(

@@ -48,10 +48,10 @@ def hang(folder, *others: Waiting) -> str:
 def test_who_is_silent_or_behind_is_named_with_its_host(folder):
     others = {n: Waiting(number=n, where="step 5, forward", beats=9) for n in (1, 2, 3)}
     assert hang(folder, others[1]).startswith(
-        "processes 2, 3 on host1 do not answer: no progress for 20 s, while processes 0, 1 wait in step "
+        "processes 2, 3 on host1 gave no answer: no progress for 20 s, while processes 0, 1 waited in step "
     )
     assert hang(folder, others[3]) == (
-        "process 2 on host1 does not answer: no progress for 20 s, while processes 0, 1, 3 wait in step 5, "
+        "process 2 on host1 gave no answer: no progress for 20 s, while processes 0, 1, 3 waited in step 5, "
         "forward"
     )
     assert hang(folder, others[2]) == (
@@ -59,7 +59,7 @@ def test_who_is_silent_or_behind_is_named_with_its_host(folder):
         "between them cut?"
     )
     late = Waiting(number=3, where="step 4, record", beats=7)
-    assert hang(folder, late).startswith("process 3 on host1 is still in step 4, record: ")
+    assert hang(folder, late).startswith("process 3 on host1 stayed in step 4, record: ")
 
 
 def test_a_cause_that_was_left_meanwhile_comes_first(folder):

@@ -96,10 +96,9 @@ def parent(main: Callable[[Rank], None], timeout_s: float) -> int:
         *(
             (
                 deed,
-                f"rank 2 made no progress for 3 s: it is {state}in step 3, forward, "
-                "while ranks 0, 1, 3 wait in step 3, backward",
+                f"rank 2 {state}: no progress for 3 s, while ranks 0, 1, 3 waited in step 3, backward",
             )
-            for deed, state in (("stop", "stopped "), ("sleep", ""))
+            for deed, state in (("stop", "stopped"), ("sleep", "stayed in step 3, forward"))
         ),
     ],
 )
@@ -148,7 +147,7 @@ def start_slowly(rank: Rank, *, rank_1: str) -> None:
 def test_a_rank_that_computes_before_its_first_step_does_not_hang(rank_1, hangs, tmp_path):
     main = partial(start_slowly, rank_1=rank_1)
     done = run_forked(parent, main, SHORT_S, output=tmp_path / "output")
-    message = "no rank made progress for 1 s: all are in its start"
+    message = "no rank made progress for 1 s: all wait in the start"
     assert (json.loads(done.stdout)["message"] == message) if hangs else (done.stdout == "")
 
 
