@@ -32,8 +32,8 @@ from compare.contract.ending import (
 )
 from compare.contract.faults import IGNORED
 from compare.contract.other_hosts import Waiting, blame_for_hang
-from compare.contract.processes import Process, add_flags, find_process, require_port
-from compare.contract.record import Failure, Recorder, clear_record, leave_failure, write_failure
+from compare.contract.processes import Process, add_flags, find_process
+from compare.contract.record import Failure, Recorder, clear_record, leave_failure
 from compare.contract.request import read_request
 from compare.contract.run_lock import lock_folder
 from compare.host.disk import no_room
@@ -136,8 +136,6 @@ def time_collectives(folder: Path, process: Process | None = None) -> None:
 
 def _begin(folder: Path, timeout_s: float, process: Process | None) -> Watchdog:
     """An empty record, and what ends a run that hangs: of several processes it says who does not answer."""
-    if process:
-        require_port(process)
     if process is None or process.is_first:
         clear_record(folder)
 
@@ -207,7 +205,7 @@ def _report(failure: Failure, folder: Path, process: Process | None) -> None:
         failure = msgspec.structs.replace(failure, message=message, rank=process.number)
     print(f"jaxpar: {failure.message}", file=sys.stderr, flush=True)
     try:
-        (leave_failure if process else write_failure)(folder, failure)
+        leave_failure(folder, failure)
     except OSError as error:
         if str(error) not in failure.message:  # a full disk has been named already
             print(f"jaxpar: {folder}: cannot leave error.json: {error}", file=sys.stderr, flush=True)

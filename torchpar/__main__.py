@@ -23,8 +23,8 @@ import msgspec
 
 from compare.contract.collective_bench import read_collective_request
 from compare.contract.ending import BAD_REQUEST, DONE, FAILED, MISSING, STOPPED, StoppedEarly
-from compare.contract.processes import Process, add_flags, find_process, require_port
-from compare.contract.record import Failure, clear_record, write_failure
+from compare.contract.processes import Process, add_flags, find_process
+from compare.contract.record import Failure, clear_record, leave_failure
 from compare.contract.run_lock import lock_folder
 from compare.host.disk import no_room
 from compare.host.facts import MissingDevicesError, MissingPackageError
@@ -148,7 +148,6 @@ def run(folder: Path, arguments: argparse.Namespace) -> int:
 
                 if process.address[0]:
                     choose_interface(*process.address)
-                require_port(process)
             (time_collectives if arguments.collectives else train)(folder, process)
             return DONE
         except BaseException as error:
@@ -158,7 +157,7 @@ def run(folder: Path, arguments: argparse.Namespace) -> int:
         # Of ranks that torchrun has started, the first that fails leaves the word: see torchrun.py.
         if is_first and not ("RANK" in os.environ and failure.exit_code == FAILED):
             try:
-                write_failure(folder, failure)
+                leave_failure(folder, failure)
             except OSError as error:
                 if str(error) not in failure.message:  # a full disk has been named already
                     print(f"{folder}: cannot leave error.json: {error}", file=sys.stderr)

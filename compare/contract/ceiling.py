@@ -41,13 +41,8 @@ class CeilingRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Ceiling(Struct, frozen=True, kw_only=True):
     """The fastest products that were measured."""
 
-    dtype: str
     flops_per_s: float
     """Of one GPU, or of the CPU with so many threads."""
-    threads: int
-    """On the CPU; 0 on a GPU."""
-    size: int
-    """Rows and columns of the matrices."""
     by_size: dict[int, float] = {}
     """FLOP/s of products of the sizes that were asked for."""
 
@@ -55,32 +50,24 @@ class Ceiling(Struct, frozen=True, kw_only=True):
 def read_ceiling_request(text: str) -> CeilingRequest:
     """The request from JSON, with its threads counted. Raises ExperimentError for any other text."""
     request = decode_request(text, CeilingRequest, source=f"--ceiling {text}")
-    on_gpu, most = request.platform == "gpu", cores()
-    if not 0 <= request.threads <= (0 if on_gpu else most):
-        have = "a GPU has none" if on_gpu else f"this machine has {most} cores"
-        raise ExperimentError(f"--ceiling: threads = {request.threads}: {have}; give 0 for all there are")
-    return request if on_gpu else msgspec.structs.replace(request, threads=request.threads or most)
+    most = 0 if request.platform == "gpu" else cores()
+    if not 0 <= request.threads <= most:
+        raise ExperimentError(f"--ceiling: threads = {request.threads}: there are {most}; give 0 for all")
+    return msgspec.structs.replace(request, threads=request.threads or most)
 
 
 def find_ceiling(request: CeilingRequest, prepare: Callable[[int], Multiply]) -> Ceiling:
     """Measure products of a size that takes long enough: the best of a few readings, in about a second.
 
-    Args:
-        request: with its threads counted.
-        prepare: size -> what multiplies two matrices of it.
+    `prepare` gives for a size the function that multiplies two matrices of it.
     """
     size = SMALLEST
     multiply, once = _first(prepare, size)
     while once < LONG_S and size < LARGEST:
         size *= 2
         multiply, once = _first(prepare, size)
-    return Ceiling(
-        dtype=request.dtype,
-        flops_per_s=_best(multiply, once, size),
-        threads=request.threads,
-        size=size,
-        by_size={other: _best(*_first(prepare, other), other) for other in request.sizes},
-    )
+    by_size = {other: _best(*_first(prepare, other), other) for other in request.sizes}
+    return Ceiling(flops_per_s=_best(multiply, once, size), by_size=by_size)
 
 
 def _first(prepare: Callable[[int], Multiply], size: int) -> tuple[Multiply, float]:

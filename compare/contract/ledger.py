@@ -36,24 +36,15 @@ class Ledger(Struct, kw_only=True):
     problems: list[str] = field(default_factory=list)
     """What could not be read, and where it is: then all else is here, and the ledger is incomplete."""
 
-    @property
-    def is_complete(self) -> bool:
-        """True if everything could be read."""
-        return not self.problems
-
     def __str__(self) -> str:
         """A line for each row, then what is missing."""
-        rows, problems = map(_line, self.rows), (f"INCOMPLETE: {problem}" for problem in self.problems)
-        return "\n".join(line.rstrip() for line in (_LINE.format(*_HEADER), *rows, *problems))
-
-
-_HEADER = ("operation", "axis", "ranks", "calls", "bytes", "dtype", "phase", "for", "source")
-_LINE = "{:<15} {:<14} {:>5} {:>6} {:>14} {:<9} {:<9} {:<22} {}"
-
-
-def _line(row: Communication) -> str:
-    figures = (row.group_size, f"{row.calls:,}", f"{row.bytes:,}")
-    return _LINE.format(row.kind, row.axis, *figures, row.dtype, row.phase, row.purpose, row.source)
+        lines = [("operation", "axis", "ranks", "calls", "bytes", "dtype", "phase", "for", "source")]
+        for row in self.rows:
+            figures = (str(row.group_size), f"{row.calls:,}", f"{row.bytes:,}")
+            lines.append((row.kind, row.axis, *figures, row.dtype, row.phase, row.purpose, row.source))
+        form = "{:<15} {:<14} {:>5} {:>6} {:>14} {:<9} {:<9} {:<22} {}"
+        problems = (f"INCOMPLETE: {problem}" for problem in self.problems)
+        return "\n".join([*(form.format(*line).rstrip() for line in lines), *problems])
 
 
 def assert_communication(ledger: Ledger, expected: Expected, *, scalars: bool = False) -> None:
@@ -69,9 +60,11 @@ def assert_communication(ledger: Ledger, expected: Expected, *, scalars: bool = 
 def differences(ledger: Ledger, expected: Expected, *, scalars: bool = False) -> list[str]:
     """What `assert_communication` objects to, a line each: the unexpected first."""
     rows = [row for row in ledger.rows if scalars or row.bytes > SCALAR * row.calls]
-    asked = {key: [row for row in rows if _is_of(row, key)] for key in expected}
+    asked = {
+        key: [row for row in rows if key == (row.kind, row.axis, row.purpose)[: len(key)]] for key in expected
+    }
     matched = {id(row) for found in asked.values() for row in found}
-    lines = [f"unexpected: {in_words(row)}" for row in rows if id(row) not in matched]
+    lines = [f"unexpected: {_in_words(row)}" for row in rows if id(row) not in matched]
     for key, size in expected.items():
         found, name = asked[key], f"{key[0]} over {' for '.join(key[1:])}"
         total = sum(row.bytes for row in found)
@@ -79,17 +72,12 @@ def differences(ledger: Ledger, expected: Expected, *, scalars: bool = False) ->
             lines.append(f"missing: {name}" + (f", {size:,.0f} bytes" if size is not None else ""))
         elif size is not None and total != size:
             lines.append(f"{name}: {total:,} bytes instead of {size:,.0f}:")
-            lines += [f"    {in_words(row)}" for row in found]
+            lines += [f"    {_in_words(row)}" for row in found]
     return lines + [f"incomplete: {problem}" for problem in ledger.problems]
 
 
-def in_words(row: Communication) -> str:
-    """One row as a clause: what, how much, how often, and where."""
+def _in_words(row: Communication) -> str:
     times = "once" if row.calls == 1 else f"{row.calls} times"
     of = f", for {row.purpose}" if row.purpose else ""
     where = f", from {row.source}" if row.source else ""
     return f"{row.kind} over {row.axis} {times}, {row.bytes:,} bytes{of}{where}"
-
-
-def _is_of(row: Communication, key: tuple[str, ...]) -> bool:
-    return key == (row.kind, row.axis, row.purpose)[: len(key)]

@@ -80,21 +80,6 @@ def find_process(arguments: argparse.Namespace, environment: Mapping[str, str]) 
     return process or _of_flags(arguments)
 
 
-def require_port(process: Process) -> None:
-    """Refuse a coordinator's port that another program of process 0's host has. Raises ExperimentError."""
-    if not process.is_first or process.told_by == "torchrun":
-        return  # whose own store is there already, and serves
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", process.address[1]))
-        except OSError as error:
-            raise ExperimentError(
-                f"{process.coordinator} (the coordinator): {error.strerror} on {socket.gethostname()}: give "
-                f"another port; under SLURM start again, and the step gets another one"
-            ) from None
-
-
 def _of_slurm(environment: Mapping[str, str]) -> Process | None:
     if "SLURM_STEP_NODELIST" not in environment:  # a batch script has others of them, and is no task
         return None

@@ -220,16 +220,11 @@ def clear_record(folder: Path) -> None:
     remove_unfinished(folder / CHECKPOINTS)
 
 
-def write_failure(folder: Path, failure: Failure) -> None:
-    """Leave error.json: the run failed, and this came first."""
-    write_json(folder / ERROR, failure)
-
-
 def leave_failure(folder: Path, failure: Failure) -> None:
-    """Leave error.json as one of several processes: the first cause stays, a consequence gives way to it."""
+    """Leave error.json: the first cause stays, and a consequence gives way to it."""
     there = read_failure(folder)
     if there is None or (there.is_consequence and not failure.is_consequence):
-        write_failure(folder, failure)
+        write_json(folder / ERROR, failure)
 
 
 def read_failure(folder: Path) -> Failure | None:

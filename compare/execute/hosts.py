@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from compare.contract.other_hosts import host_of
 from compare.contract.processes import FIRST_PORT, PORTS
-from compare.contract.record import Failure, read_failure, write_failure
+from compare.contract.record import Failure, leave_failure, read_failure
 from compare.host.signals import describe_exit
 from compare.spec.engines.engine import Side
 from compare.spec.experiment import ExperimentError, Layout
@@ -250,7 +250,7 @@ def start_together(hosts: int, on_host: int, folder: Path, command: Sequence[str
     if not read_failure(folder) or (lost and has_no_cause()):
         host, how = host_of(folder, number) or socket.gethostname(), "was " if codes[number] < 0 else ""
         message = f"process {number} on {host} {how}{describe_exit(codes[number])}"
-        write_failure(folder, Failure(message=message, rank=number))
+        leave_failure(folder, Failure(message=message, rank=number))
     for process in running:
         process.kill()
         process.wait()

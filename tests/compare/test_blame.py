@@ -1,6 +1,6 @@
 """Why an engine failed, and its exit code: its own words before those of srun."""
 
-from compare.contract.record import Failure, write_failure
+from compare.contract.record import ERROR, Failure, leave_failure
 from compare.execute.blame import LOG, seen_by_srun, why
 
 SRUN = """
@@ -27,9 +27,9 @@ def test_srun_says_which_process_of_which_host_failed():
 
 def test_srun_comes_before_a_consequence_and_after_a_cause(tmp_path):
     (tmp_path / LOG).write_text(SRUN)
-    write_failure(tmp_path, Failure(message="connection closed by peer", is_consequence=True))
+    leave_failure(tmp_path, Failure(message="connection closed by peer", is_consequence=True))
     assert why(1, tmp_path).message == "srun: host1: task 1: Killed"
-    write_failure(tmp_path, Failure(message="process 0 on host0: a bad batch"))
+    leave_failure(tmp_path, Failure(message="process 0 on host0: a bad batch"))
     assert why(1, tmp_path).message == "process 0 on host0: a bad batch"
 
 
@@ -41,7 +41,7 @@ def test_the_exit_code_is_that_of_the_process_that_failed_first(tmp_path):
         (4, Failure(message="stopped", exit_code=4), 4),
         (-9, Failure(message="a bad batch"), 1),
     ):
-        write_failure(tmp_path, failure)
+        leave_failure(tmp_path, failure)
         assert why(returncode, tmp_path).exit_code == code
-    (tmp_path / "error.json").unlink()
+        (tmp_path / ERROR).unlink()
     assert why(3, tmp_path).exit_code == 3

@@ -38,7 +38,7 @@ def test_the_best_reading_of_a_size_that_takes_long_enough_and_a_second_in_all()
         machine = Machine(flops_per_s)
         found = find_ceiling(REQUEST, machine.prepare)
         assert found.flops_per_s == pytest.approx(flops_per_s)
-        assert (found.size, found.threads, found.dtype) == (size, 2, "float32")
+        assert max(size for size, _ in machine.readings) == size
         seconds = sum(2 * size**3 * products / flops_per_s for size, products in machine.readings)
         assert flops_per_s == 1e9 or 0.2 < seconds < 3
 
@@ -58,8 +58,8 @@ def test_a_request_that_cannot_be_met_is_refused_in_one_line():
     for text, says in (
         ("{", "--ceiling {"),
         ('{"dtype": "int8"}', "int8"),
-        ('{"threads": 100000}', f"this machine has {cores()} cores"),
-        ('{"platform": "gpu", "threads": 1}', "a GPU has none"),
+        ('{"threads": 100000}', f"there are {cores()}; give 0"),
+        ('{"platform": "gpu", "threads": 1}', "there are 0; give 0"),
         ('{"size": 3}', "unknown field"),
     ):
         with pytest.raises(ExperimentError, match="--ceiling") as refused:
@@ -78,14 +78,12 @@ def test_a_side_that_cannot_answer_is_something_missing():
 def test_every_side_measures_its_own(side):
     assert side in SIDES
     found = measure_ceiling(side, "cpu", "float32", sys.executable)
-    assert found.threads == cores()
     assert 1e8 < found.flops_per_s < 1e15
-    assert found.size >= ceiling.SMALLEST
 
 
 @pytest.mark.slow
 def test_threads_of_a_rank_and_of_xla():
-    assert measure_ceiling("torchpar", dtype="float64", threads=1).threads == 1
+    assert measure_ceiling("torchpar", dtype="float64", threads=1).flops_per_s > 1e8
     if cores() > 1:
         with pytest.raises(EnvironmentMissing, match="XLA computes with one pool of threads"):
             measure_ceiling("jaxpar", threads=1)

@@ -3,7 +3,6 @@
 import re
 import shlex
 import signal
-import socket
 import sys
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from compare.checkpoint.description import CHECKPOINTS, checkpoints_in
 from compare.checkpoint.reader import CheckpointReader
 from compare.contract.ending import ASKED, STOPPED
 from compare.contract.other_hosts import HostFacts, leave_hosts
-from compare.contract.processes import Process, require_port
 from compare.contract.record import STEPS_PART, Failure, read_failure, read_record
 from compare.execute import hosts as several
 from compare.execute.hosts import HERE, Hosts, find_hosts, print_lines, start_together
@@ -147,18 +145,6 @@ def test_a_process_that_was_killed_is_named_before_those_that_saw_it_go(tmp_path
     assert failure is not None
     assert failure.rank == 2
     assert re.search("process 2 on .*killed by SIGKILL", failure.message)
-
-
-def test_a_coordinators_port_that_is_taken_is_refused_by_name():
-    with socket.create_server(("", 0)) as other:
-        taken = f"127.0.0.1:{other.getsockname()[1]}"
-        first = Process(0, 2, 0, taken, "SLURM")
-        with pytest.raises(
-            ExperimentError, match=rf"{taken} \(the coordinator\): Address already in use on "
-        ):
-            require_port(first)
-        require_port(first._replace(number=1))  # not its to open
-        require_port(first._replace(told_by="torchrun"))  # torchrun's own store
 
 
 SMALL = ("--model.n_layer", "2", "--train.batch_size", "4")

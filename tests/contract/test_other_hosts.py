@@ -10,7 +10,7 @@ from compare.contract.other_hosts import (
     leave_hosts,
     require_agreement,
 )
-from compare.contract.record import WAITING, Failure, leave_failure, read_failure, write_failure
+from compare.contract.record import WAITING, Failure, leave_failure, read_failure
 from compare.host.json_files import write_json
 from compare.spec.experiment import ExperimentError
 
@@ -63,7 +63,7 @@ def test_who_is_silent_or_behind_is_named_with_its_host(folder):
 
 
 def test_a_cause_that_was_left_meanwhile_comes_first(folder):
-    write_failure(folder, Failure(message="process 3 on host1 failed"))
+    leave_failure(folder, Failure(message="process 3 on host1 failed"))
     assert hang(folder) == "process 3 on host1 failed"
 
 

@@ -74,7 +74,7 @@ def test_every_form_of_a_collective_has_its_kind_and_the_bytes_of_its_full_tenso
         assert rows == [(kind, 1, size, "float32")], form
         factor = 2 if kind == "all_reduce" else 1
         assert ledger.rows[0].wire_bytes == factor * size * (RANKS - 1) // RANKS, form
-        assert ledger.is_complete, form
+        assert not ledger.problems, form
     model = DistributedDataParallel(nn.Embedding(9, N, sparse=True))
     with torchpar.ledger() as ledger:  # sparse gradients, with their indices
         model(torch.tensor([1, 2])).sum().backward()
@@ -176,7 +176,7 @@ def test_each_stage_has_the_rows_of_its_busiest_rank():
     ledger = of_all_ranks(ranks, stages=[0, 0, 1], counts_own=True)
     rows = [(row.stage, row.source, row.bytes) for row in ledger.rows]
     assert rows == [(0, "line 0", 12), (0, "line 1", 3), (1, "line 0", 7)]
-    assert ledger.is_complete
+    assert not ledger.problems
 
 
 def test_what_the_dispatcher_saw_must_be_what_our_calls_are_of():
@@ -187,6 +187,6 @@ def test_what_the_dispatcher_saw_must_be_what_our_calls_are_of():
         ledger = of_all_ranks(ranks, stages=[0, 0], counts_own=True)
         assert ledger.problems == ([] if complete else [problem]), seen
         # A library's are not ours to count.
-        assert of_all_ranks(ranks, stages=[0, 0], counts_own=False).is_complete
+        assert of_all_ranks(ranks, stages=[0, 0], counts_own=False).problems == []
     ranks = [of_rank(10, seen=10, own=0)._replace(problems=said) for said in [(), ("a",), ("a", "b")]]
     assert of_all_ranks(ranks, stages=[0, 0, 0], counts_own=False).problems == ["a", "b"]
