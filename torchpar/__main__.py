@@ -39,12 +39,6 @@ ASKED_IN_JSON = {
     "sample": "token ids drawn from a checkpoint",
 }
 QUESTIONS = ("doctor", "convert", *ASKED_IN_JSON)
-EXIT_CODES: dict[type[Exception], int] = {
-    ExperimentError: BAD_REQUEST,
-    MissingDevicesError: MISSING,
-    MissingPackageError: MISSING,
-    StoppedEarly: STOPPED,
-}
 
 
 def main() -> int:
@@ -177,10 +171,15 @@ def failure_of(error: BaseException, folder: Path) -> Failure:
         case OSError():
             full = no_room(error, folder)
             return Failure(message=full or f"{folder}: {error}", exit_code=FAILED if full else BAD_REQUEST)
-    for kinds, code in EXIT_CODES.items():
-        if isinstance(error, kinds):
-            return Failure(message=str(error), exit_code=code)
-    raise error
+        case ExperimentError():
+            code = BAD_REQUEST
+        case MissingDevicesError() | MissingPackageError():
+            code = MISSING
+        case StoppedEarly():
+            code = STOPPED
+        case _:
+            raise error
+    return Failure(message=str(error), exit_code=code)
 
 
 def train(folder: Path, process: Process | None = None) -> None:

@@ -27,7 +27,7 @@ from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis, _gather_equal, _reduce_scatter_equal
 from torchpar.comm.mesh import PACKAGES, device_kind
 from torchpar.launch import Rank
-from torchpar.run import join_others
+from torchpar.run import join_others, now
 
 IN_PLACE = ("all_reduce", "broadcast")
 
@@ -77,13 +77,13 @@ def time_case(
     call = functools.partial((OWN if way == OURS else STOCK)[kind], axis, given, result)
     seconds = measure(
         call,
-        wait=functools.partial(_wait, device),
+        wait=functools.partial(now, device),  # on a GPU calls return before they are done
         slowest=lambda value: max(axis.all_gather_objects(value)),
         row_s=row_s,
     )
     result.copy_(given) if kind in IN_PLACE else result.fill_(-1)
     call()
-    _wait(device)
+    now(device)
     wrong = sum(axis.all_gather_objects(int((result != wanted).sum())))
     return make_row(way, case, ranks=ranks, seconds=seconds, wrong=wrong)
 
@@ -126,9 +126,3 @@ STOCK = {
     "all_to_all": lambda axis, given, result: dist.all_to_all_single(result, given, group=axis.group),
     "permute": _stock_shift,
 }
-
-
-def _wait(device: torch.device) -> None:
-    """On a GPU calls return before they are done; gloo's do not."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

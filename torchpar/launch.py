@@ -40,6 +40,7 @@ CAUSE_GRACE_S = 1.0
 # A terminal sends Ctrl-C to the ranks and to the parent: so long the parent waits for its own signal.
 SIGINT_GRACE_S = 0.3
 TERMINATE_GRACE_S = 0.5
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)  # by Ctrl-Z or a debugger
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PHASES = (
@@ -265,7 +266,8 @@ def supervise(
                 last_progress = last_look
         if time.monotonic() - last_progress > timeout_s:
             waiting = {rank.rank: rank.waiting for rank in running}
-            stopped = [number for number in waiting if _is_stopped(processes[number])]
+            states = {number: psutil.Process(processes[number].pid).status() for number in waiting}
+            stopped = [number for number in states if states[number] in STOPPED]
             raise RanksFailed(blame(waiting, stopped, timeout_s=timeout_s, state="stopped", noun="rank"))
         connection.wait([processes[rank.rank].sentinel for rank in running], timeout=POLL_S)
     if any(process.exitcode for process in processes):
@@ -294,11 +296,6 @@ def first_failure(processes: Sequence[BaseProcess], ranks: Sequence[Rank], folde
         how = f"{'was ' if code < 0 else ''}{describe_exit(code, when=ranks[rank].position.when)}"
         return Failure(message=f"rank {rank} {how}", rank=rank)
     return failures[0]
-
-
-def _is_stopped(process: BaseProcess) -> bool:
-    """By SIGSTOP, Ctrl-Z or a debugger."""
-    return psutil.Process(process.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 def _cpu_seconds(process: BaseProcess) -> float:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from compare.checkpoint.saver import Part
-from compare.contract.communication import LOSS
 from compare.contract.ending import StopRequest
 from compare.contract.memory_profile import MemoryProfile
 from compare.contract.other_hosts import host_names
@@ -159,17 +158,14 @@ class RankSide:
         """The mean loss of a global batch, a scalar, without gradients."""
         run = self._run
         run.rank.at(run.state.step, "evaluation")
-        data, batch = run.mesh.joined(*ROWS), to_device(run, {"inputs": inputs_ABT, "targets": targets_ABT})
+        batch = to_device(run, {"inputs": inputs_ABT, "targets": targets_ABT})
         if run.parallel.run_pipeline:
             loss = run.parallel.run_pipeline(batch, functools.partial(autocast, run))
         else:
             with autocast(run):
                 losses = [run.parallel.module(*arguments)[1] for arguments in batch.passes()]
             loss = torch.stack(losses).mean()
-        if data.size > 1:
-            data.all_reduce(loss, purpose=LOSS)
-            loss /= data.size
-        return loss
+        return run.mean_over_rows(loss)
 
 
 def first_batch(run: Run) -> Mapping[str, np.ndarray]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from compare.contract.communication import LOSS
 from compare.contract.other_hosts import facts_here, leave_hosts, require_agreement
 from compare.contract.progress import Progress
 from compare.contract.request import Request
@@ -64,18 +65,19 @@ class Run:
         """The experiment that is trained."""
         return self.request.experiment
 
+    def mean_over_rows(self, loss: torch.Tensor) -> torch.Tensor:
+        """The mean over the ranks that have other rows, a scalar, of theirs; it takes the place of `loss`."""
+        data = self.mesh.joined(*ROWS)
+        if data.size > 1:
+            data.all_reduce(loss, purpose=LOSS)
+            loss /= data.size
+        return loss
+
 
 def join_others(rank: Rank, platform: str, folder: Path, reads: Experiment | None = None) -> torch.device:
     """This rank's device, once it is in the group of all ranks; rank 0 leaves the names of several hosts.
 
-    Args:
-        rank: this process.
-        platform: gpu or cpu.
-        folder: the run's.
-        reads: the experiment whose data this rank holds against that of other hosts.
-
-    Raises:
-        ExperimentError: versions or data of the hosts differ; all ranks raise it.
+    Raises ExperimentError on all ranks: the hosts' versions, or their data of `reads`, differ.
     """
     device = torch.device("cuda", rank.local_rank) if platform == "gpu" else torch.device("cpu")
     if device.type == "cuda":
@@ -98,13 +100,9 @@ def join_others(rank: Rank, platform: str, folder: Path, reads: Experiment | Non
 
 
 def to_device(run: Run, arrays: Mapping[str, np.ndarray]) -> RankBatch:
-    """This rank's rows of the global batch, on its device: (A, B, ...) -> (A, B / ranks of data, ...).
+    """This rank's rows of a step's global arrays, on its device: (A, B, ...) -> (A, B / ranks of data, ...).
 
     Ranks along tp and pp have the same rows.
-
-    Args:
-        run: this rank's.
-        arrays: the step's global arrays (`arrays_of_step`).
     """
     data, device = run.mesh.joined(*ROWS), run.mesh.device
 

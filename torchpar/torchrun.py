@@ -82,12 +82,7 @@ class Siblings:
 
     Every rank leaves a mark before it leaves: so a rank that is gone without it was killed. Of ranks on other
     hosts a rank reads what they leave in the folder of the run; where nobody is left to say it,
-    `compare.execute.hosts` knows how each process ended.
-
-    Args:
-        rank: this process.
-        folder: the run's.
-        host: name of this one, if there may be others.
+    `compare.execute.hosts` knows how each process ended. `host` names this one, if there may be others.
     """
 
     def __init__(self, rank: Rank, folder: Path, host: str = ""):

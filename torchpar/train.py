@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from compare.contract.communication import LOSS
 from compare.contract.faults import IGNORED
 from compare.contract.inputs import open_stream, starting_parameters
 from compare.contract.progress import Progress
@@ -20,7 +19,6 @@ from compare.numerics.evaluation import require_validation
 from compare.numerics.parameters import fingerprint, parameter_table
 from compare.numerics.stream import Batches, arrays_of_step
 from compare.numerics.weights import OneByOne, Weights
-from compare.spec.axes import ROWS
 from compare.spec.engines.registry import TORCH
 from torchpar import compiler, library, manual
 from torchpar.comm import process_groups
@@ -52,16 +50,9 @@ def train(
     weights: Mapping[str, np.ndarray] | None = None,
     batches: Batches | None = None,
 ) -> None:
-    """Train as one of `layout.devices` ranks; rank 0 leaves the record in `folder`.
+    """Train as one of `layout.devices` ranks; rank 0 leaves the record in `folder`, an existing one.
 
-    Args:
-        rank: this process.
-        request: experiment, engine and observers of the run.
-        folder: an existing one.
-        weights, batches: see `entry.start_ranks`; the same on all ranks.
-
-    Raises:
-        DivergedError: the loss or the gradient norm of a step is not finite.
+    Weights and batches, as of `entry.start_ranks`, are the same on all ranks. Raises DivergedError.
     """
     with planted(request):
         mesh = join_mesh(rank, request, folder)
@@ -87,11 +78,7 @@ def planted(request: Request) -> AbstractContextManager:
 
 
 def join_mesh(rank: Rank, request: Request, folder: Path) -> Mesh:
-    """This rank's device, the group of all ranks if there are others, and the rank's place among them.
-
-    Raises:
-        ExperimentError: another host has other versions or data; all ranks raise it.
-    """
+    """This rank's device, the group of all ranks if there are others, and the rank's place among them."""
     experiment = request.experiment
     if request.platform == "cpu":
         keep_freed_memory()
@@ -201,8 +188,7 @@ def train_window(run: Run, tell: Recording, *, steps: int) -> None:
 def move_on(run: Run, norm: torch.Tensor) -> None:
     """Count a step whose gradients had this norm, (); drop gradients that overflowed.
 
-    Raises:
-        DivergedError: gradients overflow at the smallest loss scale; on all ranks alike.
+    Raises DivergedError, on all ranks alike: they overflow at the smallest loss scale.
     """
     norm_of = norm.item() if run.state.loss_scale else None
     if run.state.move_on(run.request.engine, run.experiment, grad_norm=norm_of):
@@ -210,12 +196,7 @@ def move_on(run: Run, norm: torch.Tensor) -> None:
 
 
 def compute_gradients(run: Run, batch: RankBatch) -> torch.Tensor:
-    """Forward, backward and synchronisation of one step: leaves the mean gradients on the parameters.
-
-    Returns:
-        The mean loss over the global batch, a scalar.
-    """
-    data = run.mesh.joined(*ROWS)
+    """Leave one step's mean gradients on the parameters. Returns its mean loss, a scalar."""
     if run.parallel.run_pipeline:
         run.rank.at(run.state.step, "forward")
         loss = run.parallel.run_pipeline(batch, functools.partial(autocast, run))
@@ -226,10 +207,7 @@ def compute_gradients(run: Run, batch: RankBatch) -> torch.Tensor:
     if run.state.loss_scale:
         scale = run.state.loss_scale.scale / undivided_parts(run.parallel, run.experiment)
         unscale_gradients(run.parallel, scale)
-    if data.size > 1:
-        data.all_reduce(loss, purpose=LOSS)
-        loss /= data.size
-    return loss
+    return run.mean_over_rows(loss)
 
 
 def run_passes(run: Run, batch: RankBatch) -> torch.Tensor:

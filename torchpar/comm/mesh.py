@@ -41,21 +41,11 @@ class Mesh:
         return self[joined(*real)] if real else self[names[-1]]
 
 
-JOINED = (ROWS,)
-"""Axes whose ranks communicate as one."""
-
-
 def make_mesh(layout: Layout, *, rank: int, device: torch.device) -> Mesh:
-    """The mesh of a layout; with more than one device the process group must be there.
-
-    Args:
-        layout: the degrees.
-        rank: this process among `layout.devices`.
-        device: of this rank.
-    """
+    """The mesh of a layout's rank; with more than one device the process group must be there."""
     sizes = layout.axes
     make = partial(_make_axis, sizes=sizes, rank=rank)
-    several = [names for names in JOINED if all(sizes[name] > 1 for name in names)]
+    several = [ROWS] if all(sizes[name] > 1 for name in ROWS) else []  # whose ranks communicate as one
     axes = {joined(*names): make(names) for names in [*((name,) for name in sizes), *several]}
     return Mesh(axes, world=make(tuple(sizes)), device=device)
 

@@ -58,12 +58,8 @@ def join_group(
 ) -> None:
     """Join the group of all ranks: of NCCL for a GPU, which is then this rank's own, or of gloo.
 
-    Args:
-        rank, world_size: this process among all.
-        device: this rank's.
-        rendezvous: a file that all ranks can reach and that did not exist; None reads MASTER_ADDR and
-            MASTER_PORT, which torchrun sets.
-        timeout_s: seconds that a collective may take.
+    They meet in a file that did not exist, or where MASTER_ADDR and MASTER_PORT say; a collective may take
+    `timeout_s` seconds.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     with group_threads(backend):

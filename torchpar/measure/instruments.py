@@ -21,12 +21,7 @@ INSTRUMENTED_STEP = 2
 
 
 class Instruments(Observer):
-    """Watches one step of a rank.
-
-    Attributes:
-        ledger: notes its collectives.
-        gradient_bytes: of this rank's gradients just before the optimizer.
-    """
+    """Watches one step of a rank; `gradient_bytes` are of its gradients just before the optimizer."""
 
     def __init__(self, run: Run):
         self._run = run
