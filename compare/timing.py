@@ -59,7 +59,12 @@ class Timed(OnIdle, frozen=True, kw_only=True):
     windows: int = STANDARD.windows
     """Windows of a process."""
 
-    fixed: ClassVar = {"train.max_iters": None, "init_from": None}
+    fixed: ClassVar = {
+        "train.max_iters": None,
+        "init_from": None,
+        "train.eval_interval": 0,
+        "checkpoint.every": 0,
+    }
 
     @property
     def timing(self) -> Timing:

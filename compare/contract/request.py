@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from compare.checkpoint.description import CHECKPOINTS, checkpoints_in
 from compare.contract.faults import IGNORED
-from compare.contract.timing import MIN_WARMUP, Timing
+from compare.contract.timing import Timing
 from compare.host.json_files import decode_json
 from compare.numerics.loss_scale import LossScale, first_scale
 from compare.numerics.optimizer import moment_names
@@ -147,31 +147,12 @@ def read_request(folder: Path) -> Request:
     """
     request = read_request_file(folder, Request)
     revalidate(request.experiment)
-    _require_timeable(request)
     if request.experiment.checkpoint.every and checkpoints_in(folder / CHECKPOINTS):
         raise ExperimentError(
             f"{folder / CHECKPOINTS} holds checkpoints of an earlier run: move them away, or ask for another "
             f"folder"
         )
     return replace(request, experiment=edited(request.experiment, IGNORED.get(request.fault, {})))
-
-
-def _require_timeable(request: Request) -> None:
-    """Refuse a timed run of other steps than its timing has, or one that leaves or watches something."""
-    timing, experiment = request.timing, request.experiment
-    if not timing:
-        return
-    has_begin_or_end = request.resume or experiment.checkpoint.every
-    for is_wrong, refusal in (
-        (request.ladder, "timing: a timed run leaves no tensors: ask for the ladder in another run"),
-        (timing.warmup < MIN_WARMUP, f"timing.warmup: the first {MIN_WARMUP} steps are like no other"),
-        (has_begin_or_end, "timing: a timed run begins at step 0, and saves nothing: checkpoint.every = 0"),
-        (experiment.train.eval_interval, "timing: a timed run evaluates nothing: train.eval_interval = 0"),
-        (timing.steps != experiment.train.max_iters, f"train.max_iters: the timing has {timing.steps} steps"),
-        (request.profile, "profile: steps that nothing waits for cannot be told apart: ask without timing"),
-    ):
-        if is_wrong:
-            raise ExperimentError(refusal)
 
 
 def rungs_asked_for(request: Request) -> tuple[Rung, ...]:

@@ -11,8 +11,6 @@ from msgspec import Struct
 
 from compare.host.facts import cpu_seconds
 
-MIN_WARMUP = 3
-
 
 class Timing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Steps of a timed run: `warmup` one by one, `windows` of `window` steps, `single` one by one."""

@@ -190,7 +190,7 @@ class Setting(Struct, frozen=True, kw_only=True):
         return forward, 2 * forward
 
     def _flops_s(self, flops: float) -> float:
-        sizes, shares = zip(*(self.machine.products or PRODUCTS), strict=True)
+        sizes, shares = zip(*sorted(self.machine.products or PRODUCTS), strict=True)
         share = float(np.interp(math.log(max(flops, 1.0)), np.log(sizes), shares))
         return flops / (self.sustained * share)
 

@@ -112,8 +112,6 @@ def read_machine(text: str, *, link_speed: float = 1.0) -> Machine:
             f"--machine {machine.name}: {machine.devices} devices do not fill hosts of "
             f"{machine.devices_inside}: give fewer than that, or a multiple of it"
         )
-    if sorted(machine.products) != machine.products:
-        raise ExperimentError(f"--machine {machine.name}: products: give sizes in growing order")
     return slowed(machine, link_speed) if link_speed != 1 else machine
 
 

@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from compare.contract.ledger import Ledger
 from compare.judge.closed_forms.peak import LEAST, MOST
 from compare.judge.ledger import Flow
 from compare.plan.compute import PARTS, Term
@@ -56,10 +55,11 @@ class AbsentStep(Struct, frozen=True, kw_only=True):
     """One layout's step on devices that are not here: what it sends and keeps, as a side found."""
 
     title: str
-    ledger: Ledger
     flows: list[Flow]
     memory: list[Bytes]
     below: str
+    problems: list[str]
+    """What does not fit the layout, or could not be read."""
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -78,25 +78,19 @@ class Plan(Struct, frozen=True, kw_only=True):
     explain: str = ""
     """The layout whose sum is written out."""
     absent: list[AbsentStep] = []
-    problems: list[str] = []
-    """What does not fit the layout, or could not be read, in those steps."""
 
     def chosen(self) -> Candidate:
         """The layout of --explain, which need not fit; else the fastest, or the smallest if none fits.
 
         Raises ExperimentError: none has this name or place.
         """
-        word, ranked = self.explain, self.candidates
-        if not word:
-            return (ranked or self.smallest)[0]
-        if word.isdecimal() and 1 <= int(word) <= len(ranked):
-            return ranked[int(word) - 1]
-        for candidate in (*ranked, *self.smallest):
-            if candidate.name == word:
-                return candidate
-        raise ExperimentError(
-            f"--explain {word}: give a place from 1 to {len(ranked)}, or the name of a layout that is kept"
-        )
+        layouts, places = [*self.candidates, *self.smallest], len(self.candidates)
+        named = {"": layouts[0]} | {candidate.name: candidate for candidate in layouts}
+        named |= {str(place): candidate for place, candidate in enumerate(self.candidates, 1)}
+        if self.explain not in named:
+            wrong = f"--explain {self.explain}: give a place from 1 to {places}, or the name of a layout"
+            raise ExperimentError(f"{wrong} that is kept")
+        return named[self.explain]
 
 
 def about(plan: Plan, experiment: Experiment) -> str:
@@ -142,12 +136,6 @@ def terms_table(plan: Plan, experiment: Experiment) -> Table:
         below=f"Together {predicted.seconds * 1e3:,.3f} ms. A device holds {_classes(candidate)}: "
         f"{human_bytes(candidate.bytes)}.",
     )
-
-
-def absent_tables(step: AbsentStep) -> list[Table]:
-    """What a side found of a step that did not run here: memory beside the plan, and what it sends."""
-    memory = table_of(step.title, MEMORY, step.memory, look="words", below=step.below)
-    return [memory, table_of("What it sends in a step", FLOWS, step.flows)]
 
 
 def memory_figure(candidates: list[Candidate]) -> Figure:

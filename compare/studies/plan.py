@@ -93,12 +93,7 @@ class Plan(Study, frozen=True, kw_only=True):
             too_large=len(found.too_large),
             explain=self.explain,
         )
-        steps = self._absent(plan.chosen(), experiment, machine)
-        problems = [problem for step in steps for problem in step.ledger.problems]
-        if self.alone:
-            spec = with_remat_resolved(self.engine, plan.chosen().of(experiment))
-            problems += mismatches(self.engine, spec, steps[0].flows)
-        plan = replace(plan, absent=steps, problems=problems)
+        plan = replace(plan, absent=self._absent(plan.chosen(), experiment, machine))
         return replace(outcome, more={"plan": msgspec.to_builtins(plan)}, left_out=found.refused)
 
     def _machine(self, experiment: Experiment) -> Machine:
@@ -121,12 +116,13 @@ class Plan(Study, frozen=True, kw_only=True):
                 rank = run_alone(self.engine, spec, python)
             peak = rank.memory.peak
             kinds = dict.fromkeys((*candidate.memory, *(kind for kind, size in peak.bytes.items() if size)))
+            flows = [flow for flow in line_up(self.engine, resolved, rank.ledger.rows) if flow.stage == 0]
             step = tables.AbsentStep(
                 title=f"The first rank of {candidate.name}, run alone: bytes at its peak",
-                ledger=rank.ledger,
-                flows=[flow for flow in line_up(self.engine, resolved, rank.ledger.rows) if flow.stage == 0],
+                flows=flows,
                 memory=[(kind, candidate.memory.get(kind), peak.bytes.get(kind)) for kind in kinds],
                 below=f"{human_bytes(peak.total)} in {peak.phase}; planned {human_bytes(candidate.bytes)}.",
+                problems=[*rank.ledger.problems, *mismatches(self.engine, resolved, flows)],
             )
             steps.append(step)
         if self.compile:
@@ -137,13 +133,13 @@ class Plan(Study, frozen=True, kw_only=True):
             below = f"{built.compile_s:.0f} CPU s. {', '.join(map(' '.join, built.versions.items()))}."
             step = tables.AbsentStep(
                 title=f"{candidate.name} compiled for {topology_of(machine)}, {built.device}",
-                ledger=built.ledger,
                 flows=line_up(self.engine, resolved, built.ledger.rows),
                 memory=[
                     ("parameters and moments", state, built.state_bytes),
                     ("all of a step", candidate.bytes, built.peak_bytes),
                 ],
                 below=below if fits else f"It does not fit, says XLA. {below}",
+                problems=built.ledger.problems,
             )
             steps.append(step)
         return steps
@@ -159,7 +155,9 @@ class Plan(Study, frozen=True, kw_only=True):
         if plan.explain:
             shown.append(tables.terms_table(plan, experiment))
         for step in plan.absent:
-            shown += tables.absent_tables(step)
+            memory = table_of(step.title, tables.MEMORY, step.memory, look="words", below=step.below)
+            shown += [memory, table_of("What it sends in a step", tables.FLOWS, step.flows)]
+        problems = [problem for step in plan.absent for problem in step.problems]
         return findings_of(
             outcome,
             title=f"{outcome.name} for {plan.machine.name}, {plan.engine}",
@@ -168,6 +166,6 @@ class Plan(Study, frozen=True, kw_only=True):
             tables=shown,
             figures=[tables.memory_figure(plan.candidates)] if best else [],
             rows=best,
-            passed=bool(best) and not plan.problems,
-            warnings=plan.problems,
+            passed=bool(best) and not problems,
+            warnings=problems,
         )
