@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 from benches import HERE
 from records import outcome_of
@@ -68,14 +67,7 @@ def test_the_fit_finds_latency_and_bandwidth():
     latency, per_byte = fit_line(SIZES, times)
     assert latency == pytest.approx(LATENCY_S, rel=1e-9)
     assert 1 / per_byte == pytest.approx(BANDWIDTH, rel=1e-9)
-    sizes = np.repeat(SIZES, 40)
-    times = (LATENCY_S + sizes / BANDWIDTH) * np.random.default_rng(0).lognormal(0.0, 0.1, len(sizes))
-    latency, per_byte = fit_line(sizes, times)
-    assert latency == pytest.approx(LATENCY_S, rel=0.05)
-    assert 1 / per_byte == pytest.approx(BANDWIDTH, rel=0.05)
-
-
-def test_neither_latency_nor_bandwidth_is_ever_negative():
+    # Neither is ever negative.
     assert fit_line(SIZES, [1e-3] * len(SIZES)) == (pytest.approx(1e-3), 0.0)
     falling = [1e-3 / (1 + place) for place in range(len(SIZES))]
     assert fit_line(SIZES, falling)[1] == 0.0
@@ -110,14 +102,10 @@ def test_what_cannot_work_is_refused_before_anything_starts(capsys):
     for arguments, message in (
         (["--max_size", "1T"], "--max_size 1T: give bytes"),
         (["--min_size", "2M", "--max_size", "1M"], "the largest is not below the smallest"),
-        (["--min_size", "1"], "sizes begin with 4 bytes"),
         (["--ranks", "1"], "--ranks 1: give between 2 and"),
         (["--row_s", "0"], "--row_s 0.0 must be more than 0"),
         (["--implementations", "nccl"], "no such way on platform cpu"),
-        (["--picture", "a.txt"], "end it in one of"),
-        (["--torch_python", "/nowhere"], "no such program"),
         (["--hosts", "2", "--ranks", "3"], "--ranks 3: give between 2 and 64, which 2 hosts divide"),
-        (["--launcher", "torchrun"], "--launcher torchrun and --hostfile FILE: give both"),
     ):
         assert main(["collectives", *arguments]) == 2, arguments
         assert message in " ".join(capsys.readouterr().err.split())
@@ -129,8 +117,7 @@ def test_tables_have_the_columns_of_nccl_tests_and_fit_into_80_characters(capsys
     terminal.print_findings(Collectives.findings(outcome_with(rows), Path()), as_json=False)
     printed = capsys.readouterr().out
     assert "all_reduce on 4 ranks" in printed
-    for word in ("size (B)", "count", "time (us)", "algbw (GB/s)", "busbw (GB/s)", "#wrong"):
-        assert all(part in printed for part in word.split()), word
+    assert all(word in printed for word in ("size", "count", "time", "algbw", "busbw", "#wrong"))
     lines = [line.split() for line in printed.splitlines()]
     assert ["4,096", "1,024", "gloo", "52.0", "0.079", "0.118", "0"] in lines
     assert ["all_reduce", "4", "ours", "50.0", "2.000", "0%"] in lines
