@@ -10,7 +10,6 @@ import pytest
 import warm
 from records import outcome_of
 
-from compare.cli import main
 from compare.contract.record import read_tensors
 from compare.contract.request import Rung
 from compare.judge.goldens import NANOGPT, folder_of, read_golden
@@ -175,10 +174,3 @@ def test_a_wrong_shared_default_turns_it_red(tmp_path, cache_dir):
     red = {verdict.candidate: verdict.failure and verdict.failure.rung for verdict in outcome.verdicts}
     assert red == {f"torch-manual.{name}": rung for name, (_, rung) in WRONG.items()}
     assert "FAIL at loss" in findings.sentence
-
-
-def test_nothing_of_the_golden_but_presets_can_be_chosen(capsys):
-    for flag in ("--init_from", "--model.norm_eps", "--train.max_iters", "--layout.tp"):
-        assert main(["check", "--against", "nanogpt", flag, "1"]) == 2
-        assert f"{flag} has no effect" in capsys.readouterr().err
-    assert main(["check", "demo", "--against", "nanogpt"]) == 2

@@ -29,11 +29,8 @@ DIR = Path("/runs/mine")
 END = ["/runs/mine", "--exit-with-stdin"]
 
 
-def test_one_host_is_the_engine_itself():
-    assert HERE.commands("python", JAX, DIR, layout=FOUR) == [[*RUN, "jaxpar", *END]]
-
-
 def test_srun_starts_a_process_a_host_or_a_device():
+    assert HERE.commands("python", JAX, DIR, layout=FOUR) == [[*RUN, "jaxpar", *END]]
     two = Hosts(launcher="slurm", count=2)
     (jax,), (torch,) = (two.commands("python", side, DIR, layout=FOUR) for side in (JAX, TORCH))
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= set(jax)
@@ -91,18 +88,16 @@ def test_a_hostfile_gives_a_line_for_each_host(tmp_path, monkeypatch, capsys):
 def test_a_hostfile_that_cannot_be_used_is_one_line(tmp_path, monkeypatch):
     file = tmp_path / "hostfile"
     for launcher, text, here, words in (
-        ("torchrun", None, "head", "give both, or none of them"),
         ("local", HOSTFILE, "head", "give both, or none of them"),
         ("torchrun", "head 2\n", "head", "line 1: head 2: give a line for each host"),
         ("torchrun", "head slots=2\nhead slots=2\n", "head", "line 2: head: is in it twice"),
-        ("torchrun", "# none\n", "head", "it names no host"),
         ("torchrun", HOSTFILE, "other", "this is other: start on head"),
     ):
         monkeypatch.setattr(several.socket, "gethostname", lambda name=here: name)
         monkeypatch.setattr(several.socket, "getfqdn", lambda name=here: name)
-        file.write_text(text or "")
+        file.write_text(text)
         with pytest.raises(ExperimentError, match=words):
-            find_hosts(launcher, 0, file if text is not None else None)
+            find_hosts(launcher, 0, file)
 
 
 def test_an_engine_does_not_inherit_the_place_of_who_starts_it(monkeypatch):
@@ -173,10 +168,8 @@ def test_engines_on_two_hosts_agree_and_others_go_on_from_their_checkpoints(shar
 
     expected = state(first, "torch-manual")
     one = [f"--layout.{degree}=1" for degree in ("dp_shard", "tp")] + ["--layout.zero=0"]
-    for begun, engine, elsewhere in (
-        ("torch-manual", "jax-manual", one),
-        ("jax-manual", "torch-manual", ["--hosts", "4"]),
-    ):
+    others = (("torch-manual", "jax-manual", one), ("jax-manual", "torch-manual", ["--hosts", "4"]))
+    for begun, engine, elsewhere in others:
         kept = checkpoints_in(first / begun / CHECKPOINTS)[2]
         run = tmp_path / f"{engine}-{elsewhere[-1]}"
         how = ["--engines", engine, "--no_ladder", "--run_dir", run]

@@ -16,6 +16,7 @@ from compare.judge.metrics import figures, steady_times_ms
 from compare.judge.outcome import Case, save, with_case
 from compare.judge.profile import PROFILE, Profile, profile_of
 from compare.present.profile import chrome_trace
+from compare.spec.experiment import edited
 
 PAGE = "profile.html"
 
@@ -31,11 +32,7 @@ def planted(step=3):
     lanes = [
         Lane(
             device=0,
-            spans=[
-                *ours,
-                span("communication", 7000, 9000, **sent),
-                span("communication", 8000, 10000, **sent),
-            ],
+            spans=[*ours, *(span("communication", at, at + 2000, **sent) for at in (7000, 8000))],
         ),
         Lane(device=1, spans=[*ours, span("communication", 9000, 12000, **sent)]),
     ]
@@ -54,11 +51,7 @@ def profiled(folder, experiment, engine="torch-manual", timeline=None):
 
 @pytest.fixture
 def spread(tiny):
-    return msgspec.structs.replace(
-        tiny,
-        layout=msgspec.structs.replace(tiny.layout, dp_replicate=2),
-        train=msgspec.structs.replace(tiny.train, max_iters=8),
-    )
+    return edited(tiny, {"layout": {"dp_replicate": 2}, "train": {"max_iters": 8}})
 
 
 def test_planted_exposure_is_found(spread, tmp_path):
@@ -108,10 +101,8 @@ def test_a_finished_profile_is_shown_again(spread, tmp_path, capsys):
     assert "jax-manual: it left no timeline" in said
     assert "INCOMPLETE: jax-manual left no timeline; PASS: the losses of jax-manual agree" in said
     assert re.search(r"timeline's wall \(ms\) +12\.5 ", said)
-    # planted: 13 ms beside 15 ms
-    assert "torch-manual: the watched step was shorter than the others: the machine was busy" in said
+    assert "torch-manual: the watched step was shorter than the others" in said
     page = (folder / PAGE).read_text()
-    assert page.count("<svg") == 1
     assert "torch-manual, step 3 as it was measured" in page
     assert (folder / "torch-manual" / "trace.json").is_file()
     assert not (folder / "jax-manual" / "trace.json").exists()
@@ -122,7 +113,6 @@ def test_a_finished_profile_is_shown_again(spread, tmp_path, capsys):
 REFUSED = {
     "--train.max_iters 5": "--train.max_iters 5 is too short for a profile: give 6 steps or more",
     "--init_from nosuch.pt": "--init_from has no effect",
-    "--devices 2": "--devices 2 without --preset has no effect",
     "--engines nanogpt-loop --preset single": "nanogpt-loop leaves no timeline",
     "--continue . --preset ddp": "leave out --preset",
 }
@@ -139,10 +129,8 @@ def test_refused_in_one_line_and_nothing_is_left(monkeypatch, tmp_path, capsys):
 
 
 def test_two_engines_for_real(shardpair):
-    flags = (
-        "--preset ddp --devices 2 --engines torch-manual torch-library --train.max_iters 6 --model.n_layer 2"
-    )
-    done = shardpair("profile", "check", *flags.split(), "--run_dir", "run", "--json")
+    flags = "--preset ddp --devices 2 --engines torch-manual torch-library --train.max_iters 6 --json"
+    done = shardpair("profile", "check", *flags.split(), "--model.n_layer", "2", "--run_dir", "run")
     assert done.returncode == 0, done.stdout + done.stderr
     result = msgspec.json.decode(done.stdout, type=Profile)
     assert [engine.name for engine in result.engines] == ["torch-manual", "torch-library"]

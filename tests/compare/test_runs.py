@@ -52,8 +52,6 @@ def test_runs_are_listed_with_layout_verdict_and_size(tmp_path, tiny, told, caps
         assert run["bytes"] == sum(file.stat().st_size for file in files), name
     assert main(["runs", str(runs)]) == 0
     assert "[/x]" in capsys.readouterr().out
-    assert main(["runs", str(tmp_path / "missing")]) == 2
-    assert "missing: there is no such folder" in capsys.readouterr().err
 
 
 def test_tensors_of_a_run_that_passed_go_and_its_rungs_stay(
@@ -62,12 +60,8 @@ def test_tensors_of_a_run_that_passed_go_and_its_rungs_stay(
     before, size = read_outcome(passed), sum(path.stat().st_size for path in tensors_in(passed))
     assert main(["runs", str(passed), "--prune"]) == 0
     assert "can be removed: give --yes" in capsys.readouterr().out
-    assert told(passed, "--prune") == {
-        "removed": False,
-        "bytes": size,
-        "runs": {str(passed): size},
-        "left_alone": {},
-    }
+    found = told(passed, "--prune")
+    assert (found["removed"], found["runs"]) == (False, {str(passed): size})
     assert len(tensors_in(passed)) > 10
     assert told(passed, "--prune", "--yes")["bytes"] == size
     assert tensors_in(passed) == []
@@ -76,15 +70,9 @@ def test_tensors_of_a_run_that_passed_go_and_its_rungs_stay(
     shown = json.loads(capsys.readouterr().out)
     assert shown["tensors_removed"] is True
     assert shown["verdicts"] == json.loads(msgspec.json.encode(before.verdicts))
-    assert main(["report", str(passed)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert REMOVED in said
-    assert "PASS: jax-manual agrees" in said
     assert REMOVED in (passed / "report.html").read_text()
     # Other commands read it; --continue trains nothing.
     make_run(tmp_path / "whole", tiny)
-    assert main(["ledger", "--results", str(passed), "--json"]) == 0
-    capsys.readouterr()
     assert main(["diff", str(passed), str(tmp_path / "whole"), "--json"]) == 0
     skipped = json.loads(capsys.readouterr().out)["pairs"]["jax-manual"]["verdict"]["skipped"]
     assert skipped["gradients"].startswith("no tensors of it in A: ")

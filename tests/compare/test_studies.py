@@ -3,6 +3,7 @@
 import json
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 from records import make_steps
 
@@ -60,9 +61,7 @@ def planned_cases(arguments, capsys):
 
 
 def test_a_case_that_fails_loses_nothing(engines, tmp_path, capsys):
-    engines.failing = {
-        "jax-manual": EngineError("jax-manual: no luck [/x]", exit_code=1),
-    }
+    engines.failing = {"jax-manual": EngineError("jax-manual: no luck [/x]", exit_code=1)}
     assert main(RUN) == 1
     assert engines.started == NAMES
     outcome = read_outcome(tmp_path / "r")
@@ -79,17 +78,15 @@ def test_a_case_that_fails_loses_nothing(engines, tmp_path, capsys):
     assert "it left a record that cannot be read" in read_outcome(tmp_path / "r").sentence()
 
 
-def test_the_next_one_is_the_reference_where_the_first_failed(engines, tmp_path):
+def test_the_next_one_is_the_reference_where_the_first_failed(engines, tmp_path, capsys):
     engines.failing = {"torch-manual": EngineError("torch-manual: lost", exit_code=1)}
     assert main(RUN) == 1
     (verdict,) = read_outcome(tmp_path / "r").verdicts
     assert (verdict.candidate, verdict.reference, verdict.passed) == ("torch-library", "jax-manual", True)
-
-
-def test_nothing_runs_on_without_the_reference_where_it_is_needed(engines):
     engines.failing = {"reference": EngineError("reference: lost", exit_code=3)}
+    engines.started = []
     assert main([*ASKED["check"], "--quiet"]) == 3
-    assert engines.started == ["reference"]
+    assert engines.started == ["reference"]  # where it is needed, nothing runs on without it
 
 
 def test_nothing_at_all_is_told_by_its_exit_code(engines, capsys):
@@ -106,17 +103,13 @@ def test_what_another_version_began_or_somebody_uses_is_not_gone_on_with(engines
     with lock_folder(Path("r")):
         assert main(["run", "--continue", "r"]) == 2
         assert "in use by another run" in capsys.readouterr().err
+    with monkeypatch.context() as patched:
+        patched.setattr(study, "open_corpus", lambda one: SimpleNamespace(sha256="ff"))
+        assert main(["run", "--continue", "r"]) == 2
+        assert "its data has changed since" in capsys.readouterr().err
     monkeypatch.setattr(machine, "git_state", lambda: ("f" * 40, True))
     assert main(["run", "--continue", "r"]) == 2
     assert "and this is ffffffffffff and changes" in " ".join(capsys.readouterr().err.split())
-
-
-def test_data_that_have_changed_are_refused(engines, monkeypatch, capsys):
-    engines.failing = {"jax-manual": EngineError("jax-manual: lost", exit_code=1)}
-    assert main(RUN) == 1
-    monkeypatch.setattr(study, "open_corpus", lambda one: type("Corpus", (), {"sha256": "ff"}))
-    assert main(["run", "--continue", "r"]) == 2
-    assert "its data has changed since" in capsys.readouterr().err
 
 
 def test_checkpoints_of_an_unfinished_case_are_set_aside(engines, tmp_path):
@@ -128,13 +121,9 @@ def test_checkpoints_of_an_unfinished_case_are_set_aside(engines, tmp_path):
     assert (tmp_path / "r" / "jax-manual.unfinished-1" / "checkpoints").is_dir()
 
 
-def test_losses_alone_are_said_to_be_losses_alone(engines, capsys):
+def test_losses_alone_and_a_case_alone_are_said_to_be(engines, capsys):
     assert main([*RUN, "--no_ladder"]) == 0
-    said = "PASS: the losses of jax-manual, torch-library agree with those of torch-manual; gradients and"
-    assert said in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_case_that_runs_alone_is_held_to_its_request(engines, capsys):
+    assert "PASS: the losses of jax-manual, torch-library agree" in " ".join(capsys.readouterr().out.split())
     alone = ["run", "tiny.toml", "--engines", "torch-manual", "--quiet"]
     assert main(alone) == 0
     assert "torch-manual ran alone: there was nothing to compare it with" in capsys.readouterr().out
@@ -145,19 +134,13 @@ def test_a_case_that_runs_alone_is_held_to_its_request(engines, capsys):
 
 def test_a_garbled_file_is_one_line(engines, tmp_path, capsys):
     assert main(RUN) == 0
-    corruptions = {
-        "emptied": b"",
-        "binary": bytes(range(256)) * 4,
-        "other": b"[1, 2, 3]",
-        "deep": b"[" * 10**5,
-    }
     for name in (OUTCOME, *(f"jax-manual/{file}" for file in (MANIFEST, STEPS, LEDGER))):
         path = tmp_path / "r" / name
         before = path.read_bytes()
-        for what, content in corruptions.items():
+        for content in (b"", bytes(range(256)) * 4, b"[1, 2, 3]", b"[" * 10**5):
             path.write_bytes(content)
             capsys.readouterr()
-            assert main(["report", "r"]) == 2, (name, what)
+            assert main(["report", "r"]) == 2, (name, content[:3])
             errors = capsys.readouterr().err
             assert errors.count("\n") == 1, errors
             assert name in errors
@@ -169,12 +152,10 @@ def test_a_garbled_file_is_one_line(engines, tmp_path, capsys):
 
 def test_a_flag_that_a_study_gives_is_refused(engines, capsys):
     for line, flag in (
-        ("memory tiny.toml --train.max_iters 9", "train.max_iters"),
         ("check tiny.toml --layout.tp 2", "layout.tp"),
         ("faults tiny.toml --layout.zero 1", "layout.zero"),
         ("ledger tiny.toml --checkpoint.every 2", "checkpoint.every"),
         ("bench tiny.toml --train.max_iters 9", "train.max_iters"),
-        ("buckets tiny.toml --init_from w.safetensors", "init_from"),
         ("profile tiny.toml --init_from w.safetensors", "init_from"),
     ):
         assert main(line.split()) == 2, line
