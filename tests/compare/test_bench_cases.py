@@ -42,19 +42,6 @@ def test_variants_stand_beside_the_engine_as_it_is(tiny):
     assert len({case.block for case in cases}) == 1
 
 
-def test_a_variant_that_one_layout_cannot_have_is_left_out_there_alone(tiny):
-    given = {"engines": ("torch-manual",), "devices": (2,), "variants": ("layout.microbatches=4",)}
-    cases, left_out = grid_of(tiny, presets=("single", "pp"), **given)
-    assert list(cases) == [
-        "torch-manual.single",
-        "torch-manual.pp-2",
-        "torch-manual layout.microbatches=4.pp-2",
-    ]
-    assert "there is no pipeline" in left_out["single layout.microbatches=4"]
-    with pytest.raises(ExperimentError, match=r"--variants layout\.microbatches=4: .* there is no pipeline"):
-        grid_of(tiny, presets=("single", "ddp"), **given)
-
-
 def test_an_engine_named_twice_is_held_against_itself(tiny):
     first, second = cases = cases_of(tiny, engines=("torch-manual", "torch-manual"))
     assert names(cases) == ["torch-manual.single", "torch-manual (2).single"]
@@ -103,13 +90,9 @@ def test_what_cannot_be_is_left_out_by_name_with_the_reason(tiny):
 
 def test_a_choice_that_cannot_be_is_refused(tiny):
     for choice, message in (
-        ({"presets": ("nosuch",)}, "--presets nosuch: no such preset"),
         ({"presets": ("ddp", "ddp")}, "--presets ddp: give each preset once"),
         ({"presets": ("ddp",), "sizes": ("layout.tp=2",)}, "layout.tp contradicts --presets ddp"),
         ({"sizes": ("batch_size=8",)}, "batch_size=8: give fields and values such as"),
-        ({"sizes": ("train.batchsize=8",)}, "train.batchsize=8: give fields"),
-        ({"sizes": ("data.source=x",)}, "data.source=x: give fields"),
-        ({"sizes": ("train.batch_size",)}, "train.batch_size: give fields"),
         ({"sizes": ("train.batch_size=8", "train.batch_size=8")}, "give each setting once"),
         ({"variants": ("train.max_iters=8",)}, "the steps of a bench are those of --window"),
         ({"sizes": ("train.batch_size=x",)}, "timed: Expected `int`, got `str` - at `train.batch_size`"),

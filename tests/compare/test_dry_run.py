@@ -82,14 +82,6 @@ def test_what_is_refused_is_said_and_is_exit_code_2(nothing_starts, capsys):
     assert "this would be refused" in printed
 
 
-def test_missing_data_is_said_beside_the_plan(nothing_starts, capsys):
-    asked = "run check --data.source nowhere.txt --dry_run"
-    assert main(asked.split()) == 2
-    printed = capsys.readouterr().out
-    assert "nowhere.txt does not exist" in printed
-    assert "torch-library" in printed
-
-
 def test_initial_weights_that_do_not_fit_are_said_beside_the_plan(nothing_starts, tmp_path_factory, capsys):
     path = tmp_path_factory.mktemp("weights") / "own.safetensors"
     for says in ("does not exist", "init_from:"):
@@ -113,12 +105,6 @@ def test_engines_that_cannot_are_left_out_with_the_reason_and_the_others_run(tmp
     assert list(saved["cases"]) == ["torch-manual", "torch-library"]
     others = {name for name, engine in STUDIED.items() if "zero_bubble" not in engine.layouts.schedules}
     assert saved["left_out"].keys() == others
-
-
-def test_an_engine_that_was_asked_for_is_never_left_out(nothing_starts, capsys):
-    asked = "run check --preset pp_zero_bubble --devices 2 --engines jax-manual torch-manual"
-    assert main(asked.split()) == 2
-    assert "jax-manual has gpipe, 1f1b, interleaved" in " ".join(capsys.readouterr().err.split())
 
 
 def test_fitting_keeps_the_order_and_refuses_when_none_is_left():

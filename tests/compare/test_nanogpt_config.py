@@ -71,24 +71,13 @@ def test_the_command_line_says_what_has_no_meaning(config, capsys):
 LINES = (
     ("from os import system", "line 1: only assignments such as n_layer = 6 are read"),
     ("max_iters = " + "*".join("1" * 3000), "it cannot be read"),
-    (
-        "max_iters = 1e99",
-        "nanoGPT's settings: Expected `int`, got `float` - at `train.max_iters`",
-    ),
+    ("max_iters = 1e99", "nanoGPT's settings: Expected `int`, got `float` - at `train.max_iters`"),
     ("n_layer = print('executed')", "line 1: only literals"),
     ("n_layer = __import__('os').system('id')", "line 1: only literals"),
-    ("n_layer: int = 6", "line 1: only assignments"),
     ("n_layer = n_head = 6", "line 1: only assignments"),
     ("n_layer, n_head = 6, 6", "line 1: only assignments"),
-    ("n_layer = [6]", "line 1: only literals"),
     ("n_layer = 2 ** 99999", "line 1: only literals"),
-    ("n_layer = 'a' * 9", "line 1: only literals"),
-    ("n_layer = 6 / 1", "line 1: only literals"),
-    ("n_layer =", "line 1: it cannot be read"),
     ("n_layers = 6", "n_layers: nanoGPT has no such setting"),
-    ("n" * 16_000 + " = 6", ": nanoGPT has no such setting"),
-    ("n_layer = 'six'", "Expected `int`, got `str` - at `model.n_layer`"),
-    ("n_layer = 0", "Expected `int` >= 1 - at `model.n_layer`"),
     ("batch_size = 8\neval_only = True\ninit_from = 'gpt2'", "a run here trains"),  # its eval_*.py
     ("x = " + "(" * 5000, "it cannot be read"),
 )

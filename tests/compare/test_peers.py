@@ -12,9 +12,8 @@ from records import CLIMBED
 from compare.cli import main
 from compare.execute import packages
 from compare.execute.packages import missing_package
-from compare.flags import chosen_engines
 from compare.spec.engines.engine import Engine
-from compare.spec.engines.registry import ENGINES, PEERS, STUDIED
+from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout, Precision
 
 TINY = (
@@ -22,13 +21,6 @@ TINY = (
     "--train.max_iters", "3", "--train.batch_size", "4",
 )  # fmt: skip
 PIP_LINE = "deepspeed is not installed: pip install 'shardpair[deepspeed]'"
-
-
-def test_engines_by_default_and_peers_by_name():
-    assert chosen_engines(()) == list(STUDIED)
-    assert chosen_engines(("plain-jit", "torch-manual")) == ["plain-jit", "torch-manual"]
-    assert not STUDIED.keys() & PEERS.keys()
-    assert STUDIED | PEERS == ENGINES
 
 
 def test_studies_of_our_engines_take_no_peer(capsys):
@@ -41,14 +33,11 @@ def test_studies_of_our_engines_take_no_peer(capsys):
 REFUSED = (
     ("nanogpt-loop", {"dp_replicate": 2}, "nanogpt-loop: it trains on one device, and the layout has 2"),
     ("nanogpt-loop", {"dp_shard": 2, "zero": 1}, "layout.zero = 1: nanogpt-loop has no stage"),
-    ("nanogpt-loop", {"tp": 2}, "nanogpt-loop has no tensor parallelism"),
     ("nanogpt-loop", {"pp": 2, "microbatches": 2}, "nanogpt-loop has no pipeline"),
     ("nanogpt-loop", {"remat": "full"}, "recomputes nothing in backward (layout.remat = full)"),
     ("plain-jit", {"dp_replicate": 4}, "plain-jit: it trains on one device, and the layout has 4"),
     ("deepspeed", {}, "deepspeed: it is here for ZeRO: give layout.dp_shard = 2 or more"),
     ("deepspeed", {"dp_shard": 2, "zero": 3, "dp_replicate": 2}, "it shards over all ranks"),
-    ("deepspeed", {"dp_shard": 2, "zero": 3, "reshard_after_forward": False}, "it decides by itself"),
-    ("deepspeed", {"dp_shard": 2, "zero": 1, "tp": 2}, "deepspeed has no tensor parallelism"),
 )
 
 
@@ -66,13 +55,6 @@ def test_a_dtype_that_a_peer_does_not_have_is_refused_by_name():
     ):
         ENGINES["deepspeed"].require_experiment(sharded)
     ENGINES["torch-manual"].require_experiment(sharded)
-
-
-def test_refusals_come_before_any_process(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["run", "check", "--engines", "nanogpt-loop", "--layout.dp_replicate", "2"]) == 2
-    assert "nanogpt-loop: it trains on one device" in " ".join(capsys.readouterr().err.split())
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture

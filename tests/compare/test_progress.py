@@ -107,14 +107,9 @@ def test_a_terminal_sees_a_bar(requests, monkeypatch):
     assert "1 of 2: [/x]: stopped after 1 step of 100" in seen
 
 
-def test_a_study_tells_the_reporter_and_continuing_runs_what_is_missing(engines, capsys):
+def test_a_study_tells_the_reporter(engines, capsys):
     engines.failing = {"torch-manual": EngineError("torch-manual: no luck", exit_code=1)}
     assert main(["run", "tiny.toml", "--engines", "jax-manual", "torch-manual", "--run_dir", "r"]) == 1
     told = capsys.readouterr().err
     assert "1 of 2: jax-manual: 3 steps in" in told
     assert "2 of 2: torch-manual: stopped after 0 steps of 3" in told
-    engines.failing = {}
-    assert main(["run", "--continue", "r"]) == 0
-    told = capsys.readouterr().err
-    assert "2 of 2: torch-manual: 3 steps in" in told
-    assert "jax-manual" not in told

@@ -125,13 +125,10 @@ def test_a_strategy_that_computes_something_else_fails_the_sweep(swept, engines)
 
 
 REFUSED = {
-    "--presets nosuch": "--presets nosuch: no such preset",
     "--devices 0": "give each number once, rising from 1",
     "--devices 2 4": "give one number, or --scaling strong",
     "--scaling weak --devices 2": "--scaling weak --devices 2: give two numbers or more",
-    "--layout.dp_replicate 4": "has no effect: --presets says how devices are spread",
     "--presets hsdp": "nothing is left to run",
-    "--data.source nosuch.txt": "nosuch.txt does not exist",
 }
 
 

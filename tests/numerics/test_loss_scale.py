@@ -74,17 +74,14 @@ def test_without_float16_there_is_none():
     assert (step.skipped, step.loss_scale, step.grad_norm) == (False, UNSET, math.inf)
 
 
-@pytest.mark.parametrize(
-    ("precision", "says"),
-    [
-        (Precision(dtype="bfloat16", loss_scale=8.0), "precision.dtype = bfloat16 has no loss scale"),
-        (Precision(dtype="float16", loss_scale=0.5), "min_loss_scale = 1 is more than precision.loss_scale"),
-        (Precision(dtype="float16", loss_scale=2.0**41), "loss_scale"),
-    ],
-)
-def test_what_has_no_effect_or_sense_is_refused(precision, says):
-    with pytest.raises(ExperimentError, match=says):
-        revalidate(Experiment(precision=precision))
+def test_what_has_no_effect_or_sense_is_refused():
+    for fields, says in (
+        ({"dtype": "bfloat16", "loss_scale": 8.0}, "precision.dtype = bfloat16 has no loss scale"),
+        ({"dtype": "float16", "loss_scale": 0.5}, "min_loss_scale = 1 is more than precision.loss_scale"),
+        ({"dtype": "float16", "loss_scale": 2.0**41}, "loss_scale"),
+    ):
+        with pytest.raises(ExperimentError, match=says):
+            revalidate(Experiment(precision=Precision(**fields)))
 
 
 def test_a_resumed_run_begins_with_the_scale_of_its_checkpoint():
@@ -122,10 +119,7 @@ def test_records_are_held_to_the_rule_and_to_each_other(tmp_path, tiny):
     assert other.failure.worst == "step 1 is made at scale 64.0 instead of skipped at scale 64.0"
     half = edited(spec, {"precision": {"dtype": "float16", "loss_scale": 32.0}})
     lower = climb(right, make_record(tmp_path / "half", half, steps=scaled_steps(half, ".x..")))
-    assert (lower.failure.rung, lower.failure.worst) == (
-        LOSS_SCALE,
-        "step 0 is made at scale 32.0 instead of made at scale 64.0",
-    )
+    assert lower.failure.worst == "step 0 is made at scale 32.0 instead of made at scale 64.0"
 
     broken = scaled_steps(spec, "....")  # nothing follows from the overflow
     broken[1] = scaled_steps(spec, ".x..")[1]

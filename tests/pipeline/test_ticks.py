@@ -1,8 +1,8 @@
 """Schedules in lock-step, carried out without a device: order, arrivals, slots and time."""
 
 import itertools
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -68,8 +68,7 @@ def test_slots():
             assert ticks.gradient_slots <= p // 2 + 1
 
 
-@dataclass
-class Rank:
+class Rank(NamedTuple):
     """A rank's slots: what lies where, the scratch slot last."""
 
     inputs: list
@@ -109,13 +108,9 @@ def carry_out(ticks: Ticks) -> None:
 
 
 def test_every_stage_finds_what_was_meant_for_it():
-    for *_, ticks in every():
-        carry_out(ticks)
-
-
-def test_what_a_forward_keeps_is_there_for_its_backward_and_no_longer():
-    """As many slots as the schedule has activations in flight, and inputs only until they are used."""
     for *_, schedule, ticks in every():
+        carry_out(ticks)
+        # What a forward keeps is there for its backward and no longer.
         keeping = lock_step(schedule, keeps=True)
         carry_out(keeping)
         assert keeping.kept_slots == max(map(peak_in_flight, schedule))
