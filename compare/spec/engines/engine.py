@@ -64,8 +64,8 @@ class Engine(Struct, frozen=True, kw_only=True):
     """One way of training an experiment."""
 
     name: str
-    side: str
-    """The package that runs it: `python -m SIDE RUN_DIR`."""
+    side: str = ""
+    """The package that runs it, `python -m SIDE RUN_DIR`: the registry fills it in."""
     decides: str
     """Who decides where data moves, in a few words."""
     checks: str = ""

@@ -4,6 +4,8 @@ A peer trains the same experiment with a loop of its own, as its users would wri
 record. It runs when it is named, and refuses by name what it cannot express.
 """
 
+from msgspec.structs import replace
+
 from compare.spec.axes import SHARDED_FROM
 from compare.spec.engines.engine import DTYPES, Engine, Holds, Layouts, Sends, Side
 from compare.spec.experiment import Layout
@@ -37,7 +39,6 @@ def _only_zero(layout: Layout) -> str:
 TORCH_PEERS = (
     Engine(
         name="nanogpt-loop",
-        side="torchpar",
         folder="peers.nanogpt_loop",
         gradient_sync=("none",),
         decides="one device: a plain loop in nanoGPT's style, on PyTorch's own threads",
@@ -47,7 +48,6 @@ TORCH_PEERS = (
     ),
     Engine(
         name="deepspeed",
-        side="torchpar",
         folder="peers.deepspeed_zero",
         needs="deepspeed",
         gradient_sync=("zero",),
@@ -62,7 +62,6 @@ TORCH_PEERS = (
 JAX_PEERS = (
     Engine(
         name="plain-jit",
-        side="jaxpar",
         folder="peers.plain_jit",
         gradient_sync=("none",),
         decides="one device: jax.jit of value_and_grad and optax, without mesh or sharding",
@@ -73,10 +72,8 @@ JAX_PEERS = (
 )
 
 
-SCANNED = Holds(ends_on_every_stage=True, residuals="scan")
-BY_PASS = Sends(scatters_each_pass=True, gathers_ends="step", gathers_each_pass_from=3)
 BY_AUTODIFF = "autodiff orders the backward passes, after all forward ones: choose one of these"
-NOTHING_TO_CLEAR = {"kept_gradients": "gradients are values of a function: there is nothing to clear"}
+NOT_CLEARED = "gradients are values of a function: there is nothing to clear"
 SYNC_FAULTS = ("ignored_gradient_sync", "ignored_bucket_mb")
 PLACEMENT_FAULTS = (
     "doubled_row_bias",
@@ -92,6 +89,59 @@ INSERTED_BY_XLA = (
 )
 
 
+JAX_LAYOUTS = Layouts(zero=(1, 2, 3), tp=True, offload=True, schedules=("gpipe", "interleaved"))
+JAX_ENGINES = (
+    Engine(
+        name="jax-compiler",
+        folder="compiler",
+        decides="XLA: jit with Mesh and NamedSharding",
+        checks="nobody: XLA makes each sum that the places of the arrays need, and says nothing",
+        gradient_sync=("xla",),
+        sends_by="xla",
+        layouts=replace(JAX_LAYOUTS, no_other_schedule=f"under jit {BY_AUTODIFF}"),
+        impossible_faults={
+            "ignored_schedule": "it has one schedule, GPipe",
+            **dict.fromkeys(SYNC_FAULTS, "XLA buckets gradients as it likes"),
+            **dict.fromkeys(
+                ("dropped_all_reduce", "sum_for_mean", "dropped_tp_all_reduce", "overwritten_microbatch"),
+                INSERTED_BY_XLA,
+            ),
+            **dict.fromkeys(PLACEMENT_FAULTS, INSERTED_BY_XLA),
+        },
+    ),
+    Engine(
+        name="jax-explicit",
+        folder="explicit",
+        decides="types: where an array lives is part of it, and each cast says what moves",
+        checks="its types: a contraction over a dim that is split is a ShardingTypeError when the step "
+        "is traced, until it is said what becomes of the sum",
+        gradient_sync=("once",),
+        sends_by="types",
+        layouts=replace(JAX_LAYOUTS, no_other_schedule=BY_AUTODIFF),
+        impossible_faults={
+            "ignored_schedule": "it has one schedule, GPipe",
+            "overwritten_microbatch": "autodiff adds up what microbatches of a pipeline have",
+            **dict.fromkeys(SYNC_FAULTS, "gradients are summed once, by one cast"),
+            **dict.fromkeys(PLACEMENT_FAULTS, SAID_BY_TYPE),
+        },
+    ),
+    Engine(
+        name="jax-manual",
+        folder="manual",
+        decides="we do: shard_map and lax collectives",
+        checks="JAX's check_vma, in part: it follows along which axes a value varies, and refuses a "
+        "result that is declared equal on all devices and is not known to be",
+        gradient_sync=("naive", "flat", "bucketed"),
+        layouts=replace(
+            JAX_LAYOUTS,
+            schedules=("gpipe", "1f1b", "interleaved"),
+            no_other_schedule="devices in lock-step do a backward in one tick, not in halves: choose one "
+            "of these",
+        ),
+    ),
+)
+
+
 JAX = Side(
     name="jaxpar",
     python_flag="jax_python",
@@ -102,81 +152,15 @@ JAX = Side(
     environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
     environment_on_cpu={"JAX_PLATFORMS": "cpu"},
     peers=JAX_PEERS,
-    engines=(
-        Engine(
-            name="jax-compiler",
-            side="jaxpar",
-            folder="compiler",
-            decides="XLA: jit with Mesh and NamedSharding",
-            checks="nobody: XLA makes each sum that the places of the arrays need, and says nothing",
-            gradient_sync=("xla",),
-            sends_by="xla",
-            layouts=Layouts(
-                zero=(1, 2, 3),
-                tp=True,
-                offload=True,
-                schedules=("gpipe", "interleaved"),
-                no_other_schedule=f"under jit {BY_AUTODIFF}",
-            ),
-            holds=SCANNED,
-            sends=BY_PASS,
-            impossible_faults={
-                **NOTHING_TO_CLEAR,
-                "ignored_schedule": "it has one schedule, GPipe",
-                **dict.fromkeys(SYNC_FAULTS, "XLA buckets gradients as it likes"),
-                **dict.fromkeys(
-                    ("dropped_all_reduce", "sum_for_mean", "dropped_tp_all_reduce", "overwritten_microbatch"),
-                    INSERTED_BY_XLA,
-                ),
-                **dict.fromkeys(PLACEMENT_FAULTS, INSERTED_BY_XLA),
-            },
-        ),
-        Engine(
-            name="jax-explicit",
-            side="jaxpar",
-            folder="explicit",
-            decides="types: where an array lives is part of it, and each cast says what moves",
-            checks="its types: a contraction over a dim that is split is a ShardingTypeError when the step "
-            "is traced, until it is said what becomes of the sum",
-            gradient_sync=("once",),
-            sends_by="types",
-            layouts=Layouts(
-                zero=(1, 2, 3),
-                tp=True,
-                offload=True,
-                schedules=("gpipe", "interleaved"),
-                no_other_schedule=BY_AUTODIFF,
-            ),
-            holds=SCANNED,
-            sends=BY_PASS,
-            impossible_faults={
-                **NOTHING_TO_CLEAR,
-                "ignored_schedule": "it has one schedule, GPipe",
-                "overwritten_microbatch": "autodiff adds up what microbatches of a pipeline have",
-                **dict.fromkeys(SYNC_FAULTS, "gradients are summed once, by one cast"),
-                **dict.fromkeys(PLACEMENT_FAULTS, SAID_BY_TYPE),
-            },
-        ),
-        Engine(
-            name="jax-manual",
-            side="jaxpar",
-            folder="manual",
-            decides="we do: shard_map and lax collectives",
-            checks="JAX's check_vma, in part: it follows along which axes a value varies, and refuses a "
-            "result that is declared equal on all devices and is not known to be",
-            gradient_sync=("naive", "flat", "bucketed"),
-            layouts=Layouts(
-                zero=(1, 2, 3),
-                tp=True,
-                offload=True,
-                schedules=("gpipe", "1f1b", "interleaved"),
-                no_other_schedule="devices in lock-step do a backward in one tick, not in halves: choose one "
-                "of these",
-            ),
-            holds=SCANNED,
-            sends=BY_PASS,
-            impossible_faults=NOTHING_TO_CLEAR,
-        ),
+    engines=tuple(
+        replace(
+            engine,
+            # Each scans over its layers, gathers and scatters by pass, and has gradients as values.
+            holds=Holds(ends_on_every_stage=True, residuals="scan"),
+            sends=Sends(scatters_each_pass=True, gathers_ends="step", gathers_each_pass_from=3),
+            impossible_faults={"kept_gradients": NOT_CLEARED, **engine.impossible_faults},
+        )
+        for engine in JAX_ENGINES
     ),
 )
 
@@ -227,7 +211,6 @@ TORCH = Side(
     engines=(
         Engine(
             name="torch-manual",
-            side="torchpar",
             folder="manual",
             decides="we do: torch.distributed collectives",
             checks="spmd_types, in the tests: it follows what is replicated, invariant, varying or partial "
@@ -240,7 +223,6 @@ TORCH = Side(
         ),
         Engine(
             name="torch-library",
-            side="torchpar",
             folder="library",
             decides="PyTorch: DDP, ZeroRedundancyOptimizer, FSDP2, DTensor, pipelining",
             checks="nobody before it runs: what no wrapper is told of, such as a norm's gradient under "
@@ -272,7 +254,6 @@ TORCH = Side(
         ),
         Engine(
             name="torch-compiler",
-            side="torchpar",
             folder="compiler",
             decides="DTensor: placements on a DeviceMesh",
             checks="nobody: DTensor makes each sum; an operator without a rule is an error where it runs",
@@ -305,9 +286,13 @@ TORCH = Side(
 )
 
 SIDES = {side.name: side for side in (JAX, TORCH)}
-STUDIED: dict[str, Engine] = {engine.name: engine for side in SIDES.values() for engine in side.engines}
+STUDIED: dict[str, Engine] = {
+    engine.name: replace(engine, side=name) for name, side in SIDES.items() for engine in side.engines
+}
 """The six engines: a command runs them by default, and tables and counts are of them."""
-PEERS: dict[str, Engine] = {engine.name: engine for side in SIDES.values() for engine in side.peers}
+PEERS: dict[str, Engine] = {
+    engine.name: replace(engine, side=name) for name, side in SIDES.items() for engine in side.peers
+}
 """Others' ways to train the same, beside ours when they are named."""
 ENGINES = STUDIED | PEERS
 """All that can be named."""
