@@ -53,7 +53,7 @@ OTHERS = {
         "runs": "what was run here: layout, verdict, size; --prune",
         "lesson": "one strategy in every engine, side by side, on a page",
         "list": "names of experiments, presets, faults, engines, lessons",
-        "doctor": "what is installed, and what can run here",
+        "doctor": "what is installed, and which devices there are",
     },
     "Use a trained model": {
         "convert": "a training's state into another format: nanoGPT, Hugging Face",

@@ -272,10 +272,9 @@ class Study(Spec, frozen=True, kw_only=True):
         """The plan with requests that any process in any place understands: data, weights, checkpoints."""
         if not planned.cases:
             return planned
-        Reporter(quiet=self.quiet).reads(planned.experiment)
-        prepared = prepare(planned.experiment, folder)
+        data, corpus_sha256 = prepare(planned.experiment, folder)
         init = freeze_weights(self.init_from, planned.experiment, folder, pythons=checked_pythons(self))
-        resumed = resumes(self.source, planned.cases, planned.experiment, prepared.corpus_sha256)
+        resumed = resumes(self.source, planned.cases, planned.experiment, corpus_sha256)
         cases = {}
         for name, case in planned.cases.items():
             request, resume = case.request, resumed.get(name, msgspec.UNSET)
@@ -283,9 +282,9 @@ class Study(Spec, frozen=True, kw_only=True):
             later = request.later_step
             request = replace(
                 request,
-                experiment=replace(case.experiment, data=prepared.experiment.data),
+                experiment=replace(case.experiment, data=data),
                 platform=self.platform,
-                corpus_sha256=prepared.corpus_sha256,
+                corpus_sha256=corpus_sha256,
                 timeout_s=self.timeout_s,
                 cache_dir=self.cache_dir,
                 init_from=init.path,
@@ -480,6 +479,7 @@ def findings_of(
     JSON; `more` are other fields of `Findings`.
     """
     incomplete = "" if outcome.is_complete or sentence.startswith("INCOMPLETE") else "INCOMPLETE: "
+    versions = ", ".join(map(" ".join, outcome.circumstances.versions.items()))
     return Findings(
         title=title or outcome.name,
         sentence=f"{incomplete}{sentence}",
@@ -491,6 +491,6 @@ def findings_of(
         left_out=outcome.left_out,
         spec=to_toml(outcome.experiment),
         command=outcome.line,
-        source=f"{outcome.circumstances.words} Every single value is in {OUTCOME} beside this page.",
+        source=f"{outcome.circumstances.words} {versions}. Every value is in {OUTCOME} beside this page.",
         **more,
     )

@@ -8,13 +8,11 @@ import tyro
 from msgspec import Struct
 
 from compare.contract.record import Record, read_record
-from compare.execute.paths import PICTURES, check_output
 from compare.host.tensors import RecordError
-from compare.judge.difference import RATES, Difference, common, difference
+from compare.judge.difference import RATES, Difference, difference
 from compare.judge.ladder import LADDER
 from compare.judge.outcome import OUTCOME, read_outcome
-from compare.present.report import difference_figure, loss_figure, rung_text
-from compare.show.figures import save_figures
+from compare.present.report import rung_text
 from compare.show.findings import Row, Table, Text, by_reason
 from compare.show.terminal import terminal_table
 from compare.terminal import PlainConsole, print_json, results_console
@@ -34,21 +32,17 @@ class Diff(Struct, frozen=True, kw_only=True):
     Try:
       shardpair diff runs/demo-20260101-120000 runs/demo-20260102-120000
       shardpair diff runs/demo-20260101-120000/jax-manual runs/demo-20260101-120000/torch-manual
-      shardpair diff runs/before runs/after --picture losses.png
     """
 
     a: Annotated[Path, tyro.conf.Positional]
     """The folder of a run, or RUN/ENGINE of one engine's: what the other is held against."""
     b: Annotated[Path, tyro.conf.Positional]
     """Of the other run."""
-    picture: Path | None = None
-    """Also save the loss curves, and their differences from the first one's (.png, .svg, .pdf)."""
     json: bool = False
     """Print the outcome as one JSON object on stdout instead of tables."""
 
     def __call__(self) -> int:
         """Compare. Returns 0 if they are alike, 1 if not. Raises RecordError: nothing can be compared."""
-        check_output("--picture", self.picture, kinds=PICTURES)
         of_a, of_b = _records(self.a), _records(self.b)
         pairs = [(name, name) for name in of_a if name in of_b] or [(next(iter(of_a)), next(iter(of_b)))]
         records = {a if a == b else f"{a} and {b}": (of_a[a], of_b[b]) for a, b in pairs}
@@ -60,9 +54,6 @@ class Diff(Struct, frozen=True, kw_only=True):
             print_json({"alike": alike, "pairs": differences})
         else:
             _print(results_console(), differences)
-        if self.picture:
-            runs = {str(run.folder): run for pair in records.values() for run in common(*pair)}
-            save_figures(self.picture, [loss_figure(runs), difference_figure(runs)], columns=2)
         return 0 if alike else 1
 
 

@@ -31,8 +31,8 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
 
     Trains the experiment `check` (float64, small, half a minute) with all engines under the strategy's
     layout, and writes one HTML page that needs no network: who holds what, each collective on a ring, the
-    source files with links between lines and the rows of the ledger that they cause, memory, and two
-    experiments to try. Exit code 1 if the engines do not agree.
+    source files with links between lines and the rows of the ledger that they cause, and memory. Exit code
+    1 if the engines do not agree.
 
     Try:
       shardpair lesson fully_sharded

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 from msgspec.structs import replace
 
 from compare.contract.run_lock import lock_folder
@@ -15,10 +15,10 @@ from compare.host.tensors import RecordError
 from compare.judge.outcome import OUTCOME, read_outcome, save
 from compare.show.findings import Column, table_of
 from compare.show.terminal import terminal_table
-from compare.spec.experiment import ExperimentError, Layout
+from compare.spec.experiment import ExperimentError
 from compare.studies.registry import read_study
 from compare.studies.run import tensors_of
-from compare.terminal import errors_console, human_bytes, print_json, results_console
+from compare.terminal import errors_console, human_bytes, layout_in_words, print_json, results_console
 
 
 class SavedRun(Struct, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class SavedRun(Struct, frozen=True, kw_only=True):
     command: str = ""
     experiment: str = ""
     layout: str = ""
-    """The settings that are not the default: "dp_shard=2 zero=3"; "" of a study of several layouts."""
+    """In words; "" of a study of several layouts."""
     verdict: str
     """In one line; of a study without one the command that shows it."""
     created_utc: str = ""
@@ -113,24 +113,18 @@ def _saved_run(folder: Path) -> SavedRun:
         outcome = read_study(folder)[1]
     except RecordError as error:
         return SavedRun(folder=str(folder), verdict=str(error), bytes=size)
-    layouts = {case.experiment.layout for case in outcome.cases.values()} or {outcome.experiment.layout}
+    trained = [case.experiment for case in outcome.cases.values()] or [outcome.experiment]
+    layouts = {layout_in_words(experiment, outcome.platform) for experiment in trained}
     judged = outcome.verdicts or outcome.study == "run"
     return SavedRun(
         folder=str(folder),
         command=outcome.study,
         experiment=outcome.name,
-        layout=_in_settings(layouts.pop()) if len(layouts) == 1 else "",
+        layout=layouts.pop() if len(layouts) == 1 else "",
         verdict=outcome.sentence() if judged else f"{outcome.progress}; shardpair report {folder}",
         created_utc=outcome.circumstances.created_utc,
         bytes=size,
     )
-
-
-def _in_settings(layout: Layout) -> str:
-    """The fields of a layout that are not the default, as they are written; "one device" if all are."""
-    default = to_builtins(Layout())
-    changed = [f"{name}={value}" for name, value in to_builtins(layout).items() if value != default[name]]
-    return " ".join(changed) or "one device"
 
 
 def _size(folder: Path) -> int:

@@ -18,8 +18,6 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
-from msgspec import Struct
-
 from compare.checkpoint.description import CHECKPOINTS
 from compare.checkpoint.saver import remove_unfinished
 from compare.contract import record as files
@@ -37,7 +35,7 @@ from compare.numerics.data import open_corpus, standard_library_text
 from compare.numerics.evaluation import require_validation
 from compare.spec.engines.engine import Side
 from compare.spec.engines.registry import side_of
-from compare.spec.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError, Layout, edited
+from compare.spec.experiment import MAX_CPU_DEVICES, Data, Experiment, ExperimentError, Layout, edited
 
 POLITE_S = 3.0
 
@@ -59,16 +57,8 @@ class EnvironmentMissing(RuntimeError):
     """This machine lacks something that the experiment needs. The message is one line."""
 
 
-class Prepared(Struct, frozen=True, kw_only=True):
-    """An experiment whose data is validated and frozen, in a folder that we may write to."""
-
-    experiment: Experiment
-    folder: Path
-    corpus_sha256: str
-
-
-def prepare(experiment: Experiment, folder: Path) -> Prepared:
-    """Freeze and validate the data in the folder of a run: the last thing that can fail early.
+def prepare(experiment: Experiment, folder: Path) -> tuple[Data, str]:
+    """Freeze and validate the data in the folder of a run, and take its digest: the last early failure.
 
     Any process in any place then reads the same tokens: the standard library's text is copied, because the
     two sides may run on two versions of Python, and a relative path becomes absolute. The folder is removed
@@ -88,7 +78,7 @@ def prepare(experiment: Experiment, folder: Path) -> Prepared:
     except BaseException:
         remove_run_dir(folder)
         raise
-    return Prepared(experiment=frozen, folder=folder, corpus_sha256=corpus.sha256)
+    return frozen.data, corpus.sha256
 
 
 def require_devices(experiment: Experiment, platform: str, hosts: Hosts = HERE) -> None:

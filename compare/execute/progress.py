@@ -5,22 +5,17 @@ import sys
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
 from compare.contract.record import Step
 from compare.contract.request import Request
 from compare.execute.launch import EngineError
-from compare.numerics.data import TRAINING
-from compare.spec.experiment import Experiment
-from compare.terminal import coloured, human_bytes, human_seconds, messages_console, printable
+from compare.terminal import coloured, human_seconds, messages_console, printable
 
 LOG_LINES = 20
 LINE_S = 60.0
 """Between two lines in a pipe."""
-LONG_TO_READ = 500_000_000
-"""Bytes of data that are read for seconds."""
 
 
 class Pace:
@@ -71,14 +66,6 @@ class Reporter:
         # Not console.is_terminal, which FORCE_COLOR makes true in a pipe as well.
         self._draws = not quiet and sys.stderr.isatty() and not self.console.is_dumb_terminal
         self._requests: Mapping[str, Request] = {}
-
-    def reads(self, experiment: Experiment) -> None:
-        """Say that the data is validated, if that takes a while: all of it is read and hashed, once."""
-        source = Path(experiment.data.source)
-        with contextlib.suppress(OSError, ValueError):  # what is no file is said by those who read it
-            file = source / TRAINING if source.is_dir() else source
-            if (size := file.stat().st_size) >= LONG_TO_READ:
-                self._say(f"{file}: {human_bytes(size)} are read once, to validate and to hash them")
 
     def start(self, requests: Mapping[str, Request]) -> None:
         """Say what is to come: the requests of all cases by name, in the order in which they run."""

@@ -7,9 +7,8 @@ from compare.judge.bench_agreement import agreement_summary, mistakes, unequal_t
 from compare.judge.statistics import MIN_ROUNDS, interval_words
 from compare.judge.timed_outcome import TimedOutcome, blocks
 from compare.show.findings import written
-from compare.terminal import human_bytes, layout_in_words
+from compare.terminal import layout_in_words
 
-PACKAGES = ("python", "jax", "torch")
 CACHED = "Compiled programs may have been kept between processes: compilation may have been reading one."
 
 
@@ -35,8 +34,8 @@ def in_one_line(result: TimedOutcome) -> str:
 
 
 def sentences(result: TimedOutcome) -> list[str]:
-    """What must be known to read the table: how it was timed, where, and what is missing."""
-    timing, machine, versions = result.timing, result.circumstances.machine, result.circumstances.versions
+    """What must be known to read the table: how it was timed, and what is missing."""
+    timing = result.timing
     without = dict.fromkeys(case.block for case in result.cases.values() if not result.baseline_of(case))
     missing = f" (which is not in {', '.join(without)})" if without else ""
     interval = f"Fewer than {MIN_ROUNDS} rounds: no interval can be told."
@@ -54,10 +53,6 @@ def sentences(result: TimedOutcome) -> list[str]:
         f"device.",
         f"Ratios are to {result.baseline}{missing}, within a round; the median over rounds. {interval}",
         f"GFLOP/s are the model's, without what is computed anew.{ceiling if ceilings else ''}",
-        f"Machine: {machine.cpu_model}, {machine.cores} cores, {human_bytes(machine.memory_bytes)} of "
-        f"memory, {machine.system}; "
-        f"{', '.join(f'{name} {versions[name]}' for name in PACKAGES if name in versions)}; "
-        f"{result.circumstances.made_by}.",
         *filter(None, [agreement_summary(result)]),
         *([CACHED] if any(case.request.cache_dir for case in result.cases.values()) else []),
     ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from compare.contract.communication import summed
-from compare.contract.record import Manifest, Record
+from compare.contract.record import Record
 from compare.host.disk import write_atomically
 from compare.judge.ladder import RungResult, Verdict, rungs_of
 from compare.judge.metrics import METRICS
@@ -20,7 +20,6 @@ from compare.present.profile import measured_figures, planned_figures
 from compare.show.figures import INK, Figure, curves, differences
 from compare.show.findings import NONE, Findings, Row, Table, Text, written
 from compare.show.page import write_page
-from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import to_toml
 from compare.studies.ledgers import engine_ledger
 from compare.study import findings_of
@@ -78,7 +77,6 @@ def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
             ledger_table(records, outcome),
             *map(table_of_layout, layouts_of([ledger for ledger in ledgers if ledger.flows])),
         ],
-        details=[manifest_table(name, record) for name, record in records.items()],
         notes=[f"{ledger.case}: {why}." for ledger in ledgers for why in ledger.unexpected],
     )
     return replace(
@@ -230,23 +228,3 @@ def ledger_table(records: Mapping[str, Record], outcome: Outcome) -> Table:
 
 def _sent(size: int, calls: int, wire: int) -> Text:
     return Text(human_bytes(size), f"{calls:,} call{'s' * (calls > 1)}, wire {human_bytes(wire)}")
-
-
-def manifest_table(name: str, record: Record) -> Table:
-    """Circumstances of one case: what its manifest says in words and numbers."""
-    manifest = record.manifest
-    facts = {field: getattr(manifest, field) for field in Manifest.__struct_fields__}
-    facts |= {"layout": layout_in_words(manifest.experiment, manifest.platform)}
-    facts |= {"versions": ", ".join(f"{package} {number}" for package, number in manifest.versions.items())}
-    facts |= {"peak_memory_bytes": ", ".join(map(human_bytes, manifest.peak_memory_bytes))}
-    return Table(
-        name=f"How {name} was run: {ENGINES[manifest.engine].decides}",
-        corner="fact",
-        columns=["value"],
-        rows=[
-            Row(Text(field.replace("_", " ")), [Text(str(value))])
-            for field, value in facts.items()
-            if value and isinstance(value, str | int)
-        ],
-        look="words",
-    )

@@ -20,7 +20,7 @@ from compare.plan.search import USABLE, Candidate, search
 from compare.show.findings import Findings, table_of
 from compare.spec.engines.registry import REFERENCE, side_of
 from compare.spec.experiment import Experiment
-from compare.studies.this_machine import HERE, machine_of
+from compare.studies.this_machine import HERE, machine_here
 from compare.study import Study, findings_of
 from compare.terminal import human_bytes
 
@@ -101,8 +101,8 @@ class Plan(Study, frozen=True, kw_only=True):
         here = re.fullmatch(rf"{HERE}(?:x(\d{{1,4}}))?", self.machine)
         if not here:
             return read_machine(self.machine, link_speed=self.link_speed)
-        how = {"pythons": checked_pythons(self), "anyway": self.anyway}
-        machine = machine_of(HERE, int(here[1] or DEVICES), self.engine, experiment, **how)
+        devices, pythons = int(here[1] or DEVICES), checked_pythons(self)
+        machine = machine_here(self.engine, experiment, devices, pythons=pythons, anyway=self.anyway)
         return slowed(machine, self.link_speed) if self.link_speed != 1 else machine
 
     def _absent(

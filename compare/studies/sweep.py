@@ -9,21 +9,18 @@ measures strategies, and proves that they compute the same.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from compare.contract.record import Record, read_record
 from compare.execute.launch import require_devices
 from compare.flags import EngineName, chosen_engines
 from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.judge.metrics import METRICS
 from compare.judge.outcome import Grid, Outcome
 from compare.numerics.parameters import parameter_count
-from compare.present.report import loss_figure
-from compare.show.figures import Figure
 from compare.show.findings import Column, Findings, Table, table_of
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited
@@ -119,7 +116,7 @@ class Sweep(Study, frozen=True, kw_only=True):
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
-        """A row for each strategy on each engine; losses, or throughput over devices."""
+        """A row for each strategy on each engine; in scaling with throughput over devices."""
         rows, experiment = rows_of(outcome), outcome.experiment
         found = verdict_findings(
             outcome,
@@ -132,10 +129,8 @@ class Sweep(Study, frozen=True, kw_only=True):
             ],
             tables=[sweep_table(rows, scaled=is_scaled(outcome))],
         )
-        records = {name: read_record(folder / name) for name in outcome.finished if (folder / name).is_dir()}
-        figures = [] if is_scaled(outcome) else loss_figures(outcome, records)
         value = {"rows": rows, "passed": found.passed, "verdict": found.sentence, "result": outcome}
-        return msgspec.structs.replace(found, value=value, figures=figures)
+        return msgspec.structs.replace(found, value=value)
 
 
 def is_scaled(outcome: Outcome) -> bool:
@@ -197,16 +192,3 @@ def sweep_table(rows: Sequence[Row], *, scaled: bool) -> Table:
     )
     title = "Strategies over devices" if scaled else "Strategies side by side"
     return table_of(title, columns, rows, below=below, words=1)
-
-
-def loss_figures(outcome: Outcome, records: Mapping[str, Record]) -> list[Figure]:
-    """The loss curves of each engine's strategies, beside what they are held against."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name in records:
-        if against := outcome.cases[name].against:
-            groups.setdefault((outcome.cases[name].engine, against), [against]).append(name)
-    return [
-        loss_figure({name: records[name] for name in names}, f"Loss of {engine}, against {against}")
-        for (engine, against), names in groups.items()
-        if against in records
-    ]

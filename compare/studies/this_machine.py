@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from compare.execute.load import busy_cores, require_idle
 from compare.execute.machine import memory_bytes
 from compare.execute.paths import RUNS
 from compare.host.facts import cores
-from compare.plan.machine import LinkSpeed, Machine, read_machine
+from compare.plan.machine import LinkSpeed, Machine
 from compare.spec.engines.registry import TORCH, side_of
 from compare.spec.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError, Layout
 from compare.studies.collectives import fitted_all_reduce, sizes_between
@@ -34,21 +33,21 @@ COPIED = 64 * 2**20
 ROW_S = 0.1
 
 
-def measure_here(
+def machine_here(
     engine: str,
     experiment: Experiment,
     devices: int,
     *,
-    folder: Path,
     pythons: Mapping[str, str],
     anyway: bool,
     hosts: Hosts = ONE_HOST,
 ) -> Machine:
     """Measure this machine for one engine's side; of several hosts all are taken to be like it.
 
-    The folder is empty, and all hosts see it. `anyway` measures a busy machine, too.
-    Raises ExperimentError, EnvironmentMissing, EngineError.
+    `anyway` measures a busy machine, too. Raises ExperimentError, EnvironmentMissing, EngineError.
     """
+    if not 1 <= devices <= MAX_CPU_DEVICES:
+        raise ExperimentError(f"--devices {devices}: give between 1 and {MAX_CPU_DEVICES}")
     side = side_of(engine)
     require_idle(busy_cores(), anyway=anyway)
     hosts.require(Layout(dp_replicate=devices))
@@ -65,9 +64,11 @@ def measure_here(
         if ranks == 1:
             return LinkSpeed(bytes_per_s=1e30, latency_s=0.0)
         way, sizes = OURS if side.name == TORCH.name else "xla", sizes_between(1024, 2**22)
-        place = folder / f"{over.count}x{ranks}"
         given = {"ranks": ranks, "row_s": ROW_S, "pythons": pythons, "hosts": over}
-        fit = fitted_all_reduce(way, sizes, place, **given)
+        if over.several:  # they share the folder of the results, and not /tmp
+            RUNS.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=RUNS if over.several else None) as folder:
+            fit = fitted_all_reduce(way, sizes, Path(folder) / "all_reduce", **given)
         rate = min(fit.bytes_per_s * ring_wire_bytes("all_reduce", 2**20, ranks) / 2**20, 1e30)
         latency_s = fit.latency_us / 1e6 / math.ceil(math.log2(ranks))
         return LinkSpeed(bytes_per_s=rate / sharing_it, latency_s=latency_s)
@@ -87,27 +88,6 @@ def measure_here(
         # A device of each host is timed; all of a host share its link.
         across=link(hosts.count, hosts, inside) if hosts.count > 1 else within,
     )
-
-
-def machine_of(text: str, devices: int, engine: str, experiment: Experiment, **how: Any) -> Machine:
-    """The machine that a flag names: that of a file, or this one, measured now as `how` says.
-
-    Raises ExperimentError, EnvironmentMissing, EngineError, Interrupted.
-    """
-    if text != HERE:
-        machine = read_machine(text)
-        if machine.devices != devices:
-            raise ExperimentError(
-                f"--machine {text} has {machine.devices} devices, --devices {devices}: make them one"
-            )
-        return machine
-    if not 1 <= devices <= MAX_CPU_DEVICES:
-        raise ExperimentError(f"--devices {devices}: give between 1 and {MAX_CPU_DEVICES}")
-    several = how.get("hosts", ONE_HOST).several
-    if several:  # they share the folder of the results, and not /tmp
-        RUNS.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=RUNS if several else None) as folder:
-        return measure_here(engine, experiment, devices, folder=Path(folder), **how)
 
 
 def _copied_per_s() -> float:

@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -14,14 +15,14 @@ from compare.host.disk import write_atomically
 from compare.judge.outcome import Grid, Outcome
 from compare.judge.statistics import Estimate, estimate
 from compare.judge.timed_outcome import timed
-from compare.plan.machine import Machine
+from compare.plan.machine import Machine, read_machine
 from compare.plan.predict import predict
 from compare.plan.search import Candidate, search
 from compare.show.findings import Column, Findings, table_of
 from compare.spec.engines.registry import REFERENCE, STUDIED
 from compare.spec.experiment import Experiment, ExperimentError, edited, to_toml
 from compare.studies.presets import check_names
-from compare.studies.this_machine import HERE, machine_of
+from compare.studies.this_machine import HERE, machine_here
 from compare.timing import Timed, timed_findings
 
 FASTER = 1.2
@@ -70,9 +71,15 @@ class Tune(Timed, frozen=True, kw_only=True):
             raise ExperimentError("--dry_run measures nothing: give --machine a file that tune has kept")
         check_names("--engines", "engine", self.engines, STUDIED)
         asked, machines = self.asked(), {}
-        how = {"pythons": checked_pythons(self), "hosts": self.found_hosts(), "anyway": self.anyway}
+        how: dict[str, Any] = {"pythons": checked_pythons(self), "hosts": self.found_hosts()}
+        how["anyway"] = self.anyway
         for name in self.engines:
-            machines[name] = machine_of(self.machine, self.devices, name, asked, **how)
+            here = self.machine == HERE
+            machine = machine_here(name, asked, self.devices, **how) if here else read_machine(self.machine)
+            if machine.devices != self.devices:
+                has = f"--machine {self.machine} has {machine.devices} devices"
+                raise ExperimentError(f"{has}, --devices {self.devices}: make them one")
+            machines[name] = machine
         planned = super(Tune, replace(self, machines=machines)).planned()
         predicted = {
             name: 1e3 * predict(case.engine, case.experiment, machines[case.engine]).seconds

@@ -16,7 +16,6 @@ from compare.cli import main
 from compare.contract.record import Step
 from compare.contract.request import REQUEST, Request
 from compare.execute import load
-from compare.execute.launch import Prepared
 from compare.host.json_files import write_json
 from compare.spec.experiment import Experiment, edited, to_toml
 
@@ -82,9 +81,7 @@ def engines(tmp_path, monkeypatch, tiny) -> MadeUp:
     """Made-up engines of a study in the working folder, beside tiny.toml."""
     made_up = MadeUp()
     monkeypatch.setattr(study, "launch", made_up)
-    monkeypatch.setattr(
-        study, "prepare", lambda one, at: Prepared(experiment=one, folder=at, corpus_sha256=CORPUS)
-    )
+    monkeypatch.setattr(study, "prepare", lambda asked, at: (asked.data, CORPUS))
     monkeypatch.setattr(study, "open_corpus", lambda one: SimpleNamespace(sha256=CORPUS))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.toml").write_text(to_toml(tiny))

@@ -135,4 +135,3 @@ def test_what_cannot_be_compared_is_one_line(base, tmp_path, tiny, capsys):
     }.items():
         assert main(["diff", str(base), str(tmp_path / other)]) == 2
         assert says in capsys.readouterr().err
-    assert main(["diff", str(base), str(base), "--picture", "losses.doc"]) == 2

@@ -2,15 +2,12 @@
 
 import sys
 
-import numpy as np
 import pytest
 
 from compare.cli import main
-from compare.execute import launch, packages, progress
+from compare.execute import launch, packages
 from compare.execute.launch import visible_gpus
 from compare.execute.paths import create_run_dir, remove_run_dir
-from compare.execute.progress import Reporter
-from compare.spec.experiment import edited
 
 ARGUMENTS = ["run", "check", "--engines", "torch-manual", "--quiet"]
 
@@ -85,14 +82,3 @@ def test_refused_data_leaves_no_folder(folder, capsys):
     remove_run_dir(own)
     assert (folder / "place").is_dir()  # which may have been there
     assert create_run_dir("demo") != create_run_dir("demo")  # two that begin at once
-
-
-def test_a_long_reading_is_said(folder, tiny, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "LONG_TO_READ", 1000)
-    np.zeros(2000, "<u2").tofile(folder / "train.bin")
-    for source in ("train.bin", str(folder)):
-        Reporter().reads(edited(tiny, {"data": {"source": source}}))
-        assert "train.bin: 4 kB are read once, to validate and to hash them" in capsys.readouterr().err
-    for source in ("stdlib", "synthetic", "missing.bin"):
-        Reporter().reads(edited(tiny, {"data": {"source": source}}))
-    assert capsys.readouterr().err == ""

@@ -55,8 +55,6 @@ def test_doctor_as_json(capsys, monkeypatch):
         said = json.loads(capsys.readouterr().out)
         assert said["sides"]["jaxpar"]["cpu_devices"] == "many"
         assert said["sides"]["torchpar"].get("error") == (None if other is report else other)
-        assert [engine["engine"] for engine in said["engines"]] == list(STUDIED)
-        assert (said["engines"][-1]["cpu_devices"] == "not installed") == (other is not report)
 
 
 def test_completion_knows_the_commands_and_their_flags(capsys, tmp_path):

@@ -97,6 +97,7 @@ def test_links_of_several_hosts_are_measured_inside_and_across(
     tiny, monkeypatch, tmp_path, launcher, sharing
 ):
     """Two hosts of two devices: an all-reduce in one host, and one between a device of each."""
+    monkeypatch.chdir(tmp_path)
     asked = []
 
     def fitted_all_reduce(implementation, sizes, folder, *, ranks, hosts, **how):
@@ -111,9 +112,9 @@ def test_links_of_several_hosts_are_measured_inside_and_across(
     monkeypatch.setattr(this_machine, "memory_bytes", lambda: 16e9)
     ceiling = SimpleNamespace(by_size={64: 1e9})
     monkeypatch.setattr(this_machine, "measure_ceiling", lambda *given, **how: ceiling)
-    how = {"folder": tmp_path, "pythons": {"torchpar": "python"}, "anyway": False}
+    how = {"pythons": {"torchpar": "python"}, "anyway": False}
     hosts = Hosts(launcher=launcher, count=2)
-    found = this_machine.measure_here("torch-manual", tiny, 4, hosts=hosts, **how)
+    found = this_machine.machine_here("torch-manual", tiny, 4, hosts=hosts, **how)
     assert asked == [(2, 1), (2, 2)]
     assert (found.hosts, found.devices_inside) == (2, 2)
     assert (found.inside.latency_s, found.across.latency_s) == (1.0, 2.0)
@@ -122,4 +123,4 @@ def test_links_of_several_hosts_are_measured_inside_and_across(
     assert found.memory_bytes == 16e9 / sharing
     assert found.peak == {"float64": 1e9 * min(1.0, 2 / sharing)}
     with pytest.raises(ExperimentError, match="do not divide"):
-        this_machine.measure_here("torch-manual", tiny, 3, hosts=hosts, **how)
+        this_machine.machine_here("torch-manual", tiny, 3, hosts=hosts, **how)

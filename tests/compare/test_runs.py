@@ -43,7 +43,8 @@ def test_runs_are_listed_with_layout_verdict_and_size(tmp_path, tiny, told, caps
     (runs / "link").symlink_to(runs / "agrees")
     found = {Path(run["folder"]).name: run for run in told(runs)}
     assert found.keys() == {"agrees", "lacks", "garbled"}
-    assert [found[name]["layout"] for name in ("agrees", "lacks")] == ["dp_replicate=2", "one device"]
+    layouts = ["data parallel over 2: 2 CPU devices", "nothing split: 1 CPU device"]
+    assert [found[name]["layout"] for name in ("agrees", "lacks")] == layouts
     assert found["agrees"]["verdict"].startswith("PASS: jax-manual agrees with torch-manual")
     assert found["lacks"]["verdict"].startswith("INCOMPLETE: ")
     assert found["garbled"]["verdict"].startswith(f"{runs / 'garbled' / OUTCOME} cannot be read")

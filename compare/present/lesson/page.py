@@ -26,7 +26,7 @@ from compare.show.page import write_page
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError
 from compare.studies.ledgers import engine_ledger
-from compare.studies.lessons import FOLDERS, LESSONS, SOURCES, TRIALS, run_command, source_file
+from compare.studies.lessons import FOLDERS, LESSONS, SOURCES, run_command, source_file
 from compare.terminal import layout_in_words
 
 _PLACE = re.compile(r"^([\w./-]+\.py):(\d+)")
@@ -126,7 +126,6 @@ def lesson_page(strategy: str, outcome: Outcome, records: Mapping[str, Record], 
         engines=ENGINES,
         sent=sent,
         anchors={key: "row-" + re.sub(r"\W+", "-", "-".join(filter(None, key))) for key in keys},
-        trials=TRIALS[strategy],
     )
 
 
