@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from msgspec.structs import asdict
 
-from compare.contract.progress import Progress
+from compare.contract.recording import Progress
 from compare.numerics.optimizer import step_scalars
 from compare.numerics.parameters import storage_dtype
 from compare.numerics.stream import shapes_of_step

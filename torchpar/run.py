@@ -12,7 +12,7 @@ import torch
 
 from compare.contract.communication import LOSS
 from compare.contract.other_hosts import facts_here, leave_hosts, require_agreement
-from compare.contract.progress import Progress
+from compare.contract.recording import Progress
 from compare.contract.request import Request
 from compare.numerics.data import Corpus
 from compare.numerics.stream import OwnBatches

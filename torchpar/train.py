@@ -11,8 +11,7 @@ import torch
 
 from compare.contract.faults import IGNORED
 from compare.contract.inputs import open_stream, starting_parameters
-from compare.contract.progress import Progress
-from compare.contract.recording import Recording
+from compare.contract.recording import Progress, Recording
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
 from compare.numerics.evaluation import require_validation

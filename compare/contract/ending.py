@@ -1,10 +1,6 @@
-"""How a run ends before its last step: exit codes, numbers that are not finite, and a signal that asks."""
+"""How a run ends before its last step: exit codes, errors, and a signal that asks."""
 
-import math
 import signal
-from collections.abc import Callable
-
-from compare.contract.record import Step
 
 DONE, FAILED = 0, 1
 BAD_REQUEST = 2
@@ -40,14 +36,3 @@ class StopRequest:
             cls.came = True
 
         signal.signal(ASKED, note)
-
-
-def end_if_diverged(engine: str, step: Step, *, where: Callable[[], str]) -> None:
-    """Raise DivergedError unless the loss and the gradient norm of a step are finite.
-
-    `where` is called only then: a clause about the first tensor that is not finite.
-    """
-    values = {"loss": step.loss, "gradient norm": step.grad_norm}
-    wrong = [f"its {name} is {value}" for name, value in values.items() if not math.isfinite(value)]
-    if wrong:
-        raise DivergedError(f"{engine} diverged at step {step.step}: {' and '.join(wrong)}; {where()}")

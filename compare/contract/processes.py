@@ -29,8 +29,6 @@ class Process(NamedTuple):
     """Number on its host; all numbers are from 0."""
     coordinator: str
     """HOST:PORT, where all meet; it is on process 0's host."""
-    told_by: str
-    """SLURM, torchrun or --coordinator."""
 
     @property
     def is_first(self) -> bool:
@@ -91,7 +89,6 @@ def _of_slurm(environment: Mapping[str, str]) -> Process | None:
         count=int(environment["SLURM_NTASKS"]),
         local=int(environment["SLURM_LOCALID"]),
         coordinator=f"{first_host(environment['SLURM_STEP_NODELIST'])}:{port}",
-        told_by="SLURM",
     )
 
 
@@ -104,7 +101,6 @@ def _of_torchrun(environment: Mapping[str, str]) -> Process | None:
         local=int(environment.get("LOCAL_RANK", "0")),
         # torchrun's own store listens at MASTER_PORT: another service needs a port of its own.
         coordinator=f"{environment.get('MASTER_ADDR', '')}:{environment.get('MASTER_PORT', '0')}",
-        told_by="torchrun",
     )
 
 
@@ -125,7 +121,6 @@ def _of_flags(arguments: argparse.Namespace) -> Process | None:
         count=arguments.processes,
         local=arguments.local_process,
         coordinator=arguments.coordinator,
-        told_by="--coordinator",
     )
 
 

@@ -4,26 +4,97 @@ Both sides' loops tell a `Recording` how far they are; it asks its side for what
 of a rung, the losses of an evaluation, the parts of a checkpoint, what the run cost.
 """
 
+import math
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 import numpy as np
 from msgspec import UNSET
 
 from compare.checkpoint.description import CHECKPOINTS, Checkpoint
 from compare.checkpoint.saver import Part, Saver
-from compare.contract.ending import ASKED, StoppedEarly, end_if_diverged
+from compare.contract.ending import ASKED, DivergedError, StoppedEarly
 from compare.contract.faults import IGNORED
-from compare.contract.progress import FinishedStep, Progress
-from compare.contract.record import Manifest, Recorder, write_tensors
+from compare.contract.record import Manifest, Recorder, Step, write_tensors
 from compare.contract.request import MOMENTS, REQUEST, Request, Rung
 from compare.contract.timing import Window
 from compare.host.json_files import read_json
 from compare.numerics.evaluation import Evaluation, is_due
+from compare.numerics.learning_rate import learning_rate
+from compare.numerics.loss_scale import LossScale, next_scale
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import parameter_count
+from compare.spec.experiment import Experiment
+
+
+class FinishedStep(NamedTuple):
+    """A step that has run: the progress before it, and its numbers."""
+
+    step: int
+    updates: int
+    loss_scale: LossScale | None
+    loss: SupportsFloat
+    """A scalar, perhaps still on the device; so is the norm."""
+    grad_norm: SupportsFloat
+
+    def record(self, experiment: Experiment, *, seconds: float, **more: Any) -> Step:
+        """Its line of the record, with `more` fields. A skipped step has a norm of 0."""
+        norm = float(self.grad_norm)
+        skipped = self.loss_scale is not None and not math.isfinite(norm)
+        return Step(
+            step=self.step,
+            loss=float(self.loss),
+            grad_norm=0.0 if skipped else norm,
+            lr=learning_rate(experiment.optimizer, self.updates),
+            step_time_ms=seconds * 1e3,
+            tokens_per_s=experiment.tokens_per_step / seconds if seconds else UNSET,
+            loss_scale=self.loss_scale.scale if self.loss_scale else UNSET,
+            skipped=skipped,
+            **more,
+        )
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """How far a training has come.
+
+    Attributes:
+        step: the place in the stream of data: the batch to come is `batch(step)`.
+        updates: of the weights so far: what the schedule and Adam's bias correction follow.
+        loss_scale: what the next step's loss is multiplied by, in float16.
+        evaluation: of the weights as they are, where there was one.
+    """
+
+    step: int = 0
+    updates: int = 0
+    loss_scale: LossScale | None = None
+    evaluation: Evaluation | None = None
+
+    def finished(self, loss: SupportsFloat, grad_norm: SupportsFloat) -> FinishedStep:
+        """The step from here; call it before `move_on`."""
+        return FinishedStep(self.step, self.updates, self.loss_scale, loss, grad_norm)
+
+    def move_on(self, engine: str, experiment: Experiment, *, grad_norm: float | None = None) -> bool:
+        """After a step, whose norm is needed where there is a loss scale. Returns whether it was skipped.
+
+        Raises:
+            DivergedError: gradients overflow at the smallest loss scale.
+        """
+        skipped = False
+        if self.loss_scale is not None:
+            assert grad_norm is not None
+            skipped = not math.isfinite(grad_norm)
+            try:
+                self.loss_scale = next_scale(self.loss_scale, experiment.precision, overflowed=skipped)
+            except OverflowError as error:
+                raise DivergedError(f"{engine} diverged at step {self.step}: its {error}") from None
+        self.step += 1
+        self.evaluation = None
+        self.updates += not skipped
+        return skipped
 
 
 class RecordedSide(Protocol):
@@ -143,15 +214,16 @@ class Recording:
         if request.timing and request.timing.is_in_window(first):
             self._windows.append(window)
         for finished in done:
-            line = finished.record(
-                self._experiment,
-                seconds=seconds,
-                memory=self._side.memory(),
-                instrumented=any(observer.watched == finished.step for observer in self._observers),
-            )
+            watched = any(observer.watched == finished.step for observer in self._observers)
+            seen = {"memory_bytes": self._side.memory(), "instrumented": watched}
+            line = finished.record(self._experiment, seconds=seconds, **seen)
             if self._recorder:
                 self._recorder.step(line)
-            end_if_diverged(request.engine, line, where=self._side.not_finite)
+            values = {"loss": line.loss, "gradient norm": line.grad_norm}
+            wrong = [f"its {name} is {value}" for name, value in values.items() if not math.isfinite(value)]
+            if wrong:
+                said = f"{request.engine} diverged at step {line.step}: {' and '.join(wrong)}"
+                raise DivergedError(f"{said}; {self._side.not_finite()}")
         if rung := request.weights_due.get(done[-1].step + 1 - request.first_step):
             self._leave(rung)
         if request.ladder and first == request.first_step:

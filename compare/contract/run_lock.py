@@ -15,10 +15,6 @@ from pathlib import Path
 from compare.spec.experiment import ExperimentError
 
 
-class FolderInUse(ExperimentError):
-    """Another run holds the folder: nothing in it may be touched, not even to say so."""
-
-
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Generator[None]:
     """Hold `folder` against every other run until the block ends.
@@ -26,8 +22,7 @@ def lock_folder(folder: Path) -> Generator[None]:
     A file system without such locks, as NFS, is told on standard error, and the block runs without one.
 
     Raises:
-        FolderInUse: another run holds it. It is never waited for.
-        ExperimentError: there is no such folder, or it cannot be opened.
+        ExperimentError: another run holds it, which is never waited for; or there is no such folder.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -38,7 +33,7 @@ def lock_folder(folder: Path) -> Generator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             in_use = f"{folder} is in use by another run: wait for its end, or take another folder"
-            raise FolderInUse(in_use) from None
+            raise ExperimentError(in_use) from None
         except OSError as error:
             no_locks = f"its file system has no locks ({error.strerror})"
             print(f"{folder}: {no_locks}: do not start a second run in it", file=sys.stderr)

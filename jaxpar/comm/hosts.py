@@ -32,8 +32,8 @@ def join(process: Process, *, devices: int, platform: str, timeout_s: float) -> 
     """Become one of the processes of a run, which drive as many devices each: see `join_devices`."""
     if devices % process.count:
         raise MissingDevicesError(
-            f"the layout needs {devices} devices, which {process.count} processes ({process.told_by}) do "
-            "not divide: start another number of them"
+            f"the layout needs {devices} devices, which {process.count} processes do not "
+            "divide: start another number of them"
         )
     _here.append(process)
     share = devices // process.count

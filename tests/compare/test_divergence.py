@@ -7,9 +7,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from compare.contract.ending import DivergedError, end_if_diverged
+from compare.contract.ending import DivergedError
 from compare.contract.inputs import starting_parameters
-from compare.contract.record import ERROR, MANIFEST, STEPS_PART, Failure, Step
+from compare.contract.record import ERROR, MANIFEST, STEPS_PART, Failure
 from compare.contract.record import read_steps as steps_of
 from compare.contract.request import Request
 from compare.host.json_files import read_json
@@ -25,22 +25,6 @@ from torchpar.train import set_up, train_step
 # No layer's gradient survives weights of 1e30. One layer and no ladder: one small program to compile.
 DIVERGING = ("--optimizer.learning_rate", "1e30", "--optimizer.no-decay_lr", "--optimizer.warmup_iters", "0")
 SMALL = ("--model.n_layer", "1", "--train.max_iters", "6", "--no_ladder")
-
-
-def a_step(**fields: float) -> Step:
-    values = {"loss": 1.0, "grad_norm": 2.0, "lr": 0.1, "step_time_ms": 1.0, **fields}
-    return Step(step=3, **values)
-
-
-def test_the_line_says_engine_step_and_what():
-    for fields, what in (
-        ({"grad_norm": math.inf}, "its gradient norm is inf"),
-        ({"loss": math.inf, "grad_norm": math.nan}, "its loss is inf and its gradient norm is nan"),
-    ):
-        with pytest.raises(DivergedError) as error:
-            end_if_diverged("jax-manual", a_step(**fields), where=lambda: "here")
-        assert str(error.value) == f"jax-manual diverged at step 3: {what}; here"
-    end_if_diverged("jax-manual", a_step(), where=lambda: pytest.fail("it looked"))
 
 
 def test_the_first_tensor_that_is_not_finite_is_named(tiny):

@@ -10,7 +10,7 @@ from forks import run_torchpar
 
 from compare.contract.record import STEPS_PART, Recorder, Step, read_failure
 from compare.contract.request import REQUEST, Request
-from compare.contract.run_lock import FolderInUse, lock_folder
+from compare.contract.run_lock import lock_folder
 from compare.host.disk import DiskFull, full_disk_named, no_room, remove_leftovers, write_atomically
 from compare.host.json_files import write_json
 from compare.host.signals import describe_exit
@@ -31,7 +31,7 @@ def test_a_killed_holder_lets_go_and_what_it_started_does_not_hold(tmp_path):
     holder = processes.start([sys.executable, "-c", script, str(tmp_path)])
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
-    with pytest.raises(FolderInUse), lock_folder(tmp_path):
+    with pytest.raises(ExperimentError, match="is in use by another run"), lock_folder(tmp_path):
         pass
     holder.kill()
     holder.communicate()

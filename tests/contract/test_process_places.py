@@ -37,12 +37,12 @@ def flags(coordinator="head:1234", processes=2, process=1):
 def test_slurm_comes_first_then_torchrun_then_flags():
     slurm = find(SLURM | TORCHRUN, flags())
     assert slurm is not None
-    assert (slurm.number, slurm.count, slurm.local, slurm.told_by) == (5, 8, 1, "SLURM")
+    assert (slurm.number, slurm.count, slurm.local) == (5, 8, 1)
     assert slurm.address[0] == "gpu03"
     torchrun = find(TORCHRUN, flags())
-    assert torchrun == Process(3, 4, 1, "head:29500", "torchrun")
+    assert torchrun == Process(3, 4, 1, "head:29500")
     assert torchrun.variables == TORCHRUN
-    assert find({}, flags()) == Process(1, 2, 0, "head:1234", "--coordinator")
+    assert find({}, flags()) == Process(1, 2, 0, "head:1234")
     assert find() is None
 
 

@@ -9,9 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from compare.contract.ending import DivergedError
-from compare.contract.progress import FinishedStep, Progress
 from compare.contract.record import EVALUATIONS, STEPS_PART, Recorder, read_steps, read_tensors
-from compare.contract.recording import Observer, Recording
+from compare.contract.recording import FinishedStep, Observer, Progress, Recording
 from compare.contract.request import Request, Rung, rungs_asked_for
 from compare.contract.timing import Stopwatch, Timing, Window
 from compare.numerics.evaluation import Evaluation, steps_due
@@ -100,9 +99,17 @@ def test_steps_are_written_with_their_share_of_the_time(tiny, tmp_path):
 
 def test_a_step_that_is_not_finite_is_written_and_ends_the_run(tiny, tmp_path):
     side = SideOf(Request(engine="torch-manual", experiment=tiny))
-    with pytest.raises(DivergedError, match="step 0: its gradient norm is inf; here"):
-        Recording(side, Recorder(tmp_path), tmp_path).steps([done(0, norm=math.inf)], ONE)
-    assert len(read_steps(tmp_path / STEPS_PART)) == 1
+    for lines, (numbers, says) in enumerate(
+        (
+            ({"norm": math.inf}, "its gradient norm is inf"),
+            ({"loss": math.nan}, "its loss is nan"),
+            ({"loss": math.inf, "norm": math.nan}, "its loss is inf and its gradient norm is nan"),
+        ),
+        start=1,
+    ):
+        with pytest.raises(DivergedError, match=f"^torch-manual diverged at step 0: {says}; here$"):
+            Recording(side, Recorder(tmp_path), tmp_path).steps([done(0, **numbers)], ONE)
+        assert len(read_steps(tmp_path / STEPS_PART)) == lines
 
 
 @pytest.mark.parametrize("writes", [True, False])

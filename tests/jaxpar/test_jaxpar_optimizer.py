@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from compare.contract.progress import Progress
+from compare.contract.recording import Progress
 from compare.numerics.optimizer import global_norm as reference_norm
 from compare.numerics.optimizer import reference_step
 from compare.numerics.parameters import initial_parameters, parameter_table

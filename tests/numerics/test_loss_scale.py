@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from records import make_record, make_steps
 
 from compare.contract.ending import DivergedError
-from compare.contract.progress import Progress
+from compare.contract.recording import Progress
 from compare.contract.request import Request, ResumePoint
 from compare.judge.ladder import LOSS_SCALE, OF_FIRST_STEP, REQUEST, climb
 from compare.numerics.loss_scale import LossScale, first_scale, next_scale

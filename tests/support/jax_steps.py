@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from compare.contract.communication import Communication, summed
-from compare.contract.progress import Progress
+from compare.contract.recording import Progress
 from compare.numerics.data import open_corpus
 from compare.numerics.parameters import parameter_count
 from compare.spec.experiment import Data, Experiment, Layout, Model, Optimizer, Precision, Train

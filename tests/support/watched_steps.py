@@ -2,7 +2,7 @@
 
 import jax
 
-from compare.contract.progress import Progress
+from compare.contract.recording import Progress
 from compare.numerics.data import open_corpus
 from compare.numerics.stream import arrays_of_step
 from compare.spec.experiment import Data, Experiment, Model, Train
