@@ -8,10 +8,8 @@ HSDP = Layout(dp_replicate=2, dp_shard=2, zero=3)
 ALL_AXES = Layout(dp_shard=2, zero=3, tp=2, pp=2, microbatches=2)
 CROSSING = [
     (Layout(dp_replicate=4), 2, {"dp_replicate"}),
-    (HSDP, 2, {"dp_replicate"}),
     (HSDP, 4, {"dp_replicate", "dp_shard"}),
     (Layout(dp_replicate=2, tp=2), 2, {"dp_replicate"}),
-    (Layout(tp=4), 2, {"tp"}),
     (ALL_AXES, 2, {"pp"}),
     (ALL_AXES, 4, {"pp", "dp_shard"}),
 ]

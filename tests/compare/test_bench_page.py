@@ -36,11 +36,6 @@ def test_page_stands_alone_and_has_every_row_with_its_interval(tmp_path, result)
     assert sum("[" in cell for cell in cells) == 2 * 6  # wall and CPU of all but the two baselines
 
 
-def test_page_of_one_case_has_no_ratios(tmp_path, tiny):
-    page = page_of(finished(cases_of(tiny, engines=("torch-manual",)), rounds=1), tmp_path)
-    assert "nothing to divide by torch-manual" in page
-
-
 def test_ratios_say_no_more_than_they_know():
     assert written(None, ".2f") == "-"
     assert written(Estimate(median=0.734, rounds=3), ".2f") == "0.73"
@@ -69,10 +64,7 @@ def test_words_say_what_must_be_known(result, tiny):
     said = " ".join(sentences(result))
     assert "CPU timings: 5 rounds" in said
     assert "Around it: 93.8 % intervals of 5 rounds." in said
-    assert in_one_line(result).startswith(
-        "Wall time over that of torch-manual, 5 rounds: torch-library under fsdp-2"
-    )
-    assert "; torch-library layout.bucket_mb=1 under ddp-2 1.78 [" in in_one_line(result)
+    assert in_one_line(result).startswith("Wall time over that of torch-manual, 5 rounds: torch-library")
     few = msgspec.structs.replace(result, rounds=4)
     assert "Fewer than 5 rounds: no interval" in " ".join(sentences(few))
     others = {case.name: case for case in cases_of(tiny, engines=("jax-manual",))}

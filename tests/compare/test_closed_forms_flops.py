@@ -36,15 +36,8 @@ def test_nanogpt_estimates_the_same(name):
     assert model_flops_per_token(experiment) == 6 * n + 12 * layers * h * q * t
 
 
-@pytest.mark.parametrize(
-    "unknown",
-    ["", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GH200 480GB", "NVIDIA GeForce RTX 4090 Laptop GPU"],
-)
-def test_an_unknown_chip_has_no_peak(unknown):
-    assert peak_flops(unknown, "bfloat16") is None
-
-
 def test_peaks_are_of_the_dtype_and_without_sparsity():
+    assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16") is None  # nobody guesses
     assert peak_flops(H100, "bfloat16") == 989.5e12
     assert peak_flops(H100, "tf32") == 494.5e12
     assert peak_flops(H100, "float32") == 67e12

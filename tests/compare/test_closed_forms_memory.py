@@ -28,10 +28,8 @@ def test_zero_stages(zero, parts):
     form = held(dp_shard=4, zero=zero)
     for kind, copies in zip(KINDS, (1, 1, 2), strict=True):
         assert form[kind] == [copies * WHOLE / (4 if kind in parts else 1)] * 4
-
-
-def test_fsdp2_holds_shards_between_the_steps_of_zero_2():
-    assert held("torch-library", dp_shard=4, zero=2) == held(dp_shard=4, zero=3)
+    # FSDP2 holds shards between the steps of ZeRO 2.
+    assert zero != 2 or held("torch-library", dp_shard=4, zero=2) == held(dp_shard=4, zero=3)
 
 
 def test_tensor_parallelism_repeats_norms_row_biases_and_positions():
@@ -46,9 +44,6 @@ def test_pipelines_keep_the_ends_at_the_ends():
     assert first == 8 * (BLOCK + V * C + T * C)
     assert middle == [8 * BLOCK] * 2
     assert last == 8 * (BLOCK + V * C + 2 * C)
-
-
-def test_pipelines_of_one_program_keep_the_ends_everywhere():
     assert held("jax-manual", pp=4)["parameters"] == [8 * (BLOCK + V * C + T * C + 2 * C)] * 4
 
 

@@ -5,19 +5,13 @@ import pytest
 
 from compare.contract.memory_profile import (
     CLASSES,
-    MEMORY,
     POINTS,
-    DeviceMemory,
-    MemoryProfile,
-    Peak,
     PhaseStart,
     device_memory,
 )
-from compare.host.json_files import read_json, write_json
 from compare.judge.closed_forms.peak import in_flight, peak_estimate
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.simulator import peak_in_flight
-from compare.present.memory import place_of
 from compare.spec.experiment import Experiment, Layout, Model, Precision, Train, edited
 
 C, H, T, V, L, B = 32, 4, 16, 100, 4, 8
@@ -93,14 +87,6 @@ def test_a_pipeline_keeps_what_its_schedule_has_in_flight():
             logits = peak_estimate("torch-manual", experiment)["logits"]
             assert logits[:3] == [0, 0, 0]
             assert logits[3] >= 3 * 8 * N / microbatches * V
-
-
-def test_a_plan_without_a_moment_is_read_as_it_was_written(tmp_path):
-    peak = Peak(bytes={"parameters": 12, "XLA's temporaries": 5})
-    profile = MemoryProfile(devices=[DeviceMemory(peak=peak)], method="XLA's plan")
-    write_json(tmp_path / MEMORY, profile)
-    assert read_json(tmp_path / MEMORY, MemoryProfile) == profile
-    assert (peak.total, place_of(peak), profile.fullest) == (17, "", 0)
 
 
 def test_lifetimes_add_up():

@@ -30,9 +30,7 @@ CANNOT = (
     (("--prompt", ""), "--prompt is empty"),
     (("--prompt_tokens", "256"), "token 256: the model has 0 to 255"),
     (("--tokens", "0"), "--tokens"),
-    (("--temperature", "-1"), "--temperature"),
     (("--temperature", "inf"), "--temperature"),
-    (("--temperature", "nan"), "--temperature"),
 )
 
 

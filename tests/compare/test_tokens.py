@@ -35,8 +35,6 @@ class Code:
 
 CONTENTS = (
     (pickle.dumps({"stoi": Code()}), "it has more than dicts, lists, text and numbers"),
-    (b"", "is no meta.pkl of nanoGPT"),
-    (pickle.dumps([1]), "is no meta.pkl of nanoGPT"),
     (pickle.dumps({"vocab_size": 2}), "it has no stoi"),
     (b"\x80\x04}K\x01" + b"\x85" * 3_000_000 + b"K\x02s.", "it has more than dicts, lists, text and"),
     (pickle.dumps({"stoi": {"a": "x"}}), "is no meta.pkl of nanoGPT"),
@@ -63,8 +61,3 @@ def test_the_size_of_a_vocabulary_is_what_nanogpt_reads(tmp_path):
         (tmp_path / META).write_bytes(pickle.dumps(content))
         with pytest.raises(ExperimentError, match="it has no vocab_size"):
             alphabet_size(tmp_path / META)
-
-
-def test_what_nobody_can_read_is_said():
-    with pytest.raises(ExperimentError, match="it does not say how text is written"):
-        alphabet_of(spec("synthetic", 300))

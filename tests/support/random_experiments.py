@@ -3,23 +3,16 @@
 The draw is free; what cannot work is refused by the project's own checks and by each engine's declaration,
 and drawn again. So a refusal that is missing shows as a run that fails, and one too many as an engine that is
 not there. What is left out on purpose is arithmetic on which no two correct programs agree: see `_settings`.
-
-    python tests/support/random_experiments.py 40               # run forty; a line each, 1 if one fails
-    python tests/support/random_experiments.py 1 --first 17     # the one that failed, again
 """
 
-import argparse
 import itertools
 import random
 import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import quick_xla
 
 from compare.spec.engines.registry import ENGINES, STUDIED
 from compare.spec.experiment import Experiment, ExperimentError, revalidate, to_toml
@@ -40,15 +33,6 @@ class Drawn(NamedTuple):
     """From 0, of its seed."""
     experiment: Experiment
     engines: list[str]
-
-    def __str__(self) -> str:
-        experiment, model, layout = self.experiment, self.experiment.model, self.experiment.layout
-        degrees = " ".join(f"{axis}={degree}" for axis, degree in layout.axes.items() if degree > 1)
-        return (
-            f"{self.number}: {degrees or 'single'}, zero {layout.zero}, {experiment.precision.dtype}, "
-            f"L {model.n_layer} H {model.n_head} C {model.n_embd} T {model.block_size} V {model.vocab_size}, "
-            f"{', '.join(self.engines)}"
-        )
 
 
 def experiments(seed: int = SEED) -> Iterator[Drawn]:
@@ -185,28 +169,3 @@ def what_went_wrong(done: subprocess.CompletedProcess) -> str:
     said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     verdict = [line for line in said if "FAIL" in line or "INCOMPLETE" in line]
     return f"exit code {done.returncode}: {(verdict or said or ['not a word'])[-1]}"
-
-
-def main(arguments: list[str]) -> int:
-    """Run some of a seed's experiments, and say a line about each. Returns 1 if one failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("count", type=int, help="how many")
-    parser.add_argument("--first", type=int, default=0, help="number of the first")
-    chosen = parser.parse_args(arguments)
-    quick_xla.use()
-    failed = []
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(chosen.first, chosen.first + chosen.count):
-            drawn = experiment_of(SEED, number)
-            command = [sys.executable, "-m", "compare", *arguments_of(drawn, Path(folder))]
-            wrong = what_went_wrong(
-                subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-            )
-            print(f"{drawn}: {wrong or 'PASS'}", flush=True)
-            failed += [number] * bool(wrong)
-    print(f"{len(failed)} of {chosen.count} failed" + (f": {', '.join(map(str, failed))}" if failed else ""))
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
