@@ -37,17 +37,10 @@ CASES = {  # all placements are in test_torchpar_shards.py
     "torch-library": (TORCH_LIBRARY["zero1"], TORCH_LIBRARY["fsdp_tp"], TORCH_SHARED["tp_sp_pp"]),
     "torch-compiler": (TORCH_COMPILER["zero1"], TORCH_COMPILER["fsdp_tp_sp"]),
 }
-OPTIMIZERS = {
-    "adamw": Optimizer(),
-    "momentum": Optimizer(name="sgd", momentum=0.9),
-    "sgd": Optimizer(name="sgd"),
-}
 
 
-def spec(layout: Layout, optimizer: str = "adamw") -> Experiment:
-    return Experiment(
-        model=MODEL, layout=layout, optimizer=OPTIMIZERS[optimizer], precision=Precision(dtype="float64")
-    )
+def spec(layout: Layout, optimizer: Optimizer) -> Experiment:
+    return Experiment(model=MODEL, layout=layout, optimizer=optimizer, precision=Precision(dtype="float64"))
 
 
 def restored(engine: str, experiment: Experiment, rank: int, checkpoint: Path) -> Run:
@@ -68,43 +61,32 @@ def restored(engine: str, experiment: Experiment, rank: int, checkpoint: Path) -
     return run
 
 
-def there_and_back(rank: int, engine: str, experiment: Experiment, folder: str) -> None:
-    checkpoint = Path(folder) / "given" / "checkpoints" / folder_name(STEP)
-    run = restored(engine, experiment, rank, checkpoint)
+def there_and_back(rank: int, engine: str, experiment: Experiment) -> None:
+    """All ranks in one temporary folder, which the first one makes."""
+    world = make_mesh(experiment.layout, rank=rank, device=CPU).world
+    folder = Path(world.all_gather_objects(tempfile.mkdtemp() if rank == 0 else "")[0])
+    if rank == 0:
+        write_random(folder / "given", experiment)
+    world.all_gather_objects(None)
+    run = restored(engine, experiment, rank, folder / "given" / "checkpoints" / folder_name(STEP))
     assert (run.state.step, run.state.updates) == (STEP, UPDATES)
     whole = random_state(experiment)
     for group, key in moment_keys(experiment.optimizer).items():
         parts = shards(run.parallel, MODEL, run.mesh, of_moments=True)
         for shard, array in held(run.parallel.own_moments(key), parts):
             np.testing.assert_array_equal(array, cut(whole[group, shard.name], shard), err_msg=str(shard))
-    saver = Saver(Path(folder) / "taken", [rank], of=experiment.layout.devices, keep=1)
+    saver = Saver(folder / "taken", [rank], of=experiment.layout.devices, keep=1)
     saver.save(describe(experiment), state_parts(run))
     saver.finish()
-    run.mesh.world.all_gather_objects(None)  # the first completes it
-    assert_is_random(Path(folder) / "taken" / folder_name(STEP), experiment)
+    world.all_gather_objects(None)  # the first completes it
+    assert_is_random(folder / "taken" / folder_name(STEP), experiment)
 
 
 @pytest.mark.parametrize("engine", CASES)
 @on_ranks
 def test_every_layout_takes_a_state_and_gives_it_back(rank: int, engine: str) -> None:
     for layout in CASES[engine]:
-        _shared(rank, engine, spec(layout))
-
-
-@pytest.mark.parametrize("engine", CASES)
-@on_ranks
-def test_other_optimizers_too(rank: int, engine: str) -> None:
-    for optimizer in ("momentum", "sgd"):
+        there_and_back(rank, engine, spec(layout, Optimizer()))
+    for optimizer in (Optimizer(name="sgd", momentum=0.9), Optimizer(name="sgd")):
         for layout in (TORCH_ZERO["zero1"], TORCH_ZERO["zero3"]):
-            _shared(rank, engine, spec(layout, optimizer))
-
-
-def _shared(rank: int, engine: str, experiment: Experiment) -> None:
-    """All ranks in one temporary folder, which the first one makes and removes."""
-    mesh = make_mesh(experiment.layout, rank=rank, device=CPU)
-    made = tempfile.mkdtemp() if rank == 0 else None
-    place = mesh.world.all_gather_objects(made)[0]
-    if rank == 0:
-        write_random(Path(place) / "given", experiment)
-    mesh.world.all_gather_objects(None)
-    there_and_back(rank, engine, experiment, place)
+            there_and_back(rank, engine, spec(layout, optimizer))

@@ -1,6 +1,5 @@
 """Costs of torch-manual's FSDP, and when they arise: pieces, peaks, order, on four gloo ranks."""
 
-from collections.abc import Iterable
 from unittest.mock import patch
 
 import pytest
@@ -8,15 +7,13 @@ import torch
 from modules import Odd, double, stack
 from ranks import RANKS, on_ranks
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from compare.contract.memory_profile import Class
 from torchpar import wrappers
 from torchpar.manual import fully_sharded
 from torchpar.manual.flat_parameters import FlatParameters
 from torchpar.manual.fully_sharded import FSDP
-from torchpar.measure import watch as measure
 from torchpar.measure.memory import MemorySink, resident_bytes
+from torchpar.measure.watch import Watch
 
 
 def sharded_by_layer(module: nn.Sequential) -> FSDP:
@@ -40,22 +37,14 @@ def test_pieces_cut_everything_once(rank: int) -> None:
     assert all(flat.full.untyped_storage().nbytes() == 0 for flat in sharded.flats)
 
 
-class Watch(TorchDispatchMode):
+def watched(sharded: FSDP) -> MemorySink:
+    """It knows what is there before a pass."""
+    return MemorySink({"parameters": sharded.parameters(), "gathered parameters": transient(sharded)})
+
+
+def most_gathered(memory: MemorySink) -> int:
     """The most bytes of whole parameters at once."""
-
-    def __init__(self, sharded: FSDP):
-        super().__init__()
-        self.storages = [flat.untyped_storage() for flat in transient(sharded)]
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages))
-        return func(*args, **(kwargs or {}))
-
-
-def held(sharded: FSDP) -> dict[Class, Iterable[torch.Tensor]]:
-    """What is there before a pass."""
-    return {"parameters": sharded.parameters(), "gathered parameters": transient(sharded)}
+    return max(memory.memory().curve.bytes["gathered parameters"])
 
 
 @on_ranks
@@ -70,19 +59,18 @@ def test_peak_is_the_shard_and_two_units(rank: int) -> None:
         for piece in sharded.parameters():
             piece.grad = None
         shards = resident_bytes(sharded.parameters())
-        watch = Watch(sharded)
-        memory = MemorySink(held(sharded))
-        with measure.Watch(memory), watch:
+        memory = watched(sharded)
+        with Watch(memory):
             sharded(x).sum().backward()
             sharded.finish_gradient_synchronization()
-        assert watch.peak == 2 * unit, watch.peak / unit
+        assert most_gathered(memory) == 2 * unit
         beyond.append((memory.memory().peak.total - 2 * shards - activations) / unit)
     # Gradients: a unit's buffer and a layer's gradient on its way in, a unit under way and its exchange. The
     # least of some steps: gloo's thread may drop the tensors of a collective that is done a moment late.
     assert min(beyond) <= 2 + 4, beyond
     assert shards == pytest.approx(layers * unit / RANKS, rel=0.01)
-    memory = MemorySink(held(sharded))
-    with measure.Watch(memory), torch.no_grad():
+    memory = watched(sharded)
+    with Watch(memory), torch.no_grad():
         sharded(x)
     assert memory.memory().peak.total <= shards + 2 * unit + activations
 
@@ -92,10 +80,10 @@ def test_a_frozen_prefix_is_freed_too(rank: int) -> None:
     module = stack(layers=8)
     module[:6].requires_grad_(False)
     sharded = sharded_by_layer(module)
-    watch = Watch(sharded)
-    with watch:
+    memory = watched(sharded)
+    with Watch(memory):
         sharded(torch.ones(1, 16, dtype=double)).sum().backward()
-    assert watch.peak == 2 * (16 * 16 + 16) * 8
+    assert most_gathered(memory) == 2 * (16 * 16 + 16) * 8
 
 
 @on_ranks

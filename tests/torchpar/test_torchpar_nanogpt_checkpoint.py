@@ -100,16 +100,6 @@ def test_written_back_it_is_what_nanogpt_goes_on_from(saved, trained, tmp_path):
     assert train(model, optimizer, steps) == train(own_model, own_optimizer, steps)
 
 
-def first_group(saved: dict) -> dict:
-    """What the optimizer notes of the parameters that decay."""
-    return saved["optimizer"]["param_groups"][0]
-
-
-def exchange(state: dict, one: int, other: int) -> None:
-    """Two moments of as many elements, as where parameters were in another order."""
-    state[one], state[other] = state[other], state[one]
-
-
 def changed(saved: Path, folder: Path, change: Callable[[dict], object]) -> Checkpoint:
     """Import a checkpoint whose content was changed, into a new folder."""
     content = torch.load(saved, weights_only=True)
@@ -156,20 +146,26 @@ def test_what_a_ckpt_cannot_say_is_not_exported(tmp_path):
     assert not (tmp_path / "back.pt").exists()
 
 
+def first_group(saved: dict) -> dict:
+    """What the optimizer notes of the parameters that decay."""
+    return saved["optimizer"]["param_groups"][0]
+
+
+def exchange(saved: dict) -> None:
+    """Two moments of as many elements, as where parameters were in another order."""
+    state = saved["optimizer"]["state"]
+    state[4], state[5] = state[5], state[4]
+
+
 SPOILED = (
-    (lambda saved: saved.pop("optimizer"), "Object missing required field `optimizer`"),
     (lambda saved: saved.update(iter_num="three"), "Expected `int`, got `str` - at `\\$.iter_num`"),
     (lambda saved: saved.update(iter_num=9), r"iter_num = 9, and its optimizer is at step \[3\]"),
     (lambda saved: saved["model_args"].update(n_layer=3), "has 28 tensors and the model 40"),
     (lambda saved: saved["model_args"].update(n_head=3), "model.n_head = 3 does not divide"),
     (lambda saved: first_group(saved)["params"].pop(), "has 27 parameters, and the model 28"),
-    (
-        lambda saved: exchange(saved["optimizer"]["state"], 4, 5),
-        r"exp_avg of .* is \(8, 32\), and the weight \(32, 8\): its parameters are in another order",
-    ),
+    (exchange, r"exp_avg of .* is \(8, 32\), and the weight \(32, 8\): its parameters are in another order"),
     (lambda saved: first_group(saved).update(amsgrad=True), "its optimizer has amsgrad"),
     (lambda saved: first_group(saved).update(eps=1e-3), "or other betas or eps for each"),
-    (lambda saved: saved["optimizer"]["state"][0].update(step="x"), r"is at step \[\]"),
     (lambda saved: saved["model"].update(x=torch.eye(3).to_sparse()), "x among its weights is no tensor"),
     (
         lambda saved: saved["optimizer"]["state"][0].update(exp_avg=torch.eye(3).to_sparse()),

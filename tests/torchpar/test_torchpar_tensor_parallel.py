@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from compare.spec.experiment import Model
 from torchpar.manual import megatron
 from torchpar.manual.megatron import (
-    Split,
     VocabParallelCrossEntropy,
     VocabParallelEmbedding,
     enter_region,
@@ -56,21 +55,6 @@ def test_each_mapping_and_its_backward(rank: int) -> None:
         (output * cotangent).sum().backward()
         close(output, value)
         close(leaf.grad, gradient)
-
-
-@on_ranks
-def test_cuts_round_trip(rank: int) -> None:
-    for shape, split in (
-        ((24, 5), Split(dim=0, size=24, groups=3)),
-        ((5, 8), Split(dim=1, size=8)),
-        ((10, 3), Split(dim=0, size=10)),
-        ((2, 3), Split(dim=0, size=2)),  # fewer rows than ranks
-        ((15,), Split(dim=0, size=15, groups=3)),
-    ):
-        whole = normal(*shape)
-        mine = split.parameter(whole, axis())
-        assert torch.equal(split.gather(mine.detach(), axis()), whole), split
-        assert mine.untyped_storage().nbytes() == mine.nbytes  # the whole is not kept
 
 
 @on_ranks

@@ -5,7 +5,7 @@ import msgspec
 from compare.contract.timeline import Span
 from torchpar.comm.collectives import Call
 from torchpar.measure.trace import STEP as STEP_NAME
-from torchpar.measure.trace import WAIT, read_trace, without
+from torchpar.measure.trace import WAIT, read_trace
 
 BASE_NS = 7_000_000_000
 MARKS: dict[str, Span] = {}
@@ -19,17 +19,9 @@ def mark(kind, name, **fields) -> str:
 
 
 def event(name, begin, end, cat="cpu_op", correlation=None):
+    times = {"ph": "X", "pid": 1, "tid": 1, "ts": begin, "dur": end - begin}
     arguments = {} if correlation is None else {"correlation": correlation, "stream": 7}
-    return {
-        "ph": "X",
-        "cat": cat,
-        "name": str(name),
-        "pid": 1,
-        "tid": 1,
-        "ts": begin,
-        "dur": end - begin,
-        "args": arguments,
-    }
+    return times | {"cat": cat, "name": str(name), "args": arguments}
 
 
 def spans_of(*events, on_gpu=False, library_calls=()):
@@ -45,13 +37,8 @@ def times(spans: list[Span], kind: str):
 
 
 STEP = event(STEP_NAME, 0, 1000, "user_annotation")
-GRADIENTS = mark(
-    "communication",
-    "all_reduce of gradients",
-    operation="all_reduce",
-    axis="dp_replicate",
-    purpose="gradients",
-)
+SUM = {"operation": "all_reduce", "axis": "dp_replicate", "purpose": "gradients"}
+GRADIENTS = mark("communication", "all_reduce of gradients", **SUM)
 
 
 def test_compute_has_holes_where_the_rank_waits_and_a_collective_is_gloos():
@@ -156,8 +143,3 @@ def test_kernels_belong_to_the_phase_that_launched_them():
     assert times(found.spans, "communication") == [(380, 520)]
     (sent,) = (span for span in found.spans if span.kind == "communication")
     assert (sent.operation, sent.axis, sent.purpose) == ("all_reduce", "dp_replicate", "gradients")
-
-
-def test_what_is_left_of_an_interval():
-    assert list(without((0, 10), [(8, 12), (2, 4), (3, 5), (-3, 1)])) == [(1, 2), (5, 8)]
-    assert list(without((0, 10), [(-1, 11)])) == []

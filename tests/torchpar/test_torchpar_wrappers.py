@@ -149,8 +149,11 @@ def test_data_parallel(rank: int) -> None:
 
 @on_ranks
 def test_fully_sharded(rank: int) -> None:
+    shards = process_groups.make_group([[0, 1], [2, 3]])
+    replicas = process_groups.make_group([[0, 2], [1, 3]])
+    hybrid = {"group": shards, "replicate_group": replicas}
     for make in HABITS.values():
-        for options in SHARDED.values():
+        for options in (*SHARDED.values(), hybrid):
             module = make(rank)
             plain = {name for name, _ in module.named_parameters()}
             unused = {"find_unused_parameters": True} if isinstance(module, Branch) else {}
@@ -189,19 +192,6 @@ def test_sharded_optimizer(rank: int) -> None:
                 assert_same(module.state_dict(), expected.state_dict())
             held = sum(v.numel() for state in optimizer.state.values() for v in state.values() if v.dim())
             assert held <= 2 * sum(p.numel() for p in named.values()) // RANKS + 2 * len(named)
-
-
-@on_ranks
-def test_hybrid_shards(rank: int) -> None:
-    shards = process_groups.make_group([[0, 1], [2, 3]])
-    replicas = process_groups.make_group([[0, 2], [1, 3]])
-    model = FSDP(Odd(rank), group=shards, replicate_group=replicas)
-    optimizer = AdamW(groups(model.pieces))
-    for step, expected in enumerate(reference(Odd, steps=2)):
-        three_passes(model, model, rank, step)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert_same(model.full_state_dict(), expected.state_dict())
 
 
 @on_ranks
@@ -264,21 +254,19 @@ def test_whole_states(rank: int) -> None:
 
 @on_ranks
 def test_a_step_or_a_clipping_before_gradients_are_finished_is_an_error(rank: int) -> None:
+    early = partial(pytest.raises, RuntimeError, match="finish_gradient_synchronization")
     for make in (DataParallel, FSDP):
         module = stack(2)
         model = make(module)
         optimizer = AdamW(list(model.parameters()))
+        clips = [partial(clip, list(module.parameters())) for clip in (clip_grad_norm_, clip_grad_value_)]
         for _ in range(2):
             model(normal(4, 16)).sum().backward()
-            with pytest.raises(RuntimeError, match="finish_gradient_synchronization"):
+            with early():
                 optimizer.step()
-            if make is DataParallel:
-                for clip in (clip_grad_norm_, clip_grad_value_):
-                    with pytest.raises(RuntimeError, match="finish_gradient_synchronization"):
-                        clip(module.parameters(), 1.0)
-            else:
-                with pytest.raises(RuntimeError, match="finish_gradient_synchronization"):
-                    model.clip_grad_norm_(1.0)
+            for clip in clips if make is DataParallel else [model.clip_grad_norm_]:
+                with early():
+                    clip(1.0)
             with pytest.raises(RuntimeError, match="zero_grad"):
                 model(normal(4, 16))
             model.zero_grad()  # gives the step up
@@ -291,9 +279,9 @@ def test_a_step_or_a_clipping_before_gradients_are_finished_is_an_error(rank: in
     module = stack(2)
     sharded = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1, reduce_gradients=True)
     module(normal(4, 16)).sum().backward()
-    for early in (sharded.step, lambda: sharded.clip_grad_norm_(1.0)):
-        with pytest.raises(RuntimeError, match="finish_gradient_synchronization"):
-            early()
+    for act in (sharded.step, partial(sharded.clip_grad_norm_, 1.0)):
+        with early():
+            act()
 
 
 class Hidden(nn.Linear):
