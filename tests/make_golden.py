@@ -110,11 +110,7 @@ def flags() -> Iterator[str]:
 
 
 def write_data(folder: Path, experiment: Experiment, corpus: Corpus) -> dict[str, int]:
-    """train.bin and val.bin with all windows of T + 1 tokens in the order of their use, meta.pkl.
-
-    Returns:
-        How many windows there are, by use: training, then evaluation of each split.
-    """
+    """Write all windows of T + 1 tokens in the order of their use; returns how many, by use or split."""
     train = experiment.train
     passes = train.eval_iters // train.gradient_accumulation_steps
     batches = {"training": [corpus.batch(experiment, step) for step in range(train.max_iters)]} | {
@@ -129,20 +125,14 @@ def write_data(folder: Path, experiment: Experiment, corpus: Corpus) -> dict[str
         use: np.concatenate([np.concatenate([x, y[:, :, -1:]], axis=2) for x, y in of_use])
         for use, of_use in batches.items()
     }
-    in_files = {"train.bin": ("training", SPLITS[0]), "val.bin": SPLITS[1:]}
-    for name, uses in in_files.items():
-        tokens = np.concatenate([windows[use] for use in uses]).astype("<u2")
-        (folder / name).write_bytes(tokens.tobytes())
+    for name, uses in {"train.bin": ("training", SPLITS[0]), "val.bin": SPLITS[1:]}.items():
+        np.concatenate([windows[use] for use in uses]).astype("<u2").tofile(folder / name)
     (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": experiment.model.vocab_size}))
     return {use: found.shape[0] * found.shape[1] for use, found in windows.items()}
 
 
 class Watcher:
-    """Deals windows, loads the initial weights, and records what nanoGPT computes.
-
-    Attributes:
-        weights: the canonical initial weights; their names and shapes are the record's.
-    """
+    """Deals windows, loads the initial weights, and records what nanoGPT computes."""
 
     def __init__(self, experiment: Experiment, recorder: Recorder, windows: dict[str, int]):
         self.experiment = experiment
@@ -181,17 +171,14 @@ class Watcher:
         assert {nanogpt_name(name) for name in self.weights} == set(parameters)
         for name, array in self.weights.items():
             parameters[nanogpt_name(name)].data.copy_(to_nanogpt(name, array))
-        self.initial_weights = self._canonical(parameters)
-        write_tensors(self.recorder.folder, Rung.INITIAL_WEIGHTS, self.initial_weights)
+        self.initial_weights = self._write(Rung.INITIAL_WEIGHTS, parameters)
         model.register_forward_hook(self._after_forward)
 
     def clip_grad_norm(self, parameters: Iterator[torch.Tensor], max_norm: float) -> torch.Tensor:
         """In place of `clip_grad_norm_`: see the gradients before it, and its norm after it."""
         if self._step == 0:
-            named = dict(self.model.named_parameters())
-            write_tensors(
-                self.recorder.folder, Rung.GRADIENTS, self._canonical({n: p.grad for n, p in named.items()})
-            )
+            gradients = {name: parameter.grad for name, parameter in self.model.named_parameters()}
+            self._write(Rung.GRADIENTS, gradients)
         norm = self._clip(parameters, max_norm)
         self._norm = norm.item()
         return norm
@@ -209,24 +196,25 @@ class Watcher:
             inputs, targets = (torch.stack([one[i] for one in self._passes]) for i in (0, 1))
             batch = {"inputs": inputs.int().numpy(), "targets": targets.int().numpy()}
             write_tensors(self.recorder.folder, Rung.BATCH, batch)
-            write_tensors(self.recorder.folder, Rung.FIRST_WEIGHTS, self._canonical(parameters))
+            self._write(Rung.FIRST_WEIGHTS, parameters)
             for rung, key in MOMENTS[self.experiment.optimizer.name].items():
-                moments = {name: optimizer.state[p][key] for name, p in parameters.items()}
-                write_tensors(self.recorder.folder, rung, self._canonical(moments))
+                self._write(rung, {name: optimizer.state[p][key] for name, p in parameters.items()})
         self._passes.clear()
         self._step += 1
         if self._step == self.experiment.train.max_iters:
-            write_tensors(self.recorder.folder, Rung.LATER_WEIGHTS, self._canonical(parameters))
+            self._write(Rung.LATER_WEIGHTS, parameters)
 
     def _after_forward(self, module: torch.nn.Module, inputs: tuple, outputs: tuple) -> None:
         if module.training:
             self._passes.append((*inputs, outputs[1].item()))
 
-    def _canonical(self, tensors: dict) -> dict[str, np.ndarray]:
-        return {
+    def _write(self, rung: Rung, tensors: dict) -> dict[str, np.ndarray]:
+        canonical = {
             name: to_canonical(name, tensors[nanogpt_name(name)], array.shape)
             for name, array in self.weights.items()
         }
+        write_tensors(self.recorder.folder, rung, canonical)
+        return canonical
 
 
 def train(checkout: Path, experiment: Experiment, corpus: Corpus, recorder: Recorder) -> Watcher:
@@ -296,18 +284,12 @@ def main(checkout: Path, optimizer: str, output: Path) -> None:
     )
     recorder.leave(Ledger())
     recorder.finish(manifest)
-    git = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True, check=True
-    )
-    provenance = {
-        "source": SOURCE,
-        "commit": git.stdout.strip(),
-        "ran": {
-            name: hashlib.sha256((checkout / name).read_bytes()).hexdigest()
-            for name in ("model.py", "train.py", "configurator.py")
-        },
+    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=checkout, text=True).strip()
+    ran = {
+        name: hashlib.sha256((checkout / name).read_bytes()).hexdigest()
+        for name in ("model.py", "train.py", "configurator.py")
     }
-    write_json(output / "provenance.json", provenance)
+    write_json(output / "provenance.json", {"source": SOURCE, "commit": commit, "ran": ran})
 
 
 if __name__ == "__main__":

@@ -43,12 +43,12 @@ def start_by_hand(hosts: NetHosts, folder: Path, *, timeout_s: float) -> list:
 def test_a_link_that_is_cut_shortly_is_outlived_and_one_that_stays_cut_is_named(tmp_path):
     with net_hosts(2, tmp_path) as hosts:
         both = start_by_hand(hosts, tmp_path, timeout_s=4.0)
-        hosts.unplug(1)
+        hosts.link(1, "down")
         time.sleep(1.0)
-        hosts.plug(1)
+        hosts.link(1, "up")
         before = steps(tmp_path)
         wait_for(lambda: steps(tmp_path) > before + 3, both[0])
-        hosts.unplug(1)
+        hosts.link(1, "down")
         ended = [process.communicate(timeout=PATIENCE_S) and process.returncode for process in both]
     assert ended == [1, 1]
     failure = read_failure(tmp_path)

@@ -11,7 +11,6 @@ from grid import TEXT
 from processes import PATIENCE_S, assert_gone, in_order, wait_for
 
 from compare.contract.record import STEPS_PART, read_failure
-from compare.execute.paths import create_run_dir
 
 ENDLESS = (
     *("--train.max_iters", "1000000", "--train.batch_size", "6", "--layout.dp_replicate", "3"),
@@ -134,8 +133,3 @@ def test_killed_launcher_leaves_no_orphan(shardpair, engine):
     run = Running(shardpair, engine)
     warm.program(run.process.pid).kill()
     assert run.end(may_leave_parts=True)[0] == -signal.SIGKILL
-
-
-def test_two_runs_of_a_second_have_folders_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert len({create_run_dir("check") for _ in range(3)}) == 3

@@ -40,12 +40,7 @@ PartitionName=tests Nodes=ALL Default=YES State=UP
 
 
 class NetHosts:
-    """Some hosts that reach each other, called host0, host1 and so on.
-
-    Args:
-        count: of hosts.
-        folder: for their configuration.
-    """
+    """Some hosts that reach each other, called host0, host1 and so on; their configuration is in a folder."""
 
     def __init__(self, count: int, folder: Path):
         self.count, self.folder, self._mark = count, folder, f"t{os.getpid()}"
@@ -61,13 +56,9 @@ class NetHosts:
         be = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
         return [*enter, "sh", "-c", be, f"host{number}", str(self.folder / "hosts"), *command]
 
-    def unplug(self, number: int) -> None:
-        """Cut a host's link."""
-        _run("ip", "link", "set", f"{self._mark}v{number}", "down")
-
-    def plug(self, number: int) -> None:
-        """Put it back."""
-        _run("ip", "link", "set", f"{self._mark}v{number}", "up")
+    def link(self, number: int, state: str) -> None:
+        """Cut a host's link, `down`, or put it back, `up`."""
+        _run("ip", "link", "set", f"{self._mark}v{number}", state)
 
     def up(self) -> None:
         """Make them. Raises CalledProcessError: the system does not allow it."""
@@ -111,16 +102,16 @@ class NetHosts:
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         (self.folder / "state").mkdir()
         environment = {**os.environ, "SLURM_CONF": str(conf)}
-        daemons = [
-            start(
-                ["unshare", "--uts", "sh", "-c", "hostname control && exec slurmctld -D -i"], env=environment
-            )
-        ]
-        for n in range(self.count):
-            daemons.append(start(self.command(n, ["slurmd", "-D", "-N", f"host{n}"]), env=environment))
+        control = ["unshare", "--uts", "sh", "-c", "hostname control && exec slurmctld -D -i"]
+        hosts = [self.command(n, ["slurmd", "-D", "-N", f"host{n}"]) for n in range(self.count)]
+        daemons = [start(command, env=environment) for command in (control, *hosts)]
+
+        def states() -> str:
+            asked = ["sinfo", "--noheader", "--format=%T"]
+            return subprocess.run(asked, env=environment, capture_output=True, text=True, check=False).stdout
+
         try:
-            idle = ["sinfo", "--noheader", "--format=%T"]
-            wait_for(lambda: "idle" in _said(idle, environment).split(), daemons[0])
+            wait_for(lambda: "idle" in states().split(), daemons[0])
             yield environment
         finally:
             for daemon in daemons[::-1]:
@@ -136,10 +127,11 @@ def net_hosts(count: int, folder: Path) -> Generator[NetHosts]:
         pytest.skip("hosts of network namespaces need root")
     hosts = NetHosts(count, folder)
     try:
-        try:
-            hosts.up()
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces are not allowed here: {error.stderr.strip()}")
+        hosts.up()
+    except subprocess.CalledProcessError as error:
+        hosts.down()
+        pytest.skip(f"network namespaces are not allowed here: {error.stderr.strip()}")
+    try:
         yield hosts
     finally:
         hosts.down()
@@ -148,10 +140,6 @@ def net_hosts(count: int, folder: Path) -> Generator[NetHosts]:
 def _require(programs: tuple[str, ...]) -> None:
     if missing := [program for program in programs if not shutil.which(program)]:
         pytest.skip(f"not installed here: {', '.join(missing)}")
-
-
-def _said(command: list[str], environment: dict[str, str]) -> str:
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
 
 
 def _run(*command: str) -> None:

@@ -23,6 +23,7 @@ import pytest
 import torch
 from forks import SERVER, TIMEOUT_S, leave_with_parent
 
+from compare.host.signals import describe_exit
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis, Call, observers
 
@@ -144,10 +145,10 @@ def _read_answer(member: Member) -> None:
         member.failure, member.is_consequence = member.pipe.recv()
     except (EOFError, OSError):
         member.process.join()
-        code = member.process.exitcode or 0
-        end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
-        member.failure = f"rank {member.rank} {end}"
-        member.is_consequence = code == -signal.SIGABRT  # how C++ reacts to a lost peer
+        member.failure = (
+            f"rank {member.rank}: {describe_exit(member.process.exitcode or 0, when='in a test')}"
+        )
+        member.is_consequence = member.process.exitcode == -signal.SIGABRT  # how C++ reacts to a lost peer
 
 
 def _serve(rank: int, rendezvous: Path, pipe: Connection) -> None:

@@ -96,13 +96,8 @@ def tensors_of(experiment: Experiment) -> dict[Rung, dict[str, np.ndarray]]:
         Rung.LATER_WEIGHTS: {name: weights[name] - noise[name] for name in weights},
         Rung.FINAL_WEIGHTS: {name: weights[name] + noise[name] for name in weights},
     }
-    kept = moment_names(experiment.optimizer)
-    absent = {Rung.FIRST_M: "m", Rung.FIRST_V: "v"}
-    return {
-        rung: values
-        for rung, values in tensors.items()
-        if absent.get(rung, "m") in kept or rung not in absent
-    }
+    absent = {Rung(f"first_{name}") for name in ("m", "v") if name not in moment_names(experiment.optimizer)}
+    return {rung: values for rung, values in tensors.items() if rung not in absent}
 
 
 def make_steps(experiment: Experiment) -> list[Step]:
