@@ -44,13 +44,7 @@ No side plants these: `read_request` gives it the other experiment. They move no
 
 
 def find_fault(faults: Sequence[PlantedFault], name: str, *, engine: str) -> AbstractContextManager:
-    """A fault of a side's table, as one of its engines makes it.
-
-    Raises:
-        ExperimentError: an unknown engine or fault, or one that the engine cannot make.
-    """
-    if engine not in ENGINES:
-        raise ExperimentError(f"engine = {engine}: choose from {', '.join(ENGINES)}")
+    """A fault of a side's table, as one of its engines makes it. Raises ExperimentError: it makes none."""
     if why := ENGINES[engine].impossible_faults.get(name):
         raise ExperimentError(f"fault = {name}: {engine} cannot make it: {why}")
     known = {fault.name: fault for fault in faults if ENGINES[engine].folder in fault.folders}

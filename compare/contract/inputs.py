@@ -27,15 +27,13 @@ def starting_parameters(request: Request, own: Mapping[str, np.ndarray] | None =
     """The weights that a run begins with, by canonical name, in the dtype in which they are kept.
 
     They are `own`, from Python, the checkpoint's, those of the file `init_from`, or the seed's. A seed's or a
-    checkpoint's are drawn or read when they are asked for.
-
-    Raises:
-        ExperimentError: they do not fit the model, are not those asked for, or come beside a checkpoint.
+    checkpoint's are drawn or read when they are asked for. Raises ExperimentError: they do not fit.
     """
     if own is not None:
         if request.resume:
-            has_own = f"the run goes on from {request.resume.checkpoint}, which has its own"
-            raise ExperimentError(f"weights: {has_own}: give one of them")
+            raise ExperimentError(
+                f"weights: the run goes on from {request.resume.checkpoint}, which has its own"
+            )
         return Given(checked_weights(own, request.experiment))
     if request.resume:
         return CheckpointReader(Path(request.resume.checkpoint)).group(WEIGHTS)

@@ -112,13 +112,9 @@ def device_memory(
     *,
     allocator_peak: int = 0,
 ) -> DeviceMemory:
-    """A device's memory over the operations of a step.
+    """A device's memory over a step, whose positions have a phase, and an operation with its module.
 
-    Args:
-        lifetimes: class, bytes, and the positions from which on and until which they are there.
-        phases: of each position.
-        operations: of each position, with its module.
-        allocator_peak: see `DeviceMemory`.
+    `lifetimes` are a class, its bytes, and the positions from which on and until which they are there.
     """
     length = max(len(operations), 1)
     changes = {kind: np.zeros(length + 1, np.int64) for kind in CLASSES}

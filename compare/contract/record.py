@@ -156,11 +156,7 @@ def write_tensors(folder: Path, rung: Rung, tensors: Mapping[str, np.ndarray]) -
 
 
 def read_tensors(folder: Path, rung: Rung) -> Mapping[str, np.ndarray]:
-    """One rung's tensors by name, each read when it is asked for; {} if the run did not leave them.
-
-    Raises:
-        RecordError: the file is garbled.
-    """
+    """One rung's tensors by name, each read when it is asked for; {} if the run did not leave them."""
     path = folder / f"{rung}.safetensors"
     return Tensors(path) if path.exists() else {}
 
@@ -176,11 +172,7 @@ FILES: dict[type, str] = {
 
 
 class Recorder:
-    """Writes a record while an engine runs: the one way in which an engine reports.
-
-    Attributes:
-        folder: the engine's RUN_DIR.
-    """
+    """Writes a record into RUN_DIR while an engine runs: the one way in which an engine reports."""
 
     def __init__(self, folder: Path):
         self.folder = folder

@@ -98,16 +98,11 @@ class Progress:
 
 
 class RecordedSide(Protocol):
-    """One process of a run, as its side tells of it. All ranks call each method together.
-
-    Attributes:
-        request: what is run.
-        devices: the numbers of this process's devices.
-        corpus_sha256: of the data.
-    """
+    """One process of a run, as its side tells of it. All ranks call each method together."""
 
     request: Request
     devices: Collection[int]
+    """Numbers of this process's."""
     corpus_sha256: str
 
     def memory(self) -> int:
@@ -137,13 +132,10 @@ class RecordedSide(Protocol):
 
 
 class Observer:
-    """Watches one step of a training, whose time then does not count.
-
-    Attributes:
-        watched: the number of the step.
-    """
+    """Watches one step of a training, whose time then does not count."""
 
     watched: int
+    """Number of the step."""
 
     def watch(self) -> AbstractContextManager:
         """Entered around the watched step."""
@@ -156,11 +148,7 @@ class Observer:
 class Recording:
     """What a loop tells at each moment of a training, and what is written then.
 
-    Args:
-        side: gives tensors, losses and costs.
-        recorder: writes; None on all ranks but the first.
-        folder: of the run; checkpoints go there.
-        observers: of the side's own.
+    Checkpoints go into `folder`; all else is written by the recorder, which only the first rank has.
     """
 
     def __init__(

@@ -48,14 +48,7 @@ class Window(Struct, frozen=True, kw_only=True):
 
 
 class Stopwatch:
-    """Adds up wall and CPU time of what runs while it is entered.
-
-    Args:
-        now: seconds, when the devices have done what they were asked to do.
-
-    Attributes:
-        wall_s, cpu_s: so far.
-    """
+    """Adds up wall and CPU time of what runs while it is entered; `now` waits for the devices."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
         self._now = now

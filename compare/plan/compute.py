@@ -29,7 +29,7 @@ from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import MLP_RATIO
 from compare.plan.machine import Machine
 from compare.spec.axes import SHARDED_FROM
-from compare.spec.experiment import Experiment, ExperimentError, Model
+from compare.spec.experiment import Experiment, Model
 
 SUSTAINED, MEMORY = 0.95, 0.90
 PRODUCTS = [(1e6, 0.1 / 0.95), (1e9, 0.6 / 0.95), (16e9, 0.9 / 0.95), (128e9, 1.0)]
@@ -141,7 +141,7 @@ class Setting(Struct, frozen=True, kw_only=True):
     @property
     def peak(self) -> float:
         """FLOP/s of a device. Raises ExperimentError: nobody says."""
-        return peak_of(self.machine, self.experiment.precision.product_dtype)
+        return self.machine.peak_of(self.experiment.precision.product_dtype)
 
     @property
     def sustained(self) -> float:
@@ -193,16 +193,6 @@ class Setting(Struct, frozen=True, kw_only=True):
         sizes, shares = zip(*sorted(self.machine.products or PRODUCTS), strict=True)
         share = float(np.interp(math.log(max(flops, 1.0)), np.log(sizes), shares))
         return flops / (self.sustained * share)
-
-
-def peak_of(machine: Machine, dtype: str) -> float:
-    """FLOP/s of a device. Raises ExperimentError: nobody says."""
-    if dtype not in machine.peak:
-        raise ExperimentError(
-            f"--machine {machine.name}: no peak is known for {dtype} (there is {', '.join(machine.peak)}): "
-            f"set precision.dtype"
-        )
-    return machine.peak[dtype]
 
 
 def block_terms(setting: Setting) -> list[Term]:

@@ -71,6 +71,13 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Hosts, or pods."""
         return math.ceil(self.devices / self.devices_inside)
 
+    def peak_of(self, dtype: str) -> float:
+        """FLOP/s of a device. Raises ExperimentError: nobody says."""
+        if dtype not in self.peak:
+            known = f"no peak is known for {dtype} (there is {', '.join(self.peak)})"
+            raise ExperimentError(f"--machine {self.name}: {known}: set precision.dtype")
+        return self.peak[dtype]
+
     def link_of(self, degree: int, stride: int) -> tuple[float, float]:
         """The link along an axis of the mesh: bytes/s that one device sends, and seconds of a hop.
 

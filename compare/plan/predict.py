@@ -30,15 +30,7 @@ from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.strategy import with_remat_resolved
 from compare.pipeline.schedules import Kind, Task, make_schedule
 from compare.pipeline.simulator import run
-from compare.plan.compute import (
-    Part,
-    Setting,
-    Term,
-    block_terms,
-    head_terms,
-    shape_of,
-    update_terms,
-)
+from compare.plan.compute import Part, Setting, Term, block_terms, head_terms, shape_of, update_terms
 from compare.plan.machine import Machine
 from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, PP, SHARDED_FROM, TP
 from compare.spec.engines.registry import ENGINES, JAX
@@ -109,11 +101,12 @@ def predict(engine: str, experiment: Experiment, machine: Machine, **given: Any)
     setting = setting_of(engine, experiment, machine, **given)
     traffic = traffic_of(setting)
     blocks, head = block_terms(setting), head_terms(setting)
-    products = 3 * setting.blocks * setting.block_product_s()
-    sums = []
-    for sent in (sent for sent in traffic if sent.axis == TP):
-        forward = float(sent.purpose in (ACTIVATIONS, LOSS))
-        sums.append(_term(TP, sent, _exposed(setting, sent, products / 2), forward=forward))
+    window = 1.5 * setting.blocks * setting.block_product_s()
+    sums = [
+        _term(TP, sent, _exposed(setting, sent, window), forward=float(sent.purpose in (ACTIVATIONS, LOSS)))
+        for sent in traffic
+        if sent.axis == TP
+    ]
     terms = [*blocks, *head, *sums]
     if experiment.layout.pp > 1:
         along = [sent for sent in traffic if sent.axis == PP]

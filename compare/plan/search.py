@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from compare.contract.record import ON_HOST
 from compare.judge.closed_forms.peak import peak_of_stage
-from compare.plan.compute import PARTS, Part, peak_of
+from compare.plan.compute import PARTS, Part
 from compare.plan.machine import Machine
 from compare.plan.predict import predict
 from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, TP
@@ -75,7 +75,7 @@ def search(engine: str, experiment: Experiment, machine: Machine, *, fixed: froz
 
     Raises ExperimentError: no peak for this dtype, or not one legal layout.
     """
-    peak_of(machine, experiment.precision.product_dtype)
+    machine.peak_of(experiment.precision.product_dtype)
     found: list[Candidate] = []
     refused: dict[str, list[str]] = {}
     for layout, rows in _layouts(engine, experiment, machine, fixed):
