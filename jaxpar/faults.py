@@ -18,7 +18,6 @@ from jax import lax
 
 from compare.contract.communication import ACTIVATIONS, GRADIENTS, NORM, REPLICATED_GRADIENTS, TIED_GRADIENTS
 from compare.contract.faults import PlantedFault, find_fault
-from compare.contract.inputs import starting_parameters
 from compare.contract.recording import Progress
 from compare.numerics.weights import Given, Weights
 from compare.spec.axes import AXES, DP_REPLICATE, PP, TP
@@ -26,7 +25,6 @@ from compare.spec.experiment import Experiment
 from jaxpar import dropout, manual, optimizer, train
 from jaxpar.comm import collectives
 from jaxpar.explicit import data_parallel as typed_data_parallel
-from jaxpar.explicit import replicas
 from jaxpar.explicit import tensor_parallel as typed_tensor_parallel
 from jaxpar.manual import fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.model import Linear
@@ -38,6 +36,19 @@ Planted = AbstractContextManager
 def plant(fault: str, *, engine: str) -> Planted:
     """The fault as a context manager. Raises ExperimentError: an unknown one, or none of this engine's."""
     return find_fault(FAULTS, fault, engine=engine)
+
+
+def in_place_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[[], Planted]]:
+    """The decorated function stands in place of `owner.name`, which is its first argument."""
+
+    def decorate(wrong: Callable[..., Any]) -> Callable[[], Planted]:
+        def planted() -> Planted:
+            right = getattr(owner, name)
+            return patch.object(owner, name, lambda *args, **options: wrong(right, *args, **options))
+
+        return planted
+
+    return decorate
 
 
 # At a collective of jax-manual ------------------------------------------------------------------------------
@@ -56,7 +67,7 @@ def wrong_collectives(
 
     with ExitStack() as stack:
         for kind in kinds:
-            stack.enter_context(patch.object(collectives, kind, partial(wrong, getattr(collectives, kind))))
+            stack.enter_context(in_place_of(collectives, kind)(wrong)())
         yield
 
 
@@ -70,81 +81,62 @@ def times_devices(x: jax.Array, axis: str) -> jax.Array:
     return x * collectives.axis_size(axis)
 
 
-def norm_counts_replicas_twice() -> Planted:
-    def wrong(gradients: Any, placements: Any) -> jax.Array:
-        square = jnp.square(optimizer.global_norm(gradients))  # of all that this device has
-        for axis in AXES:  # split over it or not
-            square = collectives.all_reduce(square, axis, purpose=NORM)
-        return jnp.sqrt(square)
-
-    return patch.object(manual, "global_norm", wrong)
+@in_place_of(manual, "global_norm")
+def norm_counts_replicas_twice(right: Any, gradients: Any, placements: Any) -> jax.Array:
+    square = jnp.square(optimizer.global_norm(gradients))  # of all that this device has
+    for axis in AXES:  # split over it or not
+        square = collectives.all_reduce(square, axis, purpose=NORM)
+    return jnp.sqrt(square)
 
 
 # At a cast of jax-explicit ----------------------------------------------------------------------------------
 
 
-def first_copy_only() -> Planted:
+@in_place_of(typed_data_parallel, "copies")
+def first_copy_only(right: Any, w: jax.Array) -> jax.Array:
     """Of a parameter's copies for replicas, only the first one's gradient counts."""
-
-    def wrong(w: jax.Array) -> jax.Array:
-        copies = replicas.copies(w)
-        first = (np.arange(len(copies)) == 0).reshape(-1, *(1,) * (copies.ndim - 1))
-        return jnp.where(first, copies, lax.stop_gradient(copies))
-
-    return patch.object(typed_data_parallel, "copies", wrong)
+    copies = right(w)
+    first = (np.arange(len(copies)) == 0).reshape(-1, *(1,) * (copies.ndim - 1))
+    return jnp.where(first, copies, lax.stop_gradient(copies))
 
 
-def sum_over_replicas() -> Planted:
-    right = typed_data_parallel.synchronize_gradients
-
-    def wrong(*arguments: Any, **options: Any) -> Any:
-        count = jax.sharding.get_abstract_mesh().shape[DP_REPLICATE]
-        return jax.tree.map(lambda g: count * g, right(*arguments, **options))
-
-    return patch.object(typed_data_parallel, "synchronize_gradients", wrong)
+@in_place_of(typed_data_parallel, "synchronize_gradients")
+def sum_over_replicas(right: Any, *arguments: Any, **options: Any) -> Any:
+    count = jax.sharding.get_abstract_mesh().shape[DP_REPLICATE]
+    return jax.tree.map(lambda g: count * g, right(*arguments, **options))
 
 
-def first_part_only() -> Planted:
+@in_place_of(typed_tensor_parallel, "product")
+def first_part_only(right: Any, x: jax.Array, weight: jax.Array, contracted: int, out_sharding: Any = None):
     """Of a row-parallel product, only the first device's part counts."""
-    right = typed_tensor_parallel.product
-
-    def wrong(x: jax.Array, weight: jax.Array, contracted: int, out_sharding: Any = None) -> jax.Array:
-        if out_sharding == typed_tensor_parallel.UNREDUCED:
-            dim, devices = x.ndim - contracted, jax.sharding.get_abstract_mesh().shape[TP]
-            first = np.arange(x.shape[dim]) < x.shape[dim] // devices
-            x = x * first.reshape(-1, *(1,) * (contracted - 1)).astype(x.dtype)
-        return right(x, weight, contracted, out_sharding)
-
-    return patch.object(typed_tensor_parallel, "product", wrong)
+    if out_sharding == typed_tensor_parallel.UNREDUCED:
+        dim, devices = x.ndim - contracted, jax.sharding.get_abstract_mesh().shape[TP]
+        first = np.arange(x.shape[dim]) < x.shape[dim] // devices
+        x = x * first.reshape(-1, *(1,) * (contracted - 1)).astype(x.dtype)
+    return right(x, weight, contracted, out_sharding)
 
 
 # In a model or an optimizer ---------------------------------------------------------------------------------
 
 
-def doubled_row_bias() -> Planted:
-    def wrong(self: Linear, x: jax.Array) -> jax.Array:
-        y = self.product(self.enter(x))
-        return self.leave(y if self.bias is None else y + self.bias[...].astype(self.compute))
-
-    return patch.object(Linear, "__call__", wrong)
+@in_place_of(Linear, "__call__")
+def doubled_row_bias(right: Any, self: Linear, x: jax.Array) -> jax.Array:
+    y = self.product(self.enter(x))
+    return self.leave(y if self.bias is None else y + self.bias[...].astype(self.compute))
 
 
-def next_shard_s_gradients() -> Planted:
+@in_place_of(optimizer, "clip")
+def next_shard_s_gradients(right: Any, gradients: Any, norm: jax.Array, *, max_norm: float) -> Any:
     """A shard is updated with the next device's gradients."""
-    right = optimizer.clip
-
-    def wrong(gradients: Any, norm: jax.Array, *, max_norm: float) -> Any:
-        shift = partial(collectives.shift, axis=fully_sharded.AXIS)
-        return jax.tree.map(shift, right(gradients, norm, max_norm=max_norm))
-
-    return patch.object(optimizer, "clip", wrong)
+    shift = partial(collectives.shift, axis=fully_sharded.AXIS)
+    return jax.tree.map(shift, right(gradients, norm, max_norm=max_norm))
 
 
 def changed_updates(change: Callable[[Any, Any], Any]) -> Planted:
     """The optimizer gives `change(update, parameter)`."""
-    make = optimizer.make_optimizer
 
-    def wrong(*args: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+    @in_place_of(train, "make_optimizer")
+    def wrong(make: Any, *args: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
         right = make(*args, **options)
 
         def update(updates: Any, state: Any, params: Any = None, **of_step: Any):
@@ -153,7 +145,7 @@ def changed_updates(change: Callable[[Any, Any], Any]) -> Planted:
 
         return optax.GradientTransformationExtraArgs(right.init, update)
 
-    return patch.object(train, "make_optimizer", wrong)
+    return wrong()
 
 
 def to_8_bits(update: jax.Array, parameter: jax.Array) -> jax.Array:
@@ -163,25 +155,19 @@ def to_8_bits(update: jax.Array, parameter: jax.Array) -> jax.Array:
 # In a run ---------------------------------------------------------------------------------------------------
 
 
-def moved_weight() -> Planted:
-    def moved(*args: Any) -> Weights:
-        named = dict(starting_parameters(*args))
-        named[MOVED] = named[MOVED].copy()
-        named[MOVED].flat[0] += BY
-        return Given(named)
-
-    return patch.object(train, "starting_parameters", moved)
+@in_place_of(train, "starting_parameters")
+def moved_weight(right: Any, *args: Any) -> Weights:
+    named = dict(right(*args))
+    named[MOVED] = named[MOVED].copy()
+    named[MOVED].flat[0] += BY
+    return Given(named)
 
 
-def skipped_last_update() -> Planted:
-    right = train.device_scalars
-
-    def wrong(experiment: Experiment, progress: Progress) -> dict[str, np.ndarray]:
-        scalars = right(experiment, progress)
-        is_last = progress.step == experiment.train.max_iters - 1
-        return scalars | {"learning_rate": scalars["learning_rate"] * (not is_last)}
-
-    return patch.object(train, "device_scalars", wrong)
+@in_place_of(train, "device_scalars")
+def skipped_last_update(right: Any, experiment: Experiment, progress: Progress) -> dict[str, np.ndarray]:
+    scalars = right(experiment, progress)
+    is_last = progress.step == experiment.train.max_iters - 1
+    return scalars | {"learning_rate": scalars["learning_rate"] * (not is_last)}
 
 
 MANUAL, TYPED, ALL = ("manual",), ("explicit",), ("compiler", "explicit", "manual")

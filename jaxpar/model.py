@@ -24,7 +24,7 @@ from jax.typing import ArrayLike, DTypeLike
 from compare.numerics.dropout import DropoutSite
 from compare.numerics.parameters import MLP_RATIO, QKV
 from compare.spec.experiment import Model, Precision
-from jaxpar.derivatives import gelu, product
+from jaxpar.derivatives import attention_scores, gelu, product
 from jaxpar.dropout import Dropout, Noise
 from jaxpar.remat import Remat, apply_remat
 
@@ -91,27 +91,6 @@ def layer_norm(config: Model, dtypes: Dtypes) -> nnx.LayerNorm:
         param_dtype=dtypes.storage,
         rngs=nnx.Rngs(0),
     )
-
-
-def _scores(q_BTHD: jax.Array, k_BSHD: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """q k, (B, H, T, S) in this dtype. Backward rounds its gradient to that of q, for products in 16 bits."""
-    return jnp.einsum("BTHD,BSHD->BHTS", q_BTHD, k_BSHD, preferred_element_type=dtype)
-
-
-attention_scores = jax.custom_vjp(_scores, nondiff_argnums=(2,))
-
-
-def _scores_backward(
-    dtype: DTypeLike, residuals: tuple[jax.Array, jax.Array], g_BHTS: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    q_BTHD, k_BSHD = residuals
-    g_BHTS = g_BHTS.astype(q_BTHD.dtype)
-    of_q_BTHD = jnp.einsum("BHTS,BSHD->BTHD", g_BHTS, k_BSHD)
-    return of_q_BTHD, jnp.einsum("BHTS,BTHD->BSHD", g_BHTS, q_BTHD)
-
-
-# Remat policies see the product itself: they take a function with a derivative of its own for no product.
-attention_scores.defvjp(lambda q, k, dtype: (_scores(q, k, dtype), (q, k)), _scores_backward)
 
 
 def causal_attention(

@@ -20,7 +20,7 @@ Legend: M microbatches of a step, B sequences of one, T ticks, S slots, R ranks,
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ from jaxpar.weights import STACKED
 
 AXIS = PP
 _at = partial(lax.dynamic_index_in_dim, keepdims=False)
+_put = partial(lax.dynamic_update_index_in_dim, axis=0)
 
 
 def strategy(problem: Problem, placements: Any) -> Strategy:
@@ -75,114 +76,87 @@ def run_pipeline(
     batch (M, B, ...) is the same on all devices of pp. `reduce` is applied to gradients of each microbatch
     before they accumulate, some keys at a time; they are then `like` this tree.
     """
-    device = Device(pieces, ticks, params, batch, reduce)
-    tasks_T = jax.tree.map(lambda tasks_TR: jnp.asarray(tasks_TR)[:, lax.axis_index(AXIS)], ticks.tasks)
-    sends_T = jnp.asarray(ticks.sends_activations), jnp.asarray(ticks.sends_gradients)
-    # For their types alone, the axes along which they vary included; XLA drops the numbers.
-    stage = device.stage(jax.tree.map(lambda task_T: task_T[0], tasks_T))
-    x = pieces.embed(params, stage.batch)
-    loss = pieces.loss(params, x, stage.batch)
-    zeros = jax.tree.map(jnp.zeros_like, like)
-    carry = Carry(
-        _slots(x, ticks.input_slots + 1),
-        _slots(x, ticks.gradient_slots + 1),
-        (device.by_chunk(zeros[STACKED]), EndSums(jnp.zeros_like(loss), without_layers(zeros))),
-        _slots(stage.forward(x)[1], ticks.kept_slots) if ticks.kept_slots else (),
-    )
-    of_layers, ends = lax.scan(device.tick, carry, (tasks_T, *sends_T))[0].sums
-    gradients = {**ends.gradients, STACKED: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_layers)}
-    loss = collectives.all_reduce(ends.loss, AXIS, purpose=LOSS)  # the last stage's; zero elsewhere
-    return loss / ticks.microbatches, jax.tree.map(lambda g: g / ticks.microbatches, gradients)
 
+    def by_chunk(layers: Any) -> Any:
+        """Leaves (v layers of a stage, ...) -> (v, layers of a stage, ...)."""
+        return jax.tree.map(lambda x: x.reshape(ticks.stages // ticks.ranks, -1, *x.shape[1:]), layers)
 
-class Carry(NamedTuple):
-    """State of a device between two ticks; the last of the slots S is for scratch."""
+    def stage_of(task: TickTasks) -> Stage:
+        layers = jax.tree.map(lambda x: _at(x, task.stage // ticks.ranks), by_chunk(params[STACKED]))
+        return Stage(
+            pieces,
+            ticks,
+            task,
+            params={**params, STACKED: layers},
+            batch=jax.tree.map(lambda x: _at(x, task.microbatch), batch),
+            accumulate=lambda total, gradients: add(total, reduce(gradients)),
+        )
 
-    inputs_S: jax.Array
-    gradients_S: jax.Array  # of stages' outputs
-    sums: tuple[Any, EndSums]
-    """Gradients of this device's blocks by chunk, leaves (v, layers of a stage, ...); and the ends'."""
-    residuals_S: Any
-    """`Residuals` of the forwards whose backward is to come; () if backward computes them anew."""
+    def runs(*turns: int) -> AbstractContextManager:
+        """A scope that tells the ledger at how many of the ticks its content runs, on each rank."""
+        return collectives.turns_scope(turns, of=len(ticks.tasks.kind))
 
+    def runs_forward(task: TickTasks) -> Any:
+        """Whether a task is a forward by itself: the last stage's may be the beginning of its backward."""
+        is_forward = task.kind == FORWARD
+        return is_forward if ticks.kept_slots else is_forward & (task.stage < ticks.stages - 1)
 
-class Device(NamedTuple):
-    """One device's part in the ticks. Arguments of `run_pipeline`."""
+    def forward(task: TickTasks, x: jax.Array, residuals_S: Any) -> tuple[jax.Array, Any]:
+        """Output of the stage at work; its residuals go into their slot."""
+        with runs(*runs_forward(ticks.tasks).sum(axis=0)):
+            y, residuals = stage_of(task).forward(x)
+            return y, jax.tree.map(partial(_put, index=task.kept_slot), residuals_S, residuals)
 
-    pieces: Pieces
-    ticks: Ticks
-    params: Any
-    batch: Any
-    reduce: Callable[[Any], Any]
+    def backward(
+        task: TickTasks, x: jax.Array, g: jax.Array, residuals_S: Any, sums: Any
+    ) -> tuple[jax.Array, Any]:
+        """The gradient of the stage's input; those of its parameters accumulate."""
+        of_chunks, ends = sums
+        with runs(*(ticks.tasks.kind == BACKWARD).sum(axis=0)):
+            residuals = jax.tree.map(lambda array_S: _at(array_S, task.kept_slot), residuals_S)
+            of_x, of_layers, ends = stage_of(task).backward(x, residuals, g, ends)
+            of_layers, chunk = reduce({STACKED: of_layers})[STACKED], task.stage // ticks.ranks
+            total = add(jax.tree.map(lambda x: _at(x, chunk), of_chunks), of_layers)
+            return of_x, (jax.tree.map(partial(_put, index=chunk), of_chunks, total), ends)
 
-    def tick(self, carry: Carry, now: tuple[TickTasks, jax.Array, jax.Array]) -> tuple[Carry, None]:
+    def tick(carry: tuple[Any, ...], now: tuple[TickTasks, jax.Array, jax.Array]) -> tuple[Any, None]:
         """Do the task, hand on its result, and store what arrives."""
-        inputs_S, gradients_S, sums, residuals_S = carry
+        inputs_S, gradients_S, residuals_S, sums = carry
         task, sends_activations, sends_gradients = now
         x, g = inputs_S[task.input_slot], gradients_S[task.gradient_slot]
         # Not one switch over three: XLA would copy all sums whenever a branch passes them on as they are.
         idle = lambda task, x, residuals_S: (jnp.zeros_like(x), residuals_S)  # noqa: E731
-        y, residuals_S = lax.cond(self.runs_forward(task), self.forward, idle, task, x, residuals_S)
+        y, residuals_S = lax.cond(runs_forward(task), forward, idle, task, x, residuals_S)
         idle = lambda task, x, g, residuals_S, sums: (jnp.zeros_like(x), sums)  # noqa: E731
-        of_x, sums = lax.cond(task.kind == BACKWARD, self.backward, idle, task, x, g, residuals_S, sums)
+        of_x, sums = lax.cond(task.kind == BACKWARD, backward, idle, task, x, g, residuals_S, sums)
         from_previous = partial(collectives.shift, axis=AXIS, by=-1, purpose=ACTIVATIONS)
         from_next = partial(collectives.shift, axis=AXIS, by=1, purpose=ACTIVATION_GRADIENTS)
         # All devices agree on whether one of them sends.
-        with self.runs(self.ticks.sends_activations.sum()):
+        with runs(ticks.sends_activations.sum()):
             y = lax.cond(sends_activations, from_previous, jnp.zeros_like, y)
-        with self.runs(self.ticks.sends_gradients.sum()):
+        with runs(ticks.sends_gradients.sum()):
             of_x = lax.cond(sends_gradients, from_next, jnp.zeros_like, of_x)
-        inputs_S = lax.dynamic_update_index_in_dim(inputs_S, y, task.arriving_input, 0)
-        gradients_S = lax.dynamic_update_index_in_dim(gradients_S, of_x, task.arriving_gradient, 0)
-        return Carry(inputs_S, gradients_S, sums, residuals_S), None
+        inputs_S = _put(inputs_S, y, task.arriving_input)
+        return (inputs_S, _put(gradients_S, of_x, task.arriving_gradient), residuals_S, sums), None
 
-    def forward(self, task: TickTasks, x: jax.Array, residuals_S: Any) -> tuple[jax.Array, Any]:
-        """Output of the stage at work; its residuals go into their slot."""
-        with self.runs(*self.runs_forward(self.ticks.tasks).sum(axis=0)):
-            y, residuals = self.stage(task).forward(x)
-            put = partial(lax.dynamic_update_index_in_dim, index=task.kept_slot, axis=0)
-            return y, jax.tree.map(put, residuals_S, residuals)
-
-    def backward(
-        self, task: TickTasks, x: jax.Array, g: jax.Array, residuals_S: Any, sums: Any
-    ) -> tuple[jax.Array, Any]:
-        """The gradient of its input; those of its parameters accumulate."""
-        of_chunks, ends = sums
-        with self.runs(*(self.ticks.tasks.kind == BACKWARD).sum(axis=0)):
-            residuals = jax.tree.map(lambda array_S: _at(array_S, task.kept_slot), residuals_S)
-            of_x, of_layers, ends = self.stage(task).backward(x, residuals, g, ends)
-            of_layers = self.reduce({STACKED: of_layers})[STACKED]
-            chunk = task.stage // self.ticks.ranks
-            total = add(jax.tree.map(lambda x: _at(x, chunk), of_chunks), of_layers)
-            put = partial(lax.dynamic_update_index_in_dim, index=chunk, axis=0)
-            return of_x, (jax.tree.map(put, of_chunks, total), ends)
-
-    def runs_forward(self, task: TickTasks) -> Any:
-        """Whether a task is a forward by itself: the last stage's may be the beginning of its backward."""
-        is_forward = task.kind == FORWARD
-        return is_forward if self.ticks.kept_slots else is_forward & (task.stage < self.ticks.stages - 1)
-
-    def stage(self, task: TickTasks) -> Stage:
-        """The stage and the microbatch that are next."""
-        chunk, by_chunk = task.stage // self.ticks.ranks, self.by_chunk(self.params[STACKED])
-        return Stage(
-            self.pieces,
-            self.ticks,
-            task,
-            layers=jax.tree.map(lambda x: _at(x, chunk), by_chunk),
-            rest=without_layers(self.params),
-            batch=jax.tree.map(lambda x: _at(x, task.microbatch), self.batch),
-            accumulate=lambda total, gradients: add(total, self.reduce(gradients)),
-        )
-
-    def by_chunk(self, layers: Any) -> Any:
-        """Leaves (v layers of a stage, ...) -> (v, layers of a stage, ...)."""
-        shape = (self.ticks.stages // self.ticks.ranks, -1)
-        return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), layers)
-
-    def runs(self, *turns: int) -> AbstractContextManager:
-        """A scope that tells the ledger at how many of the ticks its content runs, on each rank."""
-        return collectives.turns_scope(turns, of=len(self.ticks.tasks.kind))
+    tasks_T = jax.tree.map(lambda tasks_TR: jnp.asarray(tasks_TR)[:, lax.axis_index(AXIS)], ticks.tasks)
+    # For their types alone, the axes along which they vary included; XLA drops the numbers.
+    stage = stage_of(jax.tree.map(lambda task_T: task_T[0], tasks_T))
+    x = pieces.embed(params, stage.batch)
+    loss = pieces.loss(params, x, stage.batch)
+    zeros = jax.tree.map(jnp.zeros_like, like)
+    start = (
+        _slots(x, ticks.input_slots + 1),  # the last slot is for scratch
+        _slots(x, ticks.gradient_slots + 1),  # of stages' outputs
+        _slots(stage.forward(x)[1], ticks.kept_slots) if ticks.kept_slots else (),
+        # Sums of this device's blocks by chunk, leaves (v, layers of a stage, ...); and the ends'.
+        (by_chunk(zeros[STACKED]), EndSums(jnp.zeros_like(loss), without_layers(zeros))),
+    )
+    sends_T = jnp.asarray(ticks.sends_activations), jnp.asarray(ticks.sends_gradients)
+    *_, (of_layers, ends) = lax.scan(tick, start, (tasks_T, *sends_T))[0]
+    gradients = {**ends.gradients, STACKED: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_layers)}
+    loss = collectives.all_reduce(ends.loss, AXIS, purpose=LOSS)  # the last stage's; zero elsewhere
+    return loss / ticks.microbatches, jax.tree.map(lambda g: g / ticks.microbatches, gradients)
 
 
 def add(total: Any, gradients: Any) -> Any:

@@ -21,7 +21,7 @@ from jax import lax
 
 from compare.pipeline.ticks import Ticks, TickTasks
 from jaxpar.comm import collectives
-from jaxpar.problem import Pieces
+from jaxpar.problem import Pieces, without_layers
 from jaxpar.weights import STACKED
 
 FIRST, LAST = 0, -1
@@ -52,21 +52,19 @@ class Stage(NamedTuple):
     pieces: Pieces
     ticks: Ticks
     task: TickTasks
-    layers: Any
-    """Parameters of the stage's blocks: leaves (layers of a stage, ...)."""
-    rest: dict[str, Any]
-    """All other parameters."""
+    params: dict[str, Any]
+    """The tree as the pieces take it; of the blocks the stage's: leaves (layers of a stage, ...)."""
     batch: Any
     """The microbatch: leaves (B, ...)."""
     accumulate: Callable[[Any, Any], Any]
-    """(sums, gradients of `rest` for this microbatch) -> sums."""
+    """(sums, gradients for this microbatch of what is in no block) -> sums."""
 
     def forward(self, x: jax.Array) -> tuple[jax.Array, Any]:
         """Output y for the next stage, and `Residuals`, or (). The first stage ignores x."""
-        start = self.start(x)
+        layers, start = self.params[STACKED], self.start(x)
         if not self.ticks.kept_slots:
-            return self.run_layers(self.layers, start), ()
-        y, back = jax.vjp(self.run_layers, self.layers, start)
+            return self.run_layers(layers, start), ()
+        y, back = jax.vjp(self.run_layers, layers, start)
         arrays = zip(jax.tree.leaves(back), self.grows_with_rows(start), strict=True)
         return y, Residuals(y, [array for array, grows in arrays if grows])
 
@@ -80,7 +78,7 @@ class Stage(NamedTuple):
         if self.ticks.kept_slots:
             y, back = self.restored(residuals)
         else:
-            y, back = jax.vjp(self.run_layers, self.layers, self.start(x))
+            y, back = jax.vjp(self.run_layers, self.params[STACKED], self.start(x))
         is_last, elsewhere = self.task.stage == self.ticks.stages - 1, lambda y, g, sums: (g, sums)
         g, sums = lax.cond(is_last, self.loss_backward, elsewhere, y, g, sums)
         of_layers, of_x = back(g)
@@ -91,7 +89,7 @@ class Stage(NamedTuple):
         """Output y, and the blocks' backward, g -> gradients of (layers, input), from residuals."""
         # A forward for its structure, and for what is made of parameters alone; XLA drops the rest.
         start = jnp.zeros_like(residuals.y)
-        _, back = jax.vjp(self.run_layers, self.layers, start)
+        _, back = jax.vjp(self.run_layers, self.params[STACKED], start)
         arrays, structure = jax.tree.flatten(back)
         arrays_of_x = iter(residuals.arrays)
         grows = self.grows_with_rows(start)
@@ -105,54 +103,50 @@ class Stage(NamedTuple):
         """
 
         def residuals(layers: Any, x: jax.Array, batch: Any) -> list[jax.Array]:
-            run = self._replace(batch=batch).run_layers
-            return jax.tree.leaves(jax.vjp(run, layers, x)[1])
+            return jax.tree.leaves(jax.vjp(self._replace(batch=batch).run_layers, layers, x)[1])
 
         twice = jax.tree.map(lambda a: jnp.concatenate([a, a]), (x, self.batch))
-        sizes = (jax.eval_shape(residuals, self.layers, *rows) for rows in ((x, self.batch), twice))
-        return [one.shape != two.shape for one, two in zip(*sizes, strict=True)]
+        rows = ((x, self.batch), twice)
+        sizes = (jax.eval_shape(residuals, self.params[STACKED], *arrays) for arrays in rows)
+        return [single.shape != double.shape for single, double in zip(*sizes, strict=True)]
 
     def start(self, x: jax.Array) -> jax.Array:
         """Input of the blocks: the embedding on the first stage, x on the others."""
 
         def embed(x: jax.Array) -> jax.Array:
             with self.end_scope(FIRST):
-                return self.pieces.embed(self.params(self.rest), self.batch)
+                return self.pieces.embed(self.params, self.batch)
 
         return lax.cond(self.task.stage == 0, embed, lambda x: x, x)
 
     def run_layers(self, layers: Any, x: jax.Array) -> jax.Array:
         """Output y of the blocks."""
         first_layer = self.task.stage * jax.tree.leaves(layers)[0].shape[0]
-        return self.pieces.layers({**self.rest, STACKED: layers}, x, self.batch, first_layer)
+        return self.pieces.layers({**self.params, STACKED: layers}, x, self.batch, first_layer)
 
     def loss_backward(self, y: jax.Array, g: jax.Array, sums: EndSums) -> tuple[jax.Array, EndSums]:
         """Gradient of the loss by y; g is ignored."""
 
         def loss(rest: Any, y: jax.Array) -> jax.Array:
-            return self.pieces.loss(self.params(rest), y, self.batch)
+            return self.pieces.loss({**self.params, **rest}, y, self.batch)
 
         with self.end_scope(LAST):
-            value, (of_rest, of_y) = jax.value_and_grad(loss, argnums=(0, 1))(self.rest, y)
+            rest = without_layers(self.params)
+            value, (of_rest, of_y) = jax.value_and_grad(loss, argnums=(0, 1))(rest, y)
             return of_y, EndSums(sums.loss + value, self.accumulate(sums.gradients, of_rest))
 
     def embed_backward(self, g: jax.Array, sums: EndSums) -> EndSums:
         """Add the embedding's gradients to the sums, given g, the gradient of its output."""
 
         def embed(rest: Any) -> jax.Array:
-            return self.pieces.embed(self.params(rest), self.batch)
+            return self.pieces.embed({**self.params, **rest}, self.batch)
 
         with self.end_scope(FIRST):
-            _, back = jax.vjp(embed, self.rest)
-            (of_rest,) = back(g)
-            return sums._replace(gradients=self.accumulate(sums.gradients, of_rest))
+            _, back = jax.vjp(embed, without_layers(self.params))
+            return sums._replace(gradients=self.accumulate(sums.gradients, *back(g)))
 
     def end_scope(self, rank: int) -> AbstractContextManager:
         """The scope, for the ledger, of what one end of the pipeline runs for each microbatch."""
         turns = [0] * self.ticks.ranks
         turns[rank] = self.ticks.microbatches
         return collectives.turns_scope(turns, of=len(self.ticks.tasks.kind))
-
-    def params(self, rest: Any) -> Any:
-        """The whole tree, as the pieces take it."""
-        return {**rest, STACKED: self.layers}
