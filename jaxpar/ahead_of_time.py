@@ -15,14 +15,13 @@ from jax.experimental import topologies
 from jax.sharding import Sharding
 
 from compare.contract.absent import AbsentRequest, CompiledAhead, Compiler
-from compare.contract.ledger import Ledger
 from compare.contract.timing import Stopwatch
 from compare.host.facts import MissingPackageError, versions
 from compare.numerics.parameters import storage_dtype
 from compare.spec.experiment import Experiment, ExperimentError
 from jaxpar.comm.mesh import mesh_over
 from jaxpar.configuration import PACKAGES
-from jaxpar.measure.ledger import communications
+from jaxpar.measure.ledger import read_ledger
 from jaxpar.measure.memory import planned_memory, resident_bytes
 from jaxpar.optimizer import moments_like
 from jaxpar.placement import Placement
@@ -58,11 +57,8 @@ def compile_step_ahead(request: AbsentRequest) -> CompiledAhead:
             first = str(error).partition("\n")[0]
             raise ExperimentError(f"--compile: {request.topology}: {first}") from None
     analysis: Any = step.memory_analysis()
-    problems: list[str] = []
     return CompiledAhead(
-        ledger=Ledger(
-            rows=communications(step.as_text() or "", mesh.shape, problems=problems), problems=problems
-        ),
+        ledger=read_ledger(step.as_text() or "", mesh.shape),
         state_bytes=resident_bytes((state.params, state.opt_state), devices)[0],
         peak_bytes=analysis.peak_memory_in_bytes or planned_memory(step),
         compile_s=clock.cpu_s,

@@ -9,7 +9,6 @@ import numpy as np
 
 from compare.checkpoint.saver import Part
 from compare.contract.ending import StopRequest
-from compare.contract.ledger import Ledger
 from compare.contract.record import ON_HOST, Recorder
 from compare.contract.request import MOMENTS, Request, Rung
 from compare.contract.timing import Window
@@ -23,7 +22,7 @@ from jaxpar.checkpoint import state_parts
 from jaxpar.comm.hosts import fetch, gathered, hosts_of, spread
 from jaxpar.comm.mesh import device_kind
 from jaxpar.configuration import PACKAGES
-from jaxpar.measure.ledger import communications, listing
+from jaxpar.measure.ledger import listing, read_ledger
 from jaxpar.measure.memory import memory_in_use, memory_profile, peak_memory, resident_bytes, threads
 from jaxpar.model import same
 from jaxpar.optimizer import Moments
@@ -134,9 +133,7 @@ class Run:
         sizes = {name: state[name][0] for name in ("parameters", "optimizer")}
         if profile := memory_profile(self.step, **sizes):
             recorder.leave(profile)
-        problems: list[str] = []
-        rows = communications(hlo, axes, problems=problems)
-        recorder.leave(listing(hlo, axes), Ledger(rows=rows, problems=problems))
+        recorder.leave(listing(hlo, axes), read_ledger(hlo, axes))
 
     def at_rest(self) -> dict[str, list[int]]:
         """Bytes between two steps on each device, and on the host.

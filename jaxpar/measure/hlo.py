@@ -11,7 +11,8 @@ a loop may begin anywhere.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +36,10 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+ = .*)$")
 _OPCODE = re.compile(r"(?<=[\])}] )([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]+\d+[a-z0-9]*|pred)\[([\d,]*)\]")
-_CALLED = re.compile(r"(?:body|calls|to_apply|branch_computations|true_computation|false_computation)=")
+_CALLED = re.compile(
+    r"(?:body|calls|to_apply|branch_computations|true_computation|false_computation)="
+    r"(?:\{([^}]*)\}|(%?[\w.\-]+))"
+)
 _CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
 _CHAIN = re.compile(r'channel_id=(\d+).*\bchain_id="(\d+)"')
 _BOUND = re.compile(r" compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT")
@@ -61,6 +65,8 @@ _NUMBER = re.compile(r"(\w+)=(\d+)")
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 WRAPPERS = Path(__file__).parents[1] / "comm"
 """Every collective of jaxpar is called there: who called it is of interest."""
+
+Groups = tuple[tuple[int, ...], ...]
 
 
 class SourceLine(NamedTuple):
@@ -89,11 +95,11 @@ class Collective:
         backward: whether it is the derivative of something, and no forward computed anew.
         op_name: path of scopes and transforms of the operation in JAX that it is made of.
         stack: lines of the program that made it, the innermost first; () if the module does not tell.
-        text: the instruction as XLA writes it; `name`, which no other of the module has, is its beginning.
+        text: the instruction as XLA writes it, its name in front.
     """
 
     kind: str
-    groups: tuple[tuple[int, ...], ...]
+    groups: Groups
     arrays: tuple[int, ...]
     calls: int = 1
     turns: tuple[int, ...] = (1,)
@@ -105,7 +111,11 @@ class Collective:
     op_name: str = ""
     stack: tuple[SourceLine, ...] = ()
     text: str = ""
-    name: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of the instruction; no other of the module has it."""
+        return self.text.partition(" ")[0]
 
     def calls_at(self, stage: int) -> int:
         """Number of runs in one step on a pipeline's rank."""
@@ -114,17 +124,13 @@ class Collective:
         return self.calls * self.turns[stage if len(self.turns) > 1 else 0] // max(self.turns)
 
 
-class UnreadableError(ValueError):
-    """An instruction that cannot be counted. The message is one line with its source, if that is known."""
-
-
 def collectives(
     hlo: str, axis_sizes: Mapping[str, int], *, problems: list[str] | None = None
 ) -> list[Collective]:
     """Every collective instruction that a module runs, with the number of its calls.
 
     `problems` takes a line for each instruction that cannot be counted: it is left out, or, in a loop of
-    unknown length, counted once. Without it that is an UnreadableError.
+    unknown length, counted once. Without it that is a ValueError.
     """
     module = _Module(hlo, axis_sizes, problems)
     return [module.at_its_turns(collective) for collective in module.walk(module.entry)]
@@ -146,12 +152,10 @@ class _Module:
             if chain and self._chains.setdefault(chain.groups(), name) != name:
                 continue  # a clone: another instruction of its chain was counted
             if opcode.removesuffix("-start") in KINDS:
-                try:
-                    collective = _collective(text, opcode, self._axis_sizes)
-                except ValueError as error:
-                    self._object(str(error), text)
+                if groups := replica_groups(text, self._axis_sizes):
+                    yield _collective(text, opcode, groups, tuple(self._sources.stack(text)))
                 else:
-                    yield replace(collective, stack=tuple(self._sources.stack(text)), text=text)
+                    self._object("a collective whose replica groups cannot be read", text)
             elif opcode.endswith("-done"):
                 continue  # its start was counted
             elif opcode.startswith(COMMUNICATES) or _HIDDEN.search(text):
@@ -175,54 +179,49 @@ class _Module:
         return replace(collective, calls=collective.calls * max(turns) // of_turns)
 
     def _loop(self, text: str) -> Iterator[Collective]:
+        """What the body sends at every turn, and the condition at one more."""
         conditions = _CONDITION.findall(text)
-        body = [inner for name in called_by(text) for inner in self.walk(name)]
-        test = [inner for name in conditions for inner in self.walk(name)]
-        if not body and not test:
+        parts = [(name, 0) for name in called_by(text)] + [(name, 1) for name in conditions]
+        sent = [(inner, more) for name, more in parts for inner in self.walk(name)]
+        if not sent:
             return
-        trips = self._trip_count(text, conditions, [*body, *test])
-        for collectives, turns in ((body, trips), (test, trips + 1)):
-            for inner in collectives:
-                yield replace(inner, calls=inner.calls * turns, loops=(turns, *inner.loops))
-
-    def _branches(self, text: str) -> Iterator[Collective]:
-        """What the branches send: each by its scope of turns; else what all send alike, or at most."""
-        branches = [list(self.walk(name)) for name in called_by(text)]
-        yield from (inner for branch in branches for inner in branch if inner.of_turns > 1)
-        unsaid = [[inner for inner in branch if inner.of_turns == 1] for branch in branches]
-        if (
-            len({tuple(sorted((c.kind, c.groups, c.arrays, c.calls) for c in branch)) for branch in unsaid})
-            > 1
-        ):
-            kinds = _kinds(inner for branch in unsaid for inner in branch)
-            self._object(
-                f"a branch with a collective in it ({kinds}), which counts as if it were always taken", text
-            )
-        yield from max(unsaid, key=lambda branch: sum(sum(c.arrays) * c.calls for c in branch), default=[])
-
-    def _trip_count(self, text: str, conditions: list[str], inner: list[Collective]) -> int:
-        if match := TRIP_COUNT.search(text):
-            return int(match[1])
-        if self._is_of_tpu and (bound := max(map(self._bound, conditions), default=0)):
-            return bound
-        self._object(f"a loop with a collective in it ({_kinds(inner)}) has no known trip count", text)
-        return 1
+        known = TRIP_COUNT.search(text)
+        if not (trips := int(known[1]) if known else max(map(self._bound, conditions), default=0)):
+            kinds = _kinds(inner for inner, _ in sent)
+            self._object(f"a loop with a collective in it ({kinds}) has no known trip count", text)
+            trips = 1
+        for inner, more in sent:
+            turns = trips + more
+            yield replace(inner, calls=inner.calls * turns, loops=(turns, *inner.loops))
 
     def _bound(self, condition: str) -> int:
-        """The constant that a counter is compared with, in a computation of this name; else 0."""
-        lines = self._computations[condition]
+        """The constant that a TPU's counter is compared with, in a computation of this name; else 0."""
+        lines = self._computations[condition] if self._is_of_tpu else []
         constants = {match[1]: match[2] for match in map(_CONSTANT.match, lines) if match}
         compared = [match[1] for match in map(_BOUND.search, lines) if match]
         return int(constants.get(compared[0], 0)) if len(compared) == 1 else 0
 
+    def _branches(self, text: str) -> Iterator[Collective]:
+        """What the branches send: each by its scope of turns; else what all send alike, or at most."""
+        unsaid: list[list[Collective]] = []
+        for branch in ([*self.walk(name)] for name in called_by(text)):
+            yield from (inner for inner in branch if inner.of_turns > 1)
+            unsaid.append([inner for inner in branch if inner.of_turns == 1])
+        alike = {tuple(sorted((c.kind, c.groups, c.arrays, c.calls) for c in branch)) for branch in unsaid}
+        if len(alike) > 1:
+            kinds = _kinds(inner for branch in unsaid for inner in branch)
+            words = f"a branch with a collective in it ({kinds}), which counts as if it were always taken"
+            self._object(words, text)
+        yield from max(unsaid, key=lambda branch: sum(sum(c.arrays) * c.calls for c in branch), default=[])
+
     def _object(self, problem: str, text: str) -> None:
         line = f"{problem}, at {(self._sources.stack(text) or [text[:120]])[0]}"
         if self._problems is None:
-            raise UnreadableError(line)
+            raise ValueError(line)
         self._problems.append(line)
 
 
-def _kinds(inner: Iterator[Collective] | list[Collective]) -> str:
+def _kinds(inner: Iterable[Collective]) -> str:
     return ", ".join(sorted({collective.kind for collective in inner}))
 
 
@@ -248,18 +247,13 @@ def opcode_of(text: str) -> str:
 
 def called_by(text: str) -> list[str]:
     """Names of the computations that an instruction runs."""
-    names = []
-    for match in _CALLED.finditer(text):
-        target = re.match(r"\{([^}]*)\}|(%?[\w.\-]+)", text[match.end() :])
-        if target:
-            names += [name.strip().lstrip("%") for name in (target[1] or target[2]).split(",")]
-    return names
+    targets = (listed or name for listed, name in _CALLED.findall(text))
+    return [name.strip().lstrip("%") for target in targets for name in target.split(",")]
 
 
-def _collective(text: str, opcode: str, axis_sizes: Mapping[str, int]) -> Collective:
-    """An instruction by itself. Raises ValueError: its groups cannot be read."""
+def _collective(text: str, opcode: str, groups: Groups, stack: tuple[SourceLine, ...]) -> Collective:
+    """An instruction by itself, outside of loops."""
     kind = KINDS[opcode.removesuffix("-start")]
-    groups = replica_groups(text, axis_sizes)
     shapes = _ARRAY.findall(text[: text.index(f" {opcode}(")])
     if opcode == "collective-permute-start" and shapes[-2:] == [("u32", "")] * 2:
         shapes = shapes[:-2]  # context words, behind operands and results
@@ -282,7 +276,8 @@ def _collective(text: str, opcode: str, axis_sizes: Mapping[str, int]) -> Collec
         backward=backward,
         dtypes=tuple(dict.fromkeys(dtype for dtype, _ in shapes)),
         op_name=op_name,
-        name=text.partition(" ")[0],
+        stack=stack,
+        text=text,
     )
 
 
@@ -291,11 +286,10 @@ def _bytes(dtype: str, dims: str) -> int:
     return math.prod(map(int, filter(None, dims.split(",")))) * bits // 8
 
 
-def replica_groups(text: str, axis_sizes: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
+def replica_groups(text: str, axis_sizes: Mapping[str, int]) -> Groups:
     """The groups of a collective: {{0,1},{2,3}}, [2,2]<=[4], or mesh['x'=2,'y'=2] {'x'}.
 
-    Positions of devices in the mesh; of a permute, (source, target) pairs. Raises ValueError for another
-    spelling.
+    Positions of devices in the mesh; of a permute, (source, target) pairs. () of another spelling.
     """
     if match := _LISTED.search(text):
         groups = re.findall(r"\{([\d,]+)\}", match[1])
@@ -309,12 +303,12 @@ def replica_groups(text: str, axis_sizes: Mapping[str, int]) -> tuple[tuple[int,
         order = _DEVICE_IDS.search(match[2])  # of a mesh that XLA has ordered anew
         ids = order and (np.array(_numbers(order[3])) if order[3] else _transposed(order[1], order[2]))
         return groups_along(tuple(re.findall(r"\w+", match[3])), sizes, ids)
-    raise ValueError(f"a collective whose replica groups cannot be read: {text[:200]}")
+    return ()
 
 
 def groups_along(
     axes: tuple[str, ...], axis_sizes: Mapping[str, int], ids: np.ndarray | None = None
-) -> tuple[tuple[int, ...], ...]:
+) -> Groups:
     """Groups of devices that differ only along `axes`; `ids` numbers them, in order by default."""
     ids = np.arange(math.prod(axis_sizes.values())) if ids is None else ids
     ids = ids.reshape(tuple(axis_sizes.values()))
@@ -344,18 +338,14 @@ class SourceLines:
     """
 
     def __init__(self, hlo: str):
-        tables = {name: dict(_ENTRY.findall(body)) for name, body in _TABLE.findall(hlo)}
-        files, functions = (
-            {number: text.strip('"') for number, text in tables.get(name, {}).items()}
-            for name in ("FileNames", "FunctionNames")
-        )
+        tables = defaultdict(dict, {name: dict(_ENTRY.findall(body)) for name, body in _TABLE.findall(hlo)})
         self._lines: dict[str, SourceLine] = {}
-        for number, text in tables.get("FileLocations", {}).items():
+        for number, text in tables["FileLocations"].items():
             of = dict(_NUMBER.findall(text))
-            file, function = files.get(of["file_name_id"], ""), functions.get(of["function_name_id"], "")
+            file = tables["FileNames"].get(of["file_name_id"], "").strip('"')
+            function = tables["FunctionNames"].get(of["function_name_id"], "").strip('"')
             self._lines[number] = SourceLine(file, int(of["line"]), function)
-        frames = tables.get("StackFrames", {})
-        self._frames = {number: dict(_NUMBER.findall(text)) for number, text in frames.items()}
+        self._frames = {number: dict(_NUMBER.findall(text)) for number, text in tables["StackFrames"].items()}
 
     def stack(self, instruction: str) -> list[SourceLine]:
         """The line that made it and its callers, the innermost first, without jaxpar's wrappers.

@@ -35,18 +35,6 @@ PACKAGE = Path(__file__).parents[1]
 _PARTITIONS = re.compile(r"^HloModule .*\bnum_partitions=(\d+)", re.MULTILINE)
 
 
-def communications(
-    hlo: str, axis_sizes: Mapping[str, int], *, problems: list[str] | None = None
-) -> list[Communication]:
-    """The ledger of a compiled step: a row for each place in the program, per device and per call.
-
-    Of a pipeline each rank has rows of its own. The purpose is what the collective was given
-    (`comm.collectives`), else the inferred one. Arguments and errors as of `hlo.collectives`.
-    """
-    stages = axis_sizes.get(PP, 1)
-    return _rows(hlo, axis_sizes, problems=problems, stages=stages, infer=inferred_purpose)
-
-
 def ledger_of(function: Callable[..., Any], *arguments: Any, mesh: Mesh) -> Ledger:
     """Ledger of one call of a function: a row for each collective that XLA made of it.
 
@@ -60,27 +48,32 @@ def ledger_of(function: Callable[..., Any], *arguments: Any, mesh: Mesh) -> Ledg
     devices = int(partitions[1]) if partitions else 1
     if devices not in (1, mesh.size):
         raise ValueError(f"the function runs on {devices} devices, and the mesh has {mesh.size}")
+    return read_ledger(hlo, mesh.shape, is_step=False)
+
+
+def read_ledger(hlo: str, axis_sizes: Mapping[str, int], *, is_step: bool = True) -> Ledger:
+    """`communications`, and what could not be counted."""
     problems: list[str] = []
-    rows = _rows(hlo, mesh.shape, problems=problems, stages=1, infer=lambda collective, axis: "")
+    rows = communications(hlo, axis_sizes, problems=problems, is_step=is_step)
     return Ledger(rows=rows, problems=problems)
 
 
-def _rows(
-    hlo: str,
-    axis_sizes: Mapping[str, int],
-    *,
-    problems: list[str] | None,
-    stages: int,
-    infer: Callable[[Collective, str], str],
+def communications(
+    hlo: str, axis_sizes: Mapping[str, int], *, problems: list[str] | None = None, is_step: bool = True
 ) -> list[Communication]:
-    """Rows of collectives, of each stage of a pipeline; alike ones of one place are one."""
+    """A row for each place in a compiled program, per device and per call; alike ones of a place are one.
+
+    Of a training step each rank of a pipeline has rows of its own, and a purpose that no collective was given
+    (`comm.collectives`) is inferred. Further arguments and errors as of `hlo.collectives`.
+    """
+    stages = axis_sizes.get(PP, 1) if is_step else 1
     merged: dict[Communication, list[int]] = defaultdict(lambda: [0, 0, 0])
     differentiates = "jvp(" in hlo
     for collective in collectives(hlo, axis_sizes, problems=problems):
         axis, group_size = axis_of(collective, axis_sizes)
         if group_size == 1:
             continue
-        purpose = collective.purpose or infer(collective, axis)
+        purpose = collective.purpose or (inferred_purpose(collective, axis) if is_step else "")
         line = str(collective.stack[0]) if collective.stack else ""
         size = sum(collective.arrays)
         wire = ring_wire_bytes(collective.kind, size, group_size)
