@@ -4,9 +4,8 @@ The profiler's own files stay beside it: trace.json.gz opens in Perfetto, trace.
 
 On a CPU, XLA marks each instruction when a thread begins it, with the instruction (`hlo_op`), its module and
 its device. The work may outlast the mark: a second mark, `end: NAME`, says when it is over, and has the first
-one's number (`_p` there, `_c` here). All devices share a pool of threads. In a collective,
-`Wait: pending_threads=1/2` lasts until the last device has come. On a GPU a plane is a device, and its lines
-are streams.
+one's number (`_p` there, `_c` here). All devices share a pool of threads. On a GPU a plane is a device, and
+its lines are streams.
 """
 
 import re
@@ -33,7 +32,6 @@ METHOD = (
     "that it was made of tells forward, backward and update; without one it counts to what was before it. A "
     f"collective begins when its device has come to it. Spans of a kind within {GAP_US:.0f} us are one."
 )
-WAITED = " Of the time in collectives {share:.0%} passed until the last device had come."
 NONE_INSTRUMENTED = -1  # memory and ledger are read from the compiled step, and cost none of its time
 CONTROL = ("while", "conditional", "call", "async-start", "async-done")
 """Instructions that run others, which have times of their own."""
@@ -49,15 +47,6 @@ class Execution(NamedTuple):
     name: str
     begin_us: float
     end_us: float
-
-
-class Executions(NamedTuple):
-    """Executions of a module's instructions on all devices."""
-
-    events: list[Execution]
-    """The earliest first."""
-    waited_us: float
-    """Waiting in collectives for the last device (microseconds), summed over devices; 0 if unknown."""
 
 
 class UnreadableProfileError(RuntimeError):
@@ -76,38 +65,37 @@ class StepProfiler(Observer):
         """The step is waited for inside."""
         hlo = self._run.step.as_text()
         assert hlo, "XLA keeps no text of the compiled step"
-        with recorded(hlo, self._run.mesh_devices, folder=self._recorder.folder) as profiles:
+        with recorded(hlo, self._run.mesh_devices, folder=self._recorder.folder) as events:
             yield
         axes = self._run.experiment.layout.axes
-        self._recorder.leave(make_timeline(profiles[0], hlo, axes, self.watched))
+        self._recorder.leave(make_timeline(events, hlo, axes, self.watched))
 
 
 @contextmanager
 def recorded(
     hlo: str, devices: list[jax.Device], *, folder: Path | None = None
-) -> Generator[list[Executions]]:
-    """A list to which the end of the context appends a module's `Executions`.
+) -> Generator[list[Execution]]:
+    """A list that has, at the end of the context, what `read_events` finds of a module.
 
-    The module runs once inside, and is waited for there. The profiler's own files stay in `folder`. Errors as
-    of `read_events`.
+    The module runs once inside, and is waited for there. The profiler's own files stay in `folder`.
     """
     options = ProfileOptions()
     options.python_tracer_level = 0  # every call of Python otherwise, for much time and no use
-    profiles: list[Executions] = []
+    events: list[Execution] = []
     with tempfile.TemporaryDirectory(prefix="profile-", dir=folder) as temporary:
         with jax.profiler.trace(temporary, profiler_options=options):
-            yield profiles
+            yield events
         (path,) = Path(temporary).rglob("*.xplane.pb")
         profile = ProfileData.from_file(str(path))
         if folder:
             for name in TRACES:
                 (path,) = Path(temporary).rglob(f"*.{name.removeprefix('trace.')}")
                 path.replace(folder / name)
-    profiles.append(read_events(profile, hlo=hlo, devices=devices))
+    events += read_events(profile, hlo=hlo, devices=devices)
 
 
-def read_events(profile: ProfileData, *, hlo: str, devices: list[jax.Device]) -> Executions:
-    """Every execution of an instruction of a module; devices are in the order of the mesh.
+def read_events(profile: ProfileData, *, hlo: str, devices: list[jax.Device]) -> list[Execution]:
+    """Executions of a module's instructions, the earliest first; devices are in the order of the mesh.
 
     Raises UnreadableProfileError: the module did not run, or the profile lacks one of the devices.
     """
@@ -116,13 +104,10 @@ def read_events(profile: ProfileData, *, hlo: str, devices: list[jax.Device]) ->
     position = {device.local_hardware_id: number for number, device in enumerate(devices)}
     begun: list[tuple[Execution, Any]] = []
     ended: dict[Any, float] = {}
-    waited_us = 0.0
     for of_gpu, event in _events(profile, on_gpus=devices[0].platform != "cpu"):
         stats, begin_us = dict(event.stats), event.start_ns / 1e3
         device = position.get(int(of_gpu[1] if of_gpu else stats.get("device_ordinal", -1)))
-        if event.name.startswith("Wait: pending_th"):
-            waited_us += event.duration_ns / 1e3
-        elif event.name.startswith("end: ") and "_c" in stats:
+        if event.name.startswith("end: ") and "_c" in stats:
             ended[stats["_c"]] = begin_us
         elif "hlo_op" in stats and stats.get("hlo_module") == module[1] and device is not None:
             execution = Execution(device, str(stats["hlo_op"]), begin_us, event.end_ns / 1e3)
@@ -133,7 +118,7 @@ def read_events(profile: ProfileData, *, hlo: str, devices: list[jax.Device]) ->
             f"the profile has {len(events)} executions of instructions of {module[1]}, and not on each of "
             f"{len(devices)} devices"
         )
-    return Executions(sorted(events, key=lambda event: event.begin_us), waited_us)
+    return sorted(events, key=lambda event: event.begin_us)
 
 
 def _events(profile: ProfileData, *, on_gpus: bool) -> Iterator[tuple[re.Match[str] | None, Any]]:
@@ -146,9 +131,9 @@ def _events(profile: ProfileData, *, on_gpus: bool) -> Iterator[tuple[re.Match[s
                 yield from ((of_gpu, event) for event in line.events)
 
 
-def make_timeline(executions: Executions, hlo: str, axis_sizes: Mapping[str, int], step: int) -> Timeline:
-    """The timeline of one run of a module, from its executions and its text; axes are in the mesh's order."""
-    events, operations = executions.events, dict(_operations(hlo))
+def make_timeline(events: list[Execution], hlo: str, axis_sizes: Mapping[str, int], step: int) -> Timeline:
+    """The timeline of one run of a module, given its text; axes are in the mesh's order."""
+    operations = dict(_operations(hlo))
     keys = {c.name: key_of(c, axis_sizes) for c in collectives(hlo, axis_sizes, problems=[])}
     begin, end = events[0].begin_us, max(event.end_us for event in events)
     lanes = []
@@ -156,9 +141,7 @@ def make_timeline(executions: Executions, hlo: str, axis_sizes: Mapping[str, int
         # Instructions that run others are left out; so is a loop's condition, of which nothing is known.
         of_device = [event for event in events if event.device == device and event.name in operations]
         lanes.append(Lane(device=device, spans=_spans(of_device, operations, keys, begin)))
-    total = sum(span.duration_us for lane in lanes for span in lane.spans if span.operation)
-    waited = WAITED.format(share=executions.waited_us / total) if executions.waited_us and total else ""
-    return Timeline(step=step, wall_us=end - begin, lanes=lanes, method=METHOD + waited)
+    return Timeline(step=step, wall_us=end - begin, lanes=lanes, method=METHOD)
 
 
 def _operations(hlo: str) -> Iterator[tuple[str, tuple[str, bool]]]:

@@ -7,7 +7,7 @@ from compare.numerics.data import open_corpus
 from compare.numerics.stream import arrays_of_step
 from compare.spec.experiment import Data, Experiment, Model, Train
 from jaxpar.comm.mesh import make_mesh
-from jaxpar.measure.profile import Executions, recorded
+from jaxpar.measure.profile import Execution, recorded
 from jaxpar.step import compile_step, device_scalars
 from jaxpar.train import prepare
 
@@ -18,7 +18,7 @@ EXPERIMENT = Experiment(
 )
 
 
-def watch(engine: str, experiment: Experiment) -> tuple[Executions, str]:
+def watch(engine: str, experiment: Experiment) -> tuple[list[Execution], str]:
     """Two steps in this process, the second of them watched; and the HLO that ran. JAX has its devices."""
     layout = experiment.layout
     mesh = make_mesh(layout, platform="cpu")
@@ -36,4 +36,4 @@ def watch(engine: str, experiment: Experiment) -> tuple[Executions, str]:
     step(0)
     with recorded(hlo, list(mesh.devices.flat)) as found:
         step(1)
-    return found[0], hlo
+    return found, hlo
