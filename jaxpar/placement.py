@@ -130,23 +130,6 @@ def place(shape: tuple[int, ...], axes: tuple[str, ...], layout: Layout) -> Plac
     return replace(placement, dims={**dims, DP_SHARD: max(candidates, key=preference)})
 
 
-def map_alike(f: Callable[[list[Any]], list[Any]], placements: Any, tree: Any) -> Any:
-    """Apply `f` to the leaves that are split over the same mesh axes together, as a list."""
-    leaves, structure = jax.tree.flatten(tree)
-    for members in leaves_alike(placements).values():
-        for i, leaf in zip(members, f([leaves[i] for i in members]), strict=True):
-            leaves[i] = leaf
-    return jax.tree.unflatten(structure, leaves)
-
-
-def leaves_alike(placements: Any) -> dict[tuple[str, ...], list[int]]:
-    """Numbers of the leaves by the mesh axes that split them."""
-    alike: dict[tuple[str, ...], list[int]] = {}
-    for i, p in enumerate(jax.tree.leaves(placements)):
-        alike.setdefault(p.axes, []).append(i)
-    return alike
-
-
 def map_repeated(f: Callable[[Any], Any], axis: str, placements: Any, tree: Any) -> Any:
     """Apply `f` to the leaves that are repeated along a mesh axis; those that are split over it stay."""
     return jax.tree.map(lambda p, x: x if axis in p.dims else f(x), placements, tree)

@@ -85,6 +85,21 @@ def run_ticks(
     return x_SK
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0, 2))
+def shift(roll: Callable[[jax.Array, int], jax.Array], x_S: jax.Array, by: int) -> jax.Array:
+    """Each stage's x becomes that of the stage `by` places before it, around the ring.
+
+    Backward is written down: autodiff would derive it from slices, and XLA would move each of them.
+    """
+    return roll(x_S, by)
+
+
+shift.defvjp(
+    lambda roll, x_S, by: (roll(x_S, by), None),
+    lambda roll, by, _, gradient_S: (shift(roll, gradient_S, -by),),
+)
+
+
 def lanes(microbatches: int, stages: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Places where microbatches wait, and where they are when they are done: three arrays (S, K).
 

@@ -4,7 +4,6 @@ A strategy then reads like its description, and a collective can be swapped ever
 its purpose, in a named scope that the ledger reads back.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -38,21 +37,13 @@ def turns_scope(turns: Sequence[int], *, of: int) -> AbstractContextManager:
 axis_size = lax.axis_size
 
 
-def _names(axis: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (axis,) if isinstance(axis, str) else axis
-
-
 def all_reduce(x: jax.Array, axis: str | tuple[str, ...], *, purpose: str = "") -> jax.Array:
     """Sum of x, any shape, over one or several mesh axes, on every device of them."""
     # A sum over one device is nothing, and XLA on a CPU copies all of x for it.
-    axes = [name for name in _names(axis) if axis_size(name) > 1 or name in jax.typeof(x).mat.varying]
+    names = (axis,) if isinstance(axis, str) else axis
+    axes = [name for name in names if axis_size(name) > 1 or name in jax.typeof(x).mat.varying]
     with ledger_scope(purpose):
         return lax.psum(x, tuple(axes)) if axes else x
-
-
-def all_reduce_mean(x: jax.Array, axis: str | tuple[str, ...], *, purpose: str = "") -> jax.Array:
-    """Mean of x, any shape, over one or several mesh axes, on every device of them."""
-    return all_reduce(x, axis, purpose=purpose) / math.prod(map(axis_size, _names(axis)))
 
 
 def all_reduce_max(x: jax.Array, axis: str, *, purpose: str = "") -> jax.Array:

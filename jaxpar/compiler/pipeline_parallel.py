@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from compare.spec.axes import PP
 from jaxpar.problem import Loss, Pieces
 from jaxpar.remat import IsGather, Remat
-from jaxpar.stages import Tree, Turn, lanes, run_stage, run_ticks
+from jaxpar.stages import Tree, Turn, lanes, run_stage, run_ticks, shift
 from jaxpar.weights import STACKED
 
 AXIS = PP
@@ -55,7 +55,7 @@ def pipelined(
         x_SK = run_ticks(
             lambda x_S, turn_S: over_stages(of_stage)(layers_SN, x_S, turn_S),
             x_SK,
-            shift=shift,
+            shift=partial(shift, partial(jnp.roll, axis=0)),
             placed=partial(placed, mesh=mesh),
             microbatches=count,
             chunks=chunks,
@@ -70,18 +70,3 @@ def placed(x: jax.Array, *, mesh: Mesh) -> jax.Array:
     """Say that the first dim of x (S, ...) is split over pp; of the others nothing is said."""
     spec = P(AXIS, *(P.UNCONSTRAINED,) * (x.ndim - 1))
     return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def shift(x_S: jax.Array, by: int) -> jax.Array:
-    """Each stage's x becomes that of the stage `by` places before it, around the ring.
-
-    Backward is written down: autodiff would derive it from slices, and XLA would move each of them.
-    """
-    return jnp.roll(x_S, by, axis=0)
-
-
-shift.defvjp(
-    lambda x_S, by: (shift(x_S, by), None),
-    lambda by, _, gradient_S: (shift(gradient_S, -by),),
-)

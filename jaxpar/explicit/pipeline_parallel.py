@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from compare.spec.axes import PP
 from jaxpar.problem import Loss, Pieces
 from jaxpar.remat import IsGather, Remat
-from jaxpar.stages import Tree, Turn, lanes, run_stage, run_ticks
+from jaxpar.stages import Tree, Turn, lanes, run_stage, run_ticks, shift
 from jaxpar.weights import STACKED
 
 AXIS = PP
@@ -67,7 +67,7 @@ def pipelined(
         x_SK = run_ticks(
             lambda x_S, turn_S: jax.vmap(of_stage)(params_S, batch_S, x_S, reshard(turn_S, BY_STAGE)),
             x_SK,
-            shift=shift,
+            shift=partial(shift, roll),
             microbatches=count,
             chunks=chunks,
         )
@@ -77,17 +77,7 @@ def pipelined(
     return loss
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def shift(x_S: jax.Array, by: int) -> jax.Array:
-    """Each stage's x becomes that of the stage `by` places before it, around the ring: (S@pp, ...).
-
-    Backward is written down: autodiff would derive it from slices, and XLA would move each of them.
-    """
+def roll(x_S: jax.Array, by: int) -> jax.Array:
+    """A roll along the stages (S@pp, ...), with its result's type."""
     where = jax.typeof(x_S).sharding.spec
     return auto_axes(lambda x_S: jnp.roll(x_S, by, axis=0), axes=AXIS, out_sharding=where)(x_S)
-
-
-shift.defvjp(
-    lambda x_S, by: (shift(x_S, by), None),
-    lambda by, _, gradient_S: (shift(gradient_S, -by),),
-)

@@ -22,7 +22,7 @@ from jaxpar.comm import collectives
 from jaxpar.manual import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.model import same
 from jaxpar.optimizer import moments_like
-from jaxpar.placement import leaves_alike, specs
+from jaxpar.placement import specs
 from jaxpar.problem import Problem, without_layers
 from jaxpar.step import (
     ShardedStep,
@@ -101,7 +101,8 @@ def _step(
             optimizer, shards, opt_state, gradients, grad_norm=grad_norm, scalars=scalars
         )
         params = shards if zero3 else fully_sharded.all_gather_parameters(shards, placements)
-        loss = collectives.all_reduce_mean(value, ROWS + SEQUENCE, purpose=LOSS)
+        loss = collectives.all_reduce(value, ROWS + SEQUENCE, purpose=LOSS)
+        loss /= collectives.axis_size(ROWS + SEQUENCE)
         return params, opt_state, {"loss": loss, "grad_norm": grad_norm}, gradients
 
     return step
@@ -112,10 +113,12 @@ def global_norm(gradients: Any, placements: Any) -> jax.Array:
 
     `gradients` are this device's shards, synchronised. Every element counts once.
     """
-    squares = [jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients)]
+    squares: dict[tuple[str, ...], list[jax.Array]] = {}
+    for p, g in zip(jax.tree.leaves(placements), jax.tree.leaves(gradients), strict=True):
+        squares.setdefault(p.axes, []).append(jnp.sum(jnp.square(g)))
     totals = []
-    for axes, members in leaves_alike(placements).items():
-        total = jnp.stack([squares[i] for i in members]).sum()
+    for axes, of_leaves in squares.items():
+        total = jnp.stack(of_leaves).sum()
         totals.append(collectives.all_reduce(total, axes, purpose=NORM) if axes else total)
     return jnp.sqrt(jnp.stack(totals).sum())
 

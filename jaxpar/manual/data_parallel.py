@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from compare.contract.communication import GRADIENTS
 from compare.spec.axes import DP_REPLICATE
 from jaxpar.comm import collectives
-from jaxpar.placement import map_alike
 from jaxpar.problem import Problem
 from jaxpar.step import Strategy
 
@@ -35,24 +34,25 @@ def strategy(problem: Problem, placements: Any) -> Strategy:
     """Gradients stay local until all passes are accumulated."""
     layout = problem.layout
     method = layout.gradient_sync if layout.dp_replicate > 1 else "naive"
-    synchronize = partial(synchronize_gradients, method=method, bucket_mb=layout.bucket_mb)
+    limit = {"naive": 0, "flat": math.inf, "bucketed": layout.bucket_mb * BYTES_PER_MB}[method]
     return Strategy(
         mark=partial(collectives.to_varying, axis=AXIS),
-        # A bucket has leaves of one placement: joined with a split one, a repeated one would count as split.
-        reduce=partial(map_alike, synchronize, placements),
+        reduce=partial(synchronize_gradients, placements, limit=limit),
     )
 
 
-def synchronize_gradients(gradients: Any, *, method: str, bucket_mb: float) -> Any:
+def synchronize_gradients(placements: Any, gradients: Any, *, limit: float) -> Any:
     """The mean over the replicas of a pytree of gradients, which are each device's own.
 
-    naive is one all-reduce per leaf, flat one for all of them (per dtype), bucketed one per `bucket_mb` (1e6
-    bytes), beginning with the last leaves, whose gradients backward finishes first.
+    One all-reduce per bucket of at most `limit` bytes: per leaf with 0 (naive), for all of them with infinity
+    (flat). It begins with the last leaves, whose gradients backward finishes first.
     """
     leaves, structure = jax.tree.flatten(gradients)
-    limit = {"naive": 0, "flat": math.inf, "bucketed": bucket_mb * BYTES_PER_MB}[method]
+    # Joined with a leaf that other axes split, a repeated one would count as split.
+    alike = [(leaf.dtype, p.axes) for leaf, p in zip(leaves, jax.tree.leaves(placements), strict=True)]
+    sizes = [leaf.nbytes for leaf in leaves]
     mean = list(leaves)
-    for bucket in bucket_plan([(leaf.dtype, leaf.nbytes) for leaf in leaves], limit=limit):
+    for bucket in bucket_plan(list(zip(alike, sizes, strict=True)), limit=limit):
         summed = _all_reduce_together([leaves[index] for index in bucket])
         for index, leaf in zip(bucket, summed, strict=True):
             mean[index] = leaf / collectives.axis_size(AXIS)
@@ -60,20 +60,20 @@ def synchronize_gradients(gradients: Any, *, method: str, bucket_mb: float) -> A
 
 
 def bucket_plan(leaves: list[tuple[Hashable, int]], *, limit: float) -> list[list[int]]:
-    """Buckets as plain data: indices of leaves, the last leaves first, from the dtype and bytes of each.
+    """Buckets as plain data: indices of leaves, the last leaves first, from the sort and bytes of each.
 
-    A bucket has leaves of one dtype, and is closed before it would pass the limit (bytes). A leaf of
+    A bucket has leaves of one sort, and is closed before it would pass the limit (bytes). A leaf of
     `SENT_AS_IT_IS` of it or more has a bucket to itself: with 0 every leaf has.
     """
     buckets: list[list[int]] = []
     unfinished: dict[Hashable, list[int]] = {}
-    for index, (dtype, size) in reversed(list(enumerate(leaves))):
+    for index, (sort, size) in reversed(list(enumerate(leaves))):
         if size >= SENT_AS_IT_IS * limit:
             buckets.append([index])
             continue
-        members = unfinished.get(dtype)
+        members = unfinished.get(sort)
         if members is None or sum(leaves[member][1] for member in members) + size > limit:
-            members = unfinished[dtype] = []
+            members = unfinished[sort] = []
             buckets.append(members)
         members.append(index)
     return buckets

@@ -11,63 +11,37 @@ from jaxpar.measure.hlo import collectives
 from jaxpar.measure.ledger import communications
 
 GRID = {"dp": 2, "tp": 2}
-CASES = {
-    "listed groups along the last axis": (
-        "%x = f32[4,8]{1,0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%add",
-        ("all_reduce", "tp", 1, 128, 128, "activations"),
+GROUPS = {  # of an all-reduce
+    "{{0,1},{2,3}}": "tp",
+    "[2,2]<=[2,2]T(1,0)": "dp",
+    "mesh['dp'=2,'tp'=2] {'dp'}": "dp",
+    "mesh['a'=1,'b'=2,'c'=2], device_ids=([2,2]T(1,0)) {'b'}": "tp",
+    "mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'b'}": "dp",
+    "{}": "dp+tp",
+}
+PAIRS = "source_target_pairs="
+SIZES = {  # kind, axis, bytes, bytes on the wire, dtypes
+    "%x = (f32[4]{0}, bf16[8]{0}, pred[]) all-reduce(%p, %p, %p), replica_groups=[1,4]<=[4]": (
+        ("all_reduce", "dp+tp", 33, 49, "f32, bf16, pred")
     ),
-    "iota groups, transposed, along the first axis": (
-        "%x = f32[4,8]{1,0} all-reduce(%p), replica_groups=[2,2]<=[2,2]T(1,0), to_apply=%add",
-        ("all_reduce", "dp", 1, 128, 128, "gradients"),
+    "%x = f32[8]{0} all-gather(%p), replica_groups=[2,2]<=[4], dimensions={0}": (
+        ("all_gather", "tp", 32, 16, "f32")
     ),
-    "named mesh axes": (
-        "%x = f32[4,8]{1,0} all-reduce(%p), replica_groups=mesh['dp'=2,'tp'=2] {'dp'}, to_apply=%add",
-        ("all_reduce", "dp", 1, 128, 128, "gradients"),
+    "%x = f32[8]{0} reduce-scatter(%p), replica_groups=[2,2]<=[4], dimensions={0}, to_apply=%add": (
+        ("reduce_scatter", "tp", 64, 32, "f32")
     ),
-    "named mesh axes over devices in another order": (
-        "%x = f32[8]{0} all-gather(%p), replica_groups=mesh['a'=1,'b'=2,'c'=2], "
-        "device_ids=([2,2]T(1,0)) {'b'}, dimensions={0}",
-        ("all_gather", "tp", 1, 32, 16, "activations"),
+    f"%x = f32[8]{{0}} collective-permute(%p), {PAIRS}{{{{0,1}},{{1,0}},{{2,3}},{{3,2}}}}": (
+        ("permute", "tp", 32, 32, "f32")
     ),
-    "named mesh axes over listed devices": (
-        "%x = f32[8]{0} all-gather(%p), replica_groups=mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'b'}",
-        ("all_gather", "dp", 1, 32, 16, "parameters"),
-    ),
-    "a named scope says what it is for": (
-        "%x = f32[4,8]{1,0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%add, "
-        'metadata={op_name="jit(step)/for_gradients/psum"}',
-        ("all_reduce", "tp", 1, 128, 128, "gradients"),
-    ),
-    "empty groups are everyone": (
-        "%x = f32[4,8]{1,0} all-reduce(%p), replica_groups={}, to_apply=%add",
-        ("all_reduce", "dp+tp", 1, 128, 192, "gradients"),
-    ),
-    "a tuple counts every operand": (
-        "%x = (f32[4]{0}, bf16[8]{0}, pred[]) all-reduce(%p, %p, %p), replica_groups=[1,4]<=[4]",
-        ("all_reduce", "dp+tp", 1, 33, 49, "gradients"),
-    ),
-    "a gather counts its result": (
-        "%x = f32[8]{0} all-gather(%p), replica_groups=[2,2]<=[4], dimensions={0}",
-        ("all_gather", "tp", 1, 32, 16, "activations"),
-    ),
-    "a scatter counts its operand": (
-        "%x = f32[8]{0} reduce-scatter(%p), replica_groups=[2,2]<=[4], dimensions={0}, to_apply=%add",
-        ("reduce_scatter", "tp", 1, 64, 32, "activations"),
-    ),
-    "pairs of a permute stay along an axis": (
-        "%x = f32[8]{0} collective-permute(%p), source_target_pairs={{0,1},{1,0},{2,3},{3,2}}",
-        ("permute", "tp", 1, 32, 32, "activations"),
-    ),
-    "start and done are one gather": (
-        "%s = (f32[4]{0}, f32[8]{0}) all-gather-start(%p), replica_groups=[2,2]<=[4], dimensions={0}\n"
-        "  %x = f32[8]{0} all-gather-done(%s)",
-        ("all_gather", "tp", 1, 32, 16, "activations"),
-    ),
-    "start and done are one permute": (
-        "%s = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%p), "
-        "source_target_pairs={{0,2},{1,3}}\n"
-        "  %x = f32[8]{0} collective-permute-done(%s)",
-        ("permute", "dp", 1, 32, 32, "gradients"),
+    "%s = (f32[4]{0}, f32[8]{0}) all-gather-start(%p), replica_groups=[2,2]<=[4], dimensions={0}\n"
+    "  %x = f32[8]{0} all-gather-done(%s)": ("all_gather", "tp", 32, 16, "f32"),
+    f"%s = (f32[8], f32[8], u32[], u32[]) collective-permute-start(%p), {PAIRS}{{{{0,2}},{{1,3}}}}\n"
+    "  %x = f32[8]{0} collective-permute-done(%s)": ("permute", "dp", 32, 32, "f32"),
+    # As on a GPU: two operands, two results, and context words, which are no data.
+    "%s = ((f32[8]{0}, f32[4]{0}), (f32[8]{0}, f32[4]{0}), u32[], u32[]) collective-permute-start(%p, %q), "
+    f"{PAIRS}{{{{0,1}},{{1,0}}}}": ("permute", "tp", 48, 48, "f32"),
+    "%x = (u32[2]{0}, u32[3]{0}) all-reduce(%p, %q), replica_groups=[2,2]<=[4], to_apply=%add": (
+        ("all_reduce", "tp", 20, 20, "u32")
     ),
 }
 
@@ -84,13 +58,15 @@ def module(entry: str, others: str = "") -> str:
     )
 
 
-def test_spellings():
-    for name, (text, expected) in CASES.items():
+def test_spellings_of_groups_and_what_counts():
+    for groups, axis in GROUPS.items():
+        text = f"%x = f32[4,8]{{1,0}} all-reduce(%p), replica_groups={groups}, to_apply=%add"
         (entry,) = entries(module(text), GRID)
-        kind, axis, calls, size, wire, purpose = expected
-        assert entry == Communication(
-            kind=kind, axis=axis, calls=calls, bytes=size, wire_bytes=wire, purpose=purpose
-        ), name
+        assert (entry.kind, entry.axis, entry.calls, entry.bytes) == ("all_reduce", axis, 1, 128), groups
+    for text, expected in SIZES.items():
+        (row,) = communications(module(text), GRID)
+        assert (row.kind, row.axis, row.bytes, row.wire_bytes, row.dtype) == expected, text
+        assert row.calls == 1
 
 
 def test_ranks_of_a_pipeline_send_and_run_what_is_theirs():
@@ -104,12 +80,17 @@ def test_ranks_of_a_pipeline_send_and_run_what_is_theirs():
     assert found == [("permute", 0, 1, 32, ()), ("all_reduce", 1, 3, 96, (6,))]
 
 
-def test_groups_of_one_are_no_communication_and_scalars_are_metrics():
+def test_groups_of_one_are_no_communication_and_purposes_are_inferred():
     alone = "%x = f32[8]{0} all-reduce(%p), replica_groups={{0},{1},{2},{3}}, to_apply=%add"
     assert len(collectives(module(alone), GRID)) == 1
     assert entries(module(alone), GRID) == []
-    scalar = "%x = f64[] all-reduce(%p), replica_groups=[1,4]<=[4], to_apply=%add"
-    assert [entry.purpose for entry in entries(module(scalar), GRID)] == ["metrics"]
+    for made, purpose in (
+        ("f64[] all-reduce(%p), replica_groups=[1,4]<=[4]", "metrics"),
+        ("f64[8] all-reduce(%p), replica_groups=[2,2]<=[4]", "activations"),  # along tp
+        ("f64[8] all-reduce(%p), replica_groups=[2,2]<=[2,2]T(1,0)", "gradients"),
+        ("f64[8] all-gather(%p), replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}", "parameters"),
+    ):
+        assert [entry.purpose for entry in entries(module(f"%x = {made}"), GRID)] == [purpose]
 
 
 LOOP = """%cond (q: f32[8]) -> pred[] {
@@ -144,17 +125,6 @@ def test_what_cannot_be_read_is_an_error():
         entries(module("%x = f32[8]{0} all-reduce(%p), to_apply=%add"), GRID)
 
 
-def test_a_merged_permute_counts_all_that_it_sends():
-    """As on a GPU: two operands, two results, and context words, which are no data."""
-    shapes = "((f32[8]{0}, f32[4]{0}), (f32[8]{0}, f32[4]{0}), u32[], u32[])"
-    text = f"%s = {shapes} collective-permute-start(%p, %q), source_target_pairs={{{{0,1}},{{1,0}}}}"
-    (entry,) = communications(module(text), GRID)
-    assert (entry.bytes, entry.dtype) == (48, "f32")
-    merged = "%x = (u32[2]{0}, u32[3]{0}) all-reduce(%p, %q), replica_groups=[2,2]<=[4], to_apply=%add"
-    (entry,) = communications(module(merged), GRID)
-    assert (entry.bytes, entry.dtype) == (20, "u32")
-
-
 def test_what_may_communicate_in_other_ways_is_named():
     for text in (
         "%s = (f32[8]{0}, u32[], token[]) send(%p, %t), channel_id=1",
@@ -170,6 +140,7 @@ def test_what_may_communicate_in_other_ways_is_named():
 
 
 DERIVED = {
+    "jit(step)/for_gradients/psum": "gradients",
     "jit(step)/jvp(for_parameters)/all_gather": "parameters",
     "jit(step)/transpose(jvp(for_parameters))/reduce_scatter": "gradients",
     "jit(step)/transpose(jvp())/checkpoint/rematted_computation/for_parameters/all_gather": "parameters",

@@ -128,35 +128,37 @@ def test_what_an_engine_does_not_have_is_refused_by_name():
             plant(fault, engine=engine)
 
 
-ENDINGS = {"Ctrl-C": "", "end of stdin": "", "SIGTERM": "jaxpar: ended by SIGTERM\n"}
+def endless(tiny, tmp_path, name: str, engine: str, *arguments: str, **options):
+    """A folder, and the process that trains in it until it is ended."""
+    experiment = replace(tiny, train=replace(tiny.train, max_iters=10**6))
+    request = Request(engine=engine, experiment=experiment)
+    return tmp_path / name, start(tmp_path / name, request, *arguments, **options)
 
 
-@pytest.mark.parametrize("how", ENDINGS)
-def test_it_ends_at_once(tmp_path, cache_dir, tiny, how):
-    endless = replace(tiny, train=replace(tiny.train, max_iters=10**6))
-    request = Request(engine="jax-compiler", experiment=endless, cache_dir=cache_dir)
-    process = start(tmp_path, request, "--exit-with-stdin", stdin=subprocess.PIPE)
-    part = tmp_path / STEPS_PART
-    wait_for(lambda: part.is_file() and os.path.getsize(part), process)
-    if how == "end of stdin":
-        assert process.stdin is not None
-        process.stdin.close()
-    else:
-        process.send_signal(signal.SIGINT if how == "Ctrl-C" else signal.SIGTERM)
-    assert process.wait(timeout=PATIENCE_S) != 0
-    assert process.stderr is not None
-    assert process.stderr.read() == ENDINGS[how]
-    assert (tmp_path / ERROR).is_file() == (how == "SIGTERM")
-    assert not (tmp_path / MANIFEST).exists()
+def test_it_ends_at_once(tmp_path, tiny):
+    says = {"Ctrl-C": "", "end of stdin": "", "SIGTERM": "jaxpar: ended by SIGTERM\n"}
+    options = {"stdin": subprocess.PIPE}
+    runs = {how: endless(tiny, tmp_path, how, "jax-compiler", "--exit-with-stdin", **options) for how in says}
+    for how, (folder, process) in runs.items():
+        part = folder / STEPS_PART
+        wait_for(lambda part=part: part.is_file() and os.path.getsize(part), process)
+        if how == "end of stdin":
+            assert process.stdin is not None
+            process.stdin.close()
+        else:
+            process.send_signal(signal.SIGINT if how == "Ctrl-C" else signal.SIGTERM)
+        assert process.wait(timeout=PATIENCE_S) != 0
+        assert process.stderr is not None
+        assert process.stderr.read() == says[how]
+        assert (folder / ERROR).is_file() == (how == "SIGTERM")
+        assert not (folder / MANIFEST).exists()
 
 
-def test_a_second_run_in_a_folder_is_refused_and_what_a_killed_one_left_is_cleared(tmp_path, cache_dir, tiny):
+def test_a_second_run_in_a_folder_is_refused_and_what_a_killed_one_left_is_cleared(tmp_path, tiny):
     """Two that start at once: one runs, and its record is its own; the other one touches nothing."""
     Recorder(tmp_path).step(Step(step=7, loss=0.0, grad_norm=0.0, lr=0.0, step_time_ms=0.0))
     (tmp_path / "gradients.safetensors.1.2.tmp").write_bytes(b"half of it")
-    endless = replace(tiny, train=replace(tiny.train, max_iters=10**6))
-    request = Request(engine="jax-manual", experiment=endless, cache_dir=cache_dir)
-    runs = [start(tmp_path, request) for _ in range(2)]
+    runs = [endless(tiny, tmp_path, "", "jax-manual")[1] for _ in range(2)]
     wait_for(lambda: any(run.poll() is not None for run in runs))
     runs.sort(key=lambda run: run.returncode is None)
     refused, running = runs
