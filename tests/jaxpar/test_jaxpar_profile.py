@@ -57,16 +57,13 @@ def test_an_instruction_is_its_device_s_whatever_thread_begins_or_ends_it():
     found = read_events(
         profile(
             [ran("add.1", 1, 5, 6, number=7), ran("add.1", 0, 8, 9, number=8)],
-            [mark("end: add.1", 20, 21, _c=7), mark("Wait: pending_threads=1/2", 2, 5)],
+            [mark("end: add.1", 20, 21, _c=7)],
             [ran("add.1", 0, 1, 99, number=9, module="jit_other")],
         ),
         hlo=HLO,
         devices=CPUS,
     )
     assert found == [Execution(1, "add.1", 5, 20), Execution(0, "add.1", 8, 9)]
-
-
-def test_a_profile_in_which_a_device_is_missing_is_an_error():
     with pytest.raises(UnreadableProfileError, match="not on each of 2 devices"):
         read_events(profile([ran("add.1", 1, 5, 6, number=7)]), hlo=HLO, devices=CPUS)
 

@@ -95,16 +95,13 @@ def test_a_refusal_is_one_line(tmp_path, tiny):
 
 
 def test_an_error_says_what_kind_of_end_it_is(tmp_path, capsys):
+    full = f"{tmp_path}: no space left on the device: make room, and run again"
     for error, code, message in (
         (MissingDevicesError("needs 8\ndevices"), MISSING, "needs 8 devices"),
         (ModuleNotFoundError("no optax"), MISSING, "no optax"),
         (DivergedError("loss is nan"), FAILED, "loss is nan"),
         (ValueError("odd"), FAILED, "ValueError: odd"),
-        (
-            OSError(errno.ENOSPC, "No space left on device"),
-            FAILED,
-            f"{tmp_path}: no space left on the device: make room, and run again",
-        ),
+        (OSError(errno.ENOSPC, "No space left on device"), FAILED, full),
     ):
         failure = failure_of(error, tmp_path, None)
         assert (failure.message, failure.exit_code) == (message, code)
@@ -112,35 +109,28 @@ def test_an_error_says_what_kind_of_end_it_is(tmp_path, capsys):
 
 
 def test_what_an_engine_does_not_have_is_refused_by_name():
-    overlapped = {"gradient_sync": "overlapped", "dp_replicate": 2}
-    for engine, layout, says in (
-        ("torch-manual", Layout(), "torch-manual: jaxpar runs jax-compiler, jax-explicit, jax-manual"),
-        ("jax-manual", Layout(**overlapped), "overlapped: jax-manual offers naive, flat, bucketed"),
-        ("jax-manual", Layout(**overlapped, dp_shard=2, zero=3), "jax-manual offers naive, flat, bucketed"),
+    overlapped = Layout(gradient_sync="overlapped", dp_replicate=2)
+    for refused, says in (
+        (lambda: require_engine("torch-manual", Layout()), "jaxpar runs jax-compiler, jax-explicit, jax-m"),
+        (lambda: require_engine("jax-manual", overlapped), "jax-manual offers naive, flat, bucketed"),
+        (lambda: plant("sum_for_mean", engine="jax-compiler"), "jax-compiler"),
+        (lambda: plant("typo", engine="jax-manual"), "typo"),
     ):
         with pytest.raises(ExperimentError, match=says):
-            require_engine(engine, layout)
-    for engine, fault, says in (
-        ("jax-compiler", "sum_for_mean", "jax-compiler"),
-        ("jax-manual", "typo", "typo"),
-    ):
-        with pytest.raises(ExperimentError, match=says):
-            plant(fault, engine=engine)
+            refused()
 
 
-def endless(tiny, tmp_path, name: str, engine: str, *arguments: str, **options):
-    """A folder, and the process that trains in it until it is ended."""
+@pytest.fixture
+def endless(tiny, cache_dir) -> Request:
     experiment = replace(tiny, train=replace(tiny.train, max_iters=10**6))
-    request = Request(engine=engine, experiment=experiment)
-    return tmp_path / name, start(tmp_path / name, request, *arguments, **options)
+    return Request(engine="jax-manual", experiment=experiment, cache_dir=cache_dir)
 
 
-def test_it_ends_at_once(tmp_path, tiny):
+def test_it_ends_at_once(tmp_path, endless):
     says = {"Ctrl-C": "", "end of stdin": "", "SIGTERM": "jaxpar: ended by SIGTERM\n"}
-    options = {"stdin": subprocess.PIPE}
-    runs = {how: endless(tiny, tmp_path, how, "jax-compiler", "--exit-with-stdin", **options) for how in says}
-    for how, (folder, process) in runs.items():
-        part = folder / STEPS_PART
+    runs = {how: start(tmp_path / how, endless, "--exit-with-stdin", stdin=subprocess.PIPE) for how in says}
+    for how, process in runs.items():
+        folder, part = tmp_path / how, tmp_path / how / STEPS_PART
         wait_for(lambda part=part: part.is_file() and os.path.getsize(part), process)
         if how == "end of stdin":
             assert process.stdin is not None
@@ -154,14 +144,13 @@ def test_it_ends_at_once(tmp_path, tiny):
         assert not (folder / MANIFEST).exists()
 
 
-def test_a_second_run_in_a_folder_is_refused_and_what_a_killed_one_left_is_cleared(tmp_path, tiny):
+def test_a_second_run_in_a_folder_is_refused_and_what_a_killed_one_left_is_cleared(tmp_path, endless):
     """Two that start at once: one runs, and its record is its own; the other one touches nothing."""
     Recorder(tmp_path).step(Step(step=7, loss=0.0, grad_norm=0.0, lr=0.0, step_time_ms=0.0))
     (tmp_path / "gradients.safetensors.1.2.tmp").write_bytes(b"half of it")
-    runs = [endless(tiny, tmp_path, "", "jax-manual")[1] for _ in range(2)]
+    runs = [start(tmp_path, endless) for _ in range(2)]
     wait_for(lambda: any(run.poll() is not None for run in runs))
-    runs.sort(key=lambda run: run.returncode is None)
-    refused, running = runs
+    refused, running = sorted(runs, key=lambda run: run.returncode is None)
     assert refused.communicate()[1] == (
         f"jaxpar: {tmp_path} is in use by another run: wait for its end, or take another folder\n"
     )

@@ -40,7 +40,7 @@ def arguments(mesh):
 def surprise_of(function, *arguments, mesh, expected):
     """Lines of what is not as expected, the first with this file's line."""
     lines = differences(jaxpar.ledger(function, *arguments, mesh=mesh), expected)
-    assert any("test_jaxpar_user_ledger.py:" in line for line in lines)
+    assert any("test_jaxpar_user_ledger.py:" in line for line in lines), lines
     return lines
 
 
@@ -77,7 +77,8 @@ def test_a_surprise_is_named_with_its_line(mesh):
         return mlp_loss(params | {"up": full}, x)
 
     def twice(x):
-        return lax.psum(lax.psum(x.sum(0), "data"), "data") / 2
+        once = lax.psum(x.sum(0), "data")
+        return lax.psum(once, "data") / 2
 
     first, *_ = surprise_of(transposed, x, mesh=mesh, expected={})
     assert first.startswith("unexpected: all_to_all over data")
@@ -98,55 +99,36 @@ def own(x):
     return lax.pcast(lax.psum(x, "data"), "data", to="varying")
 
 
-def looped(x):
-    return lax.scan(lambda c, _: (own(jnp.sin(c)), None), x, length=5)[0]
-
-
-def until_small(x):
-    return lax.while_loop(lambda x: x[0, 0] > 1e-3, lambda x: own(x) / 4, x)
-
-
-def while_the_sum_is_large(x):
-    return lax.while_loop(lambda c: lax.psum((c * c).sum(), "data") > 1e-3, lambda c: c * 0.5, x)
-
-
-def every_fourth(x):
-    return lax.scan(lambda c, i: (lax.cond(i % 4 == 3, own, lambda c: c, c), None), x, jnp.arange(8))[0]
-
-
-def in_each(x):
-    functions = (jnp.sin, jnp.cos, jnp.tanh, jnp.exp)
-    choice = x[0, 0].astype(int)
-    return lax.switch(choice, [lambda x, f=f: own(f(x)) for f in functions], x)
-
-
-def like_one_of_ours(x):
+def in_our_scope(x):
     with jax.named_scope("runs_1_of_4"):
         return own(x)
 
 
 UNKNOWN = "no known trip count, at test_jaxpar_user_ledger.py:"
-CASES = {  # function -> calls, and words of a problem
-    looped: (5, ""),
-    until_small: (1, UNKNOWN),
-    while_the_sum_is_large: (None, UNKNOWN),  # in two turns: the condition runs once more
-    every_fourth: (8, "a branch with a collective in it (all_reduce), which counts as if"),  # at most
-    in_each: (1, ""),
-    like_one_of_ours: (1, "in no loop of so many turns"),
-}
+SCAN, WHILE = lax.scan, lax.while_loop
+FOURTH = lambda c, i: (lax.cond(i % 4 == 3, own, lambda c: c, c), None)  # noqa: E731
+EACH = [lambda x, f=f: own(f(x)) for f in (jnp.sin, jnp.cos, jnp.tanh, jnp.exp)]
+CASES = (  # a function, its calls, and words of a problem
+    (lambda x: SCAN(lambda c, _: (own(jnp.sin(c)), None), x, length=5)[0], 5, ""),
+    (lambda x: WHILE(lambda x: x[0, 0] > 1e-3, lambda x: own(x) / 4, x), 1, UNKNOWN),
+    (lambda x: WHILE(lambda x: lax.psum(x.sum(), "data") > 1e-3, lambda x: x / 2, x), None, UNKNOWN),
+    (lambda x: SCAN(FOURTH, x, jnp.arange(8))[0], 8, "a branch with a collective in it (all_reduce)"),
+    (lambda x: lax.switch(x[0, 0].astype(int), EACH, x), 1, ""),  # alike in all branches
+    (in_our_scope, 1, "in no loop of so many turns"),
+)
 
 
 def test_loops_and_branches_are_counted_and_what_is_unknown_of_them_is_named():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
-    for function, (calls, problem) in CASES.items():
+    for number, (function, calls, problem) in enumerate(CASES):
         mapped = jax.shard_map(function, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
         ledger = jaxpar.ledger(mapped, x, mesh=mesh)
         (row,) = ledger.rows
-        assert (row.kind, row.axis) == ("all_reduce", "data"), function
+        assert (row.kind, row.axis) == ("all_reduce", "data"), number
         if calls:
-            assert (row.calls, row.bytes) == (calls, calls * F32 * 8 * 16 / 4), function
-        assert ledger.is_complete == (not problem), function
+            assert (row.calls, row.bytes) == (calls, calls * F32 * 8 * 16 / 4), number
+        assert ledger.is_complete == (not problem), number
         if problem:
             assert all(problem in line for line in ledger.problems), ledger.problems
             with pytest.raises(UnexpectedCommunicationError, match=re.escape(problem)):
