@@ -10,21 +10,32 @@ from msgspec.structs import replace
 
 from compare.contract.communication import summed
 from compare.contract.record import Record, read_tensors
-from compare.contract.request import Rung
+from compare.contract.request import MOMENTS, Rung
 from compare.host.tensors import RecordError
-from compare.judge.ladder import LADDER, LOSS_SCALE, OF_FIRST_STEP, RungResult, Verdict, result_of
+from compare.judge.ladder import OVERFLOWED, RungResult, Verdict, result_of
 from compare.judge.metrics import METRICS, figures
-from compare.judge.rungs import COMPARE, first_was_skipped, shortened
-from compare.judge.tensor_errors import worst_tensor
+from compare.judge.rungs import (
+    COMPARE,
+    OF_FIRST_STEP,
+    compare_steps,
+    compare_tensors,
+    first_was_skipped,
+    shortened,
+)
 from compare.judge.tolerances import Tolerance, tolerances_for
 from compare.numerics.parameters import storage_dtype
 
 PRECISIONS = ("float64", "float32", "float16", "bfloat16")
 """From the finest: two runs are held to the tolerances of the coarser."""
-OF_ONE_RUN = ("request", "first_update", "strategy")
+OF_ONE_RUN = ("first_update", "strategy")
 """Rungs that hold a run to its own request: nothing is compared between the two."""
+_BETWEEN = COMPARE | {
+    "initial_weights": lambda *runs: compare_tensors(*runs, Rung.INITIAL_WEIGHTS),
+    "grad_norm": lambda *runs: compare_steps(*runs, "grad_norm", first=1),
+}
+"""Comparisons that hold no run to its seed, or to its gradients."""
+_TENSORS = {rung.value: (rung,) for rung in Rung} | {"first_moments": tuple(MOMENTS)}
 RATES = "lr_curve"
-_TENSORS = {rung.value: (rung,) for rung in Rung} | {"first_moments": (Rung.FIRST_M, Rung.FIRST_V)}
 _SCHEDULED = Tolerance(0.0, "a formula of the step alone")
 _ROUNDED = Tolerance(1e-7, "drawn in float64, and kept in float32 by one of the runs: half a unit, 6e-8")
 _OF_NO_NUMBER = ("timeout_s", "cache_dir", "later_step")
@@ -77,30 +88,23 @@ def difference(a: Record, b: Record, *, names: tuple[str, str]) -> Difference:
 
 def _rungs(a: Record, b: Record, pair: tuple[Record, Record]) -> tuple[list[RungResult], dict[str, str]]:
     """Of the steps that both have: every rung that can be compared, and why others cannot."""
-    dtypes = [run.manifest.experiment.precision.dtype for run in pair]
+    experiments = [run.manifest.experiment for run in pair]
+    dtypes = {experiment.precision.dtype for experiment in experiments}
     dtype = max(dtypes, key=PRECISIONS.index)
     tolerances = tolerances_for(dtype, steps=len(pair[0].steps))
+    if len({storage_dtype(experiment) for experiment in experiments}) > 1:
+        tolerances |= {"initial_weights": _ROUNDED}
     results, skipped = [], {}
-    for rung in LADDER:
-        if rung in OF_ONE_RUN or (rung == LOSS_SCALE and dtypes != ["float16"] * 2):
+    for rung, compare in _BETWEEN.items():
+        if rung in OF_ONE_RUN or (rung == "loss_scale" and len(dtypes) > 1):
             continue
-        tolerance = tolerances[rung]
         if why := _why_not(rung, a, b):
             skipped[rung] = why
             continue
-        if rung == "initial_weights":  # wherever they are from: each run's own seed is not asked
-            found = worst_tensor(*(read_tensors(run.folder, Rung.INITIAL_WEIGHTS) for run in (b, a)))
-            if len({storage_dtype(run.manifest.experiment) for run in pair}) > 1:
-                tolerance = _ROUNDED
-        elif rung == "grad_norm":  # of the first step; the ladder's own holds each to its gradients, too
-            found = COMPARE["norm_curve"](*(shortened(run, 1) for run in pair))
-        else:
-            found = COMPARE[rung](*(shortened(_as(dtype, run), tolerance.steps) for run in pair))
-        if found:
+        tolerance = tolerances[rung]
+        if found := compare(*(shortened(_as(dtype, run), tolerance.steps) for run in pair)):
             results.append(result_of(rung, *found, tolerance))
-    rates = [(f"lr of step {x.step}", x.lr, y.lr) for x, y in zip(pair[0].steps, pair[1].steps, strict=True)]
-    off = ((abs(y - x) / (abs(x) or 1.0), place) for place, x, y in rates if x != y)
-    return [*results, result_of(RATES, *next(off, (0.0, "")), _SCHEDULED)], skipped
+    return [*results, result_of(RATES, *compare_steps(*pair, "lr"), _SCHEDULED)], skipped
 
 
 def common(a: Record, b: Record) -> tuple[Record, Record]:
@@ -132,22 +136,22 @@ def _why_not(rung: str, a: Record, b: Record) -> str:
         return f"the runs begin at steps {' and '.join(map(str, sorted(begins)))}"
     if rung == "final_weights" and len(a.steps) != len(b.steps):
         return f"the runs have {len(a.steps)} and {len(b.steps)} steps"
-    if rung == "later_weights" and a.request and b.request and a.request.later_step != b.request.later_step:
-        return f"they were kept after {a.request.later_step} and {b.request.later_step} steps"
+    later = [run.request.later_step for run in (a, b) if run.request]
+    if rung == "later_weights" and len(set(later)) > 1:
+        return f"they were kept after {' and '.join(map(str, later))} steps"
     if rung in OF_FIRST_STEP and first_was_skipped(a, b):
-        return "the first step overflowed in both, and was skipped"
-    shapes = [
+        return OVERFLOWED
+    first, second = (
         {
             name: tensor.shape
             for tensors in _TENSORS.get(rung, ())
             for name, tensor in read_tensors(run.folder, tensors).items()
         }
         for run in (a, b)
-    ]
-    if rung in _TENSORS and not all(shapes):
-        lacks = " and ".join(name for name, of_run in zip("AB", shapes, strict=True) if not of_run)
+    )
+    if rung in _TENSORS and not (first and second):
+        lacks = " and ".join(name for name, shapes in (("A", first), ("B", second)) if not shapes)
         return f"no tensors of it in {lacks}: `shardpair run --keep_tensors` keeps them"
-    first, second = shapes
     if odd := sorted(name for name in first | second if first.get(name) != second.get(name)):
         return f"shapes differ: {odd[0]} {first.get(odd[0], 'none')} and {second.get(odd[0], 'none')}"
     return ""

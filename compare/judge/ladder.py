@@ -22,39 +22,25 @@ from msgspec import Struct
 
 from compare.contract.record import Record
 from compare.judge.acceptance import differing_keys, objections
-from compare.judge.rungs import COMPARE, first_was_skipped, resumed_from_different_checkpoints, shortened
+from compare.judge.rungs import (
+    ABSENT,
+    COMPARE,
+    OF_FIRST_STEP,
+    SOME,
+    first_was_skipped,
+    resumed_from_different_checkpoints,
+    shortened,
+)
 from compare.judge.strategy import strategy_of
 from compare.judge.tolerances import Tolerance, tolerances_for
 
-REQUEST, LOSS_SCALE, FINAL = "request", "loss_scale", "final_weights"
-EVALUATIONS, STRATEGY = "evaluations", "strategy"
-LADDER = (
-    REQUEST,
-    "batch",
-    "initial_weights",
-    "loss",
-    LOSS_SCALE,  # of float16 alone: skipped steps and the scale of each step are equal in both runs
-    "gradients",
-    "grad_norm",
-    "first_weights",
-    "first_moments",
-    "first_update",
-    "later_weights",
-    FINAL,  # of runs whose last step is neither the first nor that of later_weights
-    "loss_curve",
-    "norm_curve",
-    EVALUATIONS,  # of runs that evaluate
-    STRATEGY,  # of engines that record their work
-)
-"""All rungs, in the order in which they are climbed."""
-SOME = (LOSS_SCALE, FINAL, EVALUATIONS, STRATEGY)
-"""Rungs that only some runs have: a run without them has skipped nothing."""
+REQUEST = "request"
+LADDER = (REQUEST, *COMPARE)
 RUNGS = tuple(rung for rung in LADDER if rung not in SOME)
 """Rungs that every run with a ladder has."""
 OF_TRAINING = ("model.", "data.", "optimizer.", "train.")
 """Sections in which two runs may not differ. How work is spread, and how exact it is, may."""
-OF_FIRST_STEP = ("gradients", "grad_norm", "first_weights", "first_moments", "first_update")
-"""Rungs that say nothing where the first step was skipped."""
+OVERFLOWED = "the first step overflowed and was skipped: lower precision.loss_scale to compare it"
 
 
 class RungResult(Struct, frozen=True, kw_only=True):
@@ -152,19 +138,22 @@ def climb(
     )
     runs = [(reference_name, reference), (name, candidate)]
     results = [_compare_requests(runs, tolerances[REQUEST], same_training=same_training)]
-    skipped = {}
-    for rung in LADDER[1:]:
+    skipped, request = {}, candidate.request
+    for rung, compare in COMPARE.items():
+        tolerance = tolerances[rung]
         nothing_done = rung in OF_FIRST_STEP and first_was_skipped(reference, candidate)
-        pair = [shortened(run, tolerances[rung].steps) for run in (reference, candidate)]
-        compared = None if nothing_done else COMPARE[rung](*pair)
-        if compared is None:
-            if rung not in SOME:
-                skipped[rung] = _why_skipped(rung, candidate)
-            continue
-        error, worst = compared
-        if len(pair[1].steps) < len(candidate.steps):
-            worst += f", of the first {len(pair[1].steps)} steps, as no later one was compared"
-        results.append(result_of(rung, error, worst, tolerances[rung]))
+        pair = [shortened(run, tolerance.steps) for run in (reference, candidate)]
+        compared = None if nothing_done else compare(*pair)
+        if compared is not None:
+            error, worst = compared
+            if len(pair[1].steps) < len(candidate.steps):
+                worst += f", of the first {len(pair[1].steps)} steps, as no later one was compared"
+            results.append(result_of(rung, error, worst, tolerance))
+        elif nothing_done:
+            skipped[rung] = OVERFLOWED
+        elif rung not in SOME:
+            asked = request and request.ladder
+            skipped[rung] = ABSENT.get(rung, "the runs did not leave it") if asked else "it was not asked for"
     return Verdict(candidate=name, reference=reference_name, rungs=results, skipped=skipped)
 
 
@@ -188,14 +177,3 @@ def _compare_requests(
         differ = (key for key in differing_keys(after, before) if key.startswith(OF_TRAINING))
         wrong += [f"{key} was asked for: the two are no one training" for key in differ]
     return result_of(REQUEST, math.inf if wrong else 0.0, "; ".join(wrong[:2]), tolerance)
-
-
-def _why_skipped(rung: str, candidate: Record) -> str:
-    request = candidate.request
-    if rung in OF_FIRST_STEP and candidate.steps[0].skipped:
-        return "the first step overflowed and was skipped: lower precision.loss_scale to compare it"
-    if request and request.ladder and rung == "first_moments":
-        return "the optimizer keeps no moments"
-    if request and request.ladder and rung == "first_update" and request.resume:
-        return "the run went on from a checkpoint: what its moments were before is not in the record"
-    return "it was not asked for" if request and not request.ladder else "the runs did not leave it"

@@ -11,17 +11,17 @@ from typing import Any
 from msgspec.structs import replace
 
 from compare.contract.inputs import starting_sha256
-from compare.contract.record import Record, Step, read_tensors
-from compare.contract.request import Rung, rungs_asked_for
+from compare.contract.record import Record, read_tensors
+from compare.contract.request import MOMENTS, Rung, rungs_asked_for
 from compare.judge.strategy import strategy_of
 from compare.judge.tensor_errors import Found, relative_error, without_key_bias, worst_tensor
 from compare.numerics.data import SPLITS
-from compare.numerics.optimizer import global_norm, moment_names, reference_step
+from compare.numerics.optimizer import global_norm, reference_step
 from compare.numerics.parameters import fingerprint, initial_parameters, parameter_table
 
 MOST_SAID = 2
 """Objections in one verdict."""
-MOMENTS = {"m": Rung.FIRST_M, "v": Rung.FIRST_V}
+Compare = Callable[[Record, Record], Found | None]
 
 
 def shortened(run: Record, steps: int) -> Record:
@@ -32,33 +32,27 @@ def shortened(run: Record, steps: int) -> Record:
 def _compare_batch(reference: Record, candidate: Record) -> Found | None:
     if reference.manifest.corpus_sha256 != candidate.manifest.corpus_sha256:
         return math.inf, "the corpus is another one"
-    return _compare_tensors(reference, candidate, Rung.BATCH)
+    return compare_tensors(reference, candidate, Rung.BATCH)
 
 
 def _compare_initial_weights(reference: Record, candidate: Record) -> Found | None:
     """Against the reference's, and both against what they were to begin with: the seed's weights, which are
     bitwise the same everywhere, or those that were given."""
-    if resumed_from_different_checkpoints(reference, candidate):
-        for run in (candidate, reference):
-            if run.request and run.manifest.initial_weights_sha256 != starting_sha256(run.request):
-                return math.inf, f"{run.manifest.engine} begins with other weights than its checkpoint has"
-        return _compare_weights(reference, candidate, Rung.INITIAL_WEIGHTS)
-    tensors = _compare_tensors(reference, candidate, Rung.INITIAL_WEIGHTS)
-    if tensors and tensors[0]:
-        return tensors
-    fingerprints = [run.manifest.initial_weights_sha256 for run in (candidate, reference)]
-    if fingerprints[0] != fingerprints[1]:
-        return math.inf, "their fingerprint is another one"
-    request = candidate.request
-    if request:
-        right = starting_sha256(request)
-    else:
-        right = fingerprint(initial_parameters(candidate.manifest.experiment))
-    if fingerprints[0] != right:
-        given = bool(request and (request.init_from or request.resume))
-        source = "were given" if given else "the seed gives"
-        return math.inf, f"both runs begin with other weights than {source}"
-    return 0.0, ""
+    apart = resumed_from_different_checkpoints(reference, candidate)
+    if not apart:
+        tensors = compare_tensors(reference, candidate, Rung.INITIAL_WEIGHTS)
+        if tensors and tensors[0]:
+            return tensors
+        if candidate.manifest.initial_weights_sha256 != reference.manifest.initial_weights_sha256:
+            return math.inf, "their fingerprint is another one"
+    for run in (candidate, reference) if apart else (candidate,):
+        request, experiment = run.request, run.manifest.experiment
+        right = starting_sha256(request) if request else fingerprint(initial_parameters(experiment))
+        if run.manifest.initial_weights_sha256 != right:
+            given = bool(request and (request.init_from or request.resume))
+            source = "were given" if given else "the seed gives"
+            return math.inf, f"{run.manifest.engine} begins with other weights than {source}"
+    return _compare_weights(reference, candidate, Rung.INITIAL_WEIGHTS) if apart else (0.0, "")
 
 
 def resumed_from_different_checkpoints(reference: Record, candidate: Record) -> bool:
@@ -68,12 +62,12 @@ def resumed_from_different_checkpoints(reference: Record, candidate: Record) -> 
 
 
 def _compare_moments(reference: Record, candidate: Record) -> Found | None:
-    pairs = {name: _compare_tensors(reference, candidate, rung) for name, rung in MOMENTS.items()}
+    pairs = {name: compare_tensors(reference, candidate, rung) for rung, name in MOMENTS.items()}
     found = [(pair[0], f"{name} of {pair[1]}") for name, pair in pairs.items() if pair]
     return max(found) if found else None
 
 
-def _compare_tensors(reference: Record, candidate: Record, rung: Rung, **how: Any) -> Found | None:
+def compare_tensors(reference: Record, candidate: Record, rung: Rung, **how: Any) -> Found | None:
     """None for a rung that was not asked for; a failure if it was, and both runs lack it."""
     expected, found = read_tensors(reference.folder, rung), read_tensors(candidate.folder, rung)
     if expected or found:
@@ -86,7 +80,7 @@ def _compare_weights(reference: Record, candidate: Record, rung: Rung) -> Found 
     begin = None
     if candidate.manifest.experiment.precision.dtype != "float64":
         begin = read_tensors(reference.folder, Rung.INITIAL_WEIGHTS) or None
-    return _compare_tensors(reference, candidate, rung, select=without_key_bias, since=begin)
+    return compare_tensors(reference, candidate, rung, select=without_key_bias, since=begin)
 
 
 def _compare_first_updates(reference: Record, candidate: Record) -> Found | None:
@@ -112,7 +106,7 @@ def _first_update(run: Record) -> Found | None:
     names = begin.keys() & gradients.keys() & after.keys()
     if not names or run.steps[0].skipped or (request and request.resume):
         return None
-    moments = {name: read(MOMENTS[name]) for name in moment_names(experiment.optimizer)}
+    moments = {name: read(rung) for rung, name in MOMENTS.items()}
     norm, updates = global_norm(gradients), request.first_update if request else 0
     worst = (-1.0, "")
     for parameter in parameter_table(experiment.model):  # one by one, in float64
@@ -139,7 +133,7 @@ def _first_update(run: Record) -> Found | None:
 
 def _compare_norm(reference: Record, candidate: Record) -> Found:
     """The first norm against the reference's, and each run's against the gradients that it left."""
-    worst = _worst_step(reference.steps[:1], candidate.steps[:1], "grad_norm")
+    worst = compare_steps(reference, candidate, "grad_norm", first=1)
     for whose, run in (("", candidate), ("the reference's ", reference)):
         gradients = read_tensors(run.folder, Rung.GRADIENTS)
         if gradients and math.isfinite(worst[0]):
@@ -149,10 +143,15 @@ def _compare_norm(reference: Record, candidate: Record) -> Found:
     return worst
 
 
-def _compare_curve(reference: Record, candidate: Record, field: str) -> Found:
-    if len(reference.steps) != len(candidate.steps):
-        return math.inf, f"{len(candidate.steps)} steps instead of {len(reference.steps)}"
-    return _worst_step(reference.steps, candidate.steps, field)
+def compare_steps(reference: Record, candidate: Record, field: str, *, first: int = 0) -> Found:
+    """One figure of so many first steps, 0 for all: the worst error."""
+    right, found = (shortened(run, first).steps for run in (reference, candidate))
+    if len(right) != len(found):
+        return math.inf, f"{len(found)} steps instead of {len(right)}"
+    pairs = zip(right, found, strict=True)
+    return _worst_number(
+        [(f"{field} of step {b.step}", getattr(a, field), getattr(b, field)) for a, b in pairs]
+    )
 
 
 def _compare_evaluations(reference: Record, candidate: Record) -> Found | None:
@@ -202,13 +201,6 @@ def _compare_loss_scales(reference: Record, candidate: Record) -> Found | None:
     return 0.0, f"{sum(step.skipped for step in candidate.steps)} steps skipped"
 
 
-def _worst_step(reference: list[Step], candidate: list[Step], field: str) -> Found:
-    steps = zip(reference, candidate, strict=True)
-    return _worst_number(
-        [(f"{field} of step {b.step}", getattr(a, field), getattr(b, field)) for a, b in steps]
-    )
-
-
 def _worst_number(numbers: list[tuple[str, float, float]]) -> Found:
     """The largest relative error of some numbers: where each is, what is right, and what was found."""
     worst = (-1.0, "")
@@ -220,20 +212,30 @@ def _worst_number(numbers: list[tuple[str, float, float]]) -> Found:
     return worst
 
 
-COMPARE: dict[str, Callable[[Record, Record], Found | None]] = {
+COMPARE: dict[str, Compare] = {
     "batch": _compare_batch,
     "initial_weights": _compare_initial_weights,
-    "loss": lambda a, b: _worst_step(a.steps[:1], b.steps[:1], "loss"),
+    "loss": lambda *runs: compare_steps(*runs, "loss", first=1),
     "loss_scale": _compare_loss_scales,
-    "gradients": lambda *runs: _compare_tensors(*runs, Rung.GRADIENTS),
+    "gradients": lambda *runs: compare_tensors(*runs, Rung.GRADIENTS),
     "grad_norm": _compare_norm,
     "first_weights": lambda *runs: _compare_weights(*runs, Rung.FIRST_WEIGHTS),
     "first_moments": _compare_moments,
     "first_update": _compare_first_updates,
     "later_weights": lambda *runs: _compare_weights(*runs, Rung.LATER_WEIGHTS),
     "final_weights": lambda *runs: _compare_weights(*runs, Rung.FINAL_WEIGHTS),
-    "loss_curve": lambda *runs: _compare_curve(*runs, "loss"),
-    "norm_curve": lambda *runs: _compare_curve(*runs, "grad_norm"),
+    "loss_curve": lambda *runs: compare_steps(*runs, "loss"),
+    "norm_curve": lambda *runs: compare_steps(*runs, "grad_norm"),
     "evaluations": _compare_evaluations,
     "strategy": _compare_strategies,
 }
+"""Rungs after the request, in the order in which they are climbed."""
+SOME = ("loss_scale", "final_weights", "evaluations", "strategy")
+"""Rungs of some runs: in float16, of more steps than later_weights need, that evaluate, of our engines."""
+OF_FIRST_STEP = ("gradients", "grad_norm", "first_weights", "first_moments", "first_update")
+"""Rungs that say nothing where the first step was skipped."""
+ABSENT = {
+    "first_moments": "the optimizer keeps no moments",
+    "first_update": "the run went on from a checkpoint: what its moments were before is not in the record",
+}
+"""Why runs of a whole ladder have nothing to compare at a rung."""

@@ -13,7 +13,7 @@ from records import outcome_of
 from compare.contract.record import read_tensors
 from compare.contract.request import Rung
 from compare.judge.goldens import NANOGPT, folder_of, read_golden
-from compare.judge.ladder import FINAL, LADDER, LOSS_SCALE
+from compare.judge.ladder import LADDER
 from compare.judge.tensor_errors import worst_tensor
 from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import reference_step
@@ -25,7 +25,7 @@ from compare.studies.check import SGD, Check
 from compare.studies.run import Run
 from compare.study import grid, run
 
-RUNGS = [rung for rung in LADDER if rung not in (LOSS_SCALE, FINAL)]
+RUNGS = [rung for rung in LADDER if rung not in ("loss_scale", "final_weights")]
 """Of a golden: its last weights are those of the last step, and stand at later_weights."""
 
 

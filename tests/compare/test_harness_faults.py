@@ -16,7 +16,7 @@ from compare.contract.request import Rung
 from compare.host.json_files import read_json
 from compare.host.tensors import RecordError
 from compare.judge import ladder
-from compare.judge.ladder import EVALUATIONS, FINAL, REQUEST, STRATEGY, climb
+from compare.judge.ladder import REQUEST, climb
 from compare.spec.axes import TP
 from compare.spec.experiment import edited
 
@@ -159,7 +159,7 @@ FAULTS = (
     ("wrong_norm", "grad_norm", BOTH, scaled("grad_norm", first=0)),
     ("wrong_later_norm", "norm_curve", CANDIDATE, scaled("grad_norm", first=1)),
     ("wrong_update", "first_update", BOTH, all_of(Rung.FIRST_WEIGHTS, rounded)),
-    ("no_last_update", FINAL, CANDIDATE, all_of(Rung.FINAL_WEIGHTS, np.zeros_like)),
+    ("no_last_update", "final_weights", CANDIDATE, all_of(Rung.FINAL_WEIGHTS, np.zeros_like)),
     ("reference_alone", REQUEST, REFERENCE, scaled("lr", first=1)),
     (
         "another_batch",
@@ -180,13 +180,13 @@ FAULTS = (
         scaled("validation", first=0, by=0.9, name=files.EVALUATIONS),
     ),
     ("lacking_evaluation", REQUEST, BOTH, lines(files.EVALUATIONS, lambda lines: lines[:-1])),
-    ("no_work", STRATEGY, BOTH, without(files.WORK)),
-    ("other_products", STRATEGY, BOTH, work(products={"bfloat16": 9})),
-    ("reference_products", STRATEGY, REFERENCE, work(products={"bfloat16": 9})),
-    ("other_remat", STRATEGY, BOTH, work(again=["activations", "products"])),
-    ("whole_logits", STRATEGY, BOTH, work(logits_positions=[1])),
-    ("other_sync", STRATEGY, BOTH, sent(calls=99)),
-    ("other_messages", STRATEGY, BOTH, sent(dtype="bfloat16")),
+    ("no_work", "strategy", BOTH, without(files.WORK)),
+    ("other_products", "strategy", BOTH, work(products={"bfloat16": 9})),
+    ("reference_products", "strategy", REFERENCE, work(products={"bfloat16": 9})),
+    ("other_remat", "strategy", BOTH, work(again=["activations", "products"])),
+    ("whole_logits", "strategy", BOTH, work(logits_positions=[1])),
+    ("other_sync", "strategy", BOTH, sent(calls=99)),
+    ("other_messages", "strategy", BOTH, sent(dtype="bfloat16")),
     (
         "incomplete_ledger",
         STRATEGY,

@@ -11,7 +11,8 @@ from records import make_record, make_steps
 from compare.contract.ending import DivergedError
 from compare.contract.recording import Progress
 from compare.contract.request import Request, ResumePoint
-from compare.judge.ladder import LOSS_SCALE, OF_FIRST_STEP, REQUEST, climb
+from compare.judge.ladder import REQUEST, climb
+from compare.judge.rungs import OF_FIRST_STEP
 from compare.numerics.loss_scale import LossScale, first_scale, next_scale
 from compare.spec.experiment import Experiment, ExperimentError, Precision, edited, revalidate
 from compare.spec.sections import LARGEST_LOSS_SCALE
@@ -111,11 +112,11 @@ def test_records_are_held_to_the_rule_and_to_each_other(tmp_path, tiny):
         return make_record(tmp_path / name, spec, steps=steps)
 
     right = record("right", scaled_steps(spec, ".x.."))
-    assert climb(right, record("same", scaled_steps(spec, ".x.."))).error(LOSS_SCALE) == 0
+    assert climb(right, record("same", scaled_steps(spec, ".x.."))).error("loss_scale") == 0
     steps = scaled_steps(spec, "..x.")
     steps[2:] = [replace(step, loss=step.loss * 1.1) for step in steps[2:]]  # of other weights
     other = climb(right, record("other", steps))
-    assert other.failure.rung == LOSS_SCALE  # and not the losses, which differ for that reason
+    assert other.failure.rung == "loss_scale"  # and not the losses, which differ for that reason
     assert other.failure.worst == "step 1 is made at scale 64.0 instead of skipped at scale 64.0"
     half = edited(spec, {"precision": {"dtype": "float16", "loss_scale": 32.0}})
     lower = climb(right, make_record(tmp_path / "half", half, steps=scaled_steps(half, ".x..")))

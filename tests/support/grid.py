@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from compare.contract.record import MANIFEST, Record, read_record
-from compare.judge.ladder import LADDER, LOSS_SCALE
+from compare.judge.ladder import LADDER
 from compare.spec.engines.registry import REFERENCE
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
@@ -16,7 +16,7 @@ SETTINGS = (
     *("--data.source", str(TEXT), "--keep_tensors"),
 )
 EVALUATED = ("--train.eval_interval", "2", "--train.eval_iters", "2")
-CLIMBED = [rung for rung in LADDER if rung != LOSS_SCALE]
+CLIMBED = [rung for rung in LADDER if rung != "loss_scale"]
 """The rungs of all of them."""
 DEVICES = {"ddp": 2, "fsdp": 2, "zero1": 2, "tp_sp": 2, "pp": 2, "fsdp_tp_pp": 8}
 """The layouts that every engine trains that can, and on how many devices."""

@@ -16,7 +16,7 @@ from compare.judge.circumstances import Circumstances, MachineFacts
 from compare.judge.closed_forms.communication import communication, microbatches_of
 from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.closed_forms.memory import closed_form
-from compare.judge.ladder import EVALUATIONS, LADDER, LOSS_SCALE
+from compare.judge.ladder import LADDER
 from compare.judge.metrics import figures
 from compare.judge.outcome import Case, Outcome, save, with_case
 from compare.judge.strategy import with_remat_resolved
@@ -38,7 +38,7 @@ from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
 
 CORPUS = "00"
-CLIMBED = [rung for rung in LADDER if rung not in (LOSS_SCALE, EVALUATIONS)]
+CLIMBED = [rung for rung in LADDER if rung not in ("loss_scale", "evaluations")]
 """The rungs of a run of three steps or more, in float64, that evaluates nothing."""
 FEW_ROWS = [
     Communication(kind="all_reduce", axis="dp_replicate", calls=2, bytes=4000, wire_bytes=6000),
