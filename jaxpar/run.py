@@ -14,8 +14,7 @@ from compare.contract.request import MOMENTS, Request, Rung
 from compare.contract.timing import Window
 from compare.host.facts import cpu_seconds, versions
 from compare.numerics.data import Corpus
-from compare.numerics.evaluation import Evaluation, evaluate
-from compare.numerics.stream import OwnBatches, arrays_of_step
+from compare.numerics.stream import Evaluation, OwnBatches, arrays_of_step, evaluate
 from compare.spec.experiment import Experiment
 from jaxpar import weights
 from jaxpar.checkpoint import state_parts

@@ -17,11 +17,10 @@ from compare.contract.record import Recorder
 from compare.contract.recording import Recording
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
-from compare.numerics.evaluation import require_validation
+from compare.numerics.boxes import Weights
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import SeedWeights, fingerprint, storage_dtype
-from compare.numerics.stream import Batches, arrays_of_step
-from compare.numerics.weights import Weights
+from compare.numerics.stream import Batches, arrays_of_step, require_validation
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout
 from jaxpar import compiler, explicit, manual, weights

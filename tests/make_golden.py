@@ -40,8 +40,8 @@ from compare.contract.request import Rung
 from compare.host.json_files import write_json
 from compare.judge.goldens import folder_of
 from compare.numerics.data import SPLITS, Corpus, open_corpus
-from compare.numerics.evaluation import Evaluation, steps_due
 from compare.numerics.parameters import fingerprint, initial_parameters
+from compare.numerics.stream import Evaluation, steps_due
 from compare.spec.experiment import Experiment, edited, load, named_experiments, revalidate
 from compare.studies.check import GOLDEN as EXPERIMENT
 from compare.studies.check import SGD

@@ -16,10 +16,9 @@ import torch
 from compare.contract.absent import AbsentRequest, RankAlone
 from compare.contract.ledger import Ledger
 from compare.contract.request import Request
-from compare.numerics.boxes import Box, whole
+from compare.numerics.boxes import Box, OneByOne, Weights, whole
 from compare.numerics.parameters import parameter_table, storage_dtype
 from compare.numerics.stream import arrays_of_step
-from compare.numerics.weights import OneByOne, Weights
 from compare.spec.experiment import Experiment, ExperimentError, edited
 from torchpar.comm.mesh import make_mesh
 from torchpar.comm.process_groups import join_absent

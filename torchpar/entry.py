@@ -14,9 +14,8 @@ from compare.contract.inputs import starting_sha256
 from compare.contract.record import clear_record
 from compare.contract.request import Request
 from compare.numerics.data import open_corpus
-from compare.numerics.evaluation import require_validation
 from compare.numerics.initial_weights import checked_weights
-from compare.numerics.stream import Batches
+from compare.numerics.stream import Batches, require_validation
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError
 from torchpar.launch import launch

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from compare.contract.communication import ACTIVATIONS, GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS
 from compare.contract.faults import PlantedFault, find_fault
 from compare.contract.inputs import starting_parameters
-from compare.numerics.weights import Given, Weights
+from compare.numerics.boxes import Given, Weights
 from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, PP, ROWS, TP
 from torchpar import dropout, library, train
 from torchpar.comm.collectives import DONE, Axis, Work, chunk_slices

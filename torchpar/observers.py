@@ -18,9 +18,8 @@ from compare.contract.recording import Observer, Recording
 from compare.contract.request import MOMENTS, Rung
 from compare.contract.timing import Window, merged
 from compare.host.facts import cpu_seconds, process_memory, versions
-from compare.numerics.evaluation import Evaluation, evaluate
 from compare.numerics.parameters import parameter_table
-from compare.numerics.stream import arrays_of_step
+from compare.numerics.stream import Evaluation, arrays_of_step, evaluate
 from compare.spec.axes import ROWS
 from compare.spec.engines.registry import ENGINES
 from torchpar.comm.collectives import unobserved

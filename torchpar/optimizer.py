@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from compare.contract.communication import NORM
-from compare.numerics.learning_rate import learning_rate
-from compare.numerics.optimizer import CLIP_EPS
+from compare.numerics.optimizer import CLIP_EPS, learning_rate
 from compare.numerics.parameters import decays, parameter_table
 from compare.spec.experiment import Experiment, Optimizer
 from torchpar.comm.collectives import Axis

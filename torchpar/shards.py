@@ -21,10 +21,9 @@ from torch import nn
 from compare.checkpoint.description import WEIGHTS
 from compare.checkpoint.reader import CheckpointReader
 from compare.checkpoint.saver import Part
-from compare.numerics.boxes import from_boxes
+from compare.numerics.boxes import Weights, from_boxes
 from compare.numerics.parameters import Parameter, parameter_table
 from compare.numerics.shards import Shard
-from compare.numerics.weights import Weights
 from compare.spec.axes import AXES, SPLIT, TP
 from compare.spec.experiment import Experiment, Model
 from torchpar.comm.collectives import chunk_slices

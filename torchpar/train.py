@@ -14,10 +14,9 @@ from compare.contract.inputs import open_stream, starting_parameters
 from compare.contract.recording import Progress, Recording
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
-from compare.numerics.evaluation import require_validation
+from compare.numerics.boxes import OneByOne, Weights
 from compare.numerics.parameters import fingerprint, parameter_table
-from compare.numerics.stream import Batches, arrays_of_step
-from compare.numerics.weights import OneByOne, Weights
+from compare.numerics.stream import Batches, arrays_of_step, require_validation
 from compare.spec.engines.registry import TORCH
 from torchpar import compiler, library, manual
 from torchpar.comm import process_groups

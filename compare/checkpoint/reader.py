@@ -20,9 +20,8 @@ from compare.checkpoint.description import (
     tensor_shapes,
 )
 from compare.host.json_files import read_json
-from compare.numerics.boxes import Box, whole
+from compare.numerics.boxes import Box, Weights, whole
 from compare.numerics.parameters import parameter_table, storage_dtype
-from compare.numerics.weights import Weights
 from compare.spec.experiment import ExperimentError, revalidate
 
 BLOCK_BYTES = 2**20

@@ -8,11 +8,11 @@ import numpy as np
 from compare.checkpoint.description import WEIGHTS
 from compare.checkpoint.reader import CheckpointReader
 from compare.contract.request import Request
+from compare.numerics.boxes import Given, Weights
 from compare.numerics.data import Corpus, open_corpus
 from compare.numerics.initial_weights import checked_weights, read_weights
 from compare.numerics.parameters import SeedWeights, fingerprint
 from compare.numerics.stream import Batches, OwnBatches
-from compare.numerics.weights import Given, Weights
 from compare.spec.experiment import ExperimentError
 
 

@@ -39,7 +39,7 @@ from compare.contract.work import WORK, ObservedWork
 from compare.host.disk import full_disk_named, remove_leftovers, write_atomically
 from compare.host.json_files import decode_json, read_json, read_own_bytes, read_own_json, write_json
 from compare.host.tensors import RecordError, Tensors, garbled
-from compare.numerics.evaluation import Evaluation
+from compare.numerics.stream import Evaluation
 from compare.pipeline.instructions import HLO_COLLECTIVES, Instruction
 from compare.spec.experiment import Experiment
 

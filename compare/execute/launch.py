@@ -32,7 +32,7 @@ from compare.execute.paths import remove_run_dir
 from compare.execute.watch import watch
 from compare.host.disk import remove_leftovers
 from compare.numerics.data import open_corpus, standard_library_text
-from compare.numerics.evaluation import require_validation
+from compare.numerics.stream import require_validation
 from compare.spec.engines.engine import Side
 from compare.spec.engines.registry import side_of
 from compare.spec.experiment import MAX_CPU_DEVICES, Data, Experiment, ExperimentError, Layout, edited

@@ -18,11 +18,10 @@ from compare.checkpoint.reader import CheckpointError, CheckpointReader
 from compare.contract.record import Record, Step, read_tensors
 from compare.contract.request import Request, Rung, rungs_asked_for
 from compare.numerics.data import open_corpus
-from compare.numerics.evaluation import Evaluation, steps_due
-from compare.numerics.learning_rate import learning_rate
 from compare.numerics.loss_scale import next_scale
+from compare.numerics.optimizer import learning_rate
 from compare.numerics.parameters import parameter_count, parameter_table, storage_dtype
-from compare.numerics.stream import keys_of_step, shapes_of_step
+from compare.numerics.stream import Evaluation, keys_of_step, shapes_of_step, steps_due
 from compare.spec.experiment import Experiment
 
 LISTED = 3

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from compare.judge.outcome import Case
 from compare.judge.timed_outcome import Measurement, TimedOutcome
 from compare.judge.tolerances import tolerances_for
-from compare.numerics.learning_rate import learning_rate
+from compare.numerics.optimizer import learning_rate
 from compare.spec.engines.registry import side_of
 from compare.spec.experiment import Experiment, edited
 

@@ -1,10 +1,13 @@
 """Shards as boxes: what a file of tensors holds, and what the shards of two layouts have in common.
 
+Weights are read by canonical name when they are asked for, or the boxes of them that a process has.
+
 A range of a tensor's elements is a few boxes: of a matrix the end of a row, whole rows, and the beginning
 of a row.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 import numpy as np
@@ -115,3 +118,38 @@ def _in_row(sizes: list[int], row: int, start: int, stop: int, base: int) -> Ite
 
 def _box(limits: Limits) -> Box:
     return Box(tuple(start for start, _ in limits), tuple(stop - start for start, stop in limits))
+
+
+class Weights(Mapping[str, np.ndarray]):
+    """Canonical name -> full tensor. Nothing is kept, so that no process needs the whole model at once."""
+
+    @abstractmethod
+    def boxes(self, name: str, boxes: Sequence[Box]) -> list[np.ndarray]:
+        """Some boxes of a tensor, each of its box's shape, without the rest of it in memory."""
+
+
+class OneByOne(Mapping[str, np.ndarray]):
+    """Tensors by canonical name that `read` puts together when they are asked for, and that are not kept."""
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], np.ndarray]):
+        self._names, self._read = list(names), read
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class Given(OneByOne, Weights):
+    """Weights that are in memory: canonical name -> full tensor."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]):
+        super().__init__(arrays, arrays.__getitem__)
+
+    def boxes(self, name: str, boxes: Sequence[Box]) -> list[np.ndarray]:
+        """Views."""
+        return [self[name][box.slices] for box in boxes]

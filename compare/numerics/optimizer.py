@@ -14,16 +14,29 @@ Clipping: every gradient times min(1, grad_clip / (norm + 1e-6)), with norm over
 counted once. This is torch.nn.utils.clip_grad_norm_; optax has no 1e-6.
 """
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
 from msgspec import Struct
 
-from compare.numerics.learning_rate import learning_rate
 from compare.numerics.parameters import Parameter, decays
 from compare.spec.experiment import Optimizer
 
 CLIP_EPS = 1e-6
+
+
+def learning_rate(optimizer: Optimizer, step: int) -> float:
+    """After `step` optimizer steps, in Python's doubles: warm-up, then a cosine. nanoGPT's `get_lr`."""
+    peak, low = optimizer.learning_rate, optimizer.min_lr
+    if not optimizer.decay_lr:
+        return peak
+    if step < optimizer.warmup_iters:
+        return peak * (step + 1) / (optimizer.warmup_iters + 1)  # never 0: the first step moves too
+    if step >= optimizer.lr_decay_iters:
+        return low
+    progress = (step - optimizer.warmup_iters) / (optimizer.lr_decay_iters - optimizer.warmup_iters)
+    return low + 0.5 * (1.0 + math.cos(math.pi * progress)) * (peak - low)
 
 
 class StepScalars(Struct, frozen=True, kw_only=True):

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from msgspec import Struct
 
-from compare.numerics.boxes import Box, whole
-from compare.numerics.weights import Weights
+from compare.numerics.boxes import Box, Weights, whole
 from compare.spec.experiment import Experiment, Model
 
 QKV = 3

@@ -15,7 +15,6 @@ from compare.checkpoint.reader import read_description
 from compare.checkpoint.saver import Saver, best_checkpoint
 from compare.contract.record import read_record
 from compare.numerics.data import SPLITS, open_corpus
-from compare.numerics.evaluation import evaluate, is_due, require_validation, steps_due
 from compare.numerics.shards import Shard
 from compare.numerics.stream import OwnBatches
 from compare.spec.experiment import Data, Experiment, ExperimentError, edited

@@ -175,7 +175,7 @@ FAULTS = (
     ("turned_query_bias", LATER, CANDIDATE, tensors(Rung.LATER_WEIGHTS, turned)),
     (
         "better_validation",
-        EVALUATIONS,
+        "evaluations",
         CANDIDATE,
         scaled("validation", first=0, by=0.9, name=files.EVALUATIONS),
     ),
@@ -189,13 +189,13 @@ FAULTS = (
     ("other_messages", "strategy", BOTH, sent(dtype="bfloat16")),
     (
         "incomplete_ledger",
-        STRATEGY,
+        "strategy",
         BOTH,
         fields(files.LEDGER, lambda said: said.update(problems=["something unseen"])),
     ),
     (
         "held_more",
-        STRATEGY,
+        "strategy",
         BOTH,
         fields(files.MANIFEST, lambda said: said["resident_bytes"].update(optimizer=[10**6] * 2)),
     ),

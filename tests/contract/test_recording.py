@@ -13,7 +13,7 @@ from compare.contract.record import EVALUATIONS, STEPS_PART, Recorder, read_step
 from compare.contract.recording import FinishedStep, Observer, Progress, Recording
 from compare.contract.request import Request, Rung, rungs_asked_for
 from compare.contract.timing import Stopwatch, Timing, Window
-from compare.numerics.evaluation import Evaluation, steps_due
+from compare.numerics.stream import Evaluation, steps_due
 
 ONE = Window(steps=1, wall_s=0.5, cpu_s=0.25)
 

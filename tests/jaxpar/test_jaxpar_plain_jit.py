@@ -8,7 +8,7 @@ from compare.contract.record import Recorder, read_record
 from compare.contract.request import REQUEST, Request
 from compare.contract.timing import Timing
 from compare.host.json_files import write_json
-from compare.numerics.learning_rate import learning_rate
+from compare.numerics.optimizer import learning_rate
 from compare.spec.experiment import Data, Experiment, Optimizer, Train
 from jaxpar.peers.plain_jit import learning_rate_of, train
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from compare.contract.communication import ring_wire_bytes
 from compare.numerics.data import open_corpus
-from compare.numerics.learning_rate import learning_rate
-from compare.numerics.optimizer import reference_step
+from compare.numerics.optimizer import learning_rate, reference_step
 from compare.numerics.parameters import fingerprint, initial_parameters, parameter_count, parameter_table
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import (

@@ -21,9 +21,7 @@ from compare.judge.metrics import figures
 from compare.judge.outcome import Case, Outcome, save, with_case
 from compare.judge.strategy import with_remat_resolved
 from compare.numerics.data import open_corpus
-from compare.numerics.evaluation import Evaluation, steps_due
-from compare.numerics.learning_rate import learning_rate
-from compare.numerics.optimizer import global_norm, moment_names, reference_step
+from compare.numerics.optimizer import global_norm, learning_rate, moment_names, reference_step
 from compare.numerics.parameters import (
     fingerprint,
     initial_parameters,
@@ -31,7 +29,7 @@ from compare.numerics.parameters import (
     parameter_table,
     storage_dtype,
 )
-from compare.numerics.stream import keys_of_step
+from compare.numerics.stream import Evaluation, keys_of_step, steps_due
 from compare.pipeline.schedules import make_schedule
 from compare.spec.axes import DP_REPLICATE
 from compare.spec.engines.registry import ENGINES

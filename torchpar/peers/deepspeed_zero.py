@@ -14,7 +14,7 @@ import torch
 from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
 
 from compare.contract.communication import LOSS
-from compare.numerics.learning_rate import learning_rate
+from compare.numerics.optimizer import learning_rate
 from compare.spec.axes import DP_SHARD
 from compare.spec.experiment import Experiment
 from torchpar.comm import process_groups

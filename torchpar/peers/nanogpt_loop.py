@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from compare.numerics.learning_rate import learning_rate
+from compare.numerics.optimizer import learning_rate
 from compare.spec.experiment import Experiment, Optimizer
 from torchpar.comm.mesh import Mesh
 from torchpar.launch import Rank
