@@ -19,7 +19,7 @@ from jax import lax
 from compare.contract.communication import ACTIVATIONS, GRADIENTS, NORM, REPLICATED_GRADIENTS, TIED_GRADIENTS
 from compare.contract.faults import PlantedFault, find_fault
 from compare.contract.recording import Progress
-from compare.numerics.weights import Given, Weights
+from compare.numerics.boxes import Given, Weights
 from compare.spec.axes import AXES, DP_REPLICATE, PP, TP
 from compare.spec.experiment import Experiment
 from jaxpar import dropout, manual, optimizer, train

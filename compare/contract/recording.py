@@ -22,11 +22,10 @@ from compare.contract.record import Manifest, Recorder, Step, write_tensors
 from compare.contract.request import MOMENTS, REQUEST, Request, Rung
 from compare.contract.timing import Window
 from compare.host.json_files import read_json
-from compare.numerics.evaluation import Evaluation, is_due
-from compare.numerics.learning_rate import learning_rate
 from compare.numerics.loss_scale import LossScale, next_scale
-from compare.numerics.optimizer import moment_names
+from compare.numerics.optimizer import learning_rate, moment_names
 from compare.numerics.parameters import parameter_count
+from compare.numerics.stream import Evaluation, is_due
 from compare.spec.experiment import Experiment
 
 

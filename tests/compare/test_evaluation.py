@@ -16,7 +16,7 @@ from compare.checkpoint.saver import Saver, best_checkpoint
 from compare.contract.record import read_record
 from compare.numerics.data import SPLITS, open_corpus
 from compare.numerics.shards import Shard
-from compare.numerics.stream import OwnBatches
+from compare.numerics.stream import OwnBatches, evaluate, is_due, require_validation, steps_due
 from compare.spec.experiment import Data, Experiment, ExperimentError, edited
 
 
