@@ -170,8 +170,7 @@ class RankSide:
 def first_batch(run: Run) -> Mapping[str, np.ndarray]:
     """The batch of the first step as the devices have it, put together from all ranks' rows.
 
-    Returns:
-        inputs and targets, int32 (A, B, T), and with dropout keys, uint32 (A, B, 2).
+    Inputs and targets, int32 (A, B, T), and with dropout keys, uint32 (A, B, 2).
     """
     batch = to_device(run, arrays_of_step(run.corpus, run.experiment, run.request.first_step))
     own = [tensor.cpu().numpy() for tensor in batch if tensor is not None]

@@ -157,12 +157,9 @@ class Axis:
             dist.broadcast(tensor, group=self.group, group_src=0)
 
     def all_gather(self, full: torch.Tensor, piece: torch.Tensor, *, purpose: str = "") -> None:
-        """Fill `full` (n,) with every rank's shard in order; uneven n gives uneven shards.
+        """Fill `full` (n,), cut as `chunk_slices(n, size)` says, with every rank's shard in order.
 
-        Args:
-            full: cut as `chunk_slices(n, size)` says.
-            piece: this rank's; may be its place in `full` itself, which saves a copy.
-            purpose: for the ledger.
+        This rank's `piece` may be its place in `full` itself, which saves a copy.
         """
         self.start_all_gather(full, piece, purpose=purpose).wait()
 

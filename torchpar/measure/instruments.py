@@ -11,7 +11,7 @@ from compare.contract.recording import Observer
 from compare.contract.work import ObservedWork
 from torchpar.measure.ledger import LedgerSink, RankLedger, group_names
 from torchpar.measure.memory import MemorySink, resident_bytes
-from torchpar.measure.watch import Watch
+from torchpar.measure.watch import Watch, around_tasks
 from torchpar.measure.work import WorkSink
 from torchpar.offload import host_tensors
 from torchpar.run import Run
@@ -43,11 +43,12 @@ class Instruments(Observer):
         }
         elsewhere, device = host_tensors(parallel.optimizer), self._run.mesh.device.type
         memory = MemorySink(present, elsewhere=elsewhere, module=parallel.module, device=device)
-        work = WorkSink(parallel.module, has_tasks=parallel.run_pipeline is not None)
+        work = WorkSink(parallel.module)
+        tasks = around_tasks(work.task) if parallel.run_pipeline else nullcontext()
         self._memory, is_compiled = memory, parallel.compiled is not None
         # To be watched is no reason to compile anew: other steps run this, too.
         as_it_is = torch.compiler.set_stance(skip_guard_eval_unsafe=True) if is_compiled else nullcontext()
-        with as_it_is, Watch(memory, self.ledger, work):
+        with as_it_is, tasks, Watch(memory, self.ledger, work):
             yield
             memory.tag("optimizer", parallel.optimizer_state())  # which a first step makes
         self._findings = memory.memory(), work.seen()

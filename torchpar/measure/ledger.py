@@ -75,14 +75,10 @@ class RankLedger(NamedTuple):
 
 
 class LedgerSink(Sink):
-    """Notes the collectives with their places.
+    """Notes the collectives with their places; `library_calls` are those by libraries, in their order.
 
-    Args:
-        axes: of process groups, by the groups' names.
-        infers: give the calls of PyTorch's wrappers the purpose that they have in our engines.
-
-    Attributes:
-        library_calls: calls by libraries, in their order.
+    Axes are given by the names of their process groups. If it `infers`, the calls of PyTorch's wrappers get
+    the purpose that they have in our engines.
     """
 
     def __init__(self, axes: Mapping[str, str], *, infers: bool = False):
@@ -197,12 +193,9 @@ def group_names(mesh: Mesh | DeviceMesh | None) -> dict[str, str]:
 
 
 def of_all_ranks(ranks: Sequence[RankLedger], *, stages: Sequence[int], counts_own: bool) -> Ledger:
-    """One ledger of all ranks: of each place in each stage that of the rank that has most of it.
+    """One ledger of all ranks, in the order of the mesh: of each place of a stage the rank with most of it.
 
-    Args:
-        ranks: in the order of the mesh.
-        stages: of each its rank of the pipeline.
-        counts_own: all calls are our own, so that the dispatcher must have seen the same bytes.
+    If all calls are our own (`counts_own`), the dispatcher must have seen the same bytes.
     """
     most: dict[Communication, Communication] = {}
     for rank, ledger in enumerate(ranks):

@@ -22,12 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from compare.contract.memory_profile import (
-    Class,
-    DeviceMemory,
-    Phase,
-    device_memory,
-)
+from compare.contract.memory_profile import Class, DeviceMemory, Phase, device_memory
 from torchpar.measure.watch import HEAD, LOSS, Sink, modules_named
 from torchpar.parallel_model import local
 
@@ -51,40 +46,36 @@ PRECEDENCE: tuple[Tag, ...] = (
 
 
 class _Life:
-    """A storage from its first sight on: its size now, since when, and the sizes it had before."""
+    """A storage from its first sight on: its sizes in turn, each with its first position and its last."""
 
     def __init__(self, size: int, since: int, *, is_made: bool):
-        self.size, self.since, self.is_made, self.is_alive = size, since, is_made, True
+        self.sizes, self.is_made, self.is_alive = [(size, since, since)], is_made, True
         self.tags = set[Tag]()
         self.reference: weakref.ref | None = None
-        self._before: list[tuple[int, int, int]] = []
 
     def resize(self, size: int, position: int) -> None:
-        self._before.append((self.size, self.since, position))
-        self.size, self.since = size, position
+        before, since, _ = self.sizes[-1]
+        self.sizes[-1:] = [(before, since, position), (size, position, position)]
 
     def end(self, position: int, *, of_step: bool = False) -> None:
         """Close the lifetime: freed, or end of step."""
         self.is_alive = of_step
         self.resize(0, position)
         if of_step and not self.is_made:
-            size, _, until = self._before[0]
-            self._before[0] = (size, 0, until)
+            size, _, until = self.sizes[0]
+            self.sizes[0] = (size, 0, until)
 
     def lifetimes(self) -> Iterable[tuple[Class, int, int, int]]:
         first: Tag = next((tag for tag in PRECEDENCE if tag in self.tags), "temporaries")
         role: Class = "communication buffers" if first == "messages" else first
-        return [(role, *span) for span in self._before if span[0] and span[1] < span[2]]
+        return [(role, *span) for span in self.sizes if span[0] and span[1] < span[2]]
 
 
 class MemorySink(Sink):
     """Follows every storage from its first sight to its end; a kernel's own scratch memory is not seen.
 
-    Args:
-        present: tensors that are there already, by class.
-        elsewhere: tensors that are not on the device, and do not count.
-        module: whose `lm_head` and `loss` make logits; None if there are none.
-        device: only what is there counts.
+    Tensors that are `present` already are given by class; those `elsewhere`, or on another device, do not
+    count. The module's `lm_head` and `loss` make logits.
     """
 
     def __init__(
@@ -137,7 +128,7 @@ class MemorySink(Sink):
             self._made_by_forward += made
         if self._in_loss:
             for life in made:
-                if 2 * life.size > self._logits_bytes:
+                if 2 * life.sizes[-1][0] > self._logits_bytes:
                     life.tags.add("logits")
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.overloadpacket.__name__

@@ -40,8 +40,6 @@ GPU_METHOD = (
     "torch.profiler on every rank: kernels and copies on the GPU, by the phase that launched them; kernels "
     "less than 5 us apart are one. A collective is NCCL's kernel, which also waits for a slower rank."
 )
-
-
 PHASES: dict[str, Kind] = {
     "forward": "forward",
     "backward": "backward",
@@ -90,11 +88,7 @@ class StepProfiler(Observer):
 
 
 class Marks:
-    """Puts marks into the trace of the step that runs while it is entered.
-
-    Attributes:
-        spans: by a mark's name its span, without times.
-    """
+    """Puts marks into the trace of a step while it is entered; `spans` are theirs, without times."""
 
     def __init__(self, run: Run):
         self.spans = dict[str, Span]()

@@ -13,7 +13,7 @@ from compare.contract.communication import GRADIENTS
 from compare.contract.work import Again, ObservedWork, name_of
 from compare.pipeline.schedules import Task
 from torchpar.comm.collectives import Call
-from torchpar.measure.watch import HEAD, Sink, around_tasks, modules_named
+from torchpar.measure.watch import HEAD, Sink, modules_named
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "addmm_", "baddbmm_"})
 ATTENTION = "scaled_dot_product"
@@ -21,19 +21,12 @@ ATTENTION = "scaled_dot_product"
 
 
 class WorkSink(Sink):
-    """Notes the work of a model whose `lm_head` makes logits; of a pipeline its tasks, too."""
+    """Notes the work of a model whose `lm_head` makes logits; of a pipeline it is told the tasks, too."""
 
-    def __init__(self, module: nn.Module, *, has_tasks: bool = False):
+    def __init__(self, module: nn.Module):
         self._products, self._again, self._positions = Counter[str](), set[Again](), set[int]()
-        self._tasks, self._has_tasks = list[str](), has_tasks
+        self._tasks = list[str]()
         self._heads, self._in_head, self._is_overlapped = modules_named(HEAD, module), 0, False
-
-    def begin(self) -> None:
-        self._patches = around_tasks(self._note_task) if self._has_tasks else nullcontext()
-        self._patches.__enter__()
-
-    def end(self) -> None:
-        self._patches.__exit__(None, None, None)
 
     def operator(self, func: Any, operands: tuple, result: Any) -> None:
         name = func.overloadpacket.__name__
@@ -70,7 +63,8 @@ class WorkSink(Sink):
         """True in a forward that backward runs anew."""
         return self.watch.in_backward and torch.is_grad_enabled()
 
-    def _note_task(self, task: Task) -> AbstractContextManager:
+    def task(self, task: Task) -> AbstractContextManager:
+        """A pipeline's task runs within."""
         self._tasks.append(name_of(task))
         return nullcontext()
 
