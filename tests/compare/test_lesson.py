@@ -12,7 +12,6 @@ import pytest
 from outline import require_alone
 from records import make_run
 
-from compare.cli import main
 from compare.contract.communication import GRADIENTS, PARAMETERS, Communication, ring_wire_bytes
 from compare.contract.ledger import Ledger
 from compare.contract.record import read_record
@@ -162,16 +161,6 @@ def test_lines_lead_to_rows_and_rows_to_lines(tmp_path):
     for engine, block in zip(("jax-manual", "torch-manual"), blocks, strict=True):
         shown = re.sub(r"(?m)^ *\d+", "", html.unescape(re.sub(r"<[^>]*>", "", block)))
         assert shown.split() == (ROOT / source_file(engine, STRATEGY)).read_text().split()
-
-
-def test_what_cannot_be_a_lesson_is_refused(tmp_path, capsys):
-    for options, said in {
-        ("--results", str(tmp_path)): "has no outcome.json",
-        ("--results", str(tmp_path), "--run_dir", "other"): "has no effect",
-        ("--output", str(tmp_path / "page.pdf")): "end it in one of .html",
-    }.items():
-        assert main(["lesson", STRATEGY, *options]) == 2
-        assert said in capsys.readouterr().err
 
 
 def totals(rows) -> Counter[tuple[str, ...]]:

@@ -110,24 +110,6 @@ def test_a_finished_profile_is_shown_again(spread, tmp_path, capsys):
     assert read_json(folder / PROFILE, Profile) == msgspec.json.decode(capsys.readouterr().out, type=Profile)
 
 
-REFUSED = {
-    "--train.max_iters 5": "--train.max_iters 5 is too short for a profile: give 6 steps or more",
-    "--init_from nosuch.pt": "--init_from has no effect",
-    "--engines nanogpt-loop --preset single": "nanogpt-loop leaves no timeline",
-    "--continue . --preset ddp": "leave out --preset",
-}
-
-
-def test_refused_in_one_line_and_nothing_is_left(monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    for line, says in REFUSED.items():
-        assert main(["profile", "demo", *line.split(), "--quiet"]) == 2
-        said = capsys.readouterr().err
-        assert says in said, line
-        assert said.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
 def test_two_engines_for_real(shardpair):
     flags = "--preset ddp --devices 2 --engines torch-manual torch-library --train.max_iters 6 --json"
     done = shardpair("profile", "check", *flags.split(), "--model.n_layer", "2", "--run_dir", "run")

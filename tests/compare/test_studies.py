@@ -148,16 +148,3 @@ def test_a_garbled_file_is_one_line(engines, tmp_path, capsys):
     assert len(read_run(tmp_path / "r")[1]) == 3
     (tmp_path / "r" / "jax-manual" / MANIFEST).unlink()
     assert main(["report", "r"]) == 2
-
-
-def test_a_flag_that_a_study_gives_is_refused(engines, capsys):
-    for line, flag in (
-        ("check tiny.toml --layout.tp 2", "layout.tp"),
-        ("faults tiny.toml --layout.zero 1", "layout.zero"),
-        ("ledger tiny.toml --checkpoint.every 2", "checkpoint.every"),
-        ("bench tiny.toml --train.max_iters 9", "train.max_iters"),
-        ("profile tiny.toml --init_from w.safetensors", "init_from"),
-    ):
-        assert main(line.split()) == 2, line
-        assert f"--{flag} has no effect" in capsys.readouterr().err
-    assert engines.started == []

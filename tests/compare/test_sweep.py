@@ -122,19 +122,3 @@ def test_a_strategy_that_computes_something_else_fails_the_sweep(swept, engines)
     assert (code, found["passed"]) == (1, False)
     assert [row["passed"] for row in found["rows"]] == [True, True, False]
     assert found["verdict"].startswith("torch-manual.fsdp.2 against reference: FAIL at loss")
-
-
-REFUSED = {
-    "--devices 0": "give each number once, rising from 1",
-    "--devices 2 4": "give one number, or --scaling strong",
-    "--scaling weak --devices 2": "--scaling weak --devices 2: give two numbers or more",
-    "--presets hsdp": "nothing is left to run",
-}
-
-
-def test_refused_in_one_line_and_nothing_is_left(monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    for line, says in REFUSED.items():
-        assert main(["sweep", "demo", *line.split(), "--quiet"]) == 2
-        assert says in " ".join(capsys.readouterr().err.split()), line
-    assert not [path for path in tmp_path.rglob("*") if path.name != "runs"]
