@@ -10,7 +10,7 @@ PACKAGES = ("numpy", "jax", "jaxlib", "flax", "optax")
 
 
 def configure_jax(request: Request, process: Process | None = None) -> None:
-    """Everything that has to be set before JAX starts a backend; of several processes, join them."""
+    """All that a training needs; of several processes, join them."""
     experiment = request.experiment
     configure_products(request.platform, experiment.precision.product_dtype)
     if process and request.profile:
@@ -25,7 +25,7 @@ def configure_jax(request: Request, process: Process | None = None) -> None:
 
 
 def configure_products(platform: str, dtype: str) -> None:
-    """The platform, and how matrix products are computed on it; before JAX starts a backend."""
+    """The platform, and how matrix products are computed on it."""
     jax.config.update("jax_platforms", "cuda,cpu" if platform == "gpu" else "cpu")
     jax.config.update("jax_enable_x64", dtype == "float64")
     by_dtype = {"float32": "highest", "tf32": "tensorfloat32"}
@@ -34,7 +34,7 @@ def configure_products(platform: str, dtype: str) -> None:
 
 
 def join_devices(platform: str, devices: int, process: Process | None, *, timeout_s: float) -> None:
-    """This process's part of the devices, in reach of all others; before JAX starts a backend.
+    """This process's part of the devices, in reach of all others.
 
     Only a CPU has virtual devices. For several of them no compiled program is kept. XLA's CPU runtime runs
     what is independent side by side, but for collectives, which have an order. A program that is read from a

@@ -9,7 +9,7 @@ import numpy as np
 
 from compare.checkpoint.saver import Part
 from compare.contract.ending import StopRequest
-from compare.contract.record import ON_HOST, Recorder
+from compare.contract.record import Recorder
 from compare.contract.request import MOMENTS, Request, Rung
 from compare.contract.timing import Window
 from compare.host.facts import cpu_seconds, versions
@@ -22,7 +22,7 @@ from jaxpar.comm.hosts import fetch, gathered, hosts_of, spread
 from jaxpar.comm.mesh import device_kind
 from jaxpar.configuration import PACKAGES
 from jaxpar.measure.ledger import listing, read_ledger
-from jaxpar.measure.memory import memory_in_use, memory_profile, peak_memory, resident_bytes, threads
+from jaxpar.measure.memory import bytes_at_rest, memory_in_use, memory_profile, peak_memory, threads
 from jaxpar.model import same
 from jaxpar.optimizer import Moments
 from jaxpar.step import ShardedStep, TrainState, device_scalars
@@ -108,6 +108,7 @@ class Run:
 
     def costs(self, windows: Sequence[Window], recorder: Recorder | None) -> dict[str, Any]:
         peak_memory_bytes, peak_memory_method = peak_memory(self.step, self.mesh_devices)
+        resident = bytes_at_rest(self.sharded, self.state, self.mesh_devices)
         costs = {
             "device_kind": device_kind(self.mesh_devices[0]),
             "initial_weights_sha256": self.initial_weights_sha256,
@@ -117,44 +118,15 @@ class Run:
             "cpu_time_s": sum(gathered([cpu_seconds()])),
             "peak_memory_bytes": peak_memory_bytes,
             "peak_memory_method": peak_memory_method,
-            "resident_bytes": self.at_rest(),
+            "resident_bytes": resident,
             "windows": list(windows),
             "hosts": hosts_of(self.mesh_devices),
         }
         if recorder:  # after the CPU time: reading a program is no part of the run
-            self.leave_program(recorder)
+            hlo, axes = self.step.as_text(), self.experiment.layout.axes
+            assert hlo, "XLA keeps no text of the compiled step"
+            sizes = {name: resident[name][0] for name in ("parameters", "optimizer")}
+            if profile := memory_profile(self.step, **sizes):
+                recorder.leave(profile)
+            recorder.leave(listing(hlo, axes), read_ledger(hlo, axes))
         return costs
-
-    def leave_program(self, recorder: Recorder) -> None:
-        """Memory, instructions and ledger of the compiled step."""
-        hlo, axes, state = self.step.as_text(), self.experiment.layout.axes, self.at_rest()
-        assert hlo, "XLA keeps no text of the compiled step"
-        sizes = {name: state[name][0] for name in ("parameters", "optimizer")}
-        if profile := memory_profile(self.step, **sizes):
-            recorder.leave(profile)
-        recorder.leave(listing(hlo, axes), read_ledger(hlo, axes))
-
-    def at_rest(self) -> dict[str, list[int]]:
-        """Bytes between two steps on each device, and on the host.
-
-        The gradients are those that accumulate: they never leave the step.
-        """
-        state = self.state
-        trees = {
-            "parameters": state.params,
-            "gradients": accumulated_like(self.sharded, state),
-            "optimizer": state.opt_state,
-        }
-        resident = {name: resident_bytes(tree, self.mesh_devices) for name, tree in trees.items()}
-        if self.sharded.moments_at_rest is not None:
-            resident[ON_HOST] = resident_bytes(state.opt_state, self.mesh_devices, on_host=True)
-        return resident
-
-
-def accumulated_like(sharded: ShardedStep, state: TrainState) -> Any:
-    """Shapes and shardings of the gradients as they accumulate."""
-    return jax.tree.map(
-        lambda w, sharding: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=sharding),
-        state.params,
-        sharded.accumulated,
-    )

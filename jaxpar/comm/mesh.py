@@ -38,16 +38,13 @@ def find_devices(count: int, *, platform: str) -> list[jax.Device]:
     Raises MissingDevicesError: there are fewer. JAX itself would go on with the devices that it finds.
     """
     try:
-        devices = jax.devices(platform)
+        devices, why = jax.devices(platform), ""
     except RuntimeError as error:  # JAX's word for a backend that is not there
-        raise MissingDevicesError(
-            f"the layout needs {count} {platform} devices and JAX finds 0 ({error}): install JAX's plugin "
-            f"for them, or use platform cpu"
-        ) from None
+        devices, why = [], f" ({error})"
     if len(devices) < count:
         raise MissingDevicesError(
-            f"the layout needs {count} {platform} devices and JAX finds {len(devices)}: lower a degree of "
-            f"the layout, or use platform cpu, whose devices are virtual"
+            f"the layout needs {count} {platform} devices and JAX finds {len(devices)}{why}: lower a degree "
+            f"of the layout, or use platform cpu, whose devices are virtual"
         )
     return devices[:count]
 

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 
 from compare.contract.memory_profile import Class, DeviceMemory, MemoryProfile, Peak
+from compare.contract.record import ON_HOST
 from compare.host.facts import cores, process_memory
 from jaxpar.comm.hosts import gathered
-from jaxpar.step import HOST
+from jaxpar.step import HOST, ShardedStep, TrainState
 
 PLANNED = "XLA's buffer assignment of one step: argument + temp + output - alias"
 
@@ -69,6 +70,23 @@ def resident_bytes(tree: Any, devices: list[jax.Device], *, on_host: bool = Fals
             for device in leaf.sharding.device_set:
                 total[device] += size
     return list(total.values())
+
+
+def bytes_at_rest(sharded: ShardedStep, state: TrainState, devices: list[jax.Device]) -> dict[str, list[int]]:
+    """Bytes between two steps on each device, and on the host.
+
+    The gradients are those that accumulate: they never leave the step.
+    """
+
+    def accumulated(w: jax.Array, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=sharding)
+
+    gradients = jax.tree.map(accumulated, state.params, sharded.accumulated)
+    trees = {"parameters": state.params, "gradients": gradients, "optimizer": state.opt_state}
+    resident = {name: resident_bytes(tree, devices) for name, tree in trees.items()}
+    if sharded.moments_at_rest is not None:
+        resident[ON_HOST] = resident_bytes(state.opt_state, devices, on_host=True)
+    return resident
 
 
 def threads(devices: list[jax.Device]) -> str:

@@ -170,15 +170,6 @@ def test_zero3_gathers_again_in_backward_and_shard_grad_op_does_not():
         assert kept + blocks - biases <= again <= kept + blocks, engine
 
 
-def test_tensor_parallelism_sends_the_stream_twice_a_layer_each_way():
-    stream, uses = 8 * A * B * T * C, 2 * L + 1  # the embedding's sum, the head's entry
-    for sequence_parallel, messages in ((False, 1), (True, 2)):
-        layout = Layout(tp=2, sequence_parallel=sequence_parallel, remat="none")
-        for purpose in ("activations", "activation gradients"):
-            sent = size_of(two_steps("jax-manual", layout).ledger, axis="tp", purpose=purpose)
-            assert sent == messages * uses * stream
-
-
 def test_replicas_of_a_pipeline_are_reduced_once_a_step_and_not_at_every_tick():
     outcome = two_steps("jax-compiler", JAX["jax-compiler ddp_pp"])
     whole = outcome.resident["gradients"][0]

@@ -32,14 +32,3 @@ def test_the_tree_is_the_models_own_and_comes_back_with_layers_in_order():
     del tree["blocks"]["mlp"]["up"]["bias"]
     with pytest.raises(KeyError):
         weights.to_canonical(tree, BIASED)
-
-
-def test_decay_follows_the_table_not_the_number_of_dims():
-    mask = weights.decay_mask(BIASED, "matrices")
-    tree = weights.from_canonical(initial_parameters(Experiment(model=BIASED)), BIASED)
-    assert tree["blocks"]["norm1"]["scale"].ndim == 2
-    assert not mask["blocks"]["norm1"]["scale"]
-    assert not mask["blocks"]["attention"]["qkv"]["bias"]
-    assert mask["blocks"]["attention"]["qkv"]["weight"]
-    assert mask["embedding"]["position"]
-    assert all(jax.tree.leaves(weights.decay_mask(BIASED, "all")))

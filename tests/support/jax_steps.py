@@ -16,8 +16,7 @@ from jaxpar import weights
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.faults import plant
 from jaxpar.measure.ledger import communications
-from jaxpar.measure.memory import resident_bytes
-from jaxpar.run import accumulated_like
+from jaxpar.measure.memory import bytes_at_rest
 from jaxpar.step import ShardedStep, TrainState, compile_step, device_scalars
 from jaxpar.train import prepare
 
@@ -73,12 +72,7 @@ def two_steps(engine: str, layout: Layout, *, model: Model = MODEL, fault: str =
         for kind, tree in {"gradient": gradients, "weight": state.params}.items():
             named = weights.to_canonical(sharded.unpad(tree), model)
             numbers |= {f"{index} {kind} {name}": tensor for name, tensor in named.items()}
-    trees = {
-        "parameters": state.params,
-        "gradients": accumulated_like(sharded, state),
-        "optimizer": state.opt_state,
-    }
-    resident = {name: resident_bytes(tree, list(mesh.devices.flat)) for name, tree in trees.items()}
+    resident = bytes_at_rest(sharded, state, list(mesh.devices.flat))
     hlo = step.as_text()
     assert hlo
     return Outcome(numbers, resident, hlo, summed(communications(hlo, mesh.shape)), sharded, state)
