@@ -4,38 +4,16 @@ import json
 
 import msgspec
 import pytest
-from records import make_record, make_request, outcome_of
+from records import make_ledger, make_record, make_request, outcome_of
 
 from compare.cli import main
-from compare.contract.communication import Communication
 from compare.contract.ledger import Ledger
 from compare.contract.record import LEDGER
 from compare.host.json_files import write_json
-from compare.judge.closed_forms.communication import communication
 from compare.judge.outcome import Case, read_outcome, save, with_case
-from compare.judge.strategy import with_remat_resolved
-from compare.spec.experiment import Experiment, edited
+from compare.spec.experiment import edited
 
 ENGINES = ("jax-manual", "torch-manual")
-
-
-def rows(engine: str, experiment: Experiment) -> list[Communication]:
-    return [
-        Communication(
-            kind=kind,
-            axis=axis,
-            purpose=purpose,
-            calls=2,
-            bytes=int(size),
-            wire_bytes=int(size),
-            group_size=2,
-            dtype="float64",
-            phase="backward",
-            source="model.py:7 (forward): blocks",
-            loops=(2, 4),
-        )
-        for (kind, axis, purpose), size in communication(engine, experiment).items()
-    ]
 
 
 @pytest.fixture
@@ -49,8 +27,9 @@ def run(tmp_path, tiny):
         record = make_record(folder / engine, experiment, engine=engine)
         cases = {**outcome.cases, engine: Case(request=make_request(experiment, engine=engine))}
         outcome = with_case(msgspec.structs.replace(outcome, cases=cases), engine, {}, record, folder)
-        as_run = with_remat_resolved(engine, experiment)
-        write_json(folder / engine / LEDGER, Ledger(rows=rows(engine, as_run)))
+        place = {"source": "model.py:7 (forward): blocks", "loops": (2, 4)}
+        rows = [msgspec.structs.replace(row, **place) for row in make_ledger(engine, experiment)]
+        write_json(folder / engine / LEDGER, Ledger(rows=rows))
     save(outcome, folder)
     return folder
 

@@ -6,15 +6,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from records import make_ledger
 
 from compare.cli import main
 from compare.contract.absent import CompiledAhead, RankAlone, read_absent_request
-from compare.contract.communication import Communication
 from compare.contract.ledger import Ledger
 from compare.contract.memory_profile import DeviceMemory, Peak
-from compare.judge.closed_forms.communication import communication
 from compare.judge.outcome import read_outcome
-from compare.judge.strategy import with_remat_resolved
 from compare.plan import absent
 from compare.plan.machine import read_machine
 from compare.plan.predict import predict
@@ -42,21 +40,8 @@ def said(text: str) -> str:
 
 def textbook_ledger(request, more: int = 0, without: int = 0) -> Ledger:
     """What the textbook says, and so many bytes more in each row, without the first rows."""
-    resolved = with_remat_resolved(request.engine, request.experiment)
-    sizes = list(communication(request.engine, resolved).items())[without:]
-    rows = [
-        Communication(
-            kind=kind,
-            axis=axis,
-            purpose=purpose,
-            calls=1,
-            bytes=round(size) + more,
-            wire_bytes=1,
-            group_size=4,
-        )
-        for (kind, axis, purpose), size in sizes
-    ]
-    return Ledger(rows=rows)
+    rows = make_ledger(request.engine, request.experiment)[without:]
+    return Ledger(rows=[msgspec.structs.replace(row, bytes=row.bytes + more) for row in rows])
 
 
 def test_a_plan_is_shown_kept_and_shown_again(small, capsys, with_pictures):

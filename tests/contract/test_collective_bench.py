@@ -8,7 +8,6 @@ import pytest
 from compare.contract import collective_bench
 from compare.contract.collective_bench import (
     FEWEST,
-    IMPLEMENTATIONS,
     IN_PIECES,
     KINDS,
     TRIAL,
@@ -63,9 +62,8 @@ def by_definition(kind: str, given: list[np.ndarray], rank: int) -> np.ndarray:
     return given[rank - 1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_expected_results_are_those_of_the_definition(kind):
-    for ranks, count in itertools.product((2, 3, 6), (4, 40, 400)):
+def test_expected_results_are_those_of_the_definition():
+    for kind, ranks, count in itertools.product(KINDS, (2, 3, 6), (4, 40, 400)):
         given = [sent(kind, rank, ranks=ranks, count=count).astype(np.float64) for rank in range(ranks)]
         for rank in range(ranks):
             wanted = by_definition(kind, given, rank)
@@ -100,20 +98,14 @@ class Clock:
         self.now, self.calls = self.now + self._call_s, self.calls + 1
 
 
-@pytest.mark.parametrize(("call_s", "iterations"), [(0.01, 20), (1.0, FEWEST)])
-def test_a_row_is_timed_for_as_long_as_asked_and_for_five_calls_at_least(monkeypatch, call_s, iterations):
-    clock = Clock(call_s)
-    monkeypatch.setattr(collective_bench.time, "perf_counter", lambda: clock.now)
-    seconds = measure(clock.call, wait=lambda: None, slowest=lambda value: value, row_s=0.2)
-    assert seconds == pytest.approx(call_s)
-    assert clock.calls == WARMUP + TRIAL + iterations
-
-
-def test_the_slowest_rank_decides(monkeypatch):
-    clock = Clock(0.01)
-    monkeypatch.setattr(collective_bench.time, "perf_counter", lambda: clock.now)
-    found = measure(clock.call, wait=lambda: None, slowest=lambda value: 2 * value, row_s=0.2)
-    assert (found, clock.calls) == (pytest.approx(0.02), WARMUP + TRIAL + 10)
+def test_a_row_takes_as_long_as_asked_five_calls_at_least_and_the_time_of_the_slowest_rank(monkeypatch):
+    for call_s, slower, iterations in ((0.01, 1, 20), (1.0, 1, FEWEST), (0.01, 2, 10)):
+        clock = Clock(call_s)
+        monkeypatch.setattr(collective_bench.time, "perf_counter", lambda clock=clock: clock.now)
+        slowest = lambda value, slower=slower: slower * value  # noqa: E731
+        seconds = measure(clock.call, wait=lambda: None, slowest=slowest, row_s=0.2)
+        assert seconds == pytest.approx(slower * call_s)
+        assert clock.calls == WARMUP + TRIAL + iterations
 
 
 def request(**given) -> CollectiveRequest:
@@ -133,8 +125,3 @@ def test_a_request_is_read_back_or_refused(tmp_path):
         write_json(tmp_path / REQUEST, request(**given))
         with pytest.raises(ExperimentError, match=message):
             read_collective_request(tmp_path, side=side)
-
-
-def test_both_platforms_have_a_stock_way_ours_and_xla():
-    for platform in ("cpu", "gpu"):
-        assert sum(platform in platforms for _, platforms, _ in IMPLEMENTATIONS.values()) == 3
