@@ -110,7 +110,7 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def together(self, step: int) -> int:
         """How many steps run from this one on until the host waits for the devices."""
-        return self.timing.together(step) if self.timing else 1
+        return self.timing.window if self.timing and self.timing.is_in_window(step) else 1
 
     @property
     def weights_due(self) -> dict[int, Rung]:

@@ -32,10 +32,6 @@ class Timing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Whether a step runs in a window."""
         return self.warmup <= step < self.warmup + self.window * self.windows
 
-    def together(self, step: int) -> int:
-        """Number of steps from this one until the host waits for the devices."""
-        return self.window if self.is_in_window(step) else 1
-
 
 class Window(Struct, frozen=True, kw_only=True):
     """Steps between two synchronisations, and what they cost."""

@@ -1,12 +1,8 @@
 """Own weights and own batches: what does not fit is refused, what fits is what both sides begin with."""
 
-import inspect
-import sys
 from pathlib import Path
 
-import msgspec
 import numpy as np
-import processes
 import pytest
 import torch
 from forks import run_forked
@@ -16,12 +12,13 @@ from safetensors.torch import save_file as save_torch
 
 from compare.cli import main
 from compare.contract.inputs import starting_parameters
-from compare.contract.record import read_record, read_tensors
+from compare.contract.record import Recorder, read_record, read_tensors
 from compare.contract.request import Request, ResumePoint, Rung
 from compare.numerics.initial_weights import checked_weights, read_weights
 from compare.numerics.parameters import fingerprint, initial_parameters
 from compare.numerics.stream import OwnBatches
 from compare.spec.experiment import Data, Experiment, ExperimentError, Model, Train, load
+from jaxpar.configuration import configure_jax
 from torchpar.convert import convert
 from torchpar.entry import start_ranks
 from torchpar.model import GPT
@@ -148,58 +145,35 @@ def test_a_request_holds_its_weights_to_their_fingerprint(tmp_path):
     assert fingerprint(starting_parameters(request, initial_parameters(EXPERIMENT))) != fingerprint(weights)
 
 
-def torchs_own(folder: Path) -> int:
-    folder.mkdir()
-    request = Request(engine="torch-manual", experiment=EXPERIMENT, ladder=True, later_step=2)
+def torchs_own(request: Request, folder: Path) -> int:
     start_ranks(request, folder, weights=own_weights(), batches=batch)
     return 0
 
 
-def test_torchpar_trains_on_own_weights_and_batches_from_python(tmp_path):
-    done = run_forked(torchs_own, tmp_path / "torch", output=tmp_path / "output")
+def jaxs_own(request: Request, folder: Path) -> int:
+    configure_jax(request)
+    from jaxpar.train import train
+
+    train(request, Recorder(folder), weights=own_weights(), batches=batch)
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "train"),
+    [("torch-manual", torchs_own), pytest.param("jax-compiler", jaxs_own, marks=pytest.mark.slow)],
+)
+def test_a_side_trains_on_own_weights_and_batches_from_python(engine, train, tmp_path):
+    request = Request(engine=engine, experiment=EXPERIMENT, ladder=True, later_step=2)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    done = run_forked(train, request, folder, output=tmp_path / "output")
     assert done.returncode == 0, done.stderr
-    began_as_told(tmp_path / "torch")
-
-
-JAXS_OWN = """
-import sys
-from pathlib import Path
-import msgspec, numpy as np
-from compare.spec.experiment import Experiment
-from compare.numerics.parameters import initial_parameters
-from compare.contract.record import Recorder
-from compare.contract.request import Request
-from jaxpar.configuration import configure_jax
-
-EXPERIMENT = msgspec.json.decode(sys.argv[2], type=Experiment)
-{own_weights}
-{batch}
-request = Request(engine="jax-compiler", experiment=EXPERIMENT, ladder=True, later_step=2)
-configure_jax(request)
-from jaxpar.train import train
-folder = Path(sys.argv[1])
-folder.mkdir()
-train(request, Recorder(folder), weights=own_weights(), batches=batch)
-"""
-
-
-@pytest.mark.slow
-def test_jaxpar_trains_on_own_weights_and_batches_from_python(tmp_path):
-    """In a process of its own, as a script that never sees PyTorch."""
-    script = JAXS_OWN.format(own_weights=inspect.getsource(own_weights), batch=inspect.getsource(batch))
-    arguments = [str(tmp_path / "jax"), msgspec.json.encode(EXPERIMENT).decode()]
-    done = processes.run([sys.executable, "-c", script, *arguments], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    began_as_told(tmp_path / "jax")
-
-
-def began_as_told(folder: Path) -> None:
     record = read_record(folder, requested=False)
     assert record.manifest.initial_weights_sha256 == fingerprint(own_weights())
     assert record.manifest.corpus_sha256 == ""
-    found = read_tensors(folder, Rung.BATCH)
-    for what, expected in zip(("inputs", "targets"), batch(0), strict=True):
-        np.testing.assert_array_equal(found[what], expected)
+    left = read_tensors(folder, Rung.BATCH)
+    for name, expected in zip(("inputs", "targets"), batch(0), strict=True):
+        np.testing.assert_array_equal(left[name], expected)
 
 
 def test_both_sides_begin_with_nanogpts_checkpoint_and_agree(shardpair):
