@@ -50,7 +50,7 @@ OTHERS = {
     "Prove": {},
     "Measure": {},
     "Read": {
-        "runs": "what was run here: layout, verdict, size; --prune",
+        "runs": "what was run here: layout, verdict, size",
         "lesson": "one strategy in every engine, side by side, on a page",
         "list": "names of experiments, presets, faults, engines, lessons",
         "doctor": "what is installed, and which devices there are",

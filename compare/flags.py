@@ -172,9 +172,8 @@ class Spec(SidePythons, frozen=True, kw_only=True):
     def resolved(self, *, is_spread: bool = True) -> Experiment:
         """The experiment with the overrides in it, checked. Raises ExperimentError.
 
-        Args:
-            is_spread: over the devices of its layout. Else presets will spread it, over others: whether it
-                could be over these is not asked.
+        Where presets will spread it over other devices than its layout's, whether it could be over these is
+        not asked.
         """
         experiment = Experiment(**{name: getattr(self, name) for name in Experiment.__struct_fields__})
         if is_spread:

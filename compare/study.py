@@ -22,7 +22,7 @@ from compare.contract.request import Request
 from compare.contract.run_lock import lock_folder
 from compare.execute.launch import EngineError, launch, prepare
 from compare.execute.machine import here_and_now, require_same_source
-from compare.execute.paths import PICTURES, check_cache, check_output, create_run_dir, remove_run_dir
+from compare.execute.paths import PICTURES, check_output, create_run_dir, remove_run_dir
 from compare.execute.progress import Reporter
 from compare.flags import Spec, checked_pythons
 from compare.host.tensors import RecordError
@@ -168,7 +168,6 @@ class Study(Spec, frozen=True, kw_only=True):
     def planned(self) -> Outcome:
         """The study before anything starts. Raises ExperimentError for what has no effect, or cannot be."""
         check_output("--picture", self.picture, kinds=PICTURES)
-        check_cache(self.cache_dir)
         if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
             raise ExperimentError(
                 f"--timeout_s {self.timeout_s} must be more than 0 and at most {MAX_TIMEOUT_S}"
@@ -273,7 +272,8 @@ class Study(Spec, frozen=True, kw_only=True):
         if not planned.cases:
             return planned
         data, corpus_sha256 = prepare(planned.experiment, folder)
-        init = freeze_weights(self.init_from, planned.experiment, folder, pythons=checked_pythons(self))
+        pythons = checked_pythons(self)
+        init = freeze_weights(self.init_from, planned.experiment, folder, pythons=pythons)
         resumed = resumes(self.source, planned.cases, planned.experiment, corpus_sha256)
         cases = {}
         for name, case in planned.cases.items():
@@ -287,8 +287,7 @@ class Study(Spec, frozen=True, kw_only=True):
                 corpus_sha256=corpus_sha256,
                 timeout_s=self.timeout_s,
                 cache_dir=self.cache_dir,
-                init_from=init.path,
-                init_sha256=init.sha256,
+                **init,
                 resume=resume,
                 # The last step's weights have a rung of their own.
                 later_step=min(LATER_STEP, max(steps - 1, 1)) if later == LATER_STEP else later,

@@ -15,12 +15,6 @@ from compare.spec.experiment import Experiment
 
 PIPE_WIDTH = 160  # a table in a log should not be cut to the 80 columns that rich assumes there
 ZERO = {1: "optimizer state", 2: "optimizer state and gradients"}
-REDUCTIONS = {
-    "naive": " (a reduction per parameter)",
-    "flat": " (one reduction for all gradients)",
-    "overlapped": " (a reduction per gradient, during backward)",
-}
-"""Ways to reduce gradients other than in buckets."""
 SCHEDULES = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",
@@ -119,7 +113,7 @@ def layout_in_words(experiment: Experiment, platform: str) -> str:
 def _data_parallel(experiment: Experiment) -> str:
     layout = experiment.layout
     if layout.dp_shard == 1:
-        reduced = REDUCTIONS.get(layout.gradient_sync, "")
+        reduced = "" if layout.gradient_sync == "bucketed" else f" ({layout.gradient_sync} reductions)"
         return f"data parallel over {layout.dp_replicate}{reduced}" if layout.dp_replicate > 1 else ""
     if layout.zero == 3:
         kept = "" if layout.reshard_after_forward else " (gathered parameters kept until backward)"

@@ -76,15 +76,11 @@ class Timed(OnIdle, frozen=True, kw_only=True):
         spec = revalidate(edited(experiment, {"train": {"max_iters": self.timing.steps}}))
         return Case(request=Request(engine=engine, experiment=spec, timing=self.timing), **place)
 
-    def divisor(self) -> str:
-        """What others are divided by: see `TimedOutcome.baseline`; '' for the default."""
-        return ""
-
     def planned(self) -> Outcome:
         """The study before anything starts. Raises ExperimentError for what has no effect, or cannot be."""
         if min(self.rounds, self.window, self.windows) < 1:
             raise ExperimentError("--rounds, --window and --windows must be at least 1")
-        planned, baseline = super().planned(), self.divisor()
+        planned, baseline = super().planned(), getattr(self, "baseline", "")
         engines = [case.engine for case in planned.cases.values()]
         if why := planned.left_out.get(baseline):
             raise EnvironmentMissing(f"--baseline {baseline}: {why}")

@@ -1,24 +1,20 @@
-"""`shardpair runs`: what was run here, a line each; with --prune, what of it can be removed."""
+"""`shardpair runs`: what was run here, a line each."""
 
-import contextlib
 import os
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 from msgspec import Struct
-from msgspec.structs import replace
 
-from compare.contract.run_lock import lock_folder
 from compare.execute.paths import RUNS
 from compare.host.tensors import RecordError
-from compare.judge.outcome import OUTCOME, read_outcome, save
+from compare.judge.outcome import OUTCOME
 from compare.show.findings import Column, table_of
 from compare.show.terminal import terminal_table
 from compare.spec.experiment import ExperimentError
 from compare.studies.registry import read_study
-from compare.studies.run import tensors_of
-from compare.terminal import errors_console, human_bytes, layout_in_words, print_json, results_console
+from compare.terminal import human_bytes, layout_in_words, print_json, results_console
 
 
 class SavedRun(Struct, frozen=True, kw_only=True):
@@ -37,56 +33,23 @@ class SavedRun(Struct, frozen=True, kw_only=True):
 
 
 class Runs(Struct, frozen=True, kw_only=True):
-    """Show what was run here, a line each: layout, verdict, begin and size; --prune frees room.
-
-    --prune removes the ladder's tensors (gradients, weights, moments) of runs that passed, whose verdicts
-    stay. Nothing else is removed, and no run that is in use is touched.
-
-    Try:
-      shardpair runs
-      shardpair runs --prune         (says what would go)
-      shardpair runs --prune --yes
-    """
+    """Show what was run here, a line each: layout, verdict, begin and size."""
 
     folder: Annotated[Path, tyro.conf.Positional] = RUNS
     """A folder of runs, or of one run."""
-    prune: bool = False
-    """Say what can be removed, and how much that frees; removes it with --yes."""
-    yes: bool = False
-    """With --prune: remove it."""
     json: bool = False
     """Print one JSON object on stdout instead of tables."""
 
     def __call__(self) -> int:
-        """Show them, or prune them. Returns 0. Raises ExperimentError: no such folder."""
+        """Show them. Returns 0. Raises ExperimentError: no such folder."""
         if not self.folder.is_dir():
             raise ExperimentError(f"{self.folder}: there is no such folder; `shardpair run` makes {RUNS}")
         folders = [path for path in (self.folder, *_folders_in(self.folder)) if (path / OUTCOME).is_file()]
-        console = results_console()
-        if not self.prune:
-            runs = sorted(map(_saved_run, folders), key=lambda run: run.created_utc)
-            if self.json:
-                print_json(runs)
-            else:
-                console.print(terminal_table(table_of("", COLUMNS, runs, words=4)))
-            return 0
-        sizes, left_alone = {}, {}
-        for folder in folders:
-            try:
-                sizes[str(folder)] = _pruned(folder, really=self.yes)
-            except (ExperimentError, RecordError) as error:
-                left_alone[str(folder)] = str(error)
-        sizes = {folder: size for folder, size in sizes.items() if size}
-        total = sum(sizes.values())
+        runs = sorted(map(_saved_run, folders), key=lambda run: run.created_utc)
         if self.json:
-            print_json({"removed": self.yes, "bytes": total, "runs": sizes, "left_alone": left_alone})
-            return 0
-        for folder, why in left_alone.items():
-            errors_console().print(f"left alone: {folder}: {why}", style="yellow")
-        for folder, size in sizes.items():
-            console.print(f"{folder}: tensors of the ladder, which passed: {human_bytes(size)}")
-        done = "removed" if self.yes else "can be removed: give --yes"
-        console.print(f"{human_bytes(total)} {done}" if sizes else "there is nothing to remove")
+            print_json(runs)
+        else:
+            results_console().print(terminal_table(table_of("", COLUMNS, runs, words=4)))
         return 0
 
 
@@ -130,23 +93,3 @@ def _saved_run(folder: Path) -> SavedRun:
 def _size(folder: Path) -> int:
     """Bytes of all files of a folder; links are not followed."""
     return sum(os.lstat(os.path.join(at, name)).st_size for at, _, names in os.walk(folder) for name in names)
-
-
-def _pruned(folder: Path, *, really: bool) -> int:
-    """Bytes of a run's tensors that can go, removed if `really`, under the locks of the run and its cases.
-
-    Raises:
-        ExperimentError: one of them is in use.
-        RecordError: the outcome is garbled.
-    """
-    with contextlib.ExitStack() as locks:
-        for path in (folder, *_folders_in(folder)):
-            locks.enter_context(lock_folder(path))
-        outcome = read_outcome(folder)
-        tensors = tensors_of(folder, outcome)
-        size = sum(path.stat().st_size for path in tensors)
-        if really and tensors:
-            save(replace(outcome, tensors_removed=True), folder)
-            for path in tensors:
-                path.unlink()
-    return size

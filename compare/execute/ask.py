@@ -89,12 +89,8 @@ def measure_ceiling(
 ) -> Ceiling:
     """Ask a side how fast its framework multiplies matrices here. It takes about a second, and an import.
 
-    Args:
-        side, platform, python: as for `ask`.
-        dtype: of the products: `Precision.product_dtype`.
-        threads: CPU threads; 0 for one on each core. A run of torchpar has one for each rank, and jaxpar's
-            always has all of them.
-        sizes: of further products: `Ceiling.by_size`.
+    `dtype` is `Precision.product_dtype`; 0 threads are one on each core: a rank of torchpar has one, jaxpar
+    all of them.
     """
     question = {"dtype": dtype, "platform": platform, "threads": threads, "sizes": sizes}
     request = msgspec.json.encode(msgspec.convert(question, CeilingRequest)).decode()

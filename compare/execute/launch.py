@@ -156,15 +156,8 @@ def run_side(
 ) -> None:
     """Run `python -m SIDE OPTIONS FOLDER` to its end; the folder is made, for the request and the log.
 
-    Args:
-        side, request: what to run.
-        folder: a new one.
-        name: for whom it runs, for messages.
-        layout: its devices are spread over the hosts.
-        options: what it is to do with the request; by default, train.
-        pythons: side -> its interpreter; by default, and where one is missing, this one.
-        hosts: where it runs.
-        on_step: called with every step as it is recorded.
+    Without `options` it trains as the request says; `name` is for messages, the layout's devices are spread
+    over the hosts, and a side without an interpreter in `pythons` has this one.
 
     Raises:
         EngineError: the engine failed, died, or made no progress for request.timeout_s. The folder has an

@@ -50,18 +50,6 @@ def can_be_folder(folder: Path) -> bool:
     return os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)
 
 
-def check_cache(cache_dir: str) -> None:
-    """Refuse a folder for compiled programs that can neither be written nor made; '' is none.
-
-    JAX would go on without it, and compile anew in every run. Raises ExperimentError.
-    """
-    if cache_dir and not can_be_folder(Path(cache_dir)):
-        raise ExperimentError(
-            f"--cache_dir {cache_dir} cannot be written: give a folder that can, or --cache_dir '' to keep "
-            f"no compiled programs"
-        )
-
-
 def remove_run_dir(folder: Path) -> None:
     """Remove a run's folder that holds nothing of worth, and `runs` with it if nothing else is in there."""
     shutil.rmtree(folder, ignore_errors=True)

@@ -9,8 +9,6 @@ from compare.judge.timed_outcome import TimedOutcome, blocks
 from compare.show.findings import written
 from compare.terminal import layout_in_words
 
-CACHED = "Compiled programs may have been kept between processes: compilation may have been reading one."
-
 
 def block_title(result: TimedOutcome, block: str) -> str:
     """A block's name, what is split over what, and the tokens of a step."""
@@ -54,7 +52,6 @@ def sentences(result: TimedOutcome) -> list[str]:
         f"Ratios are to {result.baseline}{missing}, within a round; the median over rounds. {interval}",
         f"GFLOP/s are the model's, without what is computed anew.{ceiling if ceilings else ''}",
         *filter(None, [agreement_summary(result)]),
-        *([CACHED] if any(case.request.cache_dir for case in result.cases.values()) else []),
     ]
 
 

@@ -44,12 +44,8 @@ def place_in_mesh(device: int, layout: Layout) -> str:
 def crosses(axis: str, layout: Layout, hosts: int) -> bool:
     """Whether neighbours along an axis are on different hosts; devices fill one host after the other."""
     names = list(layout.axes)
-    inside = math.prod(layout.axes[name] for name in names[names.index(axis) + 1 :])
-    return any(
-        device * hosts // layout.devices != (device + inside) * hosts // layout.devices
-        for device in range(layout.devices)
-        if coordinates(device, layout)[axis] < layout.axes[axis] - 1
-    )
+    block = math.prod(layout.axes[name] for name in names[names.index(axis) :])
+    return layout.axes[axis] > 1 and layout.devices // hosts % block != 0
 
 
 def crossing_words(layout: Layout, hosts: int) -> str:

@@ -136,11 +136,6 @@ def notes(profile: Profile, platform: str) -> list[str]:
     ]
     methods = by_reason({engine.name: engine.method for engine in profile.engines})
     lines += [f"{', '.join(names)}: {method}" for method, names in methods.items()]
-    if names := [engine.name for engine in profile.engines if (engine.overhead or 0.0) < 0]:
-        lines.append(
-            f"{', '.join(names)}: the watched step was shorter than the others: the machine was busy with "
-            f"something else, and these times say little."
-        )
     return [
         *lines,
         *(["CPU timings: devices that share cores take them from each other."] * (platform == "cpu")),

@@ -83,7 +83,6 @@ def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
         found,
         continuation="" if outcome.is_complete else outcome.how_to_go_on(folder.absolute()),
         more_figures=[
-            norm_figure(records),
             *memory_figures(records),
             *measured_figures(records),
             *planned_figures(records.values()),
@@ -118,20 +117,6 @@ def difference_figure(records: Named) -> Figure:
         f"sums in another order, fed back each step.",
         draw=lambda axes: differences(axes, lines, f"|loss - {first}| / loss"),
     )
-
-
-def norm_figure(records: Named) -> Figure:
-    """Every case's gradient norm, and where clipping begins."""
-    clip = next(iter(records.values())).manifest.experiment.optimizer.grad_clip
-    lines = {name: {step.step: step.grad_norm for step in record.steps} for name, record in records.items()}
-
-    def draw(axes: "Axes") -> None:
-        curves(axes, lines, "gradient norm")
-        if clip:
-            axes.axhline(clip, color=INK, linewidth=1, linestyle=":", label=f"clipped to {clip:g}")
-
-    caption = "The global norm over all parameters, before clipping."
-    return Figure(title="Gradient norm", caption=caption, draw=draw)
 
 
 def relative_differences(reference: Record, record: Record) -> dict[int, float]:

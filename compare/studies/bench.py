@@ -54,10 +54,6 @@ class Bench(Timed, frozen=True, kw_only=True):
 
     brief = "which engine, layout or setting is faster, and how surely"
 
-    def divisor(self) -> str:
-        """--baseline."""
-        return self.baseline
-
     def cases(self, experiment: Experiment) -> Grid:
         """Engines x layouts x sizes x variants, as far as engines are installed and can express them."""
         if self.devices and not self.presets:
@@ -83,10 +79,7 @@ class Bench(Timed, frozen=True, kw_only=True):
         choices = itertools.product(layouts.items(), self.sizes or ("",), ("", *self.variants))
         for (name, layout), size, variant in choices:
             try:
-                short = edited(
-                    replace(experiment, layout=layout), {"train": {"max_iters": self.timing.steps}}
-                )
-                plain = revalidate(edited(short, edits_of(size)))
+                plain = revalidate(edited(replace(experiment, layout=layout), edits_of(size)))
                 spec = revalidate(edited(plain, edits_of(variant)))
             except ExperimentError as error:
                 left_out[" ".join(filter(None, (name, size, variant)))] = str(error)

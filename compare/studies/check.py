@@ -1,10 +1,8 @@
 """`shardpair check`: every engine under any layouts against one unsharded device, or against nanoGPT."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar, Literal
-
-from msgspec.structs import replace
 
 from compare.execute.launch import EnvironmentMissing
 from compare.execute.paths import check_output
@@ -14,7 +12,7 @@ from compare.host.tensors import RecordError
 from compare.judge.goldens import NANOGPT, read_golden
 from compare.judge.ladder import Verdict
 from compare.judge.outcome import Grid, Outcome
-from compare.show.findings import NONE, Findings, Row, Table, Text
+from compare.show.findings import Findings, Text
 from compare.show.markdown import markdown
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, edited, load, revalidate
@@ -35,7 +33,7 @@ VARIANTS = (
 """`--variants all`: SGD without clipping hides nothing of a gradient's scale."""
 GOLDEN, SGD = "golden", {"name": "sgd", "momentum": 0.9}
 """The experiment that nanoGPT was run on, and what the second golden's optimizer has other than it."""
-BOTH = "Worst relative error of a gradient / of a later weight"
+ERRORS = "Worst relative error of a gradient / of a later weight"
 PAGE = """Each engine under each layout, against ONE unsharded device (PyTorch, no container, no
 collective). An error is the largest difference of a tensor over its largest entry: of gradients before
 clipping, of weights after 20 steps at most. A dash: the engine refuses the layout. (gpipe): it has no 1F1B
@@ -111,14 +109,9 @@ class Check(Study, frozen=True, kw_only=True):
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
-        """A grid of the layouts as they are, a summary of each setting, and all errors."""
+        """A grid: a row for each layout and setting, a column for each engine."""
         verdicts = {verdict.candidate: verdict for verdict in outcome.verdicts}
-        plain = {name: case for name, case in outcome.cases.items() if ", " not in case.row}
-
-        def gradient(name: str) -> Text:
-            return cell_of(outcome, name, verdicts.get(name), SHOWN[:1])
-
-        title = f"Worst relative error of a gradient, {outcome.experiment.precision.dtype}"
+        dtype = outcome.experiment.precision.dtype
         skipped = [
             f"{verdict.candidate} was not compared: {why}"
             for verdict in outcome.verdicts
@@ -129,8 +122,9 @@ class Check(Study, frozen=True, kw_only=True):
             outcome,
             title=f"{outcome.name}: {len(outcome.finished)} cases",
             sentence=skipped[0] if skipped and outcome.passed else "",
-            tables=[pivot(title, replace(outcome, cases=plain), gradient), summary_of(outcome)],
-            details=[pivot(BOTH, outcome, lambda name: cell_of(outcome, name, verdicts.get(name)))],
+            tables=[
+                pivot(f"{ERRORS}, {dtype}", outcome, lambda name: cell_of(outcome, name, verdicts.get(name)))
+            ],
             passed=outcome.passed and not skipped,
         )
 
@@ -173,32 +167,13 @@ def against_nanogpt(experiment: Experiment, engines: list[str], presets: dict[st
     return grid(engines, rows, against=NANOGPT, ladder=True, later_step=later_step)
 
 
-def cell_of(outcome: Outcome, name: str, verdict: Verdict | None, rungs: Sequence[str] = SHOWN) -> Text:
-    """A cell of the grid: errors of rungs, and a schedule that is not the preset's; or what went wrong."""
+def cell_of(outcome: Outcome, name: str, verdict: Verdict | None) -> Text:
+    """A cell of the grid: errors of `SHOWN`, and a schedule that is not the preset's; or what went wrong."""
     if verdict is None:
         return Text(outcome.undone[name], news="fail")
     if not verdict.passed:
         return Text(verdict.sentence(), news="fail")
-    errors = (verdict.error(rung) for rung in rungs)
+    errors = (verdict.error(rung) for rung in SHOWN)
     text = " / ".join("?" if error is None else f"{error:.0e}" for error in errors)
     is_other = outcome.cases[name].experiment.layout.schedule == "gpipe" and "pp_gpipe" not in name
     return Text(f"{text} (gpipe)" if is_other else text)
-
-
-def summary_of(outcome: Outcome) -> Table:
-    """The worst errors over all layouts: a row for each setting, a column for each engine."""
-    cells: dict[str, dict[str, list[Verdict]]] = {}
-    for verdict in outcome.verdicts:
-        case = outcome.cases[verdict.candidate]
-        setting = case.row.partition(", ")[2] or "as it is"
-        cells.setdefault(setting, {}).setdefault(case.engine, []).append(verdict)
-    engines = list(dict.fromkeys(engine for by_engine in cells.values() for engine in by_engine))
-    rows = [Row(Text(row), [_worst(of.get(engine, [])) for engine in engines]) for row, of in cells.items()]
-    return Table(name=f"{BOTH}, over all layouts", corner="setting", columns=engines, rows=rows)
-
-
-def _worst(verdicts: list[Verdict]) -> Text:
-    if bad := [verdict for verdict in verdicts if not verdict.passed]:
-        return Text(f"{len(bad)} of {len(verdicts)} FAIL", news="fail")
-    errors = (max((verdict.error(rung) or 0.0 for verdict in verdicts), default=0.0) for rung in SHOWN)
-    return Text(" / ".join(f"{error:.0e}" for error in errors) if verdicts else NONE)

@@ -9,7 +9,6 @@ from compare.execute.launch import EnvironmentMissing
 from compare.judge.closed_forms.memory import KINDS
 from compare.judge.outcome import Case, Outcome
 from compare.numerics.data import open_corpus
-from compare.present.hosts import host_table
 from compare.show.findings import Column, Findings, table_of
 from compare.show.terminal import print_findings
 from compare.spec.engines.registry import ENGINES
@@ -54,13 +53,6 @@ def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json
     cases = [_planned(name, case, platform, hosts) for name, case in outcome.cases.items()]
     refused = next(filter(None, [*(case.refusal for case in cases), *refusals]), "")
     verdict = f"this would be refused: {refused}" if refused else "all of it can run"
-    host_tables = [
-        host_table(
-            layout, [f"host {place * hosts.count // layout.devices}" for place in range(layout.devices)]
-        )
-        for layout in dict.fromkeys(case.experiment.layout for case in outcome.cases.values())
-        if hosts.several and not refused
-    ]
     on_host = max(case.on_host for case in cases)
     count = f"{len(cases)} case{'s' * (len(cases) != 1)}"
     steps = next(iter(outcome.cases.values())).experiment.train.max_iters
@@ -84,7 +76,7 @@ def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json
             "left_out": outcome.left_out,
         },
         passed=not refused,
-        tables=[table_of(TITLE, COLUMNS, cases, words=2), *host_tables],
+        tables=[table_of(TITLE, COLUMNS, cases, words=2)],
         notes=[f"{name}: {value}" for name, value in facts.items() if value],
         warnings=[f"refused: {why}" for why in refusals],
         missing={case.name: f"is refused: {case.refusal}" for case in cases if case.refusal},

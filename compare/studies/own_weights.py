@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
 
 from compare.execute.ask import convert_by_side
 from compare.host.disk import why_not_readable
@@ -18,21 +17,18 @@ PICKLES = (".pt", ".pth", ".ckpt")
 NANOGPT = ("transformer.", "lm_head.", "_orig_mod.")
 
 
-class Init(Struct, frozen=True, kw_only=True):
-    """Path and fingerprint of a run's own initial weights; both '' where the seed gives them."""
-
-    path: str = ""
-    sha256: str = ""
-
-
-def freeze_weights(source: str, experiment: Experiment, folder: Path, *, pythons: Mapping[str, str]) -> Init:
+def freeze_weights(
+    source: str, experiment: Experiment, folder: Path, *, pythons: Mapping[str, str]
+) -> dict[str, str]:
     """Check a user's weights, and write them to `folder`/init.safetensors in the dtype of training.
+
+    Returns fields of the request: path and fingerprint, or none where the seed gives them.
 
     `source` is safetensors with canonical or nanoGPT's names, or nanoGPT's ckpt.pt, which a side reads; ''
     for none. Raises ExperimentError, EnvironmentMissing.
     """
     if not source:
-        return Init()
+        return {}
     if _is_canonical(source):
         weights = read_weights(Path(source), experiment)
     else:
@@ -42,7 +38,7 @@ def freeze_weights(source: str, experiment: Experiment, folder: Path, *, pythons
             convert_by_side(Path(source), converted, "nanogpt", pythons=pythons, options=["--model", model])
             weights = read_weights(converted, experiment)
     write_weights(folder / INIT, weights)
-    return Init(path=str((folder / INIT).absolute()), sha256=fingerprint(weights))
+    return {"init_from": str((folder / INIT).absolute()), "init_sha256": fingerprint(weights)}
 
 
 def check_weights(source: str, experiment: Experiment) -> None:

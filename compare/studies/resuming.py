@@ -13,7 +13,6 @@ from compare.numerics.parameters import storage_dtype
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError
 
-LISTED = 3
 MAY_DIFFER = ("layout.", "checkpoint.", "data.", "train.max_iters")
 """Settings that a resumed run may change without a word; of the data the digest counts."""
 
@@ -43,7 +42,7 @@ def described(
         own = {name: checkpoints_in(Path(source, name, CHECKPOINTS)) for name in engines}
         common = set.intersection(*map(set, own.values()))
         if not common:
-            steps = "; ".join(f"{name} {_some(map(str, of)) or 'none'}" for name, of in own.items())
+            steps = "; ".join(f"{name} {', '.join(map(str, of)) or 'none'}" for name, of in own.items())
             raise CheckpointError(
                 f"--resume {source}: there is no step after which all have a checkpoint ({steps}): give the "
                 f"folder of one of them, from which all go on"
@@ -103,7 +102,7 @@ def require_continues(
     dtypes = [storage_dtype(of) for of in (there, here)]
     why = ""
     if model:
-        why = f"it is of another model: {_some(model)}"
+        why = f"it is of another model: {', '.join(model)}"
     elif has != wants:
         why = f"it has the state of {has}, and {wants} is asked for: begin anew with --init_from"
     elif dtypes[0] != dtypes[1]:
@@ -126,9 +125,3 @@ def changed_settings(source: str, engines: Iterable[str], experiment: Experiment
     found = described(source, engines, experiment).values()
     changes = {line for _, there in found for line in differing_keys(experiment, there.experiment)}
     return sorted(line for line in changes if not line.startswith(MAY_DIFFER))
-
-
-def _some(words: Iterable[str]) -> str:
-    words = list(words)
-    more = f" and {len(words) - LISTED} more" if len(words) > LISTED else ""
-    return ", ".join(words[:LISTED]) + more

@@ -48,7 +48,6 @@ REFUSED = {
     # Folders and programs.
     "run --run_dir taken": "taken exists already",
     "run --run_dir empty.txt/inside": "empty.txt/inside cannot be created",
-    "run --cache_dir empty.txt": "--cache_dir empty.txt cannot be written",
     "run --jax_python /nosuch": "--jax_python /nosuch: no such program",
     "report taken": "taken has no outcome.json",
     "report taken --picture curve.doc": "--picture curve.doc: end it in one of .png, .svg, .pdf",

@@ -46,7 +46,6 @@ def test_page_stands_alone_and_has_the_records_numbers(tmp_path, tiny):
     assert set(outline.pictures) == {
         "Loss over steps",
         "Difference of the loss",
-        "Gradient norm",
         f"Memory of {outcome.finished[0]} over a step",
         "GPipe, 2 ranks, 2 microbatches",
     }

@@ -1,7 +1,6 @@
-"""`shardpair runs`: what was run, and which tensors --prune removes; nothing else is touched."""
+"""`shardpair runs`: what was run; and a run that passed removes its tensors, and nothing else."""
 
 import json
-import os
 from pathlib import Path
 
 import msgspec
@@ -14,11 +13,11 @@ from compare.api import read
 from compare.cli import main
 from compare.contract.record import Record, read_record
 from compare.contract.request import REQUEST, Request, Rung
-from compare.contract.run_lock import lock_folder
 from compare.host.json_files import write_json
-from compare.judge.outcome import OUTCOME, read_outcome
+from compare.judge.outcome import OUTCOME, read_outcome, save
 from compare.present.report import REMOVED
 from compare.spec.experiment import Layout, edited, to_toml
+from compare.studies.run import Run
 
 
 @pytest.fixture
@@ -26,6 +25,11 @@ def passed(tmp_path, tiny):
     """A run that passed, with its tensors."""
     make_run(tmp_path / "run", tiny)
     return tmp_path / "run"
+
+
+def remove_tensors(folder: Path) -> None:
+    """As a run does when all of its cases have finished."""
+    save(Run().after(read_outcome(folder), folder), folder)
 
 
 def tensors_in(folder: Path) -> list[Path]:
@@ -58,15 +62,10 @@ def test_runs_are_listed_with_layout_verdict_and_size(tmp_path, tiny, told, caps
 def test_tensors_of_a_run_that_passed_go_and_its_rungs_stay(
     passed, tmp_path, tiny, told, capsys, monkeypatch
 ):
-    before, size = read_outcome(passed), sum(path.stat().st_size for path in tensors_in(passed))
-    assert main(["runs", str(passed), "--prune"]) == 0
-    assert "can be removed: give --yes" in capsys.readouterr().out
-    found = told(passed, "--prune")
-    assert (found["removed"], found["runs"]) == (False, {str(passed): size})
+    before = read_outcome(passed)
     assert len(tensors_in(passed)) > 10
-    assert told(passed, "--prune", "--yes")["bytes"] == size
+    remove_tensors(passed)
     assert tensors_in(passed) == []
-    assert told(passed, "--prune")["runs"] == {}
     assert main(["report", str(passed), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["tensors_removed"] is True
@@ -84,38 +83,28 @@ def test_tensors_of_a_run_that_passed_go_and_its_rungs_stay(
     assert json.loads(capsys.readouterr().out)["tensors_removed"] is True
 
 
-def test_tensors_behind_a_link_stay(passed, tmp_path, told):
+def test_tensors_behind_a_link_stay(passed, tmp_path):
     (passed / "jax-manual").rename(tmp_path / "elsewhere")
     (passed / "jax-manual").symlink_to(tmp_path / "elsewhere")
     (passed / "torch-manual" / "batch.safetensors").rename(tmp_path / "precious")
     (passed / "torch-manual" / "batch.safetensors").symlink_to(tmp_path / "precious")
     kept = len(tensors_in(tmp_path / "elsewhere"))
-    assert told(passed, "--prune", "--yes")["removed"] is True
+    remove_tensors(passed)
     assert len(tensors_in(tmp_path / "elsewhere")) == kept > 5
     assert (tmp_path / "precious").is_file()
     assert [path.name for path in tensors_in(passed / "torch-manual")] == ["batch.safetensors"]
 
 
-def test_nothing_is_removed_of_what_failed_is_in_use_or_lies_elsewhere(passed, tmp_path, tiny, told, capsys):
+def test_nothing_is_removed_of_what_did_not_pass(tmp_path, tiny):
     wrong = tensors_of(tiny)
     wrong[Rung.GRADIENTS] = {name: tensor + 1 for name, tensor in wrong[Rung.GRADIENTS].items()}
-    runs = tmp_path / "runs"
-    make_run(runs / "failed", tiny, tensors=wrong)
-    make_run(runs / "lacks", tiny, missing=("torch-library",))
-    make_run(runs / "alone", tiny, names=("torch-manual",))
-    (runs / "link").symlink_to(passed)
-    passed.rename(runs / "used")
-    passed.symlink_to(runs / "used")
-    (runs / "used" / "precious.unfinished-1").mkdir()
-    before = sorted(os.walk(runs, followlinks=True))
-    for place in ("used", "used/torch-manual"):
-        with lock_folder(runs / place):
-            found = told(runs, "--prune", "--yes")
-            assert found["runs"] == {}
-            assert "in use by another run" in found["left_alone"][str(runs / "used")]
-            assert main(["runs", str(runs), "--prune"]) == 0
-            assert "left alone: " in capsys.readouterr().err
-    assert sorted(os.walk(runs, followlinks=True)) == before
+    make_run(tmp_path / "failed", tiny, tensors=wrong)
+    make_run(tmp_path / "lacks", tiny, missing=("torch-library",))
+    make_run(tmp_path / "alone", tiny, names=("torch-manual",))
+    before = tensors_in(tmp_path)
+    for name in ("failed", "lacks", "alone"):
+        remove_tensors(tmp_path / name)
+    assert tensors_in(tmp_path) == before
 
 
 def test_a_run_removes_its_tensors_unless_they_are_to_be_kept(tmp_path, tiny, capsys, monkeypatch):
