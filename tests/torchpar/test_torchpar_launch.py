@@ -88,27 +88,22 @@ def parent(main: Callable[[Rank], None], timeout_s: float) -> int:
     return 0
 
 
-@pytest.mark.parametrize(
-    ("deed", "message"),
-    [
-        ("fail", "rank 2 failed at step 3: ValueError: a bad batch"),
-        ("die", "rank 2 was killed by SIGKILL at step 3 (out of memory, if nobody sent it)"),
-        *(
-            (
-                deed,
-                f"rank 2 {state}: no progress for 3 s, while ranks 0, 1, 3 waited in step 3, backward",
-            )
-            for deed, state in (("stop", "stopped"), ("sleep", "stayed in step 3, forward"))
-        ),
-    ],
-)
-def test_the_culprit_is_named_and_no_rank_is_left(deed, message, tmp_path):
+WAITED = ": no progress for 3 s, while ranks 0, 1, 3 waited in step 3, backward"
+MESSAGES = {
+    "fail": "failed at step 3: ValueError: a bad batch",
+    "die": "was killed by SIGKILL at step 3 (out of memory, if nobody sent it)",
+    "stop": "stopped" + WAITED,
+    "sleep": "stayed in step 3, forward" + WAITED,
+}
+
+
+@pytest.mark.parametrize("deed", MESSAGES)
+def test_the_culprit_is_named_and_no_rank_is_left(deed, tmp_path):
     timeout_s = TIMEOUT_S if deed in ("stop", "sleep") else PATIENCE_S
     done = run_forked(parent, partial(misbehave, deed=deed), timeout_s, output=tmp_path / "output")
     found = json.loads(done.stdout)
-    assert found["message"] == message
-    assert found["rank"] == 2
-    assert found["left"] == 0
+    assert found["message"] == f"rank 2 {MESSAGES[deed]}"
+    assert (found["rank"], found["left"]) == (2, 0)
     assert ("in misbehave" in found["traceback"]) == (deed == "fail")  # its own, not a peer's
 
 
@@ -116,13 +111,12 @@ def test_a_cause_goes_before_what_it_did_to_others(tmp_path):
     lost = Failure(message="rank 0 lost rank 1", rank=0, is_consequence=True)
     cause = Failure(message="rank 1 failed", rank=1)
     ranks = [Rank(rank=number, world_size=2, local_rank=number) for number in range(2)]
-    for case, (said, other, message) in enumerate(
-        [
-            ([lost, cause], 1, "rank 1 failed"),
-            ([lost], -signal.SIGKILL, "rank 1 was killed by SIGKILL before the first step (out of memory, "),
-            ([lost], 0, "rank 0 lost rank 1"),
-        ]
-    ):
+    cases = (
+        ([lost, cause], 1, "rank 1 failed"),
+        ([lost], -signal.SIGKILL, "rank 1 was killed by SIGKILL before the first step (out of memory, "),
+        ([lost], 0, "rank 0 lost rank 1"),
+    )
+    for case, (said, other, message) in enumerate(cases):
         folder, processes = tmp_path / str(case), [SimpleNamespace(exitcode=code) for code in (1, other)]
         folder.mkdir()
         for failure in said:
@@ -133,11 +127,10 @@ def test_a_cause_goes_before_what_it_did_to_others(tmp_path):
 def start_slowly(rank: Rank, *, rank_1: str) -> None:
     """Before their first step, rank 1 computes for long, or sleeps; the others wait."""
     assert rank.rendezvous
-    ready = rank.rendezvous.with_name("ready")
-    begun = time.process_time()
-    while rank.rank == 1 and rank_1 == "computes" and time.process_time() - begun < 3 * SHORT_S:
-        pass
+    ready, begun = rank.rendezvous.with_name("ready"), time.process_time()
     if rank.rank == 1 and rank_1 == "computes":
+        while time.process_time() - begun < 3 * SHORT_S:
+            pass
         ready.touch()
     while not ready.exists():
         time.sleep(0.05)

@@ -11,12 +11,7 @@ from torchpar.model import GPT
 from torchpar.optimizer import ROW, make_optimizer, norm_of_all, optimizer_step
 from torchpar.parallel_model import ParallelModel
 from torchpar.remat import apply_remat, resolve_remat
-from torchpar.weights import (
-    load_weights,
-    moment_keys,
-    nanogpt_shapes,
-    to_arrays,
-)
+from torchpar.weights import load_weights, moment_keys, nanogpt_shapes, to_arrays
 
 SIZES = Model(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=61, bias=True)
 EXPERIMENT = Experiment(model=SIZES, train=Train(seed=7))

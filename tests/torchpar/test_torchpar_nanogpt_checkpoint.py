@@ -132,14 +132,13 @@ def test_nanogpt_goes_on_with_the_settings_that_its_optimizer_was_saved_with(sav
 
 
 def test_what_a_ckpt_cannot_say_is_not_exported(tmp_path):
-    for number, (changes, says) in enumerate(
-        (
-            ({"model": {"activation": "gelu_tanh"}}, "model.activation = gelu_tanh, and nanoGPT has gelu"),
-            ({"model": {"norm_eps": 1e-3}}, "model.norm_eps = 0.001, and nanoGPT has 1e-05 alone"),
-            ({"optimizer": {"decay": "all"}}, "optimizer.decay = all, and nanoGPT has matrices alone"),
-            ({"optimizer": {"name": "sgd"}}, "name = sgd, and nanoGPT has adamw alone"),
-        )
-    ):
+    cases = (
+        ({"model": {"activation": "gelu_tanh"}}, "model.activation = gelu_tanh, and nanoGPT has gelu"),
+        ({"model": {"norm_eps": 1e-3}}, "model.norm_eps = 0.001, and nanoGPT has 1e-05 alone"),
+        ({"optimizer": {"decay": "all"}}, "optimizer.decay = all, and nanoGPT has matrices alone"),
+        ({"optimizer": {"name": "sgd"}}, "name = sgd, and nanoGPT has adamw alone"),
+    )
+    for number, (changes, says) in enumerate(cases):
         given = write_random(tmp_path / str(number), edited(BASE, changes))
         with pytest.raises(ExperimentError, match=re.escape(says)):
             export_checkpoint(given, tmp_path / "back.pt")

@@ -96,8 +96,8 @@ def test_a_collective_that_nobody_waits_for_is_seen(rank: int) -> None:
 
 @on_ranks
 def test_no_step_waits_for_a_value(rank: int) -> None:
+    model = Model(n_layer=4, n_embd=32, block_size=16, vocab_size=64)
     for layout in LAYOUTS:
-        model = Model(n_layer=4, n_embd=32, block_size=16, vocab_size=64)
         experiment = Experiment(model=model, layout=layout)
         mesh = make_mesh(layout, rank=rank, device=torch.device("cpu"))
         torch.manual_seed(0)
