@@ -165,10 +165,3 @@ def test_a_missing_compiler_is_said_in_a_line(small, capsys):
     given = ("--engine", "jax-manual", "--machine", "v5ex4", "--compile")
     assert main(["plan", "small.toml", "--quiet", *given]) == 3
     assert "libtpu, which compiles for what is not here, is not installed" in said(capsys.readouterr().err)
-
-
-def test_a_question_that_is_none_is_refused_in_a_line():
-    for text, says in (("{", "--alone: "), ('{"engine": "x"}', "experiment"), ('{"speed": 1}', "speed")):
-        with pytest.raises(ExperimentError, match=says) as error:
-            read_absent_request("--alone", text)
-        assert "\n" not in str(error.value)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from compare.contract.timeline import (
+    COMPUTE,
     Lane,
     Span,
     Timeline,
@@ -23,25 +24,6 @@ def span(kind, begin, end, **more):
     return Span(kind=kind, name=kind, begin_us=begin, duration_us=end - begin, **more)
 
 
-def test_a_planted_lane_has_the_times_that_were_planted():
-    lane = Lane(
-        device=0,
-        spans=[
-            span("forward", 0, 10),
-            span("communication", 5, 15),  # 5 beside the forward, 5 exposed
-            span("communication", 12, 20),  # over the one before it: 3 count once
-            span("backward", 20, 40),
-            span("communication", 25, 30),  # hidden
-            span("update", 50, 60),
-        ],
-    )
-    assert communication_us(lane) == 20
-    assert exposed_us(lane) == 10
-    assert busy_us(lane, "backward") == 20
-    assert idle_us(lane, 70) == 70 - 50
-    assert idle_us(lane, 10) == 0.0
-
-
 def test_unions_are_those_of_a_clock_that_ticks():
     """Spans at random, whose unions are counted tick by tick."""
     draw = np.random.default_rng(0)
@@ -56,6 +38,7 @@ def test_unions_are_those_of_a_clock_that_ticks():
         assert communication_us(lane) == ticks["communication"].sum()
         assert exposed_us(lane) == (ticks["communication"] & ~ticks["compute"]).sum()
         assert idle_us(lane, 200) == (~(ticks["communication"] | ticks["compute"])).sum()
+        assert busy_us(lane, *COMPUTE) == ticks["compute"].sum()
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
