@@ -1,7 +1,6 @@
 """A study that times its cases: fresh processes, in rounds whose order rotates."""
 
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -97,8 +96,25 @@ class Timed(OnIdle, frozen=True, kw_only=True):
         return planned
 
     def before(self, outcome: Outcome, number: int) -> Outcome:
-        """With what others use, and the sides' ceilings."""
-        return with_ceilings(super().before(outcome, number), pythons_of(self))
+        """With what others use, and the fastest products of the sides, or why there are none.
+
+        A machine that was lent to somebody else for a second says nothing of its ceiling: the fastest of all
+        rounds counts.
+        """
+        outcome, pythons = super().before(outcome, number), pythons_of(self)
+        ceilings, left_out = dict(timed(outcome).ceilings), dict(outcome.left_out)
+        for products, case in {case.products: case for case in outcome.cases.values()}.items():
+            if (name := f"ceiling of {products}") in left_out:
+                continue
+            side, dtype = side_of(case.engine).name, case.experiment.precision.product_dtype
+            try:
+                ceiling = measure_ceiling(side, outcome.platform, dtype, pythons[side])
+            except EnvironmentMissing as error:
+                left_out[name] = str(error)
+                continue
+            ceilings[products] = max(ceilings.get(products, ceiling), ceiling, key=lambda of: of.flops_per_s)
+        more = outcome.more | {"ceilings": msgspec.to_builtins(ceilings)}
+        return replace(outcome, left_out=left_out, more=more)
 
     def order(self, outcome: Outcome, number: int) -> list[str]:
         """Block by block, and in each block A B C, then B C A, ..."""
@@ -133,28 +149,6 @@ class Timed(OnIdle, frozen=True, kw_only=True):
             others_cores=beside.cores() if hosts.launcher == "local" else math.nan,
         )
         return figures, record
-
-
-def with_ceilings(outcome: Outcome, pythons: dict[str, str]) -> Outcome:
-    """The outcome with the fastest products of its sides, measured once more, or why there are none.
-
-    A machine that was lent to somebody else for a second says nothing of its ceiling: the fastest of all
-    rounds counts.
-    """
-    ceilings, left_out = dict(timed(outcome).ceilings), dict(outcome.left_out)
-    for products, case in {case.products: case for case in outcome.cases.values()}.items():
-        if (name := f"ceiling of {products}") in left_out:
-            continue
-        side, dtype = side_of(case.engine).name, case.experiment.precision.product_dtype
-        try:
-            ceiling = measure_ceiling(side, outcome.platform, dtype, pythons.get(side, sys.executable))
-        except EnvironmentMissing as error:
-            left_out[name] = str(error)
-            continue
-        ceilings[products] = max(ceilings.get(products, ceiling), ceiling, key=lambda of: of.flops_per_s)
-    return replace(
-        outcome, left_out=left_out, more=outcome.more | {"ceilings": msgspec.to_builtins(ceilings)}
-    )
 
 
 def rotated(cases: Sequence[Case], number: int) -> list[str]:
