@@ -28,11 +28,7 @@ LISTED = 3
 
 
 def objections(record: Record) -> list[str]:
-    """Differences between a record and its request, each in a few words; [] without a request.
-
-    Raises:
-        RecordError: a file of tensors is garbled.
-    """
+    """Differences between a record and its request, in words. Raises RecordError: tensors are garbled."""
     request = record.request
     if request is None:
         return []
@@ -69,15 +65,10 @@ def _of_manifest(record: Record, request: Request) -> Iterator[str]:
         if (found := getattr(manifest, key)) != value:
             yield f"it ran with {key} = {found} instead of {value}"
     yield from (f"it ran {difference}" for difference in differing_keys(manifest.experiment, experiment))
-    yield from _of_costs(record)
     for kind, held in {"peak_memory_bytes": manifest.peak_memory_bytes, **manifest.resident_bytes}.items():
         if len(held) != devices:
             yield f"it says what {len(held)} devices hold ({kind}), and {devices} were asked for"
-
-
-def _of_costs(record: Record) -> Iterator[str]:
-    """Figures that no run has."""
-    manifest, tokens = record.manifest, record.manifest.experiment.tokens_per_step
+    tokens = manifest.experiment.tokens_per_step
     figures = {"first_step_s": manifest.first_step_s, "cpu_time_s": manifest.cpu_time_s}
     figures["peak_memory_bytes"] = min(manifest.peak_memory_bytes, default=0)
     figures |= {f"step_time_ms of step {step.step}": step.step_time_ms for step in record.steps}

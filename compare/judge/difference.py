@@ -68,11 +68,7 @@ class Difference(Struct, frozen=True, kw_only=True):
 
 
 def difference(a: Record, b: Record, *, names: tuple[str, str]) -> Difference:
-    """Hold two records against each other; errors are relative to the first.
-
-    Raises:
-        RecordError: they have no step in common, a file of tensors is garbled, or figures cannot be.
-    """
+    """Hold two records against each other, relative to the first. Raises RecordError: they cannot be."""
     pair = common(a, b)
     steps = len(pair[0].steps)
     if not steps:

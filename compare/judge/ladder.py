@@ -118,17 +118,10 @@ def climb(
     name: str = "",
     same_training: bool = True,
 ) -> Verdict:
-    """Hold a run against a reference, rung by rung.
+    """Hold a run against a reference, rung by rung; the run's precision decides the tolerances.
 
-    Args:
-        reference: the run that counts as right, if it is what was asked for.
-        candidate: the run under test; its precision decides the tolerances.
-        reference_name, name: for people; the engines by default.
-        same_training: whether both must have been asked for one training; not where the spec of one was
-            changed on purpose, to see which rung finds it.
-
-    Raises:
-        RecordError: a file of tensors is garbled.
+    Unless `same_training`, they may have been asked for two: a mistake was planted in the spec of one.
+    Names are engines by default. Raises RecordError: a file of tensors is garbled.
     """
     reference_name = reference_name or reference.manifest.engine
     name = name or candidate.manifest.engine

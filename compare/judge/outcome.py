@@ -228,18 +228,9 @@ class Outcome(Struct, frozen=True, kw_only=True):
 def with_case(
     outcome: Outcome, name: str, value: Any, record: Record | None, folder: Path, *, number: int = 1
 ) -> Outcome:
-    """The outcome with one more finished case of a round, and its verdict.
+    """The outcome with the value of one more finished case of a round, and its record's verdict.
 
-    Args:
-        outcome: so far.
-        name: of the case.
-        value: that is kept of it.
-        record: that it left; None for none.
-        folder: of the study: references have their records there.
-        number: of the round.
-
-    Raises:
-        RecordError: a record, or a file of tensors, is garbled.
+    References have their records in the study's folder. Raises RecordError: a record is garbled.
     """
     case, reference = outcome.cases[name], _reference_of(outcome, name)
     verdicts = {verdict.candidate: verdict for verdict in outcome.verdicts}

@@ -128,12 +128,9 @@ _APART = {
 
 
 def tolerances_for(dtype: str, *, steps: int = LATER_STEPS, apart: bool = False) -> dict[str, Tolerance]:
-    """The tolerances of one compute dtype, by rung.
+    """The tolerances of one `precision.dtype`, by rung, for weights that were trained so many steps.
 
-    Args:
-        dtype: `precision.dtype`.
-        steps: how many the weights were trained.
-        apart: each run goes on from a checkpoint of its own, in which its rounding so far is kept.
+    Apart are runs that each go on from a checkpoint of their own, which keeps their rounding so far.
     """
     tolerances = TOLERANCES[dtype]
     if dtype == "float16" and steps < LATER_STEPS:

@@ -1,4 +1,4 @@
-"""`Shard`: one device's part of a canonical tensor; cutting it out and putting the tensor together.
+"""`Shard`: one device's part of a canonical tensor, and cutting it out.
 
 Each side describes where its weights live in these terms (`jaxpar.shards`, `torchpar.shards`), whatever
 cut them:
@@ -10,8 +10,6 @@ cut them:
 Padding is no part of a canonical tensor: what a device holds only to fill up an equal share is not described.
 All is done for one tensor at a time, so that no process needs the whole model.
 """
-
-from collections.abc import Iterable
 
 import numpy as np
 from msgspec import Struct
@@ -71,39 +69,6 @@ def cut(tensor: np.ndarray, shard: Shard) -> np.ndarray:
     return box.copy() if shard.elements is None else box.flat[slice(*shard.elements)]
 
 
-def assemble(shape: tuple[int, ...], parts: Iterable[tuple[Shard, np.ndarray]]) -> np.ndarray:
-    """The full tensor from what `cut` gave for its shards, in any order; copies may be among them.
-
-    Raises:
-        ShardError: an element is in no part, or differs between two; a part does not fit, or is of another
-            tensor; there are no parts.
-    """
-    parts = list(parts)
-    if not parts:
-        raise ShardError(f"there are no shards for a tensor of shape {shape}")
-    (first, array), *_ = parts
-    whole, seen = np.empty(shape, array.dtype), np.zeros(shape, bool)
-    for shard, held in parts:
-        where = f"{shard.name} on device {shard.device}"
-        if shard.name != first.name:
-            raise ShardError(f"{where} is no shard of {first.name}")
-        if (held.shape, held.dtype) != (shard.held_shape, array.dtype):
-            raise ShardError(
-                f"{where} is {held.shape} {held.dtype}, and should be {shard.held_shape} {array.dtype}"
-            )
-        known = cut(seen, shard)
-        if cut(whole, shard)[known].tobytes() != held[known].tobytes():  # bits: copies of a NaN agree
-            raise ShardError(f"{where} differs from another shard that has the same elements")
-        _put(whole, shard, held)
-        _put(seen, shard, np.ones(held.shape, bool))
-    if not seen.all():
-        hole = tuple(int(i) for i in np.argwhere(~seen)[0])
-        raise ShardError(
-            f"{first.name}: {np.count_nonzero(~seen)} of {seen.size} elements are in no shard, such as {hole}"
-        )
-    return whole
-
-
 def _box(tensor: np.ndarray, shard: Shard) -> np.ndarray:
     """A view of the box, its dims in the order of `elements` if it has those."""
     ends = tuple(start + size for start, size in zip(shard.offset, shard.shape, strict=True))
@@ -115,12 +80,3 @@ def _box(tensor: np.ndarray, shard: Shard) -> np.ndarray:
     # The ellipsis keeps a tensor without dims an array.
     box = tensor[(*(slice(*limits) for limits in zip(shard.offset, ends, strict=True)), ...)]
     return box if shard.elements is None or not shard.dim_order else box.transpose(shard.dim_order)
-
-
-def _put(tensor: np.ndarray, shard: Shard, held: np.ndarray) -> None:
-    """Write what a device holds into the tensor."""
-    box = _box(tensor, shard)
-    if shard.elements is None:
-        box[...] = held
-    else:
-        box.flat[slice(*shard.elements)] = held

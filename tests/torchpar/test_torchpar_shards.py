@@ -6,12 +6,13 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from assembly import assemble
 from layouts import TORCH_COMPILER, TORCH_LIBRARY, TORCH_SHARED, TORCH_ZERO
 from ranks import CPU, on_ranks
 
 from compare.numerics.boxes import Given, Weights
 from compare.numerics.parameters import parameter_table
-from compare.numerics.shards import assemble, cut
+from compare.numerics.shards import cut
 from compare.spec.experiment import Experiment, Layout, Model, Optimizer, Precision
 from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.library.tensor_parallel import loss_parallel_on
