@@ -31,14 +31,9 @@ def test_equal_runs_pass_every_rung(tmp_path, tiny, reference):
     assert max(result.error for result in verdict.rungs) < 1e-15
 
 
-DAMAGED = {
-    Rung.INITIAL_WEIGHTS: "initial_weights",
-    Rung.GRADIENTS: "gradients",
-    Rung.FIRST_WEIGHTS: "first_weights",
-    Rung.FIRST_M: "first_moments",
-    Rung.FIRST_V: "first_moments",
-    Rung.LATER_WEIGHTS: "later_weights",
-}
+WEIGHTS = (Rung.INITIAL_WEIGHTS, Rung.FIRST_WEIGHTS, Rung.LATER_WEIGHTS)
+DAMAGED = {rung: str(rung) for rung in (*WEIGHTS, Rung.GRADIENTS)}
+DAMAGED |= dict.fromkeys((Rung.FIRST_M, Rung.FIRST_V), "first_moments")
 
 
 @pytest.mark.parametrize("damage", ["moved", "nan", "missing", "reshaped"])
@@ -107,28 +102,22 @@ def test_of_a_bias_of_attention_the_key_s_third_alone_is_left_out(tmp_path, tiny
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("what", "worst"), [("v", "v of "), ("no decay", "blocks.")])
-def test_below_float64_an_update_is_held_to_the_optimizer_in_the_reference_too(
-    tmp_path, tiny, dtype, what, worst
-):
+def test_below_float64_an_update_is_held_to_the_optimizer_in_the_reference_too(tmp_path, tiny, dtype):
     """It may be off by more than two runs may be apart."""
     spec = edited(tiny, {"precision": {"dtype": dtype}, "optimizer": {"warmup_iters": 0}})
-    tensors = tensors_of(spec)
-    moment = tensors[Rung.FIRST_V]
-    if what == "v":
-        tensors[Rung.FIRST_V] = {name: tensor * np.float32(1 + 5e-6) for name, tensor in moment.items()}
-    else:
-        kept = edited(spec, {"optimizer": {"weight_decay": 0.0}})
-        tensors[Rung.FIRST_WEIGHTS] = tensors_of(kept)[Rung.FIRST_WEIGHTS]
-    right, wrong = (
-        make_record(tmp_path / "right", spec),
-        make_record(tmp_path / "wrong", spec, tensors=tensors),
-    )
-    for pair, whose in (((right, wrong), ""), ((wrong, right), "the reference's ")):
-        failure = climb(*pair).failure
-        assert failure is not None
-        assert failure.rung == "first_update"
-        assert failure.worst.startswith(whose + worst)
+    right, tensors = make_record(tmp_path / "right", spec), tensors_of(spec)
+    moment = {name: tensor * np.float32(1 + 5e-6) for name, tensor in tensors[Rung.FIRST_V].items()}
+    undecayed = tensors_of(edited(spec, {"optimizer": {"weight_decay": 0.0}}))[Rung.FIRST_WEIGHTS]
+    for rung, damaged, worst in (
+        (Rung.FIRST_V, moment, "v of "),
+        (Rung.FIRST_WEIGHTS, undecayed, "blocks."),
+    ):
+        wrong = make_record(tmp_path / rung, spec, tensors=tensors | {rung: damaged})
+        for pair, whose in (((right, wrong), ""), ((wrong, right), "the reference's ")):
+            failure = climb(*pair).failure
+            assert failure is not None
+            assert failure.rung == "first_update"
+            assert failure.worst.startswith(whose + worst)
 
 
 def test_a_wrong_token_fails_at_the_batch(tmp_path, tiny, reference):

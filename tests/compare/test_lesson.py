@@ -70,15 +70,6 @@ def test_shares_are_those_of_the_closed_form_of_memory(monkeypatch):
     assert any("gradients" in line for line in wrong_shares(cases))  # of ZeRO-2
 
 
-def test_ranks_share_out_layers_and_rows():
-    interleaved = spread(load("check"), "pp_interleaved", 2)
-    assert [holdings.layers_of(rank, interleaved) for rank in (0, 1)] == [{0, 2}, {1, 3}]
-    hsdp = spread(load("check"), "hsdp", 4)
-    quarters = [(0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1)]
-    assert [holdings.rows_of(device, hsdp) for device in range(4)] == quarters
-    assert {holdings.rows_of(device, spread(load("check"), "tp", 2)) for device in (0, 1)} == {(0, 1)}
-
-
 def test_picture_fills_what_devices_hold(monkeypatch):
     """Of check: two embeddings, and four matrices in each of four layers."""
     for preset, devices, matrices in [("ddp", 2, 36), ("fsdp", 2, 18), ("tp", 2, 19), ("pp_gpipe", 4, 19)]:

@@ -67,11 +67,3 @@ def test_completion_knows_the_commands_and_their_flags(capsys, tmp_path):
     )
     done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=False)
     assert "--preset" in done.stdout, done.stderr
-
-
-def test_packages_say_that_they_are_typed():
-    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    for package in ("compare", "jaxpar", "torchpar"):
-        assert (ROOT / package / "py.typed").is_file()
-        assert "py.typed" in data[package]
-    assert "goldens/*/*" in data["compare"]

@@ -15,4 +15,5 @@ def test_every_file_that_is_no_module_is_packaged(package):
     others = {path for path in files if path.suffix not in (".py", ".pyc")}
     packaged = {path for pattern in patterns[package] for path in (ROOT / package).glob(pattern)}
     assert others <= packaged, sorted(others - packaged)
+    assert ROOT / package / "py.typed" in packaged
     assert all(any((ROOT / package).glob(pattern)) for pattern in patterns[package])
