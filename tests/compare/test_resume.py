@@ -5,11 +5,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoint_difference import difference
 from checkpoints import write_random
 
-from compare.checkpoint.description import CHECKPOINTS, folder_name
+from compare.checkpoint.description import CHECKPOINTS, folder_name, groups
+from compare.checkpoint.reader import CheckpointReader
 from compare.contract.record import read_record
+from compare.judge.tensor_errors import worst_tensor
 from compare.spec.experiment import Experiment, edited, to_toml
 
 ENGINES = ("torch-manual", "jax-compiler", "jax-explicit", "jax-manual", "torch-library")
@@ -26,6 +27,15 @@ def spec(tiny, shardpair) -> Experiment:
 
 def of(run: Path, engine: str, step: int) -> Path:
     return run / engine / CHECKPOINTS / folder_name(step)
+
+
+def difference(found: Path, expected: Path) -> dict[str, float]:
+    """The largest relative error of any tensor, of the weights and of each moment."""
+    readers = [CheckpointReader(folder) for folder in (found, expected)]
+    return {
+        group: worst_tensor(*(reader.group(group) for reader in readers))[0]
+        for group in groups(readers[0].description.experiment)
+    }
 
 
 def test_a_run_goes_on_where_it_was(spec, shardpair):

@@ -1,14 +1,15 @@
 """Pipeline schedules without a network: order, progress, memory and time, for p in 1..8 and m in 1..16."""
 
 import itertools
+from collections import deque
 from functools import cache
 
 import pytest
-from meetings import check_rendezvous
 
-from compare.pipeline.rendezvous import in_one_order
+from compare.pipeline.rendezvous import in_one_order, is_receive, maker
 from compare.pipeline.schedules import Kind, Schedule, Task, make_schedule
 from compare.pipeline.simulator import (
+    Action,
     ScheduleError,
     bubble_fraction,
     check_complete,
@@ -96,6 +97,43 @@ def test_messages_pair_up_in_order():
                     if kind == f"receive_{what}" and peer == sender
                 ]
                 assert sent == received, (name, p, v, m, sender, receiver, what)
+
+
+def check_rendezvous(actions: list[list[Action]]) -> None:
+    """Carry actions out as strictly as any network may: messages one by one, each when both ends are there.
+
+    A computation waits for what it needs, a message does not hold it up.
+    """
+    stages = 1 + max(action.task.stage for own in actions for action in own)
+    position = [0] * len(actions)
+    posted: list[deque[Action]] = [deque() for _ in actions]
+    done: list[set[Task]] = [set() for _ in actions]  # by rank, the tasks whose results it has
+    while any(posted) or any(place < len(own) for place, own in zip(position, actions, strict=True)):
+        progressed = False
+        for rank, own in enumerate(actions):
+            while position[rank] < len(own):
+                action = own[position[rank]]
+                if action.what != "compute":
+                    posted[rank].append(action)
+                elif done[rank].issuperset(prerequisites(action.task, stages)):
+                    done[rank].add(action.task)
+                else:
+                    break
+                position[rank] += 1
+                progressed = True
+            if posted[rank] and (other := posted[posted[rank][0].peer]) and _meet(posted[rank][0], other[0]):
+                for end in (rank, posted[rank][0].peer):
+                    done[end].add(maker(posted[end].popleft()))
+                progressed = True
+        if not progressed:
+            heads = [(rank, own[0]) for rank, own in enumerate(posted) if own]
+            stuck = "; ".join(f"rank {rank} in {head.what} of {head.task}" for rank, head in heads)
+            raise ScheduleError(f"deadlock of messages: {stuck}")
+
+
+def _meet(action: Action, other: Action) -> bool:
+    """Whether two ranks' actions are the two ends of one message."""
+    return is_receive(action) != is_receive(other) and maker(action) == maker(other)
 
 
 def test_messages_of_all_ranks_are_in_one_order():
