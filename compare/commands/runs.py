@@ -33,7 +33,11 @@ class SavedRun(Struct, frozen=True, kw_only=True):
 
 
 class Runs(Struct, frozen=True, kw_only=True):
-    """Show what was run here, a line each: layout, verdict, begin and size."""
+    """Show what was run here, a line each: layout, verdict, begin and size.
+
+    Try:
+      shardpair runs
+    """
 
     folder: Annotated[Path, tyro.conf.Positional] = RUNS
     """A folder of runs, or of one run."""
