@@ -35,13 +35,9 @@ class Fit(Struct, frozen=True, kw_only=True):
 
 
 def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
-    """Latency and seconds a byte of t = latency + size * s, neither negative, by weighted least squares.
+    """Latency (s) and seconds a byte of t = latency + size * s, neither negative, by weighted least squares.
 
     Each time counts with its relative error, so that a kilobyte weighs as much as a gigabyte.
-
-    Args:
-        sizes: bytes.
-        times: seconds.
     """
     from scipy.optimize import nnls  # half a second to import
 

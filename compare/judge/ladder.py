@@ -126,9 +126,8 @@ def climb(
     reference_name = reference_name or reference.manifest.engine
     name = name or candidate.manifest.engine
     apart = resumed_from_different_checkpoints(reference, candidate)
-    tolerances = tolerances_for(
-        candidate.manifest.experiment.precision.dtype, steps=len(candidate.steps), apart=apart
-    )
+    dtype = candidate.manifest.experiment.precision.dtype
+    tolerances = tolerances_for(dtype, steps=len(candidate.steps), apart=apart)
     runs = [(reference_name, reference), (name, candidate)]
     results = [_compare_requests(runs, tolerances[REQUEST], same_training=same_training)]
     skipped, request = {}, candidate.request

@@ -76,11 +76,9 @@ def model_flops_per_token(experiment: Experiment) -> float:
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Dense floating-point operations a second that a chip is sold with; None where nobody says.
+    """Dense FLOP/s that a chip, by `Manifest.device_kind`, is sold with in a `Precision.product_dtype`.
 
-    Args:
-        device_kind: `Manifest.device_kind`, the full name: CUDA's or JAX's.
-        dtype: of the products: `Precision.product_dtype`.
+    None where nobody says.
     """
     if dtype == "float16" and device_kind.startswith("NVIDIA"):
         dtype = "bfloat16"  # as fast, where there is either
