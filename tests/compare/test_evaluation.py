@@ -4,20 +4,23 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from checkpoints import describe, random_state
 from grid import DEVICES, SETTINGS, arguments_of
 from msgspec import UNSET
 from msgspec.structs import replace
-from untrained import untrained_losses
 
 from compare.checkpoint.description import checkpoints_in, folder_name
 from compare.checkpoint.reader import read_description
 from compare.checkpoint.saver import Saver, best_checkpoint
 from compare.contract.record import read_record
 from compare.numerics.data import SPLITS, open_corpus
+from compare.numerics.parameters import initial_parameters
 from compare.numerics.shards import Shard
 from compare.numerics.stream import OwnBatches, evaluate, is_due, require_validation, steps_due
 from compare.spec.experiment import Data, Experiment, ExperimentError, edited
+from torchpar.model import GPT
+from torchpar.weights import load_weights
 
 
 def test_batches_of_both_splits_are_others_than_those_of_training(tiny):
@@ -56,6 +59,25 @@ def test_nothing_to_evaluate_on_is_refused(tiny, tmp_path):
     alone = edited(spec, {"data": {"source": str(tmp_path)}})
     with pytest.raises(ExperimentError, match="has 0 tokens to validate on"):
         require_validation(alone, open_corpus(alone))
+
+
+def untrained_losses(spec: Experiment) -> list[float]:
+    """Mean losses of the initial weights over windows of both splits, drawn word by word: an oracle."""
+    model = GPT(edited(spec, {"model": {"dropout": 0.0}}).model).double()
+    load_weights(model, initial_parameters(spec))
+    corpus, length, found = open_corpus(spec), spec.model.block_size, []
+    passes = spec.train.gradient_accumulation_steps  # of a batch, which are evaluated together
+    for number, tokens in enumerate((corpus.train, corpus.validation)):
+        losses = []
+        for index in range(spec.train.eval_iters // passes):
+            random = np.random.Philox(key=spec.train.seed, counter=[0, index, 0, 3 + number])
+            words = random.random_raw(passes * spec.train.batch_size)
+            starts = [int((word >> 11) / 2**53 * (len(tokens) - length)) for word in map(int, words)]
+            windows = torch.tensor(np.stack([tokens[at : at + length + 1] for at in starts]).astype(np.int64))
+            with torch.no_grad():
+                losses.append(float(model(windows[:, :-1], windows[:, 1:])[1]))
+        found.append(sum(losses) / len(losses))
+    return found
 
 
 @pytest.mark.parametrize("preset", DEVICES)
