@@ -52,7 +52,7 @@ def test_the_command_holds_layouts_to_one_device(shardpair):
     assert page.startswith("# Parity\n\nWritten by `shardpair check --engines torch-library --presets")
     assert "| layout | torch-library |" in page
     assert "| fsdp_tp | " in page
-    assert "| model.dropout=0.2 | " in page
+    assert "| fsdp_tp, model.dropout=0.2 | " in page
     assert len(page.split()) < 300
 
 

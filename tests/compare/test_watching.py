@@ -12,9 +12,9 @@ from compare.contract.record import STEPS_PART
 from compare.execute import watch
 from jaxpar.watchdog import Watchdog
 
-PATIENT_S = 2.0  # with what computes: a busy machine may keep it from computing for a second
+PATIENT_S = 4.0  # with what computes: a busy machine may keep it from computing for seconds
 SHORT_S = 1.0
-LONG_S = 1.5 * PATIENT_S  # of processor time
+LONG_S = 1.25 * PATIENT_S  # of processor time
 
 
 def compile_long(dog: Watchdog) -> None:
