@@ -168,7 +168,7 @@ def study(name: str, experiment: Experiment | str | Path = "demo", **options: An
         raise ExperimentError(f"{name}: no such study (there are {', '.join(STUDIES)})")
     command = _command(STUDIES[name], experiment, options)
     outcome, folder = command.outcome()
-    command.leave(outcome, folder, command.picture)
+    command.leave(outcome, folder)
     return _result(command, outcome, folder)
 
 

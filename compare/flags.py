@@ -133,8 +133,6 @@ class Spec(SidePythons, frozen=True, kw_only=True):
     refused. Exit code 2 if it would be refused."""
     quiet: bool = False
     """No progress on stderr."""
-    picture: Path | None = None
-    """Also save the pictures as one file (.png, .svg, .pdf)."""
     json: bool = False
     """Print the outcome as one JSON object on stdout instead of tables."""
     given: Hidden[frozenset[str]] = frozenset()

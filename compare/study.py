@@ -22,7 +22,7 @@ from compare.contract.request import Request
 from compare.contract.run_lock import lock_folder
 from compare.execute.launch import EngineError, launch, prepare
 from compare.execute.machine import here_and_now, require_same_source
-from compare.execute.paths import PICTURES, check_output, create_run_dir, remove_run_dir
+from compare.execute.paths import create_run_dir, remove_run_dir
 from compare.execute.progress import Reporter
 from compare.flags import Spec, checked_pythons
 from compare.host.tensors import RecordError
@@ -30,7 +30,7 @@ from compare.judge.ladder import objections_by_itself
 from compare.judge.metrics import figures
 from compare.judge.outcome import OUTCOME, Case, Grid, Outcome, read_outcome, save, with_case
 from compare.numerics.data import open_corpus
-from compare.show.figures import save_figures
+from compare.show.figures import Figure
 from compare.show.findings import NONE, Findings, Row, Table, Text
 from compare.show.page import write_page
 from compare.show.terminal import print_findings
@@ -48,7 +48,7 @@ LATER_STEP = 20
 OF_LAYOUTS = dict.fromkeys(f"layout.{field}" for field in SPREAD)
 """For `Study.fixed` of a study that has layouts of its own."""
 WITH_CONTINUE = {
-    *("continue", "picture", "anyway", "quiet", "json", "timeout_s", "cache_dir"),
+    *("continue", "anyway", "quiet", "json", "rows", "fail_on_unexpected", "timeout_s", "cache_dir"),
     *("jax_python", "torch_python", "launcher", "hosts", "hostfile"),
 }
 """Flags that may stand beside --continue: they say where and how engines run, and not what."""
@@ -75,8 +75,6 @@ class Study(Spec, frozen=True, kw_only=True):
     """Nothing else can be held against: cases whose reference failed do not run."""
     trains: ClassVar[bool] = True
     """Its cases have steps, which the progress tells of."""
-    with_continue: ClassVar[frozenset[str]] = frozenset()
-    """Own flags that may stand beside --continue."""
 
     def cases(self, experiment: Experiment) -> Grid:
         """What is run of the experiment with the user's overrides. Raises ExperimentError."""
@@ -121,23 +119,25 @@ class Study(Spec, frozen=True, kw_only=True):
         return outcome
 
     @classmethod
-    def shown(cls, outcome: Outcome, folder: Path, *, picture: Path | None, as_json: bool) -> int:
+    def shown(cls, outcome: Outcome, folder: Path, *, as_json: bool) -> int:
         """Print what an outcome says, and leave its page. Returns 0 if it is complete and as it should be."""
         found = findings_in(cls, outcome, folder)
         print_findings(found, as_json=as_json)
         if found.tables:
-            page = cls.leave(outcome, folder, picture)
+            page = cls.leave(outcome, folder)
             if not as_json:
                 results_console().print(f"report: {page}", soft_wrap=True)
         return 0 if found.passed else 1
 
     @classmethod
-    def leave(cls, outcome: Outcome, folder: Path, picture: Path | None) -> Path:
-        """Write the page of an outcome, and its picture. Returns the page."""
-        found = findings_in(cls, outcome, folder)
-        if picture and found.figures:
-            save_figures(picture, found.figures)
-        return write_page(folder / f"{outcome.study}.html", found)
+    def leave(cls, outcome: Outcome, folder: Path) -> Path:
+        """Write the page of an outcome. Returns its path."""
+        return write_page(folder / f"{outcome.study}.html", findings_in(cls, outcome, folder))
+
+    @classmethod
+    def drawn(cls, outcome: Outcome, folder: Path) -> Sequence[Figure]:
+        """What `report --picture` saves."""
+        return findings_in(cls, outcome, folder).figures
 
     @property
     def source(self) -> str:
@@ -167,7 +167,6 @@ class Study(Spec, frozen=True, kw_only=True):
 
     def planned(self) -> Outcome:
         """The study before anything starts. Raises ExperimentError for what has no effect, or cannot be."""
-        check_output("--picture", self.picture, kinds=PICTURES)
         if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
             raise ExperimentError(
                 f"--timeout_s {self.timeout_s} must be more than 0 and at most {MAX_TIMEOUT_S}"
@@ -205,7 +204,7 @@ class Study(Spec, frozen=True, kw_only=True):
             how = {"hosts": self.found_hosts(), "init_from": self.init_from, "resume": self.source}
             return dry_run.show(self.planned(), **how, as_json=self.json)
         outcome, folder = self.outcome()
-        return self.shown(outcome, folder, picture=self.picture, as_json=self.json)
+        return self.shown(outcome, folder, as_json=self.json)
 
     def outcome(self) -> tuple[Outcome, Path]:
         """Measure, from the beginning or what --continue still lacks; nothing is printed on stdout.
@@ -237,7 +236,7 @@ class Study(Spec, frozen=True, kw_only=True):
             return run(self, begun, folder), folder
 
     def _continued(self, folder: Path) -> tuple[Outcome, Path]:
-        if others := sorted(self.given - WITH_CONTINUE - self.with_continue):  # they would have no effect
+        if others := sorted(self.given - WITH_CONTINUE):  # they would have no effect
             flags = ", ".join(f"--{name}" for name in others)
             raise ExperimentError(
                 f"--continue {folder} goes on with what was asked for there: leave out {flags}"

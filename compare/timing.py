@@ -35,8 +35,6 @@ class OnIdle(Study, frozen=True, kw_only=True):
     anyway: bool = False
     """Time on a busy machine, too; the record then says so."""
 
-    with_continue: ClassVar = frozenset({"anyway"})
-
     def ready(self) -> None:
         """Refuse a busy machine. Raises EnvironmentMissing."""
         load.require_idle(load.busy_cores(), anyway=self.anyway)

@@ -7,6 +7,8 @@ import tyro
 from msgspec import Struct
 
 from compare.execute.paths import PICTURES, check_output
+from compare.show.figures import save_figures
+from compare.spec.experiment import ExperimentError
 from compare.studies.registry import read_study
 
 
@@ -20,8 +22,7 @@ class Report(Struct, frozen=True, kw_only=True):
     run_dir: Annotated[Path, tyro.conf.Positional]
     """The folder that the command printed."""
     picture: Path | None = None
-    """Also save a picture of its own (.png, .svg, .pdf): of a run the loss curves and their difference, of
-    studies their pictures."""
+    """Also save its figures as one file (.png, .svg, .pdf): of a run the loss curves and their difference."""
     json: bool = False
     """Print the outcome as one JSON object on stdout instead of tables."""
 
@@ -29,4 +30,8 @@ class Report(Struct, frozen=True, kw_only=True):
         """Show it. Returns 0 if it is complete and as it should be, else 1."""
         check_output("--picture", self.picture, kinds=PICTURES)
         study, outcome = read_study(self.run_dir)
-        return study.shown(outcome, self.run_dir, picture=self.picture, as_json=self.json)
+        if self.picture:
+            if not (figures := study.drawn(outcome, self.run_dir)):
+                raise ExperimentError(f"--picture {self.picture}: a {outcome.study} has no figures")
+            save_figures(self.picture, figures)
+        return study.shown(outcome, self.run_dir, as_json=self.json)

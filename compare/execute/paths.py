@@ -39,15 +39,10 @@ def default_cache() -> str:
         base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     except RuntimeError:  # a container's user without a name
         return ""
-    folder = Path(base) / "shardpair"
-    return str(folder) if can_be_folder(folder) else ""
-
-
-def can_be_folder(folder: Path) -> bool:
-    """True if it is a folder to write to, or can be made."""
-    folder = folder.absolute()
+    folder = Path(base).absolute() / "shardpair"
     nearest = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
-    return os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)
+    can_be_made = os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)
+    return str(folder) if can_be_made else ""
 
 
 def remove_run_dir(folder: Path) -> None:

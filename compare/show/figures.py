@@ -84,8 +84,9 @@ def svg(figure: Figure) -> Markup:
     return Markup(f'{attributes} role="img" aria-label="{name}"><title>{name}</title>{body}')
 
 
-def save_figures(path: Path, figures: Sequence[Figure], *, columns: int = 1) -> None:
+def save_figures(path: Path, figures: Sequence[Figure]) -> None:
     """Save figures as one file (.png, .svg, .pdf) with a white ground; several have their titles."""
+    columns = 1 if any(figure.is_wide for figure in figures) else min(len(figures), 2)
     rows = [figures[first : first + columns] for first in range(0, len(figures), columns)]
     heights = [max(figure.height for figure in row) + 0.5 for row in rows]
     with _canvas("shardpair", **{"figure.facecolor": "white"}) as canvas:

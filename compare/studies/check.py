@@ -73,7 +73,6 @@ class Check(Study, frozen=True, kw_only=True):
     fixed: ClassVar = OF_LAYOUTS
     keeps_records = True
     needs_reference = True
-    with_continue: ClassVar = frozenset({"output"})
 
     @property
     def title(self) -> str:
@@ -129,13 +128,13 @@ class Check(Study, frozen=True, kw_only=True):
         )
 
     @classmethod
-    def leave(cls, outcome: Outcome, folder: Path, picture: Path | None) -> Path:
+    def leave(cls, outcome: Outcome, folder: Path) -> Path:
         """Write its page; and as Markdown what --output asks for. Returns the page."""
         if output := outcome.options.get("output"):
             versions = ", ".join(map(" ".join, outcome.circumstances.versions.items()))
             head = f"# Parity\n\nWritten by `{outcome.line}`, not by hand. {versions}.\n\n{PAGE}\n\n"
             write_atomically(Path(output), f"{head}{markdown(cls.findings(outcome, folder))}\n".encode())
-        return super().leave(outcome, folder, picture)
+        return super().leave(outcome, folder)
 
 
 def rungs_of_engines(experiment: Experiment, engines: Iterable[str], devices: int) -> Grid:

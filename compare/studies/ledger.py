@@ -45,7 +45,6 @@ class Ledger(Spread, Study, frozen=True, kw_only=True):
     # The third of four steps is watched.
     fixed: ClassVar = {"train.max_iters": 4, "train.eval_interval": 0, "checkpoint.every": 0}
     keeps_records = True
-    with_continue: ClassVar = frozenset({"results", "rows", "fail_on_unexpected"})
 
     def asked(self) -> Experiment:
         """The experiment under its layout. Raises ExperimentError."""

@@ -66,13 +66,13 @@ class Profile(Spread, Study, frozen=True, kw_only=True):
         return beside_first(engines, experiment, profile=True), left_out
 
     @classmethod
-    def leave(cls, outcome: Outcome, folder: Path, picture: Path | None) -> Path:
+    def leave(cls, outcome: Outcome, folder: Path) -> Path:
         """Write its page, its figures as JSON, and a trace for each engine. Returns the page."""
         write_json(folder / PROFILE, cls.findings(outcome, folder).value)
         for process, name in enumerate(outcome.finished):
             if timeline := read_record(folder / name).timeline:
                 write_atomically(folder / name / TRACE, chrome_trace(name, timeline, process=process))
-        return super().leave(outcome, folder, picture)
+        return super().leave(outcome, folder)
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:

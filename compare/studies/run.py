@@ -1,6 +1,6 @@
 """`shardpair run` and `resume`: train one experiment with several engines, compare, measure, report."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -8,13 +8,11 @@ import tyro
 from msgspec.structs import replace
 
 from compare.checkpoint.reader import CheckpointError, read_description
-from compare.contract.record import Record, Step
 from compare.contract.request import Rung
-from compare.execute.tensorboard import events, require_tensorboard, scalars
 from compare.flags import Spread
-from compare.judge.outcome import OUTCOME, Case, Grid, Outcome, read_outcome, read_run
+from compare.judge.outcome import OUTCOME, Grid, Outcome, read_outcome, read_run
 from compare.present.report import REMOVED, cost_table, ladder_table, report, without_notes, write_report
-from compare.show.figures import save_figures
+from compare.show.figures import Figure
 from compare.show.findings import Findings
 from compare.spec.experiment import Experiment, revalidate
 from compare.studies.presets import settings_in
@@ -38,8 +36,6 @@ class Run(Spread, Study, frozen=True, kw_only=True):
     keep_tensors: bool = False
     """Keep the gradients, weights and moments that were compared, in every engine's folder. By default they
     are removed once all engines agree; those of a run that failed are always kept."""
-    tensorboard: str = ""
-    """A folder for TensorBoard's event files, one in it for each engine; needs the extra tensorboard."""
     resume: str = ""
     """Begin with a checkpoint's weights, moments and place in the data, on this layout: the folder of a run,
     of one engine's run, or of a checkpoint. See `shardpair resume`."""
@@ -47,7 +43,6 @@ class Run(Spread, Study, frozen=True, kw_only=True):
     brief = "train one experiment with each engine, compare, write a report"
     group = "Train and compare"
     keeps_records = True
-    with_continue: ClassVar = frozenset({"ladder", "keep_tensors", "tensorboard"})
     asks: ClassVar[Mapping[str, Any]] = {}
     """More fields of every request."""
 
@@ -67,26 +62,10 @@ class Run(Spread, Study, frozen=True, kw_only=True):
 
     def cases(self, experiment: Experiment) -> Grid:
         """Every engine under the layout, as far as engines can express it, held against the first."""
-        require_tensorboard(self.tensorboard)
         engines, left_out = self.fitting(experiment)
         for line in changed_settings(self.source, engines, experiment) if not self.quiet else ():
             errors_console().print(f"resumed with {line} as it was", style="yellow")
         return beside_first(engines, experiment, ladder=self.ladder, **self.asks), left_out
-
-    def measured(
-        self, name: str, case: Case, place: Path, number: int, tell: Callable[[Step], None]
-    ) -> tuple[Any, Record | None]:
-        """A case, with its events for TensorBoard."""
-        with events(self.tensorboard, name) as draw:
-
-            def tell_and_draw(step: Step) -> None:
-                tell(step)
-                draw(scalars(step, case.experiment), step.step)
-
-            kept, record = super().measured(name, case, place, number, tell_and_draw)
-            for loss in record.evaluations if record else ():
-                draw({"evaluation/train": loss.train, "evaluation/validation": loss.validation}, loss.step)
-        return kept, record
 
     def after(self, outcome: Outcome, folder: Path) -> Outcome:
         """Without the ladder's tensors, unless they are to be kept."""
@@ -98,12 +77,15 @@ class Run(Spread, Study, frozen=True, kw_only=True):
         return replace(outcome, tensors_removed=outcome.tensors_removed or bool(files))
 
     @classmethod
-    def leave(cls, outcome: Outcome, folder: Path, picture: Path | None) -> Path:
-        """Write the report; the picture is of the loss curves. Returns the page."""
-        if picture:
-            records = dict(zip(outcome.finished, read_run(folder)[1], strict=True))
-            save_figures(picture, report(outcome, records, folder).figures, columns=2)
+    def leave(cls, outcome: Outcome, folder: Path) -> Path:
+        """Write the report. Returns the page."""
         return write_report(folder)
+
+    @classmethod
+    def drawn(cls, outcome: Outcome, folder: Path) -> Sequence[Figure]:
+        """The loss curves and their difference."""
+        records = dict(zip(outcome.finished, read_run(folder)[1], strict=True))
+        return report(outcome, records, folder).figures
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:

@@ -50,6 +50,8 @@ def test_every_study_is_interrupted_goes_on_and_is_shown_again(engines, capsys):
         assert main([word, "--continue", folder, "--timeout_s", "9", "--run_dir", "x"]) == 2
         assert "leave out --run_dir" in capsys.readouterr().err
         engines.started = []
+    assert main(["report", "sweep", "--picture", "s.png"]) == 2
+    assert "a sweep has no figures" in capsys.readouterr().err
     assert main(["memory", "--continue", "sweep"]) == 2
     assert "`shardpair sweep` goes on" in capsys.readouterr().err
 
