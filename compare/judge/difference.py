@@ -12,28 +12,21 @@ from compare.contract.communication import summed
 from compare.contract.record import Record, read_tensors
 from compare.contract.request import MOMENTS, Rung
 from compare.host.tensors import RecordError
-from compare.judge.ladder import OVERFLOWED, RungResult, Verdict, result_of
+from compare.judge.ladder import Verdict, compare_rungs, result_of
 from compare.judge.metrics import METRICS, figures
-from compare.judge.rungs import (
-    COMPARE,
-    OF_FIRST_STEP,
-    compare_steps,
-    compare_tensors,
-    first_was_skipped,
-    shortened,
-)
+from compare.judge.rungs import COMPARE, compare_steps, compare_tensors, dtypes_of
 from compare.judge.tolerances import Tolerance, tolerances_for
 from compare.numerics.parameters import storage_dtype
 
 PRECISIONS = ("float64", "float32", "float16", "bfloat16")
 """From the finest: two runs are held to the tolerances of the coarser."""
-OF_ONE_RUN = ("first_update", "strategy")
-"""Rungs that hold a run to its own request: nothing is compared between the two."""
-_BETWEEN = COMPARE | {
+_BETWEEN = {
+    rung: compare for rung, compare in COMPARE.items() if rung not in ("first_update", "strategy")
+} | {
     "initial_weights": lambda *runs: compare_tensors(*runs, Rung.INITIAL_WEIGHTS),
     "grad_norm": lambda *runs: compare_steps(*runs, "grad_norm", first=1),
 }
-"""Comparisons that hold no run to its seed, or to its gradients."""
+"""Comparisons that hold no run to its request, its seed or its own gradients."""
 _TENSORS = {rung.value: (rung,) for rung in Rung} | {"first_moments": tuple(MOMENTS)}
 RATES = "lr_curve"
 _SCHEDULED = Tolerance(0.0, "a formula of the step alone")
@@ -69,60 +62,27 @@ class Difference(Struct, frozen=True, kw_only=True):
 
 def difference(a: Record, b: Record, *, names: tuple[str, str]) -> Difference:
     """Hold two records against each other, relative to the first. Raises RecordError: they cannot be."""
-    pair = common(a, b)
+    pair = [_of_steps_in(b, a), _of_steps_in(a, b)]
     steps = len(pair[0].steps)
     if not steps:
         raise RecordError(f"{names[0]} and {names[1]} have no step in common: there is nothing to compare")
-    try:
-        rungs, skipped = _rungs(a, b, pair)
-        verdict = Verdict(reference=names[0], candidate=names[1], rungs=rungs, skipped=skipped)
-        return Difference(settings=_changes(a, b), verdict=verdict, steps=steps, costs=_costs(a, b))
-    except (LookupError, ArithmeticError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise RecordError(f"{names[0]} and {names[1]} cannot be held against each other ({why})") from error
-
-
-def _rungs(a: Record, b: Record, pair: tuple[Record, Record]) -> tuple[list[RungResult], dict[str, str]]:
-    """Of the steps that both have: every rung that can be compared, and why others cannot."""
-    experiments = [run.manifest.experiment for run in pair]
-    dtypes = {experiment.precision.dtype for experiment in experiments}
-    dtype = max(dtypes, key=PRECISIONS.index)
-    tolerances = tolerances_for(dtype, steps=len(pair[0].steps))
-    if len({storage_dtype(experiment) for experiment in experiments}) > 1:
+    tolerances = tolerances_for(max(dtypes_of(a, b), key=PRECISIONS.index), steps=steps)
+    if len({storage_dtype(run.manifest.experiment) for run in pair}) > 1:
         tolerances |= {"initial_weights": _ROUNDED}
-    results, skipped = [], {}
-    for rung, compare in _BETWEEN.items():
-        if rung in OF_ONE_RUN or (rung == "loss_scale" and len(dtypes) > 1):
-            continue
-        if why := _why_not(rung, a, b):
-            skipped[rung] = why
-            continue
-        tolerance = tolerances[rung]
-        if found := compare(*(shortened(_as(dtype, run), tolerance.steps) for run in pair)):
-            results.append(result_of(rung, *found, tolerance))
-    return [*results, result_of(RATES, *compare_steps(*pair, "lr"), _SCHEDULED)], skipped
+    rungs, skipped = compare_rungs(*pair, tolerances, _BETWEEN, lambda rung: _why_not(rung, a, b))
+    rungs.append(result_of(RATES, *compare_steps(*pair, "lr"), _SCHEDULED))
+    verdict = Verdict(reference=names[0], candidate=names[1], rungs=rungs, skipped=skipped)
+    return Difference(settings=_changes(a, b), verdict=verdict, steps=steps, costs=_costs(a, b))
 
 
-def common(a: Record, b: Record) -> tuple[Record, Record]:
-    """Both records with the steps, and the evaluations, that both have."""
-    steps = {step.step for step in a.steps} & {step.step for step in b.steps}
-    after = {found.step for found in a.evaluations} & {found.step for found in b.evaluations}
-    first, second = (
-        replace(
-            run,
-            steps=[step for step in run.steps if step.step in steps],
-            evaluations=[found for found in run.evaluations if found.step in after],
-        )
-        for run in (a, b)
+def _of_steps_in(other: Record, run: Record) -> Record:
+    """The record with those of its steps and evaluations that another has, too."""
+    steps, after = ({one.step for one in of} for of in (other.steps, other.evaluations))
+    return replace(
+        run,
+        steps=[step for step in run.steps if step.step in steps],
+        evaluations=[found for found in run.evaluations if found.step in after],
     )
-    return first, second
-
-
-def _as(dtype: str, run: Record) -> Record:
-    """The record judged in the coarser dtype of the two."""
-    experiment = run.manifest.experiment
-    precision = replace(experiment.precision, dtype=dtype)
-    return replace(run, manifest=replace(run.manifest, experiment=replace(experiment, precision=precision)))
 
 
 def _why_not(rung: str, a: Record, b: Record) -> str:
@@ -135,8 +95,6 @@ def _why_not(rung: str, a: Record, b: Record) -> str:
     later = [run.request.later_step for run in (a, b) if run.request]
     if rung == "later_weights" and len(set(later)) > 1:
         return f"they were kept after {' and '.join(map(str, later))} steps"
-    if rung in OF_FIRST_STEP and first_was_skipped(a, b):
-        return OVERFLOWED
     first, second = (
         {
             name: tensor.shape

@@ -15,7 +15,7 @@ Tensors are read one by one: the size of a model is no reason to leave its gradi
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -27,7 +27,7 @@ from compare.judge.rungs import (
     COMPARE,
     OF_FIRST_STEP,
     SOME,
-    first_was_skipped,
+    Compare,
     resumed_from_different_checkpoints,
     shortened,
 )
@@ -129,24 +129,36 @@ def climb(
     dtype = candidate.manifest.experiment.precision.dtype
     tolerances = tolerances_for(dtype, steps=len(candidate.steps), apart=apart)
     runs = [(reference_name, reference), (name, candidate)]
-    results = [_compare_requests(runs, tolerances[REQUEST], same_training=same_training)]
-    skipped, request = {}, candidate.request
-    for rung, compare in COMPARE.items():
+    request = _compare_requests(runs, tolerances[REQUEST], same_training=same_training)
+    results, skipped = compare_rungs(reference, candidate, tolerances)
+    return Verdict(candidate=name, reference=reference_name, rungs=[request, *results], skipped=skipped)
+
+
+def compare_rungs(
+    reference: Record,
+    candidate: Record,
+    tolerances: Mapping[str, Tolerance],
+    comparisons: Mapping[str, Compare] = COMPARE,
+    why_not: Callable[[str], str] = lambda rung: "",
+) -> tuple[list[RungResult], dict[str, str]]:
+    """The rungs of two runs that can be compared, and why others cannot; `why_not` may rule one out."""
+    results, skipped, request = [], {}, candidate.request
+    for rung, compare in comparisons.items():
         tolerance = tolerances[rung]
-        nothing_done = rung in OF_FIRST_STEP and first_was_skipped(reference, candidate)
-        pair = [shortened(run, tolerance.steps) for run in (reference, candidate)]
-        compared = None if nothing_done else compare(*pair)
-        if compared is not None:
-            error, worst = compared
-            if len(pair[1].steps) < len(candidate.steps):
-                worst += f", of the first {len(pair[1].steps)} steps, as no later one was compared"
-            results.append(result_of(rung, error, worst, tolerance))
-        elif nothing_done:
+        few = [shortened(run, tolerance.steps) for run in (reference, candidate)]
+        if why := why_not(rung):
+            skipped[rung] = why
+        elif rung in OF_FIRST_STEP and reference.steps[0].skipped and candidate.steps[0].skipped:
             skipped[rung] = OVERFLOWED
+        elif found := compare(*few):
+            error, worst = found
+            if len(few[1].steps) < len(candidate.steps):
+                worst += f", of the first {len(few[1].steps)} steps, as no later one was compared"
+            results.append(result_of(rung, error, worst, tolerance))
         elif rung not in SOME:
             asked = request and request.ladder
             skipped[rung] = ABSENT.get(rung, "the runs did not leave it") if asked else "it was not asked for"
-    return Verdict(candidate=name, reference=reference_name, rungs=results, skipped=skipped)
+    return results, skipped
 
 
 def result_of(rung: str, error: float, worst: str, tolerance: Tolerance) -> RungResult:

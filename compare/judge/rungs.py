@@ -3,9 +3,8 @@
 None means that there is nothing to compare: the runs did not leave it.
 """
 
-import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from msgspec.structs import replace
@@ -14,7 +13,7 @@ from compare.contract.inputs import starting_sha256
 from compare.contract.record import Record, read_tensors
 from compare.contract.request import MOMENTS, Rung, rungs_asked_for
 from compare.judge.strategy import strategy_of
-from compare.judge.tensor_errors import Found, relative_error, without_key_bias, worst_tensor
+from compare.judge.tensor_errors import Found, relative_error, without_key_bias, worst_of, worst_tensor
 from compare.numerics.data import SPLITS
 from compare.numerics.optimizer import global_norm, reference_step
 from compare.numerics.parameters import fingerprint, initial_parameters, parameter_table
@@ -27,6 +26,11 @@ Compare = Callable[[Record, Record], Found | None]
 def shortened(run: Record, steps: int) -> Record:
     """The record with so many of its first steps; 0 for all."""
     return replace(run, steps=run.steps[:steps]) if steps else run
+
+
+def dtypes_of(*runs: Record) -> set[str]:
+    """The `precision.dtype` of each."""
+    return {run.manifest.experiment.precision.dtype for run in runs}
 
 
 def _compare_batch(reference: Record, candidate: Record) -> Found | None:
@@ -78,7 +82,7 @@ def compare_tensors(reference: Record, candidate: Record, rung: Rung, **how: Any
 
 def _compare_weights(reference: Record, candidate: Record, rung: Rung) -> Found | None:
     begin = None
-    if candidate.manifest.experiment.precision.dtype != "float64":
+    if dtypes_of(reference, candidate) != {"float64"}:
         begin = read_tensors(reference.folder, Rung.INITIAL_WEIGHTS) or None
     return compare_tensors(reference, candidate, rung, select=without_key_bias, since=begin)
 
@@ -90,25 +94,22 @@ def _compare_first_updates(reference: Record, candidate: Record) -> Found | None
     gradient a step of about lr, also one whose sign is rounding. Given its own gradients an engine has no
     such excuse: it is held to the formulas of `compare.numerics.optimizer`, up to rounding of its weights.
     """
-    worst: Found | None = None
-    for whose, run in (("", candidate), ("the reference's ", reference)):
-        found = _first_update(run)
-        if found is not None and (worst is None or found[0] > worst[0]):
-            worst = found[0], f"{whose}{found[1]}, against the update of its own gradients,"
-    return worst
+    return worst_of(
+        (error, f"{whose}{place}, against the update of its own gradients,")
+        for whose, run in (("", candidate), ("the reference's ", reference))
+        for error, place in _first_update(run)
+    )
 
 
-def _first_update(run: Record) -> Found | None:
-    """The worst error of weights and moments; None for a run that lacks tensors, or begins with moments."""
-    request, experiment = run.request, run.manifest.experiment
-    read = functools.partial(read_tensors, run.folder)
-    begin, gradients, after = map(read, (Rung.INITIAL_WEIGHTS, Rung.GRADIENTS, Rung.FIRST_WEIGHTS))
+def _first_update(run: Record) -> Iterator[Found]:
+    """Errors of weights and moments; none of a run that lacks tensors, or begins with moments."""
+    experiment, rungs = run.manifest.experiment, (Rung.INITIAL_WEIGHTS, Rung.GRADIENTS, Rung.FIRST_WEIGHTS)
+    begin, gradients, after = (read_tensors(run.folder, rung) for rung in rungs)
     names = begin.keys() & gradients.keys() & after.keys()
-    if not names or run.steps[0].skipped or (request and request.resume):
-        return None
-    moments = {name: read(rung) for rung, name in MOMENTS.items()}
-    norm, updates = global_norm(gradients), request.first_update if request else 0
-    worst = (-1.0, "")
+    if not names or run.steps[0].skipped or (run.request and run.request.resume):
+        return
+    moments = {name: read_tensors(run.folder, rung) for rung, name in MOMENTS.items()}
+    norm = global_norm(gradients)
     for parameter in parameter_table(experiment.model):  # one by one, in float64
         name = parameter.name
         if name not in names or begin[name].shape != gradients[name].shape:
@@ -119,7 +120,7 @@ def _first_update(run: Record) -> Found | None:
             {name: begin[name].astype("float64")},
             {name: gradients[name].astype("float64")},
             {},
-            updates,
+            0,
             norm=norm,
         )
         pairs = {name: (after[name], weights[name])}
@@ -127,8 +128,7 @@ def _first_update(run: Record) -> Found | None:
             if name in moments[moment]:
                 pairs[f"{moment} of {name}"] = moments[moment][name], made[moment][name]
         for place, (found, expected) in pairs.items():
-            worst = max(worst, (relative_error(found, expected), place), key=lambda error: error[0])
-    return worst
+            yield relative_error(found, expected), place
 
 
 def _compare_norm(reference: Record, candidate: Record) -> Found:
@@ -150,7 +150,7 @@ def compare_steps(reference: Record, candidate: Record, field: str, *, first: in
         return math.inf, f"{len(found)} steps instead of {len(right)}"
     pairs = zip(right, found, strict=True)
     return _worst_number(
-        [(f"{field} of step {b.step}", getattr(a, field), getattr(b, field)) for a, b in pairs]
+        (f"{field} of step {b.step}", getattr(a, field), getattr(b, field)) for a, b in pairs
     )
 
 
@@ -161,11 +161,9 @@ def _compare_evaluations(reference: Record, candidate: Record) -> Found | None:
     if [one.step for one in reference.evaluations] != [one.step for one in candidate.evaluations]:
         return math.inf, f"{len(candidate.evaluations)} evaluations instead of {len(reference.evaluations)}"
     return _worst_number(
-        [
-            (f"{split} loss after step {found.step}", getattr(expected, split), getattr(found, split))
-            for expected, found in zip(reference.evaluations, candidate.evaluations, strict=True)
-            for split in SPLITS
-        ]
+        (f"{split} loss after step {found.step}", getattr(expected, split), getattr(found, split))
+        for expected, found in zip(reference.evaluations, candidate.evaluations, strict=True)
+        for split in SPLITS
     )
 
 
@@ -182,14 +180,9 @@ def _compare_strategies(reference: Record, candidate: Record) -> Found | None:
     return 0.0, "; ".join(f"{what} is untold: {why}" for what, why in untold.items())
 
 
-def first_was_skipped(reference: Record, candidate: Record) -> bool:
-    """Whether neither's first step changed anything."""
-    return reference.steps[0].skipped and candidate.steps[0].skipped
-
-
 def _compare_loss_scales(reference: Record, candidate: Record) -> Found | None:
     """Which steps were skipped, and every scale; None where there is none."""
-    if candidate.manifest.experiment.precision.dtype != "float16":
+    if dtypes_of(reference, candidate) != {"float16"}:
         return None
     for expected, found in zip(reference.steps, candidate.steps, strict=False):
         if (expected.skipped, expected.loss_scale) != (found.skipped, found.loss_scale):
@@ -201,15 +194,15 @@ def _compare_loss_scales(reference: Record, candidate: Record) -> Found | None:
     return 0.0, f"{sum(step.skipped for step in candidate.steps)} steps skipped"
 
 
-def _worst_number(numbers: list[tuple[str, float, float]]) -> Found:
+def _worst_number(numbers: Iterable[tuple[str, float, float]]) -> Found:
     """The largest relative error of some numbers: where each is, what is right, and what was found."""
-    worst = (-1.0, "")
+    errors = list[Found]()
     for where, expected, found in numbers:
         off = abs(found - expected) / abs(expected) if expected else abs(found)
         if not math.isfinite(off):
             return math.inf, f"{where} is {found} instead of {expected}"
-        worst = max(worst, (off, where), key=lambda error: error[0])
-    return worst
+        errors.append((off, where))
+    return worst_of(errors) or (-1.0, "")
 
 
 COMPARE: dict[str, Compare] = {

@@ -1,7 +1,7 @@
 """Errors of tensors: the largest one for each rung of the ladder, and where it is."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -11,30 +11,26 @@ Found = tuple[float, str]
 """The worst relative error, and where it is; where the error is infinite, what is wrong."""
 
 
-def relative_error(value: np.ndarray, reference: np.ndarray) -> float:
+def worst_of(found: Iterable[Found]) -> Found | None:
+    """The first with the largest error; None of none."""
+    return max(found, key=lambda one: one[0], default=None)
+
+
+def relative_error(value: np.ndarray, reference: np.ndarray, begin: np.ndarray | None = None) -> float:
     """max|value - reference| / max|reference|; absolute where the reference is all zero.
 
-    Infinite for another shape, or where a value is not finite.
+    With `begin`, what both were at first, rms(value - reference) / rms(reference - begin): 1 for a tensor
+    that stayed there; relative to rms(reference) where that did not move. Infinite for another shape, or
+    where a value is not finite.
     """
-    if value.shape != reference.shape:
+    if len({array.shape for array in (value, reference, begin) if array is not None}) > 1:
         return math.inf
-    difference = np.abs(value.astype(np.float64) - reference.astype(np.float64)).max(initial=0.0)
-    scale = np.abs(reference.astype(np.float64)).max(initial=0.0)
-    error = float(difference / scale) if scale else float(difference)
-    return error if math.isfinite(error) else math.inf
-
-
-def error_of_movement(value: np.ndarray, reference: np.ndarray, begin: np.ndarray) -> float:
-    """rms(value - reference) / rms(reference - begin): 1 for a tensor that stayed where it began.
-
-    Relative to rms(reference) where the reference did not move. Infinite for another shape, or where a value
-    is not finite.
-    """
-    if not value.shape == reference.shape == begin.shape:
-        return math.inf
-    value, reference, begin = (array.astype(np.float64) for array in (value, reference, begin))
-    scale = _rms(reference - begin) or _rms(reference) or 1.0
-    error = _rms(value - reference) / scale
+    value, reference = value.astype(np.float64), reference.astype(np.float64)
+    if begin is None:
+        off, scale = (float(np.abs(array).max(initial=0.0)) for array in (value - reference, reference))
+    else:
+        off, scale = _rms(value - reference), _rms(reference - begin) or _rms(reference)
+    error = off / (scale or 1.0)
     return error if math.isfinite(error) else math.inf
 
 
@@ -52,25 +48,22 @@ def worst_tensor(
     """The largest error over tensors of the same names, and its name; or what is wrong.
 
     One tensor is in memory at a time, if they are read as they are asked for. `select` gives the part of one
-    that counts. With `since`, what they were at first, errors are `error_of_movement`, else `relative_error`.
+    that counts, and `since` has what they were at first.
     """
     if values.keys() != references.keys():
         odd = min(values.keys() ^ references.keys())
         return math.inf, f"{odd} is in only one of the two"
-    worst = (-1.0, "")
+    found = list[Found]()
     for name in references:
         value, reference = select(name, values[name]), select(name, references[name])
-        if since is None:
-            error = relative_error(value, reference)
-        else:
-            error = error_of_movement(value, reference, select(name, since[name]))
+        error = relative_error(value, reference, None if since is None else select(name, since[name]))
         if not math.isfinite(error):
             if value.shape != reference.shape:
                 return math.inf, f"{name} has shape {value.shape} instead of {reference.shape}"
             whose = "" if np.isfinite(reference).all() else "of the reference "
             return math.inf, f"{name} {whose}is not finite"
-        worst = max(worst, (error, name), key=lambda found: found[0])
-    return worst
+        found.append((error, name))
+    return worst_of(found) or (-1.0, "")
 
 
 def without_key_bias(name: str, tensor: np.ndarray) -> np.ndarray:

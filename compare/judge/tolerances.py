@@ -22,18 +22,16 @@ class Tolerance(Struct, frozen=True):
 
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-_EXACT = Tolerance(0.0, "copied, never computed: bitwise equal")
-_OF_ALL = {
-    "request": Tolerance(0.0, "what ran is what was asked for, to the last field, step and tensor"),
-    "batch": _EXACT,
-    "initial_weights": _EXACT,
+_COPIED = "copied, never computed: bitwise equal"
+_EXACT = {
+    "request": "what ran is what was asked for, to the last field, step and tensor",
+    "batch": _COPIED,
+    "initial_weights": _COPIED,
+    "loss_scale": "the same steps are skipped; engines and layouts sum over different numbers of rows in "
+    "16 bits, and may part at the edge of an overflow: lower precision.loss_scale to compare away from it",
+    "strategy": "what was done, as it was observed, is what was asked for: settings are equal or not",
 }
-_DONE = Tolerance(0.0, "what was done, as it was observed, is what was asked for: settings are equal or not")
-_SAME_OVERFLOWS = Tolerance(
-    0.0,
-    "the same steps are skipped; engines and layouts sum over different numbers of rows in 16 bits, and may "
-    "part at the edge of an overflow: lower precision.loss_scale to compare away from it",
-)
+"""Rungs that have no error, and why."""
 _LIMITS: dict[str, tuple[str, tuple[float, ...], tuple[float, ...]]] = {
     "loss": (
         "sums in another order, averaged over all tokens",
@@ -86,11 +84,12 @@ _LIMITS: dict[str, tuple[str, tuple[float, ...], tuple[float, ...]]] = {
     ),
 }
 """Rung -> the reason, and for each of DTYPES the limit and the worst error measured."""
+_LIMITS["evaluations"] = _LIMITS["loss_curve"]
 _NORMS_OF_BFLOAT16 = 20
 """Steps whose norms are held: later, a change of 1e-7 in the initial weights moves the norm of one of 200
 steps by 0.6 in the same engine."""
 TOLERANCES: dict[str, dict[str, Tolerance]] = {
-    dtype: _OF_ALL
+    dtype: {rung: Tolerance(0.0, why) for rung, why in _EXACT.items()}
     | {
         rung: Tolerance(
             limits[place],
@@ -103,19 +102,6 @@ TOLERANCES: dict[str, dict[str, Tolerance]] = {
 }
 LATER_STEPS = 20
 """After which `later_weights` are measured."""
-_HOW_FAR = ("later_weights", "final_weights")
-
-
-def _after(steps: int, later: Tolerance) -> Tolerance:
-    """A limit of how far weights moved in fewer steps: wrong signs add up as sqrt(n), the way as n.
-
-    Of a weight whose gradient is rounding, Adam's step has a random sign. Measured for 32 elements:
-    0.19, 0.115, 0.074, 0.049, 0.034 after 1, 2, 4, 8, 20 steps.
-    """
-    limit = later.limit * math.sqrt(LATER_STEPS / steps)
-    return Tolerance(limit, f"of how far it moved in {steps} steps; {later.limit:g} after {LATER_STEPS}")
-
-
 _APART = {
     "initial_weights": "later_weights",
     "loss": "loss_curve",
@@ -132,18 +118,16 @@ def tolerances_for(dtype: str, *, steps: int = LATER_STEPS, apart: bool = False)
 
     Apart are runs that each go on from a checkpoint of their own, which keeps their rounding so far.
     """
-    tolerances = TOLERANCES[dtype]
+    tolerances = dict(TOLERANCES[dtype])
     if dtype == "float16" and steps < LATER_STEPS:
-        tolerances = tolerances | {rung: _after(steps, tolerances[rung]) for rung in _HOW_FAR}
-    tolerances = tolerances | {
-        "loss_scale": _SAME_OVERFLOWS,
-        "evaluations": tolerances["loss_curve"],
-        "strategy": _DONE,
-    }
-    if not apart:
-        return tolerances
-    later = {rung: tolerances[like] for rung, like in _APART.items()}
-    return tolerances | {
-        rung: Tolerance(like.limit, f"each goes on from a checkpoint of its own: {like.reason}")
-        for rung, like in later.items()
-    }
+        # Adam's step for a gradient that is rounding has a random sign. Wrong signs add up as sqrt(n), the
+        # way as n: for 32 elements 0.19, 0.115, 0.074, 0.049, 0.034 after 1, 2, 4, 8, 20 steps.
+        for rung in ("later_weights", "final_weights"):
+            limit = tolerances[rung].limit
+            why = f"of how far it moved in {steps} steps; {limit:g} after {LATER_STEPS}"
+            tolerances[rung] = Tolerance(limit * math.sqrt(LATER_STEPS / steps), why)
+    if apart:
+        for rung, like in _APART.items():
+            why = f"each goes on from a checkpoint of its own: {tolerances[like].reason}"
+            tolerances[rung] = Tolerance(tolerances[like].limit, why)
+    return tolerances

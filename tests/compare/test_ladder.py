@@ -10,7 +10,7 @@ import pytest
 from records import CLIMBED, make_record, make_steps, tensors_of
 
 from compare.contract.request import Rung
-from compare.judge.ladder import REQUEST, RUNGS, Verdict, climb
+from compare.judge.ladder import LADDER, REQUEST, Verdict, climb
 from compare.judge.tensor_errors import relative_error, worst_tensor
 from compare.judge.tolerances import TOLERANCES
 from compare.spec.experiment import edited
@@ -216,7 +216,7 @@ def test_one_tensor_of_each_run_is_in_memory_at_a_time():
 
 def test_every_rung_has_a_tolerance_with_a_reason_in_every_precision():
     for tolerances in TOLERANCES.values():
-        assert set(tolerances) == {*RUNGS, "final_weights"}
+        assert set(tolerances) == set(LADDER)
         assert all(tolerance.reason for tolerance in tolerances.values())
     assert max(tolerance.limit for tolerance in TOLERANCES["float64"].values()) <= 1e-10
     assert TOLERANCES["float32"]["gradients"].limit <= 1e-5
