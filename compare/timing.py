@@ -140,8 +140,8 @@ class Timed(OnIdle, frozen=True, kw_only=True):
         figures = measured(
             record,
             case=name,
-            number=number,
-            start_up_s=seen[0],
+            round=number,
+            first_seen_s=seen[0],
             windows_seen_s=seen[last - 1] - seen[timing.warmup - 1],
             timing=timing,
             others_cores=beside.cores() if hosts.launcher == "local" else math.nan,

@@ -2,8 +2,8 @@
 
 A timed run leaves no tensors, so what is held is the loss and the gradient norm of every step of every
 process, from the first step of the warm-up on: cases of one training against the first of them. Of the first
-step the ladder's own limits hold. While weights have hardly moved, rounding has not grown either, and `EARLY`
-is sharper than the limits of the ladder's curves, which are for thousands of steps. Later steps are held by
+step the ladder's own limits hold. While weights have hardly moved, rounding has not grown either, and limits
+are sharper than those of the ladder's curves, which are for thousands of steps. Later steps are held by
 their median: where training has a spike, single ones of correct engines part, in 16 bits by anything.
 """
 
@@ -21,24 +21,19 @@ from compare.spec.experiment import Experiment, edited
 
 MOVED_LITTLE = 5e-3
 """The sum of learning rates up to which steps are early: AdamW moves a weight by about the rate at a step."""
-EARLY = {
-    "float64": {"loss": 1e-10, "grad_norm": 1e-10},
-    "float32": {"loss": 3e-6, "grad_norm": 1e-5},  # 5e-7 and 5e-7; with float16's products 3e-6 and 3e-5
-    "bfloat16": {"loss": 1e-3, "grad_norm": 1e-2},  # 3e-4 and 2e-3
-    "float16": {"loss": 1e-4, "grad_norm": 2e-3},  # 2e-5 and 4e-4
+LIMITS = {  # behind them the worst measured of all pairs of engines on one device, under DDP, FSDP and tp
+    ("float64", "loss"): (1e-10, 1e-10),
+    ("float64", "grad_norm"): (1e-10, 1e-10),
+    ("float32", "loss"): (3e-6, 1e-5),  # 5e-7 and 1e-6; with float16's products 3e-6
+    ("float32", "grad_norm"): (1e-5, 1e-3),  # 5e-7 and 3e-5; with float16's products 3e-5
+    ("bfloat16", "loss"): (1e-3, 5e-3),  # 3e-4 and 1e-3
+    ("bfloat16", "grad_norm"): (1e-2, 0.5),  # 2e-3 and 8e-2
+    ("float16", "loss"): (1e-4, 5e-4),  # 2e-5 and 1e-4
+    ("float16", "grad_norm"): (2e-3, 5e-2),  # 4e-4 and 6e-3
 }
-"""The largest relative differences that pass in early steps, by dtype; beside them the worst measured of all
-pairs of engines on one device, under DDP, FSDP and tensor parallelism."""
-LATE = {
-    "float64": {"loss": 1e-10, "grad_norm": 1e-10},
-    "float32": {"loss": 1e-5, "grad_norm": 1e-3},  # 1e-6 and 3e-5
-    "bfloat16": {"loss": 5e-3, "grad_norm": 0.5},  # 1e-3 and 8e-2
-    "float16": {"loss": 5e-4, "grad_norm": 5e-2},  # 1e-4 and 6e-3
-}
-"""The largest median of the relative differences in later steps, by dtype."""
-SPIKES = {("float32", "grad_norm"), *(("bfloat16", figure) for figure in EARLY["bfloat16"])}
-SPIKES |= {("float16", figure) for figure in EARLY["float16"]}
-"""Where single later steps of correct engines part by more than the curve's limit: 1e-2 to 2 measured."""
+"""The largest relative difference of an early step, and the largest median of those of later steps."""
+NO_SPIKES = {("float64", "loss"), ("float64", "grad_norm"), ("float32", "loss")}
+"""Where single later steps are held, too: elsewhere those of correct engines part by 1e-2 to 2."""
 CURVES = {"loss": ("loss", "loss", "loss_curve"), "grad_norm": ("gradient norm", "grad_norm", "norm_curve")}
 """What is held, in words, with the ladder's rung of the first step and that of all steps."""
 CLOCK_SHARE, CLOCK_S = 0.25, 0.5
@@ -72,15 +67,12 @@ def _first_parting(process: Measurement, expected: Measurement, experiment: Expe
         for step, (error, limit) in enumerate(zip(errors, limits, strict=True)):
             if not error <= limit:
                 number, right = pairs[step]
-                return (
-                    f"the {name} of step {step} is {number:.6g}, and not {right:.6g}: off by {error:.1e} (at "
-                    f"most {limit:.0e})"
-                )
-        most = LATE[dtype][figure]
+                off = f"off by {error:.1e} (at most {limit:.0e})"
+                return f"the {name} of step {step} is {number:.6g}, and not {right:.6g}: {off}"
+        most = LIMITS[dtype, figure][1]
         if (middle := statistics.median(errors[early:] or [0.0])) > most:
-            return (
-                f"from step {early} on the {name} is off by {middle:.1e} in the median (at most {most:.0e})"
-            )
+            off = f"off by {middle:.1e} in the median (at most {most:.0e})"
+            return f"from step {early} on the {name} is {off}"
     return ""
 
 
@@ -90,8 +82,8 @@ def _limits(experiment: Experiment, figure: str, steps: int) -> tuple[int, list[
     first, curve = (tolerances_for(dtype)[rung].limit for rung in CURVES[figure][1:])
     moved = itertools.accumulate(learning_rate(experiment.optimizer, step) for step in range(steps))
     early = 1 + sum(before <= MOVED_LITTLE for before in list(moved)[:-1])
-    late = math.inf if (dtype, figure) in SPIKES else curve
-    limits = [min(EARLY[dtype][figure], curve) if step < early else late for step in range(1, steps)]
+    late = curve if (dtype, figure) in NO_SPIKES else math.inf
+    limits = [min(LIMITS[dtype, figure][0], curve) if step < early else late for step in range(1, steps)]
     return early, [first, *limits]
 
 
@@ -134,10 +126,7 @@ def agreement_summary(result: TimedOutcome) -> str:
     said = []
     if compared:
         loss, norm = (
-            max(
-                max(map(_error, process.curves[figure], expected.curves[figure]))
-                for _, process, _, expected in pairs
-            )
+            max(max(map(_error, a.curves[figure], b.curves[figure])) for _, a, _, b in pairs)
             for figure in CURVES
         )
         said.append(

@@ -19,7 +19,6 @@ from compare.host.tensors import RecordError
 from compare.judge.circumstances import Circumstances
 from compare.judge.goldens import NANOGPT, read_golden
 from compare.judge.ladder import Verdict, climb
-from compare.judge.metrics import METRICS
 from compare.spec.engines.registry import ENGINES, side_of
 from compare.spec.experiment import Experiment
 
@@ -132,11 +131,6 @@ class Outcome(Struct, frozen=True, kw_only=True):
         return [name for name in cases if number not in self.kept.get(name, {})]
 
     @property
-    def not_run(self) -> list[str]:
-        """Cases whose turn did not come."""
-        return [name for name in self.cases if name not in self.failures and not self.kept.get(name)]
-
-    @property
     def finished_rounds(self) -> int:
         """Rounds that lack nothing."""
         return sum(not self.missing(number) for number in range(1, self.rounds + 1))
@@ -169,11 +163,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     @property
     def figures(self) -> dict[str, dict[str, Any]]:
         """Of every finished case, in studies that keep them. Raises RecordError: they are garbled."""
-        numbers = {metric.key for metric in METRICS if metric.form} | {"comm_wire_bytes"}
-        for name, figures in (cases := self.values(dict)).items():
-            if not all(isinstance(figures[key], int | float) for key in numbers & figures.keys()):
-                raise RecordError(f"{OUTCOME} is garbled: a figure of {name} is no number")
-        return cases
+        return self.values(dict)
 
     def how_to_go_on(self, folder: Path) -> str:
         """The command that runs what a study in this folder still lacks."""
@@ -183,19 +173,13 @@ class Outcome(Struct, frozen=True, kw_only=True):
     def undone(self) -> dict[str, str]:
         """Cases that failed or did not run, and why."""
         failed = {name: f"did not finish: {why}" for name, why in self.failures.items()}
-        return failed | dict.fromkeys(self.not_run, "did not run")
+        return dict.fromkeys((name for name in self.cases if not self.kept.get(name)), "did not run") | failed
 
     def sentence(self) -> str:
         """The verdict over all cases, in one line; what was not run or not compared is said."""
         left_out = [f"{name} was left out ({why})" for name, why in self.left_out.items()]
         if len(left_out) > LISTED:
             left_out = [f"{len(left_out)} cases were left out"]
-        missing = [
-            why if why.startswith(f"{name} ") else f"{name} did not finish ({why})"
-            for name, why in self.failures.items()
-        ]
-        if self.not_run:
-            missing.append(f"{', '.join(self.not_run)} did not run")
         bad = next((verdict for verdict in self.verdicts if not verdict.passed), None)
         if bad:
             first = f"{bad.candidate} against {bad.reference}: {bad.sentence()}"
@@ -205,7 +189,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
             first = f"{self.finished[0]} ran alone: there was nothing to compare it with"
         else:
             first = f"PASS: {self._agreement()}"
-        return "; ".join([first, *missing, *left_out])
+        return "; ".join([first, *(f"{name} {why}" for name, why in self.undone.items()), *left_out])
 
     def _agreement(self) -> str:
         if not self.finished:

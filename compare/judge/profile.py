@@ -7,11 +7,11 @@ from msgspec import Struct
 
 from compare.contract.record import Record
 from compare.contract.timeline import bubble_fraction, busy_us, communication_us, exposed_us, idle_us
+from compare.judge.closed_forms.communication import microbatches_of
 from compare.judge.metrics import steady_times_ms
 from compare.judge.outcome import Outcome
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.simulator import bubble_fraction as planned_fraction
-from compare.spec.experiment import Experiment
 
 PROFILE = "profile.json"
 
@@ -84,40 +84,33 @@ def profile_of(outcome: Outcome, records: Mapping[str, Record]) -> Profile:
 
 def _engine(name: str, record: Record) -> EngineProfile:
     timeline, experiment = record.timeline, record.manifest.experiment
-    step_ms, planned = statistics.median(steady_times_ms(record)), _planned_bubble(experiment)
-    if timeline is None:
-        return EngineProfile(name=name, step_ms=step_ms, planned_bubble=planned)
-    devices = [
-        DeviceTime(
-            device=lane.device,
-            forward_ms=busy_us(lane, "forward") / 1e3,
-            backward_ms=busy_us(lane, "backward") / 1e3,
-            update_ms=busy_us(lane, "update") / 1e3,
-            communication_ms=communication_us(lane) / 1e3,
-            exposed_ms=exposed_us(lane) / 1e3,
-            idle_ms=idle_us(lane, timeline.wall_us) / 1e3,
+    layout, unwatched_ms, planned = experiment.layout, statistics.median(steady_times_ms(record)), None
+    if layout.pp > 1:
+        microbatches = microbatches_of(experiment)
+        planned = planned_fraction(
+            make_schedule(layout.schedule, ranks=layout.pp, microbatches=microbatches, chunks=layout.chunks)
         )
-        for lane in timeline.lanes
-    ]
+    if timeline is None:
+        return EngineProfile(name=name, step_ms=unwatched_ms, planned_bubble=planned)
     return EngineProfile(
         name=name,
-        step_ms=step_ms,
+        step_ms=unwatched_ms,
         planned_bubble=planned,
-        devices=devices,
+        devices=[
+            DeviceTime(
+                device=lane.device,
+                forward_ms=busy_us(lane, "forward") / 1e3,
+                backward_ms=busy_us(lane, "backward") / 1e3,
+                update_ms=busy_us(lane, "update") / 1e3,
+                communication_ms=communication_us(lane) / 1e3,
+                exposed_ms=exposed_us(lane) / 1e3,
+                idle_ms=idle_us(lane, timeline.wall_us) / 1e3,
+            )
+            for lane in timeline.lanes
+        ],
         step=timeline.step,
         watched_ms=next((step.step_time_ms for step in record.steps if step.step == timeline.step), None),
         wall_ms=timeline.wall_us / 1e3,
-        bubble=bubble_fraction(timeline) if experiment.layout.pp > 1 else None,
+        bubble=bubble_fraction(timeline) if layout.pp > 1 else None,
         method=timeline.method,
     )
-
-
-def _planned_bubble(experiment: Experiment) -> float | None:
-    layout = experiment.layout
-    if layout.pp == 1:
-        return None
-    microbatches = layout.microbatches * experiment.train.gradient_accumulation_steps
-    schedule = make_schedule(
-        layout.schedule, ranks=layout.pp, microbatches=microbatches, chunks=layout.chunks
-    )
-    return planned_fraction(schedule)

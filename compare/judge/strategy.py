@@ -17,6 +17,7 @@ What an engine cannot tell, and what has no closed form, is named in `Strategy.u
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 from msgspec import Struct, field
@@ -45,11 +46,10 @@ OF_HLO = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float1
 """XLA's names of dtypes."""
 
 
-class Finding(Struct, frozen=True, kw_only=True):
-    """One setting: what was asked, and what was done."""
+class Finding(Struct, frozen=True):
+    """One setting by its name in the experiment: what was asked, and what was done."""
 
     setting: str
-    """Name of the setting in the experiment: layout.remat."""
     asked: str
     found: str
 
@@ -90,8 +90,7 @@ def strategy_of(record: Record) -> Strategy:
     if engine is None or engine.is_peer:
         return Strategy(untold={"strategy": f"{record.manifest.engine} does not tell what it computes"})
     if record.work is None:
-        missing = Finding(setting="work.json", asked="what a step computed", found="nothing")
-        return Strategy(findings=[missing])
+        return Strategy(findings=[Finding("work.json", "what a step computed", "nothing")])
     run = Observed(record, record.work, engine, asked_of(record))
     findings, untold = list[Finding](), dict[str, str]()
     for read in (_compile, _dtype, _remat, _loss_chunks, _schedule, _gradient_sync, _at_rest, _sent):
@@ -120,34 +119,32 @@ def _compile(run: Observed) -> Iterator[Finding]:
     """Only of an engine that may compile or not, where it is told which."""
     asked, found = run.experiment.layout.compile, run.work.compiled.partition(",")[0] or "none"
     if run.engine.sends_by == "dtensor" and asked != "auto":
-        yield Finding(setting="layout.compile", asked=asked, found=found)
+        yield Finding("layout.compile", asked, found)
 
 
 def _dtype(run: Observed) -> Iterator[Finding]:
     asked = run.experiment.precision.product_dtype
     if asked == "tf32" and run.record.manifest.platform == "cpu":
         asked = "float32"  # tf32 is a permission, which a CPU has no use for
-    found = ", ".join(sorted(run.work.products)) or "none"
-    yield Finding(setting="precision.dtype", asked=asked, found=found)
+    yield Finding("precision.dtype", asked, ", ".join(sorted(run.work.products)) or "none")
     if run.engine.sends_by == "xla":
         return  # sends in what dtype it likes
-    stored = storage_dtype(run.experiment).name
     rows = (row for row in run.record.ledger.rows if row.purpose == GRADIENTS and row.dtype)
     sent = sorted({OF_HLO.get(dtype, dtype) for row in rows for dtype in row.dtype.split(", ")})
     if sent:
-        yield Finding(setting="dtype of the gradients that are sent", asked=stored, found=", ".join(sent))
+        stored = storage_dtype(run.experiment).name
+        yield Finding("dtype of the gradients that are sent", stored, ", ".join(sent))
 
 
 def _remat(run: Observed) -> Iterator[Finding]:
     found = "full" if "products" in run.work.again else "dots" if run.work.again else "none"
-    yield Finding(setting="layout.remat", asked=run.engine.remat_for(run.experiment.layout), found=found)
+    yield Finding("layout.remat", run.engine.remat_for(run.experiment.layout), found)
 
 
 def _loss_chunks(run: Observed) -> Iterator[Finding]:
     length = run.experiment.model.block_size
     found = [f"{length / positions:g}" for positions in run.work.logits_positions if positions]
-    asked = str(run.experiment.train.loss_chunks)
-    yield Finding(setting="train.loss_chunks", asked=asked, found=", ".join(found) or "none")
+    yield Finding("train.loss_chunks", str(run.experiment.train.loss_chunks), ", ".join(found) or "none")
 
 
 def _schedule(run: Observed) -> Iterator[Finding]:
@@ -156,20 +153,14 @@ def _schedule(run: Observed) -> Iterator[Finding]:
         return
     if not run.work.tasks:
         raise ValueError("XLA orders the tasks of a pipeline that autodiff has made")
-    schedules = dict.fromkeys((layout.schedule, *run.engine.layouts.schedules))
-    found = (name for name in schedules if _order(name, run.experiment) == run.work.tasks)
-    yield Finding(setting="layout.schedule", asked=layout.schedule, found=next(found, "another order"))
-
-
-def _order(schedule: str, experiment: Experiment) -> list[list[str]] | None:
-    layout = experiment.layout
-    try:
-        tasks = make_schedule(
-            schedule, ranks=layout.pp, microbatches=microbatches_of(experiment), chunks=layout.chunks
-        )
-    except ValueError:
-        return None  # the layout asks for another one, and this one cannot be of its numbers
-    return [[name_of(task) for task in rank] for rank in tasks]
+    numbers = {"ranks": layout.pp, "microbatches": microbatches_of(run.experiment), "chunks": layout.chunks}
+    for name in dict.fromkeys((layout.schedule, *run.engine.layouts.schedules)):
+        with suppress(ValueError):  # another schedule than the layout's may not be of its numbers
+            tasks = make_schedule(name, **numbers)
+            if [[name_of(task) for task in rank] for rank in tasks] == run.work.tasks:
+                yield Finding("layout.schedule", layout.schedule, name)
+                return
+    yield Finding("layout.schedule", layout.schedule, "another order")
 
 
 def _gradient_sync(run: Observed) -> Iterator[Finding]:
@@ -186,16 +177,16 @@ def _gradient_sync(run: Observed) -> Iterator[Finding]:
     for row in run.record.ledger.rows:
         if (row.kind, row.axis, row.purpose) == ("all_reduce", DP_REPLICATE, GRADIENTS):
             calls[row.stage] += row.calls
-    counted = "/".join(map(str, calls))
-    when = "" if not engine.offers_choice else f" {'within' if overlaps else 'after'} backward"
-    found = f"{counted} all-reduces{when}"
-    for sync, messages in reversed(expected.items()):
-        if messages and messages.by_stage == calls and messages.overlap in (overlaps, None):
-            found = sync
+    words, counted = asked, "/".join(map(str, calls))
     if asked == "bucketed" or not engine.offers_choice:
-        asked += f" of {layout.bucket_mb:g} MB"
-    found = asked if found == asked.split()[0] else f"{found} ({counted} calls)"
-    yield Finding(setting="layout.gradient_sync", asked=asked, found=found)
+        words += f" of {layout.bucket_mb:g} MB"
+    when = f" {'within' if overlaps else 'after'} backward" if engine.offers_choice else ""
+    found = f"{counted} all-reduces{when}"
+    for sync, messages in expected.items():
+        if messages and messages.by_stage == calls and messages.overlap in (overlaps, None):
+            found = words if sync == asked else f"{sync} ({counted} calls)"
+            break
+    yield Finding("layout.gradient_sync", words, found)
 
 
 def _at_rest(run: Observed) -> Iterator[Finding]:
@@ -203,20 +194,18 @@ def _at_rest(run: Observed) -> Iterator[Finding]:
     asked = f"zero {layout.zero}, offload {layout.offload}"
     expected = closed_form(run.engine.name, run.experiment)
     errors = {kind: excess(resident, {kind: size}) for kind, size in expected.items()}
-    words = ", ".join(
-        f"{kind} off by {error:+.0%}" for kind, error in errors.items() if not abs(error) <= AT_REST
-    )
-    yield Finding(setting="bytes at rest", asked=asked, found=words or asked)
+    odd = [f"{kind} off by {error:+.0%}" for kind, error in errors.items() if not abs(error) <= AT_REST]
+    yield Finding("bytes at rest", asked, ", ".join(odd) or asked)
 
 
 def _sent(run: Observed) -> Iterator[Finding]:
     ledger, engine = run.record.ledger, run.engine.name
     if ledger.problems:
-        yield Finding(setting="the ledger", asked="complete", found=ledger.problems[0])
+        yield Finding("the ledger", "complete", ledger.problems[0])
     asked = "the textbook of the layout"
     resolved = with_remat_resolved(engine, run.experiment)
     wrong = next(mismatches(engine, resolved, line_up(engine, resolved, ledger.rows)), asked)
-    yield Finding(setting="what is sent", asked=asked, found=wrong)
+    yield Finding("what is sent", asked, wrong)
 
 
 def done_words(record: Record) -> dict[str, str]:

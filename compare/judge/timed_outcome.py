@@ -1,12 +1,11 @@
 """Outcome of processes that were timed in rounds, and the rows of its table.
 
-A case is an engine under a layout, at a size, perhaps with other settings (a variant). Cases that do the same
-work, under the same layout and at the same size, stand in a block. A row reduces a case over its rounds, and
-divides it by its baseline.
+Cases that do the same work, under the same layout and at the same size, stand in a block. A row reduces a
+case over its rounds, and divides it by its baseline.
 """
 
 import statistics
-from collections.abc import Callable
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -82,12 +81,9 @@ class TimedOutcome(Outcome, frozen=True, kw_only=True):
     """By round."""
     ceilings: dict[str, Ceiling]
     """The fastest matrix product on all cores, or on one GPU, by `Case.products`."""
-
-    @property
-    def baseline(self) -> str:
-        """An engine, whose case of the same block is what others are divided by; or ENGINE.LAYOUT, one
-        layout's case for all blocks of its size."""
-        return self.more["baseline"]
+    baseline: str
+    """An engine, whose case of the same block is what others are divided by; or ENGINE.LAYOUT, one layout's
+    case for all blocks of its size."""
 
     @property
     def how(self) -> dict[str, HowItRan]:
@@ -96,17 +92,14 @@ class TimedOutcome(Outcome, frozen=True, kw_only=True):
 
     def rounds_of(self, case: Case | None) -> dict[int, Measurement]:
         """A case's measurements by the number of their round."""
-        name = case.name if case else ""
-        return {process.round: process for process in self.measurements if process.case == name}
+        return {process.round: process for process in self.measurements if case and process.case == case.name}
 
     def baseline_of(self, case: Case) -> Case | None:
         """The case that a case is divided by; None if there is no such case."""
         for other in self.cases.values():
-            if other.size != case.size or other.variant or other.copy > 1:
-                continue
-            if self.baseline == f"{other.engine}.{other.layout}":
-                return other
-            if self.baseline == other.engine and other.layout == case.layout:
+            is_plain = other.size == case.size and not other.variant and other.copy == 1
+            here = other.engine if other.layout == case.layout else ""
+            if is_plain and self.baseline in (here, f"{other.engine}.{other.layout}"):
                 return other
         return None
 
@@ -115,44 +108,33 @@ def timed(outcome: Outcome) -> TimedOutcome:
     """The figures of a timed study. Raises RecordError: they are garbled."""
     processes = [process for rounds in outcome.kept.values() for process in rounds.values()]
     try:
+        measurements = msgspec.convert(processes, list[Measurement])
         return TimedOutcome(
             **{field: getattr(outcome, field) for field in Outcome.__struct_fields__},
             timing=msgspec.convert(outcome.more["timing"], Timing),
-            measurements=sorted(
-                msgspec.convert(processes, list[Measurement]), key=lambda process: process.round
-            ),
+            measurements=sorted(measurements, key=lambda process: process.round),
             ceilings=msgspec.convert(outcome.more.get("ceilings", {}), dict[str, Ceiling]),
+            baseline=outcome.more["baseline"],
         )
     except (msgspec.ValidationError, KeyError) as error:
         raise RecordError(f"{OUTCOME} is garbled: {error}") from None
 
 
-def measured(
-    record: Record,
-    *,
-    case: str,
-    number: int,
-    start_up_s: float,
-    windows_seen_s: float,
-    timing: Timing,
-    others_cores: float,
-) -> Measurement:
-    """The figures that a record is reduced to: see `Measurement` for the harness's own."""
+def measured(record: Record, *, first_seen_s: float, timing: Timing, **seen: Any) -> Measurement:
+    """The figures that a record is reduced to, and the harness's own: what it has `seen`, and when the first
+    step came."""
     manifest, done = record.manifest, done_words(record)
     singles = timing.warmup + timing.window * timing.windows
     return Measurement(
-        round=number,
-        case=case,
+        **seen,
         windows=manifest.windows,
         single_ms=[step.step_time_ms for step in record.steps[singles:]],
         compile_s=manifest.compile_s,
         first_step_s=manifest.first_step_s,
-        start_up_s=max(start_up_s - manifest.compile_s - manifest.first_step_s, 0.0),
+        start_up_s=max(first_seen_s - manifest.compile_s - manifest.first_step_s, 0.0),
         peak_mem_bytes=max(manifest.peak_memory_bytes),
         losses=[step.loss for step in record.steps],
         grad_norms=[step.grad_norm for step in record.steps],
-        windows_seen_s=windows_seen_s,
-        others_cores=others_cores,
         how=HowItRan(
             device_kind=manifest.device_kind,
             threads=manifest.threads,
@@ -164,15 +146,16 @@ def measured(
     )
 
 
+MEDIANS = ("wall_ms", "cpu_ms", "compile_s", "first_step_s", "start_up_s")
+"""Figures of a process, whose median over rounds is a row's."""
+
+
 class BenchRow(Struct, frozen=True, kw_only=True):
     """Figures of one case: medians over its rounds."""
 
     case: str
     label: str
     block: str
-    engine: str
-    devices: int
-    rounds: int
     wall_ms: float
     """Of a step in a window, where nothing waits for it."""
     wall_ratio: Estimate | None
@@ -208,39 +191,30 @@ def _row(result: TimedOutcome, case: Case) -> BenchRow:
     rounds, baseline = result.rounds_of(case), result.baseline_of(case)
     base = result.rounds_of(baseline)
 
-    def median(figure: Callable[[Measurement], float]) -> float:
-        return statistics.median(map(figure, rounds.values()))
+    def in_rounds(figure: str, of: dict[int, Measurement]) -> dict[int, float]:
+        return {number: getattr(process, figure) for number, process in of.items()}
 
-    def ratio(figure: Callable[[Measurement], float]) -> Estimate | None:
-        values, divisors = (
-            {number: figure(process) for number, process in of.items()} for of in (rounds, base)
-        )
-        in_rounds = ratios(values, divisors)
-        return estimate(in_rounds) if in_rounds and baseline != case else None
+    def ratio(figure: str) -> Estimate | None:
+        values = ratios(in_rounds(figure, rounds), in_rounds(figure, base))
+        return estimate(values) if values and baseline != case else None
 
-    experiment, devices = case.experiment, case.experiment.layout.devices
-    wall_ms = median(lambda process: process.wall_ms)
-    tokens_per_s = experiment.tokens_per_step / wall_ms * 1e3
+    medians = {figure: statistics.median(in_rounds(figure, rounds).values()) for figure in MEDIANS}
+    experiment = case.experiment
+    tokens_per_s = experiment.tokens_per_step / medians["wall_ms"] * 1e3
     flops_per_s = tokens_per_s * model_flops_per_token(experiment)
-    ceiling, parts = result.ceilings.get(case.products), devices if result.platform == "gpu" else 1
+    ceiling = result.ceilings.get(case.products)
+    parts = experiment.layout.devices if result.platform == "gpu" else 1
     return BenchRow(
         case=case.name,
         label=case.label,
         block=case.block,
-        engine=case.engine,
-        devices=devices,
-        rounds=len(rounds),
-        wall_ms=wall_ms,
-        wall_ratio=ratio(lambda process: process.wall_ms),
-        cpu_ms=median(lambda process: process.cpu_ms),
-        cpu_ratio=ratio(lambda process: process.cpu_ms),
-        single_ms=median(lambda process: statistics.median(process.single_ms)),
+        **medians,
+        wall_ratio=ratio("wall_ms"),
+        cpu_ratio=ratio("cpu_ms"),
+        single_ms=statistics.median(statistics.median(process.single_ms) for process in rounds.values()),
         tokens_per_s=tokens_per_s,
         flops_per_s=flops_per_s,
         of_ceiling=flops_per_s / (ceiling.flops_per_s * parts) if ceiling else None,
         mfu=flops_utilization(experiment, result.how[case.name].device_kind, tokens_per_s),
-        compile_s=median(lambda process: process.compile_s),
-        first_step_s=median(lambda process: process.first_step_s),
-        start_up_s=median(lambda process: process.start_up_s),
         peak_mem_bytes=max(process.peak_mem_bytes for process in rounds.values()),
     )

@@ -85,7 +85,7 @@ def findings_of_ledgers(study: LedgerStudy, folder: Path, *, places: bool) -> Fi
         passed=study.passed,
         tables=tables,
         notes=[f"records: {folder}"],
-        missing={name: f"is MISSING: {why}" for name, why in study.missing.items()},
+        missing={name: f"is MISSING: it {why}" for name, why in study.missing.items()},
         left_out=study.left_out,
         warnings=[f"{ledger.case}: {line}" for ledger in study.ledgers for line in ledger.unexpected],
     )

@@ -33,7 +33,7 @@ class LedgerStudy(Struct, frozen=True, kw_only=True):
 
     ledgers: list[EngineLedger]
     missing: dict[str, str] = field(default_factory=dict)
-    """Why a case that should have one has none, by its name: it failed, or did not run."""
+    """What became of a case that should have one and has none, by its name."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Why others are no case, or have no closed form, by name."""
 
@@ -94,6 +94,6 @@ def read_ledgers(folder: Path) -> LedgerStudy:
     peers = {name: PEER for name, record in named.items() if record.manifest.engine not in STUDIED}
     return LedgerStudy(
         ledgers=[engine_ledger(name, record) for name, record in named.items() if name not in peers],
-        missing=outcome.failures | dict.fromkeys(outcome.not_run, "it did not run"),
+        missing=outcome.undone,
         left_out=outcome.left_out | peers,
     )

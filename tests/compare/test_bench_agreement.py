@@ -8,7 +8,7 @@ from benches import RAN, STEPS, bench_of, cases_of, finished, measurement_of
 
 from compare.contract.timing import Window
 from compare.judge.bench_agreement import (
-    LATE,
+    LIMITS,
     agreement_summary,
     clock_contradictions,
     disagreements,
@@ -82,8 +82,8 @@ def test_rounding_is_no_other_work(tiny):
 
 def test_rounding_that_has_had_time_to_grow_is_none_either(tiny):
     """Weights have moved after twelve steps at the full rate."""
-    for dtype, (figure, name) in itertools.product(LATE, (("loss", "loss"), ("norm", "grad_norm"))):
-        most = LATE[dtype][name]
+    for dtype, (figure, name) in itertools.product(TOLERANCES, (("loss", "loss"), ("norm", "grad_norm"))):
+        most = LIMITS[dtype, name][1]
         assert mistakes(bench_in(tiny, dtype, **{figure: 0.5 * most}, first=12, warmup=1)) == []
         (line,) = mistakes(bench_in(tiny, dtype, **{figure: 2 * most}, first=12, warmup=1))
         assert (f"off by {2 * most:.1e} in the median" in line) == (dtype != "float64")

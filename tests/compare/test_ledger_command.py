@@ -76,11 +76,11 @@ def test_who_has_no_ledger_is_named(run, capsys):
     shown = capsys.readouterr().out
     assert "MISSING: torch-library, jax-compiler" in shown
     assert "plain-jit: it has one device" in shown
-    assert "torch-library is MISSING: rank 1 died" in shown
+    assert "torch-library is MISSING: it did not finish: rank 1 died" in shown
     assert main(["ledger", "--results", str(run), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["missing"] == {
-        "torch-library": "rank 1 died",
-        "jax-compiler": "it did not run",
+        "torch-library": "did not finish: rank 1 died",
+        "jax-compiler": "did not run",
     }
 
 

@@ -69,7 +69,7 @@ def test_a_case_that_fails_loses_nothing(engines, tmp_path, capsys):
     outcome = read_outcome(tmp_path / "r")
     assert (outcome.finished, outcome.passed) == (["torch-manual", "torch-library"], False)
     assert outcome.sentence().startswith("INCOMPLETE: torch-library agrees with torch-manual on 14 rungs")
-    assert "did not finish (jax-manual: no luck [/x])" in outcome.sentence()
+    assert "did not finish: jax-manual: no luck [/x]" in outcome.sentence()
     assert outcome.line == shlex.join(["shardpair", *RUN])
     capsys.readouterr()
     assert main(["report", "r"]) == 1
