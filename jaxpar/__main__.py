@@ -1,14 +1,8 @@
-"""`python -m jaxpar RUN_DIR`: read RUN_DIR/request.json, train, leave a record in RUN_DIR; under srun or
-torchrun, or with --coordinator, as one of several processes, each with a part of the devices.
-`--collectives RUN_DIR` times collectives instead (`compare.contract.collective_bench`). Or a question, which
-`questions` answers: `--doctor`, `--ceiling`, `--compile`, `--sample`, `--convert`.
+"""`python -m jaxpar`: as the only process of a run, or as one of several, each with a part of the devices.
 
-Exit codes: 0 done; 1 the run failed; 2 a bad request or experiment, or RUN_DIR is in use; 3 this machine
-lacks what it needs; 4 it was asked to end early, and saved its state; 143 SIGTERM. Other than 0,
-RUN_DIR/error.json says why, unless another run is in RUN_DIR.
+It is one of several under srun, torchrun or `--coordinator`. See `compare.contract.command`.
 """
 
-import argparse
 import os
 import signal
 import sys
@@ -20,58 +14,45 @@ from pathlib import Path
 import msgspec
 
 from compare.contract.collective_bench import TYPE, read_collective_request
-from compare.contract.ending import (
-    BAD_REQUEST,
-    DONE,
-    FAILED,
-    MISSING,
-    STOPPED,
-    DivergedError,
-    StoppedEarly,
-    StopRequest,
-)
+from compare.contract.command import one_line, parse_arguments, told_by
+from compare.contract.ending import DONE, FAILED, StoppedEarly, StopRequest
 from compare.contract.faults import IGNORED
 from compare.contract.other_hosts import Waiting, blame_for_hang
-from compare.contract.processes import Process, add_flags, find_process
+from compare.contract.processes import Process, find_process
 from compare.contract.record import Failure, Recorder, clear_record, leave_failure
 from compare.contract.request import read_request
 from compare.contract.run_lock import lock_folder
-from compare.host.disk import no_room
-from compare.host.facts import MissingDevicesError, MissingPackageError
-from compare.host.signals import describe_exit, is_ignored, on_signals
+from compare.host.signals import describe_exit, is_ignored, on_signals, when_stdin_ends
 from compare.spec.engines.registry import JAX
-from compare.spec.experiment import ExperimentError
-from jaxpar.watchdog import Watchdog, exit_with_stdin
+from jaxpar.watchdog import Watchdog
 
-EXIT_CODES: dict[type[Exception], int] = {
-    StoppedEarly: STOPPED,
-    DivergedError: FAILED,
-    ExperimentError: BAD_REQUEST,
-    MissingDevicesError: MISSING,
-    ImportError: MISSING,
+ASKED_IN_JSON = {
+    "sample": "token ids drawn from a checkpoint",
+    "ceiling": "how fast matrices are multiplied",
+    "compile": "a step of absent devices",
 }
-"""Of errors whose message says all; the name of any other is said, too."""
-QUESTIONS = ("doctor", "ceiling", "compile", "convert", "sample")
 
 
 def main() -> int:
-    """Run, and return the exit code. Every failure ends as one line, and in RUN_DIR/error.json.
+    """Run or answer. Returns the exit code; every failure is one line, and in RUN_DIR/error.json.
 
     Of several processes the first holds the folder, and the first that fails leaves the word.
     """
     # Python runs its own Ctrl-C handler only when XLA's C++ returns, which a compilation does not do soon.
     if not is_ignored(signal.SIGINT):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    arguments = _parse_arguments()
+    arguments = parse_arguments("jaxpar", ASKED_IN_JSON)
     if arguments.exit_with_stdin:
-        exit_with_stdin()
+        when_stdin_ends(partial(os._exit, FAILED))
+    folder = arguments.run_dir
     try:
-        if any(getattr(arguments, question) for question in QUESTIONS):
+        if arguments.question:
             from jaxpar.questions import answer
 
-            answer(arguments)
+            if (said := answer(arguments)) is not None:
+                print(msgspec.json.encode(said).decode())
             return DONE
-        process, folder = find_process(arguments, os.environ), arguments.run_dir
+        process = find_process(arguments, os.environ)
         with lock_folder(folder) if process is None or process.is_first else nullcontext():
             on_signals([signal.SIGTERM], partial(_leave, folder, process))
             try:
@@ -85,9 +66,11 @@ def main() -> int:
                 sys.stderr.flush()
                 os._exit(failure.exit_code)  # JAX's own end would wait for the other processes
             return failure.exit_code
-    except (ExperimentError, MissingDevicesError, MissingPackageError) as error:
-        print(f"jaxpar: {error}", file=sys.stderr)
-        return BAD_REQUEST if isinstance(error, ExperimentError) else MISSING
+    except Exception as error:
+        if not (failure := told_by(error, folder)):
+            raise
+        print(f"jaxpar: {failure.message}", file=sys.stderr)
+        return failure.exit_code
 
 
 def train(folder: Path, process: Process | None = None) -> None:
@@ -150,27 +133,6 @@ def _begin(folder: Path, timeout_s: float, process: Process | None) -> Watchdog:
     return Watchdog(timeout_s, on_hang)
 
 
-def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m jaxpar", description="Train one experiment with JAX.")
-    parser.add_argument("run_dir", nargs="?", type=Path, help="folder with request.json")
-    parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input ends")
-    parser.add_argument("--collectives", action="store_true", help="time collectives, not a training")
-    parser.add_argument("--doctor", action="store_true", help="print versions and devices as JSON")
-    convert = "a checkpoint to one of orbax, or one of orbax to a checkpoint"
-    parser.add_argument("--convert", nargs=2, type=Path, metavar=("FROM", "TO"), help=convert)
-    for question, answer in (
-        ("sample", "token ids drawn from a checkpoint"),
-        ("ceiling", "how fast matrices are multiplied"),
-        ("compile", "a step of absent devices"),
-    ):
-        parser.add_argument(f"--{question}", metavar="JSON", help=f"print {answer}, as JSON")
-    add_flags(parser)
-    arguments = parser.parse_args()
-    if arguments.run_dir is None and not any(getattr(arguments, question) for question in QUESTIONS):
-        parser.error("RUN_DIR is missing")
-    return arguments
-
-
 def _leave(folder: Path, process: Process | None, signal_number: int) -> None:
     code = 128 + signal_number
     _report(Failure(message=describe_exit(code), is_consequence=True), folder, process)
@@ -178,24 +140,19 @@ def _leave(folder: Path, process: Process | None, signal_number: int) -> None:
 
 
 def failure_of(error: Exception, folder: Path, process: Process | None) -> Failure:
-    """An error in error.json's words, with the exit code that follows from it."""
-    code = next((code for of, code in EXIT_CODES.items() if isinstance(error, of)), None)
-    full = no_room(error, folder)
-    message = full or " ".join(str(error).split()) or type(error).__name__
-    # A run's early end happened in training, and not in a line of code.
-    stack = "" if isinstance(error, StoppedEarly | DivergedError) else traceback.format_exc()
-    is_consequence = False
+    """An error in error.json's words, with the exit code that follows from it; of a bug with its stack."""
     if isinstance(error, StoppedEarly):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher ends the others with the first that leaves
-    if code is None and not full:
-        message = f"{type(error).__name__}: {message}"
-        traceback.print_exception(error)
-        if process:
-            from jaxpar.comm.hosts import is_consequence as is_lost
+    if failure := told_by(error, folder):
+        return failure
+    is_consequence = False
+    if process:
+        from jaxpar.comm.hosts import is_consequence as is_lost
 
-            is_consequence = is_lost(error)
-    code = FAILED if code is None else code
-    return Failure(message=message, traceback=stack, is_consequence=is_consequence, exit_code=code)
+        is_consequence = is_lost(error)
+    traceback.print_exception(error)
+    message, stack = f"{type(error).__name__}: {one_line(error)}", "".join(traceback.format_exception(error))
+    return Failure(message=message, traceback=stack, is_consequence=is_consequence)
 
 
 def _report(failure: Failure, folder: Path, process: Process | None) -> None:
@@ -204,11 +161,7 @@ def _report(failure: Failure, folder: Path, process: Process | None) -> None:
         message = f"{process.name}: {failure.message}"
         failure = msgspec.structs.replace(failure, message=message, rank=process.number)
     print(f"jaxpar: {failure.message}", file=sys.stderr, flush=True)
-    try:
-        leave_failure(folder, failure)
-    except OSError as error:
-        if str(error) not in failure.message:  # a full disk has been named already
-            print(f"jaxpar: {folder}: cannot leave error.json: {error}", file=sys.stderr, flush=True)
+    leave_failure(folder, failure)
 
 
 if __name__ == "__main__":

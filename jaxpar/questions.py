@@ -3,12 +3,10 @@
 JAX is configured before what uses it is imported: a backend, once started, keeps its devices and platform.
 """
 
-import json
 from argparse import Namespace
 from pathlib import Path
 
 import jax
-import msgspec
 import numpy as np
 from flax import nnx
 
@@ -25,26 +23,29 @@ from jaxpar.model import GPT
 from jaxpar.weights import from_canonical
 
 
-def answer(arguments: Namespace) -> None:
-    """Answer on standard output. Raises ExperimentError, MissingDevicesError, MissingPackageError."""
-    if arguments.convert:
-        convert(*arguments.convert)
-    elif arguments.ceiling:
-        request = read_ceiling_request(arguments.ceiling)
-        configure_products(request.platform, request.dtype)
-        from jaxpar.measure.bench import measure_ceiling
+def answer(arguments: Namespace) -> object:
+    """The answer, to be printed as JSON; None of a conversion, which leaves files.
 
-        print(msgspec.json.encode(measure_ceiling(request)).decode())
-    elif arguments.compile:
-        ahead = read_absent_request("--compile", arguments.compile)
-        configure_products("cpu", ahead.experiment.precision.product_dtype)
-        from jaxpar.ahead_of_time import compile_step_ahead
+    Raises ExperimentError, MissingDevicesError, MissingPackageError.
+    """
+    match arguments.question:
+        case "ceiling":
+            request = read_ceiling_request(arguments.ceiling)
+            configure_products(request.platform, request.dtype)
+            from jaxpar.measure.bench import measure_ceiling
 
-        print(msgspec.json.encode(compile_step_ahead(ahead)).decode())
-    elif arguments.sample:
-        print(json.dumps(sample(read_sample_request(arguments.sample))))
-    else:
-        print(json.dumps(doctor()))
+            return measure_ceiling(request)
+        case "compile":
+            ahead = read_absent_request("--compile", arguments.compile)
+            configure_products("cpu", ahead.experiment.precision.product_dtype)
+            from jaxpar.ahead_of_time import compile_step_ahead
+
+            return compile_step_ahead(ahead)
+        case "sample":
+            return sample(read_sample_request(arguments.sample))
+        case "doctor":
+            return doctor()
+    return convert(*arguments.convert)
 
 
 def convert(source: Path, target: Path) -> None:

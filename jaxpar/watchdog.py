@@ -1,4 +1,4 @@
-"""Ends a process that hangs, or whose launcher is gone. JAX's devices are threads: one exit ends them all."""
+"""Ends a process that hangs. JAX's devices are threads: one exit ends them all."""
 
 import faulthandler
 import os
@@ -8,9 +8,9 @@ import time
 import traceback
 from collections.abc import Callable
 
+from compare.contract.ending import FAILED
 from compare.host.facts import Activity, look_s
 
-EXIT_CODE = 1
 GRACE_S = 10.0
 
 
@@ -50,16 +50,4 @@ class Watchdog:
         try:
             self._on_hang(f"no progress for {self._timeout_s:g} s {doing} (timeout_s): the run hangs", stack)
         finally:
-            os._exit(EXIT_CODE)
-
-
-def exit_with_stdin() -> None:
-    """End the process at once when standard input ends: the process that started it is gone."""
-
-    def wait() -> None:
-        # os.read, not sys.stdin: its lock, held at interpreter shutdown, is a fatal error.
-        while os.read(0, 4096):
-            pass
-        os._exit(EXIT_CODE)
-
-    threading.Thread(target=wait, daemon=True).start()
+            os._exit(FAILED)

@@ -35,7 +35,7 @@ def convert(source: Path, target: Path, model: Model | None = None) -> None:
     known = {key: sizes[key] for key in SIZES if key in sizes}
     if model is None:
         if len(known) < len(SIZES):
-            raise ExperimentError(f"init_from: {source} does not say its sizes: give them with --model JSON")
+            raise ExperimentError(f"init_from: {source} does not say its sizes: give them with --base JSON")
         model = msgspec.convert(known, Model)
     for key, value in known.items():  # shapes do not show the number of heads
         if value != getattr(model, key):

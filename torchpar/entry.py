@@ -56,7 +56,7 @@ def start_ranks(
     Raises:
         ExperimentError: data or weights that do not fit.
         MissingDevicesError: too few GPUs.
-        RanksFailed, LaunchInterrupted: from `launch`.
+        RunFailed: from `launch`.
     """
     if batches is None:  # ranks trust the digests
         corpus = open_corpus(request.experiment, validated_sha256=request.corpus_sha256)

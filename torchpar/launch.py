@@ -25,6 +25,7 @@ from typing import NamedTuple, NoReturn
 import psutil
 import torch
 
+from compare.contract.command import RunFailed, one_line
 from compare.contract.ending import DivergedError
 from compare.contract.other_hosts import Waiting, blame
 from compare.contract.record import Failure
@@ -47,22 +48,6 @@ PHASES = (
     *("starting", "setting up"),  # until all have met; then model, data, and what wraps them
     *("forward", "backward", "synchronisation", "optimizer", "record", "evaluation"),
 )
-
-
-class RanksFailed(Exception):
-    """The run failed; `failure` says which rank, and what."""
-
-    def __init__(self, failure: Failure):
-        super().__init__(failure.message)
-        self.failure = failure
-
-
-class LaunchInterrupted(BaseException):
-    """The parent got SIGINT or SIGTERM; the ranks have been ended."""
-
-    def __init__(self, signal_number: int):
-        super().__init__(signal_number)
-        self.signal_number = signal_number
 
 
 class Position(NamedTuple):
@@ -131,8 +116,8 @@ def launch(
 
     Raises:
         MissingDevicesError: too few GPUs.
-        RanksFailed: a rank failed, was killed, or hangs: none made progress for `timeout_s` seconds.
-        LaunchInterrupted: SIGINT or SIGTERM came.
+        RunFailed: a rank failed, was killed, or hangs: none made progress for `timeout_s` seconds; or SIGINT
+            or SIGTERM came.
     """
     if platform == "gpu":
         require_gpus(world_size)
@@ -211,10 +196,10 @@ def _end(processes: Sequence[BaseProcess]) -> None:
 
 @contextlib.contextmanager
 def _signals_raise() -> Generator[None]:
-    """SIGINT and SIGTERM, unless ignored, raise LaunchInterrupted; call it in the main thread."""
+    """SIGINT and SIGTERM, unless ignored, raise RunFailed; call it in the main thread."""
 
     def interrupt(number: int, frame: object) -> None:
-        raise LaunchInterrupted(number)
+        raise RunFailed(Failure(message=describe_exit(128 + number), exit_code=128 + number))
 
     before = {number: signal.getsignal(number) for number in SIGNALS}
     for number in SIGNALS:
@@ -229,7 +214,7 @@ def _signals_raise() -> Generator[None]:
 
 def failure_of(error: BaseException, rank: Rank) -> Failure:
     """An error that ended a rank, as the record states it."""
-    text = " ".join(str(error).split())
+    text = one_line(error)
     if isinstance(error, DivergedError):  # on all ranks alike
         return Failure(message=text)
     is_full = isinstance(error, DiskFull)  # its message says it all
@@ -245,7 +230,7 @@ def failure_of(error: BaseException, rank: Rank) -> Failure:
 def supervise(
     processes: Sequence[BaseProcess], ranks: Sequence[Rank], folder: Path, timeout_s: float
 ) -> None:
-    """Return when all ranks are done; raise RanksFailed when one failed or none makes progress.
+    """Return when all ranks are done; raise RunFailed when one failed or none makes progress.
 
     Before its first step a rank makes progress as long as it uses the processor: it is not known how long
     importing, drawing weights and wrapping take. A phase of a step has to end within `timeout_s`.
@@ -268,10 +253,10 @@ def supervise(
             waiting = {rank.rank: rank.waiting for rank in running}
             states = {number: psutil.Process(processes[number].pid).status() for number in waiting}
             stopped = [number for number in states if states[number] in STOPPED]
-            raise RanksFailed(blame(waiting, stopped, timeout_s=timeout_s, state="stopped", noun="rank"))
+            raise RunFailed(blame(waiting, stopped, timeout_s=timeout_s, state="stopped", noun="rank"))
         connection.wait([processes[rank.rank].sentinel for rank in running], timeout=POLL_S)
     if any(process.exitcode for process in processes):
-        raise RanksFailed(first_failure(processes, ranks, folder))
+        raise RunFailed(first_failure(processes, ranks, folder))
 
 
 def first_failure(processes: Sequence[BaseProcess], ranks: Sequence[Rank], folder: Path) -> Failure:

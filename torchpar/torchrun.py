@@ -18,14 +18,15 @@ import psutil
 from msgspec.structs import replace
 
 from compare.contract.collective_bench import CollectiveRequest
-from compare.contract.ending import BAD_REQUEST, STOPPED, StoppedEarly, StopRequest
+from compare.contract.command import RunFailed, told_by
+from compare.contract.ending import StoppedEarly, StopRequest
 from compare.contract.other_hosts import blame_for_hang, numbered
 from compare.contract.record import WAITING, Failure, clear_record, leave_failure, read_failure
 from compare.contract.request import Request
 from compare.host.facts import MissingDevicesError, look_s
 from compare.host.signals import describe_exit, on_signals
 from compare.spec.experiment import ExperimentError
-from torchpar.launch import Rank, RanksFailed, failure_of, require_gpus
+from torchpar.launch import Rank, failure_of, require_gpus
 
 GRACE_S = 3.0  # for the rank to blame to write its error, or to be seen dead
 POLL_S = 0.05
@@ -43,8 +44,7 @@ def become_rank(
 
     Raises:
         MissingDevicesError: another number of processes than devices, or too few GPUs.
-        RanksFailed: the run failed, on this rank or on another one.
-        ExperimentError, StoppedEarly: from `work`, on all ranks alike.
+        RunFailed: the run failed, on this rank or on another one, or `work` ended early on all alike.
     """
     number, world_size, local_rank, on_host = (
         int(os.environ.get(name, default))
@@ -66,15 +66,14 @@ def become_rank(
     threading.Thread(target=siblings.watch, daemon=True).start()
     try:
         work(rank)
-    except (ExperimentError, StoppedEarly) as error:  # all ranks alike
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher ends the others with the first that leaves
-        code = STOPPED if isinstance(error, StoppedEarly) else BAD_REQUEST
-        siblings.leave_word(Failure(message=str(error), exit_code=code))
-        raise
     except Exception as error:
-        failure = siblings.why(failure_of(error, rank))
+        failure = told_by(error, folder) if isinstance(error, ExperimentError | StoppedEarly) else None
+        if failure:  # all ranks alike; a launcher ends the others with the first that leaves
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        else:
+            failure = siblings.why(failure_of(error, rank))
         siblings.leave_word(failure)
-        raise RanksFailed(failure) from error
+        raise RunFailed(failure) from error
 
 
 class Siblings:

@@ -121,8 +121,7 @@ def as_checkpoint(source: Path, folder: Path, base: Experiment, *, pythons: Mapp
     """The folder of a checkpoint: the source's own, or one made in `folder`. Raises as `convert`."""
     foreign = "nanogpt" if source.suffix in PICKLES else "orbax"
     if source.suffix in PICKLES or (source / ORBAX_METADATA).is_file():
-        options = ["--experiment", msgspec.json.encode(base).decode()] if foreign == "nanogpt" else []
-        convert_by_side(source, folder, foreign, pythons=pythons, options=options)
+        convert_by_side(source, folder, foreign, pythons=pythons, base=base)
         return folder
     if not is_huggingface(source):
         return any_checkpoint(source)

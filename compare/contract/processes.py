@@ -55,19 +55,6 @@ class Process(NamedTuple):
         return {name: str(value) for name, value in (numbers | place).items()}
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags that tell a process its place, where no launcher does."""
-    group = parser.add_argument_group(
-        "several hosts", "Under srun or torchrun their variables say the same, and these are not needed."
-    )
-    group.add_argument("--coordinator", default="", metavar="HOST:PORT", help="where all processes meet")
-    group.add_argument("--processes", type=int, default=0, metavar="N", help="processes on all hosts")
-    group.add_argument("--process", type=int, default=-1, metavar="K", help="this one's number, from 0")
-    group.add_argument(
-        "--local_process", type=int, default=0, metavar="K", help="its number on its host; default 0"
-    )
-
-
 def find_process(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Process | None:
     """This process's place; None if it is alone. Raises ExperimentError: they do not fit each other."""
     try:

@@ -19,6 +19,7 @@ Every file is written to a temporary name and renamed, except that steps are app
 """
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -213,10 +214,14 @@ def clear_record(folder: Path) -> None:
 
 
 def leave_failure(folder: Path, failure: Failure) -> None:
-    """Leave error.json: the first cause stays, and a consequence gives way to it."""
+    """Leave error.json, if there is room: the first cause stays, and a consequence gives way to it."""
     there = read_failure(folder)
     if there is None or (there.is_consequence and not failure.is_consequence):
-        write_json(folder / ERROR, failure)
+        try:
+            write_json(folder / ERROR, failure)
+        except OSError as error:
+            if str(error) not in failure.message:  # a full disk has been named already
+                print(f"{folder}: cannot leave {ERROR}: {error}", file=sys.stderr, flush=True)
 
 
 def read_failure(folder: Path) -> Failure | None:

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ from compare.contract.ceiling import Ceiling, CeilingRequest
 from compare.contract.ending import BAD_REQUEST
 from compare.execute.launch import EnvironmentMissing, child_environment
 from compare.spec.engines.registry import SIDES
-from compare.spec.experiment import ExperimentError
+from compare.spec.experiment import Experiment, ExperimentError
 
 T = TypeVar("T")
 TIMEOUT_S = 120
@@ -98,15 +98,17 @@ def measure_ceiling(
 
 
 def convert_by_side(
-    source: Path, target: Path, foreign: str, *, pythons: Mapping[str, str], options: Sequence[str] = ()
+    source: Path, target: Path, foreign: str, *, pythons: Mapping[str, str], base: Experiment | None = None
 ) -> None:
-    """Have the side that knows a format (`Side.converts`) read or write it.
+    """Have the side that knows a format (`Side.converts`) read or write it; `base` is what it does not say.
 
     Raises ExperimentError: the source cannot be read safely, or does not fit; EnvironmentMissing.
     """
     side = next(side for side in SIDES.values() if foreign in side.converts)
     python = pythons.get(side.name, sys.executable)
-    command = [python, "-m", side.name, "--convert", str(source.absolute()), str(target.absolute()), *options]
+    command = [python, "-m", side.name, "--convert", str(source.absolute()), str(target.absolute())]
+    if base:
+        command += ["--base", msgspec.json.encode(base).decode()]
     try:
         code, output = output_of(command, child_environment(side, "cpu"))
     except OSError as error:

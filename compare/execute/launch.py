@@ -199,8 +199,7 @@ def run_side(
         cause = Failure(message=f"{told}: see {folder / LOG}, or raise --timeout_s", exit_code=FAILED)
     said = cause.message
     if not failure or failure.message != said:  # the engine could not say it itself
-        with contextlib.suppress(OSError):  # the disk may be full
-            files.leave_failure(folder, Failure(message=said))
+        files.leave_failure(folder, Failure(message=said))
     message = said if said.startswith(f"{name} ") else f"{name}: {said}"
     raise EngineError(message, exit_code=cause.exit_code, log=folder / LOG)
 

@@ -35,6 +35,17 @@ def on_signals(numbers: Collection[int], act: Callable[[int], None]) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+def when_stdin_ends(act: Callable[[], None]) -> None:
+    """Call `act` in a thread once no process holds standard input open any more: who started us is gone."""
+
+    def wait() -> None:
+        while os.read(0, 4096):  # not sys.stdin, whose lock may be held in a fork, or at the end of Python
+            pass
+        act()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def describe_exit(code: int, *, when: str = "") -> str:
     """The end of a process in words: 'killed by SIGSEGV at step 3', where `when` is 'at step 3'.
 

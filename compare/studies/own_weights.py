@@ -4,8 +4,6 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
-
 from compare.execute.ask import convert_by_side
 from compare.host.disk import why_not_readable
 from compare.host.tensors import RecordError, Tensors
@@ -34,8 +32,7 @@ def freeze_weights(
     else:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             converted = Path(scratch) / INIT
-            model = msgspec.json.encode(experiment.model).decode()
-            convert_by_side(Path(source), converted, "nanogpt", pythons=pythons, options=["--model", model])
+            convert_by_side(Path(source), converted, "nanogpt", pythons=pythons, base=experiment)
             weights = read_weights(converted, experiment)
     write_weights(folder / INIT, weights)
     return {"init_from": str((folder / INIT).absolute()), "init_sha256": fingerprint(weights)}

@@ -1,10 +1,9 @@
 """A process's place among those of a run, from a launcher's variables or from flags."""
 
-import argparse
-
 import pytest
 
-from compare.contract.processes import Process, add_flags, find_process, first_host
+from compare.contract.command import parse_arguments
+from compare.contract.processes import Process, find_process, first_host
 from compare.spec.experiment import ExperimentError
 
 SLURM = {
@@ -25,9 +24,8 @@ TORCHRUN = {
 
 
 def find(environment=None, flags=()) -> Process | None:
-    parser = argparse.ArgumentParser()
-    add_flags(parser)
-    return find_process(parser.parse_args(flags), environment or {})
+    arguments = parse_arguments("torchpar", {}, ["RUN_DIR", *flags])
+    return find_process(arguments, environment or {})
 
 
 def flags(coordinator="head:1234", processes=2, process=1):

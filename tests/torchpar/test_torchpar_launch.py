@@ -23,6 +23,7 @@ from forks import run_forked
 from processes import PATIENCE_S, assert_gone, in_order, wait_for
 
 from compare.contract import record
+from compare.contract.command import RunFailed
 from compare.contract.record import Failure
 from compare.contract.request import Request
 from compare.execute.launch import child_environment
@@ -31,7 +32,7 @@ from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import Experiment, Layout, Model, Train
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
-from torchpar.launch import Rank, RanksFailed, first_failure, launch
+from torchpar.launch import Rank, first_failure, launch
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = child_environment(SIDES["torchpar"], "cpu")
@@ -81,7 +82,7 @@ def parent(main: Callable[[Rank], None], timeout_s: float) -> int:
     """Launch, and print what the parent found out, as JSON."""
     try:
         launch(main, world_size=4, timeout_s=timeout_s)
-    except RanksFailed as error:
+    except RunFailed as error:
         children = psutil.Process().children(recursive=True)
         found = {"message": error.failure.message, "traceback": error.failure.traceback}
         print(json.dumps(found | {"rank": error.failure.rank, "left": len(children)}))
