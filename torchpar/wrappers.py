@@ -297,13 +297,11 @@ class FSDP(Guarded, fully_sharded.FSDP):
 class ShardedOptimizer(sharded_optimizer.ShardedOptimizer):
     """An optimizer that treats elements one by one, its state shared out: see `manual.sharded_optimizer`.
 
-    Gradients are the mean already, such as DataParallel's; or with `reduce_gradients=True` they are reduced
-    here, and `finish_gradient_synchronization()` comes before `step()`.
+    It reduces the gradients itself: `finish_gradient_synchronization()` comes before `step()`.
     """
 
     def __init__(self, params: Iterable[Any], optimizer_cls: type[torch.optim.Optimizer], **options: Any):
         require_elementwise(optimizer_cls)
-        options.setdefault("reduce_gradients", False)
         super().__init__(params, optimizer_cls, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

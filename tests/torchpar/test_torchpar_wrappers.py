@@ -174,24 +174,17 @@ def test_fully_sharded(rank: int) -> None:
 @on_ranks
 def test_sharded_optimizer(rank: int) -> None:
     for make in HABITS.values():
-        for reduces in (False, True):
-            module = make(0 if reduces else rank)  # an optimizer has nothing to do with buffers
-            named = dict(module.named_parameters())
-            optimizer = ShardedOptimizer(
-                groups(named), torch.optim.AdamW, reduce_gradients=reduces, bucket_size_mb=2e-4, **ADAM
-            )
-            model = module if reduces else DataParallel(module, find_unused_parameters=True)
-            for step, expected in enumerate(reference(make, steps=2)):
-                three_passes(model, optimizer if reduces else model, rank, step)
-                if reduces:
-                    optimizer.clip_grad_norm_(limit(make))
-                else:
-                    clip_grad_norm_([p for p in named.values() if p.grad is not None], limit(make))
-                optimizer.step()
-                optimizer.zero_grad()
-                assert_same(module.state_dict(), expected.state_dict())
-            held = sum(v.numel() for state in optimizer.state.values() for v in state.values() if v.dim())
-            assert held <= 2 * sum(p.numel() for p in named.values()) // RANKS + 2 * len(named)
+        module = make(0)  # an optimizer has nothing to do with buffers
+        named = dict(module.named_parameters())
+        optimizer = ShardedOptimizer(groups(named), torch.optim.AdamW, bucket_size_mb=2e-4, **ADAM)
+        for step, expected in enumerate(reference(make, steps=2)):
+            three_passes(module, optimizer, rank, step)
+            optimizer.clip_grad_norm_(limit(make))
+            optimizer.step()
+            optimizer.zero_grad()
+            assert_same(module.state_dict(), expected.state_dict())
+        held = sum(v.numel() for state in optimizer.state.values() for v in state.values() if v.dim())
+        assert held <= 2 * sum(p.numel() for p in named.values()) // RANKS + 2 * len(named)
 
 
 @on_ranks
@@ -277,7 +270,7 @@ def test_a_step_or_a_clipping_before_gradients_are_finished_is_an_error(rank: in
                 clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     module = stack(2)
-    sharded = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1, reduce_gradients=True)
+    sharded = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
     module(normal(4, 16)).sum().backward()
     for act in (sharded.step, partial(sharded.clip_grad_norm_, 1.0)):
         with early():
@@ -307,7 +300,6 @@ def test_what_is_not_usual_is_refused(rank: int) -> None:
         (lambda: FSDP(wrapped), "a wrapper already"),
         (lambda: DataParallel(nn.Embedding(3, 3, sparse=True)), "sparse"),
         (lambda: FSDP(stack(2), zero=1), "use ShardedOptimizer"),
-        (lambda: DataParallel(stack(2), gradient_sync="fast"), "naive, flat, overlapped"),
         (lambda: FSDP(module, units=[module[0], module]), "fully_shard"),
         (lambda: FSDP(module, units=[nn.Linear(1, 1)]), "no part of the module"),
         (lambda: copy.deepcopy(model), "whole state"),

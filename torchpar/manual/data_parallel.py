@@ -16,19 +16,18 @@ Sources: PyTorch DDP (arXiv 2006.15704).
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from compare.contract.communication import GRADIENTS, REPLICATE
 from torchpar.comm.collectives import Axis, ProcessGroup, Work
-from torchpar.manual.accumulation import Accumulates
 
 T = TypeVar("T", bound=Any)
-GradientSync = Literal["naive", "flat", "overlapped", "bucketed"]
 NamedParameters = list[tuple[str, nn.Parameter]]
 
 
@@ -61,8 +60,22 @@ def pack(named: Iterable[tuple[str, nn.Parameter]], limit_bytes: float) -> list[
     return packs
 
 
-class Bucket:
-    """Parameters of one dtype and device whose gradients are averaged together.
+class Flat:
+    """Parameters of one dtype and device, end to end in flat memory (n,); `starts` of each, and n."""
+
+    def __init__(self, named: NamedParameters):
+        self.names, self.parameters = [name for name, _ in named], [parameter for _, parameter in named]
+        self.starts = list(itertools.accumulate((p.numel() for p in self.parameters), initial=0))
+        # Strides like the parameter's, where it is dense: what kernels and autograd expect of it.
+        self._shapes = [(p.shape, torch.empty_like(p, device="meta").stride()) for p in self.parameters]
+
+    def view(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        """The view of a flat buffer (n,) that is the parameter at `index`, in its shape."""
+        return buffer.as_strided(*self._shapes[index], self.starts[index])
+
+
+class Bucket(Flat):
+    """Parameters whose gradients are averaged together.
 
     Attributes:
         buffer: the gradients end to end (n,), of which those on the parameters are views; None before any.
@@ -71,10 +84,7 @@ class Bucket:
     """
 
     def __init__(self, named: NamedParameters):
-        self.names, self.parameters = [name for name, _ in named], [parameter for _, parameter in named]
-        self._starts = list(itertools.accumulate((p.numel() for p in self.parameters), initial=0))
-        # Strides like the parameter's, where it is dense: what autograd wants of a gradient that it adds to.
-        self._strides = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
+        super().__init__(named)
         self.reset()
 
     def reset(self) -> None:
@@ -90,8 +100,8 @@ class Bucket:
     def add(self, index: int, *, ranks: int) -> None:
         """Take in the gradient of the parameter at `index`, divided by `ranks`: the sum is then the mean.
 
-        The gradient moves into the buffer and becomes a view of it: one copy, in which it is divided, none
-        back, and no second gradient in memory. That of a single parameter is its own buffer, if it can be.
+        It moves into the buffer and becomes a view of it: one copy, none back, and no second gradient in
+        memory. That of a single parameter is its own buffer, if it can be.
         """
         parameter = self.parameters[index]
         gradient = parameter.grad
@@ -101,9 +111,8 @@ class Bucket:
             self.buffer = gradient.view(-1).div_(ranks)
             return
         if self.buffer is None:
-            self.buffer = gradient.new_empty(self._starts[-1])
-        slot = self.buffer.as_strided(parameter.shape, self._strides[index], self._starts[index])
-        parameter.grad = torch.div(gradient, ranks, out=slot)
+            self.buffer = gradient.new_empty(self.starts[-1])
+        parameter.grad = torch.div(gradient, ranks, out=self.view(self.buffer, index))
 
 
 class LaunchOrder(list[T]):
@@ -118,6 +127,21 @@ class LaunchOrder(list[T]):
             yield self[self.taken - 1]
 
 
+class Accumulates:
+    """A wrapper that reduces gradients in backward, except in `no_sync`: there they only add up."""
+
+    is_synchronizing = True
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Around forward and backward of every pass of a step but the last."""
+        before, self.is_synchronizing = self.is_synchronizing, False
+        try:
+            yield
+        finally:
+            self.is_synchronizing = before
+
+
 class DataParallel(Accumulates, nn.Module):
     """Averages the gradients of a module over the ranks of a group.
 
@@ -125,30 +149,25 @@ class DataParallel(Accumulates, nn.Module):
     optimizer. Parameters are those of the first rank from the start. Every trainable one takes part in the
     loss, and backward runs once between two synchronisations, but in `no_sync`.
 
-    Args:
-        module: its parameters may be tied or frozen.
-        gradient_sync: naive, flat, overlapped or bucketed, as the file's text says.
-        bucket_size_mb: for bucketed; 1 MB = 1e6 bytes. A larger parameter gets a bucket of its own.
-        group: the ranks: an Axis, a torch ProcessGroup, or None for all.
+    A bucket has up to `bucket_size_mb` (1 MB = 1e6 bytes), or one larger parameter. The group of ranks is an
+    Axis, a torch ProcessGroup, or None for all.
     """
 
     def __init__(
         self,
         module: nn.Module,
         *,
-        gradient_sync: GradientSync = "bucketed",
+        gradient_sync: str = "bucketed",
         bucket_size_mb: float = 25.0,
         group: Axis | ProcessGroup | None = None,
     ):
         super().__init__()
-        if gradient_sync not in get_args(GradientSync) or bucket_size_mb <= 0:
-            raise ValueError("gradient_sync: naive, flat, overlapped or bucketed; bucket_size_mb: above 0")
         self.module, self.axis = module, Axis.of(group)
         replicate(module.parameters(), [self.axis])
-        limit_bytes = {"bucketed": bucket_size_mb * 1e6, "flat": float("inf")}.get(gradient_sync, 0.0)
+        limits = {"naive": 0.0, "flat": float("inf"), "overlapped": 0.0, "bucketed": bucket_size_mb * 1e6}
         self._during_backward = gradient_sync in ("overlapped", "bucketed")
         trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self.buckets = LaunchOrder(Bucket(named) for named in pack(trainable[::-1], limit_bytes))
+        self.buckets = LaunchOrder(Bucket(named) for named in pack(trainable[::-1], limits[gradient_sync]))
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(partial(self.gradient_ready, bucket, index))
@@ -165,7 +184,6 @@ class DataParallel(Accumulates, nn.Module):
                 self.all_reduce_full_buckets()
 
     def all_reduce_full_buckets(self) -> None:
-        """Begin to sum full buckets over the ranks."""
         for bucket in self.buckets.take_full():
             assert bucket.buffer is not None
             bucket.work = self.axis.start_all_reduce(bucket.buffer, purpose=GRADIENTS)

@@ -10,7 +10,6 @@ and `FlatGradients` the same for their gradients. A `Unit` gives modules the par
 moves between the ranks, and when: `fully_sharded`, `sharded_optimizer`.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
@@ -19,10 +18,10 @@ from torch import nn
 
 from compare.contract.communication import RECORD
 from torchpar.comm.collectives import Axis, Work, chunk_slices
-from torchpar.manual.data_parallel import NamedParameters, pack, replicate
+from torchpar.manual.data_parallel import Flat, NamedParameters, replicate
 
 
-class FlatParameters:
+class FlatParameters(Flat):
     """Some parameters, cut over an axis. They keep their identity: hooks and tied uses stay.
 
     Args:
@@ -36,13 +35,10 @@ class FlatParameters:
 
     @torch.no_grad()
     def __init__(self, named: NamedParameters, axis: Axis, *, zero: int, replicas: Axis | None = None):
-        self.names, self.parameters = [name for name, _ in named], [parameter for _, parameter in named]
+        super().__init__(named)
         self.axis, self.replicas, self.zero = axis, replicas, zero
-        # Strides like the parameter's, where it is dense: what kernels and autograd expect of it.
-        self._shapes = [(p.shape, torch.empty_like(p, device="meta").stride()) for p in self.parameters]
-        self._starts = list(itertools.accumulate((p.numel() for p in self.parameters), initial=0))
-        self.own = chunk_slices(self._starts[-1], axis.size)[axis.rank]  # this rank's cut
-        self.full = self.parameters[0].detach().new_empty(self._starts[-1])
+        self.own = chunk_slices(self.starts[-1], axis.size)[axis.rank]  # this rank's cut
+        self.full = self.parameters[0].detach().new_empty(self.starts[-1])
         for index, parameter in enumerate(self.parameters):
             self.view(self.full, index).copy_(parameter)
         replicate([self.full], [axis, replicas])
@@ -58,19 +54,15 @@ class FlatParameters:
         self.work: Work | None = None
         self.gradients = FlatGradients(self)
 
-    def view(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
-        """The view of a flat buffer (n,) that is the parameter at `index`, in its shape."""
-        return buffer.as_strided(*self._shapes[index], self._starts[index])
-
     def slice_of(self, index: int) -> slice:
         """The slice of this rank's shard that is the piece of the parameter at `index`."""
-        first = max(self._starts[index], self.own.start)
-        last = min(self._starts[index + 1], self.own.stop)
+        first = max(self.starts[index], self.own.start)
+        last = min(self.starts[index + 1], self.own.stop)
         return slice(first - self.own.start, last - self.own.start) if first < last else slice(0, 0)
 
     def elements_of(self, index: int) -> slice:
         """Elements of the parameter at `index` in this rank's piece, in the order of its strides."""
-        first, cut = max(self.own.start - self._starts[index], 0), self.slice_of(index)
+        first, cut = max(self.own.start - self.starts[index], 0), self.slice_of(index)
         return slice(first, first + cut.stop - cut.start) if cut.start < cut.stop else slice(0, 0)
 
     def on_gradients(self, ready: Callable[[int, torch.Tensor], None]) -> None:
@@ -180,11 +172,6 @@ class Unit:
                 # The tensor stays, without memory: autograd saved views of this storage for backward, and
                 # they are valid again once it has been gathered again.
                 flat.full.untyped_storage().resize_(0)
-
-
-def flatten(named: NamedParameters, axis: Axis, **options) -> list[FlatParameters]:
-    """One for each dtype and device, frozen ones apart."""
-    return [FlatParameters(alike, axis, **options) for alike in pack(named, limit_bytes=float("inf"))]
 
 
 def pieces_of(flats: Iterable[FlatParameters]) -> dict[torch.Tensor, nn.Parameter]:

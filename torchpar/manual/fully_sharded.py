@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 from compare.contract.communication import GRADIENTS, PARAMETERS
 from torchpar.comm.collectives import Axis, ProcessGroup
-from torchpar.manual.accumulation import Accumulates
-from torchpar.manual.flat_parameters import FlatGradients, FlatParameters, Unit, flatten
+from torchpar.manual.data_parallel import Accumulates, pack
+from torchpar.manual.flat_parameters import FlatGradients, FlatParameters, Unit
 
 
 @torch.no_grad()
@@ -105,7 +105,8 @@ class FSDP(Accumulates, nn.Module):
             inside = {parameter for part in modules for parameter in part.parameters()}
             members = [pair for pair in named if pair[1] in inside]
             named = [pair for pair in named if pair[1] not in inside]
-            flats = flatten(members, self.axis, zero=zero, replicas=replicas)
+            alike = pack(members, limit_bytes=float("inf"))  # by dtype and device, frozen ones apart
+            flats = [FlatParameters(some, self.axis, zero=zero, replicas=replicas) for some in alike]
             stays = zero == 2 or not reshard_after_forward or module in modules
             self.units.append(Unit(modules, flats, stays=stays))
         # In the order in which backward comes to them.

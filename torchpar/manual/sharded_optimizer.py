@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from torchpar.comm.collectives import Axis, ProcessGroup
-from torchpar.manual.accumulation import Accumulates
-from torchpar.manual.data_parallel import LaunchOrder, pack
+from torchpar.manual.data_parallel import Accumulates, LaunchOrder, pack
 from torchpar.manual.flat_parameters import FlatGradients, FlatParameters, pieces_of
 from torchpar.manual.fully_sharded import finish_mean, reduce_scatter_gradients, unshard
 
@@ -33,7 +32,6 @@ class ShardedOptimizer(Accumulates, torch.optim.Optimizer):
         optimizer_cls: such as torch.optim.AdamW, which gets the other arguments.
         group: the ranks: an Axis, a torch ProcessGroup, or None for all.
         replicate_group: ranks that hold the same shard as this one.
-        reduce_gradients: False where gradients are the mean already, such as DataParallel's.
         bucket_size_mb: 1 MB = 1e6 bytes. A larger parameter gets a bucket of its own.
 
     Attributes:
@@ -47,12 +45,11 @@ class ShardedOptimizer(Accumulates, torch.optim.Optimizer):
         *,
         group: Axis | ProcessGroup | None = None,
         replicate_group: Axis | ProcessGroup | None = None,
-        reduce_gradients: bool = True,
         bucket_size_mb: float = 25.0,
         **kwargs: Any,
     ):
         super().__init__(params, {})
-        self.axis, self._reduces = Axis.of(group), reduce_gradients
+        self.axis = Axis.of(group)
         replicas = Axis.of(replicate_group) if replicate_group else None
         self.flats: list[FlatParameters] = []
         for number, of_group in enumerate(self.param_groups):
@@ -60,7 +57,7 @@ class ShardedOptimizer(Accumulates, torch.optim.Optimizer):
             for bucket in pack(named[::-1], bucket_size_mb * 1e6):  # as backward comes
                 self.flats.append(FlatParameters(bucket, self.axis, zero=1, replicas=replicas))
         self.order = LaunchOrder[FlatGradients](flat.gradients for flat in self.flats)
-        for flat in self.flats if reduce_gradients else ():
+        for flat in self.flats:
             flat.on_gradients(partial(self.gradient_ready, flat))
         piece_of = pieces_of(self.flats)
         groups = [{**g, "params": [piece_of[p] for p in g["params"]]} for g in self.param_groups]
@@ -89,8 +86,6 @@ class ShardedOptimizer(Accumulates, torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("step(closure): a closure's gradients would not be reduced; step after backward")
         self.require_finished()
-        if not self._reduces:
-            self.slice_means()
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({**group, "params": inner["params"]})  # such as a new learning rate
         self.inner.step()
@@ -105,18 +100,5 @@ class ShardedOptimizer(Accumulates, torch.optim.Optimizer):
         if any(gradients.used for gradients in self.order):
             raise RuntimeError("call finish_gradient_synchronization() first")
 
-    def slice_means(self) -> None:
-        """Give each piece its part of a full gradient that is the mean already."""
-        for flat in self.flats:
-            for index, (parameter, piece) in enumerate(zip(flat.parameters, flat.pieces, strict=True)):
-                gradient, piece.grad = parameter.grad, None
-                if gradient is not None:
-                    if gradient.stride() != parameter.stride():
-                        gradient = torch.empty_like(parameter).copy_(gradient)
-                    piece.grad = gradient.as_strided((gradient.numel(),), (1,))[flat.elements_of(index)]
-
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients: of the pieces, and of the parameters if they keep theirs."""
-        self.inner.zero_grad(set_to_none)
-        if not self._reduces:
-            super().zero_grad(set_to_none)
+        self.inner.zero_grad(set_to_none)  # of the pieces: no parameter keeps one
