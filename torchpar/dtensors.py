@@ -22,6 +22,8 @@ from torchpar.comm.mesh import Mesh
 from torchpar.model import GPT
 from torchpar.parallel_model import ParallelModel, Parameters, Strategy, TensorsByName
 
+Placements = tuple[Placement, ...]
+
 
 def make_device_mesh(mesh: Mesh, names: Sequence[str] = AXES) -> DeviceMesh:
     """A mesh of some axes, outermost first, to be cut by name: `devices[DP_SHARD]`; others have one rank."""
@@ -40,24 +42,39 @@ def make_device_mesh(mesh: Mesh, names: Sequence[str] = AXES) -> DeviceMesh:
     )
 
 
+def axis_names(devices: DeviceMesh) -> tuple[str, ...]:
+    """Names of a mesh's axes, outermost first."""
+    names = devices.mesh_dim_names
+    assert names is not None
+    return names
+
+
+def local_part(
+    part: torch.Tensor, devices: DeviceMesh, placements: Placements, *, of: torch.Tensor | None = None
+) -> DTensor:
+    """The DTensor of which each rank has this part; parts may be uneven if it is known what they are `of`."""
+    whole: dict[str, Any] = {} if of is None else {"shape": of.shape, "stride": of.stride()}
+    return DTensor.from_local(part, devices, placements, run_check=False, **whole)
+
+
 def axes_of(tensor: torch.Tensor, mesh: Mesh) -> tuple[Axis, ...]:
-    """The axes over which a DTensor, any shape, is split."""
+    """The axes over which a DTensor, any shape, is split; none of any other tensor."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    named = zip(axis_names(tensor.device_mesh), tensor.placements, strict=True)
     # Not is_shard: what two axes split along one dim is a placement of its own kind.
-    cut = [name for name, how in _placements(tensor).items() if not how.is_replicate()]
+    cut = [name for name, how in named if not how.is_replicate()]
     return tuple(axis for axis in mesh.axes.values() if axis.name in cut and axis.size > 1)
 
 
 def elements_of(tensor: torch.Tensor, mesh: Mesh) -> slice | None:
-    """Elements of its flattened part along tp, (numel,), that dp_shard leaves this rank; None for all.
-
-    A tensor that is no DTensor is all there.
-    """
-    axes = axes_of(tensor, mesh) if isinstance(tensor, DTensor) else ()
+    """Elements of its flattened part along tp, (numel,), that dp_shard leaves this rank; None for all."""
+    axes = axes_of(tensor, mesh)
     if mesh[DP_SHARD] not in axes:
         return None
     assert isinstance(tensor, DTensor)
     rows, row = tensor.shape[0], math.prod(tensor.to_local().shape[1:])
-    if mesh[TP] in axes and _placements(tensor)[TP].is_shard(0):
+    if mesh[TP] in axes and tensor.placements[axis_names(tensor.device_mesh).index(TP)].is_shard(0):
         own = chunk_slices(rows, mesh[TP].size)[mesh[TP].rank]
         rows = own.stop - own.start
     own = chunk_slices(rows, mesh[DP_SHARD].size)[mesh[DP_SHARD].rank]
@@ -68,9 +85,8 @@ def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Memory on a device for a tensor of any shape, on the meta device; for the local part of a DTensor."""
     if not isinstance(tensor, DTensor):
         return torch.empty_like(tensor, device=device)
-    part, shape, stride = torch.empty_like(tensor.to_local(), device=device), tensor.shape, tensor.stride()
-    at = (tensor.device_mesh, tensor.placements)
-    return DTensor.from_local(part, *at, run_check=False, shape=shape, stride=stride)
+    part = torch.empty_like(tensor.to_local(), device=device)
+    return local_part(part, tensor.device_mesh, tensor.placements, of=tensor)
 
 
 def of_dtensors(
@@ -122,11 +138,3 @@ def dtensor_optimizer(
     if optimizer_cls is torch.optim.SGD:
         kwargs |= {"fused": False, "foreach": True}
     return optimizer_cls(params, **kwargs)
-
-
-def _placements(tensor: torch.Tensor) -> dict[str, Placement]:
-    """Of a DTensor, by the name of the mesh axis."""
-    assert isinstance(tensor, DTensor)
-    names = tensor.device_mesh.mesh_dim_names
-    assert names is not None
-    return dict(zip(names, tensor.placements, strict=True))

@@ -27,7 +27,8 @@ from torchpar import dropout, library, train
 from torchpar.comm.collectives import DONE, Axis, Work, chunk_slices
 from torchpar.compiler import data_parallel as placed_data_parallel
 from torchpar.compiler import tensor_parallel as placed_tensor_parallel
-from torchpar.compiler.placement import Placements, axes_of, of_activation
+from torchpar.compiler.placement import of_activation
+from torchpar.dtensors import Placements, axis_names, local_part
 from torchpar.library import data_parallel, tensor_parallel
 from torchpar.manual.megatron import leave_region
 from torchpar.manual.stage import Stage
@@ -133,7 +134,7 @@ def incomplete_norms() -> AbstractContextManager:
     def take_parts_for_sums(model: nn.Module) -> None:
         for parameter in model.parameters():
             if isinstance(gradient := parameter.grad, DTensor):
-                parameter.grad = taken_for_sum(gradient, axes_of(gradient.device_mesh))
+                parameter.grad = taken_for_sum(gradient, axis_names(gradient.device_mesh))
 
     return patch.object(library, "complete_gradients", take_parts_for_sums)
 
@@ -143,14 +144,11 @@ def incomplete_norms() -> AbstractContextManager:
 
 def taken_for_sum(x: DTensor, axes: Collection[str]) -> DTensor:
     """A partial sum along these axes, said to be the sum."""
-    names = axes_of(x.device_mesh)
     said = tuple(
         Replicate() if name in axes and how.is_partial() else how
-        for name, how in zip(names, x.placements, strict=True)
+        for name, how in zip(axis_names(x.device_mesh), x.placements, strict=True)
     )
-    return DTensor.from_local(
-        x.to_local(), x.device_mesh, said, run_check=False, shape=x.shape, stride=x.stride()
-    )
+    return local_part(x.to_local(), x.device_mesh, said, of=x)
 
 
 def parts_for_sums(axes: Collection[str]) -> AbstractContextManager:
@@ -172,7 +170,7 @@ def placed_sum_for_mean() -> AbstractContextManager:
         loss = nn.functional.cross_entropy(logits_NV.to_local(), targets_N.to_local())
         devices = logits_NV.device_mesh
         sums = tuple(Partial() if how.is_shard() else how for how in of_activation(devices))
-        return DTensor.from_local(loss, devices, sums, run_check=False)
+        return local_part(loss, devices, sums)
 
     def split_batch(*arguments, **_):
         right(*arguments, cross_entropy=of_own_rows)
@@ -185,7 +183,7 @@ def placed_row_products() -> AbstractContextManager:
     right = placed_tensor_parallel._at
 
     def at(x: torch.Tensor, devices: DeviceMesh, placements: Placements) -> DTensor:
-        if isinstance(x, DTensor) and type(x.placements[axes_of(devices).index(TP)]) is Partial:
+        if isinstance(x, DTensor) and type(x.placements[axis_names(devices).index(TP)]) is Partial:
             x = taken_for_sum(x, (TP,))
         return right(x, devices, placements)
 

@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_leaves
 from compare.contract.communication import BUFFERS, UNUSED
 from torchpar.comm.collectives import Axis
 from torchpar.manual import data_parallel, fully_sharded, sharded_optimizer
-from torchpar.manual.data_parallel import Bucket, replicate
+from torchpar.manual.data_parallel import Bucket
+from torchpar.manual.flat import replicate
 from torchpar.manual.flat_parameters import FlatParameters, Unit, gather_pieces, pieces_of
 from torchpar.optimizer import gradient_norm, scale_gradients
 
@@ -106,7 +107,7 @@ class Guarded(nn.Module):
             return list(here)
         flags = torch.tensor(here, dtype=torch.int32, device=next(self.module.parameters()).device)
         for axis in self._axes:
-            axis.all_reduce(flags, purpose=UNUSED, op="max")
+            axis.all_reduce(flags, purpose=UNUSED)
         return flags.bool().tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Guarded":

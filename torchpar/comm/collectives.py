@@ -11,7 +11,7 @@ a local sum, and sends straight into place, move the same bytes in a third of th
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ ProcessGroup = dist.ProcessGroup
 _gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 MESH = "mesh_"  # how PyTorch describes the group of a mesh axis
-_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def chunk_slices(count: int, ranks: int) -> list[slice]:
@@ -132,22 +131,14 @@ class Axis:
             name = group.group_desc.removeprefix(MESH)
         return cls(name, size=dist.get_world_size(group), rank=dist.get_rank(group), group=group)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "Axis":
-        """Itself: a copy of what lies along it is of the same ranks, in the same group."""
-        return self
+    def all_reduce(self, tensor: torch.Tensor, *, purpose: str = "") -> None:
+        """Replace `tensor`, any shape, by its sum over the axis."""
+        self.start_all_reduce(tensor, purpose=purpose).wait()
 
-    def all_reduce(
-        self, tensor: torch.Tensor, *, purpose: str = "", op: Literal["sum", "max"] = "sum"
-    ) -> None:
-        """Replace `tensor`, any shape, by its sum, or its maximum, over the axis."""
-        self.start_all_reduce(tensor, purpose=purpose, op=op).wait()
-
-    def start_all_reduce(
-        self, tensor: torch.Tensor, *, purpose: str = "", op: Literal["sum", "max"] = "sum"
-    ) -> dist.Work:
+    def start_all_reduce(self, tensor: torch.Tensor, *, purpose: str = "") -> dist.Work:
         """Begin `all_reduce`; `tensor` is valid after `wait()` on the result."""
         with self._observed("all_reduce", tensor, purpose):
-            work = dist.all_reduce(tensor, op=_OPERATIONS[op], group=self.group, async_op=True)
+            work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
         return work
 

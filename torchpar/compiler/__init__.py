@@ -12,8 +12,8 @@ from compare.spec.experiment import Layout
 from torchpar.comm.mesh import Mesh
 from torchpar.compiler import data_parallel, fully_sharded, tensor_parallel
 from torchpar.compiler.compilation import compile_forward, resolve_backend
-from torchpar.compiler.placement import device_mesh, of_parameters, place_parameters
-from torchpar.dtensors import deal_heads, dtensor_optimizer, of_dtensors
+from torchpar.compiler.placement import ORDER, of_parameters, place_parameters
+from torchpar.dtensors import deal_heads, dtensor_optimizer, make_device_mesh, of_dtensors
 from torchpar.model import GPT
 from torchpar.parallel_model import Fill, OptimizerMaker, ParallelModel, keep_values
 from torchpar.remat import apply_remat, resolve_remat
@@ -43,7 +43,8 @@ def _placed(
 ) -> ParallelModel:
     """The order: where parameters rest, where the batch comes in, where regions of split work begin and end,
     and when a shard is whole."""
-    devices, remat = device_mesh(mesh), resolve_remat(layout)
+    devices = make_device_mesh(mesh, [name for name in ORDER if mesh[name].size > 1])
+    remat = resolve_remat(layout)
     is_sharded = {role: layout.zero >= stage for role, stage in SHARDED_FROM.items()}
     if layout.tp > 1:
         deal_heads(model, layout.tp)

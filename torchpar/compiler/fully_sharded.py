@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from compare.spec.axes import DP_SHARD
 from torchpar.comm.collectives import chunk_slices
-from torchpar.compiler.placement import Placements, axes_of
+from torchpar.dtensors import Placements, axis_names, local_part
 from torchpar.model import GPT
 from torchpar.remat import Remat, apply_remat
 
@@ -49,7 +49,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shard: DTensor) -> DTensor:
-        ctx.axis = axes_of(shard.device_mesh).index(AXIS)
+        ctx.axis = axis_names(shard.device_mesh).index(AXIS)
         ctx.at_rest = shard.placements[ctx.axis]
         return shard.redistribute(placements=_with(shard.placements, ctx.axis, Replicate()))
 
@@ -134,16 +134,13 @@ def shards_of(
         assert isinstance(whole, DTensor)
         devices, rows = whole.device_mesh, whole.to_local()
         own = chunk_slices(len(rows), devices[AXIS].size())[devices.get_local_rank(AXIS)]
-        shard = DTensor.from_local(
-            rows[own], devices, placements[name], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
-        shards[name] = nn.Parameter(shard)
+        shards[name] = nn.Parameter(local_part(rows[own], devices, placements[name], of=whole))
     return shards
 
 
 def scatter(gradient: DTensor, *, placements: Placements) -> DTensor:
     """Stage 2: a pass's gradient, where the shard is; along other axes it stays as it is."""
-    axis = axes_of(gradient.device_mesh).index(AXIS)
+    axis = axis_names(gradient.device_mesh).index(AXIS)
     return gradient.redistribute(placements=_with(gradient.placements, axis, placements[axis]))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from torchpar.compiler.placement import local_part
+from torchpar.dtensors import local_part
 
 
 def run_pipeline(

@@ -15,36 +15,22 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from compare.numerics.parameters import parameter_table
 from compare.spec.axes import DP_REPLICATE, DP_SHARD, ROWS, SPLIT, TP
-from torchpar.comm.mesh import Mesh
-from torchpar.dtensors import make_device_mesh
+from torchpar.dtensors import Placements, axis_names, local_part
 from torchpar.model import GPT
 from torchpar.weights import nanogpt_dim, nanogpt_name
 
 ORDER = (TP, DP_REPLICATE, DP_SHARD)
 """Mesh axes, outermost first."""
-Placements = tuple[Placement, ...]
-
-
-def device_mesh(mesh: Mesh) -> DeviceMesh:
-    """PyTorch's mesh of the axes that have several ranks."""
-    return make_device_mesh(mesh, [name for name in ORDER if mesh[name].size > 1])
 
 
 def along(devices: DeviceMesh, **dims: int | None) -> Placements:
     """Split along the axes that are given a dim, whole along the others."""
-    named = ((name, dims.get(name)) for name in axes_of(devices))
-    return tuple(Replicate() if dim is None else Shard(dim) for _, dim in named)
-
-
-def axes_of(devices: DeviceMesh) -> tuple[str, ...]:
-    """Names of the mesh's axes, outermost first."""
-    names = devices.mesh_dim_names
-    assert names is not None
-    return names
+    given = (dims.get(name) for name in axis_names(devices))
+    return tuple(Replicate() if dim is None else Shard(dim) for dim in given)
 
 
 def of_activation(devices: DeviceMesh, *, split: int | None = None) -> Placements:
@@ -71,11 +57,6 @@ def place_parameters(model: nn.Module, devices: DeviceMesh, placements: Mapping[
                 part = distribute_tensor(parameter.detach(), devices, at, src_data_rank=None)
                 made[parameter] = nn.Parameter(part)
             setattr(module, name, made[parameter])
-
-
-def local_part(part: torch.Tensor, devices: DeviceMesh, placements: Placements) -> DTensor:
-    """The DTensor of which each rank has this part."""
-    return DTensor.from_local(part, devices, placements, run_check=False)
 
 
 def on_own_part(module: nn.Module) -> None:

@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from compare.spec.axes import TP
-from torchpar.compiler.placement import Placements, along, local_part, of_activation
+from torchpar.compiler.placement import along, of_activation
 from torchpar.dropout import split_rows
+from torchpar.dtensors import Placements, local_part
 from torchpar.model import GPT
 
 AXIS = TP

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torchpar.dropout import split_rows
-from torchpar.dtensors import deal_heads
+from torchpar.dtensors import deal_heads, local_part
 from torchpar.model import GPT
 
 loss_parallel_on = ExitStack()
@@ -96,8 +96,7 @@ class NoParallel(ParallelStyle):
         return distribute_module(module, device_mesh, None, wrap, unwrap)
 
     def _wrap(self, module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> DTensor:
-        whole = DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
-        return whole.redistribute(placements=[self.input_layout])
+        return local_part(inputs[0], mesh, (Replicate(),)).redistribute(placements=[self.input_layout])
 
     @staticmethod
     def _unwrap(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> torch.Tensor:

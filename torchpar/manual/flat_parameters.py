@@ -18,7 +18,7 @@ from torch import nn
 
 from compare.contract.communication import RECORD
 from torchpar.comm.collectives import Axis, Work, chunk_slices
-from torchpar.manual.data_parallel import Flat, NamedParameters, replicate
+from torchpar.manual.flat import Flat, NamedParameters, replicate
 
 
 class FlatParameters(Flat):

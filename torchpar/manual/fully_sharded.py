@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from compare.contract.communication import GRADIENTS, PARAMETERS
 from torchpar.comm.collectives import Axis, ProcessGroup
-from torchpar.manual.data_parallel import Accumulates, pack
+from torchpar.manual.flat import Accumulates, pack
 from torchpar.manual.flat_parameters import FlatGradients, FlatParameters, Unit
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from torchpar.comm.collectives import Axis, ProcessGroup
-from torchpar.manual.data_parallel import Accumulates, LaunchOrder, pack
+from torchpar.manual.data_parallel import LaunchOrder
+from torchpar.manual.flat import Accumulates, pack
 from torchpar.manual.flat_parameters import FlatGradients, FlatParameters, pieces_of
 from torchpar.manual.fully_sharded import finish_mean, reduce_scatter_gradients, unshard
 
