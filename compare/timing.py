@@ -22,7 +22,7 @@ from compare.judge.outcome import Case, Outcome
 from compare.judge.timed_outcome import TimedOutcome, measured, timed
 from compare.present.bench_words import warnings
 from compare.show.findings import Findings, Table
-from compare.spec.engines.registry import REFERENCE, side_of
+from compare.spec.engines.registry import side_of
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.study import Study, findings_of
 
@@ -77,21 +77,7 @@ class Timed(OnIdle, frozen=True, kw_only=True):
         """The study before anything starts. Raises ExperimentError for what has no effect, or cannot be."""
         if min(self.rounds, self.window, self.windows) < 1:
             raise ExperimentError("--rounds, --window and --windows must be at least 1")
-        planned, baseline = super().planned(), getattr(self, "baseline", "")
-        engines = [case.engine for case in planned.cases.values()]
-        if why := planned.left_out.get(baseline):
-            raise EnvironmentMissing(f"--baseline {baseline}: {why}")
-        chosen = baseline or (REFERENCE if REFERENCE in engines else next(iter(engines), ""))
-        more = {"timing": msgspec.to_builtins(self.timing), "baseline": chosen, "anyway": self.anyway}
-        planned = replace(planned, more=more)
-        view = timed(planned)
-        if baseline and not any(map(view.baseline_of, view.cases.values())):
-            there = dict.fromkeys(f"{case.engine}.{case.layout}" for case in view.cases.values())
-            raise ExperimentError(
-                f"--baseline {baseline}: no such case; give an engine that is timed, or one with its layout "
-                f"(there are {', '.join(there)})"
-            )
-        return planned
+        return replace(super().planned(), more={"timing": msgspec.to_builtins(self.timing)})
 
     def before(self, outcome: Outcome, number: int) -> Outcome:
         """With what others use, and the fastest products of the sides, or why there are none.

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
-from msgspec.structs import replace
 
 from compare.host.disk import why_not_readable
 from compare.spec.experiment import MAX_FILE_BYTES, ExperimentError
@@ -97,10 +96,10 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return rate, across.latency_s
 
 
-def read_machine(text: str, *, link_speed: float = 1.0) -> Machine:
+def read_machine(text: str) -> Machine:
     """The machine that a word names: NAMExN, NAME-N, FILE.tomlxN, or a file that has `devices`.
 
-    `link_speed` times the bandwidth of all links. Raises ExperimentError for all that is no machine.
+    Raises ExperimentError for all that is no machine.
     """
     found = re.fullmatch(r"(?P<name>.+?)(?:[x-](?P<count>\d{1,7}))?", text)
     if not found:
@@ -119,17 +118,7 @@ def read_machine(text: str, *, link_speed: float = 1.0) -> Machine:
             f"--machine {machine.name}: {machine.devices} devices do not fill hosts of "
             f"{machine.devices_inside}: give fewer than that, or a multiple of it"
         )
-    return slowed(machine, link_speed) if link_speed != 1 else machine
-
-
-def slowed(machine: Machine, speed: float) -> Machine:
-    """The machine with links of another speed; latencies stay. Raises ExperimentError."""
-    if not 0 < speed < math.inf:
-        raise ExperimentError(f"--link_speed {speed} must be more than 0: 0.1 is ten times slower")
-    inside, across = (
-        replace(link, bytes_per_s=link.bytes_per_s * speed) for link in (machine.inside, machine.across)
-    )
-    return replace(machine, inside=inside, across=across)
+    return machine
 
 
 def _fields(name: str) -> dict[str, Any]:

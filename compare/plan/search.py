@@ -7,7 +7,7 @@ user gave stays as it was given. What an engine refuses is told by reason.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from msgspec import Struct
@@ -23,12 +23,10 @@ from compare.spec.checks import check
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited
 
-Choices = Callable[[str, list[Any]], list[Any]]
-"""A field of the layout, and values to try -> those values, or the one that was given."""
 USABLE = 0.95
 """Share of a device's memory that a step may have; the rest is the driver's and the allocator's."""
 CHUNKS = 2
-REMATS = ["none", "dots", "full"]
+REMATS = ("none", "dots", "full")
 STAGES = {1: "zero1x", 2: "zero2x", 3: "fsdp"}
 
 
@@ -147,43 +145,40 @@ def name_of(layout: Layout, rows: int) -> str:
 def _layouts(
     engine: str, experiment: Experiment, machine: Machine, fixed: frozenset[str]
 ) -> Iterator[tuple[Layout, int]]:
-    """Layouts whose degrees multiply to the machine's devices, and rows of a pass on a device."""
+    """Layouts whose degrees multiply to the machine's devices, with each setting that means something under
+    them, and rows of a pass on a device.
+    """
     asked, devices = experiment.layout, machine.devices
 
-    def choices(field: str, values: list[Any]) -> list[Any]:
+    def choices(field: str, values: Iterable[Any]) -> Iterable[Any]:
+        """Those to try, or the one that was given."""
         return [getattr(asked, field)] if field in fixed else values
 
     divisors = [degree for degree in range(1, devices + 1) if devices % degree == 0]
-    for tp, pp, shard in itertools.product(*(choices(axis, divisors) for axis in (TP, PP, DP_SHARD))):
-        replicas, rest = divmod(devices, tp * pp * shard)
+    for tp, pp, shards in itertools.product(*(choices(axis, divisors) for axis in (TP, PP, DP_SHARD))):
+        replicas, rest = divmod(devices, tp * pp * shards)
         if rest or (DP_REPLICATE in fixed and asked.dp_replicate != replicas):
             continue
         if tp > machine.devices_inside and TP not in fixed:
             continue  # sums of activations over slow links: legal, and never among the best
         if experiment.model.n_layer % pp and PP not in fixed:
             continue
-        degrees = {TP: tp, PP: pp, DP_SHARD: shard, DP_REPLICATE: replicas}
-        yield from _settings(degrees, ENGINES[engine].layouts.schedules, choices, experiment)
-
-
-def _settings(
-    degrees: dict[str, int], schedules: tuple[str, ...], choices: Choices, experiment: Experiment
-) -> Iterator[tuple[Layout, int]]:
-    """Settings that mean something under these degrees, and rows of a pass."""
-    asked, shards = experiment.layout, degrees[DP_SHARD]
-    share, rest = divmod(experiment.sequences_per_step, shards * degrees[DP_REPLICATE])
-    if rest:
-        yield replace(asked, **degrees, zero=3 if shards > 1 else 0), 1
-        return
-    powers = [2**power for power in range(share.bit_length()) if share % 2**power == 0]
-    for zero, parallel, schedule, remat, rows in itertools.product(
-        choices("zero", [1, 2, 3] if shards > 1 else [0]),
-        choices("sequence_parallel", [True, False] if degrees[TP] > 1 else [False]),
-        choices("schedule", list(schedules)) if degrees[PP] > 1 else ["1f1b"],
-        choices("remat", REMATS),
-        dict.fromkeys((*powers, share)),
-    ):
-        for reshard in choices("reshard_after_forward", [True, False] if zero == 3 else [True]):
-            settings = {"zero": zero, "reshard_after_forward": reshard, "sequence_parallel": parallel}
-            settings |= {"schedule": schedule, "chunks": CHUNKS if schedule == "interleaved" else 1}
-            yield replace(asked, **degrees, **settings, remat=remat, microbatches=1), rows
+        degrees = {TP: tp, PP: pp, DP_SHARD: shards, DP_REPLICATE: replicas}
+        share, rest = divmod(experiment.sequences_per_step, shards * replicas)
+        if rest:  # which its check refuses, and says why
+            yield replace(asked, **degrees, zero=3 if shards > 1 else 0), 1
+            continue
+        powers = [2**power for power in range(share.bit_length()) if share % 2**power == 0]
+        settings = {
+            "zero": choices("zero", (1, 2, 3) if shards > 1 else (0,)),
+            "sequence_parallel": choices("sequence_parallel", (True, False) if tp > 1 else (False,)),
+            "schedule": choices("schedule", ENGINES[engine].layouts.schedules) if pp > 1 else ("1f1b",),
+            "remat": choices("remat", REMATS),
+            "reshard_after_forward": choices("reshard_after_forward", (True, False)),
+        }
+        for values in itertools.product(*settings.values()):
+            layout = replace(asked, **degrees, **dict(zip(settings, values, strict=True)), microbatches=1)
+            if layout.zero == 3 or layout.reshard_after_forward or "reshard_after_forward" in fixed:
+                chunks = CHUNKS if layout.schedule == "interleaved" else 1
+                layout = replace(layout, chunks=chunks)
+                yield from ((layout, rows) for rows in dict.fromkeys((*powers, share)))

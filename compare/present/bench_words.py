@@ -62,7 +62,7 @@ def warnings(result: TimedOutcome) -> list[str]:
         for number, cores in enumerate(result.circumstances.busy_cores, start=1)
         if is_busy(cores)
     ]
-    wanted = " It was wanted so (--anyway)." if result.more["anyway"] else ""
+    wanted = " It was wanted so (--anyway)." if result.options.get("anyway") else ""
     lines = []
     if busy:
         lines.append(f"Others used the processor before {', '.join(busy)}: figures may not hold.{wanted}")

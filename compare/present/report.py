@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from compare.contract.communication import summed
 from compare.contract.record import Record
 from compare.host.disk import write_atomically
 from compare.judge.ladder import RungResult, Verdict, rungs_of
@@ -23,7 +22,7 @@ from compare.show.page import write_page
 from compare.spec.experiment import to_toml
 from compare.studies.ledgers import engine_ledger
 from compare.study import findings_of
-from compare.terminal import error_text, human_bytes, layout_in_words
+from compare.terminal import error_text, layout_in_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 PAGE, EXPERIMENT = "report.html", "experiment.toml"
 Named = Mapping[str, Record]
 """Records by the names of their cases."""
-TRAFFIC = ("comm_bytes", "comm_calls", "comm_wire_bytes")
 REMOVED = "tensors were removed after they had passed: their rungs are those judged then"
 
 
@@ -74,7 +72,6 @@ def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
             *(host_table(layout, names) for layout, names in hosts if len(set(names)) > 1),
             resting_table(records),
             *peak_tables(records),
-            ledger_table(records, outcome),
             *map(table_of_layout, layouts_of([ledger for ledger in ledgers if ledger.flows])),
         ],
         notes=[f"{ledger.case}: {why}." for ledger in ledgers for why in ledger.unexpected],
@@ -187,29 +184,3 @@ def _result(verdict: Verdict, rung: str) -> RungResult | None:
 
 def _tolerance(result: RungResult) -> str:
     return f"at most {result.tolerance:.0e}" if result.tolerance else "exact"
-
-
-def ledger_table(records: Mapping[str, Record], outcome: Outcome) -> Table:
-    """What a device of each case sends in a steady step, by collective, axis and purpose."""
-    sent = {
-        name: {(row.axis, row.kind, row.purpose): row for row in summed(record.ledger.rows)}
-        for name, record in records.items()
-    }
-    rows = []
-    for axis, kind, purpose in sorted({key for by_key in sent.values() for key in by_key}):
-        flows = [by_key.get((axis, kind, purpose)) for by_key in sent.values()]
-        cells = [_sent(flow.bytes, flow.calls, flow.wire_bytes) if flow else Text(NONE) for flow in flows]
-        rows.append(Row(Text(f"{kind} over {axis}", purpose), cells))
-    total = [_sent(*(figures.get(key, 0) for key in TRAFFIC)) for figures in outcome.figures.values()]
-    return Table(
-        name="Communication of one step",
-        corner="per device",
-        columns=list(records),
-        rows=[*rows, Row(Text("all"), total, is_total=True)],
-        below="Logical bytes are the sizes of the full tensors; wire bytes are what a device sends, if "
-        "collectives go round a ring.",
-    )
-
-
-def _sent(size: int, calls: int, wire: int) -> Text:
-    return Text(human_bytes(size), f"{calls:,} call{'s' * (calls > 1)}, wire {human_bytes(wire)}")

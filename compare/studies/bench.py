@@ -5,13 +5,14 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from compare.execute.launch import EnvironmentMissing
 from compare.flags import DEVICES, EngineName, pythons_of
 from compare.judge.outcome import Case, Grid, Outcome
 from compare.judge.timed_outcome import BenchRow, blocks, timed
 from compare.present.bench_words import block_title, in_one_line, sentences
 from compare.show.findings import Column, Findings, table_of
 from compare.spec.axes import AXES
-from compare.spec.engines.registry import ENGINES, STUDIED
+from compare.spec.engines.registry import ENGINES, REFERENCE, STUDIED
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited, revalidate
 from compare.studies.fitting import as_preset, installed
 from compare.studies.presets import PRESETS, check_names, check_presets, edits_of, preset_layout
@@ -99,6 +100,22 @@ class Bench(Timed, frozen=True, kw_only=True):
                 reasons = dict.fromkeys(why for name, why in left_out.items() if name.endswith(variant))
                 raise ExperimentError(f"--variants {variant}: {'; '.join(reasons)}")
         return cases, {**missing, **left_out}
+
+    def planned(self) -> Outcome:
+        """The bench with its baseline. Raises ExperimentError, EnvironmentMissing."""
+        planned = super().planned()
+        engines = [case.engine for case in planned.cases.values()]
+        if why := planned.left_out.get(self.baseline):
+            raise EnvironmentMissing(f"--baseline {self.baseline}: {why}")
+        baseline = self.baseline or (REFERENCE if REFERENCE in engines else engines[0])
+        planned = replace(planned, more={**planned.more, "baseline": baseline})
+        if self.baseline and not any(map(timed(planned).baseline_of, planned.cases.values())):
+            there = dict.fromkeys(f"{case.engine}.{case.layout}" for case in planned.cases.values())
+            raise ExperimentError(
+                f"--baseline {baseline}: no such case; give an engine that is timed, or one with its layout "
+                f"(there are {', '.join(there)})"
+            )
+        return planned
 
     def _layouts(self, own: Layout) -> tuple[dict[str, Layout], dict[str, str]]:
         """Layouts by name; and presets that cannot spread over so many devices, with the reason."""

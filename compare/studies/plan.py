@@ -2,31 +2,99 @@
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec import Struct
 from msgspec.structs import replace
 
 from compare.contract.request import Platform
 from compare.execute.hosts import Launcher
 from compare.execute.progress import Reporter
 from compare.flags import DEVICES, Hidden, StudiedName, checked_pythons
-from compare.judge.ledger import line_up, mismatches
+from compare.judge.closed_forms.peak import LEAST, MOST
+from compare.judge.ledger import Flow, line_up, mismatches
 from compare.judge.outcome import Grid, Outcome
 from compare.judge.strategy import with_remat_resolved
-from compare.plan import tables
 from compare.plan.absent import compile_ahead, run_alone, topology_of
-from compare.plan.machine import Machine, read_machine, slowed
+from compare.plan.compute import PARTS, Term
+from compare.plan.machine import Machine, read_machine
+from compare.plan.predict import predict
 from compare.plan.search import USABLE, Candidate, search
-from compare.show.findings import Findings, table_of
+from compare.show.figures import Figure, colour, log_scale
+from compare.show.findings import Column, Findings, Table, table_of
 from compare.spec.engines.registry import REFERENCE, side_of
-from compare.spec.experiment import Experiment
+from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.this_machine import HERE, machine_here
 from compare.study import Study, findings_of
 from compare.terminal import human_bytes
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 BEST, KEPT, SMALLEST = 10, 400, 20
 STATE = ("parameters", "optimizer")
 """Classes of memory that are arguments of a step; gradients are temporaries of one."""
+Bytes = tuple[str, float | None, float | None]
+"""A class of memory, its bytes in the plan, and as a side found them."""
+
+
+class AbsentStep(Struct, frozen=True, kw_only=True):
+    """One layout's step on devices that are not here: what it sends and keeps, as a side found."""
+
+    title: str
+    flows: list[Flow]
+    memory: list[Bytes]
+    below: str
+    problems: list[str]
+    """What does not fit the layout, or could not be read."""
+
+
+class Found(Struct, frozen=True, kw_only=True):
+    """Layouts that fit, fastest first, and how many do not."""
+
+    machine: Machine
+    candidates: list[Candidate]
+    """The fastest."""
+    fitting: int
+    """How many there were."""
+    smallest: list[Candidate]
+    """The smallest of those that do not fit."""
+    too_large: int
+    """How many there were."""
+    absent: list[AbsentStep] = []
+
+    def chosen(self, explain: str) -> Candidate:
+        """The layout of --explain, which need not fit; else the fastest, or the smallest if none fits.
+
+        Raises ExperimentError: none has this name or place.
+        """
+        layouts = [*self.candidates, *self.smallest]
+        named = {"": layouts[0]} | {candidate.name: candidate for candidate in layouts}
+        named |= {str(place): candidate for place, candidate in enumerate(self.candidates, 1)}
+        if explain not in named:
+            wrong = (
+                f"--explain {explain}: give a place from 1 to {len(self.candidates)}, or the name of a layout"
+            )
+            raise ExperimentError(f"{wrong} that is kept")
+        return named[explain]
+
+    def sentence(self) -> str:
+        """The fastest, and what most of its time is spent on; or that nothing fits."""
+        if not self.candidates:
+            least = self.smallest[0]
+            return (
+                f"none of {self.too_large:,} layouts fits: the smallest, {least.name}, needs "
+                f"{human_bytes(least.bytes)}: {_classes(least)}"
+            )
+        best = self.candidates[0]
+        parts = sorted(best.parts.items(), key=lambda item: -item[1])[:3]
+        shares = ", ".join(f"{part} {seconds / best.seconds:.0%}" for part, seconds in parts)
+        return (
+            f"{best.name}: {best.seconds * 1e3:,.1f} ms a step, MFU {best.mfu:.1%}, "
+            f"{human_bytes(best.bytes)} a device; {shares}; {self.fitting:,} layouts fit, "
+            f"{self.too_large:,} do not"
+        )
 
 
 class Plan(Study, frozen=True, kw_only=True):
@@ -46,8 +114,6 @@ class Plan(Study, frozen=True, kw_only=True):
     whose products, memory and all-reduce are measured first, in about a minute."""
     engine: StudiedName = REFERENCE
     """Whose layouts, whose bytes and whose memory."""
-    link_speed: float = 1.0
-    """Bandwidth of all links, times this: 0.1 for ten times slower."""
     anyway: bool = False
     """Measure a busy machine, too, for --machine here."""
     explain: str = ""
@@ -80,34 +146,27 @@ class Plan(Study, frozen=True, kw_only=True):
         return {}, {}
 
     def planned(self) -> Outcome:
-        """The search. Raises ExperimentError: no such machine, nothing is legal, nothing to explain."""
+        """The search, on a machine that is read, or measured. Raises ExperimentError, EnvironmentMissing."""
         outcome = super().planned()
-        experiment, machine = outcome.experiment, self._machine(outcome.experiment)
-        found = search(self.engine, experiment, machine, fixed=self.said.flags)
-        plan = tables.Plan(
+        experiment = outcome.experiment
+        if here := re.fullmatch(rf"{HERE}(?:x(\d{{1,4}}))?", self.machine):
+            devices, pythons = int(here[1] or DEVICES), checked_pythons(self)
+            machine = machine_here(self.engine, experiment, devices, pythons=pythons, anyway=self.anyway)
+        else:
+            machine = read_machine(self.machine)
+        layouts = search(self.engine, experiment, machine, fixed=self.said.flags)
+        found = Found(
             machine=machine,
-            engine=self.engine,
-            candidates=found.fitting[:KEPT],
-            fitting=len(found.fitting),
-            smallest=found.too_large[:SMALLEST],
-            too_large=len(found.too_large),
-            explain=self.explain,
+            candidates=layouts.fitting[:KEPT],
+            fitting=len(layouts.fitting),
+            smallest=layouts.too_large[:SMALLEST],
+            too_large=len(layouts.too_large),
         )
-        plan = replace(plan, absent=self._absent(plan.chosen(), experiment, machine))
-        return replace(outcome, more={"plan": msgspec.to_builtins(plan)}, left_out=found.refused)
+        absent = self._absent(found.chosen(self.explain), experiment, machine)
+        plan = msgspec.to_builtins(replace(found, absent=absent))
+        return replace(outcome, more={"plan": plan}, left_out=layouts.refused)
 
-    def _machine(self, experiment: Experiment) -> Machine:
-        """The one that is asked for; this one is measured. Raises ExperimentError, EnvironmentMissing."""
-        here = re.fullmatch(rf"{HERE}(?:x(\d{{1,4}}))?", self.machine)
-        if not here:
-            return read_machine(self.machine, link_speed=self.link_speed)
-        devices, pythons = int(here[1] or DEVICES), checked_pythons(self)
-        machine = machine_here(self.engine, experiment, devices, pythons=pythons, anyway=self.anyway)
-        return slowed(machine, self.link_speed) if self.link_speed != 1 else machine
-
-    def _absent(
-        self, candidate: Candidate, experiment: Experiment, machine: Machine
-    ) -> list[tables.AbsentStep]:
+    def _absent(self, candidate: Candidate, experiment: Experiment, machine: Machine) -> list[AbsentStep]:
         """A layout's step, alone or compiled, if asked for. Raises ExperimentError, EnvironmentMissing."""
         spec, python, steps = candidate.of(experiment), checked_pythons(self)[side_of(self.engine).name], []
         resolved, waits = with_remat_resolved(self.engine, spec), Reporter(quiet=self.quiet).waits
@@ -117,7 +176,7 @@ class Plan(Study, frozen=True, kw_only=True):
             peak = rank.memory.peak
             kinds = dict.fromkeys((*candidate.memory, *(kind for kind, size in peak.bytes.items() if size)))
             flows = [flow for flow in line_up(self.engine, resolved, rank.ledger.rows) if flow.stage == 0]
-            step = tables.AbsentStep(
+            step = AbsentStep(
                 title=f"The first rank of {candidate.name}, run alone: bytes at its peak",
                 flows=flows,
                 memory=[(kind, candidate.memory.get(kind), peak.bytes.get(kind)) for kind in kinds],
@@ -131,7 +190,7 @@ class Plan(Study, frozen=True, kw_only=True):
             state = sum(candidate.memory.get(kind, 0.0) for kind in STATE)
             fits = built.peak_bytes <= USABLE * machine.memory_bytes
             below = f"{built.compile_s:.0f} CPU s. {', '.join(map(' '.join, built.versions.items()))}."
-            step = tables.AbsentStep(
+            step = AbsentStep(
                 title=f"{candidate.name} compiled for {topology_of(machine)}, {built.device}",
                 flows=line_up(self.engine, resolved, built.ledger.rows),
                 memory=[
@@ -147,25 +206,92 @@ class Plan(Study, frozen=True, kw_only=True):
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """The best layouts with their parts, and the sum of one if it was asked for."""
-        plan, experiment = msgspec.convert(outcome.more["plan"], tables.Plan), outcome.experiment
-        best, shown = plan.candidates[:BEST], []
+        found, experiment = msgspec.convert(outcome.more["plan"], Found), outcome.experiment
+        machine, engine, explain = found.machine, outcome.options["engine"], outcome.options["explain"]
+        best, tables = found.candidates[:BEST], []
         if best:
-            title = f"The fastest of {plan.fitting:,} layouts that fit; ms of a step"
-            shown.append(table_of(title, tables.LAYOUTS, best))
-        if plan.explain:
-            shown.append(tables.terms_table(plan, experiment))
-        for step in plan.absent:
-            memory = table_of(step.title, tables.MEMORY, step.memory, look="words", below=step.below)
-            shown += [memory, table_of("What it sends in a step", tables.FLOWS, step.flows)]
-        problems = [problem for step in plan.absent for problem in step.problems]
+            title = f"The fastest of {found.fitting:,} layouts that fit; ms of a step"
+            tables.append(table_of(title, LAYOUTS, best))
+        if explain:
+            tables.append(terms_table(engine, found.chosen(explain), experiment, machine))
+        for step in found.absent:
+            memory = table_of(step.title, MEMORY, step.memory, look="words", below=step.below)
+            tables += [memory, table_of("What it sends in a step", FLOWS, step.flows)]
+        problems = [problem for step in found.absent for problem in step.problems]
         return findings_of(
             outcome,
-            title=f"{outcome.name} for {plan.machine.name}, {plan.engine}",
-            sentence=tables.sentence(plan),
-            about=[tables.about(plan, experiment)],
-            tables=shown,
-            figures=[tables.memory_figure(plan.candidates)] if best else [],
+            title=f"{outcome.name} for {machine.name}, {engine}",
+            sentence=found.sentence(),
+            about=[
+                f"Predicted, not measured. {machine.devices} devices of {human_bytes(machine.memory_bytes)}, "
+                f"of which a step may have {USABLE:.0%}; {experiment.sequences_per_step} sequences of "
+                f"{experiment.model.block_size} tokens a step. Memory is an estimate, {LEAST:g} to {MOST:g} "
+                f"times as much as was measured.",
+            ],
+            tables=tables,
+            figures=[memory_figure(found.candidates)] if best else [],
             rows=best,
             passed=bool(best) and not problems,
             warnings=problems,
         )
+
+
+FLOWS = (
+    Column[Flow]("axis", lambda flow: flow.axis),
+    Column[Flow]("role", lambda flow: flow.role),
+    Column[Flow]("stage", lambda flow: str(flow.stage)),
+    Column[Flow]("calls", lambda flow: flow.calls, ",d"),
+    Column[Flow]("textbook (B)", lambda flow: flow.textbook, ",.0f"),
+    Column[Flow]("sent (B)", lambda flow: flow.sent, ",d"),
+    Column[Flow]("ratio", lambda flow: flow.ratio, ".2f"),
+)
+MEMORY = (
+    Column[Bytes]("of a device", lambda row: row[0]),
+    Column[Bytes]("planned", lambda row: row[1], human_bytes),
+    Column[Bytes]("found", lambda row: row[2], human_bytes),
+)
+TERMS = (
+    Column[Term]("part", lambda term: term.part),
+    Column[Term]("term", lambda term: term.label),
+    Column[Term]("ms", lambda term: term.seconds * 1e3, ",.3f"),
+)
+LAYOUTS = (
+    Column[Candidate]("layout", lambda candidate: candidate.name),
+    Column[Candidate]("step ms", lambda candidate: candidate.seconds * 1e3, ",.1f"),
+    Column[Candidate]("MFU", lambda candidate: candidate.mfu, ".1%"),
+    Column[Candidate]("memory", lambda candidate: candidate.bytes, human_bytes),
+    *(
+        Column[Candidate](part, lambda candidate, part=part: candidate.parts.get(part, 0.0) * 1e3, ",.1f")
+        for part in PARTS
+    ),
+)
+
+
+def _classes(candidate: Candidate) -> str:
+    return ", ".join(f"{kind} {human_bytes(size)}" for kind, size in candidate.memory.items())
+
+
+def terms_table(engine: str, candidate: Candidate, experiment: Experiment, machine: Machine) -> Table:
+    """The sum of one layout, term by term."""
+    predicted = predict(engine, candidate.of(experiment), machine)
+    return table_of(
+        f"The step of {candidate.name}, term by term",
+        TERMS,
+        predicted.terms,
+        look="words",
+        below=f"Together {predicted.seconds * 1e3:,.3f} ms. A device holds {_classes(candidate)}: "
+        f"{human_bytes(candidate.bytes)}.",
+    )
+
+
+def memory_figure(candidates: list[Candidate]) -> Figure:
+    """Memory against time, a point for each layout."""
+
+    def draw(axes: "Axes") -> None:
+        sizes = [candidate.bytes / 1e9 for candidate in candidates]
+        times = [candidate.seconds * 1e3 for candidate in candidates]
+        axes.plot(sizes, times, "o", color=colour(0), markersize=4)
+        axes.set(xlabel="memory of the fullest device (GB)", ylabel="step time (ms)")
+        log_scale(axes, "x", "y")
+
+    return Figure(title="Memory against time", caption="The fastest layouts.", draw=draw)

@@ -34,7 +34,7 @@ def test_a_busy_machine_is_on_the_record_if_it_is_wanted(timed_engines, tmp_path
     monkeypatch.setattr(load, "busy_cores", lambda: next(loads))
     assert bench("--rounds", "3", "--anyway") == 0
     result = timed(read_outcome(tmp_path / "b"))
-    assert (result.more["anyway"], result.circumstances.busy_cores) == (True, [1.5, 0.0, 1.0])
+    assert (result.options["anyway"], result.circumstances.busy_cores) == (True, [1.5, 0.0, 1.0])
     said = "Others used the processor before round 1 (1.5 cores), round 3 (1.0 cores)"
     assert said in capsys.readouterr().out
     assert said in (tmp_path / "b" / "bench.html").read_text()

@@ -16,8 +16,8 @@ from compare.judge.outcome import read_outcome
 from compare.plan import absent
 from compare.plan.machine import read_machine
 from compare.plan.predict import predict
-from compare.plan.tables import Plan
 from compare.spec.experiment import ExperimentError, edited, to_toml
+from compare.studies.plan import Found
 
 ARGUMENTS = ("plan", "small.toml", "--machine", "h100x16", "--quiet")
 
@@ -28,10 +28,6 @@ def small(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     wide = edited(tiny, {"precision": {"dtype": "bfloat16"}, "train": {"batch_size": 32}})
     (tmp_path / "small.toml").write_text(to_toml(wide))
-
-
-def plan_of(outcome) -> Plan:
-    return msgspec.convert(outcome.more["plan"], Plan)
 
 
 def said(text: str) -> str:
@@ -65,9 +61,9 @@ def test_a_plan_is_shown_kept_and_shown_again(small, capsys, with_pictures):
 def test_the_sum_of_one_layout_is_written_out_term_by_term(small, capsys):
     assert main([*ARGUMENTS, "--explain", "2", "--json", "--run_dir", "p"]) == 0
     outcome = read_outcome(Path("p"))
-    plan = plan_of(outcome)
-    second = plan.candidates[1]
-    terms = predict(plan.engine, second.of(outcome.experiment), plan.machine).terms
+    found = msgspec.convert(outcome.more["plan"], Found)
+    second = found.candidates[1]
+    terms = predict("torch-manual", second.of(outcome.experiment), found.machine).terms
     capsys.readouterr()
     assert main(["report", "p"]) == 0
     printed = " ".join(capsys.readouterr().out.split())

@@ -20,7 +20,6 @@ from compare.present.report import (
     EXPERIMENT,
     cost_table,
     difference_figure,
-    ledger_table,
     loss_figure,
     write_report,
 )
@@ -133,16 +132,6 @@ def test_memory_stands_beside_its_closed_form(tmp_path, tiny):
     assert parameters.note == f"of {human_bytes(expected['parameters'][7])}"
     assert optimizer.note.endswith(", +100.0%")
     assert total.text == human_bytes(sum(sizes[7] for sizes in measured.values()))
-
-
-def test_ledgers_stand_side_by_side(tmp_path, tiny):
-    record = make_record(tmp_path / "run", edited(tiny, {"layout": {"dp_replicate": 2}}))
-    ledgers = {"a": Ledger(rows=FEW_ROWS), "b": Ledger(rows=FEW_ROWS[:1])}
-    records = {name: msgspec.structs.replace(record, ledger=ledger) for name, ledger in ledgers.items()}
-    costs = {name: figures(record) for name, record in records.items()}
-    _, loss, total = ledger_table(records, finished_of(tiny, costs)).rows
-    assert [(cell.text, cell.note) for cell in loss.cells] == [("4 B", "1 call, wire 6 B"), ("-", "")]
-    assert [cell.note for cell in total.cells] == ["3 calls, wire 6.01 kB", "2 calls, wire 6 kB"]
 
 
 def test_differences_that_are_nothing_or_no_number_are_drawn(tmp_path, tiny):

@@ -60,7 +60,7 @@ def bench_of(
     kept: dict[str, dict[int, Measurement]] = {}
     for process in measurements:
         kept.setdefault(process.case, {})[process.round] = msgspec.to_builtins(process)
-    more = {"timing": msgspec.to_builtins(timing), "baseline": baseline or cases[0].engine, "anyway": False}
+    more = {"timing": msgspec.to_builtins(timing), "baseline": baseline or cases[0].engine}
     return timed(
         Outcome(
             study="bench",
