@@ -14,7 +14,7 @@ from compare.contract.request import MOMENTS, Request, Rung
 from compare.contract.timing import Window
 from compare.host.facts import cpu_seconds, versions
 from compare.numerics.data import Corpus
-from compare.numerics.stream import Evaluation, OwnBatches, arrays_of_step, evaluate
+from compare.numerics.stream import Evaluation, arrays_of_step, evaluate
 from compare.spec.experiment import Experiment
 from jaxpar import weights
 from jaxpar.checkpoint import state_parts
@@ -42,7 +42,7 @@ class Run:
     """
 
     request: Request
-    corpus: Corpus | OwnBatches
+    corpus: Corpus
     mesh_devices: list[jax.Device]
     sharded: ShardedStep
     state: TrainState

@@ -12,15 +12,16 @@ from jax.sharding import Mesh
 
 from compare.checkpoint.description import WEIGHTS
 from compare.checkpoint.reader import CheckpointReader
-from compare.contract.inputs import open_stream, starting_parameters
+from compare.contract.inputs import starting_parameters
 from compare.contract.record import Recorder
 from compare.contract.recording import Recording
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
 from compare.numerics.boxes import Weights
+from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import SeedWeights, fingerprint, storage_dtype
-from compare.numerics.stream import Batches, arrays_of_step, require_validation
+from compare.numerics.stream import arrays_of_step, require_validation
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout
 from jaxpar import compiler, explicit, manual, weights
@@ -52,8 +53,6 @@ def train(
     recorder: Recorder | None,
     *,
     folder: Path | None = None,
-    weights: Mapping[str, np.ndarray] | None = None,
-    batches: Batches | None = None,
     progress: Callable[..., None] = lambda **_: None,
 ) -> None:
     """Train the request's experiment and write its record.
@@ -64,27 +63,23 @@ def train(
         configure_jax(request)                          # before JAX is used
         from jaxpar.train import train
 
-        weights = initial_parameters(experiment)        # or your own, by canonical name
-        corpus = open_corpus(experiment)                # or your own batches
-        train(request, Recorder(folder), weights=weights, batches=lambda step: corpus.batch(experiment, step))
+        train(request, Recorder(folder))
         record = read_record(folder, requested=False)
 
     Args:
         recorder: where to write; None in all processes but the first.
         folder: of the run, which all processes reach; by default the recorder's.
-        weights: to begin with: canonical name -> array; see `checked_weights`. By default the request's.
-        batches: step -> (inputs, targets), each int32 (A, B, T). By default those of the data.
         progress: of the caller's watchdog: something is finished, and with `in_step=True` a step follows.
 
     Raises:
-        ExperimentError: the experiment, its data, or own weights or batches, cannot work.
+        ExperimentError: the experiment, or its data, cannot work.
         MissingDevicesError: fewer devices than the layout needs.
         DivergedError: a loss or a gradient norm is not finite; the record ends with that step.
     """
     folder = folder or (recorder.folder if recorder else None)
     if folder is None:
         raise ValueError("without a recorder give the folder of the run")
-    run = set_up(request, recorder, weights=weights, batches=batches)
+    run = set_up(request, recorder)
     train_to_end(run, recorder, folder, progress)
 
 
@@ -126,21 +121,15 @@ def train_steps(run: Run, tell: Recording) -> None:
     tell.steps(done, clock.window(steps))
 
 
-def set_up(
-    request: Request,
-    recorder: Recorder | None,
-    *,
-    weights: Mapping[str, np.ndarray] | None = None,
-    batches: Batches | None = None,
-) -> Run:
+def set_up(request: Request, recorder: Recorder | None) -> Run:
     """Check the request, place its state on the devices, and compile its step. As of `train`."""
     experiment, layout = request.experiment, request.experiment.layout
     require_engine(request.engine, layout)
     ENGINES[request.engine].require_watchable(profile=request.profile)
     mesh = make_mesh(layout, platform=request.platform)
-    corpus = open_stream(request, batches)
+    corpus = open_corpus(experiment, validated_sha256=request.corpus_sha256)
     require_validation(experiment, corpus)
-    initial = starting_parameters(request, weights)  # of a checkpoint nothing is read before it is asked for
+    initial = starting_parameters(request)  # of a checkpoint nothing is read before it is asked for
     checkpoint = CheckpointReader(Path(request.resume.checkpoint)) if request.resume else None
     sharded, state = prepare(request.engine, experiment, mesh=mesh, initial=initial, checkpoint=checkpoint)
     state.loss_scale = request.first_loss_scale

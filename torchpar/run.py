@@ -15,7 +15,6 @@ from compare.contract.other_hosts import facts_here, leave_hosts, require_agreem
 from compare.contract.recording import Progress
 from compare.contract.request import Request
 from compare.numerics.data import Corpus
-from compare.numerics.stream import OwnBatches
 from compare.spec.axes import ROWS
 from compare.spec.experiment import Experiment
 from torchpar.comm import process_groups
@@ -49,7 +48,7 @@ class Run:
     request: Request
     mesh: Mesh
     rank: Rank
-    corpus: Corpus | OwnBatches
+    corpus: Corpus
     parallel: ParallelModel
     compute: "Callable[[Run, RankBatch], torch.Tensor]"
     """From a batch to the mean loss, a scalar; leaves the gradients on the parameters."""

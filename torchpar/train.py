@@ -2,21 +2,20 @@
 
 import functools
 import importlib
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from compare.contract.faults import IGNORED
-from compare.contract.inputs import open_stream, starting_parameters
+from compare.contract.inputs import starting_parameters
 from compare.contract.recording import Progress, Recording
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
 from compare.numerics.boxes import OneByOne, Weights
+from compare.numerics.data import open_corpus
 from compare.numerics.parameters import fingerprint, parameter_table
-from compare.numerics.stream import Batches, arrays_of_step, require_validation
+from compare.numerics.stream import arrays_of_step, require_validation
 from compare.spec.engines.registry import TORCH
 from torchpar import compiler, library, manual
 from torchpar.comm import process_groups
@@ -40,22 +39,15 @@ PEERS = {peer.name: f"torchpar.{peer.folder}" for peer in TORCH.peers}
 """Modules with their own `parallelize` and step; imported only to train: they may need more packages."""
 
 
-def train(
-    rank: Rank,
-    *,
-    request: Request,
-    folder: Path,
-    weights: Mapping[str, np.ndarray] | None = None,
-    batches: Batches | None = None,
-) -> None:
+def train(rank: Rank, *, request: Request, folder: Path) -> None:
     """Train as one of `layout.devices` ranks; rank 0 leaves the record in `folder`, an existing one.
 
-    Weights and batches, as of `entry.start_ranks`, are the same on all ranks. Raises DivergedError.
+    Raises DivergedError.
     """
     with planted(request):
         mesh = join_mesh(rank, request, folder)
-        first = starting_parameters(request, weights)
-        run = set_up(request, mesh, rank, first, batches=batches)
+        first = starting_parameters(request)
+        run = set_up(request, mesh, rank, first)
         if rank.rank == 0:
             run.initial_weights_sha256 = _sha256_of(run.parallel, first, request)
         if request.resume:
@@ -87,9 +79,7 @@ def join_mesh(rank: Rank, request: Request, folder: Path) -> Mesh:
     return make_mesh(experiment.layout, rank=rank.rank, device=device)
 
 
-def set_up(
-    request: Request, mesh: Mesh, rank: Rank, first: Weights, *, batches: Batches | None = None
-) -> Run:
+def set_up(request: Request, mesh: Mesh, rank: Rank, first: Weights) -> Run:
     """Model, optimizer and data of one rank, under the layout; the first weights by canonical name."""
     experiment, model = request.experiment, empty_model(request.experiment)
     fill, compute, update = fill_with(first, experiment, mesh), compute_gradients, update_weights
@@ -109,7 +99,7 @@ def set_up(
         request=request,
         mesh=mesh,
         rank=rank,
-        corpus=open_stream(request, batches),
+        corpus=open_corpus(experiment, validated_sha256=request.corpus_sha256),
         parallel=parallel,
         compute=compute,
         update=update,

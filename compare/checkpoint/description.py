@@ -60,7 +60,7 @@ class Checkpoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     validation_loss: float | UnsetType = UNSET
     """Validation loss of the weights, if they were evaluated at this step."""
     corpus_sha256: str
-    """Digest of the training tokens; '' where batches were given from Python."""
+    """Digest of the training tokens; '' where it is unknown."""
     created_utc: str = ""
     files: dict[FileName, FileSum] = {}
 

@@ -93,7 +93,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     parameters: int
     initial_weights_sha256: str
     corpus_sha256: str
-    """Digest of the training tokens; '' where the batches were given from Python."""
+    """Digest of the training tokens."""
     versions: dict[str, str]
     """python, numpy, and the framework's packages."""
     threads: str

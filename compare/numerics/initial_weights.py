@@ -16,31 +16,24 @@ LISTED = 3
 
 
 def read_weights(path: Path, experiment: Experiment) -> dict[str, np.ndarray]:
-    """Weights of a safetensors file: canonical name -> full tensor. Errors as of `checked_weights`."""
-    if why := why_not_readable(path):
-        raise ExperimentError(f"init_from: {path} {why}")
-    try:
-        return checked_weights(Tensors(path), experiment, origin=f"init_from: {path}")
-    except RecordError as error:
-        raise ExperimentError(f"init_from: {error}: give a safetensors file of float weights") from None
-
-
-def checked_weights(
-    weights: Mapping[str, np.ndarray], experiment: Experiment, *, origin: str = "weights"
-) -> dict[str, np.ndarray]:
-    """Weights in the dtype in which the experiment keeps them.
-
-    Args:
-        weights: by canonical name, of `parameter_table(experiment.model)`'s shapes, of any float dtype.
-        origin: their name in messages.
+    """Weights of a safetensors file, of any float dtype, in the one in which the experiment keeps them.
 
     Raises:
         ExperimentError: a name is missing or unknown, a shape is another one, or an entry is not finite.
     """
-    require_fit({name: np.shape(weights[name]) for name in weights}, _shapes(experiment), origin)
+    origin = f"init_from: {path}"
+    if why := why_not_readable(path):
+        raise ExperimentError(f"{origin} {why}")
+    try:
+        weights = Tensors(path)
+        given_shapes = {name: np.shape(weights[name]) for name in weights}
+    except RecordError as error:
+        raise ExperimentError(f"init_from: {error}: give a safetensors file of float weights") from None
+    shapes = {parameter.name: parameter.shape for parameter in parameter_table(experiment.model)}
+    require_fit(given_shapes, shapes, origin)
     dtype, checked = storage_dtype(experiment), {}
-    for name in _shapes(experiment):
-        given = np.asarray(weights[name])
+    for name in shapes:
+        given = weights[name]
         if given.dtype.kind != "f":
             raise ExperimentError(f"{origin}: {name} is {given.dtype}: give float16, float32 or float64")
         with np.errstate(over="ignore"):  # what overflows is found below
@@ -78,7 +71,3 @@ def require_fit(
 def write_weights(path: Path, weights: Mapping[str, np.ndarray]) -> None:
     """Write weights, canonical name -> full tensor, as safetensors, atomically."""
     write_atomically(path, save({name: np.ascontiguousarray(array) for name, array in weights.items()}))
-
-
-def _shapes(experiment: Experiment) -> dict[str, tuple[int, ...]]:
-    return {parameter.name: parameter.shape for parameter in parameter_table(experiment.model)}

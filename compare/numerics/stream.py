@@ -1,4 +1,4 @@
-"""Source of a run's batches: its corpus, or a user's own function; and what is evaluated on a corpus.
+"""What a step of a run is given, and what is evaluated on a corpus.
 
 An evaluation is the mean loss over fresh batches of both splits, without an update: nanoGPT's way.
 """
@@ -14,48 +14,10 @@ from compare.numerics.data import SPLITS, Corpus
 from compare.numerics.dropout import sequence_keys
 from compare.spec.experiment import Experiment, ExperimentError
 
-Batches = Callable[[int], tuple[np.ndarray, np.ndarray]]
-"""batches(step): inputs and targets of the global batch, int32 of shape (A, B, T), as `Corpus.batch`."""
 
-
-class OwnBatches:
-    """A user's batches in a corpus's place, each checked: JAX would clamp a token that does not exist.
-
-    Args:
-        draw: see `Batches`. Called once a step by every rank: it must give the same everywhere.
-
-    Attributes:
-        sha256: '': there is no corpus.
-    """
-
-    sha256 = ""
-
-    def __init__(self, draw: Batches):
-        self._draw = draw
-
-    def batch(self, experiment: Experiment, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """As `Corpus.batch`. Raises ExperimentError: a shape, dtype or token that does not fit."""
-        train, model = experiment.train, experiment.model
-        shape_ABT = (train.gradient_accumulation_steps, train.batch_size, model.block_size)
-        given = self._draw(step)
-        if not isinstance(given, tuple) or len(given) != 2:
-            raise ExperimentError(f"batches({step}) must be a pair: inputs and targets")
-        for what, array in zip(("inputs", "targets"), given, strict=True):
-            if (np.shape(array), getattr(array, "dtype", None)) != (shape_ABT, np.dtype("int32")):
-                found = f"{getattr(array, 'dtype', type(array).__name__)} {np.shape(array)}"
-                raise ExperimentError(f"batches({step}): {what} are {found}: give int32 {shape_ABT}")
-            least, most = int(array.min()), int(array.max())
-            if not 0 <= least <= most < model.vocab_size:
-                raise ExperimentError(
-                    f"batches({step}): {what} have tokens {least} to {most}: give 0 to "
-                    f"{model.vocab_size - 1}, or set model.vocab_size"
-                )
-        return given
-
-
-def arrays_of_step(stream: Corpus | OwnBatches, experiment: Experiment, step: int) -> dict[str, np.ndarray]:
+def arrays_of_step(corpus: Corpus, experiment: Experiment, step: int) -> dict[str, np.ndarray]:
     """Arrays of one step: inputs, targets int32 (A, B, T); with dropout keys uint32 (A, B, 2)."""
-    inputs, targets = stream.batch(experiment, step)
+    inputs, targets = corpus.batch(experiment, step)
     return {"inputs": inputs, "targets": targets, **keys_of_step(experiment, step)}
 
 
@@ -98,32 +60,23 @@ def steps_due(experiment: Experiment, first_step: int = 0) -> list[int]:
     return [step for step in range(first_step, experiment.train.max_iters + 1) if is_due(experiment, step)]
 
 
-def require_validation(experiment: Experiment, corpus: Corpus | OwnBatches) -> None:
+def require_validation(experiment: Experiment, corpus: Corpus) -> None:
     """Refuse to evaluate where there is nothing to evaluate on. Raises ExperimentError."""
     interval, length = experiment.train.eval_interval, experiment.model.block_size
-    if not interval:
-        return
-    if isinstance(corpus, OwnBatches):
-        why = "batches given from Python have no validation split: set it to 0"
-    elif len(corpus.validation) <= length:
-        why = (
-            f"data.source = {experiment.data.source} has {len(corpus.validation)} tokens to validate on, too "
-            f"few for model.block_size = {length}: give a val.bin beside train.bin, or more text"
+    if interval and len(corpus.validation) <= length:
+        raise ExperimentError(
+            f"train.eval_interval = {interval}: data.source = {experiment.data.source} has "
+            f"{len(corpus.validation)} tokens to validate on, too few for model.block_size = {length}: "
+            f"give a val.bin beside train.bin, or more text"
         )
-    else:
-        return
-    raise ExperimentError(f"train.eval_interval = {interval}: {why}")
 
 
-def evaluate(
-    experiment: Experiment, corpus: Corpus | OwnBatches, step: int, loss_of: Callable[..., Any]
-) -> Evaluation:
+def evaluate(experiment: Experiment, corpus: Corpus, step: int, loss_of: Callable[..., Any]) -> Evaluation:
     """Evaluate the weights as they are, after `step` steps, on a corpus that has both splits.
 
     `loss_of` makes of inputs and targets, int32 (A, B, T), their mean loss: a scalar, which is not waited for
     before the last one is asked for.
     """
-    assert isinstance(corpus, Corpus)
     passes = math.ceil(experiment.train.eval_iters / experiment.train.gradient_accumulation_steps)
     means = {}
     for split in SPLITS:

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import SingleDeviceSharding
 
-from compare.contract.inputs import open_stream, starting_parameters
+from compare.contract.inputs import starting_parameters
 from compare.contract.record import Recorder
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
+from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import CLIP_EPS
 from compare.numerics.parameters import fingerprint
 from compare.numerics.stream import arrays_of_step
@@ -80,7 +81,8 @@ def train(
     problem = Problem(experiment)
     loss, decay = problem.loss(), names.decay_mask(experiment.model, experiment.optimizer.decay)
     optimizer = make_optimizer(experiment.optimizer, decay=decay)
-    corpus, initial = open_stream(request), starting_parameters(request)
+    corpus = open_corpus(experiment, validated_sha256=request.corpus_sha256)
+    initial = starting_parameters(request)
 
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
         value, gradients = accumulated_gradients(loss, params, batch)

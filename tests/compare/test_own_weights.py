@@ -1,26 +1,22 @@
-"""Own weights and own batches: what does not fit is refused, what fits is what both sides begin with."""
+"""Own weights: what does not fit is refused, what fits is what both sides begin with."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from forks import run_forked
 from msgspec.structs import replace
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
 
 from compare.cli import main
 from compare.contract.inputs import starting_parameters
-from compare.contract.record import Recorder, read_record, read_tensors
-from compare.contract.request import Request, ResumePoint, Rung
-from compare.numerics.initial_weights import checked_weights, read_weights
+from compare.contract.record import read_record
+from compare.contract.request import Request
+from compare.numerics.initial_weights import read_weights
 from compare.numerics.parameters import fingerprint, initial_parameters
-from compare.numerics.stream import OwnBatches
 from compare.spec.experiment import Data, Experiment, ExperimentError, Model, Train, load
-from jaxpar.configuration import configure_jax
 from torchpar.convert import convert
-from torchpar.entry import start_ranks
 from torchpar.model import GPT
 from torchpar.weights import load_weights
 
@@ -52,13 +48,7 @@ def checkpoint(path: Path, experiment: Experiment = EXPERIMENT, **sizes: object)
     return path
 
 
-def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
-    """A pure function of the step."""
-    tokens = (np.arange(18, dtype=np.int32) * 7 + step) % 256
-    return tokens[:16].reshape(1, 2, 8), tokens[1:17].reshape(1, 2, 8)
-
-
-def test_weights_that_do_not_fit_are_one_line():
+def test_weights_that_do_not_fit_are_one_line(tmp_path):
     for name, array, says in (
         ("norm.bias", None, "has 15 tensors and the model 16: it lacks norm.bias"),
         ("lm_head", np.zeros(3), "has 17 tensors and the model 16: the model has no lm_head"),
@@ -67,22 +57,10 @@ def test_weights_that_do_not_fit_are_one_line():
         ("norm.bias", np.zeros(8, np.int32), "norm.bias is int32"),
     ):
         weights = own_weights() | {name: array}
-        given = {key: value for key, value in weights.items() if value is not None}
+        save_file({key: value for key, value in weights.items() if value is not None}, tmp_path / "w")
         with pytest.raises(ExperimentError, match=says) as error:
-            checked_weights(given, EXPERIMENT)
+            read_weights(tmp_path / "w", EXPERIMENT)
         assert "\n" not in str(error.value)
-
-
-def test_batches_that_do_not_fit_are_one_line():
-    zeros = np.zeros((1, 2, 8), np.int32)
-    for given, says in (
-        ((zeros[0], zeros[0]), r"inputs are int32 \(2, 8\): give int32 \(1, 2, 8\)"),
-        ((zeros * 1.0, zeros), "inputs are float64"),
-        ((zeros, zeros + 256), "targets have tokens 256 to 256"),
-        (np.stack([zeros, zeros]), "must be a pair"),
-    ):
-        with pytest.raises(ExperimentError, match=says):
-            OwnBatches(lambda step, pair=given: pair).batch(EXPERIMENT, 5)
 
 
 def test_nanogpts_checkpoint_and_state_dict_become_the_canonical_weights(tmp_path):
@@ -142,38 +120,6 @@ def test_a_request_holds_its_weights_to_their_fingerprint(tmp_path):
     assert fingerprint(starting_parameters(request)) == fingerprint(weights)
     with pytest.raises(ExperimentError, match="no longer holds the weights"):
         starting_parameters(replace(request, init_sha256="00"))
-    assert fingerprint(starting_parameters(request, initial_parameters(EXPERIMENT))) != fingerprint(weights)
-
-
-def torchs_own(request: Request, folder: Path) -> int:
-    start_ranks(request, folder, weights=own_weights(), batches=batch)
-    return 0
-
-
-def jaxs_own(request: Request, folder: Path) -> int:
-    configure_jax(request)
-    from jaxpar.train import train
-
-    train(request, Recorder(folder), weights=own_weights(), batches=batch)
-    return 0
-
-
-@pytest.mark.parametrize(
-    ("engine", "train"),
-    [("torch-manual", torchs_own), pytest.param("jax-compiler", jaxs_own, marks=pytest.mark.slow)],
-)
-def test_a_side_trains_on_own_weights_and_batches_from_python(engine, train, tmp_path):
-    request = Request(engine=engine, experiment=EXPERIMENT, ladder=True, later_step=2)
-    folder = tmp_path / "run"
-    folder.mkdir()
-    done = run_forked(train, request, folder, output=tmp_path / "output")
-    assert done.returncode == 0, done.stderr
-    record = read_record(folder, requested=False)
-    assert record.manifest.initial_weights_sha256 == fingerprint(own_weights())
-    assert record.manifest.corpus_sha256 == ""
-    left = read_tensors(folder, Rung.BATCH)
-    for name, expected in zip(("inputs", "targets"), batch(0), strict=True):
-        np.testing.assert_array_equal(left[name], expected)
 
 
 def test_both_sides_begin_with_nanogpts_checkpoint_and_agree(shardpair):
@@ -195,10 +141,3 @@ def test_both_sides_begin_with_nanogpts_checkpoint_and_agree(shardpair):
     seed = initial_parameters(experiment)["embedding.token"]
     np.testing.assert_allclose(given["embedding.token"], 1.5 * seed, rtol=1e-6)  # nanoGPT's are float32
     assert "--init_from" in (shardpair.folder / "runs" / "report.html").read_text()
-
-
-def test_own_weights_beside_a_checkpoint_are_refused():
-    resume = ResumePoint(checkpoint="there", step=1, updates=1)
-    request = Request(engine="jax-manual", experiment=EXPERIMENT, resume=resume)
-    with pytest.raises(ExperimentError, match="the run goes on from there, which has its own"):
-        starting_parameters(request, own_weights())
