@@ -6,7 +6,7 @@ from pathlib import Path
 
 import processes
 import pytest
-from forks import run_torchpar
+from warm import run_torchpar
 
 from compare.contract.record import STEPS_PART, Recorder, Step, read_failure
 from compare.contract.request import REQUEST, Request

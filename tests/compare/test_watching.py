@@ -5,8 +5,8 @@ import time
 
 import processes
 import pytest
-from forks import run_forked
 from processes import start
+from warm import run_forked
 
 from compare.contract.record import STEPS_PART
 from compare.execute import watch
@@ -53,8 +53,8 @@ HANGS = "(timeout_s): the run hangs | main\n"
     ],
 )
 @pytest.mark.slow
-def test_jaxpars_watchdog(does, timeout_s, code, says, tmp_path):
-    done = run_forked(be_watched, does, timeout_s, output=tmp_path / "output")
+def test_jaxpars_watchdog(does, timeout_s, code, says):
+    done = run_forked(be_watched, does, timeout_s)
     assert (done.returncode, done.stdout) == (code, says), done.stderr
 
 

@@ -18,9 +18,8 @@ PATIENCE_S = 600.0
 GONE_S = 30.0  # for what is about to end
 SETTLED_S = 5.0  # an environment that is empty may be that of a process between fork and exec
 MARK = "SHARDPAIR_TESTS"
-FORKSERVER = "multiprocessing.forkserver"
-SERVERS = (FORKSERVER, "multiprocessing.resource_tracker", "warm.serve")
-"""`forks.SERVER`, what tracks its resources, and the servers of `warm`: they live as long as we do."""
+SERVER = "warm.serve"
+"""What the command lines of the servers of `warm` and of their forks have in them."""
 # What a process does first: it hears Ctrl-C, which a script's background job and its children do not, and it
 # ends if pytest itself is killed (1: PR_SET_PDEATHSIG). A preexec_fn would fork pytest with all its threads.
 PRELUDE = """
@@ -34,6 +33,8 @@ os.execvp(sys.argv[1], sys.argv[1:])
 os.environ[MARK] = str(os.getpid())  # a worker of pytest-xdist is a process of its own
 FAILED = pytest.StashKey[bool]()
 """Of a test: whether it has failed."""
+staying: set[int] = set()
+"""Processes that may live from one test to the next."""
 _strangers: set[int] = set()  # processes that were looked at and are not ours
 
 
@@ -50,14 +51,18 @@ def start(command: list[str], **options) -> subprocess.Popen:
 
 def run(command: list[str], **options) -> subprocess.CompletedProcess:
     """Run a process to its end; whatever it says is in the result."""
-    process = start(command, **options)
+    return ended(start(command, **options))
+
+
+def ended(process: subprocess.Popen) -> subprocess.CompletedProcess:
+    """Wait for a process's end; whatever it says is in the result."""
     try:
         out, errors = process.communicate(timeout=PATIENCE_S)
     except BaseException:
         process.kill()
         process.wait()
         raise
-    return subprocess.CompletedProcess(command, process.returncode, out, errors)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen | None = None) -> None:
@@ -88,7 +93,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 def left_behind(*, at_the_end: bool = False) -> list[psutil.Process]:
     """Processes of this session's tests that still live.
 
-    At the end of the session count also what lives from one test to the next: forks of `forks.SERVER`.
+    At the end of the session count also what is `staying` from one test to the next.
     """
     now = set(psutil.pids())
     _strangers.intersection_update(now)  # a number that is free again may be one of ours next
@@ -132,13 +137,9 @@ def no_process_left(request: pytest.FixtureRequest) -> Generator[None]:
 
 
 def _is_expected(process: psutil.Process, *, at_the_end: bool) -> bool:
-    """Whether it is a server of this process, or before the end a fork of one."""
-
-    def runs(process: psutil.Process, *programs: str) -> bool:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return any(program in " ".join(process.cmdline()) for program in programs)
-        return False
-
-    if runs(process, *SERVERS) and process.ppid() == os.getpid():
-        return True
-    return not at_the_end and any(runs(parent, FORKSERVER) for parent in process.parents())
+    """Whether it is a server of this process, or before the end what is staying."""
+    if process.pid in staying:
+        return not at_the_end
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.ppid() == os.getpid() and SERVER in " ".join(process.cmdline())
+    return False

@@ -8,20 +8,23 @@ import importlib
 import inspect
 import os
 import signal
+import subprocess
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 
+import processes
 import pytest
 import torch
-from forks import SERVER, TIMEOUT_S, leave_with_parent
+import warm
+from processes import PATIENCE_S
 
 from compare.host.signals import describe_exit
 from torchpar.comm import process_groups
@@ -72,7 +75,7 @@ class Member:
     """One rank, as its parent sees it."""
 
     rank: int
-    process: BaseProcess
+    process: subprocess.Popen
     pipe: Connection
     failure: str = ""
     is_consequence: bool = False  # it only tells of the loss of another rank
@@ -83,7 +86,7 @@ class Ranks:
     """Four processes in one group, which meet in a folder with the first test and live until one fails."""
 
     folder: Path
-    timeout_s: float = TIMEOUT_S  # of a test
+    timeout_s: float = PATIENCE_S  # of a test
     members: list[Member] = field(default_factory=list)
     starts: int = 0
 
@@ -101,6 +104,8 @@ class Ranks:
                 pytest.fail(failed[0].failure, pytrace=False)
             if silent:
                 pytest.fail(f"no answer within {self.timeout_s:g} s from ranks {silent}", pytrace=False)
+            for member in self.members:
+                processes.staying |= warm.all_of(member.process.pid)
         except BaseException:  # Ctrl-C and pytest-timeout too: ranks that are still busy are of no more use
             self.end()
             raise
@@ -110,17 +115,18 @@ class Ranks:
         for member in self.members:
             member.process.kill()
         for member in self.members:
-            member.process.join()
+            member.process.wait()
             member.pipe.close()
         self.members.clear()
+        processes.staying.clear()
 
     def _start(self) -> None:
         self.starts += 1
         rendezvous = self.folder / f"rendezvous.{self.starts}"
         for rank in range(RANKS):
-            ours, theirs = SERVER.Pipe()
-            process = SERVER.Process(target=_serve, args=(rank, rendezvous, theirs), daemon=True)
-            process.start()
+            ours, theirs = Pipe()
+            how = {"stdin": theirs.fileno(), "stdout": None, "stderr": None}
+            process = warm.start_forked(_serve, rank, rendezvous, **how)
             theirs.close()
             self.members.append(Member(rank, process, ours))
 
@@ -144,21 +150,19 @@ def _read_answer(member: Member) -> None:
     try:
         member.failure, member.is_consequence = member.pipe.recv()
     except (EOFError, OSError):
-        member.process.join()
-        member.failure = (
-            f"rank {member.rank}: {describe_exit(member.process.exitcode or 0, when='in a test')}"
-        )
-        member.is_consequence = member.process.exitcode == -signal.SIGABRT  # how C++ reacts to a lost peer
+        code = member.process.wait()
+        member.failure = f"rank {member.rank}: {describe_exit(code, when='in a test')}"
+        member.is_consequence = code == -signal.SIGABRT  # how C++ reacts to a lost peer
 
 
-def _serve(rank: int, rendezvous: Path, pipe: Connection) -> None:
+def _serve(rank: int, rendezvous: Path) -> None:
     """A rank's life: join, run what is sent, and answer with the error, if any, until the parent hangs up."""
-    leave_with_parent()
+    pipe = Connection(os.dup(0))
     torch.set_num_threads(1)
     process_groups.choose_interface("127.0.0.1")
     try:
         process_groups.join_group(
-            rank=rank, world_size=RANKS, device=CPU, rendezvous=rendezvous, timeout_s=TIMEOUT_S
+            rank=rank, world_size=RANKS, device=CPU, rendezvous=rendezvous, timeout_s=PATIENCE_S
         )
         while True:
             module, name, parameters = pipe.recv()

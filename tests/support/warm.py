@@ -3,7 +3,8 @@
 An interpreter takes 2 to 4 seconds of CPU time to import a framework, and the tests start some four hundred.
 `python()` is a program that takes the same command line. Of `-m compare`, `-m jaxpar` and `-m torchpar` it
 asks a server for a fork, which gets its arguments, environment, folder, files and signals, and whose end is
-its own. All else, and whatever sets what is read at an import, is done by the real interpreter.
+its own. All else, and whatever sets what is read at an import, is done by the real interpreter. `-m warm`
+calls a test's function in a fork that has PyTorch: see `start_forked`.
 
     server ── fork ── monitor ── fork ── the program, in a session of its own
                          │
@@ -15,6 +16,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import pickle
 import select
 import shutil
 import signal
@@ -26,11 +28,17 @@ import sys
 import tempfile
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 import processes
 import psutil
+
+from compare.contract.request import REQUEST, Request
+from compare.execute.launch import child_environment
+from compare.host.json_files import write_json
+from compare.spec.engines.registry import SIDES
 
 PRELOADED = {
     "compare": ("compare.cli", "matplotlib.figure"),
@@ -48,20 +56,27 @@ PRELOADED = {
 }
 READ_AT_IMPORT = ("OMP_", "KMP_", "MKL_", "TORCH", "PYTORCH", "JAX_", "LD_", "MALLOC", "GLIBC", "PYTHON")
 """Beginnings of environment variables that a fork would come too late for."""
+SET_BY_IMPORT = "TORCHINDUCTOR_CACHE_DIR"
+"""A variable that begins so, and that PyTorch sets for itself and its children."""
 MAX_MESSAGE = 100_000
 
 # Begins 100 times as fast as what it stands for: nothing is imported that it does not use.
 CLIENT = """#!{real} -ISE
-import json, os, signal, sys
+import json, os, signal, sys, time
 def really():
     os.execv({real!r}, [{real!r}, *sys.argv[1:]])
 module = sys.argv[2] if sys.argv[1:2] == ["-m"] and len(sys.argv) > 2 else ""
+server = os.path.join({folder!r}, "torchpar" if module == "warm" else module)
+while os.path.exists(server + ".begun") and not os.path.exists(server + ".json"):
+    time.sleep(0.02)
 try:
-    with open(os.path.join({folder!r}, module + ".json")) as file:
+    with open(server + ".json") as file:
         at_import = json.load(file)
 except (OSError, ValueError):
     really()
-if {{key: value for key, value in os.environ.items() if key.startswith({prefixes!r})}} != at_import:
+own = {{key: value for key, value in os.environ.items() if key.startswith({prefixes!r})}}
+own.pop({set_by_import!r}, None)
+if own != at_import and module != "warm":
     really()
 import socket
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -70,9 +85,9 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     if number not in ignored:
         signal.signal(number, lambda number, frame: connection.send(bytes([number])))
 try:
-    connection.connect(os.path.join({folder!r}, module))
-    asked = json.dumps(dict(arguments=sys.argv[3:], folder=os.getcwd(), environment=dict(os.environ),
-                            ignored=[int(n) for n in ignored])).encode()
+    connection.connect(server)
+    asked = json.dumps(dict(module=module, arguments=sys.argv[3:], folder=os.getcwd(),
+                            environment=dict(os.environ), ignored=[int(n) for n in ignored])).encode()
     socket.send_fds(connection, [asked], [0, 1, 2])
 except OSError:
     really()
@@ -98,7 +113,9 @@ def python() -> str:
     if not _folders:
         folder = Path(tempfile.mkdtemp(prefix="warm-"))
         _folders.append(folder)
-        client = CLIENT.format(real=REAL, folder=str(folder), prefixes=READ_AT_IMPORT)
+        client = CLIENT.format(
+            real=REAL, folder=str(folder), prefixes=READ_AT_IMPORT, set_by_import=SET_BY_IMPORT
+        )
         (folder / "python").write_text(client)
         (folder / "python").chmod(stat.S_IRWXU)
         for module, (first, *_) in PRELOADED.items():
@@ -109,13 +126,30 @@ def python() -> str:
 
 def start_server(module: str, folder: Path) -> None:
     """Start the server of a package's programs, in the environment that the harness starts them in."""
-    from compare.execute.launch import child_environment
-    from compare.spec.engines.registry import SIDES
-
     side = SIDES.get(module)
     environment = child_environment(side, "cpu") if side else dict(os.environ)
     begin = f"import sys; sys.path[:0] = {sys.path!r}; import warm; warm.serve({module!r}, {str(folder)!r})"
+    (folder / f"{module}.begun").touch()  # from now on clients wait for it
     _servers.append(processes.start([REAL, "-c", begin], env=environment, stdout=None, stderr=None))
+
+
+def start_forked(function: Callable[..., int], *arguments: object, **options) -> subprocess.Popen:
+    """Call a picklable function, which returns the exit code, in a fork that has imported PyTorch."""
+    command = [python(), "-m", "warm", json.dumps(sys.path), pickle.dumps((function, arguments)).hex()]
+    return processes.start(command, **options)
+
+
+def run_forked(function: Callable[..., int], *arguments: object) -> subprocess.CompletedProcess:
+    """Call it, and wait for its end."""
+    return processes.ended(start_forked(function, *arguments))
+
+
+def run_torchpar(folder: Path, request: Request) -> subprocess.CompletedProcess:
+    """Leave the request in the folder, and run `python -m torchpar FOLDER`."""
+    folder.mkdir(exist_ok=True)
+    write_json(folder / REQUEST, request)
+    command = [python(), "-m", "torchpar", str(folder)]
+    return processes.run(command, env=child_environment(SIDES["torchpar"], "cpu"))
 
 
 def program(pid: int) -> psutil.Process:
@@ -124,6 +158,12 @@ def program(pid: int) -> psutil.Process:
         with contextlib.suppress(FileNotFoundError, ValueError):  # not begun, or half written
             return psutil.Process(int(note.read_text()))
     return psutil.Process(pid)
+
+
+def all_of(pid: int) -> set[int]:
+    """A started process, the fork that it stands for, and the monitor between them."""
+    fork = program(pid)
+    return {pid, fork.pid, fork.ppid()}
 
 
 def end() -> None:
@@ -140,11 +180,16 @@ def end() -> None:
 def serve(module: str, folder: str) -> NoReturn:
     """Import what `module` needs, and fork for whoever asks."""
     at_import = {key: value for key, value in os.environ.items() if key.startswith(READ_AT_IMPORT)}
+    at_import.pop(SET_BY_IMPORT, None)
     sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]
     if module == "compare":
         sys.executable = os.path.join(folder, "python")  # with which it starts its sides
-    for name in PRELOADED.get(module, ()):
-        importlib.import_module(name)
+    try:
+        for name in PRELOADED[module]:
+            importlib.import_module(name)
+    except BaseException:  # a real interpreter says it to whoever waits
+        Path(folder, f"{module}.begun").unlink()
+        raise
     if module == "compare":
         leave_pictures_out()
     warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")
@@ -160,7 +205,7 @@ def serve(module: str, folder: str) -> NoReturn:
         if not os.fork():
             listener.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            monitor(connection, module, Path(folder))
+            monitor(connection, Path(folder))
         connection.close()
 
 
@@ -183,14 +228,14 @@ def reap() -> None:
             pass
 
 
-def monitor(connection: socket.socket, module: str, folder: Path) -> NoReturn:
+def monitor(connection: socket.socket, folder: Path) -> NoReturn:
     """Fork the program that a client asks for, pass its signals on, tell it the end."""
     message, files, _, _ = socket.recv_fds(connection, MAX_MESSAGE, 3)
     client, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     child = os.fork()
     if not child:
         connection.close()
-        become(module, json.loads(message), files)
+        become(json.loads(message), files)
     note = folder / str(client)
     note.write_text(str(child))
     for file in files:
@@ -212,8 +257,17 @@ def monitor(connection: socket.socket, module: str, folder: Path) -> NoReturn:
     os._exit(0)
 
 
-def become(module: str, asked: dict, files: list[int]) -> NoReturn:
+def main() -> int:
+    """The program of `start_forked`. Returns the function's exit code."""
+    path, called = sys.argv[1:]
+    sys.path[:] = json.loads(path)
+    function, arguments = pickle.loads(bytes.fromhex(called))
+    return function(*arguments)
+
+
+def become(asked: dict, files: list[int]) -> NoReturn:
     """From now on be what `python -m MODULE` would have been."""
+    module: str = asked["module"]
     os.setsid()
     for number, file in enumerate(files):
         os.dup2(file, number)
@@ -226,7 +280,7 @@ def become(module: str, asked: dict, files: list[int]) -> NoReturn:
         signal.signal(number, signal.SIG_IGN if number in asked["ignored"] else default)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in enumerate("rww"))
     sys.stderr.reconfigure(errors="backslashreplace", line_buffering=True)
-    program = importlib.import_module(f"{module}.__main__")
+    program = sys.modules[__name__] if module == "warm" else importlib.import_module(f"{module}.__main__")
     sys.argv = [str(program.__file__), *asked["arguments"]]
     code: object = 1
     try:

@@ -1,11 +1,9 @@
 """One rank of many, alone and computing nothing: it sends and keeps what a rank among others does."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
 import torch
-from forks import run_forked, run_torchpar
+from warm import run_forked, run_torchpar
 
 from compare.contract.absent import AbsentRequest, RankAlone
 from compare.contract.record import read_record
@@ -39,18 +37,18 @@ def _answer(request: AbsentRequest, small: int = 2**14) -> int:
     return 0
 
 
-def run_by_itself(request: AbsentRequest, folder: Path, **given) -> RankAlone:
-    done = run_forked(_answer, request, *given.values(), output=folder)
+def run_by_itself(request: AbsentRequest, **given) -> RankAlone:
+    done = run_forked(_answer, request, *given.values())
     assert done.returncode == 0, done.stderr
     return msgspec.json.decode(done.stdout.splitlines()[-1], type=RankAlone)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch-manual", "torch-library"])
-def test_a_rank_of_1024_sends_what_the_textbook_says(engine, tmp_path):
+def test_a_rank_of_1024_sends_what_the_textbook_says(engine):
     """128 shards of 8 ranks that split each layer: fsdp_tp."""
     experiment = experiment_of(dp_shard=128, zero=3, tp=8)
-    alone = run_by_itself(AbsentRequest(engine=engine, experiment=experiment), tmp_path / "o")
+    alone = run_by_itself(AbsentRequest(engine=engine, experiment=experiment))
     assert alone.ledger.problems == []
     rows, resolved = alone.ledger.rows, with_remat_resolved(engine, experiment)
     flows = line_up(engine, resolved, rows)
@@ -76,7 +74,7 @@ def test_a_rank_alone_sends_and_keeps_what_one_of_two_does(engine, dtype, layout
     assert done.returncode == 0, done.stderr
     real = read_record(tmp_path / "real")
     request = AbsentRequest(engine=engine, experiment=experiment)
-    alone = run_by_itself(request, tmp_path / "alone", small=16)
+    alone = run_by_itself(request, small=16)
     assert alone.memory.peak.bytes == real.memory.devices[0].peak.bytes
 
     def sent(rows):

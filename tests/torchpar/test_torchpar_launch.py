@@ -19,8 +19,8 @@ import psutil
 import pytest
 import torch
 import warm
-from forks import run_forked
 from processes import PATIENCE_S, assert_gone, in_order, wait_for
+from warm import run_forked
 
 from compare.contract import record
 from compare.contract.command import RunFailed
@@ -99,9 +99,9 @@ MESSAGES = {
 
 
 @pytest.mark.parametrize("deed", MESSAGES)
-def test_the_culprit_is_named_and_no_rank_is_left(deed, tmp_path):
+def test_the_culprit_is_named_and_no_rank_is_left(deed):
     timeout_s = TIMEOUT_S if deed in ("stop", "sleep") else PATIENCE_S
-    done = run_forked(parent, partial(misbehave, deed=deed), timeout_s, output=tmp_path / "output")
+    done = run_forked(parent, partial(misbehave, deed=deed), timeout_s)
     found = json.loads(done.stdout)
     assert found["message"] == f"rank 2 {MESSAGES[deed]}"
     assert (found["rank"], found["left"]) == (2, 0)
@@ -138,9 +138,9 @@ def start_slowly(rank: Rank, *, rank_1: str) -> None:
 
 
 @pytest.mark.parametrize(("rank_1", "hangs"), [("computes", False), ("sleeps", True)])
-def test_a_rank_that_computes_before_its_first_step_does_not_hang(rank_1, hangs, tmp_path):
+def test_a_rank_that_computes_before_its_first_step_does_not_hang(rank_1, hangs):
     main = partial(start_slowly, rank_1=rank_1)
-    done = run_forked(parent, main, SHORT_S, output=tmp_path / "output")
+    done = run_forked(parent, main, SHORT_S)
     message = "no rank made progress for 1 s: all wait in the start"
     assert (json.loads(done.stdout)["message"] == message) if hangs else (done.stdout == "")
 

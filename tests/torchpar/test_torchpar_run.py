@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bounds import assert_bounded
-from forks import run_torchpar
 from msgspec.structs import replace
+from warm import run_torchpar
 
 from compare.contract.communication import summed
 from compare.contract.record import read_failure, read_record, read_tensors

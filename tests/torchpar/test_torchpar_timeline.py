@@ -4,8 +4,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from forks import run_torchpar
 from msgspec.structs import replace
+from warm import run_torchpar
 
 from compare.contract.record import Record, read_record
 from compare.contract.request import Request

@@ -10,8 +10,8 @@ from pathlib import Path
 import processes
 import psutil
 import pytest
-from forks import run_forked
 from processes import PATIENCE_S, assert_gone, wait_for
+from warm import run_forked
 
 from compare.contract.record import STEPS_PART, read_failure
 from compare.contract.request import REQUEST, Request, Rung
@@ -88,9 +88,7 @@ def test_a_rank_that_fails_is_named_by_all(tmp_path):
     stale.write_bytes(b"of an earlier run")
     port = free_port()
     with ThreadPoolExecutor(2) as both:
-        ended = list(
-            both.map(lambda n: run_forked(be_rank, n, port, folder, output=tmp_path / f"{n}"), range(2))
-        )
+        ended = list(both.map(lambda n: run_forked(be_rank, n, port, folder), range(2)))
     failure = read_failure(folder)
     assert failure is not None
     assert failure.rank == 1
@@ -109,7 +107,7 @@ def test_a_folder_in_use_is_left_alone(number, tmp_path):
     folder.mkdir()
     write_request(folder, 3 if number else 2)  # rank 1 fails before it meets anyone: a wrong WORLD_SIZE
     with lock_folder(folder):
-        done = run_forked(be_rank, number, free_port(), folder, output=tmp_path / "output")
+        done = run_forked(be_rank, number, free_port(), folder)
     assert done.returncode == (3 if number else 2)
     assert ("WORLD_SIZE = 2" if number else f"{folder} is in use by another run") in done.stderr
     assert [path.name for path in folder.iterdir()] == [REQUEST]
