@@ -27,7 +27,6 @@ class GPTStages(nn.Module):
 
     Attributes:
         blocks_of: the numbers of the blocks of each stage that this rank has.
-        width, dtype: of the residual stream: C, and the dtype of the weights.
     """
 
     def __init__(self, model: GPT, layout: Layout, own: Iterable[int]):
@@ -43,7 +42,8 @@ class GPTStages(nn.Module):
         self.transformer = nn.ModuleDict(parts)
         self.lm_head = model.lm_head if is_last else None
         self.loss = model.loss
-        self.width, self.dtype = model.config.n_embd, model.lm_head.weight.dtype
+        self._width, self._dtype = model.config.n_embd, model.lm_head.weight.dtype
+        self._parts = layout.tp if layout.sequence_parallel else 1
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -71,6 +71,11 @@ class GPTStages(nn.Module):
             return x
         assert self.lm_head is not None
         return self.lm_head(self.transformer["ln_f"](x))
+
+    def empty_stream(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        """Memory for the residual stream of these ids, (B, T, C), or this rank's part of T."""
+        rows, length = ids_BT.shape
+        return torch.empty(rows, length // self._parts, self._width, dtype=self._dtype, device=ids_BT.device)
 
     def mean_loss(self, logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
         """The loss of the last stage's output, as the whole model computes it."""
@@ -101,18 +106,6 @@ def units_of(model: GPT | GPTStages) -> list[list[nn.Module]]:
 def stages_of(layout: Layout, rank: int) -> range:
     """The stages of one rank of the pipeline: with v chunks the stages rank, rank + pp, ..."""
     return range(rank, layout.pp * layout.chunks, layout.pp)
-
-
-class OneStage(nn.Module):
-    """A stage of a `GPTStages`, or of what a layout wrapped around it, as a module of its own."""
-
-    def __init__(self, part: nn.Module, stage: int):
-        super().__init__()
-        self.part, self.stage = part, stage
-
-    def forward(self, x: torch.Tensor, keys_B2: torch.Tensor | None = None) -> torch.Tensor:
-        """x (B, T, C), or tokens (B, T) on the first stage -> the stage's output (B, T, C)."""
-        return self.part(x, keys_B2, stage=self.stage)
 
 
 def pipeline(axis: Axis, names: Collection[str]) -> Strategy:

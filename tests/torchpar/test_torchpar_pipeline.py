@@ -2,10 +2,11 @@
 
 The oracle is the same modules one after the other on one rank, over the same microbatches.
 
-Shapes: M microbatches, B batch, T sequence, I and O features into and out of a stage.
+Shapes: M microbatches, B batch, T sequence, C features.
 """
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from torchpar.manual.data_parallel import DataParallel
 from torchpar.manual.pipeline_parallel import make_plan, message_of, run_pipeline
 from torchpar.manual.stage import Stage
 
-WIDTHS = (5, 6, 3, 7, 4, 6, 2, 5)  # of each stage's output: no two boundaries alike
+WIDTH = 5
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)]
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-15)
 
@@ -40,19 +41,18 @@ class Odd(nn.Module):
     def __init__(self, stage: int, *, recomputes: bool):
         super().__init__()
         torch.manual_seed(stage)
-        inside, outside = (WIDTHS[-1], *WIDTHS)[stage : stage + 2]
-        self.embedding = nn.Embedding(11, inside) if stage == 0 else nn.Identity()
-        self.norm = nn.LayerNorm(inside)
-        self.twice = nn.Linear(inside, inside)
+        self.embedding = nn.Embedding(11, WIDTH) if stage == 0 else nn.Identity()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.twice = nn.Linear(WIDTH, WIDTH)
         self.convolution = nn.Conv1d(1, 1, 3, padding=1)
-        self.frozen = nn.Linear(inside, inside).requires_grad_(False)
-        self.out = nn.Linear(inside, outside)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.out = nn.Linear(WIDTH, WIDTH)
         self.recomputes = recomputes
 
-    def body(self, x_BTI: torch.Tensor) -> torch.Tensor:
-        x_BTI = self.twice(F.gelu(self.twice(self.norm(x_BTI))))
-        x_BTI = x_BTI + self.convolution(x_BTI.flatten(0, 1).unsqueeze(1)).squeeze(1).view_as(x_BTI)
-        return x_BTI + torch.tanh(self.frozen(x_BTI))
+    def body(self, x_BTC: torch.Tensor) -> torch.Tensor:
+        x_BTC = self.twice(F.gelu(self.twice(self.norm(x_BTC))))
+        x_BTC = x_BTC + self.convolution(x_BTC.flatten(0, 1).unsqueeze(1)).squeeze(1).view_as(x_BTC)
+        return x_BTC + torch.tanh(self.frozen(x_BTC))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         body = partial(checkpoint, self.body, use_reentrant=False) if self.recomputes else self.body
@@ -71,12 +71,12 @@ def make_data(microbatches: int) -> tuple[list[torch.Tensor], list[torch.Tensor]
     return list(ids_MBT), list(targets_MBT)
 
 
-def loss(y_BTO: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(y_BTO.flatten(0, 1), targets_BT.flatten())
+def loss(y_BTC: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(y_BTC.flatten(0, 1), targets_BT.flatten())
 
 
-def boundary(stage: int, ids_BT: torch.Tensor) -> torch.Tensor:
-    return torch.empty(*ids_BT.shape, WIDTHS[stage], dtype=torch.float64, device="meta")
+def empty_stream(ids_BT: torch.Tensor) -> torch.Tensor:
+    return torch.empty(*ids_BT.shape, WIDTH, dtype=torch.float64)
 
 
 def expected(stages: list[nn.Module], data: tuple[list[torch.Tensor], list[torch.Tensor]]) -> torch.Tensor:
@@ -99,26 +99,18 @@ class Pipeline:
 
     def __init__(self, own: dict[int, nn.Module], schedule: Schedule, group: Any = None, **options: Any):
         self.axis, self.schedule, self.options = Axis.of(group), schedule, options
-        self.last_stage = max(task.stage for tasks in schedule for task in tasks)
+        stages = 1 + max(task.stage for tasks in schedule for task in tasks)
+        self.part: Any = SimpleNamespace(stages=stages, mean_loss=loss, empty_stream=empty_stream)
         halves = any(task.kind == Kind.BACKWARD_WEIGHT for task in schedule[0])
-        self.stages = {n: Stage(module, splits_backward=halves, number=n) for n, module in own.items()}
+        self.stages = {n: Stage(module, splits_backward=halves) for n, module in own.items()}
 
     def run(self, inputs: list[torch.Tensor], targets: list[torch.Tensor]) -> torch.Tensor:
         schedule, ranks = self.schedule, self.axis.size
         if not torch.is_grad_enabled():
-            chunks = (self.last_stage + 1) // ranks
+            chunks = self.part.stages // ranks
             schedule = forward_only(ranks=ranks, microbatches=len(inputs), chunks=chunks)
-        return run_pipeline(
-            make_plan(schedule, self.axis.rank),
-            self.stages,
-            self.axis,
-            inputs,
-            targets,
-            last_stage=self.last_stage,
-            loss=loss,
-            boundary=boundary,
-            **self.options,
-        )
+        plan = make_plan(schedule, self.axis.rank)
+        return run_pipeline(plan, self.stages, self.part, self.axis, inputs, targets, **self.options)
 
 
 def own_stages(schedule: Schedule, rank: int, stages: list[nn.Module]) -> dict[int, nn.Module]:
@@ -146,7 +138,7 @@ def test_every_schedule_equals_one_rank(rank: int, name: str, chunks: int) -> No
                         close(pipeline.run(*data), reference)
                     for number, module in own.items():
                         assert_same_gradients(whole[number], module)
-            size = sum(boundary(n, data[0][0]).nbytes for n in own if n + 1 < count)
+            size = sum(empty_stream(data[0][0]).nbytes for n in own if n + 1 < count)
             assert sent[Call("permute", axis.name, "activations")] == 4 * microbatches * size
 
 

@@ -5,7 +5,7 @@ A schedule is plain data (`compare.pipeline.schedules`): for each rank its tasks
 
     receive_activation   compute: forward   compute: backward   send_gradient
 
-`run_pipeline` carries out any such list for any modules (`stage`). A receive is posted early and waited for
+`run_pipeline` carries out any such list, a task at a time (`stage`). A receive is posted early and waited for
 just before its computation: data moves while the rank computes. A send is waited for only where a later
 message proves that it has arrived: it holds up nothing. Evaluation is a schedule without backwards.
 
@@ -27,7 +27,7 @@ from compare.pipeline.schedules import Kind, Schedule, Task, forward_only, make_
 from compare.pipeline.simulator import Action, with_communication
 from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis, Work
-from torchpar.gpt_stages import GPTStages, OneStage, pipeline
+from torchpar.gpt_stages import GPTStages, pipeline
 from torchpar.manual.stage import Stage
 from torchpar.parallel_model import ParallelModel
 from torchpar.run import RankBatch
@@ -80,14 +80,12 @@ def message_of(action: Action) -> Message:
 def run_pipeline(
     plan: Plan,
     stages: Mapping[int, Stage],
+    part: GPTStages,
     axis: Axis,
     inputs: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
+    keys: Sequence[torch.Tensor] = (),
     *,
-    last_stage: int,
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    boundary: Callable[[int, torch.Tensor], torch.Tensor],
-    also: Sequence[Sequence[torch.Tensor]] = (),
     forward_context: Context = nullcontext,
     no_sync: Context = nullcontext,
 ) -> torch.Tensor:
@@ -96,25 +94,23 @@ def run_pipeline(
     Args:
         plan: of this rank.
         stages: this rank's, by number along the model.
+        part: of the model: the loss, and the shape of what goes between stages.
         axis: the ranks.
-        inputs: of each microbatch; on all ranks, which at least learn shapes from them.
+        inputs: of each microbatch, (B, T); on all ranks, which at least learn shapes from them.
         targets: of each microbatch; only the last stage looks at them.
-        last_stage: its number.
-        loss: from the last stage's output and a microbatch's targets to their mean loss, a scalar.
-        boundary: from a stage's number and a microbatch's inputs to a tensor on the device "meta" that is
-            like the stage's output: how others know what to receive.
-        also: of each microbatch, what every stage's module takes after its input: no gradients go there.
+        keys: of each microbatch, for dropout; there may be none.
         forward_context: made anew around every forward, such as autocast.
         no_sync: around every backward but each stage's last.
 
     Returns:
         The mean loss, a scalar, the same on all ranks.
     """
+    last_stage = part.stages - 1
     mail: dict[Message, Any] = {Message(ACTIVATIONS, 0, m): x for m, x in enumerate(inputs) if 0 in stages}
     receiving, sending = dict[Message, Work](), dict[Message, Work]()
 
     def finish(stage: int, m: int, y: torch.Tensor) -> torch.Tensor:
-        return loss(y, targets[m]) / len(inputs) if stage == last_stage else y
+        return part.mean_loss(y, targets[m]) / len(inputs) if stage == last_stage else y
 
     def take(message: Message) -> torch.Tensor:
         if message in receiving:
@@ -128,16 +124,15 @@ def run_pipeline(
         kind, stage, m = action.task
         if is_receive(action):
             message = message_of(action)
-            sender = stage - (message.purpose == ACTIVATIONS)  # a gradient is like what it is of
-            mail[message] = torch.empty_like(boundary(sender, inputs[m]), device=inputs[0].device)
+            mail[message] = part.empty_stream(inputs[m])  # a gradient is like what it is of
             receiving[message] = axis.start_receive(mail[message], source=action.peer)
         elif action.what != "compute":
             message = message_of(action)
             sending[message] = axis.start_send(mail[message], to=action.peer, purpose=message.purpose)
         elif kind == Kind.FORWARD:
-            x, others = take(Message(ACTIVATIONS, stage, m)), also[m] if also else ()
+            x = take(Message(ACTIVATIONS, stage, m))
             with forward_context():
-                y = stages[stage].forward(m, x, *others, finish=partial(finish, stage, m))
+                y = stages[stage].forward(m, x, *keys[m : m + 1], finish=partial(finish, stage, m))
             mail[Message(ACTIVATIONS, stage + 1, m)] = y.contiguous()
         elif kind == Kind.BACKWARD_WEIGHT:
             with no_sync():
@@ -162,8 +157,7 @@ def run_stages(part: GPTStages, parallel: ParallelModel, axis: Axis, layout: Lay
     """Let the layout's schedule run a rank's stages of a GPT, which `parallel.module` is, or wraps."""
     halves = layout.schedule == "zero_bubble"
     stages = {
-        number: Stage(OneStage(parallel.module, number), splits_backward=halves, number=number)
-        for number in part.blocks_of
+        number: Stage(parallel.module, splits_backward=halves, stage=number) for number in part.blocks_of
     }
 
     @cache
@@ -172,28 +166,12 @@ def run_stages(part: GPTStages, parallel: ParallelModel, axis: Axis, layout: Lay
         schedule = forward_only(**options) if evaluates else make_schedule(layout.schedule, **options)
         return make_plan(schedule, axis.rank)
 
-    def boundary(stage: int, ids_BT: torch.Tensor) -> torch.Tensor:
-        """The residual stream (B, T, C) behind a stage, without data."""
-        rows, length = ids_BT.shape
-        length //= layout.tp if layout.sequence_parallel else 1
-        return torch.empty(rows, length, part.width, dtype=part.dtype, device="meta")
-
     def run(batch: RankBatch, forward_context: Context) -> torch.Tensor:
         """(A, b, T) in microbatches (B, T), to the mean loss, ()."""
         size = batch.inputs_ABT.shape[1] // layout.microbatches
-        inputs, targets, *keys = (t.flatten(0, 1).split(size) for t in batch if t is not None)
-        return run_pipeline(
-            plan(len(inputs), evaluates=not torch.is_grad_enabled()),
-            stages,
-            axis,
-            inputs,
-            targets,
-            last_stage=part.stages - 1,
-            loss=part.mean_loss,
-            boundary=boundary,
-            also=list(zip(*keys, strict=True)),
-            forward_context=forward_context,
-            no_sync=parallel.no_sync,
-        )
+        batches = [t.flatten(0, 1).split(size) for t in batch if t is not None]
+        own = plan(len(batches[0]), evaluates=not torch.is_grad_enabled())
+        contexts = {"forward_context": forward_context, "no_sync": parallel.no_sync}
+        return run_pipeline(own, stages, part, axis, *batches, **contexts)
 
     return replace(parallel.under(pipeline(axis, parallel.parameters)), run_pipeline=run)

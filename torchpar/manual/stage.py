@@ -33,11 +33,13 @@ class Factors(NamedTuple):
 class Stage:
     """A module that takes one tensor and returns one, and the microbatches that are under way in it.
 
-    If it `splits_backward`, weight gradients are a task of their own. Its number is that along the model.
+    If it `splits_backward`, weight gradients are a task of their own. A module that has several stages is
+    called with the number along the model of this one, `stage`.
     """
 
-    def __init__(self, module: nn.Module, *, splits_backward: bool, number: int = 0):
-        self.module, self.splits_backward, self.number = module, splits_backward, number
+    def __init__(self, module: nn.Module, *, splits_backward: bool, **options: Any):
+        self.module, self.splits_backward = module, splits_backward
+        self.number, self._options = options.get("stage", 0), options
         # By microbatch: input and output, until backward; dropping them frees the graph behind the output.
         self.activations: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.factors: dict[int, list[Factors]] = {}  # of weight gradients that are put off
@@ -60,7 +62,7 @@ class Stage:
         """
         x = x.detach().requires_grad_(x.is_floating_point())
         with self._weight_gradients_of(microbatch):
-            y = finish(self.module(x, *also))
+            y = finish(self.module(x, *also, **self._options))
         if torch.is_grad_enabled():
             self.activations[microbatch] = x, y
         return y.detach()
