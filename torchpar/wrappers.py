@@ -22,7 +22,6 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from compare.contract.communication import BUFFERS, UNUSED
 from torchpar.comm.collectives import Axis
@@ -40,27 +39,21 @@ ELEMENTWISE = {
 """Classes of torch.optim that compute the same on pieces of tensors as on tensors."""
 _scale = torch._amp_foreach_non_finite_check_and_unscale_
 NORMS = {torch.linalg.vector_norm, torch.norm, torch.Tensor.norm, torch._foreach_norm, _scale}
-CHANGES = {torch._foreach_clamp_min_, torch._foreach_clamp_max_, torch.Tensor.clamp_}
 FINISH = "call finish_gradient_synchronization() first"
 
 
-class PieceOfGradient(torch.Tensor):
-    """This rank's piece of a gradient, whose norm is not the gradient's: PyTorch's clipping asks for it."""
-
-    refused, advice = NORMS, "is not the gradient's: use clip_grad_norm_ of the wrapper, and no GradScaler"
+class PartOfGradient(torch.Tensor):
+    """A piece or a summand of a gradient: PyTorch's clipping would take its norm for the gradient's."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func in cls.refused:
-            raise RuntimeError(f"{func.__name__} of this rank's part of a gradient {cls.advice}")
+        if func in NORMS:
+            raise RuntimeError(
+                f"{func.__name__} of this rank's part of a gradient is not the gradient's: {FINISH}; "
+                f"of shards use clip_grad_norm_ of the wrapper, and no GradScaler"
+            )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
-
-
-class UnfinishedGradient(PieceOfGradient):
-    """A gradient that other ranks' are still to be added to."""
-
-    refused, advice = NORMS | CHANGES, f"is not the mean over ranks: {FINISH}"
 
 
 class Guarded(nn.Module):
@@ -78,9 +71,9 @@ class Guarded(nn.Module):
         ids, reference = {id(parameter) for parameter in parameters}, weakref.ref(self)
 
         def before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-            wrapper, closure = reference(), args[1:] or kwargs.get("closure")
+            wrapper = reference()
             theirs = any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
-            if wrapper is not None and theirs and not closure:
+            if wrapper is not None and theirs:
                 wrapper.before_step(optimizer)
 
         weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
@@ -131,13 +124,10 @@ class DataParallel(Guarded, data_parallel.DataParallel):
         self._watch([self.axis], module.parameters(), find_unused_parameters)
 
     def gradient_ready(self, bucket: Bucket, index: int, parameter: torch.Tensor) -> None:
-        if parameter.grad is None:
-            raise RuntimeError(f"a hook on {bucket.names[index]} takes its gradient away: use {DDP}")
-        if self.is_synchronizing and index not in bucket.pending:
-            raise RuntimeError(f"a second gradient of {bucket.names[index]}: put all but one in no_sync()")
         super().gradient_ready(bucket, index, parameter)
         self._unfinished = max(self._unfinished, 1 + self.is_synchronizing)
-        parameter.grad = parameter.grad.as_subclass(UnfinishedGradient)
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.as_subclass(PartOfGradient)
 
     def finish_gradient_synchronization(self) -> None:
         places = [(bucket, n) for bucket in self.buckets for n in range(len(bucket.parameters))]
@@ -195,20 +185,13 @@ class FSDP(Guarded, fully_sharded.FSDP):
         module.__dict__["state_dict"] = self._refuse_state_dict
 
     def forward(self, *args, **kwargs):
-        for unit in self.units:
-            memory = {p: flat.shard.untyped_storage().data_ptr() for flat in unit.flats for p in flat.pieces}
-            for holder, name, parameter, piece in unit.uses:
-                is_shown = holder._parameters.get(name) is piece or unit in self._unsharded
-                is_same = piece.untyped_storage().data_ptr() == memory[piece]
-                if not (is_shown and is_same and parameter.requires_grad == piece.requires_grad):
+        for flat in self.flats:
+            memory = flat.shard.untyped_storage().data_ptr()
+            for name, parameter, piece in zip(flat.names, flat.parameters, flat.pieces, strict=True):
+                is_same = piece.untyped_storage().data_ptr() == memory
+                if not (is_same and parameter.requires_grad == piece.requires_grad):
                     raise RuntimeError(f"{name} was replaced, frozen or thawed since FSDP began: use {FSDP2}")
         return super().forward(*args, **kwargs)
-
-    def after_forward(self, unit: Unit, module: nn.Module, args: tuple, output: object) -> None:
-        hidden = [x for x in tree_leaves(output) if not isinstance(x, torch.Tensor | float | str | None)]
-        if hidden and torch.is_grad_enabled():  # backward could enter the unit through it, unseen
-            raise TypeError(f"{type(module).__name__} returns {type(hidden[0]).__name__}: use {FSDP2}")
-        super().after_forward(unit, module, args, output)
 
     def before_backward(self, unit: Unit) -> None:
         """Without gathering ahead: a weight that backward reads unseen has no memory then, and raises."""
@@ -233,7 +216,7 @@ class FSDP(Guarded, fully_sharded.FSDP):
         self._is_finishing = True
         super().finish_gradient_synchronization()
         self._is_finishing = False
-        mark_pieces(self.flats, PieceOfGradient)
+        mark_pieces(self.flats, PartOfGradient)
         self._unfinished = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -309,13 +292,10 @@ class ShardedOptimizer(sharded_optimizer.ShardedOptimizer):
         if "inner" in vars(self):
             raise RuntimeError(f"a param group after the start: use {ZERO}")
         super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            if hasattr(parameter, "device_mesh"):
-                raise ValueError(f"a DTensor is parallel already: use {FSDP2}")
 
     def finish_gradient_synchronization(self) -> None:
         super().finish_gradient_synchronization()
-        mark_pieces(self.flats, PieceOfGradient)
+        mark_pieces(self.flats, PartOfGradient)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip what `finish_gradient_synchronization` left, by the norm over all ranks' pieces: a scalar."""
@@ -323,7 +303,6 @@ class ShardedOptimizer(sharded_optimizer.ShardedOptimizer):
         return clip_pieces(self.flats, max_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -352,8 +331,6 @@ def mark_pieces(flats: Sequence[FlatParameters], as_class: type[torch.Tensor]) -
 def require_usual(module: nn.Module) -> None:
     """Refuse what is seen before training, and not usual."""
     for name, parameter in module.named_parameters():
-        if hasattr(parameter, "device_mesh"):
-            raise ValueError(f"{name} is a DTensor, parallel already: use {FSDP2} alone")
         if parameter._post_accumulate_grad_hooks:
             raise ValueError(f"gradients of {name} go to a wrapper already: use one of the two")
     for name, part in module.named_modules():
