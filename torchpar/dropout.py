@@ -56,14 +56,10 @@ def split_rows(model: nn.Module, part: int, *, sequence_parallel: bool) -> None:
 def is_kept(
     keys_B2: torch.Tensor, site: int, shape: tuple[int, ...], *, rate: float, first_row: int = 0
 ) -> torch.Tensor:
-    """Mask of the kept elements: bool (B, *shape).
+    """Mask of the kept elements of a site, by its number: bool (B, *shape).
 
-    Args:
-        keys_B2: of the sequences: their words' bits as int32.
-        site: from `site_number`.
-        shape: of a sequence's elements that are here.
-        rate: of what is dropped.
-        first_row: number in the whole sequence of the first row that is here (all dims but the last).
+    The shape is of a sequence's elements that are here. Rows are all dims but the last: `first_row` is the
+    number in the whole sequence of the first one that is here.
     """
     groups, rows = -(-shape[-1] // LANES), math.prod(shape[:-1])
     numbers = torch.arange(first_row * groups, (first_row + rows) * groups, device=keys_B2.device)

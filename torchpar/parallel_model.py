@@ -1,6 +1,6 @@
 """The model and its optimizer as an engine returns them: the few things that the training loop uses."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -17,10 +17,6 @@ OptimizerMaker = Callable[..., torch.optim.Optimizer]
 """Makes the experiment's optimizer over parameters by the model's names: `optimizer.make_optimizer`."""
 Fill = Callable[..., None]
 """Gives a model's parameters, or those of modules `within` it, their first values: `shards.fill_with`."""
-
-
-def keep_values(model: nn.Module, within: Iterable[nn.Module] | None = None) -> None:
-    """A `Fill` for a model that has its values."""
 
 
 @dataclass(frozen=True, kw_only=True)

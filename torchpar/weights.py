@@ -27,15 +27,15 @@ def nanogpt_name(name: str) -> str:
 
 def to_nanogpt(parameter: Parameter, array: np.ndarray) -> np.ndarray:
     """A canonical array in nanoGPT's shape: a Linear's weight becomes (out, in)."""
-    if not _is_linear(parameter):
-        return array.reshape(-1) if parameter.name.endswith(".bias") else array
-    return array.reshape(math.prod(parameter.shape[: _input_dims(parameter)]), -1).T
+    if inputs := _input_dims(parameter):
+        return array.reshape(math.prod(parameter.shape[:inputs]), -1).T
+    return array.reshape(-1) if parameter.name.endswith(".bias") else array
 
 
 def to_array(parameter: Parameter, tensor: torch.Tensor) -> np.ndarray:
     """A copy of a whole tensor in nanoGPT's shape, in the table's."""
     array = tensor.detach().to("cpu", copy=True).numpy()
-    return np.ascontiguousarray((array.T if _is_linear(parameter) else array).reshape(parameter.shape))
+    return np.ascontiguousarray((array.T if _input_dims(parameter) else array).reshape(parameter.shape))
 
 
 @torch.no_grad()
@@ -66,22 +66,22 @@ def nanogpt_shapes(config: Model) -> dict[str, tuple[int, ...]]:
 
 def nanogpt_dims(parameter: Parameter) -> tuple[int, ...]:
     """The canonical dims in the order of nanoGPT's tensor: a Linear's outputs, then its inputs."""
-    dims = tuple(range(len(parameter.shape)))
-    inputs = _input_dims(parameter) if _is_linear(parameter) else 0
+    dims, inputs = tuple(range(len(parameter.shape))), _input_dims(parameter)
     return (*dims[inputs:], *dims[:inputs])
 
 
 def nanogpt_dim(parameter: Parameter, dim: int) -> int:
     """The dim of nanoGPT's tensor that a canonical dim is part of."""
-    if not parameter.is_matrix:
-        return 0
-    return int(dim < _input_dims(parameter)) if _is_linear(parameter) else dim
-
-
-def _is_linear(parameter: Parameter) -> bool:
-    return parameter.is_matrix and not parameter.name.startswith("embedding.")
+    if inputs := _input_dims(parameter):
+        return int(dim < inputs)
+    return dim if parameter.is_matrix else 0
 
 
 def _input_dims(parameter: Parameter) -> int:
-    """qkv and up read the embedding, their first axis; out and down write it, their last."""
+    """The canonical dims that are a Linear's inputs, which come first: their number, 0 of all else.
+
+    qkv and up read the embedding, their first axis; out and down write it, their last.
+    """
+    if not parameter.is_matrix or parameter.name.startswith("embedding."):
+        return 0
     return 1 if parameter.axes[0] == "embed" else len(parameter.shape) - 1

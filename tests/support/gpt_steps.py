@@ -69,12 +69,16 @@ def moment_keys(experiment: Experiment) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq") if experiment.optimizer.name == "adamw" else ("momentum_buffer",)
 
 
+def keep_values(*_: object) -> None:
+    """A `Fill` for a model that has its values."""
+
+
 def make_parallel(
     parallelize: Parallelize, layout: Layout, rank: int, experiment: Experiment
 ) -> tuple[ParallelModel, Mesh]:
     mesh = make_mesh(layout, rank=rank, device=CPU)
     maker = partial(make_optimizer, experiment=experiment)
-    return parallelize(make_gpt(), mesh=mesh, layout=layout, make_optimizer=maker), mesh
+    return parallelize(make_gpt(), mesh=mesh, layout=layout, make_optimizer=maker, fill=keep_values), mesh
 
 
 def backward(parallel: ParallelModel, mesh: Mesh, step: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import STEP, UPDATES, assert_is_random, describe, random_state, write_random
+from gpt_steps import keep_values
 from layouts import TORCH_COMPILER, TORCH_LIBRARY, TORCH_SHARED, TORCH_ZERO
 from ranks import CPU, on_ranks
 
@@ -48,12 +49,13 @@ def restored(engine: str, experiment: Experiment, rank: int, checkpoint: Path) -
     model, mesh = GPT(MODEL).double(), make_mesh(experiment.layout, rank=rank, device=CPU)
     load_weights(model, CheckpointReader(checkpoint).group("weights"))
     maker = partial(make_optimizer, experiment=experiment)
+    options = {"layout": experiment.layout, "make_optimizer": maker, "fill": keep_values}
     run = Run(
         request=Request(engine=engine, experiment=experiment),
         mesh=mesh,
         rank=None,
         corpus=None,
-        parallel=PARALLELIZE[engine](model, mesh=mesh, layout=experiment.layout, make_optimizer=maker),
+        parallel=PARALLELIZE[engine](model, mesh=mesh, **options),
         compute=None,
         update=None,
     )

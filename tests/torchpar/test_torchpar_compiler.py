@@ -9,21 +9,12 @@ from gpt_steps import ADAM, CONFIG, SGD, assert_cut, assert_same, backward, coun
 from layouts import TORCH_COMPILER as LAYOUTS
 from msgspec.structs import replace
 from ranks import on_ranks
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import distribute_tensor
 
-from compare.contract.communication import summed
-from compare.spec.axes import PP
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout
 from torchpar import compiler
-from torchpar.comm import process_groups
-from torchpar.compiler import pipeline_parallel
 from torchpar.compiler.compilation import resolve_backend
-from torchpar.compiler.placement import along
 from torchpar.faults import plant
-from torchpar.measure.ledger import LedgerSink
-from torchpar.measure.watch import Watch
 
 make_parallel = partial(gpt_steps.make_parallel, compiler.parallelize)
 train = partial(gpt_steps.train, compiler.parallelize)
@@ -96,34 +87,6 @@ def test_a_placement_that_is_said_wrongly_shows(rank: int) -> None:
         got = parallel.full(parallel.gradients())
         parameter = "transformer.ln_f.weight"
         assert (got[parameter] - expected[parameter]).abs().max() > 1e-3, fault
-
-
-@on_ranks
-def test_a_dim_of_stages_is_a_pipeline_and_its_shift_a_gather(rank: int) -> None:
-    """Microbatches through four stages of own weights, against one after the other; and backward."""
-    devices = DeviceMesh.from_group(process_groups.world_group(), "cpu", mesh_dim_names=(PP,))
-    weights = torch.randn(4, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    x_M = torch.randn(6, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    own, of_all = weights[rank].clone().requires_grad_(), weights.clone().requires_grad_()
-    idle = distribute_tensor(torch.zeros(4, 4, 8, dtype=torch.float64), devices, along(devices, pp=0))
-    names = {str(process_groups.world_group().group_name): PP}
-    sink = LedgerSink(names)
-    with Watch(sink):
-        y_M = pipeline_parallel.run_pipeline(lambda x: torch.tanh(x @ own), idle, x_M)
-        (y_M.square().sum() * (rank == 3)).backward()
-    expected = x_M
-    for weight in of_all:
-        expected = torch.tanh(expected @ weight)
-    expected.square().sum().backward()
-    if rank == 3:
-        gpt_steps.close(y_M, expected)
-    assert own.grad is not None
-    assert of_all.grad is not None
-    gpt_steps.close(own.grad, of_all.grad[rank])
-    # Of all stages, where a message to the next would do: why the engine refuses pipelines.
-    rows = summed(sink.noted().rows)
-    assert {(row.kind, row.calls) for row in rows} == {("all_gather", 2 * (9 + 8))}
-    assert {row.bytes // row.calls for row in rows} == {idle.numel() * 8}
 
 
 def test_what_placements_cannot_say_is_refused_by_name(monkeypatch):

@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from gpt_steps import keep_values
 from ranks import RANKS, on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -101,8 +102,8 @@ def test_no_step_waits_for_a_value(rank: int) -> None:
         experiment = Experiment(model=model, layout=layout)
         mesh = make_mesh(layout, rank=rank, device=torch.device("cpu"))
         torch.manual_seed(0)
-        make = partial(make_optimizer, experiment=experiment)
-        parallel = parallelize(GPT(experiment.model), mesh=mesh, layout=layout, make_optimizer=make)
+        options = {"make_optimizer": partial(make_optimizer, experiment=experiment), "fill": keep_values}
+        parallel = parallelize(GPT(experiment.model), mesh=mesh, layout=layout, **options)
         with under_way() as begun:  # the first step, which tries the optimizer
             step(parallel, experiment, 0)
         assert not begun, (layout, begun)

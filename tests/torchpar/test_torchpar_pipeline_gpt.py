@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from gpt_steps import keep_values
 from ranks import CPU, on_ranks
 
 from compare.numerics.parameters import initial_parameters
@@ -33,16 +34,11 @@ def test_copies_of_a_tied_weight_stay_equal(rank: int) -> None:
         mesh = make_mesh(layout, rank=rank, device=CPU)
         model = GPT(SMALL)
         load_weights(model, initial_parameters(experiment))
-        parallel = parallelize(
-            model, mesh=mesh, layout=layout, make_optimizer=partial(make_optimizer, experiment=experiment)
-        )
+        options = {"make_optimizer": partial(make_optimizer, experiment=experiment), "fill": keep_values}
+        parallel = parallelize(model, mesh=mesh, layout=layout, **options)
         assert parallel.run_pipeline
-        rows = (
-            torch.arange(2 * 4 * 8)
-            .view(2, 4, 8)
-            .chunk(mesh.joined(*ROWS).size, dim=1)[mesh.joined(*ROWS).rank]
-            % 16
-        )
+        data, ids = mesh.joined(*ROWS), torch.arange(2 * 4 * 8).view(2, 4, 8) % 16
+        rows = ids.chunk(data.size, dim=1)[data.rank]
         for step in range(3):
             parallel.run_pipeline(RankBatch(rows, rows), nullcontext)
             parallel.finish_gradient_synchronization()

@@ -15,12 +15,12 @@ from torchpar.compiler.compilation import compile_forward, resolve_backend
 from torchpar.compiler.placement import ORDER, of_parameters, place_parameters
 from torchpar.dtensors import deal_heads, dtensor_optimizer, make_device_mesh, of_dtensors
 from torchpar.model import GPT
-from torchpar.parallel_model import Fill, OptimizerMaker, ParallelModel, keep_values
+from torchpar.parallel_model import Fill, OptimizerMaker, ParallelModel
 from torchpar.remat import apply_remat, resolve_remat
 
 
 def parallelize(
-    model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker, fill: Fill = keep_values
+    model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker, fill: Fill
 ) -> ParallelModel:
     """The model under the layout: placed, and then compiled as a whole. One device gets the plain module.
 

@@ -16,12 +16,12 @@ from torchpar.library.fully_sharded import ShardedOptimizer, no_sync, reshard_pa
 from torchpar.library.pipeline_parallel import run_stages
 from torchpar.library.tensor_parallel import complete_gradients, split_layers
 from torchpar.model import GPT
-from torchpar.parallel_model import Fill, OptimizerMaker, ParallelModel, keep_values
+from torchpar.parallel_model import Fill, OptimizerMaker, ParallelModel
 from torchpar.remat import apply_remat, resolve_remat
 
 
 def parallelize(
-    model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker, fill: Fill = keep_values
+    model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker, fill: Fill
 ) -> ParallelModel:
     """The model under the layout. The order: tensor parallelism, recomputation, the cut into a pipeline's
     stages, data parallelism of each, and the pipeline that runs them. What is cut so far is filled: under

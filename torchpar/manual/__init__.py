@@ -18,12 +18,12 @@ from torchpar.manual.pipeline_parallel import run_stages
 from torchpar.manual.sharded_optimizer import ShardedOptimizer
 from torchpar.manual.tensor_parallel import split_layers
 from torchpar.model import GPT
-from torchpar.parallel_model import Fill, OptimizerMaker, ParallelModel, Strategy, TensorsByName, keep_values
+from torchpar.parallel_model import Fill, OptimizerMaker, ParallelModel, Strategy, TensorsByName
 from torchpar.remat import apply_remat, resolve_remat
 
 
 def parallelize(
-    model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker, fill: Fill = keep_values
+    model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker, fill: Fill
 ) -> ParallelModel:
     """The model under the layout. The order: tensor parallelism, recomputation, the cut into a pipeline's
     stages, what is done to this rank's share of all that, and the pipeline that runs it. The share is filled
