@@ -49,7 +49,7 @@ class Diff(Struct, frozen=True, kw_only=True):
         differences = {
             name: difference(a, b, names=(str(a.folder), str(b.folder))) for name, (a, b) in records.items()
         }
-        alike = all(pair.alike for pair in differences.values())
+        alike = all(pair.verdict.passed for pair in differences.values())
         if self.json:
             print_json({"alike": alike, "pairs": differences})
         else:
@@ -113,7 +113,7 @@ def _print(console: PlainConsole, differences: dict[str, Difference]) -> None:
     for why, rungs in by_reason(skipped).items():
         console.print(f"not compared: {', '.join(rungs)} ({why})", soft_wrap=True)
     for name, pair in differences.items():
-        said = f"alike on {len(pair.verdict.rungs)} rungs, over {pair.steps} steps"
+        said, style = f"alike on {len(pair.verdict.rungs)} rungs, over {pair.steps} steps", "bold green"
         if pair.verdict.failure:
-            said = pair.verdict.sentence().replace("FAIL at", "differ at", 1)
-        console.print(f"{name}: {said}", style="bold green" if pair.alike else "bold red", soft_wrap=True)
+            said, style = pair.verdict.sentence().replace("FAIL at", "differ at", 1), "bold red"
+        console.print(f"{name}: {said}", style=style, soft_wrap=True)

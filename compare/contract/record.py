@@ -68,8 +68,6 @@ class Step(Struct, frozen=True, kw_only=True):
     step_time_ms: float
     """Wall time from the batch on the host to the updated weights, blocked upon; in a window of a timed run
     the mean over the window."""
-    tokens_per_s: float | UnsetType = UNSET
-    """Tokens a second in the step, or in its window."""
     memory_bytes: int | UnsetType = UNSET
     """In use after the step: of a GPU what its allocator gave out, on rank 0; of a CPU what rank 0's process
     has in RAM, which in JAX is all devices'."""

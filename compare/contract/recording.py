@@ -49,7 +49,6 @@ class FinishedStep(NamedTuple):
             grad_norm=0.0 if skipped else norm,
             lr=learning_rate(experiment.optimizer, self.updates),
             step_time_ms=seconds * 1e3,
-            tokens_per_s=experiment.tokens_per_step / seconds if seconds else UNSET,
             loss_scale=self.loss_scale.scale if self.loss_scale else UNSET,
             skipped=skipped,
             **more,

@@ -10,26 +10,23 @@ from pathlib import Path
 import psutil
 
 from compare.host.facts import cores, cpu_model
-from compare.judge.circumstances import Circumstances, MachineFacts
+from compare.judge.circumstances import Circumstances
 from compare.spec.experiment import ExperimentError
 
 CGROUPS = Path("/sys/fs/cgroup")
 
 
-def here_and_now(*busy_cores: float) -> Circumstances:
-    """This machine, this moment, this source; and the cores that others use."""
+def here_and_now() -> Circumstances:
+    """This machine, this moment, this source."""
     commit, dirty = git_state()
     return Circumstances(
         created_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        machine=MachineFacts(
-            system=f"{platform.system()} {platform.machine()}",
-            cpu_model=cpu_model(),
-            cores=cores(),
-            memory_bytes=memory_bytes(),
-        ),
+        system=f"{platform.system()} {platform.machine()}",
+        cpu_model=cpu_model(),
+        cores=cores(),
+        memory_bytes=memory_bytes(),
         git_commit=commit,
         git_dirty=dirty,
-        busy_cores=list(busy_cores),
     )
 
 

@@ -5,6 +5,7 @@ stops early, a recorder that leaves no tensors. So the request is the first rung
 the reference too, must pass it.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -68,18 +69,11 @@ def _of_manifest(record: Record, request: Request) -> Iterator[str]:
     for kind, held in {"peak_memory_bytes": manifest.peak_memory_bytes, **manifest.resident_bytes}.items():
         if len(held) != devices:
             yield f"it says what {len(held)} devices hold ({kind}), and {devices} were asked for"
-    tokens = manifest.experiment.tokens_per_step
-    figures = {"first_step_s": manifest.first_step_s, "cpu_time_s": manifest.cpu_time_s}
+    figures = {f"step_time_ms of step {step.step}": step.step_time_ms for step in record.steps}
+    figures |= {"first_step_s": manifest.first_step_s, "cpu_time_s": manifest.cpu_time_s}
     figures["peak_memory_bytes"] = min(manifest.peak_memory_bytes, default=0)
-    figures |= {f"step_time_ms of step {step.step}": step.step_time_ms for step in record.steps}
-    impossible = [f"{name} was {value}" for name, value in figures.items() if not 0 < value < math.inf]
-    impossible += [f"compile_s was {manifest.compile_s}"] * (manifest.compile_s < 0)
-    yield from (f"it says that {figure}" for figure in impossible[:LISTED])
-    for step in record.steps:
-        expected = 1e3 * tokens / step.step_time_ms if step.step_time_ms else math.inf
-        if step.tokens_per_s is not UNSET and not math.isclose(step.tokens_per_s, expected, rel_tol=1e-3):
-            yield f"it says {step.tokens_per_s:g} tokens/s in step {step.step} instead of {expected:g}"
-            break
+    impossible = (f"{name} was {value}" for name, value in figures.items() if not 0 < value < math.inf)
+    yield from (f"it says that {figure}" for figure in itertools.islice(impossible, LISTED))
     if len(record.steps) > 1 and all(step.instrumented for step in record.steps):
         yield "it says that all of its steps were watched"
 
@@ -99,7 +93,7 @@ def _of_steps(steps: list[Step], request: Request) -> Iterator[str]:
         if step.lr != (right := learning_rate(experiment.optimizer, updates)):
             yield f"the learning rate of step {step.step} is {step.lr:g} instead of {right:g}"
             return
-        if (asked_scale := scale.scale if scale else UNSET) != step.loss_scale:
+        if step.loss_scale != (asked_scale := scale.scale if scale else UNSET):
             yield f"the loss scale of step {step.step} is {step.loss_scale} instead of {asked_scale}"
             return
         if scale:
@@ -149,13 +143,10 @@ def _of_tensors(record: Record, request: Request) -> Iterator[str]:
         yield from _of_batch(read_tensors(record.folder, Rung.BATCH), request)
     if Rung.GRADIENTS in asked:
         gradients = read_tensors(record.folder, Rung.GRADIENTS)
+        moves = learning_rate(experiment.optimizer, request.first_update) and not record.steps[0].skipped
         if gradients and not any(tensor.any() for tensor in gradients.values()):
             yield f"every gradient of step {request.first_step} is zero"
-        elif (
-            learning_rate(experiment.optimizer, request.first_update)
-            and not record.steps[0].skipped
-            and _is_untrained(record)
-        ):
+        elif moves and _is_untrained(record):
             yield "the first optimizer step moved no weight"
 
 
@@ -174,9 +165,9 @@ def _of_shapes(rung: Rung, found: Mapping[str, np.ndarray], expected: Mapping[st
 def _of_batch(left: Mapping[str, np.ndarray], request: Request) -> Iterator[str]:
     """The first batch against the corpus, where that is still there; its dropout keys against the seed."""
     experiment, step = request.experiment, request.first_step
-    keys = keys_of_step(experiment, step)
-    if any(name in left and not np.array_equal(left[name], drawn) for name, drawn in keys.items()):
-        yield f"its dropout keys are not those of step {step} and train.seed"
+    for name, drawn in keys_of_step(experiment, step).items():
+        if name in left and not np.array_equal(left[name], drawn):
+            yield f"its dropout keys are not those of step {step} and train.seed"
     source = experiment.data.source
     if not request.corpus_sha256 or not (source == "synthetic" or Path(source).exists()):
         return

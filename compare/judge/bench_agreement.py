@@ -1,4 +1,4 @@
-"""Whether the cases of a bench did the same work on equal terms: what its figures are worth.
+"""Whether the cases of a bench did the same work: what its figures are worth.
 
 A timed run leaves no tensors, so what is held is the loss and the gradient norm of every step of every
 process, from the first step of the warm-up on: cases of one training against the first of them. Of the first
@@ -16,7 +16,6 @@ from compare.judge.outcome import Case
 from compare.judge.timed_outcome import Measurement, TimedOutcome
 from compare.judge.tolerances import tolerances_for
 from compare.numerics.optimizer import learning_rate
-from compare.spec.engines.registry import side_of
 from compare.spec.experiment import Experiment, edited
 
 MOVED_LITTLE = 5e-3
@@ -98,22 +97,6 @@ def clock_contradictions(result: TimedOutcome) -> list[str]:
                 f"harness's clock they took {seen:.2f} s: these figures do not hold"
             )
     return lines
-
-
-def unequal_terms(result: TimedOutcome) -> list[str]:
-    """Where cases of a side had other devices, or other threads on as many devices; a line each."""
-    groups: dict[tuple[str, ...], dict[str, list[str]]] = {}
-    for name, how in result.how.items():
-        case = result.cases[name]
-        side, devices = side_of(case.engine).name, str(case.experiment.layout.devices)
-        groups.setdefault((side, "devices"), {}).setdefault(how.device_kind, []).append(name)
-        groups.setdefault((side, "threads", devices), {}).setdefault(how.threads, []).append(name)
-    return [
-        f"{side} did not compute on equal terms, by its {term}: "
-        + "; ".join(f"{value}: {', '.join(names)}" for value, names in values.items())
-        for (side, term, *_), values in groups.items()
-        if len(values) > 1
-    ]
 
 
 def agreement_summary(result: TimedOutcome) -> str:

@@ -3,20 +3,14 @@
 from msgspec import Struct
 
 
-class MachineFacts(Struct, frozen=True, kw_only=True):
-    """The machine that the figures are of."""
-
-    system: str = ""
-    cpu_model: str = ""
-    cores: int = 0
-    memory_bytes: int = 0
-
-
 class Circumstances(Struct, frozen=True, kw_only=True):
     """When and where a study was run, and by which version of the source; empty where nobody kept it."""
 
     created_utc: str = ""
-    machine: MachineFacts = MachineFacts()
+    system: str = ""
+    cpu_model: str = ""
+    cores: int = 0
+    memory_bytes: int = 0
     git_commit: str = ""
     git_dirty: bool = False
     versions: dict[str, str] = {}
@@ -36,9 +30,9 @@ class Circumstances(Struct, frozen=True, kw_only=True):
         """The version, the machine, the moment and the load, for the end of a page."""
         if not self.created_utc:
             return "When, where and by which version is not known."
-        machine, loads = self.machine, ", ".join(f"{cores:.2f}" for cores in self.busy_cores)
+        loads = ", ".join(f"{cores:.2f}" for cores in self.busy_cores)
         return (
-            f"{self.made_by}. {machine.system}, {machine.cpu_model}, {machine.cores} cores. "
+            f"{self.made_by}. {self.system}, {self.cpu_model}, {self.cores} cores. "
             f"{self.created_utc[:16].replace('T', ' ')} UTC. Cores in use by others before each round: "
             f"{loads or 'none'}."
         )

@@ -52,16 +52,15 @@ def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, flo
 
 def fits_of(rows: Sequence[CollectiveRow]) -> list[Fit]:
     """A fit for each implementation, kind and number of ranks that has at least `FEWEST` sizes."""
-    groups: dict[tuple[str, str, int], list[CollectiveRow]] = {}
+    groups: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
     for row in rows:
-        groups.setdefault((row.implementation, row.kind, row.ranks), []).append(row)
+        key = row.implementation, row.kind, row.ranks
+        groups.setdefault(key, []).append((row.size, row.time_us / 1e6))
     fits = []
-    for (implementation, kind, ranks), group in groups.items():
-        sizes, times_s = [row.size for row in group], [row.time_us / 1e6 for row in group]
-        if len(set(sizes)) < FEWEST:
+    for (implementation, kind, ranks), pairs in groups.items():
+        if len({size for size, _ in pairs}) < FEWEST:
             continue
-        latency_s, per_byte_s = fit_line(sizes, times_s)
-        pairs = zip(sizes, times_s, strict=True)
+        latency_s, per_byte_s = fit_line(*zip(*pairs, strict=True))
         distances = [abs(latency_s + size * per_byte_s - time_s) / time_s for size, time_s in pairs]
         fits.append(
             Fit(

@@ -54,11 +54,6 @@ class Difference(Struct, frozen=True, kw_only=True):
     costs: dict[str, tuple[float, float]]
     """Figures of both by label, and the bytes of each collective; they decide nothing."""
 
-    @property
-    def alike(self) -> bool:
-        """True if every number that was compared is within the tolerance."""
-        return self.verdict.passed
-
 
 def difference(a: Record, b: Record, *, names: tuple[str, str]) -> Difference:
     """Hold two records against each other, relative to the first. Raises RecordError: they cannot be."""
@@ -95,19 +90,16 @@ def _why_not(rung: str, a: Record, b: Record) -> str:
     later = [run.request.later_step for run in (a, b) if run.request]
     if rung == "later_weights" and len(set(later)) > 1:
         return f"they were kept after {' and '.join(map(str, later))} steps"
-    first, second = (
-        {
-            name: tensor.shape
-            for tensors in _TENSORS.get(rung, ())
-            for name, tensor in read_tensors(run.folder, tensors).items()
-        }
-        for run in (a, b)
-    )
-    if rung in _TENSORS and not (first and second):
-        lacks = " and ".join(name for name, shapes in (("A", first), ("B", second)) if not shapes)
-        return f"no tensors of it in {lacks}: `shardpair run --keep_tensors` keeps them"
-    if odd := sorted(name for name in first | second if first.get(name) != second.get(name)):
-        return f"shapes differ: {odd[0]} {first.get(odd[0], 'none')} and {second.get(odd[0], 'none')}"
+    for tensors in _TENSORS.get(rung, ()):
+        first, second = (
+            {name: tensor.shape for name, tensor in read_tensors(run.folder, tensors).items()}
+            for run in (a, b)
+        )
+        if not (first and second):
+            lacks = " and ".join(name for name, shapes in (("A", first), ("B", second)) if not shapes)
+            return f"no tensors of it in {lacks}: `shardpair run --keep_tensors` keeps them"
+        if odd := sorted(name for name in first | second if first.get(name) != second.get(name)):
+            return f"shapes differ: {odd[0]} {first.get(odd[0], 'none')} and {second.get(odd[0], 'none')}"
     return ""
 
 
@@ -126,13 +118,14 @@ def _changes(a: Record, b: Record) -> list[Change]:
 def _fields(run: Record) -> dict[str, str]:
     manifest = run.manifest
     asked = _flat(msgspec.to_builtins(run.request)) if run.request else {}
-    ran = {
+    for name in _OF_NO_NUMBER:
+        asked.pop(name, None)
+    return asked | {
         "corpus_sha256": manifest.corpus_sha256[:12],
         "device_kind": manifest.device_kind,
         "threads": manifest.threads,
         **{f"version of {package}": version for package, version in manifest.versions.items()},
     }
-    return {name: value for name, value in asked.items() if name not in _OF_NO_NUMBER} | ran
 
 
 def _flat(value: object, prefix: str = "") -> dict[str, str]:
@@ -145,14 +138,11 @@ def _flat(value: object, prefix: str = "") -> dict[str, str]:
 
 def _costs(a: Record, b: Record) -> dict[str, tuple[float, float]]:
     """The figures of the table of costs, then the bytes of each collective in a step."""
-    first, second = figures(a), figures(b)
-    costs = {
-        metric.label: (first[metric.key], second[metric.key])
-        for metric in METRICS
-        if metric.form and metric.key in first and metric.key in second
-    }
-    sent = [
+    of_a, of_b = figures(a), figures(b)
+    both = [metric for metric in METRICS if metric.form and metric.key in of_a.keys() & of_b.keys()]
+    costs = {metric.label: (of_a[metric.key], of_b[metric.key]) for metric in both}
+    sent_a, sent_b = (
         {" ".join(f"{row.kind} {row.axis} {row.purpose} (bytes)".split()): row.bytes for row in rows}
         for rows in (summed(run.ledger.rows) for run in (a, b))
-    ]
-    return costs | {name: (sent[0].get(name, 0), sent[1].get(name, 0)) for name in sorted(sent[0] | sent[1])}
+    )
+    return costs | {name: (sent_a.get(name, 0), sent_b.get(name, 0)) for name in sorted(sent_a | sent_b)}

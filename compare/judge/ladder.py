@@ -1,17 +1,14 @@
 """The numerics ladder: does one run compute the same thing as another, and if not, where does it part?
 
 First both must be what was asked for (`judge.acceptance`): two runs that stop early agree. Then each rung
-compares what arises one after the other in training: the batch, the initial weights, the
-loss, the gradients before clipping, their norm, weights and moments after one optimizer step, weights
-after N steps and after the last, the curves of loss and norm. The first rung that fails names the kind of
+(`judge.rungs`) compares what arises one after the other in training. The first that fails names the kind of
 mistake: a wrong mean shows in the gradients, a wrong decay in the first weights, a wrong beta2 in the moments
-and nowhere before. In float16 the steps that were skipped come first: runs that skipped others part anyway.
-Last comes what no number shows: whether the work was spread, ordered and kept as asked (`judge.strategy`).
+and nowhere before. Gradients come before anything that an optimizer did with them: Adam and clipping hide
+their scale. Last comes what no number shows: whether the work was spread, ordered and kept as asked
+(`judge.strategy`).
 
-Gradients come before anything that an optimizer did with them: Adam and clipping hide their scale.
-The error of a tensor is max|a - b| / max|reference|, relative to the largest entry of that tensor;
-entry by entry would divide by gradients that are zero in exact arithmetic, such as those of the key bias.
-Tensors are read one by one: the size of a model is no reason to leave its gradients out.
+The error of a tensor is relative to the largest entry of that tensor; entry by entry would divide by
+gradients that are zero in exact arithmetic, such as those of the key bias.
 """
 
 import math
@@ -53,7 +50,7 @@ class RungResult(Struct, frozen=True, kw_only=True):
     worst: str
     """Place of the worst error: a canonical parameter name, a step, ...; or the fault in words."""
     reason: str
-    """Reason of the tolerance."""
+    """Of the tolerance."""
 
     @property
     def passed(self) -> bool:
@@ -79,11 +76,6 @@ class Verdict(Struct, frozen=True, kw_only=True):
     def passed(self) -> bool:
         """True if every rung that was compared held, and at least one was."""
         return bool(self.rungs) and self.failure is None
-
-    @property
-    def compared_tensors(self) -> bool:
-        """True if gradients, weights and moments were compared, and not losses and norms alone."""
-        return "gradients" not in self.skipped and "first_weights" not in self.skipped
 
     def error(self, rung: str) -> float | None:
         """The worst error of one rung; None if it was skipped."""

@@ -24,7 +24,7 @@ LEAST, LEAST_IN_PIPELINE, MOST = 0.8, 0.45, 2.1
 `sequence_parallel` between 0 and 0.52."""
 
 
-class Flow(Struct, frozen=True, kw_only=True):
+class Flow(Struct, frozen=True):
     """Logical bytes of a device in a step, along one axis for one role."""
 
     axis: str
@@ -55,15 +55,8 @@ def line_up(engine: str, experiment: Experiment, rows: Sequence[Communication]) 
                 calls[key] += row.calls
         expected = Counter(textbook(engine, experiment, stage=stage))
         flows += [
-            Flow(
-                axis=axis,
-                role=role,
-                stage=stage,
-                textbook=expected[axis, role],
-                sent=sent[axis, role],
-                calls=calls[axis, role],
-            )
-            for axis, role in sorted({*expected, *sent})
+            Flow(*key, stage=stage, textbook=expected[key], sent=sent[key], calls=calls[key])
+            for key in sorted({*expected, *sent})
         ]
     return flows
 
@@ -93,18 +86,19 @@ def _multiples(engine: str, experiment: Experiment, flow: Flow) -> tuple[float, 
     return least, MOST if is_bounded and flow.textbook else math.inf
 
 
-def _joined(flows: Sequence[Flow]) -> Iterator[Flow]:
+def _joined(flows: Sequence[Flow]) -> list[Flow]:
     """Flows; those over several axes (a+b) with those over each: XLA sums replicas and shards at once."""
     joint = {(flow.stage, flow.role): flow.axis for flow in flows if "+" in flow.axis}
-    sums: dict[tuple[int, str, str], list[float]] = {}
+    sums: dict[tuple[str, str, int], Flow] = {}
     for flow in flows:
         axis = joint.get((flow.stage, flow.role), "")
         if not set(flow.axis.split("+")) <= set(axis.split("+")):
             axis = flow.axis
-        total = sums.setdefault((flow.stage, flow.role, axis), [0, 0, 0])
-        total[:] = [total[0] + flow.textbook, total[1] + flow.sent, total[2] + flow.calls]
-    for (stage, role, axis), (expected, sent, calls) in sums.items():
-        yield Flow(axis=axis, role=role, stage=stage, textbook=expected, sent=int(sent), calls=int(calls))
+        key = axis, flow.role, flow.stage
+        if before := sums.get(key):
+            flow = replace(flow, textbook=before.textbook + flow.textbook, sent=before.sent + flow.sent)
+        sums[key] = replace(flow, axis=axis)
+    return list(sums.values())
 
 
 class Snapshot(Struct, frozen=True, kw_only=True):

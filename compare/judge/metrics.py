@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from msgspec import UNSET
 
 from compare.contract.communication import of_busiest_stage
-from compare.contract.record import Record, Step
+from compare.contract.record import Record
 from compare.judge.closed_forms.flops import flops_utilization, model_flops_per_token
 from compare.judge.strategy import done_words
 from compare.terminal import human_bytes
@@ -85,13 +85,8 @@ def figures(record: Record) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None and value != ""}
 
 
-def steady_steps(record: Record) -> list[Step]:
-    """The steps whose time counts: not the first, nor one that was watched; all where a run has no other."""
+def steady_times_ms(record: Record) -> list[float]:
+    """Wall times of steps but the first and those that were watched; of all where a run has no other."""
     watched = record.timeline.step if record.timeline else None
     steady = [step for step in record.steps[1:] if not step.instrumented and step.step != watched]
-    return steady or record.steps
-
-
-def steady_times_ms(record: Record) -> list[float]:
-    """Wall times of the steady steps."""
-    return [step.step_time_ms for step in steady_steps(record)]
+    return [step.step_time_ms for step in steady or record.steps]

@@ -34,9 +34,9 @@ class Case(Struct, frozen=True, kw_only=True):
     layout: str = ""
     """A preset and its devices, such as ddp-2."""
     size: str = ""
-    """Fields that make the work another one; '' for the experiment as it is."""
+    """Fields that make the work another one."""
     variant: str = ""
-    """Fields that make the same work another way; '' for the experiment as it is."""
+    """Fields that make the same work another way."""
     copy: int = 1
     """2 for an engine that is named a second time, to be held against itself."""
     against: str = ""
@@ -160,11 +160,6 @@ class Outcome(Struct, frozen=True, kw_only=True):
         except msgspec.ValidationError as error:
             raise RecordError(f"{OUTCOME} is garbled: {error}") from None
 
-    @property
-    def figures(self) -> dict[str, dict[str, Any]]:
-        """Of every finished case, in studies that keep them. Raises RecordError: they are garbled."""
-        return self.values(dict)
-
     def how_to_go_on(self, folder: Path) -> str:
         """The command that runs what a study in this folder still lacks."""
         return f"shardpair {self.study} --continue {shlex.quote(str(folder))}"
@@ -199,7 +194,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
         names = [verdict.candidate for verdict in self.verdicts]
         references = ", ".join(dict.fromkeys(verdict.reference for verdict in self.verdicts))
         others = ", ".join(names) if len(names) <= LISTED else f"{len(names)} cases"
-        if not all(verdict.compared_tensors for verdict in self.verdicts):
+        if any({"gradients", "first_weights"} & verdict.skipped.keys() for verdict in self.verdicts):
             subject = "gradients and weights"
             if all(verdict.error("later_weights") is not None for verdict in self.verdicts):
                 subject = "the gradients of the first step, which overflowed and was skipped,"
@@ -218,23 +213,22 @@ def with_case(
     """
     case, reference = outcome.cases[name], _reference_of(outcome, name)
     verdicts = {verdict.candidate: verdict for verdict in outcome.verdicts}
-    circumstances, kind = outcome.circumstances, outcome.device_kind
+    where = {}
     if record:
-        versions = circumstances.versions | record.manifest.versions
-        circumstances = replace(circumstances, versions=versions)
-        kind = kind or record.manifest.device_kind
+        versions = outcome.circumstances.versions | record.manifest.versions
+        where["circumstances"] = replace(outcome.circumstances, versions=versions)
+        where["device_kind"] = outcome.device_kind or record.manifest.device_kind
     if record and reference:
         is_golden = reference == NANOGPT
         right = read_golden(case.experiment.optimizer.name) if is_golden else read_record(folder / reference)
         verdicts[name] = climb(
             right, record, reference_name=reference, name=name, same_training=case.same_training
         )
-    rounds = {**outcome.kept.get(name, {}), number: msgspec.to_builtins(value)}
+    rounds = outcome.kept.get(name, {}) | {number: msgspec.to_builtins(value)}
     return replace(
         outcome,
-        circumstances=circumstances,
-        device_kind=kind,
-        kept={**outcome.kept, name: rounds},
+        **where,
+        kept=outcome.kept | {name: rounds},
         verdicts=[verdicts[name] for name in outcome.cases if name in verdicts],
         failures={failed: why for failed, why in outcome.failures.items() if failed != name},
     )

@@ -21,13 +21,8 @@ class Estimate(Struct, frozen=True, kw_only=True):
     median: float
     rounds: int
     low: float | None = None
-    """End of the interval; None for fewer than `MIN_ROUNDS` rounds, which give no interval."""
+    """Ends of the interval; None for fewer than `MIN_ROUNDS` rounds, which give no interval."""
     high: float | None = None
-
-    @property
-    def has_interval(self) -> bool:
-        """True if there were rounds enough for an interval."""
-        return self.low is not None
 
 
 def coverage(rounds: int, rank: int) -> float:
@@ -51,7 +46,7 @@ def rank_of(rounds: int) -> int:
 
 def interval_words(estimates: Iterable[Estimate]) -> str:
     """Coverage and rounds of some estimates' intervals: 93.8 % intervals of 5 rounds."""
-    rounds = sorted({one.rounds for one in estimates if one.has_interval})
+    rounds = sorted({one.rounds for one in estimates if one.low is not None})
     if not rounds:
         return f"left out: fewer than {MIN_ROUNDS} rounds give no interval"
     covered = {count: coverage(count, rank_of(count)) for count in rounds}
@@ -67,11 +62,9 @@ def estimate(values: Sequence[float]) -> Estimate:
     """The median of one value a round, with the sign test's interval: two of the values themselves.
 
     It asks nothing of the noise but that rounds are independent, and its coverage is known exactly. The
-    percentile bootstrap at 95 % has the same ends for five rounds, and covers 87.5 % with seven. Fewer than
-    `MIN_ROUNDS` values have no interval.
+    percentile bootstrap at 95 % has the same ends for five rounds, and covers 87.5 % with seven.
     """
     ordered = sorted(map(float, values))
-    median, rank = statistics.median(ordered), rank_of(len(ordered))
-    if not rank:
-        return Estimate(median=median, rounds=len(ordered))
-    return Estimate(median=median, rounds=len(ordered), low=ordered[rank - 1], high=ordered[-rank])
+    rank = rank_of(len(ordered))
+    ends = {"low": ordered[rank - 1], "high": ordered[-rank]} if rank else {}
+    return Estimate(median=statistics.median(ordered), rounds=len(ordered), **ends)

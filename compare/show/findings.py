@@ -80,7 +80,7 @@ def written(value: Value, form: str | Callable[[Any], str] = "") -> str:
 
     if not isinstance(value, Estimate):
         return say(value)
-    return say(value.median) + (f" [{say(value.low)}, {say(value.high)}]" if value.has_interval else "")
+    return say(value.median) + (f" [{say(value.low)}, {say(value.high)}]" if value.low is not None else "")
 
 
 def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:

@@ -87,7 +87,7 @@ class Profile(Spread, Study, frozen=True, kw_only=True):
             title=f"{outcome.name}: {words}",
             sentence=profile.verdict,
             passed=profile.passed,
-            about=[f"{outcome.circumstances.machine.system}, {outcome.device_kind}. {created} UTC."],
+            about=[f"{outcome.circumstances.system}, {outcome.device_kind}. {created} UTC."],
             tables=[engine_table(profile, f"O{words[1:]}")],
             notes=[
                 *notes(profile, outcome.platform),

@@ -1,10 +1,9 @@
-"""A bench's cases are held to each other step by step, to the harness's clock, and to equal terms."""
+"""A bench's cases are held to each other step by step and to the harness's clock."""
 
 import itertools
 
-import msgspec
 import numpy as np
-from benches import RAN, STEPS, bench_of, cases_of, finished, measurement_of
+from benches import STEPS, bench_of, cases_of, measurement_of
 
 from compare.contract.timing import Window
 from compare.judge.bench_agreement import (
@@ -13,7 +12,6 @@ from compare.judge.bench_agreement import (
     clock_contradictions,
     disagreements,
     mistakes,
-    unequal_terms,
 )
 from compare.judge.tolerances import TOLERANCES
 from compare.present.bench_words import warnings
@@ -143,23 +141,3 @@ def test_windows_are_held_to_the_harness_s_clock(tiny):
         assert line in warnings(result)
     for wall_s, seen_s in ((0.1, 0.0), (0.1, 0.3), (10.0, 30.0), (10.0, 38.0)):
         assert clock_contradictions(found(wall_s, seen_s)) == []
-
-
-def test_unequal_threads_and_devices_within_a_side_are_told(tiny):
-    cases = cases_of(tiny, engines=("torch-manual", "torch-library", "jax-manual"), presets=("single", "ddp"))
-    equal = finished(cases)
-    assert unequal_terms(equal) == []
-    how = {
-        "torch-library.ddp-4": {"threads": "2 per rank"},
-        "torch-manual.single": {"device_kind": "another CPU"},
-        "jax-manual.ddp-4": {"threads": "two"},
-        "jax-manual.single": {"device_kind": "another CPU"},
-    }
-    how = {name: msgspec.structs.replace(RAN, **fields) for name, fields in how.items()}
-    lines = unequal_terms(finished(cases, how=how))
-    assert len(lines) == 3
-    torch = "torchpar did not compute on equal terms, by its"
-    assert lines[0].startswith(
-        f"{torch} devices: another CPU: torch-manual.single; a CPU: torch-library.single"
-    )
-    assert any(line.startswith(f"{torch} threads: one: torch-manual.ddp-4; 2 per rank: ") for line in lines)

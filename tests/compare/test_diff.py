@@ -78,7 +78,7 @@ def test_curves_are_compared_without_tensors(tmp_path, tiny):
         steps[-1] = msgspec.structs.replace(steps[-1], **{field: 7.0})
         b = make_record(tmp_path / field, tiny, tensors={}, steps=steps)
         found = difference(a, b, names=("a", "b"))
-        assert not found.alike
+        assert not found.verdict.passed
         assert found.verdict.failure
         assert found.verdict.failure.worst == f"{field} of step {len(steps) - 1}"
         assert found.verdict.skipped["gradients"].startswith("no tensors of it in B: ")
@@ -87,19 +87,19 @@ def test_curves_are_compared_without_tensors(tmp_path, tiny):
 def test_costs_decide_nothing_and_a_loss_that_is_none_does(tmp_path, tiny):
     slow = [msgspec.structs.replace(step, step_time_ms=1e3) for step in make_steps(tiny)]
     found = between(tmp_path, tiny, edited(tiny, {"layout": {"dp_replicate": 2}}), steps=slow)
-    assert found.alike
+    assert found.verdict.passed
     before, after = found.costs["step time, median (ms)"]
     assert after > 10 * before
     assert found.costs["all_reduce dp_replicate gradients (bytes)"][0] == 0
     assert {change.field for change in found.settings} >= {"layout.dp_replicate"}
     lost = make_record(tmp_path / "c", tiny, steps=[msgspec.structs.replace(s, loss=math.nan) for s in slow])
-    assert not difference(make_record(tmp_path / "d", tiny), lost, names=("d", "c")).alike
+    assert not difference(make_record(tmp_path / "d", tiny), lost, names=("d", "c")).verdict.passed
 
 
 def test_a_longer_run_is_compared_over_the_steps_of_both(tmp_path, tiny):
     longer = edited(tiny, {"train": {"max_iters": tiny.train.max_iters + 2}})
     found = between(tmp_path, tiny, longer)
-    assert found.alike
+    assert found.verdict.passed
     assert found.steps == tiny.train.max_iters
     few, many = tiny.train.max_iters, longer.train.max_iters
     assert found.verdict.skipped["final_weights"] == f"the runs have {few} and {many} steps"
@@ -109,7 +109,7 @@ def test_a_longer_run_is_compared_over_the_steps_of_both(tmp_path, tiny):
 def test_models_of_two_sizes_say_whose_shapes_differ(tmp_path, tiny):
     found = between(tmp_path, tiny, edited(tiny, {"model": {"n_embd": 2 * tiny.model.n_embd}}))
     assert found.verdict.skipped["gradients"].startswith("shapes differ: ")
-    assert not found.alike  # by the norm of other gradients
+    assert not found.verdict.passed  # by the norm of other gradients
     assert found.verdict.error("batch") == 0
 
 
@@ -118,7 +118,7 @@ def test_the_coarser_precision_gives_the_tolerances(tmp_path, tiny):
     single = edited(tiny, {"precision": {"dtype": "float32"}})
     near = [msgspec.structs.replace(step, loss=step.loss * (1 + 1e-7)) for step in make_steps(tiny)]
     found = between(tmp_path, tiny, single, steps=near)
-    assert found.alike, found.verdict.sentence()
+    assert found.verdict.passed, found.verdict.sentence()
     assert 0 < found.verdict.error("initial_weights") < 1e-7
     double = make_record(tmp_path / "c", tiny, steps=near)
     back = difference(make_record(tmp_path / "d", tiny), double, names=("d", "c"))

@@ -168,7 +168,6 @@ FAULTS = (
         tensors(Rung.BATCH, lambda named: named | {"targets": named["inputs"]}),
     ),
     ("negative_times", REQUEST, BOTH, each(step_time_ms=-1.0)),
-    ("other_throughput", REQUEST, BOTH, each(tokens_per_s=1.0)),
     ("all_watched", REQUEST, BOTH, each(instrumented=True)),
     ("no_memory", REQUEST, BOTH, manifest(peak_memory_bytes=[0, 0])),
     ("other_axis", REQUEST, BOTH, sent(axis=TP)),

@@ -175,7 +175,7 @@ def test_no_engine_hides_another_and_no_case_goes_unnamed():
     )
     fsdp = [first, msgspec.structs.replace(first, case="two", unexpected=["nothing"])]
     assert [[ledger.case for ledger in group] for group in layouts_of(fsdp)] == [["one"], ["two"]]
-    study = LedgerStudy(ledgers=fsdp, missing={"torch-library.pp": "it died"})
+    study = LedgerStudy(ledgers=fsdp, missing={"torch-library.pp": "died"})
     assert not study.passed
     assert not LedgerStudy(ledgers=fsdp[1:]).passed
     assert not LedgerStudy(ledgers=[], missing=study.missing).passed

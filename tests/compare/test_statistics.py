@@ -52,8 +52,8 @@ def test_an_engine_against_itself_holds_one():
 def test_interval_is_around_the_median_and_within_the_values(values):
     found = estimate(values)
     assert found.rounds == len(values)
-    assert found.has_interval == (len(values) >= MIN_ROUNDS)
-    if found.has_interval:
+    assert (found.low is not None) == (len(values) >= MIN_ROUNDS)
+    if found.low is not None:
         assert min(values) <= found.low <= found.median <= found.high <= max(values)
         assert estimate(values) == found
 

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from compare.contract.timing import Timing, Window
-from compare.judge.circumstances import Circumstances, MachineFacts
+from compare.judge.circumstances import Circumstances
 from compare.judge.outcome import Case, Grid, Outcome
 from compare.judge.timed_outcome import HowItRan, Measurement, TimedOutcome, timed
 from compare.spec.experiment import Experiment
@@ -39,7 +39,9 @@ def cases_of(experiment: Experiment, **choice: Any) -> list[Case]:
 
 HERE = Circumstances(
     created_utc="2026-01-01T00:00:00+00:00",
-    machine=MachineFacts(system="Linux x86_64", cpu_model="a CPU", cores=2, memory_bytes=24 * 10**9),
+    system="Linux x86_64",
+    cpu_model="a CPU",
+    cores=2,
     git_commit="0123456789abcdef",
     git_dirty=False,
     versions=RAN.versions,

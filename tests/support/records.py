@@ -12,7 +12,7 @@ from compare.contract.request import REQUEST, Request, Rung
 from compare.contract.work import ObservedWork, name_of
 from compare.execute.machine import git_state
 from compare.host.json_files import write_json
-from compare.judge.circumstances import Circumstances, MachineFacts
+from compare.judge.circumstances import Circumstances
 from compare.judge.closed_forms.communication import communication, microbatches_of
 from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.closed_forms.memory import closed_form
@@ -47,7 +47,7 @@ FEW_ROWS = [
 
 MADE = Circumstances(
     created_utc="2026-01-01T00:00:00+00:00",
-    machine=MachineFacts(system="a machine"),
+    system="a machine",
     git_commit="0123456789abcdef",
 )
 

@@ -73,8 +73,8 @@ def communication(engine: str, experiment: Experiment, *, stage: int = 0) -> Byt
     layout = experiment.layout
     sent: Bytes = {}
     if layout.dp_replicate > 1:
-        shards = layout.dp_shard if layout.zero else 1
-        sent["all_reduce", DP_REPLICATE, GRADIENTS] = _stage_bytes(engine, experiment, stage) / shards
+        elements = elements_of_stage(engine, experiment, stage=stage)
+        sent["all_reduce", DP_REPLICATE, GRADIENTS] = _itemsize_of_shard(experiment) * elements
     if layout.zero:
         sent |= _fully_sharded(engine, experiment, stage)
     if layout.tp > 1:
@@ -86,12 +86,10 @@ def communication(engine: str, experiment: Experiment, *, stage: int = 0) -> Byt
 
 def _fully_sharded(engine: str, experiment: Experiment, stage: int) -> Bytes:
     layout, model, sends = experiment.layout, experiment.model, ENGINES[engine].sends
-    passes = microbatches_of(experiment)
-    everything = _stage_bytes(engine, experiment, stage)
-    block = storage_dtype(experiment).itemsize * on_one_of_tp(block_parameters(model, 0), layout)
-    layers = model.n_layer // layout.pp * block
+    passes, itemsize = microbatches_of(experiment), storage_dtype(experiment).itemsize
+    gathered = everything = itemsize * elements_of_stage(engine, experiment, stage=stage)
+    layers = model.n_layer // layout.pp * itemsize * on_one_of_tp(block_parameters(model, 0), layout)
     ends = everything - layers
-    gathered = everything
     if layout.zero == SHARDED_FROM["parameters"] and layout.reshard_after_forward:
         times = {"step": 1, "pass": passes if layout.pp == 1 else 1, "use": 2 * passes}[sends.gathers_ends]
         gathered = times * ends + 2 * passes * layers
@@ -115,16 +113,14 @@ def _tensor_parallel(engine: str, experiment: Experiment, stage: int) -> Bytes:
     again = sums_again(engine, experiment) * regions * narrow * pass_bytes
     if layout.sequence_parallel:
         regathered = regions * pass_bytes if layout.remat in ("dots", "full") else 0
-        unsplit = [p for p in parameters_of_stage(engine, experiment, stage=stage) if not is_split_by_tp(p)]
-        shards = layout.dp_shard if layout.zero else 1
+        parameters = parameters_of_stage(engine, experiment, stage=stage)
+        unsplit = sum(p.size for p in parameters if not is_split_by_tp(p))
         sent: Bytes = {
             ("reduce_scatter", TP, ACTIVATIONS): out + again,
             ("reduce_scatter", TP, ACTIVATION_GRADIENTS): into,
             ("all_gather", TP, ACTIVATIONS): into + regathered,
             ("all_gather", TP, ACTIVATION_GRADIENTS): out,
-            ("all_reduce", TP, REPLICATED_GRADIENTS): storage_dtype(experiment).itemsize
-            * sum(p.size for p in unsplit)
-            / shards,
+            ("all_reduce", TP, REPLICATED_GRADIENTS): _itemsize_of_shard(experiment) * unsplit,
         }
     else:
         sent = {("all_reduce", TP, ACTIVATIONS): out + again, ("all_reduce", TP, ACTIVATION_GRADIENTS): into}
@@ -140,8 +136,7 @@ def _pipeline_parallel(experiment: Experiment, stage: int) -> Bytes:
     message = experiment.train.gradient_accumulation_steps * stream_bytes(experiment)
     message /= layout.tp if layout.sequence_parallel else 1
     (token, _), _ = end_parameters(experiment.model)
-    shards = layout.dp_shard if layout.zero else 1
-    tied = storage_dtype(experiment).itemsize * on_one_of_tp([token], layout) / shards
+    tied = _itemsize_of_shard(experiment) * on_one_of_tp([token], layout)
     return {
         ("permute", PP, ACTIVATIONS): (layout.chunks - last) * message,
         ("permute", PP, ACTIVATION_GRADIENTS): (layout.chunks - first) * message,
@@ -179,5 +174,7 @@ def _width_on_the_wire(engine: str, experiment: Experiment) -> float:
     return 1.0 if dtype in WIDE or is_promoted else 0.5
 
 
-def _stage_bytes(engine: str, experiment: Experiment, stage: int) -> float:
-    return storage_dtype(experiment).itemsize * elements_of_stage(engine, experiment, stage=stage)
+def _itemsize_of_shard(experiment: Experiment) -> float:
+    """Bytes that a device has of a number whose gradient it holds."""
+    layout = experiment.layout
+    return storage_dtype(experiment).itemsize / (layout.dp_shard if layout.zero else 1)

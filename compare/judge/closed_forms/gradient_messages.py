@@ -104,12 +104,10 @@ def _leaves(engine: str, experiment: Experiment, stage: int, *, is_jax: bool) ->
         kind = is_stacked and layout.pp > 1, is_split_by_tp(parameter) and layout.tp > 1
         alike = groups.setdefault(kind, {})
         alike[parameter.name] = size(parameter, layers if is_stacked else 1)
-    return [[named[name] for name in sorted(named, key=_tree_order)] for named in groups.values()]
-
-
-def _tree_order(name: str) -> list[str]:
-    """JAX's: the keys of a dict sorted at each level, and no level for the layer, which is a dim."""
-    return [part for part in name.split(".") if part != "0"]
+    return [  # in JAX's order: keys sorted at each level, and no level for the layer, which is a dim
+        [named[name] for name in sorted(named, key=lambda name: name.replace(".0.", ".").split("."))]
+        for named in groups.values()
+    ]
 
 
 def _buckets(sizes: list[int], limit: float, *, passes_limit: bool = False) -> int:

@@ -41,7 +41,7 @@ def by_device(
 
 
 def state_of_stage(engine: str, experiment: Experiment, *, stage: int) -> dict[str, float]:
-    """Bytes at rest by kind on each device of one rank of the pipeline. Arguments as for `closed_form`."""
+    """Bytes at rest by kind on each device of one rank of the pipeline."""
     layout = experiment.layout
     copies = {"parameters": 1, "gradients": 1, "optimizer": len(moment_names(experiment.optimizer))}
     split_from = ENGINES[engine].holds.sharded_from

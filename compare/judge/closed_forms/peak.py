@@ -19,6 +19,7 @@ measured on a CPU (`tests/data/peaks.json`) the estimate was 0.88 to 1.53 times 
 
 from typing import NamedTuple
 
+from compare.judge.closed_forms.communication import microbatches_of
 from compare.judge.closed_forms.memory import by_device, elements_of_stage, on_one_of_tp, state_of_stage
 from compare.numerics.parameters import block_parameters, end_parameters, storage_dtype
 from compare.spec.engines.registry import ENGINES
@@ -48,7 +49,7 @@ LOGITS = {"autograd": 4, "scan": 2}
 
 
 def peak_of_stage(engine: str, experiment: Experiment, *, stage: int) -> dict[str, float]:
-    """Bytes by kind of each device of one rank of the pipeline; arguments as for `state_of_stage`."""
+    """Bytes by kind of each device of one rank of the pipeline."""
     return state_of_stage(engine, experiment, stage=stage) | {
         "activations": _activations(engine, experiment, stage) + _gathered(engine, experiment, stage),
         "logits": _logits(engine, experiment, stage),
@@ -62,14 +63,13 @@ def peak_estimate(engine: str, experiment: Experiment) -> dict[str, list[float]]
 
 def in_flight(engine: str, experiment: Experiment, stage: int) -> int:
     """Microbatches times chunks whose activations a rank of a pipeline keeps at once."""
-    layout = experiment.layout
+    layout, microbatches = experiment.layout, microbatches_of(experiment)
     ranks, chunks = layout.pp, layout.chunks
-    microbatches = layout.microbatches * experiment.train.gradient_accumulation_steps
     if ranks == 1:
         return 1
     if ENGINES[engine].sent_by_xla:
         return chunks * microbatches + ranks - 1  # a scan keeps what is computed in the bubble, too
-    is_scan = _residuals(engine) == "scan"
+    is_scan = ENGINES[engine].holds.residuals == "scan"
     place = 0 if is_scan else stage  # one program for all devices has buffers as large on each
     counts = {
         "gpipe": chunks * microbatches,
@@ -81,7 +81,7 @@ def in_flight(engine: str, experiment: Experiment, stage: int) -> int:
 
 
 def _activations(engine: str, experiment: Experiment, stage: int) -> float:
-    layout, model, residuals = experiment.layout, experiment.model, _residuals(engine)
+    layout, model, residuals = experiment.layout, experiment.model, ENGINES[engine].holds.residuals
     dropped = [DROPPED] if model.dropout else []
     block = [BLOCK[residuals], *dropped]
     remat = ENGINES[engine].remat_for(layout)
@@ -105,24 +105,24 @@ def _numbers(stored: list[StoredNumbers], experiment: Experiment) -> float:
 def _gathered(engine: str, experiment: Experiment, stage: int) -> float:
     """Bytes of parameters that are gathered, and of gradients that are whole until they are scattered."""
     layout, model = experiment.layout, experiment.model
-    everything = elements_of_stage(engine, experiment, stage=stage)
-    (token, position), final_norm = end_parameters(model)
-    unit = on_one_of_tp([token, position, *final_norm], layout)
-    unit = min(everything, unit + 2 * on_one_of_tp(block_parameters(model, 0), layout))
-    by_unit = layout.zero == 3 and layout.reshard_after_forward
-    is_split = layout.dp_shard > 1 and layout.zero >= ENGINES[engine].holds.sharded_from["parameters"]
-    gathered = (unit if by_unit else everything) if is_split else 0.0
-    is_scattered = layout.dp_shard > 1 and layout.zero >= ENGINES[engine].holds.sharded_from["gradients"]
-    whole_gradients = everything if is_scattered else 0.0
-    return storage_dtype(experiment).itemsize * (gathered + whole_gradients)
+    if layout.dp_shard == 1:
+        return 0.0
+    split_from = ENGINES[engine].holds.sharded_from
+    gathered = everything = elements_of_stage(engine, experiment, stage=stage)
+    if layout.zero == 3 and layout.reshard_after_forward:  # the ends, and two blocks
+        embeddings, final_norm = end_parameters(model)
+        unit = [*embeddings, *final_norm, *2 * block_parameters(model, 0)]
+        gathered = min(everything, on_one_of_tp(unit, layout))
+    elements = gathered * (layout.zero >= split_from["parameters"])
+    elements += everything * (layout.zero >= split_from["gradients"])
+    return storage_dtype(experiment).itemsize * elements
 
 
 def _logits(engine: str, experiment: Experiment, stage: int) -> float:
-    layout, residuals = experiment.layout, _residuals(engine)
+    layout, residuals = experiment.layout, ENGINES[engine].holds.residuals
     if residuals == "autograd" and stage != layout.pp - 1:
         return 0.0
-    microbatches = layout.microbatches * experiment.train.gradient_accumulation_steps
-    copies = LOGITS[residuals]
+    copies, microbatches = LOGITS[residuals], microbatches_of(experiment)
     if layout.pp > 1 and residuals == "autograd":
         copies += 2 * (microbatches - 1)  # GPipe's wait, and results stay
     elif layout.pp > 1 and ENGINES[engine].sent_by_xla:
@@ -141,7 +141,3 @@ def _itemsize(experiment: Experiment) -> float:
     """Bytes of a number that is kept: in 16 bits, beside what is cast, some in float32."""
     stored = storage_dtype(experiment).itemsize
     return stored + 2 if experiment.precision.dtype in ("bfloat16", "float16") else stored
-
-
-def _residuals(engine: str) -> str:
-    return ENGINES[engine].holds.residuals or "autograd"

@@ -44,9 +44,8 @@ class Holds(Struct, frozen=True, kw_only=True):
     """The ZeRO stage from which each kind of state is split, at rest or when the optimizer begins."""
     ends_on_every_stage: bool = False
     """Whether each rank of a pipeline holds embeddings and last norm, or only the first and the last one."""
-    residuals: Literal["", "autograd", "scan"] = ""
-    """Keeper of activations: PyTorch's autograd, by operator, or a JAX scan, stacked over layers; "" if
-    unknown, and taken for autograd."""
+    residuals: Literal["autograd", "scan"] = "autograd"
+    """Keeper of activations: PyTorch's autograd, by operator, or a JAX scan, stacked over layers."""
 
 
 class Sends(Struct, frozen=True, kw_only=True):

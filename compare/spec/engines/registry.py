@@ -219,7 +219,6 @@ TORCH = Side(
             is_reference=True,  # on one device: the plain module, no container, no collective
             layouts=Layouts(zero=(1, 2, 3), tp=True, offload=True, schedules=SCHEDULES),
             counts_own_calls=True,
-            holds=Holds(residuals="autograd"),
         ),
         Engine(
             name="torch-library",
@@ -243,7 +242,7 @@ TORCH = Side(
                 refuses=_not_in_pytorch,
             ),
             # fully_shard: parameters are gathered for the step, and never whole between two.
-            holds=Holds(sharded_from=SHARDED_FROM | {"parameters": 2}, residuals="autograd"),
+            holds=Holds(sharded_from=SHARDED_FROM | {"parameters": 2}),
             # fully_shard's root, the ends, stays gathered from forward to backward.
             sends=Sends(gathers_ends="pass", gathers_each_pass_from=2),
             impossible_faults={
