@@ -48,7 +48,9 @@ class Runs(Struct, frozen=True, kw_only=True):
         """Show them. Returns 0. Raises ExperimentError: no such folder."""
         if not self.folder.is_dir():
             raise ExperimentError(f"{self.folder}: there is no such folder; `shardpair run` makes {RUNS}")
-        folders = [path for path in (self.folder, *_folders_in(self.folder)) if (path / OUTCOME).is_file()]
+        inside = (path for path in self.folder.iterdir() if path.is_dir() and not path.is_symlink())
+        readable = sorted(path for path in inside if os.access(path, os.R_OK | os.X_OK))
+        folders = [path for path in (self.folder, *readable) if (path / OUTCOME).is_file()]
         runs = sorted(map(_saved_run, folders), key=lambda run: run.created_utc)
         if self.json:
             print_json(runs)
@@ -68,14 +70,9 @@ COLUMNS: list[Column[SavedRun]] = [
 ]
 
 
-def _folders_in(folder: Path) -> list[Path]:
-    """The folders in a folder that can be read and are no links, by name."""
-    inside = (path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-    return sorted(path for path in inside if os.access(path, os.R_OK | os.X_OK))
-
-
 def _saved_run(folder: Path) -> SavedRun:
-    size = _size(folder)
+    walk = ((at, name) for at, _, names in os.walk(folder) for name in names)
+    size = sum(os.lstat(os.path.join(at, name)).st_size for at, name in walk)  # links are not followed
     try:
         outcome = read_study(folder)[1]
     except RecordError as error:
@@ -92,8 +89,3 @@ def _saved_run(folder: Path) -> SavedRun:
         created_utc=outcome.circumstances.created_utc,
         bytes=size,
     )
-
-
-def _size(folder: Path) -> int:
-    """Bytes of all files of a folder; links are not followed."""
-    return sum(os.lstat(os.path.join(at, name)).st_size for at, _, names in os.walk(folder) for name in names)

@@ -13,14 +13,13 @@ from compare.judge.metrics import METRICS
 from compare.judge.outcome import Outcome, read_run
 from compare.numerics.parameters import parameter_count
 from compare.present.hosts import host_table
-from compare.present.ledger import layouts_of, table_of_layout
+from compare.present.ledger import engine_ledger, layouts_of, table_of_layout
 from compare.present.memory import memory_figures, peak_tables, resting_table
 from compare.present.profile import measured_figures, planned_figures
 from compare.show.figures import INK, Figure, curves, differences
 from compare.show.findings import NONE, Findings, Row, Table, Text, written
 from compare.show.page import write_page
 from compare.spec.experiment import to_toml
-from compare.studies.ledgers import engine_ledger
 from compare.study import findings_of
 from compare.terminal import error_text, layout_in_words
 

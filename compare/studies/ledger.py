@@ -12,7 +12,6 @@ from compare.show.findings import Findings
 from compare.show.terminal import print_findings
 from compare.spec.experiment import Experiment, ExperimentError, revalidate
 from compare.studies.fitting import Fit, as_it_is, as_preset
-from compare.studies.ledgers import read_ledgers
 from compare.studies.presets import check_presets, several_presets, spread
 from compare.study import Study, beside_first, grid
 
@@ -78,11 +77,11 @@ class Ledger(Spread, Study, frozen=True, kw_only=True):
         """Answer it. Returns 0, or 1 if an engine failed or --fail_on_unexpected found something."""
         if self.dry_run:
             return super().__call__()
-        ledgers = read_ledgers(folder := self.outcome()[1])
-        print_findings(findings_of_ledgers(ledgers, folder, places=self.rows), as_json=self.json)
-        return 1 if ledgers.missing or (self.fail_on_unexpected and not ledgers.passed) else 0
+        found = findings_of_ledgers(self.outcome()[1], places=self.rows)
+        print_findings(found, as_json=self.json)
+        return 1 if found.missing or (self.fail_on_unexpected and not found.passed) else 0
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """A table for each layout, and what is unexpected in it."""
-        return findings_of_ledgers(read_ledgers(folder), folder, places=False)
+        return findings_of_ledgers(folder, places=False)

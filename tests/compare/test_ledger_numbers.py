@@ -16,8 +16,9 @@ from compare.contract.ledger import Ledger
 from compare.contract.record import LEDGER
 from compare.host.json_files import read_json
 from compare.judge.ledger import read_snapshot, snapshot_rows
+from compare.judge.outcome import read_outcome
 from compare.spec.engines.registry import STUDIED
-from compare.studies.ledgers import read_ledgers
+from compare.studies.ledger import Ledger as Study
 from compare.studies.presets import PRESETS
 
 SNAPSHOT = read_snapshot()
@@ -54,7 +55,7 @@ def test_ledgers_are_those_recorded(preset, grid):
         ):
             assert {row[1] for row in found.pop(engine)} == {row[1] for row in expected.pop(engine)}
     assert found == expected
-    for ledger in read_ledgers(folder).ledgers:
+    for ledger in Study.findings(read_outcome(folder), folder).value["ledgers"]:
         assert ledger.flows, ledger.case
         assert ledger.unexpected == [], ledger.case
 

@@ -17,7 +17,7 @@ from compare.contract.record import Record
 from compare.host.tensors import RecordError
 from compare.judge.outcome import Outcome, read_run
 from compare.numerics.parameters import parameter_count
-from compare.present.ledger import layouts_of, table_of_layout
+from compare.present.ledger import engine_ledger, layouts_of, table_of_layout
 from compare.present.lesson import holdings, rings
 from compare.present.memory import peak_tables, resting_table
 from compare.present.profile import measured_figures, planned_figures
@@ -25,7 +25,6 @@ from compare.show.findings import Findings
 from compare.show.page import write_page
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError
-from compare.studies.ledgers import engine_ledger
 from compare.studies.lessons import FOLDERS, LESSONS, SOURCES, run_command, source_file
 from compare.terminal import layout_in_words
 
