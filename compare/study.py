@@ -8,7 +8,7 @@ all studies.
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from compare.checkpoint.description import CHECKPOINTS
 from compare.contract.ending import STOPPED
 from compare.contract.record import Record, Step
-from compare.contract.request import Request
 from compare.contract.run_lock import lock_folder
 from compare.execute.launch import EngineError, launch, prepare
 from compare.execute.machine import here_and_now, require_same_source
@@ -31,15 +30,14 @@ from compare.judge.metrics import figures
 from compare.judge.outcome import OUTCOME, Case, Grid, Outcome, read_outcome, save, with_case
 from compare.numerics.data import open_corpus
 from compare.show.figures import Figure
-from compare.show.findings import NONE, Findings, Row, Table, Text
+from compare.show.findings import Findings
 from compare.show.page import write_page
 from compare.show.terminal import print_findings
-from compare.spec.engines.registry import ENGINES, REFERENCE
-from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate, to_toml
+from compare.spec.experiment import Experiment, ExperimentError, edited, to_toml
 from compare.studies import dry_run
-from compare.studies.fitting import Fit, as_it_is, require_case, require_sides
+from compare.studies.fitting import require_case, require_sides
 from compare.studies.own_weights import freeze_weights
-from compare.studies.presets import SPREAD, edits_of, spread
+from compare.studies.presets import SPREAD
 from compare.studies.resuming import require_resumable, resumes
 from compare.terminal import errors_console, results_console
 
@@ -109,10 +107,6 @@ class Study(Spec, frozen=True, kw_only=True):
     def before(self, outcome: Outcome, number: int) -> Outcome:
         """The outcome with what is measured before a round."""
         return outcome
-
-    def is_given_up(self, outcome: Outcome, name: str) -> bool:
-        """True for a case that is not worth its next round."""
-        return False
 
     def after(self, outcome: Outcome, folder: Path) -> Outcome:
         """The outcome with what is measured after all cases; called after --continue, too."""
@@ -317,12 +311,8 @@ def run(study: Study, outcome: Outcome, folder: Path) -> Outcome:
             outcome = study.before(outcome, number)
             for name in study.order(outcome, number):
                 case, place = outcome.cases[name], folder / places[number, name]
-                if failed[name] == MOST_FAILURES:
-                    continue
-                if study.is_given_up(outcome, name):
-                    outcome = replace(outcome, given_up=[*outcome.given_up, name])
-                    continue
-                if study.needs_reference and case.against in outcome.failures:
+                lost = study.needs_reference and case.against in outcome.failures
+                if lost or failed[name] == MOST_FAILURES:
                     continue
                 try:
                     _clear(place)
@@ -362,95 +352,6 @@ def _clear(place: Path) -> None:
             names = (place.with_name(f"{place.name}.unfinished-{number}") for number in range(1, 1000))
             place.rename(next(path for path in names if not path.exists()))
     shutil.rmtree(place, ignore_errors=True)
-
-
-def grid(
-    engines: Iterable[str],
-    rows: Mapping[str, Experiment],
-    *,
-    against: str = "",
-    fit: Fit = as_it_is,
-    **asks: Any,
-) -> Grid:
-    """A case for each engine and row; what an engine refuses is left out, with its own words.
-
-    `rows` has experiments by the name of their layout or setting, `against` is the case that all are held
-    against, `fit` how an engine trains a row's experiment, and `asks` are fields of every request.
-    """
-    cases, left_out = {}, {}
-    engines = list(engines)
-    for row, experiment in rows.items():
-        for engine in engines:
-            name = f"{engine}.{row}" if row else engine
-            try:
-                spec = fit(engine, revalidate(experiment))
-                ENGINES[engine].require_experiment(spec)
-            except ExperimentError as error:
-                left_out[name] = str(error)
-                continue
-            request = Request(engine=engine, experiment=spec, **asks)
-            cases[name] = Case(request=request, layout=row, against="" if name == against else against)
-    return cases, left_out
-
-
-def varied(
-    experiment: Experiment, presets: Mapping[str, int], variants: Iterable[str]
-) -> dict[str, Experiment]:
-    """Rows for `grid`: each preset on its devices in each setting, `fsdp, precision.dtype=float32`."""
-    return {
-        ", ".join(filter(None, (name, variant))): spread(edited(experiment, edits_of(variant)), name, devices)
-        for variant in ("", *variants)
-        for name, devices in presets.items()
-    }
-
-
-def beside_first(engines: Sequence[str], experiment: Experiment, **asks: Any) -> dict[str, Case]:
-    """A case for each engine, held against the first. Whether it can run is asked before anything starts."""
-    requests = {name: Request(engine=name, experiment=experiment, **asks) for name in engines}
-    return {
-        name: Case(request=request, against="" if name == engines[0] else engines[0])
-        for name, request in requests.items()
-    }
-
-
-def against_one_device(
-    engines: Iterable[str],
-    rows: Mapping[str, Experiment],
-    *,
-    fit: Fit = as_it_is,
-    ladder: bool = True,
-) -> Grid:
-    """`grid`, each row held against one unsharded device of the same training, which comes before it.
-
-    The reference is torchpar's plain module: PyTorch's autograd, no container around it, no collective.
-    """
-    found, left_out, names = {}, {}, {}
-    engines = list(engines)
-    for row, experiment in rows.items():
-        single = spread(experiment, "single")
-        if single not in names:
-            names[single] = f"reference.{len(names) + 1}" if names else "reference"
-            request = Request(engine=REFERENCE, experiment=single, ladder=ladder)
-            found[names[single]] = Case(request=request, layout="one device")
-        more, out = grid(engines, {row: experiment}, against=names[single], fit=fit, ladder=ladder)
-        found, left_out = found | more, left_out | out
-    return found, left_out
-
-
-def pivot(title: str, outcome: Outcome, cell: Callable[[str], Text], *, corner: str = "layout") -> Table:
-    """A table with a row for each row of cases and a column for each engine; `cell` is of a case's name."""
-    at = {(case.row, case.engine): name for name, case in outcome.cases.items() if case.row != "one device"}
-    rows, engines = (list(dict.fromkeys(of)) for of in zip(*at, strict=True)) if at else ([], [])
-    cells = {place: cell(name) for place, name in at.items()}
-    return Table(
-        name=title,
-        corner=corner,
-        columns=engines,
-        rows=[
-            Row(Text(row or "as it is"), [cells.get((row, engine), Text(NONE)) for engine in engines])
-            for row in rows
-        ],
-    )
 
 
 def findings_in(study: type[Study], outcome: Outcome, folder: Path) -> Findings:

@@ -115,8 +115,6 @@ class Outcome(Struct, frozen=True, kw_only=True):
     """Cases that did not finish, and why."""
     more: dict[str, Any] = {}
     """What was computed beside the cases."""
-    given_up: list[FolderName] = []
-    """Cases that are not worth the rounds that they lack."""
     tensors_removed: bool = False
     """The ladder's tensors were removed once all had passed."""
 
@@ -127,8 +125,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
     def missing(self, number: int) -> list[str]:
         """Cases that a round still lacks."""
-        cases = (name for name in self.cases if name not in self.given_up)
-        return [name for name in cases if number not in self.kept.get(name, {})]
+        return [name for name in self.cases if number not in self.kept.get(name, {})]
 
     @property
     def finished_rounds(self) -> int:

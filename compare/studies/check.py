@@ -17,9 +17,10 @@ from compare.show.markdown import markdown
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, edited, load, revalidate
 from compare.studies.fitting import as_preset
+from compare.studies.grid import against_one_device, grid, pivot, varied
 from compare.studies.presets import several_presets, spread, with_layout
 from compare.studies.run import verdict_findings
-from compare.study import OF_LAYOUTS, Study, against_one_device, grid, pivot, varied
+from compare.study import OF_LAYOUTS, Study
 
 SHOWN = ("gradients", "later_weights")
 """Rungs whose errors a cell of the grid shows."""

@@ -12,8 +12,9 @@ from compare.show.findings import Findings
 from compare.show.terminal import print_findings
 from compare.spec.experiment import Experiment, ExperimentError, revalidate
 from compare.studies.fitting import Fit, as_it_is, as_preset
+from compare.studies.grid import beside_first, grid
 from compare.studies.presets import check_presets, several_presets, spread
-from compare.study import Study, beside_first, grid
+from compare.study import Study
 
 
 class Ledger(Spread, Study, frozen=True, kw_only=True):

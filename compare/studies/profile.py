@@ -22,8 +22,9 @@ from compare.present.profile import (
 from compare.show.findings import Findings
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
+from compare.studies.grid import beside_first
 from compare.studies.run import verdict_findings
-from compare.study import Study, beside_first
+from compare.study import Study
 from compare.terminal import layout_in_words
 
 TRACE = "trace.json"

@@ -15,9 +15,10 @@ from compare.present.report import REMOVED, cost_table, ladder_table, report, wi
 from compare.show.figures import Figure
 from compare.show.findings import Findings
 from compare.spec.experiment import Experiment, revalidate
+from compare.studies.grid import beside_first
 from compare.studies.presets import settings_in
 from compare.studies.resuming import any_checkpoint, changed_settings
-from compare.study import Study, beside_first, findings_of
+from compare.study import Study, findings_of
 from compare.terminal import errors_console
 
 

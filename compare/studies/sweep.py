@@ -25,9 +25,10 @@ from compare.show.findings import Column, Findings, Table, table_of
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited
 from compare.studies.fitting import Fit, as_it_is, as_preset, require_memory
+from compare.studies.grid import against_one_device
 from compare.studies.presets import CLASSIC, PRESETS, check_names, check_presets, edits_of, spread
 from compare.studies.run import verdict_findings
-from compare.study import Study, against_one_device
+from compare.study import Study
 
 DEVICES, SCALED = (2,), (1, 2, 4)
 Scaling = Literal["none", "strong", "weak"]

@@ -25,8 +25,6 @@ from compare.studies.presets import check_names
 from compare.studies.this_machine import HERE, machine_here
 from compare.timing import Timed, timed_findings
 
-FASTER = 1.2
-"""A case that takes so much longer than the fastest one in every round, twice at least, is timed no more."""
 WINNER = "winner.toml"
 NOTHING: Mapping[str, Machine] = {}
 ABOUT = (
@@ -38,8 +36,8 @@ ABOUT = (
 class Tune(Timed, frozen=True, kw_only=True):
     """Plan for this machine, time the best layouts in rounds, and print the fastest as a TOML file.
 
-    What is clearly slower is timed no more after two rounds. Predictions are held against times: errors, and
-    Kendall's tau, 1 for the same order and -1 for the reverse, for each engine.
+    Predictions are held against times: errors, and Kendall's tau, 1 for the same order and -1 for the
+    reverse, for each engine.
 
     Try:
       shardpair tune cpu --data.source synthetic --devices 2 --best 4 --rounds 3
@@ -100,14 +98,6 @@ class Tune(Timed, frozen=True, kw_only=True):
                 case = self.case(engine, candidate.of(experiment), layout=candidate.name)
                 cases[case.name] = case
         return cases, left_out
-
-    def is_given_up(self, outcome: Outcome, name: str) -> bool:
-        """True if a case was `FASTER` times slower than the fastest of each round, twice at least."""
-        view, fastest = timed(outcome), {}
-        walls = {number: process.wall_ms for number, process in view.rounds_of(outcome.cases[name]).items()}
-        for process in view.measurements:
-            fastest[process.round] = min(process.wall_ms, fastest.get(process.round, math.inf))
-        return len(walls) > 1 and all(wall > FASTER * fastest[number] for number, wall in walls.items())
 
     def after(self, outcome: Outcome, folder: Path) -> Outcome:
         """Leave the fastest layout as an experiment, and what was planned for."""

@@ -22,8 +22,9 @@ from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import edited, load, named_experiments
 from compare.studies.check import GOLDEN as EXPERIMENT
 from compare.studies.check import SGD, Check
+from compare.studies.grid import grid
 from compare.studies.run import Run
-from compare.study import grid, run
+from compare.study import run
 
 RUNGS = [rung for rung in LADDER if rung not in ("loss_scale", "final_weights")]
 """Of a golden: its last weights are those of the last step, and stand at later_weights."""

@@ -17,7 +17,7 @@ from compare.plan.machine import Machine, read_machine
 from compare.plan.predict import predict
 from compare.plan.search import search
 from compare.spec.experiment import load
-from compare.studies.tune import FASTER, Tune, accuracy, kendall, rows_of, some_of
+from compare.studies.tune import accuracy, kendall, rows_of, some_of
 
 HERE = ("tune", "tiny.toml", "--machine", "here.toml", "--quiet", "--anyway")
 
@@ -33,15 +33,6 @@ def tuned(experiment, times: dict[str, list[float]], *, predicted=None) -> Outco
     predicted_ms = {case.name: (predicted or {}).get(case.layout, 10.0) for case in cases}
     outcome = bench_of(cases, measurements=done)
     return replace(outcome, more={**outcome.more, "predicted_ms": predicted_ms})
-
-
-def given_up(outcome: Outcome) -> set[str]:
-    return {case.layout for name, case in outcome.cases.items() if Tune().is_given_up(outcome, name)}
-
-
-def test_what_is_clearly_slower_is_timed_no_more(tiny):
-    times = {"a": [10, 11], "b": [10 * FASTER + 0.1, 14], "c": [30, 10], "d": [30]}
-    assert given_up(tuned(tiny, times)) == {"b"}  # c was fastest once, and d was timed once
 
 
 def test_predictions_are_held_against_medians(tiny):
