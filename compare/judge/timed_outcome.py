@@ -83,7 +83,7 @@ class TimedOutcome(Outcome, frozen=True, kw_only=True):
     """The fastest matrix product on all cores, or on one GPU, by `Case.products`."""
     baseline: str
     """An engine, whose case of the same block is what others are divided by; or ENGINE.LAYOUT, one layout's
-    case for all blocks of its size."""
+    case for all blocks of its size; '' in a study that divides nothing."""
 
     @property
     def how(self) -> dict[str, HowItRan]:
@@ -114,7 +114,7 @@ def timed(outcome: Outcome) -> TimedOutcome:
             timing=msgspec.convert(outcome.more["timing"], Timing),
             measurements=sorted(measurements, key=lambda process: process.round),
             ceilings=msgspec.convert(outcome.more.get("ceilings", {}), dict[str, Ceiling]),
-            baseline=outcome.more["baseline"],
+            baseline=outcome.more.get("baseline", ""),
         )
     except (msgspec.ValidationError, KeyError) as error:
         raise RecordError(f"{OUTCOME} is garbled: {error}") from None
