@@ -36,6 +36,7 @@ def test_what_is_saved_comes_back_whole_and_in_any_part(saved):
     assert dict(reader.group("weights")).keys() == {row.name for row in parameter_table(EXPERIMENT.model)}
 
 
+@pytest.mark.slow
 def test_pytorch_reads_it_too(saved):
     """torch.distributed.checkpoint takes the folder for one of its own."""
     torch = pytest.importorskip("torch")

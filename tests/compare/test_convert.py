@@ -5,10 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from checkpoints import assert_is_random, random_state, write_random
 from safetensors.numpy import load_file, save_file
-from safetensors.torch import save_file as torch_save_file
 
 from compare.checkpoint.reader import CheckpointReader
 from compare.cli import main
@@ -97,7 +95,11 @@ def test_masks_of_old_files_are_left_out_and_other_tensors_are_refused(tmp_path,
     save_file({**tensors, "lm_head.weight": tensors["transformer.wte.weight"] + 1}, path)
     with pytest.raises(ExperimentError, match="is not tied to the embedding"):
         read_gpt2(tmp_path / "gpt2")
-    torch_save_file({name: torch.from_numpy(array).bfloat16() for name, array in tensors.items()}, path)
+    save_file({name: array.astype(np.float16) for name, array in tensors.items()}, path)
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = content[8:end].replace(b'"F16"', b'"BF16"')
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
     assert main(["convert", str(tmp_path / "gpt2"), str(tmp_path / "x")]) == 2
     assert "wte.weight is BF16, which NumPy has not: write it as float32" in capsys.readouterr().err
 

@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from checkpoints import describe, random_state
 from grid import DEVICES, SETTINGS, arguments_of
 from msgspec import UNSET
@@ -19,8 +18,6 @@ from compare.numerics.parameters import initial_parameters
 from compare.numerics.shards import Shard
 from compare.numerics.stream import evaluate, is_due, require_validation, steps_due
 from compare.spec.experiment import Data, Experiment, ExperimentError, edited
-from torchpar.model import GPT
-from torchpar.weights import load_weights
 
 
 def test_batches_of_both_splits_are_others_than_those_of_training(tiny):
@@ -61,6 +58,11 @@ def test_nothing_to_evaluate_on_is_refused(tiny, tmp_path):
 
 def untrained_losses(spec: Experiment) -> list[float]:
     """Mean losses of the initial weights over windows of both splits, drawn word by word: an oracle."""
+    import torch
+
+    from torchpar.model import GPT
+    from torchpar.weights import load_weights
+
     model = GPT(edited(spec, {"model": {"dropout": 0.0}}).model).double()
     load_weights(model, initial_parameters(spec))
     corpus, length, found = open_corpus(spec), spec.model.block_size, []

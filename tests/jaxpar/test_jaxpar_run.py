@@ -2,11 +2,13 @@
 
 import errno
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import processes
@@ -39,6 +41,7 @@ from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import ExperimentError, Layout, Optimizer, Train
 from jaxpar.__main__ import failure_of
 from jaxpar.faults import plant
+from jaxpar.run import Run
 from jaxpar.train import require_engine
 
 
@@ -171,3 +174,12 @@ def test_doctor():
     assert {"python", "jax", "flax", "optax"} <= set(reported["versions"])
     assert "virtual devices" in reported["cpu_devices"]
     assert isinstance(reported["gpus"], list)
+
+
+def test_the_first_tensor_that_is_not_finite_is_named(tiny):
+    weights = initial_parameters(tiny)
+    run = SimpleNamespace(tensors=lambda rung: weights)
+    assert Run.not_finite(run) == "every weight is finite after the step"
+    weights["norm.bias"][0] = math.nan
+    weights["blocks.1.mlp.up.weight"][0, 0] = -math.inf
+    assert Run.not_finite(run).endswith(" after the step is blocks.1.mlp.up.weight")

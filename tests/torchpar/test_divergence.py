@@ -1,7 +1,6 @@
 """Divergence ends a run at its step, in one line and with exit code 1, and never passes for anything else."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +13,6 @@ from compare.contract.record import read_steps as steps_of
 from compare.contract.request import Request
 from compare.host.json_files import read_json
 from compare.judge.outcome import read_outcome
-from compare.numerics.parameters import initial_parameters
-from compare.terminal import error_text
-from jaxpar.run import Run
 from torchpar.comm.mesh import make_mesh
 from torchpar.launch import Rank, failure_of
 from torchpar.observers import recording_of
@@ -25,19 +21,6 @@ from torchpar.train import set_up, train_step
 # No layer's gradient survives weights of 1e30. One layer and no ladder: one small program to compile.
 DIVERGING = ("--optimizer.learning_rate", "1e30", "--optimizer.no-decay_lr", "--optimizer.warmup_iters", "0")
 SMALL = ("--model.n_layer", "1", "--train.max_iters", "6", "--no_ladder")
-
-
-def test_the_first_tensor_that_is_not_finite_is_named(tiny):
-    weights = initial_parameters(tiny)
-    run = SimpleNamespace(tensors=lambda rung: weights)
-    assert Run.not_finite(run) == "every weight is finite after the step"
-    weights["norm.bias"][0] = math.nan
-    weights["blocks.1.mlp.up.weight"][0, 0] = -math.inf
-    assert Run.not_finite(run).endswith(" after the step is blocks.1.mlp.up.weight")
-
-
-def test_an_error_that_is_none_is_not_written_as_inf():
-    assert [error_text(error) for error in (0.0, 1e-7, math.inf)] == ["exact", "1.0e-07", "differs"]
 
 
 def test_a_step_of_torchpar_names_the_gradient_and_moves_nothing(tiny, tmp_path):
