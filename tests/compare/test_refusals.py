@@ -74,9 +74,7 @@ REFUSED = {
     "lesson fully_sharded --results taken --run_dir other": "has no effect",
     "profile --continue taken --preset ddp": "leave out --preset",
     # What a study has no room for.
-    "sweep --devices 0": "give each number once, rising from 1",
-    "sweep --devices 2 4": "give one number, or --scaling strong",
-    "sweep --scaling weak --devices 2": "--scaling weak --devices 2: give two numbers or more",
+    "sweep --devices 0": "--devices 0 must be at least 1",
     "sweep --presets hsdp": "nothing is left to run",
     "profile --train.max_iters 5": "--train.max_iters 5 is too short for a profile: give 6 steps or more",
     "profile --engines nanogpt-loop --preset single": "nanogpt-loop leaves no timeline",

@@ -43,15 +43,6 @@ def test_what_runs(small):
     both = ("torch-manual", "jax-manual")
     plain, _ = names(small, engines=both, presets=("ddp", "fsdp"))
     assert plain == ["reference", *(f"{one}.{preset}.2" for preset in ("ddp", "fsdp") for one in both)]
-    scaled = {"engines": both, "presets": ("fsdp",), "devices": (1, 2, 4)}
-    rest = [f"{one}.fsdp.{count}" for count in (2, 4) for one in both]
-    assert names(small, scaling="strong", **scaled)[0] == ["reference", "jax-manual.single.1", *rest]
-    weak = asked(small, scaling="weak", **scaled).cases(small)[0]
-    assert [case.experiment.train.batch_size for case in weak.values()] == [8, 8, 16, 16, 16, 32, 32, 32]
-    for case in weak.values():
-        if case.against:
-            assert weak[case.against].experiment.train == case.experiment.train
-            assert weak[case.against].experiment.layout.devices == 1
     varied, _ = names(small, engines=both[:1], presets=("fsdp",), variants=("precision.dtype=bfloat16",))
     assert varied == [
         *("reference", "torch-manual.fsdp.2"),
@@ -92,22 +83,6 @@ def test_rows_have_the_classic_figures(swept, engines, small):
     gradients = 8 * parameter_count(small.model)  # float64
     sent = (ddp["comm_bytes"], ddp["comm_wire_bytes"])
     assert (*sent, ddp["peak_mem_bytes"]) == (gradients + 4, gradients + 6, 2000)
-    assert "efficiency" not in ddp
-
-
-def test_efficiency_is_throughput_per_device_over_that_of_the_fewest(swept, engines):
-    def steps(request):
-        devices, rows = request.experiment.layout.devices, request.experiment.train.batch_size
-        took = {1: 10.0, 2: 8.0, 4: 5.0}[devices] * rows / 8
-        return [msgspec.structs.replace(step, step_time_ms=took) for step in make_steps(request.experiment)]
-
-    engines.steps = steps
-    for scaling, batches in (("strong", [8, 8, 8]), ("weak", [8, 16, 32])):
-        _, found = swept("--presets", "ddp", "--devices", "1", "2", "4", "--scaling", scaling)
-        rows = [row for row in found["rows"] if row["strategy"] == "ddp" or row["batch_size"] == 8]
-        rows = [row for row in rows if row["devices"] > 1 or row["strategy"] == "single"]
-        assert [row["batch_size"] for row in rows] == batches
-        assert [row["efficiency"] for row in rows] == pytest.approx([1.0, 10 / 8 / 2, 10 / 5 / 4])
 
 
 def test_a_strategy_that_computes_something_else_fails_the_sweep(swept, engines):
