@@ -1,4 +1,4 @@
-"""A profile: where the time of one step goes, engine by engine; written as profile.json."""
+"""A profile: where the time of one step goes, engine by engine."""
 
 import statistics
 from collections.abc import Mapping
@@ -12,8 +12,6 @@ from compare.judge.metrics import steady_times_ms
 from compare.judge.outcome import Outcome
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.simulator import bubble_fraction as planned_fraction
-
-PROFILE = "profile.json"
 
 
 class DeviceTime(Struct, frozen=True, kw_only=True):

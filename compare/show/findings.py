@@ -131,8 +131,6 @@ class Findings(Struct, frozen=True, kw_only=True):
     warnings: Sequence[str] = ()
     """What spoils the figures, a line each."""
     tables: Sequence[Table] = ()
-    details: Sequence[Table] = ()
-    """How it was run: tables for the page alone, folded."""
     figures: Sequence[Figure] = ()
     more_figures: Sequence[Figure] = ()
     """For the page alone, and not for the picture of --picture."""

@@ -74,7 +74,7 @@ class Buckets(Timed, frozen=True, kw_only=True):
         """Every way of reducing gradients, and the step without communication, in one block."""
         if self.devices < 2:
             raise ExperimentError(f"--devices {self.devices}: there is nothing to reduce on fewer than 2")
-        single = spread(edited(experiment, {"train": {"max_iters": self.timing.steps}}), "single")
+        single = spread(experiment, "single")
         batch = single.train.batch_size
         if batch % self.devices:
             raise ExperimentError(

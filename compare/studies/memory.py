@@ -90,7 +90,9 @@ class Memory(Study, frozen=True, kw_only=True):
             outcome,
             title=f"Peak memory of a device: {outcome.name}",
             sentence=f"{len(peaks)} peaks",
-            tables=[pivot("Bytes of the fullest device at its peak", outcome, total)],
-            details=[table_of("By class", columns, list(peaks))],
+            tables=[
+                pivot("Bytes of the fullest device at its peak", outcome, total),
+                table_of("By class", columns, list(peaks), words=1),
+            ],
             rows={name: held.peak[0] for name, held in peaks.items()},
         )

@@ -9,9 +9,8 @@ from compare.contract.record import read_record
 from compare.contract.timeline import PROFILED_STEP
 from compare.flags import Spread
 from compare.host.disk import write_atomically
-from compare.host.json_files import write_json
 from compare.judge.outcome import Grid, Outcome
-from compare.judge.profile import PROFILE, profile_of
+from compare.judge.profile import profile_of
 from compare.present.profile import (
     chrome_trace,
     engine_table,
@@ -68,8 +67,7 @@ class Profile(Spread, Study, frozen=True, kw_only=True):
 
     @classmethod
     def leave(cls, outcome: Outcome, folder: Path) -> Path:
-        """Write its page, its figures as JSON, and a trace for each engine. Returns the page."""
-        write_json(folder / PROFILE, cls.findings(outcome, folder).value)
+        """Write its page, and a trace for each engine. Returns the page."""
         for process, name in enumerate(outcome.finished):
             if timeline := read_record(folder / name).timeline:
                 write_atomically(folder / name / TRACE, chrome_trace(name, timeline, process=process))

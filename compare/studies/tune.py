@@ -17,7 +17,7 @@ from compare.judge.statistics import Estimate, estimate
 from compare.judge.timed_outcome import timed
 from compare.plan.machine import Machine, read_machine
 from compare.plan.predict import predict
-from compare.plan.search import Candidate, search
+from compare.plan.search import search
 from compare.show.findings import Column, Findings, table_of
 from compare.spec.engines.registry import REFERENCE, STUDIED
 from compare.spec.experiment import Experiment, ExperimentError, edited, to_toml
@@ -41,7 +41,7 @@ class Tune(Timed, frozen=True, kw_only=True):
 
     Try:
       shardpair tune cpu --data.source synthetic --devices 2 --best 4 --rounds 3
-      shardpair tune demo --engines torch-manual jax-manual --devices 4 --spread --best 12 --rounds 2
+      shardpair tune demo --engines torch-manual jax-manual --devices 4 --best 12 --rounds 2
     """
 
     engines: tuple[StudiedName, ...] = (REFERENCE,)
@@ -53,8 +53,6 @@ class Tune(Timed, frozen=True, kw_only=True):
     engine. Or a file that an earlier tune has kept."""
     best: int = 6
     """Layouts of each engine that are timed."""
-    spread: bool = False
-    """Time layouts from all over the ranking, evenly, to see how well it ranks."""
 
     brief = "plan, time the best layouts here, print the winner as TOML"
 
@@ -87,14 +85,14 @@ class Tune(Timed, frozen=True, kw_only=True):
         return replace(planned, more=planned.more | msgspec.to_builtins(more))
 
     def cases(self, experiment: Experiment) -> Grid:
-        """The best layouts of each engine, or some from all over its ranking."""
+        """The best layouts of each engine."""
         cases, left_out = {}, {}
         for engine, machine in self.machines.items():
             found = search(engine, experiment, machine, fixed=self.said.flags)
             if not found.fitting:
                 raise ExperimentError(f"{engine}: none of {len(found.too_large):,} layouts fits this machine")
             left_out |= {f"{engine} {names}": why for names, why in found.refused.items()}
-            for candidate in some_of(found.fitting, self.best, spread=self.spread):
+            for candidate in found.fitting[: self.best]:
                 case = self.case(engine, candidate.of(experiment), layout=candidate.name)
                 cases[case.name] = case
         return cases, left_out
@@ -195,11 +193,3 @@ def by_engine(rows: Sequence[Row]) -> dict[str, list[Row]]:
     for row in rows:
         groups.setdefault(row.engine, []).append(row)
     return groups
-
-
-def some_of(ranked: Sequence[Candidate], count: int, *, spread: bool) -> list[Candidate]:
-    """The first of a ranking; or, spread, as many from all over it, the first and the last among them."""
-    if not spread or len(ranked) <= count:
-        return list(ranked[:count])
-    places = [round(place * (len(ranked) - 1) / max(count - 1, 1)) for place in range(count)]
-    return [ranked[place] for place in places]
