@@ -39,7 +39,7 @@ class Watchdog:
         faulthandler.dump_traceback_later(self._timeout_s + GRACE_S, exit=True)
 
     def _watch(self) -> None:
-        activity = Activity(time.process_time)
+        activity = Activity()
         while (remaining := self._deadline - time.monotonic()) > 0:
             time.sleep(min(remaining, look_s(self._timeout_s)))
             if activity.is_busy() and not self._in_step:

@@ -15,33 +15,28 @@ import time
 import traceback
 from collections.abc import Callable, Generator, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing import connection, parent_process
 from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-import psutil
 import torch
 
 from compare.contract.command import RunFailed, one_line
 from compare.contract.ending import DivergedError
-from compare.contract.other_hosts import Waiting, blame
+from compare.contract.other_hosts import Waiting, blame, first_cause
 from compare.contract.record import Failure
-from compare.host.disk import DiskFull
-from compare.host.facts import Activity, MissingDevicesError, look_s
+from compare.host.disk import no_room
+from compare.host.facts import Activity, MissingDevicesError, is_stopped, look_s
 from compare.host.json_files import read_json, write_json
 from compare.host.signals import describe_exit, is_ignored
 from torchpar.comm.process_groups import choose_interface, is_consequence
 
 POLL_S = 0.1
-# Peers may notice a killed rank before its parent does: so long one waits for a better explanation.
-CAUSE_GRACE_S = 1.0
 # A terminal sends Ctrl-C to the ranks and to the parent: so long the parent waits for its own signal.
 SIGINT_GRACE_S = 0.3
 TERMINATE_GRACE_S = 0.5
-STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)  # by Ctrl-Z or a debugger
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PHASES = (
@@ -217,11 +212,10 @@ def failure_of(error: BaseException, rank: Rank) -> Failure:
     text = one_line(error)
     if isinstance(error, DivergedError):  # on all ranks alike
         return Failure(message=text)
-    is_full = isinstance(error, DiskFull)  # its message says it all
+    full = no_room(error)
     return Failure(
-        message=f"rank {rank.rank} failed {rank.position.when}: "
-        + (text if is_full else f"{type(error).__name__}: {text}"),
-        traceback="" if is_full else "".join(traceback.format_exception(error)),
+        message=f"rank {rank.rank} failed {rank.position.when}: {full or f'{type(error).__name__}: {text}'}",
+        traceback="" if full else "".join(traceback.format_exception(error)),
         rank=rank.rank,
         is_consequence=is_consequence(error),
     )
@@ -236,7 +230,7 @@ def supervise(
     importing, drawing weights and wrapping take. A phase of a step has to end within `timeout_s`.
     """
     before: list[Position] = []
-    activities = [Activity(partial(_cpu_seconds, process)) for process in processes]
+    activities = [Activity(process.pid) for process in processes]
     last_progress = last_look = time.monotonic()
     while running := [rank for rank in ranks if processes[rank.rank].exitcode is None]:
         if any(process.exitcode for process in processes):
@@ -251,8 +245,7 @@ def supervise(
                 last_progress = last_look
         if time.monotonic() - last_progress > timeout_s:
             waiting = {rank.rank: rank.waiting for rank in running}
-            states = {number: psutil.Process(processes[number].pid).status() for number in waiting}
-            stopped = [number for number in states if states[number] in STOPPED]
+            stopped = [number for number in waiting if is_stopped(processes[number].pid)]
             raise RunFailed(blame(waiting, stopped, timeout_s=timeout_s, state="stopped", noun="rank"))
         connection.wait([processes[rank.rank].sentinel for rank in running], timeout=POLL_S)
     if any(process.exitcode for process in processes):
@@ -260,34 +253,20 @@ def supervise(
 
 
 def first_failure(processes: Sequence[BaseProcess], ranks: Sequence[Rank], folder: Path) -> Failure:
-    """The cause: a rank's own error, else a death, else an error that tells of a lost peer."""
+    """The cause, of all that the ranks wrote and how they ended."""
     if any(process.exitcode == -signal.SIGINT for process in processes):
         time.sleep(SIGINT_GRACE_S)
-    deadline = time.monotonic() + CAUSE_GRACE_S
-    while True:
-        ended = {rank: code for rank, process in enumerate(processes) if (code := process.exitcode)}
+
+    def said() -> list[Failure]:
         files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-        failures = [read_json(path, Failure) for path in files]  # after the codes: who fails speaks first
-        if causes := [failure for failure in failures if not failure.is_consequence]:
-            return causes[0]
-        silent = [rank for rank in ended if rank not in [failure.rank for failure in failures]]
-        # An abort is how C++ reacts to a lost peer, so it may be a consequence too.
-        killed = [rank for rank in silent if ended[rank] != -signal.SIGABRT]
-        if killed or time.monotonic() > deadline:
-            break
-        time.sleep(POLL_S / 2)
-    for rank in killed or silent:
-        code = ended[rank]
-        how = f"{'was ' if code < 0 else ''}{describe_exit(code, when=ranks[rank].position.when)}"
-        return Failure(message=f"rank {rank} {how}", rank=rank)
-    return failures[0]
+        return [read_json(path, Failure) for path in files]
 
-
-def _cpu_seconds(process: BaseProcess) -> float:
-    """User plus system seconds."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return sum(psutil.Process(process.pid).cpu_times()[:2])
-    return 0.0
+    return first_cause(
+        lambda: {rank: code for rank, process in enumerate(processes) if (code := process.exitcode)},
+        said,
+        name=lambda number: f"rank {number}",
+        when=lambda number: ranks[number].position.when,
+    )
 
 
 def require_gpus(needed: int) -> None:

@@ -17,7 +17,6 @@ from msgspec import Struct
 from compare.checkpoint.description import WEIGHTS, Checkpoint
 from compare.checkpoint.reader import CheckpointReader
 from compare.checkpoint.saver import Part, write_checkpoint
-from compare.host.disk import full_disk_named
 from compare.numerics.parameters import decays, parameter_table, storage_dtype
 from compare.numerics.shards import Shard
 from compare.spec.experiment import Experiment, ExperimentError, Model, edited, revalidate
@@ -137,9 +136,8 @@ def export_checkpoint(source: Path, target: Path) -> None:
     }
     saved["model"][HEAD] = saved["model"][nanogpt_name("embedding.token")]
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    with full_disk_named(target.parent):
-        torch.save(saved, temporary)
-        os.replace(temporary, target)
+    torch.save(saved, temporary)
+    os.replace(temporary, target)
 
 
 def _by_group(model: Model) -> list[list[str]]:

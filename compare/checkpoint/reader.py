@@ -20,6 +20,7 @@ from compare.checkpoint.description import (
     tensor_shapes,
 )
 from compare.host.json_files import read_json
+from compare.host.tensors import RecordError, garbled
 from compare.numerics.boxes import Box, Weights, whole
 from compare.numerics.parameters import parameter_table, storage_dtype
 from compare.spec.experiment import ExperimentError, revalidate
@@ -154,17 +155,14 @@ def read_description(folder: Path) -> Checkpoint:
     try:
         description = read_json(path, Checkpoint)
         revalidate(description.experiment)
-    except (OSError, msgspec.DecodeError, ExperimentError) as error:
-        raise CheckpointError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    except RecordError as error:
+        raise CheckpointError(str(error)) from None
+    except ExperimentError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
     if description.format != FORMAT:
         raise CheckpointError(
             f"{path}: format = {description.format}, and this version reads {FORMAT}: use the version that "
             f"wrote it"
-        )
-    if description.updates > description.step:
-        raise CheckpointError(
-            f"{path}: updates = {description.updates} after step = {description.step}: each step makes one "
-            f"at most"
         )
     return description
 
@@ -188,7 +186,7 @@ def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="numpy")
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+        raise CheckpointError(str(garbled(path, error))) from None
 
 
 def _offsets(path: Path, file: safe_open) -> dict[str, tuple[int, ...]]:

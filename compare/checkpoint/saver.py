@@ -32,7 +32,6 @@ from compare.checkpoint.description import (
     key,
 )
 from compare.checkpoint.reader import read_description, sum_of
-from compare.host.disk import full_disk_named
 from compare.host.json_files import read_json, write_json
 from compare.numerics.boxes import to_boxes
 from compare.numerics.shards import Shard
@@ -63,7 +62,7 @@ class Saver:
         """Begin to save; it returns as soon as `parts` have been drawn, and the one before is complete.
 
         The checkpoint has no files yet, the parts are of this process's devices; replicas are left out.
-        Raises DiskFull or OSError: the one before could not be written.
+        Raises OSError: the one before could not be written.
         """
         self.finish()
         self._thread = threading.Thread(
@@ -72,7 +71,7 @@ class Saver:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is complete. Raises DiskFull or OSError: it could not be written."""
+        """Wait until the last checkpoint is complete. Raises OSError: it could not be written."""
         if self._thread:
             self._thread.join()
             self._thread = None
@@ -83,10 +82,9 @@ class Saver:
     def _write(self, checkpoint: Checkpoint, files: Files) -> None:
         final = self._folder / folder_name(checkpoint.step)
         try:
-            with full_disk_named(self._folder):
-                _write(final, checkpoint, files, self._devices, of=self._of)
-                if 0 in self._devices:
-                    self._remove_old()
+            _write(final, checkpoint, files, self._devices, of=self._of)
+            if 0 in self._devices:
+                self._remove_old()
         except BaseException as error:
             self._error = error
             unfinished = _unfinished(final)  # make room, but others still write
@@ -112,16 +110,15 @@ def best_checkpoint(folder: Path) -> Path | None:
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, parts: Iterable[Part]) -> None:
     """Write a checkpoint of one device at once, as a conversion does.
 
-    The checkpoint has no files yet. Raises ExperimentError: the folder is there already; DiskFull.
+    The checkpoint has no files yet. Raises ExperimentError: the folder is there already.
     """
     if folder.exists():
         raise ExperimentError(f"{folder} exists already: give another name, or remove it")
-    with full_disk_named(folder.parent):
-        try:
-            _write(folder, checkpoint, _in_files(parts), [0], of=1)
-        except BaseException:
-            shutil.rmtree(_unfinished(folder), ignore_errors=True)
-            raise
+    try:
+        _write(folder, checkpoint, _in_files(parts), [0], of=1)
+    except BaseException:
+        shutil.rmtree(_unfinished(folder), ignore_errors=True)
+        raise
 
 
 def _write(final: Path, checkpoint: Checkpoint, files: Files, devices: Collection[int], *, of: int) -> None:
@@ -148,12 +145,6 @@ def _write(final: Path, checkpoint: Checkpoint, files: Files, devices: Collectio
 
 def _unfinished(final: Path) -> Path:
     return final.with_name(final.name + UNFINISHED)
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Remove files of a checkpoint whose process was killed. No other process may be writing there."""
-    for path in folder.glob(f"*{UNFINISHED}"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _in_files(parts: Iterable[Part]) -> Files:

@@ -1,8 +1,9 @@
-"""What processes of several hosts tell each other: at the start what they run on, in a hang where they are.
+"""What processes of a run tell each other: at the start what they run on, in the end why it ends.
 
 They meet in the folder of the run where collectives do not reach: a process that waits for a lost one.
 """
 
+import signal
 import socket
 import time
 from collections import Counter
@@ -15,9 +16,12 @@ from msgspec import Struct
 from compare.contract.record import HOSTS, WAITING, Failure, read_failure
 from compare.host.facts import versions
 from compare.host.json_files import read_json, write_json
+from compare.host.signals import describe_exit
 from compare.numerics.data import open_corpus
 from compare.spec.experiment import Experiment, ExperimentError
 
+POLL_S = 0.05
+CAUSE_GRACE_S = 2.0
 SETTLED_S = 3.0
 """Processes begin to wait within a step of each other, and see the time-out so much apart."""
 
@@ -136,3 +140,32 @@ def numbered(noun: str, numbers: Sequence[int]) -> str:
     """For a sentence: `rank 1`, `processes 2, 3`."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{plural if len(numbers) > 1 else noun} {', '.join(map(str, numbers))}"
+
+
+def first_cause(
+    ended: Callable[[], Mapping[int, int]],
+    said: Callable[[], Sequence[Failure]],
+    *,
+    name: Callable[[int], str],
+    when: Callable[[int], str] = lambda number: "",
+) -> Failure:
+    """The cause of an end: a process's own error, else a death, else an error that tells of a lost process.
+
+    `ended` gives the exit codes of processes that have failed, `said` the errors that they left: some may
+    notice a lost one before we do, so both are asked again for a while.
+    """
+    deadline = time.monotonic() + CAUSE_GRACE_S
+    while True:
+        codes, failures = ended(), said()  # in this order: who fails speaks first
+        if causes := [failure for failure in failures if not failure.is_consequence]:
+            return causes[0]
+        silent = [number for number in codes if number not in [failure.rank for failure in failures]]
+        # An abort is how C++ reacts to a lost peer, so it may be a consequence too.
+        killed = [number for number in silent if codes[number] != -signal.SIGABRT]
+        if killed or time.monotonic() > deadline:
+            break
+        time.sleep(POLL_S)
+    for number in killed or silent:
+        how = f"{'was ' if codes[number] < 0 else ''}{describe_exit(codes[number], when=when(number))}"
+        return Failure(message=f"{name(number)} {how}", rank=number)
+    return failures[0]

@@ -19,6 +19,7 @@ Every file is written to a temporary name and renamed, except that steps are app
 """
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,16 +30,15 @@ import numpy as np
 from msgspec import UNSET, Struct, UnsetType, field
 from safetensors.numpy import save
 
-from compare.checkpoint.description import CHECKPOINTS
-from compare.checkpoint.saver import remove_unfinished
+from compare.checkpoint.description import CHECKPOINTS, UNFINISHED
 from compare.contract.ledger import Ledger
 from compare.contract.memory_profile import MEMORY, MemoryProfile
 from compare.contract.request import REQUEST, Request, Rung
 from compare.contract.timeline import TIMELINE, TRACES, Timeline
 from compare.contract.timing import Window
 from compare.contract.work import WORK, ObservedWork
-from compare.host.disk import full_disk_named, remove_leftovers, write_atomically
-from compare.host.json_files import decode_json, read_json, read_own_bytes, read_own_json, write_json
+from compare.host.disk import no_room, write_atomically
+from compare.host.json_files import decode_json, read_json, write_json
 from compare.host.tensors import RecordError, Tensors, garbled
 from compare.numerics.stream import Evaluation
 from compare.pipeline.instructions import HLO_COLLECTIVES, Instruction
@@ -175,18 +175,16 @@ class Recorder:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        with full_disk_named(folder):
-            self._steps = (folder / STEPS_PART).open("ab")
+        self._steps = (folder / STEPS_PART).open("ab")
 
     def step(self, step: Step) -> None:
-        """Append one step; readable at once. Raises DiskFull."""
-        with full_disk_named(self.folder):
-            self._steps.write(msgspec.json.encode(step) + b"\n")
-            self._steps.flush()
+        """Append one step; readable at once."""
+        self._steps.write(msgspec.json.encode(step) + b"\n")
+        self._steps.flush()
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Append one evaluation; readable at once. Raises DiskFull."""
-        with full_disk_named(self.folder), (self.folder / EVALUATIONS).open("ab") as file:
+        """Append one evaluation; readable at once."""
+        with (self.folder / EVALUATIONS).open("ab") as file:
             file.write(msgspec.json.encode(evaluation) + b"\n")
 
     def leave(self, *findings: Ledger | MemoryProfile | ObservedWork | Timeline | list[Instruction]) -> None:
@@ -207,8 +205,15 @@ def clear_record(folder: Path) -> None:
     waiting = [path.name for path in folder.glob(f"{WAITING}*")]
     for name in [*names, *TRACES, HOSTS, *waiting, *(f"{rung}.safetensors" for rung in Rung)]:
         (folder / name).unlink(missing_ok=True)
-    remove_leftovers(folder)
-    remove_unfinished(folder / CHECKPOINTS)
+    remove_remains(folder)
+
+
+def remove_remains(folder: Path) -> None:
+    """Remove what a killed process left half written. No other process may be writing there."""
+    for path in folder.glob("*.tmp"):
+        path.unlink(missing_ok=True)
+    for path in (folder / CHECKPOINTS).glob(f"*{UNFINISHED}"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def leave_failure(folder: Path, failure: Failure) -> None:
@@ -218,7 +223,7 @@ def leave_failure(folder: Path, failure: Failure) -> None:
         try:
             write_json(folder / ERROR, failure)
         except OSError as error:
-            if str(error) not in failure.message:  # a full disk has been named already
+            if not no_room(error, folder):  # of a full disk the failure tells already
                 print(f"{folder}: cannot leave {ERROR}: {error}", file=sys.stderr, flush=True)
 
 
@@ -238,8 +243,8 @@ def read_steps(path: Path) -> list[Step]:
 
 def _read_lines(path: Path, type: type[T]) -> list[T]:
     try:
-        return [decode_json(line, type) for line in read_own_bytes(path).splitlines()]
-    except msgspec.DecodeError as error:
+        return [decode_json(line, type) for line in path.read_bytes().splitlines()]
+    except (OSError, msgspec.DecodeError) as error:
         raise garbled(path, error) from None
 
 
@@ -251,7 +256,7 @@ def read_record(folder: Path, *, requested: bool = True) -> Record:
     """
 
     def there(name: str, type: type[T]) -> T | None:
-        return read_own_json(folder / name, type) if (folder / name).exists() else None
+        return read_json(folder / name, type) if (folder / name).exists() else None
 
     if not (folder / MANIFEST).is_file():
         raise RecordError(f"{folder} has no {MANIFEST}: it is not a finished run")
@@ -259,13 +264,13 @@ def read_record(folder: Path, *, requested: bool = True) -> Record:
         raise RecordError(f"{folder} has {left} beside {MANIFEST}: two runs were mixed in it")
     return Record(
         folder=folder,
-        manifest=read_own_json(folder / MANIFEST, Manifest),
+        manifest=read_json(folder / MANIFEST, Manifest),
         steps=read_steps(folder / STEPS),
-        ledger=read_own_json(folder / LEDGER, Ledger),
+        ledger=read_json(folder / LEDGER, Ledger),
         evaluations=_read_lines(folder / EVALUATIONS, Evaluation) if (folder / EVALUATIONS).exists() else [],
         instructions=there(HLO_COLLECTIVES, list[Instruction]),
         timeline=there(TIMELINE, Timeline),
         memory=there(MEMORY, MemoryProfile),
         work=there(WORK, ObservedWork),
-        request=read_own_json(folder / REQUEST, Request) if requested else None,
+        request=read_json(folder / REQUEST, Request) if requested else None,
     )

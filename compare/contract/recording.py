@@ -220,7 +220,7 @@ class Recording:
         """Before the next step, and after the last: evaluate and save, where that is due.
 
         Raises:
-            DiskFull, OSError: the checkpoint before could not be written.
+            OSError: the checkpoint before could not be written.
             StoppedEarly: the run was asked to end here, and its checkpoint is complete.
         """
         self._evaluate(progress)

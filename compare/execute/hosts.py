@@ -19,24 +19,22 @@ import tempfile
 import time
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from compare.contract.other_hosts import host_of
+from compare.contract.other_hosts import first_cause, host_of
 from compare.contract.processes import FIRST_PORT, PORTS
 from compare.contract.record import Failure, leave_failure, read_failure
-from compare.host.signals import describe_exit
 from compare.spec.engines.engine import Side
 from compare.spec.experiment import ExperimentError, Layout
 
 Launcher = Literal["local", "slurm", "torchrun"]
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.05
-CAUSE_GRACE_S = 2.0
-"""Processes may notice a lost one before we do: so long we wait for one that was killed."""
 PROBE_S = 60.0
 _LINE = re.compile(r"(\S+)\s+slots=([1-9]\d*)")
 
@@ -228,33 +226,26 @@ def start_together(hosts: int, on_host: int, folder: Path, command: Sequence[str
         place += ["--local_process", str(number % on_host)]
         running.append(subprocess.Popen([*command, *place] if count > 1 else [*command]))
 
-    def failed() -> dict[int, int]:
-        return {number: code for number, process in enumerate(running) if (code := process.poll())}
-
-    def has_no_cause() -> bool:  # the error that was left tells of a lost process only
+    def said() -> list[Failure]:
         failure = read_failure(folder)
-        return failure is not None and failure.is_consequence
+        return [failure] if failure else []
 
-    def killed() -> list[int]:  # no consequence, as C++'s abort is, and the SIGTERM of a launcher
-        return [number for number, code in failed().items() if code < 0 and code not in (-6, -15)]
+    def ended() -> dict[int, int]:
+        codes = {number: code for number, process in enumerate(running) if (code := process.poll())}
+        is_said = bool(said())  # by the first that failed: others that were not killed have no more to say
+        return {number: code for number, code in codes.items() if code < 0 or not is_said}
 
-    while not failed():
+    while not any(process.poll() for process in running):
         if all(process.poll() == 0 for process in running):
             return 0
         time.sleep(POLL_S)
-    deadline = time.monotonic() + CAUSE_GRACE_S
-    while not killed() and has_no_cause() and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-    codes, lost = failed(), killed()
-    number = next(iter(lost or codes))
-    if not read_failure(folder) or (lost and has_no_cause()):
-        host, how = host_of(folder, number) or socket.gethostname(), "was " if codes[number] < 0 else ""
-        message = f"process {number} on {host} {how}{describe_exit(codes[number])}"
-        leave_failure(folder, Failure(message=message, rank=number))
+    host = partial(host_of, folder)
+    cause = first_cause(ended, said, name=lambda n: f"process {n} on {host(n) or socket.gethostname()}")
+    leave_failure(folder, cause)
     for process in running:
         process.kill()
         process.wait()
-    return codes[number] if codes[number] > 0 else 128 - codes[number]
+    return cause.exit_code
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
-from compare.checkpoint.description import CHECKPOINTS
-from compare.checkpoint.saver import remove_unfinished
 from compare.contract import record as files
 from compare.contract.collective_bench import CollectiveRequest
 from compare.contract.ending import FAILED
@@ -30,7 +28,6 @@ from compare.execute.blame import LOG, why
 from compare.execute.hosts import HERE, Hosts, print_lines, require_shared
 from compare.execute.paths import remove_run_dir
 from compare.execute.watch import watch
-from compare.host.disk import remove_leftovers
 from compare.numerics.data import open_corpus, standard_library_text
 from compare.numerics.stream import require_validation
 from compare.spec.engines.engine import Side
@@ -187,8 +184,7 @@ def run_side(
             hung = watch(process, folder, timeout_s=request.timeout_s, on_step=on_step, elsewhere=is_remote)
         finally:
             _end(process)
-            remove_leftovers(folder)
-            remove_unfinished(folder / CHECKPOINTS)
+            files.remove_remains(folder)
     if not hung and not process.returncode:
         return
     failure = files.read_failure(folder)

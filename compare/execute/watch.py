@@ -6,11 +6,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
 from compare.contract import record as files
 from compare.contract.record import Step
-from compare.host.facts import Activity, look_s
+from compare.host.facts import Activity, is_stopped, look_s
 
 POLL_S = 0.05
 GRACE_S = 15.0  # an engine times itself out first: it knows which rank hangs, we only know that nothing moves
@@ -31,7 +29,7 @@ def watch(
     other hosts compute is not seen (`elsewhere`): they are only judged from their first step on.
     """
     patience_s = timeout_s + GRACE_S
-    activity = Activity(lambda: _cpu_seconds(process.pid))
+    activity = Activity(process.pid)
     offset, seen, moved = 0, 0, False
     last_sign = last_look = time.monotonic()
     while True:
@@ -45,37 +43,17 @@ def watch(
         if time.monotonic() - last_look > look_s(timeout_s):
             last_look = time.monotonic()
             starts = elsewhere and not seen
-            if (activity.is_busy() or moved or starts) and not _is_stopped(process.pid):
+            if (activity.is_busy() or moved or starts) and not is_stopped(process.pid):
                 last_sign = last_look
             moved = False
         if time.monotonic() - last_sign > patience_s:
-            stopped = _is_stopped(process.pid)
+            stopped = is_stopped(process.pid)
             does = "is stopped (SIGSTOP, or a debugger)" if stopped else "computes nothing"
             return (
                 f"no progress for {patience_s:.0f} s after {seen} steps: process {process.pid} {does}, "
                 "so it was ended"
             )
         time.sleep(POLL_S)
-
-
-def _is_stopped(pid: int) -> bool:
-    """True for a process that is suspended: SIGSTOP, a debugger. Its children may go on."""
-    try:
-        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _cpu_seconds(pid: int) -> float:
-    """CPU seconds of a process and all that it started, as far as they live, and of their ended children."""
-    total = 0.0
-    with contextlib.suppress(psutil.NoSuchProcess):
-        root = psutil.Process(pid)
-        for member in (root, *root.children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                times = member.cpu_times()
-                total += times.user + times.system + times.children_user + times.children_system
-    return total
 
 
 def _steps_after(offset: int, folder: Path) -> tuple[list[Step], int]:

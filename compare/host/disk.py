@@ -1,10 +1,8 @@
-"""Files of a run: written whole or not at all, no remains, and a full disk said in words."""
+"""Files of a run: written whole or not at all, and a full disk said in words."""
 
-import contextlib
 import errno
 import os
 import threading
-from collections.abc import Generator
 from pathlib import Path
 
 _NO_ROOM = {
@@ -14,51 +12,23 @@ _NO_ROOM = {
 }
 
 
-class DiskFull(OSError):
-    """There is no room for what a run writes. The message is one line that names the folder."""
-
-
-@contextlib.contextmanager
-def full_disk_named(folder: Path) -> Generator[None]:
-    """Turn what the system says of a full disk, or quota, into DiskFull, which names `folder`."""
-    try:
-        yield
-    except OSError as error:
-        if message := no_room(error, folder):
-            raise DiskFull(message) from error
-        raise
-
-
-def no_room(error: BaseException, folder: Path) -> str:
-    """One line if the error is that `folder`, or what it wrote to, has no room; else ''."""
-    if isinstance(error, DiskFull):
-        return str(error)
-    if isinstance(error, OSError) and error.errno in _NO_ROOM:
-        return f"{error.filename or folder}: {_NO_ROOM[error.errno]}"
-    return ""
+def no_room(error: BaseException, folder: Path | None = None) -> str:
+    """One line if the error is that `folder`, or the file that it names, has no room; else ''."""
+    if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
+        return ""
+    where = error.filename or folder
+    return f"{where}: {_NO_ROOM[error.errno]}" if where else _NO_ROOM[error.errno]
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to `path` through a temporary name, so that no reader ever sees half a file.
-
-    Raises DiskFull: there is no room. Nothing is left behind.
-    """
+    """Write `content` to `path` through a temporary name: no reader sees half a file, and none is left."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_native_id()}.tmp")
-    with full_disk_named(path.parent):
-        try:
-            temporary.write_bytes(content)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove temporary names that a killed process left. No other process may be writing there."""
-    for path in folder.glob("*.tmp"):
-        with contextlib.suppress(OSError):
-            path.unlink()
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def why_not_readable(path: Path) -> str:

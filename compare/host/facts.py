@@ -1,13 +1,16 @@
-"""Facts of this machine and this process: processors, memory, versions, and whether anything is computed."""
+"""Facts of this machine and of processes: processors, memory, versions, and whether one computes."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
+
+import psutil
 
 BUSY_SHARE = 0.05
 """Of one core. A process that waits for others polls with 1 %; one that computes gets more than this even
@@ -67,12 +70,34 @@ def look_s(timeout_s: float) -> float:
     return min(LOOK_S, timeout_s / 4)
 
 
-class Activity:
-    """Tells from CPU seconds whether anything was computed since the last look: a hang computes nothing."""
+def is_stopped(pid: int | None) -> bool:
+    """True for a process that is suspended: SIGSTOP, a debugger. Its children may go on."""
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.NoSuchProcess:
+        return False
 
-    def __init__(self, cpu_seconds: Callable[[], float]):
-        self._cpu_seconds = cpu_seconds
-        self._used, self._at = cpu_seconds(), time.monotonic()
+
+class Activity:
+    """Tells whether a process, or what it started, computed since the last look: a hang computes nothing.
+
+    By default this process.
+    """
+
+    def __init__(self, pid: int | None = None):
+        self._pid = pid
+        self._used, self._at = self._cpu_seconds(), time.monotonic()
+
+    def _cpu_seconds(self) -> float:
+        """Of all these processes, as far as they live, and of their ended children."""
+        total = 0.0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self._pid)
+            for member in (root, *root.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    times = member.cpu_times()
+                    total += times.user + times.system + times.children_user + times.children_system
+        return total
 
     def is_busy(self) -> bool:
         """True if more than `BUSY_SHARE` of a core was used since the last call."""

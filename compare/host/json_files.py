@@ -21,22 +21,9 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path, type: type[T]) -> T:
-    """Read what `write_json` wrote. Raises msgspec.DecodeError for any other content, OSError for no file."""
-    return decode_json(path.read_bytes(), type)
-
-
-def read_own_bytes(path: Path) -> bytes:
-    """A file of a record. Raises RecordError, which names it."""
+    """Read what `write_json` wrote. Raises RecordError, which names the file: there is none, or another's."""
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise garbled(path, error) from None
-
-
-def read_own_json(path: Path, type: type[T]) -> T:
-    """`read_json` of a file of a record. Raises RecordError, which names the file."""
-    try:
-        return read_json(path, type)
+        return decode_json(path.read_bytes(), type)
     except (OSError, msgspec.DecodeError) as error:
         raise garbled(path, error) from None
 
@@ -47,7 +34,7 @@ def read_result(path: Path, type: type[T], *, command: str) -> T:
         raise RecordError(
             f"{path.parent} has no {path.name}: it is not the folder of a `shardpair {command}`"
         )
-    return read_own_json(path, type)
+    return read_json(path, type)
 
 
 def decode_json(content: str | bytes, type: type[T]) -> T:

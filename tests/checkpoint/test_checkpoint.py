@@ -12,8 +12,7 @@ from small_checkpoint import DEVICES, EXPERIMENT, checkpoint, parts, save
 from compare.checkpoint import saver as savers
 from compare.checkpoint.description import DESCRIPTION, checkpoints_in, folder_name, key
 from compare.checkpoint.reader import CheckpointReader
-from compare.checkpoint.saver import Saver, remove_unfinished
-from compare.host.disk import DiskFull
+from compare.checkpoint.saver import Saver
 from compare.numerics.boxes import Box
 from compare.numerics.parameters import parameter_table
 
@@ -66,8 +65,6 @@ def test_a_save_that_was_cut_off_is_no_checkpoint_and_the_one_before_is_whole(tm
     alone.finish()
     assert list(checkpoints_in(tmp_path)) == [5]
     CheckpointReader(tmp_path / folder_name(5)).verify()
-    remove_unfinished(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [folder_name(5)]
 
 
 def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
@@ -103,7 +100,7 @@ def test_a_full_disk_is_said_and_the_one_before_is_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(savers, "save_file", full)
     saver = Saver(tmp_path, [0], of=1, keep=1)
     saver.save(checkpoint(10), parts(0))
-    with pytest.raises(DiskFull, match="no space left on the device"):
+    with pytest.raises(OSError, match="No space left on device"):
         saver.finish()
     assert list(checkpoints_in(tmp_path)) == [5]
     assert [path.name for path in tmp_path.iterdir()] == [folder_name(5)]  # room was made

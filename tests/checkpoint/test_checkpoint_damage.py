@@ -62,7 +62,6 @@ OUTSIDE = {"../../x.safetensors": {"bytes": 1, "sha256": "0" * 64}}
 DAMAGES: dict[str, Callable[[Path], object]] = {
     f"has no {DESCRIPTION}: it is no checkpoint": lambda folder: (folder / DESCRIPTION).unlink(),
     "format = 2, and this version reads 1": partial(edit, lambda f: f.update(format=2)),
-    "updates = 21 after step = 20: each step": partial(edit, lambda f: f.update(updates=21)),
     "unknown field `code`": partial(edit, lambda f: f.update(code="import os")),
     "matching regex": partial(edit, lambda f: f["files"].update(OUTSIDE)),
     "its files hold 0 of ": partial(edit, lambda f: f["experiment"]["model"].update(n_layer=2)),
