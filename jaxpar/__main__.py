@@ -49,8 +49,7 @@ def main() -> int:
         if arguments.question:
             from jaxpar.questions import answer
 
-            if (said := answer(arguments)) is not None:
-                print(msgspec.json.encode(said).decode())
+            print(msgspec.json.encode(answer(arguments)).decode())
             return DONE
         process = find_process(arguments, os.environ)
         with lock_folder(folder) if process is None or process.is_first else nullcontext():

@@ -42,8 +42,7 @@ def main() -> int:
     folder = arguments.run_dir
     try:
         if arguments.question:
-            if (said := answer(arguments)) is not None:
-                print(msgspec.json.encode(said).decode(), flush=True)
+            print(msgspec.json.encode(answer(arguments)).decode(), flush=True)
             return DONE
         process = find_process(arguments, os.environ)
         if process and "RANK" not in os.environ:  # as torchrun says it

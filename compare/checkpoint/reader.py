@@ -1,8 +1,8 @@
 """Reading a checkpoint: checked in every respect first, then any part of any tensor."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 
 import msgspec
@@ -21,7 +21,7 @@ from compare.checkpoint.description import (
 )
 from compare.host.json_files import read_json
 from compare.host.tensors import RecordError, garbled
-from compare.numerics.boxes import Box, Weights, whole
+from compare.numerics.boxes import Box, OneByOne, Weights, whole
 from compare.numerics.parameters import parameter_table, storage_dtype
 from compare.spec.experiment import ExperimentError, revalidate
 
@@ -124,24 +124,16 @@ class CheckpointReader:
             self._parts[name].append((Box(offset, shape), file_name))
 
 
-class Group(Weights):
+class Group(OneByOne, Weights):
     """Weights or a moment of a checkpoint by canonical name, each read when it is asked for."""
 
     def __init__(self, reader: CheckpointReader, group: str):
-        self._reader, self._group = reader, group
-        self._names = [row.name for row in parameter_table(reader.description.experiment.model)]
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._reader.read(self._group, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+        names = [row.name for row in parameter_table(reader.description.experiment.model)]
+        super().__init__(names, partial(reader.read, group))
+        self._read_box = partial(reader.read, group)
 
     def boxes(self, name: str, boxes: Sequence[Box]) -> list[np.ndarray]:
-        return [self._reader.read(self._group, name, box) for box in boxes]
+        return [self._read_box(name, box) for box in boxes]
 
 
 _DTYPES = {"float32": "F32", "float64": "F64"}

@@ -21,7 +21,8 @@ from compare.spec.experiment import Experiment, ExperimentError
 
 T = TypeVar("T")
 TIMEOUT_S = 120
-LINE_LENGTH = 300
+CONVERSION_S = 24 * 3600.0
+LINE_LENGTH = 500
 
 
 def ask(
@@ -36,7 +37,8 @@ def ask(
     """Ask one side `python -m SIDE QUESTION`, whose last line is an answer of this type.
 
     The Python is any program, as far as we know. Platform is cpu, gpu, or '' for what is there; 0 seconds are
-    `TIMEOUT_S`. Raises EnvironmentMissing: a line of why it cannot answer.
+    `TIMEOUT_S`. Raises ExperimentError: the side refuses what is asked; EnvironmentMissing: a line of why it
+    cannot answer.
     """
     if not shutil.which(python):
         raise EnvironmentMissing(f"{side}: {python}: no such program")
@@ -47,6 +49,8 @@ def ask(
         raise EnvironmentMissing(f"{side}: {python}: {error.strerror}") from None
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     last = lines[-1][:LINE_LENGTH] if lines else ""
+    if returncode == BAD_REQUEST and last:
+        raise ExperimentError(last)
     if returncode:
         raise EnvironmentMissing(f"{side}: {last or f'{python} ended with exit code {returncode}'}")
     for line in reversed(lines):  # a warning may come after it
@@ -55,9 +59,7 @@ def ask(
     raise EnvironmentMissing(f"{side}: {python} is no Python that has {side}: it says {last or 'nothing'}")
 
 
-def output_of(
-    command: list[str], environment: Mapping[str, str], timeout_s: float | None = None
-) -> tuple[int, str]:
+def output_of(command: list[str], environment: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
     """Exit code and output, errors among it, of a command that may be any program. Raises OSError."""
     process = subprocess.Popen(
         command,
@@ -105,16 +107,8 @@ def convert_by_side(
     Raises ExperimentError: the source cannot be read safely, or does not fit; EnvironmentMissing.
     """
     side = next(side for side in SIDES.values() if foreign in side.converts)
-    python = pythons.get(side.name, sys.executable)
-    command = [python, "-m", side.name, "--convert", str(source.absolute()), str(target.absolute())]
+    question = ["--convert", str(source.absolute()), str(target.absolute())]
     if base:
-        command += ["--base", msgspec.json.encode(base).decode()]
-    try:
-        code, output = output_of(command, child_environment(side, "cpu"))
-    except OSError as error:
-        raise EnvironmentMissing(f"--{side.python_flag} {python}: {error.strerror}") from None
-    if code:
-        said = (output.strip().splitlines() or [f"exit code {code} and no message"])[-1]
-        if code == BAD_REQUEST:
-            raise ExperimentError(said)
-        raise EnvironmentMissing(f"{source} could not be converted by {python} -m {side.name}: {said}")
+        question += ["--base", msgspec.json.encode(base).decode()]
+    python = pythons.get(side.name, sys.executable)
+    ask(side.name, python, question, answer=type(None), timeout_s=CONVERSION_S)

@@ -5,17 +5,15 @@ another environment. What an engine has to say it writes to its folder; nothing 
 except, when it died without a word, the last lines of its log.
 
 SIGINT that was ignored at the start (`shardpair run &` in a script, `nohup`) stays ignored, here and in the
-engines: Ctrl-C is for what runs in the foreground. SIGTERM ends a run as Ctrl-C does.
+engines: Ctrl-C is for what runs in the foreground.
 """
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from compare.contract import record as files
@@ -26,6 +24,7 @@ from compare.contract.record import Failure, Record, Step
 from compare.contract.request import Request
 from compare.execute.blame import LOG, why
 from compare.execute.hosts import HERE, Hosts, print_lines, require_shared
+from compare.execute.machine import gpu_memories
 from compare.execute.paths import remove_run_dir
 from compare.execute.watch import watch
 from compare.numerics.data import open_corpus, standard_library_text
@@ -44,10 +43,6 @@ class EngineError(RuntimeError):
         super().__init__(message)
         self.exit_code = exit_code
         self.log = log
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM came: the same as Ctrl-C, from another hand."""
 
 
 class EnvironmentMissing(RuntimeError):
@@ -103,17 +98,9 @@ def require_devices(experiment: Experiment, platform: str, hosts: Hosts = HERE) 
 
 def visible_gpus() -> int:
     """Number of NVIDIA GPUs that this process may use, asked without loading a framework."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen, there = os.environ.get("CUDA_VISIBLE_DEVICES"), len(gpu_memories())
     named = [item for item in (chosen or "").split(",") if item.strip() not in ("", "-1")]
-    return installed_gpus() if chosen is None else min(installed_gpus(), len(named))
-
-
-def installed_gpus() -> int:
-    """Number of NVIDIA GPUs of this machine, by its driver, whatever a process may use of them."""
-    if not shutil.which("nvidia-smi"):
-        return 0
-    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    return listing.stdout.count("GPU ")
+    return there if chosen is None else min(there, len(named))
 
 
 def launch(
@@ -160,7 +147,7 @@ def run_side(
         EngineError: the engine failed, died, or made no progress for request.timeout_s. The folder has an
             error.json with the same words.
         ExperimentError: a host does not see the folder.
-        KeyboardInterrupt: Ctrl-C, or SIGTERM (Terminated), after ending every process of the engine.
+        KeyboardInterrupt: Ctrl-C, after ending every process of the engine.
     """
     folder.mkdir(parents=True)
     files.write_json(folder / files.REQUEST, request)
@@ -168,7 +155,7 @@ def run_side(
     python = (pythons or {}).get(side.name, sys.executable)
     command, *elsewhere = hosts.commands(python, side, folder, layout=layout, options=options)
     print_lines(hosts, elsewhere, side, request.platform)
-    with (folder / LOG).open("wb") as log, _sigterm_raises():
+    with (folder / LOG).open("wb") as log:
         # A session of its own, so that one signal reaches every rank; its standard input is a pipe that
         # closes when we die, however we die, and the engine ends itself then.
         process = subprocess.Popen(
@@ -198,23 +185,6 @@ def run_side(
         files.leave_failure(folder, Failure(message=said))
     message = said if said.startswith(f"{name} ") else f"{name}: {said}"
     raise EngineError(message, exit_code=cause.exit_code, log=folder / LOG)
-
-
-@contextlib.contextmanager
-def _sigterm_raises() -> Generator[None]:
-    """SIGTERM raises Terminated in the main thread; elsewhere it stays as it is."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def terminate(number: int, frame: object) -> None:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _end(process: subprocess.Popen) -> None:

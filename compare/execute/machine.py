@@ -3,7 +3,6 @@
 import datetime
 import functools
 import platform
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -81,16 +80,14 @@ def memory_bytes() -> int:
 
 
 @functools.cache
-def gpu_memory_bytes() -> int:
-    """Memory of the largest GPU; 0 where nvidia-smi does not say."""
-    if not shutil.which("nvidia-smi"):
-        return 0
+def gpu_memories() -> tuple[int, ...]:
+    """Memory of each NVIDIA GPU of this machine, whatever a process may use; 0 where it is unknown."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         listing = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return max((int(line) << 20 for line in listing.splitlines() if line.strip().isdigit()), default=0)
+        return ()
+    return tuple(int(line) << 20 if line.strip().isdigit() else 0 for line in listing.splitlines() if line)
 
 
 def own_cgroup() -> Path:

@@ -12,7 +12,7 @@ from msgspec import Struct
 from compare.contract.record import ON_HOST
 from compare.execute.hosts import HERE, Hosts
 from compare.execute.launch import EnvironmentMissing, require_devices
-from compare.execute.machine import gpu_memory_bytes, memory_bytes
+from compare.execute.machine import gpu_memories, memory_bytes
 from compare.execute.packages import missing_package, why_not_python
 from compare.judge.closed_forms.peak import peak_estimate
 from compare.numerics.parameters import parameter_count, storage_dtype
@@ -134,7 +134,7 @@ def require_memory(engine: str, experiment: Experiment, *, platform: str) -> Non
         first, second = max(zip(parameters, optimizer, strict=True), key=sum)
         state = {"parameters": first, "optimizer state": second}
         needs = [(batch, *here), ({"initial weights": float(drawn)}, *here)]
-        needs += [(state, gpu_memory_bytes() or math.inf, "a GPU here")]
+        needs += [(state, max(gpu_memories(), default=0) or math.inf, "a GPU here")]
     for parts, has, where in needs:
         if (size := sum(parts.values())) > has:
             words = " + ".join(f"{human_bytes(part)} of {name}" for name, part in parts.items())

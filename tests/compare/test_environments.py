@@ -64,7 +64,7 @@ def test_gpus_are_those_of_the_machine(monkeypatch):
         ("0", 2, 1),
         ("GPU-1234", 2, 1),
     ):
-        monkeypatch.setattr(launch, "installed_gpus", lambda count=there: count)
+        monkeypatch.setattr(launch, "gpu_memories", lambda count=there: (0,) * count)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if chosen is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)

@@ -107,12 +107,12 @@ def test_devices_of_a_cpu_share_its_memory(monkeypatch):
 def test_a_gpu_has_memory_of_its_own_and_the_host_draws_batches(monkeypatch):
     experiment = spread(dp_replicate=2)
     state = 3 * 4 * parameter_count(GPT2.model)
-    monkeypatch.setattr(fitting, "gpu_memory_bytes", lambda: state)
+    monkeypatch.setattr(fitting, "gpu_memories", lambda: [state])
     assert not refused(monkeypatch, experiment, state, platform="gpu")
-    monkeypatch.setattr(fitting, "gpu_memory_bytes", lambda: state - 1)
+    monkeypatch.setattr(fitting, "gpu_memories", lambda: [state - 1])
     assert "and a GPU here has" in refused(monkeypatch, experiment, state, platform="gpu")
     assert "initial weights" in refused(monkeypatch, experiment, state // 3 - 1, platform="gpu")
-    monkeypatch.setattr(fitting, "gpu_memory_bytes", lambda: 0)  # nvidia-smi does not say
+    monkeypatch.setattr(fitting, "gpu_memories", lambda: [0])  # nvidia-smi does not say
     assert not refused(monkeypatch, experiment, state, platform="gpu")
 
 
@@ -133,7 +133,7 @@ def test_gpus_are_asked_without_a_framework(monkeypatch, tmp_path):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 81559\necho 40960\necho '[N/A]'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    ask = machine.gpu_memory_bytes.__wrapped__  # which remembers the answer
-    assert ask() == 81559 * 2**20
+    ask = machine.gpu_memories.__wrapped__  # which remembers the answer
+    assert ask() == (81559 * 2**20, 40960 * 2**20, 0)
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
-    assert ask() == 0
+    assert ask() == ()

@@ -157,7 +157,7 @@ def test_gpus_that_are_not_there(folder, capsys, monkeypatch):
     assert main(["run", "--platform", "gpu"]) == 3
     assert "no NVIDIA GPU is visible" in capsys.readouterr().err
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr(launch, "installed_gpus", lambda: 4)
+    monkeypatch.setattr(launch, "gpu_memories", lambda: (0,) * 4)
     assert main(["run", "--platform", "gpu", "--layout.dp_replicate", "2"]) == 2
     assert "needs 2 devices and 1 GPUs are visible" in capsys.readouterr().err
 
