@@ -19,7 +19,7 @@ from compare.contract.ending import DONE, FAILED, StoppedEarly, StopRequest
 from compare.contract.faults import IGNORED
 from compare.contract.other_hosts import Waiting, blame_for_hang
 from compare.contract.processes import Process, find_process
-from compare.contract.record import Failure, Recorder, clear_record, leave_failure
+from compare.contract.record import Failure, clear_record, leave_failure
 from compare.contract.request import read_request
 from compare.contract.run_lock import lock_folder
 from compare.host.signals import describe_exit, is_ignored, on_signals, when_stdin_ends
@@ -74,7 +74,7 @@ def main() -> int:
 
 def train(folder: Path, process: Process | None = None) -> None:
     """Train what folder/request.json asks for, alone or as one of several processes."""
-    request = read_request(folder)
+    request = read_request(folder, JAX.name)
     if request.experiment.checkpoint.every:
         StopRequest.listen()
     watchdog = _begin(folder, request.timeout_s, process)
@@ -95,9 +95,8 @@ def train(folder: Path, process: Process | None = None) -> None:
         from jaxpar.faults import plant
 
         planted = plant(request.fault, engine=request.engine)
-    recorder = Recorder(folder) if process is None or process.is_first else None
     with planted:
-        train_engine(request, recorder, folder=folder, progress=watchdog.progress)
+        train_engine(request, folder, progress=watchdog.progress)
 
 
 def time_collectives(folder: Path, process: Process | None = None) -> None:

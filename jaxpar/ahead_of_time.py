@@ -18,6 +18,7 @@ from compare.contract.absent import AbsentRequest, CompiledAhead, Compiler
 from compare.contract.timing import Stopwatch
 from compare.host.facts import MissingPackageError, versions
 from compare.numerics.parameters import storage_dtype
+from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError
 from jaxpar.comm.mesh import mesh_over
 from jaxpar.configuration import PACKAGES
@@ -26,7 +27,7 @@ from jaxpar.measure.memory import planned_memory, resident_bytes
 from jaxpar.optimizer import moments_like
 from jaxpar.placement import Placement
 from jaxpar.step import ShardedStep, TrainState, compile_step
-from jaxpar.train import require_engine, sharded_step
+from jaxpar.train import sharded_step
 
 COMPILERS: dict[Compiler, str] = {"tpu": "libtpu", "cuda": "jax-cuda13-plugin"}
 """The package that each comes with."""
@@ -38,7 +39,7 @@ def compile_step_ahead(request: AbsentRequest) -> CompiledAhead:
     Raises ExperimentError or MissingPackageError: it cannot, in the compiler's words where it has some.
     """
     experiment, layout = request.experiment, request.experiment.layout
-    require_engine(request.engine, layout)
+    ENGINES[request.engine].require(layout)
     if request.compiler == "tpu" and experiment.precision.dtype == "float64":
         raise ExperimentError("--compile: TPUs have no float64: choose another precision.dtype")
     devices = absent_devices(request.compiler, request.topology, request.target)

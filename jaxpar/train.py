@@ -22,8 +22,7 @@ from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import SeedWeights, fingerprint, storage_dtype
 from compare.numerics.stream import arrays_of_step, require_validation
-from compare.spec.engines.registry import ENGINES
-from compare.spec.experiment import Experiment, ExperimentError, Layout
+from compare.spec.experiment import Experiment
 from jaxpar import compiler, explicit, manual, weights
 from jaxpar.comm.hosts import meet, spread
 from jaxpar.comm.mesh import make_mesh
@@ -48,39 +47,19 @@ PARALLELIZE = {
 }
 
 
-def train(
-    request: Request,
-    recorder: Recorder | None,
-    *,
-    folder: Path | None = None,
-    progress: Callable[..., None] = lambda **_: None,
-) -> None:
-    """Train the request's experiment and write its record.
+def train(request: Request, folder: Path, *, progress: Callable[..., None] = lambda **_: None) -> None:
+    """Train the request's experiment; its record is in `folder` then, which all processes reach.
 
-        experiment, folder = load("check"), Path("mine")
-        folder.mkdir()
-        request = Request(engine="jax-manual", experiment=experiment)
-        configure_jax(request)                          # before JAX is used
-        from jaxpar.train import train
-
-        train(request, Recorder(folder))
-        record = read_record(folder, requested=False)
-
-    Args:
-        recorder: where to write; None in all processes but the first.
-        folder: of the run, which all processes reach; by default the recorder's.
-        progress: of the caller's watchdog: something is finished, and with `in_step=True` a step follows.
+    JAX is configured (`configuration`) before this module is imported. `progress` is of the caller's
+    watchdog: something is finished, and with `in_step=True` a step follows.
 
     Raises:
         ExperimentError: the experiment, or its data, cannot work.
         MissingDevicesError: fewer devices than the layout needs.
         DivergedError: a loss or a gradient norm is not finite; the record ends with that step.
     """
-    folder = folder or (recorder.folder if recorder else None)
-    if folder is None:
-        raise ValueError("without a recorder give the folder of the run")
-    run = set_up(request, recorder)
-    train_to_end(run, recorder, folder, progress)
+    recorder = Recorder(folder) if jax.process_index() == 0 else None
+    train_to_end(set_up(request, recorder), recorder, folder, progress)
 
 
 def train_to_end(run: Run, recorder: Recorder | None, folder: Path, progress: Callable[..., None]) -> None:
@@ -122,11 +101,9 @@ def train_steps(run: Run, tell: Recording) -> None:
 
 
 def set_up(request: Request, recorder: Recorder | None) -> Run:
-    """Check the request, place its state on the devices, and compile its step. As of `train`."""
-    experiment, layout = request.experiment, request.experiment.layout
-    require_engine(request.engine, layout)
-    ENGINES[request.engine].require_watchable(profile=request.profile)
-    mesh = make_mesh(layout, platform=request.platform)
+    """Place the state of a request on the devices, and compile its step. As of `train`."""
+    experiment = request.experiment
+    mesh = make_mesh(experiment.layout, platform=request.platform)
     corpus = open_corpus(experiment, validated_sha256=request.corpus_sha256)
     require_validation(experiment, corpus)
     initial = starting_parameters(request)  # of a checkpoint nothing is read before it is asked for
@@ -156,13 +133,6 @@ def set_up(request: Request, recorder: Recorder | None) -> Run:
         run.initial_weights_sha256 = fingerprint(first_weights)
     meet("all have compiled")
     return run
-
-
-def require_engine(engine: str, layout: Layout) -> None:
-    """Refuse an engine that this side does not have, and a layout that the engine does not have."""
-    if engine not in PARALLELIZE:
-        raise ExperimentError(f"engine = {engine}: jaxpar runs {', '.join(PARALLELIZE)}")
-    ENGINES[engine].require(layout)
 
 
 def prepare(

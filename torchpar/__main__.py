@@ -19,6 +19,7 @@ from compare.contract.command import parse_arguments, told_by
 from compare.contract.ending import DONE, FAILED
 from compare.contract.processes import find_process
 from compare.contract.record import clear_record, leave_failure
+from compare.contract.request import read_request
 from compare.contract.run_lock import lock_folder
 from compare.host.signals import is_ignored, when_stdin_ends
 from compare.spec.engines.registry import TORCH
@@ -117,12 +118,14 @@ def answer(arguments: argparse.Namespace) -> object:
 
 def train(folder: Path) -> None:
     """Train what folder/request.json asks for, as all ranks or as one of a launcher's."""
-    from torchpar import entry, torchrun
+    from torchpar import torchrun
+    from torchpar.train import start_ranks
+    from torchpar.train import train as train_as_rank
 
-    request = entry.read_request(folder)
+    request = read_request(folder, TORCH.name)
     if "RANK" not in os.environ:
-        return entry.start_ranks(request, folder)
-    work = partial(entry.train, request=request, folder=folder)
+        return start_ranks(request, folder)
+    work = partial(train_as_rank, request=request, folder=folder)
     saves = request.experiment.checkpoint.every > 0
     torchrun.become_rank(work, folder, request, devices=request.experiment.layout.devices, saves=saves)
 

@@ -2,13 +2,16 @@
 
 import functools
 import importlib
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from compare.contract.faults import IGNORED
-from compare.contract.inputs import starting_parameters
+from compare.contract.inputs import starting_parameters, starting_sha256
+from compare.contract.record import clear_record
 from compare.contract.recording import Progress, Recording
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
@@ -21,7 +24,7 @@ from torchpar import compiler, library, manual
 from torchpar.comm import process_groups
 from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.host_memory import keep_freed_memory
-from torchpar.launch import Rank
+from torchpar.launch import Rank, launch
 from torchpar.loss_scale import scale_loss, undivided_parts, unscale_gradients
 from torchpar.observers import recording_of
 from torchpar.optimizer import make_optimizer, optimizer_step
@@ -44,19 +47,48 @@ def train(rank: Rank, *, request: Request, folder: Path) -> None:
 
     Raises DivergedError.
     """
+    experiment = request.experiment
     with planted(request):
-        mesh = join_mesh(rank, request, folder)
+        if request.platform == "cpu":
+            keep_freed_memory()
+        if rank.world_size > 1 or request.engine not in PEERS:  # a plain loop has PyTorch's own threads
+            torch.set_num_threads(1)
+        torch.set_float32_matmul_precision("high" if experiment.precision.tf32 else "highest")
+        device = join_others(rank, request.platform, folder, experiment if rank.local_rank == 0 else None)
+        mesh = make_mesh(experiment.layout, rank=rank.rank, device=device)
         first = starting_parameters(request)
         run = set_up(request, mesh, rank, first)
         if rank.rank == 0:
             run.initial_weights_sha256 = _sha256_of(run.parallel, first, request)
         if request.resume:
             restore_moments(run, Path(request.resume.checkpoint))
-        require_validation(run.experiment, run.corpus)
+        require_validation(experiment, run.corpus)
         if run.parallel.compiled:
             run.compile_s = compile_ahead(run)
         train_to_end(run, recording_of(run, folder))
     process_groups.leave_group()
+
+
+def start_ranks(request: Request, folder: Path) -> None:
+    """Run all ranks on this machine; the record is in `folder` then, an existing one.
+
+    Raises:
+        ExperimentError: data or weights that do not fit.
+        MissingDevicesError: too few GPUs.
+        RunFailed: from `launch`.
+    """
+    planted(request)  # refuses what the engine cannot make: nothing is entered
+    corpus = open_corpus(request.experiment, validated_sha256=request.corpus_sha256)
+    require_validation(request.experiment, corpus)
+    init_sha256 = starting_sha256(request) if request.init_from or request.resume else ""
+    request = replace(request, corpus_sha256=corpus.sha256, init_sha256=init_sha256)  # ranks trust these
+    clear_record(folder)
+    if request.platform != "gpu" and sys.platform != "darwin":
+        # The first optimizer step imports it, which takes 2 s; forked ranks inherit it.
+        importlib.import_module("torch._dynamo")
+    work = functools.partial(train, request=request, folder=folder)
+    devices = request.experiment.layout.devices
+    launch(work, world_size=devices, platform=request.platform, timeout_s=request.timeout_s)
 
 
 def planted(request: Request) -> AbstractContextManager:
@@ -65,18 +97,6 @@ def planted(request: Request) -> AbstractContextManager:
         return nullcontext()
     faults = importlib.import_module("torchpar.faults")
     return faults.plant(request.fault, engine=request.engine)
-
-
-def join_mesh(rank: Rank, request: Request, folder: Path) -> Mesh:
-    """This rank's device, the group of all ranks if there are others, and the rank's place among them."""
-    experiment = request.experiment
-    if request.platform == "cpu":
-        keep_freed_memory()
-    if rank.world_size > 1 or request.engine not in PEERS:  # a plain loop has PyTorch's own threads
-        torch.set_num_threads(1)
-    torch.set_float32_matmul_precision("high" if experiment.precision.tf32 else "highest")
-    device = join_others(rank, request.platform, folder, experiment if rank.local_rank == 0 else None)
-    return make_mesh(experiment.layout, rank=rank.rank, device=device)
 
 
 def set_up(request: Request, mesh: Mesh, rank: Rank, first: Weights) -> Run:

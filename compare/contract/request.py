@@ -14,6 +14,7 @@ from compare.contract.timing import Timing
 from compare.host.json_files import decode_json
 from compare.numerics.loss_scale import LossScale, first_scale
 from compare.numerics.optimizer import moment_names
+from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 
 REQUEST = "request.json"
@@ -139,14 +140,22 @@ def read_request_file(folder: Path, type: type[T]) -> T:
     return decode_request(text, type, source=path)
 
 
-def read_request(folder: Path) -> Request:
-    """Read and check `folder/request.json`; with a fault of `IGNORED`, as the engine shall run it.
+def read_request(folder: Path, side: str) -> Request:
+    """Read and check `folder/request.json` for a side; with a fault of `IGNORED`, as it shall run.
 
     Raises:
-        ExperimentError: there is none, it is malformed, or its experiment cannot work.
+        ExperimentError: there is none, it is malformed, or its engine cannot train its experiment.
+        MissingPackageError: the package that its engine needs.
     """
     request = read_request_file(folder, Request)
     revalidate(request.experiment)
+    engine = ENGINES.get(request.engine)
+    if not engine or engine.side != side:
+        known = ", ".join(name for name, engine in ENGINES.items() if engine.side == side)
+        raise ExperimentError(f"engine = {request.engine}: {side} runs {known}")
+    engine.require_experiment(request.experiment)
+    engine.require_watchable(profile=request.profile)
+    engine.require_installed()
     if request.experiment.checkpoint.every and checkpoints_in(folder / CHECKPOINTS):
         raise ExperimentError(
             f"{folder / CHECKPOINTS} holds checkpoints of an earlier run: move them away, or ask for another "

@@ -21,7 +21,6 @@ from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import CLIP_EPS
 from compare.numerics.parameters import fingerprint
 from compare.numerics.stream import arrays_of_step
-from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Optimizer
 from jaxpar import weights as names
 from jaxpar.comm.mesh import find_devices
@@ -65,18 +64,9 @@ def moments(opt_state: Any) -> dict[str, Any]:
     return {name: tree for name, tree in trees if tree is not None}
 
 
-def train(
-    request: Request,
-    recorder: Recorder | None,
-    *,
-    folder: Path,
-    progress: Callable[..., None] = lambda **_: None,
-) -> None:
+def train(request: Request, folder: Path, *, progress: Callable[..., None] = lambda **_: None) -> None:
     """Train on one device, and write the record: see `jaxpar.train.train`."""
-    assert recorder, "one device has one process"
-    experiment, engine = request.experiment, ENGINES[request.engine]
-    engine.require_experiment(experiment)
-    engine.require_watchable(profile=request.profile)
+    experiment, recorder = request.experiment, Recorder(folder)
     (device,) = find_devices(1, platform=request.platform)
     problem = Problem(experiment)
     loss, decay = problem.loss(), names.decay_mask(experiment.model, experiment.optimizer.decay)

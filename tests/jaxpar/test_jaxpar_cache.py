@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from compare.contract.request import read_request
 from jaxpar.configuration import configure_jax
-configure_jax(read_request(Path(sys.argv[1])))
+configure_jax(read_request(Path(sys.argv[1]), "jaxpar"))
 import jax
 jax.jit(lambda x: x + 1)(1.0)
 """

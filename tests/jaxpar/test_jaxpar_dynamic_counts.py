@@ -12,7 +12,7 @@ from dynamic_counts import Counted, dynamic_counts
 from msgspec.structs import replace
 from watched_steps import EXPERIMENT, watch
 
-from compare.contract.record import Recorder, clear_record, read_record
+from compare.contract.record import clear_record, read_record
 from compare.contract.request import Request
 from compare.contract.timeline import COMPUTE, TRACES, communication_us, exposed_us, idle_us
 from compare.spec.experiment import Layout, Train
@@ -92,7 +92,7 @@ def test_a_collective_that_did_not_run_is_noticed():
 
 def test_a_profiled_run_leaves_the_timeline_of_its_last_step_if_it_is_short(tmp_path):
     experiment = replace(EXPERIMENT, train=Train(max_iters=2, batch_size=2), layout=Layout(dp_replicate=2))
-    train(Request(engine="jax-manual", experiment=experiment, profile=True), Recorder(tmp_path))
+    train(Request(engine="jax-manual", experiment=experiment, profile=True), tmp_path)
     record = read_record(tmp_path, requested=False)
     assert record.timeline is not None
     assert record.timeline.step == 1

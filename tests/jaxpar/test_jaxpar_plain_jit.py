@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 from msgspec.structs import replace
 
-from compare.contract.record import Recorder, read_record
+from compare.contract.record import read_record
 from compare.contract.request import REQUEST, Request
 from compare.contract.timing import Timing
 from compare.host.json_files import write_json
@@ -33,7 +33,7 @@ def test_a_timed_run_has_its_windows(tmp_path, tiny: Experiment):
     )
     request = Request(engine="plain-jit", experiment=experiment, timing=timing)
     write_json(tmp_path / REQUEST, request)
-    train(request, Recorder(tmp_path), folder=tmp_path)
+    train(request, tmp_path)
     record = read_record(tmp_path)
     assert [window.steps for window in record.manifest.windows] == [2, 2]
     assert all(window.wall_s > 0 for window in record.manifest.windows)

@@ -29,7 +29,7 @@ from compare.contract.record import (
     read_record,
     read_tensors,
 )
-from compare.contract.request import REQUEST, Request, Rung, rungs_asked_for
+from compare.contract.request import REQUEST, Request, Rung, read_request, rungs_asked_for
 from compare.contract.work import WORK
 from compare.execute.launch import child_environment
 from compare.host.facts import MissingDevicesError
@@ -42,7 +42,6 @@ from compare.spec.experiment import ExperimentError, Layout, Optimizer, Train
 from jaxpar.__main__ import failure_of
 from jaxpar.faults import plant
 from jaxpar.run import Run
-from jaxpar.train import require_engine
 
 
 def start(folder: Path, request: Request, *arguments: str, **options) -> subprocess.Popen:
@@ -111,11 +110,17 @@ def test_an_error_says_what_kind_of_end_it_is(tmp_path, capsys):
     assert capsys.readouterr().err.splitlines() == ["ValueError: odd"]  # of bugs alone there is a stack
 
 
-def test_what_an_engine_does_not_have_is_refused_by_name():
+def test_what_an_engine_does_not_have_is_refused_by_name(tmp_path, tiny):
     overlapped = Layout(gradient_sync="overlapped", dp_replicate=2)
+
+    def read(engine: str, **layout: Layout) -> None:
+        experiment = replace(tiny, **layout)
+        write_json(tmp_path / REQUEST, Request(engine=engine, experiment=experiment))
+        read_request(tmp_path, "jaxpar")
+
     for refused, says in (
-        (lambda: require_engine("torch-manual", Layout()), "jaxpar runs jax-compiler, jax-explicit, jax-m"),
-        (lambda: require_engine("jax-manual", overlapped), "jax-manual offers naive, flat, bucketed"),
+        (lambda: read(engine="torch-manual"), "jaxpar runs jax-compiler, jax-explicit, jax-manual"),
+        (lambda: read(engine="jax-manual", layout=overlapped), "jax-manual offers naive, flat, bucketed"),
         (lambda: plant("sum_for_mean", engine="jax-compiler"), "jax-compiler"),
         (lambda: plant("typo", engine="jax-manual"), "typo"),
     ):

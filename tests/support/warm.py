@@ -51,7 +51,7 @@ PRELOADED = {
         "torch.distributed.pipelining",
         "torch.distributed.tensor.parallel",
         "torchpar.__main__",
-        "torchpar.entry",
+        "torchpar.train",
     ),
 }
 READ_AT_IMPORT = ("OMP_", "KMP_", "MKL_", "TORCH", "PYTORCH", "JAX_", "LD_", "MALLOC", "GLIBC", "PYTHON")

@@ -6,12 +6,11 @@ from msgspec.structs import replace
 
 from compare.contract.ending import DivergedError
 from compare.contract.record import read_record
-from compare.contract.request import REQUEST, Request
+from compare.contract.request import REQUEST, Request, read_request
 from compare.contract.timing import Timing
 from compare.host.facts import MissingPackageError
 from compare.host.json_files import write_json
 from compare.spec.experiment import Data, Experiment, Optimizer, Train
-from torchpar import entry
 from torchpar.launch import Rank
 from torchpar.model import GPT
 from torchpar.peers import nanogpt_loop
@@ -75,4 +74,4 @@ def test_a_peer_that_is_not_installed_is_refused_before_any_rank(tmp_path, tiny,
     write_json(tmp_path / REQUEST, Request(engine="deepspeed", experiment=experiment))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match="pip install 'shardpair"):
-        entry.read_request(tmp_path)
+        read_request(tmp_path, "torchpar")
