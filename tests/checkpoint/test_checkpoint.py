@@ -10,11 +10,14 @@ from checkpoints import random_state
 from small_checkpoint import DEVICES, EXPERIMENT, checkpoint, parts, save
 
 from compare.checkpoint import saver as savers
-from compare.checkpoint.description import DESCRIPTION, checkpoints_in, folder_name, key
+from compare.checkpoint.description import CHECKPOINTS, DESCRIPTION, checkpoints_in, folder_name, key
 from compare.checkpoint.reader import CheckpointReader
 from compare.checkpoint.saver import Saver
+from compare.contract.request import REQUEST, Request, read_request
+from compare.host.json_files import write_json
 from compare.numerics.boxes import Box
 from compare.numerics.parameters import parameter_table
+from compare.spec.experiment import Checkpoints, ExperimentError
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +108,11 @@ def test_a_full_disk_is_said_and_the_one_before_is_whole(tmp_path, monkeypatch):
     assert list(checkpoints_in(tmp_path)) == [5]
     assert [path.name for path in tmp_path.iterdir()] == [folder_name(5)]  # room was made
     saver.finish()  # it is said once
+
+
+def test_a_run_over_an_old_one_would_mix_its_checkpoints(tmp_path, tiny):
+    save(tmp_path / CHECKPOINTS, 5)
+    experiment = msgspec.structs.replace(tiny, checkpoint=Checkpoints(every=1))
+    write_json(tmp_path / REQUEST, Request(engine="jax-manual", experiment=experiment))
+    with pytest.raises(ExperimentError, match="holds checkpoints of an earlier run"):
+        read_request(tmp_path, "jaxpar")

@@ -2,20 +2,16 @@
 
 import re
 import shlex
-import signal
 import sys
 from pathlib import Path
 
 import numpy as np
-import processes
 import pytest
-import warm
 
 from compare.checkpoint.description import CHECKPOINTS, checkpoints_in
 from compare.checkpoint.reader import CheckpointReader
-from compare.contract.ending import ASKED, STOPPED
 from compare.contract.other_hosts import HostFacts, leave_hosts
-from compare.contract.record import STEPS_PART, Failure, read_failure, read_record
+from compare.contract.record import Failure, read_failure, read_record
 from compare.execute import hosts as several
 from compare.execute.hosts import HERE, Hosts, find_hosts, print_lines, start_together
 from compare.execute.launch import child_environment
@@ -179,37 +175,3 @@ def test_engines_on_two_hosts_agree_and_others_go_on_from_their_checkpoints(shar
         assert done.returncode == 0, done.stderr
         for name, array in state(run, engine).items():
             np.testing.assert_allclose(array, expected[name], rtol=0, atol=1e-10 * abs(expected[name]).max())
-
-
-# JAX would hear SIGTERM instead of us, and train on until SLURM kills it.
-@pytest.mark.parametrize(
-    ("engine", "number"),
-    [("jax-manual", signal.SIGKILL), ("torch-manual", ASKED), ("jax-manual", signal.SIGTERM)],
-)
-def test_a_process_is_killed_or_all_are_asked_to_end(engine, number, shardpair, tmp_path):
-    folder = tmp_path / "run"
-    endless = [*SMALL, "--train.max_iters", "1000000", "--checkpoint.every", "100000", "--no_ladder"]
-    where = ["--layout.dp_replicate", "2", "--hosts", "2", "--engines", engine, "--run_dir", str(folder)]
-    run = processes.start(shardpair.command("run", "check", *endless, *where))
-    part = folder / engine / STEPS_PART
-    processes.wait_for(lambda: part.is_file() and part.read_bytes().count(b"\n") > 2, run)
-    (starter,) = warm.program(run.pid).children()
-    both = [warm.program(client.pid) for client in processes.in_order(starter.children())]
-    assert len(both) == 2
-    for side in both[1:] if number == signal.SIGKILL else both:
-        side.send_signal(number)
-    _, errors = run.communicate(timeout=processes.PATIENCE_S)
-    processes.assert_gone([starter, *both])
-    last, kept = errors.splitlines()[-1], checkpoints_in(folder / engine / CHECKPOINTS)
-    if number == signal.SIGKILL:
-        assert run.returncode == 1
-        assert re.search(r"process 1 on \S+ (was )?killed by SIGKILL|rank 1 died without a word", last), last
-        assert not kept
-    elif number == signal.SIGTERM:
-        assert re.search(r"process [01] on \S+ ended by SIGTERM", last), last
-    else:
-        assert run.returncode == STOPPED
-        (step,) = kept
-        CheckpointReader(kept[step]).verify()
-        assert f"stopped after step {step} of 1000000, as asked by SIGUSR1; its state is saved" in errors
-        assert f"`shardpair resume {folder}` goes on" in last

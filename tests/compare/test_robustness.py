@@ -1,8 +1,12 @@
-"""A rank or a side that dies or hangs, Ctrl-C, a killed launcher: what is said, the exit code, no orphan."""
+"""A process that dies or hangs, Ctrl-C, a killed launcher: what is said and saved, and no orphan."""
 
 import os
+import random
+import re
 import signal
 import sys
+import time
+from pathlib import Path
 
 import processes
 import pytest
@@ -10,13 +14,16 @@ import warm
 from grid import TEXT
 from processes import PATIENCE_S, assert_gone, in_order, wait_for
 
+from compare.checkpoint.description import CHECKPOINTS, UNFINISHED, checkpoints_in
+from compare.checkpoint.reader import CheckpointReader
+from compare.contract.ending import ASKED, STOPPED
 from compare.contract.record import STEPS_PART, read_failure
 
-ENDLESS = (
-    *("--train.max_iters", "1000000", "--train.batch_size", "6", "--layout.dp_replicate", "3"),
+SMALL = (
     *("--model.n_layer", "1", "--model.n_head", "2", "--model.n_embd", "16", "--model.block_size", "16"),
-    *("--data.source", str(TEXT), "--no_ladder"),
+    *("--data.source", str(TEXT), "--no_ladder", "--train.batch_size", "12"),
 )
+ENDLESS = (*SMALL, "--train.max_iters", "1000000")
 IMPATIENT = """
 import sys
 from compare.cli import main
@@ -36,22 +43,21 @@ def real_pythons(shardpair):
 class Running:
     """A `shardpair run` that goes on until something happens to it."""
 
-    def __init__(self, shardpair, engine: str, *arguments: str, script: str = ""):
+    def __init__(self, shardpair, engine: str, *layout: str, script: str = ""):
         self.folder = shardpair.folder / "endless"
-        command = shardpair.command(
-            "run", "demo", "--engines", engine, "--run_dir", str(self.folder), *ENDLESS, *arguments
-        )
+        where = ("--engines", engine, "--run_dir", str(self.folder))
+        command = shardpair.command("run", "demo", *where, *ENDLESS, *layout)
         if script:
             command[1:3] = ["-c", script]
         # A session of its own: a signal to its group is what Ctrl-C in a terminal is.
         self.process = processes.start(command)
         self.record = self.folder / engine
         part = self.record / STEPS_PART
-        wait_for(lambda: part.is_file() and part.stat().st_size, self.process)
+        wait_for(lambda: part.is_file() and part.read_bytes().count(b"\n") > 2, self.process)
         (started,) = warm.program(self.process.pid).children()
         self.side = warm.program(started.pid)
-        self.ranks = in_order(self.side.children())
-        """The forked ranks of a torch engine, in order."""
+        self.ranks = [warm.program(child.pid) for child in in_order(self.side.children())]
+        """The forked ranks of a torch engine, or the processes of several hosts, in order."""
 
     def end(self, *, may_leave_parts: bool = False) -> tuple[int, str]:
         """Wait for the end. Returns the exit code and stderr; neither a process nor a remain may be left.
@@ -62,27 +68,15 @@ class Running:
         _, errors = self.process.communicate(timeout=PATIENCE_S)
         assert_gone([self.side, *self.ranks])
         assert "Traceback" not in errors
-        names = [path.name for path in self.record.iterdir()]
-        remains = (".rendezvous",) if may_leave_parts else (".rendezvous", ".tmp")
+        remains = (".rendezvous",) if may_leave_parts else (".rendezvous", ".tmp", UNFINISHED)
+        names = [path.name for path in self.record.rglob("*")]
         assert not [name for name in names for remain in remains if remain in name]
         return self.process.returncode, errors
 
-
-def test_ended_rank_is_named_and_nothing_is_left(shardpair):
-    run = Running(shardpair, "torch-manual")
-    assert len(run.ranks) == 3
-    run.ranks[1].kill()
-    code, errors = run.end()
-    assert code == 1
-    assert "torch-manual: rank 1 was killed by SIGKILL at step " in errors
-
-
-def test_hung_rank_is_named_after_the_timeout(shardpair):
-    run = Running(shardpair, "torch-manual", "--timeout_s", "3")
-    run.ranks[2].send_signal(signal.SIGSTOP)
-    code, errors = run.end()
-    assert code == 1
-    assert "rank 2 stopped: no progress for 3 s" in errors
+    @property
+    def kept(self) -> dict[int, Path]:
+        """Its checkpoints."""
+        return checkpoints_in(self.record / CHECKPOINTS)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +87,7 @@ def test_hung_rank_is_named_after_the_timeout(shardpair):
     ],
 )
 def test_ended_side_is_reported(shardpair, engine, number, message):
-    run = Running(shardpair, engine)
+    run = Running(shardpair, engine, "--layout.dp_replicate", "3")
     run.side.send_signal(number)
     code, errors = run.end()
     assert code == 1
@@ -111,25 +105,65 @@ def test_stopped_side_is_ended(real_pythons):
     assert f"process {run.side.pid} is stopped (SIGSTOP, or a debugger), so it was ended" in errors
 
 
-@pytest.mark.parametrize("engine", ["torch-manual", "jax-compiler"])
-def test_ctrl_c_ends_everything(real_pythons, engine):
+@pytest.mark.parametrize(
+    ("engine", "number"), [("jax-compiler", signal.SIGINT), ("torch-manual", signal.SIGTERM)]
+)
+def test_ctrl_c_and_sigterm_end_everything(real_pythons, engine, number):
     run = Running(real_pythons, engine)
-    os.killpg(run.process.pid, signal.SIGINT)
+    os.killpg(run.process.pid, number)
     code, errors = run.end()
     assert code == 130
-    assert "interrupted" in errors
+    assert "interrupted; every process was ended" in errors
 
 
-def test_sigterm_ends_everything(shardpair):
+def test_killed_launcher_leaves_no_orphan(shardpair):
     run = Running(shardpair, "torch-manual")
-    run.process.terminate()
-    code, errors = run.end()
-    assert code > 128
-    assert "every process was ended" in errors
+    warm.program(run.process.pid).kill()
+    assert run.end(may_leave_parts=True)[0] == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("engine", ["torch-manual", "jax-compiler"])
-def test_killed_launcher_leaves_no_orphan(shardpair, engine):
-    run = Running(shardpair, engine)
-    warm.program(run.process.pid).kill()
-    assert run.end(may_leave_parts=True)[0] == -signal.SIGKILL
+def test_a_kill_at_any_moment_leaves_whole_checkpoints(shardpair, engine):
+    """Of a rank, or all there is, in a run that saves after every step."""
+    saving = ("--checkpoint.every", "1", "--checkpoint.keep", "2")
+    run = Running(shardpair, engine, "--layout.dp_shard", "2", "--layout.zero", "3", *saving)
+    wait_for(lambda: len(run.kept) == 2, run.process)
+    time.sleep(random.Random(engine).uniform(0, 0.2))
+    (run.ranks[1] if run.ranks else run.side).kill()
+    code, errors = run.end()
+    assert code == 1
+    assert ("rank 1 was killed by SIGKILL at step " if run.ranks else "killed by SIGKILL") in errors
+    assert 2 <= len(run.kept) <= 3  # an old one is removed after a new one is there
+    for path in run.kept.values():
+        CheckpointReader(path).verify()
+    newest = max(run.kept)
+    to_end = ("--train.max_iters", str(newest + 2), "--no_ladder")
+    done = shardpair("resume", str(run.record), "--engines", engine, *to_end)
+    assert done.returncode == 0, done.stderr
+    assert f"step {newest}" in done.stdout or f"{engine} ran alone" in done.stdout
+
+
+# JAX would hear SIGTERM instead of us, and train on until SLURM kills it.
+@pytest.mark.parametrize(
+    ("engine", "number"),
+    [("jax-manual", signal.SIGKILL), ("torch-manual", ASKED), ("jax-manual", signal.SIGTERM)],
+)
+def test_a_process_of_two_hosts_is_killed_or_all_are_asked_to_end(engine, number, shardpair):
+    run = Running(shardpair, engine, "--checkpoint.every", "100000", "--hosts", "2")
+    assert len(run.ranks) == 2
+    for side in run.ranks[1:] if number == signal.SIGKILL else run.ranks:
+        side.send_signal(number)
+    code, errors = run.end()
+    last = errors.splitlines()[-1]
+    if number == signal.SIGKILL:
+        assert code == 1
+        assert re.search(r"process 1 on \S+ (was )?killed by SIGKILL|rank 1 died without a word", last), last
+        assert not run.kept
+    elif number == signal.SIGTERM:
+        assert re.search(r"process [01] on \S+ ended by SIGTERM", last), last
+    else:
+        assert code == STOPPED
+        (step,) = run.kept
+        CheckpointReader(run.kept[step]).verify()
+        assert f"stopped after step {step} of 1000000, as asked by SIGUSR1; its state is saved" in errors
+        assert f"`shardpair resume {run.folder}` goes on" in last
