@@ -6,14 +6,13 @@ Ranks leave their errors in files, and show their progress in shared memory.
 import contextlib
 import ctypes
 import os
-import resource
 import signal
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, MutableSequence, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection, parent_process
 from multiprocessing.context import ForkContext, SpawnContext
@@ -28,7 +27,7 @@ from compare.contract.ending import DivergedError
 from compare.contract.other_hosts import Waiting, blame, first_cause
 from compare.contract.record import Failure
 from compare.host.disk import no_room
-from compare.host.facts import Activity, MissingDevicesError, is_stopped, look_s
+from compare.host.facts import Activity, MissingDevicesError, cpu_seconds, is_stopped, look_s
 from compare.host.json_files import read_json, write_json
 from compare.host.signals import describe_exit, is_ignored
 from torchpar.comm.process_groups import choose_interface, is_consequence
@@ -107,6 +106,7 @@ def launch(
 ) -> None:
     """Run `main(rank)` in `world_size` processes on this machine, and wait until all are done.
 
+    Call it once, in the main thread: from then on SIGINT and SIGTERM, unless ignored, end it, or are not heard.
     Forking takes 0.1 s, but a GPU or macOS does not survive it: there `main` must be picklable.
 
     Raises:
@@ -119,8 +119,11 @@ def launch(
     choose_interface("127.0.0.1")
     spawns = platform == "gpu" or sys.platform == "darwin"
     context: SpawnContext | ForkContext = SpawnContext() if spawns else ForkContext()
-    usage, ranks, processes = resource.getrusage(resource.RUSAGE_SELF), list[Rank](), list[BaseProcess]()
-    with _signals_raise(), tempfile.TemporaryDirectory(prefix="torchpar-") as folder:
+    spent_s, ranks, processes = cpu_seconds(), list[Rank](), list[BaseProcess]()
+    for number in SIGNALS:
+        if not is_ignored(number):
+            signal.signal(number, _interrupt)
+    with tempfile.TemporaryDirectory(prefix="torchpar-") as folder:
         try:
             for number in range(world_size):
                 rank = Rank(
@@ -129,7 +132,7 @@ def launch(
                     local_rank=number,
                     rendezvous=Path(folder, "rendezvous"),
                     timeout_s=timeout_s,
-                    launcher_cpu_s=usage.ru_utime + usage.ru_stime,
+                    launcher_cpu_s=spent_s,
                     progress=context.RawArray("q", 3),
                 )
                 ranks.append(rank)
@@ -176,7 +179,7 @@ def _end_with_parent() -> None:
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
-    """End every rank that still runs, also a stopped one, and reap all; a second Ctrl-C is not heard."""
+    """End every rank that still runs, also a stopped one, and reap all; Ctrl-C is not heard any more."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     started = [process for process in processes if process.pid]
@@ -189,22 +192,9 @@ def _end(processes: Sequence[BaseProcess]) -> None:
         process.join()
 
 
-@contextlib.contextmanager
-def _signals_raise() -> Generator[None]:
-    """SIGINT and SIGTERM, unless ignored, raise RunFailed; call it in the main thread."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise RunFailed(Failure(message=describe_exit(128 + number), exit_code=128 + number))
-
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    for number in SIGNALS:
-        if not is_ignored(number):
-            signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _interrupt(number: int, frame: object) -> NoReturn:
+    """Of SIGINT and SIGTERM: the launch failed."""
+    raise RunFailed(Failure(message=describe_exit(128 + number), exit_code=128 + number))
 
 
 def failure_of(error: BaseException, rank: Rank) -> Failure:

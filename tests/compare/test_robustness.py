@@ -69,7 +69,7 @@ class Running:
         assert_gone([self.side, *self.ranks])
         assert "Traceback" not in errors
         remains = (".rendezvous",) if may_leave_parts else (".rendezvous", ".tmp", UNFINISHED)
-        names = [path.name for path in self.record.rglob("*")]
+        names = [path.name for path in self.record.rglob("*") if path.name != STEPS_PART]
         assert not [name for name in names for remain in remains if remain in name]
         return self.process.returncode, errors
 
