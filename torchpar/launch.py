@@ -106,7 +106,7 @@ def launch(
 ) -> None:
     """Run `main(rank)` in `world_size` processes on this machine, and wait until all are done.
 
-    Call it once, in the main thread: from then on SIGINT and SIGTERM, unless ignored, end it, or are not heard.
+    Call it once, in the main thread: SIGINT and SIGTERM, unless ignored, end it, and are not heard after it.
     Forking takes 0.1 s, but a GPU or macOS does not survive it: there `main` must be picklable.
 
     Raises:

@@ -66,13 +66,10 @@ class CheckpointReader:
         for name, parts in self._parts.items():
             for part, file_name in parts:
                 values = self._slice(file_name, name, whole(part.shape).slices)
-                wrong = "" if np.isfinite(values).all() else "NaN or infinite"
-                if name.startswith("v/") and (values < 0).any():
-                    wrong = wrong or "negative, and a mean of squares"
-                if wrong:
+                if not np.isfinite(values).all():
                     raise CheckpointError(
-                        f"{self.folder / file_name}: {name} has values that are {wrong}: nothing can go on "
-                        f"from them; use an older checkpoint"
+                        f"{self.folder / file_name}: {name} has values that are NaN or infinite: nothing can "
+                        f"go on from them; use an older checkpoint"
                     )
 
     def read(self, group: str, name: str, box: Box | None = None) -> np.ndarray:

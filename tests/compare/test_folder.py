@@ -6,7 +6,6 @@ from pathlib import Path
 
 import processes
 import pytest
-from warm import run_torchpar
 
 from compare.checkpoint.description import CHECKPOINTS, UNFINISHED
 from compare.contract.record import STEPS_PART, read_failure, remove_remains
@@ -50,17 +49,6 @@ def test_a_folder_that_cannot_be_locked_is_said(tmp_path, monkeypatch, capsys):
     with lock_folder(tmp_path):
         pass
     assert "has no locks (Bad file descriptor): do not start a second run in it" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_torchpar_touches_nothing_in_a_folder_that_is_in_use(tmp_path, tiny):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    with lock_folder(folder):
-        done = run_torchpar(folder, Request(engine="torch-manual", experiment=tiny))
-    assert done.returncode == 2
-    assert done.stderr == f"{folder} is in use by another run: wait for its end, or take another folder\n"
-    assert [path.name for path in folder.iterdir()] == [REQUEST]
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
