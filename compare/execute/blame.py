@@ -18,14 +18,17 @@ _LOST = re.compile(r"^srun: error: (Node failure on .+|\S+: tasks? \S+: (?!Termi
 """A host, or a task that did not end as the others do once one has failed."""
 
 
-def why(returncode: int, folder: Path) -> Failure:
-    """Reason of an engine's failure, and its exit code.
+def why(returncode: int, folder: Path, hung: str = "") -> Failure:
+    """Reason of an engine's failure, and its exit code; `hung` is what `watch` said of it.
 
     A cause that a process left comes first; one that only saw another process go comes after what the
     launcher saw. A launcher's own code is often that of a process which it ended (srun: the highest of all).
     """
     failure, log = files.read_failure(folder), (folder / LOG).read_text(errors="replace")
     own = failure if failure and not failure.is_consequence else None
+    if hung:  # an engine may have told, whose launcher still waits for a host
+        told = own.message if own else hung
+        return Failure(message=f"{told}: see {folder / LOG}, or raise --timeout_s", exit_code=FAILED)
     codes = (returncode, own.exit_code if own else FAILED)
     code = next((code for code in codes if code in MEANT), FAILED)
     if own:

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from compare.contract import record as files
 from compare.contract.collective_bench import CollectiveRequest
-from compare.contract.ending import FAILED
 from compare.contract.processes import VARIABLES
 from compare.contract.record import Failure, Record, Step
 from compare.contract.request import Request
@@ -174,12 +173,7 @@ def run_side(
             files.remove_remains(folder)
     if not hung and not process.returncode:
         return
-    failure = files.read_failure(folder)
-    if not hung:
-        cause = why(process.returncode, folder)
-    else:  # an engine may have told, whose launcher still waits for a host
-        told = failure.message if failure and not failure.is_consequence else hung
-        cause = Failure(message=f"{told}: see {folder / LOG}, or raise --timeout_s", exit_code=FAILED)
+    cause, failure = why(process.returncode, folder, hung), files.read_failure(folder)
     said = cause.message
     if not failure or failure.message != said:  # the engine could not say it itself
         files.leave_failure(folder, Failure(message=said))
