@@ -3,6 +3,7 @@
 import datetime
 import functools
 import platform
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -82,6 +83,8 @@ def memory_bytes() -> int:
 @functools.cache
 def gpu_memories() -> tuple[int, ...]:
     """Memory of each NVIDIA GPU of this machine, whatever a process may use; 0 where it is unknown."""
+    if not shutil.which("nvidia-smi"):
+        return ()
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         listing = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout
