@@ -43,7 +43,7 @@ class Flow(Struct, frozen=True):
 
 
 def line_up(engine: str, experiment: Experiment, rows: Sequence[Communication]) -> list[Flow]:
-    """The flows of every stage, with `layout.remat` resolved; scalars and `SMALL` are left out."""
+    """The flows of every stage; scalars and `SMALL` are left out."""
     flows = []
     for stage in range(experiment.layout.pp):
         sent, calls = Counter[tuple[str, str]](), Counter[tuple[str, str]]()

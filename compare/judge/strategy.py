@@ -21,7 +21,6 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from msgspec import Struct, field
-from msgspec.structs import replace
 
 from compare.contract.communication import GRADIENTS
 from compare.contract.record import Record
@@ -107,12 +106,6 @@ def strategy_of(record: Record) -> Strategy:
 def asked_of(record: Record) -> Experiment:
     """The experiment that was asked for: the request's, where there is one."""
     return record.request.experiment if record.request else record.manifest.experiment
-
-
-def with_remat_resolved(engine: str, experiment: Experiment) -> Experiment:
-    """The experiment with `layout.remat` as the engine takes it: never auto."""
-    remat = ENGINES[engine].remat_for(experiment.layout)
-    return replace(experiment, layout=replace(experiment.layout, remat=remat))
 
 
 def _compile(run: Observed) -> Iterator[Finding]:
@@ -203,8 +196,8 @@ def _sent(run: Observed) -> Iterator[Finding]:
     if ledger.problems:
         yield Finding("the ledger", "complete", ledger.problems[0])
     asked = "the textbook of the layout"
-    resolved = with_remat_resolved(engine, run.experiment)
-    wrong = next(mismatches(engine, resolved, line_up(engine, resolved, ledger.rows)), asked)
+    flows = line_up(engine, run.experiment, ledger.rows)
+    wrong = next(mismatches(engine, run.experiment, flows), asked)
     yield Finding("what is sent", asked, wrong)
 
 

@@ -27,7 +27,6 @@ from compare.contract.communication import (
 )
 from compare.judge.closed_forms.communication import communication, sums_again
 from compare.judge.closed_forms.gradient_messages import gradient_messages
-from compare.judge.strategy import with_remat_resolved
 from compare.pipeline.schedules import Kind, Task, make_schedule
 from compare.pipeline.simulator import run
 from compare.plan.compute import Part, Setting, Term, block_terms, head_terms, shape_of, update_terms
@@ -127,9 +126,8 @@ def predict(engine: str, experiment: Experiment, machine: Machine, **given: Any)
 def traffic_of(setting: Setting) -> list[Traffic]:
     """Collectives of the pipeline's last rank, by the textbook."""
     engine, stage, scale = setting.engine, setting.experiment.layout.pp - 1, setting.scale
-    experiment = with_remat_resolved(engine, setting.experiment)
     found = []
-    for (kind, axis, purpose), size in communication(engine, experiment, stage=stage).items():
+    for (kind, axis, purpose), size in communication(engine, setting.experiment, stage=stage).items():
         sent, calls = size * scale.get(purpose, 1.0), _calls(setting, kind, axis, purpose)
         seconds = transfer_s(setting, kind, axis, size=sent, calls=calls)
         found.append(Traffic(kind=kind, axis=axis, purpose=purpose, calls=calls, bytes=sent, seconds=seconds))
@@ -149,14 +147,14 @@ def transfer_s(setting: Setting, kind: str, axis: str, *, size: float, calls: fl
 
 def _calls(setting: Setting, kind: str, axis: str, purpose: str) -> float:
     """Calls of a step: of units of parameters, of buckets of gradients, of regions of tp."""
-    engine, experiment = setting.engine, with_remat_resolved(setting.engine, setting.experiment)
+    engine, experiment = setting.engine, setting.experiment
     layout, passes = experiment.layout, setting.passes
     blocks = experiment.model.n_layer / layout.pp
     if axis == TP:
         if purpose in (REPLICATED_GRADIENTS, LOSS):
             return passes if purpose == LOSS else 1
         again = 0.0
-        if purpose == ACTIVATIONS and layout.remat in ("dots", "full"):
+        if purpose == ACTIVATIONS and ENGINES[engine].remat_for(layout) != "none":
             again = 2 * blocks * (1.0 if kind == "all_gather" else sums_again(engine, experiment))
         return passes * (2 * blocks + 1 + again)
     if axis == DP_SHARD and purpose == PARAMETERS:

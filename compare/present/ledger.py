@@ -9,7 +9,7 @@ from compare.contract.communication import Communication
 from compare.contract.record import Record
 from compare.judge.ledger import Flow, line_up, mismatches, recorded_rows, snapshot_rows
 from compare.judge.outcome import read_run
-from compare.judge.strategy import asked_of, with_remat_resolved
+from compare.judge.strategy import asked_of
 from compare.show.findings import NONE, Column, Findings, Row, Table, Text, table_of
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import Experiment
@@ -38,7 +38,6 @@ class EngineLedger(Struct, frozen=True, kw_only=True):
     case: str
     engine: str
     experiment: Experiment
-    """As it was run, with `layout.remat` resolved."""
     flows: list[Flow] = []
     is_recorded: bool = False
     """Whether the snapshot has this engine, layout and version: then it is held to those bytes."""
@@ -49,10 +48,9 @@ class EngineLedger(Struct, frozen=True, kw_only=True):
 def engine_ledger(case: str, record: Record) -> EngineLedger:
     """One record's ledger beside textbook and snapshot; of a peer nothing, which has ways of its own."""
     manifest, rows = record.manifest, record.ledger.rows
-    engine = manifest.engine
+    engine, experiment = manifest.engine, manifest.experiment
     if engine not in STUDIED:
-        return EngineLedger(case=case, engine=engine, experiment=manifest.experiment)
-    experiment = with_remat_resolved(engine, manifest.experiment)
+        return EngineLedger(case=case, engine=engine, experiment=experiment)
     recorded = recorded_rows(engine, asked_of(record), manifest.versions)
     flows = line_up(engine, experiment, rows)
     unexpected = [f"incomplete: {problem}" for problem in record.ledger.problems]

@@ -15,7 +15,6 @@ from compare.flags import DEVICES, Hidden, StudiedName, checked_pythons
 from compare.judge.closed_forms.peak import LEAST, MOST
 from compare.judge.ledger import Flow, line_up, mismatches
 from compare.judge.outcome import Grid, Outcome
-from compare.judge.strategy import with_remat_resolved
 from compare.plan.absent import compile_ahead, run_alone, topology_of
 from compare.plan.compute import PARTS, Term
 from compare.plan.machine import Machine, read_machine
@@ -169,19 +168,19 @@ class Plan(Study, frozen=True, kw_only=True):
     def _absent(self, candidate: Candidate, experiment: Experiment, machine: Machine) -> list[AbsentStep]:
         """A layout's step, alone or compiled, if asked for. Raises ExperimentError, EnvironmentMissing."""
         spec, python, steps = candidate.of(experiment), checked_pythons(self)[side_of(self.engine).name], []
-        resolved, waits = with_remat_resolved(self.engine, spec), Reporter(quiet=self.quiet).waits
+        waits = Reporter(quiet=self.quiet).waits
         if self.alone:
             with waits(f"the first rank of {candidate.name}"):
                 rank = run_alone(self.engine, spec, python)
             peak = rank.memory.peak
             kinds = dict.fromkeys((*candidate.memory, *(kind for kind, size in peak.bytes.items() if size)))
-            flows = [flow for flow in line_up(self.engine, resolved, rank.ledger.rows) if flow.stage == 0]
+            flows = [flow for flow in line_up(self.engine, spec, rank.ledger.rows) if flow.stage == 0]
             step = AbsentStep(
                 title=f"The first rank of {candidate.name}, run alone: bytes at its peak",
                 flows=flows,
                 memory=[(kind, candidate.memory.get(kind), peak.bytes.get(kind)) for kind in kinds],
                 below=f"{human_bytes(peak.total)} in {peak.phase}; planned {human_bytes(candidate.bytes)}.",
-                problems=[*rank.ledger.problems, *mismatches(self.engine, resolved, flows)],
+                problems=[*rank.ledger.problems, *mismatches(self.engine, spec, flows)],
             )
             steps.append(step)
         if self.compile:
@@ -192,7 +191,7 @@ class Plan(Study, frozen=True, kw_only=True):
             below = f"{built.compile_s:.0f} CPU s. {', '.join(map(' '.join, built.versions.items()))}."
             step = AbsentStep(
                 title=f"{candidate.name} compiled for {topology_of(machine)}, {built.device}",
-                flows=line_up(self.engine, resolved, built.ledger.rows),
+                flows=line_up(self.engine, spec, built.ledger.rows),
                 memory=[
                     ("parameters and moments", state, built.state_bytes),
                     ("all of a step", candidate.bytes, built.peak_bytes),

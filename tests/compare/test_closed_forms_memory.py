@@ -2,8 +2,9 @@
 
 import msgspec
 import pytest
+from bounds import AT_REST
 
-from compare.judge.closed_forms.memory import KINDS, TOLERANCE, closed_form, excess
+from compare.judge.closed_forms.memory import KINDS, closed_form, excess
 from compare.numerics.parameters import parameter_count
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import load
@@ -64,7 +65,7 @@ def test_excess(engine):
     whole = exact | {"optimizer": [2 * WHOLE] * 4}
     assert excess(whole, form) == pytest.approx(3.0)
     one_has_more = exact | {"parameters": [*exact["parameters"][:3], round(1.1 * exact["parameters"][3])]}
-    assert excess(one_has_more, form) > TOLERANCE
+    assert excess(one_has_more, form) > AT_REST
     assert excess(exact | {"gradients": [0] * 4}, form) == -1.0
     without = form | {"optimizer": [0.0] * 4}
     assert excess(exact, without) == 1.0

@@ -8,7 +8,6 @@ from compare.contract.communication import Communication, of_busiest_stage, summ
 from compare.contract.ledger import Ledger
 from compare.judge.closed_forms.communication import communication, is_plain, textbook
 from compare.judge.ledger import line_up, mismatches, read_snapshot, recorded_rows, snapshot_rows
-from compare.judge.strategy import with_remat_resolved
 from compare.present.ledger import EngineLedger, engine_ledger, layouts_of, sentence, table_of_layout
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import Experiment, Layout, Model, Train, edited, load
@@ -27,7 +26,7 @@ DEVICES = {"ddp": 2, "fsdp": 2, "zero1": 2, "tp_sp": 2, "pp": 2, "fsdp_tp_pp": 8
 def layouts(engine: str) -> list[tuple[str, Experiment]]:
     """Every preset that an engine can express."""
     cases, _ = Command(presets=("all",), engines=(engine,)).cases(EXPERIMENT)
-    return [(case.layout, with_remat_resolved(engine, case.experiment)) for case in cases.values()]
+    return [(case.layout, case.experiment) for case in cases.values()]
 
 
 def objections(engine: str, experiment: Experiment, rows: list[Communication]) -> list[str]:
@@ -113,7 +112,7 @@ def test_recorded_bytes_are_multiples_of_the_textbook():
     """Of what is largest in each ledger: as `LEAST` and `MOST` have them."""
     for preset in ("ddp", "zero1", "fsdp", "tp_sp"):
         for engine in STUDIED:
-            experiment = with_remat_resolved(engine, check(preset))
+            experiment = check(preset)
             rows = recorded_rows(engine, experiment, read_snapshot().versions)
             sent = sum(size for kind, axis, calls, size, _ in rows if size > 8 * calls)
             expected = sum(textbook(engine, experiment).values())

@@ -4,11 +4,11 @@ import json
 
 import grid as grids
 import pytest
-from bounds import assert_bounded
+from bounds import AT_REST, assert_bounded
 from grid import DEVICES, SOME
 from records import CLIMBED, make_request, outcome_of
 
-from compare.judge.closed_forms.memory import TOLERANCE, closed_form, excess
+from compare.judge.closed_forms.memory import closed_form, excess
 from compare.judge.ladder import RungResult, Verdict, climb
 from compare.judge.outcome import Case
 from compare.show.findings import Text
@@ -28,7 +28,7 @@ def test_layouts_equal_one_device(grid, preset):
         assert [rung.rung for rung in verdict.rungs] == grids.CLIMBED
         assert max(rung.error for rung in verdict.rungs) <= 1e-10, (engine, verdict.sentence())
         held = record.manifest.resident_bytes
-        assert abs(excess(held, closed_form(engine, record.manifest.experiment))) <= TOLERANCE, engine
+        assert abs(excess(held, closed_form(engine, record.manifest.experiment))) <= AT_REST, engine
         if not (
             engine == "torch-manual" and "tp_sp" in preset
         ):  # whose loss holds a fourth copy of its logits

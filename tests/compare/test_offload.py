@@ -1,11 +1,11 @@
 """Moments in the host's memory: less on the devices. `test_matrix` holds the numbers to one device."""
 
-from bounds import assert_bounded
+from bounds import AT_REST, assert_bounded
 from grid import ON_HOST as FLAGS
 from grid import SETTINGS, arguments_of
 
 from compare.contract.record import ON_HOST, read_record
-from compare.judge.closed_forms.memory import TOLERANCE, closed_form, excess
+from compare.judge.closed_forms.memory import closed_form, excess
 
 ROW = "fsdp_tp, moments on the host"
 ONE_OF_EACH = ("torch-manual", "jax-compiler")
@@ -18,7 +18,7 @@ def test_moments_leave_the_devices_and_a_training_goes_on_with_them(grid, shardp
         assert set(manifest.resident_bytes["optimizer"]) == {0}
         assert min(manifest.resident_bytes[ON_HOST]) > 0
         assert_bounded(record)
-        assert abs(excess(manifest.resident_bytes, closed_form(engine, manifest.experiment))) < TOLERANCE
+        assert abs(excess(manifest.resident_bytes, closed_form(engine, manifest.experiment))) < AT_REST
     without = [word for word in arguments_of(ROW) if word not in FLAGS]
     without[without.index("--engines") :] = ["--engines", "torch-manual", *SETTINGS, "--run_dir", "none"]
     done = shardpair(*without, "--no_ladder")

@@ -5,6 +5,9 @@ from compare.judge.closed_forms.peak import LEAST
 from compare.spec.experiment import Experiment
 from compare.studies.fitting import estimate_memory
 
+AT_REST = 0.05
+"""Of a device's bytes at rest: padding, scalars such as Adam's step, and shards that cannot all be equal."""
+
 
 def above_the_estimate(engine: str, experiment: Experiment, *, device: int, peak: int) -> float:
     """How far a peak is above what the estimate allows, in bytes; 0 as it should be."""

@@ -19,7 +19,6 @@ from compare.judge.closed_forms.memory import closed_form
 from compare.judge.ladder import LADDER
 from compare.judge.metrics import figures
 from compare.judge.outcome import Case, Outcome, save, with_case
-from compare.judge.strategy import with_remat_resolved
 from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import global_norm, learning_rate, moment_names, reference_step
 from compare.numerics.parameters import (
@@ -180,7 +179,7 @@ def make_ledger(engine: str, experiment: Experiment) -> list[Communication]:
     """What a step sends if it sends the closed form, and the loss."""
     layout, rows = experiment.layout, []
     for stage in range(layout.pp):
-        found = communication(engine, with_remat_resolved(engine, experiment), stage=stage)
+        found = communication(engine, experiment, stage=stage)
         messages = gradient_messages(engine, experiment, gradient_sync=layout.gradient_sync)
         for (kind, axis, purpose), size in found.items():
             of_replicas = (kind, axis, purpose) == ("all_reduce", DP_REPLICATE, GRADIENTS)

@@ -9,7 +9,6 @@ from compare.contract.absent import AbsentRequest, RankAlone
 from compare.contract.record import read_record
 from compare.contract.request import Request
 from compare.judge.ledger import line_up, mismatches
-from compare.judge.strategy import with_remat_resolved
 from compare.spec.experiment import Data, Experiment, Layout, Model, Precision, Train, edited
 from torchpar.measure.hollow import HollowMode
 
@@ -50,10 +49,10 @@ def test_a_rank_of_1024_sends_what_the_textbook_says(engine):
     experiment = experiment_of(dp_shard=128, zero=3, tp=8)
     alone = run_by_itself(AbsentRequest(engine=engine, experiment=experiment))
     assert alone.ledger.problems == []
-    rows, resolved = alone.ledger.rows, with_remat_resolved(engine, experiment)
-    flows = line_up(engine, resolved, rows)
+    rows = alone.ledger.rows
+    flows = line_up(engine, experiment, rows)
     assert {(flow.axis, flow.role) for flow in flows} >= {("dp_shard", "gather"), ("tp", "reduce")}
-    assert list(mismatches(engine, resolved, flows)) == []
+    assert list(mismatches(engine, experiment, flows)) == []
     assert {row.group_size for row in rows if row.axis == "dp_shard"} == {128}
 
 

@@ -51,7 +51,7 @@ SMALL = (LOSS, TIED_GRADIENTS, REPLICATED_GRADIENTS)
 
 
 def textbook(engine: str, experiment: Experiment, *, stage: int = 0) -> Mapping[tuple[str, str], float]:
-    """(axis, role) -> bytes that a device of a stage sends in a step; with `layout.remat` resolved."""
+    """(axis, role) -> bytes that a device of a stage sends in a step."""
     flows: dict[tuple[str, str], float] = defaultdict(float)
     for (kind, axis, purpose), size in communication(engine, experiment, stage=stage).items():
         if purpose not in SMALL:
@@ -112,7 +112,7 @@ def _tensor_parallel(engine: str, experiment: Experiment, stage: int) -> Bytes:
     out, into = (regions * narrow + first) * pass_bytes, (regions + last) * pass_bytes
     again = sums_again(engine, experiment) * regions * narrow * pass_bytes
     if layout.sequence_parallel:
-        regathered = regions * pass_bytes if layout.remat in ("dots", "full") else 0
+        regathered = regions * pass_bytes if ENGINES[engine].remat_for(layout) != "none" else 0
         parameters = parameters_of_stage(engine, experiment, stage=stage)
         unsplit = sum(p.size for p in parameters if not is_split_by_tp(p))
         sent: Bytes = {
@@ -161,8 +161,8 @@ def sums_again(engine: str, experiment: Experiment) -> float:
     Backward has no use for a layer's last sum, unless dropout follows it: PyTorch's checkpoint then goes on
     to that. JAX's `dots` keeps the sums.
     """
-    layout, by_jax = experiment.layout, ENGINES[engine].side == JAX.name
-    if layout.remat != "full" and (layout.remat != "dots" or by_jax):
+    remat, by_jax = ENGINES[engine].remat_for(experiment.layout), ENGINES[engine].side == JAX.name
+    if remat == "none" or (remat == "dots" and by_jax):
         return 0.0
     return 1.0 if experiment.model.dropout and not by_jax else 0.5
 

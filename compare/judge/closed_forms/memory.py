@@ -21,8 +21,6 @@ from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, Layout, Model
 
 KINDS = ("parameters", "gradients", "optimizer")
-TOLERANCE = 0.05
-"""Of a device's bytes: padding, scalars such as Adam's step, and shards that cannot all be equal."""
 
 
 def closed_form(engine: str, experiment: Experiment) -> dict[str, list[float]]:
