@@ -72,8 +72,8 @@ def tables_of(differences: dict[str, Difference]) -> Iterator[Table]:
     names, pairs = list(differences), differences.values()
     changes: dict[tuple[str, str, str], list[str]] = {}
     for name, pair in differences.items():
-        for change in pair.settings:
-            changes.setdefault((change.field, change.a, change.b), []).append(name)
+        for field, values in pair.settings.items():
+            changes.setdefault((field, *values), []).append(name)
     settings = [
         Row(Text(field), [Text(a), Text(b), Text("" if len(of) == len(names) else ", ".join(of))])
         for (field, a, b), of in changes.items()

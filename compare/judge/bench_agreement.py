@@ -105,7 +105,9 @@ def agreement_summary(result: TimedOutcome) -> str:
     compared = {
         name for case, _, reference, _ in pairs if case != reference for name in (case.name, reference.name)
     }
-    alone = [name for name in result.cases if name in result.how and name not in compared]
+    alone = [
+        case.name for case in result.cases.values() if result.rounds_of(case) and case.name not in compared
+    ]
     said = []
     if compared:
         loss, norm = (

@@ -34,19 +34,11 @@ _ROUNDED = Tolerance(1e-7, "drawn in float64, and kept in float32 by one of the 
 _OF_NO_NUMBER = ("timeout_s", "cache_dir", "later_step")
 
 
-class Change(Struct, frozen=True, kw_only=True):
-    """A setting that is another one in the second run."""
-
-    field: str
-    a: str
-    b: str
-
-
 class Difference(Struct, frozen=True, kw_only=True):
     """Two records held against each other."""
 
-    settings: list[Change]
-    """What was asked, and on which versions it ran, where these differ."""
+    settings: dict[str, tuple[str, str]]
+    """What was asked of both, and on which versions they ran, where these differ."""
     verdict: Verdict
     """Rung by rung, relative to the first; `skipped` says why a rung was not compared."""
     steps: int
@@ -103,16 +95,13 @@ def _why_not(rung: str, a: Record, b: Record) -> str:
     return ""
 
 
-def _changes(a: Record, b: Record) -> list[Change]:
+def _changes(a: Record, b: Record) -> dict[str, tuple[str, str]]:
     """Fields of the request, and the circumstances, that differ."""
     first, second = _fields(a), _fields(b)
     if first["corpus_sha256"] == second["corpus_sha256"]:  # another copy of the same text
         second["experiment.data.source"] = first.get("experiment.data.source", "")
-    return [
-        Change(field=field.removeprefix("experiment."), a=first.get(field, "-"), b=second.get(field, "-"))
-        for field in dict.fromkeys([*first, *second])
-        if first.get(field) != second.get(field)
-    ]
+    both = {field: (first.get(field, "-"), second.get(field, "-")) for field in first | second}
+    return {field.removeprefix("experiment."): pair for field, pair in both.items() if pair[0] != pair[1]}
 
 
 def _fields(run: Record) -> dict[str, str]:

@@ -20,17 +20,6 @@ from compare.judge.statistics import Estimate, estimate, ratios
 from compare.judge.strategy import done_words
 
 
-class HowItRan(Struct, frozen=True, kw_only=True):
-    """How a case ran, as its own manifest says."""
-
-    device_kind: str
-    threads: str
-    gradient_sync: str
-    remat: str
-    peak_memory_method: str
-    versions: dict[str, str]
-
-
 class Measurement(Struct, frozen=True, kw_only=True):
     """Figures of one fresh process, or of the ranks that it started."""
 
@@ -55,7 +44,8 @@ class Measurement(Struct, frozen=True, kw_only=True):
     others_cores: float = 0.0
     """In use by others while it ran, a hypervisor's other guests included. NaN: not known, for a launcher's
     processes are not ours to tell from others."""
-    how: HowItRan
+    how: dict[str, str]
+    """It ran on which device and threads, in which versions, how it synchronised and recomputed."""
 
     @property
     def curves(self) -> dict[str, list[float]]:
@@ -85,11 +75,6 @@ class TimedOutcome(Outcome, frozen=True, kw_only=True):
     """An engine, whose case of the same block is what others are divided by; or ENGINE.LAYOUT, one layout's
     case for all blocks of its size; '' in a study that divides nothing."""
 
-    @property
-    def how(self) -> dict[str, HowItRan]:
-        """How every case ran that has finished once."""
-        return {process.case: process.how for process in self.measurements}
-
     def rounds_of(self, case: Case | None) -> dict[int, Measurement]:
         """A case's measurements by the number of their round."""
         return {process.round: process for process in self.measurements if case and process.case == case.name}
@@ -98,7 +83,7 @@ class TimedOutcome(Outcome, frozen=True, kw_only=True):
         """The case that a case is divided by; None if there is no such case."""
         for other in self.cases.values():
             is_plain = other.size == case.size and not other.variant and other.copy == 1
-            here = other.engine if other.layout == case.layout else ""
+            here = other.engine if other.layout == case.layout else None
             if is_plain and self.baseline in (here, f"{other.engine}.{other.layout}"):
                 return other
         return None
@@ -123,7 +108,7 @@ def timed(outcome: Outcome) -> TimedOutcome:
 def measured(record: Record, *, first_seen_s: float, timing: Timing, **seen: Any) -> Measurement:
     """The figures that a record is reduced to, and the harness's own: what it has `seen`, and when the first
     step came."""
-    manifest, done = record.manifest, done_words(record)
+    manifest = record.manifest
     singles = timing.warmup + timing.window * timing.windows
     return Measurement(
         **seen,
@@ -135,14 +120,13 @@ def measured(record: Record, *, first_seen_s: float, timing: Timing, **seen: Any
         peak_mem_bytes=max(manifest.peak_memory_bytes),
         losses=[step.loss for step in record.steps],
         grad_norms=[step.grad_norm for step in record.steps],
-        how=HowItRan(
-            device_kind=manifest.device_kind,
-            threads=manifest.threads,
-            gradient_sync=done["gradient_sync"],
-            remat=done["remat"],
-            peak_memory_method=manifest.peak_memory_method,
-            versions=manifest.versions,
-        ),
+        how={
+            **manifest.versions,
+            **done_words(record),
+            "device_kind": manifest.device_kind,
+            "threads": manifest.threads,
+            "peak_memory_method": manifest.peak_memory_method,
+        },
     )
 
 
@@ -182,13 +166,13 @@ def blocks(result: TimedOutcome) -> dict[str, list[BenchRow]]:
     """A row for every case that finished once, by block, in the order of the cases."""
     rows: dict[str, list[BenchRow]] = {}
     for case in result.cases.values():
-        if case.name in result.how:
-            rows.setdefault(case.block, []).append(_row(result, case))
+        if rounds := result.rounds_of(case):
+            rows.setdefault(case.block, []).append(_row(result, case, rounds))
     return rows
 
 
-def _row(result: TimedOutcome, case: Case) -> BenchRow:
-    rounds, baseline = result.rounds_of(case), result.baseline_of(case)
+def _row(result: TimedOutcome, case: Case, rounds: dict[int, Measurement]) -> BenchRow:
+    baseline = result.baseline_of(case)
     base = result.rounds_of(baseline)
 
     def in_rounds(figure: str, of: dict[int, Measurement]) -> dict[int, float]:
@@ -202,7 +186,7 @@ def _row(result: TimedOutcome, case: Case) -> BenchRow:
     experiment = case.experiment
     tokens_per_s = experiment.tokens_per_step / medians["wall_ms"] * 1e3
     flops_per_s = tokens_per_s * model_flops_per_token(experiment)
-    ceiling = result.ceilings.get(case.products)
+    ceiling, device_kind = result.ceilings.get(case.products), rounds[max(rounds)].how["device_kind"]
     parts = experiment.layout.devices if result.platform == "gpu" else 1
     return BenchRow(
         case=case.name,
@@ -215,6 +199,6 @@ def _row(result: TimedOutcome, case: Case) -> BenchRow:
         tokens_per_s=tokens_per_s,
         flops_per_s=flops_per_s,
         of_ceiling=flops_per_s / (ceiling.flops_per_s * parts) if ceiling else None,
-        mfu=flops_utilization(experiment, result.how[case.name].device_kind, tokens_per_s),
+        mfu=flops_utilization(experiment, device_kind, tokens_per_s),
         peak_mem_bytes=max(process.peak_mem_bytes for process in rounds.values()),
     )

@@ -1,6 +1,6 @@
 """Benches made by hand: what rounds of processes would leave, without running any."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -9,21 +9,14 @@ import numpy as np
 from compare.contract.timing import Timing, Window
 from compare.judge.circumstances import Circumstances
 from compare.judge.outcome import Case, Grid, Outcome
-from compare.judge.timed_outcome import HowItRan, Measurement, TimedOutcome, timed
+from compare.judge.timed_outcome import Measurement, TimedOutcome, timed
 from compare.spec.experiment import Experiment
 from compare.studies.bench import Bench
 
 TIMING = Timing(window=2, windows=3, single=4)
 STEPS = Timing().steps
 """Of a curve: as many as a bench has."""
-RAN = HowItRan(
-    device_kind="a CPU",
-    threads="one",
-    gradient_sync="none",
-    remat="none",
-    peak_memory_method="by hand",
-    versions={"python": "3", "torch": "2"},
-)
+RAN = {"device_kind": "a CPU", "threads": "one", "gradient_sync": "none", "remat": "none"}
 
 
 def grid_of(experiment: Experiment, **choice: Any) -> Grid:
@@ -44,7 +37,7 @@ HERE = Circumstances(
     cores=2,
     git_commit="0123456789abcdef",
     git_dirty=False,
-    versions=RAN.versions,
+    versions={"python": "3", "torch": "2"},
 )
 
 
@@ -97,9 +90,7 @@ def measurement_of(case: Case, number: int, *, wall_ms: float = 10.0, **given: A
     return Measurement(round=number, case=case.name, **figures | given)
 
 
-def finished(
-    cases: list[Case], *, how: Mapping[str, HowItRan] | None = None, rounds: int = 5
-) -> TimedOutcome:
+def finished(cases: list[Case], *, rounds: int = 5) -> TimedOutcome:
     """A bench whose every round was measured: case i takes 10 (1 + i / 4) ms, with lognormal noise."""
     random = np.random.default_rng(0)
     measurements = [
@@ -107,7 +98,6 @@ def finished(
             case,
             number,
             wall_ms=10 * (1 + place / 4) * float(random.lognormal(sigma=0.03)),
-            how=(how or {}).get(case.name, RAN),
         )
         for number in range(1, rounds + 1)
         for place, case in enumerate(cases)
