@@ -16,7 +16,7 @@ from compare.execute import load
 from compare.execute.ask import measure_ceiling
 from compare.execute.launch import EngineError, EnvironmentMissing, launch
 from compare.flags import pythons_of
-from compare.judge.bench_agreement import mistakes
+from compare.judge.bench_agreement import disagreements
 from compare.judge.ladder import objections_by_itself
 from compare.judge.outcome import Case, Outcome
 from compare.judge.timed_outcome import TimedOutcome, measured, timed
@@ -122,13 +122,11 @@ class Timed(OnIdle, frozen=True, kw_only=True):
             wrong.append(f"it timed {len(record.manifest.windows)} of {timing.windows} windows")
         if wrong:
             raise EngineError(f"{name}: {'; '.join(wrong)}", exit_code=1)
-        last = timing.warmup + timing.window * timing.windows
         figures = measured(
             record,
             case=name,
             round=number,
             first_seen_s=seen[0],
-            windows_seen_s=seen[last - 1] - seen[timing.warmup - 1],
             timing=timing,
             others_cores=beside.cores() if hosts.launcher == "local" else math.nan,
         )
@@ -160,7 +158,7 @@ def timed_findings(view: TimedOutcome, *, sentence: str, tables: Sequence[Table]
         view,
         sentence=sentence,
         tables=tables,
-        passed=not mixed and not mistakes(view),
+        passed=not mixed and not disagreements(view),
         warnings=[*warnings(view), *mixed],
         **more,
     )

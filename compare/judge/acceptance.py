@@ -7,7 +7,7 @@ the reference too, must pass it.
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -111,7 +111,7 @@ def _of_steps(steps: list[Step], request: Request) -> Iterator[str]:
 def _of_evaluations(evaluations: list[Evaluation], request: Request) -> Iterator[str]:
     asked, found = steps_due(request.experiment, request.first_step), [one.step for one in evaluations]
     if found != asked:
-        yield f"it evaluated after {len(found)} steps instead of {len(asked)} ({_some(asked)})"
+        yield f"it evaluated after {len(found)} steps instead of {len(asked)}"
     for one in evaluations:
         if not (math.isfinite(one.train) and math.isfinite(one.validation)):
             yield f"it diverged: the validation loss after step {one.step} is {one.validation}"
@@ -151,14 +151,13 @@ def _of_tensors(record: Record, request: Request) -> Iterator[str]:
 
 
 def _of_shapes(rung: Rung, found: Mapping[str, np.ndarray], expected: Mapping[str, tuple]) -> Iterator[str]:
-    if missing := sorted(expected.keys() - found.keys()):
-        yield f"its {rung} lack {_some(missing)}"
-    if unknown := sorted(found.keys() - expected.keys()):
-        yield f"its {rung} have {_some(unknown)}, which the model has not"
-    for name in sorted(expected.keys() & found.keys()):
-        tensor, (shape, dtype) = found[name], expected[name]
-        if (tensor.shape, tensor.dtype) != (shape, dtype):
-            yield f"its {rung} have {name} as {tensor.dtype} {tensor.shape} instead of {dtype} {shape}"
+    """The first tensor that is missing, unknown, or of another shape or dtype."""
+    left = {name: f"{tensor.dtype} {tensor.shape}" for name, tensor in found.items()}
+    asked = {name: f"{dtype} {shape}" for name, (shape, dtype) in expected.items()}
+    for name in sorted(left | asked):
+        if left.get(name) != asked.get(name):
+            have, belongs = left.get(name, "nothing"), asked.get(name, "nothing")
+            yield f"its {rung} have {name} as {have} instead of {belongs}"
             return
 
 
@@ -205,8 +204,3 @@ def _is_untrained(record: Record) -> bool:
     return bool(after) and all(
         name in before and np.array_equal(before[name], tensor) for name, tensor in after.items()
     )
-
-
-def _some(names: Sequence[object]) -> str:
-    rest = len(names) - LISTED
-    return ", ".join(map(str, names[:LISTED])) + (f" and {rest} more" if rest > 0 else "")

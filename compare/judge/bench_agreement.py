@@ -35,14 +35,6 @@ NO_SPIKES = {("float64", "loss"), ("float64", "grad_norm"), ("float32", "loss")}
 """Where single later steps are held, too: elsewhere those of correct engines part by 1e-2 to 2."""
 CURVES = {"loss": ("loss", "loss", "loss_curve"), "grad_norm": ("gradient norm", "grad_norm", "norm_curve")}
 """What is held, in words, with the ladder's rung of the first step and that of all steps."""
-CLOCK_SHARE, CLOCK_S = 0.25, 0.5
-"""By how much of it, and by how much more, a process may state less than the harness saw: between windows it
-draws batches and writes steps, and the harness looks twenty times a second."""
-
-
-def mistakes(result: TimedOutcome) -> list[str]:
-    """What makes figures wrong, a line each: other work, or a clock that the harness contradicts."""
-    return [*disagreements(result), *clock_contradictions(result)]
 
 
 def disagreements(result: TimedOutcome) -> list[str]:
@@ -84,19 +76,6 @@ def _limits(experiment: Experiment, figure: str, steps: int) -> tuple[int, list[
     late = curve if (dtype, figure) in NO_SPIKES else math.inf
     limits = [min(LIMITS[dtype, figure][0], curve) if step < early else late for step in range(1, steps)]
     return early, [first, *limits]
-
-
-def clock_contradictions(result: TimedOutcome) -> list[str]:
-    """Processes whose windows took another time by the harness's clock, a line each."""
-    lines = []
-    for process in result.measurements:
-        stated, seen = sum(window.wall_s for window in process.windows), process.windows_seen_s
-        if not (1 - CLOCK_SHARE) * seen - CLOCK_S <= stated <= seen + CLOCK_S:
-            lines.append(
-                f"{process.case} in round {process.round} states {stated:.2f} s for its windows, and by the "
-                f"harness's clock they took {seen:.2f} s: these figures do not hold"
-            )
-    return lines
 
 
 def agreement_summary(result: TimedOutcome) -> str:

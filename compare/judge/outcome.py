@@ -134,7 +134,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
     @property
     def is_complete(self) -> bool:
-        """True if no case lacks a round."""
+        """True if no case failed or lacks a round."""
         return not self.failures and self.finished_rounds == self.rounds
 
     @property

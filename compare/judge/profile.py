@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Mapping
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from compare.contract.record import Record
 from compare.contract.timeline import bubble_fraction, busy_us, communication_us, exposed_us, idle_us
@@ -32,22 +33,21 @@ class EngineProfile(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One engine's step; without a timeline, fields that follow from one are None."""
 
     name: str
-    """Name of its case and of its folder."""
+    """Of its case and its folder."""
     step_ms: float
-    """Median of the unprofiled steps (ms)."""
+    """Median of the steps that were not watched."""
     devices: list[DeviceTime] = []
     step: int | None = None
-    """Index of the profiled step."""
+    """The one that was watched."""
     watched_ms: float | None = None
-    """Time of the profiled step by the engine's own clock (ms)."""
+    """Its time by the engine's own clock."""
     wall_ms: float | None = None
-    """Its wall time in the timeline, on the slowest device (ms)."""
+    """Its time in the timeline, on the slowest device."""
     bubble: float | None = None
     """Measured share of a pipeline's time in which devices wait."""
     planned_bubble: float | None = None
     """That share of the schedule on a clock: a backward takes two forwards, messages take no time."""
     method: str = "it left no timeline"
-    """Method of the timeline, or the reason for a missing one."""
 
     @property
     def overhead(self) -> float | None:
@@ -64,7 +64,6 @@ class Profile(Struct, frozen=True, kw_only=True):
     """Result of `shardpair profile`."""
 
     engines: list[EngineProfile]
-    """Steps of the engines that finished."""
     verdict: str = ""
     """Whether every engine finished, and their losses agree; and who left no timeline."""
     passed: bool = False
@@ -81,19 +80,20 @@ def profile_of(outcome: Outcome, records: Mapping[str, Record]) -> Profile:
 
 
 def _engine(name: str, record: Record) -> EngineProfile:
-    timeline, experiment = record.timeline, record.manifest.experiment
-    layout, unwatched_ms, planned = experiment.layout, statistics.median(steady_times_ms(record)), None
+    timeline, layout = record.timeline, record.manifest.experiment.layout
+    profile = EngineProfile(name=name, step_ms=statistics.median(steady_times_ms(record)))
     if layout.pp > 1:
-        microbatches = microbatches_of(experiment)
-        planned = planned_fraction(
-            make_schedule(layout.schedule, ranks=layout.pp, microbatches=microbatches, chunks=layout.chunks)
+        schedule = make_schedule(
+            layout.schedule,
+            ranks=layout.pp,
+            microbatches=microbatches_of(record.manifest.experiment),
+            chunks=layout.chunks,
         )
+        profile = replace(profile, planned_bubble=planned_fraction(schedule))
     if timeline is None:
-        return EngineProfile(name=name, step_ms=unwatched_ms, planned_bubble=planned)
-    return EngineProfile(
-        name=name,
-        step_ms=unwatched_ms,
-        planned_bubble=planned,
+        return profile
+    return replace(
+        profile,
         devices=[
             DeviceTime(
                 device=lane.device,

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from compare.contract.inputs import starting_sha256
 from compare.contract.record import Record, read_tensors
-from compare.contract.request import MOMENTS, Rung, rungs_asked_for
+from compare.contract.request import MOMENTS, Rung
 from compare.judge.strategy import strategy_of
 from compare.judge.tensor_errors import Found, relative_error, without_key_bias, worst_of, worst_tensor
 from compare.numerics.data import SPLITS
@@ -72,12 +72,9 @@ def _compare_moments(reference: Record, candidate: Record) -> Found | None:
 
 
 def compare_tensors(reference: Record, candidate: Record, rung: Rung, **how: Any) -> Found | None:
-    """None for a rung that was not asked for; a failure if it was, and both runs lack it."""
+    """None for a rung that neither run left: `judge.acceptance` says if it was asked for."""
     expected, found = read_tensors(reference.folder, rung), read_tensors(candidate.folder, rung)
-    if expected or found:
-        return worst_tensor(found, expected, **how)
-    asked = rungs_asked_for(candidate.request) if candidate.request else ()
-    return (math.inf, "neither run left it") if rung in asked else None
+    return worst_tensor(found, expected, **how) if expected or found else None
 
 
 def _compare_weights(reference: Record, candidate: Record, rung: Rung) -> Found | None:

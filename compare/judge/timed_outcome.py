@@ -35,22 +35,13 @@ class Measurement(Struct, frozen=True, kw_only=True):
     """From the start of the process to its first step, compilation apart."""
     peak_mem_bytes: int
     """Of the fullest device."""
-    losses: list[float]
-    """Of every step, the warm-up's first."""
-    grad_norms: list[float]
-    """Of the same steps."""
-    windows_seen_s: float
-    """What the windows took by the harness's clock, from the record of the step before them to theirs."""
+    curves: dict[str, list[float]]
+    """Loss and norm of every step, the warm-up's first, by the name of `Step`'s field."""
     others_cores: float = 0.0
     """In use by others while it ran, a hypervisor's other guests included. NaN: not known, for a launcher's
     processes are not ours to tell from others."""
     how: dict[str, str]
     """It ran on which device and threads, in which versions, how it synchronised and recomputed."""
-
-    @property
-    def curves(self) -> dict[str, list[float]]:
-        """Loss and norm of every step, by the name of `Step`'s field."""
-        return {"loss": self.losses, "grad_norm": self.grad_norms}
 
     @property
     def wall_ms(self) -> float:
@@ -106,8 +97,7 @@ def timed(outcome: Outcome) -> TimedOutcome:
 
 
 def measured(record: Record, *, first_seen_s: float, timing: Timing, **seen: Any) -> Measurement:
-    """The figures that a record is reduced to, and the harness's own: what it has `seen`, and when the first
-    step came."""
+    """A record's figures, and the harness's own, what it has `seen` and when the first step came."""
     manifest = record.manifest
     singles = timing.warmup + timing.window * timing.windows
     return Measurement(
@@ -118,8 +108,7 @@ def measured(record: Record, *, first_seen_s: float, timing: Timing, **seen: Any
         first_step_s=manifest.first_step_s,
         start_up_s=max(first_seen_s - manifest.compile_s - manifest.first_step_s, 0.0),
         peak_mem_bytes=max(manifest.peak_memory_bytes),
-        losses=[step.loss for step in record.steps],
-        grad_norms=[step.grad_norm for step in record.steps],
+        curves={name: [getattr(step, name) for step in record.steps] for name in ("loss", "grad_norm")},
         how={
             **manifest.versions,
             **done_words(record),

@@ -3,7 +3,7 @@
 import math
 
 from compare.execute.load import is_busy
-from compare.judge.bench_agreement import agreement_summary, mistakes
+from compare.judge.bench_agreement import agreement_summary, disagreements
 from compare.judge.statistics import MIN_ROUNDS, interval_words
 from compare.judge.timed_outcome import TimedOutcome, blocks
 from compare.show.findings import written
@@ -56,7 +56,7 @@ def sentences(result: TimedOutcome) -> list[str]:
 
 
 def warnings(result: TimedOutcome) -> list[str]:
-    """What spoils the figures, a line each: load, other work, wrong times."""
+    """What spoils the figures, a line each: load, other work."""
     busy = [
         f"round {number} ({cores:.1f} cores)"
         for number, cores in enumerate(result.circumstances.busy_cores, start=1)
@@ -75,7 +75,7 @@ def warnings(result: TimedOutcome) -> list[str]:
         lines.append(f"Others used the processor beside {', '.join(beside)}: these figures may not hold.")
     if any(math.isnan(one.others_cores) for one in result.measurements):
         lines.append("What else used the hosts' processors is not known: a launcher started the engines.")
-    return [*lines, *mistakes(result)]
+    return [*lines, *disagreements(result)]
 
 
 def _rounds(result: TimedOutcome) -> str:

@@ -1,20 +1,16 @@
-"""A bench's cases are held to each other step by step and to the harness's clock."""
+"""A bench's cases are held to each other step by step."""
 
 import itertools
 
 import numpy as np
 from benches import STEPS, bench_of, cases_of, measurement_of
 
-from compare.contract.timing import Window
 from compare.judge.bench_agreement import (
     LIMITS,
     agreement_summary,
-    clock_contradictions,
     disagreements,
-    mistakes,
 )
 from compare.judge.tolerances import TOLERANCES
-from compare.present.bench_words import warnings
 from compare.spec.experiment import edited
 
 NORMS = np.linspace(3.0, 1.0, STEPS)
@@ -73,7 +69,7 @@ def test_rounding_is_no_other_work(tiny):
     assert CORRECT.keys() == TOLERANCES.keys()
     for dtype, apart in CORRECT.items():
         result = bench_in(tiny, dtype, **apart)
-        assert mistakes(result) == []
+        assert disagreements(result) == []
         said = f"at most {apart['loss']:.0e} and {apart['norm']:.0e} apart"
         assert said in agreement_summary(result)
 
@@ -82,16 +78,16 @@ def test_rounding_that_has_had_time_to_grow_is_none_either(tiny):
     """Weights have moved after twelve steps at the full rate."""
     for dtype, (figure, name) in itertools.product(TOLERANCES, (("loss", "loss"), ("norm", "grad_norm"))):
         most = LIMITS[dtype, name][1]
-        assert mistakes(bench_in(tiny, dtype, **{figure: 0.5 * most}, first=12, warmup=1)) == []
-        (line,) = mistakes(bench_in(tiny, dtype, **{figure: 2 * most}, first=12, warmup=1))
+        assert disagreements(bench_in(tiny, dtype, **{figure: 0.5 * most}, first=12, warmup=1)) == []
+        (line,) = disagreements(bench_in(tiny, dtype, **{figure: 2 * most}, first=12, warmup=1))
         assert (f"off by {2 * most:.1e} in the median" in line) == (dtype != "float64")
 
 
 def test_a_spike_of_training_is_no_other_work(tiny):
     """Single steps of correct engines part, in norms by more than one: half of all must agree."""
     for dtype, loss in (("float32", 2e-4), ("bfloat16", 0.03), ("float16", 0.03)):
-        assert mistakes(bench_in(tiny, dtype, loss=loss, norm=1.5, first=30, warmup=1)) == []
-        assert mistakes(bench_in(tiny, dtype, loss=loss, norm=1.5, first=15, warmup=1))
+        assert disagreements(bench_in(tiny, dtype, loss=loss, norm=1.5, first=30, warmup=1)) == []
+        assert disagreements(bench_in(tiny, dtype, loss=loss, norm=1.5, first=15, warmup=1))
 
 
 def test_every_round_is_held_and_a_case_named_once(tiny):
@@ -123,21 +119,3 @@ def test_cases_are_held_to_those_of_the_same_training(tiny):
     alone = cases_of(tiny, engines=("torch-manual",))
     said = agreement_summary(bench_of(alone, measurements=[measurement_of(alone[0], 1)]))
     assert said.startswith("Nothing else trained the same as torch-manual.single: ")
-
-
-def test_windows_are_held_to_the_harness_s_clock(tiny):
-    """It looks now and then, and between windows batches are drawn: what it sees late contradicts nothing."""
-    case, *_ = cases_of(tiny)
-
-    def found(wall_s, seen_s):
-        windows = [Window(steps=2, wall_s=wall_s, cpu_s=1.0)] * 3
-        return bench_of(
-            [case], measurements=[measurement_of(case, 3, windows=windows, windows_seen_s=seen_s)]
-        )
-
-    for wall_s in (5.0, 20.0):
-        (line,) = mistakes(result := found(wall_s, 30.0))
-        assert line.startswith(f"torch-manual.single in round 3 states {3 * wall_s:.2f} s for its windows")
-        assert line in warnings(result)
-    for wall_s, seen_s in ((0.1, 0.0), (0.1, 0.3), (10.0, 30.0), (10.0, 38.0)):
-        assert clock_contradictions(found(wall_s, seen_s)) == []

@@ -20,7 +20,9 @@ def test_two_engines_are_timed_and_do_the_same_work(shardpair, tiny):
     (rows,) = outcome["rows"].values()
     assert [row["label"] for row in rows] == ["torch-manual", "jax-manual"]
     torch, jax = (kept["1"] for kept in result["kept"].values())
-    assert torch["losses"] == pytest.approx(jax["losses"], rel=1e-10)  # after steps in windows and alone
+    assert torch["curves"]["loss"] == pytest.approx(
+        jax["curves"]["loss"], rel=1e-10
+    )  # after steps in windows and alone
     for one in (torch, jax):
         assert [window["steps"] for window in one["windows"]] == [2, 2]
         assert len(one["single_ms"]) == result["more"]["timing"]["single"]

@@ -132,7 +132,10 @@ def test_keys_of_dropout_are_those_that_were_asked_for(tmp_path, tiny):
     right, tensors = make_record(tmp_path / "right", drops), tensors_of(drops)
     assert climb(right, right).passed
     keys = tensors[Rung.BATCH].pop("keys")
-    for given, says in (({"keys": keys + np.uint32(1)}, "its dropout keys are not those"), ({}, "lack keys")):
+    for given, says in (
+        ({"keys": keys + np.uint32(1)}, "its dropout keys are not those"),
+        ({}, "have keys as nothing instead of uint32"),
+    ):
         batch = {Rung.BATCH: tensors[Rung.BATCH] | given}
         failure = climb(right, make_record(tmp_path / says, drops, tensors=tensors | batch)).failure
         assert failure.rung == REQUEST

@@ -82,9 +82,10 @@ def measurement_of(case: Case, number: int, *, wall_ms: float = 10.0, **given: A
         "first_step_s": 0.2,
         "start_up_s": 2.0,
         "peak_mem_bytes": 10**7,
-        "losses": [2.5] * STEPS,
-        "grad_norms": [1.0] * STEPS,
-        "windows_seen_s": TIMING.windows * window.wall_s,
+        "curves": {
+            "loss": given.pop("losses", [2.5] * STEPS),
+            "grad_norm": given.pop("grad_norms", [1.0] * STEPS),
+        },
         "how": RAN,
     }
     return Measurement(round=number, case=case.name, **figures | given)

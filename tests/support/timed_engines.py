@@ -20,7 +20,6 @@ class Engines:
         self.failing: tuple[str, ...] = ()
         self.interrupted_at = 0
         self.loss = {}
-        self.window_s = {}
         self.threads = iter(())
         """Of each process that is started; one thread where there are no more."""
         self.windows = None
@@ -46,8 +45,7 @@ class Engines:
         for step in record.steps:
             on_step(step)
         timing = request.timing
-        wall_s = self.window_s.get(request.engine, 0.01 * timing.window)
-        one = Window(steps=timing.window, wall_s=wall_s, cpu_s=0.02 * timing.window)
+        one = Window(steps=timing.window, wall_s=0.01 * timing.window, cpu_s=0.02 * timing.window)
         manifest = msgspec.structs.replace(
             record.manifest,
             corpus_sha256=request.corpus_sha256,
