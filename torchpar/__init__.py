@@ -21,8 +21,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'torchpar' has no attribute {name!r}")
 
 
-def ledger(mesh: Any = None) -> "AbstractContextManager[Ledger]":
+def ledger() -> "AbstractContextManager[Ledger]":
     """Communication of this rank inside, with the lines and modules that cause it: `measure.ledger`."""
     from torchpar.measure.ledger import ledger_of
 
-    return ledger_of(mesh)
+    return ledger_of()

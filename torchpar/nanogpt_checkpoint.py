@@ -4,7 +4,7 @@ Nothing is executed: a pickle is read by torch.load(weights_only=True). nanoGPT 
 iteration `iter_num`: so many updates are done, and the next batch is number `iter_num` of its stream.
 """
 
-import os
+import io
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -17,6 +17,7 @@ from msgspec import Struct
 from compare.checkpoint.description import WEIGHTS, Checkpoint
 from compare.checkpoint.reader import CheckpointReader
 from compare.checkpoint.saver import Part, write_checkpoint
+from compare.host.disk import write_atomically
 from compare.numerics.parameters import decays, parameter_table, storage_dtype
 from compare.numerics.shards import Shard
 from compare.spec.experiment import Experiment, ExperimentError, Model, edited, revalidate
@@ -41,7 +42,7 @@ class _Group(Struct):
 
 
 class _AdamW(Struct):
-    """The `state_dict()` of nanoGPT's optimizer: what decays, and the rest; the state by number."""
+    """Its optimizer's `state_dict()`: what decays, and the rest; the state by number."""
 
     param_groups: tuple[_Group, _Group]
     state: dict[int, dict[str, Any]]
@@ -58,17 +59,15 @@ class _Saved(Struct):
 
 
 def import_checkpoint(source: Path, target: Path, base: Experiment) -> None:
-    """Write a ckpt.pt of nanoGPT as a checkpoint of ours, a new folder.
+    """Write a ckpt.pt of nanoGPT as a checkpoint of ours, a new folder. Raises ExperimentError.
 
     `base` says what the file does not: where the data is, and the dtype in which numbers are kept.
-    ExperimentError: the file cannot be read safely, has no optimizer's state, or does not fit a model.
     """
     try:
         saved = msgspec.convert(read(source), _Saved)
     except msgspec.ValidationError as error:
-        raise ExperimentError(
-            f"{source} is no checkpoint of nanoGPT's train.py: {error} (weights alone are for --init_from)"
-        ) from None
+        why = f"is no checkpoint of nanoGPT's train.py: {error} (weights alone are for --init_from)"
+        raise ExperimentError(f"{source} {why}") from None
     settings, (decaying, other) = {**saved.config, **saved.model_args}, saved.optimizer.param_groups
     if "cuda" not in str(settings.get("device", "cuda")) and "dtype" in settings:
         settings["dtype"] = "float32"  # what nanoGPT computes in on a CPU or a Mac, whatever it notes
@@ -79,11 +78,10 @@ def import_checkpoint(source: Path, target: Path, base: Experiment) -> None:
             f"eps for each group: nanoGPT's has not, nor has ours"
         )
     experiment, _ = experiment_of(settings, base=base)
-    names = ("beta1", "beta2", "eps", "weight_decay")
-    resumed = (*decaying.betas, decaying.eps, decaying.weight_decay)
+    beta1, beta2 = decaying.betas
+    resumed = {"beta1": beta1, "beta2": beta2, "eps": decaying.eps, "weight_decay": decaying.weight_decay}
     steps = {"max_iters": max(experiment.train.max_iters, saved.iter_num + 1)}
-    changes = {"train": steps, "optimizer": dict(zip(names, resumed, strict=True))}
-    experiment = revalidate(edited(experiment, changes))
+    experiment = revalidate(edited(experiment, {"train": steps, "optimizer": resumed}))
     weights = plain_state(saved.model, experiment.model, origin=str(source))
     moments, updates = _moments(source, saved, weights, experiment)
     checkpoint = Checkpoint(
@@ -95,7 +93,7 @@ def import_checkpoint(source: Path, target: Path, base: Experiment) -> None:
 def export_checkpoint(source: Path, target: Path) -> None:
     """Write a checkpoint of ours as nanoGPT's ckpt.pt, which its train.py resumes and its sample.py reads.
 
-    ExperimentError: the checkpoint is not whole, or is of what nanoGPT has not.
+    ExperimentError: the checkpoint is not whole, or nanoGPT cannot have it.
     """
     reader = CheckpointReader(source)
     experiment, updates = reader.description.experiment, reader.description.updates
@@ -107,23 +105,23 @@ def export_checkpoint(source: Path, target: Path) -> None:
         ("model.norm_eps", model.norm_eps, 1e-5),
     ):
         if value != nanogpts:
-            raise ExperimentError(
-                f"{source}: {key} = {value}, and nanoGPT has {nanogpts} alone: --to huggingface or weights "
-                f"keeps it"
-            )
+            why = f"{source}: {key} = {value}, and nanoGPT has {nanogpts} alone"
+            raise ExperimentError(f"{why}: --to huggingface or weights keeps it")
     rows = {nanogpt_name(row.name): row for row in parameter_table(model)}
 
     def tensor(group: str, name: str) -> torch.Tensor:
         array = to_nanogpt(rows[name], reader.read(group, rows[name].name))
         return torch.from_numpy(array.copy()).float()
 
-    numbered = [[torch.empty(0) for _ in names] for names in _by_group(model)]
-    decay = (config.weight_decay, 0.0)
-    groups = [{"params": p, "weight_decay": d} for p, d in zip(numbered, decay, strict=True)]
+    decaying, other = _by_group(model)
+    groups = [
+        {"params": [torch.empty(0) for _ in decaying], "weight_decay": config.weight_decay},
+        {"params": [torch.empty(0) for _ in other], "weight_decay": 0.0},
+    ]
     betas = (config.beta1, config.beta2)
     adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.eps)
     state = {}
-    for number, name in enumerate(chain(*_by_group(model)) if updates else ()):
+    for number, name in enumerate([*decaying, *other] if updates else ()):
         moments = {key: tensor(group, name) for group, key in moment_keys(config).items()}
         state[number] = {"step": torch.tensor(float(updates)), **moments}
     saved = {
@@ -135,9 +133,9 @@ def export_checkpoint(source: Path, target: Path) -> None:
         "config": settings_of(experiment),
     }
     saved["model"][HEAD] = saved["model"][nanogpt_name("embedding.token")]
-    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    torch.save(saved, temporary)
-    os.replace(temporary, target)
+    content = io.BytesIO()
+    torch.save(saved, content)
+    write_atomically(target, content.getvalue())
 
 
 def _by_group(model: Model) -> list[list[str]]:
@@ -159,29 +157,23 @@ def _moments(
     numbers = [number for group in saved.optimizer.param_groups for number in group.params]
     states, step = saved.optimizer.state, saved.iter_num
     if len(numbers) != len(names):
-        raise ExperimentError(
-            f"{source}: its optimizer has {len(numbers)} parameters, and the model {len(names)}"
-        )
+        said = f"its optimizer has {len(numbers)} parameters, and the model {len(names)}"
+        raise ExperimentError(f"{source}: {said}")
     if not states and not step:
         return {}, 0
-    moments: dict[str, dict[str, torch.Tensor]] = {}
+    moments = {group: dict[str, torch.Tensor]() for group in moment_keys(experiment.optimizer)}
     for group, key in moment_keys(experiment.optimizer).items():
-        moments[group] = {}
         for name, number in zip(names, numbers, strict=True):
             moment: Any = states.get(number, {}).get(key)
-            shape = tuple(weights[name].shape)
-            if not is_plain(moment) or tuple(moment.shape) != shape:
-                there = tuple(moment.shape) if is_plain(moment) else "no tensor of plain numbers"
+            found = tuple(moment.shape) if is_plain(moment) else "no tensor of plain numbers"
+            if found != (shape := tuple(weights[name].shape)):
                 raise ExperimentError(
-                    f"{source}: its optimizer's {key} of {name} is {there}, and the weight {shape}: its "
+                    f"{source}: its optimizer's {key} of {name} is {found}, and the weight {shape}: its "
                     f"parameters are in another order, or of another model"
                 )
             moments[group][name] = moment.float()
-    try:
-        steps = {int(states[number]["step"]) for number in numbers}
-    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
-        steps = set()
-    updates, skips = min(steps, default=-1), experiment.precision.dtype == "float16"
+    steps = {int(states[number]["step"]) for number in numbers}
+    updates, skips = min(steps), experiment.precision.dtype == "float16"
     if len(steps) != 1 or not (updates == step or (skips and 0 <= updates < step)):
         raise ExperimentError(f"{source}: iter_num = {step}, and its optimizer is at step {sorted(steps)}")
     return moments, updates

@@ -61,24 +61,16 @@ class RankSide:
         return torch.cuda.memory_allocated(device) if device.type == "cuda" else process_memory()
 
     def not_finite(self) -> str:
-        """A clause that names the first gradient or weight that is not finite.
-
-        `optimizer_step` leaves the gradients as they are if their norm is not finite. A peer has dropped them
-        by then: its weights tell.
-        """
+        """A clause that names the first gradient that is not finite; of a peer, which drops them, weight."""
         parameters, world = self._run.parallel.parameters, self._run.mesh.world
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        is_any_there, by_role = any(world.all_gather_objects(bool(gradients))), (parameters, gradients)
-        wrong = [
-            name
-            for name, tensor in by_role[is_any_there].items()
-            if not torch.isfinite(local(tensor.detach())).all()
-        ]
+        are_there = any(world.all_gather_objects(bool(gradients)))
+        role, tensors = ("gradient", gradients) if are_there else ("weight", parameters)
+        wrong = [name for name, tensor in tensors.items() if not local(tensor.detach()).isfinite().all()]
         names = {name for names in world.all_gather_objects(wrong) for name in names}
-        rows, role = parameter_table(self._run.experiment.model), ("weight", "gradient")[is_any_there]
-        first = next((row.name for row in rows if nanogpt_name(row.name) in names), "")
-        if first:
-            return f"the first {role} that is not finite is that of {first}"
+        for row in parameter_table(self._run.experiment.model):
+            if nanogpt_name(row.name) in names:
+                return f"the first {role} that is not finite is that of {row.name}"
         return f"every entry of every {role} is finite"
 
     def tensors(self, rung: Rung) -> Mapping[str, np.ndarray]:

@@ -107,12 +107,8 @@ class ParallelModel:
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
 
     def gradients(self) -> TensorsByName:
-        """This rank's pieces of the gradients. Every parameter must have one."""
-        gradients = {}
-        for name, parameter in self.parameters.items():
-            assert parameter.grad is not None, f"{name} has no gradient"
-            gradients[name] = parameter.grad
-        return gradients
+        """This rank's pieces of the gradients."""
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
     def held_gradients(self) -> list[torch.Tensor]:
         """All allocated gradients: of whole parameters, any shapes, and of this rank's pieces of them."""

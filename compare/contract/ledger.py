@@ -1,7 +1,7 @@
 """What a function or a module communicates, held against what its author expects.
 
 ledger = jaxpar.ledger(step, *arguments, mesh=mesh)        # any function that JAX can jit
-with torchpar.ledger(mesh) as ledger:                      # any module and its wrappers
+with torchpar.ledger() as ledger:                          # any module and its wrappers
     loss(model(x)).backward()
 
 print(ledger)

@@ -15,7 +15,7 @@ from compare.contract.communication import Communication, summed
 from compare.spec.axes import ROWS
 from compare.spec.experiment import Experiment, Layout, Model, Optimizer
 from torchpar.comm.mesh import Mesh, make_mesh
-from torchpar.measure.ledger import LedgerSink, group_names
+from torchpar.measure.ledger import LedgerSink
 from torchpar.measure.watch import Watch
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer, optimizer_step
@@ -97,7 +97,7 @@ def backward(parallel: ParallelModel, mesh: Mesh, step: int) -> torch.Tensor:
 
 def count(parallel: ParallelModel, mesh: Mesh) -> dict[tuple[str, str], Communication]:
     """What a step sends, by kind and purpose, with what DTensor infers."""
-    sink = LedgerSink(group_names(mesh), infers=True)
+    sink = LedgerSink(mesh)
     with Watch(sink):
         backward(parallel, mesh, 0)
     return {(row.kind, row.purpose): row for row in summed(sink.noted().rows)}

@@ -1,5 +1,7 @@
 """The ledger of any program: every form of a collective, planted surprises with their lines, all ranks."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -159,7 +161,7 @@ def of_rank(*sizes: int, seen: int, own: int) -> RankLedger:
         Communication(kind="permute", axis="pp", calls=1, bytes=size, wire_bytes=size, source=f"line {place}")
         for place, size in enumerate(sizes)
     ]
-    return RankLedger(rows, {"pp": seen}, {"pp": own})
+    return RankLedger(rows, Counter(pp=seen), Counter(pp=own))
 
 
 def test_each_stage_has_the_rows_of_its_busiest_rank():

@@ -12,8 +12,6 @@ from compare.host.facts import MissingPackageError
 from compare.host.json_files import write_json
 from compare.spec.experiment import Data, Experiment, Optimizer, Train
 from torchpar.launch import Rank
-from torchpar.model import GPT
-from torchpar.peers import nanogpt_loop
 from torchpar.train import train as torchpar_train
 
 TIMING = Timing(warmup=3, window=2, windows=2, single=1)
@@ -54,15 +52,6 @@ def test_a_loop_that_diverges_names_a_weight(tmp_path, short):
     wild = replace(short, optimizer=Optimizer(learning_rate=1e300, decay_lr=False, grad_clip=0.0))
     with pytest.raises(DivergedError, match=r"the first weight that is not finite is that of \w+"):
         train("nanogpt-loop", tmp_path, wild)
-
-
-def test_matrices_decay_and_nothing_else(tiny):
-    model = GPT(tiny.model)
-    decaying, rest = nanogpt_loop.configure_optimizers(model, tiny.optimizer).param_groups
-    assert {p.dim() for p in decaying["params"]} == {2}
-    assert {p.dim() for p in rest["params"]} == {1}
-    assert (decaying["weight_decay"], rest["weight_decay"]) == (tiny.optimizer.weight_decay, 0.0)
-    assert len(decaying["params"]) + len(rest["params"]) == len(list(model.parameters()))
 
 
 def test_a_peer_that_is_not_installed_is_refused_before_any_rank(tmp_path, tiny, monkeypatch):

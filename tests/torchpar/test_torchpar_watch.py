@@ -77,7 +77,7 @@ def test_who_watches_keeps_no_tensor():
     """PyTorch's ModuleTracker does: what is computed anew was then there until the end of the step."""
     for again in (False, True):
         model = Two(again=again)
-        with Watch(MemorySink({}, module=model), LedgerSink({})):
+        with Watch(MemorySink({}, module=model), LedgerSink()):
             model(torch.ones(4, 8)).sum().backward()
             assert model.part.made
             assert all(made() is None for made in model.part.made)

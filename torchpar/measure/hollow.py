@@ -13,6 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from torchpar.measure.ledger import NAMESPACES
+
 SMALL = 2**14
 """Elements up to which operators compute."""
 REUSED_BYTES = 2**25
@@ -21,8 +23,6 @@ SHAPE = (torch.ops.aten.resize_.default, torch.ops.aten.set_.source_Tensor)
 """They change what a tensor is, and no number."""
 LOOKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Of operators whose results a program looks at, or whose shapes depend on numbers."""
-MOVES_NOTHING = ("c10d", "_c10d_functional")
-"""Collectives: those of the absent are done at once."""
 
 
 class HollowMode(TorchDispatchMode):
@@ -32,7 +32,7 @@ class HollowMode(TorchDispatchMode):
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # DTensor first: what it makes of the operator comes back here
         kwargs = kwargs or {}
-        if func in SHAPE or func.namespace in MOVES_NOTHING or func.is_view or LOOKS & set(func.tags):
+        if func in SHAPE or func.namespace in NAMESPACES or func.is_view or LOOKS & set(func.tags):
             return func(*args, **kwargs)
         if func._schema.is_mutable:
             if _are_small((args, kwargs)):

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from compare.contract.memory_profile import Class, DeviceMemory
 from compare.contract.recording import Observer
 from compare.contract.work import ObservedWork
-from torchpar.measure.ledger import LedgerSink, RankLedger, group_names
+from torchpar.measure.ledger import LedgerSink, RankLedger
 from torchpar.measure.memory import MemorySink, resident_bytes
 from torchpar.measure.watch import Watch, around_tasks
 from torchpar.measure.work import WorkSink
@@ -26,10 +26,8 @@ class Instruments(Observer):
     def __init__(self, run: Run):
         self._run = run
         self.watched = run.request.first_step + min(INSTRUMENTED_STEP, run.request.steps - 1)
-        self.ledger = LedgerSink(group_names(run.mesh), infers=True)
+        self.ledger = LedgerSink(run.mesh)
         self.gradient_bytes = 0
-        self._memory: MemorySink | None = None
-        self._findings: tuple[DeviceMemory, ObservedWork] | None = None
 
     @contextmanager
     def watch(self) -> Generator[None]:
@@ -42,20 +40,19 @@ class Instruments(Observer):
             "gathered parameters": parallel.transient,
         }
         elsewhere, device = host_tensors(parallel.optimizer), self._run.mesh.device.type
-        memory = MemorySink(present, elsewhere=elsewhere, module=parallel.module, device=device)
-        work = WorkSink(parallel.module)
-        tasks = around_tasks(work.task) if parallel.run_pipeline else nullcontext()
-        self._memory, is_compiled = memory, parallel.compiled is not None
+        self._memory = MemorySink(present, elsewhere=elsewhere, module=parallel.module, device=device)
+        self._work = WorkSink(parallel.module)
+        tasks = around_tasks(self._work.task) if parallel.run_pipeline else nullcontext()
         # To be watched is no reason to compile anew: other steps run this, too.
-        as_it_is = torch.compiler.set_stance(skip_guard_eval_unsafe=True) if is_compiled else nullcontext()
-        with as_it_is, tasks, Watch(memory, self.ledger, work):
+        unsafe = parallel.compiled is not None
+        as_it_is = torch.compiler.set_stance(skip_guard_eval_unsafe=True) if unsafe else nullcontext()
+        with as_it_is, tasks, Watch(self._memory, self.ledger, self._work):
             yield
-            memory.tag("optimizer", parallel.optimizer_state())  # which a first step makes
-        self._findings = memory.memory(), work.seen()
+            self._memory.tag("optimizer", parallel.optimizer_state())  # which a first step makes
 
     def gradients(self, step: int) -> None:
         """Count later allocations to the optimizer."""
-        if self._memory and step == self.watched:
+        if step == self.watched:
             gradients = self._run.parallel.held_gradients()
             self.gradient_bytes = resident_bytes(gradients)
             self._memory.tag("gradients", gradients)
@@ -63,7 +60,6 @@ class Instruments(Observer):
 
     def findings(self) -> tuple[DeviceMemory, ObservedWork, RankLedger]:
         """Memory, work and ledger of the step, which is over."""
-        assert self._findings, "no step was watched"
-        memory, work = self._findings
         compiled = self._run.parallel.compiled
-        return memory, replace(work, compiled=compiled() if compiled else ""), self.ledger.noted()
+        work = replace(self._work.seen(), compiled=compiled() if compiled else "")
+        return self._memory.memory(), work, self.ledger.noted()

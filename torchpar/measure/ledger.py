@@ -1,6 +1,6 @@
 """The ledger of what runs inside: every collective, with its place in the program.
 
-    with torchpar.ledger(mesh) as ledger:
+    with torchpar.ledger() as ledger:
         loss(model(x)).backward()
     print(ledger)
 
@@ -11,7 +11,7 @@ dispatcher sees those sends, which are held against our own count. What another 
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 import typing_extensions
 from msgspec.structs import replace
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -41,7 +40,7 @@ from compare.contract.communication import (
 )
 from compare.contract.ledger import Ledger
 from compare.spec.axes import DP_SHARD, PP, TP
-from torchpar.comm.collectives import Call, observers
+from torchpar.comm.collectives import Axis, Call, observers
 from torchpar.comm.mesh import Mesh
 from torchpar.measure.watch import Sink, Watch
 
@@ -57,6 +56,7 @@ KINDS = {
     "send": "permute",
 }
 """The ledger's kind by the beginning of c10d's and functional names, without punctuation."""
+NAMESPACES = ("c10d", "_c10d_functional")
 SILENT = {"recv", "recvanysource", "waittensor", "barrier", "monitoredbarrier", "wraptensorautograd"}
 """They send nothing, or their sender counts it."""
 WIDEST = 8
@@ -64,28 +64,27 @@ WIDEST = 8
 
 
 class RankLedger(NamedTuple):
-    """Notes of a `LedgerSink` on one rank: its rows, and bytes on the wire by axis."""
+    """One rank's rows; bytes on the wire by axis: `seen` by the dispatcher, and of our `own` calls."""
 
     rows: list[Communication]
-    seen: Mapping[str, int]
-    """All that the dispatcher saw."""
-    own: Mapping[str, int]
-    """Our own calls."""
-    problems: tuple[str, ...] = ()
+    seen: Counter[str]
+    own: Counter[str]
+    problems: Sequence[str] = ()
 
 
 class LedgerSink(Sink):
     """Notes the collectives with their places; `library_calls` are those by libraries, in their order.
 
-    Axes are given by the names of their process groups. If it `infers`, the calls of PyTorch's wrappers get
+    Process groups have the names of the mesh's axes, if it is given: then the calls of PyTorch's wrappers get
     the purpose that they have in our engines.
     """
 
-    def __init__(self, axes: Mapping[str, str], *, infers: bool = False):
+    def __init__(self, mesh: Mesh | None = None):
         self.library_calls: list[Call] = []
         self._problems: list[str] = []
         self._seen, self._own = Counter[str](), Counter[str]()
-        self._axes, self._infers = axes, infers
+        self._infers, axes = mesh is not None, mesh.axes.values() if mesh else ()
+        self._names = {axis.group.group_name: axis.name for axis in axes if axis.group}
         self._rows = dict[Communication, list[int]]()
 
     def call(self, call: Call, full: torch.Tensor, ranks: int) -> None:
@@ -94,15 +93,24 @@ class LedgerSink(Sink):
             self._own[call.axis] += ring_wire_bytes(call.kind, full.nbytes, ranks)
 
     def operator(self, func: Any, operands: tuple, result: Any) -> None:
-        if func.namespace not in ("c10d", "_c10d_functional") or self.watch not in observers:
-            return  # else it is `unobserved`
+        if func.namespace not in NAMESPACES or self.watch not in observers:  # else it is `unobserved`
+            return
         try:
-            if group := _group_of(func, operands[0]):
-                self._see(func, operands[0], result, group)
+            if not (group := _group_of(func, operands[0])):
+                return
+            if not (sent := sent_by(func, operands[0], result, group.size())):
+                return
         except Exception as error:  # an observer never breaks what it watches
-            problem = f"{func.overloadpacket.__name__} is in no row: {error}"
-            if problem not in self._problems:
-                self._problems.append(problem)
+            self._problems.append(f"{func.overloadpacket.__name__} is in no row: {error}")
+            return
+        (kind, size), ranks = sent, group.size()
+        axis = self._names.get(group.group_name) or Axis.of(group).name
+        self._seen[axis] += ring_wire_bytes(kind, size, ranks)
+        if ranks > 1 and not self.watch.calls:  # else it is part of one of our own calls
+            dtype = _dtypes(operands[0])
+            call = Call(kind, axis, self._inferred_purpose(kind, axis, dtype) if self._infers else "")
+            self.library_calls.append(call)
+            self._note(call, ranks, dtype, size)
 
     def noted(self) -> RankLedger:
         """All that was noted; rows in the order in which they first came."""
@@ -110,19 +118,7 @@ class LedgerSink(Sink):
         for place, (calls, size) in self._rows.items():
             wire_bytes = ring_wire_bytes(place.kind, size, place.group_size)
             rows.append(replace(place, calls=calls, bytes=size, wire_bytes=wire_bytes))
-        return RankLedger(rows, dict(self._seen), dict(self._own), tuple(self._problems))
-
-    def _see(self, func: Any, arguments: tuple, result: Any, group: dist.ProcessGroup) -> None:
-        """Note an operator, unless it is part of one of our own calls."""
-        ranks, axis = group.size(), self._axes.get(str(group.group_name), "subgroup")
-        if sent := sent_by(func, arguments, result, ranks):
-            kind, size = sent
-            self._seen[axis] += ring_wire_bytes(kind, size, ranks)
-            if ranks > 1 and not self.watch.calls:
-                dtype = _dtypes(arguments)
-                call = Call(kind, axis, self._inferred_purpose(kind, axis, dtype) if self._infers else "")
-                self.library_calls.append(call)
-                self._note(call, ranks, dtype, size)
+        return RankLedger(rows, self._seen, self._own, [*dict.fromkeys(self._problems)])
 
     def _note(self, call: Call, ranks: int, dtype: str, size: int) -> None:
         """Add one call to its row."""
@@ -165,13 +161,9 @@ class LedgerSink(Sink):
 
 
 @contextmanager
-def ledger_of(mesh: Mesh | DeviceMesh | None = None) -> Generator[Ledger]:
-    """Ledger of this rank's communication inside, a row for each place; filled when it ends.
-
-    Args:
-        mesh: names the process groups; by default they are world and subgroup.
-    """
-    ledger, sink = Ledger(), LedgerSink(group_names(mesh))
+def ledger_of() -> Generator[Ledger]:
+    """Ledger of this rank's communication inside, a row for each place; filled when it ends."""
+    ledger, sink = Ledger(), LedgerSink()
     try:
         with Watch(sink):
             yield ledger
@@ -179,17 +171,6 @@ def ledger_of(mesh: Mesh | DeviceMesh | None = None) -> Generator[Ledger]:
         noted = sink.noted()
         ledger.rows.extend(noted.rows)
         ledger.problems.extend(noted.problems)
-
-
-def group_names(mesh: Mesh | DeviceMesh | None) -> dict[str, str]:
-    """The axis of every process group that has one, by the group's name."""
-    groups = [(dist.group.WORLD, "world")] if dist.is_initialized() else []
-    if isinstance(mesh, Mesh):
-        groups += [(axis.group, axis.name) for axis in mesh.axes.values()]
-    if isinstance(mesh, DeviceMesh):
-        names = mesh.mesh_dim_names or [f"dim {dim}" for dim in range(mesh.ndim)]
-        groups += [(mesh.get_group(dim), name) for dim, name in enumerate(names)]
-    return {str(group.group_name): name for group, name in groups if group}
 
 
 def of_all_ranks(ranks: Sequence[RankLedger], *, stages: Sequence[int], counts_own: bool) -> Ledger:
@@ -206,8 +187,8 @@ def of_all_ranks(ranks: Sequence[RankLedger], *, stages: Sequence[int], counts_o
     problems = [problem for ledger in ranks for problem in ledger.problems]
     if counts_own:
         # Over all ranks, since the last of an axis have the smaller pieces; but for the padding of these.
-        seen = sum((Counter(ledger.seen) for ledger in ranks), Counter())
-        own = sum((Counter(ledger.own) for ledger in ranks), Counter())
+        seen = sum((ledger.seen for ledger in ranks), Counter[str]())
+        own = sum((ledger.own for ledger in ranks), Counter[str]())
         padding = sum(row.calls for ledger in ranks for row in ledger.rows) * len(ranks) * WIDEST
         problems += [
             f"along {axis} our own calls send {own[axis]:,} bytes, and the dispatcher saw {seen[axis]:,}"
@@ -219,19 +200,15 @@ def of_all_ranks(ranks: Sequence[RankLedger], *, stages: Sequence[int], counts_o
 
 
 def kind_of(bare: str) -> str:
-    """The ledger's kind of an operator, by its name without punctuation; '' for none that is known."""
+    """The ledger's kind of an operator, by its name without punctuation; or ''."""
     return next((kind for name, kind in KINDS.items() if bare.startswith(name)), "")
 
 
 def sent_by(func: Any, arguments: tuple, result: Any, ranks: int) -> tuple[str, int] | None:
     """Kind and bytes of an operator of c10d, (outputs, inputs, ...), or a functional, inputs -> outputs.
 
-    Returns:
-        Bytes of the full (gathered) tensor; of an all-to-all, the rank's own; of a sparse one, with indices.
-        None if it sends nothing itself.
-
-    Raises:
-        ValueError: it is none that is known.
+    Bytes are of the full (gathered) tensor; of an all-to-all, the rank's own; of a sparse one, with indices.
+    None if it sends nothing itself. Raises ValueError: it is none that is known.
     """
     name = func.overloadpacket.__name__
     bare = name.replace("_", "")

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from compare.contract.memory_profile import Class, DeviceMemory, Phase, device_memory
+from torchpar.measure.ledger import NAMESPACES
 from torchpar.measure.watch import HEAD, LOSS, Sink, modules_named
 from torchpar.parallel_model import local
 
@@ -130,7 +131,7 @@ class MemorySink(Sink):
             for life in made:
                 if 2 * life.sizes[-1][0] > self._logits_bytes:
                     life.tags.add("logits")
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in NAMESPACES:
             name = func.overloadpacket.__name__
             is_part = any(call.kind != "permute" for call in self.watch.calls)
             is_message = name.startswith(("send", "recv")) and not is_part

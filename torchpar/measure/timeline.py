@@ -27,7 +27,7 @@ from compare.spec.axes import PP
 from torchpar.comm.collectives import Call, observers
 from torchpar.launch import Rank
 from torchpar.measure.instruments import Instruments
-from torchpar.measure.trace import STEP, WAIT, RankTrace, read_trace, span_of
+from torchpar.measure.trace import STEP, WAIT, read_trace, span_of
 from torchpar.measure.watch import around_calls, around_tasks
 from torchpar.run import Run
 
@@ -68,11 +68,12 @@ class StepProfiler(Observer):
     @contextmanager
     def watch(self) -> Generator[None]:
         """All ranks together, which begin the step together."""
-        run, on_gpu = self._run, self._run.mesh.device.type == "cuda"
+        run, world, marks = self._run, self._run.mesh.world, Marks(self._run)
+        on_gpu = run.mesh.device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         with profile(activities=activities) as profiler:
-            run.mesh.world.all_gather_objects(None)  # who starts his profiler first must not seem to wait
-            with Marks(run) as marks:
+            world.all_gather_objects(None)  # who starts his profiler first must not seem to wait
+            with marks.put():
                 yield
                 if on_gpu:
                     torch.cuda.synchronize(run.mesh.device)
@@ -81,42 +82,53 @@ class StepProfiler(Observer):
             profiler.export_chrome_trace(str(path))
             calls = self._ledger.library_calls
             own = read_trace(path.read_bytes(), marks.spans, on_gpu=on_gpu, library_calls=calls)
-        method = GPU_METHOD if on_gpu else CPU_METHOD
-        timeline = put_together(run.mesh.world.all_gather_objects(own), step=self.watched, method=method)
-        if self._recorder:
-            self._recorder.leave(timeline)
+        traces = world.all_gather_objects(own)
+        if not self._recorder:
+            return
+        begin = min((span.begin_us for trace in traces for span in trace.spans), default=0.0)
+        lanes = []
+        for device, trace in enumerate(traces):
+            spans = [replace(span, begin_us=span.begin_us - begin) for span in trace.spans]
+            lanes.append(Lane(device=device, spans=sorted(spans, key=lambda span: span.begin_us)))
+        wall_us = max(trace.wall_us for trace in traces)
+        problems = dict.fromkeys(trace.problem for trace in traces if trace.problem)
+        method = " ".join((GPU_METHOD if on_gpu else CPU_METHOD, *problems))
+        self._recorder.leave(Timeline(step=self.watched, wall_us=wall_us, lanes=lanes, method=method))
 
 
 class Marks:
-    """Puts marks into the trace of a step while it is entered; `spans` are theirs, without times."""
+    """Marks in the trace of a step; `spans` are theirs, without times."""
 
     def __init__(self, run: Run):
         self.spans = dict[str, Span]()
-        self._run, self._beat, self._passes = run, Rank.at, 0
-        self._phase: AbstractContextManager = nullcontext()
+        self._run, self._passes = run, 0
+        self._phase = ExitStack()
         self._calls = list[record_function]()
-        self._exits = ExitStack()
 
-    def __enter__(self) -> "Marks":
-        enter, run = self._exits.enter_context, self._run
-        enter(record_function(STEP))
-        observers.append(self)
-        self._exits.callback(observers.remove, self)
-        self._exits.callback(lambda: self._phase.__exit__(None, None, None))
-        enter(patch.object(Rank, "at", lambda *place: self._enter_phase(*place)))
-        enter(around_calls(dist.Work, "wait", lambda *_: record_function(WAIT)))
-        if run.parallel.run_pipeline:
+    @contextmanager
+    def put(self) -> Generator[None]:
+        """Put them around what runs inside."""
+        beat = Rank.at
 
-            def loss(schedule: Any, stage: Any, output: Any, targets: Any, microbatch: int, *_: Any) -> Any:
-                task = Task(Tasks.FORWARD, stage.stage_index, microbatch)
-                return self._around_task(task, "loss") if stage.is_last else nullcontext()
+        def at(rank: Rank, step: int, phase: str) -> None:
+            beat(rank, step, phase)
+            self._enter_phase(phase)
 
-            enter(around_tasks(self._around_task))
-            enter(around_calls(_PipelineSchedule, "_maybe_compute_loss", loss))
-        return self
+        def loss(schedule: Any, stage: Any, output: Any, targets: Any, microbatch: int, *_: Any) -> Any:
+            task = Task(Tasks.FORWARD, stage.stage_index, microbatch)
+            return self._around_task(task, "loss") if stage.is_last else nullcontext()
 
-    def __exit__(self, *error: object) -> None:
-        self._exits.close()
+        with ExitStack() as stack:
+            stack.enter_context(record_function(STEP))
+            observers.append(self)
+            stack.callback(observers.remove, self)
+            stack.callback(self._phase.close)
+            stack.enter_context(patch.object(Rank, "at", at))
+            stack.enter_context(around_calls(dist.Work, "wait", lambda *_: record_function(WAIT)))
+            if self._run.parallel.run_pipeline:
+                stack.enter_context(around_tasks(self._around_task))
+                stack.enter_context(around_calls(_PipelineSchedule, "_maybe_compute_loss", loss))
+            yield
 
     def begins(self, call: Call, full: torch.Tensor, members: Sequence[int], to: int | None) -> None:
         """One of our own collectives is called; it may end long after the call: see `CallObserver`."""
@@ -138,28 +150,13 @@ class Marks:
         span = Span(kind=kind, name=title, microbatch=task.microbatch, chunk=chunk, begin_us=0, duration_us=0)
         return self._mark(span)
 
-    def _enter_phase(self, rank: Rank, step: int, phase: str) -> None:
-        """In place of `Rank.at`: a phase lasts until the next one."""
-        self._beat(rank, step, phase)
-        self._phase.__exit__(None, None, None)
-        self._phase = nullcontext()
+    def _enter_phase(self, phase: str) -> None:
+        """A phase lasts until the next one."""
+        self._phase.close()
         self._passes += phase == "forward"
         # A pipeline's forwards and backwards are its tasks; what lies between them is none of both.
         if phase in PHASES and not (self._run.parallel.run_pipeline and phase == "forward"):
             many = self._run.experiment.train.gradient_accumulation_steps > 1
             of_pass = f", pass {self._passes}" if many and phase in ("forward", "backward") else ""
             span = Span(kind=PHASES[phase], name=phase + of_pass, begin_us=0, duration_us=0)
-            self._phase = self._mark(span)
-            self._phase.__enter__()
-
-
-def put_together(traces: Sequence[RankTrace], *, step: int, method: str) -> Timeline:
-    """All ranks' traces as a timeline, in which time begins with the first span."""
-    begin = min((span.begin_us for trace in traces for span in trace.spans), default=0.0)
-    lanes = []
-    for device, trace in enumerate(traces):
-        spans = [replace(span, begin_us=span.begin_us - begin) for span in trace.spans]
-        lanes.append(Lane(device=device, spans=sorted(spans, key=lambda span: span.begin_us)))
-    wall_us = max(trace.end_us - trace.begin_us for trace in traces)
-    problems = dict.fromkeys(trace.problem for trace in traces if trace.problem)
-    return Timeline(step=step, wall_us=wall_us, lanes=lanes, method=" ".join((method, *problems)))
+            self._phase.enter_context(self._mark(span))

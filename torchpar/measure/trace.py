@@ -70,11 +70,10 @@ class _Trace(Struct):
 
 
 class RankTrace(NamedTuple):
-    """Spans of one rank in the step; times in microseconds of the machine's clock; a problem in words."""
+    """Spans of one rank, by the machine's clock; how long the step took; a problem in words."""
 
-    begin_us: float
-    end_us: float
     spans: list[Span]
+    wall_us: float
     problem: str = ""
 
 
@@ -95,20 +94,19 @@ def read_trace(
     them.
     """
     trace = msgspec.json.decode(content, type=_Trace)
-    events = [event for event in trace.traceEvents if event.ph == "X"]
+    events = sorted((event for event in trace.traceEvents if event.ph == "X"), key=lambda event: event.ts)
     for event in events:
         event.ts += trace.baseTimeNanoseconds / 1e3
         event.span = marks.get(event.name) if event.cat != "gpu_user_annotation" else None
-    events.sort(key=lambda event: event.ts)
     begun = next(place for place, event in enumerate(events) if event.name == STEP)
     step, events = events[begun], events[begun:]  # before it the ranks meet
     calls, problem = find_calls(events, library_calls)
     tasks = outermost(event for event in events if event.span and event.span.kind in COMPUTE)
     if on_gpu:
-        return RankTrace(step.ts, step.end, list(_kernels(events, tasks, calls)), problem)
+        return RankTrace(list(_kernels(events, tasks, calls)), step.dur, problem)
     transfers, unmatched = _transfers(events, calls)
     spans = list(_of_the_host(events, tasks, zip(calls, transfers, strict=True)))
-    return RankTrace(step.ts, step.end, spans, " ".join(filter(None, (problem, unmatched))))
+    return RankTrace(spans, step.dur, " ".join(filter(None, (problem, unmatched))))
 
 
 def find_calls(events: Sequence[Event], library_calls: Sequence[Call]) -> tuple[list[Event], str]:

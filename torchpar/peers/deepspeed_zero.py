@@ -6,7 +6,7 @@ Started"; ZeRO is arXiv 1910.02054.
 
 import dataclasses
 import os
-from typing import Any
+from typing import Any, cast
 
 import deepspeed
 import deepspeed.ops
@@ -22,8 +22,8 @@ from torchpar.comm.collectives import Axis, unobserved
 from torchpar.comm.mesh import Mesh
 from torchpar.launch import Rank
 from torchpar.model import GPT
+from torchpar.optimizer import make_optimizer
 from torchpar.parallel_model import ParallelModel, TensorsByName
-from torchpar.peers.nanogpt_loop import configure_optimizers
 from torchpar.run import RankBatch, Run
 
 FLOAT32_BYTES = 4
@@ -71,8 +71,7 @@ class ZeRO(ParallelModel):
 def compute_gradients(run: Run, batch: RankBatch) -> torch.Tensor:
     """Forward and backward of every pass. Returns the mean loss over the global batch, a scalar."""
     run.rank.at(run.state.step, "forward")
-    assert isinstance(run.parallel, ZeRO)
-    engine, losses = run.parallel.engine, []
+    engine, losses = cast(ZeRO, run.parallel).engine, []
     for inputs_BT, targets_BT in zip(batch.inputs_ABT, batch.targets_ABT, strict=True):
         if losses:
             engine.step()  # between two passes it only counts
@@ -87,8 +86,7 @@ def compute_gradients(run: Run, batch: RankBatch) -> torch.Tensor:
 
 def update_weights(run: Run) -> torch.Tensor:
     """The engine clips, updates, gathers and drops the gradients. Returns the norm () before clipping."""
-    assert isinstance(run.parallel, ZeRO)
-    engine = run.parallel.engine
+    engine = cast(ZeRO, run.parallel).engine
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate(run.experiment.optimizer, run.state.updates)
     engine.step()
@@ -118,7 +116,7 @@ def parallelize(model: GPT, experiment: Experiment, *, mesh: Mesh, rank: Rank) -
     with process_groups.group_threads():  # DeepSpeed makes a group of its own
         engine, *_ = deepspeed.initialize(
             model=model,
-            optimizer=configure_optimizers(model, experiment.optimizer),
+            optimizer=make_optimizer(dict(model.named_parameters()), experiment),
             config=configuration(experiment),
             dist_init_required=False,
         )

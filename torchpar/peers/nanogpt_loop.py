@@ -1,7 +1,7 @@
 """nanogpt-loop: one device, and the loop of nanoGPT's train.py: no container, no hook, nothing in between.
 
 On a CPU it has as many threads as PyTorch takes by itself, as nanoGPT has: OMP_NUM_THREADS, or all cores.
-Source: karpathy/nanoGPT, train.py and GPT.configure_optimizers.
+Source: karpathy/nanoGPT, train.py.
 """
 
 from contextlib import nullcontext
@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from compare.numerics.optimizer import learning_rate
-from compare.spec.experiment import Experiment, Optimizer
+from compare.spec.experiment import Experiment
 from torchpar.comm.mesh import Mesh
 from torchpar.launch import Rank
 from torchpar.model import GPT
+from torchpar.optimizer import make_optimizer
 from torchpar.parallel_model import ParallelModel
 from torchpar.run import RankBatch, Run
 
@@ -45,24 +46,6 @@ def update_weights(run: Run) -> torch.Tensor:
 
 def parallelize(model: GPT, experiment: Experiment, *, mesh: Mesh, rank: Rank) -> tuple[ParallelModel, Mesh]:
     """The plain model and its optimizer; the mesh of one device."""
-    optimizer = configure_optimizers(model, experiment.optimizer)
     parameters = dict(model.named_parameters())
+    optimizer = make_optimizer(parameters, experiment)
     return ParallelModel(module=model, optimizer=optimizer, parameters=parameters), mesh
-
-
-def configure_optimizers(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
-    """The optimizer over two groups: matrices and embeddings decay, biases and norms do not; fused."""
-    parameters = list(model.parameters())
-    decays = [p.dim() >= 2 or config.decay == "all" for p in parameters]
-    groups = [
-        {
-            "params": [p for p, decay in zip(parameters, decays, strict=True) if decay == wanted],
-            "weight_decay": config.weight_decay if wanted else 0.0,
-        }
-        for wanted in (True, False)
-    ]
-    groups = [group for group in groups if group["params"]]
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
-    betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
