@@ -7,7 +7,6 @@ done, and moves nothing; large operators compute nothing (`torchpar.measure.holl
 what is sent, how often and over which group, and what is in memory when, is as on a cluster.
 """
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 
 import numpy as np
@@ -16,30 +15,17 @@ import torch
 from compare.contract.absent import AbsentRequest, RankAlone
 from compare.contract.ledger import Ledger
 from compare.contract.request import Request
-from compare.numerics.boxes import Box, OneByOne, Weights, whole
+from compare.numerics.boxes import Given
 from compare.numerics.parameters import parameter_table, storage_dtype
 from compare.numerics.stream import arrays_of_step
-from compare.spec.experiment import Experiment, ExperimentError, edited
+from compare.spec.experiment import ExperimentError, edited
 from torchpar.comm.mesh import make_mesh
 from torchpar.comm.process_groups import join_absent
 from torchpar.launch import Rank
 from torchpar.measure.hollow import HollowMode
-from torchpar.measure.instruments import INSTRUMENTED_STEP, Instruments
+from torchpar.observers import INSTRUMENTED_STEP, Instruments
 from torchpar.run import to_device
 from torchpar.train import move_on, set_up
-
-
-class NoWeights(OneByOne, Weights):
-    """First weights that nobody draws: zeros, whose memory nobody writes to."""
-
-    def __init__(self, experiment: Experiment):
-        shapes = {row.name: row.shape for row in parameter_table(experiment.model)}
-        super().__init__(shapes, lambda name: self.boxes(name, [whole(shapes[name])])[0])
-        self._dtype = storage_dtype(experiment)
-
-    def boxes(self, name: str, boxes: Sequence[Box]) -> list[np.ndarray]:
-        """Zeros."""
-        return [np.zeros(box.shape, self._dtype) for box in boxes]
 
 
 def run_alone(request: AbsentRequest) -> RankAlone:
@@ -54,8 +40,11 @@ def run_alone(request: AbsentRequest) -> RankAlone:
     rank = Rank(rank=0, world_size=ranks, local_rank=0)
     mesh = make_mesh(experiment.layout, rank=0, device=torch.device("cpu"))
     asked = Request(engine=request.engine, experiment=experiment)
+    zero = np.zeros((), storage_dtype(experiment))  # first weights that take no memory
+    rows = parameter_table(experiment.model)
+    weights = Given({row.name: np.broadcast_to(zero, row.shape) for row in rows})
     with HollowMode():
-        run = set_up(asked, mesh, rank, NoWeights(experiment))
+        run = set_up(asked, mesh, rank, weights)
         instruments = Instruments(run)
         for step in range(steps):
             with instruments.watch() if step == instruments.watched else nullcontext():

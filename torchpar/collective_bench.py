@@ -33,11 +33,7 @@ IN_PLACE = ("all_reduce", "broadcast")
 
 
 def time_as_rank(rank: Rank, *, request: CollectiveRequest, folder: Path) -> None:
-    """Time every case as one of the ranks; the first one writes the times.
-
-    Raises:
-        ExperimentError: the hosts have other versions of a package.
-    """
+    """Time every case as one of the ranks; the first one writes the times. ExperimentError: hosts differ."""
     torch.set_num_threads(1)
     device, world = join_others(rank, request.platform, folder), Axis.of(None)
     rows = []

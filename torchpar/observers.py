@@ -2,21 +2,24 @@
 
 import functools
 import socket
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from compare.checkpoint.saver import Part
 from compare.contract.ending import StopRequest
-from compare.contract.memory_profile import MemoryProfile
+from compare.contract.memory_profile import Class, DeviceMemory, MemoryProfile
 from compare.contract.other_hosts import host_names
 from compare.contract.record import ON_HOST, Recorder
 from compare.contract.recording import Observer, Recording
 from compare.contract.request import MOMENTS, Rung
 from compare.contract.timing import Window, merged
+from compare.contract.work import ObservedWork
 from compare.host.facts import cpu_seconds, process_memory, versions
 from compare.numerics.parameters import parameter_table
 from compare.numerics.stream import Evaluation, arrays_of_step, evaluate
@@ -24,15 +27,17 @@ from compare.spec.axes import ROWS
 from compare.spec.engines.registry import ENGINES
 from torchpar.comm.collectives import unobserved
 from torchpar.comm.mesh import PACKAGES, device_kind
-from torchpar.measure.instruments import Instruments
-from torchpar.measure.ledger import of_all_ranks
-from torchpar.measure.memory import CPU_METHOD, GPU_METHOD, PROFILE_METHOD, resident_bytes
-from torchpar.measure.work import of_all_ranks as work_of_all_ranks
+from torchpar.measure import ledger, work
+from torchpar.measure.memory import CPU_METHOD, GPU_METHOD, PROFILE_METHOD, MemorySink, resident_bytes
+from torchpar.measure.watch import Watch, around_tasks
 from torchpar.offload import host_tensors
 from torchpar.parallel_model import local
 from torchpar.run import Run, autocast, to_device
 from torchpar.shards import state_parts
 from torchpar.weights import moment_keys, nanogpt_name, to_arrays
+
+# DDP sends its bucket order in step 1, once: step 2 is the first that is like all later ones.
+INSTRUMENTED_STEP = 2
 
 
 def recording_of(run: Run, folder: Path) -> Recording:
@@ -43,8 +48,53 @@ def recording_of(run: Run, folder: Path) -> Recording:
     if run.request.profile:
         from torchpar.measure.timeline import StepProfiler  # what it marks is not imported for every run
 
-        own.insert(0, StepProfiler(run, recorder, instruments))
+        own.insert(0, StepProfiler(run, recorder, instruments.ledger, instrumented=instruments.watched))
     return Recording(RankSide(run, instruments), recorder, folder, own)
+
+
+class Instruments(Observer):
+    """Watches one step of a rank; `gradient_bytes` are of its gradients just before the optimizer."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self.watched = run.request.first_step + min(INSTRUMENTED_STEP, run.request.steps - 1)
+        self.ledger = ledger.LedgerSink(run.mesh)
+        self.gradient_bytes = 0
+
+    @contextmanager
+    def watch(self) -> Generator[None]:
+        """Note communication, allocations and work of the step inside."""
+        parallel = self._run.parallel
+        modules = [*parallel.module.parameters(), *parallel.module.buffers()]
+        present: dict[Class, Iterable[torch.Tensor]] = {
+            "parameters": [*modules, *parallel.parameters.values()],
+            "optimizer": parallel.optimizer_state(),
+            "gathered parameters": parallel.transient,
+        }
+        elsewhere, device = host_tensors(parallel.optimizer), self._run.mesh.device.type
+        self._memory = MemorySink(present, elsewhere=elsewhere, module=parallel.module, device=device)
+        self._work = work.WorkSink(parallel.module)
+        tasks = around_tasks(self._work.task) if parallel.run_pipeline else nullcontext()
+        # To be watched is no reason to compile anew: other steps run this, too.
+        unsafe = parallel.compiled is not None
+        as_it_is = torch.compiler.set_stance(skip_guard_eval_unsafe=True) if unsafe else nullcontext()
+        with as_it_is, tasks, Watch(self._memory, self.ledger, self._work):
+            yield
+            self._memory.tag("optimizer", parallel.optimizer_state())  # which a first step makes
+
+    def gradients(self, step: int) -> None:
+        """Count later allocations to the optimizer."""
+        if step == self.watched:
+            gradients = self._run.parallel.held_gradients()
+            self.gradient_bytes = resident_bytes(gradients)
+            self._memory.tag("gradients", gradients)
+            self._memory.watch.is_updating = True
+
+    def findings(self) -> tuple[DeviceMemory, ObservedWork, ledger.RankLedger]:
+        """Memory, work and ledger of the step, which is over."""
+        compiled = self._run.parallel.compiled
+        seen = replace(self._work.seen(), compiled=compiled() if compiled else "")
+        return self._memory.memory(), seen, self.ledger.noted()
 
 
 class RankSide:
@@ -108,15 +158,15 @@ class RankSide:
         run, place = self._run, (socket.gethostname(), self._run.rank.local_rank)
         mine = (*self._instruments.findings(), cpu_seconds(), self._resident_bytes(), windows, place)
         found = run.mesh.world.all_gather_objects(mine)
-        memories, work, ledgers, cpu, residents, windows_of_all, places = zip(*found, strict=True)
+        memories, works, ledgers, cpu, residents, windows_of_all, places = zip(*found, strict=True)
         if not recorder:
             return {}
         stages = [run.experiment.layout.stage_of(rank) for rank in range(len(found))]
         counts_own = ENGINES[run.request.engine].counts_own_calls
         recorder.leave(
             MemoryProfile(devices=list(memories), method=PROFILE_METHOD),
-            work_of_all_ranks(work, stages=stages),
-            of_all_ranks(ledgers, stages=stages, counts_own=counts_own),
+            work.of_all_ranks(works, stages=stages),
+            ledger.of_all_ranks(ledgers, stages=stages, counts_own=counts_own),
         )
         return {
             "device_kind": device_kind(run.mesh.device),

@@ -5,7 +5,7 @@
     send back    their moments
 
 On a GPU the host's memory is pinned, and a stream of its own copies beside what the device computes. On a CPU
-host and device share one memory, and nothing is won: the same copies are made, so that it can be tried.
+the same copies are made, so that it can be tried.
 
 ZeRO-Offload (arXiv 2101.06840) updates on the host; here the device does, so that the numbers are the same.
 """

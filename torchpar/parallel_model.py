@@ -46,16 +46,16 @@ class ParallelModel:
         module: called as the model is.
         optimizer: over `parameters`.
         parameters: what this rank updates, by the model's own names: a parameter, or this rank's piece of
-            it (perhaps an empty one). Weights, gradients and the optimizer's state are read from these.
-        strategies: innermost first: what completes gradients, and makes whole tensors of pieces.
+            it (perhaps an empty one).
+        strategies: innermost first.
         sharded_over: by name, the axes over which the pieces are spread; what is not there is whole.
         elements: by name, which elements of a rank's part along tp its piece is, row by row; else all.
         copies: names of what another rank along those axes has, too, and counts in the norm.
         updates: names of what this rank's optimizer updates, and the axis whose ranks share whole parameters
             out so; None where each updates its pieces.
         skip_sync: a context for every forward and backward of a step but the last.
-        run_pipeline: instead of calling `module`: from a batch, whose passes are not cut into microbatches
-            yet, and a context for each forward, to the mean loss; leaves gradients, if they are on.
+        run_pipeline: instead of calling `module`: from a batch of uncut passes, and a context for each
+            forward, to the mean loss; leaves gradients, if they are on.
         divides_late: gradients of microbatches are divided by their number after backward, not before.
         means_of: ranks over whose rows the loss is the mean that backward begins with; 1 for its own rows.
         end_evaluation: after the last forward without a backward.
@@ -135,21 +135,16 @@ class ParallelModel:
         own = self.own_moments(key)
         if self.updates is None:
             return own
-        moments = {
-            name: own[name].clone() if name in own else torch.zeros_like(p.detach())
-            for name, p in self.parameters.items()
-        }
-        for moment in moments.values():
+        zeros = {name: torch.zeros_like(p.detach()) for name, p in self.parameters.items()}
+        for name, moment in zeros.items():
+            if name in own:
+                moment.copy_(own[name])
             self.updates[1].all_reduce(moment, purpose=RECORD)
-        return moments
+        return zeros
 
     def keeps_moments(self, name: str) -> bool:
         """Whether this rank keeps the moments of its piece of a parameter."""
         return self.updates is None or name in self.updates[0]
-
-    def moments_spread_over(self, name: str) -> tuple[Axis, ...]:
-        """The axes whose ranks keep different moments of a parameter: those over which its pieces are."""
-        return self.updates[1:] if self.updates else self.sharded_over.get(name, ())
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

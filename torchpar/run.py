@@ -99,10 +99,7 @@ def join_others(rank: Rank, platform: str, folder: Path, reads: Experiment | Non
 
 
 def to_device(run: Run, arrays: Mapping[str, np.ndarray]) -> RankBatch:
-    """This rank's rows of a step's global arrays, on its device: (A, B, ...) -> (A, B / ranks of data, ...).
-
-    Ranks along tp and pp have the same rows.
-    """
+    """This rank's rows of a step's arrays, on its device: (A, B, ...) -> (A, B / ranks of data, ...)."""
     data, device = run.mesh.joined(*ROWS), run.mesh.device
 
     def own(array_AB: np.ndarray) -> torch.Tensor:

@@ -1,13 +1,11 @@
 """A rank's shards of the canonical tensors: filled with first weights, written to checkpoints, read back.
 
 Tensor parallelism leaves a rank a box of the canonical tensor: its own heads, MLP features or rows of the
-vocabulary. Of that dp_shard leaves a range of elements, in the order of nanoGPT's tensor. Described is what a
-rank updates; gradients and moments are cut as that is. PyTorch's ZeroRedundancyOptimizer alone leaves weights
-whole, and deals the moments out, each whole to one rank.
+vocabulary. Of that dp_shard leaves a range of elements, in the order of nanoGPT's tensor. Gradients and
+moments are cut as the weights are; only PyTorch's ZeroRedundancyOptimizer deals out moments of whole weights.
 
-A model begins on PyTorch's meta device, with shapes alone. A strategy cuts it, and has what is left filled: a
-part of tensor parallelism, a stage, or one unit after the other, just before it is cut. So a rank's memory at
-start is what it keeps, and one unit. Files of checkpoints know nothing of the layout (`compare.checkpoint`).
+A model begins on PyTorch's meta device, with shapes alone. A strategy cuts it, and has what is left filled,
+at most a unit at a time: so a rank's memory at start is what it keeps, and one unit.
 """
 
 import math
@@ -36,14 +34,14 @@ from torchpar.weights import moment_keys, nanogpt_dims, nanogpt_name
 
 
 def shards(parallel: ParallelModel, model: Model, mesh: Mesh, *, of_moments: bool = False) -> list[Shard]:
-    """This rank's shards of the canonical tensors, or of each moment; of other stages' it has none."""
+    """This rank's shards of the canonical tensors, or of each moment."""
     described = []
     for row in parameter_table(model):
         name = nanogpt_name(row.name)
         if name not in parallel.parameters or (of_moments and not parallel.keeps_moments(name)):
             continue
         over = {axis.name for axis in parallel.sharded_over.get(name, ())}
-        differs = {axis.name for axis in parallel.moments_spread_over(name)} if of_moments else over
+        differs = {parallel.updates[1].name} if of_moments and parallel.updates else over
         replica, alike = 0, [mesh[axis] for axis in AXES if axis not in differs]
         for axis in alike:  # this rank's number among those with the same part
             replica = replica * axis.size + axis.rank
@@ -57,10 +55,7 @@ def shards(parallel: ParallelModel, model: Model, mesh: Mesh, *, of_moments: boo
 def shard_of(
     row: Parameter, mesh: Mesh, *, over_tp: bool, elements: slice | None = None, replica: int = 0
 ) -> Shard:
-    """This rank's shard of a canonical tensor: all of it, or its box along tp, and of that `elements`.
-
-    Those of padding, which is behind, are left out.
-    """
+    """This rank's shard of a canonical tensor: its box along tp, and of that `elements`; without padding."""
     box = [slice(0, size) for size in row.shape]
     if over_tp:
         (dim,) = (dim for dim, axis in enumerate(row.axes) if SPLIT.get(axis) == TP)
@@ -79,10 +74,7 @@ def shard_of(
 
 
 def held(tensors: TensorsByName, shards: Iterable[Shard]) -> Iterator[tuple[Shard, np.ndarray]]:
-    """This rank's shards of every canonical tensor, without padding: one shard at a time, each a copy.
-
-    `tensors` are `parallel.weights()` or `gradients()`, or `own_moments(key)`.
-    """
+    """This rank's shards of weights, gradients or own moments, without padding: copies, one at a time."""
     for shard in shards:
         flat = local(tensors[nanogpt_name(shard.name)]).detach().reshape(-1)
         array = flat[: math.prod(shard.held_shape)].to("cpu", copy=True).numpy()  # padding lies at the end
@@ -94,10 +86,7 @@ def held(tensors: TensorsByName, shards: Iterable[Shard]) -> Iterator[tuple[Shar
 
 @torch.no_grad()
 def write(tensor: torch.Tensor, shard: Shard, weights: Weights) -> None:
-    """Write a shard of the weights into the memory of this rank that holds it, of any shape.
-
-    Padding lies at its end, and becomes zero.
-    """
+    """Write a shard of the weights into the tensor that holds it, of any shape; padding becomes zero."""
     dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
     array = from_boxes(shard, lambda boxes: weights.boxes(shard.name, boxes), dtype)
     if shard.elements is None and shard.dim_order:
@@ -135,7 +124,7 @@ def fill_with(weights: Weights, experiment: Experiment, mesh: Mesh) -> Fill:
 
 
 def state_parts(run: Run) -> Iterator[Part]:
-    """This rank's pieces of the weights, and the moments that its optimizer keeps: copies, one at a time."""
+    """This rank's pieces of the weights, and the moments that its optimizer keeps."""
     parallel, model, mesh = run.parallel, run.experiment.model, run.mesh
     for shard, array in held(parallel.weights(), shards(parallel, model, mesh)):
         yield WEIGHTS, shard, array
@@ -145,11 +134,7 @@ def state_parts(run: Run) -> Iterator[Part]:
 
 
 def restore_moments(run: Run, checkpoint: Path) -> None:
-    """Give this rank's optimizer the moments of a checkpoint, and the state its place in the data.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Give this rank's optimizer the moments of a checkpoint, and the run its place; or CheckpointError."""
     reader = CheckpointReader(checkpoint)
     parallel, experiment = run.parallel, run.experiment
     run.state.step, run.state.updates = reader.description.step, reader.description.updates

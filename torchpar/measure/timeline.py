@@ -26,7 +26,7 @@ from compare.pipeline.schedules import Task
 from compare.spec.axes import PP
 from torchpar.comm.collectives import Call, observers
 from torchpar.launch import Rank
-from torchpar.measure.instruments import Instruments
+from torchpar.measure.ledger import LedgerSink
 from torchpar.measure.trace import STEP, WAIT, read_trace, span_of
 from torchpar.measure.watch import around_calls, around_tasks
 from torchpar.run import Run
@@ -56,14 +56,12 @@ TITLES: dict[Tasks, tuple[Kind, str]] = {
 
 
 class StepProfiler(Observer):
-    """Watches one step; rank 0's recorder writes timeline.json. A trace does not tell a library's axes, but
-    the instruments' ledger does.
-    """
+    """Watches one step; rank 0's recorder writes timeline.json. A library's axes are in the ledger alone."""
 
-    def __init__(self, run: Run, recorder: Recorder | None, instruments: Instruments):
-        self._run, self._recorder, self._ledger = run, recorder, instruments.ledger
+    def __init__(self, run: Run, recorder: Recorder | None, ledger: LedgerSink, *, instrumented: int):
+        self._run, self._recorder, self._ledger = run, recorder, ledger
         first, steps = run.request.first_step, run.request.steps
-        self.watched = profiled_step(first, steps, instruments.watched)
+        self.watched = profiled_step(first, steps, instrumented)
 
     @contextmanager
     def watch(self) -> Generator[None]:

@@ -110,13 +110,11 @@ class Watch(TorchDispatchMode):
         return result
 
     def begins(self, call: Call, full: torch.Tensor, members: Sequence[int], to: int | None) -> None:
-        """One of our own collectives begins: see `CallObserver`."""
         self.calls.append(call)
         for sink in self._sinks:
             sink.call(call, full, len(members))
 
     def ends(self) -> None:
-        """The call has been handed on."""
         self.calls.pop()
 
     @property
@@ -186,16 +184,16 @@ def around_tasks(around: Callable[[Task], AbstractContextManager]) -> Generator[
 
     from torchpar.manual.stage import Stage
 
-    def ours(kind: Kind, stage: Stage, microbatch: int, *_: Any, **options: Any) -> AbstractContextManager:
-        is_half = kind is Kind.BACKWARD and stage.splits_backward
-        return around(Task(Kind.BACKWARD_INPUT if is_half else kind, stage.number, microbatch))
-
-    def theirs(kind: Kind, stage: Any, microbatch: int, *_: Any, **options: Any) -> AbstractContextManager:
-        is_half = kind is Kind.BACKWARD and not options.get("full_backward", True)
-        return around(Task(Kind.BACKWARD_INPUT if is_half else kind, stage.stage_index, microbatch))
+    def task(kind: Kind, stage: Any, microbatch: int, *_: Any, **options: Any) -> AbstractContextManager:
+        if isinstance(stage, Stage):
+            number, is_half = stage.number, stage.splits_backward
+        else:
+            number, is_half = stage.stage_index, not options.get("full_backward", True)
+        is_half = is_half and kind is Kind.BACKWARD
+        return around(Task(Kind.BACKWARD_INPUT if is_half else kind, number, microbatch))
 
     with ExitStack() as stack:
         for kind, method in TASKS.items():
-            stack.enter_context(around_calls(Stage, method, partial(ours, kind)))
-            stack.enter_context(around_calls(PipelineStage, f"{method}_one_chunk", partial(theirs, kind)))
+            stack.enter_context(around_calls(Stage, method, partial(task, kind)))
+            stack.enter_context(around_calls(PipelineStage, f"{method}_one_chunk", partial(task, kind)))
         yield
