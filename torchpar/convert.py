@@ -23,11 +23,10 @@ SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")
 
 
 def convert(source: Path, target: Path, model: Model | None = None) -> None:
-    """Write nanoGPT's weights as safetensors with canonical names.
+    """Write nanoGPT's weights as safetensors with canonical names. Raises ExperimentError.
 
     They are in its ckpt.pt, a state dict saved by torch.save, or safetensors with nanoGPT's names. The sizes
-    are by default those in the checkpoint (`model_args`). ExperimentError: the file cannot be read safely, or
-    does not fit the model.
+    are by default those in the checkpoint (`model_args`).
     """
     loaded = read(source)
     state = loaded.get("model", loaded) if isinstance(loaded, Mapping) else None
@@ -47,10 +46,7 @@ def convert(source: Path, target: Path, model: Model | None = None) -> None:
 
 
 def plain_state(state: Any, model: Model, *, origin: str) -> dict[str, torch.Tensor]:
-    """Tensors of nanoGPT's state dict, in its shapes, by the names of the plain model; the tied head once.
-
-    ExperimentError: it is no state dict, or does not fit the model.
-    """
+    """Tensors of nanoGPT's state dict, in its shapes, by the plain model's names; the tied head once."""
     if not isinstance(state, Mapping):
         raise ExperimentError(f"{origin} holds no state dict: give nanoGPT's ckpt.pt")
     for name, tensor in state.items():
@@ -74,8 +70,7 @@ def is_plain(value: Any) -> bool:
 
 
 def read(source: Path) -> Any:
-    """Content of a safetensors file, or of a torch.save file of tensors and plain values; ExperimentError of
-    anything else."""
+    """Content of a safetensors file, or of one of torch.save with tensors and plain values alone."""
     if why := why_not_readable(source):
         raise ExperimentError(f"{source} {why}")
     try:
@@ -83,10 +78,8 @@ def read(source: Path) -> Any:
             return load_file(source)
         return torch.load(source, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError:
-        raise ExperimentError(
-            f"{source} cannot be unpickled safely: it holds more than tensors and plain values, or is no "
-            f"checkpoint; save its state dict alone"
-        ) from None
+        why = "it holds more than tensors and plain values, or is no checkpoint; save its state dict alone"
+        raise ExperimentError(f"{source} cannot be unpickled safely: {why}") from None
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, SafetensorError) as error:
         why = " ".join(str(error).split()) or type(error).__name__
         raise ExperimentError(f"{source} cannot be read: {why}") from None

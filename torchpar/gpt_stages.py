@@ -7,6 +7,7 @@ B batch, T position, C embedding, V vocabulary.
 """
 
 from collections.abc import Collection, Iterable
+from functools import partial
 
 import torch
 from torch import nn
@@ -136,13 +137,9 @@ def sum_tied_gradients(parameter: nn.Parameter, axis: Axis, *, ranks: tuple[int,
     (other,) = set(ranks) - {axis.rank}
     gradient = local(parameter.grad)
     mine, theirs = gradient.contiguous(), torch.empty_like(gradient, memory_format=torch.contiguous_format)
-    # In turn, one sending while the other receives: NCCL would deadlock if both sent first.
-    if axis.rank == ranks[0]:
-        sending = axis.start_send(mine, to=other, purpose=TIED_GRADIENTS)
-        axis.start_receive(theirs, source=other).wait()
-    else:
-        receiving = axis.start_receive(theirs, source=other)
-        sending = axis.start_send(mine, to=other, purpose=TIED_GRADIENTS)
-        receiving.wait()
-    sending.wait()
+    send = partial(axis.start_send, mine, to=other, purpose=TIED_GRADIENTS)
+    receive = partial(axis.start_receive, theirs, source=other)
+    # One sends while the other receives: NCCL would deadlock if both sent first.
+    for work in [begin() for begin in ((send, receive) if axis.rank == ranks[0] else (receive, send))]:
+        work.wait()
     gradient.add_(theirs)

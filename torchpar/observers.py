@@ -41,7 +41,7 @@ INSTRUMENTED_STEP = 2
 
 
 def recording_of(run: Run, folder: Path) -> Recording:
-    """What this rank's loop tells; rank 0 writes into the folder."""
+    """What is told of this rank's loop; rank 0 writes into the folder."""
     recorder = Recorder(folder) if run.rank.rank == 0 else None
     instruments = Instruments(run)
     own: list[Observer] = [instruments]
@@ -196,7 +196,7 @@ class RankSide:
 
     @torch.no_grad()
     def _mean_loss(self, inputs_ABT: np.ndarray, targets_ABT: np.ndarray) -> torch.Tensor:
-        """The mean loss of a global batch, a scalar, without gradients."""
+        """Of a global batch, a scalar."""
         run = self._run
         run.rank.at(run.state.step, "evaluation")
         batch = to_device(run, {"inputs": inputs_ABT, "targets": targets_ABT})

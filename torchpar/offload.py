@@ -10,7 +10,7 @@ the same copies are made, so that it can be tried.
 ZeRO-Offload (arXiv 2101.06840) updates on the host; here the device does, so that the numbers are the same.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,7 +27,7 @@ class StateOnHost(torch.optim.Optimizer):
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
-        self._homes: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter and key, on the host
+        self.homes: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter and key, on the host
         device = self.param_groups[0]["params"][0].device
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -50,13 +50,6 @@ class StateOnHost(torch.optim.Optimizer):
         if self._copies:
             self._copies.synchronize()  # who reads the state reads the host's memory
 
-    def at_home(self, parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
-        """Parameter, key and value of the state, shaped as its parameter, that is in the host's memory."""
-        for parameter in parameters:
-            for key, home in self._homes.get(parameter, {}).items():
-                if self.state[parameter].get(key) is home:
-                    yield parameter, key, home
-
     def _chunks(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
         """Parameters that have a gradient, `chunk_bytes` or more at a time, with their group's options."""
         for group in self.param_groups:
@@ -73,9 +66,10 @@ class StateOnHost(torch.optim.Optimizer):
     def _fetch(self, parameters: Sequence[torch.Tensor]) -> "torch.cuda.Event | None":
         """Begin to copy the state of these parameters to their device, where it is when the event happens."""
         with self._copying():
-            for parameter, key, home in self.at_home(parameters):
-                there = torch.empty_like(home, device=parameter.device, pin_memory=False)
-                self.state[parameter][key] = there.copy_(home, non_blocking=True)
+            for parameter in parameters:
+                for key, home in self.homes.get(parameter, {}).items():
+                    there = torch.empty_like(home, device=parameter.device, pin_memory=False)
+                    self.state[parameter][key] = there.copy_(home, non_blocking=True)
         return self._copies.record_event() if self._copies else None
 
     def _send_back(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -84,7 +78,7 @@ class StateOnHost(torch.optim.Optimizer):
             self._copies.wait_stream(torch.cuda.current_stream())
         with self._copying():
             for parameter in parameters:
-                homes, state = self._homes.setdefault(parameter, {}), self.state[parameter]
+                homes, state = self.homes.setdefault(parameter, {}), self.state[parameter]
                 for key, value in state.items():
                     if torch.is_tensor(value) and value.device == parameter.device:
                         if self._copies:
@@ -105,4 +99,5 @@ def on_host(optimizer_cls: type[torch.optim.Optimizer]) -> type[torch.optim.Opti
 def host_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Tensors of an optimizer's state, any shapes, in host memory; of a wrapper's inner optimizer."""
     inner = getattr(optimizer, "inner", optimizer)
-    return [home for *_, home in inner.at_home(inner.state)] if isinstance(inner, StateOnHost) else []
+    of_parameters = inner.homes.values() if isinstance(inner, StateOnHost) else ()
+    return [home for homes in of_parameters for home in homes.values()]

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from compare.spec.experiment import Layout
 
@@ -16,17 +16,15 @@ Remat = Literal["none", "dots", "full"]
 
 _aten = torch.ops.aten
 # The fused attention kernels count as matrix products: recomputing them is what `dots` is to avoid.
-_DOTS = frozenset(
-    {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-    }
-)
+_DOTS = [
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+]
 
 
 def resolve_remat(layout: Layout) -> Remat:
@@ -38,14 +36,10 @@ def apply_remat(blocks: nn.ModuleList, remat: Remat) -> None:
     """Make each block recompute its activations in backward."""
     if remat == "none":
         return
-    contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _save_dots)}
+    contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _DOTS)}
     options = contexts if remat == "dots" else {}
     for block in blocks:
         # Dropout follows from keys that the block is given: there is no random state to restore.
         block.forward = functools.partial(
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **options
         )
-
-
-def _save_dots(context, op, *args, **kwargs) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _DOTS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -187,20 +187,6 @@ def test_what_does_not_fit_is_refused_and_nothing_is_left(saved, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"ckpt.pt", "spoiled.pt"}
 
 
-class Code:
-    """A pickle that would run a command."""
-
-    def __reduce__(self):
-        return print, ("executed",)
-
-
-def test_nothing_in_a_file_is_executed(tmp_path, capsys):
-    torch.save({"model": {}, "optimizer": Code()}, tmp_path / "ckpt.pt")
-    with pytest.raises(ExperimentError, match="cannot be unpickled safely"):
-        import_checkpoint(tmp_path / "ckpt.pt", tmp_path / "ours", BASE)
-    assert "executed" not in capsys.readouterr().out
-
-
 def test_settings_go_there_and_back():
     experiment = load("baby-gpt")
     base = Experiment(data=experiment.data, train=Train(seed=1337))

@@ -10,8 +10,9 @@ from compare.contract.request import REQUEST, Request, read_request
 from compare.contract.timing import Timing
 from compare.host.facts import MissingPackageError
 from compare.host.json_files import write_json
-from compare.spec.experiment import Data, Experiment, Optimizer, Train
+from compare.spec.experiment import Data, Experiment, ExperimentError, Optimizer, Train
 from torchpar.launch import Rank
+from torchpar.train import planted
 from torchpar.train import train as torchpar_train
 
 TIMING = Timing(warmup=3, window=2, windows=2, single=1)
@@ -52,6 +53,11 @@ def test_a_loop_that_diverges_names_a_weight(tmp_path, short):
     wild = replace(short, optimizer=Optimizer(learning_rate=1e300, decay_lr=False, grad_clip=0.0))
     with pytest.raises(DivergedError, match=r"the first weight that is not finite is that of \w+"):
         train("nanogpt-loop", tmp_path, wild)
+
+
+def test_a_fault_that_nobody_knows_is_refused(tiny):
+    with pytest.raises(ExperimentError, match="torch-manual knows dropped_all_reduce"):
+        planted(Request(engine="torch-manual", experiment=tiny, fault="gremlin"))
 
 
 def test_a_peer_that_is_not_installed_is_refused_before_any_rank(tmp_path, tiny, monkeypatch):

@@ -6,7 +6,6 @@ step's number, a norm. Fake tensors (`torch._subclasses.fake_tensor`) have no me
 at them, and a module that holds them cannot be moved.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -34,22 +33,11 @@ class HollowMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in SHAPE or func.namespace in NAMESPACES or func.is_view or LOOKS & set(func.tags):
             return func(*args, **kwargs)
-        if func._schema.is_mutable:
-            if _are_small((args, kwargs)):
-                return func(*args, **kwargs)
-            return _written(func, args, kwargs)
-        meta = _on_meta(func, args, kwargs)
-        if _are_small((args, kwargs, meta)):
+        writes = func._schema.is_mutable
+        meta = None if writes else _on_meta(func, args, kwargs)
+        if all(leaf.numel() <= SMALL for leaf in tree_leaves((args, kwargs, meta)) if torch.is_tensor(leaf)):
             return func(*args, **kwargs)
-        return tree_map_only(torch.Tensor, _hollow, meta)
-
-
-def _are_small(tree: Any) -> bool:
-    return all(tensor.numel() <= SMALL for tensor in _tensors(tree))
-
-
-def _tensors(tree: Any) -> Iterable[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+        return _written(func, args, kwargs) if writes else tree_map_only(torch.Tensor, _hollow, meta)
 
 
 def _on_meta(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -67,8 +55,8 @@ def _hollow(meta: torch.Tensor) -> torch.Tensor:
 
 def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What an operator returns that writes into its arguments: these, as they are."""
-    schema, given = func._schema, dict(kwargs)
-    given |= {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+    schema = func._schema
+    given = {one.name: value for one, value in zip(schema.arguments, args, strict=False)} | kwargs
     written = [given[one.name] for one in schema.arguments if one.alias_info and one.alias_info.is_write]
     if not schema.returns:
         return None

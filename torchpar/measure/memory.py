@@ -59,7 +59,6 @@ class _Life:
         self.sizes[-1:] = [(before, since, position), (size, position, position)]
 
     def end(self, position: int, *, of_step: bool = False) -> None:
-        """Close the lifetime: freed, or end of step."""
         self.is_alive = of_step
         self.resize(0, position)
         if of_step and not self.is_made:
@@ -73,9 +72,7 @@ class _Life:
 
 
 class MemorySink(Sink):
-    """Follows every storage from its first sight to its end; a kernel's own scratch memory is not seen.
-
-    Tensors that are `present` already are given by class; those `elsewhere`, or on another device, do not
+    """Tensors that are `present` already are given by class; those `elsewhere`, or on another device, do not
     count. The module's `lm_head` and `loss` make logits.
     """
 
@@ -210,9 +207,8 @@ class MemorySink(Sink):
     def _enter_loss(self, gradient: torch.Tensor) -> None:
         self._in_loss = True
 
-    def _leave_loss(self, gradient: torch.Tensor) -> None:
-        """The gradient of the logits is there."""
-        self.tag("logits", [gradient])
+    def _leave_loss(self, gradient_of_logits: torch.Tensor) -> None:
+        self.tag("logits", [gradient_of_logits])
         self._in_loss = False
 
 
