@@ -180,12 +180,11 @@ def print_lines(hosts: Hosts, commands: Sequence[Sequence[str]], side: Side, pla
 
 
 def require_shared(folder: Path, hosts: Hosts) -> None:
-    """Refuse a folder that some host of SLURM does not see. Raises ExperimentError, with the host's name."""
+    """Refuse a folder that some host of SLURM does not see. Raises ExperimentError, in srun's words."""
     if hosts.launcher != "slurm":
         return
     with tempfile.NamedTemporaryFile(dir=folder, prefix="probe.") as probe:
-        look = f"test -e {shlex.quote(probe.name)} || echo missing on $(hostname)"
-        command = [*srun(hosts.count, 1), "sh", "-c", look]
+        command = [*srun(hosts.count, 1), "test", "-e", probe.name]
         try:
             done = subprocess.run(
                 command, input="", capture_output=True, text=True, check=False, timeout=PROBE_S
@@ -195,11 +194,8 @@ def require_shared(folder: Path, hosts: Hosts) -> None:
                 f"--launcher slurm: srun began nothing in {PROBE_S:g} s: does another step hold the hosts?"
             ) from None
     if done.returncode:
-        raise ExperimentError(f"--launcher slurm: {' '.join(done.stderr.split()) or 'srun failed'}")
-    if missing := sorted(set(done.stdout.splitlines())):
-        raise ExperimentError(
-            f"{folder}: {', '.join(missing)}: give --run_dir on a file system that all hosts share"
-        )
+        said = " ".join(done.stderr.split()) or "srun failed"
+        raise ExperimentError(f"{folder}: {said}: give --run_dir on a file system that all hosts share")
 
 
 def srun(hosts: int, on_host: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar in a terminal, a line now and then in a pipe, nothing where it is quiet."""
+"""Progress on stderr: beside a spinner in a terminal, a line now and then in a pipe, nothing where quiet."""
 
 import contextlib
 import sys
@@ -6,12 +6,10 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
-
 from compare.contract.record import Step
 from compare.contract.request import Request
 from compare.execute.launch import EngineError
-from compare.terminal import coloured, human_seconds, messages_console, printable
+from compare.terminal import coloured, human_seconds, messages_console
 
 LOG_LINES = 20
 LINE_S = 60.0
@@ -76,42 +74,40 @@ class Reporter:
         """Follow one case of those that `start` was given; yields what to call with each step."""
         number, count = list(self._requests).index(name) + 1, len(self._requests)
         case = Pace(f"{number} of {count}: {name}" if count > 1 else name, self._requests[name])
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}", markup=False),
-        )
-        bar = Progress(
-            *columns, console=self.console, transient=True, redirect_stdout=False, disable=not self._draws
-        )
-        task = bar.add_task(printable(case.place), total=case.experiment.train.max_iters, figures="starting")
-        said = case.begun
-
-        def tell(step: Step) -> None:
-            nonlocal said
-            case.step(step)
-            bar.update(task, completed=case.done, figures=case.figures())
-            if not self._draws and case.latest - said > LINE_S:
-                said = case.latest
-                self._say(f"{case}")
-
-        if not self._draws:
-            self._say(f"{case.place}: starting")
         try:
-            with bar:
+            with self._shown(f"{case.place}: starting") as show:
+
+                def tell(step: Step) -> None:
+                    case.step(step)
+                    show(f"{case}")
+
                 yield tell
         finally:
             self._say(case.outcome)
 
     @contextmanager
     def waits(self, message: str) -> Generator[Callable[[Step], None]]:
-        """Say what is waited for: a spinner in a terminal, a line in a pipe. Yields what ignores steps."""
-        if not self._draws:
-            self._say(message)
-        with self.console.status(printable(message)) if self._draws else contextlib.nullcontext():
+        """Say what is waited for. Yields what ignores steps."""
+        with self._shown(message):
             yield lambda step: None
+
+    @contextmanager
+    def _shown(self, text: str) -> Generator[Callable[[str], None]]:
+        """A spinner beside a text, or in a pipe a line now and then; yields what gives it another text."""
+        if self._draws:
+            with self.console.status(coloured(text, "")) as status:
+                yield lambda text: status.update(coloured(text, ""))
+            return
+        said = time.monotonic()
+        self._say(text)
+
+        def say(text: str) -> None:
+            nonlocal said
+            if time.monotonic() - said > LINE_S:
+                said = time.monotonic()
+                self._say(text)
+
+        yield say
 
     def failed(self, error: EngineError) -> None:
         """Say at once that a case did not finish, with the end of its log; others may still run."""
