@@ -66,16 +66,10 @@ def test_a_request_that_cannot_be_met_is_refused_in_one_line():
         assert "\n" not in str(refused.value)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("side", ["jaxpar", "torchpar"])
-def test_every_side_measures_its_own(side):
-    assert side in SIDES
-    found = measure_ceiling(side, "cpu", "float32", sys.executable)
-    assert 1e8 < found.flops_per_s < 1e15
-
-
-@pytest.mark.slow
-def test_threads_of_a_rank_and_of_xla():
+@pytest.mark.usefixtures("warm_sides")
+def test_every_side_measures_its_own_and_xla_has_one_pool_of_threads():
+    for side in SIDES:
+        assert 1e8 < measure_ceiling(side, "cpu", "float32", sys.executable).flops_per_s < 1e15
     assert measure_ceiling("torchpar", dtype="float64", threads=1).flops_per_s > 1e8
     if cores() > 1:
         with pytest.raises(EnvironmentMissing, match="XLA computes with one pool of threads"):
