@@ -1,7 +1,7 @@
 """Two finished runs of any settings held against each other: what was asked, what came out, what it cost.
 
 The ladder proves that runs of one training agree (`judge.ladder`). Here the trainings may be two: each rung
-that both have is compared, over the steps that both made, and the others say why they are not.
+that both have is compared, over the steps that both made.
 """
 
 import msgspec

@@ -1,10 +1,8 @@
 """nanoGPT's own numbers, which every engine is held to.
 
-All engines have one contract: a default that is wrong in it is wrong in all of them, and they agree. So
-nanoGPT itself was run (`tests/make_golden.py`), and what it computed is kept as records like any other.
-Whatever golden.toml does not name was nanoGPT's own default there, and is ours here. It was run twice: the
-second time its `configure_optimizers` found `torch.optim.SGD` in AdamW's place, so that SGD's schedule,
-clipping and decay are held, too.
+A default that is wrong in our contract is wrong in all engines, and they agree. So nanoGPT itself was run
+(`tests/make_golden.py`): with AdamW, and with `torch.optim.SGD` in its place. What it computed is kept as
+records like any other. Whatever golden.toml does not name was nanoGPT's own default there, and is ours here.
 """
 
 from pathlib import Path

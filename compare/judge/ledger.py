@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -140,10 +141,9 @@ def recorded_rows(engine: str, experiment: Experiment, versions: Mapping[str, st
     if any(versions.get(package, "").split("+")[0] != snapshot.versions[package] for package in packages):
         return []
     check = edited(load("check"), snapshot.experiment)
-    fields = ("batch_size", "gradient_accumulation_steps", "loss_chunks")
-    pairs = [(getattr(experiment.train, field), getattr(check.train, field)) for field in fields]
-    pairs += [(experiment.model, check.model), (experiment.precision.dtype, check.precision.dtype)]
-    if any(asked != recorded for asked, recorded in pairs):
+    train = (f"train.{field}" for field in ("batch_size", "gradient_accumulation_steps", "loss_chunks"))
+    decides = operator.attrgetter("model", "precision.dtype", *train)
+    if decides(experiment) != decides(check):
         return []
     layout = replace(experiment.layout, remat=check.layout.remat)
     for preset, fields in snapshot.layouts.items():

@@ -8,7 +8,6 @@ from msgspec.structs import replace
 
 from compare.contract.record import Record
 from compare.contract.timeline import bubble_fraction, busy_us, communication_us, exposed_us, idle_us
-from compare.judge.closed_forms.communication import microbatches_of
 from compare.judge.metrics import steady_times_ms
 from compare.judge.outcome import Outcome
 from compare.pipeline.schedules import make_schedule
@@ -16,7 +15,10 @@ from compare.pipeline.simulator import bubble_fraction as planned_fraction
 
 
 class DeviceTime(Struct, frozen=True, kw_only=True):
-    """One device's milliseconds of the step that was watched. Communication may lie beside compute."""
+    """One device's milliseconds of the step that was watched.
+
+    Communication may lie beside compute, and is exposed where it does not; idle is neither.
+    """
 
     device: int
     forward_ms: float
@@ -24,9 +26,7 @@ class DeviceTime(Struct, frozen=True, kw_only=True):
     update_ms: float
     communication_ms: float
     exposed_ms: float
-    """Communication without compute beside it."""
     idle_ms: float
-    """Neither compute nor communication."""
 
 
 class EngineProfile(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -64,9 +64,8 @@ class Profile(Struct, frozen=True, kw_only=True):
     """Result of `shardpair profile`."""
 
     engines: list[EngineProfile]
-    verdict: str = ""
-    """Whether every engine finished, and their losses agree; and who left no timeline."""
-    passed: bool = False
+    verdict: str
+    passed: bool
     """Every engine finished, agreed and left a timeline."""
 
 
@@ -80,14 +79,12 @@ def profile_of(outcome: Outcome, records: Mapping[str, Record]) -> Profile:
 
 
 def _engine(name: str, record: Record) -> EngineProfile:
-    timeline, layout = record.timeline, record.manifest.experiment.layout
+    timeline, experiment = record.timeline, record.manifest.experiment
+    layout, microbatches = experiment.layout, experiment.microbatches_per_step
     profile = EngineProfile(name=name, step_ms=statistics.median(steady_times_ms(record)))
     if layout.pp > 1:
         schedule = make_schedule(
-            layout.schedule,
-            ranks=layout.pp,
-            microbatches=microbatches_of(record.manifest.experiment),
-            chunks=layout.chunks,
+            layout.schedule, ranks=layout.pp, microbatches=microbatches, chunks=layout.chunks
         )
         profile = replace(profile, planned_bubble=planned_fraction(schedule))
     if timeline is None:

@@ -111,15 +111,8 @@ def _first_update(run: Record) -> Iterator[Found]:
         name = parameter.name
         if name not in names or begin[name].shape != gradients[name].shape:
             continue  # what is missing or misshapen is told at the rung "request"
-        weights, made = reference_step(
-            experiment.optimizer,
-            (parameter,),
-            {name: begin[name].astype("float64")},
-            {name: gradients[name].astype("float64")},
-            {},
-            0,
-            norm=norm,
-        )
+        before, gradient = ({name: tensors[name].astype("float64")} for tensors in (begin, gradients))
+        weights, made = reference_step(experiment.optimizer, (parameter,), before, gradient, {}, 0, norm=norm)
         pairs = {name: (after[name], weights[name])}
         for moment in made:
             if name in moments[moment]:
@@ -183,11 +176,9 @@ def _compare_loss_scales(reference: Record, candidate: Record) -> Found | None:
         return None
     for expected, found in zip(reference.steps, candidate.steps, strict=False):
         if (expected.skipped, expected.loss_scale) != (found.skipped, found.loss_scale):
-            done = [
-                f"{'skipped' if one.skipped else 'made'} at scale {one.loss_scale}"
-                for one in (found, expected)
-            ]
-            return math.inf, f"step {found.step} is {done[0]} instead of {done[1]}"
+            steps = (found, expected)
+            done = (f"{'skipped' if one.skipped else 'made'} at scale {one.loss_scale}" for one in steps)
+            return math.inf, f"step {found.step} is {' instead of '.join(done)}"
     return 0.0, f"{sum(step.skipped for step in candidate.steps)} steps skipped"
 
 

@@ -1,9 +1,9 @@
 """Ratios of two cases over rounds: their median, and how surely it is known.
 
 A ratio is taken within a round, whose processes ran close to each other in time: a machine that slows down
-between two rounds then counts for neither. Rounds are what varies: two processes of the same program differ
-(in memory, in what the kernel does) by more than two steps of a process. So an interval is over rounds and
-not over steps; 95 % intervals over the steps of one process held the truth in less than half of all cases.
+between two rounds then counts for neither. Two processes of the same program differ by more than two steps of
+a process. So an interval is over rounds: 95 % intervals over steps held the truth in less than half of all
+cases.
 """
 
 import math

@@ -25,7 +25,6 @@ from msgspec import Struct, field
 from compare.contract.communication import GRADIENTS
 from compare.contract.record import Record
 from compare.contract.work import ObservedWork, name_of
-from compare.judge.closed_forms.communication import microbatches_of
 from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.closed_forms.memory import closed_form, excess
 from compare.judge.ledger import line_up, mismatches
@@ -39,8 +38,6 @@ from compare.spec.experiment import Experiment
 AT_REST = 0.25
 """Of a kind's bytes at rest: so far may padding of small and odd shapes be off. The next stage of ZeRO, or
 moments elsewhere, is off by a half or more."""
-
-
 OF_HLO = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 """XLA's names of dtypes."""
 
@@ -61,12 +58,9 @@ class Strategy(Struct, frozen=True, kw_only=True):
 
     @property
     def objections(self) -> list[str]:
-        """Settings that were not obeyed, each in a few words; [] if all were."""
-        return [
-            f"{finding.setting} = {finding.asked} was asked for, and {finding.found} was done"
-            for finding in self.findings
-            if finding.found != finding.asked
-        ]
+        """Settings that were not obeyed, each in a few words."""
+        odd = (finding for finding in self.findings if finding.found != finding.asked)
+        return [f"{one.setting} = {one.asked} was asked for, and {one.found} was done" for one in odd]
 
     def found(self, setting: str) -> str:
         """Observed value of one setting; empty if it is untold."""
@@ -141,15 +135,14 @@ def _loss_chunks(run: Observed) -> Iterator[Finding]:
 
 
 def _schedule(run: Observed) -> Iterator[Finding]:
-    layout = run.experiment.layout
+    layout, microbatches = run.experiment.layout, run.experiment.microbatches_per_step
     if layout.pp == 1:
         return
     if not run.work.tasks:
         raise ValueError("XLA orders the tasks of a pipeline that autodiff has made")
-    numbers = {"ranks": layout.pp, "microbatches": microbatches_of(run.experiment), "chunks": layout.chunks}
     for name in dict.fromkeys((layout.schedule, *run.engine.layouts.schedules)):
         with suppress(ValueError):  # another schedule than the layout's may not be of its numbers
-            tasks = make_schedule(name, **numbers)
+            tasks = make_schedule(name, ranks=layout.pp, microbatches=microbatches, chunks=layout.chunks)
             if [[name_of(task) for task in rank] for rank in tasks] == run.work.tasks:
                 yield Finding("layout.schedule", layout.schedule, name)
                 return

@@ -23,7 +23,6 @@ from typing import Literal, get_args
 import numpy as np
 from msgspec import Struct
 
-from compare.judge.closed_forms.communication import microbatches_of
 from compare.judge.closed_forms.memory import elements_of_stage
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import MLP_RATIO
@@ -156,7 +155,7 @@ class Setting(Struct, frozen=True, kw_only=True):
     @property
     def passes(self) -> int:
         """Forwards of a layer in a step: microbatches of all accumulated passes."""
-        return microbatches_of(self.experiment)
+        return self.experiment.microbatches_per_step
 
     @property
     def tokens(self) -> float:

@@ -221,6 +221,11 @@ class Experiment(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return self.train.gradient_accumulation_steps * self.train.batch_size
 
     @property
+    def microbatches_per_step(self) -> int:
+        """Forwards of a layer in an optimizer step: microbatches of a pipeline, over all passes."""
+        return self.train.gradient_accumulation_steps * self.layout.microbatches
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of an optimizer step, over all passes and devices."""
         return self.sequences_per_step * self.model.block_size

@@ -13,7 +13,7 @@ from compare.contract.work import ObservedWork, name_of
 from compare.execute.machine import git_state
 from compare.host.json_files import write_json
 from compare.judge.circumstances import Circumstances
-from compare.judge.closed_forms.communication import communication, microbatches_of
+from compare.judge.closed_forms.communication import communication
 from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.closed_forms.memory import closed_form
 from compare.judge.ladder import LADDER
@@ -163,7 +163,7 @@ def make_work(engine: str, experiment: Experiment) -> ObservedWork:
     layout, chunks = experiment.layout, experiment.train.loss_chunks
     again = {"none": [], "dots": ["activations"], "full": ["activations", "products"]}
     schedule = make_schedule(
-        layout.schedule, ranks=layout.pp, microbatches=microbatches_of(experiment), chunks=layout.chunks
+        layout.schedule, ranks=layout.pp, microbatches=experiment.microbatches_per_step, chunks=layout.chunks
     )
     messages = gradient_messages(engine, experiment, gradient_sync=layout.gradient_sync)
     return ObservedWork(

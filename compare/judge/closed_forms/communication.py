@@ -86,7 +86,7 @@ def communication(engine: str, experiment: Experiment, *, stage: int = 0) -> Byt
 
 def _fully_sharded(engine: str, experiment: Experiment, stage: int) -> Bytes:
     layout, model, sends = experiment.layout, experiment.model, ENGINES[engine].sends
-    passes, itemsize = microbatches_of(experiment), storage_dtype(experiment).itemsize
+    passes, itemsize = experiment.microbatches_per_step, storage_dtype(experiment).itemsize
     gathered = everything = itemsize * elements_of_stage(engine, experiment, stage=stage)
     layers = model.n_layer // layout.pp * itemsize * on_one_of_tp(block_parameters(model, 0), layout)
     ends = everything - layers
@@ -108,7 +108,9 @@ def _tensor_parallel(engine: str, experiment: Experiment, stage: int) -> Bytes:
     pass_bytes = experiment.train.gradient_accumulation_steps * stream_bytes(experiment)
     first, last = stage == 0, stage == layout.pp - 1
     regions = 2 * model.n_layer // layout.pp
-    narrow = _width_on_the_wire(engine, experiment)
+    # What leaves a region is half as wide in 16 bits; but XLA on a CPU sums no bfloat16.
+    dtype, by_jax = experiment.precision.dtype, ENGINES[engine].side == JAX.name
+    narrow = 1.0 if dtype in WIDE or (by_jax and dtype == "bfloat16") else 0.5
     out, into = (regions * narrow + first) * pass_bytes, (regions + last) * pass_bytes
     again = sums_again(engine, experiment) * regions * narrow * pass_bytes
     if layout.sequence_parallel:
@@ -144,11 +146,6 @@ def _pipeline_parallel(experiment: Experiment, stage: int) -> Bytes:
     }
 
 
-def microbatches_of(experiment: Experiment) -> int:
-    """Forwards of a layer in a step: accumulated passes, or microbatches of all of them."""
-    return experiment.train.gradient_accumulation_steps * experiment.layout.microbatches
-
-
 def stream_bytes(experiment: Experiment) -> float:
     """Bytes of the activations (B, T, C) of one pass, of a device's rows."""
     model, rows = experiment.model, experiment.train.batch_size // experiment.layout.data_parallel
@@ -165,13 +162,6 @@ def sums_again(engine: str, experiment: Experiment) -> float:
     if remat == "none" or (remat == "dots" and by_jax):
         return 0.0
     return 1.0 if experiment.model.dropout and not by_jax else 0.5
-
-
-def _width_on_the_wire(engine: str, experiment: Experiment) -> float:
-    """Width of what leaves a region, in full widths: half in 16 bits. XLA on a CPU sums no bfloat16."""
-    dtype = experiment.precision.dtype
-    is_promoted = ENGINES[engine].side == JAX.name and dtype == "bfloat16"
-    return 1.0 if dtype in WIDE or is_promoted else 0.5
 
 
 def _itemsize_of_shard(experiment: Experiment) -> float:

@@ -10,9 +10,8 @@ what is computed anew in backward is not: the model needs it once.
 
 Source: PaLM (arXiv 2204.02311, appendix B); Megatron counts alike (arXiv 2104.04473, section 5.1).
 
-Peaks are dense operations a second: a figure that a data sheet gives "with sparsity" stands here without it,
-halved. A chip that is not in the table, a part of one (MIG), or a dtype that its sheet does not give has no
-peak, and so no utilisation: 104 % of a wrong peak helps nobody.
+Peaks are dense operations a second: a figure "with sparsity" stands here halved. A chip that is not in the
+table, a part of one (MIG), or a dtype that its sheet does not give has no peak, and so no utilisation.
 """
 
 from compare.numerics.parameters import end_parameters, parameter_count
@@ -63,9 +62,8 @@ PEAKS: dict[str, dict[str, float]] = {
 def model_flops_per_token(experiment: Experiment) -> float:
     """Floating-point operations that one token of the batch takes, forward and backward, in any layout.
 
-    nanoGPT's `estimate_mfu` gives the same number by another way: it leaves the token table in N, because the
-    head is tied to it, and so has no term for the head. Norms and biases are in N in both, as if they were
-    products: 1 part in 7,000 of GPT-2 124M.
+    nanoGPT's `estimate_mfu` gives the same: it leaves the token table in N, and has no term for the head that
+    is tied to it. Norms and biases are in N in both, as if they were products: 1 part in 7,000 of GPT-2 124M.
     """
     model = experiment.model
     (token, position), _ = end_parameters(model)

@@ -54,11 +54,13 @@ def gradient_messages(engine: str, experiment: Experiment, *, gradient_sync: str
     if layout.zero and not is_jax:
         return None  # FSDP and the sharded optimizer reduce unit by unit
     limit = {"naive": 0.0, "overlapped": 0.0, "flat": math.inf}.get(gradient_sync, layout.bucket_mb * 1e6)
-    of_stage = [_leaves(engine, experiment, stage, is_jax=is_jax) for stage in range(layout.pp)]
-    return GradientMessages(
-        by_stage=[sum(_messages(alike, limit, is_jax=is_jax) for alike in groups) for groups in of_stage],
-        overlap=not is_jax and gradient_sync in ("overlapped", "bucketed"),
-    )
+    by_stage = [0] * layout.pp
+    for stage in range(layout.pp):
+        for sizes in _leaves(engine, experiment, stage, is_jax=is_jax):
+            together = [size for size in sizes if not is_jax or size < ALONE * limit]
+            by_stage[stage] += len(sizes) - len(together) + _buckets(together[::-1], limit)
+    is_early = not is_jax and gradient_sync in ("overlapped", "bucketed")
+    return GradientMessages(by_stage=by_stage, overlap=is_early)
 
 
 def _by_ddp(engine: str, experiment: Experiment) -> GradientMessages | None:
@@ -118,9 +120,3 @@ def _buckets(sizes: list[int], limit: float, *, passes_limit: bool = False) -> i
             buckets, filled = buckets + 1, 0
         filled += size
     return buckets
-
-
-def _messages(sizes: list[int], limit: float, *, is_jax: bool) -> int:
-    """Buckets of leaves in reverse; in JAX large leaves go alone."""
-    together = [size for size in sizes if not is_jax or size < ALONE * limit]
-    return len(sizes) - len(together) + _buckets(together[::-1], limit)

@@ -60,13 +60,13 @@ def excess(measured: Mapping[str, list[int]], expected: Mapping[str, list[float]
     All devices together are held to it both ways.
     """
     worst = 0.0
-    for kind in expected:
-        if not any(expected[kind]):
-            worst = max(worst, float(any(measured.get(kind, ()))))
+    for kind, wanted in expected.items():
+        found = measured.get(kind) or [0] * len(wanted)
+        if not any(wanted):
+            worst = max(worst, float(any(found)))
             continue
-        found = measured.get(kind) or [0] * len(expected[kind])
-        whole = sum(found) / sum(expected[kind]) - 1
-        each = max(got / want - 1 for got, want in zip(found, expected[kind], strict=True))
+        whole = sum(found) / sum(wanted) - 1
+        each = max(got / want - 1 for got, want in zip(found, wanted, strict=True))
         worst = max((worst, whole, each), key=abs)
     return worst
 

@@ -19,7 +19,6 @@ measured on a CPU (`tests/data/peaks.json`) the estimate was 0.88 to 1.53 times 
 
 from typing import NamedTuple
 
-from compare.judge.closed_forms.communication import microbatches_of
 from compare.judge.closed_forms.memory import by_device, elements_of_stage, on_one_of_tp, state_of_stage
 from compare.numerics.parameters import block_parameters, end_parameters, storage_dtype
 from compare.spec.engines.registry import ENGINES
@@ -63,7 +62,7 @@ def peak_estimate(engine: str, experiment: Experiment) -> dict[str, list[float]]
 
 def in_flight(engine: str, experiment: Experiment, stage: int) -> int:
     """Microbatches times chunks whose activations a rank of a pipeline keeps at once."""
-    layout, microbatches = experiment.layout, microbatches_of(experiment)
+    layout, microbatches = experiment.layout, experiment.microbatches_per_step
     ranks, chunks = layout.pp, layout.chunks
     if ranks == 1:
         return 1
@@ -89,7 +88,7 @@ def _activations(engine: str, experiment: Experiment, stage: int) -> float:
     blocks = model.n_layer / (layout.pp * layout.chunks) * in_flight(engine, experiment, stage)
     numbers = blocks * _numbers(stored, experiment) + _numbers([ENDS[residuals]], experiment)
     numbers += _numbers([*block, UNFUSED[residuals]], experiment)
-    return _itemsize(experiment) * _tokens(experiment) * numbers
+    return _bytes_of_tokens(experiment) * numbers
 
 
 def _numbers(stored: list[StoredNumbers], experiment: Experiment) -> float:
@@ -122,22 +121,20 @@ def _logits(engine: str, experiment: Experiment, stage: int) -> float:
     layout, residuals = experiment.layout, ENGINES[engine].holds.residuals
     if residuals == "autograd" and stage != layout.pp - 1:
         return 0.0
-    copies, microbatches = LOGITS[residuals], microbatches_of(experiment)
+    copies, microbatches = LOGITS[residuals], experiment.microbatches_per_step
     if layout.pp > 1 and residuals == "autograd":
         copies += 2 * (microbatches - 1)  # GPipe's wait, and results stay
     elif layout.pp > 1 and ENGINES[engine].sent_by_xla:
         copies *= -(-microbatches // layout.pp)  # the stages share all that there are
     columns = -(-experiment.model.vocab_size // layout.tp)
-    return _itemsize(experiment) * copies * _tokens(experiment) / experiment.train.loss_chunks * columns
+    return _bytes_of_tokens(experiment) * copies / experiment.train.loss_chunks * columns
 
 
-def _tokens(experiment: Experiment) -> float:
-    """Tokens of one microbatch that a device works on; under tp its neighbours work on the same."""
-    train, layout = experiment.train, experiment.layout
-    return train.batch_size / layout.data_parallel / layout.microbatches * experiment.model.block_size
+def _bytes_of_tokens(experiment: Experiment) -> float:
+    """Of one number a token that is kept, of the tokens of a microbatch that a device works on.
 
-
-def _itemsize(experiment: Experiment) -> float:
-    """Bytes of a number that is kept: in 16 bits, beside what is cast, some in float32."""
-    stored = storage_dtype(experiment).itemsize
-    return stored + 2 if experiment.precision.dtype in ("bfloat16", "float16") else stored
+    Under tp its neighbours work on the same. In 16 bits some is kept in float32 beside what is cast.
+    """
+    train, layout, stored = experiment.train, experiment.layout, storage_dtype(experiment).itemsize
+    tokens = train.batch_size / layout.data_parallel / layout.microbatches * experiment.model.block_size
+    return tokens * (stored + 2 if experiment.precision.dtype in ("bfloat16", "float16") else stored)
