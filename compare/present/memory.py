@@ -2,18 +2,14 @@
 
 import itertools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from compare.contract.memory_profile import CLASSES, MEANINGS, Curve, Peak
 from compare.contract.record import ON_HOST, Record
 from compare.judge.closed_forms.memory import KINDS, closed_form
-from compare.show.figures import COLOURS, INK, Figure
+from compare.show.figures import COLOURS, INK, Axes, Figure
 from compare.show.findings import NONE, Row, Table, Text
 from compare.studies.fitting import estimate_memory
 from compare.terminal import human_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 MANY_PHASES = 12
 """Changes from which on a pipeline's forwards and backwards are too close to be named."""
@@ -103,7 +99,7 @@ def memory_figure(title: str, curve: Curve, peak: Peak, *, caption: str) -> Figu
         kind: [size / 1e6 for size in curve.bytes[kind]] for kind in CLASSES if any(curve.bytes.get(kind, ()))
     }
 
-    def draw(axes: "Axes") -> None:
+    def draw(axes: Axes) -> None:
         shades = [COLOURS[kind] for kind in heights]
         axes.stackplot(curve.positions, *heights.values(), labels=list(heights), colors=shades, linewidth=0)
         axes.axvline(peak.position, color=INK, linewidth=1, linestyle=":")

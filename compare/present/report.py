@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -16,15 +16,12 @@ from compare.present.hosts import host_table
 from compare.present.ledger import engine_ledger, layouts_of, table_of_layout
 from compare.present.memory import memory_figures, peak_tables, resting_table
 from compare.present.profile import measured_figures, planned_figures
-from compare.show.figures import INK, Figure, curves, differences
+from compare.show.figures import INK, Axes, Figure, curves, differences
 from compare.show.findings import NONE, Findings, Row, Table, Text, written
 from compare.show.page import write_page
 from compare.spec.experiment import to_toml
 from compare.study import findings_of
 from compare.terminal import error_text, layout_in_words
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 PAGE, EXPERIMENT = "report.html", "experiment.toml"
 Named = Mapping[str, Record]
@@ -90,7 +87,7 @@ def loss_figure(records: Named, title: str = "Loss over steps") -> Figure:
     """Every case's loss, laid over each other, and what it was on validation data."""
     lines = {name: {step.step: step.loss for step in record.steps} for name, record in records.items()}
 
-    def draw(axes: "Axes") -> None:
+    def draw(axes: Axes) -> None:
         curves(axes, lines, "loss (nats)")
         for place, record in enumerate(records.values()):
             size = 3 + 4 * (len(records) - place) / len(records)  # where they coincide, one in the other

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
     from matplotlib.figure import SubFigure
+else:
+    Axes = Any
 
 INK, DARK = "#010203", "#222222"
 """A colour that nothing else has: a page puts its own text colour there, a file a dark one."""
@@ -58,7 +60,7 @@ class Figure(Struct, frozen=True, kw_only=True):
 
     title: str
     caption: str = ""
-    draw: Callable[["Axes"], None]
+    draw: Callable[[Axes], None]
     width: float = NARROW
     """Inches; a legend adds to the height."""
     height: float = 2.8
@@ -148,13 +150,13 @@ def colour(place: int) -> str:
     return PALETTE[place % len(PALETTE)]
 
 
-def ticks(axes: "Axes", values: Mapping[float, str]) -> None:
+def ticks(axes: Axes, values: Mapping[float, str]) -> None:
     """Write so at these places of the x axis, and nothing between."""
     axes.set_xticks(list(values), list(values.values()))
     axes.minorticks_off()
 
 
-def bare(axes: "Axes", rows: Mapping[float, str]) -> None:
+def bare(axes: Axes, rows: Mapping[float, str]) -> None:
     """Leave of the axes only these names of rows."""
     axes.set_yticks(list(rows), list(rows.values()), fontsize="small")
     axes.set_xticks([])
@@ -162,7 +164,7 @@ def bare(axes: "Axes", rows: Mapping[float, str]) -> None:
     axes.spines[:].set_visible(False)
 
 
-def log_scale(axes: "Axes", *names: str) -> None:
+def log_scale(axes: Axes, *names: str) -> None:
     """Make axes logarithmic, with ticks that are written out."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -175,7 +177,7 @@ def log_scale(axes: "Axes", *names: str) -> None:
 
 
 def curves(
-    axes: "Axes",
+    axes: Axes,
     lines: Mapping[str, Mapping[int, float]],
     y: str,
     *,
@@ -205,7 +207,7 @@ def curves(
     axes.set(xlabel="step" if length == 1 else f"step (a point for {length} steps)", ylabel=y)
 
 
-def differences(axes: "Axes", lines: Mapping[str, Mapping[int, float]], y: str) -> None:
+def differences(axes: Axes, lines: Mapping[str, Mapping[int, float]], y: str) -> None:
     """Differences over steps on a logarithmic axis; those that are 0 lie on a line of their own."""
     every = [value for line in lines.values() for value in line.values()]
     least = min((value for value in every if 0 < value < math.inf), default=1e-16)
@@ -251,7 +253,7 @@ class Box(NamedTuple):
     """On the lower third of the row: communication, which lies beside compute."""
 
 
-def gantt(axes: "Axes", rows: Sequence[str], boxes: Sequence[Box], x: str) -> None:
+def gantt(axes: Axes, rows: Sequence[str], boxes: Sequence[Box], x: str) -> None:
     """A row for each device, from above, and what it does over time; boxes that nearly touch become one."""
     end = max((box.begin + box.length for box in boxes), default=1.0)
     height = 0.56 if any(box.is_beside for box in boxes) else 0.88

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
@@ -20,16 +19,13 @@ from compare.plan.compute import PARTS, Term
 from compare.plan.machine import Machine, read_machine
 from compare.plan.predict import predict
 from compare.plan.search import USABLE, Candidate, search
-from compare.show.figures import Figure, colour, log_scale
+from compare.show.figures import Axes, Figure, colour, log_scale
 from compare.show.findings import Column, Findings, Table, table_of
 from compare.spec.engines.registry import REFERENCE, side_of
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.this_machine import HERE, machine_here
 from compare.study import Study, findings_of
 from compare.terminal import human_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 BEST, KEPT, SMALLEST = 10, 400, 20
 STATE = ("parameters", "optimizer")
@@ -286,7 +282,7 @@ def terms_table(engine: str, candidate: Candidate, experiment: Experiment, machi
 def memory_figure(candidates: list[Candidate]) -> Figure:
     """Memory against time, a point for each layout."""
 
-    def draw(axes: "Axes") -> None:
+    def draw(axes: Axes) -> None:
         sizes = [candidate.bytes / 1e9 for candidate in candidates]
         times = [candidate.seconds * 1e3 for candidate in candidates]
         axes.plot(sizes, times, "o", color=colour(0), markersize=4)

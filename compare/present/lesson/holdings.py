@@ -7,20 +7,16 @@ Tests hold them to the closed forms of memory.
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from compare.judge.closed_forms.memory import KINDS, parameters_of_stage
 from compare.numerics.parameters import Parameter, block_parameters, end_parameters, parameter_count
 from compare.present.hosts import coordinates, place_in_mesh
-from compare.show.figures import COLOURS, INK, WIDE, Figure, bare
+from compare.show.figures import COLOURS, INK, WIDE, Axes, Figure, bare
 from compare.spec.axes import DP_SHARD, PP, ROWS, SPLIT, TP
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 Range = tuple[float, float]
 """Begin and end along one side, as fractions of it."""
@@ -115,7 +111,7 @@ def figure(engines: Sequence[str], experiment: Experiment) -> Figure:
     width = max(len(embeddings), len(matrices))
     shown = range(min(layout.devices, MOST_DEVICES))
 
-    def draw(axes: "Axes") -> None:
+    def draw(axes: Axes) -> None:
         labels, y = {2.5: "batch rows"}, 0.0
         for device in shown:
             x, rank = device * (width + GAP), coordinates(device, layout)[PP]
@@ -152,7 +148,7 @@ def figure(engines: Sequence[str], experiment: Experiment) -> Figure:
     )
 
 
-def _box(axes: "Axes", x: float, y: float, width: float, part: HeldPart | None, shade: str) -> None:
+def _box(axes: Axes, x: float, y: float, width: float, part: HeldPart | None, shade: str) -> None:
     """The outline of a matrix, and the part of it that is here."""
     if part:
         (top, bottom), (left, right) = part.rows, part.columns

@@ -7,12 +7,9 @@ Source: Thakur et al., "Optimization of collective communication operations in M
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from compare.show.figures import INK, WIDE, Figure, bare, colour
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from compare.show.figures import INK, WIDE, Axes, Figure, bare, colour
 
 DEVICES = 4
 """On two an all-reduce and a gather look alike."""
@@ -80,7 +77,7 @@ def figure(kind: str, purposes: Sequence[str], n: int = DEVICES) -> Figure:
     ring = RINGS[kind](n)
     step = max(len(ring.states[0][0]), 2) + 1.5
 
-    def draw(axes: "Axes") -> None:
+    def draw(axes: Axes) -> None:
         for hop, state in enumerate(ring.states):
             axes.text(hop * step, -0.2, f"hop {hop}" if hop else "start", va="bottom")
             for device, pieces in enumerate(state):
