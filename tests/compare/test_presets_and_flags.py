@@ -89,6 +89,7 @@ CANNOT_WIN = (
     ("sweep plain.toml --presets ddp --layout.tp 2", "--layout.tp 2 has no effect: --presets says how"),
     ("bench plain.toml --presets pp --variants layout.pp=2", "layout.pp contradicts --presets pp"),
     ("run --preset fsdp_tp --devices 3", "preset fsdp_tp takes a multiple of 2 from 4 on"),
+    ("run --preset hsdp_tp --devices 4", "preset hsdp_tp takes a multiple of 4 from 8 on"),
 )
 
 

@@ -13,7 +13,6 @@ import pytest
 
 from compare.spec.engines.registry import ENGINES, STUDIED
 from compare.spec.experiment import Experiment, ExperimentError, revalidate, to_toml
-from compare.studies import presets
 
 
 def settings_of(generator: random.Random) -> dict[str, Any]:
@@ -66,7 +65,7 @@ def settings_of(generator: random.Random) -> dict[str, Any]:
 
 
 def layout_of(generator: random.Random) -> dict[str, Any]:
-    """A preset's fields, or degrees of their own, with settings that go with any."""
+    """Two devices along an axis, with settings that go with it and with any."""
     pick, flip = generator.choice, lambda share: generator.random() < share
     chosen = {
         "gradient_sync": pick(("naive", "flat", "overlapped", "bucketed", "bucketed", "bucketed")),
@@ -74,11 +73,6 @@ def layout_of(generator: random.Random) -> dict[str, Any]:
         "remat": pick(("auto", "none", "dots", "full")),
         "offload": pick(("none", "none", "none", "optimizer")),
     }
-    if flip(0.5):
-        try:
-            return chosen | presets._fields(pick(list(presets.PRESETS)), 2)
-        except ExperimentError:  # a preset that cannot spread over so many
-            pass
     degrees = dict.fromkeys(("dp_replicate", "dp_shard", "tp", "pp"), 1)
     degrees[pick(list(degrees))] = 2
     if degrees["dp_shard"] > 1:
