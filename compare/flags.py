@@ -179,6 +179,10 @@ class Spec(SidePythons, frozen=True, kw_only=True):
         spread(experiment, "single")
         return experiment
 
+    def laid_out(self, experiment: Experiment) -> Experiment:
+        """The experiment, with the user's overrides in it, under the layout that other flags choose."""
+        return experiment
+
 
 class Spread(Spec, frozen=True, kw_only=True):
     """An experiment, a layout by name, and engines that can express it."""
@@ -196,7 +200,7 @@ class Spread(Spec, frozen=True, kw_only=True):
     """How many devices --preset spreads over. Default: 4 for most, 2 or 8 for some: see `shardpair list`."""
 
     def laid_out(self, experiment: Experiment) -> Experiment:
-        """The experiment, with the user's overrides in it, under --preset, if one was given.
+        """Under --preset, if one was given; checked.
 
         Raises:
             ExperimentError: a preset that does not fit, or devices without one.
@@ -207,7 +211,7 @@ class Spread(Spec, frozen=True, kw_only=True):
                 f"--preset or with the layout's degrees, such as --layout.dp_replicate {self.devices}"
             )
         if not self.preset:
-            return experiment
+            return revalidate(experiment)
         check_names("--preset", "preset", [self.preset], PRESETS)
         devices = PRESETS[self.preset].devices if self.devices is None else self.devices
         layout = preset_layout(experiment.layout, self.preset, devices, self.said)

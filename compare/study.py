@@ -144,7 +144,7 @@ class Study(Spec, frozen=True, kw_only=True):
         return f"{self.command}-{Path(self.experiment).stem}"
 
     def asked(self) -> Experiment:
-        """The experiment with the overrides and what is `fixed`; its own layout is not checked.
+        """The experiment with the overrides and what is `fixed`; its own layout is for `laid_out` to check.
 
         Raises:
             ExperimentError: for a flag that has no effect.
@@ -157,7 +157,7 @@ class Study(Spec, frozen=True, kw_only=True):
             section, _, field = flag.partition(".")
             if value is not None:
                 experiment = edited(experiment, {section: {field: value}})
-        return experiment
+        return self.laid_out(experiment)
 
     def planned(self) -> Outcome:
         """The study before anything starts. Raises ExperimentError for what has no effect, or cannot be."""

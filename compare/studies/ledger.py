@@ -10,7 +10,7 @@ from compare.judge.outcome import Grid, Outcome, read_outcome
 from compare.present.ledger import findings_of_ledgers
 from compare.show.findings import Findings
 from compare.show.terminal import print_findings
-from compare.spec.experiment import Experiment, ExperimentError, revalidate
+from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.fitting import Fit, as_it_is, as_preset
 from compare.studies.grid import beside_first, grid
 from compare.studies.presets import check_presets, several_presets, spread
@@ -46,11 +46,11 @@ class Ledger(Spread, Study, frozen=True, kw_only=True):
     fixed: ClassVar = {"train.max_iters": 4, "train.eval_interval": 0, "checkpoint.every": 0}
     keeps_records = True
 
-    def asked(self) -> Experiment:
-        """The experiment under its layout. Raises ExperimentError."""
+    def laid_out(self, experiment: Experiment) -> Experiment:
+        """Under --preset; of --presets each case has its own. Raises ExperimentError."""
         if self.preset and self.presets:
             raise ExperimentError("--preset and --presets: give one of them")
-        return super().asked() if self.presets else revalidate(self.laid_out(super().asked()))
+        return experiment if self.presets else super().laid_out(experiment)
 
     def cases(self, experiment: Experiment) -> Grid:
         """Every engine that can express the layout, or each layout."""

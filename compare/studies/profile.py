@@ -56,7 +56,7 @@ class Profile(Spread, Study, frozen=True, kw_only=True):
             raise ExperimentError(
                 f"--train.max_iters {steps} is too short for a profile: give {SHORTEST} steps or more"
             )
-        return revalidate(self.laid_out(edited(experiment, {"train": {"max_iters": steps}})))
+        return revalidate(edited(experiment, {"train": {"max_iters": steps}}))
 
     def cases(self, experiment: Experiment) -> Grid:
         """Every engine that can express the layout."""

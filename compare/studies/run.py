@@ -14,7 +14,7 @@ from compare.judge.outcome import OUTCOME, Grid, Outcome, read_outcome, read_run
 from compare.present.report import REMOVED, cost_table, ladder_table, report, without_notes, write_report
 from compare.show.figures import Figure
 from compare.show.findings import Findings
-from compare.spec.experiment import Experiment, revalidate
+from compare.spec.experiment import Experiment
 from compare.studies.grid import beside_first
 from compare.studies.presets import settings_in
 from compare.studies.resuming import any_checkpoint, changed_settings
@@ -56,10 +56,6 @@ class Run(Spread, Study, frozen=True, kw_only=True):
     def title(self) -> str:
         """The experiment."""
         return self.experiment
-
-    def asked(self) -> Experiment:
-        """The experiment under its layout."""
-        return revalidate(self.laid_out(super().asked()))
 
     def cases(self, experiment: Experiment) -> Grid:
         """Every engine under the layout, as far as engines can express it, held against the first."""
