@@ -13,12 +13,11 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import SimpleNamespace
 
 import processes
 import pytest
@@ -44,9 +43,10 @@ def axis() -> Axis:
 def counted() -> Generator[Counter[Call]]:
     """Bytes of the full (gathered) tensors of torchpar's collectives inside."""
     sent = Counter[Call]()
-    observer = SimpleNamespace(
-        begins=lambda call, full, members, to: sent.update({call: full.nbytes}), ends=lambda: None
-    )
+
+    def observer(call: Call, full: torch.Tensor, ranks: int) -> AbstractContextManager:
+        return nullcontext(sent.update({call: full.nbytes}))
+
     observers.append(observer)
     try:
         yield sent

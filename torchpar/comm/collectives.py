@@ -9,8 +9,7 @@ a local sum, and sends straight into place, move the same bytes in a third of th
 """
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -42,20 +41,10 @@ class Call(NamedTuple):
     purpose: str
 
 
-class CallObserver(Protocol):
-    """Observer of every call, on any mesh."""
-
-    def begins(self, call: Call, full: torch.Tensor, members: Sequence[int], to: int | None) -> None:
-        """A call over a gathered tensor, any shape, begins; calls within it come before `ends`.
-
-        `members` are the ranks of its group, among all; `to` is the one that a message is for.
-        """
-
-    def ends(self) -> None:
-        """The call has been handed on."""
-
-
-observers: list[CallObserver] = []
+observers: list[Callable[[Call, torch.Tensor, int], AbstractContextManager]] = []
+"""Each is entered around every call, on any mesh, over a gathered tensor of any shape and so many ranks. The
+call is handed on inside; what was begun may end long after.
+"""
 
 
 @contextmanager
@@ -106,11 +95,6 @@ class Axis:
 
     def __init__(self, name: str, *, size: int, rank: int, group: ProcessGroup | None):
         self.name, self.size, self.rank, self.group = name, size, rank, group
-
-    @cached_property
-    def members(self) -> tuple[int, ...]:
-        """The numbers of its ranks among all, in order."""
-        return tuple(dist.get_process_group_ranks(self.group)) if self.group else (self.rank,)
 
     @classmethod
     def of(cls, group: "Axis | ProcessGroup | None") -> "Axis":
@@ -218,7 +202,7 @@ class Axis:
 
         The messages of two ranks meet by their order alone: NCCL knows no tags.
         """
-        with self._observed("permute", tensor, purpose, to=self.members[to]):
+        with self._observed("permute", tensor, purpose):
             work = dist.isend(tensor, group=self.group, group_dst=to)
         assert work is not None
         return work
@@ -254,21 +238,17 @@ class Axis:
 
     @contextmanager
     def _observed(
-        self, kind: str, full: torch.Tensor, purpose: str, *others: torch.Tensor, to: int | None = None
+        self, kind: str, full: torch.Tensor, purpose: str, *others: torch.Tensor
     ) -> Generator[None]:
         for tensor in (full, *others):
             if not tensor.is_contiguous():
                 raise ValueError(
                     f"{kind} of a non-contiguous tensor {tuple(tensor.shape)}, strides {tensor.stride()}"
                 )
-        watching = list(observers)
-        for observer in watching:
-            observer.begins(Call(kind, self.name, purpose), full, self.members, to)
-        try:
+        with ExitStack() as stack:
+            for observer in observers:
+                stack.enter_context(observer(Call(kind, self.name, purpose), full, self.size))
             yield
-        finally:
-            for observer in watching:
-                observer.ends()
 
 
 def _pad(tensor: torch.Tensor, count: int) -> torch.Tensor:

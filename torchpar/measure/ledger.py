@@ -93,7 +93,7 @@ class LedgerSink(Sink):
             self._own[call.axis] += ring_wire_bytes(call.kind, full.nbytes, ranks)
 
     def operator(self, func: Any, operands: tuple, result: Any) -> None:
-        if func.namespace not in NAMESPACES or self.watch not in observers:  # else it is `unobserved`
+        if func.namespace not in NAMESPACES or not observers:  # it is `unobserved`
             return
         try:
             if not (group := _group_of(func, operands[0])):

@@ -6,7 +6,7 @@ put around what the loop, the schedules and the collectives call, while one step
 """
 
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,6 @@ class Marks:
         self.spans = dict[str, Span]()
         self._run, self._passes = run, 0
         self._phase = ExitStack()
-        self._calls = list[record_function]()
 
     @contextmanager
     def put(self) -> Generator[None]:
@@ -118,8 +117,8 @@ class Marks:
 
         with ExitStack() as stack:
             stack.enter_context(record_function(STEP))
-            observers.append(self)
-            stack.callback(observers.remove, self)
+            observers.append(self._around_call)
+            stack.callback(observers.remove, self._around_call)
             stack.callback(self._phase.close)
             stack.enter_context(patch.object(Rank, "at", at))
             stack.enter_context(around_calls(dist.Work, "wait", lambda *_: record_function(WAIT)))
@@ -128,14 +127,8 @@ class Marks:
                 stack.enter_context(around_calls(_PipelineSchedule, "_maybe_compute_loss", loss))
             yield
 
-    def begins(self, call: Call, full: torch.Tensor, members: Sequence[int], to: int | None) -> None:
-        """One of our own collectives is called; it may end long after the call: see `CallObserver`."""
-        self._calls.append(self._mark(span_of(call)))
-        self._calls[-1].__enter__()
-
-    def ends(self) -> None:
-        """The call has been handed on."""
-        self._calls.pop().__exit__(None, None, None)
+    def _around_call(self, call: Call, full: torch.Tensor, ranks: int) -> AbstractContextManager:
+        return self._mark(span_of(call))
 
     def _mark(self, span: Span) -> record_function:
         title = f"shardpair {len(self.spans)}"

@@ -1,7 +1,7 @@
 """One watcher of a step: it tells operators, modules, our own collectives and tasks to several sinks."""
 
 import bisect
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -83,8 +83,8 @@ class Watch(TorchDispatchMode):
     def __enter__(self):
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
-        observers.append(self)
-        for undo in (before.remove, after.remove, lambda: observers.remove(self)):
+        observers.append(self._around_call)
+        for undo in (before.remove, after.remove, lambda: observers.remove(self._around_call)):
             self._exits.callback(undo)
         for sink in self._sinks:
             sink.begin()
@@ -109,13 +109,15 @@ class Watch(TorchDispatchMode):
             sink.operator(func, (args, kwargs), result)
         return result
 
-    def begins(self, call: Call, full: torch.Tensor, members: Sequence[int], to: int | None) -> None:
+    @contextmanager
+    def _around_call(self, call: Call, full: torch.Tensor, ranks: int) -> Generator[None]:
         self.calls.append(call)
         for sink in self._sinks:
-            sink.call(call, full, len(members))
-
-    def ends(self) -> None:
-        self.calls.pop()
+            sink.call(call, full, ranks)
+        try:
+            yield
+        finally:
+            self.calls.pop()
 
     @property
     def in_backward(self) -> bool:
