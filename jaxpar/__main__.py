@@ -1,6 +1,6 @@
 """`python -m jaxpar`: as the only process of a run, or as one of several, each with a part of the devices.
 
-It is one of several under srun, torchrun or `--coordinator`. See `compare.contract.command`.
+It is one of several under srun or torchrun, or with their variables. See `compare.contract.command`.
 """
 
 import os
@@ -13,17 +13,16 @@ from pathlib import Path
 
 import msgspec
 
-from compare.contract.collective_bench import TYPE, read_collective_request
+from compare.contract.collective_bench import TYPE, CollectiveRequest
 from compare.contract.command import one_line, parse_arguments, told_by
 from compare.contract.ending import DONE, FAILED, StoppedEarly, StopRequest
 from compare.contract.faults import IGNORED
 from compare.contract.other_hosts import Waiting, blame_for_hang
 from compare.contract.processes import Process, find_process
 from compare.contract.record import Failure, clear_record, leave_failure
-from compare.contract.request import read_request
+from compare.contract.request import read_request, read_request_file
 from compare.contract.run_lock import lock_folder
 from compare.host.signals import describe_exit, is_ignored, on_signals, when_stdin_ends
-from compare.spec.engines.registry import JAX
 from jaxpar.watchdog import Watchdog
 
 ASKED_IN_JSON = {
@@ -51,7 +50,7 @@ def main() -> int:
 
             print(msgspec.json.encode(answer(arguments)).decode())
             return DONE
-        process = find_process(arguments, os.environ)
+        process = find_process(os.environ)
         with lock_folder(folder) if process is None or process.is_first else nullcontext():
             on_signals([signal.SIGTERM], partial(_leave, folder, process))
             try:
@@ -74,7 +73,7 @@ def main() -> int:
 
 def train(folder: Path, process: Process | None = None) -> None:
     """Train what folder/request.json asks for, alone or as one of several processes."""
-    request = read_request(folder, JAX.name)
+    request = read_request(folder, "jaxpar")
     if request.experiment.checkpoint.every:
         StopRequest.listen()
     watchdog = _begin(folder, request.timeout_s, process)
@@ -101,7 +100,7 @@ def train(folder: Path, process: Process | None = None) -> None:
 
 def time_collectives(folder: Path, process: Process | None = None) -> None:
     """Time the collectives that folder/request.json asks for, alone or as one of several processes."""
-    request = read_collective_request(folder, side=JAX.name)
+    request = read_request_file(folder, CollectiveRequest)
     watchdog = _begin(folder, request.timeout_s, process)
     from jaxpar.configuration import configure_products, join_devices
 

@@ -12,11 +12,12 @@ from flax import nnx
 
 from compare.checkpoint.description import DESCRIPTION, WEIGHTS
 from compare.checkpoint.reader import CheckpointReader
-from compare.contract.absent import read_absent_request
-from compare.contract.ceiling import read_ceiling_request
+from compare.contract.absent import AbsentRequest
+from compare.contract.ceiling import CeilingRequest
+from compare.contract.request import decode_request
 from compare.host.facts import cores, versions
 from compare.numerics.parameters import storage_dtype
-from compare.numerics.sampling import SampleRequest, generate, read_sample_request
+from compare.numerics.sampling import SampleRequest, generate
 from compare.spec.experiment import MAX_CPU_DEVICES, Precision
 from jaxpar.configuration import PACKAGES, configure_products
 from jaxpar.model import GPT
@@ -30,19 +31,19 @@ def answer(arguments: Namespace) -> object:
     """
     match arguments.question:
         case "ceiling":
-            request = read_ceiling_request(arguments.ceiling)
+            request = decode_request(arguments.ceiling, CeilingRequest, source="--ceiling")
             configure_products(request.platform, request.dtype)
             from jaxpar.measure.bench import measure_ceiling
 
             return measure_ceiling(request)
         case "compile":
-            ahead = read_absent_request("--compile", arguments.compile)
+            ahead = decode_request(arguments.compile, AbsentRequest, source="--compile")
             configure_products("cpu", ahead.experiment.precision.product_dtype)
             from jaxpar.ahead_of_time import compile_step_ahead
 
             return compile_step_ahead(ahead)
         case "sample":
-            return sample(read_sample_request(arguments.sample))
+            return sample(decode_request(arguments.sample, SampleRequest, source="--sample"))
         case "doctor":
             return doctor()
     return convert(*arguments.convert)

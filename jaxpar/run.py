@@ -21,7 +21,7 @@ from jaxpar.checkpoint import state_parts
 from jaxpar.comm.hosts import fetch, gathered, hosts_of, spread
 from jaxpar.comm.mesh import device_kind
 from jaxpar.configuration import PACKAGES
-from jaxpar.measure.ledger import listing, read_ledger
+from jaxpar.measure.ledger import read_ledger
 from jaxpar.measure.memory import bytes_at_rest, memory_in_use, memory_profile, peak_memory, threads
 from jaxpar.model import same
 from jaxpar.optimizer import Moments
@@ -128,5 +128,5 @@ class Run:
             sizes = {name: resident[name][0] for name in ("parameters", "optimizer")}
             if profile := memory_profile(self.step, **sizes):
                 recorder.leave(profile)
-            recorder.leave(listing(hlo, axes), read_ledger(hlo, axes))
+            recorder.leave(read_ledger(hlo, axes))
         return costs

@@ -1,6 +1,6 @@
 """`python -m torchpar`: as all ranks of this machine, whose parent it is, or as one rank.
 
-It is one rank under srun, torchrun or `--coordinator`. See `compare.contract.command`.
+It is one rank under srun or torchrun, or with their variables. See `compare.contract.command`.
 """
 
 import argparse
@@ -14,15 +14,14 @@ from pathlib import Path
 
 import msgspec
 
-from compare.contract.collective_bench import read_collective_request
+from compare.contract.collective_bench import CollectiveRequest
 from compare.contract.command import parse_arguments, told_by
 from compare.contract.ending import DONE, FAILED
 from compare.contract.processes import find_process
 from compare.contract.record import clear_record, leave_failure
-from compare.contract.request import read_request
+from compare.contract.request import decode_request, read_request, read_request_file
 from compare.contract.run_lock import lock_folder
 from compare.host.signals import is_ignored, when_stdin_ends
-from compare.spec.engines.registry import TORCH
 
 STDIN_GRACE_S = 5.0
 ASKED_IN_JSON = {
@@ -45,16 +44,16 @@ def main() -> int:
         if arguments.question:
             print(msgspec.json.encode(answer(arguments)).decode(), flush=True)
             return DONE
-        process = find_process(arguments, os.environ)
+        process = find_process(os.environ)
         if process and "RANK" not in os.environ:  # as torchrun says it
             os.environ.update(process.variables)
         is_rank, is_first = "RANK" in os.environ, os.environ.get("RANK", "0") == "0"
         with lock_folder(folder) if is_first else nullcontext():
             try:
-                if process and process.address[0]:
+                if process and process.host:
                     from torchpar.comm.process_groups import choose_interface
 
-                    choose_interface(*process.address)
+                    choose_interface(process.host, process.port)
                 (time_collectives if arguments.collectives else train)(folder)
                 return DONE
             except Exception as error:
@@ -87,20 +86,20 @@ def answer(arguments: argparse.Namespace) -> object:
                 "gpus": [device_kind(torch.device("cuda", index)) for index in gpus],
             }
         case "ceiling":
-            from compare.contract.ceiling import read_ceiling_request
+            from compare.contract.ceiling import CeilingRequest
             from torchpar.measure.ceiling import measure
 
-            return measure(read_ceiling_request(arguments.ceiling))
+            return measure(decode_request(arguments.ceiling, CeilingRequest, source="--ceiling"))
         case "alone":
-            from compare.contract.absent import read_absent_request
+            from compare.contract.absent import AbsentRequest
             from torchpar.alone import run_alone
 
-            return run_alone(read_absent_request("--alone", arguments.alone))
+            return run_alone(decode_request(arguments.alone, AbsentRequest, source="--alone"))
         case "sample":
-            from compare.numerics.sampling import read_sample_request
+            from compare.numerics.sampling import SampleRequest
             from torchpar.sample import sample
 
-            return sample(read_sample_request(arguments.sample))
+            return sample(decode_request(arguments.sample, SampleRequest, source="--sample"))
     from compare.spec.experiment import Experiment
     from torchpar.convert import convert
     from torchpar.nanogpt_checkpoint import export_checkpoint, import_checkpoint
@@ -122,7 +121,7 @@ def train(folder: Path) -> None:
     from torchpar.train import start_ranks
     from torchpar.train import train as train_as_rank
 
-    request = read_request(folder, TORCH.name)
+    request = read_request(folder, "torchpar")
     if "RANK" not in os.environ:
         return start_ranks(request, folder)
     work = partial(train_as_rank, request=request, folder=folder)
@@ -136,7 +135,7 @@ def time_collectives(folder: Path) -> None:
     from torchpar.collective_bench import time_as_rank
     from torchpar.launch import launch
 
-    request = read_collective_request(folder, side=TORCH.name)
+    request = read_request_file(folder, CollectiveRequest)
     work = partial(time_as_rank, request=request, folder=folder)
     if "RANK" in os.environ:
         return torchrun.become_rank(work, folder, request, devices=request.ranks)

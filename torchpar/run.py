@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from compare.contract.communication import LOSS
-from compare.contract.other_hosts import facts_here, leave_hosts, require_agreement
+from compare.contract.other_hosts import agree, facts_here
 from compare.contract.recording import Progress
 from compare.contract.request import Request
 from compare.numerics.data import Corpus
@@ -92,9 +92,7 @@ def join_others(rank: Rank, platform: str, folder: Path, reads: Experiment | Non
     rank.at(0, "setting up")
     if rank.world_size > 1 and rank.rendezvous is None:
         of_hosts = Axis.of(None).all_gather_objects(facts_here(PACKAGES, reads=reads))
-        require_agreement(of_hosts)
-        if rank.rank == 0:
-            leave_hosts(folder, of_hosts)
+        agree(of_hosts, folder, is_first=rank.rank == 0)
     return device
 
 

@@ -10,8 +10,7 @@ from msgspec import Meta, Struct
 
 from compare.contract.ledger import Ledger
 from compare.contract.memory_profile import DeviceMemory
-from compare.contract.request import decode_request
-from compare.spec.experiment import Experiment, revalidate
+from compare.spec.experiment import Experiment
 
 Compiler = Literal["tpu", "cuda"]
 """XLA's for TPUs, which comes with libtpu, or for NVIDIA's GPUs, with JAX's CUDA plugin."""
@@ -49,10 +48,3 @@ class RankAlone(Struct, frozen=True, kw_only=True):
 
     ledger: Ledger
     memory: DeviceMemory
-
-
-def read_absent_request(flag: str, text: str) -> AbsentRequest:
-    """The request from JSON, checked. Raises ExperimentError for any other text."""
-    request = decode_request(text, AbsentRequest, source=flag)
-    revalidate(request.experiment)
-    return request

@@ -8,14 +8,9 @@ run would have, on square matrices so large that nothing but the products matter
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Literal
 
-import msgspec
-from msgspec import Meta, Struct
-
-from compare.contract.request import decode_request
-from compare.host.facts import cores
-from compare.spec.experiment import ExperimentError
+from msgspec import Struct
 
 ProductDtype = Literal["float64", "float32", "tf32", "bfloat16", "float16"]
 SMALLEST, LARGEST = 512, 8192
@@ -33,8 +28,8 @@ class CeilingRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Of the products: see `Precision.product_dtype`."""
     platform: Literal["cpu", "gpu"] = "cpu"
     threads: int = 0
-    """CPU threads that multiply; 0 for one on each core."""
-    sizes: tuple[Annotated[int, Meta(ge=1, le=LARGEST)], ...] = ()
+    """CPU threads that multiply in PyTorch; 0 for one on each core, as XLA always has."""
+    sizes: tuple[int, ...] = ()
     """Rows and columns of further matrices to multiply, each by itself."""
 
 
@@ -47,37 +42,23 @@ class Ceiling(Struct, frozen=True, kw_only=True):
     """FLOP/s of products of the sizes that were asked for."""
 
 
-def read_ceiling_request(text: str) -> CeilingRequest:
-    """The request from JSON, with its threads counted. Raises ExperimentError for any other text."""
-    request = decode_request(text, CeilingRequest, source=f"--ceiling {text}")
-    most = 0 if request.platform == "gpu" else cores()
-    if not 0 <= request.threads <= most:
-        raise ExperimentError(f"--ceiling: threads = {request.threads}: there are {most}; give 0 for all")
-    return msgspec.structs.replace(request, threads=request.threads or most)
-
-
 def find_ceiling(request: CeilingRequest, prepare: Callable[[int], Multiply]) -> Ceiling:
-    """Measure products of a size that takes long enough: the best of a few readings, in about a second.
+    """Measure products of a size that takes long enough: the best of a few readings, in a second or two.
 
     `prepare` gives for a size the function that multiplies two matrices of it.
     """
+
+    def measured(size: int) -> tuple[float, float]:
+        """Seconds of one product, and FLOP/s of the best reading."""
+        multiply = prepare(size)
+        multiply(1)  # allocates, compiles, chooses a kernel
+        once = max(multiply(1), 1e-9)
+        products = math.ceil(READING_S / once)
+        return once, products * 2 * size**3 / min(multiply(products) for _ in range(READINGS))
+
     size = SMALLEST
-    multiply, once = _first(prepare, size)
+    once, flops_per_s = measured(size)
     while once < LONG_S and size < LARGEST:
         size *= 2
-        multiply, once = _first(prepare, size)
-    by_size = {other: _best(*_first(prepare, other), other) for other in request.sizes}
-    return Ceiling(flops_per_s=_best(multiply, once, size), by_size=by_size)
-
-
-def _first(prepare: Callable[[int], Multiply], size: int) -> tuple[Multiply, float]:
-    """What multiplies matrices of a size, and the seconds that a product took."""
-    multiply = prepare(size)
-    multiply(1)  # allocates, compiles, chooses a kernel
-    return multiply, max(multiply(1), 1e-9)
-
-
-def _best(multiply: Multiply, once: float, size: int) -> float:
-    """FLOP/s of the best of a few readings; one product takes `once` seconds."""
-    products = math.ceil(READING_S / once)
-    return products * 2 * size**3 / min(multiply(products) for _ in range(READINGS))
+        once, flops_per_s = measured(size)
+    return Ceiling(flops_per_s=flops_per_s, by_size={other: measured(other)[1] for other in request.sizes})

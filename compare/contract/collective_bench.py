@@ -12,16 +12,14 @@ doc/PERFORMANCE.md.
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
 from msgspec import Struct
 
 from compare.contract.communication import ring_wire_bytes
-from compare.contract.request import Platform, read_request_file
+from compare.contract.request import Platform
 from compare.spec.engines.registry import JAX, TORCH
-from compare.spec.experiment import ExperimentError
 
 TIMES = "collectives.json"
 
@@ -69,7 +67,6 @@ class CollectiveRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     row_s: float = 0.2
     """About how long the calls of a row take together; there are at least five."""
     timeout_s: float = 600.0
-    """Seconds without any progress after which the run counts as hung."""
 
 
 class CollectiveRow(Struct, frozen=True, kw_only=True):
@@ -91,26 +88,13 @@ class CollectiveRow(Struct, frozen=True, kw_only=True):
 
 
 class CollectiveTimes(Struct, frozen=True, kw_only=True):
-    """A side's rows, and their circumstances."""
+    """A side's rows, and their circumstances, as in a manifest."""
 
     rows: list[CollectiveRow]
     device_kind: str
     versions: dict[str, str]
     threads: str
     hosts: list[str]
-    """Of each rank or device, as they name themselves."""
-
-
-def read_collective_request(folder: Path, *, side: str) -> CollectiveRequest:
-    """Read and check `folder/request.json`. Raises ExperimentError: it is none, or not for this side."""
-    request = read_request_file(folder, CollectiveRequest)
-    for name in request.implementations:
-        whose, platforms, _ = IMPLEMENTATIONS.get(name, ("", (), ""))
-        if whose != side or request.platform not in platforms:
-            raise ExperimentError(f"implementations: {side} has no {name} on platform {request.platform}")
-    if request.ranks < 2:
-        raise ExperimentError(f"ranks = {request.ranks}: a collective needs at least 2")
-    return request
 
 
 def elements(kind: str, size: int, ranks: int) -> int:
@@ -131,18 +115,12 @@ def sent(kind: str, rank: int, *, ranks: int, count: int) -> np.ndarray:
 
 def expected(kind: str, rank: int, *, ranks: int, count: int) -> np.ndarray:
     """Numbers that a rank must find in the result, exactly."""
-    start = rank * count
-    match kind:
-        case "all_reduce" | "reduce_scatter":
-            start = start if kind == "reduce_scatter" else 0
-            return np.resize(sum(numbers(other, PERIOD, start=start) for other in range(ranks)), count)
-        case "all_gather":
-            return np.concatenate([numbers(other, count) for other in range(ranks)])
-        case "all_to_all":
-            return np.concatenate([numbers(other, count, start=start) for other in range(ranks)])
-        case "broadcast":
-            return numbers(0, count)
-    return numbers((rank - 1) % ranks, count)
+    if kind in ("broadcast", "permute"):
+        return numbers(0 if kind == "broadcast" else (rank - 1) % ranks, count)
+    start = rank * count if kind in ("reduce_scatter", "all_to_all") else 0
+    if kind in ("all_reduce", "reduce_scatter"):
+        return np.resize(sum(numbers(other, PERIOD, start=start) for other in range(ranks)), count)
+    return np.concatenate([numbers(other, count, start=start) for other in range(ranks)])
 
 
 def measure(

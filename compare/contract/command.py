@@ -71,15 +71,6 @@ def parse_arguments(
     parser.add_argument("--base", default="", metavar="JSON", help="the experiment, if FROM does not say it")
     for question, subject in asked_in_json.items():
         parser.add_argument(f"--{question}", metavar="JSON", help=f"print {subject}, as JSON")
-    group = parser.add_argument_group(
-        "several hosts", "Under srun or torchrun their variables say the same, and these are not needed."
-    )
-    group.add_argument("--coordinator", default="", metavar="HOST:PORT", help="where all processes meet")
-    group.add_argument("--processes", type=int, default=0, metavar="N", help="processes on all hosts")
-    group.add_argument("--process", type=int, default=-1, metavar="K", help="this one's number, from 0")
-    group.add_argument(
-        "--local_process", type=int, default=0, metavar="K", help="its number on its host; default 0"
-    )
     found = parser.parse_args(arguments)
     questions = ("doctor", "convert", *asked_in_json)
     found.question = next((question for question in questions if getattr(found, question)), "")

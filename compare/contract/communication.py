@@ -1,8 +1,8 @@
 """Communication of a step: the rows of a ledger, the purposes they have, and a ring's cost.
 
-Both sides name purposes with the constants below, and nothing else. Engines that write their collectives say
-at each what it is for. Of a collective that XLA or a wrapper of PyTorch put there, the purpose is inferred
-from its kind, axis and size, by the rules in `jaxpar/measure/ledger.py` and `torchpar/measure/ledger.py`.
+Engines that write their collectives say at each what it is for, with the constants below. Of a collective
+that XLA or a wrapper of PyTorch put there, the purpose is inferred from its kind, axis and size, by the rules
+in `jaxpar/measure/ledger.py` and `torchpar/measure/ledger.py`.
 """
 
 from collections import defaultdict
@@ -25,26 +25,19 @@ REPLICATE, RECORD = "replicate", "record"  # before the first step; for the reco
 METRICS = "metrics"  # a scalar: of the loss or of the norm
 ACTIVATIONS_AND_GRADIENTS = "activations and their gradients"  # a message between stages, either way
 
-SAID = (
-    *(PARAMETERS, GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS, ACTIVATIONS, ACTIVATION_GRADIENTS),
-    *(BUFFERS, LOSS, NORM, UNUSED, REPLICATE, RECORD),
-)
-"""Purposes that a collective can be given."""
-
 OF_DERIVATIVE = {PARAMETERS: GRADIENTS, ACTIVATIONS: ACTIVATION_GRADIENTS}
 """What the derivative of a collective is for: the transpose of a gather of parameters scatters gradients."""
 
-
 PHASES = {
-    ACTIVATIONS: "forward",
-    LOSS: "forward",
-    ACTIVATION_GRADIENTS: "backward",
-    GRADIENTS: "backward",
-    REPLICATED_GRADIENTS: "backward",
-    TIED_GRADIENTS: "backward",
+    **dict.fromkeys((PARAMETERS, BUFFERS, UNUSED, REPLICATE, RECORD), ""),
+    **dict.fromkeys((ACTIVATIONS, LOSS), "forward"),
+    **dict.fromkeys((ACTIVATION_GRADIENTS, GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS), "backward"),
     NORM: "update",
 }
-"""When what is for one thing alone is sent. Backward ends when the mean gradients are there."""
+"""Purposes that a collective can be given, and when what is for one alone is sent; "" if that is not known.
+
+Backward ends when the mean gradients are there.
+"""
 
 
 class Communication(Struct, frozen=True, kw_only=True):
@@ -73,15 +66,14 @@ class Communication(Struct, frozen=True, kw_only=True):
     """The place in the program: file and line, the operation, or the module."""
     loops: tuple[int, ...] = ()
     """Turns of the loops of a compiled program that it is in, the outermost first."""
+    places: tuple[tuple[str, int], ...] = ()
+    """Of what XLA sends: the side's lines that cause it, the innermost first, `("jaxpar/train.py", 12)`."""
     stage: int = 0
     """The rank of the pipeline whose devices do it."""
 
 
 def summed(rows: Iterable[Communication]) -> list[Communication]:
-    """A row for each kind, axis and purpose: the sums over its places, of the stage that has most of it.
-
-    Sums of a pipeline's row are of one stage each, and not always of the same.
-    """
+    """A row for each kind, axis and purpose: the sums over its places, of the stage that has most of it."""
     sums: dict[tuple[str, str, str], dict[int, list[int]]] = defaultdict(dict)
     for row in rows:
         total = sums[row.kind, row.axis, row.purpose].setdefault(row.stage, [0, 0, 0])
@@ -105,10 +97,10 @@ def of_busiest_stage(rows: Sequence[Communication]) -> list[Communication]:
 
 
 def ring_wire_bytes(kind: str, full_bytes: int, group_size: int) -> int:
-    """Bytes that one of `group_size` devices sends on a ring for a collective over `full_bytes`.
+    """Bytes that one of `group_size` devices sends on a ring for a collective over `full_bytes`, gathered.
 
-    `full_bytes` is the size of the gathered tensor. Rounded down to whole bytes. Source: Thakur et al.,
-    "Optimization of collective communication operations in MPICH", and nccl-tests' conventions.
+    Rounded down. Source: Thakur et al., "Optimization of collective communication operations in MPICH", and
+    nccl-tests' conventions.
     """
     n = group_size
     if n == 1:

@@ -31,8 +31,4 @@ class StopRequest:
     @classmethod
     def listen(cls) -> None:
         """From now on the signal asks, and kills no more. Call it from the main thread."""
-
-        def note(number: int, frame: object) -> None:
-            cls.came = True
-
-        signal.signal(ASKED, note)
+        signal.signal(ASKED, lambda number, frame: setattr(cls, "came", True))

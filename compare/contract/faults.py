@@ -1,8 +1,8 @@
 """Mistakes that a side plants in its own code, as data, so that the ladder is seen to catch them.
 
-Each side has one table of them in its `faults`: a row says which engines make the mistake, and how it is
-planted. Most are planted at the collectives, by kind, axis and purpose; the others swap a function or a
-module for a wrong one. `compare.studies.faults` says in which layout each shows, and at which rung.
+Each side has one table of them in its `faults`. Most are planted at the collectives, by kind, axis and
+purpose; the others swap a function or a module for a wrong one. `compare.studies.faults` says in which layout
+each shows, and at which rung.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +12,6 @@ from msgspec import Struct
 
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError
-
-Edits = Mapping[str, Mapping[str, object]]
 
 
 class PlantedFault(Struct, frozen=True):
@@ -26,7 +24,7 @@ class PlantedFault(Struct, frozen=True):
     """The mistake holds for what is built, traced and run inside."""
 
 
-IGNORED: Mapping[str, Edits] = {
+IGNORED: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     "ignored_gradient_sync": {"layout": {"gradient_sync": "flat"}},
     "ignored_bucket_mb": {"layout": {"bucket_mb": 25.0}},
     "ignored_schedule": {"layout": {"schedule": "gpipe"}},
@@ -45,8 +43,6 @@ No side plants these: `read_request` gives it the other experiment. They move no
 
 def find_fault(faults: Sequence[PlantedFault], name: str, *, engine: str) -> AbstractContextManager:
     """A fault of a side's table, as one of its engines makes it. Raises ExperimentError: it makes none."""
-    if why := ENGINES[engine].impossible_faults.get(name):
-        raise ExperimentError(f"fault = {name}: {engine} cannot make it: {why}")
     known = {fault.name: fault for fault in faults if ENGINES[engine].folder in fault.folders}
     if name not in known:
         raise ExperimentError(f"fault = {name}: {engine} knows {', '.join(known) or 'none'}")

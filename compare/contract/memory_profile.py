@@ -5,7 +5,7 @@ PyTorch's side watches every operation of a step. XLA plans a step as a whole an
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from msgspec import UNSET, Struct, UnsetType, field
@@ -14,18 +14,7 @@ MEMORY = "memory.json"
 POINTS = 300
 """Most points of a curve: as many as a picture can show."""
 
-Class = Literal[
-    "parameters",
-    "optimizer",
-    "gradients",
-    "gathered parameters",
-    "activations",
-    "logits",
-    "communication buffers",
-    "XLA's temporaries",
-    "temporaries",
-]
-CLASSES: tuple[Class, ...] = get_args(Class)
+Class = str
 MEANINGS: dict[Class, str] = {
     "parameters": "as they are between two steps: whole, or this device's shards",
     "optimizer": "moments, and counts of steps",
@@ -38,14 +27,9 @@ MEANINGS: dict[Class, str] = {
     "gathered parameters, activations, logits, buffers",
     "temporaries": "all else: results that the next operation reads, the batch, scalars",
 }
+"""The classes of what is in memory: what belongs to each."""
+CLASSES = tuple(MEANINGS)
 Phase = Literal["forward", "backward", "update"]
-
-
-class PhaseStart(Struct, frozen=True):
-    """The position, in operations of the step, at which a phase begins."""
-
-    position: int
-    phase: Phase
 
 
 class Peak(Struct, frozen=True, kw_only=True):
@@ -53,10 +37,10 @@ class Peak(Struct, frozen=True, kw_only=True):
 
     bytes: dict[Class, int]
     position: int = 0
-    """Position in the step, counted in operations."""
+    """Number of the operation in the step."""
     phase: Phase | Literal[""] = ""
     operation: str = ""
-    """Operation at that position, by the framework's name."""
+    """By the framework's name."""
     place: str = ""
     """The module; '' if that cannot be told."""
 
@@ -67,12 +51,13 @@ class Peak(Struct, frozen=True, kw_only=True):
 
 
 class Curve(Struct, frozen=True, kw_only=True):
-    """Bytes in use over a step. Of a stretch of operations only the fullest is a point: the peak is one."""
+    """Bytes in use over a step. Of each stretch of operations the fullest is a point: the peak is one."""
 
     positions: list[int]
     bytes: dict[Class, list[int]]
-    """A series like `positions`, for every class."""
-    marks: list[PhaseStart] = field(default_factory=list)
+    """By class, at each position."""
+    marks: list[tuple[int, Phase]] = field(default_factory=list)
+    """At which position each phase begins."""
     length: int = 0
     """Operations of the step."""
 
@@ -94,10 +79,6 @@ class MemoryProfile(Struct, frozen=True, kw_only=True):
     """In the order of the mesh; one alone stands for all, where they run one program."""
     method: str
     """Method and its limits, in words."""
-
-    def of(self, device: int) -> DeviceMemory:
-        """One device's."""
-        return self.devices[device if len(self.devices) > 1 else 0]
 
     @property
     def fullest(self) -> int:
@@ -140,7 +121,7 @@ def device_memory(
     curve = Curve(
         positions=positions,
         bytes={kind: series[positions].tolist() for kind, series in in_use.items()},
-        marks=[PhaseStart(n, phases[n]) for n in starts],
+        marks=[(n, phases[n]) for n in starts],
         length=length,
     )
     return DeviceMemory(peak=peak, curve=curve, allocator_peak=allocator_peak)

@@ -6,9 +6,8 @@ They meet in the folder of the run where collectives do not reach: a process tha
 import signal
 import socket
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from msgspec import Struct
@@ -37,13 +36,15 @@ class HostFacts(Struct, frozen=True, kw_only=True):
 
 def facts_here(packages: Iterable[str], reads: Experiment | None = None) -> HostFacts:
     """Those of this process; of an experiment that it reads the data for, all of them are read."""
-    sha256 = open_corpus(reads).sha256 if reads else ""
-    name, found = socket.gethostname(), versions(packages)
-    return HostFacts(host=name, versions=found, corpus_sha256=sha256)
+    return HostFacts(
+        host=socket.gethostname(),
+        versions=versions(packages),
+        corpus_sha256=open_corpus(reads).sha256 if reads else "",
+    )
 
 
-def require_agreement(found: Sequence[HostFacts]) -> None:
-    """Hold what the processes run on against what the first does.
+def agree(found: Sequence[HostFacts], folder: Path, *, is_first: bool) -> None:
+    """Hold what the processes run on against what the first does, which leaves the names of their hosts.
 
     Raises:
         ExperimentError: a package of another version, or other data; both hosts are named.
@@ -61,6 +62,8 @@ def require_agreement(found: Sequence[HostFacts]) -> None:
                 f"{other.host} reads other data than {first.host}: SHA-256 of the tokens "
                 f"{other.corpus_sha256[:12]} and {first.corpus_sha256[:12]}: put the same file on all hosts"
             )
+    if is_first:
+        write_json(folder / HOSTS, [facts.host for facts in found])
 
 
 def host_names(places: Iterable[tuple[str, int]]) -> list[str]:
@@ -75,15 +78,10 @@ def host_names(places: Iterable[tuple[str, int]]) -> list[str]:
     return names
 
 
-def leave_hosts(folder: Path, found: Sequence[HostFacts]) -> None:
-    """Leave the name of each process's host, for whoever has to name one that cannot."""
-    write_json(folder / HOSTS, [facts.host for facts in found])
-
-
-def host_of(folder: Path, number: int) -> str:
-    """The host of a process, '' before all have met."""
-    hosts = read_json(folder / HOSTS, list[str]) if (folder / HOSTS).is_file() else []
-    return hosts[number] if number < len(hosts) else ""
+def hosts_in(folder: Path) -> dict[int, str]:
+    """The host of each process; {} before all have met."""
+    path = folder / HOSTS
+    return dict(enumerate(read_json(path, list[str]))) if path.is_file() else {}
 
 
 class Waiting(Struct, frozen=True, kw_only=True):
@@ -105,7 +103,7 @@ def blame_for_hang(folder: Path, own: Waiting, *, count: int, timeout_s: float) 
         return said
     waiting = {n: read_json(path, Waiting) for n, path in files.items() if path.is_file()}
     silent = [number for number in range(count) if number not in waiting]
-    return blame(waiting, silent, timeout_s=timeout_s, host=partial(host_of, folder))
+    return blame(waiting, silent, timeout_s=timeout_s, hosts=hosts_in(folder))
 
 
 def blame(
@@ -115,21 +113,23 @@ def blame(
     timeout_s: float,
     state: str = "gave no answer",
     noun: str = "process",
-    host: Callable[[int], str] = lambda number: "",
+    hosts: Mapping[int, str] = {},
 ) -> Failure:
     """Failure of a hang: it names those that are stuck, in this state, or else those behind all others."""
     fewest = min((place.beats for place in waiting.values()), default=0)
     behind = stuck or [number for number, place in waiting.items() if place.beats == fewest]
-    by_host: dict[str, list[int]] = {}
-    for number in behind:
-        by_host.setdefault(host(number), []).append(number)
     others = [number for number in waiting if number not in behind]
-    where = "" if stuck else waiting[behind[0]].where
-    if where and not others and len(behind) > 1:
-        link = f", on {', '.join(by_host)}: is the link between them cut?" if any(by_host) else ""
-        return Failure(message=f"no {noun} made progress for {timeout_s:g} s: all wait in {where}{link}")
+    by_host = defaultdict[str, list[int]](list)
+    for number in behind:
+        by_host[hosts.get(number, "")].append(number)
+    if not stuck:
+        where = waiting[behind[0]].where
+        if not others and len(behind) > 1:
+            link = f", on {', '.join(by_host)}: is the link between them cut?" if any(by_host) else ""
+            return Failure(message=f"no {noun} made progress for {timeout_s:g} s: all wait in {where}{link}")
+        state = f"stayed in {where}"
     named = " and ".join(f"{numbered(noun, each)}{name and f' on {name}'}" for name, each in by_host.items())
-    message = f"{named} {f'stayed in {where}' if where else state}: no progress for {timeout_s:g} s"
+    message = f"{named} {state}: no progress for {timeout_s:g} s"
     if others:
         there = ", ".join(dict.fromkeys(waiting[number].where for number in others))
         message += f", while {numbered(noun, others)} waited in {there}"

@@ -1,10 +1,9 @@
 """Processes of one run over several hosts: which of them this one is, and where they meet.
 
-SLURM's variables (inside `srun`), torchrun's, or `--coordinator HOST:PORT --processes N --process K` say so,
-asked in that order. A run of one process needs none of them.
+SLURM's variables say so (inside `srun`), or else torchrun's, which anybody can set. A run of one process
+needs none of them.
 """
 
-import argparse
 import re
 import socket
 from collections.abc import Mapping
@@ -27,8 +26,9 @@ class Process(NamedTuple):
     count: int
     local: int
     """Number on its host; all numbers are from 0."""
-    coordinator: str
-    """HOST:PORT, where all meet; it is on process 0's host."""
+    host: str
+    """Where all meet, and at which port; it is process 0's host."""
+    port: int
 
     @property
     def is_first(self) -> bool:
@@ -41,74 +41,38 @@ class Process(NamedTuple):
         return f"process {self.number} on {socket.gethostname()}"
 
     @property
-    def address(self) -> tuple[str, int]:
-        """Host and port of the coordinator."""
-        host, _, port = self.coordinator.rpartition(":")
-        return host, int(port)
-
-    @property
     def variables(self) -> dict[str, str]:
         """torchrun's variables for it."""
-        host, port = self.address
         numbers = {"RANK": self.number, "WORLD_SIZE": self.count, "LOCAL_RANK": self.local}
-        place = {"MASTER_ADDR": host, "MASTER_PORT": port}
+        place = {"MASTER_ADDR": self.host, "MASTER_PORT": self.port}
         return {name: str(value) for name, value in (numbers | place).items()}
 
 
-def find_process(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Process | None:
-    """This process's place; None if it is alone. Raises ExperimentError: they do not fit each other."""
+def find_process(environment: Mapping[str, str]) -> Process | None:
+    """This process's place; None if it is alone. Raises ExperimentError: variables do not fit each other."""
     try:
-        process = _of_slurm(environment)
-        process = process if process and process.count > 1 else _of_torchrun(environment)
+        # A batch script has others of SLURM's variables, and is no task.
+        if "SLURM_STEP_NODELIST" in environment and (count := int(environment["SLURM_NTASKS"])) > 1:
+            # The same port in all tasks of a step, and another one in the next step.
+            job, step = int(environment["SLURM_JOB_ID"]), int(environment["SLURM_STEP_ID"])
+            return Process(
+                number=int(environment["SLURM_PROCID"]),
+                count=count,
+                local=int(environment["SLURM_LOCALID"]),
+                host=first_host(environment["SLURM_STEP_NODELIST"]),
+                port=FIRST_PORT + (job * 64 + step) % PORTS,
+            )
+        if "RANK" in environment and (count := int(environment.get("WORLD_SIZE", "1"))) > 1:
+            return Process(
+                number=int(environment["RANK"]),
+                count=count,
+                local=int(environment.get("LOCAL_RANK", "0")),
+                host=environment.get("MASTER_ADDR", ""),
+                port=int(environment.get("MASTER_PORT", "0")),
+            )
     except (KeyError, ValueError) as error:
         raise ExperimentError(f"the launcher's variables do not fit each other: {error}") from None
-    return process or _of_flags(arguments)
-
-
-def _of_slurm(environment: Mapping[str, str]) -> Process | None:
-    if "SLURM_STEP_NODELIST" not in environment:  # a batch script has others of them, and is no task
-        return None
-    # The same port in all tasks of a step, and another one in the next step.
-    job, step = int(environment["SLURM_JOB_ID"]), int(environment["SLURM_STEP_ID"])
-    port = FIRST_PORT + (job * 64 + step) % PORTS
-    return Process(
-        number=int(environment["SLURM_PROCID"]),
-        count=int(environment["SLURM_NTASKS"]),
-        local=int(environment["SLURM_LOCALID"]),
-        coordinator=f"{first_host(environment['SLURM_STEP_NODELIST'])}:{port}",
-    )
-
-
-def _of_torchrun(environment: Mapping[str, str]) -> Process | None:
-    if "RANK" not in environment or environment.get("WORLD_SIZE", "1") == "1":
-        return None
-    return Process(
-        number=int(environment["RANK"]),
-        count=int(environment["WORLD_SIZE"]),
-        local=int(environment.get("LOCAL_RANK", "0")),
-        # torchrun's own store listens at MASTER_PORT: another service needs a port of its own.
-        coordinator=f"{environment.get('MASTER_ADDR', '')}:{environment.get('MASTER_PORT', '0')}",
-    )
-
-
-def _of_flags(arguments: argparse.Namespace) -> Process | None:
-    given = (arguments.coordinator, arguments.processes, arguments.process)
-    if given == ("", 0, -1):
-        return None
-    host, _, port = arguments.coordinator.rpartition(":")
-    if not host or not port.isdecimal() or not 0 <= arguments.process < arguments.processes:
-        raise ExperimentError(
-            f"--coordinator {arguments.coordinator!r} --process {arguments.process} of --processes "
-            f"{arguments.processes}: give HOST:PORT, the same to all; numbers go from 0 to N - 1"
-        )
-    if arguments.processes == 1:
-        return None
-    return Process(
-        number=arguments.process,
-        count=arguments.processes,
-        local=arguments.local_process,
-        coordinator=arguments.coordinator,
-    )
+    return None
 
 
 def first_host(nodes: str) -> str:

@@ -4,7 +4,6 @@
     steps.jsonl               one `Step` a line
     evaluations.jsonl         one `Evaluation` a line, if there are any
     ledger.json               what one steady step communicated (`compare.contract.ledger`)
-    collectives.hlo.json      of a compiled step: its collectives one by one (`compare.pipeline.instructions`)
     timeline.json             of a profiled run: one step, span by span (`compare.contract.timeline`)
     memory.json               memory of one step by class (`compare.contract.memory_profile`)
     work.json                 what one step computes, as it was seen (`compare.contract.work`)
@@ -14,8 +13,8 @@
     checkpoints/              the full state after some of the steps (`compare.checkpoint`)
     error.json                instead of a manifest: which rank failed first, and its traceback
 
-Every file is written to a temporary name and renamed, except that steps are appended to
-`steps.jsonl.part` while the run goes on, which is what a progress bar reads.
+Every file is written to a temporary name and renamed; a progress bar reads `steps.jsonl.part`, to which steps
+are appended while the run goes on.
 """
 
 import os
@@ -41,16 +40,14 @@ from compare.host.disk import no_room, write_atomically
 from compare.host.json_files import decode_json, read_json, write_json
 from compare.host.tensors import RecordError, Tensors, garbled
 from compare.numerics.stream import Evaluation
-from compare.pipeline.instructions import HLO_COLLECTIVES, Instruction
 from compare.spec.experiment import Experiment
 
 T = TypeVar("T")
 MANIFEST, ERROR = "manifest.json", "error.json"
-STEPS, LEDGER = "steps.jsonl", "ledger.json"
-STEPS_PART = STEPS + ".part"
+STEPS, STEPS_PART, EVALUATIONS = "steps.jsonl", "steps.jsonl.part", "evaluations.jsonl"
+LEDGER = "ledger.json"
 HOSTS, WAITING = "hosts.json", "waiting-"
 """What processes of several hosts leave: `other_hosts`."""
-EVALUATIONS = "evaluations.jsonl"
 ON_HOST = "host"
 """The kind of `Manifest.resident_bytes` that is in the host's memory."""
 
@@ -72,7 +69,7 @@ class Step(Struct, frozen=True, kw_only=True):
     """In use after the step: of a GPU what its allocator gave out, on rank 0; of a CPU what rank 0's process
     has in RAM, which in JAX is all devices'."""
     loss_scale: float | UnsetType = UNSET
-    """Loss scale of the step, in float16."""
+    """In float16."""
     skipped: bool = False
     """Gradients overflowed float16: the step changed no weight."""
     instrumented: bool = False
@@ -97,21 +94,19 @@ class Manifest(Struct, frozen=True, kw_only=True):
     threads: str
     """Threads of each device, in words: CPU timings depend on them."""
     compile_s: float
-    """Tracing and compiling ahead of the first step; 0 where nothing is compiled."""
+    """Ahead of the first step; 0 where nothing is compiled."""
     first_step_s: float
     cpu_time_s: float
     """User plus system CPU seconds of all of the engine's processes, start-up and compilation included."""
     peak_memory_bytes: list[int]
     """Peak of one step, per device."""
     peak_memory_method: str
-    """Method of the measurement, in words."""
     resident_bytes: dict[str, list[int]] = field(default_factory=dict)
     """At rest, between two steps, per device: parameters, gradients, optimizer (moments and masters). With
     `layout.offload` also host: what a device's share of the host's memory is."""
     windows: list[Window] = field(default_factory=list)
-    """Windows of a timed run."""
     hosts: list[str] = field(default_factory=list)
-    """Name of the host of each device, in order."""
+    """Of each device, in order."""
 
 
 class Failure(Struct, frozen=True, kw_only=True):
@@ -121,7 +116,7 @@ class Failure(Struct, frozen=True, kw_only=True):
     """One line: which rank, and what."""
     traceback: str = ""
     rank: int = -1
-    """Number of the failing rank; -1 without ranks, or if none is to blame."""
+    """The failing one; -1 without ranks, or if none is to blame."""
     is_consequence: bool = False
     """It only tells that another process is gone, or that somebody ended this one: the cause may follow."""
     exit_code: int = 1
@@ -136,20 +131,15 @@ class Record(Struct, frozen=True, kw_only=True):
     steps: list[Step]
     ledger: Ledger = field(default_factory=Ledger)
     evaluations: list[Evaluation] = field(default_factory=list)
-    instructions: list[Instruction] | None = None
-    """Collectives of a compiled step; None where nothing is compiled."""
     timeline: Timeline | None = None
-    """Timeline of a profiled run."""
     memory: MemoryProfile | None = None
-    """Memory of the instrumented step; None without such a step."""
     work: ObservedWork | None = None
-    """Observed work of one step; None if the engine does not record it."""
     request: Request | None = None
-    """The run's request; None for numbers from outside our engines."""
+    """None for numbers from outside our engines."""
 
 
 def write_tensors(folder: Path, rung: Rung, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write one rung's tensors to `folder/RUNG.safetensors`, atomically."""
+    """Write one rung's tensors, atomically."""
     contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     write_atomically(folder / f"{rung}.safetensors", save(contiguous))
 
@@ -160,13 +150,7 @@ def read_tensors(folder: Path, rung: Rung) -> Mapping[str, np.ndarray]:
     return Tensors(path) if path.exists() else {}
 
 
-FILES: dict[type, str] = {
-    Ledger: LEDGER,
-    MemoryProfile: MEMORY,
-    ObservedWork: WORK,
-    Timeline: TIMELINE,
-    list: HLO_COLLECTIVES,
-}
+FILES: dict[type, str] = {Ledger: LEDGER, MemoryProfile: MEMORY, ObservedWork: WORK, Timeline: TIMELINE}
 """Where each finding of a step is left."""
 
 
@@ -187,7 +171,7 @@ class Recorder:
         with (self.folder / EVALUATIONS).open("ab") as file:
             file.write(msgspec.json.encode(evaluation) + b"\n")
 
-    def leave(self, *findings: Ledger | MemoryProfile | ObservedWork | Timeline | list[Instruction]) -> None:
+    def leave(self, *findings: Ledger | MemoryProfile | ObservedWork | Timeline) -> None:
         """Leave what was found of one step, each in its file."""
         for found in findings:
             write_json(self.folder / FILES[type(found)], found)
@@ -251,12 +235,12 @@ def _read_lines(path: Path, type: type[T]) -> list[T]:
 def read_record(folder: Path, *, requested: bool = True) -> Record:
     """Read a finished run back. Numbers that no engine of ours made are not `requested`.
 
-    Raises:
-        RecordError: the run is not complete (it has no manifest), or a file is garbled.
+    Raises RecordError: the run is not complete (it has no manifest), or a file is garbled.
     """
 
-    def there(name: str, type: type[T]) -> T | None:
-        return read_json(folder / name, type) if (folder / name).exists() else None
+    def found(type: type[T]) -> T | None:
+        path = folder / FILES[type]
+        return read_json(path, type) if path.exists() else None
 
     if not (folder / MANIFEST).is_file():
         raise RecordError(f"{folder} has no {MANIFEST}: it is not a finished run")
@@ -268,9 +252,8 @@ def read_record(folder: Path, *, requested: bool = True) -> Record:
         steps=read_steps(folder / STEPS),
         ledger=read_json(folder / LEDGER, Ledger),
         evaluations=_read_lines(folder / EVALUATIONS, Evaluation) if (folder / EVALUATIONS).exists() else [],
-        instructions=there(HLO_COLLECTIVES, list[Instruction]),
-        timeline=there(TIMELINE, Timeline),
-        memory=there(MEMORY, MemoryProfile),
-        work=there(WORK, ObservedWork),
+        timeline=found(Timeline),
+        memory=found(MemoryProfile),
+        work=found(ObservedWork),
         request=read_json(folder / REQUEST, Request) if requested else None,
     )

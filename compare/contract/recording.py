@@ -1,7 +1,6 @@
 """The record of a training: which steps are written down, evaluated and saved, the same on both sides.
 
-Both sides' loops tell a `Recording` how far they are; it asks its side for what only that knows: the tensors
-of a rung, the losses of an evaluation, the parts of a checkpoint, what the run cost.
+Both sides' loops tell a `Recording` how far they are; it asks its `RecordedSide` for what only that knows.
 """
 
 import math
@@ -57,19 +56,16 @@ class FinishedStep(NamedTuple):
 
 @dataclass(kw_only=True)
 class Progress:
-    """How far a training has come.
-
-    Attributes:
-        step: the place in the stream of data: the batch to come is `batch(step)`.
-        updates: of the weights so far: what the schedule and Adam's bias correction follow.
-        loss_scale: what the next step's loss is multiplied by, in float16.
-        evaluation: of the weights as they are, where there was one.
-    """
+    """How far a training has come."""
 
     step: int = 0
+    """The batch to come is `batch(step)`."""
     updates: int = 0
+    """Of the weights so far: what the schedule and Adam's bias correction follow."""
     loss_scale: LossScale | None = None
+    """Of the next step, in float16."""
     evaluation: Evaluation | None = None
+    """Of the weights as they are."""
 
     def finished(self, loss: SupportsFloat, grad_norm: SupportsFloat) -> FinishedStep:
         """The step from here; call it before `move_on`."""
@@ -78,8 +74,7 @@ class Progress:
     def move_on(self, engine: str, experiment: Experiment, *, grad_norm: float | None = None) -> bool:
         """After a step, whose norm is needed where there is a loss scale. Returns whether it was skipped.
 
-        Raises:
-            DivergedError: gradients overflow at the smallest loss scale.
+        Raises DivergedError: gradients overflow at the smallest loss scale.
         """
         skipped = False
         if self.loss_scale is not None:
@@ -122,10 +117,9 @@ class RecordedSide(Protocol):
         """What this process's devices hold now: weights and moments."""
 
     def costs(self, windows: Sequence[Window], recorder: Recorder | None) -> dict[str, Any]:
-        """Leave the ledger and the memory of a step. Returns fields of the manifest that only the side knows.
+        """Leave what was found of a step, and return the manifest's fields that only the side knows.
 
-        Without a recorder, on all ranks but the first, nothing is written or returned. `windows` are this
-        process's, in a timed run.
+        All ranks but the first have no recorder, write nothing and return {}. `windows` are this process's.
         """
 
 
@@ -158,13 +152,10 @@ class Recording:
     ):
         self._side, self._recorder, self._observers = side, recorder, observers
         self._request, self._experiment = side.request, side.request.experiment
-        self._first_step_s, self._windows = 0.0, list[Window]()
+        self._first_step_s, self._windows, self._saver = 0.0, list[Window](), None
         checkpoint, devices = self._experiment.checkpoint, self._experiment.layout.devices
-        self._saver = (
-            Saver(folder / CHECKPOINTS, side.devices, of=devices, keep=checkpoint.keep)
-            if checkpoint.every
-            else None
-        )
+        if checkpoint.every:
+            self._saver = Saver(folder / CHECKPOINTS, side.devices, of=devices, keep=checkpoint.keep)
 
     def begin(self, progress: Progress) -> None:
         """Before the first step: leave the first batch and weights, and evaluate these."""
@@ -191,8 +182,7 @@ class Recording:
     def steps(self, done: Sequence[FinishedStep], window: Window) -> None:
         """Write a step, or the steps of a window, which cost so much; leave the tensors that are due.
 
-        Raises:
-            DivergedError: a loss or a norm is not finite, on all ranks alike.
+        Raises DivergedError: a loss or a norm is not finite, on all ranks alike.
         """
         request, first, seconds = self._request, done[0].step, window.wall_s / window.steps
         if first == request.first_step:

@@ -15,7 +15,7 @@ from compare.host.json_files import decode_json
 from compare.numerics.loss_scale import LossScale, first_scale
 from compare.numerics.optimizer import moment_names
 from compare.spec.engines.registry import ENGINES
-from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
+from compare.spec.experiment import Experiment, ExperimentError, edited, one_line, revalidate
 
 REQUEST = "request.json"
 Platform = Literal["cpu", "gpu"]
@@ -54,9 +54,7 @@ class ResumePoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     step: int
     """Batches drawn before it: the run's first is `batch(step)`."""
     updates: int
-    """Updates of the weights before it."""
     loss_scale: LossScale | UnsetType = UNSET
-    """Loss scale at the checkpoint, in float16."""
 
 
 class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,7 +98,7 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def first_loss_scale(self) -> LossScale | None:
-        """Loss scale at the first step; None if the precision needs none."""
+        """None if the precision needs none."""
         first = first_scale(self.experiment.precision)
         return (self.resume.loss_scale or first) if first and self.resume else first
 
@@ -127,7 +125,7 @@ def decode_request(text: str | bytes, type: type[T], *, source: object) -> T:
     try:
         return decode_json(text, type)
     except msgspec.DecodeError as error:
-        raise ExperimentError(f"{source}: {' '.join(str(error).split())}") from None
+        raise ExperimentError(f"{source}: {one_line(error)}") from None
 
 
 def read_request_file(folder: Path, type: type[T]) -> T:
@@ -143,9 +141,7 @@ def read_request_file(folder: Path, type: type[T]) -> T:
 def read_request(folder: Path, side: str) -> Request:
     """Read and check `folder/request.json` for a side; with a fault of `IGNORED`, as it shall run.
 
-    Raises:
-        ExperimentError: there is none, it is malformed, or its engine cannot train its experiment.
-        MissingPackageError: the package that its engine needs.
+    Raises ExperimentError: there is none, it is malformed, or its engine cannot train its experiment.
     """
     request = read_request_file(folder, Request)
     revalidate(request.experiment)
@@ -154,13 +150,9 @@ def read_request(folder: Path, side: str) -> Request:
         known = ", ".join(name for name, engine in ENGINES.items() if engine.side == side)
         raise ExperimentError(f"engine = {request.engine}: {side} runs {known}")
     engine.require_experiment(request.experiment)
-    engine.require_watchable(profile=request.profile)
-    engine.require_installed()
     if request.experiment.checkpoint.every and checkpoints_in(folder / CHECKPOINTS):
-        raise ExperimentError(
-            f"{folder / CHECKPOINTS} holds checkpoints of an earlier run: move them away, or ask for another "
-            f"folder"
-        )
+        there = f"{folder / CHECKPOINTS} holds checkpoints of an earlier run"
+        raise ExperimentError(f"{there}: move them away, or ask for another folder")
     return replace(request, experiment=edited(request.experiment, IGNORED.get(request.fault, {})))
 
 

@@ -1,8 +1,7 @@
 """The lock on a folder of results: one run at a time.
 
 It is the kernel's own (`flock` on the folder itself), so that it leaves no file behind and is let go when the
-last process of its holder has ended, however that ends. Forked ranks inherit it: while one lives, the folder
-is in use. A program that is started (`exec`) does not.
+last process of its holder has ended, however that ends: forked ranks inherit it, a started program does not.
 """
 
 import contextlib
@@ -17,9 +16,7 @@ from compare.spec.experiment import ExperimentError
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Generator[None]:
-    """Hold `folder` against every other run until the block ends.
-
-    A file system without such locks, as NFS, is told on standard error, and the block runs without one.
+    """Hold `folder` against every other run until the block ends; where it has no locks, as on NFS, say so.
 
     Raises:
         ExperimentError: another run holds it, which is never waited for; or there is no such folder.

@@ -3,6 +3,7 @@
 Only a profiled run (`Request.profile`) leaves one: watching costs time.
 """
 
+from collections.abc import Iterable
 from typing import Literal
 
 from msgspec import Struct, field
@@ -68,12 +69,7 @@ def profiled_step(first: int, steps: int, instrumented: int) -> int:
 
 def busy_us(lane: Lane, *kinds: Kind) -> float:
     """Time in which a device does something of these kinds: spans that lie over each other count once."""
-    return _covered([(span.begin_us, span.end_us) for span in lane.spans if span.kind in kinds])
-
-
-def communication_us(lane: Lane) -> float:
-    """Time in which a device communicates."""
-    return busy_us(lane, "communication")
+    return _covered(span for span in lane.spans if span.kind in kinds)
 
 
 def exposed_us(lane: Lane) -> float:
@@ -89,25 +85,24 @@ def idle_us(lane: Lane, wall_us: float) -> float:
 def bubble_fraction(timeline: Timeline) -> float | None:
     """The share of the devices' time within a pipeline in which they wait: for each other, or for a message.
 
-    The pipeline begins with the first microbatch's first forward on any device, and ends with the last
-    backward of any.
-    None where no span tells its microbatch.
+    It goes from the first forward on any device to the last backward. None where no span tells its
+    microbatch.
     """
-    tasks = [
-        [(span.begin_us, span.end_us) for span in lane.spans if span.microbatch >= 0 and span.kind in COMPUTE]
+    lanes = [
+        [span for span in lane.spans if span.microbatch >= 0 and span.kind in COMPUTE]
         for lane in timeline.lanes
     ]
-    ends = [end for own in tasks for _, end in own]
-    if not ends:
+    tasks = [span for own in lanes for span in own]
+    if not tasks:
         return None
-    length = max(ends) - min(begin for own in tasks for begin, _ in own)
-    return 1.0 - sum(map(_covered, tasks)) / (len(tasks) * length)
+    length = max(span.end_us for span in tasks) - min(span.begin_us for span in tasks)
+    return 1.0 - sum(map(_covered, lanes)) / (len(lanes) * length)
 
 
-def _covered(intervals: list[tuple[float, float]]) -> float:
-    """Length of the union."""
+def _covered(spans: Iterable[Span]) -> float:
+    """Length of their union."""
     total, reached = 0.0, float("-inf")
-    for begin, end in sorted(intervals):
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
+    for span in sorted(spans, key=lambda span: span.begin_us):
+        total += max(0.0, span.end_us - max(span.begin_us, reached))
+        reached = max(reached, span.end_us)
     return total

@@ -29,7 +29,7 @@ class Timing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.warmup + self.window * self.windows + self.single
 
     def is_in_window(self, step: int) -> bool:
-        """Whether a step runs in a window."""
+        """Whether a step is not run by itself."""
         return self.warmup <= step < self.warmup + self.window * self.windows
 
 

@@ -19,15 +19,14 @@ import tempfile
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from compare.contract.other_hosts import first_cause, host_of
-from compare.contract.processes import FIRST_PORT, PORTS
+from compare.contract.other_hosts import first_cause, hosts_in
+from compare.contract.processes import FIRST_PORT, PORTS, Process
 from compare.contract.record import Failure, leave_failure, read_failure
 from compare.spec.engines.engine import Side
 from compare.spec.experiment import ExperimentError, Layout
@@ -103,8 +102,8 @@ class Hosts(Struct, frozen=True, kw_only=True):
                 place += f"--master-addr {first} --master-port {port}"
                 lines.append([python, "-m", "torch.distributed.run", *place.split(), *run, *stdin])
             else:
-                place = f"--coordinator {first}:{port} --processes {self.count} --process {number}"
-                lines.append([python, *run, *place.split(), *stdin])
+                place = Process(number, self.count, 0, first, port).variables
+                lines.append(["env", *(f"{k}={v}" for k, v in place.items()), python, *run, *stdin])
         return lines
 
 
@@ -216,11 +215,10 @@ def start_together(hosts: int, on_host: int, folder: Path, command: Sequence[str
     count, running = hosts * on_host, list[subprocess.Popen]()
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
-        coordinator = f"{LOOPBACK}:{probe.getsockname()[1]}"
+        port = probe.getsockname()[1]
     for number in range(count):
-        place = f"--coordinator {coordinator} --processes {count} --process {number}".split()
-        place += ["--local_process", str(number % on_host)]
-        running.append(subprocess.Popen([*command, *place] if count > 1 else [*command]))
+        place = Process(number, count, number % on_host, LOOPBACK, port)
+        running.append(subprocess.Popen(command, env=os.environ | place.variables if count > 1 else None))
 
     def said() -> list[Failure]:
         failure = read_failure(folder)
@@ -235,8 +233,8 @@ def start_together(hosts: int, on_host: int, folder: Path, command: Sequence[str
         if all(process.poll() == 0 for process in running):
             return 0
         time.sleep(POLL_S)
-    host = partial(host_of, folder)
-    cause = first_cause(ended, said, name=lambda n: f"process {n} on {host(n) or socket.gethostname()}")
+    hosts_of, here = hosts_in(folder), socket.gethostname()
+    cause = first_cause(ended, said, name=lambda n: f"process {n} on {hosts_of.get(n, here)}")
     leave_failure(folder, cause)
     for process in running:
         process.kill()

@@ -7,7 +7,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from compare.contract.record import Record
-from compare.contract.timeline import bubble_fraction, busy_us, communication_us, exposed_us, idle_us
+from compare.contract.timeline import bubble_fraction, busy_us, exposed_us, idle_us
 from compare.judge.metrics import steady_times_ms
 from compare.judge.outcome import Outcome
 from compare.pipeline.schedules import make_schedule
@@ -97,7 +97,7 @@ def _engine(name: str, record: Record) -> EngineProfile:
                 forward_ms=busy_us(lane, "forward") / 1e3,
                 backward_ms=busy_us(lane, "backward") / 1e3,
                 update_ms=busy_us(lane, "update") / 1e3,
-                communication_ms=communication_us(lane) / 1e3,
+                communication_ms=busy_us(lane, "communication") / 1e3,
                 exposed_ms=exposed_us(lane) / 1e3,
                 idle_ms=idle_us(lane, timeline.wall_us) / 1e3,
             )

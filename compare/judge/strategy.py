@@ -17,14 +17,13 @@ What an engine cannot tell, and what has no closed form, is named in `Strategy.u
 """
 
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import NamedTuple
 
 from msgspec import Struct, field
 
 from compare.contract.communication import GRADIENTS
 from compare.contract.record import Record
-from compare.contract.work import ObservedWork, name_of
+from compare.contract.work import ObservedWork
 from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.closed_forms.memory import closed_form, excess
 from compare.judge.ledger import line_up, mismatches
@@ -141,11 +140,10 @@ def _schedule(run: Observed) -> Iterator[Finding]:
     if not run.work.tasks:
         raise ValueError("XLA orders the tasks of a pipeline that autodiff has made")
     for name in dict.fromkeys((layout.schedule, *run.engine.layouts.schedules)):
-        with suppress(ValueError):  # another schedule than the layout's may not be of its numbers
-            tasks = make_schedule(name, ranks=layout.pp, microbatches=microbatches, chunks=layout.chunks)
-            if [[name_of(task) for task in rank] for rank in tasks] == run.work.tasks:
-                yield Finding("layout.schedule", layout.schedule, name)
-                return
+        tasks = make_schedule(name, ranks=layout.pp, microbatches=microbatches, chunks=layout.chunks)
+        if [[str(task) for task in rank] for rank in tasks] == run.work.tasks:
+            yield Finding("layout.schedule", layout.schedule, name)
+            return
     yield Finding("layout.schedule", layout.schedule, "another order")
 
 

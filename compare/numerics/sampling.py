@@ -9,7 +9,6 @@ not move a uniform number across the border of two tokens.
 from collections.abc import Callable
 from typing import Annotated
 
-import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
@@ -35,14 +34,6 @@ class SampleRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     top_k: Annotated[int, Meta(ge=0)] = 200
     """Only so many of the likeliest tokens are drawn from; 0 for all."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1337
-
-
-def read_sample_request(text: str) -> SampleRequest:
-    """The request from JSON. Raises ExperimentError for any other text."""
-    try:
-        return msgspec.json.decode(text, type=SampleRequest)
-    except msgspec.MsgspecError as error:
-        raise ExperimentError(f"--sample: {' '.join(str(error).split())}") from None
 
 
 def generate(request: SampleRequest, logits_of: Logits, *, block_size: int) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """Pipeline schedules as plain data: for each rank, in which order it works on which microbatch.
 
-A schedule is a list of `Task`s for each rank. Nothing here knows a network or a framework: an engine
-interprets the list, `compare.pipeline.simulator` proves properties of it, and a picture draws it.
+A schedule is a list of `Task`s for each rank: an engine interprets it, `compare.pipeline.simulator` proves
+properties of it, and a picture draws it.
 
 Stages are numbered along the model. A rank with v chunks holds the stages rank, rank + p, rank + 2p, ...
 """
@@ -9,8 +9,6 @@ Stages are numbered along the model. A rank with v chunks holds the stages rank,
 from collections.abc import Callable
 from enum import StrEnum
 from typing import NamedTuple
-
-from compare.spec.experiment import ExperimentError, check_tasks
 
 
 class Kind(StrEnum):
@@ -32,6 +30,10 @@ class Task(NamedTuple):
     stage: int
     """Along the model, from 0: which of the rank's chunks follows from it."""
     microbatch: int
+
+    def __str__(self) -> str:
+        """F0.3 is the forward of stage 0 on microbatch 3."""
+        return f"{self.kind}{self.stage}.{self.microbatch}"
 
 
 Schedule = list[list[Task]]
@@ -62,14 +64,9 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """1F1B over v chunks a rank: a bubble v times smaller (Narayanan et al., arXiv 2104.04473, section 2.2).
 
-    Microbatches go through the chunks in groups of p. Rank i keeps min(v m, 2(p - i - 1) + (v - 1)p + 1)
-    activations, each of a chunk, a v-th of the rank's layers. Raises ExperimentError: p does not divide m.
+    Microbatches go through the chunks in groups of p, which divides m. Rank i keeps
+    min(v m, 2(p - i - 1) + (v - 1)p + 1) activations, each of a chunk, a v-th of the rank's layers.
     """
-    if microbatches % ranks:
-        raise ExperimentError(
-            f"microbatches = {microbatches} are not divisible by stages = {ranks}, as interleaved needs: "
-            f"change one of them"
-        )
     if chunks == 1:
         return one_f_one_b(ranks, microbatches)
     schedule = []
@@ -124,19 +121,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
 
 
 def make_schedule(name: str, *, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """A schedule by name.
-
-    p ranks, m microbatches of a step, v chunks (stages on a rank). Raises ExperimentError: an unknown name,
-    or numbers that do not fit.
-    """
-    if name not in SCHEDULES:
-        raise ExperimentError(f"schedule {name}: no such schedule (there are {', '.join(SCHEDULES)})")
-    for what, number in (("stages", ranks), ("microbatches", microbatches), ("chunks", chunks)):
-        if number < 1:
-            raise ExperimentError(f"{what} = {number} must be at least 1")
-    if chunks > 1 and name != "interleaved":
-        raise ExperimentError(f"chunks = {chunks}: {name} has one stage a rank; use interleaved")
-    check_tasks(ranks, microbatches, chunks)
+    """A schedule by name: p ranks, m microbatches of a step, v chunks (stages on a rank)."""
     return SCHEDULES[name](ranks, microbatches, chunks)
 
 

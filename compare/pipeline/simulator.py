@@ -1,17 +1,14 @@
 """Simulation of a pipeline schedule without a network: order, progress, memory, time."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
+from itertools import product, starmap
 from typing import NamedTuple
 
 from compare.pipeline.schedules import Kind, Schedule, Task
 
 COST = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 """Time of a task in units of a stage's forward: a backward is two products for each of the forward's one."""
-
-
-Seconds = Callable[[Task], float]
-"""The time of a task, in any unit."""
 
 
 class ScheduleError(ValueError):
@@ -52,8 +49,8 @@ def prerequisites(task: Task, stages: int) -> list[Task]:
 def check_complete(schedule: Schedule) -> int:
     """Every stage does every microbatch's forward and backward exactly once, on the rank that holds it.
 
-    A schedule without any backward is one of evaluation. Returns the number of stages along the model. Raises
-    ScheduleError: a task is missing, doubled, or on another rank's list.
+    An evaluation has no backward. Returns the number of stages along the model. Raises ScheduleError: a task
+    is missing, doubled, or on another rank's list.
     """
     ranks = len(schedule)
     tasks = Counter(task for rank in schedule for task in rank)
@@ -63,59 +60,49 @@ def check_complete(schedule: Schedule) -> int:
         for task in own:
             if task.stage % ranks != rank:
                 raise ScheduleError(f"rank {rank} has {task}, which belongs to rank {task.stage % ranks}")
-    kinds = {task.kind for task in tasks}
-    backward = (
-        (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if Kind.BACKWARD_INPUT in kinds else (Kind.BACKWARD,)
-    )
-    expected = {
-        Task(kind, stage, microbatch)
-        for kind in (Kind.FORWARD, *(backward if kinds != {Kind.FORWARD} else ()))
-        for stage in range(stages)
-        for microbatch in range(microbatches)
-    }
+    kinds = {task.kind for task in tasks} | {Kind.FORWARD}
+    if len(kinds) > 1:
+        halves = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+        kinds = {Kind.FORWARD, *(halves if Kind.BACKWARD_INPUT in kinds else [Kind.BACKWARD])}
+    expected = set(starmap(Task, product(kinds, range(stages), range(microbatches))))
     for task in sorted(expected | set(tasks)):
         if tasks[task] != (task in expected):
             raise ScheduleError(f"{task} is done {tasks[task]} times, not {int(task in expected)}")
     return stages
 
 
-def run(schedule: Schedule, seconds: Seconds | None = None, *, message: float = 0.0) -> list[Slot]:
+def run(
+    schedule: Schedule, seconds: Callable[[Task], float] | None = None, *, message: float = 0.0
+) -> list[Slot]:
     """Carry a schedule out on a clock: each rank does its tasks in order, each when its needs are met.
 
     Sends are buffered, as an engine's asynchronous ones are, and cost their sender no time; receives wait.
+    Raises ScheduleError: incomplete, or deadlocked.
 
     Args:
         schedule: complete.
         seconds: of each task. By default a rank's forward of one microbatch takes 1, however many chunks it
             is cut into, and the others follow `COST`.
         message: from the end of a task until another rank can use what it sends.
-
-    Raises ScheduleError: incomplete, or deadlocked.
     """
     stages = check_complete(schedule)
     ranks, chunks = len(schedule), stages // len(schedule)
     cost = seconds or (lambda task: COST[task.kind] / chunks)
     ended: dict[Task, float] = {}
     slots: list[Slot] = []
-    position, clock = [0] * len(schedule), [0.0] * len(schedule)
-    while any(position[rank] < len(own) for rank, own in enumerate(schedule)):
-        progressed = False
-        for rank, own in enumerate(schedule):
-            while position[rank] < len(own):
-                task = own[position[rank]]
+    left, clock = [deque(own) for own in schedule], [0.0] * ranks
+    while any(left):
+        done = len(slots)
+        for rank, own in enumerate(left):
+            while own and all(need in ended for need in prerequisites(own[0], stages)):
+                task = own.popleft()
                 needs = prerequisites(task, stages)
-                if any(need not in ended for need in needs):
-                    break
                 there = (ended[need] + message * (need.stage % ranks != rank) for need in needs)
                 start = max([clock[rank], *there])
                 clock[rank] = ended[task] = start + cost(task)
                 slots.append(Slot(rank, task, start, clock[rank]))
-                position[rank] += 1
-                progressed = True
-        if not progressed:
-            waiting = [
-                f"rank {r} at {own[position[r]]}" for r, own in enumerate(schedule) if position[r] < len(own)
-            ]
+        if len(slots) == done:
+            waiting = [f"rank {rank} at {own[0]}" for rank, own in enumerate(left) if own]
             raise ScheduleError(f"deadlock: {'; '.join(waiting)}")
     return slots
 

@@ -1,9 +1,9 @@
 """Table of ticks: a pipeline schedule as arrays, for devices that run one program in lock-step.
 
-At a tick every rank does one task at most. Then, if there is one to send, every rank hands an activation on
-to the next rank, and likewise a gradient back to the rank before. Ranks are a ring, so that the last rank's
-chunk k feeds the first rank's chunk k + 1. Slots for what arrives are given out here, by lifetimes: a device
-looks up where to read and where to write, and decides nothing:
+At a tick every rank does one task at most. Then every rank hands an activation on to the next rank, and a
+gradient back to the rank before, if anybody has one to send. Ranks are a ring, so that the last rank's chunk
+k feeds the first rank's chunk k + 1. Slots for what arrives are given out here, by lifetimes: a device looks
+up where to read and where to write, and decides nothing:
 
     input of a stage          until the microbatch's backward, which computes the stage's forward anew;
                               the first stage has none: its input is the batch
@@ -14,9 +14,7 @@ looks up where to read and where to write, and decides nothing:
 Each rank keeps the schedule's order, and does a task as soon as what it needs was done at an earlier tick:
 with p ranks, m microbatches and one chunk, 2(m + p - 1) ticks. A tick is as long as the longest task in it.
 GPipe's ticks are all forward or all backward; in 1F1B neighbours alternate, so that nearly every tick has a
-backward in it: that is the price of its small stash in lock-step.
-
-jax-manual runs it, and the closed form of what it sends counts it.
+backward in it: that is the price of its small stash in lock-step. jax-manual runs it.
 """
 
 import heapq
@@ -25,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from compare.pipeline.schedules import Kind, Schedule, Task
-from compare.pipeline.simulator import ScheduleError, check_complete, prerequisites
+from compare.pipeline.simulator import ScheduleError, run
 
 IDLE, FORWARD, BACKWARD = range(3)
 CODES = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD}
@@ -77,11 +75,13 @@ class Ticks(NamedTuple):
 def lock_step(schedule: Schedule, *, keeps: bool = False) -> Ticks:
     """Put a schedule on ticks, and give every message a slot.
 
-    The schedule has forwards and whole backwards; with `keeps` forwards keep what backward needs, which
-    otherwise begins with the forward. Raises ScheduleError: incomplete, deadlocked, or backward in halves.
+    With `keeps` forwards keep what backward needs, which otherwise begins with the forward. Raises
+    ScheduleError: incomplete, deadlocked, or backward in halves.
     """
-    stages, ranks = check_complete(schedule), len(schedule)
-    tick_of = _ticks(schedule, stages)
+    tick_of = {slot.task: int(slot.start) for slot in run(schedule, lambda task: 1.0)}
+    if halves := next((task for task in tick_of if task.kind not in CODES), None):
+        raise ScheduleError(f"{halves}: in lock-step backward is one task; use another schedule")
+    stages, ranks = 1 + max(task.stage for task in tick_of), len(schedule)
     shape = (1 + max(tick_of.values()), ranks)
     kind, of_stage, microbatch = (np.zeros(shape, np.int32) for _ in range(3))
     inputs, gradients, kept = [], [], []
@@ -123,28 +123,6 @@ def lock_step(schedule: Schedule, *, keeps: bool = False) -> Ticks:
     )
 
 
-def _ticks(schedule: Schedule, stages: int) -> dict[Task, int]:
-    """The tick of every task: in each rank's order, after all that it needs."""
-    tick_of: dict[Task, int] = {}
-    position = [0] * len(schedule)
-    tick = 0
-    while any(done < len(own) for done, own in zip(position, schedule, strict=True)):
-        ready = []
-        for rank, own in enumerate(schedule):
-            task = own[position[rank]] if position[rank] < len(own) else None
-            if task and all(need in tick_of for need in prerequisites(task, stages)):
-                if task.kind not in CODES:
-                    raise ScheduleError(f"{task}: in lock-step backward is one task; use another schedule")
-                ready.append((rank, task))
-        if not ready:
-            raise ScheduleError(f"deadlock: no rank can go on after {tick} ticks")
-        for rank, task in ready:
-            tick_of[task] = tick
-            position[rank] += 1
-        tick += 1
-    return tick_of
-
-
 class _Message(NamedTuple):
     """One message, and when it is sent and read."""
 
@@ -159,7 +137,7 @@ class _Message(NamedTuple):
 def _give_slots(messages: list[_Message], shape: tuple[int, int]) -> tuple[int, np.ndarray, np.ndarray]:
     """A slot for every message: how many there must be, where each tick reads, where each arrival goes."""
     nowhere = -1
-    read, write = (np.full(shape, nowhere, np.int32) for _ in range(2))
+    read, write = np.full((2, *shape), nowhere, np.int32)
     count = 0
     in_use: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(shape[1])}  # (last read, slot)
     for message in sorted(messages):

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from compare.host.disk import why_not_readable
-from compare.spec.experiment import MAX_FILE_BYTES, ExperimentError
+from compare.spec.experiment import MAX_FILE_BYTES, ExperimentError, one_line
 
 CHIPS = {path.stem: path for path in sorted((Path(__file__).parent.parent / "machines").glob("*.toml"))}
 Rate = Annotated[float, Meta(gt=0, le=1e30)]
@@ -112,7 +112,7 @@ def read_machine(text: str) -> Machine:
     try:
         machine = msgspec.convert({**fields, "name": text}, Machine)
     except msgspec.ValidationError as error:
-        raise ExperimentError(f"--machine {text}: {_one_line(error)}") from None
+        raise ExperimentError(f"--machine {text}: {one_line(error)}") from None
     if machine.hosts > 1 and machine.devices % machine.devices_inside:  # axes would not fit it
         raise ExperimentError(
             f"--machine {machine.name}: {machine.devices} devices do not fill hosts of "
@@ -132,14 +132,10 @@ def _fields(name: str) -> dict[str, Any]:
     try:
         fields = msgspec.toml.decode(text)
     except (msgspec.DecodeError, ValueError) as error:
-        raise ExperimentError(f"--machine {name}: {_one_line(error)}") from None
+        raise ExperimentError(f"--machine {name}: {one_line(error)}") from None
     like = fields.pop("like", None)
     if like is None:
         return fields
     if str(like) not in CHIPS:
         raise ExperimentError(f"--machine {name}: like must be the name of a chip: {', '.join(CHIPS)}")
     return {**_fields(like), **fields}
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()).replace("`$.", "`").replace(" - at `$`", "")

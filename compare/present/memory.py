@@ -57,7 +57,7 @@ def peak_tables(records: Mapping[str, Record]) -> list[Table]:
     profiles = {name: one.memory for name, one in records.items() if one.memory and one.memory.devices}
     if not profiles:
         return []
-    peaks = {name: profile.of(profile.fullest).peak for name, profile in profiles.items()}
+    peaks = {name: profile.devices[profile.fullest].peak for name, profile in profiles.items()}
     classes = [kind for kind in CLASSES if any(peak.bytes.get(kind) for peak in peaks.values())]
     rows = [
         Row(
@@ -83,7 +83,7 @@ def memory_figures(records: Mapping[str, Record]) -> list[Figure]:
     for name, record in records.items():
         if not (profile := record.memory) or not profile.devices:
             continue
-        device = profile.of(profile.fullest)
+        device = profile.devices[profile.fullest]
         if device.curve:
             which = f"Device {profile.fullest}" if len(profile.devices) > 1 else "Every device"
             where = f"in {device.peak.phase}: {place_of(device.peak)}"
@@ -109,9 +109,9 @@ def memory_figure(title: str, curve: Curve, peak: Peak, *, caption: str) -> Figu
         axes.text(peak.position, 1.05 * top, f" {human_bytes(peak.total)} ", ha=side, va="center")
         axes.set_xlabel("operation of the step, in order")
         if len(curve.marks) <= MANY_PHASES:
-            places = [*(mark.position for mark in curve.marks), curve.length]
+            places = [*(position for position, _ in curve.marks), curve.length]
             has_room = [end - begin >= curve.length / 8 for begin, end in itertools.pairwise(places)]
-            names = [mark.phase if room else "" for mark, room in zip(curve.marks, has_room, strict=True)]
+            names = [phase if room else "" for (_, phase), room in zip(curve.marks, has_room, strict=True)]
             axes.set_xticks(places[:-1], names, ha="left")
             for place in places[1:-1]:
                 axes.axvline(place, color=INK, linewidth=0.6, alpha=0.5)

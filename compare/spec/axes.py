@@ -1,12 +1,12 @@
 """The axes of the mesh, declared once: their names and order, what each splits, and who shares a batch.
 
-    axis           what its devices split                        rows of a batch   positions of a row
-    dp_replicate   nothing: each has a replica                   its own           all
-    pp             the layers                                    the same          all
-    dp_shard       a replica's state, as far as ZeRO says        its own           all
-    tp             heads, MLP and vocabulary of each layer       the same          all
+    axis           what its devices split                        rows of a batch
+    dp_replicate   nothing: each has a replica                   its own
+    pp             the layers                                    the same
+    dp_shard       a replica's state, as far as ZeRO says        its own
+    tp             heads, MLP and vocabulary of each layer       the same
 
-Rows, sequence, split and means are derived from this table: a new axis is a row of it.
+Rows, split and means are derived from this table: a new axis is a row of it.
 """
 
 from collections.abc import Iterable
@@ -27,8 +27,6 @@ class MeshAxis(Struct, frozen=True, kw_only=True):
     """Logical axes of parameters: a tensor that has one of them is split along it."""
     splits_batch: bool = False
     """Its devices have rows of their own of each batch."""
-    splits_sequence: bool = False
-    """Its devices have positions of their own of each row."""
 
 
 # Devices are numbered host after host. tp talks most, so that it is innermost: its devices are neighbours.
@@ -47,24 +45,18 @@ AXES = tuple(axis.name for axis in MESH_AXES)
 ROWS = tuple(axis.name for axis in MESH_AXES if axis.splits_batch)
 """Axes whose devices have rows of their own, outermost first."""
 
-SEQUENCE = tuple(axis.name for axis in MESH_AXES if axis.splits_sequence)
-"""Axes whose devices have positions of their own, outermost first."""
-
 SPLIT = {logical: axis.name for axis in MESH_AXES for logical in axis.splits}
 """Logical axis of a parameter -> the mesh axis that splits it."""
 
 
 def means_of(parameter: Iterable[str]) -> tuple[str, ...]:
-    """The mesh axes over which a gradient is a mean, outermost first.
+    """The mesh axes over which a gradient is a mean, outermost first; of a parameter by its logical axes.
 
-    Along the others devices work on one batch together: what they have of a gradient is whole, or a part of a
-    sum.
-
-    Args:
-        parameter: its logical axes. An axis that splits it holds other parameters, not other rows.
+    Along the others devices work on one batch together, or hold other parameters: what they have of a
+    gradient is whole, or a part of a sum.
     """
     split = {SPLIT.get(axis) for axis in parameter}
-    return tuple(axis for axis in AXES if axis in ROWS + SEQUENCE and axis not in split)
+    return tuple(axis for axis in ROWS if axis not in split)
 
 
 SHARDED_FROM = {"optimizer": 1, "gradients": 2, "parameters": 3}

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from compare.host.disk import why_not_readable
-from compare.spec.checks import ExperimentError, check, check_tasks
+from compare.spec.checks import ExperimentError, check
 from compare.spec.sections import (
     Checkpoints,
     Data,
@@ -24,7 +24,7 @@ from compare.spec.sections import (
     Train,
 )
 
-__all__ = ["Checkpoints", "Data", "Layout", "Model", "Optimizer", "Precision", "Train", "check_tasks"]
+__all__ = ["Checkpoints", "Data", "Layout", "Model", "Optimizer", "Precision", "Train"]
 """Read from here, beside what stands below."""
 
 MAX_CPU_DEVICES = 64  # virtual devices share the cores; past this a run only measures the scheduler
@@ -76,7 +76,7 @@ def parse(text: str | bytes, *, origin: str = "experiment") -> Experiment:
     except ExperimentError as error:
         raise ExperimentError(f"{origin}: {error}") from None
     except (msgspec.DecodeError, ValueError) as error:  # ValueError: not UTF-8, a number of 5000 digits
-        raise ExperimentError(f"{origin}: {_one_line(error)}") from None
+        raise ExperimentError(f"{origin}: {one_line(error)}") from None
     except RecursionError:
         raise ExperimentError(f"{origin}: nested too deeply: an experiment has tables of fields") from None
 
@@ -95,7 +95,7 @@ def checked(fields: Any) -> Experiment:
     try:
         return check(msgspec.convert(fields, Experiment))
     except msgspec.ValidationError as error:
-        raise ExperimentError(_one_line(error)) from None
+        raise ExperimentError(one_line(error)) from None
 
 
 def edited(experiment: Experiment, edits: Mapping[str, Mapping[str, object]]) -> Experiment:
@@ -112,6 +112,6 @@ def to_toml(experiment: Experiment) -> str:
     return msgspec.toml.encode(experiment).decode()
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """msgspec's message with its `$.model.n_layer` path as we write keys: `model.n_layer`."""
     return " ".join(str(error).split()).replace("`$.", "`").replace("- at `$`", "at the top level")

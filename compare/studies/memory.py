@@ -62,7 +62,7 @@ class Memory(Study, frozen=True, kw_only=True):
         profile = record.memory
         if not profile or not profile.devices:
             return Held()
-        return Held(device=profile.fullest, peak=[profile.of(profile.fullest).peak])
+        return Held(device=profile.fullest, peak=[profile.devices[profile.fullest].peak])
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:

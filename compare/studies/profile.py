@@ -62,7 +62,8 @@ class Profile(Spread, Study, frozen=True, kw_only=True):
         """Every engine that can express the layout."""
         engines, left_out = self.fitting(experiment)
         for name in engines:
-            ENGINES[name].require_watchable(profile=True)
+            if ENGINES[name].is_peer:
+                raise ExperimentError(f"profile: {name} leaves no timeline: leave it out of --engines")
         return beside_first(engines, experiment, profile=True), left_out
 
     @classmethod

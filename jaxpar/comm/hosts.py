@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from jax.experimental import multihost_utils
 
-from compare.contract.other_hosts import HostFacts, facts_here, host_names, leave_hosts, require_agreement
+from compare.contract.other_hosts import HostFacts, agree, facts_here, host_names
 from compare.contract.processes import Process
 from compare.host.facts import MissingDevicesError
 from compare.spec.experiment import Experiment
@@ -42,7 +42,7 @@ def join(process: Process, *, devices: int, platform: str, timeout_s: float) -> 
     # Its handler of SIGTERM would take the place of ours, and SLURM's scancel would end nothing for 30 s.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
-        process.coordinator,
+        f"{process.host}:{process.port}",
         num_processes=process.count,
         process_id=process.number,
         local_device_ids=local,
@@ -93,9 +93,7 @@ def agree_with_others(process: Process, folder: Path, reads: Experiment | None =
     """Refuse, in all processes, hosts of other versions or data; the first leaves their names."""
     here = facts_here(PACKAGES, reads if process.local == 0 else None)
     all_facts = [msgspec.json.decode(x, type=HostFacts) for x in exchange(msgspec.json.encode(here).decode())]
-    require_agreement(all_facts)
-    if process.is_first:
-        leave_hosts(folder, all_facts)
+    agree(all_facts, folder, is_first=process.is_first)
 
 
 def is_consequence(error: BaseException) -> bool:

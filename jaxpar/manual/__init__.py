@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from compare.contract.communication import LOSS, NORM
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.ticks import Ticks, lock_step
-from compare.spec.axes import ROWS, SEQUENCE
+from compare.spec.axes import ROWS
 from jaxpar.comm import collectives
 from jaxpar.manual import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.model import same
@@ -101,8 +101,8 @@ def _step(
             optimizer, shards, opt_state, gradients, grad_norm=grad_norm, scalars=scalars
         )
         params = shards if zero3 else fully_sharded.all_gather_parameters(shards, placements)
-        loss = collectives.all_reduce(value, ROWS + SEQUENCE, purpose=LOSS)
-        loss /= collectives.axis_size(ROWS + SEQUENCE)
+        loss = collectives.all_reduce(value, ROWS, purpose=LOSS)
+        loss /= collectives.axis_size(ROWS)
         return params, opt_state, {"loss": loss, "grad_norm": grad_norm}, gradients
 
     return step

@@ -28,10 +28,10 @@ from compare.contract.collective_bench import (
     measure,
     sent,
 )
-from compare.host.facts import cores, versions
+from compare.host.facts import versions
 from compare.host.json_files import write_json
 from compare.spec.axes import DP_REPLICATE
-from compare.spec.experiment import ExperimentError, Layout
+from compare.spec.experiment import Layout
 from jaxpar.comm import collectives, hosts
 from jaxpar.comm.mesh import device_kind, find_devices, make_mesh
 from jaxpar.configuration import PACKAGES
@@ -42,11 +42,6 @@ AXIS = DP_REPLICATE  # any would do: the mesh has no other of more than one devi
 
 def measure_ceiling(request: CeilingRequest) -> Ceiling:
     """Matrix products of one GPU, or of the CPU. JAX is configured for the request's platform and dtype."""
-    if request.threads not in (0, cores()):
-        raise ExperimentError(
-            f"--ceiling: threads = {request.threads}: XLA computes with one pool of threads over all "
-            f"{cores()} cores; give 0"
-        )
     (device,) = find_devices(1, platform=request.platform)
     dtype = jnp.dtype("float32" if request.dtype == "tf32" else request.dtype)
 

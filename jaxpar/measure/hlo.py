@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from compare.contract.communication import OF_DERIVATIVE, SAID
+from compare.contract.communication import OF_DERIVATIVE, PHASES
 
 KINDS = {
     "all-reduce": "all_reduce",
@@ -57,7 +57,7 @@ TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _TURNS = re.compile(r"\bruns_(\d+(?:_\d+)*)_of_(\d+)\b")
 OP_NAME = re.compile(r'op_name="([^"]*)"')
 # The scopes of `comm.collectives.ledger_scope`; jax.checkpoint's name for a forward in the midst of backward.
-_PURPOSE = re.compile(rf"\bfor_({'|'.join(purpose.replace(' ', '_') for purpose in SAID)})\b")
+_PURPOSE = re.compile(rf"\bfor_({'|'.join(purpose.replace(' ', '_') for purpose in PHASES)})\b")
 _REMATTED = "rematted_computation"
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n((?:\d+ .*\n)+)", re.MULTILINE)
 _ENTRY = re.compile(r"^(\d+) (.*)$", re.MULTILINE)

@@ -26,7 +26,6 @@ from compare.contract.communication import (
     ring_wire_bytes,
 )
 from compare.contract.ledger import Ledger
-from compare.pipeline.instructions import Instruction
 from compare.spec.axes import PP, TP, joined
 from jaxpar.measure.hlo import Collective, collectives, groups_along
 
@@ -89,6 +88,7 @@ def communications(
             phase=_phase(collective, purpose) if differentiates else "",
             source=": ".join(filter(None, (line, collective.op_name))),
             loops=collective.loops,
+            places=_places(collective),
         )
         for stage in range(stages):
             if stages == 1:
@@ -104,6 +104,13 @@ def communications(
         replace(place, calls=calls, bytes=size, wire_bytes=wire)
         for place, (calls, size, wire) in merged.items()
     ]
+
+
+def _places(collective: Collective) -> tuple[tuple[str, int], ...]:
+    """This package's lines that cause it, each once: JAX repeats some where it traces again."""
+    lines = (line for line in collective.stack if Path(line.file).is_relative_to(PACKAGE))
+    places = ((Path(line.file).relative_to(PACKAGE.parent).as_posix(), line.line) for line in lines)
+    return tuple(dict.fromkeys(places))
 
 
 def _stages_of_senders(collective: Collective, axis_sizes: Mapping[str, int]) -> set[int]:
@@ -157,23 +164,3 @@ def key_of(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple[str, 
     axis, group_size = axis_of(collective, axis_sizes)
     purpose = collective.purpose or inferred_purpose(collective, axis)
     return (collective.kind, axis, purpose) if group_size > 1 else None
-
-
-def listing(hlo: str, axis_sizes: Mapping[str, int]) -> list[Instruction]:
-    """Every collective over more than one device, by the lines of this package that cause it.
-
-    Each line stands once: JAX repeats some where it traces again. What cannot be read is left out: the ledger
-    says so.
-    """
-    totals: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
-    for collective in collectives(hlo, axis_sizes, problems=[]):
-        if key := key_of(collective, axis_sizes):
-            lines = (line for line in collective.stack if Path(line.file).is_relative_to(PACKAGE))
-            places = ((Path(line.file).relative_to(PACKAGE.parent).as_posix(), line.line) for line in lines)
-            total = totals[*key, tuple(dict.fromkeys(places))]
-            total[0] += collective.calls
-            total[1] += collective.calls * sum(collective.arrays)
-    return [
-        Instruction(kind=kind, axis=axis, purpose=purpose, calls=calls, bytes=size, places=places)
-        for (kind, axis, purpose, places), (calls, size) in totals.items()
-    ]

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from compare.contract.work import Again, ObservedWork, name_of
+from compare.contract.work import Again, ObservedWork
 from compare.pipeline.schedules import Kind, Task
 from compare.pipeline.ticks import BACKWARD, FORWARD, Ticks
 
@@ -60,7 +60,7 @@ def _tasks_of(ticks: Ticks, rank: int) -> list[str]:
     """The tasks of a rank, in order."""
     table = ticks.tasks.kind, ticks.tasks.stage, ticks.tasks.microbatch
     rows = zip(*(column[:, rank].tolist() for column in table), strict=True)
-    return [name_of(Task(KINDS[kind], *of)) for kind, *of in rows if kind in KINDS]
+    return [str(Task(KINDS[kind], *of)) for kind, *of in rows if kind in KINDS]
 
 
 def _dtype_of(product: Any) -> str:

@@ -1,16 +1,12 @@
-"""The matmul ceiling: the search for it on a clock by hand, what is refused, and both sides' real answers."""
+"""The matmul ceiling: the search for it on a clock by hand, and both sides' real answers."""
 
 import sys
 
 import pytest
 
 from compare.contract import ceiling
-from compare.contract.ceiling import CeilingRequest, find_ceiling, read_ceiling_request
+from compare.contract.ceiling import CeilingRequest, find_ceiling
 from compare.execute.ask import measure_ceiling
-from compare.execute.launch import EnvironmentMissing
-from compare.host.facts import cores
-from compare.spec.engines.registry import SIDES
-from compare.spec.experiment import ExperimentError
 
 REQUEST = CeilingRequest(dtype="float32", threads=2)
 
@@ -33,7 +29,7 @@ class Machine:
         return multiply
 
 
-def test_the_best_reading_of_a_size_that_takes_long_enough_and_a_second_in_all():
+def test_the_best_reading_of_a_size_that_takes_long_enough_in_a_few_seconds():
     for flops_per_s, size in ((1e9, 512), (285e9, 2048), (2e12, 4096), (800e12, ceiling.LARGEST)):
         machine = Machine(flops_per_s)
         found = find_ceiling(REQUEST, machine.prepare)
@@ -48,29 +44,10 @@ def test_sizes_that_are_asked_for_are_timed_by_themselves():
     machine = Machine(1e9)
     assert find_ceiling(request, machine.prepare).by_size == pytest.approx({64: 1e9, 256: 1e9})
     assert {size for size, _ in machine.readings} == {512, 64, 256}
-    with pytest.raises(ExperimentError, match="sizes"):
-        read_ceiling_request('{"sizes": [0]}')
-
-
-def test_a_request_that_cannot_be_met_is_refused_in_one_line():
-    assert read_ceiling_request('{"dtype": "bfloat16"}').threads == cores()
-    assert read_ceiling_request('{"platform": "gpu"}').threads == 0
-    for text, says in (
-        ("{", "--ceiling {"),
-        ('{"threads": 100000}', f"there are {cores()}; give 0"),
-        ('{"platform": "gpu", "threads": 1}', "there are 0; give 0"),
-    ):
-        with pytest.raises(ExperimentError, match="--ceiling") as refused:
-            read_ceiling_request(text)
-        assert says in str(refused.value)
-        assert "\n" not in str(refused.value)
 
 
 @pytest.mark.usefixtures("warm_sides")
-def test_every_side_measures_its_own_and_xla_has_one_pool_of_threads():
-    for side in SIDES:
-        assert 1e8 < measure_ceiling(side, "cpu", "float32", sys.executable).flops_per_s < 1e15
-    assert measure_ceiling("torchpar", dtype="float64", threads=1).flops_per_s > 1e8
-    if cores() > 1:
-        with pytest.raises(EnvironmentMissing, match="XLA computes with one pool of threads"):
-            measure_ceiling("jaxpar", threads=1)
+def test_every_side_measures_its_own():
+    for side, threads in (("jaxpar", 0), ("torchpar", 0), ("torchpar", 1)):
+        found = measure_ceiling(side, "cpu", "float32", sys.executable, threads=threads)
+        assert 1e8 < found.flops_per_s < 1e15

@@ -6,7 +6,6 @@ import pytest
 from compare.contract.memory_profile import (
     CLASSES,
     POINTS,
-    PhaseStart,
     device_memory,
 )
 from compare.judge.closed_forms.peak import in_flight, peak_estimate
@@ -99,7 +98,7 @@ def test_lifetimes_add_up():
     memory = device_memory(lifetimes, phases, [("op", "here")] * 100)
     peak, curve = memory.peak, memory.curve
     assert (peak.position, peak.phase, peak.total, peak.place) == (50, "backward", 22, "here")
-    starts = [PhaseStart(0, "forward"), PhaseStart(50, "backward"), PhaseStart(90, "forward")]
+    starts = [(0, "forward"), (50, "backward"), (90, "forward")]
     assert (curve.marks, curve.length) == (starts, 100)
     assert {kind: size for kind, size in peak.bytes.items() if size} == {
         "parameters": 10,

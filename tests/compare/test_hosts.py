@@ -10,7 +10,7 @@ import pytest
 
 from compare.checkpoint.description import CHECKPOINTS, checkpoints_in
 from compare.checkpoint.reader import CheckpointReader
-from compare.contract.other_hosts import HostFacts, leave_hosts
+from compare.contract.other_hosts import HostFacts, agree
 from compare.contract.record import Failure, read_failure, read_record
 from compare.execute import hosts as several
 from compare.execute.hosts import HERE, Hosts, find_hosts, print_lines, start_together
@@ -71,7 +71,7 @@ def test_a_hostfile_gives_a_line_for_each_host(tmp_path, monkeypatch, capsys):
         here, other = hosts.commands("python", side, DIR, layout=FOUR)
         assert here[-1] == "--exit-with-stdin"
         differ = {word for word, theirs in zip(here, other, strict=False) if word != theirs}
-        assert differ == {"0"}
+        assert differ == {"0" if side is TORCH else "RANK=0"}
         print_lines(hosts, [other], side, "cpu")
         printed = capsys.readouterr().err
         assert printed.startswith("on other: env ")
@@ -104,7 +104,7 @@ def test_an_engine_does_not_inherit_the_place_of_who_starts_it(monkeypatch):
     assert not {"RANK", "SLURM_PROCID"} & set(environment)
 
 
-NUMBER = "import os, signal, sys, time; number = sys.argv[sys.argv.index('--process') + 1]; "
+NUMBER = "import os, signal, sys, time; number = os.environ['RANK']; "
 CONSEQUENCE = (
     "from pathlib import Path; from compare.contract.record import Failure, leave_failure; "
     "tell = lambda text: leave_failure(Path.cwd(), Failure(message=text, is_consequence=True)); "
@@ -120,7 +120,7 @@ def together(script: str, folder: Path, monkeypatch) -> tuple[int, Failure | Non
 
 def test_the_first_process_that_fails_ends_the_others_and_is_named(tmp_path, monkeypatch):
     assert together("sys.exit(0)", tmp_path, monkeypatch) == (0, None)
-    leave_hosts(tmp_path, [HostFacts(host=f"host{n // 2}", versions={}) for n in range(4)])
+    agree([HostFacts(host=f"host{n // 2}", versions={}) for n in range(4)], tmp_path, is_first=True)
     code, failure = together("number == '3' and sys.exit(3); time.sleep(600)", tmp_path, monkeypatch)
     assert code == 1
     assert failure == Failure(message="process 3 on host1 left with exit code 3", rank=3)

@@ -4,7 +4,6 @@ import contextlib
 import html
 import itertools
 import re
-from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -154,25 +153,14 @@ def test_lines_lead_to_rows_and_rows_to_lines(tmp_path):
         assert shown.split() == (ROOT / source_file(engine, STRATEGY)).read_text().split()
 
 
-def totals(rows) -> Counter[tuple[str, ...]]:
-    """Calls and bytes by kind, axis and purpose."""
-    sums = Counter()
-    for row in rows:
-        key = row.kind, row.axis, row.purpose
-        sums.update({(*key, "calls"): row.calls, (*key, "bytes"): row.bytes})
-    return sums
-
-
 def test_lesson_of_a_real_run(shardpair, grid, tmp_path):
     run = grid.run("fsdp")
     done = shardpair("lesson", STRATEGY, "--results", str(run), "--output", "page.html")
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "page.html").read_text()
-    for engine in FOLDERS:  # XLA's instructions are what a ledger adds up
-        record = read_record(run / engine)
-        assert bool(record.instructions) == FOLDERS[engine].startswith("jaxpar/")
-        if record.instructions:
-            assert totals(record.instructions) == totals(record.ledger.rows), engine
+    for engine in FOLDERS:  # XLA tells from where each collective was called
+        rows = read_record(run / engine).ledger.rows
+        assert any(row.places for row in rows) == FOLDERS[engine].startswith("jaxpar/")
     for engine in ("jax-manual", "torch-manual"):
         for kind, purpose in SENT:
             (row,) = re.findall(rf'<tr id="row-{kind}-{DP_SHARD}-{purpose}">(.*?)</tr>', page, re.DOTALL)

@@ -11,6 +11,7 @@ import pytest
 from net_hosts import NetHosts, net_hosts
 from processes import PATIENCE_S, wait_for
 
+from compare.contract.processes import Process
 from compare.contract.record import STEPS_PART, read_failure
 from compare.contract.request import REQUEST, Request
 from compare.host.json_files import write_json
@@ -32,9 +33,10 @@ def steps(folder: Path) -> int:
 def start_by_hand(hosts: NetHosts, folder: Path, *, timeout_s: float) -> list:
     """torch-manual, one process on each host, as a user starts them."""
     write_json(folder / REQUEST, Request(engine="torch-manual", experiment=ENDLESS, timeout_s=timeout_s))
-    place = ["--coordinator", f"{hosts.address(0)}:29511", "--processes", "2", "--process"]
-    run = [sys.executable, "-m", "torchpar", str(folder), *place]
-    both = [processes.start(hosts.command(k, [*run, str(k)]), cwd=ROOT) for k in range(2)]
+    run = [sys.executable, "-m", "torchpar", str(folder)]
+    places = [Process(k, 2, 0, hosts.address(0), 29511).variables for k in range(2)]
+    lines = [["env", *(f"{key}={value}" for key, value in place.items()), *run] for place in places]
+    both = [processes.start(hosts.command(k, line), cwd=ROOT) for k, line in enumerate(lines)]
     wait_for(lambda: steps(folder) > 3, both[0])
     return both
 

@@ -9,9 +9,10 @@ import pytest
 from records import make_ledger
 
 from compare.cli import main
-from compare.contract.absent import CompiledAhead, RankAlone, read_absent_request
+from compare.contract.absent import AbsentRequest, CompiledAhead, RankAlone
 from compare.contract.ledger import Ledger
 from compare.contract.memory_profile import DeviceMemory, Peak
+from compare.contract.request import decode_request
 from compare.judge.outcome import read_outcome
 from compare.plan import absent
 from compare.plan.machine import read_machine
@@ -85,7 +86,7 @@ def test_a_rank_that_runs_alone_is_held_against_the_textbook(small, monkeypatch,
 
     def ask(side, python, question, *, answer, timeout_s):
         assert (side, question[0], answer) == ("torchpar", "--alone", RankAlone)
-        ledger = textbook_ledger(read_absent_request(*question), more)
+        ledger = textbook_ledger(decode_request(question[1], AbsentRequest, source=question[0]), more)
         return RankAlone(ledger=ledger, memory=DeviceMemory(peak=Peak(bytes={"parameters": 12_000})))
 
     monkeypatch.setattr(absent, "ask", ask)
@@ -109,7 +110,7 @@ def test_a_layout_is_compiled_for_chips_that_are_not_here(small, monkeypatch, ca
 
     def ask(side, python, question, *, answer, timeout_s):
         assert (side, question[0], answer) == ("jaxpar", "--compile", CompiledAhead)
-        request = read_absent_request(*question)
+        request = decode_request(question[1], AbsentRequest, source=question[0])
         assert (request.compiler, request.topology, request.target) == ("tpu", "v5e:2x2", "")
         return CompiledAhead(
             ledger=textbook_ledger(request, without=1),

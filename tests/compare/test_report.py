@@ -9,7 +9,7 @@ from records import FEW_ROWS, finished_of, make_record, make_run, make_steps, te
 
 from compare.cli import main
 from compare.contract.ledger import Ledger
-from compare.contract.memory_profile import MEMORY, Curve, DeviceMemory, MemoryProfile, Peak, PhaseStart
+from compare.contract.memory_profile import MEMORY, Curve, DeviceMemory, MemoryProfile, Peak
 from compare.contract.request import Rung
 from compare.host.json_files import write_json
 from compare.judge.closed_forms.memory import closed_form
@@ -37,7 +37,7 @@ def test_page_stands_alone_and_has_the_records_numbers(tmp_path, tiny):
     outcome = make_run(tmp_path, edited(tiny, PIPELINE), missing=("torch-library", "jax-compiler"))
     kinds = {"parameters": [3000, 3000, 5000], "gradients": [0, 2000, 2000]}
     peak = Peak(bytes={"parameters": 5000, "gradients": 2000}, position=2, phase="forward")
-    curve = Curve(positions=[0, 1, 2], bytes=kinds, marks=[PhaseStart(0, "forward")], length=3)
+    curve = Curve(positions=[0, 1, 2], bytes=kinds, marks=[(0, "forward")], length=3)
     profile = MemoryProfile(devices=[DeviceMemory(peak=peak, curve=curve)], method="by hand")
     write_json(tmp_path / outcome.finished[0] / MEMORY, profile)
     page = write_report(tmp_path).read_text()

@@ -13,18 +13,13 @@ from compare.contract.collective_bench import (
     TRIAL,
     WARMUP,
     CollectiveCase,
-    CollectiveRequest,
     elements,
     expected,
     make_row,
     measure,
-    read_collective_request,
     sent,
 )
-from compare.contract.request import REQUEST
-from compare.host.json_files import write_json
-from compare.spec.engines.registry import JAX, TORCH
-from compare.spec.experiment import ExperimentError
+from compare.contract.communication import ring_wire_bytes
 
 FACTORS_OF_FOUR = {
     "all_reduce": 1.5,
@@ -43,6 +38,7 @@ def test_bus_bandwidth_on_four_ranks():
         assert (row.size, row.time_us) == (4096, 2.0)
         assert row.algbw_gb_s == pytest.approx(4096 / 2e-6 / 1e9)
         assert row.busbw_gb_s == pytest.approx(FACTORS_OF_FOUR[kind] * row.algbw_gb_s)
+    assert ring_wire_bytes("all_reduce", 1000, 1) == 0
 
 
 def by_definition(kind: str, given: list[np.ndarray], rank: int) -> np.ndarray:
@@ -106,22 +102,3 @@ def test_a_row_takes_as_long_as_asked_five_calls_at_least_and_the_time_of_the_sl
         seconds = measure(clock.call, wait=lambda: None, slowest=slowest, row_s=0.2)
         assert seconds == pytest.approx(slower * call_s)
         assert clock.calls == WARMUP + TRIAL + iterations
-
-
-def request(**given) -> CollectiveRequest:
-    fields = {"implementations": ("gloo",), "cases": (CollectiveCase("all_reduce", 1024),), "ranks": 2}
-    return CollectiveRequest(**fields | given)
-
-
-def test_a_request_is_read_back_or_refused(tmp_path):
-    write_json(tmp_path / REQUEST, request())
-    assert read_collective_request(tmp_path, side=TORCH.name) == request()
-    for given, side, message in (
-        ({"implementations": ("nccl",)}, TORCH.name, "torchpar has no nccl on platform cpu"),
-        ({"implementations": ("mpi",)}, TORCH.name, "torchpar has no mpi"),
-        ({}, JAX.name, "jaxpar has no gloo"),
-        ({"ranks": 1}, TORCH.name, "ranks = 1"),
-    ):
-        write_json(tmp_path / REQUEST, request(**given))
-        with pytest.raises(ExperimentError, match=message):
-            read_collective_request(tmp_path, side=side)

@@ -3,13 +3,7 @@
 import pytest
 
 from compare.contract import other_hosts
-from compare.contract.other_hosts import (
-    HostFacts,
-    Waiting,
-    blame_for_hang,
-    leave_hosts,
-    require_agreement,
-)
+from compare.contract.other_hosts import HostFacts, Waiting, agree, blame_for_hang
 from compare.contract.record import WAITING, Failure, leave_failure, read_failure
 from compare.host.json_files import write_json
 from compare.spec.experiment import ExperimentError
@@ -22,19 +16,18 @@ def facts(host: str, *, numpy="2.0", sha256="a" * 64) -> HostFacts:
 ALIKE = [facts("host0"), facts("host0", sha256=""), facts("host1"), facts("host1", sha256="")]
 
 
-def test_hosts_that_differ_are_named_with_both_values():
-    require_agreement(ALIKE)
+def test_hosts_that_differ_are_named_with_both_values(tmp_path):
     with pytest.raises(ExperimentError, match=r"host1 has numpy 2\.1, and host0 2\.0: install the same"):
-        require_agreement([*ALIKE, facts("host1", numpy="2.1")])
+        agree([*ALIKE, facts("host1", numpy="2.1")], tmp_path, is_first=True)
     with pytest.raises(ExperimentError, match="host1 reads other data than host0: SHA-256 of the tokens bb"):
-        require_agreement([*ALIKE, facts("host1", sha256="b" * 64)])
+        agree([*ALIKE, facts("host1", sha256="b" * 64)], tmp_path, is_first=True)
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A run of four processes on two hosts, in which process 0 is about to give up."""
     monkeypatch.setattr(other_hosts, "SETTLED_S", 0.0)
-    leave_hosts(tmp_path, ALIKE)
+    agree(ALIKE, tmp_path, is_first=True)
     return tmp_path
 
 

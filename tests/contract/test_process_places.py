@@ -1,8 +1,7 @@
-"""A process's place among those of a run, from a launcher's variables or from flags."""
+"""A process's place among those of a run, from a launcher's variables."""
 
 import pytest
 
-from compare.contract.command import parse_arguments
 from compare.contract.processes import Process, find_process, first_host
 from compare.spec.experiment import ExperimentError
 
@@ -23,57 +22,40 @@ TORCHRUN = {
 }
 
 
-def find(environment=None, flags=()) -> Process | None:
-    arguments = parse_arguments("torchpar", {}, ["RUN_DIR", *flags])
-    return find_process(arguments, environment or {})
-
-
-def flags(coordinator="head:1234", processes=2, process=1):
-    return ["--coordinator", coordinator, "--processes", str(processes), "--process", str(process)]
-
-
-def test_slurm_comes_first_then_torchrun_then_flags():
-    slurm = find(SLURM | TORCHRUN, flags())
+def test_slurm_comes_first_and_then_torchrun():
+    slurm = find_process(SLURM | TORCHRUN)
     assert slurm is not None
-    assert (slurm.number, slurm.count, slurm.local) == (5, 8, 1)
-    assert slurm.address[0] == "gpu03"
-    torchrun = find(TORCHRUN, flags())
-    assert torchrun == Process(3, 4, 1, "head:29500")
+    assert (slurm.number, slurm.count, slurm.local, slurm.host) == (5, 8, 1, "gpu03")
+    torchrun = find_process(TORCHRUN)
+    assert torchrun == Process(3, 4, 1, "head", 29500)
     assert torchrun.variables == TORCHRUN
-    assert find({}, flags()) == Process(1, 2, 0, "head:1234")
-    assert find() is None
 
 
 def test_steps_of_a_job_meet_at_different_ports_and_tasks_of_a_step_at_one():
-    first, second = find(SLURM), find(SLURM | {"SLURM_STEP_ID": "3"})
-    other_task = find(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
+    first, second = find_process(SLURM), find_process(SLURM | {"SLURM_STEP_ID": "3"})
+    other_task = find_process(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
     assert first
     assert second
     assert other_task
-    assert first.coordinator == other_task.coordinator != second.coordinator
+    assert first.port == other_task.port != second.port
     assert other_task.is_first
     assert not first.is_first
 
 
 def test_one_task_is_alone():
     for alone in (
+        {},
         SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
         {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},  # a batch script is no task
         TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"},
     ):
-        assert find(alone) is None
+        assert find_process(alone) is None
 
 
-def test_what_does_not_fit_is_one_line():
-    for environment, given, words in (
-        ({}, flags(coordinator="head"), "give HOST:PORT"),
-        ({}, ["--processes", "2"], "give HOST:PORT"),
-        ({}, flags(process=2), "numbers go from 0 to N - 1"),
-        ({"RANK": "1", "WORLD_SIZE": "x"}, [], "do not fit each other"),
-        (SLURM | {"SLURM_PROCID": "x"}, [], "do not fit each other"),
-    ):
-        with pytest.raises(ExperimentError, match=words):
-            find(environment, given)
+def test_variables_that_do_not_fit_are_refused():
+    for environment in ({"RANK": "1", "WORLD_SIZE": "x"}, SLURM | {"SLURM_PROCID": "x"}):
+        with pytest.raises(ExperimentError, match="do not fit each other"):
+            find_process(environment)
 
 
 def test_first_host_of_slurms_lists():

@@ -10,7 +10,6 @@ from compare.contract.timeline import (
     Timeline,
     bubble_fraction,
     busy_us,
-    communication_us,
     exposed_us,
     idle_us,
     profiled_step,
@@ -35,7 +34,7 @@ def test_unions_are_those_of_a_clock_that_ticks():
             spans.append(span(str(kind), begin, begin + length))
             ticks["communication" if kind == "communication" else "compute"][begin : begin + length] = True
         lane = Lane(device=0, spans=spans)
-        assert communication_us(lane) == ticks["communication"].sum()
+        assert busy_us(lane, "communication") == ticks["communication"].sum()
         assert exposed_us(lane) == (ticks["communication"] & ~ticks["compute"]).sum()
         assert idle_us(lane, 200) == (~(ticks["communication"] | ticks["compute"])).sum()
         assert busy_us(lane, *COMPUTE) == ticks["compute"].sum()

@@ -14,7 +14,7 @@ from watched_steps import EXPERIMENT, watch
 
 from compare.contract.record import clear_record, read_record
 from compare.contract.request import Request
-from compare.contract.timeline import COMPUTE, TRACES, communication_us, exposed_us, idle_us
+from compare.contract.timeline import COMPUTE, TRACES, busy_us, exposed_us, idle_us
 from compare.spec.experiment import Layout, Train
 from jaxpar.measure.profile import Execution, make_timeline
 from jaxpar.train import train
@@ -54,8 +54,8 @@ def test_collectives_run_as_often_as_the_ledger_says_and_lanes_have_them_all(eng
             key = row.kind, row.axis, row.purpose
             spans = [span for span in lane.spans if (span.operation, span.axis, span.purpose) == key]
             assert len(spans) == row.dynamic[lane.device], key
-        assert 0 < exposed_us(lane) <= communication_us(lane) + 1e-3
-        assert communication_us(lane) + idle_us(lane, timeline.wall_us) < timeline.wall_us
+        assert 0 < exposed_us(lane) <= busy_us(lane, "communication") + 1e-3
+        assert busy_us(lane, "communication") + idle_us(lane, timeline.wall_us) < timeline.wall_us
 
 
 def test_what_one_end_of_a_pipeline_does_is_counted_there_alone():

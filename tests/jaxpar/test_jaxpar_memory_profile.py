@@ -25,7 +25,7 @@ def test_a_step_holds_its_state_its_batch_and_no_more_than_is_said():
         sizes = {name: resident_bytes(tree, list(mesh.devices.flat))[0] for name, tree in trees.items()}
         profile = memory_profile(step, **sizes)
         assert profile is not None
-        peak = profile.of(0).peak
+        peak = profile.devices[0].peak
         assert peak.total == planned_memory(step)
         assert sizes.items() <= peak.bytes.items()
         assert not above_the_estimate(engine, experiment, device=0, peak=peak.total)

@@ -4,7 +4,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from compare.numerics.sampling import SampleRequest, generate, next_tokens, read_sample_request, uniform
+from compare.contract.request import decode_request
+from compare.numerics.sampling import SampleRequest, generate, next_tokens, uniform
 from compare.spec.experiment import ExperimentError
 
 REQUEST = SampleRequest(checkpoint="", prompt=[0], temperature=1.0, top_k=0)
@@ -67,4 +68,4 @@ def test_a_bad_request_is_one_line():
         '{"checkpoint": "x", "prompt": [], "temperature": NaN}',
     ):
         with pytest.raises(ExperimentError, match=r"^--sample: "):
-            read_sample_request(text)
+            decode_request(text, SampleRequest, source="--sample")

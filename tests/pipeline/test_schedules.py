@@ -19,7 +19,6 @@ from compare.pipeline.simulator import (
     run,
     with_communication,
 )
-from compare.spec.experiment import ExperimentError
 
 CASES = [
     *((name, p, 1) for name in ("gpipe", "1f1b", "zero_bubble") for p in range(1, 9)),
@@ -173,13 +172,3 @@ def test_an_incomplete_schedule_or_a_deadlock_is_refused():
     schedule[0][0], schedule[0][-1] = schedule[0][-1], schedule[0][0]  # backward before its forward
     with pytest.raises(ScheduleError, match="deadlock: rank 0 at"):
         run(schedule)
-
-
-def test_numbers_that_do_not_fit_are_refused():
-    for name, ranks, microbatches, chunks, says in (
-        ("nosuch", 2, 2, 1, "no such schedule"),
-        ("interleaved", 4, 6, 2, "= 6 are not divisible by stages = 4"),
-        ("1f1b", 2, 2, 2, "use interleaved"),
-    ):
-        with pytest.raises(ExperimentError, match=says):
-            make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)

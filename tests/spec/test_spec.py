@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compare.contract.communication import ring_wire_bytes
 from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import learning_rate, reference_step
 from compare.numerics.parameters import fingerprint, initial_parameters, parameter_count, parameter_table
@@ -54,6 +53,10 @@ REFUSED = {
     "[layout]\npp = 4\nmicrobatches = 2": "has 2 microbatches for layout.pp = 4 stages",
     '[layout]\npp = 2\nschedule = "interleaved"': "interleaved has 2 or more chunks",
     "[layout]\npp = 2\nchunks = 2\nmicrobatches = 4": "layout.schedule = 1f1b with layout.chunks = 2",
+    '[train]\nbatch_size = 6\n[layout]\npp = 2\nchunks = 2\nmicrobatches = 3\nschedule = "interleaved"': (
+        "interleaved has 3 microbatches, which layout.pp = 2 does not divide"
+    ),
+    "[train]\nbatch_size = 131072\n[layout]\npp = 2\nmicrobatches = 131072": "the most is 200,000",
     "[model\n": "line 1",
 }
 
@@ -176,14 +179,6 @@ def test_engines_refuse_what_they_cannot_do():
     assert ENGINES["torch-manual"].gradient_sync_for(overlapped) == "overlapped"
     assert ENGINES["torch-library"].gradient_sync_for(overlapped) == "ddp"
     assert ENGINES["jax-manual"].gradient_sync_for(Layout(gradient_sync="overlapped")) == "none"
-
-
-def test_wire_bytes_at_four_devices():
-    """Four, because at two the all-reduce factor is 1 and a wrong one would not show."""
-    assert ring_wire_bytes("all_reduce", 1000, 4) == 1500
-    assert ring_wire_bytes("all_gather", 1000, 4) == 750
-    assert ring_wire_bytes("broadcast", 1000, 4) == 1000
-    assert ring_wire_bytes("all_reduce", 1000, 1) == 0
 
 
 SYNTHETIC = open_corpus(msgspec.structs.replace(SMALL, data=Data(source="synthetic")))

@@ -9,7 +9,7 @@ from compare.contract.communication import GRADIENTS, Communication, ring_wire_b
 from compare.contract.ledger import Ledger
 from compare.contract.record import Manifest, Record, Recorder, Step, read_record, write_tensors
 from compare.contract.request import REQUEST, Request, Rung
-from compare.contract.work import ObservedWork, name_of
+from compare.contract.work import ObservedWork
 from compare.execute.machine import git_state
 from compare.host.json_files import write_json
 from compare.judge.circumstances import Circumstances
@@ -170,7 +170,7 @@ def make_work(engine: str, experiment: Experiment) -> ObservedWork:
         products={experiment.precision.product_dtype: 12},
         again=again[ENGINES[engine].remat_for(layout)],
         logits_positions=[experiment.model.block_size // chunks],
-        tasks=[[name_of(task) for task in rank] for rank in schedule] if layout.pp > 1 else [],
+        tasks=[[str(task) for task in rank] for rank in schedule] if layout.pp > 1 else [],
         overlaps=bool(messages and messages.overlap),
     )
 

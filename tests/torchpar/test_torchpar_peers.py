@@ -6,9 +6,8 @@ from msgspec.structs import replace
 
 from compare.contract.ending import DivergedError
 from compare.contract.record import read_record
-from compare.contract.request import REQUEST, Request, read_request
+from compare.contract.request import REQUEST, Request
 from compare.contract.timing import Timing
-from compare.host.facts import MissingPackageError
 from compare.host.json_files import write_json
 from compare.spec.experiment import Data, Experiment, ExperimentError, Optimizer, Train
 from torchpar.launch import Rank
@@ -58,15 +57,3 @@ def test_a_loop_that_diverges_names_a_weight(tmp_path, short):
 def test_a_fault_that_nobody_knows_is_refused(tiny):
     with pytest.raises(ExperimentError, match="torch-manual knows dropped_all_reduce"):
         planted(Request(engine="torch-manual", experiment=tiny, fault="gremlin"))
-
-
-def test_a_peer_that_is_not_installed_is_refused_before_any_rank(tmp_path, tiny, monkeypatch):
-    experiment = replace(
-        tiny,
-        layout=replace(tiny.layout, dp_shard=2, zero=1),
-        precision=replace(tiny.precision, dtype="float32"),
-    )
-    write_json(tmp_path / REQUEST, Request(engine="deepspeed", experiment=experiment))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingPackageError, match="pip install 'shardpair"):
-        read_request(tmp_path, "torchpar")

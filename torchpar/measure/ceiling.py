@@ -3,6 +3,7 @@
 import torch
 
 from compare.contract.ceiling import Ceiling, CeilingRequest, Multiply, find_ceiling
+from compare.host.facts import cores
 from torchpar.launch import require_gpus
 from torchpar.run import now
 
@@ -15,8 +16,7 @@ def measure(request: CeilingRequest) -> Ceiling:
     """
     if request.platform == "gpu":
         require_gpus(1)
-    if request.threads:
-        torch.set_num_threads(request.threads)
+    torch.set_num_threads(request.threads or cores())
     torch.set_float32_matmul_precision("high" if request.dtype == "tf32" else "highest")
     device = torch.device("cuda" if request.platform == "gpu" else "cpu")
     dtype = torch.float32 if request.dtype == "tf32" else getattr(torch, request.dtype)

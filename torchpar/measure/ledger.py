@@ -128,7 +128,7 @@ class LedgerSink(Sink):
         elif self.watch.is_updating or _runs(frame, lambda code: code is _STEP):
             phase = "update"
         else:
-            phase = PHASES.get(call.purpose, "forward" if module else "")
+            phase = PHASES.get(call.purpose) or ("forward" if module else "")
         place = Communication(
             **call._asdict(),
             calls=0,

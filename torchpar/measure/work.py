@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from compare.contract.communication import GRADIENTS
-from compare.contract.work import Again, ObservedWork, name_of
+from compare.contract.work import Again, ObservedWork
 from compare.pipeline.schedules import Task
 from torchpar.comm.collectives import Call
 from torchpar.measure.watch import HEAD, Sink, modules_named
@@ -65,7 +65,7 @@ class WorkSink(Sink):
 
     def task(self, task: Task) -> AbstractContextManager:
         """A pipeline's task runs within."""
-        self._tasks.append(name_of(task))
+        self._tasks.append(str(task))
         return nullcontext()
 
 

@@ -142,16 +142,14 @@ def read_source(strategy: str, engine: str, record: Record) -> Source:
     lines: dict[Key, set[int]] = {}
     elsewhere: dict[Key, dict[str, None]] = {}
     for row in record.ledger.rows:
+        key = row.kind, row.axis, row.purpose
+        if inside := [line for file, line in row.places if file == path]:
+            lines.setdefault(key, set()).add(inside[0])
         if place := _PLACE.match(row.source):
-            key = row.kind, row.axis, row.purpose
             if place[1].rpartition("/")[2] == path.rpartition("/")[2]:
                 lines.setdefault(key, set()).add(int(place[2]))
             else:
                 elsewhere.setdefault(key, {})[place[0]] = None
-    for instruction in record.instructions or ():
-        if inside := [line for file, line in instruction.places if file == path]:
-            key = instruction.kind, instruction.axis, instruction.purpose
-            lines.setdefault(key, set()).add(inside[0])
     tree = ast.parse(text)
     formatter = HtmlFormatter(
         linenos="inline",

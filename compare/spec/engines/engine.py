@@ -3,13 +3,11 @@
 Every flag, table, count and refusal of the harness comes from these: see `registry`.
 """
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Literal
 
 from msgspec import Struct, field
 
-from compare.host.facts import MissingPackageError
 from compare.spec.axes import SHARDED_FROM
 from compare.spec.experiment import Experiment, ExperimentError, Layout
 
@@ -101,7 +99,7 @@ class Engine(Struct, frozen=True, kw_only=True):
     def gradient_sync_for(self, layout: Layout) -> str:
         """The synchronisation that will run: of ZeRO its stage, else the layout's choice where there is one.
 
-        Over the replicas of hybrid sharding jax-manual runs the layout's choice too. Raises as `require`.
+        Raises as `require`.
         """
         self.require(layout)
         if layout.dp_shard > 1:
@@ -110,9 +108,7 @@ class Engine(Struct, frozen=True, kw_only=True):
             return "none"
         if layout.tp > 1 and self.layouts.gradient_sync_with_tp:
             return self.layouts.gradient_sync_with_tp
-        if not self.offers_choice:
-            return self.gradient_sync[0]
-        return layout.gradient_sync
+        return layout.gradient_sync if self.offers_choice else self.gradient_sync[0]
 
     def remat_for(self, layout: Layout) -> str:
         """What `layout.remat` comes to: auto is dots under a scan over layers, and none without."""
@@ -139,11 +135,6 @@ class Engine(Struct, frozen=True, kw_only=True):
                     "--engines"
                 )
 
-    def require_watchable(self, *, profile: bool) -> None:
-        """Refuse a timeline that this engine does not leave. Raises ExperimentError."""
-        if profile and self.is_peer:
-            raise ExperimentError(f"profile: {self.name} leaves no timeline: leave it out of --engines")
-
     @property
     def sent_by_xla(self) -> bool:
         """True if XLA inserts its collectives, and its pipeline is a derivative of forward."""
@@ -158,11 +149,6 @@ class Engine(Struct, frozen=True, kw_only=True):
     def not_installed(self) -> str:
         """Words for the package that is missing, with what to do."""
         return f"{self.needs} is not installed: {self.pip_line}"
-
-    def require_installed(self) -> None:
-        """Refuse to start where the package that it needs is missing from this Python."""
-        if self.needs and not importlib.util.find_spec(self.needs):
-            raise MissingPackageError(f"{self.name}: {self.not_installed}")
 
     def require(self, layout: Layout) -> None:
         """Refuse what this engine cannot express. Raises ExperimentError with the reason."""
