@@ -2,21 +2,18 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import pytest
+from made_up import Engines
 from markupsafe import Markup
-from records import CORPUS, make_record, make_steps
-from timed_engines import Engines
+from records import CORPUS
 from warm import EMPTY_SVG
 
 from compare import study, timing
 from compare.cli import main
-from compare.contract.record import Step
-from compare.contract.request import REQUEST, Request
 from compare.execute import load
-from compare.host.json_files import write_json
 from compare.spec.experiment import Experiment, edited, to_toml
 
 FOUR = {"model": {"n_layer": 2, "n_head": 4}, "train": {"batch_size": 8, "max_iters": 3}}
@@ -41,50 +38,31 @@ def small(tiny: Experiment) -> Experiment:
 
 
 @pytest.fixture
-def timed_engines(tmp_path, monkeypatch, tiny) -> Engines:
-    """Made-up engines in the place of `launch`, on an idle machine, and tiny.toml in the working folder."""
+def folder_of_tiny(tmp_path, monkeypatch, tiny) -> Path:
+    """The working folder, with tiny.toml in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.toml").write_text(to_toml(tiny))
+    return tmp_path
+
+
+@pytest.fixture
+def timed_engines(folder_of_tiny, monkeypatch) -> Engines:
+    """Made-up engines of a timed study, on an idle machine."""
     made_up = Engines()
     monkeypatch.setattr(timing, "launch", made_up)
     monkeypatch.setattr(load, "busy_cores", lambda: 0.0)
     monkeypatch.setattr(load.LoadBeside, "cores", lambda self: 0.0)
     monkeypatch.setattr(timing, "measure_ceiling", made_up.ceiling)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny.toml").write_text(to_toml(tiny))
     return made_up
 
 
-class MadeUp:
-    """Stands in for `launch`: leaves records by hand, or fails as it is told to, by the name of the case."""
-
-    def __init__(self) -> None:
-        self.failing: dict[str, BaseException] = {}
-        self.steps: Callable[[Request], list[Step]] = lambda request: make_steps(request.experiment)
-        self.started: list[str] = []
-
-    def __call__(self, request, folder, *, pythons, hosts, on_step):
-        self.started.append(folder.name)
-        if error := self.failing.get(folder.name):
-            folder.mkdir()
-            raise error
-        tensors = None if request.ladder else {}
-        steps = self.steps(request)
-        made = {"engine": request.engine, "tensors": tensors, "steps": steps}
-        record = make_record(folder, request.experiment, **made)
-        for step in record.steps:
-            on_step(step)
-        write_json(folder / REQUEST, request)
-        return msgspec.structs.replace(record, request=request)
-
-
 @pytest.fixture
-def engines(tmp_path, monkeypatch, tiny) -> MadeUp:
-    """Made-up engines of a study in the working folder, beside tiny.toml."""
-    made_up = MadeUp()
+def engines(folder_of_tiny, monkeypatch) -> Engines:
+    """Made-up engines of any other study."""
+    made_up = Engines()
     monkeypatch.setattr(study, "launch", made_up)
     monkeypatch.setattr(study, "prepare", lambda asked, at: (asked.data, CORPUS))
     monkeypatch.setattr(study, "open_corpus", lambda one: SimpleNamespace(sha256=CORPUS))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny.toml").write_text(to_toml(tiny))
     return made_up
 
 

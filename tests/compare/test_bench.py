@@ -1,10 +1,11 @@
 """A bench with engines that are made up: rounds, failures, Ctrl-C, going on."""
 
 import pytest
-from timed_engines import bench
+from made_up import bench
 
 from compare import api
 from compare.cli import main
+from compare.execute.launch import EngineError
 from compare.judge import ladder
 from compare.judge.outcome import OUTCOME, read_outcome
 from compare.judge.strategy import Finding, Strategy
@@ -16,7 +17,7 @@ def test_every_case_is_a_process_of_its_own_in_every_round(timed_engines, tmp_pa
     assert bench("--rounds", "3") == 0
     manual, library = "torch-manual.single", "torch-library.single"
     order = [manual, library, library, manual, manual, library]
-    assert timed_engines.launched == [f"round {1 + place // 2}, {name}" for place, name in enumerate(order)]
+    assert timed_engines.started == [f"round {1 + place // 2}, {name}" for place, name in enumerate(order)]
     assert all(request.timing and not request.ladder for request in timed_engines.requests)
     assert all(
         request.experiment.train.max_iters == request.timing.steps for request in timed_engines.requests
@@ -37,9 +38,9 @@ def test_every_case_is_a_process_of_its_own_in_every_round(timed_engines, tmp_pa
 
 
 def test_a_case_that_fails_is_named_tried_once_more_and_ends_no_other(timed_engines, tmp_path, capsys):
-    timed_engines.failing = ("torch-library",)
+    timed_engines.failing["torch-library"] = EngineError("torch-library: <b>no</b> luck", exit_code=1)
     assert bench("--rounds", "5") == 1
-    tries = [name for name in timed_engines.launched if "torch-library" in name]
+    tries = [name for name in timed_engines.started if "torch-library" in name]
     assert tries == ["round 1, torch-library.single", "round 2, torch-library.single"]
     result = timed(read_outcome(tmp_path / "b"))
     assert (len(result.measurements), result.finished_rounds) == (5, 0)
@@ -59,10 +60,10 @@ def test_ctrl_c_keeps_the_finished_rounds(timed_engines, tmp_path, capsys, at):
     assert f"Kept: {(at - 1) // 2} of 3 rounds" in said
     assert "shardpair bench --continue b" in said
     assert len(timed(read_outcome(tmp_path / "b")).measurements) == at - 1
-    timed_engines.launched.clear()
+    timed_engines.started.clear()
     timed_engines.interrupted_at = 0
     assert main(["bench", "--continue", "b", "--quiet"]) == 0
-    assert len(timed_engines.launched) == 6 - (at - 1)
+    assert len(timed_engines.started) == 6 - (at - 1)
     result = timed(read_outcome(tmp_path / "b"))
     assert (result.finished_rounds, len(result.circumstances.busy_cores)) == (3, 3)
 

@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from timed_engines import bench
+from made_up import bench
 
 from compare.execute import load
 from compare.execute.hosts import Hosts
@@ -19,7 +19,7 @@ def test_a_busy_machine_is_refused_before_anything_starts(timed_engines, tmp_pat
     monkeypatch.setattr(load, "busy_cores", lambda: 1.5)
     assert bench() == 3
     assert "this machine is busy: other processes use 1.5 of its" in capsys.readouterr().err
-    assert (timed_engines.launched, (tmp_path / "b").exists()) == ([], False)
+    assert (timed_engines.started, (tmp_path / "b").exists()) == ([], False)
 
 
 def test_busy_is_more_than_a_core_s_fifth_and_a_twentieth_of_all(monkeypatch):

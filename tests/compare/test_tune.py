@@ -70,7 +70,7 @@ def test_it_plans_times_and_leaves_the_winner(here, timed_engines, capsys):
         seconds = predict("torch-manual", case.experiment, here).seconds
         assert outcome.more["predicted_ms"][name] == pytest.approx(1e3 * seconds)
         assert seconds == pytest.approx(one.seconds)
-    assert len(timed_engines.launched) == 6
+    assert len(timed_engines.started) == 6
     winner = load("t/winner.toml")
     assert winner.layout in [one.layout for one in best]
     assert winner.train.max_iters == outcome.experiment.train.max_iters

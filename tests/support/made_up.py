@@ -1,0 +1,73 @@
+"""Engines that take no time: they leave records by hand, and fail when they are told to."""
+
+import msgspec
+from records import make_record, make_steps
+
+from compare.cli import main
+from compare.contract.ceiling import Ceiling
+from compare.contract.record import Record, Step
+from compare.contract.request import REQUEST, Request
+from compare.contract.timing import Window
+from compare.execute.launch import EnvironmentMissing
+from compare.host.json_files import write_json
+
+ARGUMENTS = ("--engines", "torch-manual", "torch-library", "--run_dir", "b", "--quiet")
+
+
+class Engines:
+    """Stands in for `launch`, and in a timed study for the ceilings of the machine."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.requests: list[Request] = []
+        self.failing: dict[str, BaseException] = {}
+        """By case or engine."""
+        self.interrupted_at = 0
+        self.loss: dict[str, float] = {}
+        """The last one of a process that is timed, by engine."""
+        self.threads = iter(())
+        """Of each process that is timed; one thread where there are no more."""
+        self.windows = None
+        self.ceilings = [1e8, 1e9, 1e7]
+        """FLOP/s, round by round: the machine was somebody else's in the first and in the third."""
+
+    def steps(self, request: Request) -> list[Step]:
+        return make_steps(request.experiment)
+
+    def ceiling(self, side, platform, dtype, python):
+        if side == "jaxpar":
+            raise EnvironmentMissing("no matmul ceiling: it is shy")
+        return Ceiling(flops_per_s=self.ceilings.pop(0) if self.ceilings else 1e8)
+
+    def __call__(self, request, folder, *, pythons, hosts, on_step):
+        self.started.append(folder.name)
+        self.requests.append(request)
+        error = self.failing.get(folder.name) or self.failing.get(request.engine)
+        if len(self.started) == self.interrupted_at:
+            error = KeyboardInterrupt()
+        if error:
+            folder.mkdir()
+            raise error
+        made = {"engine": request.engine, "tensors": None if request.ladder else {}}
+        record = make_record(folder, request.experiment, **made, steps=self.steps(request))
+        for step in record.steps:
+            on_step(step)
+        write_json(folder / REQUEST, request)
+        record = msgspec.structs.replace(record, request=request)
+        return self._timed(record, request) if request.timing else record
+
+    def _timed(self, record: Record, request: Request) -> Record:
+        timing = request.timing
+        one = Window(steps=timing.window, wall_s=0.01 * timing.window, cpu_s=0.02 * timing.window)
+        manifest = msgspec.structs.replace(
+            record.manifest,
+            corpus_sha256=request.corpus_sha256,
+            threads=next(self.threads, "one"),
+            windows=[one] * (timing.windows if self.windows is None else self.windows),
+        )
+        last = msgspec.structs.replace(record.steps[-1], loss=self.loss.get(request.engine, 2.5))
+        return msgspec.structs.replace(record, manifest=manifest, steps=[*record.steps[:-1], last])
+
+
+def bench(*arguments: str) -> int:
+    return main(["bench", "tiny.toml", *ARGUMENTS, *arguments])
