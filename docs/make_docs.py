@@ -9,7 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from compare.judge.ladder import RUNGS
+from compare.judge.ladder import LADDER
+from compare.judge.rungs import SOME
 from compare.judge.tolerances import TOLERANCES, Tolerance
 from compare.numerics.parameters import parameter_count
 from compare.spec.engines.registry import PEERS, STUDIED
@@ -68,7 +69,8 @@ def tolerances() -> str:
     def limit(tolerance: Tolerance) -> str:
         return f"{tolerance.limit:g}" + (f", {tolerance.steps} steps" if tolerance.steps else "")
 
-    rows = ([rung, *(limit(TOLERANCES[dtype][rung]) for dtype in TOLERANCES)] for rung in RUNGS)
+    rungs = [rung for rung in LADDER if rung not in SOME]
+    rows = ([rung, *(limit(TOLERANCES[dtype][rung]) for dtype in TOLERANCES)] for rung in rungs)
     return markdown(["rung", *TOLERANCES], rows)
 
 

@@ -4,7 +4,7 @@ from msgspec import Struct
 
 
 class Circumstances(Struct, frozen=True, kw_only=True):
-    """When and where a study was run, and by which version of the source; empty where nobody kept it."""
+    """When and where a study was run, and by which version of the source."""
 
     created_utc: str = ""
     system: str = ""
@@ -28,8 +28,6 @@ class Circumstances(Struct, frozen=True, kw_only=True):
     @property
     def words(self) -> str:
         """The version, the machine, the moment and the load, for the end of a page."""
-        if not self.created_utc:
-            return "When, where and by which version is not known."
         loads = ", ".join(f"{cores:.2f}" for cores in self.busy_cores)
         return (
             f"{self.made_by}. {self.system}, {self.cpu_model}, {self.cores} cores. "

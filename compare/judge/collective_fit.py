@@ -45,8 +45,7 @@ def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, flo
     scale = size.max()  # both columns near 1
     rows = np.stack([np.ones_like(size), size / scale], axis=1) * time.min() / time[:, None]
     (latency, slope), _ = nnls(rows, np.ones_like(time))
-    if slope < ROUNDING * latency:
-        slope = 0.0
+    slope *= slope >= ROUNDING * latency
     return float(latency * time.min()), float(slope * time.min() / scale)
 
 

@@ -33,8 +33,6 @@ from compare.judge.tolerances import Tolerance, tolerances_for
 
 REQUEST = "request"
 LADDER = (REQUEST, *COMPARE)
-RUNGS = tuple(rung for rung in LADDER if rung not in SOME)
-"""Rungs that every run with a ladder has."""
 OF_TRAINING = ("model.", "data.", "optimizer.", "train.")
 """Sections in which two runs may not differ. How work is spread, and how exact it is, may."""
 OVERFLOWED = "the first step overflowed and was skipped: lower precision.loss_scale to compare it"
@@ -89,12 +87,6 @@ class Verdict(Struct, frozen=True, kw_only=True):
         if not math.isfinite(bad.error):
             return f"FAIL at {bad.rung}: {bad.worst}"
         return f"FAIL at {bad.rung}: {bad.worst} is off by {bad.error:.2e} (tolerance {bad.tolerance:.0e})"
-
-
-def rungs_of(verdicts: Sequence[Verdict]) -> list[str]:
-    """The rungs of a table: those that every run has, and those that any of these has."""
-    climbed = {result.rung for verdict in verdicts for result in verdict.rungs}
-    return [rung for rung in LADDER if rung in RUNGS or rung in climbed]
 
 
 def objections_by_itself(record: Record) -> list[str]:

@@ -36,7 +36,7 @@ class Case(Struct, frozen=True, kw_only=True):
     size: str = ""
     """Fields that make the work another one."""
     variant: str = ""
-    """Fields that make the same work another way."""
+    """Fields that do the same work another way."""
     copy: int = 1
     """2 for an engine that is named a second time, to be held against itself."""
     against: str = ""

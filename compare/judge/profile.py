@@ -94,10 +94,7 @@ def _engine(name: str, record: Record) -> EngineProfile:
         devices=[
             DeviceTime(
                 device=lane.device,
-                forward_ms=busy_us(lane, "forward") / 1e3,
-                backward_ms=busy_us(lane, "backward") / 1e3,
-                update_ms=busy_us(lane, "update") / 1e3,
-                communication_ms=busy_us(lane, "communication") / 1e3,
+                **{f"{kind}_ms": busy_us(lane, kind) / 1e3 for kind in BUSY},
                 exposed_ms=exposed_us(lane) / 1e3,
                 idle_ms=idle_us(lane, timeline.wall_us) / 1e3,
             )

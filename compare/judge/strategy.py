@@ -62,18 +62,17 @@ class Strategy(Struct, frozen=True, kw_only=True):
         return [f"{one.setting} = {one.asked} was asked for, and {one.found} was done" for one in odd]
 
     def found(self, setting: str) -> str:
-        """Observed value of one setting; empty if it is untold."""
+        """Observed value of one setting; '' if it is untold."""
         return next((finding.found for finding in self.findings if finding.setting == setting), "")
 
 
 class Observed(NamedTuple):
-    """A run, and its work as it was observed."""
+    """A run, its work as it was observed, and the experiment that was asked for."""
 
     record: Record
     work: ObservedWork
     engine: Engine
     experiment: Experiment
-    """As it was asked for."""
 
 
 def strategy_of(record: Record) -> Strategy:

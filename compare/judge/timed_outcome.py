@@ -28,7 +28,7 @@ class Measurement(Struct, frozen=True, kw_only=True):
     case: str
     windows: list[Window]
     single_ms: list[float]
-    """Wall time of each step that was waited for, after the windows."""
+    """Of each step that was waited for, after the windows."""
     compile_s: float
     first_step_s: float
     start_up_s: float

@@ -8,9 +8,10 @@ from msgspec.structs import replace
 
 from compare.contract.record import Record
 from compare.host.disk import write_atomically
-from compare.judge.ladder import RungResult, Verdict, rungs_of
+from compare.judge.ladder import LADDER, RungResult, Verdict
 from compare.judge.metrics import METRICS
 from compare.judge.outcome import Outcome, read_run
+from compare.judge.rungs import SOME
 from compare.numerics.parameters import parameter_count
 from compare.present.hosts import host_table
 from compare.present.ledger import engine_ledger, layouts_of, table_of_layout
@@ -147,8 +148,10 @@ def without_notes(table: Table) -> Table:
 def ladder_table(verdicts: Sequence[Verdict]) -> Table:
     """Every case's error on every rung, with the worst tensor or step, and the tolerance."""
     rows = []
-    for rung in rungs_of(verdicts):
+    for rung in LADDER:
         results = [_result(verdict, rung) for verdict in verdicts]
+        if rung in SOME and not any(results):
+            continue
         limit = next((_tolerance(result) for result in results if result), "")
         cells = []
         for verdict, result in zip(verdicts, results, strict=True):

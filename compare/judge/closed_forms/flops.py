@@ -74,10 +74,7 @@ def model_flops_per_token(experiment: Experiment) -> float:
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Dense FLOP/s that a chip, by `Manifest.device_kind`, is sold with in a `Precision.product_dtype`.
-
-    None where nobody says.
-    """
+    """Dense FLOP/s that a chip, by its `device_kind`, is sold with in a dtype; None where nobody says."""
     if dtype == "float16" and device_kind.startswith("NVIDIA"):
         dtype = "bfloat16"  # as fast, where there is either
     return PEAKS.get(device_kind, {}).get(dtype)

@@ -48,8 +48,9 @@ def gradient_messages(engine: str, experiment: Experiment, *, gradient_sync: str
     layout = experiment.layout
     if layout.dp_replicate == 1:
         return None
-    if not ENGINES[engine].offers_choice:
-        return _by_ddp(engine, experiment) if ENGINES[engine].sends_by == "pytorch" else None
+    if not ENGINES[engine].offers_choice:  # FSDP2 reduces shards, and what tp splits, block by block
+        is_ddp = ENGINES[engine].sends_by == "pytorch" and not layout.zero and layout.tp == 1
+        return _by_ddp(engine, experiment) if is_ddp else None
     is_jax = ENGINES[engine].side == JAX.name
     if layout.zero and not is_jax:
         return None  # FSDP and the sharded optimizer reduce unit by unit
@@ -63,19 +64,15 @@ def gradient_messages(engine: str, experiment: Experiment, *, gradient_sync: str
     return GradientMessages(by_stage=by_stage, overlap=is_early)
 
 
-def _by_ddp(engine: str, experiment: Experiment) -> GradientMessages | None:
-    """DDP's; None where FSDP2 reduces block by block instead: of shards, and of what tp splits."""
+def _by_ddp(engine: str, experiment: Experiment) -> GradientMessages:
     layout = experiment.layout
-    if layout.zero or layout.tp > 1:
-        return None
     stages = layout.pp * layout.chunks  # each is a module, with a DDP of its own
     apart = replace(experiment, layout=replace(layout, pp=stages, chunks=1))
     counts = [0] * layout.pp
     for stage in range(stages):
         sizes = _leaves(engine, apart, stage, is_jax=False)[0]
         in_order = sizes if layout.pp > 1 else sizes[::-1]
-        limit = layout.bucket_mb * 1e6
-        counts[stage % layout.pp] += _buckets(in_order, limit, passes_limit=True)
+        counts[stage % layout.pp] += _buckets(in_order, layout.bucket_mb * 1e6, passes_limit=True)
     return GradientMessages(by_stage=counts, overlap=None)  # below the dispatcher, on autograd's thread
 
 
