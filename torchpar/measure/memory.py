@@ -13,7 +13,8 @@ never made, and alive at the end existed before the step, as DDP's buckets do.
 """
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -96,7 +97,8 @@ class MemorySink(Sink):
         for kind, tensors in present.items():
             self.tag(kind, tensors)
 
-    def begin(self) -> None:
+    @contextmanager
+    def step(self) -> Generator[None]:
         if self._device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         resize = torch.UntypedStorage.resize_
@@ -109,11 +111,8 @@ class MemorySink(Sink):
                 life.resize(storage.nbytes(), self._position)
             return result
 
-        self._patch = patch.object(torch.UntypedStorage, "resize_", resize_)  # FSDP's is no operator
-        self._patch.start()
-
-    def end(self) -> None:
-        self._patch.stop()
+        with patch.object(torch.UntypedStorage, "resize_", resize_):  # FSDP's is no operator
+            yield
         for life in self._alive.values():
             life.end(self._position, of_step=True)
 

@@ -2,7 +2,7 @@
 
 import bisect
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
@@ -35,11 +35,9 @@ class Sink:
 
     watch: "Watch"
 
-    def begin(self) -> None:
-        """The step begins."""
-
-    def end(self) -> None:
-        """The step is over."""
+    def step(self) -> AbstractContextManager:
+        """Entered around the step."""
+        return nullcontext()
 
     def operator(self, func: Any, operands: tuple, result: Any) -> None:
         """An operator ran, as PyTorch's dispatcher knows it; `operands` are (args, kwargs)."""
@@ -87,8 +85,7 @@ class Watch(TorchDispatchMode):
         for undo in (before.remove, after.remove, lambda: observers.remove(self._around_call)):
             self._exits.callback(undo)
         for sink in self._sinks:
-            sink.begin()
-            self._exits.callback(sink.end)
+            self._exits.enter_context(sink.step())
         return super().__enter__()
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
