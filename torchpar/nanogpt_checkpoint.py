@@ -23,10 +23,8 @@ from compare.numerics.shards import Shard
 from compare.spec.experiment import Experiment, ExperimentError, Model, edited, revalidate
 from compare.spec.nanogpt_settings import experiment_of, settings_of
 from torchpar.convert import HEAD, is_plain, plain_state, read
-from torchpar.model import GPT
-from torchpar.weights import moment_keys, nanogpt_name, to_arrays, to_nanogpt
+from torchpar.weights import moment_keys, nanogpt_name, nanogpt_shapes, to_arrays, to_nanogpt
 
-ENGINE = "nanoGPT"
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -85,7 +83,7 @@ def import_checkpoint(source: Path, target: Path, base: Experiment) -> None:
     weights = plain_state(saved.model, experiment.model, origin=str(source))
     moments, updates = _moments(source, saved, weights, experiment)
     checkpoint = Checkpoint(
-        engine=ENGINE, experiment=experiment, step=saved.iter_num, updates=updates, corpus_sha256=""
+        engine="nanoGPT", experiment=experiment, step=saved.iter_num, updates=updates, corpus_sha256=""
     )
     write_checkpoint(target, checkpoint, _parts({WEIGHTS: weights, **moments}, experiment))
 
@@ -141,8 +139,7 @@ def export_checkpoint(source: Path, target: Path) -> None:
 def _by_group(model: Model) -> list[list[str]]:
     """nanoGPT's two groups of parameters: what decays, and the rest; their place is their number."""
     rows = {nanogpt_name(row.name): row for row in parameter_table(model)}
-    with torch.device("meta"):
-        names = [name for name, _ in GPT(model).named_parameters()]
+    names = nanogpt_shapes(model)
     return [[name for name in names if decays(rows[name], "matrices") == does] for does in (True, False)]
 
 
