@@ -13,6 +13,8 @@ from compare.judge.outcome import Outcome
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.simulator import bubble_fraction as planned_fraction
 
+BUSY = ("forward", "backward", "update", "communication")
+
 
 class DeviceTime(Struct, frozen=True, kw_only=True):
     """One device's milliseconds of the step that was watched.
