@@ -1,9 +1,10 @@
 """The lessons' strategies for modules that train as usual: `DataParallel`, `FSDP`, `ShardedOptimizer`.
 
-As usual: tied, frozen and unused parameters, buffers, passes that accumulate, several param groups,
-optimizers that treat elements one by one, and whole states out and in. A step, or a clipping, before the
-gradients are synchronised is an error. What is beyond that is refused, in a line that names PyTorch's class
-for it: DistributedDataParallel, ZeroRedundancyOptimizer, fully_shard. Nothing of PyTorch is replaced.
+As usual: tied and frozen parameters, buffers, passes that accumulate, several param groups, optimizers that
+treat elements one by one, and whole states out and in; every other parameter takes part in the loss. A step,
+or a clipping, before the gradients are synchronised is an error. What is beyond that is refused, in a line
+that names PyTorch's class for it: DistributedDataParallel, ZeroRedundancyOptimizer, fully_shard. Nothing of
+PyTorch is replaced.
 
     model = FSDP(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from compare.contract.communication import BUFFERS, UNUSED
+from compare.contract.communication import BUFFERS
 from torchpar.comm.collectives import Axis
 from torchpar.manual import data_parallel, fully_sharded, sharded_optimizer
 from torchpar.manual.data_parallel import Bucket
@@ -62,10 +63,9 @@ class Guarded(nn.Module):
     module: nn.Module
     is_synchronizing: bool
 
-    def _watch(self, axes: Sequence[Axis | None], parameters: Iterable[torch.Tensor], unused: bool) -> None:
+    def _watch(self, axes: Sequence[Axis | None], parameters: Iterable[torch.Tensor]) -> None:
         """Make buffers the first rank's, and look at every `step()` of an optimizer over the parameters."""
         self._axes, self._buffers_are_due = [a for a in axes if a and a.size > 1], True
-        self._find_unused = unused
         self._unfinished = 0  # 1: gradients are accumulating, 2: the last backward was there
         replicate(self.module.buffers(), self._axes)
         ids, reference = {id(parameter) for parameter in parameters}, weakref.ref(self)
@@ -92,17 +92,6 @@ class Guarded(nn.Module):
         self._buffers_are_due = self.is_synchronizing and torch.is_grad_enabled()
         return super().forward(*args, **kwargs)
 
-    def _used(self, here: Sequence[bool], names: Sequence[str]) -> list[bool]:
-        """Whether any rank has used each parameter; an error where all have to."""
-        if not self._find_unused:
-            for name in (name for name, is_used in zip(names, here, strict=True) if not is_used):
-                raise RuntimeError(f"{name} took no part: set find_unused_parameters=True")
-            return list(here)
-        flags = torch.tensor(here, dtype=torch.int32, device=next(self.module.parameters()).device)
-        for axis in self._axes:
-            axis.all_reduce(flags, purpose=UNUSED)
-        return flags.bool().tolist()
-
     def __deepcopy__(self, memo: dict[int, Any]) -> "Guarded":
         raise RuntimeError(f"a copy would share hooks: load the whole state into another, or use {DDP}")
 
@@ -113,15 +102,13 @@ class Guarded(nn.Module):
 class DataParallel(Guarded, data_parallel.DataParallel):
     """Averages the gradients of a module over the ranks: see `manual.data_parallel`.
 
-    Parameters and buffers become those of the first rank. With `find_unused_parameters` a parameter that no
-    rank uses has no gradient; one used on some ranks counts as zero on the others. That costs one small
-    all-reduce a step. Options: gradient_sync, bucket_size_mb and group.
+    Parameters and buffers become those of the first rank. Options: gradient_sync, bucket_size_mb and group.
     """
 
-    def __init__(self, module: nn.Module, *, find_unused_parameters: bool = False, **options: Any):
+    def __init__(self, module: nn.Module, **options: Any):
         require_usual(module)
         super().__init__(module, **options)
-        self._watch([self.axis], module.parameters(), find_unused_parameters)
+        self._watch([self.axis], module.parameters())
 
     def gradient_ready(self, bucket: Bucket, index: int, parameter: torch.Tensor) -> None:
         super().gradient_ready(bucket, index, parameter)
@@ -130,15 +117,12 @@ class DataParallel(Guarded, data_parallel.DataParallel):
         parameter.grad = parameter.grad.as_subclass(PartOfGradient)
 
     def finish_gradient_synchronization(self) -> None:
-        places = [(bucket, n) for bucket in self.buckets for n in range(len(bucket.parameters))]
-        parameters = [bucket.parameters[n] for bucket, n in places]
-        used = self._used([p.grad is not None for p in parameters], [b.names[n] for b, n in places])
-        for parameter in parameters:
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = gradient.as_subclass(torch.Tensor)
+        for bucket in self.buckets:
+            for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
+                if parameter.grad is None:
+                    raise RuntimeError(f"{name} took no part in the loss: use {DDP}")
+                parameter.grad = parameter.grad.as_subclass(torch.Tensor)
         super().finish_gradient_synchronization()
-        for parameter, is_used in zip(parameters, used, strict=True):
-            parameter.grad = parameter.grad if is_used else None
         self._unfinished = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -157,18 +141,15 @@ class FSDP(Guarded, fully_sharded.FSDP):
     An optimizer over `parameters()` has this rank's pieces: 1-D, perhaps empty. So choose param groups by
     name, from `pieces`: `p.dim()` is 1 of each. Every rank runs the same units in the same order: submodules,
     or lists of them that are gathered together; by default the elements of the outermost ModuleLists and
-    Sequentials. What is in none stays gathered to the end of the step. Gradients are reduced after backward
-    if it is to find unused ones. Options: group, replicate_group, zero (2 or 3), reshard_after_forward.
+    Sequentials. What is in none stays gathered to the end of the step. Options: group, replicate_group, zero
+    (2 or 3), reshard_after_forward.
     """
-
-    _is_finishing = False
 
     def __init__(
         self,
         module: nn.Module,
         *,
         units: Iterable[nn.Module | Iterable[nn.Module]] | None = None,
-        find_unused_parameters: bool = False,
         **options: Any,
     ):
         require_usual(module)
@@ -180,8 +161,7 @@ class FSDP(Guarded, fully_sharded.FSDP):
         super().__init__(module, units=groups, **options)
         piece_of = pieces_of(self.flats)
         self.pieces = {name: piece_of[parameter] for parameter, name in names.items()}
-        axes = [self.axis, self.flats[0].replicas]
-        self._watch(axes, self.pieces.values(), find_unused_parameters)
+        self._watch([self.axis, self.flats[0].replicas], self.pieces.values())
         module.__dict__["state_dict"] = self._refuse_state_dict
 
     def forward(self, *args, **kwargs):
@@ -201,21 +181,9 @@ class FSDP(Guarded, fully_sharded.FSDP):
         self._unfinished = max(self._unfinished, 1 + self.is_synchronizing)
         super().gradient_ready(unit, flat, index, parameter)
 
-    def reduce(self, unit: Unit) -> None:
-        if self._is_finishing or not self._find_unused:
-            super().reduce(unit)
-
     def finish_gradient_synchronization(self) -> None:
-        places = [(f, n) for f in self.flats for n, p in enumerate(f.parameters) if p.requires_grad]
-        here = [n in flat.gradients.used for flat, n in places]
-        used = self._used(here, [flat.names[n] for flat, n in places])
-        for (flat, n), is_used, is_used_here in zip(places, used, here, strict=True):
-            if is_used and not is_used_here:
-                flat.parameters[n].grad = torch.zeros_like(flat.parameters[n])
-                flat.gradients.add(n)
-        self._is_finishing = True
+        require_all_used(self.flats)
         super().finish_gradient_synchronization()
-        self._is_finishing = False
         mark_pieces(self.flats, PartOfGradient)
         self._unfinished = 0
 
@@ -294,6 +262,7 @@ class ShardedOptimizer(sharded_optimizer.ShardedOptimizer):
         super().add_param_group(param_group)
 
     def finish_gradient_synchronization(self) -> None:
+        require_all_used(self.flats)
         super().finish_gradient_synchronization()
         mark_pieces(self.flats, PartOfGradient)
 
@@ -328,14 +297,17 @@ def mark_pieces(flats: Sequence[FlatParameters], as_class: type[torch.Tensor]) -
         piece.grad = None if piece.grad is None else piece.grad.as_subclass(as_class)
 
 
+def require_all_used(flats: Sequence[FlatParameters]) -> None:
+    for flat in flats:
+        for index in flat.trainable - flat.gradients.used:
+            raise RuntimeError(f"{flat.names[index]} took no part in the loss: use {FSDP2}")
+
+
 def require_usual(module: nn.Module) -> None:
     """Refuse what is seen before training, and not usual."""
     for name, parameter in module.named_parameters():
         if parameter._post_accumulate_grad_hooks:
             raise ValueError(f"gradients of {name} go to a wrapper already: use one of the two")
-    for name, part in module.named_modules():
-        if getattr(part, "sparse", False):
-            raise ValueError(f"{name} has sparse gradients: use a dense embedding")
 
 
 def require_elementwise(optimizer_cls: type[torch.optim.Optimizer]) -> None:

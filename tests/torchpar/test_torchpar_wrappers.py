@@ -34,13 +34,13 @@ AdamW = partial(torch.optim.AdamW, **ADAM)
 
 
 class Branch(nn.Module):
-    """No rank uses `never`; `twice` runs twice."""
+    """`twice` runs twice."""
 
     def __init__(self, seed: int = 0):
         super().__init__()
         torch.manual_seed(seed)
         self.layers = nn.ModuleList(nn.Linear(7, 7, dtype=double) for _ in range(2))
-        self.twice, self.never = (nn.Linear(7, 7, dtype=double) for _ in range(2))
+        self.twice = nn.Linear(7, 7, dtype=double)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.twice(nn.functional.one_hot(tokens, 7).double())
@@ -49,7 +49,7 @@ class Branch(nn.Module):
 
 class Recomputed(Branch):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = nn.functional.one_hot(tokens, 7).double() + self.twice.bias
+        x = self.twice(nn.functional.one_hot(tokens, 7).double())
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False)
         return x.square().mean()
@@ -78,7 +78,7 @@ def ends_and_layers(module: Any) -> list:
 
 HABITS: dict[str, Callable[[int], nn.Module]] = {
     "tied to the end, frozen, strided, two dtypes": Odd,
-    "unused, and used twice": Branch,
+    "used twice": Branch,
     "recomputed": Recomputed,
     "tied between layers": Tied,
 }
@@ -88,7 +88,6 @@ SHARDED: dict[str, dict[str, Any]] = {
     "zero2": {"zero": 2},
     "one unit": {"units": ()},
     "units by hand": {"units": ends_and_layers},
-    "found unused": {"find_unused_parameters": True},
 }
 SYNCS = ("naive", "flat", "overlapped", "bucketed")
 
@@ -135,9 +134,7 @@ def test_data_parallel(rank: int) -> None:
     for make in HABITS.values():
         for sync in SYNCS:
             module = make(rank)  # the first rank's values are everybody's
-            model = DataParallel(
-                module, gradient_sync=sync, bucket_size_mb=2e-4, find_unused_parameters=make is not Odd
-            )
+            model = DataParallel(module, gradient_sync=sync, bucket_size_mb=2e-4)
             optimizer = AdamW(groups(dict(module.named_parameters())))
             for step, expected in enumerate(reference(make, steps=2)):
                 three_passes(model, model, rank, step)
@@ -156,8 +153,7 @@ def test_fully_sharded(rank: int) -> None:
         for options in (*SHARDED.values(), hybrid):
             module = make(rank)
             plain = {name for name, _ in module.named_parameters()}
-            unused = {"find_unused_parameters": True} if isinstance(module, Branch) else {}
-            model = FSDP(module, **{**options_for(module, options), **unused})
+            model = FSDP(module, **options_for(module, options))
             assert model.pieces.keys() == plain
             optimizer = AdamW(groups(model.pieces))
             for step, expected in enumerate(reference(make, steps=2)):
@@ -185,35 +181,6 @@ def test_sharded_optimizer(rank: int) -> None:
             assert_same(module.state_dict(), expected.state_dict())
         held = sum(v.numel() for state in optimizer.state.values() for v in state.values() if v.dim())
         assert held <= 2 * sum(p.numel() for p in named.values()) // RANKS + 2 * len(named)
-
-
-@on_ranks
-def test_used_on_some_ranks_only(rank: int) -> None:
-    class Sometimes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.always, self.sometimes, self.never = (nn.Linear(3, 3, dtype=double) for _ in range(3))
-
-        def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
-            return self.always(self.sometimes(x) if use else x).square().mean()
-
-    x, plain = normal(RANKS, 3), Sometimes()
-    sum(plain(x[r : r + 1], r != 1) for r in range(RANKS)).div(RANKS).backward()
-    for sync in SYNCS:
-        replica = Sometimes()
-        model = DataParallel(replica, gradient_sync=sync, bucket_size_mb=1e-4, find_unused_parameters=True)
-        model(x[rank : rank + 1], rank != 1).backward()
-        model.finish_gradient_synchronization()
-        assert_same(modules.gradients(replica), modules.gradients(plain))
-    sharded = FSDP(Sometimes(), find_unused_parameters=True)
-    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-    sharded(x[rank : rank + 1], rank != 1).backward()
-    sharded.finish_gradient_synchronization()
-    assert sharded.pieces["never.weight"].grad is None
-    optimizer.step()
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    assert_same(sharded.full_state_dict(), plain.state_dict())
 
 
 @on_ranks
@@ -269,11 +236,23 @@ def test_a_step_or_a_clipping_before_gradients_are_finished_is_an_error(rank: in
                 clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     module = stack(2)
-    sharded = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
+    sharded = shard_state(module)
     module(normal(4, 16)).sum().backward()
     for act in (sharded.step, partial(sharded.clip_grad_norm_, 1.0)):
         with early():
             act()
+
+
+def shard_state(module: nn.Module) -> ShardedOptimizer:
+    return ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
+
+
+def without_the_last(make: Callable[[nn.Module], Any]) -> None:
+    """A step in which a layer takes no part."""
+    module = stack(2)
+    wrapper = make(module)
+    module[0](normal(4, 16)).sum().backward()
+    wrapper.finish_gradient_synchronization()
 
 
 @on_ranks
@@ -285,10 +264,12 @@ def test_what_is_not_usual_is_refused(rank: int) -> None:
     frozen_later, replaced = FSDP(stack(2)), FSDP(stack(2))
     frozen_later.pieces["0.weight"].requires_grad_(False)
     replaced.module[0].bias.data = torch.zeros_like(replaced.module[0].bias)
-    optimizer = ShardedOptimizer(stack(2).parameters(), torch.optim.SGD, lr=0.1)
+    optimizer = shard_state(stack(2))
     refused: list[tuple[Callable[[], Any], str]] = [
+        (lambda: without_the_last(DataParallel), "took no part in the loss"),
+        (lambda: without_the_last(FSDP), "took no part in the loss"),
+        (lambda: without_the_last(shard_state), "took no part in the loss"),
         (lambda: FSDP(wrapped), "a wrapper already"),
-        (lambda: DataParallel(nn.Embedding(3, 3, sparse=True)), "sparse"),
         (lambda: FSDP(stack(2), zero=1), "use ShardedOptimizer"),
         (lambda: FSDP(module, units=[module[0], module]), "fully_shard"),
         (lambda: FSDP(module, units=[nn.Linear(1, 1)]), "no part of the module"),
@@ -307,7 +288,7 @@ def test_what_is_not_usual_is_refused(rank: int) -> None:
 
 
 def test_without_a_process_group_it_says_so():
-    for make in (DataParallel, FSDP, lambda m: ShardedOptimizer(m.parameters(), torch.optim.SGD, lr=1.0)):
+    for make in (DataParallel, FSDP, shard_state):
         with pytest.raises(ValueError, match="init_process_group"):
             make(nn.Linear(1, 1))
 

@@ -104,16 +104,12 @@ class Axis:
         """
         if isinstance(group, Axis):
             return group
-        if not dist.is_initialized():
-            raise ValueError("no process group: call torch.distributed.init_process_group first")
-        group = dist.group.WORLD if group is None else group
-        if group == dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(f"rank {dist.get_rank()} is not in this process group: leave it out there")
+        size, rank, group = dist.get_world_size(group), dist.get_rank(group), group or dist.group.WORLD
         assert group is not None
         name = "world" if group == dist.group.WORLD else "subgroup"
         if group.group_desc.startswith(MESH):
             name = group.group_desc.removeprefix(MESH)
-        return cls(name, size=dist.get_world_size(group), rank=dist.get_rank(group), group=group)
+        return cls(name, size=size, rank=rank, group=group)
 
     def all_reduce(self, tensor: torch.Tensor, *, purpose: str = "") -> None:
         """Replace `tensor`, any shape, by its sum over the axis."""

@@ -119,8 +119,6 @@ class FlatGradients:
     def begin_reduction(self) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's shard, to be filled with the sum's, and the full gradients (n,)."""
         assert self.full is not None
-        for index in set(range(len(self.flat.parameters))) - self.used:
-            self.flat.view(self.full, index).zero_()
         own = self.full[self.flat.own]
         self.shard = own if self.flat.zero == 1 else torch.empty_like(own)
         return self.shard, self.full
