@@ -4,11 +4,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from modules import Odd, double, stack
+from modules import double, stack
 from ranks import RANKS, on_ranks
 from torch import nn
 
-from torchpar import wrappers
 from torchpar.manual import fully_sharded
 from torchpar.manual.flat_parameters import FlatParameters
 from torchpar.manual.fully_sharded import FSDP
@@ -22,19 +21,6 @@ def sharded_by_layer(module: nn.Sequential) -> FSDP:
 
 def transient(sharded: FSDP) -> list[torch.Tensor]:
     return [flat.full for flat in sharded.flats]
-
-
-@on_ranks
-def test_pieces_cut_everything_once(rank: int) -> None:
-    sharded = wrappers.FSDP(Odd())
-    for name, parameter in Odd().named_parameters():
-        piece = sharded.pieces[name]
-        assert piece.dim() == 1
-        assert sum(sharded.axis.all_gather_objects(piece.numel())) == parameter.numel()
-    mine = resident_bytes(sharded.parameters())
-    whole = sum(p.nbytes for p in Odd().parameters())
-    assert sum(sharded.axis.all_gather_objects(mine)) == whole  # nothing padded, nothing twice
-    assert all(flat.full.untyped_storage().nbytes() == 0 for flat in sharded.flats)
 
 
 def watched(sharded: FSDP) -> MemorySink:

@@ -86,16 +86,6 @@ def step(parallel: ParallelModel, experiment: Experiment, number: int, *, waits:
 
 
 @on_ranks
-def test_a_collective_that_nobody_waits_for_is_seen(rank: int) -> None:
-    with under_way() as begun:
-        work = Axis.of(None).start_all_reduce(torch.ones(2))
-        Axis.of(None).all_reduce(torch.ones(2))
-        assert begun == ["start_all_reduce"]
-        work.wait()
-    assert not begun
-
-
-@on_ranks
 def test_no_step_waits_for_a_value(rank: int) -> None:
     model = Model(n_layer=4, n_embd=32, block_size=16, vocab_size=64)
     for layout in LAYOUTS:

@@ -110,17 +110,3 @@ def test_products_add_up_where_the_gradients_are():
     assert len(places) == 1
     torch.testing.assert_close(layer.weight.grad, torch.ones(4, 6) @ inputs.flatten(0, 1))
     torch.testing.assert_close(layer.bias.grad, torch.full((4,), 6.0))
-
-
-def test_hooks_on_parameters_are_called_for_each_microbatch():
-    for hook in ("register_hook", "register_post_accumulate_grad_hook"):
-        for splits in (False, True):
-            layer, seen = nn.Linear(3, 4), []
-            for parameter in layer.parameters():
-                getattr(parameter, hook)(lambda tensor, seen=seen: seen.append(tensor.shape))
-            stage = Stage(layer, splits_backward=splits)
-            for m in range(2):
-                stage.backward(m, torch.ones_like(stage.forward(m, torch.ones(2, 3))))
-                if splits:
-                    stage.backward_weight(m)
-            assert sorted(seen) == [(4,), (4,), (4, 3), (4, 3)]

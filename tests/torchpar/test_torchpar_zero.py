@@ -3,8 +3,6 @@
 Sizes that do not divide by the ranks, and vectors with fewer elements than a shard is long.
 """
 
-from unittest.mock import patch
-
 import pytest
 from gpt_steps import ADAM, SGD, assert_same, backward, make_gpt, make_parallel, reference, train
 from layouts import TORCH_SHARED, TORCH_ZERO
@@ -16,7 +14,6 @@ from compare.judge.closed_forms.communication import communication
 from compare.spec.axes import DP_REPLICATE
 from compare.spec.experiment import Experiment, Layout, Precision, Train
 from torchpar import manual
-from torchpar.manual.flat_parameters import FlatGradients
 from torchpar.measure.memory import resident_bytes
 from torchpar.optimizer import optimizer_step
 from torchpar.parallel_model import ParallelModel
@@ -74,19 +71,3 @@ def test_what_is_sent_is_the_closed_form(rank: int) -> None:
 
 def resolved(experiment: Experiment) -> Experiment:
     return replace(experiment, layout=replace(experiment.layout, remat=resolve_remat(experiment.layout)))
-
-
-@on_ranks
-def test_an_overwritten_microbatch_is_seen(rank: int) -> None:
-    """The comparison above can fail."""
-    expected, add = reference(ADAM, steps=1), FlatGradients.add
-
-    def overwrite(self: FlatGradients, index: int) -> None:
-        self.used.discard(index)
-        add(self, index)
-
-    with patch.object(FlatGradients, "add", overwrite):
-        parallel, mesh = make_parallel(manual.parallelize, LAYOUTS["zero3"], rank, ADAM)
-        backward(parallel, mesh, 0)
-    with pytest.raises(AssertionError):
-        assert_same({"gradients": parallel.full(parallel.gradients())}, expected, "zero3")
