@@ -93,20 +93,18 @@ def doubled_row_bias() -> AbstractContextManager:
 
 
 def ddp_hook(hook: Callable[[dist.ProcessGroup, Any], torch.futures.Future]) -> AbstractContextManager:
-    """DDP with another communication hook: the hook takes a bucket and promises its reduced buffer.
+    """DDP with another communication hook: the hook takes a bucket and promises its reduced buffer."""
+    right = data_parallel.DistributedDataParallel
 
-    The hooks do not annotate the bucket: DDP would insist on `torch.distributed`'s own class.
-    """
+    def faulty(*args: Any, **kwargs: Any) -> nn.Module:
+        module = right(*args, **kwargs)
+        module.register_comm_hook(module.process_group, hook)
+        return module
 
-    class Faulty(data_parallel.DistributedDataParallel):
-        def __init__(self, *args: Any, **kwargs: Any):
-            super().__init__(*args, **kwargs)
-            self.register_comm_hook(self.process_group, hook)
-
-    return patch.object(data_parallel, "DistributedDataParallel", Faulty)
+    return patch.object(data_parallel, "DistributedDataParallel", faulty)
 
 
-def without_reduction(group: dist.ProcessGroup, bucket):
+def without_reduction(group: dist.ProcessGroup, bucket):  # DDP refuses another annotation than its own
     """Gradients stay each replica's own."""
     future = torch.futures.Future()
     future.set_result(bucket.buffer())

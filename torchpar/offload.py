@@ -11,7 +11,6 @@ ZeRO-Offload (arXiv 2101.06840) updates on the host; here the device does, so th
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ class StateOnHost(torch.optim.Optimizer):
         super().__init__(*arguments, **options)
         self.homes: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter and key, on the host
         device = self.param_groups[0]["params"][0].device
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # a CPU has no streams
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -65,7 +64,7 @@ class StateOnHost(torch.optim.Optimizer):
 
     def _fetch(self, parameters: Sequence[torch.Tensor]) -> "torch.cuda.Event | None":
         """Begin to copy the state of these parameters to their device, where it is when the event happens."""
-        with self._copying():
+        with torch.cuda.stream(self._copies):
             for parameter in parameters:
                 for key, home in self.homes.get(parameter, {}).items():
                     there = torch.empty_like(home, device=parameter.device, pin_memory=False)
@@ -76,7 +75,7 @@ class StateOnHost(torch.optim.Optimizer):
         """Begin to copy the state of these parameters, as it was updated, to the host."""
         if self._copies:
             self._copies.wait_stream(torch.cuda.current_stream())
-        with self._copying():
+        with torch.cuda.stream(self._copies):
             for parameter in parameters:
                 homes, state = self.homes.setdefault(parameter, {}), self.state[parameter]
                 for key, value in state.items():
@@ -86,9 +85,6 @@ class StateOnHost(torch.optim.Optimizer):
                         if key not in homes:
                             homes[key] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
                         state[key] = homes[key].copy_(value, non_blocking=True)
-
-    def _copying(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._copies) if self._copies else nullcontext()
 
 
 def on_host(optimizer_cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:

@@ -112,8 +112,6 @@ def gradient_norm(
                 axis.all_reduce(square, purpose=NORM)
             norm = square.sqrt()
         norms.append(norm)
-    if not norms:
-        return torch.zeros(())
     return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
 
 

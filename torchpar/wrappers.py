@@ -334,19 +334,14 @@ def default_units(module: nn.Module, *, is_listed: bool = False) -> Iterator[nn.
 
 
 def grouped(module: nn.Module, units: Iterable[Sequence[nn.Module]]) -> list[list[nn.Module]]:
-    """Units that share no parameter: those that do are joined. The module itself is last, for all that is in
-    none, or shared with what is in none."""
-    units = list(units)
+    """The units that have parameters, and the module itself for what is in none."""
+    units = [[*unit] for unit in units if any(True for part in unit for _ in part.parameters())]
     parts = [part for unit in units for root in unit for part in root.modules()]
     if len(set(parts)) < len(parts) or not set(parts) <= set(module.modules()):
         raise ValueError(f"a unit is no part of the module, or in another one's, too: use {FSDP2}")
     outside = [part for part in module.modules() if part not in set(parts)]
-    groups = [({p for part in outside for p in part.parameters(recurse=False)}, [module])]
-    for unit in units:
-        parameters, members = {p for part in unit for p in part.parameters()}, list(unit)
-        for group in [group for group in groups if group[0] & parameters]:
-            groups.remove(group)
-            parameters, members = group[0] | parameters, group[1] + members
-        groups.append((parameters, members))
-    joined = [[module] if module in members else members for parameters, members in groups if parameters]
-    return sorted(joined, key=lambda members: module in members)
+    left = {p for part in outside for p in part.parameters(recurse=False)}
+    owned = [p for unit in units for p in {p for part in unit for p in part.parameters()}] + [*left]
+    if len(set(owned)) < len(owned):
+        raise ValueError(f"a parameter is in two units: give them as a list, as one unit, or use {FSDP2}")
+    return [*units, [module]] if left else units

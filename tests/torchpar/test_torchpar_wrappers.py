@@ -55,23 +55,6 @@ class Recomputed(Branch):
         return x.square().mean()
 
 
-class Tied(nn.Module):
-    """Two layers of a list share a weight, and a third has one with the module around it."""
-
-    def __init__(self, seed: int = 0):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.layers = nn.ModuleList(nn.Linear(7, 7, dtype=double) for _ in range(4))
-        self.layers[2].weight = self.layers[0].weight
-        self.scale = self.layers[3].weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = nn.functional.one_hot(tokens, 7).double()
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return (x * self.scale.sum()).square().mean()
-
-
 def ends_and_layers(module: Any) -> list:
     return [[module.embedding, module.head], *module.layers] if hasattr(module, "head") else []
 
@@ -80,7 +63,6 @@ HABITS: dict[str, Callable[[int], nn.Module]] = {
     "tied to the end, frozen, strided, two dtypes": Odd,
     "used twice": Branch,
     "recomputed": Recomputed,
-    "tied between layers": Tied,
 }
 SHARDED: dict[str, dict[str, Any]] = {
     "zero3": {"zero": 3},
@@ -257,8 +239,9 @@ def without_the_last(make: Callable[[nn.Module], Any]) -> None:
 
 @on_ranks
 def test_what_is_not_usual_is_refused(rank: int) -> None:
-    wrapped = stack(2)
+    wrapped, tied = stack(2), stack(2)
     DataParallel(wrapped)
+    tied[0].weight = tied[1].weight
     model = FSDP(stack(2))
     module = stack(2)
     frozen_later, replaced = FSDP(stack(2)), FSDP(stack(2))
@@ -273,6 +256,7 @@ def test_what_is_not_usual_is_refused(rank: int) -> None:
         (lambda: FSDP(stack(2), zero=1), "use ShardedOptimizer"),
         (lambda: FSDP(module, units=[module[0], module]), "fully_shard"),
         (lambda: FSDP(module, units=[nn.Linear(1, 1)]), "no part of the module"),
+        (lambda: FSDP(tied), "in two units"),
         (lambda: copy.deepcopy(model), "whole state"),
         (model.double, "before it is wrapped"),
         (lambda: frozen_later(normal(4, 16)), "frozen or thawed.*fully_shard"),

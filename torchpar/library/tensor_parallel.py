@@ -15,9 +15,8 @@ Two things are left to the user:
 
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
@@ -91,16 +90,13 @@ class NoParallel(ParallelStyle):
         self.input_layout = Shard(0) if scatter else Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # PyTorch annotates both functions as returning nothing, and uses what they return.
-        wrap, unwrap = cast(Any, self._wrap), cast(Any, self._unwrap)
+        def wrap(module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> Any:
+            return local_part(inputs[0], mesh, (Replicate(),)).redistribute(placements=[self.input_layout])
+
+        def unwrap(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
+            return output.to_local()
+
         return distribute_module(module, device_mesh, None, wrap, unwrap)
-
-    def _wrap(self, module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> DTensor:
-        return local_part(inputs[0], mesh, (Replicate(),)).redistribute(placements=[self.input_layout])
-
-    @staticmethod
-    def _unwrap(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> torch.Tensor:
-        return output.to_local()
 
 
 def complete_gradients(model: nn.Module) -> None:

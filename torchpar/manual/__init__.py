@@ -63,13 +63,11 @@ def _sharded(
     """ZeRO-1: the optimizer reduces gradients itself, each to the rank that needs it. ZeRO-2 and 3: FSDP."""
     full = dict(model.named_parameters())
     axes = {"group": mesh[DP_SHARD], "replicate_group": mesh[DP_REPLICATE]}
-    optimizer: Any = None
     if layout.zero == 1:
         wrap = partial(ShardedOptimizer, **axes, bucket_size_mb=layout.bucket_mb)
         # Both stages that have a copy of the tied weight must cut it alike.
         separate = {TIED} if isinstance(model, GPTStages) else ()
         sharding: Any = make_optimizer(full, wrap=wrap, separate_groups=separate)
-        optimizer = sharding
     else:
         sharding = FSDP(
             model,
@@ -96,7 +94,7 @@ def _sharded(
     )
     return ParallelModel(
         module=model if layout.zero == 1 else sharding,
-        optimizer=optimizer or make_optimizer(pieces),
+        optimizer=sharding if isinstance(sharding, ShardedOptimizer) else make_optimizer(pieces),
         parameters=pieces,
         elements={name: elements[parameter] for name, parameter in full.items()},
         skip_sync=sharding.no_sync,

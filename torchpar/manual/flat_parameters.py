@@ -116,13 +116,6 @@ class FlatGradients:
             slot.copy_(gradient)
             self.used.add(index)
 
-    def begin_reduction(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's shard, to be filled with the sum's, and the full gradients (n,)."""
-        assert self.full is not None
-        own = self.full[self.flat.own]
-        self.shard = own if self.flat.zero == 1 else torch.empty_like(own)
-        return self.shard, self.full
-
     def wait(self) -> None:
         if self.work:
             self.work.wait()

@@ -42,8 +42,9 @@ def unshard(flat: FlatParameters) -> None:
 def reduce_scatter_gradients(gradients: FlatGradients) -> None:
     """Begin to sum full gradients over the ranks, each of which gets its shard of the sum."""
     if gradients.full is not None and gradients.shard is None:
-        shard, full = gradients.begin_reduction()
-        gradients.work = gradients.flat.axis.start_reduce_scatter(shard, full, purpose=GRADIENTS)
+        flat, own = gradients.flat, gradients.full[gradients.flat.own]
+        gradients.shard = own if flat.zero == 1 else torch.empty_like(own)
+        gradients.work = flat.axis.start_reduce_scatter(gradients.shard, gradients.full, purpose=GRADIENTS)
 
 
 @torch.no_grad()
