@@ -38,8 +38,7 @@ class CausalAttention(nn.Module):
     """The attention core: softmax(q k / sqrt(D)) v over positions up to one's own, by PyTorch's fused kernel.
 
     With dropout the weights are computed one by one: the kernel would draw a mask of its own. Any module from
-    q, k, v (B, T, H, D) to (B, T, H, D) may take its place: `block.set_submodule("attn.core", other)`. With
-    dropout it is given the keys as well.
+    q, k, v (B, T, H, D), and keys, may take its place: `block.set_submodule("attn.core", other)`.
     """
 
     def __init__(self, config: Model, layer: int):
@@ -72,10 +71,7 @@ def causal_weights(q_BHTD: torch.Tensor, k_BHSD: torch.Tensor) -> torch.Tensor:
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention, each position to itself and to those before it.
-
-    Under tensor parallelism H is this rank's heads.
-    """
+    """Multi-head attention, each position to itself and those before it; under tp H is this rank's heads."""
 
     def __init__(self, config: Model, layer: int):
         super().__init__()

@@ -26,23 +26,19 @@ def make_optimizer(
     wrap: Callable[..., torch.optim.Optimizer] | None = None,
     separate_groups: Collection[str] = (),
 ) -> torch.optim.Optimizer:
-    """The experiment's optimizer over a model's parameters, in two groups: what decays, and the rest.
+    """The experiment's optimizer over parameters by nanoGPT's names, in two groups: what decays or not.
 
-    What decays comes from the canonical table and not from a tensor's dimensions, which a sharded layout
-    changes. Fused kernels: foreach would make a temporary as large as the model.
-
-    Parameters go by nanoGPT's names: whole, in its shapes, or this rank's pieces (n,); of a pipeline some.
-    `wrap` makes the optimizer from (params, optimizer_cls, **kwargs), if that is not as usual. The names in
-    `separate_groups` get a group of their own.
+    What decays comes from the canonical table: parameters may be pieces (n,), and of a pipeline some. `wrap`
+    makes the optimizer from (params, optimizer_cls, **kwargs), if that is not as usual. The names in
+    `separate_groups` get a group of their own. Foreach kernels would make a temporary as large as the model.
     """
     config = experiment.optimizer
     groups: dict[tuple[float, str], list[nn.Parameter]] = {}
     for row in parameter_table(experiment.model):
         weight_decay = config.weight_decay if decays(row, config.decay) else 0.0
         if (name := nanogpt_name(row.name)) in parameters:
-            groups.setdefault((weight_decay, name if name in separate_groups else ""), []).append(
-                parameters[name]
-            )
+            key = weight_decay, name if name in separate_groups else ""
+            groups.setdefault(key, []).append(parameters[name])
     params = [{"params": group, "weight_decay": weight_decay} for (weight_decay, _), group in groups.items()]
     optimizer_cls: Any = torch.optim.SGD
     options: dict[str, Any] = {"momentum": config.momentum}
@@ -60,9 +56,8 @@ def optimizer_step(
 ) -> torch.Tensor:
     """Clip by the global norm, update the weights, and drop the gradients. Returns the norm before, ().
 
-    A norm that is not finite is only returned: scaling by it would spread it over every gradient. That is, if
-    the host `waits` for a GPU to look at it; else the weights are lost, and who reads it later ends the run.
-    `step` counts the steps before.
+    A norm that is not finite is only returned, if the host `waits` for a GPU to look at it; else the weights
+    are lost, and who reads it later ends the run. `step` counts the steps before.
     """
     norm = gradient_norm(parallel.parameters, parallel.sharded_over, copies=parallel.copies)
     if waits and not norm.isfinite():

@@ -24,11 +24,7 @@ MESH = "mesh_"  # how PyTorch describes the group of a mesh axis
 
 
 def chunk_slices(count: int, ranks: int) -> list[slice]:
-    """The cut of each rank of `count` elements: equal but for the last ones, which may be short or empty.
-
-    >>> chunk_slices(10, 4)
-    [slice(0, 3, None), slice(3, 6, None), slice(6, 9, None), slice(9, 10, None)]
-    """
+    """The cut of each rank of `count` elements: equal but for the last ones, which may be short or empty."""
     share = -(-count // ranks)
     return [slice(min(r * share, count), min((r + 1) * share, count)) for r in range(ranks)]
 
@@ -84,14 +80,7 @@ DONE: Work = _Works([])
 
 
 class Axis:
-    """One mesh axis, as one of its ranks sees it.
-
-    Args:
-        name: as in the layout, such as dp_replicate.
-        size: ranks along it.
-        rank: this rank's place along it.
-        group: the process group; None where size is 1.
-    """
+    """One mesh axis, named as in the layout, as one of its ranks sees it; of one rank it has no group."""
 
     def __init__(self, name: str, *, size: int, rank: int, group: ProcessGroup | None):
         self.name, self.size, self.rank, self.group = name, size, rank, group

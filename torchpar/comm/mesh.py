@@ -20,16 +20,12 @@ PACKAGES = ("torch", "numpy")
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's view of all ranks: `mesh[TP]` is an axis, `mesh.joined(*ROWS)` several of them as one.
-
-    Attributes:
-        axes: along which a step communicates, by name; then those that are joined.
-        world: all ranks; for what is no part of a step.
-        device: where this rank computes.
-    """
+    """One rank's view of all ranks: `mesh[TP]` is an axis, `mesh.joined(*ROWS)` several of them as one."""
 
     axes: Mapping[str, Axis]
+    """Along which a step communicates, by name; then those that are joined."""
     world: Axis
+    """All ranks; for what is no part of a step."""
     device: torch.device
 
     def __getitem__(self, name: str) -> Axis:

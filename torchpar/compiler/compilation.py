@@ -19,8 +19,7 @@ from torch import nn
 def resolve_backend(asked: str, device: torch.device) -> str:
     """The backend that `layout.compile` asks for. Raises ValueError: there is no C++ compiler for inductor.
 
-    auto is inductor on a GPU. On a CPU it is none: a compilation takes as long as some fifty steps of a small
-    model, which is what a CPU is for here.
+    auto is inductor on a GPU, none on a CPU: a compilation takes as long as fifty steps of a small model.
     """
     if asked == "auto":
         return "inductor" if device.type == "cuda" else "none"

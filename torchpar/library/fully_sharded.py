@@ -23,14 +23,13 @@ def shard_parameters(
     mesh: DeviceMesh,
     *,
     reshard_after_forward: bool,
-    fill: Callable[[Sequence[nn.Module]], None] = lambda modules: None,
+    fill: Callable[[Sequence[nn.Module]], None],
 ) -> None:
-    """Split a GPT's parameters, gradients and optimizer state over ranks, block by block.
+    """Fill a GPT block by block, and split its parameters, gradients and optimizer state over ranks.
 
     The parameters become DTensors, split along dim 0 and padded where the ranks do not divide it. The
     gradients are the mean over all of the mesh: one-dimensional, or (replicas, shards). A shard axis of one
-    is plain replication, which DistributedDataParallel does not offer for DTensors. `fill` gives modules
-    their values, just before they are split.
+    is plain replication, which DistributedDataParallel does not offer for DTensors.
     """
     for block in model.blocks:
         fill([block])

@@ -78,7 +78,7 @@ class FSDP(Accumulates, nn.Module):
         module: its values become those of the first rank. It then shows pieces, except while it runs.
         units: lists of submodules that are gathered together; each parameter is in one list alone. The module
             itself may be the last, for what is left: it stays gathered to the end of a step.
-        group: the ranks: an Axis, a torch ProcessGroup, or None for all; `replicate_group`: with this shard.
+        group: the ranks, as for `Axis.of`; `replicate_group`: those with the same shard.
         zero: 3 shards parameters, gradients and optimizer state, 2 all but the parameters.
         reshard_after_forward: zero 3: free after forward, and gather again in backward.
         inputs_only: backward does not read the weights of modules of just these types.

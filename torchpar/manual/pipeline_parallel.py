@@ -89,21 +89,12 @@ def run_pipeline(
     forward_context: Context = nullcontext,
     no_sync: Context = nullcontext,
 ) -> torch.Tensor:
-    """Carry out a rank's actions of one step, in order: adds the gradients of the mean loss.
+    """Carry out a rank's actions of one step, in order: adds the gradients of the mean loss, and returns it.
 
-    Args:
-        plan: of this rank.
-        stages: this rank's, by number along the model.
-        part: of the model: the loss, and the shape of what goes between stages.
-        axis: the ranks.
-        inputs: of each microbatch, (B, T); on all ranks, which at least learn shapes from them.
-        targets: of each microbatch; only the last stage looks at them.
-        keys: of each microbatch, for dropout; there may be none.
-        forward_context: made anew around every forward, such as autocast.
-        no_sync: around every backward but each stage's last.
-
-    Returns:
-        The mean loss, a scalar, the same on all ranks.
+    Stages are this rank's, by their number along the model; the part of it that they are of knows the loss,
+    and the shape of what goes between them. Inputs (B, T), targets and keys, if there is dropout, are of each
+    microbatch, on all ranks. `forward_context` is made anew around every forward, such as autocast, and
+    `no_sync` around every backward but each stage's last.
     """
     last_stage = part.stages - 1
     mail: dict[Message, Any] = {Message(ACTIVATIONS, 0, m): x for m, x in enumerate(inputs) if 0 in stages}

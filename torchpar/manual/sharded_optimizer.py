@@ -25,18 +25,12 @@ from torchpar.manual.fully_sharded import finish_mean, reduce_scatter_gradients,
 class ShardedOptimizer(Accumulates, torch.optim.Optimizer):
     """An optimizer that treats elements one by one (SGD, Adam, ...), its state shared out over a group.
 
-    It is a torch Optimizer over the whole parameters, and reduces their gradients. After the last backward of
-    a step call `finish_gradient_synchronization()`, then `step()`; every parameter takes part in the loss.
+    It is a torch Optimizer over the whole parameters, which become the first rank's, and reduces their
+    gradients in buckets, as `DataParallel`. After the last backward of a step call
+    `finish_gradient_synchronization()`, then `step()`; every parameter takes part in the loss.
 
-    Args:
-        params: groups of parameters. Their values become those of the first rank, in flat buffers.
-        optimizer_cls: such as torch.optim.AdamW, which gets the other arguments.
-        group: the ranks: an Axis, a torch ProcessGroup, or None for all.
-        replicate_group: ranks that hold the same shard as this one.
-        bucket_size_mb: 1 MB = 1e6 bytes. A larger parameter gets a bucket of its own.
-
-    Attributes:
-        inner: the optimizer over this rank's pieces, which are the keys of the state that this one shows.
+    The other arguments are for `optimizer_cls`: `inner` is one over this rank's pieces, which are the keys of
+    the state that this one shows.
     """
 
     def __init__(
