@@ -4,15 +4,13 @@ A block's `forward` is replaced on the instance, so that parameter names stay as
 """
 
 import functools
-from typing import Literal
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from compare.spec.experiment import Layout
-
-Remat = Literal["none", "dots", "full"]
+NO_REMAT = ("none", "auto")
+"""What `layout.remat` says of a model that recomputes nothing: auto is the fastest in eager PyTorch."""
 
 _aten = torch.ops.aten
 # The fused attention kernels count as matrix products: recomputing them is what `dots` is to avoid.
@@ -27,14 +25,9 @@ _DOTS = [
 ]
 
 
-def resolve_remat(layout: Layout) -> Remat:
-    """The recomputation that `layout.remat` asks for: auto is none, the fastest in eager PyTorch."""
-    return "none" if layout.remat == "auto" else layout.remat
-
-
-def apply_remat(blocks: nn.ModuleList, remat: Remat) -> None:
-    """Make each block recompute its activations in backward."""
-    if remat == "none":
+def apply_remat(blocks: nn.ModuleList, remat: str) -> None:
+    """Make each block recompute its activations in backward, as `layout.remat` says."""
+    if remat in NO_REMAT:
         return
     contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _DOTS)}
     options = contexts if remat == "dots" else {}

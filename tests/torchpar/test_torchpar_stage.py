@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchpar.manual.stage import Stage
@@ -74,17 +73,6 @@ def in_halves(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor | None]:
     return [of_input, *(p.grad for p in module.parameters())]
 
 
-class Computed(nn.Module):
-    """A linear layer whose weight another one computes: its gradient goes on, and cannot be put off."""
-
-    def __init__(self):
-        super().__init__()
-        self.maker, self.bias = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(torch.tanh(x), self.maker(x), self.bias)
-
-
 def mixed() -> nn.Module:
     frozen = nn.Linear(8, 8).requires_grad_(False)
     return nn.Sequential(nn.Linear(3, 8, bias=False), nn.LayerNorm(8), frozen, nn.Linear(8, 3))
@@ -92,7 +80,7 @@ def mixed() -> nn.Module:
 
 def test_halves_of_a_backward_equal_autograds():
     """Also of a single vector, and again of the same module, which is as ever outside of its stages."""
-    for make, shape in ((mixed, (5, 3)), (Computed, (3, 3)), (partial(nn.Linear, 3, 3), (3,))):
+    for make, shape in ((mixed, (5, 3)), (partial(nn.Linear, 3, 3), (3,))):
         for dtype in (torch.float32, torch.bfloat16):
             module, x = make(), torch.randn(shape)
             with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):

@@ -11,13 +11,13 @@ from ranks import counted, on_ranks
 
 from compare.contract.communication import LOSS
 from compare.judge.closed_forms.communication import communication
+from compare.judge.strategy import with_remat_resolved
 from compare.spec.axes import DP_REPLICATE
 from compare.spec.experiment import Experiment, Layout, Precision, Train
 from torchpar import manual
 from torchpar.measure.memory import resident_bytes
 from torchpar.optimizer import optimizer_step
 from torchpar.parallel_model import ParallelModel
-from torchpar.remat import resolve_remat
 
 LAYOUTS = TORCH_ZERO | {name: TORCH_SHARED[name] for name in ("ddp", "tp_sp", "fsdp_tp")}
 STEP = Train(batch_size=4, gradient_accumulation_steps=2)
@@ -62,12 +62,9 @@ def test_what_is_sent_is_the_closed_form(rank: int) -> None:
                 optimizer_step(parallel, ADAM.optimizer, step)
         sent = {tuple(call): size for call, size in counts.items()}
         experiment = replace(ADAM, layout=layout, train=STEP, precision=Precision(dtype="float64"))
-        for item, size in communication("torch-manual", resolved(experiment)).items():
+        resolved = with_remat_resolved("torch-manual", experiment)
+        for item, size in communication("torch-manual", resolved).items():
             off = 0.01 * (item[1] == DP_REPLICATE)  # shards that cannot all be equal
             if item[2] != LOSS:
                 assert sent.pop(item) == pytest.approx(size, rel=off), (name, item)
         assert all(size <= 8 for size in sent.values()), (name, sent)  # the norm, nothing else
-
-
-def resolved(experiment: Experiment) -> Experiment:
-    return replace(experiment, layout=replace(experiment.layout, remat=resolve_remat(experiment.layout)))

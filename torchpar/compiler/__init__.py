@@ -16,7 +16,7 @@ from torchpar.compiler.placement import ORDER, of_parameters, place_parameters
 from torchpar.dtensors import deal_heads, dtensor_optimizer, make_device_mesh, of_dtensors
 from torchpar.model import GPT
 from torchpar.parallel_model import Fill, OptimizerMaker, ParallelModel
-from torchpar.remat import apply_remat, resolve_remat
+from torchpar.remat import apply_remat
 
 
 def parallelize(
@@ -32,7 +32,7 @@ def parallelize(
         parallel = _placed(model, mesh=mesh, layout=layout, make_optimizer=make_optimizer, fill=fill)
     else:
         fill(model)
-        apply_remat(model.blocks, resolve_remat(layout))
+        apply_remat(model.blocks, layout.remat)
         own = dict(model.named_parameters())
         parallel = ParallelModel(module=model, optimizer=make_optimizer(own), parameters=own)
     return parallel if backend == "none" else replace(parallel, compiled=compile_forward(model, backend))
@@ -44,7 +44,6 @@ def _placed(
     """The order: where parameters rest, where the batch comes in, where regions of split work begin and end,
     and when a shard is whole."""
     devices = make_device_mesh(mesh, [name for name in ORDER if mesh[name].size > 1])
-    remat = resolve_remat(layout)
     is_sharded = {role: layout.zero >= stage for role, stage in SHARDED_FROM.items()}
     if layout.tp > 1:
         deal_heads(model, layout.tp)
@@ -57,10 +56,9 @@ def _placed(
         data_parallel.split_batch(model, devices)
     kept = None
     if is_sharded["parameters"]:
-        reshards = layout.reshard_after_forward
-        kept = fully_sharded.shard_parameters(model, devices, remat=remat, reshard_after_forward=reshards)
+        kept = fully_sharded.shard_parameters(model, devices, layout)
     else:
-        apply_remat(model.blocks, remat)
+        apply_remat(model.blocks, layout.remat)
 
     read = dict(model.named_parameters())
     updated, updated_at = read, of_parameters(model, devices, sharded=is_sharded["optimizer"])

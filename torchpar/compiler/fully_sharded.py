@@ -25,10 +25,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from compare.spec.axes import DP_SHARD
+from compare.spec.experiment import Layout
 from torchpar.comm.collectives import chunk_slices
 from torchpar.dtensors import Placements, axis_names, local_part
 from torchpar.model import GPT
-from torchpar.remat import Remat, apply_remat
+from torchpar.remat import NO_REMAT, apply_remat
 
 AXIS = DP_SHARD
 
@@ -79,23 +80,22 @@ class Kept:
         self._whole.clear()
 
 
-def shard_parameters(model: GPT, devices: DeviceMesh, *, remat: Remat, reshard_after_forward: bool) -> Kept:
+def shard_parameters(model: GPT, devices: DeviceMesh, layout: Layout) -> Kept:
     """Stage 3: parametrise a model whose parameters rest as shards.
 
     Blocks are gathered in forward and again in backward, or with all else kept whole. Returns the kept ones,
     to be freed at the end of a step, and of an evaluation.
     """
-    of_blocks = (
-        [module for block in model.blocks for module in block.modules()] if reshard_after_forward else []
-    )
+    reshards = layout.reshard_after_forward
+    of_blocks = [module for block in model.blocks for module in block.modules()] if reshards else []
     kept = Kept(module for module in model.modules() if module not in of_blocks)
     model.register_forward_pre_hook(kept.gather)
     for module in of_blocks:
         parametrise(module, Gather.apply)
     for block in model.blocks:
-        if reshard_after_forward and remat == "none":
+        if reshards and layout.remat in NO_REMAT:
             block.forward = gathered_again(block.forward, devices)
-    apply_remat(model.blocks, remat)
+    apply_remat(model.blocks, layout.remat)
     return kept
 
 

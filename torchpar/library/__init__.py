@@ -17,7 +17,7 @@ from torchpar.library.pipeline_parallel import run_stages
 from torchpar.library.tensor_parallel import complete_gradients, split_layers
 from torchpar.model import GPT
 from torchpar.parallel_model import Fill, OptimizerMaker, ParallelModel
-from torchpar.remat import apply_remat, resolve_remat
+from torchpar.remat import apply_remat
 
 
 def parallelize(
@@ -33,7 +33,7 @@ def parallelize(
     devices = make_device_mesh(mesh) if mesh[TP].size > 1 or layout.zero > 1 else None
     if devices is not None and mesh[TP].size > 1:
         split_layers(model, devices[TP], sequence_parallel=layout.sequence_parallel)
-    apply_remat(model.blocks, resolve_remat(layout))
+    apply_remat(model.blocks, layout.remat)
     own = stages_of(layout, mesh[PP].rank) if mesh[PP].size > 1 else ()
     stages = {number: GPTStages(model, layout, [number]) for number in own}
     models = list(stages.values()) or [model]

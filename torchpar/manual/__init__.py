@@ -19,7 +19,7 @@ from torchpar.manual.sharded_optimizer import ShardedOptimizer
 from torchpar.manual.tensor_parallel import split_layers
 from torchpar.model import GPT
 from torchpar.parallel_model import Fill, OptimizerMaker, ParallelModel, Strategy, TensorsByName
-from torchpar.remat import apply_remat, resolve_remat
+from torchpar.remat import apply_remat
 
 
 def parallelize(
@@ -34,7 +34,7 @@ def parallelize(
     tensor = None
     if mesh[TP].size > 1:
         tensor = split_layers(model, mesh[TP], sequence_parallel=layout.sequence_parallel)
-    apply_remat(model.blocks, resolve_remat(layout))
+    apply_remat(model.blocks, layout.remat)
     part = GPTStages(model, layout, stages_of(layout, mesh[PP].rank)) if mesh[PP].size > 1 else model
     if layout.zero < 2:
         fill(part)

@@ -137,26 +137,20 @@ class _Mode(TorchFunctionMode):
         return (self._linear if func is F.linear else func)(*args, **(kwargs or {}))
 
     def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None):
-        parameters = [p for p in (weight, bias) if p is not None]
-        if (
-            not (torch.is_grad_enabled() and weight.requires_grad and weight.dim() == 2)
-            or not all(p.is_leaf for p in parameters)  # backward has to go on through a computed weight
-            or (self._spares_hooks and any(_has_hooks(p) for p in parameters))
-        ):
+        has_hooks = any(_has_hooks(p) for p in (weight, bias) if p is not None)
+        if not (torch.is_grad_enabled() and weight.requires_grad) or (self._spares_hooks and has_hooks):
             return F.linear(input, weight, bias)
         device = input.device.type
         if torch.is_autocast_enabled(device):
             input = input.to(torch.get_autocast_dtype(device))
-        # Without the anchor a layer on plain inputs would be no part of the graph.
-        anchor = torch.empty((), requires_grad=True)
-        return _Linear.apply(input, anchor, self._sink, (weight, bias))
+        return _Linear.apply(input, self._sink, (weight, bias))
 
 
 class _Linear(torch.autograd.Function):
     """F.linear, differentiated by its input alone. Its parameters are hidden in a tuple from autograd."""
 
     @staticmethod
-    def forward(ctx: Any, x, anchor, sink, parameters):
+    def forward(ctx: Any, x, sink, parameters):
         weight = parameters[0].detach().to(x.dtype)
         bias = None if parameters[1] is None else parameters[1].detach().to(x.dtype)
         ctx.save_for_backward(x, weight)
@@ -167,6 +161,5 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients):
         x, weight = ctx.saved_tensors
         x_NI, gradient_NO = (t.reshape(-1, t.shape[-1]) for t in (x, gradients[0]))
-        of_input = gradients[0] @ weight if ctx.needs_input_grad[0] else None
         ctx.sink(Factors(*ctx.parameters, x_NI, gradient_NO))
-        return of_input, None, None, None
+        return gradients[0] @ weight, None, None
