@@ -170,10 +170,7 @@ def placed_sum_for_mean() -> AbstractContextManager:
         sums = tuple(Partial() if how.is_shard() else how for how in of_activation(devices))
         return local_part(loss, devices, sums)
 
-    def split_batch(*arguments, **_):
-        right(*arguments, cross_entropy=of_own_rows)
-
-    return patch.object(placed_data_parallel, "split_batch", split_batch)
+    return patch.object(placed_data_parallel, "split_batch", partial(right, cross_entropy=of_own_rows))
 
 
 def placed_row_products() -> AbstractContextManager:

@@ -271,6 +271,16 @@ class ShardedOptimizer(sharded_optimizer.ShardedOptimizer):
         self.require_finished()
         return clip_pieces(self.flats, max_norm)
 
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            raise ValueError("step(closure): a closure's gradients would not be reduced; step after backward")
+        self.require_finished()
+        super().step()
+
+    def require_finished(self) -> None:
+        if any(gradients.used for gradients in self.order):
+            raise RuntimeError(FINISH)
+
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()
 

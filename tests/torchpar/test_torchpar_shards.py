@@ -5,7 +5,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-import torch
 from assembly import assemble
 from layouts import TORCH_COMPILER, TORCH_LIBRARY, TORCH_SHARED, TORCH_ZERO
 from ranks import CPU, on_ranks
@@ -13,14 +12,12 @@ from ranks import CPU, on_ranks
 from compare.numerics.boxes import Given, Weights
 from compare.numerics.parameters import parameter_table
 from compare.numerics.shards import cut
-from compare.spec.experiment import Experiment, Layout, Model, Optimizer, Precision
+from compare.spec.experiment import Experiment, Layout, Model, Precision
 from torchpar.comm.mesh import Mesh, make_mesh
-from torchpar.library.tensor_parallel import loss_parallel_on
-from torchpar.optimizer import make_optimizer, optimizer_step
+from torchpar.optimizer import make_optimizer
 from torchpar.parallel_model import ParallelModel
 from torchpar.shards import empty_model, fill_with, held, shards
 from torchpar.train import PARALLELIZE
-from torchpar.weights import to_arrays
 
 # No degree divides the vocabulary, and four ranks divide few of the flat buffers.
 MODEL = Model(n_layer=4, n_head=4, n_embd=12, block_size=7, vocab_size=51, bias=True)
@@ -94,34 +91,3 @@ def holds_what_is_said(rank: int, engine: str, layout: Layout, name: str) -> Non
         np.testing.assert_array_equal(assemble(tensor.shape, parts), tensor)
         np.testing.assert_array_equal(assemble(tensor.shape, once), tensor)
         assert sum(array.size for _, array in once) == tensor.size, f"{name} {tensor_name}"
-
-
-@pytest.mark.parametrize("engine", PARALLELIZE)
-@on_ranks
-def test_gradients_and_moments_are_cut_as_weights_are(rank: int, engine: str) -> None:
-    for name in ("zero1", "zero3", "tp", "fsdp_tp") if engine == "torch-manual" else ("zero1", "fsdp_tp"):
-        are_cut_as_weights(rank, engine, (TORCH_ZERO | TORCH_SHARED)[name])
-
-
-def are_cut_as_weights(rank: int, engine: str, layout: Layout) -> None:
-    loss_parallel_on.close()  # another layout's, in this process
-    parallel, mesh = make_parallel(engine, layout, rank)
-    tokens = torch.randint(51, (4, 8), generator=torch.Generator().manual_seed(rank // layout.tp))
-    parallel.module(tokens[:, :-1], tokens[:, 1:])[1].backward()
-    parallel.finish_gradient_synchronization()
-    gradients = {n: gradient.clone() for n, gradient in parallel.gradients().items()}  # a step clips them
-    optimizer_step(parallel, Optimizer(), 0)
-    own = shards(parallel, MODEL, mesh)
-    whole_and_own = [(gradients, held(gradients, own))]
-    for key in ("exp_avg", "exp_avg_sq"):
-        mine = held(parallel.own_moments(key), shards(parallel, MODEL, mesh, of_moments=True))
-        whole_and_own.append((parallel.moments(key), mine))
-    for tensors, held_here in whole_and_own:
-        gathered = to_arrays(parallel.full(tensors), MODEL)
-        mine = list(held_here)
-        everywhere = [part for parts in mesh.world.all_gather_objects(mine) for part in parts]
-        once = [(shard, array) for shard, array in everywhere if not shard.replica]
-        for row in parameter_table(MODEL) if rank == 0 else ():
-            assembled = assemble(row.shape, [part for part in once if part[0].name == row.name])
-            np.testing.assert_array_equal(assembled, gathered[row.name], err_msg=row.name)
-            assert assembled.any(), row.name

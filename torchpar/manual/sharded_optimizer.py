@@ -78,22 +78,15 @@ class ShardedOptimizer(Accumulates, torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update this rank's cut of the parameters, and gather the others'."""
-        if closure is not None:
-            raise ValueError("step(closure): a closure's gradients would not be reduced; step after backward")
-        self.require_finished()
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({**group, "params": inner["params"]})  # such as a new learning rate
         self.inner.step()
-        updated = [flat for flat in self.flats if any(piece.grad is not None for piece in flat.pieces)]
+        updated = [flat for flat in self.flats if flat.trainable]
         for flat in updated:
             flat.is_unsharded = False
             unshard(flat)
         for flat in updated:
             flat.wait_unshard()
-
-    def require_finished(self) -> None:
-        if any(gradients.used for gradients in self.order):
-            raise RuntimeError("call finish_gradient_synchronization() first")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)  # of the pieces: no parameter keeps one
