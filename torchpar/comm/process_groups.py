@@ -92,15 +92,10 @@ def world_group() -> dist.ProcessGroup:
     return group
 
 
-def make_group(partition: list[list[int]]) -> dist.ProcessGroup | None:
-    """This rank's group of a partition of all ranks; None where the groups have one member each.
-
-    Every rank calls this with the same partition, and for all partitions in the same order.
-    """
+def make_group(partition: list[list[int]]) -> dist.ProcessGroup:
+    """This rank's group of a partition of all ranks, which call this for all partitions in the same order."""
     if len(partition) == 1:
         return world_group()
-    if len(partition[0]) == 1:
-        return None
     with group_threads():
         group, _ = dist.new_subgroups_by_enumeration(partition)
     return group
