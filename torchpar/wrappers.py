@@ -24,7 +24,6 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from compare.contract.communication import BUFFERS
 from torchpar.comm.collectives import Axis
 from torchpar.manual import data_parallel, fully_sharded, sharded_optimizer
 from torchpar.manual.data_parallel import Bucket
@@ -65,9 +64,8 @@ class Guarded(nn.Module):
 
     def _watch(self, axes: Sequence[Axis | None], parameters: Iterable[torch.Tensor]) -> None:
         """Make buffers the first rank's, and look at every `step()` of an optimizer over the parameters."""
-        self._axes, self._buffers_are_due = [a for a in axes if a and a.size > 1], True
         self._unfinished = 0  # 1: gradients are accumulating, 2: the last backward was there
-        replicate(self.module.buffers(), self._axes)
+        replicate(self.module.buffers(), axes)
         ids, reference = {id(parameter) for parameter in parameters}, weakref.ref(self)
 
         def before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
@@ -84,12 +82,7 @@ class Guarded(nn.Module):
 
     def forward(self, *args, **kwargs):
         if self._unfinished == 2 and torch.is_grad_enabled():
-            raise RuntimeError(f"forward after a backward without no_sync(): {FINISH}, or zero_grad()")
-        if self._buffers_are_due:  # DDP's rule: not after an evaluation, nor within accumulated passes
-            for buffer in self.module.buffers():
-                for axis in self._axes:
-                    axis.broadcast(buffer, purpose=BUFFERS)
-        self._buffers_are_due = self.is_synchronizing and torch.is_grad_enabled()
+            raise RuntimeError(f"forward after a backward without no_sync(): {FINISH}")
         return super().forward(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Guarded":
@@ -102,7 +95,7 @@ class Guarded(nn.Module):
 class DataParallel(Guarded, data_parallel.DataParallel):
     """Averages the gradients of a module over the ranks: see `manual.data_parallel`.
 
-    Parameters and buffers become those of the first rank. Options: gradient_sync, bucket_size_mb and group.
+    Parameters and buffers begin as the first rank's. Options: gradient_sync, bucket_size_mb and group.
     """
 
     def __init__(self, module: nn.Module, **options: Any):
@@ -124,15 +117,6 @@ class DataParallel(Guarded, data_parallel.DataParallel):
                 parameter.grad = parameter.grad.as_subclass(torch.Tensor)
         super().finish_gradient_synchronization()
         self._unfinished = 0
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, also of a step that is given up halfway, on all ranks."""
-        for bucket in self.buckets:
-            if bucket.work:
-                bucket.work.wait()
-            bucket.reset()
-        self.buckets.taken = self._unfinished = 0
-        super().zero_grad(set_to_none)
 
 
 class FSDP(Guarded, fully_sharded.FSDP):
@@ -186,15 +170,6 @@ class FSDP(Guarded, fully_sharded.FSDP):
         super().finish_gradient_synchronization()
         mark_pieces(self.flats, PartOfGradient)
         self._unfinished = 0
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, also those that are still to be reduced, on all ranks."""
-        for flat in self.flats:
-            flat.gradients.wait()
-            flat.gradients.reset()
-            for piece in flat.pieces:
-                piece.grad = None
-        self._reducing, self._unfinished = None, 0
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         super().before_step(optimizer)

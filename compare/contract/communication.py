@@ -16,7 +16,6 @@ REPLICATED_GRADIENTS = "replicated gradients"  # of whole parameters, from parts
 TIED_GRADIENTS = "tied gradients"  # of the copies of a weight on the two ends of a pipeline
 ACTIVATIONS = "activations"
 ACTIVATION_GRADIENTS = "activation gradients"
-BUFFERS = "buffers"  # such as BatchNorm's statistics
 LOSS, NORM = "loss", "norm"
 UNUSED = "unused parameters"  # which of them some device used
 REPLICATE, RECORD = "replicate", "record"  # before the first step; for the record
