@@ -22,12 +22,9 @@ TIED = "transformer.wte.weight"
 
 
 class GPTStages(nn.Module):
-    """The stages of a GPT that one rank has, by their numbers along the model; `stages` are of all ranks.
+    """Of the `stages` of a GPT those that one rank has; `blocks_of` are numbers of their blocks, by stage.
 
     Modules are shared, not copied: dropping the model frees those of other ranks' stages.
-
-    Attributes:
-        blocks_of: the numbers of the blocks of each stage that this rank has.
     """
 
     def __init__(self, model: GPT, layout: Layout, own: Iterable[int]):

@@ -138,7 +138,8 @@ class _Mode(TorchFunctionMode):
 
     def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None):
         has_hooks = any(_has_hooks(p) for p in (weight, bias) if p is not None)
-        if not (torch.is_grad_enabled() and weight.requires_grad) or (self._spares_hooks and has_hooks):
+        differentiates = torch.is_grad_enabled() and input.requires_grad and weight.requires_grad
+        if not differentiates or (self._spares_hooks and has_hooks):
             return F.linear(input, weight, bias)
         device = input.device.type
         if torch.is_autocast_enabled(device):
