@@ -11,11 +11,7 @@ from torchpar.parallel_model import ParallelModel, local
 
 
 def scale_loss(loss: nn.Module, progress: Progress, *, parts: float = 1) -> None:
-    """From now on gradients of a mean loss are as many times larger as the scale then says.
-
-    It is one of `parts` microbatches that are not divided by their number before backward: these would
-    overflow sooner than others.
-    """
+    """From now on gradients of a mean loss, of one of `parts` undivided ones, are as the scale then says."""
 
     def scaled(module: nn.Module, arguments: tuple, value: torch.Tensor) -> torch.Tensor:
         assert progress.loss_scale is not None

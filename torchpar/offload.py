@@ -34,18 +34,16 @@ class StateOnHost(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """The optimizer's own step, a chunk of parameters after the other."""
         groups, chunks = self.param_groups, list(self._chunks())
-        try:
-            arrival = self._fetch(chunks[0][1]) if chunks else None
-            for number, (options, parameters) in enumerate(chunks):
-                if arrival:
-                    torch.cuda.current_stream().wait_event(arrival)
-                if number + 1 < len(chunks):
-                    arrival = self._fetch(chunks[number + 1][1])
-                self.param_groups = [{**options, "params": parameters}]
-                super().step()
-                self._send_back(parameters)
-        finally:
-            self.param_groups = groups
+        arrival = self._fetch(chunks[0][1]) if chunks else None
+        for number, (options, parameters) in enumerate(chunks):
+            if arrival:
+                torch.cuda.current_stream().wait_event(arrival)
+            if number + 1 < len(chunks):
+                arrival = self._fetch(chunks[number + 1][1])
+            self.param_groups = [{**options, "params": parameters}]
+            super().step()
+            self._send_back(parameters)
+        self.param_groups = groups
         if self._copies:
             self._copies.synchronize()  # who reads the state reads the host's memory
 

@@ -11,7 +11,6 @@ from ranks import counted, on_ranks
 
 from compare.contract.communication import LOSS
 from compare.judge.closed_forms.communication import communication
-from compare.judge.strategy import with_remat_resolved
 from compare.spec.axes import DP_REPLICATE
 from compare.spec.experiment import Experiment, Layout, Precision, Train
 from torchpar import manual
@@ -62,8 +61,7 @@ def test_what_is_sent_is_the_closed_form(rank: int) -> None:
                 optimizer_step(parallel, ADAM.optimizer, step)
         sent = {tuple(call): size for call, size in counts.items()}
         experiment = replace(ADAM, layout=layout, train=STEP, precision=Precision(dtype="float64"))
-        resolved = with_remat_resolved("torch-manual", experiment)
-        for item, size in communication("torch-manual", resolved).items():
+        for item, size in communication("torch-manual", experiment).items():
             off = 0.01 * (item[1] == DP_REPLICATE)  # shards that cannot all be equal
             if item[2] != LOSS:
                 assert sent.pop(item) == pytest.approx(size, rel=off), (name, item)

@@ -69,7 +69,8 @@ def _placed(
         optimizer.register_step_post_hook(lambda *_: fully_sharded.gather_parameters(read, updated))
         if is_sharded["gradients"]:
             for name, parameter in read.items():
-                parameter.register_hook(partial(fully_sharded.scatter, placements=updated_at[name]))
+                # A pass's gradient goes where the shard is.
+                parameter.register_hook(partial(fully_sharded.moved, placements=updated_at[name]))
 
     def finish_gradient_synchronization() -> None:
         if kept:

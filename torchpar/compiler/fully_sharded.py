@@ -14,14 +14,14 @@ tied: it is gathered with the first forward of a step, and stays for its backwar
 Source: SimpleFSDP (arXiv 2411.00284).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from compare.spec.axes import DP_SHARD
@@ -50,14 +50,18 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shard: DTensor) -> DTensor:
-        ctx.axis = axis_names(shard.device_mesh).index(AXIS)
-        ctx.at_rest = shard.placements[ctx.axis]
-        return shard.redistribute(placements=_with(shard.placements, ctx.axis, Replicate()))
+        ctx.at_rest = shard.placements
+        return moved(shard, [Replicate()] * len(ctx.at_rest))
 
     @staticmethod
     def backward(ctx: Any, *gradients: DTensor) -> DTensor:
-        (gradient,) = gradients
-        return gradient.redistribute(placements=_with(gradient.placements, ctx.axis, ctx.at_rest))
+        return moved(gradients[0], ctx.at_rest)
+
+
+def moved(x: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """A tensor as placed along dp_shard, and along other axes as it is: perhaps a partial sum."""
+    axis, now = axis_names(x.device_mesh).index(AXIS), x.placements
+    return x.redistribute(placements=[*now[:axis], placements[axis], *now[axis + 1 :]])
 
 
 class Kept:
@@ -138,12 +142,6 @@ def shards_of(
     return shards
 
 
-def scatter(gradient: DTensor, *, placements: Placements) -> DTensor:
-    """Stage 2: a pass's gradient, where the shard is; along other axes it stays as it is."""
-    axis = axis_names(gradient.device_mesh).index(AXIS)
-    return gradient.redistribute(placements=_with(gradient.placements, axis, placements[axis]))
-
-
 @torch.no_grad()
 def gather_parameters(parameters: Mapping[str, nn.Parameter], shards: Mapping[str, nn.Parameter]) -> None:
     """Stages 1 and 2: make parameters whole again after an update of their shards."""
@@ -152,7 +150,3 @@ def gather_parameters(parameters: Mapping[str, nn.Parameter], shards: Mapping[st
         assert isinstance(parameter, DTensor)
         assert isinstance(shard, DTensor)
         parameter.copy_(shard.redistribute(placements=parameter.placements))
-
-
-def _with(placements: Placements, axis: int, one: Any) -> Placements:
-    return *placements[:axis], one, *placements[axis + 1 :]
