@@ -28,7 +28,7 @@ OF_DERIVATIVE = {PARAMETERS: GRADIENTS, ACTIVATIONS: ACTIVATION_GRADIENTS}
 """What the derivative of a collective is for: the transpose of a gather of parameters scatters gradients."""
 
 PHASES = {
-    **dict.fromkeys((PARAMETERS, BUFFERS, UNUSED, REPLICATE, RECORD), ""),
+    **dict.fromkeys((PARAMETERS, UNUSED, REPLICATE, RECORD), ""),
     **dict.fromkeys((ACTIVATIONS, LOSS), "forward"),
     **dict.fromkeys((ACTIVATION_GRADIENTS, GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS), "backward"),
     NORM: "update",
