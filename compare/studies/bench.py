@@ -76,7 +76,6 @@ class Bench(Timed, frozen=True, kw_only=True):
         layouts, left_out = self._layouts(experiment.layout)
         experiment = edited(experiment, {"train": {"max_iters": self.timing.steps}})
         cases: dict[str, Case] = {}
-        possible = set()
         choices = itertools.product(layouts.items(), self.sizes or ("",), ("", *self.variants))
         for (name, layout), size, variant in choices:
             try:
@@ -85,7 +84,6 @@ class Bench(Timed, frozen=True, kw_only=True):
             except ExperimentError as error:
                 left_out[" ".join(filter(None, (name, size, variant)))] = str(error)
                 continue
-            possible.add(variant)
             for place, engine in enumerate(engines, 1):
                 copy = engines[:place].count(engine)
                 case = self.case(engine, spec, layout=name, size=size, variant=variant, copy=copy)
@@ -93,12 +91,6 @@ class Bench(Timed, frozen=True, kw_only=True):
                     left_out[case.name] = why
                 else:
                     cases[case.name] = case
-        if not cases:
-            raise ExperimentError(f"nothing can be timed: {'; '.join(dict.fromkeys(left_out.values()))}")
-        for variant in self.variants:
-            if variant not in possible:
-                reasons = dict.fromkeys(why for name, why in left_out.items() if name.endswith(variant))
-                raise ExperimentError(f"--variants {variant}: {'; '.join(reasons)}")
         return cases, {**missing, **left_out}
 
     def planned(self) -> Outcome:

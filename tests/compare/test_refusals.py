@@ -79,6 +79,7 @@ REFUSED = {
     "profile --train.max_iters 5": "--train.max_iters 5 is too short for a profile: give 6 steps or more",
     "profile --engines nanogpt-loop --preset single": "nanogpt-loop leaves no timeline",
     "bench --sizes train.batch_size=2000000000": "make the model or the batch smaller",
+    "bench --sizes train.batch_size=x": "left to run: Expected `int`, got `str` - at `train.batch_size`",
     "bench --rounds 0": "--rounds, --window and --windows must be at least 1",
     "bench --baseline nosuch": "--baseline nosuch: no such case",
     "collectives --max_size 1T": "--max_size 1T: give bytes",
