@@ -40,26 +40,23 @@ def shards(parallel: ParallelModel, model: Model, mesh: Mesh, *, of_moments: boo
         name = nanogpt_name(row.name)
         if name not in parallel.parameters or (of_moments and not parallel.keeps_moments(name)):
             continue
-        over = {axis.name for axis in parallel.sharded_over.get(name, ())}
-        differs = {parallel.updates[1].name} if of_moments and parallel.updates else over
+        own = of_moments and parallel.updates
+        differs = {axis.name for axis in (own[1:] if own else parallel.sharded_over.get(name, ()))}
         replica, alike = 0, [mesh[axis] for axis in AXES if axis not in differs]
         for axis in alike:  # this rank's number among those with the same part
             replica = replica * axis.size + axis.rank
         if name in parallel.copies:  # another stage's copy is counted after them
             replica += math.prod(axis.size for axis in alike)
-        elements = parallel.elements.get(name)
-        described.append(shard_of(row, mesh, over_tp=TP in over, elements=elements, replica=replica))
+        described.append(shard_of(row, mesh, elements=parallel.elements.get(name), replica=replica))
     return described
 
 
-def shard_of(
-    row: Parameter, mesh: Mesh, *, over_tp: bool, elements: slice | None = None, replica: int = 0
-) -> Shard:
+def shard_of(row: Parameter, mesh: Mesh, *, elements: slice | None = None, replica: int = 0) -> Shard:
     """This rank's shard of a canonical tensor: its box along tp, and of that `elements`; without padding."""
     box = [slice(0, size) for size in row.shape]
-    if over_tp:
-        (dim,) = (dim for dim, axis in enumerate(row.axes) if SPLIT.get(axis) == TP)
-        box[dim] = chunk_slices(row.shape[dim], mesh[TP].size)[mesh[TP].rank]
+    for dim, axis in enumerate(row.axes):
+        if SPLIT.get(axis) == TP:
+            box[dim] = chunk_slices(row.shape[dim], mesh[TP].size)[mesh[TP].rank]
     shape = tuple(part.stop - part.start for part in box)
     size = math.prod(shape)
     return Shard(
@@ -116,8 +113,7 @@ def fill_with(weights: Weights, experiment: Experiment, mesh: Mesh) -> Fill:
                 real = nn.Parameter(memory, requires_grad=parameter.requires_grad)
                 real.__dict__.update(parameter.__dict__)
                 torch.utils.swap_tensors(parameter, real)  # it stays itself: ties, hooks and marks
-                over_tp = mesh[TP].size > 1 and any(SPLIT.get(axis) == TP for axis in rows[name].axes)
-                part = shard_of(rows[name], mesh, over_tp=over_tp, elements=elements_of(parameter, mesh))
+                part = shard_of(rows[name], mesh, elements=elements_of(parameter, mesh))
                 write(local(parameter).detach(), part, weights)
 
     return fill
