@@ -75,9 +75,9 @@ def type_of_gradient(x: jax.Array) -> NamedSharding | None:
     )
 
 
-def _scores(q_BTHD: jax.Array, k_BSHD: jax.Array, dtype: DTypeLike) -> jax.Array:
+def _scores(q_BHTD: jax.Array, k_BHSD: jax.Array, dtype: DTypeLike) -> jax.Array:
     """q k, (B, H, T, S) in this dtype. Backward rounds its gradient to that of q, for products in 16 bits."""
-    return jnp.einsum("BTHD,BSHD->BHTS", q_BTHD, k_BSHD, preferred_element_type=dtype)
+    return jnp.einsum("BHTD,BHSD->BHTS", q_BHTD, k_BHSD, preferred_element_type=dtype)
 
 
 attention_scores = jax.custom_vjp(_scores, nondiff_argnums=(2,))
@@ -86,10 +86,10 @@ attention_scores = jax.custom_vjp(_scores, nondiff_argnums=(2,))
 def _scores_backward(
     dtype: DTypeLike, residuals: tuple[jax.Array, jax.Array], g_BHTS: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    q_BTHD, k_BSHD = residuals
-    g_BHTS = g_BHTS.astype(q_BTHD.dtype)
-    of_q_BTHD = jnp.einsum("BHTS,BSHD->BTHD", g_BHTS, k_BSHD)
-    return of_q_BTHD, jnp.einsum("BHTS,BTHD->BSHD", g_BHTS, q_BTHD)
+    q_BHTD, k_BHSD = residuals
+    g_BHTS = g_BHTS.astype(q_BHTD.dtype)
+    of_q_BHTD = jnp.einsum("BHTS,BHSD->BHTD", g_BHTS, k_BHSD)
+    return of_q_BHTD, jnp.einsum("BHTS,BHTD->BHSD", g_BHTS, q_BHTD)
 
 
 # Remat policies see the product itself: they take a function with a derivative of its own for no product.

@@ -104,15 +104,17 @@ def causal_attention(
     """softmax(q k / sqrt(D)) v over positions S <= T, softmax in `softmax_dtype`: (B, T, H, D).
 
     Not jax.nn.dot_product_attention, whose softmax is float32 even for float64 inputs. `factor_BHTS`, a
-    constant, is what weights are multiplied by after the softmax: dropout's.
+    constant, is what weights are multiplied by after the softmax: dropout's. Heads come before positions in
+    products, which is how XLA multiplies: anything else it copies into that first.
     """
-    logits_BHTS = attention_scores(q_BTHD, k_BSHD, softmax_dtype)
+    q_BHTD, k_BHSD, v_BHSD = (x.swapaxes(1, 2) for x in (q_BTHD, k_BSHD, v_BSHD))
+    logits_BHTS = attention_scores(q_BHTD, k_BHSD, softmax_dtype)
     visible_TS = jnp.tril(jnp.ones(logits_BHTS.shape[-2:], bool))
-    logits_BHTS = jnp.where(visible_TS, logits_BHTS / math.sqrt(q_BTHD.shape[-1]), -jnp.inf)
+    logits_BHTS = jnp.where(visible_TS, logits_BHTS / math.sqrt(q_BHTD.shape[-1]), -jnp.inf)
     weights_BHTS = jax.nn.softmax(logits_BHTS, axis=-1)
     if factor_BHTS is not None:
         weights_BHTS = weights_BHTS * factor_BHTS
-    return jnp.einsum("BHTS,BSHD->BTHD", weights_BHTS.astype(v_BSHD.dtype), v_BSHD)
+    return jnp.einsum("BHTS,BHSD->BHTD", weights_BHTS.astype(v_BHSD.dtype), v_BHSD).swapaxes(1, 2)
 
 
 class Attention(nnx.Module):
