@@ -12,7 +12,7 @@ a loop may begin anywhere.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -65,7 +65,6 @@ _NUMBER = re.compile(r"(\w+)=(\d+)")
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 WRAPPERS = Path(__file__).parents[1] / "comm"
 """Every collective of jaxpar is called there: who called it is of interest."""
-
 Groups = tuple[tuple[int, ...], ...]
 
 
@@ -88,58 +87,67 @@ class Collective:
 
     Attributes:
         arrays: bytes of each array that it moves, full (gathered) size.
-        calls: how often it runs in one step, on the rank of a pipeline on which it runs most.
-        turns: at how many of `of_turns` turns of the loop around it its branch is taken, by rank of pp.
-        loops: trip counts of the loops around it, the outermost first.
-        purpose: of the innermost scope `for_PURPOSE`, or of its derivative, if that is what it is; or "".
-        backward: whether it is the derivative of something, and no forward computed anew.
         op_name: path of scopes and transforms of the operation in JAX that it is made of.
         stack: lines of the program that made it, the innermost first; () if the module does not tell.
         text: the instruction as XLA writes it, its name in front.
+        calls: how often it runs in one step: on each rank of a pipeline, or one number for all devices.
+        loops: trip counts of the loops around it, the outermost first.
     """
 
     kind: str
     groups: Groups
     arrays: tuple[int, ...]
-    calls: int = 1
-    turns: tuple[int, ...] = (1,)
-    of_turns: int = 1
+    dtypes: tuple[str, ...]
+    op_name: str
+    stack: tuple[SourceLine, ...]
+    text: str
+    calls: tuple[int, ...] = (1,)
     loops: tuple[int, ...] = ()
-    purpose: str = ""
-    backward: bool = False
-    dtypes: tuple[str, ...] = ()
-    op_name: str = ""
-    stack: tuple[SourceLine, ...] = ()
-    text: str = ""
 
     @property
     def name(self) -> str:
         """Of the instruction; no other of the module has it."""
         return self.text.partition(" ")[0]
 
-    def calls_at(self, stage: int) -> int:
-        """Number of runs in one step on a pipeline's rank."""
-        if not self.calls:
-            return 0
-        return self.calls * self.turns[stage if len(self.turns) > 1 else 0] // max(self.turns)
+    @property
+    def backward(self) -> bool:
+        """Whether it is the derivative of something, and no forward computed anew."""
+        return "transpose(" in self.op_name and _REMATTED not in self.op_name
+
+    @property
+    def purpose(self) -> str:
+        """Of the innermost scope `for_PURPOSE`, or of its derivative, if that is what it is; or ""."""
+        said = _PURPOSE.findall(self.op_name)
+        purpose = said[-1].replace("_", " ") if said else ""
+        return OF_DERIVATIVE.get(purpose, purpose) if self.backward else purpose
+
+    @property
+    def turns(self) -> tuple[tuple[int, ...], int]:
+        """N and M of its scope `runs_N_of_M`, N by rank of a pipeline; without one, 1 of 1."""
+        turns, of = (_TURNS.findall(self.op_name) or [("1", "1")])[-1]
+        return _numbers(turns, "_"), int(of)
+
+    def calls_at(self, rank: int) -> int:
+        """How often it runs in one step on a pipeline's rank."""
+        return self.calls[rank % len(self.calls)]
 
 
 def collectives(
-    hlo: str, axis_sizes: Mapping[str, int], *, problems: list[str] | None = None
+    hlo: str, axis_sizes: Mapping[str, int], problems: list[str] | None = None
 ) -> list[Collective]:
     """Every collective instruction that a module runs, with the number of its calls.
 
     `problems` takes a line for each instruction that cannot be counted: it is left out, or, in a loop of
-    unknown length, counted once. Without it that is a ValueError.
+    unknown length, counted once.
     """
-    module = _Module(hlo, axis_sizes, problems)
+    module = _Module(hlo, axis_sizes, [] if problems is None else problems)
     return [module.at_its_turns(collective) for collective in module.walk(module.entry)]
 
 
 class _Module:
     """The text of a module, by computations."""
 
-    def __init__(self, hlo: str, axis_sizes: Mapping[str, int], problems: list[str] | None):
+    def __init__(self, hlo: str, axis_sizes: Mapping[str, int], problems: list[str]):
         self._computations, self.entry = computations(hlo)
         self._axis_sizes, self._problems, self._sources = axis_sizes, problems, SourceLines(hlo)
         self._is_of_tpu = _TILES in hlo
@@ -171,12 +179,12 @@ class _Module:
 
     def at_its_turns(self, collective: Collective) -> Collective:
         """With the calls of the turns that its scope names, of a loop around it."""
-        turns, of_turns = collective.turns, collective.of_turns
-        if of_turns > 1 and of_turns not in collective.loops:
-            words = f"it is in a scope runs_N_of_{of_turns}, and in no loop of so many turns"
+        (turns, of), (calls,) = collective.turns, collective.calls
+        if of > 1 and of not in collective.loops:
+            words = f"it is in a scope runs_N_of_{of}, and in no loop of so many turns"
             self._object(words, collective.text)
-            return replace(collective, turns=(1,), of_turns=1)
-        return replace(collective, calls=collective.calls * max(turns) // of_turns)
+            return collective
+        return replace(collective, calls=tuple(calls * count // of for count in turns))
 
     def _loop(self, text: str) -> Iterator[Collective]:
         """What the body sends at every turn, and the condition at one more."""
@@ -187,12 +195,12 @@ class _Module:
             return
         known = TRIP_COUNT.search(text)
         if not (trips := int(known[1]) if known else max(map(self._bound, conditions), default=0)):
-            kinds = _kinds(inner for inner, _ in sent)
+            kinds = _kinds([inner for inner, _ in sent])
             self._object(f"a loop with a collective in it ({kinds}) has no known trip count", text)
             trips = 1
         for inner, more in sent:
             turns = trips + more
-            yield replace(inner, calls=inner.calls * turns, loops=(turns, *inner.loops))
+            yield replace(inner, calls=(inner.calls[0] * turns,), loops=(turns, *inner.loops))
 
     def _bound(self, condition: str) -> int:
         """The constant that a TPU's counter is compared with, in a computation of this name; else 0."""
@@ -205,23 +213,20 @@ class _Module:
         """What the branches send: each by its scope of turns; else what all send alike, or at most."""
         unsaid: list[list[Collective]] = []
         for branch in ([*self.walk(name)] for name in called_by(text)):
-            yield from (inner for inner in branch if inner.of_turns > 1)
-            unsaid.append([inner for inner in branch if inner.of_turns == 1])
+            yield from (inner for inner in branch if inner.turns[1] > 1)
+            unsaid.append([inner for inner in branch if inner.turns[1] == 1])
         alike = {tuple(sorted((c.kind, c.groups, c.arrays, c.calls) for c in branch)) for branch in unsaid}
         if len(alike) > 1:
-            kinds = _kinds(inner for branch in unsaid for inner in branch)
+            kinds = _kinds([inner for branch in unsaid for inner in branch])
             words = f"a branch with a collective in it ({kinds}), which counts as if it were always taken"
             self._object(words, text)
-        yield from max(unsaid, key=lambda branch: sum(sum(c.arrays) * c.calls for c in branch), default=[])
+        yield from max(unsaid, key=lambda branch: sum(sum(c.arrays) * c.calls[0] for c in branch), default=[])
 
     def _object(self, problem: str, text: str) -> None:
-        line = f"{problem}, at {(self._sources.stack(text) or [text[:120]])[0]}"
-        if self._problems is None:
-            raise ValueError(line)
-        self._problems.append(line)
+        self._problems.append(f"{problem}, at {(self._sources.stack(text) or [text[:120]])[0]}")
 
 
-def _kinds(inner: Iterable[Collective]) -> str:
+def _kinds(inner: list[Collective]) -> str:
     return ", ".join(sorted({collective.kind for collective in inner}))
 
 
@@ -261,21 +266,12 @@ def _collective(text: str, opcode: str, groups: Groups, stack: tuple[SourceLine,
         shapes = shapes[len(shapes) // 2 :]  # (operands, results)
     scattered = len(groups[0]) if kind == "reduce_scatter" else 1
     match = OP_NAME.search(text)
-    op_name = match[1] if match else ""
-    backward = "transpose(" in op_name and _REMATTED not in op_name
-    said = [name.replace("_", " ") for name in _PURPOSE.findall(op_name)]
-    purpose = said[-1] if said else ""
-    turns, of_turns = (_TURNS.findall(text) or [("1", "1")])[-1]
     return Collective(
         kind=kind,
         groups=groups,
         arrays=tuple(_bytes(dtype, dims) * scattered for dtype, dims in shapes),
-        turns=tuple(map(int, turns.split("_"))),
-        of_turns=int(of_turns),
-        purpose=OF_DERIVATIVE.get(purpose, purpose) if backward else purpose,
-        backward=backward,
         dtypes=tuple(dict.fromkeys(dtype for dtype, _ in shapes)),
-        op_name=op_name,
+        op_name=match[1] if match else "",
         stack=stack,
         text=text,
     )
@@ -322,8 +318,8 @@ def _transposed(shape: str, dims: str | None) -> np.ndarray:
     return ids.transpose(_numbers(dims)) if dims else ids
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
+def _numbers(text: str, separator: str = ",") -> tuple[int, ...]:
+    return tuple(map(int, text.split(separator)))
 
 
 class SourceLines:

@@ -51,24 +51,15 @@ def ledger_of(function: Callable[..., Any], *arguments: Any, mesh: Mesh) -> Ledg
 
 
 def read_ledger(hlo: str, axis_sizes: Mapping[str, int], *, is_step: bool = True) -> Ledger:
-    """`communications`, and what could not be counted."""
-    problems: list[str] = []
-    rows = communications(hlo, axis_sizes, problems=problems, is_step=is_step)
-    return Ledger(rows=rows, problems=problems)
-
-
-def communications(
-    hlo: str, axis_sizes: Mapping[str, int], *, problems: list[str] | None = None, is_step: bool = True
-) -> list[Communication]:
     """A row for each place in a compiled program, per device and per call; alike ones of a place are one.
 
     Of a training step each rank of a pipeline has rows of its own, and a purpose that no collective was given
-    (`comm.collectives`) is inferred. Further arguments and errors as of `hlo.collectives`.
+    (`comm.collectives`) is inferred.
     """
-    stages = axis_sizes.get(PP, 1) if is_step else 1
-    merged: dict[Communication, list[int]] = defaultdict(lambda: [0, 0, 0])
+    stages, problems = axis_sizes.get(PP, 1) if is_step else 1, list[str]()
+    totals: dict[Communication, list[int]] = defaultdict(lambda: [0, 0, 0])
     differentiates = "jvp(" in hlo
-    for collective in collectives(hlo, axis_sizes, problems=problems):
+    for collective in collectives(hlo, axis_sizes, problems):
         axis, group_size = axis_of(collective, axis_sizes)
         if group_size == 1:
             continue
@@ -90,20 +81,15 @@ def communications(
             loops=collective.loops,
             places=_places(collective),
         )
-        for stage in range(stages):
-            if stages == 1:
-                calls = collective.calls
-            elif collective.kind == "permute" and stage not in _stages_of_senders(collective, axis_sizes):
-                continue
-            else:
-                calls = collective.calls_at(stage)
-            if calls:
-                total = merged[replace(place, stage=stage)]
-                total[:] = map(sum, zip(total, (calls, calls * size, calls * wire), strict=True))
-    return [
+        for stage in _senders(collective, axis_sizes) if stages > 1 else [0]:
+            calls, total = collective.calls_at(stage), totals[replace(place, stage=stage)]
+            total[:] = map(sum, zip(total, (calls, calls * size, calls * wire), strict=True))
+    rows = [
         replace(place, calls=calls, bytes=size, wire_bytes=wire)
-        for place, (calls, size, wire) in merged.items()
+        for place, (calls, size, wire) in totals.items()
+        if calls
     ]
+    return Ledger(rows=rows, problems=problems)
 
 
 def _places(collective: Collective) -> tuple[tuple[str, int], ...]:
@@ -113,9 +99,12 @@ def _places(collective: Collective) -> tuple[tuple[str, int], ...]:
     return tuple(dict.fromkeys(places))
 
 
-def _stages_of_senders(collective: Collective, axis_sizes: Mapping[str, int]) -> set[int]:
+def _senders(collective: Collective, axis_sizes: Mapping[str, int]) -> list[int]:
+    """The ranks of a pipeline that send: of a permute those of its sources, else all."""
+    if collective.kind != "permute":
+        return list(range(axis_sizes[PP]))
     places = np.unravel_index([group[0] for group in collective.groups], tuple(axis_sizes.values()))
-    return set(places[list(axis_sizes).index(PP)].tolist())
+    return sorted(set(places[list(axis_sizes).index(PP)].tolist()))
 
 
 def _phase(collective: Collective, purpose: str) -> str:
@@ -125,10 +114,9 @@ def _phase(collective: Collective, purpose: str) -> str:
     """
     if "transpose(" in collective.op_name:
         return "backward"
-    runs_by_schedule = collective.of_turns > 1
-    if "jvp(" in collective.op_name or runs_by_schedule:
-        return PHASES.get(purpose) or "forward"
-    return PHASES.get(purpose) or ("update" if purpose else "")
+    _, turns = collective.turns
+    by_autodiff_or_schedule = "jvp(" in collective.op_name or turns > 1
+    return PHASES.get(purpose) or ("forward" if by_autodiff_or_schedule else "update" if purpose else "")
 
 
 def inferred_purpose(collective: Collective, axis: str) -> str:

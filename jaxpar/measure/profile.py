@@ -134,7 +134,7 @@ def _events(profile: ProfileData, *, on_gpus: bool) -> Iterator[tuple[re.Match[s
 def make_timeline(events: list[Execution], hlo: str, axis_sizes: Mapping[str, int], step: int) -> Timeline:
     """The timeline of one run of a module, given its text; axes are in the mesh's order."""
     operations = dict(_operations(hlo))
-    keys = {c.name: key_of(c, axis_sizes) for c in collectives(hlo, axis_sizes, problems=[])}
+    keys = {c.name: key_of(c, axis_sizes) for c in collectives(hlo, axis_sizes)}
     begin, end = events[0].begin_us, max(event.end_us for event in events)
     lanes = []
     for device in sorted({event.device for event in events}):

@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping
 
-import pytest
 from jax_steps import two_steps
 
 from compare.contract.communication import Communication, summed
 from compare.spec.experiment import Layout
 from jaxpar.measure.hlo import collectives
-from jaxpar.measure.ledger import communications
+from jaxpar.measure.ledger import read_ledger
 
 GRID = {"dp": 2, "tp": 2}
 GROUPS = {  # of an all-reduce
@@ -49,7 +48,7 @@ SIZES = {  # kind, axis, bytes, bytes on the wire, dtypes
 def entries(hlo: str | None, sizes: Mapping[str, int]) -> list[Communication]:
     """Sums of kind, axis and purpose."""
     assert hlo
-    return summed(communications(hlo, sizes))
+    return summed(read_ledger(hlo, sizes).rows)
 
 
 def module(entry: str, others: str = "") -> str:
@@ -64,7 +63,7 @@ def test_spellings_of_groups_and_what_counts():
         (entry,) = entries(module(text), GRID)
         assert (entry.kind, entry.axis, entry.calls, entry.bytes) == ("all_reduce", axis, 1, 128), groups
     for text, expected in SIZES.items():
-        (row,) = communications(module(text), GRID)
+        (row,) = read_ledger(module(text), GRID).rows
         assert (row.kind, row.axis, row.bytes, row.wire_bytes, row.dtype) == expected, text
         assert row.calls == 1
 
@@ -75,7 +74,7 @@ def test_ranks_of_a_pipeline_send_and_run_what_is_theirs():
     loop = "%body (q: f32[8]) -> f32[8] {\n  " + reduce + 'metadata={op_name="runs_0_3_of_6/for_loss/x"}\n}'
     trips = 'body=%body, backend_config={"known_trip_count":{"n":"6"}}'
     text = module(f"{permute}\n  %w = f32[8]{{0}} while(%p), {trips}", loop)
-    rows = communications(text, {"pp": 2, "tp": 2})
+    rows = read_ledger(text, {"pp": 2, "tp": 2}).rows
     found = [(row.kind, row.stage, row.calls, row.bytes, row.loops) for row in rows]
     assert found == [("permute", 0, 1, 32, ()), ("all_reduce", 1, 3, 96, (6,))]
 
@@ -117,26 +116,21 @@ def test_loops_multiply_and_wrapped_calls_count_once():
     assert counted == {"all_reduce": 6, "reduce_scatter": 1}
 
 
-def test_what_cannot_be_read_is_an_error():
-    text = "%w = f32[8]{0} while(%p), condition=%cond, body=%body"
-    with pytest.raises(ValueError, match="trip count"):
-        entries(module(text, LOOP), GRID)
-    with pytest.raises(ValueError, match="replica groups"):
-        entries(module("%x = f32[8]{0} all-reduce(%p), to_apply=%add"), GRID)
-
-
-def test_what_may_communicate_in_other_ways_is_named():
-    for text in (
-        "%s = (f32[8]{0}, u32[], token[]) send(%p, %t), channel_id=1",
-        '%c = f32[8]{0} custom-call(%p), custom_call_target="nvshmem_all_reduce"',
-    ):
-        problems: list[str] = []
-        assert communications(module(text), GRID, problems=problems) == []
-        assert len(problems) == 1
-        assert "is an operation that the ledger does not know" in problems[0]
-        problems.clear()
-        on_host = f"{text}, is_host_transfer=true"
-        assert communications(module(on_host), GRID, problems=problems) == problems == []
+def test_what_cannot_be_read_and_what_may_communicate_in_other_ways_is_named():
+    unknown = "is an operation that the ledger does not know"
+    for text, words in {
+        "%w = f32[8]{0} while(%p), condition=%cond, body=%body": "no known trip count",
+        "%x = f32[8]{0} all-reduce(%p), to_apply=%add": "whose replica groups cannot be read",
+        "%s = (f32[8]{0}, u32[], token[]) send(%p, %t), channel_id=1": unknown,
+        '%c = f32[8]{0} custom-call(%p), custom_call_target="nvshmem_all_reduce"': unknown,
+    }.items():
+        ledger = read_ledger(module(text, LOOP), GRID)
+        assert [words in problem for problem in ledger.problems] == [True], text
+        assert bool(ledger.rows) == (" while(" in text)
+        if words == unknown:
+            on_host = read_ledger(module(f"{text}, is_host_transfer=true"), GRID)
+            assert not on_host.rows
+            assert not on_host.problems
 
 
 DERIVED = {

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from compare.contract.communication import summed
 from compare.spec.axes import AXES, PP
 from jaxpar.compiler.pipeline_parallel import pipelined
-from jaxpar.measure.ledger import communications
+from jaxpar.measure.ledger import read_ledger
 from jaxpar.placement import Placement
 from jaxpar.problem import Pieces
 from jaxpar.stages import lanes
@@ -62,7 +62,7 @@ def test_any_model_equals_its_plain_scan(stages, microbatches, chunks):
     np.testing.assert_allclose(found, value, rtol=1e-13)
     np.testing.assert_allclose(of_stored["first"], gradients["first"], rtol=1e-12)
     np.testing.assert_allclose(place.unpad(np.asarray(of_stored["blocks"])), gradients["blocks"], atol=1e-13)
-    rows = summed(communications(compiled.as_text(), mesh.shape))
+    rows = summed(read_ledger(compiled.as_text(), mesh.shape).rows)
     ledger = {(row.kind, row.purpose): (row.calls, row.bytes) for row in rows}
     if stages > 1:  # a roll of the stages and one of a lane at every tick, and the lane's first
         rolls = 2 * (microbatches * chunks + stages - 1) + 1

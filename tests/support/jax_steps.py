@@ -15,7 +15,7 @@ from compare.spec.experiment import Data, Experiment, Layout, Model, Optimizer, 
 from jaxpar import weights
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.faults import plant
-from jaxpar.measure.ledger import communications
+from jaxpar.measure.ledger import read_ledger
 from jaxpar.measure.memory import bytes_at_rest
 from jaxpar.step import ShardedStep, TrainState, compile_step, device_scalars
 from jaxpar.train import prepare
@@ -75,7 +75,9 @@ def two_steps(engine: str, layout: Layout, *, model: Model = MODEL, fault: str =
     resident = bytes_at_rest(sharded, state, list(mesh.devices.flat))
     hlo = step.as_text()
     assert hlo
-    return Outcome(numbers, resident, hlo, summed(communications(hlo, mesh.shape)), sharded, state)
+    ledger = read_ledger(hlo, mesh.shape)
+    assert not ledger.problems
+    return Outcome(numbers, resident, hlo, summed(ledger.rows), sharded, state)
 
 
 def worst_errors(outcome: Outcome) -> dict[str, float]:
