@@ -106,10 +106,9 @@ def _state_like(sharded: ShardedStep, optimizer: Any, experiment: Experiment) ->
         return jax.ShapeDtypeStruct(placement.stored_shape, dtype, sharding=sharding)
 
     params = jax.tree.map(weight, sharded.placements, sharded.params)
-    at_rest = sharded.moments_at_rest or sharded.moments
     opt_state = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         jax.eval_shape(optimizer.init, params),
-        moments_like(optimizer, params, at_rest),
+        moments_like(optimizer, params, sharded.moments),
     )
     return TrainState(params=params, opt_state=opt_state)

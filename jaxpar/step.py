@@ -10,7 +10,7 @@ Legend: A gradient accumulation, B batch, T position.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,14 +61,14 @@ class ShardedStep:
     params: Any
     """A tree of shardings like the parameters."""
     moments: Any
-    """Shardings of each moment, and of the gradients that the step returns."""
+    """Shardings of each moment between two steps."""
+    gradients: Any
+    """Shardings of the gradients that the step returns."""
     accumulated: Any
     """Shardings of gradients as they accumulate over a batch, before the optimizer."""
     batch: Sharding
     """Sharding of each (A, B, T) array of the batch."""
     scalars: Sharding
-    moments_at_rest: Any = None
-    """Like `moments`: where they are between two steps, if that is elsewhere."""
     ticks: Ticks | None = None
     """The schedule of a pipeline by hand."""
     compiler_options: dict[str, Any] = field(default_factory=dict)
@@ -96,12 +96,13 @@ def place_step(
     step: Callable[..., Any], problem: Problem, placements: Any, *, mesh: Mesh, **options: Any
 ) -> ShardedStep:
     """The step, with its arguments where all engines keep them; `options` are further fields."""
-    zero = problem.layout.zero
+    zero, shards = problem.layout.zero, shardings(mesh, placements, sharded=True)
     return ShardedStep(
         step=step,
         placements=placements,
         params=shardings(mesh, placements, sharded=zero == 3),
-        moments=shardings(mesh, placements, sharded=True),
+        moments=shards,
+        gradients=shards,
         accumulated=shardings(mesh, placements, sharded=zero >= 2),
         batch=NamedSharding(mesh, P(None, ROWS)),
         scalars=NamedSharding(mesh, P()),
@@ -207,68 +208,44 @@ def with_moments_on_host(sharded: ShardedStep) -> ShardedStep:
         params, opt_state, *rest = sharded.step(params, moved(opt_state, sharded.moments), batch, scalars)
         return params, moved(opt_state, at_rest), *rest
 
-    return replace(sharded, step=step, moments_at_rest=at_rest)
+    return replace(sharded, step=step, moments=at_rest)
+
+
+Output = Literal["state", "state and gradients", "loss"]
+"""What a compiled step returns: in training; for the ladder, as gradients never leave the step otherwise; and in
+an evaluation, without dropout, for which XLA leaves out all but the loss."""
 
 
 def trace_step(
-    sharded: ShardedStep, state: TrainState, experiment: Experiment, *, with_gradients: bool = False
+    sharded: ShardedStep, state: TrainState, experiment: Experiment, output: Output = "state"
 ) -> Any:
-    """The sharded step, traced for ahead-of-time compilation, its state donated.
+    """The sharded step, traced for ahead-of-time compilation; a state that it returns anew is donated."""
 
-    With `with_gradients` it returns the gradients, for the ladder; otherwise they never leave the step.
-    """
-
-    def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
+    def step(params: Any, opt_state: Any, batch: Any, scalars: Any) -> Any:
         params, opt_state, metrics, gradients = sharded.step(params, opt_state, batch, scalars)
-        return params, opt_state, metrics, gradients if with_gradients else None
-
-    gradients = sharded.moments if with_gradients else None
-    outputs = (sharded.params, _shardings(state.opt_state), sharded.scalars, gradients)
-    batch = batch_like(experiment)
-    return _trace(step, sharded, state, experiment, batch, out_shardings=outputs, donate_argnums=(0, 1))
-
-
-def compile_step(
-    sharded: ShardedStep, state: TrainState, experiment: Experiment, *, with_gradients: bool = False
-) -> jax.stages.Compiled:
-    """`trace_step`, compiled."""
-    traced = trace_step(sharded, state, experiment, with_gradients=with_gradients)
-    return traced.lower().compile(compiler_options=sharded.compiler_options)
-
-
-def compile_evaluation(
-    sharded: ShardedStep, state: TrainState, experiment: Experiment
-) -> jax.stages.Compiled:
-    """Compile the loss alone, without dropout; called as the step is.
-
-    It is the training step of which only the loss is asked for: XLA leaves out the rest of it.
-    """
-
-    def loss(params: Any, opt_state: Any, batch: Any, scalars: Any) -> jax.Array:
-        return sharded.step(params, opt_state, batch, scalars)[2]["loss"]
+        if output == "loss":
+            return metrics["loss"]
+        return params, opt_state, metrics, gradients if output == "state and gradients" else None
 
     batch = batch_like(experiment)
-    batch.pop("keys", None)
-    traced = _trace(loss, sharded, state, experiment, batch, out_shardings=sharded.scalars)
-    return traced.lower().compile(compiler_options=sharded.compiler_options)
-
-
-def _trace(
-    function: Callable[..., Any],
-    sharded: ShardedStep,
-    state: TrainState,
-    experiment: Experiment,
-    batch: Any,
-    **options: Any,
-) -> Any:
-    """Trace a function of the step's arguments, which live where the step's do."""
-    in_shardings = (sharded.params, _shardings(state.opt_state), sharded.batch, sharded.scalars)
-    jitted = jax.jit(function, in_shardings=in_shardings, **options)
+    moments = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
+    returned, donated = (sharded.params, moments, sharded.scalars, sharded.gradients), (0, 1)
+    if output == "state":
+        returned = (*returned[:3], None)
+    elif output == "loss":
+        returned, donated = sharded.scalars, ()
+        batch.pop("keys", None)
+    in_shardings = (sharded.params, moments, sharded.batch, sharded.scalars)
+    jitted = jax.jit(step, in_shardings=in_shardings, out_shardings=returned, donate_argnums=donated)
     return jitted.trace(state.params, state.opt_state, batch, device_scalars(experiment, state))
 
 
-def _shardings(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+def compile_step(
+    sharded: ShardedStep, state: TrainState, experiment: Experiment, output: Output = "state"
+) -> jax.stages.Compiled:
+    """`trace_step`, compiled."""
+    traced = trace_step(sharded, state, experiment, output)
+    return traced.lower().compile(compiler_options=sharded.compiler_options)
 
 
 def batch_like(experiment: Experiment) -> dict[str, jax.ShapeDtypeStruct]:

@@ -34,7 +34,7 @@ from jaxpar.run import Run
 from jaxpar.step import (
     ShardedStep,
     TrainState,
-    compile_evaluation,
+    compile_step,
     device_scalars,
     trace_step,
     with_moments_on_host,
@@ -112,7 +112,7 @@ def set_up(request: Request, recorder: Recorder | None) -> Run:
     state.loss_scale = request.first_loss_scale
     clock = Stopwatch()
     with clock:
-        traced = trace_step(sharded, state, experiment, with_gradients=request.ladder)
+        traced = trace_step(sharded, state, experiment, "state and gradients" if request.ladder else "state")
         if recorder:
             recorder.leave(work_of(traced.jaxpr, sharded.ticks))
         step = traced.lower().compile(compiler_options=sharded.compiler_options)
@@ -123,7 +123,7 @@ def set_up(request: Request, recorder: Recorder | None) -> Run:
         sharded=sharded,
         state=state,
         step=step,
-        loss=compile_evaluation(sharded, state, experiment) if experiment.train.eval_interval else None,
+        loss=compile_step(sharded, state, experiment, "loss") if experiment.train.eval_interval else None,
         compile_s=clock.wall_s,
         initial_weights_sha256=request.init_sha256 if jax.process_count() > 1 else "",
     )
@@ -148,7 +148,6 @@ def prepare(
     `initial` weights are the seed's by default; a checkpoint is a full state, to go on from.
     """
     sharded, optimizer = sharded_step(engine, experiment, mesh=mesh)
-    at_rest = sharded.moments_at_rest or sharded.moments
     dtype = storage_dtype(experiment)
 
     def placed(named: Mapping[str, np.ndarray], shardings: Any) -> dict[str, Any]:
@@ -163,11 +162,13 @@ def prepare(
     if checkpoint:
         params, description = placed(checkpoint.group(WEIGHTS), sharded.params), checkpoint.description
         names = moment_names(experiment.optimizer)
-        saved = {name: placed(checkpoint.group(name), at_rest) for name in names}
+        saved = {name: placed(checkpoint.group(name), sharded.moments) for name in names}
         step, updates = description.step, description.updates
         return sharded, TrainState(params=params, opt_state=saved, step=step, updates=updates)
     params = placed(SeedWeights(experiment) if initial is None else initial, sharded.params)
-    opt_state = jax.jit(optimizer.init, out_shardings=moments_like(optimizer, params, at_rest))(params)
+    opt_state = jax.jit(optimizer.init, out_shardings=moments_like(optimizer, params, sharded.moments))(
+        params
+    )
     return sharded, TrainState(params=params, opt_state=opt_state)
 
 

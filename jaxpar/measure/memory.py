@@ -84,9 +84,8 @@ def bytes_at_rest(sharded: ShardedStep, state: TrainState, devices: list[jax.Dev
     gradients = jax.tree.map(accumulated, state.params, sharded.accumulated)
     trees = {"parameters": state.params, "gradients": gradients, "optimizer": state.opt_state}
     resident = {name: resident_bytes(tree, devices) for name, tree in trees.items()}
-    if sharded.moments_at_rest is not None:
-        resident[ON_HOST] = resident_bytes(state.opt_state, devices, on_host=True)
-    return resident
+    on_host = resident_bytes(state.opt_state, devices, on_host=True)
+    return resident | ({ON_HOST: on_host} if any(on_host) else {})
 
 
 def threads(devices: list[jax.Device]) -> str:

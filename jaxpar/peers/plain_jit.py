@@ -96,7 +96,7 @@ def train(request: Request, folder: Path, *, progress: Callable[..., None] = lam
 
     here = SingleDeviceSharding(device)
     everywhere = jax.tree.map(lambda leaf: here, params)
-    trees = dict.fromkeys(("params", "moments", "accumulated"), everywhere)
+    trees = dict.fromkeys(("params", "moments", "gradients", "accumulated"), everywhere)
     run = Run(
         request=request,
         corpus=corpus,

@@ -60,7 +60,7 @@ def two_steps(engine: str, layout: Layout, *, model: Model = MODEL, fault: str =
     mesh = make_mesh(layout, platform="cpu")
     with plant(fault, engine=engine) if fault else nullcontext():
         sharded, state = prepare(engine, spec, mesh=mesh)
-        step = compile_step(sharded, state, spec, with_gradients=True)
+        step = compile_step(sharded, state, spec, "state and gradients")
     numbers = {}
     for index in range(2):
         inputs, targets = open_corpus(spec).batch(spec, index)
