@@ -99,16 +99,13 @@ def _find_ptxas() -> None:
 
 
 def _state_like(sharded: ShardedStep, optimizer: Any, experiment: Experiment) -> TrainState:
-    """Weights and moments as shapes with shardings."""
+    """Weights and moments, which are alike, as shapes with shardings."""
     dtype = storage_dtype(experiment)
 
-    def weight(placement: Placement, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    def leaf(placement: Placement, sharding: Sharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(placement.stored_shape, dtype, sharding=sharding)
 
-    params = jax.tree.map(weight, sharded.placements, sharded.params)
-    opt_state = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        jax.eval_shape(optimizer.init, params),
-        moments_like(optimizer, params, sharded.moments),
+    params, moment = (
+        jax.tree.map(leaf, sharded.placements, where) for where in (sharded.params, sharded.moments)
     )
-    return TrainState(params=params, opt_state=opt_state)
+    return TrainState(params=params, opt_state=moments_like(optimizer, params, moment))

@@ -4,25 +4,18 @@ Checkpoints (`compare.checkpoint`) know nothing of the layout: a state comes bac
 other engine. Every process writes what its devices hold.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
-from jax.sharding import NamedSharding
 
 from compare.checkpoint.description import WEIGHTS
 from compare.checkpoint.saver import Part
-from compare.numerics.parameters import Parameter
 from compare.numerics.shards import Shard
 from compare.spec.experiment import Model
-from jaxpar.placement import Placement
 from jaxpar.step import ShardedStep, TrainState
 from jaxpar.weights import STACKED, parameters_by_path
-
-Index = tuple[int | slice, ...]
 
 
 def state_parts(sharded: ShardedStep, state: TrainState, model: Model) -> Iterator[Part]:
@@ -41,31 +34,16 @@ def local_shards(tree: Any, placements: Any, model: Model) -> Iterator[tuple[Sha
     """
     leaves, how = flatten_dict(tree), flatten_dict(placements)
     for path, parameters in parameters_by_path(model).items():
-        leaf = leaves[path]
-        on = {part.device: np.asarray(part.data) for part in leaf.addressable_shards}
-        for shard, device, index in _shards_of(
-            parameters, how[path], leaf.sharding, is_stacked=path[0] == STACKED
-        ):
-            if device in on:
-                yield shard, on[device][index]
-
-
-def _shards_of(
-    parameters: list[Parameter], p: Placement, sharding: NamedSharding, *, is_stacked: bool
-) -> Iterator[tuple[Shard, jax.Device, Index]]:
-    """The shards of one leaf's parameters, and where in a device's array each lies."""
-    stored, layers = p.stored_shape, p.stored_layers() if is_stacked else [0]
-    parts_of = sharding.devices_indices_map(stored)
-    holders: Counter[tuple] = Counter()
-    for number, device in enumerate(sharding.mesh.devices.flat):
-        ranges = [part.indices(size)[:2] for part, size in zip(parts_of[device], stored, strict=True)]
-        replica = holders[tuple(ranges)]
-        holders[tuple(ranges)] += 1
-        first_dim = int(is_stacked)
-        true = [p.true_range(dim, *ranges[dim]) for dim in range(first_dim, len(stored))]
-        offset, shape = tuple(start for start, _ in true), tuple(stop - start for start, stop in true)
-        within = tuple(slice(size) for size in shape)
-        for place, layer in enumerate(layers[slice(*ranges[0])] if is_stacked else layers):
-            name = parameters[layer].name
-            shard = Shard(name=name, device=number, offset=offset, shape=shape, replica=replica)
-            yield shard, device, (place, *within) if is_stacked else within
+        leaf, p, is_stacked = leaves[path], how[path], path[0] == STACKED
+        layers = p.stored_layers() if is_stacked else [0]
+        numbers = {device: number for number, device in enumerate(leaf.sharding.mesh.devices.flat)}
+        for part in leaf.addressable_shards:
+            ranges = [dim.indices(size)[:2] for dim, size in zip(part.index, leaf.shape, strict=True)]
+            true = [p.true_range(dim, *ranges[dim]) for dim in range(is_stacked, leaf.ndim)]
+            offset, shape = tuple(start for start, _ in true), tuple(stop - start for start, stop in true)
+            array = np.asarray(part.data)
+            for place, layer in enumerate(layers[slice(*ranges[0])] if is_stacked else layers):
+                name, device = parameters[layer].name, numbers[part.device]
+                shard = Shard(name=name, device=device, offset=offset, shape=shape, replica=part.replica_id)
+                of_layer = array[place] if is_stacked else array
+                yield shard, of_layer[tuple(map(slice, shape))]

@@ -34,12 +34,6 @@ def product(
     return jnp.tensordot(x, weight, contracted, out_sharding=out_sharding)
 
 
-def _product_forward(
-    x: jax.Array, weight: jax.Array, contracted: int, out_sharding: PartitionSpec | None
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return jnp.tensordot(x, weight, contracted, out_sharding=out_sharding), (x, weight)
-
-
 def _product_backward(
     contracted: int,
     out_sharding: PartitionSpec | None,
@@ -57,7 +51,7 @@ def _product_backward(
     return of_x, jnp.moveaxis(of_weight_OI, range(-contracted, 0), range(contracted))
 
 
-product.defvjp(_product_forward, _product_backward)
+product.defvjp(lambda x, weight, *how: (product(x, weight, *how), (x, weight)), _product_backward)
 
 
 def type_of_gradient(x: jax.Array) -> NamedSharding | None:

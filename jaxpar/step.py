@@ -212,8 +212,8 @@ def with_moments_on_host(sharded: ShardedStep) -> ShardedStep:
 
 
 Output = Literal["state", "state and gradients", "loss"]
-"""What a compiled step returns: in training; for the ladder, as gradients never leave the step otherwise; and in
-an evaluation, without dropout, for which XLA leaves out all but the loss."""
+"""What a compiled step returns: in training; for the ladder (else gradients never leave the step); and in an
+evaluation, without dropout, of which XLA leaves out all but the loss."""
 
 
 def trace_step(

@@ -57,10 +57,8 @@ def logical_axes(model: Model) -> dict[str, Any]:
 
 def decay_mask(model: Model, decay: str) -> dict[str, Any]:
     """A tree of bools: whether a leaf decays. From the table: stacking makes a LayerNorm scale 2-D."""
-    mask = {}
-    for path, parameters in parameters_by_path(model).items():
-        (mask[path],) = {decays(parameter, decay) for parameter in parameters}  # layers agree
-    return unflatten_dict(mask)
+    paths = parameters_by_path(model)  # layers agree
+    return unflatten_dict({path: decays(parameters[0], decay) for path, parameters in paths.items()})
 
 
 def parameters_by_path(model: Model) -> dict[tuple[str, ...], list[Parameter]]:

@@ -56,9 +56,10 @@ _DEVICE_IDS = re.compile(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)|device_
 TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _TURNS = re.compile(r"\bruns_(\d+(?:_\d+)*)_of_(\d+)\b")
 OP_NAME = re.compile(r'op_name="([^"]*)"')
-# The scopes of `comm.collectives.ledger_scope`; jax.checkpoint's name for a forward in the midst of backward.
+AGAIN = "rematted_computation"
+"""The scope into which `jax.checkpoint` puts what backward computes anew."""
+# The scopes of `comm.collectives.ledger_scope`.
 _PURPOSE = re.compile(rf"\bfor_({'|'.join(purpose.replace(' ', '_') for purpose in PHASES)})\b")
-_REMATTED = "rematted_computation"
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n((?:\d+ .*\n)+)", re.MULTILINE)
 _ENTRY = re.compile(r"^(\d+) (.*)$", re.MULTILINE)
 _NUMBER = re.compile(r"(\w+)=(\d+)")
@@ -112,7 +113,7 @@ class Collective:
     @property
     def backward(self) -> bool:
         """Whether it is the derivative of something, and no forward computed anew."""
-        return "transpose(" in self.op_name and _REMATTED not in self.op_name
+        return "transpose(" in self.op_name and AGAIN not in self.op_name
 
     @property
     def purpose(self) -> str:

@@ -13,12 +13,10 @@ from jax import lax
 from compare.contract.work import Again, ObservedWork
 from compare.pipeline.schedules import Kind, Task
 from compare.pipeline.ticks import BACKWARD, FORWARD, Ticks
+from jaxpar.measure.hlo import AGAIN
+from jaxpar.model import HEAD
 
 PRODUCT, GELUS = "dot_general", frozenset({"erf", "erfc", "tanh"})
-AGAIN = "rematted_computation"
-"""The scope into which `jax.checkpoint` puts what backward computes anew."""
-HEAD = "head_loss"
-"""The scope of the logits and their loss."""
 BACKWARDS = ("transpose(", AGAIN)
 KINDS = {FORWARD: Kind.FORWARD, BACKWARD: Kind.BACKWARD}
 
