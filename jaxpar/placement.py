@@ -4,7 +4,7 @@ All engines store the same arrays in the same places; they differ in who moves t
 (`compare.spec.axes`) names the dim that pp and tp split; the layers of pp are stored in the order of the
 devices that have them. `dp_shard` takes the first dim that it divides, preferably one that tp left alone:
 its parts then lie in memory one after the other. It never takes the layers: a scan walks along them. If it
-divides no dim, the largest is padded with zeros. A padded entry has no gradient, so it stays zero.
+divides no dim, the largest is padded with zeros, which have no gradient and so stay zero.
 """
 
 import math
@@ -52,8 +52,9 @@ class Placement:
     def parts(self, dim: int) -> tuple[int, int, int]:
         """Parts of a dim before dp_shard splits it; true size of each; and its size as stored."""
         count = math.prod(self.degrees[a] for a, at in self.dims.items() if at == dim and a != DP_SHARD)
-        size, shards = -(-self.shape[dim] // count), self.degrees[DP_SHARD]
-        return count, size, -(-size // shards) * shards if self.dims.get(DP_SHARD) == dim else size
+        shards = self.degrees[DP_SHARD] if self.dims.get(DP_SHARD) == dim else 1
+        size = -(-self.shape[dim] // count)
+        return count, size, -(-size // shards) * shards
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -67,10 +68,8 @@ class Placement:
         """
         _, size, stored = self.parts(dim)
         part = start // stored if stored else 0
-        first, last = (
-            min(part * size + min(entry - part * stored, size), self.shape[dim]) for entry in (start, stop)
-        )
-        return first, last
+        first, last = (part * size + min(entry - part * stored, size) for entry in (start, stop))
+        return min(first, self.shape[dim]), min(last, self.shape[dim])
 
     def stored_layers(self) -> list[int]:
         """The layer at each place of the leading dim as stored, of a leaf that stacks layers."""

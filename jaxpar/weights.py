@@ -47,11 +47,9 @@ def to_canonical(tree: Mapping[str, Any], model: Model) -> dict[str, np.ndarray]
 
 def logical_axes(model: Model) -> dict[str, Any]:
     """A tree with each leaf's logical axes, `LAYER` first where layers are stacked."""
+    paths = parameters_by_path(model)
     return unflatten_dict(
-        {
-            path: ((LAYER,) if path[0] == STACKED else ()) + parameters[0].axes
-            for path, parameters in parameters_by_path(model).items()
-        }
+        {path: ((LAYER,) if path[0] == STACKED else ()) + layers[0].axes for path, layers in paths.items()}
     )
 
 

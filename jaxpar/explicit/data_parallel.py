@@ -33,22 +33,19 @@ def each_replica(loss: Loss, *, mesh: Mesh, rows_dim: int = 0) -> Loss:
     axes = axes_of_replicas(mesh)
     replicas = math.prod(mesh.shape[axis] for axis in axes)
 
+    def is_split(w: jax.Array) -> bool:
+        return bool(axes_in(jax.typeof(w).sharding.spec) & set(axes))
+
     def mean_loss(params: Any, batch: Any) -> jax.Array:
-        leaves, structure = jax.tree.flatten(params)
-        split = [bool(axes_in(jax.typeof(leaf).sharding.spec) & set(axes)) for leaf in leaves]
-        copied = [None if is_split else copies(leaf) for leaf, is_split in zip(leaves, split, strict=True)]
-
-        def of_replica(copied: list[Any], rows: Any) -> jax.Array:
-            of_model = [w if is_split else c for w, c, is_split in zip(leaves, copied, split, strict=True)]
-            return loss(jax.tree.unflatten(structure, of_model), rows)
-
+        copied = jax.tree.map(lambda w: w if is_split(w) else copies(w), params)
         if replicas == 1:
-            return of_replica(copied, batch)
+            return loss(copied, batch)
         # (.., R b, ..) -> (.., R, b, ..)
         rows = jax.tree.map(
             lambda x: x.reshape(*x.shape[:rows_dim], replicas, -1, *x.shape[rows_dim + 1 :]), batch
         )
-        return jax.vmap(of_replica, in_axes=(0, rows_dim))(copied, rows).mean(axis=0)
+        dims = jax.tree.map(lambda w: None if is_split(w) else 0, params)
+        return jax.vmap(loss, in_axes=(dims, rows_dim))(copied, rows).mean(axis=0)
 
     return mean_loss
 

@@ -52,7 +52,7 @@ def program(*, chain: int = 3, direction: str = "LT") -> str:
 
 def test_clones_of_a_chain_are_one_collective_of_a_loop_with_a_bound():
     (gather,) = collectives(program(), {"dp": 4})
-    assert (gather.calls, gather.arrays, gather.loops) == (12, (64,), (12,))
+    assert (gather.calls, gather.arrays, gather.loops) == ((12,), (64,), (12,))
     assert len(collectives(program(chain=4), {"dp": 4})) == 2, "another chain is another collective"
     # On a CPU or a GPU a loop without a trip count begins at a number that is data.
     for without_bound in (program(direction="GE"), re.sub(r":T\([\d,]+\)", "", program())):
