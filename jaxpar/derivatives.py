@@ -13,7 +13,6 @@ Legend: I the contracted dims, O the dims that replace them; B batch, T and S po
 """
 
 import math
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def product(
+def _product(
     x: jax.Array, weight: jax.Array, contracted: int, out_sharding: PartitionSpec | None = None
 ) -> jax.Array:
     """x (..., I) with its last `contracted` dims summed against the first ones of weight (I, O): (..., O).
@@ -32,6 +30,9 @@ def product(
     arrays' types say where they live, and so do their gradients.
     """
     return jnp.tensordot(x, weight, contracted, out_sharding=out_sharding)
+
+
+product = jax.custom_vjp(_product, nondiff_argnums=(2, 3))
 
 
 def _product_backward(
@@ -51,7 +52,8 @@ def _product_backward(
     return of_x, jnp.moveaxis(of_weight_OI, range(-contracted, 0), range(contracted))
 
 
-product.defvjp(lambda x, weight, *how: (product(x, weight, *how), (x, weight)), _product_backward)
+# Remat policies see the product itself: they take a function with a derivative of its own for no product.
+product.defvjp(lambda x, weight, *how: (_product(x, weight, *how), (x, weight)), _product_backward)
 
 
 def type_of_gradient(x: jax.Array) -> NamedSharding | None:
@@ -86,7 +88,6 @@ def _scores_backward(
     return of_q_BHTD, jnp.einsum("BHTS,BHTD->BHSD", g_BHTS, q_BHTD)
 
 
-# Remat policies see the product itself: they take a function with a derivative of its own for no product.
 attention_scores.defvjp(lambda q, k, dtype: (_scores(q, k, dtype), (q, k)), _scores_backward)
 
 
