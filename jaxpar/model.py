@@ -23,7 +23,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from compare.numerics.dropout import DropoutSite
 from compare.numerics.parameters import MLP_RATIO, QKV
-from compare.spec.experiment import Model, Precision
+from compare.spec.experiment import Experiment, Model, Precision
 from jaxpar.derivatives import attention_scores, gelu, product
 from jaxpar.dropout import Dropout, Noise
 from jaxpar.remat import Remat, apply_remat
@@ -34,7 +34,7 @@ Hook = Callable[[jax.Array], jax.Array]
 
 
 class Dtypes:
-    """Storage of weights, residual stream, LayerNorm, softmax and loss; compute of matrix products."""
+    """`storage` of weights, residual stream, LayerNorm, softmax and loss; `compute` of matrix products."""
 
     def __init__(self, precision: Precision):
         self.storage = jnp.float64 if precision.dtype == "float64" else jnp.float32
@@ -118,10 +118,7 @@ def causal_attention(
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with one fused query-key-value projection.
-
-    `core` is as of `causal_attention`; an edit of the model may put another there.
-    """
+    """Causal self-attention with one fused projection; an edit may put another `core` in its place."""
 
     def __init__(self, config: Model, dtypes: Dtypes):
         heads = (config.n_head, config.n_embd // config.n_head)
@@ -201,17 +198,15 @@ class Embedding(nnx.Module):
 class GPT(nnx.Module):
     """nanoGPT. Its weights start at zero: load the canonical ones (`weights.from_canonical`).
 
-    Logits exist for one of `loss_chunks` equal parts of the positions at a time.
-
     Attributes, which an edit of the model may replace:
         gather_layer: (parameters of a layer as stored, x_BTC) -> full parameters: nested dicts.
         wrap_layer: applied to the scanned block, which begins with `gather_layer`.
         cross_entropy: (logits, targets) -> mean loss.
     """
 
-    def __init__(self, config: Model, *, precision: Precision, remat: Remat, loss_chunks: int = 1):
-        dtypes = Dtypes(precision)
-        self.loss_chunks = loss_chunks
+    def __init__(self, experiment: Experiment, *, remat: Remat = "none"):
+        config, dtypes = experiment.model, Dtypes(experiment.precision)
+        self.loss_chunks = experiment.train.loss_chunks
         self.gather_layer: Callable[[Any, jax.Array], Any] = lambda layer, x_BTC: layer
         self.wrap_layer = partial(apply_remat, remat=remat)
         self.cross_entropy: Callable[[jax.Array, jax.Array], jax.Array] = cross_entropy
@@ -249,7 +244,10 @@ class GPT(nnx.Module):
 
     @jax.named_scope(HEAD)
     def head_loss(self, x_BTC: jax.Array, targets_BT: jax.Array) -> jax.Array:
-        """Mean cross-entropy in nats of the targets, from the residual stream after all blocks."""
+        """Mean cross-entropy in nats of the targets, from the residual stream after all blocks.
+
+        Logits exist for one of `loss_chunks` equal parts of the positions at a time.
+        """
         if self.loss_chunks == 1:
             return self.cross_entropy(self.logits(x_BTC), targets_BT)
 

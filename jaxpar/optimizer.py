@@ -1,10 +1,8 @@
-"""The contract's AdamW and SGD as optax transformations, and clipping by a norm that is handed in.
+"""The contract's AdamW and SGD (`compare.numerics.optimizer`) as optax transformations.
 
-Why not optax.adamw and optax.clip_by_global_norm: optax computes 1 - beta^t in float32 (off by 1e-5 at
-t = 1), its clipping lacks PyTorch's 1e-6, and a norm over a sharded tree is a matter of the layout. Here
-the step's scalars come from the host in doubles, and the norm from the engine, which knows the layout.
-
-Formulas: `compare.numerics.optimizer`.
+Not optax.adamw and optax.clip_by_global_norm: optax computes 1 - beta^t in float32 (off by 1e-5 at t = 1),
+its clipping lacks PyTorch's 1e-6, and a norm over a sharded tree is a matter of the layout. Here the step's
+scalars come from the host in doubles, and the norm from the engine, which knows the layout.
 """
 
 from typing import Any
@@ -23,8 +21,7 @@ Moments = dict[str, Any]
 def make_optimizer(spec: Optimizer, *, decay: Any) -> optax.GradientTransformationExtraArgs:
     """The experiment's optimizer: `update(gradients, moments, params, *, grad_norm, scalars)`.
 
-    It takes the global norm before clipping, and `compare.numerics.optimizer.StepScalars` as a dict.
-    `decay` is a tree of bools like the parameters: whether a leaf decays (`weights.decay_mask`).
+    `grad_norm` is that before clipping, `scalars` a `StepScalars` as a dict, `decay` a `weights.decay_mask`.
     """
     rule = adamw if spec.name == "adamw" else sgd
 
@@ -51,8 +48,7 @@ def global_norm(tree: Any) -> jax.Array:
 def clip(gradients: Any, norm: jax.Array, *, max_norm: float) -> Any:
     """Every gradient times min(1, max_norm / (norm + 1e-6)); 0 turns it off.
 
-    By a norm that is not finite nothing is scaled: the run ends there, and NaN in every weight would hide
-    whose gradient it was.
+    Not by a norm that is not finite, where a run ends: NaN in every weight would hide whose gradient it was.
     """
     if not max_norm:
         return gradients

@@ -1,8 +1,5 @@
 """The training problem as the engines see it: pure functions of the parameters, and what their dims mean.
 
-The model knows nothing of a layout. A strategy gives an edit, which puts its own parts into the model before
-the model becomes a loss.
-
 Legend: B batch, T position, C n_embd.
 """
 
@@ -25,18 +22,20 @@ Loss = Callable[[Any, Any], jax.Array]
 """loss(params, batch): a scalar, the mean over the batch's rows. The batch has "inputs" and "targets" (B, T);
 for dropout "keys" (B, 2), and "positions" (T,) where a device has some of them."""
 Edit = Callable[[GPT], None]
-"""Swaps parts of the model before it becomes a loss; parameter paths stay."""
+"""A strategy's: it swaps parts of the model, which knows no layout, before it becomes a loss. Paths stay."""
 
 
 class Pieces(NamedTuple):
-    """The model cut where a pipeline cuts it. Each takes the whole tree of parameters, and uses some."""
+    """The model cut where a pipeline cuts it. Each takes the whole tree of parameters, and uses some.
+
+    embed(params, batch): the residual stream (B, T, C) before the first block.
+    layers(params, x, batch, first): x after the blocks in `params`; `first` is the first one's number.
+    loss(params, x, batch): from the residual stream after the last block.
+    """
 
     embed: Callable[[Any, Any], jax.Array]
-    """embed(params, batch): the residual stream (B, T, C) before the first block."""
     layers: Callable[[Any, jax.Array, Any, ArrayLike], jax.Array]
-    """layers(params, x, batch, first): x after the blocks in `params`; `first` is the first one's number."""
     loss: Callable[[Any, jax.Array, Any], jax.Array]
-    """loss(params, x, batch): from the residual stream after the last block."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,8 @@ class Problem:
 
     def placements(self) -> Any:
         """A `Placement` for each parameter."""
-        return jax.tree.map(
-            lambda leaf, axes: place(leaf.shape, axes, self.layout),
-            self.shapes,
-            logical_axes(self.experiment.model),
-        )
+        axes = logical_axes(self.experiment.model)
+        return jax.tree.map(lambda leaf, axes: place(leaf.shape, axes, self.layout), self.shapes, axes)
 
     def loss(self, edits: Sequence[Edit] = ()) -> Loss:
         """The loss of the model after these edits, in order."""
@@ -95,12 +91,7 @@ class Problem:
         """The edited model without numbers: its structure, and its parameters' shapes."""
 
         def edited() -> GPT:
-            model = GPT(
-                self.experiment.model,
-                precision=self.experiment.precision,
-                remat=self.remat,
-                loss_chunks=self.experiment.train.loss_chunks,
-            )
+            model = GPT(self.experiment, remat=self.remat)
             for edit in edits:
                 edit(model)
             return model

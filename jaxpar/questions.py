@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from flax import nnx
+from msgspec.structs import replace
 
 from compare.checkpoint.description import DESCRIPTION, WEIGHTS
 from compare.checkpoint.reader import CheckpointReader
@@ -16,7 +17,6 @@ from compare.contract.absent import AbsentRequest
 from compare.contract.ceiling import CeilingRequest
 from compare.contract.request import decode_request
 from compare.host.facts import cores, versions
-from compare.numerics.parameters import storage_dtype
 from compare.numerics.sampling import SampleRequest, generate
 from compare.spec.experiment import MAX_CPU_DEVICES, Precision
 from jaxpar.configuration import PACKAGES, configure_products
@@ -72,11 +72,12 @@ def sample(request: SampleRequest) -> list[list[int]]:
     """Token ids of every sample, on one device. Raises CheckpointError: the checkpoint cannot be read."""
     reader = CheckpointReader(Path(request.checkpoint))
     experiment = reader.description.experiment
-    configure_products("cpu", str(storage_dtype(experiment)))
-    model, length = experiment.model, experiment.model.block_size
-    precision = Precision(dtype="float64" if experiment.precision.dtype == "float64" else "float32")
-    graph, _ = nnx.split(nnx.eval_shape(lambda: GPT(model, precision=precision, remat="none")))
-    params = jax.device_put(from_canonical(reader.group(WEIGHTS), model))
+    length = experiment.model.block_size
+    dtype = "float64" if experiment.precision.dtype == "float64" else "float32"
+    configure_products("cpu", dtype)
+    exact = replace(experiment, precision=Precision(dtype=dtype))
+    graph, _ = nnx.split(nnx.eval_shape(lambda: GPT(exact)))
+    params = jax.device_put(from_canonical(reader.group(WEIGHTS), experiment.model))
 
     @jax.jit
     def logits_NV(params, tokens_NT, last):

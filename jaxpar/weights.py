@@ -1,8 +1,7 @@
 """Between canonical parameters and the model's state tree: the one place that knows both.
 
-Canonical: `blocks.3.mlp.up.weight` -> (C, M), one array per layer. State tree: nested dicts with the
-layer number left out and layers stacked, `tree["blocks"]["mlp"]["up"]["weight"]` -> (L, C, M). The same
-mapping serves weights, gradients and moments, which share the tree. Shapes agree otherwise: nothing is
+Canonical: `blocks.3.mlp.up.weight` -> (C, M), one array per layer. State tree, of weights, gradients and
+moments: nested dicts with layers stacked, `tree["blocks"]["mlp"]["up"]["weight"]` -> (L, C, M). Nothing is
 transposed.
 """
 

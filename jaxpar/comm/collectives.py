@@ -64,16 +64,13 @@ def to_varying(tree: Any, axis: str, *, purpose: str = "") -> Any:
         return jax.tree.map(lambda x: lax.pcast(x, axis, to="varying"), tree)
 
 
-def all_gather(x: jax.Array, axis: str, *, dim: int, purpose: str = "") -> jax.Array:
-    """Shards joined at `dim`, (.., d, ..) -> (.., n d, ..), n devices. Its transpose: `reduce_scatter`."""
-    with ledger_scope(purpose):
-        return lax.all_gather(x, axis, axis=dim, tiled=True)
+def all_gather(x: jax.Array, axis: str, *, dim: int, purpose: str = "", is_equal: bool = False) -> jax.Array:
+    """Shards joined at `dim`, (.., d, ..) -> (.., n d, ..), n devices. Its transpose: `reduce_scatter`.
 
-
-def all_gather_equal(x: jax.Array, axis: str, *, dim: int, purpose: str = "") -> jax.Array:
-    """`all_gather`, (.., d, ..) -> (.., n d, ..), marked as equal on all devices: for updated parameters."""
+    `is_equal` marks it as equal on all devices: for updated parameters.
+    """
     with ledger_scope(purpose):
-        return lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying")
+        return lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying" if is_equal else "varying")
 
 
 def reduce_scatter(x: jax.Array, axis: str, *, dim: int, purpose: str = "") -> jax.Array:

@@ -5,11 +5,11 @@
     2      + gradients / n            once a microbatch, as shards        once a step, after the update
     3      + parameters / n           in backward, layer by layer         in forward, again in backward
 
-Stage 1 could all-reduce and let each device take its slice; the reduce_scatter is half of that all-reduce,
-and the slice is all that the optimizer needs. Stages 2 and 3 reduce once a microbatch, so that no device
-holds a full accumulated gradient. Under stage 3 the transpose of the all_gather is the reduce_scatter:
-autodiff writes it. A gathered layer must not be kept until backward, or the full model would be there by the
-end of forward: a remat policy refuses it, unless reshard_after_forward is false.
+A reduce_scatter is half of an all-reduce, and its slice is all that the optimizer needs. Stages 2 and 3
+reduce once a microbatch, so that no device holds a full accumulated gradient. Under stage 3 the transpose of
+the all_gather is the reduce_scatter: autodiff writes it. A gathered layer must not be kept until backward, or
+the full model would be there by the end of forward: a remat policy refuses it, unless reshard_after_forward
+is false.
 
 Runs inside `shard_map`, on leaves placed by `jaxpar.placement`: a short shard is padded. A function that is
 given the placements of some keys of a tree leaves the others as they are.
@@ -71,7 +71,7 @@ def mean_gradients(gradients: Any, placements: Any) -> Any:
 
 def all_gather_parameters(shards: Any, placements: Any) -> Any:
     """Full parameters of stored size, after an update of the shards."""
-    join = partial(collectives.all_gather_equal, purpose=PARAMETERS)
+    join = partial(collectives.all_gather, purpose=PARAMETERS, is_equal=True)
     return _along_split_dims(join, shards, placements)
 
 
@@ -79,10 +79,7 @@ def all_gather_parameters(shards: Any, placements: Any) -> Any:
 
 
 def gather_layers(placements: Any, *, remat: Remat, keep_gathered: bool) -> Edit:
-    """An edit of the model: every scanned block gathers its own parameters.
-
-    With `keep_gathered` they are kept until backward; otherwise backward gathers them again.
-    """
+    """Every scanned block gathers its own parameters; backward again, unless they are kept."""
     placements = one_layer(placements)
 
     def edit(model: GPT) -> None:
@@ -94,11 +91,12 @@ def gather_layers(placements: Any, *, remat: Remat, keep_gathered: bool) -> Edit
     return edit
 
 
-def gather_first(loss: Loss, placements: Any) -> Loss:
-    """A loss that begins by gathering what these placements have: embeddings and the last norm.
+def _is_gather(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
+    return primitive.name == "all_gather" and AXIS in parameters["axis_name"]
 
-    They are needed first and last: gathered once, kept in between.
-    """
+
+def gather_first(loss: Loss, placements: Any) -> Loss:
+    """A loss that first gathers, and keeps, what has these placements: it is needed first and last."""
     return lambda shards, batch: loss(unpad(gather(shards, placements), placements), batch)
 
 
@@ -116,10 +114,6 @@ def unpad(params: Any, placements: Any) -> Any:
         return x if dim is None else lax.slice_in_dim(x, 0, p.parts(dim)[1], axis=dim)
 
     return _map_placed(cut, params, placements)
-
-
-def _is_gather(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
-    return primitive.name == "all_gather" and AXIS in parameters["axis_name"]
 
 
 def _along_split_dims(move: Callable[..., jax.Array], tree: Any, placements: Any) -> Any:

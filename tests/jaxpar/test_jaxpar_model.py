@@ -90,7 +90,7 @@ def test_an_edit_puts_another_attention_core_there():
 
 
 def test_no_token_sees_a_later_one():
-    graph, _ = nnx.split(nnx.eval_shape(lambda: GPT(SPEC, precision=F64, remat="none")))
+    graph, _ = nnx.split(nnx.eval_shape(lambda: GPT(Experiment(model=SPEC, precision=F64))))
     params = weights.from_canonical(random_parameters(SPEC), SPEC)
     tokens_BT = random_batch(SPEC, size=1)["inputs"]
 
