@@ -3,9 +3,8 @@
 They compute what the plain ones compute. What JAX would make of the plain ones, and what it costs:
 
     the gradient of a weight    the product g^T x, then transposed. XLA's matrix product on a CPU writes its
-                                left factor anew, transposed, an element at a time with long strides, and
-                                computes it on the way if it can: the derivative of GELU for the MLP's first
-                                weight. Here the smaller of x and g is the one that stands on the left.
+                                left factor anew, transposed, with long strides, and computes it on the way
+                                if it can (GELU's derivative): here the smaller of x and g is on the left.
     scores of attention         a gradient in the softmax's dtype: for 16 bits two products in 32.
     GELU                        two branches of erfc, and their derivatives; written out it is one erf.
 

@@ -1,7 +1,5 @@
 """Dropout by counters, as `compare.numerics.dropout` defines it: elementwise, so that it is split as x is.
 
-A model's modules are given a `Noise`, or None where nothing is to be dropped.
-
 Legend: B sequences, 2 the words of a key, R rows, N the last dim, G groups of four in it.
 """
 

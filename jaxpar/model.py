@@ -1,11 +1,9 @@
 """nanoGPT in flax.nnx, for one device: it knows nothing of meshes, ranks or collectives.
 
-Blocks are stacked along a leading layer dim and scanned, so that one block is compiled once and its
-activations can be recomputed in backward. State paths are the canonical parameter names with the layer
-number left out (`weights.py` puts it back).
+Blocks are stacked along a leading layer dim and scanned: one block is compiled once, and backward can compute
+its activations anew. Tensor parallelism sets the hooks of `Linear` and `Embedding`.
 
-Legend: B batch, T and S position, C n_embd, H heads, D head_dim = C/H, M = 4C, V vocabulary, L layers,
-3 for q, k, v.
+Legend: B batch, T and S position, C n_embd, H heads, D head_dim = C/H, V vocabulary, 3 for q, k, v.
 """
 
 import math
@@ -44,8 +42,7 @@ class Dtypes:
 class Linear(nnx.Module):
     """An affine map of x (..., I) to (..., O) by a weight (I, O) and a bias (O), each letter one dim or more.
 
-    Tensor parallelism sets the hooks: `enter` takes the input, `multiply` (x, weight, dims of I), and `leave`
-    the product, before the bias is added.
+    Hooks: `enter` takes the input, `multiply` (x, weight, dims of I), `leave` the product before its bias.
     """
 
     def __init__(self, inputs: tuple[int, ...], outputs: tuple[int, ...], *, bias: bool, dtypes: Dtypes):
@@ -171,8 +168,8 @@ class Block(nnx.Module):
 class Embedding(nnx.Module):
     """Token and position tables; the token table is also the output head.
 
-    Tensor parallelism sets the hooks: `look_up` takes (table, tokens), `cut_positions` the vectors (T, C) of
-    the positions, `leave` the sum of both, and `enter` the residual stream, before it becomes logits.
+    Hooks: `look_up` takes (table, tokens), `cut_positions` the vectors (T, C) of the positions, `leave` the
+    sum of both, and `enter` the residual stream, before it becomes logits.
     """
 
     def __init__(self, config: Model, dtypes: Dtypes):

@@ -22,10 +22,9 @@ def apply_remat(
     is_gather: IsGather | None = None,
     keep_gathered: bool = False,
 ) -> Callable[..., Any]:
-    """A scanned layer that keeps of its forward pass what `remat` allows.
+    """A scanned layer whose forward keeps all (none), products and sums over devices (dots), or nothing.
 
-    none keeps all, dots matrix products and sums over devices, full nothing. Results of operations that are a
-    gather are kept if `keep_gathered`; otherwise they are gathered again, whatever `remat` says.
+    Results of a gather are kept if `keep_gathered`; otherwise they are gathered again, whatever `remat` says.
     """
     if remat == "none" and (is_gather is None or keep_gathered):
         return layer

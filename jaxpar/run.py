@@ -34,9 +34,7 @@ class Run:
 
     Attributes:
         mesh_devices: in the order of the mesh.
-        sharded: between the trees on the devices and the model's shapes.
         step, loss: compiled; the loss is for evaluation. Ledger and memory are read from the step.
-        compile_s: how long it took to trace and compile the step.
         initial_weights_sha256: of the weights as the devices first held them.
         moments: of the optimizer's state, which is these in all engines but a peer.
     """

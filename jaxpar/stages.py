@@ -1,10 +1,9 @@
 """Stages that are a dim of the arrays: the tick loop of the pipelines of jax-compiler and jax-explicit.
 
 One array holds a microbatch for each stage, and pp splits its first dim. A tick is one function on all
-stages, `vmap`ped; then a shift by one along that dim, the network. A scan over ticks is the pipeline.
-Its derivative, in reverse, is the backward pipeline: all forwards, then all backwards, as in GPipe. Autodiff
-orders the backward, so there is no 1F1B. With several chunks a device has stages r, r + p, r + 2p, ..., and a
-microbatch goes round the ring as often.
+stages, `vmap`ped; then a shift by one along that dim, the network. A scan over ticks is the pipeline. Its
+derivative is the backward pipeline, in reverse: all forwards, then all backwards, as in GPipe; never 1F1B.
+With several chunks a device has stages r, r + p, ..., and a microbatch goes round the ring as often.
 
 Microbatches wait in lanes across the stages, one of each lane on each stage. A lane rolls towards stage 0,
 which takes the next microbatch from it and puts a finished one in its place. So every stage embeds its share
@@ -51,10 +50,9 @@ def run_ticks(
     chunks: int = 1,
     placed: Callable[[jax.Array], jax.Array] = same,
 ) -> jax.Array:
-    """Take microbatches through all stages: x_SK enters, and returns, placed as `lanes` says.
+    """Take microbatches through all stages: x_SK enters, and returns, as `lanes` says.
 
-    `all_stages` is a tick of all devices; `shift` gives each stage the x of the stage `by` places before it,
-    around the ring; `placed` says that the first dim stays split over pp.
+    `all_stages` is a tick of all devices; `shift` is that below; `placed` says that pp splits the first dim.
     """
     stages, lanes = x_SK.shape[:2]
     stage_S = np.arange(stages)
@@ -101,10 +99,9 @@ shift.defvjp(
 
 
 def lanes(microbatches: int, stages: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Places where microbatches wait, and where they are when they are done: three arrays (S, K).
+    """Of each place where microbatches wait, (S, K): which enters from it, which is in it in the end, if any.
 
-    The microbatch that enters from each place; the one that has been put into it in the end; and whether
-    there is one. Places that have none name any.
+    Places that have none name any.
     """
     count = -(-microbatches // stages)
     places_SK = np.arange(count * stages).reshape(count, stages).T
@@ -122,8 +119,7 @@ def lanes(microbatches: int, stages: int) -> tuple[np.ndarray, np.ndarray, np.nd
 def one_pass(batch: Tree, *, microbatches: int) -> Tree:
     """(A, B, ...) -> (1, M, b, ...): the microbatches of all accumulated passes, which share one schedule.
 
-    Microbatch i of a pass has the sequences i, i + M/A, ...: of a B that is split over devices each device
-    keeps its own.
+    One takes every M/A-th sequence: of a B that is split over devices each device keeps its own.
     """
 
     def cut(x_AB: jax.Array) -> jax.Array:
@@ -144,10 +140,9 @@ def run_stage(
     remat: Remat,
     is_gather: IsGather | None,
 ) -> jax.Array:
-    """A device's work at a tick: the blocks of the chunk whose turn it is, on a microbatch x (b, T, C).
+    """A device's work at a tick: the blocks (N, L, ...) of the chunk whose turn it is, on x (b, T, C).
 
-    This device's blocks are (N, L, ...), the batch is (M, b, ...). `remat` says what forward may keep of a
-    chunk that picks or gathers its layers; results of operations that are a gather last one tick.
+    `remat` says what forward may keep of a chunk that picks or gathers its layers; these last one tick.
     """
     chunks, of_chunk = jax.tree.leaves(params[STACKED])[0].shape[:2]
 

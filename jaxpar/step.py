@@ -1,9 +1,8 @@
 """The training step that an engine makes, the strategies that it is made of, and compiling it.
 
-Loss scaling (`compare.numerics.loss_scale`) is inside the step, where its scalars have a `loss_scale`.
-Backward starts from it, gradients are divided by it, and a step whose gradients overflowed changes nothing.
-All engines are to skip the same steps. The mean over half of a batch has gradients twice as large as its
-share of the whole mean: so backward starts from the share.
+Loss scaling (`compare.numerics.loss_scale`) is inside the step, where its scalars have a `loss_scale`:
+backward starts from it, gradients are divided by it, and a step whose gradients overflowed changes nothing.
+So that all engines skip the same steps, backward of a part of the batch starts from its share of the mean.
 
 Legend: A gradient accumulation, B batch, T position.
 """
@@ -58,16 +57,13 @@ class ShardedStep:
     """
     placements: Any
     """A tree of `Placement`s like the parameters: how true arrays are padded into stored ones."""
+    # Trees of shardings like the parameters: of these, of each moment between two steps, of the gradients
+    # that the step returns, and of gradients as they accumulate over a batch.
     params: Any
-    """A tree of shardings like the parameters."""
     moments: Any
-    """Shardings of each moment between two steps."""
     gradients: Any
-    """Shardings of the gradients that the step returns."""
     accumulated: Any
-    """Shardings of gradients as they accumulate over a batch, before the optimizer."""
     batch: Sharding
-    """Sharding of each (A, B, T) array of the batch."""
     scalars: Sharding
     ticks: Ticks | None = None
     """The schedule of a pipeline by hand."""
@@ -80,16 +76,12 @@ class ShardedStep:
 
 @dataclass(kw_only=True)
 class TrainState(Progress):
-    """Weights, moments, and how far training has come.
-
-    Attributes:
-        params, opt_state: trees that live on the devices; a step donates them.
-        gradients: of the first step, for the ladder, synchronised and unclipped; else None.
-    """
+    """How far training has come; weights and moments on the devices, which a step donates."""
 
     params: Any
     opt_state: Any
     gradients: Any = None
+    """Of the first step, for the ladder, synchronised and unclipped; else None."""
 
 
 def place_step(
@@ -112,8 +104,7 @@ def place_step(
 
 def passes_of(batch: Any) -> int:
     """A: how many passes are accumulated over a batch of (A, B, ...)."""
-    (passes,) = {leaf.shape[0] for leaf in jax.tree.leaves(batch)}
-    return passes
+    return jax.tree.leaves(batch)[0].shape[0]
 
 
 def accumulated_gradients(
@@ -127,8 +118,8 @@ def accumulated_gradients(
 ) -> tuple[jax.Array, Any]:
     """Mean loss and its gradients over the A microbatches of a batch (A, B, ...), one at a time.
 
-    `reduce` is applied to the gradients of each before they are added up, to zeros `like` what it returns
-    (`params` by default); `finish` to the sum, before it is divided by A.
+    `reduce` is applied to the gradients of each before they are added up, to zeros like `like` (`params` by
+    default); `finish` to the sum, before it is divided by A.
     """
     value_and_grad = jax.value_and_grad(loss)
     accumulation = passes_of(batch)
@@ -145,11 +136,7 @@ def accumulated_gradients(
     return losses_A.mean(), jax.tree.map(lambda g: g / accumulation, finish(total))
 
 
-@jax.custom_vjp
-def _scale_gradient(value: jax.Array, scale: jax.Array) -> jax.Array:
-    return value
-
-
+_scale_gradient = jax.custom_vjp(lambda value, scale: value)
 _scale_gradient.defvjp(
     lambda value, scale: (value, scale),
     lambda scale, gradient: (gradient * scale, None),
@@ -194,10 +181,9 @@ def updated(
 
 
 def with_moments_on_host(sharded: ShardedStep) -> ShardedStep:
-    """Offload: the step with moments read from the host's memory and written back there.
+    """Offload: the step with moments read from the host's memory and written back there, when XLA likes.
 
-    When the copies run, between the step's other work, is for XLA to decide. On a CPU host and device are one
-    memory: XLA knows the two kinds, and leaves the copies out.
+    On a CPU host and device are one memory: XLA knows the two kinds, and leaves the copies out.
     """
     at_rest = jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST), sharded.moments)
 
@@ -254,10 +240,7 @@ def batch_like(experiment: Experiment) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def device_scalars(experiment: Experiment, progress: Progress) -> dict[str, np.ndarray]:
-    """The next step's scalars: the optimizer's, and the loss scale if there is one.
-
-    Rounded once to the dtype of the weights.
-    """
+    """The next step's scalars, of optimizer and loss scale, rounded once to the dtype of the weights."""
     scalars = asdict(step_scalars(experiment.optimizer, progress.updates))
     if progress.loss_scale:
         scalars["loss_scale"] = progress.loss_scale.scale

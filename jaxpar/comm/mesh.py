@@ -11,17 +11,16 @@ from compare.spec.experiment import Layout
 
 
 def make_mesh(layout: Layout, *, platform: str) -> Mesh:
-    """A mesh over the first `layout.devices` devices: the axes are `layout.axes`, of size 1 included.
-
-    Devices are in the order of the processes: of several hosts, the outermost axes cross from one to another.
-    The axes are Auto: the compiler propagates shardings, and `shard_map` makes an axis manual. Raises
-    MissingDevicesError.
-    """
+    """A mesh over the first devices of a platform, as of `find_devices`."""
     return mesh_over(find_devices(layout.devices, platform=platform), layout)
 
 
 def mesh_over(devices: Sequence[jax.Device], layout: Layout) -> Mesh:
-    """The mesh of `make_mesh` over these devices, which need not be here."""
+    """A mesh over these devices, which need not be here: `layout.axes`, of size 1 included.
+
+    Of several hosts, the outermost axes cross from one to another. The axes are Auto: the compiler propagates
+    shardings, and `shard_map` makes an axis manual.
+    """
     axes = layout.axes
     grid = np.array(devices).reshape(tuple(axes.values()))
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
@@ -33,10 +32,7 @@ def typed(mesh: Mesh) -> Mesh:
 
 
 def find_devices(count: int, *, platform: str) -> list[jax.Device]:
-    """The first `count` devices of a platform, on all hosts, in the order of the processes.
-
-    Raises MissingDevicesError: there are fewer. JAX itself would go on with the devices that it finds.
-    """
+    """The first devices of a platform, on all hosts, in the order of the processes; MissingDevicesError."""
     try:
         devices, why = jax.devices(platform), ""
     except RuntimeError as error:  # JAX's word for a backend that is not there

@@ -27,6 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import DP_REPLICATE, ROWS
+from jaxpar.step import passes_of
 
 AXIS = DP_REPLICATE
 
@@ -46,13 +47,11 @@ def synchronize_gradients(
     makes a gradient for each replica, and the mean over that dim after it is the one reduction. Each device
     has its own replica's slice: no more memory than before.
 
-    `gradients_of` (params, batch) accumulates over A of a batch (A, B, ...), B split. `axes`, the first of
-    those that split rows, become a dim. `loops` says that it loops over parts of each of the A, too, as a
-    pipeline does; otherwise with A = 1 XLA does as it likes.
+    `gradients_of` (params, batch) accumulates over A of a batch (A, B, ...), B split by rows' axes, of which
+    `axes`, the first, become a dim. `loops`: it loops in each of the A, too, as a pipeline does.
     """
     replicas = math.prod(mesh.shape[axis] for axis in axes)
-    accumulation = jax.tree.leaves(batch)[0].shape[0]
-    if replicas == 1 or (accumulation == 1 and not loops):
+    if replicas == 1 or (passes_of(batch) == 1 and not loops):
         return gradients_of(params, batch)
     inner = tuple(axis for axis in ROWS if axis not in axes and axis in mesh.shape)
 

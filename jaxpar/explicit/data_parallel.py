@@ -37,15 +37,18 @@ def each_replica(loss: Loss, *, mesh: Mesh, rows_dim: int = 0) -> Loss:
         return bool(axes_in(jax.typeof(w).sharding.spec) & set(axes))
 
     def mean_loss(params: Any, batch: Any) -> jax.Array:
-        copied = jax.tree.map(lambda w: w if is_split(w) else copies(w), params)
+        copied = jax.tree.map(lambda w: None if is_split(w) else copies(w), params)
+
+        def of_replica(copied: Any, rows: Any) -> jax.Array:  # `vmap` refuses to be given what is split
+            return loss(jax.tree.map(lambda w, copy: w if copy is None else copy, params, copied), rows)
+
         if replicas == 1:
-            return loss(copied, batch)
+            return of_replica(copied, batch)
         # (.., R b, ..) -> (.., R, b, ..)
         rows = jax.tree.map(
             lambda x: x.reshape(*x.shape[:rows_dim], replicas, -1, *x.shape[rows_dim + 1 :]), batch
         )
-        dims = jax.tree.map(lambda w: None if is_split(w) else 0, params)
-        return jax.vmap(loss, in_axes=(dims, rows_dim))(copied, rows).mean(axis=0)
+        return jax.vmap(of_replica, in_axes=(0, rows_dim))(copied, rows).mean(axis=0)
 
     return mean_loss
 

@@ -66,10 +66,7 @@ def measure_ceiling(request: CeilingRequest) -> Ceiling:
 
 
 def run_bench(request: CollectiveRequest, folder: Path, *, progress: Callable[..., None]) -> None:
-    """Time collectives, and leave `folder/collectives.json`; `progress` is called after every row.
-
-    Raises MissingDevicesError: fewer devices than ranks.
-    """
+    """Time collectives, and leave `folder/collectives.json`. Raises MissingDevicesError: too few devices."""
     mesh, rows = make_mesh(Layout(dp_replicate=request.ranks), platform=request.platform), []
     for case in request.cases:
         for way in request.implementations:

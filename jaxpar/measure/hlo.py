@@ -1,12 +1,9 @@
 """Collective instructions in the text of an HLO module that XLA has optimised: `compiled.as_text()`.
 
-Calls are static and exact: trip counts of loops multiply, and a condition runs once more than its body.
-What a loop of M turns runs at N of them, in a branch, is in a named scope `runs_N_of_M`
-(`comm.collectives.turns_scope`). Other branches are counted if all send the same.
-
-XLA for TPUs writes otherwise: a collective that runs beside other work is a chain of fusions, each with a
-clone of it, and a loop's trip count is the bound in the condition of a scan. Elsewhere a bound alone is none:
-a loop may begin anywhere.
+Calls are static and exact: trip counts of loops multiply, and a condition runs once more than its body. What
+a loop of M turns runs at N of them is in a scope `runs_N_of_M` (`comm.collectives.turns_scope`); other
+branches are counted if all send the same. On a TPU a collective beside other work is a chain of fusions, each
+with a clone of it, and a scan's trip count is the bound in its condition; elsewhere a loop begins anywhere.
 """
 
 import math
@@ -284,10 +281,7 @@ def _bytes(dtype: str, dims: str) -> int:
 
 
 def replica_groups(text: str, axis_sizes: Mapping[str, int]) -> Groups:
-    """The groups of a collective: {{0,1},{2,3}}, [2,2]<=[4], or mesh['x'=2,'y'=2] {'x'}.
-
-    Positions of devices in the mesh; of a permute, (source, target) pairs. () of another spelling.
-    """
+    """{{0,1},{2,3}}, [2,2]<=[4], mesh['x'=2,'y'=2] {'x'}, or a permute's pairs: positions in the mesh."""
     if match := _LISTED.search(text):
         groups = re.findall(r"\{([\d,]+)\}", match[1])
         everyone = tuple(range(math.prod(axis_sizes.values())))
@@ -345,10 +339,7 @@ class SourceLines:
         self._frames = {number: dict(_NUMBER.findall(text)) for number, text in tables["StackFrames"].items()}
 
     def stack(self, instruction: str) -> list[SourceLine]:
-        """The line that made it and its callers, the innermost first, without jaxpar's wrappers.
-
-        [] if nothing tells.
-        """
+        """The line that made it and its callers, the innermost first, without jaxpar's wrappers; or []."""
         match, lines = _FRAME.search(instruction), []
         frame = match[1] if match else ""
         while (entry := self._frames.get(frame)) and len(lines) < len(self._frames):

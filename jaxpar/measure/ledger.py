@@ -108,10 +108,7 @@ def _senders(collective: Collective, axis_sizes: Mapping[str, int]) -> list[int]
 
 
 def _phase(collective: Collective, purpose: str) -> str:
-    """When it is sent, in a program that differentiates: by what autodiff made it of, or by `PHASES`.
-
-    Unknown if no autodiff made it and nothing says its purpose: gradients may be summed by hand.
-    """
+    """When it is sent, by what autodiff made it of, or by its purpose; "" if neither tells."""
     if "transpose(" in collective.op_name:
         return "backward"
     _, turns = collective.turns
@@ -120,10 +117,7 @@ def _phase(collective: Collective, purpose: str) -> str:
 
 
 def inferred_purpose(collective: Collective, axis: str) -> str:
-    """A guess, for what XLA put there by itself: by size, by axis, by kind.
-
-    It is wrong where XLA does as it likes: a gradient of parameters reduced along tp counts as activations'.
-    """
+    """A guess, for what XLA put there by itself: a parameter's gradient along tp counts as activations'."""
     if max(collective.arrays) <= SCALAR:
         return METRICS
     if axis == TP or (axis == PP and collective.kind == "permute"):

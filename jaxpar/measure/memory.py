@@ -73,10 +73,7 @@ def resident_bytes(tree: Any, devices: list[jax.Device], *, on_host: bool = Fals
 
 
 def bytes_at_rest(sharded: ShardedStep, state: TrainState, devices: list[jax.Device]) -> dict[str, list[int]]:
-    """Bytes between two steps on each device, and on the host.
-
-    The gradients are those that accumulate: they never leave the step.
-    """
+    """Bytes between two steps on each device and on the host; gradients are those that accumulate."""
 
     def accumulated(w: jax.Array, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=sharding)

@@ -1,11 +1,8 @@
 """The timeline of one step, from `jax.profiler`: a lane for each device, a span for each stretch of work.
 
-The profiler's own files stay beside it: trace.json.gz opens in Perfetto, trace.xplane.pb in XProf.
-
 On a CPU, XLA marks each instruction when a thread begins it, with the instruction (`hlo_op`), its module and
 its device. The work may outlast the mark: a second mark, `end: NAME`, says when it is over, and has the first
-one's number (`_p` there, `_c` here). All devices share a pool of threads. On a GPU a plane is a device, and
-its lines are streams.
+one's number (`_p` there, `_c` here). On a GPU a plane is a device, and its lines are streams.
 """
 
 import re
@@ -32,7 +29,6 @@ METHOD = (
     "that it was made of tells forward, backward and update; without one it counts to what was before it. A "
     f"collective begins when its device has come to it. Spans of a kind within {GAP_US:.0f} us are one."
 )
-NONE_INSTRUMENTED = -1  # memory and ledger are read from the compiled step, and cost none of its time
 CONTROL = ("while", "conditional", "call", "async-start", "async-done")
 """Instructions that run others, which have times of their own."""
 _GPU_PLANE = re.compile(r"^/device:GPU:(\d+)")
@@ -58,7 +54,8 @@ class StepProfiler(Observer):
 
     def __init__(self, run: Run, recorder: Recorder):
         self._run, self._recorder = run, recorder
-        self.watched = profiled_step(run.request.first_step, run.request.steps, NONE_INSTRUMENTED)
+        none = -1  # memory and ledger are read from the compiled step, and cost none of its time
+        self.watched = profiled_step(run.request.first_step, run.request.steps, none)
 
     @contextmanager
     def watch(self) -> Generator[None]:
@@ -75,9 +72,9 @@ class StepProfiler(Observer):
 def recorded(
     hlo: str, devices: list[jax.Device], *, folder: Path | None = None
 ) -> Generator[list[Execution]]:
-    """A list that has, at the end of the context, what `read_events` finds of a module.
+    """A list that has, after the context, what `read_events` finds of a module that ran once in it.
 
-    The module runs once inside, and is waited for there. The profiler's own files stay in `folder`.
+    The profiler's own files stay in `folder`: trace.json.gz opens in Perfetto, trace.xplane.pb in XProf.
     """
     options = ProfileOptions()
     options.python_tracer_level = 0  # every call of Python otherwise, for much time and no use

@@ -1,7 +1,6 @@
 """plain-jit: one device and one jitted step, as a tutorial has it: value_and_grad, optax, donation.
 
-A gradient accumulation, B batch, T position. Neither mesh nor sharding. The one thing that is not optax's own
-is the 1e-6 beside the norm that clips, PyTorch's: `optax.clip_by_global_norm` has none, and 1e-6 would show.
+Neither mesh nor sharding. Not optax's own is the 1e-6 beside the norm that clips, PyTorch's, which shows.
 """
 
 from collections.abc import Callable
