@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import warm
+from numpy_gpt import numpy_loss
 from records import outcome_of
 
 from compare.contract.record import read_tensors
@@ -30,53 +31,15 @@ RUNGS = [rung for rung in LADDER if rung not in ("loss_scale", "final_weights")]
 """Of a golden: its last weights are those of the last step, and stand at later_weights."""
 
 
-def layer_norm(x, scale, bias):
-    """nanoGPT's LayerNorm, 1e-5 and all."""
-    centred = x - x.mean(-1, keepdims=True)
-    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * scale + bias
-
-
-def gelu(x):
-    """x times the normal distribution function: no approximation."""
-    return x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
-
-
-def attention(x_BTC, weight_C3HD, bias_3HD, out_HDC, out_bias_C):
-    """Causal self-attention in so many words."""
-    q, k, v = (np.einsum("btc,chd->bhtd", x_BTC, weight_C3HD[:, i]) + bias_3HD[i][:, None] for i in range(3))
-    logits_BHTT = np.einsum("bhtd,bhsd->bhts", q, k) / math.sqrt(q.shape[-1])
-    length = x_BTC.shape[1]
-    logits_BHTT[..., np.triu(np.ones((length, length), bool), 1)] = -np.inf
-    weights = np.exp(logits_BHTT - logits_BHTT.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    return np.einsum("bhts,bhsd,hdc->btc", weights, v, out_HDC) + out_bias_C
-
-
-def loss_of(w, inputs_BT, targets_BT, layers):
-    """nanoGPT's forward pass in NumPy: mean cross-entropy."""
-    x = w["embedding.token"][inputs_BT] + w["embedding.position"][: inputs_BT.shape[1]]
-    for b in (f"blocks.{layer}." for layer in range(layers)):
-        normed = layer_norm(x, w[b + "norm1.scale"], w[b + "norm1.bias"])
-        names = ("qkv.weight", "qkv.bias", "out.weight", "out.bias")
-        x = x + attention(normed, *(w[f"{b}attention.{name}"] for name in names))
-        normed = layer_norm(x, w[b + "norm2.scale"], w[b + "norm2.bias"])
-        hidden = gelu(normed @ w[b + "mlp.up.weight"] + w[b + "mlp.up.bias"])
-        x = x + hidden @ w[b + "mlp.down.weight"] + w[b + "mlp.down.bias"]
-    logits = layer_norm(x, w["norm.scale"], w["norm.bias"]) @ w["embedding.token"].T
-    logits -= logits.max(-1, keepdims=True)
-    log_z = np.log(np.exp(logits).sum(-1))
-    return np.mean(log_z - np.take_along_axis(logits, targets_BT[..., None], -1)[..., 0])
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_the_committed_numbers_are_nanogpts(optimizer):
     """Recomputed here, in NumPy, without the contract: the first loss, the whole schedule, the norm."""
     folder = folder_of(optimizer)
     record = read_golden(optimizer)
     batch, weights = read_tensors(folder, Rung.BATCH), read_tensors(folder, Rung.INITIAL_WEIGHTS)
-    rows = batch["inputs"].reshape(-1, 16), batch["targets"].reshape(-1, 16)
+    model, rows = record.manifest.experiment.model, [batch[x].reshape(-1, 16) for x in ("inputs", "targets")]
     assert len(rows[0]) == 8
-    assert record.steps[0].loss == pytest.approx(loss_of(weights, *rows, layers=2), rel=1e-13)
+    assert record.steps[0].loss == pytest.approx(numpy_loss(model, weights, *rows), rel=1e-13)
     for step in record.steps:
         cosine = 1e-3 + 0.5 * (1 + math.cos(math.pi * min(step.step - 4, 20) / 20)) * 9e-3
         expected = 1e-2 * (step.step + 1) / 5 if step.step < 4 else cosine
@@ -92,10 +55,8 @@ def test_the_committed_numbers_are_nanogpts(optimizer):
     assert [one.step for one in record.evaluations] == [0, 10, 20, 30]
     corpus, experiment = open_corpus(record.manifest.experiment), record.manifest.experiment
     windows = [corpus.evaluation_batch(experiment, "validation", 30, index) for index in range(2)]
-    losses = [
-        loss_of(read_tensors(folder, Rung.LATER_WEIGHTS), x.reshape(-1, 16), y.reshape(-1, 16), layers=2)
-        for x, y in windows
-    ]
+    later = read_tensors(folder, Rung.LATER_WEIGHTS)
+    losses = [numpy_loss(model, later, x.reshape(-1, 16), y.reshape(-1, 16)) for x, y in windows]
     assert record.evaluations[-1].validation == pytest.approx(np.mean(losses), rel=1e-12)
     # nanoGPT's clipping, AdamW and choice of what decays, as the contract's oracle has them; SGD alike.
     gradients, table = read_tensors(folder, Rung.GRADIENTS), parameter_table(experiment.model)
