@@ -16,9 +16,9 @@ import orbax.checkpoint as ocp
 from compare.checkpoint.description import WEIGHTS, Checkpoint, groups
 from compare.checkpoint.reader import CheckpointError, CheckpointReader
 from compare.checkpoint.saver import Part, write_checkpoint
-from compare.numerics.parameters import parameter_table, storage_dtype
 from compare.numerics.shards import Shard
-from compare.spec.experiment import Experiment, revalidate
+from compare.spec.experiment import revalidate
+from jaxpar.problem import Problem
 from jaxpar.weights import from_canonical, to_canonical
 
 STATE, DESCRIPTION = "state", "description"
@@ -58,7 +58,9 @@ def import_checkpoint(source: Path, target: Path) -> None:
             description = msgspec.convert(words, Checkpoint)
             experiment = description.experiment
             revalidate(experiment)
-            state = restored(**{STATE: ocp.args.StandardRestore(_abstract_state(experiment))})[STATE]
+            like = {ITEMS.get(group, group): Problem(experiment).shapes for group in groups(experiment)}
+            like["step"] = jax.ShapeDtypeStruct((), np.asarray(0).dtype)
+            state = restored(**{STATE: ocp.args.StandardRestore(like)})[STATE]
         except Exception as error:  # orbax raises whatever its layers do
             words = " ".join(str(error).split())[:300]
             raise CheckpointError(f"{source} cannot be read by orbax: {words}") from None
@@ -69,14 +71,3 @@ def import_checkpoint(source: Path, target: Path) -> None:
                 yield group, Shard(name=name, device=0, offset=(0,) * array.ndim, shape=array.shape), array
 
     write_checkpoint(target, description, parts())
-
-
-def _abstract_state(experiment: Experiment) -> dict[str, Any]:
-    """Shapes and dtypes of the tree."""
-    zero = np.zeros((), storage_dtype(experiment))
-    empty = {row.name: np.broadcast_to(zero, row.shape) for row in parameter_table(experiment.model)}
-    tree = jax.tree.map(
-        lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), from_canonical(empty, experiment.model)
-    )
-    state = {ITEMS.get(group, group): tree for group in groups(experiment)}
-    return {**state, "step": jax.ShapeDtypeStruct((), np.asarray(0).dtype)}

@@ -1,7 +1,6 @@
-"""Collectives of jax-manual, along a mesh axis: thin names over `jax.lax`.
+"""Collectives of jax-manual, along a mesh axis: thin names over `jax.lax`, which can be swapped at once.
 
-A strategy then reads like its description, and a collective can be swapped everywhere at once. Each says
-its purpose, in a named scope that the ledger reads back.
+Each says its purpose, in a named scope that the ledger reads back.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,8 +29,7 @@ def ledger_scope(purpose: str) -> AbstractContextManager:
 
 def turns_scope(turns: Sequence[int], *, of: int) -> AbstractContextManager:
     """A scope that gives the ledger the turns, of a loop around it, at which it is entered, by rank of pp."""
-    counts = "_".join(map(str, turns if len(set(turns)) > 1 else turns[:1]))
-    return jax.named_scope(f"runs_{counts}_of_{of}")
+    return jax.named_scope(f"runs_{'_'.join(map(str, turns))}_of_{of}")
 
 
 axis_size = lax.axis_size
@@ -55,8 +53,7 @@ def all_reduce_max(x: jax.Array, axis: str, *, purpose: str = "") -> jax.Array:
 def to_varying(tree: Any, axis: str, *, purpose: str = "") -> Any:
     """Mark values that are equal along an axis as each device's own. Its transpose is an all-reduce.
 
-    Autodiff of a use of an invarying value by varying data inserts a psum of its gradient at that use. Of a
-    value marked varying the gradient stays local, and reducing it is up to us.
+    Autodiff sums the gradient of an equal value where varying data use it; that of a marked one stays local.
     """
     if axis_size(axis) == 1:
         return tree

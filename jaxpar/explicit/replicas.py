@@ -44,7 +44,7 @@ def axes_in(spec: P) -> set[str]:
 def over_replicas(
     placements: Any, state: Literal["reduced", "unreduced"], *, sharded: bool, mesh: Mesh
 ) -> Any:
-    """Types of parameters whose gradients are to be summed later, or of these: a tree of PartitionSpecs.
+    """PartitionSpecs of parameters whose gradients are to be summed later, or of these gradients.
 
     Where dp_shard splits a parameter, its gradient has been summed over it: it is reduced along the others.
     """
@@ -59,10 +59,9 @@ def over_replicas(
 
 
 def copies(w: jax.Array) -> jax.Array:
-    """A parameter's copy for each device of the axes that it is reduced along.
+    """A copy for each device of the axes that w is reduced along: (R@dp, ..), or with pp (R@dp, S@pp, ..).
 
-    (..){R:dp} -> (R@dp, ..), and of a pipeline's {R:dp,pp} -> (R@dp, S@pp, ..). Nothing moves, in backward
-    neither: the gradient of what is reduced is unreduced.
+    Nothing moves, in backward neither: the gradient of what is reduced is unreduced.
     """
     reduced = jax.typeof(w).sharding.spec.reduced
     groups = [tuple(axis for axis in group if axis in reduced) for group in (ROWS, (PP,))]
@@ -87,10 +86,7 @@ _copies.defvjp(lambda w, axes: (_copies(w, axes), None), _sum_later)
 
 @custom_vmap
 def own_copy(w: jax.Array, of_replica: jax.Array) -> jax.Array:
-    """Each replica's copy of a parameter {R:dp} that the `vmap` over replicas does not map.
-
-    `of_replica` is anything that the `vmap` maps.
-    """
+    """Each replica's copy of w {R:dp}: the `vmap` over replicas maps `of_replica`, but not w."""
     return reshard(w, P(*jax.typeof(w).sharding.spec.partitions))
 
 

@@ -42,10 +42,9 @@ def strategy(problem: Problem, placements: Any) -> Strategy:
 
 
 def synchronize_gradients(placements: Any, gradients: Any, *, limit: float) -> Any:
-    """The mean over the replicas of a pytree of gradients, which are each device's own.
+    """Means over the replicas, by one all-reduce per bucket of at most `limit` bytes.
 
-    One all-reduce per bucket of at most `limit` bytes: per leaf with 0 (naive), for all of them with infinity
-    (flat). It begins with the last leaves, whose gradients backward finishes first.
+    0 is one per leaf (naive), infinity one for all (flat). Leaves that backward finishes first are first.
     """
     leaves, structure = jax.tree.flatten(gradients)
     # Joined with a leaf that other axes split, a repeated one would count as split.
@@ -60,10 +59,9 @@ def synchronize_gradients(placements: Any, gradients: Any, *, limit: float) -> A
 
 
 def bucket_plan(leaves: list[tuple[Hashable, int]], *, limit: float) -> list[list[int]]:
-    """Buckets as plain data: indices of leaves, the last leaves first, from the sort and bytes of each.
+    """Buckets of leaves of one sort, from the sort and bytes of each: their indices, the last leaves first.
 
-    A bucket has leaves of one sort, and is closed before it would pass the limit (bytes). A leaf of
-    `SENT_AS_IT_IS` of it or more has a bucket to itself: with 0 every leaf has.
+    A bucket is closed before it would pass the limit. A leaf of `SENT_AS_IT_IS` of it has one to itself.
     """
     buckets: list[list[int]] = []
     unfinished: dict[Hashable, list[int]] = {}

@@ -10,9 +10,8 @@ its neighbours:
 
 Autodiff never sees the pipeline. Under layout.remat = full a device keeps the inputs of its stages, and
 backward computes forward anew; under dots and none it keeps what backward needs. One program wants equal
-shapes, so every device has all that pp does not split. Only the two ends use it; their gradients are summed
-once a step, so that copies of a tied embedding stay equal. GPipe is arXiv 1811.06965, 1F1B 2006.09503,
-interleaved 2104.04473.
+shapes: every device has what only the two ends use, whose gradients are summed once a step, so that copies of
+a tied embedding stay equal. GPipe is arXiv 1811.06965, 1F1B 2006.09503, interleaved 2104.04473.
 
 Legend: M microbatches of a step, B sequences of one, T ticks, S slots, R ranks, v stages of a rank.
 """
@@ -62,13 +61,7 @@ def strategy(problem: Problem, placements: Any) -> Strategy:
 
 
 def run_pipeline(
-    pieces: Pieces,
-    ticks: Ticks,
-    params: Any,
-    batch: Any,
-    *,
-    reduce: Callable[[Any], Any],
-    like: Any,
+    pieces: Pieces, ticks: Ticks, params: Any, batch: Any, *, reduce: Callable[[Any], Any], like: Any
 ) -> tuple[jax.Array, Any]:
     """Mean loss, and its gradients: of all but blocks what this device's stages contribute.
 

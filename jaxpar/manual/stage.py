@@ -4,9 +4,8 @@ A stage is some of the model's blocks; the first stage begins with the embedding
 loss. Backward needs the stage's residuals. Either forward keeps them, but for parameters, which are there
 anyway; or backward computes forward anew from the stage's input.
 
-Autodiff sees each piece by itself, never a `lax.cond`: differentiated, that would write zeros on every device
-in place of the last one's residuals, logits among them. So the pieces are joined here, and an end is computed
-only on the device that has it.
+Autodiff sees each piece by itself, never a `lax.cond`, of which it would write zeros on every device in place
+of the last one's residuals, logits among them. So an end is computed only on the device that has it.
 
 Legend: B sequences of a microbatch, T positions, C n_embd. x, y and g, its gradient, are (B, T, C).
 """
@@ -29,21 +28,17 @@ FIRST, LAST = 0, -1
 
 
 class EndSums(NamedTuple):
-    """Sums over microbatches at the two ends of a pipeline."""
+    """Sums over microbatches at the two ends: loss of the last, gradients of all that is in no block."""
 
     loss: jax.Array
-    """Loss of the last stage, ()."""
     gradients: Any
-    """Gradients of all parameters outside the blocks: embedding on the first stage, loss on the last."""
 
 
 class Residuals(NamedTuple):
-    """What a forward keeps for its backward."""
+    """What a forward keeps for its backward: the blocks' output, and autodiff's needs but for parameters."""
 
     y: jax.Array
-    """Output of the blocks, input of the last stage's loss."""
     arrays: list[jax.Array]
-    """Residuals of autodiff's backward of the blocks, without what is made of parameters alone."""
 
 
 class Stage(NamedTuple):
@@ -53,9 +48,8 @@ class Stage(NamedTuple):
     ticks: Ticks
     task: TickTasks
     params: dict[str, Any]
-    """The tree as the pieces take it; of the blocks the stage's: leaves (layers of a stage, ...)."""
+    """The tree as the pieces take it, with this stage's blocks alone: leaves (layers of a stage, ...)."""
     batch: Any
-    """The microbatch: leaves (B, ...)."""
     accumulate: Callable[[Any, Any], Any]
     """(sums, gradients for this microbatch of what is in no block) -> sums."""
 
@@ -71,10 +65,7 @@ class Stage(NamedTuple):
     def backward(
         self, x: jax.Array, residuals: Any, g: jax.Array, sums: EndSums
     ) -> tuple[jax.Array, Any, EndSums]:
-        """The chain rule from the loss to the embedding, given g, which the last stage ignores.
-
-        Returns gradients of the stage's input and of its blocks, and the new sums.
-        """
+        """Gradients of the stage's input and of its blocks, and new sums; the last stage ignores g."""
         if self.ticks.kept_slots:
             y, back = self.restored(residuals)
         else:
@@ -97,10 +88,7 @@ class Stage(NamedTuple):
         return residuals.y, jax.tree.unflatten(structure, arrays)
 
     def grows_with_rows(self, x: jax.Array) -> list[bool]:
-        """For each residual of the blocks: whether twice the rows make it larger.
-
-        If not, it is made of parameters alone. Nothing is computed.
-        """
+        """Of each residual of the blocks: do twice the rows make it larger? Else it is made of parameters."""
 
         def residuals(layers: Any, x: jax.Array, batch: Any) -> list[jax.Array]:
             return jax.tree.leaves(jax.vjp(self._replace(batch=batch).run_layers, layers, x)[1])

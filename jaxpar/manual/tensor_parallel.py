@@ -12,11 +12,9 @@ Backward is in brackets. A layer has two regions, attention and MLP. The embeddi
 needs f alone, as its logits stay split, and the loss is computed on them as they are. q, k and v are one
 product, so that f costs one reduction in backward, and not three.
 
-Without sequence parallelism everything outside the regions is equal on all devices of tp, gradients too.
-With it each device normalises its own positions: the gradients of LayerNorms, row biases and positions are
-partial, and are summed once a step.
-
-Sources: Shoeybi et al., arXiv 1909.08053; Korthikanti et al., arXiv 2205.05198.
+Outside the regions everything is equal on all devices of tp, gradients too, but under sequence parallelism,
+where each device normalises its own positions: gradients of LayerNorms, row biases and positions are partial,
+and are summed once a step. Sources: Shoeybi, arXiv 1909.08053; Korthikanti, arXiv 2205.05198.
 
 Legend: B batch, T position (T/t between the regions under sequence parallelism), C n_embd, V this device's
 part of the vocabulary, t the degree of tp.
