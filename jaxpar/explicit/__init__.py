@@ -95,15 +95,12 @@ def _loss(problem: Problem, placements: Any, *, mesh: Mesh) -> Loss:
     else:
         loss = problem.loss(edits)
 
-    def unpadded(params: Any, batch: Any) -> jax.Array:
-        true = {}
-        for key, p in gathered.items():
-            without_padding = partial(unpad, placements=p)
-            has_stages = layout.pp > 1 and key != STACKED  # a copy of what is in no block for each stage
-            true[key] = (jax.vmap(without_padding) if has_stages else without_padding)(params[key])
+    loss = data_parallel.each_replica(loss, mesh=mesh, rows_dim=1 if layout.pp > 1 else 0)
+
+    def loss_of_stored(params: Any, batch: Any) -> jax.Array:
+        true = unpad({key: params[key] for key in gathered}, gathered)
         return loss({**params, **true}, batch)
 
-    loss_of_all = data_parallel.each_replica(unpadded, mesh=mesh, rows_dim=1 if layout.pp > 1 else 0)
     if layout.zero == 3:
-        return fully_sharded.gather_first(loss_of_all, gathered, mesh=mesh)
-    return loss_of_all
+        return fully_sharded.gather_first(loss_of_stored, gathered, mesh=mesh)
+    return loss_of_stored
