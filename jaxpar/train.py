@@ -166,9 +166,8 @@ def prepare(
         step, updates = description.step, description.updates
         return sharded, TrainState(params=params, opt_state=saved, step=step, updates=updates)
     params = placed(SeedWeights(experiment) if initial is None else initial, sharded.params)
-    opt_state = jax.jit(optimizer.init, out_shardings=moments_like(optimizer, params, sharded.moments))(
-        params
-    )
+    moments = moments_like(optimizer, params, sharded.moments)
+    opt_state = jax.jit(optimizer.init, out_shardings=moments)(params)
     return sharded, TrainState(params=params, opt_state=opt_state)
 
 
