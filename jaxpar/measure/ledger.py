@@ -142,7 +142,7 @@ def axis_of(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple[str,
 
 
 def key_of(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple[str, str, str] | None:
-    """The kind, axis and purpose under which `communications` counts a collective; None over one device."""
+    """The kind, axis and purpose under which `read_ledger` counts a collective; None over one device."""
     axis, group_size = axis_of(collective, axis_sizes)
     purpose = collective.purpose or inferred_purpose(collective, axis)
     return (collective.kind, axis, purpose) if group_size > 1 else None
