@@ -26,52 +26,50 @@ class List(Struct, frozen=True, kw_only=True):
 
     def __call__(self) -> int:
         """Print them. Returns 0."""
-        lessons = {name: f"{of.title}, in all engines on one page" for name, of in LESSONS.items()}
         missing = {name: missing_package(peer, sys.executable) for name, peer in PEERS.items()}
-        subjects: dict[str, tuple[list[str], list[tuple[str | int, ...]]]] = {
-            "experiments": (
-                ["parameters", "steps", "dtype", "devices"],
-                [_experiment(name, path) for name, path in named_experiments().items()],
-            ),
-            "presets": (
-                ["devices"],
-                [
-                    (name, 1 if name == "single" else of.devices, of.description)
-                    for name, of in PRESETS.items()
-                ],
-            ),
-            "faults": (["caught_at"], [(name, of.rung, of.description) for name, of in FAULTS.items()]),
-            "engines": (
-                ["pipelines"],
-                [(name, ", ".join(of.layouts.schedules), of.decides) for name, of in STUDIED.items()],
-            ),
-            "peers": (
-                ["missing"],
-                [(name, of.pip_line if missing[name] else "", of.decides) for name, of in PEERS.items()],
-            ),
-            "lessons": (["preset"], [(name, of.preset, lessons[name]) for name, of in LESSONS.items()]),
+        subjects: dict[str, list[dict[str, str | int]]] = {
+            "experiments": [_experiment(name, path) for name, path in named_experiments().items()],
+            "presets": [
+                dict(name=name, devices=1 if name == "single" else of.devices, description=of.description)
+                for name, of in PRESETS.items()
+            ],
+            "faults": [
+                dict(name=name, caught_at=of.rung, description=of.description) for name, of in FAULTS.items()
+            ],
+            "engines": [
+                dict(name=name, pipelines=", ".join(of.layouts.schedules), description=of.decides)
+                for name, of in STUDIED.items()
+            ],
+            "peers": [
+                dict(name=name, missing=of.pip_line if missing[name] else "", description=of.decides)
+                for name, of in PEERS.items()
+            ],
+            "lessons": [
+                dict(name=name, preset=of.preset, description=f"{of.title}, in all engines on one page")
+                for name, of in LESSONS.items()
+            ],
         }
         if self.json:
-            keys = {subject: ["name", *facts, "description"] for subject, (facts, _) in subjects.items()}
-            print_json(
-                {
-                    subject: [dict(zip(keys[subject], row, strict=True)) for row in rows]
-                    for subject, (_, rows) in subjects.items()
-                }
-            )
+            print_json(subjects)
             return 0
-        for subject, (facts, rows) in subjects.items():
-            texts = [[Text(f"{of:,}" if isinstance(of, int) else of) for of in row] for row in rows]
-            cells = [Row(name, more) for name, *more in texts]
-            table = Table(name="", corner=subject, columns=[*facts, ""], rows=cells, look="words")
+        for subject, named in subjects.items():
+            texts = [[Text(f"{of:,}" if isinstance(of, int) else of) for of in one.values()] for one in named]
+            _, *facts, _ = named[0]
+            rows = [Row(name, more) for name, *more in texts]
+            table = Table(name="", corner=subject, columns=[*facts, ""], rows=rows, look="words")
             results_console().print(terminal_table(table))
         return 0
 
 
-def _experiment(name: str, path: Path) -> tuple[str | int, ...]:
+def _experiment(name: str, path: Path) -> dict[str, str | int]:
     """Its size, and the first sentence of its file's comment, or what stands before a colon there."""
     experiment = load(name)
     lines = [line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line[:1] == "#"]
-    about = re.split(r"[.:](?:\s|$)", " ".join(lines), maxsplit=1)[0]
-    size, train = parameter_count(experiment.model), experiment.train
-    return name, size, train.max_iters, experiment.precision.dtype, experiment.layout.devices, about
+    return dict(
+        name=name,
+        parameters=parameter_count(experiment.model),
+        steps=experiment.train.max_iters,
+        dtype=experiment.precision.dtype,
+        devices=experiment.layout.devices,
+        description=re.split(r"[.:](?:\s|$)", " ".join(lines), maxsplit=1)[0],
+    )
