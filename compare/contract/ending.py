@@ -9,8 +9,6 @@ MISSING = 3
 """Devices or packages."""
 STOPPED = 4
 """Not finished, as somebody asked; nothing is wrong."""
-MEANT = frozenset({BAD_REQUEST, MISSING, STOPPED})
-"""Those that say more than that it failed."""
 ASKED = signal.SIGUSR1
 """SLURM sends it before a time limit."""
 

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from compare.contract import record as files
-from compare.contract.ending import FAILED, MEANT
+from compare.contract.ending import BAD_REQUEST, FAILED, MISSING, STOPPED
 from compare.contract.record import Failure
 from compare.host.signals import describe_exit
 
@@ -30,7 +30,7 @@ def why(returncode: int, folder: Path, hung: str = "") -> Failure:
         told = own.message if own else hung
         return Failure(message=f"{told}: see {folder / LOG}, or raise --timeout_s", exit_code=FAILED)
     codes = (returncode, own.exit_code if own else FAILED)
-    code = next((code for code in codes if code in MEANT), FAILED)
+    code = next((code for code in codes if code in (BAD_REQUEST, MISSING, STOPPED)), FAILED)
     if own:
         return Failure(message=own.message, exit_code=code)
     if said := seen_by_srun(log) or (failure.message if failure else ""):
