@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from compare.contract.collective_bench import TYPE, CollectiveRequest
-from compare.contract.command import one_line, parse_arguments, told_by
+from compare.contract.command import parse_arguments, told_by
 from compare.contract.ending import DONE, FAILED, StoppedEarly, StopRequest
 from compare.contract.faults import IGNORED
 from compare.contract.other_hosts import Waiting, blame_for_hang
@@ -23,6 +23,7 @@ from compare.contract.record import Failure, clear_record, leave_failure
 from compare.contract.request import read_request, read_request_file
 from compare.contract.run_lock import lock_folder
 from compare.host.signals import describe_exit, is_ignored, on_signals, when_stdin_ends
+from compare.spec.experiment import one_line
 from jaxpar.watchdog import Watchdog
 
 ASKED_IN_JSON = {

@@ -22,7 +22,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from compare.contract.command import RunFailed, one_line
+from compare.contract.command import RunFailed
 from compare.contract.ending import DivergedError
 from compare.contract.other_hosts import Waiting, blame, first_cause
 from compare.contract.record import Failure
@@ -30,6 +30,7 @@ from compare.host.disk import no_room
 from compare.host.facts import Activity, MissingDevicesError, cpu_seconds, is_stopped, look_s
 from compare.host.json_files import read_json, write_json
 from compare.host.signals import describe_exit, is_ignored
+from compare.spec.experiment import one_line
 from torchpar.comm.process_groups import choose_interface, is_consequence
 
 POLL_S = 0.1

@@ -18,7 +18,7 @@ from compare.contract.ending import BAD_REQUEST, FAILED, MISSING, STOPPED, Diver
 from compare.contract.record import Failure
 from compare.host.disk import no_room
 from compare.host.facts import MissingDevicesError, MissingPackageError
-from compare.spec.experiment import ExperimentError
+from compare.spec.experiment import ExperimentError, one_line
 
 CODES: dict[type[Exception], int] = {
     StoppedEarly: STOPPED,
@@ -46,11 +46,6 @@ def told_by(error: Exception, folder: Path) -> Failure | None:
     full = no_room(error, folder)
     code = FAILED if full else next((code for of, code in CODES.items() if isinstance(error, of)), None)
     return None if code is None else Failure(message=full or one_line(error), exit_code=code)
-
-
-def one_line(error: BaseException) -> str:
-    """The words of an error."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def parse_arguments(

@@ -112,6 +112,6 @@ def to_toml(experiment: Experiment) -> str:
     return msgspec.toml.encode(experiment).decode()
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """msgspec's message with its `$.model.n_layer` path as we write keys: `model.n_layer`."""
     return " ".join(str(error).split()).replace("`$.", "`").replace("- at `$`", "at the top level")

@@ -29,7 +29,7 @@ from compare.contract.record import (
     read_record,
     read_tensors,
 )
-from compare.contract.request import REQUEST, Request, Rung, read_request, rungs_asked_for
+from compare.contract.request import REQUEST, Request, Rung, rungs_asked_for
 from compare.contract.work import WORK
 from compare.execute.launch import child_environment
 from compare.host.facts import MissingDevicesError
@@ -37,7 +37,7 @@ from compare.host.json_files import decode_json, write_json
 from compare.judge.strategy import strategy_of
 from compare.numerics.data import open_corpus
 from compare.numerics.parameters import initial_parameters, parameter_table
-from compare.spec.engines.registry import SIDES
+from compare.spec.engines.registry import ENGINES, SIDES
 from compare.spec.experiment import ExperimentError, Layout, Optimizer, Train
 from jaxpar.__main__ import failure_of
 from jaxpar.faults import plant
@@ -84,12 +84,11 @@ def test_a_record_is_of_the_batches_and_weights_that_were_asked_for(tmp_path, ca
 
 
 def test_a_refusal_is_one_line(tmp_path, tiny):
-    experiment = replace(tiny, layout=Layout(dp_replicate=3))
-    returned, errors = finish(tmp_path, Request(engine="jax-manual", experiment=experiment))
+    returned, errors = finish(tmp_path, Request(engine="torch-manual", experiment=tiny))
     assert returned == BAD_REQUEST
     (line,) = errors.splitlines()
     assert line.startswith("jaxpar: ")
-    assert "not divisible by layout.dp_replicate = 3" in line
+    assert "jaxpar runs jax-compiler, jax-explicit, jax-manual" in line
     failure = read_failure(tmp_path)
     assert failure is not None
     assert (failure.message, failure.exit_code) == (line.removeprefix("jaxpar: "), BAD_REQUEST)
@@ -110,17 +109,10 @@ def test_an_error_says_what_kind_of_end_it_is(tmp_path, capsys):
     assert capsys.readouterr().err.splitlines() == ["ValueError: odd"]  # of bugs alone there is a stack
 
 
-def test_what_an_engine_does_not_have_is_refused_by_name(tmp_path, tiny):
+def test_what_an_engine_does_not_have_is_refused_by_name():
     overlapped = Layout(gradient_sync="overlapped", dp_replicate=2)
-
-    def read(engine: str, **layout: Layout) -> None:
-        experiment = replace(tiny, **layout)
-        write_json(tmp_path / REQUEST, Request(engine=engine, experiment=experiment))
-        read_request(tmp_path, "jaxpar")
-
     for refused, says in (
-        (lambda: read(engine="torch-manual"), "jaxpar runs jax-compiler, jax-explicit, jax-manual"),
-        (lambda: read(engine="jax-manual", layout=overlapped), "jax-manual offers naive, flat, bucketed"),
+        (lambda: ENGINES["jax-manual"].require(overlapped), "jax-manual offers naive, flat, bucketed"),
         (lambda: plant("sum_for_mean", engine="jax-compiler"), "jax-compiler"),
         (lambda: plant("typo", engine="jax-manual"), "typo"),
     ):
