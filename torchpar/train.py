@@ -42,6 +42,28 @@ PEERS = {peer.name: f"torchpar.{peer.folder}" for peer in TORCH.peers}
 """Modules with their own `parallelize` and step; imported only to train: they may need more packages."""
 
 
+def start_ranks(request: Request, folder: Path) -> None:
+    """Run all ranks on this machine; the record is in `folder` then, an existing one.
+
+    Raises:
+        ExperimentError: data or weights that do not fit.
+        MissingDevicesError: too few GPUs.
+        RunFailed: from `launch`.
+    """
+    planted(request)  # refuses what the engine cannot make: nothing is entered
+    corpus = open_corpus(request.experiment, validated_sha256=request.corpus_sha256)
+    require_validation(request.experiment, corpus)
+    init_sha256 = starting_sha256(request) if request.init_from or request.resume else ""
+    request = replace(request, corpus_sha256=corpus.sha256, init_sha256=init_sha256)  # ranks trust these
+    clear_record(folder)
+    if request.platform != "gpu" and sys.platform != "darwin":
+        # The first optimizer step imports it, which takes 2 s; forked ranks inherit it.
+        importlib.import_module("torch._dynamo")
+    work = functools.partial(train, request=request, folder=folder)
+    devices = request.experiment.layout.devices
+    launch(work, world_size=devices, platform=request.platform, timeout_s=request.timeout_s)
+
+
 def train(rank: Rank, *, request: Request, folder: Path) -> None:
     """Train as one of `layout.devices` ranks; rank 0 leaves the record in `folder`, an existing one.
 
@@ -67,28 +89,6 @@ def train(rank: Rank, *, request: Request, folder: Path) -> None:
             run.compile_s = compile_ahead(run)
         train_to_end(run, recording_of(run, folder))
     process_groups.leave_group()
-
-
-def start_ranks(request: Request, folder: Path) -> None:
-    """Run all ranks on this machine; the record is in `folder` then, an existing one.
-
-    Raises:
-        ExperimentError: data or weights that do not fit.
-        MissingDevicesError: too few GPUs.
-        RunFailed: from `launch`.
-    """
-    planted(request)  # refuses what the engine cannot make: nothing is entered
-    corpus = open_corpus(request.experiment, validated_sha256=request.corpus_sha256)
-    require_validation(request.experiment, corpus)
-    init_sha256 = starting_sha256(request) if request.init_from or request.resume else ""
-    request = replace(request, corpus_sha256=corpus.sha256, init_sha256=init_sha256)  # ranks trust these
-    clear_record(folder)
-    if request.platform != "gpu" and sys.platform != "darwin":
-        # The first optimizer step imports it, which takes 2 s; forked ranks inherit it.
-        importlib.import_module("torch._dynamo")
-    work = functools.partial(train, request=request, folder=folder)
-    devices = request.experiment.layout.devices
-    launch(work, world_size=devices, platform=request.platform, timeout_s=request.timeout_s)
 
 
 def planted(request: Request) -> AbstractContextManager:
