@@ -79,9 +79,9 @@ def _of_steps(steps: list[Step], request: Request) -> Iterator[str]:
     first, asked, numbers = request.first_step, request.steps, [step.step for step in steps]
     experiment, updates, scale = request.experiment, request.first_update, request.first_loss_scale
     if numbers != list(range(first, first + asked)):
-        odd = next((at for at, number in enumerate(numbers) if number != first + at), len(numbers))
-        belongs = f"number {numbers[odd]} comes where {first + odd} belongs" if odd < len(numbers) else ""
-        yield f"it has {len(numbers)} of {asked} steps: {belongs or 'it ends there'}"
+        pairs = enumerate(numbers, first)
+        odd = (f"number {found} comes where {right} belongs" for right, found in pairs if found != right)
+        yield f"it has {len(numbers)} of {asked} steps: {next(odd, 'it ends there')}"
     for step in steps:
         for what, value in (("loss", step.loss), ("gradient norm", step.grad_norm)):
             if not math.isfinite(value):

@@ -76,8 +76,8 @@ def profile_of(outcome: Outcome, records: Mapping[str, Record]) -> Profile:
     engines = [_engine(name, record) for name, record in records.items()]
     without = [engine.name for engine in engines if not engine.devices]
     missing = f"INCOMPLETE: {', '.join(without)} left no timeline; " if without else ""
-    verdict, passed = missing + outcome.sentence(), outcome.passed and not without
-    return Profile(engines=engines, verdict=verdict, passed=passed)
+    passed = outcome.passed and not without
+    return Profile(engines=engines, verdict=missing + outcome.sentence(), passed=passed)
 
 
 def _engine(name: str, record: Record) -> EngineProfile:

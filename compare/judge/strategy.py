@@ -185,10 +185,8 @@ def _sent(run: Observed) -> Iterator[Finding]:
     ledger, engine = run.record.ledger, run.engine.name
     if ledger.problems:
         yield Finding("the ledger", "complete", ledger.problems[0])
-    asked = "the textbook of the layout"
-    flows = line_up(engine, run.experiment, ledger.rows)
-    wrong = next(mismatches(engine, run.experiment, flows), asked)
-    yield Finding("what is sent", asked, wrong)
+    asked, flows = "the textbook of the layout", line_up(engine, run.experiment, ledger.rows)
+    yield Finding("what is sent", asked, next(mismatches(engine, run.experiment, flows), asked))
 
 
 def done_words(record: Record) -> dict[str, str]:

@@ -21,6 +21,7 @@ T = 1e12
 HOPPER_SXM = {"bfloat16": 989.5 * T, "tf32": 494.5 * T, "float32": 67 * T, "float64": 67 * T}
 HOPPER_NVL = {"bfloat16": 835.5 * T, "tf32": 417.5 * T, "float32": 60 * T, "float64": 60 * T}
 AMPERE = {"bfloat16": 312 * T, "tf32": 156 * T, "float32": 19.5 * T, "float64": 19.5 * T}
+VOLTA = {"float32": 15.7 * T, "float64": 7.8 * T}
 
 PEAKS: dict[str, dict[str, float]] = {
     # nvidia.com: data sheets "H100 Tensor Core GPU", "H200 Tensor Core GPU"
@@ -32,18 +33,15 @@ PEAKS: dict[str, dict[str, float]] = {
     # nvidia.com: data sheet "HGX B200", an eighth of the board's figure
     "NVIDIA B200": {"bfloat16": 2250 * T},
     # nvidia.com: data sheet "A100 Tensor Core GPU"
-    "NVIDIA A100-SXM4-40GB": AMPERE,
-    "NVIDIA A100-SXM4-80GB": AMPERE,
-    "NVIDIA A100-PCIE-40GB": AMPERE,
-    "NVIDIA A100 80GB PCIe": AMPERE,
+    **dict.fromkeys(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"), AMPERE),
+    **dict.fromkeys(("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"), AMPERE),
     # nvidia.com: data sheets "A10", "A30", "A40", "L4", "L40S", "V100", "T4"
     "NVIDIA A10": {"bfloat16": 125 * T, "tf32": 62.5 * T, "float32": 31.2 * T},
     "NVIDIA A30": {"bfloat16": 165 * T, "tf32": 82 * T, "float32": 10.3 * T, "float64": 10.3 * T},
     "NVIDIA A40": {"bfloat16": 149.7 * T, "tf32": 74.8 * T, "float32": 37.4 * T},
     "NVIDIA L4": {"bfloat16": 121 * T, "tf32": 60 * T, "float32": 30.3 * T},
     "NVIDIA L40S": {"bfloat16": 362 * T, "tf32": 183 * T, "float32": 91.6 * T},
-    "Tesla V100-SXM2-16GB": {"float32": 15.7 * T, "float64": 7.8 * T},
-    "Tesla V100-SXM2-32GB": {"float32": 15.7 * T, "float64": 7.8 * T},
+    **dict.fromkeys(("Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB"), VOLTA),
     "Tesla T4": {"float32": 8.1 * T},
     # nvidia.com: white papers "Ada GPU architecture" and "Ampere GA102"; bfloat16 summed up in float32
     "NVIDIA GeForce RTX 4090": {"bfloat16": 165.2 * T, "tf32": 82.6 * T, "float32": 82.6 * T},
