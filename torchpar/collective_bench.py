@@ -7,19 +7,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from compare.contract.collective_bench import (
-    OURS,
-    TIMES,
-    CollectiveCase,
-    CollectiveRequest,
-    CollectiveRow,
-    CollectiveTimes,
-    elements,
-    expected,
-    make_row,
-    measure,
-    sent,
-)
+from compare.contract import collective_bench as bench
+from compare.contract.collective_bench import CollectiveCase, CollectiveRequest, CollectiveRow
 from compare.contract.other_hosts import host_names
 from compare.host.facts import versions
 from compare.host.json_files import write_json
@@ -44,14 +33,14 @@ def time_as_rank(rank: Rank, *, request: CollectiveRequest, folder: Path) -> Non
             rows.append(time_case(way, axis, case, device=device, row_s=request.row_s))
     places = world.all_gather_objects((socket.gethostname(), rank.local_rank))
     if rank.rank == 0:
-        times = CollectiveTimes(
+        times = bench.CollectiveTimes(
             rows=rows,
             device_kind=device_kind(device),
             versions=versions(PACKAGES),
             threads="1 per rank",
             hosts=host_names(places),
         )
-        write_json(folder / TIMES, times)
+        write_json(folder / bench.TIMES, times)
     process_groups.leave_group()
 
 
@@ -66,12 +55,12 @@ def time_case(
 ) -> CollectiveRow:
     """Time one collective of one size along `axis`, then do it once more and look at what it gave."""
     kind, ranks = case.kind, axis.size
-    count = elements(kind, case.size, ranks)
-    given = torch.from_numpy(sent(kind, axis.rank, ranks=ranks, count=count)).to(device)
-    wanted = torch.from_numpy(expected(kind, axis.rank, ranks=ranks, count=count)).to(device)
+    count = bench.elements(kind, case.size, ranks)
+    given = torch.from_numpy(bench.sent(kind, axis.rank, ranks=ranks, count=count)).to(device)
+    wanted = torch.from_numpy(bench.expected(kind, axis.rank, ranks=ranks, count=count)).to(device)
     result = torch.zeros_like(wanted)  # sums over and over in place stay finite
-    call = functools.partial((OWN if way == OURS else STOCK)[kind], axis, given, result)
-    seconds = measure(
+    call = functools.partial((OWN if way == bench.OURS else STOCK)[kind], axis, given, result)
+    seconds = bench.measure(
         call,
         wait=functools.partial(now, device),  # on a GPU calls return before they are done
         slowest=lambda value: max(axis.all_gather_objects(value)),
@@ -81,7 +70,7 @@ def time_case(
     call()
     now(device)
     wrong = sum(axis.all_gather_objects(int((result != wanted).sum())))
-    return make_row(way, case, ranks=ranks, seconds=seconds, wrong=wrong)
+    return bench.make_row(way, case, ranks=ranks, seconds=seconds, wrong=wrong)
 
 
 def _shift(axis: Axis, given: torch.Tensor, result: torch.Tensor) -> None:

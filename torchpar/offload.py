@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 
-CHUNK_BYTES = 64_000_000
-"""Parameters whose moments move together (bytes); two such chunks are on the device at once."""
-
 
 class StateOnHost(torch.optim.Optimizer):
     """Put before an optimizer that treats parameters one by one, it moves their state: see `on_host`."""
 
-    chunk_bytes = CHUNK_BYTES
+    chunk_bytes = 64_000_000
+    """Of parameters whose moments move together; two such chunks are on the device at once."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
