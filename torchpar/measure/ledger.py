@@ -25,19 +25,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from compare.contract.communication import (
-    ACTIVATION_GRADIENTS,
-    ACTIVATIONS,
-    ACTIVATIONS_AND_GRADIENTS,
-    GRADIENTS,
-    LOSS,
-    PARAMETERS,
-    PHASES,
-    REPLICATED_GRADIENTS,
-    UNUSED,
-    Communication,
-    ring_wire_bytes,
-)
+from compare.contract import communication
+from compare.contract.communication import PHASES, Communication, ring_wire_bytes
 from compare.contract.ledger import Ledger
 from compare.spec.axes import DP_SHARD, PP, TP
 from torchpar.comm.collectives import Axis, Call, observers
@@ -145,19 +134,19 @@ class LedgerSink(Sink):
     def _inferred_purpose(self, kind: str, axis: str, dtype: str) -> str:
         """Purpose of a collective in PyTorch's wrappers: mostly the reduction of gradients."""
         if dtype == "int32":
-            return UNUSED  # DDP's map of parameters
+            return communication.UNUSED  # DDP's map of parameters
         if axis == PP and kind == "permute":
-            return ACTIVATIONS_AND_GRADIENTS  # its batches of messages do not say which
+            return communication.ACTIVATIONS_AND_GRADIENTS  # its batches of messages do not say which
         # FSDP2 gathers inside of the loss's backward, too: that is no part of the loss.
         if self.watch.module.endswith(".loss") and (axis == TP or kind == "all_reduce"):
-            return LOSS
+            return communication.LOSS
         if axis == TP and self.watch.in_backward and not self.watch.runs_again:
             is_of_fsdp = _runs(sys._getframe(1), lambda code: _FSDP2 in code.co_filename)
-            return REPLICATED_GRADIENTS if is_of_fsdp else ACTIVATION_GRADIENTS
+            return communication.REPLICATED_GRADIENTS if is_of_fsdp else communication.ACTIVATION_GRADIENTS
         if axis == TP:
-            return ACTIVATIONS if self.watch.module else REPLICATED_GRADIENTS
+            return communication.ACTIVATIONS if self.watch.module else communication.REPLICATED_GRADIENTS
         is_of_parameters = axis == DP_SHARD and kind in ("all_gather", "broadcast")
-        return PARAMETERS if is_of_parameters else GRADIENTS
+        return communication.PARAMETERS if is_of_parameters else communication.GRADIENTS
 
 
 @contextmanager
