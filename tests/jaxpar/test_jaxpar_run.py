@@ -6,7 +6,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -165,7 +164,8 @@ def test_a_second_run_in_a_folder_is_refused_and_what_a_killed_one_left_is_clear
 
 
 def test_doctor():
-    done = processes.run([sys.executable, "-m", "jaxpar", "--doctor"])
+    environment = child_environment(SIDES["jaxpar"], "cpu")
+    done = processes.run([warm.python(), "-m", "jaxpar", "--doctor"], env=environment)
     assert done.returncode == 0
     reported = json.loads(done.stdout)
     assert {"python", "jax", "flax", "optax"} <= set(reported["versions"])
