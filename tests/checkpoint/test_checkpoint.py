@@ -10,7 +10,14 @@ from checkpoints import random_state
 from small_checkpoint import DEVICES, EXPERIMENT, checkpoint, parts, save
 
 from compare.checkpoint import saver as savers
-from compare.checkpoint.description import CHECKPOINTS, DESCRIPTION, checkpoints_in, folder_name, key
+from compare.checkpoint.description import (
+    CHECKPOINTS,
+    DESCRIPTION,
+    UNFINISHED,
+    checkpoints_in,
+    folder_name,
+    key,
+)
 from compare.checkpoint.reader import CheckpointReader
 from compare.checkpoint.saver import Saver
 from compare.contract.request import REQUEST, Request, read_request
@@ -68,6 +75,7 @@ def test_a_save_that_was_cut_off_is_no_checkpoint_and_the_one_before_is_whole(tm
     alone.finish()
     assert list(checkpoints_in(tmp_path)) == [5]
     CheckpointReader(tmp_path / folder_name(5)).verify()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [folder_name(5), folder_name(10) + UNFINISHED]
 
 
 def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
