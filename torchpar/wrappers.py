@@ -1,10 +1,9 @@
 """The lessons' strategies for modules that train as usual: `DataParallel`, `FSDP`, `ShardedOptimizer`.
 
-As usual: tied and frozen parameters, buffers, passes that accumulate, several param groups, optimizers that
-treat elements one by one, and whole states out and in; every other parameter takes part in the loss. A step,
-or a clipping, before the gradients are synchronised is an error. What is beyond that is refused, in a line
-that names PyTorch's class for it: DistributedDataParallel, ZeroRedundancyOptimizer, fully_shard. Nothing of
-PyTorch is replaced.
+As usual: tied, frozen and unused parameters, buffers, passes that accumulate, several param groups,
+optimizers that treat elements one by one, and whole states out and in. A step, or a clipping, before the
+gradients are synchronised is an error. What is beyond that is refused, in a line that names PyTorch's class
+for it: DistributedDataParallel, ZeroRedundancyOptimizer, fully_shard. Nothing of PyTorch is replaced.
 
     model = FSDP(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -24,6 +23,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from compare.contract.communication import UNUSED
 from torchpar.comm.collectives import Axis
 from torchpar.manual import data_parallel, fully_sharded, sharded_optimizer
 from torchpar.manual.data_parallel import Bucket
@@ -62,10 +62,12 @@ class Guarded(nn.Module):
     module: nn.Module
     is_synchronizing: bool
 
-    def _watch(self, axes: Sequence[Axis | None], parameters: Iterable[torch.Tensor]) -> None:
+    def _watch(self, axes: Sequence[Axis | None], parameters: Iterable[torch.Tensor], unused: bool) -> None:
         """Make buffers the first rank's, and look at every `step()` of an optimizer over the parameters."""
+        self._axes, self._buffers_are_due = [axis for axis in axes if axis], True
+        self._find_unused = unused
         self._unfinished = 0  # 1: gradients are accumulating, 2: the last backward was there
-        replicate(self.module.buffers(), axes)
+        replicate(self.module.buffers(), self._axes)
         ids, reference = {id(parameter) for parameter in parameters}, weakref.ref(self)
 
         def before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
@@ -83,7 +85,21 @@ class Guarded(nn.Module):
     def forward(self, *args, **kwargs):
         if self._unfinished == 2 and torch.is_grad_enabled():
             raise RuntimeError(f"forward after a backward without no_sync(): {FINISH}")
+        if self._buffers_are_due:  # DDP's rule: not after an evaluation, nor within accumulated passes
+            replicate(self.module.buffers(), self._axes)
+        self._buffers_are_due = self.is_synchronizing and torch.is_grad_enabled()
         return super().forward(*args, **kwargs)
+
+    def _used(self, here: Sequence[bool], names: Sequence[str]) -> list[bool]:
+        """Whether any rank has used each parameter; an error where all have to."""
+        if not self._find_unused:
+            for name in (name for name, is_used in zip(names, here, strict=True) if not is_used):
+                raise RuntimeError(f"{name} took no part in the loss: set find_unused_parameters=True")
+            return list(here)
+        flags = torch.tensor(here, dtype=torch.int32, device=next(self.module.parameters()).device)
+        for axis in self._axes:
+            axis.all_reduce(flags, purpose=UNUSED)
+        return flags.bool().tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Guarded":
         raise RuntimeError(f"a copy would share hooks: load the whole state into another, or use {DDP}")
@@ -95,13 +111,15 @@ class Guarded(nn.Module):
 class DataParallel(Guarded, data_parallel.DataParallel):
     """Averages the gradients of a module over the ranks: see `manual.data_parallel`.
 
-    Parameters and buffers begin as the first rank's. Options: gradient_sync, bucket_size_mb and group.
+    Parameters and buffers become those of the first rank. With `find_unused_parameters` a parameter that no
+    rank uses has no gradient; one used on some ranks counts as zero on the others. That costs one small
+    all-reduce a step. Options: gradient_sync, bucket_size_mb and group.
     """
 
-    def __init__(self, module: nn.Module, **options: Any):
+    def __init__(self, module: nn.Module, *, find_unused_parameters: bool = False, **options: Any):
         require_usual(module)
         super().__init__(module, **options)
-        self._watch([self.axis], module.parameters())
+        self._watch([self.axis], module.parameters(), find_unused_parameters)
 
     def gradient_ready(self, bucket: Bucket, index: int, parameter: torch.Tensor) -> None:
         super().gradient_ready(bucket, index, parameter)
@@ -110,12 +128,15 @@ class DataParallel(Guarded, data_parallel.DataParallel):
         parameter.grad = parameter.grad.as_subclass(PartOfGradient)
 
     def finish_gradient_synchronization(self) -> None:
-        for bucket in self.buckets:
-            for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
-                if parameter.grad is None:
-                    raise RuntimeError(f"{name} took no part in the loss: use {DDP}")
-                parameter.grad = parameter.grad.as_subclass(torch.Tensor)
+        parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
+        names = [name for bucket in self.buckets for name in bucket.names]
+        used = self._used([parameter.grad is not None for parameter in parameters], names)
+        for parameter in parameters:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = gradient.as_subclass(torch.Tensor)
         super().finish_gradient_synchronization()
+        for parameter, is_used in zip(parameters, used, strict=True):
+            parameter.grad = parameter.grad if is_used else None
         self._unfinished = 0
 
 
@@ -125,15 +146,18 @@ class FSDP(Guarded, fully_sharded.FSDP):
     An optimizer over `parameters()` has this rank's pieces: 1-D, perhaps empty. So choose param groups by
     name, from `pieces`: `p.dim()` is 1 of each. Every rank runs the same units in the same order: submodules,
     or lists of them that are gathered together; by default the elements of the outermost ModuleLists and
-    Sequentials. What is in none stays gathered to the end of the step. Options: group, replicate_group, zero
-    (2 or 3), reshard_after_forward.
+    Sequentials. What is in none stays gathered to the end of the step. Gradients are reduced after backward
+    if it is to find unused ones. Options: group, replicate_group, zero (2 or 3), reshard_after_forward.
     """
+
+    _is_finishing = False
 
     def __init__(
         self,
         module: nn.Module,
         *,
         units: Iterable[nn.Module | Iterable[nn.Module]] | None = None,
+        find_unused_parameters: bool = False,
         **options: Any,
     ):
         require_usual(module)
@@ -145,7 +169,8 @@ class FSDP(Guarded, fully_sharded.FSDP):
         super().__init__(module, units=groups, **options)
         piece_of = pieces_of(self.flats)
         self.pieces = {name: piece_of[parameter] for parameter, name in names.items()}
-        self._watch([self.axis, self.flats[0].replicas], self.pieces.values())
+        axes = [self.axis, self.flats[0].replicas]
+        self._watch(axes, self.pieces.values(), find_unused_parameters)
         module.__dict__["state_dict"] = self._refuse_state_dict
 
     def forward(self, *args, **kwargs):
@@ -165,9 +190,21 @@ class FSDP(Guarded, fully_sharded.FSDP):
         self._unfinished = max(self._unfinished, 1 + self.is_synchronizing)
         super().gradient_ready(unit, flat, index, parameter)
 
+    def reduce(self, unit: Unit) -> None:
+        if self._is_finishing or not self._find_unused:
+            super().reduce(unit)
+
     def finish_gradient_synchronization(self) -> None:
-        require_all_used(self.flats)
+        places = [(flat, index) for flat in self.flats for index in flat.trainable]
+        here = [index in flat.gradients.used for flat, index in places]
+        used = self._used(here, [flat.names[index] for flat, index in places])
+        for (flat, index), is_used, is_used_here in zip(places, used, here, strict=True):
+            if is_used and not is_used_here:
+                flat.parameters[index].grad = torch.zeros_like(flat.parameters[index])
+                flat.gradients.add(index)
+        self._is_finishing = True
         super().finish_gradient_synchronization()
+        self._is_finishing = False
         mark_pieces(self.flats, PartOfGradient)
         self._unfinished = 0
 
@@ -224,12 +261,21 @@ class FSDP(Guarded, fully_sharded.FSDP):
 class ShardedOptimizer(sharded_optimizer.ShardedOptimizer):
     """An optimizer that treats elements one by one, its state shared out: see `manual.sharded_optimizer`.
 
-    It reduces the gradients itself: `finish_gradient_synchronization()` comes before `step()`.
+    Gradients are the mean already, such as DataParallel's; or with `reduce_gradients=True` they are reduced
+    here, and `finish_gradient_synchronization()` comes before `step()`.
     """
 
-    def __init__(self, params: Iterable[Any], optimizer_cls: type[torch.optim.Optimizer], **options: Any):
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_cls: type[torch.optim.Optimizer],
+        *,
+        reduce_gradients: bool = False,
+        **options: Any,
+    ):
         require_elementwise(optimizer_cls)
-        super().__init__(params, optimizer_cls, **options)
+        self._reduces = reduce_gradients
+        super().__init__(params, optimizer_cls, reduce_gradients=reduce_gradients, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if "inner" in vars(self):
@@ -237,7 +283,11 @@ class ShardedOptimizer(sharded_optimizer.ShardedOptimizer):
         super().add_param_group(param_group)
 
     def finish_gradient_synchronization(self) -> None:
-        require_all_used(self.flats)
+        for flat in self.flats:
+            for index in set(flat.trainable) - flat.gradients.used:
+                raise RuntimeError(
+                    f"{flat.names[index]} took no part: reduce by DataParallel, which finds unused"
+                )
         super().finish_gradient_synchronization()
         mark_pieces(self.flats, PartOfGradient)
 
@@ -250,7 +300,23 @@ class ShardedOptimizer(sharded_optimizer.ShardedOptimizer):
         if closure is not None:
             raise ValueError("step(closure): a closure's gradients would not be reduced; step after backward")
         self.require_finished()
+        if not self._reduces:
+            self._slice_means()
         super().step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        torch.optim.Optimizer.zero_grad(self, set_to_none)  # parameters that keep their gradients
+
+    def _slice_means(self) -> None:
+        """Give each piece its part of a full gradient that is the mean already."""
+        for flat in self.flats:
+            for index, (parameter, piece) in enumerate(zip(flat.parameters, flat.pieces, strict=True)):
+                gradient, piece.grad = parameter.grad, None
+                if gradient is not None:
+                    if gradient.stride() != parameter.stride():
+                        gradient = torch.empty_like(parameter).copy_(gradient)
+                    piece.grad = gradient.as_strided((gradient.numel(),), (1,))[flat.elements_of(index)]
 
     def require_finished(self) -> None:
         if any(gradients.used for gradients in self.order):
@@ -282,17 +348,14 @@ def mark_pieces(flats: Sequence[FlatParameters], as_class: type[torch.Tensor]) -
         piece.grad = None if piece.grad is None else piece.grad.as_subclass(as_class)
 
 
-def require_all_used(flats: Sequence[FlatParameters]) -> None:
-    for flat in flats:
-        for index in flat.trainable - flat.gradients.used:
-            raise RuntimeError(f"{flat.names[index]} took no part in the loss: use {FSDP2}")
-
-
 def require_usual(module: nn.Module) -> None:
     """Refuse what is seen before training, and not usual."""
     for name, parameter in module.named_parameters():
         if parameter._post_accumulate_grad_hooks:
             raise ValueError(f"gradients of {name} go to a wrapper already: use one of the two")
+    for name, part in module.named_modules():
+        if getattr(part, "sparse", False):
+            raise ValueError(f"{name} has sparse gradients: use a dense embedding")
 
 
 def require_elementwise(optimizer_cls: type[torch.optim.Optimizer]) -> None:
@@ -319,14 +382,19 @@ def default_units(module: nn.Module, *, is_listed: bool = False) -> Iterator[nn.
 
 
 def grouped(module: nn.Module, units: Iterable[Sequence[nn.Module]]) -> list[list[nn.Module]]:
-    """The units that have parameters, and the module itself for what is in none."""
-    units = [[*unit] for unit in units if any(True for part in unit for _ in part.parameters())]
+    """Units that share no parameter: those that do are joined. The module itself is last, for all that is in
+    none, or shared with what is in none."""
+    units = list(units)
     parts = [part for unit in units for root in unit for part in root.modules()]
     if len(set(parts)) < len(parts) or not set(parts) <= set(module.modules()):
         raise ValueError(f"a unit is no part of the module, or in another one's, too: use {FSDP2}")
     outside = [part for part in module.modules() if part not in set(parts)]
-    left = {p for part in outside for p in part.parameters(recurse=False)}
-    owned = [p for unit in units for p in {p for part in unit for p in part.parameters()}] + [*left]
-    if len(set(owned)) < len(owned):
-        raise ValueError(f"a parameter is in two units: give them as a list, as one unit, or use {FSDP2}")
-    return [*units, [module]] if left else units
+    groups = [({p for part in outside for p in part.parameters(recurse=False)}, [module])]
+    for unit in units:
+        parameters, members = {p for part in unit for p in part.parameters()}, list(unit)
+        for group in [group for group in groups if group[0] & parameters]:
+            groups.remove(group)
+            parameters, members = group[0] | parameters, group[1] + members
+        groups.append((parameters, members))
+    joined = [[module] if module in members else members for parameters, members in groups if parameters]
+    return sorted(joined, key=lambda members: module in members)

@@ -80,3 +80,8 @@ def assert_same(
         torch.testing.assert_close(
             got[name], tensor, **tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Those that there are."""
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchpar import FSDP, DataParallel, ShardedOptimizer
 from torchpar.comm import process_groups
+from torchpar.comm.collectives import Axis
 from torchpar.wrappers import default_units
 
 # Averages of four partial means in another order than one mean over all: a few units in the last place,
@@ -33,13 +34,13 @@ AdamW = partial(torch.optim.AdamW, **ADAM)
 
 
 class Branch(nn.Module):
-    """`twice` runs twice."""
+    """No rank uses `never`; `twice` runs twice."""
 
     def __init__(self, seed: int = 0):
         super().__init__()
         torch.manual_seed(seed)
         self.layers = nn.ModuleList(nn.Linear(7, 7, dtype=double) for _ in range(2))
-        self.twice = nn.Linear(7, 7, dtype=double)
+        self.twice, self.never = (nn.Linear(7, 7, dtype=double) for _ in range(2))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.twice(nn.functional.one_hot(tokens, 7).double())
@@ -48,10 +49,27 @@ class Branch(nn.Module):
 
 class Recomputed(Branch):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.twice(nn.functional.one_hot(tokens, 7).double())
+        x = nn.functional.one_hot(tokens, 7).double() + self.twice.bias
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False)
         return x.square().mean()
+
+
+class Tied(nn.Module):
+    """Two layers of a list share a weight, and a third has one with the module around it."""
+
+    def __init__(self, seed: int = 0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(nn.Linear(7, 7, dtype=double) for _ in range(4))
+        self.layers[2].weight = self.layers[0].weight
+        self.scale = self.layers[3].weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.one_hot(tokens, 7).double()
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x * self.scale.sum()).square().mean()
 
 
 def ends_and_layers(module: Any) -> list:
@@ -60,8 +78,9 @@ def ends_and_layers(module: Any) -> list:
 
 HABITS: dict[str, Callable[[int], nn.Module]] = {
     "tied to the end, frozen, strided, two dtypes": Odd,
-    "used twice": Branch,
+    "unused, and used twice": Branch,
     "recomputed": Recomputed,
+    "tied between layers": Tied,
 }
 SHARDED: dict[str, dict[str, Any]] = {
     "zero3": {"zero": 3},
@@ -69,6 +88,7 @@ SHARDED: dict[str, dict[str, Any]] = {
     "zero2": {"zero": 2},
     "one unit": {"units": ()},
     "units by hand": {"units": ends_and_layers},
+    "found unused": {"find_unused_parameters": True},
 }
 SYNCS = ("naive", "flat", "overlapped", "bucketed")
 
@@ -115,7 +135,9 @@ def test_data_parallel(rank: int) -> None:
     for make in HABITS.values():
         for sync in SYNCS:
             module = make(rank)  # the first rank's values are everybody's
-            model = DataParallel(module, gradient_sync=sync, bucket_size_mb=2e-4)
+            model = DataParallel(
+                module, gradient_sync=sync, bucket_size_mb=2e-4, find_unused_parameters=make is not Odd
+            )
             optimizer = AdamW(groups(dict(module.named_parameters())))
             for step, expected in enumerate(reference(make, steps=2)):
                 three_passes(model, model, rank, step)
@@ -134,7 +156,8 @@ def test_fully_sharded(rank: int) -> None:
         for options in (*SHARDED.values(), hybrid):
             module = make(rank)
             plain = {name for name, _ in module.named_parameters()}
-            model = FSDP(module, **options_for(module, options))
+            unused = {"find_unused_parameters": True} if isinstance(module, Branch) else {}
+            model = FSDP(module, **{**options_for(module, options), **unused})
             assert model.pieces.keys() == plain
             optimizer = AdamW(groups(model.pieces))
             for step, expected in enumerate(reference(make, steps=2)):
@@ -151,17 +174,68 @@ def test_fully_sharded(rank: int) -> None:
 @on_ranks
 def test_sharded_optimizer(rank: int) -> None:
     for make in HABITS.values():
-        module = make(0)  # an optimizer has nothing to do with buffers
-        named = dict(module.named_parameters())
-        optimizer = ShardedOptimizer(groups(named), torch.optim.AdamW, bucket_size_mb=2e-4, **ADAM)
-        for step, expected in enumerate(reference(make, steps=2)):
-            three_passes(module, optimizer, rank, step)
-            optimizer.clip_grad_norm_(limit(make))
-            optimizer.step()
-            optimizer.zero_grad()
-            assert_same(module.state_dict(), expected.state_dict())
-        held = sum(v.numel() for state in optimizer.state.values() for v in state.values() if v.dim())
-        assert held <= 2 * sum(p.numel() for p in named.values()) // RANKS + 2 * len(named)
+        for reduces in (False, True) if make not in (Branch, Recomputed) else (False,):
+            module = make(0 if reduces else rank)  # an optimizer has nothing to do with buffers
+            named = dict(module.named_parameters())
+            optimizer = ShardedOptimizer(
+                groups(named), torch.optim.AdamW, reduce_gradients=reduces, bucket_size_mb=2e-4, **ADAM
+            )
+            model = module if reduces else DataParallel(module, find_unused_parameters=True)
+            for step, expected in enumerate(reference(make, steps=2)):
+                three_passes(model, optimizer if reduces else model, rank, step)
+                if reduces:
+                    optimizer.clip_grad_norm_(limit(make))
+                else:
+                    clip_grad_norm_([p for p in named.values() if p.grad is not None], limit(make))
+                optimizer.step()
+                optimizer.zero_grad()
+                assert_same(module.state_dict(), expected.state_dict())
+            held = sum(v.numel() for state in optimizer.state.values() for v in state.values() if v.dim())
+            assert held <= 2 * sum(p.numel() for p in named.values()) // RANKS + 2 * len(named)
+
+
+@on_ranks
+def test_used_on_some_ranks_only(rank: int) -> None:
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.always, self.sometimes, self.never = (nn.Linear(3, 3, dtype=double) for _ in range(3))
+
+        def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+            return self.always(self.sometimes(x) if use else x).square().mean()
+
+    x, plain = normal(RANKS, 3), Sometimes()
+    sum(plain(x[r : r + 1], r != 1) for r in range(RANKS)).div(RANKS).backward()
+    for sync in SYNCS:
+        replica = Sometimes()
+        model = DataParallel(replica, gradient_sync=sync, bucket_size_mb=1e-4, find_unused_parameters=True)
+        model(x[rank : rank + 1], rank != 1).backward()
+        model.finish_gradient_synchronization()
+        assert_same(modules.gradients(replica), modules.gradients(plain))
+    sharded = FSDP(Sometimes(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    sharded(x[rank : rank + 1], rank != 1).backward()
+    sharded.finish_gradient_synchronization()
+    assert sharded.pieces["never.weight"].grad is None
+    optimizer.step()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert_same(sharded.full_state_dict(), plain.state_dict())
+
+
+@on_ranks
+def test_buffers_are_the_first_ranks(rank: int) -> None:
+    for wrap in (DataParallel, FSDP):
+        module = nn.Sequential(nn.Linear(3, 3, dtype=double), nn.BatchNorm1d(3, dtype=double))
+        model, x = wrap(module), normal(4, 3, seed=rank)
+        for _ in range(2):
+            model(x).sum().backward()
+            model.finish_gradient_synchronization()
+        before = Axis.of(None).all_gather_objects(module[1].running_mean)
+        assert not torch.equal(before[0], before[1])  # each rank's share of the data
+        model(x)
+        with torch.no_grad():  # FSDP gathers a layer that is called on all ranks
+            close(module[1].running_mean, 0.9 * before[0] + 0.1 * module[0](x).mean(0))
 
 
 @on_ranks
@@ -204,7 +278,7 @@ def test_a_step_or_a_clipping_before_gradients_are_finished_is_an_error(rank: in
 
 
 def shard_state(module: nn.Module) -> ShardedOptimizer:
-    return ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
+    return ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1, reduce_gradients=True)
 
 
 def without_the_last(make: Callable[[nn.Module], Any]) -> None:
@@ -217,9 +291,8 @@ def without_the_last(make: Callable[[nn.Module], Any]) -> None:
 
 @on_ranks
 def test_what_is_not_usual_is_refused(rank: int) -> None:
-    wrapped, tied = stack(2), stack(2)
+    wrapped = stack(2)
     DataParallel(wrapped)
-    tied[0].weight = tied[1].weight
     model = FSDP(stack(2))
     module = stack(2)
     frozen_later, replaced = FSDP(stack(2)), FSDP(stack(2))
@@ -227,14 +300,14 @@ def test_what_is_not_usual_is_refused(rank: int) -> None:
     replaced.module[0].bias.data = torch.zeros_like(replaced.module[0].bias)
     optimizer = shard_state(stack(2))
     refused: list[tuple[Callable[[], Any], str]] = [
-        (lambda: without_the_last(DataParallel), "took no part in the loss"),
-        (lambda: without_the_last(FSDP), "took no part in the loss"),
-        (lambda: without_the_last(shard_state), "took no part in the loss"),
+        (lambda: without_the_last(DataParallel), "took no part"),
+        (lambda: without_the_last(FSDP), "took no part"),
+        (lambda: without_the_last(shard_state), "took no part"),
         (lambda: FSDP(wrapped), "a wrapper already"),
+        (lambda: DataParallel(nn.Embedding(3, 3, sparse=True)), "sparse"),
         (lambda: FSDP(stack(2), zero=1), "use ShardedOptimizer"),
         (lambda: FSDP(module, units=[module[0], module]), "fully_shard"),
         (lambda: FSDP(module, units=[nn.Linear(1, 1)]), "no part of the module"),
-        (lambda: FSDP(tied), "in two units"),
         (lambda: copy.deepcopy(model), "whole state"),
         (model.double, "before it is wrapped"),
         (lambda: frozen_later(normal(4, 16)), "frozen or thawed.*fully_shard"),

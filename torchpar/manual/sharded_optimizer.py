@@ -27,7 +27,8 @@ class ShardedOptimizer(Accumulates, torch.optim.Optimizer):
 
     It is a torch Optimizer over the whole parameters, which become the first rank's, and reduces their
     gradients in buckets, as `DataParallel`. After the last backward of a step call
-    `finish_gradient_synchronization()`, then `step()`; every parameter takes part in the loss.
+    `finish_gradient_synchronization()`, then `step()`; every parameter takes part in the loss. Without
+    `reduce_gradients` whoever calls `step` has given the pieces their gradients.
 
     The other arguments are for `optimizer_cls`: `inner` is one over this rank's pieces, which are the keys of
     the state that this one shows.
@@ -40,6 +41,7 @@ class ShardedOptimizer(Accumulates, torch.optim.Optimizer):
         *,
         group: Axis | ProcessGroup | None = None,
         replicate_group: Axis | ProcessGroup | None = None,
+        reduce_gradients: bool = True,
         bucket_size_mb: float = 25.0,
         **kwargs: Any,
     ):
@@ -52,7 +54,7 @@ class ShardedOptimizer(Accumulates, torch.optim.Optimizer):
             for bucket in pack(named[::-1], bucket_size_mb * 1e6):  # as backward comes
                 self.flats.append(FlatParameters(bucket, self.axis, zero=1, replicas=replicas))
         self.order = LaunchOrder[FlatGradients](flat.gradients for flat in self.flats)
-        for flat in self.flats:
+        for flat in self.flats if reduce_gradients else ():
             flat.on_gradients(partial(self.gradient_ready, flat))
         piece_of = pieces_of(self.flats)
         groups = [{**g, "params": [piece_of[p] for p in g["params"]]} for g in self.param_groups]
