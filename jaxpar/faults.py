@@ -1,7 +1,7 @@
-"""Mistakes to plant, so that the ladder is seen to catch them: `FAULTS`, for `contract.faults`.
+"""Mistakes to plant in what is traced and loaded inside, so that the ladder is seen to catch them.
 
-A mistake holds for what is traced and loaded inside. A missing reduction is planted as one in which only the
-first device's part counts: the check of varying axes would refuse to trace a step that leaves it out.
+A missing reduction is planted as one in which only the first device's part counts: the check of varying axes
+would refuse to trace a step that leaves it out.
 """
 
 from collections.abc import Callable, Generator

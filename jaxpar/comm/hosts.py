@@ -1,7 +1,6 @@
 """Processes of JAX on several hosts: joining them, and moving arrays between NumPy and all of their devices.
 
-With several, a process reaches only its own devices: it places the part of an array that these hold, and XLA
-gathers what it fetches.
+Of several, each places the part of an array that its own devices hold, and XLA gathers what it fetches.
 """
 
 import json

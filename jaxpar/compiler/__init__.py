@@ -25,10 +25,7 @@ from jaxpar.weights import STACKED
 def parallelize(
     problem: Problem, optimizer: optax.GradientTransformationExtraArgs, *, mesh: Mesh
 ) -> ShardedStep:
-    """The training step of a problem, as the compiler partitions it.
-
-    gradient_sync has no say: that is the compiler's choice. The mesh has the axes of the layout.
-    """
+    """The training step of a problem, as the compiler partitions it. The mesh has the axes of the layout."""
     layout, placements = problem.layout, problem.placements()
     loss = _loss(problem, placements, mesh=mesh)
     shard = partial(fully_sharded.shard_parameters, placements=placements, mesh=mesh)

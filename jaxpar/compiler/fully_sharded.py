@@ -60,10 +60,7 @@ def gather_layers(problem: Problem, placements: Any, *, mesh: Mesh) -> tuple[Edi
 
 
 def gather_first(loss: Loss, placements: Any, *, mesh: Mesh, layers_too: bool = False) -> Loss:
-    """The loss over shards, all but the blocks gathered up front, and kept.
-
-    `layers_too`: gather the blocks up front as well: they do not gather themselves.
-    """
+    """The loss over shards: all but the blocks, or with `layers_too` all, is gathered up front, and kept."""
 
     def gathering(params: Any, batch: Any) -> jax.Array:
         params = {**params, **gather(without_layers(params), without_layers(placements), mesh=mesh)}

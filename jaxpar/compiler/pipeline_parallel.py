@@ -30,11 +30,10 @@ AXIS = PP
 def pipelined(
     pieces: Pieces, *, mesh: Mesh, chunks: int = 1, remat: Remat = "none", is_gather: IsGather | None = None
 ) -> Loss:
-    """The loss of a model whose stacked blocks are spread over the stages of a pipeline.
+    """The mean loss over a batch (M, b, ...) of a model whose stacked blocks are spread over stages.
 
-    It is the mean over a batch (M, b, ...). Blocks are in the order of the devices that have them: device r's
-    chunks r, r + p, ... one after the other (`Placement.pad`). They and their derivative must be finite on
-    the embedding of any microbatch: idle stages compute on one, for nothing.
+    Blocks are in the order of the devices that have them (`Placement.pad`). They and their derivative must be
+    finite on the embedding of any microbatch: idle stages compute on one, for nothing.
     """
     stages = mesh.shape[AXIS]
     over_stages = partial(jax.vmap, spmd_axis_name=AXIS)

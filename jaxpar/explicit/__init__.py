@@ -30,8 +30,7 @@ def parallelize(
 ) -> ShardedStep:
     """The training step of a problem, typed: the axes of the mesh, which are the layout's, are made explicit.
 
-    gradient_sync of the layout has no say: gradients are summed once. When the step is traced, JAX raises a
-    ShardingTypeError for an operation whose types leave open what it sends.
+    When it is traced, JAX raises a ShardingTypeError for an operation whose types leave open what it sends.
     """
     layout, placements, mesh = problem.layout, problem.placements(), typed(mesh)
     loss = _loss(problem, placements, mesh=mesh)
@@ -94,7 +93,6 @@ def _loss(problem: Problem, placements: Any, *, mesh: Mesh) -> Loss:
         )
     else:
         loss = problem.loss(edits)
-
     loss = data_parallel.each_replica(loss, mesh=mesh, rows_dim=1 if layout.pp > 1 else 0)
 
     def loss_of_stored(params: Any, batch: Any) -> jax.Array:

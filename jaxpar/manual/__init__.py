@@ -50,10 +50,7 @@ device's own."""
 def parallelize(
     problem: Problem, optimizer: optax.GradientTransformationExtraArgs, *, mesh: Mesh
 ) -> ShardedStep:
-    """The training step of a problem, with the layout's collectives written out.
-
-    Each device runs the loss, or its pieces, on its share of the batch. The mesh has the axes of the layout.
-    """
+    """The training step of a problem: each device runs the loss, or its pieces, on its share of the batch."""
     layout, placements = problem.layout, problem.placements()
     batch_spec = P(None, tuple(axis for axis in ROWS if mesh.shape[axis] > 1))
     at_rest, sharded = specs(placements, sharded=layout.zero == 3), specs(placements, sharded=True)
@@ -109,10 +106,7 @@ def _step(
 
 
 def global_norm(gradients: Any, placements: Any) -> jax.Array:
-    """Euclidean norm over all leaves of all devices, a scalar, equal on all; one psum for each set of axes.
-
-    `gradients` are this device's shards, synchronised. Every element counts once.
-    """
+    """Euclidean norm of all devices' shards, each element counted once; a psum for each set of axes."""
     squares: dict[tuple[str, ...], list[jax.Array]] = {}
     for p, g in zip(jax.tree.leaves(placements), jax.tree.leaves(gradients), strict=True):
         squares.setdefault(p.axes, []).append(jnp.sum(jnp.square(g)))

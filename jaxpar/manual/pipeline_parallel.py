@@ -65,9 +65,8 @@ def run_pipeline(
 ) -> tuple[jax.Array, Any]:
     """Mean loss, and its gradients: of all but blocks what this device's stages contribute.
 
-    `params` has this device's blocks, chunk after chunk; all else is marked as its own (`Strategy.mark`). The
-    batch (M, B, ...) is the same on all devices of pp. `reduce` is applied to gradients of each microbatch
-    before they accumulate, some keys at a time; they are then `like` this tree.
+    `params` has this device's blocks, chunk after chunk. The batch (M, B, ...) is the same on all devices of
+    pp. `reduce` is applied to gradients of a microbatch, some keys at a time; they are then `like` this tree.
     """
 
     def by_chunk(layers: Any) -> Any:
