@@ -27,7 +27,6 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 from msgspec import UNSET, Struct, UnsetType, field
-from safetensors.numpy import save
 
 from compare.checkpoint.description import CHECKPOINTS, UNFINISHED
 from compare.contract.ledger import Ledger
@@ -36,9 +35,10 @@ from compare.contract.request import REQUEST, Request, Rung
 from compare.contract.timeline import TIMELINE, TRACES, Timeline
 from compare.contract.timing import Window
 from compare.contract.work import WORK, ObservedWork
-from compare.host.disk import no_room, write_atomically
+from compare.host.disk import no_room
 from compare.host.json_files import decode_json, read_json, write_json
 from compare.host.tensors import RecordError, Tensors, garbled
+from compare.numerics.initial_weights import write_weights
 from compare.numerics.stream import Evaluation
 from compare.spec.experiment import Experiment
 
@@ -140,8 +140,7 @@ class Record(Struct, frozen=True, kw_only=True):
 
 def write_tensors(folder: Path, rung: Rung, tensors: Mapping[str, np.ndarray]) -> None:
     """Write one rung's tensors, atomically."""
-    contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    write_atomically(folder / f"{rung}.safetensors", save(contiguous))
+    write_weights(folder / f"{rung}.safetensors", tensors)
 
 
 def read_tensors(folder: Path, rung: Rung) -> Mapping[str, np.ndarray]:

@@ -26,6 +26,7 @@ from compare.execute.hosts import HERE, Hosts, print_lines, require_shared
 from compare.execute.machine import gpu_memories
 from compare.execute.paths import remove_run_dir
 from compare.execute.watch import watch
+from compare.host.disk import write_atomically
 from compare.numerics.data import open_corpus, standard_library_text
 from compare.numerics.stream import require_validation
 from compare.spec.engines.engine import Side
@@ -59,7 +60,7 @@ def prepare(experiment: Experiment, folder: Path) -> tuple[Data, str]:
     try:
         if source == "stdlib":
             text = folder / "stdlib.txt"
-            files.write_atomically(text, standard_library_text())
+            write_atomically(text, standard_library_text())
             source = str(text.absolute())
         elif source != "synthetic":
             source = str(Path(source).absolute())
