@@ -181,9 +181,10 @@ class Embedding(nnx.Module):
         self.leave: Hook = same
         self.enter: Hook = same
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        """Vectors (B, T, C) of tokens at the first T positions."""
-        position_TC = self.position[...][: tokens_BT.shape[1]]
+    def __call__(self, tokens_BT: jax.Array, positions_T: jax.Array | None = None) -> jax.Array:
+        """Vectors (B, T, C) of tokens at these positions, or at the first T."""
+        table = self.position[...]
+        position_TC = table[: tokens_BT.shape[1]] if positions_T is None else table[positions_T]
         return self.leave(self.look_up(self.token[...], tokens_BT) + self.cut_positions(position_TC))
 
     def logits(self, x_BTC: jax.Array) -> jax.Array:
@@ -215,9 +216,11 @@ class GPT(nnx.Module):
         """Logits (B, T, V) in the compute dtype; without keys of the sequences nothing is dropped."""
         return self.logits(self.layers(self.embed(tokens_BT, keys_B2), keys_B2))
 
-    def embed(self, tokens_BT: jax.Array, keys_B2: jax.Array | None = None) -> jax.Array:
+    def embed(
+        self, tokens_BT: jax.Array, keys_B2: jax.Array | None = None, positions_T: jax.Array | None = None
+    ) -> jax.Array:
         """The residual stream (B, T, C) before the first block."""
-        return self.dropout(self.embedding(tokens_BT), Noise.of(keys_B2))
+        return self.dropout(self.embedding(tokens_BT, positions_T), Noise.of(keys_B2))
 
     def layers(self, x_BTC: jax.Array, keys_B2: jax.Array | None = None, first: ArrayLike = 0) -> jax.Array:
         """The residual stream after all blocks; `first` is the number of the first of them."""

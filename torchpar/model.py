@@ -149,14 +149,16 @@ class GPT(nn.Module):
         idx: torch.Tensor,
         targets: torch.Tensor | None = None,
         keys_B2: torch.Tensor | None = None,
+        position_T: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """From token ids (B, T), T at most block_size, to logits, and the loss if there are targets (B, T).
 
         Logits are (B, T, V), without targets (B, 1, V) of the last position, as nanoGPT's, or None where the
         loss is in parts. The loss is the mean cross-entropy in nats. Keys are the sequences', for dropout:
-        their words' bits as int32.
+        their words' bits as int32; positions those of the ids in their sequence, by default the first T.
         """
-        position_T = torch.arange(idx.shape[1], device=idx.device)
+        if position_T is None:
+            position_T = torch.arange(idx.shape[1], device=idx.device)
         x_BTC = self.transformer["wte"](idx) + self.transformer["wpe"](position_T)
         x_BTC = self.transformer["drop"](x_BTC, keys_B2)
         for block in self.blocks:

@@ -1,4 +1,4 @@
-"""Progress on stderr: beside a spinner in a terminal, a line now and then in a pipe, nothing where quiet."""
+"""Progress on stderr: a bar in a terminal, a line now and then in a pipe, nothing where it is quiet."""
 
 import contextlib
 import sys
@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
 from compare.contract.record import Step
 from compare.contract.request import Request
 from compare.execute.launch import EngineError
-from compare.terminal import coloured, human_seconds, messages_console
+from compare.terminal import coloured, human_seconds, messages_console, printable
 
 LOG_LINES = 20
 LINE_S = 60.0
@@ -75,11 +77,11 @@ class Reporter:
         number, count = list(self._requests).index(name) + 1, len(self._requests)
         case = Pace(f"{number} of {count}: {name}" if count > 1 else name, self._requests[name])
         try:
-            with self._shown(f"{case.place}: starting") as show:
+            with self._shown(f"{case.place}: starting", steps=case.experiment.train.max_iters) as show:
 
                 def tell(step: Step) -> None:
                     case.step(step)
-                    show(f"{case}")
+                    show(f"{case}", case.done)
 
                 yield tell
         finally:
@@ -92,16 +94,18 @@ class Reporter:
             yield lambda step: None
 
     @contextmanager
-    def _shown(self, text: str) -> Generator[Callable[[str], None]]:
-        """A spinner beside a text, or in a pipe a line now and then; yields what gives it another text."""
+    def _shown(self, text: str, *, steps: int | None = None) -> Generator[Callable[..., None]]:
+        """A bar beside a text, or in a pipe a line now and then; yields what takes another text and step."""
         if self._draws:
-            with self.console.status(coloured(text, "")) as status:
-                yield lambda text: status.update(coloured(text, ""))
+            columns = SpinnerColumn(), BarColumn(20), TextColumn("{task.description}", markup=False)
+            with Progress(*columns, console=self.console, transient=True, redirect_stdout=False) as bar:
+                task = bar.add_task(printable(text), total=steps)
+                yield lambda text, done: bar.update(task, description=printable(text), completed=done)
             return
         said = time.monotonic()
         self._say(text)
 
-        def say(text: str) -> None:
+        def say(text: str, done: int) -> None:
             nonlocal said
             if time.monotonic() - said > LINE_S:
                 said = time.monotonic()

@@ -88,7 +88,7 @@ def test_silence_and_nobody_reading(requests, capsys, monkeypatch):
         monkeypatch.setattr("sys.stderr", Gone())
 
 
-def test_a_terminal_sees_a_spinner(requests, monkeypatch):
+def test_a_terminal_sees_a_bar(requests, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     primary, replica = pty.openpty()
     with os.fdopen(replica, "w") as terminal:
@@ -103,6 +103,7 @@ def test_a_terminal_sees_a_spinner(requests, monkeypatch):
     os.close(primary)
     assert "\x1b[?25l" in seen  # the cursor is hidden ...
     assert "\x1b[?25h" in seen  # ... and comes back
+    assert "━" in seen
     assert "1 of 2: [/x]: step 1 of 100, loss 2.5000" in seen
     assert "1 of 2: [/x]: stopped after 1 step of 100" in seen
 

@@ -73,6 +73,16 @@ def test_no_token_sees_a_later_one():
     np.testing.assert_array_equal(reaches_TS, np.tri(SPEC.block_size, dtype=bool))
 
 
+def test_positions_are_an_argument():
+    """Every second row of the table, as a device that has some of the positions."""
+    params = weights.from_canonical(random_parameters(SPEC), SPEC)
+    batch = {name: tokens[:, :3] for name, tokens in random_batch(SPEC).items()}
+    loss, taken = problem(SPEC).loss(), jnp.array([0, 2, 4])
+    table = params["embedding"]["position"]
+    moved = params | {"embedding": params["embedding"] | {"position": table[[0, 2, 4, 1, 3, 5]]}}
+    assert loss(params, batch | {"positions": taken}) == loss(moved, batch) != loss(params, batch)
+
+
 def test_bfloat16_is_mixed_precision():
     named, batch = random_parameters(SPEC, "float32"), random_batch(SPEC)
     params = jax.tree.map(jnp.asarray, weights.from_canonical(named, SPEC))
