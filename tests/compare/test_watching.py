@@ -10,17 +10,25 @@ from warm import run_forked
 
 from compare.contract.record import STEPS_PART
 from compare.execute import watch
+from compare.host.facts import LOOK_S, Activity
+from jaxpar import watchdog
 from jaxpar.watchdog import Watchdog
 
-PATIENT_S = 4.0  # with what computes: a busy machine may keep it from computing for seconds
 SHORT_S = 1.0
-LONG_S = 1.25 * PATIENT_S  # of processor time
+
+
+class Busy:
+    """For `Activity`: a busy machine may keep what computes from computing for seconds."""
+
+    def __init__(self, pid: int | None = None):
+        pass
+
+    def is_busy(self) -> bool:
+        return True
 
 
 def compile_long(dog: Watchdog) -> None:
-    begun = time.process_time()
-    while time.process_time() - begun < LONG_S:
-        pass
+    time.sleep(2 * SHORT_S)
 
 
 def idle(dog: Watchdog) -> None:
@@ -33,11 +41,10 @@ def step_without_end(dog: Watchdog) -> None:
         pass
 
 
-def be_watched(does, timeout_s: float) -> int:
+def be_watched(does) -> int:
     """What jaxpar's main thread does under its watchdog."""
-    does(
-        Watchdog(timeout_s, lambda line, stack: print(line, "| main" * (does.__name__ in stack), flush=True))
-    )
+    watchdog.Activity = Busy if does is compile_long else Activity
+    does(Watchdog(SHORT_S, lambda line, stack: print(line, "| main" * (does.__name__ in stack), flush=True)))
     return 0
 
 
@@ -45,35 +52,35 @@ HANGS = "(timeout_s): the run hangs | main\n"
 
 
 @pytest.mark.parametrize(
-    ("does", "timeout_s", "code", "says"),
+    ("does", "code", "says"),
     [
-        (compile_long, PATIENT_S, 0, ""),
-        (idle, SHORT_S, 1, f"no progress for 1 s and nothing computed {HANGS}"),
-        (step_without_end, SHORT_S, 1, f"no progress for 1 s in a step {HANGS}"),
+        (compile_long, 0, ""),
+        (idle, 1, f"no progress for 1 s and nothing computed {HANGS}"),
+        (step_without_end, 1, f"no progress for 1 s in a step {HANGS}"),
     ],
 )
 @pytest.mark.slow
-def test_jaxpars_watchdog(does, timeout_s, code, says):
-    done = run_forked(be_watched, does, timeout_s)
+def test_jaxpars_watchdog(does, code, says):
+    done = run_forked(be_watched, does)
     assert (done.returncode, done.stdout) == (code, says), done.stderr
 
 
-def watched(script: str, folder, monkeypatch, *, timeout_s: float = SHORT_S, elsewhere: bool = False) -> str:
+def watched(script: str, folder, monkeypatch, *, elsewhere: bool = False) -> str:
     """The harness's words on a process, which is ended then."""
     monkeypatch.setattr(watch, "GRACE_S", 0.0)
     process = start([sys.executable, "-ISc", "import os, signal, sys, time\n" + script, str(folder)])
-    how = {"timeout_s": timeout_s, "on_step": lambda step: None, "elsewhere": elsewhere}
+    how = {"timeout_s": SHORT_S, "on_step": lambda step: None, "elsewhere": elsewhere}
     says = watch.watch(process, folder, **how)
     processes.end_all(grace_s=0.0)
     process.communicate()
     return says.replace(str(process.pid), "PID")
 
 
-FORK_THAT_COMPUTES = f"""
+FORK_THAT_COMPUTES = """
 if os.fork():
+    print("waits", flush=True)
     sys.exit(os.wait()[1])
-begun = time.process_time()
-while time.process_time() - begun < {LONG_S}: pass
+while True: pass
 """
 # A rank that goes on while the process that watches it is stopped.
 STEPS_OF_A_STOPPED_SIDE = f"""
@@ -91,7 +98,19 @@ def test_the_harness_ends_what_is_stopped_or_idle_and_not_what_computes(tmp_path
     idle = watched("time.sleep(1000)", tmp_path, monkeypatch)
     assert idle == "no progress for 1 s after 0 steps: process PID computes nothing, so it was ended"
     assert watched("time.sleep(2)", tmp_path, monkeypatch, elsewhere=True) == ""  # there it may compute
-    assert watched(FORK_THAT_COMPUTES, tmp_path, monkeypatch, timeout_s=PATIENT_S) == ""
     stopped = watched(STEPS_OF_A_STOPPED_SIDE, tmp_path, monkeypatch)
     assert "process PID is stopped (SIGSTOP, or a debugger), so it was ended" in stopped
     assert "after 0 steps" not in stopped
+    monkeypatch.setattr(watch, "Activity", Busy)
+    assert watched("time.sleep(2)", tmp_path, monkeypatch) == ""
+
+
+@pytest.mark.slow
+def test_what_a_process_has_started_is_seen_to_compute():
+    process = start([sys.executable, "-ISc", "import os, sys\n" + FORK_THAT_COMPUTES])
+    assert process.stdout.readline() == "waits\n"
+    activity = Activity(process.pid)
+    is_seen = any(time.sleep(LOOK_S) or activity.is_busy() for _ in range(30))
+    processes.end_all(grace_s=0.0)
+    process.communicate()
+    assert is_seen

@@ -88,8 +88,8 @@ def test_the_curve_holds_the_peak_and_ends_at_rest():
     curve, peak = memory.curve, memory.peak
     totals = [sum(sizes) for sizes in zip(*(curve.bytes[kind] for kind in CLASSES), strict=True)]
     assert max(totals) == peak.total == totals[curve.positions.index(peak.position)]
-    assert [mark.phase for mark in curve.marks] == ["forward", "backward", "update"]
-    updating = next(mark.position for mark in curve.marks if mark.phase == "update")
+    assert [phase for _, phase in curve.marks] == ["forward", "backward", "update"]
+    updating = next(position for position, phase in curve.marks if phase == "update")
     place = next(index for index, position in enumerate(curve.positions) if position >= updating)
     assert curve.bytes["gradients"][place] == parameter_bytes(torch.float64)
     assert curve.bytes["activations"][place] <= 32  # the loss
