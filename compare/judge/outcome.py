@@ -19,6 +19,7 @@ from compare.host.tensors import RecordError
 from compare.judge.circumstances import Circumstances
 from compare.judge.goldens import NANOGPT, read_golden
 from compare.judge.ladder import Verdict, climb
+from compare.judge.metrics import METRICS
 from compare.spec.engines.registry import side_of
 from compare.spec.experiment import Experiment
 
@@ -156,6 +157,15 @@ class Outcome(Struct, frozen=True, kw_only=True):
             return {name: msgspec.convert(value, type) for name, value in last.items()}
         except msgspec.ValidationError as error:
             raise RecordError(f"{OUTCOME} is garbled: {error}") from None
+
+    @property
+    def figures(self) -> dict[str, dict[str, Any]]:
+        """Of every finished case, in studies that keep them. Raises RecordError: they are garbled."""
+        numbers = {metric.key for metric in METRICS if metric.form}
+        for name, figures in (cases := self.values(dict)).items():
+            if not all(isinstance(figures[key], int | float) for key in numbers & figures.keys()):
+                raise RecordError(f"{OUTCOME} is garbled: a figure of {name} is no number")
+        return cases
 
     def how_to_go_on(self, folder: Path) -> str:
         """The command that runs what a study in this folder still lacks."""

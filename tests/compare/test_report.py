@@ -14,6 +14,7 @@ from compare.contract.request import Rung
 from compare.host.json_files import write_json
 from compare.judge.closed_forms.memory import closed_form
 from compare.judge.metrics import METRICS, figures
+from compare.judge.outcome import OUTCOME
 from compare.present.memory import resting_table
 from compare.present.profile import planned_figures
 from compare.present.report import (
@@ -82,6 +83,16 @@ def test_page_leads_with_the_failure_and_claims_nothing_of_one_engine(tmp_path, 
     assert not outcome.passed
     assert "it diverged: the loss of step 0 is nan" in outcome.sentence()
     assert "it diverged" in write_report(tmp_path / "lost").read_text()
+
+
+def test_a_garbled_figure_is_one_line(tmp_path, tiny, capsys):
+    make_run(tmp_path / "run", tiny)
+    path = tmp_path / "run" / OUTCOME
+    path.write_text(re.sub(r'"final_loss": *[\d.]+', '"final_loss": "oops"', path.read_text()))
+    assert main(["report", str(tmp_path / "run")]) == 2
+    assert re.fullmatch(
+        rf"shardpair: error: {OUTCOME} is garbled: a figure of \S+ is no number\n", capsys.readouterr().err
+    )
 
 
 def test_page_of_a_known_device_says_its_utilisation(tmp_path, tiny):
