@@ -27,7 +27,7 @@ demo: $(READY)  ## one experiment, every engine: a verdict, a table and a report
 test: $(READY)  ## every test
 	$(PYTEST) $(WORKERS)
 
-test-fast: $(READY)  ## tests that start no engine and import no framework: 45 s on 2 cores
+test-fast: $(READY)  ## tests that start no engine and import no framework: 30 s on 2 cores
 	$(PYTEST) 2 -m "not slow" --ignore tests/jaxpar --ignore tests/torchpar
 
 lint: $(READY)  ## ruff and ty
