@@ -44,7 +44,7 @@ COMMANDS: dict[str, Any] = {
 }
 OTHERS = {
     "Train and compare": {
-        "report": "judge a finished run again, and write its page anew",
+        "report": "show a finished run again, and write its page anew",
         "diff": "two finished runs of any settings: numbers, settings, costs",
     },
     "Prove": {},
