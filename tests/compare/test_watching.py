@@ -5,7 +5,7 @@ import time
 
 import processes
 import pytest
-from processes import start
+from processes import Busy, start
 from warm import run_forked
 
 from compare.contract.record import STEPS_PART
@@ -15,16 +15,6 @@ from jaxpar import watchdog
 from jaxpar.watchdog import Watchdog
 
 SHORT_S = 1.0
-
-
-class Busy:
-    """For `Activity`: a busy machine may keep what computes from computing for seconds."""
-
-    def __init__(self, pid: int | None = None):
-        pass
-
-    def is_busy(self) -> bool:
-        return True
 
 
 def compile_long(dog: Watchdog) -> None:
