@@ -283,6 +283,7 @@ class ShardedOptimizer(sharded_optimizer.ShardedOptimizer):
         super().add_param_group(param_group)
 
     def finish_gradient_synchronization(self) -> None:
+        self._require_reducing()
         for flat in self.flats:
             for index in set(flat.trainable) - flat.gradients.used:
                 raise RuntimeError(
@@ -293,6 +294,7 @@ class ShardedOptimizer(sharded_optimizer.ShardedOptimizer):
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip what `finish_gradient_synchronization` left, by the norm over all ranks' pieces: a scalar."""
+        self._require_reducing()
         self.require_finished()
         return clip_pieces(self.flats, max_norm)
 
@@ -317,6 +319,12 @@ class ShardedOptimizer(sharded_optimizer.ShardedOptimizer):
                     if gradient.stride() != parameter.stride():
                         gradient = torch.empty_like(parameter).copy_(gradient)
                     piece.grad = gradient.as_strided((gradient.numel(),), (1,))[flat.elements_of(index)]
+
+    def _require_reducing(self) -> None:
+        if not self._reduces:
+            raise RuntimeError(
+                "reduce_gradients is False: synchronise and clip the parameters' own gradients"
+            )
 
     def require_finished(self) -> None:
         if any(gradients.used for gradients in self.order):

@@ -303,6 +303,11 @@ def test_what_is_not_usual_is_refused(rank: int) -> None:
         (lambda: without_the_last(DataParallel), "took no part"),
         (lambda: without_the_last(FSDP), "took no part"),
         (lambda: without_the_last(shard_state), "took no part"),
+        (
+            ShardedOptimizer(stack(2).parameters(), torch.optim.AdamW).finish_gradient_synchronization,
+            "is False",
+        ),
+        (lambda: ShardedOptimizer(stack(2).parameters(), torch.optim.AdamW).clip_grad_norm_(1.0), "is False"),
         (lambda: FSDP(wrapped), "a wrapper already"),
         (lambda: DataParallel(nn.Embedding(3, 3, sparse=True)), "sparse"),
         (lambda: FSDP(stack(2), zero=1), "use ShardedOptimizer"),
