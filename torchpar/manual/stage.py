@@ -45,8 +45,8 @@ class Stage:
         self.factors: dict[int, list[Factors]] = {}  # of weight gradients that are put off
         self._sink: Callable[[Factors], None] | None = None
         for layer in module.modules():  # on the instance, so that it holds where a checkpoint runs it again
-            if any(True for _ in layer.parameters(recurse=False)):
-                layer.forward = functools.partial(self._forward_of, layer.forward)
+            if any(parameter.dim() > 1 for parameter in layer.parameters(recurse=False)):
+                layer.forward = functools.partial(self._forward_of, layer, layer.forward)
 
     def forward(
         self,
@@ -92,10 +92,13 @@ class Stage:
         finally:
             self._sink = None
 
-    def _forward_of(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _forward_of(self, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._sink is None:
             return forward(*args, **kwargs)
-        with _Mode(self._sink, spares_hooks=not self.splits_backward):
+        linear = functools.partial(_linear, self._sink, spares_hooks=not self.splits_backward)
+        if type(layer) is nn.Linear:
+            return linear(*args, layer.weight, layer.bias, **kwargs)
+        with _Mode(linear):
             return forward(*args, **kwargs)
 
 
@@ -127,24 +130,33 @@ def _has_hooks(parameter: torch.Tensor) -> bool:
 
 
 class _Mode(TorchFunctionMode):
-    """F.linear of a trainable weight becomes `_Linear`; not if `spares_hooks` leaves hooks to autograd."""
+    """F.linear becomes another function: for layers that call it among other things."""
 
-    def __init__(self, sink: Callable[[Factors], None], *, spares_hooks: bool):
+    def __init__(self, linear: Callable[..., torch.Tensor]):
         super().__init__()
-        self._sink, self._spares_hooks = sink, spares_hooks
+        self._linear = linear
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return (self._linear if func is F.linear else func)(*args, **(kwargs or {}))
 
-    def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None):
-        has_hooks = any(_has_hooks(p) for p in (weight, bias) if p is not None)
-        differentiates = torch.is_grad_enabled() and input.requires_grad and weight.requires_grad
-        if not differentiates or (self._spares_hooks and has_hooks):
-            return F.linear(input, weight, bias)
-        device = input.device.type
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
-        return _Linear.apply(input, self._sink, (weight, bias))
+
+def _linear(
+    sink: Callable[[Factors], None],
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    spares_hooks: bool,
+) -> torch.Tensor:
+    """F.linear with its weight's gradient for the sink; `spares_hooks` leaves one with hooks to autograd."""
+    has_hooks = any(_has_hooks(p) for p in (weight, bias) if p is not None)
+    differentiates = torch.is_grad_enabled() and input.requires_grad and weight.requires_grad
+    if not differentiates or (spares_hooks and has_hooks):
+        return F.linear(input, weight, bias)
+    device = input.device.type
+    if torch.is_autocast_enabled(device):
+        input = input.to(torch.get_autocast_dtype(device))
+    return _Linear.apply(input, sink, (weight, bias))
 
 
 class _Linear(torch.autograd.Function):
