@@ -65,7 +65,7 @@ HEAD = """usage: shardpair COMMAND [arguments]
 Sharded training in JAX and in PyTorch, side by side: proven equal, measured."""
 TAIL = """Begin with      shardpair run                  (a minute; results in runs/)
 More of one     shardpair COMMAND --help       (every flag, with examples)
-Everywhere      --dry_run: what would run; --json: for machines; also --version"""
+Of most         --dry_run: what would run; --json: for machines; also --version"""
 
 
 def main(arguments: list[str] | None = None) -> int:

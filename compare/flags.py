@@ -214,6 +214,8 @@ class Spread(Spec, frozen=True, kw_only=True):
             return revalidate(experiment)
         check_names("--preset", "preset", [self.preset], PRESETS)
         devices = PRESETS[self.preset].devices if self.devices is None else self.devices
+        if self.devices not in (None, 1) and not PRESETS[self.preset].axis:
+            raise ExperimentError(f"--devices {devices} has no effect: --preset {self.preset} is one device")
         layout = preset_layout(experiment.layout, self.preset, devices, self.said)
         check_presets(f"--preset {self.preset}", experiment.layout, [(self.preset, devices)], self.said)
         return revalidate(msgspec.structs.replace(experiment, layout=layout))

@@ -6,8 +6,6 @@ the folder and its lock, --continue, Ctrl-C, failures, the page and JSON are her
 all studies.
 """
 
-import shutil
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -15,25 +13,24 @@ from typing import Any, ClassVar, Self
 import msgspec
 from msgspec.structs import replace
 
-from compare.checkpoint.description import CHECKPOINTS
-from compare.contract.ending import STOPPED
 from compare.contract.record import Record, Step
 from compare.contract.run_lock import lock_folder
 from compare.execute.launch import EngineError, launch, prepare
 from compare.execute.machine import here_and_now, require_same_source
 from compare.execute.paths import create_run_dir, remove_run_dir
-from compare.execute.progress import Reporter
 from compare.flags import Spec, checked_pythons
-from compare.host.tensors import RecordError
 from compare.judge.ladder import objections_by_itself
 from compare.judge.metrics import figures
-from compare.judge.outcome import OUTCOME, Case, Grid, Outcome, read_outcome, save, with_case
+from compare.judge.outcome import Case, Grid, Outcome, judging, read_outcome
 from compare.numerics.data import open_corpus
+from compare.present.outcome import findings_of
+from compare.rounds import run_missing
 from compare.show.figures import Figure
 from compare.show.findings import Findings
 from compare.show.page import write_page
 from compare.show.terminal import print_findings
-from compare.spec.experiment import Experiment, ExperimentError, edited, to_toml
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment, ExperimentError, edited
 from compare.studies import dry_run
 from compare.studies.fitting import require_case, require_sides
 from compare.studies.own_weights import freeze_weights
@@ -50,8 +47,6 @@ WITH_CONTINUE = {
     *("jax_python", "torch_python", "launcher", "hosts", "hostfile"),
 }
 """Flags that may stand beside --continue: they say where and how engines run, and not what."""
-MOST_FAILURES = 2
-"""Of a case: the first may be bad luck, and is tried again in the next round."""
 MAX_TIMEOUT_S = 1_000_000.0  # eleven days; poll(2) counts milliseconds in 32 bits
 
 
@@ -84,7 +79,7 @@ class Study(Spec, frozen=True, kw_only=True):
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
-        """What an outcome with at least one finished case says; see `findings_of`."""
+        """What an outcome with at least one finished case says; see `present.outcome`."""
         raise NotImplementedError
 
     def measured(
@@ -115,13 +110,14 @@ class Study(Spec, frozen=True, kw_only=True):
     @classmethod
     def shown(cls, outcome: Outcome, folder: Path, *, as_json: bool) -> int:
         """Print what an outcome says, and leave its page. Returns 0 if it is complete and as it should be."""
-        found = findings_in(cls, outcome, folder)
-        print_findings(found, as_json=as_json)
-        if found.tables:
-            page = cls.leave(outcome, folder)
-            if not as_json:
-                results_console().print(f"report: {page}", soft_wrap=True)
-        return 0 if found.passed else 1
+        with judging(folder):
+            found = findings_in(cls, outcome, folder)
+            print_findings(found, as_json=as_json)
+            if found.tables:
+                page = cls.leave(outcome, folder)
+                if not as_json:
+                    results_console().print(f"report: {page}", soft_wrap=True)
+            return 0 if found.passed else 1
 
     @classmethod
     def leave(cls, outcome: Outcome, folder: Path) -> Path:
@@ -157,6 +153,8 @@ class Study(Spec, frozen=True, kw_only=True):
             section, _, field = flag.partition(".")
             if value is not None:
                 experiment = edited(experiment, {section: {field: value}})
+        if "checkpoint.keep" in self.given and not experiment.checkpoint.every:
+            raise ExperimentError("--checkpoint.keep has no effect without --checkpoint.every")
         return self.laid_out(experiment)
 
     def planned(self) -> Outcome:
@@ -169,6 +167,9 @@ class Study(Spec, frozen=True, kw_only=True):
         cases, left_out = self.cases(experiment)
         if not cases and left_out:
             raise ExperimentError(f"nothing is left to run: {'; '.join(dict.fromkeys(left_out.values()))}")
+        senders = {ENGINES[case.engine].sends_by for case in cases.values()}
+        if "layout.compile" in self.given and senders and "dtensor" not in senders:
+            raise ExperimentError("--layout.compile has no effect without torch-compiler in --engines")
         return Outcome(
             study=self.command,
             name=self.title,
@@ -181,6 +182,7 @@ class Study(Spec, frozen=True, kw_only=True):
                 if (value := getattr(self, name)) is not None
             },
             rounds=getattr(self, "rounds", 1),
+            keeps_records=self.keeps_records,
             cases=cases,
             left_out=left_out,
         )
@@ -227,7 +229,7 @@ class Study(Spec, frozen=True, kw_only=True):
             except BaseException:
                 remove_run_dir(folder)
                 raise
-            return run(self, begun, folder), folder
+            return run_missing(self, begun, folder), folder
 
     def _continued(self, folder: Path) -> tuple[Outcome, Path]:
         if others := sorted(self.given - WITH_CONTINUE):  # they would have no effect
@@ -236,7 +238,7 @@ class Study(Spec, frozen=True, kw_only=True):
                 f"--continue {folder} goes on with what was asked for there: leave out {flags}"
             )
         read_outcome(folder)  # says what is wrong with a folder that is none
-        with lock_folder(folder):
+        with lock_folder(folder), judging(folder):
             saved = read_outcome(folder)
             if saved.study != self.command:
                 raise ExperimentError(
@@ -251,7 +253,7 @@ class Study(Spec, frozen=True, kw_only=True):
                             f"{folder}: its data has changed since; start a new {saved.study}"
                         )
                 self.ready()
-            return run(self.again(saved), replace(saved, failures={}), folder), folder
+            return run_missing(self.again(saved), replace(saved, failures={}), folder), folder
 
     def again(self, outcome: Outcome) -> Self:
         """The study that an outcome is of, with this one's interpreters, hosts and progress."""
@@ -289,107 +291,8 @@ class Study(Spec, frozen=True, kw_only=True):
         return replace(planned, cases=cases)
 
 
-def run(study: Study, outcome: Outcome, folder: Path) -> Outcome:
-    """Run what an outcome still lacks, in a folder whose lock is held; it is saved after each case.
-
-    A case that does not finish is told and noted, and the others still run.
-
-    Raises:
-        EngineError: nothing has finished, or somebody asked an engine to end.
-        KeyboardInterrupt: Ctrl-C. Every process was ended, and what is finished is saved.
-    """
-    reporter, errors, failed = Reporter(quiet=study.quiet), [], Counter[str]()
-    rounds = range(1, outcome.rounds + 1)
-    several = outcome.rounds > 1
-    places = {(n, name): f"round {n}, {name}" if several else name for n in rounds for name in outcome.cases}
-    reporter.start({place: outcome.cases[name].request for (_, name), place in places.items()})
-    save(outcome, folder)
-    try:
-        for number in rounds:
-            if not outcome.missing(number):
-                continue
-            outcome = study.before(outcome, number)
-            for name in study.order(outcome, number):
-                case, place = outcome.cases[name], folder / places[number, name]
-                lost = study.needs_reference and case.against in outcome.failures
-                if lost or failed[name] == MOST_FAILURES:
-                    continue
-                try:
-                    _clear(place)
-                    with (reporter.engine if study.trains else reporter.waits)(place.name) as tell:
-                        value, record = study.measured(name, case, place, number, tell)
-                    outcome = with_case(outcome, name, value, record, folder, number=number)
-                    if not study.keeps_records:
-                        shutil.rmtree(place, ignore_errors=True)
-                except (EngineError, RecordError) as error:
-                    if isinstance(error, RecordError):
-                        why = f"{name}: it left a record that cannot be read: {error}"
-                        error = EngineError(why, exit_code=1)
-                    errors.append(error)
-                    failed[name] += 1
-                    reporter.failed(error)
-                    outcome = replace(outcome, failures=outcome.failures | {name: str(error)})
-                save(outcome, folder)
-                if errors and errors[-1].exit_code == STOPPED:  # whoever asked wants the machine
-                    said = f"{errors[-1]}: `shardpair resume {folder}` goes on"
-                    raise EngineError(said, exit_code=STOPPED)
-        if outcome.cases and not outcome.finished:
-            raise EngineError("; ".join(map(str, errors)), exit_code=errors[0].exit_code, log=errors[0].log)
-        outcome = study.after(outcome, folder)
-    except KeyboardInterrupt:
-        rest = f"Kept: {outcome.progress}. `{outcome.how_to_go_on(folder)}` runs the rest"
-        raise KeyboardInterrupt(f"interrupted; every process was ended. {rest}") from None
-    save(outcome, folder)
-    return outcome
-
-
-def _clear(place: Path) -> None:
-    """Make room for a case; what an unfinished one saved of its training is set aside."""
-    if place.is_symlink():
-        raise RecordError(f"{place} is a link: nothing is trained, or removed, outside of {place.parent}")
-    if (place / CHECKPOINTS).exists():
-        with lock_folder(place):
-            names = (place.with_name(f"{place.name}.unfinished-{number}") for number in range(1, 1000))
-            place.rename(next(path for path in names if not path.exists()))
-    shutil.rmtree(place, ignore_errors=True)
-
-
 def findings_in(study: type[Study], outcome: Outcome, folder: Path) -> Findings:
     """What an outcome says, even if it is that nothing was measured. Raises EngineError, RecordError."""
     if outcome.finished or not outcome.cases:
         return study.findings(outcome, folder)
     return findings_of(outcome, title=outcome.name, sentence="nothing was measured", tables=[], passed=False)
-
-
-def findings_of(
-    outcome: Outcome,
-    *,
-    sentence: str,
-    title: str = "",
-    rows: object = (),
-    value: Mapping[str, object] = {},
-    passed: bool = True,
-    warnings: Sequence[str] = (),
-    **more: Any,
-) -> Findings:
-    """Findings with what is the same for every study: what it was asked, where and when, JSON.
-
-    A study passes only if no case is missing. `rows` are what its tables are made of, and `value` is more for
-    JSON; `more` are other fields of `Findings`.
-    """
-    incomplete = "" if outcome.is_complete or sentence.startswith("INCOMPLETE") else "INCOMPLETE: "
-    versions = ", ".join(map(" ".join, outcome.circumstances.versions.items()))
-    return Findings(
-        title=title or outcome.name,
-        sentence=f"{incomplete}{sentence}",
-        value={"rows": rows, **value, "warnings": warnings, "result": outcome},
-        passed=passed and outcome.is_complete,
-        warnings=warnings,
-        missing=outcome.undone,
-        continuation="" if outcome.is_complete else outcome.how_to_go_on(Path()),
-        left_out=outcome.left_out,
-        spec=to_toml(outcome.experiment),
-        command=outcome.line,
-        source=f"{outcome.circumstances.words} {versions}. Every value is in {OUTCOME} beside this page.",
-        **more,
-    )

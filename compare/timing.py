@@ -21,10 +21,11 @@ from compare.judge.ladder import objections_by_itself
 from compare.judge.outcome import Case, Outcome
 from compare.judge.timed_outcome import TimedOutcome, measured, timed
 from compare.present.bench_words import warnings
+from compare.present.outcome import findings_of
 from compare.show.findings import Findings, Table
 from compare.spec.engines.registry import side_of
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
-from compare.study import Study, findings_of
+from compare.study import Study
 
 STANDARD = Timing()
 
@@ -73,10 +74,14 @@ class Timed(OnIdle, frozen=True, kw_only=True):
         spec = revalidate(edited(experiment, {"train": {"max_iters": self.timing.steps}}))
         return Case(request=Request(engine=engine, experiment=spec, timing=self.timing), **place)
 
-    def planned(self) -> Outcome:
-        """The study before anything starts. Raises ExperimentError for what has no effect, or cannot be."""
+    def asked(self) -> Experiment:
+        """The experiment. Raises ExperimentError, before this machine is measured: for no round or step."""
         if min(self.rounds, self.window, self.windows) < 1:
             raise ExperimentError("--rounds, --window and --windows must be at least 1")
+        return super().asked()
+
+    def planned(self) -> Outcome:
+        """The study before anything starts. Raises ExperimentError for what has no effect, or cannot be."""
         return replace(super().planned(), more={"timing": msgspec.to_builtins(self.timing)})
 
     def before(self, outcome: Outcome, number: int) -> Outcome:

@@ -11,7 +11,7 @@ from compare.contract.record import Record, read_record
 from compare.host.tensors import RecordError
 from compare.judge.difference import RATES, Difference, difference
 from compare.judge.ladder import LADDER
-from compare.judge.outcome import OUTCOME, read_outcome
+from compare.judge.outcome import OUTCOME, read_outcome, read_run
 from compare.present.report import rung_text
 from compare.show.findings import Row, Table, Text, by_reason
 from compare.show.terminal import terminal_table
@@ -45,15 +45,21 @@ class Diff(Struct, frozen=True, kw_only=True):
         """Compare. Returns 0 if they are alike, 1 if not. Raises RecordError: nothing can be compared."""
         of_a, of_b = _records(self.a), _records(self.b)
         pairs = [(name, name) for name in of_a if name in of_b] or [(next(iter(of_a)), next(iter(of_b)))]
+        compared = {record.folder for a, b in pairs for record in (of_a[a], of_b[b])}
+        every = [record.folder for record in (*of_a.values(), *of_b.values())]
+        left_out = [str(place) for place in every if place not in compared]
         records = {a if a == b else f"{a} and {b}": (of_a[a], of_b[b]) for a, b in pairs}
         differences = {
             name: difference(a, b, names=(str(a.folder), str(b.folder))) for name, (a, b) in records.items()
         }
         alike = all(pair.verdict.passed for pair in differences.values())
         if self.json:
-            print_json({"alike": alike, "pairs": differences})
+            print_json({"alike": alike, "pairs": differences, "left_out": left_out})
         else:
             _print(results_console(), differences)
+            if left_out:
+                said = f"left out: {', '.join(left_out)}: the other folder has none of this name"
+                results_console().print(said, style="yellow", soft_wrap=True)
         return 0 if alike else 1
 
 
@@ -61,10 +67,11 @@ def _records(folder: Path) -> dict[str, Record]:
     """The finished records of a run by its case's name, or the one of a single engine."""
     if not (folder / OUTCOME).is_file():
         return {folder.absolute().name: read_record(folder)}
-    records = {name: read_record(folder / name) for name in read_outcome(folder).finished}
-    if not records:
-        raise RecordError(f"nothing has finished in {folder}")
-    return records
+    outcome = read_outcome(folder)
+    if not outcome.keeps_records:
+        study = outcome.study
+        raise RecordError(f"{folder}: a {study} keeps no records to compare: `shardpair report` shows it")
+    return dict(zip(outcome.finished, read_run(folder)[1], strict=True))
 
 
 def tables_of(differences: dict[str, Difference]) -> Iterator[Table]:

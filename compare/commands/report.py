@@ -7,6 +7,7 @@ import tyro
 from msgspec import Struct
 
 from compare.execute.paths import PICTURES, check_output
+from compare.judge.outcome import judging, read_run
 from compare.show.figures import save_figures
 from compare.spec.experiment import ExperimentError
 from compare.studies.registry import read_study
@@ -29,9 +30,12 @@ class Report(Struct, frozen=True, kw_only=True):
     def __call__(self) -> int:
         """Show it. Returns 0 if it is complete and as it should be, else 1."""
         check_output("--picture", self.picture, kinds=PICTURES)
-        study, outcome = read_study(self.run_dir)
-        if self.picture:
-            if not (figures := study.drawn(outcome, self.run_dir)):
-                raise ExperimentError(f"--picture {self.picture}: a {outcome.study} has no figures")
-            save_figures(self.picture, figures)
-        return study.shown(outcome, self.run_dir, as_json=self.json)
+        with judging(self.run_dir):
+            study, outcome = read_study(self.run_dir)
+            if outcome.keeps_records and outcome.finished:
+                read_run(self.run_dir)  # nothing is shown of a run whose records cannot be read
+            if self.picture:
+                if not (figures := study.drawn(outcome, self.run_dir)):
+                    raise ExperimentError(f"--picture {self.picture}: a {outcome.study} has no figures")
+                save_figures(self.picture, figures)
+            return study.shown(outcome, self.run_dir, as_json=self.json)

@@ -42,7 +42,8 @@ def ask(
     """
     if not shutil.which(python):
         raise EnvironmentMissing(f"{side}: {python}: no such program")
-    command, environment = [python, "-m", side, *question], child_environment(SIDES[side], platform)
+    command = [python, "-m", side, *question, "--exit-with-stdin"]
+    environment = child_environment(SIDES[side], platform)
     try:
         returncode, output = output_of(command, environment, timeout_s or TIMEOUT_S)
     except OSError as error:
@@ -60,23 +61,28 @@ def ask(
 
 
 def output_of(command: list[str], environment: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
-    """Exit code and output, errors among it, of a command that may be any program. Raises OSError."""
-    process = subprocess.Popen(
-        command,
-        start_new_session=True,  # whatever it starts ends with it
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=environment,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        raise OSError(errno.ETIMEDOUT, f"no answer for {timeout_s:g} s") from None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    """Exit code and output, errors among it, of a command that may be any program. Raises OSError.
+
+    Its standard input is a pipe that ends when we do, however we do.
+    """
+    its, ours = os.pipe()
+    with open(its, "rb") as stdin, open(ours, "wb"):
+        process = subprocess.Popen(
+            command,
+            start_new_session=True,  # whatever it starts ends with it
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise OSError(errno.ETIMEDOUT, f"no answer for {timeout_s:g} s") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     return process.returncode, output.decode(errors="replace")
 
 

@@ -47,6 +47,9 @@ METRICS = (
     Metric("comm_bytes", "communicated per step", human_bytes, True),
 )
 
+MANY = 20
+"""Steps from which on a p95 is another one than the longest."""
+
 
 def figures(record: Record) -> dict[str, Any]:
     """A run's figures by key of METRICS, and what a table adds up; those that it does not have are missing.
@@ -57,7 +60,7 @@ def figures(record: Record) -> dict[str, Any]:
     times_ms = steady_times_ms(record)
     sent = of_busiest_stage(record.ledger.rows)
     validation = [one.validation for one in record.evaluations]
-    median_ms = statistics.median(times_ms)
+    median_ms, many = statistics.median(times_ms), len(times_ms) >= MANY
     tokens_per_s = manifest.experiment.tokens_per_step / (median_ms / 1000)
     scale = steps[-1].loss_scale
     values = {
@@ -69,7 +72,7 @@ def figures(record: Record) -> dict[str, Any]:
         "best_validation_loss": min(validation, default=None),
         "skipped_steps": None if scale is UNSET else f"{sum(s.skipped for s in steps)}, {scale:g}",
         "step_time_ms_median": median_ms,
-        "step_time_ms_p95": sorted(times_ms)[math.ceil(0.95 * (len(times_ms) - 1))],
+        "step_time_ms_p95": sorted(times_ms)[math.ceil(0.95 * (len(times_ms) - 1))] if many else None,
         "tokens_per_s": tokens_per_s,
         "tokens_seen": len(steps) * manifest.experiment.tokens_per_step,
         "model_flops_per_s": model_flops_per_token(manifest.experiment) * tokens_per_s,

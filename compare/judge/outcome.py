@@ -5,6 +5,8 @@ was finished, and what is still to do.
 """
 
 import shlex
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +14,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from compare.contract.record import Record, read_record
+from compare.contract.record import MANIFEST, Record, read_record
 from compare.contract.request import Platform, Request
 from compare.host.json_files import FolderName, read_result, write_json
 from compare.host.tensors import RecordError
@@ -21,11 +23,12 @@ from compare.judge.goldens import NANOGPT, read_golden
 from compare.judge.ladder import Verdict, climb
 from compare.judge.metrics import METRICS
 from compare.spec.engines.registry import side_of
-from compare.spec.experiment import Experiment
+from compare.spec.experiment import Experiment, ExperimentError, one_line
 
 T = TypeVar("T")
 OUTCOME = "outcome.json"
 LISTED = 4  # names in a one-line verdict; more are counted
+GONE = "has no record any more"
 
 
 class Case(Struct, frozen=True, kw_only=True):
@@ -108,6 +111,8 @@ class Outcome(Struct, frozen=True, kw_only=True):
     """In the order in which they run; a name is a folder."""
     left_out: dict[str, str] = {}
     """What could not be a case, by name, and why."""
+    keeps_records: bool = False
+    """Each finished case has its record in the folder of its name."""
     kept: dict[FolderName, dict[int, Any]] = {}
     """What the study kept of each case, by round, from 1."""
     verdicts: list[Verdict] = []
@@ -135,8 +140,8 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
     @property
     def is_complete(self) -> bool:
-        """True if no case failed or lacks a round."""
-        return not self.failures and self.finished_rounds == self.rounds
+        """True if no case failed, lacks a round, or lacks its verdict."""
+        return not self.undone and self.finished_rounds == self.rounds
 
     @property
     def passed(self) -> bool:
@@ -173,9 +178,15 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
     @property
     def undone(self) -> dict[str, str]:
-        """Cases that failed or did not run, and why."""
-        failed = {name: f"did not finish: {why}" for name, why in self.failures.items()}
-        return dict.fromkeys((name for name in self.cases if not self.kept.get(name)), "did not run") | failed
+        """Cases that failed, did not run, or were not held against what they should be, and why."""
+        whys = {name: why if why == GONE else f"did not finish: {why}" for name, why in self.failures.items()}
+        judged = {verdict.candidate for verdict in self.verdicts}
+        for name, case in self.cases.items():
+            if not self.kept.get(name):
+                whys.setdefault(name, "did not run")
+            elif case.against and name not in judged:
+                whys.setdefault(name, "was compared with nothing")
+        return whys
 
     def sentence(self) -> str:
         """The verdict over all cases, in one line; what was not run or not compared is said."""
@@ -197,7 +208,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
         if not self.finished:
             return "nothing has finished"
         if not self.verdicts:
-            return f"only {self.finished[0]} has finished"
+            return "nothing was compared"
         names = [verdict.candidate for verdict in self.verdicts]
         references = ", ".join(dict.fromkeys(verdict.reference for verdict in self.verdicts))
         others = ", ".join(names) if len(names) <= LISTED else f"{len(names)} cases"
@@ -216,28 +227,36 @@ def with_case(
 ) -> Outcome:
     """The outcome with the value of one more finished case of a round, and its record's verdict.
 
-    References have their records in the study's folder. Raises RecordError: a record is garbled.
+    A reference that finishes late also gives the verdicts of those that were held against another one, or
+    nothing, in its place. References have their records in the study's folder. Raises RecordError: a record
+    is garbled.
     """
-    case, reference = outcome.cases[name], _reference_of(outcome, name)
-    verdicts = {verdict.candidate: verdict for verdict in outcome.verdicts}
-    where = {}
-    if record:
-        versions = outcome.circumstances.versions | record.manifest.versions
-        where["circumstances"] = replace(outcome.circumstances, versions=versions)
-        where["device_kind"] = outcome.device_kind or record.manifest.device_kind
-    if record and reference:
-        is_golden = reference == NANOGPT
-        right = read_golden(case.experiment.optimizer.name) if is_golden else read_record(folder / reference)
-        verdicts[name] = climb(
-            right, record, reference_name=reference, name=name, same_training=case.same_training
-        )
     rounds = outcome.kept.get(name, {}) | {number: msgspec.to_builtins(value)}
+    failures = {failed: why for failed, why in outcome.failures.items() if failed != name}
+    outcome = replace(outcome, kept=outcome.kept | {name: rounds}, failures=failures)
+    if not record:
+        return outcome
+    verdicts = {verdict.candidate: verdict for verdict in outcome.verdicts}
+    held = {of.candidate for of in outcome.verdicts if of.reference == name}
+    late = [one for one in outcome.finished if outcome.cases[one].against == name and one not in held]
+    for candidate in [name, *late]:
+        case, reference = outcome.cases[candidate], _reference_of(outcome, candidate)
+        if not reference:
+            continue
+        is_golden = reference == NANOGPT
+        verdicts[candidate] = climb(
+            read_golden(case.experiment.optimizer.name) if is_golden else read_record(folder / reference),
+            record if candidate == name else read_record(folder / candidate),
+            reference_name=reference,
+            name=candidate,
+            same_training=case.same_training,
+        )
+    versions = outcome.circumstances.versions | record.manifest.versions
     return replace(
         outcome,
-        **where,
-        kept=outcome.kept | {name: rounds},
+        circumstances=replace(outcome.circumstances, versions=versions),
+        device_kind=outcome.device_kind or record.manifest.device_kind,
         verdicts=[verdicts[name] for name in outcome.cases if name in verdicts],
-        failures={failed: why for failed, why in outcome.failures.items() if failed != name},
     )
 
 
@@ -256,8 +275,34 @@ def save(outcome: Outcome, folder: Path) -> None:
 
 
 def read_outcome(folder: Path) -> Outcome:
-    """A study as it was saved. Raises RecordError: there is none, or it is garbled."""
-    return read_result(folder / OUTCOME, Outcome, command="run")
+    """A study as it was saved, without the cases whose records are gone since: they have not finished.
+
+    Raises RecordError: there is none, or it is garbled.
+    """
+    saved = read_result(folder / OUTCOME, Outcome, command="run")
+    if not saved.keeps_records:
+        return saved
+    gone = [name for name in saved.finished if not (folder / name / MANIFEST).is_file()]
+    return replace(
+        saved,
+        kept={name: rounds for name, rounds in saved.kept.items() if name not in gone},
+        verdicts=[verdict for verdict in saved.verdicts if verdict.candidate not in gone],
+        failures=saved.failures | dict.fromkeys(gone, GONE),
+    )
+
+
+@contextmanager
+def judging(folder: Path) -> Generator[None]:
+    """Judge what a study has left: where nothing can be made of it, its files are damaged.
+
+    Raises RecordError, which names the folder.
+    """
+    try:
+        yield
+    except (RecordError, ExperimentError):
+        raise
+    except (LookupError, ValueError, ArithmeticError, TypeError) as error:
+        raise RecordError(f"{folder} makes no sense: {type(error).__name__}: {one_line(error)}") from error
 
 
 def read_run(folder: Path) -> tuple[Outcome, list[Record]]:

@@ -30,6 +30,7 @@ SPLITS = ("train", "validation")
 EVALUATION = 3  # of Philox's counter: 0 draws training batches, 1 the synthetic walk, 2 samples
 NUMPY_MAGIC = b"\x93NUMPY"
 TRAINING = "train.bin"
+PREPARE = "prepare.py"  # nanoGPT's
 WHAT_TO_GIVE = "give stdlib, synthetic, a text or .bin file, or a folder with train.bin"
 _NOT_PROSE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings"}
 
@@ -135,7 +136,8 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
         return _split(_map(path))
     train_file, validation_file = path / TRAINING, path / "val.bin"
     if why_not_readable(train_file) == "does not exist":
-        raise ExperimentError(f"data.source: {path} is a folder without train.bin; {WHAT_TO_GIVE}")
+        prepare = f", which `python {path / PREPARE}` makes;" if (path / PREPARE).is_file() else ";"
+        raise ExperimentError(f"data.source: {path} is a folder without train.bin{prepare} {WHAT_TO_GIVE}")
     train = _map(train_file)
     has_validation = why_not_readable(validation_file) != "does not exist"
     return train, _map(validation_file) if has_validation else train[:0]

@@ -11,7 +11,7 @@ from compare.pipeline.schedules import Kind, make_schedule
 from compare.pipeline.simulator import bubble_fraction, makespan, peak_in_flight
 from compare.pipeline.simulator import run as simulate
 from compare.show.figures import WIDE, Box, Figure, gantt
-from compare.show.findings import Column, Row, Table, Text, by_reason, written
+from compare.show.findings import Column, Row, Table, Text, written
 from compare.terminal import SCHEDULES
 
 TIMES = ("forward", "backward", "update", "communication", "exposed", "idle")
@@ -130,14 +130,9 @@ def engine_table(profile: Profile, name: str) -> Table:
 
 def notes(profile: Profile, platform: str) -> list[str]:
     """Sentences that say what the figures are, and what cannot be told."""
-    lines = [
+    return [
         "Exposed: communication with no compute beside it. Idle: neither. Communication that compute hides "
         "counts in both rows.",
-    ]
-    methods = by_reason({engine.name: engine.method for engine in profile.engines})
-    lines += [f"{', '.join(names)}: {method}" for method, names in methods.items()]
-    return [
-        *lines,
         *(["CPU timings: devices that share cores take them from each other."] * (platform == "cpu")),
     ]
 

@@ -16,12 +16,12 @@ from compare.numerics.parameters import parameter_count
 from compare.present.hosts import host_table
 from compare.present.ledger import engine_ledger, layouts_of, table_of_layout
 from compare.present.memory import memory_figures, peak_tables, resting_table
+from compare.present.outcome import findings_of
 from compare.present.profile import measured_figures, planned_figures
 from compare.show.figures import INK, Axes, Figure, curves, differences
 from compare.show.findings import NONE, Findings, Row, Table, Text, written
 from compare.show.page import write_page
 from compare.spec.experiment import to_toml
-from compare.study import findings_of
 from compare.terminal import error_text, layout_in_words
 
 PAGE, EXPERIMENT = "report.html", "experiment.toml"

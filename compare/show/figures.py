@@ -6,6 +6,7 @@ matplotlib takes a second to import: only `svg` and `save_figures` do so, and wh
 import io
 import math
 import statistics
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -124,7 +125,8 @@ def _canvas(salt: str, **style: Any) -> Generator["Canvas"]:
         **dict.fromkeys(inked, ink),
         **style,
     }
-    with matplotlib.rc_context():
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a name's character that no font has: it would reach the terminal
         matplotlib.rcParams.update(
             {key: value for key, value in matplotlib.rcParamsDefault.items() if key != "backend"} | ours
         )
@@ -203,7 +205,7 @@ def curves(
             label=name if lost is None else f"{name} (not finite from step {lost})",
         )
     length = window_length(max(map(len, lines.values()), default=0))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set(xlabel="step" if length == 1 else f"step (a point for {length} steps)", ylabel=y)
 
 

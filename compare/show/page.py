@@ -7,6 +7,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from compare.host.disk import write_atomically
 from compare.show.figures import svg
 from compare.show.findings import Findings, by_reason
+from compare.terminal import printable
 
 
 def write_page(path: Path, findings: Findings, *, template: str = "page.html", **values: object) -> Path:
@@ -20,5 +21,5 @@ def write_page(path: Path, findings: Findings, *, template: str = "page.html", *
     )
     page = environment.get_template(template)
     text = page.render(findings=findings, svg=svg, by_reason=by_reason, **values)
-    write_atomically(path, text.encode())
+    write_atomically(path, printable(text, keep="\n").encode())
     return path

@@ -70,7 +70,8 @@ def parse(text: str | bytes, *, origin: str = "experiment") -> Experiment:
         ExperimentError: whose message begins with `origin`.
     """
     if len(text) > MAX_FILE_BYTES:
-        raise ExperimentError(f"{origin}: longer than {MAX_FILE_BYTES} bytes, which no experiment is")
+        why = f"longer than {MAX_FILE_BYTES} bytes, which no experiment is: data goes to --data.source"
+        raise ExperimentError(f"{origin}: {why}")
     try:
         return checked(msgspec.toml.decode(text))
     except ExperimentError as error:

@@ -152,7 +152,7 @@ class Layout(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pp: Positive = 1
     """Pipeline parallelism: ranks that hold a share of the blocks each."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
-    """In which order the pipeline's ranks work on the microbatches (`shardpair schedule` draws them)."""
+    """In which order the pipeline's ranks work on the microbatches; a run's report draws it."""
     chunks: Positive = 1
     """Stages on each rank of the pipeline; 2 or more for interleaved."""
     microbatches: Positive = 1

@@ -12,6 +12,7 @@ from compare.host.tensors import RecordError
 from compare.judge.goldens import NANOGPT, read_golden
 from compare.judge.ladder import Verdict
 from compare.judge.outcome import Grid, Outcome
+from compare.present.outcome import verdict_findings
 from compare.show.findings import Findings, Text
 from compare.show.markdown import markdown
 from compare.spec.engines.registry import ENGINES
@@ -19,7 +20,6 @@ from compare.spec.experiment import Experiment, ExperimentError, edited, load, r
 from compare.studies.fitting import as_preset
 from compare.studies.grid import against_one_device, grid, pivot, varied
 from compare.studies.presets import several_presets, spread, with_layout
-from compare.studies.run import verdict_findings
 from compare.study import OF_LAYOUTS, Study
 
 SHOWN = ("gradients", "later_weights")
@@ -128,14 +128,14 @@ class Check(Study, frozen=True, kw_only=True):
             passed=outcome.passed and not skipped,
         )
 
-    @classmethod
-    def leave(cls, outcome: Outcome, folder: Path) -> Path:
-        """Write its page; and as Markdown what --output asks for. Returns the page."""
-        if output := outcome.options.get("output"):
+    def after(self, outcome: Outcome, folder: Path) -> Outcome:
+        """Write as Markdown what --output asks for."""
+        if self.output:
             versions = ", ".join(map(" ".join, outcome.circumstances.versions.items()))
             head = f"# Parity\n\nWritten by `{outcome.line}`, not by hand. {versions}.\n\n{PAGE}\n\n"
-            write_atomically(Path(output), f"{head}{markdown(cls.findings(outcome, folder))}\n".encode())
-        return super().leave(outcome, folder)
+            text = f"{head}{markdown(self.findings(outcome, folder))}\n"
+            write_atomically(self.output, text.encode())
+        return outcome
 
 
 def rungs_of_engines(experiment: Experiment, engines: Iterable[str], devices: int) -> Grid:

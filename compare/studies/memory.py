@@ -9,12 +9,13 @@ from compare.contract.memory_profile import CLASSES, Peak
 from compare.contract.record import Record
 from compare.flags import StudiedName, chosen_engines
 from compare.judge.outcome import Case, Grid, Outcome
+from compare.present.outcome import findings_of
 from compare.show.findings import NONE, Column, Findings, Text, table_of
 from compare.spec.experiment import Experiment
 from compare.studies.fitting import estimate_memory
 from compare.studies.grid import grid, pivot, varied
 from compare.studies.presets import PRESETS, check_names
-from compare.study import OF_LAYOUTS, Study, findings_of
+from compare.study import OF_LAYOUTS, Study
 from compare.terminal import human_bytes
 
 LAYOUTS = (

@@ -19,12 +19,13 @@ from compare.plan.compute import PARTS, Term
 from compare.plan.machine import Machine, read_machine
 from compare.plan.predict import predict
 from compare.plan.search import USABLE, Candidate, search
+from compare.present.outcome import findings_of
 from compare.show.figures import Axes, Figure, colour, log_scale
 from compare.show.findings import Column, Findings, Table, table_of
 from compare.spec.engines.registry import REFERENCE, side_of
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.this_machine import HERE, machine_here
-from compare.study import Study, findings_of
+from compare.study import Study
 from compare.terminal import human_bytes
 
 BEST, KEPT, SMALLEST = 10, 400, 20

@@ -1,16 +1,17 @@
 """`shardpair profile`: where the time of one step goes, device by device."""
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
-from compare.contract.record import read_record
+from compare.contract.record import Record, read_record
 from compare.contract.timeline import PROFILED_STEP
 from compare.flags import Spread
 from compare.host.disk import write_atomically
-from compare.judge.outcome import Grid, Outcome
+from compare.judge.outcome import Case, Grid, Outcome
 from compare.judge.profile import profile_of
+from compare.present.outcome import verdict_findings
 from compare.present.profile import (
     chrome_trace,
     engine_table,
@@ -22,7 +23,6 @@ from compare.show.findings import Findings
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.studies.grid import beside_first
-from compare.studies.run import verdict_findings
 from compare.study import Study
 from compare.terminal import layout_in_words
 
@@ -66,13 +66,12 @@ class Profile(Spread, Study, frozen=True, kw_only=True):
                 raise ExperimentError(f"profile: {name} leaves no timeline: leave it out of --engines")
         return beside_first(engines, experiment, profile=True), left_out
 
-    @classmethod
-    def leave(cls, outcome: Outcome, folder: Path) -> Path:
-        """Write its page, and a trace for each engine. Returns the page."""
-        for process, name in enumerate(outcome.finished):
-            if timeline := read_record(folder / name).timeline:
-                write_atomically(folder / name / TRACE, chrome_trace(name, timeline, process=process))
-        return super().leave(outcome, folder)
+    def keep(self, case: Case, record: Record) -> Any:
+        """Its figures; and beside its record a trace."""
+        if record.timeline:
+            trace = chrome_trace(case.engine, record.timeline, process=list(ENGINES).index(case.engine))
+            write_atomically(record.folder / TRACE, trace)
+        return super().keep(case, record)
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
@@ -81,11 +80,15 @@ class Profile(Spread, Study, frozen=True, kw_only=True):
         profile = profile_of(outcome, records)
         watched = [engine for engine in profile.engines if engine.devices]
         created = outcome.circumstances.created_utc[:16].replace("T", " ")
+        waits = [
+            f"{one.name} waits {one.mean_ms('exposed_ms'):.1f} of {one.wall_ms:.1f} ms for communication"
+            for one in watched
+        ]
         words = f"one step, {layout_in_words(outcome.experiment, outcome.platform)}"
         findings = verdict_findings(
             outcome,
             title=f"{outcome.name}: {words}",
-            sentence=profile.verdict,
+            sentence="; ".join([profile.verdict, *waits]),
             passed=profile.passed,
             about=[f"{outcome.circumstances.system}, {outcome.device_kind}. {created} UTC."],
             tables=[engine_table(profile, f"O{words[1:]}")],

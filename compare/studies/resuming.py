@@ -23,6 +23,8 @@ def any_checkpoint(source: Path) -> Path:
         return source
     if steps := checkpoints_in(source / CHECKPOINTS):
         return steps[max(steps)]
+    if engines := [path for path in sorted(source.glob(f"*/{CHECKPOINTS}")) if checkpoints_in(path)]:
+        raise CheckpointError(f"{source} is a run of several: give one, such as {engines[0].parent}")
     raise CheckpointError(
         f"{source}: no checkpoint is there: give a checkpoint, or the folder of a run with --checkpoint.every"
     )

@@ -11,14 +11,15 @@ from compare.checkpoint.reader import CheckpointError, read_description
 from compare.contract.request import Rung
 from compare.flags import Spread
 from compare.judge.outcome import OUTCOME, Grid, Outcome, read_outcome, read_run
+from compare.present.outcome import verdict_findings
 from compare.present.report import REMOVED, cost_table, ladder_table, report, without_notes, write_report
 from compare.show.figures import Figure
 from compare.show.findings import Findings
-from compare.spec.experiment import Experiment
+from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.grid import beside_first
 from compare.studies.presets import settings_in
 from compare.studies.resuming import any_checkpoint, changed_settings
-from compare.study import Study, findings_of
+from compare.study import Study
 from compare.terminal import errors_console
 
 
@@ -59,6 +60,8 @@ class Run(Spread, Study, frozen=True, kw_only=True):
 
     def cases(self, experiment: Experiment) -> Grid:
         """Every engine under the layout, as far as engines can express it, held against the first."""
+        if self.keep_tensors and not self.ladder:
+            raise ExperimentError("--keep_tensors has no effect with --no_ladder: there are none")
         engines, left_out = self.fitting(experiment)
         for line in changed_settings(self.source, engines, experiment) if not self.quiet else ():
             errors_console().print(f"resumed with {line} as it was", style="yellow")
@@ -147,15 +150,6 @@ class Resume(Run, frozen=True, kw_only=True):
         if self.engines or not (Path(self.source) / OUTCOME).is_file():
             return self.engines
         return tuple(read_outcome(Path(self.source)).cases)
-
-
-def verdict_findings(
-    outcome: Outcome, *, passed: bool | None = None, sentence: str = "", **more: Any
-) -> Findings:
-    """Findings of cases that are held against others; the JSON is the outcome itself."""
-    passed = outcome.passed if passed is None else passed
-    found = findings_of(outcome, sentence=sentence or outcome.sentence(), passed=passed, **more)
-    return replace(found, value=outcome)
 
 
 def tensors_of(folder: Path, outcome: Outcome) -> list[Path]:

@@ -16,13 +16,13 @@ from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.judge.metrics import METRICS
 from compare.judge.outcome import Grid, Outcome
 from compare.numerics.parameters import parameter_count
+from compare.present.outcome import verdict_findings
 from compare.show.findings import Column, Findings, Table, table_of
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited
 from compare.studies.fitting import Fit, as_it_is, as_preset, require_memory
 from compare.studies.grid import against_one_device
 from compare.studies.presets import CLASSIC, PRESETS, check_names, check_presets, edits_of, spread
-from compare.studies.run import verdict_findings
 from compare.study import Study
 
 SHOWN = (
@@ -133,19 +133,20 @@ def sweep_table(rows: Sequence[Row]) -> Table:
         Column("engine", lambda row: row["engine"]),
         Column("strategy", lambda row: row["strategy"]),
         Column("setting", lambda row: row["variant"] or None),
-        *(
-            Column(metric.label, lambda row, key=metric.key: row.get(key), metric.form)
-            for metric in METRICS
-            if metric.key in SHOWN
-        ),
         Column(
             "verdict",
             lambda row: row["verdict"] or "reference",
             news=lambda row: "pass" if row["passed"] else "fail",
+        ),
+        *(
+            Column(metric.label, lambda row, key=metric.key: row.get(key), metric.form)
+            for metric in METRICS
+            if metric.key in SHOWN
         ),
     ]
     below = (
         "Memory is of the fullest device, communication the full tensors of one device in a steady step. The "
         "verdict is of the ladder, against one unsharded device."
     )
-    return table_of("Strategies side by side", columns, rows, below=below, words=1)
+    words = 3 if any(row["variant"] for row in rows) else 2
+    return table_of("Strategies side by side", columns, rows, below=below, words=words)

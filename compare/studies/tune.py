@@ -112,13 +112,13 @@ class Tune(Timed, frozen=True, kw_only=True):
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """Every layout, predicted and measured; and how well each engine's were ranked."""
         rows = sorted(rows_of(outcome), key=lambda row: row.measured_ms.median)
-        best, words = rows[0], [f"{engine}: {accuracy(of)}" for engine, of in by_engine(rows).items()]
+        best = rows[0]
         return timed_findings(
             timed(outcome),
             title=f"{outcome.name}: {len(rows)} layouts timed",
             sentence=f"the fastest is {best.engine} {best.layout}, {best.measured_ms.median:.1f} ms a step: "
-            f"{folder / WINNER}; {'; '.join(words)}",
-            about=[ABOUT],
+            f"{folder / WINNER}",
+            about=[ABOUT, *(f"{engine}, {accuracy(of)}." for engine, of in by_engine(rows).items())],
             tables=[table_of("Predicted and measured", COLUMNS, rows)],
             rows=rows,
         )
@@ -171,7 +171,7 @@ def rows_of(outcome: Outcome) -> list[Row]:
 
 def accuracy(rows: Sequence[Row]) -> str:
     """How well the layouts of one engine were predicted."""
-    words = []
+    words = [f"{len(rows)} layouts"]
     for name, of in (("median error", "error"), ("after one factor", "error_after")):
         sizes = [abs(getattr(row, of)) for row in rows]
         words.append(f"{name} {statistics.median(sizes):.0%}, worst {max(sizes):.0%}")
@@ -180,10 +180,10 @@ def accuracy(rows: Sequence[Row]) -> str:
 
 
 def kendall(predicted: Sequence[float], measured: Sequence[float]) -> float | None:
-    """Kendall's tau-b of two orders; None of fewer than two, or where all are the same."""
+    """Kendall's tau-b of two orders; None of fewer than three, or where all are the same."""
     from scipy.stats import kendalltau  # half a second to import
 
-    tau = float(kendalltau(predicted, measured).statistic) if len(predicted) > 1 else math.nan
+    tau = float(kendalltau(predicted, measured).statistic) if len(predicted) > 2 else math.nan
     return None if math.isnan(tau) else tau
 
 

@@ -6,12 +6,13 @@ import math
 import msgspec
 import numpy as np
 import pytest
-from records import make_record, make_run, make_steps
+from records import finished_of, make_record, make_run, make_steps
 
 from compare.cli import main
 from compare.contract.record import read_tensors, write_tensors
 from compare.contract.request import Rung
 from compare.judge.difference import difference
+from compare.judge.outcome import save
 from compare.spec.experiment import edited
 
 
@@ -48,7 +49,12 @@ def test_a_run_is_like_itself_engine_by_engine(base, tmp_path, tiny, capsys):
     found = told(capsys, base / "torch-manual", base / "jax-manual", code=0)
     (pair,) = found["pairs"].values()
     assert pair["settings"]["engine"] == ["torch-manual", "jax-manual"]
-    assert len(told(capsys, base, base / "jax-manual", code=0)["pairs"]) == 1
+    found = told(capsys, base, base / "jax-manual", code=0)
+    assert (len(found["pairs"]), found["left_out"]) == (1, [str(base / "torch-manual")])
+    make_run(tmp_path / "few", tiny, names=("jax-manual",))
+    assert main(["diff", str(base), str(tmp_path / "few")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"left out: {base / 'torch-manual'}: the other folder has none of this name" in said
 
 
 def test_every_tensor_that_is_another_one_is_found(base, tmp_path, tiny, capsys):
@@ -128,9 +134,12 @@ def test_the_coarser_precision_gives_the_tolerances(tmp_path, tiny):
 def test_what_cannot_be_compared_is_one_line(base, tmp_path, tiny, capsys):
     later = [msgspec.structs.replace(step, step=step.step + 50) for step in make_steps(tiny)]
     make_record(tmp_path / "later", tiny, steps=later)
-    (tmp_path / "empty").mkdir()
+    for name in ("empty", "bench"):
+        (tmp_path / name).mkdir()
+    save(finished_of(tiny, {"a": {}}, study="bench"), tmp_path / "bench")
     for other, says in {
         "later": "have no step in common",
+        "bench": "a bench keeps no records to compare: `shardpair report` shows it",
         "empty": "has no manifest.json: it is not a finished run",
     }.items():
         assert main(["diff", str(base), str(tmp_path / other)]) == 2

@@ -19,13 +19,13 @@ from compare.judge.tensor_errors import worst_tensor
 from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import reference_step
 from compare.numerics.parameters import parameter_table
+from compare.rounds import run_missing
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import edited, load, named_experiments
 from compare.studies.check import GOLDEN as EXPERIMENT
 from compare.studies.check import SGD, Check
 from compare.studies.grid import grid
 from compare.studies.run import Run
-from compare.study import run
 
 RUNGS = [rung for rung in LADDER if rung not in ("loss_scale", "final_weights")]
 """Of a golden: its last weights are those of the last step, and stand at later_weights."""
@@ -122,7 +122,7 @@ def test_a_wrong_shared_default_turns_it_red(tmp_path, cache_dir):
     study = msgspec.convert({**msgspec.to_builtins(right), **how}, Run)
     (tmp_path / "run").mkdir()
     planned = study._frozen(outcome_of(right, cases=cases, options={"against": "nanogpt"}), tmp_path / "run")
-    outcome = run(study, planned, tmp_path / "run")
+    outcome = run_missing(study, planned, tmp_path / "run")
     findings = Check.findings(outcome, tmp_path / "run")
     assert not findings.passed
     red = {verdict.candidate: verdict.failure and verdict.failure.rung for verdict in outcome.verdicts}

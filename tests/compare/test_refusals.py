@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from compare.checkpoint.description import CHECKPOINTS, DESCRIPTION
 from compare.cli import COMMANDS, flags_in, main, overview, parse
 from compare.execute import launch
 from compare.execute.paths import default_cache
@@ -33,12 +34,14 @@ REFUSED = {
     # Files: what is none, what is no experiment, what is no data.
     "run folder": "folder is a folder, not a file",
     "run binary.toml": "binary.toml: 'utf-8' codec can't decode",
-    "run long.toml": f"long.toml: longer than {MAX_FILE_BYTES} bytes",
+    "run long.toml": f"long.toml: longer than {MAX_FILE_BYTES} bytes, which no experiment is: data goes to",
     "run nested.toml": "nested.toml: nested too deeply",
     "run null.toml": r"a\x00b does not exist",
     "run --data.source pipe.bin": "pipe.bin is not a file",
     "run --data.source missing.txt": "missing.txt does not exist",
-    "run --data.source folder": "folder is a folder without train.bin",
+    "run --data.source folder": "folder is a folder without train.bin; give",
+    "run --data.source nanogpt": "nanogpt/prepare.py` makes; give",
+    "sample several": "several is a run of several: give one, such as several/jax-manual",
     "run --data.source empty.txt": "empty.txt is empty",
     "run --data.source short.txt": "too few for model.block_size = 64",
     "run --data.source odd.bin": "odd.bin has an odd number of bytes (2001)",
@@ -63,6 +66,10 @@ REFUSED = {
     "run --train.batch_size 1000000000": "jax-compiler would need 1.28 TB (",
     # What would have no effect.
     "run --devices 2": "--devices 2 without --preset has no effect",
+    "run --preset single --devices 2": "--devices 2 has no effect: --preset single is one device",
+    "run --checkpoint.keep 3": "--checkpoint.keep has no effect without --checkpoint.every",
+    "run --no_ladder --keep_tensors": "--keep_tensors has no effect with --no_ladder",
+    "run --engines jax-manual --layout.compile inductor": "--layout.compile has no effect",
     "check --layout.tp 2": "--layout.tp has no effect: check gives it",
     "check --against nanogpt --model.norm_eps 1": "--model.norm_eps has no effect",
     "check demo --against nanogpt": "golden",
@@ -81,6 +88,7 @@ REFUSED = {
     "bench --sizes train.batch_size=2000000000": "make the model or the batch smaller",
     "bench --sizes train.batch_size=x": "left to run: Expected `int`, got `str` - at `train.batch_size`",
     "bench --rounds 0": "--rounds, --window and --windows must be at least 1",
+    "tune --rounds 0 --anyway": "--rounds, --window and --windows must be at least 1",
     "bench --baseline nosuch": "--baseline nosuch: no such case",
     "collectives --max_size 1T": "--max_size 1T: give bytes",
     "collectives --min_size 2M --max_size 1M": "the largest is not below the smallest",
@@ -124,6 +132,9 @@ def folder(tmp_path, monkeypatch):
         "short.txt": "a few words",
     }.items():
         Path(name).write_text(text)
+    for name in ("nanogpt/prepare.py", f"several/jax-manual/{CHECKPOINTS}/step-00000001/{DESCRIPTION}"):
+        Path(name).parent.mkdir(parents=True)
+        Path(name).write_text("")
     Path("binary.toml").write_bytes(bytes(range(256)))
     Path("odd.bin").write_bytes(b"x" * 2001)
     (np.arange(5000) % 250).astype("<u4").tofile("uint32.bin")

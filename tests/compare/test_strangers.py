@@ -160,6 +160,17 @@ def test_a_program_that_never_answers_is_ended_with_what_it_started(tmp_path, mo
     processes.wait_for(lambda: processes.has_ended(child))  # a kill takes its time
 
 
+def test_who_is_asked_ends_with_who_asked(tmp_path):
+    """A tune that is killed while it measures leaves no process behind."""
+    python = program(tmp_path, f'echo "$@" > {tmp_path}/asked; echo $$ > {tmp_path}/child; cat')
+    ask_it = "import sys; from compare.execute.ask import ask; ask('jaxpar', sys.argv[1], ['-q'], answer=int)"
+    asking = processes.start([sys.executable, "-c", ask_it, python])
+    processes.wait_for(lambda: (tmp_path / "child").is_file() and (tmp_path / "child").read_text())
+    asking.kill()
+    processes.wait_for(lambda: processes.has_ended(int((tmp_path / "child").read_text())))
+    assert (tmp_path / "asked").read_text() == "-m jaxpar -q --exit-with-stdin\n"
+
+
 def test_text_is_shown_as_it_is_and_a_terminal_obeys_nothing():
     def shown(thing: object, **options: object) -> str:
         file = io.StringIO()

@@ -2,9 +2,11 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+from made_up import bench
 from records import make_steps
 
 from compare import study
@@ -14,7 +16,7 @@ from compare.contract.run_lock import lock_folder
 from compare.execute import machine
 from compare.execute.launch import EngineError
 from compare.host.tensors import RecordError
-from compare.judge.outcome import OUTCOME, read_outcome, read_run
+from compare.judge.outcome import GONE, OUTCOME, read_outcome, read_run
 from compare.studies.registry import STUDIES
 
 NAMES = ["torch-manual", "jax-manual", "torch-library"]
@@ -124,7 +126,7 @@ def test_checkpoints_of_an_unfinished_case_are_set_aside(engines, tmp_path):
 
 
 def test_losses_alone_and_a_case_alone_are_said_to_be(engines, capsys):
-    assert main([*RUN, "--no_ladder"]) == 0
+    assert main([*(word for word in RUN if word != "--keep_tensors"), "--no_ladder"]) == 0
     assert "PASS: the losses of jax-manual, torch-library agree" in " ".join(capsys.readouterr().out.split())
     alone = ["run", "tiny.toml", "--engines", "torch-manual", "--quiet"]
     assert main(alone) == 0
@@ -143,10 +145,96 @@ def test_a_garbled_file_is_one_line(engines, tmp_path, capsys):
             path.write_bytes(content)
             capsys.readouterr()
             assert main(["report", "r"]) == 2, (name, content[:3])
-            errors = capsys.readouterr().err
+            out, errors = capsys.readouterr()
+            assert out == ""
             assert errors.count("\n") == 1, errors
             assert name in errors
         path.write_bytes(before)
     assert len(read_run(tmp_path / "r")[1]) == 3
-    (tmp_path / "r" / "jax-manual" / MANIFEST).unlink()
-    assert main(["report", "r"]) == 2
+
+
+def test_a_part_that_is_gone_is_missing_and_an_extra_one_counts_for_nothing(engines, tmp_path, capsys):
+    for word, line in ASKED.items():
+        arguments = [*line, *(() if word == "run" else ("--quiet", "--run_dir", word))]
+        folder = tmp_path / arguments[arguments.index("--run_dir") + 1]
+        assert main(arguments) == 0
+        before = (folder / OUTCOME).read_bytes()
+        saved = json.loads(before)
+        shutil.copytree(folder, folder / f"{next(iter(saved['cases']))}.bak")
+        capsys.readouterr()
+        assert main(["report", str(folder)]) == 0
+        whole = capsys.readouterr().out
+        for name in saved["cases"] if saved["keeps_records"] else ():
+            (folder / name).rename(tmp_path / "elsewhere")
+            assert main(["report", str(folder)]) == 1, (word, name)
+            said = capsys.readouterr().out
+            assert f"{name} {GONE}" in " ".join(said.split()) or f"{name} is MISSING: it {GONE}" in said
+            assert main(["runs", str(folder)]) == 0
+            (tmp_path / "elsewhere").rename(folder / name)
+        for part in ("kept", "verdicts"):
+            for place in list(saved[part]) if part == "kept" else range(len(saved[part])):
+                fewer = json.loads(before)
+                del fewer[part][place]
+                (folder / OUTCOME).write_text(json.dumps(fewer))
+                assert main(["report", str(folder)]) == 1, (word, part, place)
+        (folder / OUTCOME).write_bytes(before)
+        capsys.readouterr()
+        assert main(["report", str(folder)]) == 0
+        assert (capsys.readouterr().out, (folder / OUTCOME).read_bytes()) == (whole, before)
+    # What is gone is trained again, and nothing else; a reference that is made anew judges nobody anew.
+    for name in ("reference", "jax-manual.fsdp.2"):
+        shutil.rmtree(tmp_path / "sweep" / name)
+    engines.started = []
+    assert main(["sweep", "--continue", "sweep", "--quiet"]) == 0
+    assert engines.started == ["reference", "jax-manual.fsdp.2"]
+    assert main(["report", "sweep"]) == 0
+
+
+def test_nothing_is_trained_behind_a_link(engines, tmp_path, capsys):
+    assert main(RUN) == 0
+    folder = tmp_path / "r" / "jax-manual"
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    (folder / MANIFEST).unlink()
+    before = sorted(path.name for path in (tmp_path / "elsewhere").iterdir())
+    engines.started = []
+    assert main(["run", "--continue", "r"]) == 1
+    assert "r/jax-manual is a link: nothing is trained, or removed, outside of r" in capsys.readouterr().err
+    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == before
+    assert engines.started == []
+
+
+def test_a_reference_that_comes_late_is_what_all_are_held_against(engines, tmp_path):
+    engines.failing = {"torch-manual": EngineError("torch-manual: lost", exit_code=1)}
+    assert main(RUN) == 1
+    assert "jax-manual was compared with nothing" in read_outcome(tmp_path / "r").sentence()
+    engines.failing = {}
+    assert main(["run", "--continue", "r", "--quiet"]) == 0
+    held = {verdict.candidate: verdict.reference for verdict in read_outcome(tmp_path / "r").verdicts}
+    assert held == {"jax-manual": "torch-manual", "torch-library": "torch-manual"}
+
+
+def test_a_folder_that_makes_no_sense_is_one_line(engines, timed_engines, tmp_path, capsys):
+    assert main(RUN) == 0
+    assert bench("--rounds", "2") == 0
+    for folder, old, new in (
+        ("r", '"engine": "jax-manual"', '"engine": "zzz"'),
+        ("r", '"step_time_ms_median": ', '"step_time_ms_median": "x", "x": '),
+        ("b", '"wall_s": 0.1', '"wall_s": 0'),
+        ("b", '"devices": ', '"devices": [], "x": '),
+        ("b", '"windows": [', '"windows": [], "y": ['),
+    ):
+        path = tmp_path / folder / OUTCOME
+        before = path.read_text()
+        assert old in before, old
+        path.write_text(before.replace(old, new))
+        for line in (
+            ["report", folder],
+            ["runs", folder],
+            [read_outcome(path.parent).study, "--continue", folder],
+        ):
+            capsys.readouterr()
+            assert main(line) in (0, 1, 2), line
+            said = capsys.readouterr().err
+            assert "Traceback" not in said
+        path.write_text(before)

@@ -225,6 +225,7 @@ def make_run(
     planned: dict[str, Any] = {
         "name": "<script>alert(1)</script>",
         "circumstances": MADE,
+        "keeps_records": True,
         "cases": {
             name: Case(request=request, against="" if name == first else first)
             for name, request in requests.items()
