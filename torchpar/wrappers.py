@@ -3,7 +3,8 @@
 As usual: tied, frozen and unused parameters, buffers, passes that accumulate, several param groups,
 optimizers that treat elements one by one, and whole states out and in. A step, or a clipping, before the
 gradients are synchronised is an error. What is beyond that is refused, in a line that names PyTorch's class
-for it: DistributedDataParallel, ZeroRedundancyOptimizer, fully_shard. Nothing of PyTorch is replaced.
+for it: DistributedDataParallel, ZeroRedundancyOptimizer, fully_shard. Nothing of PyTorch is replaced: pieces
+of tensors, and parts of sums, are of classes of their own, which refuse what is wrong on them.
 
     model = FSDP(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -21,14 +22,17 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from compare.contract.communication import UNUSED
 from torchpar.comm.collectives import Axis
 from torchpar.manual import data_parallel, fully_sharded, sharded_optimizer
 from torchpar.manual.data_parallel import Bucket
 from torchpar.manual.flat import replicate
-from torchpar.manual.flat_parameters import FlatParameters, Unit, gather_pieces, pieces_of
+from torchpar.manual.flat_parameters import FlatGradients, FlatParameters, Unit, gather_pieces, pieces_of
 from torchpar.optimizer import gradient_norm, scale_gradients
 
 DDP, ZERO, FSDP2 = "DistributedDataParallel", "ZeroRedundancyOptimizer", "fully_shard"
@@ -37,23 +41,52 @@ ELEMENTWISE = {
     *("Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
 }
 """Classes of torch.optim that compute the same on pieces of tensors as on tensors."""
-_scale = torch._amp_foreach_non_finite_check_and_unscale_
-NORMS = {torch.linalg.vector_norm, torch.norm, torch.Tensor.norm, torch._foreach_norm, _scale}
 FINISH = "call finish_gradient_synchronization() first"
+OF_THE_WHOLE = {
+    *("dim", "ndim", "ndimension", "shape", "size"),
+    "_amp_foreach_non_finite_check_and_unscale_",
+}
+"""What a piece cannot tell of a parameter: its dims, and whether a gradient is finite on all ranks."""
 
 
-class PartOfGradient(torch.Tensor):
-    """A piece or a summand of a gradient: PyTorch's clipping would take its norm for the gradient's."""
+def name_of(func: Any) -> str:
+    """The name of a function of torch, or of an attribute that is read."""
+    return func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+
+
+class Piece(torch.Tensor):
+    """This rank's piece of a parameter or of its gradient, (n,): right is what looks at elements one by one.
+
+    A single number of it, such as a norm, is refused. So are its dims: by `p.dim() >= 2` none would decay.
+    """
+
+    gradients: FlatGradients | None = None
+
+    @classmethod
+    def __torch_function__(cls, func, types, args: Sequence[Any] = (), kwargs=None):
+        name, result = name_of(func), None
+        if name == "grad" and args[0].gradients and args[0].gradients.used:
+            raise RuntimeError(f"gradients are not the mean over ranks: {FINISH}")
+        if name not in OF_THE_WHOLE:
+            result = super().__torch_function__(func, types, args, kwargs)
+            with DisableTorchFunctionSubclass():
+                leaves = tree_leaves(result)
+                if all(leaf.dim() for leaf in leaves if isinstance(leaf, torch.Tensor)):
+                    return result
+        raise RuntimeError(
+            f"{name} of this rank's pieces is not that of the whole: choose param groups by name, from "
+            "FSDP.pieces, clip by FSDP.clip_grad_norm_, and use no GradScaler"
+        )
+
+
+class Unfinished(torch.Tensor):
+    """A gradient that is not the mean over ranks yet: nothing may be read from it, or written to it."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func in NORMS:
-            raise RuntimeError(
-                f"{func.__name__} of this rank's part of a gradient is not the gradient's: {FINISH}; "
-                f"of shards use clip_grad_norm_ of the wrapper, and no GradScaler"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        if func.__name__ != "__get__":
+            raise RuntimeError(f"{func.__name__} before gradients are the mean over ranks: {FINISH}")
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class Guarded(nn.Module):
@@ -122,10 +155,11 @@ class DataParallel(Guarded, data_parallel.DataParallel):
         self._watch([self.axis], module.parameters(), find_unused_parameters)
 
     def gradient_ready(self, bucket: Bucket, index: int, parameter: torch.Tensor) -> None:
-        super().gradient_ready(bucket, index, parameter)
         self._unfinished = max(self._unfinished, 1 + self.is_synchronizing)
-        assert parameter.grad is not None
-        parameter.grad = parameter.grad.as_subclass(PartOfGradient)
+        with DisableTorchFunctionSubclass():
+            super().gradient_ready(bucket, index, parameter)
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.as_subclass(Unfinished)
 
     def finish_gradient_synchronization(self) -> None:
         parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
@@ -133,7 +167,8 @@ class DataParallel(Guarded, data_parallel.DataParallel):
         used = self._used([parameter.grad is not None for parameter in parameters], names)
         for parameter in parameters:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = gradient.as_subclass(torch.Tensor)
+            with DisableTorchFunctionSubclass():
+                parameter.grad = gradient.as_subclass(torch.Tensor)
         super().finish_gradient_synchronization()
         for parameter, is_used in zip(parameters, used, strict=True):
             parameter.grad = parameter.grad if is_used else None
@@ -144,10 +179,10 @@ class FSDP(Guarded, fully_sharded.FSDP):
     """Shards parameters, gradients and optimizer state over the ranks: see `manual.fully_sharded`.
 
     An optimizer over `parameters()` has this rank's pieces: 1-D, perhaps empty. So choose param groups by
-    name, from `pieces`: `p.dim()` is 1 of each. Every rank runs the same units in the same order: submodules,
-    or lists of them that are gathered together; by default the elements of the outermost ModuleLists and
-    Sequentials. What is in none stays gathered to the end of the step. Gradients are reduced after backward
-    if it is to find unused ones. Options: group, replicate_group, zero (2 or 3), reshard_after_forward.
+    name, from `pieces`. Every rank runs the same units in the same order: submodules, or lists of them that
+    are gathered together; by default the elements of the outermost ModuleLists and Sequentials. What is in
+    none stays gathered to the end of the step. Gradients are reduced after backward if it is to find unused
+    ones. Options: group, replicate_group, zero (2 or 3), reshard_after_forward.
     """
 
     _is_finishing = False
@@ -172,6 +207,7 @@ class FSDP(Guarded, fully_sharded.FSDP):
         axes = [self.axis, self.flats[0].replicas]
         self._watch(axes, self.pieces.values(), find_unused_parameters)
         module.__dict__["state_dict"] = self._refuse_state_dict
+        mark_pieces(self.flats, Piece)
 
     def forward(self, *args, **kwargs):
         for flat in self.flats:
@@ -180,11 +216,29 @@ class FSDP(Guarded, fully_sharded.FSDP):
                 is_same = piece.untyped_storage().data_ptr() == memory
                 if not (is_same and parameter.requires_grad == piece.requires_grad):
                     raise RuntimeError(f"{name} was replaced, frozen or thawed since FSDP began: use {FSDP2}")
-        return super().forward(*args, **kwargs)
+        with saved_tensors_hooks(self._keep, self._read_again):
+            return super().forward(*args, **kwargs)
 
     def before_backward(self, unit: Unit) -> None:
         """Without gathering ahead: a weight that backward reads unseen has no memory then, and raises."""
         self.enter(unit, ())
+
+    def _keep(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int, Unit | None]:
+        """What autograd keeps for backward, its version, and if it is a weight that is freed, its unit."""
+        memory = tensor.untyped_storage().data_ptr() if torch._C._has_storage(tensor) else 0
+        for unit in (unit for unit in self._unsharded if not unit.stays):
+            if any(memory == flat.full.untyped_storage().data_ptr() for flat in unit.flats):
+                return tensor, tensor._version, unit
+        return tensor, tensor._version, None
+
+    def _read_again(self, kept: tuple[torch.Tensor, int, Unit | None]) -> torch.Tensor:
+        """Gather what backward reads, even by a way that no output shows: a loss that a block keeps."""
+        tensor, version, unit = kept
+        if tensor._version != version:
+            raise RuntimeError("a tensor that backward reads was changed in place since forward")
+        if unit:
+            self.enter(unit, ())
+        return tensor
 
     def gradient_ready(self, unit: Unit, flat: FlatParameters, index: int, parameter: torch.Tensor) -> None:
         self._unfinished = max(self._unfinished, 1 + self.is_synchronizing)
@@ -203,28 +257,34 @@ class FSDP(Guarded, fully_sharded.FSDP):
                 flat.parameters[index].grad = torch.zeros_like(flat.parameters[index])
                 flat.gradients.add(index)
         self._is_finishing = True
-        super().finish_gradient_synchronization()
+        with DisableTorchFunctionSubclass():
+            super().finish_gradient_synchronization()
         self._is_finishing = False
-        mark_pieces(self.flats, PartOfGradient)
+        mark_pieces(self.flats, Piece)
         self._unfinished = 0
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         super().before_step(optimizer)
         require_elementwise(type(optimizer))
-        if not all(group["params"] for group in optimizer.param_groups):
-            raise ValueError("a param group is empty: all pieces are 1-D, so choose groups by name")
+        mark_pieces(self.flats, None)  # it may make its state of them
         self.reshard_all()  # what is gathered will be old
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip by the norm over all ranks' pieces. Returns the norm before: a scalar, the same everywhere."""
         if self._unfinished:
             raise RuntimeError(f"clip_grad_norm_: {FINISH}")
-        return clip_pieces(self.flats, max_norm)
+        axis_of = {piece: flat.axis for flat in self.flats for piece in flat.pieces}
+        pieces = {str(number): piece for number, piece in enumerate(axis_of)}
+        with DisableTorchFunctionSubclass():
+            norm = gradient_norm(pieces, {name: (axis_of[piece],) for name, piece in pieces.items()})
+            scale_gradients(pieces, norm, max_norm=max_norm)
+        return norm
 
     def full_state_dict(self) -> dict[str, Any]:
         """The `state_dict()` of the wrapped module as if it were not sharded, on every rank."""
         piece_of = pieces_of(self.flats)
-        full = gather_pieces(self.flats, {p: piece.detach() for p, piece in piece_of.items()})
+        with DisableTorchFunctionSubclass():
+            full = gather_pieces(self.flats, {p: piece.detach() for p, piece in piece_of.items()})
         by_piece = {piece: full[parameter] for parameter, piece in piece_of.items()}
         return {name: by_piece.get(value, value) for name, value in self._state().items()}
 
@@ -261,57 +321,25 @@ class FSDP(Guarded, fully_sharded.FSDP):
 class ShardedOptimizer(sharded_optimizer.ShardedOptimizer):
     """An optimizer that treats elements one by one, its state shared out: see `manual.sharded_optimizer`.
 
-    Gradients are the mean already, such as DataParallel's; or with `reduce_gradients=True` they are reduced
-    here, and `finish_gradient_synchronization()` comes before `step()`.
+    Gradients are the mean over ranks already: DataParallel's, clipped as usual.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        optimizer_cls: type[torch.optim.Optimizer],
-        *,
-        reduce_gradients: bool = False,
-        **options: Any,
-    ):
+    def __init__(self, params: Iterable[Any], optimizer_cls: type[torch.optim.Optimizer], **options: Any):
         require_elementwise(optimizer_cls)
-        self._reduces = reduce_gradients
-        super().__init__(params, optimizer_cls, reduce_gradients=reduce_gradients, **options)
+        super().__init__(params, optimizer_cls, reduce_gradients=False, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if "inner" in vars(self):
             raise RuntimeError(f"a param group after the start: use {ZERO}")
         super().add_param_group(param_group)
 
-    def finish_gradient_synchronization(self) -> None:
-        self._require_reducing()
-        for flat in self.flats:
-            for index in set(flat.trainable) - flat.gradients.used:
-                raise RuntimeError(
-                    f"{flat.names[index]} took no part: reduce by DataParallel, which finds unused"
-                )
-        super().finish_gradient_synchronization()
-        mark_pieces(self.flats, PartOfGradient)
-
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Clip what `finish_gradient_synchronization` left, by the norm over all ranks' pieces: a scalar."""
-        self._require_reducing()
-        self.require_finished()
-        return clip_pieces(self.flats, max_norm)
+    def finish_gradient_synchronization(self) -> NoReturn:
+        raise RuntimeError("an optimizer takes gradients as they are: reduce them by DataParallel")
 
     def step(self, closure: Any = None) -> Any:
+        """Update from the means: each piece takes its part of a full gradient."""
         if closure is not None:
             raise ValueError("step(closure): a closure's gradients would not be reduced; step after backward")
-        self.require_finished()
-        if not self._reduces:
-            self._slice_means()
-        super().step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        torch.optim.Optimizer.zero_grad(self, set_to_none)  # parameters that keep their gradients
-
-    def _slice_means(self) -> None:
-        """Give each piece its part of a full gradient that is the mean already."""
         for flat in self.flats:
             for index, (parameter, piece) in enumerate(zip(flat.parameters, flat.pieces, strict=True)):
                 gradient, piece.grad = parameter.grad, None
@@ -319,16 +347,11 @@ class ShardedOptimizer(sharded_optimizer.ShardedOptimizer):
                     if gradient.stride() != parameter.stride():
                         gradient = torch.empty_like(parameter).copy_(gradient)
                     piece.grad = gradient.as_strided((gradient.numel(),), (1,))[flat.elements_of(index)]
+        super().step()
 
-    def _require_reducing(self) -> None:
-        if not self._reduces:
-            raise RuntimeError(
-                "reduce_gradients is False: synchronise and clip the parameters' own gradients"
-            )
-
-    def require_finished(self) -> None:
-        if any(gradients.used for gradients in self.order):
-            raise RuntimeError(FINISH)
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        torch.optim.Optimizer.zero_grad(self, set_to_none)  # parameters that keep their gradients
 
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()
@@ -340,20 +363,15 @@ class ShardedOptimizer(sharded_optimizer.ShardedOptimizer):
             group.update({**inner, "params": group["params"]})
 
 
-def clip_pieces(flats: Sequence[FlatParameters], max_norm: float) -> torch.Tensor:
-    """Scale the pieces' gradients to a norm over all ranks of at most `max_norm`; the norm before, ()."""
-    mark_pieces(flats, torch.Tensor)
-    axis_of = {piece: flat.axis for flat in flats for piece in flat.pieces}
-    pieces = {str(number): piece for number, piece in enumerate(axis_of)}
-    norm = gradient_norm(pieces, {name: (axis_of[piece],) for name, piece in pieces.items()})
-    scale_gradients(pieces, norm, max_norm=max_norm)
-    return norm
-
-
-def mark_pieces(flats: Sequence[FlatParameters], as_class: type[torch.Tensor]) -> None:
-    """Make the gradients of this rank's pieces tensors of a class."""
-    for piece in (piece for flat in flats for piece in flat.pieces):
-        piece.grad = None if piece.grad is None else piece.grad.as_subclass(as_class)
+def mark_pieces(flats: Sequence[FlatParameters], mark: type[Piece] | None) -> None:
+    """Make pieces and their gradients `Piece`s, or what they were."""
+    with DisableTorchFunctionSubclass():
+        for flat in flats:
+            for piece in flat.pieces:
+                if piece.grad is not None:
+                    piece.grad = piece.grad.as_subclass(mark or torch.Tensor)
+                piece.__class__ = mark or nn.Parameter
+                vars(piece).update(_is_param=True, gradients=flat.gradients)
 
 
 def require_usual(module: nn.Module) -> None:

@@ -17,7 +17,7 @@ import jax
 from jax.sharding import Mesh, reshard
 
 from compare.spec.axes import DP_REPLICATE
-from jaxpar.explicit.replicas import axes_in, axes_of_replicas, copies
+from jaxpar.explicit.replicas import axes_in, axes_of_replicas, copies, cut
 from jaxpar.placement import specs
 from jaxpar.problem import Loss
 
@@ -45,9 +45,7 @@ def each_replica(loss: Loss, *, mesh: Mesh, rows_dim: int = 0) -> Loss:
         if replicas == 1:
             return of_replica(copied, batch)
         # (.., R b, ..) -> (.., R, b, ..)
-        rows = jax.tree.map(
-            lambda x: x.reshape(*x.shape[:rows_dim], replicas, -1, *x.shape[rows_dim + 1 :]), batch
-        )
+        rows = jax.tree.map(lambda x: cut(x, rows_dim, replicas, -1), batch)
         return jax.vmap(of_replica, in_axes=(0, rows_dim))(copied, rows).mean(axis=0)
 
     return mean_loss

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, auto_axes, reshard
 from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import PP
+from jaxpar.explicit.replicas import cut
 from jaxpar.problem import Loss, Pieces
 from jaxpar.remat import IsGather, Remat
 from jaxpar.stages import Tree, Turn, lanes, run_stage, run_ticks, shift
@@ -43,7 +44,7 @@ def pipelined(
     def loss(params: Tree, batch: Tree) -> jax.Array:
         (count,) = {x.shape[0] for x in jax.tree.leaves(batch)}
         enters_SK, leaves_SK, counts_SK = lanes(count, stages)
-        layers_SN = jax.tree.map(lambda w: w.reshape(stages, chunks, -1, *w.shape[1:]), params[STACKED])
+        layers_SN = jax.tree.map(lambda w: cut(w, 0, stages, chunks, -1), params[STACKED])
         params_S = {**params, STACKED: layers_SN}
         batch_S = jax.tree.map(  # what each stage has anyway, as its entry of a dim
             lambda x: jnp.broadcast_to(

@@ -9,11 +9,11 @@ from jax_steps import experiment_of
 from type_mistakes import MISTAKES as PLANTED
 from type_mistakes import RECORDED, outcomes
 
-from compare.spec.experiment import Layout
+from compare.spec.experiment import Layout, Model
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.explicit import data_parallel, tensor_parallel
 from jaxpar.explicit import fully_sharded as lesson
-from jaxpar.step import compile_step
+from jaxpar.step import compile_step, trace_step
 from jaxpar.train import prepare
 
 MISTAKES = {
@@ -53,6 +53,23 @@ def test_a_forgotten_cast_is_refused_when_the_step_is_traced(layout, plant, word
         with pytest.raises(Exception, match=words) as refused:
             compile_step(sharded, state, spec)
     assert type(refused.value).__name__ in REFUSALS
+
+
+def test_dims_of_one_leave_no_type_open():
+    """One head, one position, one row for each replica: a reshape beside them has to say what is split."""
+    model = Model(n_layer=4, n_head=1, n_embd=8, block_size=1, vocab_size=5)
+    interleaved = {"pp": 2, "schedule": "interleaved", "chunks": 2, "microbatches": 2}
+    for layout in (
+        Layout(**interleaved),
+        Layout(**interleaved, dp_shard=2, zero=3),
+        Layout(dp_replicate=2),
+        Layout(dp_shard=2, dp_replicate=2, zero=2),
+    ):
+        for rows in (1, 2):
+            batch_size = rows * layout.data_parallel * layout.microbatches
+            spec = experiment_of(layout, model=model, batch_size=batch_size)
+            sharded, state = prepare("jax-explicit", spec, mesh=make_mesh(layout, platform="cpu"))
+            trace_step(sharded, state, spec, "state")
 
 
 def test_planted_mistakes_are_kept_as_they_are_found():

@@ -7,6 +7,7 @@ whole batch, with PyTorch's own optimizer.
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,13 +17,13 @@ import torch
 from modules import Odd, double, ids, normal, share, stack
 from ranks import RANKS, on_ranks
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.utils.checkpoint import checkpoint
 
 from torchpar import FSDP, DataParallel, ShardedOptimizer
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
-from torchpar.wrappers import default_units
+from torchpar.wrappers import Piece, default_units
 
 # Averages of four partial means in another order than one mean over all: a few units in the last place,
 # which Adam's division by a gradient's own size makes a little larger.
@@ -72,6 +73,39 @@ class Tied(nn.Module):
         return (x * self.scale.sum()).square().mean()
 
 
+@dataclass
+class Aux:
+    loss: torch.Tensor
+
+
+class Secretive(nn.Module):
+    """After its output it makes losses, which backward enters first; no tensor that it returns shows them."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(7, 7, dtype=double)
+
+    def forward(self, x: torch.Tensor, losses: list[torch.Tensor]) -> tuple[torch.Tensor, Aux]:
+        y = torch.tanh(self.inner(x))
+        losses.append(self.inner(x).square().mean())
+        self.kept = self.inner(x).sin().mean()
+        return y, Aux(self.inner(x).cos().mean())
+
+
+class Secrets(nn.Module):
+    def __init__(self, seed: int = 0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(Secretive() for _ in range(4))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, losses = nn.functional.one_hot(tokens, 7).double(), list[torch.Tensor]()
+        for layer in self.layers:
+            x, aux = layer(x, losses)
+            losses += [aux.loss, layer.kept]
+        return x.square().mean() + torch.stack(losses).sum()
+
+
 def ends_and_layers(module: Any) -> list:
     return [[module.embedding, module.head], *module.layers] if hasattr(module, "head") else []
 
@@ -81,6 +115,7 @@ HABITS: dict[str, Callable[[int], nn.Module]] = {
     "unused, and used twice": Branch,
     "recomputed": Recomputed,
     "tied between layers": Tied,
+    "losses that no output shows": Secrets,
 }
 SHARDED: dict[str, dict[str, Any]] = {
     "zero3": {"zero": 3},
@@ -123,11 +158,11 @@ def reference(make: Callable[[int], nn.Module], *, steps: int) -> Iterator[nn.Mo
         yield module
 
 
-def three_passes(model: Any, synchronises: Any, rank: int, step: int) -> None:
+def three_passes(model: Any, rank: int, step: int) -> None:
     for part in range(3):
-        with synchronises.no_sync() if part < 2 else nullcontext():
+        with model.no_sync() if part < 2 else nullcontext():
             model(share(ids(3 * step + part), rank)).div(3).backward()
-    synchronises.finish_gradient_synchronization()
+    model.finish_gradient_synchronization()
 
 
 @on_ranks
@@ -140,7 +175,7 @@ def test_data_parallel(rank: int) -> None:
             )
             optimizer = AdamW(groups(dict(module.named_parameters())))
             for step, expected in enumerate(reference(make, steps=2)):
-                three_passes(model, model, rank, step)
+                three_passes(model, rank, step)
                 clip_grad_norm_([p for p in module.parameters() if p.grad is not None], limit(make))
                 optimizer.step()
                 optimizer.zero_grad()
@@ -161,37 +196,31 @@ def test_fully_sharded(rank: int) -> None:
             assert model.pieces.keys() == plain
             optimizer = AdamW(groups(model.pieces))
             for step, expected in enumerate(reference(make, steps=2)):
-                three_passes(model, model, rank, step)
+                three_passes(model, rank, step)
                 model.clip_grad_norm_(limit(make))
                 optimizer.step()
                 optimizer.zero_grad()
                 assert_same(model.full_state_dict(), expected.state_dict())
                 with torch.no_grad():
                     close(model(ids()), expected(ids()))
-                assert all(p.dim() == 1 for p in model.parameters())  # at rest again
+                assert all(isinstance(p, Piece) for p in model.parameters())  # at rest again
 
 
 @on_ranks
 def test_sharded_optimizer(rank: int) -> None:
     for make in HABITS.values():
-        for reduces in (False, True) if make not in (Branch, Recomputed) else (False,):
-            module = make(0 if reduces else rank)  # an optimizer has nothing to do with buffers
-            named = dict(module.named_parameters())
-            optimizer = ShardedOptimizer(
-                groups(named), torch.optim.AdamW, reduce_gradients=reduces, bucket_size_mb=2e-4, **ADAM
-            )
-            model = module if reduces else DataParallel(module, find_unused_parameters=True)
-            for step, expected in enumerate(reference(make, steps=2)):
-                three_passes(model, optimizer if reduces else model, rank, step)
-                if reduces:
-                    optimizer.clip_grad_norm_(limit(make))
-                else:
-                    clip_grad_norm_([p for p in named.values() if p.grad is not None], limit(make))
-                optimizer.step()
-                optimizer.zero_grad()
-                assert_same(module.state_dict(), expected.state_dict())
-            held = sum(v.numel() for state in optimizer.state.values() for v in state.values() if v.dim())
-            assert held <= 2 * sum(p.numel() for p in named.values()) // RANKS + 2 * len(named)
+        module = make(rank)
+        named = dict(module.named_parameters())
+        optimizer = ShardedOptimizer(groups(named), torch.optim.AdamW, bucket_size_mb=2e-4, **ADAM)
+        model = DataParallel(module, find_unused_parameters=True)
+        for step, expected in enumerate(reference(make, steps=2)):
+            three_passes(model, rank, step)
+            clip_grad_norm_([p for p in named.values() if p.grad is not None], limit(make))
+            optimizer.step()
+            optimizer.zero_grad()
+            assert_same(module.state_dict(), expected.state_dict())
+        held = sum(v.numel() for state in optimizer.state.values() for v in state.values() if v.dim())
+        assert held <= 2 * sum(p.numel() for p in named.values()) // RANKS + 2 * len(named)
 
 
 @on_ranks
@@ -252,33 +281,72 @@ def test_whole_states(rank: int) -> None:
         model.state_dict()
 
 
+def scaled_step(optimizer: torch.optim.Optimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("make", [DataParallel, FSDP])
 @on_ranks
-def test_a_step_or_a_clipping_before_gradients_are_finished_is_an_error(rank: int) -> None:
-    early = partial(pytest.raises, RuntimeError, match="finish_gradient_synchronization")
-    for make in (DataParallel, FSDP):
-        module = stack(2)
-        model = make(module)
-        optimizer = AdamW(list(model.parameters()))
-        clip = model.clip_grad_norm_ if make is FSDP else partial(clip_grad_norm_, list(module.parameters()))
-        model(normal(4, 16)).sum().backward()
-        for act in (optimizer.step, partial(clip, 1.0), partial(model, normal(4, 16))):
-            with early():
-                act()
-        model.finish_gradient_synchronization()
-        if make is FSDP and any(p.numel() for p in model.parameters()):
-            with pytest.raises(RuntimeError, match="clip_grad_norm_ of the wrapper"):
-                clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    module = stack(2)
-    sharded = shard_state(module)
-    module(normal(4, 16)).sum().backward()
-    for act in (sharded.step, partial(sharded.clip_grad_norm_, 1.0)):
-        with early():
+def test_gradients_are_left_alone_until_they_are_finished(rank: int, make: Callable[..., Any]) -> None:
+    model = make(stack(2))
+    parameters = list(model.parameters())
+    optimizer = AdamW(parameters)
+    early: list[Callable[[], Any]] = [
+        optimizer.step,
+        lambda: model(normal(4, 16)),
+        lambda: clip_grad_norm_(parameters, 1.0),
+        lambda: clip_grad_value_(parameters, 1e-3),
+        lambda: get_total_norm([p.grad for p in parameters]),
+        lambda: [p.grad.data.mul_(2) for p in parameters],
+        lambda: scaled_step(optimizer),
+    ]
+    if make is FSDP:
+        early.append(lambda: model.clip_grad_norm_(1.0))
+    model(normal(4, 16)).sum().backward()
+    for act in early:
+        with pytest.raises(RuntimeError, match="finish_gradient_synchronization"):
             act()
+    model.finish_gradient_synchronization()
+    optimizer.step()
 
 
-def shard_state(module: nn.Module) -> ShardedOptimizer:
-    return ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1, reduce_gradients=True)
+@on_ranks
+def test_only_elements_of_pieces_may_be_looked_at(rank: int) -> None:
+    plain, module = stack(2), stack(2)
+    model = FSDP(module)
+    pieces = list(model.parameters())
+    optimizer = torch.optim.SGD(pieces, lr=0.1)
+    model(share(normal(16, 16), rank)).square().sum().mul(RANKS).backward()
+    model.finish_gradient_synchronization()
+    alone: list[Callable[[], Any]] = [
+        lambda: clip_grad_norm_(pieces, 1.0),
+        lambda: get_total_norm([p.grad for p in pieces]),
+        lambda: [p.grad.data.float().norm() for p in pieces],
+        lambda: [p.grad.detach().square().sum() for p in pieces],
+        lambda: [p.grad.isnan().any() for p in pieces],
+        lambda: [p.norm() for p in pieces],
+        lambda: scaled_step(optimizer),
+        lambda: [p for p in pieces if p.dim() >= 2],
+        lambda: [{"params": [p], "weight_decay": 0.1 * (p.ndim > 1)} for p in pieces],
+        lambda: [p for p in pieces if len(p.shape) > 1],
+    ]
+    for act in alone:
+        with pytest.raises(RuntimeError, match=r"rank's pieces .* FSDP.pieces.* FSDP.clip_grad_norm_"):
+            act()
+    clip_grad_value_(pieces, 0.5)
+    optimizer.step()
+    with torch.no_grad():
+        for piece in pieces:
+            piece.sub_(piece.grad, alpha=0.01)
+
+    plain(normal(16, 16)).square().sum().backward()
+    clip_grad_value_(plain.parameters(), 0.5)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.sub_(parameter.grad, alpha=0.11)
+    assert_same(model.full_state_dict(), plain.state_dict())
 
 
 def without_the_last(make: Callable[[nn.Module], Any]) -> None:
@@ -287,6 +355,10 @@ def without_the_last(make: Callable[[nn.Module], Any]) -> None:
     wrapper = make(module)
     module[0](normal(4, 16)).sum().backward()
     wrapper.finish_gradient_synchronization()
+
+
+def shard_state(module: nn.Module) -> ShardedOptimizer:
+    return ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
 
 
 @on_ranks
@@ -299,27 +371,24 @@ def test_what_is_not_usual_is_refused(rank: int) -> None:
     frozen_later.pieces["0.weight"].requires_grad_(False)
     replaced.module[0].bias.data = torch.zeros_like(replaced.module[0].bias)
     optimizer = shard_state(stack(2))
+    twice = nn.Sequential(*(nn.Sequential(layer) for layer in stack(2)))
+    twice[1].append(twice[0][0])
     refused: list[tuple[Callable[[], Any], str]] = [
         (lambda: without_the_last(DataParallel), "took no part"),
         (lambda: without_the_last(FSDP), "took no part"),
-        (lambda: without_the_last(shard_state), "took no part"),
-        (
-            ShardedOptimizer(stack(2).parameters(), torch.optim.AdamW).finish_gradient_synchronization,
-            "is False",
-        ),
-        (lambda: ShardedOptimizer(stack(2).parameters(), torch.optim.AdamW).clip_grad_norm_(1.0), "is False"),
+        (optimizer.finish_gradient_synchronization, "by DataParallel"),
         (lambda: FSDP(wrapped), "a wrapper already"),
         (lambda: DataParallel(nn.Embedding(3, 3, sparse=True)), "sparse"),
         (lambda: FSDP(stack(2), zero=1), "use ShardedOptimizer"),
         (lambda: FSDP(module, units=[module[0], module]), "fully_shard"),
         (lambda: FSDP(module, units=[nn.Linear(1, 1)]), "no part of the module"),
+        (lambda: FSDP(twice), "in another one's, too"),
         (lambda: copy.deepcopy(model), "whole state"),
         (model.double, "before it is wrapped"),
         (lambda: frozen_later(normal(4, 16)), "frozen or thawed.*fully_shard"),
         (lambda: replaced(normal(4, 16)), "replaced"),
         (lambda: torch.optim.Adafactor(model.parameters()).step(), "Adafactor.*elements"),
         (lambda: ShardedOptimizer(stack(2).parameters(), torch.optim.LBFGS), "LBFGS.*fully_shard"),
-        (lambda: AdamW([{"params": [*model.parameters()]}, {"params": []}]).step(), "1-D.*by name"),
         (lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}), "ZeroRedundancy"),
     ]
     for act, message in refused:

@@ -5,7 +5,8 @@
     print(ledger)
 
 Of torchpar's own collectives a row is the collective, whatever it is made of: on gloo a gather is sends. The
-dispatcher sees those sends, which are held against our own count. What another thread sends is in no row.
+dispatcher sees those sends, which are held against our own count. What another thread sends, or a backend
+that is asked directly, is in no row.
 """
 
 import os
