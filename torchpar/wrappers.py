@@ -216,11 +216,14 @@ class FSDP(Guarded, fully_sharded.FSDP):
                 is_same = piece.untyped_storage().data_ptr() == memory
                 if not (is_same and parameter.requires_grad == piece.requires_grad):
                     raise RuntimeError(f"{name} was replaced, frozen or thawed since FSDP began: use {FSDP2}")
+        mark_pieces(self.flats, Piece)  # after a step they are parameters
         with saved_tensors_hooks(self._keep, self._read_again):
             return super().forward(*args, **kwargs)
 
     def before_backward(self, unit: Unit) -> None:
         """Without gathering ahead: a weight that backward reads unseen has no memory then, and raises."""
+        if torch.is_grad_enabled():  # who reads the new graph is not seen
+            raise RuntimeError("a second derivative reads freed weights: set reshard_after_forward=False")
         self.enter(unit, ())
 
     def _keep(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int, Unit | None]:
@@ -237,7 +240,7 @@ class FSDP(Guarded, fully_sharded.FSDP):
         if tensor._version != version:
             raise RuntimeError("a tensor that backward reads was changed in place since forward")
         if unit:
-            self.enter(unit, ())
+            self.before_backward(unit)
         return tensor
 
     def gradient_ready(self, unit: Unit, flat: FlatParameters, index: int, parameter: torch.Tensor) -> None:

@@ -170,8 +170,8 @@ class Layout(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Keep the optimizer's moments in the host's memory: they are on the device for the update only."""
     compile: Literal["auto", "none", "aot_eager", "inductor"] = "auto"
     """How torch-compiler compiles; no other engine asks. none: DTensor plans at every operator; aot_eager:
-    torch.compile traces one program, run operator by operator; inductor: and fused. auto is inductor on GPUs
-    and none on a CPU, where a compilation takes longer than a small training."""
+    torch.compile traces one program, run operator by operator; inductor: and fused. auto is inductor on GPUs,
+    and none on a CPU, where a compilation takes longer than a small training, or with remat = full."""
 
     @property
     def axes(self) -> dict[str, int]:

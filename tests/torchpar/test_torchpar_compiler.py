@@ -95,11 +95,16 @@ def test_what_placements_cannot_say_is_refused_by_name(monkeypatch):
         engine.require(Layout(pp=2, schedule="gpipe", microbatches=2))
     with pytest.raises(ExperimentError, match="moments are DTensors"):
         engine.require(Layout(offload="optimizer"))
-    full = Layout(dp_replicate=2, remat="full", compile="aot_eager")
-    with pytest.raises(ExperimentError, match="saves nothing but tensors"):
-        engine.require(full)
+    full = Layout(remat="full", compile="aot_eager")
+    for refused in (full, replace(full, dp_replicate=2)):
+        with pytest.raises(ExperimentError, match="saves tensors alone"):
+            engine.require(refused)
     engine.require(replace(full, compile="none"))
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(ValueError, match=r"layout.compile = inductor: there is no C\+\+ compiler"):
-        resolve_backend("inductor", torch.device("cpu"))
-    assert resolve_backend("auto", torch.device("cpu")) == "none"
+        resolve_backend(Layout(compile="inductor"), torch.device("cpu"))
+    backends = {
+        remat: resolve_backend(Layout(remat=remat), torch.device("cuda")) for remat in ("dots", "full")
+    }
+    assert backends == {"dots": "inductor", "full": "none"}
+    assert resolve_backend(Layout(), torch.device("cpu")) == "none"

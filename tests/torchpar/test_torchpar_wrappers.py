@@ -361,6 +361,27 @@ def shard_state(module: nn.Module) -> ShardedOptimizer:
     return ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
 
 
+def penalty(model: nn.Module) -> torch.Tensor:
+    """Of the gradient by the input, whose derivative is one more."""
+    x = normal(4, 16).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    return gradient.square().sum()
+
+
+@on_ranks
+def test_second_derivatives_need_the_weights_whole(rank: int) -> None:
+    plain = stack(2)
+    penalty(plain).backward()
+    with pytest.raises(RuntimeError, match=r"second derivative.*reshard_after_forward=False"):
+        penalty(FSDP(stack(2)))
+    model = FSDP(stack(2), reshard_after_forward=False)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    penalty(model).backward()
+    model.finish_gradient_synchronization()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert_same(model.full_state_dict(), plain.state_dict())
+
+
 @on_ranks
 def test_what_is_not_usual_is_refused(rank: int) -> None:
     wrapped = stack(2)

@@ -27,7 +27,7 @@ def parallelize(
     Raises:
         ValueError: the layout asks for a backend that this machine does not have.
     """
-    backend = resolve_backend(layout.compile, mesh.device)
+    backend = resolve_backend(layout, mesh.device)
     if mesh.world.size > 1:
         parallel = _placed(model, mesh=mesh, layout=layout, make_optimizer=make_optimizer, fill=fill)
     else:

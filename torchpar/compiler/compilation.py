@@ -15,14 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from compare.spec.experiment import Layout
 
-def resolve_backend(asked: str, device: torch.device) -> str:
+
+def resolve_backend(layout: Layout, device: torch.device) -> str:
     """The backend that `layout.compile` asks for. Raises ValueError: there is no C++ compiler for inductor.
 
-    auto is inductor on a GPU, none on a CPU: a compilation takes as long as fifty steps of a small model.
+    auto is inductor on a GPU, none on a CPU: a compilation takes as long as fifty steps of a small model. Nor
+    is compiled what `compare.spec.engines` would refuse.
     """
+    asked = layout.compile
     if asked == "auto":
-        return "inductor" if device.type == "cuda" else "none"
+        return "inductor" if device.type == "cuda" and layout.remat != "full" else "none"
     if asked == "inductor" and device.type == "cpu" and not shutil.which("c++"):
         raise ValueError("layout.compile = inductor: there is no C++ compiler: give aot_eager")
     return asked

@@ -190,12 +190,12 @@ def _not_in_pytorch(layout: Layout) -> str:
 
 
 def _not_compiled(layout: Layout) -> str:
-    """Limits of torch.compile over DTensors (2.13), found out by running it."""
-    if layout.compile in ("aot_eager", "inductor") and layout.remat == "full" and layout.devices > 1:
+    """Limits of torch.compile (2.13), found out by running it."""
+    if layout.compile in ("aot_eager", "inductor") and layout.remat == "full":
         return (
-            f"layout.compile = {layout.compile} with layout.remat = full: backward needs the mesh to place "
-            "what it computes again, and torch.compile saves nothing but tensors: choose layout.remat = dots "
-            "or layout.compile = none"
+            f"layout.compile = {layout.compile} with layout.remat = full: to compute a layer again backward "
+            "needs the mesh, and torch.compile saves tensors alone; on one device it saves a random state, "
+            "in an operator that nothing can watch: choose layout.remat = dots or layout.compile = none"
         )
     return ""
 
