@@ -24,7 +24,7 @@ from compare.present.report import (
     loss_figure,
     write_report,
 )
-from compare.show.figures import WINDOWS, svg, windowed
+from compare.show.figures import WINDOWS, Figure, save_figures, svg, windowed
 from compare.spec.experiment import edited, parse
 from compare.studies.presets import spread
 from compare.terminal import human_bytes, human_seconds, layout_in_words
@@ -83,6 +83,17 @@ def test_page_leads_with_the_failure_and_claims_nothing_of_one_engine(tmp_path, 
     assert not outcome.passed
     assert "it diverged: the loss of step 0 is nan" in outcome.sentence()
     assert "it diverged" in write_report(tmp_path / "lost").read_text()
+
+
+def test_no_name_is_obeyed_by_a_page_or_reaches_the_terminal(tmp_path, tiny, recwarn):
+    """Neither what turns text around, nor what a terminal obeys, nor a warning that a font lacks a glyph."""
+    make_run(tmp_path / "run", tiny, name="a\u202eb\x1b[2J")
+    page = write_report(tmp_path / "run").read_text()
+    assert r"a\u202eb\x1b[2J" in page
+    assert not {"\u202e", "\x1b"} & set(page)
+    odd = Figure(title="odd", draw=lambda axes: axes.set(xlabel="\x1b[2J 日本"))
+    save_figures(tmp_path / "odd.png", [odd])
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 def test_a_garbled_figure_is_one_line(tmp_path, tiny, capsys):
