@@ -241,7 +241,7 @@ def batch_like(experiment: Experiment) -> dict[str, jax.ShapeDtypeStruct]:
 
 def device_scalars(experiment: Experiment, progress: Progress) -> dict[str, np.ndarray]:
     """The next step's scalars, of optimizer and loss scale, rounded once to the dtype of the weights."""
-    scalars = asdict(step_scalars(experiment.optimizer, progress.updates))
+    scalars = asdict(step_scalars(experiment.optimizer, progress.step, progress.updates))
     if progress.loss_scale:
         scalars["loss_scale"] = progress.loss_scale.scale
     dtype = storage_dtype(experiment)

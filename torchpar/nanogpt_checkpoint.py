@@ -1,7 +1,8 @@
 """nanoGPT's ckpt.pt, with its optimizer's state: into a checkpoint of ours, and out of one.
 
 Nothing is executed: a pickle is read by torch.load(weights_only=True). nanoGPT saves before the update of
-iteration `iter_num`: so many updates are done, and the next batch is number `iter_num` of its stream.
+iteration `iter_num`: the next batch is number `iter_num` of its stream, and its schedule follows it. AdamW
+counts the updates: fewer, where float16 skipped steps.
 """
 
 import io
@@ -126,7 +127,7 @@ def export_checkpoint(source: Path, target: Path) -> None:
         "model": {name: tensor(WEIGHTS, name) for name in rows},
         "optimizer": {**adamw.state_dict(), "state": state},
         "model_args": settings_of(experiment, only_model=True),
-        "iter_num": updates,
+        "iter_num": reader.description.step,
         "best_val_loss": torch.tensor(1e9),  # nanoGPT's own before it has evaluated
         "config": settings_of(experiment),
     }
@@ -146,17 +147,15 @@ def _by_group(model: Model) -> list[list[str]]:
 def _moments(
     source: Path, saved: _Saved, weights: Tensors, experiment: Experiment
 ) -> tuple[dict[str, dict[str, torch.Tensor]], int]:
-    """Both moments by nanoGPT's names, none before the first update; and the number of updates.
-
-    In float16 nanoGPT's GradScaler skips the steps that overflow: then there are fewer updates than steps.
-    """
+    """Both moments by nanoGPT's names, none before the first update; and the number of updates."""
     names = [*chain(*_by_group(experiment.model))]
     numbers = [number for group in saved.optimizer.param_groups for number in group.params]
     states, step = saved.optimizer.state, saved.iter_num
     if len(numbers) != len(names):
         said = f"its optimizer has {len(numbers)} parameters, and the model {len(names)}"
         raise ExperimentError(f"{source}: {said}")
-    if not states and not step:
+    skips = experiment.precision.dtype == "float16"
+    if not states and (skips or not step):
         return {}, 0
     moments = {group: dict[str, torch.Tensor]() for group in moment_keys(experiment.optimizer)}
     for group, key in moment_keys(experiment.optimizer).items():
@@ -170,7 +169,7 @@ def _moments(
                 )
             moments[group][name] = moment.float()
     steps = {int(states[number]["step"]) for number in numbers}
-    updates, skips = min(steps), experiment.precision.dtype == "float16"
+    updates = min(steps)
     if len(steps) != 1 or not (updates == step or (skips and 0 <= updates < step)):
         raise ExperimentError(f"{source}: iter_num = {step}, and its optimizer is at step {sorted(steps)}")
     return moments, updates

@@ -57,7 +57,7 @@ def optimizer_step(
     """Clip by the global norm, update the weights, and drop the gradients. Returns the norm before, ().
 
     A norm that is not finite is only returned, if the host `waits` for a GPU to look at it; else the weights
-    are lost, and who reads it later ends the run. `step` counts the steps before.
+    are lost, and who reads it later ends the run. The learning rate is that of `step`, from 0.
     """
     norm = gradient_norm(parallel.parameters, parallel.sharded_over, copies=parallel.copies)
     if waits and not norm.isfinite():

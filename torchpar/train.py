@@ -242,4 +242,4 @@ def update_weights(run: Run) -> torch.Tensor:
     # In a window the host does not wait for a GPU, unless the loss scale needs the norm.
     is_timed = request.together(state.step) > 1
     waits = not is_timed or run.mesh.device.type == "cpu" or state.loss_scale is not None
-    return optimizer_step(run.parallel, run.experiment.optimizer, state.updates, waits=waits)
+    return optimizer_step(run.parallel, run.experiment.optimizer, state.step, waits=waits)

@@ -52,9 +52,9 @@ class Checkpoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     experiment: Experiment
     """Experiment with the layout that it ran on."""
     step: Count
-    """Batches drawn so far: the next one is `batch(step)`."""
+    """Batches drawn so far: the next one is `batch(step)`, and the schedule follows it."""
     updates: Count
-    """Updates of the weights so far: the schedule and Adam's bias correction follow it."""
+    """Updates of the weights so far, fewer where float16 skipped steps: Adam's bias correction follows it."""
     loss_scale: LossScale | UnsetType = UNSET
     """Loss scale of the next step, in float16."""
     validation_loss: float | UnsetType = UNSET

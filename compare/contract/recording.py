@@ -29,10 +29,9 @@ from compare.spec.experiment import Experiment
 
 
 class FinishedStep(NamedTuple):
-    """A step that has run: the progress before it, and its numbers."""
+    """A step that has run: its place, and its numbers."""
 
     step: int
-    updates: int
     loss_scale: LossScale | None
     loss: SupportsFloat
     """A scalar, perhaps still on the device; so is the norm."""
@@ -46,7 +45,7 @@ class FinishedStep(NamedTuple):
             step=self.step,
             loss=float(self.loss),
             grad_norm=0.0 if skipped else norm,
-            lr=learning_rate(experiment.optimizer, self.updates),
+            lr=learning_rate(experiment.optimizer, self.step),
             step_time_ms=seconds * 1e3,
             loss_scale=self.loss_scale.scale if self.loss_scale else UNSET,
             skipped=skipped,
@@ -59,9 +58,9 @@ class Progress:
     """How far a training has come."""
 
     step: int = 0
-    """The batch to come is `batch(step)`."""
+    """The batch to come is `batch(step)`; the schedule follows it."""
     updates: int = 0
-    """Of the weights so far: what the schedule and Adam's bias correction follow."""
+    """Of the weights so far, without skipped steps: what Adam's bias correction follows."""
     loss_scale: LossScale | None = None
     """Of the next step, in float16."""
     evaluation: Evaluation | None = None
@@ -69,7 +68,7 @@ class Progress:
 
     def finished(self, loss: SupportsFloat, grad_norm: SupportsFloat) -> FinishedStep:
         """The step from here; call it before `move_on`."""
-        return FinishedStep(self.step, self.updates, self.loss_scale, loss, grad_norm)
+        return FinishedStep(self.step, self.loss_scale, loss, grad_norm)
 
     def move_on(self, engine: str, experiment: Experiment, *, grad_norm: float | None = None) -> bool:
         """After a step, whose norm is needed where there is a loss scale. Returns whether it was skipped.

@@ -52,7 +52,6 @@ class ResumePoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Folder of the checkpoint, an absolute path."""
     step: int
     """Batches drawn before it: the run's first is `batch(step)`."""
-    updates: int
     loss_scale: LossScale | UnsetType = UNSET
 
 
@@ -89,11 +88,6 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def first_step(self) -> int:
         """Number of the run's first step: 0, or where the checkpoint was."""
         return self.resume.step if self.resume else 0
-
-    @property
-    def first_update(self) -> int:
-        """Updates of the weights before the run."""
-        return self.resume.updates if self.resume else 0
 
     @property
     def first_loss_scale(self) -> LossScale | None:

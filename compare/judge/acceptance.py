@@ -77,7 +77,7 @@ def _of_manifest(record: Record, request: Request) -> Iterator[str]:
 
 def _of_steps(steps: list[Step], request: Request) -> Iterator[str]:
     first, asked, numbers = request.first_step, request.steps, [step.step for step in steps]
-    experiment, updates, scale = request.experiment, request.first_update, request.first_loss_scale
+    experiment, scale = request.experiment, request.first_loss_scale
     if numbers != list(range(first, first + asked)):
         pairs = enumerate(numbers, first)
         odd = (f"number {found} comes where {right} belongs" for right, found in pairs if found != right)
@@ -87,7 +87,7 @@ def _of_steps(steps: list[Step], request: Request) -> Iterator[str]:
             if not math.isfinite(value):
                 yield f"it diverged: the {what} of step {step.step} is {value}"
                 return
-        if step.lr != (right := learning_rate(experiment.optimizer, updates)):
+        if step.lr != (right := learning_rate(experiment.optimizer, step.step)):
             yield f"the learning rate of step {step.step} is {step.lr:g} instead of {right:g}"
             return
         if step.loss_scale != (asked_scale := scale.scale if scale else UNSET):
@@ -102,7 +102,6 @@ def _of_steps(steps: list[Step], request: Request) -> Iterator[str]:
         elif step.skipped:
             yield f"step {step.step} was skipped, and {experiment.precision.dtype} has no reason to"
             return
-        updates += not step.skipped
 
 
 def _of_evaluations(evaluations: list[Evaluation], request: Request) -> Iterator[str]:
@@ -140,7 +139,7 @@ def _of_tensors(record: Record, request: Request) -> Iterator[str]:
         yield from _of_batch(read_tensors(record.folder, Rung.BATCH), request)
     if Rung.GRADIENTS in asked:
         gradients = read_tensors(record.folder, Rung.GRADIENTS)
-        moves = learning_rate(experiment.optimizer, request.first_update) and not record.steps[0].skipped
+        moves = learning_rate(experiment.optimizer, request.first_step) and not record.steps[0].skipped
         if gradients and not any(tensor.any() for tensor in gradients.values()):
             yield f"every gradient of step {request.first_step} is zero"
         elif moves and _is_untrained(record):

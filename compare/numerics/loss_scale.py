@@ -2,8 +2,9 @@
 
 Backward starts from the loss times a scale, and gradients are divided by it before anything else is done with
 them. Where the scale is too large something overflows: then the global norm of the gradients is not finite,
-which all devices see alike, and the step is skipped: weights, moments, Adam's count and the schedule stay,
-and the scale is halved. After so many steps without an overflow it is doubled.
+which all devices see alike, and the step is skipped: weights, moments and Adam's count stay, the scale is
+halved. The learning rate follows the step, skipped or not, as nanoGPT's does. After so many steps without an
+overflow the scale is doubled.
 
 Sources: Micikevicius et al., Mixed Precision Training (arXiv 1710.03740, section 3.2); hysteresis and the
 smallest scale are those of Megatron-LM's and DeepSpeed's dynamic loss scalers.

@@ -1,7 +1,7 @@
 """Definition of one optimizer step, which both sides implement: the harness's oracle.
 
 AdamW (Loshchilov and Hutter, arXiv 1711.05101, as in torch.optim.AdamW), with g the clipped gradient,
-t = step + 1 and lr from `learning_rate`:
+t = updates + 1 and lr from `learning_rate`:
 
     w <- w (1 - lr * weight_decay)                    where the parameter decays
     m <- beta1 m + (1 - beta1) g
@@ -27,7 +27,7 @@ CLIP_EPS = 1e-6
 
 
 def learning_rate(optimizer: Optimizer, step: int) -> float:
-    """After `step` optimizer steps, in Python's doubles: warm-up, then a cosine. nanoGPT's `get_lr`."""
+    """Of step `step`, from 0, in Python's doubles: warm-up, then a cosine. nanoGPT's `get_lr(iter_num)`."""
     peak, low = optimizer.learning_rate, optimizer.min_lr
     if not optimizer.decay_lr:
         return peak
@@ -52,12 +52,12 @@ class StepScalars(Struct, frozen=True, kw_only=True):
     """1 - beta2^t."""
 
 
-def step_scalars(optimizer: Optimizer, step: int) -> StepScalars:
-    """The scalars of step `step`, counted from 0; t = step + 1."""
+def step_scalars(optimizer: Optimizer, step: int, updates: int) -> StepScalars:
+    """The scalars of step `step`, before which there were so many updates; t = updates + 1."""
     return StepScalars(
         learning_rate=learning_rate(optimizer, step),
-        bias_correction1=1.0 - optimizer.beta1 ** (step + 1),
-        bias_correction2=1.0 - optimizer.beta2 ** (step + 1),
+        bias_correction1=1.0 - optimizer.beta1 ** (updates + 1),
+        bias_correction2=1.0 - optimizer.beta2 ** (updates + 1),
     )
 
 
@@ -89,13 +89,13 @@ def reference_step(
         table: the canonical parameters; decides what decays.
         weights: canonical name -> tensor of the table's shape; so are gradients, before clipping.
         moments: m and v by name of the moment, then by canonical name; {} before the first step.
-        step: optimizer steps already taken.
+        step: optimizer steps already taken, none of them skipped.
         norm: of all gradients, where `gradients` are only some of them.
 
     Returns:
         The new weights and the new moments.
     """
-    scalars = step_scalars(optimizer, step)
+    scalars = step_scalars(optimizer, step, step)
     scale = 1.0
     if optimizer.grad_clip:
         norm = global_norm(gradients) if norm is None else norm

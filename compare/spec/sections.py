@@ -119,7 +119,7 @@ class Precision(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tf32: bool = False
     """Allow TF32 matrix products on NVIDIA GPUs (JAX would by default, PyTorch would not)."""
     loss_scale: Annotated[float, Meta(gt=0, le=LARGEST_LOSS_SCALE)] = 65536.0
-    """float16: what the loss is multiplied by at first. An overflow skips the step and halves it."""
+    """float16: what the loss is multiplied by at first. An overflow skips the update and halves it."""
     loss_scale_window: Positive = 2000
     """float16: steps without an overflow after which the scale is doubled."""
     loss_scale_hysteresis: Positive = 1

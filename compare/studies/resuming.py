@@ -69,7 +69,6 @@ def resumes(
         name: ResumePoint(
             checkpoint=str(folder.absolute()),
             step=checkpoint.step,
-            updates=checkpoint.updates,
             loss_scale=checkpoint.loss_scale,
         )
         for name, (folder, checkpoint) in found.items()

@@ -19,7 +19,7 @@ ONE = Window(steps=1, wall_s=0.5, cpu_s=0.25)
 
 
 def done(step: int, loss: float = 1.0, norm: float = 2.0) -> FinishedStep:
-    return FinishedStep(step, step, None, loss, norm)
+    return FinishedStep(step, None, loss, norm)
 
 
 class SideOf:

@@ -14,6 +14,7 @@ from compare.contract.request import Request, ResumePoint
 from compare.judge.ladder import REQUEST, climb
 from compare.judge.rungs import OF_FIRST_STEP
 from compare.numerics.loss_scale import LossScale, first_scale, next_scale
+from compare.numerics.optimizer import learning_rate
 from compare.spec.experiment import Experiment, ExperimentError, Precision, edited, revalidate
 from compare.spec.sections import LARGEST_LOSS_SCALE
 
@@ -50,7 +51,7 @@ def test_the_smallest_scale_ends_it_and_the_largest_stays():
     assert next_scale(high, HALF, overflowed=False).scale == LARGEST_LOSS_SCALE
 
 
-def test_a_skipped_step_is_none_for_adam_and_the_schedule():
+def test_a_skipped_step_is_none_for_adam_and_one_for_the_schedule():
     spec = Experiment(precision=HALF)
     state = Progress(loss_scale=first_scale(HALF))
     seen = []
@@ -61,7 +62,7 @@ def test_a_skipped_step_is_none_for_adam_and_the_schedule():
         (0, False, 64), (1, True, 64), (2, False, 64), (3, True, 64), (4, False, 32),
     ]  # fmt: skip
     assert [one.grad_norm for one in seen] == [2, 0, 3, 0, 1]
-    assert seen[1].lr == seen[2].lr != seen[0].lr
+    assert [one.lr for one in seen] == [learning_rate(spec.optimizer, step) for step in range(5)]
     assert (state.step, state.updates) == (5, 3)
     state.loss_scale = LossScale(scale=16.0)
     with pytest.raises(DivergedError, match="jax-manual diverged at step 5: its gradients overflow"):
@@ -89,7 +90,7 @@ def test_a_resumed_run_begins_with_the_scale_of_its_checkpoint():
     spec = Experiment(precision=HALF)
     assert Request(engine="jax-manual", experiment=spec).first_loss_scale == first_scale(HALF)
     found = LossScale(scale=32.0, good_steps=1)
-    resume = ResumePoint(checkpoint="there", step=1, updates=1, loss_scale=found)
+    resume = ResumePoint(checkpoint="there", step=1, loss_scale=found)
     assert Request(engine="jax-manual", experiment=spec, resume=resume).first_loss_scale == found
     wide = edited(spec, {"precision": {"dtype": "float32"}})
     assert Request(engine="jax-manual", experiment=wide, resume=resume).first_loss_scale is None
@@ -122,16 +123,15 @@ def test_records_are_held_to_the_rule_and_to_each_other(tmp_path, tiny):
     lower = climb(right, make_record(tmp_path / "half", half, steps=scaled_steps(half, ".x..")))
     assert lower.failure.worst == "step 0 is made at scale 32.0 instead of made at scale 64.0"
 
+    late = scaled_steps(spec, ".x..")  # the schedule waits for the update
+    late[2] = replace(late[2], lr=late[1].lr)
+    assert "the learning rate of step 2 is" in climb(right, record("late", late)).failure.worst
     broken = scaled_steps(spec, "....")  # nothing follows from the overflow
     broken[1] = scaled_steps(spec, ".x..")[1]
-    assert "the learning rate of step 2 is" in climb(right, record("late", broken)).failure.worst
-    constant = edited(spec, {"optimizer": {"decay_lr": False}})
-    broken = scaled_steps(constant, "....")
-    broken[1] = scaled_steps(constant, ".x..")[1]
-    kept = make_record(tmp_path / "kept", constant, steps=broken)
+    kept = record("kept", broken)
     assert "the loss scale of step 2 is 64.0 instead of 32" in climb(kept, kept).failure.worst
 
-    lowest = edited(constant, {"precision": {"dtype": "float16", "loss_scale": 1.0}})
+    lowest = edited(spec, {"precision": {"dtype": "float16", "loss_scale": 1.0}})
     broken = scaled_steps(lowest, "....")
     broken[2] = msgspec.structs.replace(broken[2], skipped=True, grad_norm=0.0)
     went_on = make_record(tmp_path / "went-on", lowest, steps=broken)

@@ -12,6 +12,7 @@ from checkpoints import write_random
 
 from compare.checkpoint.description import Checkpoint
 from compare.checkpoint.reader import CheckpointReader
+from compare.numerics.optimizer import learning_rate, step_scalars
 from compare.spec.experiment import Data, Experiment, ExperimentError, Model, Train, edited, load
 from compare.spec.nanogpt_settings import experiment_of, settings_of
 from torchpar.model import GPT
@@ -116,9 +117,28 @@ def test_on_a_cpu_nanogpt_computed_in_float32_whatever_it_notes(saved, tmp_path)
             saved, tmp_path / device, lambda content, noted=noted: content["config"].update(noted)
         )
         assert found.experiment.precision.dtype == dtype
-    # Steps that float16 skipped are no updates.
-    found = changed(saved, tmp_path / "skipped", lambda content: content.update(iter_num=UPDATES + 2))
-    assert (found.step, found.updates) == (UPDATES + 2, UPDATES)
+
+
+def test_steps_that_float16_skipped_count_for_the_schedule_and_not_for_adam(saved, tmp_path):
+    for number, updates in enumerate((UPDATES, 0)):
+
+        def skip(content: dict, updates: int = updates) -> None:
+            content["config"].update(device="cuda", dtype="float16")
+            content.update(iter_num=10)
+            if not updates:  # all of them overflowed: AdamW has no state yet
+                content["optimizer"]["state"] = {}
+
+        ours, back = tmp_path / f"ours-{number}", tmp_path / f"back-{number}.pt"
+        found = changed(saved, ours, skip)
+        assert (found.step, found.updates) == (10, updates)
+        scalars = step_scalars(found.experiment.optimizer, found.step, found.updates)
+        assert scalars.learning_rate == learning_rate(found.experiment.optimizer, 10)
+        assert scalars.bias_correction1 == 1 - 0.9 ** (updates + 1)
+        export_checkpoint(ours, back)
+        again = torch.load(back, weights_only=True)
+        assert again["iter_num"] == 10
+        steps = {float(state["step"]) for state in again["optimizer"]["state"].values()}
+        assert steps == ({updates} if updates else set())
 
 
 def test_nanogpt_goes_on_with_the_settings_that_its_optimizer_was_saved_with(saved, tmp_path):

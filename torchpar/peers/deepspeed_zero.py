@@ -88,7 +88,7 @@ def update_weights(run: Run) -> torch.Tensor:
     """The engine clips, updates, gathers and drops the gradients. Returns the norm () before clipping."""
     engine = cast(ZeRO, run.parallel).engine
     for group in engine.optimizer.param_groups:
-        group["lr"] = learning_rate(run.experiment.optimizer, run.state.updates)
+        group["lr"] = learning_rate(run.experiment.optimizer, run.state.step)
     engine.step()
     return torch.as_tensor(engine.get_global_grad_norm())
 

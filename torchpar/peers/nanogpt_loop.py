@@ -37,7 +37,7 @@ def update_weights(run: Run) -> torch.Tensor:
     """Clip, step, flush. Returns the norm () before clipping; nanoGPT finds it only in order to clip."""
     config, optimizer = run.experiment.optimizer, run.parallel.optimizer
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(config, run.state.updates)
+        group["lr"] = learning_rate(config, run.state.step)
     norm = nn.utils.clip_grad_norm_(run.parallel.module.parameters(), config.grad_clip or float("inf"))
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
