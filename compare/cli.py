@@ -27,7 +27,7 @@ from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.flags import Spec, defaults_for
 from compare.host.tensors import RecordError
 from compare.spec.experiment import ExperimentError
-from compare.studies.nanogpt_config import begins_with, notes_on
+from compare.studies.nanogpt_config import begins_with, in_our_words, is_config, notes_on
 from compare.studies.registry import STUDIES
 from compare.terminal import errors_console, printable
 
@@ -101,6 +101,10 @@ def _dispatch(arguments: list[str]) -> int:
             return 0
         case [word, *_] if word.startswith("--tyro-"):  # completion for a shell, over all commands
             tyro.extras.subcommand_cli_from_dict(COMMANDS, args=arguments, prog="shardpair")
+    notes = list[str]()
+    if len(arguments) > 1 and arguments[0] in STUDIES and is_config(arguments[1]):
+        flags, notes = in_our_words(arguments[1], arguments[2:])
+        arguments = [*arguments[:2], *flags]
     command, name = parse(arguments)
     if not isinstance(command, Spec):
         return command()
@@ -108,7 +112,7 @@ def _dispatch(arguments: list[str]) -> int:
         raise ExperimentError(
             f"{name}: init_from = {begin}: give weights with --init_from, or a checkpoint with --resume"
         )
-    for note in notes_on(name):
+    for note in dict.fromkeys([*notes_on(name, command.given), *notes]):
         errors_console().print(f"{printable(name)}: {printable(note)}", style="yellow")
     return command()
 

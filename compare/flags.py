@@ -121,7 +121,7 @@ class Spec(SidePythons, frozen=True, kw_only=True):
     folder, as it was asked for there."""
     init_from: str = ""
     """Begin with these weights instead of the seed's (run, check, sweep): a safetensors file with shardpair's
-    or nanoGPT's names, or nanoGPT's ckpt.pt, which nothing in can execute."""
+    or nanoGPT's names, or what `shardpair convert` reads; nothing in it can execute."""
     timeout_s: float = 600.0
     """An engine that hangs for this long is ended. A step has to end in this time; what goes before, like
     compiling, only has to use the processor."""

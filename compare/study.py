@@ -33,9 +33,9 @@ from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, edited
 from compare.studies import dry_run
 from compare.studies.fitting import require_case, require_sides
-from compare.studies.own_weights import freeze_weights
 from compare.studies.presets import SPREAD
 from compare.studies.resuming import require_resumable, resumes
+from compare.studies.sources import freeze_weights
 from compare.terminal import errors_console, results_console
 
 LATER_STEP = 20

@@ -133,7 +133,7 @@ def _begin(folder: Path, timeout_s: float, process: Process | None) -> Watchdog:
 
 def _leave(folder: Path, process: Process | None, signal_number: int) -> None:
     code = 128 + signal_number
-    _report(Failure(message=describe_exit(code), is_consequence=True), folder, process)
+    _report(Failure(message=describe_exit(code), is_consequence=True, exit_code=code), folder, process)
     os._exit(code)
 
 

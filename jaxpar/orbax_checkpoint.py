@@ -1,10 +1,10 @@
 """orbax checkpoints: from a checkpoint of ours, and to one.
 
 The tree has `params`, the moments `m` and `v` beside them, layers stacked, and `step`. checkpoint.json's
-content lies beside the tree as JSON. Shapes are true: neither padding nor layout.
+content lies beside the tree as JSON, and the digests that the tensors are held to when they come back, since
+orbax keeps none. Shapes are true: neither padding nor layout.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ import orbax.checkpoint as ocp
 
 from compare.checkpoint.description import WEIGHTS, Checkpoint, groups
 from compare.checkpoint.reader import CheckpointError, CheckpointReader
-from compare.checkpoint.saver import Part, write_checkpoint
-from compare.numerics.shards import Shard
+from compare.checkpoint.saver import write_checkpoint
+from compare.numerics.parameters import fingerprint
 from compare.spec.experiment import revalidate
 from jaxpar.problem import Problem
 from jaxpar.weights import from_canonical, to_canonical
 
-STATE, DESCRIPTION = "state", "description"
+STATE, DESCRIPTION, SHA256 = "state", "description", "sha256"
 ITEMS = {WEIGHTS: "params"}
 """Our groups that have another name in the tree."""
 
@@ -35,9 +35,11 @@ def export_checkpoint(source: Path, target: Path) -> None:
         for group in groups(experiment)
     }
     words = msgspec.to_builtins(msgspec.structs.replace(reader.description, files={}))
+    sums = {group: fingerprint(reader.group(group)) for group in groups(experiment)}
     arguments = {
         STATE: ocp.args.StandardSave({**state, "step": np.asarray(reader.description.updates)}),
         DESCRIPTION: ocp.args.JsonSave(words),
+        SHA256: ocp.args.JsonSave(sums),
     }
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         checkpointer.save(target.absolute(), ocp.args.Composite(**arguments))
@@ -46,7 +48,7 @@ def export_checkpoint(source: Path, target: Path) -> None:
 def import_checkpoint(source: Path, target: Path) -> None:
     """Write orbax's checkpoint, of these names, as ours, in a new folder.
 
-    Raises CheckpointError: it cannot be read, or does not fit the model that it names.
+    Raises CheckpointError: it cannot be read, does not fit the model that it names, or has changed.
     """
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
 
@@ -61,13 +63,14 @@ def import_checkpoint(source: Path, target: Path) -> None:
             like = {ITEMS.get(group, group): Problem(experiment).shapes for group in groups(experiment)}
             like["step"] = jax.ShapeDtypeStruct((), np.asarray(0).dtype)
             state = restored(**{STATE: ocp.args.StandardRestore(like)})[STATE]
+            sums = restored(**{SHA256: ocp.args.JsonRestore()})[SHA256]
         except Exception as error:  # orbax raises whatever its layers do
             words = " ".join(str(error).split())[:300]
             raise CheckpointError(f"{source} cannot be read by orbax: {words}") from None
 
-    def parts() -> Iterator[Part]:
-        for group in groups(experiment):
-            for name, array in to_canonical(state[ITEMS.get(group, group)], experiment.model).items():
-                yield group, Shard(name=name, device=0, offset=(0,) * array.ndim, shape=array.shape), array
-
-    write_checkpoint(target, description, parts())
+    tensors = {}
+    for group in groups(experiment):
+        tensors[group] = to_canonical(state[ITEMS.get(group, group)], experiment.model)
+        if fingerprint(tensors[group]) != sums.get(group):
+            raise CheckpointError(f"{source}: {group} has changed since it was written (sha256)")
+    write_checkpoint(target, description, tensors)

@@ -21,7 +21,7 @@ from compare.numerics.boxes import Weights
 from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import SeedWeights, fingerprint, storage_dtype
-from compare.numerics.stream import arrays_of_step, require_validation
+from compare.numerics.stream import arrays_of_step
 from compare.spec.experiment import Experiment
 from jaxpar import compiler, explicit, manual, weights
 from jaxpar.comm.hosts import meet, spread
@@ -105,7 +105,6 @@ def set_up(request: Request, recorder: Recorder | None) -> Run:
     experiment = request.experiment
     mesh = make_mesh(experiment.layout, platform=request.platform)
     corpus = open_corpus(experiment, validated_sha256=request.corpus_sha256)
-    require_validation(experiment, corpus)
     initial = starting_parameters(request)  # of a checkpoint nothing is read before it is asked for
     checkpoint = CheckpointReader(Path(request.resume.checkpoint)) if request.resume else None
     sharded, state = prepare(request.engine, experiment, mesh=mesh, initial=initial, checkpoint=checkpoint)

@@ -101,17 +101,14 @@ def answer(arguments: argparse.Namespace) -> object:
 
             return sample(decode_request(arguments.sample, SampleRequest, source="--sample"))
     from compare.spec.experiment import Experiment
-    from torchpar.convert import convert
     from torchpar.nanogpt_checkpoint import export_checkpoint, import_checkpoint
 
-    (source, target), said = arguments.convert, arguments.base
-    base = msgspec.json.decode(said or "{}", type=Experiment)
+    source, target = arguments.convert
     if source.is_dir():
         export_checkpoint(source, target)
-    elif target.suffix == ".safetensors":
-        convert(source, target, base.model if said else None)
     else:
-        import_checkpoint(source, target, base)
+        said = arguments.base
+        import_checkpoint(source, target, msgspec.json.decode(said, type=Experiment) if said else None)
     return None
 
 

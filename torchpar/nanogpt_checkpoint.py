@@ -1,4 +1,4 @@
-"""nanoGPT's ckpt.pt, with its optimizer's state: into a checkpoint of ours, and out of one.
+"""nanoGPT's ckpt.pt: into a checkpoint of ours, and out of one. Weights alone begin at step 0.
 
 Nothing is executed: a pickle is read by torch.load(weights_only=True). nanoGPT saves before the update of
 iteration `iter_num`: the next batch is number `iter_num` of its stream, and its schedule follows it. AdamW
@@ -6,27 +6,31 @@ counts the updates: fewer, where float16 skipped steps.
 """
 
 import io
-from collections.abc import Iterator, Mapping
+import math
+import pickle
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from compare.checkpoint.description import WEIGHTS, Checkpoint
 from compare.checkpoint.reader import CheckpointReader
-from compare.checkpoint.saver import Part, write_checkpoint
-from compare.host.disk import write_atomically
-from compare.numerics.parameters import decays, parameter_table, storage_dtype
-from compare.numerics.shards import Shard
+from compare.checkpoint.saver import write_checkpoint
+from compare.host.disk import why_not_readable, write_atomically
+from compare.numerics.gpt2_names import HEAD, from_gpt2
+from compare.numerics.parameters import decays, parameter_table
 from compare.spec.experiment import Experiment, ExperimentError, Model, edited, revalidate
-from compare.spec.nanogpt_settings import experiment_of, settings_of
-from torchpar.convert import HEAD, is_plain, plain_state, read
-from torchpar.weights import moment_keys, nanogpt_name, nanogpt_shapes, to_arrays, to_nanogpt
+from compare.spec.nanogpt_settings import MODEL_ARGS, experiment_of, settings_of
+from compare.spec.sections import Count
+from torchpar.weights import moment_keys, nanogpt_name, nanogpt_shapes, to_nanogpt
 
-Tensors = Mapping[str, torch.Tensor]
+NOT_EVALUATED = 1e9
+"""nanoGPT's best_val_loss at first."""
 
 
 class _Group(Struct):
@@ -48,45 +52,79 @@ class _AdamW(Struct):
 
 
 class _Saved(Struct):
-    """A ckpt.pt."""
+    """A ckpt.pt; of weights alone what is there."""
 
     model: dict[str, Any]
-    optimizer: _AdamW
-    model_args: dict[str, Any]
-    iter_num: int
+    optimizer: _AdamW | None = None
+    model_args: dict[str, Any] = {}
+    iter_num: Count = 0
+    best_val_loss: Any = None
+    """Of these weights: a scalar tensor, or a float."""
     config: dict[str, Any] = {}
 
 
-def import_checkpoint(source: Path, target: Path, base: Experiment) -> None:
+def import_checkpoint(source: Path, target: Path, base: Experiment | None = None) -> None:
     """Write a ckpt.pt of nanoGPT as a checkpoint of ours, a new folder. Raises ExperimentError.
 
-    `base` says what the file does not: where the data is, and the dtype in which numbers are kept.
+    `base` says what the file does not, and the precision; a state dict alone needs it for the model's sizes.
     """
+    loaded = read(source)
+    if isinstance(loaded, Mapping) and "model" not in loaded:
+        loaded = {"model": loaded}
     try:
-        saved = msgspec.convert(read(source), _Saved)
+        saved = msgspec.convert(loaded, _Saved)
     except msgspec.ValidationError as error:
-        why = f"is no checkpoint of nanoGPT's train.py: {error} (weights alone are for --init_from)"
-        raise ExperimentError(f"{source} {why}") from None
-    settings, (decaying, other) = {**saved.config, **saved.model_args}, saved.optimizer.param_groups
+        raise ExperimentError(f"{source} is no checkpoint of nanoGPT's train.py: {error}") from None
+    settings, data = {**saved.config, **saved.model_args}, {}
     if "cuda" not in str(settings.get("device", "cuda")) and "dtype" in settings:
         settings["dtype"] = "float32"  # what nanoGPT computes in on a CPU or a Mac, whatever it notes
+    skips = settings.get("dtype") == "float16"
+    if base:
+        settings.pop("dtype", None)
+    elif missing := [name for name in MODEL_ARGS if name not in settings]:
+        raise ExperimentError(f"{source} does not say {', '.join(missing)}: give an experiment that does")
+    elif "dataset" in settings:
+        data["source"] = f"data/{settings['dataset']}"
+    experiment = edited(experiment_of(settings, base=base or Experiment())[0], {"data": data})
+    step = updates = 0
+    if saved.optimizer:
+        step = saved.iter_num
+        steps = {"max_iters": max(experiment.train.max_iters, step + 1)}
+        experiment = edited(experiment, {"train": steps, "optimizer": _resumed(source, saved.optimizer)})
+    experiment = revalidate(experiment)
+    tensors = {WEIGHTS: _weights(source, saved.model, experiment.model)}
+    if saved.optimizer:
+        moments, updates = _moments(source, saved.optimizer, step, experiment, skips=skips)
+        tensors |= moments
+    checkpoint = Checkpoint(
+        engine="nanoGPT",
+        experiment=experiment,
+        step=step,
+        updates=updates,
+        validation_loss=_validation_loss(saved.best_val_loss),
+        corpus_sha256="",
+    )
+    write_checkpoint(target, checkpoint, tensors)
+
+
+def _resumed(source: Path, optimizer: _AdamW) -> dict[str, Any]:
+    """The optimizer's settings that nanoGPT goes on with."""
+    decaying, other = optimizer.param_groups
     nanogpts = _Group(other.params, decaying.betas, decaying.eps, weight_decay=0.0)
     if other != nanogpts or decaying.amsgrad or decaying.maximize:
         raise ExperimentError(
             f"{source}: its optimizer has amsgrad, maximize, a weight decay of vectors, or other betas or "
             f"eps for each group: nanoGPT's has not, nor has ours"
         )
-    experiment, _ = experiment_of(settings, base=base)
     beta1, beta2 = decaying.betas
-    resumed = {"beta1": beta1, "beta2": beta2, "eps": decaying.eps, "weight_decay": decaying.weight_decay}
-    steps = {"max_iters": max(experiment.train.max_iters, saved.iter_num + 1)}
-    experiment = revalidate(edited(experiment, {"train": steps, "optimizer": resumed}))
-    weights = plain_state(saved.model, experiment.model, origin=str(source))
-    moments, updates = _moments(source, saved, weights, experiment)
-    checkpoint = Checkpoint(
-        engine="nanoGPT", experiment=experiment, step=saved.iter_num, updates=updates, corpus_sha256=""
-    )
-    write_checkpoint(target, checkpoint, _parts({WEIGHTS: weights, **moments}, experiment))
+    return {"beta1": beta1, "beta2": beta2, "eps": decaying.eps, "weight_decay": decaying.weight_decay}
+
+
+def _validation_loss(best: Any) -> float | UnsetType:
+    """What nanoGPT notes with every checkpoint, of the weights in it."""
+    is_number = isinstance(best, float) or (is_plain(best) and best.numel() == 1)
+    loss = float(best) if is_number else math.inf
+    return loss if math.isfinite(loss) and loss < NOT_EVALUATED else UNSET
 
 
 def export_checkpoint(source: Path, target: Path) -> None:
@@ -95,7 +133,8 @@ def export_checkpoint(source: Path, target: Path) -> None:
     ExperimentError: the checkpoint is not whole, or nanoGPT cannot have it.
     """
     reader = CheckpointReader(source)
-    experiment, updates = reader.description.experiment, reader.description.updates
+    description = reader.description
+    experiment, updates = description.experiment, description.updates
     model, config = experiment.model, experiment.optimizer
     for key, value, nanogpts in (
         ("optimizer.name", config.name, "adamw"),
@@ -127,8 +166,8 @@ def export_checkpoint(source: Path, target: Path) -> None:
         "model": {name: tensor(WEIGHTS, name) for name in rows},
         "optimizer": {**adamw.state_dict(), "state": state},
         "model_args": settings_of(experiment, only_model=True),
-        "iter_num": reader.description.step,
-        "best_val_loss": torch.tensor(1e9),  # nanoGPT's own before it has evaluated
+        "iter_num": description.step,
+        "best_val_loss": torch.tensor(description.validation_loss or NOT_EVALUATED),
         "config": settings_of(experiment),
     }
     saved["model"][HEAD] = saved["model"][nanogpt_name("embedding.token")]
@@ -145,29 +184,32 @@ def _by_group(model: Model) -> list[list[str]]:
 
 
 def _moments(
-    source: Path, saved: _Saved, weights: Tensors, experiment: Experiment
-) -> tuple[dict[str, dict[str, torch.Tensor]], int]:
-    """Both moments by nanoGPT's names, none before the first update; and the number of updates."""
+    source: Path, optimizer: _AdamW, step: int, experiment: Experiment, *, skips: bool
+) -> tuple[dict[str, dict[str, np.ndarray]], int]:
+    """Both moments by canonical name, none before the first update; and the number of updates.
+
+    There may be fewer than steps if the dtype `skips` those that overflow, as float16 does.
+    """
     names = [*chain(*_by_group(experiment.model))]
-    numbers = [number for group in saved.optimizer.param_groups for number in group.params]
-    states, step = saved.optimizer.state, saved.iter_num
+    numbers, states = [number for group in optimizer.param_groups for number in group.params], optimizer.state
     if len(numbers) != len(names):
         said = f"its optimizer has {len(numbers)} parameters, and the model {len(names)}"
         raise ExperimentError(f"{source}: {said}")
-    skips = experiment.precision.dtype == "float16"
     if not states and (skips or not step):
         return {}, 0
-    moments = {group: dict[str, torch.Tensor]() for group in moment_keys(experiment.optimizer)}
+    moments, shapes = {}, nanogpt_shapes(experiment.model)
     for group, key in moment_keys(experiment.optimizer).items():
+        by_name = dict[str, np.ndarray]()
         for name, number in zip(names, numbers, strict=True):
             moment: Any = states.get(number, {}).get(key)
             found = tuple(moment.shape) if is_plain(moment) else "no tensor of plain numbers"
-            if found != (shape := tuple(weights[name].shape)):
+            if found != (shape := shapes[name]):
                 raise ExperimentError(
                     f"{source}: its optimizer's {key} of {name} is {found}, and the weight {shape}: its "
                     f"parameters are in another order, or of another model"
                 )
-            moments[group][name] = moment.float()
+            by_name[name] = _array(moment)
+        moments[group] = from_gpt2(by_name, experiment.model, str(source), is_linear=True)
     steps = {int(states[number]["step"]) for number in numbers}
     updates = min(steps)
     if len(steps) != 1 or not (updates == step or (skips and 0 <= updates < step)):
@@ -175,10 +217,34 @@ def _moments(
     return moments, updates
 
 
-def _parts(groups: Mapping[str, Tensors], experiment: Experiment) -> Iterator[Part]:
-    """Every tensor as one device's, whole, in canonical shape."""
-    zeros = {name: torch.zeros_like(tensor) for name, tensor in groups[WEIGHTS].items()}
-    for group in (WEIGHTS, *moment_keys(experiment.optimizer)):
-        for name, array in to_arrays(groups.get(group, zeros), experiment.model).items():
-            shard = Shard(name=name, device=0, offset=(0,) * array.ndim, shape=array.shape)
-            yield group, shard, array.astype(storage_dtype(experiment))
+def _weights(source: Path, state: Mapping[str, Any], model: Model) -> dict[str, np.ndarray]:
+    """nanoGPT's state dict by canonical name."""
+    for name, tensor in state.items():
+        if not is_plain(tensor):
+            raise ExperimentError(f"{source}: {name} among its weights is no tensor of plain numbers")
+    return from_gpt2({name: _array(t) for name, t in state.items()}, model, str(source), is_linear=True)
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor in float32, or in the float64 that it is in."""
+    return (tensor if tensor.dtype == torch.float64 else tensor.float()).detach().numpy()
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a dense floating-point tensor, of any shape, in the host's memory."""
+    is_dense = torch.is_tensor(value) and value.layout == torch.strided
+    return is_dense and value.is_floating_point() and value.device.type == "cpu"
+
+
+def read(source: Path) -> Any:
+    """Content of a file of torch.save with tensors and plain values alone. Raises ExperimentError."""
+    if why := why_not_readable(source):
+        raise ExperimentError(f"{source} {why}")
+    try:
+        return torch.load(source, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError:
+        why = "it holds more than tensors and plain values, or is no checkpoint; save its state dict alone"
+        raise ExperimentError(f"{source} cannot be unpickled safely: {why}") from None
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ExperimentError(f"{source} cannot be read: {why}") from None

@@ -18,7 +18,7 @@ from compare.contract.timing import Stopwatch
 from compare.numerics.boxes import OneByOne, Weights
 from compare.numerics.data import open_corpus
 from compare.numerics.parameters import fingerprint, parameter_table
-from compare.numerics.stream import arrays_of_step, require_validation
+from compare.numerics.stream import arrays_of_step
 from compare.spec.engines.registry import TORCH
 from torchpar import compiler, library, manual
 from torchpar.comm import process_groups
@@ -52,7 +52,6 @@ def start_ranks(request: Request, folder: Path) -> None:
     """
     planted(request)  # refuses what the engine cannot make: nothing is entered
     corpus = open_corpus(request.experiment, validated_sha256=request.corpus_sha256)
-    require_validation(request.experiment, corpus)
     init_sha256 = starting_sha256(request) if request.init_from or request.resume else ""
     request = replace(request, corpus_sha256=corpus.sha256, init_sha256=init_sha256)  # ranks trust these
     clear_record(folder)
@@ -84,7 +83,6 @@ def train(rank: Rank, *, request: Request, folder: Path) -> None:
             run.initial_weights_sha256 = _sha256_of(run.parallel, first, request)
         if request.resume:
             restore_moments(run, Path(request.resume.checkpoint))
-        require_validation(experiment, run.corpus)
         if run.parallel.compiled:
             run.compile_s = compile_ahead(run)
         train_to_end(run, recording_of(run, folder))

@@ -17,7 +17,6 @@ from compare.spec.experiment import Model, Optimizer
 from torchpar.model import GPT
 
 _TORCH_MOMENTS = {"adamw": {"m": "exp_avg", "v": "exp_avg_sq"}, "sgd": {"m": "momentum_buffer"}}
-COMPILED_PREFIX = "_orig_mod."  # torch.compile puts it before every name of a checkpoint
 
 
 def nanogpt_name(name: str) -> str:

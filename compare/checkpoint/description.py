@@ -31,6 +31,7 @@ UNFINISHED = ".part"
 FORMAT = 1
 WEIGHTS = "weights"
 SHARDING, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # of torch.distributed.checkpoint
+STEP = "step"  # in a file's metadata, too: no file is another checkpoint's
 
 _NAME = re.compile(r"step-(\d{8,})")
 FileName = Annotated[str, Meta(pattern=r"^device-\d{5,}-\d+\.safetensors$")]

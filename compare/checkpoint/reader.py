@@ -14,6 +14,7 @@ from compare.checkpoint.description import (
     FORMAT,
     OFFSETS,
     SHARDING,
+    STEP,
     Checkpoint,
     FileSum,
     key,
@@ -54,8 +55,11 @@ class CheckpointReader:
             if there != size:
                 raise CheckpointError(f"{self.folder}: its files hold {there} of {size} elements of {name}")
 
-    def verify(self) -> None:
-        """Read every file: its checksum, and values from which one can train. Raises CheckpointError."""
+    def verify(self, *, blamed: Path | None = None) -> None:
+        """Read every file: its checksum, and values from which one can train. Raises CheckpointError.
+
+        For bad values `blamed` is named: what the files were made from, if they are not its own.
+        """
         for name, expected in self.description.files.items():
             if (there := sum_of(self.folder / name)) != expected:
                 size = f"{there.bytes} of {expected.bytes} bytes" if there.bytes != expected.bytes else ""
@@ -68,8 +72,8 @@ class CheckpointReader:
                 values = self._slice(file_name, name, whole(part.shape).slices)
                 if not np.isfinite(values).all():
                     raise CheckpointError(
-                        f"{self.folder / file_name}: {name} has values that are NaN or infinite: nothing can "
-                        f"go on from them; use an older checkpoint"
+                        f"{blamed or self.folder / file_name}: {name} has values that are NaN or infinite: "
+                        f"nothing can go on from them"
                     )
 
     def read(self, group: str, name: str, box: Box | None = None) -> np.ndarray:
@@ -103,7 +107,11 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder / file_name}: {name} cannot be read: {error}") from None
 
     def _note_parts(self, file_name: str, file: safe_open) -> None:
-        offsets = _offsets(self.folder / file_name, file)
+        offsets, here = _offsets(self.folder / file_name, file), str(self.description.step)
+        if (step := (file.metadata() or {}).get(STEP, here)) != here:
+            raise CheckpointError(
+                f"{self.folder / file_name} is of step {step}, and the checkpoint of {here}"
+            )
         for name in file.keys():  # noqa: SIM118 (no mapping)
             part = file.get_slice(name)
             where = f"{self.folder / file_name}: {name}"

@@ -10,7 +10,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -24,18 +24,22 @@ from compare.checkpoint.description import (
     DESCRIPTION,
     OFFSETS,
     SHARDING,
+    STEP,
     UNFINISHED,
+    WEIGHTS,
     Checkpoint,
     FileSum,
     checkpoints_in,
     folder_name,
+    groups,
     key,
 )
 from compare.checkpoint.reader import read_description, sum_of
 from compare.host.json_files import read_json, write_json
 from compare.numerics.boxes import to_boxes
+from compare.numerics.parameters import storage_dtype
 from compare.numerics.shards import Shard
-from compare.spec.experiment import ExperimentError
+from compare.spec.experiment import Experiment, ExperimentError
 
 POLL_S = 0.02
 
@@ -107,18 +111,31 @@ def best_checkpoint(folder: Path) -> Path | None:
     return min(evaluated, key=evaluated.__getitem__) if evaluated else None
 
 
-def write_checkpoint(folder: Path, checkpoint: Checkpoint, parts: Iterable[Part]) -> None:
-    """Write a checkpoint of one device at once, as a conversion does.
+def write_checkpoint(
+    folder: Path, checkpoint: Checkpoint, tensors: Mapping[str, Mapping[str, np.ndarray]]
+) -> None:
+    """Write a checkpoint of one device at once, as a conversion does: tensors by group and canonical name.
 
-    The checkpoint has no files yet. Raises ExperimentError: the folder is there already.
+    A moment that is not there begins at zero. The checkpoint has no files yet. Raises ExperimentError: the
+    folder is there already.
     """
     if folder.exists():
         raise ExperimentError(f"{folder} exists already: give another name, or remove it")
     try:
-        _write(folder, checkpoint, _in_files(parts), [0], of=1)
+        _write(folder, checkpoint, _in_files(_whole(checkpoint.experiment, tensors)), [0], of=1)
     except BaseException:
         shutil.rmtree(_unfinished(folder), ignore_errors=True)
         raise
+
+
+def _whole(experiment: Experiment, tensors: Mapping[str, Mapping[str, np.ndarray]]) -> Iterator[Part]:
+    """Every tensor of a full state as device 0's, in the dtype in which it is kept."""
+    dtype = storage_dtype(experiment)
+    for group in groups(experiment):
+        for name, weight in tensors[WEIGHTS].items():
+            array = tensors[group][name] if group in tensors else np.zeros(weight.shape)
+            shard = Shard(name=name, device=0, offset=(0,) * array.ndim, shape=array.shape)
+            yield group, shard, array.astype(dtype)
 
 
 def _write(final: Path, checkpoint: Checkpoint, files: Files, devices: Collection[int], *, of: int) -> None:
@@ -126,18 +143,20 @@ def _write(final: Path, checkpoint: Checkpoint, files: Files, devices: Collectio
     unfinished = _unfinished(final)
     unfinished.mkdir(parents=True, exist_ok=True)
     for device in devices:
-        write_json(unfinished / f"device-{device:05d}.json", _write_device(unfinished, device, files))
+        sums = _write_device(unfinished, device, files, checkpoint.step)
+        write_json(unfinished / f"device-{device:05d}.json", sums)
     if 0 not in devices:
         return
-    sums: dict[str, FileSum] = {}
+    all_sums: dict[str, FileSum] = {}
     for device in range(of):
         path = unfinished / f"device-{device:05d}.json"
         while not path.is_file():  # a process that died ends this one too
             time.sleep(POLL_S)
-        sums |= read_json(path, dict[str, FileSum])
+        all_sums |= read_json(path, dict[str, FileSum])
         path.unlink()
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    write_json(unfinished / DESCRIPTION, msgspec.structs.replace(checkpoint, files=sums, created_utc=created))
+    checkpoint = msgspec.structs.replace(checkpoint, files=all_sums, created_utc=created)
+    write_json(unfinished / DESCRIPTION, checkpoint)
     _to_disk(unfinished)
     unfinished.rename(final)
     _to_disk(final.parent)
@@ -162,13 +181,13 @@ def _in_files(parts: Iterable[Part]) -> Files:
     return files
 
 
-def _write_device(folder: Path, device: int, files: Files) -> dict[str, FileSum]:
+def _write_device(folder: Path, device: int, files: Files, step: int) -> dict[str, FileSum]:
     """Write the files of one device. Returns what they must be."""
     sums = {}
     for number, tensors in sorted((n, tensors) for (of, n), tensors in files.items() if of == device):
         path = folder / f"device-{device:05d}-{number}.safetensors"
         offsets = {name: {OFFSETS: list(offset)} for name, (offset, _) in tensors.items()}
-        metadata = {SHARDING: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+        metadata = {SHARDING: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt", STEP: str(step)}
         try:
             save_file({name: array for name, (_, array) in tensors.items()}, path, metadata)
         except SafetensorError as error:  # the system's own error is text in it: "... (os error 28)"

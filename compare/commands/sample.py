@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 import tyro
 
-from compare.checkpoint.reader import CheckpointReader
-from compare.commands.convert import as_checkpoint
 from compare.execute.ask import ask
 from compare.flags import SidePythons, checked_pythons
 from compare.numerics.sampling import SampleRequest
 from compare.spec.engines.registry import REFERENCE, SIDES, side_of
-from compare.spec.experiment import Experiment, ExperimentError
+from compare.spec.experiment import ExperimentError
+from compare.studies.sources import as_checkpoint
 from compare.studies.tokens import Alphabet, alphabet_of
 from compare.terminal import print_json, results_console
 
@@ -63,12 +62,10 @@ class Sample(SidePythons, frozen=True, kw_only=True):
         """Draw. Returns the exit code: 0, or 1 if the sides drew different texts."""
         pythons = checked_pythons(self)
         with tempfile.TemporaryDirectory() as scratch:
-            folder = as_checkpoint(self.source, Path(scratch) / "made", Experiment(), pythons=pythons)
-            reader = CheckpointReader(folder)
-            reader.verify()
+            reader = as_checkpoint(self.source, Path(scratch) / "made", pythons=pythons)
             experiment = reader.description.experiment
             alphabet = None if self.prompt_tokens else alphabet_of(experiment, meta=self.meta)
-            request = self._request(folder, experiment.model.vocab_size, alphabet)
+            request = self._request(reader.folder, experiment.model.vocab_size, alphabet)
             question, answer = ["--sample", msgspec.json.encode(request).decode()], list[list[int]]
             drawn = {
                 side: ask(side, pythons[side], question, answer=answer, timeout_s=self.timeout_s)

@@ -28,7 +28,6 @@ from compare.execute.paths import remove_run_dir
 from compare.execute.watch import watch
 from compare.host.disk import write_atomically
 from compare.numerics.data import open_corpus, standard_library_text
-from compare.numerics.stream import require_validation
 from compare.spec.engines.engine import Side
 from compare.spec.engines.registry import side_of
 from compare.spec.experiment import MAX_CPU_DEVICES, Data, Experiment, ExperimentError, Layout, edited
@@ -66,7 +65,6 @@ def prepare(experiment: Experiment, folder: Path) -> tuple[Data, str]:
             source = str(Path(source).absolute())
         frozen = edited(experiment, {"data": {"source": source}})
         corpus = open_corpus(frozen)
-        require_validation(frozen, corpus)
     except BaseException:
         remove_run_dir(folder)
         raise

@@ -3,11 +3,13 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-NOT_OF_NUMPY = ("BF16", "F8_", "F6_", "F4")
+NOT_OF_NUMPY = ("F8_", "F6_", "F4")
 """Beginnings of safetensors' names of dtypes."""
+BFLOAT16 = "BF16"
 
 
 class RecordError(ValueError):
@@ -40,12 +42,24 @@ class Tensors(Mapping[str, np.ndarray]):
         if name not in self._names:
             raise KeyError(name)
         dtype = self._file.get_slice(name).get_dtype()
+        if dtype == BFLOAT16:
+            return self._widened(name)
         if dtype.startswith(NOT_OF_NUMPY):  # some package in this process may have taught it to NumPy
             raise RecordError(f"{self._path}: {name} is {dtype}, which NumPy has not: write it as float32")
         try:
             return self._file.get_tensor(name)
         except (OSError, SafetensorError, TypeError, ValueError) as error:
             raise garbled(self._path, error) from None
+
+    def _widened(self, name: str) -> np.ndarray:
+        """A bfloat16 tensor, which NumPy has not, as float32: the same bits, and zeros after them."""
+        with self._path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            entry = msgspec.json.decode(file.read(size))[name]
+            first, end = entry["data_offsets"]
+            file.seek(8 + size + first)
+            halves = np.frombuffer(file.read(end - first), "<u2")
+        return (halves.astype("<u4") << 16).view("<f4").reshape(entry["shape"])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -103,6 +103,7 @@ def open_corpus(experiment: Experiment, *, validated_sha256: str = "") -> Corpus
         train, validation = _split(_synthetic(experiment))
     else:
         train, validation = _read(Path(source))
+    _require_windows(train, validation, experiment)
     sha256 = validated_sha256
     if not sha256:
         _validate(train, validation, experiment)
@@ -172,14 +173,25 @@ def _split(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return tokens[:boundary], tokens[boundary:]
 
 
-def _validate(train: np.ndarray, validation: np.ndarray, experiment: Experiment) -> None:
-    source = experiment.data.source
-    length, vocab = experiment.model.block_size, experiment.model.vocab_size
+def _require_windows(train: np.ndarray, validation: np.ndarray, experiment: Experiment) -> None:
+    """Refuse data that no window of a batch fits into, of training or of an evaluation that is asked for."""
+    source, length = experiment.data.source, experiment.model.block_size
     if len(train) <= length:
         raise ExperimentError(
             f"data.source: {source} has {len(train)} training tokens, too few for model.block_size = "
             f"{length}: give more text or a smaller block_size"
         )
+    interval = experiment.train.eval_interval
+    if interval and len(validation) <= length:
+        raise ExperimentError(
+            f"train.eval_interval = {interval}: data.source = {source} has {len(validation)} tokens to "
+            f"validate on, too few for model.block_size = {length}: give a val.bin beside train.bin, or more "
+            f"text"
+        )
+
+
+def _validate(train: np.ndarray, validation: np.ndarray, experiment: Experiment) -> None:
+    source, vocab = experiment.data.source, experiment.model.vocab_size
     for tokens in (train, validation):
         origin = tokens.filename if isinstance(tokens, np.memmap) and tokens.filename else source
         _validate_width(tokens, vocab, origin)

@@ -1,5 +1,14 @@
 """GPT-2's names of the canonical parameters: nanoGPT's and Hugging Face's, which differ in a prefix alone."""
 
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from compare.numerics.initial_weights import require_fit
+from compare.numerics.parameters import Parameter, parameter_table
+from compare.spec.experiment import ExperimentError, Model
+
 _TOP = {
     "embedding.token": "wte.weight",
     "embedding.position": "wpe.weight",
@@ -22,6 +31,11 @@ _IN_BLOCK = {
 }
 TRANSFORMER = "transformer."
 """The prefix that a model with a head puts before each."""
+WRAPPERS = ("module.", "_orig_mod.")
+"""What DistributedDataParallel and torch.compile put before that."""
+HEAD = "lm_head.weight"
+MASKS = (".attn.bias", ".attn.masked_bias")
+"""Ends of causal masks' names, which old files have."""
 
 
 def gpt2_name(name: str) -> str:
@@ -30,3 +44,46 @@ def gpt2_name(name: str) -> str:
         return _TOP[name]
     _, layer, rest = name.split(".", 2)
     return f"h.{layer}.{_IN_BLOCK[rest]}"
+
+
+def gpt2_shape(parameter: Parameter, *, is_linear: bool = False) -> tuple[int, ...]:
+    """Inputs and outputs of a matrix as one dim each, the outputs first in nn.Linear."""
+    if parameter.name.startswith("embedding.") or len(parameter.shape) == 1:
+        return parameter.shape
+    if not parameter.is_matrix:
+        return (math.prod(parameter.shape),)
+    inputs = 1 if parameter.axes[0] == "embed" else len(parameter.shape) - 1
+    shape = math.prod(parameter.shape[:inputs]), math.prod(parameter.shape[inputs:])
+    return shape[::-1] if is_linear else shape
+
+
+def from_gpt2(
+    tensors: Mapping[str, np.ndarray], model: Model, origin: str, *, is_linear: bool = False
+) -> dict[str, np.ndarray]:
+    """Weights by canonical name, of tensors by GPT-2's, perhaps of a wrapped model; the tied head is dropped.
+
+    Matrices are (in, out) as in Hugging Face's Conv1D, or (out, in) as in nn.Linear. Raises ExperimentError:
+    they are not this model's.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    for name in tensors:
+        plain = name
+        for prefix in (*WRAPPERS, TRANSFORMER):
+            plain = plain.removeprefix(prefix)
+        if plain in arrays:
+            raise ExperimentError(f"{origin} has {plain} twice, with a prefix and without: leave {name} out")
+        if not name.endswith(MASKS):
+            arrays[plain] = tensors[name]
+    rows = {gpt2_name(row.name): row for row in parameter_table(model)}
+    head = arrays.pop(HEAD, None)
+    if head is not None and not np.array_equal(head, arrays.setdefault(gpt2_name("embedding.token"), head)):
+        raise ExperimentError(f"{origin}: {HEAD} is not tied to the embedding, and the model's is")
+    shapes = {name: np.shape(array) for name, array in arrays.items()}
+    if is_linear and shapes.get("h.0.attn.c_attn.weight") == (model.n_embd, 3 * model.n_embd):
+        raise ExperimentError(f"{origin} is Hugging Face's: give its folder, whose config.json says the rest")
+    require_fit(shapes, {name: gpt2_shape(row, is_linear=is_linear) for name, row in rows.items()}, origin)
+    weights = {}
+    for name, row in rows.items():
+        is_turned = is_linear and not row.name.startswith("embedding.")
+        weights[row.name] = (arrays[name].T if is_turned else arrays[name]).reshape(row.shape)
+    return weights

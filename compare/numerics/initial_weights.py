@@ -16,19 +16,26 @@ LISTED = 3
 
 
 def read_weights(path: Path, experiment: Experiment) -> dict[str, np.ndarray]:
-    """Weights of a safetensors file, of any float dtype, in the one in which the experiment keeps them.
-
-    Raises:
-        ExperimentError: a name is missing or unknown, a shape is another one, or an entry is not finite.
-    """
+    """Weights of a safetensors file with canonical names. Raises ExperimentError as `checked_weights`."""
     origin = f"init_from: {path}"
     if why := why_not_readable(path):
         raise ExperimentError(f"{origin} {why}")
     try:
-        weights = Tensors(path)
-        given_shapes = {name: np.shape(weights[name]) for name in weights}
+        return checked_weights(Tensors(path), experiment, origin)
     except RecordError as error:
         raise ExperimentError(f"init_from: {error}: give a safetensors file of float weights") from None
+
+
+def checked_weights(
+    weights: Mapping[str, np.ndarray], experiment: Experiment, origin: str
+) -> dict[str, np.ndarray]:
+    """Weights by canonical name, of any float dtype, in the one in which the experiment keeps them.
+
+    Raises:
+        ExperimentError: a name is missing or unknown, a shape is another one, or an entry is not finite.
+        RecordError: a tensor cannot be read.
+    """
+    given_shapes = {name: np.shape(weights[name]) for name in weights}
     shapes = {parameter.name: parameter.shape for parameter in parameter_table(experiment.model)}
     require_fit(given_shapes, shapes, origin)
     dtype, checked = storage_dtype(experiment), {}

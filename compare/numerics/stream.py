@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from compare.numerics.data import SPLITS, Corpus
 from compare.numerics.dropout import sequence_keys
-from compare.spec.experiment import Experiment, ExperimentError
+from compare.spec.experiment import Experiment
 
 
 def arrays_of_step(corpus: Corpus, experiment: Experiment, step: int) -> dict[str, np.ndarray]:
@@ -58,17 +58,6 @@ def is_due(experiment: Experiment, step: int) -> bool:
 def steps_due(experiment: Experiment, first_step: int = 0) -> list[int]:
     """After which steps a run is to evaluate."""
     return [step for step in range(first_step, experiment.train.max_iters + 1) if is_due(experiment, step)]
-
-
-def require_validation(experiment: Experiment, corpus: Corpus) -> None:
-    """Refuse to evaluate where there is nothing to evaluate on. Raises ExperimentError."""
-    interval, length = experiment.train.eval_interval, experiment.model.block_size
-    if interval and len(corpus.validation) <= length:
-        raise ExperimentError(
-            f"train.eval_interval = {interval}: data.source = {experiment.data.source} has "
-            f"{len(corpus.validation)} tokens to validate on, too few for model.block_size = {length}: "
-            f"give a val.bin beside train.bin, or more text"
-        )
 
 
 def evaluate(experiment: Experiment, corpus: Corpus, step: int, loss_of: Callable[..., Any]) -> Evaluation:

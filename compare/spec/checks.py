@@ -52,12 +52,6 @@ def _objections(experiment: Experiment) -> Iterator[str]:
     yield from _to_loss_chunks(model, train, layout)
     yield from _to_layout(model, train, layout)
     yield from _to_pipeline(model, train, layout)
-    optimizer = experiment.optimizer
-    if optimizer.decay_lr and optimizer.lr_decay_iters < optimizer.warmup_iters:
-        yield (
-            f"optimizer.lr_decay_iters = {optimizer.lr_decay_iters} is less than optimizer.warmup_iters = "
-            f"{optimizer.warmup_iters}: the cosine would end before it starts"
-        )
 
 
 def _to_dropout(model: Model) -> Iterator[str]:

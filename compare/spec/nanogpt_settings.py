@@ -29,10 +29,11 @@ def experiment_of(settings: Mapping[str, Any], *, base: Experiment) -> tuple[Exp
     `base` is for what they do not say. Returns the names of settings without a meaning here, too.
     """
     sections = msgspec.to_builtins(base)
-    sections["optimizer"]["name"] = "adamw"
+    sections["optimizer"] |= {"name": "adamw", "momentum": 0.0}
     for name, section in FIELDS.items():
         if name in settings:
-            sections[section][name] = settings[name]
+            value, is_switch = settings[name], isinstance(sections[section][name], bool)
+            sections[section][name] = bool(value) if is_switch and value in (0, 1) else value
     try:
         experiment = checked(sections)
     except ExperimentError as error:

@@ -69,7 +69,8 @@ class Optimizer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     warmup_iters: Count = 10
     """Steps of linear warm-up: step i uses learning_rate * (i + 1) / (warmup_iters + 1)."""
     lr_decay_iters: Positive = 200
-    """Step at which the cosine reaches min_lr."""
+    """Step at which the cosine reaches min_lr; if that is within the warm-up, it begins
+    after it."""
     min_lr: NonNegative = 1e-4
     """Learning rate after lr_decay_iters."""
     weight_decay: NonNegative = 0.1

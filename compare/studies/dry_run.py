@@ -1,11 +1,13 @@
 """Plan of a command, which starts nothing: `--dry_run`."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from msgspec import Struct
 
 from compare.execute.hosts import Hosts
 from compare.execute.launch import EnvironmentMissing
+from compare.host.tensors import RecordError
 from compare.judge.closed_forms.memory import KINDS
 from compare.judge.outcome import Case, Outcome
 from compare.numerics.data import open_corpus
@@ -14,8 +16,8 @@ from compare.show.terminal import print_findings
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError, to_toml
 from compare.studies.fitting import estimate_memory, require_case
-from compare.studies.own_weights import check_weights
 from compare.studies.resuming import described, require_resumable
+from compare.studies.sources import check_weights, format_of_side
 from compare.terminal import human_bytes, layout_in_words, results_console
 
 ESTIMATED = ("activations", "logits")
@@ -52,7 +54,9 @@ def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json
     refusals = [why for attempt in attempts if (why := _refusal(attempt))]
     cases = [_planned(name, case, platform, hosts) for name, case in outcome.cases.items()]
     refused = next(filter(None, [*(case.refusal for case in cases), *refusals]), "")
-    verdict = f"this would be refused: {refused}" if refused else "all of it can run"
+    unread = bool(init_from) and format_of_side(Path(init_from))
+    can_run = f"all of it can run, if {init_from} fits, which is read then" if unread else "all of it can run"
+    verdict = f"this would be refused: {refused}" if refused else can_run
     on_host = max(case.on_host for case in cases)
     count = f"{len(cases)} case{'s' * (len(cases) != 1)}"
     steps = next(iter(outcome.cases.values())).experiment.train.max_iters
@@ -92,7 +96,7 @@ def _refusal(attempt: Callable[[], object]) -> str:
     """Why an attempt is refused; '' if it is not."""
     try:
         attempt()
-    except (ExperimentError, EnvironmentMissing) as error:
+    except (ExperimentError, RecordError, EnvironmentMissing) as error:
         return str(error)
     return ""
 

@@ -15,13 +15,15 @@ from safetensors.numpy import save
 
 from compare.host.disk import write_atomically
 from compare.host.tensors import Tensors
-from compare.numerics.gpt2_names import TRANSFORMER, gpt2_name
-from compare.numerics.initial_weights import require_fit
-from compare.numerics.parameters import Parameter, parameter_table
+from compare.numerics.gpt2_names import TRANSFORMER, from_gpt2, gpt2_name, gpt2_shape
+from compare.numerics.parameters import parameter_table
 from compare.spec.experiment import ExperimentError, Model
 
 CONFIG, WEIGHTS_FILE = "config.json", "model.safetensors"
-HEAD = "lm_head.weight"
+DROPOUTS, DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1
+"""Hugging Face's three, and their default."""
+END_OF_TEXT = 50256
+"""GPT-2's token, which Hugging Face takes for a model that names none."""
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 FIELDS = {
     "n_layer": ("n_layer", 12),
@@ -51,18 +53,7 @@ def is_huggingface(source: Path) -> bool:
 def read_gpt2(folder: Path) -> tuple[Model, dict[str, np.ndarray]]:
     """The sizes, and the weights by canonical name. Raises ExperimentError, RecordError."""
     model = _model(folder / CONFIG)
-    tensors = Tensors(folder / WEIGHTS_FILE)
-    masks = (".attn.bias", ".attn.masked_bias")  # causal ones, which old files have
-    named = {name.removeprefix(TRANSFORMER): name for name in tensors if not name.endswith(masks)}
-    rows, embedding = parameter_table(model), gpt2_name("embedding.token")
-    if HEAD in named and not np.array_equal(tensors[named.pop(HEAD)], tensors[named[embedding]]):
-        raise ExperimentError(f"{folder}: {HEAD} is not tied to the embedding, and the model's is")
-    require_fit(
-        {name: tensors.shape(whole) for name, whole in named.items()},
-        {gpt2_name(row.name): _shape(row) for row in rows},
-        str(folder),
-    )
-    return model, {row.name: tensors[named[gpt2_name(row.name)]].reshape(row.shape) for row in rows}
+    return model, from_gpt2(Tensors(folder / WEIGHTS_FILE), model, str(folder))
 
 
 def write_gpt2(folder: Path, model: Model, weights: Mapping[str, np.ndarray]) -> None:
@@ -74,15 +65,17 @@ def write_gpt2(folder: Path, model: Model, weights: Mapping[str, np.ndarray]) ->
     tensors = {}
     for row in rows:
         weight = weights[row.name] if row.name in weights else np.zeros(row.shape)
-        array = np.ascontiguousarray(weight.reshape(_shape(row)), np.float32)
+        array = np.ascontiguousarray(weight.reshape(gpt2_shape(row)), np.float32)
         tensors[TRANSFORMER + gpt2_name(row.name)] = array
+    end = END_OF_TEXT if model.vocab_size > END_OF_TEXT else None
     config = {
         **{theirs: getattr(model, name) for name, (theirs, _) in FIELDS.items()},
         **{field: values[0] for field, values in SUPPORTED.items()},
         "architectures": ["GPT2LMHeadModel"],
         "n_ctx": model.block_size,
         "activation_function": "gelu" if model.activation == "gelu" else "gelu_new",
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout),
+        **dict.fromkeys(DROPOUTS, model.dropout),
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), end),
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / WEIGHTS_FILE, save(tensors, {"format": "pt"}))
@@ -98,16 +91,11 @@ def _model(path: Path) -> Model:
                 said = " or ".join(map(json.dumps, values))
                 raise ExperimentError(f"{path}: {field} = {json.dumps(value)}: the model here has {said}")
         activation = ACTIVATIONS[config.get("activation_function", "gelu_new")]
-        return msgspec.convert({**sizes, "bias": True, "activation": activation}, Model)
+        rates = {name: config.get(name, DROPOUT) for name in DROPOUTS}
+        dropout = rates[DROPOUTS[0]]
+        if any(rate != dropout for rate in rates.values()):
+            said = ", ".join(f"{name} = {rate}" for name, rate in rates.items())
+            raise ExperimentError(f"{path}: {said}: the model here has one dropout: make them equal there")
+        return msgspec.convert({**sizes, "bias": True, "activation": activation, "dropout": dropout}, Model)
     except (OSError, msgspec.DecodeError) as error:
         raise ExperimentError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-
-
-def _shape(row: Parameter) -> tuple[int, ...]:
-    """Inputs and outputs as one dim each."""
-    if row.name.startswith("embedding.") or len(row.shape) == 1:
-        return row.shape
-    if not row.is_matrix:
-        return (int(np.prod(row.shape)),)
-    inputs = 1 if row.axes[0] == "embed" else len(row.shape) - 1
-    return int(np.prod(row.shape[:inputs])), int(np.prod(row.shape[inputs:]))

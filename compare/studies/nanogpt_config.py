@@ -2,9 +2,11 @@
 
 A file is parsed and never executed: assignments of literals, and products of them (5 * 8), are all that it
 may have. Settings that it leaves out are those of nanoGPT's train.py. What has no meaning here is named.
+Behind it nanoGPT's own flags are read, too: `--max_iters=10`.
 """
 
 import ast
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,13 @@ WITHOUT_MEANING = {
     "compile": "the engines are what they are",
 }
 """Settings of nanoGPT that change nothing here, and why."""
+EVALUATION = {
+    "eval_interval": ["train.eval_interval", "checkpoint.every"],
+    "eval_iters": ["train.eval_iters"],
+}
+"""The fields here of settings that `FIELDS` has not: nanoGPT saves when it evaluates."""
+ONLY_EVALUATES = "eval_only = True: a run here trains; leave it out"
+DTYPE = "dtype: float32; nanoGPT takes bfloat16 where it can: --precision.dtype bfloat16"
 
 
 def is_config(name: str) -> bool:
@@ -57,9 +66,36 @@ def begins_with(name: str) -> str:
     return "" if begin == "scratch" else begin
 
 
-def notes_on(name: str) -> list[str]:
-    """What of nanoGPT's settings has no meaning here, and why; [] for other experiments."""
-    return load_config(Path(name))[1] if is_config(name) else []
+def notes_on(name: str, given: Container[str] = ()) -> list[str]:
+    """What of nanoGPT's settings has no meaning here, and why, beside these flags; [] for other files."""
+    notes = load_config(Path(name))[1] if is_config(name) else []
+    return [note for note in notes if note != DTYPE or "precision.dtype" not in given]
+
+
+def in_our_words(name: str, line: Iterable[str]) -> tuple[list[str], list[str]]:
+    """A command line behind the config file `name`, with our flags in place of nanoGPT's `--name=value`.
+
+    Returns what of them has no meaning here, too. Raises ExperimentError: one asks to evaluate alone.
+    """
+    words, notes = list[str](), list[str]()
+    for word in line:
+        setting, is_given, value = word.removeprefix("--").partition("=")
+        fields = [f"{FIELDS[setting]}.{setting}"] if setting in FIELDS else EVALUATION.get(setting, [])
+        if not (word.startswith("--") and is_given):
+            words.append(word)
+        elif setting in WITHOUT_MEANING:
+            notes.append(f"{setting}: {WITHOUT_MEANING[setting]}")
+        elif setting == "eval_only":
+            if value != "False":
+                raise ExperimentError(f"{name}: {ONLY_EVALUATES}")
+        elif setting == "dataset":
+            source, vocabulary = _data_of(Path(name), value)
+            words += [f"--data.source={source}", f"--model.vocab_size={vocabulary}"]
+        elif value in ("True", "False") and fields:
+            words += [f"--{field if value == 'True' else field.replace('.', '.no_')}" for field in fields]
+        else:
+            words += [f"--{field}={value}" for field in fields] or [word]
+    return words, notes
 
 
 def load_config(path: Path) -> tuple[Experiment, list[str]]:
@@ -72,16 +108,13 @@ def load_config(path: Path) -> tuple[Experiment, list[str]]:
     if unknown := sorted(given.keys() - known):
         raise ExperimentError(f"{path}: {unknown[0]}: nanoGPT has no such setting")
     if given.get("eval_only"):
-        raise ExperimentError(f"{path}: eval_only = True: a run here trains; leave it out")
+        raise ExperimentError(f"{path}: {ONLY_EVALUATES}")
     settings = {**DEFAULTS, **given}
-    dataset, every = str(settings["dataset"]), settings["eval_interval"]
-    source = path.absolute().parent.parent / "data" / dataset  # beside nanoGPT's config folder, or here
-    source = source if source.is_dir() else Path("data") / dataset
-    meta = source / META
-    settings["vocab_size"] = alphabet_size(meta) if meta.is_file() else PADDED_GPT2_VOCABULARY
+    every = settings["eval_interval"]
+    source, settings["vocab_size"] = _data_of(path, str(settings["dataset"]))
     plain = {name: settings[name] for name in FIELDS}
     more = {
-        "data": {"source": str(source)},
+        "data": {"source": source},
         "train": {"eval_interval": every, "eval_iters": settings["eval_iters"]},
         "checkpoint": {"every": every, "keep": 1},
     }
@@ -91,8 +124,16 @@ def load_config(path: Path) -> tuple[Experiment, list[str]]:
         raise ExperimentError(f"{path}: {error}") from None
     notes = [f"{name}: {WITHOUT_MEANING[name]}" for name in given if name in WITHOUT_MEANING]
     if "dtype" not in given:
-        notes.append("dtype: float32; nanoGPT takes bfloat16 where it can: --precision.dtype bfloat16")
+        notes.append(DTYPE)
     return experiment, notes
+
+
+def _data_of(path: Path, dataset: str) -> tuple[str, int]:
+    """The folder of a dataset, beside nanoGPT's config folder or here, and the size of its vocabulary."""
+    source = path.absolute().parent.parent / "data" / dataset
+    source = source if source.is_dir() else Path("data") / dataset
+    meta = source / META
+    return str(source), alphabet_size(meta) if meta.is_file() else PADDED_GPT2_VOCABULARY
 
 
 def read_assignments(path: Path) -> dict[str, Any]:

@@ -26,7 +26,8 @@ def any_checkpoint(source: Path) -> Path:
     if engines := [path for path in sorted(source.glob(f"*/{CHECKPOINTS}")) if checkpoints_in(path)]:
         raise CheckpointError(f"{source} is a run of several: give one, such as {engines[0].parent}")
     raise CheckpointError(
-        f"{source}: no checkpoint is there: give a checkpoint, or the folder of a run with --checkpoint.every"
+        f"{source}: no checkpoint is there: give a checkpoint, or the folder of a run with "
+        f"--checkpoint.every; shardpair convert makes one of nanoGPT's, Hugging Face's or orbax's"
     )
 
 
@@ -95,8 +96,7 @@ def require_continues(
     Raises CheckpointError.
     """
     there, here = checkpoint.experiment, experiment
-    differing = [line for line in differing_keys(there, here) if line.startswith("model.")]
-    model = [line for line in differing if not line.startswith("model.dropout")]  # is the training's
+    model = differing_model(there, here)
     has, wants = (
         f"{of.optimizer.name} ({', '.join(moment_names(of.optimizer)) or '-'})" for of in (there, here)
     )
@@ -119,6 +119,12 @@ def require_continues(
         )
     if why:
         raise CheckpointError(f"--resume {folder}: {why}")
+
+
+def differing_model(there: Experiment, here: Experiment) -> list[str]:
+    """In which fields two models differ, but for dropout, which is the training's."""
+    lines = differing_keys(there, here)
+    return [line for line in lines if line.startswith("model.") and not line.startswith("model.dropout")]
 
 
 def changed_settings(source: str, engines: Iterable[str], experiment: Experiment) -> list[str]:

@@ -75,6 +75,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "weights/norm.scale has values that are NaN or infinite": partial(
         rewrite, lambda tensors: tensors["weights/norm.scale"].__setitem__(0, np.nan)
     ),
+    "is of step 7, and the checkpoint of": partial(rewrite, lambda tensors: None, step="7"),
     "m/norm.scale has shape (9,) at (0,), and the tensor (4,)": partial(
         rewrite, lambda tensors: tensors.update({"m/norm.scale": np.zeros(9)})
     ),

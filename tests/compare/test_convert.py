@@ -37,12 +37,14 @@ def test_from_a_run_to_weights_and_to_a_checkpoint(given, tmp_path, capsys):
     assert main(["convert", str(given), str(tmp_path / "copy"), "--json"]) == 0
     assert_is_random(tmp_path / "copy", EXPERIMENT)
     printed = capsys.readouterr().out.splitlines()
-    assert "w.safetensors: weights, of torch-manual, after 5 updates: 2 layers of width 6" in printed[0]
+    said = "weights, of torch-manual, at step 7, after 5 updates: 2 layers of width 6, dropout 0.0, float64"
+    assert f"w.safetensors: {said}, data of stdlib" in printed[0]
     assert json.loads("".join(printed[1:]))["format"] == "checkpoint"
 
 
 def test_hugging_faces_gpt2_there_and_back(given, tmp_path):
     assert main(["convert", str(given), str(tmp_path / "gpt2"), "--to", "huggingface"]) == 0
+    assert json.loads((tmp_path / "gpt2" / CONFIG).read_text())["eos_token_id"] is None  # GPT-2's is no token
     tensors = load_file(tmp_path / "gpt2" / WEIGHTS_FILE)
     # Its Conv1D keeps (in, out), nn.Linear (out, in).
     qkv = weights()["blocks.1.attention.qkv.weight"].reshape(6, 18)
@@ -73,6 +75,7 @@ SPOILT = (
     ({"n_inner": 7}, "n_inner = 7: the model here has null or 24"),
     ({"tie_word_embeddings": False}, "tie_word_embeddings = false"),
     ({"n_layer": 3}, "tensors and the model"),
+    ({"embd_pdrop": 0.2}, "resid_pdrop = 0.0, embd_pdrop = 0.2, attn_pdrop = 0.0: the model here has one"),
 )
 
 
@@ -84,6 +87,11 @@ def test_what_this_model_cannot_be_is_refused(tmp_path):
         with pytest.raises(ExperimentError) as refused:
             read_gpt2(tmp_path / "gpt2")
         assert says in str(refused.value), spoil
+    pdrops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.25)
+    for spoil, dropout in ((pdrops, 0.25), (dict.fromkeys(pdrops), None)):
+        kept = {name: value for name, value in (config | spoil).items() if value is not None}
+        (tmp_path / "gpt2" / CONFIG).write_text(json.dumps(kept))
+        assert read_gpt2(tmp_path / "gpt2")[0].dropout == (dropout or 0.1)  # Hugging Face's default
 
 
 def test_masks_of_old_files_are_left_out_and_other_tensors_are_refused(tmp_path, capsys):
@@ -95,13 +103,27 @@ def test_masks_of_old_files_are_left_out_and_other_tensors_are_refused(tmp_path,
     save_file({**tensors, "lm_head.weight": tensors["transformer.wte.weight"] + 1}, path)
     with pytest.raises(ExperimentError, match="is not tied to the embedding"):
         read_gpt2(tmp_path / "gpt2")
-    save_file({name: array.astype(np.float16) for name, array in tensors.items()}, path)
-    content = path.read_bytes()
-    end = 8 + int.from_bytes(content[:8], "little")
-    header = content[8:end].replace(b'"F16"', b'"BF16"')
-    path.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+    spoilt = tensors["transformer.ln_f.weight"].copy()
+    spoilt[0] = np.nan
+    save_file({**tensors, "transformer.ln_f.weight": spoilt}, path)
     assert main(["convert", str(tmp_path / "gpt2"), str(tmp_path / "x")]) == 2
-    assert "wte.weight is BF16, which NumPy has not: write it as float32" in capsys.readouterr().err
+    assert f"{tmp_path / 'gpt2'}: weights/norm.scale has values that are NaN" in capsys.readouterr().err
+
+    # bfloat16 is the upper half of a float32; 8-bit floats are refused.
+    halves = {n: (np.ascontiguousarray(a).view("<u4") >> 16).astype("<u2") for n, a in tensors.items()}
+    for dtype, stored in (("BF16", halves), ("F8_E4M3", {n: a.astype(np.uint8) for n, a in halves.items()})):
+        save_file(stored, path)
+        content = path.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        header = content[8:end].replace(b'"U16"', b'"BF16"').replace(b'"U8"', b'"F8_E4M3"')
+        path.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+        if dtype == "BF16":
+            token = read_gpt2(tmp_path / "gpt2")[1]["embedding.token"]
+            assert token.dtype == np.float32
+            np.testing.assert_array_equal(token.view("<u4") >> 16, halves["transformer.wte.weight"])
+            np.testing.assert_allclose(token, tensors["transformer.wte.weight"], rtol=2**-7)
+    assert main(["convert", str(tmp_path / "gpt2"), str(tmp_path / "x")]) == 2
+    assert "is F8_E4M3, which NumPy has not: write it as float32" in capsys.readouterr().err
 
 
 def test_bad_names_are_refused_and_nothing_is_left(given, tmp_path, capsys):

@@ -84,11 +84,28 @@ def test_what_is_refused_is_said_and_is_exit_code_2(nothing_starts, capsys):
 
 def test_initial_weights_that_do_not_fit_are_said_beside_the_plan(nothing_starts, tmp_path_factory, capsys):
     path = tmp_path_factory.mktemp("weights") / "own.safetensors"
-    for says in ("does not exist", "init_from:"):
+    for says in ("does not exist", "has 1 tensors and the model 52"):
         assert main(["run", "check", "--init_from", str(path), "--dry_run", "--json"]) == 2
         (reason,) = json.loads(capsys.readouterr().out)["input_refusals"]
         assert says in reason
         save_file({"embedding.token": np.zeros((3, 32))}, path)
+
+
+def test_data_that_a_run_would_refuse_is_said_without_reading_it(nothing_starts, tmp_path_factory, capsys):
+    folder = tmp_path_factory.mktemp("data")
+    asked = ["run", "check", "--data.source", str(folder), "--dry_run", "--json"]
+    evaluates = ["--train.eval_interval", "2"]
+    np.zeros(32, "<u2").tofile(folder / "train.bin")  # check's block_size is 32
+    for more, says in (([], "has 32 training tokens, too few"), (evaluates, "has 0 tokens to validate on")):
+        assert main([*asked, *more]) == 2
+        (reason,) = json.loads(capsys.readouterr().out)["input_refusals"]
+        assert says in reason
+        np.zeros(33, "<u2").tofile(folder / "train.bin")
+    assert main(asked) == 0
+    capsys.readouterr()
+    (folder / "ckpt.pt").write_bytes(b"PyTorch reads it")
+    assert main([*asked[:-1], "--init_from", str(folder / "ckpt.pt")]) == 0
+    assert "if {path} fits, which is read then".format(path=folder / "ckpt.pt") in capsys.readouterr().out
 
 
 def test_engines_that_cannot_are_left_out_with_the_reason_and_the_others_run(tmp_path, monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """nanoGPT's config files: read as they are, never executed; anything but literals is refused by its line."""
 
+import json
 import pickle
 from pathlib import Path
 
@@ -102,9 +103,34 @@ def test_finetune_shakespeare_begins_with_weights_that_are_given(config, capsys)
     assert "init_from = gpt2-xl: give weights with --init_from, or a checkpoint" in capsys.readouterr().err
     main(["run", str(config), "--init_from", "w.safetensors", "--dry_run"])
     assert "init_from = gpt2-xl" not in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        main(["run", str(config), "--max_iters=10"])
-    assert "--max_iters" in capsys.readouterr().err
+
+
+def test_nanogpts_own_flags_are_read_behind_its_config(config, tmp_path, capsys):
+    other = tmp_path / "data" / "other"
+    other.mkdir()
+    for name in ("train.bin", "val.bin"):
+        np.zeros(100, "<u2").tofile(other / name)
+    flags = "--max_iters=10 --eval_iters=2 --eval_interval=5 --decay_lr=False --bias=True --min_lr=2e-5"
+    nothing = "--device=cpu --out_dir=x --compile=False --wandb_log=False --log_interval=1 --eval_only=False"
+    asked = ["run", str(config), *flags.split(), *nothing.split(), "--dtype=bfloat16", "--dataset=other"]
+    assert main([*asked, "--engines", "torch-manual", "--dry_run", "--json"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)["experiment"]
+    train, optimizer, model = found["train"], found["optimizer"], found["model"]
+    assert (train["max_iters"], train["eval_iters"], train["eval_interval"]) == (10, 2, 5)
+    assert (optimizer["decay_lr"], optimizer["min_lr"], model["bias"]) == (False, 2e-5, True)
+    assert (found["checkpoint"]["every"], found["precision"]["dtype"]) == (5, "bfloat16")
+    assert (found["data"]["source"], model["vocab_size"]) == (str(other), 50304)  # it has no meta.pkl
+    said = [line.split(": ")[1] for line in printed.err.replace("\n", " ").split(f"{config}")[1:]]
+    assert sorted(said) == ["compile", "device", "log_interval", "out_dir", "wandb_log"]
+    assert main(["bench", str(config), "--max_iters=10"]) == 2
+    assert "--train.max_iters has no effect" in capsys.readouterr().err
+    assert main(["run", str(config), "--eval_only=True"]) == 2
+    assert "eval_only = True: a run here trains" in capsys.readouterr().err
+    for flag in ("--n_layers=3", "--max_iters"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["run", str(config), flag])
+        assert flag.split("=")[0] in capsys.readouterr().err
 
 
 def test_a_name_may_come_twice_and_the_last_counts(tmp_path):

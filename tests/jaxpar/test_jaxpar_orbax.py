@@ -1,6 +1,8 @@
 """orbax checkpoints: the state goes there and comes back bit for bit; others read it by its names."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -9,6 +11,7 @@ from checkpoints import UPDATES, assert_is_random, random_state, write_random
 
 from compare.checkpoint.reader import CheckpointError
 from compare.spec.experiment import Experiment, Model, Precision
+from jaxpar import orbax_checkpoint as module
 from jaxpar.orbax_checkpoint import STATE, export_checkpoint, import_checkpoint
 
 EXPERIMENT = Experiment(
@@ -17,7 +20,7 @@ EXPERIMENT = Experiment(
 )
 
 
-def test_the_state_goes_there_and_back(tmp_path: Path):
+def test_the_state_goes_there_and_back(tmp_path: Path, monkeypatch):
     given = write_random(tmp_path, EXPERIMENT)
     export_checkpoint(given, tmp_path / "orbax")
     restored = ocp.Checkpointer(ocp.CompositeCheckpointHandler()).restore(
@@ -28,6 +31,28 @@ def test_the_state_goes_there_and_back(tmp_path: Path):
     assert int(restored["step"]) == UPDATES
     import_checkpoint(tmp_path / "orbax", tmp_path / "back")
     assert_is_random(tmp_path / "back", EXPERIMENT)
+
+    # The same with one bit of one tensor flipped, which orbax reads without a word.
+    monkeypatch.setattr(module, "from_canonical", with_a_bit_flipped(module.from_canonical))
+    export_checkpoint(given, tmp_path / "flipped")
+    with pytest.raises(CheckpointError, match=r"flipped: m has changed since it was written \(sha256\)"):
+        import_checkpoint(tmp_path / "flipped", tmp_path / "not-back")
+    assert not (tmp_path / "not-back").exists()
+
+
+def with_a_bit_flipped(convert: Callable) -> Callable:
+    """`convert`, whose second tree, that of m, has one bit wrong."""
+    calls = []
+
+    def converted(arrays: dict[str, np.ndarray], model: Model) -> Any:
+        calls.append(arrays)
+        if len(calls) == 2:
+            wrong = arrays["norm.scale"].copy()
+            wrong.view(np.uint8)[0] ^= 1
+            arrays = arrays | {"norm.scale": wrong}
+        return convert(arrays, model)
+
+    return converted
 
 
 def test_what_is_none_is_refused_in_one_line(tmp_path: Path):

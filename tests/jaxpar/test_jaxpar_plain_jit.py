@@ -18,6 +18,7 @@ def test_the_schedule_is_the_contract_s():
         {"warmup_iters": 3, "lr_decay_iters": 10},
         {"warmup_iters": 0, "lr_decay_iters": 10},
         {"warmup_iters": 5, "lr_decay_iters": 5},
+        {"warmup_iters": 5, "lr_decay_iters": 2},
         {"decay_lr": False},
     ):
         config = Optimizer(**fields)

@@ -22,6 +22,7 @@ from compare.spec.experiment import (
     load,
     named_experiments,
     parse,
+    revalidate,
     to_toml,
 )
 
@@ -155,6 +156,9 @@ def test_learning_rate_is_nanogpts():
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert rates[9] == pytest.approx(0.55)  # halfway down the cosine
     assert rates[14:] == [0.1] * 6
+    short = Optimizer(learning_rate=1.0, min_lr=0.1, warmup_iters=4, lr_decay_iters=2)
+    revalidate(msgspec.structs.replace(SMALL, optimizer=short))
+    assert [learning_rate(short, step) for step in range(6)] == [0.2, 0.4, 0.6, 0.8, 0.1, 0.1]
     assert learning_rate(Optimizer(decay_lr=False, learning_rate=0.3), 0) == 0.3
 
 

@@ -1,10 +1,12 @@
 """Own weights: what does not fit is refused, what fits is what both sides begin with."""
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from checkpoints import random_state, write_random
 from msgspec.structs import replace
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
@@ -15,9 +17,11 @@ from compare.contract.record import read_record
 from compare.contract.request import Request
 from compare.numerics.initial_weights import read_weights
 from compare.numerics.parameters import fingerprint, initial_parameters
-from compare.spec.experiment import Data, Experiment, ExperimentError, Model, Train, load
-from torchpar.convert import convert
+from compare.spec.experiment import Data, Experiment, ExperimentError, Model, Train, edited, load
+from compare.studies.huggingface import WEIGHTS_FILE, write_gpt2
+from compare.studies.sources import freeze_weights
 from torchpar.model import GPT
+from torchpar.nanogpt_checkpoint import import_checkpoint
 from torchpar.weights import load_weights
 
 EXPERIMENT = Experiment(
@@ -63,38 +67,69 @@ def test_weights_that_do_not_fit_are_one_line(tmp_path):
         assert "\n" not in str(error.value)
 
 
-def test_nanogpts_checkpoint_and_state_dict_become_the_canonical_weights(tmp_path):
-    out = tmp_path / "out.safetensors"
-    convert(checkpoint(tmp_path / "ckpt.pt"), out)  # it says its own sizes
-    assert fingerprint(read_weights(out, EXPERIMENT)) == fingerprint(own_weights())
-    untied = {n: t.contiguous() for n, t in nanogpt_state().items() if not n.endswith("lm_head.weight")}
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """torchpar reads a ckpt.pt here, and not in a process of its own."""
+
+    def convert(source: Path, target: Path, foreign: str, *, base: Experiment | None, **_: object) -> None:
+        assert foreign == "nanogpt"
+        import_checkpoint(source, target, base)
+
+    monkeypatch.setattr("compare.studies.sources.convert_by_side", convert)
+
+
+def frozen(source: Path, experiment: Experiment = EXPERIMENT) -> str:
+    """The fingerprint of what a run would begin with."""
+    return freeze_weights(str(source), experiment, source.parent, pythons={})["init_sha256"]
+
+
+def test_every_source_gives_the_canonical_weights(tmp_path, in_this_process):
+    asked, state = fingerprint(own_weights()), nanogpt_state()
+    assert frozen(checkpoint(tmp_path / "ckpt.pt")) == asked
+    torch.save({f"module.{name}": tensor for name, tensor in state.items()}, tmp_path / "state.pt")
+    assert frozen(tmp_path / "state.pt") == asked
+    untied = {n: t.contiguous() for n, t in state.items() if not n.endswith("lm_head.weight")}
     save_torch(untied, tmp_path / "nanogpt.safetensors")
-    out.unlink()
-    convert(tmp_path / "nanogpt.safetensors", out, EXPERIMENT.model)
-    assert fingerprint(read_weights(out, EXPERIMENT)) == fingerprint(own_weights())
+    assert frozen(tmp_path / "nanogpt.safetensors") == asked
+    tanh = edited(EXPERIMENT, {"model": {"activation": "gelu_tanh"}})
+    write_gpt2(tmp_path / "gpt2", tanh.model, own_weights())
+    assert frozen(tmp_path / "gpt2", tanh) == asked
+    saved = write_random(tmp_path, tanh)
+    state = random_state(tanh)
+    assert frozen(saved, tanh) == fingerprint({name: state["weights", name] for name in own_weights()})
 
 
-def test_what_cannot_be_converted_is_one_line(tmp_path):
-    out, bad = tmp_path / "out.safetensors", tmp_path / "bad.pt"
-    with pytest.raises(ExperimentError, match="n_head = 4 and the model 2"):  # no shape would show it
-        convert(checkpoint(bad, n_head=4), out, EXPERIMENT.model)
-    torch.save({"model": {"x": torch.zeros(1)}, "config": Path}, bad)  # would import and name a class
-    with pytest.raises(ExperimentError, match="cannot be unpickled safely"):
-        convert(bad, out, EXPERIMENT.model)
-    torch.save({"transformer.wte.weight": torch.zeros(2, 2)}, bad)
-    with pytest.raises(ExperimentError, match="has 1 tensors and the model 16: it lacks "):
-        convert(bad, out, EXPERIMENT.model)
-    with pytest.raises(ExperimentError, match="does not say its sizes"):
-        convert(bad, out)
+def test_what_cannot_be_read_is_one_line(tmp_path, in_this_process):
+    bad = tmp_path / "bad.pt"
     state = nanogpt_state()
-    state["_orig_mod.lm_head.weight"] = state["_orig_mod.lm_head.weight"] + 1
-    torch.save(state, bad)
-    with pytest.raises(ExperimentError, match=r"lm_head.weight is not tied"):
-        convert(bad, out, EXPERIMENT.model)
+    wte = "transformer.wte.weight"
+    for content, says in (
+        ({"model": {"x": torch.zeros(1)}, "config": Path}, "cannot be unpickled safely"),  # names a class
+        ({wte: torch.zeros(2, 2)}, "has 1 tensors and the model 16: it lacks "),
+        ({**state, "_orig_mod.lm_head.weight": state[f"_orig_mod.{wte}"] + 1}, "lm_head.weight is not tied"),
+        (
+            {**state, wte: state[f"_orig_mod.{wte}"]},
+            f"has wte.weight twice, with a prefix and without: leave {wte} out",
+        ),
+    ):
+        torch.save(content, bad)
+        with pytest.raises(ExperimentError, match=re.escape(says)):
+            frozen(bad)
+    with pytest.raises(ExperimentError, match=r"model\.n_head = 4 instead of 2"):  # no shape would show it
+        frozen(checkpoint(bad, n_head=4))
     bad.write_bytes(b"nothing")
     with pytest.raises(ExperimentError, match="cannot be"):
-        convert(bad, out, EXPERIMENT.model)
-    assert not out.exists()
+        frozen(bad)
+    torch.save(state, bad)
+    with pytest.raises(ExperimentError, match="does not say n_layer, n_head, n_embd, block_size, bias"):
+        import_checkpoint(bad, tmp_path / "ours")
+    tanh = edited(EXPERIMENT, {"model": {"activation": "gelu_tanh"}})
+    write_gpt2(tmp_path / "gpt2", tanh.model, own_weights())
+    with pytest.raises(ExperimentError, match=r"model\.activation = gelu_tanh instead of gelu"):
+        frozen(tmp_path / "gpt2")
+    with pytest.raises(ExperimentError, match="is Hugging Face's: give its folder"):
+        frozen(tmp_path / "gpt2" / WEIGHTS_FILE)
+    assert not (tmp_path / "init.safetensors").exists()
 
 
 def test_a_file_that_does_not_fit_starts_no_engine_and_leaves_no_folder(tmp_path, monkeypatch, capsys):

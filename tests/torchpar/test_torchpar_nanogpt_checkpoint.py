@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import write_random
+from msgspec import UNSET
 
 from compare.checkpoint.description import Checkpoint
 from compare.checkpoint.reader import CheckpointReader
@@ -101,12 +102,14 @@ def test_written_back_it_is_what_nanogpt_goes_on_from(saved, trained, tmp_path):
     assert train(model, optimizer, steps) == train(own_model, own_optimizer, steps)
 
 
-def changed(saved: Path, folder: Path, change: Callable[[dict], object]) -> Checkpoint:
+def changed(
+    saved: Path, folder: Path, change: Callable[[dict], object], base: Experiment | None = None
+) -> Checkpoint:
     """Import a checkpoint whose content was changed, into a new folder."""
     content = torch.load(saved, weights_only=True)
     change(content)
     torch.save(content, saved)
-    import_checkpoint(saved, folder, BASE)
+    import_checkpoint(saved, folder, base)
     return CheckpointReader(folder).description
 
 
@@ -151,6 +154,28 @@ def test_nanogpt_goes_on_with_the_settings_that_its_optimizer_was_saved_with(sav
     assert (found.beta1, found.beta2, found.eps, found.weight_decay) == (0.7, 0.96, 1e-6, 0.1)
 
 
+def test_an_experiment_gives_precision_and_data_and_without_one_the_file_does(saved, tmp_path):
+    import_checkpoint(saved, tmp_path / "alone")
+    found = CheckpointReader(tmp_path / "alone").description
+    assert (found.experiment.data.source, found.experiment.model) == ("data/shakespeare_char", MODEL)
+    assert (found.validation_loss, found.experiment.precision.dtype) == (2.0, "float32")
+    base = edited(BASE, {"precision": {"dtype": "float64"}, "optimizer": {"name": "sgd", "momentum": 0.9}})
+
+    def in_float16(content: dict) -> None:
+        content["config"].update(device="cuda", dtype="float16", bias=1)
+        content["model_args"].pop("bias")
+        content.update(iter_num=10, best_val_loss=1e9)
+
+    found = changed(saved, tmp_path / "given", in_float16, base)
+    assert (found.experiment.precision.dtype, found.experiment.data.source) == ("float64", "synthetic")
+    assert (found.step, found.updates, found.validation_loss) == (10, UPDATES, UNSET)
+    assert (found.experiment.optimizer.momentum, found.experiment.model.bias) == (0, True)
+    assert CheckpointReader(tmp_path / "given").read("m", "norm.scale").dtype == np.float64
+    for folder, best in (("alone", 2.0), ("given", 1e9)):
+        export_checkpoint(tmp_path / folder, tmp_path / "back.pt")
+        assert torch.load(tmp_path / "back.pt", weights_only=True)["best_val_loss"] == best
+
+
 def test_what_a_ckpt_cannot_say_is_not_exported(tmp_path):
     cases = (
         ({"model": {"activation": "gelu_tanh"}}, "model.activation = gelu_tanh, and nanoGPT has gelu"),
@@ -178,6 +203,7 @@ def exchange(saved: dict) -> None:
 
 SPOILED = (
     (lambda saved: saved.update(iter_num="three"), "Expected `int`, got `str` - at `\\$.iter_num`"),
+    (lambda saved: saved.update(iter_num=-1), "Expected `int` >= 0 - at `\\$.iter_num`"),
     (lambda saved: saved.update(iter_num=9), r"iter_num = 9, and its optimizer is at step \[3\]"),
     (lambda saved: saved["model_args"].update(n_layer=3), "has 28 tensors and the model 40"),
     (lambda saved: saved["model_args"].update(n_head=3), "model.n_head = 3 does not divide"),
@@ -200,7 +226,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_left(saved, tmp_path):
         torch.save(content, tmp_path / "spoiled.pt")
         with pytest.raises(ExperimentError, match=says):
             import_checkpoint(tmp_path / "spoiled.pt", tmp_path / "ours", BASE)
-    for content in (5, [1], torch.ones(3)):
+    for content in (5, [1], torch.ones(3), {"model": 1}):
         torch.save(content, tmp_path / "spoiled.pt")
         with pytest.raises(ExperimentError, match="is no checkpoint of nanoGPT's train"):
             import_checkpoint(tmp_path / "spoiled.pt", tmp_path / "ours", BASE)
