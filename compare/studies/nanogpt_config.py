@@ -36,11 +36,12 @@ WITHOUT_MEANING = {
     "compile": "the engines are what they are",
 }
 """Settings of nanoGPT that change nothing here, and why."""
-EVALUATION = {
-    "eval_interval": ["train.eval_interval", "checkpoint.every"],
+OURS = {
+    **{name: [f"{section}.{name}"] for name, section in FIELDS.items()},
+    "eval_interval": ["train.eval_interval", "checkpoint.every"],  # nanoGPT saves when it evaluates
     "eval_iters": ["train.eval_iters"],
 }
-"""The fields here of settings that `FIELDS` has not: nanoGPT saves when it evaluates."""
+"""The fields here that a flag of nanoGPT sets."""
 ONLY_EVALUATES = "eval_only = True: a run here trains; leave it out"
 DTYPE = "dtype: float32; nanoGPT takes bfloat16 where it can: --precision.dtype bfloat16"
 
@@ -80,7 +81,7 @@ def in_our_words(name: str, line: Iterable[str]) -> tuple[list[str], list[str]]:
     words, notes = list[str](), list[str]()
     for word in line:
         setting, is_given, value = word.removeprefix("--").partition("=")
-        fields = [f"{FIELDS[setting]}.{setting}"] if setting in FIELDS else EVALUATION.get(setting, [])
+        fields = OURS.get(setting, [])
         if not (word.startswith("--") and is_given):
             words.append(word)
         elif setting in WITHOUT_MEANING:

@@ -86,10 +86,9 @@ def freeze_weights(
 
 def check_weights(source: str, experiment: Experiment) -> None:
     """Refuse a user's weights, unless a side has to read them. Raises ExperimentError."""
-    if source and not format_of_side(Path(source)):
-        _weights(Path(source), experiment, Path(), pythons={})
-    elif source and (why := why_not_readable(Path(source))) == "does not exist":
-        raise ExperimentError(f"--init_from {source} {why}")
+    path = Path(source)
+    if source and not (path.exists() and format_of_side(path)):
+        _weights(path, experiment, Path(), pythons={})
 
 
 def _weights(
@@ -97,14 +96,14 @@ def _weights(
 ) -> dict[str, np.ndarray]:
     """The weights of any source, in the dtype of training. Raises as `freeze_weights`."""
     origin, model = f"--init_from {source}", experiment.model
+    if not source.is_dir() and (why := why_not_readable(source)):
+        raise ExperimentError(f"{origin} {why}")
     if is_huggingface(source):
         model, weights = read_gpt2(source)
     elif source.is_dir() or format_of_side(source):
         base = Experiment(model=model, precision=experiment.precision)
         reader = as_checkpoint(source, folder, base, pythons=pythons)
         model, weights = reader.description.experiment.model, reader.group(WEIGHTS)
-    elif why := why_not_readable(source):
-        raise ExperimentError(f"{origin} {why}")
     else:
         try:
             weights = Tensors(source)
