@@ -56,7 +56,7 @@ def ran(engine: str, name: str) -> tuple[list[Execution], str]:
 
     def step(number: int) -> None:
         batch = jax.device_put(arrays_of_step(corpus, experiment, number), sharded.batch)
-        scalars = device_scalars(experiment, Progress(updates=number))
+        scalars = device_scalars(experiment, Progress(step=number, updates=number))
         outputs = compiled(state.params, state.opt_state, batch, scalars)
         state.params, state.opt_state, _, _ = jax.block_until_ready(outputs)
 

@@ -47,7 +47,7 @@ def test_equals_the_definition(optimizer):
             state,
             params,
             grad_norm=norm,
-            scalars=device_scalars(experiment, Progress(updates=step)),
+            scalars=device_scalars(experiment, Progress(step=step, updates=step)),
         )
         params = optax.apply_updates(params, updates)
     assert set(state) == set(named_moments)

@@ -66,7 +66,7 @@ def two_steps(engine: str, layout: Layout, *, model: Model = MODEL, fault: str =
         inputs, targets = open_corpus(spec).batch(spec, index)
         batch = jax.device_put({"inputs": inputs, "targets": targets}, sharded.batch)
         state.params, state.opt_state, metrics, gradients = step(
-            state.params, state.opt_state, batch, device_scalars(spec, Progress(updates=index))
+            state.params, state.opt_state, batch, device_scalars(spec, Progress(step=index, updates=index))
         )
         numbers |= {f"{index} {name}": np.asarray(value) for name, value in metrics.items()}
         for kind, tree in {"gradient": gradients, "weight": state.params}.items():
