@@ -100,6 +100,9 @@ class Spec(SidePythons, frozen=True, kw_only=True):
     hosts: int = 0
     """Hosts to run on. Default: all of the allocation or the file, or this one. With --launcher local 2 or
     more are processes of this machine that believe to be several hosts: a test."""
+    launcher_options: str = ""
+    """More options of `srun`, for --launcher slurm, as of a container or how GPUs are bound:
+    --launcher_options="--container-image=IMAGE --gpu-bind=none". The number of tasks and their order stay."""
 
     experiment: Annotated[str, tyro.conf.Positional] = "demo"
     """A named experiment (demo, check, cpu, baby-gpt, gpt2-124m, gpt2-350m, golden), a TOML file, or one of
@@ -144,7 +147,7 @@ class Spec(SidePythons, frozen=True, kw_only=True):
 
     def found_hosts(self) -> Hosts:
         """The hosts that the flags ask for. Raises ExperimentError: as `find_hosts`."""
-        return find_hosts(self.launcher, self.hosts, self.hostfile)
+        return find_hosts(self.launcher, self.hosts, self.hostfile, options=self.launcher_options)
 
     @property
     def said(self) -> Said:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from compare.checkpoint.description import CHECKPOINTS
+from compare.checkpoint.description import CHECKPOINTS, checkpoints_in
 from compare.contract.ending import STOPPED
 from compare.contract.run_lock import lock_folder
 from compare.execute.launch import EngineError
@@ -64,8 +64,9 @@ def run_missing(study: "Study", outcome: Outcome, folder: Path) -> Outcome:
                     outcome = replace(outcome, failures=outcome.failures | {name: str(error)})
                 save(outcome, folder)
                 if errors and errors[-1].exit_code == STOPPED:  # whoever asked wants the machine
-                    said = f"{errors[-1]}: `shardpair resume {folder}` goes on"
-                    raise EngineError(said, exit_code=STOPPED)
+                    is_saved = checkpoints_in(place / CHECKPOINTS)
+                    again = f"shardpair resume {folder}" if is_saved else outcome.how_to_go_on(folder)
+                    raise EngineError(f"{errors[-1]}: `{again}` goes on", exit_code=STOPPED)
         if outcome.cases and not outcome.finished:
             raise EngineError("; ".join(map(str, errors)), exit_code=errors[0].exit_code, log=errors[0].log)
         outcome = study.after(outcome, folder)

@@ -44,7 +44,7 @@ OF_LAYOUTS = dict.fromkeys(f"layout.{field}" for field in SPREAD)
 """For `Study.fixed` of a study that has layouts of its own."""
 WITH_CONTINUE = {
     *("continue", "anyway", "quiet", "json", "rows", "fail_on_unexpected", "timeout_s", "cache_dir"),
-    *("jax_python", "torch_python", "launcher", "hosts", "hostfile"),
+    *("jax_python", "torch_python", "launcher", "launcher_options", "hosts", "hostfile"),
 }
 """Flags that may stand beside --continue: they say where and how engines run, and not what."""
 MAX_TIMEOUT_S = 1_000_000.0  # eleven days; poll(2) counts milliseconds in 32 bits

@@ -17,7 +17,7 @@ from compare.contract.collective_bench import TYPE, CollectiveRequest
 from compare.contract.command import parse_arguments, told_by
 from compare.contract.ending import DONE, FAILED, StoppedEarly, StopRequest
 from compare.contract.faults import IGNORED
-from compare.contract.other_hosts import Waiting, blame_for_hang
+from compare.contract.other_hosts import State, announce, blame_for_hang, say
 from compare.contract.processes import Process, find_process
 from compare.contract.record import Failure, clear_record, leave_failure
 from compare.contract.request import read_request, read_request_file
@@ -53,6 +53,8 @@ def main() -> int:
             return DONE
         process = find_process(os.environ)
         with lock_folder(folder) if process is None or process.is_first else nullcontext():
+            if process:
+                announce(folder, process)
             on_signals([signal.SIGTERM], partial(_leave, folder, process))
             try:
                 (time_collectives if arguments.collectives else train)(folder, process)
@@ -85,7 +87,7 @@ def train(folder: Path, process: Process | None = None) -> None:
     if process:
         from jaxpar.comm.hosts import agree_with_others
 
-        agree_with_others(process, folder, reads=request.experiment)
+        agree_with_others(process, reads=request.experiment)
     if request.engine == "plain-jit":
         from jaxpar.peers.plain_jit import train as train_engine
     else:
@@ -111,7 +113,7 @@ def time_collectives(folder: Path, process: Process | None = None) -> None:
     from jaxpar.measure.bench import run_bench
 
     if process:
-        agree_with_others(process, folder)
+        agree_with_others(process)
     run_bench(request, folder, progress=watchdog.progress)
 
 
@@ -120,15 +122,26 @@ def _begin(folder: Path, timeout_s: float, process: Process | None) -> Watchdog:
     if process is None or process.is_first:
         clear_record(folder)
 
-    def on_hang(message: str, stack: str) -> None:
+    def state(number: int) -> State:
+        where = "the start" if watchdog.finished == 1 else "a step" if watchdog.in_step else "the record"
+        return State(number=number, where=where, beats=watchdog.finished, looks=watchdog.looks)
+
+    def on_work() -> None:
+        if process and watchdog.finished == 1:
+            say(folder, state(process.number))
+
+    def on_hang(message: str, stack: str) -> bool:
         if process is None:
             _report(Failure(message=message, traceback=stack), folder, process)
-            return
+            return False
         print(f"jaxpar: {process.name}: {message}\n{stack}", file=sys.stderr, flush=True)
-        waiting = Waiting(number=process.number, where="a step")
-        leave_failure(folder, blame_for_hang(folder, waiting, count=process.count, timeout_s=timeout_s))
+        failure = blame_for_hang(folder, state(process.number), count=process.count, timeout_s=timeout_s)
+        if failure:
+            leave_failure(folder, failure)
+        return failure is None
 
-    return Watchdog(timeout_s, on_hang)
+    watchdog = Watchdog(timeout_s, on_hang, on_work)
+    return watchdog
 
 
 def _leave(folder: Path, process: Process | None, signal_number: int) -> None:
@@ -158,6 +171,7 @@ def _report(failure: Failure, folder: Path, process: Process | None) -> None:
     if process:
         message = f"{process.name}: {failure.message}"
         failure = msgspec.structs.replace(failure, message=message, rank=process.number)
+        say(folder, State(number=process.number, where="the end", failure=failure))
     print(f"jaxpar: {failure.message}", file=sys.stderr, flush=True)
     leave_failure(folder, failure)
 

@@ -13,10 +13,12 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from compare.contract.collective_bench import CollectiveRequest
-from compare.contract.command import parse_arguments, told_by
-from compare.contract.ending import DONE, FAILED
+from compare.contract.command import RunFailed, parse_arguments, told_by
+from compare.contract.ending import DONE, StopRequest
+from compare.contract.other_hosts import State, announce, say
 from compare.contract.processes import find_process
 from compare.contract.record import clear_record, leave_failure
 from compare.contract.request import decode_request, read_request, read_request_file
@@ -49,18 +51,21 @@ def main() -> int:
             os.environ.update(process.variables)
         is_rank, is_first = "RANK" in os.environ, os.environ.get("RANK", "0") == "0"
         with lock_folder(folder) if is_first else nullcontext():
+            if process:
+                announce(folder, process)
             try:
-                if process and process.host:
-                    from torchpar.comm.process_groups import choose_interface
-
-                    choose_interface(process.host, process.port)
                 (time_collectives if arguments.collectives else train)(folder)
                 return DONE
             except Exception as error:
                 failure = told_by(error, folder)
                 # Of ranks that torchrun has started, the first that fails leaves the word: see torchrun.py.
-                if failure and is_first and not (is_rank and failure.exit_code == FAILED):
-                    leave_failure(folder, failure)
+                if failure and not (is_rank and isinstance(error, RunFailed)):
+                    if process:
+                        message = f"{process.name}: {failure.message}"
+                        failure = replace(failure, message=message, rank=process.number)
+                        say(folder, State(number=process.number, failure=failure))
+                    if is_first:
+                        leave_failure(folder, failure)
                 raise
     except Exception as error:
         if not (failure := told_by(error, folder)):
@@ -114,16 +119,17 @@ def answer(arguments: argparse.Namespace) -> object:
 
 def train(folder: Path) -> None:
     """Train what folder/request.json asks for, as all ranks or as one of a launcher's."""
+    request = read_request(folder, "torchpar")
+    if request.experiment.checkpoint.every:
+        StopRequest.listen()  # importing PyTorch takes seconds
     from torchpar import torchrun
     from torchpar.train import start_ranks
     from torchpar.train import train as train_as_rank
 
-    request = read_request(folder, "torchpar")
     if "RANK" not in os.environ:
         return start_ranks(request, folder)
     work = partial(train_as_rank, request=request, folder=folder)
-    saves = request.experiment.checkpoint.every > 0
-    torchrun.become_rank(work, folder, request, devices=request.experiment.layout.devices, saves=saves)
+    torchrun.become_rank(work, folder, request, devices=request.experiment.layout.devices)
 
 
 def time_collectives(folder: Path) -> None:

@@ -22,9 +22,9 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from compare.contract.command import RunFailed
-from compare.contract.ending import DivergedError
-from compare.contract.other_hosts import Waiting, blame, first_cause
+from compare.contract.command import CODES, RunFailed
+from compare.contract.ending import ASKED, DivergedError, StoppedEarly, StopRequest
+from compare.contract.other_hosts import State, blame, first_cause
 from compare.contract.record import Failure
 from compare.host.disk import no_room
 from compare.host.facts import Activity, MissingDevicesError, cpu_seconds, is_stopped, look_s
@@ -72,7 +72,7 @@ class Rank:
 
     Attributes:
         rank, world_size: among all processes.
-        local_rank: among those of this machine; the GPU to use.
+        local_rank: among those of this machine.
         rendezvous: the file through which the ranks meet; None for torchrun's address and port.
         timeout_s: seconds without progress after which the run counts as hung.
         launcher_cpu_s: CPU seconds that the launcher spent for all ranks before it started them.
@@ -93,9 +93,9 @@ class Rank:
         return Position(*self.progress)
 
     @property
-    def waiting(self) -> Waiting:
+    def state(self) -> State:
         """Where it is, for whoever names the cause of a hang."""
-        return Waiting(number=self.rank, where=str(self.position), beats=self.position.beats)
+        return State(number=self.rank, where=str(self.position), beats=self.position.beats)
 
     def at(self, step: int, phase: str) -> None:
         """Say that this rank enters a phase (one of PHASES) of a step."""
@@ -201,8 +201,8 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 def failure_of(error: BaseException, rank: Rank) -> Failure:
     """An error that ended a rank, as the record states it."""
     text = one_line(error)
-    if isinstance(error, DivergedError):  # on all ranks alike
-        return Failure(message=text)
+    if isinstance(error, DivergedError | StoppedEarly):  # on all ranks alike
+        return Failure(message=text, exit_code=CODES[type(error)])
     full = no_room(error)
     return Failure(
         message=f"rank {rank.rank} failed {rank.position.when}: {full or f'{type(error).__name__}: {text}'}",
@@ -226,6 +226,10 @@ def supervise(
     while running := [rank for rank in ranks if processes[rank.rank].exitcode is None]:
         if any(process.exitcode for process in processes):
             break
+        if StopRequest.came and ranks[0].position.in_step:
+            StopRequest.came, first = False, processes[0].pid
+            assert first
+            os.kill(first, ASKED)  # all ranks agree on the step
         positions = [rank.position for rank in ranks]
         if positions != before:
             before, last_progress = positions, time.monotonic()
@@ -235,7 +239,7 @@ def supervise(
             if any([activities[number].is_busy() for number in starting]):  # a list: each has to be asked
                 last_progress = last_look
         if time.monotonic() - last_progress > timeout_s:
-            waiting = {rank.rank: rank.waiting for rank in running}
+            waiting = {rank.rank: rank.state for rank in running}
             stopped = [number for number in waiting if is_stopped(processes[number].pid)]
             raise RunFailed(blame(waiting, stopped, timeout_s=timeout_s, state="stopped", noun="rank"))
         connection.wait([processes[rank.rank].sentinel for rank in running], timeout=POLL_S)
@@ -267,3 +271,8 @@ def require_gpus(needed: int) -> None:
         raise MissingDevicesError(
             f"the layout needs {needed} GPUs and PyTorch sees {found}: use fewer devices, or platform cpu"
         )
+
+
+def gpu_of(local_rank: int) -> int:
+    """The GPU of a rank, of those that it sees: SLURM may give each task its own (`--gpus-per-task=1`)."""
+    return 0 if "SLURM_PROCID" in os.environ and torch.cuda.device_count() == 1 else local_rank

@@ -147,8 +147,6 @@ class RankSide:
         return evaluation
 
     def is_to_stop(self) -> bool:
-        if self._run.rank.rendezvous is not None:  # the signal reaches their parent alone
-            return False
         return any(self._run.mesh.world.all_gather_objects(StopRequest.came))
 
     def parts(self) -> Iterator[Part]:

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from compare.spec.experiment import Experiment
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import PACKAGES, Mesh
-from torchpar.launch import Rank
+from torchpar.launch import Rank, gpu_of
 from torchpar.parallel_model import ParallelModel
 
 MIXED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -73,12 +72,12 @@ class Run:
         return loss
 
 
-def join_others(rank: Rank, platform: str, folder: Path, reads: Experiment | None = None) -> torch.device:
-    """This rank's device, once it is in the group of all ranks; rank 0 leaves the names of several hosts.
+def join_others(rank: Rank, platform: str, reads: Experiment | None = None) -> torch.device:
+    """This rank's device, once it is in the group of all ranks.
 
     Raises ExperimentError on all ranks: the hosts' versions, or their data of `reads`, differ.
     """
-    device = torch.device("cuda", rank.local_rank) if platform == "gpu" else torch.device("cpu")
+    device = torch.device("cuda", gpu_of(rank.local_rank)) if platform == "gpu" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if rank.world_size > 1:
@@ -91,8 +90,7 @@ def join_others(rank: Rank, platform: str, folder: Path, reads: Experiment | Non
         )
     rank.at(0, "setting up")
     if rank.world_size > 1 and rank.rendezvous is None:
-        of_hosts = Axis.of(None).all_gather_objects(facts_here(PACKAGES, reads=reads))
-        agree(of_hosts, folder, is_first=rank.rank == 0)
+        agree(Axis.of(None).all_gather_objects(facts_here("torchpar", PACKAGES, reads)))
     return device
 
 

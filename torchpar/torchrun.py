@@ -19,14 +19,15 @@ from msgspec.structs import replace
 
 from compare.contract.collective_bench import CollectiveRequest
 from compare.contract.command import RunFailed, told_by
-from compare.contract.ending import StoppedEarly, StopRequest
-from compare.contract.other_hosts import blame_for_hang, numbered
-from compare.contract.record import WAITING, Failure, clear_record, leave_failure, read_failure
+from compare.contract.ending import StoppedEarly
+from compare.contract.other_hosts import blame_for_hang, numbered, say, states_in, told_cause
+from compare.contract.record import Failure, clear_record, leave_failure
 from compare.contract.request import Request
-from compare.host.facts import MissingDevicesError, look_s
+from compare.host.facts import Activity, MissingDevicesError, look_s
 from compare.host.signals import describe_exit, on_signals
 from compare.spec.experiment import ExperimentError
-from torchpar.launch import Rank, failure_of, require_gpus
+from torchpar.comm.process_groups import choose_interface
+from torchpar.launch import Rank, failure_of, gpu_of, require_gpus
 
 GRACE_S = 3.0  # for the rank to blame to write its error, or to be seen dead
 POLL_S = 0.05
@@ -38,9 +39,8 @@ def become_rank(
     request: Request | CollectiveRequest,
     *,
     devices: int,
-    saves: bool = False,
 ) -> None:
-    """Do `work` as the rank that a launcher's variables name; if it `saves` its state it can end on request.
+    """Do `work` as the rank that a launcher's variables name.
 
     Raises:
         MissingDevicesError: another number of processes than devices, or too few GPUs.
@@ -54,15 +54,15 @@ def become_rank(
         raise MissingDevicesError(
             f"WORLD_SIZE = {world_size}, but the layout needs {devices} devices: start {devices} processes"
         )
+    if world_size > 1 and (host := os.environ.get("MASTER_ADDR")):
+        choose_interface(host, int(os.environ.get("MASTER_PORT", "0")))
     if request.platform == "gpu":
-        require_gpus(local_rank + 1)
+        require_gpus(gpu_of(local_rank) + 1)
     rank = Rank(rank=number, world_size=world_size, local_rank=local_rank, timeout_s=request.timeout_s)
     siblings = Siblings(rank, folder, host="" if on_host == world_size else socket.gethostname())
     if number == 0:
         clear_record(folder)
     on_signals([signal.SIGINT, signal.SIGTERM], siblings.leave_signalled)
-    if saves:
-        StopRequest.listen()
     threading.Thread(target=siblings.watch, daemon=True).start()
     try:
         work(rank)
@@ -79,13 +79,14 @@ def become_rank(
 class Siblings:
     """Finds out why the run ends, from inside a rank: above it is only a launcher that says nothing.
 
-    Every rank leaves a mark before it leaves: so a rank that is gone without it was killed. Of ranks on other
-    hosts a rank reads what they leave in the folder of the run; where nobody is left to say it,
-    `compare.execute.hosts` knows how each process ended. `host` names this one, if there may be others.
+    Every rank says why before it leaves: so a rank that is gone without it was killed. Of ranks on other
+    hosts a rank reads what they say; where nobody is left to say it, `compare.execute.blame` knows the
+    launcher's words. `host` names this one, if there may be others.
     """
 
     def __init__(self, rank: Rank, folder: Path, host: str = ""):
         self._rank, self._folder, self._host = rank, folder, f" ({host})" if host else ""
+        self._failure: Failure | None = None
         self._others: dict[int, psutil.Process] = {}
         for process in psutil.Process(os.getppid()).children():
             with contextlib.suppress(psutil.Error):
@@ -96,6 +97,7 @@ class Siblings:
 
     def why(self, failure: Failure) -> Failure:
         """Cause of the run's end, given this rank's failure: waits a little for a rank that is to blame."""
+        self._say(failure)
         deadline = time.monotonic() + GRACE_S
         while failure.is_consequence and time.monotonic() < deadline:
             if cause := self._cause():
@@ -111,25 +113,34 @@ class Siblings:
         self._leave(self._cause() or own, 128 + number)
 
     def watch(self) -> NoReturn:
-        """End this rank once no phase of its steps ends within the time-out, and name who is behind."""
-        rank, seen, since = self._rank, self._rank.position, time.monotonic()
-        while time.monotonic() - since < rank.timeout_s:
+        """End this rank once no phase of its steps ends within the time-out, and name who is behind.
+
+        Before its first step it only has to compute, which the others may wait for.
+        """
+        rank, activity, looks = self._rank, Activity(), 0
+        seen, since = rank.position, time.monotonic()
+        while True:
             time.sleep(look_s(rank.timeout_s))
-            if rank.position != seen or not seen.in_step:  # before, the collectives' own time-out holds
+            if not rank.position.in_step and activity.is_busy():
+                looks, since = looks + 1, time.monotonic()
+                self._say(self._failure, looks=looks)
+            if rank.position != seen:
                 seen, since = rank.position, time.monotonic()
-        count, timeout_s = rank.world_size, rank.timeout_s
-        self._leave(blame_for_hang(self._folder, rank.waiting, count=count, timeout_s=timeout_s), 1)
+            if time.monotonic() - since > rank.timeout_s:
+                own, count = replace(rank.state, looks=looks), rank.world_size
+                if failure := blame_for_hang(self._folder, own, count=count, timeout_s=rank.timeout_s):
+                    self._leave(failure, 1)
+                since = time.monotonic()
 
     def leave_word(self, failure: Failure) -> None:
-        """Leave error.json, unless another rank was first; a full disk must not keep it from leaving.
+        """Say it, and leave error.json, unless another rank was first.
 
         A rank that has met no other leaves none: it cannot know whether rank 0 holds the folder, or another
         run does.
         """
+        self._say(failure)
         if self._rank.rank == 0 or self._rank.position.phase:
-            with contextlib.suppress(OSError):
-                leave_failure(self._folder, failure)
-                self._mark(self._rank.rank).touch()
+            leave_failure(self._folder, failure)
 
     def _leave(self, failure: Failure, code: int) -> NoReturn:
         """End this rank with a word on why."""
@@ -137,16 +148,16 @@ class Siblings:
         self.leave_word(failure)
         os._exit(code)
 
-    def _mark(self, rank: int) -> Path:
-        """The file that a rank which saw the end leaves: its word is another one's, where that came first."""
-        return self._folder / f"{WAITING}{rank}.left"
+    def _say(self, failure: Failure | None, looks: int = 0) -> None:
+        self._failure = failure
+        say(self._folder, replace(self._rank.state, looks=looks, failure=failure))
 
     def _cause(self) -> Failure | None:
-        dead = [rank for rank, process in self._others.items() if _is_dead(process)]  # before what they left
-        failure = read_failure(self._folder)
-        if failure and not failure.is_consequence:
-            return failure
-        dead = sorted(rank for rank in dead if not self._mark(rank).is_file())
+        dead = [rank for rank, process in self._others.items() if _is_dead(process)]  # before what they say
+        if cause := told_cause(self._folder):
+            return cause
+        said = {rank for rank, state in states_in(self._folder).items() if state.failure}
+        dead = sorted(set(dead) - said)
         if not dead:
             return None
         when, why = self._rank.position.when, "killed (out of memory, if nobody did it)"

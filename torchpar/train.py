@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from msgspec.structs import replace
 
+from compare.contract.ending import StopRequest
 from compare.contract.faults import IGNORED
 from compare.contract.inputs import starting_parameters, starting_sha256
 from compare.contract.record import clear_record
@@ -69,13 +70,15 @@ def train(rank: Rank, *, request: Request, folder: Path) -> None:
     Raises DivergedError.
     """
     experiment = request.experiment
+    if experiment.checkpoint.every:
+        StopRequest.listen()  # a rank that was not forked does not yet
     with planted(request):
         if request.platform == "cpu":
             keep_freed_memory()
         if rank.world_size > 1 or request.engine not in PEERS:  # a plain loop has PyTorch's own threads
             torch.set_num_threads(1)
         torch.set_float32_matmul_precision("high" if experiment.precision.tf32 else "highest")
-        device = join_others(rank, request.platform, folder, experiment if rank.local_rank == 0 else None)
+        device = join_others(rank, request.platform, experiment if rank.local_rank == 0 else None)
         mesh = make_mesh(experiment.layout, rank=rank.rank, device=device)
         first = starting_parameters(request)
         run = set_up(request, mesh, rank, first)

@@ -1,24 +1,31 @@
 """What processes of a run tell each other: at the start what they run on, in the end why it ends.
 
-They meet in the folder of the run where collectives do not reach: a process that waits for a lost one.
+They meet in the folder of the run where collectives do not reach: a process that waits for a lost one. Each
+has a file there from its first line on, which says where it is, and why it left.
 """
 
+import contextlib
+import hashlib
 import signal
 import socket
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from compare.contract.record import HOSTS, WAITING, Failure, read_failure
+from compare.contract.processes import Process
+from compare.contract.record import STATE, Failure, read_failure
 from compare.host.facts import versions
 from compare.host.json_files import read_json, write_json
 from compare.host.signals import describe_exit
 from compare.numerics.data import open_corpus
 from compare.spec.experiment import Experiment, ExperimentError
 
+START = "the start"
 POLL_S = 0.05
 CAUSE_GRACE_S = 2.0
 SETTLED_S = 3.0
@@ -30,24 +37,42 @@ class HostFacts(Struct, frozen=True, kw_only=True):
 
     host: str
     versions: dict[str, str]
+    source_sha256: str = ""
+    """Of shardpair's own files that it runs."""
     corpus_sha256: str = ""
     """Of the tokens as this host reads them; '' from all but one process of a host."""
 
 
-def facts_here(packages: Iterable[str], reads: Experiment | None = None) -> HostFacts:
-    """Those of this process; of an experiment that it reads the data for, all of them are read."""
+def facts_here(side: str, packages: Iterable[str], reads: Experiment | None = None) -> HostFacts:
+    """Those of this process of a side; of an experiment that it reads the data for, all of them are read."""
     return HostFacts(
         host=socket.gethostname(),
         versions=versions(packages),
+        source_sha256=source_sha256("compare", side),
         corpus_sha256=open_corpus(reads).sha256 if reads else "",
     )
 
 
-def agree(found: Sequence[HostFacts], folder: Path, *, is_first: bool) -> None:
-    """Hold what the processes run on against what the first does, which leaves the names of their hosts.
+def source_sha256(*packages: str) -> str:
+    """The SHA-256 of all Python files of packages, with their names."""
+    digest = hashlib.sha256()
+    for package in packages:
+        spec = find_spec(package)
+        assert spec
+        assert spec.origin
+        root = Path(spec.origin).parent
+        for path in sorted(root.rglob("*.py")):
+            content = path.read_bytes()
+            digest.update(f"{package}/{path.relative_to(root)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def agree(found: Sequence[HostFacts]) -> None:
+    """Hold what the processes run on against what the first does.
 
     Raises:
-        ExperimentError: a package of another version, or other data; both hosts are named.
+        ExperimentError: a package, or shardpair itself, of another version, or other data; both hosts are
+            named.
     """
     first = found[0]
     for other in found[1:]:
@@ -57,13 +82,16 @@ def agree(found: Sequence[HostFacts], folder: Path, *, is_first: bool) -> None:
                     f"{other.host} has {package} {theirs}, and {first.host} {version}: install the same on "
                     f"all hosts"
                 )
+        if other.source_sha256 != first.source_sha256:
+            raise ExperimentError(
+                f"{other.host} runs another shardpair than {first.host}: SHA-256 of its source "
+                f"{other.source_sha256[:12]} and {first.source_sha256[:12]}: install the same on all hosts"
+            )
         if other.corpus_sha256 and other.corpus_sha256 != first.corpus_sha256:
             raise ExperimentError(
                 f"{other.host} reads other data than {first.host}: SHA-256 of the tokens "
                 f"{other.corpus_sha256[:12]} and {first.corpus_sha256[:12]}: put the same file on all hosts"
             )
-    if is_first:
-        write_json(folder / HOSTS, [facts.host for facts in found])
 
 
 def host_names(places: Iterable[tuple[str, int]]) -> list[str]:
@@ -78,36 +106,84 @@ def host_names(places: Iterable[tuple[str, int]]) -> list[str]:
     return names
 
 
-def hosts_in(folder: Path) -> dict[int, str]:
-    """The host of each process; {} before all have met."""
-    path = folder / HOSTS
-    return dict(enumerate(read_json(path, list[str]))) if path.is_file() else {}
-
-
-class Waiting(Struct, frozen=True, kw_only=True):
-    """A process in which nothing has moved for the time-out."""
+class State(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a process says of itself, in its own file."""
 
     number: int
-    where: str
+    host: str = ""
+    where: str = START
     """`step 5, forward`."""
     beats: int = 0
     """Of two that run the same sequence, the one with fewer is behind."""
+    looks: int = 0
+    """How often it was seen to compute before its first step."""
+    waits: bool = False
+    """Nothing has moved in it for the time-out."""
+    failure: Failure | None = None
+    """Why it left."""
 
 
-def blame_for_hang(folder: Path, own: Waiting, *, count: int, timeout_s: float) -> Failure:
-    """The cause of a hang, as every running process finds it: who does not answer, or who is behind."""
-    files = {number: folder / f"{WAITING}{number}.json" for number in range(count)}
-    write_json(files[own.number], own)
+def announce(folder: Path, process: Process) -> None:
+    """Leave the first state of this process; the first one removes what an earlier run left.
+
+    Raises ExperimentError: its host may not write there.
+    """
+    if process.is_first:
+        for number, state in states_in(folder).items():
+            if state.waits or state.failure:
+                (folder / f"{STATE}{number}.json").unlink(missing_ok=True)
+    own = State(number=process.number, host=socket.gethostname())
+    try:
+        write_json(folder / f"{STATE}{process.number}.json", own)
+    except OSError as error:
+        raise ExperimentError(
+            f"{process.name} cannot write into {folder}: {error.strerror}: give --run_dir on a file system "
+            "that all hosts share"
+        ) from None
+
+
+def say(folder: Path, state: State) -> None:
+    """Leave a state of this process, if there is room."""
+    with contextlib.suppress(OSError):
+        write_json(
+            folder / f"{STATE}{state.number}.json", replace(state, host=state.host or socket.gethostname())
+        )
+
+
+def states_in(folder: Path) -> dict[int, State]:
+    """What each process said last, by number; {} of ranks that share a parent."""
+    states = [read_json(path, State) for path in folder.glob(f"{STATE}*.json")]
+    return {state.number: state for state in sorted(states, key=lambda state: state.number)}
+
+
+def told_cause(folder: Path) -> Failure | None:
+    """The cause that some process left, if any did: one that only saw another go tells none."""
+    said = [read_failure(folder), *(state.failure for state in states_in(folder).values())]
+    return next((failure for failure in said if failure and not failure.is_consequence), None)
+
+
+def blame_for_hang(folder: Path, own: State, *, count: int, timeout_s: float) -> Failure | None:
+    """The cause of a hang, as every running process finds it: who does not answer, or who is behind.
+
+    None if another process still computes, and has not come to its first step.
+    """
+    before = states_in(folder)
+    say(folder, replace(own, waits=True))
     time.sleep(SETTLED_S)
-    if (said := read_failure(folder)) and not said.is_consequence:
-        return said
-    waiting = {n: read_json(path, Waiting) for n, path in files.items() if path.is_file()}
+    if cause := told_cause(folder):
+        return cause
+    states = states_in(folder)
+    if any(state.looks > before[number].looks for number, state in states.items() if number in before):
+        say(folder, own)  # another computes
+        return None
+    waiting = {number: state for number, state in states.items() if state.waits}
     silent = [number for number in range(count) if number not in waiting]
-    return blame(waiting, silent, timeout_s=timeout_s, hosts=hosts_in(folder))
+    hosts = {number: state.host for number, state in states.items()}
+    return blame(waiting, silent, timeout_s=timeout_s, hosts=hosts)
 
 
 def blame(
-    waiting: Mapping[int, Waiting],
+    waiting: Mapping[int, State],
     stuck: Sequence[int],
     *,
     timeout_s: float,

@@ -76,8 +76,19 @@ def find_process(environment: Mapping[str, str]) -> Process | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a list as SLURM writes it: `gpu[03-06,9],login` -> `gpu03`."""
-    found = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^,]*)", nodes)
+    """The first host of a list as SLURM writes it: `rack[1-2]gpu[03-06,9],login` -> `rack1gpu03`."""
+    found = re.match(r"(?:[^\[,]|\[[^\]]*\])+", nodes)
     if not found:
         raise ValueError(f"SLURM_STEP_NODELIST = {nodes!r} names no host")
-    return "".join(part or "" for part in found.groups())
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", found[0])
+
+
+def address_towards(host: str, port: int) -> str:
+    """This host's own address as another sees it. Raises ExperimentError: there is no such host or port."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
+        try:
+            probe.connect((host, port))
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", "") or error
+            raise ExperimentError(f"{host}:{port} (the coordinator): {why}") from None
+        return probe.getsockname()[0]

@@ -12,6 +12,7 @@
                               that the record is complete
     checkpoints/              the full state after some of the steps (`compare.checkpoint`)
     error.json                instead of a manifest: which rank failed first, and its traceback
+    process-K.json            of each process that has no parent: where it is, why it left (`other_hosts`)
 
 Every file is written to a temporary name and renamed; a progress bar reads `steps.jsonl.part`, to which steps
 are appended while the run goes on.
@@ -46,8 +47,8 @@ T = TypeVar("T")
 MANIFEST, ERROR = "manifest.json", "error.json"
 STEPS, STEPS_PART, EVALUATIONS = "steps.jsonl", "steps.jsonl.part", "evaluations.jsonl"
 LEDGER = "ledger.json"
-HOSTS, WAITING = "hosts.json", "waiting-"
-"""What processes of several hosts leave: `other_hosts`."""
+STATE = "process-"
+"""Begins the name of the file of each process, where they have no parent: `other_hosts`."""
 ON_HOST = "host"
 """The kind of `Manifest.resident_bytes` that is in the host's memory."""
 
@@ -185,15 +186,14 @@ class Recorder:
 def clear_record(folder: Path) -> None:
     """Remove what an earlier run left, so that it is not taken for this run's. Hold the folder's lock."""
     names = [MANIFEST, ERROR, STEPS, STEPS_PART, EVALUATIONS, *FILES.values()]
-    waiting = [path.name for path in folder.glob(f"{WAITING}*")]
-    for name in [*names, *TRACES, HOSTS, *waiting, *(f"{rung}.safetensors" for rung in Rung)]:
+    for name in [*names, *TRACES, *(f"{rung}.safetensors" for rung in Rung)]:
         (folder / name).unlink(missing_ok=True)
     remove_remains(folder)
 
 
 def remove_remains(folder: Path) -> None:
-    """Remove what a killed process left half written. No other process may be writing there."""
-    for path in folder.glob("*.tmp"):
+    """Remove what a killed process left half written. Only states of processes may be written meanwhile."""
+    for path in set(folder.glob("*.tmp")) - set(folder.glob(f"{STATE}*")):
         path.unlink(missing_ok=True)
     for path in (folder / CHECKPOINTS).glob(f"*{UNFINISHED}"):
         shutil.rmtree(path, ignore_errors=True)

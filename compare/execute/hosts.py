@@ -15,17 +15,17 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+import psutil
 from msgspec import Struct
 from msgspec.structs import replace
 
-from compare.contract.other_hosts import first_cause, hosts_in
+from compare.contract.other_hosts import first_cause
 from compare.contract.processes import FIRST_PORT, PORTS, Process
 from compare.contract.record import Failure, leave_failure, read_failure
 from compare.spec.engines.engine import Side
@@ -34,8 +34,7 @@ from compare.spec.experiment import ExperimentError, Layout
 Launcher = Literal["local", "slurm", "torchrun"]
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.05
-PROBE_S = 60.0
-_LINE = re.compile(r"(\S+)\s+slots=([1-9]\d*)")
+_LINE = re.compile(r"(?:[^@\s]+@)?([^@=\s]+)(?:\s+slots\s*=\s*([1-9]\d*))?(?:\s+max_slots\s*=\s*\d+)?")
 
 
 class Hosts(Struct, frozen=True, kw_only=True):
@@ -46,6 +45,8 @@ class Hosts(Struct, frozen=True, kw_only=True):
     """Number of hosts."""
     slots: Mapping[str, int] = {}
     """Devices by host, of a hostfile."""
+    options: tuple[str, ...] = ()
+    """More words for `srun`."""
 
     @property
     def several(self) -> bool:
@@ -86,9 +87,9 @@ class Hosts(Struct, frozen=True, kw_only=True):
         here = [python, *run, "--exit-with-stdin"]
         if not self.several:
             return [here]
-        on_host = layout.devices // self.count if side.one_process_a_device else 1
+        on_host = self.processes_on_host(side, layout)
         if self.launcher == "slurm":
-            return [[*srun(self.count, on_host), "--kill-on-bad-exit=1", "--unbuffered", *here]]
+            return [[*self.srun(on_host), "--kill-on-bad-exit=1", "--unbuffered", "--label", *here]]
         if self.launcher == "local":
             starter = [sys.executable, "-m", __name__, str(self.count), str(on_host), str(folder.absolute())]
             return [[*starter, *here]]
@@ -106,6 +107,20 @@ class Hosts(Struct, frozen=True, kw_only=True):
                 lines.append(["env", *(f"{k}={v}" for k, v in place.items()), python, *run, *stdin])
         return lines
 
+    def srun(self, on_host: int) -> list[str]:
+        """The beginning of a command that starts so many tasks on each host.
+
+        Tasks may use all processors of the allocation: an engine has threads, or more ranks than processors.
+        The shape comes last: a layout holds for it, whatever the user or the site prefers.
+        """
+        shape = [f"--nodes={self.count}", f"--ntasks={self.count * on_host}", f"--ntasks-per-node={on_host}"]
+        usual = ["--overcommit", "--cpu-bind=none", "--mpi=none"]
+        return ["srun", *usual, *self.options, *shape, "--distribution=block"]
+
+    def processes_on_host(self, side: Side, layout: Layout) -> int:
+        """How many processes of a side each host has."""
+        return layout.devices // self.count if side.one_process_a_device else 1
+
 
 HERE = Hosts()
 """This machine, without a launcher."""
@@ -116,12 +131,18 @@ def find_hosts(
     count: int,
     hostfile: Path | None = None,
     environment: Mapping[str, str] = os.environ,
+    *,
+    options: str = "",
 ) -> Hosts:
     """The hosts that the flags ask for, that an allocation of SLURM has, or a hostfile.
 
-    A count of 0 is all of the allocation or the file, or this one. Raises ExperimentError: there is no
-    allocation, or it has fewer hosts; or the hostfile cannot be used.
+    A count of 0 is all of the allocation or the file, or this one; `options` are for `srun`. Raises
+    ExperimentError: there is no allocation, or it has fewer hosts; or the hostfile cannot be used.
     """
+    if count < 0:
+        raise ExperimentError(f"--hosts {count}: give a number of hosts, or 0 for all")
+    if options and launcher != "slurm":
+        raise ExperimentError(f"--launcher_options {options}: they are for srun: add --launcher slurm")
     if (hostfile is None) == (launcher == "torchrun"):
         raise ExperimentError("--launcher torchrun and --hostfile FILE: give both, or none of them")
     if launcher == "local":
@@ -141,18 +162,21 @@ def find_hosts(
     if count > there:
         raise ExperimentError(f"--hosts {count}: {place} has {there}")
     count = count or there
-    return Hosts(launcher=launcher, count=count, slots=dict(list(slots.items())[:count]))
+    slots = dict(list(slots.items())[:count])
+    return Hosts(launcher=launcher, count=count, slots=slots, options=tuple(options.split()))
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Devices by host, in the order of a file as DeepSpeed and Open MPI read it: `host0 slots=4` a line.
+    """Devices by host, in the order of a file such as DeepSpeed and Open MPI read: `host0 slots=4` a line.
 
-    Raises ExperimentError: a line of another form, a host twice, or another first host than this one.
+    A host without slots has one; a login name before it and max_slots are passed over. Raises
+    ExperimentError: a line of another form, a host twice, or another first host than this one.
     """
     try:
-        text = path.read_text()
-    except OSError as error:
-        raise ExperimentError(f"--hostfile {path}: {error.strerror}") from None
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ExperimentError(f"--hostfile {path}: {why}") from None
     slots: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if not (words := line.partition("#")[0].strip()):
@@ -161,11 +185,14 @@ def read_hostfile(path: Path) -> dict[str, int]:
         if not match or match[1] in slots:
             why = "is in it twice" if match else "give a line for each host, such as `host0 slots=4`"
             raise ExperimentError(f"--hostfile {path}, line {number}: {match[1] if match else words}: {why}")
-        slots[match[1]] = int(match[2])
+        slots[match[1]] = int(match[2] or 1)
     if not slots:
         raise ExperimentError(f"--hostfile {path}: it names no host: give lines such as `host0 slots=4`")
     first, here = next(iter(slots)), socket.gethostname()
-    if first not in (here, here.partition(".")[0], socket.getfqdn(), "localhost"):
+    if first in ("localhost", LOOPBACK) and len(slots) > 1:
+        raise ExperimentError(f"--hostfile {path}: {first}: name the first by what the others call it")
+    addresses = {address.address for of_one in psutil.net_if_addrs().values() for address in of_one}
+    if first not in {here, here.partition(".")[0], socket.getfqdn(), "localhost", *addresses}:
         raise ExperimentError(f"--launcher torchrun: this is {here}: start on {first}, the file's first host")
     return slots
 
@@ -176,34 +203,6 @@ def print_lines(hosts: Hosts, commands: Sequence[Sequence[str]], side: Side, pla
     pairs = [f"{key}={value}" for key, value in environment.items()]
     for name, command in zip(list(hosts.slots)[1:], commands, strict=True):
         print(f"on {name}: {shlex.join(['env', *pairs, *command])}", file=sys.stderr, flush=True)
-
-
-def require_shared(folder: Path, hosts: Hosts) -> None:
-    """Refuse a folder that some host of SLURM does not see. Raises ExperimentError, in srun's words."""
-    if hosts.launcher != "slurm":
-        return
-    with tempfile.NamedTemporaryFile(dir=folder, prefix="probe.") as probe:
-        command = [*srun(hosts.count, 1), "test", "-e", probe.name]
-        try:
-            done = subprocess.run(
-                command, input="", capture_output=True, text=True, check=False, timeout=PROBE_S
-            )
-        except subprocess.TimeoutExpired:
-            raise ExperimentError(
-                f"--launcher slurm: srun began nothing in {PROBE_S:g} s: does another step hold the hosts?"
-            ) from None
-    if done.returncode:
-        said = " ".join(done.stderr.split()) or "srun failed"
-        raise ExperimentError(f"{folder}: {said}: give --run_dir on a file system that all hosts share")
-
-
-def srun(hosts: int, on_host: int) -> list[str]:
-    """The beginning of a command that starts so many tasks on each of so many hosts.
-
-    Tasks may use all processors of the allocation: an engine has threads, or more ranks than processors.
-    """
-    shape = [f"--nodes={hosts}", f"--ntasks={hosts * on_host}", f"--ntasks-per-node={on_host}"]
-    return ["srun", *shape, "--overcommit", "--cpu-bind=none", "--mpi=none"]
 
 
 def start_together(hosts: int, on_host: int, folder: Path, command: Sequence[str]) -> int:
@@ -233,8 +232,8 @@ def start_together(hosts: int, on_host: int, folder: Path, command: Sequence[str
         if all(process.poll() == 0 for process in running):
             return 0
         time.sleep(POLL_S)
-    hosts_of, here = hosts_in(folder), socket.gethostname()
-    cause = first_cause(ended, said, name=lambda n: f"process {n} on {hosts_of.get(n, here)}")
+    here = socket.gethostname()
+    cause = first_cause(ended, said, name=lambda n: f"process {n} on {here}")
     leave_failure(folder, cause)
     for process in running:
         process.kill()

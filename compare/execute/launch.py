@@ -13,19 +13,25 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+
+import psutil
 
 from compare.contract import record as files
 from compare.contract.collective_bench import CollectiveRequest
+from compare.contract.ending import ASKED, BAD_REQUEST, DONE, MISSING, STOPPED, StopRequest
+from compare.contract.other_hosts import START, State, say
 from compare.contract.processes import VARIABLES
-from compare.contract.record import Failure, Record, Step
+from compare.contract.record import Record, Step
 from compare.contract.request import Request
 from compare.execute.blame import LOG, why
-from compare.execute.hosts import HERE, Hosts, print_lines, require_shared
+from compare.execute.hosts import HERE, Hosts, print_lines
 from compare.execute.machine import gpu_memories
 from compare.execute.paths import remove_run_dir
-from compare.execute.watch import watch
+from compare.execute.watch import BEFORE_FIRST_STEP, NOT_STARTED, watch
 from compare.host.disk import write_atomically
 from compare.numerics.data import open_corpus, standard_library_text
 from compare.spec.engines.engine import Side
@@ -33,6 +39,16 @@ from compare.spec.engines.registry import side_of
 from compare.spec.experiment import MAX_CPU_DEVICES, Data, Experiment, ExperimentError, Layout, edited
 
 POLITE_S = 3.0
+PROBE_S = 60.0
+LACKS_PYTHON = 40
+LOOK = f"""
+test -e "$1" || {{ echo "missing on $SLURMD_NODENAME" >&2; exit {BAD_REQUEST}; }}
+(: >"$1.$SLURM_PROCID") || exit {BAD_REQUEST}
+rm "$1.$SLURM_PROCID"
+command -v "$2" >/dev/null || {{ echo "$SLURMD_NODENAME has no $2" >&2; exit {LACKS_PYTHON}; }}
+echo "$SLURM_PROCID $SLURMD_NODENAME"
+"""
+"""What each host is asked, with a file in the folder of a run and an interpreter."""
 
 
 class EngineError(RuntimeError):
@@ -147,11 +163,17 @@ def run_side(
         ExperimentError: a host does not see the folder.
         KeyboardInterrupt: Ctrl-C, after ending every process of the engine.
     """
+    if StopRequest.came:
+        raise EngineError(f"{name}: {BEFORE_FIRST_STEP}", exit_code=STOPPED)
     folder.mkdir(parents=True)
     files.write_json(folder / files.REQUEST, request)
-    require_shared(folder, hosts)
     python = (pythons or {}).get(side.name, sys.executable)
     command, *elsewhere = hosts.commands(python, side, folder, layout=layout, options=options)
+    names = ready_hosts(hosts, folder, python, name) if hosts.launcher == "slurm" else list(hosts.slots)
+    on_host = hosts.processes_on_host(side, layout)
+    for number in range(len(names) * on_host):
+        where = NOT_STARTED if elsewhere and number >= on_host else START
+        say(folder, State(number=number, host=names[number // on_host], where=where))
     print_lines(hosts, elsewhere, side, request.platform)
     with (folder / LOG).open("wb") as log:
         # A session of its own, so that one signal reaches every rank; its standard input is a pipe that
@@ -165,19 +187,59 @@ def run_side(
             env=child_environment(side, request.platform),
         )
         try:
-            is_remote = hosts.launcher != "local"
-            hung = watch(process, folder, timeout_s=request.timeout_s, on_step=on_step, elsewhere=is_remote)
+            ended = watch(
+                process,
+                folder,
+                timeout_s=request.timeout_s,
+                on_step=on_step,
+                elsewhere=hosts.launcher != "local",
+                ask=partial(_ask_to_end, process, hosts),
+            )
         finally:
             _end(process)
             files.remove_remains(folder)
-    if not hung and not process.returncode:
+    if not ended and not process.returncode:
         return
-    cause, failure = why(process.returncode, folder, hung), files.read_failure(folder)
+    launcher = "srun" if hosts.launcher == "slurm" else ""
+    cause = why(process.returncode, folder, ended, launcher)
+    files.leave_failure(folder, cause)  # unless the engine could say it itself
     said = cause.message
-    if not failure or failure.message != said:  # the engine could not say it itself
-        files.leave_failure(folder, Failure(message=said))
     message = said if said.startswith(f"{name} ") else f"{name}: {said}"
     raise EngineError(message, exit_code=cause.exit_code, log=folder / LOG)
+
+
+def ready_hosts(hosts: Hosts, folder: Path, python: str, name: str) -> list[str]:
+    """The names of SLURM's hosts in their order, all of which can write into a folder, and have a Python.
+
+    Raises:
+        ExperimentError: the folder is not shared, in srun's words.
+        EngineError: an interpreter is missing, or srun reaches not all hosts, twice.
+    """
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="probe.") as probe:
+        command = [*hosts.srun(1), "sh", "-c", LOOK, "sh", probe.name, python]
+        for _ in range(2):  # a link may be down for a moment
+            try:
+                done = subprocess.run(
+                    command, input="", capture_output=True, text=True, check=False, timeout=PROBE_S
+                )
+                said, code = " ".join(done.stderr.split()) or "srun failed", done.returncode
+            except subprocess.TimeoutExpired:
+                said, code = f"srun began nothing in {PROBE_S:g} s: is there another step?", MISSING
+            if code in (DONE, BAD_REQUEST, LACKS_PYTHON):
+                break
+    if code == BAD_REQUEST:
+        raise ExperimentError(f"{folder}: {said}: give --run_dir on a file system that all hosts share")
+    if code:
+        raise EngineError(f"{name}: {said}", exit_code=MISSING)
+    names = dict(line.split() for line in done.stdout.splitlines())
+    return [names[str(number)] for number in range(hosts.count)]
+
+
+def _ask_to_end(process: subprocess.Popen, hosts: Hosts) -> None:
+    """Ask an engine to save and end. srun passes it on; another one that starts processes would die of it."""
+    is_starter = hosts.several and hosts.launcher != "slurm"
+    for asked in psutil.Process(process.pid).children() if is_starter else [process]:
+        asked.send_signal(ASKED)
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -7,10 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from compare.contract import record as files
-from compare.contract.record import Step
+from compare.contract.ending import ASKED, STOPPED, StopRequest
+from compare.contract.other_hosts import blame, states_in
+from compare.contract.record import Failure, Step
+from compare.execute.blame import LOG
 from compare.host.facts import Activity, is_stopped, look_s
 
 POLL_S = 0.05
+BEFORE_FIRST_STEP = f"stopped before its first step, as asked by {ASKED.name}; nothing is saved"
+NOT_STARTED = "nothing yet"
+"""Where a process is that somebody has still to start."""
+TOLD_S = 5.0  # for an engine to end once it has told why; its launcher may wait for a lost host
 GRACE_S = 15.0  # an engine times itself out first: it knows which rank hangs, we only know that nothing moves
 
 
@@ -21,17 +28,19 @@ def watch(
     timeout_s: float,
     on_step: Callable[[Step], None],
     elsewhere: bool = False,
-) -> str:
-    """Wait for the process, passing on its steps. Returns what is wrong if it hangs, else ''.
+    ask: Callable[[], None] = lambda: None,
+) -> Failure | None:
+    """Wait for the process, passing on its steps. Returns why it has to be ended, if it does not end.
 
     An engine knows best whether it hangs: it tells a compilation from a step. This is for one that cannot
     even say so: its process is stopped, or it neither finishes a step nor computes. Whether processes on
-    other hosts compute is not seen (`elsewhere`): they are only judged from their first step on.
+    other hosts compute is not seen (`elsewhere`): they are only judged from their first step on, or if they
+    do not start. If this process was asked to end, the engine is, with `ask`, once it has a state to save.
     """
     patience_s = timeout_s + GRACE_S
     activity = Activity(process.pid)
-    offset, seen, moved = 0, 0, False
-    last_sign = last_look = time.monotonic()
+    offset, seen, moved, told_at = 0, 0, False, 0.0
+    begun = last_sign = last_look = time.monotonic()
     while True:
         ended = process.poll() is not None  # asked before reading, so that the last steps are read
         steps, offset = _steps_after(offset, folder)
@@ -39,20 +48,31 @@ def watch(
             on_step(step)
             seen, moved = seen + 1, True
         if ended:
-            return ""
+            return None
+        if StopRequest.came:
+            if not seen:
+                return Failure(message=BEFORE_FIRST_STEP, exit_code=STOPPED)
+            StopRequest.came = False
+            ask()
         if time.monotonic() - last_look > look_s(timeout_s):
             last_look = time.monotonic()
             starts = elsewhere and not seen
             if (activity.is_busy() or moved or starts) and not is_stopped(process.pid):
                 last_sign = last_look
             moved = False
+            if (folder / files.ERROR).is_file():
+                told_at = told_at or last_look
+                if last_look - told_at > TOLD_S:
+                    return Failure(message=f"it failed, and did not end within {TOLD_S:g} s")
+            absent = [state for state in states_in(folder).values() if state.where == NOT_STARTED]
+            if absent and last_look - begun > patience_s:
+                names = {state.number: state.host for state in absent}
+                return blame({}, list(names), timeout_s=patience_s, state="did not start", hosts=names)
         if time.monotonic() - last_sign > patience_s:
             stopped = is_stopped(process.pid)
             does = "is stopped (SIGSTOP, or a debugger)" if stopped else "computes nothing"
-            return (
-                f"no progress for {patience_s:.0f} s after {seen} steps: process {process.pid} {does}, "
-                "so it was ended"
-            )
+            said = f"no progress for {patience_s:.0f} s after {seen} steps: process {process.pid} {does}"
+            return Failure(message=f"{said}, so it was ended: see {folder / LOG}, or raise --timeout_s")
         time.sleep(POLL_S)
 
 

@@ -7,7 +7,6 @@ import json
 import re
 import socket
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from compare.contract.other_hosts import HostFacts, agree, facts_here, host_names
-from compare.contract.processes import Process
+from compare.contract.processes import Process, address_towards
 from compare.host.facts import MissingDevicesError
 from compare.spec.experiment import Experiment
 from jaxpar.configuration import PACKAGES
@@ -28,12 +27,16 @@ _LOST = re.compile("gloo|connection (closed|reset) by peer|coordination service|
 
 
 def join(process: Process, *, devices: int, platform: str, timeout_s: float) -> None:
-    """Become one of the processes of a run, which drive as many devices each: see `join_devices`."""
+    """Become one of the processes of a run, which drive as many devices each: see `join_devices`.
+
+    Raises ExperimentError: there is no host where they are to meet.
+    """
     if devices % process.count:
         raise MissingDevicesError(
             f"the layout needs {devices} devices, which {process.count} processes do not "
             "divide: start another number of them"
         )
+    address_towards(process.host, process.port)
     _here.append(process)
     share = devices // process.count
     # Told by SLURM, JAX would give each task one GPU: a task here drives all of its share.
@@ -46,7 +49,7 @@ def join(process: Process, *, devices: int, platform: str, timeout_s: float) -> 
         process_id=process.number,
         local_device_ids=local,
         cluster_detection_method="deactivate",
-        initialization_timeout=max(int(timeout_s), 1),
+        initialization_timeout=int(timeout_s + LATER_S),
         heartbeat_timeout_seconds=int(timeout_s + LATER_S),
     )
 
@@ -88,11 +91,10 @@ def exchange(text: str) -> list[str]:
     return [bytes(bytes_N).rstrip(b"\0").decode() for bytes_N in bytes_PN]
 
 
-def agree_with_others(process: Process, folder: Path, reads: Experiment | None = None) -> None:
-    """Refuse, in all processes, hosts of other versions or data; the first leaves their names."""
-    here = facts_here(PACKAGES, reads if process.local == 0 else None)
-    all_facts = [msgspec.json.decode(x, type=HostFacts) for x in exchange(msgspec.json.encode(here).decode())]
-    agree(all_facts, folder, is_first=process.is_first)
+def agree_with_others(process: Process, reads: Experiment | None = None) -> None:
+    """Refuse, in all processes, hosts of other versions or data."""
+    here = facts_here("jaxpar", PACKAGES, reads if process.local == 0 else None)
+    agree([msgspec.json.decode(x, type=HostFacts) for x in exchange(msgspec.json.encode(here).decode())])
 
 
 def is_consequence(error: BaseException) -> bool:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from compare.checkpoint.description import CHECKPOINTS, checkpoints_in
 from compare.checkpoint.reader import CheckpointReader
-from compare.contract.other_hosts import HostFacts, agree
 from compare.contract.record import Failure, read_failure, read_record
 from compare.execute import hosts as several
 from compare.execute.hosts import HERE, Hosts, find_hosts, print_lines, start_together
@@ -31,6 +31,10 @@ def test_srun_starts_a_process_a_host_or_a_device():
     (jax,), (torch,) = (two.commands("python", side, DIR, layout=FOUR) for side in (JAX, TORCH))
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= set(jax)
     assert {"--nodes=2", "--ntasks=4", "--ntasks-per-node=2"} <= set(torch)
+    bound = replace(two, options=("--gpu-bind=none", "--distribution=cyclic"))
+    ((*begin, _, _, _),) = bound.commands("python", TORCH, DIR, layout=FOUR)
+    assert "--gpu-bind=none" in begin
+    assert begin.index("--distribution=cyclic") < begin.index("--distribution=block")  # the last one holds
     assert jax[-5:] == [*RUN, "jaxpar", *END]
 
 
@@ -38,13 +42,20 @@ def test_hosts_are_those_of_the_allocation(monkeypatch):
     assert find_hosts("local", 0) == HERE
     monkeypatch.setattr(several.shutil, "which", lambda name: name)
     allocation = {"SLURM_JOB_NUM_NODES": "2"}
-    assert find_hosts("slurm", 0, environment=allocation).count == 2
+    two = find_hosts("slurm", 0, environment=allocation, options="--gpu-bind=none --exclusive")
+    assert (two.count, two.options) == (2, ("--gpu-bind=none", "--exclusive"))
     for count, there, words in ((2, {}, "begin with `salloc"), (3, allocation, "the allocation has 2")):
         with pytest.raises(ExperimentError, match=words):
             find_hosts("slurm", count, environment=there)
     monkeypatch.setattr(several.shutil, "which", lambda name: None)
     with pytest.raises(ExperimentError, match="no srun here"):
         find_hosts("slurm", 2, environment={})
+    for launcher, count, options, words in (
+        ("local", -1, "", "--hosts -1: give a number of hosts"),
+        ("local", 2, "--exclusive", "add --launcher slurm"),
+    ):
+        with pytest.raises(ExperimentError, match=words):
+            find_hosts(launcher, count, options=options)
 
 
 def test_a_layout_takes_the_hosts_that_it_needs():
@@ -79,6 +90,10 @@ def test_a_hostfile_gives_a_line_for_each_host(tmp_path, monkeypatch, capsys):
         assert shlex.split(printed)[-len(other) :] == other
     assert here[here.index("--master-addr") + 1] == "head"
     assert here[here.index("--nproc-per-node") + 1] == "2"
+    file.write_bytes(b"\xef\xbb\xbfhead\nuser@other slots = 2 max_slots=4\n10.0.0.3 slots=1\n")
+    assert find_hosts("torchrun", 0, file).slots == {"head": 1, "other": 2, "10.0.0.3": 1}
+    file.write_text("127.0.0.1 slots=2\n")
+    assert find_hosts("torchrun", 0, file).count == 1
 
 
 def test_a_hostfile_that_cannot_be_used_is_one_line(tmp_path, monkeypatch):
@@ -88,10 +103,17 @@ def test_a_hostfile_that_cannot_be_used_is_one_line(tmp_path, monkeypatch):
         ("torchrun", "head 2\n", "head", "line 1: head 2: give a line for each host"),
         ("torchrun", "head slots=2\nhead slots=2\n", "head", "line 2: head: is in it twice"),
         ("torchrun", HOSTFILE, "other", "this is other: start on head"),
+        (
+            "torchrun",
+            "localhost slots=2\nother slots=2\n",
+            "head",
+            "name the first by what the others call it",
+        ),
+        ("torchrun", b"\xff\x00", "head", "it is no text"),
     ):
         monkeypatch.setattr(several.socket, "gethostname", lambda name=here: name)
         monkeypatch.setattr(several.socket, "getfqdn", lambda name=here: name)
-        file.write_text(text)
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
         with pytest.raises(ExperimentError, match=words):
             find_hosts(launcher, 0, file)
 
@@ -120,10 +142,10 @@ def together(script: str, folder: Path, monkeypatch) -> tuple[int, Failure | Non
 
 def test_the_first_process_that_fails_ends_the_others_and_is_named(tmp_path, monkeypatch):
     assert together("sys.exit(0)", tmp_path, monkeypatch) == (0, None)
-    agree([HostFacts(host=f"host{n // 2}", versions={}) for n in range(4)], tmp_path, is_first=True)
+    monkeypatch.setattr(several.socket, "gethostname", lambda: "box")
     code, failure = together("number == '3' and sys.exit(3); time.sleep(600)", tmp_path, monkeypatch)
     assert code == 1
-    assert failure == Failure(message="process 3 on host1 left with exit code 3", rank=3)
+    assert failure == Failure(message="process 3 on box left with exit code 3", rank=3)
 
 
 def test_a_process_that_was_killed_is_named_before_those_that_saw_it_go(tmp_path, monkeypatch):

@@ -144,6 +144,15 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints(shardpair, engine):
     assert f"step {newest}" in done.stdout or f"{engine} ran alone" in done.stdout
 
 
+def test_ranks_of_one_host_are_asked_to_end_by_their_parent(shardpair):
+    run = Running(shardpair, "torch-manual", "--checkpoint.every", "100000", "--layout.dp_replicate", "2")
+    warm.program(run.process.pid).send_signal(ASKED)
+    code, errors = run.end()
+    assert code == STOPPED
+    (step,) = run.kept
+    assert f"stopped after step {step} of 1000000, as asked by SIGUSR1; its state is saved" in errors
+
+
 # JAX would hear SIGTERM instead of us, and train on until SLURM kills it.
 @pytest.mark.parametrize(
     ("engine", "number"),
@@ -152,7 +161,8 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints(shardpair, engine):
 def test_a_process_of_two_hosts_is_killed_or_all_are_asked_to_end(engine, number, shardpair):
     run = Running(shardpair, engine, "--checkpoint.every", "100000", "--hosts", "2")
     assert len(run.ranks) == 2
-    for side in run.ranks[1:] if number == signal.SIGKILL else run.ranks:
+    asked = [warm.program(run.process.pid)] if number == ASKED else run.ranks  # the harness asks its engine
+    for side in run.ranks[1:] if number == signal.SIGKILL else asked:
         side.send_signal(number)
     code, errors = run.end(may_show_stack=True)
     last = errors.splitlines()[-1]

@@ -8,7 +8,8 @@ import pytest
 from processes import Busy, start
 from warm import run_forked
 
-from compare.contract.record import STEPS_PART
+from compare.contract.other_hosts import State, say
+from compare.contract.record import STATE, STEPS_PART
 from compare.execute import watch
 from compare.host.facts import LOOK_S, Activity
 from jaxpar import watchdog
@@ -60,10 +61,10 @@ def watched(script: str, folder, monkeypatch, *, elsewhere: bool = False) -> str
     monkeypatch.setattr(watch, "GRACE_S", 0.0)
     process = start([sys.executable, "-ISc", "import os, signal, sys, time\n" + script, str(folder)])
     how = {"timeout_s": SHORT_S, "on_step": lambda step: None, "elsewhere": elsewhere}
-    says = watch.watch(process, folder, **how)
+    ended = watch.watch(process, folder, **how)
     processes.end_all(grace_s=0.0)
     process.communicate()
-    return says.replace(str(process.pid), "PID")
+    return ended.message.replace(str(process.pid), "PID") if ended else ""
 
 
 FORK_THAT_COMPUTES = """
@@ -86,8 +87,14 @@ os.kill(os.getpid(), signal.SIGSTOP)
 @pytest.mark.slow
 def test_the_harness_ends_what_is_stopped_or_idle_and_not_what_computes(tmp_path, monkeypatch):
     idle = watched("time.sleep(1000)", tmp_path, monkeypatch)
-    assert idle == "no progress for 1 s after 0 steps: process PID computes nothing, so it was ended"
+    assert idle.startswith(
+        "no progress for 1 s after 0 steps: process PID computes nothing, so it was ended: "
+    )
     assert watched("time.sleep(2)", tmp_path, monkeypatch, elsewhere=True) == ""  # there it may compute
+    say(tmp_path, State(number=1, host="host1", where=watch.NOT_STARTED))
+    absent = watched("time.sleep(1000)", tmp_path, monkeypatch, elsewhere=True)
+    assert absent == "process 1 on host1 did not start: no progress for 1 s"
+    (tmp_path / f"{STATE}1.json").unlink()
     stopped = watched(STEPS_OF_A_STOPPED_SIDE, tmp_path, monkeypatch)
     assert "process PID is stopped (SIGSTOP, or a debugger), so it was ended" in stopped
     assert "after 0 steps" not in stopped

@@ -3,43 +3,67 @@
 import pytest
 
 from compare.contract import other_hosts
-from compare.contract.other_hosts import HostFacts, Waiting, agree, blame_for_hang
-from compare.contract.record import WAITING, Failure, leave_failure, read_failure
-from compare.host.json_files import write_json
+from compare.contract.other_hosts import HostFacts, State, agree, announce, blame_for_hang, say, states_in
+from compare.contract.processes import Process
+from compare.contract.record import Failure, leave_failure, read_failure
 from compare.spec.experiment import ExperimentError
 
 
-def facts(host: str, *, numpy="2.0", sha256="a" * 64) -> HostFacts:
-    return HostFacts(host=host, versions={"numpy": numpy}, corpus_sha256=sha256)
+def facts(host: str, *, numpy="2.0", sha256="a" * 64, source="c" * 64) -> HostFacts:
+    return HostFacts(host=host, versions={"numpy": numpy}, corpus_sha256=sha256, source_sha256=source)
 
 
 ALIKE = [facts("host0"), facts("host0", sha256=""), facts("host1"), facts("host1", sha256="")]
 
 
-def test_hosts_that_differ_are_named_with_both_values(tmp_path):
-    with pytest.raises(ExperimentError, match=r"host1 has numpy 2\.1, and host0 2\.0: install the same"):
-        agree([*ALIKE, facts("host1", numpy="2.1")], tmp_path, is_first=True)
-    with pytest.raises(ExperimentError, match="host1 reads other data than host0: SHA-256 of the tokens bb"):
-        agree([*ALIKE, facts("host1", sha256="b" * 64)], tmp_path, is_first=True)
+def test_hosts_that_differ_are_named_with_both_values():
+    agree(ALIKE)
+    for other, words in (
+        (facts("host1", numpy="2.1"), r"host1 has numpy 2\.1, and host0 2\.0: install the same"),
+        (
+            facts("host1", source="d" * 64),
+            "host1 runs another shardpair than host0: SHA-256 of its source dd",
+        ),
+        (facts("host1", sha256="b" * 64), "host1 reads other data than host0: SHA-256 of the tokens bb"),
+    ):
+        with pytest.raises(ExperimentError, match=words):
+            agree([*ALIKE, other])
+
+
+def test_a_changed_line_of_source_is_seen(tmp_path, monkeypatch):
+    package = tmp_path / "side"
+    package.mkdir()
+    file = package / "__init__.py"
+    file.write_text("rate = 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = other_hosts.facts_here("side", ["numpy"]).source_sha256
+    file.write_text("rate = 1.5\n")
+    assert other_hosts.facts_here("side", ["numpy"]).source_sha256 != before
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A run of four processes on two hosts, in which process 0 is about to give up."""
     monkeypatch.setattr(other_hosts, "SETTLED_S", 0.0)
-    agree(ALIKE, tmp_path, is_first=True)
+    for number, one in enumerate(ALIKE):
+        say(tmp_path, State(number=number, host=one.host))
     return tmp_path
 
 
-def hang(folder, *others: Waiting) -> str:
+def hang(folder, *others: State) -> str:
     for one in others:
-        write_json(folder / f"{WAITING}{one.number}.json", one)
-    own = Waiting(number=0, where="step 5, forward", beats=9)
-    return blame_for_hang(folder, own, count=4, timeout_s=20).message
+        say(folder, one)
+    own = State(number=0, host="host0", where="step 5, forward", beats=9)
+    failure = blame_for_hang(folder, own, count=4, timeout_s=20)
+    assert failure
+    return failure.message
 
 
 def test_who_is_silent_or_behind_is_named_with_its_host(folder):
-    others = {n: Waiting(number=n, where="step 5, forward", beats=9) for n in (1, 2, 3)}
+    others = {
+        n: State(number=n, host=f"host{n // 2}", where="step 5, forward", beats=9, waits=True)
+        for n in (1, 2, 3)
+    }
     assert hang(folder, others[1]).startswith(
         "processes 2, 3 on host1 gave no answer: no progress for 20 s, while processes 0, 1 waited in step "
     )
@@ -51,12 +75,33 @@ def test_who_is_silent_or_behind_is_named_with_its_host(folder):
         "no process made progress for 20 s: all wait in step 5, forward, on host0, host1: is the link "
         "between them cut?"
     )
-    late = Waiting(number=3, where="step 4, record", beats=7)
+    late = State(number=3, host="host1", where="step 4, record", beats=7, waits=True)
     assert hang(folder, late).startswith("process 3 on host1 stayed in step 4, record: ")
 
 
+def test_who_still_computes_before_its_first_step_is_waited_for(folder, monkeypatch):
+    monkeypatch.setattr(
+        other_hosts.time, "sleep", lambda seconds: say(folder, State(number=3, host="host1", looks=1))
+    )
+    assert blame_for_hang(folder, State(number=0), count=4, timeout_s=20) is None
+    assert not states_in(folder)[0].waits
+
+
+def test_a_process_tells_of_itself_from_its_first_line_on(folder):
+    say(folder, State(number=2, host="host1", failure=Failure(message="of an earlier run")))
+    first = Process(0, 4, 0, "host0", 29500)
+    announce(folder, first)
+    assert {number: state.failure for number, state in states_in(folder).items()} == {
+        0: None,
+        1: None,
+        3: None,
+    }
+    with pytest.raises(ExperimentError, match=r"process 0 on .* cannot write into .*: No such file"):
+        announce(folder / "none", first)
+
+
 def test_a_cause_that_was_left_meanwhile_comes_first(folder):
-    leave_failure(folder, Failure(message="process 3 on host1 failed"))
+    say(folder, State(number=3, host="host1", failure=Failure(message="process 3 on host1 failed")))
     assert hang(folder) == "process 3 on host1 failed"
 
 

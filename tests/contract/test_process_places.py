@@ -2,7 +2,7 @@
 
 import pytest
 
-from compare.contract.processes import Process, find_process, first_host
+from compare.contract.processes import Process, address_towards, find_process, first_host
 from compare.spec.experiment import ExperimentError
 
 SLURM = {
@@ -59,5 +59,17 @@ def test_variables_that_do_not_fit_are_refused():
 
 
 def test_first_host_of_slurms_lists():
-    for nodes, first in (("node7", "node7"), ("a,b", "a"), ("gpu[03-06,9].cluster,login", "gpu03.cluster")):
+    for nodes, first in (
+        ("node7", "node7"),
+        ("a,b", "a"),
+        ("gpu[03-06,9].cluster,login", "gpu03.cluster"),
+        ("rack[1-2]node[01-04],login", "rack1node01"),
+    ):
         assert first_host(nodes) == first
+
+
+def test_a_coordinator_that_cannot_be_is_one_line():
+    assert address_towards("127.0.0.1", 29500) == "127.0.0.1"
+    for host, port in (("127.0.0.1", 99999), ("no-such-host.invalid", 29500)):
+        with pytest.raises(ExperimentError, match=rf"{host}:{port} \(the coordinator\): "):
+            address_towards(host, port)

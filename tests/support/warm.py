@@ -81,7 +81,7 @@ if own != at_import and module != "warm":
 import socket
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 ignored = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) == signal.SIG_IGN]
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
     if number not in ignored:
         signal.signal(number, lambda number, frame: connection.send(bytes([number])))
 try:

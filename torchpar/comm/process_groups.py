@@ -12,7 +12,6 @@ A thread of the policy SCHED_BATCH does not go first when it wakes up.
 
 import datetime
 import os
-import socket
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, distributed_c10d
 
-from compare.spec.experiment import ExperimentError
+from compare.contract.processes import address_towards
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -36,12 +35,7 @@ def choose_interface(host: str, port: int = 1) -> None:
     """
     if os.environ.get(INTERFACE):
         return
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
-        try:
-            probe.connect((host, port))
-        except OSError as error:
-            raise ExperimentError(f"{host}:{port} (the coordinator): {error.strerror}") from None
-        here = probe.getsockname()[0]
+    here = address_towards(host, port)
     for name, own in psutil.net_if_addrs().items():
         if any(address.address == here for address in own):
             os.environ[INTERFACE] = name
