@@ -252,11 +252,12 @@ class GPT(nnx.Module):
         def loss_of_part(x_BtC: jax.Array, targets_Bt: jax.Array) -> jax.Array:
             return self.cross_entropy(self.embedding.logits(x_BtC), targets_Bt)
 
-        def in_parts(x_BT: jax.Array) -> jax.Array:
+        def in_parts(x_BT: jax.Array, enter: Hook = same) -> jax.Array:
             """(B, T, ..) -> (parts, B, T / parts, ..). `jnp.stack` has a derivative without a type."""
-            return jnp.moveaxis(x_BT.reshape(len(x_BT), self.loss_chunks, -1, *x_BT.shape[2:]), 1, 0)
+            x_BTt = x_BT.reshape(len(x_BT), self.loss_chunks, -1, *x_BT.shape[2:])
+            return jnp.moveaxis(enter(x_BTt), 1, 0)
 
-        parts = in_parts(self.embedding.enter(self.norm(x_BTC))), in_parts(targets_BT)
+        parts = in_parts(self.norm(x_BTC), self.embedding.enter), in_parts(targets_BT)
         return lax.map(lambda part: loss_of_part(*part), parts).mean()
 
 

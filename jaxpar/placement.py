@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import DP_SHARD, LAYER, PP, SPLIT
@@ -81,7 +81,7 @@ class Placement:
         for dim in set(self.dims.values()):
             count, size, stored = self.parts(dim)
             x = _resized(x, dim, count * size)
-            x = _joined(_resized(_parted(x, dim, count), dim + 1, stored), dim)
+            x = joined(_resized(cut(x, dim, count, -1), dim + 1, stored), dim)
         return x
 
     def unpad_shards(self, x: Any) -> Any:
@@ -90,7 +90,7 @@ class Placement:
         if dim is None:
             return x
         count, size, stored = self.parts(dim)
-        return x if size == stored else _joined(_resized(_parted(x, dim, count), dim + 1, size), dim)
+        return x if size == stored else joined(_resized(cut(x, dim, count, -1), dim + 1, size), dim)
 
     def unpad(self, x: Any) -> Any:
         """The inverse of `pad`."""
@@ -166,11 +166,21 @@ def _resized(x: Any, dim: int, size: int) -> Any:
     return np.pad(x, [(0, size - x.shape[i] if i == dim else 0) for i in range(x.ndim)])
 
 
-def _parted(x: Any, dim: int, count: int) -> Any:
-    """(.., n, ..) -> (.., count, n / count, ..) at `dim`."""
-    return x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
+def cut(x: Any, dim: int, *sizes: int) -> Any:
+    """(.., n, ..) -> (.., *sizes, ..) at `dim`; what splits n splits the first of them."""
+    shape = (*x.shape[:dim], *sizes, *x.shape[dim + 1 :])
+    return _typed(x, shape, lambda axes: (*axes[: dim + 1], *(None,) * (len(sizes) - 1), *axes[dim + 1 :]))
 
 
-def _joined(x: Any, dim: int) -> Any:
-    """The inverse of `_parted`."""
-    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
+def joined(x: Any, dim: int) -> Any:
+    """The inverse of `cut` in two."""
+    shape = (*x.shape[:dim], -1, *x.shape[dim + 2 :])
+    return _typed(x, shape, lambda axes: (*axes[: dim + 1], *axes[dim + 2 :]))
+
+
+def _typed(x: Any, shape: tuple[int, ...], axes_of: Callable[[tuple], tuple]) -> Any:
+    """x in another shape; if it has a type, with these axes: beside a dim of 1 JAX finds none by itself."""
+    sharding = jax.typeof(x).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return x.reshape(shape)
+    return x.reshape(shape, out_sharding=sharding.spec.update(partitions=axes_of(sharding.spec.partitions)))

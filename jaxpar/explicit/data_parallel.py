@@ -17,8 +17,8 @@ import jax
 from jax.sharding import Mesh, reshard
 
 from compare.spec.axes import DP_REPLICATE
-from jaxpar.explicit.replicas import axes_in, axes_of_replicas, copies, cut
-from jaxpar.placement import specs
+from jaxpar.explicit.replicas import axes_in, axes_of_replicas, copies
+from jaxpar.placement import cut, specs
 from jaxpar.problem import Loss
 
 AXIS = DP_REPLICATE

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, auto_axes, reshard
 from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import PP
-from jaxpar.explicit.replicas import cut
+from jaxpar.placement import cut
 from jaxpar.problem import Loss, Pieces
 from jaxpar.remat import IsGather, Remat
 from jaxpar.stages import Tree, Turn, lanes, run_stage, run_ticks, shift

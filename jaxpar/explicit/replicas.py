@@ -41,17 +41,6 @@ def axes_in(spec: P) -> set[str]:
     return {axis for dim in dims if dim for axis in (dim if isinstance(dim, tuple) else (dim,))}
 
 
-def cut(x: jax.Array, dim: int, *sizes: int) -> jax.Array:
-    """x with `dim` cut into these sizes, the first of which is split as the dim was.
-
-    Beside a dim of 1 the types of a plain reshape leave that open.
-    """
-    spec = jax.typeof(x).sharding.spec
-    before, (of_dim, *after) = spec.partitions[:dim], spec.partitions[dim:]
-    spec = spec.update(partitions=(*before, of_dim, *(None,) * (len(sizes) - 1), *after))
-    return x.reshape(*x.shape[:dim], *sizes, *x.shape[dim + 1 :], out_sharding=spec)
-
-
 def over_replicas(
     placements: Any, state: Literal["reduced", "unreduced"], *, sharded: bool, mesh: Mesh
 ) -> Any:

@@ -6,10 +6,11 @@ from unittest.mock import patch
 import jax
 import pytest
 from jax_steps import experiment_of
+from msgspec.structs import replace
 from type_mistakes import MISTAKES as PLANTED
 from type_mistakes import RECORDED, outcomes
 
-from compare.spec.experiment import Layout, Model
+from compare.spec.experiment import Layout, Model, edited
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.explicit import data_parallel, tensor_parallel
 from jaxpar.explicit import fully_sharded as lesson
@@ -56,20 +57,22 @@ def test_a_forgotten_cast_is_refused_when_the_step_is_traced(layout, plant, word
 
 
 def test_dims_of_one_leave_no_type_open():
-    """One head, one position, one row for each replica: a reshape beside them has to say what is split."""
-    model = Model(n_layer=4, n_head=1, n_embd=8, block_size=1, vocab_size=5)
+    """One head, one position of a part, one row for each replica: what is reshaped says where it is split."""
     interleaved = {"pp": 2, "schedule": "interleaved", "chunks": 2, "microbatches": 2}
-    for layout in (
-        Layout(**interleaved),
-        Layout(**interleaved, dp_shard=2, zero=3),
-        Layout(dp_replicate=2),
-        Layout(dp_shard=2, dp_replicate=2, zero=2),
+    one = Model(n_layer=4, n_head=1, n_embd=3, block_size=1, vocab_size=5)
+    two = replace(one, n_head=2, n_embd=2, block_size=2)
+    for layout, model in (
+        (Layout(**interleaved), one),
+        (Layout(**interleaved, dp_shard=2, zero=3), one),
+        (Layout(dp_shard=2, zero=1), replace(one, n_embd=1)),
+        (Layout(dp_shard=2, dp_replicate=2, zero=2), one),
+        (Layout(tp=2, dp_replicate=2), two),
+        (Layout(tp=2, dp_shard=2, zero=3), two),
     ):
-        for rows in (1, 2):
-            batch_size = rows * layout.data_parallel * layout.microbatches
-            spec = experiment_of(layout, model=model, batch_size=batch_size)
-            sharded, state = prepare("jax-explicit", spec, mesh=make_mesh(layout, platform="cpu"))
-            trace_step(sharded, state, spec, "state")
+        spec = experiment_of(layout, model=model, batch_size=layout.data_parallel * layout.microbatches)
+        spec = edited(spec, {"train": {"loss_chunks": 1 if layout.pp > 1 else model.block_size}})
+        sharded, state = prepare("jax-explicit", spec, mesh=make_mesh(layout, platform="cpu"))
+        trace_step(sharded, state, spec, "state")
 
 
 def test_planted_mistakes_are_kept_as_they_are_found():
