@@ -22,12 +22,12 @@ from compare.checkpoint.description import WEIGHTS, Checkpoint
 from compare.checkpoint.reader import CheckpointReader
 from compare.checkpoint.saver import write_checkpoint
 from compare.host.disk import why_not_readable, write_atomically
-from compare.numerics.gpt2_names import HEAD, from_gpt2
+from compare.numerics.gpt2_names import HEAD, from_gpt2, gpt2_shape
 from compare.numerics.parameters import decays, parameter_table
 from compare.spec.experiment import Experiment, ExperimentError, Model, edited, revalidate
 from compare.spec.nanogpt_settings import MODEL_ARGS, experiment_of, settings_of
 from compare.spec.sections import Count
-from torchpar.weights import moment_keys, nanogpt_name, nanogpt_shapes, to_nanogpt
+from torchpar.weights import moment_keys, nanogpt_name, to_nanogpt
 
 NOT_EVALUATED = 1e9
 """nanoGPT's best_val_loss at first."""
@@ -85,7 +85,7 @@ def import_checkpoint(source: Path, target: Path, base: Experiment | None = None
         raise ExperimentError(f"{source} does not say {', '.join(missing)}: give an experiment that does")
     elif "dataset" in settings:
         data["source"] = f"data/{settings['dataset']}"
-    experiment = edited(experiment_of(settings, base=base or Experiment())[0], {"data": data})
+    experiment = edited(experiment_of(settings, base=base or Experiment()), {"data": data})
     step = updates = 0
     if saved.optimizer:
         step = saved.iter_num
@@ -178,9 +178,10 @@ def export_checkpoint(source: Path, target: Path) -> None:
 
 def _by_group(model: Model) -> list[list[str]]:
     """nanoGPT's two groups of parameters: what decays, and the rest; their place is their number."""
-    rows = {nanogpt_name(row.name): row for row in parameter_table(model)}
-    names = nanogpt_shapes(model)
-    return [[name for name in names if decays(rows[name], "matrices") == does] for does in (True, False)]
+    rows = parameter_table(model)
+    return [
+        [nanogpt_name(row.name) for row in rows if decays(row, "matrices") == does] for does in (True, False)
+    ]
 
 
 def _moments(
@@ -197,13 +198,13 @@ def _moments(
         raise ExperimentError(f"{source}: {said}")
     if not states and (skips or not step):
         return {}, 0
-    moments, shapes = {}, nanogpt_shapes(experiment.model)
+    moments, rows = {}, {nanogpt_name(row.name): row for row in parameter_table(experiment.model)}
     for group, key in moment_keys(experiment.optimizer).items():
         by_name = dict[str, np.ndarray]()
         for name, number in zip(names, numbers, strict=True):
             moment: Any = states.get(number, {}).get(key)
             found = tuple(moment.shape) if is_plain(moment) else "no tensor of plain numbers"
-            if found != (shape := shapes[name]):
+            if found != (shape := gpt2_shape(rows[name], is_linear=True)):
                 raise ExperimentError(
                     f"{source}: its optimizer's {key} of {name} is {found}, and the weight {shape}: its "
                     f"parameters are in another order, or of another model"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from compare.numerics.gpt2_names import TRANSFORMER, gpt2_name
+from compare.numerics.gpt2_names import TRANSFORMER, gpt2_name, input_dims
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import Parameter, parameter_table
 from compare.spec.experiment import Model, Optimizer
@@ -26,7 +26,7 @@ def nanogpt_name(name: str) -> str:
 
 def to_nanogpt(parameter: Parameter, array: np.ndarray) -> np.ndarray:
     """A canonical array in nanoGPT's shape: a Linear's weight becomes (out, in)."""
-    if inputs := _input_dims(parameter):
+    if inputs := input_dims(parameter):
         return array.reshape(math.prod(parameter.shape[:inputs]), -1).T
     return array.reshape(-1) if parameter.name.endswith(".bias") else array
 
@@ -34,7 +34,7 @@ def to_nanogpt(parameter: Parameter, array: np.ndarray) -> np.ndarray:
 def to_array(parameter: Parameter, tensor: torch.Tensor) -> np.ndarray:
     """A copy of a whole tensor in nanoGPT's shape, in the table's."""
     array = tensor.detach().to("cpu", copy=True).numpy()
-    return np.ascontiguousarray((array.T if _input_dims(parameter) else array).reshape(parameter.shape))
+    return np.ascontiguousarray((array.T if input_dims(parameter) else array).reshape(parameter.shape))
 
 
 @torch.no_grad()
@@ -57,30 +57,14 @@ def moment_keys(config: Optimizer) -> dict[str, str]:
     return {name: _TORCH_MOMENTS[config.name][name] for name in moment_names(config)}
 
 
-def nanogpt_shapes(config: Model) -> dict[str, tuple[int, ...]]:
-    """nanoGPT's parameter names and shapes for these sizes, the tied head once."""
-    with torch.device("meta"):
-        return {name: tuple(parameter.shape) for name, parameter in GPT(config).named_parameters()}
-
-
 def nanogpt_dims(parameter: Parameter) -> tuple[int, ...]:
     """The canonical dims in the order of nanoGPT's tensor: a Linear's outputs, then its inputs."""
-    dims, inputs = tuple(range(len(parameter.shape))), _input_dims(parameter)
+    dims, inputs = tuple(range(len(parameter.shape))), input_dims(parameter)
     return (*dims[inputs:], *dims[:inputs])
 
 
 def nanogpt_dim(parameter: Parameter, dim: int) -> int:
     """The dim of nanoGPT's tensor that a canonical dim is part of."""
-    if inputs := _input_dims(parameter):
+    if inputs := input_dims(parameter):
         return int(dim < inputs)
     return dim if parameter.is_matrix else 0
-
-
-def _input_dims(parameter: Parameter) -> int:
-    """The canonical dims that are a Linear's inputs, which come first: their number, 0 of all else.
-
-    qkv and up read the embedding, their first axis; out and down write it, their last.
-    """
-    if not parameter.is_matrix or parameter.name.startswith("embedding."):
-        return 0
-    return 1 if parameter.axes[0] == "embed" else len(parameter.shape) - 1

@@ -18,12 +18,14 @@ from compare.contract.ending import BAD_REQUEST, FAILED, MISSING, STOPPED, Diver
 from compare.contract.record import Failure
 from compare.host.disk import no_room
 from compare.host.facts import MissingDevicesError, MissingPackageError
+from compare.host.tensors import RecordError
 from compare.spec.experiment import ExperimentError, one_line
 
 CODES: dict[type[Exception], int] = {
     StoppedEarly: STOPPED,
     DivergedError: FAILED,
     ExperimentError: BAD_REQUEST,
+    RecordError: BAD_REQUEST,
     MissingDevicesError: MISSING,
     MissingPackageError: MISSING,
     ImportError: MISSING,

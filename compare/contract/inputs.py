@@ -5,8 +5,9 @@ from pathlib import Path
 from compare.checkpoint.description import WEIGHTS
 from compare.checkpoint.reader import CheckpointReader
 from compare.contract.request import Request
+from compare.host.tensors import Tensors
 from compare.numerics.boxes import Given, Weights
-from compare.numerics.initial_weights import read_weights
+from compare.numerics.initial_weights import checked_weights
 from compare.numerics.parameters import SeedWeights, fingerprint
 from compare.spec.experiment import ExperimentError
 
@@ -15,13 +16,14 @@ def starting_parameters(request: Request) -> Weights:
     """The checkpoint's weights, those of the file `init_from`, or the seed's; as they are kept, by name.
 
     A seed's or a checkpoint's are drawn or read when they are asked for. Raises ExperimentError: they do not
-    fit.
+    fit; RecordError: the file cannot be read.
     """
     if request.resume:
         return CheckpointReader(Path(request.resume.checkpoint)).group(WEIGHTS)
     if not request.init_from:
         return SeedWeights(request.experiment)
-    weights = read_weights(Path(request.init_from), request.experiment)
+    path = Path(request.init_from)
+    weights = checked_weights(Tensors(path), request.experiment, f"init_from: {path}")
     if request.init_sha256 and fingerprint(weights) != request.init_sha256:
         raise ExperimentError(
             f"init_from: {request.init_from} no longer holds the weights that this run was to begin with"

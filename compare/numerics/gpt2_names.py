@@ -46,13 +46,20 @@ def gpt2_name(name: str) -> str:
     return f"h.{layer}.{_IN_BLOCK[rest]}"
 
 
+def input_dims(parameter: Parameter) -> int:
+    """The canonical dims that are a matrix product's inputs, which come first: their number, 0 of all else.
+
+    qkv and up read the embedding, their first axis; out and down write it, their last.
+    """
+    if not parameter.is_matrix or parameter.name.startswith("embedding."):
+        return 0
+    return 1 if parameter.axes[0] == "embed" else len(parameter.shape) - 1
+
+
 def gpt2_shape(parameter: Parameter, *, is_linear: bool = False) -> tuple[int, ...]:
     """Inputs and outputs of a matrix as one dim each, the outputs first in nn.Linear."""
-    if parameter.name.startswith("embedding.") or len(parameter.shape) == 1:
-        return parameter.shape
-    if not parameter.is_matrix:
-        return (math.prod(parameter.shape),)
-    inputs = 1 if parameter.axes[0] == "embed" else len(parameter.shape) - 1
+    if not (inputs := input_dims(parameter)):
+        return parameter.shape if parameter.is_matrix else (math.prod(parameter.shape),)
     shape = math.prod(parameter.shape[:inputs]), math.prod(parameter.shape[inputs:])
     return shape[::-1] if is_linear else shape
 
@@ -82,8 +89,6 @@ def from_gpt2(
     if is_linear and shapes.get("h.0.attn.c_attn.weight") == (model.n_embd, 3 * model.n_embd):
         raise ExperimentError(f"{origin} is Hugging Face's: give its folder, whose config.json says the rest")
     require_fit(shapes, {name: gpt2_shape(row, is_linear=is_linear) for name, row in rows.items()}, origin)
-    weights = {}
-    for name, row in rows.items():
-        is_turned = is_linear and not row.name.startswith("embedding.")
-        weights[row.name] = (arrays[name].T if is_turned else arrays[name]).reshape(row.shape)
-    return weights
+    if is_linear:
+        arrays |= {name: arrays[name].T for name, row in rows.items() if input_dims(row)}
+    return {row.name: arrays[name].reshape(row.shape) for name, row in rows.items()}

@@ -6,24 +6,12 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
 
-from compare.host.disk import why_not_readable, write_atomically
-from compare.host.tensors import RecordError, Tensors
+from compare.host.disk import write_atomically
 from compare.numerics.parameters import parameter_table, storage_dtype
 from compare.spec.experiment import Experiment, ExperimentError
 
 INIT = "init.safetensors"
 LISTED = 3
-
-
-def read_weights(path: Path, experiment: Experiment) -> dict[str, np.ndarray]:
-    """Weights of a safetensors file with canonical names. Raises ExperimentError as `checked_weights`."""
-    origin = f"init_from: {path}"
-    if why := why_not_readable(path):
-        raise ExperimentError(f"{origin} {why}")
-    try:
-        return checked_weights(Tensors(path), experiment, origin)
-    except RecordError as error:
-        raise ExperimentError(f"init_from: {error}: give a safetensors file of float weights") from None
 
 
 def checked_weights(

@@ -23,10 +23,10 @@ MODEL_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size",
 """What nanoGPT's checkpoints say of the model, in its order."""
 
 
-def experiment_of(settings: Mapping[str, Any], *, base: Experiment) -> tuple[Experiment, list[str]]:
+def experiment_of(settings: Mapping[str, Any], *, base: Experiment) -> Experiment:
     """The experiment that nanoGPT's settings describe. Raises ExperimentError: it cannot work.
 
-    `base` is for what they do not say. Returns the names of settings without a meaning here, too.
+    `base` is for what they do not say.
     """
     sections = msgspec.to_builtins(base)
     sections["optimizer"] |= {"name": "adamw", "momentum": 0.0}
@@ -35,10 +35,9 @@ def experiment_of(settings: Mapping[str, Any], *, base: Experiment) -> tuple[Exp
             value, is_switch = settings[name], isinstance(sections[section][name], bool)
             sections[section][name] = bool(value) if is_switch and value in (0, 1) else value
     try:
-        experiment = checked(sections)
+        return checked(sections)
     except ExperimentError as error:
         raise ExperimentError(f"nanoGPT's settings: {error}") from None
-    return experiment, sorted(settings.keys() - FIELDS.keys())
 
 
 def settings_of(experiment: Experiment, *, only_model: bool = False) -> dict[str, Any]:

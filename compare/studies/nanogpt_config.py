@@ -120,7 +120,7 @@ def load_config(path: Path) -> tuple[Experiment, list[str]]:
         "checkpoint": {"every": every, "keep": 1},
     }
     try:
-        experiment = revalidate(edited(experiment_of(plain, base=Experiment())[0], more))
+        experiment = revalidate(edited(experiment_of(plain, base=Experiment()), more))
     except ExperimentError as error:
         raise ExperimentError(f"{path}: {error}") from None
     notes = [f"{name}: {WITHOUT_MEANING[name]}" for name in given if name in WITHOUT_MEANING]

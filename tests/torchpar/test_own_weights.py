@@ -15,7 +15,8 @@ from compare.cli import main
 from compare.contract.inputs import starting_parameters
 from compare.contract.record import read_record
 from compare.contract.request import Request
-from compare.numerics.initial_weights import read_weights
+from compare.host.tensors import Tensors
+from compare.numerics.initial_weights import checked_weights
 from compare.numerics.parameters import fingerprint, initial_parameters
 from compare.spec.experiment import Data, Experiment, ExperimentError, Model, Train, edited, load
 from compare.studies.huggingface import WEIGHTS_FILE, write_gpt2
@@ -63,7 +64,7 @@ def test_weights_that_do_not_fit_are_one_line(tmp_path):
         weights = own_weights() | {name: array}
         save_file({key: value for key, value in weights.items() if value is not None}, tmp_path / "w")
         with pytest.raises(ExperimentError, match=says) as error:
-            read_weights(tmp_path / "w", EXPERIMENT)
+            checked_weights(Tensors(tmp_path / "w"), EXPERIMENT, "w")
         assert "\n" not in str(error.value)
 
 
@@ -166,7 +167,7 @@ def test_both_sides_begin_with_nanogpts_checkpoint_and_agree(shardpair):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "PASS" in done.stdout
-    given = read_weights(shardpair.folder / "runs" / "init.safetensors", experiment)
+    given = Tensors(shardpair.folder / "runs" / "init.safetensors")
     for engine in ("torch-manual", "jax-compiler"):
         record = read_record(shardpair.folder / "runs" / engine)
         assert record.manifest.initial_weights_sha256 == fingerprint(given)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from compare.numerics.gpt2_names import gpt2_shape
 from compare.numerics.optimizer import moment_names, reference_step
 from compare.numerics.parameters import initial_parameters, parameter_table
 from compare.spec.experiment import Experiment, Model, Optimizer, Train
@@ -11,7 +12,7 @@ from torchpar.model import GPT
 from torchpar.optimizer import ROW, make_optimizer, norm_of_all, optimizer_step
 from torchpar.parallel_model import ParallelModel
 from torchpar.remat import apply_remat
-from torchpar.weights import load_weights, moment_keys, nanogpt_shapes, to_arrays
+from torchpar.weights import load_weights, moment_keys, nanogpt_name, to_arrays
 
 SIZES = Model(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=61, bias=True)
 EXPERIMENT = Experiment(model=SIZES, train=Train(seed=7))
@@ -51,7 +52,9 @@ def test_names_and_shapes_are_nanogpts():
     model = GPT(SIZES)
     state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     assert state == {**expected, "lm_head.weight": (61, 32)}
-    assert nanogpt_shapes(SIZES) == expected
+    rows = {nanogpt_name(row.name): row for row in parameter_table(SIZES)}
+    assert {name: gpt2_shape(row, is_linear=True) for name, row in rows.items()} == expected
+    assert list(rows) == [name for name, _ in model.named_parameters()]  # nanoGPT's optimizer counts so
     assert model.lm_head.weight is model.get_parameter("transformer.wte.weight")
 
 

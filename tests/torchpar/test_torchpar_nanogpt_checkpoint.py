@@ -236,8 +236,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_left(saved, tmp_path):
 def test_settings_go_there_and_back():
     experiment = load("baby-gpt")
     base = Experiment(data=experiment.data, train=Train(seed=1337))
-    found, unknown = experiment_of({**settings_of(experiment), "wandb_log": True}, base=base)
-    assert unknown == ["dataset", "wandb_log"]
+    found = experiment_of({**settings_of(experiment), "wandb_log": True}, base=base)
     assert (found.model, found.optimizer) == (experiment.model, experiment.optimizer)
     with pytest.raises(ExperimentError, match=r"Expected `int`, got `str` - at `model\.n_layer`"):
         experiment_of({"n_layer": "x"}, base=Experiment())
