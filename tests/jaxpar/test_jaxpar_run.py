@@ -19,7 +19,6 @@ from processes import PATIENCE_S, wait_for
 
 from compare.contract.ending import BAD_REQUEST, FAILED, MISSING, DivergedError
 from compare.contract.record import (
-    ERROR,
     MANIFEST,
     STEPS_PART,
     Recorder,
@@ -139,7 +138,9 @@ def test_it_ends_at_once(tmp_path, endless):
         assert process.wait(timeout=PATIENCE_S) != 0
         assert process.stderr is not None
         assert process.stderr.read() == says[how]
-        assert (folder / ERROR).is_file() == (how == "SIGTERM")
+        failure = read_failure(folder)
+        assert bool(failure) == (how == "SIGTERM")
+        assert not failure or failure.exit_code == 143
         assert not (folder / MANIFEST).exists()
 
 
