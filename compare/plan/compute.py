@@ -145,12 +145,13 @@ class Setting(Struct, frozen=True, kw_only=True):
     @property
     def sustained(self) -> float:
         """FLOP/s of a large product."""
-        return self.machine.sustained.get(self.experiment.precision.product_dtype, SUSTAINED * self.peak)
+        dtype, machine = self.experiment.precision.product_dtype, self.machine
+        return machine.sustained.get(dtype, SUSTAINED * self.peak) / machine.slowdown
 
     @property
     def memory(self) -> float:
         """Bytes/s that large vectors are read or written at."""
-        return MEMORY * self.machine.memory_bytes_per_s
+        return MEMORY * self.machine.memory_bytes_per_s / self.machine.slowdown
 
     @property
     def passes(self) -> int:
@@ -182,7 +183,7 @@ class Setting(Struct, frozen=True, kw_only=True):
         tp = self.experiment.layout.tp
         flops = self.shape.attention_flops(self.tokens, tp)
         if self.fused:
-            forward = flops / 2 / (self.machine.attention * self.peak)
+            forward = flops / 2 / (self.machine.attention * self.peak) * self.machine.slowdown
             return forward, FUSED_BACKWARD * forward
         scores = SCORES * self.tokens * self.shape.context * self.shape.heads / tp
         forward = self._flops_s(flops) + self.number * scores / self.memory

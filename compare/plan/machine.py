@@ -20,6 +20,9 @@ from compare.spec.experiment import MAX_FILE_BYTES, ExperimentError, one_line
 
 CHIPS = {path.stem: path for path in sorted((Path(__file__).parent.parent / "machines").glob("*.toml"))}
 Rate = Annotated[float, Meta(gt=0, le=1e30)]
+Flops = Annotated[float, Meta(ge=1e9, le=1e30)]
+Bandwidth = Annotated[float, Meta(ge=1e6, le=1e30)]
+"""A figure in TFLOP/s or GB/s is below these, and refused."""
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Devices = Annotated[int, Meta(ge=1, le=1_000_000)]
@@ -28,7 +31,7 @@ Devices = Annotated[int, Meta(ge=1, le=1_000_000)]
 class LinkSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What joins the devices of a host or a pod, or those of different ones."""
 
-    bytes_per_s: Rate
+    bytes_per_s: Bandwidth
     """Of one device, one way."""
     latency_s: Seconds
     """Of one message, over one hop."""
@@ -48,16 +51,18 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Dims of the torus whose links `inside` counts; 0 for a switch, which joins any two."""
     memory_bytes: Rate
     """Of a device."""
-    memory_bytes_per_s: Rate
-    peak: dict[str, Rate]
+    memory_bytes_per_s: Bandwidth
+    peak: Annotated[dict[str, Flops], Meta(min_length=1)]
     """Dense FLOP/s of a device by dtype of the products: what MFU is of."""
-    sustained: dict[str, Rate] = {}
-    """FLOP/s of a large product, where somebody measured it."""
+    sustained: dict[str, Flops] = {}
+    """FLOP/s of a large product, where somebody measured it; at most the peak."""
     attention: Share = 0.6
     """Of the peak, that a fused attention reaches; by default the middle of FlashAttention-2's 50 to 73 % on
     an A100 (arXiv 2307.08691)."""
     products: list[tuple[Rate, Share]] = []
     """Share of `sustained` that a product of so many FLOPs or more reaches; by default `compute.PRODUCTS`."""
+    slowdown: Rate = 1.0
+    """How many times as long compute takes as these rates say: `plan --measured` finds it from one step."""
     inside: LinkSpeed
     across: LinkSpeed
     tpu: str = ""
@@ -101,7 +106,7 @@ def read_machine(text: str) -> Machine:
 
     Raises ExperimentError for all that is no machine.
     """
-    found = re.fullmatch(r"(?P<name>.+?)(?:[x-](?P<count>\d{1,7}))?", text)
+    found = re.fullmatch(r"(?P<name>.+?)(?:[x-](?P<count>\d{1,18}))?", text)
     if not found:
         raise ExperimentError("--machine is empty: give a chip and its number, such as h100x64")
     fields = _fields(found["name"])
@@ -113,6 +118,9 @@ def read_machine(text: str) -> Machine:
         machine = msgspec.convert({**fields, "name": text}, Machine)
     except msgspec.ValidationError as error:
         raise ExperimentError(f"--machine {text}: {one_line(error)}") from None
+    for dtype, rate in machine.sustained.items():
+        if rate > machine.peak.get(dtype, 0.0):
+            raise ExperimentError(f"--machine {text}: sustained.{dtype} = {rate:g} is above the peak")
     if machine.hosts > 1 and machine.devices % machine.devices_inside:  # axes would not fit it
         raise ExperimentError(
             f"--machine {machine.name}: {machine.devices} devices do not fill hosts of "
@@ -123,12 +131,14 @@ def read_machine(text: str) -> Machine:
 
 def _fields(name: str) -> dict[str, Any]:
     """Fields of a chip or a file, and of the chip that it is like. Raises ExperimentError."""
-    path = CHIPS.get(name, Path(name))
+    path = CHIPS.get(name.lower(), Path(name))
     if wrong := why_not_readable(path):
         chips = f"no such chip (there are {', '.join(CHIPS)})" if path.suffix != ".toml" else wrong
         raise ExperimentError(f"--machine {name}: {chips}: give a chip or a TOML file")
     with path.open("rb") as file:
         text = file.read(MAX_FILE_BYTES + 1)
+    if len(text) > MAX_FILE_BYTES:
+        raise ExperimentError(f"--machine {name}: longer than {MAX_FILE_BYTES} bytes, which no machine is")
     try:
         fields = msgspec.toml.decode(text)
     except (msgspec.DecodeError, ValueError) as error:

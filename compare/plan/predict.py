@@ -15,6 +15,7 @@ import math
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from compare.contract.communication import (
     ACTIVATION_GRADIENTS,
@@ -27,14 +28,19 @@ from compare.contract.communication import (
 )
 from compare.judge.closed_forms.communication import communication, sums_again
 from compare.judge.closed_forms.gradient_messages import gradient_messages
-from compare.pipeline.schedules import Kind, Task, make_schedule
-from compare.pipeline.simulator import run
+from compare.pipeline.schedules import Kind, make_schedule
+from compare.pipeline.simulator import prerequisites, run
 from compare.plan.compute import Part, Setting, Term, block_terms, head_terms, shape_of, update_terms
 from compare.plan.machine import Machine
 from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, PP, SHARDED_FROM, TP
 from compare.spec.engines.registry import ENGINES, JAX
-from compare.spec.experiment import Experiment
+from compare.spec.experiment import Experiment, ExperimentError
 
+LATER = (1.1, 1.65)
+"""Published steps over predicted ones, the medians of tables of H100s and TPUs. Products as fast as anybody
+measured them are a lower bound; how far software stays behind it differs more than layouts do."""
+CALIBRATED = (0.88, 1.12)
+"""The same once one row of a table has set `Machine.slowdown`: the others were 5 to 12 % off in the mean."""
 WIDE = {"float64": 8.0, "float32": 4.0}
 STREAMS = (ACTIVATIONS, ACTIVATION_GRADIENTS)
 
@@ -121,6 +127,25 @@ def predict(engine: str, experiment: Experiment, machine: Machine, **given: Any)
     flops = setting.shape.flops_per_token * experiment.tokens_per_step
     seconds = sum(term.seconds for term in terms)
     return Prediction(terms=terms, mfu=flops / seconds / machine.devices / setting.peak)
+
+
+def slowdown_by(engine: str, experiment: Experiment, machine: Machine, *, seconds: float) -> float:
+    """`Machine.slowdown` under which this step takes so long.
+
+    Raises ExperimentError: no compute does, beside what is sent.
+    """
+
+    def predicted(slowdown: float) -> float:
+        return predict(engine, experiment, replace(machine, slowdown=slowdown)).seconds
+
+    low, high = 1e-3, 1e3
+    if not predicted(low) < seconds < predicted(high):
+        least = f"what it sends alone takes {predicted(low) * 1e3:,.3g} ms"
+        raise ExperimentError(f"--measured: no compute takes {seconds * 1e3:,.3g} ms a step: {least}")
+    for _ in range(40):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if predicted(middle) < seconds else (low, middle)
+    return high
 
 
 def traffic_of(setting: Setting) -> list[Traffic]:
@@ -216,7 +241,6 @@ def _pipeline(setting: Setting, inner: list[Term], head: list[Term], traffic: li
     return [Term(part=PP, label=f"bubble of {layout.schedule}", seconds=bubble), *others]
 
 
-@functools.lru_cache(maxsize=4096)
 def makespan_s(
     schedule: str,
     ranks: int,
@@ -232,13 +256,35 @@ def makespan_s(
 
     `last` are more seconds of a microbatch on the last stage, a third of them forward.
     """
+    halves = dict.fromkeys((Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), (backward / 2, last / 3))
+    times = {Kind.FORWARD: (forward, last / 3), Kind.BACKWARD: (backward, 2 * last / 3), **halves}
+    clock, ended = [0.0] * ranks, list[float]()
+    for rank, kind, is_last, needs in _in_order(schedule, ranks, microbatches, chunks):
+        inner, more = times[kind]
+        ready = (ended[place] + message * is_elsewhere for place, is_elsewhere in needs)
+        clock[rank] = max([clock[rank], *ready]) + inner + more * is_last
+        ended.append(clock[rank])
+    return max(clock)
+
+
+@functools.lru_cache(maxsize=256)
+def _in_order(
+    schedule: str, ranks: int, microbatches: int, chunks: int
+) -> list[tuple[int, Kind, bool, list[tuple[int, bool]]]]:
+    """The tasks of a schedule, each behind what it waits for.
+
+    Of each its rank, its kind, whether it is of the last stage; and of what it waits for the places in this
+    list, and whether it is on another rank. A search carries out the same few schedules with many times.
+    """
     stages = ranks * chunks
-    plan = make_schedule(schedule, ranks=ranks, microbatches=microbatches, chunks=chunks)
-    share = {Kind.FORWARD: 1 / 3, Kind.BACKWARD: 2 / 3}
-    inner = {Kind.FORWARD: forward, Kind.BACKWARD: backward}
-
-    def seconds(task: Task) -> float:
-        more = last if task.stage == stages - 1 else 0.0
-        return inner.get(task.kind, backward / 2) + more * share.get(task.kind, 1 / 3)
-
-    return max(slot.end for slot in run(plan, seconds, message=message))
+    slots = run(make_schedule(schedule, ranks=ranks, microbatches=microbatches, chunks=chunks))
+    places = {slot.task: place for place, slot in enumerate(slots)}
+    return [
+        (
+            rank,
+            task.kind,
+            task.stage == stages - 1,
+            [(places[need], need.stage % ranks != rank) for need in prerequisites(task, stages)],
+        )
+        for rank, task, *_ in slots
+    ]

@@ -1,12 +1,15 @@
 """Legal layouts of an experiment on a machine, those that fit, and how long a step of each should take.
 
 Enumerated: degrees whose product is the devices; ZeRO stages; sequence parallelism; schedules and chunks of a
-pipeline; recomputation; and how many sequences a device has in a pass, powers of two: accumulated passes, or
-microbatches of a pipeline, make up the rest of the step's sequences, which stay as they are. A field that the
-user gave stays as it was given. What an engine refuses is told by reason.
+pipeline; recomputation; and how many sequences a device has in a pass, each number half as large again as the
+one before: accumulated passes, or microbatches of a pipeline, make up the rest of the step's sequences, which
+stay as they are. A field that the user gave stays as it was given. What an engine refuses is told by reason.
 """
 
+import functools
 import itertools
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -44,6 +47,19 @@ class Candidate(Struct, frozen=True, kw_only=True):
     mfu: float = 0.0
     parts: dict[Part, float] = {}
     """Seconds."""
+    alike: int = 0
+    """How many layouts of the same kind are slower, or larger: see `folded`."""
+
+    @property
+    def sequences(self) -> int:
+        """Of a step."""
+        return self.batch_size * self.gradient_accumulation_steps
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What tells it from layouts whose times a prediction cannot tell apart."""
+        layout = self.layout
+        return layout.tp, layout.pp, layout.schedule, layout.chunks, layout.remat
 
     @property
     def bytes(self) -> float:
@@ -65,7 +81,7 @@ class Search(Struct, frozen=True, kw_only=True):
     too_large: list[Candidate]
     """Smallest first."""
     refused: dict[str, str]
-    """Reasons of an engine, by the layouts that each refused."""
+    """Reasons, by the layouts that each refused; that of the most first."""
 
 
 def search(engine: str, experiment: Experiment, machine: Machine, *, fixed: frozenset[str]) -> Search:
@@ -76,13 +92,15 @@ def search(engine: str, experiment: Experiment, machine: Machine, *, fixed: froz
     machine.peak_of(experiment.precision.product_dtype)
     found: list[Candidate] = []
     refused: dict[str, list[str]] = {}
-    for layout, rows in _layouts(engine, experiment, machine, fixed):
+    for candidate in candidates(engine, experiment, machine, fixed=fixed):
         try:
-            found.append(_considered(engine, experiment, machine, layout, rows))
+            found.append(_considered(engine, experiment, machine, candidate))
         except ExperimentError as error:
-            refused.setdefault(str(error), []).append(name_of(layout, rows))
+            refused.setdefault(str(error), []).append(candidate.name)
     if not found:
-        degrees = (f"layout.{axis} = {size}" for axis, size in experiment.layout.axes.items() if size > 1)
+        degrees = (
+            f"layout.{axis} = {size}" for axis, size in experiment.layout.axes.items() if axis in fixed
+        )
         why = max(refused, key=lambda reason: len(refused[reason]), default="") or (
             f"{', '.join(degrees)}: the given degrees must divide its {machine.devices} devices"
         )
@@ -91,24 +109,20 @@ def search(engine: str, experiment: Experiment, machine: Machine, *, fixed: froz
     return Search(
         fitting=[candidate for candidate in found if candidate.seconds],
         too_large=[candidate for candidate in found if not candidate.seconds],
-        refused={f"{names[0]} ({len(names):,} layouts)": why for why, names in refused.items()},
+        refused={
+            f"{names[0]} ({len(names):,} layouts)": why
+            for why, names in sorted(refused.items(), key=lambda item: -len(item[1]))
+        },
     )
 
 
-def _considered(
-    engine: str, experiment: Experiment, machine: Machine, layout: Layout, rows: int
-) -> Candidate:
-    """One layout with so many sequences of a device in a pass. Raises ExperimentError: it cannot be."""
-    passes = experiment.sequences_per_step // (layout.data_parallel * rows)
-    steps = passes
-    if layout.pp > 1:
-        layout, steps = replace(layout, microbatches=passes), 1
-    candidate = Candidate(
-        name=name_of(layout, rows),
-        layout=layout,
-        batch_size=experiment.sequences_per_step // steps,
-        gradient_accumulation_steps=steps,
-    )
+def _considered(engine: str, experiment: Experiment, machine: Machine, candidate: Candidate) -> Candidate:
+    """One layout with its memory and its time. Raises ExperimentError: it cannot be."""
+    if experiment.sequences_per_step % candidate.layout.data_parallel:
+        raise ExperimentError(
+            f"{experiment.sequences_per_step} sequences a step do not divide by the data-parallel devices: "
+            f"a multiple of {machine.devices} does"
+        )
     spec = check(candidate.of(experiment))
     ENGINES[engine].require_experiment(spec)
     candidate = replace(candidate, memory=memory_of(engine, spec))
@@ -117,6 +131,19 @@ def _considered(
     found = predict(engine, spec, machine)
     parts = {part: found.of_part(part) for part in PARTS}
     return replace(candidate, seconds=found.seconds, mfu=found.mfu, parts=parts)
+
+
+def folded(layouts: list[Candidate]) -> list[Candidate]:
+    """The first of each kind. Within one, replicas and shards, ZeRO stages and sequences of a pass differ:
+    the best ten would else be one layout ten times.
+    """
+    kinds = Counter(candidate.kind for candidate in layouts)
+    first = {candidate.kind: candidate for candidate in reversed(layouts)}
+    return [
+        replace(candidate, alike=kinds[candidate.kind] - 1)
+        for candidate in layouts
+        if first[candidate.kind] is candidate
+    ]
 
 
 def memory_of(engine: str, experiment: Experiment) -> dict[str, float]:
@@ -142,20 +169,20 @@ def name_of(layout: Layout, rows: int) -> str:
     return "+".join(filter(None, parts))
 
 
-def _layouts(
-    engine: str, experiment: Experiment, machine: Machine, fixed: frozenset[str]
-) -> Iterator[tuple[Layout, int]]:
+def candidates(
+    engine: str, experiment: Experiment, machine: Machine, *, fixed: frozenset[str]
+) -> Iterator[Candidate]:
     """Layouts whose degrees multiply to the machine's devices, with each setting that means something under
-    them, and rows of a pass on a device.
+    them, and numbers of sequences that a device may have in a pass. Not all are legal.
     """
-    asked, devices = experiment.layout, machine.devices
+    asked, devices, sequences = experiment.layout, machine.devices, experiment.sequences_per_step
 
     def choices(field: str, values: Iterable[Any]) -> Iterable[Any]:
         """Those to try, or the one that was given."""
         return [getattr(asked, field)] if field in fixed else values
 
-    divisors = [degree for degree in range(1, devices + 1) if devices % degree == 0]
-    for tp, pp, shards in itertools.product(*(choices(axis, divisors) for axis in (TP, PP, DP_SHARD))):
+    degrees_of_all = divisors(devices)
+    for tp, pp, shards in itertools.product(*(choices(axis, degrees_of_all) for axis in (TP, PP, DP_SHARD))):
         replicas, rest = divmod(devices, tp * pp * shards)
         if rest or (DP_REPLICATE in fixed and asked.dp_replicate != replicas):
             continue
@@ -164,21 +191,47 @@ def _layouts(
         if experiment.model.n_layer % pp and PP not in fixed:
             continue
         degrees = {TP: tp, PP: pp, DP_SHARD: shards, DP_REPLICATE: replicas}
-        share, rest = divmod(experiment.sequences_per_step, shards * replicas)
-        if rest:  # which its check refuses, and says why
-            yield replace(asked, **degrees, zero=3 if shards > 1 else 0), 1
-            continue
-        powers = [2**power for power in range(share.bit_length()) if share % 2**power == 0]
+        share = max(sequences // (shards * replicas), 1)
         settings = {
             "zero": choices("zero", (1, 2, 3) if shards > 1 else (0,)),
             "sequence_parallel": choices("sequence_parallel", (True, False) if tp > 1 else (False,)),
-            "schedule": choices("schedule", ENGINES[engine].layouts.schedules) if pp > 1 else ("1f1b",),
+            "schedule": choices("schedule", ENGINES[engine].layouts.schedules if pp > 1 else ("1f1b",)),
             "remat": choices("remat", REMATS),
             "reshard_after_forward": choices("reshard_after_forward", (True, False)),
         }
         for values in itertools.product(*settings.values()):
-            layout = replace(asked, **degrees, **dict(zip(settings, values, strict=True)), microbatches=1)
-            if layout.zero == 3 or layout.reshard_after_forward or "reshard_after_forward" in fixed:
-                chunks = CHUNKS if layout.schedule == "interleaved" else 1
-                layout = replace(layout, chunks=chunks)
-                yield from ((layout, rows) for rows in dict.fromkeys((*powers, share)))
+            layout = replace(asked, **degrees, **dict(zip(settings, values, strict=True)))
+            if not (layout.zero == 3 or layout.reshard_after_forward or "reshard_after_forward" in fixed):
+                continue
+            default = CHUNKS if layout.schedule == "interleaved" and pp > 1 else 1
+            for rows, chunks in itertools.product(thinned(share), choices("chunks", [default])):
+                passes = share // rows
+                (microbatches,) = choices("microbatches", [passes if pp > 1 else 1])
+                steps, rest = divmod(passes, microbatches)
+                if rest and rows > 1:
+                    continue  # if none is possible, one is left, which its check refuses
+                steps = 1 if rest else steps
+                one = replace(layout, microbatches=microbatches, chunks=chunks)
+                yield Candidate(
+                    name=name_of(one, rows),
+                    layout=one,
+                    batch_size=sequences // steps,
+                    gradient_accumulation_steps=steps,
+                )
+
+
+@functools.lru_cache(maxsize=256)
+def divisors(number: int) -> list[int]:
+    """Of a number, the smallest first."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
+
+
+@functools.lru_cache(maxsize=256)
+def thinned(number: int) -> list[int]:
+    """Divisors, each half as large again as the one before, or more; and the number itself."""
+    kept = [1]
+    for divisor in divisors(number):
+        if divisor >= 1.5 * kept[-1]:
+            kept.append(divisor)
+    return kept if kept[-1] == number else [*kept, number]

@@ -120,8 +120,8 @@ def _planned(name: str, case: Case, platform: str, hosts: Hosts) -> PlannedCase:
 
 
 TITLE = (
-    f"The fullest device: {', '.join(KINDS)} in closed form; at most {', '.join(ESTIMATED)}, with what is "
-    f"gathered, buffers and temporaries"
+    f"The fullest device: {', '.join(KINDS)} in closed form; {', '.join(ESTIMATED)}, with what is gathered, "
+    f"buffers and temporaries, estimated"
 )
 COLUMNS = (
     Column[PlannedCase]("case", lambda case: case.name),

@@ -95,7 +95,7 @@ def installed(engines: Sequence[str], pythons: Mapping[str, str]) -> Choice:
 
 
 class MemoryEstimate(Struct, frozen=True, kw_only=True):
-    """Bytes that an engine holds at its peak, at most, on each device in the order of the mesh."""
+    """Bytes that an engine holds at its peak, about, on each device in the order of the mesh."""
 
     by_kind: dict[str, list[float]]
     """At rest parameters, gradients and optimizer; then activations and logits."""

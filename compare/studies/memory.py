@@ -85,7 +85,7 @@ class Memory(Study, frozen=True, kw_only=True):
                 for kind in CLASSES
             ),
             Column("all", lambda name: peaks[name].peak[0].total, human_bytes),
-            Column("estimated, at most", estimated, human_bytes),
+            Column("estimated", estimated, human_bytes),
         ]
         return findings_of(
             outcome,

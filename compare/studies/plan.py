@@ -1,9 +1,13 @@
 """`shardpair plan`: which layout, how long a step, will it fit, on a machine that need not be here."""
 
+import itertools
+import math
 import re
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+import tyro
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -11,24 +15,31 @@ from compare.contract.request import Platform
 from compare.execute.hosts import Launcher
 from compare.execute.progress import Reporter
 from compare.flags import DEVICES, Hidden, StudiedName, checked_pythons
+from compare.host.disk import write_atomically
 from compare.judge.closed_forms.peak import LEAST, MOST
 from compare.judge.ledger import Flow, line_up, mismatches
 from compare.judge.outcome import Grid, Outcome
 from compare.plan.absent import compile_ahead, run_alone, topology_of
 from compare.plan.compute import PARTS, Term
 from compare.plan.machine import Machine, read_machine
-from compare.plan.predict import predict
-from compare.plan.search import USABLE, Candidate, search
+from compare.plan.predict import CALIBRATED, LATER, predict, slowdown_by
+from compare.plan.search import USABLE, Candidate, candidates, folded, search
 from compare.present.outcome import findings_of
 from compare.show.figures import Axes, Figure, colour, log_scale
 from compare.show.findings import Column, Findings, Table, table_of
+from compare.spec.axes import PP, TP
 from compare.spec.engines.registry import REFERENCE, side_of
-from compare.spec.experiment import Experiment, ExperimentError
+from compare.spec.experiment import Experiment, ExperimentError, edited
 from compare.studies.this_machine import HERE, machine_here
 from compare.study import Study
-from compare.terminal import human_bytes
+from compare.terminal import errors_console, human_bytes
 
-BEST, KEPT, SMALLEST = 10, 400, 20
+BEST, REASONS = 10, 3
+NEAR = CALIBRATED[1]
+BELOW = (
+    "alike: layouts of the same tp, pp, schedule and recomputation, with other replicas, shards and rows. "
+    "No prediction tells the {near} kinds apart that are within {percent:.0%} of the fastest: time them."
+)
 STATE = ("parameters", "optimizer")
 """Classes of memory that are arguments of a step; gradients are temporaries of one."""
 Bytes = tuple[str, float | None, float | None]
@@ -47,62 +58,78 @@ class AbsentStep(Struct, frozen=True, kw_only=True):
 
 
 class Found(Struct, frozen=True, kw_only=True):
-    """Layouts that fit, fastest first, and how many do not."""
+    """The fastest layout of each kind that fits, and how many there are."""
 
     machine: Machine
     candidates: list[Candidate]
-    """The fastest."""
+    """The fastest first."""
     fitting: int
-    """How many there were."""
+    """How many layouts of all kinds fit."""
     smallest: list[Candidate]
-    """The smallest of those that do not fit."""
+    """Of those that do not fit."""
     too_large: int
     """How many there were."""
+    explained: Candidate
+    """That of --explain, else the fastest, or the smallest if none fits."""
+    uncalibrated_s: float
+    """A step of the fastest by the chip's own rates, without --measured."""
+    with_more: list[Candidate]
+    """Where the devices do not divide the sequences: the fastest layout of the next number that they do."""
     absent: list[AbsentStep] = []
 
-    def chosen(self, explain: str) -> Candidate:
-        """The layout of --explain, which need not fit; else the fastest, or the smallest if none fits.
-
-        Raises ExperimentError: none has this name or place.
-        """
-        layouts = [*self.candidates, *self.smallest]
-        named = {"": layouts[0]} | {candidate.name: candidate for candidate in layouts}
-        named |= {str(place): candidate for place, candidate in enumerate(self.candidates, 1)}
-        if explain not in named:
-            wrong = (
-                f"--explain {explain}: give a place from 1 to {len(self.candidates)}, or the name of a layout"
-            )
-            raise ExperimentError(f"{wrong} that is kept")
-        return named[explain]
+    @property
+    def times_as_long(self) -> list[float]:
+        """Measured steps over such predictions, the least and the most; [] where nobody has held them so."""
+        if self.machine.slowdown != 1:
+            return [*CALIBRATED]
+        return [] if self.machine.platform == "cpu" else [*LATER]
 
     def sentence(self) -> str:
-        """The fastest, and what most of its time is spent on; or that nothing fits."""
-        if not self.candidates:
-            least = self.smallest[0]
-            return (
-                f"none of {self.too_large:,} layouts fits: the smallest, {least.name}, needs "
-                f"{human_bytes(least.bytes)}: {_classes(least)}"
-            )
-        best = self.candidates[0]
-        parts = sorted(best.parts.items(), key=lambda item: -item[1])[:3]
-        shares = ", ".join(f"{part} {seconds / best.seconds:.0%}" for part, seconds in parts)
+        """The fastest, how far off it may be, what most of its time is spent on; or that nothing fits."""
+        if self.candidates:
+            best = self.candidates[0]
+            parts = sorted(best.parts.items(), key=lambda item: -item[1])[:3]
+            shares = ", ".join(f"{part} {seconds / best.seconds:.0%}" for part, seconds in parts)
+            words = [
+                f"{best.name}: {best.seconds * 1e3:,.1f} ms a step ({self._off(best)}), MFU {best.mfu:.1%}, "
+                f"{human_bytes(best.bytes)} a device; {shares}; {self.fitting:,} layouts fit, "
+                f"{self.too_large:,} do not"
+            ]
+        else:
+            best = self.smallest[0]
+            words = [
+                f"none of {self.too_large:,} layouts fits: the smallest, {best.name}, needs "
+                f"{human_bytes(best.bytes)}: {_classes(best)}"
+            ]
+        for more in self.with_more:
+            takes = f"{more.seconds * 1e3:,.1f} ms by {more.name}" if more.seconds else "too much memory"
+            unequal = f"{best.sequences} sequences do not divide by all devices"
+            words.append(f"{unequal}: {more.sequences} would take {takes}")
+        return "; ".join(words)
+
+    def _off(self, best: Candidate) -> str:
+        if not self.times_as_long:
+            return "at least: on a CPU much of a step is small operations, which `shardpair tune` times"
+        low, high = self.times_as_long
+        span = f"{low * best.seconds * 1e3:,.1f} to {high * best.seconds * 1e3:,.1f} ms"
+        if self.machine.slowdown == 1:
+            return f"a lower bound: published steps took {low:g} to {high:g} times as long, {span}"
         return (
-            f"{best.name}: {best.seconds * 1e3:,.1f} ms a step, MFU {best.mfu:.1%}, "
-            f"{human_bytes(best.bytes)} a device; {shares}; {self.fitting:,} layouts fit, "
-            f"{self.too_large:,} do not"
+            f"{self.uncalibrated_s * 1e3:,.1f} by the chip's rates; one measured step makes compute take "
+            f"{self.machine.slowdown:.3g} times as long; published ones then took {span}"
         )
 
 
 class Plan(Study, frozen=True, kw_only=True):
     """Predict step time and memory of every legal layout on a machine that need not be here; nothing runs.
 
-    Bytes that are sent are the textbook's. Compute is a roofline; docs/plan.md holds predictions against
-    published tables, and says where they are off. A field of the layout that you give stays as it is; all
-    others are searched. The sequences of a step stay, too.
+    Bytes that are sent are the textbook's. Compute is a roofline, a lower bound: docs/plan.md holds
+    predictions against published tables. A field of the layout that you give stays as it is; all others are
+    searched. The sequences of a step stay, too: give a number that the devices divide.
 
     Try:
-      shardpair plan gpt2-350m --machine h100x64
-      shardpair plan gpt2-350m --machine h100x64 --layout.tp 8 --explain 1
+      shardpair plan gpt2-350m --train.batch_size 512 --train.gradient_accumulation_steps 1 --machine h100x64
+      shardpair plan gpt2-124m --machine h100x8 --measured dp8+rows12=120ms
     """
 
     machine: str = "h100x8"
@@ -112,6 +139,9 @@ class Plan(Study, frozen=True, kw_only=True):
     """Whose layouts, whose bytes and whose memory."""
     anyway: bool = False
     """Measure a busy machine, too, for --machine here."""
+    timed_step: Annotated[str, tyro.conf.arg(name="measured", metavar="LAYOUT=TIME")] = ""
+    """A step of this plan that you have timed, fsdp8+rows4=412ms: one factor on compute makes it so, and all
+    others are predicted with it. `slowdown` in a machine's file says the factor for other plans."""
     explain: str = ""
     """Write out the sum of one layout, term by term: its name, or its place in the table."""
 
@@ -150,17 +180,85 @@ class Plan(Study, frozen=True, kw_only=True):
             machine = machine_here(self.engine, experiment, devices, pythons=pythons, anyway=self.anyway)
         else:
             machine = read_machine(self.machine)
-        layouts = search(self.engine, experiment, machine, fixed=self.said.flags)
+        fixed = self.said.flags
+        if self.timed_step:
+            machine = self._calibrated(experiment, machine)
+        layouts = search(self.engine, experiment, machine, fixed=fixed)
+        kinds = folded(layouts.fitting)
+        with_more = self._with_more(experiment, machine)
+        every = layouts.fitting + layouts.too_large
+        unhurried = replace(machine, slowdown=1.0)
         found = Found(
             machine=machine,
-            candidates=layouts.fitting[:KEPT],
+            candidates=kinds,
             fitting=len(layouts.fitting),
-            smallest=layouts.too_large[:SMALLEST],
+            smallest=layouts.too_large[:1],
             too_large=len(layouts.too_large),
+            explained=self._explained(kinds, every),
+            uncalibrated_s=predict(self.engine, every[0].of(experiment), unhurried).seconds,
+            with_more=with_more,
         )
-        absent = self._absent(found.chosen(self.explain), experiment, machine)
+        plan = {"plan": found, "refused": layouts.refused}
+        reasons = dict(itertools.islice(layouts.refused.items(), REASONS))
+        return replace(outcome, more=msgspec.to_builtins(plan), left_out=reasons)
+
+    def _with_more(self, experiment: Experiment, machine: Machine) -> list[Candidate]:
+        """The fastest data parallelism of the next number of sequences, if the devices do not divide this."""
+        fixed = self.said.flags
+        split = {axis: getattr(experiment.layout, axis) if axis in fixed else 1 for axis in (TP, PP)}
+        shares = machine.devices // math.prod(split.values())
+        if not (rest := experiment.sequences_per_step % shares):
+            return []
+        train = {
+            "batch_size": experiment.sequences_per_step - rest + shares,
+            "gradient_accumulation_steps": 1,
+        }
+        larger = edited(experiment, {"train": train, "layout": split})
+        try:
+            layouts = search(self.engine, larger, machine, fixed=fixed | {TP, PP})
+        except ExperimentError:  # a field that was given needs another degree
+            return []
+        return (layouts.fitting + layouts.too_large)[:1]
+
+    def _calibrated(self, experiment: Experiment, machine: Machine) -> Machine:
+        """The machine as the step of --measured says. Raises ExperimentError: no such layout, or no time."""
+        name, _, time = self.timed_step.rpartition("=")
+        legal = candidates(self.engine, experiment, machine, fixed=self.said.flags)
+        layouts = [candidate for candidate in legal if candidate.name == name]
+        number = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s)", time)
+        if not layouts or not number:
+            raise ExperimentError(
+                f"--measured {self.timed_step}: give a layout as the plan names it, and its step: "
+                f"fsdp8+rows4=412ms"
+            )
+        seconds = float(number[1]) / (1e3 if number[2] == "ms" else 1)
+        spec = layouts[0].of(experiment)
+        return replace(machine, slowdown=slowdown_by(self.engine, spec, machine, seconds=seconds))
+
+    def _explained(self, kinds: list[Candidate], layouts: list[Candidate]) -> Candidate:
+        """The layout of --explain, which need not fit. Raises ExperimentError: there is none."""
+        named = {"": layouts[0]} | {candidate.name: candidate for candidate in layouts}
+        named |= {str(place): candidate for place, candidate in enumerate(kinds, 1)}
+        if self.explain not in named:
+            wrong = f"--explain {self.explain}: give a place from 1 to {len(kinds)}, or the name of a layout"
+            raise ExperimentError(wrong)
+        return named[self.explain]
+
+    def after(self, outcome: Outcome, folder: Path) -> Outcome:
+        """Leave the machine that was measured; run a rank alone, or compile, when the plan is kept and told.
+
+        Raises ExperimentError, EnvironmentMissing.
+        """
+        found = msgspec.convert(outcome.more["plan"], Found)
+        if found.machine.name.startswith(HERE):
+            write_atomically(folder / f"{HERE}.toml", msgspec.toml.encode(found.machine))
+        if not (self.alone or self.compile):
+            return outcome
+        page = self.leave(outcome, folder)
+        errors_console().print(f"{found.sentence()}: {page}", soft_wrap=True)
+        absent = self._absent(found.explained, outcome.experiment, found.machine)
         plan = msgspec.to_builtins(replace(found, absent=absent))
-        return replace(outcome, more={"plan": plan}, left_out=layouts.refused)
+        return replace(outcome, more=outcome.more | {"plan": plan})
 
     def _absent(self, candidate: Candidate, experiment: Experiment, machine: Machine) -> list[AbsentStep]:
         """A layout's step, alone or compiled, if asked for. Raises ExperimentError, EnvironmentMissing."""
@@ -206,10 +304,11 @@ class Plan(Study, frozen=True, kw_only=True):
         machine, engine, explain = found.machine, outcome.options["engine"], outcome.options["explain"]
         best, tables = found.candidates[:BEST], []
         if best:
-            title = f"The fastest of {found.fitting:,} layouts that fit; ms of a step"
-            tables.append(table_of(title, LAYOUTS, best))
+            title = f"The fastest of {found.fitting:,} layouts that fit, one of each kind; ms of a step"
+            near = sum(candidate.seconds < NEAR * best[0].seconds for candidate in found.candidates)
+            tables.append(table_of(title, LAYOUTS, best, below=BELOW.format(near=near, percent=NEAR - 1)))
         if explain:
-            tables.append(terms_table(engine, found.chosen(explain), experiment, machine))
+            tables.append(terms_table(engine, found.explained, experiment, machine))
         for step in found.absent:
             memory = table_of(step.title, MEMORY, step.memory, look="words", below=step.below)
             tables += [memory, table_of("What it sends in a step", FLOWS, step.flows)]
@@ -222,11 +321,12 @@ class Plan(Study, frozen=True, kw_only=True):
                 f"Predicted, not measured. {machine.devices} devices of {human_bytes(machine.memory_bytes)}, "
                 f"of which a step may have {USABLE:.0%}; {experiment.sequences_per_step} sequences of "
                 f"{experiment.model.block_size} tokens a step. Memory is an estimate, {LEAST:g} to {MOST:g} "
-                f"times as much as was measured.",
+                f"times as much as was measured: --alone and --compile find it for one layout.",
             ],
             tables=tables,
             figures=[memory_figure(found.candidates)] if best else [],
             rows=best,
+            value={"times_as_long": found.times_as_long},
             passed=bool(best) and not problems,
             warnings=problems,
         )
@@ -256,6 +356,7 @@ LAYOUTS = (
     Column[Candidate]("step ms", lambda candidate: candidate.seconds * 1e3, ",.1f"),
     Column[Candidate]("MFU", lambda candidate: candidate.mfu, ".1%"),
     Column[Candidate]("memory", lambda candidate: candidate.bytes, human_bytes),
+    Column[Candidate]("alike", lambda candidate: candidate.alike, ",d"),
     *(
         Column[Candidate](part, lambda candidate, part=part: candidate.parts.get(part, 0.0) * 1e3, ",.1f")
         for part in PARTS

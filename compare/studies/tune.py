@@ -28,8 +28,8 @@ from compare.timing import Timed, timed_findings
 WINNER = "winner.toml"
 NOTHING: Mapping[str, Machine] = {}
 ABOUT = (
-    "Predicted from products, memory and an all-reduce as they were measured. Error: predicted over measured "
-    "step time, less 1; after one factor: with the engine's median ratio divided out."
+    "Predicted from products, memory and an all-reduce{source}. Error: predicted over measured step time, "
+    "less 1; after one factor: with the engine's median ratio divided out."
 )
 
 
@@ -112,13 +112,15 @@ class Tune(Timed, frozen=True, kw_only=True):
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """Every layout, predicted and measured; and how well each engine's were ranked."""
         rows = sorted(rows_of(outcome), key=lambda row: row.measured_ms.median)
-        best = rows[0]
+        machine, best = outcome.options["machine"], rows[0]
+        source = " as measured" if machine == HERE else f" as {machine} has them"
+        accuracies = (f"{engine}, {accuracy(of)}." for engine, of in by_engine(rows).items())
         return timed_findings(
             timed(outcome),
             title=f"{outcome.name}: {len(rows)} layouts timed",
             sentence=f"the fastest is {best.engine} {best.layout}, {best.measured_ms.median:.1f} ms a step: "
             f"{folder / WINNER}",
-            about=[ABOUT, *(f"{engine}, {accuracy(of)}." for engine, of in by_engine(rows).items())],
+            about=[ABOUT.format(source=source), *accuracies],
             tables=[table_of("Predicted and measured", COLUMNS, rows)],
             rows=rows,
         )

@@ -31,6 +31,7 @@ def test_blocks_keep_what_backward_reads_and_logits_are_there_several_times():
     """And of the block that backward computes all, once more; then both ends."""
     kept = {
         ("torch-manual", "none"): L * 16 * C + 16 * C + 5 * C,
+        ("torch-manual", "dots"): L * 11 * C + 16 * C + 5 * C,
         ("torch-manual", "full"): L * C + 16 * C + 5 * C,
         ("jax-manual", "none"): L * (21 * C + H * T) + 21 * C + 4 * H * T + 7 * C,
         ("jax-manual", "dots"): L * (10 * C + H * T) + 21 * C + 4 * H * T + 7 * C,
@@ -66,8 +67,42 @@ def test_zero_gathers_a_unit_or_everything():
     kept = {"zero": 3, "reshard_after_forward": False}
     for fields, gathered in (({"zero": 1}, 0), ({"zero": 3}, unit), (kept, everything)):
         (first, _) = estimate(dp_shard=2, **fields)["activations"]
-        scattered = everything if fields["zero"] == 3 else 0
+        scattered = unit if fields["zero"] == 3 else 0
         assert first == pytest.approx(alone / 2 + gathered + scattered), fields
+    accumulated = edited(PLAIN, {"train": {"gradient_accumulation_steps": 4}})
+    (first, _) = peak_estimate("torch-manual", edited(accumulated, {"layout": {"dp_shard": 2, "zero": 2}}))[
+        "activations"
+    ]
+    assert first == pytest.approx(alone / 2 + everything), "gradients of four passes, whole until the last"
+
+
+def test_in_16_bits_the_stream_stays_wide_and_casts_of_weights_are_kept():
+    """A block keeps 2 numbers of 4 bytes and 14 of 2 a token, and a cast of each of its weights."""
+    casts = 2 * (12 * C * C + 13 * C)
+    ends = 4 * 4 * C + 2 * C
+    for dtype in ("bfloat16", "float16"):
+        half = edited(PLAIN, {"precision": {"dtype": dtype}})
+        for remat, numbers, kept in (("none", 36, 1), ("dots", 4 + 20, 0), ("full", 4, 0)):
+            layout = {"layout": {"remat": remat}}
+            found = peak_estimate("torch-manual", edited(half, layout))["activations"]
+            block = N * numbers * C + kept * casts
+            assert found == [L * block + N * (36 * C + ends) + casts], (dtype, remat)
+        assert peak_estimate("torch-manual", half)["logits"] == [N * V * (3 * 4 + 2)]
+        (split,) = {*peak_estimate("torch-manual", edited(half, {"layout": {"tp": 4}}))["activations"]}
+        inside = 2 * (12 * C * C + 4 * C + 3 * C) / 4 + 2 * 6 * C
+        assert split == pytest.approx(
+            L * (N * (12 + 24 / 4) * C + inside) + N * ((12 + 24 / 4) * C + ends) + inside
+        )
+
+
+def test_jax_has_a_passs_gradients_beside_their_sum_and_reduces_them_at_once():
+    four = edited(PLAIN, {"train": {"gradient_accumulation_steps": 4}})
+    for layout, copies in (({}, 1), ({"dp_replicate": 2}, 2), ({"dp_shard": 2, "zero": 1}, 2)):
+        once, accumulated = (
+            peak_estimate("jax-manual", edited(one, {"layout": layout})) for one in (PLAIN, four)
+        )
+        more = accumulated["activations"][0] - once["activations"][0]
+        assert more == pytest.approx(copies * once["parameters"][0]), layout
 
 
 def test_a_pipeline_keeps_what_its_schedule_has_in_flight():

@@ -27,7 +27,8 @@ from compare.studies.fitting import estimate_memory, require_memory
 
 GPT2 = load("gpt2-124m")
 PEAKS = Path(__file__).parents[1] / "data" / "peaks.json"
-"""The fullest device of runs at the peak of a step: jax 0.10.2 and torch 2.13.0 on a CPU, float32."""
+"""The fullest device at the peak of a step: jax 0.10.2 and torch 2.13.0 on a CPU. 70 runs in float32; then
+ranks of PyTorch alone and XLA's plans, in bfloat16, with accumulated passes and few tokens."""
 S, H, A, L, V = 1024, 768, 12, 12, 50304
 B = 8
 
@@ -71,13 +72,18 @@ def test_state_is_the_closed_form_of_what_is_at_rest():
 
 
 def test_the_estimate_is_about_the_measured_peak():
-    ratios = {}
+    ratios, in_16_bits = {}, []
     for row in msgspec.json.decode(PEAKS.read_bytes(), type=list[MeasuredPeak]):
         estimate = estimate_memory(row.engine, row.experiment).per_device[row.device]
         ratios[row.engine, row.layout] = estimate / row.total
-    assert len(ratios) == 70
+        if row.experiment.precision.dtype == "bfloat16":
+            in_16_bits.append(estimate / row.total)
+    assert len(ratios) == 109
     assert LEAST < min(ratios.values()) < max(ratios.values()) < MOST
-    assert 1.1 < statistics.median(ratios.values()) < 1.3
+    assert 1.0 < statistics.median(ratios.values()) < 1.25
+    assert 1.0 < statistics.median(in_16_bits) < 1.25, "by the same mechanism as in float32"
+    of_torch = [ratio for (engine, _), ratio in ratios.items() if engine.startswith("torch")]
+    assert min(of_torch) > 0.9
 
 
 def refused(monkeypatch, experiment: Experiment, has: int, **options) -> str:

@@ -16,7 +16,7 @@ from compare.contract.request import decode_request
 from compare.judge.outcome import read_outcome
 from compare.plan import absent
 from compare.plan.machine import read_machine
-from compare.plan.predict import predict
+from compare.plan.predict import CALIBRATED, predict
 from compare.spec.experiment import ExperimentError, edited, to_toml
 from compare.studies.plan import Found
 
@@ -44,7 +44,7 @@ def textbook_ledger(request, more: int = 0, without: int = 0) -> Ledger:
 def test_a_plan_is_shown_kept_and_shown_again(small, capsys, with_pictures):
     assert main([*ARGUMENTS, "--run_dir", "p"]) == 0
     printed = capsys.readouterr().out
-    assert "layouts that fit; ms of a step" in printed
+    assert "layouts that fit, one of each kind; ms of a step" in printed
     assert "Predicted, not measured. 16 devices of 80 GB" in printed
     page = Path("p/plan.html").read_text()
     assert page.count("<svg") == 1
@@ -56,7 +56,51 @@ def test_a_plan_is_shown_kept_and_shown_again(small, capsys, with_pictures):
     best = found["rows"][0]
     assert best["seconds"] == pytest.approx(sum(best["parts"].values()))
     assert len(found["rows"]) == 10
+    assert (
+        len({(row["layout"]["tp"], row["layout"]["pp"], row["layout"]["remat"]) for row in found["rows"]}) > 3
+    )
+    low, high = found["times_as_long"]
+    milliseconds = 1e3 * best["seconds"]
+    span = f"{low:g} to {high:g} times as long, {low * milliseconds:,.1f} to {high * milliseconds:,.1f} ms"
+    assert span in said(printed)
+    assert span in page
     assert found["result"]["more"]["plan"]["machine"]["devices"] == 16
+
+
+def test_one_measured_step_calibrates_and_both_figures_are_said(small, capsys):
+    assert main([*ARGUMENTS, "--json", "--run_dir", "p"]) == 0
+    plain = json.loads(capsys.readouterr().out)["rows"][0]
+    milliseconds = 3e3 * plain["seconds"]
+    given = (
+        "--measured",
+        f"{plain['name']}={milliseconds:.6f}ms",
+        "--layout.remat",
+        plain["layout"]["remat"],
+    )
+    assert main([*ARGUMENTS, *given, "--json", "--run_dir", "q"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: row["seconds"] for row in found["rows"]}
+    assert found["times_as_long"] == list(CALIBRATED)
+    assert min(rows.values()) <= 1.0001 * milliseconds / 1e3
+    assert rows.get(plain["name"], milliseconds / 1e3) == pytest.approx(milliseconds / 1e3, rel=1e-4)
+    assert found["result"]["more"]["plan"]["machine"]["slowdown"] > 2.9
+    assert main(["report", "q"]) == 0
+    assert "by the chip's rates; one measured step makes compute take" in said(capsys.readouterr().out)
+    for wrong in ("fsdp3=4ms", f"{plain['name']}=soon"):
+        assert main([*ARGUMENTS, "--measured", wrong]) == 2
+        assert "give a layout as the plan names it" in said(capsys.readouterr().err)
+
+
+def test_the_next_number_of_sequences_that_devices_divide_is_named(small, capsys):
+    """24 sequences on 16 devices: not another step, and not without a word."""
+    given = ("--train.batch_size", "24", "--json", "--run_dir", "p")
+    assert main([*ARGUMENTS, *given]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {row["batch_size"] * row["gradient_accumulation_steps"] for row in found["rows"]} == {24}
+    (more,) = found["result"]["more"]["plan"]["with_more"]
+    assert main(["report", "p"]) == 0
+    takes = f"24 sequences do not divide by all devices: 32 would take {more['seconds'] * 1e3:,.1f} ms by"
+    assert takes in said(capsys.readouterr().out)
 
 
 def test_the_sum_of_one_layout_is_written_out_term_by_term(small, capsys):
@@ -86,11 +130,13 @@ def test_a_rank_that_runs_alone_is_held_against_the_textbook(small, monkeypatch,
 
     def ask(side, python, question, *, answer, timeout_s):
         assert (side, question[0], answer) == ("torchpar", "--alone", RankAlone)
+        assert '"source":"synthetic"' in question[1]
         ledger = textbook_ledger(decode_request(question[1], AbsentRequest, source=question[0]), more)
         return RankAlone(ledger=ledger, memory=DeviceMemory(peak=Peak(bytes={"parameters": 12_000})))
 
     monkeypatch.setattr(absent, "ask", ask)
-    given = ["--layout.pp", "1", "--layout.no_sequence_parallel", "--layout.remat", "none", "--alone"]
+    data = ["--data.source", "none/such"]  # which nothing reads
+    given = [*data, "--layout.pp", "1", "--layout.no_sequence_parallel", "--layout.remat", "none", "--alone"]
     given += ["--precision.dtype", "float32"]
     assert main([*ARGUMENTS, *given, "--run_dir", "p"]) == 0
     printed = said(capsys.readouterr().out)
@@ -160,5 +206,9 @@ def test_a_missing_compiler_is_said_in_a_line(small, capsys):
     if list(importlib.metadata.distributions(name="libtpu")):
         pytest.skip("libtpu is installed")
     given = ("--engine", "jax-manual", "--machine", "v5ex4", "--compile")
-    assert main(["plan", "small.toml", "--quiet", *given]) == 3
-    assert "libtpu, which compiles for what is not here, is not installed" in said(capsys.readouterr().err)
+    assert main(["plan", "small.toml", "--quiet", *given, "--run_dir", "p"]) == 3
+    told = said(capsys.readouterr().err)
+    assert "libtpu, which compiles for what is not here, is not installed" in told
+    assert "ms a step" in told
+    assert main(["report", "p"]) == 0, "the plan is kept"
+    assert "layouts that fit" in said(capsys.readouterr().out)

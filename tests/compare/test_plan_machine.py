@@ -34,6 +34,7 @@ def test_every_chip_that_ships_is_read():
         assert ("core_count: " in machine.gpu_target) == (machine.platform == "gpu")
     assert read_machine("h200x8").inside == read_machine("h100x8").inside
     assert read_machine("v5e-256").devices == 256
+    assert read_machine("H100x8").inside == read_machine("h100x8").inside
 
 
 def test_a_word_that_names_none_is_refused_in_a_line():
@@ -42,6 +43,7 @@ def test_a_word_that_names_none_is_refused_in_a_line():
         "h100": "how many devices? Write h100x64",
         "": "is empty",
         "h100x0": "`int` >= 1 - at `devices`",
+        "h100x10000000": "`int` <= 1000000 - at `devices`",
         "h100x12": "12 devices do not fill hosts of 8",
         "none.tomlx8": "does not exist: give a chip or a TOML file",
     }.items():
@@ -60,6 +62,16 @@ def test_a_file_that_cannot_be_is_refused_in_a_line(tmp_path, monkeypatch):
         (PLATFORM, "", "missing required field `platform`"),
         (PLATFORM, f'{PLATFORM}\nlike = "mine.toml"', "like must be the name of a chip: a100, b200"),
         (PLATFORM, "platform =", "mine.toml: "),
+        ("float32 = 1e12", "", "at `peak`"),
+        ("float32 = 1e12", "float32 = 989.5", "at `peak[...]`"),
+        ("memory_bytes_per_s = 1e9", "memory_bytes_per_s = 3350", "at `memory_bytes_per_s`"),
+        ("bytes_per_s = 4e9", "bytes_per_s = 450", "at `inside.bytes_per_s`"),
+        (
+            PLATFORM,
+            f"{PLATFORM}\nsustained = {{ float32 = 2e12 }}",
+            "sustained.float32 = 2e+12 is above the peak",
+        ),
+        (PLATFORM, f"# {'x' * 20_000}\n{PLATFORM}", "longer than 16384 bytes"),
     ):
         (tmp_path / "mine.toml").write_text(GOOD.replace(old, new))
         assert says in refused("mine.tomlx8")

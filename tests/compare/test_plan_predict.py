@@ -8,7 +8,15 @@ from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.numerics.parameters import parameter_count
 from compare.plan.compute import shape_of
 from compare.plan.machine import LinkSpeed, Machine, read_machine
-from compare.plan.predict import Traffic, makespan_s, predict, setting_of, traffic_of, transfer_s
+from compare.plan.predict import (
+    Traffic,
+    makespan_s,
+    predict,
+    setting_of,
+    slowdown_by,
+    traffic_of,
+    transfer_s,
+)
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 
 
@@ -126,6 +134,25 @@ def test_a_pipeline_takes_its_schedule_with_these_times():
     ) == pytest.approx(24 + 4.5)
     head = makespan_s("1f1b", 2, 8, 1, forward=1.0, backward=2.0, last=3.0, message=0.0)
     assert head == pytest.approx(8 * 6 + 1 + 2)  # the first rank's forward before, its backward after
+
+
+def test_one_measured_step_is_met_by_one_factor_on_compute(tiny):
+    """What is sent keeps its time; a step that is shorter than that is none."""
+    link = LinkSpeed(bytes_per_s=1e6, latency_s=0)
+    machine = machine_of(2, peak={"float64": 1e9}, memory_bytes_per_s=1e9, inside=link)
+    one, other = under(tiny, tp=2), under(tiny, dp_replicate=2)
+    before = predict("torch-manual", one, machine)
+    slow = slowdown_by("torch-manual", one, machine, seconds=2 * before.seconds)
+    after = msgspec.structs.replace(machine, slowdown=slow)
+    found = predict("torch-manual", one, after)
+    assert found.seconds == pytest.approx(2 * before.seconds)
+    assert found.of_part("tp") == pytest.approx(before.of_part("tp"))
+    assert found.of_part("products") == pytest.approx(slow * before.of_part("products"))
+    assert slow > 2
+    assert predict("torch-manual", other, after).seconds > predict("torch-manual", other, machine).seconds
+    assert found.mfu == pytest.approx(before.mfu / 2)
+    with pytest.raises(ExperimentError, match="what it sends alone takes"):
+        slowdown_by("torch-manual", one, machine, seconds=0.5 * before.of_part("tp"))
 
 
 def test_a_machine_without_a_peak_for_the_dtype_is_no_guess(tiny):

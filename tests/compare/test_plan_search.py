@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from compare.execute.hosts import Hosts
 from compare.judge.collective_fit import Fit
-from compare.plan.search import USABLE, memory_of, search
+from compare.plan.search import USABLE, folded, memory_of, search, thinned
 from compare.spec.engines.registry import ENGINES, STUDIED
 from compare.spec.experiment import ExperimentError, check, edited
 from compare.studies import this_machine
@@ -77,9 +77,58 @@ def test_what_does_not_fit_is_set_aside(tiny):
 
 
 def test_fields_that_are_given_stay(tiny):
-    asked = replace(tiny, layout=replace(tiny.layout, tp=2, remat="full"))
-    found = search("torch-manual", asked, machine_of(4), fixed=frozenset({"tp", "remat"}))
-    assert {(one.layout.tp, one.layout.remat) for one in found.fitting} == {(2, "full")}
+    deep = edited(tiny, {"model": {"n_layer": 12}, "train": {"batch_size": 24}})
+    for given in (
+        {"tp": 2, "remat": "full"},
+        {"microbatches": 4},
+        {"schedule": "interleaved", "chunks": 3},
+        {"chunks": 1},
+    ):
+        asked = edited(deep, {"layout": given})
+        found = search("torch-manual", asked, machine_of(4), fixed=frozenset(given)).fitting
+        stayed = {tuple(getattr(one.layout, field) for field in given) for one in found}
+        assert stayed == {tuple(given.values())}
+        assert {one.sequences for one in found} == {24}
+    accumulated = edited(deep, {"layout": {"microbatches": 4}})
+    found = search("torch-manual", accumulated, machine_of(2), fixed=frozenset({"microbatches"})).fitting
+    assert {one.gradient_accumulation_steps for one in found} == {1, 2, 3, 6}
+    with pytest.raises(ExperimentError, match="microbatches = 5 "):
+        search(
+            "torch-manual",
+            edited(deep, {"layout": {"microbatches": 5}}),
+            machine_of(2),
+            fixed=frozenset({"microbatches"}),
+        )
+
+
+def test_no_other_step_is_planned_than_the_one_that_was_asked_for(tiny):
+    """Sequences that do not divide are refused by their own number, fewer than devices too."""
+    for sequences, devices in ((7, 7), (12, 8), (3, 4), (10, 4)):
+        asked = edited(tiny, {"train": {"batch_size": sequences, "gradient_accumulation_steps": 1}})
+        every = search("torch-manual", asked, machine_of(devices), fixed=NONE)
+        assert {one.sequences for one in every.fitting} == {sequences}
+        assert all(sequences % one.layout.data_parallel == 0 for one in every.fitting)
+        (why,) = [why for why in every.refused.values() if "sequences a step" in why] or [""]
+        assert (f"{sequences} sequences" in why) == bool(sequences % devices)
+    short = edited(tiny, {"train": {"batch_size": 3}})
+    with pytest.raises(
+        ExperimentError, match=r"3 sequences a step do not divide by .*: a multiple of 4 does"
+    ):
+        search("torch-manual", short, machine_of(4), fixed=frozenset({"tp", "pp"}))
+
+
+def test_rows_are_more_than_powers_of_two_and_the_best_few_are_of_different_kinds(tiny):
+    assert thinned(60) == [1, 2, 3, 5, 10, 15, 30, 60]
+    assert thinned(15) == [1, 3, 5, 15]
+    assert (thinned(1), thinned(7)) == ([1], [1, 7])
+    asked = edited(tiny, {"train": {"batch_size": 24}})
+    found = search("torch-manual", asked, machine_of(2, memory_bytes_per_s=1e9), fixed=NONE).fitting
+    assert {f"dp2+rows{rows}+none" for rows in (1, 2, 3, 6, 12)} <= {one.name for one in found}
+    kinds = folded(found)
+    assert kinds[0].name == found[0].name
+    assert len({one.kind for one in kinds}) == len(kinds) == len({one.kind for one in found})
+    assert sum(1 + one.alike for one in kinds) == len(found)
+    assert [one.seconds for one in kinds] == sorted(one.seconds for one in kinds)
 
 
 def test_tp_stays_inside_of_a_host(tiny):

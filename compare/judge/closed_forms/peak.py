@@ -2,19 +2,21 @@
 
     state         parameters, gradients and optimizer as at rest (`compare.judge.closed_forms.memory`)
     activations   of blocks in flight, of one block that backward computes anew, and of both ends; parameters
-                  that ZeRO gathers, and whole gradients that it scatters
+                  that ZeRO gathers, and gradients on their way to what accumulates them
     logits        as often as an engine keeps tensors of their size
 
 A block keeps so many numbers a token, of width C, with H heads and T positions:
 
-                stream   entering tp   inside tp
-    torch       2C       2C            12C          a fused attention keeps no scores
-    JAX         6C       2C            13C + HT     residuals of each operation of a norm or a GELU
-    JAX, dots   2C       -             8C + HT
-    full        C        -             -
+                 stream   entering tp   inside tp
+    torch        2C       2C            12C          a fused attention keeps no scores
+    torch, dots  C        2C            8C           results of products
+    JAX          6C       2C            13C + HT     residuals of each operation of a norm or a GELU
+    JAX, dots    2C       -             8C + HT
+    full         C        -             -
 
-tp splits what is inside of its regions, sequence parallelism the stream as well. Against 70 peaks that were
-measured on a CPU (`tests/data/peaks.json`) the estimate was 0.88 to 1.53 times as much: LEAST and MOST.
+tp splits what is inside of its regions, sequence parallelism the stream as well. In 16 bits the stream and
+scores have 32 all the same, what enters tp and is inside of it 16; so have casts of a block's weights, which
+are kept with its numbers. The estimate was LEAST to MOST times a measured peak (`tests/data/peaks.json`).
 """
 
 from typing import NamedTuple
@@ -24,7 +26,7 @@ from compare.numerics.parameters import block_parameters, end_parameters, storag
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
 
-LEAST, MOST = 0.85, 1.6
+LEAST, MOST = 0.8, 1.7
 
 
 class StoredNumbers(NamedTuple):
@@ -36,21 +38,23 @@ class StoredNumbers(NamedTuple):
     scores: int = 0
 
 
+NARROW = 2.0
+"""Bytes of a number in 16 bits."""
 INPUT = StoredNumbers(1)
 BLOCK = {"autograd": StoredNumbers(2, 2, 12), "scan": StoredNumbers(6, 2, 13, 1)}
-DOTS = {"autograd": BLOCK["autograd"], "scan": StoredNumbers(2, 0, 8, 1)}
-"""Eager PyTorch frees nothing of a block before all of it has been recomputed."""
-DROPPED = StoredNumbers(4, scores=4)
+DOTS = {"autograd": StoredNumbers(1, 2, 8), "scan": StoredNumbers(2, 0, 8, 1)}
+DROPPED = {"autograd": StoredNumbers(2, scores=2), "scan": StoredNumbers(4, scores=4)}
 UNFUSED = {"autograd": StoredNumbers(0), "scan": StoredNumbers(0, scores=3)}
 """In the block that runs: scores, and the gradients of scores and weights."""
 ENDS = {"autograd": StoredNumbers(4, 1), "scan": StoredNumbers(6, 1)}
-LOGITS = {"autograd": 4, "scan": 2}
+LOGITS = {"autograd": (3, 1), "scan": (2, 0)}
+"""Copies in 32 bits, and as products leave them."""
 
 
 def peak_of_stage(engine: str, experiment: Experiment, *, stage: int) -> dict[str, float]:
     """Bytes by kind of each device of one rank of the pipeline."""
     return state_of_stage(engine, experiment, stage=stage) | {
-        "activations": _activations(engine, experiment, stage) + _gathered(engine, experiment, stage),
+        "activations": _activations(engine, experiment, stage) + _passing(engine, experiment, stage),
         "logits": _logits(engine, experiment, stage),
     }
 
@@ -81,60 +85,71 @@ def in_flight(engine: str, experiment: Experiment, stage: int) -> int:
 
 def _activations(engine: str, experiment: Experiment, stage: int) -> float:
     layout, model, residuals = experiment.layout, experiment.model, ENGINES[engine].holds.residuals
-    dropped = [DROPPED] if model.dropout else []
+    dropped = [DROPPED[residuals]] if model.dropout else []
     block = [BLOCK[residuals], *dropped]
     remat = ENGINES[engine].remat_for(layout)
     stored = {"full": [INPUT], "none": block, "dots": [DOTS[residuals], *dropped]}[remat]
     blocks = model.n_layer / (layout.pp * layout.chunks) * in_flight(engine, experiment, stage)
-    numbers = blocks * _numbers(stored, experiment) + _numbers([ENDS[residuals]], experiment)
-    numbers += _numbers([*block, UNFUSED[residuals]], experiment)
-    return _bytes_of_tokens(experiment) * numbers
+    tokens, casts = _tokens(experiment), 0.0
+    if _narrow(experiment) == NARROW:
+        casts = NARROW * on_one_of_tp(block_parameters(model, 0), layout)
+    kept = tokens * _bytes(stored, experiment) + casts * (remat == "none")
+    running = _bytes([*block, UNFUSED[residuals], ENDS[residuals]], experiment)
+    return blocks * kept + tokens * running + casts
 
 
-def _numbers(stored: list[StoredNumbers], experiment: Experiment) -> float:
+def _bytes(stored: list[StoredNumbers], experiment: Experiment) -> float:
+    """Of a token. What is split by tp is as wide as products are."""
     model, layout = experiment.model, experiment.layout
+    wide, narrow = storage_dtype(experiment).itemsize, _narrow(experiment)
     split = layout.tp if layout.sequence_parallel else 1
     return sum(
-        model.n_embd * (each.stream / split + each.entering + each.inside / layout.tp)
-        + model.n_head * model.block_size * each.scores / layout.tp
+        model.n_embd * (wide * each.stream / split + narrow * (each.entering + each.inside / layout.tp))
+        + model.n_head * model.block_size * wide * each.scores / layout.tp
         for each in stored
     )
 
 
-def _gathered(engine: str, experiment: Experiment, stage: int) -> float:
-    """Bytes of parameters that are gathered, and of gradients that are whole until they are scattered."""
-    layout, model = experiment.layout, experiment.model
-    if layout.dp_shard == 1:
-        return 0.0
-    split_from = ENGINES[engine].holds.sharded_from
-    gathered = everything = elements_of_stage(engine, experiment, stage=stage)
-    if layout.zero == 3 and layout.reshard_after_forward:  # the ends, and two blocks
-        embeddings, final_norm = end_parameters(model)
-        unit = [*embeddings, *final_norm, *2 * block_parameters(model, 0)]
-        gathered = min(everything, on_one_of_tp(unit, layout))
-    elements = gathered * (layout.zero >= split_from["parameters"])
-    elements += everything * (layout.zero >= split_from["gradients"])
+def _passing(engine: str, experiment: Experiment, stage: int) -> float:
+    """Bytes of parameters that are gathered, and of gradients on their way to the sum over passes."""
+    layout, model, holds = experiment.layout, experiment.model, ENGINES[engine].holds
+    everything = elements_of_stage(engine, experiment, stage=stage)
+    embeddings, final_norm = end_parameters(model)
+    two_blocks = on_one_of_tp([*embeddings, *final_norm, *2 * block_parameters(model, 0)], layout)
+    unit, is_sum = min(everything, two_blocks), experiment.microbatches_per_step > 1
+    elements = 0.0
+    if layout.zero >= holds.sharded_from["parameters"]:
+        elements += unit if layout.zero == 3 and layout.reshard_after_forward else everything
+    if is_sum and holds.residuals == "scan":  # those of a pass stand beside the sum, and are reduced at once
+        copies = 2 if layout.data_parallel > 1 else 1
+        elements += copies * everything / (layout.dp_shard if layout.zero == 3 else 1)
+    elif layout.zero >= holds.sharded_from["gradients"]:  # a sum is whole until it is scattered
+        elements += everything if is_sum else unit
     return storage_dtype(experiment).itemsize * elements
 
 
 def _logits(engine: str, experiment: Experiment, stage: int) -> float:
+    """And what a head's weight is cast to."""
     layout, residuals = experiment.layout, ENGINES[engine].holds.residuals
     if residuals == "autograd" and stage != layout.pp - 1:
         return 0.0
-    copies, microbatches = LOGITS[residuals], experiment.microbatches_per_step
+    (wide, narrow), microbatches = LOGITS[residuals], experiment.microbatches_per_step
     if layout.pp > 1 and residuals == "autograd":
-        copies += 2 * (microbatches - 1)  # GPipe's wait, and results stay
+        wide += 2 * (microbatches - 1)  # GPipe's wait, and results stay
     elif layout.pp > 1 and ENGINES[engine].sent_by_xla:
-        copies *= -(-microbatches // layout.pp)  # the stages share all that there are
+        wide *= -(-microbatches // layout.pp)  # the stages share all that there are
     columns = -(-experiment.model.vocab_size // layout.tp)
-    return _bytes_of_tokens(experiment) * copies / experiment.train.loss_chunks * columns
+    size = wide * storage_dtype(experiment).itemsize + narrow * _narrow(experiment)
+    return _tokens(experiment) * size / experiment.train.loss_chunks * columns
 
 
-def _bytes_of_tokens(experiment: Experiment) -> float:
-    """Of one number a token that is kept, of the tokens of a microbatch that a device works on.
+def _tokens(experiment: Experiment) -> float:
+    """Of a microbatch that a device works on; under tp its neighbours work on the same."""
+    train, layout = experiment.train, experiment.layout
+    return train.batch_size / layout.data_parallel / layout.microbatches * experiment.model.block_size
 
-    Under tp its neighbours work on the same. In 16 bits some is kept in float32 beside what is cast.
-    """
-    train, layout, stored = experiment.train, experiment.layout, storage_dtype(experiment).itemsize
-    tokens = train.batch_size / layout.data_parallel / layout.microbatches * experiment.model.block_size
-    return tokens * (stored + 2 if experiment.precision.dtype in ("bfloat16", "float16") else stored)
+
+def _narrow(experiment: Experiment) -> float:
+    """Bytes of a number in products."""
+    wide = float(storage_dtype(experiment).itemsize)
+    return NARROW if experiment.precision.dtype in ("bfloat16", "float16") else wide
