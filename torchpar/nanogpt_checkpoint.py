@@ -24,7 +24,7 @@ from compare.checkpoint.saver import write_checkpoint
 from compare.host.disk import why_not_readable, write_atomically
 from compare.numerics.gpt2_names import HEAD, from_gpt2, gpt2_shape
 from compare.numerics.parameters import decays, parameter_table
-from compare.spec.experiment import Experiment, ExperimentError, Model, edited, revalidate
+from compare.spec.experiment import Data, Experiment, ExperimentError, Model, Precision, edited, revalidate
 from compare.spec.nanogpt_settings import MODEL_ARGS, experiment_of, settings_of
 from compare.spec.sections import Count
 from torchpar.weights import moment_keys, nanogpt_name, to_nanogpt
@@ -66,7 +66,8 @@ class _Saved(Struct):
 def import_checkpoint(source: Path, target: Path, base: Experiment | None = None) -> None:
     """Write a ckpt.pt of nanoGPT as a checkpoint of ours, a new folder. Raises ExperimentError.
 
-    `base` says what the file does not, and the precision; a state dict alone needs it for the model's sizes.
+    `base` says what the file does not; its precision and data win unless they are the defaults. A state dict
+    alone needs it for the model's sizes.
     """
     loaded = read(source)
     if isinstance(loaded, Mapping) and "model" not in loaded:
@@ -75,17 +76,17 @@ def import_checkpoint(source: Path, target: Path, base: Experiment | None = None
         saved = msgspec.convert(loaded, _Saved)
     except msgspec.ValidationError as error:
         raise ExperimentError(f"{source} is no checkpoint of nanoGPT's train.py: {error}") from None
-    settings, data = {**saved.config, **saved.model_args}, {}
+    settings, given, data = {**saved.config, **saved.model_args}, base or Experiment(), {}
     if "cuda" not in str(settings.get("device", "cuda")) and "dtype" in settings:
         settings["dtype"] = "float32"  # what nanoGPT computes in on a CPU or a Mac, whatever it notes
     skips = settings.get("dtype") == "float16"
-    if base:
+    if given.precision != Precision():
         settings.pop("dtype", None)
-    elif missing := [name for name in MODEL_ARGS if name not in settings]:
-        raise ExperimentError(f"{source} does not say {', '.join(missing)}: give an experiment that does")
-    elif "dataset" in settings:
+    if given.data == Data() and "dataset" in settings:
         data["source"] = f"data/{settings['dataset']}"
-    experiment = edited(experiment_of(settings, base=base or Experiment()), {"data": data})
+    if not base and (missing := [name for name in MODEL_ARGS if name not in settings]):
+        raise ExperimentError(f"{source} does not say {', '.join(missing)}: give an experiment that does")
+    experiment = edited(experiment_of(settings, base=given), {"data": data})
     step = updates = 0
     if saved.optimizer:
         step = saved.iter_num

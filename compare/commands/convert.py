@@ -49,8 +49,8 @@ class Convert(SidePythons, frozen=True, kw_only=True):
     weights (safetensors with canonical names). Default: by TARGET's suffix, .pt nanogpt, .safetensors
     weights, any other checkpoint."""
     experiment: str = ""
-    """An experiment that says what nanoGPT and Hugging Face do not, such as where the data is, and the
-    precision, whatever nanoGPT notes. Default: nanoGPT's data/DATASET and dtype, of the rest the defaults."""
+    """An experiment that says what nanoGPT and Hugging Face do not. Its data and precision, unless they are
+    the defaults, win over nanoGPT's data/DATASET and dtype."""
     json: bool = False
     """Print what was converted as one JSON object on stdout."""
 

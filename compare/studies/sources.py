@@ -30,7 +30,8 @@ def as_checkpoint(
 ) -> CheckpointReader:
     """A checkpoint, every file of which was read: the source's own, or one made in `folder`.
 
-    `base` says what nanoGPT and Hugging Face do not, and the precision; without it nanoGPT's file says that.
+    `base` says what nanoGPT and Hugging Face do not; its precision wins over nanoGPT's dtype unless it is the
+    default.
 
     Raises:
         ExperimentError: the source cannot be read safely, or does not fit.

@@ -170,6 +170,9 @@ def test_an_experiment_gives_precision_and_data_and_without_one_the_file_does(sa
     assert (found.experiment.precision.dtype, found.experiment.data.source) == ("float64", "synthetic")
     assert (found.step, found.updates, found.validation_loss) == (10, UPDATES, UNSET)
     assert (found.experiment.optimizer.momentum, found.experiment.model.bias) == (0, True)
+    import_checkpoint(saved, tmp_path / "data", BASE)  # it names data alone
+    said = CheckpointReader(tmp_path / "data").description.experiment
+    assert (said.precision.dtype, said.data.source) == ("float16", "synthetic")
     assert CheckpointReader(tmp_path / "given").read("m", "norm.scale").dtype == np.float64
     for folder, best in (("alone", 2.0), ("given", 1e9)):
         export_checkpoint(tmp_path / folder, tmp_path / "back.pt")
