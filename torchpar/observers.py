@@ -92,8 +92,9 @@ class Instruments(Observer):
 
     def findings(self) -> tuple[DeviceMemory, ObservedWork, ledger.RankLedger]:
         """Memory, work and ledger of the step, which is over."""
-        compiled = self._run.parallel.compiled
-        seen = replace(self._work.seen(), compiled=compiled() if compiled else "")
+        compiled, seen = self._run.parallel.compiled, self._work.seen()
+        if compiled:
+            seen = replace(seen, **compiled(is_fused=not seen.forward.get("activations")))
         return self._memory.memory(), seen, self.ledger.noted()
 
 

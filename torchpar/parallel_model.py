@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,7 +61,7 @@ class ParallelModel:
         means_of: ranks over whose rows the loss is the mean that backward begins with; 1 for its own rows.
         end_evaluation: after the last forward without a backward.
         transient: flat tensors whose storage comes and goes, for the memory tracker.
-        compiled: what compiled `module`, in words, once it has run; None if it does not compile itself.
+        compiled: what a compiled `module` computes, as fields of a record's work; None if none is.
     """
 
     module: nn.Module
@@ -77,7 +78,7 @@ class ParallelModel:
     means_of: int = 1
     end_evaluation: Callable[[], None] | None = None
     transient: tuple[torch.Tensor, ...] = ()
-    compiled: Callable[[], str] | None = None
+    compiled: Callable[..., Mapping[str, Any]] | None = None
 
     def under(self, strategy: Strategy) -> "ParallelModel":
         """The same under one more strategy, outside of those that it has."""

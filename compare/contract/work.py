@@ -9,7 +9,8 @@ from typing import Literal
 from msgspec import Struct, field
 
 WORK = "work.json"
-Again = Literal["products", "activations"]
+Part = Literal["products", "activations", "logits"]
+"""Matrix products and GELUs of the blocks, and the head's products."""
 
 
 class ObservedWork(Struct, frozen=True, kw_only=True):
@@ -17,8 +18,10 @@ class ObservedWork(Struct, frozen=True, kw_only=True):
 
     products: dict[str, int]
     """Matrix products by the dtype of what is multiplied; tf32 where float32 may be rounded to it."""
-    again: list[Again]
-    """What of the blocks is computed again for backward: matrix products, and GELUs (activations)."""
+    forward: dict[Part, int]
+    """How many operations of each part forward runs."""
+    again: dict[Part, int]
+    """How many backward runs again."""
     logits_positions: list[int]
     """Positions (T) of the logits that exist at once, in forward: block_size over train.loss_chunks."""
     tasks: list[list[str]] = field(default_factory=list)
@@ -26,6 +29,7 @@ class ObservedWork(Struct, frozen=True, kw_only=True):
     where a compiler orders them."""
     compiled: str = ""
     """What compiled the step, and how many graphs there are; empty where nothing did, and where that is the
-    engine's only way. What a compiler makes of operators is not seen."""
-    overlaps: bool = False
-    """Whether a reduction of gradients began before backward had ended."""
+    engine's only way. Then blocks and logits are those of the graph that was compiled, of one pass."""
+    gradient_messages: list[list[tuple[int, bool]]] = field(default_factory=list)
+    """All-reduces of gradients over replicas, where they are our own calls, in order, of each rank of a
+    pipeline: bytes, and whether it began before backward had ended."""

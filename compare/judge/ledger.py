@@ -13,9 +13,11 @@ from msgspec.structs import replace
 
 from compare.contract.communication import METRICS, Communication, summed
 from compare.contract.ledger import SCALAR
-from compare.judge.closed_forms.communication import ROLE, SMALL, is_plain, textbook
-from compare.spec.axes import DP_SHARD, TP
-from compare.spec.engines.registry import ENGINES, side_of
+from compare.judge.closed_forms.communication import ROLE, SMALL, WIDE, is_plain, textbook
+from compare.judge.closed_forms.memory import elements_of_stage, on_one_of_tp
+from compare.numerics.parameters import end_parameters
+from compare.spec.axes import DP_REPLICATE, DP_SHARD, TP
+from compare.spec.engines.registry import ENGINES, TORCH, side_of
 from compare.spec.experiment import Experiment, edited, load
 
 SNAPSHOT = Path(__file__).with_name("snapshot.json")
@@ -23,6 +25,9 @@ LEAST, LEAST_IN_PIPELINE, MOST = 0.8, 0.45, 2.1
 """Multiples of the textbook that an engine may send which decides by itself. Honest runs were seen between
 0.97 and 2.00, in pipelines from 0.49 on; with an ignored `zero`, `reshard_after_forward` or
 `sequence_parallel` between 0 and 0.52."""
+ONCE = 1.5
+"""The most of gradients over replicas, which are reduced once a step and not twice; XLA reduces those of the
+tied embedding for each of its uses."""
 
 
 class Flow(Struct, frozen=True):
@@ -62,12 +67,14 @@ def line_up(engine: str, experiment: Experiment, rows: Sequence[Communication]) 
     return flows
 
 
-def mismatches(engine: str, experiment: Experiment, flows: Sequence[Flow]) -> Iterator[str]:
+def mismatches(
+    engine: str, experiment: Experiment, flows: Sequence[Flow], *, is_compiled: bool = False
+) -> Iterator[str]:
     """Flows that are not of the layout which was asked for, as `line_up` gives them.
 
-    An engine that makes its own calls is held to the byte where the textbook is exact, others to a multiple.
+    Of PyTorch they are held to the byte where the textbook is exact, what a compiler sends to a multiple.
     """
-    is_exact = ENGINES[engine].counts_own_calls and is_plain(experiment)
+    is_exact = is_plain(experiment) and is_said_in_full(engine, experiment) and not is_compiled
     for flow in _joined(flows):
         least, most = (1.0, 1.0) if is_exact else _multiples(engine, experiment, flow)
         limit = most * flow.textbook + 1 if most < math.inf else math.inf  # inf * 0 would be nan
@@ -76,14 +83,27 @@ def mismatches(engine: str, experiment: Experiment, flows: Sequence[Flow]) -> It
             yield f"{sent}, where the textbook has {flow.textbook:,.0f}"
 
 
+def is_said_in_full(engine: str, experiment: Experiment) -> bool:
+    """Whether all that is sent is written down: by us, or without a pipeline in calls of PyTorch's wrappers,
+    which make none of their own choice."""
+    by_pytorch = ENGINES[engine].side == TORCH.name and experiment.layout.pp == 1
+    return ENGINES[engine].counts_own_calls or by_pytorch
+
+
 def _multiples(engine: str, experiment: Experiment, flow: Flow) -> tuple[float, float]:
     layout, is_scan = experiment.layout, ENGINES[engine].holds.residuals == "scan"
     if is_scan and experiment.model.n_layer == 1 and flow.axis == DP_SHARD:
         return 0.0, math.inf  # XLA unrolls a loop of one layer, and gathers once a step
     least = LEAST_IN_PIPELINE if layout.pp > 1 or "+" in flow.axis else LEAST
-    if experiment.precision.dtype in ("bfloat16", "float16"):
+    is_narrow = experiment.precision.dtype not in WIDE
+    if is_narrow:
         least /= 2  # some of it is sent in 16 bits
-    is_bounded = flow.axis in (DP_SHARD, TP) and layout.pp == 1 and is_plain(experiment)
+    if flow.axis == DP_REPLICATE and layout.pp == 1 and flow.textbook:
+        (token, _), _ = end_parameters(experiment.model)
+        whole = elements_of_stage(engine, experiment, stage=0)
+        uses = on_one_of_tp([token], layout) / whole if ENGINES[engine].sends_by == "xla" else 0.0
+        return least, ONCE + uses
+    is_bounded = flow.axis in (DP_SHARD, TP) and layout.pp == 1 and is_plain(experiment) and not is_narrow
     return least, MOST if is_bounded and flow.textbook else math.inf
 
 

@@ -219,7 +219,8 @@ class Outcome(Struct, frozen=True, kw_only=True):
             return f"the losses of {others} agree with those of {references}; {subject} were not compared"
         agree = "agrees" if len(self.verdicts) == 1 else "agree"
         rungs = min(len(verdict.rungs) for verdict in self.verdicts)
-        return f"{others} {agree} with {references} on {rungs} rungs"
+        untold = dict.fromkeys(filter(None, (verdict.untold for verdict in self.verdicts)))
+        return "; ".join([f"{others} {agree} with {references} on {rungs} rungs", *untold])
 
 
 def with_case(

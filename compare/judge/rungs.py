@@ -167,7 +167,7 @@ def _compare_strategies(reference: Record, candidate: Record) -> Found | None:
     if not any(strategy.findings for strategy in read.values()):
         return None
     untold = {what: why for strategy in read.values() for what, why in strategy.untold.items()}
-    return 0.0, "; ".join(f"{what} is untold: {why}" for what, why in untold.items())
+    return 0.0, "; ".join(f"{what} was not compared ({why})" for what, why in untold.items())
 
 
 def _compare_loss_scales(reference: Record, candidate: Record) -> Found | None:

@@ -5,18 +5,20 @@ computes the same. So each setting is read off what was observed, and held again
 
     precision.dtype       the dtype of every matrix product, and of the messages that carry gradients
     layout.compile        which backend made the graphs that ran
-    layout.remat          what of the blocks backward computes again: products, GELUs, nothing
-    train.loss_chunks     how many positions of logits exist at once
+    the blocks            how many of them forward runs: a GELU each
+    layout.remat          how many of the blocks' products and GELUs backward computes again
+    train.loss_chunks     how many positions of logits exist at once, and whether backward makes them again
     layout.schedule       the order of the tasks of every rank of the pipeline
-    layout.gradient_sync  how many all-reduces carry gradients, and whether they begin within backward;
-      and bucket_mb       as many as the closed form of the buckets has (`closed_forms.gradient_messages`)
+    layout.gradient_sync  how many all-reduces carry gradients, their bytes, and which begin within backward;
+      and bucket_mb       as the closed form of the buckets has them (`closed_forms.gradient_messages`)
     layout.zero, offload  bytes at rest, against `closed_forms.memory`
     all that sends        bytes by axis and role, against `closed_forms.communication`: exactly, or a multiple
 
 What an engine cannot tell, and what has no closed form, is named in `Strategy.untold`, never passed over.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from msgspec import Struct, field
@@ -25,18 +27,18 @@ from compare.contract.communication import GRADIENTS
 from compare.contract.record import Record
 from compare.contract.work import ObservedWork
 from compare.judge.closed_forms.gradient_messages import gradient_messages
-from compare.judge.closed_forms.memory import closed_form, excess
+from compare.judge.closed_forms.memory import closed_form, excess, most_held
 from compare.judge.ledger import line_up, mismatches
 from compare.numerics.parameters import storage_dtype
 from compare.pipeline.schedules import make_schedule
+from compare.pipeline.ticks import lock_step
 from compare.spec.axes import DP_REPLICATE
 from compare.spec.engines.engine import Engine
-from compare.spec.engines.registry import ENGINES
+from compare.spec.engines.registry import ENGINES, JAX
 from compare.spec.experiment import Experiment
 
-AT_REST = 0.25
-"""Of a kind's bytes at rest: so far may padding of small and odd shapes be off. The next stage of ZeRO, or
-moments elsewhere, is off by a half or more."""
+AT_REST = 0.05
+"""Of a kind's bytes at rest: beyond shards that cannot all be equal, which the closed form has."""
 OF_HLO = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 """XLA's names of dtypes."""
 
@@ -84,14 +86,11 @@ def strategy_of(record: Record) -> Strategy:
         return Strategy(findings=[Finding("work.json", "what a step computed", "nothing")])
     run = Observed(record, record.work, engine, asked_of(record))
     findings, untold = list[Finding](), dict[str, str]()
-    for read in (_compile, _dtype, _remat, _loss_chunks, _schedule, _gradient_sync, _at_rest, _sent):
-        if run.work.compiled and read in (_dtype, _remat, _loss_chunks):
-            untold[read.__name__.strip("_")] = f"operators of a compiled program ({run.work.compiled})"
-            continue
+    for setting, read in READ.items():
         try:
             findings += read(run)
         except ValueError as error:  # no closed form
-            untold[read.__name__.strip("_")] = str(error)
+            untold[setting] = str(error)
     return Strategy(findings=findings, untold=untold)
 
 
@@ -121,15 +120,45 @@ def _dtype(run: Observed) -> Iterator[Finding]:
         yield Finding("dtype of the gradients that are sent", stored, ", ".join(sent))
 
 
+def _forward(run: Observed) -> Iterator[Finding]:
+    asked, found = blocks_that_run(run.engine, run.experiment), run.work.forward.get("activations", 0)
+    if run.work.compiled:  # the graph of one pass
+        asked //= run.experiment.train.gradient_accumulation_steps
+    yield Finding("blocks that forward runs", str(asked), str(found))
+
+
+def blocks_that_run(engine: Engine, experiment: Experiment) -> int:
+    """How many blocks forward runs in a step: on all ranks, or in the one program that JAX traces."""
+    layout, turns = experiment.layout, experiment.microbatches_per_step
+    blocks = experiment.model.n_layer // layout.pp
+    if engine.side != JAX.name:
+        return layout.devices * turns * blocks
+    if layout.pp > 1:  # a stage at every tick, idle or not
+        schedule = make_schedule(layout.schedule, ranks=layout.pp, microbatches=turns, chunks=layout.chunks)
+        by_autodiff = turns * layout.chunks + layout.pp - 1
+        turns = by_autodiff if engine.sent_by_xla else len(lock_step(schedule).tasks.kind)
+    return turns * blocks // layout.chunks
+
+
 def _remat(run: Observed) -> Iterator[Finding]:
-    found = "full" if "products" in run.work.again else "dots" if run.work.again else "none"
+    forward, again = Counter(run.work.forward), Counter(run.work.again)
+    blocks = forward["activations"]
+    found = ", ".join(f"{again[part]} of {forward[part]} {part}" for part in ("products", "activations"))
+    if again["activations"] >= blocks and not again["products"]:
+        found = "dots"
+    elif again["activations"] >= blocks and again["products"] >= forward["products"] - blocks:
+        found = "full"  # of a block's last product backward has no use
+    elif not again["activations"] and not again["products"]:
+        found = "none"
     yield Finding("layout.remat", run.engine.remat_for(run.experiment.layout), found)
 
 
 def _loss_chunks(run: Observed) -> Iterator[Finding]:
-    length = run.experiment.model.block_size
-    found = [f"{length / positions:g}" for positions in run.work.logits_positions if positions]
-    yield Finding("train.loss_chunks", str(run.experiment.train.loss_chunks), ", ".join(found) or "none")
+    length, chunks = run.experiment.model.block_size, run.experiment.train.loss_chunks
+    found = ", ".join(f"{length / positions:g}" for positions in run.work.logits_positions if positions)
+    if chunks > 1 and run.work.again.get("logits", 0) < run.work.forward.get("logits", 0):
+        found += ", whose logits are kept for backward,"
+    yield Finding("train.loss_chunks", str(chunks), found or "none")
 
 
 def _schedule(run: Observed) -> Iterator[Finding]:
@@ -148,7 +177,7 @@ def _schedule(run: Observed) -> Iterator[Finding]:
 
 def _gradient_sync(run: Observed) -> Iterator[Finding]:
     """Only where the layout's choice is carried out: not by FSDP, which reduces unit by unit."""
-    layout, engine, overlaps = run.experiment.layout, run.engine, run.work.overlaps
+    layout, engine, seen = run.experiment.layout, run.engine, run.work.gradient_messages
     asked = layout.gradient_sync if engine.offers_choice else engine.gradient_sync[0]
     expected = {
         sync: gradient_messages(engine.name, run.experiment, gradient_sync=sync)
@@ -160,23 +189,28 @@ def _gradient_sync(run: Observed) -> Iterator[Finding]:
     for row in run.record.ledger.rows:
         if (row.kind, row.axis, row.purpose) == ("all_reduce", DP_REPLICATE, GRADIENTS):
             calls[row.stage] += row.calls
+    sizes = [[size for size, _ in of_stage] for of_stage in seen]
+    early = {begun for of_stage in seen for _, begun in of_stage}
     words, counted = asked, "/".join(map(str, calls))
     if asked == "bucketed" or not engine.offers_choice:
         words += f" of {layout.bucket_mb:g} MB"
-    when = f" {'within' if overlaps else 'after'} backward" if engine.offers_choice else ""
-    found = f"{counted} all-reduces{when}"
+    when = "partly within" if len(early) > 1 else "within" if True in early else "after"
+    found = f"{counted} all-reduces" + (f" {when} backward" if seen else "")
     for sync, messages in expected.items():
-        if messages and messages.by_stage == calls and messages.overlap in (overlaps, None):
+        if not messages or [*map(len, messages.by_stage)] != calls or (seen and early != {messages.overlap}):
+            continue
+        if not seen or sizes == messages.by_stage:
             found = words if sync == asked else f"{sync} ({counted} calls)"
             break
+        found += ", with other parameters in each"
     yield Finding("layout.gradient_sync", words, found)
 
 
 def _at_rest(run: Observed) -> Iterator[Finding]:
     layout, resident = run.experiment.layout, run.record.manifest.resident_bytes
     asked = f"zero {layout.zero}, offload {layout.offload}"
-    expected = closed_form(run.engine.name, run.experiment)
-    errors = {kind: excess(resident, {kind: size}) for kind, size in expected.items()}
+    expected, most = (form(run.engine.name, run.experiment) for form in (closed_form, most_held))
+    errors = {kind: excess(resident, {kind: size}, most) for kind, size in expected.items()}
     odd = [f"{kind} off by {error:+.0%}" for kind, error in errors.items() if not abs(error) <= AT_REST]
     yield Finding("bytes at rest", asked, ", ".join(odd) or asked)
 
@@ -186,7 +220,22 @@ def _sent(run: Observed) -> Iterator[Finding]:
     if ledger.problems:
         yield Finding("the ledger", "complete", ledger.problems[0])
     asked, flows = "the textbook of the layout", line_up(engine, run.experiment, ledger.rows)
-    yield Finding("what is sent", asked, next(mismatches(engine, run.experiment, flows), asked))
+    odd = mismatches(engine, run.experiment, flows, is_compiled=bool(run.work.compiled))
+    yield Finding("what is sent", asked, next(odd, asked))
+
+
+READ: Mapping[str, Callable[[Observed], Iterator[Finding]]] = {
+    "layout.compile": _compile,
+    "precision.dtype": _dtype,
+    "blocks that forward runs": _forward,
+    "layout.remat": _remat,
+    "train.loss_chunks": _loss_chunks,
+    "layout.schedule": _schedule,
+    "layout.gradient_sync": _gradient_sync,
+    "bytes at rest": _at_rest,
+    "what is sent": _sent,
+}
+"""What reads each setting."""
 
 
 def done_words(record: Record) -> dict[str, str]:

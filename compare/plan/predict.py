@@ -192,7 +192,7 @@ def _calls(setting: Setting, kind: str, axis: str, purpose: str) -> float:
             messages = gradient_messages(engine, experiment, gradient_sync=layout.gradient_sync)
         except ValueError:  # padded leaves
             messages = None
-        return messages.by_stage[layout.pp - 1] if messages else blocks + 1
+        return len(messages.by_stage[layout.pp - 1]) if messages else blocks + 1
     return passes * layout.chunks if purpose in STREAMS else 1
 
 

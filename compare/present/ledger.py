@@ -54,7 +54,8 @@ def engine_ledger(case: str, record: Record) -> EngineLedger:
     recorded = recorded_rows(engine, asked_of(record), manifest.versions)
     flows = line_up(engine, experiment, rows)
     unexpected = [f"incomplete: {problem}" for problem in record.ledger.problems]
-    unexpected += mismatches(engine, experiment, flows)
+    is_compiled = record.work is not None and bool(record.work.compiled)
+    unexpected += mismatches(engine, experiment, flows, is_compiled=is_compiled)
     if recorded and (sent := snapshot_rows(rows)) != recorded:
         odd = [f"sent {row}" for row in sent if row not in recorded]
         odd += [f"recorded {row}" for row in recorded if row not in sent]

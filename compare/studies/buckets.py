@@ -210,7 +210,7 @@ def buckets_of(experiment: Experiment) -> int:
     """All-reduces of a step."""
     messages = gradient_messages(REFERENCE, experiment, gradient_sync=experiment.layout.gradient_sync)
     assert messages  # gradients of replicas
-    return messages.by_stage[0]
+    return len(messages.by_stage[0])
 
 
 def gradient_bytes(experiment: Experiment) -> int:

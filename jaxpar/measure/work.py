@@ -9,49 +9,59 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.interpreters.partial_eval import dce_jaxpr
 
-from compare.contract.work import Again, ObservedWork
+from compare.contract.work import ObservedWork, Part
 from compare.pipeline.schedules import Kind, Task
 from compare.pipeline.ticks import BACKWARD, FORWARD, Ticks
 from jaxpar.measure.hlo import AGAIN
 from jaxpar.model import HEAD
 
 PRODUCT, GELUS = "dot_general", frozenset({"erf", "erfc", "tanh"})
-BACKWARDS = ("transpose(", AGAIN)
 KINDS = {FORWARD: Kind.FORWARD, BACKWARD: Kind.BACKWARD}
 
 
 def work_of(program: Any, ticks: Ticks | None = None) -> ObservedWork:
     """Observed work of a traced step, `jax.jit(step).trace(...).jaxpr`, and of the pipeline in it."""
-    products, again, positions = Counter[str](), set[Again](), set[int]()
-    for equation, scopes in operations(program.jaxpr):
+    products, forward, again, positions = Counter[str](), Counter[Part](), Counter[Part](), set[int]()
+    used, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))  # as XLA runs it
+    for equation, scopes, turns in operations(used):
         name, is_of_head = equation.primitive.name, HEAD in scopes
+        if name not in {PRODUCT, *GELUS}:
+            continue
+        part: Part = "activations" if name in GELUS else "logits" if is_of_head else "products"
         if name == PRODUCT:
             products[_dtype_of(equation)] += 1
-            if is_of_head and not any(scope in scopes for scope in BACKWARDS):
+        if AGAIN in scopes:
+            again[part] += turns
+        elif "transpose(" not in scopes:
+            forward[part] += turns
+            if part == "logits":
                 positions.add(equation.invars[0].aval.shape[-2])
-        if AGAIN in scopes and not is_of_head:
-            again |= {"products"} if name == PRODUCT else {"activations"} if name in GELUS else set()
     if ticks and not ticks.kept_slots:  # backward begins with the forward of its stage
-        again |= {"products", "activations"}
+        for part in ("products", "activations"):
+            again[part] = forward[part] = forward[part] // 2
     return ObservedWork(
         products=dict(products),
-        again=sorted(again),
+        forward=dict(forward),
+        again=dict(again),
         logits_positions=sorted(positions),
         tasks=[_tasks_of(ticks, rank) for rank in range(ticks.ranks)] if ticks else [],
     )
 
 
-def operations(jaxpr: Any, outer: str = "") -> Iterator[tuple[Any, str]]:
-    """Equations of a program and of those within (loops, branches, calls), each with the scopes around it."""
+def operations(jaxpr: Any, outer: str = "", turns: int = 1) -> Iterator[tuple[Any, str, int]]:
+    """Equations of a program and of those within (loops, branches, calls), each with the scopes around it,
+    and with the turns of the loops around it."""
     for equation in jaxpr.eqns:
         scopes = f"{outer}/{equation.source_info.name_stack}"
-        yield equation, scopes
+        yield equation, scopes, turns
+        turns_inside = turns * equation.params.get("length", 1)  # of a scan
         for value in equation.params.values():
             for inner in value if isinstance(value, tuple | list) else [value]:
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
-                    yield from operations(inner, scopes)
+                    yield from operations(inner, scopes, turns_inside)
 
 
 def _tasks_of(ticks: Ticks, rank: int) -> list[str]:

@@ -182,7 +182,7 @@ FAULTS = (
     ("no_work", "strategy", BOTH, without(files.WORK)),
     ("other_products", "strategy", BOTH, work(products={"bfloat16": 9})),
     ("reference_products", "strategy", REFERENCE, work(products={"bfloat16": 9})),
-    ("other_remat", "strategy", BOTH, work(again=["activations", "products"])),
+    ("other_remat", "strategy", BOTH, work(again={"activations": 4, "products": 20})),
     ("whole_logits", "strategy", BOTH, work(logits_positions=[1])),
     ("other_sync", "strategy", BOTH, sent(calls=99)),
     ("other_messages", "strategy", BOTH, sent(dtype="bfloat16")),

@@ -75,5 +75,5 @@ def test_bfloat16_stays_bfloat16_and_its_softmax_is_float32():
     traced = jax.make_jaxpr(lambda *qkv: jax.vjp(core, *qkv)[1](y))(q, k, v).jaxpr
     names = {"exp": jnp.float32, "dot_general": jnp.bfloat16}
     for name, dtype in names.items():
-        dtypes = [eqn.invars[0].aval.dtype for eqn, _ in operations(traced) if eqn.primitive.name == name]
+        dtypes = [eqn.invars[0].aval.dtype for eqn, _, _ in operations(traced) if eqn.primitive.name == name]
         assert set(dtypes) == {jnp.dtype(dtype)}, name

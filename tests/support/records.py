@@ -9,7 +9,7 @@ from compare.contract.communication import GRADIENTS, Communication, ring_wire_b
 from compare.contract.ledger import Ledger
 from compare.contract.record import Manifest, Record, Recorder, Step, read_record, write_tensors
 from compare.contract.request import REQUEST, Request, Rung
-from compare.contract.work import ObservedWork
+from compare.contract.work import ObservedWork, Part
 from compare.execute.machine import git_state
 from compare.host.json_files import write_json
 from compare.judge.circumstances import Circumstances
@@ -19,6 +19,7 @@ from compare.judge.closed_forms.memory import closed_form
 from compare.judge.ladder import LADDER
 from compare.judge.metrics import figures
 from compare.judge.outcome import Case, Outcome, save, with_case
+from compare.judge.strategy import blocks_that_run
 from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import global_norm, learning_rate, moment_names, reference_step
 from compare.numerics.parameters import (
@@ -161,17 +162,23 @@ def make_record(
 def make_work(engine: str, experiment: Experiment) -> ObservedWork:
     """What a step computes if it does as it was asked."""
     layout, chunks = experiment.layout, experiment.train.loss_chunks
-    again = {"none": [], "dots": ["activations"], "full": ["activations", "products"]}
+    blocks = 1 if ENGINES[engine].is_peer else blocks_that_run(ENGINES[engine], experiment)
+    forward: dict[Part, int] = {"products": 5 * blocks, "activations": blocks, "logits": chunks}
+    parts = {"none": (), "dots": ("activations",), "full": ("activations", "products")}
+    again = {part: forward[part] for part in parts[ENGINES[engine].remat_for(layout)]}
     schedule = make_schedule(
         layout.schedule, ranks=layout.pp, microbatches=experiment.microbatches_per_step, chunks=layout.chunks
     )
     messages = gradient_messages(engine, experiment, gradient_sync=layout.gradient_sync)
     return ObservedWork(
         products={experiment.precision.product_dtype: 12},
-        again=again[ENGINES[engine].remat_for(layout)],
+        forward=forward,
+        again=again | ({"logits": chunks} if chunks > 1 else {}),
         logits_positions=[experiment.model.block_size // chunks],
         tasks=[[str(task) for task in rank] for rank in schedule] if layout.pp > 1 else [],
-        overlaps=bool(messages and messages.overlap),
+        gradient_messages=[[(size, messages.overlap) for size in sizes] for sizes in messages.by_stage]
+        if messages and messages.overlap is not None and ENGINES[engine].counts_own_calls
+        else [],
     )
 
 
@@ -183,7 +190,7 @@ def make_ledger(engine: str, experiment: Experiment) -> list[Communication]:
         messages = gradient_messages(engine, experiment, gradient_sync=layout.gradient_sync)
         for (kind, axis, purpose), size in found.items():
             of_replicas = (kind, axis, purpose) == ("all_reduce", DP_REPLICATE, GRADIENTS)
-            calls = messages.by_stage[stage] if messages and of_replicas else 1
+            calls = len(messages.by_stage[stage]) if messages and of_replicas else 1
             rows.append(
                 Communication(
                     kind=kind,

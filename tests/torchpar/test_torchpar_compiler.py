@@ -42,7 +42,9 @@ def test_a_step_is_one_graph_and_equals_one_device(rank: int) -> None:
     """Forward and backward of both passes and steps: torch.compile fails where it would break the graph."""
     got, parallel = train(replace(LAYOUTS["fsdp_tp_sp"], compile="aot_eager"), rank, ADAM)
     assert_same(got, reference(ADAM), "fsdp_tp_sp")
-    assert parallel.compiled() == "aot_eager, 1 graph"
+    work = parallel.compiled(is_fused=False)
+    assert work["compiled"] == "aot_eager, 1 graph"
+    assert (work["forward"]["activations"], work["forward"]["logits"]) == (BLOCKS, 1)
 
 
 def test_ledger(ranks):

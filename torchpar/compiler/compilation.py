@@ -9,13 +9,25 @@ between them. The whole forward is one graph: torch.compile fails where it would
 """
 
 import shutil
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
+from compare.contract.work import Part
 from compare.spec.experiment import Layout
+from torchpar.measure.watch import HEAD
+
+TRACED = {
+    "linear": torch.ops.aten.mm.default,
+    "matmul": torch.ops.aten.bmm.default,
+    "scaled_dot_product_attention": torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    "gelu": torch.ops.aten.gelu.default,
+}
+"""By name in a traced graph, what a record counts: one of the operators that a checkpoint knows it by."""
 
 
 def resolve_backend(layout: Layout, device: torch.device) -> str:
@@ -32,20 +44,45 @@ def resolve_backend(layout: Layout, device: torch.device) -> str:
     return asked
 
 
-def compile_forward(module: nn.Module, backend: str) -> Callable[[], str]:
+def compile_forward(module: nn.Module, backend: str) -> Callable[..., dict[str, Any]]:
     """Compile a module's forward, in place, when it is first called; and what autograd makes of it.
 
-    The result says what has been compiled: "aot_eager, 1 graph"; nothing before the first call.
+    The result gives fields of `ObservedWork` from the graph of training, told whether operators are fused.
     """
     import torch._dynamo  # a second, for those that compile
 
-    graphs = 0
-    compile_graph: Callable[..., Any] = torch._dynamo.lookup_backend(backend)
+    graphs, compile_graph = [], torch._dynamo.lookup_backend(backend)
 
-    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
-        nonlocal graphs
-        graphs += 1
+    def noted(graph: fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
+        graphs.append([*_operators(graph)])
         return compile_graph(graph, inputs, **options)
 
-    module.forward = torch.compile(module.forward, backend=count, fullgraph=True, dynamic=False)
-    return lambda: f"{backend}, {graphs} graph{'s' * (graphs != 1)}" if graphs else ""
+    def work(*, is_fused: bool) -> dict[str, Any]:
+        made = "inductor" if is_fused else "aot_eager"
+        return {
+            "compiled": f"{made}, {len(graphs)} graph{'s' * (len(graphs) != 1)}",
+            "forward": dict(Counter(part for part, _, _ in graphs[0])),  # others are of evaluations
+            "again": dict(Counter(part for part, _, is_again in graphs[0] if is_again)),
+            "logits_positions": sorted({length for part, length, _ in graphs[0] if part == "logits"}),
+        }
+
+    module.forward = torch.compile(module.forward, backend=noted, fullgraph=True, dynamic=False)
+    return work
+
+
+def _operators(
+    graph: fx.GraphModule, is_again: Callable[[Any], bool] = lambda operator: False
+) -> Iterator[tuple[Part, int, bool]]:
+    """Products and GELUs of a graph: the part, the result's second dim (T of logits_BTV), and whether a
+    checkpoint around it has backward run it again."""
+    for node in graph.graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if name == "tag_activation_checkpoint":
+            body: Any = graph.get_submodule(node.args[0].target)
+            contexts = body.meta.get("_checkpoint_context_fn")  # of a selective one
+            policy = contexts()[0].policy_fn if contexts else lambda *_: CheckpointPolicy.MUST_RECOMPUTE
+            yield from _operators(body, lambda op, policy=policy: "RECOMPUTE" in policy(None, op).name)
+        elif name in TRACED:
+            of_product: Part = "logits" if HEAD in str(node.meta["nn_module_stack"]) else "products"
+            part: Part = "activations" if name == "gelu" else of_product
+            yield part, node.meta["example_value"].shape[1], is_again(TRACED[name])

@@ -141,7 +141,7 @@ class LedgerSink(Sink):
         # FSDP2 gathers inside of the loss's backward, too: that is no part of the loss.
         if self.watch.module.endswith(".loss") and (axis == TP or kind == "all_reduce"):
             return communication.LOSS
-        if axis == TP and self.watch.in_backward and not self.watch.runs_again:
+        if axis == TP and self.watch.in_backward and not self.watch.runs_forward:
             is_of_fsdp = _runs(sys._getframe(1), lambda code: _FSDP2 in code.co_filename)
             return communication.REPLICATED_GRADIENTS if is_of_fsdp else communication.ACTIVATION_GRADIENTS
         if axis == TP:

@@ -122,9 +122,9 @@ class Watch(TorchDispatchMode):
         return torch._C._current_graph_task_id() != -1
 
     @property
-    def runs_again(self) -> bool:
-        """True within the forward of a module that backward runs again."""
-        return self.in_backward and bool(self._stack)
+    def runs_forward(self) -> bool:
+        """True within the forward of a module, which backward may run again."""
+        return bool(self._stack)
 
     @property
     def module(self) -> str:

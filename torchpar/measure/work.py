@@ -1,7 +1,7 @@
 """Work of a step: dtypes of its products, what runs again for backward, and a pipeline's tasks."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,12 +10,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from compare.contract.communication import GRADIENTS
-from compare.contract.work import Again, ObservedWork
+from compare.contract.work import ObservedWork, Part
 from compare.pipeline.schedules import Task
+from compare.spec.axes import DP_REPLICATE
 from torchpar.comm.collectives import Call
 from torchpar.measure.watch import HEAD, Sink, modules_named
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "addmm_", "baddbmm_"})
+GELU = "gelu"
 ATTENTION = "scaled_dot_product"
 """Common part of the fused kernels' names: two products, and what lies between them."""
 
@@ -24,20 +26,23 @@ class WorkSink(Sink):
     """Notes the work of a model whose `lm_head` makes logits; of a pipeline it is told the tasks, too."""
 
     def __init__(self, module: nn.Module):
-        self._products, self._again, self._positions = Counter[str](), set[Again](), set[int]()
-        self._tasks = list[str]()
-        self._heads, self._in_head, self._is_overlapped = modules_named(HEAD, module), 0, False
+        self._products, self._positions = Counter[str](), set[int]()
+        self._forward, self._again = Counter[Part](), Counter[Part]()
+        self._tasks, self._messages = list[str](), list[tuple[int, bool]]()
+        self._heads, self._in_head = modules_named(HEAD, module), 0
 
     def operator(self, func: Any, operands: tuple, result: Any) -> None:
         name = func.overloadpacket.__name__
         is_product = name in PRODUCTS or ATTENTION in name
         if is_product:
             self._products[_dtype_of(operands)] += 1
-        if self._is_again and not self._in_head:
-            self._again |= {"products"} if is_product else {"activations"} if name == "gelu" else set()
+        if name == GELU or (is_product and self.watch.runs_forward):
+            part: Part = "activations" if name == GELU else "logits" if self._in_head else "products"
+            (self._again if self.watch.in_backward else self._forward)[part] += 1
 
     def call(self, call: Call, full: torch.Tensor, ranks: int) -> None:
-        self._is_overlapped |= call.purpose == GRADIENTS and self.watch.in_backward
+        if (call.kind, call.axis, call.purpose) == ("all_reduce", DP_REPLICATE, GRADIENTS):
+            self._messages.append((full.nbytes, self.watch.in_backward))
 
     def enter(self, module: nn.Module) -> None:
         self._in_head += id(module) in self._heads
@@ -45,23 +50,19 @@ class WorkSink(Sink):
     def leave(self, module: nn.Module, output: Any) -> None:
         if id(module) in self._heads:
             self._in_head -= 1
-            if output is not None and not self._is_again:
+            if output is not None and not self.watch.in_backward:
                 self._positions.add(output.shape[1])  # of logits_BTV
 
     def seen(self) -> ObservedWork:
         """Work of this rank's step, after its end."""
         return ObservedWork(
             products=dict(self._products),
-            again=sorted(self._again),
+            forward=dict(self._forward),
+            again=dict(self._again),
             logits_positions=sorted(self._positions),
-            overlaps=self._is_overlapped,
+            gradient_messages=[self._messages] if self._messages else [],
             tasks=[self._tasks] if self._tasks else [],
         )
-
-    @property
-    def _is_again(self) -> bool:
-        """True in a forward that backward runs anew."""
-        return self.watch.in_backward and torch.is_grad_enabled()
 
     def task(self, task: Task) -> AbstractContextManager:
         """A pipeline's task runs within."""
@@ -72,11 +73,16 @@ class WorkSink(Sink):
 def of_all_ranks(ranks: Sequence[ObservedWork], *, stages: Sequence[int]) -> ObservedWork:
     """Work of all ranks, in the order of the mesh; tasks are those of the first rank of each of `stages`."""
     firsts = [ranks[stages.index(stage)] for stage in range(max(stages) + 1)]
+
+    def total(counts: Iterable[dict[Any, int]]) -> dict[Any, int]:
+        return dict(sum(map(Counter, counts), Counter()))
+
     return ObservedWork(
-        products=dict(sum((Counter(rank.products) for rank in ranks), Counter())),
-        again=sorted({again for rank in ranks for again in rank.again}),
+        products=total(rank.products for rank in ranks),
+        forward=total(rank.forward for rank in ranks),
+        again=total(rank.again for rank in ranks),
         logits_positions=sorted({positions for rank in ranks for positions in rank.logits_positions}),
-        overlaps=any(rank.overlaps for rank in ranks),
+        gradient_messages=[messages for rank in firsts for messages in rank.gradient_messages],
         compiled=ranks[0].compiled,
         tasks=[tasks for rank in firsts for tasks in rank.tasks],
     )

@@ -11,8 +11,9 @@ P and G are a device's parameters and gradients before dp_shard splits them. A s
 device's rows. Each of L layers has two regions of tp, attention and MLP; the one more is the embedding's way
 out, in backward the head's way in. Engines differ in few words (`compare.spec.engines.engine.Sends`).
 
-The form is exact for torch-manual where `is_plain`. The other engines send a multiple of it, which the tables
-show as a ratio; to the byte they are recorded in `compare/judge/snapshot.json`.
+The form is exact for PyTorch's engines where `is_plain`, but for torch-library's pipelines. What a compiler
+sends is a multiple of it, which the tables show as a ratio; to the byte it is recorded in
+`compare/judge/snapshot.json`.
 
 Sources: ZeRO (arXiv 1910.02054, section 7); Megatron (1909.08053) and sequence parallelism (2205.05198,
 section 4.2); 1F1B (2006.09503).
@@ -60,12 +61,12 @@ def textbook(engine: str, experiment: Experiment, *, stage: int = 0) -> Mapping[
 
 
 def is_plain(experiment: Experiment) -> bool:
-    """Whether the textbook is exact: no 16 bits on the wire, no prefetch across tasks, nothing padded."""
+    """Whether the textbook is exact: no prefetch across tasks, nothing padded."""
     layout, model = experiment.layout, experiment.model
     prefetches = layout.pp > 1 and layout.zero == SHARDED_FROM["parameters"] and layout.reshard_after_forward
     shards = layout.dp_shard * layout.tp
     divides = all(size % shards == 0 for size in (model.vocab_size, model.block_size, model.n_embd))
-    return experiment.precision.dtype in WIDE and not prefetches and divides
+    return not prefetches and divides
 
 
 def communication(engine: str, experiment: Experiment, *, stage: int = 0) -> Bytes:

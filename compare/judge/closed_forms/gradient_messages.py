@@ -33,10 +33,10 @@ ALONE = 1 / 4
 class GradientMessages(Struct, frozen=True, kw_only=True):
     """Messages in which a device's gradients leave it."""
 
-    by_stage: list[int]
-    """All-reduces of a step, for each rank of the pipeline."""
+    by_stage: list[list[int]]
+    """Bytes of a step's all-reduces, in order, for each rank of the pipeline."""
     overlap: bool | None
-    """Whether the first begins before backward has ended; None where no observer of ours sees it."""
+    """Whether they begin before backward has ended; None where no observer of ours sees it."""
 
 
 def gradient_messages(engine: str, experiment: Experiment, *, gradient_sync: str) -> GradientMessages | None:
@@ -55,11 +55,12 @@ def gradient_messages(engine: str, experiment: Experiment, *, gradient_sync: str
     if layout.zero and not is_jax:
         return None  # FSDP and the sharded optimizer reduce unit by unit
     limit = {"naive": 0.0, "overlapped": 0.0, "flat": math.inf}.get(gradient_sync, layout.bucket_mb * 1e6)
-    by_stage = [0] * layout.pp
-    for stage in range(layout.pp):
+    by_stage: list[list[int]] = [[] for _ in range(layout.pp)]
+    for stage, buckets in enumerate(by_stage):
         for sizes in _leaves(engine, experiment, stage, is_jax=is_jax):
+            alone = [size for size in sizes if is_jax and size >= ALONE * limit]
             together = [size for size in sizes if not is_jax or size < ALONE * limit]
-            by_stage[stage] += len(sizes) - len(together) + _buckets(together[::-1], limit)
+            buckets += alone + _buckets(together[::-1], limit)
     is_early = not is_jax and gradient_sync in ("overlapped", "bucketed")
     return GradientMessages(by_stage=by_stage, overlap=is_early)
 
@@ -68,12 +69,12 @@ def _by_ddp(engine: str, experiment: Experiment) -> GradientMessages:
     layout = experiment.layout
     stages = layout.pp * layout.chunks  # each is a module, with a DDP of its own
     apart = replace(experiment, layout=replace(layout, pp=stages, chunks=1))
-    counts = [0] * layout.pp
+    by_stage: list[list[int]] = [[] for _ in range(layout.pp)]
     for stage in range(stages):
         sizes = _leaves(engine, apart, stage, is_jax=False)[0]
         in_order = sizes if layout.pp > 1 else sizes[::-1]
-        counts[stage % layout.pp] += _buckets(in_order, layout.bucket_mb * 1e6, passes_limit=True)
-    return GradientMessages(by_stage=counts, overlap=None)  # below the dispatcher, on autograd's thread
+        by_stage[stage % layout.pp] += _buckets(in_order, layout.bucket_mb * 1e6, passes_limit=True)
+    return GradientMessages(by_stage=by_stage, overlap=None)  # below the dispatcher, on autograd's thread
 
 
 def _leaves(engine: str, experiment: Experiment, stage: int, *, is_jax: bool) -> list[list[int]]:
@@ -109,11 +110,12 @@ def _leaves(engine: str, experiment: Experiment, stage: int, *, is_jax: bool) ->
     ]
 
 
-def _buckets(sizes: list[int], limit: float, *, passes_limit: bool = False) -> int:
-    """Buckets that leaves fill in order: closed before they would pass the limit, or when they have."""
-    buckets, filled = 0, math.inf
+def _buckets(sizes: list[int], limit: float, *, passes_limit: bool = False) -> list[int]:
+    """Bytes of the buckets that leaves fill in order: closed before they would pass the limit, or when they
+    have."""
+    buckets: list[int] = []
     for size in sizes:
-        if not buckets or (filled >= limit if passes_limit else filled + size > limit):
-            buckets, filled = buckets + 1, 0
-        filled += size
+        if not buckets or (buckets[-1] >= limit if passes_limit else buckets[-1] + size > limit):
+            buckets.append(0)
+        buckets[-1] += size
     return buckets

@@ -6,26 +6,37 @@
     gradients              / dp_shard from ZeRO-2 on; torch-compiler has scattered ZeRO-1's, too
     optimizer              its moments, / dp_shard from ZeRO-1 on; none with offload, but as much on the host
 
+That is a device's share. Where shards cannot all be equal, the fullest device has more (`most_held`).
+
 Sources: ZeRO (Rajbhandari et al., arXiv 1910.02054); Megatron (arXiv 1909.08053), whose row biases and norms
 every device of tp repeats.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 from compare.contract.record import ON_HOST
+from compare.numerics.gpt2_names import input_dims
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import Parameter, block_parameters, end_parameters, storage_dtype
 from compare.spec.axes import SPLIT, TP
-from compare.spec.engines.registry import ENGINES
+from compare.spec.engines.registry import ENGINES, TORCH
 from compare.spec.experiment import Experiment, Layout, Model
 
 KINDS = ("parameters", "gradients", "optimizer")
+STEP_BYTES = 4
+"""Of the number of updates, which PyTorch's AdamW keeps for each parameter."""
 
 
 def closed_form(engine: str, experiment: Experiment) -> dict[str, list[float]]:
     """Bytes at rest by kind, for each device in the order of the mesh."""
     return by_device(state_of_stage, engine, experiment)
+
+
+def most_held(engine: str, experiment: Experiment) -> dict[str, list[float]]:
+    """The same of the fullest devices: parts of tp and dp_shard rounded up as the engine cuts them."""
+    return by_device(functools.partial(state_of_stage, rounds_up=True), engine, experiment)
 
 
 def by_device(
@@ -38,26 +49,40 @@ def by_device(
     return {kind: [of_stage[stage][kind] for stage in stages] for kind in of_stage[0]}
 
 
-def state_of_stage(engine: str, experiment: Experiment, *, stage: int) -> dict[str, float]:
+def state_of_stage(
+    engine: str, experiment: Experiment, *, stage: int, rounds_up: bool = False
+) -> dict[str, float]:
     """Bytes at rest by kind on each device of one rank of the pipeline."""
     layout = experiment.layout
     copies = {"parameters": 1, "gradients": 1, "optimizer": len(moment_names(experiment.optimizer))}
-    split_from = ENGINES[engine].holds.sharded_from
-    whole = storage_dtype(experiment).itemsize * elements_of_stage(engine, experiment, stage=stage)
+    split_from, itemsize = ENGINES[engine].holds.sharded_from, storage_dtype(experiment).itemsize
+    shards = {kind: layout.dp_shard if layout.zero >= split_from[kind] else 1 for kind in KINDS}
     held = {
-        kind: copies[kind] * whole / (layout.dp_shard if layout.zero >= split_from[kind] else 1)
+        kind: copies[kind] * itemsize * elements_of_stage(engine, experiment, stage=stage) / shards[kind]
         for kind in KINDS
     }
+    if rounds_up:
+        parameters = parameters_of_stage(engine, experiment, stage=stage)
+        held = {
+            kind: copies[kind] * itemsize * _fullest(engine, parameters, layout, shards[kind])
+            for kind in KINDS
+        }
+        if ENGINES[engine].side == TORCH.name and copies["optimizer"]:
+            held["optimizer"] += STEP_BYTES * len(parameters)
     if layout.offload == "optimizer":
         held |= {ON_HOST: held["optimizer"], "optimizer": 0.0}
     return held
 
 
-def excess(measured: Mapping[str, list[int]], expected: Mapping[str, list[float]]) -> float:
+def excess(
+    measured: Mapping[str, list[int]],
+    expected: Mapping[str, list[float]],
+    most: Mapping[str, list[float]] | None = None,
+) -> float:
     """Distance of the device that is furthest from the closed form, as a fraction of it; 0.05 is 5 %.
 
-    A device may hold less than its share where shards cannot all be equal: then another holds more.
-    All devices together are held to it both ways.
+    No device may hold more than the fullest one (`most`; by default its share), and all together not less
+    than their shares: one may hold less, where another holds more.
     """
     worst = 0.0
     for kind, wanted in expected.items():
@@ -65,8 +90,8 @@ def excess(measured: Mapping[str, list[int]], expected: Mapping[str, list[float]
         if not any(wanted):
             worst = max(worst, float(any(found)))
             continue
-        whole = sum(found) / sum(wanted) - 1
-        each = max(got / want - 1 for got, want in zip(found, wanted, strict=True))
+        whole = min(sum(found) / sum(wanted) - 1, 0.0)
+        each = max(got / want - 1 for got, want in zip(found, (most or expected)[kind], strict=True))
         worst = max((worst, whole, each), key=abs)
     return worst
 
@@ -98,6 +123,37 @@ def parameters_of_stage(engine: str, experiment: Experiment, *, stage: int) -> l
 def on_one_of_tp(parameters: Iterable[Parameter], layout: Layout) -> float:
     """Elements of these parameters on one device of tp: its part of those that are split, and all others."""
     return sum(p.size / (layout.tp if is_split_by_tp(p) else 1) for p in parameters)
+
+
+def _fullest(engine: str, parameters: Iterable[Parameter], layout: Layout, shards: int) -> float:
+    """Elements of these parameters on the device that has most."""
+    cuts, tp = ENGINES[engine].holds.cuts, layout.tp
+    if cuts == "rows" and layout.zero == 1 and ENGINES[engine].sends_by == "pytorch" and shards > 1:
+        held = [0] * shards  # ZeroRedundancyOptimizer gives whole parameters to whoever has least
+        for parameter in sorted(parameters, key=lambda p: (not p.is_matrix, -p.size)):
+            held[held.index(min(held))] += parameter.size
+        return max(held)
+    return sum(_largest_part(parameter, cuts, tp, shards) for parameter in parameters)
+
+
+def _largest_part(parameter: Parameter, cuts: str, tp: int, shards: int) -> float:
+    """Elements of the largest of the parts that tp, and within them dp_shard, makes of a parameter."""
+    sizes = [
+        -(-size // tp) if SPLIT.get(axis) == TP else size
+        for size, axis in zip(parameter.shape, parameter.axes, strict=True)
+    ]
+    elements = math.prod(sizes)
+    if cuts == "flat":
+        return elements / shards
+    if cuts == "rows":  # nanoGPT's: a Linear's outputs
+        inputs = input_dims(parameter)
+        rows = sizes[0] if parameter.is_matrix and not inputs else math.prod(sizes[inputs:])
+        return -(-rows // shards) * elements // rows
+    if any(size % shards == 0 for size in sizes):
+        return elements // shards
+    free = [size for size, axis in zip(sizes, parameter.axes, strict=True) if SPLIT.get(axis) != TP]
+    padded = max(free if tp > 1 and free else sizes)
+    return -(-padded // shards) * elements // padded
 
 
 def is_split_by_tp(parameter: Parameter) -> bool:

@@ -40,6 +40,9 @@ class Holds(Struct, frozen=True, kw_only=True):
 
     sharded_from: Mapping[str, int] = field(default_factory=SHARDED_FROM.copy)
     """The ZeRO stage from which each kind of state is split, at rest or when the optimizer begins."""
+    cuts: Literal["flat", "rows", "dims"] = "flat"
+    """What dp_shard cuts into parts rounded up: flat memory, rows of each parameter as nanoGPT has it, or of
+    each the dim that it divides, or else the largest."""
     ends_on_every_stage: bool = False
     """Whether each rank of a pipeline holds embeddings and last norm, or only the first and the last one."""
     residuals: Literal["autograd", "scan"] = "autograd"

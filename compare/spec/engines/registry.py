@@ -156,7 +156,7 @@ JAX = Side(
         replace(
             engine,
             # Each scans over its layers, gathers and scatters by pass, and has gradients as values.
-            holds=Holds(ends_on_every_stage=True, residuals="scan"),
+            holds=Holds(ends_on_every_stage=True, residuals="scan", cuts="dims"),
             sends=Sends(scatters_each_pass=True, gathers_ends="step", gathers_each_pass_from=3),
             impossible_faults={"kept_gradients": NOT_CLEARED, **engine.impossible_faults},
         )
@@ -242,7 +242,7 @@ TORCH = Side(
                 refuses=_not_in_pytorch,
             ),
             # fully_shard: parameters are gathered for the step, and never whole between two.
-            holds=Holds(sharded_from=SHARDED_FROM | {"parameters": 2}),
+            holds=Holds(sharded_from=SHARDED_FROM | {"parameters": 2}, cuts="rows"),
             # fully_shard's root, the ends, stays gathered from forward to backward.
             sends=Sends(gathers_ends="pass", gathers_each_pass_from=2),
             impossible_faults={
@@ -268,7 +268,7 @@ TORCH = Side(
                 refuses=_not_compiled,
             ),
             # Gradients accumulate whole, and are scattered when the last pass is done.
-            holds=Holds(sharded_from=SHARDED_FROM | {"gradients": 1}),
+            holds=Holds(sharded_from=SHARDED_FROM | {"gradients": 1}, cuts="rows"),
             sends=Sends(scatters_each_pass=True, gathers_ends="step"),
             impossible_faults={
                 "doubled_row_bias": "DTensor makes every sum that a product over split dims needs",
