@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from compare.contract.record import MANIFEST, Manifest, Record, read_record, read_tensors
 from compare.contract.request import Rung
-from compare.judge.outcome import Outcome, judging
+from compare.judge.outcome import Outcome
 from compare.present.report import PAGE
 from compare.show.findings import Findings
 from compare.spec.experiment import Experiment, ExperimentError, parse, revalidate
@@ -174,9 +174,8 @@ def study(name: str, experiment: Experiment | str | Path = "demo", **options: An
 
 def read(folder: str | Path) -> Result:
     """The result of a study that was made before. Raises RecordError: there is none, or it is garbled."""
-    with judging(Path(folder)):
-        command, outcome = read_study(Path(folder))
-        return _result(command, outcome, Path(folder))
+    command, outcome = read_study(Path(folder))
+    return _result(command, outcome, Path(folder))
 
 
 def _result(command: Any, outcome: Outcome, folder: Path) -> Result:

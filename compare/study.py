@@ -23,10 +23,9 @@ from compare.judge.ladder import objections_by_itself
 from compare.judge.metrics import figures
 from compare.judge.outcome import Case, Grid, Outcome, judging, read_outcome
 from compare.numerics.data import open_corpus
-from compare.present.outcome import findings_of
 from compare.rounds import run_missing
 from compare.show.figures import Figure
-from compare.show.findings import Findings
+from compare.show.findings import Findings, findings_of
 from compare.show.page import write_page
 from compare.show.terminal import print_findings
 from compare.spec.engines.registry import ENGINES
@@ -79,7 +78,7 @@ class Study(Spec, frozen=True, kw_only=True):
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
-        """What an outcome with at least one finished case says; see `present.outcome`."""
+        """What an outcome with at least one finished case says; see `show.findings`."""
         raise NotImplementedError
 
     def measured(

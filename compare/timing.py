@@ -21,8 +21,7 @@ from compare.judge.ladder import objections_by_itself
 from compare.judge.outcome import Case, Outcome
 from compare.judge.timed_outcome import TimedOutcome, measured, timed
 from compare.present.bench_words import warnings
-from compare.present.outcome import findings_of
-from compare.show.findings import Findings, Table
+from compare.show.findings import Findings, Table, findings_of
 from compare.spec.engines.registry import side_of
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.study import Study

@@ -71,7 +71,7 @@ def _records(folder: Path) -> dict[str, Record]:
     if not outcome.keeps_records:
         study = outcome.study
         raise RecordError(f"{folder}: a {study} keeps no records to compare: `shardpair report` shows it")
-    return dict(zip(outcome.finished, read_run(folder)[1], strict=True))
+    return read_run(folder)[1]
 
 
 def tables_of(differences: dict[str, Difference]) -> Iterator[Table]:

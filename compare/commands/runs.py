@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from compare.execute.paths import RUNS
 from compare.host.tensors import RecordError
-from compare.judge.outcome import OUTCOME, Outcome, judging
+from compare.judge.outcome import OUTCOME
 from compare.show.findings import Column, table_of
 from compare.show.terminal import terminal_table
 from compare.spec.experiment import ExperimentError
@@ -74,13 +74,9 @@ def _saved_run(folder: Path) -> SavedRun:
     walk = ((at, name) for at, _, names in os.walk(folder) for name in names)
     size = sum(os.lstat(os.path.join(at, name)).st_size for at, name in walk)  # links are not followed
     try:
-        with judging(folder):
-            return _described(folder, read_study(folder)[1], size)
+        outcome = read_study(folder)[1]
     except RecordError as error:
         return SavedRun(folder=str(folder), verdict=str(error), bytes=size)
-
-
-def _described(folder: Path, outcome: Outcome, size: int) -> SavedRun:
     trained = [case.experiment for case in outcome.cases.values()] or [outcome.experiment]
     layouts = {layout_in_words(experiment, outcome.platform) for experiment in trained}
     judged = outcome.verdicts or outcome.study == "run"

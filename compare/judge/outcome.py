@@ -306,10 +306,10 @@ def judging(folder: Path) -> Generator[None]:
         raise RecordError(f"{folder} makes no sense: {type(error).__name__}: {one_line(error)}") from error
 
 
-def read_run(folder: Path) -> tuple[Outcome, list[Record]]:
-    """A study whose cases left records, and these. Raises RecordError: one is garbled, or none is there."""
+def read_run(folder: Path) -> tuple[Outcome, dict[str, Record]]:
+    """A study whose cases left records, and these by name. Raises RecordError: one is garbled, or none."""
     outcome = read_outcome(folder)
-    records = [read_record(folder / name) for name in outcome.finished]
+    records = {name: read_record(folder / name) for name in outcome.finished}
     if not records:
         raise RecordError(f"nothing has finished in {folder}: `{outcome.how_to_go_on(folder)}` goes on")
     return outcome, records

@@ -118,8 +118,7 @@ def findings_of_ledgers(folder: Path, *, places: bool) -> Findings:
     """Of a run: a table for each layout, what does not fit it, who has no ledger, and a sentence; with
     `places` also every row of every ledger, with its place in the program. Raises RecordError.
     """
-    outcome, finished = read_run(folder)
-    records = dict(zip(outcome.finished, finished, strict=True))
+    outcome, records = read_run(folder)
     peers = {name: PEER for name, record in records.items() if record.manifest.engine not in STUDIED}
     ledgers = [engine_ledger(name, record) for name, record in records.items() if name not in peers]
     tables = [*map(table_of_layout, layouts_of(ledgers))]

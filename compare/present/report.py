@@ -16,10 +16,9 @@ from compare.numerics.parameters import parameter_count
 from compare.present.hosts import host_table
 from compare.present.ledger import engine_ledger, layouts_of, table_of_layout
 from compare.present.memory import memory_figures, peak_tables, resting_table
-from compare.present.outcome import findings_of
 from compare.present.profile import measured_figures, planned_figures
 from compare.show.figures import INK, Axes, Figure, curves, differences
-from compare.show.findings import NONE, Findings, Row, Table, Text, written
+from compare.show.findings import NONE, Findings, Row, Table, Text, findings_of, written
 from compare.show.page import write_page
 from compare.spec.experiment import to_toml
 from compare.terminal import error_text, layout_in_words
@@ -38,9 +37,7 @@ def write_report(folder: Path) -> Path:
     """
     outcome, records = read_run(folder)
     write_atomically(folder / EXPERIMENT, to_toml(outcome.experiment).encode())
-    return write_page(
-        folder / PAGE, report(outcome, dict(zip(outcome.finished, records, strict=True)), folder)
-    )
+    return write_page(folder / PAGE, report(outcome, records, folder))
 
 
 def report(outcome: Outcome, records: Named, folder: Path) -> Findings:

@@ -12,8 +12,7 @@ from compare.host.tensors import RecordError
 from compare.judge.goldens import NANOGPT, read_golden
 from compare.judge.ladder import Verdict
 from compare.judge.outcome import Grid, Outcome
-from compare.present.outcome import verdict_findings
-from compare.show.findings import Findings, Text
+from compare.show.findings import Findings, Text, verdict_findings
 from compare.show.markdown import markdown
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, edited, load, revalidate

@@ -24,8 +24,7 @@ from compare.flags import Hidden, checked_pythons
 from compare.host.json_files import read_json
 from compare.judge.collective_fit import Fit, fits_of
 from compare.judge.outcome import Case, Grid, Outcome
-from compare.present.outcome import findings_of
-from compare.show.findings import Column, Findings, table_of
+from compare.show.findings import Column, Findings, findings_of, table_of
 from compare.spec.engines.registry import JAX, SIDES, TORCH
 from compare.spec.experiment import (
     MAX_CPU_DEVICES,

@@ -13,8 +13,7 @@ from compare.contract.request import Request
 from compare.flags import StudiedName, chosen_engines
 from compare.judge.ladder import Verdict
 from compare.judge.outcome import Case, Grid, Outcome
-from compare.present.outcome import verdict_findings
-from compare.show.findings import Column, Findings, table_of
+from compare.show.findings import Column, Findings, table_of, verdict_findings
 from compare.spec.engines.registry import ENGINES, REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.studies.presets import PRESETS, check_names, edits_of, spread

@@ -9,8 +9,7 @@ from compare.contract.memory_profile import CLASSES, Peak
 from compare.contract.record import Record
 from compare.flags import StudiedName, chosen_engines
 from compare.judge.outcome import Case, Grid, Outcome
-from compare.present.outcome import findings_of
-from compare.show.findings import NONE, Column, Findings, Text, table_of
+from compare.show.findings import NONE, Column, Findings, Text, findings_of, table_of
 from compare.spec.experiment import Experiment
 from compare.studies.fitting import estimate_memory
 from compare.studies.grid import grid, pivot, varied

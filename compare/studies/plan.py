@@ -24,9 +24,8 @@ from compare.plan.compute import PARTS, Term
 from compare.plan.machine import Machine, read_machine
 from compare.plan.predict import CALIBRATED, LATER, predict, slowdown_by
 from compare.plan.search import USABLE, Candidate, candidates, folded, search
-from compare.present.outcome import findings_of
 from compare.show.figures import Axes, Figure, colour, log_scale
-from compare.show.findings import Column, Findings, Table, table_of
+from compare.show.findings import Column, Findings, Table, findings_of, table_of
 from compare.spec.axes import PP, TP
 from compare.spec.engines.registry import REFERENCE, side_of
 from compare.spec.experiment import Experiment, ExperimentError, edited

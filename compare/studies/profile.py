@@ -5,13 +5,12 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from compare.contract.record import Record, read_record
+from compare.contract.record import Record
 from compare.contract.timeline import PROFILED_STEP
 from compare.flags import Spread
 from compare.host.disk import write_atomically
-from compare.judge.outcome import Case, Grid, Outcome
+from compare.judge.outcome import Case, Grid, Outcome, read_run
 from compare.judge.profile import profile_of
-from compare.present.outcome import verdict_findings
 from compare.present.profile import (
     chrome_trace,
     engine_table,
@@ -19,7 +18,7 @@ from compare.present.profile import (
     notes,
     planned_figures,
 )
-from compare.show.findings import Findings
+from compare.show.findings import Findings, verdict_findings
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.studies.grid import beside_first
@@ -76,10 +75,9 @@ class Profile(Spread, Study, frozen=True, kw_only=True):
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """The table of all engines, every device's figures, and the measured and planned timelines."""
-        records = {name: read_record(folder / name) for name in outcome.finished}
+        records = read_run(folder)[1]
         profile = profile_of(outcome, records)
         watched = [engine for engine in profile.engines if engine.devices]
-        created = outcome.circumstances.created_utc[:16].replace("T", " ")
         waits = [
             f"{one.name} waits {one.mean_ms('exposed_ms'):.1f} of {one.wall_ms:.1f} ms for communication"
             for one in watched
@@ -90,7 +88,6 @@ class Profile(Spread, Study, frozen=True, kw_only=True):
             title=f"{outcome.name}: {words}",
             sentence="; ".join([profile.verdict, *waits]),
             passed=profile.passed,
-            about=[f"{outcome.circumstances.system}, {outcome.device_kind}. {created} UTC."],
             tables=[engine_table(profile, f"O{words[1:]}")],
             notes=[
                 *notes(profile, outcome.platform),

@@ -11,10 +11,9 @@ from compare.checkpoint.reader import CheckpointError, read_description
 from compare.contract.request import Rung
 from compare.flags import Spread
 from compare.judge.outcome import OUTCOME, Grid, Outcome, read_outcome, read_run
-from compare.present.outcome import verdict_findings
 from compare.present.report import REMOVED, cost_table, ladder_table, report, without_notes, write_report
 from compare.show.figures import Figure
-from compare.show.findings import Findings
+from compare.show.findings import Findings, verdict_findings
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.studies.grid import beside_first
 from compare.studies.presets import settings_in
@@ -84,8 +83,7 @@ class Run(Spread, Study, frozen=True, kw_only=True):
     @classmethod
     def drawn(cls, outcome: Outcome, folder: Path) -> Sequence[Figure]:
         """The loss curves and their difference."""
-        records = dict(zip(outcome.finished, read_run(folder)[1], strict=True))
-        return report(outcome, records, folder).figures
+        return report(outcome, read_run(folder)[1], folder).figures
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:

@@ -16,8 +16,7 @@ from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.judge.metrics import METRICS
 from compare.judge.outcome import Grid, Outcome
 from compare.numerics.parameters import parameter_count
-from compare.present.outcome import verdict_findings
-from compare.show.findings import Column, Findings, Table, table_of
+from compare.show.findings import Column, Findings, Table, table_of, verdict_findings
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited
 from compare.studies.fitting import Fit, as_it_is, as_preset, require_memory

@@ -60,7 +60,7 @@ def write_lesson(strategy: str, folder: Path, output: Path) -> Outcome:
         ExperimentError: the run's layout does not have the strategy.
     """
     outcome, every = read_run(folder)
-    named = {record.manifest.engine: record for record in reversed(every)}
+    named = {record.manifest.engine: record for record in reversed(every.values())}
     records = {engine: named[engine] for engine in FOLDERS if engine in named}
     if not records:
         raise RecordError(f"{folder} has no record of {', '.join(FOLDERS)}: a lesson is made from theirs")
