@@ -23,7 +23,6 @@ Rate = Annotated[float, Meta(gt=0, le=1e30)]
 Flops = Annotated[float, Meta(ge=1e9, le=1e30)]
 Bandwidth = Annotated[float, Meta(ge=1e6, le=1e30)]
 """A figure in TFLOP/s or GB/s is below these, and refused."""
-Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Devices = Annotated[int, Meta(ge=1, le=1_000_000)]
 
@@ -33,8 +32,6 @@ class LinkSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     bytes_per_s: Bandwidth
     """Of one device, one way."""
-    latency_s: Seconds
-    """Of one message, over one hop."""
     share: Share = 1.0
     """Of the bandwidth that collectives of large tensors reach."""
 
@@ -82,23 +79,17 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ExperimentError(f"--machine {self.name}: {known}: set precision.dtype")
         return self.peak[dtype]
 
-    def link_of(self, degree: int, stride: int) -> tuple[float, float]:
-        """The link along an axis of the mesh: bytes/s that one device sends, and seconds of a hop.
+    def link_of(self, degree: int, stride: int) -> float:
+        """Bytes/s that one device sends along an axis of the mesh.
 
-        A ring over several hosts enters and leaves each by the network cards of all its devices in there.
-        Axes share out the dims of a torus by their logarithms: two axes of 16 have one dim of 16 x 16 each.
-        `degree` devices are along the axis; neighbours are `stride` devices apart.
+        A ring over several hosts enters and leaves each by the network cards of all its devices in there;
+        in a torus an axis has one dim. `degree` devices are along the axis; neighbours are `stride` apart.
         """
         inside, across = self.inside, self.across
         if degree * stride <= self.devices_inside:
-            dims = 1.0
-            if self.torus:
-                size = min(self.devices, self.devices_inside)
-                dims = max(math.log(degree) / math.log(size), 1 / self.torus)
-            return inside.bytes_per_s * inside.share * min(dims, 1.0), inside.latency_s
+            return inside.bytes_per_s * inside.share / max(self.torus, 1)
         beside = max(self.devices_inside // stride, 1)  # of one ring, in one host
-        rate = min(across.bytes_per_s * across.share * beside, inside.bytes_per_s * inside.share)
-        return rate, across.latency_s
+        return min(across.bytes_per_s * across.share * beside, inside.bytes_per_s * inside.share)
 
 
 def read_machine(text: str) -> Machine:

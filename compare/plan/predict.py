@@ -1,12 +1,9 @@
 """Step time of a layout on a machine, as a sum of terms.
 
 compute       `compute`: a device's own work
-collectives   the textbook's bytes, on the link of each axis. A call takes
-
-                  latency x ceil(log2 n) + bytes on the wire / bandwidth
-
-              over n devices; a ring's bytes, as the ledger counts them. What runs beside compute is hidden as
-              far as there is compute, but for one call: of gathers the first, of reductions the last
+collectives   the textbook's bytes, as a ring sends them, over the bandwidth of each axis's link. What runs
+              beside compute is hidden as far as there is compute. Latency is not in it: in no published row
+              is it more than a hundredth
 pipeline      the schedule carried out with these times (`compare.pipeline.simulator`)
 """
 
@@ -23,17 +20,15 @@ from compare.contract.communication import (
     GRADIENTS,
     LOSS,
     PARAMETERS,
-    REPLICATED_GRADIENTS,
     ring_wire_bytes,
 )
-from compare.judge.closed_forms.communication import communication, sums_again
-from compare.judge.closed_forms.gradient_messages import gradient_messages
+from compare.judge.closed_forms.communication import communication
 from compare.pipeline.schedules import Kind, make_schedule
 from compare.pipeline.simulator import prerequisites, run
 from compare.plan.compute import Part, Setting, Term, block_terms, head_terms, shape_of, update_terms
 from compare.plan.machine import Machine
 from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, PP, SHARDED_FROM, TP
-from compare.spec.engines.registry import ENGINES, JAX
+from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError
 
 LATER = (1.1, 1.65)
@@ -68,11 +63,10 @@ class Traffic(Struct, frozen=True, kw_only=True):
     kind: str
     axis: str
     purpose: str
-    calls: float
     bytes: float
-    """Logical bytes, of all calls together."""
+    """Logical bytes."""
     seconds: float
-    """Of all calls together, nothing beside them."""
+    """With nothing beside them."""
 
 
 def setting_of(engine: str, experiment: Experiment, machine: Machine, **given: Any) -> Setting:
@@ -153,55 +147,26 @@ def traffic_of(setting: Setting) -> list[Traffic]:
     engine, stage, scale = setting.engine, setting.experiment.layout.pp - 1, setting.scale
     found = []
     for (kind, axis, purpose), size in communication(engine, setting.experiment, stage=stage).items():
-        sent, calls = size * scale.get(purpose, 1.0), _calls(setting, kind, axis, purpose)
-        seconds = transfer_s(setting, kind, axis, size=sent, calls=calls)
-        found.append(Traffic(kind=kind, axis=axis, purpose=purpose, calls=calls, bytes=sent, seconds=seconds))
+        sent = size * scale.get(purpose, 1.0)
+        seconds = transfer_s(setting, kind, axis, size=sent)
+        found.append(Traffic(kind=kind, axis=axis, purpose=purpose, bytes=sent, seconds=seconds))
     return found
 
 
-def transfer_s(setting: Setting, kind: str, axis: str, *, size: float, calls: float) -> float:
-    """Seconds of so many calls that send so many logical bytes together, on the link of their axis."""
+def transfer_s(setting: Setting, kind: str, axis: str, *, size: float) -> float:
+    """Seconds of collectives that send so many logical bytes together, on the link of their axis."""
     sizes, names = setting.experiment.layout.axes, axis.split("+")
     degree = math.prod(sizes[name] for name in names)
     # Another axis may lie between those of a group: its members are then further apart.
     span = math.prod(sizes[name] for name in AXES[AXES.index(names[0]) :])
-    rate, latency = setting.machine.link_of(degree, span // degree)
-    hops = 1 if kind == "permute" else math.ceil(math.log2(degree))
-    return calls * hops * latency + ring_wire_bytes(kind, round(size), degree) / rate
-
-
-def _calls(setting: Setting, kind: str, axis: str, purpose: str) -> float:
-    """Calls of a step: of units of parameters, of buckets of gradients, of regions of tp."""
-    engine, experiment = setting.engine, setting.experiment
-    layout, passes = experiment.layout, setting.passes
-    blocks = experiment.model.n_layer / layout.pp
-    if axis == TP:
-        if purpose in (REPLICATED_GRADIENTS, LOSS):
-            return passes if purpose == LOSS else 1
-        again = 0.0
-        if purpose == ACTIVATIONS and ENGINES[engine].remat_for(layout) != "none":
-            again = 2 * blocks * (1.0 if kind == "all_gather" else sums_again(engine, experiment))
-        return passes * (2 * blocks + 1 + again)
-    if axis == DP_SHARD and purpose == PARAMETERS:
-        return (blocks + 1) * (2 * passes if layout.zero == 3 and layout.reshard_after_forward else 1)
-    if axis == DP_SHARD:
-        by_pass = ENGINES[engine].side == JAX.name and layout.zero > 1
-        return (blocks + 1) * (passes if by_pass else 1)
-    if axis == DP_REPLICATE and purpose == GRADIENTS:
-        try:
-            messages = gradient_messages(engine, experiment, gradient_sync=layout.gradient_sync)
-        except ValueError:  # padded leaves
-            messages = None
-        return len(messages.by_stage[layout.pp - 1]) if messages else blocks + 1
-    return passes * layout.chunks if purpose in STREAMS else 1
+    return ring_wire_bytes(kind, round(size), degree) / setting.machine.link_of(degree, span // degree)
 
 
 def _exposed(setting: Setting, collective: Traffic, window: float) -> float:
-    """Seconds of collectives that nothing hides: what the window has no room for, and one call."""
+    """Seconds of collectives that nothing hides: what the window has no room for."""
     if setting.hidden.isdisjoint({collective.axis, f"{collective.axis} {collective.purpose}"}):
         return collective.seconds
-    one_call = collective.seconds / max(collective.calls, 1.0)
-    return min(max(collective.seconds - window, 0.0) + one_call, collective.seconds)
+    return max(collective.seconds - window, 0.0)
 
 
 def _window(setting: Setting, collective: Traffic, compute: float) -> float:
@@ -214,7 +179,7 @@ def _window(setting: Setting, collective: Traffic, compute: float) -> float:
     if collective.purpose == PARAMETERS:
         again = layout.zero == SHARDED_FROM["parameters"] and layout.reshard_after_forward
         return compute if again else compute / 3 / passes
-    by_pass = collective.calls > setting.shape.layers / layout.pp + 1
+    by_pass = ENGINES[setting.engine].sends.scatters_each_pass and layout.zero >= SHARDED_FROM["gradients"]
     return compute * 2 / 3 / (1 if by_pass else passes)
 
 
@@ -230,8 +195,8 @@ def _pipeline(setting: Setting, inner: list[Term], head: list[Term], traffic: li
     forward = sum(term.seconds * term.forward for term in inner) / tasks
     backward = sum(term.seconds * (1 - term.forward) for term in inner) / tasks
     last = sum(term.seconds for term in head) / passes
-    streams = [collective for collective in traffic if collective.purpose in STREAMS and collective.calls]
-    message = max((collective.seconds / collective.calls for collective in streams), default=0.0)
+    streams = [collective for collective in traffic if collective.purpose in STREAMS]
+    message = max((collective.seconds / tasks for collective in streams), default=0.0)
     of_layout = (layout.schedule, layout.pp, passes, layout.chunks)
     end = makespan_s(*of_layout, forward=forward, backward=backward, last=last, message=message)
     bubble = end - tasks * (forward + backward) - passes * last

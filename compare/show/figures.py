@@ -166,18 +166,6 @@ def bare(axes: Axes, rows: Mapping[float, str]) -> None:
     axes.spines[:].set_visible(False)
 
 
-def log_scale(axes: Axes, *names: str) -> None:
-    """Make axes logarithmic, with ticks that are written out."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    for name in names:
-        axes.set(**{f"{name}scale": "log"})
-        axis = axes.xaxis if name == "x" else axes.yaxis
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter(NullFormatter())
-
-
 def curves(
     axes: Axes,
     lines: Mapping[str, Mapping[int, float]],

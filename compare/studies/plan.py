@@ -14,8 +14,7 @@ from msgspec.structs import replace
 from compare.contract.request import Platform
 from compare.execute.hosts import Launcher
 from compare.execute.progress import Reporter
-from compare.flags import DEVICES, Hidden, StudiedName, checked_pythons
-from compare.host.disk import write_atomically
+from compare.flags import Hidden, StudiedName, checked_pythons
 from compare.judge.closed_forms.peak import LEAST, MOST
 from compare.judge.ledger import Flow, line_up, mismatches
 from compare.judge.outcome import Grid, Outcome
@@ -24,12 +23,10 @@ from compare.plan.compute import PARTS, Term
 from compare.plan.machine import Machine, read_machine
 from compare.plan.predict import CALIBRATED, LATER, predict, slowdown_by
 from compare.plan.search import USABLE, Candidate, candidates, folded, search
-from compare.show.figures import Axes, Figure, colour, log_scale
 from compare.show.findings import Column, Findings, Table, findings_of, table_of
 from compare.spec.axes import PP, TP
 from compare.spec.engines.registry import REFERENCE, side_of
 from compare.spec.experiment import Experiment, ExperimentError, edited
-from compare.studies.this_machine import HERE, machine_here
 from compare.study import Study
 from compare.terminal import errors_console, human_bytes
 
@@ -132,12 +129,10 @@ class Plan(Study, frozen=True, kw_only=True):
     """
 
     machine: str = "h100x8"
-    """A chip and how many: h100x64, v5e-256; a TOML file of your own; or here, herex2: this machine's CPU,
-    whose products, memory and all-reduce are measured first, in about a minute."""
+    """A chip and how many: h100x64, v5e-256; or a TOML file, of your own or of this machine as `tune` keeps
+    it."""
     engine: StudiedName = REFERENCE
     """Whose layouts, whose bytes and whose memory."""
-    anyway: bool = False
-    """Measure a busy machine, too, for --machine here."""
     timed_step: Annotated[str, tyro.conf.arg(name="measured", metavar="LAYOUT=TIME")] = ""
     """A step of this plan that you have timed, fsdp8+rows4=412ms: one factor on compute makes it so, and all
     others are predicted with it. `slowdown` in a machine's file says the factor for other plans."""
@@ -171,15 +166,10 @@ class Plan(Study, frozen=True, kw_only=True):
         return {}, {}
 
     def planned(self) -> Outcome:
-        """The search, on a machine that is read, or measured. Raises ExperimentError, EnvironmentMissing."""
+        """The search. Raises ExperimentError."""
         outcome = super().planned()
         experiment = outcome.experiment
-        if here := re.fullmatch(rf"{HERE}(?:x(\d{{1,4}}))?", self.machine):
-            devices, pythons = int(here[1] or DEVICES), checked_pythons(self)
-            machine = machine_here(self.engine, experiment, devices, pythons=pythons, anyway=self.anyway)
-        else:
-            machine = read_machine(self.machine)
-        fixed = self.said.flags
+        machine, fixed = read_machine(self.machine), self.said.flags
         if self.timed_step:
             machine = self._calibrated(experiment, machine)
         layouts = search(self.engine, experiment, machine, fixed=fixed)
@@ -244,16 +234,10 @@ class Plan(Study, frozen=True, kw_only=True):
         return named[self.explain]
 
     def after(self, outcome: Outcome, folder: Path) -> Outcome:
-        """Leave the machine that was measured; run a rank alone, or compile, when the plan is kept and told.
-
-        Raises ExperimentError, EnvironmentMissing.
-        """
-        found = msgspec.convert(outcome.more["plan"], Found)
-        if found.machine.name.startswith(HERE):
-            write_atomically(folder / f"{HERE}.toml", msgspec.toml.encode(found.machine))
+        """Run a rank alone, or compile, once the plan is kept and told; it may take minutes."""
         if not (self.alone or self.compile):
             return outcome
-        page = self.leave(outcome, folder)
+        found, page = msgspec.convert(outcome.more["plan"], Found), self.leave(outcome, folder)
         errors_console().print(f"{found.sentence()}: {page}", soft_wrap=True)
         absent = self._absent(found.explained, outcome.experiment, found.machine)
         plan = msgspec.to_builtins(replace(found, absent=absent))
@@ -323,7 +307,6 @@ class Plan(Study, frozen=True, kw_only=True):
                 f"times as much as was measured: --alone and --compile find it for one layout.",
             ],
             tables=tables,
-            figures=[memory_figure(found.candidates)] if best else [],
             rows=best,
             value={"times_as_long": found.times_as_long},
             passed=bool(best) and not problems,
@@ -378,16 +361,3 @@ def terms_table(engine: str, candidate: Candidate, experiment: Experiment, machi
         below=f"Together {predicted.seconds * 1e3:,.3f} ms. A device holds {_classes(candidate)}: "
         f"{human_bytes(candidate.bytes)}.",
     )
-
-
-def memory_figure(candidates: list[Candidate]) -> Figure:
-    """Memory against time, a point for each layout."""
-
-    def draw(axes: Axes) -> None:
-        sizes = [candidate.bytes / 1e9 for candidate in candidates]
-        times = [candidate.seconds * 1e3 for candidate in candidates]
-        axes.plot(sizes, times, "o", color=colour(0), markersize=4)
-        axes.set(xlabel="memory of the fullest device (GB)", ylabel="step time (ms)")
-        log_scale(axes, "x", "y")
-
-    return Figure(title="Memory against time", caption="The fastest layouts.", draw=draw)

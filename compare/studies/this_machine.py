@@ -3,7 +3,6 @@
 Devices of a CPU share its cores: what is measured is what one of them has while all are at work.
 """
 
-import math
 import tempfile
 import time
 from collections.abc import Mapping
@@ -62,7 +61,7 @@ def machine_here(
     def link(ranks: int, over: Hosts, sharing_it: int = 1) -> LinkSpeed:
         """Of an all-reduce over so many ranks; free on one, which has no link."""
         if ranks == 1:
-            return LinkSpeed(bytes_per_s=1e30, latency_s=0.0)
+            return LinkSpeed(bytes_per_s=1e30)
         way, sizes = OURS if side.name == TORCH.name else "xla", sizes_between(1024, 2**22)
         given = {"ranks": ranks, "row_s": ROW_S, "pythons": pythons, "hosts": over}
         if over.several:  # they share the folder of the results, and not /tmp
@@ -70,8 +69,7 @@ def machine_here(
         with tempfile.TemporaryDirectory(dir=RUNS if over.several else None) as folder:
             fit = fitted_all_reduce(way, sizes, Path(folder) / "all_reduce", **given)
         rate = min(fit.bytes_per_s * ring_wire_bytes("all_reduce", 2**20, ranks) / 2**20, 1e30)
-        latency_s = fit.latency_us / 1e6 / math.ceil(math.log2(ranks))
-        return LinkSpeed(bytes_per_s=rate / sharing_it, latency_s=latency_s)
+        return LinkSpeed(bytes_per_s=rate / sharing_it)
 
     within = link(inside, ONE_HOST)
     return Machine(

@@ -41,16 +41,14 @@ def textbook_ledger(request, more: int = 0, without: int = 0) -> Ledger:
     return Ledger(rows=[msgspec.structs.replace(row, bytes=row.bytes + more) for row in rows])
 
 
-def test_a_plan_is_shown_kept_and_shown_again(small, capsys, with_pictures):
+def test_a_plan_is_shown_kept_and_shown_again(small, capsys):
     assert main([*ARGUMENTS, "--run_dir", "p"]) == 0
     printed = capsys.readouterr().out
     assert "layouts that fit, one of each kind; ms of a step" in printed
     assert "Predicted, not measured. 16 devices of 80 GB" in printed
     page = Path("p/plan.html").read_text()
-    assert page.count("<svg") == 1
-    assert main(["report", "p", "--picture", "p.png"]) == 0
+    assert main(["report", "p"]) == 0
     assert capsys.readouterr().out == printed
-    assert Path("p.png").read_bytes()[:4] == b"\x89PNG"
     assert main(["report", "p", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     best = found["rows"][0]
@@ -146,7 +144,7 @@ def test_a_rank_that_runs_alone_is_held_against_the_textbook(small, monkeypatch,
     assert main([*ARGUMENTS, *given, "--run_dir", "q"]) == 1
     assert main([*ARGUMENTS, "--engine", "jax-manual", "--alone"]) == 2
     assert "--alone: jax-manual is one program for all devices" in said(capsys.readouterr().err)
-    of_ddp = ["--layout.dp_replicate", "8", "--layout.tp", "1", "--layout.pp", "1"]
+    of_ddp = ["--layout.dp_replicate", "16", "--layout.tp", "1", "--layout.pp", "1"]
     assert main([*ARGUMENTS, "--engine", "torch-library", *of_ddp, "--alone"]) == 2
     assert "DistributedDataParallel waits for answers" in said(capsys.readouterr().err)
 

@@ -166,7 +166,6 @@ def test_links_of_several_hosts_are_measured_inside_and_across(
     found = this_machine.machine_here("torch-manual", tiny, 4, hosts=hosts, **how)
     assert asked == [(2, 1), (2, 2)]
     assert (found.hosts, found.devices_inside) == (2, 2)
-    assert (found.inside.latency_s, found.across.latency_s) == (1.0, 2.0)
     assert found.inside.bytes_per_s == pytest.approx(8e9)  # what each of two sends is what is reduced
     assert found.across.bytes_per_s == pytest.approx(4e9 / 2)  # of one device, when both of a host send
     assert found.memory_bytes == 16e9 / sharing
