@@ -17,7 +17,7 @@ from compare.contract.collective_bench import TYPE, CollectiveRequest
 from compare.contract.command import parse_arguments, told_by
 from compare.contract.ending import DONE, FAILED, StoppedEarly, StopRequest
 from compare.contract.faults import IGNORED
-from compare.contract.other_hosts import State, announce, blame_for_hang, say
+from compare.contract.other_hosts import START, State, announce, blame_for_hang, say
 from compare.contract.processes import Process, find_process
 from compare.contract.record import Failure, clear_record, leave_failure
 from compare.contract.request import read_request, read_request_file
@@ -123,11 +123,11 @@ def _begin(folder: Path, timeout_s: float, process: Process | None) -> Watchdog:
         clear_record(folder)
 
     def state(number: int) -> State:
-        where = "the start" if watchdog.finished == 1 else "a step" if watchdog.in_step else "the record"
+        where = "a step" if watchdog.in_step else START if watchdog.finished == 1 else "the record"
         return State(number=number, where=where, beats=watchdog.finished, looks=watchdog.looks)
 
     def on_work() -> None:
-        if process and watchdog.finished == 1:
+        if process:
             say(folder, state(process.number))
 
     def on_hang(message: str, stack: str) -> bool:

@@ -11,7 +11,7 @@ import socket
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.util import find_spec
+from importlib.resources import files
 from pathlib import Path
 
 from msgspec import Struct
@@ -37,8 +37,7 @@ class HostFacts(Struct, frozen=True, kw_only=True):
 
     host: str
     versions: dict[str, str]
-    source_sha256: str = ""
-    """Of shardpair's own files that it runs."""
+    """Of shardpair the beginning of the SHA-256 of its source."""
     corpus_sha256: str = ""
     """Of the tokens as this host reads them; '' from all but one process of a host."""
 
@@ -47,8 +46,7 @@ def facts_here(side: str, packages: Iterable[str], reads: Experiment | None = No
     """Those of this process of a side; of an experiment that it reads the data for, all of them are read."""
     return HostFacts(
         host=socket.gethostname(),
-        versions=versions(packages),
-        source_sha256=source_sha256("compare", side),
+        versions=versions(packages) | {"shardpair": source_sha256("compare", side)[:12]},
         corpus_sha256=open_corpus(reads).sha256 if reads else "",
     )
 
@@ -56,14 +54,10 @@ def facts_here(side: str, packages: Iterable[str], reads: Experiment | None = No
 def source_sha256(*packages: str) -> str:
     """The SHA-256 of all Python files of packages, with their names."""
     digest = hashlib.sha256()
-    for package in packages:
-        spec = find_spec(package)
-        assert spec
-        assert spec.origin
-        root = Path(spec.origin).parent
-        for path in sorted(root.rglob("*.py")):
+    for root in map(files, packages):
+        for path in sorted(Path(f"{root}").rglob("*.py")):
             content = path.read_bytes()
-            digest.update(f"{package}/{path.relative_to(root)} {len(content)}\n".encode() + content)
+            digest.update(f"{path.relative_to(f'{root}')} {len(content)}\n".encode() + content)
     return digest.hexdigest()
 
 
@@ -71,8 +65,7 @@ def agree(found: Sequence[HostFacts]) -> None:
     """Hold what the processes run on against what the first does.
 
     Raises:
-        ExperimentError: a package, or shardpair itself, of another version, or other data; both hosts are
-            named.
+        ExperimentError: a package of another version, or other data; both hosts are named.
     """
     first = found[0]
     for other in found[1:]:
@@ -82,11 +75,6 @@ def agree(found: Sequence[HostFacts]) -> None:
                     f"{other.host} has {package} {theirs}, and {first.host} {version}: install the same on "
                     f"all hosts"
                 )
-        if other.source_sha256 != first.source_sha256:
-            raise ExperimentError(
-                f"{other.host} runs another shardpair than {first.host}: SHA-256 of its source "
-                f"{other.source_sha256[:12]} and {first.source_sha256[:12]}: install the same on all hosts"
-            )
         if other.corpus_sha256 and other.corpus_sha256 != first.corpus_sha256:
             raise ExperimentError(
                 f"{other.host} reads other data than {first.host}: SHA-256 of the tokens "
@@ -116,7 +104,7 @@ class State(Struct, frozen=True, kw_only=True, omit_defaults=True):
     beats: int = 0
     """Of two that run the same sequence, the one with fewer is behind."""
     looks: int = 0
-    """How often it was seen to compute before its first step."""
+    """How often it was seen to compute outside of a step."""
     waits: bool = False
     """Nothing has moved in it for the time-out."""
     failure: Failure | None = None
@@ -134,7 +122,7 @@ def announce(folder: Path, process: Process) -> None:
                 (folder / f"{STATE}{number}.json").unlink(missing_ok=True)
     own = State(number=process.number, host=socket.gethostname())
     try:
-        write_json(folder / f"{STATE}{process.number}.json", own)
+        write_json(folder / f"{STATE}{own.number}.json", own)
     except OSError as error:
         raise ExperimentError(
             f"{process.name} cannot write into {folder}: {error.strerror}: give --run_dir on a file system "
@@ -144,10 +132,9 @@ def announce(folder: Path, process: Process) -> None:
 
 def say(folder: Path, state: State) -> None:
     """Leave a state of this process, if there is room."""
+    own = replace(state, host=state.host or socket.gethostname())
     with contextlib.suppress(OSError):
-        write_json(
-            folder / f"{STATE}{state.number}.json", replace(state, host=state.host or socket.gethostname())
-        )
+        write_json(folder / f"{STATE}{own.number}.json", own)
 
 
 def states_in(folder: Path) -> dict[int, State]:
@@ -165,7 +152,7 @@ def told_cause(folder: Path) -> Failure | None:
 def blame_for_hang(folder: Path, own: State, *, count: int, timeout_s: float) -> Failure | None:
     """The cause of a hang, as every running process finds it: who does not answer, or who is behind.
 
-    None if another process still computes, and has not come to its first step.
+    None if another process still computes, outside of a step.
     """
     before = states_in(folder)
     say(folder, replace(own, waits=True))

@@ -22,7 +22,7 @@ import psutil
 
 from compare.contract import record as files
 from compare.contract.collective_bench import CollectiveRequest
-from compare.contract.ending import ASKED, BAD_REQUEST, DONE, MISSING, STOPPED, StopRequest
+from compare.contract.ending import ASKED, BAD_REQUEST, DONE, FAILED, MISSING, STOPPED, StopRequest
 from compare.contract.other_hosts import START, State, say
 from compare.contract.processes import VARIABLES
 from compare.contract.record import Record, Step
@@ -40,12 +40,11 @@ from compare.spec.experiment import MAX_CPU_DEVICES, Data, Experiment, Experimen
 
 POLITE_S = 3.0
 PROBE_S = 60.0
-LACKS_PYTHON = 40
 LOOK = f"""
 test -e "$1" || {{ echo "missing on $SLURMD_NODENAME" >&2; exit {BAD_REQUEST}; }}
 (: >"$1.$SLURM_PROCID") || exit {BAD_REQUEST}
 rm "$1.$SLURM_PROCID"
-command -v "$2" >/dev/null || {{ echo "$SLURMD_NODENAME has no $2" >&2; exit {LACKS_PYTHON}; }}
+command -v "$2" >/dev/null || {{ echo "$SLURMD_NODENAME has no $2" >&2; exit {MISSING}; }}
 echo "$SLURM_PROCID $SLURMD_NODENAME"
 """
 """What each host is asked, with a file in the folder of a run and an interpreter."""
@@ -224,8 +223,8 @@ def ready_hosts(hosts: Hosts, folder: Path, python: str, name: str) -> list[str]
                 )
                 said, code = " ".join(done.stderr.split()) or "srun failed", done.returncode
             except subprocess.TimeoutExpired:
-                said, code = f"srun began nothing in {PROBE_S:g} s: is there another step?", MISSING
-            if code in (DONE, BAD_REQUEST, LACKS_PYTHON):
+                said, code = f"srun began nothing in {PROBE_S:g} s: is there another step?", FAILED
+            if code in (DONE, BAD_REQUEST, MISSING):
                 break
     if code == BAD_REQUEST:
         raise ExperimentError(f"{folder}: {said}: give --run_dir on a file system that all hosts share")

@@ -39,7 +39,7 @@ def watch(
     """
     patience_s = timeout_s + GRACE_S
     activity = Activity(process.pid)
-    offset, seen, moved, told_at = 0, 0, False, 0.0
+    offset, seen, moved = 0, 0, False
     begun = last_sign = last_look = time.monotonic()
     while True:
         ended = process.poll() is not None  # asked before reading, so that the last steps are read
@@ -60,10 +60,8 @@ def watch(
             if (activity.is_busy() or moved or starts) and not is_stopped(process.pid):
                 last_sign = last_look
             moved = False
-            if (folder / files.ERROR).is_file():
-                told_at = told_at or last_look
-                if last_look - told_at > TOLD_S:
-                    return Failure(message=f"it failed, and did not end within {TOLD_S:g} s")
+            if files.read_failure(folder) and time.time() - (folder / files.ERROR).stat().st_mtime > TOLD_S:
+                return Failure(message=f"it failed, and did not end within {TOLD_S:g} s")
             absent = [state for state in states_in(folder).values() if state.where == NOT_STARTED]
             if absent and last_look - begun > patience_s:
                 names = {state.number: state.host for state in absent}
