@@ -41,7 +41,7 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, scale: float) -> torch.Tensor:
         ctx.scale = scale
-        return value.view_as(value)
+        return value.clone()  # zero bubble detaches a stage's output, which no view allows
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -42,16 +42,8 @@ ELEMENTWISE = {
 }
 """Classes of torch.optim that compute the same on pieces of tensors as on tensors."""
 FINISH = "call finish_gradient_synchronization() first"
-OF_THE_WHOLE = {
-    *("dim", "ndim", "ndimension", "shape", "size"),
-    "_amp_foreach_non_finite_check_and_unscale_",
-}
+OF_THE_WHOLE = {"dim", "ndim", "ndimension", "shape", "size", "_amp_foreach_non_finite_check_and_unscale_"}
 """What a piece cannot tell of a parameter: its dims, and whether a gradient is finite on all ranks."""
-
-
-def name_of(func: Any) -> str:
-    """The name of a function of torch, or of an attribute that is read."""
-    return func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
 
 
 class Piece(torch.Tensor):
@@ -64,7 +56,7 @@ class Piece(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args: Sequence[Any] = (), kwargs=None):
-        name, result = name_of(func), None
+        name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__  # of an attribute
         if name == "grad" and args[0].gradients and args[0].gradients.used:
             raise RuntimeError(f"gradients are not the mean over ranks: {FINISH}")
         if name not in OF_THE_WHOLE:
@@ -209,6 +201,7 @@ class FSDP(Guarded, fully_sharded.FSDP):
         module.__dict__["state_dict"] = self._refuse_state_dict
         mark_pieces(self.flats, Piece)
 
+    @torch.compiler.disable  # units may be compiled, each for itself
     def forward(self, *args, **kwargs):
         for flat in self.flats:
             memory = flat.shard.untyped_storage().data_ptr()
@@ -219,6 +212,10 @@ class FSDP(Guarded, fully_sharded.FSDP):
         mark_pieces(self.flats, Piece)  # after a step they are parameters
         with saved_tensors_hooks(self._keep, self._read_again):
             return super().forward(*args, **kwargs)
+
+    @torch.compiler.disable
+    def before_forward(self, unit: Unit, module: nn.Module, args: tuple) -> None:
+        super().before_forward(unit, module, args)
 
     def before_backward(self, unit: Unit) -> None:
         """Without gathering ahead: a weight that backward reads unseen has no memory then, and raises."""

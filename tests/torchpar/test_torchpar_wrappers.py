@@ -361,6 +361,27 @@ def shard_state(module: nn.Module) -> ShardedOptimizer:
     return ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
 
 
+@on_ranks
+def test_units_may_be_compiled(rank: int) -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    plain, module = stack(2), stack(2)
+    for layer in module:
+        layer.compile(backend=backend)
+    model = FSDP(module)
+    model(normal(4, 16)).square().mean().backward()
+    model.finish_gradient_synchronization()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    plain(normal(4, 16)).square().mean().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert graphs
+    assert_same(model.full_state_dict(), plain.state_dict())
+
+
 def penalty(model: nn.Module) -> torch.Tensor:
     """Of the gradient by the input, whose derivative is one more."""
     x = normal(4, 16).requires_grad_()

@@ -33,11 +33,9 @@ TRACED = {
 def resolve_backend(layout: Layout, device: torch.device) -> str:
     """The backend that `layout.compile` asks for. Raises ValueError: there is no C++ compiler for inductor.
 
-    auto is inductor on a GPU, none on a CPU: a compilation takes as long as fifty steps of a small model. Nor
-    is compiled what `compare.spec.engines` would refuse.
+    auto is inductor on a GPU, if it can be, and none on a CPU, where it takes as long as fifty small steps.
     """
-    asked = layout.compile
-    if asked == "auto":
+    if (asked := layout.compile) == "auto":
         return "inductor" if device.type == "cuda" and layout.remat != "full" else "none"
     if asked == "inductor" and device.type == "cpu" and not shutil.which("c++"):
         raise ValueError("layout.compile = inductor: there is no C++ compiler: give aot_eager")
