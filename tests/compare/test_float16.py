@@ -8,6 +8,7 @@ from compare.spec.experiment import edited, to_toml
 
 FSDP_TP = ("--layout.dp_shard", "2", "--layout.zero", "3", "--layout.tp", "2")
 DDP_PP = ("--layout.dp_replicate", "2", "--layout.pp", "2", "--layout.schedule", "gpipe")
+HALVED = ("--layout.pp", "2", "--layout.schedule", "zero_bubble", "--layout.microbatches", "2")
 STEPS = 8
 
 
@@ -34,3 +35,11 @@ def test_every_engine_skips_the_same_steps(tiny, shardpair):
         saved = read_description(run / CHECKPOINTS / folder_name(STEPS))
         assert (saved.step, saved.updates) == (STEPS, STEPS - sum(skipped))
         assert saved.loss_scale
+
+
+def test_a_backward_in_two_halves_is_scaled(tiny, shardpair):
+    spec = edited(tiny, {"precision": {"dtype": "float16", "loss_scale": 2.0**18}})
+    (shardpair.folder / "tiny.toml").write_text(to_toml(spec))
+    done = shardpair("run", "tiny.toml", *HALVED, "--engines", "torch-manual", "torch-library")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "steps skipped, last loss scale" in done.stdout
