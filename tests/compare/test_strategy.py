@@ -41,6 +41,15 @@ def test_what_is_done_as_asked_is_told_and_nothing_is_objected(tmp_path, tiny, e
         assert strategy.found("what is sent")
 
 
+def test_moments_are_not_asked_for_before_an_update(tmp_path, tiny):
+    record = make_record(tmp_path / "a", edited(tiny, {"precision": {"dtype": "float16"}}))
+    manifest = replace(record.manifest, resident_bytes=record.manifest.resident_bytes | {"optimizer": [0]})
+    without = replace(record, manifest=manifest)
+    assert "optimizer off by -100%" in " ".join(strategy_of(without).objections)
+    skipped = replace(without, steps=[replace(step, skipped=True) for step in record.steps])
+    assert not strategy_of(skipped).objections
+
+
 IGNORED = {
     "naive for bucketed": (DDP, {"gradient_sync": "naive"}, "naive (28 calls)"),
     "flat for bucketed": (DDP, {"gradient_sync": "flat"}, "flat (1 calls)"),
