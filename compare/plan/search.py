@@ -28,6 +28,9 @@ from compare.spec.experiment import Experiment, ExperimentError, Layout, edited
 
 USABLE = 0.95
 """Share of a device's memory that a step may have; the rest is the driver's and the allocator's."""
+ROWS = 1.5
+"""Of sequences of a pass, how many times the number before a number is, or more: between two of them a step
+differs by less than a prediction is off."""
 CHUNKS = 2
 REMATS = ("none", "dots", "full")
 STAGES = {1: "zero1x", 2: "zero2x", 3: "fsdp"}
@@ -170,10 +173,10 @@ def name_of(layout: Layout, rows: int) -> str:
 
 
 def candidates(
-    engine: str, experiment: Experiment, machine: Machine, *, fixed: frozenset[str]
+    engine: str, experiment: Experiment, machine: Machine, *, fixed: frozenset[str], ratio: float = ROWS
 ) -> Iterator[Candidate]:
     """Layouts whose degrees multiply to the machine's devices, with each setting that means something under
-    them, and numbers of sequences that a device may have in a pass. Not all are legal.
+    them, and numbers of sequences that a device may have in a pass. Not all are legal. `ratio` is as `ROWS`.
     """
     asked, devices, sequences = experiment.layout, machine.devices, experiment.sequences_per_step
 
@@ -204,7 +207,7 @@ def candidates(
             if not (layout.zero == 3 or layout.reshard_after_forward or "reshard_after_forward" in fixed):
                 continue
             default = CHUNKS if layout.schedule == "interleaved" and pp > 1 else 1
-            for rows, chunks in itertools.product(thinned(share), choices("chunks", [default])):
+            for rows, chunks in itertools.product(divisors(share, ratio), choices("chunks", [default])):
                 passes = share // rows
                 (microbatches,) = choices("microbatches", [passes if pp > 1 else 1])
                 steps, rest = divmod(passes, microbatches)
@@ -221,17 +224,11 @@ def candidates(
 
 
 @functools.lru_cache(maxsize=256)
-def divisors(number: int) -> list[int]:
-    """Of a number, the smallest first."""
+def divisors(number: int, ratio: float = 1.0) -> list[int]:
+    """Of a number, each so many times the one before, or more; and the number itself."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return sorted({*small, *(number // divisor for divisor in small)})
-
-
-@functools.lru_cache(maxsize=256)
-def thinned(number: int) -> list[int]:
-    """Divisors, each half as large again as the one before, or more; and the number itself."""
-    kept = [1]
-    for divisor in divisors(number):
-        if divisor >= 1.5 * kept[-1]:
+    kept: list[int] = []
+    for divisor in sorted({*small, *(number // divisor for divisor in small)}):
+        if not kept or divisor >= ratio * kept[-1] or divisor == number:
             kept.append(divisor)
-    return kept if kept[-1] == number else [*kept, number]
+    return kept

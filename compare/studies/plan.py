@@ -125,7 +125,7 @@ class Plan(Study, frozen=True, kw_only=True):
 
     Try:
       shardpair plan gpt2-350m --train.batch_size 512 --train.gradient_accumulation_steps 1 --machine h100x64
-      shardpair plan gpt2-124m --machine h100x8 --measured dp8+rows12=120ms
+      shardpair plan gpt2-124m --machine h100x8 --measured dp8+rows12+none=120ms
     """
 
     machine: str = "h100x8"
@@ -134,7 +134,7 @@ class Plan(Study, frozen=True, kw_only=True):
     engine: StudiedName = REFERENCE
     """Whose layouts, whose bytes and whose memory."""
     timed_step: Annotated[str, tyro.conf.arg(name="measured", metavar="LAYOUT=TIME")] = ""
-    """A step of this plan that you have timed, fsdp8+rows4=412ms: one factor on compute makes it so, and all
+    """A step of this plan that you have timed, fsdp8+rows4+none=412ms: one factor on compute makes it so, and all
     others are predicted with it. `slowdown` in a machine's file says the factor for other plans."""
     explain: str = ""
     """Write out the sum of one layout, term by term: its name, or its place in the table."""
@@ -212,13 +212,13 @@ class Plan(Study, frozen=True, kw_only=True):
     def _calibrated(self, experiment: Experiment, machine: Machine) -> Machine:
         """The machine as the step of --measured says. Raises ExperimentError: no such layout, or no time."""
         name, _, time = self.timed_step.rpartition("=")
-        legal = candidates(self.engine, experiment, machine, fixed=self.said.flags)
+        legal = candidates(self.engine, experiment, machine, fixed=self.said.flags, ratio=1)
         layouts = [candidate for candidate in legal if candidate.name == name]
         number = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s)", time)
         if not layouts or not number:
             raise ExperimentError(
                 f"--measured {self.timed_step}: give a layout as the plan names it, and its step: "
-                f"fsdp8+rows4=412ms"
+                f"fsdp8+rows4+none=412ms"
             )
         seconds = float(number[1]) / (1e3 if number[2] == "ms" else 1)
         spec = layouts[0].of(experiment)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from compare.execute.hosts import Hosts
 from compare.judge.collective_fit import Fit
-from compare.plan.search import USABLE, folded, memory_of, search, thinned
+from compare.plan.search import USABLE, divisors, folded, memory_of, search
 from compare.spec.engines.registry import ENGINES, STUDIED
 from compare.spec.experiment import ExperimentError, check, edited
 from compare.studies import this_machine
@@ -118,9 +118,10 @@ def test_no_other_step_is_planned_than_the_one_that_was_asked_for(tiny):
 
 
 def test_rows_are_more_than_powers_of_two_and_the_best_few_are_of_different_kinds(tiny):
-    assert thinned(60) == [1, 2, 3, 5, 10, 15, 30, 60]
-    assert thinned(15) == [1, 3, 5, 15]
-    assert (thinned(1), thinned(7)) == ([1], [1, 7])
+    assert divisors(60, 1.5) == [1, 2, 3, 5, 10, 15, 30, 60]
+    assert divisors(60) == [number for number in range(1, 61) if 60 % number == 0]
+    assert divisors(6, 3) == [1, 3, 6]
+    assert divisors(1, 1.5) == [1]
     asked = edited(tiny, {"train": {"batch_size": 24}})
     found = search("torch-manual", asked, machine_of(2, memory_bytes_per_s=1e9), fixed=NONE).fitting
     assert {f"dp2+rows{rows}+none" for rows in (1, 2, 3, 6, 12)} <= {one.name for one in found}
