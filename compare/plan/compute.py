@@ -18,17 +18,17 @@ fitted to a row that is predicted.
 
 import math
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from compare.judge.closed_forms.memory import elements_of_stage
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import MLP_RATIO
 from compare.plan.machine import Machine
 from compare.spec.axes import SHARDED_FROM
-from compare.spec.experiment import Experiment, Model
+from compare.spec.experiment import Experiment, ExperimentError, Model
 
 SUSTAINED, MEMORY = 0.95, 0.90
 PRODUCTS = [(1e6, 0.1 / 0.95), (1e9, 0.6 / 0.95), (16e9, 0.9 / 0.95), (128e9, 1.0)]
@@ -90,6 +90,11 @@ class Shape(Struct, frozen=True, kw_only=True):
         return 4.0 * tokens * self.context * self.attention / tp
 
     @property
+    def kept(self) -> float:
+        """Numbers a token that backward reads of a block in eager PyTorch: 16 C of nanoGPT's."""
+        return 4 * self.width + 2 * (self.attention + self.keys) + 2 * self.gates * self.mlp
+
+    @property
     def block_parameters(self) -> float:
         """Weights of the products of one block."""
         return sum(k * n for _, k, n in self.block_products(1, 1))
@@ -101,14 +106,34 @@ class Shape(Struct, frozen=True, kw_only=True):
         return 6.0 * weights + 3 * self.layers * self.attention_flops(1, 1)
 
 
-def shape_of(model: Model) -> Shape:
-    """Sizes of nanoGPT's model."""
+class Variant(Struct, frozen=True, kw_only=True):
+    """Sizes in which a model of today differs from nanoGPT's: it is planned, and not trained here."""
+
+    kv_heads: Annotated[int, Meta(ge=0)] = 0
+    """Heads of keys and of values (grouped queries, GQA), which divide n_head; 0 for as many."""
+    mlp: Annotated[int, Meta(ge=0)] = 0
+    """Width inside the MLP; 0 for 4 n_embd."""
+    gated: bool = False
+    """Two products into the MLP, of which one gates the other (SwiGLU)."""
+    untied: bool = False
+    """A head of its own beside the token embedding."""
+
+
+GPT = Variant()
+
+
+def shape_of(model: Model, variant: Variant = GPT) -> Shape:
+    """Sizes of nanoGPT's model, or of one that differs. Raises ExperimentError: heads do not divide."""
+    groups = variant.kv_heads or model.n_head
+    if model.n_head % groups:
+        raise ExperimentError(f"--shape.kv_heads {groups} does not divide model.n_head = {model.n_head}")
     return Shape(
         layers=model.n_layer,
         width=model.n_embd,
         attention=model.n_embd,
-        keys=model.n_embd,
-        mlp=MLP_RATIO * model.n_embd,
+        keys=model.n_embd // model.n_head * groups,
+        mlp=variant.mlp or MLP_RATIO * model.n_embd,
+        gates=1 + variant.gated,
         vocabulary=model.vocab_size,
         context=model.block_size,
         heads=model.n_head,

@@ -23,9 +23,20 @@ from compare.contract.communication import (
     ring_wire_bytes,
 )
 from compare.judge.closed_forms.communication import communication
+from compare.judge.closed_forms.memory import parameters_of_stage
 from compare.pipeline.schedules import Kind, make_schedule
 from compare.pipeline.simulator import prerequisites, run
-from compare.plan.compute import Part, Setting, Term, block_terms, head_terms, shape_of, update_terms
+from compare.plan.compute import (
+    GPT,
+    Part,
+    Setting,
+    Term,
+    Variant,
+    block_terms,
+    head_terms,
+    shape_of,
+    update_terms,
+)
 from compare.plan.machine import Machine
 from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, PP, SHARDED_FROM, TP
 from compare.spec.engines.registry import ENGINES
@@ -123,14 +134,28 @@ def predict(engine: str, experiment: Experiment, machine: Machine, **given: Any)
     return Prediction(terms=terms, mfu=flops / seconds / machine.devices / setting.peak)
 
 
-def slowdown_by(engine: str, experiment: Experiment, machine: Machine, *, seconds: float) -> float:
+def ways_of(engine: str, experiment: Experiment, variant: Variant) -> dict[str, Any]:
+    """Fields of `Setting` for a model of other sizes: its shape, and what bytes of its weights grow by."""
+    if variant == GPT:
+        return {}
+    shape, layout = shape_of(experiment.model, variant), experiment.layout
+    held = parameters_of_stage(engine, experiment, stage=layout.pp - 1)
+    ends = shape.vocabulary * shape.width * (2 if variant.untied and layout.pp == 1 else 1)
+    weights = shape.layers / layout.pp * shape.block_parameters + ends
+    grown = weights / sum(parameter.size for parameter in held)
+    return {"shape": shape, "scale": dict.fromkeys(("weights", PARAMETERS, GRADIENTS), grown)}
+
+
+def slowdown_by(
+    engine: str, experiment: Experiment, machine: Machine, *, seconds: float, **given: Any
+) -> float:
     """`Machine.slowdown` under which this step takes so long.
 
     Raises ExperimentError: no compute does, beside what is sent.
     """
 
     def predicted(slowdown: float) -> float:
-        return predict(engine, experiment, replace(machine, slowdown=slowdown)).seconds
+        return predict(engine, experiment, replace(machine, slowdown=slowdown), **given).seconds
 
     low, high = 1e-3, 1e3
     if not predicted(low) < seconds < predicted(high):

@@ -17,10 +17,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from compare.contract.record import ON_HOST
+from compare.judge.closed_forms.memory import KINDS
 from compare.judge.closed_forms.peak import peak_of_stage
-from compare.plan.compute import PARTS, Part
+from compare.plan.compute import GPT, PARTS, Part, Variant, shape_of
 from compare.plan.machine import Machine
-from compare.plan.predict import predict
+from compare.plan.predict import predict, ways_of
 from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, TP
 from compare.spec.checks import check
 from compare.spec.engines.registry import ENGINES
@@ -87,7 +88,14 @@ class Search(Struct, frozen=True, kw_only=True):
     """Reasons, by the layouts that each refused; that of the most first."""
 
 
-def search(engine: str, experiment: Experiment, machine: Machine, *, fixed: frozenset[str]) -> Search:
+def search(
+    engine: str,
+    experiment: Experiment,
+    machine: Machine,
+    *,
+    fixed: frozenset[str],
+    variant: Variant = GPT,
+) -> Search:
     """Every legal layout, ranked; `fixed` are fields of the experiment's layout that the user gave.
 
     Raises ExperimentError: no peak for this dtype, or not one legal layout.
@@ -97,7 +105,7 @@ def search(engine: str, experiment: Experiment, machine: Machine, *, fixed: froz
     refused: dict[str, list[str]] = {}
     for candidate in candidates(engine, experiment, machine, fixed=fixed):
         try:
-            found.append(_considered(engine, experiment, machine, candidate))
+            found.append(_considered(engine, experiment, machine, candidate, variant))
         except ExperimentError as error:
             refused.setdefault(str(error), []).append(candidate.name)
     if not found:
@@ -119,7 +127,9 @@ def search(engine: str, experiment: Experiment, machine: Machine, *, fixed: froz
     )
 
 
-def _considered(engine: str, experiment: Experiment, machine: Machine, candidate: Candidate) -> Candidate:
+def _considered(
+    engine: str, experiment: Experiment, machine: Machine, candidate: Candidate, variant: Variant
+) -> Candidate:
     """One layout with its memory and its time. Raises ExperimentError: it cannot be."""
     if experiment.sequences_per_step % candidate.layout.data_parallel:
         raise ExperimentError(
@@ -128,10 +138,10 @@ def _considered(engine: str, experiment: Experiment, machine: Machine, candidate
         )
     spec = check(candidate.of(experiment))
     ENGINES[engine].require_experiment(spec)
-    candidate = replace(candidate, memory=memory_of(engine, spec))
+    candidate = replace(candidate, memory=memory_of(engine, spec, variant))
     if candidate.bytes > USABLE * machine.memory_bytes:
         return candidate
-    found = predict(engine, spec, machine)
+    found = predict(engine, spec, machine, **ways_of(engine, spec, variant))
     parts = {part: found.of_part(part) for part in PARTS}
     return replace(candidate, seconds=found.seconds, mfu=found.mfu, parts=parts)
 
@@ -149,11 +159,18 @@ def folded(layouts: list[Candidate]) -> list[Candidate]:
     ]
 
 
-def memory_of(engine: str, experiment: Experiment) -> dict[str, float]:
+def memory_of(engine: str, experiment: Experiment, variant: Variant = GPT) -> dict[str, float]:
     """Bytes of the fullest device by class; of a pipeline its first or its last rank."""
+    ways, model = ways_of(engine, experiment, variant), experiment.model
+    grown = ways["scale"]["weights"] if ways else 1.0
+    kept = max(shape_of(model, variant).kept / shape_of(model).kept, grown)  # gathered weights among it
+    scale = dict.fromkeys(KINDS, grown) | {"activations": kept}
     stages = {0, experiment.layout.pp - 1}
     held = [peak_of_stage(engine, experiment, stage=stage) for stage in stages]
-    on_device = [{kind: size for kind, size in sizes.items() if kind != ON_HOST} for sizes in held]
+    on_device = [
+        {kind: size * scale.get(kind, 1.0) for kind, size in sizes.items() if kind != ON_HOST}
+        for sizes in held
+    ]
     return max(on_device, key=lambda sizes: sum(sizes.values()))
 
 

@@ -19,9 +19,9 @@ from compare.judge.closed_forms.peak import LEAST, MOST
 from compare.judge.ledger import Flow, line_up, mismatches
 from compare.judge.outcome import Grid, Outcome
 from compare.plan.absent import compile_ahead, run_alone, topology_of
-from compare.plan.compute import PARTS, Term
+from compare.plan.compute import GPT, PARTS, Term, Variant
 from compare.plan.machine import Machine, read_machine
-from compare.plan.predict import CALIBRATED, LATER, predict, slowdown_by
+from compare.plan.predict import CALIBRATED, LATER, predict, slowdown_by, ways_of
 from compare.plan.search import USABLE, Candidate, candidates, folded, search
 from compare.show.findings import Column, Findings, Table, findings_of, table_of
 from compare.spec.axes import PP, TP
@@ -134,8 +134,9 @@ class Plan(Study, frozen=True, kw_only=True):
     engine: StudiedName = REFERENCE
     """Whose layouts, whose bytes and whose memory."""
     timed_step: Annotated[str, tyro.conf.arg(name="measured", metavar="LAYOUT=TIME")] = ""
-    """A step of this plan that you have timed, fsdp8+rows4+none=412ms: one factor on compute makes it so, and all
-    others are predicted with it. `slowdown` in a machine's file says the factor for other plans."""
+    """A step of this plan that you have timed, fsdp8+rows4+none=412ms: one factor on compute makes it so,
+    and all others are predicted with it. `slowdown` in a machine's file says the factor for other plans."""
+    shape: Variant = GPT
     explain: str = ""
     """Write out the sum of one layout, term by term: its name, or its place in the table."""
 
@@ -170,13 +171,16 @@ class Plan(Study, frozen=True, kw_only=True):
         outcome = super().planned()
         experiment = outcome.experiment
         machine, fixed = read_machine(self.machine), self.said.flags
+        if self.shape != GPT and (self.alone or self.compile):
+            raise ExperimentError("--alone and --compile have nanoGPT's model alone: leave --shape out")
         if self.timed_step:
             machine = self._calibrated(experiment, machine)
-        layouts = search(self.engine, experiment, machine, fixed=fixed)
+        layouts = search(self.engine, experiment, machine, fixed=fixed, variant=self.shape)
         kinds = folded(layouts.fitting)
         with_more = self._with_more(experiment, machine)
         every = layouts.fitting + layouts.too_large
-        unhurried = replace(machine, slowdown=1.0)
+        unhurried, best = replace(machine, slowdown=1.0), every[0].of(experiment)
+        ways = ways_of(self.engine, best, self.shape)
         found = Found(
             machine=machine,
             candidates=kinds,
@@ -184,7 +188,7 @@ class Plan(Study, frozen=True, kw_only=True):
             smallest=layouts.too_large[:1],
             too_large=len(layouts.too_large),
             explained=self._explained(kinds, every),
-            uncalibrated_s=predict(self.engine, every[0].of(experiment), unhurried).seconds,
+            uncalibrated_s=predict(self.engine, best, unhurried, **ways).seconds,
             with_more=with_more,
         )
         plan = {"plan": found, "refused": layouts.refused}
@@ -204,7 +208,7 @@ class Plan(Study, frozen=True, kw_only=True):
         }
         larger = edited(experiment, {"train": train, "layout": split})
         try:
-            layouts = search(self.engine, larger, machine, fixed=fixed | {TP, PP})
+            layouts = search(self.engine, larger, machine, fixed=fixed | {TP, PP}, variant=self.shape)
         except ExperimentError:  # a field that was given needs another degree
             return []
         return (layouts.fitting + layouts.too_large)[:1]
@@ -222,7 +226,8 @@ class Plan(Study, frozen=True, kw_only=True):
             )
         seconds = float(number[1]) / (1e3 if number[2] == "ms" else 1)
         spec = layouts[0].of(experiment)
-        return replace(machine, slowdown=slowdown_by(self.engine, spec, machine, seconds=seconds))
+        ways = ways_of(self.engine, spec, self.shape)
+        return replace(machine, slowdown=slowdown_by(self.engine, spec, machine, seconds=seconds, **ways))
 
     def _explained(self, kinds: list[Candidate], layouts: list[Candidate]) -> Candidate:
         """The layout of --explain, which need not fit. Raises ExperimentError: there is none."""
@@ -291,7 +296,7 @@ class Plan(Study, frozen=True, kw_only=True):
             near = sum(candidate.seconds < NEAR * best[0].seconds for candidate in found.candidates)
             tables.append(table_of(title, LAYOUTS, best, below=BELOW.format(near=near, percent=NEAR - 1)))
         if explain:
-            tables.append(terms_table(engine, found.explained, experiment, machine))
+            tables.append(terms_table(outcome, found))
         for step in found.absent:
             memory = table_of(step.title, MEMORY, step.memory, look="words", below=step.below)
             tables += [memory, table_of("What it sends in a step", FLOWS, step.flows)]
@@ -350,9 +355,12 @@ def _classes(candidate: Candidate) -> str:
     return ", ".join(f"{kind} {human_bytes(size)}" for kind, size in candidate.memory.items())
 
 
-def terms_table(engine: str, candidate: Candidate, experiment: Experiment, machine: Machine) -> Table:
+def terms_table(outcome: Outcome, found: Found) -> Table:
     """The sum of one layout, term by term."""
-    predicted = predict(engine, candidate.of(experiment), machine)
+    engine, candidate = outcome.options["engine"], found.explained
+    spec = candidate.of(outcome.experiment)
+    variant = msgspec.convert(outcome.options["shape"], Variant)
+    predicted = predict(engine, spec, found.machine, **ways_of(engine, spec, variant))
     return table_of(
         f"The step of {candidate.name}, term by term",
         TERMS,

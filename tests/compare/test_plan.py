@@ -113,7 +113,16 @@ def test_the_sum_of_one_layout_is_written_out_term_by_term(small, capsys):
     assert f"The step of {second.name}, term by term" in printed
     for term in terms:
         assert f"{term.seconds * 1e3:,.3f}" in printed, term.label
-    assert main([*ARGUMENTS, "--explain", second.name, "--run_dir", "q"]) == 0
+    assert (
+        main(
+            [*ARGUMENTS, "--explain", second.name, "--shape.gated", "--shape.kv_heads", "1", "--run_dir", "q"]
+        )
+        == 0
+    )
+    (gated,) = [one for one in found.candidates if one.name == second.name]
+    changed = msgspec.convert(read_outcome(Path("q")).more["plan"], Found).explained
+    assert changed.seconds > gated.seconds
+    assert f"Together {changed.seconds * 1e3:,.3f} ms" in said(capsys.readouterr().out)
 
 
 def test_nothing_that_fits_is_an_answer_that_says_what_the_smallest_needs(small, capsys):
@@ -180,6 +189,7 @@ def test_what_cannot_be_planned_is_refused_in_a_line(small, capsys):
         (("--layout.tp", "3"), "layout.tp = 3: the given degrees must divide its 16 devices"),
         (("--layout.tp", "8"), "layout.tp = 8 does not divide model.n_head = 2"),
         (("--explain", "9999"), "--explain 9999: give a place from 1 to"),
+        (("--shape.gated", "--alone"), "--alone and --compile have nanoGPT's model alone"),
         (("--compile",), "--compile: torch-manual is of torchpar: give --alone"),
     ):
         assert main([*ARGUMENTS, *arguments, "--run_dir", "p"]) == 2

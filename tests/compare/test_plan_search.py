@@ -9,9 +9,12 @@ from msgspec.structs import replace
 
 from compare.execute.hosts import Hosts
 from compare.judge.collective_fit import Fit
+from compare.plan.compute import Variant, shape_of
+from compare.plan.machine import read_machine
+from compare.plan.predict import predict, ways_of
 from compare.plan.search import USABLE, divisors, folded, memory_of, search
 from compare.spec.engines.registry import ENGINES, STUDIED
-from compare.spec.experiment import ExperimentError, check, edited
+from compare.spec.experiment import Experiment, ExperimentError, Model, Precision, check, edited
 from compare.studies import this_machine
 from compare.studies.fitting import estimate_memory
 
@@ -62,6 +65,30 @@ def test_memory_is_that_of_the_fullest_device(tiny):
             spec = one.of(tiny)
             assert one.bytes == pytest.approx(max(estimate_memory(engine, spec).per_device)), one.name
             assert memory_of(engine, spec) == one.memory
+
+
+def test_a_model_of_today_has_its_own_weights_and_work():
+    """Llama 3 8B has 8,030,261,248 weights: norms, 65 vectors, are not products; positions it has none."""
+    sizes = {"n_layer": 32, "n_head": 32, "n_embd": 4096, "block_size": 8192, "vocab_size": 128256}
+    plain = Experiment(model=Model(**sizes), precision=Precision(dtype="bfloat16"))
+    asked = edited(plain, {"layout": {"dp_shard": 8, "zero": 3}, "train": {"batch_size": 8}})
+    llama = Variant(kv_heads=8, mlp=14336, gated=True, untied=True)
+    weights = 8_030_261_248 - 65 * 4096
+    held, of_gpt = memory_of("torch-manual", asked, llama), memory_of("torch-manual", asked)
+    for kind, copies in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
+        assert held[kind] == pytest.approx(copies * 4 * weights / 8)
+    assert held["activations"] > 1.2 * of_gpt["activations"]
+    assert held["logits"] == of_gpt["logits"]
+    shape = shape_of(asked.model, llama)
+    looked_up = 128256 * 4096
+    assert shape.flops_per_token == 6 * (weights - looked_up) + 12 * 32 * 8192 * 4096
+    machine = read_machine("h100x8")
+    ways = ways_of("torch-manual", asked, llama)
+    assert predict("torch-manual", asked, machine, **ways).seconds > 1.05 * (
+        predict("torch-manual", asked, machine).seconds
+    )
+    with pytest.raises(ExperimentError, match="kv_heads 5 does not divide"):
+        shape_of(asked.model, Variant(kv_heads=5))
 
 
 def test_what_does_not_fit_is_set_aside(tiny):
