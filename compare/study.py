@@ -236,7 +236,6 @@ class Study(Spec, frozen=True, kw_only=True):
             raise ExperimentError(
                 f"--continue {folder} goes on with what was asked for there: leave out {flags}"
             )
-        read_outcome(folder)  # says what is wrong with a folder that is none
         with lock_folder(folder), judging(folder):
             saved = read_outcome(folder)
             if saved.study != self.command:

@@ -21,7 +21,6 @@ from compare.host.tensors import RecordError
 from compare.judge.circumstances import Circumstances
 from compare.judge.goldens import NANOGPT, read_golden
 from compare.judge.ladder import Verdict, climb
-from compare.judge.metrics import METRICS
 from compare.spec.engines.registry import side_of
 from compare.spec.experiment import Experiment, ExperimentError, one_line
 
@@ -156,21 +155,9 @@ class Outcome(Struct, frozen=True, kw_only=True):
         return f"{len(self.finished)} of {len(self.cases)} cases"
 
     def values(self, type: type[T]) -> dict[str, T]:
-        """What was kept of each finished case in its last round. Raises RecordError: it is garbled."""
+        """What was kept of each finished case in its last round."""
         last = {name: self.kept[name][max(self.kept[name])] for name in self.finished}
-        try:
-            return {name: msgspec.convert(value, type) for name, value in last.items()}
-        except msgspec.ValidationError as error:
-            raise RecordError(f"{OUTCOME} is garbled: {error}") from None
-
-    @property
-    def figures(self) -> dict[str, dict[str, Any]]:
-        """Of every finished case, in studies that keep them. Raises RecordError: they are garbled."""
-        numbers = {metric.key for metric in METRICS if metric.form}
-        for name, figures in (cases := self.values(dict)).items():
-            if not all(isinstance(figures[key], int | float) for key in numbers & figures.keys()):
-                raise RecordError(f"{OUTCOME} is garbled: a figure of {name} is no number")
-        return cases
+        return {name: msgspec.convert(value, type) for name, value in last.items()}
 
     def how_to_go_on(self, folder: Path) -> str:
         """The command that runs what a study in this folder still lacks."""

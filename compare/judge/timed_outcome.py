@@ -13,9 +13,8 @@ from msgspec import Struct
 from compare.contract.ceiling import Ceiling
 from compare.contract.record import Record
 from compare.contract.timing import Timing, Window
-from compare.host.tensors import RecordError
 from compare.judge.closed_forms.flops import flops_utilization, model_flops_per_token
-from compare.judge.outcome import OUTCOME, Case, Outcome
+from compare.judge.outcome import Case, Outcome
 from compare.judge.statistics import Estimate, estimate, ratios
 from compare.judge.strategy import done_words
 
@@ -81,19 +80,15 @@ class TimedOutcome(Outcome, frozen=True, kw_only=True):
 
 
 def timed(outcome: Outcome) -> TimedOutcome:
-    """The figures of a timed study. Raises RecordError: they are garbled."""
+    """The figures of a timed study, in their types."""
     processes = [process for rounds in outcome.kept.values() for process in rounds.values()]
-    try:
-        measurements = msgspec.convert(processes, list[Measurement])
-        return TimedOutcome(
-            **{field: getattr(outcome, field) for field in Outcome.__struct_fields__},
-            timing=msgspec.convert(outcome.more["timing"], Timing),
-            measurements=sorted(measurements, key=lambda process: process.round),
-            ceilings=msgspec.convert(outcome.more.get("ceilings", {}), dict[str, Ceiling]),
-            baseline=outcome.more.get("baseline", ""),
-        )
-    except (msgspec.ValidationError, KeyError) as error:
-        raise RecordError(f"{OUTCOME} is garbled: {error}") from None
+    return TimedOutcome(
+        **{field: getattr(outcome, field) for field in Outcome.__struct_fields__},
+        timing=msgspec.convert(outcome.more["timing"], Timing),
+        measurements=sorted(msgspec.convert(processes, list[Measurement]), key=lambda process: process.round),
+        ceilings=msgspec.convert(outcome.more.get("ceilings", {}), dict[str, Ceiling]),
+        baseline=outcome.more.get("baseline", ""),
+    )
 
 
 def measured(record: Record, *, first_seen_s: float, timing: Timing, **seen: Any) -> Measurement:

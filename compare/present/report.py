@@ -120,7 +120,7 @@ def cost_table(outcome: Outcome) -> Table:
     """Every case's figures, with the ratios of those that can be compared to the first case's."""
     rows = []
     for metric in METRICS:
-        values = [figures.get(metric.key) or None for figures in outcome.figures.values()]
+        values = [figures.get(metric.key) or None for figures in outcome.values(dict).values()]
         if any(value is not None for value in values):
             of = values[0] if metric.has_ratio else None
             notes = ["", *(f"×{value / of:.2f}" if value and of else "" for value in values[1:])]  # noqa: RUF001

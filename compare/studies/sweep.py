@@ -113,7 +113,7 @@ def rows_of(outcome: Outcome) -> list[Row]:
     verdicts, rows = {verdict.candidate: verdict for verdict in outcome.verdicts}, []
     # A reference has the setting of what is held against it.
     settings = {case.against or name: case.row.partition(", ")[2] for name, case in outcome.cases.items()}
-    for name, figures in outcome.figures.items():
+    for name, figures in outcome.values(dict).items():
         case, verdict = outcome.cases[name], verdicts.get(name)
         row = {
             "engine": case.engine,
