@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from compare.host.disk import write_atomically
-from compare.host.tensors import RecordError, garbled
+from compare.host.tensors import garbled
 
 T = TypeVar("T")
 FolderName = Annotated[str, Meta(pattern=r"^(?!\.{1,2}$)[^/\\\x00]{1,255}$")]
@@ -26,15 +26,6 @@ def read_json(path: Path, type: type[T]) -> T:
         return decode_json(path.read_bytes(), type)
     except (OSError, msgspec.DecodeError) as error:
         raise garbled(path, error) from None
-
-
-def read_result(path: Path, type: type[T], *, command: str) -> T:
-    """A command's outcome in the folder of its run. Raises RecordError: there is none, or it is garbled."""
-    if not path.is_file():
-        raise RecordError(
-            f"{path.parent} has no {path.name}: it is not the folder of a `shardpair {command}`"
-        )
-    return read_json(path, type)
 
 
 def decode_json(content: str | bytes, type: type[T]) -> T:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from compare.contract.record import MANIFEST, Record, read_record
 from compare.contract.request import Platform, Request
-from compare.host.json_files import FolderName, read_result, write_json
+from compare.host.json_files import FolderName, read_json, write_json
 from compare.host.tensors import RecordError
 from compare.judge.circumstances import Circumstances
 from compare.judge.goldens import NANOGPT, read_golden
@@ -267,7 +267,9 @@ def read_outcome(folder: Path) -> Outcome:
 
     Raises RecordError: there is none, or it is garbled.
     """
-    saved = read_result(folder / OUTCOME, Outcome, command="run")
+    if not (folder / OUTCOME).is_file():
+        raise RecordError(f"{folder} has no {OUTCOME}: it is not the folder of a `shardpair run`")
+    saved = read_json(folder / OUTCOME, Outcome)
     if not saved.keeps_records:
         return saved
     gone = [name for name in saved.finished if not (folder / name / MANIFEST).is_file()]
