@@ -163,30 +163,27 @@ def blame_for_hang(folder: Path, own: State, *, count: int, timeout_s: float) ->
     if any(state.looks > before[number].looks for number, state in states.items() if number in before):
         say(folder, own)  # another computes
         return None
-    waiting = {number: state for number, state in states.items() if state.waits}
-    silent = [number for number in range(count) if number not in waiting]
-    hosts = {number: state.host for number, state in states.items()}
-    return blame(waiting, silent, timeout_s=timeout_s, hosts=hosts)
+    silent = [number for number in range(count) if number not in states or not states[number].waits]
+    return blame(states, silent, timeout_s=timeout_s)
 
 
 def blame(
-    waiting: Mapping[int, State],
+    states: Mapping[int, State],
     stuck: Sequence[int],
     *,
     timeout_s: float,
     state: str = "gave no answer",
     noun: str = "process",
-    hosts: Mapping[int, str] = {},
 ) -> Failure:
     """Failure of a hang: it names those that are stuck, in this state, or else those behind all others."""
-    fewest = min((place.beats for place in waiting.values()), default=0)
-    behind = stuck or [number for number, place in waiting.items() if place.beats == fewest]
-    others = [number for number in waiting if number not in behind]
+    fewest = min((place.beats for place in states.values()), default=0)
+    behind = stuck or [number for number, place in states.items() if place.beats == fewest]
+    others = [number for number in states if number not in behind]
     by_host = defaultdict[str, list[int]](list)
     for number in behind:
-        by_host[hosts.get(number, "")].append(number)
+        by_host[states[number].host if number in states else ""].append(number)
     if not stuck:
-        where = waiting[behind[0]].where
+        where = states[behind[0]].where
         if not others and len(behind) > 1:
             link = f", on {', '.join(by_host)}: is the link between them cut?" if any(by_host) else ""
             return Failure(message=f"no {noun} made progress for {timeout_s:g} s: all wait in {where}{link}")
@@ -194,7 +191,7 @@ def blame(
     named = " and ".join(f"{numbered(noun, each)}{name and f' on {name}'}" for name, each in by_host.items())
     message = f"{named} {state}: no progress for {timeout_s:g} s"
     if others:
-        there = ", ".join(dict.fromkeys(waiting[number].where for number in others))
+        there = ", ".join(dict.fromkeys(states[number].where for number in others))
         message += f", while {numbered(noun, others)} waited in {there}"
     return Failure(message=message, rank=behind[0])
 
