@@ -33,7 +33,7 @@ from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import Experiment, Layout, Model, Train
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
-from torchpar.launch import Rank, first_failure, launch
+from torchpar.launch import Rank, first_failure, gpu_of, launch
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = child_environment(SIDES["torchpar"], "cpu")
@@ -196,3 +196,10 @@ def test_end_of_stdin_ends_everything(tmp_path):
     running.ranks[1].suspend()  # a stopped rank notices nothing by itself
     running.end()  # communicate() closes stdin
     assert running.process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_task_of_slurm_may_see_no_gpu_but_its_own(monkeypatch):
+    for task, seen, index in (("1", 1, 0), ("1", 2, 1), ("", 1, 1)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=seen: count)
+        monkeypatch.setenv("SLURM_PROCID", task) if task else monkeypatch.delenv("SLURM_PROCID")
+        assert gpu_of(1) == index
