@@ -177,8 +177,6 @@ class FSDP(Guarded, fully_sharded.FSDP):
     ones. Options: group, replicate_group, zero (2 or 3), reshard_after_forward.
     """
 
-    _is_finishing = False
-
     def __init__(
         self,
         module: nn.Module,
@@ -242,11 +240,10 @@ class FSDP(Guarded, fully_sharded.FSDP):
 
     def gradient_ready(self, unit: Unit, flat: FlatParameters, index: int, parameter: torch.Tensor) -> None:
         self._unfinished = max(self._unfinished, 1 + self.is_synchronizing)
-        super().gradient_ready(unit, flat, index, parameter)
-
-    def reduce(self, unit: Unit) -> None:
-        if self._is_finishing or not self._find_unused:
-            super().reduce(unit)
+        if self._find_unused:
+            flat.gradients.add(index)  # reduced once it is known which are used
+        else:
+            super().gradient_ready(unit, flat, index, parameter)
 
     def finish_gradient_synchronization(self) -> None:
         places = [(flat, index) for flat in self.flats for index in flat.trainable]
@@ -256,10 +253,8 @@ class FSDP(Guarded, fully_sharded.FSDP):
             if is_used and not is_used_here:
                 flat.parameters[index].grad = torch.zeros_like(flat.parameters[index])
                 flat.gradients.add(index)
-        self._is_finishing = True
         with DisableTorchFunctionSubclass():
             super().finish_gradient_synchronization()
-        self._is_finishing = False
         mark_pieces(self.flats, Piece)
         self._unfinished = 0
 
