@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from compare.contract.communication import GRADIENTS
@@ -34,8 +35,13 @@ class WorkSink(Sink):
     def operator(self, func: Any, operands: tuple, result: Any) -> None:
         name = func.overloadpacket.__name__
         is_product = name in PRODUCTS or ATTENTION in name
+        if not is_product and name != GELU:
+            return
+        first = next(leaf for leaf in tree_leaves(operands) if isinstance(leaf, torch.Tensor))
+        if isinstance(first, FakeTensor) or first.is_meta:
+            return  # DTensor asks for the shape of a result, in a first step
         if is_product:
-            self._products[_dtype_of(operands)] += 1
+            self._products[_dtype_of(first)] += 1
         if name == GELU or (is_product and self.watch.runs_forward):
             part: Part = "activations" if name == GELU else "logits" if self._in_head else "products"
             (self._again if self.watch.in_backward else self._forward)[part] += 1
@@ -88,8 +94,9 @@ def of_all_ranks(ranks: Sequence[ObservedWork], *, stages: Sequence[int]) -> Obs
     )
 
 
-def _dtype_of(operands: Any) -> str:
-    """Of a product's operands, which have one; on a GPU float32 may be multiplied as TF32."""
-    first = next(leaf for leaf in tree_leaves(operands) if isinstance(leaf, torch.Tensor))
-    is_rounded = first.is_cuda and torch.get_float32_matmul_precision() != "highest"
-    return "tf32" if first.dtype == torch.float32 and is_rounded else str(first.dtype).removeprefix("torch.")
+def _dtype_of(factor: torch.Tensor) -> str:
+    """As a product multiplies it: on a GPU float32 perhaps as TF32."""
+    is_rounded = factor.is_cuda and torch.get_float32_matmul_precision() != "highest"
+    return (
+        "tf32" if factor.dtype == torch.float32 and is_rounded else str(factor.dtype).removeprefix("torch.")
+    )
