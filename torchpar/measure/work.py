@@ -38,7 +38,7 @@ class WorkSink(Sink):
         if not is_product and name != GELU:
             return
         first = next(leaf for leaf in tree_leaves(operands) if isinstance(leaf, torch.Tensor))
-        if isinstance(first, FakeTensor) or first.is_meta:
+        if isinstance(first, FakeTensor):
             return  # DTensor asks for the shape of a result, in a first step
         if is_product:
             self._products[_dtype_of(first)] += 1
