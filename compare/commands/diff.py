@@ -120,7 +120,10 @@ def _print(console: PlainConsole, differences: dict[str, Difference]) -> None:
     for why, rungs in by_reason(skipped).items():
         console.print(f"not compared: {', '.join(rungs)} ({why})", soft_wrap=True)
     for name, pair in differences.items():
-        said, style = f"alike on {len(pair.verdict.rungs)} rungs, over {pair.steps} steps", "bold green"
-        if pair.verdict.failure:
-            said, style = pair.verdict.sentence().replace("FAIL at", "differ at", 1), "bold red"
+        verdict = pair.verdict
+        others = f", {len(verdict.skipped)} not compared" if verdict.skipped else ""
+        said = f"alike on {len(verdict.rungs)} rungs{others}, over {pair.steps} steps"
+        style = "bold yellow" if others else "bold green"
+        if verdict.failure:
+            said, style = verdict.sentence().replace("FAIL at", "differ at", 1), "bold red"
         console.print(f"{name}: {said}", style=style, soft_wrap=True)

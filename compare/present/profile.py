@@ -63,8 +63,8 @@ def _measured(name: str, timeline: Timeline) -> Figure:
     names = [f"device {lane.device}" for lane in timeline.lanes]
     return Figure(
         title=f"{name}, step {timeline.step} as it was measured",
-        caption=f"{timeline.wall_us / 1e3:.1f} ms, of which a device spends {exposed:.1f} ms in "
-        f"communication with no compute beside it, and is idle for {idle:.1f} ms. {timeline.method}",
+        caption=f"{timeline.wall_us / 1e3:.1f} ms on the slowest device; on average {exposed:.1f} ms in "
+        f"communication with no compute beside it, and {idle:.1f} ms idle. {timeline.method}",
         draw=lambda axes: gantt(axes, names, boxes, "ms"),
         width=WIDE,
         height=0.7 + 0.44 * devices,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import msgspec
 import numpy as np
@@ -55,6 +56,12 @@ def test_a_run_is_like_itself_engine_by_engine(base, tmp_path, tiny, capsys):
     assert main(["diff", str(base), str(tmp_path / "few")]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"left out: {base / 'torch-manual'}: the other folder has none of this name" in said
+    whole = len(rungs)
+    assert f"jax-manual: alike on {whole} rungs, over 3 steps" in said
+    shutil.rmtree(tmp_path / "few")
+    make_run(tmp_path / "few", tiny, names=("jax-manual",), tensors={})
+    assert main(["diff", str(base), str(tmp_path / "few")]) == 0
+    assert f"jax-manual: alike on 5 rungs, {whole - 5} not compared, over 3 steps" in capsys.readouterr().out
 
 
 def test_every_tensor_that_is_another_one_is_found(base, tmp_path, tiny, capsys):
