@@ -66,7 +66,3 @@ class Tensors(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self._names)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor, without reading it."""
-        return tuple(self._file.get_slice(name).get_shape())

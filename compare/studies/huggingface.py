@@ -20,8 +20,8 @@ from compare.numerics.parameters import parameter_table
 from compare.spec.experiment import ExperimentError, Model
 
 CONFIG, WEIGHTS_FILE = "config.json", "model.safetensors"
-DROPOUTS, DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1
-"""Hugging Face's three, and their default."""
+DROPOUTS = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
+"""Hugging Face's three rates, where the model here has one, and their default."""
 END_OF_TEXT = 50256
 """GPT-2's token, which Hugging Face takes for a model that names none."""
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -32,6 +32,7 @@ FIELDS = {
     "block_size": ("n_positions", 1024),
     "vocab_size": ("vocab_size", 50257),
     "norm_eps": ("layer_norm_epsilon", 1e-5),
+    "dropout": ("resid_pdrop", 0.1),
 }
 """The model's fields: their names in config.json, and Hugging Face's defaults."""
 SUPPORTED: dict[str, tuple[object, ...]] = {
@@ -84,18 +85,14 @@ def write_gpt2(folder: Path, model: Model, weights: Mapping[str, np.ndarray]) ->
 
 def _model(path: Path) -> Model:
     try:
-        config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        config = DROPOUTS | msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         sizes = {name: config.get(theirs, default) for name, (theirs, default) in FIELDS.items()}
-        for field, values in {**SUPPORTED, "n_inner": (None, 4 * sizes["n_embd"])}.items():
+        of_sizes = dict.fromkeys(DROPOUTS, (sizes["dropout"],)) | {"n_inner": (None, 4 * sizes["n_embd"])}
+        for field, values in {**SUPPORTED, **of_sizes}.items():
             if (value := config.get(field, values[0])) not in values:
                 said = " or ".join(map(json.dumps, values))
                 raise ExperimentError(f"{path}: {field} = {json.dumps(value)}: the model here has {said}")
         activation = ACTIVATIONS[config.get("activation_function", "gelu_new")]
-        rates = {name: config.get(name, DROPOUT) for name in DROPOUTS}
-        dropout = rates[DROPOUTS[0]]
-        if any(rate != dropout for rate in rates.values()):
-            said = ", ".join(f"{name} = {rate}" for name, rate in rates.items())
-            raise ExperimentError(f"{path}: {said}: the model here has one dropout: make them equal there")
-        return msgspec.convert({**sizes, "bias": True, "activation": activation, "dropout": dropout}, Model)
+        return msgspec.convert({**sizes, "bias": True, "activation": activation}, Model)
     except (OSError, msgspec.DecodeError) as error:
         raise ExperimentError(f"{path} cannot be read: {' '.join(str(error).split())}") from None

@@ -37,16 +37,15 @@ def as_checkpoint(
         ExperimentError: the source cannot be read safely, or does not fit.
         EnvironmentMissing: the side that reads its format cannot be run here.
     """
+    own = None
     if foreign := format_of_side(source):
         convert_by_side(source, folder, foreign, pythons=pythons, base=base)
     elif is_huggingface(source):
         _from_huggingface(source, folder, base or Experiment())
     else:
-        reader = CheckpointReader(any_checkpoint(source))
-        reader.verify()
-        return reader
-    reader = CheckpointReader(folder)
-    reader.verify(blamed=source)
+        own = any_checkpoint(source)
+    reader = CheckpointReader(own or folder)
+    reader.verify(blamed=None if own else source)
     return reader
 
 

@@ -75,7 +75,7 @@ SPOILT = (
     ({"n_inner": 7}, "n_inner = 7: the model here has null or 24"),
     ({"tie_word_embeddings": False}, "tie_word_embeddings = false"),
     ({"n_layer": 3}, "tensors and the model"),
-    ({"embd_pdrop": 0.2}, "resid_pdrop = 0.0, embd_pdrop = 0.2, attn_pdrop = 0.0: the model here has one"),
+    ({"embd_pdrop": 0.2}, "embd_pdrop = 0.2: the model here has 0.0"),
 )
 
 
