@@ -20,7 +20,7 @@ from compare.numerics.parameters import parameter_table
 from compare.spec.experiment import ExperimentError, Model
 
 CONFIG, WEIGHTS_FILE = "config.json", "model.safetensors"
-DROPOUTS = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
+DROPOUTS: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
 """Hugging Face's three rates, where the model here has one, and their default."""
 END_OF_TEXT = 50256
 """GPT-2's token, which Hugging Face takes for a model that names none."""
