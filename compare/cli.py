@@ -1,7 +1,7 @@
 """The command line: which command, which defaults, which exit code.
 
 Exit codes: 0 all is well; 1 the comparison failed or an engine did; 2 bad usage or a bad experiment;
-3 this machine lacks something; 4 it was asked to end early, and saved its state; 130 Ctrl-C.
+3 this machine lacks something; 4 it was asked to end early, and says what is saved; 130 Ctrl-C.
 """
 
 import importlib.metadata
