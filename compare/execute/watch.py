@@ -62,9 +62,10 @@ def watch(
             moved = False
             if files.read_failure(folder) and time.time() - (folder / files.ERROR).stat().st_mtime > TOLD_S:
                 return Failure(message=f"it failed, and did not end within {TOLD_S:g} s")
-            absent = {n: state for n, state in states_in(folder).items() if state.where == NOT_STARTED}
-            if absent and last_look - begun > patience_s:
-                return blame(absent, list(absent), timeout_s=patience_s, state="did not start")
+            if starts and last_look - begun > patience_s:
+                absent = {n: state for n, state in states_in(folder).items() if state.where == NOT_STARTED}
+                if absent:
+                    return blame(absent, list(absent), timeout_s=patience_s, state="did not start")
         if time.monotonic() - last_sign > patience_s:
             stopped = is_stopped(process.pid)
             does = "is stopped (SIGSTOP, or a debugger)" if stopped else "computes nothing"
