@@ -119,8 +119,8 @@ def rows_of(outcome: Outcome) -> list[Row]:
             "engine": case.engine,
             "strategy": case.row.partition(".")[0] if case.against else "single",
             "variant": case.row.partition(", ")[2] if case.against else settings[name],
-            "verdict": verdict.sentence() if verdict else "",
-            "passed": verdict is None or verdict.passed,
+            "verdict": verdict.sentence() if verdict else "not compared" if case.against else "",
+            "passed": verdict.passed if verdict else not case.against,
         }
         rows.append({**figures, **row})
     return rows
