@@ -1,15 +1,16 @@
 """A study that times its cases: fresh processes, in rounds whose order rotates."""
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
 from msgspec.structs import replace
 
-from compare.contract.record import Record, Step
+from compare.contract.record import STEPS, STEPS_PART, Record, Step
 from compare.contract.request import Request
 from compare.contract.timing import Timing
 from compare.execute import load
@@ -27,6 +28,8 @@ from compare.spec.experiment import Experiment, ExperimentError, edited, revalid
 from compare.study import Study
 
 STANDARD = Timing()
+STATED, UNHELD_S = 0.75, 0.1
+"""Of the time that passes an engine must state this much, but for so many seconds."""
 
 
 class OnIdle(Study, frozen=True, kw_only=True):
@@ -114,9 +117,14 @@ class Timed(OnIdle, frozen=True, kw_only=True):
         """One process. Raises EngineError, RecordError: it did not finish as asked."""
         beside, begun, seen, timing = load.LoadBeside(), time.monotonic(), [], case.request.timing
         assert timing
+        reads = dict[float, list[Step]]()
 
         def on_step(step: Step) -> None:
             seen.append(time.monotonic() - begun)
+            for path in (place / STEPS_PART, place / STEPS):  # as it is called when the run ends
+                with contextlib.suppress(FileNotFoundError):
+                    reads.setdefault(path.stat().st_mtime, []).append(step)
+                    break
             tell(step)
 
         hosts = self.found_hosts()
@@ -124,6 +132,7 @@ class Timed(OnIdle, frozen=True, kw_only=True):
         wrong = objections_by_itself(record)
         if len(record.manifest.windows) != timing.windows:
             wrong.append(f"it timed {len(record.manifest.windows)} of {timing.windows} windows")
+        wrong += misstated(reads)
         if wrong:
             raise EngineError(f"{name}: {'; '.join(wrong)}", exit_code=1)
         figures = measured(
@@ -135,6 +144,24 @@ class Timed(OnIdle, frozen=True, kw_only=True):
             others_cores=beside.cores() if hosts.launcher == "local" else math.nan,
         )
         return figures, record
+
+
+def misstated(reads: Mapping[float, Sequence[Step]]) -> list[str]:
+    """What is wrong with an engine's clock, given the steps that were read together and when, by the disk's
+    clock, the last of them was written.
+
+    Of the first of them nobody saw the begin, and a step that is watched costs more than itself. Between
+    windows an engine draws batches, and a disk or another process may keep it waiting.
+    """
+    timed = [
+        (sum(step.step_time_ms for step in steps) / 1e3, at_s - before_s)
+        for before_s, (at_s, steps) in zip(reads, list(reads.items())[1:], strict=False)
+        if not any(step.instrumented for step in steps)
+    ]
+    stated_s, passed_s = map(sum, zip(*timed, strict=True)) if timed else (0.0, 0.0)
+    if stated_s >= STATED * passed_s - UNHELD_S:
+        return []
+    return [f"it says that steps took {stated_s:.2f} s that took {passed_s:.2f} s by the disk's clock"]
 
 
 def rotated(cases: Sequence[Case], number: int) -> list[str]:

@@ -28,6 +28,8 @@ from jaxpar.remat import Remat, apply_remat
 
 HEAD = "head_loss"
 """The scope, in the compiled program, of what makes logits and the loss of them."""
+KEEPS = "keeps_"
+"""Scopes of what 16 bits leave in the storage dtype: one of `contract.work.Kept` behind it."""
 Hook = Callable[[jax.Array], jax.Array]
 
 
@@ -106,9 +108,10 @@ def causal_attention(
     """
     q_BHTD, k_BHSD, v_BHSD = (x.swapaxes(1, 2) for x in (q_BTHD, k_BSHD, v_BSHD))
     logits_BHTS = attention_scores(q_BHTD, k_BHSD, softmax_dtype)
-    visible_TS = jnp.tril(jnp.ones(logits_BHTS.shape[-2:], bool))
-    logits_BHTS = jnp.where(visible_TS, logits_BHTS / math.sqrt(q_BHTD.shape[-1]), -jnp.inf)
-    weights_BHTS = jax.nn.softmax(logits_BHTS, axis=-1)
+    with jax.named_scope(f"{KEEPS}softmax"):
+        visible_TS = jnp.tril(jnp.ones(logits_BHTS.shape[-2:], bool))
+        logits_BHTS = jnp.where(visible_TS, logits_BHTS / math.sqrt(q_BHTD.shape[-1]), -jnp.inf)
+        weights_BHTS = jax.nn.softmax(logits_BHTS, axis=-1)
     if factor_BHTS is not None:
         weights_BHTS = weights_BHTS * factor_BHTS
     return jnp.einsum("BHTS,BHSD->BHTD", weights_BHTS.astype(v_BHSD.dtype), v_BHSD).swapaxes(1, 2)
@@ -161,8 +164,14 @@ class Block(nnx.Module):
         self.mlp = MLP(config, dtypes)
 
     def __call__(self, x_BTC: jax.Array, noise: Noise | None = None) -> jax.Array:
-        x_BTC = x_BTC + self.attention(self.norm1(x_BTC), noise)
-        return x_BTC + self.mlp(self.norm2(x_BTC), noise)
+        x_BTC = add(x_BTC, self.attention(self.norm1(x_BTC), noise))
+        return add(x_BTC, self.mlp(self.norm2(x_BTC), noise))
+
+
+@jax.named_scope(f"{KEEPS}residual")
+def add(x_BTC: jax.Array, y_BTC: jax.Array) -> jax.Array:
+    """The residual stream, and what a branch adds to it."""
+    return x_BTC + y_BTC
 
 
 class Embedding(nnx.Module):
@@ -245,12 +254,13 @@ class GPT(nnx.Module):
 
         Logits exist for one of `loss_chunks` equal parts of the positions at a time.
         """
+        cross_entropy = jax.named_scope(f"{KEEPS}loss")(self.cross_entropy)
         if self.loss_chunks == 1:
-            return self.cross_entropy(self.logits(x_BTC), targets_BT)
+            return cross_entropy(self.logits(x_BTC), targets_BT)
 
         @jax.checkpoint  # backward makes the logits of a part again
         def loss_of_part(x_BtC: jax.Array, targets_Bt: jax.Array) -> jax.Array:
-            return self.cross_entropy(self.embedding.logits(x_BtC), targets_Bt)
+            return cross_entropy(self.embedding.logits(x_BtC), targets_Bt)
 
         def in_parts(x_BT: jax.Array, enter: Hook = same) -> jax.Array:
             """(B, T, ..) -> (parts, B, T / parts, ..). `jnp.stack` has a derivative without a type."""

@@ -1,5 +1,6 @@
 """A run: everything that it trains with, and what its record asks of it."""
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,12 @@ from compare.contract.request import MOMENTS, Request, Rung
 from compare.contract.timing import Window
 from compare.host.facts import cpu_seconds, versions
 from compare.numerics.data import Corpus
+from compare.numerics.shards import digests_of, replicas_apart
 from compare.numerics.stream import Evaluation, arrays_of_step, evaluate
 from compare.spec.experiment import Experiment
 from jaxpar import weights
-from jaxpar.checkpoint import state_parts
-from jaxpar.comm.hosts import fetch, gathered, hosts_of, spread
+from jaxpar.checkpoint import local_shards, state_parts
+from jaxpar.comm.hosts import exchange, fetch, gathered, hosts_of, spread
 from jaxpar.comm.mesh import device_kind
 from jaxpar.configuration import PACKAGES
 from jaxpar.measure.ledger import read_ledger
@@ -34,6 +36,7 @@ class Run:
 
     Attributes:
         mesh_devices: in the order of the mesh.
+        gradients: of parameters and batch, for the ladder, of a peer whose step does not return them.
         step, loss: compiled; the loss is for evaluation. Ledger and memory are read from the step.
         initial_weights_sha256: of the weights as the devices first held them.
         moments: of the optimizer's state, which is these in all engines but a peer.
@@ -46,6 +49,7 @@ class Run:
     state: TrainState
     step: jax.stages.Compiled
     loss: jax.stages.Compiled | None = None
+    gradients: Callable[[Any, Any], Any] | None = None
     compile_s: float
     initial_weights_sha256: str
     moments: Callable[[Any], Moments] = same
@@ -80,9 +84,9 @@ class Run:
             case Rung.BATCH:
                 arrays = arrays_of_step(self.corpus, self.experiment, self.request.first_step)
                 return fetch(spread(arrays, self.sharded.batch))
-            case Rung.GRADIENTS:
+            case Rung.GRADIENTS | Rung.SECOND_GRADIENTS:
                 tree = self.state.gradients
-            case Rung.FIRST_M | Rung.FIRST_V:
+            case _ if rung in MOMENTS:
                 tree = self.moments(self.state.opt_state)[MOMENTS[rung]]
             case _:
                 tree = self.state.params
@@ -127,4 +131,7 @@ class Run:
             if profile := memory_profile(self.step, **sizes):
                 recorder.leave(profile)
             recorder.leave(read_ledger(hlo, axes))
+        held = local_shards(self.state.params, self.sharded.placements, self.experiment.model)
+        texts = exchange(json.dumps(digests_of(held)))
+        costs["replicas_apart"] = replicas_apart(digest for text in texts for digest in json.loads(text))
         return costs

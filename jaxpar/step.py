@@ -81,7 +81,7 @@ class TrainState(Progress):
     params: Any
     opt_state: Any
     gradients: Any = None
-    """Of the first step, for the ladder, synchronised and unclipped; else None."""
+    """Of a step whose update is kept for the ladder, synchronised and unclipped; else None."""
 
 
 def place_step(

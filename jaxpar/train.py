@@ -85,9 +85,11 @@ def train_steps(run: Run, tell: Recording) -> None:
     with tell.around(first), clock:
         for arrays in drawn:
             batch, scalars = spread(arrays, run.sharded.batch), device_scalars(run.experiment, state)
+            if run.gradients and run.request.update_due(state.step):
+                state.gradients = run.gradients(state.params, batch)
             outputs = run.step(state.params, state.opt_state, batch, scalars)
             state.params, state.opt_state, metrics, *gradients = outputs
-            if gradients and state.step == run.request.first_step:
+            if gradients and run.request.update_due(state.step):
                 (state.gradients,) = gradients
             done.append(state.finished(metrics["loss"], metrics["grad_norm"]))
             # A loss scale follows from whether the step before overflowed: for it the host waits.

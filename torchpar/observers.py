@@ -1,6 +1,7 @@
 """What watches one rank's training. All ranks are watched, to put together what each found; rank 0 writes."""
 
 import functools
+import itertools
 import socket
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -22,6 +23,7 @@ from compare.contract.timing import Window, merged
 from compare.contract.work import ObservedWork
 from compare.host.facts import cpu_seconds, process_memory, versions
 from compare.numerics.parameters import parameter_table
+from compare.numerics.shards import digests_of, replicas_apart
 from compare.numerics.stream import Evaluation, arrays_of_step, evaluate
 from compare.spec.axes import ROWS
 from compare.spec.engines.registry import ENGINES
@@ -33,7 +35,7 @@ from torchpar.measure.watch import Watch, around_tasks
 from torchpar.offload import host_tensors
 from torchpar.parallel_model import local
 from torchpar.run import Run, autocast, to_device
-from torchpar.shards import state_parts
+from torchpar.shards import held, shards, state_parts
 from torchpar.weights import moment_keys, nanogpt_name, to_arrays
 
 # DDP sends its bucket order in step 1, once: step 2 is the first that is like all later ones.
@@ -57,7 +59,9 @@ class Instruments(Observer):
 
     def __init__(self, run: Run):
         self._run = run
-        self.watched = run.request.first_step + min(INSTRUMENTED_STEP, run.request.steps - 1)
+        request = run.request
+        usual = request.first_step + min(INSTRUMENTED_STEP, request.steps - 1)
+        self.watched = request.timing.watched if request.timing else usual
         self.ledger = ledger.LedgerSink(run.mesh)
         self.gradient_bytes = 0
 
@@ -130,9 +134,9 @@ class RankSide:
         match rung:
             case Rung.BATCH:
                 return first_batch(run)
-            case Rung.GRADIENTS:
+            case Rung.GRADIENTS | Rung.SECOND_GRADIENTS:
                 pieces = parallel.gradients()
-            case Rung.FIRST_M | Rung.FIRST_V:
+            case _ if rung in MOMENTS:
                 pieces = parallel.moments(moment_keys(run.experiment.optimizer)[MOMENTS[rung]])
             case _:
                 pieces = parallel.weights()
@@ -156,8 +160,9 @@ class RankSide:
     def costs(self, windows: Sequence[Window], recorder: Recorder | None) -> dict[str, Any]:
         run, place = self._run, (socket.gethostname(), self._run.rank.local_rank)
         mine = (*self._instruments.findings(), cpu_seconds(), self._resident_bytes(), windows, place)
-        found = run.mesh.world.all_gather_objects(mine)
-        memories, works, ledgers, cpu, residents, windows_of_all, places = zip(*found, strict=True)
+        own = shards(run.parallel, run.experiment.model, run.mesh)
+        found = run.mesh.world.all_gather_objects((*mine, digests_of(held(run.parallel.weights(), own))))
+        memories, works, ledgers, cpu, residents, windows_of_all, places, digests = zip(*found, strict=True)
         if not recorder:
             return {}
         stages = [run.experiment.layout.stage_of(rank) for rank in range(len(found))]
@@ -177,6 +182,7 @@ class RankSide:
             "peak_memory_bytes": [one.allocator_peak or one.peak.total for one in memories],
             "peak_memory_method": CPU_METHOD if run.mesh.device.type == "cpu" else GPU_METHOD,
             "resident_bytes": {role: [of_rank[role] for of_rank in residents] for role in residents[0]},
+            "replicas_apart": replicas_apart(itertools.chain(*digests)),
             "windows": [merged(parts) for parts in zip(*windows_of_all, strict=True)],
             "hosts": host_names(places),
         }

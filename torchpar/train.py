@@ -157,8 +157,8 @@ def train_to_end(run: Run, tell: Recording) -> None:
     state = run.state
     tell.begin(state)
     while state.step < run.experiment.train.max_iters:
-        if (steps := run.request.together(state.step)) > 1:
-            train_window(run, tell, steps=steps)
+        if run.request.is_in_window(state.step):
+            train_window(run, tell, steps=run.request.together(state.step))
         else:
             train_step(run, tell)
         tell.between(state)
@@ -186,9 +186,11 @@ def train_window(run: Run, tell: Recording, *, steps: int) -> None:
     drawn = [arrays_of_step(run.corpus, run.experiment, step) for step in range(first, first + steps)]
     done = []
     with clock:
-        for arrays in drawn:
-            loss = run.compute(run, to_device(run, arrays))
-            norm = run.update(run)
+        for step, arrays in enumerate(drawn, first):
+            with tell.around(step):
+                loss = run.compute(run, to_device(run, arrays))
+                tell.gradients(step)
+                norm = run.update(run)
             done.append(run.state.finished(loss, norm))
             move_on(run, norm)
     tell.steps(done, clock.window(steps))
@@ -241,6 +243,6 @@ def update_weights(run: Run) -> torch.Tensor:
     request, state = run.request, run.state
     run.rank.at(state.step, "optimizer")
     # In a window the host does not wait for a GPU, unless the loss scale needs the norm.
-    is_timed = request.together(state.step) > 1
+    is_timed = request.is_in_window(state.step)
     waits = not is_timed or run.mesh.device.type == "cpu" or state.loss_scale is not None
     return optimizer_step(run.parallel, run.experiment.optimizer, state.step, waits=waits)

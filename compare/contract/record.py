@@ -105,6 +105,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
     resident_bytes: dict[str, list[int]] = field(default_factory=dict)
     """At rest, between two steps, per device: parameters, gradients, optimizer (moments and masters). With
     `layout.offload` also host: what a device's share of the host's memory is."""
+    replicas_apart: str = ""
+    """Two devices that have the same part of a parameter, and ended with two; '' if there are none."""
     windows: list[Window] = field(default_factory=list)
     hosts: list[str] = field(default_factory=list)
     """Of each device, in order."""

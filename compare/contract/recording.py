@@ -18,11 +18,11 @@ from compare.checkpoint.saver import Part, Saver
 from compare.contract.ending import ASKED, DivergedError, StoppedEarly
 from compare.contract.faults import IGNORED
 from compare.contract.record import Manifest, Recorder, Step, write_tensors
-from compare.contract.request import MOMENTS, REQUEST, Request, Rung
+from compare.contract.request import REQUEST, Request, Rung
 from compare.contract.timing import Window
 from compare.host.json_files import read_json
 from compare.numerics.loss_scale import LossScale, next_scale
-from compare.numerics.optimizer import learning_rate, moment_names
+from compare.numerics.optimizer import learning_rate
 from compare.numerics.parameters import parameter_count
 from compare.numerics.stream import Evaluation, is_due
 from compare.spec.experiment import Experiment
@@ -173,8 +173,7 @@ class Recording:
 
     def gradients(self, step: int) -> None:
         """In the middle of such a step: the mean gradients are there, before clipping."""
-        if self._request.ladder and step == self._request.first_step:
-            self._leave(Rung.GRADIENTS)
+        self._leave(*self._request.update_due(step)[:1])
         for observer in self._observers:
             observer.gradients(step)
 
@@ -186,7 +185,7 @@ class Recording:
         request, first, seconds = self._request, done[0].step, window.wall_s / window.steps
         if first == request.first_step:
             self._first_step_s = seconds
-        if request.timing and request.timing.is_in_window(first):
+        if request.timing and request.timing.is_timed(first):
             self._windows.append(window)
         for finished in done:
             watched = any(observer.watched == finished.step for observer in self._observers)
@@ -201,9 +200,7 @@ class Recording:
                 raise DivergedError(f"{said}; {self._side.not_finite()}")
         if rung := request.weights_due.get(done[-1].step + 1 - request.first_step):
             self._leave(rung)
-        if request.ladder and first == request.first_step:
-            names = moment_names(self._experiment.optimizer)
-            self._leave(*(rung for rung, name in MOMENTS.items() if name in names))
+        self._leave(*request.update_due(first)[1:])
 
     def between(self, progress: Progress) -> None:
         """Before the next step, and after the last: evaluate and save, where that is due.

@@ -35,13 +35,25 @@ class Rung(StrEnum):
     """First moments (SGD: momentum buffer) after the first optimizer step."""
     FIRST_V = "first_v"
     """Second moments after the first optimizer step."""
+    SECOND_GRADIENTS = "second_gradients"
+    """As `GRADIENTS`, of the second step."""
+    SECOND_WEIGHTS = "second_weights"
+    """Weights after the second optimizer step, if they are not at one of the next two."""
+    SECOND_M = "second_m"
+    SECOND_V = "second_v"
     LATER_WEIGHTS = "later_weights"
     """Weights after `Request.later_step` optimizer steps."""
     FINAL_WEIGHTS = "final_weights"
     """Weights after the last optimizer step, if it is neither the first nor `Request.later_step`."""
 
 
-MOMENTS = {Rung.FIRST_M: "m", Rung.FIRST_V: "v"}
+UPDATES = (
+    (Rung.GRADIENTS, Rung.FIRST_M, Rung.FIRST_V),
+    (Rung.SECOND_GRADIENTS, Rung.SECOND_M, Rung.SECOND_V),
+)
+"""Of the first steps, beside the weights. The second is the first with moments and another bias correction:
+what an optimizer does not do at once shows there."""
+MOMENTS = {rung: name for _, *rungs in UPDATES for rung, name in zip(rungs, "mv", strict=True)}
 """The moment whose values are a rung (`compare.numerics.optimizer.moment_names`)."""
 
 
@@ -102,14 +114,27 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def together(self, step: int) -> int:
         """How many steps run from this one on until the host waits for the devices."""
-        return self.timing.window if self.timing and self.timing.is_in_window(step) else 1
+        return self.timing.window if self.timing and self.timing.is_timed(step) else 1
+
+    def is_in_window(self, step: int) -> bool:
+        """Whether a step runs as those do that are timed together: one of them, or the watched one."""
+        return bool(self.timing and (self.timing.is_timed(step) or step == self.timing.watched))
+
+    def update_due(self, step: int) -> tuple[Rung, ...]:
+        """The rungs of a step: gradients, and moments after it; () of all but the first ones of a ladder."""
+        place = step - self.first_step
+        if not self.ladder or place >= min(len(UPDATES), self.steps):
+            return ()
+        gradients, *moments = UPDATES[place]
+        return gradients, *moments[: len(moment_names(self.experiment.optimizer))]
 
     @property
     def weights_due(self) -> dict[int, Rung]:
         """The rung at which weights are taken after a step, by the steps done; {} without a ladder."""
         if not self.ladder:
             return {}
-        due = {self.steps: Rung.FINAL_WEIGHTS, self.later_step: Rung.LATER_WEIGHTS, 1: Rung.FIRST_WEIGHTS}
+        due = {2: Rung.SECOND_WEIGHTS, self.steps: Rung.FINAL_WEIGHTS}
+        due |= {self.later_step: Rung.LATER_WEIGHTS, 1: Rung.FIRST_WEIGHTS}
         return {steps: rung for steps, rung in due.items() if steps <= self.steps}
 
 
@@ -153,7 +178,7 @@ def rungs_asked_for(request: Request) -> tuple[Rung, ...]:
     """The rungs whose tensors a run must leave."""
     if not request.ladder:
         return ()
-    names = moment_names(request.experiment.optimizer)
-    kept = [rung for rung, name in MOMENTS.items() if name in names]
-    asked = {Rung.BATCH, Rung.INITIAL_WEIGHTS, Rung.GRADIENTS, *kept, *request.weights_due.values()}
+    asked = {Rung.BATCH, Rung.INITIAL_WEIGHTS, *request.weights_due.values()}
+    for place, _ in enumerate(UPDATES):
+        asked |= {*request.update_due(request.first_step + place)}
     return tuple(rung for rung in Rung if rung in asked)

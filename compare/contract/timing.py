@@ -13,24 +13,33 @@ from compare.host.facts import cpu_seconds
 
 
 class Timing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Steps of a timed run: `warmup` one by one, `windows` of `window` steps, `single` one by one."""
+    """Steps of a timed run: `warmup` one by one, `windows` of `window` steps, one that is watched, `single`.
 
-    warmup: int = 4
-    """Steps that do not count: the first pays for memory, the third is watched by the instruments."""
+    The watched one runs as those of the windows do, and its time does not count: what instruments see there
+    is what was timed.
+    """
+
+    warmup: int = 3
+    """Steps one by one that do not count: the first pays for memory."""
     window: int = 10
     """Steps between two synchronisations of host and devices."""
     windows: int = 3
     single: int = 10
-    """Steps after the windows, each waited for."""
+    """Steps after that, each waited for."""
 
     @property
     def steps(self) -> int:
         """All of them: `train.max_iters` of the experiment."""
-        return self.warmup + self.window * self.windows + self.single
+        return self.watched + 1 + self.single
 
-    def is_in_window(self, step: int) -> bool:
-        """Whether a step is not run by itself."""
-        return self.warmup <= step < self.warmup + self.window * self.windows
+    @property
+    def watched(self) -> int:
+        """The step that instruments watch."""
+        return self.warmup + self.window * self.windows
+
+    def is_timed(self, step: int) -> bool:
+        """Whether a step is one of a window's."""
+        return self.warmup <= step < self.watched
 
 
 class Window(Struct, frozen=True, kw_only=True):

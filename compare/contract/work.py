@@ -11,6 +11,9 @@ from msgspec import Struct, field
 WORK = "work.json"
 Part = Literal["products", "activations", "logits"]
 """Matrix products and GELUs of the blocks, and the head's products."""
+Kept = Literal["norm", "residual", "softmax", "loss"]
+"""What products in 16 bits leave in the dtype of the weights: LayerNorms, the sums of the residual stream,
+attention's softmax (of which a fused kernel does not tell), and the loss from its logits on."""
 
 
 class ObservedWork(Struct, frozen=True, kw_only=True):
@@ -24,6 +27,8 @@ class ObservedWork(Struct, frozen=True, kw_only=True):
     """How many backward runs again."""
     logits_positions: list[int]
     """Positions (T) of the logits that exist at once, in forward: block_size over train.loss_chunks."""
+    kept: dict[Kept, list[str]] = field(default_factory=dict)
+    """Dtypes of their results in forward."""
     tasks: list[list[str]] = field(default_factory=list)
     """Of a pipeline: the tasks of each of its ranks, in words, in the order in which they were done. Empty
     where a compiler orders them."""

@@ -139,11 +139,8 @@ def _of_tensors(record: Record, request: Request) -> Iterator[str]:
         yield from _of_batch(read_tensors(record.folder, Rung.BATCH), request)
     if Rung.GRADIENTS in asked:
         gradients = read_tensors(record.folder, Rung.GRADIENTS)
-        moves = learning_rate(experiment.optimizer, request.first_step) and not record.steps[0].skipped
         if gradients and not any(tensor.any() for tensor in gradients.values()):
             yield f"every gradient of step {request.first_step} is zero"
-        elif moves and _is_untrained(record):
-            yield "the first optimizer step moved no weight"
 
 
 def _of_shapes(rung: Rung, found: Mapping[str, np.ndarray], expected: Mapping[str, tuple]) -> Iterator[str]:
@@ -193,10 +190,3 @@ def _of_checkpoint(record: Record, request: Request) -> Iterator[str]:
         return
     if odd:
         yield f"it saved another {odd} after step {steps} than it had"
-
-
-def _is_untrained(record: Record) -> bool:
-    before, after = (read_tensors(record.folder, r) for r in (Rung.INITIAL_WEIGHTS, Rung.FIRST_WEIGHTS))
-    return bool(after) and all(
-        name in before and np.array_equal(before[name], tensor) for name, tensor in after.items()
-    )

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from compare.contract.communication import summed
 from compare.contract.record import Record, read_tensors
-from compare.contract.request import MOMENTS, Rung
+from compare.contract.request import UPDATES, Rung
 from compare.host.tensors import RecordError
 from compare.judge.ladder import Verdict, compare_rungs, result_of
 from compare.judge.metrics import METRICS, figures
@@ -20,14 +20,12 @@ from compare.numerics.parameters import storage_dtype
 
 PRECISIONS = ("float64", "float32", "float16", "bfloat16")
 """From the finest: two runs are held to the tolerances of the coarser."""
-_BETWEEN = {
-    rung: compare for rung, compare in COMPARE.items() if rung not in ("first_update", "strategy")
-} | {
+_BETWEEN = {rung: compare for rung, compare in COMPARE.items() if rung not in ("updates", "strategy")} | {
     "initial_weights": lambda *runs: compare_tensors(*runs, Rung.INITIAL_WEIGHTS),
     "grad_norm": lambda *runs: compare_steps(*runs, "grad_norm", first=1),
 }
 """Comparisons that hold no run to its request, its seed or its own gradients."""
-_TENSORS = {rung.value: (rung,) for rung in Rung} | {"first_moments": tuple(MOMENTS)}
+_TENSORS = {rung.value: (rung,) for rung in Rung} | {"first_moments": UPDATES[0][1:]}
 RATES = "lr_curve"
 _SCHEDULED = Tolerance(0.0, "a formula of the step alone")
 _ROUNDED = Tolerance(1e-7, "drawn in float64, and kept in float32 by one of the runs: half a unit, 6e-8")

@@ -29,7 +29,7 @@ from compare.judge.rungs import (
     shortened,
 )
 from compare.judge.strategy import strategy_of
-from compare.judge.tolerances import Tolerance, tolerances_for
+from compare.judge.tolerances import Tolerance, loss_rounding, tolerances_for
 
 REQUEST = "request"
 LADDER = (REQUEST, *COMPARE)
@@ -116,7 +116,8 @@ def climb(
     name = name or candidate.manifest.engine
     apart = resumed_from_different_checkpoints(reference, candidate)
     dtype = candidate.manifest.experiment.precision.dtype
-    tolerances = tolerances_for(dtype, steps=len(candidate.steps), apart=apart)
+    rounding = loss_rounding(reference)
+    tolerances = tolerances_for(dtype, steps=len(candidate.steps), apart=apart, rounding=rounding)
     runs = [(reference_name, reference), (name, candidate)]
     request = _compare_requests(runs, tolerances[REQUEST], same_training=same_training)
     results, skipped = compare_rungs(reference, candidate, tolerances)

@@ -4,19 +4,22 @@ None means that there is nothing to compare: the runs did not leave it.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
+from compare.checkpoint.description import WEIGHTS
 from compare.contract.inputs import starting_sha256
 from compare.contract.record import Record, read_tensors
-from compare.contract.request import MOMENTS, Rung
+from compare.contract.request import MOMENTS, UPDATES, Rung
 from compare.judge.strategy import strategy_of
 from compare.judge.tensor_errors import Found, relative_error, without_key_bias, worst_of, worst_tensor
 from compare.numerics.data import SPLITS
-from compare.numerics.optimizer import global_norm, reference_step
+from compare.numerics.optimizer import global_norm, moment_names, reference_step
 from compare.numerics.parameters import fingerprint, initial_parameters, parameter_table
+from compare.spec.experiment import Experiment
 
 MOST_SAID = 2
 """Objections in one verdict."""
@@ -66,7 +69,8 @@ def resumed_from_different_checkpoints(reference: Record, candidate: Record) -> 
 
 
 def _compare_moments(reference: Record, candidate: Record) -> Found | None:
-    pairs = {name: compare_tensors(reference, candidate, rung) for rung, name in MOMENTS.items()}
+    rungs = UPDATES[0][1:]
+    pairs = {MOMENTS[rung]: compare_tensors(reference, candidate, rung) for rung in rungs}
     found = [(pair[0], f"{name} of {pair[1]}") for name, pair in pairs.items() if pair]
     return max(found) if found else None
 
@@ -84,8 +88,8 @@ def _compare_weights(reference: Record, candidate: Record, rung: Rung) -> Found 
     return compare_tensors(reference, candidate, rung, select=without_key_bias, since=begin)
 
 
-def _compare_first_updates(reference: Record, candidate: Record) -> Found | None:
-    """Each run's first update against the definition of the optimizer, from its own gradients.
+def _compare_updates(reference: Record, candidate: Record) -> Found | None:
+    """Each run's first updates against the definition of the optimizer, from its own gradients.
 
     Below float64 the weights of two correct runs part by as much as an update is large: Adam makes every
     gradient a step of about lr, also one whose sign is rounding. Given its own gradients an engine has no
@@ -94,42 +98,74 @@ def _compare_first_updates(reference: Record, candidate: Record) -> Found | None
     return worst_of(
         (error, f"{whose}{place}, against the update of its own gradients,")
         for whose, run in (("", candidate), ("the reference's ", reference))
-        for error, place in _first_update(run)
+        for error, place in _updates(run)
     )
 
 
-def _first_update(run: Record) -> Iterator[Found]:
-    """Errors of weights and moments; none of a run that lacks tensors, or begins with moments."""
-    experiment, rungs = run.manifest.experiment, (Rung.INITIAL_WEIGHTS, Rung.GRADIENTS, Rung.FIRST_WEIGHTS)
-    begin, gradients, after = (read_tensors(run.folder, rung) for rung in rungs)
-    names = begin.keys() & gradients.keys() & after.keys()
-    if not names or run.steps[0].skipped or (run.request and run.request.resume):
+def _updates(run: Record) -> Iterator[Found]:
+    """Errors of weights and moments after each update that is kept, from those before it.
+
+    None where tensors are lacking: moments before the first update of a run that goes on from a checkpoint;
+    in float16 all of such a run's, which does not say how many updates were skipped before.
+    """
+    request, experiment = run.request, run.manifest.experiment
+    due = request.weights_due if request else {1: Rung.FIRST_WEIGHTS}
+    updates = run.steps[0].step
+    if updates and experiment.precision.dtype == "float16":
         return
-    moments = {name: read_tensors(run.folder, rung) for rung, name in MOMENTS.items()}
-    norm = global_norm(gradients)
-    for parameter in parameter_table(experiment.model):  # one by one, in float64
+    before = {WEIGHTS: read_tensors(run.folder, Rung.INITIAL_WEIGHTS)}
+    for done, (step, rungs) in enumerate(zip(run.steps, UPDATES, strict=False), 1):
+        gradients, *moments = (read_tensors(run.folder, rung) for rung in rungs)
+        weights = read_tensors(run.folder, due[done]) if done in due else {}
+        after = dict(zip((WEIGHTS, *moment_names(experiment.optimizer)), (weights, *moments), strict=False))
+        if not step.skipped:
+            if not updates or before.keys() == after.keys():
+                number = step.step, updates
+                for error, place in _errors_of_update(experiment, number, gradients, before, after):
+                    yield error, f"{place} after step {step.step}"
+            updates += 1
+        before = after
+
+
+def _errors_of_update(
+    experiment: Experiment,
+    number: tuple[int, int],
+    gradients: Mapping[str, np.ndarray],
+    before: Mapping[str, Mapping[str, np.ndarray]],
+    after: Mapping[str, Mapping[str, np.ndarray]],
+) -> Iterator[Found]:
+    """Of weights and moments after one update, one parameter after the other, in float64.
+
+    Its `number` is that of the step, and of the updates before it. An error is relative to the largest entry
+    before or after: two updates may cancel, and their rounding stays.
+    """
+    (step, updates), norm = number, global_norm(gradients)
+    for parameter in parameter_table(experiment.model):
         name = parameter.name
-        if name not in names or begin[name].shape != gradients[name].shape:
+        there = [gradients, *before.values(), *after.values()]
+        if any(name not in tensors or tensors[name].shape != parameter.shape for tensors in there):
             continue  # what is missing or misshapen is told at the rung "request"
-        before, gradient = ({name: tensors[name].astype("float64")} for tensors in (begin, gradients))
-        weights, made = reference_step(experiment.optimizer, (parameter,), before, gradient, {}, 0, norm=norm)
-        pairs = {name: (after[name], weights[name])}
-        for moment in made:
-            if name in moments[moment]:
-                pairs[f"{moment} of {name}"] = moments[moment][name], made[moment][name]
-        for place, (found, expected) in pairs.items():
-            yield relative_error(found, expected), place
+        gradient = {name: gradients[name].astype("float64")}
+        moments = {of: {name: tensors[name].astype("float64")} for of, tensors in before.items()}
+        weights = moments.pop(WEIGHTS)
+        given = experiment.optimizer, (parameter,), weights, gradient, moments, step
+        made, made_moments = reference_step(*given, updates=updates, norm=norm)
+        for of, expected in {WEIGHTS: made, **made_moments}.items():
+            begin = before[of][name] if of in before else np.zeros(parameter.shape)
+            found, right = (np.stack([begin, tensors[name]]) for tensors in (after[of], expected))
+            yield relative_error(found, right), name if of == WEIGHTS else f"{of} of {name}"
 
 
 def _compare_norm(reference: Record, candidate: Record) -> Found:
-    """The first norm against the reference's, and each run's against the gradients that it left."""
+    """The first norm against the reference's, and each run's norms against the gradients that it left."""
     worst = compare_steps(reference, candidate, "grad_norm", first=1)
     for whose, run in (("", candidate), ("the reference's ", reference)):
-        gradients = read_tensors(run.folder, Rung.GRADIENTS)
-        if gradients and math.isfinite(worst[0]):
-            own, said = global_norm(gradients), run.steps[0].grad_norm
-            error = abs(said - own) / own if own else abs(said)
-            worst = max(worst, (error, f"step {run.steps[0].step}, against the norm of {whose}own gradients"))
+        for step, (rung, *_) in zip(run.steps, UPDATES, strict=False):
+            gradients = read_tensors(run.folder, rung)
+            if gradients and not step.skipped and math.isfinite(worst[0]):
+                own = global_norm(gradients)
+                error = abs(step.grad_norm - own) / own if own else abs(step.grad_norm)
+                worst = max(worst, (error, f"step {step.step}, against the norm of {whose}own gradients"))
     return worst
 
 
@@ -202,7 +238,7 @@ COMPARE: dict[str, Compare] = {
     "grad_norm": _compare_norm,
     "first_weights": lambda *runs: _compare_weights(*runs, Rung.FIRST_WEIGHTS),
     "first_moments": _compare_moments,
-    "first_update": _compare_first_updates,
+    "updates": _compare_updates,
     "later_weights": lambda *runs: _compare_weights(*runs, Rung.LATER_WEIGHTS),
     "final_weights": lambda *runs: _compare_weights(*runs, Rung.FINAL_WEIGHTS),
     "loss_curve": lambda *runs: compare_steps(*runs, "loss"),
@@ -213,10 +249,10 @@ COMPARE: dict[str, Compare] = {
 """Rungs after the request, in the order in which they are climbed."""
 SOME = ("loss_scale", "final_weights", "evaluations", "strategy")
 """Rungs of some runs: in float16, of more steps than later_weights need, that evaluate, of our engines."""
-OF_FIRST_STEP = ("gradients", "grad_norm", "first_weights", "first_moments", "first_update")
+OF_FIRST_STEP = ("gradients", "grad_norm", "first_weights", "first_moments")
 """Rungs that say nothing where the first step was skipped."""
 ABSENT = {
     "first_moments": "the optimizer keeps no moments",
-    "first_update": "the run went on from a checkpoint: what its moments were before is not in the record",
+    "updates": "what was before the update is not in the record, such as a checkpoint's moments",
 }
 """Why runs of a whole ladder have nothing to compare at a rung."""

@@ -3,7 +3,8 @@
 Numbers do not depend on how work is spread, ordered and kept: an engine that ignores a setting of its layout
 computes the same. So each setting is read off what was observed, and held against what was asked:
 
-    precision.dtype       the dtype of every matrix product, and of the messages that carry gradients
+    precision.dtype       the dtype of every matrix product, of the messages that carry gradients, of what
+                          16 bits leave as it is (`contract.work.Kept`), and the bits of gradients
     layout.compile        which backend made the graphs that ran
     the blocks            how many of them forward runs: a GELU each
     layout.remat          how many of the blocks' products and GELUs backward computes again
@@ -12,6 +13,7 @@ computes the same. So each setting is read off what was observed, and held again
     layout.gradient_sync  how many all-reduces carry gradients, their bytes, and which begin within backward;
       and bucket_mb       as the closed form of the buckets has them (`closed_forms.gradient_messages`)
     layout.zero, offload  bytes at rest, against `closed_forms.memory`
+    replicas              the weights at the end, device by device
     all that sends        bytes by axis and role, against `closed_forms.communication`: exactly, or a multiple
 
 What an engine cannot tell, and what has no closed form, is named in `Strategy.untold`, never passed over.
@@ -19,13 +21,15 @@ What an engine cannot tell, and what has no closed form, is named in `Strategy.u
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
+import numpy as np
 from msgspec import Struct, field
 
 from compare.contract.communication import GRADIENTS
-from compare.contract.record import Record
-from compare.contract.work import ObservedWork
+from compare.contract.record import Record, read_tensors
+from compare.contract.request import Rung
+from compare.contract.work import Kept, ObservedWork
 from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.closed_forms.memory import closed_form, excess, most_held
 from compare.judge.ledger import line_up, mismatches
@@ -118,6 +122,39 @@ def _dtype(run: Observed) -> Iterator[Finding]:
     if sent:
         stored = storage_dtype(run.experiment).name
         yield Finding("dtype of the gradients that are sent", stored, ", ".join(sent))
+
+
+def _kept(run: Observed) -> Iterator[Finding]:
+    if run.work.compiled:
+        raise ValueError(f"operators of a compiled program ({run.work.compiled})")
+    stored = storage_dtype(run.experiment).name
+    for what in get_args(Kept):
+        found = run.work.kept.get(what, [])
+        if found or what != "softmax":
+            yield Finding(f"dtype of the {what}", stored, ", ".join(found) or "none")
+
+
+def _gradients(run: Observed) -> Iterator[Finding]:
+    """Whether float32 has added them up, where products have 16 bits.
+
+    LayerNorms and positions get theirs from float32: a sum of them needs all 24 bits. Were its terms, or the
+    sums on the way, rounded to 8 or 11 bits, it would seldom need more than 16.
+    """
+    gradients, terms = read_tensors(run.record.folder, Rung.GRADIENTS), run.experiment.microbatches_per_step
+    names = [name for name in ("embedding.position", "norm.scale") if name in gradients]
+    if not names or run.experiment.precision.dtype not in ("bfloat16", "float16"):
+        return
+    sums = np.concatenate([gradients[name].reshape(-1) for name in names])
+    sums = sums[np.isfinite(sums) & (sums != 0)] * np.float32(terms * run.experiment.layout.data_parallel)
+    if sums.size:
+        needs_few = sums.view(np.uint32) % 256 == 0
+        found = "16 bits" if needs_few.mean() > 0.5 else "float32"
+        yield Finding("dtype in which gradients are added up", "float32", found)
+
+
+def _replicas(run: Observed) -> Iterator[Finding]:
+    asked = "the same on all devices"
+    yield Finding("weights of replicas at the end", asked, run.record.manifest.replicas_apart or asked)
 
 
 def _forward(run: Observed) -> Iterator[Finding]:
@@ -229,6 +266,9 @@ def _sent(run: Observed) -> Iterator[Finding]:
 READ: Mapping[str, Callable[[Observed], Iterator[Finding]]] = {
     "layout.compile": _compile,
     "precision.dtype": _dtype,
+    "dtypes beside the products": _kept,
+    "sums of gradients": _gradients,
+    "replicas": _replicas,
     "blocks that forward runs": _forward,
     "layout.remat": _remat,
     "train.loss_chunks": _loss_chunks,

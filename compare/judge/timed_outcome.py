@@ -94,11 +94,10 @@ def timed(outcome: Outcome) -> TimedOutcome:
 def measured(record: Record, *, first_seen_s: float, timing: Timing, **seen: Any) -> Measurement:
     """A record's figures, and the harness's own, what it has `seen` and when the first step came."""
     manifest = record.manifest
-    singles = timing.warmup + timing.window * timing.windows
     return Measurement(
         **seen,
         windows=manifest.windows,
-        single_ms=[step.step_time_ms for step in record.steps[singles:]],
+        single_ms=[step.step_time_ms for step in record.steps[timing.watched + 1 :]],
         compile_s=manifest.compile_s,
         first_step_s=manifest.first_step_s,
         start_up_s=max(first_seen_s - manifest.compile_s - manifest.first_step_s, 0.0),

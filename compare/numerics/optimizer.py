@@ -81,6 +81,7 @@ def reference_step(
     moments: Mapping[str, Mapping[str, np.ndarray]],
     step: int,
     *,
+    updates: int | None = None,
     norm: float | None = None,
 ) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
     """One step in NumPy, as the text above says it: the oracle of tests, not a hot path.
@@ -89,13 +90,14 @@ def reference_step(
         table: the canonical parameters; decides what decays.
         weights: canonical name -> tensor of the table's shape; so are gradients, before clipping.
         moments: m and v by name of the moment, then by canonical name; {} before the first step.
-        step: optimizer steps already taken, none of them skipped.
+        step: optimizer steps already taken.
+        updates: of them that were not skipped; by default all.
         norm: of all gradients, where `gradients` are only some of them.
 
     Returns:
         The new weights and the new moments.
     """
-    scalars = step_scalars(optimizer, step, step)
+    scalars = step_scalars(optimizer, step, step if updates is None else updates)
     scale = 1.0
     if optimizer.grad_clip:
         norm = global_norm(gradients) if norm is None else norm

@@ -11,6 +11,9 @@ Padding is no part of a canonical tensor: what a device holds only to fill up an
 All is done for one tensor at a time, so that no process needs the whole model.
 """
 
+from collections.abc import Iterable
+from hashlib import sha256
+
 import numpy as np
 from msgspec import Struct
 
@@ -80,3 +83,21 @@ def _box(tensor: np.ndarray, shard: Shard) -> np.ndarray:
     # The ellipsis keeps a tensor without dims an array.
     box = tensor[(*(slice(*limits) for limits in zip(shard.offset, ends, strict=True)), ...)]
     return box if shard.elements is None or not shard.dim_order else box.transpose(shard.dim_order)
+
+
+def digests_of(held: Iterable[tuple[Shard, np.ndarray]]) -> list[tuple[str, int, str]]:
+    """Of every shard: what part it is, its name first; the device; and the SHA-256 of its values."""
+    return [
+        (f"{x.name} {x.offset} {x.shape} {x.elements}", x.device, sha256(array.tobytes()).hexdigest())
+        for x, array in held
+    ]
+
+
+def replicas_apart(digests: Iterable[tuple[str, int, str]]) -> str:
+    """Two devices that have the same part of a tensor, and not the same values; '' if there are none."""
+    first: dict[str, tuple[int, str]] = {}
+    for part, device, digest in digests:
+        other, expected = first.setdefault(part, (device, digest))
+        if digest != expected:
+            return f"another {part.partition(' ')[0]} on device {device} than on device {other}"
+    return ""

@@ -60,7 +60,7 @@ PLANTED = (
     Fault("unscaled_dropout", "loss", "what dropout keeps is not scaled up"),
     Fault("same_dropout_on_every_rank", "loss", "all ranks of tp drop as the first does", preset="tp"),
     Fault("reversed_update", "first_weights", "every update goes the other way", asks=SIXTEEN_BITS),
-    Fault("rounded_weights", "first_update", "the optimizer's weights are rounded, too", asks=SIXTEEN_BITS),
+    Fault("rounded_weights", "updates", "the optimizer's weights are rounded, too", asks=SIXTEEN_BITS),
     Fault("skipped_last_update", "final_weights", "the last step updates nothing"),
     Fault(
         "ignored_gradient_sync",

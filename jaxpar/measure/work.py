@@ -3,19 +3,20 @@
 The traced program and not XLA's: XLA on a CPU multiplies 16 bits as float32, whatever it was told.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from compare.contract.work import ObservedWork, Part
+from compare.contract.work import Kept, ObservedWork, Part
 from compare.pipeline.schedules import Kind, Task
 from compare.pipeline.ticks import BACKWARD, FORWARD, Ticks
 from jaxpar.measure.hlo import AGAIN
-from jaxpar.model import HEAD
+from jaxpar.model import HEAD, KEEPS
 
 PRODUCT, GELUS = "dot_general", frozenset({"erf", "erfc", "tanh"})
 KINDS = {FORWARD: Kind.FORWARD, BACKWARD: Kind.BACKWARD}
@@ -24,9 +25,14 @@ KINDS = {FORWARD: Kind.FORWARD, BACKWARD: Kind.BACKWARD}
 def work_of(program: Any, ticks: Ticks | None = None) -> ObservedWork:
     """Observed work of a traced step, `jax.jit(step).trace(...).jaxpr`, and of the pipeline in it."""
     products, forward, again, positions = Counter[str](), Counter[Part](), Counter[Part](), set[int]()
+    kept = defaultdict[Kept, set[str]](set)
     used, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))  # as XLA runs it
     for equation, scopes, turns in operations(used):
         name, is_of_head = equation.primitive.name, HEAD in scopes
+        for what in () if AGAIN in scopes or "transpose(" in scopes else get_args(Kept):
+            if f"{KEEPS}{what}" in scopes or (what, name) == ("norm", "rsqrt"):
+                dtypes = (result.aval.dtype for result in equation.outvars)
+                kept[what] |= {str(dtype) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
         if name not in {PRODUCT, *GELUS}:
             continue
         part: Part = "activations" if name in GELUS else "logits" if is_of_head else "products"
@@ -46,6 +52,7 @@ def work_of(program: Any, ticks: Ticks | None = None) -> ObservedWork:
         forward=dict(forward),
         again=dict(again),
         logits_positions=sorted(positions),
+        kept={what: sorted(dtypes) for what, dtypes in kept.items()},
         tasks=[_tasks_of(ticks, rank) for rank in range(ticks.ranks)] if ticks else [],
     )
 

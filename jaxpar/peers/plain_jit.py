@@ -18,7 +18,6 @@ from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
 from compare.numerics.data import open_corpus
 from compare.numerics.parameters import fingerprint
-from compare.numerics.stream import arrays_of_step
 from compare.spec.experiment import Optimizer
 from jaxpar import weights as names
 from jaxpar.comm.mesh import find_devices
@@ -102,9 +101,8 @@ def train(request: Request, folder: Path, *, progress: Callable[..., None] = lam
         step=compiled,
         compile_s=clock.wall_s,
         initial_weights_sha256=fingerprint(names.to_canonical(params, experiment.model)),
+        # Apart from the step, which is left as a user would have it.
+        gradients=jax.jit(lambda *of: accumulated_gradients(loss, *of)[1]),
         moments=moments,
     )
-    if request.ladder:  # of step 0, apart from the step, which is left as a user would have it
-        gradients = jax.jit(lambda *of: accumulated_gradients(loss, *of)[1])
-        state.gradients = gradients(params, arrays_of_step(corpus, experiment, 0))
     train_to_end(run, recorder, folder, progress)

@@ -2,6 +2,8 @@
 
 import pytest
 from made_up import bench
+from msgspec.structs import replace
+from records import make_steps
 
 from compare import api
 from compare.cli import main
@@ -11,6 +13,7 @@ from compare.judge.outcome import OUTCOME, read_outcome
 from compare.judge.strategy import Finding, Strategy
 from compare.judge.timed_outcome import blocks, timed
 from compare.spec.experiment import ExperimentError
+from compare.timing import misstated
 
 
 def test_every_case_is_a_process_of_its_own_in_every_round(timed_engines, tmp_path, capsys):
@@ -86,6 +89,20 @@ def test_figures_of_another_work_or_way_are_noticed(timed_engines, capsys):
     said = capsys.readouterr().out
     assert "torch-library.single did not do the same work as torch-manual.single: in round 1 the loss" in said
     assert "torch-manual.single did not run in the same way in all rounds" in said
+
+
+def test_a_clock_that_says_less_than_passed_is_noticed(tiny):
+    (first, *_), others = make_steps(tiny), range(1, 31)
+
+    def read_at(*times: float, ms: float, watched: bool = False) -> list[str]:
+        steps = [replace(first, step=n, step_time_ms=ms, instrumented=watched and n == 1) for n in others]
+        return misstated({0.0: [first], **dict.fromkeys(times, steps)})
+
+    assert read_at(0.31, ms=10) == []
+    assert read_at(0.31, ms=1) == ["it says that steps took 0.03 s that took 0.31 s by the disk's clock"]
+    assert len(read_at(0.31, 0.62, ms=5)) == 1
+    assert read_at(0.31, ms=1, watched=True) == []
+    assert misstated({0.0: [first]}) == []
 
 
 def test_a_strategy_that_was_not_done_is_a_failure(timed_engines, monkeypatch, capsys):

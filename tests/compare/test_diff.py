@@ -69,7 +69,7 @@ def test_every_tensor_that_is_another_one_is_found(base, tmp_path, tiny, capsys)
     folder = tmp_path / "two" / "jax-manual"
     for rung in Rung:
         tensors = {name: np.array(tensor) for name, tensor in read_tensors(folder, rung).items()}
-        if rung == Rung.BATCH or not tensors:
+        if rung == Rung.BATCH or rung.startswith("second") or not tensors:
             continue
         last = list(tensors)[-1]
         write_tensors(folder, rung, tensors | {last: tensors[last] + 1.0})

@@ -19,6 +19,12 @@ WORST = "blocks.1.mlp.up.weight"
 
 
 @pytest.fixture
+def tiny(tiny):
+    """With a step between the second, whose update is kept, and the last."""
+    return edited(tiny, {"train": {"max_iters": 4}})
+
+
+@pytest.fixture
 def reference(tmp_path, tiny):
     return make_record(tmp_path / "reference", tiny)
 
@@ -108,16 +114,23 @@ def test_below_float64_an_update_is_held_to_the_optimizer_in_the_reference_too(t
     right, tensors = make_record(tmp_path / "right", spec), tensors_of(spec)
     moment = {name: tensor * np.float32(1 + 5e-6) for name, tensor in tensors[Rung.FIRST_V].items()}
     undecayed = tensors_of(edited(spec, {"optimizer": {"weight_decay": 0.0}}))[Rung.FIRST_WEIGHTS]
+    rounded = {
+        name: tensor.astype(np.float16).astype(np.float32)
+        for name, tensor in tensors[Rung.SECOND_WEIGHTS].items()
+    }
     for rung, damaged, worst in (
         (Rung.FIRST_V, moment, "v of "),
         (Rung.FIRST_WEIGHTS, undecayed, "blocks."),
+        (Rung.SECOND_M, tensors[Rung.FIRST_M], "m of "),
+        (Rung.SECOND_WEIGHTS, rounded, ""),
     ):
         wrong = make_record(tmp_path / rung, spec, tensors=tensors | {rung: damaged})
         for pair, whose in (((right, wrong), ""), ((wrong, right), "the reference's ")):
             failure = climb(*pair).failure
             assert failure is not None
-            assert failure.rung == "first_update"
+            assert failure.rung == "updates"
             assert failure.worst.startswith(whose + worst)
+            assert "after step 1, against" in failure.worst or rung in (Rung.FIRST_V, Rung.FIRST_WEIGHTS)
 
 
 def test_a_wrong_token_fails_at_the_batch(tmp_path, tiny, reference):
@@ -175,7 +188,7 @@ def test_in_bfloat16_norms_are_held_while_rounding_has_not_grown_and_the_verdict
 def test_what_was_not_asked_for_is_skipped_and_said(tmp_path, tiny):
     verdict = climb(*(make_record(tmp_path / name, tiny, tensors={}, ladder=False) for name in "ab"))
     assert verdict.passed
-    tensors = {"batch", "gradients", "first_weights", "first_moments", "first_update", "later_weights"}
+    tensors = {"batch", "gradients", "first_weights", "first_moments", "updates", "later_weights"}
     assert set(verdict.skipped) == tensors
     sgd = edited(tiny, {"optimizer": {"name": "sgd"}})  # without momentum
     verdict = climb(*(make_record(tmp_path / name, sgd) for name in ("one", "two")))

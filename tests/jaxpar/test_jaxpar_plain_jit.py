@@ -28,7 +28,7 @@ def test_the_schedule_is_the_contract_s():
 
 
 def test_a_timed_run_has_its_windows(tmp_path, tiny: Experiment):
-    timing = Timing(warmup=3, window=2, windows=2, single=1)
+    timing = Timing(warmup=2, window=2, windows=2, single=1)
     experiment = replace(
         tiny, data=Data(source="synthetic"), train=Train(max_iters=timing.steps, batch_size=4)
     )

@@ -1,15 +1,15 @@
 """Records made by hand: what an engine would leave, without running one."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from compare.contract.communication import GRADIENTS, Communication, ring_wire_bytes
 from compare.contract.ledger import Ledger
 from compare.contract.record import Manifest, Record, Recorder, Step, read_record, write_tensors
-from compare.contract.request import REQUEST, Request, Rung
-from compare.contract.work import ObservedWork, Part
+from compare.contract.request import REQUEST, UPDATES, Request, Rung, rungs_asked_for
+from compare.contract.work import Kept, ObservedWork, Part
 from compare.execute.machine import git_state
 from compare.host.json_files import write_json
 from compare.judge.circumstances import Circumstances
@@ -21,7 +21,7 @@ from compare.judge.metrics import figures
 from compare.judge.outcome import Case, Outcome, save, with_case
 from compare.judge.strategy import blocks_that_run
 from compare.numerics.data import open_corpus
-from compare.numerics.optimizer import global_norm, learning_rate, moment_names, reference_step
+from compare.numerics.optimizer import global_norm, learning_rate, reference_step
 from compare.numerics.parameters import (
     fingerprint,
     initial_parameters,
@@ -81,21 +81,31 @@ def tensors_of(experiment: Experiment) -> dict[Rung, dict[str, np.ndarray]]:
     targets_ABT = inputs_ABT + 1
     if experiment.data.source == "synthetic":
         inputs_ABT, targets_ABT = open_corpus(experiment).batch(experiment, 0)
-    table = parameter_table(experiment.model)
-    dtype = storage_dtype(experiment)
-    updated, moments = reference_step(experiment.optimizer, table, weights, noise, {}, 0)
+    half = {name: tensor / 2 for name, tensor in noise.items()}
+    updated, made = _updated(experiment, weights, noise, {}, 0)
+    later, made_later = _updated(experiment, updated, half, made, 1)
     tensors = {
         Rung.BATCH: {"inputs": inputs_ABT, "targets": targets_ABT, **keys_of_step(experiment, 0)},
         Rung.INITIAL_WEIGHTS: weights,
         Rung.GRADIENTS: noise,
-        Rung.FIRST_WEIGHTS: {name: tensor.astype(dtype) for name, tensor in updated.items()},
-        Rung.FIRST_M: {name: tensor.astype(dtype) for name, tensor in moments.get("m", {}).items()},
-        Rung.FIRST_V: {name: tensor.astype(dtype) for name, tensor in moments.get("v", {}).items()},
+        Rung.FIRST_WEIGHTS: updated,
+        Rung.SECOND_GRADIENTS: half,
         Rung.LATER_WEIGHTS: {name: weights[name] - noise[name] for name in weights},
         Rung.FINAL_WEIGHTS: {name: weights[name] + noise[name] for name in weights},
     }
-    absent = {Rung(f"first_{name}") for name in ("m", "v") if name not in moment_names(experiment.optimizer)}
-    return {rung: values for rung, values in tensors.items() if rung not in absent}
+    for (_, *rungs), moments in zip(UPDATES, (made, made_later), strict=True):
+        tensors |= dict(zip(rungs, moments.values(), strict=False))
+    request = make_request(experiment)
+    tensors |= {rung: later for step, rung in request.weights_due.items() if step == 2}
+    return {rung: values for rung, values in tensors.items() if rung in rungs_asked_for(request)}
+
+
+def _updated(experiment: Experiment, weights, gradients, moments, step: int) -> tuple[dict, dict]:
+    """Weights and moments after a step, as they are stored."""
+    table, dtype = parameter_table(experiment.model), storage_dtype(experiment)
+    after, made = reference_step(experiment.optimizer, table, weights, gradients, moments, step)
+    stored = [{name: x.astype(dtype) for name, x in of.items()} for of in (after, *made.values())]
+    return stored[0], dict(zip(made, stored[1:], strict=True))
 
 
 def make_steps(experiment: Experiment) -> list[Step]:
@@ -179,6 +189,7 @@ def make_work(engine: str, experiment: Experiment) -> ObservedWork:
         gradient_messages=[[(size, messages.overlap) for size in sizes] for sizes in messages.by_stage]
         if messages and messages.overlap is not None and ENGINES[engine].counts_own_calls
         else [],
+        kept={what: [storage_dtype(experiment).name] for what in get_args(Kept)},
     )
 
 

@@ -14,7 +14,7 @@ from torchpar.launch import Rank
 from torchpar.train import planted
 from torchpar.train import train as torchpar_train
 
-TIMING = Timing(warmup=3, window=2, windows=2, single=1)
+TIMING = Timing(warmup=2, window=2, windows=2, single=1)
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,10 @@
 """Work of a step: dtypes of its products, what runs again for backward, and a pipeline's tasks."""
 
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from compare.contract.communication import GRADIENTS
-from compare.contract.work import ObservedWork, Part
+from compare.contract.work import Kept, ObservedWork, Part
 from compare.pipeline.schedules import Task
 from compare.spec.axes import DP_REPLICATE
 from torchpar.comm.collectives import Call
@@ -19,6 +20,14 @@ from torchpar.measure.watch import HEAD, Sink, modules_named
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "addmm_", "baddbmm_"})
 GELU = "gelu"
+KEPT: dict[str, Kept] = {
+    "native_layer_norm": "norm",
+    "_softmax": "softmax",
+    "_log_softmax": "loss",
+    "log": "loss",
+}
+SUMS, OF_BLOCK = ("add", "_to_copy"), re.compile(r"\bh\.\d+$")
+"""Of the residual stream: operators of a block itself, by its path."""
 ATTENTION = "scaled_dot_product"
 """Common part of the fused kernels' names: two products, and what lies between them."""
 
@@ -31,10 +40,14 @@ class WorkSink(Sink):
         self._forward, self._again = Counter[Part](), Counter[Part]()
         self._tasks, self._messages = list[str](), list[tuple[int, bool]]()
         self._heads, self._in_head = modules_named(HEAD, module), 0
+        self._kept = defaultdict[Kept, set[str]](set)
 
     def operator(self, func: Any, operands: tuple, result: Any) -> None:
         name = func.overloadpacket.__name__
         is_product = name in PRODUCTS or ATTENTION in name
+        is_sum = name in SUMS and OF_BLOCK.search(self.watch.module)
+        if (kept := "residual" if is_sum else KEPT.get(name)) and not self.watch.in_backward:
+            self._kept[kept].add(_name_of(tree_leaves(result)[0].dtype))
         if not is_product and name != GELU:
             return
         first = next(leaf for leaf in tree_leaves(operands) if isinstance(leaf, torch.Tensor))
@@ -67,6 +80,7 @@ class WorkSink(Sink):
             again=dict(self._again),
             logits_positions=sorted(self._positions),
             gradient_messages=[self._messages] if self._messages else [],
+            kept={kept: sorted(dtypes) for kept, dtypes in self._kept.items()},
             tasks=[self._tasks] if self._tasks else [],
         )
 
@@ -89,6 +103,7 @@ def of_all_ranks(ranks: Sequence[ObservedWork], *, stages: Sequence[int]) -> Obs
         again=total(rank.again for rank in ranks),
         logits_positions=sorted({positions for rank in ranks for positions in rank.logits_positions}),
         gradient_messages=[messages for rank in firsts for messages in rank.gradient_messages],
+        kept={of: sorted({x for rank in ranks for x in rank.kept.get(of, [])}) for of in get_args(Kept)},
         compiled=ranks[0].compiled,
         tasks=[tasks for rank in firsts for tasks in rank.tasks],
     )
@@ -97,6 +112,8 @@ def of_all_ranks(ranks: Sequence[ObservedWork], *, stages: Sequence[int]) -> Obs
 def _dtype_of(factor: torch.Tensor) -> str:
     """As a product multiplies it: on a GPU float32 perhaps as TF32."""
     is_rounded = factor.is_cuda and torch.get_float32_matmul_precision() != "highest"
-    return (
-        "tf32" if factor.dtype == torch.float32 and is_rounded else str(factor.dtype).removeprefix("torch.")
-    )
+    return "tf32" if factor.dtype == torch.float32 and is_rounded else _name_of(factor.dtype)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
