@@ -4,10 +4,10 @@ import msgspec
 import pytest
 from bounds import AT_REST
 
-from compare.judge.closed_forms.memory import KINDS, closed_form, excess
+from compare.judge.closed_forms.memory import KINDS, closed_form, excess, most_held
 from compare.numerics.parameters import parameter_count
 from compare.spec.engines.registry import STUDIED
-from compare.spec.experiment import load
+from compare.spec.experiment import edited, load
 
 CHECK = load("check")
 WHOLE = 8 * parameter_count(CHECK.model)  # bytes in float64
@@ -69,3 +69,25 @@ def test_excess(engine):
     assert excess(exact | {"gradients": [0] * 4}, form) == -1.0
     without = form | {"optimizer": [0.0] * 4}
     assert excess(exact, without) == 1.0
+
+
+MEASURED = {
+    ("torch-compiler", 3): ([744, 744, 744, 392, 88], [744] * 5, [1600, 1600, 1600, 896, 288]),
+    ("torch-library", 3): ([744] * 5, [744] * 5, [1600, 1600, 1600, 896, 288]),
+    ("torch-library", 1): ([2712] * 5, [2712] * 5, [1124, 1128, 1132, 1080, 1072]),
+    ("torch-manual", 3): ([*[552] * 4, 504], [*[552] * 4, 504], [*[1216] * 4, 1120]),
+}
+"""Bytes of parameters, gradients and moments of five ranks, by engine and ZeRO stage."""
+
+
+def test_the_fullest_device_has_what_rounding_gives_it():
+    """A model of which five devices divide nothing, as DTensor, FSDP2 and we cut it."""
+    sizes = {"n_layer": 2, "n_embd": 3, "n_head": 1, "vocab_size": 5, "block_size": 8}
+    tiny = edited(CHECK, {"model": sizes})
+    for (engine, zero), measured in MEASURED.items():
+        spec = edited(tiny, {"layout": {"dp_shard": 5, "zero": zero}})
+        form, most = closed_form(engine, spec), most_held(engine, spec)
+        held = dict(zip(KINDS, measured, strict=True))
+        assert abs(excess(held, form, most)) < 0.02, (engine, zero)
+        assert zero == 1 or excess(held, form) > 0.01
+        assert excess(held | {"optimizer": [*measured[2][:4], 2000]}, form, most) > AT_REST

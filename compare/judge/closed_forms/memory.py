@@ -91,7 +91,7 @@ def excess(
             worst = max(worst, float(any(found)))
             continue
         whole = min(sum(found) / sum(wanted) - 1, 0.0)
-        each = max(got / want - 1 for got, want in zip(found, (most or expected)[kind], strict=True))
+        each = max(0.0, *(got / want - 1 for got, want in zip(found, (most or expected)[kind], strict=True)))
         worst = max((worst, whole, each), key=abs)
     return worst
 
