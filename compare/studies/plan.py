@@ -109,7 +109,7 @@ class Found(Struct, frozen=True, kw_only=True):
         low, high = self.times_as_long
         span = f"{low * best.seconds * 1e3:,.1f} to {high * best.seconds * 1e3:,.1f} ms"
         if self.machine.slowdown == 1:
-            return f"a lower bound: published steps took {low:g} to {high:g} times as long, {span}"
+            return f"optimistic: published steps took {low:g} to {high:g} times as long, {span}"
         return (
             f"{self.uncalibrated_s * 1e3:,.1f} by the chip's rates; one measured step makes compute take "
             f"{self.machine.slowdown:.3g} times as long; published ones then took {span}"
@@ -119,7 +119,7 @@ class Found(Struct, frozen=True, kw_only=True):
 class Plan(Study, frozen=True, kw_only=True):
     """Predict step time and memory of every legal layout on a machine that need not be here; nothing runs.
 
-    Bytes that are sent are the textbook's. Compute is a roofline, a lower bound: docs/plan.md holds
+    Bytes that are sent are the textbook's. Compute is a roofline, and optimistic: docs/plan.md holds
     predictions against published tables. A field of the layout that you give stays as it is; all others are
     searched. The sequences of a step stay, too: give a number that the devices divide.
 
