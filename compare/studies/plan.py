@@ -202,10 +202,8 @@ class Plan(Study, frozen=True, kw_only=True):
         shares = machine.devices // math.prod(split.values())
         if not (rest := experiment.sequences_per_step % shares):
             return []
-        train = {
-            "batch_size": experiment.sequences_per_step - rest + shares,
-            "gradient_accumulation_steps": 1,
-        }
+        sequences = experiment.sequences_per_step - rest + shares
+        train = {"batch_size": sequences, "gradient_accumulation_steps": 1}
         larger = edited(experiment, {"train": train, "layout": split})
         try:
             layouts = search(self.engine, larger, machine, fixed=fixed | {TP, PP}, variant=self.shape)
