@@ -254,13 +254,12 @@ class GPT(nnx.Module):
 
         Logits exist for one of `loss_chunks` equal parts of the positions at a time.
         """
-        cross_entropy = jax.named_scope(f"{KEEPS}loss")(self.cross_entropy)
         if self.loss_chunks == 1:
-            return cross_entropy(self.logits(x_BTC), targets_BT)
+            return self.cross_entropy(self.logits(x_BTC), targets_BT)
 
         @jax.checkpoint  # backward makes the logits of a part again
         def loss_of_part(x_BtC: jax.Array, targets_Bt: jax.Array) -> jax.Array:
-            return cross_entropy(self.embedding.logits(x_BtC), targets_Bt)
+            return self.cross_entropy(self.embedding.logits(x_BtC), targets_Bt)
 
         def in_parts(x_BT: jax.Array, enter: Hook = same) -> jax.Array:
             """(B, T, ..) -> (parts, B, T / parts, ..). `jnp.stack` has a derivative without a type."""

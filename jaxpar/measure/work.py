@@ -19,6 +19,8 @@ from jaxpar.measure.hlo import AGAIN
 from jaxpar.model import HEAD, KEEPS
 
 PRODUCT, GELUS = "dot_general", frozenset({"erf", "erfc", "tanh"})
+ALONE: dict[str, Kept] = {"rsqrt": "norm", "log": "loss"}
+"""Operations of nothing else."""
 KINDS = {FORWARD: Kind.FORWARD, BACKWARD: Kind.BACKWARD}
 
 
@@ -30,7 +32,7 @@ def work_of(program: Any, ticks: Ticks | None = None) -> ObservedWork:
     for equation, scopes, turns in operations(used):
         name, is_of_head = equation.primitive.name, HEAD in scopes
         for what in () if AGAIN in scopes or "transpose(" in scopes else get_args(Kept):
-            if f"{KEEPS}{what}" in scopes or (what, name) == ("norm", "rsqrt"):
+            if f"{KEEPS}{what}" in scopes or ALONE.get(name) == what:
                 dtypes = (result.aval.dtype for result in equation.outvars)
                 kept[what] |= {str(dtype) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
         if name not in {PRODUCT, *GELUS}:

@@ -83,7 +83,7 @@ def test_what_stays_in_float32_is_seen(tmp_path, tiny, without_x64):
         wrong = trained(tmp_path / "wrong", half)
     assert strategy_of(wrong).objections == [
         f"dtype of the {what} = float32 was asked for, and {done} was done"
-        for what, done in (("norm", "bfloat16"), ("residual", BOTH), ("loss", BOTH))
+        for what, done in (("norm", "bfloat16"), ("residual", BOTH), ("loss", "bfloat16"))
     ]
     verdict = climb(right, wrong)
     (update,) = [result for result in verdict.rungs if result.rung == "updates"]
