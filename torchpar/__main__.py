@@ -19,7 +19,7 @@ from compare.contract.collective_bench import CollectiveRequest
 from compare.contract.command import RunFailed, parse_arguments, told_by
 from compare.contract.ending import DONE, StopRequest
 from compare.contract.other_hosts import State, announce, say
-from compare.contract.processes import find_process
+from compare.contract.processes import Process, find_process
 from compare.contract.record import clear_record, leave_failure
 from compare.contract.request import decode_request, read_request, read_request_file
 from compare.contract.run_lock import lock_folder
@@ -46,15 +46,16 @@ def main() -> int:
         if arguments.question:
             print(msgspec.json.encode(answer(arguments)).decode(), flush=True)
             return DONE
-        process = find_process(os.environ)
-        if process and "RANK" not in os.environ:  # as torchrun says it
+        by_torchrun = "RANK" in os.environ  # which srun may have started
+        process = find_process({k: v for k, v in os.environ.items() if not (by_torchrun and "SLURM" in k)})
+        if process and not by_torchrun:
             os.environ.update(process.variables)
         is_rank, is_first = "RANK" in os.environ, os.environ.get("RANK", "0") == "0"
         with lock_folder(folder) if is_first else nullcontext():
             if process:
                 announce(folder, process)
             try:
-                (time_collectives if arguments.collectives else train)(folder)
+                (time_collectives if arguments.collectives else train)(folder, process)
                 return DONE
             except Exception as error:
                 failure = told_by(error, folder)
@@ -117,7 +118,7 @@ def answer(arguments: argparse.Namespace) -> object:
     return None
 
 
-def train(folder: Path) -> None:
+def train(folder: Path, process: Process | None) -> None:
     """Train what folder/request.json asks for, as all ranks or as one of a launcher's."""
     request = read_request(folder, "torchpar")
     if request.experiment.checkpoint.every:
@@ -129,10 +130,10 @@ def train(folder: Path) -> None:
     if "RANK" not in os.environ:
         return start_ranks(request, folder)
     work = partial(train_as_rank, request=request, folder=folder)
-    torchrun.become_rank(work, folder, request, devices=request.experiment.layout.devices)
+    torchrun.become_rank(work, folder, request, process, devices=request.experiment.layout.devices)
 
 
-def time_collectives(folder: Path) -> None:
+def time_collectives(folder: Path, process: Process | None) -> None:
     """Time the collectives that folder/request.json asks for, as all ranks or as one of a launcher's."""
     from torchpar import torchrun
     from torchpar.collective_bench import time_as_rank
@@ -141,7 +142,7 @@ def time_collectives(folder: Path) -> None:
     request = read_request_file(folder, CollectiveRequest)
     work = partial(time_as_rank, request=request, folder=folder)
     if "RANK" in os.environ:
-        return torchrun.become_rank(work, folder, request, devices=request.ranks)
+        return torchrun.become_rank(work, folder, request, process, devices=request.ranks)
     clear_record(folder)
     launch(work, world_size=request.ranks, platform=request.platform, timeout_s=request.timeout_s)
 

@@ -21,6 +21,7 @@ from compare.contract.collective_bench import CollectiveRequest
 from compare.contract.command import RunFailed, told_by
 from compare.contract.ending import StoppedEarly
 from compare.contract.other_hosts import blame_for_hang, numbered, say, states_in, told_cause
+from compare.contract.processes import Process
 from compare.contract.record import Failure, clear_record, leave_failure
 from compare.contract.request import Request
 from compare.host.facts import Activity, MissingDevicesError, look_s
@@ -37,29 +38,28 @@ def become_rank(
     work: Callable[[Rank], None],
     folder: Path,
     request: Request | CollectiveRequest,
+    process: Process | None,
     *,
     devices: int,
 ) -> None:
-    """Do `work` as the rank that a launcher's variables name.
+    """Do `work` as the rank that a process is among others; None is alone.
 
     Raises:
         MissingDevicesError: another number of processes than devices, or too few GPUs.
         RunFailed: the run failed, on this rank or on another one, or `work` ended early on all alike.
     """
-    number, world_size, local_rank, on_host = (
-        int(os.environ.get(name, default))
-        for name, default in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 0}.items()
-    )
+    number, world_size, local_rank, host, port = process or Process(0, 1, 0, "", 0)
     if world_size != devices:
         raise MissingDevicesError(
             f"WORLD_SIZE = {world_size}, but the layout needs {devices} devices: start {devices} processes"
         )
-    if world_size > 1 and (host := os.environ.get("MASTER_ADDR")):
-        choose_interface(host, int(os.environ.get("MASTER_PORT", "0")))
+    if host:
+        choose_interface(host, port)
     if request.platform == "gpu":
         require_gpus(gpu_of(local_rank) + 1)
     rank = Rank(rank=number, world_size=world_size, local_rank=local_rank, timeout_s=request.timeout_s)
-    siblings = Siblings(rank, folder, host="" if on_host == world_size else socket.gethostname())
+    are_together = os.environ.get("LOCAL_WORLD_SIZE") == f"{world_size}"
+    siblings = Siblings(rank, folder, host="" if are_together else socket.gethostname())
     if number == 0:
         clear_record(folder)
     on_signals([signal.SIGINT, signal.SIGTERM], siblings.leave_signalled)

@@ -15,14 +15,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-
-import psutil
 
 from compare.contract import record as files
 from compare.contract.collective_bench import CollectiveRequest
-from compare.contract.ending import ASKED, BAD_REQUEST, DONE, FAILED, MISSING, STOPPED, StopRequest
+from compare.contract.ending import BAD_REQUEST, DONE, FAILED, MISSING, STOPPED, StopRequest
 from compare.contract.other_hosts import START, State, say
 from compare.contract.processes import VARIABLES
 from compare.contract.record import Record, Step
@@ -186,14 +183,7 @@ def run_side(
             env=child_environment(side, request.platform),
         )
         try:
-            ended = watch(
-                process,
-                folder,
-                timeout_s=request.timeout_s,
-                on_step=on_step,
-                elsewhere=hosts.launcher != "local",
-                ask=partial(_ask_to_end, process, hosts),
-            )
+            ended = watch(process, folder, hosts, timeout_s=request.timeout_s, on_step=on_step)
         finally:
             _end(process)
             files.remove_remains(folder)
@@ -232,13 +222,6 @@ def ready_hosts(hosts: Hosts, folder: Path, python: str, name: str) -> list[str]
         raise EngineError(f"{name}: {said}", exit_code=MISSING)
     names = dict(line.split() for line in done.stdout.splitlines())
     return [names[str(number)] for number in range(hosts.count)]
-
-
-def _ask_to_end(process: subprocess.Popen, hosts: Hosts) -> None:
-    """Ask an engine to save and end. srun passes it on; another one that starts processes would die of it."""
-    is_starter = hosts.several and hosts.launcher != "slurm"
-    for asked in psutil.Process(process.pid).children() if is_starter else [process]:
-        asked.send_signal(ASKED)
 
 
 def _end(process: subprocess.Popen) -> None:

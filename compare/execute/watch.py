@@ -6,11 +6,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from compare.contract import record as files
 from compare.contract.ending import ASKED, STOPPED, StopRequest
 from compare.contract.other_hosts import blame, states_in
 from compare.contract.record import Failure, Step
 from compare.execute.blame import LOG
+from compare.execute.hosts import HERE, Hosts
 from compare.host.facts import Activity, is_stopped, look_s
 
 POLL_S = 0.05
@@ -24,18 +27,17 @@ GRACE_S = 15.0  # an engine times itself out first: it knows which rank hangs, w
 def watch(
     process: subprocess.Popen,
     folder: Path,
+    hosts: Hosts = HERE,
     *,
     timeout_s: float,
     on_step: Callable[[Step], None],
-    elsewhere: bool = False,
-    ask: Callable[[], None] = lambda: None,
 ) -> Failure | None:
     """Wait for the process, passing on its steps. Returns why it has to be ended, if it does not end.
 
     An engine knows best whether it hangs: it tells a compilation from a step. This is for one that cannot
     even say so: its process is stopped, or it neither finishes a step nor computes. Whether processes on
-    other hosts compute is not seen (`elsewhere`): they are only judged from their first step on, or if they
-    do not start. If this process was asked to end, the engine is, with `ask`, once it has a state to save.
+    other hosts compute is not seen: they are only judged from their first step on, or if they do not start.
+    If this process was asked to end, the engine is, once it has a state to save.
     """
     patience_s = timeout_s + GRACE_S
     activity = Activity(process.pid)
@@ -53,10 +55,13 @@ def watch(
             if not seen:
                 return Failure(message=BEFORE_FIRST_STEP, exit_code=STOPPED)
             StopRequest.came = False
-            ask()
+            # srun passes it on; what else starts processes would die of it.
+            starts_others = hosts.several and hosts.launcher != "slurm"
+            for asked in psutil.Process(process.pid).children() if starts_others else [process]:
+                asked.send_signal(ASKED)
         if time.monotonic() - last_look > look_s(timeout_s):
             last_look = time.monotonic()
-            starts = elsewhere and not seen
+            starts = hosts.launcher != "local" and not seen
             if (activity.is_busy() or moved or starts) and not is_stopped(process.pid):
                 last_sign = last_look
             moved = False

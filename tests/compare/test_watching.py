@@ -11,6 +11,7 @@ from warm import run_forked
 from compare.contract.other_hosts import State, say
 from compare.contract.record import STATE, STEPS_PART
 from compare.execute import watch
+from compare.execute.hosts import HERE, Hosts
 from compare.host.facts import LOOK_S, Activity
 from jaxpar import watchdog
 from jaxpar.watchdog import Watchdog
@@ -60,8 +61,8 @@ def watched(script: str, folder, monkeypatch, *, elsewhere: bool = False) -> str
     """The harness's words on a process, which is ended then."""
     monkeypatch.setattr(watch, "GRACE_S", 0.0)
     process = start([sys.executable, "-ISc", "import os, signal, sys, time\n" + script, str(folder)])
-    how = {"timeout_s": SHORT_S, "on_step": lambda step: None, "elsewhere": elsewhere}
-    ended = watch.watch(process, folder, **how)
+    hosts = Hosts(launcher="slurm", count=2) if elsewhere else HERE
+    ended = watch.watch(process, folder, hosts, timeout_s=SHORT_S, on_step=lambda step: None)
     processes.end_all(grace_s=0.0)
     process.communicate()
     return ended.message.replace(str(process.pid), "PID") if ended else ""
