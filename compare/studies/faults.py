@@ -61,7 +61,7 @@ PLANTED = (
     Fault("same_dropout_on_every_rank", "loss", "all ranks of tp drop as the first does", preset="tp"),
     Fault("reversed_update", "first_weights", "every update goes the other way", asks=SIXTEEN_BITS),
     Fault("rounded_weights", "updates", "the optimizer's weights are rounded, too", asks=SIXTEEN_BITS),
-    Fault("skipped_last_update", "final_weights", "the last step updates nothing"),
+    Fault("skipped_last_update", "updates", "the last step updates nothing"),
     Fault(
         "ignored_gradient_sync",
         "strategy",
