@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from assembly import assemble
+from assembly import assemble, cut
 from checkpoints import STEP, UPDATES, assert_is_random, describe, random_state, write_random
 from jax_steps import ACCUMULATION as A
 from jax_steps import MODEL, REST, B, C, L, N, Outcome, T, V, experiment_of, size_of, two_steps, worst_errors
@@ -17,7 +17,7 @@ from compare.checkpoint.description import WEIGHTS, folder_name
 from compare.checkpoint.reader import CheckpointReader
 from compare.checkpoint.saver import Saver
 from compare.numerics.parameters import parameter_table
-from compare.numerics.shards import Shard, cut
+from compare.numerics.shards import Shard
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.ticks import lock_step
 from compare.spec.experiment import Layout, Model

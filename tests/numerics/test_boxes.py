@@ -4,11 +4,12 @@ import itertools
 import math
 
 import numpy as np
+from assembly import cut
 from hypothesis import given
 from hypothesis import strategies as st
 
 from compare.numerics.boxes import Box, from_boxes, to_boxes
-from compare.numerics.shards import Shard, cut
+from compare.numerics.shards import Shard
 
 
 @st.composite
@@ -74,3 +75,11 @@ def test_a_range_of_a_matrix_by_hand():
         shard = Shard(name="w", device=0, offset=(0, 0), shape=(3, 4), elements=elements, dim_order=(0, 1))
         found = [box for box, _ in to_boxes(shard, cut(np.zeros((3, 4)), shard))]
         assert found == [Box(offset, shape) for offset, shape in boxes]
+
+
+def test_elements_count_in_the_order_of_dims_within_the_box():
+    tensor = np.arange(1.0, 13).reshape(4, 3)
+    for order, elements in (((1, 0), [10, 8, 11, 9]), ((), [8, 9, 10, 11])):
+        shard = Shard(name="w", device=1, offset=(2, 0), shape=(2, 3), elements=(1, 5), dim_order=order)
+        read = from_boxes(shard, lambda boxes: [tensor[box.slices] for box in boxes], tensor.dtype)
+        assert read.tolist() == cut(tensor, shard).tolist() == elements

@@ -1,11 +1,20 @@
-"""A tensor from the cuts of its shards: each element is in one of them, and copies agree to the bit."""
+"""Cuts of a tensor, and the tensor from them: each element is in one of them, and copies agree to the bit."""
 
 import math
 from collections.abc import Iterable
 
 import numpy as np
 
-from compare.numerics.shards import Shard, cut
+from compare.numerics.shards import Shard
+
+
+def cut(tensor: np.ndarray, shard: Shard) -> np.ndarray:
+    """Copy of a device's shard, `shard.held_shape`, of a full tensor."""
+    ends = (start + size for start, size in zip(shard.offset, shard.shape, strict=True))
+    box = tensor[(*map(slice, shard.offset, ends), ...)]  # the ellipsis keeps one without dims an array
+    if shard.elements is None:
+        return box.copy()
+    return box.transpose(shard.dim_order or range(box.ndim)).flatten()[slice(*shard.elements)]
 
 
 def assemble(shape: tuple[int, ...], parts: Iterable[tuple[Shard, np.ndarray]]) -> np.ndarray:

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from assembly import cut
 from checkpoints import random_state
 
 from compare.checkpoint.description import Checkpoint, folder_name
 from compare.checkpoint.saver import Part, Saver
-from compare.numerics.shards import Shard, cut
+from compare.numerics.shards import Shard
 from compare.spec.experiment import Experiment, Model, Precision
 
 EXPERIMENT = Experiment(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from assembly import cut
 from checkpoints import STEP, UPDATES, assert_is_random, describe, random_state, write_random
 from gpt_steps import keep_values
 from layouts import TORCH_COMPILER, TORCH_LIBRARY, TORCH_SHARED, TORCH_ZERO
@@ -15,7 +16,6 @@ from compare.checkpoint.description import folder_name
 from compare.checkpoint.reader import CheckpointReader
 from compare.checkpoint.saver import Saver
 from compare.contract.request import Request
-from compare.numerics.shards import cut
 from compare.spec.experiment import Experiment, Layout, Model, Optimizer, Precision
 from torchpar.comm.mesh import make_mesh
 from torchpar.model import GPT

@@ -5,13 +5,12 @@ from functools import partial
 
 import numpy as np
 import pytest
-from assembly import assemble
+from assembly import assemble, cut
 from layouts import TORCH_COMPILER, TORCH_LIBRARY, TORCH_SHARED, TORCH_ZERO
 from ranks import CPU, on_ranks
 
 from compare.numerics.boxes import Given, Weights
 from compare.numerics.parameters import parameter_table
-from compare.numerics.shards import cut
 from compare.spec.experiment import Experiment, Layout, Model, Precision
 from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.optimizer import make_optimizer
