@@ -16,7 +16,7 @@ import msgspec
 from compare.contract.collective_bench import TYPE, CollectiveRequest
 from compare.contract.command import parse_arguments, told_by
 from compare.contract.ending import DONE, FAILED, StoppedEarly, StopRequest
-from compare.contract.faults import IGNORED
+from compare.contract.faults import planted
 from compare.contract.other_hosts import START, State, announce, blame_for_hang, say
 from compare.contract.processes import Process, find_process
 from compare.contract.record import Failure, clear_record, leave_failure
@@ -92,12 +92,7 @@ def train(folder: Path, process: Process | None = None) -> None:
         from jaxpar.peers.plain_jit import train as train_engine
     else:
         from jaxpar.train import train as train_engine
-    planted = nullcontext()
-    if request.fault and request.fault not in IGNORED:  # a run without one does not import them
-        from jaxpar.faults import plant
-
-        planted = plant(request.fault, engine=request.engine)
-    with planted:
+    with planted(request.fault, engine=request.engine):
         train_engine(request, folder, progress=watchdog.progress)
 
 

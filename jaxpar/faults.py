@@ -16,10 +16,11 @@ import numpy as np
 import optax
 from jax import lax
 
+from compare.contract import faults as contract
 from compare.contract.communication import ACTIVATIONS, GRADIENTS, NORM, REPLICATED_GRADIENTS, TIED_GRADIENTS
-from compare.contract.faults import PlantedFault, find_fault
+from compare.contract.faults import PlantedFault
 from compare.contract.recording import Progress
-from compare.numerics.boxes import Given, Weights
+from compare.numerics.boxes import Weights
 from compare.spec.axes import AXES, DP_REPLICATE, PP, TP
 from compare.spec.experiment import Experiment
 from jaxpar import dropout, manual, optimizer, train
@@ -29,13 +30,7 @@ from jaxpar.explicit import tensor_parallel as typed_tensor_parallel
 from jaxpar.manual import fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.model import Linear
 
-MOVED, BY = "blocks.0.mlp.up.weight", 1e-3
 Planted = AbstractContextManager
-
-
-def plant(fault: str, *, engine: str) -> Planted:
-    """The fault as a context manager. Raises ExperimentError: an unknown one, or none of this engine's."""
-    return find_fault(FAULTS, fault, engine=engine)
 
 
 def in_place_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[[], Planted]]:
@@ -157,10 +152,7 @@ def to_8_bits(update: jax.Array, parameter: jax.Array) -> jax.Array:
 
 @in_place_of(train, "starting_parameters")
 def moved_weight(right: Any, *args: Any) -> Weights:
-    named = dict(right(*args))
-    named[MOVED] = named[MOVED].copy()
-    named[MOVED].flat[0] += BY
-    return Given(named)
+    return contract.moved_weight(right(*args))
 
 
 @in_place_of(train, "device_scalars")

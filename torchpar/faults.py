@@ -18,10 +18,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel
 
+from compare.contract import faults as contract
 from compare.contract.communication import ACTIVATIONS, GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS
-from compare.contract.faults import PlantedFault, find_fault
-from compare.contract.inputs import starting_parameters
-from compare.numerics.boxes import Given, Weights
+from compare.contract.faults import PlantedFault
 from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, PP, ROWS, TP
 from torchpar import dropout, library, train
 from torchpar.comm.collectives import DONE, Axis, Work, chunk_slices
@@ -29,20 +28,12 @@ from torchpar.compiler import data_parallel as placed_data_parallel
 from torchpar.compiler import tensor_parallel as placed_tensor_parallel
 from torchpar.compiler.placement import of_activation
 from torchpar.dtensors import Placements, axis_names, local_part
-from torchpar.library import data_parallel, tensor_parallel
+from torchpar.library import tensor_parallel
 from torchpar.manual.megatron import leave_region
 from torchpar.manual.stage import Stage
 from torchpar.manual.tensor_parallel import RowParallelLinear
 from torchpar.parallel_model import local
 from torchpar.run import Run
-
-MOVED, BY = "blocks.0.mlp.up.weight", 1e-3
-
-
-def plant(fault: str, *, engine: str) -> AbstractContextManager:
-    """The fault as a context manager. Raises ExperimentError: an unknown one, or none of this engine's."""
-    return find_fault(FAULTS, fault, engine=engine)
-
 
 # At a collective of torch-manual, by mesh axis and purpose --------------------------------------------------
 
@@ -92,29 +83,21 @@ def doubled_row_bias() -> AbstractContextManager:
 # In what a user gives to PyTorch's wrappers -----------------------------------------------------------------
 
 
-def ddp_hook(hook: Callable[[dist.ProcessGroup, Any], torch.futures.Future]) -> AbstractContextManager:
-    """DDP with another communication hook: the hook takes a bucket and promises its reduced buffer."""
-    right = data_parallel.DistributedDataParallel
-
-    def faulty(*args: Any, **kwargs: Any) -> nn.Module:
-        module = right(*args, **kwargs)
-        module.register_comm_hook(module.process_group, hook)
-        return module
-
-    return patch.object(data_parallel, "DistributedDataParallel", faulty)
+def without_reduction(run: Run) -> None:
+    """DDP only accumulates, as in its `no_sync`: gradients stay each replica's own."""
+    ddp: Any = run.parallel.module
+    ddp.require_backward_grad_sync = False
 
 
-def without_reduction(group: dist.ProcessGroup, bucket):  # DDP refuses another annotation than its own
-    """Gradients stay each replica's own."""
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
+def undivided_sum(run: Run) -> None:
+    """DDP's sum over the replicas stays a sum."""
 
+    def summed(group: dist.ProcessGroup, bucket):  # DDP refuses another annotation than its own
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
 
-def undivided_sum(group: dist.ProcessGroup, bucket):
-    """The sum over the replicas stays a sum."""
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
+    ddp: Any = run.parallel.module
+    ddp.register_comm_hook(ddp.process_group, summed)
 
 
 def unsummed_rows() -> AbstractContextManager:
@@ -241,14 +224,8 @@ def skipped_last_update(run: Run) -> None:
 
 def moved_weight() -> AbstractContextManager:
     """One weight starts a little away."""
-
-    def moved(*args: Any) -> Weights:
-        named = dict(starting_parameters(*args))
-        named[MOVED] = named[MOVED].copy()
-        named[MOVED].flat[0] += BY
-        return Given(named)
-
-    return patch.object(train, "starting_parameters", moved)
+    right = train.starting_parameters
+    return patch.object(train, "starting_parameters", lambda *args: contract.moved_weight(right(*args)))
 
 
 def kept_gradients(run: Run) -> None:
@@ -300,32 +277,29 @@ _partial_gradients = {"axis": TP, "purpose": REPLICATED_GRADIENTS}
 _tied_gradients = {"axis": PP, "purpose": TIED_GRADIENTS}
 _reversed, _rounded = (lambda old, new: 2 * old - new), (lambda old, new: new.bfloat16().to(new.dtype))
 
-FAULTS = tuple(
-    PlantedFault(*row)
-    for row in (
-        ("dropped_all_reduce", MANUAL, partial(left_out_reductions, **_gradients)),
-        ("dropped_all_reduce", LIBRARY, partial(ddp_hook, without_reduction)),
-        ("dropped_all_reduce", COMPILER, partial(parts_for_sums, ROWS)),
-        ("sum_for_mean", MANUAL, partial(times_ranks, **_gradients)),
-        ("sum_for_mean", LIBRARY, partial(ddp_hook, undivided_sum)),
-        ("sum_for_mean", COMPILER, placed_sum_for_mean),
-        ("moved_weight", ALL, moved_weight),
-        ("kept_gradients", ALL, partial(spoiled, kept_gradients)),
-        ("dropped_tp_all_reduce", MANUAL, partial(left_out_reductions, **_row_products)),
-        ("dropped_tp_all_reduce", LIBRARY, unsummed_rows),
-        ("dropped_tp_all_reduce", COMPILER, placed_row_products),
-        ("doubled_row_bias", MANUAL, doubled_row_bias),
-        ("missing_norm_psum", MANUAL, partial(left_out_reductions, **_partial_gradients)),
-        ("missing_norm_psum", LIBRARY, incomplete_norms),
-        ("missing_norm_psum", COMPILER, partial(parts_for_sums, (TP,))),
-        ("norm_counts_replicas_twice", ALL, partial(spoiled, norm_counts_replicas_twice)),
-        ("wrong_optimizer_shard", ALL, partial(spoiled, wrong_optimizer_shard)),
-        ("overwritten_microbatch", MANUAL + LIBRARY, overwritten_microbatch),
-        ("stale_tied_copy", MANUAL + LIBRARY, partial(sent_zeros, **_tied_gradients)),
-        ("unscaled_dropout", ALL, unscaled_dropout),
-        ("same_dropout_on_every_rank", ALL, partial(spoiled, same_dropout_on_every_rank)),
-        ("reversed_update", ALL, partial(spoiled, partial(change_update, change=_reversed))),
-        ("rounded_weights", ALL, partial(spoiled, partial(change_update, change=_rounded))),
-        ("skipped_last_update", ALL, partial(spoiled, skipped_last_update)),
-    )
+FAULTS = (
+    PlantedFault("dropped_all_reduce", MANUAL, partial(left_out_reductions, **_gradients)),
+    PlantedFault("dropped_all_reduce", LIBRARY, partial(spoiled, without_reduction)),
+    PlantedFault("dropped_all_reduce", COMPILER, partial(parts_for_sums, ROWS)),
+    PlantedFault("sum_for_mean", MANUAL, partial(times_ranks, **_gradients)),
+    PlantedFault("sum_for_mean", LIBRARY, partial(spoiled, undivided_sum)),
+    PlantedFault("sum_for_mean", COMPILER, placed_sum_for_mean),
+    PlantedFault("moved_weight", ALL, moved_weight),
+    PlantedFault("kept_gradients", ALL, partial(spoiled, kept_gradients)),
+    PlantedFault("dropped_tp_all_reduce", MANUAL, partial(left_out_reductions, **_row_products)),
+    PlantedFault("dropped_tp_all_reduce", LIBRARY, unsummed_rows),
+    PlantedFault("dropped_tp_all_reduce", COMPILER, placed_row_products),
+    PlantedFault("doubled_row_bias", MANUAL, doubled_row_bias),
+    PlantedFault("missing_norm_psum", MANUAL, partial(left_out_reductions, **_partial_gradients)),
+    PlantedFault("missing_norm_psum", LIBRARY, incomplete_norms),
+    PlantedFault("missing_norm_psum", COMPILER, partial(parts_for_sums, (TP,))),
+    PlantedFault("norm_counts_replicas_twice", ALL, partial(spoiled, norm_counts_replicas_twice)),
+    PlantedFault("wrong_optimizer_shard", ALL, partial(spoiled, wrong_optimizer_shard)),
+    PlantedFault("overwritten_microbatch", MANUAL + LIBRARY, overwritten_microbatch),
+    PlantedFault("stale_tied_copy", MANUAL + LIBRARY, partial(sent_zeros, **_tied_gradients)),
+    PlantedFault("unscaled_dropout", ALL, unscaled_dropout),
+    PlantedFault("same_dropout_on_every_rank", ALL, partial(spoiled, same_dropout_on_every_rank)),
+    PlantedFault("reversed_update", ALL, partial(spoiled, partial(change_update, change=_reversed))),
+    PlantedFault("rounded_weights", ALL, partial(spoiled, partial(change_update, change=_rounded))),
+    PlantedFault("skipped_last_update", ALL, partial(spoiled, skipped_last_update)),
 )

@@ -3,14 +3,14 @@
 import functools
 import importlib
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from msgspec.structs import replace
 
 from compare.contract.ending import StopRequest
-from compare.contract.faults import IGNORED
+from compare.contract.faults import planted
 from compare.contract.inputs import starting_parameters, starting_sha256
 from compare.contract.record import clear_record
 from compare.contract.recording import Progress, Recording
@@ -51,7 +51,7 @@ def start_ranks(request: Request, folder: Path) -> None:
         MissingDevicesError: too few GPUs.
         RunFailed: from `launch`.
     """
-    planted(request)  # refuses what the engine cannot make: nothing is entered
+    planted(request.fault, engine=request.engine)  # refuses what the engine cannot make: nothing is entered
     corpus = open_corpus(request.experiment, validated_sha256=request.corpus_sha256)
     init_sha256 = starting_sha256(request) if request.init_from or request.resume else ""
     request = replace(request, corpus_sha256=corpus.sha256, init_sha256=init_sha256)  # ranks trust these
@@ -72,7 +72,7 @@ def train(rank: Rank, *, request: Request, folder: Path) -> None:
     experiment = request.experiment
     if experiment.checkpoint.every:
         StopRequest.listen()  # a rank that was not forked does not yet
-    with planted(request):
+    with planted(request.fault, engine=request.engine):
         if request.platform == "cpu":
             keep_freed_memory()
         if rank.world_size > 1 or request.engine not in PEERS:  # a plain loop has PyTorch's own threads
@@ -90,14 +90,6 @@ def train(rank: Rank, *, request: Request, folder: Path) -> None:
             run.compile_s = compile_ahead(run)
         train_to_end(run, recording_of(run, folder))
     process_groups.leave_group()
-
-
-def planted(request: Request) -> AbstractContextManager:
-    """The mistake that the request asks for, if any. Raises ExperimentError: the engine cannot make it."""
-    if not request.fault or request.fault in IGNORED:
-        return nullcontext()
-    faults = importlib.import_module("torchpar.faults")
-    return faults.plant(request.fault, engine=request.engine)
 
 
 def set_up(request: Request, mesh: Mesh, rank: Rank, first: Weights) -> Run:

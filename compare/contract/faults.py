@@ -5,11 +5,13 @@ purpose; the others swap a function or a module for a wrong one. `compare.studie
 each shows, and at which rung.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import importlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 from msgspec import Struct
 
+from compare.numerics.boxes import Given, Weights
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError
 
@@ -41,9 +43,24 @@ IGNORED: Mapping[str, Mapping[str, Mapping[str, object]]] = {
 No side plants these: `read_request` gives it the other experiment. They move no number of the training."""
 
 
-def find_fault(faults: Sequence[PlantedFault], name: str, *, engine: str) -> AbstractContextManager:
-    """A fault of a side's table, as one of its engines makes it. Raises ExperimentError: it makes none."""
-    known = {fault.name: fault for fault in faults if ENGINES[engine].folder in fault.folders}
-    if name not in known:
-        raise ExperimentError(f"fault = {name}: {engine} knows {', '.join(known) or 'none'}")
-    return known[name].plant()
+def planted(fault: str, *, engine: str) -> AbstractContextManager:
+    """A fault as an engine makes it, by its side's table; nothing if it is '' or one of `IGNORED`.
+
+    Only a run with a fault imports the table. Raises ExperimentError: the engine does not make it.
+    """
+    if not fault or fault in IGNORED:
+        return nullcontext()
+    table = importlib.import_module(f"{ENGINES[engine].side}.faults").FAULTS
+    known = {one.name: one for one in table if ENGINES[engine].folder in one.folders}
+    if fault not in known:
+        raise ExperimentError(f"fault = {fault}: {engine} knows {', '.join(known) or 'none'}")
+    return known[fault].plant()
+
+
+def moved_weight(weights: Weights) -> Weights:
+    """First weights, of which one is a little away."""
+    name, by = "blocks.0.mlp.up.weight", 1e-3
+    moved = dict(weights)
+    moved[name] = moved[name].copy()
+    moved[name].flat[0] += by
+    return Given(moved)

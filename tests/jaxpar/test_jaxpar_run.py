@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from processes import PATIENCE_S, wait_for
 
 from compare.contract.ending import BAD_REQUEST, FAILED, MISSING, DivergedError
+from compare.contract.faults import planted
 from compare.contract.record import (
     MANIFEST,
     STEPS_PART,
@@ -38,7 +39,6 @@ from compare.numerics.parameters import initial_parameters, parameter_table
 from compare.spec.engines.registry import ENGINES, SIDES
 from compare.spec.experiment import ExperimentError, Layout, Optimizer, Train
 from jaxpar.__main__ import failure_of
-from jaxpar.faults import plant
 from jaxpar.run import Run
 
 
@@ -111,8 +111,8 @@ def test_what_an_engine_does_not_have_is_refused_by_name():
     overlapped = Layout(gradient_sync="overlapped", dp_replicate=2)
     for refused, says in (
         (lambda: ENGINES["jax-manual"].require(overlapped), "jax-manual offers naive, flat, bucketed"),
-        (lambda: plant("sum_for_mean", engine="jax-compiler"), "jax-compiler"),
-        (lambda: plant("typo", engine="jax-manual"), "typo"),
+        (lambda: planted("sum_for_mean", engine="jax-compiler"), "jax-compiler"),
+        (lambda: planted("typo", engine="jax-manual"), "typo"),
     ):
         with pytest.raises(ExperimentError, match=says):
             refused()

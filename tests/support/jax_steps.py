@@ -1,6 +1,5 @@
 """Two steps of a layout on JAX's virtual devices, compiled once a process, and what tests ask of them."""
 
-from contextlib import nullcontext
 from functools import cache
 from typing import NamedTuple
 
@@ -8,13 +7,13 @@ import jax
 import numpy as np
 
 from compare.contract.communication import Communication, summed
+from compare.contract.faults import planted
 from compare.contract.recording import Progress
 from compare.numerics.data import open_corpus
 from compare.numerics.parameters import parameter_count
 from compare.spec.experiment import Data, Experiment, Layout, Model, Optimizer, Precision, Train
 from jaxpar import weights
 from jaxpar.comm.mesh import make_mesh
-from jaxpar.faults import plant
 from jaxpar.measure.ledger import read_ledger
 from jaxpar.measure.memory import bytes_at_rest
 from jaxpar.step import ShardedStep, TrainState, compile_step, device_scalars
@@ -58,7 +57,7 @@ def two_steps(engine: str, layout: Layout, *, model: Model = MODEL, fault: str =
     """Train in float64, with clipping that bites and every step at the full rate."""
     spec = experiment_of(layout, model=model)
     mesh = make_mesh(layout, platform="cpu")
-    with plant(fault, engine=engine) if fault else nullcontext():
+    with planted(fault, engine=engine):
         sharded, state = prepare(engine, spec, mesh=mesh)
         step = compile_step(sharded, state, spec, "state and gradients")
     numbers = {}

@@ -10,11 +10,11 @@ from layouts import TORCH_COMPILER as LAYOUTS
 from msgspec.structs import replace
 from ranks import on_ranks
 
+from compare.contract.faults import planted
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout
 from torchpar import compiler
 from torchpar.compiler.compilation import resolve_backend
-from torchpar.faults import plant
 
 make_parallel = partial(gpt_steps.make_parallel, compiler.parallelize)
 train = partial(gpt_steps.train, compiler.parallelize)
@@ -83,7 +83,7 @@ def test_a_placement_that_is_said_wrongly_shows(rank: int) -> None:
         ("missing_norm_psum", "tp_sp"),
         ("dropped_tp_all_reduce", "tp_sp"),
     ):
-        with plant(fault, engine="torch-compiler"):
+        with planted(fault, engine="torch-compiler"):
             parallel, mesh = make_parallel(LAYOUTS[name], rank, ADAM)
             backward(parallel, mesh, 0)
         got = parallel.full(parallel.gradients())

@@ -5,13 +5,13 @@ import torch
 from msgspec.structs import replace
 
 from compare.contract.ending import DivergedError
+from compare.contract.faults import planted
 from compare.contract.record import read_record
 from compare.contract.request import REQUEST, Request
 from compare.contract.timing import Timing
 from compare.host.json_files import write_json
 from compare.spec.experiment import Data, Experiment, ExperimentError, Optimizer, Train
 from torchpar.launch import Rank
-from torchpar.train import planted
 from torchpar.train import train as torchpar_train
 
 TIMING = Timing(warmup=2, window=2, windows=2, single=1)
@@ -54,6 +54,6 @@ def test_a_loop_that_diverges_names_a_weight(tmp_path, short):
         train("nanogpt-loop", tmp_path, wild)
 
 
-def test_a_fault_that_nobody_knows_is_refused(tiny):
+def test_a_fault_that_nobody_knows_is_refused():
     with pytest.raises(ExperimentError, match="torch-manual knows dropped_all_reduce"):
-        planted(Request(engine="torch-manual", experiment=tiny, fault="gremlin"))
+        planted("gremlin", engine="torch-manual")
