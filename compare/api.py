@@ -9,7 +9,7 @@
     result["torch-manual"].tensors("gradients")["embedding.token"]  # an array (V, C)
 
 Each engine runs in processes of its own, as from the command line: neither JAX nor PyTorch is imported
-here. `docs/notebook.py` is a worked example.
+here.
 """
 
 from collections.abc import Iterator, Mapping

@@ -31,36 +31,26 @@ from compare.studies.nanogpt_config import begins_with, in_our_words, is_config,
 from compare.studies.registry import STUDIES
 from compare.terminal import errors_console, printable
 
-COMMANDS: dict[str, Any] = {
-    **STUDIES,
-    "report": Report,
-    "diff": Diff,
-    "runs": Runs,
-    "lesson": ReadLesson,
-    "list": List,
-    "doctor": Doctor,
-    "convert": Convert,
-    "sample": Sample,
-}
-OTHERS = {
+OTHERS: dict[str, dict[str, tuple[Any, str]]] = {
     "Train and compare": {
-        "report": "show a finished run again, and write its page anew",
-        "diff": "two finished runs of any settings: numbers, settings, costs",
+        "report": (Report, "show a finished run again, and write its page anew"),
+        "diff": (Diff, "two finished runs of any settings: numbers, settings, costs"),
     },
     "Prove": {},
     "Measure": {},
     "Read": {
-        "runs": "what was run here: layout, verdict, size",
-        "lesson": "one strategy in every engine, side by side, on a page",
-        "list": "names of experiments, presets, faults, engines, lessons",
-        "doctor": "what is installed, and which devices there are",
+        "runs": (Runs, "what was run here: layout, verdict, size"),
+        "lesson": (ReadLesson, "one strategy in every engine, side by side, on a page"),
+        "list": (List, "names of experiments, presets, faults, engines, lessons"),
+        "doctor": (Doctor, "what is installed, and which devices there are"),
     },
     "Use a trained model": {
-        "convert": "a training's state into another format: nanoGPT, Hugging Face",
-        "sample": "draw text from a checkpoint",
+        "convert": (Convert, "a training's state into another format: nanoGPT, Hugging Face"),
+        "sample": (Sample, "draw text from a checkpoint"),
     },
 }
 """Commands that are no studies, in groups: a study says itself where it belongs."""
+COMMANDS = STUDIES | {word: command for group in OTHERS.values() for word, (command, _) in group.items()}
 HEAD = """usage: shardpair COMMAND [arguments]
 Sharded training in JAX and in PyTorch, side by side: proven equal, measured."""
 TAIL = """Begin with      shardpair run                  (a minute; results in runs/)
@@ -155,5 +145,6 @@ def overview() -> str:
     lines = [HEAD, ""]
     for group, others in OTHERS.items():
         studies = {word: study.brief for word, study in STUDIES.items() if study.group == group}
-        lines += [f"{group}:", *(f"  {word:<12} {does}" for word, does in (studies | others).items())]
+        briefs = studies | {word: brief for word, (_, brief) in others.items()}
+        lines += [f"{group}:", *(f"  {word:<12} {brief}" for word, brief in briefs.items())]
     return "\n".join([*lines, TAIL])

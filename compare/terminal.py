@@ -40,11 +40,6 @@ def results_console() -> PlainConsole:
     return console if console.is_terminal else PlainConsole(width=PIPE_WIDTH)
 
 
-def messages_console(*, quiet: bool = False) -> PlainConsole:
-    """Standard error, for progress."""
-    return PlainConsole(stderr=True, quiet=quiet)
-
-
 def errors_console() -> PlainConsole:
     """Standard error, for lines that are not cut."""
     return PlainConsole(stderr=True, soft_wrap=True)

@@ -1,10 +1,5 @@
-"""`make docs`: write docs/generated/tables.md from the code. With --check nothing is written.
+"""`make docs`: write docs/generated/tables.md from the code. No other page repeats it: prose links there."""
 
-The exit code of --check is 1 if the page is stale. No other page repeats these tables: prose links to them.
-"""
-
-import sys
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,100 +10,84 @@ from compare.judge.tolerances import TOLERANCES, Tolerance
 from compare.numerics.parameters import parameter_count
 from compare.spec.engines.registry import PEERS, STUDIED
 from compare.spec.experiment import Layout, load, named_experiments
-from compare.studies.faults import FAULTS
+from compare.studies.faults import FAULTS, Fault
 from compare.studies.presets import PRESETS, preset_layout
 
 PAGE = Path(__file__).parent / "generated" / "tables.md"
 
 
-def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; cells may hold no vertical bar."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+def tables() -> dict[str, list[dict[str, object]]]:
+    """Rows by the title of their table: cells, which hold no vertical bar, by their column's header."""
+    return {
+        "Experiments": [
+            {
+                "experiment": f"`{name}`",
+                "parameters": f"{parameter_count(of.model):,}",
+                "steps": of.train.max_iters,
+                "dtype": of.precision.dtype,
+            }
+            for name, of in ((name, load(name)) for name in named_experiments())
+        ],
+        "Presets": [
+            {"preset": f"`{name}`", "description": of.description, "layout": _fields(name)}
+            for name, of in PRESETS.items()
+        ],
+        "Engines": [
+            {
+                "engine": f"`{name}`",
+                "gradient synchronisation": ", ".join(of.gradient_sync),
+                "pipeline schedules": ", ".join(of.layouts.schedules),
+            }
+            for name, of in STUDIED.items()
+        ],
+        "Peers": [
+            {"peer": f"`{name}`", "description": of.decides, "dtypes": ", ".join(of.dtypes)}
+            for name, of in PEERS.items()
+        ],
+        "Tolerances": [
+            {"rung": rung, **{dtype: _limit(of[rung]) for dtype, of in TOLERANCES.items()}}
+            for rung in LADDER
+            if rung not in SOME
+        ],
+        "Planted faults": [
+            {
+                "planted fault": f"`{name}`",
+                "mistake": of.description,
+                "caught at": of.rung,
+                "engines": _able(of),
+            }
+            for name, of in FAULTS.items()
+        ],
+    }
 
 
-def experiments() -> str:
-    """The experiments that ship."""
-    rows = []
-    for name in named_experiments():
-        experiment = load(name)
-        size = f"{parameter_count(experiment.model):,}"
-        rows.append((f"`{name}`", size, experiment.train.max_iters, experiment.precision.dtype))
-    return markdown(["experiment", "parameters", "steps", "dtype"], rows)
-
-
-def presets() -> str:
-    """Layouts by name, and the fields that each sets on the devices that `check --presets all` takes."""
+def _fields(preset: str) -> str:
+    """What a preset sets of a layout, on the devices that `check --presets all` takes."""
     plain = msgspec.structs.asdict(Layout())
-    rows = []
-    for name, preset in PRESETS.items():
-        layout = msgspec.structs.asdict(preset_layout(Layout(), name, preset.devices))
-        fields = ", ".join(f"{key}={value}" for key, value in layout.items() if value != plain[key])
-        rows.append((f"`{name}`", preset.description, f"`{fields}`" if fields else ""))
-    return markdown(["preset", "description", "layout"], rows)
+    layout = msgspec.structs.asdict(preset_layout(Layout(), preset, PRESETS[preset].devices))
+    fields = ", ".join(f"{key}={value}" for key, value in layout.items() if value != plain[key])
+    return f"`{fields}`" if fields else ""
 
 
-def engines() -> str:
-    """What each engine offers."""
-    rows = [
-        (f"`{engine.name}`", ", ".join(engine.gradient_sync), ", ".join(engine.layouts.schedules))
-        for engine in STUDIED.values()
-    ]
-    return markdown(["engine", "gradient synchronisation", "pipeline schedules"], rows)
+def _limit(tolerance: Tolerance) -> str:
+    return f"{tolerance.limit:g}" + (f", {tolerance.steps} steps" if tolerance.steps else "")
 
 
-def peers() -> str:
-    """What others use, to be run beside the engines."""
-    rows = [(f"`{peer.name}`", peer.decides, ", ".join(peer.dtypes)) for peer in PEERS.values()]
-    return markdown(["peer", "description", "dtypes"], rows)
-
-
-def tolerances() -> str:
-    """The limit of every rung, by dtype."""
-
-    def limit(tolerance: Tolerance) -> str:
-        return f"{tolerance.limit:g}" + (f", {tolerance.steps} steps" if tolerance.steps else "")
-
-    rungs = [rung for rung in LADDER if rung not in SOME]
-    rows = ([rung, *(limit(TOLERANCES[dtype][rung]) for dtype in TOLERANCES)] for rung in rungs)
-    return markdown(["rung", *TOLERANCES], rows)
-
-
-def faults() -> str:
-    """Every planted fault, and the rung that catches it."""
-    rows = []
-    for fault in FAULTS.values():
-        able = [name for name, engine in STUDIED.items() if fault.name not in engine.impossible_faults]
-        among = "all" if len(able) == len(STUDIED) else ", ".join(able)
-        rows.append((f"`{fault.name}`", fault.description, fault.rung, among))
-    return markdown(["planted fault", "mistake", "caught at", "engines"], rows)
-
-
-SECTIONS = {
-    "Experiments": experiments,
-    "Presets": presets,
-    "Engines": engines,
-    "Peers": peers,
-    "Tolerances": tolerances,
-    "Planted faults": faults,
-}
+def _able(fault: Fault) -> str:
+    """The engines that can make a mistake."""
+    able = [name for name, engine in STUDIED.items() if fault.name not in engine.impossible_faults]
+    return "all" if len(able) == len(STUDIED) else ", ".join(able)
 
 
 def page() -> str:
     """The whole page."""
-    parts = [f"## {title}\n\n{section()}\n" for title, section in SECTIONS.items()]
-    return "\n".join(["# Tables from the code\n\n`make docs` writes this page.\n", *parts])
-
-
-def main() -> int:
-    """Write the page, or say that it is stale. Returns the exit code."""
-    is_stale = not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != page()
-    if is_stale and "--check" in sys.argv[1:]:
-        print("docs/generated/tables.md is stale: run make docs", file=sys.stderr)
-        return 1
-    PAGE.write_text(page(), encoding="utf-8")
-    return 0
+    parts = ["# Tables from the code\n\n`make docs` writes this page.\n"]
+    for title, rows in tables().items():
+        lines = [[*rows[0]], ["---"] * len(rows[0]), *([*row.values()] for row in rows)]
+        table = "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+        parts.append(f"## {title}\n\n{table}\n")
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(page(), encoding="utf-8")

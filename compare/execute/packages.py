@@ -24,7 +24,7 @@ TIMEOUT_S = 60
 def missing_package(engine: Engine, python: str) -> str:
     """The package that an engine lacks in a Python, and the line that installs it; '' if nothing."""
     lacks = engine.needs and _lacks(python, engine.needs) == [engine.needs]
-    return engine.not_installed if lacks else ""
+    return f"{engine.needs} is not installed: {engine.pip_line}" if lacks else ""
 
 
 def why_not_python(side: Side, python: str) -> str:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from compare.contract.record import Step
 from compare.contract.request import Request
 from compare.execute.launch import EngineError
-from compare.terminal import coloured, human_seconds, messages_console, printable
+from compare.terminal import PlainConsole, coloured, human_seconds, printable
 
 LOG_LINES = 20
 LINE_S = 60.0
@@ -62,7 +62,7 @@ class Reporter:
     """Tells a person how far the engines are, unless it is quiet."""
 
     def __init__(self, *, quiet: bool = False):
-        self.console = messages_console(quiet=quiet)
+        self.console = PlainConsole(stderr=True, quiet=quiet)
         # Not console.is_terminal, which FORCE_COLOR makes true in a pipe as well.
         self._draws = not quiet and sys.stderr.isatty() and not self.console.is_dumb_terminal
         self._requests: Mapping[str, Request] = {}

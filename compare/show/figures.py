@@ -152,12 +152,6 @@ def colour(place: int) -> str:
     return PALETTE[place % len(PALETTE)]
 
 
-def ticks(axes: Axes, values: Mapping[float, str]) -> None:
-    """Write so at these places of the x axis, and nothing between."""
-    axes.set_xticks(list(values), list(values.values()))
-    axes.minorticks_off()
-
-
 def bare(axes: Axes, rows: Mapping[float, str]) -> None:
     """Leave of the axes only these names of rows."""
     axes.set_yticks(list(rows), list(rows.values()), fontsize="small")

@@ -12,14 +12,14 @@ import msgspec
 from compare.spec.experiment import Experiment, ExperimentError, checked
 
 FIELDS = {
-    **dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout"), "model"),
+    **dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout"), "model"),
     **dict.fromkeys(("learning_rate", "decay_lr", "warmup_iters", "lr_decay_iters", "min_lr"), "optimizer"),
     **dict.fromkeys(("weight_decay", "beta1", "beta2", "grad_clip"), "optimizer"),
     **dict.fromkeys(("max_iters", "batch_size", "gradient_accumulation_steps"), "train"),
     "dtype": "precision",
 }
 """The section that a setting of nanoGPT is in here, under the same name."""
-MODEL_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
+MODEL_ARGS = [name for name, section in FIELDS.items() if section == "model"]
 """What nanoGPT's checkpoints say of the model, in its order."""
 
 

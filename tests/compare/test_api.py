@@ -1,7 +1,8 @@
-"""The Python API: what the notebook in docs does, and how bad requests end."""
+"""The Python API: what docs/guide.md does, and how bad requests end."""
 
-import runpy
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,14 +11,16 @@ from compare import api
 from compare.host.tensors import RecordError
 from compare.spec.experiment import ExperimentError
 
-NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebook.py"
+GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
 
 
 @pytest.mark.usefixtures("warm_sides")
-def test_the_notebook_runs(tmp_path, monkeypatch, cache_dir, capsys):
+def test_the_guide_runs(tmp_path, monkeypatch, cache_dir, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", cache_dir)
-    names = runpy.run_path(str(NOTEBOOK))
+    (example,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(example, names)
     result = names["result"]
     assert "PASS: torch-manual agrees with jax-manual" in capsys.readouterr().out
     assert result.passed

@@ -76,8 +76,6 @@ class Engine(Struct, frozen=True, kw_only=True):
     """Folder of its four strategies in the side's package, or the module of a peer."""
     needs: str = ""
     """Package that it needs beyond its side's. An extra of this project has the same name."""
-    is_reference: bool = False
-    """Whether its run on one device is the reference of all others; true for exactly one engine."""
     sends_by: Literal["", "xla", "types", "pytorch", "dtensor"] = ""
     """Sender of collectives not written by hand: XLA as it likes, or as types say; PyTorch; DTensor."""
     layouts: Layouts = Layouts()
@@ -147,11 +145,6 @@ class Engine(Struct, frozen=True, kw_only=True):
     def pip_line(self) -> str:
         """Command that installs what it needs; empty if it needs nothing."""
         return f"pip install 'shardpair[{self.needs}]'" if self.needs else ""
-
-    @property
-    def not_installed(self) -> str:
-        """Words for the package that is missing, with what to do."""
-        return f"{self.needs} is not installed: {self.pip_line}"
 
     def require(self, layout: Layout) -> None:
         """Refuse what this engine cannot express. Raises ExperimentError with the reason."""

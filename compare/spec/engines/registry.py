@@ -216,7 +216,6 @@ TORCH = Side(
             checks="spmd_types, in the tests: it follows what is replicated, invariant, varying or partial "
             "through forward, on one process without ranks; a forgotten f or g is an error with its line",
             gradient_sync=("naive", "flat", "overlapped", "bucketed"),
-            is_reference=True,  # on one device: the plain module, no container, no collective
             layouts=Layouts(zero=(1, 2, 3), tp=True, offload=True, schedules=SCHEDULES),
             counts_own_calls=True,
         ),
@@ -295,8 +294,8 @@ PEERS: dict[str, Engine] = {
 """Others' ways to train the same, beside ours when they are named."""
 ENGINES = STUDIED | PEERS
 """All that can be named."""
-(REFERENCE,) = (engine.name for engine in ENGINES.values() if engine.is_reference)
-"""The engine whose run on one device is what all others are held against."""
+REFERENCE = "torch-manual"
+"""On one device (the plain module, no collective) it is what all others are held against."""
 
 
 def side_of(engine: str) -> Side:
