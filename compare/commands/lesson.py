@@ -1,7 +1,7 @@
 """`shardpair lesson`: one strategy in every engine on one page, with what a real run of it sent."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import tyro
@@ -17,13 +17,6 @@ if TYPE_CHECKING:
     StrategyName = str
 else:
     StrategyName = Literal[tuple(LESSONS)]
-
-
-class LessonRun(Run, frozen=True, kw_only=True):
-    """A run with the timeline of one step; `shardpair run --continue` goes on with it."""
-
-    asks: ClassVar = {"profile": True}
-    command: ClassVar = "run"
 
 
 class ReadLesson(SidePythons, frozen=True, kw_only=True):
@@ -81,10 +74,11 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
         """Train the lesson's run. Returns its folder."""
         lesson = LESSONS[self.strategy]
         run = msgspec.structs.replace(
-            defaults_for(LessonRun, EXPERIMENT),
+            defaults_for(Run, EXPERIMENT),
             preset=lesson.preset,
             devices=lesson.devices,
             keep_tensors=True,
+            profile=True,
             run_dir=self.run_dir,
             timeout_s=self.timeout_s,
             cache_dir="",  # a program that was compiled from an older source has its lines

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from compare.contract.memory_profile import CLASSES, MEANINGS, Curve, Peak
 from compare.contract.record import ON_HOST, Record
 from compare.judge.closed_forms.memory import KINDS, closed_form
+from compare.judge.closed_forms.peak import peak_per_device
 from compare.show.figures import COLOURS, INK, Axes, Figure
 from compare.show.findings import NONE, Row, Table, Text
-from compare.studies.fitting import estimate_memory
 from compare.terminal import human_bytes
 
 MANY_PHASES = 12
@@ -69,7 +69,7 @@ def peak_tables(records: Mapping[str, Record]) -> list[Table]:
     totals = []
     for name, peak in peaks.items():
         manifest = records[name].manifest
-        most = estimate_memory(manifest.engine, manifest.experiment).per_device[profiles[name].fullest]
+        most = peak_per_device(manifest.engine, manifest.experiment)[profiles[name].fullest]
         totals.append(Text(human_bytes(peak.total), f"estimated: {human_bytes(most)}"))
     rows.append(Row(Text("all"), totals, is_total=True))
     rows.append(Row(Text("where"), [Text(peak.phase or NONE, place_of(peak)) for peak in peaks.values()]))

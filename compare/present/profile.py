@@ -128,15 +128,6 @@ def engine_table(profile: Profile, name: str) -> Table:
     )
 
 
-def notes(profile: Profile, platform: str) -> list[str]:
-    """Sentences that say what the figures are, and what cannot be told."""
-    return [
-        "Exposed: communication with no compute beside it. Idle: neither. Communication that compute hides "
-        "counts in both rows.",
-        *(["CPU timings: devices that share cores take them from each other."] * (platform == "cpu")),
-    ]
-
-
 def chrome_trace(name: str, timeline: Timeline, *, process: int = 0) -> bytes:
     """The timeline as Chrome's trace events, for Perfetto: an engine is a process, a device a thread.
 

@@ -81,7 +81,7 @@ def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
     )
 
 
-def loss_figure(records: Named, title: str = "Loss over steps") -> Figure:
+def loss_figure(records: Named) -> Figure:
     """Every case's loss, laid over each other, and what it was on validation data."""
     lines = {name: {step.step: step.loss for step in record.steps} for name, record in records.items()}
 
@@ -95,7 +95,7 @@ def loss_figure(records: Named, title: str = "Loss over steps") -> Figure:
                 axes.plot(list(losses), list(losses.values()), "D", label="validation", **look)
 
     caption = "Before the update, over the global batch. Curves that agree lie on each other."
-    return Figure(title=title, caption=caption, draw=draw)
+    return Figure(title="Loss over steps", caption=caption, draw=draw)
 
 
 def difference_figure(records: Named) -> Figure:

@@ -67,11 +67,7 @@ class Column(Struct, Generic[R], frozen=True):
 
     def cell(self, row: R) -> Text:
         """The cell of a row."""
-        return Text(self.text(row), news=self.news(row) if self.news else "")
-
-    def text(self, row: R) -> str:
-        """The cell: `written` of the row's figure."""
-        return written(self.of(row), self.form)
+        return Text(written(self.of(row), self.form), news=self.news(row) if self.news else "")
 
 
 def written(value: Value, form: str | Callable[[Any], str] = "") -> str:
@@ -112,9 +108,7 @@ def table_of(
         name=name,
         corner=head.name,
         columns=list(kept),
-        rows=[
-            Row(Text(head.text(row)), [own[place] for own in kept.values()]) for place, row in enumerate(rows)
-        ],
+        rows=[Row(head.cell(row), [own[place] for own in kept.values()]) for place, row in enumerate(rows)],
         below=below,
         look=look,
         words=words,

@@ -16,7 +16,6 @@ from compare.show.findings import Findings, Text, verdict_findings
 from compare.show.markdown import markdown
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, edited, load, revalidate
-from compare.studies.fitting import as_preset
 from compare.studies.grid import against_one_device, grid, pivot, varied
 from compare.studies.presets import several_presets, spread, with_layout
 from compare.study import OF_LAYOUTS, Study
@@ -104,7 +103,7 @@ class Check(Study, frozen=True, kw_only=True):
         if not presets:
             return rungs_of_engines(experiment, engines, self.devices or DEVICES)
         variants = VARIANTS if self.variants == ("all",) else self.variants
-        return against_one_device(engines, varied(experiment, presets, variants), fit=as_preset)
+        return against_one_device(engines, varied(experiment, presets, variants), as_presets=True)
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:

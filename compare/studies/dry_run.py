@@ -5,17 +5,19 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from compare.contract.record import ON_HOST
 from compare.execute.hosts import Hosts
 from compare.execute.launch import EnvironmentMissing
 from compare.host.tensors import RecordError
 from compare.judge.closed_forms.memory import KINDS
+from compare.judge.closed_forms.peak import peak_estimate, peak_per_device
 from compare.judge.outcome import Case, Outcome
 from compare.numerics.data import open_corpus
 from compare.show.findings import Column, Findings, table_of
 from compare.show.terminal import print_findings
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError, to_toml
-from compare.studies.fitting import estimate_memory, require_case
+from compare.studies.fitting import require_case
 from compare.studies.resuming import described, require_resumable
 from compare.studies.sources import check_weights, format_of_side
 from compare.terminal import human_bytes, layout_in_words, results_console
@@ -104,17 +106,17 @@ def _refusal(attempt: Callable[[], object]) -> str:
 def _planned(name: str, case: Case, platform: str, hosts: Hosts) -> PlannedCase:
     engine, experiment = ENGINES[case.engine], case.experiment
     refusal = _refusal(lambda: require_case(case.engine, experiment, platform=platform, hosts=hosts))
-    estimate = estimate_memory(case.engine, experiment)
-    sizes = estimate.per_device
+    by_kind, sizes = peak_estimate(case.engine, experiment), peak_per_device(case.engine, experiment)
     fullest = sizes.index(max(sizes))
+    memory = {kind: by_device[fullest] for kind, by_device in by_kind.items()}
     return PlannedCase(
         name=name,
         engine=case.engine,
         layout=layout_in_words(experiment, platform),
         devices=experiment.layout.devices,
         gradient_sync="" if refusal else engine.gradient_sync_for(experiment.layout),
-        memory={kind: by_device[fullest] for kind, by_device in estimate.by_kind.items()},
-        on_host=estimate.on_host[fullest],
+        on_host=memory.pop(ON_HOST, 0.0),
+        memory=memory,
         refusal=refusal,
     )
 

@@ -5,9 +5,7 @@ Where there is not room for parameters, moments and a batch or logits, nothing c
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-
-from msgspec import Struct
+from collections.abc import Iterable, Mapping, Sequence
 
 from compare.contract.record import ON_HOST
 from compare.execute.hosts import HERE, Hosts
@@ -20,17 +18,10 @@ from compare.spec.engines.registry import ENGINES, side_of
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited
 from compare.terminal import human_bytes
 
-Fit = Callable[[str, Experiment], Experiment]
-"""How an engine trains an experiment. Raises ExperimentError if it does not."""
 Choice = tuple[list[str], dict[str, str]]
 """Engines in their order; and why others are left out, by name."""
 COMPUTE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 BATCH_BYTES = 20  # of a token while `Corpus.batch` draws it: two int64 positions and one int32
-
-
-def as_it_is(engine: str, experiment: Experiment) -> Experiment:
-    """The experiment itself."""
-    return experiment
 
 
 def as_preset(engine: str, experiment: Experiment) -> Experiment:
@@ -94,27 +85,6 @@ def installed(engines: Sequence[str], pythons: Mapping[str, str]) -> Choice:
     return [engine for engine in engines if engine not in left_out], left_out
 
 
-class MemoryEstimate(Struct, frozen=True, kw_only=True):
-    """Bytes that an engine holds at its peak, about, on each device in the order of the mesh."""
-
-    by_kind: dict[str, list[float]]
-    """At rest parameters, gradients and optimizer; then activations and logits."""
-    on_host: list[float]
-    """What `layout.offload` keeps of each device's state in the host's memory."""
-
-    @property
-    def per_device(self) -> list[float]:
-        """The sum over all kinds for each device."""
-        return [sum(sizes) for sizes in zip(*self.by_kind.values(), strict=True)]
-
-
-def estimate_memory(engine: str, experiment: Experiment) -> MemoryEstimate:
-    """Estimate what an engine needs for a checked experiment, in closed form: nothing is allocated."""
-    by_kind = peak_estimate(engine, experiment)
-    on_host = by_kind.pop(ON_HOST, [0.0] * experiment.layout.devices)
-    return MemoryEstimate(by_kind=by_kind, on_host=on_host)
-
-
 def require_memory(engine: str, experiment: Experiment, *, platform: str) -> None:
     """Refuse what cannot fit, whatever an engine does.
 
@@ -122,12 +92,13 @@ def require_memory(engine: str, experiment: Experiment, *, platform: str) -> Non
     the logits of one microbatch of one share of it. Devices of a CPU share the machine's memory; a GPU has
     its own, and the host draws weights and batches. Raises ExperimentError.
     """
-    estimate = estimate_memory(engine, experiment)
-    parameters, optimizer = estimate.by_kind["parameters"], estimate.by_kind["optimizer"]
+    estimate = peak_estimate(engine, experiment)
+    parameters, optimizer = estimate["parameters"], estimate["optimizer"]
     batch = {"one batch": float(BATCH_BYTES * experiment.tokens_per_step)}
     here = float(memory_bytes()), "this machine"
     if platform == "cpu":
-        held = {"parameters": sum(parameters), "optimizer state": sum(optimizer) + sum(estimate.on_host)}
+        kept = sum(optimizer) + sum(estimate.get(ON_HOST, ()))
+        held = {"parameters": sum(parameters), "optimizer state": kept}
         needs = [(held | batch, *here), (held | {"logits": _logits(experiment)}, *here)]
     else:
         drawn = parameter_count(experiment.model) * storage_dtype(experiment).itemsize

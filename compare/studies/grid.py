@@ -8,7 +8,7 @@ from compare.judge.outcome import Case, Grid, Outcome
 from compare.show.findings import NONE, Row, Table, Text
 from compare.spec.engines.registry import ENGINES, REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
-from compare.studies.fitting import Fit, as_it_is
+from compare.studies.fitting import as_preset
 from compare.studies.presets import edits_of, spread
 
 
@@ -17,13 +17,14 @@ def grid(
     rows: Mapping[str, Experiment],
     *,
     against: str = "",
-    fit: Fit = as_it_is,
+    as_presets: bool = False,
     **asks: Any,
 ) -> Grid:
     """A case for each engine and row; what an engine refuses is left out, with its own words.
 
     `rows` has experiments by the name of their layout or setting, `against` is the case that all are held
-    against, `fit` how an engine trains a row's experiment, and `asks` are fields of every request.
+    against, and `asks` are fields of every request. Rows that are presets, `as_presets`, are trained as each
+    engine has them.
     """
     cases, left_out = {}, {}
     engines = list(engines)
@@ -31,7 +32,8 @@ def grid(
         for engine in engines:
             name = f"{engine}.{row}" if row else engine
             try:
-                spec = fit(engine, revalidate(experiment))
+                spec = revalidate(experiment)
+                spec = as_preset(engine, spec) if as_presets else spec
                 ENGINES[engine].require_experiment(spec)
             except ExperimentError as error:
                 left_out[name] = str(error)
@@ -65,7 +67,7 @@ def against_one_device(
     engines: Iterable[str],
     rows: Mapping[str, Experiment],
     *,
-    fit: Fit = as_it_is,
+    as_presets: bool = False,
     ladder: bool = True,
 ) -> Grid:
     """`grid`, each row held against one unsharded device of the same training, which comes before it.
@@ -80,7 +82,8 @@ def against_one_device(
             names[single] = f"reference.{len(names) + 1}" if names else "reference"
             request = Request(engine=REFERENCE, experiment=single, ladder=ladder)
             found[names[single]] = Case(request=request, layout="one device")
-        more, out = grid(engines, {row: experiment}, against=names[single], fit=fit, ladder=ladder)
+        asked = {"against": names[single], "as_presets": as_presets, "ladder": ladder}
+        more, out = grid(engines, {row: experiment}, **asked)
         found, left_out = found | more, left_out | out
     return found, left_out
 

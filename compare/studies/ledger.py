@@ -11,7 +11,6 @@ from compare.present.ledger import findings_of_ledgers
 from compare.show.findings import Findings
 from compare.show.terminal import print_findings
 from compare.spec.experiment import Experiment, ExperimentError
-from compare.studies.fitting import Fit, as_it_is, as_preset
 from compare.studies.grid import beside_first, grid
 from compare.studies.presets import check_presets, several_presets, spread
 from compare.study import Study
@@ -60,8 +59,7 @@ class Ledger(Spread, Study, frozen=True, kw_only=True):
         presets = several_presets(self.presets)
         check_presets("--presets", experiment.layout, list(presets.items()), self.said)
         rows = {name: spread(experiment, name, devices, self.said) for name, devices in presets.items()}
-        fit: Fit = as_it_is if "schedule" in self.said.flags else as_preset
-        return grid(chosen_engines(self.engines), rows, fit=fit)
+        return grid(chosen_engines(self.engines), rows, as_presets="schedule" not in self.said.flags)
 
     def outcome(self) -> tuple[Outcome, Path]:
         """Train every engine for its ledger; or read a finished run."""

@@ -8,10 +8,10 @@ from msgspec import Struct
 from compare.contract.memory_profile import CLASSES, Peak
 from compare.contract.record import Record
 from compare.flags import StudiedName, chosen_engines
+from compare.judge.closed_forms.peak import peak_per_device
 from compare.judge.outcome import Case, Grid, Outcome
 from compare.show.findings import NONE, Column, Findings, Text, findings_of, table_of
 from compare.spec.experiment import Experiment
-from compare.studies.fitting import estimate_memory
 from compare.studies.grid import grid, pivot, varied
 from compare.studies.presets import PRESETS, check_names
 from compare.study import OF_LAYOUTS, Study
@@ -74,7 +74,7 @@ class Memory(Study, frozen=True, kw_only=True):
 
         def estimated(name: str) -> float:
             case = outcome.cases[name]
-            return estimate_memory(case.engine, case.experiment).per_device[peaks[name].device]
+            return peak_per_device(case.engine, case.experiment)[peaks[name].device]
 
         columns: list[Column[str]] = [
             Column("layout", lambda name: outcome.cases[name].row),

@@ -11,13 +11,7 @@ from compare.flags import Spread
 from compare.host.disk import write_atomically
 from compare.judge.outcome import Case, Grid, Outcome, read_run
 from compare.judge.profile import profile_of
-from compare.present.profile import (
-    chrome_trace,
-    engine_table,
-    measured_figures,
-    notes,
-    planned_figures,
-)
+from compare.present.profile import chrome_trace, engine_table, measured_figures, planned_figures
 from compare.show.findings import Findings, verdict_findings
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
@@ -29,6 +23,7 @@ TRACE = "trace.json"
 STEPS = 20
 """Of a run, unless the user says otherwise: some before the one that is watched, and more for the median."""
 SHORTEST = PROFILED_STEP + 3
+SHARED = "CPU timings: devices that share cores take them from each other."
 
 
 class Profile(Spread, Study, frozen=True, kw_only=True):
@@ -90,7 +85,9 @@ class Profile(Spread, Study, frozen=True, kw_only=True):
             passed=profile.passed,
             tables=[engine_table(profile, f"O{words[1:]}")],
             notes=[
-                *notes(profile, outcome.platform),
+                "Exposed: communication with no compute beside it. Idle: neither. Communication that compute "
+                "hides counts in both rows.",
+                *([SHARED] if outcome.platform == "cpu" else []),
                 *(f"trace for Perfetto: {folder / engine.name / TRACE}" for engine in watched),
             ],
         )

@@ -1,15 +1,15 @@
 """`shardpair run` and `resume`: train one experiment with several engines, compare, measure, report."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated
 
 import tyro
 from msgspec.structs import replace
 
 from compare.checkpoint.reader import CheckpointError, read_description
 from compare.contract.request import Rung
-from compare.flags import Spread
+from compare.flags import Hidden, Spread
 from compare.judge.outcome import OUTCOME, Grid, Outcome, read_outcome, read_run
 from compare.present.report import REMOVED, cost_table, ladder_table, report, without_notes, write_report
 from compare.show.figures import Figure
@@ -41,11 +41,12 @@ class Run(Spread, Study, frozen=True, kw_only=True):
     """Begin with a checkpoint's weights, moments and place in the data, on this layout: the folder of a run,
     of one engine's run, or of a checkpoint. See `shardpair resume`."""
 
+    profile: Hidden[bool] = False
+    """With the timeline of one step: for a lesson."""
+
     brief = "train one experiment with each engine, compare, write a report"
     group = "Train and compare"
     keeps_records = True
-    asks: ClassVar[Mapping[str, Any]] = {}
-    """More fields of every request."""
 
     @property
     def source(self) -> str:
@@ -64,7 +65,7 @@ class Run(Spread, Study, frozen=True, kw_only=True):
         engines, left_out = self.fitting(experiment)
         for line in changed_settings(self.source, engines, experiment) if not self.quiet else ():
             errors_console().print(f"resumed with {line} as it was", style="yellow")
-        return beside_first(engines, experiment, ladder=self.ladder, **self.asks), left_out
+        return beside_first(engines, experiment, ladder=self.ladder, profile=self.profile), left_out
 
     def after(self, outcome: Outcome, folder: Path) -> Outcome:
         """Without the ladder's tensors, unless they are to be kept."""

@@ -19,7 +19,7 @@ from compare.numerics.parameters import parameter_count
 from compare.show.findings import Column, Findings, Table, table_of, verdict_findings
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited
-from compare.studies.fitting import Fit, as_it_is, as_preset, require_memory
+from compare.studies.fitting import require_memory
 from compare.studies.grid import against_one_device
 from compare.studies.presets import CLASSIC, PRESETS, check_names, check_presets, edits_of, spread
 from compare.study import Study
@@ -79,8 +79,8 @@ class Sweep(Study, frozen=True, kw_only=True):
                     rows[row] = sharded
                 except ExperimentError as error:
                     left_out[row] = str(error)
-        fit: Fit = as_it_is if "schedule" in self.said.flags else as_preset
-        cases, refused = against_one_device(chosen_engines(self.engines), rows, fit=fit, ladder=self.ladder)
+        asked = {"as_presets": "schedule" not in self.said.flags, "ladder": self.ladder}
+        cases, refused = against_one_device(chosen_engines(self.engines), rows, **asked)
         # One device of the reference's engine is the reference.
         again = {
             name

@@ -9,7 +9,7 @@ import pytest
 
 from compare.execute import machine
 from compare.judge.closed_forms.memory import closed_form
-from compare.judge.closed_forms.peak import LEAST, MOST
+from compare.judge.closed_forms.peak import LEAST, MOST, peak_estimate, peak_per_device
 from compare.numerics.parameters import parameter_count, parameter_table
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import (
@@ -23,7 +23,7 @@ from compare.spec.experiment import (
     revalidate,
 )
 from compare.studies import fitting
-from compare.studies.fitting import estimate_memory, require_memory
+from compare.studies.fitting import require_memory
 
 GPT2 = load("gpt2-124m")
 PEAKS = Path(__file__).parents[1] / "data" / "peaks.json"
@@ -64,17 +64,17 @@ def test_parameters_are_counted_as_the_table_has_them():
 def test_state_is_the_closed_form_of_what_is_at_rest():
     experiment = spread(dp_shard=4, zero=2)
     for engine in STUDIED:
-        estimate, at_rest = estimate_memory(engine, experiment), closed_form(engine, experiment)
-        assert tuple(estimate.by_kind) == (*at_rest, "activations", "logits")
-        assert {kind: estimate.by_kind[kind] for kind in at_rest} == at_rest
-        sums = [sum(sizes) for sizes in zip(*estimate.by_kind.values(), strict=True)]
-        assert estimate.per_device == pytest.approx(sums)
+        estimate, at_rest = peak_estimate(engine, experiment), closed_form(engine, experiment)
+        assert tuple(estimate) == (*at_rest, "activations", "logits")
+        assert {kind: estimate[kind] for kind in at_rest} == at_rest
+        sums = [sum(sizes) for sizes in zip(*estimate.values(), strict=True)]
+        assert peak_per_device(engine, experiment) == pytest.approx(sums)
 
 
 def test_the_estimate_is_about_the_measured_peak():
     ratios, in_16_bits = {}, []
     for row in msgspec.json.decode(PEAKS.read_bytes(), type=list[MeasuredPeak]):
-        estimate = estimate_memory(row.engine, row.experiment).per_device[row.device]
+        estimate = peak_per_device(row.engine, row.experiment)[row.device]
         ratios[row.engine, row.layout] = estimate / row.total
         if row.experiment.precision.dtype == "bfloat16":
             in_16_bits.append(estimate / row.total)

@@ -8,6 +8,7 @@ from machines import machine_of
 from msgspec.structs import replace
 
 from compare.execute.hosts import Hosts
+from compare.judge.closed_forms.peak import peak_per_device
 from compare.judge.collective_fit import Fit
 from compare.plan.compute import Variant, shape_of
 from compare.plan.machine import read_machine
@@ -16,7 +17,6 @@ from compare.plan.search import USABLE, divisors, folded, memory_of, search
 from compare.spec.engines.registry import ENGINES, STUDIED
 from compare.spec.experiment import Experiment, ExperimentError, Model, Precision, check, edited
 from compare.studies import this_machine
-from compare.studies.fitting import estimate_memory
 
 NONE = frozenset()
 DEGREES = ("tp", "pp", "dp_shard", "dp_replicate")
@@ -63,7 +63,7 @@ def test_memory_is_that_of_the_fullest_device(tiny):
     for engine in STUDIED:
         for one in search(engine, tiny, machine_of(4), fixed=NONE).fitting:
             spec = one.of(tiny)
-            assert one.bytes == pytest.approx(max(estimate_memory(engine, spec).per_device)), one.name
+            assert one.bytes == pytest.approx(max(peak_per_device(engine, spec))), one.name
             assert memory_of(engine, spec) == one.memory
 
 

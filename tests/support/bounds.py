@@ -1,9 +1,8 @@
 """What a device held, against the estimate that `--dry_run` gives of it."""
 
 from compare.contract.record import Record
-from compare.judge.closed_forms.peak import LEAST
+from compare.judge.closed_forms.peak import LEAST, peak_per_device
 from compare.spec.experiment import Experiment
-from compare.studies.fitting import estimate_memory
 
 AT_REST = 0.05
 """Of a device's bytes at rest: padding, scalars such as Adam's step, and shards that cannot all be equal."""
@@ -11,7 +10,7 @@ AT_REST = 0.05
 
 def above_the_estimate(engine: str, experiment: Experiment, *, device: int, peak: int) -> float:
     """How far a peak is above what the estimate allows, in bytes; 0 as it should be."""
-    estimate = estimate_memory(engine, experiment).per_device[device]
+    estimate = peak_per_device(engine, experiment)[device]
     return max(0.0, peak - estimate / LEAST)
 
 

@@ -21,6 +21,7 @@ are kept with its numbers. The estimate was LEAST to MOST times a measured peak 
 
 from typing import NamedTuple
 
+from compare.contract.record import ON_HOST
 from compare.judge.closed_forms.memory import by_device, elements_of_stage, on_one_of_tp, state_of_stage
 from compare.numerics.parameters import block_parameters, end_parameters, storage_dtype
 from compare.spec.engines.registry import ENGINES
@@ -62,6 +63,12 @@ def peak_of_stage(engine: str, experiment: Experiment, *, stage: int) -> dict[st
 def peak_estimate(engine: str, experiment: Experiment) -> dict[str, list[float]]:
     """`peak_of_stage` for each device in the order of the mesh; what offload keeps on the host with it."""
     return by_device(peak_of_stage, engine, experiment)
+
+
+def peak_per_device(engine: str, experiment: Experiment) -> list[float]:
+    """Bytes of each device at its peak, all kinds together, without what offload keeps on the host."""
+    by_kind = peak_estimate(engine, experiment)
+    return [sum(sizes) for sizes in zip(*(by_kind[kind] for kind in by_kind if kind != ON_HOST), strict=True)]
 
 
 def in_flight(engine: str, experiment: Experiment, stage: int) -> int:
