@@ -42,31 +42,19 @@ class Training(Struct, frozen=True, kw_only=True):
 
     name: str
     record: Record
+    loss: np.ndarray
+    """Mean cross-entropy in nats before each step's update: float64 (steps,), as the other curves."""
+    grad_norm: np.ndarray
+    """Global norm of the gradients before clipping."""
+    lr: np.ndarray
+    """Learning rate of each step."""
+    step_time_ms: np.ndarray
+    """Wall time of each step, the first ones included."""
 
     @property
     def manifest(self) -> Manifest:
         """How it was made, and what it cost beyond its steps."""
         return self.record.manifest
-
-    @property
-    def loss(self) -> np.ndarray:
-        """Mean cross-entropy in nats before each step's update: float64 (steps,)."""
-        return np.array([step.loss for step in self.record.steps])
-
-    @property
-    def grad_norm(self) -> np.ndarray:
-        """Global norm of the gradients before clipping: float64 (steps,)."""
-        return np.array([step.grad_norm for step in self.record.steps])
-
-    @property
-    def lr(self) -> np.ndarray:
-        """Learning rate of each step: float64 (steps,)."""
-        return np.array([step.lr for step in self.record.steps])
-
-    @property
-    def step_time_ms(self) -> np.ndarray:
-        """Wall time of each step, the first ones included: float64 (steps,)."""
-        return np.array([step.step_time_ms for step in self.record.steps])
 
     def tensors(self, rung: str) -> Mapping[str, np.ndarray]:
         """The tensors of a rung of the ladder, such as gradients or later_weights, by canonical name.
@@ -184,8 +172,14 @@ def _result(command: Any, outcome: Outcome, folder: Path) -> Result:
         outcome=outcome,
         findings=findings_in(command, outcome, folder),
         folder=folder,
-        trainings={name: Training(name=name, record=read_record(folder / name)) for name in names},
+        trainings={name: _training(name, read_record(folder / name)) for name in names},
     )
+
+
+def _training(name: str, record: Record) -> Training:
+    curves = ("loss", "grad_norm", "lr", "step_time_ms")
+    arrays = {curve: np.array([getattr(step, curve) for step in record.steps]) for curve in curves}
+    return Training(name=name, record=record, **arrays)
 
 
 def _command(command: type[Study], experiment: Experiment | str | Path, options: Mapping[str, Any]) -> Study:

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from msgspec import Struct
@@ -16,20 +16,8 @@ from compare.spec.experiment import ExperimentError
 from compare.studies.registry import read_study
 from compare.terminal import human_bytes, layout_in_words, print_json, results_console
 
-
-class SavedRun(Struct, frozen=True, kw_only=True):
-    """A folder with results."""
-
-    folder: str
-    command: str = ""
-    experiment: str = ""
-    layout: str = ""
-    """In words; "" of a study of several layouts."""
-    verdict: str
-    """In one line; of a study without one the command that shows it."""
-    created_utc: str = ""
-    bytes: int
-    """Of all its files; what a link leads to is not counted."""
+Row = dict[str, Any]
+"""A folder with results, by the keys of `COLUMNS` that JSON has."""
 
 
 class Runs(Struct, frozen=True, kw_only=True):
@@ -51,7 +39,7 @@ class Runs(Struct, frozen=True, kw_only=True):
         inside = (path for path in self.folder.iterdir() if path.is_dir() and not path.is_symlink())
         readable = sorted(path for path in inside if os.access(path, os.R_OK | os.X_OK))
         folders = [path for path in (self.folder, *readable) if (path / OUTCOME).is_file()]
-        runs = sorted(map(_saved_run, folders), key=lambda run: run.created_utc)
+        runs = sorted(map(_row, folders), key=lambda run: run["created_utc"])
         if self.json:
             print_json(runs)
         else:
@@ -59,33 +47,32 @@ class Runs(Struct, frozen=True, kw_only=True):
         return 0
 
 
-COLUMNS: list[Column[SavedRun]] = [
-    Column("folder", lambda run: run.folder),
-    Column("command", lambda run: run.command),
-    Column("experiment", lambda run: run.experiment),
-    Column("layout", lambda run: run.layout),
-    Column("verdict", lambda run: run.verdict),
-    Column("began (UTC)", lambda run: run.created_utc[:16].replace("T", " ")),
-    Column("size", lambda run: run.bytes, human_bytes),
-]
+SAID = ("folder", "command", "experiment", "layout", "verdict")
+COLUMNS = (
+    *(Column[Row](key, lambda run, key=key: run[key]) for key in SAID),
+    Column[Row]("began (UTC)", lambda run: run["created_utc"][:16].replace("T", " ")),
+    Column[Row]("size", lambda run: run["bytes"], human_bytes),
+)
 
 
-def _saved_run(folder: Path) -> SavedRun:
+def _row(folder: Path) -> Row:
+    """Its layout in words, one verdict or the command that shows it, and the bytes of its files."""
     walk = ((at, name) for at, _, names in os.walk(folder) for name in names)
     size = sum(os.lstat(os.path.join(at, name)).st_size for at, name in walk)  # links are not followed
     try:
         outcome = read_study(folder)[1]
     except RecordError as error:
-        return SavedRun(folder=str(folder), verdict=str(error), bytes=size)
+        unknown = dict.fromkeys((*SAID, "created_utc"), "")
+        return {**unknown, "folder": str(folder), "verdict": str(error), "bytes": size}
     trained = [case.experiment for case in outcome.cases.values()] or [outcome.experiment]
     layouts = {layout_in_words(experiment, outcome.platform) for experiment in trained}
     judged = outcome.verdicts or outcome.study == "run"
-    return SavedRun(
-        folder=str(folder),
-        command=outcome.study,
-        experiment=outcome.name,
-        layout=layouts.pop() if len(layouts) == 1 else "",
-        verdict=outcome.sentence() if judged else f"{outcome.progress}; shardpair report {folder}",
-        created_utc=outcome.circumstances.created_utc,
-        bytes=size,
-    )
+    return {
+        "folder": str(folder),
+        "command": outcome.study,
+        "experiment": outcome.name,
+        "layout": layouts.pop() if len(layouts) == 1 else "",
+        "verdict": outcome.sentence() if judged else f"{outcome.progress}; shardpair report {folder}",
+        "created_utc": outcome.circumstances.created_utc,
+        "bytes": size,
+    }

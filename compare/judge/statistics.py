@@ -8,7 +8,7 @@ cases.
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
@@ -51,11 +51,6 @@ def interval_words(estimates: Iterable[Estimate]) -> str:
         return f"left out: fewer than {MIN_ROUNDS} rounds give no interval"
     covered = {count: coverage(count, rank_of(count)) for count in rounds}
     return ", ".join(f"{100 * share:.1f} % intervals of {count} rounds" for count, share in covered.items())
-
-
-def ratios(ours: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
-    """Ours over the baseline's, for each round that has both."""
-    return [ours[number] / baseline[number] for number in sorted(ours.keys() & baseline.keys())]
 
 
 def estimate(values: Sequence[float]) -> Estimate:

@@ -15,7 +15,7 @@ from compare.contract.record import Record
 from compare.contract.timing import Timing, Window
 from compare.judge.closed_forms.flops import flops_utilization, model_flops_per_token
 from compare.judge.outcome import Case, Outcome
-from compare.judge.statistics import Estimate, estimate, ratios
+from compare.judge.statistics import Estimate, estimate
 from compare.judge.strategy import done_words
 
 
@@ -162,7 +162,8 @@ def _row(result: TimedOutcome, case: Case, rounds: dict[int, Measurement]) -> Be
         return {number: getattr(process, figure) for number, process in of.items()}
 
     def ratio(figure: str) -> Estimate | None:
-        values = ratios(in_rounds(figure, rounds), in_rounds(figure, base))
+        ours, others = in_rounds(figure, rounds), in_rounds(figure, base)
+        values = [ours[number] / others[number] for number in ours.keys() & others.keys()]
         return estimate(values) if values and baseline != case else None
 
     medians = {figure: statistics.median(in_rounds(figure, rounds).values()) for figure in MEDIANS}

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-
-from msgspec import Struct
+from typing import Any
 
 from compare.contract.record import ON_HOST
 from compare.execute.hosts import Hosts
@@ -26,23 +25,8 @@ ESTIMATED = ("activations", "logits")
 UNREAD = "-"  # in place of a digest: the data is opened, and not read to its end
 
 
-class PlannedCase(Struct, frozen=True, kw_only=True):
-    """One case, before anything is allocated."""
-
-    name: str
-    engine: str
-    layout: str
-    """In words, with its devices."""
-    devices: int
-    gradient_sync: str
-    """What would run; empty if the case is refused."""
-    memory: dict[str, float]
-    """Bytes of the fullest device by kind: parameters, gradients and optimizer at rest, in closed form;
-    at most: activations, with gathered parameters, buffers and temporaries, and logits."""
-    on_host: float
-    """Bytes of the same device that `layout.offload` keeps in the host's memory."""
-    refusal: str
-    """Why it cannot run here; empty if it can."""
+Row = dict[str, Any]
+"""One case, before anything is allocated: bytes of the fullest device by kind, and why it is refused."""
 
 
 def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json: bool) -> int:
@@ -55,15 +39,15 @@ def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json
     )
     refusals = [why for attempt in attempts if (why := _refusal(attempt))]
     cases = [_planned(name, case, platform, hosts) for name, case in outcome.cases.items()]
-    refused = next(filter(None, [*(case.refusal for case in cases), *refusals]), "")
+    refused = next(filter(None, [*(case["refusal"] for case in cases), *refusals]), "")
     unread = bool(init_from) and format_of_side(Path(init_from))
     can_run = f"all of it can run, if {init_from} fits, which is read then" if unread else "all of it can run"
     verdict = f"this would be refused: {refused}" if refused else can_run
-    on_host = max(case.on_host for case in cases)
+    on_host = max(case["on_host"] for case in cases)
     count = f"{len(cases)} case{'s' * (len(cases) != 1)}"
     steps = next(iter(outcome.cases.values())).experiment.train.max_iters
     facts = {
-        "layout": "; ".join(dict.fromkeys(case.layout for case in cases)),
+        "layout": "; ".join(dict.fromkeys(case["layout"] for case in cases)),
         "data": f"{sum(tokens):,} tokens of {experiment.data.source}, which are read when it runs",
         "initial weights": init_from,
         "resumed": resume,
@@ -85,7 +69,7 @@ def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json
         tables=[table_of(TITLE, COLUMNS, cases, words=2)],
         notes=[f"{name}: {value}" for name, value in facts.items() if value],
         warnings=[f"refused: {why}" for why in refusals],
-        missing={case.name: f"is refused: {case.refusal}" for case in cases if case.refusal},
+        missing={case["name"]: f"is refused: {case['refusal']}" for case in cases if case["refusal"]},
         left_out=outcome.left_out,
     )
     if not as_json:
@@ -103,22 +87,22 @@ def _refusal(attempt: Callable[[], object]) -> str:
     return ""
 
 
-def _planned(name: str, case: Case, platform: str, hosts: Hosts) -> PlannedCase:
+def _planned(name: str, case: Case, platform: str, hosts: Hosts) -> Row:
     engine, experiment = ENGINES[case.engine], case.experiment
     refusal = _refusal(lambda: require_case(case.engine, experiment, platform=platform, hosts=hosts))
     by_kind, sizes = peak_estimate(case.engine, experiment), peak_per_device(case.engine, experiment)
     fullest = sizes.index(max(sizes))
     memory = {kind: by_device[fullest] for kind, by_device in by_kind.items()}
-    return PlannedCase(
-        name=name,
-        engine=case.engine,
-        layout=layout_in_words(experiment, platform),
-        devices=experiment.layout.devices,
-        gradient_sync="" if refusal else engine.gradient_sync_for(experiment.layout),
-        on_host=memory.pop(ON_HOST, 0.0),
-        memory=memory,
-        refusal=refusal,
-    )
+    return {
+        "name": name,
+        "engine": case.engine,
+        "layout": layout_in_words(experiment, platform),
+        "devices": experiment.layout.devices,
+        "gradient_sync": "" if refusal else engine.gradient_sync_for(experiment.layout),
+        "on_host": memory.pop(ON_HOST, 0.0),
+        "memory": memory,
+        "refusal": refusal,
+    }
 
 
 TITLE = (
@@ -126,12 +110,12 @@ TITLE = (
     f"buffers and temporaries, estimated"
 )
 COLUMNS = (
-    Column[PlannedCase]("case", lambda case: case.name),
-    Column[PlannedCase]("synchronisation", lambda case: case.gradient_sync or "refused"),
-    Column[PlannedCase]("devices", lambda case: case.devices, "d"),
+    Column[Row]("case", lambda case: case["name"]),
+    Column[Row]("synchronisation", lambda case: case["gradient_sync"] or "refused"),
+    Column[Row]("devices", lambda case: case["devices"], "d"),
     *(
-        Column[PlannedCase](kind, lambda case, kind=kind: case.memory[kind], human_bytes)
+        Column[Row](kind, lambda case, kind=kind: case["memory"][kind], human_bytes)
         for kind in (*KINDS, *ESTIMATED)
     ),
-    Column[PlannedCase]("all", lambda case: sum(case.memory.values()), human_bytes),
+    Column[Row]("all", lambda case: sum(case["memory"].values()), human_bytes),
 )

@@ -116,11 +116,12 @@ def lesson_page(strategy: str, outcome: Outcome, records: Mapping[str, Record], 
         command=f"shardpair lesson {strategy}",
         source=f"Its run alone: {run_command(strategy)}",
     )
+    light, dark = (HtmlFormatter(style=name).get_style_defs(".code") for name in ("default", "github-dark"))
     write_page(
         output,
         findings,
         template="lesson.html",
-        styles=styles(),
+        styles=f"{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}",
         sources=sources,
         engines=ENGINES,
         sent=sent,
@@ -175,9 +176,3 @@ def _library_lines(tree: ast.AST) -> set[int]:
     names = {alias.asname or alias.name for node in of_library for alias in node.names}
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return {node.lineno for node in calls if isinstance(node.func, ast.Name) and node.func.id in names}
-
-
-def styles() -> str:
-    """Colours of code on light and dark ground."""
-    light, dark = (HtmlFormatter(style=name).get_style_defs(".code") for name in ("default", "github-dark"))
-    return f"{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}"
