@@ -25,7 +25,7 @@ from compare.host.facts import cpu_seconds, process_memory, versions
 from compare.numerics.parameters import parameter_table
 from compare.numerics.shards import digests_of, replicas_apart
 from compare.numerics.stream import Evaluation, arrays_of_step, evaluate
-from compare.spec.axes import ROWS
+from compare.spec.axes import PP, ROWS
 from compare.spec.engines.registry import ENGINES
 from torchpar.comm.collectives import unobserved
 from torchpar.comm.mesh import PACKAGES, device_kind
@@ -165,7 +165,7 @@ class RankSide:
         memories, works, ledgers, cpu, residents, windows_of_all, places, digests = zip(*found, strict=True)
         if not recorder:
             return {}
-        stages = [run.experiment.layout.stage_of(rank) for rank in range(len(found))]
+        stages = [run.experiment.layout.coordinates(rank)[PP] for rank in range(len(found))]
         counts_own = ENGINES[run.request.engine].counts_own_calls
         recorder.leave(
             MemoryProfile(devices=list(memories), method=PROFILE_METHOD),

@@ -23,6 +23,8 @@ from compare.studies.sources import PICKLES, as_checkpoint
 from compare.terminal import print_json, results_console
 
 Format = Literal["checkpoint", "nanogpt", "huggingface", "orbax", "weights"]
+FORMATS: dict[str, Format] = {**dict.fromkeys(PICKLES, "nanogpt"), ".safetensors": "weights"}
+"""What a target's suffix asks for; another one asks for a checkpoint."""
 
 
 class Convert(SidePythons, frozen=True, kw_only=True):
@@ -56,7 +58,7 @@ class Convert(SidePythons, frozen=True, kw_only=True):
 
     def __call__(self) -> int:
         """Convert. Returns 0."""
-        to = self.to or format_of(self.target)
+        to = self.to or FORMATS.get(self.target.suffix, "checkpoint")
         base = load_experiment(self.experiment) if self.experiment else None
         made = convert(self.source, self.target, to, base, pythons=checked_pythons(self))
         if self.json:
@@ -70,13 +72,6 @@ class Convert(SidePythons, frozen=True, kw_only=True):
             soft_wrap=True,
         )
         return 0
-
-
-def format_of(target: Path) -> Format:
-    """The format that a name asks for: .pt nanoGPT's, .safetensors weights alone, another a checkpoint."""
-    if target.suffix in PICKLES:
-        return "nanogpt"
-    return "weights" if target.suffix == ".safetensors" else "checkpoint"
 
 
 def convert(

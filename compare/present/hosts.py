@@ -27,17 +27,9 @@ def host_table(layout: Layout, hosts: Sequence[str]) -> Table:
     )
 
 
-def coordinates(device: int, layout: Layout) -> dict[str, int]:
-    """Position of a device in the mesh, by axis; the last axis counts fastest."""
-    position = {}
-    for axis, degree in reversed(layout.axes.items()):
-        device, position[axis] = divmod(device, degree)
-    return position
-
-
 def place_in_mesh(device: int, layout: Layout) -> str:
     """`dp_shard 0, tp 1`: the position of a device along every axis that has more than one."""
-    position = coordinates(device, layout)
+    position = layout.coordinates(device)
     return ", ".join(f"{axis} {position[axis]}" for axis, degree in layout.axes.items() if degree > 1)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from compare.spec.axes import AXES, PP, ROWS
+from compare.spec.axes import AXES, ROWS
 
 MAX_COUNT = 2**31 - 1  # token ids and JAX's indices have 32 bits
 MAX_LAYERS = 10_000  # each block's weights are named, drawn and compared one by one
@@ -184,10 +184,12 @@ class Layout(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Devices in use: the product of all degrees."""
         return math.prod(self.axes.values())
 
-    def stage_of(self, device: int) -> int:
-        """Rank of the pipeline that a device of the mesh is on."""
-        inside = AXES[AXES.index(PP) + 1 :]
-        return device // math.prod(self.axes[name] for name in inside) % self.pp
+    def coordinates(self, device: int) -> dict[str, int]:
+        """Position of a device in the mesh, by axis; the last axis counts fastest."""
+        position = {}
+        for axis, degree in reversed(self.axes.items()):
+            device, position[axis] = divmod(device, degree)
+        return position
 
     @property
     def data_parallel(self) -> int:

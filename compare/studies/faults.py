@@ -106,11 +106,6 @@ class Faults(Study, frozen=True, kw_only=True):
     needs_reference = True
     keeps_records = True
 
-    @property
-    def title(self) -> str:
-        """Whatever the experiment."""
-        return "faults"
-
     def cases(self, experiment: Experiment) -> Grid:
         """The reference, and a case for each fault in each engine."""
         engines = chosen_engines(self.engines)

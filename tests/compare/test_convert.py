@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from compare.checkpoint.reader import CheckpointReader
 from compare.cli import main
-from compare.commands.convert import format_of
+from compare.commands.convert import FORMATS
 from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, Precision, edited
 from compare.studies.huggingface import CONFIG, WEIGHTS_FILE, read_gpt2, write_gpt2
 
@@ -127,7 +127,7 @@ def test_masks_of_old_files_are_left_out_and_other_tensors_are_refused(tmp_path,
 
 
 def test_bad_names_are_refused_and_nothing_is_left(given, tmp_path, capsys):
-    assert [format_of(Path(name)) for name in ("a.pt", "a.b")] == ["nanogpt", "checkpoint"]
+    assert (FORMATS[".pt"], FORMATS[".safetensors"]) == ("nanogpt", "weights")
     for arguments, says in (
         ((str(given), str(given)), "exists already"),
         ((str(given), str(tmp_path / "no" / "x")), "there is no folder"),

@@ -10,12 +10,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import processes
 import pytest
-from records import CORPUS, finished_of, make_run
+from records import finished_of, make_run
 from rich.table import Table
 
 from compare import study
@@ -81,32 +80,10 @@ def test_runs_lists_whatever_a_folder_says(folder, capsys):
         assert "\x1b" not in printed
 
 
-def test_a_linked_case_is_not_trained_anew(folder, capsys, monkeypatch):
-    monkeypatch.setattr(study, "require_same_source", lambda *a, **k: None)
-    monkeypatch.setattr(study, "open_corpus", lambda experiment: SimpleNamespace(sha256=CORPUS))
-    (folder / "jax-manual").rename(folder / "aside")
-    (folder / "jax-manual").symlink_to(folder.parent / "victim")
-    saved = json.loads((folder / OUTCOME).read_text())
-    change(folder / OUTCOME, kept={"torch-manual": saved["kept"]["torch-manual"]}, verdicts=[])
-    assert main(["run", "--continue", "run", "--quiet"]) == 1
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "is a link: nothing is trained, or removed, outside of run" in printed
-    assert (folder.parent / "victim" / "precious").read_text() == "mine"
-
-
 def test_the_command_line_loads_no_matplotlib():
     script = "import sys, compare.cli, compare.api; print('matplotlib' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
-
-
-def test_an_interrupt_is_one_line(monkeypatch, capsys):
-    def interrupted(arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("compare.cli._dispatch", interrupted)
-    assert main(["list"]) == 130
-    assert capsys.readouterr().err == "shardpair: error: interrupted; every process was ended\n"
 
 
 def test_no_side_imports_what_lies_where_the_user_works(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from compare.contract.record import ON_HOST
 from compare.numerics.gpt2_names import input_dims
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import Parameter, block_parameters, end_parameters, storage_dtype
-from compare.spec.axes import SPLIT, TP
+from compare.spec.axes import PP, SPLIT, TP
 from compare.spec.engines.registry import ENGINES, TORCH
 from compare.spec.experiment import Experiment, Layout, Model
 
@@ -45,7 +45,7 @@ def by_device(
     """Bytes by kind of every device in the order of the mesh, from those of each rank of the pipeline."""
     layout = experiment.layout
     of_stage = [bytes_of_stage(engine, experiment, stage=stage) for stage in range(layout.pp)]
-    stages = [layout.stage_of(device) for device in range(layout.devices)]
+    stages = [layout.coordinates(device)[PP] for device in range(layout.devices)]
     return {kind: [of_stage[stage][kind] for stage in stages] for kind in of_stage[0]}
 
 

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from compare.judge.closed_forms.memory import KINDS, parameters_of_stage
 from compare.numerics.parameters import Parameter, block_parameters, end_parameters, parameter_count
-from compare.present.hosts import coordinates, place_in_mesh
+from compare.present.hosts import place_in_mesh
 from compare.show.figures import COLOURS, INK, WIDE, Axes, Figure, bare
 from compare.spec.axes import DP_SHARD, PP, ROWS, SPLIT, TP
 from compare.spec.engines.registry import ENGINES
@@ -45,7 +45,7 @@ def part_of(parameter: Parameter, kind: str, engine: str, experiment: Experiment
     tp takes the side whose dims it splits. dp_shard takes the other one, from the ZeRO stage on that splits
     this kind (of `KINDS`), which the engine says.
     """
-    layout, at = experiment.layout, coordinates(device, experiment.layout)
+    layout, at = experiment.layout, experiment.layout.coordinates(device)
     sides = sides_of(parameter)
     split = [side for side, axes in enumerate(sides) if layout.tp > 1 and TP in map(SPLIT.get, axes)]
     ranges = [WHOLE, WHOLE]
@@ -74,7 +74,7 @@ def layers_of(rank: int, experiment: Experiment) -> set[int]:
 
 def share_of(kind: str, engine: str, experiment: Experiment, device: int) -> float:
     """What a device holds of a kind, in models: 0.25 of 1, or more than 1 / pp where stages share an end."""
-    rank = coordinates(device, experiment.layout)[PP]
+    rank = experiment.layout.coordinates(device)[PP]
     own = parameters_of_stage(engine, experiment, stage=rank)
     held = sum(p.size * part_of(p, kind, engine, experiment, device).share for p in own)
     return held / parameter_count(experiment.model)
@@ -82,7 +82,7 @@ def share_of(kind: str, engine: str, experiment: Experiment, device: int) -> flo
 
 def rows_of(device: int, experiment: Experiment) -> Range:
     """The rows of each batch that a device works on."""
-    at, rows = coordinates(device, experiment.layout), WHOLE
+    at, rows = experiment.layout.coordinates(device), WHOLE
     for axis in ROWS:
         rows = _slice(rows, at[axis], experiment.layout.axes[axis])
     return rows
@@ -114,7 +114,7 @@ def figure(engines: Sequence[str], experiment: Experiment) -> Figure:
     def draw(axes: Axes) -> None:
         labels, y = {2.5: "batch rows"}, 0.0
         for device in shown:
-            x, rank = device * (width + GAP), coordinates(device, layout)[PP]
+            x, rank = device * (width + GAP), layout.coordinates(device)[PP]
             axes.text(x, 0.5, f"device {device}: {place_in_mesh(device, layout)}", va="center")
             _box(axes, x, 2, width, HeldPart(rows_of(device, experiment), WHOLE), OF_BATCH)
             stage = {p.name for p in parameters_of_stage(engines[0], experiment, stage=rank)}
