@@ -170,15 +170,11 @@ class Spec(SidePythons, frozen=True, kw_only=True):
         """What this experiment's file says of the layout. Raises ExperimentError: as `default_experiment`."""
         return settings_in(cls.default_experiment(name).layout, layout_fields(name))
 
-    def resolved(self, *, is_spread: bool = True) -> Experiment:
-        """The experiment with the overrides in it, checked. Raises ExperimentError.
-
-        Where presets will spread it over other devices than its layout's, whether it could be over these is
-        not asked.
+    def resolved(self) -> Experiment:
+        """The experiment with the overrides in it, checked but for its own layout, over which presets may not
+        spread it. Raises ExperimentError.
         """
         experiment = Experiment(**{name: getattr(self, name) for name in Experiment.__struct_fields__})
-        if is_spread:
-            return revalidate(experiment)
         spread(experiment, "single")
         return experiment
 

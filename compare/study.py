@@ -147,7 +147,7 @@ class Study(Spec, frozen=True, kw_only=True):
         for flag in self.fixed:
             if flag in self.given or (flag == "init_from" and self.init_from):
                 raise ExperimentError(f"--{flag} has no effect: {self.command} gives it; leave it out")
-        experiment = self.resolved(is_spread=False)
+        experiment = self.resolved()
         for flag, value in self.fixed.items():
             section, _, field = flag.partition(".")
             if value is not None:

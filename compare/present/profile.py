@@ -128,7 +128,7 @@ def engine_table(profile: Profile, name: str) -> Table:
     )
 
 
-def chrome_trace(name: str, timeline: Timeline, *, process: int = 0) -> bytes:
+def chrome_trace(name: str, timeline: Timeline, *, process: int) -> bytes:
     """The timeline as Chrome's trace events, for Perfetto: an engine is a process, a device a thread.
 
     Compute nests in its thread. Communication overlaps with compute and with itself, and events of a thread

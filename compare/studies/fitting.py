@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from compare.contract.record import ON_HOST
-from compare.execute.hosts import HERE, Hosts
+from compare.execute.hosts import Hosts
 from compare.execute.launch import EnvironmentMissing, require_devices
 from compare.execute.machine import gpu_memories, memory_bytes
 from compare.execute.packages import missing_package, why_not_python
@@ -39,7 +39,7 @@ def as_preset(engine: str, experiment: Experiment) -> Experiment:
     return experiment
 
 
-def require_case(engine: str, experiment: Experiment, *, platform: str, hosts: Hosts = HERE) -> None:
+def require_case(engine: str, experiment: Experiment, *, platform: str, hosts: Hosts) -> None:
     """Refuse a case before anything starts. Raises ExperimentError, EnvironmentMissing."""
     require_devices(experiment, platform, hosts)
     ENGINES[engine].require_experiment(experiment)

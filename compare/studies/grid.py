@@ -88,14 +88,14 @@ def against_one_device(
     return found, left_out
 
 
-def pivot(title: str, outcome: Outcome, cell: Callable[[str], Text], *, corner: str = "layout") -> Table:
+def pivot(title: str, outcome: Outcome, cell: Callable[[str], Text]) -> Table:
     """A table with a row for each row of cases and a column for each engine; `cell` is of a case's name."""
     at = {(case.row, case.engine): name for name, case in outcome.cases.items() if case.row != "one device"}
     rows, engines = (list(dict.fromkeys(of)) for of in zip(*at, strict=True)) if at else ([], [])
     cells = {place: cell(name) for place, name in at.items()}
     return Table(
         name=title,
-        corner=corner,
+        corner="layout",
         columns=engines,
         rows=[
             Row(Text(row or "as it is"), [cells.get((row, engine), Text(NONE)) for engine in engines])

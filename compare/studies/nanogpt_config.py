@@ -67,7 +67,7 @@ def begins_with(name: str) -> str:
     return "" if begin == "scratch" else begin
 
 
-def notes_on(name: str, given: Container[str] = ()) -> list[str]:
+def notes_on(name: str, given: Container[str]) -> list[str]:
     """What of nanoGPT's settings has no meaning here, and why, beside these flags; [] for other files."""
     notes = load_config(Path(name))[1] if is_config(name) else []
     return [note for note in notes if note != DTYPE or "precision.dtype" not in given]

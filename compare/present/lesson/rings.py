@@ -72,9 +72,9 @@ CAPTIONS = {
 }
 
 
-def figure(kind: str, purposes: Sequence[str], n: int = DEVICES) -> Figure:
+def figure(kind: str, purposes: Sequence[str]) -> Figure:
     """A collective, hop by hop: a row for each device, a box for each piece, stripes for whose numbers."""
-    ring = RINGS[kind](n)
+    n, ring = DEVICES, RINGS[kind](DEVICES)
     step = max(len(ring.states[0][0]), 2) + 1.5
 
     def draw(axes: Axes) -> None:
