@@ -62,8 +62,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns the exit code; SystemExit after --help or a malformed flag is tyro's."""
     arguments = sys.argv[1:] if arguments is None else arguments
     os.environ.pop("MPLBACKEND", None)  # a kernel's, which matplotlib may not find here; a Figure needs none
-    errors = errors_console()
-    code, said = 1, ""
     try:
         return _dispatch(arguments)
     except (ExperimentError, RecordError) as error:
@@ -76,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
         code, said = 130, str(interrupt) or "interrupted; every process was ended"
     except OSError as error:
         code, said = 2 if isinstance(error, FileNotFoundError | PermissionError) else 1, str(error)
-    errors.print(f"shardpair: error: {printable(said)}", style="red")
+    errors_console().print(f"shardpair: error: {printable(said)}", style="red")
     return code
 
 

@@ -65,7 +65,7 @@ class Sweep(Study, frozen=True, kw_only=True):
         strategies = self.presets or CLASSIC
         check_names("--presets", "preset", strategies, PRESETS)
         over = {name: 1 if name == "single" else self.devices for name in strategies}
-        wide = [(name, devices) for name, devices in over.items() if name != "single"]
+        wide = [(name, self.devices) for name in over if name != "single"]
         check_presets("--presets", experiment.layout, wide, self.said)
         rows, left_out = {}, {}
         for variant in ("", *self.variants):
