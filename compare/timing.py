@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import msgspec
 from msgspec.structs import replace
 
+from compare.contract.ceiling import CeilingRequest
 from compare.contract.record import STEPS, STEPS_PART, Record, Step
 from compare.contract.request import Request
 from compare.contract.timing import Timing
@@ -99,7 +100,8 @@ class Timed(OnIdle, frozen=True, kw_only=True):
                 continue
             side, dtype = side_of(case.engine).name, case.experiment.precision.product_dtype
             try:
-                ceiling = measure_ceiling(side, outcome.platform, dtype, pythons[side])
+                request = CeilingRequest(dtype=dtype, platform=outcome.platform)
+                ceiling = measure_ceiling(side, pythons[side], request)
             except EnvironmentMissing as error:
                 left_out[name] = str(error)
                 continue

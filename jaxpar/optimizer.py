@@ -21,7 +21,7 @@ Moments = dict[str, Any]
 def make_optimizer(spec: Optimizer, *, decay: Any) -> optax.GradientTransformationExtraArgs:
     """The experiment's optimizer: `update(gradients, moments, params, *, grad_norm, scalars)`.
 
-    `grad_norm` is that before clipping, `scalars` a `StepScalars` as a dict, `decay` a `weights.decay_mask`.
+    `grad_norm` is that before clipping, `scalars` are `step_scalars`, `decay` a `weights.decay_mask`.
     """
     rule = adamw if spec.name == "adamw" else sgd
 

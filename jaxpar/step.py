@@ -18,7 +18,6 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
-from msgspec.structs import asdict
 
 from compare.contract.recording import Progress
 from compare.numerics.optimizer import step_scalars
@@ -241,7 +240,7 @@ def batch_like(experiment: Experiment) -> dict[str, jax.ShapeDtypeStruct]:
 
 def device_scalars(experiment: Experiment, progress: Progress) -> dict[str, np.ndarray]:
     """The next step's scalars, of optimizer and loss scale, rounded once to the dtype of the weights."""
-    scalars = asdict(step_scalars(experiment.optimizer, progress.step, progress.updates))
+    scalars = step_scalars(experiment.optimizer, progress.step, progress.updates)
     if progress.loss_scale:
         scalars["loss_scale"] = progress.loss_scale.scale
     dtype = storage_dtype(experiment)

@@ -12,7 +12,8 @@ from typing import Literal
 
 from msgspec import Struct
 
-ProductDtype = Literal["float64", "float32", "tf32", "bfloat16", "float16"]
+from compare.spec.sections import ProductDtype
+
 SMALLEST, LARGEST = 512, 8192
 LONG_S = 0.05  # a product that takes this long is large enough
 READING_S, READINGS = 0.1, 3
@@ -28,7 +29,7 @@ class CeilingRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Of the products: see `Precision.product_dtype`."""
     platform: Literal["cpu", "gpu"] = "cpu"
     threads: int = 0
-    """CPU threads that multiply in PyTorch; 0 for one on each core, as XLA always has."""
+    """CPU threads that multiply in PyTorch, one in a rank; 0 for one on each core, as XLA always has."""
     sizes: tuple[int, ...] = ()
     """Rows and columns of further matrices to multiply, each by itself."""
 

@@ -86,23 +86,10 @@ def output_of(command: list[str], environment: Mapping[str, str], timeout_s: flo
     return process.returncode, output.decode(errors="replace")
 
 
-def measure_ceiling(
-    side: str,
-    platform: str = "cpu",
-    dtype: str = "float32",
-    python: str = sys.executable,
-    *,
-    threads: int = 0,
-    sizes: tuple[int, ...] = (),
-) -> Ceiling:
-    """Ask a side how fast its framework multiplies matrices here. It takes about a second, and an import.
-
-    `dtype` is `Precision.product_dtype`; 0 threads are one on each core: a rank of torchpar has one, jaxpar
-    all of them.
-    """
-    question = {"dtype": dtype, "platform": platform, "threads": threads, "sizes": sizes}
-    request = msgspec.json.encode(msgspec.convert(question, CeilingRequest)).decode()
-    return ask(side, python, ["--ceiling", request], answer=Ceiling, platform=platform)
+def measure_ceiling(side: str, python: str, request: CeilingRequest) -> Ceiling:
+    """Ask a side how fast its framework multiplies matrices here. It takes about a second, and an import."""
+    question = ["--ceiling", msgspec.json.encode(request).decode()]
+    return ask(side, python, question, answer=Ceiling, platform=request.platform)
 
 
 def convert_by_side(

@@ -18,7 +18,6 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
-from msgspec import Struct
 
 from compare.numerics.parameters import Parameter, decays
 from compare.spec.experiment import Optimizer
@@ -39,26 +38,17 @@ def learning_rate(optimizer: Optimizer, step: int) -> float:
     return low + 0.5 * (1.0 + math.cos(math.pi * progress)) * (peak - low)
 
 
-class StepScalars(Struct, frozen=True, kw_only=True):
-    """Scalars of the optimizer that vary from step to step, in Python's doubles.
+def step_scalars(optimizer: Optimizer, step: int, updates: int) -> dict[str, float]:
+    """What varies by step: of step `step`, before which there were so many updates; t = updates + 1.
 
-    Computed on the host because 1 - beta^t in float32 is off by 1e-5 at t = 1 for beta = 0.999.
+    The learning rate, and 1 - beta1^t and 1 - beta2^t, in Python's doubles: in float32 1 - beta^t is off by
+    1e-5 at t = 1 for beta = 0.999.
     """
-
-    learning_rate: float
-    bias_correction1: float
-    """1 - beta1^t."""
-    bias_correction2: float
-    """1 - beta2^t."""
-
-
-def step_scalars(optimizer: Optimizer, step: int, updates: int) -> StepScalars:
-    """The scalars of step `step`, before which there were so many updates; t = updates + 1."""
-    return StepScalars(
-        learning_rate=learning_rate(optimizer, step),
-        bias_correction1=1.0 - optimizer.beta1 ** (updates + 1),
-        bias_correction2=1.0 - optimizer.beta2 ** (updates + 1),
-    )
+    return {
+        "learning_rate": learning_rate(optimizer, step),
+        "bias_correction1": 1.0 - optimizer.beta1 ** (updates + 1),
+        "bias_correction2": 1.0 - optimizer.beta2 ** (updates + 1),
+    }
 
 
 def moment_names(optimizer: Optimizer) -> tuple[str, ...]:
@@ -111,16 +101,16 @@ def reference_step(
         if optimizer.name == "adamw":
             m = optimizer.beta1 * before["m"] + (1 - optimizer.beta1) * gradient
             v = optimizer.beta2 * before["v"] + (1 - optimizer.beta2) * gradient**2
-            denominator = np.sqrt(v) / np.sqrt(scalars.bias_correction2) + optimizer.eps
-            update = (m / scalars.bias_correction1) / denominator
-            weight = weight * (1 - scalars.learning_rate * decay)
+            denominator = np.sqrt(v) / np.sqrt(scalars["bias_correction2"]) + optimizer.eps
+            update = (m / scalars["bias_correction1"]) / denominator
+            weight = weight * (1 - scalars["learning_rate"] * decay)
             after = {"m": m, "v": v}
         else:
             update = gradient + decay * weight
             if "m" in before:
                 update = optimizer.momentum * before["m"] + update
             after = {"m": update}
-        new_weights[name] = weight - scalars.learning_rate * update
+        new_weights[name] = weight - scalars["learning_rate"] * update
         for which in new_moments:
             new_moments[which][name] = after[which]
     return new_weights, new_moments

@@ -9,12 +9,12 @@ Logical axes: vocab V, position T, embed C, qkv 3, heads H, head_dim D = C/H, ml
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from msgspec import Struct
 
-from compare.numerics.boxes import Box, Weights, whole
+from compare.numerics.boxes import Box, OneByOne, Weights, whole
 from compare.spec.experiment import Experiment, Model
 
 QKV = 3
@@ -93,7 +93,7 @@ def decays(parameter: Parameter, decay: str) -> bool:
     return decay == "all" or parameter.is_matrix
 
 
-class SeedWeights(Weights):
+class SeedWeights(OneByOne, Weights):
     """The initial weights that an experiment's seed gives, in the dtype of stored weights.
 
     Each parameter is drawn in float64 from its own Philox stream, keyed by the seed and its name: the value
@@ -105,16 +105,7 @@ class SeedWeights(Weights):
     def __init__(self, experiment: Experiment):
         self._rows = {parameter.name: parameter for parameter in parameter_table(experiment.model)}
         self._seed, self._dtype = experiment.train.seed, storage_dtype(experiment)
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        (full,) = self.boxes(name, [whole(self._rows[name].shape)])
-        return full
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
+        super().__init__(self._rows, lambda name: self.boxes(name, [whole(self._rows[name].shape)])[0])
 
     def boxes(self, name: str, boxes: Sequence[Box]) -> list[np.ndarray]:
         """Some boxes of a tensor, drawn in one pass over it, some of its rows at a time."""

@@ -110,6 +110,9 @@ class Train(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seeds the initial weights and the order of the data."""
 
 
+ProductDtype = Literal["float64", "float32", "tf32", "bfloat16", "float16"]
+
+
 class Precision(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The dtype of the numbers."""
 
@@ -129,7 +132,7 @@ class Precision(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """float16: the smallest scale; an overflow at it ends the run."""
 
     @property
-    def product_dtype(self) -> str:
+    def product_dtype(self) -> ProductDtype:
         """How matrix products are computed: dtype, or tf32 where float32 may be."""
         return "tf32" if self.tf32 and self.dtype == "float32" else self.dtype
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from compare.contract.ceiling import CeilingRequest
 from compare.contract.collective_bench import OURS
 from compare.contract.communication import ring_wire_bytes
 from compare.execute.ask import measure_ceiling
@@ -55,7 +56,8 @@ def machine_here(
     dtype = experiment.precision.product_dtype
     threads = 1 if side.one_process_a_device else cores()
     share = min(threads, cores() / sharing) / threads  # of these threads, that a device has
-    ceiling = measure_ceiling(side.name, "cpu", dtype, pythons[side.name], threads=threads, sizes=SIZES)
+    request = CeilingRequest(dtype=dtype, threads=threads, sizes=SIZES)
+    ceiling = measure_ceiling(side.name, pythons[side.name], request)
     best = max(ceiling.by_size.values())
 
     def link(ranks: int, over: Hosts, sharing_it: int = 1) -> LinkSpeed:

@@ -49,5 +49,5 @@ def test_sizes_that_are_asked_for_are_timed_by_themselves():
 @pytest.mark.usefixtures("warm_sides")
 def test_every_side_measures_its_own():
     for side, threads in (("jaxpar", 0), ("torchpar", 0), ("torchpar", 1)):
-        found = measure_ceiling(side, "cpu", "float32", sys.executable, threads=threads)
+        found = measure_ceiling(side, sys.executable, CeilingRequest(threads=threads))
         assert 1e8 < found.flops_per_s < 1e15

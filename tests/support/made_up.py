@@ -34,7 +34,7 @@ class Engines:
     def steps(self, request: Request) -> list[Step]:
         return make_steps(request.experiment)
 
-    def ceiling(self, side, platform, dtype, python):
+    def ceiling(self, side, python, request):
         if side == "jaxpar":
             raise EnvironmentMissing("no matmul ceiling: it is shy")
         return Ceiling(flops_per_s=self.ceilings.pop(0) if self.ceilings else 1e8)

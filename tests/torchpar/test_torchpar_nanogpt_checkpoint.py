@@ -135,8 +135,8 @@ def test_steps_that_float16_skipped_count_for_the_schedule_and_not_for_adam(save
         found = changed(saved, ours, skip)
         assert (found.step, found.updates) == (10, updates)
         scalars = step_scalars(found.experiment.optimizer, found.step, found.updates)
-        assert scalars.learning_rate == learning_rate(found.experiment.optimizer, 10)
-        assert scalars.bias_correction1 == 1 - 0.9 ** (updates + 1)
+        assert scalars["learning_rate"] == learning_rate(found.experiment.optimizer, 10)
+        assert scalars["bias_correction1"] == 1 - 0.9 ** (updates + 1)
         export_checkpoint(ours, back)
         again = torch.load(back, weights_only=True)
         assert again["iter_num"] == 10
