@@ -14,7 +14,6 @@ from jax.typing import ArrayLike
 
 from compare.numerics.dropout import (
     BITS,
-    LANES,
     OUTSIDE,
     PARITY,
     ROTATIONS,
@@ -24,6 +23,7 @@ from compare.numerics.dropout import (
     site_number,
     threshold,
 )
+from compare.spec.checks import LANES
 
 Part = Callable[[], ArrayLike]
 """Number of this device's part, of the equal parts of x's rows."""

@@ -13,7 +13,6 @@ from torch import nn
 
 from compare.numerics.dropout import (
     BITS,
-    LANES,
     OUTSIDE,
     PARITY,
     ROTATIONS,
@@ -23,6 +22,7 @@ from compare.numerics.dropout import (
     site_number,
     threshold,
 )
+from compare.spec.checks import LANES
 
 HALF = 2**BITS - 1
 

@@ -16,7 +16,7 @@ from compare.contract.record import clear_record
 from compare.contract.recording import Progress, Recording
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
-from compare.numerics.boxes import OneByOne, Weights
+from compare.numerics.boxes import Weights
 from compare.numerics.data import open_corpus
 from compare.numerics.parameters import fingerprint, parameter_table
 from compare.numerics.stream import arrays_of_step
@@ -128,7 +128,7 @@ def _sha256_of(parallel: ParallelModel, first: Weights, request: Request) -> str
     rows = {row.name: row for row in parameter_table(request.experiment.model)}
     pieces, names = parallel.weights(), {name: nanogpt_name(name) for name in rows}
     if all(name in pieces and not parallel.sharded_over.get(name) for name in names.values()):
-        return fingerprint(OneByOne(rows, lambda name: to_array(rows[name], local(pieces[names[name]]))))
+        return fingerprint(Weights(rows, lambda name: to_array(rows[name], local(pieces[names[name]]))))
     return request.init_sha256 or fingerprint(first)
 
 

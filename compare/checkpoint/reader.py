@@ -22,7 +22,7 @@ from compare.checkpoint.description import (
 )
 from compare.host.json_files import read_json
 from compare.host.tensors import RecordError, garbled
-from compare.numerics.boxes import Box, OneByOne, Weights, whole
+from compare.numerics.boxes import Box, Weights, whole
 from compare.numerics.parameters import parameter_table, storage_dtype
 from compare.spec.experiment import ExperimentError, revalidate
 
@@ -129,7 +129,7 @@ class CheckpointReader:
             self._parts[name].append((Box(offset, shape), file_name))
 
 
-class Group(OneByOne, Weights):
+class Group(Weights):
     """Weights or a moment of a checkpoint by canonical name, each read when it is asked for."""
 
     def __init__(self, reader: CheckpointReader, group: str):

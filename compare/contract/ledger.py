@@ -50,15 +50,8 @@ class Ledger(Struct, kw_only=True):
 def assert_communication(ledger: Ledger, expected: Expected, *, scalars: bool = False) -> None:
     """Nothing was communicated but this, and all of this was; with `scalars` lone numbers count, too.
 
-    Raises:
-        UnexpectedCommunicationError: something is missing, too much or too little, or could not be read.
+    Raises UnexpectedCommunicationError: something is missing, too much or too little, or could not be read.
     """
-    if lines := differences(ledger, expected, scalars=scalars):
-        raise UnexpectedCommunicationError("\n".join(lines))
-
-
-def differences(ledger: Ledger, expected: Expected, *, scalars: bool = False) -> list[str]:
-    """What `assert_communication` objects to, a line each: the unexpected first."""
     rows = [row for row in ledger.rows if scalars or row.bytes > SCALAR * row.calls]
     asked = {
         key: [row for row in rows if key == (row.kind, row.axis, row.purpose)[: len(key)]] for key in expected
@@ -73,7 +66,9 @@ def differences(ledger: Ledger, expected: Expected, *, scalars: bool = False) ->
         elif size is not None and total != size:
             lines.append(f"{name}: {total:,} bytes instead of {size:,.0f}:")
             lines += [f"    {_in_words(row)}" for row in found]
-    return lines + [f"incomplete: {problem}" for problem in ledger.problems]
+    lines += [f"incomplete: {problem}" for problem in ledger.problems]
+    if lines:
+        raise UnexpectedCommunicationError("\n".join(lines))
 
 
 def _in_words(row: Communication) -> str:

@@ -64,8 +64,7 @@ def source_sha256(*packages: str) -> str:
 def agree(found: Sequence[HostFacts]) -> None:
     """Hold what the processes run on against what the first does.
 
-    Raises:
-        ExperimentError: a package of another version, or other data; both hosts are named.
+    Raises ExperimentError: a package of another version, or other data; both hosts are named.
     """
     first = found[0]
     for other in found[1:]:

@@ -18,8 +18,7 @@ from compare.spec.experiment import ExperimentError
 def lock_folder(folder: Path) -> Generator[None]:
     """Hold `folder` against every other run until the block ends; where it has no locks, as on NFS, say so.
 
-    Raises:
-        ExperimentError: another run holds it, which is never waited for; or there is no such folder.
+    Raises ExperimentError: another run holds it, which is never waited for; or there is no such folder.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

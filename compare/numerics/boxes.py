@@ -6,7 +6,6 @@ A range of a tensor's elements is a few boxes: of a matrix the end of a row, who
 of a row.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 
@@ -121,15 +120,10 @@ def _box(limits: Limits) -> Box:
 
 
 class Weights(Mapping[str, np.ndarray]):
-    """Canonical name -> full tensor. Nothing is kept, so that no process needs the whole model at once."""
+    """Full tensors by canonical name, which `read` makes when they are asked for.
 
-    @abstractmethod
-    def boxes(self, name: str, boxes: Sequence[Box]) -> list[np.ndarray]:
-        """Some boxes of a tensor, each of its box's shape, without the rest of it in memory."""
-
-
-class OneByOne(Mapping[str, np.ndarray]):
-    """Tensors by canonical name that `read` puts together when they are asked for, and that are not kept."""
+    None is kept, so that no process needs the whole model at once.
+    """
 
     def __init__(self, names: Iterable[str], read: Callable[[str], np.ndarray]):
         self._names, self._read = list(names), read
@@ -143,13 +137,14 @@ class OneByOne(Mapping[str, np.ndarray]):
     def __len__(self) -> int:
         return len(self._names)
 
+    def boxes(self, name: str, boxes: Sequence[Box]) -> list[np.ndarray]:
+        """Some boxes of a tensor, each of its own shape; where possible without the rest of it in memory."""
+        full = self[name]
+        return [full[box.slices] for box in boxes]
 
-class Given(OneByOne, Weights):
+
+class Given(Weights):
     """Weights that are in memory: canonical name -> full tensor."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray]):
         super().__init__(arrays, arrays.__getitem__)
-
-    def boxes(self, name: str, boxes: Sequence[Box]) -> list[np.ndarray]:
-        """Views."""
-        return [self[name][box.slices] for box in boxes]

@@ -92,9 +92,7 @@ def open_corpus(experiment: Experiment, *, validated_sha256: str = "") -> Corpus
     """Open the experiment's data, and validate and hash it unless a launcher did (`validated_sha256`).
 
     A launcher reads all of a 17 GB train.bin once, and every rank after that maps it at once.
-
-    Raises:
-        ExperimentError: the file or its tokens do not fit; the message names it and says what to do.
+    Raises ExperimentError: the file or its tokens do not fit; the message names it and says what to do.
     """
     source = experiment.data.source
     if source == "stdlib":

@@ -10,8 +10,8 @@ et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), of
 A sequence's key is two words that come with its tokens, and are split over devices as these are; nothing else
 has to be known where x is. Four elements that follow each other in the last dim share a counter: its 64 bits
 are four times 16. An element is dropped if its 16 bits are below `threshold`, so that the rate is a multiple
-of 2^-16, and what is kept is divided by the share that is really kept. Here is the oracle, in NumPy; each
-side has the same in its framework.
+of 2^-16, and what is kept is divided by the share that is really kept. Keys are made here, in NumPy, and
+masks by each side in its framework.
 
 Legend: A accumulated passes, B sequences of one, 2 the words of a key.
 """
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from compare.spec.checks import BITS, LANES, threshold
+from compare.spec.checks import BITS, threshold
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = 0x1BD11BDA
@@ -59,16 +59,6 @@ def sequence_keys(seed: int, step: int, passes: int, sequences: int) -> np.ndarr
     key = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
     number_AB = np.arange(passes * sequences, dtype=np.uint32).reshape(passes, sequences)
     return np.stack(threefry(key, np.uint32(step & 0xFFFFFFFF), number_AB), axis=-1)
-
-
-def is_kept(keys_B2: np.ndarray, site: int, shape: tuple[int, ...], rate: float) -> np.ndarray:
-    """Mask of the kept elements: bool (B, *shape), with the shape of a whole sequence; see `site_number`."""
-    groups = -(-shape[-1] // LANES)
-    rows = int(np.prod(shape[:-1]))
-    words = threefry(keys_B2.T[..., None], np.uint32(site), np.arange(rows * groups, dtype=np.uint32)[None])
-    lanes = [half for word in words for half in (word & 0xFFFF, word >> BITS)]
-    bits = np.stack(lanes, axis=-1).reshape(len(keys_B2), *shape[:-1], groups * LANES)
-    return bits[..., : shape[-1]] >= threshold(rate)
 
 
 def threefry(key: np.ndarray | Sequence[np.ndarray], first: ArrayLike, second: ArrayLike) -> Words:

@@ -39,11 +39,7 @@ def first_scale(precision: Precision) -> LossScale | None:
 
 
 def next_scale(before: LossScale, precision: Precision, *, overflowed: bool) -> LossScale:
-    """The scale after a step.
-
-    Raises:
-        OverflowError: the smallest scale overflowed, which no other scale will mend.
-    """
+    """The scale after a step. Raises OverflowError: the smallest overflowed, which no other will mend."""
     patience = precision.loss_scale_hysteresis
     if overflowed:
         if before.scale <= precision.min_loss_scale:

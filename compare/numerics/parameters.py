@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from msgspec import Struct
 
-from compare.numerics.boxes import Box, OneByOne, Weights, whole
+from compare.numerics.boxes import Box, Weights, whole
 from compare.spec.experiment import Experiment, Model
 
 QKV = 3
@@ -93,7 +93,7 @@ def decays(parameter: Parameter, decay: str) -> bool:
     return decay == "all" or parameter.is_matrix
 
 
-class SeedWeights(OneByOne, Weights):
+class SeedWeights(Weights):
     """The initial weights that an experiment's seed gives, in the dtype of stored weights.
 
     Each parameter is drawn in float64 from its own Philox stream, keyed by the seed and its name: the value

@@ -18,10 +18,8 @@ def in_one_order(schedule: Schedule) -> list[list[Action]]:
     """Each rank's actions: `with_communication`, but a receive stands where it is to be posted.
 
     That is one computation ahead of its use, where the messages before it allow that; and always before any
-    message that comes behind it in the common order.
-
-    Raises:
-        ScheduleError: the schedule is incomplete, or deadlocked.
+    message that comes behind it in the common order. Raises ScheduleError: the schedule is
+    incomplete, or deadlocked.
     """
     ended = {slot.task: slot.end for slot in run(schedule)}
 

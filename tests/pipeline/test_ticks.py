@@ -118,24 +118,6 @@ def test_every_stage_finds_what_was_meant_for_it():
         assert not ticks.kept_slots
 
 
-def test_a_slot_given_twice_is_noticed():
-    """The check above can fail: with three slots where 1F1B needs four, an input is lost while alive."""
-    schedule = make_schedule("1f1b", ranks=4, microbatches=8)
-    ticks = lock_step(schedule)
-    tasks = ticks.tasks
-    squeezed = {}
-    for name in ("input_slot", "arriving_input"):
-        slots = getattr(tasks, name)
-        assert set(slots.flat) == {0, 1, 2, 3, 4}  # the last is the scratch slot
-        squeezed[name] = np.where(slots == 3, 2, slots)
-    with pytest.raises(AssertionError):
-        carry_out(ticks._replace(tasks=tasks._replace(**squeezed)))
-    keeping = lock_step(schedule, keeps=True)
-    shared = np.where(keeping.tasks.kept_slot == 3, 2, keeping.tasks.kept_slot)
-    with pytest.raises(AssertionError):
-        carry_out(keeping._replace(tasks=keeping.tasks._replace(kept_slot=shared)))
-
-
 def test_whether_anybody_sends():
     """GPipe sends activations at its first ticks, gradients at its last; the ends send nothing outwards."""
     for name, p, _, m, _, ticks in every():

@@ -1,13 +1,15 @@
 """Dropout by counters: Threefry's published numbers, and the same masks in NumPy, JAX and PyTorch."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
 from compare.numerics.dropout import (
+    BITS,
     DropoutSite,
-    is_kept,
     kept_scale,
     sequence_keys,
     site_number,
@@ -15,6 +17,7 @@ from compare.numerics.dropout import (
     threshold,
 )
 from compare.numerics.stream import keys_of_step
+from compare.spec.checks import LANES
 from compare.spec.experiment import Experiment
 from compare.spec.sections import Model, Train
 from jaxpar import dropout as in_jax
@@ -27,6 +30,15 @@ KNOWN = [
     ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
 ]
 """Key, counter and bits of Random123's known-answer tests."""
+
+
+def is_kept(keys_B2: np.ndarray, site: int, shape: tuple[int, ...], rate: float) -> np.ndarray:
+    """Mask of the kept elements of whole sequences, in NumPy: bool (B, *shape)."""
+    groups, rows = -(-shape[-1] // LANES), math.prod(shape[:-1])
+    words = threefry(keys_B2.T[..., None], np.uint32(site), np.arange(rows * groups, dtype=np.uint32)[None])
+    lanes = [half for word in words for half in (word & 0xFFFF, word >> BITS)]
+    bits = np.stack(lanes, axis=-1).reshape(len(keys_B2), *shape[:-1], groups * LANES)
+    return bits[..., : shape[-1]] >= threshold(rate)
 
 
 def signed(words: np.ndarray) -> torch.Tensor:

@@ -24,8 +24,7 @@ def parallelize(
 ) -> ParallelModel:
     """The model under the layout: placed, and then compiled as a whole. One device gets the plain module.
 
-    Raises:
-        ValueError: the layout asks for a backend that this machine does not have.
+    Raises ValueError: the layout asks for a backend that this machine does not have.
     """
     backend = resolve_backend(layout, mesh.device)
     if mesh.world.size > 1:

@@ -9,11 +9,7 @@ from torchpar.run import now
 
 
 def measure(request: CeilingRequest) -> Ceiling:
-    """Measure the ceiling of one GPU, or of the CPU with `request.threads` threads.
-
-    Raises:
-        MissingDevicesError: no GPU, where one was asked for.
-    """
+    """The ceiling of one GPU, or of the CPU with `request.threads` threads; MissingDevicesError: no GPU."""
     if request.platform == "gpu":
         require_gpus(1)
     torch.set_num_threads(request.threads or cores())
