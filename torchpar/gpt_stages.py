@@ -115,7 +115,7 @@ def pipeline(axis: Axis, names: Collection[str]) -> Strategy:
 
     def finish(parameters: Parameters) -> None:
         if TIED in parameters:
-            sum_tied_gradients(parameters[TIED], axis, ranks=(0, axis.size - 1))
+            sum_tied_gradients(parameters[TIED], axis)
 
     def gather(pieces: TensorsByName) -> TensorsByName:
         stages = axis.all_gather_objects({name: tensor.cpu() for name, tensor in pieces.items()})
@@ -125,18 +125,17 @@ def pipeline(axis: Axis, names: Collection[str]) -> Strategy:
     return Strategy(axis=axis, spread=names, copies=copies, finish=finish, gather=gather)
 
 
-def sum_tied_gradients(parameter: nn.Parameter, axis: Axis, *, ranks: tuple[int, int]) -> None:
-    """Replace the gradients of a parameter's two copies, on two ranks of a pipeline, by their sum, on both.
+def sum_tied_gradients(parameter: nn.Parameter, axis: Axis) -> None:
+    """Replace the gradients of a parameter's two copies, at the ends of a pipeline, by their sum, on both.
 
-    Only these two call. Copies that started equal stay so to the last bit, as a + b is b + a.
+    Only these two ranks call. Copies that started equal stay so to the last bit, as a + b is b + a.
     """
     assert parameter.grad is not None
-    (other,) = set(ranks) - {axis.rank}
-    gradient = local(parameter.grad)
+    gradient, other = local(parameter.grad), axis.size - 1 - axis.rank
     mine, theirs = gradient.contiguous(), torch.empty_like(gradient, memory_format=torch.contiguous_format)
     send = partial(axis.start_send, mine, to=other, purpose=TIED_GRADIENTS)
     receive = partial(axis.start_receive, theirs, source=other)
     # One sends while the other receives: NCCL would deadlock if both sent first.
-    for work in [begin() for begin in ((send, receive) if axis.rank == ranks[0] else (receive, send))]:
+    for work in [begin() for begin in ((send, receive) if axis.rank == 0 else (receive, send))]:
         work.wait()
     gradient.add_(theirs)

@@ -5,7 +5,6 @@ import importlib.metadata
 import os
 import platform
 import resource
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -51,11 +50,8 @@ def cpu_seconds() -> float:
 
 
 def process_memory() -> int:
-    """Bytes of RAM that this process has now; the most so far where the system tells only that."""
-    if (pages := Path("/proc/self/statm")).is_file():
-        return int(pages.read_text().split()[1]) * resource.getpagesize()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    """Bytes of RAM that this process has now."""
+    return psutil.Process().memory_info().rss
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:

@@ -19,14 +19,12 @@ import jax
 from jax import lax
 from jax.sharding import Mesh
 
-from compare.spec.axes import DP_SHARD, PP
+from compare.spec.axes import PP
 from jaxpar.model import GPT
 from jaxpar.placement import one_layer, shardings, unpad
 from jaxpar.problem import Edit, Loss, Problem, without_layers
 from jaxpar.remat import IsGather, apply_remat
 from jaxpar.weights import STACKED
-
-AXIS = DP_SHARD
 
 
 def shard_parameters(tree: Any, placements: Any, *, mesh: Mesh) -> Any:

@@ -16,12 +16,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, reshard
 
-from compare.spec.axes import DP_REPLICATE
 from jaxpar.explicit.replicas import axes_in, axes_of_replicas, copies
 from jaxpar.placement import cut, specs
 from jaxpar.problem import Loss
-
-AXIS = DP_REPLICATE
 
 
 def each_replica(loss: Loss, *, mesh: Mesh, rows_dim: int = 0) -> Loss:

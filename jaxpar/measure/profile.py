@@ -45,10 +45,6 @@ class Execution(NamedTuple):
     end_us: float
 
 
-class UnreadableProfileError(RuntimeError):
-    """A profile that does not tell which device ran which instruction."""
-
-
 class StepProfiler(Observer):
     """Profiles one step, and writes timeline.json."""
 
@@ -94,7 +90,7 @@ def recorded(
 def read_events(profile: ProfileData, *, hlo: str, devices: list[jax.Device]) -> list[Execution]:
     """Executions of a module's instructions, the earliest first; devices are in the order of the mesh.
 
-    Raises UnreadableProfileError: the module did not run, or the profile lacks one of the devices.
+    Raises ValueError: the module did not run, or the profile lacks one of the devices.
     """
     module = _MODULE.match(hlo)
     assert module, "a module has a name"
@@ -111,7 +107,7 @@ def read_events(profile: ProfileData, *, hlo: str, devices: list[jax.Device]) ->
             begun.append((execution, stats.get("_p")))
     events = [e._replace(end_us=max(e.end_us, ended.get(number, e.end_us))) for e, number in begun]
     if {event.device for event in events} != set(range(len(devices))):
-        raise UnreadableProfileError(
+        raise ValueError(
             f"the profile has {len(events)} executions of instructions of {module[1]}, and not on each of "
             f"{len(devices)} devices"
         )

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxpar.measure.profile import GAP_US, Execution, UnreadableProfileError, make_timeline, read_events
+from jaxpar.measure.profile import GAP_US, Execution, make_timeline, read_events
 
 HLO = """HloModule jit_step, num_partitions=2
 
@@ -64,7 +64,7 @@ def test_an_instruction_is_its_device_s_whatever_thread_begins_or_ends_it():
         devices=CPUS,
     )
     assert found == [Execution(1, "add.1", 5, 20), Execution(0, "add.1", 8, 9)]
-    with pytest.raises(UnreadableProfileError, match="not on each of 2 devices"):
+    with pytest.raises(ValueError, match="not on each of 2 devices"):
         read_events(profile([ran("add.1", 1, 5, 6, number=7)]), hlo=HLO, devices=CPUS)
 
 
