@@ -191,7 +191,9 @@ class RankSide:
         """What this rank keeps between two steps; gradients as they were just before the optimizer."""
         parallel = self._run.parallel
         resident = {
-            "parameters": resident_bytes([*parallel.module.parameters(), *parallel.parameters.values()]),
+            "parameters": resident_bytes(
+                [*parallel.module.parameters(), *parallel.parameters.values(), *parallel.transient]
+            ),
             "gradients": self._instruments.gradient_bytes,
             "optimizer": resident_bytes(parallel.optimizer_state()),
         }

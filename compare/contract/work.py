@@ -34,7 +34,7 @@ class ObservedWork(Struct, frozen=True, kw_only=True):
     where a compiler orders them."""
     compiled: str = ""
     """What compiled the step, and how many graphs there are; empty where nothing did, and where that is the
-    engine's only way. Then blocks and logits are those of the graph that was compiled, of one pass."""
+    engine's only way. Then blocks and logits are those of the graph that was compiled, as often as it ran."""
     gradient_messages: list[list[tuple[int, bool]]] = field(default_factory=list)
     """All-reduces of gradients over replicas, where they are our own calls, in order, of each rank of a
     pipeline: bytes, and whether it began before backward had ended."""

@@ -124,6 +124,10 @@ def _updates(run: Record) -> Iterator[Found]:
                 for error, place in _errors_of_update(experiment, number, gradients, before, after):
                     yield error, f"{place} after step {step.step}"
             updates += 1
+        for of in before.keys() & after.keys() if step.skipped else ():
+            for name in before[of].keys() & after[of].keys():
+                error = relative_error(after[of][name], before[of][name])
+                yield error, f"{name} after step {step.step}, which was skipped"
         before = after
 
 

@@ -26,13 +26,13 @@ from typing import NamedTuple, get_args
 import numpy as np
 from msgspec import Struct, field
 
-from compare.contract.communication import GRADIENTS
+from compare.contract.communication import GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS
 from compare.contract.record import Record, read_tensors
 from compare.contract.request import Rung
 from compare.contract.work import Kept, ObservedWork
 from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.closed_forms.memory import closed_form, excess, most_held
-from compare.judge.ledger import line_up, mismatches
+from compare.judge.ledger import unlike_textbook
 from compare.numerics.parameters import storage_dtype
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.ticks import lock_step
@@ -117,11 +117,14 @@ def _dtype(run: Observed) -> Iterator[Finding]:
     yield Finding("precision.dtype", asked, ", ".join(sorted(run.work.products)) or "none")
     if run.engine.sends_by == "xla":
         return  # sends in what dtype it likes
-    rows = (row for row in run.record.ledger.rows if row.purpose == GRADIENTS and row.dtype)
-    sent = sorted({OF_HLO.get(dtype, dtype) for row in rows for dtype in row.dtype.split(", ")})
-    if sent:
-        stored = storage_dtype(run.experiment).name
-        yield Finding("dtype of the gradients that are sent", stored, ", ".join(sent))
+    stored, sent = storage_dtype(run.experiment).name, dict[str, set[str]]()
+    for row in run.record.ledger.rows:
+        is_of_gradients = row.purpose in (GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS)
+        what = "gradients" if is_of_gradients else "streams" if row.kind == "permute" else ""
+        if what and row.dtype:
+            sent.setdefault(what, set()).update(OF_HLO.get(dtype, dtype) for dtype in row.dtype.split(", "))
+    for what, dtypes in sent.items():
+        yield Finding(f"dtype of {what} that are sent", stored, ", ".join(sorted(dtypes)))
 
 
 def _kept(run: Observed) -> Iterator[Finding]:
@@ -159,8 +162,6 @@ def _replicas(run: Observed) -> Iterator[Finding]:
 
 def _forward(run: Observed) -> Iterator[Finding]:
     asked, found = blocks_that_run(run.engine, run.experiment), run.work.forward.get("activations", 0)
-    if run.work.compiled:  # the graph of one pass
-        asked //= run.experiment.train.gradient_accumulation_steps
     yield Finding("blocks that forward runs", str(asked), str(found))
 
 
@@ -193,7 +194,11 @@ def _remat(run: Observed) -> Iterator[Finding]:
 def _loss_chunks(run: Observed) -> Iterator[Finding]:
     length, chunks = run.experiment.model.block_size, run.experiment.train.loss_chunks
     found = ", ".join(f"{length / positions:g}" for positions in run.work.logits_positions if positions)
-    if chunks > 1 and run.work.again.get("logits", 0) < run.work.forward.get("logits", 0):
+    parts, layout = run.work.forward.get("logits", 0), run.experiment.layout
+    passes = blocks_that_run(run.engine, run.experiment) // run.experiment.model.n_layer
+    if layout.pp == 1 and parts != chunks * passes:
+        found += f", and {parts / passes:g} products for them in a pass,"
+    if chunks > 1 and run.work.again.get("logits", 0) < parts:
         found += ", whose logits are kept for backward,"
     yield Finding("train.loss_chunks", str(chunks), found or "none")
 
@@ -258,8 +263,8 @@ def _sent(run: Observed) -> Iterator[Finding]:
     ledger, engine = run.record.ledger, run.engine.name
     if ledger.problems:
         yield Finding("the ledger", "complete", ledger.problems[0])
-    asked, flows = "the textbook of the layout", line_up(engine, run.experiment, ledger.rows)
-    odd = mismatches(engine, run.experiment, flows, is_compiled=bool(run.work.compiled))
+    asked = "the textbook of the layout"
+    odd = unlike_textbook(engine, run.experiment, ledger.rows, is_compiled=bool(run.work.compiled))
     yield Finding("what is sent", asked, next(odd, asked))
 
 

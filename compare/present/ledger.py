@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from compare.contract.communication import Communication
 from compare.contract.record import Record
-from compare.judge.ledger import Flow, line_up, mismatches, recorded_rows, snapshot_rows
+from compare.judge.ledger import Flow, line_up, recorded_rows, snapshot_rows, unlike_textbook
 from compare.judge.outcome import read_run
 from compare.judge.strategy import asked_of
 from compare.show.findings import NONE, Column, Findings, Row, Table, Text, table_of
@@ -55,7 +55,7 @@ def engine_ledger(case: str, record: Record) -> EngineLedger:
     flows = line_up(engine, experiment, rows)
     unexpected = [f"incomplete: {problem}" for problem in record.ledger.problems]
     is_compiled = record.work is not None and bool(record.work.compiled)
-    unexpected += mismatches(engine, experiment, flows, is_compiled=is_compiled)
+    unexpected += unlike_textbook(engine, experiment, rows, is_compiled=is_compiled)
     if recorded and (sent := snapshot_rows(rows)) != recorded:
         odd = [f"sent {row}" for row in sent if row not in recorded]
         odd += [f"recorded {row}" for row in recorded if row not in sent]

@@ -165,4 +165,3 @@ def test_all_of_it_is_along_every_axis_and_only_some_of_it_is_exact():
     }
     assert not is_plain(everything)  # what runs next is gathered ahead
     assert is_plain(edited(everything, {"layout": {"zero": 2}}))
-    assert not is_plain(edited(experiment(tp=2), {"model": {"vocab_size": 33}}))  # padded

@@ -7,6 +7,7 @@ from collections import UserDict
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from records import CLIMBED, make_record, make_steps, tensors_of
 
 from compare.contract.request import Rung
@@ -131,6 +132,20 @@ def test_below_float64_an_update_is_held_to_the_optimizer_in_the_reference_too(t
             assert failure.rung == "updates"
             assert failure.worst.startswith(whose + worst)
             assert "after step 1, against" in failure.worst or rung in (Rung.FIRST_V, Rung.FIRST_WEIGHTS)
+
+
+@pytest.mark.parametrize("moved", [Rung.FIRST_WEIGHTS, Rung.SECOND_M, None])
+def test_a_skipped_step_moves_neither_weights_nor_moments(tmp_path, tiny, moved):
+    spec = edited(tiny, {"precision": {"dtype": "float16"}})
+    tensors, steps = tensors_of(spec), [replace(step, skipped=True) for step in make_steps(spec)]
+    tensors[Rung.FIRST_WEIGHTS] = tensors[Rung.SECOND_WEIGHTS] = tensors[Rung.INITIAL_WEIGHTS]
+    tensors |= {Rung.SECOND_M: tensors[Rung.FIRST_M], Rung.SECOND_V: tensors[Rung.FIRST_V]}
+    if moved:
+        decayed = {name: tensor * np.float32(1 - 3e-4) for name, tensor in tensors[moved].items()}
+        tensors[moved] = decayed
+    record = make_record(tmp_path / "run", spec, tensors=tensors, steps=steps)
+    error = climb(record, record).error("updates")
+    assert error == (pytest.approx(3e-4, rel=0.01) if moved else 0.0)
 
 
 def test_a_wrong_token_fails_at_the_batch(tmp_path, tiny, reference):

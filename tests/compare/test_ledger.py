@@ -7,9 +7,16 @@ from records import make_ledger, make_record
 from compare.contract.communication import Communication, of_busiest_stage, summed
 from compare.contract.ledger import Ledger
 from compare.judge.closed_forms.communication import communication, is_plain, textbook
-from compare.judge.ledger import line_up, mismatches, read_snapshot, recorded_rows, snapshot_rows
+from compare.judge.ledger import (
+    line_up,
+    mismatches,
+    read_snapshot,
+    recorded_rows,
+    snapshot_rows,
+    unlike_textbook,
+)
 from compare.present.ledger import EngineLedger, engine_ledger, layouts_of, sentence, table_of_layout
-from compare.spec.engines.registry import STUDIED
+from compare.spec.engines.registry import ENGINES, STUDIED
 from compare.spec.experiment import Experiment, Layout, Model, Train, edited, load
 from compare.studies.ledger import Ledger as Command
 from compare.studies.presets import spread
@@ -67,6 +74,50 @@ def test_a_compiler_may_reduce_over_stages_where_the_textbook_does_not():
     for engine, fits in (("jax-compiler", True), ("jax-explicit", True), ("torch-manual", False)):
         said = objections(engine, pipeline, [*make_ledger(engine, pipeline), ends])
         assert (said == []) is fits, (engine, said)
+
+
+def test_a_compiler_may_do_a_little_in_other_ways():
+    """As an exchange of rows; not gather what the textbook leaves where it is."""
+    tp = spread(EXPERIMENT, "tp", 2)
+    textbook_of = sum(row.bytes for row in make_ledger("jax-explicit", tp))
+    for engine, share, fits in (
+        ("jax-explicit", 0.1, True),
+        ("jax-explicit", 0.4, False),
+        ("torch-compiler", 0.1, False),
+    ):
+        heads = Communication(
+            kind="all_gather",
+            axis="tp",
+            calls=1,
+            bytes=int(share * textbook_of),
+            wire_bytes=1,
+            purpose="activations",
+        )
+        assert (objections(engine, tp, [*make_ledger(engine, tp), heads]) == []) is fits, (engine, share)
+
+
+def test_what_dp_shard_does_not_divide_is_padded_and_no_more():
+    """Of a vocabulary of 37 two ranks have 38 rows."""
+    odd = edited(spread(EXPERIMENT, "fsdp", 2), {"model": {"vocab_size": 37}})
+    for engine in STUDIED:
+        for more, fits in (
+            (1.0, True),
+            (1.001, ENGINES[engine].holds.cuts != "flat"),
+            (1.2, ENGINES[engine].sent_by_xla),
+        ):
+            rows = [replace(row, bytes=int(row.bytes * more)) for row in make_ledger(engine, odd)]
+            said = [*unlike_textbook(engine, odd, rows)]
+            assert (said == []) is (fits or engine == "jax-manual"), (engine, more, said)
+
+
+def test_what_is_written_by_hand_is_of_the_kind_that_it_is():
+    """A slice of an all-reduce has the bytes of a reduce-scatter, and twice as many on the wire."""
+    for engine in STUDIED:
+        rows = [
+            replace(row, kind="all_reduce") if row.kind == "reduce_scatter" else row
+            for row in make_ledger(engine, FSDP)
+        ]
+        assert bool([*unlike_textbook(engine, FSDP, rows)]) is engine.endswith("manual"), engine
 
 
 def test_what_is_summed_over_two_axes_at_once_counts_for_both():

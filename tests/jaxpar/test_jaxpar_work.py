@@ -1,6 +1,7 @@
 """The work of a traced step: of engines that do as they were asked, and of those that do half of it."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from unittest.mock import patch
 
 import jax
@@ -46,6 +47,11 @@ def kept_logits() -> AbstractContextManager:
     return patch.object(jax, "checkpoint", lambda part, **how: right(part, **how) if how else part)
 
 
+def parts_in_pairs() -> AbstractContextManager:
+    """Two parts' logits exist at once."""
+    return patch.object(model.lax, "map", partial(jax.lax.map, batch_size=2))
+
+
 CASES = [
     *((engine, FULL, {}, {}, nullcontext, "") for engine in ENGINES),
     *((engine, DOTS, IN_PARTS, {}, nullcontext, "") for engine in ENGINES),
@@ -53,6 +59,7 @@ CASES = [
     ("jax-manual", Layout(pp=2, microbatches=2, remat="full"), {}, {}, nullcontext, ""),
     ("jax-compiler", FULL, {}, {}, half_the_layers_again, "layout.remat = full was asked for"),
     ("jax-explicit", Layout(), IN_PARTS, {}, kept_logits, "2, whose logits are kept for backward"),
+    ("jax-manual", Layout(), IN_PARTS, {}, parts_in_pairs, "2, and 1 products for them in a pass"),
     *(
         (engine, GPIPE, {}, {"microbatches": 2}, nullcontext, "blocks that forward runs = 18 was asked for")
         for engine in ENGINES[:2]

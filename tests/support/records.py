@@ -173,7 +173,8 @@ def make_work(engine: str, experiment: Experiment) -> ObservedWork:
     """What a step computes if it does as it was asked."""
     layout, chunks = experiment.layout, experiment.train.loss_chunks
     blocks = 1 if ENGINES[engine].is_peer else blocks_that_run(ENGINES[engine], experiment)
-    forward: dict[Part, int] = {"products": 5 * blocks, "activations": blocks, "logits": chunks}
+    logits = chunks * max(blocks // experiment.model.n_layer, 1)
+    forward: dict[Part, int] = {"products": 5 * blocks, "activations": blocks, "logits": logits}
     parts = {"none": (), "dots": ("activations",), "full": ("activations", "products")}
     again = {part: forward[part] for part in parts[ENGINES[engine].remat_for(layout)]}
     schedule = make_schedule(
@@ -183,7 +184,7 @@ def make_work(engine: str, experiment: Experiment) -> ObservedWork:
     return ObservedWork(
         products={experiment.precision.product_dtype: 12},
         forward=forward,
-        again=again | ({"logits": chunks} if chunks > 1 else {}),
+        again=again | ({"logits": logits} if chunks > 1 else {}),
         logits_positions=[experiment.model.block_size // chunks],
         tasks=[[str(task) for task in rank] for rank in schedule] if layout.pp > 1 else [],
         gradient_messages=[[(size, messages.overlap) for size in sizes] for sizes in messages.by_stage]

@@ -5,7 +5,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -124,6 +124,135 @@ def wide_sums() -> AbstractContextManager:
     return patch.object(tensor_parallel, "_at", lambda x, *where: right(x.float(), *where))
 
 
+def parts_in_pairs() -> AbstractContextManager:
+    """Two parts' logits exist at once, as rows of one product."""
+    import torch
+
+    def pairs(*columns, strict):
+        return zip(*([torch.cat(x[i : i + 2]) for i in range(0, len(x), 2)] for x in columns), strict=strict)
+
+    return patch(
+        "torchpar.model.zip", lambda *columns, strict: pairs(*map(list, columns), strict=strict), create=True
+    )
+
+
+def late_rank() -> AbstractContextManager:
+    """One rank reduces after backward."""
+    from torchpar.manual.data_parallel import DataParallel
+
+    right = DataParallel.forward
+
+    def forward(self, *inputs):
+        self._during_backward = self.axis.rank == 0
+        return right(self, *inputs)
+
+    return patch.object(DataParallel, "forward", forward)
+
+
+def never_freed() -> AbstractContextManager:
+    """Gathered parameters stay in memory, and are gathered again."""
+    from torchpar.manual.flat_parameters import Unit
+
+    right = Unit.reshard
+
+    def reshard(self):
+        right(self)
+        for flat in self.flats:
+            flat.full.untyped_storage().resize_(flat.full.nbytes)
+
+    return patch.object(Unit, "reshard", reshard)
+
+
+def slice_of_all_reduce() -> AbstractContextManager:
+    """Twice the bytes on the wire, and as many by the textbook."""
+    from torchpar.comm.collectives import DONE, Axis, chunk_slices
+
+    def start_reduce_scatter(self, piece, full, *, purpose):
+        self.all_reduce(full, purpose=purpose)
+        piece.copy_(full[chunk_slices(len(full), self.size)[self.rank]])
+        return DONE
+
+    return patch.object(Axis, "start_reduce_scatter", start_reduce_scatter)
+
+
+def block_in_the_root() -> AbstractContextManager:
+    """One block is gathered with the embeddings, once a pass."""
+    from torchpar.library import fully_sharded
+    from torchpar.model import Block
+
+    right, seen = fully_sharded.fully_shard, []
+
+    def fully_shard(module, **options):
+        seen.append(module)
+        return None if isinstance(module, Block) and len(seen) == 1 else right(module, **options)
+
+    return patch.object(fully_sharded, "fully_shard", fully_shard)
+
+
+def gathered_logits() -> AbstractContextManager:
+    """The loss is of whole logits on every rank of tp."""
+    from torch import nn
+
+    from torchpar.manual import megatron
+
+    def forward(self, logits_NV, targets_N):
+        whole = megatron.gather_parts(logits_NV, self.axis, "loss")
+        whole[self.axis.rank] = logits_NV
+        return nn.functional.cross_entropy(megatron.torch.cat(whole, dim=-1)[:, : self.vocab_size], targets_N)
+
+    return patch.object(megatron.VocabParallelCrossEntropy, "forward", forward)
+
+
+def gpipe_in_second_replica() -> AbstractContextManager:
+    """Ranks of another replica do their tasks in another order."""
+    import torch.distributed as dist
+
+    from torchpar.manual import pipeline_parallel
+
+    right = pipeline_parallel.make_schedule
+
+    def make_schedule(name, **sizes):
+        return right(name if dist.get_rank() < 2 else "gpipe", **sizes)
+
+    return patch.object(pipeline_parallel, "make_schedule", make_schedule)
+
+
+def whole_backward() -> AbstractContextManager:
+    """Weight gradients are made at once, and their own task does nothing."""
+    from torchpar.manual.stage import Stage
+
+    right = Stage.backward
+
+    def backward(self, microbatch, gradient):
+        of_input = right(self, microbatch, gradient)
+        self.backward_weight(microbatch)
+        self.factors[microbatch] = []
+        return of_input
+
+    return patch.object(Stage, "backward", backward)
+
+
+def tied_sum_in_16_bits() -> AbstractContextManager:
+    """Both copies' gradients are rounded to be sent."""
+    from torchpar.comm.collectives import Axis
+
+    send, receive = Axis.start_send, Axis.start_receive
+
+    def start_send(self, tensor, *, to, purpose):
+        tensor = tensor.bfloat16() if purpose == "tied gradients" else tensor
+        return send(self, tensor, to=to, purpose=purpose)
+
+    def start_receive(self, tensor, *, source):
+        if tensor.dim() != 2:
+            return receive(self, tensor, source=source)
+        rounded = tensor.bfloat16()
+        receive(self, rounded, source=source).wait()
+        tensor.copy_(rounded)
+        return SimpleNamespace(wait=lambda: None)
+
+    return patch.multiple(Axis, start_send=start_send, start_receive=start_receive)
+
+
 class Deed(NamedTuple):
     """What an engine was asked for, what it does, and the words that say so; none if that is right."""
 
@@ -136,6 +265,10 @@ class Deed(NamedTuple):
 
 DDP, FSDP = {"dp_replicate": 2}, {"dp_shard": 2, "zero": 3}
 BUCKETS = {"layout": DDP | {"bucket_mb": 0.01}}
+PIPELINE, PADDED = (
+    {"pp": 2, "microbatches": 2},
+    {"model": {"vocab_size": 37}, "data": {"source": "synthetic"}},
+)
 BFLOAT16 = {"precision": {"dtype": "bfloat16"}}
 COMPILED = BFLOAT16 | {"layout": DDP | {"compile": "aot_eager", "remat": "dots"}, "train": {"loss_chunks": 4}}
 UNCOMPILED = {"precision": {"dtype": "float32"}, "layout": {"remat": "none"}, "train": {"loss_chunks": 1}}
@@ -169,6 +302,42 @@ DEEDS = {
     "whole MLP": Deed("torch-compiler", {"layout": FSDP}, ("parameters off by", "over dp_shard"), whole_mlp),
     "gathered once": Deed(
         "torch-compiler", {"layout": FSDP}, ("of gather over dp_shard",), one_block_gathered_again
+    ),
+    "pairs of parts": Deed(
+        "torch-manual",
+        {"train": {"loss_chunks": 4}},
+        ("4, and 2 products for them in a pass",),
+        parts_in_pairs,
+    ),
+    "late rank": Deed("torch-manual", BUCKETS, ("all-reduces after backward",), late_rank),
+    "never freed": Deed("torch-manual", {"layout": FSDP}, ("parameters off by +200%",), never_freed),
+    "slices": Deed(
+        "torch-manual",
+        {"layout": FSDP | {"zero": 2}},
+        ("of all_reduce over dp_shard for gradients",),
+        slice_of_all_reduce,
+    ),
+    "block in the root": Deed(
+        "torch-library", PADDED | {"layout": FSDP}, ("of gather over dp_shard",), block_in_the_root
+    ),
+    "padded": Deed("torch-library", PADDED | {"layout": FSDP}, ()),
+    "gathered logits": Deed(
+        "torch-manual", PADDED | {"layout": {"tp": 2}}, ("of all_gather over tp for loss",), gathered_logits
+    ),
+    "GPipe in a replica": Deed(
+        "torch-manual", {"layout": PIPELINE | DDP}, ("and gpipe was done",), gpipe_in_second_replica
+    ),
+    "whole backward": Deed(
+        "torch-manual",
+        {"layout": PIPELINE | {"schedule": "zero_bubble"}},
+        ("zero_bubble was asked for, and another order",),
+        whole_backward,
+    ),
+    "tied sum": Deed(
+        "torch-manual",
+        BFLOAT16 | {"layout": PIPELINE},
+        ("dtype of gradients that are sent = float32",),
+        tied_sum_in_16_bits,
     ),
     "sums in 16 bits": Deed("torch-compiler", BFLOAT16 | {"layout": {"tp": 2}}, ()),
     "wide sums": Deed("torch-compiler", BFLOAT16 | {"layout": {"tp": 2}}, ("of reduce over tp",), wide_sums),

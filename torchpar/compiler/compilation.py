@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from compare.contract.work import Part
 from compare.spec.experiment import Layout
+from torchpar.comm.collectives import observers
 from torchpar.measure.watch import HEAD
 
 TRACED = {
@@ -49,19 +50,25 @@ def compile_forward(module: nn.Module, backend: str) -> Callable[..., dict[str, 
     """
     import torch._dynamo  # a second, for those that compile
 
-    graphs, compile_graph = [], torch._dynamo.lookup_backend(backend)
+    graphs, compile_graph, runs = [], torch._dynamo.lookup_backend(backend), Counter[int]()
 
     def noted(graph: fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
+        number, compiled = len(graphs), compile_graph(graph, inputs, **options)
         graphs.append([*_operators(graph)])
-        return compile_graph(graph, inputs, **options)
+
+        def run(*arguments: Any) -> Any:
+            runs[number] += bool(observers)  # in the step that is watched
+            return compiled(*arguments)
+
+        return run
 
     def work(*, is_fused: bool) -> dict[str, Any]:
-        made = "inductor" if is_fused else "aot_eager"
+        made, of_training = "inductor" if is_fused else "aot_eager", graphs[0] * (runs[0] or 1)
         return {
             "compiled": f"{made}, {len(graphs)} graph{'s' * (len(graphs) != 1)}",
-            "forward": dict(Counter(part for part, _, _ in graphs[0])),  # others are of evaluations
-            "again": dict(Counter(part for part, _, is_again in graphs[0] if is_again)),
-            "logits_positions": sorted({length for part, length, _ in graphs[0] if part == "logits"}),
+            "forward": dict(Counter(part for part, _, _ in of_training)),  # others are of evaluations
+            "again": dict(Counter(part for part, _, is_again in of_training if is_again)),
+            "logits_positions": sorted({length for part, length, _ in of_training if part == "logits"}),
         }
 
     module.forward = torch.compile(module.forward, backend=noted, fullgraph=True, dynamic=False)

@@ -2,8 +2,8 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import Any, get_args
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from compare.contract.communication import GRADIENTS
 from compare.contract.work import Kept, ObservedWork, Part
-from compare.pipeline.schedules import Task
+from compare.pipeline.schedules import Kind, Task
 from compare.spec.axes import DP_REPLICATE
 from torchpar.comm.collectives import Call
 from torchpar.measure.watch import HEAD, Sink, modules_named
@@ -84,15 +84,25 @@ class WorkSink(Sink):
             tasks=[self._tasks] if self._tasks else [],
         )
 
-    def task(self, task: Task) -> AbstractContextManager:
-        """A pipeline's task runs within."""
-        self._tasks.append(str(task))
-        return nullcontext()
+    @contextmanager
+    def task(self, task: Task) -> Generator[None]:
+        """A pipeline's task runs within. Weight gradients were made elsewhere if it multiplies nothing."""
+        before = self._products.total()
+        yield
+        if task.kind is not Kind.BACKWARD_WEIGHT or self._products.total() > before:
+            self._tasks.append(str(task))
 
 
 def of_all_ranks(ranks: Sequence[ObservedWork], *, stages: Sequence[int]) -> ObservedWork:
-    """Work of all ranks, in the order of the mesh; tasks are those of the first rank of each of `stages`."""
-    firsts = [ranks[stages.index(stage)] for stage in range(max(stages) + 1)]
+    """Work of all ranks, in the order of the mesh; messages and tasks are those of the first rank of each of
+    `stages`, or of the first that did otherwise."""
+
+    def by_stage(of_ranks: Sequence[list[Any]]) -> list[Any]:
+        found: list[Any] = []
+        for stage in range(max(stages) + 1):
+            first, *others = (of_rank for of_rank, of in zip(of_ranks, stages, strict=True) if of == stage)
+            found += next((other for other in others if other != first), first)
+        return found
 
     def total(counts: Iterable[dict[Any, int]]) -> dict[Any, int]:
         return dict(sum(map(Counter, counts), Counter()))
@@ -102,10 +112,10 @@ def of_all_ranks(ranks: Sequence[ObservedWork], *, stages: Sequence[int]) -> Obs
         forward=total(rank.forward for rank in ranks),
         again=total(rank.again for rank in ranks),
         logits_positions=sorted({positions for rank in ranks for positions in rank.logits_positions}),
-        gradient_messages=[messages for rank in firsts for messages in rank.gradient_messages],
+        gradient_messages=by_stage([rank.gradient_messages for rank in ranks]),
         kept={of: sorted({x for rank in ranks for x in rank.kept.get(of, [])}) for of in get_args(Kept)},
         compiled=ranks[0].compiled,
-        tasks=[tasks for rank in firsts for tasks in rank.tasks],
+        tasks=by_stage([rank.tasks for rank in ranks]),
     )
 
 

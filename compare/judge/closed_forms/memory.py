@@ -156,6 +156,20 @@ def _largest_part(parameter: Parameter, cuts: str, tp: int, shards: int) -> floa
     return -(-padded // shards) * elements // padded
 
 
+def padding_of_stage(engine: str, experiment: Experiment, *, stage: int) -> float:
+    """How many times as large a stage's blocks, ends or token embedding are at most, if parts of tp and
+    dp_shard are all as large as the largest: 1 if they are equal."""
+    layout, cuts = experiment.layout, ENGINES[engine].holds.cuts
+    block = list(block_parameters(experiment.model, 0))
+    ends = [p for p in parameters_of_stage(engine, experiment, stage=stage) if p not in block]
+
+    def padding(parameters: list[Parameter]) -> float:
+        largest = sum(_largest_part(p, cuts, layout.tp, layout.dp_shard) for p in parameters)
+        return layout.dp_shard * largest / on_one_of_tp(parameters, layout)
+
+    return max(padding(parameters) for parameters in (block, ends, ends[:1]) if parameters)
+
+
 def is_split_by_tp(parameter: Parameter) -> bool:
     """True if tensor parallelism splits it; false if every device of tp has all of it."""
     return TP in map(SPLIT.get, parameter.axes)
