@@ -76,11 +76,14 @@ while True: pass
 """
 # A rank that goes on while the process that watches it is stopped.
 STEPS_OF_A_STOPPED_SIDE = f"""
+path = sys.argv[1] + "/{STEPS_PART}"
 if not os.fork():
     while True:
-        with open(sys.argv[1] + "/{STEPS_PART}", "ab") as steps:
+        with open(path, "ab") as steps:
             steps.write(b'{{"step":0,"loss":1,"grad_norm":1,"lr":1,"step_time_ms":1}}\\n')
         time.sleep(0.1)
+while not os.path.exists(path):
+    time.sleep(0.01)
 os.kill(os.getpid(), signal.SIGSTOP)
 """
 
@@ -96,10 +99,11 @@ def test_the_harness_ends_what_is_stopped_or_idle_and_not_what_computes(tmp_path
     absent = watched("time.sleep(1000)", tmp_path, monkeypatch, elsewhere=True)
     assert absent == "process 1 on host1 did not start: no progress for 1 s"
     (tmp_path / f"{STATE}1.json").unlink()
+    monkeypatch.setattr(watch, "Activity", Busy)
     stopped = watched(STEPS_OF_A_STOPPED_SIDE, tmp_path, monkeypatch)
     assert "process PID is stopped (SIGSTOP, or a debugger), so it was ended" in stopped
     assert "after 0 steps" not in stopped
-    monkeypatch.setattr(watch, "Activity", Busy)
+    (tmp_path / STEPS_PART).unlink()
     assert watched("time.sleep(2)", tmp_path, monkeypatch) == ""
 
 
