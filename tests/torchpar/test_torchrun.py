@@ -4,14 +4,13 @@ import os
 import signal
 import socket
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import processes
 import psutil
 import pytest
 from processes import PATIENCE_S, assert_gone, wait_for
-from warm import run_forked
+from warm import run_forked, start_forked
 
 from compare.contract.record import STEPS_PART, read_failure
 from compare.contract.request import REQUEST, Request, Rung
@@ -87,8 +86,7 @@ def test_a_rank_that_fails_is_named_by_all(tmp_path):
     stale = folder / f"{Rung.GRADIENTS}.safetensors"
     stale.write_bytes(b"of an earlier run")
     port = free_port()
-    with ThreadPoolExecutor(2) as both:
-        ended = list(both.map(lambda n: run_forked(be_rank, n, port, folder), range(2)))
+    ended = list(map(processes.ended, [start_forked(be_rank, n, port, folder) for n in range(2)]))
     failure = read_failure(folder)
     assert failure is not None
     assert failure.rank == 1
