@@ -76,12 +76,14 @@ MEASURED = {
     ("torch-library", 3): ([744] * 5, [744] * 5, [1600, 1600, 1600, 896, 288]),
     ("torch-library", 1): ([2712] * 5, [2712] * 5, [1124, 1128, 1132, 1080, 1072]),
     ("torch-manual", 3): ([*[552] * 4, 504], [*[552] * 4, 504], [*[1216] * 4, 1120]),
+    ("jax-manual", 1): ([3800] * 5, [3800] * 5, [1520] * 5),
+    ("jax-manual", 2): ([3800] * 5, [760] * 5, [1520] * 5),
 }
 """Bytes of parameters, gradients and moments of five ranks, by engine and ZeRO stage."""
 
 
 def test_the_fullest_device_has_what_rounding_gives_it():
-    """A model of which five devices divide nothing, as DTensor, FSDP2 and we cut it."""
+    """A model of which five devices divide nothing, as DTensor, FSDP2 and we cut it, and as JAX pads it."""
     sizes = {"n_layer": 2, "n_embd": 3, "n_head": 1, "vocab_size": 5, "block_size": 8}
     tiny = edited(CHECK, {"model": sizes})
     for (engine, zero), measured in MEASURED.items():

@@ -133,7 +133,8 @@ def _fullest(engine: str, parameters: Iterable[Parameter], layout: Layout, shard
         for parameter in sorted(parameters, key=lambda p: (not p.is_matrix, -p.size)):
             held[held.index(min(held))] += parameter.size
         return max(held)
-    return sum(_largest_part(parameter, cuts, tp, shards) for parameter in parameters)
+    parts = layout.dp_shard if cuts == "dims" else shards  # JAX pads what it does not split, too
+    return parts // shards * sum(_largest_part(parameter, cuts, tp, parts) for parameter in parameters)
 
 
 def _largest_part(parameter: Parameter, cuts: str, tp: int, shards: int) -> float:
