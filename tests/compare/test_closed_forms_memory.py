@@ -4,6 +4,7 @@ import msgspec
 import pytest
 from bounds import AT_REST
 
+from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.closed_forms.memory import KINDS, closed_form, excess, most_held
 from compare.numerics.parameters import parameter_count
 from compare.spec.engines.registry import STUDIED
@@ -93,3 +94,13 @@ def test_the_fullest_device_has_what_rounding_gives_it():
         assert abs(excess(held, form, most)) < 0.02, (engine, zero)
         assert zero == 1 or excess(held, form) > 0.01
         assert excess(held | {"optimizer": [*measured[2][:4], 2000]}, form, most) > AT_REST
+
+
+def test_messages_are_those_of_the_rank_of_tp_that_has_most():
+    """Of five rows of the embedding the first of two ranks has three: measured on torch-manual."""
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 5, "block_size": 8, "bias": False}
+    layout = {"dp_replicate": 3, "tp": 2}
+    odd = edited(CHECK, {"model": sizes, "layout": layout, "precision": {"dtype": "float32"}})
+    messages = gradient_messages("torch-manual", odd, gradient_sync="naive")
+    assert messages
+    assert messages.by_stage[0][-1] == 4 * 3 * 16

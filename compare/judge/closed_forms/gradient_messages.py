@@ -19,7 +19,7 @@ import math
 from msgspec import Struct
 from msgspec.structs import replace
 
-from compare.judge.closed_forms.memory import is_split_by_tp, parameters_of_stage
+from compare.judge.closed_forms.memory import is_split_by_tp, largest_part, parameters_of_stage
 from compare.numerics.parameters import Parameter, block_parameters, end_parameters, storage_dtype
 from compare.spec.engines.registry import ENGINES, JAX
 from compare.spec.experiment import Experiment
@@ -78,7 +78,7 @@ def _by_ddp(engine: str, experiment: Experiment) -> GradientMessages:
 
 
 def _leaves(engine: str, experiment: Experiment, stage: int, *, is_jax: bool) -> list[list[int]]:
-    """Bytes of each leaf on a device, in the order of the engine's tree; by what may share a bucket.
+    """Bytes of each leaf on the first device, in the order of the engine's tree; by what may share a bucket.
 
     In JAX those are leaves that are split over the same axes: joined with one that is split, a repeated one
     would count as split.
@@ -87,12 +87,12 @@ def _leaves(engine: str, experiment: Experiment, stage: int, *, is_jax: bool) ->
     itemsize, shards = storage_dtype(experiment).itemsize, layout.dp_shard if layout.zero else 1
 
     def size(parameter: Parameter, layers: int = 1) -> int:
-        elements, parts = layers * parameter.size, (layout.tp if is_split_by_tp(parameter) else 1) * shards
-        if elements % parts and shards > 1:
+        elements = layers * int(largest_part(parameter, "flat", layout.tp, 1))
+        if elements % shards:
             raise ValueError(
-                f"{parameter.name} is padded, to be cut in {parts}: no closed form of its bucket"
+                f"{parameter.name} is padded, to be cut in {shards}: no closed form of its bucket"
             )
-        return itemsize * -(-elements // parts)
+        return itemsize * elements // shards
 
     if not is_jax:
         return [[size(parameter) for parameter in parameters_of_stage(engine, experiment, stage=stage)]]

@@ -134,10 +134,10 @@ def _fullest(engine: str, parameters: Iterable[Parameter], layout: Layout, shard
             held[held.index(min(held))] += parameter.size
         return max(held)
     parts = layout.dp_shard if cuts == "dims" else shards  # JAX pads what it does not split, too
-    return parts // shards * sum(_largest_part(parameter, cuts, tp, parts) for parameter in parameters)
+    return parts // shards * sum(largest_part(parameter, cuts, tp, parts) for parameter in parameters)
 
 
-def _largest_part(parameter: Parameter, cuts: str, tp: int, shards: int) -> float:
+def largest_part(parameter: Parameter, cuts: str, tp: int, shards: int) -> float:
     """Elements of the largest of the parts that tp, and within them dp_shard, makes of a parameter."""
     sizes = [
         -(-size // tp) if SPLIT.get(axis) == TP else size
@@ -165,7 +165,7 @@ def padding_of_stage(engine: str, experiment: Experiment, *, stage: int) -> floa
     ends = [p for p in parameters_of_stage(engine, experiment, stage=stage) if p not in block]
 
     def padding(parameters: list[Parameter]) -> float:
-        largest = sum(_largest_part(p, cuts, layout.tp, layout.dp_shard) for p in parameters)
+        largest = sum(largest_part(p, cuts, layout.tp, layout.dp_shard) for p in parameters)
         return layout.dp_shard * largest / on_one_of_tp(parameters, layout)
 
     return max(padding(parameters) for parameters in (block, ends, ends[:1]) if parameters)
