@@ -80,7 +80,7 @@ def mismatches(
     """
     is_exact = is_plain(experiment) and is_said_in_full(engine, experiment) and not is_compiled
     other_ways = OTHER_WAYS * sum(flow.textbook for flow in flows) if experiment.layout.pp == 1 else math.inf
-    for flow in _joined(flows):
+    for flow in _joined(flows, at_once=is_exact):
         spare = padding_of_stage(engine, experiment, stage=flow.stage)
         least, most = (1 / spare, spare) if is_exact else _multiples(engine, experiment, flow)
         limit = most * flow.textbook + 1 if flow.textbook or is_exact else other_ways
@@ -143,8 +143,9 @@ def _multiples(engine: str, experiment: Experiment, flow: Flow) -> tuple[float, 
     return least, MOST if is_bounded else math.inf
 
 
-def _joined(flows: Sequence[Flow]) -> list[Flow]:
-    """Flows; those over several axes (a+b) with those over each: XLA sums replicas and shards at once."""
+def _joined(flows: Sequence[Flow], *, at_once: bool) -> list[Flow]:
+    """Flows; those over several axes (a+b) with those over each: XLA sums some of it over replicas and shards
+    at once, and DDP all: then the sum over shards is the whole of it."""
     joint = {(flow.stage, flow.role): flow.axis for flow in flows if "+" in flow.axis}
     sums: dict[tuple[str, str, int], Flow] = {}
     for flow in flows:
@@ -153,7 +154,9 @@ def _joined(flows: Sequence[Flow]) -> list[Flow]:
             axis = flow.axis
         key = axis, flow.role, flow.stage
         if before := sums.get(key):
-            flow = replace(flow, textbook=before.textbook + flow.textbook, sent=before.sent + flow.sent)
+            both = before.textbook, flow.textbook
+            of_both = max(both) if at_once else sum(both)
+            flow = replace(flow, textbook=of_both, sent=before.sent + flow.sent)
         sums[key] = replace(flow, axis=axis)
     return list(sums.values())
 
