@@ -333,6 +333,9 @@ DEEDS = {
         ("zero_bubble was asked for, and another order",),
         whole_backward,
     ),
+    "halves of backward": Deed(
+        "torch-manual", {"layout": PIPELINE | DDP | {"schedule": "zero_bubble", "bucket_mb": 0.01}}, ()
+    ),
     "tied sum": Deed(
         "torch-manual",
         BFLOAT16 | {"layout": PIPELINE},

@@ -61,7 +61,8 @@ def gradient_messages(engine: str, experiment: Experiment, *, gradient_sync: str
             alone = [size for size in sizes if is_jax and size >= ALONE * limit]
             together = [size for size in sizes if not is_jax or size < ALONE * limit]
             buckets += alone + _buckets(together[::-1], limit)
-    is_early = not is_jax and gradient_sync in ("overlapped", "bucketed")
+    in_halves = layout.pp > 1 and layout.schedule == "zero_bubble"  # no backward is a gradient's last
+    is_early = not is_jax and not in_halves and gradient_sync in ("overlapped", "bucketed")
     return GradientMessages(by_stage=by_stage, overlap=is_early)
 
 
