@@ -219,14 +219,14 @@ def gpipe_in_second_replica() -> AbstractContextManager:
 
 def whole_backward() -> AbstractContextManager:
     """Weight gradients are made at once, and their own task does nothing."""
-    from torchpar.manual.stage import Stage
+    from torchpar.manual.stage import Stage, add_up
 
     right = Stage.backward
 
     def backward(self, microbatch, gradient):
         of_input = right(self, microbatch, gradient)
-        self.backward_weight(microbatch)
-        self.factors[microbatch] = []
+        while self.factors[microbatch]:
+            add_up(self.factors[microbatch].pop())
         return of_input
 
     return patch.object(Stage, "backward", backward)
