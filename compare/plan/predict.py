@@ -44,7 +44,7 @@ from compare.spec.experiment import Experiment, ExperimentError
 
 LATER = (1.1, 1.65)
 """Published steps over predicted ones, the medians of tables of H100s and TPUs. Products as fast as anybody
-measured them are a lower bound; how far software stays behind it differs more than layouts do."""
+measured them are optimistic; how far software stays behind them differs more than layouts do."""
 CALIBRATED = (0.88, 1.12)
 """The same once one row of a table has set `Machine.slowdown`: the others were 6 to 11 % off in the mean."""
 WIDE = {"float64": 8.0, "float32": 4.0}
