@@ -17,7 +17,7 @@ from compare.show.markdown import markdown
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, edited, load, revalidate
 from compare.studies.grid import against_one_device, grid, pivot, varied
-from compare.studies.presets import several_presets, spread, with_layout
+from compare.studies.presets import several_presets, spread
 from compare.study import OF_LAYOUTS, Study
 
 SHOWN = ("gradients", "later_weights")
@@ -144,7 +144,8 @@ def rungs_of_engines(experiment: Experiment, engines: Iterable[str], devices: in
         engine = ENGINES[name]
         for sync in engine.gradient_sync if devices > 1 else ():
             chosen = sync if engine.offers_choice else experiment.layout.gradient_sync
-            sharded = with_layout(single, dp_replicate=devices, gradient_sync=chosen)
+            layout = {"dp_replicate": devices, "gradient_sync": chosen}
+            sharded = revalidate(edited(single, {"layout": layout}))
             more, out = grid([name], {f"{devices}-{sync}": sharded}, against="reference", ladder=True)
             cases, left_out = cases | more, left_out | out
     return cases, left_out

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from compare.contract.collective_bench import (
     IMPLEMENTATIONS,
@@ -18,7 +18,7 @@ from compare.contract.collective_bench import (
 from compare.contract.record import Record, Step
 from compare.contract.request import Request
 from compare.execute.hosts import Hosts
-from compare.execute.launch import EngineError, run_side, visible_gpus
+from compare.execute.launch import run_side, visible_gpus
 from compare.execute.load import is_busy
 from compare.flags import Hidden, checked_pythons
 from compare.host.json_files import read_json
@@ -255,21 +255,6 @@ def time_collectives(
         hosts=hosts,
     )
     return read_json(folder / TIMES, CollectiveTimes)
-
-
-def fitted_all_reduce(
-    way: str, sizes: list[int], folder: Path, *, pythons: Mapping[str, str], hosts: Hosts, **given: Any
-) -> Fit:
-    """Latency and bandwidth of an all-reduce of some sizes (bytes), timed in a folder that is made for it.
-
-    `given` are other fields of `CollectiveRequest`. Raises EngineError: it did not finish, or is wrong.
-    """
-    cases = tuple(CollectiveCase("all_reduce", size) for size in sizes)
-    request = CollectiveRequest(implementations=(way,), cases=cases, **given)
-    times = time_collectives(request, folder, pythons=pythons, hosts=hosts)
-    if any(row.wrong for row in times.rows):
-        raise EngineError(f"all_reduce: wrong results of {way}", exit_code=1)
-    return fits_of(times.rows)[0]
 
 
 def _bytes(flag: str, text: str) -> int:

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, PP, TP
-from compare.spec.experiment import Experiment, ExperimentError, Layout, edited, revalidate
+from compare.spec.experiment import Experiment, ExperimentError, Layout, revalidate
 
 Fields = Mapping[str, object]
 MICROBATCHES = "microbatches"
@@ -169,11 +169,6 @@ def spread(experiment: Experiment, preset: str, devices: int = 1, said: Said = N
     """The experiment under a preset, checked. `single` is one device, whatever its layout was."""
     layout = preset_layout(experiment.layout, preset, devices, said)
     return revalidate(msgspec.structs.replace(experiment, layout=layout))
-
-
-def with_layout(experiment: Experiment, **fields: object) -> Experiment:
-    """The experiment under a layout with other fields. Raises ExperimentError if that cannot work."""
-    return revalidate(edited(experiment, {"layout": fields}))
 
 
 def _fields(name: str, devices: int) -> Fields:

@@ -6,7 +6,6 @@ from typing import Any
 from compare.host.tensors import RecordError
 from compare.judge.outcome import OUTCOME, Outcome, read_outcome
 from compare.studies.bench import Bench
-from compare.studies.buckets import Buckets
 from compare.studies.check import Check
 from compare.studies.collectives import Collectives
 from compare.studies.faults import Faults
@@ -25,7 +24,6 @@ _CLASSES = (
     Check,
     Faults,
     Bench,
-    Buckets,
     Profile,
     Ledger,
     Collectives,

@@ -11,19 +11,21 @@ from pathlib import Path
 import numpy as np
 
 from compare.contract.ceiling import CeilingRequest
-from compare.contract.collective_bench import OURS
+from compare.contract.collective_bench import OURS, CollectiveCase, CollectiveRequest
 from compare.contract.communication import ring_wire_bytes
 from compare.execute.ask import measure_ceiling
 from compare.execute.hosts import HERE as ONE_HOST
 from compare.execute.hosts import Hosts
+from compare.execute.launch import EngineError
 from compare.execute.load import busy_cores, require_idle
 from compare.execute.machine import memory_bytes
 from compare.execute.paths import RUNS
 from compare.host.facts import cores
+from compare.judge.collective_fit import fits_of
 from compare.plan.machine import LinkSpeed, Machine
 from compare.spec.engines.registry import TORCH, side_of
 from compare.spec.experiment import MAX_CPU_DEVICES, Experiment, ExperimentError, Layout
-from compare.studies.collectives import fitted_all_reduce, sizes_between
+from compare.studies.collectives import sizes_between, time_collectives
 
 HERE = "here"
 SIZES = (64, 128, 256, 512, 1024)
@@ -64,12 +66,17 @@ def machine_here(
         """Of an all-reduce over so many ranks; free on one, which has no link."""
         if ranks == 1:
             return LinkSpeed(bytes_per_s=1e30)
-        way, sizes = OURS if side.name == TORCH.name else "xla", sizes_between(1024, 2**22)
-        given = {"ranks": ranks, "row_s": ROW_S, "pythons": pythons, "hosts": over}
+        way = OURS if side.name == TORCH.name else "xla"
+        cases = tuple(CollectiveCase("all_reduce", size) for size in sizes_between(1024, 2**22))
+        request = CollectiveRequest(implementations=(way,), cases=cases, ranks=ranks, row_s=ROW_S)
         if over.several:  # they share the folder of the results, and not /tmp
             RUNS.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=RUNS if over.several else None) as folder:
-            fit = fitted_all_reduce(way, sizes, Path(folder) / "all_reduce", **given)
+            place = Path(folder) / "all_reduce"
+            rows = time_collectives(request, place, pythons=pythons, hosts=over).rows
+        if any(row.wrong for row in rows):
+            raise EngineError(f"all_reduce: wrong results of {way}", exit_code=1)
+        (fit,) = fits_of(rows)
         rate = min(fit.bytes_per_s * ring_wire_bytes("all_reduce", 2**20, ranks) / 2**20, 1e30)
         return LinkSpeed(bytes_per_s=rate / sharing_it)
 

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 from machines import machine_of
-from msgspec.structs import replace
 
+from compare.contract.collective_bench import CollectiveTimes, make_row
 from compare.execute.hosts import Hosts
+from compare.execute.launch import EngineError
 from compare.judge.closed_forms.peak import peak_per_device
-from compare.judge.collective_fit import Fit
 from compare.plan.compute import Variant, shape_of
 from compare.plan.machine import read_machine
 from compare.plan.predict import predict, ways_of
@@ -177,12 +177,14 @@ def test_links_of_several_hosts_are_measured_inside_and_across(
     monkeypatch.chdir(tmp_path)
     asked = []
 
-    def fitted_all_reduce(implementation, sizes, folder, *, ranks, hosts, **how):
-        asked.append((ranks, hosts.count))
-        fit = Fit(implementation="ours", kind="all_reduce", ranks=2, latency_us=1e6 * hosts.count, misfit=0)
-        return replace(fit, bandwidth_gb_s=8.0 / hosts.count)
+    def time_collectives(request, folder, *, hosts, pythons):
+        asked.append((request.ranks, hosts.count))
+        seconds = {case: 1e-3 + case.size * hosts.count / 8e9 for case in request.cases}
+        rows = [make_row("ours", of, ranks=2, seconds=took, wrong=wrong) for of, took in seconds.items()]
+        return CollectiveTimes(rows=rows, device_kind="cpu", versions={}, threads="", hosts=[])
 
-    monkeypatch.setattr(this_machine, "fitted_all_reduce", fitted_all_reduce)
+    wrong = 0
+    monkeypatch.setattr(this_machine, "time_collectives", time_collectives)
     monkeypatch.setattr(this_machine, "busy_cores", lambda: 0.0)
     monkeypatch.setattr(this_machine, "_copied_per_s", lambda: 1e9)
     monkeypatch.setattr(this_machine, "cores", lambda: 2)
@@ -200,3 +202,6 @@ def test_links_of_several_hosts_are_measured_inside_and_across(
     assert found.peak == {"float64": 1e9 * min(1.0, 2 / sharing)}
     with pytest.raises(ExperimentError, match="do not divide"):
         this_machine.machine_here("torch-manual", tiny, 3, hosts=hosts, **how)
+    wrong = 1
+    with pytest.raises(EngineError, match="wrong results of ours"):
+        this_machine.machine_here("torch-manual", tiny, 4, hosts=hosts, **how)

@@ -77,7 +77,6 @@ REFUSED = {
     "ledger --checkpoint.every 2": "--checkpoint.every has no effect",
     "bench --train.max_iters 9": "--train.max_iters has no effect",
     "profile --init_from nosuch.pt": "--init_from has no effect",
-    "buckets --layout.bucket_mb 4": "--layout.bucket_mb has no effect",
     "lesson fully_sharded --results taken --run_dir other": "has no effect",
     "profile --continue taken --preset ddp": "leave out --preset",
     # What a study has no room for.
@@ -95,9 +94,6 @@ REFUSED = {
     "collectives --row_s 0": "--row_s 0.0 must be more than 0",
     "collectives --implementations nccl": "no such way on platform cpu",
     "collectives --hosts 2 --ranks 3": "--ranks 3: give between 2 and 64, which 2 hosts divide",
-    "buckets --devices 1": "nothing to reduce on fewer than 2",
-    "buckets --devices 3": "not divisible by --devices 3",
-    "buckets --bucket_mb 0": "bucket_mb",
     "lesson fully_sharded --output page.pdf": "end it in one of .html",
     # Engines that cannot.
     "run --layout.gradient_sync overlapped --engines jax-manual": "jax-manual offers naive, flat, bucketed",
