@@ -82,8 +82,8 @@ class FlatGradients:
     Attributes:
         used: indices of the parameters that have a gradient.
         ready: indices of those whose gradient of the step's last backward is there.
-        full: (n,) what backward adds up, until it is summed over the ranks.
-        shard: this rank's cut of the sum, once its reduction has begun.
+        full: (n,) what backward adds up, each gradient divided by the ranks, until it is summed over them.
+        shard: this rank's cut of the sum, which is the mean, once its reduction has begun.
     """
 
     def __init__(self, flat: FlatParameters):
@@ -103,7 +103,10 @@ class FlatGradients:
 
     @torch.no_grad()
     def add(self, index: int) -> None:
-        """Take the gradient that backward left on the parameter at `index`, and add it to the buffer."""
+        """Take the gradient that backward left on the parameter at `index`, and add it to the buffer.
+
+        It is divided by the ranks on the way, so that their sum is the mean without a pass of its own.
+        """
         parameter = self.flat.parameters[index]
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
@@ -111,9 +114,9 @@ class FlatGradients:
             self.full = torch.empty_like(self.flat.full)
         slot = self.flat.view(self.full, index)
         if index in self.used:
-            slot.add_(gradient)
+            slot.add_(gradient, alpha=1 / self.ranks)
         else:
-            slot.copy_(gradient)
+            torch.div(gradient, self.ranks, out=slot)
             self.used.add(index)
 
     def wait(self) -> None:

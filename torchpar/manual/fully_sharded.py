@@ -62,8 +62,6 @@ def finish_mean(gradients: FlatGradients) -> None:
     """Finish the reduction: each piece gets its slice of the mean over all ranks."""
     all_reduce_over_replicas(gradients)
     gradients.wait()
-    if gradients.shard is not None:
-        gradients.shard /= gradients.ranks
     gradients.hand_out()
 
 
