@@ -1,10 +1,11 @@
-"""The cases of a bench: what is timed, in which order, against what, and what is left out by name."""
+"""The cases of a bench: what is timed, in which order, against what, what is left out; their figures."""
 
 import pytest
-from benches import bench_of, cases_of, grid_of
+from benches import bench_of, cases_of, grid_of, measurement_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from compare.judge.timed_outcome import blocks
 from compare.spec.experiment import ExperimentError
 from compare.studies.presets import edits_of
 from compare.timing import rotated
@@ -123,3 +124,21 @@ def test_baseline_is_of_the_same_block_or_one_for_all(tiny):
         found = result.baseline_of(case)
         assert (found.engine, found.layout, found.size) == ("torch-manual", "single", case.size)
     assert bench_of(cases, baseline="jax-manual").baseline_of(cases[0]) is None
+
+
+def test_a_round_without_the_baseline_has_no_ratio(tiny):
+    first, second = cases = cases_of(tiny)
+    measurements = [measurement_of(first, number) for number in (1, 2)]
+    measurements += [measurement_of(second, number, wall_ms=20.0) for number in (1, 3)]
+    (rows,) = blocks(bench_of(cases, measurements=measurements, rounds=3)).values()
+    assert rows[0].wall_ratio is None
+    assert (rows[1].wall_ratio.median, rows[1].wall_ratio.rounds) == (2.0, 1)
+
+
+def test_figures_are_medians_over_rounds(tiny):
+    (case,) = cases = cases_of(tiny, engines=("torch-manual",))
+    walls = {1: 10.0, 2: 30.0, 3: 12.0}
+    measurements = [measurement_of(case, number, wall_ms=wall) for number, wall in walls.items()]
+    ((row,),) = blocks(bench_of(cases, measurements=measurements, rounds=3)).values()
+    assert (row.wall_ms, row.cpu_ms, row.single_ms) == pytest.approx((12.0, 24.0, 13.2))
+    assert row.tokens_per_s == pytest.approx(case.experiment.tokens_per_step / 0.012)

@@ -22,11 +22,9 @@ from compare.contract.request import Request
 from compare.execute import hosts
 from compare.judge.collective_fit import fit_line, fits_of
 from compare.judge.outcome import Case, Outcome
-from compare.show import terminal
 from compare.show.page import write_page
 from compare.spec.experiment import Experiment
 from compare.studies.collectives import Collectives, implementations_on, sizes_between
-from compare.terminal import PlainConsole
 
 SIZES = sizes_between(1024, 2**20)
 LATENCY_S, BANDWIDTH = 50e-6, 2e9
@@ -95,19 +93,6 @@ def test_a_process_for_each_side_and_number_of_ranks():
     only, _ = cli.parse(["collectives", "--implementations", "xla"])
     assert list(only.planned().cases) == ["jaxpar-2", "jaxpar-4", "jaxpar-6"]
     assert sizes_between(1024, 70_000) == [1024, 4096, 16384, 65536]
-
-
-def test_tables_have_the_columns_of_nccl_tests_and_fit_into_80_characters(capsys, monkeypatch):
-    monkeypatch.setattr(terminal, "results_console", lambda: PlainConsole(width=80))
-    rows = [row_of(name, "all_reduce", size) for size in (*SIZES, 2**30) for name in ("ours", "gloo")]
-    terminal.print_findings(Collectives.findings(outcome_with(rows), Path()), as_json=False)
-    printed = capsys.readouterr().out
-    assert "all_reduce on 4 ranks" in printed
-    assert all(word in printed for word in ("size", "count", "time", "algbw", "busbw", "#wrong"))
-    lines = [line.split() for line in printed.splitlines()]
-    assert ["4,096", "1,024", "gloo", "52.0", "0.079", "0.118", "0"] in lines
-    assert ["all_reduce", "4", "ours", "50.0", "2.000", "0%"] in lines
-    assert "\u2026" not in printed  # nothing is cut
 
 
 def test_the_page_stands_alone_and_wrong_elements_are_no_pass(tmp_path):

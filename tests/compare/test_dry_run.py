@@ -52,17 +52,6 @@ def test_every_command_that_trains_has_a_dry_run(nothing_starts, capsys):
         assert planned["training_tokens"] > 0
 
 
-def test_a_dry_run_is_printed_for_people(nothing_starts, capsys):
-    asked = "run check --preset fsdp_tp --devices 4 --dry-run"
-    assert main(asked.split()) == 0
-    printed = capsys.readouterr().out
-    assert "zero = 3" in printed  # the resolved experiment, the preset in it
-    assert "layout: fully sharded over 2, tensor parallel over 2: 4 CPU devices" in printed
-    assert "nothing was started; all of it can run" in printed
-    for engine in STUDIED:
-        assert engine in printed
-
-
 def test_memory_is_the_closed_form(nothing_starts, capsys):
     asked = "run check --preset fsdp_pp --devices 4 --engines torch-manual --dry_run --json"
     assert main(asked.split()) == 0

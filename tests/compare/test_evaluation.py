@@ -14,7 +14,6 @@ from compare.checkpoint.reader import read_description
 from compare.checkpoint.saver import Saver, best_checkpoint
 from compare.contract.record import read_record
 from compare.numerics.data import SPLITS, open_corpus
-from compare.numerics.parameters import initial_parameters
 from compare.numerics.shards import Shard
 from compare.numerics.stream import evaluate, is_due, steps_due
 from compare.spec.experiment import Data, Experiment, edited
@@ -48,30 +47,6 @@ def test_when_and_how_often(tiny):
     assert (found.train, found.validation) == (1.5, 3.5)
 
 
-def untrained_losses(spec: Experiment) -> list[float]:
-    """Mean losses of the initial weights over windows of both splits, drawn word by word: an oracle."""
-    import torch
-
-    from torchpar.model import GPT
-    from torchpar.weights import load_weights
-
-    model = GPT(edited(spec, {"model": {"dropout": 0.0}}).model).double()
-    load_weights(model, initial_parameters(spec))
-    corpus, length, found = open_corpus(spec), spec.model.block_size, []
-    passes = spec.train.gradient_accumulation_steps  # of a batch, which are evaluated together
-    for number, tokens in enumerate((corpus.train, corpus.validation)):
-        losses = []
-        for index in range(spec.train.eval_iters // passes):
-            random = np.random.Philox(key=spec.train.seed, counter=[0, index, 0, 3 + number])
-            words = random.random_raw(passes * spec.train.batch_size)
-            starts = [int((word >> 11) / 2**53 * (len(tokens) - length)) for word in map(int, words)]
-            windows = torch.tensor(np.stack([tokens[at : at + length + 1] for at in starts]).astype(np.int64))
-            with torch.no_grad():
-                losses.append(float(model(windows[:, :-1], windows[:, 1:])[1]))
-        found.append(sum(losses) / len(losses))
-    return found
-
-
 @pytest.mark.parametrize("preset", DEVICES)
 def test_every_engine_evaluates_to_the_same(grid, preset):
     """With dropout, which an evaluation is without."""
@@ -83,8 +58,6 @@ def test_every_engine_evaluates_to_the_same(grid, preset):
         losses = [(one.train, one.validation) for one in record.evaluations]
         np.testing.assert_allclose(losses, expected, rtol=1e-12)
     # The watched step comes after an evaluation, and sends what any other does: `strategy` is a rung.
-    # A second oracle of the first evaluation, in plain PyTorch: no engine's loop, and no batch of `evaluate`.
-    np.testing.assert_allclose(expected[0], untrained_losses(first.manifest.experiment), rtol=1e-12)
     assert abs(expected[0][1] - math.log(256)) < 0.1  # untrained weights know nothing
 
 

@@ -13,7 +13,6 @@ from compare.contract.request import REQUEST, Request
 from compare.contract.run_lock import lock_folder
 from compare.host.disk import no_room, write_atomically
 from compare.host.json_files import write_json
-from compare.host.signals import describe_exit
 from compare.spec.experiment import ExperimentError
 
 
@@ -95,12 +94,3 @@ def test_a_side_that_may_write_no_more_says_so_in_a_line(tmp_path, tiny):
     assert failure is not None
     assert f"jaxpar: {failure.message}" == line
     assert not list(tmp_path.glob("*.tmp"))
-
-
-def test_how_a_process_ended():
-    for code, says in {
-        -9: "killed by SIGKILL at step 3 (out of memory, if nobody sent it)",
-        143: "ended by SIGTERM at step 3",
-        7: "left with exit code 7 at step 3",
-    }.items():
-        assert describe_exit(code, when="at step 3") == says

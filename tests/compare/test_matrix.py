@@ -6,16 +6,14 @@ import grid as grids
 import pytest
 from bounds import AT_REST, assert_bounded
 from grid import DEVICES, SOME
-from records import CLIMBED, make_request, outcome_of
+from records import CLIMBED
 
 from compare.judge.closed_forms.memory import closed_form, excess
-from compare.judge.ladder import RungResult, Verdict, climb
-from compare.judge.outcome import Case
-from compare.show.findings import Text
+from compare.judge.ladder import climb
 from compare.spec.engines.registry import STUDIED
-from compare.spec.experiment import Layout, load
-from compare.studies.check import Check, cell_of
-from compare.studies.presets import PRESETS, Said, preset_layout, settings_in
+from compare.spec.experiment import load
+from compare.studies.check import Check
+from compare.studies.presets import PRESETS
 
 TRAINED = ("fsdp_tp", "pp_interleaved")
 """Layouts of the command's one real run, by torch-library; `check --presets all` has every cell."""
@@ -56,15 +54,6 @@ def test_the_command_holds_layouts_to_one_device(shardpair):
     assert len(page.split()) < 300
 
 
-def test_a_composition_takes_any_schedule():
-    chosen = Layout(schedule="interleaved", chunks=2)
-    said = Said(file=settings_in(chosen))
-    assert preset_layout(chosen, "fsdp_pp", 4, said).schedule == "interleaved"
-    assert preset_layout(chosen, "fsdp_pp", 4, said).chunks == 2
-    assert preset_layout(chosen, "pp_gpipe", 4, said).schedule == "gpipe"
-    assert preset_layout(chosen, "single", 1, said) == Layout()
-
-
 def test_every_cell_is_a_case_or_has_a_reason():
     cases, left_out = Check(presets=("all",), variants=("all",)).cases(load("check"))
     layouts = [name for name in PRESETS if name != "single"]
@@ -75,18 +64,3 @@ def test_every_cell_is_a_case_or_has_a_reason():
     assert references == ["reference", "reference.2", "reference.3", "reference.4"]
     assert len([case for case in cases.values() if case.against == "reference.3"]) > 100
     assert cases["jax-compiler.ddp_pp"].experiment.layout.schedule == "gpipe"  # it has no 1F1B
-
-
-def test_a_cell_shows_errors_or_what_went_wrong(tiny):
-    def verdict(error: float) -> Verdict:
-        rungs = [
-            RungResult(rung=rung, error=error, tolerance=1e-10, worst="norm.scale", reason="")
-            for rung in ("gradients", "later_weights")
-        ]
-        return Verdict(candidate="", reference="", rungs=rungs)
-
-    outcome = outcome_of(tiny, cases={"a": Case(request=make_request(tiny))}, failures={"a": "rank 1 died"})
-    assert cell_of(outcome, "a", None).text == "did not finish: rank 1 died"
-    assert cell_of(outcome, "a", verdict(2e-15)) == Text("2e-15 / 2e-15")
-    bad = cell_of(outcome, "a", verdict(3e-3))
-    assert (bad.text[:17], bad.news) == ("FAIL at gradients", "fail")

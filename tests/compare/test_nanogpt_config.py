@@ -62,13 +62,6 @@ def test_a_config_is_the_experiment_that_nanogpt_would_run(config, tmp_path):
     assert load_experiment("demo").train.max_iters
 
 
-def test_the_command_line_says_what_has_no_meaning(config, capsys):
-    assert main(["run", str(config), "--dry_run"]) == 0
-    printed = capsys.readouterr()
-    assert "out_dir: --run_dir says where results go" in printed.err
-    assert "n_embd = 16" in printed.out
-
-
 LINES = (
     ("from os import system", "line 1: only assignments such as n_layer = 6 are read"),
     ("max_iters = " + "*".join("1" * 3000), "it cannot be read"),

@@ -75,13 +75,6 @@ def test_what_is_not_installed_is_left_out_with_the_line_that_installs_it(withou
     assert "1 case of 3 steps" in printed
 
 
-def test_list_says_what_is_missing(without_deepspeed, capsys):
-    assert main(["list", "--json"]) == 0
-    missing = {entry["name"]: entry["missing"] for entry in json.loads(capsys.readouterr().out)["peers"]}
-    assert missing.pop("deepspeed") == "pip install 'shardpair[deepspeed]'"
-    assert set(missing.values()) == {""}
-
-
 def test_packages_are_looked_for_in_the_python_that_runs_the_engine(monkeypatch):
     def needing(package: str) -> Engine:
         return Engine(name="other", side="torchpar", gradient_sync=("none",), decides="a test", needs=package)

@@ -9,7 +9,6 @@ import select
 import pytest
 from records import make_request
 
-from compare.cli import main
 from compare.contract.record import Step
 from compare.execute import progress
 from compare.execute.launch import EngineError
@@ -106,11 +105,3 @@ def test_a_terminal_sees_a_bar(requests, monkeypatch):
     assert "━" in seen
     assert "1 of 2: [/x]: step 1 of 100, loss 2.5000" in seen
     assert "1 of 2: [/x]: stopped after 1 step of 100" in seen
-
-
-def test_a_study_tells_the_reporter(engines, capsys):
-    engines.failing = {"torch-manual": EngineError("torch-manual: no luck", exit_code=1)}
-    assert main(["run", "tiny.toml", "--engines", "jax-manual", "torch-manual", "--run_dir", "r"]) == 1
-    told = capsys.readouterr().err
-    assert "1 of 2: jax-manual: 3 steps in" in told
-    assert "2 of 2: torch-manual: stopped after 0 steps of 3" in told

@@ -53,6 +53,7 @@ REFUSED = {
     "run --run_dir empty.txt/inside": "empty.txt/inside cannot be created",
     "run --jax_python /nosuch": "--jax_python /nosuch: no such program",
     "report taken": "taken has no outcome.json",
+    "ledger --results taken": "is not the folder of a `shardpair run`",
     "report taken --picture curve.doc": "--picture curve.doc: end it in one of .png, .svg, .pdf",
     # Numbers, alone and together.
     f"run --train.seed {2**63}": "train.seed",
@@ -74,6 +75,7 @@ REFUSED = {
     "check --against nanogpt --model.norm_eps 1": "--model.norm_eps has no effect",
     "check demo --against nanogpt": "golden",
     "faults --layout.zero 1": "--layout.zero has no effect",
+    "ledger --preset ddp --presets fsdp": "give one of them",
     "ledger --checkpoint.every 2": "--checkpoint.every has no effect",
     "bench --train.max_iters 9": "--train.max_iters has no effect",
     "profile --init_from nosuch.pt": "--init_from has no effect",

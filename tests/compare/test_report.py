@@ -5,7 +5,7 @@ import re
 import msgspec
 import pytest
 from outline import require_alone
-from records import FEW_ROWS, finished_of, make_record, make_run, make_steps, tensors_of
+from records import FEW_ROWS, make_record, make_run, make_steps, tensors_of
 
 from compare.cli import main
 from compare.contract.ledger import Ledger
@@ -13,8 +13,7 @@ from compare.contract.memory_profile import MEMORY, Curve, DeviceMemory, MemoryP
 from compare.contract.request import Rung
 from compare.host.json_files import write_json
 from compare.judge.closed_forms.memory import closed_form
-from compare.judge.metrics import MANY, METRICS, figures
-from compare.judge.outcome import OUTCOME
+from compare.judge.metrics import figures
 from compare.present.memory import resting_table
 from compare.present.profile import planned_figures
 from compare.present.report import (
@@ -27,7 +26,7 @@ from compare.present.report import (
 from compare.show.figures import WINDOWS, Figure, save_figures, svg, windowed
 from compare.spec.experiment import edited, parse
 from compare.studies.presets import spread
-from compare.terminal import human_bytes, human_seconds, layout_in_words
+from compare.terminal import human_bytes
 
 pytestmark = pytest.mark.usefixtures("with_pictures")
 PIPELINE = {"layout": {"pp": 2, "microbatches": 2, "schedule": "gpipe"}, "model": {"n_layer": 2}}
@@ -96,28 +95,6 @@ def test_no_name_is_obeyed_by_a_page_or_reaches_the_terminal(tmp_path, tiny, rec
     assert [str(warning.message) for warning in recwarn] == []
 
 
-def test_a_garbled_figure_is_one_line(tmp_path, tiny, capsys):
-    make_run(tmp_path / "run", tiny)
-    path = tmp_path / "run" / OUTCOME
-    path.write_text(re.sub(r'"final_loss": *[\d.]+', '"final_loss": "oops"', path.read_text()))
-    assert main(["report", str(tmp_path / "run")]) == 2
-    said = capsys.readouterr()
-    assert (said.out, said.err.count("\n")) == ("", 1)
-    assert f"{tmp_path / 'run'} makes no sense: ValueError" in said.err
-
-
-def test_page_of_a_known_device_says_its_utilisation(tmp_path, tiny):
-    """989.5e12 operations a second of an H100 in bfloat16; halved, if two share the work."""
-    on_two = edited(tiny, {"layout": {"dp_replicate": 2}, "precision": {"dtype": "bfloat16"}})
-    record = make_record(tmp_path / "run", on_two)
-    manifest = msgspec.structs.replace(record.manifest, device_kind="NVIDIA H100 80GB HBM3", platform="gpu")
-    cost = figures(msgspec.structs.replace(record, manifest=manifest))
-    assert cost["mfu"] == pytest.approx(cost["model_flops_per_s"] / 2 / 989.5e12)
-    assert "mfu" not in figures(record)
-    rows = {row.head.text: row.cells for row in cost_table(finished_of(on_two, {"a": cost})).rows}
-    assert [cell.text for cell in rows["MFU, of the devices' peak"]] == [f"{cost['mfu']:.1%}"]
-
-
 def test_costs_leave_out_the_first_and_the_instrumented_step(tmp_path, tiny):
     five = edited(tiny, {"train": {"max_iters": 5}, "layout": {"dp_replicate": 2}})
     cost = figures(msgspec.structs.replace(make_record(tmp_path / "run", five), ledger=Ledger(rows=FEW_ROWS)))
@@ -126,17 +103,6 @@ def test_costs_leave_out_the_first_and_the_instrumented_step(tmp_path, tiny):
     assert cost["peak_mem_bytes"] == 2000
     assert (cost["comm_calls"], cost["comm_bytes"], cost["comm_wire_bytes"]) == (3, 4004, 6006)
     assert cost["tokens_per_s"] == pytest.approx(4 * 16 / 0.013)
-
-
-def test_every_ratio_belongs_to_a_row_of_the_cost_table(tmp_path, tiny):
-    long = {"layout": {"dp_replicate": 2}, "train": {"max_iters": MANY + 2}}  # so that a p95 says something
-    cost = figures(make_record(tmp_path / "run", edited(tiny, long)))
-    twice = cost | {"comm_calls": 2 * cost["comm_calls"], "peak_mem_bytes": cost["peak_mem_bytes"] // 2}
-    rows = cost_table(finished_of(tiny, {"a": cost, "b": twice, "c": cost | {"comm_calls": 0}})).rows
-    notes = {row.head.text: [cell.note[-4:] for cell in row.cells][:2] for row in rows}
-    assert {metric.label for metric in METRICS if metric.has_ratio} <= notes.keys()
-    assert notes["collectives per step"] == ["", "2.00"]
-    assert notes["peak memory per device"] == ["", "0.50"]
 
 
 def test_memory_stands_beside_its_closed_form(tmp_path, tiny):
@@ -187,17 +153,3 @@ def test_each_schedule_is_drawn_once_and_a_huge_one_is_not(tmp_path, tiny):
     wide = edited(pipeline, {"layout": {"microbatches": 800}})
     manifest = msgspec.structs.replace(one.manifest, experiment=wide)
     assert planned_figures([msgspec.structs.replace(one, manifest=manifest)]) == []
-
-
-def test_layouts_and_numbers_in_words(tiny):
-    for preset, devices, said in (
-        ("single", 1, "nothing split: 1 CPU device"),
-        ("zero1", 4, "optimizer state split over 4 (ZeRO-1): 4 CPU devices"),
-        ("hsdp", 4, "2 replicas, each fully sharded over 2: 4 CPU devices"),
-        ("tp_sp", 2, "tensor and sequence parallel over 2: 2 CPU devices"),
-        ("pp_interleaved", 2, "pipeline of 2 ranks with 2 stages each, interleaved 1F1B with 2 "),
-    ):
-        assert layout_in_words(spread(edited(tiny, BIG), preset, devices), "cpu").startswith(said)
-    assert [human_bytes(n) for n in (0, 999, 999_600, 1_234_000)] == ["0 B", "999 B", "1 MB", "1.23 MB"]
-    seconds = [human_seconds(n) for n in (0.04, 9.97, 59.6, 125, 4330)]
-    assert seconds == ["0.0 s", "10 s", "1 min 0 s", "2 min 5 s", "1 h 12 min"]

@@ -9,7 +9,6 @@ from compare.judge.statistics import (
     MIN_ROUNDS,
     coverage,
     estimate,
-    interval_words,
     rank_of,
 )
 
@@ -55,9 +54,3 @@ def test_interval_is_around_the_median_and_within_the_values(values):
     if found.low is not None:
         assert min(values) <= found.low <= found.median <= found.high <= max(values)
         assert estimate(values) == found
-
-
-def test_words_of_intervals_name_their_rounds():
-    found = [estimate([float(i) for i in range(rounds)]) for rounds in (7, 5, 3, 5)]
-    assert interval_words(found) == "93.8 % intervals of 5 rounds, 98.4 % intervals of 7 rounds"
-    assert interval_words([estimate([1.0])]) == "left out: fewer than 5 rounds give no interval"

@@ -5,7 +5,6 @@ It is read and shown, and nothing of it is executed, followed or obeyed.
 
 import io
 import json
-import math
 import os
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from compare.show.terminal import print_findings
 from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import Experiment
 from compare.studies.check import Check
-from compare.terminal import PlainConsole, coloured, error_text, printable
+from compare.terminal import PlainConsole, coloured, printable
 
 MODULES = ("compare", "numpy", "jax", "torch", "msgspec", "jaxpar", "torchpar", "json")
 OUTSIDE = ("../victim", "/etc", "..", ".", "", "a/b", "x\0y", "n" * 256)
@@ -161,10 +160,6 @@ def test_text_is_shown_as_it_is_and_a_terminal_obeys_nothing():
         assert shown(table).count(text) == 4
     assert printable("a\x1b[2J\nb\udce9\x07, größer, 日本, π") == r"a\x1b[2J\nb\udce9\x07, größer, 日本, π"
     assert shown("first\nsecond \x1b[2J") == "first\nsecond \\x1b[2J\n"
-
-
-def test_an_error_that_is_none_is_not_written_as_inf():
-    assert [error_text(error) for error in (0.0, 1e-7, math.inf)] == ["exact", "1.0e-07", "differs"]
 
 
 def test_names_of_cases_and_errors_are_no_markup(capsys, monkeypatch):

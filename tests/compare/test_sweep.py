@@ -39,17 +39,6 @@ def names(small, **fields):
     return list(cases), left_out
 
 
-def test_what_runs(small):
-    both = ("torch-manual", "jax-manual")
-    plain, _ = names(small, engines=both, presets=("ddp", "fsdp"))
-    assert plain == ["reference", *(f"{one}.{preset}.2" for preset in ("ddp", "fsdp") for one in both)]
-    varied, _ = names(small, engines=both[:1], presets=("fsdp",), variants=("precision.dtype=bfloat16",))
-    assert varied == [
-        *("reference", "torch-manual.fsdp.2"),
-        *("reference.2", "torch-manual.fsdp.2, precision.dtype=bfloat16"),
-    ]
-
-
 def test_what_cannot_be_is_left_out_by_name(small):
     _, left_out = names(small, engines=tuple(STUDIED), presets=("ddp", "ddp_flat", "pp_zero_bubble", "hsdp"))
     assert left_out.keys() == {

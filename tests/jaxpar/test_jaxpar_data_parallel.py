@@ -1,7 +1,6 @@
 """Data parallelism: what was asked is what runs, with the numbers of one device; and the plan of buckets."""
 
 import itertools
-import math
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,12 +44,3 @@ def test_bucket_plan_copies_small_leaves_only_into_as_few_buckets_as_may_be(leav
         sizes = [[leaves[leaf][1] for leaf in bucket] for bucket in joined]
         assert all(sum(bucket) <= limit for bucket in sizes)
         assert all(sum(bucket) + following[0] > limit for bucket, following in itertools.pairwise(sizes))
-
-
-def test_bucket_plan():
-    leaves = [("a", 4), ("a", 2), ("a", 2), ("a", 4), ("b", 2)]
-    assert bucket_plan(leaves, limit=0) == [[4], [3], [2], [1], [0]]
-    # 4 is of another dtype, 3 is a third of a bucket
-    assert bucket_plan(leaves, limit=12) == [[4], [3], [2, 1], [0]]
-    assert bucket_plan(leaves, limit=math.inf) == [[4], [3, 2, 1, 0]]
-    assert bucket_plan(5 * [("a", 2)], limit=9) == [[4, 3, 2, 1], [0]]

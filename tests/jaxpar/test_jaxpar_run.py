@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from processes import PATIENCE_S, wait_for
 
 from compare.contract.ending import BAD_REQUEST, FAILED, MISSING, DivergedError
-from compare.contract.faults import planted
 from compare.contract.record import (
     MANIFEST,
     STEPS_PART,
@@ -36,8 +35,8 @@ from compare.host.json_files import decode_json, write_json
 from compare.judge.strategy import strategy_of
 from compare.numerics.data import open_corpus
 from compare.numerics.parameters import initial_parameters, parameter_table
-from compare.spec.engines.registry import ENGINES, SIDES
-from compare.spec.experiment import ExperimentError, Layout, Optimizer, Train
+from compare.spec.engines.registry import SIDES
+from compare.spec.experiment import Optimizer, Train
 from jaxpar.__main__ import failure_of
 from jaxpar.run import Run
 
@@ -105,17 +104,6 @@ def test_an_error_says_what_kind_of_end_it_is(tmp_path, capsys):
         failure = failure_of(error, tmp_path, None)
         assert (failure.message, failure.exit_code) == (message, code)
     assert capsys.readouterr().err.splitlines() == ["ValueError: odd"]  # of bugs alone there is a stack
-
-
-def test_what_an_engine_does_not_have_is_refused_by_name():
-    overlapped = Layout(gradient_sync="overlapped", dp_replicate=2)
-    for refused, says in (
-        (lambda: ENGINES["jax-manual"].require(overlapped), "jax-manual offers naive, flat, bucketed"),
-        (lambda: planted("sum_for_mean", engine="jax-compiler"), "jax-compiler"),
-        (lambda: planted("typo", engine="jax-manual"), "typo"),
-    ):
-        with pytest.raises(ExperimentError, match=says):
-            refused()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from functools import partial
 import gpt_steps
 import pytest
 import torch
-from gpt_steps import ADAM, CONFIG, SGD, assert_cut, assert_same, backward, count, reference
+from gpt_steps import ADAM, CONFIG, SGD, assert_cut, assert_same, backward, reference
 from layouts import TORCH_COMPILER as LAYOUTS
 from msgspec.structs import replace
 from ranks import on_ranks
@@ -45,33 +45,6 @@ def test_a_step_is_one_graph_and_equals_one_device(rank: int) -> None:
     work = parallel.compiled(is_fused=False)
     assert work["compiled"] == "aot_eager, 1 graph"
     assert (work["forward"]["activations"], work["forward"]["logits"]) == (BLOCKS, 1)
-
-
-def test_ledger(ranks):
-    ranks.end()  # DTensor keeps what it planned for one mesh, groups and all, for a later equal one
-    ranks.run(ledger)
-
-
-@on_ranks
-def ledger(rank: int) -> None:
-    """Two passes: blocks are gathered twice a pass and all else once, gradients scattered by each pass."""
-    parallel, mesh = make_parallel(LAYOUTS["zero3"], rank, ADAM)
-    seen = count(parallel, mesh)
-    parameters, of_blocks = list(parallel.parameters), [n for n in parallel.parameters if ".h." in n]
-    assert seen["all_gather", "parameters"].calls == len(parameters) - len(of_blocks) + 4 * len(of_blocks)
-    assert seen["reduce_scatter", "gradients"].calls == 2 * len(parameters)
-    parallel, mesh = make_parallel(Layout(tp=4), rank, ADAM)
-    seen = count(parallel, mesh)
-    # A pass: 2 a layer forward and backward, embedding, head; maximum, sum and target logit of the loss.
-    assert seen["all_reduce", "activations"].calls == 2 * (2 * BLOCKS + 1)
-    assert seen["all_reduce", "loss"].calls == 2 * 3
-    assert seen["all_reduce", "activation gradients"].calls == 2 * (2 * BLOCKS + 1)
-    parallel, mesh = make_parallel(Layout(dp_replicate=4), rank, ADAM)
-    seen = count(parallel, mesh)
-    # Once a step, of each parameter; and the number of tokens, which the loss's derivative asks for.
-    assert set(seen) == {("all_reduce", "gradients"), ("all_reduce", "loss")}
-    assert seen["all_reduce", "gradients"].calls == len(parallel.parameters)
-    assert (seen["all_reduce", "loss"].calls, seen["all_reduce", "loss"].bytes) == (2, 2 * 8)
 
 
 @on_ranks

@@ -7,7 +7,6 @@ from functools import partial
 
 import msgspec
 import pytest
-import torch
 from gpt_steps import ADAM, CONFIG, SGD, assert_cut, assert_same, backward, count, make_gpt, reference
 from gpt_steps import make_parallel as make
 from gpt_steps import train as train_by
@@ -19,7 +18,6 @@ from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout
 from torchpar import library
 from torchpar.comm import process_groups
-from torchpar.dtensors import in_order
 from torchpar.faults import incomplete_norms, unsummed_rows
 from torchpar.library.tensor_parallel import split_layers
 from torchpar.model import GPT
@@ -86,13 +84,6 @@ def test_a_vocabulary_without_enough_rows_is_refused(rank: int) -> None:
     tiny = GPT(msgspec.structs.replace(CONFIG, vocab_size=5))
     with pytest.raises(ValueError, match="tp = 4 leaves a rank without any of vocab_size = 5"):
         split_layers(tiny, mesh)
-
-
-def test_reordered_heads_are_put_back():
-    rows = torch.arange(24)
-    by_rank = rows.view(3, 4, 2).transpose(0, 1).flatten()  # rank 0: rows 0, 1 of each of q, k, v
-    assert by_rank[:6].tolist() == [0, 1, 8, 9, 16, 17]
-    assert torch.equal(in_order(by_rank, 4), rows)
 
 
 def test_what_ddp_cannot_do_is_refused_by_name():

@@ -1,17 +1,11 @@
-"""Memory of a step by class: against what this test knows is there, and with surprises that it plants."""
-
-from contextlib import nullcontext
-from unittest.mock import patch
+"""Memory of a step by class: against what this test knows is there, and the curve of its bytes."""
 
 import pytest
 import torch
 from bounds import above_the_estimate
-from modules import stack
-from ranks import on_ranks
 
 from compare.contract.memory_profile import CLASSES, DeviceMemory
 from compare.spec.experiment import Experiment, Layout, Model, Precision, Train
-from torchpar.manual.fully_sharded import FSDP
 from torchpar.measure.memory import MemorySink
 from torchpar.measure.watch import Watch
 from torchpar.model import GPT
@@ -94,25 +88,3 @@ def test_the_curve_holds_the_peak_and_ends_at_rest():
     assert curve.bytes["gradients"][place] == parameter_bytes(torch.float64)
     assert curve.bytes["activations"][place] <= 32  # the loss
     assert curve.bytes["logits"][place] == BATCH * MODEL.block_size * MODEL.vocab_size * 8  # `_` of the step
-
-
-@on_ranks
-def test_a_unit_that_is_not_freed_shows_as_gathered(rank: int) -> None:
-    layers, width = 6, 32
-    unit = (width * width + width) * 8
-    gathered = {}
-    for is_planted in (False, True):
-        module = stack(layers, width)
-        sharded = FSDP(module, units=[[layer] for layer in module])
-        x = torch.ones(2, width, dtype=torch.float64)
-        held = {
-            "parameters": sharded.parameters(),
-            "gathered parameters": [flat.full for flat in sharded.flats],
-        }
-        planted = patch.object(sharded.units[1], "reshard") if is_planted else nullcontext()
-        sink = MemorySink(held)
-        with Watch(sink), planted:
-            sharded(x).sum().backward()
-            sharded.finish_gradient_synchronization()
-        gathered[is_planted] = max(sink.memory().curve.bytes["gathered parameters"])
-    assert gathered == {False: 2 * unit, True: 3 * unit}, gathered

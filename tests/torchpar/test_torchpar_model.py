@@ -58,39 +58,6 @@ def test_names_and_shapes_are_nanogpts():
     assert model.lm_head.weight is model.get_parameter("transformer.wte.weight")
 
 
-def test_canonical_axes_mean_what_they_say():
-    """Query, key and value from the canonical qkv, by its axes, give what the model's attention gives."""
-    model = gpt()
-    x_BTC = torch.randn(2, 16, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    w = {name: torch.from_numpy(array) for name, array in read_weights(model).items()}
-    prefix = "blocks.1.attention"
-    qkv_BTKHD = torch.einsum("btc,ckhd->btkhd", x_BTC, w[f"{prefix}.qkv.weight"]) + w[f"{prefix}.qkv.bias"]
-    q_BTHD, k_BTHD, v_BTHD = qkv_BTKHD.unbind(2)
-    scores_BHTS = torch.einsum("bthd,bshd->bhts", q_BTHD, k_BTHD) / np.sqrt(8)
-    future_TS = torch.ones(16, 16).triu(1).bool()
-    weights_BHTS = scores_BHTS.masked_fill(future_TS, -torch.inf).softmax(-1)
-    y_BTHD = torch.einsum("bhts,bshd->bthd", weights_BHTS, v_BTHD)
-    y_BTC = torch.einsum("bthd,hdc->btc", y_BTHD, w[f"{prefix}.out.weight"]) + w[f"{prefix}.out.bias"]
-    torch.testing.assert_close(model.blocks[1].attn(x_BTC), y_BTC, rtol=1e-12, atol=1e-14)
-
-
-def test_attention_is_causal_by_its_gradients():
-    model = gpt()
-    inputs_BT, targets_BT = tokens(batch=1)
-    embedded = []
-    model.transformer["wte"].register_forward_hook(
-        lambda module, args, out: embedded.append(out) or out.retain_grad()
-    )
-    for position in (0, 5, 15):
-        logits_BTV, _ = model(inputs_BT, targets_BT)
-        logits_BTV[0, position].square().sum().backward()
-        reached_T = embedded.pop().grad[0].abs().sum(-1) > 0
-        assert reached_T.tolist() == [t <= position for t in range(16)]
-    last_B1V, loss = model(inputs_BT)  # without targets, as in nanoGPT
-    assert loss is None
-    torch.testing.assert_close(last_B1V, model(inputs_BT, targets_BT)[0][:, [-1]])
-
-
 def test_recomputation_changes_neither_gradients_nor_names():
     for remat in ("dots", "full"):
         plain, again = gpt(), gpt()
