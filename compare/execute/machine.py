@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from compare.host.facts import cores, cpu_model
-from compare.judge.circumstances import Circumstances
+from compare.judge.outcome import Circumstances
 from compare.spec.experiment import ExperimentError
 
 CGROUPS = Path("/sys/fs/cgroup")

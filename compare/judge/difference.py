@@ -27,8 +27,8 @@ _BETWEEN = {rung: compare for rung, compare in COMPARE.items() if rung not in ("
 """Comparisons that hold no run to its request, its seed or its own gradients."""
 _TENSORS = {rung.value: (rung,) for rung in Rung} | {"first_moments": UPDATES[0][1:]}
 RATES = "lr_curve"
-_SCHEDULED = Tolerance(0.0, "a formula of the step alone")
-_ROUNDED = Tolerance(1e-7, "drawn in float64, and kept in float32 by one of the runs: half a unit, 6e-8")
+_SCHEDULED = Tolerance(0.0)  # a formula of the step alone
+_ROUNDED = Tolerance(1e-7)  # drawn in float64, and kept in float32 by one of the runs: half a unit, 6e-8
 _OF_NO_NUMBER = ("timeout_s", "cache_dir", "later_step")
 
 

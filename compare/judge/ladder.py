@@ -47,8 +47,6 @@ class RungResult(Struct, frozen=True, kw_only=True):
     tolerance: float
     worst: str
     """Place of the worst error: a canonical parameter name, a step, ...; or the fault in words."""
-    reason: str
-    """Of the tolerance."""
 
     @property
     def passed(self) -> bool:
@@ -154,7 +152,7 @@ def compare_rungs(
 def result_of(rung: str, error: float, worst: str, tolerance: Tolerance) -> RungResult:
     """A rung's result; an error that is not finite counts as infinite."""
     error = error if math.isfinite(error) else math.inf
-    return RungResult(rung=rung, error=error, tolerance=tolerance.limit, worst=worst, reason=tolerance.reason)
+    return RungResult(rung=rung, error=error, tolerance=tolerance.limit, worst=worst)
 
 
 def _compare_requests(

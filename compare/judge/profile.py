@@ -16,21 +16,6 @@ from compare.pipeline.simulator import bubble_fraction as planned_fraction
 BUSY = ("forward", "backward", "update", "communication")
 
 
-class DeviceTime(Struct, frozen=True, kw_only=True):
-    """One device's milliseconds of the step that was watched.
-
-    Communication may lie beside compute, and is exposed where it does not; idle is neither.
-    """
-
-    device: int
-    forward_ms: float
-    backward_ms: float
-    update_ms: float
-    communication_ms: float
-    exposed_ms: float
-    idle_ms: float
-
-
 class EngineProfile(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One engine's step; without a timeline, fields that follow from one are None."""
 
@@ -38,7 +23,9 @@ class EngineProfile(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of its case and its folder."""
     step_ms: float
     """Median of the steps that were not watched."""
-    devices: list[DeviceTime] = []
+    devices: list[dict[str, float]] = []
+    """Of each its number, and milliseconds of the watched step by kind: `exposed_ms` is communication with no
+    compute beside it, `idle_ms` neither."""
     step: int | None = None
     """The one that was watched."""
     watched_ms: float | None = None
@@ -56,10 +43,9 @@ class EngineProfile(Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Cost of watching, as a fraction of the step."""
         return None if self.watched_ms is None else self.watched_ms / self.step_ms - 1.0
 
-    def mean_ms(self, field: str) -> float | None:
-        """The mean over the devices of a field of `DeviceTime`; None if there is no timeline."""
-        values = [getattr(device, field) for device in self.devices]
-        return statistics.fmean(values) if values else None
+    def mean_ms(self, kind: str) -> float | None:
+        """The mean over the devices; None if there is no timeline."""
+        return statistics.fmean(device[f"{kind}_ms"] for device in self.devices) if self.devices else None
 
 
 class Profile(Struct, frozen=True, kw_only=True):
@@ -81,25 +67,20 @@ def profile_of(outcome: Outcome, records: Mapping[str, Record]) -> Profile:
 
 
 def _engine(name: str, record: Record) -> EngineProfile:
-    timeline, experiment = record.timeline, record.manifest.experiment
-    layout, microbatches = experiment.layout, experiment.microbatches_per_step
+    timeline, layout = record.timeline, record.manifest.experiment.layout
     profile = EngineProfile(name=name, step_ms=statistics.median(steady_times_ms(record)))
     if layout.pp > 1:
-        schedule = make_schedule(
-            layout.schedule, ranks=layout.pp, microbatches=microbatches, chunks=layout.chunks
-        )
+        sizes = {"microbatches": record.manifest.experiment.microbatches_per_step, "chunks": layout.chunks}
+        schedule = make_schedule(layout.schedule, ranks=layout.pp, **sizes)
         profile = replace(profile, planned_bubble=planned_fraction(schedule))
     if timeline is None:
         return profile
     return replace(
         profile,
         devices=[
-            DeviceTime(
-                device=lane.device,
-                **{f"{kind}_ms": busy_us(lane, kind) / 1e3 for kind in BUSY},
-                exposed_ms=exposed_us(lane) / 1e3,
-                idle_ms=idle_us(lane, timeline.wall_us) / 1e3,
-            )
+            {"device": lane.device}
+            | {f"{kind}_ms": busy_us(lane, kind) / 1e3 for kind in BUSY}
+            | {"exposed_ms": exposed_us(lane) / 1e3, "idle_ms": idle_us(lane, timeline.wall_us) / 1e3}
             for lane in timeline.lanes
         ],
         step=timeline.step,

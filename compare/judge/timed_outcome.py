@@ -35,7 +35,7 @@ class Measurement(Struct, frozen=True, kw_only=True):
     peak_mem_bytes: int
     """Of the fullest device."""
     curves: dict[str, list[float]]
-    """Loss and norm of every step, the warm-up's first, by the name of `Step`'s field."""
+    """Of every step, the warm-up's first: `Step`'s loss and grad_norm."""
     others_cores: float = 0.0
     """In use by others while it ran, a hypervisor's other guests included. NaN: not known, for a launcher's
     processes are not ours to tell from others."""
@@ -113,10 +113,6 @@ def measured(record: Record, *, first_seen_s: float, timing: Timing, **seen: Any
     )
 
 
-MEDIANS = ("wall_ms", "cpu_ms", "compile_s", "first_step_s", "start_up_s")
-"""Figures of a process, whose median over rounds is a row's."""
-
-
 class BenchRow(Struct, frozen=True, kw_only=True):
     """Figures of one case: medians over its rounds."""
 
@@ -155,19 +151,17 @@ def blocks(result: TimedOutcome) -> dict[str, list[BenchRow]]:
 
 
 def _row(result: TimedOutcome, case: Case, rounds: dict[int, Measurement]) -> BenchRow:
-    baseline = result.baseline_of(case)
-    base = result.rounds_of(baseline)
-
-    def in_rounds(figure: str, of: dict[int, Measurement]) -> dict[int, float]:
-        return {number: getattr(process, figure) for number, process in of.items()}
+    baseline, experiment = result.baseline_of(case), case.experiment
+    base = result.rounds_of(baseline if baseline != case else None)
 
     def ratio(figure: str) -> Estimate | None:
-        ours, others = in_rounds(figure, rounds), in_rounds(figure, base)
-        values = [ours[number] / others[number] for number in ours.keys() & others.keys()]
-        return estimate(values) if values and baseline != case else None
+        pairs = [(rounds[number], base[number]) for number in rounds.keys() & base.keys()]
+        return estimate([getattr(a, figure) / getattr(b, figure) for a, b in pairs]) if pairs else None
 
-    medians = {figure: statistics.median(in_rounds(figure, rounds).values()) for figure in MEDIANS}
-    experiment = case.experiment
+    medians = {
+        figure: statistics.median(getattr(process, figure) for process in rounds.values())
+        for figure in ("wall_ms", "cpu_ms", "compile_s", "first_step_s", "start_up_s")
+    }
     tokens_per_s = experiment.tokens_per_step / medians["wall_ms"] * 1e3
     flops_per_s = tokens_per_s * model_flops_per_token(experiment)
     ceiling, device_kind = result.ceilings.get(case.products), rounds[max(rounds)].how["device_kind"]

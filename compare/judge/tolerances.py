@@ -3,108 +3,68 @@
 Engines add the same numbers in another order: across devices, inside a matrix product, in a softmax.
 float64 is where equality is proven: its limit is 1e-10 for everything, a hundred times and more above what
 rounding does there. In float32 and bfloat16 the limits are set from that noise as measured (the worst case
-is in the reason) with a decade or so to spare, so that they pass on other machines and sizes; a mistake too
+is beside them) with a decade or so to spare, so that they pass on other machines and sizes; a mistake too
 small to show above them shows in `shardpair check`, which is in float64.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
-from msgspec import Struct
 
 from compare.contract.record import Record, read_tensors
 from compare.contract.request import Rung
 from compare.numerics.parameters import QKV, parameter_table
+from compare.spec.engines.engine import DTYPES
 
 
-class Tolerance(Struct, frozen=True):
-    """The largest relative error that passes, and why."""
+class Tolerance(NamedTuple):
+    """The largest relative error that passes."""
 
     limit: float
-    reason: str
     steps: int = 0
     """Number of first steps that it holds for; 0 for all. The verdict says so."""
 
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
-_COPIED = "copied, never computed: bitwise equal"
-_EXACT = {
-    "request": "what ran is what was asked for, to the last field, step and tensor",
-    "batch": _COPIED,
-    "initial_weights": _COPIED,
-    "loss_scale": "the same steps are skipped; engines and layouts sum over different numbers of rows in "
-    "16 bits, and may part at the edge of an overflow: lower precision.loss_scale to compare away from it",
-    "strategy": "what was done, as it was observed, is what was asked for: settings are equal or not",
+_EXACT = ("request", "batch", "initial_weights", "loss_scale", "strategy")
+"""Rungs that have no error: what was asked for, copied, or observed. In float16 engines and layouts sum over
+different numbers of rows, and may part at the edge of an overflow: lower precision.loss_scale to compare away
+from it."""
+_LIMITS = {  # behind them the worst measured
+    # sums in another order, averaged over all tokens
+    "loss": (1e-10, 1e-6, 1e-4, 1e-5),  # 2e-16, 2e-7, 3e-6, 1e-6
+    # products are rounded at other places, relative to the largest of the tensor
+    "gradients": (1e-10, 1e-5, 5e-2, 2e-2),  # 2e-15, 1e-6, 1.3e-2, 2.6e-3
+    # one sum over all gradients
+    "grad_norm": (1e-10, 1e-5, 5e-3, 1e-3),  # 4e-16, 2e-7, 6e-4, 5e-5
+    # Adam makes every gradient an update of about lr, however small: where rounding decides its sign weights
+    # part by 2 lr; key biases left out. In 16 bits of how far the tensor moved (rms): signs at random would
+    # be 1.4, an update the other way is 2
+    "first_weights": (1e-10, 1e-2, 1.4, 0.7),  # 6e-13, 8e-4, 7.1e-1, 7.1e-2
+    # gradients, and their squares: twice their error
+    "first_moments": (1e-10, 1e-5, 1e-1, 4e-2),  # 2e-15, 2e-6, 2.5e-2, 4e-3
+    # the formulas, on the run's own gradients; below float64 weights of 24 bits
+    "updates": (1e-10, 2e-6, 2e-6, 2e-6),  # 5e-16, 2.4e-7, 2.4e-7, 2.4e-7
+    # rounding of 20 steps, each fed back into the next. In 16 bits of how far the tensor moved: wrong signs
+    # average out, and weights that did not move are 1
+    "later_weights": (1e-10, 1e-2, 0.7, 0.1),  # 4e-13, 5e-5, 2.1e-1, 1e-2
+    # as after 20 steps, for as long as the run is
+    "final_weights": (1e-10, 1e-2, 0.7, 0.1),  # 4e-13, 5e-5, 2.4e-1, 1e-2
+    # rounding fed back at every step, for norms through the gradients
+    "loss_curve": (1e-10, 1e-3, 2e-2, 2e-3),  # 6e-16, 2e-5, 5e-5, 8e-6
+    "norm_curve": (1e-10, 1e-2, 1e-1, 1e-2),  # 6e-16, 5e-4, 2e-3, 1e-4
+    "evaluations": (1e-10, 1e-3, 2e-2, 2e-3),  # 6e-16, 2e-5, 5e-5, 8e-6
 }
-"""Rungs that have no error, and why."""
-_LIMITS: dict[str, tuple[str, tuple[float, ...], tuple[float, ...]]] = {
-    "loss": (
-        "sums in another order, averaged over all tokens",
-        (1e-10, 1e-6, 1e-4, 1e-5),
-        (2e-16, 2e-7, 3e-6, 1e-6),
-    ),
-    "gradients": (
-        "products are rounded at other places, relative to the largest of the tensor",
-        (1e-10, 1e-5, 5e-2, 2e-2),
-        (2e-15, 1e-6, 1.3e-2, 2.6e-3),
-    ),
-    "grad_norm": ("one sum over all gradients", (1e-10, 1e-5, 5e-3, 1e-3), (4e-16, 2e-7, 6e-4, 5e-5)),
-    "first_weights": (
-        "Adam makes every gradient an update of about lr, however small: where rounding decides its sign "
-        "weights part by 2 lr; key biases left out. In 16 bits of how far the tensor moved (rms): signs at "
-        "random would be 1.4, an update the other way is 2",
-        (1e-10, 1e-2, 1.4, 0.7),
-        (6e-13, 8e-4, 7.1e-1, 7.1e-2),
-    ),
-    "first_moments": (
-        "gradients, and their squares: twice their error",
-        (1e-10, 1e-5, 1e-1, 4e-2),
-        (2e-15, 2e-6, 2.5e-2, 4e-3),
-    ),
-    "updates": (
-        "the formulas, on the run's own gradients; below float64 weights of 24 bits",
-        (1e-10, 2e-6, 2e-6, 2e-6),
-        (5e-16, 2.4e-7, 2.4e-7, 2.4e-7),
-    ),
-    "later_weights": (
-        "rounding of 20 steps, each fed back into the next. In 16 bits of how far the tensor moved: wrong "
-        "signs average out, and weights that did not move are 1",
-        (1e-10, 1e-2, 0.7, 0.1),
-        (4e-13, 5e-5, 2.1e-1, 1e-2),
-    ),
-    "final_weights": (
-        "as after 20 steps, for as long as the run is",
-        (1e-10, 1e-2, 0.7, 0.1),
-        (4e-13, 5e-5, 2.4e-1, 1e-2),
-    ),
-    "loss_curve": (
-        "rounding fed back at every step",
-        (1e-10, 1e-3, 2e-2, 2e-3),
-        (6e-16, 2e-5, 5e-5, 8e-6),
-    ),
-    "norm_curve": (
-        "rounding fed back at every step, through the gradients",
-        (1e-10, 1e-2, 1e-1, 1e-2),
-        (6e-16, 5e-4, 2e-3, 1e-4),
-    ),
-}
-"""Rung -> the reason, and for each of DTYPES the limit and the worst error measured."""
-_LIMITS["evaluations"] = _LIMITS["loss_curve"]
+"""Of each of DTYPES."""
 _NORMS_OF_BFLOAT16 = 20
 """Steps whose norms are held: later, a change of 1e-7 in the initial weights moves the norm of one of 200
 steps by 0.6 in the same engine."""
 TOLERANCES: dict[str, dict[str, Tolerance]] = {
-    dtype: {rung: Tolerance(0.0, why) for rung, why in _EXACT.items()}
-    | {
-        rung: Tolerance(
-            limits[place],
-            f"{why}; worst measured {measured[place]:g}",
-            steps=_NORMS_OF_BFLOAT16 if (rung, dtype) == ("norm_curve", "bfloat16") else 0,
-        )
-        for rung, (why, limits, measured) in _LIMITS.items()
-    }
+    dtype: dict.fromkeys(_EXACT, Tolerance(0.0))
+    | {rung: Tolerance(limits[place]) for rung, limits in _LIMITS.items()}
     for place, dtype in enumerate(DTYPES)
 }
+TOLERANCES["bfloat16"]["norm_curve"] = Tolerance(_LIMITS["norm_curve"][2], steps=_NORMS_OF_BFLOAT16)
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 """The largest relative error of rounding to a dtype."""
 SIGMAS = 3
@@ -142,12 +102,8 @@ def loss_rounding(run: Record) -> float:
         sharpest = max(sharpest, query * key)
     rows = weights["embedding.token"] * weights["norm.scale"]
     turned = UNIT[experiment.precision.dtype] * math.sqrt(layers * (1 + (1 + sharpest) ** 2))
-    return (
-        turned
-        * float(_size(rows.T))
-        / math.sqrt(experiment.tokens_per_step)
-        / (abs(run.steps[0].loss) or 1.0)
-    )
+    turned *= float(_size(rows.T)) / math.sqrt(experiment.tokens_per_step)
+    return turned / (abs(run.steps[0].loss) or 1.0)
 
 
 def _size(weight: np.ndarray) -> np.ndarray:
@@ -165,17 +121,12 @@ def tolerances_for(
     """
     tolerances = dict(TOLERANCES[dtype])
     if SIGMAS * rounding > tolerances["loss"].limit:
-        why = f"{SIGMAS} times as far as rounding turns logits of this size, over the root of the tokens"
-        tolerances["loss"] = Tolerance(SIGMAS * rounding, why)
+        tolerances["loss"] = Tolerance(SIGMAS * rounding)
     if dtype == "float16" and steps < LATER_STEPS:
         # Adam's step for a gradient that is rounding has a random sign. Wrong signs add up as sqrt(n), the
         # way as n: for 32 elements 0.19, 0.115, 0.074, 0.049, 0.034 after 1, 2, 4, 8, 20 steps.
         for rung in ("later_weights", "final_weights"):
-            limit = tolerances[rung].limit
-            why = f"of how far it moved in {steps} steps; {limit:g} after {LATER_STEPS}"
-            tolerances[rung] = Tolerance(limit * math.sqrt(LATER_STEPS / steps), why)
+            tolerances[rung] = Tolerance(tolerances[rung].limit * math.sqrt(LATER_STEPS / steps))
     if apart:
-        for rung, like in _APART.items():
-            why = f"each goes on from a checkpoint of its own: {tolerances[like].reason}"
-            tolerances[rung] = Tolerance(tolerances[like].limit, why)
+        tolerances |= {rung: Tolerance(tolerances[like].limit) for rung, like in _APART.items()}
     return tolerances

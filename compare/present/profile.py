@@ -19,10 +19,7 @@ ENGINE: tuple[Column[EngineProfile], ...] = (
     Column("step, unwatched (ms)", lambda engine: engine.step_ms, ".1f"),
     Column("step, watched (ms)", lambda engine: engine.watched_ms, ".1f"),
     Column("timeline's wall (ms)", lambda engine: engine.wall_ms, ".1f"),
-    *(
-        Column(f"{name} (ms)", lambda engine, name=name: engine.mean_ms(f"{name}_ms"), ".1f")
-        for name in TIMES
-    ),
+    *(Column(f"{name} (ms)", lambda engine, name=name: engine.mean_ms(name), ".1f") for name in TIMES),
     Column("cost of watching", lambda engine: engine.overhead, ".0%"),
     Column("bubble, measured", lambda engine: engine.bubble, ".0%"),
     Column("bubble of the schedule", lambda engine: engine.planned_bubble, ".0%"),

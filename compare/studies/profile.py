@@ -74,7 +74,7 @@ class Profile(Spread, Study, frozen=True, kw_only=True):
         profile = profile_of(outcome, records)
         watched = [engine for engine in profile.engines if engine.devices]
         waits = [
-            f"{one.name} waits {one.mean_ms('exposed_ms'):.1f} of {one.wall_ms:.1f} ms for communication"
+            f"{one.name} waits {one.mean_ms('exposed'):.1f} of {one.wall_ms:.1f} ms for communication"
             for one in watched
         ]
         words = f"one step, {layout_in_words(outcome.experiment, outcome.platform)}"

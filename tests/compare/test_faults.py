@@ -69,7 +69,7 @@ def test_a_fault_is_caught_at_its_own_rung_or_not_at_all(tiny):
     case = Case(request=make_request(tiny), against="reference")
     for loss, gradients, is_right in ((0.0, 1.0, True), (1.0, 1.0, False), (0.0, 0.0, False)):
         results = [
-            RungResult(rung=rung, error=error, tolerance=0.5, worst="", reason="")
+            RungResult(rung=rung, error=error, tolerance=0.5, worst="")
             for rung, error in (("loss", loss), ("gradients", gradients))
         ]
         verdict = Verdict(candidate="sum_for_mean.torch-manual", reference="reference", rungs=results)

@@ -57,17 +57,17 @@ def spread(tiny):
 def test_planted_exposure_is_found(spread, tmp_path):
     record = profiled(tmp_path / "torch-manual", spread, timeline=planted())
     (engine,) = profile_of(outcome_of(spread), {"torch-manual": record}).engines
-    assert [device.exposed_ms for device in engine.devices] == [1, 3]
-    assert [device.communication_ms for device in engine.devices] == [3, 3]
-    assert [device.idle_ms for device in engine.devices] == [2.5, 0.5]
-    assert engine.mean_ms("exposed_ms") == 2
+    assert [device["exposed_ms"] for device in engine.devices] == [1, 3]
+    assert [device["communication_ms"] for device in engine.devices] == [3, 3]
+    assert [device["idle_ms"] for device in engine.devices] == [2.5, 0.5]
+    assert engine.mean_ms("exposed") == 2
     # steps.jsonl has 10 + n ms; the first, the instrumented (1) and the watched one (3) do not count
     assert steady_times_ms(record) == [12, 14, 15, 16, 17]
     assert engine.step_ms == 15
     assert engine.watched_ms == 13
     parts = ("forward_ms", "backward_ms", "update_ms", "exposed_ms", "idle_ms")
     for device in engine.devices:  # of the timeline's wall, which is a row of its own
-        assert sum(getattr(device, part) for part in parts) == engine.wall_ms == 12.5
+        assert sum(device[part] for part in parts) == engine.wall_ms == 12.5
     assert engine.bubble is engine.planned_bubble is None
 
 
@@ -120,7 +120,7 @@ def test_two_engines_for_real(shardpair):
     for engine in result.engines:
         assert engine.step == 3
         assert len(engine.devices) == 2
-        assert all(device.forward_ms > 0 and device.communication_ms > 0 for device in engine.devices)
+        assert all(device["forward_ms"] > 0 and device["communication_ms"] > 0 for device in engine.devices)
         folder = shardpair.folder / "run"
         assert json.loads((folder / engine.name / "trace.json").read_text())["traceEvents"]
     assert Path(shardpair.folder, "run", PAGE).is_file()

@@ -164,7 +164,7 @@ def test_text_is_shown_as_it_is_and_a_terminal_obeys_nothing():
 
 def test_names_of_cases_and_errors_are_no_markup(capsys, monkeypatch):
     """`run --run_dir 'runs/[/x]'` and a message of gloo's once ended in a traceback after the training."""
-    bad = RungResult(rung="loss", error=1.0, tolerance=0.1, worst="[/step 0]", reason="[/why]")
+    bad = RungResult(rung="loss", error=1.0, tolerance=0.1, worst="[/step 0]")
     outcome = finished_of(
         Experiment(),
         {"[/reference]": {}, "[/case]": {}},

@@ -7,8 +7,7 @@ import msgspec
 import numpy as np
 
 from compare.contract.timing import Timing, Window
-from compare.judge.circumstances import Circumstances
-from compare.judge.outcome import Case, Grid, Outcome
+from compare.judge.outcome import Case, Circumstances, Grid, Outcome
 from compare.judge.timed_outcome import Measurement, TimedOutcome, timed
 from compare.spec.experiment import Experiment
 from compare.studies.bench import Bench

@@ -12,13 +12,12 @@ from compare.contract.request import REQUEST, UPDATES, Request, Rung, rungs_aske
 from compare.contract.work import Kept, ObservedWork, Part
 from compare.execute.machine import git_state
 from compare.host.json_files import write_json
-from compare.judge.circumstances import Circumstances
 from compare.judge.closed_forms.communication import communication
 from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.closed_forms.memory import closed_form
 from compare.judge.ladder import LADDER
 from compare.judge.metrics import figures
-from compare.judge.outcome import Case, Outcome, save, with_case
+from compare.judge.outcome import Case, Circumstances, Outcome, save, with_case
 from compare.judge.strategy import blocks_that_run
 from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import global_norm, learning_rate, reference_step
