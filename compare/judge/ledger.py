@@ -75,10 +75,13 @@ def mismatches(
 ) -> Iterator[str]:
     """Flows that are not of the layout which was asked for, as `line_up` gives them.
 
-    Of PyTorch they are held to the byte, but for padding, where the textbook is exact; what a compiler sends
-    to a multiple.
+    They are held to the byte, but for padding, where all is written down: by us, or without a pipeline in
+    calls of PyTorch's wrappers, which make none of their own choice. What a compiler sends is held to a
+    multiple.
     """
-    is_exact = is_plain(experiment) and is_said_in_full(engine, experiment) and not is_compiled
+    said_by_pytorch = ENGINES[engine].side == TORCH.name and experiment.layout.pp == 1
+    is_written_down = ENGINES[engine].counts_own_calls or said_by_pytorch
+    is_exact = is_plain(experiment) and is_written_down and not is_compiled
     other_ways = OTHER_WAYS * sum(flow.textbook for flow in flows) if experiment.layout.pp == 1 else math.inf
     for flow in _joined(flows, at_once=is_exact):
         spare = padding_of_stage(engine, experiment, stage=flow.stage)
@@ -114,13 +117,6 @@ def unlike_textbook(
             if not fits:
                 said = f"{size:,} bytes of {kind} over {axis} for {purpose or 'no purpose'}"
                 yield f"{said}, where the textbook has {right:,.0f}"
-
-
-def is_said_in_full(engine: str, experiment: Experiment) -> bool:
-    """Whether all that is sent is written down: by us, or without a pipeline in calls of PyTorch's wrappers,
-    which make none of their own choice."""
-    by_pytorch = ENGINES[engine].side == TORCH.name and experiment.layout.pp == 1
-    return ENGINES[engine].counts_own_calls or by_pytorch
 
 
 def _multiples(engine: str, experiment: Experiment, flow: Flow) -> tuple[float, float]:

@@ -31,7 +31,7 @@ from compare.contract.record import Record, read_tensors
 from compare.contract.request import Rung
 from compare.contract.work import Kept, ObservedWork
 from compare.judge.closed_forms.gradient_messages import gradient_messages
-from compare.judge.closed_forms.memory import closed_form, excess, most_held
+from compare.judge.closed_forms.memory import closed_form, excess
 from compare.judge.ledger import unlike_textbook
 from compare.numerics.parameters import storage_dtype
 from compare.pipeline.schedules import make_schedule
@@ -251,7 +251,7 @@ def _gradient_sync(run: Observed) -> Iterator[Finding]:
 def _at_rest(run: Observed) -> Iterator[Finding]:
     layout, resident = run.experiment.layout, run.record.manifest.resident_bytes
     asked = f"zero {layout.zero}, offload {layout.offload}"
-    expected, most = (form(run.engine.name, run.experiment) for form in (closed_form, most_held))
+    expected, most = (closed_form(run.engine.name, run.experiment, rounds_up=up) for up in (False, True))
     if all(step.skipped for step in run.record.steps):
         del expected["optimizer"]  # PyTorch makes the moments when it updates
     errors = {kind: excess(resident, {kind: size}, most) for kind, size in expected.items()}

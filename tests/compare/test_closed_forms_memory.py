@@ -5,7 +5,7 @@ import pytest
 from bounds import AT_REST
 
 from compare.judge.closed_forms.gradient_messages import gradient_messages
-from compare.judge.closed_forms.memory import KINDS, closed_form, excess, most_held
+from compare.judge.closed_forms.memory import KINDS, closed_form, excess
 from compare.numerics.parameters import parameter_count
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import edited, load
@@ -89,7 +89,7 @@ def test_the_fullest_device_has_what_rounding_gives_it():
     tiny = edited(CHECK, {"model": sizes})
     for (engine, zero), measured in MEASURED.items():
         spec = edited(tiny, {"layout": {"dp_shard": 5, "zero": zero}})
-        form, most = closed_form(engine, spec), most_held(engine, spec)
+        form, most = (closed_form(engine, spec, rounds_up=up) for up in (False, True))
         held = dict(zip(KINDS, measured, strict=True))
         assert abs(excess(held, form, most)) < 0.02, (engine, zero)
         assert zero == 1 or excess(held, form) > 0.01

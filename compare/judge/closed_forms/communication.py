@@ -102,18 +102,21 @@ def _fully_sharded(engine: str, experiment: Experiment, stage: int) -> Bytes:
 
 
 def _tensor_parallel(engine: str, experiment: Experiment, stage: int) -> Bytes:
-    """What is recomputed is gathered anew, and summed anew where `sums_again` says so."""
-    layout, model = experiment.layout, experiment.model
-    pass_bytes = experiment.train.gradient_accumulation_steps * stream_bytes(experiment)
+    """Backward gathers anew what it recomputes. It has no use for a layer's last sum, unless dropout follows:
+    PyTorch's checkpoint then goes on to that. JAX's `dots` keeps the sums."""
+    layout, model, remat = experiment.layout, experiment.model, ENGINES[engine].remat_for(experiment.layout)
+    pass_bytes = stream_bytes(experiment)
     first, last = stage == 0, stage == layout.pp - 1
     regions = 2 * model.n_layer // layout.pp
     # What leaves a region is half as wide in 16 bits; but XLA on a CPU sums no bfloat16.
     dtype, by_jax = experiment.precision.dtype, ENGINES[engine].side == JAX.name
     narrow = 1.0 if dtype in WIDE or (by_jax and dtype == "bfloat16") else 0.5
     out, into = (regions * narrow + first) * pass_bytes, (regions + last) * pass_bytes
-    again = sums_again(engine, experiment) * regions * narrow * pass_bytes
+    keeps_sums = remat == "none" or (remat == "dots" and by_jax)
+    share = 0.0 if keeps_sums else 1.0 if model.dropout and not by_jax else 0.5
+    again = share * regions * narrow * pass_bytes
     if layout.sequence_parallel:
-        regathered = regions * pass_bytes if ENGINES[engine].remat_for(layout) != "none" else 0
+        regathered = regions * pass_bytes if remat != "none" else 0
         parameters = parameters_of_stage(engine, experiment, stage=stage)
         unsplit = sum(p.size for p in parameters if not is_split_by_tp(p))
         sent: Bytes = {
@@ -134,8 +137,7 @@ def _tensor_parallel(engine: str, experiment: Experiment, stage: int) -> Bytes:
 def _pipeline_parallel(experiment: Experiment, stage: int) -> Bytes:
     layout = experiment.layout
     first, last = stage == 0, stage == layout.pp - 1
-    message = experiment.train.gradient_accumulation_steps * stream_bytes(experiment)
-    message /= layout.tp if layout.sequence_parallel else 1
+    message = stream_bytes(experiment) / (layout.tp if layout.sequence_parallel else 1)
     (token, _), _ = end_parameters(experiment.model)
     tied = _itemsize_of_shard(experiment) * on_one_of_tp([token], layout)
     return {
@@ -146,21 +148,10 @@ def _pipeline_parallel(experiment: Experiment, stage: int) -> Bytes:
 
 
 def stream_bytes(experiment: Experiment) -> float:
-    """Bytes of the activations (B, T, C) of one pass, of a device's rows."""
-    model, rows = experiment.model, experiment.train.batch_size // experiment.layout.data_parallel
+    """Bytes of the activations (B, T, C) of all passes, of a device's rows."""
+    train, model = experiment.train, experiment.model
+    rows = train.gradient_accumulation_steps * (train.batch_size // experiment.layout.data_parallel)
     return storage_dtype(experiment).itemsize * rows * model.block_size * model.n_embd
-
-
-def sums_again(engine: str, experiment: Experiment) -> float:
-    """Share of a layer's sums over tp that backward makes once more, because it recomputes them.
-
-    Backward has no use for a layer's last sum, unless dropout follows it: PyTorch's checkpoint then goes on
-    to that. JAX's `dots` keeps the sums.
-    """
-    remat, by_jax = ENGINES[engine].remat_for(experiment.layout), ENGINES[engine].side == JAX.name
-    if remat == "none" or (remat == "dots" and by_jax):
-        return 0.0
-    return 1.0 if experiment.model.dropout and not by_jax else 0.5
 
 
 def _itemsize_of_shard(experiment: Experiment) -> float:

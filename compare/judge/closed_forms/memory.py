@@ -6,7 +6,7 @@
     gradients              / dp_shard from ZeRO-2 on; torch-compiler has scattered ZeRO-1's, too
     optimizer              its moments, / dp_shard from ZeRO-1 on; none with offload, but as much on the host
 
-That is a device's share. Where shards cannot all be equal, the fullest device has more (`most_held`).
+That is a device's share. Where shards cannot all be equal, the fullest device has more.
 
 Sources: ZeRO (Rajbhandari et al., arXiv 1910.02054); Megatron (arXiv 1909.08053), whose row biases and norms
 every device of tp repeats.
@@ -29,22 +29,20 @@ STEP_BYTES = 4
 """Of the number of updates, which PyTorch's AdamW keeps for each parameter."""
 
 
-def closed_form(engine: str, experiment: Experiment) -> dict[str, list[float]]:
-    """Bytes at rest by kind, for each device in the order of the mesh."""
-    return by_device(state_of_stage, engine, experiment)
+def closed_form(engine: str, experiment: Experiment, *, rounds_up: bool = False) -> dict[str, list[float]]:
+    """Bytes at rest by kind, for each device in the order of the mesh.
 
-
-def most_held(engine: str, experiment: Experiment) -> dict[str, list[float]]:
-    """The same of the fullest devices: parts of tp and dp_shard rounded up as the engine cuts them."""
-    return by_device(functools.partial(state_of_stage, rounds_up=True), engine, experiment)
+    With `rounds_up` those of the fullest devices, for parts of tp and dp_shard as the engine cuts them.
+    """
+    return by_device(state_of_stage, engine, experiment, rounds_up=rounds_up)
 
 
 def by_device(
-    bytes_of_stage: Callable[..., dict[str, float]], engine: str, experiment: Experiment
+    bytes_of_stage: Callable[..., dict[str, float]], engine: str, experiment: Experiment, **how: bool
 ) -> dict[str, list[float]]:
     """Bytes by kind of every device in the order of the mesh, from those of each rank of the pipeline."""
     layout = experiment.layout
-    of_stage = [bytes_of_stage(engine, experiment, stage=stage) for stage in range(layout.pp)]
+    of_stage = [bytes_of_stage(engine, experiment, stage=stage, **how) for stage in range(layout.pp)]
     stages = [layout.coordinates(device)[PP] for device in range(layout.devices)]
     return {kind: [of_stage[stage][kind] for stage in stages] for kind in of_stage[0]}
 
@@ -53,22 +51,18 @@ def state_of_stage(
     engine: str, experiment: Experiment, *, stage: int, rounds_up: bool = False
 ) -> dict[str, float]:
     """Bytes at rest by kind on each device of one rank of the pipeline."""
-    layout = experiment.layout
-    copies = {"parameters": 1, "gradients": 1, "optimizer": len(moment_names(experiment.optimizer))}
-    split_from, itemsize = ENGINES[engine].holds.sharded_from, storage_dtype(experiment).itemsize
-    shards = {kind: layout.dp_shard if layout.zero >= split_from[kind] else 1 for kind in KINDS}
-    held = {
-        kind: copies[kind] * itemsize * elements_of_stage(engine, experiment, stage=stage) / shards[kind]
-        for kind in KINDS
-    }
-    if rounds_up:
-        parameters = parameters_of_stage(engine, experiment, stage=stage)
-        held = {
-            kind: copies[kind] * itemsize * _fullest(engine, parameters, layout, shards[kind])
-            for kind in KINDS
-        }
-        if ENGINES[engine].side == TORCH.name and copies["optimizer"]:
-            held["optimizer"] += STEP_BYTES * len(parameters)
+    layout, split_from = experiment.layout, ENGINES[engine].holds.sharded_from
+    elements, moments = (
+        elements_of_stage(engine, experiment, stage=stage),
+        len(moment_names(experiment.optimizer)),
+    )
+    parameters, held = parameters_of_stage(engine, experiment, stage=stage) if rounds_up else [], {}
+    for kind, copies in zip(KINDS, (1, 1, moments), strict=True):
+        shards = layout.dp_shard if layout.zero >= split_from[kind] else 1
+        share = _fullest(engine, parameters, layout, shards) if rounds_up else elements / shards
+        held[kind] = copies * storage_dtype(experiment).itemsize * share
+    if ENGINES[engine].side == TORCH.name and moments:
+        held["optimizer"] += STEP_BYTES * len(parameters)
     if layout.offload == "optimizer":
         held |= {ON_HOST: held["optimizer"], "optimizer": 0.0}
     return held
