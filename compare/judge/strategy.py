@@ -13,18 +13,17 @@ computes the same. So each setting is read off what was observed, and held again
     layout.gradient_sync  how many all-reduces carry gradients, their bytes, and which begin within backward;
       and bucket_mb       as the closed form of the buckets has them (`closed_forms.gradient_messages`)
     layout.zero, offload  bytes at rest, against `closed_forms.memory`
-    replicas              the weights at the end, device by device
+    replicas              their weights at the end, device by device
     all that sends        bytes by axis and role, against `closed_forms.communication`: exactly, or a multiple
 
 What an engine cannot tell, and what has no closed form, is named in `Strategy.untold`, never passed over.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, get_args
 
 import numpy as np
-from msgspec import Struct, field
 
 from compare.contract.communication import GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS
 from compare.contract.record import Record, read_tensors
@@ -47,7 +46,7 @@ OF_HLO = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float1
 """XLA's names of dtypes."""
 
 
-class Finding(Struct, frozen=True):
+class Finding(NamedTuple):
     """One setting by its name in the experiment: what was asked, and what was done."""
 
     setting: str
@@ -55,11 +54,11 @@ class Finding(Struct, frozen=True):
     found: str
 
 
-class Strategy(Struct, frozen=True, kw_only=True):
+class Strategy(NamedTuple):
     """Every setting that could be read off a record, and what could not, with the reason."""
 
-    findings: list[Finding] = field(default_factory=list)
-    untold: dict[str, str] = field(default_factory=dict)
+    findings: Sequence[Finding] = ()
+    untold: Mapping[str, str] = {}
 
     @property
     def objections(self) -> list[str]:
@@ -95,7 +94,7 @@ def strategy_of(record: Record) -> Strategy:
             findings += read(run)
         except ValueError as error:  # no closed form
             untold[setting] = str(error)
-    return Strategy(findings=findings, untold=untold)
+    return Strategy(findings, untold)
 
 
 def asked_of(record: Record) -> Experiment:
@@ -155,16 +154,6 @@ def _gradients(run: Observed) -> Iterator[Finding]:
         yield Finding("dtype in which gradients are added up", "float32", found)
 
 
-def _replicas(run: Observed) -> Iterator[Finding]:
-    asked = "the same on all devices"
-    yield Finding("weights of replicas at the end", asked, run.record.manifest.replicas_apart or asked)
-
-
-def _forward(run: Observed) -> Iterator[Finding]:
-    asked, found = blocks_that_run(run.engine, run.experiment), run.work.forward.get("activations", 0)
-    yield Finding("blocks that forward runs", str(asked), str(found))
-
-
 def blocks_that_run(engine: Engine, experiment: Experiment) -> int:
     """How many blocks forward runs in a step: on all ranks, or in the one program that JAX traces."""
     layout, turns = experiment.layout, experiment.microbatches_per_step
@@ -181,6 +170,7 @@ def blocks_that_run(engine: Engine, experiment: Experiment) -> int:
 def _remat(run: Observed) -> Iterator[Finding]:
     forward, again = Counter(run.work.forward), Counter(run.work.again)
     blocks = forward["activations"]
+    yield Finding("blocks that forward runs", str(blocks_that_run(run.engine, run.experiment)), str(blocks))
     found = ", ".join(f"{again[part]} of {forward[part]} {part}" for part in ("products", "activations"))
     if again["activations"] >= blocks and not again["products"]:
         found = "dots"
@@ -233,9 +223,8 @@ def _gradient_sync(run: Observed) -> Iterator[Finding]:
             calls[row.stage] += row.calls
     sizes = [[size for size, _ in of_stage] for of_stage in seen]
     early = {begun for of_stage in seen for _, begun in of_stage}
-    words, counted = asked, "/".join(map(str, calls))
-    if asked == "bucketed" or not engine.offers_choice:
-        words += f" of {layout.bucket_mb:g} MB"
+    has_buckets, counted = asked == "bucketed" or not engine.offers_choice, "/".join(map(str, calls))
+    words = f"{asked} of {layout.bucket_mb:g} MB" if has_buckets else asked
     when = "partly within" if len(early) > 1 else "within" if True in early else "after"
     found = f"{counted} all-reduces" + (f" {when} backward" if seen else "")
     for sync, messages in expected.items():
@@ -249,12 +238,13 @@ def _gradient_sync(run: Observed) -> Iterator[Finding]:
 
 
 def _at_rest(run: Observed) -> Iterator[Finding]:
-    layout, resident = run.experiment.layout, run.record.manifest.resident_bytes
+    layout, manifest, replicas = run.experiment.layout, run.record.manifest, "the same on all devices"
+    yield Finding("weights of replicas at the end", replicas, manifest.replicas_apart or replicas)
     asked = f"zero {layout.zero}, offload {layout.offload}"
     expected, most = (closed_form(run.engine.name, run.experiment, rounds_up=up) for up in (False, True))
     if all(step.skipped for step in run.record.steps):
         del expected["optimizer"]  # PyTorch makes the moments when it updates
-    errors = {kind: excess(resident, {kind: size}, most) for kind, size in expected.items()}
+    errors = {kind: excess(manifest.resident_bytes, {kind: size}, most) for kind, size in expected.items()}
     odd = [f"{kind} off by {error:+.0%}" for kind, error in errors.items() if not abs(error) <= AT_REST]
     yield Finding("bytes at rest", asked, ", ".join(odd) or asked)
 
@@ -273,8 +263,6 @@ READ: Mapping[str, Callable[[Observed], Iterator[Finding]]] = {
     "precision.dtype": _dtype,
     "dtypes beside the products": _kept,
     "sums of gradients": _gradients,
-    "replicas": _replicas,
-    "blocks that forward runs": _forward,
     "layout.remat": _remat,
     "train.loss_chunks": _loss_chunks,
     "layout.schedule": _schedule,

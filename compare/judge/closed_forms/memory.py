@@ -52,11 +52,9 @@ def state_of_stage(
 ) -> dict[str, float]:
     """Bytes at rest by kind on each device of one rank of the pipeline."""
     layout, split_from = experiment.layout, ENGINES[engine].holds.sharded_from
-    elements, moments = (
-        elements_of_stage(engine, experiment, stage=stage),
-        len(moment_names(experiment.optimizer)),
-    )
-    parameters, held = parameters_of_stage(engine, experiment, stage=stage) if rounds_up else [], {}
+    elements = elements_of_stage(engine, experiment, stage=stage)
+    parameters = parameters_of_stage(engine, experiment, stage=stage) if rounds_up else []
+    held, moments = {}, len(moment_names(experiment.optimizer))
     for kind, copies in zip(KINDS, (1, 1, moments), strict=True):
         shards = layout.dp_shard if layout.zero >= split_from[kind] else 1
         share = _fullest(engine, parameters, layout, shards) if rounds_up else elements / shards
