@@ -194,17 +194,16 @@ def _loss_chunks(run: Observed) -> Iterator[Finding]:
 
 
 def _schedule(run: Observed) -> Iterator[Finding]:
-    layout, microbatches = run.experiment.layout, run.experiment.microbatches_per_step
+    layout, found = run.experiment.layout, "another order"
     if layout.pp == 1:
         return
     if not run.work.tasks:
         raise ValueError("XLA orders the tasks of a pipeline that autodiff has made")
-    for name in dict.fromkeys((layout.schedule, *run.engine.layouts.schedules)):
-        tasks = make_schedule(name, ranks=layout.pp, microbatches=microbatches, chunks=layout.chunks)
-        if [[str(task) for task in rank] for rank in tasks] == run.work.tasks:
-            yield Finding("layout.schedule", layout.schedule, name)
-            return
-    yield Finding("layout.schedule", layout.schedule, "another order")
+    sizes = {"microbatches": run.experiment.microbatches_per_step, "chunks": layout.chunks}
+    for name in (*run.engine.layouts.schedules, layout.schedule):  # of two that are alike, the one asked for
+        tasks = make_schedule(name, ranks=layout.pp, **sizes)
+        found = name if [[str(task) for task in rank] for rank in tasks] == run.work.tasks else found
+    yield Finding("layout.schedule", layout.schedule, found)
 
 
 def _gradient_sync(run: Observed) -> Iterator[Finding]:

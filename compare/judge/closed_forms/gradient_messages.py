@@ -45,37 +45,28 @@ def gradient_messages(engine: str, experiment: Experiment, *, gradient_sync: str
     Raises:
         ValueError: the leaves of ZeRO's shards or of a pipeline's stages have no closed form.
     """
-    layout = experiment.layout
-    if layout.dp_replicate == 1:
+    layout, is_jax = experiment.layout, ENGINES[engine].side == JAX.name
+    by_ddp = not ENGINES[engine].offers_choice  # or by FSDP2: shards, and what tp splits, block by block
+    if layout.dp_replicate == 1 or (by_ddp and (ENGINES[engine].sends_by != "pytorch" or layout.tp > 1)):
         return None
-    if not ENGINES[engine].offers_choice:  # FSDP2 reduces shards, and what tp splits, block by block
-        is_ddp = ENGINES[engine].sends_by == "pytorch" and not layout.zero and layout.tp == 1
-        return _by_ddp(engine, experiment) if is_ddp else None
-    is_jax = ENGINES[engine].side == JAX.name
     if layout.zero and not is_jax:
         return None  # FSDP and the sharded optimizer reduce unit by unit
+    stages, apart = layout.pp, experiment
+    if by_ddp:
+        stages = layout.pp * layout.chunks  # each is a module, with a DDP of its own
+        apart = replace(experiment, layout=replace(layout, pp=stages, chunks=1))
     limit = {"naive": 0.0, "overlapped": 0.0, "flat": math.inf}.get(gradient_sync, layout.bucket_mb * 1e6)
     by_stage: list[list[int]] = [[] for _ in range(layout.pp)]
-    for stage, buckets in enumerate(by_stage):
-        for sizes in _leaves(engine, experiment, stage, is_jax=is_jax):
+    for stage in range(stages):
+        for sizes in _leaves(engine, apart, stage, is_jax=is_jax):
             alone = [size for size in sizes if is_jax and size >= ALONE * limit]
             together = [size for size in sizes if not is_jax or size < ALONE * limit]
-            buckets += alone + _buckets(together[::-1], limit)
+            in_order = together if by_ddp and layout.pp > 1 else together[::-1]
+            by_stage[stage % layout.pp] += alone + _buckets(in_order, limit, passes_limit=by_ddp)
     in_halves = layout.pp > 1 and layout.schedule == "zero_bubble"  # no backward is a gradient's last
     is_early = not is_jax and not in_halves and gradient_sync in ("overlapped", "bucketed")
-    return GradientMessages(by_stage=by_stage, overlap=is_early)
-
-
-def _by_ddp(engine: str, experiment: Experiment) -> GradientMessages:
-    layout = experiment.layout
-    stages = layout.pp * layout.chunks  # each is a module, with a DDP of its own
-    apart = replace(experiment, layout=replace(layout, pp=stages, chunks=1))
-    by_stage: list[list[int]] = [[] for _ in range(layout.pp)]
-    for stage in range(stages):
-        sizes = _leaves(engine, apart, stage, is_jax=False)[0]
-        in_order = sizes if layout.pp > 1 else sizes[::-1]
-        by_stage[stage % layout.pp] += _buckets(in_order, layout.bucket_mb * 1e6, passes_limit=True)
-    return GradientMessages(by_stage=by_stage, overlap=None)  # below the dispatcher, on autograd's thread
+    # DDP's begin below the dispatcher, on autograd's thread.
+    return GradientMessages(by_stage=by_stage, overlap=None if by_ddp else is_early)
 
 
 def _leaves(engine: str, experiment: Experiment, stage: int, *, is_jax: bool) -> list[list[int]]:
