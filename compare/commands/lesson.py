@@ -8,7 +8,6 @@ import tyro
 
 from compare.execute.paths import check_output
 from compare.flags import SidePythons, defaults_for
-from compare.spec.experiment import ExperimentError
 from compare.studies.lessons import EXPERIMENT, LESSONS
 from compare.studies.run import Run
 from compare.terminal import print_json, results_console
@@ -39,8 +38,6 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
     """Where the page is written. Default: lesson.html in the folder of the run."""
     results: Path | None = None
     """Train nothing: build the page from a finished run of any experiment whose layout has the strategy."""
-    run_dir: str = ""
-    """Folder of the run; must not exist. Default: runs/lesson-STRATEGY-TIME."""
     timeout_s: float = 600.0
     """An engine that hangs for this long is ended."""
     quiet: bool = False
@@ -53,10 +50,6 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
         from compare.present.lesson.page import write_lesson  # draws: a second to import
 
         check_output("--output", self.output, kinds=(".html",))
-        if self.results and self.run_dir:
-            raise ExperimentError(
-                f"--run_dir {self.run_dir} has no effect: --results {self.results} is a run already"
-            )
         folder = self.results or self._trained()
         page = self.output or folder / "lesson.html"
         outcome = write_lesson(self.strategy, folder, page)
@@ -79,7 +72,6 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
             devices=lesson.devices,
             keep_tensors=True,
             profile=True,
-            run_dir=self.run_dir,
             timeout_s=self.timeout_s,
             cache_dir="",  # a program that was compiled from an older source has its lines
             quiet=self.quiet,

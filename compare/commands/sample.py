@@ -2,7 +2,7 @@
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import tyro
@@ -10,16 +10,10 @@ import tyro
 from compare.execute.ask import ask
 from compare.flags import SidePythons, checked_pythons
 from compare.numerics.sampling import SampleRequest
-from compare.spec.engines.registry import REFERENCE, SIDES, side_of
 from compare.spec.experiment import ExperimentError
 from compare.studies.sources import as_checkpoint
 from compare.studies.tokens import Alphabet, alphabet_of
 from compare.terminal import print_json, results_console
-
-if TYPE_CHECKING:
-    SideName = str
-else:
-    SideName = Literal[tuple(SIDES)]
 
 
 class Sample(SidePythons, frozen=True, kw_only=True):
@@ -51,7 +45,7 @@ class Sample(SidePythons, frozen=True, kw_only=True):
     meta: Path | None = None
     """nanoGPT's meta.pkl, which says what its characters are; by default the one beside the data. Nothing in
     it is executed."""
-    sides: tuple[SideName, ...] = (side_of(REFERENCE).name,)
+    sides: tuple[Literal["jaxpar", "torchpar"], ...] = ("torchpar",)
     """Who draws; with several it is compared."""
     timeout_s: float = 600.0
     """Seconds until a side must have drawn everything."""

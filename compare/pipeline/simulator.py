@@ -71,9 +71,7 @@ def check_complete(schedule: Schedule) -> int:
     return stages
 
 
-def run(
-    schedule: Schedule, seconds: Callable[[Task], float] | None = None, *, message: float = 0.0
-) -> list[Slot]:
+def run(schedule: Schedule, seconds: Callable[[Task], float] | None = None) -> list[Slot]:
     """Carry a schedule out on a clock: each rank does its tasks in order, each when its needs are met.
 
     Sends are buffered, as an engine's asynchronous ones are, and cost their sender no time; receives wait.
@@ -83,7 +81,6 @@ def run(
         schedule: complete.
         seconds: of each task. By default a rank's forward of one microbatch takes 1, however many chunks it
             is cut into, and the others follow `COST`.
-        message: from the end of a task until another rank can use what it sends.
     """
     stages = check_complete(schedule)
     ranks, chunks = len(schedule), stages // len(schedule)
@@ -97,8 +94,7 @@ def run(
             while own and all(need in ended for need in prerequisites(own[0], stages)):
                 task = own.popleft()
                 needs = prerequisites(task, stages)
-                there = (ended[need] + message * (need.stage % ranks != rank) for need in needs)
-                start = max([clock[rank], *there])
+                start = max([clock[rank], *(ended[need] for need in needs)])
                 clock[rank] = ended[task] = start + cost(task)
                 slots.append(Slot(rank, task, start, clock[rank]))
         if len(slots) == done:

@@ -55,11 +55,6 @@ class Candidate(Struct, frozen=True, kw_only=True):
     """How many layouts of the same kind are slower, or larger: see `folded`."""
 
     @property
-    def sequences(self) -> int:
-        """Of a step."""
-        return self.batch_size * self.gradient_accumulation_steps
-
-    @property
     def kind(self) -> tuple[object, ...]:
         """What tells it from layouts whose times a prediction cannot tell apart."""
         layout = self.layout

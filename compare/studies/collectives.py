@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from compare.contract.collective_bench import (
     IMPLEMENTATIONS,
@@ -42,10 +42,6 @@ from compare.spec.experiment import (
 from compare.studies.presets import check_names
 from compare.timing import OnIdle
 
-if TYPE_CHECKING:
-    Way = str
-else:
-    Way = Literal[tuple(IMPLEMENTATIONS)]
 RANKS = (2, 4, 6)
 ORDER = list(IMPLEMENTATIONS)
 ENGINE = {JAX.name: "jax-manual", TORCH.name: "torch-manual"}
@@ -53,7 +49,6 @@ ENGINE = {JAX.name: "jax-manual", TORCH.name: "torch-manual"}
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 FACTOR = 4
 """From one size to the next."""
-MOST_ROW_S = 60.0
 
 
 class Collectives(OnIdle, frozen=True, kw_only=True):
@@ -69,7 +64,7 @@ class Collectives(OnIdle, frozen=True, kw_only=True):
 
     kinds: tuple[Kind, ...] = ()
     """Which collectives. permute is a ring of send and receive. Default: all."""
-    implementations: tuple[Way, ...] = ()
+    implementations: tuple[Literal["gloo", "nccl", "ours", "xla"], ...] = ()
     """gloo or nccl (PyTorch's stock operation), ours (torch-manual's way over the same), xla (shard_map).
     Default: all that the platform has."""
     ranks: tuple[int, ...] = ()
@@ -79,8 +74,6 @@ class Collectives(OnIdle, frozen=True, kw_only=True):
     """Smallest size in bytes, of which each is four times the last; K, M, G are powers of 1024."""
     max_size: str = "64M"
     """Largest size, the total of a gather or scatter."""
-    row_s: float = 0.2
-    """Seconds that the calls of a row take together, about; there are at least five of them."""
 
     experiment: Hidden[str] = "demo"
     model: Hidden[Model] = Model()
@@ -106,8 +99,6 @@ class Collectives(OnIdle, frozen=True, kw_only=True):
         check_names("--kinds", "collective", self.kinds, KINDS)
         here = implementations_on(self.platform)
         check_names("--implementations", f"way on platform {self.platform}", self.implementations, here)
-        if not 0 < self.row_s <= MOST_ROW_S:
-            raise ExperimentError(f"--row_s {self.row_s} must be more than 0 and at most {MOST_ROW_S:g}")
         self._sizes()
         hosts, cases = self.found_hosts(), {}
         for ranks in self._ranks(hosts):
@@ -132,7 +123,6 @@ class Collectives(OnIdle, frozen=True, kw_only=True):
             cases=tuple(CollectiveCase(kind, size) for kind in self.kinds or KINDS for size in self._sizes()),
             ranks=case.experiment.layout.devices,
             platform=self.platform,
-            row_s=self.row_s,
             timeout_s=self.timeout_s,
         )
         return time_collectives(request, place, pythons=checked_pythons(self), hosts=self.found_hosts()), None

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import ClassVar
 
-from msgspec import Struct
-
 from compare.contract.memory_profile import CLASSES, Peak
 from compare.contract.record import Record
 from compare.flags import StudiedName, chosen_engines
@@ -21,13 +19,6 @@ LAYOUTS = (
     *("single", "ddp", "zero1", "zero2", "fsdp", "shard_grad_op", "hsdp", "tp", "tp_sp"),
     *("ddp_tp", "fsdp_tp", "fsdp_tp_sp", "pp", "pp_gpipe"),
 )
-
-
-class Held(Struct, frozen=True, kw_only=True):
-    """The fullest device of a case; no peak if the engine does not say what it holds."""
-
-    device: int = 0
-    peak: list[Peak] = []
 
 
 class Memory(Study, frozen=True, kw_only=True):
@@ -57,33 +48,31 @@ class Memory(Study, frozen=True, kw_only=True):
         presets = {name: 1 if name == "single" else 2 * PRESETS[name].fixed for name in self.presets}
         return grid(chosen_engines(self.engines), varied(experiment, presets, self.variants))
 
-    def keep(self, case: Case, record: Record) -> Held:
-        """The fullest device."""
-        profile = record.memory
-        if not profile or not profile.devices:
-            return Held()
-        return Held(device=profile.fullest, peak=[profile.devices[profile.fullest].peak])
+    def keep(self, case: Case, record: Record) -> Peak:
+        """Of the fullest device; no byte if the engine does not say what it holds."""
+        held = record.memory
+        return held.devices[held.fullest].peak if held and held.devices else Peak(bytes={})
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """Sums of all classes, a row for each layout; and each class beside the estimate of all."""
-        peaks = {name: held for name, held in outcome.values(Held).items() if held.peak}
+        peaks = {name: peak for name, peak in outcome.values(Peak).items() if peak.bytes}
 
         def total(name: str) -> Text:
-            return Text(human_bytes(peaks[name].peak[0].total) if name in peaks else NONE)
+            return Text(human_bytes(peaks[name].total) if name in peaks else NONE)
 
         def estimated(name: str) -> float:
             case = outcome.cases[name]
-            return peak_per_device(case.engine, case.experiment)[peaks[name].device]
+            return max(peak_per_device(case.engine, case.experiment))
 
         columns: list[Column[str]] = [
             Column("layout", lambda name: outcome.cases[name].row),
             Column("engine", lambda name: outcome.cases[name].engine),
             *(
-                Column(kind, lambda name, kind=kind: peaks[name].peak[0].bytes.get(kind) or None, human_bytes)
+                Column(kind, lambda name, kind=kind: peaks[name].bytes.get(kind) or None, human_bytes)
                 for kind in CLASSES
             ),
-            Column("all", lambda name: peaks[name].peak[0].total, human_bytes),
+            Column("all", lambda name: peaks[name].total, human_bytes),
             Column("estimated", estimated, human_bytes),
         ]
         return findings_of(
@@ -94,5 +83,5 @@ class Memory(Study, frozen=True, kw_only=True):
                 pivot("Bytes of the fullest device at its peak", outcome, total),
                 table_of("By class", columns, list(peaks), words=1),
             ],
-            rows={name: held.peak[0] for name, held in peaks.items()},
+            rows=peaks,
         )

@@ -16,17 +16,18 @@ from compare.execute.hosts import Launcher
 from compare.execute.progress import Reporter
 from compare.flags import Hidden, StudiedName, checked_pythons
 from compare.judge.closed_forms.peak import LEAST, MOST
-from compare.judge.ledger import Flow, line_up, mismatches
+from compare.judge.ledger import line_up, mismatches
 from compare.judge.outcome import Grid, Outcome
 from compare.plan.absent import compile_ahead, run_alone, topology_of
 from compare.plan.compute import GPT, PARTS, Term, Variant
 from compare.plan.machine import Machine, read_machine
 from compare.plan.predict import CALIBRATED, LATER, predict, slowdown_by, ways_of
 from compare.plan.search import USABLE, Candidate, candidates, folded, search
+from compare.present.ledger import EngineLedger, table_of_layout
 from compare.show.findings import Column, Findings, Table, findings_of, table_of
 from compare.spec.axes import PP, TP
 from compare.spec.engines.registry import REFERENCE, side_of
-from compare.spec.experiment import Experiment, ExperimentError, edited
+from compare.spec.experiment import Experiment, ExperimentError
 from compare.study import Study
 from compare.terminal import errors_console, human_bytes
 
@@ -45,12 +46,9 @@ Bytes = tuple[str, float | None, float | None]
 class AbsentStep(Struct, frozen=True, kw_only=True):
     """One layout's step on devices that are not here: what it sends and keeps, as a side found."""
 
-    title: str
-    flows: list[Flow]
+    ledger: EngineLedger
     memory: list[Bytes]
     below: str
-    problems: list[str]
-    """What does not fit the layout, or could not be read."""
 
 
 class Found(Struct, frozen=True, kw_only=True):
@@ -67,10 +65,6 @@ class Found(Struct, frozen=True, kw_only=True):
     """How many there were."""
     explained: Candidate
     """That of --explain, else the fastest, or the smallest if none fits."""
-    uncalibrated_s: float
-    """A step of the fastest by the chip's own rates, without --measured."""
-    with_more: list[Candidate]
-    """Where the devices do not divide the sequences: the fastest layout of the next number that they do."""
     absent: list[AbsentStep] = []
 
     @property
@@ -86,22 +80,16 @@ class Found(Struct, frozen=True, kw_only=True):
             best = self.candidates[0]
             parts = sorted(best.parts.items(), key=lambda item: -item[1])[:3]
             shares = ", ".join(f"{part} {seconds / best.seconds:.0%}" for part, seconds in parts)
-            words = [
+            return (
                 f"{best.name}: {best.seconds * 1e3:,.1f} ms a step ({self._off(best)}), MFU {best.mfu:.1%}, "
                 f"{human_bytes(best.bytes)} a device; {shares}; {self.fitting:,} layouts fit, "
                 f"{self.too_large:,} do not"
-            ]
-        else:
-            best = self.smallest[0]
-            words = [
-                f"none of {self.too_large:,} layouts fits: the smallest, {best.name}, needs "
-                f"{human_bytes(best.bytes)}: {_classes(best)}"
-            ]
-        for more in self.with_more:
-            takes = f"{more.seconds * 1e3:,.1f} ms by {more.name}" if more.seconds else "too much memory"
-            unequal = f"{best.sequences} sequences do not divide by all devices"
-            words.append(f"{unequal}: {more.sequences} would take {takes}")
-        return "; ".join(words)
+            )
+        best = self.smallest[0]
+        return (
+            f"none of {self.too_large:,} layouts fits: the smallest, {best.name}, needs "
+            f"{human_bytes(best.bytes)}: {_classes(best)}"
+        )
 
     def _off(self, best: Candidate) -> str:
         if not self.times_as_long:
@@ -111,8 +99,8 @@ class Found(Struct, frozen=True, kw_only=True):
         if self.machine.slowdown == 1:
             return f"optimistic: published steps took {low:g} to {high:g} times as long, {span}"
         return (
-            f"{self.uncalibrated_s * 1e3:,.1f} by the chip's rates; one measured step makes compute take "
-            f"{self.machine.slowdown:.3g} times as long; published ones then took {span}"
+            f"one measured step makes compute take {self.machine.slowdown:.3g} times as long as the chip's "
+            f"rates; published ones then took {span}"
         )
 
 
@@ -177,39 +165,22 @@ class Plan(Study, frozen=True, kw_only=True):
             machine = self._calibrated(experiment, machine)
         layouts = search(self.engine, experiment, machine, fixed=fixed, variant=self.shape)
         kinds = folded(layouts.fitting)
-        with_more = self._with_more(experiment, machine)
-        every = layouts.fitting + layouts.too_large
-        unhurried, best = replace(machine, slowdown=1.0), every[0].of(experiment)
-        ways = ways_of(self.engine, best, self.shape)
         found = Found(
             machine=machine,
             candidates=kinds,
             fitting=len(layouts.fitting),
             smallest=layouts.too_large[:1],
             too_large=len(layouts.too_large),
-            explained=self._explained(kinds, every),
-            uncalibrated_s=predict(self.engine, best, unhurried, **ways).seconds,
-            with_more=with_more,
+            explained=self._explained(kinds, layouts.fitting + layouts.too_large),
         )
         plan = {"plan": found, "refused": layouts.refused}
         reasons = dict(itertools.islice(layouts.refused.items(), REASONS))
+        given = [getattr(experiment.layout, axis) for axis in (TP, PP) if axis in fixed]
+        shares, sequences = machine.devices // math.prod(given), experiment.sequences_per_step
+        if more := -sequences % shares:
+            why = f"{sequences} sequences do not divide: {sequences + more} do"
+            reasons[f"data parallelism over {shares}"] = why
         return replace(outcome, more=msgspec.to_builtins(plan), left_out=reasons)
-
-    def _with_more(self, experiment: Experiment, machine: Machine) -> list[Candidate]:
-        """The fastest data parallelism of the next number of sequences, if the devices do not divide this."""
-        fixed = self.said.flags
-        split = {axis: getattr(experiment.layout, axis) if axis in fixed else 1 for axis in (TP, PP)}
-        shares = machine.devices // math.prod(split.values())
-        if not (rest := experiment.sequences_per_step % shares):
-            return []
-        sequences = experiment.sequences_per_step - rest + shares
-        train = {"batch_size": sequences, "gradient_accumulation_steps": 1}
-        larger = edited(experiment, {"train": train, "layout": split})
-        try:
-            layouts = search(self.engine, larger, machine, fixed=fixed | {TP, PP}, variant=self.shape)
-        except ExperimentError:  # a field that was given needs another degree
-            return []
-        return (layouts.fitting + layouts.too_large)[:1]
 
     def _calibrated(self, experiment: Experiment, machine: Machine) -> Machine:
         """The machine as the step of --measured says. Raises ExperimentError: no such layout, or no time."""
@@ -256,12 +227,17 @@ class Plan(Study, frozen=True, kw_only=True):
             peak = rank.memory.peak
             kinds = dict.fromkeys((*candidate.memory, *(kind for kind, size in peak.bytes.items() if size)))
             flows = [flow for flow in line_up(self.engine, spec, rank.ledger.rows) if flow.stage == 0]
-            step = AbsentStep(
-                title=f"The first rank of {candidate.name}, run alone: bytes at its peak",
+            ledger = EngineLedger(
+                case=f"The first rank of {candidate.name}, run alone: bytes at its peak",
+                engine=self.engine,
+                experiment=spec,
                 flows=flows,
+                unexpected=[*rank.ledger.problems, *mismatches(self.engine, spec, flows)],
+            )
+            step = AbsentStep(
+                ledger=ledger,
                 memory=[(kind, candidate.memory.get(kind), peak.bytes.get(kind)) for kind in kinds],
                 below=f"{human_bytes(peak.total)} in {peak.phase}; planned {human_bytes(candidate.bytes)}.",
-                problems=[*rank.ledger.problems, *mismatches(self.engine, spec, flows)],
             )
             steps.append(step)
         if self.compile:
@@ -270,15 +246,20 @@ class Plan(Study, frozen=True, kw_only=True):
             state = sum(candidate.memory.get(kind, 0.0) for kind in STATE)
             fits = built.peak_bytes <= USABLE * machine.memory_bytes
             below = f"{built.compile_s:.0f} CPU s. {', '.join(map(' '.join, built.versions.items()))}."
-            step = AbsentStep(
-                title=f"{candidate.name} compiled for {topology_of(machine)}, {built.device}",
+            ledger = EngineLedger(
+                case=f"{candidate.name} compiled for {topology_of(machine)}, {built.device}",
+                engine=self.engine,
+                experiment=spec,
                 flows=line_up(self.engine, spec, built.ledger.rows),
+                unexpected=built.ledger.problems,
+            )
+            step = AbsentStep(
+                ledger=ledger,
                 memory=[
                     ("parameters and moments", state, built.state_bytes),
                     ("all of a step", candidate.bytes, built.peak_bytes),
                 ],
                 below=below if fits else f"It does not fit, says XLA. {below}",
-                problems=built.ledger.problems,
             )
             steps.append(step)
         return steps
@@ -296,9 +277,10 @@ class Plan(Study, frozen=True, kw_only=True):
         if explain:
             tables.append(terms_table(outcome, found))
         for step in found.absent:
-            memory = table_of(step.title, MEMORY, step.memory, look="words", below=step.below)
-            tables += [memory, table_of("What it sends in a step", FLOWS, step.flows)]
-        problems = [problem for step in found.absent for problem in step.problems]
+            tables.append(table_of(step.ledger.case, MEMORY, step.memory, look="words", below=step.below))
+            sent = table_of_layout([step.ledger])
+            tables.append(replace(sent, name="What it sends in a step, beside the textbook"))
+        problems = [problem for step in found.absent for problem in step.ledger.unexpected]
         return findings_of(
             outcome,
             title=f"{outcome.name} for {machine.name}, {engine}",
@@ -317,15 +299,6 @@ class Plan(Study, frozen=True, kw_only=True):
         )
 
 
-FLOWS = (
-    Column[Flow]("axis", lambda flow: flow.axis),
-    Column[Flow]("role", lambda flow: flow.role),
-    Column[Flow]("stage", lambda flow: str(flow.stage)),
-    Column[Flow]("calls", lambda flow: flow.calls, ",d"),
-    Column[Flow]("textbook (B)", lambda flow: flow.textbook, ",.0f"),
-    Column[Flow]("sent (B)", lambda flow: flow.sent, ",d"),
-    Column[Flow]("ratio", lambda flow: flow.ratio, ".2f"),
-)
 MEMORY = (
     Column[Bytes]("of a device", lambda row: row[0]),
     Column[Bytes]("planned", lambda row: row[1], human_bytes),

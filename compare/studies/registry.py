@@ -17,21 +17,10 @@ from compare.studies.run import Resume, Run
 from compare.studies.sweep import Sweep
 from compare.studies.tune import Tune
 
-_CLASSES = (
-    Run,
-    Resume,
-    Sweep,
-    Check,
-    Faults,
-    Bench,
-    Profile,
-    Ledger,
-    Collectives,
-    Memory,
-    Plan,
-    Tune,
-)
-STUDIES: dict[str, Any] = {study.__name__.lower(): study for study in _CLASSES}
+STUDIES: dict[str, Any] = {
+    study.__name__.lower(): study
+    for study in (Run, Resume, Sweep, Check, Faults, Bench, Profile, Ledger, Collectives, Memory, Plan, Tune)
+}
 
 
 def read_study(folder: Path) -> tuple[Any, Outcome]:

@@ -32,7 +32,6 @@ SIZES = (64, 128, 256, 512, 1024)
 """Rows and columns of the products that are timed."""
 COPIED = 64 * 2**20
 """Bytes of the vector that is copied to time the memory: larger than caches."""
-ROW_S = 0.1
 
 
 def machine_here(
@@ -68,7 +67,7 @@ def machine_here(
             return LinkSpeed(bytes_per_s=1e30)
         way = OURS if side.name == TORCH.name else "xla"
         cases = tuple(CollectiveCase("all_reduce", size) for size in sizes_between(1024, 2**22))
-        request = CollectiveRequest(implementations=(way,), cases=cases, ranks=ranks, row_s=ROW_S)
+        request = CollectiveRequest(implementations=(way,), cases=cases, ranks=ranks)
         if over.several:  # they share the folder of the results, and not /tmp
             RUNS.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=RUNS if over.several else None) as folder:

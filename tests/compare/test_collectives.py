@@ -111,7 +111,7 @@ def test_the_page_stands_alone_and_wrong_elements_are_no_pass(tmp_path):
 def test_both_sides_compute_every_collective_on_two_hosts(shardpair):
     """Two hosts on the loopback, two ranks or devices on each."""
     done = shardpair(
-        *("collectives", "--hosts", "2", "--ranks", "4", "--max_size", "1K", "--row_s", "0.001", "--anyway"),
+        *("collectives", "--hosts", "2", "--ranks", "4", "--max_size", "1K", "--anyway"),
         *("--run_dir", "out", "--json"),
     )
     assert done.returncode == 0, done.stderr

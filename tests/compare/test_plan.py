@@ -65,7 +65,7 @@ def test_a_plan_is_shown_kept_and_shown_again(small, capsys):
     assert found["result"]["more"]["plan"]["machine"]["devices"] == 16
 
 
-def test_one_measured_step_calibrates_and_both_figures_are_said(small, capsys):
+def test_one_measured_step_calibrates(small, capsys):
     assert main([*ARGUMENTS, "--json", "--run_dir", "p"]) == 0
     plain = json.loads(capsys.readouterr().out)["rows"][0]
     milliseconds = 3e3 * plain["seconds"]
@@ -83,22 +83,20 @@ def test_one_measured_step_calibrates_and_both_figures_are_said(small, capsys):
     assert rows.get(plain["name"], milliseconds / 1e3) == pytest.approx(milliseconds / 1e3, rel=1e-4)
     assert found["result"]["more"]["plan"]["machine"]["slowdown"] > 2.9
     assert main(["report", "q"]) == 0
-    assert "by the chip's rates; one measured step makes compute take" in said(capsys.readouterr().out)
+    assert "one measured step makes compute take" in said(capsys.readouterr().out)
     for wrong in ("fsdp3=4ms", f"{plain['name']}=soon"):
         assert main([*ARGUMENTS, "--measured", wrong]) == 2
         assert "give a layout as the plan names it" in said(capsys.readouterr().err)
 
 
-def test_the_next_number_of_sequences_that_devices_divide_is_named(small, capsys):
+def test_sequences_that_devices_do_not_divide_are_named(small, capsys):
     """24 sequences on 16 devices: not another step, and not without a word."""
     given = ("--train.batch_size", "24", "--json", "--run_dir", "p")
     assert main([*ARGUMENTS, *given]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {row["batch_size"] * row["gradient_accumulation_steps"] for row in found["rows"]} == {24}
-    (more,) = found["result"]["more"]["plan"]["with_more"]
     assert main(["report", "p"]) == 0
-    takes = f"24 sequences do not divide by all devices: 32 would take {more['seconds'] * 1e3:,.1f} ms by"
-    assert takes in said(capsys.readouterr().out)
+    assert "data parallelism over 16: 24 sequences do not divide: 32 do" in said(capsys.readouterr().out)
 
 
 def test_the_sum_of_one_layout_is_written_out_term_by_term(small, capsys):

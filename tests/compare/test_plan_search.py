@@ -115,7 +115,7 @@ def test_fields_that_are_given_stay(tiny):
         found = search("torch-manual", asked, machine_of(4), fixed=frozenset(given)).fitting
         stayed = {tuple(getattr(one.layout, field) for field in given) for one in found}
         assert stayed == {tuple(given.values())}
-        assert {one.sequences for one in found} == {24}
+        assert {one.batch_size * one.gradient_accumulation_steps for one in found} == {24}
     accumulated = edited(deep, {"layout": {"microbatches": 4}})
     found = search("torch-manual", accumulated, machine_of(2), fixed=frozenset({"microbatches"})).fitting
     assert {one.gradient_accumulation_steps for one in found} == {1, 2, 3, 6}
@@ -133,7 +133,7 @@ def test_no_other_step_is_planned_than_the_one_that_was_asked_for(tiny):
     for sequences, devices in ((7, 7), (12, 8), (3, 4), (10, 4)):
         asked = edited(tiny, {"train": {"batch_size": sequences, "gradient_accumulation_steps": 1}})
         every = search("torch-manual", asked, machine_of(devices), fixed=NONE)
-        assert {one.sequences for one in every.fitting} == {sequences}
+        assert {one.batch_size * one.gradient_accumulation_steps for one in every.fitting} == {sequences}
         assert all(sequences % one.layout.data_parallel == 0 for one in every.fitting)
         (why,) = [why for why in every.refused.values() if "sequences a step" in why] or [""]
         assert (f"{sequences} sequences" in why) == bool(sequences % devices)

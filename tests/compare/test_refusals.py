@@ -79,7 +79,6 @@ REFUSED = {
     "ledger --checkpoint.every 2": "--checkpoint.every has no effect",
     "bench --train.max_iters 9": "--train.max_iters has no effect",
     "profile --init_from nosuch.pt": "--init_from has no effect",
-    "lesson fully_sharded --results taken --run_dir other": "has no effect",
     "profile --continue taken --preset ddp": "leave out --preset",
     # What a study has no room for.
     "sweep --devices 0": "--devices 0 must be at least 1",
@@ -93,7 +92,6 @@ REFUSED = {
     "bench --baseline nosuch": "--baseline nosuch: no such case",
     "collectives --max_size 1T": "--max_size 1T: give bytes",
     "collectives --min_size 2M --max_size 1M": "the largest is not below the smallest",
-    "collectives --row_s 0": "--row_s 0.0 must be more than 0",
     "collectives --implementations nccl": "no such way on platform cpu",
     "collectives --hosts 2 --ranks 3": "--ranks 3: give between 2 and 64, which 2 hosts divide",
     "lesson fully_sharded --output page.pdf": "end it in one of .html",
