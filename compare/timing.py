@@ -139,8 +139,6 @@ class Timed(OnIdle, frozen=True, kw_only=True):
             raise EngineError(f"{name}: {'; '.join(wrong)}", exit_code=1)
         figures = measured(
             record,
-            case=name,
-            round=number,
             first_seen_s=seen[0],
             timing=timing,
             others_cores=beside.cores() if hosts.launcher == "local" else math.nan,
@@ -184,9 +182,11 @@ def timed_findings(view: TimedOutcome, *, sentence: str, tables: Sequence[Table]
 
     Figures of a case that ran in another way in some rounds do not mix.
     """
-    first = {process.case: process.how for process in reversed(view.measurements)}
-    odd = dict.fromkeys(of.case for of in view.measurements if of.how != first[of.case])
-    mixed = [f"{name} did not run in the same way in all rounds: such figures do not mix" for name in odd]
+    mixed = [
+        f"{name} did not run in the same way in all rounds: such figures do not mix"
+        for name, rounds in view.measurements.items()
+        if any(process.how != next(iter(rounds.values())).how for process in rounds.values())
+    ]
     return findings_of(
         view,
         sentence=sentence,

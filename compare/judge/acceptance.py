@@ -126,32 +126,23 @@ def _of_ledger(record: Record, experiment: Experiment) -> Iterator[str]:
 
 
 def _of_tensors(record: Record, request: Request) -> Iterator[str]:
-    asked, experiment = rungs_asked_for(request), request.experiment
-    dtype = storage_dtype(experiment)
-    table = {parameter.name: (parameter.shape, dtype) for parameter in parameter_table(experiment.model)}
-    for rung in asked:
-        if tensors := read_tensors(record.folder, rung):
-            expected = shapes_of_step(experiment) if rung == Rung.BATCH else table
-            yield from _of_shapes(rung, tensors, expected)
-        else:
+    experiment, kept = request.experiment, storage_dtype(request.experiment)
+    table = {parameter.name: (parameter.shape, kept) for parameter in parameter_table(experiment.model)}
+    for rung in rungs_asked_for(request):
+        tensors = read_tensors(record.folder, rung)
+        if not tensors:
             yield f"it left no {rung}"
-    if Rung.BATCH in asked:
-        yield from _of_batch(read_tensors(record.folder, Rung.BATCH), request)
-    if Rung.GRADIENTS in asked:
-        gradients = read_tensors(record.folder, Rung.GRADIENTS)
-        if gradients and not any(tensor.any() for tensor in gradients.values()):
+            continue
+        expected = shapes_of_step(experiment) if rung == Rung.BATCH else table
+        left = {name: f"{tensor.dtype} {tensor.shape}" for name, tensor in tensors.items()}
+        asked = {name: f"{dtype} {shape}" for name, (shape, dtype) in expected.items()}
+        if odd := next((name for name in sorted(left | asked) if left.get(name) != asked.get(name)), ""):
+            have, belongs = left.get(odd, "nothing"), asked.get(odd, "nothing")
+            yield f"its {rung} have {odd} as {have} instead of {belongs}"
+        if rung == Rung.BATCH:
+            yield from _of_batch(tensors, request)
+        if rung == Rung.GRADIENTS and not any(tensor.any() for tensor in tensors.values()):
             yield f"every gradient of step {request.first_step} is zero"
-
-
-def _of_shapes(rung: Rung, found: Mapping[str, np.ndarray], expected: Mapping[str, tuple]) -> Iterator[str]:
-    """The first tensor that is missing, unknown, or of another shape or dtype."""
-    left = {name: f"{tensor.dtype} {tensor.shape}" for name, tensor in found.items()}
-    asked = {name: f"{dtype} {shape}" for name, (shape, dtype) in expected.items()}
-    for name in sorted(left | asked):
-        if left.get(name) != asked.get(name):
-            have, belongs = left.get(name, "nothing"), asked.get(name, "nothing")
-            yield f"its {rung} have {name} as {have} instead of {belongs}"
-            return
 
 
 def _of_batch(left: Mapping[str, np.ndarray], request: Request) -> Iterator[str]:

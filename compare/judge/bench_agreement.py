@@ -39,11 +39,11 @@ FIGURES = {"loss": "loss", "grad_norm": "gradient norm"}
 def disagreements(result: TimedOutcome) -> list[str]:
     """Cases whose losses and norms are not those of the first case of their training: they did other work."""
     lines: dict[str, str] = {}
-    for case, process, reference, expected in _pairs(result):
+    for case, number, process, reference, expected in _pairs(result):
         parting = _first_parting(process, expected, case.experiment)
         if parting and case.name not in lines:
             work = f"{case.name} did not do the same work as {reference.name}"
-            lines[case.name] = f"{work}: in round {process.round} {parting}"
+            lines[case.name] = f"{work}: in round {number} {parting}"
     return list(lines.values())
 
 
@@ -72,13 +72,16 @@ def agreement_summary(result: TimedOutcome) -> str:
     """How far apart losses and norms are at most, and which cases had nothing to be held against."""
     pairs = list(_pairs(result))
     compared = {
-        name for case, _, reference, _ in pairs if case != reference for name in (case.name, reference.name)
+        name
+        for case, _, _, reference, _ in pairs
+        if case != reference
+        for name in (case.name, reference.name)
     }
     alone = [name for name in result.finished if name not in compared]
     said = []
     if compared:
         loss, norm = (
-            max(max(map(_error, a.curves[figure], b.curves[figure])) for _, a, _, b in pairs)
+            max(max(map(_error, a.curves[figure], b.curves[figure])) for _, _, a, _, b in pairs)
             for figure in FIGURES
         )
         said.append(
@@ -90,8 +93,8 @@ def agreement_summary(result: TimedOutcome) -> str:
     return " ".join(said)
 
 
-def _pairs(result: TimedOutcome) -> Iterator[tuple[Case, Measurement, Case, Measurement]]:
-    """Every process but the first of its training, and that first one.
+def _pairs(result: TimedOutcome) -> Iterator[tuple[Case, int, Measurement, Case, Measurement]]:
+    """Every process but the first of its training, with its round, and that first one.
 
     All of an experiment decides the numbers but its layout, and how many logits exist at once.
     """
@@ -99,10 +102,10 @@ def _pairs(result: TimedOutcome) -> Iterator[tuple[Case, Measurement, Case, Meas
     for case in result.cases.values():
         training = edited(case.experiment, {"train": {"loss_chunks": 1}})
         key = training.model, training.data, training.optimizer, training.train, training.precision
-        for process in result.rounds_of(case).values():
+        for number, process in result.measurements.get(case.name, {}).items():
             reference, expected = first.setdefault(key, (case, process))
             if process is not expected:
-                yield case, process, reference, expected
+                yield case, number, process, reference, expected
 
 
 def _error(found: float, expected: float) -> float:

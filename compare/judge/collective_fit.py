@@ -15,7 +15,7 @@ FEWEST = 3
 """Sizes below which a line says nothing."""
 
 
-class Fit(Struct, frozen=True, kw_only=True):
+class Fit(Struct, frozen=True):
     """A line through the times of one implementation of one collective on so many ranks."""
 
     implementation: str
@@ -56,19 +56,11 @@ def fits_of(rows: Sequence[CollectiveRow]) -> list[Fit]:
         key = row.implementation, row.kind, row.ranks
         groups.setdefault(key, []).append((row.size, row.time_us / 1e6))
     fits = []
-    for (implementation, kind, ranks), pairs in groups.items():
+    for key, pairs in groups.items():
         if len({size for size, _ in pairs}) < FEWEST:
             continue
         latency_s, per_byte_s = fit_line(*zip(*pairs, strict=True))
-        distances = [abs(latency_s + size * per_byte_s - time_s) / time_s for size, time_s in pairs]
-        fits.append(
-            Fit(
-                implementation=implementation,
-                kind=kind,
-                ranks=ranks,
-                latency_us=latency_s * 1e6,
-                bandwidth_gb_s=1 / per_byte_s / 1e9 if per_byte_s else None,
-                misfit=statistics.median(distances),
-            )
-        )
+        off = [abs(latency_s + size * per_byte_s - time_s) / time_s for size, time_s in pairs]
+        bandwidth = 1 / per_byte_s / 1e9 if per_byte_s else None
+        fits.append(Fit(*key, latency_s * 1e6, statistics.median(off), bandwidth))
     return fits

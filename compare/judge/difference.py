@@ -103,16 +103,11 @@ def _changes(a: Record, b: Record) -> dict[str, tuple[str, str]]:
 
 
 def _fields(run: Record) -> dict[str, str]:
-    manifest = run.manifest
-    asked = _flat(msgspec.to_builtins(run.request)) if run.request else {}
-    for name in _OF_NO_NUMBER:
-        asked.pop(name, None)
-    return asked | {
-        "corpus_sha256": manifest.corpus_sha256[:12],
-        "device_kind": manifest.device_kind,
-        "threads": manifest.threads,
-        **{f"version of {package}": version for package, version in manifest.versions.items()},
-    }
+    manifest, asked = run.manifest, msgspec.to_builtins(run.request) if run.request else {}
+    found = {name: value for name, value in asked.items() if name not in _OF_NO_NUMBER}
+    found |= {name: getattr(manifest, name) for name in ("device_kind", "threads")}
+    found["corpus_sha256"] = manifest.corpus_sha256[:12]
+    return _flat(found | {f"version of {package}": number for package, number in manifest.versions.items()})
 
 
 def _flat(value: object, prefix: str = "") -> dict[str, str]:

@@ -5,7 +5,6 @@ case over its rounds, and divides it by its baseline.
 """
 
 import statistics
-from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -22,9 +21,6 @@ from compare.judge.strategy import done_words
 class Measurement(Struct, frozen=True, kw_only=True):
     """Figures of one fresh process, or of the ranks that it started."""
 
-    round: int
-    """Counted from 1."""
-    case: str
     windows: list[Window]
     single_ms: list[float]
     """Of each step that was waited for, after the windows."""
@@ -57,17 +53,13 @@ class TimedOutcome(Outcome, frozen=True, kw_only=True):
     """The outcome of a study that timed its cases, with its figures in their types."""
 
     timing: Timing
-    measurements: list[Measurement]
-    """By round."""
+    measurements: dict[str, dict[int, Measurement]]
+    """By case and round."""
     ceilings: dict[str, Ceiling]
     """The fastest matrix product on all cores, or on one GPU, by `Case.products`."""
     baseline: str
     """An engine, whose case of the same block is what others are divided by; or ENGINE.LAYOUT, one layout's
     case for all blocks of its size; '' in a study that divides nothing."""
-
-    def rounds_of(self, case: Case | None) -> dict[int, Measurement]:
-        """A case's measurements by the number of their round."""
-        return {process.round: process for process in self.measurements if case and process.case == case.name}
 
     def baseline_of(self, case: Case) -> Case | None:
         """The case that a case is divided by; None if there is no such case."""
@@ -81,21 +73,20 @@ class TimedOutcome(Outcome, frozen=True, kw_only=True):
 
 def timed(outcome: Outcome) -> TimedOutcome:
     """The figures of a timed study, in their types."""
-    processes = [process for rounds in outcome.kept.values() for process in rounds.values()]
     return TimedOutcome(
         **{field: getattr(outcome, field) for field in Outcome.__struct_fields__},
         timing=msgspec.convert(outcome.more["timing"], Timing),
-        measurements=sorted(msgspec.convert(processes, list[Measurement]), key=lambda process: process.round),
+        measurements=msgspec.convert(outcome.kept, dict[str, dict[int, Measurement]]),
         ceilings=msgspec.convert(outcome.more.get("ceilings", {}), dict[str, Ceiling]),
         baseline=outcome.more.get("baseline", ""),
     )
 
 
-def measured(record: Record, *, first_seen_s: float, timing: Timing, **seen: Any) -> Measurement:
-    """A record's figures, and the harness's own, what it has `seen` and when the first step came."""
+def measured(record: Record, *, first_seen_s: float, timing: Timing, others_cores: float) -> Measurement:
+    """A record's figures, and what the harness has seen: when the first step came, what others used."""
     manifest = record.manifest
     return Measurement(
-        **seen,
+        others_cores=others_cores,
         windows=manifest.windows,
         single_ms=[step.step_time_ms for step in record.steps[timing.watched + 1 :]],
         compile_s=manifest.compile_s,
@@ -145,14 +136,14 @@ def blocks(result: TimedOutcome) -> dict[str, list[BenchRow]]:
     """A row for every case that finished once, by block, in the order of the cases."""
     rows: dict[str, list[BenchRow]] = {}
     for case in result.cases.values():
-        if rounds := result.rounds_of(case):
+        if rounds := result.measurements.get(case.name):
             rows.setdefault(case.block, []).append(_row(result, case, rounds))
     return rows
 
 
 def _row(result: TimedOutcome, case: Case, rounds: dict[int, Measurement]) -> BenchRow:
     baseline, experiment = result.baseline_of(case), case.experiment
-    base = result.rounds_of(baseline if baseline != case else None)
+    base = result.measurements.get(baseline.name, {}) if baseline and baseline != case else {}
 
     def ratio(figure: str) -> Estimate | None:
         pairs = [(rounds[number], base[number]) for number in rounds.keys() & base.keys()]

@@ -66,14 +66,15 @@ def warnings(result: TimedOutcome) -> list[str]:
     lines = []
     if busy:
         lines.append(f"Others used the processor before {', '.join(busy)}: figures may not hold.{wanted}")
-    beside = [
-        f"{one.case} in round {one.round} ({one.others_cores:.1f} cores)"
-        for one in result.measurements
-        if is_busy(one.others_cores)
-    ]
+    seen = {
+        f"{name} in round {number}": one.others_cores
+        for name, rounds in result.measurements.items()
+        for number, one in rounds.items()
+    }
+    beside = [f"{place} ({cores:.1f} cores)" for place, cores in seen.items() if is_busy(cores)]
     if beside:
         lines.append(f"Others used the processor beside {', '.join(beside)}: these figures may not hold.")
-    if any(math.isnan(one.others_cores) for one in result.measurements):
+    if any(map(math.isnan, seen.values())):
         lines.append("What else used the hosts' processors is not known: a launcher started the engines.")
     return [*lines, *disagreements(result)]
 

@@ -154,8 +154,8 @@ def rows_of(outcome: Outcome) -> list[Row]:
     """A row for each case that finished once."""
     view, predicted, rows = timed(outcome), outcome.more["predicted_ms"], []
     for name, case in outcome.cases.items():
-        if processes := list(view.rounds_of(case).values()):
-            measured = estimate([process.wall_ms for process in processes])
+        if rounds := view.measurements.get(name):
+            measured = estimate([process.wall_ms for process in rounds.values()])
             row = Row(
                 case=name,
                 engine=case.engine,

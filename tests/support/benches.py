@@ -43,7 +43,7 @@ HERE = Circumstances(
 def bench_of(
     cases: list[Case],
     *,
-    measurements: Sequence[Measurement] = (),
+    measurements: Sequence[tuple[str, int, Measurement]] = (),
     busy_cores: Sequence[float] = (),
     rounds: int = 5,
     timing: Timing = TIMING,
@@ -52,8 +52,8 @@ def bench_of(
 ) -> TimedOutcome:
     """A bench of these cases, as it has saved these measurements."""
     kept: dict[str, dict[int, Measurement]] = {}
-    for process in measurements:
-        kept.setdefault(process.case, {})[process.round] = msgspec.to_builtins(process)
+    for name, number, process in measurements:
+        kept.setdefault(name, {})[number] = msgspec.to_builtins(process)
     more = {"timing": msgspec.to_builtins(timing), "baseline": baseline or cases[0].engine}
     return timed(
         Outcome(
@@ -69,7 +69,9 @@ def bench_of(
     )
 
 
-def measurement_of(case: Case, number: int, *, wall_ms: float = 10.0, **given: Any) -> Measurement:
+def measurement_of(
+    case: Case, number: int, *, wall_ms: float = 10.0, **given: Any
+) -> tuple[str, int, Measurement]:
     """One process whose every step took `wall_ms`, and twice that of CPU time."""
     window = Window(
         steps=TIMING.window, wall_s=TIMING.window * wall_ms / 1e3, cpu_s=TIMING.window * wall_ms / 500
@@ -87,7 +89,7 @@ def measurement_of(case: Case, number: int, *, wall_ms: float = 10.0, **given: A
         },
         "how": RAN,
     }
-    return Measurement(round=number, case=case.name, **figures | given)
+    return case.name, number, Measurement(**figures | given)
 
 
 def finished(cases: list[Case], *, rounds: int = 5) -> TimedOutcome:
