@@ -56,9 +56,9 @@ def _first_parting(process: Measurement, expected: Measurement, experiment: Expe
         errors = [_error(*pair) for pair in pairs]
         rates = (learning_rate(experiment.optimizer, step) for step in range(len(errors) - 1))
         early = 1 + sum(moved <= MOVED_LITTLE for moved in itertools.accumulate(rates))
+        of_first = tolerances_for(dtype)[figure].limit
         for step, (error, (number, right)) in enumerate(zip(errors, pairs, strict=True)):
-            limit = of_early if step < early else of_late
-            limit = limit if step else tolerances_for(dtype)[figure].limit
+            limit = of_first if not step else of_early if step < early else of_late
             if not error <= limit:
                 off = f"off by {error:.1e} (at most {limit:.0e})"
                 return f"the {name} of step {step} is {number:.6g}, and not {right:.6g}: {off}"
@@ -71,15 +71,9 @@ def _first_parting(process: Measurement, expected: Measurement, experiment: Expe
 def agreement_summary(result: TimedOutcome) -> str:
     """How far apart losses and norms are at most, and which cases had nothing to be held against."""
     pairs = list(_pairs(result))
-    compared = {
-        name
-        for case, _, _, reference, _ in pairs
-        if case != reference
-        for name in (case.name, reference.name)
-    }
-    alone = [name for name in result.finished if name not in compared]
-    said = []
-    if compared:
+    held = {one.name for case, _, _, first, _ in pairs if case != first for one in (case, first)}
+    alone, said = [name for name in result.finished if name not in held], []
+    if held:
         loss, norm = (
             max(max(map(_error, a.curves[figure], b.curves[figure])) for _, _, a, _, b in pairs)
             for figure in FIGURES

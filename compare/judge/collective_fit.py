@@ -1,6 +1,5 @@
 """Latency and bandwidth of a collective, fitted to its times: time = latency + size / bandwidth."""
 
-import math
 import statistics
 from collections.abc import Sequence
 
@@ -27,11 +26,6 @@ class Fit(Struct, frozen=True):
     """Median distance of a measured time from the line, as a fraction of it."""
     bandwidth_gb_s: float | None = None
     """1e9 bytes of `size` a second, as algbw; None where time does not grow with size."""
-
-    @property
-    def bytes_per_s(self) -> float:
-        """The bandwidth; infinite where time does not grow with size."""
-        return self.bandwidth_gb_s * 1e9 if self.bandwidth_gb_s else math.inf
 
 
 def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:

@@ -12,22 +12,22 @@ from compare.contract.communication import summed
 from compare.contract.record import Record, read_tensors
 from compare.contract.request import UPDATES, Rung
 from compare.host.tensors import RecordError
-from compare.judge.ladder import Verdict, compare_rungs, result_of
+from compare.judge.ladder import Verdict, compare_rungs
 from compare.judge.metrics import METRICS, figures
 from compare.judge.rungs import COMPARE, compare_steps, compare_tensors, dtypes_of
 from compare.judge.tolerances import Tolerance, tolerances_for
 from compare.numerics.parameters import storage_dtype
 
+RATES = "lr_curve"
 PRECISIONS = ("float64", "float32", "float16", "bfloat16")
 """From the finest: two runs are held to the tolerances of the coarser."""
 _BETWEEN = {rung: compare for rung, compare in COMPARE.items() if rung not in ("updates", "strategy")} | {
     "initial_weights": lambda *runs: compare_tensors(*runs, Rung.INITIAL_WEIGHTS),
     "grad_norm": lambda *runs: compare_steps(*runs, "grad_norm", first=1),
+    RATES: lambda *runs: compare_steps(*runs, "lr"),
 }
 """Comparisons that hold no run to its request, its seed or its own gradients."""
 _TENSORS = {rung.value: (rung,) for rung in Rung} | {"first_moments": UPDATES[0][1:]}
-RATES = "lr_curve"
-_SCHEDULED = Tolerance(0.0)  # a formula of the step alone
 _ROUNDED = Tolerance(1e-7)  # drawn in float64, and kept in float32 by one of the runs: half a unit, 6e-8
 _OF_NO_NUMBER = ("timeout_s", "cache_dir", "later_step")
 
@@ -51,11 +51,11 @@ def difference(a: Record, b: Record, *, names: tuple[str, str]) -> Difference:
     steps = len(pair[0].steps)
     if not steps:
         raise RecordError(f"{names[0]} and {names[1]} have no step in common: there is nothing to compare")
-    tolerances = tolerances_for(max(dtypes_of(a, b), key=PRECISIONS.index), steps=steps)
+    coarser = max(dtypes_of(a, b), key=PRECISIONS.index)
+    tolerances = tolerances_for(coarser, steps=steps) | {RATES: Tolerance(0.0)}  # a formula of the step alone
     if len({storage_dtype(run.manifest.experiment) for run in pair}) > 1:
         tolerances |= {"initial_weights": _ROUNDED}
     rungs, skipped = compare_rungs(*pair, tolerances, _BETWEEN, lambda rung: _why_not(rung, a, b))
-    rungs.append(result_of(RATES, *compare_steps(*pair, "lr"), _SCHEDULED))
     verdict = Verdict(reference=names[0], candidate=names[1], rungs=rungs, skipped=skipped)
     return Difference(settings=_changes(a, b), verdict=verdict, steps=steps, costs=_costs(a, b))
 

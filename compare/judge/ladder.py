@@ -73,11 +73,6 @@ class Verdict(Struct, frozen=True, kw_only=True):
         """True if every rung that was compared held, and at least one was."""
         return bool(self.rungs) and self.failure is None
 
-    @property
-    def untold(self) -> str:
-        """Settings of which neither run tells how it obeyed them, and why; empty after a failure."""
-        return self.rungs[-1].worst if self.passed and self.rungs[-1].rung == "strategy" else ""
-
     def error(self, rung: str) -> float | None:
         """The worst error of one rung; None if it was skipped."""
         return next((result.error for result in self.rungs if result.rung == rung), None)

@@ -48,12 +48,10 @@ class Case(Struct, frozen=True, kw_only=True):
 
     @property
     def engine(self) -> str:
-        """Of its request."""
         return self.request.engine
 
     @property
     def experiment(self) -> Experiment:
-        """Of its request."""
         return self.request.experiment
 
     @property
@@ -238,7 +236,8 @@ class Outcome(Struct, frozen=True, kw_only=True):
             return f"the losses of {others} agree with those of {references}; {subject} were not compared"
         agree = "agrees" if len(self.verdicts) == 1 else "agree"
         rungs = min(len(verdict.rungs) for verdict in self.verdicts)
-        untold = dict.fromkeys(filter(None, (verdict.untold for verdict in self.verdicts)))
+        last = [verdict.rungs[-1] for verdict in self.verdicts if verdict.passed]
+        untold = dict.fromkeys(result.worst for result in last if result.rung == "strategy" and result.worst)
         return "; ".join([f"{others} {agree} with {references} on {rungs} rungs", *untold])
 
 

@@ -38,11 +38,6 @@ class EngineProfile(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """That share of the schedule on a clock: a backward takes two forwards, messages take no time."""
     method: str = "it left no timeline"
 
-    @property
-    def overhead(self) -> float | None:
-        """Cost of watching, as a fraction of the step."""
-        return None if self.watched_ms is None else self.watched_ms / self.step_ms - 1.0
-
     def mean_ms(self, kind: str) -> float | None:
         """The mean over the devices; None if there is no timeline."""
         return statistics.fmean(device[f"{kind}_ms"] for device in self.devices) if self.devices else None

@@ -1,22 +1,12 @@
 """The rung "strategy" of the ladder: a run's observed work beside its request.
 
 Numbers do not depend on how work is spread, ordered and kept: an engine that ignores a setting of its layout
-computes the same. So each setting is read off what was observed, and held against what was asked:
-
-    precision.dtype       the dtype of every matrix product, of the messages that carry gradients, of what
-                          16 bits leave as it is (`contract.work.Kept`), and the bits of gradients
-    layout.compile        which backend made the graphs that ran
-    the blocks            how many of them forward runs: a GELU each
-    layout.remat          how many of the blocks' products and GELUs backward computes again
-    train.loss_chunks     how many positions of logits exist at once, and whether backward makes them again
-    layout.schedule       the order of the tasks of every rank of the pipeline
-    layout.gradient_sync  how many all-reduces carry gradients, their bytes, and which begin within backward;
-      and bucket_mb       as the closed form of the buckets has them (`closed_forms.gradient_messages`)
-    layout.zero, offload  bytes at rest, against `closed_forms.memory`
-    replicas              their weights at the end, device by device
-    all that sends        bytes by axis and role, against `closed_forms.communication`: exactly, or a multiple
-
-What an engine cannot tell, and what has no closed form, is named in `Strategy.untold`, never passed over.
+computes the same. So each setting is read off what was observed, and held against what was asked (`READ`):
+dtypes of products, of messages and of what 16 bits leave as it is, and the bits of gradients; who compiled;
+blocks, recomputation and logits by counts of operations; the order of a pipeline's tasks; all-reduces of
+gradients, their bytes, and which begin within backward; weights of replicas; bytes at rest and bytes that are
+sent, against closed forms. What an engine cannot tell, and what has no closed form, is named in
+`Strategy.untold`, never passed over.
 """
 
 from collections import Counter

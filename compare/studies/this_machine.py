@@ -76,8 +76,8 @@ def machine_here(
         if any(row.wrong for row in rows):
             raise EngineError(f"all_reduce: wrong results of {way}", exit_code=1)
         (fit,) = fits_of(rows)
-        rate = min(fit.bytes_per_s * ring_wire_bytes("all_reduce", 2**20, ranks) / 2**20, 1e30)
-        return LinkSpeed(bytes_per_s=rate / sharing_it)
+        rate = (fit.bandwidth_gb_s or 1e21) * 1e9 * ring_wire_bytes("all_reduce", 2**20, ranks) / 2**20
+        return LinkSpeed(bytes_per_s=min(rate, 1e30) / sharing_it)
 
     within = link(inside, ONE_HOST)
     return Machine(
