@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from compare.contract.collective_bench import CollectiveRequest
-from compare.contract.command import RunFailed, parse_arguments, told_by
+from compare.contract.command import parse_arguments, told_by
 from compare.contract.ending import DONE, StopRequest
 from compare.contract.other_hosts import State, announce, say
 from compare.contract.processes import Process, find_process
@@ -50,7 +50,7 @@ def main() -> int:
         process = find_process({k: v for k, v in os.environ.items() if not (by_torchrun and "SLURM" in k)})
         if process and not by_torchrun:
             os.environ.update(process.variables)
-        is_rank, is_first = "RANK" in os.environ, os.environ.get("RANK", "0") == "0"
+        is_first = os.environ.get("RANK", "0") == "0"
         with lock_folder(folder) if is_first else nullcontext():
             if process:
                 announce(folder, process)
@@ -59,8 +59,7 @@ def main() -> int:
                 return DONE
             except Exception as error:
                 failure = told_by(error, folder)
-                # Of ranks that torchrun has started, the first that fails leaves the word: see torchrun.py.
-                if failure and not (is_rank and isinstance(error, RunFailed)):
+                if failure:
                     if process:
                         message = f"{process.name}: {failure.message}"
                         failure = replace(failure, message=message, rank=process.number)

@@ -5,6 +5,7 @@ Ranks leave their errors in files, and show their progress in shared memory.
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -18,52 +19,29 @@ from multiprocessing import connection, parent_process
 from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
+from msgspec.structs import replace
 
-from compare.contract.command import CODES, RunFailed
+from compare.contract.command import RunFailed, told_by
 from compare.contract.ending import ASKED, DivergedError, StoppedEarly, StopRequest
-from compare.contract.other_hosts import State, blame, first_cause
-from compare.contract.record import Failure
+from compare.contract.other_hosts import START, State, blame, first_cause, say
+from compare.contract.record import Failure, leave_failure
 from compare.host.disk import no_room
 from compare.host.facts import Activity, MissingDevicesError, cpu_seconds, is_stopped, look_s
-from compare.host.json_files import read_json, write_json
 from compare.host.signals import describe_exit, is_ignored
-from compare.spec.experiment import one_line
+from compare.spec.experiment import ExperimentError, one_line
 from torchpar.comm.process_groups import choose_interface, is_consequence
 
 POLL_S = 0.1
-# A terminal sends Ctrl-C to the ranks and to the parent: so long the parent waits for its own signal.
-SIGINT_GRACE_S = 0.3
-TERMINATE_GRACE_S = 0.5
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ALIKE = ExperimentError | DivergedError | StoppedEarly  # all ranks raise it
 PHASES = (
     *("starting", "setting up"),  # until all have met; then model, data, and what wraps them
     *("forward", "backward", "synchronisation", "optimizer", "record", "evaluation"),
 )
-
-
-class Position(NamedTuple):
-    """Progress of a rank. All ranks run the same sequence of phases, so `beats` says who is behind."""
-
-    beats: int
-    step: int
-    phase: int
-
-    @property
-    def in_step(self) -> bool:
-        """True if it has come to its first step."""
-        return self.phase > 1
-
-    @property
-    def when(self) -> str:
-        """For a sentence: what happened, and then."""
-        return f"at step {self.step}" if self.in_step else "before the first step"
-
-    def __str__(self) -> str:
-        return f"step {self.step}, {PHASES[self.phase]}" if self.in_step else "the start"
 
 
 @dataclass(frozen=True)
@@ -76,7 +54,8 @@ class Rank:
         rendezvous: the file through which the ranks meet; None for torchrun's address and port.
         timeout_s: seconds without progress after which the run counts as hung.
         launcher_cpu_s: CPU seconds that the launcher spent for all ranks before it started them.
-        progress: its `Position`, in memory that a parent may share.
+        progress: beats, step and phase, in memory that a parent may share. All ranks run the same sequence of
+            phases, so `beats` says who is behind.
     """
 
     rank: int
@@ -88,14 +67,21 @@ class Rank:
     progress: MutableSequence[int] = field(default_factory=lambda: [0, 0, 0])
 
     @property
-    def position(self) -> Position:
-        """Position of this rank."""
-        return Position(*self.progress)
+    def in_step(self) -> bool:
+        """True if it has come to its first step."""
+        return self.progress[2] > 1
+
+    @property
+    def when(self) -> str:
+        """For a sentence: what happened, and then."""
+        return f"at step {self.progress[1]}" if self.in_step else "before the first step"
 
     @property
     def state(self) -> State:
         """Where it is, for whoever names the cause of a hang."""
-        return State(number=self.rank, where=str(self.position), beats=self.position.beats)
+        beats, step, phase = self.progress
+        where = f"step {step}, {PHASES[phase]}" if self.in_step else START
+        return State(number=self.rank, where=where, beats=beats)
 
     def at(self, step: int, phase: str) -> None:
         """Say that this rank enters a phase (one of PHASES) of a step."""
@@ -141,21 +127,28 @@ def launch(
                 processes[-1].start()
             supervise(processes, ranks, Path(folder), timeout_s)
         finally:
-            _end(processes)
+            for number in SIGNALS:  # Ctrl-C is not heard any more
+                signal.signal(number, signal.SIG_IGN)
+            left = multiprocessing.active_children()
+            for process in left:
+                process.kill()  # SIGTERM does not reach a stopped one
+            for process in left:
+                process.join()
 
 
 def _be_rank(main: Callable[[Rank], None], rank: Rank, folder: Path) -> NoReturn:
     """A rank's whole life. Leaves by os._exit: destructors of a broken process group may block."""
-    for number in SIGNALS:
-        if not is_ignored(number):
-            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the parent, too, which ends us
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _end_with_parent()
     code = 0
     try:
         main(rank)
     except BaseException as error:
         code = 1
-        write_json(folder / f"{rank.rank}.json", failure_of(error, rank))
+        failure = failure_of(error, rank)
+        say(folder, replace(rank.state, failure=failure))
+        leave_failure(folder, failure)
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -179,20 +172,6 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _end(processes: Sequence[BaseProcess]) -> None:
-    """End every rank that still runs, also a stopped one, and reap all; Ctrl-C is not heard any more."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    started = [process for process in processes if process.pid]
-    for process in started:
-        process.terminate()
-    deadline = time.monotonic() + TERMINATE_GRACE_S
-    for process in started:
-        process.join(max(0.0, deadline - time.monotonic()))
-        process.kill()  # SIGTERM does not reach a stopped process
-        process.join()
-
-
 def _interrupt(number: int, frame: object) -> NoReturn:
     """Of SIGINT and SIGTERM: the launch failed."""
     raise RunFailed(Failure(message=describe_exit(128 + number), exit_code=128 + number))
@@ -200,12 +179,12 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 
 def failure_of(error: BaseException, rank: Rank) -> Failure:
     """An error that ended a rank, as the record states it."""
-    text = one_line(error)
-    if isinstance(error, DivergedError | StoppedEarly):  # on all ranks alike
-        return Failure(message=text, exit_code=CODES[type(error)])
+    if isinstance(error, ALIKE) and (told := told_by(error)):
+        return told
     full = no_room(error)
+    said = full or f"{type(error).__name__}: {one_line(error)}"
     return Failure(
-        message=f"rank {rank.rank} failed {rank.position.when}: {full or f'{type(error).__name__}: {text}'}",
+        message=f"rank {rank.rank} failed {rank.when}: {said}",
         traceback="" if full else "".join(traceback.format_exception(error)),
         rank=rank.rank,
         is_consequence=is_consequence(error),
@@ -220,22 +199,26 @@ def supervise(
     Before its first step a rank makes progress as long as it uses the processor: it is not known how long
     importing, drawing weights and wrapping take. A phase of a step has to end within `timeout_s`.
     """
-    before: list[Position] = []
+    before: list[State] = []
     activities = [Activity(process.pid) for process in processes]
     last_progress = last_look = time.monotonic()
+
+    def failed() -> dict[int, int]:
+        return {rank: code for rank, process in enumerate(processes) if (code := process.exitcode)}
+
     while running := [rank for rank in ranks if processes[rank.rank].exitcode is None]:
-        if any(process.exitcode for process in processes):
+        if failed():
             break
-        if StopRequest.came and ranks[0].position.in_step:
+        if StopRequest.came and ranks[0].in_step:
             StopRequest.came, first = False, processes[0].pid
             assert first
             os.kill(first, ASKED)  # all ranks agree on the step
-        positions = [rank.position for rank in ranks]
-        if positions != before:
-            before, last_progress = positions, time.monotonic()
+        states = [rank.state for rank in ranks]
+        if states != before:
+            before, last_progress = states, time.monotonic()
         elif time.monotonic() - last_look > look_s(timeout_s):
             last_look = time.monotonic()
-            starting = [rank.rank for rank in running if not rank.position.in_step]
+            starting = [rank.rank for rank in running if not rank.in_step]
             if any([activities[number].is_busy() for number in starting]):  # a list: each has to be asked
                 last_progress = last_look
         if time.monotonic() - last_progress > timeout_s:
@@ -243,25 +226,9 @@ def supervise(
             stopped = [number for number in waiting if is_stopped(processes[number].pid)]
             raise RunFailed(blame(waiting, stopped, timeout_s=timeout_s, state="stopped", noun="rank"))
         connection.wait([processes[rank.rank].sentinel for rank in running], timeout=POLL_S)
-    if any(process.exitcode for process in processes):
-        raise RunFailed(first_failure(processes, ranks, folder))
-
-
-def first_failure(processes: Sequence[BaseProcess], ranks: Sequence[Rank], folder: Path) -> Failure:
-    """The cause, of all that the ranks wrote and how they ended."""
-    if any(process.exitcode == -signal.SIGINT for process in processes):
-        time.sleep(SIGINT_GRACE_S)
-
-    def said() -> list[Failure]:
-        files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-        return [read_json(path, Failure) for path in files]
-
-    return first_cause(
-        lambda: {rank: code for rank, process in enumerate(processes) if (code := process.exitcode)},
-        said,
-        name=lambda number: f"rank {number}",
-        when=lambda number: ranks[number].position.when,
-    )
+    if failed():
+        cause = first_cause(folder, failed, lambda n: f"rank {n}", lambda n: ranks[n].when)
+        raise RunFailed(cause)
 
 
 def require_gpus(needed: int) -> None:

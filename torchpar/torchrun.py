@@ -3,7 +3,6 @@
 No parent watches: each rank finds out by itself why a run ends, and the first to know leaves the word.
 """
 
-import contextlib
 import os
 import signal
 import socket
@@ -14,21 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-import psutil
 from msgspec.structs import replace
 
 from compare.contract.collective_bench import CollectiveRequest
-from compare.contract.command import RunFailed, told_by
-from compare.contract.ending import StoppedEarly
-from compare.contract.other_hosts import blame_for_hang, numbered, say, states_in, told_cause
+from compare.contract.other_hosts import blame_for_hang, gone_from, numbered, say, states_in, told_cause
 from compare.contract.processes import Process
 from compare.contract.record import Failure, clear_record, leave_failure
 from compare.contract.request import Request
 from compare.host.facts import Activity, MissingDevicesError, look_s
 from compare.host.signals import describe_exit, on_signals
-from compare.spec.experiment import ExperimentError
 from torchpar.comm.process_groups import choose_interface
-from torchpar.launch import Rank, failure_of, gpu_of, require_gpus
+from torchpar.launch import ALIKE, Rank, failure_of, gpu_of, require_gpus
 
 GRACE_S = 3.0  # for the rank to blame to write its error, or to be seen dead
 POLL_S = 0.05
@@ -44,9 +39,8 @@ def become_rank(
 ) -> None:
     """Do `work` as the rank that a process is among others; None is alone.
 
-    Raises:
-        MissingDevicesError: another number of processes than devices, or too few GPUs.
-        RunFailed: the run failed, on this rank or on another one, or `work` ended early on all alike.
+    If the run fails, on this rank or on another one, or `work` ends early on all alike, the process ends with
+    a word. Raises MissingDevicesError: another number of processes than devices, or too few GPUs.
     """
     number, world_size, local_rank, host, port = process or Process(0, 1, 0, "", 0)
     if world_size != devices:
@@ -67,13 +61,9 @@ def become_rank(
     try:
         work(rank)
     except Exception as error:
-        failure = told_by(error, folder) if isinstance(error, ExperimentError | StoppedEarly) else None
-        if failure:  # all ranks alike; a launcher ends the others with the first that leaves
+        if isinstance(error, ALIKE):  # a launcher ends the others with the first that leaves
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        else:
-            failure = siblings.why(failure_of(error, rank))
-        siblings.leave_word(failure)
-        raise RunFailed(failure) from error
+        siblings.leave(siblings.why(failure_of(error, rank)))
 
 
 class Siblings:
@@ -85,32 +75,26 @@ class Siblings:
     """
 
     def __init__(self, rank: Rank, folder: Path, host: str = ""):
-        self._rank, self._folder, self._host = rank, folder, f" ({host})" if host else ""
+        self._rank, self._folder, self._host = rank, folder, host and f" ({host})"
         self._failure: Failure | None = None
-        self._others: dict[int, psutil.Process] = {}
-        for process in psutil.Process(os.getppid()).children():
-            with contextlib.suppress(psutil.Error):
-                environment = process.environ()
-                number = environment.get("RANK", environment.get("SLURM_PROCID"))
-                if number is not None and process.pid != os.getpid():
-                    self._others[int(number)] = process
 
     def why(self, failure: Failure) -> Failure:
         """Cause of the run's end, given this rank's failure: waits a little for a rank that is to blame."""
-        self._say(failure)
+        self._failure = failure
+        say(self._folder, replace(self._rank.state, failure=failure))
         deadline = time.monotonic() + GRACE_S
         while failure.is_consequence and time.monotonic() < deadline:
             if cause := self._cause():
                 return cause
             time.sleep(POLL_S)
-        return replace(failure, message=failure.message + self._host)
+        return replace(failure, message=failure.message + self._host * (failure.rank >= 0))
 
     def leave_signalled(self, number: int) -> NoReturn:
         """End this rank, which was told to end: torchrun ends survivors so."""
-        how = describe_exit(128 + number, when=self._rank.position.when)
+        how = describe_exit(128 + number, when=self._rank.when)
         message = f"rank {self._rank.rank} was {how}{self._host}"
         own = Failure(message=message, rank=self._rank.rank, is_consequence=True)
-        self._leave(self._cause() or own, 128 + number)
+        self.leave(self._cause() or own, 128 + number)
 
     def watch(self) -> NoReturn:
         """End this rank once no phase of its steps ends within the time-out, and name who is behind.
@@ -118,54 +102,40 @@ class Siblings:
         Before its first step it only has to compute, which the others may wait for.
         """
         rank, activity, looks = self._rank, Activity(), 0
-        seen, since = rank.position, time.monotonic()
+        seen, since = rank.state, time.monotonic()
         while True:
             time.sleep(look_s(rank.timeout_s))
-            if not rank.position.in_step and activity.is_busy():
+            if not rank.in_step and activity.is_busy():
                 looks, since = looks + 1, time.monotonic()
-                self._say(self._failure, looks=looks)
-            if rank.position != seen:
-                seen, since = rank.position, time.monotonic()
+                say(self._folder, replace(rank.state, looks=looks, failure=self._failure))
+            if rank.state != seen:
+                seen, since = rank.state, time.monotonic()
             if time.monotonic() - since > rank.timeout_s:
                 own, count = replace(rank.state, looks=looks), rank.world_size
                 if failure := blame_for_hang(self._folder, own, count=count, timeout_s=rank.timeout_s):
-                    self._leave(failure, 1)
+                    self.leave(failure)
                 since = time.monotonic()
 
-    def leave_word(self, failure: Failure) -> None:
-        """Say it, and leave error.json, unless another rank was first.
+    def leave(self, failure: Failure, code: int = 0) -> NoReturn:
+        """End this rank with a word on why, by default with the failure's code.
 
-        A rank that has met no other leaves none: it cannot know whether rank 0 holds the folder, or another
-        run does.
+        A rank that has met no other leaves no error.json: it cannot know whether rank 0 holds the folder, or
+        another run does.
         """
-        self._say(failure)
-        if self._rank.rank == 0 or self._rank.position.phase:
+        print(failure.message, failure.traceback, sep="\n", end="", file=sys.stderr, flush=True)
+        say(self._folder, replace(self._rank.state, failure=failure))
+        if self._rank.rank == 0 or self._rank.progress[2]:
             leave_failure(self._folder, failure)
-
-    def _leave(self, failure: Failure, code: int) -> NoReturn:
-        """End this rank with a word on why."""
-        print(failure.message, file=sys.stderr, flush=True)
-        self.leave_word(failure)
-        os._exit(code)
-
-    def _say(self, failure: Failure | None, looks: int = 0) -> None:
-        self._failure = failure
-        say(self._folder, replace(self._rank.state, looks=looks, failure=failure))
+        sys.stdout.flush()
+        os._exit(code or failure.exit_code)
 
     def _cause(self) -> Failure | None:
-        dead = [rank for rank, process in self._others.items() if _is_dead(process)]  # before what they say
+        gone = gone_from(self._folder)  # before what they say
         if cause := told_cause(self._folder):
             return cause
-        said = {rank for rank, state in states_in(self._folder).items() if state.failure}
-        dead = sorted(set(dead) - said)
-        if not dead:
+        silent = sorted(number for number in gone if not states_in(self._folder)[number].failure)
+        if not silent:
             return None
-        when, why = self._rank.position.when, "killed (out of memory, if nobody did it)"
-        message = f"{numbered('rank', dead)} died without a word {when}: {why}{self._host}"
-        return Failure(message=message, rank=dead[0])
-
-
-def _is_dead(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    return True
+        why = "killed (out of memory, if nobody did it)"
+        message = f"{numbered('rank', silent)} died without a word {self._rank.when}: {why}{self._host}"
+        return Failure(message=message, rank=silent[0])

@@ -41,7 +41,7 @@ class RunFailed(Exception):
         self.failure = failure
 
 
-def told_by(error: Exception, folder: Path) -> Failure | None:
+def told_by(error: BaseException, folder: Path | None = None) -> Failure | None:
     """An error that says all by itself, or a full disk, as error.json states it; None of a bug."""
     if isinstance(error, RunFailed):
         return error.failure

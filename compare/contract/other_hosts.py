@@ -6,6 +6,7 @@ has a file there from its first line on, which says where it is, and why it left
 
 import contextlib
 import hashlib
+import os
 import signal
 import socket
 import time
@@ -19,7 +20,7 @@ from msgspec.structs import replace
 
 from compare.contract.processes import Process
 from compare.contract.record import STATE, Failure, read_failure
-from compare.host.facts import versions
+from compare.host.facts import has_ended, versions
 from compare.host.json_files import read_json, write_json
 from compare.host.signals import describe_exit
 from compare.numerics.data import open_corpus
@@ -98,6 +99,8 @@ class State(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     number: int
     host: str = ""
+    pid: int = 0
+    """0 if it was not yet started, when somebody else said this."""
     where: str = START
     """`step 5, forward`."""
     beats: int = 0
@@ -116,12 +119,11 @@ def announce(folder: Path, process: Process) -> None:
     Raises ExperimentError: its host may not write there.
     """
     if process.is_first:
-        for number, state in states_in(folder).items():
-            if state.waits or state.failure:
-                (folder / f"{STATE}{number}.json").unlink(missing_ok=True)
-    own = State(number=process.number, host=socket.gethostname())
+        said = {number for number, state in states_in(folder).items() if state.waits or state.failure}
+        for number in said | gone_from(folder):
+            (folder / f"{STATE}{number}.json").unlink(missing_ok=True)
     try:
-        write_json(folder / f"{STATE}{own.number}.json", own)
+        _write(folder, State(number=process.number))
     except OSError as error:
         raise ExperimentError(
             f"{process.name} cannot write into {folder}: {error.strerror}: give --run_dir on a file system "
@@ -130,22 +132,37 @@ def announce(folder: Path, process: Process) -> None:
 
 
 def say(folder: Path, state: State) -> None:
-    """Leave a state of this process, if there is room."""
-    own = replace(state, host=state.host or socket.gethostname())
+    """Leave a state, by default of this process, if there is room."""
     with contextlib.suppress(OSError):
-        write_json(folder / f"{STATE}{own.number}.json", own)
+        _write(folder, state)
+
+
+def _write(folder: Path, state: State) -> None:
+    own = state if state.host else replace(state, host=socket.gethostname(), pid=os.getpid())
+    write_json(folder / f"{STATE}{own.number}.json", own)
 
 
 def states_in(folder: Path) -> dict[int, State]:
-    """What each process said last, by number; {} of ranks that share a parent."""
+    """What each process said last, by number."""
     states = [read_json(path, State) for path in folder.glob(f"{STATE}*.json")]
     return {state.number: state for state in sorted(states, key=lambda state: state.number)}
 
 
+def gone_from(folder: Path) -> set[int]:
+    """Processes of this host that have ended."""
+    own = [state for state in states_in(folder).values() if state.host == socket.gethostname() and state.pid]
+    return {state.number for state in own if has_ended(state.pid)}
+
+
+def told_in(folder: Path) -> list[Failure]:
+    """What processes that left say, the first one's first."""
+    said = [read_failure(folder), *(state.failure for state in states_in(folder).values())]
+    return [failure for failure in said if failure]
+
+
 def told_cause(folder: Path) -> Failure | None:
     """The cause that some process left, if any did: one that only saw another go tells none."""
-    said = [read_failure(folder), *(state.failure for state in states_in(folder).values())]
-    return next((failure for failure in said if failure and not failure.is_consequence), None)
+    return next((failure for failure in told_in(folder) if not failure.is_consequence), None)
 
 
 def blame_for_hang(folder: Path, own: State, *, count: int, timeout_s: float) -> Failure | None:
@@ -202,23 +219,22 @@ def numbered(noun: str, numbers: Sequence[int]) -> str:
 
 
 def first_cause(
+    folder: Path,
     ended: Callable[[], Mapping[int, int]],
-    said: Callable[[], Sequence[Failure]],
-    *,
     name: Callable[[int], str],
     when: Callable[[int], str] = lambda number: "",
 ) -> Failure:
     """The cause of an end: a process's own error, else a death, else an error that tells of a lost process.
 
-    `ended` gives the exit codes of processes that have failed, `said` the errors that they left: some may
-    notice a lost one before we do, so both are asked again for a while.
+    `ended` gives the exit codes of processes that have failed: some may notice a lost one before we do, so it
+    and what they left in the folder are asked again for a while.
     """
     deadline = time.monotonic() + CAUSE_GRACE_S
     while True:
-        codes, failures = ended(), said()  # in this order: who fails speaks first
-        if causes := [failure for failure in failures if not failure.is_consequence]:
+        codes, said = ended(), told_in(folder)  # in this order: who fails speaks first
+        if causes := [failure for failure in said if not failure.is_consequence]:
             return causes[0]
-        silent = [number for number in codes if number not in [failure.rank for failure in failures]]
+        silent = [number for number in codes if number not in [failure.rank for failure in said]]
         # An abort is how C++ reacts to a lost peer, so it may be a consequence too.
         killed = [number for number in silent if codes[number] != -signal.SIGABRT]
         if killed or time.monotonic() > deadline:
@@ -227,4 +243,4 @@ def first_cause(
     for number in killed or silent:
         how = f"{'was ' if codes[number] < 0 else ''}{describe_exit(codes[number], when=when(number))}"
         return Failure(message=f"{name(number)} {how}", rank=number)
-    return failures[0]
+    return said[0]

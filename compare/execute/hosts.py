@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from compare.contract.other_hosts import first_cause
 from compare.contract.processes import FIRST_PORT, PORTS, Process
-from compare.contract.record import Failure, leave_failure, read_failure
+from compare.contract.record import leave_failure
 from compare.spec.engines.engine import Side
 from compare.spec.experiment import ExperimentError, Layout
 
@@ -219,21 +219,15 @@ def start_together(hosts: int, on_host: int, folder: Path, command: Sequence[str
         place = Process(number, count, number % on_host, LOOPBACK, port)
         running.append(subprocess.Popen(command, env=os.environ | place.variables if count > 1 else None))
 
-    def said() -> list[Failure]:
-        failure = read_failure(folder)
-        return [failure] if failure else []
+    def failed() -> dict[int, int]:
+        return {number: code for number, process in enumerate(running) if (code := process.poll())}
 
-    def ended() -> dict[int, int]:
-        codes = {number: code for number, process in enumerate(running) if (code := process.poll())}
-        is_said = bool(said())  # by the first that failed: others that were not killed have no more to say
-        return {number: code for number, code in codes.items() if code < 0 or not is_said}
-
-    while not any(process.poll() for process in running):
+    while not failed():
         if all(process.poll() == 0 for process in running):
             return 0
         time.sleep(POLL_S)
     here = socket.gethostname()
-    cause = first_cause(ended, said, name=lambda n: f"process {n} on {here}")
+    cause = first_cause(folder, failed, lambda n: f"process {n} on {here}")
     leave_failure(folder, cause)
     for process in running:
         process.kill()

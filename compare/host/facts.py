@@ -74,6 +74,14 @@ def is_stopped(pid: int | None) -> bool:
         return False
 
 
+def has_ended(pid: int) -> bool:
+    """True if no such process runs; one that was not waited for has ended, too."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 class Activity:
     """Tells whether a process, or what it started, computed since the last look: a hang computes nothing.
 

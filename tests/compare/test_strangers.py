@@ -22,6 +22,7 @@ from compare.commands import doctor
 from compare.commands.doctor import SideReport, examine
 from compare.execute import ask, launch
 from compare.execute.launch import EngineError, with_safe_path
+from compare.host.facts import has_ended
 from compare.host.json_files import FolderName
 from compare.judge.ladder import RungResult, Verdict
 from compare.judge.outcome import OUTCOME
@@ -133,7 +134,7 @@ def test_a_program_that_never_answers_is_ended_with_what_it_started(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     assert examine("jaxpar", python) == f"jaxpar: {python}: no answer for 3 s"
     child = int(Path("child").read_text())
-    processes.wait_for(lambda: processes.has_ended(child))  # a kill takes its time
+    processes.wait_for(lambda: has_ended(child))  # a kill takes its time
 
 
 def test_who_is_asked_ends_with_who_asked(tmp_path):
@@ -143,7 +144,7 @@ def test_who_is_asked_ends_with_who_asked(tmp_path):
     asking = processes.start([sys.executable, "-c", ask_it, python])
     processes.wait_for(lambda: (tmp_path / "child").is_file() and (tmp_path / "child").read_text())
     asking.kill()
-    processes.wait_for(lambda: processes.has_ended(int((tmp_path / "child").read_text())))
+    processes.wait_for(lambda: has_ended(int((tmp_path / "child").read_text())))
     assert (tmp_path / "asked").read_text() == "-m jaxpar -q --exit-with-stdin\n"
 
 

@@ -76,14 +76,6 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen | None =
         time.sleep(0.05)
 
 
-def has_ended(pid: int) -> bool:
-    """True if no such process runs; one that was not waited for has ended, too."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 def assert_gone(processes: list[psutil.Process]) -> None:
     """All of them have ended, or do so now."""
     _, alive = psutil.wait_procs(processes, timeout=GONE_S)

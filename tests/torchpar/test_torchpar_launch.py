@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import processes
 import psutil
@@ -25,6 +24,7 @@ from warm import run_forked
 import torchpar.launch
 from compare.contract import record
 from compare.contract.command import RunFailed
+from compare.contract.other_hosts import State, first_cause, say
 from compare.contract.record import Failure
 from compare.contract.request import Request
 from compare.execute.launch import child_environment
@@ -33,7 +33,7 @@ from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import Experiment, Layout, Model, Train
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
-from torchpar.launch import Rank, first_failure, gpu_of, launch
+from torchpar.launch import Rank, gpu_of, launch
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = child_environment(SIDES["torchpar"], "cpu")
@@ -112,18 +112,19 @@ def test_the_culprit_is_named_and_no_rank_is_left(deed):
 def test_a_cause_goes_before_what_it_did_to_others(tmp_path):
     lost = Failure(message="rank 0 lost rank 1", rank=0, is_consequence=True)
     cause = Failure(message="rank 1 failed", rank=1)
-    ranks = [Rank(rank=number, world_size=2, local_rank=number) for number in range(2)]
     cases = (
         ([lost, cause], 1, "rank 1 failed"),
         ([lost], -signal.SIGKILL, "rank 1 was killed by SIGKILL before the first step (out of memory, "),
         ([lost], 0, "rank 0 lost rank 1"),
     )
     for case, (said, other, message) in enumerate(cases):
-        folder, processes = tmp_path / str(case), [SimpleNamespace(exitcode=code) for code in (1, other)]
+        folder = tmp_path / str(case)
         folder.mkdir()
         for failure in said:
-            write_json(folder / f"{failure.rank}.json", failure)
-        assert first_failure(processes, ranks, folder).message.startswith(message)
+            say(folder, State(number=failure.rank, failure=failure))
+        codes = {0: 1} | ({1: other} if other else {})
+        cause = first_cause(folder, codes.copy, "rank {}".format, lambda number: "before the first step")
+        assert cause.message.startswith(message)
 
 
 def start_slowly(rank: Rank, *, rank_1: str) -> None:
