@@ -157,15 +157,12 @@ def _be_rank(main: Callable[[Rank], None], rank: Rank, folder: Path) -> NoReturn
 
 def _end_with_parent() -> None:
     """No orphan, even after SIGKILL. On Linux the kernel ends a rank, also a stopped one."""
-    parent = parent_process()
-    assert parent
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent.pid:  # it was gone before
-            os._exit(1)
-        return
+    parent = parent_process()
+    assert parent
 
-    def watch() -> None:
+    def watch() -> None:  # also if it was gone before
         parent.join()
         os._exit(1)
 
@@ -206,9 +203,7 @@ def supervise(
     def failed() -> dict[int, int]:
         return {rank: code for rank, process in enumerate(processes) if (code := process.exitcode)}
 
-    while running := [rank for rank in ranks if processes[rank.rank].exitcode is None]:
-        if failed():
-            break
+    while (running := [rank for rank in ranks if processes[rank.rank].exitcode is None]) and not failed():
         if StopRequest.came and ranks[0].in_step:
             StopRequest.came, first = False, processes[0].pid
             assert first
@@ -227,8 +222,7 @@ def supervise(
             raise RunFailed(blame(waiting, stopped, timeout_s=timeout_s, state="stopped", noun="rank"))
         connection.wait([processes[rank.rank].sentinel for rank in running], timeout=POLL_S)
     if failed():
-        cause = first_cause(folder, failed, lambda n: f"rank {n}", lambda n: ranks[n].when)
-        raise RunFailed(cause)
+        raise RunFailed(first_cause(folder, failed, lambda n: f"rank {n}", lambda n: ranks[n].when))
 
 
 def require_gpus(needed: int) -> None:

@@ -63,7 +63,7 @@ def become_rank(
     except Exception as error:
         if isinstance(error, ALIKE):  # a launcher ends the others with the first that leaves
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        siblings.leave(siblings.why(failure_of(error, rank)))
+        siblings.leave_failed(failure_of(error, rank))
 
 
 class Siblings:
@@ -76,25 +76,22 @@ class Siblings:
 
     def __init__(self, rank: Rank, folder: Path, host: str = ""):
         self._rank, self._folder, self._host = rank, folder, host and f" ({host})"
-        self._failure: Failure | None = None
 
-    def why(self, failure: Failure) -> Failure:
-        """Cause of the run's end, given this rank's failure: waits a little for a rank that is to blame."""
-        self._failure = failure
-        say(self._folder, replace(self._rank.state, failure=failure))
-        deadline = time.monotonic() + GRACE_S
-        while failure.is_consequence and time.monotonic() < deadline:
-            if cause := self._cause():
-                return cause
+    def leave_failed(self, failure: Failure) -> NoReturn:
+        """End this rank, which failed: waits a little for a rank that is to blame."""
+        deadline, cause = time.monotonic() + GRACE_S, None
+        while failure.is_consequence and not cause and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        return replace(failure, message=failure.message + self._host * (failure.rank >= 0))
+            cause = self._cause()
+        place = self._host * (failure.rank >= 0)
+        self._leave(cause or replace(failure, message=failure.message + place))
 
     def leave_signalled(self, number: int) -> NoReturn:
         """End this rank, which was told to end: torchrun ends survivors so."""
-        how = describe_exit(128 + number, when=self._rank.when)
-        message = f"rank {self._rank.rank} was {how}{self._host}"
-        own = Failure(message=message, rank=self._rank.rank, is_consequence=True)
-        self.leave(self._cause() or own, 128 + number)
+        code, rank = 128 + number, self._rank
+        said = f"rank {rank.rank} was {describe_exit(code, when=rank.when)}{self._host}"
+        own = Failure(message=said, rank=rank.rank, is_consequence=True, exit_code=code)
+        self._leave(self._cause() or own)
 
     def watch(self) -> NoReturn:
         """End this rank once no phase of its steps ends within the time-out, and name who is behind.
@@ -106,18 +103,17 @@ class Siblings:
         while True:
             time.sleep(look_s(rank.timeout_s))
             if not rank.in_step and activity.is_busy():
-                looks, since = looks + 1, time.monotonic()
-                say(self._folder, replace(rank.state, looks=looks, failure=self._failure))
-            if rank.state != seen:
-                seen, since = rank.state, time.monotonic()
-            if time.monotonic() - since > rank.timeout_s:
-                own, count = replace(rank.state, looks=looks), rank.world_size
-                if failure := blame_for_hang(self._folder, own, count=count, timeout_s=rank.timeout_s):
-                    self.leave(failure)
+                looks += 1
+                say(self._folder, replace(rank.state, looks=looks))
+            if (state := replace(rank.state, looks=looks)) != seen:
+                seen, since = state, time.monotonic()
+            elif time.monotonic() - since > (timeout_s := rank.timeout_s):
+                if failure := blame_for_hang(self._folder, state, count=rank.world_size, timeout_s=timeout_s):
+                    self._leave(failure)
                 since = time.monotonic()
 
-    def leave(self, failure: Failure, code: int = 0) -> NoReturn:
-        """End this rank with a word on why, by default with the failure's code.
+    def _leave(self, failure: Failure) -> NoReturn:
+        """End this rank with a word on why.
 
         A rank that has met no other leaves no error.json: it cannot know whether rank 0 holds the folder, or
         another run does.
@@ -127,14 +123,13 @@ class Siblings:
         if self._rank.rank == 0 or self._rank.progress[2]:
             leave_failure(self._folder, failure)
         sys.stdout.flush()
-        os._exit(code or failure.exit_code)
+        os._exit(failure.exit_code)
 
     def _cause(self) -> Failure | None:
         gone = gone_from(self._folder)  # before what they say
         if cause := told_cause(self._folder):
             return cause
-        silent = sorted(number for number in gone if not states_in(self._folder)[number].failure)
-        if not silent:
+        if not (silent := [number for number in gone if not states_in(self._folder)[number].failure]):
             return None
         why = "killed (out of memory, if nobody did it)"
         message = f"{numbered('rank', silent)} died without a word {self._rank.when}: {why}{self._host}"

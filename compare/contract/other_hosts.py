@@ -119,8 +119,8 @@ def announce(folder: Path, process: Process) -> None:
     Raises ExperimentError: its host may not write there.
     """
     if process.is_first:
-        said = {number for number, state in states_in(folder).items() if state.waits or state.failure}
-        for number in said | gone_from(folder):
+        said = [number for number, state in states_in(folder).items() if state.waits or state.failure]
+        for number in said + gone_from(folder):
             (folder / f"{STATE}{number}.json").unlink(missing_ok=True)
     try:
         _write(folder, State(number=process.number))
@@ -148,10 +148,10 @@ def states_in(folder: Path) -> dict[int, State]:
     return {state.number: state for state in sorted(states, key=lambda state: state.number)}
 
 
-def gone_from(folder: Path) -> set[int]:
+def gone_from(folder: Path) -> list[int]:
     """Processes of this host that have ended."""
     own = [state for state in states_in(folder).values() if state.host == socket.gethostname() and state.pid]
-    return {state.number for state in own if has_ended(state.pid)}
+    return [state.number for state in own if has_ended(state.pid)]
 
 
 def told_in(folder: Path) -> list[Failure]:

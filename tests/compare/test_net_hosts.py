@@ -5,39 +5,28 @@ import sys
 import time
 from pathlib import Path
 
+import endless
 import processes
 import psutil
 import pytest
+from endless import steps, wait_for_steps
 from net_hosts import NetHosts, net_hosts
-from processes import PATIENCE_S, wait_for
+from processes import PATIENCE_S
 
 from compare.contract.processes import Process
-from compare.contract.record import STEPS_PART, read_failure
-from compare.contract.request import REQUEST, Request
-from compare.host.json_files import write_json
-from compare.spec.experiment import Experiment, Layout, Model, Train
+from compare.contract.record import read_failure
 
 ROOT = Path(__file__).parents[2]
-ENDLESS = Experiment(
-    model=Model(n_layer=1, n_head=2, n_embd=16, block_size=16),
-    train=Train(max_iters=1_000_000, batch_size=4),
-    layout=Layout(dp_replicate=2),
-)
-
-
-def steps(folder: Path) -> int:
-    part = folder / STEPS_PART
-    return part.read_bytes().count(b"\n") if part.is_file() else 0
 
 
 def start_by_hand(hosts: NetHosts, folder: Path, *, timeout_s: float) -> list:
     """torch-manual, one process on each host, as a user starts them."""
-    write_json(folder / REQUEST, Request(engine="torch-manual", experiment=ENDLESS, timeout_s=timeout_s))
+    endless.ask(folder, devices=2, timeout_s=timeout_s)
     run = [sys.executable, "-m", "torchpar", str(folder)]
     places = [Process(k, 2, 0, hosts.address(0), 29511).variables for k in range(2)]
     lines = [["env", *(f"{key}={value}" for key, value in place.items()), *run] for place in places]
     both = [processes.start(hosts.command(k, line), cwd=ROOT) for k, line in enumerate(lines)]
-    wait_for(lambda: steps(folder) > 3, both[0])
+    wait_for_steps(folder, both[0])
     return both
 
 
@@ -48,8 +37,7 @@ def test_a_link_that_is_cut_shortly_is_outlived_and_one_that_stays_cut_is_named(
         hosts.link(1, "down")
         time.sleep(1.0)
         hosts.link(1, "up")
-        before = steps(tmp_path)
-        wait_for(lambda: steps(tmp_path) > before + 3, both[0])
+        wait_for_steps(tmp_path, both[0], steps(tmp_path) + 4)
         hosts.link(1, "down")
         ended = [process.communicate(timeout=PATIENCE_S) and process.returncode for process in both]
     assert ended == [1, 1]
@@ -70,7 +58,7 @@ def test_slurm_names_the_host_of_a_killed_process(tmp_path):
             ["salloc", "--quiet", "--nodes=2", *shardpair], env=environment, cwd=tmp_path
         )
         engine = folder / "jax-manual"
-        wait_for(lambda: steps(engine) > 3, started)
+        wait_for_steps(engine, started)
         (second,) = (p for p in sides(engine) if p.environ().get("SLURM_PROCID") == "1")
         second.kill()
         _, errors = started.communicate(timeout=PATIENCE_S)

@@ -11,6 +11,7 @@ from pathlib import Path
 import processes
 import pytest
 import warm
+from endless import wait_for_steps
 from grid import TEXT
 from processes import PATIENCE_S, assert_gone, in_order, wait_for
 
@@ -52,8 +53,7 @@ class Running:
         # A session of its own: a signal to its group is what Ctrl-C in a terminal is.
         self.process = processes.start(command)
         self.record = self.folder / engine
-        part = self.record / STEPS_PART
-        wait_for(lambda: part.is_file() and part.read_bytes().count(b"\n") > 2, self.process)
+        wait_for_steps(self.record, self.process)
         (started,) = warm.program(self.process.pid).children()
         self.side = warm.program(started.pid)
         self.ranks = [warm.program(child.pid) for child in in_order(self.side.children())]

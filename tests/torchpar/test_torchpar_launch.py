@@ -13,24 +13,21 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import endless
 import processes
 import psutil
 import pytest
 import torch
 import warm
-from processes import PATIENCE_S, Busy, assert_gone, in_order, wait_for
+from processes import PATIENCE_S, Busy, assert_gone, in_order
 from warm import run_forked
 
 import torchpar.launch
-from compare.contract import record
 from compare.contract.command import RunFailed
 from compare.contract.other_hosts import State, first_cause, say
 from compare.contract.record import Failure
-from compare.contract.request import Request
 from compare.execute.launch import child_environment
-from compare.host.json_files import write_json
 from compare.spec.engines.registry import SIDES
-from compare.spec.experiment import Experiment, Layout, Model, Train
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
 from torchpar.launch import Rank, gpu_of, launch
@@ -39,24 +36,21 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = child_environment(SIDES["torchpar"], "cpu")
 TIMEOUT_S = 3.0  # of those that hang
 SHORT_S = 1.0
-LONG = Experiment(
-    model=Model(n_layer=2, n_head=4, n_embd=32, block_size=16),
-    train=Train(max_iters=100_000, batch_size=8),
-    layout=Layout(dp_replicate=4),
-)
 
 
 def fail() -> None:
     raise ValueError("a bad\nbatch")
 
 
-MISDEEDS = {
-    "fail": fail,
-    "die": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "sleep": lambda: time.sleep(1000),
+WAITED = ": no progress for 3 s, while ranks 0, 1, 3 waited in step 3, backward"
+KILLED = "was killed by SIGKILL at step 3 (out of memory, if nobody sent it)"
+DEEDS = {
+    "fail": (fail, "failed at step 3: ValueError: a bad batch"),
+    "die": (lambda: os.kill(os.getpid(), signal.SIGKILL), KILLED),
+    "stop": (lambda: os.kill(os.getpid(), signal.SIGSTOP), "stopped" + WAITED),
+    "sleep": (lambda: time.sleep(1000), "stayed in step 3, forward" + WAITED),
 }
-"""What rank 2 does at step 3, in its forward pass."""
+"""What rank 2 does at step 3, in its forward pass, and what is said of it."""
 
 
 def misbehave(rank: Rank, *, deed: str) -> None:
@@ -73,7 +67,7 @@ def misbehave(rank: Rank, *, deed: str) -> None:
     for step in range(6):
         rank.at(step, "forward")
         if rank.rank == 2 and step == 3:
-            MISDEEDS[deed]()
+            DEEDS[deed][0]()
         rank.at(step, "backward")
         Axis.of(None).all_reduce(torch.ones(3))
     process_groups.leave_group()
@@ -90,21 +84,12 @@ def parent(main: Callable[[Rank], None], timeout_s: float) -> int:
     return 0
 
 
-WAITED = ": no progress for 3 s, while ranks 0, 1, 3 waited in step 3, backward"
-MESSAGES = {
-    "fail": "failed at step 3: ValueError: a bad batch",
-    "die": "was killed by SIGKILL at step 3 (out of memory, if nobody sent it)",
-    "stop": "stopped" + WAITED,
-    "sleep": "stayed in step 3, forward" + WAITED,
-}
-
-
-@pytest.mark.parametrize("deed", MESSAGES)
+@pytest.mark.parametrize("deed", DEEDS)
 def test_the_culprit_is_named_and_no_rank_is_left(deed):
     timeout_s = TIMEOUT_S if deed in ("stop", "sleep") else PATIENCE_S
     done = run_forked(parent, partial(misbehave, deed=deed), timeout_s)
     found = json.loads(done.stdout)
-    assert found["message"] == f"rank 2 {MESSAGES[deed]}"
+    assert found["message"] == f"rank 2 {DEEDS[deed][1]}"
     assert (found["rank"], found["left"]) == (2, 0)
     assert ("in misbehave" in found["traceback"]) == (deed == "fail")  # its own, not a peer's
 
@@ -156,15 +141,14 @@ class Running:
 
     def __init__(self, folder: Path, *arguments: str):
         self.folder = folder
-        write_json(folder / record.REQUEST, Request(engine="torch-manual", experiment=LONG))
+        endless.ask(folder, devices=4)
         self.process = processes.start(
             [warm.python(), "-m", "torchpar", str(folder), *arguments],
             stdin=subprocess.PIPE,
             cwd=ROOT,
             env=ENVIRONMENT,
         )
-        part = folder / record.STEPS_PART
-        wait_for(lambda: part.is_file() and part.read_bytes().count(b"\n") > 3, self.process)
+        endless.wait_for_steps(folder, self.process)
         self.parent = warm.program(self.process.pid)
         self.ranks = in_order(self.parent.children(recursive=True))
         assert len(self.ranks) == 4

@@ -6,41 +6,29 @@ import socket
 import sys
 from pathlib import Path
 
+import endless
 import processes
 import psutil
 import pytest
-from processes import PATIENCE_S, assert_gone, wait_for
+from processes import PATIENCE_S, assert_gone
 from warm import run_forked, start_forked
 
-from compare.contract.record import STEPS_PART, read_failure
-from compare.contract.request import REQUEST, Request, Rung
+from compare.contract.record import read_failure
+from compare.contract.request import REQUEST, Rung
 from compare.contract.run_lock import lock_folder
-from compare.host.json_files import write_json
-from compare.spec.experiment import Experiment, Layout, Model, Train
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 
-def write_request(folder: Path, devices: int) -> None:
-    """A long run of torch-manual on this many devices."""
-    experiment = Experiment(
-        model=Model(n_layer=1, n_head=2, n_embd=16, block_size=16),
-        train=Train(max_iters=1_000_000, batch_size=6),
-        layout=Layout(dp_replicate=devices),
-    )
-    write_json(folder / REQUEST, Request(engine="torch-manual", experiment=experiment))
-
-
 def test_a_killed_rank_is_named(tmp_path):
-    write_request(tmp_path, 2)
+    endless.ask(tmp_path, devices=2)
     run = processes.start(
         [sys.executable, *TORCHRUN, "--nproc-per-node", "2", "-m", "torchpar", str(tmp_path)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    part = tmp_path / STEPS_PART
-    wait_for(lambda: part.is_file() and part.read_bytes().count(b"\n") > 3, run)
+    endless.wait_for_steps(tmp_path, run)
     ranks = {int(child.environ()["RANK"]): child for child in psutil.Process(run.pid).children()}
     assert ranks.keys() == {0, 1}
     ranks[1].send_signal(signal.SIGKILL)
@@ -82,7 +70,7 @@ def free_port() -> int:
 def test_a_rank_that_fails_is_named_by_all(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    write_request(folder, 2)
+    endless.ask(folder, devices=2)
     stale = folder / f"{Rung.GRADIENTS}.safetensors"
     stale.write_bytes(b"of an earlier run")
     port = free_port()
@@ -103,7 +91,7 @@ def test_a_folder_in_use_is_left_alone(number, tmp_path):
     """Rank 0 holds the folder for all; another rank that never met it cannot know who does."""
     folder = tmp_path / "run"
     folder.mkdir()
-    write_request(folder, 3 if number else 2)  # rank 1 fails before it meets anyone: a wrong WORLD_SIZE
+    endless.ask(folder, devices=3 if number else 2)  # rank 1 fails before it meets anyone: a wrong WORLD_SIZE
     with lock_folder(folder):
         done = run_forked(be_rank, number, free_port(), folder)
     assert done.returncode == (3 if number else 2)
