@@ -217,7 +217,7 @@ def start_together(hosts: int, on_host: int, folder: Path, command: Sequence[str
         port = probe.getsockname()[1]
     for number in range(count):
         place = Process(number, count, number % on_host, LOOPBACK, port)
-        running.append(subprocess.Popen(command, env=os.environ | place.variables if count > 1 else None))
+        running.append(subprocess.Popen(command, env=os.environ | place.variables))
 
     def failed() -> dict[int, int]:
         return {number: code for number, process in enumerate(running) if (code := process.poll())}

@@ -227,10 +227,9 @@ def ready_hosts(hosts: Hosts, folder: Path, python: str, name: str) -> list[str]
 def _end(process: subprocess.Popen) -> None:
     """End the engine and whatever it started: politely, then for certain, also if Ctrl-C comes again."""
     try:
-        if process.poll() is None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=POLITE_S)
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=POLITE_S)
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

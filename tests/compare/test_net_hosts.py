@@ -10,7 +10,7 @@ import processes
 import psutil
 import pytest
 from endless import steps, wait_for_steps
-from net_hosts import NetHosts, net_hosts
+from net_hosts import net_hosts
 from processes import PATIENCE_S
 
 from compare.contract.processes import Process
@@ -19,21 +19,15 @@ from compare.contract.record import read_failure
 ROOT = Path(__file__).parents[2]
 
 
-def start_by_hand(hosts: NetHosts, folder: Path, *, timeout_s: float) -> list:
-    """torch-manual, one process on each host, as a user starts them."""
-    endless.ask(folder, devices=2, timeout_s=timeout_s)
-    run = [sys.executable, "-m", "torchpar", str(folder)]
-    places = [Process(k, 2, 0, hosts.address(0), 29511).variables for k in range(2)]
-    lines = [["env", *(f"{key}={value}" for key, value in place.items()), *run] for place in places]
-    both = [processes.start(hosts.command(k, line), cwd=ROOT) for k, line in enumerate(lines)]
-    wait_for_steps(folder, both[0])
-    return both
-
-
 @pytest.mark.slow
 def test_a_link_that_is_cut_shortly_is_outlived_and_one_that_stays_cut_is_named(tmp_path):
     with net_hosts(2, tmp_path) as hosts:
-        both = start_by_hand(hosts, tmp_path, timeout_s=4.0)
+        endless.ask(tmp_path, devices=2, timeout_s=4.0)
+        run = [sys.executable, "-m", "torchpar", str(tmp_path)]  # as a user starts it on each host
+        places = [Process(k, 2, 0, hosts.address(0), 29511).variables for k in range(2)]
+        lines = [["env", *(f"{key}={value}" for key, value in place.items()), *run] for place in places]
+        both = [processes.start(hosts.command(k, line), cwd=ROOT) for k, line in enumerate(lines)]
+        wait_for_steps(tmp_path, both[0])
         hosts.link(1, "down")
         time.sleep(1.0)
         hosts.link(1, "up")
@@ -69,12 +63,5 @@ def test_slurm_names_the_host_of_a_killed_process(tmp_path):
 
 def sides(folder: Path) -> list[psutil.Process]:
     """The processes that train in a folder, on any host."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            command = process.cmdline()
-        except psutil.Error:
-            continue
-        if command[:3] == [sys.executable, "-m", "jaxpar"] and str(folder) in command:
-            found.append(process)
-    return found
+    begin, found = [sys.executable, "-m", "jaxpar", str(folder)], psutil.process_iter(["cmdline"])
+    return [process for process in found if (process.info["cmdline"] or [])[:4] == begin]
