@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from compare.host.disk import why_not_readable
-from compare.spec.experiment import MAX_FILE_BYTES, ExperimentError, one_line
+from compare.spec.experiment import ExperimentError, beginning, one_line, tables_in
 
 CHIPS = {path.stem: path for path in sorted((Path(__file__).parent.parent / "machines").glob("*.toml"))}
 Rate = Annotated[float, Meta(gt=0, le=1e30)]
@@ -126,14 +126,7 @@ def _fields(name: str) -> dict[str, Any]:
     if wrong := why_not_readable(path):
         chips = f"no such chip (there are {', '.join(CHIPS)})" if path.suffix != ".toml" else wrong
         raise ExperimentError(f"--machine {name}: {chips}: give a chip or a TOML file")
-    with path.open("rb") as file:
-        text = file.read(MAX_FILE_BYTES + 1)
-    if len(text) > MAX_FILE_BYTES:
-        raise ExperimentError(f"--machine {name}: longer than {MAX_FILE_BYTES} bytes, which no machine is")
-    try:
-        fields = msgspec.toml.decode(text)
-    except (msgspec.DecodeError, ValueError) as error:
-        raise ExperimentError(f"--machine {name}: {one_line(error)}") from None
+    fields = tables_in(beginning(path), origin=f"--machine {name}")
     like = fields.pop("like", None)
     if like is None:
         return fields

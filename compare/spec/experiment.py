@@ -48,8 +48,7 @@ def load(name_or_path: str) -> Experiment:
 def layout_fields(name_or_path: str) -> frozenset[str]:
     """The fields of the layout that an experiment's file gives, whatever their values. Raises as `load`."""
     load(name_or_path)  # says what is wrong with a file that is none
-    found: dict[str, dict[str, object]] = msgspec.toml.decode(_read(name_or_path))
-    return frozenset(found.get("layout", {}))
+    return frozenset(tables_in(_read(name_or_path), origin=name_or_path).get("layout", {}))
 
 
 def _read(name_or_path: str) -> bytes:
@@ -59,27 +58,34 @@ def _read(name_or_path: str) -> bytes:
     if wrong := why_not_readable(path):
         wrong = ": no such file or named experiment" if wrong == "does not exist" else f" {wrong}"
         raise ExperimentError(f"{name_or_path}{wrong} (named: {', '.join(known)})")
+    return beginning(path)
+
+
+def beginning(path: Path) -> bytes:
+    """A file, as far as `tables_in` reads it."""
     with path.open("rb") as file:
         return file.read(MAX_FILE_BYTES + 1)
 
 
-def parse(text: str | bytes, *, origin: str = "experiment") -> Experiment:
-    """Read an experiment from TOML text (bytes: UTF-8).
-
-    Raises:
-        ExperimentError: whose message begins with `origin`.
-    """
+def tables_in(text: str | bytes, *, origin: str) -> dict[str, Any]:
+    """The fields of TOML text (bytes: UTF-8). Raises ExperimentError, whose message begins with `origin`."""
     if len(text) > MAX_FILE_BYTES:
-        why = f"longer than {MAX_FILE_BYTES} bytes, which no experiment is: data goes to --data.source"
-        raise ExperimentError(f"{origin}: {why}")
+        raise ExperimentError(f"{origin}: longer than {MAX_FILE_BYTES} bytes: data goes to --data.source")
     try:
-        return checked(msgspec.toml.decode(text))
-    except ExperimentError as error:
-        raise ExperimentError(f"{origin}: {error}") from None
+        return msgspec.toml.decode(text)
     except (msgspec.DecodeError, ValueError) as error:  # ValueError: not UTF-8, a number of 5000 digits
         raise ExperimentError(f"{origin}: {one_line(error)}") from None
     except RecursionError:
-        raise ExperimentError(f"{origin}: nested too deeply: an experiment has tables of fields") from None
+        raise ExperimentError(f"{origin}: nested too deeply: it has tables of fields") from None
+
+
+def parse(text: str | bytes, *, origin: str = "experiment") -> Experiment:
+    """Read an experiment from TOML text. Raises ExperimentError, whose message begins with `origin`."""
+    fields = tables_in(text, origin=origin)
+    try:
+        return checked(fields)
+    except ExperimentError as error:
+        raise ExperimentError(f"{origin}: {error}") from None
 
 
 def revalidate(experiment: Experiment) -> Experiment:

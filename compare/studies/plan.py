@@ -24,7 +24,7 @@ from compare.plan.machine import Machine, read_machine
 from compare.plan.predict import CALIBRATED, LATER, predict, slowdown_by, ways_of
 from compare.plan.search import USABLE, Candidate, candidates, folded, search
 from compare.present.ledger import EngineLedger, table_of_layout
-from compare.show.findings import Column, Findings, Table, findings_of, table_of
+from compare.show.findings import Column, Findings, findings_of, table_of
 from compare.spec.axes import PP, TP
 from compare.spec.engines.registry import REFERENCE, side_of
 from compare.spec.experiment import Experiment, ExperimentError
@@ -269,13 +269,17 @@ class Plan(Study, frozen=True, kw_only=True):
         """The best layouts with their parts, and the sum of one if it was asked for."""
         found, experiment = msgspec.convert(outcome.more["plan"], Found), outcome.experiment
         machine, engine, explain = found.machine, outcome.options["engine"], outcome.options["explain"]
-        best, tables = found.candidates[:BEST], []
+        best, one, tables = found.candidates[:BEST], found.explained, []
         if best:
             title = f"The fastest of {found.fitting:,} layouts that fit, one of each kind; ms of a step"
             near = sum(candidate.seconds < NEAR * best[0].seconds for candidate in found.candidates)
             tables.append(table_of(title, LAYOUTS, best, below=BELOW.format(near=near, percent=NEAR - 1)))
         if explain:
-            tables.append(terms_table(outcome, found))
+            spec, variant = one.of(experiment), msgspec.convert(outcome.options["shape"], Variant)
+            terms = predict(engine, spec, machine, **ways_of(engine, spec, variant)).terms
+            below = f"Together {one.seconds * 1e3:,.3f} ms. A device holds {_classes(one)}."
+            title = f"The step of {one.name}, term by term"
+            tables.append(table_of(title, TERMS, terms, look="words", below=below))
         for step in found.absent:
             tables.append(table_of(step.ledger.case, MEMORY, step.memory, look="words", below=step.below))
             sent = table_of_layout([step.ledger])
@@ -324,19 +328,3 @@ LAYOUTS = (
 
 def _classes(candidate: Candidate) -> str:
     return ", ".join(f"{kind} {human_bytes(size)}" for kind, size in candidate.memory.items())
-
-
-def terms_table(outcome: Outcome, found: Found) -> Table:
-    """The sum of one layout, term by term."""
-    engine, candidate = outcome.options["engine"], found.explained
-    spec = candidate.of(outcome.experiment)
-    variant = msgspec.convert(outcome.options["shape"], Variant)
-    predicted = predict(engine, spec, found.machine, **ways_of(engine, spec, variant))
-    return table_of(
-        f"The step of {candidate.name}, term by term",
-        TERMS,
-        predicted.terms,
-        look="words",
-        below=f"Together {predicted.seconds * 1e3:,.3f} ms. A device holds {_classes(candidate)}: "
-        f"{human_bytes(candidate.bytes)}.",
-    )

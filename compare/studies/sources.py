@@ -21,7 +21,6 @@ from compare.studies.huggingface import is_huggingface, read_gpt2
 from compare.studies.resuming import any_checkpoint, differing_model
 
 PICKLES = (".pt", ".pth", ".ckpt")
-HUGGING_FACE = "Hugging Face"
 ORBAX_METADATA = "_CHECKPOINT_METADATA"
 
 
@@ -41,7 +40,13 @@ def as_checkpoint(
     if foreign := format_of_side(source):
         convert_by_side(source, folder, foreign, pythons=pythons, base=base)
     elif is_huggingface(source):
-        _from_huggingface(source, folder, base or Experiment())
+        model, weights = read_gpt2(source)
+        try:
+            experiment = revalidate(edited(base or Experiment(), {"model": msgspec.structs.asdict(model)}))
+        except ExperimentError as error:
+            raise ExperimentError(f"{source}: {error}") from None
+        made = Checkpoint(engine="Hugging Face", experiment=experiment, step=0, updates=0, corpus_sha256="")
+        write_checkpoint(folder, made, {WEIGHTS: weights})
     else:
         own = any_checkpoint(source)
     reader = CheckpointReader(own or folder)
@@ -54,16 +59,6 @@ def format_of_side(source: Path) -> str:
     if source.suffix in PICKLES:
         return "nanogpt"
     return "orbax" if (source / ORBAX_METADATA).is_file() else ""
-
-
-def _from_huggingface(source: Path, folder: Path, base: Experiment) -> None:
-    model, weights = read_gpt2(source)
-    try:
-        experiment = revalidate(edited(base, {"model": msgspec.structs.asdict(model)}))
-    except ExperimentError as error:
-        raise ExperimentError(f"{source}: {error}") from None
-    made = Checkpoint(engine=HUGGING_FACE, experiment=experiment, step=0, updates=0, corpus_sha256="")
-    write_checkpoint(folder, made, {WEIGHTS: weights})
 
 
 def freeze_weights(

@@ -4,7 +4,6 @@ A strategy is a preset. Each is held against one unsharded device with its batch
 measures strategies, and proves that they compute the same.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.judge.metrics import METRICS
 from compare.judge.outcome import Grid, Outcome
 from compare.numerics.parameters import parameter_count
-from compare.show.findings import Column, Findings, Table, table_of, verdict_findings
+from compare.show.findings import Column, Findings, table_of, verdict_findings
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited
 from compare.studies.fitting import require_memory
@@ -93,6 +92,7 @@ class Sweep(Study, frozen=True, kw_only=True):
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """A row for each strategy on each engine."""
         rows, experiment = rows_of(outcome), outcome.experiment
+        any_setting = any(row["variant"] for row in rows)
         found = verdict_findings(
             outcome,
             title=f"{outcome.name}: {len(rows)} rows",
@@ -102,7 +102,7 @@ class Sweep(Study, frozen=True, kw_only=True):
                 f"operations a token. One process for each, one after another: an order of magnitude, which "
                 f"does not rank strategies. On a CPU all devices share its cores.",
             ],
-            tables=[sweep_table(rows)],
+            tables=[table_of("Strategies side by side", COLUMNS, rows, below=BELOW, words=2 + any_setting)],
         )
         value = {"rows": rows, "passed": found.passed, "verdict": found.sentence, "result": outcome}
         return msgspec.structs.replace(found, value=value)
@@ -126,26 +126,22 @@ def rows_of(outcome: Outcome) -> list[Row]:
     return rows
 
 
-def sweep_table(rows: Sequence[Row]) -> Table:
-    """A row for each strategy on each engine."""
-    columns: list[Column[Row]] = [
-        Column("engine", lambda row: row["engine"]),
-        Column("strategy", lambda row: row["strategy"]),
-        Column("setting", lambda row: row["variant"] or None),
-        Column(
-            "verdict",
-            lambda row: row["verdict"] or "reference",
-            news=lambda row: "pass" if row["passed"] else "fail",
-        ),
-        *(
-            Column(metric.label, lambda row, key=metric.key: row.get(key), metric.form)
-            for metric in METRICS
-            if metric.key in SHOWN
-        ),
-    ]
-    below = (
-        "Memory is of the fullest device, communication the full tensors of one device in a steady step. The "
-        "verdict is of the ladder, against one unsharded device."
-    )
-    words = 3 if any(row["variant"] for row in rows) else 2
-    return table_of("Strategies side by side", columns, rows, below=below, words=words)
+COLUMNS = (
+    Column[Row]("engine", lambda row: row["engine"]),
+    Column[Row]("strategy", lambda row: row["strategy"]),
+    Column[Row]("setting", lambda row: row["variant"] or None),
+    Column[Row](
+        "verdict",
+        lambda row: row["verdict"] or "reference",
+        news=lambda row: "pass" if row["passed"] else "fail",
+    ),
+    *(
+        Column[Row](metric.label, lambda row, key=metric.key: row.get(key), metric.form)
+        for metric in METRICS
+        if metric.key in SHOWN
+    ),
+)
+BELOW = (
+    "Memory is of the fullest device, communication the full tensors of one device in a steady step. The "
+    "verdict is of the ladder, against one unsharded device."
+)

@@ -34,7 +34,7 @@ REFUSED = {
     # Files: what is none, what is no experiment, what is no data.
     "run folder": "folder is a folder, not a file",
     "run binary.toml": "binary.toml: 'utf-8' codec can't decode",
-    "run long.toml": f"long.toml: longer than {MAX_FILE_BYTES} bytes, which no experiment is: data goes to",
+    "run long.toml": f"long.toml: longer than {MAX_FILE_BYTES} bytes: data goes to",
     "run nested.toml": "nested.toml: nested too deeply",
     "run null.toml": r"a\x00b does not exist",
     "run --data.source pipe.bin": "pipe.bin is not a file",
