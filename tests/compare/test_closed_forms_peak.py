@@ -76,35 +76,6 @@ def test_zero_gathers_a_unit_or_everything():
     assert first == pytest.approx(alone / 2 + everything), "gradients of four passes, whole until the last"
 
 
-def test_in_16_bits_the_stream_stays_wide_and_casts_of_weights_are_kept():
-    """A block keeps 2 numbers of 4 bytes and 14 of 2 a token, and a cast of each of its weights."""
-    casts = 2 * (12 * C * C + 13 * C)
-    ends = 4 * 4 * C + 2 * C
-    for dtype in ("bfloat16", "float16"):
-        half = edited(PLAIN, {"precision": {"dtype": dtype}})
-        for remat, numbers, kept in (("none", 36, 1), ("dots", 4 + 20, 0), ("full", 4, 0)):
-            layout = {"layout": {"remat": remat}}
-            found = peak_estimate("torch-manual", edited(half, layout))["activations"]
-            block = N * numbers * C + kept * casts
-            assert found == [L * block + N * (36 * C + ends) + casts], (dtype, remat)
-        assert peak_estimate("torch-manual", half)["logits"] == [N * V * (3 * 4 + 2)]
-        (split,) = {*peak_estimate("torch-manual", edited(half, {"layout": {"tp": 4}}))["activations"]}
-        inside = 2 * (12 * C * C + 4 * C + 3 * C) / 4 + 2 * 6 * C
-        assert split == pytest.approx(
-            L * (N * (12 + 24 / 4) * C + inside) + N * ((12 + 24 / 4) * C + ends) + inside
-        )
-
-
-def test_jax_has_a_passs_gradients_beside_their_sum_and_reduces_them_at_once():
-    four = edited(PLAIN, {"train": {"gradient_accumulation_steps": 4}})
-    for layout, copies in (({}, 1), ({"dp_replicate": 2}, 2), ({"dp_shard": 2, "zero": 1}, 2)):
-        once, accumulated = (
-            peak_estimate("jax-manual", edited(one, {"layout": layout})) for one in (PLAIN, four)
-        )
-        more = accumulated["activations"][0] - once["activations"][0]
-        assert more == pytest.approx(copies * once["parameters"][0]), layout
-
-
 def test_a_pipeline_keeps_what_its_schedule_has_in_flight():
     for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 3), ("zero_bubble", 1)):
         for microbatches in (4, 8):

@@ -69,23 +69,6 @@ def test_shares_are_those_of_the_closed_form_of_memory(monkeypatch):
     assert any("gradients" in line for line in wrong_shares(cases))  # of ZeRO-2
 
 
-def test_picture_fills_what_devices_hold(monkeypatch):
-    """Of check: two embeddings, and four matrices in each of four layers."""
-    for preset, devices, matrices in [("ddp", 2, 36), ("fsdp", 2, 18), ("tp", 2, 19), ("pp_gpipe", 4, 19)]:
-        filled = dict.fromkeys(holdings.COLOURS.values(), 0.0)
-
-        def box(axes, x, y, width, part, shade, filled=filled):
-            if part and width == holdings.TILE:
-                filled[shade] += part.share
-
-        monkeypatch.setattr(holdings, "_box", box)
-        experiment = spread(load("check"), preset, devices)
-        drawn = svg(holdings.figure(["torch-manual"], experiment))
-        for kind in KINDS:
-            assert filled[holdings.COLOURS[kind]] == pytest.approx(matrices), (preset, kind)
-        assert ("parameters: 100%" in drawn) == (preset == "ddp")
-
-
 def wrong_rings() -> list[str]:
     """Collectives whose result is not their definition, or whose bytes are not the ring's closed form."""
     wrong = []

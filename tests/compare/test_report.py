@@ -12,10 +12,7 @@ from compare.contract.ledger import Ledger
 from compare.contract.memory_profile import MEMORY, Curve, DeviceMemory, MemoryProfile, Peak
 from compare.contract.request import Rung
 from compare.host.json_files import write_json
-from compare.judge.closed_forms.memory import closed_form
 from compare.judge.metrics import figures
-from compare.present.memory import resting_table
-from compare.present.profile import planned_figures
 from compare.present.report import (
     EXPERIMENT,
     cost_table,
@@ -25,12 +22,9 @@ from compare.present.report import (
 )
 from compare.show.figures import WINDOWS, Figure, save_figures, svg, windowed
 from compare.spec.experiment import edited, parse
-from compare.studies.presets import spread
-from compare.terminal import human_bytes
 
 pytestmark = pytest.mark.usefixtures("with_pictures")
 PIPELINE = {"layout": {"pp": 2, "microbatches": 2, "schedule": "gpipe"}, "model": {"n_layer": 2}}
-BIG = {"model": {"n_layer": 4, "n_head": 4}, "train": {"batch_size": 16}}
 
 
 def test_page_stands_alone_and_has_the_records_numbers(tmp_path, tiny):
@@ -105,25 +99,6 @@ def test_costs_leave_out_the_first_and_the_instrumented_step(tmp_path, tiny):
     assert cost["tokens_per_s"] == pytest.approx(4 * 16 / 0.013)
 
 
-def test_memory_stands_beside_its_closed_form(tmp_path, tiny):
-    experiment = spread(edited(tiny, BIG), "fsdp_tp_pp", 8)
-    record = make_record(tmp_path / "run", experiment)
-
-    def cells(resident):
-        manifest = msgspec.structs.replace(record.manifest, resident_bytes=resident)
-        table = resting_table({"a": msgspec.structs.replace(record, manifest=manifest)})
-        return [row.cells[0] for row in table.rows]
-
-    assert {cell.text for cell in cells({})} == {"not recorded"}
-    expected = closed_form("torch-manual", experiment)
-    measured = {kind: [int(size) for size in sizes] for kind, sizes in expected.items()}
-    measured["optimizer"][7] *= 2  # which makes device 7 the fullest
-    parameters, _, optimizer, total = cells(measured)
-    assert parameters.note == f"of {human_bytes(expected['parameters'][7])}"
-    assert optimizer.note.endswith(", +100.0%")
-    assert total.text == human_bytes(sum(sizes[7] for sizes in measured.values()))
-
-
 def test_differences_that_are_nothing_or_no_number_are_drawn(tmp_path, tiny):
     record = make_record(tmp_path / "run", tiny)
     steps = [msgspec.structs.replace(record.steps[0]), *record.steps[1:]]
@@ -141,15 +116,3 @@ def test_long_curves_are_reduced_over_windows_and_short_ones_shown_whole():
     assert worst[:2] == [2.0, 5.0]
     assert worst[-1] == 2 * WINDOWS  # the rest of a window still counts
     assert windowed(values[:WINDOWS], max) == (list(range(WINDOWS)), values[:WINDOWS])
-
-
-def test_each_schedule_is_drawn_once_and_a_huge_one_is_not(tmp_path, tiny):
-    pipeline = spread(edited(tiny, BIG), "pp", 2)
-    one, other = (make_record(tmp_path / name, pipeline) for name in ("one", "other"))
-    alone = make_record(tmp_path / "alone", tiny)
-    assert [figure.title for figure in planned_figures([alone, one, other])] == [
-        "1F1B, 2 ranks, 2 microbatches"
-    ]
-    wide = edited(pipeline, {"layout": {"microbatches": 800}})
-    manifest = msgspec.structs.replace(one.manifest, experiment=wide)
-    assert planned_figures([msgspec.structs.replace(one, manifest=manifest)]) == []

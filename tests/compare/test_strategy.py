@@ -12,7 +12,7 @@ from compare.contract.request import Rung
 from compare.judge.acceptance import objections
 from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.ladder import REQUEST, climb
-from compare.judge.strategy import done_words, strategy_of
+from compare.judge.strategy import strategy_of
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import Layout, edited, load
 
@@ -127,20 +127,6 @@ def test_a_setting_that_is_half_obeyed_is_named(tmp_path, tiny, name):
         right = make_record(tmp_path / engine, edited(tiny, {"model": {"n_layer": 2}} | asked), engine=engine)
         assert strategy_of(right).objections == []
         assert says in "; ".join(strategy_of(damage(right)).objections), engine
-
-
-def test_words_in_tables_are_of_what_was_done(tmp_path, tiny):
-    spec = edited(tiny, DDP)
-    right = make_record(tmp_path / "right", spec)
-    assert done_words(right) == {"gradient_sync": "bucketed", "remat": "none", "compiled": ""}
-    flat = edited(spec, {"layout": {"gradient_sync": "flat"}})
-    ledger = Ledger(rows=make_ledger("torch-manual", flat))
-    assert right.work
-    messages = [[(sum(size for size, _ in right.work.gradient_messages[0]), False)]]
-    work = replace(right.work, gradient_messages=messages, again=right.work.forward)
-    done = done_words(replace(right, ledger=ledger, work=work))
-    assert done["gradient_sync"].startswith("flat")
-    assert done["remat"] == "full"
 
 
 IN_OTHER_PIECES = {"reduce_scatter": "all_reduce"}

@@ -36,18 +36,6 @@ def test_padding_comes_off_and_parts_are_equal(dims, tp, shards):
         assert size - shape[dim] < degree + tp * shards
 
 
-@given(st.integers(0, 12), st.integers(1, 4), st.integers(1, 4))
-def test_a_device_s_range_is_what_is_true_of_it_before_its_padding(size, tp, shards):
-    p = place((size,), ("mlp",), Layout(tp=tp, dp_shard=shards))
-    x = np.arange(1.0, size + 1)
-    stored = p.pad(x)
-    for devices in (tp, tp * shards if DP_SHARD in p.dims else tp):  # at rest without dp_shard, and with it
-        for device, held in enumerate(stored.reshape(devices, -1)):
-            first, last = p.true_range(0, device * len(held), (device + 1) * len(held))
-            np.testing.assert_array_equal(held[: last - first], x[first:last])
-            assert not held[last - first :].any()
-
-
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 2))
 def test_layers_are_stored_by_the_device_that_has_them(pp, chunks, layers, tp, shards):
     """Stage s of the model is on device s mod pp of the pipeline, as its chunk s // pp."""

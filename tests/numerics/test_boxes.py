@@ -66,17 +66,6 @@ def test_what_two_boxes_have_in_common(dims, data):
         np.testing.assert_array_equal(tensor[first.slices][common.within(first)], tensor[common.slices])
 
 
-def test_a_range_of_a_matrix_by_hand():
-    for elements, boxes in (
-        ((0, 12), [((0, 0), (3, 4))]),
-        ((2, 9), [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]),
-        ((4, 4), []),
-    ):
-        shard = Shard(name="w", device=0, offset=(0, 0), shape=(3, 4), elements=elements, dim_order=(0, 1))
-        found = [box for box, _ in to_boxes(shard, cut(np.zeros((3, 4)), shard))]
-        assert found == [Box(offset, shape) for offset, shape in boxes]
-
-
 def test_elements_count_in_the_order_of_dims_within_the_box():
     tensor = np.arange(1.0, 13).reshape(4, 3)
     for order, elements in (((1, 0), [10, 8, 11, 9]), ((), [8, 9, 10, 11])):

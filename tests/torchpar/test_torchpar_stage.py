@@ -56,38 +56,6 @@ def test_halves_of_a_backward_are_no_more_work_than_the_whole():
     assert of_input == of_weights == whole // 2 == 2 * 5 * (8 * 16 + 16 * 4)
 
 
-def whole(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor | None]:
-    """Gradients of a module's input and of its parameters, by autograd."""
-    module.zero_grad()
-    leaf = x.clone().requires_grad_()
-    module(leaf).sum().backward()
-    return [leaf.grad, *(p.grad for p in module.parameters())]
-
-
-def in_halves(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor | None]:
-    """The same, by a stage that splits its backward."""
-    module.zero_grad()
-    stage = Stage(module, splits_backward=True)
-    of_input = stage.backward(0, torch.ones_like(stage.forward(0, x)))
-    stage.backward_weight(0)
-    return [of_input, *(p.grad for p in module.parameters())]
-
-
-def mixed() -> nn.Module:
-    frozen = nn.Linear(8, 8).requires_grad_(False)
-    return nn.Sequential(nn.Linear(3, 8, bias=False), nn.LayerNorm(8), frozen, nn.Linear(8, 3))
-
-
-def test_halves_of_a_backward_equal_autograds():
-    """Also of a single vector, and again of the same module, which is as ever outside of its stages."""
-    for make, shape in ((mixed, (5, 3)), (partial(nn.Linear, 3, 3), (3,))):
-        for dtype in (torch.float32, torch.bfloat16):
-            module, x = make(), torch.randn(shape)
-            with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
-                for _ in range(2):
-                    torch.testing.assert_close(in_halves(module, x), whole(module, x))
-
-
 def test_products_add_up_where_the_gradients_are():
     stage = Stage(layer := nn.Linear(3, 4), splits_backward=False)
     places, inputs = set(), torch.randn(3, 2, 3)
