@@ -1,4 +1,4 @@
-"""Derivatives written out: finite, quick, of the right dtypes. That they are right, nanoGPT's numbers tell."""
+"""Derivatives written out: finite, quick, of the right dtypes. nanoGPT's numbers tell that they are right."""
 
 from collections.abc import Callable
 from functools import partial

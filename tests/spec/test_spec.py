@@ -161,6 +161,8 @@ def test_adamw_by_hand():
     assert moments["m"][name] == pytest.approx(0.1 * clipped)
     assert moments["v"][name] == pytest.approx(0.01 * clipped**2)
     assert weights[name] == pytest.approx(2.0 * (1 - 0.05) - 0.1 * clipped / (abs(clipped) + 0.0001))
+    _, small = reference_step(optimizer, table, {name: np.array(2.0)}, {name: np.array(0.5)}, {}, 0)
+    assert small["m"][name] == pytest.approx(0.05)  # which clipping makes no larger
 
 
 def test_engines_refuse_what_they_cannot_do():

@@ -1,38 +1,90 @@
 """torch-manual's strategies under spmd_types: typed on one process, without ranks; gradients by duality.
 
-Each strategy passes as it is, and is refused with one collective forgotten or made twice. A refusal names the
-operator at which two types meet that do not go together.
+A tensor has a type along a mesh axis, and so has its gradient:
+
+    R   replicated: equal on all ranks    P, a part of a sum that is to be made
+    I   invariant: equal on all ranks     I, equal, too
+    V   varying: each rank has its own    V
+    P   partial: a part of a sum          R
+
+Megatron's f and g, and their kin under sequence parallelism, are the casts between them. What is sent by
+`dist.all_reduce`, `all_gather` and `reduce_scatter` in place, spmd_types types by itself; sends and receives
+it does not see. Each strategy passes as it is, and is refused with one collective forgotten or made twice: at
+the operator at which two types meet that do not go together.
 """
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import spmd_types as spmd
 import torch
+import torch.distributed as dist
 from gpt_steps import make_gpt
-from spmd_rules import one_rank, type_of, typed
-from spmd_types import I, P, R, SpmdTypeError, V
+from spmd_types import I, P, R, S, SpmdTypeError, V, rules
 from spmd_types.checker import typecheck
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchpar.comm.collectives import Axis
 from torchpar.manual import megatron, tensor_parallel
 from torchpar.manual.data_parallel import DataParallel
 
+RANKS = 4
 TOKENS_BT = torch.arange(16).view(2, 8)
-Plant = Callable[[], AbstractContextManager]
+CASTS = {
+    ("_same", "_all_reduce"): (rules.convert, I, R),
+    ("_all_reduce", "_same"): (rules.all_reduce, P, I),
+    ("_part", "_all_gather"): (rules.convert, I, V),
+    ("_all_gather", "_reduce_scatter"): (rules.all_gather, V, R),
+    ("_reduce_scatter", "_all_gather"): (rules.reduce_scatter, P, V),
+}
+"""By what a mapping of `megatron` does forward and backward."""
 
 
-def as_it_is(x: torch.Tensor, axis: Axis, dim: int | None = None) -> torch.Tensor:
-    """A mapping that is forgotten."""
-    return x
+def type_of(x: Any, axis: Axis) -> Any:
+    """R, I, V or P."""
+    return spmd.get_axis_local_type(x, axis.group)
 
 
-def forgotten(module: object, name: str) -> Plant:
-    return partial(patch.object, module, name, as_it_is)
+def typed(x: torch.Tensor, axis: Axis, to: Any) -> torch.Tensor:
+    """x, which is of this type from now on, or has been; SpmdTypeError if it is of another one."""
+    return spmd.assert_type(x, {axis.group: to})
+
+
+def of_mapping(*, x: torch.Tensor, axis: Axis, dim: int | None, forward: Any, backward: Any) -> Any:
+    """What a mapping returns, typed. What varies is a part of the whole along a dim."""
+    kind, *ends = CASTS[forward.__name__, backward.__name__]
+    src, dst = (S(dim) if end is V else end for end in ends)
+    if src is P and type_of(x, axis) is V:  # each rank's product of parts is said to be a part of a sum
+        src = V
+    return kind(x, axis.group, src=src, dst=dst)
+
+
+def of_cross_entropy(loss_N: torch.Tensor, *, logits_NV: torch.Tensor, targets_N: Any, axis: Axis) -> None:
+    """A loss that is equal on all ranks, of logits that are not."""
+    rules.ignore(targets_N)
+    typed(logits_NV, axis, V)
+    typed(loss_N, axis, I)
+
+
+@contextmanager
+def one_rank(name: str) -> Generator[Axis]:
+    """An axis of several ranks of which only this one runs; what it sends goes nowhere."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    how = {"attribute": "spmd_typecheck", "create": True}
+    try:
+        mesh = DeviceMesh("cpu", torch.arange(RANKS), mesh_dim_names=(name,))
+        with (
+            spmd.set_current_mesh(mesh),
+            patch.object(megatron._Mapping, new=staticmethod(of_mapping), **how),
+            patch.object(megatron._CrossEntropy, new=staticmethod(of_cross_entropy), **how),
+        ):
+            yield Axis(name, size=RANKS, rank=0, group=mesh.get_group(name))
+    finally:
+        dist.destroy_process_group()
 
 
 def split_gradients(axis: Axis, *, sequence_parallel: bool) -> list[torch.Tensor]:
@@ -82,25 +134,27 @@ def test_tensor_parallelism_is_well_typed(sequence_parallel):
             assert sums == [R]
 
 
+def as_it_is(x: torch.Tensor, axis: Axis, dim: int | None = None) -> torch.Tensor:
+    """A mapping that is forgotten."""
+    return x
+
+
+def summed_whole(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """A sum that is made, and not scattered."""
+    return megatron.leave_region(x, axis)
+
+
 FORGOTTEN = {
-    "f": (False, forgotten(tensor_parallel, "enter_region"), "linear"),
-    "g": (False, forgotten(tensor_parallel, "leave_region"), "add"),
-    "the sum of the embedding's parts": (False, forgotten(megatron, "leave_region"), "add"),
-    "the scatter of a sequence's sums": (
-        True,
-        lambda: patch.object(
-            tensor_parallel,
-            "leave_region",
-            lambda x, axis, dim: megatron.leave_region(x, axis),
-        ),
-        "",
-    ),
+    "f": (False, (tensor_parallel, "enter_region", as_it_is), "linear"),
+    "g": (False, (tensor_parallel, "leave_region", as_it_is), "add"),
+    "the sum of the embedding's parts": (False, (megatron, "leave_region", as_it_is), "add"),
+    "the scatter of a sequence's sums": (True, (tensor_parallel, "leave_region", summed_whole), ""),
 }
 
 
 @pytest.mark.parametrize(("sequence_parallel", "plant", "operator"), FORGOTTEN.values(), ids=FORGOTTEN)
 def test_a_forgotten_mapping_is_a_type_error(sequence_parallel, plant, operator):
-    with one_rank("tp") as axis, plant(), pytest.raises(SpmdTypeError) as refused:
+    with one_rank("tp") as axis, patch.object(*plant), pytest.raises(SpmdTypeError) as refused:
         split_gradients(axis, sequence_parallel=sequence_parallel)
     assert operator in str(refused.value)
 
@@ -127,12 +181,9 @@ def replica_sums(axis: Axis, *, means: object = P, times: int = 1) -> set:
         return {type_of(bucket.buffer, axis) for bucket in model.buckets}
 
 
-def test_data_parallelism_is_well_typed():
+def test_gradients_of_replicas_that_are_not_summed_or_twice_are_told():
     with one_rank("dp_replicate") as axis:
         assert replica_sums(axis) == {R}
-
-
-def test_gradients_of_replicas_that_are_not_summed_or_twice_are_told():
     with one_rank("dp_replicate") as axis, patch.object(Axis, "start_all_reduce"):
         assert replica_sums(axis) == {P}
     with one_rank("dp_replicate") as axis, pytest.raises(SpmdTypeError, match="expected input type P"):
