@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from compare.checkpoint.reader import CheckpointReader
 from compare.cli import main
 from compare.commands.convert import FORMATS
-from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, Precision, edited
+from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, Precision
 from compare.studies.huggingface import CONFIG, WEIGHTS_FILE, read_gpt2, write_gpt2
 
 EXPERIMENT = Experiment(
@@ -60,12 +60,6 @@ def test_hugging_faces_gpt2_there_and_back(given, tmp_path):
     assert (reader.description.updates, reader.description.experiment.model) == (0, EXPERIMENT.model)
     assert reader.description.experiment.layout == Layout()  # nobody gave one
     assert not reader.read("v", "embedding.token").any()
-
-
-def test_a_model_without_biases_has_zeros_there(tmp_path):
-    model = edited(EXPERIMENT, {"model": {"bias": False}})
-    write_gpt2(tmp_path / "gpt2", model.model, weights(model))
-    assert not load_file(tmp_path / "gpt2" / WEIGHTS_FILE)["transformer.h.0.mlp.c_fc.bias"].any()
 
 
 SPOILT = (

@@ -16,11 +16,9 @@ from compare.judge.metrics import figures
 from compare.present.report import (
     EXPERIMENT,
     cost_table,
-    difference_figure,
-    loss_figure,
     write_report,
 )
-from compare.show.figures import WINDOWS, Figure, save_figures, svg, windowed
+from compare.show.figures import WINDOWS, Figure, save_figures, windowed
 from compare.spec.experiment import edited, parse
 
 pytestmark = pytest.mark.usefixtures("with_pictures")
@@ -97,16 +95,6 @@ def test_costs_leave_out_the_first_and_the_instrumented_step(tmp_path, tiny):
     assert cost["peak_mem_bytes"] == 2000
     assert (cost["comm_calls"], cost["comm_bytes"], cost["comm_wire_bytes"]) == (3, 4004, 6006)
     assert cost["tokens_per_s"] == pytest.approx(4 * 16 / 0.013)
-
-
-def test_differences_that_are_nothing_or_no_number_are_drawn(tmp_path, tiny):
-    record = make_record(tmp_path / "run", tiny)
-    steps = [msgspec.structs.replace(record.steps[0]), *record.steps[1:]]
-    steps[1] = msgspec.structs.replace(steps[1], loss=float("nan"))
-    lost = {"a": record, "b": msgspec.structs.replace(record, steps=steps)}
-    assert "b (not finite from step 1)" in svg(loss_figure(lost))  # in the legend
-    # zero has no place on a log axis, and is drawn nonetheless
-    assert "equal, bit for bit" in svg(difference_figure({"a": record, "b": record}))
 
 
 def test_long_curves_are_reduced_over_windows_and_short_ones_shown_whole():

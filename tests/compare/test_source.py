@@ -18,41 +18,30 @@ def git(folder: Path, *arguments: str) -> str:
     ).stdout.strip()
 
 
-@pytest.fixture
-def repository(tmp_path):
-    """A repository with a file in it, and nothing else."""
-    if not shutil.which("git"):
-        pytest.skip("there is no git")
-    git(tmp_path, "init", "--quiet")
-    (tmp_path / "README").write_text("another project\n")
-    git(tmp_path, "add", "README")
-    git(tmp_path, "commit", "--quiet", "--message", "first")
-    return tmp_path
-
-
 def install(folder: Path) -> Path:
     """Copy the module to where it would be installed."""
     (folder / "compare" / "execute").mkdir(parents=True)
     return Path(shutil.copy(machine.__file__, folder / "compare" / "execute" / "machine.py"))
 
 
-def state(module: Path, monkeypatch) -> tuple[str, bool]:
-    monkeypatch.setattr(machine, "__file__", str(module))
-    return machine.git_state()
+@pytest.mark.skipif(not shutil.which("git"), reason="there is no git")
+def test_another_projects_repository_lends_no_commit_unless_it_tracks_us(tmp_path, monkeypatch):
+    def state(module: Path) -> tuple[str, bool]:
+        monkeypatch.setattr(machine, "__file__", str(module))
+        return machine.git_state()
 
-
-def test_another_projects_repository_lends_no_commit_unless_it_tracks_us(repository, monkeypatch):
-    wheel = install(repository / ".venv" / "lib" / "site-packages")
-    assert state(wheel, monkeypatch) == ("", False)
-    git(repository, "add", "--force", ".venv")
-    git(repository, "commit", "--quiet", "--message", "an environment, committed")
-    assert state(wheel, monkeypatch) == ("", False)
-    module = install(repository)
-    assert state(module, monkeypatch) == ("", False)
-    git(repository, "add", "compare")
-    git(repository, "commit", "--quiet", "--message", "this project")
-    assert state(module, monkeypatch) == (git(repository, "rev-parse", "HEAD"), False)
+    git(tmp_path, "init", "--quiet")
+    wheel = install(tmp_path / ".venv" / "lib" / "site-packages")
+    for added in ((), ("--force", ".venv")):  # first it only lies there, then it is committed
+        git(tmp_path, "add", *added)
+        git(tmp_path, "commit", "--quiet", "--allow-empty", "--message", "another project")
+        assert state(wheel) == ("", False)
+    module = install(tmp_path)
+    assert state(module) == ("", False)
+    git(tmp_path, "add", "compare")
+    git(tmp_path, "commit", "--quiet", "--message", "this project")
+    assert state(module) == (git(tmp_path, "rev-parse", "HEAD"), False)
     module.write_text(module.read_text() + "\n")
-    assert state(module, monkeypatch) == (git(repository, "rev-parse", "HEAD"), True)
+    assert state(module) == (git(tmp_path, "rev-parse", "HEAD"), True)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent / "nowhere"))
-    assert state(module, monkeypatch) == ("", False)
+    assert state(module) == ("", False)

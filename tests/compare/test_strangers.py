@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import processes
 import pytest
-from records import finished_of, make_run
+from records import make_run
 from rich.table import Table
 
 from compare import study
@@ -24,12 +24,8 @@ from compare.execute import ask, launch
 from compare.execute.launch import EngineError, with_safe_path
 from compare.host.facts import has_ended
 from compare.host.json_files import FolderName
-from compare.judge.ladder import RungResult, Verdict
 from compare.judge.outcome import OUTCOME
-from compare.show.terminal import print_findings
 from compare.spec.engines.registry import SIDES
-from compare.spec.experiment import Experiment
-from compare.studies.check import Check
 from compare.terminal import PlainConsole, coloured, printable
 
 MODULES = ("compare", "numpy", "jax", "torch", "msgspec", "jaxpar", "torchpar", "json")
@@ -163,20 +159,8 @@ def test_text_is_shown_as_it_is_and_a_terminal_obeys_nothing():
     assert shown("first\nsecond \x1b[2J") == "first\nsecond \\x1b[2J\n"
 
 
-def test_names_of_cases_and_errors_are_no_markup(capsys, monkeypatch):
-    """`run --run_dir 'runs/[/x]'` and a message of gloo's once ended in a traceback after the training."""
-    bad = RungResult(rung="loss", error=1.0, tolerance=0.1, worst="[/step 0]")
-    outcome = finished_of(
-        Experiment(),
-        {"[/reference]": {}, "[/case]": {}},
-        name="[/name]",
-        verdicts=[Verdict(candidate="[/case]", reference="[/reference]", rungs=[bad])],
-        failures={"[/other]": "gloo: [/__w/pytorch/gloo/transport] reset"},
-    )
-    print_findings(Check.findings(outcome, Path()), as_json=False)
-    printed = capsys.readouterr().out
-    assert "[/case]" in printed
-    assert "[/__w/pytorch/gloo/transport]" in printed
+def test_an_error_of_an_engine_is_no_markup(capsys, monkeypatch):
+    """A message of gloo's once ended in a traceback after the training."""
 
     def fail(*arguments, **keywords):
         raise EngineError("gloo: [/__w/pytorch] \x1b[31mpeer closed", exit_code=1)

@@ -3,15 +3,11 @@
 import math
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compare.numerics.parameters import parameter_table
-from compare.present.lesson.holdings import WHOLE, part_of, sides_of
 from compare.spec.axes import DP_SHARD, LAYER, TP
-from compare.spec.experiment import Layout, load
-from compare.studies.presets import spread
+from compare.spec.experiment import Layout
 from jaxpar.placement import one_layer, place
 
 AXES = ("vocab", "embed", "heads", "mlp", "position")
@@ -71,18 +67,3 @@ def test_which_dim():
         if axes[:1] == (LAYER,) and expected is not None:
             (layer,) = one_layer([p])
             assert (layer.shape, layer.dims[DP_SHARD]) == (shape[1:], expected - 1)
-
-
-@pytest.mark.parametrize("preset", ["single", "fsdp", "tp", "fsdp_tp"])
-def test_the_lessons_picture_cuts_matrices_where_they_are_placed(preset):
-    """The same side along tp, and as large a share, for every parameter of the table."""
-    experiment = spread(load("check"), preset, 4 if preset != "single" else 1)
-    for parameter in parameter_table(experiment.model):
-        p = place(parameter.shape, parameter.axes, experiment.layout)
-        drawn = part_of(parameter, "parameters", "jax-manual", experiment, 0)
-        held = math.prod(p.stored_shape) / math.prod(p.degrees[axis] for axis in p.axes)
-        assert drawn.share == held / parameter.size, parameter.name
-        rows, _ = sides_of(parameter)
-        if TP in p.dims and DP_SHARD not in p.dims:
-            is_row = parameter.axes[p.dims[TP]] in rows
-            assert (drawn.columns if is_row else drawn.rows) == WHOLE, parameter.name

@@ -1,13 +1,10 @@
 """`python -m jaxpar RUN_DIR` from outside: the record that it leaves, exit codes, and how it ends."""
 
 import errno
-import json
-import math
 import os
 import signal
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import processes
@@ -38,7 +35,6 @@ from compare.numerics.parameters import initial_parameters, parameter_table
 from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import Optimizer, Train
 from jaxpar.__main__ import failure_of
-from jaxpar.run import Run
 
 
 def start(folder: Path, request: Request, *arguments: str, **options) -> subprocess.Popen:
@@ -150,22 +146,3 @@ def test_a_second_run_in_a_folder_is_refused_and_what_a_killed_one_left_is_clear
     assert sorted(path.name for path in tmp_path.iterdir()) == [REQUEST, STEPS_PART, WORK]
     first, second, *_ = part.read_bytes().splitlines()
     assert [decode_json(line, Step).step for line in (first, second)] == [0, 1]
-
-
-def test_doctor():
-    environment = child_environment(SIDES["jaxpar"], "cpu")
-    done = processes.run([warm.python(), "-m", "jaxpar", "--doctor"], env=environment)
-    assert done.returncode == 0
-    reported = json.loads(done.stdout)
-    assert {"python", "jax", "flax", "optax"} <= set(reported["versions"])
-    assert "virtual devices" in reported["cpu_devices"]
-    assert isinstance(reported["gpus"], list)
-
-
-def test_the_first_tensor_that_is_not_finite_is_named(tiny):
-    weights = initial_parameters(tiny)
-    run = SimpleNamespace(tensors=lambda rung: weights)
-    assert Run.not_finite(run) == "every weight is finite after the step"
-    weights["norm.bias"][0] = math.nan
-    weights["blocks.1.mlp.up.weight"][0, 0] = -math.inf
-    assert Run.not_finite(run).endswith(" after the step is blocks.1.mlp.up.weight")

@@ -9,10 +9,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from compare.contract.communication import summed
 from compare.spec.axes import AXES, PP
 from jaxpar.compiler.pipeline_parallel import pipelined
-from jaxpar.measure.ledger import read_ledger
 from jaxpar.placement import Placement
 from jaxpar.problem import Pieces
 from jaxpar.stages import lanes
@@ -56,20 +54,11 @@ def test_any_model_equals_its_plain_scan(stages, microbatches, chunks):
     spread = NamedSharding(mesh, P("pp"))
     stored = {"first": params["first"], "blocks": jax.device_put(place.pad(params["blocks"]), spread)}
     loss = pipelined(PIECES, mesh=mesh, chunks=chunks)
-    compiled = jax.jit(jax.value_and_grad(loss)).lower(stored, batch).compile()
-    found, of_stored = compiled(stored, batch)
+    found, of_stored = jax.jit(jax.value_and_grad(loss))(stored, batch)
 
     np.testing.assert_allclose(found, value, rtol=1e-13)
     np.testing.assert_allclose(of_stored["first"], gradients["first"], rtol=1e-12)
     np.testing.assert_allclose(place.unpad(np.asarray(of_stored["blocks"])), gradients["blocks"], atol=1e-13)
-    rows = summed(read_ledger(compiled.as_text(), mesh.shape).rows)
-    ledger = {(row.kind, row.purpose): (row.calls, row.bytes) for row in rows}
-    if stages > 1:  # a roll of the stages and one of a lane at every tick, and the lane's first
-        rolls = 2 * (microbatches * chunks + stages - 1) + 1
-        moved = (rolls, rolls * 8 * 2 * WIDTH)
-        assert ledger["permute", "activations"] == ledger["permute", "activation gradients"] == moved
-        assert ledger["all_reduce", "gradients"][0] == 1  # of what every stage has, once
-        assert len(ledger) <= 4
 
 
 def test_every_microbatch_enters_and_leaves_once():

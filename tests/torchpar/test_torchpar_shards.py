@@ -1,22 +1,34 @@
-"""Who holds what in torchpar: the description against what each rank really holds, bit for bit, on gloo."""
+"""Who holds what in torchpar: the description against what each rank really holds, bit for bit, on gloo.
+
+And the same state in checkpoints: under every layout each rank takes its part, and gives it back.
+"""
 
 import math
+import tempfile
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 from assembly import assemble, cut
+from checkpoints import STEP, UPDATES, assert_is_random, describe, random_state, write_random
 from layouts import TORCH_COMPILER, TORCH_LIBRARY, TORCH_SHARED, TORCH_ZERO
+from msgspec.structs import replace
 from ranks import CPU, on_ranks
 
-from compare.numerics.boxes import Given, Weights
-from compare.numerics.parameters import parameter_table
-from compare.spec.experiment import Experiment, Layout, Model, Precision
+from compare.checkpoint.description import WEIGHTS, folder_name
+from compare.checkpoint.reader import CheckpointReader
+from compare.checkpoint.saver import Saver
+from compare.contract.request import Request
+from compare.numerics.boxes import Given
+from compare.spec.experiment import Experiment, Layout, Model, Optimizer, Precision
 from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.optimizer import make_optimizer
 from torchpar.parallel_model import ParallelModel
-from torchpar.shards import empty_model, fill_with, held, shards
+from torchpar.run import Run
+from torchpar.shards import empty_model, fill_with, held, restore_moments, shards, state_parts
 from torchpar.train import PARALLELIZE
+from torchpar.weights import moment_keys
 
 # No degree divides the vocabulary, and four ranks divide few of the flat buffers.
 MODEL = Model(n_layer=4, n_head=4, n_embd=12, block_size=7, vocab_size=51, bias=True)
@@ -28,15 +40,20 @@ CASES = {
         "zero1_tp": Layout(dp_shard=2, zero=1, tp=2),
         "zero2_tp": Layout(dp_shard=2, zero=2, tp=2),
     },
-    "torch-library": TORCH_SHARED | {name: TORCH_LIBRARY[name] for name in (*ZERO, "hybrid_zero1")},
+    "torch-library": TORCH_SHARED
+    | {name: TORCH_LIBRARY[name] for name in (*ZERO, "hybrid_zero1", "fsdp_tp")},
     "torch-compiler": TORCH_COMPILER,
 }
+SAVED = {
+    "torch-manual": ("zero1_replicated", "hsdp", "zero1_tp", "fsdp_pp", "interleaved"),
+    "torch-library": ("zero1", "fsdp_tp", "tp_sp_pp"),
+    "torch-compiler": ("zero1", "fsdp_tp_sp"),
+}
+"""Layouts whose state is saved and restored."""
 
 
-def random_weights() -> dict[str, np.ndarray]:
-    """No two elements are equal, so that nothing may be elsewhere than it is said to be."""
-    generator = np.random.default_rng(0)
-    return {row.name: generator.standard_normal(row.shape) for row in parameter_table(MODEL)}
+def spec(layout: Layout, **sections) -> Experiment:
+    return Experiment(layout=layout, precision=Precision(dtype="float64"), **{"model": MODEL} | sections)
 
 
 class Watched(Given):
@@ -50,17 +67,16 @@ class Watched(Given):
 
 
 def make_parallel(
-    engine: str, layout: Layout, rank: int, weights: Weights | None = None
+    engine: str, experiment: Experiment, rank: int, weights: Given
 ) -> tuple[ParallelModel, Mesh]:
     """A model that is filled as it is cut."""
-    experiment = Experiment(model=MODEL, precision=Precision(dtype="float64"))
-    mesh = make_mesh(layout, rank=rank, device=CPU)
+    mesh = make_mesh(experiment.layout, rank=rank, device=CPU)
     parallel = PARALLELIZE[engine](
         empty_model(experiment),
         mesh=mesh,
-        layout=layout,
+        layout=experiment.layout,
         make_optimizer=partial(make_optimizer, experiment=experiment),
-        fill=fill_with(weights or Given(random_weights()), experiment, mesh),
+        fill=fill_with(weights, experiment, mesh),
     )
     return parallel, mesh
 
@@ -69,13 +85,13 @@ def make_parallel(
 @on_ranks
 def test_every_rank_holds_what_is_said(rank: int, engine: str) -> None:
     for name, layout in CASES[engine].items():
-        holds_what_is_said(rank, engine, layout, name)
+        holds_what_is_said(rank, engine, spec(layout), name)
 
 
-def holds_what_is_said(rank: int, engine: str, layout: Layout, name: str) -> None:
-    whole = random_weights()
+def holds_what_is_said(rank: int, engine: str, experiment: Experiment, name: str) -> None:
+    whole = {name: array for (group, name), array in random_state(experiment).items() if group == WEIGHTS}
     given = Watched(whole)
-    parallel, mesh = make_parallel(engine, layout, rank, given)
+    parallel, mesh = make_parallel(engine, experiment, rank, given)
     mine = list(held(parallel.weights(), shards(parallel, MODEL, mesh)))
     assert given.read <= sum(math.prod(shard.shape) for shard, _ in mine)  # nothing of other parts and stages
     assert [shard for shard, _ in mine] == shards(parallel, MODEL, mesh)
@@ -90,3 +106,41 @@ def holds_what_is_said(rank: int, engine: str, layout: Layout, name: str) -> Non
         np.testing.assert_array_equal(assemble(tensor.shape, parts), tensor)
         np.testing.assert_array_equal(assemble(tensor.shape, once), tensor)
         assert sum(array.size for _, array in once) == tensor.size, f"{name} {tensor_name}"
+
+
+def there_and_back(rank: int, engine: str, experiment: Experiment) -> None:
+    """All ranks in one temporary folder, which the first one makes."""
+    world = make_mesh(experiment.layout, rank=rank, device=CPU).world
+    folder = Path(world.all_gather_objects(tempfile.mkdtemp() if rank == 0 else "")[0])
+    if rank == 0:
+        write_random(folder / "given", experiment)
+    world.all_gather_objects(None)
+    checkpoint = folder / "given" / "checkpoints" / folder_name(STEP)
+    weights = Given(dict(CheckpointReader(checkpoint).group(WEIGHTS)))
+    parallel, mesh = make_parallel(engine, experiment, rank, weights)
+    alone = dict.fromkeys(("rank", "corpus", "compute", "update"))
+    request = Request(engine=engine, experiment=experiment)
+    run = Run(request=request, mesh=mesh, parallel=parallel, **alone)
+    restore_moments(run, checkpoint)
+    assert (run.state.step, run.state.updates) == (STEP, UPDATES)
+    whole = random_state(experiment)
+    for group, key in moment_keys(experiment.optimizer).items():
+        parts = shards(run.parallel, experiment.model, run.mesh, of_moments=True)
+        for shard, array in held(run.parallel.own_moments(key), parts):
+            np.testing.assert_array_equal(array, cut(whole[group, shard.name], shard), err_msg=str(shard))
+    saver = Saver(folder / "taken", [rank], of=experiment.layout.devices, keep=1)
+    saver.save(describe(experiment), state_parts(run))
+    saver.finish()
+    world.all_gather_objects(None)  # the first completes it
+    assert_is_random(folder / "taken" / folder_name(STEP), experiment)
+
+
+@pytest.mark.parametrize("engine", SAVED)
+@on_ranks
+def test_layouts_take_a_state_and_give_it_back(rank: int, engine: str) -> None:
+    for name in SAVED[engine]:
+        even = replace(MODEL, block_size=6)  # which sequence parallelism divides
+        there_and_back(rank, engine, spec(CASES[engine][name], model=even))
+    for optimizer in (Optimizer(name="sgd", momentum=0.9), Optimizer(name="sgd")):
+        for layout in (TORCH_ZERO["zero1"], TORCH_ZERO["zero3"]):
+            there_and_back(rank, engine, spec(layout, optimizer=optimizer))
