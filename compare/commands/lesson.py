@@ -50,21 +50,6 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
         from compare.present.lesson.page import write_lesson  # draws: a second to import
 
         check_output("--output", self.output, kinds=(".html",))
-        folder = self.results or self._trained()
-        page = self.output or folder / "lesson.html"
-        outcome = write_lesson(self.strategy, folder, page)
-        passed, sentence = outcome.passed, outcome.sentence()
-        if self.json:
-            facts = {"strategy": self.strategy, "page": str(page), "run_dir": str(folder)}
-            print_json({**facts, "engines": outcome.finished, "passed": passed, "verdict": sentence})
-        else:
-            console = results_console()
-            console.print(sentence, style="bold green" if passed else "bold red", soft_wrap=True)
-            console.print(f"lesson: {page}", soft_wrap=True)
-        return 0 if passed else 1
-
-    def _trained(self) -> Path:
-        """Train the lesson's run. Returns its folder."""
         lesson = LESSONS[self.strategy]
         run = msgspec.structs.replace(
             defaults_for(Run, EXPERIMENT),
@@ -78,4 +63,15 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
             jax_python=self.jax_python,
             torch_python=self.torch_python,
         )
-        return run.outcome()[1]
+        folder = self.results or run.outcome()[1]
+        page = self.output or folder / "lesson.html"
+        outcome = write_lesson(self.strategy, folder, page)
+        passed, sentence = outcome.passed, outcome.sentence()
+        if self.json:
+            facts = {"strategy": self.strategy, "page": str(page), "run_dir": str(folder)}
+            print_json({**facts, "engines": outcome.finished, "passed": passed, "verdict": sentence})
+        else:
+            console = results_console()
+            console.print(sentence, style="bold green" if passed else "bold red", soft_wrap=True)
+            console.print(f"lesson: {page}", soft_wrap=True)
+        return 0 if passed else 1

@@ -81,12 +81,12 @@ class Sweep(Study, frozen=True, kw_only=True):
         asked = {"as_presets": "schedule" not in self.said.flags, "ladder": self.ladder}
         cases, refused = against_one_device(chosen_engines(self.engines), rows, **asked)
         # One device of the reference's engine is the reference.
-        again = {
-            name
+        kept = {
+            name: case
             for name, case in cases.items()
-            if case.against and case.request == cases[case.against].request
+            if not case.against or case.request != cases[case.against].request
         }
-        return {name: case for name, case in cases.items() if name not in again}, left_out | refused
+        return kept, left_out | refused
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:

@@ -114,7 +114,10 @@ class Tune(Timed, frozen=True, kw_only=True):
         rows = sorted(rows_of(outcome), key=lambda row: row.measured_ms.median)
         machine, best = outcome.options["machine"], rows[0]
         source = " as measured" if machine == HERE else f" as {machine} has them"
-        accuracies = (f"{engine}, {accuracy(of)}." for engine, of in by_engine(rows).items())
+        by_engine: dict[str, list[Row]] = {}
+        for row in rows:
+            by_engine.setdefault(row.engine, []).append(row)
+        accuracies = (f"{engine}, {accuracy(of)}." for engine, of in by_engine.items())
         return timed_findings(
             timed(outcome),
             title=f"{outcome.name}: {len(rows)} layouts timed",
@@ -135,8 +138,6 @@ class Row(Struct, frozen=True, kw_only=True):
     predicted_ms: float
     measured_ms: Estimate
     error: float
-    error_after: float = 0.0
-    """With the engine's median ratio divided out."""
 
 
 COLUMNS = (
@@ -146,7 +147,6 @@ COLUMNS = (
     Column[Row]("measured ms", lambda row: row.measured_ms, ".1f"),
     Column[Row]("rounds", lambda row: row.measured_ms.rounds, "d"),
     Column[Row]("error", lambda row: row.error, "+.0%"),
-    Column[Row]("after one factor", lambda row: row.error_after, "+.0%"),
 )
 
 
@@ -165,17 +165,14 @@ def rows_of(outcome: Outcome) -> list[Row]:
                 error=predicted[name] / measured.median - 1,
             )
             rows.append(row)
-    factors = {
-        engine: statistics.median(1 + row.error for row in of) for engine, of in by_engine(rows).items()
-    }
-    return [replace(row, error_after=(1 + row.error) / factors[row.engine] - 1) for row in rows]
+    return rows
 
 
 def accuracy(rows: Sequence[Row]) -> str:
     """How well the layouts of one engine were predicted."""
-    words = [f"{len(rows)} layouts"]
-    for name, of in (("median error", "error"), ("after one factor", "error_after")):
-        sizes = [abs(getattr(row, of)) for row in rows]
+    words, factor = [f"{len(rows)} layouts"], statistics.median(1 + row.error for row in rows)
+    for name, divided in (("median error", 1.0), ("after one factor", factor)):
+        sizes = [abs((1 + row.error) / divided - 1) for row in rows]
         words.append(f"{name} {statistics.median(sizes):.0%}, worst {max(sizes):.0%}")
     tau = kendall([row.predicted_ms for row in rows], [row.measured_ms.median for row in rows])
     return ", ".join([*words, *([f"Kendall's tau {tau:.2f}"] if tau is not None else [])])
@@ -187,11 +184,3 @@ def kendall(predicted: Sequence[float], measured: Sequence[float]) -> float | No
 
     tau = float(kendalltau(predicted, measured).statistic) if len(predicted) > 2 else math.nan
     return None if math.isnan(tau) else tau
-
-
-def by_engine(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows of each engine."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row.engine, []).append(row)
-    return groups
