@@ -29,8 +29,10 @@ from compare.spec.experiment import Experiment, ExperimentError
 START = "the start"
 POLL_S = 0.05
 CAUSE_GRACE_S = 2.0
-SETTLED_S = 3.0
-"""Processes begin to wait within a step of each other, and see the time-out so much apart."""
+LOOKS = 6
+SETTLED_S = 6.0
+"""Processes begin to wait within a step of each other, and look once in a second: so much later one may see
+the time-out than another. Less than the grace of a side's own watchdog, which ends the process."""
 
 
 class HostFacts(Struct, frozen=True, kw_only=True):
@@ -172,14 +174,17 @@ def blame_for_hang(folder: Path, own: State, *, count: int, timeout_s: float) ->
     """
     before = states_in(folder)
     say(folder, replace(own, waits=True))
-    time.sleep(SETTLED_S)
-    if cause := told_cause(folder):
-        return cause
-    states = states_in(folder)
-    if any(state.looks > before[number].looks for number, state in states.items() if number in before):
-        say(folder, own)  # another computes
-        return None
-    silent = [number for number in range(count) if number not in states or not states[number].waits]
+    for _ in range(LOOKS):
+        time.sleep(SETTLED_S / LOOKS)
+        if cause := told_cause(folder):
+            return cause
+        states = states_in(folder)
+        if any(state.looks > before[number].looks for number, state in states.items() if number in before):
+            say(folder, own)  # another computes
+            return None
+        silent = [number for number in range(count) if number not in states or not states[number].waits]
+        if not silent:
+            break
     return blame(states, silent, timeout_s=timeout_s)
 
 

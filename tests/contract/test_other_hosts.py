@@ -1,6 +1,7 @@
 """What processes of several hosts tell each other: disagreements and hangs, each named with its host."""
 
 import pytest
+from msgspec.structs import replace
 
 from compare.contract import other_hosts
 from compare.contract.other_hosts import HostFacts, State, agree, announce, blame_for_hang, say, states_in
@@ -74,6 +75,16 @@ def test_who_is_silent_or_behind_is_named_with_its_host(folder):
     )
     late = State(number=3, host="host1", where="step 4, record", beats=7, waits=True)
     assert hang(folder, late).startswith("process 3 on host1 stayed in step 4, record: ")
+
+
+def test_who_sees_the_time_out_later_has_not_been_silent(folder, monkeypatch):
+    """The four begin to wait a second apart, one after the other: the link is cut, and nobody is to blame."""
+    own = State(number=0, host="host0", where="step 5", beats=9)
+    later = (replace(own, number=number, host="host1", waits=True) for number in (1, 2, 3))
+    monkeypatch.setattr(other_hosts.time, "sleep", lambda seconds: say(folder, next(later)))
+    failure = blame_for_hang(folder, own, count=4, timeout_s=20)
+    assert failure
+    assert failure.message.endswith("on host0, host1: is the link between them cut?")
 
 
 def test_who_still_computes_before_its_first_step_is_waited_for(folder, monkeypatch):
