@@ -63,7 +63,10 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     os.environ.pop("MPLBACKEND", None)  # a kernel's, which matplotlib may not find here; a Figure needs none
     try:
-        return _dispatch(arguments)
+        try:
+            return _dispatch(arguments)
+        finally:
+            sys.stdout.flush()
     except (ExperimentError, RecordError) as error:
         code, said = 2, str(error)
     except EnvironmentMissing as error:
@@ -72,6 +75,8 @@ def main(arguments: list[str] | None = None) -> int:
         code, said = error.exit_code, str(error)  # its log was shown when it failed
     except KeyboardInterrupt as interrupt:
         code, said = 130, str(interrupt) or "interrupted; every process was ended"
+    except BrokenPipeError:
+        errors_console().on_broken_pipe()  # exits with 1, silent as rich is where it prints itself
     except OSError as error:
         code, said = 2 if isinstance(error, FileNotFoundError | PermissionError) else 1, str(error)
     errors_console().print(f"shardpair: error: {printable(said)}", style="red")

@@ -162,6 +162,8 @@ class Study(Spec, frozen=True, kw_only=True):
             raise ExperimentError(
                 f"--timeout_s {self.timeout_s} must be more than 0 and at most {MAX_TIMEOUT_S}"
             )
+        if Path(self.cache_dir).is_file():
+            raise ExperimentError(f"--cache_dir {self.cache_dir} is a file: give a folder")
         experiment = self.asked()
         cases, left_out = self.cases(experiment)
         if not cases and left_out:

@@ -2,6 +2,8 @@
 
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -51,6 +53,7 @@ REFUSED = {
     # Folders and programs.
     "run --run_dir taken": "taken exists already",
     "run --run_dir empty.txt/inside": "empty.txt/inside cannot be created",
+    "run --cache_dir empty.txt": "--cache_dir empty.txt is a file: give a folder",
     "run --jax_python /nosuch": "--jax_python /nosuch: no such program",
     "report taken": "taken has no outcome.json",
     "ledger --results taken": "is not the folder of a `shardpair run`",
@@ -200,6 +203,16 @@ def test_help_is_one_screen_and_teaches(capsys):
         main(["run", "--help"])
     assert ended.value.code == 0
     assert "Number of transformer blocks (L). (default: 4)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    """Whether what is left to read fits into a buffer or not."""
+    for line in ("--help", "bench --help", "list"):
+        command = [sys.executable, "-m", "compare", *line.split()]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            process.stdout.close()
+            assert process.stderr.read() == b"", line
+        assert process.returncode == 1, line
 
 
 def test_flags_that_a_line_gives_are_known_in_every_spelling_whatever_their_values():
