@@ -38,6 +38,7 @@ class EngineLedger(Struct, frozen=True, kw_only=True):
     case: str
     engine: str
     experiment: Experiment
+    platform: str
     flows: list[Flow] = []
     is_recorded: bool = False
     """Whether the snapshot has this engine, layout and version: then it is held to those bytes."""
@@ -48,9 +49,9 @@ class EngineLedger(Struct, frozen=True, kw_only=True):
 def engine_ledger(case: str, record: Record) -> EngineLedger:
     """One record's ledger beside textbook and snapshot; of a peer nothing, which has ways of its own."""
     manifest, rows = record.manifest, record.ledger.rows
-    engine, experiment = manifest.engine, manifest.experiment
+    engine, experiment, platform = manifest.engine, manifest.experiment, manifest.platform
     if engine not in STUDIED:
-        return EngineLedger(case=case, engine=engine, experiment=experiment)
+        return EngineLedger(case=case, engine=engine, experiment=experiment, platform=platform)
     recorded = recorded_rows(engine, asked_of(record), manifest.versions)
     flows = line_up(engine, experiment, rows)
     unexpected = [f"incomplete: {problem}" for problem in record.ledger.problems]
@@ -64,6 +65,7 @@ def engine_ledger(case: str, record: Record) -> EngineLedger:
         case=case,
         engine=engine,
         experiment=experiment,
+        platform=platform,
         flows=flows,
         is_recorded=bool(recorded),
         unexpected=unexpected,
@@ -74,7 +76,7 @@ def layouts_of(ledgers: Sequence[EngineLedger]) -> list[list[EngineLedger]]:
     """Ledgers by layout, in order: those of one stand side by side, each engine once."""
     groups: dict[tuple[str, int], list[EngineLedger]] = {}
     for ledger in ledgers:
-        words = layout_in_words(ledger.experiment, "cpu")
+        words = layout_in_words(ledger.experiment, ledger.platform)
         copy = sum(
             ledger.engine == one.engine for (of, _), group in groups.items() if of == words for one in group
         )
@@ -99,7 +101,7 @@ def table_of_layout(ledgers: Sequence[EngineLedger]) -> Table:
         rows.append(Row(Text(axis), [*map(Text, words), *cells]))
     columns = ["role", *(["stage"] if pp > 1 else [])]
     return Table(
-        name=f"Beside the textbook: {layout_in_words(ledgers[0].experiment, 'cpu')}",
+        name=f"Beside the textbook: {layout_in_words(ledgers[0].experiment, ledgers[0].platform)}",
         corner="axis",
         columns=[*columns, "textbook", *(ledger.engine for ledger in ledgers)],
         rows=rows,

@@ -231,6 +231,7 @@ class Plan(Study, frozen=True, kw_only=True):
                 case=f"The first rank of {candidate.name}, run alone: bytes at its peak",
                 engine=self.engine,
                 experiment=spec,
+                platform=machine.platform,
                 flows=flows,
                 unexpected=[*rank.ledger.problems, *mismatches(self.engine, spec, flows)],
             )
@@ -250,6 +251,7 @@ class Plan(Study, frozen=True, kw_only=True):
                 case=f"{candidate.name} compiled for {topology_of(machine)}, {built.device}",
                 engine=self.engine,
                 experiment=spec,
+                platform=machine.platform,
                 flows=line_up(self.engine, spec, built.ledger.rows),
                 unexpected=built.ledger.problems,
             )

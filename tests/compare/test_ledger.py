@@ -15,7 +15,7 @@ from compare.judge.ledger import (
     snapshot_rows,
     unlike_textbook,
 )
-from compare.present.ledger import EngineLedger, engine_ledger, layouts_of, sentence
+from compare.present.ledger import EngineLedger, engine_ledger, layouts_of, sentence, table_of_layout
 from compare.spec.engines.registry import ENGINES, STUDIED
 from compare.spec.experiment import Experiment, Layout, Model, Train, edited, load
 from compare.studies.ledger import Ledger as Command
@@ -200,10 +200,15 @@ def test_sums_are_of_the_stage_that_has_most_and_costs_of_the_busiest():
 def test_no_engine_hides_another_and_no_case_goes_unnamed():
     """Two ledgers of one engine under one layout are both shown; who has none is named, with the reason."""
     first = EngineLedger(
-        case="one", engine="torch-manual", experiment=FSDP, flows=line_up("torch-manual", FSDP, [])
+        case="one",
+        engine="torch-manual",
+        experiment=FSDP,
+        platform="gpu",
+        flows=line_up("torch-manual", FSDP, []),
     )
     fsdp = [first, msgspec.structs.replace(first, case="two", unexpected=["nothing"])]
     assert [[ledger.case for ledger in group] for group in layouts_of(fsdp)] == [["one"], ["two"]]
+    assert table_of_layout([first]).name.endswith(f"{FSDP.layout.devices} GPU devices")
     two = sentence(fsdp, {"torch-library.pp": "died"})
     assert two == (
         "2 cases; 0 of 4 flows are the textbook's to the byte, the others 0.00 to 0.00 times; "
