@@ -193,9 +193,9 @@ def clear_record(folder: Path) -> None:
     remove_remains(folder)
 
 
-def remove_remains(folder: Path) -> None:
-    """Remove what a killed process left half written. Only states of processes may be written meanwhile."""
-    for path in set(folder.glob("*.tmp")) - set(folder.glob(f"{STATE}*")):
+def remove_remains(folder: Path, *, of_states: bool = False) -> None:
+    """Remove what a killed process left half written; states of processes may be written before the end."""
+    for path in set(folder.glob("*.tmp")) - set(() if of_states else folder.glob(f"{STATE}*")):
         path.unlink(missing_ok=True)
     for path in (folder / CHECKPOINTS).glob(f"*{UNFINISHED}"):
         shutil.rmtree(path, ignore_errors=True)

@@ -156,7 +156,7 @@ def run_side(
     Raises:
         EngineError: the engine failed, died, or made no progress for request.timeout_s. The folder has an
             error.json with the same words.
-        ExperimentError: a host does not see the folder.
+        ExperimentError: a host does not see the folder, or srun refuses an option.
         KeyboardInterrupt: Ctrl-C, after ending every process of the engine.
     """
     if StopRequest.came:
@@ -186,7 +186,7 @@ def run_side(
             ended = watch(process, folder, hosts, timeout_s=request.timeout_s, on_step=on_step)
         finally:
             _end(process)
-            files.remove_remains(folder)
+            files.remove_remains(folder, of_states=not elsewhere)
     if not ended and not process.returncode:
         return
     launcher = "srun" if hosts.launcher == "slurm" else ""
@@ -201,7 +201,7 @@ def ready_hosts(hosts: Hosts, folder: Path, python: str, name: str) -> list[str]
     """The names of SLURM's hosts in their order, all of which can write into a folder, and have a Python.
 
     Raises:
-        ExperimentError: the folder is not shared, in srun's words.
+        ExperimentError: the folder is not shared, or srun refuses an option, in its words.
         EngineError: an interpreter is missing, or srun reaches not all hosts, twice.
     """
     with tempfile.NamedTemporaryFile(dir=folder, prefix="probe.") as probe:
@@ -216,6 +216,8 @@ def ready_hosts(hosts: Hosts, folder: Path, python: str, name: str) -> list[str]
                 said, code = f"srun began nothing in {PROBE_S:g} s: is there another step?", FAILED
             if code in (DONE, BAD_REQUEST, MISSING):
                 break
+    if hosts.options and any(words in said for words in ("unrecognized option", "Invalid --")):
+        raise ExperimentError(f"--launcher_options {' '.join(hosts.options)}: {said}")
     if code == BAD_REQUEST:
         raise ExperimentError(f"{folder}: {said}: give --run_dir on a file system that all hosts share")
     if code:

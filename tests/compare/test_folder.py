@@ -8,7 +8,7 @@ import processes
 import pytest
 
 from compare.checkpoint.description import CHECKPOINTS, UNFINISHED
-from compare.contract.record import STEPS_PART, read_failure, remove_remains
+from compare.contract.record import STATE, STEPS_PART, read_failure, remove_remains
 from compare.contract.request import REQUEST, Request
 from compare.contract.run_lock import lock_folder
 from compare.host.disk import no_room, write_atomically
@@ -74,9 +74,12 @@ def test_what_has_no_room_is_named(tmp_path):
 def test_remains_are_removed_and_nothing_else(tmp_path):
     unfinished = tmp_path / CHECKPOINTS / f"step-00000001{UNFINISHED}"
     unfinished.mkdir(parents=True)
-    for path in ("a.json.1.2.tmp", STEPS_PART, REQUEST, unfinished / "device-00000-0.safetensors"):
+    state = f"{STATE}0.json.1.2.tmp"
+    for path in ("a.json.1.2.tmp", state, STEPS_PART, REQUEST, unfinished / "device-00000-0.safetensors"):
         (tmp_path / path).write_text("")
     remove_remains(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [CHECKPOINTS, state, REQUEST, STEPS_PART]
+    remove_remains(tmp_path, of_states=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == [CHECKPOINTS, REQUEST, STEPS_PART]
     assert not list((tmp_path / CHECKPOINTS).iterdir())
 

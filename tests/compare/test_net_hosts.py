@@ -48,6 +48,10 @@ def test_slurm_names_the_host_of_a_killed_process(tmp_path):
         endless = ["--train.max_iters", "1000000", "--layout.dp_replicate", "2", "--model.n_layer", "1"]
         shardpair = [sys.executable, "-m", "compare", *run, *endless, "--no_ladder"]
         environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        wrong = [*shardpair, "--run_dir", str(tmp_path / "other"), "--launcher_options=--nonsense"]
+        refused = processes.run(["salloc", "--quiet", "--nodes=2", *wrong], env=environment, cwd=tmp_path)
+        assert refused.returncode == 2
+        assert "--launcher_options --nonsense: srun: unrecognized option '--nonsense'" in refused.stderr
         started = processes.start(
             ["salloc", "--quiet", "--nodes=2", *shardpair], env=environment, cwd=tmp_path
         )
