@@ -133,7 +133,7 @@ class Spec(SidePythons, frozen=True, kw_only=True):
     a CPU never are: XLA loses the order of their collectives."""
     dry_run: bool = False
     """Start nothing: print the resolved experiment, the layout in words, memory per device, and what is
-    refused. Exit code 2 if it would be refused."""
+    refused. The exit code is then that of the run: 2, or 3 if this machine lacks something."""
     quiet: bool = False
     """No progress on stderr."""
     json: bool = False

@@ -1,9 +1,11 @@
 """Plan of a command, which starts nothing: `--dry_run`."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from compare.contract.ending import BAD_REQUEST, MISSING
 from compare.contract.record import ON_HOST
 from compare.execute.hosts import Hosts
 from compare.execute.launch import EnvironmentMissing
@@ -30,16 +32,20 @@ Row = dict[str, Any]
 
 
 def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json: bool) -> int:
-    """Print what each case would be, hold and be refused for. Returns 0, or 2 if anything is refused."""
+    """Print what each case would be, hold and be refused for. Returns 0, or the code of the first refusal."""
     experiment, platform, tokens = outcome.experiment, outcome.platform, list[int]()
     attempts = (
         lambda: tokens.append(len(open_corpus(experiment, validated_sha256=UNREAD).train)),
         lambda: check_weights(init_from, experiment),
         lambda: [require_resumable(name, resume) for name in described(resume, outcome.cases, experiment)],
     )
-    refusals = [why for attempt in attempts if (why := _refusal(attempt))]
-    cases = [_planned(name, case, platform, hosts) for name, case in outcome.cases.items()]
-    refused = next(filter(None, [*(case["refusal"] for case in cases), *refusals]), "")
+    errors = {
+        name: _refusal(partial(require_case, case.engine, case.experiment, platform=platform, hosts=hosts))
+        for name, case in outcome.cases.items()
+    }
+    refusals = [error for attempt in attempts if (error := _refusal(attempt))]
+    refused = next(filter(None, [*errors.values(), *refusals]), None)
+    cases = [_planned(name, case, platform, errors[name]) for name, case in outcome.cases.items()]
     unread = bool(init_from) and format_of_side(Path(init_from))
     can_run = f"all of it can run, if {init_from} fits, which is read then" if unread else "all of it can run"
     verdict = f"this would be refused: {refused}" if refused else can_run
@@ -60,7 +66,7 @@ def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json
             "experiment": experiment,
             "platform": platform,
             "training_tokens": sum(tokens),
-            "input_refusals": refusals,
+            "input_refusals": [*map(str, refusals)],
             "hosts": hosts.count,
             "cases": cases,
             "left_out": outcome.left_out,
@@ -75,21 +81,20 @@ def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json
     if not as_json:
         results_console().print(to_toml(experiment))
     print_findings(found, as_json=as_json)
-    return 2 if refused else 0
+    return 0 if not refused else MISSING if isinstance(refused, EnvironmentMissing) else BAD_REQUEST
 
 
-def _refusal(attempt: Callable[[], object]) -> str:
-    """Why an attempt is refused; '' if it is not."""
+def _refusal(attempt: Callable[[], object]) -> Exception | None:
+    """Why an attempt is refused; None if it is not."""
     try:
         attempt()
     except (ExperimentError, RecordError, EnvironmentMissing) as error:
-        return str(error)
-    return ""
+        return error
+    return None
 
 
-def _planned(name: str, case: Case, platform: str, hosts: Hosts) -> Row:
+def _planned(name: str, case: Case, platform: str, refusal: Exception | None) -> Row:
     engine, experiment = ENGINES[case.engine], case.experiment
-    refusal = _refusal(lambda: require_case(case.engine, experiment, platform=platform, hosts=hosts))
     by_kind, sizes = peak_estimate(case.engine, experiment), peak_per_device(case.engine, experiment)
     fullest = sizes.index(max(sizes))
     memory = {kind: by_device[fullest] for kind, by_device in by_kind.items()}
@@ -101,7 +106,7 @@ def _planned(name: str, case: Case, platform: str, hosts: Hosts) -> Row:
         "gradient_sync": "" if refusal else engine.gradient_sync_for(experiment.layout),
         "on_host": memory.pop(ON_HOST, 0.0),
         "memory": memory,
-        "refusal": refusal,
+        "refusal": str(refusal or ""),
     }
 
 

@@ -71,6 +71,12 @@ def test_what_is_refused_is_said_and_is_exit_code_2(nothing_starts, capsys):
     assert "this would be refused" in printed
 
 
+def test_a_missing_gpu_is_exit_code_3_as_of_the_run(nothing_starts, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["run", "--platform", "gpu", "--dry_run"]) == 3
+    assert "this would be refused: --platform gpu: no NVIDIA GPU is visible here" in capsys.readouterr().out
+
+
 def test_initial_weights_that_do_not_fit_are_said_beside_the_plan(nothing_starts, tmp_path_factory, capsys):
     path = tmp_path_factory.mktemp("weights") / "own.safetensors"
     for says in ("does not exist", "has 1 tensors and the model 52"):
