@@ -3,11 +3,13 @@
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from compare.host.disk import write_atomically
-from compare.show.figures import svg
+from compare.show.figures import Figure, svg
 from compare.show.findings import Findings, by_reason
-from compare.terminal import printable
+from compare.spec.experiment import one_line
+from compare.terminal import errors_console, printable
 
 
 def write_page(path: Path, findings: Findings, *, template: str = "page.html", **values: object) -> Path:
@@ -20,6 +22,16 @@ def write_page(path: Path, findings: Findings, *, template: str = "page.html", *
         lstrip_blocks=True,
     )
     page = environment.get_template(template)
-    text = page.render(findings=findings, svg=svg, by_reason=by_reason, **values)
+    text = page.render(findings=findings, svg=_picture, by_reason=by_reason, **values)
     write_atomically(path, printable(text, keep="\n").encode())
     return path
+
+
+def _picture(figure: Figure) -> Markup:
+    """Its <svg>, or why matplotlib cannot draw it: the rest of the page and the verdict stand."""
+    try:
+        return svg(figure)
+    except Exception as error:
+        why = f"{figure.title} cannot be drawn: {type(error).__name__}: {one_line(error)}"
+        errors_console().print(why, style="yellow")
+        return escape(why)

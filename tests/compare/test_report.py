@@ -97,6 +97,20 @@ def test_costs_leave_out_the_first_and_the_instrumented_step(tmp_path, tiny):
     assert cost["tokens_per_s"] == pytest.approx(4 * 16 / 0.013)
 
 
+def test_a_figure_that_cannot_be_drawn_costs_no_verdict(tmp_path, tiny, monkeypatch, capsys):
+    make_run(tmp_path, tiny)
+    assert main(["report", str(tmp_path)]) == 0
+
+    def fail(figure: Figure) -> str:
+        raise RuntimeError("no font")
+
+    monkeypatch.setattr("compare.show.page.svg", fail)
+    assert main(["report", str(tmp_path)]) == 0
+    why = "Loss over steps cannot be drawn: RuntimeError: no font"
+    assert why in capsys.readouterr().err
+    assert why in (tmp_path / "report.html").read_text()
+
+
 def test_long_curves_are_reduced_over_windows_and_short_ones_shown_whole():
     values = [float(value) for value in range(2 * WINDOWS + 1)]
     starts, worst = windowed(values, max)
