@@ -73,8 +73,10 @@ def misbehave(rank: Rank, *, deed: str) -> None:
     process_groups.leave_group()
 
 
-def parent(main: Callable[[Rank], None], timeout_s: float) -> int:
+def parent(main: Callable[[Rank], None], timeout_s: float, all_compute: bool = False) -> int:
     """Launch, and print what the parent found out, as JSON."""
+    if all_compute:
+        torchpar.launch.Activity = Busy
     try:
         launch(main, world_size=4, timeout_s=timeout_s)
     except RunFailed as error:
@@ -123,15 +125,10 @@ def start_slowly(rank: Rank, *, rank_1: str) -> None:
         time.sleep(0.05)
 
 
-def parent_of_busy_ranks(main: Callable[[Rank], None], timeout_s: float) -> int:
-    torchpar.launch.Activity = Busy
-    return parent(main, timeout_s)
-
-
 @pytest.mark.parametrize(("rank_1", "hangs"), [("computes", False), ("sleeps", True)])
 def test_a_rank_that_computes_before_its_first_step_does_not_hang(rank_1, hangs):
     main = partial(start_slowly, rank_1=rank_1)
-    done = run_forked(parent if hangs else parent_of_busy_ranks, main, SHORT_S)
+    done = run_forked(parent, main, SHORT_S, not hangs)
     message = "no rank made progress for 1 s: all wait in the start"
     assert (json.loads(done.stdout)["message"] == message) if hangs else (done.stdout == "")
 
