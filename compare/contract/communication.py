@@ -76,14 +76,12 @@ def summed(rows: Iterable[Communication]) -> list[Communication]:
     sums: dict[tuple[str, str, str], dict[int, list[int]]] = defaultdict(dict)
     for row in rows:
         total = sums[row.kind, row.axis, row.purpose].setdefault(row.stage, [0, 0, 0])
-        total[:] = [total[0] + row.calls, total[1] + row.bytes, total[2] + row.wire_bytes]
-    found = []
-    for (kind, axis, purpose), by_stage in sorted(sums.items()):
-        calls, size, wire = max(by_stage.values(), key=lambda total: (total[1], total[0]))
-        found.append(
-            Communication(kind=kind, axis=axis, purpose=purpose, calls=calls, bytes=size, wire_bytes=wire)
-        )
-    return found
+        total[:] = [total[0] + row.bytes, total[1] + row.calls, total[2] + row.wire_bytes]
+    return [
+        Communication(kind=kind, axis=axis, purpose=purpose, bytes=size, calls=calls, wire_bytes=wire)
+        for (kind, axis, purpose), by_stage in sorted(sums.items())
+        for size, calls, wire in [max(by_stage.values())]
+    ]
 
 
 def of_busiest_stage(rows: Sequence[Communication]) -> list[Communication]:

@@ -117,11 +117,10 @@ def device_memory(
     edges = np.unique(np.linspace(0, length, min(POINTS, length + 1)).astype(int))
     fullest = {int(a + np.argmax(total[a:b])) for a, b in itertools.pairwise(edges)}
     positions = sorted({*fullest, length - 1})
-    starts = [n for n, phase in enumerate(phases) if not n or phase != phases[n - 1]]
     curve = Curve(
         positions=positions,
         bytes={kind: series[positions].tolist() for kind, series in in_use.items()},
-        marks=[(n, phases[n]) for n in starts],
+        marks=[(n, phase) for n, phase in enumerate(phases) if not n or phase != phases[n - 1]],
         length=length,
     )
     return DeviceMemory(peak=peak, curve=curve, allocator_peak=allocator_peak)

@@ -97,23 +97,12 @@ class RecordedSide(Protocol):
     """Numbers of this process's."""
     corpus_sha256: str
 
-    def memory(self) -> int:
-        """Bytes in use now."""
-
-    def not_finite(self) -> str:
-        """A clause about the first tensor that is not finite."""
-
-    def tensors(self, rung: Rung) -> Mapping[str, np.ndarray]:
-        """Those of a rung as they are now, by canonical name."""
-
-    def evaluate(self, step: int) -> Evaluation:
-        """Evaluate the weights after so many steps."""
-
-    def is_to_stop(self) -> bool:
-        """Whether any process was asked to end early: the same on all, which meet here."""
-
-    def parts(self) -> Iterable[Part]:
-        """What this process's devices hold now: weights and moments."""
+    def memory(self) -> int: ...  # bytes in use now
+    def not_finite(self) -> str: ...  # a clause about the first tensor that is not finite
+    def tensors(self, rung: Rung) -> Mapping[str, np.ndarray]: ...  # as they are now, by canonical name
+    def evaluate(self, step: int) -> Evaluation: ...  # the weights after so many steps
+    def is_to_stop(self) -> bool: ...  # any process was asked to end early: the same on all, which meet here
+    def parts(self) -> Iterable[Part]: ...  # what this process's devices hold now: weights and moments
 
     def costs(self, windows: Sequence[Window], recorder: Recorder | None) -> dict[str, Any]:
         """Leave what was found of a step, and return the manifest's fields that only the side knows.

@@ -133,8 +133,6 @@ class Outcome(Struct, frozen=True, kw_only=True):
     options: dict[str, Any] = {}
     """The study's own flags."""
     circumstances: Circumstances = Circumstances()
-    device_kind: str = ""
-    """The first device, as its framework names it."""
     rounds: int = 1
     cases: dict[FolderName, Case] = {}
     """In the order in which they run; a name is a folder."""
@@ -274,7 +272,6 @@ def with_case(
     return replace(
         outcome,
         circumstances=replace(outcome.circumstances, versions=versions),
-        device_kind=outcome.device_kind or record.manifest.device_kind,
         verdicts=[verdicts[name] for name in outcome.cases if name in verdicts],
     )
 

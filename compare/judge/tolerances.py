@@ -71,12 +71,9 @@ SIGMAS = 3
 LATER_STEPS = 20
 """After which `later_weights` are measured."""
 _APART = {
-    "initial_weights": "later_weights",
+    **dict.fromkeys(("initial_weights", "first_weights"), "later_weights"),
+    **dict.fromkeys(("gradients", "grad_norm", "first_moments"), "norm_curve"),
     "loss": "loss_curve",
-    "gradients": "norm_curve",
-    "grad_norm": "norm_curve",
-    "first_weights": "later_weights",
-    "first_moments": "norm_curve",
 }
 """Rungs of runs that begin with states of their own, and the rung in which rounding had as long to grow."""
 

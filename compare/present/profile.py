@@ -20,9 +20,7 @@ ENGINE: tuple[Column[EngineProfile], ...] = (
     Column("step, watched (ms)", lambda engine: engine.watched_ms, ".1f"),
     Column("timeline's wall (ms)", lambda engine: engine.wall_ms, ".1f"),
     *(Column(f"{name} (ms)", lambda engine, name=name: engine.mean_ms(name), ".1f") for name in TIMES),
-    Column(
-        "cost of watching", lambda engine: engine.watched_ms and engine.watched_ms / engine.step_ms - 1, ".0%"
-    ),
+    Column("cost of watching", lambda one: one.watched_ms and one.watched_ms / one.step_ms - 1, ".0%"),
     Column("bubble, measured", lambda engine: engine.bubble, ".0%"),
     Column("bubble of the schedule", lambda engine: engine.planned_bubble, ".0%"),
 )

@@ -56,7 +56,7 @@ def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
         about=[
             "; ".join(f"{words[0].upper()}{words[1:]}" for words in layouts) + ".",
             f"{parameter_count(experiment.model):,} parameters, {experiment.train.max_iters} steps, "
-            f"{experiment.precision.dtype}, {outcome.device_kind}.",
+            f"{experiment.precision.dtype}, {manifests[0].device_kind}.",
             *([f"The {REMOVED}."] if outcome.tensors_removed else []),
         ],
         figures=[loss_figure(records), *([difference_figure(records)] if len(records) > 1 else [])],

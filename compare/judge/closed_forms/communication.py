@@ -63,8 +63,7 @@ def textbook(engine: str, experiment: Experiment, *, stage: int = 0) -> Mapping[
 def is_plain(experiment: Experiment) -> bool:
     """Whether the textbook is exact, but for padding: no prefetch across tasks."""
     layout = experiment.layout
-    prefetches = layout.pp > 1 and layout.zero == SHARDED_FROM["parameters"] and layout.reshard_after_forward
-    return not prefetches
+    return layout.pp == 1 or layout.zero < SHARDED_FROM["parameters"] or not layout.reshard_after_forward
 
 
 def communication(engine: str, experiment: Experiment, *, stage: int = 0) -> Bytes:

@@ -24,8 +24,6 @@ from compare.numerics.parameters import Parameter, block_parameters, end_paramet
 from compare.spec.engines.registry import ENGINES, JAX
 from compare.spec.experiment import Experiment
 
-STACKED = "blocks."
-"""Prefix of the names of stacked layers' parameters."""
 ALONE = 1 / 4
 """Share of a bucket, in JAX, from which a leaf has a message of its own."""
 
@@ -92,7 +90,7 @@ def _leaves(engine: str, experiment: Experiment, stage: int, *, is_jax: bool) ->
     layers = model.n_layer // layout.pp
     groups: dict[tuple[bool, bool], dict[str, int]] = {}
     for parameter in (*block_parameters(model, 0), *embeddings, *norm):
-        is_stacked = parameter.name.startswith(STACKED)
+        is_stacked = parameter.name.startswith("blocks.")
         kind = is_stacked and layout.pp > 1, is_split_by_tp(parameter) and layout.tp > 1
         alike = groups.setdefault(kind, {})
         alike[parameter.name] = size(parameter, layers if is_stacked else 1)
@@ -102,7 +100,7 @@ def _leaves(engine: str, experiment: Experiment, stage: int, *, is_jax: bool) ->
     ]
 
 
-def _buckets(sizes: list[int], limit: float, *, passes_limit: bool = False) -> list[int]:
+def _buckets(sizes: list[int], limit: float, *, passes_limit: bool) -> list[int]:
     """Bytes of the buckets that leaves fill in order: closed before they would pass the limit, or when they
     have."""
     buckets: list[int] = []
