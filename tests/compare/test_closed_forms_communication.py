@@ -139,22 +139,6 @@ def test_a_rank_in_the_middle_sends_for_every_chunk_and_shares_nothing():
     assert (last[SENT], last[SENT_BACK]) == (PASSES * STREAM, 2 * PASSES * STREAM)
 
 
-def test_stages_divide_what_tensor_parallelism_sends():
-    """The embedding's region is the first one's, the head's and the loss the last one's."""
-    both = [
-        communication("torch-manual", experiment(pp=2, microbatches=2, tp=2), stage=stage) for stage in (0, 1)
-    ]
-    alone = communication("torch-manual", experiment(tp=2))
-    for key, size in alone.items():
-        assert sum(stage.get(key, 0) for stage in both) == size
-    ways = [
-        both[stage]["all_reduce", "tp", way]
-        for stage in (0, 1)
-        for way in ("activations", "activation gradients")
-    ]
-    assert ways == [PASSES * count * STREAM for count in (L + 1, L, L, L + 1)]
-
-
 def test_all_of_it_is_along_every_axis_and_only_some_of_it_is_exact():
     everything = experiment(pp=2, microbatches=2, dp_replicate=2, dp_shard=2, zero=3, tp=2)
     assert {axis for axis, _ in textbook("torch-manual", everything, stage=1)} == {

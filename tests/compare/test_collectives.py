@@ -5,8 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from benches import HERE
-from records import outcome_of
+from records import MADE, outcome_of
 
 from compare import cli
 from compare.contract.collective_bench import (
@@ -41,7 +40,7 @@ def times_of(rows: list[CollectiveRow]) -> CollectiveTimes:
 
 
 def outcome_with(rows: list[CollectiveRow], *, busy: float = 0.0) -> Outcome:
-    circumstances = msgspec.structs.replace(HERE, busy_cores=[busy])
+    circumstances = msgspec.structs.replace(MADE, busy_cores=[busy])
     case = Case(request=Request(engine="torch-manual", experiment=Experiment()))
     kept = {"torchpar-4": {1: msgspec.to_builtins(times_of(rows))}}
     fields = {"study": "collectives", "circumstances": circumstances, "kept": kept}

@@ -1,41 +1,26 @@
-"""`shardpair ledger` over finished runs: what it prints, its exit codes, and what it refuses."""
+"""`shardpair ledger` over a finished run: what is not expected is named, and fails if that is asked for."""
 
 import msgspec
 import pytest
-from records import make_ledger, make_record, make_request, outcome_of
+from records import make_run
 
 from compare.cli import main
 from compare.contract.ledger import Ledger
 from compare.contract.record import LEDGER
-from compare.host.json_files import write_json
-from compare.judge.outcome import Case, save, with_case
+from compare.host.json_files import read_json, write_json
 from compare.spec.experiment import edited
-
-ENGINES = ("jax-manual", "torch-manual")
 
 
 @pytest.fixture
 def run(tmp_path, tiny):
     """Two engines, fully sharded, that send what they should."""
-    experiment = edited(tiny, {"layout": {"dp_shard": 2, "zero": 3}})
-    folder = tmp_path / "run"
-    folder.mkdir()
-    outcome = outcome_of(experiment, study="ledger")
-    for engine in ENGINES:
-        record = make_record(folder / engine, experiment, engine=engine)
-        cases = {**outcome.cases, engine: Case(request=make_request(experiment, engine=engine))}
-        outcome = with_case(msgspec.structs.replace(outcome, cases=cases), engine, {}, record, folder)
-        place = {"source": "model.py:7 (forward): blocks", "loops": (2, 4)}
-        rows = [msgspec.structs.replace(row, **place) for row in make_ledger(engine, experiment)]
-        write_json(folder / engine / LEDGER, Ledger(rows=rows))
-    save(outcome, folder)
-    return folder
+    make_run(tmp_path / "run", edited(tiny, {"layout": {"dp_shard": 2, "zero": 3}}), study="ledger")
+    return tmp_path / "run"
 
 
 def test_a_surprise_is_named_and_fails_if_asked(run, capsys):
     path = run / "torch-manual" / LEDGER
-    ledger = msgspec.json.decode(path.read_bytes(), type=Ledger)
-    twice = [msgspec.structs.replace(row, bytes=2 * row.bytes) for row in ledger.rows]
+    twice = [msgspec.structs.replace(row, bytes=2 * row.bytes) for row in read_json(path, Ledger).rows]
     write_json(path, Ledger(rows=twice, problems=["a loop has no known trip count, at mine.py:3"]))
     assert main(["ledger", "--results", str(run)]) == 0
     assert main(["ledger", "--results", str(run), "--fail_on_unexpected"]) == 1

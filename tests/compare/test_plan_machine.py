@@ -76,13 +76,6 @@ def test_a_file_that_cannot_be_is_refused_in_a_line(tmp_path, monkeypatch):
         assert says in refused("mine.tomlx8")
 
 
-def test_a_file_is_like_a_chip_and_says_how_many(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "slow.toml").write_text('like = "h100"\ndevices = 16\ninside = { bytes_per_s = 1e9 }')
-    machine = read_machine("slow.toml")
-    assert (machine.devices, machine.inside.bytes_per_s, machine.platform) == (16, 1e9, "gpu")
-
-
 def test_an_axis_has_the_link_of_its_place():
     """H100: inside 450 GB/s x 0.65, across 50 GB/s x 0.9 a card, of all cards of a ring in one host."""
     machine = read_machine("h100x64")

@@ -8,9 +8,9 @@ from compare import api
 from compare.cli import main, parse
 from compare.flags import defaults_for
 from compare.spec.engines.registry import STUDIED
-from compare.spec.experiment import ExperimentError, Layout, load, to_toml
+from compare.spec.experiment import Layout, load, to_toml
 from compare.studies.fitting import fitting
-from compare.studies.presets import PRESETS, Said, check_presets, preset_layout, settings_in
+from compare.studies.presets import PRESETS, preset_layout, settings_in
 from compare.studies.run import Run
 
 FILES = {
@@ -121,10 +121,3 @@ def test_every_preset_is_what_it_is_named_for_and_runs_on_the_demo():
         layout = command.laid_out(command.resolved()).layout
         assert layout.devices == pure.devices
         assert fitting(list(STUDIED), layout)[0]
-
-
-def test_presets_that_cannot_be_spread_are_no_matter_of_what_was_said():
-    layout = Layout(microbatches=2)
-    check_presets("--presets", layout, [("hsdp", 2), ("ddp", 2)], Said())
-    with pytest.raises(ExperimentError, match="--presets has layout"):
-        check_presets("--presets", layout, [("hsdp", 2), ("ddp", 2)], Said(flags=frozenset({"microbatches"})))

@@ -13,12 +13,6 @@ def spec(source: str, vocab: int) -> Experiment:
     return Experiment(model=Model(vocab_size=vocab), data=Data(source=source))
 
 
-def test_bytes():
-    alphabet = alphabet_of(spec("stdlib", 256))
-    assert alphabet.decode(alphabet.encode("für")) == "für"
-    assert alphabet.decode([0xFF]) == "\ufffd"
-
-
 def test_nanogpts_characters(tmp_path: Path):
     stoi = {"a": 0, "b": 1}
     (tmp_path / META).write_bytes(pickle.dumps({"vocab_size": 2, "stoi": stoi, "itos": {0: "a", 1: "b"}}))

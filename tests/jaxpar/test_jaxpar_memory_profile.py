@@ -1,9 +1,10 @@
 """Memory of a compiled step by class: below what is said before it runs."""
 
 from bounds import above_the_estimate
-from jax_steps import B, T, experiment_of
+from jax_steps import MODEL, B, T, experiment_of
+from msgspec.structs import replace
 
-from compare.spec.experiment import Layout
+from compare.spec.experiment import Layout, edited
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.measure.memory import memory_profile, planned_memory, resident_bytes
 from jaxpar.step import compile_step
@@ -31,3 +32,13 @@ def test_a_step_holds_its_state_its_batch_and_no_more_than_is_said():
         assert not above_the_estimate(engine, experiment, device=0, peak=peak.total)
         tokens = 2 * B * T / layout.data_parallel
         assert 8 * tokens <= peak.bytes["temporaries"] <= 8 * tokens + 1000  # inputs and targets, and scalars
+
+
+def test_logits_in_parts_take_less_memory():
+    model, plans = replace(MODEL, block_size=64, vocab_size=4096), []
+    for chunks in (1, 8):
+        spec = experiment_of(Layout(), model=model, batch_size=4)
+        spec = edited(spec, {"train": {"loss_chunks": chunks}})
+        sharded, state = prepare("jax-compiler", spec, mesh=make_mesh(spec.layout, platform="cpu"))
+        plans.append(planned_memory(compile_step(sharded, state, spec)))
+    assert plans[0] - plans[1] > 1.5 * 8 * 4 * 64 * 4096  # logits and gradient; an eighth is left

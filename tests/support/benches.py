@@ -5,9 +5,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from records import MADE
 
 from compare.contract.timing import Timing, Window
-from compare.judge.outcome import Case, Circumstances, Grid, Outcome
+from compare.judge.outcome import Case, Grid, Outcome
 from compare.judge.timed_outcome import Measurement, TimedOutcome, timed
 from compare.spec.experiment import Experiment
 from compare.studies.bench import Bench
@@ -29,17 +30,6 @@ def cases_of(experiment: Experiment, **choice: Any) -> list[Case]:
     return list(grid_of(experiment, **choice)[0].values())
 
 
-HERE = Circumstances(
-    created_utc="2026-01-01T00:00:00+00:00",
-    system="Linux x86_64",
-    cpu_model="a CPU",
-    cores=2,
-    git_commit="0123456789abcdef",
-    git_dirty=False,
-    versions={"python": "3", "torch": "2"},
-)
-
-
 def bench_of(
     cases: list[Case],
     *,
@@ -59,7 +49,7 @@ def bench_of(
         Outcome(
             study="bench",
             experiment=cases[0].experiment,
-            circumstances=msgspec.structs.replace(HERE, busy_cores=list(busy_cores)),
+            circumstances=msgspec.structs.replace(MADE, busy_cores=list(busy_cores)),
             rounds=rounds,
             cases={case.name: case for case in cases},
             kept=kept,

@@ -46,7 +46,9 @@ FEW_ROWS = [
 
 MADE = Circumstances(
     created_utc="2026-01-01T00:00:00+00:00",
-    system="a machine",
+    system="Linux x86_64",
+    cpu_model="a CPU",
+    cores=2,
     git_commit="0123456789abcdef",
 )
 

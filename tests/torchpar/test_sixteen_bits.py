@@ -9,11 +9,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 from torch.nn import functional as F
+from torch_runs import trained
 
-from compare.contract.record import Record, read_record
-from compare.contract.request import REQUEST, Request
 from compare.contract.timing import Timing
-from compare.host.json_files import write_json
 from compare.judge.ladder import climb, objections_by_itself
 from compare.judge.tolerances import TOLERANCES, loss_rounding
 from compare.numerics.initial_weights import write_weights
@@ -21,8 +19,8 @@ from compare.numerics.parameters import initial_parameters
 from compare.spec.experiment import Data, Experiment, edited
 from torchpar import model, train
 from torchpar.faults import change_update, spoiled
-from torchpar.launch import Rank
 from torchpar.run import Run, autocast
+from torchpar.train import start_ranks
 
 Planted = Callable[[], AbstractContextManager]
 
@@ -114,23 +112,6 @@ def half(tiny: Experiment) -> Experiment:
     return edited(replace(tiny, data=Data(source="synthetic")), sections)
 
 
-def started(folder, experiment: Experiment, engine: str = "torch-manual", **request) -> Record:
-    """With all its ranks."""
-    asked = Request(engine=engine, experiment=experiment, **request)
-    folder.mkdir()
-    write_json(folder / REQUEST, asked)
-    train.start_ranks(asked, folder)
-    return read_record(folder)
-
-
-def trained(folder, experiment: Experiment, engine: str = "torch-manual", **request) -> Record:
-    asked = Request(engine=engine, experiment=experiment, **request)
-    folder.mkdir()
-    write_json(folder / REQUEST, asked)
-    train.train(Rank(rank=0, world_size=1, local_rank=0), request=asked, folder=folder)
-    return read_record(folder)
-
-
 @pytest.mark.parametrize("engine", ["torch-manual", "torch-library"])
 def test_every_mistake_of_16_bits_is_red_at_its_rung(tmp_path, half, engine):
     ladder = {"engine": engine, "ladder": True, "later_step": 3}
@@ -161,7 +142,7 @@ def test_a_replica_that_parts_at_the_end_is_seen(tmp_path, tiny):
 
     for plant in (nullcontext(), spoiled(part)):
         with plant:
-            said.append(objections_by_itself(started(tmp_path / str(len(said)), spec)))
+            said.append(objections_by_itself(trained(tmp_path / str(len(said)), spec, by=start_ranks)))
     right, (objection,) = said
     assert right == []
     assert objection.startswith("weights of replicas at the end = the same on all devices was asked for")
@@ -194,7 +175,7 @@ def test_logits_of_trained_size_are_rounded_further_and_no_mistake(tmp_path, tin
     for tp in (1, 2):
         split = edited(spec, {"layout": {"tp": tp}})
         asked = {"ladder": True, "later_step": 1, "init_from": str(tmp_path / "large.safetensors")}
-        records.append(started(tmp_path / str(tp), split, **asked))
+        records.append(trained(tmp_path / str(tp), split, by=start_ranks, **asked))
     verdict = climb(*records)
     assert verdict.passed, verdict.sentence()
     assert verdict.error("loss") > TOLERANCES["float16"]["loss"].limit

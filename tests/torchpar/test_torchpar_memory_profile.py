@@ -15,9 +15,11 @@ BATCH = 4
 MODEL = Model(n_layer=3, n_head=2, n_embd=16, block_size=32, vocab_size=256, bias=True)
 
 
-def step_memory(*, dtype: torch.dtype = torch.float64, remat: str = "none", passes: int = 1) -> DeviceMemory:
+def step_memory(
+    *, dtype: torch.dtype = torch.float64, remat: str = "none", passes: int = 1, loss_chunks: int = 1
+) -> DeviceMemory:
     """One step of the model on one device, its optimizer warm; of several passes as with buckets: copied."""
-    model = GPT(MODEL).to(dtype)
+    model = GPT(MODEL, loss_chunks=loss_chunks).to(dtype)
     apply_remat(model.blocks, remat)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.arange(BATCH * MODEL.block_size).view(BATCH, -1)
@@ -75,6 +77,11 @@ def test_gradients_of_the_passes_before_are_there_at_the_peak():
     """Also if a wrapper copies them into buckets later on, so that the optimizer is given others."""
     memory = step_memory(passes=2)
     assert memory.peak.bytes["gradients"] == parameter_bytes(torch.float64)
+
+
+def test_logits_in_parts_are_never_whole():
+    whole, parts = (max(step_memory(loss_chunks=chunks).curve.bytes["logits"]) for chunks in (1, 8))
+    assert parts <= whole / 8
 
 
 def test_the_curve_holds_the_peak_and_ends_at_rest():

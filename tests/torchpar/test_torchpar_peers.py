@@ -3,16 +3,12 @@
 import pytest
 import torch
 from msgspec.structs import replace
+from torch_runs import trained
 
 from compare.contract.ending import DivergedError
 from compare.contract.faults import planted
-from compare.contract.record import read_record
-from compare.contract.request import REQUEST, Request
 from compare.contract.timing import Timing
-from compare.host.json_files import write_json
 from compare.spec.experiment import Data, Experiment, ExperimentError, Optimizer, Train
-from torchpar.launch import Rank
-from torchpar.train import train as torchpar_train
 
 TIMING = Timing(warmup=2, window=2, windows=2, single=1)
 
@@ -30,16 +26,8 @@ def short(tiny: Experiment) -> Experiment:
     return replace(tiny, data=Data(source="synthetic"), train=Train(max_iters=TIMING.steps, batch_size=4))
 
 
-def train(engine: str, folder, experiment: Experiment, **request):
-    asked = Request(engine=engine, experiment=experiment, **request)
-    write_json(folder / REQUEST, asked)
-    alone = Rank(rank=0, world_size=1, local_rank=0)
-    torchpar_train(alone, request=asked, folder=folder)
-    return read_record(folder)
-
-
 def test_a_timed_run_has_its_windows_and_its_threads(tmp_path, short):
-    record = train("nanogpt-loop", tmp_path, short, timing=TIMING)
+    record = trained(tmp_path, short, "nanogpt-loop", timing=TIMING)
     assert [window.steps for window in record.manifest.windows] == [2, 2]
     assert all(window.wall_s > 0 and window.cpu_s > 0 for window in record.manifest.windows)
     assert [step.step for step in record.steps] == list(range(TIMING.steps))
@@ -51,7 +39,7 @@ def test_a_timed_run_has_its_windows_and_its_threads(tmp_path, short):
 def test_a_loop_that_diverges_names_a_weight(tmp_path, short):
     wild = replace(short, optimizer=Optimizer(learning_rate=1e300, decay_lr=False, grad_clip=0.0))
     with pytest.raises(DivergedError, match=r"the first weight that is not finite is that of \w+"):
-        train("nanogpt-loop", tmp_path, wild)
+        trained(tmp_path, wild, "nanogpt-loop")
 
 
 def test_a_fault_that_nobody_knows_is_refused():

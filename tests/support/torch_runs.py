@@ -1,0 +1,28 @@
+"""Runs of torchpar's engines in a test's own process."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from compare.contract.record import Record, read_record
+from compare.contract.request import REQUEST, Request
+from compare.host.json_files import write_json
+from compare.spec.experiment import Experiment
+from torchpar import train
+from torchpar.launch import Rank
+
+
+def alone(request: Request, folder: Path) -> None:
+    """Train as the only rank."""
+    train.train(Rank(rank=0, world_size=1, local_rank=0), request=request, folder=folder)
+
+
+def trained(
+    folder: Path, experiment: Experiment, engine: str = "torch-manual", *, by: Callable = alone, **asked: Any
+) -> Record:
+    """The record of a run: of one rank, or by `train.start_ranks` of all."""
+    request = Request(engine=engine, experiment=experiment, **asked)
+    folder.mkdir(exist_ok=True)
+    write_json(folder / REQUEST, request)
+    by(request, folder)
+    return read_record(folder)
