@@ -5,8 +5,7 @@ import sys
 import pytest
 
 from compare.cli import main
-from compare.execute import launch, packages
-from compare.execute.launch import visible_gpus
+from compare.execute import packages
 from compare.execute.paths import create_run_dir, remove_run_dir
 
 ARGUMENTS = ["run", "check", "--engines", "torch-manual", "--quiet"]
@@ -55,20 +54,6 @@ def test_this_python_without_a_framework(folder, capsys, monkeypatch):
     )
     assert "--torch_python" in said
     assert not list(folder.iterdir())
-
-
-def test_gpus_are_those_of_the_machine(monkeypatch):
-    for chosen, there, visible in (
-        (None, 2, 2),
-        ("0,1", 0, 0),
-        ("0", 2, 1),
-        ("GPU-1234", 2, 1),
-    ):
-        monkeypatch.setattr(launch, "gpu_memories", lambda count=there: (0,) * count)
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        if chosen is not None:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-        assert visible_gpus() == visible, chosen
 
 
 def test_only_a_run_s_own_folder_is_removed(folder):

@@ -156,19 +156,6 @@ def test_a_machine_without_a_peak_for_the_dtype_is_no_guess(tiny):
         predict("torch-manual", tiny, machine_of(1, peak={"bfloat16": 1e12}))
 
 
-def test_what_is_computed_anew_is_summed_anew_as_the_textbook_says(tiny):
-    """Four regions and an end; a recomputed block makes its last sum again if dropout follows it."""
-    stream = 8 * tiny.tokens_per_step * tiny.model.n_embd
-    for dropout, again in ((0.0, 2), (0.25, 4)):
-        one = edited(under(tiny, tp=2, remat="full"), {"model": {"dropout": dropout}})
-        (sent,) = [
-            one.bytes
-            for one in traffic_in("torch-manual", one, machine_of(2))
-            if (one.kind, one.purpose) == ("all_reduce", "activations")
-        ]
-        assert sent == (5 + again) * stream
-
-
 def test_weights_are_cast_in_16_bits_and_bytes_are_scaled_by_purpose(tiny):
     machine = machine_of(2, peak={"bfloat16": FREE, "float64": FREE})
     half = edited(tiny, {"precision": {"dtype": "bfloat16"}})

@@ -20,6 +20,7 @@ from torchpar.measure.watch import Watch
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer, optimizer_step
 from torchpar.parallel_model import ParallelModel, local
+from torchpar.weights import moment_keys
 
 Parallelize = Callable[..., ParallelModel]
 CONFIG = Model(n_layer=2, n_head=4, n_embd=12, block_size=8, vocab_size=50, bias=True)  # 50 does not divide
@@ -60,13 +61,9 @@ def reference(experiment: Experiment, steps: int = 2) -> dict[str, dict[str, tor
         optimizer.step()
         optimizer.zero_grad()
     result = {"gradients": gradients, "weights": {name: p.detach() for name, p in named.items()}}
-    for key in moment_keys(experiment):
+    for key in moment_keys(experiment.optimizer).values():
         result[key] = {name: optimizer.state[p][key] for name, p in named.items()}
     return result
-
-
-def moment_keys(experiment: Experiment) -> tuple[str, ...]:
-    return ("exp_avg", "exp_avg_sq") if experiment.optimizer.name == "adamw" else ("momentum_buffer",)
 
 
 def keep_values(*_: object) -> None:
@@ -113,7 +110,7 @@ def train(
         gradients = copy.deepcopy(parallel.full(parallel.gradients()))
         optimizer_step(parallel, config, step)
     result = {"gradients": gradients, "weights": parallel.full(parallel.weights())}
-    for key in moment_keys(experiment):
+    for key in moment_keys(experiment.optimizer).values():
         result[key] = parallel.full(parallel.moments(key))
     return result, parallel
 
@@ -137,7 +134,8 @@ def assert_cut(parallel: ParallelModel, experiment: Experiment, layout: Layout, 
         spare += sum(p.numel() for p in whole if p.ndim == 1) + CONFIG.block_size * CONFIG.n_embd
     share = elements(whole) / layout.tp + spare
     state, updated = parallel.optimizer.state.values(), elements(parallel.parameters.values())
-    moments = elements(entry[moment_keys(experiment)[0]] for entry in state if entry)
+    (key, *_) = moment_keys(experiment.optimizer).values()
+    moments = elements(entry[key] for entry in state if entry)
     if parallel.updates:  # whole parameters are dealt out: no share is off by more than the largest of them
         assert moments <= share / layout.dp_shard + CONFIG.vocab_size * CONFIG.n_embd, name
         assert moments < updated, name

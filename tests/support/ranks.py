@@ -71,23 +71,11 @@ def on_ranks(body: Callable[..., None]) -> Callable[..., None]:
 
 
 @dataclass
-class Member:
-    """One rank, as its parent sees it."""
-
-    rank: int
-    process: subprocess.Popen
-    pipe: Connection
-    failure: str = ""
-    is_consequence: bool = False  # it only tells of the loss of another rank
-
-
-@dataclass
 class Ranks:
     """Four processes in one group, which meet in a folder with the first test and live until one fails."""
 
     folder: Path
-    timeout_s: float = PATIENCE_S  # of a test
-    members: list[Member] = field(default_factory=list)
+    members: list[tuple[subprocess.Popen, Connection]] = field(default_factory=list)
     starts: int = 0
 
     def run(self, test: Callable[..., None], **parameters: object) -> None:
@@ -95,28 +83,23 @@ class Ranks:
         try:
             if not self.members:
                 self._start()
-            for member in self.members:
-                member.pipe.send((test.__module__, test.__qualname__, parameters))
-            silent = self._collect()
-            # False sorts first: the cause before what it did to others
-            failed = sorted((one for one in self.members if one.failure), key=lambda one: one.is_consequence)
-            if failed:
-                pytest.fail(failed[0].failure, pytrace=False)
-            if silent:
-                pytest.fail(f"no answer within {self.timeout_s:g} s from ranks {silent}", pytrace=False)
-            for member in self.members:
-                processes.staying |= warm.all_of(member.process.pid)
+            for _, pipe in self.members:
+                pipe.send((test.__module__, test.__qualname__, parameters))
+            if failures := self._collect():
+                pytest.fail(min(failures)[-1], pytrace=False)
+            for process, _ in self.members:
+                processes.staying |= warm.all_of(process.pid)
         except BaseException:  # Ctrl-C and pytest-timeout too: ranks that are still busy are of no more use
             self.end()
             raise
 
     def end(self) -> None:
         """End every rank, whatever it does; the next test finds new ones."""
-        for member in self.members:
-            member.process.kill()
-        for member in self.members:
-            member.process.wait()
-            member.pipe.close()
+        for process, _ in self.members:
+            process.kill()
+        for process, pipe in self.members:
+            process.wait()
+            pipe.close()
         self.members.clear()
         processes.staying.clear()
 
@@ -126,33 +109,33 @@ class Ranks:
         for rank in range(RANKS):
             ours, theirs = Pipe()
             how = {"stdin": theirs.fileno(), "stdout": None, "stderr": None}
-            process = warm.start_forked(_serve, rank, rendezvous, **how)
+            self.members.append((warm.start_forked(_serve, rank, rendezvous, **how), ours))
             theirs.close()
-            self.members.append(Member(rank, process, ours))
 
-    def _collect(self) -> list[int]:
-        """Wait for every rank's answer, but not long once one has failed. Returns those without any."""
-        silent = {member.pipe: member for member in self.members}
-        deadline = time.monotonic() + self.timeout_s
-        while silent:
-            ready = wait(list(silent), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
+    def _collect(self) -> list[tuple[bool, int, str]]:
+        """Wait for every rank's answer, but not long once one has failed.
+
+        Returns of each that failed whether that only tells of the loss of another, its rank, and the error.
+        """
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self.members)}
+        failures, deadline = [], time.monotonic() + PATIENCE_S
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             for pipe in ready:
-                member = silent.pop(pipe)
-                _read_answer(member)
-                if member.failure:
+                rank = waiting.pop(pipe)
+                try:
+                    text, is_consequence = pipe.recv()
+                except (EOFError, OSError):
+                    code = self.members[rank][0].wait()
+                    text = f"rank {rank}: {describe_exit(code, when='in a test')}"
+                    is_consequence = code == -signal.SIGABRT  # how C++ reacts to a lost peer
+                if text:
+                    failures.append((is_consequence, rank, text))
                     deadline = min(deadline, time.monotonic() + GRACE_S)
-        return [member.rank for member in silent.values()]
-
-
-def _read_answer(member: Member) -> None:
-    try:
-        member.failure, member.is_consequence = member.pipe.recv()
-    except (EOFError, OSError):
-        code = member.process.wait()
-        member.failure = f"rank {member.rank}: {describe_exit(code, when='in a test')}"
-        member.is_consequence = code == -signal.SIGABRT  # how C++ reacts to a lost peer
+            if not ready:
+                silent = f"no answer within {PATIENCE_S:g} s from ranks {sorted(waiting.values())}"
+                return failures or [(False, 0, silent)]
+        return failures
 
 
 def _serve(rank: int, rendezvous: Path) -> None:
