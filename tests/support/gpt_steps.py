@@ -71,11 +71,11 @@ def keep_values(*_: object) -> None:
 
 
 def make_parallel(
-    parallelize: Parallelize, layout: Layout, rank: int, experiment: Experiment
+    parallelize: Parallelize, layout: Layout, rank: int, experiment: Experiment, model: GPT | None = None
 ) -> tuple[ParallelModel, Mesh]:
     mesh = make_mesh(layout, rank=rank, device=CPU)
-    maker = partial(make_optimizer, experiment=experiment)
-    return parallelize(make_gpt(), mesh=mesh, layout=layout, make_optimizer=maker, fill=keep_values), mesh
+    how = {"make_optimizer": partial(make_optimizer, experiment=experiment), "fill": keep_values}
+    return parallelize(model or make_gpt(), mesh=mesh, layout=layout, **how), mesh
 
 
 def backward(parallel: ParallelModel, mesh: Mesh, step: int) -> torch.Tensor:

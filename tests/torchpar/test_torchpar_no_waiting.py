@@ -7,22 +7,20 @@ or a shape that depends on one.
 from collections import Counter
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from gpt_steps import keep_values
+from gpt_steps import make_parallel
 from ranks import RANKS, on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compare.spec.experiment import Experiment, Layout, Model
 from torchpar.comm.collectives import Axis
-from torchpar.comm.mesh import make_mesh
 from torchpar.manual import parallelize
 from torchpar.model import GPT
-from torchpar.optimizer import make_optimizer, optimizer_step
+from torchpar.optimizer import optimizer_step
 from torchpar.parallel_model import ParallelModel
 from torchpar.run import RankBatch
 
@@ -90,10 +88,8 @@ def test_no_step_waits_for_a_value(rank: int) -> None:
     model = Model(n_layer=4, n_embd=32, block_size=16, vocab_size=64)
     for layout in LAYOUTS:
         experiment = Experiment(model=model, layout=layout)
-        mesh = make_mesh(layout, rank=rank, device=torch.device("cpu"))
         torch.manual_seed(0)
-        options = {"make_optimizer": partial(make_optimizer, experiment=experiment), "fill": keep_values}
-        parallel = parallelize(GPT(experiment.model), mesh=mesh, layout=layout, **options)
+        parallel, _ = make_parallel(parallelize, layout, rank, experiment, GPT(experiment.model))
         with under_way() as begun:  # the first step, which tries the optimizer
             step(parallel, experiment, 0)
         assert not begun, (layout, begun)

@@ -1,22 +1,20 @@
 """A GPT in a pipeline: its tied weight, and what is refused before any process starts."""
 
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
-from gpt_steps import keep_values
-from ranks import CPU, on_ranks
+from gpt_steps import make_parallel
+from ranks import on_ranks
 
 from compare.numerics.parameters import initial_parameters
 from compare.spec.axes import PP, ROWS
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, Train
-from torchpar.comm.mesh import make_mesh
 from torchpar.gpt_stages import TIED
 from torchpar.manual import parallelize
 from torchpar.model import GPT
-from torchpar.optimizer import make_optimizer, optimizer_step
+from torchpar.optimizer import optimizer_step
 from torchpar.run import RankBatch
 from torchpar.weights import load_weights
 
@@ -31,11 +29,9 @@ def test_copies_of_a_tied_weight_stay_equal(rank: int) -> None:
         Layout(pp=2, dp_shard=2, zero=3, microbatches=2),
     ):
         experiment = Experiment(model=SMALL, train=Train(batch_size=4), layout=layout)
-        mesh = make_mesh(layout, rank=rank, device=CPU)
         model = GPT(SMALL)
         load_weights(model, initial_parameters(experiment))
-        options = {"make_optimizer": partial(make_optimizer, experiment=experiment), "fill": keep_values}
-        parallel = parallelize(model, mesh=mesh, layout=layout, **options)
+        parallel, mesh = make_parallel(parallelize, layout, rank, experiment, model)
         assert parallel.run_pipeline
         data, ids = mesh.joined(*ROWS), torch.arange(2 * 4 * 8).view(2, 4, 8) % 16
         rows = ids.chunk(data.size, dim=1)[data.rank]

@@ -7,12 +7,12 @@ import copy
 from functools import partial
 
 import torch
+from gpt_steps import CONFIG, batches, make_gpt
 from modules import normal, share
 from ranks import RANKS, axis, on_ranks
 from torch import nn
 from torch.nn import functional as F
 
-from compare.spec.experiment import Model
 from torchpar.manual.megatron import (
     VocabParallelCrossEntropy,
     VocabParallelEmbedding,
@@ -30,7 +30,6 @@ from torchpar.remat import apply_remat
 
 # Sums in another order than one device's: a few units in the last place, of numbers of order 1.
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-14)
-CONFIG = Model(n_layer=2, n_head=4, n_embd=16, block_size=8, vocab_size=50, bias=True)
 
 
 @on_ranks
@@ -88,17 +87,8 @@ def test_loss_of_extreme_and_of_bfloat16_logits(rank: int) -> None:
     close(loss, F.cross_entropy(reference, targets), rtol=1e-6, atol=1e-6)
 
 
-def make_gpt() -> GPT:
-    model = GPT(CONFIG).double()
-    with torch.no_grad():
-        for i, p in enumerate(model.parameters()):
-            p.copy_(normal(*p.shape, seed=i) / 4)  # biases too, so that a doubled one shows
-    return model
-
-
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(1))
-    return tokens[:, :-1], tokens[:, 1:]
+def batch() -> tuple[torch.Tensor, ...]:
+    return tuple(tokens[0] for tokens in batches(1))
 
 
 class OtherCore(nn.Module):
