@@ -61,7 +61,6 @@ no_process_left = pytest.fixture(autouse=True)(processes.no_process_left)
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all workers share."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
@@ -116,7 +115,6 @@ class Shardpair:
 
 @pytest.fixture
 def shardpair(tmp_path: Path, cache_dir: str) -> Shardpair:
-    """The command line, run in a temporary folder."""
     return Shardpair(tmp_path, cache_dir, warm.python())
 
 

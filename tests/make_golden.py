@@ -184,7 +184,6 @@ class Watcher:
         return norm
 
     def after_step(self, optimizer: torch.optim.Optimizer, *arguments: object) -> None:
-        """Record the step that the optimizer has just done."""
         if self._step == self.experiment.train.max_iters:
             return  # the one step more
         assert len(self._passes) == self.experiment.train.gradient_accumulation_steps
@@ -218,7 +217,6 @@ class Watcher:
 
 
 def train(checkout: Path, experiment: Experiment, corpus: Corpus, recorder: Recorder) -> Watcher:
-    """Execute nanoGPT's train.py, watched."""
     sys.path.insert(0, str(checkout))
     import model  # nanoGPT's
 
@@ -252,7 +250,6 @@ def train(checkout: Path, experiment: Experiment, corpus: Corpus, recorder: Reco
 
 
 def main(checkout: Path, optimizer: str, output: Path) -> None:
-    """Make the golden of adamw or sgd."""
     experiment = load(EXPERIMENT)
     if optimizer == "sgd":
         experiment = revalidate(edited(experiment, {"optimizer": SGD}))

@@ -24,7 +24,6 @@ def told(capsys, *arguments: object, code: int) -> dict:
 
 @pytest.fixture
 def base(tmp_path, tiny):
-    """A run of two engines."""
     make_run(tmp_path / "one", tiny)
     return tmp_path / "one"
 

@@ -42,7 +42,6 @@ def garble(name: str, change: Callable[[bytes], bytes]) -> Damage:
 
 
 def fields(name: str, change: Callable[[dict], object]) -> Damage:
-    """Change the fields of a file in place."""
 
     def damage(folder: Path) -> None:
         content = read_json(folder / name, dict)
@@ -72,7 +71,6 @@ def sent(**changes: object) -> Damage:
 
 
 def lines(name: str, change: Callable[[list[dict]], list[dict]]) -> Damage:
-    """Change the lines of a file."""
 
     def changed(content: bytes) -> bytes:
         return b"".join(
@@ -92,7 +90,6 @@ def scaled(field: str, *, first: int, by: float = 1.5, name: str = files.STEPS) 
 
 
 def each(**changes: object) -> Damage:
-    """The same figure in every step."""
     return lines(files.STEPS, lambda steps: [step | changes for step in steps])
 
 
@@ -101,7 +98,6 @@ def tensors(rung: Rung, change: Callable[[dict[str, np.ndarray]], dict[str, np.n
 
 
 def all_of(rung: Rung, change: Callable[[np.ndarray], np.ndarray]) -> Damage:
-    """Change every tensor of a rung."""
     return tensors(rung, lambda named: {name: change(tensor) for name, tensor in named.items()})
 
 

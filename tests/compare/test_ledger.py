@@ -31,7 +31,6 @@ DEVICES = {"ddp": 2, "fsdp": 2, "zero1": 2, "tp_sp": 2, "pp": 2, "fsdp_tp_pp": 8
 
 
 def layouts(engine: str) -> list[tuple[str, Experiment]]:
-    """Every preset that an engine can express."""
     cases, _ = Command(presets=("all",), engines=(engine,)).cases(EXPERIMENT)
     return [(case.layout, case.experiment) for case in cases.values()]
 

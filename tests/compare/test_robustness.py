@@ -76,7 +76,6 @@ class Running:
 
     @property
     def kept(self) -> dict[int, Path]:
-        """Its checkpoints."""
         return checkpoints_in(self.record / CHECKPOINTS)
 
 

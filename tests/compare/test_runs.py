@@ -22,7 +22,6 @@ from compare.studies.run import Run
 
 @pytest.fixture
 def passed(tmp_path, tiny):
-    """A run that passed, with its tensors."""
     make_run(tmp_path / "run", tiny)
     return tmp_path / "run"
 

@@ -19,7 +19,6 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def install(folder: Path) -> Path:
-    """Copy the module to where it would be installed."""
     (folder / "compare" / "execute").mkdir(parents=True)
     return Path(shutil.copy(machine.__file__, folder / "compare" / "execute" / "machine.py"))
 

@@ -85,6 +85,5 @@ def test_work_is_what_was_asked_for_or_red(tmp_path, engine, layout, fields, don
 
 
 def traced_work(engine: str, experiment: Experiment):
-    """Of the step as an engine traces it."""
     sharded, state = prepare(engine, experiment, mesh=make_mesh(experiment.layout, platform="cpu"))
     return work_of(trace_step(sharded, state, experiment).jaxpr, sharded.ticks)

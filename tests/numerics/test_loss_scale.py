@@ -97,7 +97,6 @@ def test_a_resumed_run_begins_with_the_scale_of_its_checkpoint():
 
 
 def scaled_steps(spec: Experiment, overflows: str) -> list:
-    """Steps as an engine would leave them."""
     state, found = Progress(loss_scale=first_scale(spec.precision)), []
     for plain, overflow in zip(make_steps(spec), overflows, strict=True):
         norm = math.inf if overflow == "x" else plain.grad_norm

@@ -26,7 +26,6 @@ def grid_of(experiment: Experiment, **choice: Any) -> Grid:
 
 
 def cases_of(experiment: Experiment, **choice: Any) -> list[Case]:
-    """The cases alone."""
     return list(grid_of(experiment, **choice)[0].values())
 
 

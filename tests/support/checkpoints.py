@@ -26,7 +26,6 @@ def random_state(experiment: Experiment) -> dict[tuple[str, str], np.ndarray]:
 
 
 def describe(experiment: Experiment) -> Checkpoint:
-    """Of that state."""
     return Checkpoint(
         engine="torch-manual", experiment=experiment, step=STEP, updates=UPDATES, corpus_sha256=""
     )
@@ -45,7 +44,6 @@ def write_random(folder: Path, experiment: Experiment) -> Path:
 
 
 def assert_is_random(folder: Path, experiment: Experiment) -> None:
-    """A checkpoint holds exactly that state."""
     reader = CheckpointReader(folder)
     reader.verify()
     for (group, name), array in random_state(experiment).items():

@@ -70,7 +70,6 @@ class Grid:
         return self._folder / preset
 
     def records(self, preset: str) -> dict[str, Record]:
-        """The records of a layout by engine."""
         found = self.run(preset).glob(f"*/{MANIFEST}")
         return {path.parent.name: read_record(path.parent) for path in sorted(found)}
 

@@ -41,7 +41,6 @@ class Outcome(NamedTuple):
 
 
 def experiment_of(layout: Layout, *, model: Model = MODEL, batch_size: int = B) -> Experiment:
-    """The experiment that `two_steps` trains."""
     return Experiment(
         model=model,
         data=Data(source="synthetic"),

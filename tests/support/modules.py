@@ -48,7 +48,6 @@ class Odd(nn.Module):
 
 
 def stack(layers: int = 6, width: int = 16) -> nn.Sequential:
-    """Linear layers."""
     torch.manual_seed(1)
     return nn.Sequential(*(nn.Linear(width, width, dtype=double) for _ in range(layers)))
 
@@ -64,7 +63,6 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def share(whole: torch.Tensor, rank: int, dim: int = 0) -> torch.Tensor:
-    """A rank's part of it."""
     return whole.chunk(RANKS, dim)[rank]
 
 
@@ -83,5 +81,4 @@ def assert_same(
 
 
 def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Those that there are."""
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}

@@ -77,7 +77,6 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen | None =
 
 
 def assert_gone(processes: list[psutil.Process]) -> None:
-    """All of them have ended, or do so now."""
     _, alive = psutil.wait_procs(processes, timeout=GONE_S)
     assert not alive, f"left behind: {alive}"
 

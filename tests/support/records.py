@@ -224,7 +224,6 @@ def make_ledger(engine: str, experiment: Experiment) -> list[Communication]:
 
 
 def make_request(experiment: Experiment, *, engine: str = "torch-manual", ladder: bool = True) -> Request:
-    """A request to an engine."""
     later = min(20, max(experiment.train.max_iters - 1, 1))
     return Request(
         engine=engine, experiment=experiment, ladder=ladder, later_step=later, corpus_sha256=CORPUS

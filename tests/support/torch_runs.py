@@ -13,7 +13,6 @@ from torchpar.launch import Rank
 
 
 def alone(request: Request, folder: Path) -> None:
-    """Train as the only rank."""
     train.train(Rank(rank=0, world_size=1, local_rank=0), request=request, folder=folder)
 
 

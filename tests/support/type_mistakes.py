@@ -31,8 +31,6 @@ TOKENS_B = np.array([7, 1, 9, 3])
 
 
 class Mistake(Struct, frozen=True, kw_only=True):
-    """A mistake, planted three times."""
-
     words: str
     arguments: tuple[np.ndarray, ...]
     specs: tuple[P, ...]
@@ -50,7 +48,6 @@ class Mistake(Struct, frozen=True, kw_only=True):
 
 
 def lookup(table: Array, tokens: Array) -> Array:
-    """Rows of a table."""
     return table[tokens]
 
 

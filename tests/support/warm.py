@@ -140,7 +140,6 @@ def start_forked(function: Callable[..., int], *arguments: object, **options) ->
 
 
 def run_forked(function: Callable[..., int], *arguments: object) -> subprocess.CompletedProcess:
-    """Call it, and wait for its end."""
     return processes.ended(start_forked(function, *arguments))
 
 
@@ -167,7 +166,6 @@ def all_of(pid: int) -> set[int]:
 
 
 def end() -> None:
-    """End the servers."""
     for server in _servers:
         server.kill()
         server.wait()

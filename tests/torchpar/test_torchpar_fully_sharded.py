@@ -29,7 +29,6 @@ def watched(sharded: FSDP) -> MemorySink:
 
 
 def most_gathered(memory: MemorySink) -> int:
-    """The most bytes of whole parameters at once."""
     return max(memory.memory().curve.bytes["gathered parameters"])
 
 

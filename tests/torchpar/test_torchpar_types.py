@@ -135,12 +135,10 @@ def test_tensor_parallelism_is_well_typed(sequence_parallel):
 
 
 def as_it_is(x: torch.Tensor, axis: Axis, dim: int | None = None) -> torch.Tensor:
-    """A mapping that is forgotten."""
     return x
 
 
 def summed_whole(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """A sum that is made, and not scattered."""
     return megatron.leave_region(x, axis)
 
 
