@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from warm import run_forked
@@ -20,11 +20,15 @@ from compare.spec.experiment import Experiment, edited
 FOUR = {"model": {"n_layer": 4}, "train": {"max_iters": 1, "gradient_accumulation_steps": 2}}
 
 
+def around(owner: Any, name: str, wrong: Callable) -> AbstractContextManager:
+    """In the place of a function or method `wrong`, whose first argument is the right one."""
+    right = getattr(owner, name)
+    return patch.object(owner, name, lambda *inputs, **options: wrong(right, *inputs, **options))
+
+
 def in_first_block(module: str) -> AbstractContextManager:
     """Recomputation of one block alone."""
-    owner = sys.modules[module]
-    right = owner.apply_remat
-    return patch.object(owner, "apply_remat", lambda blocks, remat: right(blocks[:1], remat))
+    return around(sys.modules[module], "apply_remat", lambda right, blocks, remat: right(blocks[:1], remat))
 
 
 def kept_logits() -> AbstractContextManager:
@@ -36,26 +40,22 @@ def moved_boundary() -> AbstractContextManager:
     """One parameter in the next bucket."""
     from torchpar.manual import data_parallel
 
-    right = data_parallel.pack
-
-    def pack(named, limit):
+    def pack(right, named, limit):
         first, second, *others = right(named, limit)
         return [first[:-1], [first[-1], *second], *others]
 
-    return patch.object(data_parallel, "pack", pack)
+    return around(data_parallel, "pack", pack)
 
 
 def first_bucket_alone() -> AbstractContextManager:
     """The first bucket leaves within backward, and the others after it."""
     from torchpar.manual.data_parallel import DataParallel
 
-    right = DataParallel.gradient_ready
-
-    def gradient_ready(self, bucket, index, parameter):
+    def gradient_ready(right, self, bucket, index, parameter):
         self._during_backward = self.buckets.taken == 0
         right(self, bucket, index, parameter)
 
-    return patch.object(DataParallel, "gradient_ready", gradient_ready)
+    return around(DataParallel, "gradient_ready", gradient_ready)
 
 
 def summed_every_pass() -> AbstractContextManager:
@@ -73,9 +73,7 @@ def sequences_in_one_block() -> AbstractContextManager:
     """Only one block's sequences are split."""
     from torchpar.compiler import tensor_parallel
 
-    right = tensor_parallel.split_layers
-
-    def split_layers(model, devices, *, sequence_parallel):
+    def split_layers(right, model, devices, *, sequence_parallel):
         right(model, devices, sequence_parallel=False)
         split = tensor_parallel.of_activation(devices, split=tensor_parallel.POSITION_DIM)
         for name in ("attn.c_proj", "mlp.c_proj"):
@@ -86,7 +84,7 @@ def sequences_in_one_block() -> AbstractContextManager:
             lambda _, inputs, y: tensor_parallel._at(y, devices, tensor_parallel.of_activation(devices))
         )
 
-    return patch.object(tensor_parallel, "split_layers", split_layers)
+    return around(tensor_parallel, "split_layers", split_layers)
 
 
 def whole_mlp() -> AbstractContextManager:
@@ -94,34 +92,31 @@ def whole_mlp() -> AbstractContextManager:
     from torchpar import compiler
     from torchpar.compiler.placement import along
 
-    right = compiler.of_parameters
-
-    def of_parameters(model, devices, *, sharded):
+    def of_parameters(right, model, devices, *, sharded):
         placements = right(model, devices, sharded=sharded)
         return placements | {name: along(devices) for name in placements if ".h.0.mlp" in name}
 
-    return patch.object(compiler, "of_parameters", of_parameters)
+    return around(compiler, "of_parameters", of_parameters)
 
 
 def one_block_gathered_again() -> AbstractContextManager:
     """The weights of all blocks but one are kept for backward."""
     from torchpar.compiler import fully_sharded
 
-    right, seen = fully_sharded.gathered_again, []
+    seen = []
 
-    def gathered_again(forward, devices):
+    def gathered_again(right, forward, devices):
         seen.append(forward)
         return right(forward, devices) if len(seen) == 1 else forward
 
-    return patch.object(fully_sharded, "gathered_again", gathered_again)
+    return around(fully_sharded, "gathered_again", gathered_again)
 
 
 def wide_sums() -> AbstractContextManager:
     """What tp sums is widened before it is sent."""
     from torchpar.compiler import tensor_parallel
 
-    right = tensor_parallel._at
-    return patch.object(tensor_parallel, "_at", lambda x, *where: right(x.float(), *where))
+    return around(tensor_parallel, "_at", lambda right, x, *where: right(x.float(), *where))
 
 
 def parts_in_pairs() -> AbstractContextManager:
@@ -140,27 +135,23 @@ def late_rank() -> AbstractContextManager:
     """One rank reduces after backward."""
     from torchpar.manual.data_parallel import DataParallel
 
-    right = DataParallel.forward
-
-    def forward(self, *inputs):
+    def forward(right, self, *inputs):
         self._during_backward = self.axis.rank == 0
         return right(self, *inputs)
 
-    return patch.object(DataParallel, "forward", forward)
+    return around(DataParallel, "forward", forward)
 
 
 def never_freed() -> AbstractContextManager:
     """Gathered parameters stay in memory, and are gathered again."""
     from torchpar.manual.flat_parameters import Unit
 
-    right = Unit.reshard
-
-    def reshard(self):
+    def reshard(right, self):
         right(self)
         for flat in self.flats:
             flat.full.untyped_storage().resize_(flat.full.nbytes)
 
-    return patch.object(Unit, "reshard", reshard)
+    return around(Unit, "reshard", reshard)
 
 
 def slice_of_all_reduce() -> AbstractContextManager:
@@ -180,13 +171,13 @@ def block_in_the_root() -> AbstractContextManager:
     from torchpar.library import fully_sharded
     from torchpar.model import Block
 
-    right, seen = fully_sharded.fully_shard, []
+    seen = []
 
-    def fully_shard(module, **options):
+    def fully_shard(right, module, **options):
         seen.append(module)
         return None if isinstance(module, Block) and len(seen) == 1 else right(module, **options)
 
-    return patch.object(fully_sharded, "fully_shard", fully_shard)
+    return around(fully_sharded, "fully_shard", fully_shard)
 
 
 def gathered_logits() -> AbstractContextManager:
@@ -209,27 +200,23 @@ def gpipe_in_second_replica() -> AbstractContextManager:
 
     from torchpar.manual import pipeline_parallel
 
-    right = pipeline_parallel.make_schedule
-
-    def make_schedule(name, **sizes):
+    def make_schedule(right, name, **sizes):
         return right(name if dist.get_rank() < 2 else "gpipe", **sizes)
 
-    return patch.object(pipeline_parallel, "make_schedule", make_schedule)
+    return around(pipeline_parallel, "make_schedule", make_schedule)
 
 
 def whole_backward() -> AbstractContextManager:
     """Weight gradients are made at once, and their own task does nothing."""
     from torchpar.manual.stage import Stage, add_up
 
-    right = Stage.backward
-
-    def backward(self, microbatch, gradient):
+    def backward(right, self, microbatch, gradient):
         of_input = right(self, microbatch, gradient)
         while self.factors[microbatch]:
             add_up(self.factors[microbatch].pop())
         return of_input
 
-    return patch.object(Stage, "backward", backward)
+    return around(Stage, "backward", backward)
 
 
 def tied_sum_in_16_bits() -> AbstractContextManager:
