@@ -21,7 +21,7 @@ from compare.numerics.boxes import Weights
 from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import SeedWeights, fingerprint, storage_dtype
-from compare.numerics.stream import arrays_of_step
+from compare.numerics.stream import AHEAD, arrays_of_step
 from compare.spec.experiment import Experiment
 from jaxpar import compiler, explicit, manual, weights
 from jaxpar.comm.hosts import meet, spread
@@ -84,6 +84,7 @@ def train_steps(run: Run, tell: Recording) -> None:
     done = []
     with tell.around(first), clock:
         for arrays in drawn:
+            jax.block_until_ready(done[:-AHEAD])
             batch, scalars = spread(arrays, run.sharded.batch), device_scalars(run.experiment, state)
             if run.gradients and run.request.update_due(state.step):
                 state.gradients = run.gradients(state.params, batch)

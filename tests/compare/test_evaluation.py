@@ -15,7 +15,7 @@ from compare.checkpoint.saver import Saver, best_checkpoint
 from compare.contract.record import read_record
 from compare.numerics.data import SPLITS, open_corpus
 from compare.numerics.shards import Shard
-from compare.numerics.stream import evaluate, is_due, steps_due
+from compare.numerics.stream import AHEAD, evaluate, is_due, steps_due
 from compare.spec.experiment import Data, Experiment, edited
 
 
@@ -45,6 +45,24 @@ def test_when_and_how_often(tiny):
     )
     assert len(seen) == 4  # three of each split, rounded up to passes of two
     assert (found.train, found.validation) == (1.5, 3.5)
+
+
+def test_few_losses_are_under_way_at_a_time(tiny):
+    """A hundred programs that send are more than XLA's CPU client takes: some runs aborted."""
+
+    class Loss:
+        def __init__(self):
+            under_way.append(self)
+            most.append(len(under_way))
+
+        def __float__(self):
+            assert self is under_way.pop(0)
+            return 1.0
+
+    under_way, most = [], []
+    spec = edited(tiny, {"train": {"eval_interval": 4, "eval_iters": 3 * AHEAD}})
+    assert evaluate(spec, open_corpus(spec), 4, lambda *_: Loss()).train == 1.0
+    assert max(most) == AHEAD + 1 and not under_way
 
 
 @pytest.mark.parametrize("preset", DEVICES)
