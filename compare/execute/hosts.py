@@ -228,10 +228,10 @@ def start_together(hosts: int, on_host: int, folder: Path, command: Sequence[str
         time.sleep(POLL_S)
     here = socket.gethostname()
     cause = first_cause(folder, failed, lambda n: f"process {n} on {here}")
-    leave_failure(folder, cause)
     for process in running:
         process.kill()
         process.wait()
+    leave_failure(folder, cause)  # now that none of them writes there
     return cause.exit_code
 
 
