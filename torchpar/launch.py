@@ -103,7 +103,6 @@ def launch(
     """
     if platform == "gpu":
         require_gpus(world_size)
-    choose_interface("127.0.0.1")
     spawns = platform == "gpu" or sys.platform == "darwin"
     context: SpawnContext | ForkContext = SpawnContext() if spawns else ForkContext()
     spent_s, ranks, processes = cpu_seconds(), list[Rank](), list[BaseProcess]()
@@ -143,6 +142,7 @@ def _be_rank(main: Callable[[Rank], None], rank: Rank, folder: Path) -> NoReturn
     _end_with_parent()
     code = 0
     try:
+        choose_interface("127.0.0.1")
         main(rank)
     except BaseException as error:
         code = 1

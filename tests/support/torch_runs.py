@@ -1,6 +1,7 @@
 """Runs of torchpar's engines in a test's own process."""
 
 from collections.abc import Callable
+from multiprocessing.context import ForkContext
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,18 @@ def alone(request: Request, folder: Path) -> None:
     train.train(Rank(rank=0, world_size=1, local_rank=0), request=request, folder=folder)
 
 
+def of_ranks(request: Request, folder: Path) -> None:
+    """All ranks, under a parent of their own: after a launch SIGINT and SIGTERM are not heard any more."""
+    parent = ForkContext().Process(target=train.start_ranks, args=(request, folder))
+    parent.start()
+    parent.join()
+    assert parent.exitcode == 0
+
+
 def trained(
     folder: Path, experiment: Experiment, engine: str = "torch-manual", *, by: Callable = alone, **asked: Any
 ) -> Record:
-    """The record of a run: of one rank, or by `train.start_ranks` of all."""
+    """The record of a run: of one rank, or by `of_ranks` of all."""
     request = Request(engine=engine, experiment=experiment, **asked)
     folder.mkdir(exist_ok=True)
     write_json(folder / REQUEST, request)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from torch.nn import functional as F
-from torch_runs import trained
+from torch_runs import of_ranks, trained
 
 from compare.contract.timing import Timing
 from compare.judge.ladder import climb, objections_by_itself
@@ -20,7 +20,6 @@ from compare.spec.experiment import Data, Experiment, edited
 from torchpar import model, train
 from torchpar.faults import change_update, spoiled
 from torchpar.run import Run, autocast
-from torchpar.train import start_ranks
 
 Planted = Callable[[], AbstractContextManager]
 
@@ -142,7 +141,7 @@ def test_a_replica_that_parts_at_the_end_is_seen(tmp_path, tiny):
 
     for plant in (nullcontext(), spoiled(part)):
         with plant:
-            said.append(objections_by_itself(trained(tmp_path / str(len(said)), spec, by=start_ranks)))
+            said.append(objections_by_itself(trained(tmp_path / str(len(said)), spec, by=of_ranks)))
     right, (objection,) = said
     assert right == []
     assert objection.startswith("weights of replicas at the end = the same on all devices was asked for")
@@ -175,7 +174,7 @@ def test_logits_of_trained_size_are_rounded_further_and_no_mistake(tmp_path, tin
     for tp in (1, 2):
         split = edited(spec, {"layout": {"tp": tp}})
         asked = {"ladder": True, "later_step": 1, "init_from": str(tmp_path / "large.safetensors")}
-        records.append(trained(tmp_path / str(tp), split, by=start_ranks, **asked))
+        records.append(trained(tmp_path / str(tp), split, by=of_ranks, **asked))
     verdict = climb(*records)
     assert verdict.passed, verdict.sentence()
     assert verdict.error("loss") > TOLERANCES["float16"]["loss"].limit
