@@ -15,9 +15,9 @@ from compare.numerics.dropout import sequence_keys
 from compare.spec.experiment import Experiment
 
 AHEAD = 8
-"""Programs that a device is given before the first of them is waited for. XLA's CPU client takes 32: where one
-device has them, and another waits for it in a collective, neither goes on, and the process aborts after 40 s
-(jaxlib 0.10.2)."""
+"""Programs that a device is given before the first of them is waited for. XLA's CPU client takes 32: where
+one device has them, and another waits for it in a collective, neither goes on, and the process aborts after
+40 s (jaxlib 0.10.2)."""
 
 
 def arrays_of_step(corpus: Corpus, experiment: Experiment, step: int) -> dict[str, np.ndarray]:
@@ -68,8 +68,8 @@ def steps_due(experiment: Experiment, first_step: int = 0) -> list[int]:
 def evaluate(experiment: Experiment, corpus: Corpus, step: int, loss_of: Callable[..., Any]) -> Evaluation:
     """Evaluate the weights as they are, after `step` steps, on a corpus that has both splits.
 
-    `loss_of` makes of inputs and targets, int32 (A, B, T), their mean loss: a scalar, which is waited for when
-    `AHEAD` more have been asked for.
+    `loss_of` makes of inputs and targets, int32 (A, B, T), their mean loss: a scalar, which is waited for
+    when `AHEAD` more have been asked for.
     """
     passes = math.ceil(experiment.train.eval_iters / experiment.train.gradient_accumulation_steps)
     means = {}
