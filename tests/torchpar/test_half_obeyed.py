@@ -329,6 +329,9 @@ DEEDS = {
         ("dtype of gradients that are sent = float32",),
         tied_sum_in_16_bits,
     ),
+    "replicas of shards": Deed(
+        "torch-compiler", {"layout": {"dp_replicate": 2, "dp_shard": 2, "zero": 1}}, ()
+    ),
     "sums in 16 bits": Deed("torch-compiler", BFLOAT16 | {"layout": {"tp": 2}}, ()),
     "wide sums": Deed("torch-compiler", BFLOAT16 | {"layout": {"tp": 2}}, ("of reduce over tp",), wide_sums),
     "compiled": Deed("torch-compiler", COMPILED, ()),

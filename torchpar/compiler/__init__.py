@@ -7,6 +7,8 @@ about where its tensors live.
 from dataclasses import replace
 from functools import partial
 
+from torch.distributed.tensor import DTensor
+
 from compare.spec.axes import ROWS, SHARDED_FROM
 from compare.spec.experiment import Layout
 from torchpar.comm.mesh import Mesh
@@ -76,7 +78,9 @@ def _placed(
             kept.free()
         for name, parameter in read.items():
             gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None, f"{name} has no gradient"
+            assert isinstance(gradient, DTensor), f"{name} has no gradient"
+            if updated is not read:  # scattered first: replicas then sum shards
+                gradient = fully_sharded.moved(gradient, updated_at[name])
             updated[name].grad = data_parallel.synchronize_gradients(gradient, updated_at[name])
 
     return of_dtensors(
