@@ -2,9 +2,9 @@
 
 import contextlib
 import io
-import re
 import os
 import pty
+import re
 import select
 
 import pytest
