@@ -177,8 +177,9 @@ def add(x_BTC: jax.Array, y_BTC: jax.Array) -> jax.Array:
 class Embedding(nnx.Module):
     """Token and position tables; the token table is also the output head.
 
-    Hooks: `look_up` takes (table, tokens), `cut_positions` the vectors (T, C) of the positions, `leave` the
-    sum of both, and `enter` the residual stream, before it becomes logits.
+    Hooks: `look_up` takes (table, tokens), `positions` gives those of T places, (T,), by default the first T;
+    `cut_positions` the vectors (T, C) of the positions, `leave` the sum of both, and `enter` the residual
+    stream, before it becomes logits.
     """
 
     def __init__(self, config: Model, dtypes: Dtypes):
@@ -186,14 +187,15 @@ class Embedding(nnx.Module):
         self.token = nnx.Param(jnp.zeros((config.vocab_size, config.n_embd), dtypes.storage))
         self.position = nnx.Param(jnp.zeros((config.block_size, config.n_embd), dtypes.storage))
         self.look_up: Callable[[jax.Array, jax.Array], jax.Array] = operator.getitem
+        self.positions: Callable[[int], jax.Array] | None = None
         self.cut_positions: Hook = same
         self.leave: Hook = same
         self.enter: Hook = same
 
-    def __call__(self, tokens_BT: jax.Array, positions_T: jax.Array | None = None) -> jax.Array:
-        """Vectors (B, T, C) of tokens at these positions, or at the first T."""
-        table = self.position[...]
-        position_TC = table[: tokens_BT.shape[1]] if positions_T is None else table[positions_T]
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        """Vectors (B, T, C) of tokens at these positions."""
+        table, length = self.position[...], tokens_BT.shape[1]
+        position_TC = table[:length] if self.positions is None else table[self.positions(length)]
         return self.leave(self.look_up(self.token[...], tokens_BT) + self.cut_positions(position_TC))
 
     def logits(self, x_BTC: jax.Array) -> jax.Array:
@@ -225,11 +227,9 @@ class GPT(nnx.Module):
         """Logits (B, T, V) in the compute dtype; without keys of the sequences nothing is dropped."""
         return self.logits(self.layers(self.embed(tokens_BT, keys_B2), keys_B2))
 
-    def embed(
-        self, tokens_BT: jax.Array, keys_B2: jax.Array | None = None, positions_T: jax.Array | None = None
-    ) -> jax.Array:
+    def embed(self, tokens_BT: jax.Array, keys_B2: jax.Array | None = None) -> jax.Array:
         """The residual stream (B, T, C) before the first block."""
-        return self.dropout(self.embedding(tokens_BT, positions_T), Noise.of(keys_B2))
+        return self.dropout(self.embedding(tokens_BT), Noise.of(keys_B2))
 
     def layers(self, x_BTC: jax.Array, keys_B2: jax.Array | None = None, first: ArrayLike = 0) -> jax.Array:
         """The residual stream after all blocks; `first` is the number of the first of them."""

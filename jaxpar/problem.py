@@ -19,8 +19,8 @@ from jaxpar.remat import Remat
 from jaxpar.weights import STACKED, logical_axes
 
 Loss = Callable[[Any, Any], jax.Array]
-"""loss(params, batch): a scalar, the mean over the batch's rows. The batch has "inputs" and "targets" (B, T);
-for dropout "keys" (B, 2), and "positions" (T,) where a device has some of them."""
+"""loss(params, batch): a scalar, the mean over the batch's rows. The batch has "inputs" and "targets" (B, T),
+for dropout "keys" (B, 2)."""
 Edit = Callable[[GPT], None]
 """A strategy's: it swaps parts of the model, which knows no layout, before it becomes a loss. Paths stay."""
 
@@ -80,9 +80,7 @@ class Problem:
         """The same in pieces."""
         model = partial(nnx.merge, self._split(edits)[0])
         return Pieces(
-            embed=lambda params, batch: model(params).embed(
-                batch["inputs"], batch.get("keys"), batch.get("positions")
-            ),
+            embed=lambda params, batch: model(params).embed(batch["inputs"], batch.get("keys")),
             layers=lambda params, x_BTC, batch, first: model(params).layers(x_BTC, batch.get("keys"), first),
             loss=lambda params, x_BTC, batch: model(params).head_loss(x_BTC, batch["targets"]),
         )

@@ -14,6 +14,7 @@ from compare.contract.record import Recorder
 from compare.contract.request import MOMENTS, Request, Rung
 from compare.contract.timing import Window
 from compare.host.facts import cpu_seconds, versions
+from compare.numerics.context import order_of_positions
 from compare.numerics.data import Corpus
 from compare.numerics.shards import digests_of, replicas_apart
 from compare.numerics.stream import Evaluation, arrays_of_step, evaluate
@@ -65,6 +66,16 @@ class Run:
     def experiment(self) -> Experiment:
         return self.request.experiment
 
+    @property
+    def order_T(self) -> np.ndarray:
+        """The positions in the order of the devices that have them."""
+        return order_of_positions(self.experiment.model.block_size, self.experiment.layout)
+
+    def placed(self, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """A step's arrays (A, B, ...) over the devices, positions in the order of those that have them."""
+        ordered = {name: x if name == "keys" else x[..., self.order_T] for name, x in arrays.items()}
+        return spread(ordered, {name: self.sharded.batch[name] for name in ordered})
+
     def canonical(self, tree: Any) -> dict[str, np.ndarray]:
         """A tree like the parameters, fetched from the devices: canonical name -> full tensor."""
         return weights.to_canonical(self.sharded.unpad(tree), self.experiment.model)
@@ -83,7 +94,9 @@ class Run:
         match rung:
             case Rung.BATCH:
                 arrays = arrays_of_step(self.corpus, self.experiment, self.request.first_step)
-                return fetch(spread(arrays, self.sharded.batch))
+                tokens = fetch(self.placed(arrays))
+                back_T = self.order_T.argsort()
+                return {name: x if name == "keys" else x[..., back_T] for name, x in tokens.items()}
             case Rung.GRADIENTS | Rung.SECOND_GRADIENTS:
                 tree = self.state.gradients
             case _ if rung in MOMENTS:
@@ -97,7 +110,7 @@ class Run:
         assert compiled, "an experiment that evaluates nothing"
 
         def loss_of(inputs_ABT: np.ndarray, targets_ABT: np.ndarray) -> jax.Array:
-            placed = spread({"inputs": inputs_ABT, "targets": targets_ABT}, self.sharded.batch)
+            placed = self.placed({"inputs": inputs_ABT, "targets": targets_ABT})
             return compiled(state.params, state.opt_state, placed, device_scalars(self.experiment, state))
 
         return evaluate(self.experiment, self.corpus, step, loss_of)

@@ -24,7 +24,7 @@ from compare.numerics.optimizer import step_scalars
 from compare.numerics.parameters import storage_dtype
 from compare.numerics.stream import shapes_of_step
 from compare.pipeline.ticks import Ticks
-from compare.spec.axes import ROWS
+from compare.spec.axes import ROWS, SEQUENCE
 from compare.spec.experiment import Experiment
 from jaxpar.comm.hosts import fetch
 from jaxpar.model import same
@@ -62,7 +62,7 @@ class ShardedStep:
     moments: Any
     gradients: Any
     accumulated: Any
-    batch: Sharding
+    batch: dict[str, Sharding]
     scalars: Sharding
     ticks: Ticks | None = None
     """The schedule of a pipeline by hand."""
@@ -95,10 +95,18 @@ def place_step(
         moments=shards,
         gradients=shards,
         accumulated=shardings(mesh, placements, sharded=zero >= 2),
-        batch=NamedSharding(mesh, P(None, ROWS)),
+        batch={
+            name: NamedSharding(mesh, spec) for name, spec in batch_specs(problem.experiment, mesh).items()
+        },
         scalars=NamedSharding(mesh, P()),
         **options,
     )
+
+
+def batch_specs(experiment: Experiment, mesh: Mesh) -> dict[str, P]:
+    """PartitionSpecs of a step's arrays (A, B, ..): axes of rows split B, that of positions T."""
+    rows, sequence = (tuple(a for a in axes if mesh.shape[a] > 1) or None for axes in (ROWS, SEQUENCE))
+    return {name: P(None, rows, None if name == "keys" else sequence) for name in shapes_of_step(experiment)}
 
 
 def passes_of(batch: Any) -> int:
@@ -220,7 +228,7 @@ def trace_step(
     elif output == "loss":
         returned, donated = sharded.scalars, ()
         batch.pop("keys", None)
-    in_shardings = (sharded.params, moments, sharded.batch, sharded.scalars)
+    in_shardings = (sharded.params, moments, {x: sharded.batch[x] for x in batch}, sharded.scalars)
     jitted = jax.jit(step, in_shardings=in_shardings, out_shardings=returned, donate_argnums=donated)
     return jitted.trace(state.params, state.opt_state, batch, device_scalars(experiment, state))
 

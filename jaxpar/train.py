@@ -85,7 +85,7 @@ def train_steps(run: Run, tell: Recording) -> None:
     with tell.around(first), clock:
         for arrays in drawn:
             jax.block_until_ready(done[:-AHEAD])
-            batch, scalars = spread(arrays, run.sharded.batch), device_scalars(run.experiment, state)
+            batch, scalars = run.placed(arrays), device_scalars(run.experiment, state)
             if run.gradients and run.request.update_due(state.step):
                 state.gradients = run.gradients(state.params, batch)
             outputs = run.step(state.params, state.opt_state, batch, scalars)

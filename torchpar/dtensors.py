@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from compare.numerics.parameters import QKV
-from compare.spec.axes import AXES, DP_SHARD, TP
+from compare.spec.axes import AXES, SHARDS, TP
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis, chunk_slices
 from torchpar.comm.mesh import Mesh
@@ -25,15 +25,16 @@ from torchpar.parallel_model import ParallelModel, Parameters, Strategy, Tensors
 Placements = tuple[Placement, ...]
 
 
-def make_device_mesh(mesh: Mesh, names: Sequence[str] = AXES) -> DeviceMesh:
-    """A mesh of some axes, outermost first, to be cut by name: `devices[DP_SHARD]`; others have one rank."""
+def make_device_mesh(mesh: Mesh, names: Sequence[str]) -> DeviceMesh:
+    """A mesh of some axes, or of several as one, to be cut by name: `devices[TP]`; others have one rank."""
     axes = [mesh[name] for name in names]
     # An axis of one rank has no group, but a DeviceMesh wants one.
     with process_groups.group_threads():
         alone = dist.new_group([mesh.world.rank], use_local_synchronization=True)
     assert isinstance(alone, dist.ProcessGroup)
     ranks = np.arange(mesh.world.size).reshape([mesh[name].size for name in AXES])
-    order = [AXES.index(name) for name in (*names, *(name for name in AXES if name not in names))]
+    named = [part for name in names for part in name.split("+")]
+    order = [AXES.index(name) for name in (*named, *(name for name in AXES if name not in named))]
     return DeviceMesh.from_group(
         [axis.group or alone for axis in axes],
         mesh.device.type,
@@ -68,16 +69,17 @@ def axes_of(tensor: torch.Tensor, mesh: Mesh) -> tuple[Axis, ...]:
 
 
 def elements_of(tensor: torch.Tensor, mesh: Mesh) -> slice | None:
-    """Elements of its flattened part along tp, (numel,), that dp_shard leaves this rank; None for all."""
+    """Elements of its flattened part along tp, (numel,), that ZeRO leaves this rank; None for all."""
     axes = axes_of(tensor, mesh)
-    if mesh[DP_SHARD] not in axes:
+    shards = mesh.joined(*SHARDS)
+    if shards not in axes:
         return None
     assert isinstance(tensor, DTensor)
     rows, row = tensor.shape[0], math.prod(tensor.to_local().shape[1:])
     if mesh[TP] in axes and tensor.placements[axis_names(tensor.device_mesh).index(TP)].is_shard(0):
         own = chunk_slices(rows, mesh[TP].size)[mesh[TP].rank]
         rows = own.stop - own.start
-    own = chunk_slices(rows, mesh[DP_SHARD].size)[mesh[DP_SHARD].rank]
+    own = chunk_slices(rows, shards.size)[shards.rank]
     return slice(own.start * row, own.stop * row)
 
 

@@ -39,7 +39,7 @@ class GPTStages(nn.Module):
         parts["h"] = nn.ModuleDict({str(number): model.blocks[number] for number in numbers})
         self.transformer = nn.ModuleDict(parts)
         self.lm_head = model.lm_head if is_last else None
-        self.loss = model.loss
+        self.loss, self.positions = model.loss, model.positions
         self._width, self._dtype = model.config.n_embd, model.lm_head.weight.dtype
         self._parts = layout.tp if layout.sequence_parallel else 1
 
@@ -60,7 +60,7 @@ class GPTStages(nn.Module):
         if stage is None:
             (stage,) = self.blocks_of
         if stage == 0:
-            position_T = torch.arange(x.shape[1], device=x.device)
+            position_T = self.positions(x.shape[1], device=x.device)
             x = self.transformer["wte"](x) + self.transformer["wpe"](position_T)
             x = self.transformer["drop"](x, keys_B2)
         for number in self.blocks_of[stage]:

@@ -8,6 +8,7 @@ Source: karpathy/nanoGPT, model.py.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -119,11 +120,15 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The whole model. `loss_chunks` are parts of the positions whose logits exist at once; it divides T."""
+    """The whole model. `loss_chunks` are parts of the positions whose logits exist at once; it divides T.
+
+    `positions`, of T places, are their positions in the sequence, int64 (T,): by default the first T.
+    """
 
     def __init__(self, config: Model, *, loss_chunks: int = 1):
         super().__init__()
         self.config, self.loss_chunks = config, loss_chunks
+        self.positions: Callable[..., torch.Tensor] = torch.arange
         self.transformer = nn.ModuleDict(
             {
                 "wte": nn.Embedding(config.vocab_size, config.n_embd),
@@ -149,16 +154,14 @@ class GPT(nn.Module):
         idx: torch.Tensor,
         targets: torch.Tensor | None = None,
         keys_B2: torch.Tensor | None = None,
-        position_T: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """From token ids (B, T), T at most block_size, to logits, and the loss if there are targets (B, T).
 
         Logits are (B, T, V), without targets (B, 1, V) of the last position, as nanoGPT's, or None where the
         loss is in parts. The loss is the mean cross-entropy in nats. Keys are the sequences', for dropout:
-        their words' bits as int32; positions those of the ids in their sequence, by default the first T.
+        their words' bits as int32.
         """
-        if position_T is None:
-            position_T = torch.arange(idx.shape[1], device=idx.device)
+        position_T = self.positions(idx.shape[1], device=idx.device)
         x_BTC = self.transformer["wte"](idx) + self.transformer["wpe"](position_T)
         x_BTC = self.transformer["drop"](x_BTC, keys_B2)
         for block in self.blocks:

@@ -22,10 +22,11 @@ from compare.contract.request import MOMENTS, Rung
 from compare.contract.timing import Window, merged
 from compare.contract.work import ObservedWork
 from compare.host.facts import cpu_seconds, process_memory, versions
+from compare.numerics.context import order_of_positions
 from compare.numerics.parameters import parameter_table
 from compare.numerics.shards import digests_of, replicas_apart
 from compare.numerics.stream import Evaluation, arrays_of_step, evaluate
-from compare.spec.axes import PP, ROWS
+from compare.spec.axes import CP, DATA, PP
 from compare.spec.engines.registry import ENGINES
 from torchpar.comm.collectives import unobserved
 from torchpar.comm.mesh import PACKAGES, device_kind
@@ -213,17 +214,24 @@ class RankSide:
             with autocast(run):
                 losses = [run.parallel.module(*arguments)[1] for arguments in batch.passes()]
             loss = torch.stack(losses).mean()
-        return run.mean_over_rows(loss)
+        return run.mean_over_data(loss)
 
 
 def first_batch(run: Run) -> Mapping[str, np.ndarray]:
-    """The batch of the first step as the devices have it, put together from all ranks' rows.
+    """The batch of the first step as the devices have it, put together from all ranks' parts.
 
     Inputs and targets, int32 (A, B, T), and with dropout keys, uint32 (A, B, 2).
     """
     batch = to_device(run, arrays_of_step(run.corpus, run.experiment, run.request.first_step))
     own = [tensor.cpu().numpy() for tensor in batch if tensor is not None]
-    shares = run.mesh.joined(*ROWS).all_gather_objects(own)
-    arrays = (np.concatenate(parts, axis=1).astype(np.int32) for parts in zip(*shares, strict=True))
-    named = dict(zip(("inputs", "targets", "keys"), arrays, strict=False))
+    shares, parts_of_T = run.mesh.joined(*DATA).all_gather_objects(own), run.mesh[CP].size
+    back_T = order_of_positions(run.experiment.model.block_size, run.experiment.layout).argsort()
+    named = {}
+    for name, *parts in zip(("inputs", "targets", "keys"), *shares, strict=False):
+        if name == "keys":  # the same of all parts of a sequence
+            rows = parts[::parts_of_T]
+        else:
+            of_rows = (parts[first : first + parts_of_T] for first in range(0, len(parts), parts_of_T))
+            rows = [np.concatenate(of_sequences, axis=-1)[..., back_T] for of_sequences in of_rows]
+        named[name] = np.concatenate(rows, axis=1).astype(np.int32)
     return {name: array.view(np.uint32) if name == "keys" else array for name, array in named.items()}

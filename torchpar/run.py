@@ -13,8 +13,9 @@ from compare.contract.communication import LOSS
 from compare.contract.other_hosts import agree, facts_here
 from compare.contract.recording import Progress
 from compare.contract.request import Request
+from compare.numerics.context import order_of_positions
 from compare.numerics.data import Corpus
-from compare.spec.axes import ROWS
+from compare.spec.axes import CP, DATA, ROWS
 from compare.spec.experiment import Experiment
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
@@ -63,9 +64,9 @@ class Run:
         """The experiment that is trained."""
         return self.request.experiment
 
-    def mean_over_rows(self, loss: torch.Tensor) -> torch.Tensor:
-        """The mean over the ranks that have other rows, a scalar, of theirs; it takes the place of `loss`."""
-        data = self.mesh.joined(*ROWS)
+    def mean_over_data(self, loss: torch.Tensor) -> torch.Tensor:
+        """The mean over the ranks that have other data, a scalar, of theirs; it takes the place of `loss`."""
+        data = self.mesh.joined(*DATA)
         if data.size > 1:
             data.all_reduce(loss, purpose=LOSS)
             loss /= data.size
@@ -95,12 +96,15 @@ def join_others(rank: Rank, platform: str, reads: Experiment | None = None) -> t
 
 
 def to_device(run: Run, arrays: Mapping[str, np.ndarray]) -> RankBatch:
-    """This rank's rows of a step's arrays, on its device: (A, B, ...) -> (A, B / ranks of data, ...)."""
-    data, device = run.mesh.joined(*ROWS), run.mesh.device
+    """This rank's part of a step's arrays, on its device: (A, B, T) -> (A, B / ranks of rows, T / cp)."""
+    data, context, device = run.mesh.joined(*ROWS), run.mesh[CP], run.mesh.device
 
     def own(array_AB: np.ndarray) -> torch.Tensor:
         share = array_AB.shape[1] // data.size
         rows = array_AB[:, data.rank * share : (data.rank + 1) * share]
+        if context.size > 1 and rows.dtype != np.uint32:  # the keys are of whole sequences
+            order_T = order_of_positions(rows.shape[-1], run.experiment.layout)
+            rows = rows[..., np.split(order_T, context.size)[context.rank]]
         # PyTorch looks up int64, and has no arithmetic of unsigned words.
         is_key = rows.dtype == np.uint32
         here = torch.from_numpy(rows.view(np.int32) if is_key else rows.astype(np.int64))

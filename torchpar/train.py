@@ -210,7 +210,7 @@ def compute_gradients(run: Run, batch: RankBatch) -> torch.Tensor:
     if run.state.loss_scale:
         scale = run.state.loss_scale.scale / undivided_parts(run.parallel, run.experiment)
         unscale_gradients(run.parallel, scale)
-    return run.mean_over_rows(loss)
+    return run.mean_over_data(loss)
 
 
 def run_passes(run: Run, batch: RankBatch) -> torch.Tensor:

@@ -5,7 +5,6 @@ A single field's bounds are with its type (`compare.spec.sections`).
 
 from collections.abc import Iterator
 
-from compare.spec.axes import ROWS
 from compare.spec.sections import Experiment, Layout, Model, Precision, Train
 
 LARGEST_FLOAT32 = 3.4028234663852886e38
@@ -51,6 +50,8 @@ def _objections(experiment: Experiment) -> Iterator[str]:
         )
     yield from _to_loss_chunks(model, train, layout)
     yield from _to_layout(model, train, layout)
+    yield from _to_context(model, train, layout)
+    yield from _to_experts(layout)
     yield from _to_pipeline(model, train, layout)
 
 
@@ -112,7 +113,9 @@ def _to_loss_chunks(model: Model, train: Train, layout: Layout) -> Iterator[str]
 
 def _to_layout(model: Model, train: Train, layout: Layout) -> Iterator[str]:
     if train.batch_size % layout.data_parallel:
-        degrees = {key: layout.axes[key] for key in ROWS if layout.axes[key] > 1}
+        degrees = {
+            key: getattr(layout, key) for key in ("dp_replicate", "dp_shard") if getattr(layout, key) > 1
+        }
         shares = " x ".join(f"layout.{key} = {degree}" for key, degree in degrees.items())
         yield f"train.batch_size = {train.batch_size} is not divisible by {shares}: change one of them"
     if layout.zero and layout.dp_shard == 1:
@@ -120,7 +123,7 @@ def _to_layout(model: Model, train: Train, layout: Layout) -> Iterator[str]:
             f"layout.zero = {layout.zero} with layout.dp_shard = 1: there is nothing to split; set "
             f"layout.dp_shard to 2 or more, or layout.zero to 0"
         )
-    if layout.dp_shard > 1 and not layout.zero:
+    if layout.dp_shard > 1 and not layout.zero and layout.ep == 1:
         yield (
             f"layout.dp_shard = {layout.dp_shard} with layout.zero = 0: say what is split: layout.zero = 1 "
             f"(optimizer state), 2 (and gradients) or 3 (and parameters)"
@@ -143,6 +146,43 @@ def _to_layout(model: Model, train: Train, layout: Layout) -> Iterator[str]:
         yield (
             f"layout.sequence_parallel = true: layout.tp = {layout.tp} does not divide model.block_size = "
             f"{model.block_size}: change one of them"
+        )
+
+
+def _to_context(model: Model, train: Train, layout: Layout) -> Iterator[str]:
+    cp, tp = layout.cp, layout.tp
+    if layout.zigzag and cp == 1:
+        yield "layout.zigzag = true with layout.cp = 1: there is nothing to balance; raise layout.cp"
+    if layout.zigzag and layout.context == "ulysses":
+        yield (
+            "layout.zigzag = true with layout.context = ulysses: each device attends to whole sequences, so "
+            "that all have as much to do: leave layout.zigzag out"
+        )
+    parts = cp * (2 if layout.zigzag else 1) * (tp if layout.sequence_parallel else 1)
+    if cp > 1 and model.block_size % parts:
+        factors = (f"layout.cp = {cp}", "2 of layout.zigzag" * layout.zigzag)
+        factors += (f"layout.tp = {tp} of layout.sequence_parallel" * layout.sequence_parallel,)
+        yield (
+            f"{' x '.join(filter(None, factors))} does not divide model.block_size = {model.block_size}: "
+            "change one of them"
+        )
+    if cp > 1 and layout.context == "ulysses" and model.n_head // tp % cp:
+        yield (
+            f"layout.context = ulysses: layout.cp = {cp} does not divide {model.n_head // tp} heads "
+            f"(model.n_head = {model.n_head}, layout.tp = {tp}): use ring or allgather"
+        )
+    if cp > 1 and train.loss_chunks > 1:
+        yield (
+            f"train.loss_chunks = {train.loss_chunks} with layout.cp = {cp}: each device has logits of its "
+            "own positions alone: raise layout.cp instead"
+        )
+
+
+def _to_experts(layout: Layout) -> Iterator[str]:
+    if layout.dp_shard % layout.ep:
+        yield (
+            f"layout.ep = {layout.ep} does not divide layout.dp_shard = {layout.dp_shard}, whose ranks share "
+            "out the experts: change one of them"
         )
 
 

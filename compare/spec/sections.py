@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from compare.spec.axes import AXES, ROWS
+from compare.spec.axes import AXES, DP_SHARD, REPLICAS, ROWS
 
 MAX_COUNT = 2**31 - 1  # token ids and JAX's indices have 32 bits
 MAX_LAYERS = 10_000  # each block's weights are named, drawn and compared one by one
@@ -153,6 +153,16 @@ class Layout(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tensor parallelism: attention heads, MLP and vocabulary are split (Megatron)."""
     sequence_parallel: bool = False
     """Between tensor-parallel regions, split activations along the sequence too."""
+    cp: Positive = 1
+    """Context parallelism: each sequence is split, and attention fetches keys and values of the others."""
+    context: Literal["allgather", "ring", "ulysses"] = "allgather"
+    """How attention sees all positions under cp: keys and values of all are gathered (allgather), or pass by
+    one device's at a time (ring), or each device has all positions of some of the heads (ulysses)."""
+    zigzag: bool = False
+    """Under cp give each device an early and a late part of the sequence: a causal mask then leaves each as
+    much to do."""
+    ep: Positive = 1
+    """Expert parallelism: the ranks of dp_shard that share out a layer's experts; it divides dp_shard."""
     pp: Positive = 1
     """Pipeline parallelism: ranks that hold a share of the blocks each."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
@@ -179,8 +189,8 @@ class Layout(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh: degree by axis name, outermost first."""
-        return {name: getattr(self, name) for name in AXES}
+        """The mesh: degree by axis name, outermost first. `dp_shard` has what ep leaves of it."""
+        return {name: getattr(self, name) // (self.ep if name == DP_SHARD else 1) for name in AXES}
 
     @property
     def devices(self) -> int:
@@ -198,6 +208,11 @@ class Layout(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def data_parallel(self) -> int:
         """Shares that a batch is cut into."""
         return math.prod(self.axes[name] for name in ROWS)
+
+    @property
+    def replicas(self) -> int:
+        """Devices that ZeRO leaves a copy each: with data of their own, and gradients to be summed."""
+        return math.prod(self.axes[name] for name in REPLICAS)
 
 
 class Checkpoints(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, PP, TP
+from compare.spec.axes import AXES, CP, DP_REPLICATE, DP_SHARD, PP, TP
 from compare.spec.experiment import Experiment, ExperimentError, Layout, revalidate
 
 Fields = Mapping[str, object]
@@ -49,6 +49,7 @@ NOTHING_SAID = Said()
 
 SP = {"sequence_parallel": True}
 KEPT = {"zero": 3, "reshard_after_forward": False}
+RING = {"context": "ring", "zigzag": True}
 INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
 DDP, FSDP = {"dp_replicate": 2}, {"dp_shard": 2, "zero": 3}
 PRESETS = {
@@ -72,6 +73,13 @@ PRESETS = {
     "fsdp_tp": Preset("fully sharded x tensor parallel", TP, FSDP),
     "fsdp_tp_sp": Preset("fully sharded x tensor and sequence parallel", TP, {**FSDP, **SP}),
     "hsdp_tp": Preset("replicas x fully sharded x tensor parallel", TP, {**DDP, **FSDP}, devices=8),
+    "cp": Preset("context parallel, keys and values gathered", CP),
+    "cp_ring": Preset("context parallel, a ring, balanced", CP, RING),
+    "cp_ulysses": Preset(
+        "context parallel, heads for positions", CP, {"context": "ulysses", "zigzag": False}
+    ),
+    "fsdp_cp": Preset("fully sharded x context parallel", CP, FSDP),
+    "cp_tp": Preset("context x tensor and sequence parallel", CP, {"tp": 2, **SP}),
     "pp": Preset("pipeline, 1F1B", PP),
     "pp_gpipe": Preset("pipeline, GPipe", PP, {"schedule": "gpipe", "chunks": 1}),
     "pp_interleaved": Preset("pipeline, interleaved 1F1B", PP, INTERLEAVED, devices=2),
@@ -95,6 +103,8 @@ _MEANT_FOR = {
     "zero": DP_SHARD,
     "reshard_after_forward": DP_SHARD,
     "sequence_parallel": TP,
+    "context": CP,
+    "zigzag": CP,
 }
 """Settings, and the axis without which each means nothing."""
 SETTINGS = (*_MEANT_FOR, "gradient_sync")

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from compare.contract.communication import LOSS, NORM
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.ticks import Ticks, lock_step
-from compare.spec.axes import ROWS
+from compare.spec.axes import DATA
 from jaxpar.comm import collectives
 from jaxpar.manual import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
 from jaxpar.model import same
@@ -28,6 +28,7 @@ from jaxpar.step import (
     ShardedStep,
     Strategy,
     accumulated_gradients,
+    batch_specs,
     passes_of,
     place_step,
     scaled,
@@ -52,7 +53,6 @@ def parallelize(
 ) -> ShardedStep:
     """The training step of a problem: each device runs the loss, or its pieces, on its share of the batch."""
     layout, placements = problem.layout, problem.placements()
-    batch_spec = P(None, tuple(axis for axis in ROWS if mesh.shape[axis] > 1))
     at_rest, sharded = specs(placements, sharded=layout.zero == 3), specs(placements, sharded=True)
     moments = moments_like(optimizer, problem.shapes, sharded)
     ticks = None
@@ -65,7 +65,7 @@ def parallelize(
     step = collectives.per_device(
         _step(problem, optimizer, placements, ticks),
         mesh=mesh,
-        in_specs=(at_rest, moments, batch_spec, P()),
+        in_specs=(at_rest, moments, batch_specs(problem.experiment, mesh), P()),
         out_specs=(at_rest, moments, P(), sharded),
     )
     step = jax.jit(step, inline=True)  # traced once for all programs that are compiled from it
@@ -98,8 +98,8 @@ def _step(
             optimizer, shards, opt_state, gradients, grad_norm=grad_norm, scalars=scalars
         )
         params = shards if zero3 else fully_sharded.all_gather_parameters(shards, placements)
-        loss = collectives.all_reduce(value, ROWS, purpose=LOSS)
-        loss /= collectives.axis_size(ROWS)
+        loss = collectives.all_reduce(value, DATA, purpose=LOSS)
+        loss /= collectives.axis_size(DATA)
         return params, opt_state, {"loss": loss, "grad_norm": grad_norm}, gradients
 
     return step

@@ -57,14 +57,17 @@ def test_an_edit_puts_another_attention_core_there():
     assert edited == pytest.approx(numpy_loss(SPEC, named, **batch), rel=1e-13)
 
 
-def test_positions_are_an_argument():
+def test_positions_are_a_hook():
     """Every second row of the table, as a device that has some of the positions."""
     params = weights.from_canonical(random_parameters(SPEC), SPEC)
     batch = {name: tokens[:, :3] for name, tokens in random_batch(SPEC).items()}
-    loss, taken = problem(SPEC).loss(), jnp.array([0, 2, 4])
+    loss = problem(SPEC).loss()
+    of_some = problem(SPEC).loss(
+        [lambda model: setattr(model.embedding, "positions", lambda T: jnp.array([0, 2, 4]))]
+    )
     table = params["embedding"]["position"]
     moved = params | {"embedding": params["embedding"] | {"position": table[[0, 2, 4, 1, 3, 5]]}}
-    assert loss(params, batch | {"positions": taken}) == loss(moved, batch) != loss(params, batch)
+    assert of_some(params, batch) == loss(moved, batch) != loss(params, batch)
 
 
 def test_bfloat16_is_mixed_precision():

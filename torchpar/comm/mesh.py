@@ -9,11 +9,13 @@ import numpy as np
 import torch
 
 from compare.host.facts import cpu_model
-from compare.spec.axes import ROWS, joined
+from compare.spec.axes import DATA, EP, REPLICAS, ROWS, SHARDS, joined, joined_of
 from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis
 from torchpar.comm.process_groups import make_group
 
+EXPERTS_DATA = tuple(name for name in DATA if name != EP)
+"""The axes along which the gradients of an expert are summed."""
 PACKAGES = ("torch", "numpy")
 """Packages that a rank's numbers depend on."""
 
@@ -33,16 +35,18 @@ class Mesh:
 
     def joined(self, *names: str) -> Axis:
         """Several axes as one, the first outermost. One of them alone where the others have one rank."""
-        real = [name for name in names if self[name].size > 1]
-        return self[joined(*real)] if real else self[names[-1]]
+        return self[joined_of(names, {name: self[name].size for name in names}) or names[-1]]
 
 
 def make_mesh(layout: Layout, *, rank: int, device: torch.device) -> Mesh:
     """The mesh of a layout's rank; with more than one device the process group must be there."""
     sizes = layout.axes
     make = partial(_make_axis, sizes=sizes, rank=rank)
-    several = [ROWS] if all(sizes[name] > 1 for name in ROWS) else []  # whose ranks communicate as one
-    axes = {joined(*names): make(names) for names in [*((name,) for name in sizes), *several]}
+    # Whose ranks communicate as one: of rows, of data, and along which ZeRO's parts are summed and split.
+    together = (ROWS, DATA, REPLICAS, SHARDS, EXPERTS_DATA)
+    several = {joined_of(names, sizes): tuple(n for n in names if sizes[n] > 1) for names in together}
+    axes = {name: make((name,)) for name in sizes}
+    axes |= {name: make(names) for name, names in several.items() if len(names) > 1}
     return Mesh(axes, world=make(tuple(sizes)), device=device)
 
 

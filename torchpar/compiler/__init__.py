@@ -9,7 +9,7 @@ from functools import partial
 
 from torch.distributed.tensor import DTensor
 
-from compare.spec.axes import ROWS, SHARDED_FROM
+from compare.spec.axes import DATA, SHARDED_FROM
 from compare.spec.experiment import Layout
 from torchpar.comm.mesh import Mesh
 from torchpar.compiler import data_parallel, fully_sharded, tensor_parallel
@@ -90,5 +90,5 @@ def _placed(
         module=model,
         optimizer=optimizer,
         end_evaluation=kept.free if kept else None,
-        means_of=mesh.joined(*ROWS).size,
+        means_of=mesh.joined(*DATA).size,
     )

@@ -39,10 +39,9 @@ def split_batch(model: GPT, devices: DeviceMesh, *, cross_entropy: CrossEntropy 
         idx: torch.Tensor,
         targets: torch.Tensor | None = None,
         keys_B2: torch.Tensor | None = None,
-        position_T: torch.Tensor | None = None,
     ) -> tuple[None, torch.Tensor | None]:
         """Without the logits: a DTensor that goes out of a compiled program needs a gradient that is one."""
-        return None, forward(local_part(idx, devices, rows), targets, keys_B2, position_T)[1]
+        return None, forward(local_part(idx, devices, rows), targets, keys_B2)[1]
 
     def positions_come_in(_: nn.Module, arguments: tuple) -> DTensor:
         return local_part(arguments[0], devices, whole)

@@ -6,7 +6,7 @@ from functools import partial
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, ROWS, TP
+from compare.spec.axes import DATA, PP, REPLICAS, SHARDS, TP
 from compare.spec.experiment import Layout
 from torchpar.comm.mesh import Mesh
 from torchpar.dtensors import dtensor_optimizer, make_device_mesh, of_dtensors
@@ -30,7 +30,10 @@ def parallelize(
     One device gets the plain module: DDP would only add its bookkeeping. Data parallelism of DTensors is
     FSDP2's, also where it only replicates: DistributedDataParallel takes plain parameters.
     """
-    devices = make_device_mesh(mesh) if mesh[TP].size > 1 or layout.zero > 1 else None
+    devices = None
+    if mesh[TP].size > 1 or layout.zero > 1:
+        axes = mesh[PP], mesh.joined(*REPLICAS), mesh.joined(*SHARDS), mesh[TP]
+        devices = make_device_mesh(mesh, [axis.name for axis in axes])
     if devices is not None and mesh[TP].size > 1:
         split_layers(model, devices[TP], sequence_parallel=layout.sequence_parallel)
     apply_remat(model.blocks, layout.remat)
@@ -50,19 +53,20 @@ def _replicated(
     models: Sequence[nn.Module], mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker
 ) -> ParallelModel:
     """Whole parameters on every rank: DDP, and for ZeRO-1 an optimizer that updates some of them."""
-    parameters, data = _named_parameters(models), mesh.joined(*ROWS)
+    parameters, data = _named_parameters(models), mesh.joined(*DATA)
     if data.size == 1:
         return ParallelModel(
             module=_joined(models), optimizer=make_optimizer(parameters), parameters=parameters
         )
     wrap = partial(synchronize_gradients, bucket_size_mb=layout.bucket_mb, keeps_buckets=layout.pp > 1)
     replicas = [wrap(model, group=data.group) for model in models]
+    shards = mesh.joined(*SHARDS)
     if layout.zero:
-        make_optimizer = partial(make_optimizer, wrap=partial(ShardedOptimizer, group=mesh[DP_SHARD].group))
+        make_optimizer = partial(make_optimizer, wrap=partial(ShardedOptimizer, group=shards.group))
     optimizer, updates = make_optimizer(parameters), None
     if isinstance(optimizer, ShardedOptimizer):
         updated = {p for group in optimizer.optim.param_groups for p in group["params"]}
-        updates = {name for name, p in parameters.items() if p in updated}, mesh[DP_SHARD]
+        updates = {name for name, p in parameters.items() if p in updated}, shards
     return ParallelModel(
         module=_joined(replicas),
         optimizer=optimizer,
@@ -81,8 +85,8 @@ def _distributed(
     fill: Fill,
 ) -> ParallelModel:
     """Parameters as DTensors: FSDP2 over tensor parallelism's parts of them."""
-    has_replicas = mesh.joined(*ROWS).size > 1
-    data = ROWS if mesh[DP_REPLICATE].size > 1 else DP_SHARD
+    has_replicas, replicas, shards = mesh.joined(*DATA).size > 1, mesh.joined(*REPLICAS), mesh.joined(*SHARDS)
+    data = (replicas.name, shards.name) if replicas.size > 1 else shards.name
     reshards = layout.zero == 3 and layout.reshard_after_forward
     for model in models:
         if has_replicas:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, TP
+from compare.spec.axes import DATA, PP, REPLICAS, SHARDS, TP
 from compare.spec.experiment import Layout
 from torchpar.comm.mesh import Mesh
 from torchpar.gpt_stages import TIED, GPTStages, stages_of, units_of
@@ -49,10 +49,11 @@ def _replicated(
 ) -> ParallelModel:
     parameters = dict(model.named_parameters())
     parallel = ParallelModel(module=model, optimizer=make_optimizer(parameters), parameters=parameters)
-    if mesh[DP_REPLICATE].size == 1:
+    data = mesh.joined(*DATA)
+    if data.size == 1:
         return parallel
     sync, size = layout.gradient_sync, layout.bucket_mb
-    replicas = DataParallel(model, gradient_sync=sync, bucket_size_mb=size, group=mesh[DP_REPLICATE])
+    replicas = DataParallel(model, gradient_sync=sync, bucket_size_mb=size, group=data)
     parallel = replace(parallel, module=replicas, skip_sync=replicas.no_sync)
     return parallel.under(Strategy(finish=lambda _: replicas.finish_gradient_synchronization()))
 
@@ -62,7 +63,7 @@ def _sharded(
 ) -> ParallelModel:
     """ZeRO-1: the optimizer reduces gradients itself, each to the rank that needs it. ZeRO-2 and 3: FSDP."""
     full = dict(model.named_parameters())
-    axes = {"group": mesh[DP_SHARD], "replicate_group": mesh[DP_REPLICATE]}
+    axes = {"group": mesh.joined(*SHARDS), "replicate_group": mesh.joined(*REPLICAS)}
     if layout.zero == 1:
         wrap = partial(ShardedOptimizer, **axes, bucket_size_mb=layout.bucket_mb)
         # Both stages that have a copy of the tied weight must cut it alike.
@@ -87,7 +88,7 @@ def _sharded(
         return {name: whole[full[name]] for name in pieces}
 
     strategy = Strategy(
-        axis=mesh[DP_SHARD],
+        axis=mesh.joined(*SHARDS),
         spread=full,
         finish=lambda _: sharding.finish_gradient_synchronization(),
         gather=gather,

@@ -25,6 +25,12 @@ class Layouts(Struct, frozen=True, kw_only=True):
     """ZeRO stages that it cannot combine with tp, and why."""
     gradient_sync_with_tp: str = ""
     """Reduction over dp_replicate where tp splits the parameters, if it is another one."""
+    contexts: tuple[str, ...] = ()
+    """The ways of context parallelism it has."""
+    no_other_context: str = ""
+    """Reason for no other one, and what to do."""
+    ep: Literal[True] | str = "it has no experts"
+    """True if it has expert parallelism, or the reason against it."""
     schedules: tuple[str, ...] = ()
     """The pipeline schedules it has."""
     no_other_schedule: str = ""
@@ -103,9 +109,9 @@ class Engine(Struct, frozen=True, kw_only=True):
         Raises as `require`.
         """
         self.require(layout)
-        if layout.dp_shard > 1:
+        if layout.zero:
             return f"zero{layout.zero}"
-        if layout.dp_replicate == 1:
+        if layout.data_parallel * layout.cp == 1:
             return "none"
         if layout.tp > 1 and self.layouts.gradient_sync_with_tp:
             return self.layouts.gradient_sync_with_tp
@@ -158,14 +164,20 @@ class Engine(Struct, frozen=True, kw_only=True):
             raise ExperimentError(f"layout.tp = {layout.tp}: {self.name} has no tensor parallelism")
         if layout.tp > 1 and (why := has.no_zero_with_tp.get(layout.zero)):
             raise ExperimentError(f"layout.zero = {layout.zero} with layout.tp = {layout.tp}: {why}")
-        if layout.pp > 1 and layout.schedule not in has.schedules:
-            have, why = ", ".join(has.schedules) or "no pipeline", has.no_other_schedule
-            raise ExperimentError(
-                f"layout.schedule = {layout.schedule}: {self.name} has {have}" + (why and f" ({why})")
-            )
+        if layout.ep > 1 and has.ep is not True:
+            raise ExperimentError(f"layout.ep = {layout.ep}: {self.name}: {has.ep}")
+        for is_used, key, ways, nothing, why in (
+            (layout.cp > 1, "context", has.contexts, "no context parallelism", has.no_other_context),
+            (layout.pp > 1, "schedule", has.schedules, "no pipeline", has.no_other_schedule),
+        ):
+            if is_used and (value := getattr(layout, key)) not in ways:
+                have = ", ".join(ways) or nothing
+                raise ExperimentError(
+                    f"layout.{key} = {value}: {self.name} has {have}" + (why and f" ({why})")
+                )
         if why := has.refuses(layout):
             raise ExperimentError(f"{self.name}: {why}")
-        if layout.dp_replicate > 1 and self.offers_choice and layout.gradient_sync not in self.gradient_sync:
+        if layout.replicas > 1 and self.offers_choice and layout.gradient_sync not in self.gradient_sync:
             raise ExperimentError(
                 f"layout.gradient_sync = {layout.gradient_sync}: {self.name} offers "
                 f"{', '.join(self.gradient_sync)}, because under jit XLA decides when a collective starts: "
