@@ -24,6 +24,7 @@ _IN_BLOCK = {
     "attention.out.bias": "attn.c_proj.bias",
     "norm2.scale": "ln_2.weight",
     "norm2.bias": "ln_2.bias",
+    "mlp.router.weight": "mlp.router.weight",
     "mlp.up.weight": "mlp.c_fc.weight",
     "mlp.up.bias": "mlp.c_fc.bias",
     "mlp.down.weight": "mlp.c_proj.weight",
@@ -38,6 +39,12 @@ MASKS = (".attn.bias", ".attn.masked_bias")
 """Ends of causal masks' names, which old files have."""
 
 
+def require_dense(model: Model) -> None:
+    """Refuse a model that GPT-2 cannot be. Raises ExperimentError."""
+    if model.n_experts:
+        raise ExperimentError(f"model.n_experts = {model.n_experts}: GPT-2 has none, and no name for them")
+
+
 def gpt2_name(name: str) -> str:
     """The name of the parameter with this canonical name, without the prefix: `h.3.mlp.c_fc.weight`."""
     if name in _TOP:
@@ -49,9 +56,10 @@ def gpt2_name(name: str) -> str:
 def input_dims(parameter: Parameter) -> int:
     """The canonical dims that are a matrix product's inputs, which come first: their number, 0 of all else.
 
-    qkv and up read the embedding, their first axis; out and down write it, their last.
+    qkv, up and the router read the embedding, their first axis; out and down write it, their last. Experts
+    are a stack of matrices, which nn.Linear is not: they keep the canonical shape.
     """
-    if not parameter.is_matrix or parameter.name.startswith("embedding."):
+    if not parameter.is_matrix or parameter.name.startswith("embedding.") or "expert" in parameter.axes:
         return 0
     return 1 if parameter.axes[0] == "embed" else len(parameter.shape) - 1
 
@@ -72,6 +80,7 @@ def from_gpt2(
     Matrices are (in, out) as in Hugging Face's Conv1D, or (out, in) as in nn.Linear. Raises ExperimentError:
     they are not this model's.
     """
+    require_dense(model)
     arrays: dict[str, np.ndarray] = {}
     for name in tensors:
         plain = name

@@ -4,7 +4,8 @@ Both sides map their own names and layouts to this table in one place each (`wei
 gradient of one can be laid over a gradient of the other. The fused query-key-value projection keeps
 its own axis, and heads keep theirs: a split over heads is then a slice of one axis.
 
-Logical axes: vocab V, position T, embed C, qkv 3, heads H, head_dim D = C/H, mlp M = 4C.
+Logical axes: vocab V, position T, embed C, qkv 3, heads H, head_dim D = C/H, mlp M = 4C, expert E; choice is
+E too, of the router, which every device has for all experts.
 """
 
 import hashlib
@@ -61,12 +62,26 @@ def end_parameters(model: Model) -> tuple[list[Parameter], list[Parameter]]:
 
 def block_parameters(model: Model, layer: int) -> list[Parameter]:
     """The weights of one block, which are as large in every other."""
-    width, heads, mlp = model.n_embd, model.n_head, MLP_RATIO * model.n_embd
+    width, heads, inner = model.n_embd, model.n_head, MLP_RATIO * model.n_embd
     head_dim = width // heads
     std = 0.02
     residual_std = 0.02 / math.sqrt(2 * model.n_layer)  # GPT-2: two residual additions per block
     block = f"blocks.{layer}"
     qkv_axes, out_axes = ("qkv", "heads", "head_dim"), ("heads", "head_dim", "embed")
+    up, down = ("embed", "mlp"), ("mlp", "embed")
+    if experts := model.n_experts:
+        mlp = [
+            _matrix(f"{block}.mlp.router.weight", (width, experts), ("embed", "choice"), std),
+            _matrix(f"{block}.mlp.up.weight", (experts, width, inner), ("expert", *up), std),
+            _matrix(f"{block}.mlp.down.weight", (experts, inner, width), ("expert", *down), residual_std),
+        ]
+    else:
+        mlp = [
+            _matrix(f"{block}.mlp.up.weight", (width, inner), up, std),
+            *_bias(model, f"{block}.mlp.up.bias", (inner,), ("mlp",)),
+            _matrix(f"{block}.mlp.down.weight", (inner, width), down, residual_std),
+            *_bias(model, f"{block}.mlp.down.bias", (width,), ("embed",)),
+        ]
     return [
         *_norm(model, f"{block}.norm1"),
         _matrix(f"{block}.attention.qkv.weight", (width, QKV, heads, head_dim), ("embed", *qkv_axes), std),
@@ -74,10 +89,7 @@ def block_parameters(model: Model, layer: int) -> list[Parameter]:
         _matrix(f"{block}.attention.out.weight", (heads, head_dim, width), out_axes, residual_std),
         *_bias(model, f"{block}.attention.out.bias", (width,), ("embed",)),
         *_norm(model, f"{block}.norm2"),
-        _matrix(f"{block}.mlp.up.weight", (width, mlp), ("embed", "mlp"), std),
-        *_bias(model, f"{block}.mlp.up.bias", (mlp,), ("mlp",)),
-        _matrix(f"{block}.mlp.down.weight", (mlp, width), ("mlp", "embed"), residual_std),
-        *_bias(model, f"{block}.mlp.down.bias", (width,), ("embed",)),
+        *mlp,
     ]
 
 

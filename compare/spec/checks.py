@@ -51,7 +51,7 @@ def _objections(experiment: Experiment) -> Iterator[str]:
     yield from _to_loss_chunks(model, train, layout)
     yield from _to_layout(model, train, layout)
     yield from _to_context(model, train, layout)
-    yield from _to_experts(layout)
+    yield from _to_experts(model, layout)
     yield from _to_pipeline(model, train, layout)
 
 
@@ -178,11 +178,22 @@ def _to_context(model: Model, train: Train, layout: Layout) -> Iterator[str]:
         )
 
 
-def _to_experts(layout: Layout) -> Iterator[str]:
+def _to_experts(model: Model, layout: Layout) -> Iterator[str]:
     if layout.dp_shard % layout.ep:
         yield (
             f"layout.ep = {layout.ep} does not divide layout.dp_shard = {layout.dp_shard}, whose ranks share "
             "out the experts: change one of them"
+        )
+    if not (experts := model.n_experts):
+        return
+    if experts % layout.ep:
+        yield f"layout.ep = {layout.ep} does not divide model.n_experts = {experts}: change one of them"
+    if (chosen := model.experts_per_token) > experts:
+        yield f"model.experts_per_token = {chosen} is more than model.n_experts = {experts}: change one"
+    if layout.pp > 1:
+        yield (
+            f"layout.pp = {layout.pp} with model.n_experts = {experts}: the load-balance loss is of a "
+            "whole batch, and a pipeline has one microbatch after the other: leave one of them out"
         )
 
 

@@ -47,6 +47,14 @@ class Model(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """gelu is the exact (erf) form, nanoGPT's; gelu_tanh is the approximation that JAX defaults to."""
     norm_eps: Annotated[float, Meta(gt=0)] = 1e-5
     """Epsilon of every LayerNorm (flax defaults to 1e-6, PyTorch and nanoGPT to 1e-5)."""
+    n_experts: Count = 0
+    """MLPs of each block, without biases, of which a router chooses for each token (E); 0: one, for all."""
+    experts_per_token: Positive = 2
+    """Experts that compute each token (k): those of the largest router logits, of equal ones the first. Their
+    outputs are added up with a softmax over the chosen logits as weights. No token is ever dropped."""
+    balance: NonNegative = 0.01
+    """What the loss has for unequal shares of the experts: this times E sum_e f_e P_e for each block, f_e the
+    share of e in all choices and P_e its mean probability, over the batch of a pass (Switch Transformer)."""
 
 
 class Data(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -37,6 +37,8 @@ REFUSED = {
     "[model]\nn_head = 3": "model.n_head = 3 does not divide model.n_embd = 128",
     "[model]\ndropout = 1e-6": "model.dropout = 1e-06 would drop nothing, or everything",
     "[model]\ndropout = 0.1\nblock_size = 131072": "more weights of attention than counters",
+    "[model]\nn_experts = 1": "model.experts_per_token = 2 is more than model.n_experts = 1",
+    "[model]\nn_experts = 4\n[layout]\npp = 2": "layout.pp = 2 with model.n_experts = 4",
     "[train]\nloss_chunks = 3": "train.loss_chunks = 3 does not divide model.block_size = 128",
     "[train]\nloss_chunks = 2\n[layout]\npp = 2": "raise layout.microbatches instead",
     "[train]\nloss_chunks = 2\n[layout]\ntp = 2\nsequence_parallel = true": "layout.sequence_parallel = true",

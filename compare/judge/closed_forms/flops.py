@@ -4,7 +4,8 @@
     head                     6 V h        the tied embedding, as the matrix that makes logits
     attention                12 L s h     scores and their sum over values: 4 s h forward, 8 s h backward
 
-N counts all parameters but the two embedding tables, whose rows are looked up; V vocabulary, h width, L
+N counts all parameters but the two embedding tables, whose rows are looked up, and of experts those that a
+token meets; V vocabulary, h width, L
 layers, s tokens of context. The half of the scores that a causal mask hides is counted, as is the custom, and
 what is computed anew in backward is not: the model needs it once.
 
@@ -14,7 +15,7 @@ Peaks are dense operations a second: a figure "with sparsity" stands here halved
 table, a part of one (MIG), or a dtype that its sheet does not give has no peak, and so no utilisation.
 """
 
-from compare.numerics.parameters import end_parameters, parameter_count
+from compare.numerics.parameters import block_parameters, end_parameters, parameter_count
 from compare.spec.experiment import Experiment
 
 T = 1e12
@@ -66,6 +67,8 @@ def model_flops_per_token(experiment: Experiment) -> float:
     model = experiment.model
     (token, position), _ = end_parameters(model)
     weights = parameter_count(model) - token.size - position.size
+    experts = sum(parameter.size for parameter in block_parameters(model, 0) if "expert" in parameter.axes)
+    weights -= model.n_layer * experts * (1 - model.experts_per_token / (model.n_experts or 1))
     head = model.vocab_size * model.n_embd
     attention = 2 * model.n_layer * model.block_size * model.n_embd
     return 6.0 * (weights + head + attention)

@@ -134,6 +134,7 @@ class Engine(Struct, frozen=True, kw_only=True):
         for name, value, lacks in (
             ("train.eval_interval", experiment.train.eval_interval, "evaluates nothing"),
             ("model.dropout", experiment.model.dropout, "drops nothing"),
+            ("model.n_experts", experiment.model.n_experts, "has no experts"),
             ("checkpoint.every", experiment.checkpoint.every, "saves no checkpoints"),
         ):
             if value and self.is_peer:
