@@ -123,7 +123,7 @@ def doubled_row_bias(right: Any, self: Linear, x: jax.Array) -> jax.Array:
 @in_place_of(optimizer, "clip")
 def next_shard_s_gradients(right: Any, gradients: Any, norm: jax.Array, *, max_norm: float) -> Any:
     """A shard is updated with the next device's gradients."""
-    shift = partial(collectives.shift, axis=fully_sharded.AXIS)
+    shift = partial(collectives.shift, axis=fully_sharded.AXES)
     return jax.tree.map(shift, right(gradients, norm, max_norm=max_norm))
 
 

@@ -2,9 +2,10 @@
 
 All engines store the same arrays in the same places; they differ in who moves them. The table of axes
 (`compare.spec.axes`) names the dim that pp and tp split; the layers of pp are stored in the order of the
-devices that have them. `dp_shard` takes the first dim that it divides, preferably one that tp left alone:
-its parts then lie in memory one after the other. It never takes the layers: a scan walks along them. If it
-divides no dim, the largest is padded with zeros, which have no gradient and so stay zero.
+devices that have them. ZeRO's axes, dp_shard and ep, take the first dim that they divide, preferably one
+that tp left alone: its parts then lie in memory one after the other. They never take the layers: a scan walks
+along them. If they divide no dim, the largest is padded with zeros, which have no gradient and so stay zero.
+Experts are split by ep as by the table, and ZeRO has dp_shard alone for them.
 """
 
 import math
@@ -17,7 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from compare.spec.axes import DP_SHARD, LAYER, PP, SPLIT
+from compare.spec.axes import LAYER, PP, SHARDS, SPLIT
 from compare.spec.experiment import Layout
 
 
@@ -26,7 +27,8 @@ class Placement:
     """One leaf's, of this true shape over all devices.
 
     Attributes:
-        dims: mesh axis -> the dim that it splits. dp_shard comes last: it splits within another axis's parts.
+        dims: mesh axis -> the dim that it splits. Those of ZeRO are last: they split another axis's parts.
+        shards: ZeRO's mesh axes, which split one dim together; none if they leave the leaf alone.
         degrees: mesh axis -> the devices along it.
         chunks: the stages that a device of pp has: rank, rank + pp, rank + 2 pp and so on.
     """
@@ -35,24 +37,33 @@ class Placement:
     dims: Mapping[str, int]
     degrees: Mapping[str, int]
     chunks: int = 1
+    shards: tuple[str, ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes whose devices have different parts; along the others the leaf is repeated."""
         return tuple(self.dims)
 
+    @property
+    def shard_dim(self) -> int | None:
+        """The dim that ZeRO splits."""
+        return self.dims[self.shards[0]] if self.shards else None
+
     def spec(self, *, sharded: bool) -> P:
-        """The leaf's PartitionSpec; without dp_shard unless `sharded`."""
+        """The leaf's PartitionSpec; without ZeRO's axes unless `sharded`."""
         axes = [
-            tuple(axis for axis, at in self.dims.items() if at == dim and (sharded or axis != DP_SHARD))
+            tuple(
+                axis for axis, at in self.dims.items() if at == dim and (sharded or axis not in self.shards)
+            )
             for dim in range(len(self.shape))
         ]
         return P(*(names if len(names) > 1 else names[0] if names else None for names in axes))
 
     def parts(self, dim: int) -> tuple[int, int, int]:
-        """Parts of a dim before dp_shard splits it; true size of each; and its size as stored."""
-        count = math.prod(self.degrees[a] for a, at in self.dims.items() if at == dim and a != DP_SHARD)
-        shards = self.degrees[DP_SHARD] if self.dims.get(DP_SHARD) == dim else 1
+        """Parts of a dim before ZeRO splits it; true size of each; and its size as stored."""
+        others = (a for a, at in self.dims.items() if at == dim and a not in self.shards)
+        count = math.prod(self.degrees[a] for a in others)
+        shards = math.prod(self.degrees[a] for a in self.shards) if self.shard_dim == dim else 1
         size = -(-self.shape[dim] // count)
         return count, size, -(-size // shards) * shards
 
@@ -85,8 +96,8 @@ class Placement:
         return x
 
     def unpad_shards(self, x: Any) -> Any:
-        """An array of `stored_shape` (NumPy or JAX) without the padding of dp_shard."""
-        dim = self.dims.get(DP_SHARD)
+        """An array of `stored_shape` (NumPy or JAX) without the padding of ZeRO's shards."""
+        dim = self.shard_dim
         if dim is None:
             return x
         count, size, stored = self.parts(dim)
@@ -118,15 +129,18 @@ def place(shape: tuple[int, ...], axes: tuple[str, ...], layout: Layout) -> Plac
             dims.setdefault(axis, dim)
     placement = Placement(shape=shape, dims=dims, degrees=layout.axes, chunks=layout.chunks)
     candidates = [dim for dim, logical in enumerate(axes) if logical != LAYER]
-    if layout.dp_shard == 1 or not candidates or not math.prod(shape):
+    shards = tuple(axis for axis in SHARDS if layout.axes[axis] > 1 and axis not in dims)
+    count = math.prod(layout.axes[axis] for axis in shards)
+    if not layout.zero or count == 1 or not candidates or not math.prod(shape):
         return placement
 
     def preference(dim: int) -> tuple[bool, bool, int]:
         _, size, _ = placement.parts(dim)
-        divides = size % layout.dp_shard == 0
+        divides = size % count == 0
         return divides, dim not in dims.values(), -dim if divides else size
 
-    return replace(placement, dims={**dims, DP_SHARD: max(candidates, key=preference)})
+    dim = max(candidates, key=preference)
+    return replace(placement, dims={**dims, **dict.fromkeys(shards, dim)}, shards=shards)
 
 
 def map_repeated(f: Callable[[Any], Any], axis: str, placements: Any, tree: Any) -> Any:
@@ -135,7 +149,7 @@ def map_repeated(f: Callable[[Any], Any], axis: str, placements: Any, tree: Any)
 
 
 def specs(placements: Any, *, sharded: bool) -> Any:
-    """A tree of PartitionSpecs; leaves are split over dp_shard only if `sharded`."""
+    """A tree of PartitionSpecs; leaves are split over ZeRO's axes only if `sharded`."""
     return jax.tree.map(lambda p: p.spec(sharded=sharded), placements)
 
 
@@ -145,7 +159,7 @@ def shardings(mesh: Mesh, placements: Any, *, sharded: bool) -> Any:
 
 
 def unpad(params: Any, placements: Any) -> Any:
-    """Parameters without what only makes shards of dp_shard equal in size."""
+    """Parameters without what only makes ZeRO's shards equal in size."""
     return jax.tree.map(lambda p, x: p.unpad_shards(x), placements, params)
 
 
@@ -154,7 +168,7 @@ def one_layer(placements: Any) -> Any:
 
     def without_layer(p: Placement) -> Placement:
         dims = {axis: dim - 1 for axis, dim in p.dims.items() if axis != PP}
-        return Placement(shape=p.shape[1:], dims=dims, degrees={**p.degrees, PP: 1})
+        return Placement(shape=p.shape[1:], dims=dims, degrees={**p.degrees, PP: 1}, shards=p.shards)
 
     return jax.tree.map(without_layer, placements)
 

@@ -121,7 +121,7 @@ def unlike_textbook(
 
 def _multiples(engine: str, experiment: Experiment, flow: Flow) -> tuple[float, float]:
     layout, is_scan = experiment.layout, ENGINES[engine].holds.residuals == "scan"
-    if is_scan and experiment.model.n_layer == 1 and flow.axis == DP_SHARD:
+    if is_scan and experiment.model.n_layer == layout.pp * layout.chunks and flow.axis == DP_SHARD:
         return 0.0, math.inf  # XLA unrolls a loop of one layer, and gathers once a step
     least = LEAST_IN_PIPELINE if layout.pp > 1 or "+" in flow.axis else LEAST
     if least == LEAST and flow.axis == DP_SHARD:

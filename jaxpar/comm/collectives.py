@@ -33,9 +33,11 @@ def turns_scope(turns: Sequence[int], *, of: int) -> AbstractContextManager:
 
 
 axis_size = lax.axis_size
+Axes = str | tuple[str, ...]
+"""One mesh axis, or several as one, the first outermost."""
 
 
-def all_reduce(x: jax.Array, axis: str | tuple[str, ...], *, purpose: str = "") -> jax.Array:
+def all_reduce(x: jax.Array, axis: Axes, *, purpose: str = "") -> jax.Array:
     """Sum of x, any shape, over one or several mesh axes, on every device of them."""
     # A sum over one device is nothing, and XLA on a CPU copies all of x for it.
     names = (axis,) if isinstance(axis, str) else axis
@@ -50,18 +52,19 @@ def all_reduce_max(x: jax.Array, axis: str, *, purpose: str = "") -> jax.Array:
         return lax.pmax(x, axis)
 
 
-def to_varying(tree: Any, axis: str, *, purpose: str = "") -> Any:
-    """Mark values that are equal along an axis as each device's own. Its transpose is an all-reduce.
+def to_varying(tree: Any, axis: str | Sequence[str], *, purpose: str = "") -> Any:
+    """Mark values that are equal along an axis, or several, as each device's own. Its transpose: all-reduce.
 
     Autodiff sums the gradient of an equal value where varying data use it; that of a marked one stays local.
     """
-    if axis_size(axis) == 1:
+    axes = tuple(a for a in ((axis,) if isinstance(axis, str) else axis) if axis_size(a) > 1)
+    if not axes:
         return tree
     with ledger_scope(purpose):
-        return jax.tree.map(lambda x: lax.pcast(x, axis, to="varying"), tree)
+        return jax.tree.map(lambda x: lax.pcast(x, axes, to="varying"), tree)
 
 
-def all_gather(x: jax.Array, axis: str, *, dim: int, purpose: str = "", is_equal: bool = False) -> jax.Array:
+def all_gather(x: jax.Array, axis: Axes, *, dim: int, purpose: str = "", is_equal: bool = False) -> jax.Array:
     """Shards joined at `dim`, (.., d, ..) -> (.., n d, ..), n devices. Its transpose: `reduce_scatter`.
 
     `is_equal` marks it as equal on all devices: for updated parameters.
@@ -70,19 +73,19 @@ def all_gather(x: jax.Array, axis: str, *, dim: int, purpose: str = "", is_equal
         return lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying" if is_equal else "varying")
 
 
-def reduce_scatter(x: jax.Array, axis: str, *, dim: int, purpose: str = "") -> jax.Array:
+def reduce_scatter(x: jax.Array, axis: Axes, *, dim: int, purpose: str = "") -> jax.Array:
     """This device's shard at `dim` of the sum over a mesh axis: (.., d, ..) -> (.., d / n, ..)."""
     with ledger_scope(purpose):
         return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
 
-def own_shard(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
+def own_shard(x: jax.Array, axis: Axes, *, dim: int) -> jax.Array:
     """This device's shard of a full array, (.., d, ..) -> (.., d / n, ..) at `dim`, without communication."""
     size = x.shape[dim] // axis_size(axis)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)
 
 
-def shift(x: jax.Array, axis: str, *, by: int = 1, purpose: str = "") -> jax.Array:
+def shift(x: jax.Array, axis: Axes, *, by: int = 1, purpose: str = "") -> jax.Array:
     """The x, any shape, of the device `by` positions further along a mesh axis, a ring."""
     n = axis_size(axis)
     with ledger_scope(purpose):

@@ -17,14 +17,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, reshard
 
-from compare.spec.axes import DP_SHARD
+from compare.spec.axes import SHARDS
 from jaxpar.explicit.replicas import over_replicas, own_copy
 from jaxpar.model import GPT
 from jaxpar.placement import one_layer, specs, unpad
 from jaxpar.problem import Edit, Loss, Problem
 from jaxpar.remat import apply_remat
-
-AXIS = DP_SHARD
 
 
 def scatter_gradients(gradients: Any, placements: Any, *, mesh: Mesh) -> Any:
@@ -46,7 +44,7 @@ def is_gather(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
     """True if an operation makes a whole parameter or a copy of one, for remat policies: its type says so."""
     types = [parameters["dst_sharding"]] if primitive.name == "reshard" else []
     types += [of.sharding for of in arguments if hasattr(of, "sharding")]
-    return any(AXIS in sharding.spec.reduced for sharding in types)
+    return any(axis in sharding.spec.reduced for sharding in types for axis in SHARDS)
 
 
 def gather_layers(problem: Problem, placements: Any, *, mesh: Mesh) -> Edit:

@@ -23,23 +23,31 @@ import jax
 from jax import lax
 
 from compare.contract.communication import GRADIENTS, PARAMETERS
-from compare.spec.axes import DP_SHARD
+from compare.spec.axes import SHARDS
 from jaxpar.comm import collectives
 from jaxpar.model import GPT
-from jaxpar.placement import Placement, map_repeated, one_layer
+from jaxpar.placement import Placement, one_layer
 from jaxpar.problem import Edit, Loss, Problem
 from jaxpar.remat import Remat, apply_remat
 from jaxpar.step import Strategy
 from jaxpar.weights import STACKED
 
-AXIS = DP_SHARD
+AXES = SHARDS
 
 
 def strategy(problem: Problem, placements: Any) -> Strategy:
     """Blocks gather themselves under stage 3; gradients that were scattered are sums over n devices."""
-    mark_varying = partial(collectives.to_varying, axis=AXIS)
-    mark = partial(map_repeated, mark_varying, AXIS, placements) if problem.layout.zero == 3 else mark_varying
-    of_axis = Strategy(mark=mark, reduce=partial(mean_gradients, placements=placements))
+    if not problem.layout.zero:
+        return Strategy()
+
+    def mark(p: Placement, x: jax.Array) -> jax.Array:
+        split = [axis for axis in p.dims if problem.layout.zero == 3 or axis not in p.shards]
+        return collectives.to_varying(x, [axis for axis in AXES if axis not in split])
+
+    of_axis = Strategy(
+        mark=lambda params: jax.tree.map(mark, placements, params),
+        reduce=partial(mean_gradients, placements=placements),
+    )
     if not problem.gathers_in_layers:
         return of_axis
     keep = not problem.layout.reshard_after_forward
@@ -57,16 +65,22 @@ def shard_parameters(params: Any, placements: Any) -> Any:
 
 
 def scatter_gradients(gradients: Any, placements: Any) -> Any:
-    """This device's shards of the sums, over dp_shard, of gradients of stored size."""
+    """This device's shards of the sums, over ZeRO's axes, of gradients of stored size."""
     scatter = partial(collectives.reduce_scatter, purpose=GRADIENTS)
     return _along_split_dims(scatter, gradients, placements)
 
 
 def mean_gradients(gradients: Any, placements: Any) -> Any:
-    """Means over dp_shard from scattered sums; what could not be scattered is reduced now."""
-    reduce = partial(collectives.all_reduce, axis=AXIS, purpose=GRADIENTS)
-    sums = map_repeated(reduce, AXIS, placements, gradients)
-    return jax.tree.map(lambda g: g / collectives.axis_size(AXIS), sums)
+    """Means over dp_shard and ep from scattered sums; what could not be scattered is reduced now.
+
+    The gradient of an expert is a sum over ep's rows as it is: what was theirs came to it.
+    """
+
+    def mean(p: Placement, g: jax.Array) -> jax.Array:
+        left = tuple(axis for axis in AXES if axis not in p.dims)
+        return collectives.all_reduce(g, left, purpose=GRADIENTS) / collectives.axis_size(AXES)
+
+    return jax.tree.map(mean, placements, gradients)
 
 
 def all_gather_parameters(shards: Any, placements: Any) -> Any:
@@ -92,7 +106,7 @@ def gather_layers(placements: Any, *, remat: Remat, keep_gathered: bool) -> Edit
 
 
 def _is_gather(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
-    return primitive.name == "all_gather" and AXIS in parameters["axis_name"]
+    return primitive.name == "all_gather" and any(axis in parameters["axis_name"] for axis in AXES)
 
 
 def gather_first(loss: Loss, placements: Any) -> Loss:
@@ -110,17 +124,17 @@ def unpad(params: Any, placements: Any) -> Any:
     """Local parameters without what only makes shards equal in size."""
 
     def cut(p: Placement, x: jax.Array) -> jax.Array:
-        dim = p.dims.get(AXIS)
+        dim = p.shard_dim
         return x if dim is None else lax.slice_in_dim(x, 0, p.parts(dim)[1], axis=dim)
 
     return _map_placed(cut, params, placements)
 
 
 def _along_split_dims(move: Callable[..., jax.Array], tree: Any, placements: Any) -> Any:
-    """`move(x, AXIS, dim=...)` of every leaf that dp_shard splits, along the dim that it splits."""
+    """`move(x, axes, dim=...)` of every leaf that ZeRO splits, along the dim that it splits."""
 
     def moved(p: Placement, x: jax.Array) -> jax.Array:
-        return move(x, AXIS, dim=p.dims[AXIS]) if AXIS in p.dims else x
+        return move(x, p.shards, dim=p.shard_dim) if p.shards else x
 
     return _map_placed(moved, tree, placements)
 
