@@ -16,7 +16,7 @@ from compare.contract.ledger import SCALAR
 from compare.judge.closed_forms.communication import ROLE, SMALL, WIDE, communication, is_plain, textbook
 from compare.judge.closed_forms.memory import elements_of_stage, on_one_of_tp, padding_of_stage
 from compare.numerics.parameters import block_parameters, end_parameters
-from compare.spec.axes import DP_REPLICATE, DP_SHARD, TP
+from compare.spec.axes import AXES, CP, DP_SHARD, REPLICAS, TP, joined_of
 from compare.spec.engines.registry import ENGINES, TORCH, side_of
 from compare.spec.experiment import Experiment, edited, load
 
@@ -82,10 +82,12 @@ def mismatches(
     said_by_pytorch = ENGINES[engine].side == TORCH.name and experiment.layout.pp == 1
     is_written_down = ENGINES[engine].counts_own_calls or said_by_pytorch
     is_exact = is_plain(experiment) and is_written_down and not is_compiled
+    is_manual = not ENGINES[engine].sends_by and is_plain(experiment)
     other_ways = OTHER_WAYS * sum(flow.textbook for flow in flows) if experiment.layout.pp == 1 else math.inf
-    for flow in _joined(flows, at_once=is_exact):
+    for flow in _joined(flows):
         spare = padding_of_stage(engine, experiment, stage=flow.stage)
-        least, most = (1 / spare, spare) if is_exact else _multiples(engine, experiment, flow)
+        to_the_byte = is_exact or (is_manual and flow.axis == CP)
+        least, most = (1 / spare, spare) if to_the_byte else _multiples(engine, experiment, flow)
         limit = most * flow.textbook + 1 if flow.textbook or is_exact else other_ways
         if not least * flow.textbook - 1 <= flow.sent <= limit:
             sent = f"{flow.sent:,} bytes of {flow.role} over {flow.axis}"
@@ -123,7 +125,8 @@ def _multiples(engine: str, experiment: Experiment, flow: Flow) -> tuple[float, 
     layout, is_scan = experiment.layout, ENGINES[engine].holds.residuals == "scan"
     if is_scan and experiment.model.n_layer == layout.pp * layout.chunks and flow.axis == DP_SHARD:
         return 0.0, math.inf  # XLA unrolls a loop of one layer, and gathers once a step
-    least = LEAST_IN_PIPELINE if layout.pp > 1 or "+" in flow.axis else LEAST
+    replicas = joined_of(REPLICAS, layout.axes)
+    least = LEAST_IN_PIPELINE if layout.pp > 1 or flow.axis not in (replicas, *AXES) else LEAST
     if least == LEAST and flow.axis == DP_SHARD:
         least = LEAST if ENGINES[engine].sends_by == "xla" else LEAST_AS_TOLD
         if flow.role == "gather":  # backward need not gather biases
@@ -132,19 +135,19 @@ def _multiples(engine: str, experiment: Experiment, flow: Flow) -> tuple[float, 
     is_narrow = experiment.precision.dtype not in WIDE
     if is_narrow:
         least /= 2  # some of it is sent in 16 bits
-    if flow.axis == DP_REPLICATE and layout.pp == 1:
+    if (flow.axis, flow.role) == (replicas, "reduce") and layout.pp == 1:
         (token, _), _ = end_parameters(experiment.model)
         whole = elements_of_stage(engine, experiment, stage=0)
         uses = on_one_of_tp([token], layout) / whole if ENGINES[engine].sends_by == "xla" else 0.0
         return least, ONCE + uses
-    is_bounded = flow.axis in (DP_SHARD, TP) and layout.pp == 1 and not is_narrow
+    is_bounded = flow.axis in (DP_SHARD, CP, TP) and layout.pp == 1 and not is_narrow
     return least, MOST if is_bounded else math.inf
 
 
-def _joined(flows: Sequence[Flow], *, at_once: bool) -> list[Flow]:
-    """Flows; those over several axes (a+b) with those over each: XLA sums some of it over replicas and shards
-    at once, and DDP all: then the sum over shards is the whole of it."""
-    joint = {(flow.stage, flow.role): flow.axis for flow in flows if "+" in flow.axis}
+def _joined(flows: Sequence[Flow]) -> list[Flow]:
+    """Flows; those over several axes (a+b) that the textbook has apart, with those over each: XLA sums some
+    of it over replicas and shards at once."""
+    joint = {(flow.stage, flow.role): flow.axis for flow in flows if "+" in flow.axis and not flow.textbook}
     sums: dict[tuple[str, str, int], Flow] = {}
     for flow in flows:
         axis = joint.get((flow.stage, flow.role), "")
@@ -152,9 +155,8 @@ def _joined(flows: Sequence[Flow], *, at_once: bool) -> list[Flow]:
             axis = flow.axis
         key = axis, flow.role, flow.stage
         if before := sums.get(key):
-            both = before.textbook, flow.textbook
-            of_both = max(both) if at_once else sum(both)
-            flow = replace(flow, textbook=of_both, sent=before.sent + flow.sent)
+            total = before.textbook + flow.textbook
+            flow = replace(flow, textbook=total, sent=before.sent + flow.sent)
         sums[key] = replace(flow, axis=axis)
     return list(sums.values())
 

@@ -25,7 +25,7 @@ from compare.judge.ledger import unlike_textbook
 from compare.numerics.parameters import storage_dtype
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.ticks import lock_step
-from compare.spec.axes import DP_REPLICATE
+from compare.spec.axes import REPLICAS, joined_of
 from compare.spec.engines.engine import Engine
 from compare.spec.engines.registry import ENGINES, JAX
 from compare.spec.experiment import Experiment
@@ -132,12 +132,13 @@ def _gradients(run: Observed) -> Iterator[Finding]:
     LayerNorms and positions get theirs from float32: a sum of them needs all 24 bits. Were its terms, or the
     sums on the way, rounded to 8 or 11 bits, it would seldom need more than 16.
     """
-    gradients, terms = read_tensors(run.record.folder, Rung.GRADIENTS), run.experiment.microbatches_per_step
+    gradients, layout = read_tensors(run.record.folder, Rung.GRADIENTS), run.experiment.layout
+    terms = run.experiment.microbatches_per_step * layout.data_parallel * layout.cp
     names = [name for name in ("embedding.position", "norm.scale") if name in gradients]
     if not names or run.experiment.precision.dtype not in ("bfloat16", "float16"):
         return
     sums = np.concatenate([gradients[name].reshape(-1) for name in names])
-    sums = sums[np.isfinite(sums) & (sums != 0)] * np.float32(terms * run.experiment.layout.data_parallel)
+    sums = sums[np.isfinite(sums) & (sums != 0)] * np.float32(terms)
     if sums.size:
         needs_few = sums.view(np.uint32) % 256 == 0
         found = "16 bits" if needs_few.mean() > 0.5 else "float32"
@@ -206,9 +207,9 @@ def _gradient_sync(run: Observed) -> Iterator[Finding]:
     }
     if expected[asked] is None:
         return
-    calls = [0] * layout.pp
+    calls, replicas = [0] * layout.pp, joined_of(REPLICAS, layout.axes)
     for row in run.record.ledger.rows:
-        if (row.kind, row.axis, row.purpose) == ("all_reduce", DP_REPLICATE, GRADIENTS):
+        if (row.kind, row.axis, row.purpose) == ("all_reduce", replicas, GRADIENTS):
             calls[row.stage] += row.calls
     sizes = [[size for size, _ in of_stage] for of_stage in seen]
     early = {begun for of_stage in seen for _, begun in of_stage}

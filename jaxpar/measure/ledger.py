@@ -26,7 +26,7 @@ from compare.contract.communication import (
     ring_wire_bytes,
 )
 from compare.contract.ledger import Ledger
-from compare.spec.axes import PP, TP, joined
+from compare.spec.axes import CP, PP, TP, joined
 from jaxpar.measure.hlo import Collective, collectives, groups_along
 
 SCALAR = 8  # bytes of a float64
@@ -120,7 +120,8 @@ def inferred_purpose(collective: Collective, axis: str) -> str:
     """A guess, for what XLA put there by itself: a parameter's gradient along tp counts as activations'."""
     if max(collective.arrays) <= SCALAR:
         return METRICS
-    if axis == TP or (axis == PP and collective.kind == "permute"):
+    permutes, reduces = (collective.kind == kind for kind in ("permute", "all_reduce"))
+    if axis == TP or (axis == PP and permutes) or (axis == CP and not reduces):
         return ACTIVATION_GRADIENTS if collective.backward else ACTIVATIONS
     return PARAMETERS if collective.kind == "all_gather" else GRADIENTS
 

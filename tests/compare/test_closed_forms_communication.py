@@ -139,6 +139,36 @@ def test_a_rank_in_the_middle_sends_for_every_chunk_and_shares_nothing():
     assert (last[SENT], last[SENT_BACK]) == (PASSES * STREAM, 2 * PASSES * STREAM)
 
 
+def test_what_context_parallelism_fetches_in_three_ways():
+    """In streams of a device's own positions: whole K and V gathered; a ring's hops, and the gradients' way
+    home; q, K, V and the result exchanged. Backward fetches anew what it recomputes."""
+    n = 4
+    for context, kinds, forward, again, backward in (
+        ("allgather", ("all_gather", "reduce_scatter"), 2 * n, 2 * n, 2 * n),
+        ("ring", ("permute", "permute"), 4 * (n - 1), 2 * (n - 1), 2 * n),
+        ("ulysses", ("all_to_all", "all_to_all"), 4, 4, 4),
+    ):
+        for remat, times in (("none", 0), ("full", 1)):
+            for degrees, share in ({}, 1), ({"tp": 2}, 2), ({"pp": 2, "microbatches": 2}, 2):
+                split = experiment(cp=n, context=context, remat=remat, **degrees)
+                sent = communication("torch-manual", split)
+                stream = PASSES * L * STREAM / n / share
+                assert sent[kinds[0], "cp", "activations"] == (forward + times * again) * stream, context
+                assert sent[kinds[1], "cp", "activation gradients"] == backward * stream, context
+
+
+def test_gradients_are_summed_over_all_that_have_copies():
+    for layout, axis, size in (
+        ({"cp": 2}, "cp", 4 * N),
+        ({"cp": 2, "dp_replicate": 2}, "dp_replicate+cp", 4 * N),
+        ({"cp": 2, "dp_shard": 4, "zero": 3}, "cp", N),
+    ):
+        assert communication("torch-manual", experiment(**layout))["all_reduce", axis, "gradients"] == size
+    by_ddp = communication("torch-library", experiment(cp=2, dp_shard=2, zero=1))
+    assert by_ddp["all_reduce", "dp_shard+cp", "gradients"] == 4 * N
+    assert {axis for _, axis, purpose in by_ddp if purpose == "gradients"} == {"dp_shard+cp"}
+
+
 def test_all_of_it_is_along_every_axis_and_only_some_of_it_is_exact():
     everything = experiment(pp=2, microbatches=2, dp_replicate=2, dp_shard=2, zero=3, tp=2)
     assert {axis for axis, _ in textbook("torch-manual", everything, stage=1)} == {

@@ -54,6 +54,10 @@ def test_axes_split_what_they_split():
     split = (L + 1) * (2 * C + 14 * C / 4) + C + 4 * C / 4
     assert estimate(tp=4, sequence_parallel=True)["activations"] == [pytest.approx(8 * N * split)] * 4
     assert estimate(tp=4)["logits"] == [8 * N * V] * 4
+    assert estimate(cp=4)["logits"] == [8 * N * V] * 4
+    for context, kept, running in (("allgather", 6, 12), ("ring", 0, 2), ("ulysses", 0, 2)):
+        fetched = L * (16 + kept) * C + (16 + running + 5) * C
+        assert estimate(cp=4, context=context)["activations"] == [8 * N / 4 * fetched] * 4
     (narrow,) = peak_estimate("torch-manual", edited(PLAIN, {"precision": {"dtype": "float32"}}))[
         "activations"
     ]

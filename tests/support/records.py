@@ -1,5 +1,6 @@
 """Records made by hand: what an engine would leave, without running one."""
 
+import math
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,7 +31,7 @@ from compare.numerics.parameters import (
 )
 from compare.numerics.stream import Evaluation, keys_of_step, steps_due
 from compare.pipeline.schedules import make_schedule
-from compare.spec.axes import DP_REPLICATE
+from compare.spec.axes import REPLICAS, joined_of
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
 
@@ -202,7 +203,9 @@ def make_ledger(engine: str, experiment: Experiment) -> list[Communication]:
         found = communication(engine, experiment, stage=stage)
         messages = gradient_messages(engine, experiment, gradient_sync=layout.gradient_sync)
         for (kind, axis, purpose), size in found.items():
-            of_replicas = (kind, axis, purpose) == ("all_reduce", DP_REPLICATE, GRADIENTS)
+            replicas = joined_of(REPLICAS, layout.axes)
+            of_replicas = (kind, axis, purpose) == ("all_reduce", replicas, GRADIENTS)
+            degree = math.prod(layout.axes[name] for name in axis.split("+"))
             calls = len(messages.by_stage[stage]) if messages and of_replicas else 1
             rows.append(
                 Communication(
@@ -211,7 +214,7 @@ def make_ledger(engine: str, experiment: Experiment) -> list[Communication]:
                     purpose=purpose,
                     calls=calls,
                     bytes=round(size),
-                    wire_bytes=ring_wire_bytes(kind, round(size), layout.axes[axis]),
+                    wire_bytes=ring_wire_bytes(kind, round(size), degree),
                     stage=stage,
                 )
             )

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from compare.contract.communication import GRADIENTS
 from compare.contract.work import Kept, ObservedWork, Part
 from compare.pipeline.schedules import Kind, Task
-from compare.spec.axes import DP_REPLICATE
+from compare.spec.axes import REPLICAS
 from torchpar.comm.collectives import Call
 from torchpar.measure.watch import HEAD, Sink, modules_named
 
@@ -60,7 +60,8 @@ class WorkSink(Sink):
             (self._again if self.watch.in_backward else self._forward)[part] += 1
 
     def call(self, call: Call, full: torch.Tensor, ranks: int) -> None:
-        if (call.kind, call.axis, call.purpose) == ("all_reduce", DP_REPLICATE, GRADIENTS):
+        is_of_gradients = (call.kind, call.purpose) == ("all_reduce", GRADIENTS)
+        if is_of_gradients and set(call.axis.split("+")) <= {*REPLICAS}:
             self._messages.append((full.nbytes, self.watch.in_backward))
 
     def enter(self, module: nn.Module) -> None:

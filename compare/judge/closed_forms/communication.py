@@ -6,17 +6,23 @@
     tensor parallel     all-reduce                     2 L + 1 streams a pass, forward and backward
       and sequence      reduce-scatter and all-gather  2 L + 1 streams a pass, forward and backward, each
     pipeline parallel   permute                        a stream a microbatch, forward and backward
+    context parallel    all-gather, reduce-scatter     2 n L streams: K, V forward, their gradients backward
+      in a ring         permute                        2 (n - 1) L; backward as much again, and 2 n L home
+      Ulysses           all-to-all                     4 L: q, K, V and the result; backward as much
 
 P and G are a device's parameters and gradients before dp_shard splits them. A stream is (B, T, C) of the
-device's rows. Each of L layers has two regions of tp, attention and MLP; the one more is the embedding's way
-out, in backward the head's way in. Engines differ in few words (`compare.spec.engines.engine.Sends`).
+device's rows and positions; tp splits the heads of those that cp sends, and K and V may have fewer heads.
+Replicas, which all-reduce, are those along cp, too. Each of L layers has two regions of tp, attention and
+MLP; the one more is the embedding's way out, in backward the head's way in. Engines differ in few words
+(`compare.spec.engines.engine.Sends`).
 
 The form is exact for PyTorch's engines where `is_plain`, but for torch-library's pipelines. What a compiler
 sends is a multiple of it, which the tables show as a ratio; to the byte it is recorded in
 `compare/judge/snapshot.json`.
 
 Sources: ZeRO (arXiv 1910.02054, section 7); Megatron (1909.08053) and sequence parallelism (2205.05198,
-section 4.2); 1F1B (2006.09503).
+section 4.2); 1F1B (2006.09503); context parallelism of Llama 3 (2407.21783, section 3.3.2), Ring Attention
+(2310.01889), Ulysses (2309.14509).
 """
 
 from collections import defaultdict
@@ -38,7 +44,7 @@ from compare.judge.closed_forms.memory import (
     parameters_of_stage,
 )
 from compare.numerics.parameters import block_parameters, end_parameters, storage_dtype
-from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, SHARDED_FROM, TP
+from compare.spec.axes import CP, DATA, DP_SHARD, PP, REPLICAS, SHARDED_FROM, TP, joined_of
 from compare.spec.engines.registry import ENGINES, JAX
 from compare.spec.experiment import Experiment
 
@@ -70,19 +76,23 @@ def communication(engine: str, experiment: Experiment, *, stage: int = 0) -> Byt
     """The textbook by kind, axis and purpose; arguments as for `textbook`."""
     layout = experiment.layout
     sent: Bytes = {}
-    if layout.dp_replicate > 1:
+    by_ddp = layout.zero == 1 and ENGINES[engine].sends_by == "pytorch"  # sums over shards with the replicas
+    if (replicas := joined_of(REPLICAS, layout.axes)) and not by_ddp:
         elements = elements_of_stage(engine, experiment, stage=stage)
-        sent["all_reduce", DP_REPLICATE, GRADIENTS] = _itemsize_of_shard(experiment) * elements
+        sent["all_reduce", replicas, GRADIENTS] = _itemsize_of_shard(experiment) * elements
     if layout.zero:
-        sent |= _fully_sharded(engine, experiment, stage)
+        scattered = ("all_reduce", joined_of(DATA, layout.axes)) if by_ddp else ("reduce_scatter", DP_SHARD)
+        sent |= _fully_sharded(engine, experiment, stage, *scattered)
     if layout.tp > 1:
         sent |= _tensor_parallel(engine, experiment, stage)
+    if layout.cp > 1:
+        sent |= _context_parallel(engine, experiment)
     if layout.pp > 1:
         sent |= _pipeline_parallel(experiment, stage)
     return {key: size for key, size in sent.items() if size}
 
 
-def _fully_sharded(engine: str, experiment: Experiment, stage: int) -> Bytes:
+def _fully_sharded(engine: str, experiment: Experiment, stage: int, kind: str, axis: str) -> Bytes:
     layout, model, sends = experiment.layout, experiment.model, ENGINES[engine].sends
     passes, itemsize = experiment.microbatches_per_step, storage_dtype(experiment).itemsize
     gathered = everything = itemsize * elements_of_stage(engine, experiment, stage=stage)
@@ -95,7 +105,7 @@ def _fully_sharded(engine: str, experiment: Experiment, stage: int) -> Bytes:
         gathered = (passes if sends.gathers_ends == "pass" else 1) * ends + passes * layers
     scatters_each_pass = sends.scatters_each_pass and layout.zero >= SHARDED_FROM["gradients"]
     return {
-        ("reduce_scatter", DP_SHARD, GRADIENTS): everything * (passes if scatters_each_pass else 1),
+        (kind, axis, GRADIENTS): everything * (passes if scatters_each_pass else 1),
         ("all_gather", DP_SHARD, PARAMETERS): gathered,
     }
 
@@ -133,6 +143,22 @@ def _tensor_parallel(engine: str, experiment: Experiment, stage: int) -> Bytes:
     return sent
 
 
+def _context_parallel(engine: str, experiment: Experiment) -> Bytes:
+    """Backward under remat fetches anew, for attention's result is what the next product's weight needs."""
+    layout, model, ranks = experiment.layout, experiment.model, experiment.layout.cp
+    narrow = 1.0 if experiment.precision.dtype in WIDE else 0.5
+    queries = narrow * model.n_layer / (layout.pp * layout.tp) * stream_bytes(experiment)
+    keys_values = 2 * queries
+    times = 1 if ENGINES[engine].remat_for(layout) == "none" else 2
+    kind, forward, backward = {
+        "allgather": ("all_gather", times * ranks * keys_values, ranks * keys_values),
+        "ring": ("permute", (times + 1) * (ranks - 1) * keys_values, ranks * keys_values),
+        "ulysses": ("all_to_all", times * (2 * queries + keys_values), 2 * queries + keys_values),
+    }[layout.context]
+    transposed = "reduce_scatter" if kind == "all_gather" else kind
+    return {(kind, CP, ACTIVATIONS): forward, (transposed, CP, ACTIVATION_GRADIENTS): backward}
+
+
 def _pipeline_parallel(experiment: Experiment, stage: int) -> Bytes:
     layout = experiment.layout
     first, last = stage == 0, stage == layout.pp - 1
@@ -147,10 +173,10 @@ def _pipeline_parallel(experiment: Experiment, stage: int) -> Bytes:
 
 
 def stream_bytes(experiment: Experiment) -> float:
-    """Bytes of the activations (B, T, C) of all passes, of a device's rows."""
-    train, model = experiment.train, experiment.model
-    rows = train.gradient_accumulation_steps * (train.batch_size // experiment.layout.data_parallel)
-    return storage_dtype(experiment).itemsize * rows * model.block_size * model.n_embd
+    """Bytes of the activations (B, T, C) of all passes, of a device's rows and positions."""
+    train, model, layout = experiment.train, experiment.model, experiment.layout
+    rows = train.gradient_accumulation_steps * (train.batch_size // layout.data_parallel)
+    return storage_dtype(experiment).itemsize * rows * model.block_size / layout.cp * model.n_embd
 
 
 def _itemsize_of_shard(experiment: Experiment) -> float:

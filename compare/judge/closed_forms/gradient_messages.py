@@ -45,7 +45,7 @@ def gradient_messages(engine: str, experiment: Experiment, *, gradient_sync: str
     """
     layout, is_jax = experiment.layout, ENGINES[engine].side == JAX.name
     by_ddp = not ENGINES[engine].offers_choice  # or by FSDP2: shards, and what tp splits, block by block
-    if layout.dp_replicate == 1 or (by_ddp and (ENGINES[engine].sends_by != "pytorch" or layout.tp > 1)):
+    if layout.replicas == 1 or (by_ddp and (ENGINES[engine].sends_by != "pytorch" or layout.tp > 1)):
         return None
     if layout.zero and not is_jax:
         return None  # FSDP and the sharded optimizer reduce unit by unit

@@ -14,7 +14,9 @@ A block keeps so many numbers a token, of width C, with H heads and T positions:
     JAX, dots    2C       -             8C + HT
     full         C        -             -
 
-tp splits what is inside of its regions, sequence parallelism the stream as well. In 16 bits the stream and
+tp splits what is inside of its regions, sequence parallelism the stream as well. Under cp tokens are those of
+a device's positions, and beside them are keys and values of the others, inside: of all that are gathered, or
+of one device at a time. In 16 bits the stream and
 scores have 32 all the same, what enters tp and is inside of it 16; so have casts of a block's weights, which
 are kept with its numbers. The estimate was LEAST to MOST times a measured peak (`tests/data/peaks.json`).
 """
@@ -93,7 +95,9 @@ def in_flight(engine: str, experiment: Experiment, stage: int) -> int:
 def _activations(engine: str, experiment: Experiment, stage: int) -> float:
     layout, model, residuals = experiment.layout, experiment.model, ENGINES[engine].holds.residuals
     dropped = [DROPPED[residuals]] if model.dropout else []
-    block = [BLOCK[residuals], *dropped]
+    others = layout.cp - 1 if layout.context == "allgather" else min(layout.cp - 1, 1)
+    fetched = StoredNumbers(0, inside=2 * others)
+    block = [BLOCK[residuals], *dropped, *[fetched] * (layout.context == "allgather")]
     remat = ENGINES[engine].remat_for(layout)
     stored = {"full": [INPUT], "none": block, "dots": [DOTS[residuals], *dropped]}[remat]
     blocks = model.n_layer / (layout.pp * layout.chunks) * in_flight(engine, experiment, stage)
@@ -101,7 +105,7 @@ def _activations(engine: str, experiment: Experiment, stage: int) -> float:
     if _narrow(experiment) == NARROW:
         casts = NARROW * on_one_of_tp(block_parameters(model, 0), layout)
     kept = tokens * _bytes(stored, experiment) + casts * (remat == "none")
-    running = _bytes([*block, UNFUSED[residuals], ENDS[residuals]], experiment)
+    running = _bytes([*block, fetched, UNFUSED[residuals], ENDS[residuals]], experiment)
     return blocks * kept + tokens * running + casts
 
 
@@ -128,7 +132,7 @@ def _passing(engine: str, experiment: Experiment, stage: int) -> float:
     if layout.zero >= holds.sharded_from["parameters"]:
         elements += unit if layout.zero == 3 and layout.reshard_after_forward else everything
     if is_sum and holds.residuals == "scan":  # those of a pass stand beside the sum, and are reduced at once
-        copies = 2 if layout.data_parallel > 1 else 1
+        copies = 2 if layout.data_parallel * layout.cp > 1 else 1
         elements += copies * everything / (layout.dp_shard if layout.zero == 3 else 1)
     elif layout.zero >= holds.sharded_from["gradients"]:  # a sum is whole until it is scattered
         elements += everything if is_sum else unit
@@ -153,7 +157,8 @@ def _logits(engine: str, experiment: Experiment, stage: int) -> float:
 def _tokens(experiment: Experiment) -> float:
     """Of a microbatch that a device works on; under tp its neighbours work on the same."""
     train, layout = experiment.train, experiment.layout
-    return train.batch_size / layout.data_parallel / layout.microbatches * experiment.model.block_size
+    rows = train.batch_size / layout.data_parallel / layout.microbatches
+    return rows * experiment.model.block_size / layout.cp
 
 
 def _narrow(experiment: Experiment) -> float:
