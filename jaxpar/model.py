@@ -3,7 +3,8 @@
 Blocks are stacked along a leading layer dim and scanned: one block is compiled once, and backward can compute
 its activations anew. Tensor parallelism sets the hooks of `Linear` and `Embedding`.
 
-Legend: B batch, T and S position, C n_embd, H heads, D head_dim = C/H, V vocabulary, 3 for q, k, v.
+Legend: B batch, T and S position, C n_embd, H heads, K of them of keys and values, D head_dim = C/H, V
+vocabulary.
 """
 
 import math
@@ -20,7 +21,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from compare.numerics.dropout import DropoutSite
-from compare.numerics.parameters import MLP_RATIO, QKV
+from compare.numerics.parameters import MLP_RATIO, qkv_dims, split_qkv
 from compare.spec.experiment import Experiment, Model, Precision
 from jaxpar.derivatives import attention_scores, gelu, product
 from jaxpar.dropout import Dropout, Noise
@@ -30,6 +31,8 @@ HEAD = "head_loss"
 """The scope, in the compiled program, of what makes logits and the loss of them."""
 KEEPS = "keeps_"
 """Scopes of what 16 bits leave in the storage dtype: one of `contract.work.Kept` behind it."""
+RELU = "relu_squared"
+"""The scope of that activation: it has no operation that is nowhere else."""
 Hook = Callable[[jax.Array], jax.Array]
 
 
@@ -79,34 +82,32 @@ def multiply_matrices(x: jax.Array, weight: jax.Array, contracted: int) -> jax.A
     return product(x_I, weight_IO, 1).reshape(*batch, *outputs)
 
 
-def layer_norm(config: Model, dtypes: Dtypes) -> nnx.LayerNorm:
-    """PyTorch's LayerNorm: flax's own default is a one-pass variance, which cancels in float32."""
-    return nnx.LayerNorm(
-        config.n_embd,
-        epsilon=config.norm_eps,
-        use_bias=config.bias,
-        use_fast_variance=False,
-        dtype=dtypes.storage,
-        param_dtype=dtypes.storage,
-        rngs=nnx.Rngs(0),
-    )
+def norm(config: Model, dtypes: Dtypes) -> nnx.LayerNorm | nnx.RMSNorm:
+    """PyTorch's norms: flax's own default is a one-pass variance, which cancels in float32."""
+    how: dict[str, Any] = {"dtype": dtypes.storage, "param_dtype": dtypes.storage, "rngs": nnx.Rngs(0)}
+    how |= {"epsilon": config.norm_eps, "use_fast_variance": False}
+    if config.norm == "rmsnorm":
+        return nnx.RMSNorm(config.n_embd, **how)
+    return nnx.LayerNorm(config.n_embd, use_bias=config.bias, **how)
 
 
 def causal_attention(
     q_BTHD: jax.Array,
-    k_BSHD: jax.Array,
-    v_BSHD: jax.Array,
+    k_BSKD: jax.Array,
+    v_BSKD: jax.Array,
     *,
     softmax_dtype: DTypeLike,
     factor_BHTS: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(q k / sqrt(D)) v over positions S <= T, softmax in `softmax_dtype`: (B, T, H, D).
 
+    K is H, or divides it: each head of k and v is then for H / K heads of q, one after the other.
     Not jax.nn.dot_product_attention, whose softmax is float32 even for float64 inputs. `factor_BHTS`, a
     constant, is what weights are multiplied by after the softmax: dropout's. Heads come before positions in
     products, which is how XLA multiplies: anything else it copies into that first.
     """
-    q_BHTD, k_BHSD, v_BHSD = (x.swapaxes(1, 2) for x in (q_BTHD, k_BSHD, v_BSHD))
+    q_BHTD, k_BKSD, v_BKSD = (x.swapaxes(1, 2) for x in (q_BTHD, k_BSKD, v_BSKD))
+    k_BHSD, v_BHSD = (over_group(x_BKSD, q_BHTD.shape[1]) for x_BKSD in (k_BKSD, v_BKSD))
     logits_BHTS = attention_scores(q_BHTD, k_BHSD, softmax_dtype)
     with jax.named_scope(f"{KEEPS}softmax"):
         visible_TS = jnp.tril(jnp.ones(logits_BHTS.shape[-2:], bool))
@@ -117,12 +118,21 @@ def causal_attention(
     return jnp.einsum("BHTS,BHSD->BHTD", weights_BHTS.astype(v_BHSD.dtype), v_BHSD).swapaxes(1, 2)
 
 
+def over_group(x_BKSD: jax.Array, heads: int) -> jax.Array:
+    """Keys or values for each of the heads of queries: (B, H, S, D)."""
+    batch, kv_heads, *others = x_BKSD.shape
+    if kv_heads == heads:
+        return x_BKSD
+    x_BKGSD = jnp.broadcast_to(x_BKSD[:, :, None], (batch, kv_heads, heads // kv_heads, *others))
+    return x_BKGSD.reshape(batch, heads, *others)
+
+
 class Attention(nnx.Module):
     """Causal self-attention with one fused projection; an edit may put another `core` in its place."""
 
     def __init__(self, config: Model, dtypes: Dtypes):
-        heads = (config.n_head, config.n_embd // config.n_head)
-        self.qkv = Linear((config.n_embd,), (QKV, *heads), bias=config.bias, dtypes=dtypes)
+        heads, self.group = (config.n_head, config.n_embd // config.n_head), config.group
+        self.qkv = Linear((config.n_embd,), qkv_dims(config)[0], bias=config.bias, dtypes=dtypes)
         self.core = partial(causal_attention, softmax_dtype=dtypes.storage)
         self.out = Linear(heads, (config.n_embd,), bias=config.bias, dtypes=dtypes)
         self.storage = dtypes.storage
@@ -130,24 +140,32 @@ class Attention(nnx.Module):
         self.out_dropout = Dropout(config.dropout, DropoutSite.ATTENTION_OUT)
 
     def __call__(self, x_BTC: jax.Array, noise: Noise | None = None) -> jax.Array:
-        qkv_BT3HD = self.qkv(x_BTC)
-        q_BTHD, k_BTHD, v_BTHD = (qkv_BT3HD[:, :, i] for i in range(QKV))
+        q_BTHD, k_BTKD, v_BTKD = split_qkv(self.qkv(x_BTC), self.group)
         _, length, heads, _ = q_BTHD.shape
         dropped = {}
         if noise is not None:
             shape_HTS = (heads, length, length)
             dropped["factor_BHTS"] = self.dropout.factor(shape_HTS, noise, dtype=self.storage)
-        return self.out_dropout(self.out(self.core(q_BTHD, k_BTHD, v_BTHD, **dropped)), noise)
+        return self.out_dropout(self.out(self.core(q_BTHD, k_BTKD, v_BTKD, **dropped)), noise)
+
+
+@jax.named_scope(RELU)
+def relu_squared(x: jax.Array) -> jax.Array:
+    """max(x, 0)^2 of x of any shape."""
+    return jnp.square(jax.nn.relu(x))
+
+
+ACTIVATIONS = {"gelu": gelu, "gelu_tanh": jax.nn.gelu, "relu_squared": relu_squared}
 
 
 class MLP(nnx.Module):
-    """Up to M, GELU, down to C."""
+    """Up to M, an activation, down to C."""
 
     def __init__(self, config: Model, dtypes: Dtypes):
         width, hidden = (config.n_embd,), (MLP_RATIO * config.n_embd,)
         self.up = Linear(width, hidden, bias=config.bias, dtypes=dtypes)
         self.down = Linear(hidden, width, bias=config.bias, dtypes=dtypes)
-        self.activation = gelu if config.activation == "gelu" else jax.nn.gelu  # whose default is tanh
+        self.activation = ACTIVATIONS[config.activation]
         self.dropout = Dropout(config.dropout, DropoutSite.MLP_OUT)
 
     def __call__(self, x_BTC: jax.Array, noise: Noise | None = None) -> jax.Array:
@@ -158,9 +176,9 @@ class Block(nnx.Module):
     """A pre-LayerNorm transformer block; the residual stream stays in the storage dtype."""
 
     def __init__(self, config: Model, dtypes: Dtypes):
-        self.norm1 = layer_norm(config, dtypes)
+        self.norm1 = norm(config, dtypes)
         self.attention = Attention(config, dtypes)
-        self.norm2 = layer_norm(config, dtypes)
+        self.norm2 = norm(config, dtypes)
         self.mlp = MLP(config, dtypes)
 
     def __call__(self, x_BTC: jax.Array, noise: Noise | None = None) -> jax.Array:
@@ -220,7 +238,7 @@ class GPT(nnx.Module):
         self.cross_entropy: Callable[[jax.Array, jax.Array], jax.Array] = cross_entropy
         self.embedding = Embedding(config, dtypes)
         self.blocks = nnx.vmap(lambda: Block(config, dtypes), axis_size=config.n_layer)()
-        self.norm = layer_norm(config, dtypes)
+        self.norm = norm(config, dtypes)
         self.dropout = Dropout(config.dropout, DropoutSite.EMBEDDING)
 
     def __call__(self, tokens_BT: jax.Array, keys_B2: jax.Array | None = None) -> jax.Array:

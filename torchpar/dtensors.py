@@ -2,24 +2,26 @@
 
 The fused q, k, v is one (3 C, C) weight, and a cut of its rows would part q from v. They are reordered once,
 so that each rank's contiguous part has the q, k and v of its own heads. Whole tensors are put back in order.
+Groups of queries (GQA) have their k and v behind them: their rows are in this order.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from compare.numerics.parameters import QKV
 from compare.spec.axes import AXES, SHARDS, TP
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis, chunk_slices
 from torchpar.comm.mesh import Mesh
-from torchpar.model import GPT
+from torchpar.model import GPT, CausalSelfAttention
 from torchpar.parallel_model import ParallelModel, Parameters, Strategy, TensorsByName
 
 Placements = tuple[Placement, ...]
@@ -92,7 +94,7 @@ def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def of_dtensors(
-    parameters: Parameters, mesh: Mesh, *, finish: Callable[[], None], **options: Any
+    parameters: Parameters, mesh: Mesh, *, module: nn.Module, finish: Callable[[], None], **options: Any
 ) -> ParallelModel:
     """A model over parameters as DTensors, which know over which axes they are spread.
 
@@ -101,10 +103,13 @@ def of_dtensors(
 
     def gather(pieces: TensorsByName) -> TensorsByName:
         full = {name: piece.full_tensor() for name, piece in pieces.items() if isinstance(piece, DTensor)}
-        return {n: in_order(tensor, mesh[TP].size) if FUSED in n else tensor for n, tensor in full.items()}
+        own = partial(in_order, ranks=mesh[TP].size, parts=parts)
+        return {n: own(tensor) if FUSED in n else tensor for n, tensor in full.items()}
 
+    parts = _parts(module)
     elements = {name: elements_of(parameter, mesh) for name, parameter in parameters.items()}
     return ParallelModel(
+        module=module,
         parameters=parameters,
         strategies=(Strategy(finish=lambda parameters: finish(), gather=gather),),
         sharded_over={name: axes_of(parameter, mesh) for name, parameter in parameters.items()},
@@ -121,16 +126,20 @@ def deal_heads(model: GPT, ranks: int) -> None:
     """Reorder the rows of each fused q, k, v: (q, k, v) by rank become rank by (q, k, v)."""
     for block in model.blocks:
         for parameter in block.get_submodule("attn.c_attn").parameters():
-            parameter.copy_(parameter[_head_order(len(parameter), ranks)])
+            parameter.copy_(parameter[_head_order(len(parameter), ranks, _parts(model))])
 
 
-def in_order(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
+def in_order(tensor: torch.Tensor, ranks: int, parts: int) -> torch.Tensor:
     """The inverse of `deal_heads`, of a whole weight, bias, gradient or moment."""
-    return tensor[_head_order(len(tensor), ranks).argsort()]
+    return tensor[_head_order(len(tensor), ranks, parts).argsort()]
 
 
-def _head_order(rows: int, ranks: int) -> torch.Tensor:
-    return torch.arange(rows).view(QKV, ranks, -1).transpose(0, 1).flatten()
+def _parts(model: nn.Module) -> int:
+    return next(m.qkv_parts for m in model.modules() if isinstance(m, CausalSelfAttention))
+
+
+def _head_order(rows: int, ranks: int, parts: int) -> torch.Tensor:
+    return torch.arange(rows).view(parts, ranks, -1).transpose(0, 1).flatten()
 
 
 def dtensor_optimizer(

@@ -2,7 +2,8 @@
 
 Dropout at nanoGPT's sites, from the sequences' keys (`compare.numerics.dropout`).
 
-B batch, T and S position, C embedding, H heads, D head_dim = C / H, V vocabulary, 2 the words of a key.
+B batch, T and S position, C embedding, H heads, K of them of keys and values, D head_dim = C / H, V
+vocabulary, 2 the words of a key.
 Weights come from `weights.py`.
 Source: karpathy/nanoGPT, model.py.
 """
@@ -17,21 +18,32 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from compare.numerics.dropout import DropoutSite
-from compare.numerics.parameters import MLP_RATIO, QKV
+from compare.numerics.parameters import MLP_RATIO, QKV, qkv_dims
 from compare.spec.experiment import Model
 from torchpar.dropout import Dropout
 
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu_squared": lambda x: F.relu(x).square(),
+}
+
 
 class LayerNorm(nn.Module):
-    """Layer normalisation over C, with an optional bias."""
+    """Layer normalisation over C, with an optional bias; or by the root mean square alone, without one."""
 
     def __init__(self, config: Model):
         super().__init__()
+        self.by_rms = config.norm == "rmsnorm"
         self.weight = nn.Parameter(torch.ones(config.n_embd))
-        self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.bias else None
+        has_bias = config.bias and not self.by_rms
+        self.bias = nn.Parameter(torch.zeros(config.n_embd)) if has_bias else None
         self.eps = config.norm_eps
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
+        if self.by_rms:  # not F.rms_norm: on a CPU it changes what selective recomputation keeps
+            mean_square_BT1 = x_BTC.square().mean(-1, keepdim=True)
+            return x_BTC * torch.rsqrt(mean_square_BT1 + self.eps) * self.weight
         return F.layer_norm(x_BTC, x_BTC.shape[-1:], self.weight, self.bias, self.eps)
 
 
@@ -39,7 +51,8 @@ class CausalAttention(nn.Module):
     """The attention core: softmax(q k / sqrt(D)) v over positions up to one's own, by PyTorch's fused kernel.
 
     With dropout the weights are computed one by one: the kernel would draw a mask of its own. Any module from
-    q, k, v (B, T, H, D), and keys, may take its place: `block.set_submodule("attn.core", other)`.
+    q (B, T, H, D), k and v (B, T, K, D), and keys, may take its place: `block.set_submodule("attn.core",
+    other)`. K is H, or divides it: each head of k and v is then for H / K heads of q, one after the other.
     """
 
     def __init__(self, config: Model, layer: int):
@@ -49,14 +62,18 @@ class CausalAttention(nn.Module):
     def forward(
         self,
         q_BTHD: torch.Tensor,
-        k_BTHD: torch.Tensor,
-        v_BTHD: torch.Tensor,
+        k_BTKD: torch.Tensor,
+        v_BTKD: torch.Tensor,
         keys_B2: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        q_BHTD, k_BHTD, v_BHTD = (t_BTHD.transpose(1, 2) for t_BTHD in (q_BTHD, k_BTHD, v_BTHD))
+        q_BHTD, k_BKTD, v_BKTD = (t.transpose(1, 2) for t in (q_BTHD, k_BTKD, v_BTKD))
+        group = q_BHTD.shape[1] // k_BKTD.shape[1]
         if keys_B2 is None:
-            y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True)
+            y_BHTD = F.scaled_dot_product_attention(
+                q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=group > 1
+            )
         else:
+            k_BHTD, v_BHTD = (t.repeat_interleave(group, 1) if group > 1 else t for t in (k_BKTD, v_BKTD))
             weights_BHTS = self.dropout(causal_weights(q_BHTD, k_BHTD), keys_B2)
             y_BHTD = weights_BHTS.to(v_BHTD.dtype) @ v_BHTD
         return y_BHTD.transpose(1, 2)
@@ -72,35 +89,44 @@ def causal_weights(q_BHTD: torch.Tensor, k_BHSD: torch.Tensor) -> torch.Tensor:
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention, each position to itself and those before it; under tp H is this rank's heads."""
+    """Multi-head attention, each position to itself and those before it; under tp H is this rank's heads.
+
+    `qkv_parts` is how many parts of the fused projection's rows heads are cut from: q, k and v; or one, where
+    each group of queries has its key and value behind it.
+    """
 
     def __init__(self, config: Model, layer: int):
         super().__init__()
+        self.group, self.qkv_parts = config.group, QKV if config.group == 1 else 1
         self.head_dim = config.n_embd // config.n_head
-        self.c_attn = nn.Linear(config.n_embd, QKV * config.n_embd, bias=config.bias)
+        self.c_attn = nn.Linear(config.n_embd, math.prod(qkv_dims(config)[0]), bias=config.bias)
         self.core = CausalAttention(config, layer)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = Dropout(config.dropout, DropoutSite.ATTENTION_OUT, layer)
 
     def forward(self, x_BTC: torch.Tensor, keys_B2: torch.Tensor | None = None) -> torch.Tensor:
-        qkv_BT3HD = self.c_attn(x_BTC).unflatten(-1, (QKV, -1, self.head_dim))
+        if self.group == 1:
+            q_k_v = self.c_attn(x_BTC).unflatten(-1, (QKV, -1, self.head_dim)).unbind(2)
+        else:
+            groups = self.c_attn(x_BTC).unflatten(-1, (-1, self.group + 2, self.head_dim))
+            q_k_v = (t.flatten(2, 3) for t in groups.split((self.group, 1, 1), dim=3))
         keys = () if keys_B2 is None else (keys_B2,)
-        y_BTHD = self.core(*qkv_BT3HD.unbind(2), *keys)
+        y_BTHD = self.core(*q_k_v, *keys)
         return self.dropout(self.c_proj(y_BTHD.flatten(2)), keys_B2)
 
 
 class MLP(nn.Module):
-    """Two linear layers around a GELU, four times as wide inside."""
+    """Two linear layers around an activation, four times as wide inside."""
 
     def __init__(self, config: Model, layer: int):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, MLP_RATIO * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(MLP_RATIO * config.n_embd, config.n_embd, bias=config.bias)
-        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
+        self.activation = ACTIVATIONS[config.activation]
         self.dropout = Dropout(config.dropout, DropoutSite.MLP_OUT, layer)
 
     def forward(self, x_BTC: torch.Tensor, keys_B2: torch.Tensor | None = None) -> torch.Tensor:
-        x_BTC = self.c_proj(F.gelu(self.c_fc(x_BTC), approximate=self.approximate))
+        x_BTC = self.c_proj(self.activation(self.c_fc(x_BTC)))
         return self.dropout(x_BTC, keys_B2)
 
 

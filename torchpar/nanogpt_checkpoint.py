@@ -22,7 +22,7 @@ from compare.checkpoint.description import WEIGHTS, Checkpoint
 from compare.checkpoint.reader import CheckpointReader
 from compare.checkpoint.saver import write_checkpoint
 from compare.host.disk import why_not_readable, write_atomically
-from compare.numerics.gpt2_names import HEAD, from_gpt2, gpt2_shape, require_dense
+from compare.numerics.gpt2_names import HEAD, from_gpt2, gpt2_shape, require_gpt2
 from compare.numerics.parameters import decays, parameter_table
 from compare.spec.experiment import Data, Experiment, ExperimentError, Model, Precision, edited, revalidate
 from compare.spec.nanogpt_settings import MODEL_ARGS, experiment_of, settings_of
@@ -137,7 +137,7 @@ def export_checkpoint(source: Path, target: Path) -> None:
     description = reader.description
     experiment, updates = description.experiment, description.updates
     model, config = experiment.model, experiment.optimizer
-    require_dense(model)
+    require_gpt2(model, str(source))
     for key, value, nanogpts in (
         ("optimizer.name", config.name, "adamw"),
         ("optimizer.decay", config.decay, "matrices"),

@@ -136,7 +136,7 @@ def _multiples(engine: str, experiment: Experiment, flow: Flow) -> tuple[float, 
     if is_narrow:
         least /= 2  # some of it is sent in 16 bits
     if (flow.axis, flow.role) == (replicas, "reduce") and layout.pp == 1:
-        (token, _), _ = end_parameters(experiment.model)
+        (token, *_), _ = end_parameters(experiment.model)
         whole = elements_of_stage(engine, experiment, stage=0)
         uses = on_one_of_tp([token], layout) / whole if ENGINES[engine].sends_by == "xla" else 0.0
         return least, ONCE + uses

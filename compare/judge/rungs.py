@@ -5,6 +5,7 @@ None means that there is nothing to compare: the runs did not leave it.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,8 @@ def _compare_weights(reference: Record, candidate: Record, rung: Rung) -> Found 
     begin = None
     if dtypes_of(reference, candidate) != {"float64"}:
         begin = read_tensors(reference.folder, Rung.INITIAL_WEIGHTS) or None
-    return compare_tensors(reference, candidate, rung, select=without_key_bias, since=begin)
+    select = partial(without_key_bias, model=reference.manifest.experiment.model)
+    return compare_tensors(reference, candidate, rung, select=select, since=begin)
 
 
 def _compare_updates(reference: Record, candidate: Record) -> Found | None:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
+from compare.spec.experiment import Model
+
 KEY = 1  # its index among query, key, value
 
 Found = tuple[float, str]
@@ -66,11 +68,13 @@ def worst_tensor(
     return worst_of(found) or (-1.0, "")
 
 
-def without_key_bias(name: str, tensor: np.ndarray) -> np.ndarray:
-    """A weight, without the key third of a query-key-value bias (3, H, D).
+def without_key_bias(name: str, tensor: np.ndarray, model: Model) -> np.ndarray:
+    """A weight, without the keys of a query-key-value bias (3, H, D), or (K, G + 2, D).
 
     A key bias adds the same number to all logits of a query, and softmax does not see it: in exact
     arithmetic its gradient is zero, and it changes nothing. In less than float64, what rounding leaves of
     that gradient is as large as Adam's epsilon, and Adam makes it an update as large as any other.
     """
-    return np.delete(tensor, KEY, axis=0) if name.endswith(".attention.qkv.bias") else tensor
+    if not name.endswith(".attention.qkv.bias"):
+        return tensor
+    return np.delete(tensor, KEY, axis=0) if model.group == 1 else np.delete(tensor, model.group, axis=1)

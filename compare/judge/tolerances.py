@@ -14,7 +14,7 @@ import numpy as np
 
 from compare.contract.record import Record, read_tensors
 from compare.contract.request import Rung
-from compare.numerics.parameters import QKV, parameter_table
+from compare.numerics.parameters import parameter_table, split_qkv
 from compare.spec.engines.engine import DTYPES
 
 
@@ -94,18 +94,18 @@ def loss_rounding(run: Record) -> float:
         return 0.0
     sharpest, layers = 0.0, experiment.model.n_layer
     for block in (f"blocks.{layer}" for layer in range(layers)):
-        qkv = weights[f"{block}.attention.qkv.weight"].reshape(experiment.model.n_embd, QKV, -1)
-        query, key, _ = _size(qkv * weights[f"{block}.norm1.scale"][:, None, None])
+        qkv = weights[f"{block}.attention.qkv.weight"] * weights[f"{block}.norm1.scale"][:, None, None, None]
+        query, key, _ = (_size(part) for part in split_qkv(qkv, experiment.model.group))
         sharpest = max(sharpest, query * key)
     rows = weights["embedding.token"] * weights["norm.scale"]
     turned = UNIT[experiment.precision.dtype] * math.sqrt(layers * (1 + (1 + sharpest) ** 2))
-    turned *= float(_size(rows.T)) / math.sqrt(experiment.tokens_per_step)
+    turned *= _size(rows.T) / math.sqrt(experiment.tokens_per_step)
     return turned / (abs(run.steps[0].loss) or 1.0)
 
 
-def _size(weight: np.ndarray) -> np.ndarray:
-    """Of what a weight (C, .., N) makes of a normalised stream: the root of the mean square over N."""
-    return np.sqrt(np.square(weight, dtype=np.float64).sum(axis=0).mean(axis=-1))
+def _size(weight: np.ndarray) -> float:
+    """Of what a weight (C, ..) makes of a normalised stream: the root of the mean square over the rest."""
+    return float(np.sqrt(np.square(weight, dtype=np.float64).sum(axis=0).mean()))
 
 
 def tolerances_for(

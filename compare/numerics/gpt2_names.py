@@ -39,12 +39,6 @@ MASKS = (".attn.bias", ".attn.masked_bias")
 """Ends of causal masks' names, which old files have."""
 
 
-def require_dense(model: Model) -> None:
-    """Refuse a model that GPT-2 cannot be. Raises ExperimentError."""
-    if model.n_experts:
-        raise ExperimentError(f"model.n_experts = {model.n_experts}: GPT-2 has none, and no name for them")
-
-
 def gpt2_name(name: str) -> str:
     """The name of the parameter with this canonical name, without the prefix: `h.3.mlp.c_fc.weight`."""
     if name in _TOP:
@@ -64,6 +58,18 @@ def input_dims(parameter: Parameter) -> int:
     return 1 if parameter.axes[0] == "embed" else len(parameter.shape) - 1
 
 
+def require_gpt2(model: Model, origin: str) -> None:
+    """Refuse a model that GPT-2 has no word for. Raises ExperimentError, which names the option."""
+    has = {
+        "activation": model.activation == "relu_squared",
+        "norm": model.norm == "rmsnorm",
+        "n_kv_head": model.group > 1,
+        "n_experts": model.n_experts > 0,
+    }
+    for key in filter(has.get, has):
+        raise ExperimentError(f"{origin}: model.{key} = {getattr(model, key)}: GPT-2 has no word for it")
+
+
 def gpt2_shape(parameter: Parameter, *, is_linear: bool = False) -> tuple[int, ...]:
     """Inputs and outputs of a matrix as one dim each, the outputs first in nn.Linear."""
     if not (inputs := input_dims(parameter)):
@@ -78,9 +84,9 @@ def from_gpt2(
     """Weights by canonical name, of tensors by GPT-2's, perhaps of a wrapped model; the tied head is dropped.
 
     Matrices are (in, out) as in Hugging Face's Conv1D, or (out, in) as in nn.Linear. Raises ExperimentError:
-    they are not this model's.
+    they are not this model's, or it is none of GPT-2's.
     """
-    require_dense(model)
+    require_gpt2(model, origin)
     arrays: dict[str, np.ndarray] = {}
     for name in tensors:
         plain = name

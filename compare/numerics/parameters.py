@@ -5,12 +5,15 @@ gradient of one can be laid over a gradient of the other. The fused query-key-va
 its own axis, and heads keep theirs: a split over heads is then a slice of one axis.
 
 Logical axes: vocab V, position T, embed C, qkv 3, heads H, head_dim D = C/H, mlp M = 4C, expert E; choice is
-E too, of the router, which every device has for all experts.
+E too, of the router, which every device has for all experts. Where G heads of queries share one of K heads of
+keys and values, heads of qkv are K, each with a group G + 2: the G queries, then their key, then their value
+(Megatron's order).
 """
 
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -34,7 +37,7 @@ class Parameter(Struct, frozen=True, kw_only=True):
     init_std: float | None = None
     """Standard deviation of the normal it is drawn from; None for a constant."""
     init_constant: float = 0.0
-    """Initial value where init_std is None: 1 for LayerNorm scales, 0 for biases."""
+    """Initial value where init_std is None: 1 for scales of norms, 0 for biases."""
     is_matrix: bool = True
     """Whether nanoGPT's parameter has two or more dimensions, and so decays. Decided here, because a
     stacked or flattened layout changes the number of dimensions but must not change what decays."""
@@ -63,11 +66,11 @@ def end_parameters(model: Model) -> tuple[list[Parameter], list[Parameter]]:
 def block_parameters(model: Model, layer: int) -> list[Parameter]:
     """The weights of one block, which are as large in every other."""
     width, heads, inner = model.n_embd, model.n_head, MLP_RATIO * model.n_embd
-    head_dim = width // heads
+    qkv, qkv_axes = qkv_dims(model)
     std = 0.02
     residual_std = 0.02 / math.sqrt(2 * model.n_layer)  # GPT-2: two residual additions per block
     block = f"blocks.{layer}"
-    qkv_axes, out_axes = ("qkv", "heads", "head_dim"), ("heads", "head_dim", "embed")
+    out_axes = ("heads", "head_dim", "embed")
     up, down = ("embed", "mlp"), ("mlp", "embed")
     if experts := model.n_experts:
         mlp = [
@@ -84,13 +87,30 @@ def block_parameters(model: Model, layer: int) -> list[Parameter]:
         ]
     return [
         *_norm(model, f"{block}.norm1"),
-        _matrix(f"{block}.attention.qkv.weight", (width, QKV, heads, head_dim), ("embed", *qkv_axes), std),
-        *_bias(model, f"{block}.attention.qkv.bias", (QKV, heads, head_dim), qkv_axes),
-        _matrix(f"{block}.attention.out.weight", (heads, head_dim, width), out_axes, residual_std),
+        _matrix(f"{block}.attention.qkv.weight", (width, *qkv), ("embed", *qkv_axes), std),
+        *_bias(model, f"{block}.attention.qkv.bias", qkv, qkv_axes),
+        _matrix(f"{block}.attention.out.weight", (heads, width // heads, width), out_axes, residual_std),
         *_bias(model, f"{block}.attention.out.bias", (width,), ("embed",)),
         *_norm(model, f"{block}.norm2"),
         *mlp,
     ]
+
+
+def qkv_dims(model: Model) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Sizes and logical axes of what the fused projection makes of a token."""
+    head_dim = model.n_embd // model.n_head
+    if model.group == 1:
+        return (QKV, model.n_head, head_dim), ("qkv", "heads", "head_dim")
+    return (model.kv_heads, model.group + 2, head_dim), ("heads", "group", "head_dim")
+
+
+def split_qkv(qkv: Any, group: int) -> tuple[Any, Any, Any]:
+    """Queries (.., H, D), keys and values (.., K, D), of an array (.., 3, H, D) or (.., K, G + 2, D)."""
+    if group == 1:
+        return qkv[..., 0, :, :], qkv[..., 1, :, :], qkv[..., 2, :, :]
+    *others, heads, _, head_dim = qkv.shape
+    queries = qkv[..., :group, :].reshape(*others, heads * group, head_dim)
+    return queries, qkv[..., group, :], qkv[..., group + 1, :]
 
 
 def parameter_count(model: Model) -> int:
@@ -170,4 +190,4 @@ def _bias(model: Model, name: str, shape: tuple[int, ...], axes: tuple[str, ...]
 def _norm(model: Model, name: str) -> list[Parameter]:
     shape, axes = (model.n_embd,), ("embed",)
     scale = Parameter(name=f"{name}.scale", shape=shape, axes=axes, init_constant=1.0, is_matrix=False)
-    return [scale, *_bias(model, f"{name}.bias", shape, axes)]
+    return [scale] if model.norm == "rmsnorm" else [scale, *_bias(model, f"{name}.bias", shape, axes)]

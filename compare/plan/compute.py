@@ -110,7 +110,7 @@ class Variant(Struct, frozen=True, kw_only=True):
     """Sizes in which a model of today differs from nanoGPT's: it is planned, and not trained here."""
 
     kv_heads: Annotated[int, Meta(ge=0)] = 0
-    """Heads of keys and of values (grouped queries, GQA), which divide n_head; 0 for as many."""
+    """Heads of keys and of values (grouped queries, GQA), which divide n_head; 0 for the model's."""
     mlp: Annotated[int, Meta(ge=0)] = 0
     """Width inside the MLP; 0 for 4 n_embd."""
     gated: bool = False
@@ -124,7 +124,7 @@ GPT = Variant()
 
 def shape_of(model: Model, variant: Variant = GPT) -> Shape:
     """Sizes of nanoGPT's model, or of one that differs. Raises ExperimentError: heads do not divide."""
-    groups = variant.kv_heads or model.n_head
+    groups = variant.kv_heads or model.kv_heads
     if model.n_head % groups:
         raise ExperimentError(f"--shape.kv_heads {groups} does not divide model.n_head = {model.n_head}")
     return Shape(

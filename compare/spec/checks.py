@@ -37,6 +37,8 @@ def _objections(experiment: Experiment) -> Iterator[str]:
     if model.n_embd % model.n_head:
         heads = f"model.n_head = {model.n_head}"
         yield f"{heads} does not divide model.n_embd = {model.n_embd}: change one of them"
+    if model.n_head % model.kv_heads:
+        yield f"model.n_kv_head = {model.n_kv_head} does not divide model.n_head = {model.n_head}: change one"
     if model.dropout:
         yield from _to_dropout(model)
     yield from _to_precision(experiment.precision)
@@ -135,6 +137,8 @@ def _to_layout(model: Model, train: Train, layout: Layout) -> Iterator[str]:
         )
     if model.n_head % layout.tp:
         yield f"layout.tp = {layout.tp} does not divide model.n_head = {model.n_head}: change one of them"
+    elif model.kv_heads % layout.tp:
+        yield f"layout.tp = {layout.tp} does not divide model.n_kv_head = {model.n_kv_head}: change one"
     if model.vocab_size <= (layout.tp - 1) * -(-model.vocab_size // layout.tp):
         yield (
             f"layout.tp = {layout.tp} leaves a rank nothing of model.vocab_size = {model.vocab_size}: lower "

@@ -27,12 +27,16 @@ class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Model(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """nanoGPT's GPT: pre-LayerNorm blocks, learned positions, the head tied to the token embedding."""
+    """nanoGPT's GPT: pre-LayerNorm blocks, learned positions, the head tied to the token embedding; and parts
+    of its heir nanochat in place of them."""
 
     n_layer: Annotated[int, Meta(ge=1, le=MAX_LAYERS)] = 4
     """Number of transformer blocks (L)."""
     n_head: Positive = 4
     """Attention heads per block (H); divides n_embd."""
+    n_kv_head: Count = 0
+    """Heads of keys and of values (K), each for H / K heads of queries: grouped-query attention (arXiv
+    2305.13245); 0 for n_head."""
     n_embd: Positive = 128
     """Width of the residual stream (C)."""
     block_size: Positive = 128
@@ -43,10 +47,13 @@ class Model(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Biases in the linear layers and LayerNorms, as GPT-2 has them."""
     dropout: Fraction = 0.0
     """Share of elements dropped in training, where nanoGPT drops: the same ones everywhere."""
-    activation: Literal["gelu", "gelu_tanh"] = "gelu"
-    """gelu is the exact (erf) form, nanoGPT's; gelu_tanh is the approximation that JAX defaults to."""
+    activation: Literal["gelu", "gelu_tanh", "relu_squared"] = "gelu"
+    """gelu is the exact (erf) form, nanoGPT's; gelu_tanh is the approximation that JAX defaults to;
+    relu_squared is max(x, 0)^2, nanochat's (arXiv 2109.08668)."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """rmsnorm divides by the root mean square alone (arXiv 1910.07467): it has a scale, and never a bias."""
     norm_eps: Annotated[float, Meta(gt=0)] = 1e-5
-    """Epsilon of every LayerNorm (flax defaults to 1e-6, PyTorch and nanoGPT to 1e-5)."""
+    """Epsilon of every norm (flax defaults to 1e-6, PyTorch and nanoGPT to 1e-5)."""
     n_experts: Count = 0
     """MLPs of each block, without biases, of which a router chooses for each token (E); 0: one, for all."""
     experts_per_token: Positive = 2
@@ -55,6 +62,16 @@ class Model(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     balance: NonNegative = 0.01
     """What the loss has for unequal shares of the experts: this times E sum_e f_e P_e for each block, f_e the
     share of e in all choices and P_e its mean probability, over the batch of a pass (Switch Transformer)."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and of values."""
+        return self.n_kv_head or self.n_head
+
+    @property
+    def group(self) -> int:
+        """Heads of queries that share a head of keys and of values (G): 1 without grouped-query attention."""
+        return self.n_head // self.kv_heads
 
 
 class Data(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,7 +15,7 @@ from safetensors.numpy import save
 
 from compare.host.disk import write_atomically
 from compare.host.tensors import Tensors
-from compare.numerics.gpt2_names import TRANSFORMER, from_gpt2, gpt2_name, gpt2_shape, require_dense
+from compare.numerics.gpt2_names import TRANSFORMER, from_gpt2, gpt2_name, gpt2_shape, require_gpt2
 from compare.numerics.parameters import parameter_table
 from compare.spec.experiment import ExperimentError, Model
 
@@ -60,9 +60,9 @@ def read_gpt2(folder: Path) -> tuple[Model, dict[str, np.ndarray]]:
 def write_gpt2(folder: Path, model: Model, weights: Mapping[str, np.ndarray]) -> None:
     """Write config.json and model.safetensors, which `GPT2LMHeadModel.from_pretrained` reads.
 
-    Biases that the model has not are zeros there. Raises ExperimentError: it has experts.
+    Biases that the model has not are zeros there. Raises ExperimentError: it is none of GPT-2's.
     """
-    require_dense(model)
+    require_gpt2(model, CONFIG)
     rows = parameter_table(msgspec.structs.replace(model, bias=True))
     tensors = {}
     for row in rows:

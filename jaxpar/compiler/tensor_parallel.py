@@ -25,7 +25,7 @@ B = P.UNCONSTRAINED  # the batch is data parallelism's affair
 POSITION_DIM, HIDDEN_DIM = 1, 2
 """Of (B, T, C); of the MLP's (B, T, 4C), and of the heads' (B, T, H, D)."""
 HEADS_DIM = 3
-"""Of q, k and v: (B, T, 3, H, D)."""
+"""Of q, k and v: (B, T, 3, H, D); of groups of queries it is the one before, (B, T, K, G + 2, D)."""
 
 
 def split_layers(problem: Problem, *, mesh: Mesh) -> Edit:
@@ -35,7 +35,7 @@ def split_layers(problem: Problem, *, mesh: Mesh) -> Edit:
     def edit(model: GPT) -> None:
         attention, mlp = model.blocks.attention, model.blocks.mlp
         ends = (
-            (attention.qkv, None, HEADS_DIM),
+            (attention.qkv, None, HEADS_DIM if attention.group == 1 else HEADS_DIM - 1),
             (attention.out, HIDDEN_DIM, between),
             (mlp.up, None, HIDDEN_DIM),
             (mlp.down, HIDDEN_DIM, between),

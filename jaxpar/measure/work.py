@@ -16,7 +16,7 @@ from compare.contract.work import Kept, ObservedWork, Part
 from compare.pipeline.schedules import Kind, Task
 from compare.pipeline.ticks import BACKWARD, FORWARD, Ticks
 from jaxpar.measure.hlo import AGAIN
-from jaxpar.model import HEAD, KEEPS
+from jaxpar.model import HEAD, KEEPS, RELU
 
 PRODUCT, GELUS = "dot_general", frozenset({"erf", "erfc", "tanh"})
 ALONE: dict[str, Kept] = {"rsqrt": "norm", "log": "loss"}
@@ -35,9 +35,10 @@ def work_of(program: Any, ticks: Ticks | None = None) -> ObservedWork:
             if f"{KEEPS}{what}" in scopes or ALONE.get(name) == what:
                 dtypes = (result.aval.dtype for result in equation.outvars)
                 kept[what] |= {str(dtype) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
-        if name not in {PRODUCT, *GELUS}:
+        is_activation = name in GELUS or (name == "max" and RELU in scopes)
+        if name != PRODUCT and not is_activation:
             continue
-        part: Part = "activations" if name in GELUS else "logits" if is_of_head else "products"
+        part: Part = "activations" if is_activation else "logits" if is_of_head else "products"
         if name == PRODUCT:
             products[_dtype_of(equation)] += 1
         if AGAIN in scopes:

@@ -21,12 +21,14 @@ from compare.contract.work import Part
 from compare.spec.experiment import Layout
 from torchpar.comm.collectives import observers
 from torchpar.measure.watch import HEAD
+from torchpar.measure.work import ACTIVATIONS
 
 TRACED = {
     "linear": torch.ops.aten.mm.default,
     "matmul": torch.ops.aten.bmm.default,
     "scaled_dot_product_attention": torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     "gelu": torch.ops.aten.gelu.default,
+    "relu": torch.ops.aten.relu.default,
 }
 """By name in a traced graph, what a record counts: one of the operators that a checkpoint knows it by."""
 
@@ -78,7 +80,7 @@ def compile_forward(module: nn.Module, backend: str) -> Callable[..., dict[str, 
 def _operators(
     graph: fx.GraphModule, is_again: Callable[[Any], bool] = lambda operator: False
 ) -> Iterator[tuple[Part, int, bool]]:
-    """Products and GELUs of a graph: the part, the result's second dim (T of logits_BTV), and whether a
+    """Products and activations of a graph: the part, the result's second dim (T of logits_BTV), and whether a
     checkpoint around it has backward run it again."""
     for node in graph.graph.nodes:
         name = getattr(node.target, "__name__", "")
@@ -89,5 +91,5 @@ def _operators(
             yield from _operators(body, lambda op, policy=policy: "RECOMPUTE" in policy(None, op).name)
         elif name in TRACED:
             of_product: Part = "logits" if HEAD in str(node.meta["nn_module_stack"]) else "products"
-            part: Part = "activations" if name == "gelu" else of_product
+            part: Part = "activations" if name in ACTIVATIONS else of_product
             yield part, node.meta["example_value"].shape[1], is_again(TRACED[name])

@@ -23,7 +23,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from compare.contract.communication import REPLICATED_GRADIENTS
-from compare.numerics.parameters import QKV
 from torchpar.comm.collectives import Axis
 from torchpar.dropout import split_rows
 from torchpar.manual.megatron import (
@@ -43,7 +42,7 @@ class ColumnParallelLinear(nn.Module):
     """A linear layer whose output features are split: y_r = x W_r^T + b_r.
 
     The input is the same on all ranks, or with `sequence_dim` split along it; the output is this rank's
-    features, over the whole sequence. A fused q, k, v has three `groups` of features.
+    features, over the whole sequence. A fused q, k, v has three `groups` of features, but with GQA.
     """
 
     parts = ("weight", "bias")
@@ -95,7 +94,7 @@ def split_layers(model: GPT, axis: Axis, *, sequence_parallel: bool = False) -> 
     row = partial(RowParallelLinear, axis=axis, sequence_dim=sequence_dim)
     for block in model.blocks:
         for path, split in {
-            "attn.c_attn": partial(column, groups=QKV),
+            "attn.c_attn": partial(column, groups=block.get_submodule("attn").qkv_parts),
             "attn.c_proj": row,
             "mlp.c_fc": column,
             "mlp.c_proj": row,

@@ -19,9 +19,10 @@ from torchpar.comm.collectives import Call
 from torchpar.measure.watch import HEAD, Sink, modules_named
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "addmm_", "baddbmm_"})
-GELU = "gelu"
+ACTIVATIONS = frozenset({"gelu", "relu"})
 KEPT: dict[str, Kept] = {
     "native_layer_norm": "norm",
+    "rsqrt": "norm",
     "_softmax": "softmax",
     "_log_softmax": "loss",
     "log": "loss",
@@ -48,15 +49,16 @@ class WorkSink(Sink):
         is_sum = name in SUMS and OF_BLOCK.search(self.watch.module)
         if (kept := "residual" if is_sum else KEPT.get(name)) and not self.watch.in_backward:
             self._kept[kept].add(_name_of(tree_leaves(result)[0].dtype))
-        if not is_product and name != GELU:
+        if not is_product and name not in ACTIVATIONS:
             return
         first = next(leaf for leaf in tree_leaves(operands) if isinstance(leaf, torch.Tensor))
         if isinstance(first, FakeTensor):
             return  # DTensor asks for the shape of a result, in a first step
         if is_product:
             self._products[_dtype_of(first)] += 1
-        if name == GELU or (is_product and self.watch.runs_forward):
-            part: Part = "activations" if name == GELU else "logits" if self._in_head else "products"
+        if name in ACTIVATIONS or (is_product and self.watch.runs_forward):
+            of_product: Part = "logits" if self._in_head else "products"
+            part: Part = "activations" if name in ACTIVATIONS else of_product
             (self._again if self.watch.in_backward else self._forward)[part] += 1
 
     def call(self, call: Call, full: torch.Tensor, ranks: int) -> None:

@@ -163,7 +163,7 @@ def _pipeline_parallel(experiment: Experiment, stage: int) -> Bytes:
     layout = experiment.layout
     first, last = stage == 0, stage == layout.pp - 1
     message = stream_bytes(experiment) / (layout.tp if layout.sequence_parallel else 1)
-    (token, _), _ = end_parameters(experiment.model)
+    (token, *_), _ = end_parameters(experiment.model)
     tied = _itemsize_of_shard(experiment) * on_one_of_tp([token], layout)
     return {
         ("permute", PP, ACTIVATIONS): (layout.chunks - last) * message,

@@ -65,8 +65,8 @@ def model_flops_per_token(experiment: Experiment) -> float:
     is tied to it. Norms and biases are in N in both, as if they were products: 1 part in 7,000 of GPT-2 124M.
     """
     model = experiment.model
-    (token, position), _ = end_parameters(model)
-    weights = parameter_count(model) - token.size - position.size
+    embeddings, _ = end_parameters(model)
+    weights = parameter_count(model) - sum(table.size for table in embeddings)
     experts = sum(parameter.size for parameter in block_parameters(model, 0) if "expert" in parameter.axes)
     weights -= model.n_layer * experts * (1 - model.experts_per_token / (model.n_experts or 1))
     head = model.vocab_size * model.n_embd

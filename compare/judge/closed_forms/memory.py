@@ -103,11 +103,11 @@ def _elements(engine: str, model: Model, pp: int, tp: int, stage: int) -> float:
 def parameters_of_stage(engine: str, experiment: Experiment, *, stage: int) -> list[Parameter]:
     """Parameters that one rank of a pipeline holds, in canonical order; blocks by the names of the first."""
     layout, model = experiment.layout, experiment.model
-    (token, position), final_norm = end_parameters(model)
+    (token, *positions), final_norm = end_parameters(model)
     everywhere = ENGINES[engine].holds.ends_on_every_stage
     first, last = everywhere or stage == 0, everywhere or stage == layout.pp - 1
     held = [token] if first or last else []
-    held += [position] if first else []
+    held += positions if first else []
     held += model.n_layer // layout.pp * list(block_parameters(model, 0))
     return held + (final_norm if last else [])
 
