@@ -35,8 +35,15 @@ def random_batch(config: Model, size: int = 3) -> dict[str, np.ndarray]:
 
 
 def test_loss_equals_numpy():
-    for bias, activation in ((False, "gelu"), (True, "gelu_tanh"), (True, "gelu")):
-        config = replace(SPEC, bias=bias, activation=activation)
+    for options in (
+        {"bias": False},
+        {"activation": "gelu_tanh"},
+        {},
+        {"activation": "relu_squared"},
+        {"norm": "rmsnorm"},
+        {"n_head": 4, "n_kv_head": 2},
+    ):
+        config = replace(SPEC, **options)
         named, batch = random_parameters(config), random_batch(config)
         loss = problem(config).loss()(weights.from_canonical(named, config), batch)
         # Measured 2e-16 to 9e-16; gelu against gelu_tanh differs by 1e-4 and eps 1e-6 by 1e-6.

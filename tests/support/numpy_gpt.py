@@ -9,30 +9,42 @@ from compare.spec.experiment import Model
 
 
 def numpy_loss(model: Model, w: Mapping[str, np.ndarray], inputs: np.ndarray, targets: np.ndarray) -> float:
-    """Mean cross-entropy of tokens (B, T); without biases as well, and with either GELU."""
+    """Mean cross-entropy of tokens (B, T); without biases as well, and with every option of the model."""
+    group = model.n_head // (model.n_kv_head or model.n_head)
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
-        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + model.norm_eps)
+        if model.norm == "layernorm":
+            x = x - x.mean(-1, keepdims=True)
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + model.norm_eps)
         return x * w[f"{name}.scale"] + w.get(f"{name}.bias", 0)
 
-    def gelu(x: np.ndarray) -> np.ndarray:
+    def activation(x: np.ndarray) -> np.ndarray:
+        if model.activation == "relu_squared":
+            return np.maximum(x, 0) ** 2
         if model.activation == "gelu":
             return x * (1 + erf(x / np.sqrt(2))) / 2
         return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
+    def as_three(w: np.ndarray) -> np.ndarray:
+        """(.., K, G + 2, D) -> (.., 3, H, D), keys and values again for each head of their group."""
+        if group == 1:
+            return w
+        each = [w[..., :group, :], *(w[..., [i] * group, :] for i in (group, group + 1))]
+        return np.stack([part.reshape(*w.shape[:-3], -1, w.shape[-1]) for part in each], axis=-3)
+
     length = inputs.shape[1]
     x = w["embedding.token"][inputs] + w["embedding.position"][:length]
     for at in (f"blocks.{layer}" for layer in range(model.n_layer)):
-        qkv = np.einsum("btc,cihd->ibhtd", norm(x, f"{at}.norm1"), w[f"{at}.attention.qkv.weight"])
+        qkv = np.einsum("btc,cihd->ibhtd", norm(x, f"{at}.norm1"), as_three(w[f"{at}.attention.qkv.weight"]))
         if model.bias:
-            qkv = qkv + w[f"{at}.attention.qkv.bias"][:, None, :, None]
+            qkv = qkv + as_three(w[f"{at}.attention.qkv.bias"])[:, None, :, None]
         scores = np.einsum("bhtd,bhsd->bhts", qkv[0], qkv[1]) / np.sqrt(model.n_embd // model.n_head)
         scores = np.exp(np.where(np.tri(length, dtype=bool), scores, -np.inf))
         mixed = np.einsum("bhts,bhsd->bthd", scores / scores.sum(-1, keepdims=True), qkv[2])
         x = x + np.einsum("bthd,hdc->btc", mixed, w[f"{at}.attention.out.weight"])
         x = x + w.get(f"{at}.attention.out.bias", 0)
         up = norm(x, f"{at}.norm2") @ w[f"{at}.mlp.up.weight"] + w.get(f"{at}.mlp.up.bias", 0)
-        x = x + gelu(up) @ w[f"{at}.mlp.down.weight"] + w.get(f"{at}.mlp.down.bias", 0)
+        x = x + activation(up) @ w[f"{at}.mlp.down.weight"] + w.get(f"{at}.mlp.down.bias", 0)
     logits = norm(x, "norm") @ w["embedding.token"].T
     log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     return -float(np.take_along_axis(log_probabilities, targets[..., None], -1).mean())

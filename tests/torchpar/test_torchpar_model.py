@@ -1,15 +1,20 @@
 """torchpar's names and shapes, recomputation and norm, in one process."""
 
+from functools import partial
+
 import numpy as np
 import torch
+from msgspec.structs import replace
+from torch.nn import functional as F
 
 from compare.numerics.gpt2_names import gpt2_shape
 from compare.numerics.parameters import initial_parameters, parameter_table
 from compare.spec.experiment import Experiment, Model
+from torchpar.dropout import Dropout
 from torchpar.model import GPT
 from torchpar.optimizer import ROW, norm_of_all
 from torchpar.remat import apply_remat
-from torchpar.weights import load_weights, nanogpt_name
+from torchpar.weights import load_weights, nanogpt_name, to_arrays
 
 SIZES = Model(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=61, bias=True)
 
@@ -77,3 +82,45 @@ def test_the_norm_is_as_accurate_as_float32_allows():
         spoiled = torch.ones(ROW + 3)
         spoiled[-1] = bad
         assert not norm_of_all([torch.ones(2), spoiled]).isfinite()
+
+
+def of_today(sizes: Model, weights: dict[str, torch.Tensor], *batch: torch.Tensor) -> torch.Tensor:
+    """The loss of nanochat's parts, from canonical weights, in PyTorch's own functions."""
+    group, (ids, targets) = sizes.n_head // sizes.n_kv_head, batch
+    norm = partial(F.rms_norm, normalized_shape=(sizes.n_embd,), eps=sizes.norm_eps)
+    x = weights["embedding.token"][ids] + weights["embedding.position"]
+    for layer in range(sizes.n_layer):
+        w = {name.removeprefix(f"blocks.{layer}."): tensor for name, tensor in weights.items()}
+        qkv = torch.einsum("btc,ckgd->bkgtd", norm(x, weight=w["norm1.scale"]), w["attention.qkv.weight"])
+        qkv = qkv + w["attention.qkv.bias"][:, :, None]
+        q, k, v = qkv[:, :, :group].flatten(1, 2), qkv[:, :, group], qkv[:, :, group + 1]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        y = torch.einsum("bhtd,hdc->btc", y, w["attention.out.weight"])
+        x = x + y + w["attention.out.bias"]
+        up = norm(x, weight=w["norm2.scale"]) @ w["mlp.up.weight"] + w["mlp.up.bias"]
+        x = x + up.clamp(min=0) ** 2 @ w["mlp.down.weight"] + w["mlp.down.bias"]
+    logits = norm(x, weight=weights["norm.scale"]) @ weights["embedding.token"].T
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def test_options_of_today_are_pytorchs_own():
+    """Loss and every gradient; keys and values are this model's own, fewer than its queries."""
+    sizes = replace(SIZES, activation="relu_squared", norm="rmsnorm", n_kv_head=2)
+    random = np.random.default_rng(0)
+    arrays = {row.name: random.normal(0, 0.3, row.shape) for row in parameter_table(sizes)}
+    model, weights = GPT(sizes).double(), {name: torch.tensor(w) for name, w in arrays.items()}
+    load_weights(model, arrays)
+    leaves = {name: w.requires_grad_() for name, w in weights.items()}
+    expected = of_today(sizes, leaves, *tokens())
+    expected.backward()
+    _, loss = model(*tokens())
+    loss.backward()
+    assert abs(loss.item() / expected.item() - 1) < 1e-14
+    found = to_arrays({name: p.grad for name, p in model.named_parameters()}, sizes)
+    for name, leaf in leaves.items():
+        assert np.abs(found[name] - leaf.grad.numpy()).max() < 1e-13 * leaf.grad.abs().max(), name
+    keys = torch.zeros(3, 2, dtype=torch.int32)
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            module.rate = 0.0  # the way without the fused kernel
+    assert abs(model(*tokens(), keys)[1].item() / expected.item() - 1) < 1e-14

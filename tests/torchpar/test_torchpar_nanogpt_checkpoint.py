@@ -182,6 +182,9 @@ def test_an_experiment_gives_precision_and_data_and_without_one_the_file_does(sa
 def test_what_a_ckpt_cannot_say_is_not_exported(tmp_path):
     cases = (
         ({"model": {"activation": "gelu_tanh"}}, "model.activation = gelu_tanh, and nanoGPT has gelu"),
+        ({"model": {"activation": "relu_squared"}}, "model.activation = relu_squared: GPT-2 has no word"),
+        ({"model": {"norm": "rmsnorm"}}, "model.norm = rmsnorm: GPT-2 has no word for it"),
+        ({"model": {"n_kv_head": 1}}, "model.n_kv_head = 1: GPT-2 has no word for it"),
         ({"model": {"norm_eps": 1e-3}}, "model.norm_eps = 0.001, and nanoGPT has 1e-05 alone"),
         ({"optimizer": {"decay": "all"}}, "optimizer.decay = all, and nanoGPT has matrices alone"),
         ({"optimizer": {"name": "sgd"}}, "name = sgd, and nanoGPT has adamw alone"),
