@@ -21,13 +21,13 @@ from compare.contract.communication import ACTIVATIONS, GRADIENTS, NORM, REPLICA
 from compare.contract.faults import PlantedFault
 from compare.contract.recording import Progress
 from compare.numerics.boxes import Weights
-from compare.spec.axes import AXES, DP_REPLICATE, PP, TP
+from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, PP, TP
 from compare.spec.experiment import Experiment
 from jaxpar import dropout, manual, optimizer, train
 from jaxpar.comm import collectives
 from jaxpar.explicit import data_parallel as typed_data_parallel
 from jaxpar.explicit import tensor_parallel as typed_tensor_parallel
-from jaxpar.manual import fully_sharded, pipeline_parallel, tensor_parallel
+from jaxpar.manual import pipeline_parallel, tensor_parallel
 from jaxpar.model import Linear
 
 Planted = AbstractContextManager
@@ -123,7 +123,7 @@ def doubled_row_bias(right: Any, self: Linear, x: jax.Array) -> jax.Array:
 @in_place_of(optimizer, "clip")
 def next_shard_s_gradients(right: Any, gradients: Any, norm: jax.Array, *, max_norm: float) -> Any:
     """A shard is updated with the next device's gradients."""
-    shift = partial(collectives.shift, axis=fully_sharded.AXES)
+    shift = partial(collectives.shift, axis=DP_SHARD)
     return jax.tree.map(shift, right(gradients, norm, max_norm=max_norm))
 
 

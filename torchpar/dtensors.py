@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from compare.spec.axes import AXES, SHARDS, TP
+from compare.spec.axes import AXES, SHARDS, TP, parts_of
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis, chunk_slices
 from torchpar.comm.mesh import Mesh
@@ -35,7 +35,7 @@ def make_device_mesh(mesh: Mesh, names: Sequence[str]) -> DeviceMesh:
         alone = dist.new_group([mesh.world.rank], use_local_synchronization=True)
     assert isinstance(alone, dist.ProcessGroup)
     ranks = np.arange(mesh.world.size).reshape([mesh[name].size for name in AXES])
-    named = [part for name in names for part in name.split("+")]
+    named = [part for name in names for part in parts_of(name)]
     order = [AXES.index(name) for name in (*named, *(name for name in AXES if name not in named))]
     return DeviceMesh.from_group(
         [axis.group or alone for axis in axes],

@@ -22,7 +22,7 @@ from compare.checkpoint.saver import Part
 from compare.numerics.boxes import Weights, from_boxes
 from compare.numerics.parameters import Parameter, parameter_table
 from compare.numerics.shards import Shard
-from compare.spec.axes import AXES, SPLIT, TP
+from compare.spec.axes import AXES, SPLIT, parts_of
 from compare.spec.experiment import Experiment, Model
 from torchpar.comm.collectives import chunk_slices
 from torchpar.comm.mesh import Mesh
@@ -41,7 +41,8 @@ def shards(parallel: ParallelModel, model: Model, mesh: Mesh, *, of_moments: boo
         if name not in parallel.parameters or (of_moments and not parallel.keeps_moments(name)):
             continue
         own = of_moments and parallel.updates
-        differs = {axis.name for axis in (own[1:] if own else parallel.sharded_over.get(name, ()))}
+        spread = own[1:] if own else parallel.sharded_over.get(name, ())
+        differs = {part for axis in spread for part in parts_of(axis.name)}
         replica, alike = 0, [mesh[axis] for axis in AXES if axis not in differs]
         for axis in alike:  # this rank's number among those with the same part
             replica = replica * axis.size + axis.rank
@@ -52,11 +53,12 @@ def shards(parallel: ParallelModel, model: Model, mesh: Mesh, *, of_moments: boo
 
 
 def shard_of(row: Parameter, mesh: Mesh, *, elements: slice | None = None, replica: int = 0) -> Shard:
-    """This rank's shard of a canonical tensor: its box along tp, and of that `elements`; without padding."""
+    """A rank's shard of a canonical tensor: its box by tp and ep, and `elements` of it; without padding."""
     box = [slice(0, size) for size in row.shape]
     for dim, axis in enumerate(row.axes):
-        if SPLIT.get(axis) == TP:
-            box[dim] = chunk_slices(row.shape[dim], mesh[TP].size)[mesh[TP].rank]
+        if axis in SPLIT:
+            along = mesh[SPLIT[axis]]
+            box[dim] = chunk_slices(row.shape[dim], along.size)[along.rank]
     shape = tuple(part.stop - part.start for part in box)
     size = math.prod(shape)
     return Shard(

@@ -89,6 +89,11 @@ def joined(*names: str) -> str:
     return "+".join(names)
 
 
+def parts_of(name: str) -> list[str]:
+    """The inverse of `joined`."""
+    return name.split("+")
+
+
 def joined_of(names: Iterable[str], degrees: Mapping[str, int]) -> str:
     """The name of several axes as one, without those of one device; "" if there is none."""
     return joined(*(name for name in names if degrees[name] > 1))

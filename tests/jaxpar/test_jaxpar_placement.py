@@ -62,7 +62,7 @@ def test_which_dim():
         ((0, 3), ("position", "embed"), 4, None),
         ((4,), (LAYER,), 4, None),
     ):
-        p = place(shape, axes, Layout(tp=2, dp_shard=shards))
+        p = place(shape, axes, Layout(tp=2, dp_shard=shards, zero=1))
         assert p.dims.get(DP_SHARD) == expected, shape
         if axes[:1] == (LAYER,) and expected is not None:
             (layer,) = one_layer([p])

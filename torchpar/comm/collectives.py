@@ -104,8 +104,10 @@ class Axis:
         """Replace `tensor`, any shape, by its sum over the axis."""
         self.start_all_reduce(tensor, purpose=purpose).wait()
 
-    def start_all_reduce(self, tensor: torch.Tensor, *, purpose: str = "") -> dist.Work:
+    def start_all_reduce(self, tensor: torch.Tensor, *, purpose: str = "") -> Work:
         """Begin `all_reduce`; `tensor` is valid after `wait()` on the result."""
+        if self.size == 1:
+            return DONE
         with self._observed("all_reduce", tensor, purpose):
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
@@ -231,7 +233,7 @@ class Axis:
                     f"{kind} of a non-contiguous tensor {tuple(tensor.shape)}, strides {tensor.stride()}"
                 )
         with ExitStack() as stack:
-            for observer in observers:
+            for observer in observers if self.size > 1 else ():
                 stack.enter_context(observer(Call(kind, self.name, purpose), full, self.size))
             yield
 

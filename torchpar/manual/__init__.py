@@ -11,6 +11,7 @@ from compare.spec.experiment import Layout
 from torchpar.comm.mesh import Mesh
 from torchpar.gpt_stages import TIED, GPTStages, stages_of, units_of
 from torchpar.manual.data_parallel import DataParallel
+from torchpar.manual.flat import ranks_of
 from torchpar.manual.flat_parameters import gather_pieces, pieces_of
 from torchpar.manual.fully_sharded import FSDP
 from torchpar.manual.megatron import VocabParallelEmbedding
@@ -87,17 +88,15 @@ def _sharded(
         whole = gather_pieces(flats, {full[name]: piece for name, piece in pieces.items()})
         return {name: whole[full[name]] for name in pieces}
 
-    strategy = Strategy(
-        axis=mesh.joined(*SHARDS),
-        spread=full,
-        finish=lambda _: sharding.finish_gradient_synchronization(),
-        gather=gather,
-    )
-    return ParallelModel(
+    parallel = ParallelModel(
         module=model if layout.zero == 1 else sharding,
         optimizer=sharding if isinstance(sharding, ShardedOptimizer) else make_optimizer(pieces),
         parameters=pieces,
         elements={name: elements[parameter] for name, parameter in full.items()},
         skip_sync=sharding.no_sync,
         transient=tuple(flat.full for flat in flats if layout.zero == 3),
-    ).under(strategy)
+        sharded_over={name: (ranks_of(p, axes["group"]),) for name, p in full.items()},
+    )
+    return parallel.under(
+        Strategy(finish=lambda _: sharding.finish_gradient_synchronization(), gather=gather)
+    )

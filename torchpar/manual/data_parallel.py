@@ -24,7 +24,7 @@ from torch import nn
 
 from compare.contract.communication import GRADIENTS
 from torchpar.comm.collectives import Axis, ProcessGroup, Work
-from torchpar.manual.flat import Accumulates, Flat, NamedParameters, pack, replicate
+from torchpar.manual.flat import Accumulates, Flat, NamedParameters, pack, ranks_of, replicate
 
 T = TypeVar("T", bound=Any)
 
@@ -103,7 +103,8 @@ class DataParallel(Accumulates, nn.Module):
     ):
         super().__init__()
         self.module, self.axis = module, Axis.of(group)
-        replicate(module.parameters(), [self.axis])
+        for parameter in module.parameters():
+            replicate([parameter], [ranks_of(parameter, self.axis)])
         limits = {"naive": 0.0, "flat": float("inf"), "overlapped": 0.0, "bucketed": bucket_size_mb * 1e6}
         self._during_backward = gradient_sync in ("overlapped", "bucketed")
         trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -126,7 +127,8 @@ class DataParallel(Accumulates, nn.Module):
     def all_reduce_full_buckets(self) -> None:
         for bucket in self.buckets.take_full():
             assert bucket.buffer is not None
-            bucket.work = self.axis.start_all_reduce(bucket.buffer, purpose=GRADIENTS)
+            axis = ranks_of(bucket.parameters[0], self.axis)
+            bucket.work = axis.start_all_reduce(bucket.buffer, purpose=GRADIENTS)
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:

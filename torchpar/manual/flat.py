@@ -10,24 +10,31 @@ from torch import nn
 from compare.contract.communication import REPLICATE
 from torchpar.comm.collectives import Axis
 
+MARK = "shared_by"
+"""The attribute of a parameter that names the ranks that have it, where these are fewer than all."""
 NamedParameters = list[tuple[str, nn.Parameter]]
 
 
 def pack(named: Iterable[tuple[str, nn.Parameter]], limit_bytes: float) -> list[NamedParameters]:
-    """Parameters in their order, in packs of one dtype and device, all trainable or all frozen.
+    """Parameters in their order, in packs of one dtype, device and `ranks_of`, all trainable or all frozen.
 
     A pack is closed before it would pass `limit_bytes`; 0 gives every parameter its own.
     """
     packs: list[NamedParameters] = []
     unfinished: dict[tuple, NamedParameters] = {}
     for name, parameter in named:
-        alike = (parameter.dtype, parameter.device, parameter.requires_grad)
+        alike = (parameter.dtype, parameter.device, parameter.requires_grad, parameter.__dict__.get(MARK))
         members = unfinished.get(alike)
         if members is None or sum(p.nbytes for _, p in members) + parameter.nbytes > limit_bytes:
             members = unfinished[alike] = []
             packs.append(members)
         members.append((name, parameter))
     return packs
+
+
+def ranks_of(parameter: nn.Parameter, group: Axis) -> Axis:
+    """The ranks of a group that have a parameter: all of them, unless it is marked, as experts are."""
+    return parameter.__dict__.get(MARK, group)
 
 
 class Flat:

@@ -18,7 +18,7 @@ from torch import nn
 
 from compare.contract.communication import RECORD
 from torchpar.comm.collectives import Axis, Work, chunk_slices
-from torchpar.manual.flat import Flat, NamedParameters, replicate
+from torchpar.manual.flat import Flat, NamedParameters, ranks_of, replicate
 
 
 class FlatParameters(Flat):
@@ -26,7 +26,7 @@ class FlatParameters(Flat):
 
     Args:
         named: of one dtype and device, by name; their values become those of the first rank.
-        axis: the ranks that share them out.
+        axis: the ranks that share them out, or fewer (`flat.ranks_of`); gradients are means over all of them.
         zero: under 1 and 2 `full` stays in memory, and the shard is a view of it; under 1 the gradients, too.
         replicas: ranks that hold the same shard, or None: gradients are averaged over both axes.
 
@@ -36,6 +36,8 @@ class FlatParameters(Flat):
     @torch.no_grad()
     def __init__(self, named: NamedParameters, axis: Axis, *, zero: int, replicas: Axis | None = None):
         super().__init__(named)
+        self.ranks = axis.size * (replicas.size if replicas else 1)
+        axis = ranks_of(self.parameters[0], axis)
         self.axis, self.replicas, self.zero = axis, replicas, zero
         self.own = chunk_slices(self.starts[-1], axis.size)[axis.rank]  # this rank's cut
         self.full = self.parameters[0].detach().new_empty(self.starts[-1])
@@ -88,7 +90,6 @@ class FlatGradients:
 
     def __init__(self, flat: FlatParameters):
         self.flat = flat
-        self.ranks = flat.axis.size * (flat.replicas.size if flat.replicas else 1)
         self.reset()
 
     def reset(self) -> None:
@@ -114,9 +115,9 @@ class FlatGradients:
             self.full = torch.empty_like(self.flat.full)
         slot = self.flat.view(self.full, index)
         if index in self.used:
-            slot.add_(gradient, alpha=1 / self.ranks)
+            slot.add_(gradient, alpha=1 / self.flat.ranks)
         else:
-            torch.div(gradient, self.ranks, out=slot)
+            torch.div(gradient, self.flat.ranks, out=slot)
             self.used.add(index)
 
     def wait(self) -> None:
