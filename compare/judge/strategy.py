@@ -173,9 +173,11 @@ def _remat(run: Observed) -> Iterator[Finding]:
 
 
 def _loss_chunks(run: Observed) -> Iterator[Finding]:
-    length, chunks = run.experiment.model.block_size, run.experiment.train.loss_chunks
+    chunks, layout = run.experiment.train.loss_chunks, run.experiment.layout
+    sees_own = run.engine.sends_by in ("", "pytorch")  # a device's positions, and not an array of all
+    length = run.experiment.model.block_size / (layout.cp if sees_own else 1)
     found = ", ".join(f"{length / positions:g}" for positions in run.work.logits_positions if positions)
-    parts, layout = run.work.forward.get("logits", 0), run.experiment.layout
+    parts = run.work.forward.get("logits", 0)
     passes = blocks_that_run(run.engine, run.experiment) // run.experiment.model.n_layer
     if layout.pp == 1 and parts != chunks * passes:
         found += f", and {parts / passes:g} products for them in a pass,"

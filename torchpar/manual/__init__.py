@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from compare.spec.axes import DATA, PP, REPLICAS, SHARDS, TP
+from compare.spec.axes import CP, DATA, PP, REPLICAS, SHARDS, TP
 from compare.spec.experiment import Layout
 from torchpar.comm.mesh import Mesh
 from torchpar.gpt_stages import TIED, GPTStages, stages_of, units_of
+from torchpar.manual.context_parallel import split_sequence
 from torchpar.manual.data_parallel import DataParallel
 from torchpar.manual.flat import ranks_of
 from torchpar.manual.flat_parameters import gather_pieces, pieces_of
@@ -26,15 +27,17 @@ from torchpar.remat import apply_remat
 def parallelize(
     model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker, fill: Fill
 ) -> ParallelModel:
-    """The model under the layout. The order: tensor parallelism, recomputation, the cut into a pipeline's
-    stages, what is done to this rank's share of all that, and the pipeline that runs it. The share is filled
-    when it is cut so far; a fully sharded one unit by unit.
+    """The model under the layout. The order: tensor and context parallelism, recomputation, the cut into a
+    pipeline's stages, what is done to this rank's share of all that, and the pipeline that runs it. The share
+    is filled when it is cut so far; a fully sharded one unit by unit.
 
     One device gets the plain module: the reference that every other run is held against.
     """
     tensor = None
     if mesh[TP].size > 1:
         tensor = split_layers(model, mesh[TP], sequence_parallel=layout.sequence_parallel)
+    if mesh[CP].size > 1:
+        split_sequence(model, mesh[CP], layout)
     apply_remat(model.blocks, layout.remat)
     part = GPTStages(model, layout, stages_of(layout, mesh[PP].rank)) if mesh[PP].size > 1 else model
     if layout.zero < 2:
