@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from compare.spec.experiment import Experiment
+from compare.spec.experiment import Experiment, Layout
 
 PIPE_WIDTH = 160  # a table in a log should not be cut to the 80 columns that rich assumes there
 ZERO = {1: "optimizer state", 2: "optimizer state and gradients"}
@@ -99,7 +99,8 @@ def layout_in_words(experiment: Experiment, platform: str) -> str:
     of gradient accumulation share a pipeline's schedule.
     """
     layout = experiment.layout
-    parts = [_data_parallel(experiment), _tensor_parallel(experiment), _pipeline(experiment)]
+    parts = [_data_parallel(experiment), _context_parallel(layout)]
+    parts += [_tensor_parallel(experiment), _pipeline(experiment)]
     words = ", ".join(part for part in parts if part) or "nothing split"
     devices = f"{layout.devices} {platform.upper()} device{'s' if layout.devices > 1 else ''}"
     return f"{words}: {devices}"
@@ -116,6 +117,11 @@ def _data_parallel(experiment: Experiment) -> str:
     else:
         split = f"{ZERO[layout.zero]} split over {layout.dp_shard} (ZeRO-{layout.zero})"
     return f"{layout.dp_replicate} replicas, each {split}" if layout.dp_replicate > 1 else split
+
+
+def _context_parallel(layout: Layout) -> str:
+    way = f"{layout.context}{', zigzag' * layout.zigzag}"
+    return f"context parallel over {layout.cp} ({way})" if layout.cp > 1 else ""
 
 
 def _tensor_parallel(experiment: Experiment) -> str:

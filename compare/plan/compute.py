@@ -9,7 +9,8 @@
                  its inputs and its result; the loss, casts of weights, sums of gradients and the update
 
 Backward has two products for each of forward's, and twice its vectors. tp splits what is inside of its
-regions; sequence parallelism the norms and sums as well.
+regions; sequence parallelism the norms and sums as well. cp splits the tokens: of contiguous parts the last
+sees all that is before it, and takes (2 n - 1) / n times the mean of a fused attention.
 
 Sources: Megatron (arXiv 1909.08053); FlashAttention-2 (2307.08691). PRODUCTS, SUSTAINED and MEMORY: Calculon
 (2310.06003, systems/a100_80g.json), its steps joined by lines. They are the same on every chip, and were not
@@ -42,7 +43,7 @@ UPDATED, MOMENT, SUMMED, CAST = 4 * 4.0, 2 * 4.0, 3 * 4.0, 4.0 + 2.0
 """Bytes of a parameter: clipping reads a gradient, the optimizer reads it again, and reads and writes the
 weight and each moment; a pass adds its gradient to the sum; a cast reads 32 bits and writes 16."""
 
-Part = Literal["products", "attention", "vectors", "again", "tp", "pp", "dp", "update"]
+Part = Literal["products", "attention", "vectors", "again", "tp", "cp", "pp", "dp", "update"]
 PARTS: tuple[Part, ...] = get_args(Part)
 """What the time of a step is spent on; of collectives, what nothing hides."""
 
@@ -186,7 +187,8 @@ class Setting(Struct, frozen=True, kw_only=True):
     @property
     def tokens(self) -> float:
         """Tokens of a microbatch on one device; its neighbours along tp work on the same."""
-        return self.experiment.tokens_per_step / self.passes / self.experiment.layout.data_parallel
+        layout = self.experiment.layout
+        return self.experiment.tokens_per_step / self.passes / layout.data_parallel / layout.cp
 
     @property
     def blocks(self) -> float:
@@ -205,9 +207,11 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     def attention_s(self) -> tuple[float, float]:
         """Seconds of one block's attention, forward and backward."""
-        tp = self.experiment.layout.tp
+        layout, tp = self.experiment.layout, self.experiment.layout.tp
         flops = self.shape.attention_flops(self.tokens, tp)
         if self.fused:
+            if not layout.zigzag and layout.context != "ulysses":
+                flops *= 2 - 1 / layout.cp  # of the last device, for which the others wait
             forward = flops / 2 / (self.machine.attention * self.peak) * self.machine.slowdown
             return forward, FUSED_BACKWARD * forward
         scores = SCORES * self.tokens * self.shape.context * self.shape.heads / tp

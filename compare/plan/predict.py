@@ -38,7 +38,7 @@ from compare.plan.compute import (
     update_terms,
 )
 from compare.plan.machine import Machine
-from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, PP, SHARDED_FROM, TP
+from compare.spec.axes import AXES, CP, DATA, DP_SHARD, PP, REPLICAS, SHARDED_FROM, TP, joined_of
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError
 
@@ -48,7 +48,7 @@ measured them are optimistic; how far software stays behind them differs more th
 CALIBRATED = (0.88, 1.12)
 """The same once one row of a table has set `Machine.slowdown`: the others were 6 to 11 % off in the mean."""
 WIDE = {"float64": 8.0, "float32": 4.0}
-STREAMS = (ACTIVATIONS, ACTIVATION_GRADIENTS)
+STREAMS, OF_DP = (ACTIVATIONS, ACTIVATION_GRADIENTS), (GRADIENTS, PARAMETERS)
 
 
 class Prediction(Struct, frozen=True, kw_only=True):
@@ -84,11 +84,13 @@ def setting_of(engine: str, experiment: Experiment, machine: Machine, **given: A
     """A layout on a machine, in the way of one of our engines but for the fields that are given.
 
     On a CPU devices share the cores, so that nothing is hidden. Elsewhere gradients are, but those that leave
-    after backward (naive, flat), and parameters that ZeRO-3 gathers; sums over tp never are.
+    after backward (naive, flat), parameters that ZeRO-3 gathers, and a ring's hops; sums over tp never are.
     """
     layout, dtype, spec = experiment.layout, experiment.precision.dtype, ENGINES[engine]
     is_late = spec.offers_choice and layout.gradient_sync in ("naive", "flat")
-    hidden = {f"{DP_SHARD} {GRADIENTS}"} | (set() if is_late else {f"{DP_REPLICATE} {GRADIENTS}"})
+    together = {joined_of(names, layout.axes) for names in (REPLICAS, DATA)}
+    hidden = {f"{axis} {GRADIENTS}" for axis in ({DP_SHARD} if is_late else {DP_SHARD, *together})}
+    hidden |= {f"{CP} {purpose}" for purpose in STREAMS if layout.context == "ring"}
     hidden |= {f"{DP_SHARD} {PARAMETERS}"} if layout.zero == SHARDED_FROM["parameters"] else set()
     ways: dict[str, Any] = {
         "shape": shape_of(experiment.model),
@@ -111,11 +113,14 @@ def predict(engine: str, experiment: Experiment, machine: Machine, **given: Any)
     setting = setting_of(engine, experiment, machine, **given)
     traffic = traffic_of(setting)
     blocks, head = block_terms(setting), head_terms(setting)
-    window = 1.5 * setting.blocks * setting.block_product_s()
+    # A sum over tp runs beside products at best, and a ring's hop beside the attention to what came before.
+    windows: dict[Part, float] = {TP: 3 * setting.block_product_s(), CP: sum(setting.attention_s())}
     sums = [
-        _term(TP, sent, _exposed(setting, sent, window), forward=float(sent.purpose in (ACTIVATIONS, LOSS)))
+        _term(axis, sent, _exposed(setting, sent, window), forward=float(sent.purpose in (ACTIVATIONS, LOSS)))
+        for axis, seconds in windows.items()
+        for window in [setting.blocks * seconds / 2]
         for sent in traffic
-        if sent.axis == TP
+        if sent.axis == axis and sent.purpose not in OF_DP
     ]
     terms = [*blocks, *head, *sums]
     if experiment.layout.pp > 1:
@@ -125,7 +130,7 @@ def predict(engine: str, experiment: Experiment, machine: Machine, **given: Any)
     terms += [
         _term("dp", sent, _exposed(setting, sent, _window(setting, sent, compute)))
         for sent in traffic
-        if not {TP, PP} & {*sent.axis.split("+")}
+        if sent.purpose in OF_DP
     ]
     terms += update_terms(setting, stage=experiment.layout.pp - 1)
     terms = [term for term in terms if term.seconds]

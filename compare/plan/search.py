@@ -1,9 +1,10 @@
 """Legal layouts of an experiment on a machine, those that fit, and how long a step of each should take.
 
-Enumerated: degrees whose product is the devices; ZeRO stages; sequence parallelism; schedules and chunks of a
-pipeline; recomputation; and how many sequences a device has in a pass, each number half as large again as the
-one before: accumulated passes, or microbatches of a pipeline, make up the rest of the step's sequences, which
-stay as they are. A field that the user gave stays as it was given. What an engine refuses is told by reason.
+Enumerated: degrees whose product is the devices, of cp where sequences are long; ZeRO stages; sequence
+parallelism; schedules and chunks of a pipeline; recomputation; and how many sequences a device has in a pass,
+each number half as large again as the one before: accumulated passes, or microbatches of a pipeline, make up
+the rest of the step's sequences, which stay as they are. A field that the user gave stays as it was given.
+What an engine refuses is told by reason.
 """
 
 import functools
@@ -22,7 +23,7 @@ from compare.judge.closed_forms.peak import peak_of_stage
 from compare.plan.compute import GPT, PARTS, Part, Variant, shape_of
 from compare.plan.machine import Machine
 from compare.plan.predict import predict, ways_of
-from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, TP
+from compare.spec.axes import CP, DP_REPLICATE, DP_SHARD, PP, TP
 from compare.spec.checks import check
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited
@@ -33,6 +34,8 @@ ROWS = 1.5
 """Of sequences of a pass, how many times the number before a number is, or more: between two of them a step
 differs by less than a prediction is off."""
 CHUNKS = 2
+LONG = 2**15
+"""Tokens of a sequence from which cp is tried unasked: shorter ones are spread by rows."""
 REMATS = ("none", "dots", "full")
 STAGES = {1: "zero1x", 2: "zero2x", 3: "fsdp"}
 
@@ -58,7 +61,7 @@ class Candidate(Struct, frozen=True, kw_only=True):
     def kind(self) -> tuple[object, ...]:
         """What tells it from layouts whose times a prediction cannot tell apart."""
         layout = self.layout
-        return layout.tp, layout.pp, layout.schedule, layout.chunks, layout.remat
+        return layout.tp, layout.cp, layout.context, layout.pp, layout.schedule, layout.chunks, layout.remat
 
     @property
     def bytes(self) -> float:
@@ -177,6 +180,7 @@ def name_of(layout: Layout, rows: int) -> str:
         f"dp{layout.dp_replicate}" if layout.dp_replicate > 1 else "",
         f"{zero}{layout.dp_shard}" if layout.dp_shard > 1 else "",
         f"{TP}{layout.tp}{'sp' if layout.sequence_parallel else ''}" if layout.tp > 1 else "",
+        f"{CP}{layout.cp}.{layout.context}{'.zigzag' * layout.zigzag}" if layout.cp > 1 else "",
         f"{PP}{layout.pp}.{layout.schedule}{chunks}" if layout.pp > 1 else "",
         f"rows{rows}",
         layout.remat,
@@ -197,20 +201,23 @@ def candidates(
         return [getattr(asked, field)] if field in fixed else values
 
     degrees_of_all = divisors(devices)
-    for tp, pp, shards in itertools.product(*(choices(axis, degrees_of_all) for axis in (TP, PP, DP_SHARD))):
-        replicas, rest = divmod(devices, tp * pp * shards)
+    tried = {TP: degrees_of_all, PP: degrees_of_all, DP_SHARD: degrees_of_all}
+    tried[CP] = degrees_of_all if experiment.model.block_size >= LONG else [asked.cp]
+    for tp, pp, shards, cp in itertools.product(*(choices(axis, tried[axis]) for axis in tried)):
+        replicas, rest = divmod(devices, tp * pp * shards * cp)
         if rest or (DP_REPLICATE in fixed and asked.dp_replicate != replicas):
             continue
         if tp > machine.devices_inside and TP not in fixed:
             continue  # sums of activations over slow links: legal, and never among the best
         if experiment.model.n_layer % pp and PP not in fixed:
             continue
-        degrees = {TP: tp, PP: pp, DP_SHARD: shards, DP_REPLICATE: replicas}
+        degrees = {TP: tp, PP: pp, DP_SHARD: shards, CP: cp, DP_REPLICATE: replicas}
         share = max(sequences // (shards * replicas), 1)
         settings = {
             "zero": choices("zero", (1, 2, 3) if shards > 1 else (0,)),
             "sequence_parallel": choices("sequence_parallel", (True, False) if tp > 1 else (False,)),
             "schedule": choices("schedule", ENGINES[engine].layouts.schedules if pp > 1 else ("1f1b",)),
+            "context": choices("context", (cp > 1 and ENGINES[engine].layouts.contexts) or [asked.context]),
             "remat": choices("remat", REMATS),
             "reshard_after_forward": choices("reshard_after_forward", (True, False)),
         }
@@ -218,6 +225,8 @@ def candidates(
             layout = replace(asked, **degrees, **dict(zip(settings, values, strict=True)))
             if not (layout.zero == 3 or layout.reshard_after_forward or "reshard_after_forward" in fixed):
                 continue
+            balanced = cp > 1 and layout.context != "ulysses"
+            layout = replace(layout, zigzag=asked.zigzag if "zigzag" in fixed else balanced)
             default = CHUNKS if layout.schedule == "interleaved" and pp > 1 else 1
             for rows, chunks in itertools.product(divisors(share, ratio), choices("chunks", [default])):
                 passes = share // rows

@@ -155,6 +155,9 @@ def test_what_context_parallelism_fetches_in_three_ways():
                 stream = PASSES * L * STREAM / n / share
                 assert sent[kinds[0], "cp", "activations"] == (forward + times * again) * stream, context
                 assert sent[kinds[1], "cp", "activation gradients"] == backward * stream, context
+    grouped = edited(experiment(cp=n, context="ring"), {"model": {"n_kv_head": 1}})
+    sent = communication("torch-manual", grouped)
+    assert sent["permute", "cp", "activation gradients"] == PASSES * L * STREAM * 2 / 4
 
 
 def test_gradients_are_summed_over_all_that_have_copies():

@@ -47,6 +47,13 @@ def test_a_fused_attention_skips_what_is_masked_and_recomputation_is_one_forward
     whole = shape.layers * shape.attention_flops(tokens, 1)
     plain = predict("torch-manual", under(tiny, remat="none"), machine)
     assert plain.of_part("attention") == pytest.approx(whole / 2 / 0.5e12 * 3.5)
+    for layout, share in (
+        ({"context": "ring"}, 3 / 4),
+        ({"zigzag": True}, 1 / 2),
+        ({"context": "ulysses"}, 1 / 2),
+    ):
+        split = predict("torch-manual", under(tiny, cp=2, remat="none", **layout), machine)
+        assert split.of_part("attention") == pytest.approx(share * plain.of_part("attention")), layout
     full = predict("torch-manual", under(tiny, remat="full"), machine)
     blocks = 2 * shape.layers * shape.block_parameters * tokens
     assert full.seconds - plain.seconds == pytest.approx(blocks / 1e12 + whole / 2 / 0.5e12)
@@ -68,6 +75,9 @@ def test_products_take_the_slower_of_flops_and_bytes_and_small_ones_are_less_eff
         ({"dp_shard": 2, "zero": 1}, lambda parameters, stream: parameters),
         ({"dp_shard": 2, "zero": 3}, lambda parameters, stream: 1.5 * parameters),
         ({"tp": 2}, lambda parameters, stream: 2 * (2 * 2 + 1) * stream),
+        ({"cp": 2}, lambda parameters, stream: parameters + 2 * 2 * stream),
+        ({"cp": 2, "context": "ring"}, lambda parameters, stream: parameters + 2 * (2 + 6) / 2 * stream),
+        ({"cp": 2, "context": "ulysses"}, lambda parameters, stream: parameters + 2 * 2 * stream),
     ],
 )
 def test_collectives_alone_are_their_bytes_on_a_ring(tiny, layout, wire):

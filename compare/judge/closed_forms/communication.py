@@ -148,7 +148,7 @@ def _context_parallel(engine: str, experiment: Experiment) -> Bytes:
     layout, model, ranks = experiment.layout, experiment.model, experiment.layout.cp
     narrow = 1.0 if experiment.precision.dtype in WIDE else 0.5
     queries = narrow * model.n_layer / (layout.pp * layout.tp) * stream_bytes(experiment)
-    keys_values = 2 * queries
+    keys_values = 2 * queries / model.group
     times = 1 if ENGINES[engine].remat_for(layout) == "none" else 2
     kind, forward, backward = {
         "allgather": ("all_gather", times * ranks * keys_values, ranks * keys_values),

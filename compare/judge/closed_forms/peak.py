@@ -37,7 +37,7 @@ class StoredNumbers(NamedTuple):
 
     stream: int
     entering: int = 0
-    inside: int = 0
+    inside: float = 0
     scores: int = 0
 
 
@@ -96,7 +96,7 @@ def _activations(engine: str, experiment: Experiment, stage: int) -> float:
     layout, model, residuals = experiment.layout, experiment.model, ENGINES[engine].holds.residuals
     dropped = [DROPPED[residuals]] if model.dropout else []
     others = layout.cp - 1 if layout.context == "allgather" else min(layout.cp - 1, 1)
-    fetched = StoredNumbers(0, inside=2 * others)
+    fetched = StoredNumbers(0, inside=2 * others / model.group)
     block = [BLOCK[residuals], *dropped, *[fetched] * (layout.context == "allgather")]
     remat = ENGINES[engine].remat_for(layout)
     stored = {"full": [INPUT], "none": block, "dots": [DOTS[residuals], *dropped]}[remat]
