@@ -51,41 +51,47 @@ class CausalAttention(nn.Module):
     """The attention core: softmax(q k / sqrt(D)) v over positions up to one's own, by PyTorch's fused kernel.
 
     With dropout the weights are computed one by one: the kernel would draw a mask of its own. Any module from
-    q (B, T, H, D), k and v (B, T, K, D), and keys, may take its place: `block.set_submodule("attn.core",
+    q (B, T, H, D), k and v (B, S, K, D), and keys, may take its place: `block.set_submodule("attn.core",
     other)`. K is H, or divides it: each head of k and v is then for H / K heads of q, one after the other.
+    `seen_TS` says which of S positions T others may see; without it both are the same ones in order.
     """
 
     def __init__(self, config: Model, layer: int):
         super().__init__()
         self.dropout = Dropout(config.dropout, DropoutSite.ATTENTION, layer)
+        self.seen_TS: torch.Tensor | None = None
 
     def forward(
         self,
         q_BTHD: torch.Tensor,
-        k_BTKD: torch.Tensor,
-        v_BTKD: torch.Tensor,
+        k_BSKD: torch.Tensor,
+        v_BSKD: torch.Tensor,
         keys_B2: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        q_BHTD, k_BKTD, v_BKTD = (t.transpose(1, 2) for t in (q_BTHD, k_BTKD, v_BTKD))
-        group = q_BHTD.shape[1] // k_BKTD.shape[1]
+        q_BHTD, k_BKSD, v_BKSD = (t.transpose(1, 2) for t in (q_BTHD, k_BSKD, v_BSKD))
+        group = q_BHTD.shape[1] // k_BKSD.shape[1]
         if keys_B2 is None:
+            seen_TS, is_grouped = self.seen_TS, group > 1
             y_BHTD = F.scaled_dot_product_attention(
-                q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=group > 1
+                q_BHTD, k_BKSD, v_BKSD, attn_mask=seen_TS, is_causal=seen_TS is None, enable_gqa=is_grouped
             )
         else:
-            k_BHTD, v_BHTD = (t.repeat_interleave(group, 1) if group > 1 else t for t in (k_BKTD, v_BKTD))
-            weights_BHTS = self.dropout(causal_weights(q_BHTD, k_BHTD), keys_B2)
-            y_BHTD = weights_BHTS.to(v_BHTD.dtype) @ v_BHTD
+            k_BHSD, v_BHSD = (t.repeat_interleave(group, 1) if group > 1 else t for t in (k_BKSD, v_BKSD))
+            weights_BHTS = self.dropout(causal_weights(q_BHTD, k_BHSD, self.seen_TS), keys_B2)
+            y_BHTD = weights_BHTS.to(v_BHSD.dtype) @ v_BHSD
         return y_BHTD.transpose(1, 2)
 
 
-def causal_weights(q_BHTD: torch.Tensor, k_BHSD: torch.Tensor) -> torch.Tensor:
-    """softmax(q k / sqrt(D)) over positions S <= T, in at least float32: (B, H, T, S)."""
+def causal_weights(
+    q_BHTD: torch.Tensor, k_BHSD: torch.Tensor, seen_TS: torch.Tensor | None = None
+) -> torch.Tensor:
+    """softmax(q k / sqrt(D)) over positions that are seen, else S <= T, in at least float32: (B, H, T, S)."""
     length, head_dim = q_BHTD.shape[-2:]
     logits_BHTS = q_BHTD @ k_BHSD.transpose(-2, -1) / math.sqrt(head_dim)
-    hidden_TS = torch.ones(length, length, dtype=torch.bool, device=q_BHTD.device).triu(1)
+    if seen_TS is None:
+        seen_TS = torch.ones(length, length, dtype=torch.bool, device=q_BHTD.device).tril()
     at_least_float32 = torch.promote_types(logits_BHTS.dtype, torch.float32)
-    return logits_BHTS.masked_fill(hidden_TS, -math.inf).softmax(-1, dtype=at_least_float32)
+    return logits_BHTS.masked_fill(~seen_TS, -math.inf).softmax(-1, dtype=at_least_float32)
 
 
 class CausalSelfAttention(nn.Module):

@@ -12,7 +12,8 @@ import torch
 from ranks import CPU
 
 from compare.contract.communication import Communication, summed
-from compare.spec.axes import ROWS
+from compare.numerics.context import order_of_positions
+from compare.spec.axes import CP, ROWS
 from compare.spec.experiment import Experiment, Layout, Model, Optimizer
 from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.measure.ledger import LedgerSink
@@ -78,12 +79,11 @@ def make_parallel(
     return parallelize(model or make_gpt(), mesh=mesh, layout=layout, **how), mesh
 
 
-def backward(parallel: ParallelModel, mesh: Mesh, step: int) -> torch.Tensor:
-    rows = slice(
-        mesh.joined(*ROWS).rank * 4 // mesh.joined(*ROWS).size,
-        (mesh.joined(*ROWS).rank + 1) * 4 // mesh.joined(*ROWS).size,
-    )
-    (first, last), (first_targets, last_targets) = (tensor[:, rows] for tensor in batches(step))
+def backward(parallel: ParallelModel, mesh: Mesh, step: int, layout: Layout = ADAM.layout) -> torch.Tensor:
+    data, context = mesh.joined(*ROWS), mesh[CP]
+    rows = slice(data.rank * 4 // data.size, (data.rank + 1) * 4 // data.size)
+    order_T = torch.tensor(order_of_positions(CONFIG.block_size, layout)).chunk(context.size)[context.rank]
+    (first, last), (first_targets, last_targets) = (tensor[:, rows][..., order_T] for tensor in batches(step))
     with parallel.no_sync():
         (parallel.module(first, first_targets)[1] / 2).backward()
     loss = parallel.module(last, last_targets)[1]
@@ -106,7 +106,7 @@ def train(
     parallel, mesh = make_parallel(parallelize, layout, rank, experiment)
     config = msgspec.structs.replace(experiment.optimizer, decay_lr=False)
     for step in range(2):
-        backward(parallel, mesh, step)
+        backward(parallel, mesh, step, layout)
         gradients = copy.deepcopy(parallel.full(parallel.gradients()))
         optimizer_step(parallel, config, step)
     result = {"gradients": gradients, "weights": parallel.full(parallel.weights())}

@@ -71,7 +71,7 @@ def residual(self: model.Block, x: torch.Tensor, keys: torch.Tensor | None = Non
     return rounded(x + self.mlp(self.ln_2(x), keys))
 
 
-def softmax(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def softmax(q: torch.Tensor, k: torch.Tensor, seen: None) -> torch.Tensor:
     hidden = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)
     logits = (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).masked_fill(hidden, -torch.inf)
     return logits.softmax(-1)

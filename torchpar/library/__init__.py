@@ -6,11 +6,12 @@ from functools import partial
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from compare.spec.axes import DATA, PP, REPLICAS, SHARDS, TP
+from compare.spec.axes import CP, DATA, PP, REPLICAS, SHARDS, TP
 from compare.spec.experiment import Layout
 from torchpar.comm.mesh import Mesh
 from torchpar.dtensors import dtensor_optimizer, make_device_mesh, of_dtensors
 from torchpar.gpt_stages import GPTStages, stages_of
+from torchpar.library.context_parallel import split_sequence
 from torchpar.library.data_parallel import synchronize_gradients
 from torchpar.library.fully_sharded import ShardedOptimizer, no_sync, reshard_parameters, shard_parameters
 from torchpar.library.pipeline_parallel import run_stages
@@ -23,13 +24,15 @@ from torchpar.remat import apply_remat
 def parallelize(
     model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker, fill: Fill
 ) -> ParallelModel:
-    """The model under the layout. The order: tensor parallelism, recomputation, the cut into a pipeline's
-    stages, data parallelism of each, and the pipeline that runs them. What is cut so far is filled: under
-    FSDP2 block by block, as it is sharded.
+    """The model under the layout. The order: context and tensor parallelism, recomputation, the cut into a
+    pipeline's stages, data parallelism of each, and the pipeline that runs them. What is cut so far is
+    filled: under FSDP2 block by block, as it is sharded.
 
     One device gets the plain module: DDP would only add its bookkeeping. Data parallelism of DTensors is
     FSDP2's, also where it only replicates: DistributedDataParallel takes plain parameters.
     """
+    if mesh[CP].size > 1:
+        split_sequence(model, mesh, layout)
     devices = None
     if mesh[TP].size > 1 or layout.zero > 1:
         axes = mesh[PP], mesh.joined(*REPLICAS), mesh.joined(*SHARDS), mesh[TP]

@@ -174,7 +174,7 @@ def _not_in_pytorch(layout: Layout) -> str:
     """Limits of torch.distributed.pipelining (2.13) beside a schedule, found out by running it."""
     if layout.pp == 1 or layout.schedule != "zero_bubble":
         return ""
-    if layout.data_parallel > 1:
+    if layout.data_parallel * layout.cp > 1:
         return (
             "layout.schedule = zero_bubble has backward in two halves, which DDP reduces wrongly without a "
             "word, and FSDP2 not at all: choose another schedule"
@@ -237,6 +237,9 @@ TORCH = Side(
                     "which takes no DTensor: choose layout.zero = 2 or 3"
                 },
                 gradient_sync_with_tp=FSDP2,
+                contexts=("allgather",),
+                no_other_context="PyTorch's ring, the experimental context_parallel, is for three of CUDA's "
+                "kernels, none of them for float64; it exchanges no heads: set layout.context = allgather",
                 schedules=SCHEDULES,
                 offload="PyTorch moves moments to the host only along with parameters, gradients and update "
                 "(FSDP2's CPUOffloadPolicy): leave torch-library out of --engines",
