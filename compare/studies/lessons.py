@@ -8,7 +8,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from compare.spec.axes import DP_REPLICATE, DP_SHARD, PP, TP
+from compare.spec.axes import CP, DP_REPLICATE, DP_SHARD, PP, TP
 from compare.spec.engines.registry import JAX, TORCH
 
 FOLDERS = {e.name: f"{side.name}/{e.folder}" for side in (JAX, TORCH) for e in side.engines}
@@ -33,6 +33,7 @@ LESSONS = {
     "data_parallel": Lesson("Data parallelism", DP_REPLICATE, "ddp", 2),
     "fully_sharded": Lesson("Fully sharded data parallelism (ZeRO-3)", DP_SHARD, "fsdp", 2),
     "tensor_parallel": Lesson("Tensor parallelism", TP, "tp", 2),
+    "context_parallel": Lesson("Context parallelism", CP, "cp", 2),
     "pipeline_parallel": Lesson("Pipeline parallelism", PP, "pp_gpipe", 4),
 }
 

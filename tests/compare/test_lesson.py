@@ -59,6 +59,14 @@ def wrong_shares(cases: list[tuple[str, Experiment]]) -> list[str]:
     return wrong
 
 
+def test_positions_are_all_there_once_and_in_zigzag_early_and_late():
+    for name, first in (("cp", [(0, 0.125), (0.125, 0.25)]), ("cp_ring", [(0, 0.125), (0.875, 1)])):
+        experiment = spread(load("check"), name, 4)
+        held = [holdings.positions_of(device, experiment) for device in range(4)]
+        assert held[0] == first
+        assert sorted(itertools.chain(*held)) == [(part / 8, (part + 1) / 8) for part in range(8)]
+
+
 def test_shares_are_those_of_the_closed_form_of_memory(monkeypatch):
     cases = layouts()
     assert len(cases) > 80
@@ -78,6 +86,7 @@ def wrong_rings() -> list[str]:
             "all_reduce": [[everybody] * n] * n,
             "reduce_scatter": [[everybody if i == d else nothing for i in range(n)] for d in range(n)],
             "all_gather": [[frozenset({place}) for place in range(n)]] * n,
+            "all_to_all": [[frozenset({place}) for place in range(n)]] * n,
             "permute": [[frozenset({d - 1}) if d else nothing] for d in range(n)],
         }
         assert results.keys() == rings.RINGS.keys()

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from compare.judge.closed_forms.memory import KINDS, parameters_of_stage
+from compare.numerics.context import order_of_positions
 from compare.numerics.parameters import Parameter, block_parameters, end_parameters, parameter_count
 from compare.present.hosts import place_in_mesh
 from compare.show.figures import COLOURS, INK, WIDE, Axes, Figure, bare
-from compare.spec.axes import DP_SHARD, PP, ROWS, SPLIT, TP
+from compare.spec.axes import CP, DP_SHARD, PP, ROWS, SPLIT, TP
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
 
@@ -88,6 +89,16 @@ def rows_of(device: int, experiment: Experiment) -> Range:
     return rows
 
 
+def positions_of(device: int, experiment: Experiment) -> list[Range]:
+    """The positions of each sequence that a device has: of twice as many parts as there are devices of cp."""
+    layout, rank, parts = (
+        experiment.layout,
+        experiment.layout.coordinates(device)[CP],
+        2 * experiment.layout.cp,
+    )
+    return [_slice(WHOLE, part, parts) for part in order_of_positions(parts, layout)[2 * rank : 2 * rank + 2]]
+
+
 def alike(engines: Sequence[str], experiment: Experiment) -> list[list[str]]:
     """The engines in groups that hold the same, in the order in which they are given."""
     groups: dict[tuple[object, ...], list[str]] = {}
@@ -100,7 +111,7 @@ def alike(engines: Sequence[str], experiment: Experiment) -> list[list[str]]:
 
 
 def figure(engines: Sequence[str], experiment: Experiment) -> Figure:
-    """A column for each device: its rows of the batch, and its part of each matrix of each layer, by kind.
+    """A column for each device: its part of the batch, and of each matrix of each layer, by kind.
 
     The engines hold the same: see `alike`.
     """
@@ -112,11 +123,12 @@ def figure(engines: Sequence[str], experiment: Experiment) -> Figure:
     shown = range(min(layout.devices, MOST_DEVICES))
 
     def draw(axes: Axes) -> None:
-        labels, y = {2.5: "batch rows"}, 0.0
+        labels, y = {2.5: "batch rows" + (", positions" if layout.cp > 1 else "")}, 0.0
         for device in shown:
             x, rank = device * (width + GAP), layout.coordinates(device)[PP]
             axes.text(x, 0.5, f"device {device}: {place_in_mesh(device, layout)}", va="center")
-            _box(axes, x, 2, width, HeldPart(rows_of(device, experiment), WHOLE), OF_BATCH)
+            for positions in positions_of(device, experiment):
+                _box(axes, x, 2, width, HeldPart(rows_of(device, experiment), positions), OF_BATCH)
             stage = {p.name for p in parameters_of_stage(engines[0], experiment, stage=rank)}
             y = 4.0
             for kind in KINDS:

@@ -47,6 +47,12 @@ def all_reduce(n: int) -> Ring:
     return Ring([*first.states, *second.states[1:]], first.sent + second.sent)
 
 
+def all_to_all(n: int) -> Ring:
+    """Each device has a piece for each; in the end it has what all had for it."""
+    start = [[frozenset({d})] * n for d in range(n)]
+    return Ring([start, [[frozenset({piece}) for piece in range(n)]] * n], n - 1)
+
+
 def permute(n: int) -> Ring:
     """A send and a receive: each stage of a pipeline hands its tensor, one piece, to the next."""
     start = [[frozenset({d})] for d in range(n)]
@@ -57,6 +63,7 @@ RINGS: dict[str, Callable[[int], Ring]] = {
     "all_reduce": all_reduce,
     "reduce_scatter": reduce_scatter,
     "all_gather": all_gather,
+    "all_to_all": all_to_all,
     "permute": permute,
 }
 """By the kind of a ledger's row."""
@@ -67,8 +74,10 @@ CAPTIONS = {
     "sends {sent} pieces of S / {n}.",
     "all_gather": "Everybody has a piece and needs them all: the second half of an all-reduce. A device "
     "sends {sent} pieces of S / {n}.",
+    "all_to_all": "Everybody has a piece for everybody, as positions of each head, and straight to each goes "
+    "what is for it. A device sends {sent} pieces of S / {n}. Nothing is added up.",
     "permute": "A stage hands its tensor of S bytes to the next one, and backward its gradient to the one "
-    "before. Nothing is added up.",
+    "before; in a ring of context parallelism the last one to the first, too. Nothing is added up.",
 }
 
 
