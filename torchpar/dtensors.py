@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement
 
 from compare.spec.axes import AXES, SHARDS, TP, parts_of
 from torchpar.comm import process_groups
@@ -58,6 +58,12 @@ def local_part(
     """The DTensor of which each rank has this part; parts may be uneven if it is known what they are `of`."""
     whole: dict[str, Any] = {} if of is None else {"shape": of.shape, "stride": of.stride()}
     return DTensor.from_local(part, devices, placements, run_check=False, **whole)
+
+
+def own_part(weight: DTensor) -> torch.Tensor:
+    """A rank's part of a weight that it multiplies by; of a whole one's gradient it has a part of a sum."""
+    parts = [how if how.is_shard() else Partial() for how in weight.placements]
+    return weight.to_local(grad_placements=parts)
 
 
 def axes_of(tensor: torch.Tensor, mesh: Mesh) -> tuple[Axis, ...]:

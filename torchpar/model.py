@@ -2,8 +2,9 @@
 
 Dropout at nanoGPT's sites, from the sequences' keys (`compare.numerics.dropout`).
 
-B batch, T and S position, C embedding, H heads, K of them of keys and values, D head_dim = C / H, V
-vocabulary, 2 the words of a key.
+B batch, T position, S position or choice, C embedding, H heads, K of them of keys and values, D = C / H, V
+vocabulary, 2 the words of a key; L layers, E experts, k of them for a token, M inner features, N tokens
+of an expert.
 Weights come from `weights.py`.
 Source: karpathy/nanoGPT, model.py.
 """
@@ -27,6 +28,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu_squared": lambda x: F.relu(x).square(),
 }
+Rows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From rows (S, C), sorted by expert, and how many each has (E,), to rows (S, C)."""
 
 
 class LayerNorm(nn.Module):
@@ -136,19 +139,157 @@ class MLP(nn.Module):
         return self.dropout(x_BTC, keys_B2)
 
 
+class Weight(nn.Module):
+    """A weight that its module's parent multiplies with: hooks say what of it is here."""
+
+    def __init__(self, *shape: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
+class Choice(nn.Module):
+    """Which experts compute a token: those of the k largest router logits, of equal ones the first."""
+
+    def __init__(self, config: Model):
+        super().__init__()
+        self.experts_per_token = config.experts_per_token
+
+    def forward(
+        self, x_BTC: torch.Tensor, router_EC: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Weights of the chosen experts (B, T, k), a softmax over their logits; their numbers, int64
+        (B, T, k), in ascending order; and each expert's mean probability (E,), of a softmax over all."""
+        with torch.autocast(x_BTC.device.type, enabled=False):  # in 16 bits many logits would be equal
+            logits_BTE = F.linear(x_BTC.to(router_EC.dtype), router_EC)
+        ranked_BTE = logits_BTE.sort(stable=True, descending=True).indices  # topk takes any of equal ones
+        chosen_BTk = ranked_BTE[..., : self.experts_per_token].sort().values
+        weights_BTk = logits_BTE.gather(-1, chosen_BTk).softmax(-1)
+        return weights_BTk, chosen_BTk, logits_BTE.softmax(-1).mean((0, 1))
+
+
+class OwnExperts(nn.Module):
+    """Where rows of tokens are computed: here. A module of the same arguments may take its place, `mlp.core.
+    exchange`, which sends them to where their experts are, and back."""
+
+    def forward(self, compute: Rows, rows_SC: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        """`compute` rows (S, C), of which the first counts_E[0] are for expert 0, and so on: (S, C)."""
+        return compute(rows_SC, counts_E)
+
+
+class ExpertsCore(nn.Module):
+    """All tokens through the experts that were chosen for them, however many an expert gets: none is dropped.
+
+    Without parameters; it sorts tokens by expert, and adds up what comes back in the tokens' order.
+    """
+
+    def __init__(self, config: Model):
+        super().__init__()
+        self.activation = ACTIVATIONS[config.activation]
+        self.n_experts, self.exchange = config.n_experts, OwnExperts()
+
+    def forward(
+        self,
+        x_BTC: torch.Tensor,
+        weights_BTk: torch.Tensor,
+        chosen_BTk: torch.Tensor,
+        up_ECM: torch.Tensor,
+        down_EMC: torch.Tensor,
+    ) -> torch.Tensor:
+        expert_S = chosen_BTk.flatten()
+        order_S = expert_S.argsort(stable=True)
+        rows_SC = x_BTC.flatten(0, 1)[order_S // chosen_BTk.shape[-1]]
+        counts_E = expert_S.bincount(minlength=self.n_experts)
+        y_SC = self.exchange(partial(self.compute, up_ECM, down_EMC), rows_SC, counts_E)
+        y_BTkC = y_SC[order_S.argsort()].unflatten(0, chosen_BTk.shape)
+        # In the dtype of the products, as one MLP's under autocast.
+        return (y_BTkC * weights_BTk.unsqueeze(-1)).sum(-2).to(y_SC.dtype)
+
+    def compute(
+        self, up_ECM: torch.Tensor, down_EMC: torch.Tensor, rows_SC: torch.Tensor, counts_E: torch.Tensor
+    ) -> torch.Tensor:
+        """Two layers around an activation, of one expert after the other: how many rows it has is data."""
+        counts = counts_E.tolist()
+        inner = [rows_NC @ up_CM for rows_NC, up_CM in zip(rows_SC.split(counts), up_ECM, strict=True)]
+        inner_SM = self.activation(torch.cat(inner))
+        outer = [rows_NM @ down_MC for rows_NM, down_MC in zip(inner_SM.split(counts), down_EMC, strict=True)]
+        return torch.cat(outer)
+
+
+class Experts(nn.Module):
+    """MLPs of which each token meets k, chosen by a router: what a block has in the place of one MLP."""
+
+    def __init__(self, config: Model, layer: int):
+        super().__init__()
+        inner = MLP_RATIO * config.n_embd
+        self.router = Weight(config.n_experts, config.n_embd)
+        self.c_fc = Weight(config.n_experts, config.n_embd, inner)
+        self.c_proj = Weight(config.n_experts, inner, config.n_embd)
+        self.choice, self.core = Choice(config), ExpertsCore(config)
+        self.dropout = Dropout(config.dropout, DropoutSite.MLP_OUT, layer)
+
+    def forward(
+        self, x_BTC: torch.Tensor, keys_B2: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What is added to the stream (B, T, C), and what `Balance` takes of a layer."""
+        weights_BTk, chosen_BTk, probability_E = self.choice(x_BTC, self.router())
+        y_BTC = self.core(x_BTC, weights_BTk, chosen_BTk, self.c_fc(), self.c_proj())
+        return self.dropout(y_BTC, keys_B2), probability_E, chosen_BTk
+
+
+class Balance(nn.Module):
+    """The load-balance loss of all layers: alpha E sum_e f_e P_e, of each layer over the batch of a pass.
+
+    f_e is the share of e in all choices, and P_e its mean probability. All devices' choices count, which
+    `total_counts` adds up, (L, E) to (L, E); a mean of the devices' losses then has the mean of their P_e.
+    What the last pass chose stays: `chosen_LBTk` of what is here, `tokens_LE` of all.
+    Source: Switch Transformer (arXiv 2101.03961, section 2.2), with k choices.
+    """
+
+    def __init__(self, config: Model):
+        super().__init__()
+        self.scale = config.balance * config.n_experts
+        self.total_counts: Callable[[torch.Tensor], torch.Tensor] = lambda counts_LE: counts_LE
+
+    def forward(self, probability_LE: torch.Tensor, chosen_LBTk: torch.Tensor) -> torch.Tensor:
+        experts = probability_LE.shape[-1]
+        self.chosen_LBTk = chosen_LBTk
+        counts_LE = torch.stack([chosen.flatten().bincount(minlength=experts) for chosen in chosen_LBTk])
+        self.tokens_LE = self.total_counts(counts_LE)
+        shares_LE = self.tokens_LE / self.tokens_LE.sum(-1, keepdim=True, dtype=probability_LE.dtype)
+        return self.scale * (shares_LE * probability_LE).sum()
+
+
+def divide_gradient(loss: torch.Tensor, parts: int) -> torch.Tensor:
+    """The loss (), of whose gradient each of several ranks shall have its part of a sum."""
+    if loss.requires_grad:
+        loss.register_hook(lambda gradient: gradient / parts)
+    return loss
+
+
 class Block(nn.Module):
-    """Attention, then the MLP, each reading a normalised stream and adding to it. Layers count from 1."""
+    """Attention, then the MLP, each reading a normalised stream and adding to it. Layers count from 1.
+
+    With experts it returns the stream, and what `Balance` takes of a layer.
+    """
 
     def __init__(self, config: Model, layer: int):
         super().__init__()
         self.ln_1 = LayerNorm(config)
         self.attn = CausalSelfAttention(config, layer)
         self.ln_2 = LayerNorm(config)
-        self.mlp = MLP(config, layer)
+        self.mlp = (Experts if config.n_experts else MLP)(config, layer)
 
-    def forward(self, x_BTC: torch.Tensor, keys_B2: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x_BTC: torch.Tensor, keys_B2: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         x_BTC = x_BTC + self.attn(self.ln_1(x_BTC), keys_B2)
-        return x_BTC + self.mlp(self.ln_2(x_BTC), keys_B2)
+        added = self.mlp(self.ln_2(x_BTC), keys_B2)
+        if isinstance(added, tuple):
+            return x_BTC + added[0], *added[1:]
+        return x_BTC + added
 
 
 class GPT(nn.Module):
@@ -173,6 +314,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.transformer["wte"].weight = self.lm_head.weight  # tied
         self.loss = nn.CrossEntropyLoss()
+        self.balance = Balance(config) if config.n_experts else None
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -190,25 +332,30 @@ class GPT(nn.Module):
         """From token ids (B, T), T at most block_size, to logits, and the loss if there are targets (B, T).
 
         Logits are (B, T, V), without targets (B, 1, V) of the last position, as nanoGPT's, or None where the
-        loss is in parts. The loss is the mean cross-entropy in nats. Keys are the sequences', for dropout:
-        their words' bits as int32.
+        loss is in parts. The loss is the mean cross-entropy in nats, and with experts `Balance`. Keys are the
+        sequences', for dropout: their words' bits as int32.
         """
         position_T = self.positions(idx.shape[1], device=idx.device)
         x_BTC = self.transformer["wte"](idx) + self.transformer["wpe"](position_T)
         x_BTC = self.transformer["drop"](x_BTC, keys_B2)
+        of_layers = []
         for block in self.blocks:
-            x_BTC = block(x_BTC, keys_B2)
+            x_BTC, *of_layer = block(x_BTC, keys_B2) if self.balance else (block(x_BTC, keys_B2),)
+            of_layers.append(of_layer)
         x_BTC = self.transformer["ln_f"](x_BTC)
         if targets is None:
             return self.lm_head(x_BTC[:, [-1], :]), None
         if self.loss_chunks == 1:
             logits_BTV = self.lm_head(x_BTC)
-            return logits_BTV, self._loss_of(logits_BTV, targets)
-        # Some positions at a time; backward makes their logits again.
-        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-        parts = zip(*(t.chunk(self.loss_chunks, dim=1) for t in (x_BTC, targets)), strict=True)
-        losses = [again(lambda x, y: self._loss_of(self.lm_head(x), y), *part) for part in parts]
-        return None, torch.stack(losses).mean()
+            loss = self._loss_of(logits_BTV, targets)
+        else:  # some positions at a time; backward makes their logits again
+            logits_BTV, again = None, partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+            parts = zip(*(t.chunk(self.loss_chunks, dim=1) for t in (x_BTC, targets)), strict=True)
+            losses = [again(lambda x, y: self._loss_of(self.lm_head(x), y), *part) for part in parts]
+            loss = torch.stack(losses).mean()
+        if self.balance:
+            loss = loss + self.balance(*map(torch.stack, zip(*of_layers, strict=True)))
+        return logits_BTV, loss
 
     def _loss_of(self, logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
         # Under autocast the logits have 16 bits, and CPU autocast has no float32 rule for the loss.

@@ -135,6 +135,11 @@ class RankSide:
         match rung:
             case Rung.BATCH:
                 return first_batch(run)
+            case Rung.ROUTING:
+                chosen_ABTLk = torch.stack([chosen_LBTk for chosen_LBTk, _ in run.routing]).movedim(1, 3)
+                with unobserved():
+                    whole_ABTLk = of_all_data(run, {"experts": chosen_ABTLk})["experts"]
+                return {"experts": np.ascontiguousarray(np.moveaxis(whole_ABTLk, 3, 0))}
             case Rung.GRADIENTS | Rung.SECOND_GRADIENTS:
                 pieces = parallel.gradients()
             case _ if rung in MOMENTS:
@@ -218,20 +223,26 @@ class RankSide:
 
 
 def first_batch(run: Run) -> Mapping[str, np.ndarray]:
-    """The batch of the first step as the devices have it, put together from all ranks' parts.
-
-    Inputs and targets, int32 (A, B, T), and with dropout keys, uint32 (A, B, 2).
-    """
+    """The batch of the first step as the devices have it: inputs and targets, int32 (A, B, T), and with
+    dropout keys, uint32 (A, B, 2)."""
     batch = to_device(run, arrays_of_step(run.corpus, run.experiment, run.request.first_step))
-    own = [tensor.cpu().numpy() for tensor in batch if tensor is not None]
-    shares, parts_of_T = run.mesh.joined(*DATA).all_gather_objects(own), run.mesh[CP].size
+    named = dict(zip(("inputs", "targets", "keys"), batch, strict=True))
+    arrays = of_all_data(run, {name: tensor for name, tensor in named.items() if tensor is not None})
+    return {name: array.view(np.uint32) if name == "keys" else array for name, array in arrays.items()}
+
+
+def of_all_data(run: Run, own: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Tensors (A, B, T, ..), int32, put together from all ranks' parts of a batch; keys are (A, B, 2)."""
+    mine = {name: tensor.cpu().numpy() for name, tensor in own.items()}
+    shares, parts_of_T = run.mesh.joined(*DATA).all_gather_objects(mine), run.mesh[CP].size
     back_T = order_of_positions(run.experiment.model.block_size, run.experiment.layout).argsort()
     named = {}
-    for name, *parts in zip(("inputs", "targets", "keys"), *shares, strict=False):
+    for name in own:
+        parts = [share[name] for share in shares]
         if name == "keys":  # the same of all parts of a sequence
             rows = parts[::parts_of_T]
         else:
             of_rows = (parts[first : first + parts_of_T] for first in range(0, len(parts), parts_of_T))
-            rows = [np.concatenate(of_sequences, axis=-1)[..., back_T] for of_sequences in of_rows]
+            rows = [np.concatenate(of_sequences, axis=2)[:, :, back_T] for of_sequences in of_rows]
         named[name] = np.concatenate(rows, axis=1).astype(np.int32)
-    return {name: array.view(np.uint32) if name == "keys" else array for name, array in named.items()}
+    return named

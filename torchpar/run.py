@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from compare.contract.communication import LOSS
+from compare.contract.communication import LOSS, ROUTING
 from compare.contract.other_hosts import agree, facts_here
 from compare.contract.recording import Progress
 from compare.contract.request import Request
@@ -21,6 +21,7 @@ from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import PACKAGES, Mesh
 from torchpar.launch import Rank, gpu_of
+from torchpar.model import Balance
 from torchpar.parallel_model import ParallelModel
 
 MIXED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -54,6 +55,11 @@ class Run:
     """From a batch to the mean loss, a scalar; leaves the gradients on the parameters."""
     update: "Callable[[Run], torch.Tensor]"
     """Clips, updates the weights and drops the gradients. Returns the norm before, a scalar."""
+    balance: Balance | None = None
+    """The model's, with experts."""
+    routing: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """With experts, of each pass of the step: this rank's choices, int64 (L, B, T, k), and how often each
+    expert was chosen by all ranks, int64 (L, E)."""
     initial_weights_sha256: str = ""
     """Of rank 0."""
     compile_s: float = 0.0
@@ -71,6 +77,18 @@ class Run:
             data.all_reduce(loss, purpose=LOSS)
             loss /= data.size
         return loss
+
+    def total_over_data(self, counts: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks that have other data; it takes the place of `counts`, of any shape."""
+        data = self.mesh.joined(*DATA)
+        if data.size > 1:
+            data.all_reduce(counts, purpose=ROUTING)
+        return counts
+
+    @property
+    def tokens_per_expert(self) -> torch.Tensor | None:
+        """How often each expert was chosen in the step, (L, E); None without experts."""
+        return torch.stack([tokens_LE for _, tokens_LE in self.routing]).sum(0) if self.routing else None
 
 
 def join_others(rank: Rank, platform: str, reads: Experiment | None = None) -> torch.device:

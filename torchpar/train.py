@@ -107,8 +107,9 @@ def set_up(request: Request, mesh: Mesh, rank: Rank, first: Weights) -> Run:
         parallel = parallelize(model, mesh=mesh, layout=experiment.layout, make_optimizer=maker, fill=fill)
     state = Progress(loss_scale=request.first_loss_scale)
     if state.loss_scale:
-        scale_loss(model.loss, state, parts=undivided_parts(parallel, experiment))
-    return Run(
+        for part in (model.loss, model.balance) if model.balance else (model.loss,):
+            scale_loss(part, state, parts=undivided_parts(parallel, experiment))
+    run = Run(
         request=request,
         mesh=mesh,
         rank=rank,
@@ -117,7 +118,11 @@ def set_up(request: Request, mesh: Mesh, rank: Rank, first: Weights) -> Run:
         compute=compute,
         update=update,
         state=state,
+        balance=model.balance,
     )
+    if model.balance:
+        model.balance.total_counts = run.total_over_data
+    return run
 
 
 def _sha256_of(parallel: ParallelModel, first: Weights, request: Request) -> str:
@@ -168,7 +173,7 @@ def train_step(run: Run, tell: Recording) -> None:
         with clock:
             norm = run.update(run)
     run.rank.at(step, "record")
-    tell.steps([run.state.finished(loss, norm)], clock.window(1))
+    tell.steps([run.state.finished(loss, norm, run.tokens_per_expert)], clock.window(1))
     move_on(run, norm)
 
 
@@ -183,7 +188,7 @@ def train_window(run: Run, tell: Recording, *, steps: int) -> None:
                 loss = run.compute(run, to_device(run, arrays))
                 tell.gradients(step)
                 norm = run.update(run)
-            done.append(run.state.finished(loss, norm))
+            done.append(run.state.finished(loss, norm, run.tokens_per_expert))
             move_on(run, norm)
     tell.steps(done, clock.window(steps))
 
@@ -218,12 +223,15 @@ def run_passes(run: Run, batch: RankBatch) -> torch.Tensor:
     passes = len(batch.inputs_ABT)
     dtype = torch.float64 if run.experiment.precision.dtype == "float64" else torch.float32
     loss = torch.zeros((), dtype=dtype, device=run.mesh.device)
+    run.routing.clear()
     for index, one in enumerate(batch.passes()):
         is_last = index == passes - 1
         with nullcontext() if is_last else run.parallel.no_sync():  # reduce once a step
             run.rank.at(run.state.step, "forward")
             with autocast(run):
                 _, mean = run.parallel.module(*one)
+            if run.balance:
+                run.routing.append((run.balance.chosen_LBTk, run.balance.tokens_LE))
             run.rank.at(run.state.step, "backward")
             (mean / passes).backward()
         loss += mean.detach() / passes

@@ -17,6 +17,7 @@ TIED_GRADIENTS = "tied gradients"  # of the copies of a weight on the two ends o
 ACTIVATIONS = "activations"
 ACTIVATION_GRADIENTS = "activation gradients"
 LOSS, NORM = "loss", "norm"
+ROUTING = "routing"  # how many tokens each expert was chosen for
 UNUSED = "unused parameters"  # which of them some device used
 REPLICATE, RECORD = "replicate", "record"  # before the first step; for the record
 
@@ -29,7 +30,7 @@ OF_DERIVATIVE = {PARAMETERS: GRADIENTS, ACTIVATIONS: ACTIVATION_GRADIENTS}
 
 PHASES = {
     **dict.fromkeys((PARAMETERS, UNUSED, REPLICATE, RECORD), ""),
-    **dict.fromkeys((ACTIVATIONS, LOSS), "forward"),
+    **dict.fromkeys((ACTIVATIONS, LOSS, ROUTING), "forward"),
     **dict.fromkeys((ACTIVATION_GRADIENTS, GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS), "backward"),
     NORM: "update",
 }

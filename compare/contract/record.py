@@ -59,7 +59,7 @@ class Step(Struct, frozen=True, kw_only=True):
     step: int
     """Counted from 0."""
     loss: float
-    """Mean cross-entropy in nats over the global batch, before the update."""
+    """Mean cross-entropy in nats over the global batch, before the update; with experts their balance too."""
     grad_norm: float
     """Global norm before clipping; 0 if the step was skipped."""
     lr: float
@@ -71,6 +71,8 @@ class Step(Struct, frozen=True, kw_only=True):
     has in RAM, which in JAX is all devices'."""
     loss_scale: float | UnsetType = UNSET
     """In float16."""
+    tokens_per_expert: list[list[int]] | UnsetType = UNSET
+    """With experts: how often each was chosen in the step, over the batches of all passes, (L, E)."""
     skipped: bool = False
     """Gradients overflowed float16: the step changed no weight."""
     instrumented: bool = False

@@ -36,6 +36,8 @@ class FinishedStep(NamedTuple):
     loss: SupportsFloat
     """A scalar, perhaps still on the device; so is the norm."""
     grad_norm: SupportsFloat
+    tokens_per_expert: Any = None
+    """With experts an array (L, E), as `Step` has it."""
 
     def record(self, experiment: Experiment, *, seconds: float, **more: Any) -> Step:
         """Its line of the record, with `more` fields. A skipped step has a norm of 0."""
@@ -49,6 +51,7 @@ class FinishedStep(NamedTuple):
             step_time_ms=seconds * 1e3,
             loss_scale=self.loss_scale.scale if self.loss_scale else UNSET,
             skipped=skipped,
+            tokens_per_expert=UNSET if self.tokens_per_expert is None else self.tokens_per_expert.tolist(),
             **more,
         )
 
@@ -66,9 +69,11 @@ class Progress:
     evaluation: Evaluation | None = None
     """Of the weights as they are."""
 
-    def finished(self, loss: SupportsFloat, grad_norm: SupportsFloat) -> FinishedStep:
+    def finished(
+        self, loss: SupportsFloat, grad_norm: SupportsFloat, tokens_per_expert: Any = None
+    ) -> FinishedStep:
         """The step from here; call it before `move_on`."""
-        return FinishedStep(self.step, self.loss_scale, loss, grad_norm)
+        return FinishedStep(self.step, self.loss_scale, loss, grad_norm, tokens_per_expert)
 
     def move_on(self, engine: str, experiment: Experiment, *, grad_norm: float | None = None) -> bool:
         """After a step, whose norm is needed where there is a loss scale. Returns whether it was skipped.
@@ -162,7 +167,10 @@ class Recording:
 
     def gradients(self, step: int) -> None:
         """In the middle of such a step: the mean gradients are there, before clipping."""
-        self._leave(*self._request.update_due(step)[:1])
+        due = self._request.update_due(step)[:1]
+        if due == (Rung.GRADIENTS,) and self._experiment.model.n_experts:
+            self._leave(Rung.ROUTING)
+        self._leave(*due)
         for observer in self._observers:
             observer.gradients(step)
 

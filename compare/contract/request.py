@@ -27,6 +27,10 @@ class Rung(StrEnum):
     BATCH = "batch"
     """`inputs` and `targets` (A, B, T) of the first step as the devices received them, gathered in order."""
     INITIAL_WEIGHTS = "initial_weights"
+    ROUTING = "routing"
+    """Of a model with experts `experts` (L, A, B, T, k), int32: those of each token of the first step, in
+    ascending order, put together from the devices as `BATCH` is. A side also counts, in every step, how often
+    each was chosen (`record.Step.tokens_per_expert`)."""
     GRADIENTS = "gradients"
     """Gradients of the first step's mean loss over the global batch, synchronised, before clipping."""
     FIRST_WEIGHTS = "first_weights"
@@ -179,6 +183,8 @@ def rungs_asked_for(request: Request) -> tuple[Rung, ...]:
     if not request.ladder:
         return ()
     asked = {Rung.BATCH, Rung.INITIAL_WEIGHTS, *request.weights_due.values()}
+    if request.experiment.model.n_experts:
+        asked.add(Rung.ROUTING)
     for place, _ in enumerate(UPDATES):
         asked |= {*request.update_due(request.first_step + place)}
     return tuple(rung for rung in Rung if rung in asked)

@@ -21,7 +21,7 @@ from compare.numerics.data import open_corpus
 from compare.numerics.loss_scale import next_scale
 from compare.numerics.optimizer import learning_rate
 from compare.numerics.parameters import parameter_count, parameter_table, storage_dtype
-from compare.numerics.stream import Evaluation, keys_of_step, shapes_of_step, steps_due
+from compare.numerics.stream import Evaluation, keys_of_step, shape_of_routing, shapes_of_step, steps_due
 from compare.spec.experiment import Experiment
 
 
@@ -93,6 +93,12 @@ def _of_steps(steps: list[Step], request: Request) -> Iterator[str]:
         if step.loss_scale != (asked_scale := scale.scale if scale else UNSET):
             yield f"the loss scale of step {step.step} is {step.loss_scale} instead of {asked_scale}"
             return
+        model, counts = experiment.model, step.tokens_per_expert
+        choices = experiment.tokens_per_step * model.experts_per_token
+        asked_counts = [(model.n_experts, choices)] * model.n_layer if model.n_experts else UNSET
+        if (found := [(len(layer), sum(layer)) for layer in counts] if counts else UNSET) != asked_counts:
+            yield f"step {step.step} has (experts, tokens) by block as {found} instead of {asked_counts}"
+            return
         if scale:
             try:
                 scale = next_scale(scale, experiment.precision, overflowed=step.skipped)
@@ -128,12 +134,14 @@ def _of_ledger(record: Record, experiment: Experiment) -> Iterator[str]:
 def _of_tensors(record: Record, request: Request) -> Iterator[str]:
     experiment, kept = request.experiment, storage_dtype(request.experiment)
     table = {parameter.name: (parameter.shape, kept) for parameter in parameter_table(experiment.model)}
+    of_routing = {"experts": (shape_of_routing(experiment), np.dtype("int32"))}
+    of_tokens = {Rung.BATCH: shapes_of_step(experiment), Rung.ROUTING: of_routing}
     for rung in rungs_asked_for(request):
         tensors = read_tensors(record.folder, rung)
         if not tensors:
             yield f"it left no {rung}"
             continue
-        expected = shapes_of_step(experiment) if rung == Rung.BATCH else table
+        expected = of_tokens.get(rung, table)
         left = {name: f"{tensor.dtype} {tensor.shape}" for name, tensor in tensors.items()}
         asked = {name: f"{dtype} {shape}" for name, (shape, dtype) in expected.items()}
         if odd := next((name for name in sorted(left | asked) if left.get(name) != asked.get(name)), ""):
@@ -141,6 +149,11 @@ def _of_tensors(record: Record, request: Request) -> Iterator[str]:
             yield f"its {rung} have {odd} as {have} instead of {belongs}"
         if rung == Rung.BATCH:
             yield from _of_batch(tensors, request)
+        elif rung == Rung.ROUTING:
+            counts = [np.bincount(layer.ravel()).tolist() for layer in tensors["experts"]]
+            told = [np.trim_zeros(layer, "b") for layer in record.steps[0].tokens_per_expert or ()]
+            if counts != told:
+                yield f"its experts of step {request.first_step} have other tokens than its tokens_per_expert"
         if rung == Rung.GRADIENTS and not any(tensor.any() for tensor in tensors.values()):
             yield f"every gradient of step {request.first_step} is zero"
 

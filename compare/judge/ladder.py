@@ -29,7 +29,7 @@ from compare.judge.rungs import (
     shortened,
 )
 from compare.judge.strategy import strategy_of
-from compare.judge.tolerances import Tolerance, loss_rounding, tolerances_for
+from compare.judge.tolerances import Tolerance, flips_of_rounding, loss_rounding, tolerances_for
 
 REQUEST = "request"
 LADDER = (REQUEST, *COMPARE)
@@ -82,9 +82,11 @@ class Verdict(Struct, frozen=True, kw_only=True):
         bad = self.failure
         if bad is None:
             return "PASS"
+        flips = [f"; {one.worst}" for one in self.rungs if one.rung == "routing" and one.error and one != bad]
         if not math.isfinite(bad.error):
-            return f"FAIL at {bad.rung}: {bad.worst}"
-        return f"FAIL at {bad.rung}: {bad.worst} is off by {bad.error:.2e} (tolerance {bad.tolerance:.0e})"
+            return f"FAIL at {bad.rung}: {bad.worst}{''.join(flips)}"
+        off = f"{bad.worst} is off by {bad.error:.2e} (tolerance {bad.tolerance:.0e})"
+        return f"FAIL at {bad.rung}: {off}{''.join(flips)}"
 
 
 def objections_by_itself(record: Record) -> list[str]:
@@ -109,8 +111,8 @@ def climb(
     name = name or candidate.manifest.engine
     apart = resumed_from_different_checkpoints(reference, candidate)
     dtype = candidate.manifest.experiment.precision.dtype
-    rounding = loss_rounding(reference)
-    tolerances = tolerances_for(dtype, steps=len(candidate.steps), apart=apart, rounding=rounding)
+    seen = {"rounding": loss_rounding(reference), "flips": flips_of_rounding(reference)}
+    tolerances = tolerances_for(dtype, steps=len(candidate.steps), apart=apart, **seen)
     runs = [(reference_name, reference), (name, candidate)]
     request = _compare_requests(runs, tolerances[REQUEST], same_training=same_training)
     results, skipped = compare_rungs(reference, candidate, tolerances)

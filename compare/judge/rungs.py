@@ -212,6 +212,45 @@ def _compare_strategies(reference: Record, candidate: Record) -> Found | None:
     return 0.0, "; ".join(f"{what} was not compared ({why})" for what, why in untold.items())
 
 
+def _compare_routing(reference: Record, candidate: Record) -> Found | None:
+    """The share of the first step's choices that are others, and the first of them; None without experts.
+
+    A token whose k-th and next router logit are nearly equal may go either way where sums are rounded: no
+    mistake, but from there on the runs part. In float64 none is so near.
+    """
+    expected, found = (
+        read_tensors(run.folder, Rung.ROUTING).get("experts") for run in (reference, candidate)
+    )
+    if expected is None or found is None or expected.shape != found.shape:
+        return None if expected is found else (math.inf, "the experts of one run are not there")
+    expected, found = (experts.swapaxes(0, 1) for experts in (expected, found))  # passes come one after other
+    is_new, is_gone = (
+        (a[..., :, None] != b[..., None, :]).all(-1) for a, b in ((found, expected), (expected, found))
+    )
+    if not is_new.any():
+        return 0.0, ""
+    first = tuple(np.argwhere(is_new.any(-1))[0])
+    place = ", ".join(
+        f"{what} {number}"
+        for what, number in zip(("pass", "block", "sequence", "position"), first, strict=True)
+    )
+    experts = found[first][is_new[first]][0], expected[first][is_gone[first]][0]
+    flips = f"{is_new.sum():,} of {is_new.size:,} choices, the first in {place}"
+    return float(is_new.mean()), f"{flips}: expert {experts[0]} instead of {experts[1]}"
+
+
+def _compare_tokens(reference: Record, candidate: Record) -> Found | None:
+    """How many tokens each expert had in each step: the largest share of a block's choices that differs."""
+    steps = zip(reference.steps, candidate.steps, strict=False)
+    pairs = [(a.tokens_per_expert, b.tokens_per_expert, b.step) for a, b in steps]
+    return worst_of(
+        (float(np.abs(np.subtract(right, found)).sum() / 2 / sum(right)), f"block {block} in step {step}")
+        for expected, got, step in pairs
+        if expected and got
+        for block, (right, found) in enumerate(zip(expected, got, strict=True))
+    )
+
+
 def _compare_loss_scales(reference: Record, candidate: Record) -> Found | None:
     """Which steps were skipped, and every scale; None where there is none."""
     if dtypes_of(reference, candidate) != {"float16"}:
@@ -238,6 +277,7 @@ def _worst_number(numbers: Iterable[tuple[str, float, float]]) -> Found:
 COMPARE: dict[str, Compare] = {
     "batch": _compare_batch,
     "initial_weights": _compare_initial_weights,
+    "routing": _compare_routing,
     "loss": lambda *runs: compare_steps(*runs, "loss", first=1),
     "loss_scale": _compare_loss_scales,
     "gradients": lambda *runs: compare_tensors(*runs, Rung.GRADIENTS),
@@ -249,12 +289,14 @@ COMPARE: dict[str, Compare] = {
     "final_weights": lambda *runs: _compare_weights(*runs, Rung.FINAL_WEIGHTS),
     "loss_curve": lambda *runs: compare_steps(*runs, "loss"),
     "norm_curve": lambda *runs: compare_steps(*runs, "grad_norm"),
+    "tokens_per_expert": _compare_tokens,
     "evaluations": _compare_evaluations,
     "strategy": _compare_strategies,
 }
 """Rungs after the request, in the order in which they are climbed."""
-SOME = ("loss_scale", "final_weights", "evaluations", "strategy")
-"""Rungs of some runs: in float16, of more steps than later_weights need, that evaluate, of our engines."""
+SOME = ("loss_scale", "final_weights", "evaluations", "strategy", "routing", "tokens_per_expert")
+"""Rungs of some runs: in float16, of more steps than later_weights need, that evaluate, of our engines, with
+experts."""
 OF_FIRST_STEP = ("gradients", "grad_norm", "first_weights", "first_moments")
 """Rungs that say nothing where the first step was skipped."""
 ABSENT = {

@@ -54,6 +54,10 @@ _LIMITS = {  # behind them the worst measured
     "loss_curve": (1e-10, 1e-3, 2e-2, 2e-3),  # 6e-16, 2e-5, 5e-5, 8e-6
     "norm_curve": (1e-10, 1e-2, 1e-1, 1e-2),  # 6e-16, 5e-4, 2e-3, 1e-4
     "evaluations": (1e-10, 1e-3, 2e-2, 2e-3),  # 6e-16, 2e-5, 5e-5, 8e-6
+    # choices of experts that went the other way: of the first step `flips_of_rounding`; later of weights that
+    # have parted, too
+    "routing": (0.0, 0.0, 0.0, 0.0),
+    "tokens_per_expert": (0.0, 1e-3, 5e-2, 5e-3),
 }
 """Of each of DTYPES."""
 _NORMS_OF_BFLOAT16 = 20
@@ -74,19 +78,17 @@ _APART = {
     **dict.fromkeys(("initial_weights", "first_weights"), "later_weights"),
     **dict.fromkeys(("gradients", "grad_norm", "first_moments"), "norm_curve"),
     "loss": "loss_curve",
+    "routing": "tokens_per_expert",
 }
 """Rungs of runs that begin with states of their own, and the rung in which rounding had as long to grow."""
 
 
-def loss_rounding(run: Record) -> float:
-    """How far rounding moves the first loss of a run, relative to it; 0 if its weights are not all there.
+def stream_rounding(run: Record) -> float:
+    """How far rounding moves a run's stream in its first forward, relative to it; 0 if weights are not there.
 
     What attention or MLP adds to the stream is off by u of itself, at random, and L layers add 2 L times: the
     stream is off by u sqrt(2 L) of its size, which the last norm makes 1. Attention is off by 1 + a as much:
-    a softmax makes of a relative error of its logits, of size a, one of a times that. The head's logit is the
-    stream's product with a row w times the norm's scale g, and off by |w g| of that; so is the log of their
-    sum. Tokens are off each for itself, and the mean of N by 1 / sqrt(N). In 400 models with weights of std
-    0.02 to 0.2, 2 to 12 layers, 16 and 128 tokens, losses parted by 0.2 to 1.1 of that (rms), 1.9 at most.
+    a softmax makes of a relative error of its logits, of size a, one of a times that.
     """
     weights, experiment = read_tensors(run.folder, Rung.INITIAL_WEIGHTS), run.manifest.experiment
     shapes = {parameter.name: parameter.shape for parameter in parameter_table(experiment.model)}
@@ -97,10 +99,38 @@ def loss_rounding(run: Record) -> float:
         qkv = weights[f"{block}.attention.qkv.weight"] * weights[f"{block}.norm1.scale"][:, None, None, None]
         query, key, _ = (_size(part) for part in split_qkv(qkv, experiment.model.group))
         sharpest = max(sharpest, query * key)
+    return UNIT[experiment.precision.dtype] * math.sqrt(layers * (1 + (1 + sharpest) ** 2))
+
+
+def loss_rounding(run: Record) -> float:
+    """How far rounding moves the first loss of a run, relative to it; 0 if its weights are not all there.
+
+    The head's logit is the stream's product with a row w times the norm's scale g, and off by |w g| of
+    `stream_rounding`; so is the log of their sum. Tokens are off each for itself, and the mean of N by
+    1 / sqrt(N). In 400 models with weights of std 0.02 to 0.2, 2 to 12 layers, 16 and 128 tokens, losses
+    parted by 0.2 to 1.1 of that (rms), 1.9 at most.
+    """
+    if not (turned := stream_rounding(run)):
+        return 0.0
+    weights = read_tensors(run.folder, Rung.INITIAL_WEIGHTS)
     rows = weights["embedding.token"] * weights["norm.scale"]
-    turned = UNIT[experiment.precision.dtype] * math.sqrt(layers * (1 + (1 + sharpest) ** 2))
-    turned *= _size(rows.T) / math.sqrt(experiment.tokens_per_step)
+    turned *= _size(rows.T) / math.sqrt(run.manifest.experiment.tokens_per_step)
     return turned / (abs(run.steps[0].loss) or 1.0)
+
+
+def flips_of_rounding(run: Record) -> float:
+    """The share of the first step's choices of experts that rounding may turn; 0 in float64, without experts.
+
+    A router's logits are as far off as the stream is, by r of their spread s. If they are normal, the k-th of
+    E and the next are nearer to each other than d with a probability of at most 0.4 E d / s; a difference
+    that is off by sqrt(2) r s at random turns 0.23 E r of the tokens, one of k choices each. One turned
+    token, of however few, may be turned again in every block after.
+    """
+    model, dtype = run.manifest.experiment.model, run.manifest.experiment.precision.dtype
+    if not model.n_experts or dtype == "float64":
+        return 0.0
+    shares = 0.23 * model.n_experts * stream_rounding(run) / model.experts_per_token
+    return SIGMAS * shares + 1 / (run.manifest.experiment.tokens_per_step * model.experts_per_token)
 
 
 def _size(weight: np.ndarray) -> float:
@@ -109,14 +139,17 @@ def _size(weight: np.ndarray) -> float:
 
 
 def tolerances_for(
-    dtype: str, *, steps: int = LATER_STEPS, apart: bool = False, rounding: float = 0.0
+    dtype: str, *, steps: int = LATER_STEPS, apart: bool = False, rounding: float = 0.0, flips: float = 0.0
 ) -> dict[str, Tolerance]:
     """The tolerances of one `precision.dtype`, by rung, for weights that were trained so many steps.
 
     Apart are runs that each go on from a checkpoint of their own, which keeps their rounding so far.
-    `rounding` is `loss_rounding`: of large weights and few tokens more than in the table.
+    `rounding` is `loss_rounding`: of large weights and few tokens more than in the table; `flips` are
+    `flips_of_rounding`.
     """
     tolerances = dict(TOLERANCES[dtype])
+    tolerances["routing"] = Tolerance(flips)
+    tolerances["tokens_per_expert"] = Tolerance(tolerances["tokens_per_expert"].limit + flips)
     if SIGMAS * rounding > tolerances["loss"].limit:
         tolerances["loss"] = Tolerance(SIGMAS * rounding)
     if dtype == "float16" and steps < LATER_STEPS:

@@ -44,6 +44,13 @@ def shapes_of_step(experiment: Experiment) -> dict[str, tuple[tuple[int, ...], n
     return {"inputs": tokens, "targets": tokens, **keys}
 
 
+def shape_of_routing(experiment: Experiment) -> tuple[int, ...]:
+    """(L, A, B, T, k): a number for each expert that a token of a step is given to, in each block."""
+    train, model = experiment.train, experiment.model
+    shape_AB = (train.gradient_accumulation_steps, train.batch_size)
+    return model.n_layer, *shape_AB, model.block_size, model.experts_per_token
+
+
 class Evaluation(Struct, frozen=True, kw_only=True):
     """One evaluation. Losses are mean cross-entropies in nats."""
 

@@ -1,4 +1,4 @@
-"""nanoGPT's forward pass in so many words of NumPy, from canonical parameters."""
+"""nanoGPT's forward pass in so many words of NumPy, from canonical parameters; and a mixture of experts."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,8 @@ from compare.spec.experiment import Model
 
 
 def numpy_loss(model: Model, w: Mapping[str, np.ndarray], inputs: np.ndarray, targets: np.ndarray) -> float:
-    """Mean cross-entropy of tokens (B, T); without biases as well, and with every option of the model."""
+    """Mean cross-entropy of tokens (B, T), with every option of the model. With experts their load-balance
+    loss is added: each expert computes every token, and weighs 0 where it is not chosen."""
     group = model.n_head // (model.n_kv_head or model.n_head)
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
@@ -32,7 +33,21 @@ def numpy_loss(model: Model, w: Mapping[str, np.ndarray], inputs: np.ndarray, ta
         each = [w[..., :group, :], *(w[..., [i] * group, :] for i in (group, group + 1))]
         return np.stack([part.reshape(*w.shape[:-3], -1, w.shape[-1]) for part in each], axis=-3)
 
-    length = inputs.shape[1]
+    def softmax(x: np.ndarray) -> np.ndarray:
+        return np.exp(x) / np.exp(x).sum(-1, keepdims=True)
+
+    def experts(x: np.ndarray, at: str) -> tuple[np.ndarray, float]:
+        """The outputs (B, T, C), and the load-balance loss of the layer."""
+        router, up, down = (w[f"{at}.mlp.{name}.weight"] for name in ("router", "up", "down"))
+        logits, k = x @ router, model.experts_per_token
+        place = np.argsort(np.argsort(-logits, -1, kind="stable"), -1)  # of equal logits the first is first
+        is_chosen = place < k
+        weights = softmax(np.where(is_chosen, logits, -np.inf))
+        outputs = [activation(x @ up[e]) @ down[e] * weights[..., e, None] for e in range(model.n_experts)]
+        shares, probabilities = is_chosen.mean((0, 1)) / k, softmax(logits).mean((0, 1))
+        return sum(outputs), model.balance * model.n_experts * float(shares @ probabilities)
+
+    length, balance = inputs.shape[1], 0.0
     x = w["embedding.token"][inputs] + w["embedding.position"][:length]
     for at in (f"blocks.{layer}" for layer in range(model.n_layer)):
         qkv = np.einsum("btc,cihd->ibhtd", norm(x, f"{at}.norm1"), as_three(w[f"{at}.attention.qkv.weight"]))
@@ -43,8 +58,12 @@ def numpy_loss(model: Model, w: Mapping[str, np.ndarray], inputs: np.ndarray, ta
         mixed = np.einsum("bhts,bhsd->bthd", scores / scores.sum(-1, keepdims=True), qkv[2])
         x = x + np.einsum("bthd,hdc->btc", mixed, w[f"{at}.attention.out.weight"])
         x = x + w.get(f"{at}.attention.out.bias", 0)
+        if model.n_experts:
+            added, of_layer = experts(norm(x, f"{at}.norm2"), at)
+            x, balance = x + added, balance + of_layer
+            continue
         up = norm(x, f"{at}.norm2") @ w[f"{at}.mlp.up.weight"] + w.get(f"{at}.mlp.up.bias", 0)
         x = x + activation(up) @ w[f"{at}.mlp.down.weight"] + w.get(f"{at}.mlp.down.bias", 0)
     logits = norm(x, "norm") @ w["embedding.token"].T
     log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    return -float(np.take_along_axis(log_probabilities, targets[..., None], -1).mean())
+    return balance - float(np.take_along_axis(log_probabilities, targets[..., None], -1).mean())

@@ -36,8 +36,9 @@ from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
 
 CORPUS = "00"
-CLIMBED = [rung for rung in LADDER if rung not in ("loss_scale", "evaluations")]
-"""The rungs of a run of three steps or more, in float64, that evaluates nothing."""
+OF_EXPERTS = ("routing", "tokens_per_expert")
+CLIMBED = [rung for rung in LADDER if rung not in ("loss_scale", "evaluations", *OF_EXPERTS)]
+"""The rungs of a run of three steps or more, in float64, that evaluates nothing and has one MLP a block."""
 FEW_ROWS = [
     Communication(kind="all_reduce", axis="dp_replicate", calls=2, bytes=4000, wire_bytes=6000),
     Communication(kind="all_reduce", axis="dp_replicate", calls=1, bytes=4, wire_bytes=6, purpose="loss"),

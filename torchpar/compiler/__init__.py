@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from compare.spec.axes import DATA, SHARDED_FROM
 from compare.spec.experiment import Layout
 from torchpar.comm.mesh import Mesh
-from torchpar.compiler import data_parallel, fully_sharded, tensor_parallel
+from torchpar.compiler import data_parallel, expert_parallel, fully_sharded, tensor_parallel
 from torchpar.compiler.compilation import compile_forward, resolve_backend
 from torchpar.compiler.placement import ORDER, of_parameters, place_parameters
 from torchpar.dtensors import deal_heads, dtensor_optimizer, make_device_mesh, of_dtensors
@@ -55,6 +55,9 @@ def _placed(
         tensor_parallel.split_layers(model, devices, sequence_parallel=layout.sequence_parallel)
     else:
         data_parallel.split_batch(model, devices)
+    if model.balance:
+        split = tensor_parallel.POSITION_DIM if layout.sequence_parallel else None
+        expert_parallel.split_experts(model, devices, split=split)
     kept = None
     if is_sharded["parameters"]:
         kept = fully_sharded.shard_parameters(model, devices, layout)

@@ -40,6 +40,7 @@ _OF_WEIGHTS = frozenset(
     {
         torch.ops._c10d_functional.wait_tensor.default,
         *(_aten.t.default, _aten.transpose.int, _aten.view.default, _aten.slice.Tensor, _aten.detach.default),
+        _aten.unbind.int,
         _aten._to_copy.default,
     }
 )

@@ -45,7 +45,7 @@ def split_layers(model: GPT, devices: DeviceMesh, *, sequence_parallel: bool = F
 
     leaves(model.transformer["wte"], to=stream)
     for block in model.blocks:
-        for region in ("attn", "mlp"):
+        for region in ("attn",) if model.balance else ("attn", "mlp"):
             enters(block.get_submodule(region), to=whole)
             leaves(block.get_submodule(f"{region}.c_proj"), to=stream)
         # Of its own heads a rank has q, k and v: no view of a whole tensor says so.

@@ -17,9 +17,10 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -29,10 +30,11 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import Placement
 
 from torchpar.dropout import split_rows
-from torchpar.dtensors import deal_heads, local_part
-from torchpar.model import GPT
+from torchpar.dtensors import deal_heads, local_part, own_part
+from torchpar.model import GPT, divide_gradient
 
 loss_parallel_on = ExitStack()
 
@@ -56,6 +58,8 @@ def split_layers(model: GPT, mesh: DeviceMesh, *, sequence_parallel: bool = Fals
     column = partial(ColwiseParallel, input_layouts=stream)
     row = partial(RowwiseParallel, output_layouts=stream)
     norm = SequenceParallel(use_local_output=True) if sequence_parallel else NoParallel()
+    of_experts = {"transformer.h.*.mlp": ExpertsParallel(stream)}
+    of_mlp = {"transformer.h.*.mlp.c_fc": column(), "transformer.h.*.mlp.c_proj": row()}
     parallelize_module(
         model,
         mesh,
@@ -66,14 +70,15 @@ def split_layers(model: GPT, mesh: DeviceMesh, *, sequence_parallel: bool = Fals
             "transformer.h.*.attn.c_attn": column(),
             "transformer.h.*.attn.c_proj": row(),
             "transformer.h.*.ln_2": norm,
-            "transformer.h.*.mlp.c_fc": column(),
-            "transformer.h.*.mlp.c_proj": row(),
+            **(of_experts if model.balance else of_mlp),
             "transformer.ln_f": norm,
             "lm_head": column(output_layouts=Shard(-1), use_local_output=False),
             "loss": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate()),
         },
     )
     model.transformer["wte"].weight = model.lm_head.weight  # each was distributed for itself: tied again
+    if model.balance:
+        model.balance.register_forward_hook(lambda module, args, loss: divide_gradient(loss, ranks))
     split_rows(model, mesh.get_local_rank(), sequence_parallel=sequence_parallel)
     loss_parallel_on.close()  # a model before this one
     loss_parallel_on.enter_context(loss_parallel())
@@ -97,6 +102,36 @@ class NoParallel(ParallelStyle):
             return output.to_local()
 
         return distribute_module(module, device_mesh, None, wrap, unwrap)
+
+
+class ExpertsParallel(ParallelStyle):
+    """Experts whose inner features are split; DTensor has no rule for rows that are sorted by expert.
+
+    So all of it works on a rank's own part. The stream comes in whole, and leaves as a part of a sum; the
+    gradients of what comes in, and of the router, which each rank has, are parts of sums too.
+    """
+
+    def __init__(self, stream: Placement):
+        super().__init__()
+        self.stream = stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_: nn.Module, inputs: tuple) -> tuple:
+            x_BTC = local_part(inputs[0], device_mesh, (self.stream,)).redistribute(placements=[Replicate()])
+            return x_BTC.to_local(grad_placements=[Partial()]), *inputs[1:]
+
+        def leave(_: nn.Module, inputs: tuple, y_BTC: torch.Tensor) -> torch.Tensor:
+            part = local_part(y_BTC, device_mesh, (Partial(),))
+            return part.redistribute(placements=[self.stream]).to_local()
+
+        for name, at in {"router": Replicate(), "c_fc": Shard(2), "c_proj": Shard(1)}.items():
+            part = module.get_submodule(name)
+            weight = distribute_tensor(part.get_parameter("weight").detach(), device_mesh, [at])
+            part.register_parameter("weight", nn.Parameter(weight))
+            part.register_forward_hook(lambda _, inputs, weight: own_part(weight))
+        module.register_forward_pre_hook(enter)
+        module.get_submodule("core").register_forward_hook(leave)
+        return module
 
 
 def complete_gradients(model: nn.Module) -> None:

@@ -4,6 +4,7 @@
     attn.c_attn, mlp.c_fc      its heads, its inner features       f: enter_region
     attn.c_proj, mlp.c_proj    the columns that read these         g: leave_region
     wte, lm_head, loss         its rows of the vocabulary          g, f, three numbers a token
+    mlp of experts             the inner features of each          f before the router, g after the sum
     the rest                   all of it
 
 So attention or MLP, a column-parallel layer and then a row-parallel one, costs one all-reduce forward and one
@@ -34,7 +35,7 @@ from torchpar.manual.megatron import (
     leave_region,
     scatter,
 )
-from torchpar.model import GPT
+from torchpar.model import GPT, Weight, divide_gradient
 from torchpar.parallel_model import Parameters, Strategy, TensorsByName
 
 
@@ -83,6 +84,25 @@ class RowParallelLinear(nn.Module):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
+class ExpertsWeight(nn.Module):
+    """The inner features of every expert that a rank has, along `dim` of (E, C, M) or (E, M, C).
+
+    f and g are around the whole of a block's experts. Router and choice are the same on each rank; but its
+    outputs are parts of sums, and so are its gradients of their weights, and of all that comes before: of the
+    router's weight, and for that of the load-balance loss too.
+    """
+
+    parts = ("weight",)
+
+    def __init__(self, whole: Weight, axis: Axis, *, dim: int):
+        super().__init__()
+        self.split = Split(dim=dim, size=whole.weight.shape[dim])
+        self.weight = self.split.parameter(whole.weight, axis)
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
 def split_layers(model: GPT, axis: Axis, *, sequence_parallel: bool = False) -> Strategy:
     """Put split layers in the place of a GPT's, from outside; names of parameters stay, and what is tied.
 
@@ -92,14 +112,22 @@ def split_layers(model: GPT, axis: Axis, *, sequence_parallel: bool = False) -> 
     sequence_dim = SEQUENCE_DIM if sequence_parallel else None
     column = partial(ColumnParallelLinear, axis=axis, sequence_dim=sequence_dim)
     row = partial(RowParallelLinear, axis=axis, sequence_dim=sequence_dim)
+    weight, has_experts = partial(ExpertsWeight, axis=axis), model.balance is not None
     for block in model.blocks:
         for path, split in {
             "attn.c_attn": partial(column, groups=block.get_submodule("attn").qkv_parts),
             "attn.c_proj": row,
-            "mlp.c_fc": column,
-            "mlp.c_proj": row,
+            "mlp.c_fc": partial(weight, dim=2) if has_experts else column,
+            "mlp.c_proj": partial(weight, dim=1) if has_experts else row,
         }.items():
             block.set_submodule(path, split(block.get_submodule(path)))
+        if has_experts:
+            enters = lambda module, args: (enter_region(args[0], axis, sequence_dim), *args[1:])  # noqa: E731
+            block.get_submodule("mlp").register_forward_pre_hook(enters)
+            leaves = lambda module, args, y_BTC: leave_region(y_BTC, axis, sequence_dim)  # noqa: E731
+            block.get_submodule("mlp.core").register_forward_hook(leaves)
+    if model.balance:
+        model.balance.register_forward_hook(lambda module, args, loss: divide_gradient(loss, axis.size))
     tokens = model.get_submodule("transformer.wte")
     assert isinstance(tokens, nn.Embedding)
     embedding = VocabParallelEmbedding(tokens, axis, sequence_dim=sequence_dim)
@@ -117,7 +145,11 @@ def split_layers(model: GPT, axis: Axis, *, sequence_parallel: bool = False) -> 
         for path, module in model.named_modules()
         for name in getattr(module, "parts", ())
     }
-    partial_sums = {name for name, _ in model.named_parameters() if name not in splits and sequence_parallel}
+    partial_sums = {
+        name
+        for name, _ in model.named_parameters()
+        if name not in splits and (sequence_parallel or ".router." in name)
+    }
 
     def finish(parameters: Parameters) -> None:
         # Each is whole, or a piece that all ranks of this axis cut alike.

@@ -35,6 +35,7 @@ from compare.contract.communication import (
     LOSS,
     PARAMETERS,
     REPLICATED_GRADIENTS,
+    ROUTING,
     TIED_GRADIENTS,
 )
 from compare.judge.closed_forms.memory import (
@@ -51,9 +52,11 @@ from compare.spec.experiment import Experiment
 WIDE = ("float64", "float32")
 Bytes = dict[tuple[str, str, str], float]
 """(kind, axis, purpose) -> logical bytes of a step."""
+COUNT = 8
+"""Bytes of how often an expert was chosen."""
 ROLE = {"all_reduce": "reduce", "reduce_scatter": "reduce", "all_gather": "gather", "broadcast": "gather"}
 """Kind of collective -> what it is there for. XLA makes of a reduce-scatter an all-reduce and a slice."""
-SMALL = (LOSS, TIED_GRADIENTS, REPLICATED_GRADIENTS)
+SMALL = (LOSS, TIED_GRADIENTS, REPLICATED_GRADIENTS, ROUTING)
 """Purposes that the comparison leaves out: engines label and cut them differently, and the bytes are few."""
 
 
@@ -80,6 +83,9 @@ def communication(engine: str, experiment: Experiment, *, stage: int = 0) -> Byt
     if (replicas := joined_of(REPLICAS, layout.axes)) and not by_ddp:
         elements = elements_of_stage(engine, experiment, stage=stage)
         sent["all_reduce", replicas, GRADIENTS] = _itemsize_of_shard(experiment) * elements
+    if experiment.model.n_experts and (data := joined_of(DATA, layout.axes)):
+        numbers = experiment.model.n_layer * experiment.model.n_experts
+        sent["all_reduce", data, ROUTING] = COUNT * numbers * experiment.microbatches_per_step
     if layout.zero:
         scattered = ("all_reduce", joined_of(DATA, layout.axes)) if by_ddp else ("reduce_scatter", DP_SHARD)
         sent |= _fully_sharded(engine, experiment, stage, *scattered)
@@ -124,9 +130,9 @@ def _tensor_parallel(engine: str, experiment: Experiment, stage: int) -> Bytes:
     keeps_sums = remat == "none" or (remat == "dots" and by_jax)
     share = 0.0 if keeps_sums else 1.0 if model.dropout and not by_jax else 0.5
     again = share * regions * narrow * pass_bytes
+    parameters = parameters_of_stage(engine, experiment, stage=stage)
     if layout.sequence_parallel:
         regathered = regions * pass_bytes if remat != "none" else 0
-        parameters = parameters_of_stage(engine, experiment, stage=stage)
         unsplit = sum(p.size for p in parameters if not is_split_by_tp(p))
         sent: Bytes = {
             ("reduce_scatter", TP, ACTIVATIONS): out + again,
@@ -136,7 +142,12 @@ def _tensor_parallel(engine: str, experiment: Experiment, stage: int) -> Bytes:
             ("all_reduce", TP, REPLICATED_GRADIENTS): _itemsize_of_shard(experiment) * unsplit,
         }
     else:
-        sent = {("all_reduce", TP, ACTIVATIONS): out + again, ("all_reduce", TP, ACTIVATION_GRADIENTS): into}
+        routers = sum(p.size for p in parameters if "choice" in p.axes)
+        sent = {
+            ("all_reduce", TP, ACTIVATIONS): out + again,
+            ("all_reduce", TP, ACTIVATION_GRADIENTS): into,
+            ("all_reduce", TP, REPLICATED_GRADIENTS): _itemsize_of_shard(experiment) * routers,
+        }
     if last:  # of each position the greatest logit, the sum of exponentials, and the target's logit
         numbers = 3 * (1 + (experiment.train.loss_chunks > 1))  # in parts, all of it once more in backward
         sent["all_gather", TP, LOSS] = layout.tp * numbers * pass_bytes / model.n_embd
