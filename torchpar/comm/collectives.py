@@ -200,6 +200,19 @@ class Axis:
         assert work is not None
         return work
 
+    def start_shift(self, received: torch.Tensor, sent: torch.Tensor, *, purpose: str = "") -> Work:
+        """Begin to send to the next rank of a ring, and to receive from the one before: tensors of any shape.
+
+        Leave both alone, and keep them, until `wait()`.
+        """
+        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        with self._observed("permute", sent, purpose, received):
+            ends = [
+                dist.P2POp(dist.isend, sent, group=self.group, group_peer=to),
+                dist.P2POp(dist.irecv, received, group=self.group, group_peer=source),
+            ]
+            return _Works(dist.batch_isend_irecv(ends))
+
     def all_gather_objects(self, value: T) -> list[T]:
         """Every rank's small picklable value, in order. It is never part of a step."""
         if self.size == 1:

@@ -18,17 +18,20 @@ D head_dim, n ranks.
 Sources: Ring Attention (arXiv 2310.01889), Llama 3 (2407.21783, section 3.3.2), Ulysses (2309.14509).
 """
 
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS
 from compare.numerics.context import order_of_positions
 from compare.spec.experiment import Layout
-from torchpar.comm.collectives import Axis
-from torchpar.manual.megatron import enter_region
+from torchpar.comm.collectives import DONE, Axis
+from torchpar.manual.megatron import enter_region, exchange
 from torchpar.model import GPT
 from torchpar.positions import own_positions
 
@@ -73,4 +76,154 @@ class GatheredAttention(nn.Module):
         return torch.cat(done, dim=2).transpose(1, 2)
 
 
-CORES = {"allgather": GatheredAttention}
+class RingAttention(nn.Module):
+    """K and V pass by, those of one rank at a time; what the queries take from each is merged."""
+
+    def __init__(self, core: nn.Module, axis: Axis, layout: Layout):
+        super().__init__()
+        self.axis, self.layout = axis, layout
+
+    def forward(self, q_BtHD: torch.Tensor, k_BtKD: torch.Tensor, v_BtKD: torch.Tensor) -> torch.Tensor:
+        q_BKGtD = q_BtHD.unflatten(2, (k_BtKD.shape[2], -1)).permute(0, 2, 3, 1, 4).contiguous()
+        kv_2BKtD = torch.stack([x.transpose(1, 2) for x in (k_BtKD, v_BtKD)])
+        runs = runs_of(q_BtHD.shape[1] * self.axis.size, self.layout).tolist()
+        y_BKGtD = _Ring.apply(q_BKGtD, kv_2BKtD, self.axis, runs)
+        return y_BKGtD.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+class _Ring(torch.autograd.Function):
+    """Sums are in float32 at least, and what travels of them is. R is t, or in zigzag half of it."""
+
+    @staticmethod
+    def forward(ctx: Any, q_BKGtD, kv_2BKtD, axis, runs):
+        parts = len(runs[0])
+        queries, done = q_BKGtD.chunk(parts, dim=-2), dict[int, tuple[torch.Tensor, torch.Tensor]]()
+        for source, passing_2BKtD in pass_round(kv_2BKtD, axis):
+            keys_values = passing_2BKtD.chunk(parts, dim=-2)
+            for i, j, is_triangle in seen(runs[axis.rank], runs[source]):
+                block = attend(queries[i], *keys_values[j], is_triangle=is_triangle)
+                done[i] = merge(*done[i], *block) if i in done else block
+        y_BKGtD = torch.cat([done[i][0] for i in range(parts)], dim=-2).to(q_BKGtD.dtype)
+        lse_BKGt = torch.cat([done[i][1] for i in range(parts)], dim=-1)
+        ctx.save_for_backward(q_BKGtD, kv_2BKtD, y_BKGtD, lse_BKGt)
+        ctx.ring = axis, runs
+        return y_BKGtD
+
+    @staticmethod
+    def backward(ctx: Any, *gradients):
+        (dy_BKGtD,), (q_BKGtD, kv_2BKtD, y_BKGtD, lse_BKGt) = gradients, ctx.saved_tensors
+        (axis, runs), wide = ctx.ring, lse_BKGt.dtype
+        parts = len(runs[0])
+        dot_BKGt = (dy_BKGtD.to(wide) * y_BKGtD).sum(-1)
+        dq_BKGtD, home_2BKtD = (torch.zeros_like(x, dtype=wide) for x in (q_BKGtD, kv_2BKtD))
+        queries, of_y, of_q = (x.chunk(parts, dim=-2) for x in (q_BKGtD, dy_BKGtD, dq_BKGtD))
+        lse, dot, hop = lse_BKGt.chunk(parts, dim=-1), dot_BKGt.chunk(parts, dim=-1), DONE
+        for source, passing_2BKtD in pass_round(kv_2BKtD, axis):
+            dkv_2BKtD = torch.zeros_like(home_2BKtD)
+            keys_values, of_kv = (x.chunk(parts, dim=-2) for x in (passing_2BKtD, dkv_2BKtD))
+            for i, j, is_triangle in seen(runs[axis.rank], runs[source]):
+                of_block = attend_backward(
+                    queries[i], *keys_values[j], of_y[i], lse[i], dot[i], is_triangle=is_triangle
+                )
+                for total, part in zip((of_q[i], *of_kv[j]), of_block, strict=True):
+                    total += part
+            hop.wait()  # what the ranks before this one have of these gradients
+            leaving_2BKtD, home_2BKtD = dkv_2BKtD.add_(home_2BKtD), torch.empty_like(dkv_2BKtD)
+            hop = axis.start_shift(home_2BKtD, leaving_2BKtD, purpose=ACTIVATION_GRADIENTS)
+        hop.wait()
+        return dq_BKGtD.to(q_BKGtD.dtype), home_2BKtD.to(kv_2BKtD.dtype), None, None
+
+
+def pass_round(kv_2BKtD: torch.Tensor, axis: Axis) -> Iterator[tuple[int, torch.Tensor]]:
+    """K and V of all ranks, each with its rank, this one's first: the next arrive while these are in use."""
+    for hop in range(axis.size):
+        arriving_2BKtD, work = torch.empty_like(kv_2BKtD), DONE
+        if hop < axis.size - 1:
+            work = axis.start_shift(arriving_2BKtD, kv_2BKtD, purpose=ACTIVATIONS)
+        yield (axis.rank - hop) % axis.size, kv_2BKtD
+        work.wait()
+        kv_2BKtD = arriving_2BKtD
+
+
+def seen(of_queries: Sequence[int], of_keys: Sequence[int]) -> Iterator[tuple[int, int, bool]]:
+    """The pairs of two ranks' runs, by their first positions, of which the mask leaves something: a triangle
+    (True), or all."""
+    for i, query in enumerate(of_queries):
+        for j, key in enumerate(of_keys):
+            if key <= query:
+                yield i, j, key == query
+
+
+def scores(q_BKGRD: torch.Tensor, k_BKRD: torch.Tensor, *, is_triangle: bool) -> torch.Tensor:
+    """q k / sqrt(D), -inf where it is hidden: (B, K, G, R, R), in float32 at least."""
+    scores_BKGRR = torch.einsum("bkgtd,bksd->bkgts", q_BKGRD, k_BKRD)
+    scores_BKGRR = (
+        scores_BKGRR.to(torch.promote_types(q_BKGRD.dtype, torch.float32)) / q_BKGRD.shape[-1] ** 0.5
+    )
+    if is_triangle:
+        hidden_RR = torch.ones(scores_BKGRR.shape[-2:], dtype=torch.bool, device=q_BKGRD.device).triu(1)
+        scores_BKGRR = scores_BKGRR.masked_fill(hidden_RR, -torch.inf)
+    return scores_BKGRR
+
+
+def attend(
+    q_BKGRD: torch.Tensor, k_BKRD: torch.Tensor, v_BKRD: torch.Tensor, *, is_triangle: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to one block (B, K, G, R, D), and the logarithm of its sum of exponentials (B, K, G, R)."""
+    scores_BKGRR = scores(q_BKGRD, k_BKRD, is_triangle=is_triangle)
+    lse_BKGR = scores_BKGRR.logsumexp(-1)
+    weights_BKGRR = (scores_BKGRR - lse_BKGR[..., None]).exp().to(v_BKRD.dtype)
+    return torch.einsum("bkgts,bksd->bkgtd", weights_BKGRR, v_BKRD).to(lse_BKGR.dtype), lse_BKGR
+
+
+def merge(
+    y_BKGRD: torch.Tensor, lse_BKGR: torch.Tensor, other_BKGRD: torch.Tensor, other_lse_BKGR: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to both of two blocks: each counts by its share of the sum of exponentials."""
+    both_BKGR = torch.logaddexp(lse_BKGR, other_lse_BKGR)
+    mine, theirs = ((lse - both_BKGR).exp()[..., None] for lse in (lse_BKGR, other_lse_BKGR))
+    return mine * y_BKGRD + theirs * other_BKGRD, both_BKGR
+
+
+def attend_backward(
+    q_BKGRD: torch.Tensor,
+    k_BKRD: torch.Tensor,
+    v_BKRD: torch.Tensor,
+    dy_BKGRD: torch.Tensor,
+    lse_BKGR: torch.Tensor,
+    dot_BKGR: torch.Tensor,
+    *,
+    is_triangle: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v through one block, from the logsumexp over ALL blocks, and y dy summed over D.
+
+    As y is the sum over all keys of w v, so is y dy that of w (dw): the derivative of a softmax needs no more
+    than this of the other blocks.
+    """
+    weights_BKGRR = (scores(q_BKGRD, k_BKRD, is_triangle=is_triangle) - lse_BKGR[..., None]).exp()
+    dweights_BKGRR = torch.einsum("bkgtd,bksd->bkgts", dy_BKGRD, v_BKRD)
+    dscores_BKGRR = weights_BKGRR * (dweights_BKGRR - dot_BKGR[..., None]) / q_BKGRD.shape[-1] ** 0.5
+    dscores_BKGRR, weights_BKGRR = dscores_BKGRR.to(q_BKGRD.dtype), weights_BKGRR.to(dy_BKGRD.dtype)
+    return (
+        torch.einsum("bkgts,bksd->bkgtd", dscores_BKGRR, k_BKRD),
+        torch.einsum("bkgts,bkgtd->bksd", dscores_BKGRR, q_BKGRD),
+        torch.einsum("bkgts,bkgtd->bksd", weights_BKGRR, dy_BKGRD),
+    )
+
+
+class UlyssesAttention(nn.Module):
+    """All positions of some of the heads, to which the core attends as on one device."""
+
+    def __init__(self, core: nn.Module, axis: Axis, layout: Layout):
+        super().__init__()
+        self.core, self.axis = core, axis
+
+    def forward(self, *q_k_v_BtHD: torch.Tensor) -> torch.Tensor:
+        shares = [x.shape[2] // self.axis.size for x in q_k_v_BtHD]
+        of_ranks = zip(*(x.chunk(self.axis.size, dim=2) for x in q_k_v_BtHD), strict=True)
+        fused_BtHD = torch.cat([x for of_rank in of_ranks for x in of_rank], dim=2)
+        fused_BThD = exchange(fused_BtHD, self.axis, split=2, join=1)
+        return exchange(self.core(*fused_BThD.split(shares, dim=2)), self.axis, split=1, join=2)
+
+
+CORES = {"allgather": GatheredAttention, "ring": RingAttention, "ulysses": UlyssesAttention}

@@ -7,6 +7,7 @@
     enter_region            f       all-gather         reduce-scatter
     leave_region            g       reduce-scatter     all-gather
     scatter                         this rank's part   all-gather
+    exchange                        all-to-all         all-to-all
 
 A plain all-reduce inside a module would be differentiated as if it were no collective at all: gradients
 would be wrong without an error.
@@ -46,11 +47,16 @@ def scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     return _Mapping.apply(x, axis, dim, _part, _all_gather)
 
 
+def exchange(x: torch.Tensor, axis: Axis, *, split: int, join: int) -> torch.Tensor:
+    """All of dim `split` and this rank's part of dim `join` become its part of `split`, and all of `join`."""
+    return _Mapping.apply(x, axis, (split, join), _exchange, _exchange_back)
+
+
 class _Mapping(torch.autograd.Function):
     """One movement of data forward, and its transpose backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int | None, forward: Any, backward: Any):
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: Any, forward: Any, backward: Any):
         ctx.transpose, ctx.along = backward, (axis, dim)
         return forward(x, axis, dim, ACTIVATIONS)
 
@@ -83,6 +89,18 @@ def _reduce_scatter(x: torch.Tensor, axis: Axis, dim: int, purpose: str) -> torc
     mine = torch.empty_like(stacked[0])
     axis.reduce_scatter(mine.view(-1), stacked.view(-1), purpose=purpose)
     return mine
+
+
+def _exchange(x: torch.Tensor, axis: Axis, dims: tuple[int, int], purpose: str) -> torch.Tensor:
+    split, join = dims
+    sent = torch.stack(x.chunk(axis.size, dim=split))
+    received = torch.empty_like(sent)
+    axis.all_to_all(received, sent, purpose=purpose)
+    return torch.cat(received.unbind(), dim=join)
+
+
+def _exchange_back(x: torch.Tensor, axis: Axis, dims: tuple[int, int], purpose: str) -> torch.Tensor:
+    return _exchange(x, axis, dims[::-1], purpose)
 
 
 def gather_parts(x: torch.Tensor, axis: Axis, purpose: str) -> list[torch.Tensor]:

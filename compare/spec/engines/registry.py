@@ -166,6 +166,7 @@ JAX = Side(
 
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+CONTEXTS = ("allgather", "ring", "ulysses")
 FSDP2 = "fsdp2"
 """What torch-library reduces gradients by under tensor parallelism: DDP knows no DTensor."""
 
@@ -216,9 +217,7 @@ TORCH = Side(
             checks="spmd_types, in the tests: it follows what is replicated, invariant, varying or partial "
             "through forward, on one process without ranks; a forgotten f or g is an error with its line",
             gradient_sync=("naive", "flat", "overlapped", "bucketed"),
-            layouts=Layouts(
-                zero=(1, 2, 3), tp=True, contexts=("allgather",), offload=True, schedules=SCHEDULES
-            ),
+            layouts=Layouts(zero=(1, 2, 3), tp=True, contexts=CONTEXTS, offload=True, schedules=SCHEDULES),
             counts_own_calls=True,
         ),
         Engine(
