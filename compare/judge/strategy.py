@@ -25,7 +25,7 @@ from compare.judge.ledger import unlike_textbook
 from compare.numerics.parameters import storage_dtype
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.ticks import lock_step
-from compare.spec.axes import REPLICAS, joined_of
+from compare.spec.axes import PP, REPLICAS, joined_of
 from compare.spec.engines.engine import Engine
 from compare.spec.engines.registry import ENGINES, JAX
 from compare.spec.experiment import Experiment
@@ -109,7 +109,8 @@ def _dtype(run: Observed) -> Iterator[Finding]:
     stored, sent = storage_dtype(run.experiment).name, dict[str, set[str]]()
     for row in run.record.ledger.rows:
         is_of_gradients = row.purpose in (GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS)
-        what = "gradients" if is_of_gradients else "streams" if row.kind == "permute" else ""
+        is_of_stream = (row.kind, row.axis) == ("permute", PP)
+        what = "gradients" if is_of_gradients else "streams" if is_of_stream else ""
         if what and row.dtype:
             sent.setdefault(what, set()).update(OF_HLO.get(dtype, dtype) for dtype in row.dtype.split(", "))
     for what, dtypes in sent.items():
