@@ -22,6 +22,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from compare.numerics.dropout import DropoutSite
 from compare.numerics.parameters import MLP_RATIO, qkv_dims, split_qkv
+from compare.numerics.rotation import turns
 from compare.spec.experiment import Experiment, Model, Precision
 from jaxpar.derivatives import attention_scores, gelu, product
 from jaxpar.dropout import Dropout, Noise
@@ -34,6 +35,7 @@ KEEPS = "keeps_"
 RELU = "relu_squared"
 """The scope of that activation: it has no operation that is nowhere else."""
 Hook = Callable[[jax.Array], jax.Array]
+Positions = Callable[[int], jax.Array] | None
 
 
 class Dtypes:
@@ -118,6 +120,16 @@ def causal_attention(
     return jnp.einsum("BHTS,BHSD->BHTD", weights_BHTS.astype(v_BHSD.dtype), v_BHSD).swapaxes(1, 2)
 
 
+def rotated(x_BTHD: jax.Array, positions: Positions, *, model: Model, dtype: DTypeLike) -> jax.Array:
+    """RoPE: each pair of a head's features turned by its position (`turns`), computed in `dtype`."""
+    table_T2d = jnp.asarray(turns(model).swapaxes(0, 1), dtype)
+    turn_T2d = at_positions(table_T2d, x_BTHD.shape[1], positions)
+    cos_T1d, sin_T1d = turn_T2d[:, :1], turn_T2d[:, 1:]
+    first, second = jnp.split(x_BTHD, 2, axis=-1)
+    turned = first * cos_T1d - second * sin_T1d, second * cos_T1d + first * sin_T1d
+    return jnp.concatenate(turned, axis=-1).astype(x_BTHD.dtype)
+
+
 def over_group(x_BKSD: jax.Array, heads: int) -> jax.Array:
     """Keys or values for each of the heads of queries: (B, H, S, D)."""
     batch, kv_heads, *others = x_BKSD.shape
@@ -133,14 +145,20 @@ class Attention(nnx.Module):
     def __init__(self, config: Model, dtypes: Dtypes):
         heads, self.group = (config.n_head, config.n_embd // config.n_head), config.group
         self.qkv = Linear((config.n_embd,), qkv_dims(config)[0], bias=config.bias, dtypes=dtypes)
+        rotate = partial(rotated, model=config, dtype=dtypes.storage)
+        self.rotate = rotate if config.position == "rope" else None
         self.core = partial(causal_attention, softmax_dtype=dtypes.storage)
         self.out = Linear(heads, (config.n_embd,), bias=config.bias, dtypes=dtypes)
         self.storage = dtypes.storage
         self.dropout = Dropout(config.dropout, DropoutSite.ATTENTION)
         self.out_dropout = Dropout(config.dropout, DropoutSite.ATTENTION_OUT)
 
-    def __call__(self, x_BTC: jax.Array, noise: Noise | None = None) -> jax.Array:
+    def __call__(
+        self, x_BTC: jax.Array, noise: Noise | None = None, positions: Positions = None
+    ) -> jax.Array:
         q_BTHD, k_BTKD, v_BTKD = split_qkv(self.qkv(x_BTC), self.group)
+        if self.rotate is not None:
+            q_BTHD, k_BTKD = (self.rotate(x, positions) for x in (q_BTHD, k_BTKD))
         _, length, heads, _ = q_BTHD.shape
         dropped = {}
         if noise is not None:
@@ -181,8 +199,10 @@ class Block(nnx.Module):
         self.norm2 = norm(config, dtypes)
         self.mlp = MLP(config, dtypes)
 
-    def __call__(self, x_BTC: jax.Array, noise: Noise | None = None) -> jax.Array:
-        x_BTC = add(x_BTC, self.attention(self.norm1(x_BTC), noise))
+    def __call__(
+        self, x_BTC: jax.Array, noise: Noise | None = None, positions: Positions = None
+    ) -> jax.Array:
+        x_BTC = add(x_BTC, self.attention(self.norm1(x_BTC), noise, positions))
         return add(x_BTC, self.mlp(self.norm2(x_BTC), noise))
 
 
@@ -190,6 +210,11 @@ class Block(nnx.Module):
 def add(x_BTC: jax.Array, y_BTC: jax.Array) -> jax.Array:
     """The residual stream, and what a branch adds to it."""
     return x_BTC + y_BTC
+
+
+def at_positions(table: jax.Array, length: int, positions: Positions) -> jax.Array:
+    """Rows (T, ..) of a table for the positions of T places, by default the first T."""
+    return table[:length] if positions is None else table[positions(length)]
 
 
 class Embedding(nnx.Module):
@@ -203,18 +228,21 @@ class Embedding(nnx.Module):
     def __init__(self, config: Model, dtypes: Dtypes):
         self.compute = dtypes.compute
         self.token = nnx.Param(jnp.zeros((config.vocab_size, config.n_embd), dtypes.storage))
-        self.position = nnx.Param(jnp.zeros((config.block_size, config.n_embd), dtypes.storage))
+        zeros = jnp.zeros((config.block_size, config.n_embd), dtypes.storage)
+        self.position = nnx.Param(zeros) if config.position == "learned" else None
         self.look_up: Callable[[jax.Array, jax.Array], jax.Array] = operator.getitem
-        self.positions: Callable[[int], jax.Array] | None = None
+        self.positions: Positions = None
         self.cut_positions: Hook = same
         self.leave: Hook = same
         self.enter: Hook = same
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Vectors (B, T, C) of tokens at these positions."""
-        table, length = self.position[...], tokens_BT.shape[1]
-        position_TC = table[:length] if self.positions is None else table[self.positions(length)]
-        return self.leave(self.look_up(self.token[...], tokens_BT) + self.cut_positions(position_TC))
+        x_BTC = self.look_up(self.token[...], tokens_BT)
+        if self.position is not None:
+            position_TC = at_positions(self.position[...], tokens_BT.shape[1], self.positions)
+            x_BTC = x_BTC + self.cut_positions(position_TC)
+        return self.leave(x_BTC)
 
     def logits(self, x_BTC: jax.Array) -> jax.Array:
         """Logits (B, T, V) of any positions, from what has entered."""
@@ -256,7 +284,7 @@ class GPT(nnx.Module):
         def apply_layer(x: tuple[jax.Array, Noise | None], layer: Any) -> tuple[Any, None]:
             x_BTC, noise = x
             block = nnx.merge(graph, self.gather_layer(layer, x_BTC))
-            return (block(x_BTC, noise), noise and noise.next_layer), None
+            return (block(x_BTC, noise, self.embedding.positions), noise and noise.next_layer), None
 
         start = x_BTC, Noise.of(keys_B2, first + 1)
         (x_BTC, _), _ = lax.scan(self.wrap_layer(apply_layer), start, nnx.to_pure_dict(layers))

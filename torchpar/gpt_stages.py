@@ -15,7 +15,7 @@ from torch import nn
 from compare.contract.communication import TIED_GRADIENTS
 from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis
-from torchpar.model import GPT
+from torchpar.model import GPT, embedded, turn_at
 from torchpar.parallel_model import Parameters, Strategy, TensorsByName, local
 
 TIED = "transformer.wte.weight"
@@ -35,11 +35,11 @@ class GPTStages(nn.Module):
         is_first, is_last = 0 in self.blocks_of, stages - 1 in self.blocks_of
         numbers = [number for blocks in self.blocks_of.values() for number in blocks]
         have = {"wte": is_first or is_last, "wpe": is_first, "drop": is_first, "h": True, "ln_f": is_last}
-        parts = {name: model.transformer[name] for name, is_here in have.items() if is_here}
+        parts = {name: part for name, part in model.transformer.items() if have[name]}
         parts["h"] = nn.ModuleDict({str(number): model.blocks[number] for number in numbers})
         self.transformer = nn.ModuleDict(parts)
         self.lm_head = model.lm_head if is_last else None
-        self.loss, self.positions = model.loss, model.positions
+        self.loss, self.positions, self.turns = model.loss, model.positions, model.turns
         self._width, self._dtype = model.config.n_embd, model.lm_head.weight.dtype
         self._parts = layout.tp if layout.sequence_parallel else 1
 
@@ -59,12 +59,13 @@ class GPTStages(nn.Module):
         """
         if stage is None:
             (stage,) = self.blocks_of
+        length = x.shape[1] * (self._parts if stage else 1)
+        position_T = self.positions(length, device=x.device)
+        turn = turn_at(position_T, self.turns, self._dtype)
         if stage == 0:
-            position_T = self.positions(x.shape[1], device=x.device)
-            x = self.transformer["wte"](x) + self.transformer["wpe"](position_T)
-            x = self.transformer["drop"](x, keys_B2)
+            x = self.transformer["drop"](embedded(x, position_T, self.transformer), keys_B2)
         for number in self.blocks_of[stage]:
-            x = self.get_submodule(f"transformer.h.{number}")(x, keys_B2)
+            x = self.get_submodule(f"transformer.h.{number}")(x, keys_B2, turn)
         if stage < self.stages - 1:
             return x
         assert self.lm_head is not None

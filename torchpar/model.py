@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from compare.numerics.dropout import DropoutSite
 from compare.numerics.parameters import MLP_RATIO, QKV, qkv_dims
+from compare.numerics.rotation import turns
 from compare.spec.experiment import Model
 from torchpar.dropout import Dropout
 
@@ -97,6 +98,16 @@ def causal_weights(
     return logits_BHTS.masked_fill(~seen_TS, -math.inf).softmax(-1, dtype=at_least_float32)
 
 
+class Rotation(nn.Module):
+    """RoPE: a turn of each pair of a head's features, (2, T, D / 2) as `turns` has it of the positions."""
+
+    def forward(self, x_BTHD: torch.Tensor, turn_2Td: torch.Tensor) -> torch.Tensor:
+        cos_T1d, sin_T1d = turn_2Td[:, :, None]
+        first, second = x_BTHD.chunk(2, dim=-1)
+        turned = first * cos_T1d - second * sin_T1d, second * cos_T1d + first * sin_T1d
+        return torch.cat(turned, dim=-1).to(x_BTHD.dtype)
+
+
 class CausalSelfAttention(nn.Module):
     """Multi-head attention, each position to itself and those before it; under tp H is this rank's heads.
 
@@ -109,18 +120,23 @@ class CausalSelfAttention(nn.Module):
         self.group, self.qkv_parts = config.group, QKV if config.group == 1 else 1
         self.head_dim = config.n_embd // config.n_head
         self.c_attn = nn.Linear(config.n_embd, math.prod(qkv_dims(config)[0]), bias=config.bias)
+        self.rotation = Rotation()
         self.core = CausalAttention(config, layer)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = Dropout(config.dropout, DropoutSite.ATTENTION_OUT, layer)
 
-    def forward(self, x_BTC: torch.Tensor, keys_B2: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x_BTC: torch.Tensor, keys_B2: torch.Tensor | None = None, turn: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if self.group == 1:
-            q_k_v = self.c_attn(x_BTC).unflatten(-1, (QKV, -1, self.head_dim)).unbind(2)
+            q, k, v = self.c_attn(x_BTC).unflatten(-1, (QKV, -1, self.head_dim)).unbind(2)
         else:
             groups = self.c_attn(x_BTC).unflatten(-1, (-1, self.group + 2, self.head_dim))
-            q_k_v = (t.flatten(2, 3) for t in groups.split((self.group, 1, 1), dim=3))
+            q, k, v = (t.flatten(2, 3) for t in groups.split((self.group, 1, 1), dim=3))
+        if turn is not None:
+            q, k = (self.rotation(t, turn) for t in (q, k))
         keys = () if keys_B2 is None else (keys_B2,)
-        y_BTHD = self.core(*q_k_v, *keys)
+        y_BTHD = self.core(q, k, v, *keys)
         return self.dropout(self.c_proj(y_BTHD.flatten(2)), keys_B2)
 
 
@@ -283,13 +299,24 @@ class Block(nn.Module):
         self.mlp = (Experts if config.n_experts else MLP)(config, layer)
 
     def forward(
-        self, x_BTC: torch.Tensor, keys_B2: torch.Tensor | None = None
+        self, x_BTC: torch.Tensor, keys_B2: torch.Tensor | None = None, turn: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        x_BTC = x_BTC + self.attn(self.ln_1(x_BTC), keys_B2)
+        x_BTC = x_BTC + self.attn(self.ln_1(x_BTC), keys_B2, turn)
         added = self.mlp(self.ln_2(x_BTC), keys_B2)
         if isinstance(added, tuple):
             return x_BTC + added[0], *added[1:]
         return x_BTC + added
+
+
+def embedded(idx: torch.Tensor, position_T: torch.Tensor, transformer: nn.ModuleDict) -> torch.Tensor:
+    """Vectors (B, T, C) of token ids (B, T), and of their positions where these have any."""
+    x_BTC = transformer["wte"](idx)
+    return x_BTC + transformer["wpe"](position_T) if "wpe" in transformer else x_BTC
+
+
+def turn_at(position_T: torch.Tensor, turns: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """The turns of these positions, (2, T, D / 2), where positions turn anything."""
+    return None if turns is None else turns.to(position_T.device, dtype)[:, position_T]
 
 
 class GPT(nn.Module):
@@ -302,10 +329,11 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.loss_chunks = config, loss_chunks
         self.positions: Callable[..., torch.Tensor] = torch.arange
+        self.turns = torch.tensor(turns(config), device="cpu") if config.position == "rope" else None
         self.transformer = nn.ModuleDict(
             {
                 "wte": nn.Embedding(config.vocab_size, config.n_embd),
-                "wpe": nn.Embedding(config.block_size, config.n_embd),
+                **({"wpe": nn.Embedding(config.block_size, config.n_embd)} if self.turns is None else {}),
                 "drop": Dropout(config.dropout, DropoutSite.EMBEDDING),
                 "h": nn.ModuleList(Block(config, layer) for layer in range(1, config.n_layer + 1)),
                 "ln_f": LayerNorm(config),
@@ -336,11 +364,12 @@ class GPT(nn.Module):
         sequences', for dropout: their words' bits as int32.
         """
         position_T = self.positions(idx.shape[1], device=idx.device)
-        x_BTC = self.transformer["wte"](idx) + self.transformer["wpe"](position_T)
+        turn = turn_at(position_T, self.turns, self.lm_head.weight.dtype)
+        x_BTC = embedded(idx, position_T, self.transformer)
         x_BTC = self.transformer["drop"](x_BTC, keys_B2)
         of_layers = []
         for block in self.blocks:
-            x_BTC, *of_layer = block(x_BTC, keys_B2) if self.balance else (block(x_BTC, keys_B2),)
+            x_BTC, *of_layer = block(x_BTC, keys_B2, turn) if self.balance else (block(x_BTC, keys_B2, turn),)
             of_layers.append(of_layer)
         x_BTC = self.transformer["ln_f"](x_BTC)
         if targets is None:

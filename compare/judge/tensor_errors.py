@@ -73,8 +73,9 @@ def without_key_bias(name: str, tensor: np.ndarray, model: Model) -> np.ndarray:
 
     A key bias adds the same number to all logits of a query, and softmax does not see it: in exact
     arithmetic its gradient is zero, and it changes nothing. In less than float64, what rounding leaves of
-    that gradient is as large as Adam's epsilon, and Adam makes it an update as large as any other.
+    that gradient is as large as Adam's epsilon, and Adam makes it an update as large as any other. But rope
+    turns it: then it counts.
     """
-    if not name.endswith(".attention.qkv.bias"):
+    if not name.endswith(".attention.qkv.bias") or model.position == "rope":
         return tensor
     return np.delete(tensor, KEY, axis=0) if model.group == 1 else np.delete(tensor, model.group, axis=1)

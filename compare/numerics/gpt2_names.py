@@ -63,6 +63,7 @@ def require_gpt2(model: Model, origin: str) -> None:
     has = {
         "activation": model.activation == "relu_squared",
         "norm": model.norm == "rmsnorm",
+        "position": model.position == "rope",
         "n_kv_head": model.group > 1,
         "n_experts": model.n_experts > 0,
     }

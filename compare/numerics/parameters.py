@@ -60,7 +60,7 @@ def end_parameters(model: Model) -> tuple[list[Parameter], list[Parameter]]:
     width, std = model.n_embd, 0.02
     token = _matrix("embedding.token", (model.vocab_size, width), ("vocab", "embed"), std)
     position = _matrix("embedding.position", (model.block_size, width), ("position", "embed"), std)
-    return [token, position], _norm(model, "norm")
+    return [token] if model.position == "rope" else [token, position], _norm(model, "norm")
 
 
 def block_parameters(model: Model, layer: int) -> list[Parameter]:

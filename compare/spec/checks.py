@@ -37,6 +37,11 @@ def _objections(experiment: Experiment) -> Iterator[str]:
     if model.n_embd % model.n_head:
         heads = f"model.n_head = {model.n_head}"
         yield f"{heads} does not divide model.n_embd = {model.n_embd}: change one of them"
+    if model.position == "rope" and model.n_embd // model.n_head % 2:
+        yield (
+            f"model.position = rope turns pairs of features: model.n_head = {model.n_head} leaves an odd "
+            f"number of model.n_embd = {model.n_embd} to each head: change one of them"
+        )
     if model.n_head % model.kv_heads:
         yield f"model.n_kv_head = {model.n_kv_head} does not divide model.n_head = {model.n_head}: change one"
     if model.dropout:

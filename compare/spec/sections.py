@@ -50,6 +50,11 @@ class Model(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     activation: Literal["gelu", "gelu_tanh", "relu_squared"] = "gelu"
     """gelu is the exact (erf) form, nanoGPT's; gelu_tanh is the approximation that JAX defaults to;
     relu_squared is max(x, 0)^2, nanochat's (arXiv 2109.08668)."""
+    position: Literal["learned", "rope"] = "learned"
+    """learned adds a vector to that of each token; rope turns queries and keys, pairs of their features, by
+    angles that grow with the position (arXiv 2104.09864): there is no table of positions."""
+    rope_base: Annotated[float, Meta(gt=0)] = 10000.0
+    """rope: pair i of d turns by position x rope_base^(-i / d)."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """rmsnorm divides by the root mean square alone (arXiv 1910.07467): it has a scale, and never a bias."""
     norm_eps: Annotated[float, Meta(gt=0)] = 1e-5

@@ -42,6 +42,7 @@ def test_loss_equals_numpy():
         {"activation": "relu_squared"},
         {"norm": "rmsnorm"},
         {"n_head": 4, "n_kv_head": 2},
+        {"position": "rope", "rope_base": 7.0},
     ):
         config = replace(SPEC, **options)
         named, batch = random_parameters(config), random_batch(config)

@@ -35,6 +35,7 @@ REFUSED = {
     "[model]\nn_layer = 0": "Expected `int` >= 1 - at `model.n_layer`",
     '[layout]\ngradient_sync = "magic"': "Invalid enum value 'magic' - at `layout.gradient_sync`",
     "[model]\nn_head = 3": "model.n_head = 3 does not divide model.n_embd = 128",
+    '[model]\nposition = "rope"\nn_head = 128': "leaves an odd number of model.n_embd = 128 to each head",
     "[model]\nn_kv_head = 3": "model.n_kv_head = 3 does not divide model.n_head = 4",
     "[model]\nn_kv_head = 2\n[layout]\ntp = 4": "layout.tp = 4 does not divide model.n_kv_head = 2",
     "[model]\ndropout = 1e-6": "model.dropout = 1e-06 would drop nothing, or everything",

@@ -47,13 +47,26 @@ def numpy_loss(model: Model, w: Mapping[str, np.ndarray], inputs: np.ndarray, ta
         shares, probabilities = is_chosen.mean((0, 1)) / k, softmax(logits).mean((0, 1))
         return sum(outputs), model.balance * model.n_experts * float(shares @ probabilities)
 
+    def turn(x: np.ndarray) -> np.ndarray:
+        """RoPE of (.., t, d), in complex numbers."""
+        half = x.shape[-1] // 2
+        if model.position == "learned":
+            return x
+        angle = np.arange(length)[:, None] / model.rope_base ** (np.arange(half) / half)
+        turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
+        return np.concatenate([turned.real, turned.imag], axis=-1)
+
     length, balance = inputs.shape[1], 0.0
-    x = w["embedding.token"][inputs] + w["embedding.position"][:length]
+    x = w["embedding.token"][inputs]
+    if model.position == "learned":
+        x = x + w["embedding.position"][:length]
     for at in (f"blocks.{layer}" for layer in range(model.n_layer)):
         qkv = np.einsum("btc,cihd->ibhtd", norm(x, f"{at}.norm1"), as_three(w[f"{at}.attention.qkv.weight"]))
         if model.bias:
             qkv = qkv + as_three(w[f"{at}.attention.qkv.bias"])[:, None, :, None]
-        scores = np.einsum("bhtd,bhsd->bhts", qkv[0], qkv[1]) / np.sqrt(model.n_embd // model.n_head)
+        scores = np.einsum("bhtd,bhsd->bhts", turn(qkv[0]), turn(qkv[1])) / np.sqrt(
+            model.n_embd // model.n_head
+        )
         scores = np.exp(np.where(np.tri(length, dtype=bool), scores, -np.inf))
         mixed = np.einsum("bhts,bhsd->bthd", scores / scores.sum(-1, keepdims=True), qkv[2])
         x = x + np.einsum("bthd,hdc->btc", mixed, w[f"{at}.attention.out.weight"])

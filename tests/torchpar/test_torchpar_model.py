@@ -88,13 +88,17 @@ def of_today(sizes: Model, weights: dict[str, torch.Tensor], *batch: torch.Tenso
     """The loss of nanochat's parts, from canonical weights, in PyTorch's own functions."""
     group, (ids, targets) = sizes.n_head // sizes.n_kv_head, batch
     norm = partial(F.rms_norm, normalized_shape=(sizes.n_embd,), eps=sizes.norm_eps)
-    x = weights["embedding.token"][ids] + weights["embedding.position"]
+    pairs = sizes.n_embd // sizes.n_head // 2
+    angle = np.outer(np.arange(sizes.block_size), sizes.rope_base ** -(np.arange(pairs) / pairs))
+    cos, sin = (torch.tensor(np.tile(f(angle), 2)) for f in (np.cos, np.sin))
+    turn = lambda x: x * cos + torch.cat([-x[..., pairs:], x[..., :pairs]], -1) * sin  # noqa: E731
+    x = weights["embedding.token"][ids]
     for layer in range(sizes.n_layer):
         w = {name.removeprefix(f"blocks.{layer}."): tensor for name, tensor in weights.items()}
         qkv = torch.einsum("btc,ckgd->bkgtd", norm(x, weight=w["norm1.scale"]), w["attention.qkv.weight"])
         qkv = qkv + w["attention.qkv.bias"][:, :, None]
         q, k, v = qkv[:, :, :group].flatten(1, 2), qkv[:, :, group], qkv[:, :, group + 1]
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        y = F.scaled_dot_product_attention(turn(q), turn(k), v, is_causal=True, enable_gqa=True)
         y = torch.einsum("bhtd,hdc->btc", y, w["attention.out.weight"])
         x = x + y + w["attention.out.bias"]
         up = norm(x, weight=w["norm2.scale"]) @ w["mlp.up.weight"] + w["mlp.up.bias"]
@@ -105,7 +109,7 @@ def of_today(sizes: Model, weights: dict[str, torch.Tensor], *batch: torch.Tenso
 
 def test_options_of_today_are_pytorchs_own():
     """Loss and every gradient; keys and values are this model's own, fewer than its queries."""
-    sizes = replace(SIZES, activation="relu_squared", norm="rmsnorm", n_kv_head=2)
+    sizes = replace(SIZES, activation="relu_squared", norm="rmsnorm", n_kv_head=2, position="rope")
     random = np.random.default_rng(0)
     arrays = {row.name: random.normal(0, 0.3, row.shape) for row in parameter_table(sizes)}
     model, weights = GPT(sizes).double(), {name: torch.tensor(w) for name, w in arrays.items()}

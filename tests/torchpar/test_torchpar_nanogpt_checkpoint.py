@@ -183,6 +183,7 @@ def test_what_a_ckpt_cannot_say_is_not_exported(tmp_path):
     cases = (
         ({"model": {"activation": "gelu_tanh"}}, "model.activation = gelu_tanh, and nanoGPT has gelu"),
         ({"model": {"activation": "relu_squared"}}, "model.activation = relu_squared: GPT-2 has no word"),
+        ({"model": {"position": "rope"}}, "model.position = rope: GPT-2 has no word for it"),
         ({"model": {"norm": "rmsnorm"}}, "model.norm = rmsnorm: GPT-2 has no word for it"),
         ({"model": {"n_kv_head": 1}}, "model.n_kv_head = 1: GPT-2 has no word for it"),
         ({"model": {"norm_eps": 1e-3}}, "model.norm_eps = 0.001, and nanoGPT has 1e-05 alone"),

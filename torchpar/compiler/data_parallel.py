@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torchpar.compiler.placement import along, of_activation, on_own_part
 from torchpar.dropout import Dropout
 from torchpar.dtensors import Placements, local_part
-from torchpar.model import GPT, CausalAttention
+from torchpar.model import GPT, CausalAttention, Rotation
 
 CrossEntropy = Callable[[DTensor, DTensor], torch.Tensor]
 
@@ -54,10 +54,11 @@ def split_batch(model: GPT, devices: DeviceMesh, *, cross_entropy: CrossEntropy 
         return mean.to_local(grad_placements=whole)
 
     model.forward = of_own_rows
-    model.transformer["wpe"].register_forward_pre_hook(positions_come_in)
+    if "wpe" in model.transformer:
+        model.transformer["wpe"].register_forward_pre_hook(positions_come_in)
     model.loss.forward = mean_loss
     for module in model.modules():
-        if isinstance(module, Dropout | CausalAttention):
+        if isinstance(module, Dropout | Rotation | CausalAttention):
             on_own_part(module)
 
 

@@ -60,12 +60,14 @@ def split_layers(model: GPT, mesh: DeviceMesh, *, sequence_parallel: bool = Fals
     norm = SequenceParallel(use_local_output=True) if sequence_parallel else NoParallel()
     of_experts = {"transformer.h.*.mlp": ExpertsParallel(stream)}
     of_mlp = {"transformer.h.*.mlp.c_fc": column(), "transformer.h.*.mlp.c_proj": row()}
+    has_positions = "wpe" in model.transformer
+    positions = {"transformer.wpe": NoParallel(scatter=sequence_parallel)} if has_positions else {}
     parallelize_module(
         model,
         mesh,
         {
             "transformer.wte": row(input_layouts=Replicate()),
-            "transformer.wpe": NoParallel(scatter=sequence_parallel),
+            **positions,
             "transformer.h.*.ln_1": norm,
             "transformer.h.*.attn.c_attn": column(),
             "transformer.h.*.attn.c_proj": row(),

@@ -136,7 +136,7 @@ def split_layers(model: GPT, axis: Axis, *, sequence_parallel: bool = False) -> 
     loss = VocabParallelCrossEntropy(axis, vocab_size=model.config.vocab_size)
     for path, split in (("transformer.wte", embedding), ("lm_head", head), ("loss", loss)):
         model.set_submodule(path, split)
-    if sequence_parallel:
+    if sequence_parallel and "wpe" in model.transformer:
         positions = model.transformer["wpe"]
         positions.register_forward_pre_hook(lambda module, args: (scatter(args[0], axis, 0),))
     split_rows(model, axis.rank, sequence_parallel=sequence_parallel)
