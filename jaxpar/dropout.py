@@ -3,8 +3,7 @@
 Legend: B sequences, 2 the words of a key, R rows, N the last dim, G groups of four in it.
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +24,8 @@ from compare.numerics.dropout import (
 )
 from compare.spec.checks import LANES
 
-Part = Callable[[], ArrayLike]
-"""Number of this device's part, of the equal parts of x's rows."""
+Places = Callable[[int], ArrayLike]
+"""Of so many heads, or positions, that are here: their numbers among all of them, (H,) or (T,)."""
 
 
 class Noise(NamedTuple):
@@ -51,42 +50,39 @@ class Dropout(nnx.Module):
 
     def __init__(self, rate: float, site: DropoutSite):
         self.rate, self.site = rate, site
-        self.part: Part = int  # 0, all rows; tensor parallelism by hand puts another there: `split_rows`
+        self.heads: Places = jnp.arange
+        self.positions: Places = jnp.arange
 
     def __call__(self, x: jax.Array, noise: Noise | None) -> jax.Array:
         """x (B, ..., N) with some elements dropped and the others scaled."""
         return x if noise is None else x * self.factor(x.shape[1:], noise, dtype=x.dtype)
 
     def factor(self, shape: tuple[int, ...], noise: Noise, *, dtype: Any) -> jax.Array:
-        """Factor of x (B, *shape): 0, or one over the share that is kept."""
-        first_row = jnp.asarray(self.part()).astype(jnp.uint32) * jnp.uint32(math.prod(shape[:-1]))
+        """Factor of x (B, *shape), (T, C) or (H, T, S): 0, or one over the share that is kept."""
+        *heads, length, last = shape
+        rows = jnp.asarray(self.positions(length))
+        if heads:  # S is all positions
+            rows = jnp.asarray(self.heads(*heads))[:, None] * last + rows
         site = site_number(noise.layer, self.site)
-        stays = is_kept(noise.keys_B2, site, shape, rate=self.rate, first_row=first_row)
+        stays = is_kept(noise.keys_B2, site, shape, rate=self.rate, rows=rows)
         return jnp.where(stays, jnp.asarray(kept_scale(self.rate), dtype), jnp.zeros((), dtype))
 
 
-def split_rows(model: Any, part: Part, *, sequence_parallel: bool) -> None:
-    """Say which rows are a device's: of some of the heads, or of the positions."""
+def dropouts(model: Any, *sites: DropoutSite) -> Iterator[Dropout]:
+    """The dropouts of a model at these sites, whose rows an edit may number anew."""
     for _, module in nnx.iter_graph(model):
-        if isinstance(module, Dropout) and (module.site == DropoutSite.ATTENTION or sequence_parallel):
-            module.part = part
+        if isinstance(module, Dropout) and module.site in sites:
+            yield module
 
 
 def is_kept(
-    keys_B2: jax.Array,
-    site: jax.Array | int,
-    shape: tuple[int, ...],
-    *,
-    rate: float,
-    first_row: jax.Array | int = 0,
+    keys_B2: jax.Array, site: jax.Array | int, shape: tuple[int, ...], *, rate: float, rows: jax.Array
 ) -> jax.Array:
-    """Mask of the elements that stay: bool (B, *shape). Rows, from `first_row`, are all dims but the last."""
-    groups, rows = -(-shape[-1] // LANES), math.prod(shape[:-1])
-    row_R1 = (jnp.arange(rows, dtype=jnp.uint32) + jnp.uint32(first_row))[:, None]
-    counter_RG = row_R1 * jnp.uint32(groups) + jnp.arange(groups, dtype=jnp.uint32)
-    counter = counter_RG.reshape(1, *shape[:-1], groups)
+    """Mask of the elements that stay: bool (B, *shape). `rows` (shape[:-1]) are the numbers of x's rows."""
+    groups = -(-shape[-1] // LANES)
+    counter = rows.astype(jnp.uint32)[..., None] * jnp.uint32(groups) + jnp.arange(groups, dtype=jnp.uint32)
     keys = keys_B2.reshape(-1, 2, *[1] * len(shape))
-    words = threefry((keys[:, 0], keys[:, 1]), jnp.uint32(site), counter)
+    words = threefry((keys[:, 0], keys[:, 1]), jnp.uint32(site), counter[None])
     lanes = [half for word in words for half in (word & 0xFFFF, word >> BITS)]
     bits = jnp.stack(lanes, axis=-1).reshape(-1, *shape[:-1], groups * LANES)
     return bits[..., : shape[-1]] >= threshold(rate)

@@ -168,7 +168,7 @@ row_products = partial(wrong_collectives, "all_reduce", "reduce_scatter", axis=T
 partial_gradients = partial(wrong_collectives, "all_reduce", axis=TP, purpose=REPLICATED_GRADIENTS)
 tied_gradients = partial(wrong_collectives, "all_reduce", axis=PP, purpose=TIED_GRADIENTS)
 replaced_total = partial(patch.object, pipeline_parallel, "add", lambda total, gradients: gradients)
-first_rows = partial(patch.object, tensor_parallel, "split_rows", lambda model, part, **options: None)
+first_rows = partial(patch.object, tensor_parallel, "split_rows", lambda model, **options: None)
 unscaled = partial(patch.object, dropout, "kept_scale", lambda rate: 1.0)
 
 FAULTS = (

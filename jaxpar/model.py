@@ -35,7 +35,7 @@ KEEPS = "keeps_"
 RELU = "relu_squared"
 """The scope of that activation: it has no operation that is nowhere else."""
 Hook = Callable[[jax.Array], jax.Array]
-Positions = Callable[[int], jax.Array] | None
+Positions = Callable[[int], ArrayLike] | None
 
 
 class Dtypes:
@@ -99,24 +99,27 @@ def causal_attention(
     v_BSKD: jax.Array,
     *,
     softmax_dtype: DTypeLike,
-    factor_BHTS: jax.Array | None = None,
+    positions: tuple[ArrayLike, ArrayLike] | None = None,
+    factor: Callable[[tuple[int, ...]], jax.Array] | None = None,
 ) -> jax.Array:
     """softmax(q k / sqrt(D)) v over positions S <= T, softmax in `softmax_dtype`: (B, T, H, D).
 
     K is H, or divides it: each head of k and v is then for H / K heads of q, one after the other.
-    Not jax.nn.dot_product_attention, whose softmax is float32 even for float64 inputs. `factor_BHTS`, a
-    constant, is what weights are multiplied by after the softmax: dropout's. Heads come before positions in
-    products, which is how XLA multiplies: anything else it copies into that first.
+    Not jax.nn.dot_product_attention, whose softmax is float32 even for float64 inputs. `positions` are those
+    of q (T,) and of k (S,), by default the first ones. `factor` makes, for a shape (H, T, S) whose S are in
+    the order of the sequence, the constant that weights are multiplied by after the softmax: dropout's. Heads
+    come before positions in products, which is how XLA multiplies: anything else it copies into that first.
     """
     q_BHTD, k_BKSD, v_BKSD = (x.swapaxes(1, 2) for x in (q_BTHD, k_BSKD, v_BSKD))
     k_BHSD, v_BHSD = (over_group(x_BKSD, q_BHTD.shape[1]) for x_BKSD in (k_BKSD, v_BKSD))
     logits_BHTS = attention_scores(q_BHTD, k_BHSD, softmax_dtype)
     with jax.named_scope(f"{KEEPS}softmax"):
-        visible_TS = jnp.tril(jnp.ones(logits_BHTS.shape[-2:], bool))
+        visible_TS = is_visible(*positions) if positions else jnp.tril(jnp.ones(logits_BHTS.shape[-2:], bool))
         logits_BHTS = jnp.where(visible_TS, logits_BHTS / math.sqrt(q_BHTD.shape[-1]), -jnp.inf)
         weights_BHTS = jax.nn.softmax(logits_BHTS, axis=-1)
-    if factor_BHTS is not None:
-        weights_BHTS = weights_BHTS * factor_BHTS
+    if factor is not None:
+        factor_BHTS = factor(weights_BHTS.shape[1:])
+        weights_BHTS = weights_BHTS * (factor_BHTS[..., positions[1]] if positions else factor_BHTS)
     return jnp.einsum("BHTS,BHSD->BHTD", weights_BHTS.astype(v_BHSD.dtype), v_BHSD).swapaxes(1, 2)
 
 
@@ -139,6 +142,11 @@ def over_group(x_BKSD: jax.Array, heads: int) -> jax.Array:
     return x_BKGSD.reshape(batch, heads, *others)
 
 
+def is_visible(of_q_T: ArrayLike, of_k_S: ArrayLike) -> jax.Array:
+    """The causal mask, bool (T, S), of queries and keys at these positions."""
+    return jnp.asarray(of_q_T)[:, None] >= jnp.asarray(of_k_S)
+
+
 class Attention(nnx.Module):
     """Causal self-attention with one fused projection; an edit may put another `core` in its place."""
 
@@ -147,7 +155,7 @@ class Attention(nnx.Module):
         self.qkv = Linear((config.n_embd,), qkv_dims(config)[0], bias=config.bias, dtypes=dtypes)
         rotate = partial(rotated, model=config, dtype=dtypes.storage)
         self.rotate = rotate if config.position == "rope" else None
-        self.core = partial(causal_attention, softmax_dtype=dtypes.storage)
+        self.core: Callable[..., jax.Array] = partial(causal_attention, softmax_dtype=dtypes.storage)
         self.out = Linear(heads, (config.n_embd,), bias=config.bias, dtypes=dtypes)
         self.storage = dtypes.storage
         self.dropout = Dropout(config.dropout, DropoutSite.ATTENTION)
@@ -159,12 +167,8 @@ class Attention(nnx.Module):
         q_BTHD, k_BTKD, v_BTKD = split_qkv(self.qkv(x_BTC), self.group)
         if self.rotate is not None:
             q_BTHD, k_BTKD = (self.rotate(x, positions) for x in (q_BTHD, k_BTKD))
-        _, length, heads, _ = q_BTHD.shape
-        dropped = {}
-        if noise is not None:
-            shape_HTS = (heads, length, length)
-            dropped["factor_BHTS"] = self.dropout.factor(shape_HTS, noise, dtype=self.storage)
-        return self.out_dropout(self.out(self.core(q_BTHD, k_BTKD, v_BTKD, **dropped)), noise)
+        factor = noise and partial(self.dropout.factor, noise=noise, dtype=self.storage)
+        return self.out_dropout(self.out(self.core(q_BTHD, k_BTKD, v_BTKD, factor=factor)), noise)
 
 
 @jax.named_scope(RELU)

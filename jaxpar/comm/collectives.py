@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 # XLA merges small all-reduces into one (the combiner), which is not what a hand-written schedule asked for.
@@ -83,6 +84,11 @@ def own_shard(x: jax.Array, axis: Axes, *, dim: int) -> jax.Array:
     """This device's shard of a full array, (.., d, ..) -> (.., d / n, ..) at `dim`, without communication."""
     size = x.shape[dim] // axis_size(axis)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)
+
+
+def own_places(count: int, axis: Axes, *, of: Callable[[int], Any]) -> jax.Array:
+    """The numbers of this device's `count` heads or positions: its shard of those `of` all along the axis."""
+    return own_shard(jnp.asarray(of(count * axis_size(axis))), axis, dim=0)
 
 
 def shift(x: jax.Array, axis: Axes, *, by: int = 1, purpose: str = "") -> jax.Array:

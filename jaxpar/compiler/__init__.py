@@ -12,7 +12,13 @@ from jax import lax
 from jax.sharding import Mesh
 
 from compare.spec.axes import ROWS
-from jaxpar.compiler import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
+from jaxpar.compiler import (
+    context_parallel,
+    data_parallel,
+    fully_sharded,
+    pipeline_parallel,
+    tensor_parallel,
+)
 from jaxpar.model import same
 from jaxpar.optimizer import global_norm
 from jaxpar.placement import shardings, unpad
@@ -60,11 +66,13 @@ def parallelize(
 
 
 def _loss(problem: Problem, placements: Any, *, mesh: Mesh) -> Loss:
-    """The problem's loss over stored parameters: what tp splits, what dp_shard gathers, what pp spreads."""
+    """The problem's loss over stored parameters: what tp and cp split, dp_shard gathers, pp spreads."""
     layout, is_gather = problem.layout, None
     edits: list[Edit] = []
     if layout.tp > 1:
         edits.append(tensor_parallel.split_layers(problem, mesh=mesh))
+    if layout.cp > 1:
+        edits.append(context_parallel.split_sequence(problem, mesh=mesh))
     if problem.gathers_in_layers:
         edit, is_gather = fully_sharded.gather_layers(problem, placements[STACKED], mesh=mesh)
         edits.append(edit)

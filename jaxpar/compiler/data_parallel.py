@@ -57,7 +57,8 @@ def synchronize_gradients(
 
     def with_replica_dim(x: jax.Array) -> jax.Array:
         x = x.reshape(x.shape[0], replicas, x.shape[1] // replicas, *x.shape[2:])
-        return lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, axes, inner)))
+        free = (P.UNCONSTRAINED,) * (x.ndim - 3)
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, axes, inner, *free)))
 
     def replica_dim_split(x: jax.Array) -> jax.Array:
         free = (P.UNCONSTRAINED,) * (x.ndim - 1)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from compare.spec.axes import TP
+from compare.spec.axes import CP, TP
 from jaxpar.derivatives import product
 from jaxpar.model import GPT, cross_entropy
 from jaxpar.problem import Edit, Problem
@@ -53,8 +53,9 @@ def split_layers(problem: Problem, *, mesh: Mesh) -> Edit:
 
 
 def placed(x: jax.Array, mesh: Mesh, *, split: int | None = None) -> jax.Array:
-    """Say that x (B, ...) is whole along tp, but for one dim, if any."""
-    spec = P(B, *(AXIS if dim == split else None for dim in range(1, x.ndim)))
+    """Say that x (B, T, ...) is whole along tp, but for one dim, if any; cp splits T before that."""
+    axes = [((CP,) if dim == POSITION_DIM else ()) + (AXIS,) * (dim == split) for dim in range(x.ndim)]
+    spec = P(B, *axes[1:])
     return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 

@@ -28,9 +28,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from compare.contract.communication import ACTIVATIONS, LOSS, REPLICATED_GRADIENTS
+from compare.numerics.dropout import DropoutSite
 from compare.spec.axes import TP
 from jaxpar.comm import collectives
-from jaxpar.dropout import split_rows
+from jaxpar.dropout import dropouts
 from jaxpar.model import GPT, Hook
 from jaxpar.placement import map_repeated
 from jaxpar.problem import Problem
@@ -56,7 +57,7 @@ def strategy(problem: Problem, placements: Any) -> Strategy:
         if sequence_parallel:
             model.embedding.cut_positions = partial(collectives.own_shard, axis=AXIS, dim=0)
         model.cross_entropy = partial(cross_entropy, vocab_size=vocab_size)
-        split_rows(model, partial(lax.axis_index, AXIS), sequence_parallel=sequence_parallel)
+        split_rows(model, sequence_parallel=sequence_parallel)
 
     if not sequence_parallel:
         return Strategy(edit)
@@ -67,6 +68,14 @@ def strategy(problem: Problem, placements: Any) -> Strategy:
         mark=partial(map_repeated, mark_varying, AXIS, placements),
         reduce=partial(map_repeated, total, AXIS, placements),
     )
+
+
+def split_rows(model: GPT, *, sequence_parallel: bool) -> None:
+    """Say which rows of dropout are a device's: of some of the heads, or of the positions."""
+    for dropout in dropouts(model, DropoutSite.ATTENTION):
+        dropout.heads = partial(collectives.own_places, axis=AXIS, of=dropout.heads)
+    for dropout in dropouts(model, *set(DropoutSite) - {DropoutSite.ATTENTION}) if sequence_parallel else ():
+        dropout.positions = partial(collectives.own_places, axis=AXIS, of=dropout.positions)
 
 
 def copy_to_region(x_BTC: jax.Array) -> jax.Array:

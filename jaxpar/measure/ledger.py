@@ -117,7 +117,10 @@ def _phase(collective: Collective, purpose: str) -> str:
 
 
 def inferred_purpose(collective: Collective, axis: str) -> str:
-    """A guess, for what XLA put there by itself: a parameter's gradient along tp counts as activations'."""
+    """A guess, for what XLA put there by itself: a parameter's gradient along tp counts as activations'.
+
+    The other way round along cp: XLA sums gradients of keys and values together with those of parameters.
+    """
     if max(collective.arrays) <= SCALAR:
         return METRICS
     permutes, reduces = (collective.kind == kind for kind in ("permute", "all_reduce"))

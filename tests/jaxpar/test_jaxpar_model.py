@@ -57,7 +57,7 @@ def test_an_edit_puts_another_attention_core_there():
 
     def edit(model):
         core = model.blocks.attention.core
-        model.blocks.attention.core = lambda q_BTHD, k_BSHD, v_BSHD: core(1.5 * q_BTHD, k_BSHD, v_BSHD)
+        model.blocks.attention.core = lambda q_BTHD, *kv, factor: core(1.5 * q_BTHD, *kv)
 
     edited = problem(SPEC).loss([edit])(weights.from_canonical(named, SPEC), batch)
     for name in [name for name in named if ".qkv." in name]:

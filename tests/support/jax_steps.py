@@ -9,8 +9,10 @@ import numpy as np
 from compare.contract.communication import Communication, summed
 from compare.contract.faults import planted
 from compare.contract.recording import Progress
+from compare.numerics.context import order_of_positions
 from compare.numerics.data import open_corpus
 from compare.numerics.parameters import parameter_count
+from compare.numerics.stream import arrays_of_step
 from compare.spec.experiment import Data, Experiment, Layout, Model, Optimizer, Precision, Train
 from jaxpar import weights
 from jaxpar.comm.mesh import make_mesh
@@ -61,8 +63,10 @@ def two_steps(engine: str, layout: Layout, *, model: Model = MODEL, fault: str =
         step = compile_step(sharded, state, spec, "state and gradients")
     numbers = {}
     for index in range(2):
-        inputs, targets = open_corpus(spec).batch(spec, index)
-        batch = jax.device_put({"inputs": inputs, "targets": targets}, sharded.batch)
+        order_T = order_of_positions(model.block_size, layout)
+        arrays = arrays_of_step(open_corpus(spec), spec, index)
+        batch = {name: x if name == "keys" else x[..., order_T] for name, x in arrays.items()}
+        batch = jax.device_put(batch, sharded.batch)
         state.params, state.opt_state, metrics, gradients = step(
             state.params, state.opt_state, batch, device_scalars(spec, Progress(step=index, updates=index))
         )
@@ -78,10 +82,10 @@ def two_steps(engine: str, layout: Layout, *, model: Model = MODEL, fault: str =
     return Outcome(numbers, resident, hlo, summed(ledger.rows), sharded, state)
 
 
-def worst_errors(outcome: Outcome) -> dict[str, float]:
+def worst_errors(outcome: Outcome, model: Model = MODEL) -> dict[str, float]:
     """Largest relative error of each kind of number against one device: "0 loss", "1 gradient" and so on."""
     errors: dict[str, float] = {}
-    for name, x in two_steps("jax-compiler", Layout()).numbers.items():
+    for name, x in two_steps("jax-compiler", Layout(), model=model).numbers.items():
         kind = " ".join(name.split()[:2])
         error = float(np.abs(outcome.numbers[name] - x).max() / np.abs(x).max())
         errors[kind] = max(errors.get(kind, 0.0), error)

@@ -89,6 +89,10 @@ INSERTED_BY_XLA = (
 )
 
 
+NO_RING = (
+    "a ring is an order in time, which block is multiplied while the next is on its way, and the place of an "
+    "array says nothing of it: choose one of these"
+)
 JAX_LAYOUTS = Layouts(zero=(1, 2, 3), tp=True, offload=True, schedules=("gpipe", "interleaved"))
 JAX_ENGINES = (
     Engine(
@@ -98,7 +102,12 @@ JAX_ENGINES = (
         checks="nobody: XLA makes each sum that the places of the arrays need, and says nothing",
         gradient_sync=("xla",),
         sends_by="xla",
-        layouts=replace(JAX_LAYOUTS, no_other_schedule=f"under jit {BY_AUTODIFF}"),
+        layouts=replace(
+            JAX_LAYOUTS,
+            contexts=("allgather", "ulysses"),
+            no_other_context=NO_RING,
+            no_other_schedule=f"under jit {BY_AUTODIFF}",
+        ),
         impossible_faults={
             "ignored_schedule": "it has one schedule, GPipe",
             **dict.fromkeys(SYNC_FAULTS, "XLA buckets gradients as it likes"),

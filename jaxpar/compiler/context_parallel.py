@@ -1,0 +1,70 @@
+"""Context parallelism by the compiler: a batch whose positions are split, and what attention wants of them.
+
+    context     q                k, v                what attention makes
+    allgather   P(B, cp, tp)     P(B, None, tp)      P(B, cp, tp)
+    ulysses     P(B, None, (tp, cp)): some heads     the same, and then P(B, cp, tp)
+
+All else works on one position at a time: that the batch is split is all it takes. Under jit positions are
+global, and so is the causal mask; but zigzag permutes a sequence before it is cut, and says so. A ring cannot
+be asked for: it is an order in time, which block is multiplied while the next is on its way, and a constraint
+says only where an array lives.
+
+Without any constraint XLA (of jax 0.10.2, on a CPU) gathers keys and values as well, and the bytes are those
+of allgather; told that they are whole, it may keep them for backward (layout.remat = none). Heads for
+positions it never finds, and it has to be told of both ends: told where the result goes alone, backward
+exchanges the weights of attention, which are (T, T).
+
+Legend: B batch, T position, H heads.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from compare.numerics.context import order_of_positions
+from compare.numerics.dropout import DropoutSite
+from compare.spec.axes import CP, TP
+from jaxpar.dropout import dropouts
+from jaxpar.model import GPT
+from jaxpar.problem import Edit, Problem
+
+AXIS = CP
+B = P.UNCONSTRAINED  # the batch is data parallelism's affair
+POSITIONS, WHOLE, HEADS = P(B, AXIS, TP), P(B, None, TP), P(B, None, (TP, AXIS))
+"""Of (B, T, H, D): by positions, as all but attention has them; all positions; and of those some heads."""
+WANTED = {"allgather": (POSITIONS, WHOLE, WHOLE), "ulysses": (HEADS, HEADS, HEADS)}
+"""Where q, k and v live in attention."""
+
+
+def split_sequence(problem: Problem, *, mesh: Mesh) -> Edit:
+    """An edit of the model: attention says where its arrays live, and zigzag which positions they are."""
+    layout = problem.layout
+    order_T = order_of_positions(problem.experiment.model.block_size, layout)
+
+    def edit(model: GPT) -> None:
+        attention = model.blocks.attention
+        if layout.zigzag:
+            model.embedding.positions = lambda length: order_T
+            attention.core = partial(attention.core, positions=(order_T, order_T))
+            for dropout in dropouts(model, *DropoutSite):
+                dropout.positions = lambda length: order_T
+        attention.core = partial(placed_attention, attention.core, wanted=WANTED[layout.context], mesh=mesh)
+
+    return edit
+
+
+def placed_attention(
+    core: Callable[..., jax.Array], *qkv: jax.Array, wanted: tuple[P, P, P], mesh: Mesh, **options: Any
+) -> jax.Array:
+    """Attention over q, k and v where they are `wanted`; what comes out is split by positions again."""
+
+    def placed(x_BTHD: jax.Array, spec: P) -> jax.Array:
+        return lax.with_sharding_constraint(x_BTHD, NamedSharding(mesh, spec))
+
+    out_BTHD = placed(core(*map(placed, qkv, wanted), **options), wanted[0])
+    return placed(out_BTHD, POSITIONS)
