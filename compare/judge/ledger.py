@@ -8,17 +8,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from compare.contract.communication import METRICS, REPLICATED_GRADIENTS, Communication, summed
+from compare.contract.communication import METRICS, REPLICATED_GRADIENTS, ROUTING, Communication, summed
 from compare.contract.ledger import SCALAR
 from compare.judge.closed_forms.communication import ROLE, SMALL, WIDE, communication, is_plain, textbook
-from compare.judge.closed_forms.memory import elements_of_stage, on_one_of_tp, padding_of_stage
+from compare.judge.closed_forms.memory import elements_of_stage, on_one_device, padding_of_stage
 from compare.numerics.parameters import block_parameters, end_parameters
-from compare.spec.axes import AXES, CP, DP_SHARD, REPLICAS, TP, joined_of
+from compare.spec.axes import AXES, CP, DP_SHARD, EP, REPLICAS, TP, joined_of
 from compare.spec.engines.registry import ENGINES, TORCH, side_of
-from compare.spec.experiment import Experiment, edited, load
+from compare.spec.experiment import Experiment, Layout, edited, load
 
 SNAPSHOT = Path(__file__).with_name("snapshot.json")
 LEAST, LEAST_AS_TOLD, LEAST_IN_PIPELINE, MOST = 0.9, 0.99, 0.45, 2.1
@@ -71,13 +72,18 @@ def line_up(engine: str, experiment: Experiment, rows: Sequence[Communication]) 
 
 
 def mismatches(
-    engine: str, experiment: Experiment, flows: Sequence[Flow], *, is_compiled: bool = False
+    engine: str,
+    experiment: Experiment,
+    flows: Sequence[Flow],
+    *,
+    is_compiled: bool = False,
+    tokens_LE: Sequence[Sequence[int]] = (),
 ) -> Iterator[str]:
     """Flows that are not of the layout which was asked for, as `line_up` gives them.
 
     They are held to the byte, but for padding, where all is written down: by us, or without a pipeline in
     calls of PyTorch's wrappers, which make none of their own choice. What a compiler sends is held to a
-    multiple.
+    multiple, and what a router sends to what it chose: `tokens_LE`, how often each expert of each layer.
     """
     said_by_pytorch = ENGINES[engine].side == TORCH.name and experiment.layout.pp == 1
     is_written_down = ENGINES[engine].counts_own_calls or said_by_pytorch
@@ -88,6 +94,8 @@ def mismatches(
         spare = padding_of_stage(engine, experiment, stage=flow.stage)
         to_the_byte = is_exact or (is_manual and flow.axis == CP)
         least, most = (1 / spare, spare) if to_the_byte else _multiples(engine, experiment, flow)
+        if flow.axis == EP and flow.role == "all_to_all" and not ENGINES[engine].sends.pads_rows:
+            least, most = routed(experiment.layout, tokens_LE)
         limit = most * flow.textbook + 1 if flow.textbook or is_exact else other_ways
         if not least * flow.textbook - 1 <= flow.sent <= limit:
             sent = f"{flow.sent:,} bytes of {flow.role} over {flow.axis}"
@@ -95,11 +103,17 @@ def mismatches(
 
 
 def unlike_textbook(
-    engine: str, experiment: Experiment, rows: Sequence[Communication], *, is_compiled: bool = False
+    engine: str,
+    experiment: Experiment,
+    rows: Sequence[Communication],
+    *,
+    is_compiled: bool = False,
+    tokens_LE: Sequence[Sequence[int]] = (),
 ) -> Iterator[str]:
     """All that a ledger has otherwise than the layout which was asked for: `mismatches`; of collectives that
     are written by hand, another kind; and of our own calls a byte more or less by kind and purpose."""
-    yield from mismatches(engine, experiment, line_up(engine, experiment, rows), is_compiled=is_compiled)
+    flows = line_up(engine, experiment, rows)
+    yield from mismatches(engine, experiment, flows, is_compiled=is_compiled, tokens_LE=tokens_LE)
     if ENGINES[engine].sends_by or not is_plain(experiment):
         return
     for stage in range(experiment.layout.pp):
@@ -113,12 +127,29 @@ def unlike_textbook(
             size, right = sent[kind, axis, purpose], expected.get((kind, axis, purpose), 0.0)
             # Flat shards are cut anywhere: one may have more of what tp repeats than another.
             uneven = experiment.layout.dp_shard if purpose == REPLICATED_GRADIENTS else 1
-            fits = right / spare - 1 <= size <= right * spare * uneven + 1
+            least, most = 1 / spare, spare * uneven
+            if axis == EP and kind == "all_to_all" and purpose != ROUTING:
+                least, most = routed(experiment.layout, tokens_LE)
+            fits = least * right - 1 <= size <= most * right + 1
             if not ENGINES[engine].counts_own_calls:
                 fits = (kind, axis) in kinds or purpose in SMALL
             if not fits:
                 said = f"{size:,} bytes of {kind} over {axis} for {purpose or 'no purpose'}"
                 yield f"{said}, where the textbook has {right:,.0f}"
+
+
+def routed(layout: Layout, tokens_LE: Sequence[Sequence[int]] = ()) -> tuple[float, float]:
+    """The least and the most that the busiest device of ep sends, as multiples of what a fair router would.
+
+    Half of it goes out, and is as much as there are tokens; half goes back to whoever came, of each layer or
+    over all layers. Exact to that if ep spans all rows; of several groups of ep nobody says which had whom.
+    """
+    if not len(tokens_LE) or layout.data_parallel > layout.ep:
+        return 0.5, (1 + layout.ep) / 2
+    of_ranks_LR = np.reshape(tokens_LE, (len(tokens_LE), layout.ep, -1)).sum(-1)
+    fair = of_ranks_LR.sum() / layout.ep
+    busiest = of_ranks_LR.sum(0).max(), of_ranks_LR.max(1).sum()
+    return (1 + busiest[0] / fair) / 2, (1 + busiest[1] / fair) / 2
 
 
 def _multiples(engine: str, experiment: Experiment, flow: Flow) -> tuple[float, float]:
@@ -138,7 +169,7 @@ def _multiples(engine: str, experiment: Experiment, flow: Flow) -> tuple[float, 
     if (flow.axis, flow.role) == (replicas, "reduce") and layout.pp == 1:
         (token, *_), _ = end_parameters(experiment.model)
         whole = elements_of_stage(engine, experiment, stage=0)
-        uses = on_one_of_tp([token], layout) / whole if ENGINES[engine].sends_by == "xla" else 0.0
+        uses = on_one_device([token], layout) / whole if ENGINES[engine].sends_by == "xla" else 0.0
         return least, ONCE + uses
     is_bounded = flow.axis in (DP_SHARD, CP, TP) and layout.pp == 1 and not is_narrow
     return least, MOST if is_bounded else math.inf

@@ -247,7 +247,14 @@ def _sent(run: Observed) -> Iterator[Finding]:
     if ledger.problems:
         yield Finding("the ledger", "complete", ledger.problems[0])
     asked = "the textbook of the layout"
-    odd = unlike_textbook(engine, run.experiment, ledger.rows, is_compiled=bool(run.work.compiled))
+    watched = next((step for step in run.record.steps if step.instrumented), run.record.steps[-1])
+    odd = unlike_textbook(
+        engine,
+        run.experiment,
+        ledger.rows,
+        is_compiled=bool(run.work.compiled),
+        tokens_LE=watched.tokens_per_expert or (),
+    )
     yield Finding("what is sent", asked, next(odd, asked))
 
 

@@ -264,9 +264,9 @@ def head_terms(setting: Setting) -> list[Term]:
 def update_terms(setting: Setting, *, stage: int) -> list[Term]:
     """The optimizer on a device's shard, and what a pass does to all parameters."""
     layout = setting.experiment.layout
-    elements = elements_of_stage(setting.engine, setting.experiment, stage=stage)
-    elements *= setting.scale.get("weights", 1.0)
-    shard = elements / (layout.dp_shard if layout.zero >= SHARDED_FROM["optimizer"] else 1)
+    scale, is_split = setting.scale.get("weights", 1.0), layout.zero >= SHARDED_FROM["optimizer"]
+    elements = scale * elements_of_stage(setting.engine, setting.experiment, stage=stage)
+    shard = scale * elements_of_stage(setting.engine, setting.experiment, stage=stage, sharded=is_split)
     moments = len(moment_names(setting.experiment.optimizer))
     sums = setting.passes if setting.passes > 1 else 0
     sizes = {

@@ -194,6 +194,11 @@ def _to_experts(model: Model, layout: Layout) -> Iterator[str]:
             "out the experts: change one of them"
         )
     if not (experts := model.n_experts):
+        if layout.ep > 1:
+            yield (
+                f"layout.ep = {layout.ep} with model.n_experts = 0: there are no experts to share out; set "
+                "model.n_experts, or take the experiment experts"
+            )
         return
     if experts % layout.ep:
         yield f"layout.ep = {layout.ep} does not divide model.n_experts = {experts}: change one of them"

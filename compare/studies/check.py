@@ -93,7 +93,10 @@ class Check(Study, frozen=True, kw_only=True):
 
     def cases(self, experiment: Experiment) -> Grid:
         """Each case, its reference before it. Raises ExperimentError."""
-        engines, presets = chosen_engines(self.engines), several_presets(self.presets, self.devices)
+        engines, presets = (
+            chosen_engines(self.engines),
+            several_presets(self.presets, experiment.model, self.devices),
+        )
         if self.variants and not presets:
             raise ExperimentError("--variants has no effect without --presets")
         if self.against:

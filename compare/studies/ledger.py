@@ -56,7 +56,7 @@ class Ledger(Spread, Study, frozen=True, kw_only=True):
         if not self.presets:
             engines, left_out = self.fitting(experiment)
             return beside_first(engines, experiment), left_out
-        presets = several_presets(self.presets)
+        presets = several_presets(self.presets, experiment.model)
         check_presets("--presets", experiment.layout, list(presets.items()), self.said)
         rows = {name: spread(experiment, name, devices, self.said) for name, devices in presets.items()}
         return grid(chosen_engines(self.engines), rows, as_presets="schedule" not in self.said.flags)

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from compare.spec.axes import AXES, CP, DP_REPLICATE, DP_SHARD, PP, TP
-from compare.spec.experiment import Experiment, ExperimentError, Layout, revalidate
+from compare.spec.axes import AXES, CP, DP_REPLICATE, DP_SHARD, EP, PP, TP
+from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, revalidate
 
 Fields = Mapping[str, object]
 MICROBATCHES = "microbatches"
@@ -29,6 +29,8 @@ class Preset(Struct, frozen=True):
     """The other degrees, and the settings that the preset is named for."""
     devices: int = 4
     """How many devices it takes if nobody says: 8 where a layout has three dimensions."""
+    ranks_per_ep: int = 0
+    """Of a model with experts: dp_shard over ep; 0 where the layout has no ep."""
 
     @property
     def fixed(self) -> int:
@@ -80,6 +82,9 @@ PRESETS = {
     ),
     "fsdp_cp": Preset("fully sharded x context parallel", CP, FSDP),
     "cp_tp": Preset("context x tensor and sequence parallel", CP, {"tp": 2, **SP}),
+    "ep": Preset("data parallel, experts shared out", DP_SHARD, ranks_per_ep=1),
+    "fsdp_ep": Preset("fully sharded, experts shared out by pairs", DP_SHARD, {"zero": 3}, ranks_per_ep=2),
+    "ep_tp": Preset("experts shared out x tensor parallel", DP_SHARD, {"tp": 2}, ranks_per_ep=1),
     "pp": Preset("pipeline, 1F1B", PP),
     "pp_gpipe": Preset("pipeline, GPipe", PP, {"schedule": "gpipe", "chunks": 1}),
     "pp_interleaved": Preset("pipeline, interleaved 1F1B", PP, INTERLEAVED, devices=2),
@@ -132,11 +137,20 @@ def check_names(flag: str, what: str, names: Sequence[str], known: Iterable[str]
             raise ExperimentError(f"{flag} {name}: give each {what} once")
 
 
-def several_presets(names: Sequence[str], devices: int | None = None) -> dict[str, int]:
-    """The presets of --presets, `all` for all but single, and the devices of each. Raises ExperimentError."""
-    chosen = [name for name in PRESETS if name != "single"] if tuple(names) == ("all",) else names
+def several_presets(names: Sequence[str], model: Model, devices: int | None = None) -> dict[str, int]:
+    """The presets of --presets, `all` for all of several devices that mean something for the model, and the
+    devices of each. Raises ExperimentError.
+    """
+    chosen = [name for name in PRESETS if _is_for(name, model)] if tuple(names) == ("all",) else names
     check_names("--presets", "preset", chosen, PRESETS)
     return {name: devices or PRESETS[name].devices for name in chosen}
+
+
+def _is_for(name: str, model: Model) -> bool:
+    """Whether `all` has a preset: without experts none of ep, and with experts no pipeline."""
+    preset = PRESETS[name]
+    has_pipeline = preset.axis == PP
+    return bool(preset.axis) and not (has_pipeline if model.n_experts else preset.ranks_per_ep)
 
 
 def preset_layout(layout: Layout, preset: str, devices: int, said: Said = NOTHING_SAID) -> Layout:
@@ -193,6 +207,8 @@ def _fields(name: str, devices: int) -> Fields:
             f"{2 * fixed}"
         )
     degree = {axis: devices // fixed} if axis else {}
+    if preset.ranks_per_ep:
+        degree[EP] = devices // fixed // preset.ranks_per_ep
     proposed = {MICROBATCHES: devices if fixed == 1 else 4} if axis == PP else {}
     return {**proposed, **degree, **preset.named}
 

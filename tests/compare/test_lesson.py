@@ -36,7 +36,8 @@ def layouts() -> list[tuple[str, Experiment]]:
     """Every engine of the grid under every preset that it expresses."""
     found = []
     for name, preset in PRESETS.items():
-        experiment = spread(load("check"), name, 1 if name == "single" else preset.devices)
+        named = load("experts" if preset.ranks_per_ep else "check")
+        experiment = spread(named, name, 1 if name == "single" else preset.devices)
         for engine in FOLDERS:
             with contextlib.suppress(ExperimentError):
                 ENGINES[engine].require_experiment(experiment)

@@ -117,7 +117,7 @@ def test_every_preset_is_what_it_is_named_for_and_runs_on_the_demo():
     for name, preset in PRESETS.items():
         pure = preset_layout(Layout(), name, preset.devices)
         assert preset_layout(other, name, preset.devices) == pure
-        command, _ = parse(["run", "demo", "--preset", name])
+        command, _ = parse(["run", "experts" if preset.ranks_per_ep else "demo", "--preset", name])
         layout = command.laid_out(command.resolved()).layout
         assert layout.devices == pure.devices
         assert fitting(list(STUDIED), layout)[0]

@@ -176,13 +176,23 @@ class Axis:
             work = _reduce_scatter_equal(mine, padded, group=self.group, async_op=True)
             return _Works([work], lambda: piece.copy_(mine[: len(piece)]))
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, *, purpose: str = "") -> None:
-        """Send `sent[r]` to rank r, and receive `received[r]` from it; both (R, ...), R ranks."""
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        *,
+        purpose: str = "",
+        counts: tuple[list[int] | None, list[int] | None] = (None, None),
+    ) -> None:
+        """Send `sent[r]` to rank r, and receive `received[r]` from it; both (R, ...), R ranks.
+
+        With `counts` so many rows are received from each rank, and so many sent to it.
+        """
         with self._observed("all_to_all", sent, purpose, received):
             if self.group is None:
                 received.copy_(sent)
             else:
-                dist.all_to_all_single(received, sent, group=self.group)
+                dist.all_to_all_single(received, sent, *counts, group=self.group)
 
     def start_send(self, tensor: torch.Tensor, *, to: int, purpose: str = "") -> Work:
         """Begin to send `tensor`, any shape, to rank `to` of the axis; leave it alone until `wait()`.

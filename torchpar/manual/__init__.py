@@ -6,12 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from compare.spec.axes import CP, DATA, PP, REPLICAS, SHARDS, TP
+from compare.spec.axes import CP, DATA, EP, PP, REPLICAS, SHARDS, TP
 from compare.spec.experiment import Layout
 from torchpar.comm.mesh import Mesh
 from torchpar.gpt_stages import TIED, GPTStages, stages_of, units_of
 from torchpar.manual.context_parallel import split_sequence
 from torchpar.manual.data_parallel import DataParallel
+from torchpar.manual.expert_parallel import share_out_experts
 from torchpar.manual.flat import ranks_of
 from torchpar.manual.flat_parameters import gather_pieces, pieces_of
 from torchpar.manual.fully_sharded import FSDP
@@ -27,15 +28,17 @@ from torchpar.remat import apply_remat
 def parallelize(
     model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker, fill: Fill
 ) -> ParallelModel:
-    """The model under the layout. The order: tensor and context parallelism, recomputation, the cut into a
-    pipeline's stages, what is done to this rank's share of all that, and the pipeline that runs it. The share
-    is filled when it is cut so far; a fully sharded one unit by unit.
+    """The model under the layout. The order: tensor, expert and context parallelism, recomputation, the cut
+    into a pipeline's stages, what is done to this rank's share of all that, and the pipeline that runs it.
+    The share is filled when it is cut so far; a fully sharded one unit by unit.
 
     One device gets the plain module: the reference that every other run is held against.
     """
-    tensor = None
+    splits = []
     if mesh[TP].size > 1:
-        tensor = split_layers(model, mesh[TP], sequence_parallel=layout.sequence_parallel)
+        splits.append(split_layers(model, mesh[TP], sequence_parallel=layout.sequence_parallel))
+    if mesh[EP].size > 1:
+        splits.append(share_out_experts(model, mesh, layout))
     if mesh[CP].size > 1:
         split_sequence(model, mesh[CP], layout)
     apply_remat(model.blocks, layout.remat)
@@ -45,7 +48,9 @@ def parallelize(
     parallel = (_sharded if layout.zero else _replicated)(part, mesh, layout, make_optimizer, fill)
     if isinstance(part, GPTStages):
         parallel = run_stages(part, parallel, mesh[PP], layout)
-    return parallel.under(tensor) if tensor else parallel
+    for split in reversed(splits):  # the last cut is the first to be joined again
+        parallel = parallel.under(split)
+    return parallel
 
 
 def _replicated(

@@ -6,6 +6,7 @@
     tensor parallel     all-reduce                     2 L + 1 streams a pass, forward and backward
       and sequence      reduce-scatter and all-gather  2 L + 1 streams a pass, forward and backward, each
     pipeline parallel   permute                        a stream a microbatch, forward and backward
+    expert parallel     all-to-all                     2 k streams a layer, forward and backward
     context parallel    all-gather, reduce-scatter     2 n L streams: K, V forward, their gradients backward
       in a ring         permute                        2 (n - 1) L; backward as much again, and 2 n L home
       Ulysses           all-to-all                     4 L: q, K, V and the result; backward as much
@@ -22,11 +23,12 @@ sends is a multiple of it, which the tables show as a ratio; to the byte it is r
 
 Sources: ZeRO (arXiv 1910.02054, section 7); Megatron (1909.08053) and sequence parallelism (2205.05198,
 section 4.2); 1F1B (2006.09503); context parallelism of Llama 3 (2407.21783, section 3.3.2), Ring Attention
-(2310.01889), Ulysses (2309.14509).
+(2310.01889), Ulysses (2309.14509); GShard (2006.16668).
 """
 
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
 
 from compare.contract.communication import (
     ACTIVATION_GRADIENTS,
@@ -40,12 +42,12 @@ from compare.contract.communication import (
 )
 from compare.judge.closed_forms.memory import (
     elements_of_stage,
-    is_split_by_tp,
-    on_one_of_tp,
+    is_split_by,
+    on_one_device,
     parameters_of_stage,
 )
 from compare.numerics.parameters import block_parameters, end_parameters, storage_dtype
-from compare.spec.axes import CP, DATA, DP_SHARD, PP, REPLICAS, SHARDED_FROM, TP, joined_of
+from compare.spec.axes import CP, DATA, DP_SHARD, EP, PP, REPLICAS, SHARDED_FROM, SHARDS, TP, joined_of
 from compare.spec.engines.registry import ENGINES, JAX
 from compare.spec.experiment import Experiment
 
@@ -79,16 +81,13 @@ def communication(engine: str, experiment: Experiment, *, stage: int = 0) -> Byt
     """The textbook by kind, axis and purpose; arguments as for `textbook`."""
     layout = experiment.layout
     sent: Bytes = {}
-    by_ddp = layout.zero == 1 and ENGINES[engine].sends_by == "pytorch"  # sums over shards with the replicas
-    if (replicas := joined_of(REPLICAS, layout.axes)) and not by_ddp:
-        elements = elements_of_stage(engine, experiment, stage=stage)
-        sent["all_reduce", replicas, GRADIENTS] = _itemsize_of_shard(experiment) * elements
     if experiment.model.n_experts and (data := joined_of(DATA, layout.axes)):
         numbers = experiment.model.n_layer * experiment.model.n_experts
         sent["all_reduce", data, ROUTING] = COUNT * numbers * experiment.microbatches_per_step
-    if layout.zero:
-        scattered = ("all_reduce", joined_of(DATA, layout.axes)) if by_ddp else ("reduce_scatter", DP_SHARD)
-        sent |= _fully_sharded(engine, experiment, stage, *scattered)
+    for by_ep in (False, True):
+        sent |= _gradients(engine, experiment, stage, by_ep=by_ep)
+    if layout.ep > 1:
+        sent |= _expert_parallel(engine, experiment)
     if layout.tp > 1:
         sent |= _tensor_parallel(engine, experiment, stage)
     if layout.cp > 1:
@@ -98,11 +97,35 @@ def communication(engine: str, experiment: Experiment, *, stage: int = 0) -> Byt
     return {key: size for key, size in sent.items() if size}
 
 
-def _fully_sharded(engine: str, experiment: Experiment, stage: int, kind: str, axis: str) -> Bytes:
+def _gradients(engine: str, experiment: Experiment, stage: int, *, by_ep: bool) -> Bytes:
+    """Of parameters that ep splits, or does not split: their gradients, and under ZeRO what is gathered."""
+    layout, itemsize = experiment.layout, storage_dtype(experiment).itemsize
+    elements = partial(elements_of_stage, engine, experiment, stage=stage, by_ep=by_ep)
+    if not elements():
+        return {}
+    data = joined_of((axis for axis in DATA if not by_ep or axis != EP), layout.axes)
+    shards = joined_of((DP_SHARD,) if by_ep else SHARDS, layout.axes)
+    if not layout.zero:
+        return {("all_reduce", data, GRADIENTS): itemsize * elements()} if data else {}
+    # PyTorch's DDP, beside its ZeRO-1, sums over shards with the replicas.
+    by_ddp = layout.zero == 1 and ENGINES[engine].sends_by == "pytorch"
+    sent: Bytes = {}
+    if (replicas := joined_of(REPLICAS, layout.axes)) and not by_ddp:
+        sent["all_reduce", replicas, GRADIENTS] = itemsize * elements(sharded=True)
+    if shards:
+        scattered = ("all_reduce", data) if by_ddp else ("reduce_scatter", shards)
+        sent |= _fully_sharded(engine, experiment, elements(), by_ep, *scattered, shards)
+    return sent
+
+
+def _fully_sharded(
+    engine: str, experiment: Experiment, elements: float, by_ep: bool, kind: str, axis: str, shards: str
+) -> Bytes:
     layout, model, sends = experiment.layout, experiment.model, ENGINES[engine].sends
     passes, itemsize = experiment.microbatches_per_step, storage_dtype(experiment).itemsize
-    gathered = everything = itemsize * elements_of_stage(engine, experiment, stage=stage)
-    layers = model.n_layer // layout.pp * itemsize * on_one_of_tp(block_parameters(model, 0), layout)
+    gathered = everything = itemsize * elements
+    block = [p for p in block_parameters(model, 0) if by_ep == (layout.ep > 1 and is_split_by(EP, p))]
+    layers = model.n_layer // layout.pp * itemsize * on_one_device(block, layout)
     ends = everything - layers
     if layout.zero == SHARDED_FROM["parameters"] and layout.reshard_after_forward:
         times = {"step": 1, "pass": passes if layout.pp == 1 else 1, "use": 2 * passes}[sends.gathers_ends]
@@ -112,7 +135,27 @@ def _fully_sharded(engine: str, experiment: Experiment, stage: int, kind: str, a
     scatters_each_pass = sends.scatters_each_pass and layout.zero >= SHARDED_FROM["gradients"]
     return {
         (kind, axis, GRADIENTS): everything * (passes if scatters_each_pass else 1),
-        ("all_gather", DP_SHARD, PARAMETERS): gathered,
+        ("all_gather", shards, PARAMETERS): gathered,
+    }
+
+
+def _expert_parallel(engine: str, experiment: Experiment) -> Bytes:
+    """A token's rows go out to its experts, and come back, forward and backward; remat sends them anew.
+
+    What comes is as much as what goes if the router is fair: the ledger is held to between half of this and
+    what one device gets that has all of it. Without a ragged exchange a device sends to each as much room as
+    all of its rows take.
+    """
+    layout, model, sends = experiment.layout, experiment.model, ENGINES[engine].sends
+    narrow = 1.0 if experiment.precision.dtype in WIDE else 0.5
+    rows = narrow * model.n_layer * model.experts_per_token * stream_bytes(experiment)
+    rows *= layout.ep if sends.pads_rows else 1
+    times = 1 if ENGINES[engine].remat_for(layout) == "none" else 2
+    routed = COUNT * model.n_layer * model.n_experts * experiment.microbatches_per_step
+    return {
+        ("all_to_all", EP, ACTIVATIONS): 2 * times * rows,
+        ("all_to_all", EP, ACTIVATION_GRADIENTS): 2 * rows,
+        ("all_to_all", EP, ROUTING): 0.0 if sends.pads_rows else times * routed,
     }
 
 
@@ -133,7 +176,7 @@ def _tensor_parallel(engine: str, experiment: Experiment, stage: int) -> Bytes:
     parameters = parameters_of_stage(engine, experiment, stage=stage)
     if layout.sequence_parallel:
         regathered = regions * pass_bytes if remat != "none" else 0
-        unsplit = sum(p.size for p in parameters if not is_split_by_tp(p))
+        unsplit = sum(p.size for p in parameters if not is_split_by(TP, p))
         sent: Bytes = {
             ("reduce_scatter", TP, ACTIVATIONS): out + again,
             ("reduce_scatter", TP, ACTIVATION_GRADIENTS): into,
@@ -176,7 +219,7 @@ def _pipeline_parallel(experiment: Experiment, stage: int) -> Bytes:
     first, last = stage == 0, stage == layout.pp - 1
     message = stream_bytes(experiment) / (layout.tp if layout.sequence_parallel else 1)
     (token, *_), _ = end_parameters(experiment.model)
-    tied = _itemsize_of_shard(experiment) * on_one_of_tp([token], layout)
+    tied = _itemsize_of_shard(experiment) * on_one_device([token], layout)
     return {
         ("permute", PP, ACTIVATIONS): (layout.chunks - last) * message,
         ("permute", PP, ACTIVATION_GRADIENTS): (layout.chunks - first) * message,

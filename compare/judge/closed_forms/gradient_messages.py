@@ -19,8 +19,9 @@ import math
 from msgspec import Struct
 from msgspec.structs import replace
 
-from compare.judge.closed_forms.memory import is_split_by_tp, largest_part, parameters_of_stage
+from compare.judge.closed_forms.memory import is_split_by, largest_part, parameters_of_stage
 from compare.numerics.parameters import Parameter, block_parameters, end_parameters, storage_dtype
+from compare.spec.axes import TP
 from compare.spec.engines.registry import ENGINES, JAX
 from compare.spec.experiment import Experiment
 
@@ -47,8 +48,8 @@ def gradient_messages(engine: str, experiment: Experiment, *, gradient_sync: str
     by_ddp = not ENGINES[engine].offers_choice  # or by FSDP2: shards, and what tp splits, block by block
     if layout.replicas == 1 or (by_ddp and (ENGINES[engine].sends_by != "pytorch" or layout.tp > 1)):
         return None
-    if layout.zero and not is_jax:
-        return None  # FSDP and the sharded optimizer reduce unit by unit
+    if layout.ep > 1 or (layout.zero and not is_jax):
+        return None  # FSDP and the sharded optimizer reduce unit by unit, and experts go for themselves
     stages, apart = layout.pp, experiment
     if by_ddp:
         stages = layout.pp * layout.chunks  # each is a module, with a DDP of its own
@@ -77,7 +78,7 @@ def _leaves(engine: str, experiment: Experiment, stage: int, *, is_jax: bool) ->
     itemsize, shards = storage_dtype(experiment).itemsize, layout.dp_shard if layout.zero else 1
 
     def size(parameter: Parameter, layers: int = 1) -> int:
-        elements = layers * int(largest_part(parameter, "flat", layout.tp, 1))
+        elements = layers * int(largest_part(parameter, "flat", layout, 1))
         if elements % shards:
             raise ValueError(
                 f"{parameter.name} is padded, to be cut in {shards}: no closed form of its bucket"
@@ -91,7 +92,7 @@ def _leaves(engine: str, experiment: Experiment, stage: int, *, is_jax: bool) ->
     groups: dict[tuple[bool, bool], dict[str, int]] = {}
     for parameter in (*block_parameters(model, 0), *embeddings, *norm):
         is_stacked = parameter.name.startswith("blocks.")
-        kind = is_stacked and layout.pp > 1, is_split_by_tp(parameter) and layout.tp > 1
+        kind = is_stacked and layout.pp > 1, is_split_by(TP, parameter) and layout.tp > 1
         alike = groups.setdefault(kind, {})
         alike[parameter.name] = size(parameter, layers if is_stacked else 1)
     return [  # in JAX's order: keys sorted at each level, and no level for the layer, which is a dim

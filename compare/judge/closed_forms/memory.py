@@ -1,7 +1,7 @@
 """Memory of a layout on each device between two steps, in closed form: the records are held against it.
 
-    elements of a stage    its blocks / tp, where tp splits them; the first stage has both embeddings, the
-                           last one the final norm and its own copy of the token embedding, the tied head
+    elements of a stage    its blocks / tp, where tp splits them, and experts / ep; the first stage has both
+                           embeddings, the last one the final norm and its own copy of the tied head
     parameters             / dp_shard from ZeRO-3 on; FSDP2's ZeRO-2 keeps shards between steps, too
     gradients              / dp_shard from ZeRO-2 on; torch-compiler has scattered ZeRO-1's, too
     optimizer              its moments, / dp_shard from ZeRO-1 on; none with offload, but as much on the host
@@ -20,7 +20,7 @@ from compare.contract.record import ON_HOST
 from compare.numerics.gpt2_names import input_dims
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import Parameter, block_parameters, end_parameters, storage_dtype
-from compare.spec.axes import PP, SPLIT, TP
+from compare.spec.axes import DP_SHARD, EP, PP, SPLIT, TP
 from compare.spec.engines.registry import ENGINES, TORCH
 from compare.spec.experiment import Experiment, Layout, Model
 
@@ -52,12 +52,13 @@ def state_of_stage(
 ) -> dict[str, float]:
     """Bytes at rest by kind on each device of one rank of the pipeline."""
     layout, split_from = experiment.layout, ENGINES[engine].holds.sharded_from
-    elements = elements_of_stage(engine, experiment, stage=stage)
     parameters = parameters_of_stage(engine, experiment, stage=stage) if rounds_up else []
     held, moments = {}, len(moment_names(experiment.optimizer))
     for kind, copies in zip(KINDS, (1, 1, moments), strict=True):
-        shards = layout.dp_shard if layout.zero >= split_from[kind] else 1
-        share = _fullest(engine, parameters, layout, shards) if rounds_up else elements / shards
+        is_split = layout.zero >= split_from[kind]
+        share = elements_of_stage(engine, experiment, stage=stage, sharded=is_split)
+        if rounds_up:
+            share = _fullest(engine, parameters, layout, is_split=is_split)
         held[kind] = copies * storage_dtype(experiment).itemsize * share
     if ENGINES[engine].side == TORCH.name and moments:
         held["optimizer"] += STEP_BYTES * len(parameters)
@@ -88,16 +89,27 @@ def excess(
     return worst
 
 
-def elements_of_stage(engine: str, experiment: Experiment, *, stage: int) -> float:
-    """Parameters of one rank of a pipeline that are on one device of tp."""
-    layout = experiment.layout
-    return _elements(engine, experiment.model, layout.pp, layout.tp, stage)
+def elements_of_stage(
+    engine: str, experiment: Experiment, *, stage: int, sharded: bool = False, by_ep: bool | None = None
+) -> float:
+    """Parameters of one rank of a pipeline that are on one device of tp and ep; `sharded` is ZeRO's share.
+
+    All of them, or those that ep splits, or does not split. ZeRO's share of an expert is as large as of any
+    other: of ep's part of it, what each rank of dp_shard has that ep leaves.
+    """
+    layout, model = experiment.layout, experiment.model
+    ep = 1 if sharded and by_ep is None else layout.ep
+    elements = _elements(engine, model, layout.pp, layout.tp, ep, stage, by_ep)
+    return elements / (layout.axes[DP_SHARD] if by_ep else layout.dp_shard) if sharded else elements
 
 
 @functools.lru_cache(maxsize=1024)
-def _elements(engine: str, model: Model, pp: int, tp: int, stage: int) -> float:
-    whole = Experiment(model=model, layout=Layout(pp=pp, tp=tp))
-    return on_one_of_tp(parameters_of_stage(engine, whole, stage=stage), whole.layout)
+def _elements(engine: str, model: Model, pp: int, tp: int, ep: int, stage: int, by_ep: bool | None) -> float:
+    whole = Experiment(model=model, layout=Layout(pp=pp, tp=tp, dp_shard=ep, ep=ep))
+    parameters = parameters_of_stage(engine, whole, stage=stage)
+    return on_one_device(
+        (p for p in parameters if by_ep is None or by_ep == (ep > 1 and is_split_by(EP, p))), whole.layout
+    )
 
 
 def parameters_of_stage(engine: str, experiment: Experiment, *, stage: int) -> list[Parameter]:
@@ -112,29 +124,37 @@ def parameters_of_stage(engine: str, experiment: Experiment, *, stage: int) -> l
     return held + (final_norm if last else [])
 
 
-def on_one_of_tp(parameters: Iterable[Parameter], layout: Layout) -> float:
-    """Elements of these parameters on one device of tp: its part of those that are split, and all others."""
-    return sum(p.size / (layout.tp if is_split_by_tp(p) else 1) for p in parameters)
+def on_one_device(parameters: Iterable[Parameter], layout: Layout) -> float:
+    """Elements of these on one device of tp and ep: its part of those that are split, and all others."""
+    degrees = ((p, [getattr(layout, axis) for axis in (TP, EP) if is_split_by(axis, p)]) for p in parameters)
+    return sum(p.size / math.prod(split) for p, split in degrees)
 
 
-def _fullest(engine: str, parameters: Iterable[Parameter], layout: Layout, shards: int) -> float:
+def _fullest(engine: str, parameters: Iterable[Parameter], layout: Layout, *, is_split: bool) -> float:
     """Elements of these parameters on the device that has most."""
-    cuts, tp = ENGINES[engine].holds.cuts, layout.tp
-    if cuts == "rows" and layout.zero == 1 and ENGINES[engine].sends_by == "pytorch" and shards > 1:
-        held = [0] * shards  # ZeroRedundancyOptimizer gives whole parameters to whoever has least
+    cuts = ENGINES[engine].holds.cuts
+    if cuts == "rows" and layout.zero == 1 and ENGINES[engine].sends_by == "pytorch" and is_split:
+        held = [0] * layout.dp_shard  # ZeroRedundancyOptimizer gives whole parameters to whoever has least
         for parameter in sorted(parameters, key=lambda p: (not p.is_matrix, -p.size)):
             held[held.index(min(held))] += parameter.size
         return max(held)
-    parts = layout.dp_shard if cuts == "dims" else shards  # JAX pads what it does not split, too
-    return parts // shards * sum(largest_part(parameter, cuts, tp, parts) for parameter in parameters)
+    elements = 0.0
+    for parameter in parameters:
+        shards = shards_of(parameter, layout)
+        parts = shards if is_split or cuts == "dims" else 1  # JAX pads what it does not split, too
+        elements += parts // (shards if is_split else 1) * largest_part(parameter, cuts, layout, parts)
+    return elements
 
 
-def largest_part(parameter: Parameter, cuts: str, tp: int, shards: int) -> float:
-    """Elements of the largest of the parts that tp, and within them dp_shard, makes of a parameter."""
-    sizes = [
-        -(-size // tp) if SPLIT.get(axis) == TP else size
-        for size, axis in zip(parameter.shape, parameter.axes, strict=True)
-    ]
+def shards_of(parameter: Parameter, layout: Layout) -> int:
+    """The parts that ZeRO makes of a device's part of a parameter."""
+    return layout.axes[DP_SHARD] if is_split_by(EP, parameter) else layout.dp_shard
+
+
+def largest_part(parameter: Parameter, cuts: str, layout: Layout, shards: int) -> float:
+    """Elements of the largest of the parts that tp, ep, and within them ZeRO, make of a parameter."""
+    split = [getattr(layout, SPLIT[axis]) if SPLIT.get(axis) in (TP, EP) else 1 for axis in parameter.axes]
+    sizes = [-(-size // degree) for size, degree in zip(parameter.shape, split, strict=True)]
     elements = math.prod(sizes)
     if cuts == "flat":
         return elements / shards
@@ -144,8 +164,7 @@ def largest_part(parameter: Parameter, cuts: str, tp: int, shards: int) -> float
         return -(-rows // shards) * elements // rows
     if any(size % shards == 0 for size in sizes):
         return elements // shards
-    free = [size for size, axis in zip(sizes, parameter.axes, strict=True) if SPLIT.get(axis) != TP]
-    padded = max(free if tp > 1 and free else sizes)
+    padded = max([size for size, degree in zip(sizes, split, strict=True) if degree == 1] or sizes)
     return -(-padded // shards) * elements // padded
 
 
@@ -157,12 +176,14 @@ def padding_of_stage(engine: str, experiment: Experiment, *, stage: int) -> floa
     ends = [p for p in parameters_of_stage(engine, experiment, stage=stage) if p not in block]
 
     def padding(parameters: list[Parameter]) -> float:
-        largest = sum(largest_part(p, cuts, layout.tp, layout.dp_shard) for p in parameters)
-        return layout.dp_shard * largest / on_one_of_tp(parameters, layout)
+        largest = sum(
+            shards_of(p, layout) * largest_part(p, cuts, layout, shards_of(p, layout)) for p in parameters
+        )
+        return largest / on_one_device(parameters, layout)
 
     return max(padding(parameters) for parameters in (block, ends, ends[:1]) if parameters)
 
 
-def is_split_by_tp(parameter: Parameter) -> bool:
-    """True if tensor parallelism splits it; false if every device of tp has all of it."""
-    return TP in map(SPLIT.get, parameter.axes)
+def is_split_by(axis: str, parameter: Parameter) -> bool:
+    """True if a mesh axis splits it; false if every device along the axis has all of it."""
+    return axis in map(SPLIT.get, parameter.axes)

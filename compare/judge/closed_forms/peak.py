@@ -24,7 +24,7 @@ are kept with its numbers. The estimate was LEAST to MOST times a measured peak 
 from typing import NamedTuple
 
 from compare.contract.record import ON_HOST
-from compare.judge.closed_forms.memory import by_device, elements_of_stage, on_one_of_tp, state_of_stage
+from compare.judge.closed_forms.memory import by_device, elements_of_stage, on_one_device, state_of_stage
 from compare.numerics.parameters import block_parameters, end_parameters, storage_dtype
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
@@ -103,7 +103,7 @@ def _activations(engine: str, experiment: Experiment, stage: int) -> float:
     blocks = model.n_layer / (layout.pp * layout.chunks) * in_flight(engine, experiment, stage)
     tokens, casts = _tokens(experiment), 0.0
     if _narrow(experiment) == NARROW:
-        casts = NARROW * on_one_of_tp(block_parameters(model, 0), layout)
+        casts = NARROW * on_one_device(block_parameters(model, 0), layout)
     kept = tokens * _bytes(stored, experiment) + casts * (remat == "none")
     running = _bytes([*block, fetched, UNFUSED[residuals], ENDS[residuals]], experiment)
     return blocks * kept + tokens * running + casts
@@ -126,14 +126,14 @@ def _passing(engine: str, experiment: Experiment, stage: int) -> float:
     layout, model, holds = experiment.layout, experiment.model, ENGINES[engine].holds
     everything = elements_of_stage(engine, experiment, stage=stage)
     embeddings, final_norm = end_parameters(model)
-    two_blocks = on_one_of_tp([*embeddings, *final_norm, *2 * block_parameters(model, 0)], layout)
+    two_blocks = on_one_device([*embeddings, *final_norm, *2 * block_parameters(model, 0)], layout)
     unit, is_sum = min(everything, two_blocks), experiment.microbatches_per_step > 1
     elements = 0.0
     if layout.zero >= holds.sharded_from["parameters"]:
         elements += unit if layout.zero == 3 and layout.reshard_after_forward else everything
     if is_sum and holds.residuals == "scan":  # those of a pass stand beside the sum, and are reduced at once
         copies = 2 if layout.data_parallel * layout.cp > 1 else 1
-        elements += copies * everything / (layout.dp_shard if layout.zero == 3 else 1)
+        elements += copies * elements_of_stage(engine, experiment, stage=stage, sharded=layout.zero == 3)
     elif layout.zero >= holds.sharded_from["gradients"]:  # a sum is whole until it is scattered
         elements += everything if is_sum else unit
     return storage_dtype(experiment).itemsize * elements

@@ -29,7 +29,7 @@ class Layouts(Struct, frozen=True, kw_only=True):
     """The ways of context parallelism it has."""
     no_other_context: str = ""
     """Reason for no other one, and what to do."""
-    ep: Literal[True] | str = "it has no experts"
+    ep: Literal[True] | str = "it has no expert parallelism"
     """True if it has expert parallelism, or the reason against it."""
     schedules: tuple[str, ...] = ()
     """The pipeline schedules it has."""
@@ -62,6 +62,8 @@ class Sends(Struct, frozen=True, kw_only=True):
     """Whether ZeRO-2 and 3 scatter the gradients of each accumulated pass, and not their sum."""
     gathers_ends: Literal["step", "pass", "use"] = "use"
     """How often ZeRO-3 gathers embeddings and last norm: once a step, a pass, or forward and backward."""
+    pads_rows: bool = False
+    """Whether experts' tokens are exchanged in equal parts, each with room for all of a device's rows."""
     gathers_each_pass_from: int = 4
     """The ZeRO stage from which each pass gathers parameters anew, even without reshard_after_forward."""
 

@@ -226,7 +226,9 @@ TORCH = Side(
             checks="spmd_types, in the tests: it follows what is replicated, invariant, varying or partial "
             "through forward, on one process without ranks; a forgotten f or g is an error with its line",
             gradient_sync=("naive", "flat", "overlapped", "bucketed"),
-            layouts=Layouts(zero=(1, 2, 3), tp=True, contexts=CONTEXTS, offload=True, schedules=SCHEDULES),
+            layouts=Layouts(
+                zero=(1, 2, 3), tp=True, contexts=CONTEXTS, ep=True, offload=True, schedules=SCHEDULES
+            ),
             counts_own_calls=True,
         ),
         Engine(
