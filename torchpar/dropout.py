@@ -33,15 +33,21 @@ class Dropout(nn.Module):
     def __init__(self, rate: float, site: DropoutSite, layer: int = OUTSIDE):
         super().__init__()
         self.rate, self.site, self.number = rate, site, site_number(layer, site)
-        self.part = 0  # number of this rank's part among equal parts of x's rows: see `split_rows`
+        self.part = 0  # number of this rank's part among equal parts of the rows: see `split_rows`
+        # Where rows are cut by position: the numbers of those that tp has parts of, (R,), by default all; and
+        # the order of the places in a row, (N,). See `positions.take_positions`.
+        self.rows: torch.Tensor | None = None
+        self.places: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, keys_B2: torch.Tensor | None = None) -> torch.Tensor:
         """x (B, ..., N) with some elements dropped and the others scaled; without keys x itself."""
         if keys_B2 is None:
             return x
-        shape = tuple(x.shape[1:])
-        first_row = self.part * math.prod(shape[:-1])
-        kept = is_kept(keys_B2, self.number, shape, rate=self.rate, first_row=first_row)
+        shape, count = tuple(x.shape[1:]), math.prod(x.shape[1:-1])
+        row_R = torch.arange(self.part * count, (self.part + 1) * count, device=x.device)
+        row_R = row_R if self.rows is None else self.rows[row_R]
+        kept = is_kept(keys_B2, self.number, shape, rate=self.rate, row_R=row_R)
+        kept = kept if self.places is None else kept[..., self.places]
         return torch.where(kept, x * kept_scale(self.rate), 0.0)
 
 
@@ -54,15 +60,15 @@ def split_rows(model: nn.Module, part: int, *, sequence_parallel: bool) -> None:
 
 @torch.no_grad()
 def is_kept(
-    keys_B2: torch.Tensor, site: int, shape: tuple[int, ...], *, rate: float, first_row: int = 0
+    keys_B2: torch.Tensor, site: int, shape: tuple[int, ...], *, rate: float, row_R: torch.Tensor
 ) -> torch.Tensor:
     """Mask of the kept elements of a site, by its number: bool (B, *shape).
 
-    The shape is of a sequence's elements that are here. Rows are all dims but the last: `first_row` is the
-    number in the whole sequence of the first one that is here.
+    The shape is of a sequence's elements that are here. Rows are all dims but the last: `row_R` are their
+    numbers in the whole sequence.
     """
-    groups, rows = -(-shape[-1] // LANES), math.prod(shape[:-1])
-    numbers = torch.arange(first_row * groups, (first_row + rows) * groups, device=keys_B2.device)
+    groups = -(-shape[-1] // LANES)
+    numbers = (row_R[:, None] * groups + torch.arange(groups, device=row_R.device)).flatten()
     site_1 = torch.tensor([_signed(site)], dtype=torch.int32, device=keys_B2.device)
     words = threefry((keys_B2[:, :1], keys_B2[:, 1:]), site_1, numbers.to(torch.int32)[None])
     lanes = [half for word in words for half in (word & HALF, (word >> BITS) & HALF)]

@@ -242,7 +242,7 @@ def same_dropout_on_every_rank(run: Run) -> None:
     """Every rank takes its rows for the first ones."""
     for module in run.parallel.module.modules():
         if isinstance(module, dropout.Dropout):
-            module.part = 0
+            module.part, module.rows = 0, None
 
 
 def norm_counts_replicas_twice(run: Run) -> None:

@@ -175,10 +175,16 @@ def _to_context(model: Model, train: Train, layout: Layout) -> Iterator[str]:
             f"{' x '.join(filter(None, factors))} does not divide model.block_size = {model.block_size}: "
             "change one of them"
         )
-    if cp > 1 and layout.context == "ulysses" and model.n_head // tp % cp:
+    if cp > 1 and layout.context == "ulysses" and (heads := model.kv_heads // tp) % cp:
+        of_keys = " of keys and values" * (model.kv_heads < model.n_head)
         yield (
-            f"layout.context = ulysses: layout.cp = {cp} does not divide {model.n_head // tp} heads "
+            f"layout.context = ulysses: layout.cp = {cp} does not divide {heads} heads{of_keys} "
             f"(model.n_head = {model.n_head}, layout.tp = {tp}): use ring or allgather"
+        )
+    if cp > 1 and layout.context == "ring" and model.dropout:
+        yield (
+            f"model.dropout = {model.dropout} with layout.context = ring: dropout is of whole rows of "
+            "attention's weights, and a ring has parts of them: use allgather or ulysses"
         )
     if cp > 1 and train.loss_chunks > 1:
         yield (

@@ -89,7 +89,7 @@ def test_masks_are_the_same_everywhere(shape, rate):
 def test_a_part_of_a_batch_or_of_a_sequence_has_its_part_of_the_mask():
     keys, site = sequence_keys(1, 2, 1, 2)[0], site_number(1, DropoutSite.ATTENTION_OUT)
     whole = is_kept(keys, site, (6, 10), 0.3)
-    part = in_torch.is_kept(signed(keys), site, (2, 10), rate=0.3, first_row=4)
+    part = in_torch.is_kept(signed(keys), site, (2, 10), rate=0.3, row_R=torch.tensor([4, 5]))
     np.testing.assert_array_equal(part.numpy(), whole[:, 4:])
     part = in_jax.is_kept(jnp.asarray(keys), site, (2, 10), rate=0.3, rows=jnp.arange(4, 6))
     np.testing.assert_array_equal(np.asarray(part), whole[:, 4:])

@@ -13,8 +13,6 @@ is what PyTorch does around FlexAttention (`flex_cp_allgather`).
 Legend: B batch, T position of this rank, S position of all, K heads of keys and values, D head_dim.
 """
 
-from functools import partial
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,7 +23,7 @@ from compare.spec.axes import CP
 from compare.spec.experiment import Layout
 from torchpar.comm.mesh import Mesh
 from torchpar.model import GPT
-from torchpar.positions import own_positions
+from torchpar.positions import take_positions
 
 
 def split_sequence(model: GPT, mesh: Mesh, layout: Layout) -> None:
@@ -33,7 +31,7 @@ def split_sequence(model: GPT, mesh: Mesh, layout: Layout) -> None:
     axis, length = mesh[CP], model.config.block_size
     assert axis.group is not None
     devices = DeviceMesh.from_group(axis.group, mesh.device.type, mesh_dim_names=(CP,))
-    model.positions = partial(own_positions, layout=layout, rank=axis.rank)
+    take_positions(model, layout, rank=axis.rank, device=mesh.device)
     position_T = model.positions(length // axis.size, device=mesh.device)
     position_S = torch.tensor(order_of_positions(length, layout), device=mesh.device)
 
@@ -48,4 +46,5 @@ def split_sequence(model: GPT, mesh: Mesh, layout: Layout) -> None:
     for block in model.blocks:
         core = block.get_submodule("attn.core")
         core.seen_TS = position_T[:, None] >= position_S
+        core.get_submodule("dropout").places = position_S
         core.register_forward_pre_hook(gather)

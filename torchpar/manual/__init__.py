@@ -40,7 +40,7 @@ def parallelize(
     if mesh[EP].size > 1:
         splits.append(share_out_experts(model, mesh, layout))
     if mesh[CP].size > 1:
-        split_sequence(model, mesh[CP], layout)
+        split_sequence(model, mesh[CP], layout, mesh.device)
     apply_remat(model.blocks, layout.remat)
     part = GPTStages(model, layout, stages_of(layout, mesh[PP].rank)) if mesh[PP].size > 1 else model
     if layout.zero < 2:

@@ -19,7 +19,6 @@ Sources: Ring Attention (arXiv 2310.01889), Llama 3 (2407.21783, section 3.3.2),
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,12 +32,12 @@ from compare.spec.experiment import Layout
 from torchpar.comm.collectives import DONE, Axis
 from torchpar.manual.megatron import enter_region, exchange
 from torchpar.model import GPT
-from torchpar.positions import own_positions
+from torchpar.positions import take_positions
 
 
-def split_sequence(model: GPT, axis: Axis, layout: Layout) -> None:
+def split_sequence(model: GPT, axis: Axis, layout: Layout, device: torch.device) -> None:
     """Put the layout's attention core into a GPT, from outside, and this rank's positions."""
-    model.positions = partial(own_positions, layout=layout, rank=axis.rank)
+    take_positions(model, layout, rank=axis.rank, device=device)
     for block in model.blocks:
         core = block.get_submodule("attn.core")
         block.set_submodule("attn.core", CORES[layout.context](core, axis, layout))
@@ -55,13 +54,20 @@ class GatheredAttention(nn.Module):
 
     def __init__(self, core: nn.Module, axis: Axis, layout: Layout):
         super().__init__()
-        self.axis, self.layout = axis, layout
+        self.core, self.axis, self.layout = core, axis, layout
 
-    def forward(self, q_BtHD: torch.Tensor, k_BtKD: torch.Tensor, v_BtKD: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, q_BtHD: torch.Tensor, k_BtKD: torch.Tensor, v_BtKD: torch.Tensor, *keys_B2: torch.Tensor
+    ) -> torch.Tensor:
         kv_2BTKD = enter_region(torch.stack([k_BtKD, v_BtKD]), self.axis, 2)
+        order_T = torch.tensor(order_of_positions(kv_2BTKD.shape[2], self.layout), device=q_BtHD.device)
         if self.layout.zigzag:
-            order_T = torch.tensor(order_of_positions(kv_2BTKD.shape[2], self.layout), device=q_BtHD.device)
             kv_2BTKD = kv_2BTKD.index_select(2, order_T.argsort())
+        if keys_B2:  # dropout takes its share of whole rows of weights
+            self.core.seen_TS = (
+                order_T.chunk(self.axis.size)[self.axis.rank][:, None] >= order_T.sort().values
+            )
+            return self.core(q_BtHD, *kv_2BTKD, *keys_B2)
         q_BHtD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BtHD, *kv_2BTKD.unbind()))
         starts = runs_of(k_BKTD.shape[2], self.layout)[self.axis.rank].tolist()
         done = []
@@ -218,12 +224,15 @@ class UlyssesAttention(nn.Module):
         super().__init__()
         self.core, self.axis = core, axis
 
-    def forward(self, *q_k_v_BtHD: torch.Tensor) -> torch.Tensor:
-        shares = [x.shape[2] // self.axis.size for x in q_k_v_BtHD]
-        of_ranks = zip(*(x.chunk(self.axis.size, dim=2) for x in q_k_v_BtHD), strict=True)
-        fused_BtHD = torch.cat([x for of_rank in of_ranks for x in of_rank], dim=2)
-        fused_BThD = exchange(fused_BtHD, self.axis, split=2, join=1)
-        return exchange(self.core(*fused_BThD.split(shares, dim=2)), self.axis, split=1, join=2)
+    def forward(
+        self, q_BtHD: torch.Tensor, k_BtKD: torch.Tensor, v_BtKD: torch.Tensor, *keys_B2: torch.Tensor
+    ) -> torch.Tensor:
+        ranks, q_k_v = self.axis.size, (q_BtHD, k_BtKD, v_BtKD)
+        of_ranks = zip(*(x.chunk(ranks, dim=2) for x in q_k_v), strict=True)
+        in_order = torch.cat([x for of_rank in of_ranks for x in of_rank], dim=2)
+        own_BThD = exchange(in_order, self.axis, split=2, join=1)
+        q_k_v = own_BThD.split([x.shape[2] // ranks for x in q_k_v], dim=2)
+        return exchange(self.core(*q_k_v, *keys_B2), self.axis, split=1, join=2)
 
 
 CORES = {"allgather": GatheredAttention, "ring": RingAttention, "ulysses": UlyssesAttention}
