@@ -62,13 +62,15 @@ def parallelize(
             layout.schedule, ranks=layout.pp, microbatches=microbatches, chunks=layout.chunks
         )
         ticks = lock_step(schedule, keeps=problem.remat != "full")  # else forwards keep their input alone
-    step = collectives.per_device(
-        _step(problem, optimizer, placements, ticks),
-        mesh=mesh,
-        in_specs=(at_rest, moments, batch_specs(problem.experiment, mesh), P()),
-        out_specs=(at_rest, moments, P(), sharded),
-    )
-    step = jax.jit(step, inline=True)  # traced once for all programs that are compiled from it
+    of_device, of_batch = _step(problem, optimizer, placements, ticks), batch_specs(problem.experiment, mesh)
+
+    @partial(jax.jit, inline=True)  # traced once for all programs that are compiled from it
+    def step(params: Any, opt_state: Any, batch: Any, scalars: Any) -> Any:
+        in_specs = at_rest, moments, {name: of_batch[name] for name in batch}, P()
+        out_specs = at_rest, moments, P(), sharded
+        on_devices = collectives.per_device(of_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+        return on_devices(params, opt_state, batch, scalars)
+
     options = collectives.KEEP_COLLECTIVES_APART
     return place_step(step, problem, placements, mesh=mesh, ticks=ticks, compiler_options=options)
 

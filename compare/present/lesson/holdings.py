@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from compare.judge.closed_forms.memory import KINDS, parameters_of_stage
+from compare.judge.closed_forms.memory import KINDS, is_split_by, parameters_of_stage
 from compare.numerics.context import order_of_positions
 from compare.numerics.parameters import Parameter, block_parameters, end_parameters, parameter_count
 from compare.present.hosts import place_in_mesh
 from compare.show.figures import COLOURS, INK, WIDE, Axes, Figure, bare
-from compare.spec.axes import CP, DP_SHARD, PP, ROWS, SPLIT, TP
+from compare.spec.axes import CP, DP_SHARD, EP, PP, ROWS, SHARDS, SPLIT, TP
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
 
@@ -43,18 +43,21 @@ class HeldPart(Struct, frozen=True):
 def part_of(parameter: Parameter, kind: str, engine: str, experiment: Experiment, device: int) -> HeldPart:
     """A device's part of a parameter that its stage has, of the gradient of it, or of its moments.
 
-    tp takes the side whose dims it splits. dp_shard takes the other one, from the ZeRO stage on that splits
+    ep and tp take the side whose dims they split. ZeRO takes the other one, from the stage on that splits
     this kind (of `KINDS`), which the engine says.
     """
     layout, at = experiment.layout, experiment.layout.coordinates(device)
     sides = sides_of(parameter)
-    split = [side for side, axes in enumerate(sides) if layout.tp > 1 and TP in map(SPLIT.get, axes)]
-    ranges = [WHOLE, WHOLE]
-    for side in split:
-        ranges[side] = _slice(WHOLE, at[TP], layout.tp)
+    ranges, split = [WHOLE, WHOLE], set[int]()
+    for axis in (EP, TP):
+        for side, axes in enumerate(sides):
+            if layout.axes[axis] > 1 and axis in map(SPLIT.get, axes):
+                ranges[side] = _slice(ranges[side], at[axis], layout.axes[axis])
+                split.add(side)
     if layout.zero >= ENGINES[engine].holds.sharded_from[kind]:
         side = next((side for side in (0, 1) if side not in split and sides[side]), 1)
-        ranges[side] = _slice(ranges[side], at[DP_SHARD], layout.dp_shard)
+        for axis in (DP_SHARD,) if is_split_by(EP, parameter) else SHARDS:
+            ranges[side] = _slice(ranges[side], at[axis], layout.axes[axis])
     return HeldPart(*ranges)
 
 
