@@ -80,6 +80,8 @@ def _why_not(rung: str, a: Record, b: Record) -> str:
     later = [run.request.later_step for run in (a, b) if run.request]
     if rung == "later_weights" and len(set(later)) > 1:
         return f"they were kept after {' and '.join(map(str, later))} steps"
+    if rung == Rung.ROUTING and not any(run.steps[0].tokens_per_expert for run in (a, b)):
+        return ""  # no experts
     for tensors in _TENSORS.get(rung, ()):
         first, second = (
             {name: tensor.shape for name, tensor in read_tensors(run.folder, tensors).items()}
