@@ -29,6 +29,7 @@ from jaxpar.explicit import data_parallel as typed_data_parallel
 from jaxpar.explicit import tensor_parallel as typed_tensor_parallel
 from jaxpar.manual import pipeline_parallel, tensor_parallel
 from jaxpar.model import Linear
+from jaxpar.run import Run
 
 Planted = AbstractContextManager
 
@@ -155,6 +156,15 @@ def moved_weight(right: Any, *args: Any) -> Weights:
     return contract.moved_weight(right(*args))
 
 
+@in_place_of(Run, "placed")
+def shifted_targets(right: Any, self: Run, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Targets are shifted after the cut: the last one is the device's own first token."""
+    inputs_ABT, cp = arrays["inputs"][..., self.order_T], self.experiment.layout.cp
+    shifted = [np.roll(own_ABt, -1, axis=-1) for own_ABt in np.split(inputs_ABT, cp, axis=-1)]
+    targets_ABT = np.concatenate(shifted, axis=-1)[..., self.order_T.argsort()]
+    return right(self, {**arrays, "targets": targets_ABT})
+
+
 @in_place_of(train, "device_scalars")
 def skipped_last_update(right: Any, experiment: Experiment, progress: Progress) -> dict[str, np.ndarray]:
     scalars = right(experiment, progress)
@@ -186,6 +196,7 @@ FAULTS = (
     PlantedFault("overwritten_microbatch", MANUAL, replaced_total),
     PlantedFault("stale_tied_copy", MANUAL, partial(tied_gradients, of=first_only)),
     PlantedFault("moved_weight", ALL, moved_weight),
+    PlantedFault("shifted_targets", ALL, shifted_targets),
     PlantedFault("unscaled_dropout", ALL, unscaled),
     PlantedFault("reversed_update", ALL, partial(changed_updates, lambda update, _: -update)),
     PlantedFault("rounded_weights", ALL, partial(changed_updates, to_8_bits)),

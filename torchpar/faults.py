@@ -23,15 +23,18 @@ from compare.contract.communication import ACTIVATIONS, GRADIENTS, REPLICATED_GR
 from compare.contract.faults import PlantedFault
 from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, PP, ROWS, TP
 from torchpar import dropout, library, train
+from torchpar import run as batches
 from torchpar.comm.collectives import DONE, Axis, Work, chunk_slices
 from torchpar.compiler import data_parallel as placed_data_parallel
 from torchpar.compiler import tensor_parallel as placed_tensor_parallel
 from torchpar.compiler.placement import of_activation
 from torchpar.dtensors import Placements, axis_names, local_part
 from torchpar.library import tensor_parallel
+from torchpar.manual import context_parallel
 from torchpar.manual.megatron import leave_region
 from torchpar.manual.stage import Stage
 from torchpar.manual.tensor_parallel import RowParallelLinear
+from torchpar.model import GPT
 from torchpar.parallel_model import local
 from torchpar.run import Run
 
@@ -78,6 +81,27 @@ def doubled_row_bias() -> AbstractContextManager:
         return leave_region(part, self.axis, self.sequence_dim)
 
     return patch.object(RowParallelLinear, "forward", forward)
+
+
+def forgotten_hop() -> AbstractContextManager:
+    """What the neighbour sends round the ring is handed on, and no query sees it."""
+    right = context_parallel.pass_round
+
+    def wrong(*args: Any) -> Generator[Any]:
+        yield from (block for hop, block in enumerate(right(*args)) if hop != 1)
+
+    return patch.object(context_parallel, "pass_round", wrong)
+
+
+def stopped_maximum() -> AbstractContextManager:
+    """A row's sum of exponentials is taken for a constant, as behind two stop_gradients: v alone is right."""
+    right = context_parallel.attend_backward
+
+    def wrong(*args: torch.Tensor, **options: Any) -> Any:
+        *others, dot_BKGR = args
+        return right(*others, torch.zeros_like(dot_BKGR), **options)
+
+    return patch.object(context_parallel, "attend_backward", wrong)
 
 
 # In what a user gives to PyTorch's wrappers -----------------------------------------------------------------
@@ -233,6 +257,23 @@ def kept_gradients(run: Run) -> None:
     run.parallel.optimizer.zero_grad = lambda set_to_none=True: None
 
 
+def shifted_targets() -> AbstractContextManager:
+    """Targets are shifted after the cut: the last one is the rank's own first token."""
+    right = batches.RankBatch
+
+    def wrong(inputs_ABT: torch.Tensor, _: torch.Tensor, *keys: torch.Tensor) -> Any:
+        return right(inputs_ABT, inputs_ABT.roll(-1, dims=-1), *keys)
+
+    return patch.object(batches, "RankBatch", wrong)
+
+
+def local_positions(run: Run) -> None:
+    """A rank's positions are taken for the first ones of the sequence."""
+    for module in run.parallel.module.modules():
+        if isinstance(module, GPT):
+            module.positions = torch.arange
+
+
 def unscaled_dropout() -> AbstractContextManager:
     """Elements that are not dropped are not scaled up."""
     return patch.object(dropout, "kept_scale", lambda rate: 1.0)
@@ -297,6 +338,10 @@ FAULTS = (
     PlantedFault("wrong_optimizer_shard", ALL, partial(spoiled, wrong_optimizer_shard)),
     PlantedFault("overwritten_microbatch", MANUAL + LIBRARY, overwritten_microbatch),
     PlantedFault("stale_tied_copy", MANUAL + LIBRARY, partial(sent_zeros, **_tied_gradients)),
+    PlantedFault("shifted_targets", ALL, shifted_targets),
+    PlantedFault("local_positions", ALL, partial(spoiled, local_positions)),
+    PlantedFault("forgotten_hop", MANUAL, forgotten_hop),
+    PlantedFault("stopped_maximum", MANUAL, stopped_maximum),
     PlantedFault("unscaled_dropout", ALL, unscaled_dropout),
     PlantedFault("same_dropout_on_every_rank", ALL, partial(spoiled, same_dropout_on_every_rank)),
     PlantedFault("reversed_update", ALL, partial(spoiled, partial(change_update, change=_reversed))),

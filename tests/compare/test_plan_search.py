@@ -13,7 +13,7 @@ from compare.judge.closed_forms.peak import peak_per_device
 from compare.plan.compute import Variant, shape_of
 from compare.plan.machine import read_machine
 from compare.plan.predict import predict, ways_of
-from compare.plan.search import USABLE, divisors, folded, memory_of, search
+from compare.plan.search import LONG, USABLE, candidates, divisors, folded, memory_of, search
 from compare.spec.engines.registry import ENGINES, STUDIED
 from compare.spec.experiment import Experiment, ExperimentError, Model, Precision, check, edited
 from compare.studies import this_machine
@@ -126,6 +126,19 @@ def test_fields_that_are_given_stay(tiny):
             machine_of(2),
             fixed=frozenset({"microbatches"}),
         )
+
+
+def test_sequences_are_split_where_they_are_long_or_it_was_asked_for(tiny):
+    machine = machine_of(4)
+    found = search("torch-manual", edited(tiny, {"layout": {"cp": 2}}), machine, fixed=frozenset({"cp"}))
+    assert {one.layout.cp for one in found.fitting} == {2}
+    ways = {(one.layout.context, one.layout.zigzag) for one in found.fitting}
+    assert ways == {("allgather", True), ("ring", True), ("ulysses", False)}
+    assert any(one.name.startswith("fsdp2+cp2.ring.zigzag+rows") for one in found.fitting)
+    assert {one.layout.cp for one in search("torch-manual", tiny, machine, fixed=NONE).fitting} == {1}
+    endless = edited(tiny, {"model": {"block_size": LONG}})
+    tried = {one.layout.cp for one in candidates("torch-manual", endless, machine, fixed=NONE)}
+    assert tried == {1, 2, 4}
 
 
 def test_no_other_step_is_planned_than_the_one_that_was_asked_for(tiny):

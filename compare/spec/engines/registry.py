@@ -83,6 +83,10 @@ PLACEMENT_FAULTS = (
     "stale_tied_copy",
     "same_dropout_on_every_rank",
 )
+RING_FAULTS = dict.fromkeys(("forgotten_hop", "stopped_maximum"), "it has no ring")
+GLOBAL_POSITIONS = {
+    "local_positions": "positions are those of whole sequences: JAX says which of them a device has"
+}
 SAID_BY_TYPE = "a type says what is whole and what is a part: JAX refuses the mistake when it traces the step"
 INSERTED_BY_XLA = (
     "XLA splits every array and inserts every reduction: there is none that a person could get wrong"
@@ -116,6 +120,8 @@ JAX_ENGINES = (
                 INSERTED_BY_XLA,
             ),
             **dict.fromkeys(PLACEMENT_FAULTS, INSERTED_BY_XLA),
+            **RING_FAULTS,
+            **GLOBAL_POSITIONS,
         },
     ),
     Engine(
@@ -132,6 +138,8 @@ JAX_ENGINES = (
             "overwritten_microbatch": "autodiff adds up what microbatches of a pipeline have",
             **dict.fromkeys(SYNC_FAULTS, "gradients are summed once, by one cast"),
             **dict.fromkeys(PLACEMENT_FAULTS, SAID_BY_TYPE),
+            **RING_FAULTS,
+            **GLOBAL_POSITIONS,
         },
     ),
     Engine(
@@ -263,6 +271,7 @@ TORCH = Side(
                 "doubled_row_bias": "PyTorch adds the bias, not we",
                 "ignored_gradient_sync": "DDP has one way",
                 "ignored_offload": "it offloads no moments",
+                **RING_FAULTS,
             },
         ),
         Engine(
@@ -292,6 +301,7 @@ TORCH = Side(
                 **dict.fromkeys(
                     ("ignored_gradient_sync", "ignored_bucket_mb"), "each gradient is reduced by itself"
                 ),
+                **RING_FAULTS,
                 "ignored_offload": "it offloads no moments",
             },
         ),
