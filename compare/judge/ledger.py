@@ -167,7 +167,10 @@ def _multiples(engine: str, experiment: Experiment, flow: Flow) -> tuple[float, 
     if is_narrow:
         least /= 2  # some of it is sent in 16 bits
     if CP in flow.axis.split("+") and flow.role == "reduce" and ENGINES[engine].sends_by == "xla":
-        return least, math.inf  # of whole gradients, in each pass: positions have no dim of replicas to wait in
+        return (
+            least,
+            math.inf,
+        )  # of whole gradients, in each pass: positions have no dim of replicas to wait in
     if (flow.axis, flow.role) == (replicas, "reduce") and layout.pp == 1:
         (token, *_), _ = end_parameters(experiment.model)
         whole = elements_of_stage(engine, experiment, stage=0)

@@ -37,7 +37,9 @@ class Fault(Struct, frozen=True):
     """Fields that the case is asked for, beyond that layout; buckets of 0.02 MB are several here."""
 
 
-SIXTEEN_BITS = "precision.dtype=bfloat16"
+SIXTEEN_BITS, UNDROPPED = "precision.dtype=bfloat16", "model.dropout=0.0"
+REFERENCES = {SIXTEEN_BITS: "reference-16-bits", UNDROPPED: "reference-undropped"}
+"""Of faults that are asked for with numbers of their own."""
 PLANTED = (
     Fault("different_seed", "batch", "one engine draws other rows", edit="train.seed=1338"),
     Fault("moved_weight", "initial_weights", "one weight starts 1e-3 away"),
@@ -59,8 +61,20 @@ PLANTED = (
     Fault("stale_tied_copy", "gradients", "a pipeline's ends do not add the tied gradients", preset="pp"),
     Fault("shifted_targets", "request", "each device of cp makes targets of its own positions", preset="cp"),
     Fault("local_positions", "loss", "each device of cp counts positions from 0", preset="cp"),
-    Fault("forgotten_hop", "loss", "a ring leaves one device's keys and values out", preset="cp_ring"),
-    Fault("stopped_maximum", "gradients", "a ring's sum of exponentials has no derivative", preset="cp_ring"),
+    Fault(
+        "forgotten_hop",
+        "loss",
+        "a ring leaves one device's keys and values out",
+        preset="cp_ring",
+        asks=UNDROPPED,
+    ),
+    Fault(
+        "stopped_maximum",
+        "gradients",
+        "a ring's sum of exponentials has no derivative",
+        preset="cp_ring",
+        asks=UNDROPPED,
+    ),
     Fault("unscaled_dropout", "loss", "what dropout keeps is not scaled up"),
     Fault("same_dropout_on_every_rank", "loss", "all ranks of tp drop as the first does", preset="tp"),
     Fault("reversed_update", "first_weights", "every update goes the other way", asks=SIXTEEN_BITS),
@@ -83,7 +97,6 @@ PLANTED = (
     Fault("ignored_dtype", "strategy", "float32 instead of 16 bits", asks=SIXTEEN_BITS),
 )
 FAULTS = {fault.name: fault for fault in PLANTED}
-ROUNDED = "reference-16-bits"
 DROPOUT = 0.2  # with which everything is run, unless the experiment has its own
 DEVICES = 4
 
@@ -157,7 +170,7 @@ def caught_as_expected(outcome: Outcome) -> bool:
 def fault_cases(
     experiment: Experiment, engines: list[str], *, names: list[str], devices: int
 ) -> dict[str, Case]:
-    """The unsharded reference (and one in 16 bits for faults that show there alone), then one case for each
+    """The unsharded reference, those of `REFERENCES` for faults that show there alone, and one case for each
     fault in each engine that can make it.
 
     Two optimizer steps are enough: every rung up to the moments is climbed in the first. Without dropout some
@@ -170,15 +183,16 @@ def fault_cases(
     short = edited(experiment, {"train": {"max_iters": 2}, "model": {"dropout": dropout}})
     chosen = [FAULTS[name] for name in names or FAULTS]
     cases = {"reference": _case(REFERENCE, spread(short, "single"))}
-    if any(fault.asks == SIXTEEN_BITS for fault in chosen):
-        cases[ROUNDED] = _case(REFERENCE, spread(edited(short, edits_of(SIXTEEN_BITS)), "single"))
+    for asks, name in REFERENCES.items():
+        if any(fault.asks == asks for fault in chosen):
+            cases[name] = _case(REFERENCE, spread(edited(short, edits_of(asks)), "single"))
     whys = set()
     for fault, engine in itertools.product(chosen, engines):
         if why := ENGINES[engine].impossible_faults.get(fault.name):
             whys.add(f"{fault.name}: {engine}: {why}")
             continue
         over = PRESETS[fault.preset].devices if fault.preset else devices
-        sharded = revalidate(edited(spread(short, fault.preset or "ddp", over), edits_of(fault.asks)))
+        sharded = spread(edited(short, edits_of(fault.asks)), fault.preset or "ddp", over)
         ENGINES[engine].require_experiment(sharded)
         edit = edits_of(fault.edit)
         if fault.name == "warmup_off_by_one":  # relative to the experiment's own
@@ -187,7 +201,7 @@ def fault_cases(
             engine,
             revalidate(edited(sharded, edit)),
             fault="" if fault.edit else fault.name,
-            against=ROUNDED if fault.asks == SIXTEEN_BITS else "reference",
+            against=REFERENCES.get(fault.asks, "reference"),
         )
     if not any(case.against for case in cases.values()):
         raise ExperimentError(f"no fault is left to plant: {'; '.join(sorted(whys))}")
