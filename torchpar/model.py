@@ -211,14 +211,15 @@ class ExpertsCore(nn.Module):
         x_BTC: torch.Tensor,
         weights_BTk: torch.Tensor,
         chosen_BTk: torch.Tensor,
-        up_ECM: torch.Tensor,
-        down_EMC: torch.Tensor,
+        up: nn.Module,
+        down: nn.Module,
     ) -> torch.Tensor:
+        """From tokens (B, T, C) and what was chosen for them to (B, T, C), by weights that modules give."""
         expert_S = chosen_BTk.flatten()
         order_S = expert_S.argsort(stable=True)
         rows_SC = x_BTC.flatten(0, 1)[order_S // chosen_BTk.shape[-1]]
         counts_E = expert_S.bincount(minlength=self.n_experts)
-        y_SC = self.exchange(partial(self.compute, up_ECM, down_EMC), rows_SC, counts_E)
+        y_SC = self.exchange(partial(self.compute, up(), down()), rows_SC, counts_E)
         y_BTkC = y_SC[order_S.argsort()].unflatten(0, chosen_BTk.shape)
         # In the dtype of the products, as one MLP's under autocast.
         return (y_BTkC * weights_BTk.unsqueeze(-1)).sum(-2).to(y_SC.dtype)
@@ -251,7 +252,7 @@ class Experts(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What is added to the stream (B, T, C), and what `Balance` takes of a layer."""
         weights_BTk, chosen_BTk, probability_E = self.choice(x_BTC, self.router())
-        y_BTC = self.core(x_BTC, weights_BTk, chosen_BTk, self.c_fc(), self.c_proj())
+        y_BTC = self.core(x_BTC, weights_BTk, chosen_BTk, self.c_fc, self.c_proj)
         return self.dropout(y_BTC, keys_B2), probability_E, chosen_BTk
 
 

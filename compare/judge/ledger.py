@@ -142,9 +142,9 @@ def routed(layout: Layout, tokens_LE: Sequence[Sequence[int]] = ()) -> tuple[flo
     """The least and the most that the busiest device of ep sends, as multiples of what a fair router would.
 
     Half of it goes out, and is as much as there are tokens; half goes back to whoever came, of each layer or
-    over all layers. Exact to that if ep spans all rows; of several groups of ep nobody says which had whom.
+    over all layers. Exact to that if ep spans all data; of several groups of ep nobody says which had whom.
     """
-    if not len(tokens_LE) or layout.data_parallel > layout.ep:
+    if not len(tokens_LE) or layout.data_parallel * layout.cp > layout.ep:
         return 0.5, (1 + layout.ep) / 2
     of_ranks_LR = np.reshape(tokens_LE, (len(tokens_LE), layout.ep, -1)).sum(-1)
     fair = of_ranks_LR.sum() / layout.ep

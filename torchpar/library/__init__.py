@@ -2,17 +2,19 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from compare.spec.axes import CP, DATA, PP, REPLICAS, SHARDS, TP
+from compare.spec.axes import CP, DATA, DP_SHARD, EP, PP, REPLICAS, SHARDS, TP
 from compare.spec.experiment import Layout
 from torchpar.comm.mesh import Mesh
 from torchpar.dtensors import dtensor_optimizer, make_device_mesh, of_dtensors
 from torchpar.gpt_stages import GPTStages, stages_of
 from torchpar.library.context_parallel import split_sequence
 from torchpar.library.data_parallel import synchronize_gradients
+from torchpar.library.expert_parallel import shard_experts, share_out_experts
 from torchpar.library.fully_sharded import ShardedOptimizer, no_sync, reshard_parameters, shard_parameters
 from torchpar.library.pipeline_parallel import run_stages
 from torchpar.library.tensor_parallel import complete_gradients, split_layers
@@ -33,6 +35,7 @@ def parallelize(
     """
     if mesh[CP].size > 1:
         split_sequence(model, mesh, layout)
+    experts = share_out_experts(model, mesh) if mesh[EP].size > 1 else None
     devices = None
     if mesh[TP].size > 1 or layout.zero > 1:
         axes = mesh[PP], mesh.joined(*REPLICAS), mesh.joined(*SHARDS), mesh[TP]
@@ -49,6 +52,8 @@ def parallelize(
         for part in models:
             fill(part)
         parallel = _replicated(models, mesh, layout, make_optimizer)
+    if experts:
+        parallel = parallel.under(experts)
     return run_stages(stages, parallel, mesh=mesh, layout=layout) if stages else parallel
 
 
@@ -90,10 +95,15 @@ def _distributed(
     """Parameters as DTensors: FSDP2 over tensor parallelism's parts of them."""
     has_replicas, replicas, shards = mesh.joined(*DATA).size > 1, mesh.joined(*REPLICAS), mesh.joined(*SHARDS)
     data = (replicas.name, shards.name) if replicas.size > 1 else shards.name
-    reshards = layout.zero == 3 and layout.reshard_after_forward
+    sharding: dict[str, Any] = {"reshard_after_forward": layout.zero == 3 and layout.reshard_after_forward}
+    shard = partial(shard_parameters, mesh=devices[data], **sharding)
+    if mesh[EP].size > 1:
+        left = (replicas.name, DP_SHARD) if replicas.size > 1 else DP_SHARD
+        own = make_device_mesh(mesh, [PP, replicas.name, DP_SHARD, EP, TP])[left]
+        shard = partial(shard, shard_first=partial(shard_experts, mesh=own, **sharding))
     for model in models:
         if has_replicas:
-            shard_parameters(model, devices[data], reshard_after_forward=reshards, fill=partial(fill, model))
+            shard(model, fill=partial(fill, model))
         fill(model)
     parameters, module = _named_parameters(models), _joined(models)
     return of_dtensors(

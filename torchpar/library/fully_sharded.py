@@ -24,19 +24,25 @@ def shard_parameters(
     *,
     reshard_after_forward: bool,
     fill: Callable[[Sequence[nn.Module]], None],
+    shard_first: Callable[[nn.Module], None] = lambda block: None,
 ) -> None:
     """Fill a GPT block by block, and split its parameters, gradients and optimizer state over ranks.
 
     The parameters become DTensors, split along dim 0 and padded where the ranks do not divide it. The
     gradients are the mean over all of the mesh: one-dimensional, or (replicas, shards). A shard axis of one
-    is plain replication, which DistributedDataParallel does not offer for DTensors.
+    is plain replication, which DistributedDataParallel does not offer for DTensors. What `shard_first` makes
+    units of inside a block stays theirs.
     """
+    apart = set[nn.Parameter]()
     for block in model.blocks:
         fill([block])
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        shard_first(block)
+        units = (unit for unit in block.modules() if isinstance(unit, FSDPModule))
+        apart |= {parameter for unit in units for parameter in unit.parameters()}
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=apart)
     # Backward begins where forward ended: with the root's own parameters, the embeddings.
     fill([model])
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=apart)
 
 
 def reshard_parameters(model: nn.Module) -> None:

@@ -9,23 +9,23 @@ Backward is combine and dispatch in reverse, each the transpose of the other. Th
 then a sum over the rows of all ranks of ep: it is reduced over the ranks that have the same expert, and of
 those ZeRO shares it out among dp_shard's alone. The mean divides it by all ranks of data, as any other.
 
-S rows of this rank, k for each of its tokens; N rows that came; C embedding; R ranks of ep, F experts of one.
+S rows of this rank, k for each of its tokens; N rows that came; C embedding.
 Sources: GShard (arXiv 2006.16668); dropless, as in MegaBlocks (arXiv 2211.15841).
 """
 
 from typing import Any
 
 import torch
-from torch import nn
 
 from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS, ROUTING
 from compare.spec.axes import DP_SHARD, EP
 from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import EXPERTS_DATA, Mesh
+from torchpar.experts import ExchangeRows
 from torchpar.manual.flat import MARK
 from torchpar.manual.megatron import Split
-from torchpar.model import GPT, Rows
+from torchpar.model import GPT
 from torchpar.parallel_model import Strategy, TensorsByName
 
 EXPERT_DIM = 0  # of weights (E, C, M) and (E, M, C)
@@ -43,7 +43,8 @@ def share_out_experts(model: GPT, mesh: Mesh, layout: Layout) -> Strategy:
             module.weight = split.parameter(whole, axis)
             module.weight.__dict__[MARK] = reduced_over
             splits[f"transformer.h.{number}.{path}.weight"] = split
-        block.set_submodule("mlp.core.exchange", ExchangeRows(axis))
+        all_to_all = lambda *rows_sent_came: AllToAll.apply(*rows_sent_came, axis)  # noqa: E731
+        block.set_submodule("mlp.core.exchange", ExchangeRows(all_to_all, axis.size))
 
     def gather(pieces: TensorsByName) -> TensorsByName:
         return {n: splits[n].gather(piece, axis) if n in splits else piece for n, piece in pieces.items()}
@@ -51,43 +52,21 @@ def share_out_experts(model: GPT, mesh: Mesh, layout: Layout) -> Strategy:
     return Strategy(axis=axis, spread=splits, gather=gather)
 
 
-class ExchangeRows(nn.Module):
-    """Rows of tokens go to the ranks of their experts, and what these make of them comes back."""
-
-    def __init__(self, axis: Axis):
-        super().__init__()
-        self.axis = axis
-
-    def forward(self, compute: Rows, rows_SC: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """`compute` this rank's rows (S, C), counts_E[e] of them for expert e of all: (S, C)."""
-        sent_RF = counts_E.view(self.axis.size, -1)
-        came_RF = torch.empty_like(sent_RF)
-        self.axis.all_to_all(came_RF, sent_RF, purpose=ROUTING)
-        sent, came = sent_RF.sum(1).tolist(), came_RF.sum(1).tolist()
-        rows_NC = AllToAll.apply(rows_SC, self.axis, sent, came)
-        # They came by rank, and of each by expert.
-        expert_F = torch.arange(came_RF.shape[1], device=came_RF.device)
-        by_expert_N = expert_F.repeat(len(came_RF)).repeat_interleave(came_RF.flatten()).argsort(stable=True)
-        y_NC = compute(rows_NC[by_expert_N], came_RF.sum(0))
-        return AllToAll.apply(y_NC[by_expert_N.argsort()], self.axis, came, sent)
-
-
 class AllToAll(torch.autograd.Function):
-    """So many rows to each rank of an axis, so many from each: (S, C) to (N, C); its transpose is itself."""
+    """So many rows to each rank of an axis, and from each: (S, ..) to (N, ..); it is its own transpose."""
 
     @staticmethod
-    def forward(ctx: Any, rows_SC: torch.Tensor, axis: Axis, sent: list[int], came: list[int]):
-        ctx.back = axis, came, sent
-        return _exchange(rows_SC, axis, sent, came, ACTIVATIONS)
+    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], came: list[int], axis: Axis):
+        ctx.back = came, sent, axis
+        purpose = ACTIVATIONS if rows.is_floating_point() else ROUTING
+        return _exchange(rows, sent, came, axis, purpose)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor):
         return _exchange(gradients[0], *ctx.back, ACTIVATION_GRADIENTS), None, None, None
 
 
-def _exchange(
-    rows_SC: torch.Tensor, axis: Axis, sent: list[int], came: list[int], purpose: str
-) -> torch.Tensor:
-    rows_NC = rows_SC.new_empty(sum(came), rows_SC.shape[1])
-    axis.all_to_all(rows_NC, rows_SC.contiguous(), purpose=purpose, counts=(came, sent))
-    return rows_NC
+def _exchange(rows: torch.Tensor, sent: list[int], came: list[int], axis: Axis, purpose: str) -> torch.Tensor:
+    received = rows.new_empty(sum(came), *rows.shape[1:])
+    axis.all_to_all(received, rows.contiguous(), purpose=purpose, counts=(came, sent))
+    return received

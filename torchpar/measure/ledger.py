@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from compare.contract import communication
 from compare.contract.communication import PHASES, Communication, ring_wire_bytes
 from compare.contract.ledger import Ledger
-from compare.spec.axes import CP, DP_SHARD, PP, TP
+from compare.spec.axes import CP, PP, SHARDS, TP, parts_of
 from torchpar.comm.collectives import Axis, Call, observers
 from torchpar.comm.mesh import Mesh
 from torchpar.measure.watch import Sink, Watch
@@ -136,6 +136,8 @@ class LedgerSink(Sink):
         """Purpose of a collective in PyTorch's wrappers: mostly the reduction of gradients."""
         if dtype == "int32":
             return communication.UNUSED  # DDP's map of parameters
+        if kind == "all_to_all" and dtype == "int64":
+            return communication.ROUTING
         if axis == PP and kind == "permute":
             return communication.ACTIVATIONS_AND_GRADIENTS  # its batches of messages do not say which
         # FSDP2 gathers inside of the loss's backward, too: that is no part of the loss.
@@ -144,12 +146,12 @@ class LedgerSink(Sink):
         if axis == TP and self.watch.in_backward and not self.watch.runs_forward:
             is_of_fsdp = _runs(sys._getframe(1), lambda code: _FSDP2 in code.co_filename)
             return communication.REPLICATED_GRADIENTS if is_of_fsdp else communication.ACTIVATION_GRADIENTS
-        if axis == CP and kind != "all_reduce":
+        if kind == "all_to_all" or (axis == CP and kind != "all_reduce"):
             is_backward = self.watch.in_backward and not self.watch.runs_forward
             return communication.ACTIVATION_GRADIENTS if is_backward else communication.ACTIVATIONS
         if axis == TP:
             return communication.ACTIVATIONS if self.watch.module else communication.REPLICATED_GRADIENTS
-        is_of_parameters = axis == DP_SHARD and kind in ("all_gather", "broadcast")
+        is_of_parameters = {*parts_of(axis)} <= {*SHARDS} and kind in ("all_gather", "broadcast")
         return communication.PARAMETERS if is_of_parameters else communication.GRADIENTS
 
 

@@ -85,7 +85,8 @@ def communication(engine: str, experiment: Experiment, *, stage: int = 0) -> Byt
         numbers = experiment.model.n_layer * experiment.model.n_experts
         sent["all_reduce", data, ROUTING] = COUNT * numbers * experiment.microbatches_per_step
     for by_ep in (False, True):
-        sent |= _gradients(engine, experiment, stage, by_ep=by_ep)
+        for key, size in _gradients(engine, experiment, stage, by_ep=by_ep).items():
+            sent[key] = sent.get(key, 0.0) + size
     if layout.ep > 1:
         sent |= _expert_parallel(engine, experiment)
     if layout.tp > 1:

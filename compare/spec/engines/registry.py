@@ -189,7 +189,18 @@ FSDP2 = "fsdp2"
 
 
 def _not_in_pytorch(layout: Layout) -> str:
-    """Limits of torch.distributed.pipelining (2.13) beside a schedule, found out by running it."""
+    """Limits of PyTorch's wrappers (2.13): DDP, FSDP2, and torch.distributed.pipelining beside a
+    schedule, found out by running it."""
+    if layout.ep > 1 and layout.zero < 2:
+        return (
+            f"layout.ep = {layout.ep} with layout.zero = {layout.zero}: DDP reduces all of a module over "
+            "one group, and experts have another: choose layout.zero = 2 or 3"
+        )
+    if layout.ep > 1 and layout.tp > 1:
+        return (
+            f"layout.ep = {layout.ep} with layout.tp = {layout.tp}: fully_shard wants tensor parallelism's "
+            "parts on the mesh of its own ranks, and experts have another than the rest: leave one out"
+        )
     if layout.pp == 1 or layout.schedule != "zero_bubble":
         return ""
     if layout.data_parallel * layout.cp > 1:
@@ -256,6 +267,7 @@ TORCH = Side(
                 },
                 gradient_sync_with_tp=FSDP2,
                 contexts=("allgather",),
+                ep=True,
                 no_other_context="PyTorch's ring, the experimental context_parallel, is for three of CUDA's "
                 "kernels, none of them for float64; it exchanges no heads: set layout.context = allgather",
                 schedules=SCHEDULES,
