@@ -11,16 +11,18 @@ from msgspec import Struct, field
 WORK = "work.json"
 Part = Literal["products", "activations", "logits"]
 """Matrix products and GELUs of the blocks, and the head's products."""
-Kept = Literal["norm", "residual", "softmax", "loss"]
+Kept = Literal["norm", "residual", "softmax", "router", "loss"]
 """What products in 16 bits leave in the dtype of the weights: LayerNorms, the sums of the residual stream,
-attention's softmax (of which a fused kernel does not tell), and the loss from its logits on."""
+attention's softmax (of which a fused kernel does not tell), products that make a router's logits, and the
+loss from its logits on."""
 
 
 class ObservedWork(Struct, frozen=True, kw_only=True):
     """Observed work of one step, all devices together."""
 
     products: dict[str, int]
-    """Matrix products by the dtype of what is multiplied; tf32 where float32 may be rounded to it."""
+    """Matrix products, but a router's, by the dtype of what is multiplied; tf32 where float32 may be rounded
+    to it."""
     forward: dict[Part, int]
     """How many operations of each part forward runs."""
     again: dict[Part, int]

@@ -123,7 +123,7 @@ def _kept(run: Observed) -> Iterator[Finding]:
     stored = storage_dtype(run.experiment).name
     for what in get_args(Kept):
         found = run.work.kept.get(what, [])
-        if found or what != "softmax":
+        if found or what not in ("softmax", "router"):
             yield Finding(f"dtype of the {what}", stored, ", ".join(found) or "none")
 
 

@@ -206,6 +206,11 @@ def _to_experts(model: Model, layout: Layout) -> Iterator[str]:
                 "model.n_experts, or take the experiment experts"
             )
         return
+    if layout.compile not in ("auto", "none"):
+        yield (
+            f"layout.compile = {layout.compile} with model.n_experts = {experts}: how many tokens an expert "
+            "has is data, and a traced program has sizes: set layout.compile = none"
+        )
     if experts % layout.ep:
         yield f"layout.ep = {layout.ep} does not divide model.n_experts = {experts}: change one of them"
     if (chosen := model.experts_per_token) > experts:

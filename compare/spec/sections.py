@@ -215,7 +215,8 @@ class Layout(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     compile: Literal["auto", "none", "aot_eager", "inductor"] = "auto"
     """How torch-compiler compiles; no other engine asks. none: DTensor plans at every operator; aot_eager:
     torch.compile traces one program, run operator by operator; inductor: and fused. auto is inductor on GPUs,
-    and none on a CPU, where a compilation takes longer than a small training, or with remat = full."""
+    and none on a CPU, where a compilation takes longer than a small training, with remat = full and with
+    experts."""
 
     @property
     def axes(self) -> dict[str, int]:

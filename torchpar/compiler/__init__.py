@@ -28,7 +28,7 @@ def parallelize(
 
     Raises ValueError: the layout asks for a backend that this machine does not have.
     """
-    backend = resolve_backend(layout, mesh.device)
+    backend = resolve_backend(layout, mesh.device, sizes_are_data=model.balance is not None)
     if mesh.world.size > 1:
         parallel = _placed(model, mesh=mesh, layout=layout, make_optimizer=make_optimizer, fill=fill)
     else:

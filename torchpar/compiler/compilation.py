@@ -33,13 +33,14 @@ TRACED = {
 """By name in a traced graph, what a record counts: one of the operators that a checkpoint knows it by."""
 
 
-def resolve_backend(layout: Layout, device: torch.device) -> str:
+def resolve_backend(layout: Layout, device: torch.device, *, sizes_are_data: bool = False) -> str:
     """The backend that `layout.compile` asks for. Raises ValueError: there is no C++ compiler for inductor.
 
     auto is inductor on a GPU, if it can be, and none on a CPU, where it takes as long as fifty small steps.
     """
     if (asked := layout.compile) == "auto":
-        return "inductor" if device.type == "cuda" and layout.remat != "full" else "none"
+        can_trace = layout.remat != "full" and not sizes_are_data
+        return "inductor" if device.type == "cuda" and can_trace else "none"
     if asked == "inductor" and device.type == "cpu" and not shutil.which("c++"):
         raise ValueError("layout.compile = inductor: there is no C++ compiler: give aot_eager")
     return asked

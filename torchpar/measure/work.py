@@ -29,6 +29,8 @@ KEPT: dict[str, Kept] = {
 }
 SUMS, OF_BLOCK = ("add", "_to_copy"), re.compile(r"\bh\.\d+$")
 """Of the residual stream: operators of a block itself, by its path."""
+CHOICE = ".mlp.choice"
+"""End of the path of what makes a router's logits."""
 ATTENTION = "scaled_dot_product"
 """Common part of the fused kernels' names: two products, and what lies between them."""
 
@@ -46,10 +48,12 @@ class WorkSink(Sink):
     def operator(self, func: Any, operands: tuple, result: Any) -> None:
         name = func.overloadpacket.__name__
         is_product = name in PRODUCTS or ATTENTION in name
+        of_router = is_product and self.watch.module.endswith(CHOICE)
         is_sum = name in SUMS and OF_BLOCK.search(self.watch.module)
-        if (kept := "residual" if is_sum else KEPT.get(name)) and not self.watch.in_backward:
+        kept = "residual" if is_sum else "router" if of_router else KEPT.get(name)
+        if kept and not self.watch.in_backward:
             self._kept[kept].add(_name_of(tree_leaves(result)[0].dtype))
-        if not is_product and name not in ACTIVATIONS:
+        if of_router or (not is_product and name not in ACTIVATIONS):
             return
         first = next(leaf for leaf in tree_leaves(operands) if isinstance(leaf, torch.Tensor))
         if isinstance(first, FakeTensor):
