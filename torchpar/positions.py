@@ -1,6 +1,4 @@
-"""The positions that a rank of context parallelism has: embedding and dropout follow them."""
-
-from functools import cache, partial
+"""The positions that a rank of context parallelism has: embedding, rotation and dropout follow them."""
 
 import torch
 
@@ -16,9 +14,9 @@ def take_positions(model: GPT, layout: Layout, *, rank: int, device: torch.devic
 
     With Ulysses it has all rows of some heads; of those that tp leaves it, if tp splits them.
     """
-    model.positions = partial(own_positions, layout=layout, rank=rank)
     heads, length = model.config.n_head, model.config.block_size
-    position_t = model.positions(length // layout.cp, device=device)
+    position_t = torch.tensor(order_of_positions(length, layout), device=device).chunk(layout.cp)[rank]
+    model.positions = lambda length, device: position_t
     row_HT = torch.arange(heads * length, device=device).view(heads, length)
     of_heads = row_HT.view(layout.tp, layout.cp, -1)[:, rank]
     of_attention = of_heads if layout.context == "ulysses" else row_HT[:, position_t]
@@ -28,8 +26,11 @@ def take_positions(model: GPT, layout: Layout, *, rank: int, device: torch.devic
             module.rows = of_attention.flatten() if is_attention else position_t
 
 
-@cache
-def own_positions(length: int, *, layout: Layout, rank: int, device: torch.device) -> torch.Tensor:
-    """Positions in the sequence of the `length` ones of a rank along cp, int64 (length,)."""
-    order_T = order_of_positions(length * layout.cp, layout)
-    return torch.tensor(order_T[rank * length : (rank + 1) * length], device=device)
+def see_gathered(model: GPT, layout: Layout, *, rank: int, device: torch.device) -> None:
+    """The same, and let each position see those of all ranks, gathered in their order, up to its own."""
+    take_positions(model, layout, rank=rank, device=device)
+    position_S = torch.tensor(order_of_positions(model.config.block_size, layout), device=device)
+    for block in model.blocks:
+        core = block.get_submodule("attn.core")
+        core.seen_TS = position_S.chunk(layout.cp)[rank][:, None] >= position_S
+        core.get_submodule("dropout").places = position_S

@@ -17,7 +17,7 @@ from compare.contract.ledger import SCALAR
 from compare.judge.closed_forms.communication import ROLE, SMALL, WIDE, communication, is_plain, textbook
 from compare.judge.closed_forms.memory import elements_of_stage, on_one_device, padding_of_stage
 from compare.numerics.parameters import block_parameters, end_parameters
-from compare.spec.axes import AXES, CP, DP_SHARD, EP, REPLICAS, TP, joined_of
+from compare.spec.axes import AXES, CP, DP_SHARD, EP, REPLICAS, SHARDED_FROM, TP, joined_of
 from compare.spec.engines.registry import ENGINES, TORCH, side_of
 from compare.spec.experiment import Experiment, Layout, edited, load
 
@@ -94,6 +94,9 @@ def mismatches(
         spare = padding_of_stage(engine, experiment, stage=flow.stage)
         to_the_byte = is_exact or (is_manual and flow.axis == CP)
         least, most = (1 / spare, spare) if to_the_byte else _multiples(engine, experiment, flow)
+        is_of_replicas = flow.role == "reduce" and {*flow.axis.split("+")} <= {*REPLICAS}
+        if is_compiled and is_of_replicas and experiment.layout.zero == SHARDED_FROM["parameters"]:
+            most = math.inf  # torch.compile sums over replicas before it scatters, in each pass
         if flow.axis == EP and flow.role == "all_to_all" and not ENGINES[engine].sends.pads_rows:
             least, most = routed(experiment.layout, tokens_LE)
         limit = most * flow.textbook + 1 if flow.textbook or is_exact else other_ways

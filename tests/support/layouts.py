@@ -86,5 +86,10 @@ TORCH_COMPILER = {
     "zero2_tp": Layout(dp_shard=2, tp=2, zero=2),
     "fsdp_tp": Layout(dp_shard=2, tp=2, zero=3),
     "fsdp_tp_sp": Layout(dp_shard=2, tp=2, zero=3, sequence_parallel=True),
+    "cp": Layout(cp=4),
+    "ddp_cp": Layout(dp_replicate=2, cp=2, zigzag=True, remat="dots"),
+    "zero2_cp": Layout(dp_shard=2, cp=2, zero=2),
+    "fsdp_cp": Layout(dp_shard=2, cp=2, zero=3, zigzag=True),
+    "cp_tp": Layout(cp=2, tp=2, zigzag=True, sequence_parallel=True),
 }
 """torch-compiler."""

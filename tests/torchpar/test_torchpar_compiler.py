@@ -40,8 +40,9 @@ def test_every_layout_equals_one_device(rank: int, experiment: Experiment, names
 @on_ranks
 def test_a_step_is_one_graph_and_equals_one_device(rank: int) -> None:
     """Forward and backward of both passes and steps: torch.compile fails where it would break the graph."""
-    got, parallel = train(replace(LAYOUTS["fsdp_tp_sp"], compile="aot_eager"), rank, ADAM)
-    assert_same(got, reference(ADAM), "fsdp_tp_sp")
+    for name in ("cp", "fsdp_tp_sp"):
+        got, parallel = train(replace(LAYOUTS[name], compile="aot_eager"), rank, ADAM)
+        assert_same(got, reference(ADAM), name)
     work = parallel.compiled(is_fused=False)
     assert work["compiled"] == "aot_eager, 1 graph"
     assert (work["forward"]["activations"], work["forward"]["logits"]) == (BLOCKS, 1)
@@ -68,6 +69,9 @@ def test_what_placements_cannot_say_is_refused_by_name(monkeypatch):
     engine = ENGINES["torch-compiler"]
     with pytest.raises(ExperimentError, match=r"torch-compiler has no pipeline \(DTensor has no shift"):
         engine.require(Layout(pp=2, schedule="gpipe", microbatches=2))
+    for context, why in (("ring", "no placement for keys that pass by"), ("ulysses", "a gather on a CPU")):
+        with pytest.raises(ExperimentError, match=f"layout.context = {context}: .*{why}"):
+            engine.require(Layout(cp=2, context=context))
     with pytest.raises(ExperimentError, match="moments are DTensors"):
         engine.require(Layout(offload="optimizer"))
     full = Layout(remat="full", compile="aot_eager")

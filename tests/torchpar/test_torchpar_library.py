@@ -91,5 +91,10 @@ def test_what_ddp_cannot_do_is_refused_by_name():
     with pytest.raises(ExperimentError, match=r"layout.zero = 1 with layout.tp = 2: .*DTensor"):
         engine.require(Layout(dp_shard=2, tp=2, zero=1))
     engine.require(Layout(dp_shard=2, tp=2, zero=2))
+    for context in ("ring", "ulysses"):
+        with pytest.raises(ExperimentError, match="three of CUDA's kernels, none of them for float64"):
+            engine.require(Layout(cp=2, context=context))
+    with pytest.raises(ExperimentError, match="zero_bubble has backward in two halves"):
+        engine.require(Layout(cp=2, pp=2, schedule="zero_bubble", microbatches=2))
     assert engine.gradient_sync_for(Layout(dp_replicate=2, tp=2)) == "fsdp2"
     assert engine.gradient_sync_for(Layout(dp_replicate=2)) == "ddp"

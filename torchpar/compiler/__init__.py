@@ -9,10 +9,11 @@ from functools import partial
 
 from torch.distributed.tensor import DTensor
 
-from compare.spec.axes import DATA, SHARDED_FROM
+from compare.spec.axes import DATA, REPLICAS, SHARDED_FROM, joined
 from compare.spec.experiment import Layout
 from torchpar.comm.mesh import Mesh
-from torchpar.compiler import data_parallel, expert_parallel, fully_sharded, tensor_parallel
+from torchpar.comm.process_groups import group_threads
+from torchpar.compiler import context_parallel, data_parallel, expert_parallel, fully_sharded, tensor_parallel
 from torchpar.compiler.compilation import compile_forward, resolve_backend
 from torchpar.compiler.placement import ORDER, of_parameters, place_parameters
 from torchpar.dtensors import deal_heads, dtensor_optimizer, make_device_mesh, of_dtensors
@@ -45,6 +46,9 @@ def _placed(
     """The order: where parameters rest, where the batch comes in, where regions of split work begin and end,
     and when a shard is whole."""
     devices = make_device_mesh(mesh, [name for name in ORDER if mesh[name].size > 1])
+    if len(several := [name for name in REPLICAS if mesh[name].size > 1]) > 1:
+        with group_threads():  # DTensor then sums along all of them at once
+            devices[tuple(several)]._flatten(joined(*several))
     is_sharded = {role: layout.zero >= stage for role, stage in SHARDED_FROM.items()}
     if layout.tp > 1:
         deal_heads(model, layout.tp)
@@ -55,6 +59,8 @@ def _placed(
         tensor_parallel.split_layers(model, devices, sequence_parallel=layout.sequence_parallel)
     else:
         data_parallel.split_batch(model, devices)
+    if layout.cp > 1:
+        context_parallel.split_sequence(model, devices, layout)
     if model.balance:
         split = tensor_parallel.POSITION_DIM if layout.sequence_parallel else None
         expert_parallel.split_experts(model, devices, split=split)

@@ -3,6 +3,7 @@
     axis           parameters                                      activations (B, ...)
     tp             the dim whose logical axis its table names      whole, but in a region of split work
     dp_replicate   whole                                           B
+    cp             whole                                           B: a part of a sequence is a row
     dp_shard       dim 0, as far as ZeRO says                      B
 
 The mesh has tp outermost: where tp and dp_shard split one dim, dp_shard splits within tp's part, and what is
@@ -18,12 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from compare.numerics.parameters import parameter_table
-from compare.spec.axes import DP_REPLICATE, DP_SHARD, ROWS, SPLIT, TP
+from compare.spec.axes import CP, DATA, DP_REPLICATE, DP_SHARD, SPLIT, TP
 from torchpar.dtensors import Placements, axis_names, local_part
 from torchpar.model import GPT
 from torchpar.weights import nanogpt_dim, nanogpt_name
 
-ORDER = (TP, DP_REPLICATE, DP_SHARD)
+ORDER = (TP, DP_REPLICATE, CP, DP_SHARD)
 """Mesh axes, outermost first."""
 
 
@@ -34,8 +35,8 @@ def along(devices: DeviceMesh, **dims: int | None) -> Placements:
 
 
 def of_activation(devices: DeviceMesh, *, split: int | None = None) -> Placements:
-    """Those of (B, ...): rows by ROWS, and a dim that tp splits, if any."""
-    return along(devices, **{**dict.fromkeys(ROWS, 0), TP: split})
+    """Those of (B, ...): rows by DATA, and a dim that tp splits, if any."""
+    return along(devices, **{**dict.fromkeys(DATA, 0), TP: split})
 
 
 def of_parameters(model: GPT, devices: DeviceMesh, *, sharded: bool) -> dict[str, Placements]:
