@@ -29,7 +29,7 @@ from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import MLP_RATIO
 from compare.plan.machine import Machine
 from compare.spec.axes import SHARDED_FROM
-from compare.spec.experiment import Experiment, ExperimentError, Model
+from compare.spec.experiment import Experiment, Model
 
 SUSTAINED, MEMORY = 0.95, 0.90
 PRODUCTS = [(1e6, 0.1 / 0.95), (1e9, 0.6 / 0.95), (16e9, 0.9 / 0.95), (128e9, 1.0)]
@@ -108,10 +108,8 @@ class Shape(Struct, frozen=True, kw_only=True):
 
 
 class Variant(Struct, frozen=True, kw_only=True):
-    """Sizes in which a model of today differs from nanoGPT's: it is planned, and not trained here."""
+    """Sizes in which a model of today differs from those here: it is planned, and not trained."""
 
-    kv_heads: Annotated[int, Meta(ge=0)] = 0
-    """Heads of keys and of values (grouped queries, GQA), which divide n_head; 0 for the model's."""
     mlp: Annotated[int, Meta(ge=0)] = 0
     """Width inside the MLP; 0 for 4 n_embd."""
     gated: bool = False
@@ -124,15 +122,12 @@ GPT = Variant()
 
 
 def shape_of(model: Model, variant: Variant = GPT) -> Shape:
-    """Sizes of nanoGPT's model, or of one that differs. Raises ExperimentError: heads do not divide."""
-    groups = variant.kv_heads or model.kv_heads
-    if model.n_head % groups:
-        raise ExperimentError(f"--shape.kv_heads {groups} does not divide model.n_head = {model.n_head}")
+    """Sizes of the model, or of one that differs."""
     return Shape(
         layers=model.n_layer,
         width=model.n_embd,
         attention=model.n_embd,
-        keys=model.n_embd // model.n_head * groups,
+        keys=model.n_embd // model.group,
         mlp=variant.mlp or MLP_RATIO * model.n_embd,
         gates=1 + variant.gated,
         vocabulary=model.vocab_size,

@@ -20,7 +20,12 @@ CLIMBED = [rung for rung in LADDER if rung != "loss_scale"]
 """The rungs of all of them."""
 DEVICES = {"ddp": 2, "fsdp": 2, "zero1": 2, "tp_sp": 2, "pp": 2, "fsdp_tp_pp": 8}
 """The layouts that every engine trains that can, and on how many devices."""
-IN_PARTS = ("--train.loss_chunks", "4")
+TODAY = (
+    *("--model.position", "rope", "--model.norm", "rmsnorm", "--model.n_kv_head", "2"),
+    *("--model.activation", "relu_squared"),
+)
+"""nanochat's parts, of which tp gives each device one head of keys and of values."""
+IN_PARTS = ("--train.loss_chunks", "4", *TODAY)
 ON_HOST = ("--layout.offload", "optimizer", "--checkpoint.every", "3")
 SOME = {
     "hsdp": (("jax-manual",), 4, ()),
@@ -36,7 +41,7 @@ SOME = {
 }
 """Runs of some engines: on how many devices, and with which other flags; a row's first word is a preset."""
 ONE_DEVICE = {"single": (), "single, in parts": IN_PARTS}
-"""Runs of the reference: a loss in parts is another training, with the same numbers."""
+"""Runs of the reference: a loss in parts, by a model of today, is another training."""
 
 
 def arguments_of(row: str) -> tuple[str, ...]:

@@ -113,9 +113,13 @@ def _bytes(stored: list[StoredNumbers], experiment: Experiment) -> float:
     """Of a token. What is split by tp is as wide as products are."""
     model, layout = experiment.model, experiment.layout
     wide, narrow = storage_dtype(experiment).itemsize, _narrow(experiment)
-    split = layout.tp if layout.sequence_parallel else 1
+    split, shared = layout.tp if layout.sequence_parallel else 1, 2 - 2 / model.group  # keys, values
     return sum(
-        model.n_embd * (wide * each.stream / split + narrow * (each.entering + each.inside / layout.tp))
+        model.n_embd
+        * (
+            wide * each.stream / split
+            + narrow * (each.entering + (each.inside and each.inside - shared) / layout.tp)
+        )
         + model.n_head * model.block_size * wide * each.scores / layout.tp
         for each in stored
     )
