@@ -2,7 +2,7 @@
 
 from bounds import AT_REST, assert_bounded
 from grid import ON_HOST as FLAGS
-from grid import SETTINGS, arguments_of
+from grid import SETTINGS, TODAY, arguments_of
 
 from compare.contract.record import ON_HOST, read_record
 from compare.judge.closed_forms.memory import closed_form, excess
@@ -21,8 +21,8 @@ def test_moments_leave_the_devices_and_a_training_goes_on_with_them(grid, shardp
         assert abs(excess(manifest.resident_bytes, closed_form(engine, manifest.experiment))) < AT_REST
     without = [word for word in arguments_of(ROW) if word not in FLAGS]
     kept_none = [word for word in SETTINGS if word != "--keep_tensors"]
-    without[without.index("--engines") :] = ["--engines", "torch-manual", *kept_none, "--run_dir", "none"]
-    done = shardpair(*without, "--no_ladder")
+    without[without.index("--engines") :] = ["--engines", "torch-manual", *TODAY, *kept_none]
+    done = shardpair(*without, "--no_ladder", "--run_dir", "none")
     assert done.returncode == 0, done.stdout + done.stderr
     kept = read_record(shardpair.folder / "none" / "torch-manual").manifest
     moved = records["torch-manual"].manifest

@@ -5,6 +5,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+from records import OF_EXPERTS
+
 from compare.contract.record import MANIFEST, Record, read_record
 from compare.judge.ladder import LADDER
 from compare.spec.engines.registry import REFERENCE
@@ -16,7 +18,7 @@ SETTINGS = (
     *("--data.source", str(TEXT), "--keep_tensors"),
 )
 EVALUATED = ("--train.eval_interval", "2", "--train.eval_iters", "2")
-CLIMBED = [rung for rung in LADDER if rung != "loss_scale"]
+CLIMBED = [rung for rung in LADDER if rung not in ("loss_scale", *OF_EXPERTS)]
 """The rungs of all of them."""
 DEVICES = {"ddp": 2, "fsdp": 2, "zero1": 2, "tp_sp": 2, "pp": 2, "fsdp_tp_pp": 8}
 """The layouts that every engine trains that can, and on how many devices."""

@@ -47,6 +47,8 @@ INPUT = StoredNumbers(1)
 BLOCK = {"autograd": StoredNumbers(2, 2, 12), "scan": StoredNumbers(6, 2, 13, 1)}
 DOTS = {"autograd": StoredNumbers(1, 2, 8), "scan": StoredNumbers(2, 0, 8, 1)}
 DROPPED = {"autograd": StoredNumbers(2, scores=2), "scan": StoredNumbers(4, scores=4)}
+RMS = {"autograd": StoredNumbers(4), "scan": StoredNumbers(0)}
+"""What both norms of a block keep besides, where each is several operations."""
 UNFUSED = {"autograd": StoredNumbers(0), "scan": StoredNumbers(0, scores=3)}
 """In the block that runs: scores, and the gradients of scores and weights."""
 ENDS = {"autograd": StoredNumbers(4, 1), "scan": StoredNumbers(6, 1)}
@@ -97,9 +99,12 @@ def _activations(engine: str, experiment: Experiment, stage: int) -> float:
     dropped = [DROPPED[residuals]] if model.dropout else []
     others = layout.cp - 1 if layout.context == "allgather" else min(layout.cp - 1, 1)
     fetched = StoredNumbers(0, inside=2 * others / model.group)
-    block = [BLOCK[residuals], *dropped, *[fetched] * (layout.context == "allgather")]
+    shared = StoredNumbers(0, inside=2 / model.group - 2)  # by groups of queries: keys and values
+    turned = StoredNumbers(0, inside=1 + 1 / model.group)  # queries and keys, beside those before
+    today = [shared, *[turned] * (model.position == "rope"), *[RMS[residuals]] * (model.norm == "rmsnorm")]
+    block = [BLOCK[residuals], *dropped, *today, *[fetched] * (layout.context == "allgather")]
     remat = ENGINES[engine].remat_for(layout)
-    stored = {"full": [INPUT], "none": block, "dots": [DOTS[residuals], *dropped]}[remat]
+    stored = {"full": [INPUT], "none": block, "dots": [DOTS[residuals], shared, *dropped]}[remat]
     blocks = model.n_layer / (layout.pp * layout.chunks) * in_flight(engine, experiment, stage)
     tokens, casts = _tokens(experiment), 0.0
     if _narrow(experiment) == NARROW:
@@ -113,13 +118,9 @@ def _bytes(stored: list[StoredNumbers], experiment: Experiment) -> float:
     """Of a token. What is split by tp is as wide as products are."""
     model, layout = experiment.model, experiment.layout
     wide, narrow = storage_dtype(experiment).itemsize, _narrow(experiment)
-    split, shared = layout.tp if layout.sequence_parallel else 1, 2 - 2 / model.group  # keys, values
+    split = layout.tp if layout.sequence_parallel else 1
     return sum(
-        model.n_embd
-        * (
-            wide * each.stream / split
-            + narrow * (each.entering + (each.inside and each.inside - shared) / layout.tp)
-        )
+        model.n_embd * (wide * each.stream / split + narrow * (each.entering + each.inside / layout.tp))
         + model.n_head * model.block_size * wide * each.scores / layout.tp
         for each in stored
     )
