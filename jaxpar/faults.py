@@ -4,7 +4,7 @@ A missing reduction is planted as one in which only the first device's part coun
 would refuse to trace a step that leaves it out.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -22,12 +22,12 @@ from compare.contract.faults import PlantedFault
 from compare.contract.recording import Progress
 from compare.numerics.boxes import Weights
 from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, PP, TP
-from compare.spec.experiment import Experiment
+from compare.spec.experiment import Experiment, Layout
 from jaxpar import dropout, manual, optimizer, train
 from jaxpar.comm import collectives
 from jaxpar.explicit import data_parallel as typed_data_parallel
 from jaxpar.explicit import tensor_parallel as typed_tensor_parallel
-from jaxpar.manual import pipeline_parallel, tensor_parallel
+from jaxpar.manual import context_parallel, pipeline_parallel, tensor_parallel
 from jaxpar.model import Linear
 from jaxpar.run import Run
 
@@ -55,10 +55,11 @@ def wrong_collectives(
     *kinds: str, axis: str, purpose: str, of: Callable[[jax.Array, str], jax.Array]
 ) -> Generator[None]:
     """Collectives of these kinds, along an axis and for a purpose, of `of(x, axis)` in place of x."""
-    wanted = axis, purpose
+    along, wanted = axis, purpose
 
     def wrong(right: Callable[..., jax.Array], x: jax.Array, axis: Any, *, purpose: str = "", **options: Any):
-        x = of(x, axis) if (axis, purpose) == wanted else x
+        axes = (axis,) if isinstance(axis, str) else axis
+        x = of(x, axis) if along in axes and purpose == wanted else x
         return right(x, axis, purpose=purpose, **options)
 
     with ExitStack() as stack:
@@ -83,6 +84,25 @@ def norm_counts_replicas_twice(right: Any, gradients: Any, placements: Any) -> j
     for axis in AXES:  # split over it or not
         square = collectives.all_reduce(square, axis, purpose=NORM)
     return jnp.sqrt(square)
+
+
+@in_place_of(context_parallel, "own_positions")
+def local_positions(right: Any, order_S: np.ndarray, length: int) -> jax.Array:
+    return jnp.arange(length)
+
+
+@in_place_of(context_parallel, "blocks")
+def forgotten_hop(right: Any, q: jax.Array, source: jax.Array, layout: Layout) -> Iterator[tuple]:
+    """The keys and values of the device before this one are handed on, and no query sees them."""
+    is_next = source == (lax.axis_index(context_parallel.AXIS) - 1) % layout.cp
+    for i, j, is_seen, mask in right(q, source, layout):
+        yield i, j, is_seen & ~is_next, mask
+
+
+@in_place_of(context_parallel, "attend_backward")
+def stopped_maximum(right: Any, so_far: Any, q: jax.Array, g: jax.Array, lse: jax.Array, dot: jax.Array, *kv):
+    """A row's sum of exponentials is taken for a constant, as behind two stop_gradients: v alone is right."""
+    return right(so_far, q, g, lse, jnp.zeros_like(dot), *kv)
 
 
 # At a cast of jax-explicit ----------------------------------------------------------------------------------
@@ -197,6 +217,9 @@ FAULTS = (
     PlantedFault("stale_tied_copy", MANUAL, partial(tied_gradients, of=first_only)),
     PlantedFault("moved_weight", ALL, moved_weight),
     PlantedFault("shifted_targets", ALL, shifted_targets),
+    PlantedFault("local_positions", MANUAL, local_positions),
+    PlantedFault("forgotten_hop", MANUAL, forgotten_hop),
+    PlantedFault("stopped_maximum", MANUAL, stopped_maximum),
     PlantedFault("unscaled_dropout", ALL, unscaled),
     PlantedFault("reversed_update", ALL, partial(changed_updates, lambda update, _: -update)),
     PlantedFault("rounded_weights", ALL, partial(changed_updates, to_8_bits)),

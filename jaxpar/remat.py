@@ -13,6 +13,8 @@ IsGather = Callable[..., bool]
 VIEWS = frozenset({"convert_element_type", "reshape", "slice", "squeeze", "transpose"})
 # The result of a sum over devices is dear in the way that a matrix product is: dots keeps it as well.
 REDUCTIONS = frozenset({"psum", "psum_invariant", "reduce_scatter"})
+KEPT_BY_DOTS = "kept by dots"
+"""The name (`checkpoint_name`) of what a function with a derivative of its own has made by products."""
 
 
 def apply_remat(
@@ -40,6 +42,8 @@ def apply_remat(
             return False
         if primitive.name == "reshard":  # a sum over devices, if it casts what is unreduced
             return bool(arguments[0].sharding.spec.unreduced)
+        if primitive.name == "name":
+            return parameters["name"] == KEPT_BY_DOTS
         dots = jax.checkpoint_policies.dots_saveable
         return primitive.name in REDUCTIONS or bool(dots(primitive, *arguments, **parameters))
 

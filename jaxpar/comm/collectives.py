@@ -80,6 +80,12 @@ def reduce_scatter(x: jax.Array, axis: Axes, *, dim: int, purpose: str = "") -> 
         return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
 
+def all_to_all(x: jax.Array, axis: Axes, *, split: int, joined: int, purpose: str = "") -> jax.Array:
+    """Each device's part of one dim for all of another: (.., s, .., j, ..) -> (.., s / n, .., n j, ..)."""
+    with ledger_scope(purpose):
+        return lax.all_to_all(x, axis, split_axis=split, concat_axis=joined, tiled=True)
+
+
 def own_shard(x: jax.Array, axis: Axes, *, dim: int) -> jax.Array:
     """This device's shard of a full array, (.., d, ..) -> (.., d / n, ..) at `dim`, without communication."""
     size = x.shape[dim] // axis_size(axis)

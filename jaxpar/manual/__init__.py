@@ -19,7 +19,13 @@ from compare.pipeline.schedules import make_schedule
 from compare.pipeline.ticks import Ticks, lock_step
 from compare.spec.axes import DATA
 from jaxpar.comm import collectives
-from jaxpar.manual import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
+from jaxpar.manual import (
+    context_parallel,
+    data_parallel,
+    fully_sharded,
+    pipeline_parallel,
+    tensor_parallel,
+)
 from jaxpar.model import same
 from jaxpar.optimizer import moments_like
 from jaxpar.placement import specs
@@ -39,6 +45,7 @@ from jaxpar.step import (
 STRATEGIES = (
     pipeline_parallel.strategy,
     tensor_parallel.strategy,
+    context_parallel.strategy,
     fully_sharded.strategy,
     data_parallel.strategy,
 )

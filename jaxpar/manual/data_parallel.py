@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 
 from compare.contract.communication import GRADIENTS
-from compare.spec.axes import DP_REPLICATE
+from compare.spec.axes import DATA, REPLICAS
 from jaxpar.comm import collectives
+from jaxpar.placement import Placement
 from jaxpar.problem import Problem
 from jaxpar.step import Strategy
 
-AXIS = DP_REPLICATE
 BYTES_PER_MB = 1_000_000
 SENT_AS_IT_IS = 1 / 4
 """Of a bucket: a leaf as large as that has a message of its own. In a bucket it would save one message, and
@@ -33,28 +33,32 @@ be copied twice. JAX has no reduction of several arrays that stay where they are
 def strategy(problem: Problem, placements: Any) -> Strategy:
     """Gradients stay local until all passes are accumulated."""
     layout = problem.layout
-    method = layout.gradient_sync if layout.dp_replicate > 1 else "naive"
+    axes = REPLICAS if layout.zero else DATA  # ZeRO sums over what it splits
+    method = layout.gradient_sync if layout.replicas > 1 else "naive"
     limit = {"naive": 0, "flat": math.inf, "bucketed": layout.bucket_mb * BYTES_PER_MB}[method]
     return Strategy(
-        mark=partial(collectives.to_varying, axis=AXIS),
-        reduce=partial(synchronize_gradients, placements, limit=limit),
+        mark=lambda params: jax.tree.map(
+            lambda p, x: collectives.to_varying(x, _beside(p, axes)), placements, params
+        ),
+        reduce=partial(synchronize_gradients, placements, axes=axes, limit=limit),
     )
 
 
-def synchronize_gradients(placements: Any, gradients: Any, *, limit: float) -> Any:
-    """Means over the replicas, by one all-reduce per bucket of at most `limit` bytes.
+def synchronize_gradients(placements: Any, gradients: Any, *, axes: tuple[str, ...], limit: float) -> Any:
+    """Means over the replicas along these axes, by one all-reduce per bucket of at most `limit` bytes.
 
     0 is one per leaf (naive), infinity one for all (flat). Leaves that backward finishes first are first.
     """
     leaves, structure = jax.tree.flatten(gradients)
     # Joined with a leaf that other axes split, a repeated one would count as split.
-    alike = [(leaf.dtype, p.axes) for leaf, p in zip(leaves, jax.tree.leaves(placements), strict=True)]
+    placed = jax.tree.leaves(placements)
+    alike = [(leaf.dtype, p.axes) for leaf, p in zip(leaves, placed, strict=True)]
     sizes = [leaf.nbytes for leaf in leaves]
     mean = list(leaves)
     for bucket in bucket_plan(list(zip(alike, sizes, strict=True)), limit=limit):
-        summed = _all_reduce_together([leaves[index] for index in bucket])
+        summed = _all_reduce_together([leaves[index] for index in bucket], _beside(placed[bucket[0]], axes))
         for index, leaf in zip(bucket, summed, strict=True):
-            mean[index] = leaf / collectives.axis_size(AXIS)
+            mean[index] = leaf / collectives.axis_size(axes)
     return jax.tree.unflatten(structure, mean)
 
 
@@ -77,9 +81,14 @@ def bucket_plan(leaves: list[tuple[Hashable, int]], *, limit: float) -> list[lis
     return buckets
 
 
-def _all_reduce_together(leaves: list[jax.Array]) -> list[jax.Array]:
+def _beside(p: Placement, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the axes that do not split a parameter: an expert's gradient is a sum over ep already."""
+    return tuple(axis for axis in axes if axis not in p.axes)
+
+
+def _all_reduce_together(leaves: list[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
     """The leaves' sums by one all-reduce. Several are copied end to end for it; a single one is not."""
-    all_reduce = partial(collectives.all_reduce, axis=AXIS, purpose=GRADIENTS)
+    all_reduce = partial(collectives.all_reduce, axis=axes, purpose=GRADIENTS)
     if len(leaves) == 1:
         return [all_reduce(leaves[0])]
     ends = list(itertools.accumulate(leaf.size for leaf in leaves))[:-1]

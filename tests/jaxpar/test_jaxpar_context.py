@@ -1,23 +1,77 @@
-"""Context parallelism: every way against one device, in float64."""
+"""Context parallelism: attention of each way against PyTorch's, and steps against one device, in float64."""
 
+from functools import partial
+
+import jax
+import numpy as np
 import pytest
+import torch
+from jax.sharding import PartitionSpec as P
 from jax_steps import MODEL, two_steps, worst_errors
 from msgspec.structs import replace
 
+from compare.numerics.context import order_of_positions
 from compare.spec.experiment import Layout
+from jaxpar.comm.collectives import per_device
+from jaxpar.comm.mesh import make_mesh
+from jaxpar.manual.context_parallel import exchanged_attention, gathered_attention, ring_attention
+from jaxpar.model import causal_attention
 
-SPEC = replace(MODEL, n_layer=2, n_head=4, block_size=16, dropout=0.3)
-SP = {"tp": 2, "sequence_parallel": True}
+DROPPED = replace(MODEL, n_layer=2, n_head=4, block_size=16, dropout=0.3)
+UNDROPPED = replace(DROPPED, dropout=0.0, n_kv_head=2, position="rope")
 CASES = {
-    "compiler allgather, zigzag, cut by tp": Layout(cp=2, zigzag=True, **SP),
-    "compiler ulysses": Layout(cp=2, context="ulysses", dp_shard=2, zero=3),
+    "compiler allgather": (Layout(cp=2, zigzag=True, tp=2, sequence_parallel=True), DROPPED),
+    "compiler ulysses": (Layout(cp=2, context="ulysses", dp_shard=2, zero=3), DROPPED),
+    "manual allgather": (Layout(cp=2, zigzag=True, pp=2, microbatches=2), DROPPED),
+    "manual ulysses": (Layout(cp=2, context="ulysses", tp=2, sequence_parallel=True), DROPPED),
+    "manual ring": (Layout(cp=2, context="ring", zigzag=True, dp_replicate=2), UNDROPPED),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_device(name):
-    outcome = two_steps(f"jax-{name.split()[0]}", CASES[name], model=SPEC)
-    errors = worst_errors(outcome, SPEC)
+    engine, way = name.split()
+    layout, model = CASES[name]
+    outcome = two_steps(f"jax-{engine}", layout, model=model)
+    errors = worst_errors(outcome, model)
     assert max(errors.values()) <= 1e-10, errors  # measured: 3e-14
-    sent = {entry.kind for entry in outcome.ledger if entry.axis == "cp" and entry.purpose == "activations"}
-    assert ("all_to_all" in sent) == (CASES[name].context == "ulysses")
+    kind = {"allgather": "all_gather", "ulysses": "all_to_all", "ring": "permute"}[way]
+    assert kind in {e.kind for e in outcome.ledger if e.axis == "cp" and e.purpose == "activations"}
+
+
+def test_attention_of_each_way_is_pytorch_s():
+    """The result and the gradients of q, k and v, on four devices; four heads have two of keys and values."""
+    draw = np.random.default_rng(0).standard_normal
+    q, k, v, g = (draw((2, 16, heads, 4)) for heads in (8, 4, 4, 8))
+    tensors = [torch.from_numpy(x).transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    y = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
+    right = [y, *torch.autograd.grad(y, tensors, torch.from_numpy(g).transpose(1, 2))]
+
+    core = partial(causal_attention, softmax_dtype=q.dtype)
+    for layout in (
+        Layout(cp=4),
+        Layout(cp=4, zigzag=True),
+        Layout(cp=4, context="ulysses"),
+        Layout(cp=4, context="ring"),
+        Layout(cp=4, context="ring", zigzag=True),
+    ):
+        order_T = order_of_positions(16, layout)
+        way = {
+            "allgather": partial(gathered_attention, core, order_T),
+            "ulysses": partial(exchanged_attention, core),
+            "ring": partial(ring_attention, layout=layout),
+        }[layout.context]
+
+        def forward_and_back(q, k, v, g, way=way):
+            y, back = jax.vjp(partial(way, factor=None), q, k, v)
+            return y, *back(g)
+
+        spec = P(None, "cp")
+        mesh = make_mesh(layout, platform="cpu")
+        on_four = jax.jit(per_device(forward_and_back, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec))
+        found = on_four(*(x[:, order_T] for x in (q, k, v, g)))
+        for name, x, expected in zip("yqkv", found, right, strict=True):
+            back_BTHD = np.asarray(x)[:, order_T.argsort()]
+            np.testing.assert_allclose(
+                back_BTHD, expected.detach().transpose(1, 2).numpy(), atol=1e-13, err_msg=f"{layout} {name}"
+            )

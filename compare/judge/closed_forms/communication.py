@@ -199,16 +199,18 @@ def _tensor_parallel(engine: str, experiment: Experiment, stage: int) -> Bytes:
 
 
 def _context_parallel(engine: str, experiment: Experiment) -> Bytes:
-    """Backward under remat fetches anew, for attention's result is what the next product's weight needs. What
-    a ring sums on the way home has the dtype of the weights."""
+    """Backward under remat fetches anew, for attention's result is what the next product's weight needs; a
+    ring's is kept by JAX's `dots`. What a ring sums on the way home has the dtype of the weights."""
     layout, model, ranks = experiment.layout, experiment.model, experiment.layout.cp
     narrow = 1.0 if experiment.precision.dtype in WIDE else 0.5
     queries = narrow * model.n_layer / (layout.pp * layout.tp) * stream_bytes(experiment)
     keys_values = 2 * queries / model.group
-    times = 1 if ENGINES[engine].remat_for(layout) == "none" else 2
+    remat, by_jax = ENGINES[engine].remat_for(layout), ENGINES[engine].side == JAX.name
+    times = 1 if remat == "none" else 2
+    rounds = 2 if remat == "none" or (remat == "dots" and by_jax) else 3
     kind, forward, backward = {
         "allgather": ("all_gather", times * ranks * keys_values, ranks * keys_values),
-        "ring": ("permute", (times + 1) * (ranks - 1) * keys_values, ranks * keys_values / narrow),
+        "ring": ("permute", rounds * (ranks - 1) * keys_values, ranks * keys_values / narrow),
         "ulysses": ("all_to_all", times * (2 * queries + keys_values), 2 * queries + keys_values),
     }[layout.context]
     transposed = "reduce_scatter" if kind == "all_gather" else kind

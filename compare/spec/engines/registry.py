@@ -97,6 +97,18 @@ NO_RING = (
     "a ring is an order in time, which block is multiplied while the next is on its way, and the place of an "
     "array says nothing of it: choose one of these"
 )
+
+
+def _ring_in_ticks(layout: Layout) -> str:
+    if layout.cp > 1 and layout.pp > 1 and layout.context == "ring":
+        return (
+            f"layout.context = ring with layout.pp = {layout.pp}: at a tick some stages are idle, and XLA's "
+            "permute waits for all devices of the mesh, or pairs what belongs to different ticks: use "
+            "allgather or ulysses"
+        )
+    return ""
+
+
 JAX_LAYOUTS = Layouts(zero=(1, 2, 3), tp=True, offload=True, schedules=("gpipe", "interleaved"))
 JAX_ENGINES = (
     Engine(
@@ -151,6 +163,8 @@ JAX_ENGINES = (
         gradient_sync=("naive", "flat", "bucketed"),
         layouts=replace(
             JAX_LAYOUTS,
+            contexts=("allgather", "ring", "ulysses"),
+            refuses=_ring_in_ticks,
             schedules=("gpipe", "1f1b", "interleaved"),
             no_other_schedule="devices in lock-step do a backward in one tick, not in halves: choose one "
             "of these",
