@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from compare.contract import faults as contract
 from compare.contract.communication import ACTIVATIONS, GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS
 from compare.contract.faults import PlantedFault
-from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, PP, ROWS, TP
+from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, EP, PP, ROWS, TP
 from torchpar import dropout, library, train
 from torchpar import run as batches
 from torchpar.comm.collectives import DONE, Axis, Work, chunk_slices
@@ -34,8 +34,8 @@ from torchpar.manual import context_parallel
 from torchpar.manual.megatron import leave_region
 from torchpar.manual.stage import Stage
 from torchpar.manual.tensor_parallel import RowParallelLinear
-from torchpar.model import GPT
-from torchpar.parallel_model import local
+from torchpar.model import GPT, Balance, Choice
+from torchpar.parallel_model import Parameters, Strategy, local
 from torchpar.run import Run
 
 # At a collective of torch-manual, by mesh axis and purpose --------------------------------------------------
@@ -102,6 +102,54 @@ def stopped_maximum() -> AbstractContextManager:
         return right(*others, torch.zeros_like(dot_BKGR), **options)
 
     return patch.object(context_parallel, "attend_backward", wrong)
+
+
+def wrong_choice(
+    wrong: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+) -> AbstractContextManager:
+    """Of a router's weights, chosen experts (B, T, k) and logits (B, T, E): other weights and experts."""
+    right = Choice.forward
+
+    def forward(self: Choice, x_BTC: torch.Tensor, router_EC: torch.Tensor) -> Any:
+        *chosen, probability_E = right(self, x_BTC, router_EC)
+        return *wrong(*chosen, nn.functional.linear(x_BTC, router_EC)), probability_E
+
+    return patch.object(Choice, "forward", forward)
+
+
+def of_next_expert(weights: torch.Tensor, chosen: torch.Tensor, logits: torch.Tensor) -> Any:
+    return weights, ((chosen + 1) % logits.shape[-1]).sort().values
+
+
+def unrenormalised(weights: torch.Tensor, chosen: torch.Tensor, logits: torch.Tensor) -> Any:
+    return logits.softmax(-1).gather(-1, chosen), chosen
+
+
+def local_balance() -> AbstractContextManager:
+    """The load-balance loss has each rank's own shares of its own choices; what is recorded is of all."""
+    right = Balance.forward
+
+    def forward(self: Balance, *args: torch.Tensor) -> torch.Tensor:
+        with patch.object(self, "total_counts", lambda counts_LE: counts_LE):
+            loss = right(self, *args)
+        self.tokens_LE = self.total_counts(self.tokens_LE)
+        return loss
+
+    return patch.object(Balance, "forward", forward)
+
+
+def averaged_experts(run: Run) -> None:
+    """Ranks of ep take the mean of gradients that are of other experts each."""
+    axis, parallel = run.mesh[EP], run.parallel
+
+    def finish(parameters: Parameters) -> None:
+        for name in sorted(parameters):
+            if axis in parallel.sharded_over.get(name, ()):
+                gradient = parameters[name].grad
+                assert gradient is not None
+                axis.all_reduce(local(gradient).div_(axis.size), purpose=GRADIENTS)
+
+    run.parallel = parallel.under(Strategy(finish=finish))
 
 
 # In what a user gives to PyTorch's wrappers -----------------------------------------------------------------
@@ -342,6 +390,10 @@ FAULTS = (
     PlantedFault("local_positions", ALL, partial(spoiled, local_positions)),
     PlantedFault("forgotten_hop", MANUAL, forgotten_hop),
     PlantedFault("stopped_maximum", MANUAL, stopped_maximum),
+    PlantedFault("next_expert", ALL, partial(wrong_choice, of_next_expert)),
+    PlantedFault("unrenormalised_weights", ALL, partial(wrong_choice, unrenormalised)),
+    PlantedFault("local_balance", ALL, local_balance),
+    PlantedFault("averaged_experts", ALL, partial(spoiled, averaged_experts)),
     PlantedFault("unscaled_dropout", ALL, unscaled_dropout),
     PlantedFault("same_dropout_on_every_rank", ALL, partial(spoiled, same_dropout_on_every_rank)),
     PlantedFault("reversed_update", ALL, partial(spoiled, partial(change_update, change=_reversed))),

@@ -38,7 +38,12 @@ class Fault(Struct, frozen=True):
 
 
 SIXTEEN_BITS, UNDROPPED = "precision.dtype=bfloat16", "model.dropout=0.0"
-REFERENCES = {SIXTEEN_BITS: "reference-16-bits", UNDROPPED: "reference-undropped"}
+EXPERTS = "model.n_experts=8"
+REFERENCES = {
+    SIXTEEN_BITS: "reference-16-bits",
+    UNDROPPED: "reference-undropped",
+    EXPERTS: "reference-experts",
+}
 """Of faults that are asked for with numbers of their own."""
 PLANTED = (
     Fault("different_seed", "batch", "one engine draws other rows", edit="train.seed=1338"),
@@ -74,6 +79,16 @@ PLANTED = (
         "a ring's sum of exponentials has no derivative",
         preset="cp_ring",
         asks=UNDROPPED,
+    ),
+    Fault("next_expert", "routing", "each token goes to the experts after its own", asks=EXPERTS),
+    Fault("unrenormalised_weights", "routing", "experts weighed by a softmax over all of them", asks=EXPERTS),
+    Fault("local_balance", "loss", "the load-balance loss is of each device's own shares", asks=EXPERTS),
+    Fault(
+        "averaged_experts",
+        "gradients",
+        "experts' gradients are averaged over ranks that have others",
+        preset="fsdp_ep",
+        asks=EXPERTS,
     ),
     Fault("unscaled_dropout", "loss", "what dropout keeps is not scaled up"),
     Fault("same_dropout_on_every_rank", "loss", "all ranks of tp drop as the first does", preset="tp"),
