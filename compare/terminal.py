@@ -99,7 +99,7 @@ def layout_in_words(experiment: Experiment, platform: str) -> str:
     of gradient accumulation share a pipeline's schedule.
     """
     layout = experiment.layout
-    parts = [_data_parallel(experiment), _context_parallel(layout)]
+    parts = [_data_parallel(experiment), _expert_parallel(layout), _context_parallel(layout)]
     parts += [_tensor_parallel(experiment), _pipeline(experiment)]
     words = ", ".join(part for part in parts if part) or "nothing split"
     devices = f"{layout.devices} {platform.upper()} device{'s' if layout.devices > 1 else ''}"
@@ -108,15 +108,20 @@ def layout_in_words(experiment: Experiment, platform: str) -> str:
 
 def _data_parallel(experiment: Experiment) -> str:
     layout = experiment.layout
-    if layout.dp_shard == 1:
+    if not layout.zero:
+        replicas = layout.dp_replicate * layout.dp_shard
         reduced = "" if layout.gradient_sync == "bucketed" else f" ({layout.gradient_sync} reductions)"
-        return f"data parallel over {layout.dp_replicate}{reduced}" if layout.dp_replicate > 1 else ""
+        return f"data parallel over {replicas}{reduced}" if replicas > 1 else ""
     if layout.zero == 3:
         kept = "" if layout.reshard_after_forward else " (gathered parameters kept until backward)"
         split = f"fully sharded over {layout.dp_shard}{kept}"
     else:
         split = f"{ZERO[layout.zero]} split over {layout.dp_shard} (ZeRO-{layout.zero})"
     return f"{layout.dp_replicate} replicas, each {split}" if layout.dp_replicate > 1 else split
+
+
+def _expert_parallel(layout: Layout) -> str:
+    return f"experts shared out over {layout.ep}" if layout.ep > 1 else ""
 
 
 def _context_parallel(layout: Layout) -> str:

@@ -10,7 +10,8 @@
 
 Backward has two products for each of forward's, and twice its vectors. tp splits what is inside of its
 regions; sequence parallelism the norms and sums as well. cp splits the tokens: of contiguous parts the last
-sees all that is before it, and takes (2 n - 1) / n times the mean of a fused attention.
+sees all that is before it, and takes (2 n - 1) / n times the mean of a fused attention. Of experts a device
+computes its own, on as many rows as a fair router gives each.
 
 Sources: Megatron (arXiv 1909.08053); FlashAttention-2 (2307.08691). PRODUCTS, SUSTAINED and MEMORY: Calculon
 (2310.06003, systems/a100_80g.json), its steps joined by lines. They are the same on every chip, and were not
@@ -43,7 +44,7 @@ UPDATED, MOMENT, SUMMED, CAST = 4 * 4.0, 2 * 4.0, 3 * 4.0, 4.0 + 2.0
 """Bytes of a parameter: clipping reads a gradient, the optimizer reads it again, and reads and writes the
 weight and each moment; a pass adds its gradient to the sum; a cast reads 32 bits and writes 16."""
 
-Part = Literal["products", "attention", "vectors", "again", "tp", "cp", "pp", "dp", "update"]
+Part = Literal["products", "attention", "vectors", "again", "tp", "ep", "cp", "pp", "dp", "update"]
 PARTS: tuple[Part, ...] = get_args(Part)
 """What the time of a step is spent on; of collectives, what nothing hides."""
 
@@ -76,14 +77,19 @@ class Shape(Struct, frozen=True, kw_only=True):
     context: int
     """T: tokens of a sequence."""
     heads: int
+    experts: int = 1
+    """MLPs of a block; one without experts."""
+    chosen: int = 1
+    """Of these, MLPs that compute a token."""
 
-    def block_products(self, tokens: float, tp: int) -> list[tuple[float, float, float]]:
-        """(m, k, n) of those of one block's forward on a device: q, k, v; out; up; down."""
+    def block_products(self, tokens: float, tp: int, ep: int = 1) -> list[tuple[float, float, float]]:
+        """(m, k, n) of those of one block's forward on a device: q, k, v; out; up and down of each expert."""
         width, attention, mlp = self.width, self.attention / tp, self.mlp / tp
-        into = attention + 2 * self.keys / tp
-        return [(tokens, w, n) for w, n in ((width, into), (attention, width))] + [
-            (tokens, width, self.gates * mlp),
-            (tokens, mlp, width),
+        into, here = attention + 2 * self.keys / tp, self.experts // ep
+        rows = tokens * self.chosen / here
+        return [(tokens, w, n) for w, n in ((width, into), (attention, width))] + here * [
+            (rows, width, self.gates * mlp),
+            (rows, mlp, width),
         ]
 
     def attention_flops(self, tokens: float, tp: int) -> float:
@@ -103,8 +109,8 @@ class Shape(Struct, frozen=True, kw_only=True):
     @property
     def flops_per_token(self) -> float:
         """Forward and backward, as MFU counts them: no recomputation, masked scores included."""
-        weights = self.layers * self.block_parameters + self.vocabulary * self.width
-        return 6.0 * weights + 3 * self.layers * self.attention_flops(1, 1)
+        products = self.layers * sum(m * k * n for m, k, n in self.block_products(1, 1))
+        return 6.0 * (products + self.vocabulary * self.width) + 3 * self.layers * self.attention_flops(1, 1)
 
 
 class Variant(Struct, frozen=True, kw_only=True):
@@ -133,6 +139,8 @@ def shape_of(model: Model, variant: Variant = GPT) -> Shape:
         vocabulary=model.vocab_size,
         context=model.block_size,
         heads=model.n_head,
+        experts=model.n_experts or 1,
+        chosen=model.experts_per_token if model.n_experts else 1,
     )
 
 
@@ -197,7 +205,8 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     def block_product_s(self) -> float:
         """Seconds of one block's products, forward."""
-        products = self.shape.block_products(self.tokens, self.experiment.layout.tp)
+        layout = self.experiment.layout
+        products = self.shape.block_products(self.tokens, layout.tp, layout.ep)
         return sum(self.product_s(*product) for product in products)
 
     def attention_s(self) -> tuple[float, float]:
@@ -225,7 +234,7 @@ def block_terms(setting: Setting) -> list[Term]:
     forward, backward = setting.attention_s()
     split = layout.tp if layout.sequence_parallel else 1
     size = setting.stream * 10.0 * setting.tokens * shape.width / split
-    size += setting.number * setting.tokens * (shape.gates + 1) * shape.mlp / layout.tp
+    size += setting.number * setting.tokens * shape.chosen * (shape.gates + 1) * shape.mlp / layout.tp
     vectors, products = size / setting.memory, setting.block_product_s()
     attention = 0.0 if setting.fused and setting.remat == "dots" else forward  # its result is kept
     again = {

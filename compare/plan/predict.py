@@ -38,7 +38,7 @@ from compare.plan.compute import (
     update_terms,
 )
 from compare.plan.machine import Machine
-from compare.spec.axes import AXES, CP, DATA, DP_SHARD, PP, REPLICAS, SHARDED_FROM, TP, joined_of
+from compare.spec.axes import AXES, CP, DATA, DP_SHARD, EP, PP, REPLICAS, SHARDED_FROM, SHARDS, TP, joined_of
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError
 
@@ -88,10 +88,12 @@ def setting_of(engine: str, experiment: Experiment, machine: Machine, **given: A
     """
     layout, dtype, spec = experiment.layout, experiment.precision.dtype, ENGINES[engine]
     is_late = spec.offers_choice and layout.gradient_sync in ("naive", "flat")
+    shards = {DP_SHARD, joined_of(SHARDS, layout.axes)}
     together = {joined_of(names, layout.axes) for names in (REPLICAS, DATA)}
-    hidden = {f"{axis} {GRADIENTS}" for axis in ({DP_SHARD} if is_late else {DP_SHARD, *together})}
+    hidden = {f"{axis} {GRADIENTS}" for axis in (shards if is_late else shards | together)}
     hidden |= {f"{CP} {purpose}" for purpose in STREAMS if layout.context == "ring"}
-    hidden |= {f"{DP_SHARD} {PARAMETERS}"} if layout.zero == SHARDED_FROM["parameters"] else set()
+    if layout.zero == SHARDED_FROM["parameters"]:
+        hidden |= {f"{axis} {PARAMETERS}" for axis in shards}
     ways: dict[str, Any] = {
         "shape": shape_of(experiment.model),
         "number": WIDE.get(dtype, 2.0),
@@ -114,7 +116,8 @@ def predict(engine: str, experiment: Experiment, machine: Machine, **given: Any)
     traffic = traffic_of(setting)
     blocks, head = block_terms(setting), head_terms(setting)
     # A sum over tp runs beside products at best, and a ring's hop beside the attention to what came before.
-    windows: dict[Part, float] = {TP: 3 * setting.block_product_s(), CP: sum(setting.attention_s())}
+    # Tokens on their way to experts and back wait for nothing, and nothing else is there to be done.
+    windows: dict[Part, float] = {TP: 3 * setting.block_product_s(), EP: 0.0, CP: sum(setting.attention_s())}
     sums = [
         _term(axis, sent, _exposed(setting, sent, window), forward=float(sent.purpose in (ACTIVATIONS, LOSS)))
         for axis, seconds in windows.items()

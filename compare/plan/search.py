@@ -23,7 +23,7 @@ from compare.judge.closed_forms.peak import peak_of_stage
 from compare.plan.compute import GPT, PARTS, Part, Variant, shape_of
 from compare.plan.machine import Machine
 from compare.plan.predict import predict, ways_of
-from compare.spec.axes import CP, DP_REPLICATE, DP_SHARD, PP, TP
+from compare.spec.axes import CP, DP_REPLICATE, DP_SHARD, EP, PP, TP
 from compare.spec.checks import check
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited
@@ -179,6 +179,7 @@ def name_of(layout: Layout, rows: int) -> str:
     parts = [
         f"dp{layout.dp_replicate}" if layout.dp_replicate > 1 else "",
         f"{zero}{layout.dp_shard}" if layout.dp_shard > 1 else "",
+        f"{EP}{layout.ep}" if layout.ep > 1 else "",
         f"{TP}{layout.tp}{'sp' if layout.sequence_parallel else ''}" if layout.tp > 1 else "",
         f"{CP}{layout.cp}.{layout.context}{'.zigzag' * layout.zigzag}" if layout.cp > 1 else "",
         f"{PP}{layout.pp}.{layout.schedule}{chunks}" if layout.pp > 1 else "",
@@ -215,6 +216,7 @@ def candidates(
         share = max(sequences // (shards * replicas), 1)
         settings = {
             "zero": choices("zero", (1, 2, 3) if shards > 1 else (0,)),
+            "ep": choices("ep", divisors(math.gcd(shards, experiment.model.n_experts or 1))),
             "sequence_parallel": choices("sequence_parallel", (True, False) if tp > 1 else (False,)),
             "schedule": choices("schedule", ENGINES[engine].layouts.schedules if pp > 1 else ("1f1b",)),
             "context": choices("context", (cp > 1 and ENGINES[engine].layouts.contexts) or [asked.context]),

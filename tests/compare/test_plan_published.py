@@ -63,7 +63,7 @@ class Row(NamedTuple):
 def shape_of(row: dict[str, Any]) -> Shape:
     attention = row.get("attention", row["width"])
     sizes = {"attention": attention, "keys": attention, "mlp": 4 * row["width"], **row}
-    return Shape(**{field: sizes[field] for field in Shape.__struct_fields__})
+    return Shape(**{field: sizes[field] for field in Shape.__struct_fields__ if field in sizes})
 
 
 def experiment_of(row: dict[str, Any], pods: int) -> Experiment:
