@@ -104,7 +104,10 @@ class Check(Study, frozen=True, kw_only=True):
         if not presets:
             return rungs_of_engines(experiment, engines, self.devices or DEVICES)
         variants = VARIANTS if self.variants == ("all",) else self.variants
-        return against_one_device(engines, varied(experiment, presets, variants), as_presets=True)
+        rows, refused = varied(experiment, presets, variants, skips=self.presets == ("all",))
+        cases, left_out = against_one_device(engines, rows, as_presets=True)
+        whole_rows = {f"{engine}.{row}": why for engine in engines for row, why in refused.items()}
+        return cases, left_out | whole_rows
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:

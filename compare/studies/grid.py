@@ -1,5 +1,6 @@
 """Engines x rows: the cases of a study whose tables have a column for each engine, and such a table."""
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -44,14 +45,20 @@ def grid(
 
 
 def varied(
-    experiment: Experiment, presets: Mapping[str, int], variants: Iterable[str]
-) -> dict[str, Experiment]:
-    """Rows for `grid`: each preset on its devices in each setting, `fsdp, precision.dtype=float32`."""
-    return {
-        ", ".join(filter(None, (name, variant))): spread(edited(experiment, edits_of(variant)), name, devices)
-        for variant in ("", *variants)
-        for name, devices in presets.items()
-    }
+    experiment: Experiment, presets: Mapping[str, int], variants: Iterable[str], *, skips: bool = False
+) -> tuple[dict[str, Experiment], dict[str, str]]:
+    """Rows for `grid`: each preset on its devices in each setting, `fsdp, precision.dtype=float32`; and why
+    others cannot be. Raises ExperimentError for these, unless it `skips` them."""
+    rows, refused = {}, {}
+    for variant, (name, devices) in itertools.product(("", *variants), presets.items()):
+        row = ", ".join(filter(None, (name, variant)))
+        try:
+            rows[row] = spread(edited(experiment, edits_of(variant)), name, devices)
+        except ExperimentError as error:
+            if not skips:
+                raise
+            refused[row] = str(error)
+    return rows, refused
 
 
 def beside_first(engines: Sequence[str], experiment: Experiment, **asks: Any) -> dict[str, Case]:

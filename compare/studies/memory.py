@@ -46,7 +46,8 @@ class Memory(Study, frozen=True, kw_only=True):
         check_names("--presets", "preset", self.presets, PRESETS)
         # As few devices as it can be spread over.
         presets = {name: 1 if name == "single" else 2 * PRESETS[name].fixed for name in self.presets}
-        return grid(chosen_engines(self.engines), varied(experiment, presets, self.variants))
+        rows, _ = varied(experiment, presets, self.variants)
+        return grid(chosen_engines(self.engines), rows)
 
     def keep(self, case: Case, record: Record) -> Peak:
         """Of the fullest device; no byte if the engine does not say what it holds."""
