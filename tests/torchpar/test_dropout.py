@@ -1,5 +1,6 @@
 """Dropout by counters: Threefry's published numbers, and the same masks in NumPy, JAX and PyTorch."""
 
+import itertools
 import math
 
 import jax.numpy as jnp
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from compare.numerics.context import order_of_positions
 from compare.numerics.dropout import (
     BITS,
     DropoutSite,
@@ -19,10 +21,11 @@ from compare.numerics.dropout import (
 from compare.numerics.stream import keys_of_step
 from compare.spec.checks import LANES
 from compare.spec.experiment import Experiment
-from compare.spec.sections import Model, Train
+from compare.spec.sections import Layout, Model, Train
 from jaxpar import dropout as in_jax
 from torchpar import dropout as in_torch
 from torchpar.model import GPT
+from torchpar.positions import take_positions
 
 KNOWN = [
     ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
@@ -105,6 +108,26 @@ def test_tensor_parallelism_says_which_rows_are_here():
         assert len(drops) == 1 + 3 * model.n_layer
         assert len({drop.number for drop in drops}) == len(drops)
         assert {drop.site for drop in drops if drop.part == 1} == sites
+
+
+def test_context_parallelism_says_which_rows_are_here():
+    """And tp, inside of it: heads of attention's weights (H, T, S), positions of the stream (T, C)."""
+    model = Model(n_layer=1, n_head=4, n_embd=6, block_size=8, vocab_size=16, dropout=0.5)
+    keys = sequence_keys(1, 2, 1, 2)[0]
+    for layout in (Layout(cp=2, tp=2, zigzag=True), Layout(cp=2, tp=2, context="ulysses")):
+        is_ulysses, gpt = layout.context == "ulysses", GPT(model)
+        for cp, tp in itertools.product(range(2), range(2)):
+            own = order_of_positions(8, layout).reshape(2, -1)[cp]
+            take_positions(gpt, layout, rank=cp, device=torch.device("cpu"))
+            in_torch.split_rows(gpt, tp, sequence_parallel=True)
+            for drop in (m for m in gpt.modules() if isinstance(m, in_torch.Dropout)):
+                if drop.site == DropoutSite.ATTENTION:
+                    kept = is_kept(keys, drop.number, (4, 8, 8), 0.5)[:, 2 * tp : 2 * tp + 2]
+                    kept = kept[:, [cp]] if is_ulysses else kept[:, :, own]
+                else:
+                    kept = is_kept(keys, drop.number, (8, 6), 0.5)[:, own[2 * tp : 2 * tp + 2]]
+                got = drop(torch.ones(kept.shape), signed(keys)) != 0
+                np.testing.assert_array_equal(got.numpy(), kept)
 
 
 def test_the_rate_is_met_and_nothing_repeats():

@@ -28,8 +28,9 @@ from spmd_types.checker import typecheck
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis
-from torchpar.manual import megatron, tensor_parallel
+from torchpar.manual import context_parallel, megatron, tensor_parallel
 from torchpar.manual.data_parallel import DataParallel
 
 RANKS = 4
@@ -54,8 +55,10 @@ def typed(x: torch.Tensor, axis: Axis, to: Any) -> torch.Tensor:
     return spmd.assert_type(x, {axis.group: to})
 
 
-def of_mapping(*, x: torch.Tensor, axis: Axis, dim: int | None, forward: Any, backward: Any) -> Any:
+def of_mapping(*, x: torch.Tensor, axis: Axis, dim: Any, forward: Any, backward: Any) -> Any:
     """What a mapping returns, typed. What varies is a part of the whole along a dim."""
+    if forward is megatron._exchange:
+        return rules.all_to_all(x, axis.group, src=S(dim[0]), dst=S(dim[1]))
     kind, *ends = CASTS[forward.__name__, backward.__name__]
     src, dst = (S(dim) if end is V else end for end in ends)
     if src is P and type_of(x, axis) is V:  # each rank's product of parts is said to be a part of a sum
@@ -70,6 +73,11 @@ def of_cross_entropy(loss_N: torch.Tensor, *, logits_NV: torch.Tensor, targets_N
     typed(loss_N, axis, I)
 
 
+def of_ring(y: torch.Tensor, *, q_BKGtD: Any, kv_2BKtD: Any, axis: Axis, ends: Any) -> None:
+    for x in (q_BKGtD, kv_2BKtD, y):
+        typed(x, axis, V)
+
+
 @contextmanager
 def one_rank(name: str) -> Generator[Axis]:
     """An axis of several ranks of which only this one runs; what it sends goes nowhere."""
@@ -81,6 +89,7 @@ def one_rank(name: str) -> Generator[Axis]:
             spmd.set_current_mesh(mesh),
             patch.object(megatron._Mapping, new=staticmethod(of_mapping), **how),
             patch.object(megatron._CrossEntropy, new=staticmethod(of_cross_entropy), **how),
+            patch.object(context_parallel._Ring, new=staticmethod(of_ring), **how),
         ):
             yield Axis(name, size=RANKS, rank=0, group=mesh.get_group(name))
     finally:
@@ -188,3 +197,21 @@ def test_gradients_of_replicas_that_are_not_summed_or_twice_are_told():
         replica_sums(axis, times=2)
     with one_rank("dp_replicate") as axis, pytest.raises(SpmdTypeError, match="The loss is Varying"):
         replica_sums(axis, means=V)
+
+
+@pytest.mark.parametrize("way", ["allgather", "ring", "ulysses"])
+def test_under_context_parallelism_gradients_are_parts_of_a_sum(way):
+    """All of the weights, and the loss is each rank's own: a mean over cp is to be made of both."""
+    layout, ids_BT, cpu = Layout(cp=RANKS, context=way), TOKENS_BT[:, :2].clone(), torch.device("cpu")
+    model = make_gpt()
+    with one_rank("cp") as axis:
+        context_parallel.split_sequence(model, axis, layout, cpu)
+        with typecheck():
+            for parameter in model.parameters():
+                typed(parameter, axis, R)
+            for own in (ids_BT, model.positions(2, device=cpu)):
+                typed(own, axis, V)
+            loss = typed(model(ids_BT, ids_BT)[1], axis, V)
+            spmd.reinterpret(loss, axis.group, src=V, dst=P).backward()
+            for parameter in model.parameters():
+                typed(parameter.grad, axis, P)

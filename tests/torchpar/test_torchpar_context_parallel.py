@@ -1,0 +1,132 @@
+"""Context parallelism by hand, on four gloo ranks, in float64: attention in three ways, a GPT, bytes, hops.
+
+The oracles are PyTorch's `scaled_dot_product_attention` over whole sequences, and the same GPT on one rank.
+"""
+
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+from gpt_steps import ADAM, assert_same, backward, make_parallel, reference, train
+from modules import normal
+from msgspec.structs import replace
+from ranks import RANKS, axis, counted, on_ranks
+from torch.nn import functional as F
+
+from compare.contract.communication import LOSS
+from compare.judge.closed_forms.communication import communication
+from compare.numerics.context import order_of_positions
+from compare.spec.experiment import Layout, Model, Precision, Train
+from torchpar import manual
+from torchpar.comm.collectives import Axis
+from torchpar.manual import context_parallel
+from torchpar.model import CausalAttention
+from torchpar.optimizer import optimizer_step
+
+WAYS = {
+    "allgather": Layout(cp=RANKS),
+    "allgather, zigzag": Layout(cp=RANKS, zigzag=True),
+    "ring": Layout(cp=RANKS, context="ring"),
+    "ring, zigzag": Layout(cp=RANKS, context="ring", zigzag=True),
+    "ulysses": Layout(cp=RANKS, context="ulysses"),
+}
+GPTS = WAYS | {
+    "full": replace(WAYS["ring, zigzag"], remat="full"),
+    "dots": replace(WAYS["ring"], remat="dots"),
+    "ddp": Layout(cp=2, dp_replicate=2, context="ring", zigzag=True, gradient_sync="overlapped"),
+    "zero1": Layout(cp=2, dp_shard=2, zero=1, zigzag=True, remat="full"),
+    "fsdp": Layout(cp=2, dp_shard=2, zero=3, context="ulysses", remat="dots"),
+    "tp": Layout(cp=2, tp=2, context="ulysses"),
+    "tp_sp": Layout(cp=2, tp=2, sequence_parallel=True, context="ring", zigzag=True),
+}
+STEP = Train(batch_size=4, gradient_accumulation_steps=2)
+close = partial(torch.testing.assert_close, rtol=1e-13)
+
+
+def attention(layout: Layout, rank: int, *whole: torch.Tensor) -> list[torch.Tensor]:
+    """This rank's y, dq, dk and dv, from whole q, k, v and dy (B, T, H, D)."""
+    core = CausalAttention(Model(), 1)
+    way = context_parallel.CORES[layout.context](core, axis(), layout)
+    *q_k_v, dy = (own(x, layout, rank) for x in whole)
+    leaves = [x.clone().requires_grad_() for x in q_k_v]
+    y = way(*leaves)
+    y.backward(dy.to(y.dtype))
+    return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def own(x_BTHD: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    return x_BTHD[:, torch.tensor(order_of_positions(x_BTHD.shape[1], layout)).chunk(RANKS)[rank]]
+
+
+@on_ranks
+def test_each_way_is_the_attention_of_whole_sequences(rank: int) -> None:
+    """Also with fewer heads of keys and values, and where scores are far apart; in bfloat16 nearly."""
+    for kv_heads, scale in ((8, 1.0), (4, 1.0), (4, 30.0)):
+        whole = [normal(2, 24, heads, 3, seed=heads) for heads in (8, kv_heads, kv_heads, 8)]
+        whole[0] = scale * whole[0]
+        leaves = [x.clone().requires_grad_() for x in whole[:3]]
+        heads_first = (x.transpose(1, 2) for x in leaves)
+        y = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
+        y.backward(whole[3])
+        expected = [y.detach(), *(leaf.grad for leaf in leaves)]
+        for name, layout in WAYS.items():
+            got = attention(layout, rank, *whole)
+            narrow = attention(layout, rank, *(x.bfloat16() for x in whole)) if scale == 1.0 else []
+            for what, right in enumerate(expected):
+                said = partial("{1}, {2}: {0}".format, what, name)
+                close(got[what], own(right, layout, rank), msg=said, atol=1e-13 * scale)
+                if narrow:
+                    assert narrow[what].dtype == torch.bfloat16
+                    assert (narrow[what] - got[what]).norm() < 0.05 * got[what].norm(), (what, name)
+
+
+@on_ranks
+def test_hops_begin_before_the_blocks_that_the_mask_leaves(rank: int) -> None:
+    """h a hop, f and b a block forward and backward. In zigzag all ranks have as many."""
+    whole, done = [normal(1, 16, 2, 3, seed=seed) for seed in range(4)], list[str]()
+
+    def noted(letter: str, owner: object, name: str) -> AbstractContextManager:
+        right = getattr(owner, name)
+        return patch.object(owner, name, lambda *args, **how: done.append(letter) or right(*args, **how))
+
+    of_module = (("f", "attend"), ("b", "attend_backward"))
+    with ExitStack() as stack:
+        for place in (("h", Axis, "start_shift"), *((c, context_parallel, name) for c, name in of_module)):
+            stack.enter_context(noted(*place))
+        for name, blocks in (
+            ("ring", [int(k <= rank) for k in range(RANKS)]),
+            ("ring, zigzag", [3, 2, 2, 2]),
+        ):
+            done.clear()
+            attention(WAYS[name], rank, *whole)
+            hops = [*"h" * (RANKS - 1), ""]
+            forward = [hop + "f" * count for hop, count in zip(hops, blocks, strict=True)]
+            backward = [hop + "b" * count + "h" for hop, count in zip(hops, blocks, strict=True)]
+            assert "".join(done) == "".join(forward + backward), name
+
+
+@on_ranks
+def test_a_gpt_equals_one_device(rank: int) -> None:
+    expected = reference(ADAM)
+    for name, layout in GPTS.items():
+        assert_same(train(manual.parallelize, layout, rank, ADAM)[0], expected, name)
+
+
+@on_ranks
+def test_what_is_sent_is_the_closed_form(rank: int) -> None:
+    for name, layout in GPTS.items():
+        if layout.tp > 1:
+            continue  # of a vocabulary that tp does not divide it is not
+        parallel, mesh = make_parallel(manual.parallelize, layout, rank, ADAM)
+        for step in range(2):
+            with counted() as counts:
+                backward(parallel, mesh, step, layout)
+                optimizer_step(parallel, ADAM.optimizer, step)
+        sent = {tuple(call): size for call, size in counts.items()}
+        experiment = replace(ADAM, layout=layout, train=STEP, precision=Precision(dtype="float64"))
+        for item, size in communication("torch-manual", experiment).items():
+            if item[2] != LOSS:
+                assert sent.pop(item) == pytest.approx(size, rel=0.01 * (layout.zero > 0)), (name, item)
+        assert all(size <= 8 for size in sent.values()), (name, sent)
