@@ -124,7 +124,9 @@ def flips_of_rounding(run: Record) -> float:
     A router's logits are as far off as the stream is, by r of their spread s. If they are normal, the k-th of
     E and the next are nearer to each other than d with a probability of at most 0.4 E d / s; a difference
     that is off by sqrt(2) r s at random turns 0.23 E r of the tokens, one of k choices each. One turned
-    token, of however few, may be turned again in every block after.
+    token, of however few, may be turned again in every block after. In 162 models of 2 to 8 layers and 4 to
+    16 experts, in 16 bits against float32, 0.4 of that were turned (median), 1.6 in bfloat16 and 3.3 in
+    float16 at most; two runs in 16 bits round much alike.
     """
     model, dtype = run.manifest.experiment.model, run.manifest.experiment.precision.dtype
     if not model.n_experts or dtype == "float64":

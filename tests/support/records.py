@@ -29,7 +29,7 @@ from compare.numerics.parameters import (
     parameter_table,
     storage_dtype,
 )
-from compare.numerics.stream import Evaluation, keys_of_step, steps_due
+from compare.numerics.stream import Evaluation, keys_of_step, shape_of_routing, steps_due
 from compare.pipeline.schedules import make_schedule
 from compare.spec.axes import REPLICAS, joined_of
 from compare.spec.engines.registry import ENGINES
@@ -96,6 +96,11 @@ def tensors_of(experiment: Experiment) -> dict[Rung, dict[str, np.ndarray]]:
         Rung.LATER_WEIGHTS: {name: weights[name] - noise[name] for name in weights},
         Rung.FINAL_WEIGHTS: {name: weights[name] + noise[name] for name in weights},
     }
+    if k := experiment.model.experts_per_token if experiment.model.n_experts else 0:
+        shape = shape_of_routing(experiment)
+        tokens = np.arange(np.prod(shape[:-1]), dtype=np.int32).reshape(*shape[:-1], 1)
+        chosen = (tokens + np.arange(k, dtype=np.int32)) % experiment.model.n_experts
+        tensors[Rung.ROUTING] = {"experts": np.sort(chosen)}
     for (_, *rungs), moments in zip(UPDATES, (made, made_later), strict=True):
         tensors |= dict(zip(rungs, moments.values(), strict=False))
     request = make_request(experiment)
@@ -113,7 +118,11 @@ def _updated(experiment: Experiment, weights, gradients, moments, step: int) -> 
 
 def make_steps(experiment: Experiment) -> list[Step]:
     """A falling loss, and at first the norm of the gradients in `tensors_of`."""
-    norm = global_norm(tensors_of(experiment)[Rung.GRADIENTS])
+    tensors, tokens = tensors_of(experiment), {}
+    norm = global_norm(tensors[Rung.GRADIENTS])
+    if Rung.ROUTING in tensors:
+        counts = [np.bincount(layer.ravel()).tolist() for layer in tensors[Rung.ROUTING]["experts"]]
+        tokens = {"tokens_per_expert": counts}
     return [
         Step(
             step=index,
@@ -122,6 +131,7 @@ def make_steps(experiment: Experiment) -> list[Step]:
             lr=learning_rate(experiment.optimizer, index),
             step_time_ms=10.0 + index,
             instrumented=index == 1,
+            **tokens,
         )
         for index in range(experiment.train.max_iters)
     ]

@@ -66,8 +66,8 @@ def norm(self: model.LayerNorm, x: torch.Tensor) -> torch.Tensor:
     return F.layer_norm(x.bfloat16(), x.shape[-1:], weight, bias, self.eps).to(x.dtype)
 
 
-def residual(self: model.Block, x: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
-    x = rounded(x + self.attn(self.ln_1(x), keys))
+def residual(self: model.Block, x: torch.Tensor, keys: torch.Tensor | None, turn: None) -> torch.Tensor:
+    x = rounded(x + self.attn(self.ln_1(x), keys, turn))
     return rounded(x + self.mlp(self.ln_2(x), keys))
 
 

@@ -1,0 +1,90 @@
+"""The rung of experts: who computes each token is held exactly, and below float64 as far as rounding goes."""
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from records import CLIMBED, OF_EXPERTS, make_record, make_steps, tensors_of
+
+from compare.contract.request import Rung
+from compare.judge.ladder import climb
+from compare.spec.experiment import Data, Experiment, Model, Precision, Train
+
+MODEL = Model(n_layer=2, n_head=2, n_embd=8, block_size=8, vocab_size=256, n_experts=4, experts_per_token=2)
+TRAIN = Train(max_iters=4, batch_size=4, gradient_accumulation_steps=2)
+
+
+def spec(dtype: str) -> Experiment:
+    return Experiment(
+        model=MODEL, train=TRAIN, precision=Precision(dtype=dtype), data=Data(source="synthetic")
+    )
+
+
+def turned(experiment: Experiment, tokens: int) -> dict:
+    """Tensors of a run whose first tokens of block 1 and pass 1 have expert 3 in the place of 0, or reverse;
+    and steps that count so."""
+    tensors = tensors_of(experiment)
+    experts = tensors[Rung.ROUTING]["experts"].copy()
+    chosen = experts[1, 1].reshape(-1, 2)[:tokens]
+    for pair in chosen:
+        gone = pair[0]
+        pair[0] = next(e for e in range(4) if e not in pair)
+        pair.sort()
+        assert gone not in pair
+    tensors[Rung.ROUTING] = {"experts": experts}
+    counts = [np.bincount(layer.ravel(), minlength=4).tolist() for layer in experts]
+    return {
+        "tensors": tensors,
+        "steps": [replace(s, tokens_per_expert=counts) for s in make_steps(experiment)],
+    }
+
+
+def test_experts_are_held_exactly_in_float64_and_up_to_rounding_below(tmp_path):
+    for dtype, tokens, passes in (("float64", 0, True), ("float64", 1, False), ("float32", 1, True)):
+        experiment, at = spec(dtype), tmp_path / f"{dtype}-{tokens}"
+        reference = make_record(at / "reference", experiment)
+        verdict = climb(reference, make_record(at / "candidate", experiment, **turned(experiment, tokens)))
+        assert verdict.passed == passes, verdict.sentence()
+        assert {result.rung for result in verdict.rungs} == {*CLIMBED, *OF_EXPERTS}
+        share = tokens / (2 * 2 * 4 * 8 * 2)  # one of two choices of a token
+        assert verdict.error("routing") == pytest.approx(share)
+        if tokens:
+            said = next(result.worst for result in verdict.rungs if result.rung == "routing")
+            first = "the first in pass 1, block 1, sequence 0, position 0: expert 2 instead of 0"
+            assert said == f"1 of 256 choices, {first}"
+        if not passes:
+            assert verdict.failure.rung == "routing"
+
+
+def test_more_than_rounding_turns_is_red_and_a_turned_token_is_the_reason_of_what_follows(tmp_path):
+    experiment = spec("float32")
+    reference = make_record(tmp_path / "reference", experiment)
+    many = climb(reference, make_record(tmp_path / "many", experiment, **turned(experiment, 8)))
+    assert many.failure.rung == "routing"
+    parted = turned(experiment, 1)
+    parted["tensors"][Rung.GRADIENTS] = {n: 2 * g for n, g in parted["tensors"][Rung.GRADIENTS].items()}
+    sentence = climb(reference, make_record(tmp_path / "parted", experiment, **parted)).sentence()
+    assert sentence.startswith("FAIL at gradients: ")
+    assert sentence.endswith("position 0: expert 2 instead of 0")
+
+
+def test_a_record_counts_what_it_routed(tmp_path):
+    experiment = spec("float64")
+    reference, right = make_record(tmp_path / "reference", experiment), make_steps(experiment)
+    counts = right[0].tokens_per_expert
+    for name, tokens, says in (
+        (
+            "other",
+            [[counts[0][0] - 1, counts[0][1] + 1, *counts[0][2:]], counts[1]],
+            "than its tokens_per_expert",
+        ),
+        ("lost", [[counts[0][0] - 1, *counts[0][1:]], counts[1]], "step 0 has (experts, tokens) by block"),
+        ("none", [], "step 0 has (experts, tokens) by block"),
+    ):
+        steps = [replace(right[0], tokens_per_expert=tokens), *right[1:]]
+        verdict = climb(reference, make_record(tmp_path / name, experiment, steps=steps))
+        assert verdict.failure.rung == "request", name
+        assert says in verdict.sentence(), name
+    later = [*right[:3], replace(right[3], tokens_per_expert=[counts[0], [0, 0, 64, 64]])]
+    verdict = climb(reference, make_record(tmp_path / "later", experiment, steps=later))
+    assert verdict.failure.rung == "tokens_per_expert"
+    assert verdict.failure.worst == "block 1 in step 3"

@@ -1,0 +1,125 @@
+"""A GPT with experts: against a mixture of experts in NumPy, and on four gloo ranks against one device."""
+
+from unittest.mock import patch
+
+import gpt_steps
+import numpy as np
+import pytest
+import torch
+from gpt_steps import ADAM, CONFIG, assert_same, backward, batches, make_gpt, make_parallel
+from msgspec.structs import replace
+from numpy_gpt import numpy_loss
+from ranks import on_ranks
+
+from compare.numerics.gpt2_names import from_gpt2
+from compare.numerics.parameters import initial_parameters
+from compare.spec.axes import DATA
+from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, Precision
+from torchpar import compiler, library, manual
+from torchpar.model import GPT
+from torchpar.remat import apply_remat
+from torchpar.weights import load_weights, to_arrays
+
+SPEC = Model(n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=11, bias=True, n_experts=4, balance=0.5)
+
+
+def values(config: Model, *, ties: bool = False) -> dict[str, np.ndarray]:
+    """Canonical weights of size about 0.3; with ties the router's are equal for all experts but the first."""
+    drawn, generator = (
+        Experiment(model=config, precision=Precision(dtype="float64")),
+        np.random.default_rng(0),
+    )
+    weights = {n: w + generator.normal(0, 0.3, w.shape) for n, w in initial_parameters(drawn).items()}
+    for router in (w for name, w in weights.items() if ties and ".router." in name):
+        router[:, 1:] = router[:, 1:2]
+    return weights
+
+
+def gradients(config: Model, weights, tokens, *, remat: str = "none", chunks: int = 1):
+    """The loss, gradients by canonical name, and how often each expert was chosen."""
+    model = GPT(config, loss_chunks=chunks).double()
+    load_weights(model, weights)
+    apply_remat(model.blocks, remat)
+    _, loss = model(*map(torch.from_numpy, tokens))
+    loss.backward()
+    named = {name: p.grad for name, p in model.named_parameters()}
+    return loss.item(), to_arrays(named, config), model.balance.tokens_LE
+
+
+def test_a_mixture_of_experts_equals_numpy():
+    tokens = np.random.default_rng(1).integers(0, 11, (2, 3, 6))
+    for k, activation, ties in (
+        (1, "gelu", False),
+        (2, "gelu_tanh", False),
+        (3, "gelu", True),
+        (4, "gelu", False),
+    ):
+        config = replace(SPEC, experts_per_token=k, activation=activation)
+        weights = values(config, ties=ties)
+        loss, found, counts = gradients(config, weights, tokens)
+        assert loss == pytest.approx(numpy_loss(config, weights, *tokens), rel=1e-13), (k, activation, ties)
+        assert counts.sum(1).tolist() == [18 * k] * 2
+        if ties:  # of equal ones the last are left: the second and third are chosen together, the fourth last
+            assert (counts[:, 1] == 18).all()
+            continue
+        for name in (
+            f"blocks.{layer}.mlp.{of}.weight" for layer in (0, 1) for of in ("router", "up", "down")
+        ):
+            place, moved = np.unravel_index(np.abs(found[name]).argmax(), found[name].shape), []
+            for step in (1e-5, -1e-5):
+                nudged = {**weights, name: weights[name].copy()}
+                nudged[name][place] += step
+                moved.append(numpy_loss(config, nudged, *tokens))
+            assert found[name][place] == pytest.approx((moved[0] - moved[1]) / 2e-5, rel=1e-6), (k, name)
+
+
+def test_recomputation_and_parts_of_the_loss_change_nothing():
+    weights, tokens = values(SPEC), np.random.default_rng(1).integers(0, 11, (2, 3, 6))
+    loss, expected, _ = gradients(SPEC, weights, tokens)
+    for options in ({"remat": "full"}, {"remat": "dots"}, {"chunks": 3}):
+        again, found, _ = gradients(SPEC, weights, tokens, **options)
+        assert again == pytest.approx(loss, rel=1e-14), options
+        for name, gradient in expected.items():
+            np.testing.assert_allclose(
+                found[name], gradient, rtol=1e-12, atol=1e-14, err_msg=f"{options} {name}"
+            )
+
+
+LAYOUTS = {
+    "ddp": Layout(dp_replicate=4),
+    "hsdp": Layout(dp_replicate=2, dp_shard=2, zero=3),
+    "tp": Layout(dp_replicate=2, tp=2),
+    "tp_sp": Layout(dp_shard=2, zero=3, tp=2, sequence_parallel=True, remat="full"),
+}
+ENGINES = {"manual": manual, "library": library, "compiler": compiler}
+
+
+@on_ranks
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradients_on_ranks_are_one_devices(rank: int, engine: str) -> None:
+    """Whoever has a part of the batch must hear of all choices: else the load-balance loss is another one."""
+    config = replace(CONFIG, n_experts=4, balance=0.5)
+    experiment = replace(ADAM, model=config)
+    with patch.object(gpt_steps, "CONFIG", config):
+        whole = make_gpt()
+        for inputs, targets in zip(*batches(0), strict=True):
+            (whole(inputs, targets)[1] / 2).backward()
+        expected = {name: p.grad for name, p in whole.named_parameters()}
+        for name, layout in LAYOUTS.items():
+            model = make_gpt()
+            parallel, mesh = make_parallel(ENGINES[engine].parallelize, layout, rank, experiment, model)
+            data, router = mesh.joined(*DATA), "transformer.h.0.mlp.router.weight"
+            if name == "ddp":  # without the others' choices
+                backward(parallel, mesh, 0, layout)
+                wrong = parallel.full(parallel.gradients())[router]
+                assert (wrong - expected[router]).abs().max() > 1e-6, engine
+                parallel.optimizer.zero_grad(set_to_none=True)
+            model.balance.total_counts = lambda counts, data=data: (data.all_reduce(counts), counts)[1]
+            backward(parallel, mesh, 0, layout)
+            found = {"gradients": parallel.full(parallel.gradients())}
+            assert_same(found, {"gradients": expected}, f"{engine} {name}")
+
+
+def test_gpt2_has_no_experts():
+    with pytest.raises(ExperimentError, match=r"model.n_experts = 4: GPT-2 has no word for it"):
+        from_gpt2({}, SPEC, "a file")
