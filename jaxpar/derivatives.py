@@ -46,8 +46,9 @@ def _product_backward(
     outputs_of_weight = list(range(contracted, weight.ndim))
     of_x = jnp.tensordot(g, weight, (outputs_of_g, outputs_of_weight), out_sharding=type_of_gradient(x))
     if math.prod(x.shape) <= math.prod(g.shape):
-        return of_x, jnp.tensordot(x, g, (of_batch, of_batch))
-    of_weight_OI = jnp.tensordot(g, x, (of_batch, of_batch))
+        return of_x, jnp.tensordot(x, g, (of_batch, of_batch), out_sharding=type_of_gradient(weight))
+    weight_OI = jnp.moveaxis(weight, range(contracted), range(-contracted, 0))
+    of_weight_OI = jnp.tensordot(g, x, (of_batch, of_batch), out_sharding=type_of_gradient(weight_OI))
     return of_x, jnp.moveaxis(of_weight_OI, range(-contracted, 0), range(contracted))
 
 

@@ -4,14 +4,14 @@ Blocks are stacked along a leading layer dim and scanned: one block is compiled 
 its activations anew. Tensor parallelism sets the hooks of `Linear` and `Embedding`.
 
 Legend: B batch, T and S position, C n_embd, H heads, K of them of keys and values, D head_dim = C/H, V
-vocabulary.
+vocabulary; L layers, E experts, of which a token has k, M features inside of an MLP.
 """
 
 import math
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -190,8 +190,67 @@ class MLP(nnx.Module):
         self.activation = ACTIVATIONS[config.activation]
         self.dropout = Dropout(config.dropout, DropoutSite.MLP_OUT)
 
-    def __call__(self, x_BTC: jax.Array, noise: Noise | None = None) -> jax.Array:
-        return self.dropout(self.down(self.activation(self.up(x_BTC))), noise)
+    def __call__(self, x_BTC: jax.Array, noise: Noise | None = None) -> tuple[jax.Array, None]:
+        return self.dropout(self.down(self.activation(self.up(x_BTC))), noise), None
+
+
+class Routing(NamedTuple):
+    """Of a layer, or with L in front of all: each expert's mean probability, (E,), a softmax over all; how
+    often it was chosen, int32 (E,); and the experts of each token, int32 (B, T, k), in ascending order."""
+
+    probability: jax.Array
+    count: jax.Array
+    chosen: jax.Array
+
+
+class UpToEach(Linear):
+    """The linear map of every expert, from x (..., C) by a weight (E, C, M) to (..., E, M)."""
+
+    def product(self, x: jax.Array) -> jax.Array:
+        weight_CEM = self.weight[...].astype(self.compute).swapaxes(0, 1)
+        return self.multiply(x.astype(self.compute), weight_CEM, 1)
+
+
+class Experts(nnx.Module):
+    """MLPs of which a router chooses k for each token: those of the largest logits, of equal ones the first.
+
+    Every expert computes every token, and weighs 0 where it was not chosen: so shapes do not depend on data,
+    at E / k times the work. XLA on a CPU makes as much of `lax.ragged_dot`.
+
+    Hooks: `exchange` takes (`mix`, x, weights (B, T, E), chosen (B, T, k)) to where experts are, and back;
+    `enter_weights` takes what `mix` has for weights, as `up.enter` its x.
+    """
+
+    def __init__(self, config: Model, dtypes: Dtypes):
+        width, inner, experts = config.n_embd, MLP_RATIO * config.n_embd, config.n_experts
+        self.router = Linear((width,), (experts,), bias=False, dtypes=dtypes)
+        self.router.compute = dtypes.storage  # in 16 bits many logits would be equal
+        self.up = UpToEach((experts, width), (inner,), bias=False, dtypes=dtypes)
+        self.down = Linear((experts, inner), (width,), bias=False, dtypes=dtypes)
+        self.activation = ACTIVATIONS[config.activation]
+        self.dropout = Dropout(config.dropout, DropoutSite.MLP_OUT)
+        self.chosen = config.experts_per_token
+        self.enter_weights: Hook = same
+        self.exchange: Callable[..., jax.Array] = lambda mix, x_BTC, weights_BTE, chosen_BTk: mix(
+            x_BTC, weights_BTE
+        )
+
+    def __call__(self, x_BTC: jax.Array, noise: Noise | None = None) -> tuple[jax.Array, Routing]:
+        with jax.named_scope(f"{KEEPS}router"):
+            logits_BTE = self.router(x_BTC)
+        _, chosen_BTk = lax.top_k(lax.stop_gradient(logits_BTE), self.chosen)
+        chosen_BTk = jnp.sort(chosen_BTk, axis=-1)
+        is_chosen_BTE = (chosen_BTk[..., None] == jnp.arange(logits_BTE.shape[-1])).any(axis=-2)
+        weights_BTE = jax.nn.softmax(jnp.where(is_chosen_BTE, logits_BTE, -jnp.inf), axis=-1)
+        y_BTC = self.exchange(self.mix, x_BTC, weights_BTE, chosen_BTk)
+        probability_E = jax.nn.softmax(logits_BTE, axis=-1).mean(axis=(0, 1))
+        count_E = is_chosen_BTE.sum(axis=(0, 1), dtype=jnp.int32)
+        return self.dropout(y_BTC, noise), Routing(probability_E, count_E, chosen_BTk)
+
+    def mix(self, x: jax.Array, weights: jax.Array) -> jax.Array:
+        """The sum of all experts' outputs on x (.., C), times their weights (.., E): (.., C)."""
+        hidden = self.activation(self.up(x))  # (.., E, M)
+        return self.down(hidden * self.enter_weights(weights)[..., None])
 
 
 class Block(nnx.Module):
@@ -201,13 +260,14 @@ class Block(nnx.Module):
         self.norm1 = norm(config, dtypes)
         self.attention = Attention(config, dtypes)
         self.norm2 = norm(config, dtypes)
-        self.mlp = MLP(config, dtypes)
+        self.mlp = (Experts if config.n_experts else MLP)(config, dtypes)
 
     def __call__(
         self, x_BTC: jax.Array, noise: Noise | None = None, positions: Positions = None
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, Routing | None]:
         x_BTC = add(x_BTC, self.attention(self.norm1(x_BTC), noise, positions))
-        return add(x_BTC, self.mlp(self.norm2(x_BTC), noise))
+        y_BTC, routing = self.mlp(self.norm2(x_BTC), noise)
+        return add(x_BTC, y_BTC), routing
 
 
 @jax.named_scope(f"{KEEPS}residual")
@@ -260,6 +320,7 @@ class GPT(nnx.Module):
         gather_layer: (parameters of a layer as stored, x_BTC) -> full parameters: nested dicts.
         wrap_layer: applied to the scanned block, which begins with `gather_layer`.
         cross_entropy: (logits, targets) -> mean loss.
+        total_counts, mean_probability: of `Routing`'s (L, E) that these tokens have to that of all.
     """
 
     def __init__(self, experiment: Experiment, *, remat: Remat = "none"):
@@ -268,6 +329,9 @@ class GPT(nnx.Module):
         self.gather_layer: Callable[[Any, jax.Array], Any] = lambda layer, x_BTC: layer
         self.wrap_layer = partial(apply_remat, remat=remat)
         self.cross_entropy: Callable[[jax.Array, jax.Array], jax.Array] = cross_entropy
+        self.total_counts: Hook = same
+        self.mean_probability: Hook = same
+        self.alpha = config.balance
         self.embedding = Embedding(config, dtypes)
         self.blocks = nnx.vmap(lambda: Block(config, dtypes), axis_size=config.n_layer)()
         self.norm = norm(config, dtypes)
@@ -275,24 +339,38 @@ class GPT(nnx.Module):
 
     def __call__(self, tokens_BT: jax.Array, keys_B2: jax.Array | None = None) -> jax.Array:
         """Logits (B, T, V) in the compute dtype; without keys of the sequences nothing is dropped."""
-        return self.logits(self.layers(self.embed(tokens_BT, keys_B2), keys_B2))
+        return self.logits(self.layers(self.embed(tokens_BT, keys_B2), keys_B2)[0])
 
     def embed(self, tokens_BT: jax.Array, keys_B2: jax.Array | None = None) -> jax.Array:
         """The residual stream (B, T, C) before the first block."""
         return self.dropout(self.embedding(tokens_BT), Noise.of(keys_B2))
 
-    def layers(self, x_BTC: jax.Array, keys_B2: jax.Array | None = None, first: ArrayLike = 0) -> jax.Array:
+    def layers(
+        self, x_BTC: jax.Array, keys_B2: jax.Array | None = None, first: ArrayLike = 0
+    ) -> tuple[jax.Array, Routing | None]:
         """The residual stream after all blocks; `first` is the number of the first of them."""
         graph, layers = nnx.split(self.blocks)
 
-        def apply_layer(x: tuple[jax.Array, Noise | None], layer: Any) -> tuple[Any, None]:
+        def apply_layer(x: tuple[jax.Array, Noise | None], layer: Any) -> tuple[Any, Routing | None]:
             x_BTC, noise = x
             block = nnx.merge(graph, self.gather_layer(layer, x_BTC))
-            return (block(x_BTC, noise, self.embedding.positions), noise and noise.next_layer), None
+            x_BTC, routing = block(x_BTC, noise, self.embedding.positions)
+            return (x_BTC, noise and noise.next_layer), routing
 
         start = x_BTC, Noise.of(keys_B2, first + 1)
-        (x_BTC, _), _ = lax.scan(self.wrap_layer(apply_layer), start, nnx.to_pure_dict(layers))
-        return x_BTC
+        (x_BTC, _), routing = lax.scan(self.wrap_layer(apply_layer), start, nnx.to_pure_dict(layers))
+        return x_BTC, routing
+
+    def balance(self, routing: Routing) -> tuple[jax.Array, jax.Array]:
+        """The load-balance loss of all layers, alpha E sum_e f_e P_e of each; and how often each expert was
+        chosen in the batch of this pass, int32 (L, E), of which f_e is the share.
+
+        Source: Switch Transformer (arXiv 2101.03961, section 2.2), with k choices.
+        """
+        counts_LE = self.total_counts(routing.count)
+        probability_LE = self.mean_probability(routing.probability)
+        share_LE = counts_LE / counts_LE.sum(axis=-1, keepdims=True).astype(probability_LE.dtype)
+        return self.alpha * counts_LE.shape[-1] * (share_LE * probability_LE).sum(), counts_LE
 
     def logits(self, x_BTC: jax.Array) -> jax.Array:
         """Logits (B, T, V) from the residual stream."""

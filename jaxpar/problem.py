@@ -1,6 +1,6 @@
 """The training problem as the engines see it: pure functions of the parameters, and what their dims mean.
 
-Legend: B batch, T position, C n_embd.
+Legend: A gradient accumulation, L layers, B batch, T position, C n_embd; E experts, of which a token has k.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,19 +10,46 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
+from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
+from compare.contract.communication import ROUTING
 from compare.spec.experiment import Experiment, Layout
+from jaxpar.comm.collectives import ledger_scope
 from jaxpar.model import GPT
-from jaxpar.placement import place
+from jaxpar.placement import joined, place
 from jaxpar.remat import Remat
 from jaxpar.weights import STACKED, logical_axes
 
-Loss = Callable[[Any, Any], jax.Array]
-"""loss(params, batch): a scalar, the mean over the batch's rows. The batch has "inputs" and "targets" (B, T),
-for dropout "keys" (B, 2)."""
+Loss = Callable[[Any, Any], tuple[jax.Array, "Choices"]]
+"""loss(params, batch): a scalar, the mean over the batch's rows, and which experts were chosen. The batch has
+"inputs" and "targets" (B, T), for dropout "keys" (B, 2)."""
 Edit = Callable[[GPT], None]
 """A strategy's: it swaps parts of the model, which knows no layout, before it becomes a loss. Paths stay."""
+
+
+class Choices(NamedTuple):
+    """Of a model with experts, else None: those of each token (L, B, T, k), and how often each was chosen in
+    the batch of a pass (L, E), both int32."""
+
+    experts: Any = None
+    tokens: Any = None
+
+    def joined(self, dim: int) -> "Choices":
+        """With the dim of replicas and that of their rows, which follows it, as one."""
+        return self._replace(experts=jax.tree.map(partial(joined, dim=dim), self.experts))
+
+
+@custom_vmap
+def count_replicas(counts: jax.Array) -> jax.Array:
+    """Counts as they are; of a model that is `vmap`ped over replicas those of all replicas together."""
+    return counts
+
+
+@count_replicas.def_vmap
+def _of_all_replicas(size: int, is_mapped: list[bool], counts: jax.Array) -> tuple[jax.Array, bool]:
+    with ledger_scope(ROUTING):
+        return count_replicas(counts.sum(axis=0, dtype=counts.dtype)), False
 
 
 class Pieces(NamedTuple):
@@ -72,16 +99,26 @@ class Problem:
         return jax.tree.map(lambda leaf, axes: place(leaf.shape, axes, self.layout), self.shapes, axes)
 
     def loss(self, edits: Sequence[Edit] = ()) -> Loss:
-        """The loss of the model after these edits, in order."""
-        embed, layers, loss = self.pieces(edits)
-        return lambda params, batch: loss(params, layers(params, embed(params, batch), batch, 0), batch)
+        """The loss of the model after these edits, in order; of experts with their balance."""
+        merge = partial(nnx.merge, self._split(edits)[0])
+
+        def loss(params: Any, batch: Any) -> tuple[jax.Array, Choices]:
+            model, keys_B2 = merge(params), batch.get("keys")
+            x_BTC, routing = model.layers(model.embed(batch["inputs"], keys_B2), keys_B2)
+            value = model.head_loss(x_BTC, batch["targets"])
+            if routing is None:
+                return value, Choices()
+            balance, tokens_LE = model.balance(routing)
+            return value + balance, Choices(routing.chosen, tokens_LE)
+
+        return loss
 
     def pieces(self, edits: Sequence[Edit] = ()) -> Pieces:
-        """The same in pieces."""
+        """The same in pieces, of a model without experts."""
         model = partial(nnx.merge, self._split(edits)[0])
         return Pieces(
             embed=lambda params, batch: model(params).embed(batch["inputs"], batch.get("keys")),
-            layers=lambda params, x_BTC, batch, first: model(params).layers(x_BTC, batch.get("keys"), first),
+            layers=lambda params, x, batch, first: model(params).layers(x, batch.get("keys"), first)[0],
             loss=lambda params, x_BTC, batch: model(params).head_loss(x_BTC, batch["targets"]),
         )
 

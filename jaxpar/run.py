@@ -97,6 +97,9 @@ class Run:
                 tokens = fetch(self.placed(arrays))
                 back_T = self.order_T.argsort()
                 return {name: x if name == "keys" else x[..., back_T] for name, x in tokens.items()}
+            case Rung.ROUTING:
+                experts_ALBTk = fetch(self.state.experts)[..., self.order_T.argsort(), :]
+                return {"experts": np.ascontiguousarray(experts_ALBTk.swapaxes(0, 1))}
             case Rung.GRADIENTS | Rung.SECOND_GRADIENTS:
                 tree = self.state.gradients
             case _ if rung in MOMENTS:

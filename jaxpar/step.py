@@ -4,7 +4,7 @@ Loss scaling (`compare.numerics.loss_scale`) is inside the step, where its scala
 backward starts from it, gradients are divided by it, and a step whose gradients overflowed changes nothing.
 So that all engines skip the same steps, backward of a part of the batch starts from its share of the mean.
 
-Legend: A gradient accumulation, B batch, T position.
+Legend: A gradient accumulation, B batch, T position, L layers; E experts, of which a token has k.
 """
 
 from collections.abc import Callable
@@ -24,12 +24,12 @@ from compare.numerics.optimizer import step_scalars
 from compare.numerics.parameters import storage_dtype
 from compare.numerics.stream import shapes_of_step
 from compare.pipeline.ticks import Ticks
-from compare.spec.axes import ROWS, SEQUENCE
+from compare.spec.axes import ROWS, SEQUENCE, TP
 from compare.spec.experiment import Experiment
 from jaxpar.comm.hosts import fetch
 from jaxpar.model import same
 from jaxpar.placement import shardings
-from jaxpar.problem import Edit, Loss, Problem
+from jaxpar.problem import Choices, Edit, Loss, Problem
 
 HOST = "pinned_host"
 
@@ -50,7 +50,7 @@ class ShardedStep:
     """One training step over a mesh, and where its arguments live."""
 
     step: Callable[..., Any]
-    """step(params, opt_state, batch, scalars) -> (params, opt_state, {"loss", "grad_norm"}, gradients).
+    """step(params, opt_state, batch, scalars) -> (params, opt_state, `metrics_of` it, gradients).
 
     `batch` is a dict of (A, B, T); `gradients` are synchronised and unclipped: only a ladder asks for them.
     """
@@ -64,6 +64,7 @@ class ShardedStep:
     accumulated: Any
     batch: dict[str, Sharding]
     scalars: Sharding
+    metrics: dict[str, Sharding] = field(default_factory=dict)
     ticks: Ticks | None = None
     """The schedule of a pipeline by hand."""
     compiler_options: dict[str, Any] = field(default_factory=dict)
@@ -81,6 +82,8 @@ class TrainState(Progress):
     opt_state: Any
     gradients: Any = None
     """Of a step whose update is kept for the ladder, synchronised and unclipped; else None."""
+    experts: Any = None
+    """Of such a step, of a model that has them: those of each token, (A, L, B, T, k)."""
 
 
 def place_step(
@@ -99,6 +102,9 @@ def place_step(
             name: NamedSharding(mesh, spec) for name, spec in batch_specs(problem.experiment, mesh).items()
         },
         scalars=NamedSharding(mesh, P()),
+        metrics={
+            name: NamedSharding(mesh, spec) for name, spec in metrics_specs(problem.experiment, mesh).items()
+        },
         **options,
     )
 
@@ -107,6 +113,17 @@ def batch_specs(experiment: Experiment, mesh: Mesh) -> dict[str, P]:
     """PartitionSpecs of a step's arrays (A, B, ..): axes of rows split B, that of positions T."""
     rows, sequence = (tuple(a for a in axes if mesh.shape[a] > 1) or None for axes in (ROWS, SEQUENCE))
     return {name: P(None, rows, None if name == "keys" else sequence) for name in shapes_of_step(experiment)}
+
+
+def metrics_specs(experiment: Experiment, mesh: Mesh) -> dict[str, P]:
+    """PartitionSpecs of `metrics_of` a step: those of a token's experts as of the token."""
+    specs = {"loss": P(), "grad_norm": P()}
+    if not experiment.model.n_experts:
+        return specs
+    passes, rows, sequence = batch_specs(experiment, mesh)["inputs"]
+    if experiment.layout.sequence_parallel:
+        sequence = (*(sequence or ()), TP)
+    return specs | {"experts": P(passes, None, rows, sequence), "tokens_per_expert": P()}
 
 
 def passes_of(batch: Any) -> int:
@@ -122,25 +139,35 @@ def accumulated_gradients(
     reduce: Callable[[Any], Any] = same,
     finish: Callable[[Any], Any] = same,
     like: Any = None,
-) -> tuple[jax.Array, Any]:
+) -> tuple[tuple[jax.Array, Choices], Any]:
     """Mean loss and its gradients over the A microbatches of a batch (A, B, ...), one at a time.
 
-    `reduce` is applied to the gradients of each before they are added up, to zeros like `like` (`params` by
-    default); `finish` to the sum, before it is divided by A.
+    With the loss go the choices of all, (A, L, ...). `reduce` is applied to the gradients of each before they
+    are added up, to zeros like `like` (`params` by default); `finish` to the sum, before it is divided by A.
     """
-    value_and_grad = jax.value_and_grad(loss)
+    value_and_grad = jax.value_and_grad(loss, has_aux=True)
     accumulation = passes_of(batch)
     if accumulation == 1:
-        value, gradients = value_and_grad(params, jax.tree.map(lambda x: x[0], batch))
-        return value, finish(reduce(gradients))
+        (value, choices), gradients = value_and_grad(params, jax.tree.map(lambda x: x[0], batch))
+        return (value, jax.tree.map(lambda x: x[None], choices)), finish(reduce(gradients))
 
-    def add(total: Any, microbatch: Any) -> tuple[Any, jax.Array]:
+    def add(total: Any, microbatch: Any) -> tuple[Any, tuple[jax.Array, Choices]]:
         value, gradients = value_and_grad(params, microbatch)
         return jax.tree.map(lax.add, total, reduce(gradients)), value
 
     zeros = jax.tree.map(jnp.zeros_like, params if like is None else like)
-    total, losses_A = lax.scan(add, zeros, batch)
-    return losses_A.mean(), jax.tree.map(lambda g: g / accumulation, finish(total))
+    total, (losses_A, choices) = lax.scan(add, zeros, batch)
+    return (losses_A.mean(), choices), jax.tree.map(lambda g: g / accumulation, finish(total))
+
+
+def metrics_of(value: tuple[jax.Array, Choices], grad_norm: jax.Array) -> dict[str, jax.Array]:
+    """What a step tells: loss and grad_norm; of experts, int32, those of each token, "experts" (A, L, B, T,
+    k), and how often each was chosen, "tokens_per_expert" (L, E)."""
+    loss, choices = value
+    metrics = {"loss": loss, "grad_norm": grad_norm}
+    if choices.tokens is None:
+        return metrics
+    return metrics | {"experts": choices.experts, "tokens_per_expert": choices.tokens.sum(axis=0)}
 
 
 _scale_gradient = jax.custom_vjp(lambda value, scale: value)
@@ -151,15 +178,20 @@ _scale_gradient.defvjp(
 
 
 def scaled(
-    loss: Callable[..., jax.Array], scalars: dict[str, Any], *, parts: float = 1
-) -> Callable[..., jax.Array]:
+    loss: Callable[..., tuple[jax.Array, Choices]], scalars: dict[str, Any], *, parts: float = 1
+) -> Callable[..., tuple[jax.Array, Choices]]:
     """The loss, the mean over a microbatch, with gradients multiplied by the scale over `parts`.
 
     `parts` is how many microbatches' means are averaged, over the replicas whose mean the loss already is.
     """
     if "loss_scale" not in scalars:
         return loss
-    return lambda *arguments: _scale_gradient(loss(*arguments), scalars["loss_scale"] / parts)
+
+    def scaled_loss(*arguments: Any) -> tuple[jax.Array, Choices]:
+        value, choices = loss(*arguments)
+        return _scale_gradient(value, scalars["loss_scale"] / parts), choices
+
+    return scaled_loss
 
 
 def unscaled(gradients: Any, scalars: dict[str, Any], *, parts: float = 1) -> Any:
@@ -218,11 +250,14 @@ def trace_step(
         params, opt_state, metrics, gradients = sharded.step(params, opt_state, batch, scalars)
         if output == "loss":
             return metrics["loss"]
+        metrics = {name: metrics[name] for name in told}
         return params, opt_state, metrics, gradients if output == "state and gradients" else None
 
-    batch = batch_like(experiment)
+    batch, told = batch_like(experiment), sharded.metrics
+    if output == "state":
+        told = {name: sharding for name, sharding in told.items() if name != "experts"}
     moments = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
-    returned, donated = (sharded.params, moments, sharded.scalars, sharded.gradients), (0, 1)
+    returned, donated = (sharded.params, moments, told, sharded.gradients), (0, 1)
     if output == "state":
         returned = (*returned[:3], None)
     elif output == "loss":

@@ -91,8 +91,9 @@ def train_steps(run: Run, tell: Recording) -> None:
             outputs = run.step(state.params, state.opt_state, batch, scalars)
             state.params, state.opt_state, metrics, *gradients = outputs
             if gradients and run.request.update_due(state.step):
-                (state.gradients,) = gradients
-            done.append(state.finished(metrics["loss"], metrics["grad_norm"]))
+                (state.gradients,), state.experts = gradients, metrics.get("experts")
+            tokens_LE = metrics.get("tokens_per_expert")
+            done.append(state.finished(metrics["loss"], metrics["grad_norm"], tokens_LE))
             # A loss scale follows from whether the step before overflowed: for it the host waits.
             norm = float(metrics["grad_norm"]) if state.loss_scale else None
             state.move_on(run.request.engine, run.experiment, grad_norm=norm)

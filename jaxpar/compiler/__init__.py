@@ -22,9 +22,18 @@ from jaxpar.compiler import (
 from jaxpar.model import same
 from jaxpar.optimizer import global_norm
 from jaxpar.placement import shardings, unpad
-from jaxpar.problem import Edit, Loss, Problem
+from jaxpar.problem import Edit, Loss, Problem, count_replicas
 from jaxpar.stages import one_pass
-from jaxpar.step import ShardedStep, accumulated_gradients, passes_of, place_step, scaled, unscaled, updated
+from jaxpar.step import (
+    ShardedStep,
+    accumulated_gradients,
+    metrics_of,
+    passes_of,
+    place_step,
+    scaled,
+    unscaled,
+    updated,
+)
 from jaxpar.weights import STACKED
 
 
@@ -60,7 +69,7 @@ def parallelize(
         params, opt_state = updated(
             optimizer, shard(params), opt_state, gradients, grad_norm=grad_norm, scalars=scalars
         )
-        return shard(params), opt_state, {"loss": value, "grad_norm": grad_norm}, gradients
+        return shard(params), opt_state, metrics_of(value, grad_norm), gradients
 
     return place_step(step, problem, placements, mesh=mesh)
 
@@ -68,7 +77,7 @@ def parallelize(
 def _loss(problem: Problem, placements: Any, *, mesh: Mesh) -> Loss:
     """The problem's loss over stored parameters: what tp and cp split, dp_shard gathers, pp spreads."""
     layout, is_gather = problem.layout, None
-    edits: list[Edit] = []
+    edits: list[Edit] = [lambda model: setattr(model, "total_counts", count_replicas)]
     if layout.tp > 1:
         edits.append(tensor_parallel.split_layers(problem, mesh=mesh))
     if layout.cp > 1:

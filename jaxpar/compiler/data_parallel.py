@@ -27,20 +27,21 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import DP_REPLICATE, ROWS
+from jaxpar.problem import Choices
 from jaxpar.step import passes_of
 
 AXIS = DP_REPLICATE
 
 
 def synchronize_gradients(
-    gradients_of: Callable[[Any, Any], tuple[jax.Array, Any]],
+    gradients_of: Callable[[Any, Any], tuple[tuple[jax.Array, Choices], Any]],
     params: Any,
     batch: Any,
     *,
     mesh: Mesh,
     axes: tuple[str, ...] = (AXIS,),
     loops: bool = False,
-) -> tuple[jax.Array, Any]:
+) -> tuple[tuple[jax.Array, Choices], Any]:
     """Mean loss and gradients over a batch that is split over devices, reduced once, after accumulation.
 
     There is no "do not reduce yet" to tell a partitioner. But if replicas are a dim of the arrays, the loop
@@ -64,6 +65,9 @@ def synchronize_gradients(
         free = (P.UNCONSTRAINED,) * (x.ndim - 1)
         return lax.with_sharding_constraint(x, NamedSharding(mesh, P(axes, *free)))
 
-    each_replica = jax.vmap(gradients_of, in_axes=(None, 1), spmd_axis_name=axes)
-    per_replica = each_replica(params, jax.tree.map(with_replica_dim, batch))
-    return jax.tree.map(lambda x: replica_dim_split(x).mean(axis=0), per_replica)
+    # Of choices: experts (A, L, R, b, ...), and tokens of all replicas (`count_replicas`).
+    out_axes = (0, Choices(experts=2)), 0
+    each_replica = jax.vmap(gradients_of, in_axes=(None, 1), out_axes=out_axes, spmd_axis_name=axes)
+    (value, choices), gradients = each_replica(params, jax.tree.map(with_replica_dim, batch))
+    value, gradients = jax.tree.map(lambda x: replica_dim_split(x).mean(axis=0), (value, gradients))
+    return (value, choices.joined(2)), gradients

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from compare.spec.axes import PP
 from jaxpar.model import GPT
 from jaxpar.placement import one_layer, shardings, unpad
-from jaxpar.problem import Edit, Loss, Problem, without_layers
+from jaxpar.problem import Choices, Edit, Loss, Problem, without_layers
 from jaxpar.remat import IsGather, apply_remat
 from jaxpar.weights import STACKED
 
@@ -60,7 +60,7 @@ def gather_layers(problem: Problem, placements: Any, *, mesh: Mesh) -> tuple[Edi
 def gather_first(loss: Loss, placements: Any, *, mesh: Mesh, layers_too: bool = False) -> Loss:
     """The loss over shards: all but the blocks, or with `layers_too` all, is gathered up front, and kept."""
 
-    def gathering(params: Any, batch: Any) -> jax.Array:
+    def gathering(params: Any, batch: Any) -> tuple[jax.Array, Choices]:
         params = {**params, **gather(without_layers(params), without_layers(placements), mesh=mesh)}
         if layers_too:
             params[STACKED] = _gather_before_loop(params[STACKED], placements[STACKED], mesh=mesh)

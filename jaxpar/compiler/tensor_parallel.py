@@ -17,13 +17,13 @@ from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import CP, TP
 from jaxpar.derivatives import product
-from jaxpar.model import GPT, cross_entropy
+from jaxpar.model import GPT, Experts, cross_entropy
 from jaxpar.problem import Edit, Problem
 
 AXIS = TP
 B = P.UNCONSTRAINED  # the batch is data parallelism's affair
-POSITION_DIM, HIDDEN_DIM = 1, 2
-"""Of (B, T, C); of the MLP's (B, T, 4C), and of the heads' (B, T, H, D)."""
+POSITION_DIM, HIDDEN_DIM, INNER_DIM = 1, 2, -1
+"""Of (B, T, C); of the heads' (B, T, H, D); of the MLP's (B, T, 4C), and of experts' (B, T, E, 4C)."""
 HEADS_DIM = 3
 """Of q, k and v: (B, T, 3, H, D); of groups of queries it is the one before, (B, T, K, G + 2, D)."""
 
@@ -37,13 +37,15 @@ def split_layers(problem: Problem, *, mesh: Mesh) -> Edit:
         ends = (
             (attention.qkv, None, HEADS_DIM if attention.group == 1 else HEADS_DIM - 1),
             (attention.out, HIDDEN_DIM, between),
-            (mlp.up, None, HIDDEN_DIM),
-            (mlp.down, HIDDEN_DIM, between),
+            (mlp.up, None, INNER_DIM),
+            (mlp.down, INNER_DIM, between),
         )
         for linear, of_input, of_output in ends:
             linear.enter = partial(placed, mesh=mesh, split=of_input)
             linear.multiply = product  # dim by dim: joining a split dim with another would gather it
             linear.leave = partial(placed, mesh=mesh, split=of_output)
+        if isinstance(mlp, Experts):
+            mlp.enter_weights = partial(placed, mesh=mesh)
         model.embedding.leave = partial(placed, mesh=mesh, split=between)
         model.embedding.enter = partial(placed, mesh=mesh)
         vocab_size = problem.experiment.model.vocab_size
@@ -54,7 +56,8 @@ def split_layers(problem: Problem, *, mesh: Mesh) -> Edit:
 
 def placed(x: jax.Array, mesh: Mesh, *, split: int | None = None) -> jax.Array:
     """Say that x (B, T, ...) is whole along tp, but for one dim, if any; cp splits T before that."""
-    axes = [((CP,) if dim == POSITION_DIM else ()) + (AXIS,) * (dim == split) for dim in range(x.ndim)]
+    at = None if split is None else split % x.ndim
+    axes = [((CP,) if dim == POSITION_DIM else ()) + (AXIS,) * (dim == at) for dim in range(x.ndim)]
     spec = P(B, *axes[1:])
     return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 

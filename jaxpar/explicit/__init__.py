@@ -19,9 +19,18 @@ from jaxpar.explicit.replicas import axes_of_replicas, over_replicas
 from jaxpar.model import same
 from jaxpar.optimizer import global_norm
 from jaxpar.placement import specs, unpad
-from jaxpar.problem import Edit, Loss, Problem, without_layers
+from jaxpar.problem import Choices, Edit, Loss, Problem, count_replicas, without_layers
 from jaxpar.stages import one_pass
-from jaxpar.step import ShardedStep, accumulated_gradients, passes_of, place_step, scaled, unscaled, updated
+from jaxpar.step import (
+    ShardedStep,
+    accumulated_gradients,
+    metrics_of,
+    passes_of,
+    place_step,
+    scaled,
+    unscaled,
+    updated,
+)
 from jaxpar.weights import STACKED
 
 
@@ -41,7 +50,7 @@ def parallelize(
         gradients = scatter(gradients) if layout.zero else gradients
         return data_parallel.synchronize_gradients(gradients, placements, sharded=layout.zero > 0)
 
-    def mean_gradients(params: Any, batch: Any, scalars: Any) -> tuple[jax.Array, Any]:
+    def mean_gradients(params: Any, batch: Any, scalars: Any) -> tuple[Any, Any]:
         parts = 1 if layout.pp > 1 else passes_of(batch)  # a pipeline's loss is the mean over microbatches
         parts /= layout.data_parallel  # each replica's backward begins with its own mean
         if layout.pp > 1:
@@ -72,7 +81,7 @@ def parallelize(
                 optimizer, shards, opt_state, gradients, grad_norm=grad_norm, scalars=scalars
             )
             params = reshard(shards, specs(placements, sharded=at_rest))
-        return params, opt_state, {"loss": value, "grad_norm": grad_norm}, gradients
+        return params, opt_state, metrics_of(value, grad_norm), gradients
 
     return place_step(step, problem, placements, mesh=mesh)
 
@@ -80,7 +89,7 @@ def parallelize(
 def _loss(problem: Problem, placements: Any, *, mesh: Mesh) -> Loss:
     """The problem's loss over stored parameters: what tp splits, what dp_shard gathers, what pp spreads."""
     layout, in_layers = problem.layout, problem.gathers_in_layers
-    edits: list[Edit] = []
+    edits: list[Edit] = [lambda model: setattr(model, "total_counts", count_replicas)]
     if layout.tp > 1:
         edits.append(tensor_parallel.split_layers(problem))
     if in_layers:
@@ -95,7 +104,7 @@ def _loss(problem: Problem, placements: Any, *, mesh: Mesh) -> Loss:
         loss = problem.loss(edits)
     loss = data_parallel.each_replica(loss, mesh=mesh, rows_dim=1 if layout.pp > 1 else 0)
 
-    def loss_of_stored(params: Any, batch: Any) -> jax.Array:
+    def loss_of_stored(params: Any, batch: Any) -> tuple[jax.Array, Choices]:
         true = unpad({key: params[key] for key in gathered}, gathered)
         return loss({**params, **true}, batch)
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, reshard
 
 from jaxpar.explicit.replicas import axes_in, axes_of_replicas, copies
 from jaxpar.placement import cut, specs
-from jaxpar.problem import Loss
+from jaxpar.problem import Choices, Loss
 
 
 def each_replica(loss: Loss, *, mesh: Mesh, rows_dim: int = 0) -> Loss:
@@ -33,17 +33,21 @@ def each_replica(loss: Loss, *, mesh: Mesh, rows_dim: int = 0) -> Loss:
     def is_split(w: jax.Array) -> bool:
         return bool(axes_in(jax.typeof(w).sharding.spec) & set(axes))
 
-    def mean_loss(params: Any, batch: Any) -> jax.Array:
+    def mean_loss(params: Any, batch: Any) -> tuple[jax.Array, Choices]:
         copied = jax.tree.map(lambda w: None if is_split(w) else copies(w), params)
 
-        def of_replica(copied: Any, rows: Any) -> jax.Array:  # `vmap` refuses to be given what is split
+        def of_replica(
+            copied: Any, rows: Any
+        ) -> tuple[jax.Array, Choices]:  # `vmap` refuses to be given what is split
             return loss(jax.tree.map(lambda w, copy: w if copy is None else copy, params, copied), rows)
 
         if replicas == 1:
             return of_replica(copied, batch)
         # (.., R b, ..) -> (.., R, b, ..)
         rows = jax.tree.map(lambda x: cut(x, rows_dim, replicas, -1), batch)
-        return jax.vmap(of_replica, in_axes=(0, rows_dim))(copied, rows).mean(axis=0)
+        out_axes = 0, Choices(experts=1)  # (L, R, b, ..), and tokens of all replicas (`count_replicas`)
+        value_R, choices = jax.vmap(of_replica, in_axes=(0, rows_dim), out_axes=out_axes)(copied, rows)
+        return value_R.mean(axis=0), choices.joined(1)
 
     return mean_loss
 

@@ -21,7 +21,7 @@ from compare.spec.axes import SHARDS
 from jaxpar.explicit.replicas import over_replicas, own_copy
 from jaxpar.model import GPT
 from jaxpar.placement import one_layer, specs, unpad
-from jaxpar.problem import Edit, Loss, Problem
+from jaxpar.problem import Choices, Edit, Loss, Problem
 from jaxpar.remat import apply_remat
 
 
@@ -65,7 +65,7 @@ def gather_layers(problem: Problem, placements: Any, *, mesh: Mesh) -> Edit:
 def gather_first(loss: Loss, placements: Any, *, mesh: Mesh) -> Loss:
     """A loss that begins by gathering what these placements have, and keeps it."""
 
-    def gathering(params: Any, batch: Any) -> jax.Array:
+    def gathering(params: Any, batch: Any) -> tuple[jax.Array, Choices]:
         rest = {key: params[key] for key in placements}
         return loss({**params, **gather(rest, placements, mesh=mesh)}, batch)
 

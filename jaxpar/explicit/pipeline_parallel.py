@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import PP
 from jaxpar.placement import cut
-from jaxpar.problem import Loss, Pieces
+from jaxpar.problem import Choices, Loss, Pieces
 from jaxpar.remat import IsGather, Remat
 from jaxpar.stages import Tree, Turn, lanes, run_stage, run_ticks, shift
 from jaxpar.weights import STACKED
@@ -41,7 +41,7 @@ def pipelined(
     """
     stages = mesh.shape[AXIS]
 
-    def loss(params: Tree, batch: Tree) -> jax.Array:
+    def loss(params: Tree, batch: Tree) -> tuple[jax.Array, Choices]:
         (count,) = {x.shape[0] for x in jax.tree.leaves(batch)}
         enters_SK, leaves_SK, counts_SK = lanes(count, stages)
         layers_SN = jax.tree.map(lambda w: cut(w, 0, stages, chunks, -1), params[STACKED])
@@ -73,7 +73,7 @@ def pipelined(
             chunks=chunks,
         )
         losses_SK = on_every_stage(pieces.loss, x_SK, placed(leaves_SK))
-        return jnp.where(counts_SK, losses_SK, 0).sum() / count
+        return jnp.where(counts_SK, losses_SK, 0).sum() / count, Choices()
 
     return loss
 

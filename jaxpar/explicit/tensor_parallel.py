@@ -23,7 +23,7 @@ from jax.sharding import reshard
 
 from compare.spec.axes import TP
 from jaxpar.derivatives import product
-from jaxpar.model import GPT
+from jaxpar.model import GPT, Experts
 from jaxpar.problem import Edit, Problem
 
 AXIS = TP
@@ -38,6 +38,8 @@ def split_layers(problem: Problem) -> Edit:
         attention, mlp = model.blocks.attention, model.blocks.mlp
         for column in (attention.qkv, mlp.up):  # (B, T, C) -> (B, T, ..@tp)
             column.enter, column.multiply = partial(reshard, out_shardings=REDUCED), product
+        if isinstance(mlp, Experts):
+            mlp.enter_weights = partial(reshard, out_shardings=P())
         for row in (attention.out, mlp.down):  # (B, T, ..@tp) -> (B, T, C), the sum said where it is made
             row.multiply = partial(product, out_sharding=UNREDUCED)
             row.leave = partial(reshard, out_shardings=between)

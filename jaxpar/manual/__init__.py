@@ -22,6 +22,7 @@ from jaxpar.comm import collectives
 from jaxpar.manual import (
     context_parallel,
     data_parallel,
+    expert_parallel,
     fully_sharded,
     pipeline_parallel,
     tensor_parallel,
@@ -29,12 +30,14 @@ from jaxpar.manual import (
 from jaxpar.model import same
 from jaxpar.optimizer import moments_like
 from jaxpar.placement import specs
-from jaxpar.problem import Problem, without_layers
+from jaxpar.problem import Choices, Problem, without_layers
 from jaxpar.step import (
     ShardedStep,
     Strategy,
     accumulated_gradients,
     batch_specs,
+    metrics_of,
+    metrics_specs,
     passes_of,
     place_step,
     scaled,
@@ -46,13 +49,14 @@ STRATEGIES = (
     pipeline_parallel.strategy,
     tensor_parallel.strategy,
     context_parallel.strategy,
+    expert_parallel.strategy,
     fully_sharded.strategy,
     data_parallel.strategy,
 )
 """What each axis adds to the step, in this order."""
 Gradients = Callable[[Any, Any, Any], tuple[Any, Any]]
-"""(this device's parameters, its share of a batch, the step's scalars) -> mean loss and gradients, each
-device's own."""
+"""(this device's parameters, its share of a batch, the step's scalars) -> mean loss with choices, and
+gradients, each device's own."""
 
 
 def parallelize(
@@ -74,7 +78,7 @@ def parallelize(
     @partial(jax.jit, inline=True)  # traced once for all programs that are compiled from it
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any) -> Any:
         in_specs = at_rest, moments, {name: of_batch[name] for name in batch}, P()
-        out_specs = at_rest, moments, P(), sharded
+        out_specs = at_rest, moments, metrics_specs(problem.experiment, mesh), sharded
         on_devices = collectives.per_device(of_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
         return on_devices(params, opt_state, batch, scalars)
 
@@ -107,9 +111,9 @@ def _step(
             optimizer, shards, opt_state, gradients, grad_norm=grad_norm, scalars=scalars
         )
         params = shards if zero3 else fully_sharded.all_gather_parameters(shards, placements)
-        loss = collectives.all_reduce(value, DATA, purpose=LOSS)
-        loss /= collectives.axis_size(DATA)
-        return params, opt_state, {"loss": loss, "grad_norm": grad_norm}, gradients
+        value, choices = value
+        loss = collectives.all_reduce(value, DATA, purpose=LOSS) / collectives.axis_size(DATA)
+        return params, opt_state, metrics_of((loss, choices), grad_norm), gradients
 
     return step
 
@@ -134,7 +138,7 @@ def _accumulated(problem: Problem, placements: Any, axes: list[Strategy]) -> Gra
         loss = fully_sharded.gather_first(loss, without_layers(placements))
         scatter = same  # the gather's transpose has done it
 
-    def of_shards(params: Any, batch: Any) -> jax.Array:
+    def of_shards(params: Any, batch: Any) -> tuple[jax.Array, Choices]:
         return loss(params if zero == 3 else fully_sharded.unpad(params, placements), batch)
 
     def gradients_of(params: Any, batch: Any, scalars: Any):
@@ -165,12 +169,12 @@ def _pipelined(problem: Problem, placements: Any, axes: list[Strategy], ticks: T
         if layout.zero == 3:
             # Once a step, not in the ticks: there both ends would gather it for every microbatch.
             params = fully_sharded.gather(params, full)
-        loss = scaled(pieces.loss, scalars, parts=passes_of(batch))
+        loss = scaled(lambda *stream: (pieces.loss(*stream), Choices()), scalars, parts=passes_of(batch))
         value, gradients = pipeline_parallel.run_pipeline(
             pieces._replace(
                 embed=lambda params, batch: pieces.embed(unpad(params), batch),
                 layers=lambda params, *stream: pieces.layers(unpad(params), *stream),
-                loss=lambda params, *stream: loss(unpad(params), *stream),
+                loss=lambda params, *stream: loss(unpad(params), *stream)[0],
             ),
             ticks,
             params,
@@ -178,6 +182,6 @@ def _pipelined(problem: Problem, placements: Any, axes: list[Strategy], ticks: T
             reduce=scatter if layout.zero >= 2 else same,
             like=like,
         )
-        return value, gradients if layout.zero >= 2 else scatter(gradients)
+        return (value, Choices()), gradients if layout.zero >= 2 else scatter(gradients)
 
     return gradients_of

@@ -32,7 +32,7 @@ from compare.numerics.dropout import DropoutSite
 from compare.spec.axes import TP
 from jaxpar.comm import collectives
 from jaxpar.dropout import dropouts
-from jaxpar.model import GPT, Hook
+from jaxpar.model import GPT, Experts, Hook
 from jaxpar.placement import map_repeated
 from jaxpar.problem import Problem
 from jaxpar.step import Strategy
@@ -52,6 +52,8 @@ def strategy(problem: Problem, placements: Any) -> Strategy:
         g = reduce_scatter_from_region if sequence_parallel else reduce_from_region
         attention, mlp = model.blocks.attention, model.blocks.mlp
         attention.qkv.enter = mlp.up.enter = f  # column-parallel: outputs are split, and so is the bias
+        if isinstance(mlp, Experts):
+            mlp.enter_weights = f  # each device has a part of the sums whose terms they are
         attention.out.leave = mlp.down.leave = g  # row-parallel: inputs are split; the bias is added once
         model.embedding.look_up, model.embedding.enter = partial(rows_of, g=g), f
         if sequence_parallel:

@@ -36,7 +36,7 @@ def work_of(program: Any, ticks: Ticks | None = None) -> ObservedWork:
                 dtypes = (result.aval.dtype for result in equation.outvars)
                 kept[what] |= {str(dtype) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
         is_activation = name in GELUS or (name == "max" and RELU in scopes)
-        if name != PRODUCT and not is_activation:
+        if (name != PRODUCT and not is_activation) or f"{KEEPS}router" in scopes:
             continue
         part: Part = "activations" if is_activation else "logits" if is_of_head else "products"
         if name == PRODUCT:

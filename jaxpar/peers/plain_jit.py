@@ -72,7 +72,7 @@ def train(request: Request, folder: Path, *, progress: Callable[..., None] = lam
     initial = starting_parameters(request)
 
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
-        value, gradients = accumulated_gradients(loss, params, batch)
+        (value, _), gradients = accumulated_gradients(loss, params, batch)
         norm = global_norm(gradients)
         clipped = clip(gradients, norm, max_norm=experiment.optimizer.grad_clip)
         updates, opt_state = optimizer.update(clipped, opt_state, params)

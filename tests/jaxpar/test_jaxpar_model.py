@@ -1,5 +1,7 @@
 """jaxpar's model: against NumPy, which is causal, and its dtypes."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from compare.numerics.parameters import initial_parameters
 from compare.spec.experiment import Experiment, Layout, Model, Precision
 from jaxpar import weights
 from jaxpar.model import cross_entropy
-from jaxpar.problem import Problem
+from jaxpar.problem import Edit, Problem
 
 F64 = Precision(dtype="float64")
 SPEC = Model(n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=11, bias=True)
@@ -29,6 +31,10 @@ def problem(config: Model, precision: Precision = F64, remat: str = "dots") -> P
     return Problem(Experiment(model=config, precision=precision, layout=Layout(remat=remat)))
 
 
+def loss_of(problem: Problem, *edits: Edit) -> Callable[..., jax.Array]:
+    return lambda params, batch: problem.loss(edits)(params, batch)[0]
+
+
 def random_batch(config: Model, size: int = 3) -> dict[str, np.ndarray]:
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, (2, size, config.block_size))
     return {"inputs": tokens[0], "targets": tokens[1]}
@@ -43,10 +49,12 @@ def test_loss_equals_numpy():
         {"norm": "rmsnorm"},
         {"n_head": 4, "n_kv_head": 2},
         {"position": "rope", "rope_base": 7.0},
+        {"n_experts": 4, "balance": 0.3},
+        {"n_experts": 5, "experts_per_token": 3, "bias": False},
     ):
         config = replace(SPEC, **options)
         named, batch = random_parameters(config), random_batch(config)
-        loss = problem(config).loss()(weights.from_canonical(named, config), batch)
+        loss = loss_of(problem(config))(weights.from_canonical(named, config), batch)
         # Measured 2e-16 to 9e-16; gelu against gelu_tanh differs by 1e-4 and eps 1e-6 by 1e-6.
         assert abs(loss - numpy_loss(config, named, **batch)) < 1e-13
 
@@ -59,7 +67,7 @@ def test_an_edit_puts_another_attention_core_there():
         core = model.blocks.attention.core
         model.blocks.attention.core = lambda q_BTHD, *kv, factor: core(1.5 * q_BTHD, *kv)
 
-    edited = problem(SPEC).loss([edit])(weights.from_canonical(named, SPEC), batch)
+    edited = loss_of(problem(SPEC), edit)(weights.from_canonical(named, SPEC), batch)
     for name in [name for name in named if ".qkv." in name]:
         named[name][..., 0, :, :] *= 1.5
     assert edited == pytest.approx(numpy_loss(SPEC, named, **batch), rel=1e-13)
@@ -69,9 +77,10 @@ def test_positions_are_a_hook():
     """Every second row of the table, as a device that has some of the positions."""
     params = weights.from_canonical(random_parameters(SPEC), SPEC)
     batch = {name: tokens[:, :3] for name, tokens in random_batch(SPEC).items()}
-    loss = problem(SPEC).loss()
-    of_some = problem(SPEC).loss(
-        [lambda model: setattr(model.embedding, "positions", lambda T: jnp.array([0, 2, 4]))]
+    loss = loss_of(problem(SPEC))
+    of_some = loss_of(
+        problem(SPEC),
+        lambda model: setattr(model.embedding, "positions", lambda T: jnp.array([0, 2, 4])),
     )
     table = params["embedding"]["position"]
     moved = params | {"embedding": params["embedding"] | {"position": table[[0, 2, 4, 1, 3, 5]]}}
@@ -83,10 +92,10 @@ def test_bfloat16_is_mixed_precision():
     params = jax.tree.map(jnp.asarray, weights.from_canonical(named, SPEC))
     mixed = problem(SPEC, Precision(dtype="bfloat16"))
     assert {leaf.dtype for leaf in jax.tree.leaves(mixed.shapes)} == {jnp.dtype("float32")}
-    value, gradients = jax.jit(jax.value_and_grad(mixed.loss()))(params, batch)
+    value, gradients = jax.jit(jax.value_and_grad(loss_of(mixed)))(params, batch)
     assert value.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
-    full = problem(SPEC, Precision(dtype="float32")).loss()
+    full = loss_of(problem(SPEC, Precision(dtype="float32")))
     difference = abs(float(full(params, batch)) - float(value))
     assert 0 < difference < 2e-2  # bfloat16 has 8 bits: it must show, and no more than that
     uniform = cross_entropy(jnp.zeros((1, 2, 7), jnp.bfloat16), jnp.zeros((1, 2), int))
@@ -96,8 +105,20 @@ def test_bfloat16_is_mixed_precision():
 
 def test_float64_is_float64_throughout():
     """One float32 operation anywhere (a library's softmax was one) would round by 1e-8."""
-    loss = problem(SPEC).loss()
-    params = weights.from_canonical(random_parameters(SPEC), SPEC)
+    model = replace(SPEC, n_experts=3)
+    loss = loss_of(problem(model))
+    params = weights.from_canonical(random_parameters(model), model)
     jaxpr = str(jax.make_jaxpr(jax.grad(loss))(params, random_batch(SPEC)))
     assert "f64[" in jaxpr
     assert "f32[" not in jaxpr
+
+
+def test_of_equal_logits_the_first_experts_are_chosen():
+    """With a router of zeros all are equal: each token has experts 0 and 1, half of each."""
+    model = replace(SPEC, n_experts=4, bias=False)
+    named, batch = random_parameters(model), random_batch(model)
+    named |= {name: np.zeros_like(w) for name, w in named.items() if "router" in name}
+    loss, choices = problem(model).loss()(weights.from_canonical(named, model), batch)
+    assert (choices.experts == np.array([0, 1])).all()
+    assert choices.tokens.tolist() == [[18, 18, 0, 0]] * model.n_layer
+    assert abs(loss - numpy_loss(model, named, **batch)) < 1e-13

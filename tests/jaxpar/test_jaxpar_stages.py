@@ -54,7 +54,7 @@ def test_any_model_equals_its_plain_scan(stages, microbatches, chunks):
     spread = NamedSharding(mesh, P("pp"))
     stored = {"first": params["first"], "blocks": jax.device_put(place.pad(params["blocks"]), spread)}
     loss = pipelined(PIECES, mesh=mesh, chunks=chunks)
-    found, of_stored = jax.jit(jax.value_and_grad(loss))(stored, batch)
+    (found, _), of_stored = jax.jit(jax.value_and_grad(loss, has_aux=True))(stored, batch)
 
     np.testing.assert_allclose(found, value, rtol=1e-13)
     np.testing.assert_allclose(of_stored["first"], gradients["first"], rtol=1e-12)

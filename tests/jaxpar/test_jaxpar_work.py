@@ -35,8 +35,8 @@ def half_the_layers_again() -> AbstractContextManager:
         halves = (jax.tree.map(lambda w, part=part: w[part], blocks) for part in (slice(2), slice(2, None)))
         for wrap, half in zip((lambda layer: layer, self.wrap_layer), halves, strict=True):
             self.wrap_layer, self.blocks = wrap, model.nnx.merge(graph, half)
-            x_BTC = right(self, x_BTC, keys_B2, first)
-        return x_BTC
+            x_BTC, routing = right(self, x_BTC, keys_B2, first)
+        return x_BTC, routing
 
     return patch.object(model.GPT, "layers", layers)
 
