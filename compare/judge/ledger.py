@@ -92,7 +92,7 @@ def mismatches(
     other_ways = OTHER_WAYS * sum(flow.textbook for flow in flows) if experiment.layout.pp == 1 else math.inf
     for flow in _joined(flows):
         spare = padding_of_stage(engine, experiment, stage=flow.stage)
-        to_the_byte = is_exact or (is_manual and flow.axis == CP)
+        to_the_byte = is_exact or (is_manual and CP in flow.axis.split("+"))
         least, most = (1 / spare, spare) if to_the_byte else _multiples(engine, experiment, flow)
         is_of_replicas = flow.role == "reduce" and {*flow.axis.split("+")} <= {*REPLICAS}
         if is_compiled and is_of_replicas and experiment.layout.zero == SHARDED_FROM["parameters"]:
@@ -184,9 +184,9 @@ def _multiples(engine: str, experiment: Experiment, flow: Flow) -> tuple[float, 
 
 
 def _joined(flows: Sequence[Flow]) -> list[Flow]:
-    """Flows; those over several axes (a+b) that the textbook has apart, with those over each: XLA sums some
-    of it over replicas and shards at once."""
-    joint = {(flow.stage, flow.role): flow.axis for flow in flows if "+" in flow.axis and not flow.textbook}
+    """Flows; those over several axes (a+b) with those over each: XLA sums some of it over replicas and shards
+    at once, and what the textbook sums over two axes at once it may sum over each."""
+    joint = {(flow.stage, flow.role): flow.axis for flow in flows if "+" in flow.axis}
     sums: dict[tuple[str, str, int], Flow] = {}
     for flow in flows:
         axis = joint.get((flow.stage, flow.role), "")
