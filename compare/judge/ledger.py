@@ -88,7 +88,7 @@ def mismatches(
     said_by_pytorch = ENGINES[engine].side == TORCH.name and experiment.layout.pp == 1
     is_written_down = ENGINES[engine].counts_own_calls or said_by_pytorch
     is_exact = is_plain(experiment) and is_written_down and not is_compiled
-    is_manual = not ENGINES[engine].sends_by and is_plain(experiment)
+    is_manual = not ENGINES[engine].sends_by and is_plain(experiment) and experiment.precision.dtype in WIDE
     other_ways = OTHER_WAYS * sum(flow.textbook for flow in flows) if experiment.layout.pp == 1 else math.inf
     for flow in _joined(flows):
         spare = padding_of_stage(engine, experiment, stage=flow.stage)

@@ -167,9 +167,7 @@ def _tensor_parallel(engine: str, experiment: Experiment, stage: int) -> Bytes:
     pass_bytes = stream_bytes(experiment)
     first, last = stage == 0, stage == layout.pp - 1
     regions = 2 * model.n_layer // layout.pp
-    # What leaves a region is half as wide in 16 bits; but XLA on a CPU sums no bfloat16.
-    dtype, by_jax = experiment.precision.dtype, ENGINES[engine].side == JAX.name
-    narrow = 1.0 if dtype in WIDE or (by_jax and dtype == "bfloat16") else 0.5
+    narrow, by_jax = _width_of_products(engine, experiment), ENGINES[engine].side == JAX.name
     out, into = (regions * narrow + first) * pass_bytes, (regions + last) * pass_bytes
     keeps_sums = remat == "none" or (remat == "dots" and by_jax)
     share = 0.0 if keeps_sums else 1.0 if model.dropout and not by_jax else 0.5
@@ -202,7 +200,7 @@ def _context_parallel(engine: str, experiment: Experiment) -> Bytes:
     """Backward under remat fetches anew, for attention's result is what the next product's weight needs; a
     ring's is kept by JAX's `dots`. What a ring sums on the way home has the dtype of the weights."""
     layout, model, ranks = experiment.layout, experiment.model, experiment.layout.cp
-    narrow = 1.0 if experiment.precision.dtype in WIDE else 0.5
+    narrow = _width_of_products(engine, experiment)
     queries = narrow * model.n_layer / (layout.pp * layout.tp) * stream_bytes(experiment)
     keys_values = 2 * queries / model.group
     remat, by_jax = ENGINES[engine].remat_for(layout), ENGINES[engine].side == JAX.name
@@ -235,6 +233,12 @@ def stream_bytes(experiment: Experiment) -> float:
     train, model, layout = experiment.train, experiment.model, experiment.layout
     rows = train.gradient_accumulation_steps * (train.batch_size // layout.data_parallel)
     return storage_dtype(experiment).itemsize * rows * model.block_size / layout.cp * model.n_embd
+
+
+def _width_of_products(engine: str, experiment: Experiment) -> float:
+    """Of a stream's bytes, those of a product's result: half in 16 bits; XLA on a CPU sends no bfloat16."""
+    dtype = experiment.precision.dtype
+    return 1.0 if dtype in WIDE or (ENGINES[engine].side == JAX.name and dtype == "bfloat16") else 0.5
 
 
 def _itemsize_of_shard(experiment: Experiment) -> float:
