@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
-from compare.spec.axes import AXES, DP_SHARD, SHARDS, TP, parts_of
+from compare.spec.axes import AXES, DP_SHARD, EP, SHARDS, TP, parts_of
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis, chunk_slices
 from torchpar.comm.mesh import Mesh
@@ -79,9 +79,9 @@ def axes_of(tensor: torch.Tensor, mesh: Mesh) -> tuple[Axis, ...]:
 def elements_of(tensor: torch.Tensor, mesh: Mesh) -> slice | None:
     """Elements of its flattened part along tp, (numel,), that ZeRO leaves this rank; None for all."""
     axes = axes_of(tensor, mesh)
-    shards = next((axis for axis in axes if DP_SHARD in parts_of(axis.name)), None)
-    shards = shards or (mesh.joined(*SHARDS) if mesh.joined(*SHARDS) in axes else None)
-    if shards is None:
+    # Of experts, (E, ..), ep has its part, and leaves dp_shard to ZeRO.
+    shards = mesh[DP_SHARD] if tensor.ndim > 2 and mesh[EP].size > 1 else mesh.joined(*SHARDS)
+    if shards not in axes:
         return None
     assert isinstance(tensor, DTensor)
     rows, row = tensor.shape[0], math.prod(tensor.to_local().shape[1:])

@@ -9,7 +9,7 @@ from functools import partial
 
 from torch.distributed.tensor import DTensor
 
-from compare.spec.axes import DATA, REPLICAS, SHARDED_FROM, joined
+from compare.spec.axes import DATA, REPLICAS, SHARDED_FROM
 from compare.spec.experiment import Layout
 from torchpar.comm.mesh import Mesh
 from torchpar.comm.process_groups import group_threads
@@ -46,9 +46,10 @@ def _placed(
     """The order: where parameters rest, where the batch comes in, where regions of split work begin and end,
     and when a shard is whole."""
     devices = make_device_mesh(mesh, [name for name in ORDER if mesh[name].size > 1])
-    if len(several := [name for name in REPLICAS if mesh[name].size > 1]) > 1:
-        with group_threads():  # DTensor then sums along all of them at once
-            devices[tuple(several)]._flatten(joined(*several))
+    with group_threads():  # DTensor then sums along all of them at once
+        for names in {REPLICAS, REPLICAS if layout.zero else DATA}:
+            if len(several := [name for name in ORDER if name in names and mesh[name].size > 1]) > 1:
+                devices[tuple(several)]._flatten(mesh.joined(*names).name)
     is_sharded = {role: layout.zero >= stage for role, stage in SHARDED_FROM.items()}
     if layout.tp > 1:
         deal_heads(model, layout.tp)

@@ -24,14 +24,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from compare.spec.axes import DP_SHARD
+from compare.spec.axes import EP
 from compare.spec.experiment import Layout
 from torchpar.comm.collectives import chunk_slices
+from torchpar.compiler.placement import shard_axis
 from torchpar.dtensors import Placements, axis_names, local_part
-from torchpar.model import GPT
+from torchpar.model import GPT, Weight
 from torchpar.remat import NO_REMAT, apply_remat
-
-AXIS = DP_SHARD
 
 _aten = torch.ops.aten
 _gather = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -61,7 +60,7 @@ class Gather(torch.autograd.Function):
 
 def moved(x: DTensor, placements: Sequence[Placement]) -> DTensor:
     """A tensor as placed along dp_shard, and along other axes as it is: perhaps a partial sum."""
-    axis, now = axis_names(x.device_mesh).index(AXIS), x.placements
+    axis, now = axis_names(x.device_mesh).index(shard_axis(x.device_mesh)), x.placements
     return x.redistribute(placements=[*now[:axis], placements[axis], *now[axis + 1 :]])
 
 
@@ -85,6 +84,11 @@ class Kept:
         self._whole.clear()
 
 
+def stays_where_it_is(module: nn.Module, axis: str) -> bool:
+    """Whether a module has the weights (E, ..) of experts, which ep splits, and nothing gathers."""
+    return axis == EP and isinstance(module, Weight) and module.weight.ndim > 2
+
+
 def shard_parameters(model: GPT, devices: DeviceMesh, layout: Layout) -> Kept:
     """Stage 3: parametrise a model whose parameters rest as shards.
 
@@ -92,8 +96,10 @@ def shard_parameters(model: GPT, devices: DeviceMesh, layout: Layout) -> Kept:
     to be freed at the end of a step, and of an evaluation.
     """
     reshards = layout.reshard_after_forward
+    modules = [module for module in model.modules() if not stays_where_it_is(module, shard_axis(devices))]
     of_blocks = [module for block in model.blocks for module in block.modules()] if reshards else []
-    kept = Kept(module for module in model.modules() if module not in of_blocks)
+    of_blocks = [module for module in of_blocks if module in modules]
+    kept = Kept(module for module in modules if module not in of_blocks)
     model.register_forward_pre_hook(kept.gather)
     for module in of_blocks:
         parametrise(module, Gather.apply)
@@ -117,7 +123,7 @@ def parametrise(module: nn.Module, read: Callable[[nn.Parameter], torch.Tensor])
 
 def gathered_again(forward: Callable[..., Any], devices: DeviceMesh) -> Callable[..., Any]:
     """A forward of which backward gathers the weights again, and computes nothing again."""
-    group = devices[AXIS].get_group().group_name
+    group = devices[shard_axis(devices)].get_group().group_name
 
     def policy(context: Any, operator: Any, *arguments: Any, **_: Any) -> CheckpointPolicy:
         of_weights = operator in _OF_WEIGHTS or (operator is _gather and arguments[2] == group)
@@ -138,8 +144,11 @@ def shards_of(
         whole = parameter.detach()
         assert isinstance(whole, DTensor)
         devices, rows = whole.device_mesh, whole.to_local()
-        own = chunk_slices(len(rows), devices[AXIS].size())[devices.get_local_rank(AXIS)]
-        shards[name] = nn.Parameter(local_part(rows[own], devices, placements[name], of=whole))
+        own = rows
+        if whole.placements != placements[name]:
+            axis = shard_axis(devices)
+            own = rows[chunk_slices(len(rows), devices[axis].size())[devices.get_local_rank(axis)]]
+        shards[name] = nn.Parameter(local_part(own, devices, placements[name], of=whole))
     return shards
 
 

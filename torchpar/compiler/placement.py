@@ -5,6 +5,7 @@
     dp_replicate   whole                                           B
     cp             whole                                           B: a part of a sequence is a row
     dp_shard       dim 0, as far as ZeRO says                      B
+    ep             experts; dim 0 of others, as dp_shard           B
 
 The mesh has tp outermost: where tp and dp_shard split one dim, dp_shard splits within tp's part, and what is
 gathered along it is that part. Axes of one rank are left out: DTensor would plan for each of them.
@@ -19,13 +20,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from compare.numerics.parameters import parameter_table
-from compare.spec.axes import CP, DATA, DP_REPLICATE, DP_SHARD, SPLIT, TP
+from compare.spec.axes import CP, DATA, DP_REPLICATE, DP_SHARD, EP, SPLIT, TP
 from torchpar.dtensors import Placements, axis_names, local_part
 from torchpar.model import GPT
 from torchpar.weights import nanogpt_dim, nanogpt_name
 
-ORDER = (TP, DP_REPLICATE, CP, DP_SHARD)
+ORDER = (TP, DP_REPLICATE, CP, DP_SHARD, EP)
 """Mesh axes, outermost first."""
+
+
+def shard_axis(devices: DeviceMesh) -> str:
+    """The axis over which ZeRO splits what is no expert: dp_shard, or ep where that is all of it."""
+    return EP if EP in axis_names(devices) else DP_SHARD
 
 
 def along(devices: DeviceMesh, **dims: int | None) -> Placements:
@@ -44,7 +50,9 @@ def of_parameters(model: GPT, devices: DeviceMesh, *, sharded: bool) -> dict[str
     placements = {}
     for row in parameter_table(model.config):
         dims = {SPLIT[axis]: nanogpt_dim(row, dim) for dim, axis in enumerate(row.axes) if axis in SPLIT}
-        placements[nanogpt_name(row.name)] = along(devices, **{**dims, DP_SHARD: 0 if sharded else None})
+        if sharded:
+            dims.setdefault(shard_axis(devices), 0)
+        placements[nanogpt_name(row.name)] = along(devices, **dims)
     return placements
 
 

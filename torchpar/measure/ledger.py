@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from compare.contract import communication
 from compare.contract.communication import PHASES, Communication, ring_wire_bytes
 from compare.contract.ledger import Ledger
-from compare.spec.axes import CP, PP, SHARDS, TP, parts_of
+from compare.spec.axes import CP, EP, PP, SHARDS, TP, parts_of
 from torchpar.comm.collectives import Axis, Call, observers
 from torchpar.comm.mesh import Mesh
 from torchpar.measure.watch import Sink, Watch
@@ -132,6 +132,11 @@ class LedgerSink(Sink):
         row = self._rows.setdefault(place, [0, 0])
         row[:] = [row[0] + 1, row[1] + size]
 
+    @property
+    def _gathers_units(self) -> bool:
+        """Whether a unit of parameters is being gathered: by FSDP2, or by torch-compiler's own."""
+        return _runs(sys._getframe(2), lambda code: "fully_shard" in code.co_filename)
+
     def _inferred_purpose(self, kind: str, axis: str, dtype: str) -> str:
         """Purpose of a collective in PyTorch's wrappers: mostly the reduction of gradients."""
         if dtype == "int32":
@@ -146,7 +151,10 @@ class LedgerSink(Sink):
         if axis == TP and self.watch.in_backward and not self.watch.runs_forward:
             is_of_fsdp = _runs(sys._getframe(1), lambda code: _FSDP2 in code.co_filename)
             return communication.REPLICATED_GRADIENTS if is_of_fsdp else communication.ACTIVATION_GRADIENTS
-        if kind == "all_to_all" or (axis == CP and kind != "all_reduce"):
+        is_exchange = kind == "all_to_all" or (
+            axis == EP and kind == "all_gather" and not self._gathers_units
+        )
+        if is_exchange or (axis == CP and kind != "all_reduce"):
             is_backward = self.watch.in_backward and not self.watch.runs_forward
             return communication.ACTIVATION_GRADIENTS if is_backward else communication.ACTIVATIONS
         if axis == TP:

@@ -58,6 +58,8 @@ COUNT = 8
 """Bytes of how often an expert was chosen."""
 ROLE = {"all_reduce": "reduce", "reduce_scatter": "reduce", "all_gather": "gather", "broadcast": "gather"}
 """Kind of collective -> what it is there for. XLA makes of a reduce-scatter an all-reduce and a slice."""
+EXCHANGE = "exchange"
+"""The role of what moves tokens to experts and back, of whatever kind."""
 SMALL = (LOSS, TIED_GRADIENTS, REPLICATED_GRADIENTS, ROUTING)
 """Purposes that the comparison leaves out: engines label and cut them differently, and the bytes are few."""
 
@@ -67,8 +69,14 @@ def textbook(engine: str, experiment: Experiment, *, stage: int = 0) -> Mapping[
     flows: dict[tuple[str, str], float] = defaultdict(float)
     for (kind, axis, purpose), size in communication(engine, experiment, stage=stage).items():
         if purpose not in SMALL:
-            flows[axis, ROLE.get(kind, kind)] += size
+            flows[axis, role_of(kind, axis, purpose)] += size
     return flows
+
+
+def role_of(kind: str, axis: str, purpose: str) -> str:
+    """What a collective is there for."""
+    is_exchange = axis == EP and purpose in (ACTIVATIONS, ACTIVATION_GRADIENTS)
+    return EXCHANGE if is_exchange else ROLE.get(kind, kind)
 
 
 def is_plain(experiment: Experiment) -> bool:

@@ -232,8 +232,13 @@ def _not_in_pytorch(layout: Layout) -> str:
     return ""
 
 
-def _not_compiled(layout: Layout) -> str:
-    """Limits of torch.compile (2.13), found out by running it."""
+def _not_placed(layout: Layout) -> str:
+    """Limits of torch.compile (2.13), found out by running it, and of one mesh for all parameters."""
+    if layout.ep > 1 and layout.ep < layout.dp_shard:
+        return (
+            f"layout.ep = {layout.ep} with layout.dp_shard = {layout.dp_shard}: ZeRO's parts are placed over "
+            "both as one axis, and experts over ep alone, on another mesh: set them equal"
+        )
     if layout.compile in ("aot_eager", "inductor") and layout.remat == "full":
         return (
             f"layout.compile = {layout.compile} with layout.remat = full: to compute a layer again backward "
@@ -311,13 +316,14 @@ TORCH = Side(
                 zero=(1, 2, 3),
                 tp=True,
                 contexts=("allgather",),
+                ep=True,
                 no_other_context="DTensor has no placement for keys that pass by, and exchanges heads for "
                 "positions by a gather on a CPU: set layout.context = allgather",
                 no_other_schedule="DTensor has no shift along a dim that is split: to tell the next stage it "
                 "gathers all of them, on a CPU even between two placements: set layout.pp = 1",
                 offload="moments are DTensors, which live on the device of their mesh: leave torch-compiler "
                 "out of --engines",
-                refuses=_not_compiled,
+                refuses=_not_placed,
             ),
             # Gradients accumulate whole, and are scattered when the last pass is done.
             holds=Holds(sharded_from=SHARDED_FROM | {"gradients": 1}, cuts="rows"),
