@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import warm
 from numpy_gpt import numpy_loss
-from records import outcome_of
+from records import OF_EXPERTS, outcome_of
 
 from compare.contract.record import read_tensors
 from compare.contract.request import Rung
@@ -27,7 +27,7 @@ from compare.studies.check import SGD, Check
 from compare.studies.grid import grid
 from compare.studies.run import Run
 
-RUNGS = [rung for rung in LADDER if rung not in ("loss_scale", "final_weights")]
+RUNGS = [rung for rung in LADDER if rung not in ("loss_scale", "final_weights", *OF_EXPERTS)]
 """Of a golden: its last weights are those of the last step, and stand at later_weights."""
 
 
