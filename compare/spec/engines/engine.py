@@ -81,7 +81,7 @@ class Engine(Struct, frozen=True, kw_only=True):
     gradient_sync: tuple[str, ...]
     """The gradient synchronisations it offers; one entry where the choice is not ours."""
     folder: str = ""
-    """Folder of its four strategies in the side's package, or the module of a peer."""
+    """Folder of its strategies in the side's package, or the module of a peer."""
     needs: str = ""
     """Package that it needs beyond its side's. An extra of this project has the same name."""
     sends_by: Literal["", "xla", "types", "pytorch", "dtensor"] = ""
