@@ -48,7 +48,7 @@ mutations: $(READY)  ## plant each known mistake in the code; the tests must tur
 docs: $(READY)  ## write docs/generated/tables.md from the code
 	$(BIN)/python docs/make_docs.py
 
-LESSONS := data_parallel fully_sharded tensor_parallel context_parallel pipeline_parallel
+LESSONS := data_parallel fully_sharded tensor_parallel context_parallel expert_parallel pipeline_parallel
 
 lessons: $(READY)  ## the lessons, from the tree and from real runs: docs/lessons/*.html
 	mkdir -p docs/lessons

@@ -8,7 +8,7 @@ import tyro
 
 from compare.execute.paths import check_output
 from compare.flags import SidePythons, defaults_for
-from compare.studies.lessons import EXPERIMENT, LESSONS
+from compare.studies.lessons import LESSONS
 from compare.studies.run import Run
 from compare.terminal import print_json, results_console
 
@@ -21,7 +21,7 @@ else:
 class ReadLesson(SidePythons, frozen=True, kw_only=True):
     """Read one strategy in every engine, side by side, beside what XLA made of it and what each sent.
 
-    Trains the experiment `check` (float64, small, half a minute) with all engines under the strategy's
+    Trains `check` or `experts` (float64, small, half a minute) with all engines under the strategy's
     layout, and writes one HTML page that needs no network: who holds what, each collective on a ring, the
     source files with links between lines and the rows of the ledger that they cause, and memory. Exit code
     1 if the engines do not agree.
@@ -52,7 +52,7 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
         check_output("--output", self.output, kinds=(".html",))
         lesson = LESSONS[self.strategy]
         run = msgspec.structs.replace(
-            defaults_for(Run, EXPERIMENT),
+            defaults_for(Run, lesson.experiment),
             preset=lesson.preset,
             devices=lesson.devices,
             keep_tensors=True,

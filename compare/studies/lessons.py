@@ -1,6 +1,6 @@
 """The rows of the grid as lessons: and the run that each is built from.
 
-A strategy has the same file name in each engine's folder. Its lesson shows one real run, of the `check`
+A strategy has the same file name in each engine's folder. Its lesson shows one real run, of a small
 experiment under one preset, with all engines that can express it.
 """
 
@@ -8,15 +8,13 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from compare.spec.axes import CP, DP_REPLICATE, DP_SHARD, PP, TP
+from compare.spec.axes import CP, DP_REPLICATE, DP_SHARD, EP, PP, TP
 from compare.spec.engines.registry import JAX, TORCH
 
 FOLDERS = {e.name: f"{side.name}/{e.folder}" for side in (JAX, TORCH) for e in side.engines}
 """The folder of each engine's lessons."""
 SOURCES = Path(__file__).parents[2]
 """The folder of both sides, which is beside `compare`."""
-EXPERIMENT = "check"
-"""Float64 and small, with every feature that can go wrong: what a lesson's run trains."""
 
 
 class Lesson(Struct, frozen=True):
@@ -27,6 +25,8 @@ class Lesson(Struct, frozen=True):
     """The mesh axis that it is about."""
     preset: str
     devices: int
+    experiment: str = "check"
+    """What its run trains: float64 and small, with every feature that can go wrong."""
 
 
 LESSONS = {
@@ -34,6 +34,7 @@ LESSONS = {
     "fully_sharded": Lesson("Fully sharded data parallelism (ZeRO-3)", DP_SHARD, "fsdp", 2),
     "tensor_parallel": Lesson("Tensor parallelism", TP, "tp", 2),
     "context_parallel": Lesson("Context parallelism", CP, "cp", 2),
+    "expert_parallel": Lesson("Expert parallelism", EP, "fsdp_ep", 2, "experts"),
     "pipeline_parallel": Lesson("Pipeline parallelism", PP, "pp_gpipe", 4),
 }
 
@@ -41,7 +42,7 @@ LESSONS = {
 def run_command(strategy: str) -> str:
     """The command that makes the same run without a lesson."""
     lesson = LESSONS[strategy]
-    return f"shardpair run {EXPERIMENT} --preset {lesson.preset} --devices {lesson.devices}"
+    return f"shardpair run {lesson.experiment} --preset {lesson.preset} --devices {lesson.devices}"
 
 
 def source_file(engine: str, strategy: str) -> str:
