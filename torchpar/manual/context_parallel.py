@@ -176,7 +176,7 @@ def scores(q_BKGRD: torch.Tensor, k_BKRD: torch.Tensor, *, is_triangle: bool) ->
     scores_BKGRR = torch.einsum("bkgtd,bksd->bkgts", q_BKGRD, k_BKRD)
     wide, length = torch.promote_types(scores_BKGRR.dtype, torch.float32), scores_BKGRR.shape[-1]
     scores_BKGRR = scores_BKGRR.to(wide) / q_BKGRD.shape[-1] ** 0.5
-    return scores_BKGRR + hidden(length, length, wide, q_BKGRD.device) if is_triangle else scores_BKGRR
+    return scores_BKGRR.add_(hidden(length, length, wide, q_BKGRD.device)) if is_triangle else scores_BKGRR
 
 
 def attend(
@@ -185,7 +185,7 @@ def attend(
     """Attention to a block (B, K, G, R, D), and the logarithm of its sum of exponentials (B, K, G, R, 1)."""
     scores_BKGRR = scores(q_BKGRD, k_BKRD, is_triangle=is_triangle)
     lse_BKGR1 = scores_BKGRR.logsumexp(-1, keepdim=True)
-    weights_BKGRR = (scores_BKGRR - lse_BKGR1).exp().to(v_BKRD.dtype)
+    weights_BKGRR = scores_BKGRR.sub_(lse_BKGR1).exp_().to(v_BKRD.dtype)
     return torch.einsum("bkgts,bksd->bkgtd", weights_BKGRR, v_BKRD).to(lse_BKGR1.dtype), lse_BKGR1
 
 
@@ -201,9 +201,10 @@ def attend_backward(q_BKGRD, k_BKRD, v_BKRD, dy_BKGRD, lse_BKGR1, dot_BKGR1, *, 
     As y is the sum of w v over all keys, y dy is that of w dw: a softmax's derivative needs no more of other
     blocks.
     """
-    weights_BKGRR = (scores(q_BKGRD, k_BKRD, is_triangle=is_triangle) - lse_BKGR1).exp()
-    dweights_BKGRR = torch.einsum("bkgtd,bksd->bkgts", dy_BKGRD, v_BKRD)
-    dscores_BKGRR = (weights_BKGRR * (dweights_BKGRR - dot_BKGR1) / q_BKGRD.shape[-1] ** 0.5).to(k_BKRD.dtype)
+    weights_BKGRR = scores(q_BKGRD, k_BKRD, is_triangle=is_triangle).sub_(lse_BKGR1).exp_()
+    dweights_BKGRR = torch.einsum("bkgtd,bksd->bkgts", dy_BKGRD, v_BKRD).to(weights_BKGRR.dtype)
+    dscores_BKGRR = dweights_BKGRR.sub_(dot_BKGR1).mul_(weights_BKGRR).div_(q_BKGRD.shape[-1] ** 0.5)
+    dscores_BKGRR = dscores_BKGRR.to(k_BKRD.dtype)
     return (
         torch.einsum("bkgts,bksd->bkgtd", dscores_BKGRR, k_BKRD),
         torch.einsum("bkgts,bkgtd->bksd", dscores_BKGRR, q_BKGRD),
