@@ -21,7 +21,6 @@ from compare.commands.doctor import Doctor
 from compare.commands.lesson import ReadLesson
 from compare.commands.list import List
 from compare.commands.report import Report
-from compare.commands.runs import Runs
 from compare.commands.sample import Sample
 from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.flags import Spec, defaults_for
@@ -39,7 +38,6 @@ OTHERS: dict[str, dict[str, tuple[Any, str]]] = {
     "Prove": {},
     "Measure": {},
     "Read": {
-        "runs": (Runs, "what was run here: layout, verdict, size"),
         "lesson": (ReadLesson, "one strategy in every engine, side by side, on a page"),
         "list": (List, "names of experiments, presets, faults, engines, lessons"),
         "doctor": (Doctor, "what is installed, and which devices there are"),

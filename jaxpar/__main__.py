@@ -29,7 +29,6 @@ from jaxpar.watchdog import Watchdog
 ASKED_IN_JSON = {
     "sample": "token ids drawn from a checkpoint",
     "ceiling": "how fast matrices are multiplied",
-    "compile": "a step of absent devices",
 }
 
 

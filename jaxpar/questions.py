@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from compare.checkpoint.description import DESCRIPTION, WEIGHTS
 from compare.checkpoint.reader import CheckpointReader
-from compare.contract.absent import AbsentRequest
 from compare.contract.ceiling import CeilingRequest
 from compare.contract.request import decode_request
 from compare.host.facts import cores, versions
@@ -27,7 +26,7 @@ from jaxpar.weights import from_canonical
 def answer(arguments: Namespace) -> object:
     """The answer, to be printed as JSON; None of a conversion, which leaves files.
 
-    Raises ExperimentError, MissingDevicesError, MissingPackageError.
+    Raises ExperimentError, MissingDevicesError.
     """
     match arguments.question:
         case "ceiling":
@@ -36,12 +35,6 @@ def answer(arguments: Namespace) -> object:
             from jaxpar.measure.bench import measure_ceiling
 
             return measure_ceiling(request)
-        case "compile":
-            ahead = decode_request(arguments.compile, AbsentRequest, source="--compile")
-            configure_products("cpu", ahead.experiment.precision.product_dtype)
-            from jaxpar.ahead_of_time import compile_step_ahead
-
-            return compile_step_ahead(ahead)
         case "sample":
             return sample(decode_request(arguments.sample, SampleRequest, source="--sample"))
         case "doctor":

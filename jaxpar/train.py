@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
@@ -150,7 +149,11 @@ def prepare(
 
     `initial` weights are the seed's by default; a checkpoint is a full state, to go on from.
     """
-    sharded, optimizer = sharded_step(engine, experiment, mesh=mesh)
+    decay = weights.decay_mask(experiment.model, experiment.optimizer.decay)
+    optimizer = make_optimizer(experiment.optimizer, decay=decay)
+    sharded = PARALLELIZE[engine](Problem(experiment), optimizer, mesh=mesh)
+    if experiment.layout.offload == "optimizer":
+        sharded = with_moments_on_host(sharded)
     dtype = storage_dtype(experiment)
 
     def placed(named: Mapping[str, np.ndarray], shardings: Any) -> dict[str, Any]:
@@ -172,15 +175,3 @@ def prepare(
     moments = moments_like(optimizer, params, sharded.moments)
     opt_state = jax.jit(optimizer.init, out_shardings=moments)(params)
     return sharded, TrainState(params=params, opt_state=opt_state)
-
-
-def sharded_step(
-    engine: str, experiment: Experiment, *, mesh: Mesh
-) -> tuple[ShardedStep, optax.GradientTransformationExtraArgs]:
-    """The engine's step for an experiment, and its optimizer; nothing is placed on any device."""
-    decay = weights.decay_mask(experiment.model, experiment.optimizer.decay)
-    optimizer = make_optimizer(experiment.optimizer, decay=decay)
-    sharded = PARALLELIZE[engine](Problem(experiment), optimizer, mesh=mesh)
-    if experiment.layout.offload == "optimizer":
-        sharded = with_moments_on_host(sharded)
-    return sharded, optimizer

@@ -28,7 +28,6 @@ from compare.host.signals import is_ignored, when_stdin_ends
 STDIN_GRACE_S = 5.0
 ASKED_IN_JSON = {
     "ceiling": "how fast matrices are multiplied",
-    "alone": "what one rank of many sends",
     "sample": "token ids drawn from a checkpoint",
 }
 
@@ -95,11 +94,6 @@ def answer(arguments: argparse.Namespace) -> object:
             from torchpar.measure.ceiling import measure
 
             return measure(decode_request(arguments.ceiling, CeilingRequest, source="--ceiling"))
-        case "alone":
-            from compare.contract.absent import AbsentRequest
-            from torchpar.alone import run_alone
-
-            return run_alone(decode_request(arguments.alone, AbsentRequest, source="--alone"))
         case "sample":
             from compare.numerics.sampling import SampleRequest
             from torchpar.sample import sample

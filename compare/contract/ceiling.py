@@ -2,8 +2,8 @@
 
     python -m SIDE --ceiling '{"dtype": "float32"}'
 
-prints a `Ceiling` as one line of JSON. It is measured in the side's own framework, with the threads that a
-run would have, on square matrices so large that nothing but the products matters.
+prints a `Ceiling` as one line of JSON. It is measured in the side's own framework, with a thread on
+each core, on square matrices so large that nothing but the products matters.
 """
 
 import math
@@ -28,19 +28,13 @@ class CeilingRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     dtype: ProductDtype = "float32"
     """Of the products: see `Precision.product_dtype`."""
     platform: Literal["cpu", "gpu"] = "cpu"
-    threads: int = 0
-    """CPU threads that multiply in PyTorch, one in a rank; 0 for one on each core, as XLA always has."""
-    sizes: tuple[int, ...] = ()
-    """Rows and columns of further matrices to multiply, each by itself."""
 
 
 class Ceiling(Struct, frozen=True, kw_only=True):
     """The fastest products that were measured."""
 
     flops_per_s: float
-    """Of one GPU, or of the CPU with so many threads."""
-    by_size: dict[int, float] = {}
-    """FLOP/s of products of the sizes that were asked for."""
+    """Of one GPU, or of the CPU with a thread on each core."""
 
 
 def find_ceiling(request: CeilingRequest, prepare: Callable[[int], Multiply]) -> Ceiling:
@@ -62,4 +56,4 @@ def find_ceiling(request: CeilingRequest, prepare: Callable[[int], Multiply]) ->
     while once < LONG_S and size < LARGEST:
         size *= 2
         once, flops_per_s = measured(size)
-    return Ceiling(flops_per_s=flops_per_s, by_size={other: measured(other)[1] for other in request.sizes})
+    return Ceiling(flops_per_s=flops_per_s)

@@ -17,7 +17,7 @@ from pathlib import Path
 from compare.contract.ending import BAD_REQUEST, FAILED, MISSING, STOPPED, DivergedError, StoppedEarly
 from compare.contract.record import Failure
 from compare.host.disk import no_room
-from compare.host.facts import MissingDevicesError, MissingPackageError
+from compare.host.facts import MissingDevicesError
 from compare.host.tensors import RecordError
 from compare.spec.experiment import ExperimentError, one_line
 
@@ -27,7 +27,6 @@ CODES: dict[type[Exception], int] = {
     ExperimentError: BAD_REQUEST,
     RecordError: BAD_REQUEST,
     MissingDevicesError: MISSING,
-    MissingPackageError: MISSING,
     ImportError: MISSING,
 }
 """Of errors whose message says all."""

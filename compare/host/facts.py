@@ -21,10 +21,6 @@ class MissingDevicesError(RuntimeError):
     """This machine lacks the devices that a layout needs. The message is one line with both numbers."""
 
 
-class MissingPackageError(RuntimeError):
-    """This Python lacks a package that an engine needs. The message is one line: the package, what to do."""
-
-
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """The processor's model with family and number, or its architecture where the system does not tell.
 

@@ -2,7 +2,7 @@
 
     h100x64              64 of a chip that ships with the package: compare/machines/h100.toml
     mine.tomlx16         16 of a chip of your own
-    runs/.../here.toml   a file that says itself how many: `devices`
+    mine.toml            a file that says itself how many: `devices`
 
 `like` takes all that a file does not say from a chip that ships. Reading is strict: there is no guess.
 """
@@ -62,10 +62,6 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many times as long compute takes as these rates say: `plan --measured` finds it from one step."""
     inside: LinkSpeed
     across: LinkSpeed
-    tpu: str = ""
-    """The chip as libtpu names it, for --compile: v5e."""
-    gpu_target: str = ""
-    """The chip in XLA's words, for --compile: a GpuTargetConfigProto as text."""
 
     @property
     def hosts(self) -> int:

@@ -13,23 +13,19 @@ from msgspec.structs import replace
 
 from compare.contract.request import Platform
 from compare.execute.hosts import Launcher
-from compare.execute.progress import Reporter
-from compare.flags import Hidden, StudiedName, checked_pythons
+from compare.flags import Hidden, StudiedName
 from compare.judge.closed_forms.peak import LEAST, MOST
-from compare.judge.ledger import line_up, mismatches
 from compare.judge.outcome import Grid, Outcome
-from compare.plan.absent import compile_ahead, run_alone, topology_of
 from compare.plan.compute import GPT, PARTS, Term, Variant
 from compare.plan.machine import Machine, read_machine
 from compare.plan.predict import CALIBRATED, LATER, predict, slowdown_by, ways_of
 from compare.plan.search import USABLE, Candidate, candidates, folded, search
-from compare.present.ledger import EngineLedger, table_of_layout
 from compare.show.findings import Column, Findings, findings_of, table_of
 from compare.spec.axes import PP, TP
-from compare.spec.engines.registry import REFERENCE, side_of
+from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.study import Study
-from compare.terminal import errors_console, human_bytes
+from compare.terminal import human_bytes
 
 BEST, REASONS = 10, 3
 NEAR = CALIBRATED[1]
@@ -37,18 +33,6 @@ BELOW = (
     "alike: layouts of the same tp, pp, schedule and recomputation, with other replicas, shards and rows. "
     "No prediction tells the {near} kinds apart that are within {percent:.0%} of the fastest: time them."
 )
-STATE = ("parameters", "optimizer")
-"""Classes of memory that are arguments of a step; gradients are temporaries of one."""
-Bytes = tuple[str, float | None, float | None]
-"""A class of memory, its bytes in the plan, and as a side found them."""
-
-
-class AbsentStep(Struct, frozen=True, kw_only=True):
-    """One layout's step on devices that are not here: what it sends and keeps, as a side found."""
-
-    ledger: EngineLedger
-    memory: list[Bytes]
-    below: str
 
 
 class Found(Struct, frozen=True, kw_only=True):
@@ -65,7 +49,6 @@ class Found(Struct, frozen=True, kw_only=True):
     """How many there were."""
     explained: Candidate
     """That of --explain, else the fastest, or the smallest if none fits."""
-    absent: list[AbsentStep] = []
 
     @property
     def times_as_long(self) -> list[float]:
@@ -93,7 +76,7 @@ class Found(Struct, frozen=True, kw_only=True):
 
     def _off(self, best: Candidate) -> str:
         if not self.times_as_long:
-            return "at least: on a CPU much of a step is small operations, which `shardpair tune` times"
+            return "at least: on a CPU much of a step is small operations"
         low, high = self.times_as_long
         span = f"{low * best.seconds * 1e3:,.1f} to {high * best.seconds * 1e3:,.1f} ms"
         if self.machine.slowdown == 1:
@@ -117,8 +100,7 @@ class Plan(Study, frozen=True, kw_only=True):
     """
 
     machine: str = "h100x8"
-    """A chip and how many: h100x64, v5e-256; or a TOML file, of your own or of this machine as `tune` keeps
-    it."""
+    """A chip and how many: h100x64, v5e-256; or a TOML file of your own."""
     engine: StudiedName = REFERENCE
     """Whose layouts, whose bytes and whose memory."""
     timed_step: Annotated[str, tyro.conf.arg(name="measured", metavar="LAYOUT=TIME")] = ""
@@ -127,15 +109,6 @@ class Plan(Study, frozen=True, kw_only=True):
     shape: Variant = GPT
     explain: str = ""
     """Write out the sum of one layout, term by term: its name, or its place in the table."""
-
-    alone: bool = False
-    """Also run the first rank of the best layout, or of the explained one, here without the others, and hold
-    what it sends and keeps against the plan. Nothing is computed. For engines of torchpar."""
-
-    compile: bool = False
-    """Also compile the best layout, or the explained one, for the chips of --machine, which are not here:
-    what XLA sends and keeps. For engines of jaxpar; takes minutes, and a compiler of 0.7 GB. If the plan
-    finds none that fits, the smallest: the plan's memory is an estimate, and XLA's is its own."""
 
     brief = "which layout, how long a step, will it fit: predicted"
     group = "Read"
@@ -159,8 +132,6 @@ class Plan(Study, frozen=True, kw_only=True):
         outcome = super().planned()
         experiment = outcome.experiment
         machine, fixed = read_machine(self.machine), self.said.flags
-        if self.shape != GPT and (self.alone or self.compile):
-            raise ExperimentError("--alone and --compile have nanoGPT's model alone: leave --shape out")
         if self.timed_step:
             machine = self._calibrated(experiment, machine)
         layouts = search(self.engine, experiment, machine, fixed=fixed, variant=self.shape)
@@ -207,65 +178,6 @@ class Plan(Study, frozen=True, kw_only=True):
             raise ExperimentError(wrong)
         return named[self.explain]
 
-    def after(self, outcome: Outcome, folder: Path) -> Outcome:
-        """Run a rank alone, or compile, once the plan is kept and told; it may take minutes."""
-        if not (self.alone or self.compile):
-            return outcome
-        found, page = msgspec.convert(outcome.more["plan"], Found), self.leave(outcome, folder)
-        errors_console().print(f"{found.sentence()}: {page}", soft_wrap=True)
-        absent = self._absent(found.explained, outcome.experiment, found.machine)
-        plan = msgspec.to_builtins(replace(found, absent=absent))
-        return replace(outcome, more=outcome.more | {"plan": plan})
-
-    def _absent(self, candidate: Candidate, experiment: Experiment, machine: Machine) -> list[AbsentStep]:
-        """A layout's step, alone or compiled, if asked for. Raises ExperimentError, EnvironmentMissing."""
-        spec, python, steps = candidate.of(experiment), checked_pythons(self)[side_of(self.engine).name], []
-        waits = Reporter(quiet=self.quiet).waits
-        if self.alone:
-            with waits(f"the first rank of {candidate.name}"):
-                rank = run_alone(self.engine, spec, python)
-            peak = rank.memory.peak
-            kinds = dict.fromkeys((*candidate.memory, *(kind for kind, size in peak.bytes.items() if size)))
-            flows = [flow for flow in line_up(self.engine, spec, rank.ledger.rows) if flow.stage == 0]
-            ledger = EngineLedger(
-                case=f"The first rank of {candidate.name}, run alone: bytes at its peak",
-                engine=self.engine,
-                experiment=spec,
-                platform=machine.platform,
-                flows=flows,
-                unexpected=[*rank.ledger.problems, *mismatches(self.engine, spec, flows)],
-            )
-            step = AbsentStep(
-                ledger=ledger,
-                memory=[(kind, candidate.memory.get(kind), peak.bytes.get(kind)) for kind in kinds],
-                below=f"{human_bytes(peak.total)} in {peak.phase}; planned {human_bytes(candidate.bytes)}.",
-            )
-            steps.append(step)
-        if self.compile:
-            with waits(f"compiling {candidate.name} for {machine.name}"):
-                built = compile_ahead(self.engine, spec, machine, python)
-            state = sum(candidate.memory.get(kind, 0.0) for kind in STATE)
-            fits = built.peak_bytes <= USABLE * machine.memory_bytes
-            below = f"{built.compile_s:.0f} CPU s. {', '.join(map(' '.join, built.versions.items()))}."
-            ledger = EngineLedger(
-                case=f"{candidate.name} compiled for {topology_of(machine)}, {built.device}",
-                engine=self.engine,
-                experiment=spec,
-                platform=machine.platform,
-                flows=line_up(self.engine, spec, built.ledger.rows),
-                unexpected=built.ledger.problems,
-            )
-            step = AbsentStep(
-                ledger=ledger,
-                memory=[
-                    ("parameters and moments", state, built.state_bytes),
-                    ("all of a step", candidate.bytes, built.peak_bytes),
-                ],
-                below=below if fits else f"It does not fit, says XLA. {below}",
-            )
-            steps.append(step)
-        return steps
-
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """The best layouts with their parts, and the sum of one if it was asked for."""
@@ -282,11 +194,6 @@ class Plan(Study, frozen=True, kw_only=True):
             below = f"Together {one.seconds * 1e3:,.3f} ms. A device holds {_classes(one)}."
             title = f"The step of {one.name}, term by term"
             tables.append(table_of(title, TERMS, terms, look="words", below=below))
-        for step in found.absent:
-            tables.append(table_of(step.ledger.case, MEMORY, step.memory, look="words", below=step.below))
-            sent = table_of_layout([step.ledger])
-            tables.append(replace(sent, name="What it sends in a step, beside the textbook"))
-        problems = [problem for step in found.absent for problem in step.ledger.unexpected]
         return findings_of(
             outcome,
             title=f"{outcome.name} for {machine.name}, {engine}",
@@ -295,21 +202,15 @@ class Plan(Study, frozen=True, kw_only=True):
                 f"Predicted, not measured. {machine.devices} devices of {human_bytes(machine.memory_bytes)}, "
                 f"of which a step may have {USABLE:.0%}; {experiment.sequences_per_step} sequences of "
                 f"{experiment.model.block_size} tokens a step. Memory is an estimate, {LEAST:g} to {MOST:g} "
-                f"times as much as was measured: --alone and --compile find it for one layout.",
+                "times as much as was measured.",
             ],
             tables=tables,
             rows=best,
             value={"times_as_long": found.times_as_long},
-            passed=bool(best) and not problems,
-            warnings=problems,
+            passed=bool(best),
         )
 
 
-MEMORY = (
-    Column[Bytes]("of a device", lambda row: row[0]),
-    Column[Bytes]("planned", lambda row: row[1], human_bytes),
-    Column[Bytes]("found", lambda row: row[2], human_bytes),
-)
 TERMS = (
     Column[Term]("part", lambda term: term.part),
     Column[Term]("term", lambda term: term.label),

@@ -15,11 +15,10 @@ from compare.studies.plan import Plan
 from compare.studies.profile import Profile
 from compare.studies.run import Resume, Run
 from compare.studies.sweep import Sweep
-from compare.studies.tune import Tune
 
 STUDIES: dict[str, Any] = {
     study.__name__.lower(): study
-    for study in (Run, Resume, Sweep, Check, Faults, Bench, Profile, Ledger, Collectives, Memory, Plan, Tune)
+    for study in (Run, Resume, Sweep, Check, Faults, Bench, Profile, Ledger, Collectives, Memory, Plan)
 }
 
 

@@ -1,7 +1,5 @@
 """Devices and the mesh over them: one mesh axis for each degree of the layout, with the same name."""
 
-from collections.abc import Sequence
-
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
@@ -11,18 +9,13 @@ from compare.spec.experiment import Layout
 
 
 def make_mesh(layout: Layout, *, platform: str) -> Mesh:
-    """A mesh over the first devices of a platform, as of `find_devices`."""
-    return mesh_over(find_devices(layout.devices, platform=platform), layout)
-
-
-def mesh_over(devices: Sequence[jax.Device], layout: Layout) -> Mesh:
-    """A mesh over these devices, which need not be here: `layout.axes`, of size 1 included.
+    """A mesh over the first devices of a platform, as of `find_devices`: `layout.axes`, of size 1 included.
 
     Of several hosts, the outermost axes cross from one to another. The axes are Auto: the compiler propagates
     shardings, and `shard_map` makes an axis manual.
     """
     axes = layout.axes
-    grid = np.array(devices).reshape(tuple(axes.values()))
+    grid = np.array(find_devices(layout.devices, platform=platform)).reshape(tuple(axes.values()))
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 

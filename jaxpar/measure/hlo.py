@@ -2,8 +2,7 @@
 
 Calls are static and exact: trip counts of loops multiply, and a condition runs once more than its body. What
 a loop of M turns runs at N of them is in a scope `runs_N_of_M` (`comm.collectives.turns_scope`); other
-branches are counted if all send the same. On a TPU a collective beside other work is a chain of fusions, each
-with a clone of it, and a scan's trip count is the bound in its condition; elsewhere a loop begins anywhere.
+branches are counted if all send the same.
 """
 
 import math
@@ -38,10 +37,6 @@ _CALLED = re.compile(
     r"(?:\{([^}]*)\}|(%?[\w.\-]+))"
 )
 _CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
-_CHAIN = re.compile(r'channel_id=(\d+).*\bchain_id="(\d+)"')
-_BOUND = re.compile(r" compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT")
-_CONSTANT = re.compile(r"([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")
-_TILES = ":T("  # of a layout, which only a TPU's has
 _ON_HOST = "is_host_transfer=true"
 _HIDDEN = re.compile(
     r'custom_call_target="[^"]*(?:nvshmem|nccl|all_?reduce|all_?gather|all_?to_?all)', re.IGNORECASE
@@ -148,15 +143,11 @@ class _Module:
     def __init__(self, hlo: str, axis_sizes: Mapping[str, int], problems: list[str]):
         self._computations, self.entry = computations(hlo)
         self._axis_sizes, self._problems, self._sources = axis_sizes, problems, SourceLines(hlo)
-        self._is_of_tpu = _TILES in hlo
-        self._chains: dict[tuple[str, ...], str] = {}
 
     def walk(self, name: str) -> Iterator[Collective]:
         """The collectives that a computation runs, and the computations that it calls."""
         for text in self._computations[name]:
-            opcode, chain, name = opcode_of(text), _CHAIN.search(text), text.partition(" ")[0]
-            if chain and self._chains.setdefault(chain.groups(), name) != name:
-                continue  # a clone: another instruction of its chain was counted
+            opcode = opcode_of(text)
             if opcode.removesuffix("-start") in KINDS:
                 if groups := replica_groups(text, self._axis_sizes):
                     yield _collective(text, opcode, groups, tuple(self._sources.stack(text)))
@@ -192,20 +183,13 @@ class _Module:
         if not sent:
             return
         known = TRIP_COUNT.search(text)
-        if not (trips := int(known[1]) if known else max(map(self._bound, conditions), default=0)):
+        trips = int(known[1]) if known else 1
+        if not known:
             kinds = _kinds([inner for inner, _ in sent])
             self._object(f"a loop with a collective in it ({kinds}) has no known trip count", text)
-            trips = 1
         for inner, more in sent:
             turns = trips + more
             yield replace(inner, calls=(inner.calls[0] * turns,), loops=(turns, *inner.loops))
-
-    def _bound(self, condition: str) -> int:
-        """The constant that a TPU's counter is compared with, in a computation of this name; else 0."""
-        lines = self._computations[condition] if self._is_of_tpu else []
-        constants = {match[1]: match[2] for match in map(_CONSTANT.match, lines) if match}
-        compared = [match[1] for match in map(_BOUND.search, lines) if match]
-        return int(constants.get(compared[0], 0)) if len(compared) == 1 else 0
 
     def _branches(self, text: str) -> Iterator[Collective]:
         """What the branches send: each by its scope of turns; else what all send alike, or at most."""

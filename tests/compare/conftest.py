@@ -1,7 +1,5 @@
 """What the tests of the harness share."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +10,6 @@ from records import CORPUS
 from warm import EMPTY_SVG
 
 from compare import study, timing
-from compare.cli import main
 from compare.execute import load
 from compare.spec.experiment import Experiment, edited, to_toml
 
@@ -64,14 +61,3 @@ def engines(folder_of_tiny, monkeypatch) -> Engines:
     monkeypatch.setattr(study, "prepare", lambda asked, at: (asked.data, CORPUS))
     monkeypatch.setattr(study, "open_corpus", lambda one: SimpleNamespace(sha256=CORPUS))
     return made_up
-
-
-@pytest.fixture
-def told(capsys) -> Callable[..., dict]:
-    """What `shardpair runs ARGUMENTS --json` says."""
-
-    def runs(*arguments: object) -> dict:
-        assert main(["runs", *map(str, arguments), "--json"]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    return runs

@@ -8,7 +8,7 @@ from compare.contract import ceiling
 from compare.contract.ceiling import CeilingRequest, find_ceiling
 from compare.execute.ask import measure_ceiling
 
-REQUEST = CeilingRequest(dtype="float32", threads=2)
+REQUEST = CeilingRequest(dtype="float32")
 
 
 class Machine:
@@ -39,15 +39,8 @@ def test_the_best_reading_of_a_size_that_takes_long_enough_in_a_few_seconds():
         assert flops_per_s == 1e9 or 0.2 < seconds < 3
 
 
-def test_sizes_that_are_asked_for_are_timed_by_themselves():
-    request = CeilingRequest(threads=2, sizes=(64, 256))
-    machine = Machine(1e9)
-    assert find_ceiling(request, machine.prepare).by_size == pytest.approx({64: 1e9, 256: 1e9})
-    assert {size for size, _ in machine.readings} == {512, 64, 256}
-
-
 @pytest.mark.usefixtures("warm_sides")
 def test_every_side_measures_its_own():
-    for side, threads in (("jaxpar", 0), ("torchpar", 0), ("torchpar", 1)):
-        found = measure_ceiling(side, sys.executable, CeilingRequest(threads=threads))
+    for side in ("jaxpar", "torchpar"):
+        found = measure_ceiling(side, sys.executable, REQUEST)
         assert 1e8 < found.flops_per_s < 1e15

@@ -1,22 +1,13 @@
-"""`shardpair plan`: tables, page, JSON, the sum of one layout, absent devices, and what is refused."""
+"""`shardpair plan`: tables, page, JSON, the sum of one layout, and what is refused."""
 
-import importlib.metadata
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
-from records import make_ledger
 
 from compare.cli import main
-from compare.contract.absent import AbsentRequest, CompiledAhead, RankAlone
-from compare.contract.ledger import Ledger
-from compare.contract.memory_profile import DeviceMemory, Peak
-from compare.contract.request import decode_request
-from compare.plan import absent
-from compare.plan.machine import read_machine
 from compare.plan.predict import CALIBRATED
-from compare.spec.experiment import ExperimentError, edited, to_toml
+from compare.spec.experiment import edited, to_toml
 
 ARGUMENTS = ("plan", "small.toml", "--machine", "h100x16", "--quiet")
 
@@ -31,12 +22,6 @@ def small(tiny, tmp_path, monkeypatch):
 
 def said(text: str) -> str:
     return " ".join(text.split())
-
-
-def textbook_ledger(request, more: int = 0, without: int = 0) -> Ledger:
-    """What the textbook says, and so many bytes more in each row, without the first rows."""
-    rows = make_ledger(request.engine, request.experiment)[without:]
-    return Ledger(rows=[msgspec.structs.replace(row, bytes=row.bytes + more) for row in rows])
 
 
 def test_a_plan_is_shown_kept_and_shown_again(small, capsys):
@@ -104,92 +89,14 @@ def test_nothing_that_fits_is_an_answer_that_says_what_the_smallest_needs(small,
     assert "layouts fits: the smallest, " in said(capsys.readouterr().out)
 
 
-def test_a_rank_that_runs_alone_is_held_against_the_textbook(small, monkeypatch, capsys):
-    """Stands in for the rank: it sends what the textbook says, and 4 bytes more if a fault is planted."""
-    more = 0
-
-    def ask(side, python, question, *, answer, timeout_s):
-        assert (side, question[0], answer) == ("torchpar", "--alone", RankAlone)
-        assert '"source":"synthetic"' in question[1]
-        ledger = textbook_ledger(decode_request(question[1], AbsentRequest, source=question[0]), more)
-        return RankAlone(ledger=ledger, memory=DeviceMemory(peak=Peak(bytes={"parameters": 12_000})))
-
-    monkeypatch.setattr(absent, "ask", ask)
-    data = ["--data.source", "none/such"]  # which nothing reads
-    given = [*data, "--layout.pp", "1", "--layout.no_sequence_parallel", "--layout.remat", "none", "--alone"]
-    given += ["--precision.dtype", "float32"]
-    assert main([*ARGUMENTS, *given, "--run_dir", "p"]) == 0
-    printed = said(capsys.readouterr().out)
-    assert "run alone: bytes at its peak" in printed
-    assert "12 kB" in printed
-    more = 4
-    assert main([*ARGUMENTS, *given, "--run_dir", "q"]) == 1
-    assert main([*ARGUMENTS, "--engine", "jax-manual", "--alone"]) == 2
-    assert "--alone: jax-manual is one program for all devices" in said(capsys.readouterr().err)
-    of_ddp = ["--layout.dp_replicate", "16", "--layout.tp", "1", "--layout.pp", "1"]
-    assert main([*ARGUMENTS, "--engine", "torch-library", *of_ddp, "--alone"]) == 2
-    assert "DistributedDataParallel waits for answers" in said(capsys.readouterr().err)
-
-
-def test_a_layout_is_compiled_for_chips_that_are_not_here(small, monkeypatch, capsys):
-    """The compiler's answer stands beside the plan and the textbook; what it does not send shows as 0."""
-
-    def ask(side, python, question, *, answer, timeout_s):
-        assert (side, question[0], answer) == ("jaxpar", "--compile", CompiledAhead)
-        request = decode_request(question[1], AbsentRequest, source=question[0])
-        assert (request.compiler, request.topology, request.target) == ("tpu", "v5e:2x2", "")
-        return CompiledAhead(
-            ledger=textbook_ledger(request, without=1),
-            state_bytes=1_000,
-            peak_bytes=4_000,
-            compile_s=7.0,
-            device="TPU v5 lite",
-            versions={"libtpu": "0"},
-        )
-
-    monkeypatch.setattr(absent, "ask", ask)
-    given = ("--engine", "jax-manual", "--compile", "--layout.dp_shard", "4", "--layout.zero", "3")
-    assert main(["plan", "small.toml", "--quiet", "--machine", "v5ex4", *given]) == 0
-    printed = said(capsys.readouterr().out)
-    assert "compiled for v5e:2x2, TPU v5 lite" in printed
-    assert "1 kB" in printed
-    assert "4 kB" in printed
-    assert "0.00" in printed
-
-
 def test_what_cannot_be_planned_is_refused_in_a_line(small, capsys):
     for arguments, says in (
         (("--layout.tp", "3"), "layout.tp = 3: the given degrees must divide its 16 devices"),
         (("--layout.tp", "8"), "layout.tp = 8 does not divide model.n_head = 2"),
         (("--explain", "9999"), "--explain 9999: give a place from 1 to"),
-        (("--shape.gated", "--alone"), "--alone and --compile have nanoGPT's model alone"),
-        (("--compile",), "--compile: torch-manual is of torchpar: give --alone"),
     ):
         assert main([*ARGUMENTS, *arguments, "--run_dir", "p"]) == 2
         streams = capsys.readouterr()
         assert says in said(streams.err)
         assert "Traceback" not in streams.err
         assert streams.out == ""
-
-
-def test_devices_are_named_as_a_compiler_does():
-    assert absent.topology_of(read_machine("h100x16")) == "1x2x8"
-    assert absent.topology_of(read_machine("v5e-256")) == "v5e:16x16"
-    assert absent.topology_of(read_machine("v5p-128")) == "v5p:4x4x8"
-    with pytest.raises(ExperimentError, match="12 chips are no slice of a pod of v5e: give a power of two"):
-        absent.topology_of(read_machine("v5ex12"))
-    nameless = msgspec.structs.replace(read_machine("v5ex4"), tpu="")
-    with pytest.raises(ExperimentError, match="has no tpu or gpu_target"):
-        absent.topology_of(nameless)
-
-
-def test_a_missing_compiler_is_said_in_a_line(small, capsys):
-    if list(importlib.metadata.distributions(name="libtpu")):
-        pytest.skip("libtpu is installed")
-    given = ("--engine", "jax-manual", "--machine", "v5ex4", "--compile")
-    assert main(["plan", "small.toml", "--quiet", *given, "--run_dir", "p"]) == 3
-    told = said(capsys.readouterr().err)
-    assert "libtpu, which compiles for what is not here, is not installed" in told
-    assert "ms a step" in told
-    assert main(["report", "p"]) == 0, "the plan is kept"
-    assert "layouts that fit" in said(capsys.readouterr().out)

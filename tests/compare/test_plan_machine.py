@@ -30,8 +30,6 @@ def test_every_chip_that_ships_is_read():
         assert machine.devices == 8
         assert machine.peak["bfloat16"] > machine.sustained.get("bfloat16", 0.0)
         assert machine.across.bytes_per_s < machine.inside.bytes_per_s
-        assert machine.tpu == ("" if machine.platform == "gpu" else name)
-        assert ("core_count: " in machine.gpu_target) == (machine.platform == "gpu")
     assert read_machine("h200x8").inside == read_machine("h100x8").inside
     assert read_machine("v5e-256").devices == 256
     assert read_machine("H100x8").inside == read_machine("h100x8").inside

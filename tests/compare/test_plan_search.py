@@ -1,14 +1,10 @@
 """Layouts of a plan: all that are legal, what they hold, and which fit."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 from machines import machine_of
 
-from compare.contract.collective_bench import CollectiveTimes, make_row
-from compare.execute.hosts import Hosts
-from compare.execute.launch import EngineError
 from compare.judge.closed_forms.peak import peak_per_device
 from compare.plan.compute import Variant, shape_of
 from compare.plan.machine import read_machine
@@ -16,7 +12,6 @@ from compare.plan.predict import predict, ways_of
 from compare.plan.search import LONG, USABLE, candidates, divisors, folded, memory_of, search
 from compare.spec.engines.registry import ENGINES, STUDIED
 from compare.spec.experiment import Experiment, ExperimentError, Model, Precision, check, edited
-from compare.studies import this_machine
 
 NONE = frozenset()
 DEGREES = ("tp", "pp", "dp_shard", "dp_replicate")
@@ -179,41 +174,3 @@ def test_tp_stays_inside_of_a_host(tiny):
 
 def _degrees(layout) -> tuple[int, ...]:
     return tuple(getattr(layout, name) for name in DEGREES)
-
-
-@pytest.mark.parametrize(("launcher", "sharing"), [("local", 4), ("slurm", 2)])
-def test_links_of_several_hosts_are_measured_inside_and_across(
-    tiny, monkeypatch, tmp_path, launcher, sharing
-):
-    """Two hosts of two devices: an all-reduce in one host, and one between a device of each."""
-    monkeypatch.chdir(tmp_path)
-    asked = []
-
-    def time_collectives(request, folder, *, hosts, pythons):
-        asked.append((request.ranks, hosts.count))
-        seconds = {case: 1e-3 + case.size * hosts.count / 8e9 for case in request.cases}
-        rows = [make_row("ours", of, ranks=2, seconds=took, wrong=wrong) for of, took in seconds.items()]
-        return CollectiveTimes(rows=rows, device_kind="cpu", versions={}, threads="", hosts=[])
-
-    wrong = 0
-    monkeypatch.setattr(this_machine, "time_collectives", time_collectives)
-    monkeypatch.setattr(this_machine, "busy_cores", lambda: 0.0)
-    monkeypatch.setattr(this_machine, "_copied_per_s", lambda: 1e9)
-    monkeypatch.setattr(this_machine, "cores", lambda: 2)
-    monkeypatch.setattr(this_machine, "memory_bytes", lambda: 16e9)
-    ceiling = SimpleNamespace(by_size={64: 1e9})
-    monkeypatch.setattr(this_machine, "measure_ceiling", lambda *given, **how: ceiling)
-    how = {"pythons": {"torchpar": "python"}, "anyway": False}
-    hosts = Hosts(launcher=launcher, count=2)
-    found = this_machine.machine_here("torch-manual", tiny, 4, hosts=hosts, **how)
-    assert asked == [(2, 1), (2, 2)]
-    assert (found.hosts, found.devices_inside) == (2, 2)
-    assert found.inside.bytes_per_s == pytest.approx(8e9)  # what each of two sends is what is reduced
-    assert found.across.bytes_per_s == pytest.approx(4e9 / 2)  # of one device, when both of a host send
-    assert found.memory_bytes == 16e9 / sharing
-    assert found.peak == {"float64": 1e9 * min(1.0, 2 / sharing)}
-    with pytest.raises(ExperimentError, match="do not divide"):
-        this_machine.machine_here("torch-manual", tiny, 3, hosts=hosts, **how)
-    wrong = 1
-    with pytest.raises(EngineError, match="wrong results of ours"):
-        this_machine.machine_here("torch-manual", tiny, 4, hosts=hosts, **how)

@@ -23,7 +23,7 @@ from compare.execute import launch
 from compare.execute import load as load_of_others
 from compare.numerics import data
 from compare.spec.experiment import load
-from compare.studies import fitting, plan, this_machine
+from compare.studies import fitting, plan
 
 README = Path(__file__).parents[2] / "README.md"
 FENCED = re.compile(r"^```(?:sh|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -112,8 +112,7 @@ def a_machine_with_everything(places, monkeypatch):
     monkeypatch.setattr(plan, "search", start)
     monkeypatch.setattr(launch, "visible_gpus", lambda: 8)
     monkeypatch.setattr(fitting, "missing_package", lambda engine, python: "")
-    for measuring in (load_of_others, this_machine):
-        monkeypatch.setattr(measuring, "busy_cores", lambda: 0.0)
+    monkeypatch.setattr(load_of_others, "busy_cores", lambda: 0.0)
     monkeypatch.setattr(data, "standard_library_text", standard_library_text)
 
 
@@ -127,7 +126,7 @@ def test_it_does_what_it_says(line, places, capsys, monkeypatch):
         write_random(places / source, load("demo"))
     is_planned = (
         "dry_run" in COMMANDS[command].__struct_fields__
-        and command not in ("plan", "tune")
+        and command != "plan"
         and not {"--continue", "--results"} & {*others}
     )
     try:

@@ -91,7 +91,6 @@ REFUSED = {
     "bench --sizes train.batch_size=2000000000": "make the model or the batch smaller",
     "bench --sizes train.batch_size=x": "left to run: Expected `int`, got `str` - at `train.batch_size`",
     "bench --rounds 0": "--rounds, --window and --windows must be at least 1",
-    "tune --rounds 0 --anyway": "--rounds, --window and --windows must be at least 1",
     "bench --baseline nosuch": "--baseline nosuch: no such case",
     "collectives --max_size 1T": "--max_size 1T: give bytes",
     "collectives --min_size 2M --max_size 1M": "the largest is not below the smallest",

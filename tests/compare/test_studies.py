@@ -169,7 +169,6 @@ def test_a_part_that_is_gone_is_missing_and_an_extra_one_counts_for_nothing(engi
             assert main(["report", str(folder)]) == 1, (word, name)
             said = capsys.readouterr().out
             assert f"{name} {GONE}" in " ".join(said.split()) or f"{name} is MISSING: it {GONE}" in said
-            assert main(["runs", str(folder)]) == 0
             (tmp_path / "elsewhere").rename(folder / name)
         for part in ("kept", "verdicts"):
             for place in list(saved[part]) if part == "kept" else range(len(saved[part])):
@@ -228,11 +227,7 @@ def test_a_folder_that_makes_no_sense_is_one_line(engines, timed_engines, tmp_pa
         before = path.read_text()
         assert old in before, old
         path.write_text(before.replace(old, new))
-        for line in (
-            ["report", folder],
-            ["runs", folder],
-            [read_outcome(path.parent).study, "--continue", folder],
-        ):
+        for line in (["report", folder], [read_outcome(path.parent).study, "--continue", folder]):
             capsys.readouterr()
             assert main(line) in (0, 1, 2), line
             said = capsys.readouterr().err

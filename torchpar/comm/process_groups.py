@@ -62,13 +62,6 @@ def join_group(
         )
 
 
-def join_absent(*, world_size: int) -> None:
-    """Be the first rank among others that are absent: each collective is done at once, and moves nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-
-
 def leave_group() -> None:
     """Wait for the other ranks, if there are any. The process must end by os._exit after this.
 

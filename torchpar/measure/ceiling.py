@@ -9,10 +9,10 @@ from torchpar.run import now
 
 
 def measure(request: CeilingRequest) -> Ceiling:
-    """The ceiling of one GPU, or of the CPU with `request.threads` threads; MissingDevicesError: no GPU."""
+    """The ceiling of one GPU, or of the CPU; MissingDevicesError: no GPU."""
     if request.platform == "gpu":
         require_gpus(1)
-    torch.set_num_threads(request.threads or cores())
+    torch.set_num_threads(cores())
     torch.set_float32_matmul_precision("high" if request.dtype == "tf32" else "highest")
     device = torch.device("cuda" if request.platform == "gpu" else "cpu")
     dtype = torch.float32 if request.dtype == "tf32" else getattr(torch, request.dtype)

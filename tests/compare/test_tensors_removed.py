@@ -1,4 +1,4 @@
-"""`shardpair runs`: what was run; and a run that passed removes its tensors, and nothing else."""
+"""A run that passed removes its tensors, and nothing else."""
 
 import json
 from pathlib import Path
@@ -14,9 +14,9 @@ from compare.cli import main
 from compare.contract.record import Record, read_record
 from compare.contract.request import REQUEST, Request, Rung
 from compare.host.json_files import write_json
-from compare.judge.outcome import OUTCOME, read_outcome, save
+from compare.judge.outcome import read_outcome, save
 from compare.present.report import REMOVED
-from compare.spec.experiment import Layout, edited, to_toml
+from compare.spec.experiment import edited, to_toml
 from compare.studies.run import Run
 
 
@@ -35,32 +35,7 @@ def tensors_in(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.safetensors"))
 
 
-def test_runs_are_listed_with_layout_verdict_and_size(tmp_path, tiny, told, capsys):
-    runs = tmp_path / "runs"
-    alone = edited(tiny, {"layout": {"bucket_mb": Layout().bucket_mb}})
-    make_run(runs / "agrees", edited(alone, {"layout": {"dp_replicate": 2}}))
-    make_run(runs / "lacks", alone, missing=("torch-library",))
-    for name, file in (("garbled", OUTCOME), ("none", "notes.txt")):
-        (runs / name).mkdir()
-        (runs / name / file).write_text("{")
-    (runs / "link").symlink_to(runs / "agrees")
-    found = {Path(run["folder"]).name: run for run in told(runs)}
-    assert found.keys() == {"agrees", "lacks", "garbled"}
-    layouts = ["data parallel over 2: 2 CPU devices", "nothing split: 1 CPU device"]
-    assert [found[name]["layout"] for name in ("agrees", "lacks")] == layouts
-    assert found["agrees"]["verdict"].startswith("PASS: jax-manual agrees with torch-manual")
-    assert found["lacks"]["verdict"].startswith("INCOMPLETE: ")
-    assert found["garbled"]["verdict"].startswith(f"{runs / 'garbled' / OUTCOME} cannot be read")
-    for name, run in found.items():
-        files = (path for path in (runs / name).rglob("*") if path.is_file())
-        assert run["bytes"] == sum(file.stat().st_size for file in files), name
-    assert main(["runs", str(runs)]) == 0
-    assert "[/x]" in capsys.readouterr().out
-
-
-def test_tensors_of_a_run_that_passed_go_and_its_rungs_stay(
-    passed, tmp_path, tiny, told, capsys, monkeypatch
-):
+def test_tensors_of_a_run_that_passed_go_and_its_rungs_stay(passed, tmp_path, tiny, capsys, monkeypatch):
     before = read_outcome(passed)
     assert len(tensors_in(passed)) > 10
     remove_tensors(passed)
