@@ -25,6 +25,7 @@ from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, PP, TP
 from compare.spec.experiment import Experiment, Layout
 from jaxpar import dropout, manual, optimizer, train
 from jaxpar.comm import collectives
+from jaxpar.explicit import context_parallel as typed_context_parallel
 from jaxpar.explicit import data_parallel as typed_data_parallel
 from jaxpar.explicit import tensor_parallel as typed_tensor_parallel
 from jaxpar.manual import context_parallel, pipeline_parallel, tensor_parallel
@@ -120,6 +121,11 @@ def first_copy_only(right: Any, w: jax.Array) -> jax.Array:
 def sum_over_replicas(right: Any, *arguments: Any, **options: Any) -> Any:
     count = jax.sharding.get_abstract_mesh().shape[DP_REPLICATE]
     return jax.tree.map(lambda g: count * g, right(*arguments, **options))
+
+
+@in_place_of(typed_context_parallel, "own_rows")
+def local_rows(right: Any, table: jax.Array, *, devices: int) -> jax.Array:
+    return table[: len(table) // devices]
 
 
 @in_place_of(typed_tensor_parallel, "product")
@@ -218,6 +224,7 @@ FAULTS = (
     PlantedFault("moved_weight", ALL, moved_weight),
     PlantedFault("shifted_targets", ALL, shifted_targets),
     PlantedFault("local_positions", MANUAL, local_positions),
+    PlantedFault("local_positions", TYPED, local_rows),
     PlantedFault("forgotten_hop", MANUAL, forgotten_hop),
     PlantedFault("stopped_maximum", MANUAL, stopped_maximum),
     PlantedFault("unscaled_dropout", ALL, unscaled),

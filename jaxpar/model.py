@@ -35,7 +35,7 @@ KEEPS = "keeps_"
 RELU = "relu_squared"
 """The scope of that activation: it has no operation that is nowhere else."""
 Hook = Callable[[jax.Array], jax.Array]
-Positions = Callable[[int], ArrayLike] | None
+Positions = Callable[[jax.Array], jax.Array] | None
 
 
 class Dtypes:
@@ -278,13 +278,14 @@ def add(x_BTC: jax.Array, y_BTC: jax.Array) -> jax.Array:
 
 def at_positions(table: jax.Array, length: int, positions: Positions) -> jax.Array:
     """Rows (T, ..) of a table for the positions of T places, by default the first T."""
-    return table[:length] if positions is None else table[positions(length)]
+    return table[:length] if positions is None else positions(table)
 
 
 class Embedding(nnx.Module):
     """Token and position tables; the token table is also the output head.
 
-    Hooks: `look_up` takes (table, tokens), `positions` gives those of T places, (T,), by default the first T;
+    Hooks: `look_up` takes (table, tokens), `positions` those rows of a table of all positions whose places
+    are here, by default the first T;
     `cut_positions` the vectors (T, C) of the positions, `leave` the sum of both, and `enter` the residual
     stream, before it becomes logits.
     """

@@ -49,7 +49,7 @@ def split_sequence(problem: Problem, *, mesh: Mesh) -> Edit:
     def edit(model: GPT) -> None:
         attention = model.blocks.attention
         if layout.zigzag:
-            model.embedding.positions = lambda length: order_T
+            model.embedding.positions = lambda table: table[order_T]
             attention.core = partial(attention.core, positions=(order_T, order_T))
             for dropout in dropouts(model, *DropoutSite):
                 dropout.positions = lambda length: order_T

@@ -14,8 +14,14 @@ from jax.sharding import Mesh, reshard, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.comm.mesh import typed
-from jaxpar.explicit import data_parallel, fully_sharded, pipeline_parallel, tensor_parallel
-from jaxpar.explicit.replicas import axes_of_replicas, over_replicas
+from jaxpar.explicit import (
+    context_parallel,
+    data_parallel,
+    fully_sharded,
+    pipeline_parallel,
+    tensor_parallel,
+)
+from jaxpar.explicit.replicas import over_replicas
 from jaxpar.model import same
 from jaxpar.optimizer import global_norm
 from jaxpar.placement import specs, unpad
@@ -24,6 +30,7 @@ from jaxpar.stages import one_pass
 from jaxpar.step import (
     ShardedStep,
     accumulated_gradients,
+    batch_specs,
     metrics_of,
     passes_of,
     place_step,
@@ -52,7 +59,7 @@ def parallelize(
 
     def mean_gradients(params: Any, batch: Any, scalars: Any) -> tuple[Any, Any]:
         parts = 1 if layout.pp > 1 else passes_of(batch)  # a pipeline's loss is the mean over microbatches
-        parts /= layout.data_parallel  # each replica's backward begins with its own mean
+        parts /= layout.data_parallel * layout.cp  # each replica's backward begins with its own mean
         if layout.pp > 1:
             batch = one_pass(batch, microbatches=layout.microbatches)
         params = reshard(params, over_replicas(placements, "reduced", sharded=at_rest, mesh=mesh))
@@ -74,7 +81,8 @@ def parallelize(
 
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
         with use_abstract_mesh(mesh.abstract_mesh):
-            batch = reshard(batch, P(None, axes_of_replicas(mesh) or None))
+            where = batch_specs(problem.experiment, mesh)
+            batch = {name: reshard(x, where[name]) for name, x in batch.items()}
             value, gradients = mean_gradients(params, batch, scalars)
             grad_norm, shards = global_norm(gradients), fully_sharded.shard_parameters(params, placements)
             shards, opt_state = updated(
@@ -87,11 +95,13 @@ def parallelize(
 
 
 def _loss(problem: Problem, placements: Any, *, mesh: Mesh) -> Loss:
-    """The problem's loss over stored parameters: what tp splits, what dp_shard gathers, what pp spreads."""
+    """The problem's loss over stored parameters: what tp and cp split, dp_shard gathers, pp spreads."""
     layout, in_layers = problem.layout, problem.gathers_in_layers
     edits: list[Edit] = [lambda model: setattr(model, "total_counts", count_replicas)]
     if layout.tp > 1:
         edits.append(tensor_parallel.split_layers(problem))
+    if layout.cp > 1:
+        edits.append(context_parallel.split_sequence(problem))
     if in_layers:
         edits.append(fully_sharded.gather_layers(problem, placements[STACKED], mesh=mesh))
     gathered = without_layers(placements) if in_layers else placements

@@ -14,24 +14,50 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, reshard
+from jax.sharding import PartitionSpec as P
 
-from jaxpar.explicit.replicas import axes_in, axes_of_replicas, copies
-from jaxpar.placement import cut, specs
+from compare.spec.axes import CP
+from jaxpar.explicit.replicas import REPLICA, axes_in, axes_of_replicas, copies
+from jaxpar.placement import cut, joined, specs
 from jaxpar.problem import Choices, Loss
 
 
 def each_replica(loss: Loss, *, mesh: Mesh, rows_dim: int = 0) -> Loss:
-    """The mean loss of all replicas, each on rows of its own; the model is typed as if there were one.
+    """The mean loss of all replicas, each on its part of a batch; the model is typed as if there were one.
 
-    Replicas split the batch's `rows_dim`: 1 of (M, R b, ...). Parameters are typed `reduced`: each replica
-    has its `copies`; a parameter that dp_shard splits stays so: the model gathers it (`own_copy`).
+    Rows are the batch's `rows_dim`: 1 of (M, R b, ...); cp splits the last dim, T, of all but keys.
+    Parameters are typed `reduced`: each replica has its `copies`; a parameter that dp_shard splits stays so:
+    the model gathers it (`own_copy`).
     """
     axes = axes_of_replicas(mesh)
-    replicas = math.prod(mesh.shape[axis] for axis in axes)
+    replicas, devices = math.prod(mesh.shape[axis] for axis in axes), mesh.shape[CP]
 
     def is_split(w: jax.Array) -> bool:
         return bool(axes_in(jax.typeof(w).sharding.spec) & set(axes))
+
+    def of_each(x: jax.Array, *, has_positions: bool) -> jax.Array:
+        """(.., R b, .., T) -> (R n, .., b, .., t), T cut if it `has_positions`."""
+        x = jnp.moveaxis(cut(x, rows_dim, replicas // devices, -1), rows_dim, 0)
+        if devices == 1:
+            return x
+        rest, *others = jax.typeof(x).sharding.spec.partitions
+        if has_positions:
+            x = jnp.moveaxis(cut(x, x.ndim - 1, devices, -1), -2, 1)
+        else:
+            x = jnp.broadcast_to(
+                x[:, None], (len(x), devices, *x.shape[1:]), out_sharding=P(rest, CP, *others)
+            )
+        others = [None] * len(others)
+        return x.reshape(replicas, *x.shape[2:], out_sharding=P(axes, *others))
+
+    def of_all(x: jax.Array) -> jax.Array:
+        """(L, R n, b, t, ..) -> (L, R b, T, ..)."""
+        rest = tuple(axis for axis in axes if axis != CP) or None
+        shape = len(x), replicas // devices, devices, *x.shape[2:]
+        x = jnp.moveaxis(x.reshape(shape, out_sharding=P(None, rest, CP)), 2, 3)
+        return joined(joined(x, 3), 1)
 
     def mean_loss(params: Any, batch: Any) -> tuple[jax.Array, Choices]:
         copied = jax.tree.map(lambda w: None if is_split(w) else copies(w), params)
@@ -43,11 +69,10 @@ def each_replica(loss: Loss, *, mesh: Mesh, rows_dim: int = 0) -> Loss:
 
         if replicas == 1:
             return of_replica(copied, batch)
-        # (.., R b, ..) -> (.., R, b, ..)
-        rows = jax.tree.map(lambda x: cut(x, rows_dim, replicas, -1), batch)
-        out_axes = 0, Choices(experts=1)  # (L, R, b, ..), and tokens of all replicas (`count_replicas`)
-        value_R, choices = jax.vmap(of_replica, in_axes=(0, rows_dim), out_axes=out_axes)(copied, rows)
-        return value_R.mean(axis=0), choices.joined(1)
+        parts = {name: of_each(x, has_positions=name != "keys") for name, x in batch.items()}
+        out_axes = 0, Choices(experts=1)  # (L, R n, b, t, ..), and tokens of all replicas (`count_replicas`)
+        value_R, choices = jax.vmap(of_replica, out_axes=out_axes, axis_name=REPLICA)(copied, parts)
+        return value_R.mean(axis=0), choices._replace(experts=jax.tree.map(of_all, choices.experts))
 
     return mean_loss
 

@@ -11,7 +11,7 @@ is {U:dp} again.
 
 Source: "Autodiff and sharding" in JAX's documentation, which says that unreduced is such a dim in effect.
 
-Legend: R replicas, here the devices of all axes that split a batch.
+Legend: R replicas, here the devices of all axes that split a batch, its rows or its positions.
 """
 
 import math
@@ -26,13 +26,16 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh, reshard
 from jax.sharding import PartitionSpec as P
 
-from compare.spec.axes import PP, ROWS
+from compare.spec.axes import DATA, PP
 from jaxpar.placement import Placement
+
+REPLICA = "replica"
+"""The name of their dim in `vmap`: the number of one is `lax.axis_index` of it."""
 
 
 def axes_of_replicas(mesh: Mesh) -> tuple[str, ...]:
-    """The axes that split a batch, but for those of one device."""
-    return tuple(axis for axis in ROWS if mesh.shape[axis] > 1)
+    """The axes that split a batch, its rows or positions, but for those of one device."""
+    return tuple(axis for axis in DATA if mesh.shape[axis] > 1)
 
 
 def axes_in(spec: P) -> set[str]:
@@ -64,7 +67,7 @@ def copies(w: jax.Array) -> jax.Array:
     Nothing moves, in backward neither: the gradient of what is reduced is unreduced.
     """
     reduced = jax.typeof(w).sharding.spec.reduced
-    groups = [tuple(axis for axis in group if axis in reduced) for group in (ROWS, (PP,))]
+    groups = [tuple(axis for axis in group if axis in reduced) for group in (DATA, (PP,))]
     return _copies(w, tuple(filter(None, groups)))
 
 

@@ -59,7 +59,7 @@ def strategy(problem: Problem, placements: Any) -> Strategy:
 
     def edit(model: GPT) -> None:
         attention, others = model.blocks.attention, set(DropoutSite) - {DropoutSite.ATTENTION}
-        model.embedding.positions = own
+        model.embedding.positions = lambda table: table[own(len(table))]
         for dropout in dropouts(model, *others):  # of the places here, which tp may split
             dropout.positions = lambda count, of=dropout.positions: own(count)[of(count)]
         if layout.context == "ring":

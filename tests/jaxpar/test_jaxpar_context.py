@@ -22,6 +22,8 @@ UNDROPPED = replace(DROPPED, dropout=0.0, n_kv_head=2, position="rope")
 CASES = {
     "compiler allgather": (Layout(cp=2, zigzag=True, tp=2, sequence_parallel=True), DROPPED),
     "compiler ulysses": (Layout(cp=2, context="ulysses", dp_shard=2, zero=3), DROPPED),
+    "explicit allgather": (Layout(cp=2, zigzag=True, dp_shard=2, zero=3), UNDROPPED),
+    "explicit ulysses": (Layout(cp=2, context="ulysses", tp=2, sequence_parallel=True), DROPPED),
     "manual allgather": (Layout(cp=2, zigzag=True, pp=2, microbatches=2), DROPPED),
     "manual ulysses": (Layout(cp=2, context="ulysses", tp=2, sequence_parallel=True), DROPPED),
     "manual ring": (Layout(cp=2, context="ring", zigzag=True, dp_replicate=2), UNDROPPED),

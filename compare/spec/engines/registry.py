@@ -144,14 +144,18 @@ JAX_ENGINES = (
         "is traced, until it is said what becomes of the sum",
         gradient_sync=("once",),
         sends_by="types",
-        layouts=replace(JAX_LAYOUTS, no_other_schedule=BY_AUTODIFF),
+        layouts=replace(
+            JAX_LAYOUTS,
+            contexts=("allgather", "ulysses"),
+            no_other_context=NO_RING,
+            no_other_schedule=BY_AUTODIFF,
+        ),
         impossible_faults={
             "ignored_schedule": "it has one schedule, GPipe",
             "overwritten_microbatch": "autodiff adds up what microbatches of a pipeline have",
             **dict.fromkeys(SYNC_FAULTS, "gradients are summed once, by one cast"),
             **dict.fromkeys(PLACEMENT_FAULTS, SAID_BY_TYPE),
             **RING_FAULTS,
-            **GLOBAL_POSITIONS,
         },
     ),
     Engine(
