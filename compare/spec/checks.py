@@ -56,9 +56,9 @@ def _objections(experiment: Experiment) -> Iterator[str]:
             "of the program, which would be traced anew whenever it moves: set layout.compile = none"
         )
     yield from _to_loss_chunks(model, train, layout)
+    yield from _to_experts(model, layout)
     yield from _to_layout(model, train, layout)
     yield from _to_context(model, train, layout)
-    yield from _to_experts(model, layout)
     yield from _to_pipeline(model, train, layout)
 
 

@@ -14,6 +14,7 @@ from ranks import on_ranks
 from compare.numerics.gpt2_names import from_gpt2
 from compare.numerics.parameters import initial_parameters
 from compare.spec.axes import DATA
+from compare.spec.engines import registry
 from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, Precision
 from torchpar import compiler, library, manual
 from torchpar.library.tensor_parallel import loss_parallel_on
@@ -91,6 +92,11 @@ LAYOUTS = {
     "hsdp": Layout(dp_replicate=2, dp_shard=2, zero=3),
     "tp": Layout(dp_replicate=2, tp=2),
     "tp_sp": Layout(dp_shard=2, zero=3, tp=2, sequence_parallel=True, remat="full"),
+    "ep": Layout(dp_shard=4, ep=4),
+    "fsdp_ep": Layout(dp_shard=4, zero=3, ep=4, remat="full"),
+    "fsdp_ep_half": Layout(dp_shard=4, zero=3, ep=2),
+    "zero1_ep": Layout(dp_replicate=2, dp_shard=2, zero=1, ep=2),
+    "ep_tp": Layout(dp_shard=2, ep=2, tp=2),
 }
 ENGINES = {"manual": manual, "library": library, "compiler": compiler}
 
@@ -108,6 +114,10 @@ def test_gradients_on_ranks_are_one_devices(rank: int, engine: str) -> None:
             (whole(inputs, targets)[1] / 2).backward()
         expected = {name: p.grad for name, p in whole.named_parameters()}
         for name, layout in LAYOUTS.items():
+            try:
+                registry.ENGINES[f"torch-{engine}"].require(layout)
+            except ExperimentError:  # torch-library and torch-compiler have not each layout of ep
+                continue
             model = make_gpt()
             parallel, mesh = make_parallel(ENGINES[engine].parallelize, layout, rank, experiment, model)
             data, router = mesh.joined(*DATA), "transformer.h.0.mlp.router.weight"
