@@ -1,6 +1,10 @@
 """The textbook of what is sent, counted by hand, without a run; test_ledger.py has real ledgers."""
 
+from msgspec.structs import replace
+
 from compare.judge.closed_forms.communication import communication, is_plain, textbook
+from compare.judge.closed_forms.memory import state_of_stage
+from compare.judge.ledger import routed
 from compare.numerics.parameters import parameter_count
 from compare.spec.experiment import Experiment, Layout, Model, Train, edited
 
@@ -182,3 +186,32 @@ def test_all_of_it_is_along_every_axis_and_only_some_of_it_is_exact():
     }
     assert not is_plain(everything)  # what runs next is gathered ahead
     assert is_plain(edited(everything, {"layout": {"zero": 2}}))
+
+
+def test_experts_go_to_the_ranks_that_have_them():
+    """Of 4 experts a rank of ep has 2, and of ZeRO's parts of these half; tokens go out and come back."""
+    experts, k = 4, 2
+    model = replace(MODEL, bias=False, n_experts=experts, experts_per_token=k)
+    count = parameter_count(model)
+    own = L * experts * 2 * C * 4 * C
+    train = Train(batch_size=ROWS, gradient_accumulation_steps=PASSES)
+    for zero, reduced in (
+        (0, {("all_reduce", "dp_shard+ep"): count - own, ("all_reduce", "dp_shard"): own / 2}),
+        (1, {("reduce_scatter", "dp_shard+ep"): count - own, ("reduce_scatter", "dp_shard"): own / 2}),
+    ):
+        layout = Layout(dp_shard=4, ep=2, zero=zero)
+        sent = communication("torch-manual", Experiment(model=model, train=train, layout=layout))
+        assert {key[:2]: size / 4 for key, size in sent.items() if key[2] == "gradients"} == reduced
+        for way in ("activations", "activation gradients"):
+            assert sent["all_to_all", "ep", way] == 2 * k * PASSES * L * STREAM / 4
+        held = state_of_stage("torch-manual", Experiment(model=model, train=train, layout=layout), stage=0)
+        assert held["parameters"] == 4 * (count - own / 2)
+        assert held["optimizer"] == (8 * (count - own / 2) if not zero else 2 * count)
+
+
+def test_a_busy_rank_of_ep_sends_more():
+    """Rows that came go back: of both layers the first rank has 4 and 2 of 4 each, where 2 are its share."""
+    both = Layout(dp_shard=2, ep=2)
+    assert routed(both, [[3, 1, 0, 0], [1, 1, 1, 1]]) == ((1 + 6 / 4) / 2, (1 + 6 / 4) / 2)
+    assert routed(both, [[4, 0, 0, 0], [0, 0, 4, 0]]) == (1, 1.5)  # in one layer the one, then the other
+    assert routed(replace(both, dp_replicate=2), [[3, 1, 0, 0]]) == (0.5, 1.5)
