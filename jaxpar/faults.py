@@ -89,7 +89,7 @@ def norm_counts_replicas_twice(right: Any, gradients: Any, placements: Any) -> j
 
 @in_place_of(context_parallel, "own_positions")
 def local_positions(right: Any, order_S: np.ndarray, length: int) -> jax.Array:
-    return jnp.arange(length)
+    return jnp.arange(len(order_S) // collectives.axis_size(context_parallel.AXIS))
 
 
 @in_place_of(context_parallel, "blocks")
