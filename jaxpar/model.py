@@ -30,6 +30,8 @@ from jaxpar.remat import Remat, apply_remat
 
 HEAD = "head_loss"
 """The scope, in the compiled program, of what makes logits and the loss of them."""
+EXPERTS = "experts"
+"""The scope of what experts compute, and of where tokens go for it."""
 KEEPS = "keeps_"
 """Scopes of what 16 bits leave in the storage dtype: one of `contract.work.Kept` behind it."""
 RELU = "relu_squared"
@@ -217,8 +219,8 @@ class Experts(nnx.Module):
     Every expert computes every token, and weighs 0 where it was not chosen: so shapes do not depend on data,
     at E / k times the work. XLA on a CPU makes as much of `lax.ragged_dot`.
 
-    Hooks: `exchange` takes (`mix`, x, weights (B, T, E), chosen (B, T, k)) to where experts are, and back;
-    `enter_weights` takes what `mix` has for weights, as `up.enter` its x.
+    Hooks: `exchange` takes (these, x, weights (B, T, E)) to where experts are, and back; `enter_weights`
+    takes what `mix` has for weights, as `up.enter` its x.
     """
 
     def __init__(self, config: Model, dtypes: Dtypes):
@@ -231,18 +233,18 @@ class Experts(nnx.Module):
         self.dropout = Dropout(config.dropout, DropoutSite.MLP_OUT)
         self.chosen = config.experts_per_token
         self.enter_weights: Hook = same
-        self.exchange: Callable[..., jax.Array] = lambda mix, x_BTC, weights_BTE, chosen_BTk: mix(
-            x_BTC, weights_BTE
-        )
+        self.exchange: Callable[[Experts, jax.Array, jax.Array], jax.Array] = Experts.mix
 
     def __call__(self, x_BTC: jax.Array, noise: Noise | None = None) -> tuple[jax.Array, Routing]:
         with jax.named_scope(f"{KEEPS}router"):
             logits_BTE = self.router(x_BTC)
-        _, chosen_BTk = lax.top_k(lax.stop_gradient(logits_BTE), self.chosen)
-        chosen_BTk = jnp.sort(chosen_BTk, axis=-1)
+        # Not `lax.top_k`: XLA does not divide what it makes of it, and gathers the whole batch.
+        ranked_BTE = jnp.argsort(lax.stop_gradient(-logits_BTE), axis=-1).astype(jnp.int32)
+        chosen_BTk = jnp.sort(ranked_BTE[..., : self.chosen], axis=-1)
         is_chosen_BTE = (chosen_BTk[..., None] == jnp.arange(logits_BTE.shape[-1])).any(axis=-2)
         weights_BTE = jax.nn.softmax(jnp.where(is_chosen_BTE, logits_BTE, -jnp.inf), axis=-1)
-        y_BTC = self.exchange(self.mix, x_BTC, weights_BTE, chosen_BTk)
+        with jax.named_scope(EXPERTS):
+            y_BTC = self.exchange(self, x_BTC, weights_BTE)
         probability_E = jax.nn.softmax(logits_BTE, axis=-1).mean(axis=(0, 1))
         count_E = is_chosen_BTE.sum(axis=(0, 1), dtype=jnp.int32)
         return self.dropout(y_BTC, noise), Routing(probability_E, count_E, chosen_BTk)

@@ -25,7 +25,7 @@ from compare.judge.closed_forms.communication import (
 )
 from compare.judge.closed_forms.memory import elements_of_stage, on_one_device, padding_of_stage
 from compare.numerics.parameters import block_parameters, end_parameters
-from compare.spec.axes import AXES, CP, REPLICAS, SHARDED_FROM, SHARDS, TP, joined_of
+from compare.spec.axes import AXES, CP, EP, REPLICAS, SHARDED_FROM, SHARDS, TP, joined_of
 from compare.spec.engines.registry import ENGINES, TORCH, side_of
 from compare.spec.experiment import Experiment, Layout, edited, load
 
@@ -180,8 +180,9 @@ def _multiples(engine: str, experiment: Experiment, flow: Flow) -> tuple[float, 
     is_narrow = experiment.precision.dtype not in WIDE
     if is_narrow:
         least /= 2  # some of it is sent in 16 bits
-    if CP in flow.axis.split("+") and flow.role == "reduce" and ENGINES[engine].sends_by == "xla":
-        return least, math.inf  # of whole gradients, in each pass: no dim of replicas lets positions wait
+    together = {CP, EP} & {*flow.axis.split("+")}
+    if together and flow.role == "reduce" and ENGINES[engine].sends_by == "xla":
+        return least, math.inf  # of whole gradients, in each pass: no dim of replicas lets them wait
     if (flow.axis, flow.role) == (replicas, "reduce") and layout.pp == 1:
         (token, *_), _ = end_parameters(experiment.model)
         whole = elements_of_stage(engine, experiment, stage=0)

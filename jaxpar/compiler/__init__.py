@@ -11,10 +11,11 @@ import optax
 from jax import lax
 from jax.sharding import Mesh
 
-from compare.spec.axes import ROWS
+from compare.spec.axes import EP, ROWS
 from jaxpar.compiler import (
     context_parallel,
     data_parallel,
+    expert_parallel,
     fully_sharded,
     pipeline_parallel,
     tensor_parallel,
@@ -56,7 +57,8 @@ def parallelize(
             return accumulated_gradients(of, params, batch, reduce=shard if layout.zero >= 2 else same)
 
         # Gradients that accumulate whole (zero 0 and 1) can wait for the end, each device's own until then.
-        late = ROWS if layout.zero < 2 else (data_parallel.AXIS,)
+        # Not along ep: a dim of replicas would keep their tokens apart.
+        late = tuple(axis for axis in ROWS if axis != EP) if layout.zero < 2 else (data_parallel.AXIS,)
         value, gradients = data_parallel.synchronize_gradients(
             accumulate, params, batch, mesh=mesh, axes=late, loops=layout.pp > 1
         )
@@ -80,6 +82,8 @@ def _loss(problem: Problem, placements: Any, *, mesh: Mesh) -> Loss:
     edits: list[Edit] = [lambda model: setattr(model, "total_counts", count_replicas)]
     if layout.tp > 1:
         edits.append(tensor_parallel.split_layers(problem, mesh=mesh))
+    if layout.ep > 1:
+        edits.append(expert_parallel.share_out_experts(problem, mesh=mesh))
     if layout.cp > 1:
         edits.append(context_parallel.split_sequence(problem, mesh=mesh))
     if problem.gathers_in_layers:

@@ -17,6 +17,7 @@ from jaxpar.comm.mesh import typed
 from jaxpar.explicit import (
     context_parallel,
     data_parallel,
+    expert_parallel,
     fully_sharded,
     pipeline_parallel,
     tensor_parallel,
@@ -102,6 +103,8 @@ def _loss(problem: Problem, placements: Any, *, mesh: Mesh) -> Loss:
         edits.append(tensor_parallel.split_layers(problem))
     if layout.cp > 1:
         edits.append(context_parallel.split_sequence(problem))
+    if layout.ep > 1:
+        edits.append(expert_parallel.share_out_experts)
     if in_layers:
         edits.append(fully_sharded.gather_layers(problem, placements[STACKED], mesh=mesh))
     gathered = without_layers(placements) if in_layers else placements

@@ -95,5 +95,7 @@ def own_copy(w: jax.Array, of_replica: jax.Array) -> jax.Array:
 
 @own_copy.def_vmap
 def _of_every_replica(size: int, is_mapped: list[bool], w: jax.Array, of_replica: jax.Array):
+    if axes_in(jax.typeof(w).sharding.spec) & {*DATA}:  # experts, to which the tokens of replicas go
+        return w, False
     # A pipeline maps both over its stages: the replicas' turn comes after that.
     return (own_copy(w, of_replica) if is_mapped[0] else copies(w)), True

@@ -1,23 +1,48 @@
-"""Expert parallelism by hand."""
+"""Expert parallelism by hand: each device of ep has some of every layer's experts, and tokens go to them.
+
+    dispatch    all_to_all    a token goes to each device that has experts of its choice, with their weights
+    compute     -             the experts here, on the tokens of all devices
+    combine     all_to_all    their weighted sum goes back, and is added to that of the other devices
+
+An all_to_all is its own transpose: backward combines, then dispatches. So the gradient of an expert is a sum
+over the rows of all of ep: it is reduced over the other axes of data, and its mean divides it by all of them.
+
+How many tokens a device gets is data, and shapes are not: `ragged_all_to_all`, which would send k of n parts
+or fewer, XLA has on GPUs and TPUs alone. Here a device has room for all tokens of each other one, and zeros
+lie where a token stays away: nothing is dropped, and what is sent does not depend on the router.
+
+Legend: n devices of ep, N tokens of this device, E experts, C embedding.
+Sources: GShard (arXiv 2006.16668); a token once to each device: DeepSeek-V3 (2412.19437, section 3.2.2).
+"""
 
 from functools import partial
 from typing import Any
 
-from compare.contract.communication import LOSS, ROUTING
-from compare.spec.axes import DATA, TP
+import jax
+import jax.numpy as jnp
+
+from compare.contract.communication import ACTIVATIONS, LOSS, ROUTING
+from compare.spec.axes import DATA, EP, TP
 from jaxpar.comm import collectives
-from jaxpar.model import GPT
+from jaxpar.model import GPT, Experts
 from jaxpar.problem import Problem
 from jaxpar.step import Strategy
 
+AXIS = EP
+exchange = partial(collectives.all_to_all, axis=AXIS, split=0, joined=0, purpose=ACTIVATIONS)
+
 
 def strategy(problem: Problem, placements: Any) -> Strategy:
-    """The load-balance loss is of the tokens of all devices."""
+    """Tokens go to their experts; the load-balance loss is of the tokens of all devices."""
+    layout = problem.layout
     if not problem.experiment.model.n_experts:
         return Strategy()
-    layout = problem.layout
 
     def edit(model: GPT) -> None:
+        experts = model.blocks.mlp
+        assert isinstance(experts, Experts)
+        if layout.ep > 1:
+            experts.exchange = at_their_experts
         tokens = (*DATA, TP) if layout.sequence_parallel else DATA  # the axes whose devices have others
         model.total_counts = partial(collectives.all_reduce, axis=tokens, purpose=ROUTING)
         if layout.sequence_parallel:
@@ -26,3 +51,12 @@ def strategy(problem: Problem, placements: Any) -> Strategy:
             )
 
     return Strategy(edit)
+
+
+def at_their_experts(experts: Experts, x_BTC: jax.Array, weights_BTE: jax.Array) -> jax.Array:
+    """The weighted sum (B, T, C) of all experts' outputs, from the devices that have them."""
+    x_NC = x_BTC.reshape(-1, x_BTC.shape[-1]).astype(experts.up.compute)
+    weights_nNE = weights_BTE.reshape(len(x_NC), collectives.axis_size(AXIS), -1).swapaxes(0, 1)
+    x_nNC = jnp.where((weights_nNE > 0).any(axis=-1, keepdims=True), x_NC, 0)
+    y_nNC = experts.mix(exchange(x_nNC), exchange(weights_nNE))
+    return exchange(y_nNC).astype(x_BTC.dtype).sum(axis=0).reshape(x_BTC.shape)

@@ -26,8 +26,9 @@ from compare.contract.communication import (
     ring_wire_bytes,
 )
 from compare.contract.ledger import Ledger
-from compare.spec.axes import CP, PP, TP, joined
+from compare.spec.axes import CP, EP, PP, TP, joined
 from jaxpar.measure.hlo import Collective, collectives, groups_along
+from jaxpar.model import EXPERTS
 
 SCALAR = 8  # bytes of a float64
 PACKAGE = Path(__file__).parents[1]
@@ -120,11 +121,13 @@ def inferred_purpose(collective: Collective, axis: str) -> str:
     """A guess, for what XLA put there by itself: a parameter's gradient along tp counts as activations'.
 
     The other way round along cp: XLA sums gradients of keys and values together with those of parameters.
+    Along ep experts' work sends tokens alone, for their parameters are split over it.
     """
     if max(collective.arrays) <= SCALAR:
         return METRICS
     permutes, reduces = (collective.kind == kind for kind in ("permute", "all_reduce"))
-    if axis == TP or (axis == PP and permutes) or (axis == CP and not reduces):
+    is_of_tokens = EP in axis.split("+") and EXPERTS in collective.op_name
+    if axis == TP or (axis == PP and permutes) or (axis == CP and not reduces) or is_of_tokens:
         return ACTIVATION_GRADIENTS if collective.backward else ACTIVATIONS
     return PARAMETERS if collective.kind == "all_gather" else GRADIENTS
 

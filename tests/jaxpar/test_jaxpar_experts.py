@@ -1,26 +1,47 @@
-"""Experts under layouts against one device, in float64: the load-balance loss is that of the global batch."""
+"""Experts under layouts against one device, in float64, and what is sent for them."""
 
 import numpy as np
-from jax_steps import ACCUMULATION, MODEL, B, T, two_steps, worst_errors
+from jax_steps import ACCUMULATION as A
+from jax_steps import MODEL, B, C, T, size_of, two_steps, worst_errors
 from msgspec.structs import replace
 
 from compare.spec.experiment import Layout
 
-EXPERTS = replace(MODEL, n_layer=2, n_experts=4, balance=0.1)
-SPLIT = {"dp_replicate": 2, "tp": 2, "sequence_parallel": True}
-LAYOUTS = (
-    ("jax-compiler", Layout(dp_replicate=2, dp_shard=2, zero=1)),
-    ("jax-explicit", Layout(**SPLIT)),
-    ("jax-manual", Layout(**SPLIT)),
-)
+L, E, K = 2, 4, 2
+EXPERTS = replace(MODEL, n_layer=L, n_experts=E, experts_per_token=K, balance=0.1)
+SPLIT = Layout(dp_shard=2, ep=2, zero=3, tp=2, sequence_parallel=True)
+LAYOUTS = {
+    "jax-compiler": Layout(dp_replicate=2, dp_shard=2, ep=2),
+    "jax-explicit": Layout(dp_shard=4, ep=2, zero=2),
+    "jax-manual": SPLIT,
+}
 
 
-def test_experts_under_layouts_equal_one_device():
-    for engine, layout in LAYOUTS:
+def test_shared_out_experts_equal_one_device():
+    """Choices, too, and the load-balance loss, which is that of the global batch."""
+    for engine, layout in LAYOUTS.items():
         outcome = two_steps(engine, layout, model=EXPERTS)
-        errors = worst_errors(outcome, model=EXPERTS)
+        errors = worst_errors(outcome, EXPERTS)
+        assert errors["0 experts"] == errors["0 tokens_per_expert"] == 0
         assert max(errors.values()) <= 1e-10, (engine, errors)  # measured: 1e-12, of weights
         experts_ALBTk = outcome.numbers["0 experts"]
-        assert experts_ALBTk.shape == (ACCUMULATION, 2, B, T, 2)
+        assert experts_ALBTk.shape == (A, L, B, T, K)
         counts_LE = [np.bincount(layer.ravel()) for layer in experts_ALBTk.swapaxes(0, 1)]
         np.testing.assert_array_equal(outcome.numbers["0 tokens_per_expert"], counts_LE)
+
+
+def test_tokens_are_exchanged_once_and_their_sums():
+    """By hand and by types each device has room for all tokens of each other; the compiler gathers them."""
+    for engine, layout in LAYOUTS.items():
+        ledger = two_steps(engine, layout, model=EXPERTS).ledger
+        tokens = A * L * B // layout.data_parallel * T // (layout.tp if layout.sequence_parallel else 1)
+        room, weights = 8 * layout.ep * tokens * C, 8 * tokens * E
+        along_ep = {"axis": "ep", "kind": "all_gather" if engine == "jax-compiler" else "all_to_all"}
+        sent = [size_of(ledger, purpose=why, **along_ep) for why in ("activations", "activation gradients")]
+        if engine == "jax-compiler":
+            weights *= layout.ep
+            assert sent[0] == 2 * room + 2 * weights
+            assert sent[1] in (room + weights, 2 * room + weights)  # for each of two products, or for both
+            assert not size_of(ledger, kind="all_to_all", axis="ep")
+        else:  # dots keeps no message: what went out goes again for backward
+            assert sent == [3 * room + 2 * weights, 2 * room + weights]

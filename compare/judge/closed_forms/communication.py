@@ -153,16 +153,16 @@ def _expert_parallel(engine: str, experiment: Experiment) -> Bytes:
 
     What comes is as much as what goes if the router is fair: the ledger is held to between half of this and
     what one device gets that has all of it. Without a ragged exchange a device sends to each as much room as
-    all of its rows take.
+    all of its tokens take, each once: what comes back is a sum, which backward has no use for.
     """
     layout, model, sends = experiment.layout, experiment.model, ENGINES[engine].sends
     narrow = 1.0 if experiment.precision.dtype in WIDE else 0.5
-    rows = narrow * model.n_layer * model.experts_per_token * stream_bytes(experiment)
-    rows *= layout.ep if sends.pads_rows else 1
+    rows = narrow * model.n_layer * stream_bytes(experiment)
+    rows *= layout.ep if sends.pads_rows else model.experts_per_token
     times = 1 if ENGINES[engine].remat_for(layout) == "none" else 2
     routed = COUNT * model.n_layer * model.n_experts * experiment.microbatches_per_step
     return {
-        ("all_to_all", EP, ACTIVATIONS): 2 * times * rows,
+        ("all_to_all", EP, ACTIVATIONS): (1 + times if sends.pads_rows else 2 * times) * rows,
         ("all_to_all", EP, ACTIVATION_GRADIENTS): 2 * rows,
         ("all_to_all", EP, ROUTING): 0.0 if sends.pads_rows else times * routed,
     }

@@ -63,7 +63,7 @@ class Sends(Struct, frozen=True, kw_only=True):
     gathers_ends: Literal["step", "pass", "use"] = "use"
     """How often ZeRO-3 gathers embeddings and last norm: once a step, a pass, or forward and backward."""
     pads_rows: bool = False
-    """Whether experts' tokens are exchanged in equal parts, each with room for all of a device's rows."""
+    """Whether experts' tokens are exchanged in equal parts, each with room for all of a device's tokens."""
     gathers_each_pass_from: int = 4
     """The ZeRO stage from which each pass gathers parameters anew, even without reshard_after_forward."""
 

@@ -109,7 +109,7 @@ def _ring_in_ticks(layout: Layout) -> str:
     return ""
 
 
-JAX_LAYOUTS = Layouts(zero=(1, 2, 3), tp=True, offload=True, schedules=("gpipe", "interleaved"))
+JAX_LAYOUTS = Layouts(zero=(1, 2, 3), tp=True, ep=True, offload=True, schedules=("gpipe", "interleaved"))
 JAX_ENGINES = (
     Engine(
         name="jax-compiler",
@@ -192,7 +192,12 @@ JAX = Side(
             engine,
             # Each scans over its layers, gathers and scatters by pass, and has gradients as values.
             holds=Holds(ends_on_every_stage=True, residuals="scan", cuts="dims"),
-            sends=Sends(scatters_each_pass=True, gathers_ends="step", gathers_each_pass_from=3),
+            sends=Sends(
+                scatters_each_pass=True,
+                gathers_ends="step",
+                pads_rows=not engine.sends_by,
+                gathers_each_pass_from=3,
+            ),
             impossible_faults={"kept_gradients": NOT_CLEARED, **engine.impossible_faults},
         )
         for engine in JAX_ENGINES
