@@ -175,7 +175,7 @@ def _remat(run: Observed) -> Iterator[Finding]:
 
 def _loss_chunks(run: Observed) -> Iterator[Finding]:
     chunks, layout = run.experiment.train.loss_chunks, run.experiment.layout
-    sees_own = run.engine.sends_by not in ("xla", "types")  # positions of a device, not of all of them
+    sees_own = run.engine.sends_by != "xla"  # positions of a device, not of all of them
     length = run.experiment.model.block_size / (layout.cp if sees_own else 1)
     found = ", ".join(f"{length / positions:g}" for positions in run.work.logits_positions if positions)
     parts = run.work.forward.get("logits", 0)

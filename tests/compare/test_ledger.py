@@ -27,7 +27,7 @@ EXPERIMENT = Experiment(
     layout=Layout(remat="none"),
 )
 FSDP = spread(EXPERIMENT, "fsdp", 4)
-DEVICES = {"ddp": 2, "fsdp": 2, "zero1": 2, "tp_sp": 2, "pp": 2, "fsdp_tp_pp": 8}
+DEVICES = {"ddp": 2, "fsdp": 2, "zero1": 2, "tp_sp": 2, "cp": 2, "pp": 2, "fsdp_tp_pp": 8}
 
 
 def layouts(engine: str) -> list[tuple[str, Experiment]]:

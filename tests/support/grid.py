@@ -20,7 +20,7 @@ SETTINGS = (
 EVALUATED = ("--train.eval_interval", "2", "--train.eval_iters", "2")
 CLIMBED = [rung for rung in LADDER if rung not in ("loss_scale", *OF_EXPERTS)]
 """The rungs of all of them."""
-DEVICES = {"ddp": 2, "fsdp": 2, "zero1": 2, "tp_sp": 2, "pp": 2, "fsdp_tp_pp": 8}
+DEVICES = {"ddp": 2, "fsdp": 2, "zero1": 2, "tp_sp": 2, "cp": 2, "pp": 2, "fsdp_tp_pp": 8}
 """The layouts that every engine trains that can, and on how many devices."""
 TODAY = (
     *("--model.position", "rope", "--model.norm", "rmsnorm", "--model.n_kv_head", "2"),
