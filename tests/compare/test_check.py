@@ -41,13 +41,18 @@ def test_engines_equal_one_device_in_float32(shardpair):
     """One of each side; the others are held to each other in bfloat16 below."""
     engines = ("jax-explicit", "torch-compiler")
     asked = ("check", "--presets", "ddp", "--engines", *engines, "--precision.dtype", "float32", "--json")
-    done = shardpair(*asked, *SMALL)
+    done = shardpair(*asked, *SMALL, "--output", "grid.md")
     assert done.returncode == 0, done.stdout + done.stderr
     verdicts = json.loads(done.stdout)["verdicts"]
     assert [verdict["candidate"] for verdict in verdicts] == [f"{engine}.ddp" for engine in engines]
     for verdict in verdicts:
         (gradients,) = (result["error"] for result in verdict["rungs"] if result["rung"] == "gradients")
         assert 1e-10 < gradients <= 1e-5
+    page = (shardpair.folder / "grid.md").read_text()
+    assert page.startswith("# Parity\n\nWritten by `shardpair check --presets ddp --engines jax-explicit")
+    assert "| layout | jax-explicit | torch-compiler |" in page
+    assert "| ddp | " in page
+    assert len(page.split()) < 300
 
 
 @pytest.mark.parametrize(

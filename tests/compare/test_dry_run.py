@@ -70,12 +70,6 @@ def test_what_is_refused_is_said_and_is_exit_code_2(nothing_starts, capsys):
     assert "this would be refused" in printed
 
 
-def test_a_missing_gpu_is_exit_code_3_as_of_the_run(nothing_starts, monkeypatch, capsys):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert main(["run", "--platform", "gpu", "--dry_run"]) == 3
-    assert "this would be refused: --platform gpu: no NVIDIA GPU is visible here" in capsys.readouterr().out
-
-
 def test_data_that_a_run_would_refuse_is_said_without_reading_it(nothing_starts, tmp_path_factory, capsys):
     folder = tmp_path_factory.mktemp("data")
     asked = ["run", "check", "--data.source", str(folder), "--dry_run", "--json"]

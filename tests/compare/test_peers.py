@@ -41,18 +41,13 @@ REFUSED = (
 )
 
 
-def test_a_layout_that_a_peer_cannot_express_is_refused_by_name():
+def test_what_a_peer_cannot_do_is_refused_by_name():
     for peer, fields, says in REFUSED:
         with pytest.raises(ExperimentError) as refusal:
             ENGINES[peer].require(Layout(**fields))
         assert says in str(refusal.value)
-
-
-def test_a_dtype_that_a_peer_does_not_have_is_refused_by_name():
     sharded = Experiment(layout=Layout(dp_shard=2, zero=1), precision=Precision(dtype="float64"))
-    with pytest.raises(
-        ExperimentError, match=r"precision.dtype = float64: deepspeed has float32 \(DeepSpeed"
-    ):
+    with pytest.raises(ExperimentError, match=r"dtype = float64: deepspeed has float32 \(DeepSpeed"):
         ENGINES["deepspeed"].require_experiment(sharded)
     ENGINES["torch-manual"].require_experiment(sharded)
 

@@ -1,16 +1,14 @@
-"""A GPT in a pipeline: its tied weight, and what is refused before any process starts."""
+"""A GPT in a pipeline: its tied weight."""
 
 from contextlib import nullcontext
 
-import pytest
 import torch
 from gpt_steps import make_parallel
 from ranks import on_ranks
 
 from compare.numerics.parameters import initial_parameters
 from compare.spec.axes import PP, ROWS
-from compare.spec.engines.registry import ENGINES
-from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, Train
+from compare.spec.experiment import Experiment, Layout, Model, Train
 from torchpar.gpt_stages import TIED
 from torchpar.manual import parallelize
 from torchpar.model import GPT
@@ -43,16 +41,3 @@ def test_copies_of_a_tied_weight_stay_equal(rank: int) -> None:
         copies = [tied for tied in mesh[PP].all_gather_objects(mine) if tied is not None]
         assert len(copies) == 2
         assert torch.equal(copies[0], copies[1])
-
-
-def test_pytorch_is_not_asked_for_what_it_gets_wrong():
-    for options, reason in (
-        ({"dp_replicate": 2}, "DDP reduces wrongly"),
-        ({"dp_shard": 2, "zero": 3}, "FSDP2 not at all"),
-        ({"tp": 2}, "DTensor"),
-        ({"remat": "dots"}, "selective recomputation"),
-    ):
-        layout = Layout(pp=2, microbatches=2, schedule="zero_bubble", **options)
-        with pytest.raises(ExperimentError, match=f"torch-library.*zero_bubble.*{reason}"):
-            ENGINES["torch-library"].require(layout)
-        ENGINES["torch-manual"].require(layout)

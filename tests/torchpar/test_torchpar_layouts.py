@@ -1,0 +1,188 @@
+"""Layouts of torchpar's engines on four gloo ranks, in float64: against one device, and in bytes.
+
+The oracle is the plain GPT over the whole batch, PyTorch's own clipping and optimizer. Sizes do not divide by
+the ranks, and vectors have fewer elements than a shard is long.
+"""
+
+import msgspec
+import pytest
+import torch
+from gpt_steps import (
+    ADAM,
+    CONFIG,
+    SGD,
+    assert_cut,
+    assert_same,
+    backward,
+    count,
+    make_gpt,
+    make_parallel,
+    reference,
+    train,
+)
+from layouts import TORCH_COMPILER, TORCH_LIBRARY, TORCH_SHARED, TORCH_ZERO
+from msgspec.structs import replace
+from ranks import counted, on_ranks
+from torch.distributed.device_mesh import DeviceMesh
+
+from compare.contract.communication import LOSS
+from compare.contract.faults import planted
+from compare.judge.closed_forms.communication import communication
+from compare.spec.axes import DP_REPLICATE
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment, ExperimentError, Layout, Precision, Train
+from torchpar import compiler, library, manual
+from torchpar.comm import process_groups
+from torchpar.compiler.compilation import resolve_backend
+from torchpar.library.tensor_parallel import split_layers
+from torchpar.model import GPT
+from torchpar.optimizer import optimizer_step
+from torchpar.train import PARALLELIZE
+
+TORCH_MANUAL = TORCH_ZERO | {name: TORCH_SHARED[name] for name in ("ddp", "tp_sp", "fsdp_tp")}
+LAYOUTS = {"torch-manual": TORCH_MANUAL, "torch-library": TORCH_LIBRARY, "torch-compiler": TORCH_COMPILER}
+COVERED = ("zero1", "ddp_tp", "fsdp_tp")
+"""Of torch-compiler by SGD, and with a split sequence; what they hold is in test_torchpar_shards.py."""
+BY_SGD = {"torch-manual": list(TORCH_MANUAL), "torch-library": ["zero1", "fsdp_tp_sp"]}
+BLOCKS = CONFIG.n_layer
+
+
+@pytest.fixture(autouse=True)
+def fresh_ranks(ranks):
+    """torch-library replaces how DTensor computes a loss, and DTensor keeps what it planned for a mesh."""
+    ranks.end()
+
+
+@pytest.mark.parametrize("experiment", [ADAM, SGD], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("engine", LAYOUTS)
+@on_ranks
+def test_every_layout_equals_one_device(rank: int, engine: str, experiment: Experiment) -> None:
+    expected, names = reference(experiment), BY_SGD.get(engine, ["zero1"])
+    if experiment is ADAM:
+        left_out = COVERED if engine == "torch-compiler" else ()
+        names = [name for name in LAYOUTS[engine] if name not in left_out]
+    for name in names:
+        layout = LAYOUTS[engine][name]
+        got, parallel = train(PARALLELIZE[engine], layout, rank, experiment)
+        assert_same(got, expected, name)
+        assert_cut(parallel, experiment, layout, name)
+
+
+@on_ranks
+def test_what_torch_manual_sends_is_the_closed_form(rank: int) -> None:
+    for name, layout in TORCH_MANUAL.items():
+        if layout.tp > 1:
+            continue  # of a vocabulary that tp does not divide it is not: see test_torchpar_tensor_parallel
+        parallel, mesh = make_parallel(manual.parallelize, layout, rank, ADAM)
+        for step in range(2):  # what the first one begins with is not gathered
+            with counted() as counts:
+                backward(parallel, mesh, step)
+                optimizer_step(parallel, ADAM.optimizer, step)
+        sent = {tuple(call): size for call, size in counts.items()}
+        experiment = replace(
+            ADAM,
+            layout=layout,
+            train=Train(batch_size=4, gradient_accumulation_steps=2),
+            precision=Precision(dtype="float64"),
+        )
+        for item, size in communication("torch-manual", experiment).items():
+            off = 0.01 * (item[1] == DP_REPLICATE)  # shards that cannot all be equal
+            if item[2] != LOSS:
+                assert sent.pop(item) == pytest.approx(size, rel=off), (name, item)
+        assert all(size <= 8 for size in sent.values()), (name, sent)  # the norm, nothing else
+
+
+@on_ranks
+def test_ledger_of_torch_library(rank: int) -> None:
+    """FSDP2 gathers blocks twice and the root once; DTensor's activations and loss are seen too."""
+    layout, parameter_bytes = TORCH_LIBRARY["zero3"], 8 * sum(p.numel() for p in make_gpt().parameters())
+    parallel, mesh = make_parallel(library.parallelize, replace(layout, remat="none"), rank, ADAM)
+    seen = count(parallel, mesh)
+    assert seen["reduce_scatter", "gradients"].calls == BLOCKS + 1
+    assert seen["all_gather", "parameters"].calls == 2 * (2 * BLOCKS + 1)  # two passes
+    padded = seen["reduce_scatter", "gradients"].bytes
+    assert parameter_bytes <= padded <= parameter_bytes + 8 * 3 * 12 * len(parallel.parameters)
+    parallel, mesh = make_parallel(library.parallelize, Layout(tp=4), rank, ADAM)
+    seen = count(parallel, mesh)
+    # A pass: 2 a layer forward and backward, embedding, head; maximum, sum and target logit of the loss.
+    assert seen["all_reduce", "activations"].calls == 2 * (2 * BLOCKS + 1)
+    assert seen["all_reduce", "loss"].calls == 2 * 3
+    assert seen["all_reduce", "activation gradients"].calls == 2 * (2 * BLOCKS + 1)
+
+
+@on_ranks
+def test_a_step_of_torch_compiler_is_one_graph_and_equals_one_device(rank: int) -> None:
+    """Forward and backward of both passes and steps: torch.compile fails where it would break the graph."""
+    for name in ("cp", "fsdp_tp_sp"):
+        layout = replace(TORCH_COMPILER[name], compile="aot_eager")
+        got, parallel = train(compiler.parallelize, layout, rank, ADAM)
+        assert_same(got, reference(ADAM), name)
+    work = parallel.compiled(is_fused=False)
+    assert work["compiled"] == "aot_eager, 1 graph"
+    assert (work["forward"]["activations"], work["forward"]["logits"]) == (BLOCKS, 1)
+
+
+@pytest.mark.parametrize("engine", ["torch-library", "torch-compiler"])
+@on_ranks
+def test_a_placement_that_is_said_wrongly_shows(rank: int, engine: str) -> None:
+    expected = reference(ADAM, steps=1)["gradients"]
+    cases = [("missing_norm_psum", "tp_sp"), ("dropped_tp_all_reduce", "tp")]
+    if engine == "torch-compiler":
+        cases += [("dropped_all_reduce", "ddp"), ("sum_for_mean", "ddp")]
+    for fault, name in cases:
+        with planted(fault, engine=engine):
+            parallel, mesh = make_parallel(PARALLELIZE[engine], LAYOUTS[engine][name], rank, ADAM)
+            backward(parallel, mesh, 0)
+        got = parallel.full(parallel.gradients())
+        parameter = "transformer.ln_f.weight"
+        assert (got[parameter] - expected[parameter]).abs().max() > 1e-3, (engine, fault)
+
+
+@on_ranks
+def test_a_vocabulary_without_enough_rows_is_refused(rank: int) -> None:
+    mesh = DeviceMesh.from_group(process_groups.world_group(), "cpu", mesh_dim_names=("tp",))
+    tiny = GPT(msgspec.structs.replace(CONFIG, vocab_size=5))
+    with pytest.raises(ValueError, match="tp = 4 leaves a rank without any of vocab_size = 5"):
+        split_layers(tiny, mesh)
+
+
+FULL = Layout(remat="full", compile="aot_eager")
+HALVED = Layout(pp=2, schedule="zero_bubble", microbatches=2)
+REFUSED = (
+    ("torch-library", Layout(dp_shard=2, tp=2, zero=1), r"layout.zero = 1 with layout.tp = 2: .*DTensor"),
+    ("torch-library", Layout(cp=2, context="ring"), "three of CUDA's kernels, none of them for float64"),
+    ("torch-library", Layout(cp=2, context="ulysses"), "three of CUDA's kernels, none of them for float64"),
+    ("torch-library", replace(HALVED, cp=2), "zero_bubble has backward in two halves"),
+    ("torch-library", replace(HALVED, dp_replicate=2), "zero_bubble.*DDP reduces wrongly"),
+    ("torch-library", replace(HALVED, dp_shard=2, zero=3), "zero_bubble.*FSDP2 not at all"),
+    ("torch-library", replace(HALVED, tp=2), "zero_bubble.*DTensor"),
+    ("torch-library", replace(HALVED, remat="dots"), "zero_bubble.*selective recomputation"),
+    (
+        "torch-compiler",
+        Layout(pp=2, schedule="gpipe", microbatches=2),
+        r"torch-compiler has no pipeline \(DTensor has no shift",
+    ),
+    ("torch-compiler", Layout(cp=2, context="ring"), "= ring: .*no placement for keys that pass by"),
+    ("torch-compiler", Layout(cp=2, context="ulysses"), "= ulysses: .*a gather on a CPU"),
+    ("torch-compiler", Layout(offload="optimizer"), "moments are DTensors"),
+    ("torch-compiler", FULL, "saves tensors alone"),
+    ("torch-compiler", replace(FULL, dp_replicate=2), "saves tensors alone"),
+)
+
+
+def test_what_an_engine_cannot_do_is_refused_by_name(monkeypatch):
+    for engine, layout, why in REFUSED:
+        with pytest.raises(ExperimentError, match=why):
+            ENGINES[engine].require(layout)
+        ENGINES["torch-manual"].require(replace(layout, compile="none"))
+    library_s = ENGINES["torch-library"]
+    library_s.require(Layout(dp_shard=2, tp=2, zero=2))
+    ENGINES["torch-compiler"].require(replace(FULL, compile="none"))
+    assert library_s.gradient_sync_for(Layout(dp_replicate=2, tp=2)) == "fsdp2"
+    assert library_s.gradient_sync_for(Layout(dp_replicate=2)) == "ddp"
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(ValueError, match=r"layout.compile = inductor: there is no C\+\+ compiler"):
+        resolve_backend(Layout(compile="inductor"), torch.device("cpu"))
+    on_gpu = {remat: resolve_backend(Layout(remat=remat), torch.device("cuda")) for remat in ("dots", "full")}
+    assert on_gpu == {"dots": "inductor", "full": "none"}
+    assert resolve_backend(Layout(), torch.device("cpu")) == "none"
