@@ -96,8 +96,8 @@ def local_positions(right: Any, order_S: np.ndarray, length: int) -> jax.Array:
 def forgotten_hop(right: Any, q: jax.Array, source: jax.Array, layout: Layout) -> Iterator[tuple]:
     """The keys and values of the device before this one are handed on, and no query sees them."""
     is_next = source == (lax.axis_index(context_parallel.AXIS) - 1) % layout.cp
-    for i, j, is_seen, mask in right(q, source, layout):
-        yield i, j, is_seen & ~is_next, mask
+    for i, j, is_seen, places in right(q, source, layout):
+        yield i, j, is_seen & ~is_next, places
 
 
 @in_place_of(context_parallel, "attend_backward")

@@ -54,7 +54,6 @@ def strategy(problem: Problem, placements: Any) -> Strategy:
     """The attention of the layout's way, and this device's positions."""
     layout = problem.layout
     order_S = order_of_positions(problem.experiment.model.block_size, layout)
-
     own = partial(own_positions, order_S)
 
     def edit(model: GPT) -> None:
@@ -115,8 +114,8 @@ def _ring_forward(q_BKGTD: jax.Array, kv_2BKTD: jax.Array, layout: Layout) -> tu
     queries, wide = runs(q_BKGTD, layout), jnp.promote_types(q_BKGTD.dtype, jnp.float32)
 
     def visit(states: Any, kv_2BKTD: jax.Array, source: jax.Array) -> Any:
-        for i, j, is_seen, mask_RR in blocks(q_BKGTD, source, layout):
-            block = queries[i], runs(kv_2BKTD, layout)[j], mask_RR
+        for i, j, is_seen, places in blocks(q_BKGTD, source, layout):
+            block = queries[i], runs(kv_2BKTD, layout)[j], places
             states[i] = lax.cond(is_seen, attend, keep, states[i], *block)
         return states
 
@@ -141,8 +140,8 @@ def _ring_backward(layout: Layout, residuals: Any, g_BKGTD: jax.Array) -> tuple[
     def visit(state: Any, kv_2BKTD: jax.Array, source: jax.Array) -> Any:
         of_q, home_2BKTD = state
         of_kv = runs(home_2BKTD, layout)
-        for i, j, is_seen, mask_RR in blocks(q_BKGTD, source, layout):
-            block = *of_queries[i], *sums[i], runs(kv_2BKTD, layout)[j], mask_RR
+        for i, j, is_seen, places in blocks(q_BKGTD, source, layout):
+            block = *of_queries[i], *sums[i], runs(kv_2BKTD, layout)[j], places
             so_far = of_q[i], of_kv[j]
             of_q[i], of_kv[j] = lax.cond(is_seen, attend_backward, keep, so_far, *block)
         return of_q, _send(jnp.concatenate(of_kv, axis=-2), purpose=ACTIVATION_GRADIENTS)
@@ -176,24 +175,24 @@ def runs(x: jax.Array, layout: Layout) -> list[jax.Array]:
 
 
 def blocks(q_BKGTD: jax.Array, source: jax.Array, layout: Layout) -> Any:
-    """Pairs of runs, of this device and of a source: does the mask leave anything? And the mask (R, R)."""
+    """Pairs of runs, of this device and of a source: does the mask leave anything? And their positions."""
     order_S = order_of_positions(q_BKGTD.shape[-2] * layout.cp, layout)
     places_nPR = jnp.asarray(order_S.reshape(layout.cp, 2 if layout.zigzag else 1, -1))
     for i, of_q_R in enumerate(places_nPR[lax.axis_index(AXIS)]):
         for j, of_k_R in enumerate(places_nPR[source]):
-            yield i, j, of_q_R[0] >= of_k_R[0], is_visible(of_q_R, of_k_R)
+            yield i, j, of_q_R[0] >= of_k_R[0], (of_q_R, of_k_R)
 
 
-def scores(q_BKGRD: jax.Array, k_BKRD: jax.Array, mask_RR: jax.Array, dtype: Any) -> jax.Array:
+def scores(q_BKGRD: jax.Array, k_BKRD: jax.Array, places: Any, dtype: Any) -> jax.Array:
     """q k / sqrt(D), -inf where it is hidden."""
     scores_BKGRR = jnp.einsum("BKGRD,BKSD->BKGRS", q_BKGRD, k_BKRD, preferred_element_type=dtype)
-    return jnp.where(mask_RR, scores_BKGRR / math.sqrt(q_BKGRD.shape[-1]), -jnp.inf)
+    return jnp.where(is_visible(*places), scores_BKGRR / math.sqrt(q_BKGRD.shape[-1]), -jnp.inf)
 
 
-def attend(state: Any, q_BKGRD: jax.Array, kv_2BKRD: jax.Array, mask_RR: jax.Array) -> Any:
+def attend(state: Any, q_BKGRD: jax.Array, kv_2BKRD: jax.Array, places: Any) -> Any:
     """The state of a run of queries after one block more."""
     (top_BKGR, total_BKGR, y_BKGRD), (k_BKRD, v_BKRD) = state, kv_2BKRD
-    scores_BKGRR = scores(q_BKGRD, k_BKRD, mask_RR, top_BKGR.dtype)
+    scores_BKGRR = scores(q_BKGRD, k_BKRD, places, top_BKGR.dtype)
     new_BKGR = jnp.maximum(top_BKGR, scores_BKGRR.max(-1))
     weights_BKGRR, shrinks_BKGR = jnp.exp(scores_BKGRR - new_BKGR[..., None]), jnp.exp(top_BKGR - new_BKGR)
     of_block_BKGRD = jnp.einsum(
@@ -210,13 +209,13 @@ def attend_backward(
     lse_BKGR1: jax.Array,
     dot_BKGR1: jax.Array,
     kv_2BKRD: jax.Array,
-    mask_RR: jax.Array,
+    places: Any,
 ) -> Any:
     """Gradients of a run of queries, and of keys with values, with those through one block."""
     (of_q_BKGRD, of_kv_2BKRD), (k_BKRD, v_BKRD) = so_far, kv_2BKRD
     dtype, narrow = lse_BKGR1.dtype, q_BKGRD.dtype
     multiply = partial(jnp.einsum, preferred_element_type=dtype)
-    weights_BKGRR = jnp.exp(scores(q_BKGRD, k_BKRD, mask_RR, dtype) - lse_BKGR1)
+    weights_BKGRR = jnp.exp(scores(q_BKGRD, k_BKRD, places, dtype) - lse_BKGR1)
     of_weights_BKGRR = multiply("BKGRD,BKSD->BKGRS", g_BKGRD, v_BKRD)
     of_scores_BKGRR = weights_BKGRR * (of_weights_BKGRR - dot_BKGR1) / math.sqrt(q_BKGRD.shape[-1])
     weights_BKGRR, of_scores_BKGRR = weights_BKGRR.astype(narrow), of_scores_BKGRR.astype(narrow)
