@@ -21,15 +21,16 @@ from compare.contract.communication import ACTIVATIONS, GRADIENTS, NORM, REPLICA
 from compare.contract.faults import PlantedFault
 from compare.contract.recording import Progress
 from compare.numerics.boxes import Weights
-from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, PP, TP
+from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, EP, PP, TP
 from compare.spec.experiment import Experiment, Layout
 from jaxpar import dropout, manual, optimizer, train
 from jaxpar.comm import collectives
 from jaxpar.explicit import context_parallel as typed_context_parallel
 from jaxpar.explicit import data_parallel as typed_data_parallel
 from jaxpar.explicit import tensor_parallel as typed_tensor_parallel
-from jaxpar.manual import context_parallel, pipeline_parallel, tensor_parallel
-from jaxpar.model import Linear
+from jaxpar.manual import context_parallel, fully_sharded, pipeline_parallel, tensor_parallel
+from jaxpar.model import GPT, Experts, Linear, Routing, same
+from jaxpar.placement import Placement
 from jaxpar.run import Run
 
 Planted = AbstractContextManager
@@ -104,6 +105,41 @@ def forgotten_hop(right: Any, q: jax.Array, source: jax.Array, layout: Layout) -
 def stopped_maximum(right: Any, so_far: Any, q: jax.Array, g: jax.Array, lse: jax.Array, dot: jax.Array, *kv):
     """A row's sum of exponentials is taken for a constant, as behind two stop_gradients: v alone is right."""
     return right(so_far, q, g, lse, jnp.zeros_like(dot), *kv)
+
+
+@in_place_of(fully_sharded, "mean_gradients")
+def averaged_experts(right: Any, gradients: Any, placements: Any) -> Any:
+    """Devices of ep take the mean of gradients that are of other experts each."""
+
+    def mean(p: Placement, g: jax.Array) -> jax.Array:
+        if EP not in p.dims or EP in p.shards:
+            return g
+        total = collectives.all_reduce(g, EP, purpose=GRADIENTS)
+        return collectives.to_varying(total / collectives.axis_size(EP), EP)
+
+    return jax.tree.map(mean, placements, right(gradients, placements))
+
+
+# In a model's choice of experts -----------------------------------------------------------------------------
+
+
+@in_place_of(jnp, "argsort")
+def next_expert(right: Any, negative_logits_BTE: jax.Array, axis: int) -> jax.Array:
+    return (right(negative_logits_BTE, axis=axis) + 1) % negative_logits_BTE.shape[axis]
+
+
+@in_place_of(Experts, "weights")
+def unrenormalised_weights(right: Any, self: Experts, logits: jax.Array, is_chosen: jax.Array) -> jax.Array:
+    return jnp.where(is_chosen, jax.nn.softmax(logits, axis=-1), 0)
+
+
+@in_place_of(GPT, "balance")
+def local_balance(right: Any, self: GPT, routing: Routing) -> tuple[jax.Array, jax.Array]:
+    """The load-balance loss has each device's own shares of its own choices; what is recorded is of all."""
+    total, self.total_counts = self.total_counts, same
+    loss, _ = right(self, routing)
+    self.total_counts = total
+    return loss, right(self, routing)[1]
 
 
 # At a cast of jax-explicit ----------------------------------------------------------------------------------
@@ -227,6 +263,10 @@ FAULTS = (
     PlantedFault("local_positions", TYPED, local_rows),
     PlantedFault("forgotten_hop", MANUAL, forgotten_hop),
     PlantedFault("stopped_maximum", MANUAL, stopped_maximum),
+    PlantedFault("next_expert", ALL, next_expert),
+    PlantedFault("unrenormalised_weights", ALL, unrenormalised_weights),
+    PlantedFault("local_balance", ALL, local_balance),
+    PlantedFault("averaged_experts", MANUAL, averaged_experts),
     PlantedFault("unscaled_dropout", ALL, unscaled),
     PlantedFault("reversed_update", ALL, partial(changed_updates, lambda update, _: -update)),
     PlantedFault("rounded_weights", ALL, partial(changed_updates, to_8_bits)),

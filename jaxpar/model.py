@@ -242,12 +242,16 @@ class Experts(nnx.Module):
         ranked_BTE = jnp.argsort(lax.stop_gradient(-logits_BTE), axis=-1).astype(jnp.int32)
         chosen_BTk = jnp.sort(ranked_BTE[..., : self.chosen], axis=-1)
         is_chosen_BTE = (chosen_BTk[..., None] == jnp.arange(logits_BTE.shape[-1])).any(axis=-2)
-        weights_BTE = jax.nn.softmax(jnp.where(is_chosen_BTE, logits_BTE, -jnp.inf), axis=-1)
+        weights_BTE = self.weights(logits_BTE, is_chosen_BTE)
         with jax.named_scope(EXPERTS):
             y_BTC = self.exchange(self, x_BTC, weights_BTE)
         probability_E = jax.nn.softmax(logits_BTE, axis=-1).mean(axis=(0, 1))
         count_E = is_chosen_BTE.sum(axis=(0, 1), dtype=jnp.int32)
         return self.dropout(y_BTC, noise), Routing(probability_E, count_E, chosen_BTk)
+
+    def weights(self, logits_BTE: jax.Array, is_chosen_BTE: jax.Array) -> jax.Array:
+        """A softmax over the logits of the chosen; 0 for the others."""
+        return jax.nn.softmax(jnp.where(is_chosen_BTE, logits_BTE, -jnp.inf), axis=-1)
 
     def mix(self, x: jax.Array, weights: jax.Array) -> jax.Array:
         """The sum of all experts' outputs on x (.., C), times their weights (.., E): (.., C)."""

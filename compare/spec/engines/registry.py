@@ -76,6 +76,7 @@ BY_AUTODIFF = "autodiff orders the backward passes, after all forward ones: choo
 NOT_CLEARED = "gradients are values of a function: there is nothing to clear"
 SYNC_FAULTS = ("ignored_gradient_sync", "ignored_bucket_mb")
 PLACEMENT_FAULTS = (
+    "averaged_experts",
     "doubled_row_bias",
     "missing_norm_psum",
     "norm_counts_replicas_twice",
