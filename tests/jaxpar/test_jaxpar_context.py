@@ -11,7 +11,8 @@ from jax_steps import MODEL, two_steps, worst_errors
 from msgspec.structs import replace
 
 from compare.numerics.context import order_of_positions
-from compare.spec.experiment import Layout
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import ExperimentError, Layout
 from jaxpar.comm.collectives import per_device
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.manual.context_parallel import exchanged_attention, gathered_attention, ring_attention
@@ -77,3 +78,15 @@ def test_attention_of_each_way_is_pytorch_s():
             np.testing.assert_allclose(
                 back_BTHD, expected.detach().transpose(1, 2).numpy(), atol=1e-13, err_msg=f"{layout} {name}"
             )
+
+
+def test_where_there_is_no_ring_the_reason_is_said():
+    ring = Layout(cp=2, context="ring")
+    for engine, layout, reason in (
+        ("jax-compiler", ring, "an order in time"),
+        ("jax-explicit", ring, "an order in time"),
+        ("jax-manual", replace(ring, pp=2, microbatches=2), "some stages are idle"),
+    ):
+        with pytest.raises(ExperimentError, match=reason):
+            ENGINES[engine].require(layout)
+    ENGINES["jax-manual"].require(ring)

@@ -206,14 +206,15 @@ def _tensor_parallel(engine: str, experiment: Experiment, stage: int) -> Bytes:
 
 def _context_parallel(engine: str, experiment: Experiment) -> Bytes:
     """Backward under remat fetches anew, for attention's result is what the next product's weight needs; a
-    ring's is kept by JAX's `dots`. What a ring sums on the way home has the dtype of the weights."""
+    ring's is kept by JAX's `dots`, and in a ring of two XLA merges both fetches of backward, a hop each. What
+    a ring sums on the way home has the dtype of the weights."""
     layout, model, ranks = experiment.layout, experiment.model, experiment.layout.cp
     narrow = _width_of_products(engine, experiment)
     queries = narrow * model.n_layer / (layout.pp * layout.tp) * stream_bytes(experiment)
     keys_values = 2 * queries / model.group
     remat, by_jax = ENGINES[engine].remat_for(layout), ENGINES[engine].side == JAX.name
     times = 1 if remat == "none" else 2
-    rounds = 2 if remat == "none" or (remat == "dots" and by_jax) else 3
+    rounds = 2 if remat == "none" or (by_jax and (remat == "dots" or ranks == 2)) else 3
     kind, forward, backward = {
         "allgather": ("all_gather", times * ranks * keys_values, ranks * keys_values),
         "ring": ("permute", rounds * (ranks - 1) * keys_values, ranks * keys_values / narrow),
