@@ -85,9 +85,6 @@ PLACEMENT_FAULTS = (
     "same_dropout_on_every_rank",
 )
 RING_FAULTS = dict.fromkeys(("forgotten_hop", "stopped_maximum"), "it has no ring")
-GLOBAL_POSITIONS = {
-    "local_positions": "positions are those of whole sequences: JAX says which of them a device has"
-}
 SAID_BY_TYPE = "a type says what is whole and what is a part: JAX refuses the mistake when it traces the step"
 INSERTED_BY_XLA = (
     "XLA splits every array and inserts every reduction: there is none that a person could get wrong"
@@ -134,7 +131,7 @@ JAX_ENGINES = (
             ),
             **dict.fromkeys(PLACEMENT_FAULTS, INSERTED_BY_XLA),
             **RING_FAULTS,
-            **GLOBAL_POSITIONS,
+            "local_positions": "under jit positions are those of whole sequences",
         },
     ),
     Engine(
