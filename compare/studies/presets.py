@@ -84,9 +84,7 @@ PRESETS = {
     "cp_tp": Preset("context x tensor and sequence parallel", CP, {"tp": 2, **SP}),
     "ep": Preset("data parallel, experts shared out", DP_SHARD, ranks_per_ep=1),
     "fsdp_ep": Preset("fully sharded, experts shared out", DP_SHARD, {"zero": 3}, ranks_per_ep=1),
-    "fsdp_ep_half": Preset(
-        "fully sharded, experts shared out, and sharded by pairs", DP_SHARD, {"zero": 3}, ranks_per_ep=2
-    ),
+    "fsdp_ep_half": Preset("fully sharded, experts by pairs", DP_SHARD, {"zero": 3}, ranks_per_ep=2),
     "ep_tp": Preset("experts shared out x tensor parallel", DP_SHARD, {"tp": 2}, ranks_per_ep=1),
     "pp": Preset("pipeline, 1F1B", PP),
     "pp_gpipe": Preset("pipeline, GPipe", PP, {"schedule": "gpipe", "chunks": 1}),

@@ -62,9 +62,8 @@ def each_replica(loss: Loss, *, mesh: Mesh, rows_dim: int = 0) -> Loss:
     def mean_loss(params: Any, batch: Any) -> tuple[jax.Array, Choices]:
         copied = jax.tree.map(lambda w: None if is_split(w) else copies(w), params)
 
-        def of_replica(
-            copied: Any, rows: Any
-        ) -> tuple[jax.Array, Choices]:  # `vmap` refuses to be given what is split
+        # `vmap` refuses to be given what is split.
+        def of_replica(copied: Any, rows: Any) -> tuple[jax.Array, Choices]:
             return loss(jax.tree.map(lambda w, copy: w if copy is None else copy, params, copied), rows)
 
         if replicas == 1:

@@ -94,11 +94,8 @@ def rows_of(device: int, experiment: Experiment) -> Range:
 
 def positions_of(device: int, experiment: Experiment) -> list[Range]:
     """The positions of each sequence that a device has: of twice as many parts as there are devices of cp."""
-    layout, rank, parts = (
-        experiment.layout,
-        experiment.layout.coordinates(device)[CP],
-        2 * experiment.layout.cp,
-    )
+    layout = experiment.layout
+    rank, parts = layout.coordinates(device)[CP], 2 * layout.cp
     return [_slice(WHOLE, part, parts) for part in order_of_positions(parts, layout)[2 * rank : 2 * rank + 2]]
 
 
