@@ -144,7 +144,7 @@ def averaged_experts(run: Run) -> None:
 
     def finish(parameters: Parameters) -> None:
         for name in sorted(parameters):
-            if axis in parallel.sharded_over.get(name, ()):
+            if ".mlp.c_" in name:
                 gradient = parameters[name].grad
                 assert gradient is not None
                 axis.all_reduce(local(gradient).div_(axis.size), purpose=GRADIENTS)
