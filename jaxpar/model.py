@@ -290,10 +290,9 @@ def at_positions(table: jax.Array, length: int, positions: Positions) -> jax.Arr
 class Embedding(nnx.Module):
     """Token and position tables; the token table is also the output head.
 
-    Hooks: `look_up` takes (table, tokens), `positions` those rows of a table of all positions whose places
-    are here, by default the first T;
-    `cut_positions` the vectors (T, C) of the positions, `leave` the sum of both, and `enter` the residual
-    stream, before it becomes logits.
+    Hooks: `look_up` takes (table, tokens), `positions` a table of all positions to the rows whose places are
+    here, by default the first T; `cut_positions` the vectors (T, C) of the positions, `leave` the sum of
+    both, and `enter` the residual stream, before it becomes logits.
     """
 
     def __init__(self, config: Model, dtypes: Dtypes):

@@ -22,6 +22,7 @@ from compare.numerics.loss_scale import next_scale
 from compare.numerics.optimizer import learning_rate
 from compare.numerics.parameters import parameter_count, parameter_table, storage_dtype
 from compare.numerics.stream import Evaluation, keys_of_step, shape_of_routing, shapes_of_step, steps_due
+from compare.spec.axes import parts_of
 from compare.spec.experiment import Experiment
 
 
@@ -122,7 +123,7 @@ def _of_evaluations(evaluations: list[Evaluation], request: Request) -> Iterator
 
 def _of_ledger(record: Record, experiment: Experiment) -> Iterator[str]:
     """Nothing can be split over an axis along which nothing is ever sent."""
-    used = {axis for row in record.ledger.rows if row.calls for axis in row.axis.split("+")}
+    used = {axis for row in record.ledger.rows if row.calls for axis in parts_of(row.axis)}
     split = {axis for axis, degree in experiment.layout.axes.items() if degree > 1}
     for axis in sorted(split - used):
         yield f"nothing was communicated along {axis}, over which the layout spreads it"

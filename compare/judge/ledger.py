@@ -25,7 +25,7 @@ from compare.judge.closed_forms.communication import (
 )
 from compare.judge.closed_forms.memory import elements_of_stage, on_one_device, padding_of_stage
 from compare.numerics.parameters import block_parameters, end_parameters
-from compare.spec.axes import AXES, CP, EP, REPLICAS, SHARDED_FROM, SHARDS, TP, joined_of
+from compare.spec.axes import AXES, CP, EP, REPLICAS, SHARDED_FROM, SHARDS, TP, joined_of, parts_of
 from compare.spec.engines.registry import ENGINES, TORCH, side_of
 from compare.spec.experiment import Experiment, Layout, edited, load
 
@@ -100,9 +100,9 @@ def mismatches(
     other_ways = OTHER_WAYS * sum(flow.textbook for flow in flows) if experiment.layout.pp == 1 else math.inf
     for flow in _joined(flows):
         spare = padding_of_stage(engine, experiment, stage=flow.stage)
-        to_the_byte = is_exact or (is_manual and CP in flow.axis.split("+"))
+        to_the_byte = is_exact or (is_manual and CP in parts_of(flow.axis))
         least, most = (1 / spare, spare) if to_the_byte else _multiples(engine, experiment, flow)
-        is_of_replicas = flow.role == "reduce" and {*flow.axis.split("+")} <= {*REPLICAS}
+        is_of_replicas = flow.role == "reduce" and {*parts_of(flow.axis)} <= {*REPLICAS}
         if is_compiled and is_of_replicas and experiment.layout.zero == SHARDED_FROM["parameters"]:
             most = math.inf  # torch.compile sums over replicas before it scatters, in each pass
         if flow.role == EXCHANGE and ENGINES[engine].sends_by in ("xla", "types", "dtensor"):
@@ -158,7 +158,7 @@ def routed(layout: Layout, tokens_LE: Sequence[Sequence[int]] = ()) -> tuple[flo
     over all layers. Exact to that if ep spans all data; of several groups of ep nobody says which had whom.
     """
     if not len(tokens_LE) or layout.data_parallel * layout.cp > layout.ep:
-        return 0.5, (1 + layout.ep) / 2
+        return 1.0, (1 + layout.ep) / 2  # the busiest of them is no less busy than the mean
     of_ranks_LR = np.reshape(tokens_LE, (len(tokens_LE), layout.ep, -1)).sum(-1)
     fair = of_ranks_LR.sum() / layout.ep
     busiest = of_ranks_LR.sum(0).max(), of_ranks_LR.max(1).sum()
@@ -180,7 +180,7 @@ def _multiples(engine: str, experiment: Experiment, flow: Flow) -> tuple[float, 
     is_narrow = experiment.precision.dtype not in WIDE
     if is_narrow:
         least /= 2  # some of it is sent in 16 bits
-    together = {CP, EP} & {*flow.axis.split("+")}
+    together = {CP, EP} & {*parts_of(flow.axis)}
     if together and flow.role == "reduce" and ENGINES[engine].sends_by == "xla":
         return least, math.inf  # of whole gradients, in each pass: no dim of replicas lets them wait
     if (flow.axis, flow.role) == (replicas, "reduce") and layout.pp == 1:
@@ -199,7 +199,7 @@ def _joined(flows: Sequence[Flow]) -> list[Flow]:
     sums: dict[tuple[str, str, int], Flow] = {}
     for flow in flows:
         axis = joint.get((flow.stage, flow.role), "")
-        if not set(flow.axis.split("+")) <= set(axis.split("+")):
+        if not set(parts_of(flow.axis)) <= set(parts_of(axis)):
             axis = flow.axis
         key = axis, flow.role, flow.stage
         if before := sums.get(key):

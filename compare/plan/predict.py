@@ -38,7 +38,20 @@ from compare.plan.compute import (
     update_terms,
 )
 from compare.plan.machine import Machine
-from compare.spec.axes import AXES, CP, DATA, DP_SHARD, EP, PP, REPLICAS, SHARDED_FROM, SHARDS, TP, joined_of
+from compare.spec.axes import (
+    AXES,
+    CP,
+    DATA,
+    DP_SHARD,
+    EP,
+    PP,
+    REPLICAS,
+    SHARDED_FROM,
+    SHARDS,
+    TP,
+    joined_of,
+    parts_of,
+)
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError
 
@@ -188,7 +201,7 @@ def traffic_of(setting: Setting) -> list[Traffic]:
 
 def transfer_s(setting: Setting, kind: str, axis: str, *, size: float) -> float:
     """Seconds of collectives that send so many logical bytes together, on the link of their axis."""
-    sizes, names = setting.experiment.layout.axes, axis.split("+")
+    sizes, names = setting.experiment.layout.axes, parts_of(axis)
     degree = math.prod(sizes[name] for name in names)
     # Another axis may lie between those of a group: its members are then further apart.
     span = math.prod(sizes[name] for name in AXES[AXES.index(names[0]) :])

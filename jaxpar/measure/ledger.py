@@ -26,7 +26,7 @@ from compare.contract.communication import (
     ring_wire_bytes,
 )
 from compare.contract.ledger import Ledger
-from compare.spec.axes import CP, EP, PP, TP, joined
+from compare.spec.axes import CP, EP, PP, TP, joined, parts_of
 from jaxpar.measure.hlo import Collective, collectives, groups_along
 from jaxpar.model import EXPERTS
 
@@ -126,7 +126,7 @@ def inferred_purpose(collective: Collective, axis: str) -> str:
     if max(collective.arrays) <= SCALAR:
         return METRICS
     permutes, reduces = (collective.kind == kind for kind in ("permute", "all_reduce"))
-    is_of_tokens = EP in axis.split("+") and EXPERTS in collective.op_name
+    is_of_tokens = EP in parts_of(axis) and EXPERTS in collective.op_name
     if axis == TP or (axis == PP and permutes) or (axis == CP and not reduces) or is_of_tokens:
         return ACTIVATION_GRADIENTS if collective.backward else ACTIVATIONS
     return PARAMETERS if collective.kind == "all_gather" else GRADIENTS

@@ -214,4 +214,4 @@ def test_a_busy_rank_of_ep_sends_more():
     both = Layout(dp_shard=2, ep=2)
     assert routed(both, [[3, 1, 0, 0], [1, 1, 1, 1]]) == ((1 + 6 / 4) / 2, (1 + 6 / 4) / 2)
     assert routed(both, [[4, 0, 0, 0], [0, 0, 4, 0]]) == (1, 1.5)  # in one layer the one, then the other
-    assert routed(replace(both, dp_replicate=2), [[3, 1, 0, 0]]) == (0.5, 1.5)
+    assert routed(replace(both, dp_replicate=2), [[3, 1, 0, 0]]) == (1, 1.5)

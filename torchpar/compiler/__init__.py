@@ -47,7 +47,7 @@ def _placed(
     and when a shard is whole."""
     devices = make_device_mesh(mesh, [name for name in ORDER if mesh[name].size > 1])
     with group_threads():  # DTensor then sums along all of them at once
-        for names in {REPLICAS, REPLICAS if layout.zero else DATA}:
+        for names in dict.fromkeys((REPLICAS, REPLICAS if layout.zero else DATA)):  # alike on all ranks
             if len(several := [name for name in ORDER if name in names and mesh[name].size > 1]) > 1:
                 devices[tuple(several)]._flatten(mesh.joined(*names).name)
     is_sharded = {role: layout.zero >= stage for role, stage in SHARDED_FROM.items()}

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from compare.contract.communication import GRADIENTS
 from compare.contract.work import Kept, ObservedWork, Part
 from compare.pipeline.schedules import Kind, Task
-from compare.spec.axes import REPLICAS
+from compare.spec.axes import REPLICAS, parts_of
 from torchpar.comm.collectives import Call
 from torchpar.measure.watch import HEAD, Sink, modules_named
 
@@ -67,7 +67,7 @@ class WorkSink(Sink):
 
     def call(self, call: Call, full: torch.Tensor, ranks: int) -> None:
         is_of_gradients = (call.kind, call.purpose) == ("all_reduce", GRADIENTS)
-        if is_of_gradients and set(call.axis.split("+")) <= {*REPLICAS}:
+        if is_of_gradients and set(parts_of(call.axis)) <= {*REPLICAS}:
             self._messages.append((full.nbytes, self.watch.in_backward))
 
     def enter(self, module: nn.Module) -> None:

@@ -151,8 +151,8 @@ def _fully_sharded(
 def _expert_parallel(engine: str, experiment: Experiment) -> Bytes:
     """A token's rows go out to its experts, and come back, forward and backward; remat sends them anew.
 
-    What comes is as much as what goes if the router is fair: the ledger is held to between half of this and
-    what one device gets that has all of it. Without a ragged exchange a device sends to each as much room as
+    What comes is as much as what goes if the router is fair: the ledger is held to between this and what
+    one device gets that has all of it. Without a ragged exchange a device sends to each as much room as
     all of its tokens take, each once: what comes back is a sum, which backward has no use for.
     """
     layout, model, sends = experiment.layout, experiment.model, ENGINES[engine].sends
