@@ -27,7 +27,7 @@ from compare.spec.experiment import (
     Train,
     revalidate,
 )
-from compare.studies.fitting import fitting, installed
+from compare.studies.fitting import fitting
 from compare.studies.nanogpt_config import layout_fields, load_experiment
 from compare.studies.presets import (
     PRESETS,
@@ -224,14 +224,12 @@ class Spread(Spec, frozen=True, kw_only=True):
         return self.engines
 
     def fitting(self, experiment: Experiment) -> tuple[list[str], dict[str, str]]:
-        """The engines to run, and why others were left out: of those asked for only what is not installed.
+        """The engines to run, all that were asked for; and why others were left out.
 
-        Raises:
-            ExperimentError: an engine is named twice, or none can express the layout.
-            EnvironmentMissing: none of them is installed.
+        Raises ExperimentError: an engine is named twice, or none can express the layout.
         """
         engines = chosen_engines(self.chosen())
-        return installed(engines, pythons_of(self)) if self.chosen() else fitting(engines, experiment.layout)
+        return (list(engines), {}) if self.chosen() else fitting(engines, experiment.layout)
 
 
 AnySpec = TypeVar("AnySpec", bound=Spec)

@@ -1,12 +1,10 @@
 """`shardpair list`: what there is to name on the command line, a line each."""
 
 import re
-import sys
 from pathlib import Path
 
 from msgspec import Struct
 
-from compare.execute.packages import missing_package
 from compare.numerics.parameters import parameter_count
 from compare.show.findings import Row, Table, Text
 from compare.show.terminal import terminal_table
@@ -26,7 +24,6 @@ class List(Struct, frozen=True, kw_only=True):
 
     def __call__(self) -> int:
         """Print them. Returns 0."""
-        missing = {name: missing_package(peer, sys.executable) for name, peer in PEERS.items()}
         subjects: dict[str, list[dict[str, str | int]]] = {
             "experiments": [_experiment(name, path) for name, path in named_experiments().items()],
             "presets": [
@@ -40,10 +37,7 @@ class List(Struct, frozen=True, kw_only=True):
                 dict(name=name, pipelines=", ".join(of.layouts.schedules), description=of.decides)
                 for name, of in STUDIED.items()
             ],
-            "peers": [
-                dict(name=name, missing=of.pip_line if missing[name] else "", description=of.decides)
-                for name, of in PEERS.items()
-            ],
+            "peers": [dict(name=name, description=of.decides) for name, of in PEERS.items()],
             "lessons": [
                 dict(name=name, preset=of.preset, description=f"{of.title}, in all engines on one page")
                 for name, of in LESSONS.items()

@@ -1,4 +1,4 @@
-"""The packages that a side and its engines need, looked for in the Python that is to run them."""
+"""The packages that a side needs, looked for in the Python that is to run them."""
 
 import importlib.util
 import os
@@ -7,7 +7,7 @@ import sys
 
 from compare.execute.ask import output_of
 from compare.execute.launch import with_safe_path
-from compare.spec.engines.engine import Engine, Side
+from compare.spec.engines.engine import Side
 
 OLDEST = (3, 11)
 CONTRACT = ("numpy", "msgspec", "safetensors")
@@ -19,12 +19,6 @@ if sys.version_info < {OLDEST}: sys.exit("it is Python %d.%d" % sys.version_info
 print("{_ANSWER}", *[name for name in sys.argv[1:] if not importlib.util.find_spec(name)])
 """
 TIMEOUT_S = 60
-
-
-def missing_package(engine: Engine, python: str) -> str:
-    """The package that an engine lacks in a Python, and the line that installs it; '' if nothing."""
-    lacks = engine.needs and _lacks(python, engine.needs) == [engine.needs]
-    return f"{engine.needs} is not installed: {engine.pip_line}" if lacks else ""
 
 
 def why_not_python(side: Side, python: str) -> str:

@@ -41,8 +41,8 @@ class Pace:
         if not self.last:
             return "no step yet"
         figures = [f"loss {self.last.loss:.4f}"]
-        if self.latest > self.first:  # steps that were read together give no speed
-            step_s = (self.latest - self.first) / (self.seen - 1)
+        if self.seen > 1:  # steps that were read together were not so fast
+            step_s = max((self.latest - self.first) / (self.seen - 1), self.last.step_time_ms / 1e3)
             figures.append(f"{self.experiment.tokens_per_step / step_s:,.0f} tokens/s")
             if left := self.experiment.train.max_iters - self.done:
                 figures.append(f"about {human_seconds(left * step_s)} left")

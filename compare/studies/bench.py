@@ -5,8 +5,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from compare.execute.launch import EnvironmentMissing
-from compare.flags import DEVICES, EngineName, pythons_of
+from compare.flags import DEVICES, EngineName
 from compare.judge.outcome import Case, Grid, Outcome
 from compare.judge.timed_outcome import BenchRow, blocks, timed
 from compare.present.bench_words import block_title, in_one_line, sentences
@@ -14,7 +13,7 @@ from compare.show.findings import Column, Findings, table_of
 from compare.spec.axes import AXES
 from compare.spec.engines.registry import ENGINES, REFERENCE, STUDIED
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited, revalidate
-from compare.studies.fitting import as_preset, installed
+from compare.studies.fitting import as_preset
 from compare.studies.presets import PRESETS, check_names, check_presets, edits_of, preset_layout
 from compare.terminal import human_bytes
 from compare.timing import Timed, timed_findings
@@ -56,13 +55,13 @@ class Bench(Timed, frozen=True, kw_only=True):
     brief = "which engine, layout or setting is faster, and how surely"
 
     def cases(self, experiment: Experiment) -> Grid:
-        """Engines x layouts x sizes x variants, as far as engines are installed and can express them."""
+        """Engines x layouts x sizes x variants, as far as engines can express them."""
         if self.devices and not self.presets:
             raise ExperimentError(
                 f"--devices {self.devices[0]} without --presets has no effect: say how they are used, with "
                 f"--presets or with the layout's degrees, such as --layout.dp_replicate {self.devices[0]}"
             )
-        engines, missing = installed(self.engines or tuple(STUDIED), pythons_of(self))
+        engines = self.engines or tuple(STUDIED)
         for flag, texts in (("--sizes", self.sizes), ("--variants", self.variants)):
             check_names(flag, "setting", texts, texts)
             for text in texts:
@@ -91,14 +90,12 @@ class Bench(Timed, frozen=True, kw_only=True):
                     left_out[case.name] = why
                 else:
                     cases[case.name] = case
-        return cases, {**missing, **left_out}
+        return cases, left_out
 
     def planned(self) -> Outcome:
-        """The bench with its baseline. Raises ExperimentError, EnvironmentMissing."""
+        """The bench with its baseline. Raises ExperimentError."""
         planned = super().planned()
         engines = [case.engine for case in planned.cases.values()]
-        if why := planned.left_out.get(self.baseline):
-            raise EnvironmentMissing(f"--baseline {self.baseline}: {why}")
         baseline = self.baseline or (REFERENCE if REFERENCE in engines else engines[0])
         planned = replace(planned, more={**planned.more, "baseline": baseline})
         if self.baseline and not any(map(timed(planned).baseline_of, planned.cases.values())):

@@ -1,4 +1,4 @@
-"""Choice of engines that can do what is asked, are installed, and have room for it; others have a reason.
+"""Choice of engines that can do what is asked, and have room for it; others have a reason.
 
 Where there is not room for parameters, moments and a batch or logits, nothing can run, and it is refused.
 """
@@ -11,7 +11,7 @@ from compare.contract.record import ON_HOST
 from compare.execute.hosts import Hosts
 from compare.execute.launch import EnvironmentMissing, require_devices
 from compare.execute.machine import gpu_memories, memory_bytes
-from compare.execute.packages import missing_package, why_not_python
+from compare.execute.packages import why_not_python
 from compare.judge.closed_forms.peak import peak_estimate
 from compare.numerics.parameters import parameter_count, storage_dtype
 from compare.spec.engines.registry import ENGINES, side_of
@@ -67,21 +67,6 @@ def fitting(engines: Sequence[str], layout: Layout) -> Choice:
             left_out[engine] = str(error)
     if len(left_out) == len(engines):
         raise ExperimentError(f"no engine can do this: {'; '.join(dict.fromkeys(left_out.values()))}")
-    return [engine for engine in engines if engine not in left_out], left_out
-
-
-def installed(engines: Sequence[str], pythons: Mapping[str, str]) -> Choice:
-    """Choose the engines whose packages the Python of their side has; this one where none is named.
-
-    Raises EnvironmentMissing.
-    """
-    whys = {
-        name: missing_package(ENGINES[name], pythons.get(side_of(name).name, sys.executable))
-        for name in engines
-    }
-    left_out = {engine: why for engine, why in whys.items() if why}
-    if len(left_out) == len(engines):
-        raise EnvironmentMissing("; ".join(f"{name}: {why}" for name, why in left_out.items()))
     return [engine for engine in engines if engine not in left_out], left_out
 
 

@@ -23,7 +23,7 @@ from compare.execute import launch
 from compare.execute import load as load_of_others
 from compare.numerics import data
 from compare.spec.experiment import load
-from compare.studies import fitting, plan
+from compare.studies import plan
 
 README = Path(__file__).parents[2] / "README.md"
 FENCED = re.compile(r"^```(?:sh|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -111,7 +111,6 @@ def a_machine_with_everything(places, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", start)
     monkeypatch.setattr(plan, "search", start)
     monkeypatch.setattr(launch, "visible_gpus", lambda: 8)
-    monkeypatch.setattr(fitting, "missing_package", lambda engine, python: "")
     monkeypatch.setattr(load_of_others, "busy_cores", lambda: 0.0)
     monkeypatch.setattr(data, "standard_library_text", standard_library_text)
 

@@ -18,7 +18,7 @@ from compare.spec.experiment import edited
 
 
 def step(number: int) -> Step:
-    return Step(step=number, loss=2.5, grad_norm=1.0, lr=0.1, step_time_ms=1.0)
+    return Step(step=number, loss=2.5, grad_norm=1.0, lr=0.1, step_time_ms=1000.0)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_a_case_knows_step_speed_and_time_left(requests, monkeypatch):
     case = Pace("2 of 3: torch-manual", requests["[/x]"])
     case.step(step(0))
     case.step(step(0))
-    assert case.figures() == "loss 2.5000"  # steps that arrive together give no speed
+    assert case.figures() == "loss 2.5000, 64 tokens/s, about 1 min 39 s left"  # read together, made in 1 s
     case = Pace("2 of 3: torch-manual", requests["[/x]"])
     assert f"{case}" == "2 of 3: torch-manual: step 0 of 100, no step yet"
     for number in range(11):  # 20 s of start-up, then 2 s a step

@@ -1,1 +1,1 @@
-"""Peers: a step each, as users of PyTorch and of DeepSpeed write it, to be timed and compared beside ours."""
+"""Peers: a step each, as users of PyTorch write it, to be timed and compared beside ours."""

@@ -82,15 +82,11 @@ class Engine(Struct, frozen=True, kw_only=True):
     """The gradient synchronisations it offers; one entry where the choice is not ours."""
     folder: str = ""
     """Folder of its strategies in the side's package, or the module of a peer."""
-    needs: str = ""
-    """Package that it needs beyond its side's. An extra of this project has the same name."""
     sends_by: Literal["", "xla", "types", "pytorch", "dtensor"] = ""
     """Sender of collectives not written by hand: XLA as it likes, or as types say; PyTorch; DTensor."""
     layouts: Layouts = Layouts()
     dtypes: tuple[str, ...] = DTYPES
     """The `precision.dtype` that it can train in."""
-    no_other_dtype: str = ""
-    """Reason for no other dtype."""
     is_peer: bool = False
     """A peer saves no checkpoints, evaluates nothing, drops nothing, and leaves neither timeline nor work."""
     counts_own_calls: bool = False
@@ -129,10 +125,7 @@ class Engine(Struct, frozen=True, kw_only=True):
         """Refuse an experiment that this engine cannot train. Raises ExperimentError with the reason."""
         self.require(experiment.layout)
         if (dtype := experiment.precision.dtype) not in self.dtypes:
-            have, why = ", ".join(self.dtypes), self.no_other_dtype
-            raise ExperimentError(
-                f"precision.dtype = {dtype}: {self.name} has {have}" + (why and f" ({why})")
-            )
+            raise ExperimentError(f"precision.dtype = {dtype}: {self.name} has {', '.join(self.dtypes)}")
         for name, value, lacks in (
             ("train.eval_interval", experiment.train.eval_interval, "evaluates nothing"),
             ("model.dropout", experiment.model.dropout, "drops nothing"),
@@ -149,11 +142,6 @@ class Engine(Struct, frozen=True, kw_only=True):
     def sent_by_xla(self) -> bool:
         """True if XLA inserts its collectives, and its pipeline is a derivative of forward."""
         return self.sends_by in ("xla", "types")
-
-    @property
-    def pip_line(self) -> str:
-        """Command that installs what it needs; empty if it needs nothing."""
-        return f"pip install 'shardpair[{self.needs}]'" if self.needs else ""
 
     def require(self, layout: Layout) -> None:
         """Refuse what this engine cannot express. Raises ExperimentError with the reason."""

@@ -23,19 +23,6 @@ def _nothing_recomputed(layout: Layout) -> str:
     return ""
 
 
-def _only_zero(layout: Layout) -> str:
-    if layout.dp_shard == 1:
-        return "it is here for ZeRO: give layout.dp_shard = 2 or more, and layout.zero = 1, 2 or 3"
-    if layout.dp_replicate > 1:
-        return f"it shards over all ranks (layout.dp_replicate = {layout.dp_replicate}): leave it at 1"
-    if not layout.reshard_after_forward:
-        return (
-            "it decides by itself how long gathered parameters stay (layout.reshard_after_forward = false): "
-            "leave it true"
-        )
-    return _nothing_recomputed(layout)
-
-
 TORCH_PEERS = (
     Engine(
         name="nanogpt-loop",
@@ -45,18 +32,6 @@ TORCH_PEERS = (
         layouts=Layouts(refuses=lambda layout: _one_device(layout) or _nothing_recomputed(layout)),
         is_peer=True,
         dtypes=DTYPES[:3],
-    ),
-    Engine(
-        name="deepspeed",
-        folder="peers.deepspeed_zero",
-        needs="deepspeed",
-        gradient_sync=("zero",),
-        decides="DeepSpeed: ZeRO-1, 2 and 3 by deepspeed.initialize",
-        layouts=Layouts(zero=(1, 2, 3), refuses=_only_zero),
-        is_peer=True,
-        dtypes=("float32",),
-        no_other_dtype="DeepSpeed keeps its own copy of the weights in float32, and its bfloat16 is another "
-        "recipe than nanoGPT's",
     ),
 )
 JAX_PEERS = (
@@ -261,7 +236,6 @@ TORCH = Side(
     one_process_a_device=True,
     packages=("torch",),
     converts=("nanogpt",),
-    environment_on_cpu={"DS_ACCELERATOR": "cpu"},  # of DeepSpeed, which would take a GPU that it finds
     peers=TORCH_PEERS,
     engines=(
         Engine(
