@@ -207,6 +207,12 @@ def test_experts_go_to_the_ranks_that_have_them():
         held = state_of_stage("torch-manual", Experiment(model=model, train=train, layout=layout), stage=0)
         assert held["parameters"] == 4 * (count - own / 2)
         assert held["optimizer"] == (8 * (count - own / 2) if not zero else 2 * count)
+    by_position = []
+    for sequence_parallel in (False, True):  # jax-manual gathers positions where they arrive
+        layout = Layout(dp_shard=2, ep=2, tp=2, sequence_parallel=sequence_parallel)
+        sent = communication("jax-manual", Experiment(model=model, train=train, layout=layout))
+        by_position.append(sent["all_to_all", "ep", "activation gradients"])
+    assert by_position == [2 * 2 * PASSES * L * STREAM / 2, 2 * PASSES * L * STREAM / 2]
 
 
 def test_a_busy_rank_of_ep_sends_more():

@@ -159,6 +159,8 @@ def _expert_parallel(engine: str, experiment: Experiment) -> Bytes:
     narrow = 1.0 if experiment.precision.dtype in WIDE else 0.5
     rows = narrow * model.n_layer * stream_bytes(experiment)
     rows *= layout.ep if sends.pads_rows else model.experts_per_token
+    if sends.pads_rows and layout.sequence_parallel:
+        rows /= layout.tp  # a device sends its own positions; where they arrive tp gathers them
     times = 1 if ENGINES[engine].remat_for(layout) == "none" else 2
     routed = COUNT * model.n_layer * model.n_experts * experiment.microbatches_per_step
     return {
