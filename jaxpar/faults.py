@@ -28,8 +28,10 @@ from jaxpar.comm import collectives
 from jaxpar.explicit import context_parallel as typed_context_parallel
 from jaxpar.explicit import data_parallel as typed_data_parallel
 from jaxpar.explicit import tensor_parallel as typed_tensor_parallel
+from jaxpar.linear import Linear, same
 from jaxpar.manual import context_parallel, fully_sharded, pipeline_parallel, tensor_parallel
-from jaxpar.model import GPT, Experts, Linear, Routing, same
+from jaxpar.mlp import Experts, Routing
+from jaxpar.model import GPT
 from jaxpar.placement import Placement
 from jaxpar.run import Run
 

@@ -4,14 +4,14 @@ Blocks are stacked along a leading layer dim and scanned: one block is compiled 
 its activations anew. Tensor parallelism sets the hooks of `Linear` and `Embedding`.
 
 Legend: B batch, T and S position, C n_embd, H heads, K of them of keys and values, D head_dim = C/H, V
-vocabulary; L layers, E experts, of which a token has k, M features inside of an MLP.
+vocabulary; L layers.
 """
 
 import math
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,69 +21,18 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from compare.numerics.dropout import DropoutSite
-from compare.numerics.parameters import MLP_RATIO, qkv_dims, split_qkv
+from compare.numerics.parameters import qkv_dims, split_qkv
 from compare.numerics.rotation import turns
-from compare.spec.experiment import Experiment, Model, Precision
-from jaxpar.derivatives import attention_scores, gelu, product
+from compare.spec.experiment import Experiment, Model
+from jaxpar.derivatives import attention_scores
 from jaxpar.dropout import Dropout, Noise
+from jaxpar.linear import KEEPS, Dtypes, Hook, Linear, same
+from jaxpar.mlp import MLP, Experts, Routing
 from jaxpar.remat import Remat, apply_remat
 
 HEAD = "head_loss"
 """The scope, in the compiled program, of what makes logits and the loss of them."""
-EXPERTS = "experts"
-"""The scope of what experts compute, and of where tokens go for it."""
-KEEPS = "keeps_"
-"""Scopes of what 16 bits leave in the storage dtype: one of `contract.work.Kept` behind it."""
-RELU = "relu_squared"
-"""The scope of that activation: it has no operation that is nowhere else."""
-Hook = Callable[[jax.Array], jax.Array]
 Positions = Callable[[jax.Array], jax.Array] | None
-
-
-class Dtypes:
-    """`storage` of weights, residual stream, LayerNorm, softmax and loss; `compute` of matrix products."""
-
-    def __init__(self, precision: Precision):
-        self.storage = jnp.float64 if precision.dtype == "float64" else jnp.float32
-        self.compute = jnp.dtype(precision.dtype)
-
-
-class Linear(nnx.Module):
-    """An affine map of x (..., I) to (..., O) by a weight (I, O) and a bias (O), each letter one dim or more.
-
-    Hooks: `enter` takes the input, `multiply` (x, weight, dims of I), `leave` the product before its bias.
-    """
-
-    def __init__(self, inputs: tuple[int, ...], outputs: tuple[int, ...], *, bias: bool, dtypes: Dtypes):
-        self.contracted = len(inputs)
-        self.compute = dtypes.compute
-        self.weight = nnx.Param(jnp.zeros((*inputs, *outputs), dtypes.storage))
-        self.bias = nnx.Param(jnp.zeros(outputs, dtypes.storage)) if bias else None
-        self.enter: Hook = same
-        self.multiply: Callable[[jax.Array, jax.Array, int], jax.Array] = multiply_matrices
-        self.leave: Hook = same
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = self.leave(self.product(self.enter(x)))
-        return y if self.bias is None else y + self.bias[...].astype(self.compute)
-
-    def product(self, x: jax.Array) -> jax.Array:
-        """The affine map before its bias."""
-        return self.multiply(x.astype(self.compute), self.weight[...].astype(self.compute), self.contracted)
-
-
-def same(x: Any) -> Any:
-    """x as it is."""
-    return x
-
-
-def multiply_matrices(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
-    """x (..., I) times weight (I, O) as a product of two matrices, `contracted` dims of I joined."""
-    inputs, outputs = weight.shape[:contracted], weight.shape[contracted:]
-    batch = x.shape[: x.ndim - contracted]
-    x_I = x.reshape(*batch, math.prod(inputs))
-    weight_IO = weight.reshape(math.prod(inputs), math.prod(outputs))
-    return product(x_I, weight_IO, 1).reshape(*batch, *outputs)
 
 
 def norm(config: Model, dtypes: Dtypes) -> nnx.LayerNorm | nnx.RMSNorm:
@@ -171,92 +120,6 @@ class Attention(nnx.Module):
             q_BTHD, k_BTKD = (self.rotate(x, positions) for x in (q_BTHD, k_BTKD))
         factor = noise and partial(self.dropout.factor, noise=noise, dtype=self.storage)
         return self.out_dropout(self.out(self.core(q_BTHD, k_BTKD, v_BTKD, factor=factor)), noise)
-
-
-@jax.named_scope(RELU)
-def relu_squared(x: jax.Array) -> jax.Array:
-    """max(x, 0)^2 of x of any shape."""
-    return jnp.square(jax.nn.relu(x))
-
-
-ACTIVATIONS = {"gelu": gelu, "gelu_tanh": jax.nn.gelu, "relu_squared": relu_squared}
-
-
-class MLP(nnx.Module):
-    """Up to M, an activation, down to C."""
-
-    def __init__(self, config: Model, dtypes: Dtypes):
-        width, hidden = (config.n_embd,), (MLP_RATIO * config.n_embd,)
-        self.up = Linear(width, hidden, bias=config.bias, dtypes=dtypes)
-        self.down = Linear(hidden, width, bias=config.bias, dtypes=dtypes)
-        self.activation = ACTIVATIONS[config.activation]
-        self.dropout = Dropout(config.dropout, DropoutSite.MLP_OUT)
-
-    def __call__(self, x_BTC: jax.Array, noise: Noise | None = None) -> tuple[jax.Array, None]:
-        return self.dropout(self.down(self.activation(self.up(x_BTC))), noise), None
-
-
-class Routing(NamedTuple):
-    """Of a layer, or with L in front of all: each expert's mean probability, (E,), a softmax over all; how
-    often it was chosen, int32 (E,); and the experts of each token, int32 (B, T, k), in ascending order."""
-
-    probability: jax.Array
-    count: jax.Array
-    chosen: jax.Array
-
-
-class UpToEach(Linear):
-    """The linear map of every expert, from x (..., C) by a weight (E, C, M) to (..., E, M)."""
-
-    def product(self, x: jax.Array) -> jax.Array:
-        weight_CEM = self.weight[...].astype(self.compute).swapaxes(0, 1)
-        return self.multiply(x.astype(self.compute), weight_CEM, 1)
-
-
-class Experts(nnx.Module):
-    """MLPs of which a router chooses k for each token: those of the largest logits, of equal ones the first.
-
-    Every expert computes every token, and weighs 0 where it was not chosen: so shapes do not depend on data,
-    at E / k times the work. XLA on a CPU makes as much of `lax.ragged_dot`.
-
-    Hooks: `exchange` takes (these, x, weights (B, T, E)) to where experts are, and back; `enter_weights`
-    takes what `mix` has for weights, as `up.enter` its x.
-    """
-
-    def __init__(self, config: Model, dtypes: Dtypes):
-        width, inner, experts = config.n_embd, MLP_RATIO * config.n_embd, config.n_experts
-        self.router = Linear((width,), (experts,), bias=False, dtypes=dtypes)
-        self.router.compute = dtypes.storage  # in 16 bits many logits would be equal
-        self.up = UpToEach((experts, width), (inner,), bias=False, dtypes=dtypes)
-        self.down = Linear((experts, inner), (width,), bias=False, dtypes=dtypes)
-        self.activation = ACTIVATIONS[config.activation]
-        self.dropout = Dropout(config.dropout, DropoutSite.MLP_OUT)
-        self.chosen = config.experts_per_token
-        self.enter_weights: Hook = same
-        self.exchange: Callable[[Experts, jax.Array, jax.Array], jax.Array] = Experts.mix
-
-    def __call__(self, x_BTC: jax.Array, noise: Noise | None = None) -> tuple[jax.Array, Routing]:
-        with jax.named_scope(f"{KEEPS}router"):
-            logits_BTE = self.router(x_BTC)
-        # Not `lax.top_k`: XLA does not divide what it makes of it, and gathers the whole batch.
-        ranked_BTE = jnp.argsort(lax.stop_gradient(-logits_BTE), axis=-1).astype(jnp.int32)
-        chosen_BTk = jnp.sort(ranked_BTE[..., : self.chosen], axis=-1)
-        is_chosen_BTE = (chosen_BTk[..., None] == jnp.arange(logits_BTE.shape[-1])).any(axis=-2)
-        weights_BTE = self.weights(logits_BTE, is_chosen_BTE)
-        with jax.named_scope(EXPERTS):
-            y_BTC = self.exchange(self, x_BTC, weights_BTE)
-        probability_E = jax.nn.softmax(logits_BTE, axis=-1).mean(axis=(0, 1))
-        count_E = is_chosen_BTE.sum(axis=(0, 1), dtype=jnp.int32)
-        return self.dropout(y_BTC, noise), Routing(probability_E, count_E, chosen_BTk)
-
-    def weights(self, logits_BTE: jax.Array, is_chosen_BTE: jax.Array) -> jax.Array:
-        """A softmax over the logits of the chosen; 0 for the others."""
-        return jax.nn.softmax(jnp.where(is_chosen_BTE, logits_BTE, -jnp.inf), axis=-1)
-
-    def mix(self, x: jax.Array, weights: jax.Array) -> jax.Array:
-        """The sum of all experts' outputs on x (.., C), times their weights (.., E): (.., C)."""
-        hidden = self.activation(self.up(x))  # (.., E, M)
-        return self.down(hidden * self.enter_weights(weights)[..., None])
 
 
 class Block(nnx.Module):

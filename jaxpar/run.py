@@ -24,9 +24,9 @@ from jaxpar.checkpoint import local_shards, state_parts
 from jaxpar.comm.hosts import exchange, fetch, gathered, hosts_of, spread
 from jaxpar.comm.mesh import device_kind
 from jaxpar.configuration import PACKAGES
+from jaxpar.linear import same
 from jaxpar.measure.ledger import read_ledger
 from jaxpar.measure.memory import bytes_at_rest, memory_in_use, memory_profile, peak_memory, threads
-from jaxpar.model import same
 from jaxpar.optimizer import Moments
 from jaxpar.step import ShardedStep, TrainState, device_scalars
 

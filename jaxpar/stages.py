@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpar.model import same
+from jaxpar.linear import same
 from jaxpar.problem import Pieces
 from jaxpar.remat import IsGather, Remat, apply_remat
 from jaxpar.weights import STACKED

@@ -27,7 +27,7 @@ from compare.pipeline.ticks import Ticks
 from compare.spec.axes import ROWS, SEQUENCE, TP
 from compare.spec.experiment import Experiment
 from jaxpar.comm.hosts import fetch
-from jaxpar.model import same
+from jaxpar.linear import same
 from jaxpar.placement import shardings
 from jaxpar.problem import Choices, Edit, Loss, Problem
 

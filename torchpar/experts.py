@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from torchpar.model import Rows
+from torchpar.mlp import Rows
 
 AllToAll = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]
 """(rows (S, ..), how many to each rank, how many from each) -> rows (N, ..), by rank."""

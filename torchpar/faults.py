@@ -34,7 +34,8 @@ from torchpar.manual import context_parallel
 from torchpar.manual.megatron import leave_region
 from torchpar.manual.stage import Stage
 from torchpar.manual.tensor_parallel import RowParallelLinear
-from torchpar.model import GPT, Balance, Choice
+from torchpar.mlp import Balance, Choice
+from torchpar.model import GPT
 from torchpar.parallel_model import Parameters, Strategy, local
 from torchpar.run import Run
 

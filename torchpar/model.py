@@ -2,9 +2,8 @@
 
 Dropout at nanoGPT's sites, from the sequences' keys (`compare.numerics.dropout`).
 
-B batch, T position, S position or choice, C embedding, H heads, K of them of keys and values, D = C / H, V
-vocabulary, 2 the words of a key; L layers, E experts, k of them for a token, M inner features, N tokens
-of an expert.
+B batch, T and S position, C embedding, H heads, K of them of keys and values, D = C / H, V vocabulary, 2 the
+words of a key; L layers.
 Weights come from `weights.py`.
 Source: karpathy/nanoGPT, model.py.
 """
@@ -19,18 +18,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from compare.numerics.dropout import DropoutSite
-from compare.numerics.parameters import MLP_RATIO, QKV, qkv_dims
+from compare.numerics.parameters import QKV, qkv_dims
 from compare.numerics.rotation import turns
 from compare.spec.experiment import Model
 from torchpar.dropout import Dropout
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu_squared": lambda x: F.relu(x).square(),
-}
-Rows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From rows (S, C), sorted by expert, and how many each has (E,), to rows (S, C)."""
+from torchpar.mlp import MLP, Balance, Experts
 
 
 class LayerNorm(nn.Module):
@@ -138,152 +130,6 @@ class CausalSelfAttention(nn.Module):
         keys = () if keys_B2 is None else (keys_B2,)
         y_BTHD = self.core(q, k, v, *keys)
         return self.dropout(self.c_proj(y_BTHD.flatten(2)), keys_B2)
-
-
-class MLP(nn.Module):
-    """Two linear layers around an activation, four times as wide inside."""
-
-    def __init__(self, config: Model, layer: int):
-        super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, MLP_RATIO * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(MLP_RATIO * config.n_embd, config.n_embd, bias=config.bias)
-        self.activation = ACTIVATIONS[config.activation]
-        self.dropout = Dropout(config.dropout, DropoutSite.MLP_OUT, layer)
-
-    def forward(self, x_BTC: torch.Tensor, keys_B2: torch.Tensor | None = None) -> torch.Tensor:
-        x_BTC = self.c_proj(self.activation(self.c_fc(x_BTC)))
-        return self.dropout(x_BTC, keys_B2)
-
-
-class Weight(nn.Module):
-    """A weight that its module's parent multiplies with: hooks say what of it is here."""
-
-    def __init__(self, *shape: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape))
-
-    def forward(self) -> torch.Tensor:
-        return self.weight
-
-
-class Choice(nn.Module):
-    """Which experts compute a token: those of the k largest router logits, of equal ones the first."""
-
-    def __init__(self, config: Model):
-        super().__init__()
-        self.experts_per_token = config.experts_per_token
-
-    def forward(
-        self, x_BTC: torch.Tensor, router_EC: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Weights of the chosen experts (B, T, k), a softmax over their logits; their numbers, int64
-        (B, T, k), in ascending order; and each expert's mean probability (E,), of a softmax over all."""
-        with torch.autocast(x_BTC.device.type, enabled=False):  # in 16 bits many logits would be equal
-            logits_BTE = F.linear(x_BTC.to(router_EC.dtype), router_EC)
-        ranked_BTE = logits_BTE.sort(stable=True, descending=True).indices  # topk takes any of equal ones
-        chosen_BTk = ranked_BTE[..., : self.experts_per_token].sort().values
-        weights_BTk = logits_BTE.gather(-1, chosen_BTk).softmax(-1)
-        return weights_BTk, chosen_BTk, logits_BTE.softmax(-1).mean((0, 1))
-
-
-class OwnExperts(nn.Module):
-    """Where rows of tokens are computed: here. A module of the same arguments may take its place, `mlp.core.
-    exchange`, which sends them to where their experts are, and back."""
-
-    def forward(self, compute: Rows, rows_SC: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """`compute` rows (S, C), of which the first counts_E[0] are for expert 0, and so on: (S, C)."""
-        return compute(rows_SC, counts_E)
-
-
-class ExpertsCore(nn.Module):
-    """All tokens through the experts that were chosen for them, however many an expert gets: none is dropped.
-
-    Without parameters; it sorts tokens by expert, and adds up what comes back in the tokens' order.
-    """
-
-    def __init__(self, config: Model):
-        super().__init__()
-        self.activation = ACTIVATIONS[config.activation]
-        self.n_experts, self.exchange = config.n_experts, OwnExperts()
-
-    def forward(
-        self,
-        x_BTC: torch.Tensor,
-        weights_BTk: torch.Tensor,
-        chosen_BTk: torch.Tensor,
-        up: nn.Module,
-        down: nn.Module,
-    ) -> torch.Tensor:
-        """From tokens (B, T, C) and what was chosen for them to (B, T, C), by weights that modules give."""
-        expert_S = chosen_BTk.flatten()
-        order_S = expert_S.argsort(stable=True)
-        rows_SC = x_BTC.flatten(0, 1)[order_S // chosen_BTk.shape[-1]]
-        counts_E = expert_S.bincount(minlength=self.n_experts)
-        y_SC = self.exchange(partial(self.compute, up(), down()), rows_SC, counts_E)
-        y_BTkC = y_SC[order_S.argsort()].unflatten(0, chosen_BTk.shape)
-        # In the dtype of the products, as one MLP's under autocast.
-        return (y_BTkC * weights_BTk.unsqueeze(-1)).sum(-2).to(y_SC.dtype)
-
-    def compute(
-        self, up_ECM: torch.Tensor, down_EMC: torch.Tensor, rows_SC: torch.Tensor, counts_E: torch.Tensor
-    ) -> torch.Tensor:
-        """Two layers around an activation, of one expert after the other: how many rows it has is data."""
-        counts = counts_E.tolist()
-        inner = [rows_NC @ up_CM for rows_NC, up_CM in zip(rows_SC.split(counts), up_ECM, strict=True)]
-        inner_SM = self.activation(torch.cat(inner))
-        outer = [rows_NM @ down_MC for rows_NM, down_MC in zip(inner_SM.split(counts), down_EMC, strict=True)]
-        return torch.cat(outer)
-
-
-class Experts(nn.Module):
-    """MLPs of which each token meets k, chosen by a router: what a block has in the place of one MLP."""
-
-    def __init__(self, config: Model, layer: int):
-        super().__init__()
-        inner = MLP_RATIO * config.n_embd
-        self.router = Weight(config.n_experts, config.n_embd)
-        self.c_fc = Weight(config.n_experts, config.n_embd, inner)
-        self.c_proj = Weight(config.n_experts, inner, config.n_embd)
-        self.choice, self.core = Choice(config), ExpertsCore(config)
-        self.dropout = Dropout(config.dropout, DropoutSite.MLP_OUT, layer)
-
-    def forward(
-        self, x_BTC: torch.Tensor, keys_B2: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What is added to the stream (B, T, C), and what `Balance` takes of a layer."""
-        weights_BTk, chosen_BTk, probability_E = self.choice(x_BTC, self.router())
-        y_BTC = self.core(x_BTC, weights_BTk, chosen_BTk, self.c_fc, self.c_proj)
-        return self.dropout(y_BTC, keys_B2), probability_E, chosen_BTk
-
-
-class Balance(nn.Module):
-    """The load-balance loss of all layers: alpha E sum_e f_e P_e, of each layer over the batch of a pass.
-
-    f_e is the share of e in all choices, and P_e its mean probability. All devices' choices count, which
-    `total_counts` adds up, (L, E) to (L, E); a mean of the devices' losses then has the mean of their P_e.
-    What the last pass chose stays: `chosen_LBTk` of what is here, `tokens_LE` of all.
-    Source: Switch Transformer (arXiv 2101.03961, section 2.2), with k choices.
-    """
-
-    def __init__(self, config: Model):
-        super().__init__()
-        self.scale = config.balance * config.n_experts
-        self.total_counts: Callable[[torch.Tensor], torch.Tensor] = lambda counts_LE: counts_LE
-
-    def forward(self, probability_LE: torch.Tensor, chosen_LBTk: torch.Tensor) -> torch.Tensor:
-        experts = probability_LE.shape[-1]
-        self.chosen_LBTk = chosen_LBTk
-        counts_LE = torch.stack([chosen.flatten().bincount(minlength=experts) for chosen in chosen_LBTk])
-        self.tokens_LE = self.total_counts(counts_LE)
-        shares_LE = self.tokens_LE / self.tokens_LE.sum(-1, keepdim=True, dtype=probability_LE.dtype)
-        return self.scale * (shares_LE * probability_LE).sum()
-
-
-def divide_gradient(loss: torch.Tensor, parts: int) -> torch.Tensor:
-    """The loss (), of whose gradient each of several ranks shall have its part of a sum."""
-    if loss.requires_grad:
-        loss.register_hook(lambda gradient: gradient / parts)
-    return loss
 
 
 class Block(nn.Module):

@@ -152,3 +152,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """A DTensor's local shard, (.., d / R, ..); any other tensor itself."""
     to_local = getattr(tensor, "to_local", None)
     return to_local() if to_local else tensor
+
+
+def divide_gradient(loss: torch.Tensor, parts: int) -> torch.Tensor:
+    """The loss (), of whose gradient each of several ranks shall have its part of a sum."""
+    if loss.requires_grad:
+        loss.register_hook(lambda gradient: gradient / parts)
+    return loss

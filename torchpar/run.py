@@ -21,7 +21,7 @@ from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import PACKAGES, Mesh
 from torchpar.launch import Rank, gpu_of
-from torchpar.model import Balance
+from torchpar.mlp import Balance
 from torchpar.parallel_model import ParallelModel
 
 MIXED = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -20,7 +20,7 @@ from jaxpar.compiler import (
     pipeline_parallel,
     tensor_parallel,
 )
-from jaxpar.model import same
+from jaxpar.linear import same
 from jaxpar.optimizer import global_norm
 from jaxpar.placement import shardings, unpad
 from jaxpar.problem import Edit, Loss, Problem, count_replicas

@@ -28,7 +28,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import CP, EP, TP
-from jaxpar.model import GPT, Experts
+from jaxpar.mlp import Experts
+from jaxpar.model import GPT
 from jaxpar.problem import Edit, Problem
 
 AXIS = EP

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import CP, TP
 from jaxpar.derivatives import product
-from jaxpar.model import GPT, Experts, cross_entropy
+from jaxpar.mlp import Experts
+from jaxpar.model import GPT, cross_entropy
 from jaxpar.problem import Edit, Problem
 
 AXIS = TP

@@ -23,7 +23,7 @@ from jaxpar.explicit import (
     tensor_parallel,
 )
 from jaxpar.explicit.replicas import over_replicas
-from jaxpar.model import same
+from jaxpar.linear import same
 from jaxpar.optimizer import global_norm
 from jaxpar.placement import specs, unpad
 from jaxpar.problem import Choices, Edit, Loss, Problem, count_replicas, without_layers

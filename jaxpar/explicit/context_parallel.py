@@ -33,7 +33,8 @@ from compare.numerics.dropout import DropoutSite
 from compare.spec.axes import CP, ROWS, TP
 from jaxpar.dropout import dropouts
 from jaxpar.explicit.replicas import REPLICA, axes_in, copies
-from jaxpar.model import GPT, Hook
+from jaxpar.linear import Hook
+from jaxpar.model import GPT
 from jaxpar.placement import cut, joined
 from jaxpar.problem import Edit, Problem
 

@@ -24,7 +24,8 @@ from jax.sharding import reshard
 
 from compare.spec.axes import CP, EP
 from jaxpar.explicit.replicas import axes_of_replicas, copies
-from jaxpar.model import GPT, Experts
+from jaxpar.mlp import Experts
+from jaxpar.model import GPT
 from jaxpar.placement import cut
 
 AXIS = EP

@@ -23,7 +23,8 @@ from jax.sharding import reshard
 
 from compare.spec.axes import TP
 from jaxpar.derivatives import product
-from jaxpar.model import GPT, Experts
+from jaxpar.mlp import Experts
+from jaxpar.model import GPT
 from jaxpar.problem import Edit, Problem
 
 AXIS = TP

@@ -19,6 +19,7 @@ from compare.pipeline.schedules import make_schedule
 from compare.pipeline.ticks import Ticks, lock_step
 from compare.spec.axes import DATA
 from jaxpar.comm import collectives
+from jaxpar.linear import same
 from jaxpar.manual import (
     context_parallel,
     data_parallel,
@@ -27,7 +28,6 @@ from jaxpar.manual import (
     pipeline_parallel,
     tensor_parallel,
 )
-from jaxpar.model import same
 from jaxpar.optimizer import moments_like
 from jaxpar.placement import specs
 from jaxpar.problem import Choices, Problem, without_layers

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from compare.contract.communication import ACTIVATIONS, LOSS, ROUTING
 from compare.spec.axes import DATA, EP, TP
 from jaxpar.comm import collectives
-from jaxpar.model import GPT, Experts
+from jaxpar.mlp import Experts
+from jaxpar.model import GPT
 from jaxpar.problem import Problem
 from jaxpar.step import Strategy
 

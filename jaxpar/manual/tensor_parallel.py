@@ -32,7 +32,9 @@ from compare.numerics.dropout import DropoutSite
 from compare.spec.axes import TP
 from jaxpar.comm import collectives
 from jaxpar.dropout import dropouts
-from jaxpar.model import GPT, Experts, Hook
+from jaxpar.linear import Hook
+from jaxpar.mlp import Experts
+from jaxpar.model import GPT
 from jaxpar.placement import map_repeated
 from jaxpar.problem import Problem
 from jaxpar.step import Strategy

@@ -28,7 +28,7 @@ from compare.contract.communication import (
 from compare.contract.ledger import Ledger
 from compare.spec.axes import CP, EP, PP, TP, joined, parts_of
 from jaxpar.measure.hlo import Collective, collectives, groups_along
-from jaxpar.model import EXPERTS
+from jaxpar.mlp import EXPERTS
 
 SCALAR = 8  # bytes of a float64
 PACKAGE = Path(__file__).parents[1]

@@ -15,8 +15,10 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from compare.contract.work import Kept, ObservedWork, Part
 from compare.pipeline.schedules import Kind, Task
 from compare.pipeline.ticks import BACKWARD, FORWARD, Ticks
+from jaxpar.linear import KEEPS
 from jaxpar.measure.hlo import AGAIN
-from jaxpar.model import HEAD, KEEPS, RELU
+from jaxpar.mlp import RELU
+from jaxpar.model import HEAD
 
 PRODUCT, GELUS = "dot_general", frozenset({"erf", "erfc", "tanh"})
 ALONE: dict[str, Kept] = {"rsqrt": "norm", "log": "loss"}

@@ -18,7 +18,7 @@ from compare.judge.ladder import climb
 from compare.judge.strategy import strategy_of
 from compare.spec.experiment import Data, Experiment, edited
 from jaxpar import model, train
-from jaxpar.model import KEEPS
+from jaxpar.linear import KEEPS
 
 BOTH = "bfloat16, float32"
 

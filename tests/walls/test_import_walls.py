@@ -83,8 +83,8 @@ def test_strategies_do_not_import_each_other():
 
 
 def test_the_model_does_not_know_that_it_is_parallel():
-    for side in SIDES:
-        assert not {part for name in imports(ROOT / side / "model.py") for part in name.split(".")} & PARALLEL
+    for path in (ROOT / side / f"{part}.py" for side in SIDES for part in ("model", "mlp")):
+        assert not {part for name in imports(path) for part in name.split(".")} & PARALLEL, path
 
 
 def test_hand_written_engines_reach_torch_distributed_through_comm():

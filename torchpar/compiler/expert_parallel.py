@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from compare.spec.axes import EP, TP
 from torchpar.compiler.placement import of_activation
 from torchpar.dtensors import axis_names, local_part, own_part
-from torchpar.model import GPT, Rows, divide_gradient
+from torchpar.mlp import Rows
+from torchpar.model import GPT
+from torchpar.parallel_model import divide_gradient
 
 
 class PlacedByExpert(nn.Module):

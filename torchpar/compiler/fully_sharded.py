@@ -29,7 +29,8 @@ from compare.spec.experiment import Layout
 from torchpar.comm.collectives import chunk_slices
 from torchpar.compiler.placement import shard_axis
 from torchpar.dtensors import Placements, axis_names, local_part
-from torchpar.model import GPT, Weight
+from torchpar.mlp import Weight
+from torchpar.model import GPT
 from torchpar.remat import NO_REMAT, apply_remat
 
 _aten = torch.ops.aten

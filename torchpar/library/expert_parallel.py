@@ -20,8 +20,8 @@ from compare.contract.communication import RECORD
 from compare.spec.axes import EP
 from torchpar.comm.mesh import Mesh
 from torchpar.experts import ExchangeRows
-from torchpar.model import GPT, divide_gradient
-from torchpar.parallel_model import Strategy, TensorsByName
+from torchpar.model import GPT
+from torchpar.parallel_model import Strategy, TensorsByName, divide_gradient
 
 
 def share_out_experts(model: GPT, mesh: Mesh) -> Strategy:

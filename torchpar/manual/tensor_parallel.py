@@ -35,8 +35,9 @@ from torchpar.manual.megatron import (
     leave_region,
     scatter,
 )
-from torchpar.model import GPT, Weight, divide_gradient
-from torchpar.parallel_model import Parameters, Strategy, TensorsByName
+from torchpar.mlp import Weight
+from torchpar.model import GPT
+from torchpar.parallel_model import Parameters, Strategy, TensorsByName, divide_gradient
 
 
 class ColumnParallelLinear(nn.Module):
