@@ -14,6 +14,9 @@ A block keeps so many numbers a token, of width C, with H heads and T positions:
     JAX, dots    2C       -             8C + HT
     full         C        -             -
 
+    experts       -        -             10C or 12C for each that computes a token, 4C of dots; 8C and 4C go
+
+In JAX each expert computes each token, in PyTorch only those chosen; torch-compiler exchanges room for all.
 tp splits what is inside of its regions, sequence parallelism the stream as well. Under cp tokens are those of
 a device's positions, and beside them are keys and values of the others, inside: of all that are gathered, or
 of one device at a time. In 16 bits the stream and
@@ -49,6 +52,11 @@ DOTS = {"autograd": StoredNumbers(1, 2, 8), "scan": StoredNumbers(2, 0, 8, 1)}
 DROPPED = {"autograd": StoredNumbers(2, scores=2), "scan": StoredNumbers(4, scores=4)}
 RMS = {"autograd": StoredNumbers(4), "scan": StoredNumbers(0)}
 """What both norms of a block keep besides, where each is several operations."""
+EXPERT = {"autograd": 10, "scan": 12}
+"""Of a token in each expert that computes it, inside: its row, before and after the activation, what is added
+up; in JAX three of all features inside."""
+MLP, MLP_DOTS = 8, 4
+"""Of a dense one, in BLOCK and in DOTS."""
 UNFUSED = {"autograd": StoredNumbers(0), "scan": StoredNumbers(0, scores=3)}
 """In the block that runs: scores, and the gradients of scores and weights."""
 ENDS = {"autograd": StoredNumbers(4, 1), "scan": StoredNumbers(6, 1)}
@@ -102,9 +110,15 @@ def _activations(engine: str, experiment: Experiment, stage: int) -> float:
     shared = StoredNumbers(0, inside=2 / model.group - 2)  # by groups of queries: keys and values
     turned = StoredNumbers(0, inside=1 + 1 / model.group)  # queries and keys, beside those before
     today = [shared, *[turned] * (model.position == "rope"), *[RMS[residuals]] * (model.norm == "rmsnorm")]
-    block = [BLOCK[residuals], *dropped, *today, *[fetched] * (layout.context == "allgather")]
+    mlp, mlp_dots = [], []
+    if model.n_experts:
+        has_all = residuals == "scan" or (ENGINES[engine].sends_by == "dtensor" and layout.ep > 1)
+        experts = model.n_experts if has_all else model.experts_per_token
+        mlp = [StoredNumbers(0, inside=EXPERT[residuals] * experts - MLP)]
+        mlp_dots = [StoredNumbers(0, inside=MLP_DOTS * (experts - 1))]
+    block = [BLOCK[residuals], *dropped, *today, *mlp, *[fetched] * (layout.context == "allgather")]
     remat = ENGINES[engine].remat_for(layout)
-    stored = {"full": [INPUT], "none": block, "dots": [DOTS[residuals], shared, *dropped]}[remat]
+    stored = {"full": [INPUT], "none": block, "dots": [DOTS[residuals], shared, *dropped, *mlp_dots]}[remat]
     blocks = model.n_layer / (layout.pp * layout.chunks) * in_flight(engine, experiment, stage)
     tokens, casts = _tokens(experiment), 0.0
     if _narrow(experiment) == NARROW:

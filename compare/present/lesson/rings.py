@@ -74,8 +74,8 @@ CAPTIONS = {
     "sends {sent} pieces of S / {n}.",
     "all_gather": "Everybody has a piece and needs them all: the second half of an all-reduce. A device "
     "sends {sent} pieces of S / {n}.",
-    "all_to_all": "Everybody has a piece for everybody, as positions of each head, and straight to each goes "
-    "what is for it. A device sends {sent} pieces of S / {n}. Nothing is added up.",
+    "all_to_all": "Everybody has a piece for everybody, positions of its heads or tokens of its experts, "
+    "and sends it straight there. A device sends {sent} pieces of S / {n}. Nothing is added up.",
     "permute": "A stage hands its tensor of S bytes to the next one, and backward its gradient to the one "
     "before; in a ring of context parallelism the last one to the first, too. Nothing is added up.",
 }
