@@ -74,9 +74,11 @@ def _limit(tolerance: Tolerance) -> str:
 
 
 def _able(fault: Fault) -> str:
-    """The engines that can make a mistake."""
-    able = [name for name, engine in STUDIED.items() if fault.name not in engine.impossible_faults]
-    return "all" if len(able) == len(STUDIED) else ", ".join(able)
+    """The engines that can make a mistake, said shortly."""
+    unable = [name for name, engine in STUDIED.items() if fault.name in engine.impossible_faults]
+    if len(unable) < 3:
+        return f"all but {' and '.join(unable)}" if unable else "all"
+    return ", ".join(name for name in STUDIED if name not in unable)
 
 
 def page() -> str:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 
+import make_docs
 import pytest
 
 from compare.cli import main
@@ -30,6 +31,10 @@ def test_list_names_everything_a_line_each(capsys):
         assert [entry["name"] for entry in everything[title]] == list(known)
         assert all(first_words.count(name) == 1 for name in known), title
         assert all(entry["description"] for entry in everything[title])
+
+
+def test_the_page_of_tables_is_of_this_code():
+    assert make_docs.PAGE.read_text(encoding="utf-8") == make_docs.page(), "run `make docs`"
 
 
 def test_completion_knows_the_commands_and_their_flags(capsys, tmp_path):
