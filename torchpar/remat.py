@@ -7,7 +7,7 @@ import functools
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint, create_selective_checkpoint_contexts
 
 NO_REMAT = ("none", "auto")
 """What `layout.remat` says of a model that recomputes nothing: auto is the fastest in eager PyTorch."""
@@ -23,6 +23,12 @@ _DOTS = [
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 ]
+_profiler = torch.ops.profiler
+# PyTorch 2.13 counts what a block runs, and lets backward run no more of it. FSDP2 has other marks for the
+# profiler there, where a block's experts are a unit of their own.
+SAC_IGNORED_OPS.update(
+    (_profiler._record_function_enter_new.default, _profiler._record_function_exit._RecordFunction)
+)
 
 
 def apply_remat(blocks: nn.ModuleList, remat: str) -> None:

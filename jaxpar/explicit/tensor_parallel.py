@@ -33,7 +33,7 @@ REDUCED, UNREDUCED = P(reduced={AXIS}), P(unreduced={AXIS})
 
 def split_layers(problem: Problem) -> Edit:
     """An edit of the model: casts at both ends of a region of split work."""
-    between = P(None, AXIS) if problem.layout.sequence_parallel else P()
+    between = split_positions if problem.layout.sequence_parallel else partial(reshard, out_shardings=P())
 
     def edit(model: GPT) -> None:
         attention, mlp = model.blocks.attention, model.blocks.mlp
@@ -43,14 +43,18 @@ def split_layers(problem: Problem) -> Edit:
             mlp.enter_weights = partial(reshard, out_shardings=P())
         for row in (attention.out, mlp.down):  # (B, T, ..@tp) -> (B, T, C), the sum said where it is made
             row.multiply = partial(product, out_sharding=UNREDUCED)
-            row.leave = partial(reshard, out_shardings=between)
-        model.embedding.look_up = rows_of
-        model.embedding.leave = partial(reshard, out_shardings=between)
+            row.leave = between
+        model.embedding.look_up, model.embedding.leave = rows_of, between
         model.embedding.enter = partial(reshard, out_shardings=REDUCED)
         vocab_size = problem.experiment.model.vocab_size
         model.cross_entropy = partial(split_cross_entropy, vocab_size=vocab_size)
 
     return edit
+
+
+def split_positions(x: jax.Array) -> jax.Array:
+    """(.., T, C) -> (.., T@tp, C): of experts devices come before the batch."""
+    return reshard(x, P(*[None] * (x.ndim - 2), AXIS))
 
 
 def rows_of(table_VC: jax.Array, tokens_BT: jax.Array) -> jax.Array:
