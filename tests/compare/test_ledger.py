@@ -67,6 +67,24 @@ def test_ddp_sums_once_over_replicas_and_shards():
     assert "reduce over dp_replicate+dp_shard" in said
 
 
+def test_xla_joins_axes_otherwise_than_the_textbook():
+    """ZeRO-1 over replicas, shards and cp, measured: over cp in each pass, and over the other two at once."""
+    three = edited(EXPERIMENT, {"layout": {"dp_replicate": 2, "dp_shard": 2, "zero": 1, "cp": 2}})
+    rows = make_ledger("jax-compiler", three)
+    others = [row for row in rows if row.purpose != "gradients"]
+    whole = sum(row.bytes for row in rows if row.purpose == "gradients" and row.axis == "dp_shard")
+    over_two = Communication(
+        kind="all_reduce",
+        axis="dp_replicate+dp_shard",
+        calls=1,
+        bytes=whole,
+        wire_bytes=1,
+        purpose="gradients",
+    )
+    assert objections("jax-compiler", three, [*others, over_two, replace(over_two, axis="cp")]) == []
+    assert len(objections("jax-compiler", three, others)) == 2, "over shards, and over replicas with cp"
+
+
 def test_scalars_are_left_out_and_surprises_are_not():
     rows = make_ledger("torch-manual", FSDP)
     loss = Communication(kind="all_reduce", axis="dp_shard", purpose="loss", calls=2, bytes=16, wire_bytes=16)
