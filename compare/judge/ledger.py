@@ -3,7 +3,7 @@
 import functools
 import math
 import operator
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -193,23 +193,13 @@ def _multiples(engine: str, experiment: Experiment, flow: Flow) -> tuple[float, 
 
 
 def _joined(flows: Sequence[Flow]) -> list[Flow]:
-    """Flows; those over several axes (a+b) with those over each, and with others that have an axis of theirs:
-    XLA sums some of it over replicas and shards at once, and what the textbook sums over two axes at once it
-    may sum over each."""
-    joint: dict[tuple[int, str], list[set[str]]] = defaultdict(list)
-    for flow in flows:
-        if len(axes := {*parts_of(flow.axis)}) > 1:
-            others = joint[flow.stage, flow.role]
-            met = [other for other in others if other & axes]
-            joint[flow.stage, flow.role] = [other for other in others if other not in met] + [
-                axes.union(*met)
-            ]
+    """Flows; those over several axes (a+b) with those over each: XLA sums some of it over replicas and shards
+    at once, and what the textbook sums over two axes at once it may sum over each."""
     sums: dict[tuple[str, str, int], Flow] = {}
     for flow in flows:
-        axis = flow.axis
-        for axes in joint[flow.stage, flow.role]:
-            if {*parts_of(flow.axis)} <= axes:
-                axis = "+".join(name for name in AXES if name in axes)
+        like = [other.axis for other in flows if (other.stage, other.role) == (flow.stage, flow.role)]
+        joints = (axis for axis in like if "+" in axis and {*parts_of(flow.axis)} <= {*parts_of(axis)})
+        axis = next(joints, flow.axis)
         key = axis, flow.role, flow.stage
         if before := sums.get(key):
             total = before.textbook + flow.textbook
