@@ -7,7 +7,7 @@ So that all engines skip the same steps, backward of a part of the batch starts 
 Legend: A gradient accumulation, B batch, T position, L layers; E experts, of which a token has k.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -111,8 +111,13 @@ def place_step(
 
 def batch_specs(experiment: Experiment, mesh: Mesh) -> dict[str, P]:
     """PartitionSpecs of a step's arrays (A, B, ..): axes of rows split B, that of positions T."""
-    rows, sequence = (tuple(a for a in axes if mesh.shape[a] > 1) or None for axes in (ROWS, SEQUENCE))
+    rows, sequence = present(ROWS, mesh), present(SEQUENCE, mesh)
     return {name: P(None, rows, None if name == "keys" else sequence) for name in shapes_of_step(experiment)}
+
+
+def present(axes: Sequence[str], mesh: Mesh) -> tuple[str, ...] | None:
+    """A part of a PartitionSpec: those of the axes that have several devices."""
+    return tuple(axis for axis in axes if mesh.shape[axis] > 1) or None
 
 
 def metrics_specs(experiment: Experiment, mesh: Mesh) -> dict[str, P]:
@@ -120,10 +125,9 @@ def metrics_specs(experiment: Experiment, mesh: Mesh) -> dict[str, P]:
     specs = {"loss": P(), "grad_norm": P()}
     if not experiment.model.n_experts:
         return specs
-    passes, rows, sequence = batch_specs(experiment, mesh)["inputs"]
-    if experiment.layout.sequence_parallel:
-        sequence = (*(sequence or ()), TP)
-    return specs | {"experts": P(passes, None, rows, sequence), "tokens_per_expert": P()}
+    sequence = (*SEQUENCE, TP) if experiment.layout.sequence_parallel else SEQUENCE
+    experts = P(None, None, present(ROWS, mesh), present(sequence, mesh))
+    return specs | {"experts": experts, "tokens_per_expert": P()}
 
 
 def passes_of(batch: Any) -> int:

@@ -1,11 +1,15 @@
 """Experts under layouts against one device, in float64, and what is sent for them."""
 
+from types import SimpleNamespace
+
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jax_steps import ACCUMULATION as A
 from jax_steps import MODEL, B, C, T, size_of, two_steps, worst_errors
 from msgspec.structs import replace
 
-from compare.spec.experiment import Layout
+from compare.spec.experiment import Experiment, Layout
+from jaxpar.step import metrics_specs
 
 L, E, K = 2, 4, 2
 EXPERTS = replace(MODEL, n_layer=L, n_experts=E, experts_per_token=K, balance=0.1)
@@ -29,6 +33,17 @@ def test_shared_out_experts_equal_one_device():
         assert experts_ALBTk.shape == (A, L, B, T, K)
         counts_LE = [np.bincount(layer.ravel()) for layer in experts_ALBTk.swapaxes(0, 1)]
         np.testing.assert_array_equal(outcome.numbers["0 tokens_per_expert"], counts_LE)
+
+
+def test_choices_are_split_as_their_tokens():
+    for fields, rows, positions in (
+        ({"tp": 2, "sequence_parallel": True}, None, "tp"),
+        ({"tp": 2, "cp": 2, "sequence_parallel": True}, None, ("cp", "tp")),
+        ({"dp_replicate": 2, "dp_shard": 2, "ep": 2, "cp": 2}, ("dp_replicate", "ep"), "cp"),
+    ):
+        experiment = Experiment(model=EXPERTS, layout=Layout(**fields))
+        mesh = SimpleNamespace(shape=experiment.layout.axes)
+        assert metrics_specs(experiment, mesh)["experts"] == P(None, None, rows, positions), fields
 
 
 def test_tokens_are_exchanged_once_and_their_sums():
