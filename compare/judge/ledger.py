@@ -23,7 +23,7 @@ from compare.judge.closed_forms.communication import (
     role_of,
     textbook,
 )
-from compare.judge.closed_forms.memory import elements_of_stage, on_one_device, padding_of_stage
+from compare.judge.closed_forms.memory import elements_of_stage, is_split_by, on_one_device, padding_of_stage
 from compare.numerics.parameters import block_parameters, end_parameters
 from compare.spec.axes import AXES, CP, EP, REPLICAS, SHARDED_FROM, SHARDS, TP, joined_of, parts_of
 from compare.spec.engines.registry import ENGINES, TORCH, side_of
@@ -176,6 +176,7 @@ def _multiples(engine: str, experiment: Experiment, flow: Flow) -> tuple[float, 
         least = LEAST if ENGINES[engine].sends_by == "xla" else LEAST_AS_TOLD
         if flow.role == "gather":  # backward need not gather biases
             block = block_parameters(experiment.model, 0)
+            block = [p for p in block if layout.ep == 1 or not is_split_by(EP, p)]
             least -= sum(p.size for p in block if p.name.endswith(".bias")) / sum(p.size for p in block)
     is_narrow = experiment.precision.dtype not in WIDE
     if is_narrow:

@@ -66,5 +66,6 @@ def placed_attention(
     def placed(x_BTHD: jax.Array, spec: P) -> jax.Array:
         return lax.with_sharding_constraint(x_BTHD, NamedSharding(mesh, spec))
 
-    out_BTHD = placed(core(*map(placed, qkv, wanted), **options), wanted[0])
+    by_positions = (placed(x, POSITIONS) for x in qkv)
+    out_BTHD = placed(core(*map(placed, by_positions, wanted), **options), wanted[0])
     return placed(out_BTHD, POSITIONS)

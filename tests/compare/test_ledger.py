@@ -15,6 +15,7 @@ from compare.judge.ledger import (
     snapshot_rows,
     unlike_textbook,
 )
+from compare.numerics.parameters import block_parameters
 from compare.present.ledger import EngineLedger, engine_ledger, layouts_of, sentence, table_of_layout
 from compare.spec.engines.registry import ENGINES, STUDIED
 from compare.spec.experiment import Experiment, Layout, Model, Train, edited, load
@@ -83,6 +84,20 @@ def test_xla_joins_axes_otherwise_than_the_textbook():
     )
     assert objections("jax-compiler", three, [*others, over_two, replace(over_two, axis="cp")]) == []
     assert len(objections("jax-compiler", three, others)) == 2, "over shards, and over replicas with cp"
+
+
+def test_backward_need_not_gather_the_biases_of_a_block():
+    """Nor are they a smaller part of it where experts, which stay where they are, are the larger part."""
+    model = replace(EXPERIMENT.model, n_experts=8)
+    experts = edited(replace(EXPERIMENT, model=model), {"layout": {"dp_shard": 2, "zero": 3, "ep": 2}})
+    dense = [p for p in block_parameters(model, 0) if "expert" not in p.axes]
+    spared = sum(p.size for p in dense if p.name.endswith(".bias")) / sum(p.size for p in dense)
+    for share, fits in ((spared, True), (2 * spared + 0.02, False)):
+        rows = [
+            replace(row, bytes=int(row.bytes * (1 - share))) if row.purpose == "parameters" else row
+            for row in make_ledger("jax-explicit", experts)
+        ]
+        assert (objections("jax-explicit", experts, rows) == []) is fits, (share, rows)
 
 
 def test_scalars_are_left_out_and_surprises_are_not():

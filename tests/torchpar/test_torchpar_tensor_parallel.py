@@ -7,12 +7,18 @@ import copy
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from gpt_steps import CONFIG, batches, make_gpt
 from modules import normal, share
 from ranks import RANKS, axis, on_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import torchpar
+from torchpar.compiler.data_parallel import synchronize_gradients
 from torchpar.manual.megatron import (
     VocabParallelCrossEntropy,
     VocabParallelEmbedding,
@@ -141,3 +147,17 @@ def test_a_gpt_from_outside(rank: int) -> None:
                 assert list(got) == list(expected)
                 for name, tensor in expected.items():
                     close(got[name], tensor, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_dtensor_sums_over_tp_and_then_over_all_axes_of_data_at_once():
+    """Of a gradient that is partial along all three, on one of eight ranks, of which no other runs."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        devices = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("tp", "dp_replicate", "cp"))
+        devices["dp_replicate", "cp"]._flatten("dp_replicate+cp")
+        gradient = DTensor.from_local(torch.ones(4), devices, [Partial()] * 3)
+        with torchpar.ledger() as ledger:
+            synchronize_gradients(gradient, (Replicate(),) * 3)
+    finally:
+        dist.destroy_process_group()
+    assert sorted((row.axis, row.calls) for row in ledger.rows) == [("dp_replicate+cp", 1), ("tp", 1)]

@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from compare.spec.axes import TP
 from torchpar.compiler.placement import along, of_activation, on_own_part
 from torchpar.dropout import Dropout
-from torchpar.dtensors import Placements, local_part
+from torchpar.dtensors import Placements, axis_names, local_part
 from torchpar.model import GPT, CausalAttention, Rotation
 
 CrossEntropy = Callable[[DTensor, DTensor], torch.Tensor]
@@ -63,6 +64,12 @@ def split_batch(model: GPT, devices: DeviceMesh, *, cross_entropy: CrossEntropy 
 
 
 def synchronize_gradients(gradient: torch.Tensor, placements: Placements) -> torch.Tensor:
-    """A gradient as its parameter is placed: what is still a partial sum is reduced here, once a step."""
+    """A gradient as its parameter is placed: what is still a partial sum is reduced here, once a step.
+
+    DTensor sums over several axes at once if there is a mesh of them alone. There is one of the axes of data:
+    over tp it sums before.
+    """
     assert isinstance(gradient, DTensor)
-    return gradient.redistribute(placements=placements)
+    both = zip(axis_names(gradient.device_mesh), gradient.placements, placements, strict=True)
+    over_tp = tuple(then if name == TP else now for name, now, then in both)
+    return gradient.redistribute(placements=over_tp).redistribute(placements=placements)
