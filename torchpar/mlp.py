@@ -102,7 +102,9 @@ class ExpertsCore(nn.Module):
         """From tokens (B, T, C) and what was chosen for them to (B, T, C), by weights that modules give."""
         expert_S = chosen_BTk.flatten()
         order_S = expert_S.argsort(stable=True)
-        rows_SC = x_BTC.flatten(0, 1)[order_S // chosen_BTk.shape[-1]]
+        rows_SC, device = x_BTC.flatten(0, 1)[order_S // chosen_BTk.shape[-1]], x_BTC.device.type
+        if torch.is_autocast_enabled(device):  # as products take them, and not twice as large on their way
+            rows_SC = rows_SC.to(torch.get_autocast_dtype(device))
         counts_E = expert_S.bincount(minlength=self.n_experts)
         y_SC = self.exchange(partial(self.compute, up(), down()), rows_SC, counts_E)
         y_BTkC = y_SC[order_S.argsort()].unflatten(0, chosen_BTk.shape)

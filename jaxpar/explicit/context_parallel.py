@@ -28,9 +28,11 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
+from compare.contract.communication import ACTIVATIONS
 from compare.numerics.context import order_of_positions
 from compare.numerics.dropout import DropoutSite
 from compare.spec.axes import CP, ROWS, TP
+from jaxpar.comm.collectives import ledger_scope
 from jaxpar.dropout import dropouts
 from jaxpar.explicit.replicas import REPLICA, axes_in, copies
 from jaxpar.linear import Hook
@@ -120,7 +122,8 @@ def across_replicas(rule: Hook, *, positions: int, heads: int) -> Hook:
             return of_replica(x_N), True
         rest = tuple(axis for axis in ROWS if axis in axes) or None
         x_rn = x_N.reshape(-1, devices, *x_N.shape[1:], out_sharding=P(rest, AXIS, *others))
-        y_rn = rule(x_rn)
+        with ledger_scope(ACTIVATIONS):
+            y_rn = rule(x_rn)
         others = jax.typeof(y_rn).sharding.spec.partitions[2:]
         return y_rn.reshape(size, *y_rn.shape[2:], out_sharding=P(replicas, *others)), True
 

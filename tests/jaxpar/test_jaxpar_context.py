@@ -39,7 +39,11 @@ def test_equals_one_device(name):
     errors = worst_errors(outcome, model)
     assert max(errors.values()) <= 1e-10, errors  # measured: 3e-14
     kind = {"allgather": "all_gather", "ulysses": "all_to_all", "ring": "permute"}[way]
+    purposes = {e.purpose for e in outcome.ledger if e.axis == "cp"}
     assert kind in {e.kind for e in outcome.ledger if e.axis == "cp" and e.purpose == "activations"}
+    assert (
+        engine == "compiler" or "activation gradients" in purposes
+    )  # of K and V, which 16 bits leave narrow
 
 
 def test_attention_of_each_way_is_pytorch_s():

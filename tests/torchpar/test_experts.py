@@ -132,6 +132,25 @@ def test_gradients_on_ranks_are_one_devices(rank: int, engine: str) -> None:
             assert_same(found, {"gradients": expected}, f"{engine} {name}")
 
 
+def test_rows_are_on_their_way_as_products_take_them():
+    """In 16 bits, though the stream has 32; and their gradients."""
+    model, dtypes = GPT(SPEC), set()
+    load_weights(model, {name: weight.astype("float32") for name, weight in values(SPEC).items()})
+
+    def exchange(compute, rows_SC, counts_E):
+        rows_SC.register_hook(lambda gradient: dtypes.add(gradient.dtype))
+        y_SC = compute(rows_SC, counts_E)
+        dtypes.update((rows_SC.dtype, y_SC.dtype))
+        return y_SC
+
+    for block in model.blocks:
+        block.mlp.core.exchange.forward = exchange
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, loss = model(*(torch.arange(24) % 11).view(2, 2, 6))
+    loss.backward()
+    assert dtypes == {torch.bfloat16}
+
+
 def test_gpt2_has_no_experts():
     with pytest.raises(ExperimentError, match=r"model.n_experts = 4: GPT-2 has no word for it"):
         from_gpt2({}, SPEC, "a file")
