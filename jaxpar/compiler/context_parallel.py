@@ -12,7 +12,8 @@ says only where an array lives.
 Without any constraint XLA (of jax 0.10.2, on a CPU) gathers keys and values as well, and the bytes are those
 of allgather; told that they are whole, it may keep them for backward (layout.remat = none). Heads for
 positions it never finds, and it has to be told of both ends: told where the result goes alone, backward
-exchanges the weights of attention, which are (T, T).
+exchanges the weights of attention, which are (T, T). And of where q, k and v come from, by positions: else it
+may gather the stream, and multiply all of it, as with RoPE and grouped queries.
 
 Legend: B batch, T position, H heads.
 """
