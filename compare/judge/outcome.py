@@ -110,7 +110,7 @@ class Circumstances(Struct, frozen=True, kw_only=True):
         return (
             f"{self.made_by}. {self.system}, {self.cpu_model}, {self.cores} cores. "
             f"{self.created_utc[:16].replace('T', ' ')} UTC. Cores in use by others before each round: "
-            f"{loads or 'none'}."
+            f"{loads or 'not measured'}."
         )
 
 
