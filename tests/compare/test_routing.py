@@ -88,3 +88,15 @@ def test_a_record_counts_what_it_routed(tmp_path):
     verdict = climb(reference, make_record(tmp_path / "later", experiment, steps=later))
     assert verdict.failure.rung == "tokens_per_expert"
     assert verdict.failure.worst == "block 1 in step 3"
+
+
+def test_in_16_bits_counts_are_held_for_four_steps_and_the_verdict_says_so(tmp_path):
+    for dtype, step, passes in (("bfloat16", 4, True), ("bfloat16", 3, False), ("float32", 4, False)):
+        experiment = replace(spec(dtype), train=replace(TRAIN, max_iters=6))
+        at, steps = tmp_path / f"{dtype}-{step}", make_steps(experiment)
+        reference = make_record(at / "reference", experiment)
+        steps[step] = replace(steps[step], tokens_per_expert=[[128, 0, 0, 0], [0, 0, 64, 64]])
+        verdict = climb(reference, make_record(at / "candidate", experiment, steps=steps))
+        said = {result.rung: result.worst for result in verdict.rungs}["tokens_per_expert"]
+        assert verdict.passed == passes, verdict.sentence()
+        assert ("of the first 4 steps, as no later one was compared" in said) == (dtype == "bfloat16")
