@@ -29,7 +29,7 @@ from compare.spec.experiment import Experiment, ExperimentError, edited, revalid
 from compare.study import Study
 
 STANDARD = Timing()
-STATED, UNHELD_S = 0.75, 0.1
+STATED, UNHELD_S = 0.75, 0.5
 """Of the time that passes an engine must state this much, but for so many seconds."""
 
 
