@@ -96,6 +96,8 @@ class Bench(Timed, frozen=True, kw_only=True):
         """The bench with its baseline. Raises ExperimentError."""
         planned = super().planned()
         engines = [case.engine for case in planned.cases.values()]
+        if why := planned.left_out.get(self.baseline):
+            raise ExperimentError(f"--baseline {self.baseline}: {why}")
         baseline = self.baseline or (REFERENCE if REFERENCE in engines else engines[0])
         planned = replace(planned, more={**planned.more, "baseline": baseline})
         if self.baseline and not any(map(timed(planned).baseline_of, planned.cases.values())):

@@ -87,6 +87,7 @@ REFUSED = {
     "bench --sizes train.batch_size=2000000000": "make the model or the batch smaller",
     "bench --rounds 0": "--rounds, --window and --windows must be at least 1",
     "bench --baseline nosuch": "--baseline nosuch: no such case",
+    "bench --presets pp --devices 2 --baseline torch-compiler.pp-2": "torch-compiler.pp-2: layout.schedule",
     "collectives --max_size 1T": "--max_size 1T: give bytes",
     "collectives --min_size 2M --max_size 1M": "the largest is not below the smallest",
     "collectives --implementations nccl": "no such way on platform cpu",
