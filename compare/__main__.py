@@ -4,7 +4,7 @@ import signal
 import sys
 
 from compare import cli
-from compare.contract.ending import StopRequest
+from compare.side.ending import StopRequest
 
 
 def main() -> None:

@@ -20,16 +20,16 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from compare.commands.registry import STUDIES, read_study
+from compare.commands.report.page import PAGE
 from compare.contract.record import MANIFEST, Manifest, Record, read_record, read_tensors
 from compare.contract.request import Rung
+from compare.formats.nanogpt_config import load_experiment
 from compare.judge.outcome import Outcome
-from compare.present.report import PAGE
+from compare.run.study import Study, findings_in
+from compare.setup.presets import settings_in
 from compare.show.findings import Findings
 from compare.spec.experiment import Experiment, ExperimentError, parse, revalidate
-from compare.studies.nanogpt_config import load_experiment
-from compare.studies.presets import settings_in
-from compare.studies.registry import STUDIES, read_study
-from compare.study import Study, findings_in
 
 __all__ = ["Result", "Training", "check", "experiment", "read", "run", "study"]
 
@@ -139,12 +139,12 @@ def check(experiment: Experiment | str | Path = "check", **options: Any) -> Resu
 
 
 def study(name: str, experiment: Experiment | str | Path = "demo", **options: Any) -> Result:
-    """Answer a question that is declared in compare/studies, such as "bench": `shardpair NAME`.
+    """Answer a question that is declared in compare/commands, such as "bench": `shardpair NAME`.
 
         study("bench", "demo", presets=["ddp"], devices=[2], rounds=2).findings.sentence
 
     Args:
-        name: the word of its command: a key of `compare.studies.registry.STUDIES`.
+        name: the word of its command: a key of `compare.commands.registry.STUDIES`.
         experiment: a name, a TOML file, or what `experiment` returned.
         options: the command's flags by their names: see `shardpair NAME --help`.
 

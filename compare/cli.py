@@ -20,14 +20,14 @@ from compare.commands.diff import Diff
 from compare.commands.doctor import Doctor
 from compare.commands.lesson import ReadLesson
 from compare.commands.list import List
+from compare.commands.registry import STUDIES
 from compare.commands.report import Report
 from compare.commands.sample import Sample
 from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.flags import Spec, defaults_for
+from compare.formats.nanogpt_config import begins_with, in_our_words, is_config, notes_on
 from compare.host.tensors import RecordError
 from compare.spec.experiment import ExperimentError
-from compare.studies.nanogpt_config import begins_with, in_our_words, is_config, notes_on
-from compare.studies.registry import STUDIES
 from compare.terminal import errors_console, printable
 
 OTHERS: dict[str, dict[str, tuple[Any, str]]] = {

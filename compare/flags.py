@@ -14,6 +14,17 @@ from compare.execute.hosts import Hosts, Launcher, find_hosts
 from compare.execute.launch import EnvironmentMissing
 from compare.execute.packages import why_not_python
 from compare.execute.paths import default_cache
+from compare.formats.nanogpt_config import layout_fields, load_experiment
+from compare.setup.fitting import fitting
+from compare.setup.presets import (
+    PRESETS,
+    Said,
+    check_names,
+    check_presets,
+    preset_layout,
+    settings_in,
+    spread,
+)
 from compare.spec.engines.registry import ENGINES, SIDES, STUDIED
 from compare.spec.experiment import (
     Checkpoints,
@@ -26,17 +37,6 @@ from compare.spec.experiment import (
     Precision,
     Train,
     revalidate,
-)
-from compare.studies.fitting import fitting
-from compare.studies.nanogpt_config import layout_fields, load_experiment
-from compare.studies.presets import (
-    PRESETS,
-    Said,
-    check_names,
-    check_presets,
-    preset_layout,
-    settings_in,
-    spread,
 )
 
 DEVICES = 4

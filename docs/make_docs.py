@@ -4,14 +4,14 @@ from pathlib import Path
 
 import msgspec
 
+from compare.commands.faults import FAULTS, Fault
 from compare.judge.ladder import LADDER
 from compare.judge.rungs import SOME
 from compare.judge.tolerances import TOLERANCES, Tolerance
 from compare.numerics.parameters import parameter_count
+from compare.setup.presets import PRESETS, preset_layout
 from compare.spec.engines.registry import PEERS, STUDIED
 from compare.spec.experiment import Layout, load, named_experiments
-from compare.studies.faults import FAULTS, Fault
-from compare.studies.presets import PRESETS, preset_layout
 
 PAGE = Path(__file__).parent / "generated" / "tables.md"
 

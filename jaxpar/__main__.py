@@ -1,6 +1,6 @@
 """`python -m jaxpar`: as the only process of a run, or as one of several, each with a part of the devices.
 
-It is one of several under srun or torchrun, or with their variables. See `compare.contract.command`.
+It is one of several under srun or torchrun, or with their variables. See `compare.side.command`.
 """
 
 import os
@@ -13,16 +13,16 @@ from pathlib import Path
 
 import msgspec
 
-from compare.contract.collective_bench import TYPE, CollectiveRequest
-from compare.contract.command import parse_arguments, told_by
-from compare.contract.ending import DONE, FAILED, StoppedEarly, StopRequest
 from compare.contract.faults import planted
-from compare.contract.other_hosts import START, State, announce, blame_for_hang, say
-from compare.contract.processes import Process, find_process
 from compare.contract.record import Failure, clear_record, leave_failure
 from compare.contract.request import read_request, read_request_file
-from compare.contract.run_lock import lock_folder
 from compare.host.signals import describe_exit, is_ignored, on_signals, when_stdin_ends
+from compare.side.collective_bench import TYPE, CollectiveRequest
+from compare.side.command import parse_arguments, told_by
+from compare.side.ending import DONE, FAILED, StoppedEarly, StopRequest
+from compare.side.other_hosts import START, State, announce, blame_for_hang, say
+from compare.side.processes import Process, find_process
+from compare.side.run_lock import lock_folder
 from compare.spec.experiment import one_line
 from jaxpar.watchdog import Watchdog
 

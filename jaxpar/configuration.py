@@ -2,8 +2,8 @@
 
 import jax
 
-from compare.contract.processes import Process
 from compare.contract.request import Request
+from compare.side.processes import Process
 from compare.spec.experiment import ExperimentError
 
 PACKAGES = ("numpy", "jax", "jaxlib", "flax", "optax")

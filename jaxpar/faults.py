@@ -19,8 +19,8 @@ from jax import lax
 from compare.contract import faults as contract
 from compare.contract.communication import ACTIVATIONS, GRADIENTS, NORM, REPLICATED_GRADIENTS, TIED_GRADIENTS
 from compare.contract.faults import PlantedFault
-from compare.contract.recording import Progress
 from compare.numerics.boxes import Weights
+from compare.side.recording import Progress
 from compare.spec.axes import AXES, DP_REPLICATE, DP_SHARD, EP, PP, TP
 from compare.spec.experiment import Experiment, Layout
 from jaxpar import dropout, manual, optimizer, train

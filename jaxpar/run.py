@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from compare.checkpoint.saver import Part
-from compare.contract.ending import StopRequest
 from compare.contract.record import Recorder
 from compare.contract.request import MOMENTS, Request, Rung
 from compare.contract.timing import Window
@@ -18,6 +17,7 @@ from compare.numerics.context import order_of_positions
 from compare.numerics.data import Corpus
 from compare.numerics.shards import digests_of, replicas_apart
 from compare.numerics.stream import Evaluation, arrays_of_step, evaluate
+from compare.side.ending import StopRequest
 from compare.spec.experiment import Experiment
 from jaxpar import weights
 from jaxpar.checkpoint import local_shards, state_parts

@@ -19,11 +19,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from compare.contract.recording import Progress
 from compare.numerics.optimizer import step_scalars
 from compare.numerics.parameters import storage_dtype
 from compare.numerics.stream import shapes_of_step
 from compare.pipeline.ticks import Ticks
+from compare.side.recording import Progress
 from compare.spec.axes import ROWS, SEQUENCE, TP
 from compare.spec.experiment import Experiment
 from jaxpar.comm.hosts import fetch

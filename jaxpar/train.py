@@ -11,9 +11,7 @@ from jax.sharding import Mesh
 
 from compare.checkpoint.description import WEIGHTS
 from compare.checkpoint.reader import CheckpointReader
-from compare.contract.inputs import starting_parameters
 from compare.contract.record import Recorder
-from compare.contract.recording import Recording
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
 from compare.numerics.boxes import Weights
@@ -21,6 +19,8 @@ from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import SeedWeights, fingerprint, storage_dtype
 from compare.numerics.stream import AHEAD, arrays_of_step
+from compare.side.inputs import starting_parameters
+from compare.side.recording import Recording
 from compare.spec.experiment import Experiment
 from jaxpar import compiler, explicit, manual, weights
 from jaxpar.comm.hosts import meet, spread

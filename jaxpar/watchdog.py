@@ -8,8 +8,8 @@ import time
 import traceback
 from collections.abc import Callable
 
-from compare.contract.ending import FAILED
 from compare.host.facts import Activity, look_s
+from compare.side.ending import FAILED
 
 GRACE_S = 10.0
 

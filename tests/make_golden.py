@@ -34,6 +34,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from compare.commands.check import GOLDEN as EXPERIMENT
+from compare.commands.check import SGD
 from compare.contract.ledger import Ledger
 from compare.contract.record import Manifest, Recorder, Step, write_tensors
 from compare.contract.request import Rung
@@ -43,8 +45,6 @@ from compare.numerics.data import SPLITS, Corpus, open_corpus
 from compare.numerics.parameters import fingerprint, initial_parameters
 from compare.numerics.stream import Evaluation, steps_due
 from compare.spec.experiment import Experiment, edited, load, named_experiments, revalidate
-from compare.studies.check import GOLDEN as EXPERIMENT
-from compare.studies.check import SGD
 
 SOURCE = "https://github.com/karpathy/nanoGPT"
 OUTSIDE_BLOCKS = {

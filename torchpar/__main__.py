@@ -1,6 +1,6 @@
 """`python -m torchpar`: as all ranks of this machine, whose parent it is, or as one rank.
 
-It is one rank under srun or torchrun, or with their variables. See `compare.contract.command`.
+It is one rank under srun or torchrun, or with their variables. See `compare.side.command`.
 """
 
 import argparse
@@ -15,15 +15,15 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from compare.contract.collective_bench import CollectiveRequest
-from compare.contract.command import parse_arguments, told_by
-from compare.contract.ending import DONE, StopRequest
-from compare.contract.other_hosts import State, announce, say
-from compare.contract.processes import Process, find_process
 from compare.contract.record import clear_record, leave_failure
 from compare.contract.request import decode_request, read_request, read_request_file
-from compare.contract.run_lock import lock_folder
 from compare.host.signals import is_ignored, when_stdin_ends
+from compare.side.collective_bench import CollectiveRequest
+from compare.side.command import parse_arguments, told_by
+from compare.side.ending import DONE, StopRequest
+from compare.side.other_hosts import State, announce, say
+from compare.side.processes import Process, find_process
+from compare.side.run_lock import lock_folder
 
 STDIN_GRACE_S = 5.0
 ASKED_IN_JSON = {
@@ -90,7 +90,7 @@ def answer(arguments: argparse.Namespace) -> object:
                 "gpus": [device_kind(torch.device("cuda", index)) for index in gpus],
             }
         case "ceiling":
-            from compare.contract.ceiling import CeilingRequest
+            from compare.side.ceiling import CeilingRequest
             from torchpar.measure.ceiling import measure
 
             return measure(decode_request(arguments.ceiling, CeilingRequest, source="--ceiling"))

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from compare.contract import collective_bench as bench
-from compare.contract.collective_bench import CollectiveCase, CollectiveRequest, CollectiveRow
-from compare.contract.other_hosts import host_names
 from compare.host.facts import versions
 from compare.host.json_files import write_json
+from compare.side import collective_bench as bench
+from compare.side.collective_bench import CollectiveCase, CollectiveRequest, CollectiveRow
+from compare.side.other_hosts import host_names
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis, _gather_equal, _reduce_scatter_equal
 from torchpar.comm.mesh import PACKAGES, device_kind

@@ -24,13 +24,13 @@ from typing import NoReturn
 import torch
 from msgspec.structs import replace
 
-from compare.contract.command import RunFailed, told_by
-from compare.contract.ending import ASKED, DivergedError, StoppedEarly, StopRequest
-from compare.contract.other_hosts import START, State, blame, first_cause, say
 from compare.contract.record import Failure, leave_failure
 from compare.host.disk import no_room
 from compare.host.facts import Activity, MissingDevicesError, cpu_seconds, is_stopped, look_s
 from compare.host.signals import describe_exit, is_ignored
+from compare.side.command import RunFailed, told_by
+from compare.side.ending import ASKED, DivergedError, StoppedEarly, StopRequest
+from compare.side.other_hosts import START, State, blame, first_cause, say
 from compare.spec.experiment import ExperimentError, one_line
 from torchpar.comm.process_groups import choose_interface, is_consequence
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compare.contract.recording import Progress
+from compare.side.recording import Progress
 from compare.spec.experiment import Experiment
 from torchpar.parallel_model import ParallelModel, local
 

@@ -13,11 +13,8 @@ import torch
 from msgspec.structs import replace
 
 from compare.checkpoint.saver import Part
-from compare.contract.ending import StopRequest
 from compare.contract.memory_profile import Class, DeviceMemory, MemoryProfile
-from compare.contract.other_hosts import host_names
 from compare.contract.record import ON_HOST, Recorder
-from compare.contract.recording import Observer, Recording
 from compare.contract.request import MOMENTS, Rung
 from compare.contract.timing import Window, merged
 from compare.contract.work import ObservedWork
@@ -26,6 +23,9 @@ from compare.numerics.context import order_of_positions
 from compare.numerics.parameters import parameter_table
 from compare.numerics.shards import digests_of, replicas_apart
 from compare.numerics.stream import Evaluation, arrays_of_step, evaluate
+from compare.side.ending import StopRequest
+from compare.side.other_hosts import host_names
+from compare.side.recording import Observer, Recording
 from compare.spec.axes import CP, DATA, PP
 from compare.spec.engines.registry import ENGINES
 from torchpar.comm.collectives import unobserved

@@ -15,13 +15,13 @@ from typing import NoReturn
 
 from msgspec.structs import replace
 
-from compare.contract.collective_bench import CollectiveRequest
-from compare.contract.other_hosts import blame_for_hang, gone_from, numbered, say, states_in, told_cause
-from compare.contract.processes import Process
 from compare.contract.record import Failure, clear_record, leave_failure
 from compare.contract.request import Request
 from compare.host.facts import Activity, MissingDevicesError, look_s
 from compare.host.signals import describe_exit, on_signals
+from compare.side.collective_bench import CollectiveRequest
+from compare.side.other_hosts import blame_for_hang, gone_from, numbered, say, states_in, told_cause
+from compare.side.processes import Process
 from torchpar.comm.process_groups import choose_interface
 from torchpar.launch import ALIKE, Rank, failure_of, gpu_of, require_gpus
 

@@ -9,17 +9,17 @@ from pathlib import Path
 import torch
 from msgspec.structs import replace
 
-from compare.contract.ending import StopRequest
 from compare.contract.faults import planted
-from compare.contract.inputs import starting_parameters, starting_sha256
 from compare.contract.record import clear_record
-from compare.contract.recording import Progress, Recording
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
 from compare.numerics.boxes import Weights
 from compare.numerics.data import open_corpus
 from compare.numerics.parameters import fingerprint, parameter_table
 from compare.numerics.stream import arrays_of_step
+from compare.side.ending import StopRequest
+from compare.side.inputs import starting_parameters, starting_sha256
+from compare.side.recording import Progress, Recording
 from compare.spec.engines.registry import TORCH
 from torchpar import compiler, library, manual
 from torchpar.comm import process_groups

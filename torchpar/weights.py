@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from compare.numerics.gpt2_names import TRANSFORMER, gpt2_name, input_dims
+from compare.formats.gpt2_names import TRANSFORMER, gpt2_name, input_dims
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import Parameter, parameter_table
 from compare.spec.experiment import Model, Optimizer

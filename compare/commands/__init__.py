@@ -1,1 +1,1 @@
-"""One file for each command of `shardpair`."""
+"""Commands of `shardpair`: one file or one folder each."""

@@ -15,11 +15,11 @@ import tyro
 from compare.checkpoint.description import WEIGHTS, Checkpoint
 from compare.execute.ask import convert_by_side
 from compare.flags import SidePythons, checked_pythons
+from compare.formats.huggingface import write_gpt2
+from compare.formats.nanogpt_config import load_experiment
 from compare.numerics.initial_weights import write_weights
+from compare.setup.sources import PICKLES, as_checkpoint
 from compare.spec.experiment import Experiment, ExperimentError
-from compare.studies.huggingface import write_gpt2
-from compare.studies.nanogpt_config import load_experiment
-from compare.studies.sources import PICKLES, as_checkpoint
 from compare.terminal import print_json, results_console
 
 Format = Literal["checkpoint", "nanogpt", "huggingface", "orbax", "weights"]

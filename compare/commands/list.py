@@ -5,14 +5,14 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from compare.commands.faults import FAULTS
 from compare.numerics.parameters import parameter_count
+from compare.setup.lessons import LESSONS
+from compare.setup.presets import PRESETS
 from compare.show.findings import Row, Table, Text
 from compare.show.terminal import terminal_table
 from compare.spec.engines.registry import PEERS, STUDIED
 from compare.spec.experiment import load, named_experiments
-from compare.studies.faults import FAULTS
-from compare.studies.lessons import LESSONS
-from compare.studies.presets import PRESETS
 from compare.terminal import print_json, results_console
 
 

@@ -9,10 +9,10 @@ import tyro
 
 from compare.execute.ask import ask
 from compare.flags import SidePythons, checked_pythons
+from compare.formats.tokens import Alphabet, alphabet_of
 from compare.numerics.sampling import SampleRequest
+from compare.setup.sources import as_checkpoint
 from compare.spec.experiment import ExperimentError
-from compare.studies.sources import as_checkpoint
-from compare.studies.tokens import Alphabet, alphabet_of
 from compare.terminal import print_json, results_console
 
 

@@ -1,8 +1,8 @@
 """Mistakes that a side plants in its own code, as data, so that the ladder is seen to catch them.
 
 Each side has one table of them in its `faults`. Most are planted at the collectives, by kind, axis and
-purpose; the others swap a function or a module for a wrong one. `compare.studies.faults` says in which layout
-each shows, and at which rung.
+purpose; the others swap a function or a module for a wrong one. `commands.faults` says in which layout each
+shows, and at which rung.
 """
 
 import importlib

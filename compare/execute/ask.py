@@ -13,9 +13,9 @@ from typing import TypeVar
 
 import msgspec
 
-from compare.contract.ceiling import Ceiling, CeilingRequest
-from compare.contract.ending import BAD_REQUEST
 from compare.execute.launch import EnvironmentMissing, child_environment
+from compare.side.ceiling import Ceiling, CeilingRequest
+from compare.side.ending import BAD_REQUEST
 from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import Experiment, ExperimentError
 

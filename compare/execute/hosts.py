@@ -25,9 +25,9 @@ import psutil
 from msgspec import Struct
 from msgspec.structs import replace
 
-from compare.contract.other_hosts import first_cause
-from compare.contract.processes import FIRST_PORT, PORTS, Process
 from compare.contract.record import leave_failure
+from compare.side.other_hosts import first_cause
+from compare.side.processes import FIRST_PORT, PORTS, Process
 from compare.spec.engines.engine import Side
 from compare.spec.experiment import ExperimentError, Layout
 

@@ -18,10 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from compare.contract import record as files
-from compare.contract.collective_bench import CollectiveRequest
-from compare.contract.ending import BAD_REQUEST, DONE, FAILED, MISSING, STOPPED, StopRequest
-from compare.contract.other_hosts import START, State, say
-from compare.contract.processes import VARIABLES
 from compare.contract.record import Record, Step
 from compare.contract.request import Request
 from compare.execute.blame import LOG, why
@@ -31,6 +27,10 @@ from compare.execute.paths import remove_run_dir
 from compare.execute.watch import BEFORE_FIRST_STEP, NOT_STARTED, watch
 from compare.host.disk import write_atomically
 from compare.numerics.data import open_corpus, standard_library_text
+from compare.side.collective_bench import CollectiveRequest
+from compare.side.ending import BAD_REQUEST, DONE, FAILED, MISSING, STOPPED, StopRequest
+from compare.side.other_hosts import START, State, say
+from compare.side.processes import VARIABLES
 from compare.spec.engines.engine import Side
 from compare.spec.engines.registry import side_of
 from compare.spec.experiment import MAX_CPU_DEVICES, Data, Experiment, ExperimentError, Layout, edited

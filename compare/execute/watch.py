@@ -9,12 +9,12 @@ from pathlib import Path
 import psutil
 
 from compare.contract import record as files
-from compare.contract.ending import ASKED, STOPPED, StopRequest
-from compare.contract.other_hosts import blame, states_in
 from compare.contract.record import Failure, Step
 from compare.execute.blame import LOG
 from compare.execute.hosts import HERE, Hosts
 from compare.host.facts import Activity, is_stopped, look_s
+from compare.side.ending import ASKED, STOPPED, StopRequest
+from compare.side.other_hosts import blame, states_in
 
 POLL_S = 0.05
 BEFORE_FIRST_STEP = f"stopped before its first step, as asked by {ASKED.name}; nothing is saved"

@@ -14,7 +14,11 @@ from msgspec.structs import replace
 
 from compare.contract.communication import METRICS, REPLICATED_GRADIENTS, Communication, summed
 from compare.contract.ledger import SCALAR
-from compare.judge.closed_forms.communication import (
+from compare.numerics.parameters import block_parameters, end_parameters
+from compare.spec.axes import AXES, CP, EP, REPLICAS, SHARDED_FROM, SHARDS, TP, joined_of, parts_of
+from compare.spec.engines.registry import ENGINES, TORCH, side_of
+from compare.spec.experiment import Experiment, Layout, edited, load
+from compare.theory.communication import (
     EXCHANGE,
     SMALL,
     WIDE,
@@ -23,11 +27,7 @@ from compare.judge.closed_forms.communication import (
     role_of,
     textbook,
 )
-from compare.judge.closed_forms.memory import elements_of_stage, is_split_by, on_one_device, padding_of_stage
-from compare.numerics.parameters import block_parameters, end_parameters
-from compare.spec.axes import AXES, CP, EP, REPLICAS, SHARDED_FROM, SHARDS, TP, joined_of, parts_of
-from compare.spec.engines.registry import ENGINES, TORCH, side_of
-from compare.spec.experiment import Experiment, Layout, edited, load
+from compare.theory.memory import elements_of_stage, is_split_by, on_one_device, padding_of_stage
 
 SNAPSHOT = Path(__file__).with_name("snapshot.json")
 LEAST, LEAST_AS_TOLD, LEAST_IN_PIPELINE, MOST = 0.9, 0.99, 0.45, 2.1

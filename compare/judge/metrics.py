@@ -9,9 +9,9 @@ from msgspec import UNSET
 
 from compare.contract.communication import of_busiest_stage
 from compare.contract.record import Record
-from compare.judge.closed_forms.flops import flops_utilization, model_flops_per_token
 from compare.judge.strategy import done_words
 from compare.terminal import human_bytes
+from compare.theory.flops import flops_utilization, model_flops_per_token
 
 
 class Metric(NamedTuple):

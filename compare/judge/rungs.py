@@ -12,7 +12,6 @@ import numpy as np
 from msgspec.structs import replace
 
 from compare.checkpoint.description import WEIGHTS
-from compare.contract.inputs import starting_sha256
 from compare.contract.record import Record, read_tensors
 from compare.contract.request import MOMENTS, UPDATES, Rung
 from compare.judge.strategy import strategy_of
@@ -20,6 +19,7 @@ from compare.judge.tensor_errors import Found, relative_error, without_key_bias,
 from compare.numerics.data import SPLITS
 from compare.numerics.optimizer import global_norm, moment_names, reference_step
 from compare.numerics.parameters import fingerprint, initial_parameters, parameter_table
+from compare.side.inputs import starting_sha256
 from compare.spec.experiment import Experiment
 
 MOST_SAID = 2

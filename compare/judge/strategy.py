@@ -19,8 +19,6 @@ from compare.contract.communication import GRADIENTS, REPLICATED_GRADIENTS, TIED
 from compare.contract.record import Record, read_tensors
 from compare.contract.request import Rung
 from compare.contract.work import Kept, ObservedWork
-from compare.judge.closed_forms.gradient_messages import gradient_messages
-from compare.judge.closed_forms.memory import closed_form, excess
 from compare.judge.ledger import unlike_textbook
 from compare.numerics.parameters import storage_dtype
 from compare.pipeline.schedules import make_schedule
@@ -29,6 +27,8 @@ from compare.spec.axes import PP, REPLICAS, joined_of
 from compare.spec.engines.engine import Engine
 from compare.spec.engines.registry import ENGINES, JAX
 from compare.spec.experiment import Experiment
+from compare.theory.gradient_messages import gradient_messages
+from compare.theory.memory import closed_form, excess
 
 AT_REST = 0.05
 """Of a kind's bytes at rest: beyond shards that cannot all be equal, which the closed form has."""

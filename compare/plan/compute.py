@@ -25,12 +25,12 @@ from typing import Annotated, Literal, get_args
 import numpy as np
 from msgspec import Meta, Struct
 
-from compare.judge.closed_forms.memory import elements_of_stage
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import MLP_RATIO
 from compare.plan.machine import Machine
 from compare.spec.axes import SHARDED_FROM
 from compare.spec.experiment import Experiment, Model
+from compare.theory.memory import elements_of_stage
 
 SUSTAINED, MEMORY = 0.95, 0.90
 PRODUCTS = [(1e6, 0.1 / 0.95), (1e9, 0.6 / 0.95), (16e9, 0.9 / 0.95), (128e9, 1.0)]

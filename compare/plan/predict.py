@@ -22,8 +22,6 @@ from compare.contract.communication import (
     PARAMETERS,
     ring_wire_bytes,
 )
-from compare.judge.closed_forms.communication import communication
-from compare.judge.closed_forms.memory import parameters_of_stage
 from compare.pipeline.schedules import Kind, make_schedule
 from compare.pipeline.simulator import prerequisites, run
 from compare.plan.compute import (
@@ -54,6 +52,8 @@ from compare.spec.axes import (
 )
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError
+from compare.theory.communication import communication
+from compare.theory.memory import parameters_of_stage
 
 LATER = (1.1, 1.65)
 """Published steps over predicted ones, the medians of tables of H100s and TPUs. Products as fast as anybody

@@ -18,8 +18,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from compare.contract.record import ON_HOST
-from compare.judge.closed_forms.memory import KINDS
-from compare.judge.closed_forms.peak import peak_of_stage
 from compare.plan.compute import GPT, PARTS, Part, Variant, shape_of
 from compare.plan.machine import Machine
 from compare.plan.predict import predict, ways_of
@@ -27,6 +25,8 @@ from compare.spec.axes import CP, DP_REPLICATE, DP_SHARD, EP, PP, TP
 from compare.spec.checks import check
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited
+from compare.theory.memory import KINDS
+from compare.theory.peak import peak_of_stage
 
 USABLE = 0.95
 """Share of a device's memory that a step may have; the rest is the driver's and the allocator's."""

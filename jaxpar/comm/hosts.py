@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 from jax.experimental import multihost_utils
 
-from compare.contract.other_hosts import HostFacts, agree, facts_here, host_names
-from compare.contract.processes import Process, address_towards
 from compare.host.facts import MissingDevicesError
+from compare.side.other_hosts import HostFacts, agree, facts_here, host_names
+from compare.side.processes import Process, address_towards
 from compare.spec.experiment import Experiment
 from jaxpar.configuration import PACKAGES
 

@@ -15,8 +15,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from compare.contract.ceiling import Ceiling, CeilingRequest, Multiply, find_ceiling
-from compare.contract.collective_bench import (
+from compare.host.facts import versions
+from compare.host.json_files import write_json
+from compare.side.ceiling import Ceiling, CeilingRequest, Multiply, find_ceiling
+from compare.side.collective_bench import (
     TIMES,
     CollectiveCase,
     CollectiveRequest,
@@ -28,8 +30,6 @@ from compare.contract.collective_bench import (
     measure,
     sent,
 )
-from compare.host.facts import versions
-from compare.host.json_files import write_json
 from compare.spec.axes import DP_REPLICATE
 from compare.spec.experiment import Layout
 from jaxpar.comm import collectives, hosts

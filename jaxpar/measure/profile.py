@@ -17,8 +17,8 @@ from jax.profiler import ProfileData, ProfileOptions
 from msgspec.structs import replace
 
 from compare.contract.record import Recorder
-from compare.contract.recording import Observer
 from compare.contract.timeline import TRACES, Kind, Lane, Span, Timeline, profiled_step
+from compare.side.recording import Observer
 from jaxpar.measure.hlo import OP_NAME, called_by, collectives, computations, opcode_of
 from jaxpar.measure.ledger import key_of
 from jaxpar.run import Run

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import SingleDeviceSharding
 
-from compare.contract.inputs import starting_parameters
 from compare.contract.record import Recorder
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
 from compare.numerics.data import open_corpus
 from compare.numerics.parameters import fingerprint
+from compare.side.inputs import starting_parameters
 from compare.spec.experiment import Optimizer
 from jaxpar import weights as names
 from jaxpar.comm.mesh import find_devices

@@ -9,8 +9,9 @@ from markupsafe import Markup
 from records import CORPUS
 from warm import EMPTY_SVG
 
-from compare import study, timing
+from compare.commands.bench import timed_study as timing
 from compare.execute import load
+from compare.run import study
 from compare.spec.experiment import Experiment, edited, to_toml
 
 FOUR = {"model": {"n_layer": 2, "n_head": 4}, "train": {"batch_size": 8, "max_iters": 3}}

@@ -7,13 +7,13 @@ from records import make_steps
 
 from compare import api
 from compare.cli import main
+from compare.commands.bench.outcome import blocks, timed
+from compare.commands.bench.timed_study import misstated
 from compare.execute.launch import EngineError
 from compare.judge import ladder
 from compare.judge.outcome import OUTCOME, read_outcome
 from compare.judge.strategy import Finding, Strategy
-from compare.judge.timed_outcome import blocks, timed
 from compare.spec.experiment import ExperimentError
-from compare.timing import misstated
 
 
 def test_every_case_is_a_process_of_its_own_in_every_round(timed_engines, tmp_path, capsys):

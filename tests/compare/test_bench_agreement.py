@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 from benches import STEPS, bench_of, cases_of, measurement_of
 
-from compare.judge.bench_agreement import (
+from compare.commands.bench.agreement import (
     LIMITS,
     agreement_summary,
     disagreements,

@@ -5,10 +5,10 @@ from benches import bench_of, cases_of, grid_of, measurement_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compare.judge.timed_outcome import blocks
+from compare.commands.bench.outcome import blocks
+from compare.commands.bench.timed_study import rotated
+from compare.setup.presets import edits_of
 from compare.spec.experiment import ExperimentError
-from compare.studies.presets import edits_of
-from compare.timing import rotated
 
 
 def names(cases) -> list[str]:

@@ -8,11 +8,11 @@ import time
 import pytest
 from made_up import bench
 
+from compare.commands.bench.outcome import timed
+from compare.commands.bench.timed_study import Timed
 from compare.execute import load
 from compare.execute.hosts import Hosts
 from compare.judge.outcome import read_outcome
-from compare.judge.timed_outcome import timed
-from compare.timing import Timed
 
 
 def test_a_busy_machine_is_refused_before_anything_starts(timed_engines, tmp_path, monkeypatch, capsys):

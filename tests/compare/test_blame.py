@@ -2,9 +2,9 @@
 
 import signal
 
-from compare.contract.ending import STOPPED
 from compare.contract.record import ERROR, Failure, leave_failure
 from compare.execute.blame import LOG, seen_by_srun, why
+from compare.side.ending import STOPPED
 
 SRUN = """
 jaxpar: process 0 on host0: JaxRuntimeError: Gloo all-reduce failed: Connection closed by peer

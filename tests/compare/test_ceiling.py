@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from compare.contract import ceiling
-from compare.contract.ceiling import CeilingRequest, find_ceiling
 from compare.execute.ask import measure_ceiling
+from compare.side import ceiling
+from compare.side.ceiling import CeilingRequest, find_ceiling
 
 REQUEST = CeilingRequest(dtype="float32")
 

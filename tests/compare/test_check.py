@@ -6,10 +6,10 @@ import msgspec
 import pytest
 from records import CLIMBED
 
+from compare.commands.check import rungs_of_engines
+from compare.commands.faults import fault_cases
 from compare.spec.engines.registry import SIDES, STUDIED
 from compare.spec.experiment import Layout, load
-from compare.studies.check import rungs_of_engines
-from compare.studies.faults import fault_cases
 
 DEVICES = 4
 STEPS = 3

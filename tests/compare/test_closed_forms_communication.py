@@ -2,11 +2,11 @@
 
 from msgspec.structs import replace
 
-from compare.judge.closed_forms.communication import communication, is_plain, textbook
-from compare.judge.closed_forms.memory import state_of_stage
 from compare.judge.ledger import routed
 from compare.numerics.parameters import parameter_count
 from compare.spec.experiment import Experiment, Layout, Model, Train, edited
+from compare.theory.communication import communication, is_plain, textbook
+from compare.theory.memory import state_of_stage
 
 L, C, T, V = 4, 8, 16, 32
 MODEL = Model(n_layer=L, n_head=4, n_embd=C, block_size=T, vocab_size=V, bias=True)

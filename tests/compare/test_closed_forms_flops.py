@@ -2,9 +2,9 @@
 
 import pytest
 
-from compare.judge.closed_forms.flops import PEAKS, flops_utilization, model_flops_per_token, peak_flops
 from compare.numerics.parameters import parameter_count
 from compare.spec.experiment import edited, load
+from compare.theory.flops import PEAKS, flops_utilization, model_flops_per_token, peak_flops
 
 GPT2 = load("gpt2-124m")
 H100 = "NVIDIA H100 80GB HBM3"

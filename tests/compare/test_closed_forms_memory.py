@@ -4,11 +4,11 @@ import msgspec
 import pytest
 from bounds import AT_REST
 
-from compare.judge.closed_forms.gradient_messages import gradient_messages
-from compare.judge.closed_forms.memory import KINDS, closed_form, excess
 from compare.numerics.parameters import parameter_count
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import edited, load
+from compare.theory.gradient_messages import gradient_messages
+from compare.theory.memory import KINDS, closed_form, excess
 
 CHECK = load("check")
 WHOLE = 8 * parameter_count(CHECK.model)  # bytes in float64

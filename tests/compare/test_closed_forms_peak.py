@@ -8,10 +8,10 @@ from compare.contract.memory_profile import (
     POINTS,
     device_memory,
 )
-from compare.judge.closed_forms.peak import in_flight, peak_estimate
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.simulator import peak_in_flight
 from compare.spec.experiment import Experiment, Layout, Model, Precision, Train, edited
+from compare.theory.peak import in_flight, peak_estimate
 
 C, H, T, V, L, B = 32, 4, 16, 100, 4, 8
 N = B * T

@@ -8,7 +8,13 @@ import pytest
 from records import MADE, outcome_of
 
 from compare import cli
-from compare.contract.collective_bench import (
+from compare.commands.collectives import Collectives, implementations_on, sizes_between
+from compare.commands.collectives.fit import fit_line, fits_of
+from compare.contract.request import Request
+from compare.execute import hosts
+from compare.judge.outcome import Case, Outcome
+from compare.show.page import write_page
+from compare.side.collective_bench import (
     KINDS,
     CollectiveCase,
     CollectiveRow,
@@ -16,13 +22,7 @@ from compare.contract.collective_bench import (
     Kind,
     make_row,
 )
-from compare.contract.request import Request
-from compare.execute import hosts
-from compare.judge.collective_fit import fit_line, fits_of
-from compare.judge.outcome import Case, Outcome
-from compare.show.page import write_page
 from compare.spec.experiment import Experiment
-from compare.studies.collectives import Collectives, implementations_on, sizes_between
 
 SIZES = sizes_between(1024, 2**20)
 LATENCY_S, BANDWIDTH = 50e-6, 2e9

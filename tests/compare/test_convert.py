@@ -11,8 +11,8 @@ from safetensors.numpy import load_file, save_file
 from compare.checkpoint.reader import CheckpointReader
 from compare.cli import main
 from compare.commands.convert import FORMATS
+from compare.formats.huggingface import CONFIG, WEIGHTS_FILE, read_gpt2, write_gpt2
 from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, Precision
-from compare.studies.huggingface import CONFIG, WEIGHTS_FILE, read_gpt2, write_gpt2
 
 EXPERIMENT = Experiment(
     model=Model(n_layer=2, n_head=2, n_embd=6, block_size=5, vocab_size=7, bias=True, activation="gelu_tanh"),

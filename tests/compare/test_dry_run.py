@@ -5,15 +5,15 @@ import json
 import numpy as np
 import pytest
 
-from compare import study
 from compare.cli import main
 from compare.execute import launch
 from compare.execute.launch import EngineError
-from compare.judge.closed_forms.memory import closed_form
+from compare.run import study
+from compare.setup import fitting
+from compare.setup.presets import spread
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import ExperimentError, Layout, load
-from compare.studies import fitting
-from compare.studies.presets import spread
+from compare.theory.memory import closed_form
 
 
 @pytest.fixture

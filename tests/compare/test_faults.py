@@ -9,11 +9,11 @@ import pytest
 from grid import TEXT
 from records import make_request, outcome_of
 
+from compare.commands.faults import FAULTS, caught_as_expected, fault_cases
 from compare.judge.ladder import LADDER, RungResult, Verdict
 from compare.judge.outcome import Case
 from compare.spec.engines.registry import JAX, STUDIED
 from compare.spec.experiment import ExperimentError
-from compare.studies.faults import FAULTS, caught_as_expected, fault_cases
 
 IN_JAX = {
     "moved_weight", "reversed_update", "ignored_bucket_mb", "ignored_offload", "ignored_sequence_parallel",

@@ -10,16 +10,16 @@ import pytest
 from compare.checkpoint.description import CHECKPOINTS, UNFINISHED
 from compare.contract.record import STATE, STEPS_PART, read_failure, remove_remains
 from compare.contract.request import REQUEST, Request
-from compare.contract.run_lock import lock_folder
 from compare.host.disk import no_room, write_atomically
 from compare.host.json_files import write_json
+from compare.side.run_lock import lock_folder
 from compare.spec.experiment import ExperimentError
 
 
 def test_a_killed_holder_lets_go_and_what_it_started_does_not_hold(tmp_path):
     script = (
         "import subprocess, sys, time; from pathlib import Path;"
-        "from compare.contract.run_lock import lock_folder\n"
+        "from compare.side.run_lock import lock_folder\n"
         "with lock_folder(Path(sys.argv[1])):\n"
         "    quiet = dict.fromkeys(('stdout', 'stderr'), subprocess.DEVNULL)\n"
         "    subprocess.Popen(['sleep', '1000'], **quiet)\n"

@@ -11,6 +11,9 @@ import warm
 from numpy_gpt import numpy_loss
 from records import OF_EXPERTS, outcome_of
 
+from compare.commands.check import GOLDEN as EXPERIMENT
+from compare.commands.check import SGD, Check
+from compare.commands.run import Run
 from compare.contract.record import read_tensors
 from compare.contract.request import Rung
 from compare.judge.goldens import NANOGPT, folder_of, read_golden
@@ -19,13 +22,10 @@ from compare.judge.tensor_errors import worst_tensor
 from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import reference_step
 from compare.numerics.parameters import parameter_table
-from compare.rounds import run_missing
+from compare.run.rounds import run_missing
+from compare.setup.grid import grid
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import edited, load, named_experiments
-from compare.studies.check import GOLDEN as EXPERIMENT
-from compare.studies.check import SGD, Check
-from compare.studies.grid import grid
-from compare.studies.run import Run
 
 RUNGS = [rung for rung in LADDER if rung not in ("loss_scale", "final_weights", *OF_EXPERTS)]
 """Of a golden: its last weights are those of the last step, and stand at later_weights."""

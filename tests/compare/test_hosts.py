@@ -128,7 +128,7 @@ def test_an_engine_does_not_inherit_the_place_of_who_starts_it(monkeypatch):
 
 NUMBER = "import os, signal, sys, time; number = os.environ['RANK']; "
 CONSEQUENCE = (
-    "from pathlib import Path; from compare.contract.other_hosts import Failure, State, say; "
+    "from pathlib import Path; from compare.side.other_hosts import Failure, State, say; "
     "failure = lambda text: Failure(message=text, rank=int(number), is_consequence=True); "
     "tell = lambda text: say(Path.cwd(), State(number=int(number), failure=failure(text))); "
 )

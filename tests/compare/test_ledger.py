@@ -4,9 +4,10 @@ import msgspec
 from msgspec.structs import replace
 from records import make_ledger, make_record
 
+from compare.commands.ledger import Ledger as Command
+from compare.commands.ledger.table import EngineLedger, engine_ledger, layouts_of, sentence, table_of_layout
 from compare.contract.communication import Communication, of_busiest_stage, summed
 from compare.contract.ledger import Ledger
-from compare.judge.closed_forms.communication import is_plain
 from compare.judge.ledger import (
     line_up,
     mismatches,
@@ -16,11 +17,10 @@ from compare.judge.ledger import (
     unlike_textbook,
 )
 from compare.numerics.parameters import block_parameters
-from compare.present.ledger import EngineLedger, engine_ledger, layouts_of, sentence, table_of_layout
+from compare.setup.presets import spread
 from compare.spec.engines.registry import ENGINES, STUDIED
 from compare.spec.experiment import Experiment, Layout, Model, Train, edited, load
-from compare.studies.ledger import Ledger as Command
-from compare.studies.presets import spread
+from compare.theory.communication import is_plain
 
 EXPERIMENT = Experiment(
     model=Model(n_layer=4, n_head=4, n_embd=32, block_size=16, vocab_size=64, bias=True),

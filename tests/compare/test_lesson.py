@@ -11,21 +11,21 @@ import pytest
 from outline import require_alone
 from records import make_run
 
+from compare.commands.lesson import holdings, rings
+from compare.commands.lesson.page import lesson_page
 from compare.contract.communication import GRADIENTS, PARAMETERS, Communication, ring_wire_bytes
 from compare.contract.ledger import Ledger
 from compare.contract.record import read_record
-from compare.judge.closed_forms.memory import KINDS, closed_form
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import parameter_count, storage_dtype
-from compare.present.lesson import holdings, rings
-from compare.present.lesson.page import lesson_page
+from compare.setup.lessons import FOLDERS, source_file
+from compare.setup.presets import PRESETS, spread
 from compare.show.figures import svg
 from compare.spec.axes import DP_SHARD
 from compare.spec.engines.engine import Holds
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, load
-from compare.studies.lessons import FOLDERS, source_file
-from compare.studies.presets import PRESETS, spread
+from compare.theory.memory import KINDS, closed_form
 
 ROOT = Path(__file__).parents[2]
 STRATEGY = "fully_sharded"

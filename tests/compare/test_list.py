@@ -7,11 +7,11 @@ import make_docs
 import pytest
 
 from compare.cli import main
+from compare.commands.faults import FAULTS
+from compare.setup.lessons import LESSONS
+from compare.setup.presets import PRESETS
 from compare.spec.engines.registry import PEERS, STUDIED
 from compare.spec.experiment import named_experiments
-from compare.studies.faults import FAULTS
-from compare.studies.lessons import LESSONS
-from compare.studies.presets import PRESETS
 
 
 def test_list_names_everything_a_line_each(capsys):

@@ -7,12 +7,12 @@ import pytest
 from bounds import AT_REST, assert_bounded
 from grid import DEVICES, SOME
 
-from compare.judge.closed_forms.memory import closed_form, excess
+from compare.commands.check import Check
 from compare.judge.ladder import climb
+from compare.setup.presets import PRESETS
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import load
-from compare.studies.check import Check
-from compare.studies.presets import PRESETS
+from compare.theory.memory import closed_form, excess
 
 
 @pytest.mark.parametrize("preset", [*DEVICES, *SOME])

@@ -6,8 +6,9 @@ from pathlib import Path
 import msgspec
 
 from compare.execute import machine
-from compare.judge.closed_forms.peak import LEAST, MOST, peak_per_device
 from compare.numerics.parameters import parameter_count
+from compare.setup import fitting
+from compare.setup.fitting import require_memory
 from compare.spec.experiment import (
     Experiment,
     ExperimentError,
@@ -17,8 +18,7 @@ from compare.spec.experiment import (
     load,
     revalidate,
 )
-from compare.studies import fitting
-from compare.studies.fitting import require_memory
+from compare.theory.peak import LEAST, MOST, peak_per_device
 
 GPT2 = load("gpt2-124m")
 PEAKS = Path(__file__).parents[1] / "data" / "peaks.json"

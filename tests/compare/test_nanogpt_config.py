@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from compare.cli import main
+from compare.formats.nanogpt_config import load_config, load_experiment, read_assignments
 from compare.spec.experiment import ExperimentError
-from compare.studies.nanogpt_config import load_config, load_experiment, read_assignments
 
 SHAKESPEARE = '''"""A docstring."""
 # a comment

@@ -13,8 +13,8 @@ from endless import steps, wait_for_steps
 from net_hosts import net_hosts
 from processes import PATIENCE_S
 
-from compare.contract.processes import Process
 from compare.contract.record import read_failure
+from compare.side.processes import Process
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,7 +5,7 @@ from grid import ON_HOST as FLAGS
 from grid import SETTINGS, TODAY, arguments_of
 
 from compare.contract.record import ON_HOST, read_record
-from compare.judge.closed_forms.memory import closed_form, excess
+from compare.theory.memory import closed_form, excess
 
 ROW = "fsdp_tp, moments on the host"
 ONE_OF_EACH = ("torch-manual", "jax-compiler")

@@ -4,7 +4,6 @@ import msgspec
 import pytest
 from machines import FREE, machine_of
 
-from compare.judge.closed_forms.flops import model_flops_per_token
 from compare.numerics.parameters import parameter_count
 from compare.plan.compute import shape_of
 from compare.plan.machine import LinkSpeed, Machine, read_machine
@@ -18,6 +17,7 @@ from compare.plan.predict import (
     transfer_s,
 )
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
+from compare.theory.flops import model_flops_per_token
 
 
 def traffic_in(engine: str, experiment: Experiment, machine: Machine, **ways) -> list[Traffic]:

@@ -13,12 +13,12 @@ import msgspec
 import pytest
 
 from compare.contract import communication
-from compare.judge.closed_forms.memory import parameters_of_stage
 from compare.plan.compute import Shape
 from compare.plan.machine import read_machine
 from compare.plan.predict import predict
 from compare.spec.engines.registry import REFERENCE as ENGINE
 from compare.spec.experiment import Experiment, edited, revalidate
+from compare.theory.memory import parameters_of_stage
 
 TABLES = {
     table["name"]: table

@@ -5,13 +5,13 @@ import itertools
 import pytest
 from machines import machine_of
 
-from compare.judge.closed_forms.peak import peak_per_device
 from compare.plan.compute import Variant, shape_of
 from compare.plan.machine import read_machine
 from compare.plan.predict import predict, ways_of
 from compare.plan.search import LONG, USABLE, candidates, divisors, folded, memory_of, search
 from compare.spec.engines.registry import ENGINES, STUDIED
 from compare.spec.experiment import Experiment, ExperimentError, Model, Precision, check, edited
+from compare.theory.peak import peak_per_device
 
 NONE = frozenset()
 DEGREES = ("tp", "pp", "dp_shard", "dp_replicate")

@@ -6,12 +6,12 @@ import pytest
 
 from compare import api
 from compare.cli import main, parse
+from compare.commands.run import Run
 from compare.flags import defaults_for
+from compare.setup.fitting import fitting
+from compare.setup.presets import PRESETS, preset_layout, settings_in
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import Layout, load, to_toml
-from compare.studies.fitting import fitting
-from compare.studies.presets import PRESETS, preset_layout, settings_in
-from compare.studies.run import Run
 
 FILES = {
     "plain.toml": "[model]\nn_layer = 4\n",

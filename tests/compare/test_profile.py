@@ -10,13 +10,13 @@ import pytest
 from records import make_record, outcome_of
 
 from compare.cli import main
+from compare.commands.profile import Profile as Study
+from compare.commands.profile.table import chrome_trace
+from compare.commands.profile.timelines import Profile, profile_of
 from compare.contract.timeline import TIMELINE, Lane, Span, Timeline
 from compare.judge.metrics import steady_times_ms
 from compare.judge.outcome import Case, save, with_case
-from compare.judge.profile import Profile, profile_of
-from compare.present.profile import chrome_trace
 from compare.spec.experiment import edited
-from compare.studies.profile import Profile as Study
 
 PAGE = "profile.html"
 

@@ -8,16 +8,16 @@ from outline import require_alone
 from records import FEW_ROWS, make_record, make_run, make_steps, tensors_of
 
 from compare.cli import main
+from compare.commands.report.page import (
+    EXPERIMENT,
+    cost_table,
+    write_report,
+)
 from compare.contract.ledger import Ledger
 from compare.contract.memory_profile import MEMORY, Curve, DeviceMemory, MemoryProfile, Peak
 from compare.contract.request import Rung
 from compare.host.json_files import write_json
 from compare.judge.metrics import figures
-from compare.present.report import (
-    EXPERIMENT,
-    cost_table,
-    write_report,
-)
 from compare.show.figures import WINDOWS, Figure, save_figures, windowed
 from compare.spec.experiment import edited, parse
 

@@ -17,8 +17,8 @@ from processes import PATIENCE_S, assert_gone, in_order, wait_for
 
 from compare.checkpoint.description import CHECKPOINTS, UNFINISHED, checkpoints_in
 from compare.checkpoint.reader import CheckpointReader
-from compare.contract.ending import ASKED, STOPPED
 from compare.contract.record import STEPS_PART, read_failure
+from compare.side.ending import ASKED, STOPPED
 
 SMALL = (
     *("--model.n_layer", "1", "--model.n_head", "2", "--model.n_embd", "16", "--model.block_size", "16"),

@@ -16,7 +16,6 @@ import pytest
 from records import make_run
 from rich.table import Table
 
-from compare import study
 from compare.cli import main
 from compare.commands import doctor
 from compare.commands.doctor import SideReport, examine
@@ -25,6 +24,7 @@ from compare.execute.launch import EngineError, with_safe_path
 from compare.host.facts import has_ended
 from compare.host.json_files import FolderName
 from compare.judge.outcome import OUTCOME
+from compare.run import study
 from compare.spec.engines.registry import SIDES
 from compare.terminal import PlainConsole, coloured, printable
 

@@ -10,11 +10,11 @@ from compare.checkpoint.description import CHECKPOINTS
 from compare.contract.ledger import Ledger
 from compare.contract.request import Rung
 from compare.judge.acceptance import objections
-from compare.judge.closed_forms.gradient_messages import gradient_messages
 from compare.judge.ladder import REQUEST, climb
 from compare.judge.strategy import strategy_of
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import Layout, edited, load
+from compare.theory.gradient_messages import gradient_messages
 
 DDP = {"layout": {"dp_replicate": 2, "bucket_mb": 0.01}}
 ENGINES = list(STUDIED)

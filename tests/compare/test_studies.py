@@ -9,15 +9,15 @@ from types import SimpleNamespace
 from made_up import bench
 from records import make_steps
 
-from compare import study
 from compare.cli import main
+from compare.commands.registry import STUDIES
 from compare.contract.record import LEDGER, MANIFEST, STEPS
-from compare.contract.run_lock import lock_folder
 from compare.execute import machine
 from compare.execute.launch import EngineError
 from compare.host.tensors import RecordError
 from compare.judge.outcome import GONE, OUTCOME, read_outcome, read_run
-from compare.studies.registry import STUDIES
+from compare.run import study
+from compare.side.run_lock import lock_folder
 
 NAMES = ["torch-manual", "jax-manual", "torch-library"]
 RUN = ["run", "tiny.toml", "--engines", *NAMES, "--keep_tensors", "--quiet", "--run_dir", "r"]

@@ -7,10 +7,10 @@ import pytest
 from records import make_steps
 
 from compare.cli import main
+from compare.commands.sweep import Sweep
 from compare.numerics.parameters import parameter_count
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import to_toml
-from compare.studies.sweep import Sweep
 
 SWEEP = ("sweep", "small.toml", "--no_ladder", "--quiet", "--json", "--engines", "torch-manual")
 

@@ -8,16 +8,16 @@ import pytest
 import records
 from records import make_record, make_run, tensors_of
 
-from compare import study
 from compare.api import read
 from compare.cli import main
+from compare.commands.report.page import REMOVED
+from compare.commands.run import Run
 from compare.contract.record import Record, read_record
 from compare.contract.request import REQUEST, Request, Rung
 from compare.host.json_files import write_json
 from compare.judge.outcome import read_outcome, save
-from compare.present.report import REMOVED
+from compare.run import study
 from compare.spec.experiment import edited, to_toml
-from compare.studies.run import Run
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from compare.formats.tokens import META, alphabet_of, alphabet_size
 from compare.spec.experiment import Data, Experiment, ExperimentError, Model
-from compare.studies.tokens import META, alphabet_of, alphabet_size
 
 
 def spec(source: str, vocab: int) -> Experiment:

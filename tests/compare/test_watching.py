@@ -8,11 +8,11 @@ import pytest
 from processes import Busy, start
 from warm import run_forked
 
-from compare.contract.other_hosts import State, say
 from compare.contract.record import STATE, STEPS_PART
 from compare.execute import watch
 from compare.execute.hosts import HERE, Hosts
 from compare.host.facts import LOOK_S, Activity
+from compare.side.other_hosts import State, say
 from jaxpar import watchdog
 from jaxpar.watchdog import Watchdog
 

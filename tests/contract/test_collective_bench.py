@@ -5,8 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from compare.contract import collective_bench
-from compare.contract.collective_bench import (
+from compare.contract.communication import ring_wire_bytes
+from compare.side import collective_bench
+from compare.side.collective_bench import (
     FEWEST,
     IN_PIECES,
     KINDS,
@@ -19,7 +20,6 @@ from compare.contract.collective_bench import (
     measure,
     sent,
 )
-from compare.contract.communication import ring_wire_bytes
 
 FACTORS_OF_FOUR = {
     "all_reduce": 1.5,

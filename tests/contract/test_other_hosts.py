@@ -3,10 +3,10 @@
 import pytest
 from msgspec.structs import replace
 
-from compare.contract import other_hosts
-from compare.contract.other_hosts import HostFacts, State, agree, announce, blame_for_hang, say, states_in
-from compare.contract.processes import Process
 from compare.contract.record import Failure, leave_failure, read_failure
+from compare.side import other_hosts
+from compare.side.other_hosts import HostFacts, State, agree, announce, blame_for_hang, say, states_in
+from compare.side.processes import Process
 from compare.spec.experiment import ExperimentError
 
 

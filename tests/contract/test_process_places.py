@@ -2,7 +2,7 @@
 
 import pytest
 
-from compare.contract.processes import Process, address_towards, find_process, first_host
+from compare.side.processes import Process, address_towards, find_process, first_host
 from compare.spec.experiment import ExperimentError
 
 SLURM = {

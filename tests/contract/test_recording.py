@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from compare.contract.ending import DivergedError
 from compare.contract.record import EVALUATIONS, STEPS_PART, Recorder, read_steps, read_tensors
-from compare.contract.recording import FinishedStep, Observer, Progress, Recording
 from compare.contract.request import Request, Rung, rungs_asked_for
 from compare.contract.timing import Stopwatch, Timing, Window
 from compare.numerics.stream import Evaluation, steps_due
+from compare.side.ending import DivergedError
+from compare.side.recording import FinishedStep, Observer, Progress, Recording
 
 ONE = Window(steps=1, wall_s=0.5, cpu_s=0.25)
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import lax
 
-from compare.contract.collective_bench import KINDS, CollectiveCase, CollectiveRequest
+from compare.side.collective_bench import KINDS, CollectiveCase, CollectiveRequest
 from compare.spec.experiment import Layout
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.measure import bench

@@ -14,11 +14,11 @@ import pytest
 from msgspec.structs import replace
 
 from compare.contract.record import clear_record, read_record
-from compare.contract.recording import Progress
 from compare.contract.request import Request
 from compare.contract.timeline import COMPUTE, TRACES, busy_us, exposed_us, idle_us
 from compare.numerics.data import open_corpus
 from compare.numerics.stream import arrays_of_step
+from compare.side.recording import Progress
 from compare.spec.axes import PP
 from compare.spec.experiment import Data, Experiment, Layout, Model, Train
 from jaxpar.comm.mesh import make_mesh

@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 
-from compare.contract.recording import Progress
 from compare.numerics.parameters import initial_parameters
+from compare.side.recording import Progress
 from compare.spec.experiment import Experiment, Model, Precision
 from jaxpar import weights
 from jaxpar.optimizer import make_optimizer

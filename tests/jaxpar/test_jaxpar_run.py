@@ -14,7 +14,6 @@ from bounds import assert_bounded
 from msgspec.structs import replace
 from processes import PATIENCE_S, wait_for
 
-from compare.contract.ending import BAD_REQUEST, FAILED, MISSING, DivergedError
 from compare.contract.record import (
     MANIFEST,
     STEPS_PART,
@@ -32,6 +31,7 @@ from compare.host.json_files import decode_json, write_json
 from compare.judge.strategy import strategy_of
 from compare.numerics.data import open_corpus
 from compare.numerics.parameters import initial_parameters, parameter_table
+from compare.side.ending import BAD_REQUEST, FAILED, MISSING, DivergedError
 from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import Optimizer, Train
 from jaxpar.__main__ import failure_of

@@ -8,13 +8,13 @@ from msgspec import UNSET
 from msgspec.structs import replace
 from records import make_record, make_steps
 
-from compare.contract.ending import DivergedError
-from compare.contract.recording import Progress
 from compare.contract.request import Request, ResumePoint
 from compare.judge.ladder import REQUEST, climb
 from compare.judge.rungs import OF_FIRST_STEP
 from compare.numerics.loss_scale import LossScale, first_scale, next_scale
 from compare.numerics.optimizer import learning_rate
+from compare.side.ending import DivergedError
+from compare.side.recording import Progress
 from compare.spec.experiment import Experiment, ExperimentError, Precision, edited, revalidate
 from compare.spec.sections import LARGEST_LOSS_SCALE
 

@@ -7,11 +7,11 @@ import msgspec
 import numpy as np
 from records import MADE
 
+from compare.commands.bench import Bench
+from compare.commands.bench.outcome import Measurement, TimedOutcome, timed
 from compare.contract.timing import Timing, Window
 from compare.judge.outcome import Case, Grid, Outcome
-from compare.judge.timed_outcome import Measurement, TimedOutcome, timed
 from compare.spec.experiment import Experiment
-from compare.studies.bench import Bench
 
 TIMING = Timing(window=2, windows=3, single=4)
 STEPS = Timing().steps

@@ -1,8 +1,8 @@
 """What a device held, against the estimate that `--dry_run` gives of it."""
 
 from compare.contract.record import Record
-from compare.judge.closed_forms.peak import LEAST, peak_per_device
 from compare.spec.experiment import Experiment
+from compare.theory.peak import LEAST, peak_per_device
 
 AT_REST = 0.05
 """Of a device's bytes at rest: padding, scalars such as Adam's step, and shards that cannot all be equal."""

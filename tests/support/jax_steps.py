@@ -8,11 +8,11 @@ import numpy as np
 
 from compare.contract.communication import Communication, summed
 from compare.contract.faults import planted
-from compare.contract.recording import Progress
 from compare.numerics.context import order_of_positions
 from compare.numerics.data import open_corpus
 from compare.numerics.parameters import parameter_count
 from compare.numerics.stream import arrays_of_step
+from compare.side.recording import Progress
 from compare.spec.experiment import Data, Experiment, Layout, Model, Optimizer, Precision, Train
 from jaxpar import weights
 from jaxpar.comm.mesh import make_mesh

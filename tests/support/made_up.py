@@ -4,12 +4,12 @@ import msgspec
 from records import make_record, make_steps
 
 from compare.cli import main
-from compare.contract.ceiling import Ceiling
 from compare.contract.record import Record, Step
 from compare.contract.request import REQUEST, Request
 from compare.contract.timing import Window
 from compare.execute.launch import EnvironmentMissing
 from compare.host.json_files import write_json
+from compare.side.ceiling import Ceiling
 
 ARGUMENTS = ("--engines", "torch-manual", "torch-library", "--run_dir", "b", "--quiet")
 

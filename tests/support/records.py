@@ -13,9 +13,6 @@ from compare.contract.request import REQUEST, UPDATES, Request, Rung, rungs_aske
 from compare.contract.work import Kept, ObservedWork, Part
 from compare.execute.machine import git_state
 from compare.host.json_files import write_json
-from compare.judge.closed_forms.communication import communication
-from compare.judge.closed_forms.gradient_messages import gradient_messages
-from compare.judge.closed_forms.memory import closed_form
 from compare.judge.ladder import LADDER
 from compare.judge.metrics import figures
 from compare.judge.outcome import Case, Circumstances, Outcome, save, with_case
@@ -34,6 +31,9 @@ from compare.pipeline.schedules import make_schedule
 from compare.spec.axes import REPLICAS, joined_of
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
+from compare.theory.communication import communication
+from compare.theory.gradient_messages import gradient_messages
+from compare.theory.memory import closed_form
 
 CORPUS = "00"
 OF_EXPERTS = ("routing", "tokens_per_expert")

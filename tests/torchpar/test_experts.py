@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from numpy_gpt import numpy_loss
 from ranks import on_ranks
 
-from compare.numerics.gpt2_names import from_gpt2
+from compare.formats.gpt2_names import from_gpt2
 from compare.numerics.parameters import initial_parameters
 from compare.spec.axes import DATA
 from compare.spec.engines import registry

@@ -12,15 +12,15 @@ from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
 
 from compare.cli import main
-from compare.contract.inputs import starting_parameters
 from compare.contract.record import read_record
 from compare.contract.request import Request
+from compare.formats.huggingface import WEIGHTS_FILE, write_gpt2
 from compare.host.tensors import Tensors
 from compare.numerics.initial_weights import checked_weights
 from compare.numerics.parameters import fingerprint, initial_parameters
+from compare.setup.sources import freeze_weights
+from compare.side.inputs import starting_parameters
 from compare.spec.experiment import Data, Experiment, ExperimentError, Model, Train, edited, load
-from compare.studies.huggingface import WEIGHTS_FILE, write_gpt2
-from compare.studies.sources import freeze_weights
 from torchpar.model import GPT
 from torchpar.nanogpt_checkpoint import import_checkpoint
 from torchpar.weights import load_weights
@@ -76,7 +76,7 @@ def in_this_process(monkeypatch):
         assert foreign == "nanogpt"
         import_checkpoint(source, target, base)
 
-    monkeypatch.setattr("compare.studies.sources.convert_by_side", convert)
+    monkeypatch.setattr("compare.setup.sources.convert_by_side", convert)
 
 
 def frozen(source: Path, experiment: Experiment = EXPERIMENT) -> str:
@@ -134,7 +134,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path, in_this_process):
 
 
 def test_a_file_that_does_not_fit_starts_no_engine_and_leaves_no_folder(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("compare.study.launch", lambda *_, **__: pytest.fail("an engine was started"))
+    monkeypatch.setattr("compare.run.study.launch", lambda *_, **__: pytest.fail("an engine was started"))
     path, run_dir = tmp_path / "w.safetensors", tmp_path / "run"
     for write, says in (
         (lambda: None, "does not exist"),

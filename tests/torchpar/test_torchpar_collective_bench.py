@@ -3,7 +3,7 @@
 import torch
 from ranks import RANKS, on_ranks
 
-from compare.contract.collective_bench import KINDS, CollectiveCase
+from compare.side.collective_bench import KINDS, CollectiveCase
 from torchpar import collective_bench
 
 

@@ -16,9 +16,9 @@ from ranks import RANKS, axis, counted, on_ranks
 from torch.nn import functional as F
 
 from compare.contract.communication import LOSS
-from compare.judge.closed_forms.communication import communication
 from compare.numerics.context import order_of_positions
 from compare.spec.experiment import Layout, Model, Precision, Train
+from compare.theory.communication import communication
 from torchpar import manual
 from torchpar.comm.collectives import Axis
 from torchpar.manual import context_parallel

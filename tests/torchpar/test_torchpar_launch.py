@@ -23,10 +23,10 @@ from processes import PATIENCE_S, Busy, assert_gone, in_order
 from warm import run_forked
 
 import torchpar.launch
-from compare.contract.command import RunFailed
-from compare.contract.other_hosts import State, first_cause, say
 from compare.contract.record import Failure
 from compare.execute.launch import child_environment
+from compare.side.command import RunFailed
+from compare.side.other_hosts import State, first_cause, say
 from compare.spec.engines.registry import SIDES
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis

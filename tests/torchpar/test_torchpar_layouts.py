@@ -27,10 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compare.contract.communication import LOSS
 from compare.contract.faults import planted
-from compare.judge.closed_forms.communication import communication
 from compare.spec.axes import DP_REPLICATE
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout, Precision, Train
+from compare.theory.communication import communication
 from torchpar import compiler, library, manual
 from torchpar.comm import process_groups
 from torchpar.compiler.compilation import resolve_backend

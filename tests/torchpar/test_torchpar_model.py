@@ -7,7 +7,7 @@ import torch
 from msgspec.structs import replace
 from torch.nn import functional as F
 
-from compare.numerics.gpt2_names import gpt2_shape
+from compare.formats.gpt2_names import gpt2_shape
 from compare.numerics.parameters import initial_parameters, parameter_table
 from compare.spec.experiment import Experiment, Model
 from torchpar.dropout import Dropout

@@ -13,9 +13,9 @@ from msgspec import UNSET
 
 from compare.checkpoint.description import Checkpoint
 from compare.checkpoint.reader import CheckpointReader
+from compare.formats.nanogpt_settings import experiment_of, settings_of
 from compare.numerics.optimizer import learning_rate, step_scalars
 from compare.spec.experiment import Data, Experiment, ExperimentError, Model, Train, edited, load
-from compare.spec.nanogpt_settings import experiment_of, settings_of
 from torchpar.model import GPT
 from torchpar.nanogpt_checkpoint import export_checkpoint, import_checkpoint
 

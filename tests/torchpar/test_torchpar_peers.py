@@ -5,9 +5,9 @@ import torch
 from msgspec.structs import replace
 from torch_runs import trained
 
-from compare.contract.ending import DivergedError
 from compare.contract.faults import planted
 from compare.contract.timing import Timing
+from compare.side.ending import DivergedError
 from compare.spec.experiment import Data, Experiment, ExperimentError, Optimizer, Train
 
 TIMING = Timing(warmup=2, window=2, windows=2, single=1)

@@ -15,7 +15,7 @@ from warm import run_forked, start_forked
 
 from compare.contract.record import read_failure
 from compare.contract.request import REQUEST, Rung
-from compare.contract.run_lock import lock_folder
+from compare.side.run_lock import lock_folder
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")

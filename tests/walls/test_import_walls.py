@@ -5,13 +5,13 @@ import functools
 import sys
 from pathlib import Path
 
-from compare.studies.lessons import FOLDERS
+from compare.setup.lessons import FOLDERS
 
 ROOT = Path(__file__).parents[2]
 JAX_WORLD = {"jax", "jaxlib", "flax", "optax", "orbax"}
 TORCH_WORLD = {"torch"}
 SIDES = {"jaxpar", "torchpar"}
-SHARED = ("host", "spec", "numerics", "pipeline", "checkpoint", "contract")
+SHARED = ("host", "spec", "numerics", "formats", "pipeline", "checkpoint", "contract", "side")
 """Folders of `compare` that the sides may import, from the ground up: a folder imports those below it."""
 STRATEGIES = {"data_parallel", "fully_sharded", "tensor_parallel", "pipeline_parallel"}
 PARALLEL = {"mesh", "collectives", "distributed", "sharding", "shard_map", "manual", "compiler", "library"}
@@ -61,7 +61,7 @@ def test_compare_imports_no_framework_and_no_side():
 
 
 def test_what_both_sides_share_imports_little_and_only_lower_folders():
-    libraries = sys.stdlib_module_names | {"numpy", "msgspec", "safetensors", "psutil", "compare"}
+    libraries = sys.stdlib_module_names | {"numpy", "msgspec", "safetensors", "psutil", "tiktoken", "compare"}
     for place, folder in enumerate(SHARED):
         for path in files(f"compare/{folder}"):
             assert roots(path) <= libraries, path

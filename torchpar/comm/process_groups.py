@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, distributed_c10d
 
-from compare.contract.processes import address_towards
+from compare.side.processes import address_towards
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from compare.contract.ceiling import Ceiling, CeilingRequest, Multiply, find_ceiling
 from compare.host.facts import cores
+from compare.side.ceiling import Ceiling, CeilingRequest, Multiply, find_ceiling
 from torchpar.launch import require_gpus
 from torchpar.run import now
 

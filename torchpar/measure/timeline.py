@@ -19,10 +19,10 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from compare.contract.record import Recorder
-from compare.contract.recording import Observer
 from compare.contract.timeline import Kind, Lane, Span, Timeline, profiled_step
 from compare.pipeline.schedules import Kind as Tasks
 from compare.pipeline.schedules import Task
+from compare.side.recording import Observer
 from compare.spec.axes import PP
 from torchpar.comm.collectives import Call, observers
 from torchpar.launch import Rank

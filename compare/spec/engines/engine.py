@@ -56,7 +56,7 @@ class Holds(Struct, frozen=True, kw_only=True):
 
 
 class Sends(Struct, frozen=True, kw_only=True):
-    """Words in which engines differ in what ZeRO sends (`compare.judge.closed_forms.communication`)."""
+    """Words in which engines differ in what ZeRO sends (`compare.theory.communication`)."""
 
     scatters_each_pass: bool = False
     """Whether ZeRO-2 and 3 scatter the gradients of each accumulated pass, and not their sum."""

@@ -1,0 +1,173 @@
+"""Outcome of processes that were timed in rounds, and the rows of its table.
+
+Cases that do the same work, under the same layout and at the same size, stand in a block. A row reduces a
+case over its rounds, and divides it by its baseline.
+"""
+
+import statistics
+
+import msgspec
+from msgspec import Struct
+
+from compare.contract.record import Record
+from compare.contract.timing import Timing, Window
+from compare.judge.outcome import Case, Outcome
+from compare.judge.statistics import Estimate, estimate
+from compare.judge.strategy import done_words
+from compare.side.ceiling import Ceiling
+from compare.theory.flops import flops_utilization, model_flops_per_token
+
+
+class Measurement(Struct, frozen=True, kw_only=True):
+    """Figures of one fresh process, or of the ranks that it started."""
+
+    windows: list[Window]
+    single_ms: list[float]
+    """Of each step that was waited for, after the windows."""
+    compile_s: float
+    first_step_s: float
+    start_up_s: float
+    """From the start of the process to its first step, compilation apart."""
+    peak_mem_bytes: int
+    """Of the fullest device."""
+    curves: dict[str, list[float]]
+    """Of every step, the warm-up's first: `Step`'s loss and grad_norm."""
+    others_cores: float = 0.0
+    """In use by others while it ran, a hypervisor's other guests included. NaN: not known, for a launcher's
+    processes are not ours to tell from others."""
+    how: dict[str, str]
+    """It ran on which device and threads, in which versions, how it synchronised and recomputed."""
+
+    @property
+    def wall_ms(self) -> float:
+        """Wall time of a step, the median of the windows."""
+        return statistics.median(window.wall_s / window.steps for window in self.windows) * 1e3
+
+    @property
+    def cpu_ms(self) -> float:
+        """CPU time of a step over all processes, the median of the windows."""
+        return statistics.median(window.cpu_s / window.steps for window in self.windows) * 1e3
+
+
+class TimedOutcome(Outcome, frozen=True, kw_only=True):
+    """The outcome of a study that timed its cases, with its figures in their types."""
+
+    timing: Timing
+    measurements: dict[str, dict[int, Measurement]]
+    """By case and round."""
+    ceilings: dict[str, Ceiling]
+    """The fastest matrix product on all cores, or on one GPU, by `Case.products`."""
+    baseline: str
+    """An engine, whose case of the same block is what others are divided by; or ENGINE.LAYOUT, one layout's
+    case for all blocks of its size; '' in a study that divides nothing."""
+
+    def baseline_of(self, case: Case) -> Case | None:
+        """The case that a case is divided by; None if there is no such case."""
+        for other in self.cases.values():
+            is_plain = other.size == case.size and not other.variant and other.copy == 1
+            here = other.engine if other.layout == case.layout else None
+            if is_plain and self.baseline in (here, f"{other.engine}.{other.layout}"):
+                return other
+        return None
+
+
+def timed(outcome: Outcome) -> TimedOutcome:
+    """The figures of a timed study, in their types."""
+    return TimedOutcome(
+        **{field: getattr(outcome, field) for field in Outcome.__struct_fields__},
+        timing=msgspec.convert(outcome.more["timing"], Timing),
+        measurements=msgspec.convert(outcome.kept, dict[str, dict[int, Measurement]]),
+        ceilings=msgspec.convert(outcome.more.get("ceilings", {}), dict[str, Ceiling]),
+        baseline=outcome.more.get("baseline", ""),
+    )
+
+
+def measured(record: Record, *, first_seen_s: float, timing: Timing, others_cores: float) -> Measurement:
+    """A record's figures, and what the harness has seen: when the first step came, what others used."""
+    manifest = record.manifest
+    return Measurement(
+        others_cores=others_cores,
+        windows=manifest.windows,
+        single_ms=[step.step_time_ms for step in record.steps[timing.watched + 1 :]],
+        compile_s=manifest.compile_s,
+        first_step_s=manifest.first_step_s,
+        start_up_s=max(first_seen_s - manifest.compile_s - manifest.first_step_s, 0.0),
+        peak_mem_bytes=max(manifest.peak_memory_bytes),
+        curves={name: [getattr(step, name) for step in record.steps] for name in ("loss", "grad_norm")},
+        how={
+            **manifest.versions,
+            **done_words(record),
+            "device_kind": manifest.device_kind,
+            "threads": manifest.threads,
+            "peak_memory_method": manifest.peak_memory_method,
+        },
+    )
+
+
+class BenchRow(Struct, frozen=True, kw_only=True):
+    """Figures of one case: medians over its rounds."""
+
+    case: str
+    label: str
+    block: str
+    wall_ms: float
+    """Of a step in a window, where nothing waits for it."""
+    wall_ratio: Estimate | None
+    """Over the baseline's, of the same round; None without one."""
+    cpu_ms: float
+    """Of a step, over all processes."""
+    cpu_ratio: Estimate | None
+    single_ms: float
+    """Of a step that is waited for."""
+    tokens_per_s: float
+    flops_per_s: float
+    """The model's own, without recomputation: `theory.flops`."""
+    of_ceiling: float | None
+    """Fraction of the fastest matrix product of its side on this machine; None where it was not measured."""
+    mfu: float | None
+    """Fraction of the devices' peak; None for a device whose peak is not known."""
+    compile_s: float
+    first_step_s: float
+    start_up_s: float
+    peak_mem_bytes: int
+
+
+def blocks(result: TimedOutcome) -> dict[str, list[BenchRow]]:
+    """A row for every case that finished once, by block, in the order of the cases."""
+    rows: dict[str, list[BenchRow]] = {}
+    for case in result.cases.values():
+        if rounds := result.measurements.get(case.name):
+            rows.setdefault(case.block, []).append(_row(result, case, rounds))
+    return rows
+
+
+def _row(result: TimedOutcome, case: Case, rounds: dict[int, Measurement]) -> BenchRow:
+    baseline, experiment = result.baseline_of(case), case.experiment
+    base = result.measurements.get(baseline.name, {}) if baseline and baseline != case else {}
+
+    def ratio(figure: str) -> Estimate | None:
+        pairs = [(rounds[number], base[number]) for number in rounds.keys() & base.keys()]
+        return estimate([getattr(a, figure) / getattr(b, figure) for a, b in pairs]) if pairs else None
+
+    medians = {
+        figure: statistics.median(getattr(process, figure) for process in rounds.values())
+        for figure in ("wall_ms", "cpu_ms", "compile_s", "first_step_s", "start_up_s")
+    }
+    tokens_per_s = experiment.tokens_per_step / medians["wall_ms"] * 1e3
+    flops_per_s = tokens_per_s * model_flops_per_token(experiment)
+    ceiling, device_kind = result.ceilings.get(case.products), rounds[max(rounds)].how["device_kind"]
+    parts = experiment.layout.devices if result.platform == "gpu" else 1
+    return BenchRow(
+        case=case.name,
+        label=case.label,
+        block=case.block,
+        **medians,
+        wall_ratio=ratio("wall_ms"),
+        cpu_ratio=ratio("cpu_ms"),
+        single_ms=statistics.median(statistics.median(process.single_ms) for process in rounds.values()),
+        tokens_per_s=tokens_per_s,
+        flops_per_s=flops_per_s,
+        of_ceiling=flops_per_s / (ceiling.flops_per_s * parts) if ceiling else None,
+        mfu=flops_utilization(experiment, device_kind, tokens_per_s),
+        peak_mem_bytes=max(process.peak_mem_bytes for process in rounds.values()),
+    )

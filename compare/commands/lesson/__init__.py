@@ -1,0 +1,77 @@
+"""`shardpair lesson`: one strategy in every engine on one page, with what a real run of it sent."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+import tyro
+
+from compare.commands.run import Run
+from compare.execute.paths import check_output
+from compare.flags import SidePythons, defaults_for
+from compare.setup.lessons import LESSONS
+from compare.terminal import print_json, results_console
+
+if TYPE_CHECKING:
+    StrategyName = str
+else:
+    StrategyName = Literal[tuple(LESSONS)]
+
+
+class ReadLesson(SidePythons, frozen=True, kw_only=True):
+    """Read one strategy in every engine, side by side, beside what XLA made of it and what each sent.
+
+    Trains `check` or `experts` (float64, small, half a minute) with all engines under the strategy's
+    layout, and writes one HTML page that needs no network: who holds what, each collective on a ring, the
+    source files with links between lines and the rows of the ledger that they cause, and memory. Exit code
+    1 if the engines do not agree.
+
+    Try:
+      shardpair lesson fully_sharded
+      shardpair lesson tensor_parallel --output tensor_parallel.html
+      shardpair lesson data_parallel --results runs/demo-20260101-120000    (of a run that was made before)
+    """
+
+    strategy: Annotated[StrategyName, tyro.conf.Positional]
+    """The row of the grid."""
+    output: Path | None = None
+    """Where the page is written. Default: lesson.html in the folder of the run."""
+    results: Path | None = None
+    """Train nothing: build the page from a finished run of any experiment whose layout has the strategy."""
+    timeout_s: float = 600.0
+    """An engine that hangs for this long is ended."""
+    quiet: bool = False
+    """No progress on stderr."""
+    json: bool = False
+    """Print the outcome as one JSON object on stdout instead of a line for people."""
+
+    def __call__(self) -> int:
+        """Make the page. Returns 0 if the engines of its run agree, else 1."""
+        from compare.commands.lesson.page import write_lesson  # draws: a second to import
+
+        check_output("--output", self.output, kinds=(".html",))
+        lesson = LESSONS[self.strategy]
+        run = msgspec.structs.replace(
+            defaults_for(Run, lesson.experiment),
+            preset=lesson.preset,
+            devices=lesson.devices,
+            keep_tensors=True,
+            profile=True,
+            timeout_s=self.timeout_s,
+            cache_dir="",  # a program that was compiled from an older source has its lines
+            quiet=self.quiet,
+            jax_python=self.jax_python,
+            torch_python=self.torch_python,
+        )
+        folder = self.results or run.outcome()[1]
+        page = self.output or folder / "lesson.html"
+        outcome = write_lesson(self.strategy, folder, page)
+        passed, sentence = outcome.passed, outcome.sentence()
+        if self.json:
+            facts = {"strategy": self.strategy, "page": str(page), "run_dir": str(folder)}
+            print_json({**facts, "engines": outcome.finished, "passed": passed, "verdict": sentence})
+        else:
+            console = results_console()
+            console.print(sentence, style="bold green" if passed else "bold red", soft_wrap=True)
+            console.print(f"lesson: {page}", soft_wrap=True)
+        return 0 if passed else 1

@@ -1,0 +1,175 @@
+"""Who holds what: each device's part of every tensor and of the batch, and a picture of it.
+
+The parts follow from the declarations that everything else reads: the mesh axes with what each splits
+(`compare.spec.axes`), the table of parameters with the meaning of each dim, and the stages of a pipeline.
+Tests hold them to the closed forms of memory.
+"""
+
+import math
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from compare.commands.report.hosts import place_in_mesh
+from compare.numerics.context import order_of_positions
+from compare.numerics.parameters import Parameter, block_parameters, end_parameters, parameter_count
+from compare.show.figures import COLOURS, INK, WIDE, Axes, Figure, bare
+from compare.spec.axes import CP, DP_SHARD, EP, PP, ROWS, SHARDS, SPLIT, TP
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment
+from compare.theory.memory import KINDS, is_split_by, parameters_of_stage
+
+Range = tuple[float, float]
+"""Begin and end along one side, as fractions of it."""
+WHOLE: Range = (0.0, 1.0)
+OF_BATCH = "#CC79A7"
+MOST_DEVICES, MOST_LAYERS = 8, 8
+TILE, GAP = 0.88, 1.0
+"""Of a matrix's place: its box; and between two devices, in places."""
+
+
+class HeldPart(Struct, frozen=True):
+    """What a device holds of a matrix: a range of its rows and one of its columns."""
+
+    rows: Range
+    columns: Range
+
+    @property
+    def share(self) -> float:
+        """Of the matrix's elements."""
+        return math.prod(end - begin for begin, end in (self.rows, self.columns))
+
+
+def part_of(parameter: Parameter, kind: str, engine: str, experiment: Experiment, device: int) -> HeldPart:
+    """A device's part of a parameter that its stage has, of the gradient of it, or of its moments.
+
+    ep and tp take the side whose dims they split. ZeRO takes the other one, from the stage on that splits
+    this kind (of `KINDS`), which the engine says.
+    """
+    layout, at = experiment.layout, experiment.layout.coordinates(device)
+    sides = sides_of(parameter)
+    ranges, split = [WHOLE, WHOLE], set[int]()
+    for axis in (EP, TP):
+        for side, axes in enumerate(sides):
+            if layout.axes[axis] > 1 and axis in map(SPLIT.get, axes):
+                ranges[side] = _slice(ranges[side], at[axis], layout.axes[axis])
+                split.add(side)
+    if layout.zero >= ENGINES[engine].holds.sharded_from[kind]:
+        side = next((side for side in (0, 1) if side not in split and sides[side]), 1)
+        for axis in (DP_SHARD,) if is_split_by(EP, parameter) else SHARDS:
+            ranges[side] = _slice(ranges[side], at[axis], layout.axes[axis])
+    return HeldPart(*ranges)
+
+
+def sides_of(parameter: Parameter) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The logical axes of a parameter as a matrix (rows, columns): the width is a side; a vector is a row."""
+    axes = parameter.axes
+    if not parameter.is_matrix:
+        return (), axes
+    return (axes[:1], axes[1:]) if axes[0] == "embed" else (axes[:-1], axes[-1:])
+
+
+def layers_of(rank: int, experiment: Experiment) -> set[int]:
+    """The layers of a rank of the pipeline: those of its stages, rank, rank + pp and so on."""
+    layout, layers = experiment.layout, experiment.model.n_layer
+    of_stage = layers // (layout.pp * layout.chunks)
+    return {layer for layer in range(layers) if layer // of_stage % layout.pp == rank}
+
+
+def share_of(kind: str, engine: str, experiment: Experiment, device: int) -> float:
+    """What a device holds of a kind, in models: 0.25 of 1, or more than 1 / pp where stages share an end."""
+    rank = experiment.layout.coordinates(device)[PP]
+    own = parameters_of_stage(engine, experiment, stage=rank)
+    held = sum(p.size * part_of(p, kind, engine, experiment, device).share for p in own)
+    return held / parameter_count(experiment.model)
+
+
+def rows_of(device: int, experiment: Experiment) -> Range:
+    """The rows of each batch that a device works on."""
+    at, rows = experiment.layout.coordinates(device), WHOLE
+    for axis in ROWS:
+        rows = _slice(rows, at[axis], experiment.layout.axes[axis])
+    return rows
+
+
+def positions_of(device: int, experiment: Experiment) -> list[Range]:
+    """The positions of each sequence that a device has: of twice as many parts as there are devices of cp."""
+    layout = experiment.layout
+    rank, parts = layout.coordinates(device)[CP], 2 * layout.cp
+    return [_slice(WHOLE, part, parts) for part in order_of_positions(parts, layout)[2 * rank : 2 * rank + 2]]
+
+
+def alike(engines: Sequence[str], experiment: Experiment) -> list[list[str]]:
+    """The engines in groups that hold the same, in the order in which they are given."""
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for engine in engines:
+        own = ENGINES[engine].holds
+        at_ends = own.ends_on_every_stage and experiment.layout.pp > 1
+        parameters_split = experiment.layout.zero >= own.sharded_from["parameters"]
+        groups.setdefault((at_ends, parameters_split), []).append(engine)
+    return list(groups.values())
+
+
+def figure(engines: Sequence[str], experiment: Experiment) -> Figure:
+    """A column for each device: its part of the batch, and of each matrix of each layer, by kind.
+
+    The engines hold the same: see `alike`.
+    """
+    layout, depth = experiment.layout, experiment.model.n_layer
+    layers = [row * depth // min(depth, MOST_LAYERS) for row in range(min(depth, MOST_LAYERS))]
+    embeddings, _ = end_parameters(experiment.model)
+    matrices = [p for p in block_parameters(experiment.model, 0) if p.is_matrix]
+    width = max(len(embeddings), len(matrices))
+    shown = range(min(layout.devices, MOST_DEVICES))
+
+    def draw(axes: Axes) -> None:
+        labels, y = {2.5: "batch rows" + (", positions" if layout.cp > 1 else "")}, 0.0
+        for device in shown:
+            x, rank = device * (width + GAP), layout.coordinates(device)[PP]
+            axes.text(x, 0.5, f"device {device}: {place_in_mesh(device, layout)}", va="center")
+            for positions in positions_of(device, experiment):
+                _box(axes, x, 2, width, HeldPart(rows_of(device, experiment), positions), OF_BATCH)
+            stage = {p.name for p in parameters_of_stage(engines[0], experiment, stage=rank)}
+            y = 4.0
+            for kind in KINDS:
+                share = share_of(kind, engines[0], experiment, device)
+                axes.text(x, y + 0.4, f"{kind}: {share:.0%}", va="center")
+                rows = {"embeddings": [(p, p.name in stage) for p in embeddings]}
+                for layer in layers:
+                    rows[f"layer {layer}"] = [(p, layer in layers_of(rank, experiment)) for p in matrices]
+                for label, parameters in rows.items():
+                    y += 1
+                    labels[y + 0.5] = label
+                    for number, (parameter, is_here) in enumerate(parameters):
+                        part = part_of(parameter, kind, engines[0], experiment, device) if is_here else None
+                        _box(axes, x + number, y, TILE, part, COLOURS[kind])
+                y += 1.5
+        axes.set(xlim=(-0.1, len(shown) * (width + GAP)), ylim=(y, 0))
+        bare(axes, labels)
+
+    names = [p.name.removeprefix("blocks.0.").removesuffix(".weight") for p in matrices]
+    more = f" And {layout.devices - len(shown)} devices more." if layout.devices > len(shown) else ""
+    return Figure(
+        title=f"Who holds what: {', '.join(engines)}",
+        caption=f"From the left: {', '.join(p.name for p in embeddings)}; in a layer {', '.join(names)}. "
+        f"Filled is what a device keeps: parameters and optimizer state between two steps, gradients until "
+        f"the update.{more}",
+        draw=draw,
+        width=WIDE,
+        height=0.16 * (3 * (len(layers) + 3) + 3),
+    )
+
+
+def _box(axes: Axes, x: float, y: float, width: float, part: HeldPart | None, shade: str) -> None:
+    """The outline of a matrix, and the part of it that is here."""
+    if part:
+        (top, bottom), (left, right) = part.rows, part.columns
+        across, down = (x + left * width, (right - left) * width), (y + top * TILE, (bottom - top) * TILE)
+        axes.broken_barh([across], down, facecolor=shade)
+    axes.broken_barh([(x, width)], (y, TILE), facecolor="none", edgecolor=INK, linewidth=0.5)
+
+
+def _slice(whole: Range, place: int, degree: int) -> Range:
+    """The part number `place` of `degree` equal ones of a range."""
+    begin, size = whole[0], (whole[1] - whole[0]) / degree
+    return begin + place * size, begin + (place + 1) * size

@@ -1,0 +1,182 @@
+"""The report of a run: loss over steps, what each engine cost, held and sent, and how far they are apart."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from compare.commands.ledger.table import engine_ledger, layouts_of, table_of_layout
+from compare.commands.memory.table import memory_figures, peak_tables, resting_table
+from compare.commands.profile.table import measured_figures, planned_figures
+from compare.commands.report.hosts import host_table
+from compare.contract.record import Record
+from compare.host.disk import write_atomically
+from compare.judge.ladder import LADDER, RungResult, Verdict
+from compare.judge.metrics import METRICS
+from compare.judge.outcome import Outcome, read_run
+from compare.judge.rungs import SOME
+from compare.numerics.parameters import parameter_count
+from compare.show.figures import INK, Axes, Figure, curves, differences
+from compare.show.findings import NONE, Findings, Row, Table, Text, findings_of, written
+from compare.show.page import write_page
+from compare.spec.experiment import to_toml
+from compare.terminal import error_text, layout_in_words
+
+PAGE, EXPERIMENT = "report.html", "experiment.toml"
+Named = Mapping[str, Record]
+"""Records by the names of their cases."""
+REMOVED = "tensors were removed after they had passed: their rungs are those judged then"
+
+
+def write_report(folder: Path) -> Path:
+    """Write `folder/report.html` and experiment.toml beside it. Returns the page's path.
+
+    Raises:
+        RecordError: no case of it has finished, or a file of it is garbled.
+    """
+    outcome, records = read_run(folder)
+    write_atomically(folder / EXPERIMENT, to_toml(outcome.experiment).encode())
+    return write_page(folder / PAGE, report(outcome, records, folder))
+
+
+def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
+    """The findings of the page."""
+    experiment = outcome.experiment
+    requests = [case.experiment for case in outcome.cases.values()]
+    layouts = dict.fromkeys(layout_in_words(asked, outcome.platform) for asked in requests)
+    ledgers = [engine_ledger(name, record) for name, record in records.items()]
+    manifests = [record.manifest for record in records.values()]
+    hosts = dict.fromkeys((one.experiment.layout, tuple(one.hosts)) for one in manifests)
+    found = findings_of(
+        outcome,
+        title=f"{outcome.name}: one experiment, {len(requests)} case{'s' * (len(requests) != 1)}",
+        sentence=outcome.sentence(),
+        passed=outcome.passed,
+        about=[
+            "; ".join(f"{words[0].upper()}{words[1:]}" for words in layouts) + ".",
+            f"{parameter_count(experiment.model):,} parameters, {experiment.train.max_iters} steps, "
+            f"{experiment.precision.dtype}, {manifests[0].device_kind}.",
+            *([f"The {REMOVED}."] if outcome.tensors_removed else []),
+        ],
+        figures=[loss_figure(records), *([difference_figure(records)] if len(records) > 1 else [])],
+        tables=[
+            cost_table(outcome),
+            *([ladder_table(outcome.verdicts)] if outcome.verdicts else []),
+            *(host_table(layout, names) for layout, names in hosts if len(set(names)) > 1),
+            resting_table(records),
+            *peak_tables(records),
+            *map(table_of_layout, layouts_of([ledger for ledger in ledgers if ledger.flows])),
+        ],
+        notes=[f"{ledger.case}: {why}." for ledger in ledgers for why in ledger.unexpected],
+    )
+    return replace(
+        found,
+        continuation="" if outcome.is_complete else outcome.how_to_go_on(folder.absolute()),
+        more_figures=[
+            *memory_figures(records),
+            *measured_figures(records),
+            *planned_figures(records.values()),
+        ],
+    )
+
+
+def loss_figure(records: Named) -> Figure:
+    """Every case's loss, laid over each other, and what it was on validation data."""
+    lines = {name: {step.step: step.loss for step in record.steps} for name, record in records.items()}
+
+    def draw(axes: Axes) -> None:
+        curves(axes, lines, "loss (nats)")
+        for place, record in enumerate(records.values()):
+            size = 3 + 4 * (len(records) - place) / len(records)  # where they coincide, one in the other
+            losses = {evaluation.step: evaluation.validation for evaluation in record.evaluations}
+            look: dict[str, Any] = {"color": INK, "markersize": size, "fillstyle": "none"}
+            if losses:
+                axes.plot(list(losses), list(losses.values()), "D", label="validation", **look)
+
+    caption = "Before the update, over the global batch. Curves that agree lie on each other."
+    return Figure(title="Loss over steps", caption=caption, draw=draw)
+
+
+def difference_figure(records: Named) -> Figure:
+    """Difference of every other case's loss from the first one's, relative."""
+    first, *others = records
+    lines = {name: relative_differences(records[first], records[name]) for name in others}
+    return Figure(
+        title="Difference of the loss",
+        caption=f"Step by step, as a fraction of the loss of {first}. Rounding alone makes some: the same "
+        f"sums in another order, fed back each step.",
+        draw=lambda axes: differences(axes, lines, f"|loss - {first}| / loss"),
+    )
+
+
+def relative_differences(reference: Record, record: Record) -> dict[int, float]:
+    """|loss - reference's| / |reference's| at every step that both have; NaN where one is not finite."""
+    pairs = zip(reference.steps, record.steps, strict=False)
+    return {b.step: abs(b.loss - a.loss) / abs(a.loss) if a.loss else abs(b.loss) for a, b in pairs}
+
+
+def cost_table(outcome: Outcome) -> Table:
+    """Every case's figures, with the ratios of those that can be compared to the first case's."""
+    rows = []
+    for metric in METRICS:
+        values = [figures.get(metric.key) or None for figures in outcome.values(dict).values()]
+        if any(value is not None for value in values):
+            of = values[0] if metric.has_ratio else None
+            notes = ["", *(f"×{value / of:.2f}" if value and of else "" for value in values[1:])]  # noqa: RUF001
+            texts = [written(value, metric.form) for value in values]
+            rows.append(Row(Text(metric.label), [*map(Text, texts, notes)]))
+    return Table(
+        name=f"Costs ({outcome.platform.upper()} timings, one process each, not interleaved)",
+        corner="per engine",
+        columns=outcome.finished,
+        rows=rows,
+        below=f"× is how many times that of {outcome.finished[0]}. GFLOP/s are the model's, forward and "  # noqa: RUF001
+        f"backward, without what is computed anew; MFU is their share of the vendor's peak.",
+    )
+
+
+def without_notes(table: Table) -> Table:
+    """A table as a terminal has room for it."""
+    rows = [replace(row, cells=[replace(cell, note="") for cell in row.cells]) for row in table.rows]
+    return replace(table, rows=[replace(row, head=replace(row.head, note="")) for row in rows], below="")
+
+
+def ladder_table(verdicts: Sequence[Verdict]) -> Table:
+    """Every case's error on every rung, with the worst tensor or step, and the tolerance."""
+    rows = []
+    for rung in LADDER:
+        results = [_result(verdict, rung) for verdict in verdicts]
+        if rung in SOME and not any(results):
+            continue
+        limit = next((_tolerance(result) for result in results if result), "")
+        cells = []
+        for verdict, result in zip(verdicts, results, strict=True):
+            note = verdict.skipped.get(rung, "") if not result else result.worst if result.error else ""
+            cells.append(replace(rung_text(verdict, rung), note=note))
+        rows.append(Row(Text(rung, limit), cells))
+    references = ", ".join(dict.fromkeys(verdict.reference for verdict in verdicts))
+    return Table(
+        name=f"The ladder: relative errors against {references}",
+        corner="rung",
+        columns=[verdict.candidate for verdict in verdicts],
+        rows=rows,
+        below="Relative to the largest entry of each tensor; the worst tensor or step is named. The first "
+        "rung that fails is the verdict.",
+    )
+
+
+def rung_text(verdict: Verdict, rung: str) -> Text:
+    """One rung's error as a cell: bad news if it is too large, - if the rung was not compared."""
+    result = _result(verdict, rung)
+    if result is None:
+        return Text(NONE)
+    return Text(error_text(result.error), news="" if result.passed else "fail")
+
+
+def _result(verdict: Verdict, rung: str) -> RungResult | None:
+    return next((result for result in verdict.rungs if result.rung == rung), None)
+
+
+def _tolerance(result: RungResult) -> str:
+    return f"at most {result.tolerance:.0e}" if result.tolerance else "exact"

@@ -1,1 +1,0 @@
-"""Theory of a layout, one short function for each thing."""

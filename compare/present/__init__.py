@@ -1,1 +1,0 @@
-"""Presentation of results: tables, pictures, pages."""

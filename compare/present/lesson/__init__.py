@@ -1,1 +1,0 @@
-"""The page of a lesson: one strategy in every engine, from the tree and from one real run."""

@@ -1,0 +1,1 @@
+"""Studies: what every study shares, and the loop that runs them."""

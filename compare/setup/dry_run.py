@@ -1,0 +1,126 @@
+"""Plan of a command, which starts nothing: `--dry_run`."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from compare.contract.record import ON_HOST
+from compare.execute.hosts import Hosts
+from compare.execute.launch import EnvironmentMissing
+from compare.host.tensors import RecordError
+from compare.judge.outcome import Case, Outcome
+from compare.numerics.data import open_corpus
+from compare.setup.fitting import require_case
+from compare.setup.resuming import described, require_resumable
+from compare.setup.sources import check_weights, format_of_side
+from compare.show.findings import Column, Findings, table_of
+from compare.show.terminal import print_findings
+from compare.side.ending import BAD_REQUEST, MISSING
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import ExperimentError, to_toml
+from compare.terminal import human_bytes, layout_in_words, results_console
+from compare.theory.memory import KINDS
+from compare.theory.peak import peak_estimate, peak_per_device
+
+ESTIMATED = ("activations", "logits")
+UNREAD = "-"  # in place of a digest: the data is opened, and not read to its end
+
+
+Row = dict[str, Any]
+"""One case, before anything is allocated: bytes of the fullest device by kind, and why it is refused."""
+
+
+def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json: bool) -> int:
+    """Print what each case would be, hold and be refused for. Returns 0, or the code of the first refusal."""
+    experiment, platform, tokens = outcome.experiment, outcome.platform, list[int]()
+    attempts = (
+        lambda: tokens.append(len(open_corpus(experiment, validated_sha256=UNREAD).train)),
+        lambda: check_weights(init_from, experiment),
+        lambda: [require_resumable(name, resume) for name in described(resume, outcome.cases, experiment)],
+    )
+    errors = {
+        name: _refusal(partial(require_case, case.engine, case.experiment, platform=platform, hosts=hosts))
+        for name, case in outcome.cases.items()
+    }
+    refusals = [error for attempt in attempts if (error := _refusal(attempt))]
+    refused = next(filter(None, [*errors.values(), *refusals]), None)
+    cases = [_planned(name, case, platform, errors[name]) for name, case in outcome.cases.items()]
+    unread = bool(init_from) and format_of_side(Path(init_from))
+    can_run = f"all of it can run, if {init_from} fits, which is read then" if unread else "all of it can run"
+    verdict = f"this would be refused: {refused}" if refused else can_run
+    on_host = max(case["on_host"] for case in cases)
+    count = f"{len(cases)} case{'s' * (len(cases) != 1)}"
+    steps = next(iter(outcome.cases.values())).experiment.train.max_iters
+    facts = {
+        "layout": "; ".join(dict.fromkeys(case["layout"] for case in cases)),
+        "data": f"{sum(tokens):,} tokens of {experiment.data.source}, which are read when it runs",
+        "initial weights": init_from,
+        "resumed": resume,
+        "layout.offload": f"{human_bytes(on_host)} of a device's state on the host" if on_host else "",
+    }
+    found = Findings(
+        title="dry run",
+        sentence=f"dry run: {count} of {steps} steps; nothing was started; {verdict}",
+        value={
+            "experiment": experiment,
+            "platform": platform,
+            "training_tokens": sum(tokens),
+            "input_refusals": [*map(str, refusals)],
+            "hosts": hosts.count,
+            "cases": cases,
+            "left_out": outcome.left_out,
+        },
+        passed=not refused,
+        tables=[table_of(TITLE, COLUMNS, cases, words=2)],
+        notes=[f"{name}: {value}" for name, value in facts.items() if value],
+        warnings=[f"refused: {why}" for why in refusals],
+        missing={case["name"]: f"is refused: {case['refusal']}" for case in cases if case["refusal"]},
+        left_out=outcome.left_out,
+    )
+    if not as_json:
+        results_console().print(to_toml(experiment))
+    print_findings(found, as_json=as_json)
+    return 0 if not refused else MISSING if isinstance(refused, EnvironmentMissing) else BAD_REQUEST
+
+
+def _refusal(attempt: Callable[[], object]) -> Exception | None:
+    """Why an attempt is refused; None if it is not."""
+    try:
+        attempt()
+    except (ExperimentError, RecordError, EnvironmentMissing) as error:
+        return error
+    return None
+
+
+def _planned(name: str, case: Case, platform: str, refusal: Exception | None) -> Row:
+    engine, experiment = ENGINES[case.engine], case.experiment
+    by_kind, sizes = peak_estimate(case.engine, experiment), peak_per_device(case.engine, experiment)
+    fullest = sizes.index(max(sizes))
+    memory = {kind: by_device[fullest] for kind, by_device in by_kind.items()}
+    return {
+        "name": name,
+        "engine": case.engine,
+        "layout": layout_in_words(experiment, platform),
+        "devices": experiment.layout.devices,
+        "gradient_sync": "" if refusal else engine.gradient_sync_for(experiment.layout),
+        "on_host": memory.pop(ON_HOST, 0.0),
+        "memory": memory,
+        "refusal": str(refusal or ""),
+    }
+
+
+TITLE = (
+    f"The fullest device: {', '.join(KINDS)} in closed form; {', '.join(ESTIMATED)}, with what is gathered, "
+    f"buffers and temporaries, estimated"
+)
+COLUMNS = (
+    Column[Row]("case", lambda case: case["name"]),
+    Column[Row]("synchronisation", lambda case: case["gradient_sync"] or "refused"),
+    Column[Row]("devices", lambda case: case["devices"], "d"),
+    *(
+        Column[Row](kind, lambda case, kind=kind: case["memory"][kind], human_bytes)
+        for kind in (*KINDS, *ESTIMATED)
+    ),
+    Column[Row]("all", lambda case: sum(case["memory"].values()), human_bytes),
+)

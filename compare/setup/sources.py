@@ -1,0 +1,112 @@
+"""A state that another program wrote, as a checkpoint of ours; and `--init_from`, weights to begin with."""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from compare.checkpoint.description import WEIGHTS, Checkpoint
+from compare.checkpoint.reader import CheckpointReader
+from compare.checkpoint.saver import write_checkpoint
+from compare.execute.ask import convert_by_side
+from compare.formats.gpt2_names import HEAD, TRANSFORMER, WRAPPERS, from_gpt2
+from compare.formats.huggingface import is_huggingface, read_gpt2
+from compare.host.disk import why_not_readable
+from compare.host.tensors import RecordError, Tensors
+from compare.numerics.initial_weights import INIT, checked_weights, write_weights
+from compare.numerics.parameters import fingerprint
+from compare.setup.resuming import any_checkpoint, differing_model
+from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
+
+PICKLES = (".pt", ".pth", ".ckpt")
+ORBAX_METADATA = "_CHECKPOINT_METADATA"
+
+
+def as_checkpoint(
+    source: Path, folder: Path, base: Experiment | None = None, *, pythons: Mapping[str, str]
+) -> CheckpointReader:
+    """A checkpoint, every file of which was read: the source's own, or one made in `folder`.
+
+    `base` says what nanoGPT and Hugging Face do not; its precision wins over nanoGPT's dtype unless it is the
+    default.
+
+    Raises:
+        ExperimentError: the source cannot be read safely, or does not fit.
+        EnvironmentMissing: the side that reads its format cannot be run here.
+    """
+    own = None
+    if foreign := format_of_side(source):
+        convert_by_side(source, folder, foreign, pythons=pythons, base=base)
+    elif is_huggingface(source):
+        model, weights = read_gpt2(source)
+        try:
+            experiment = revalidate(edited(base or Experiment(), {"model": msgspec.structs.asdict(model)}))
+        except ExperimentError as error:
+            raise ExperimentError(f"{source}: {error}") from None
+        made = Checkpoint(engine="Hugging Face", experiment=experiment, step=0, updates=0, corpus_sha256="")
+        write_checkpoint(folder, made, {WEIGHTS: weights})
+    else:
+        own = any_checkpoint(source)
+    reader = CheckpointReader(own or folder)
+    reader.verify(blamed=None if own else source)
+    return reader
+
+
+def format_of_side(source: Path) -> str:
+    """The format of a source that a side has to read (`Side.converts`); '' if it is read here."""
+    if source.suffix in PICKLES:
+        return "nanogpt"
+    return "orbax" if (source / ORBAX_METADATA).is_file() else ""
+
+
+def freeze_weights(
+    source: str, experiment: Experiment, folder: Path, *, pythons: Mapping[str, str]
+) -> dict[str, str]:
+    """Check a user's weights, and write them to `folder`/init.safetensors in the dtype of training.
+
+    Returns fields of the request: path and fingerprint, or none where the seed gives them.
+
+    `source` is safetensors with canonical or nanoGPT's names, or what `as_checkpoint` reads; '' for none.
+    Raises as that.
+    """
+    if not source:
+        return {}
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        weights = _weights(Path(source), experiment, Path(scratch) / "read", pythons=pythons)
+        write_weights(folder / INIT, weights)
+    return {"init_from": str((folder / INIT).absolute()), "init_sha256": fingerprint(weights)}
+
+
+def check_weights(source: str, experiment: Experiment) -> None:
+    """Refuse a user's weights, unless a side has to read them. Raises ExperimentError."""
+    path = Path(source)
+    if source and not (path.exists() and format_of_side(path)):
+        _weights(path, experiment, Path(), pythons={})
+
+
+def _weights(
+    source: Path, experiment: Experiment, folder: Path, *, pythons: Mapping[str, str]
+) -> dict[str, np.ndarray]:
+    """The weights of any source, in the dtype of training. Raises as `freeze_weights`."""
+    origin, model = f"--init_from {source}", experiment.model
+    if not source.is_dir() and (why := why_not_readable(source)):
+        raise ExperimentError(f"{origin} {why}")
+    if is_huggingface(source):
+        model, weights = read_gpt2(source)
+    elif source.is_dir() or format_of_side(source):
+        base = Experiment(model=model, precision=experiment.precision)
+        reader = as_checkpoint(source, folder, base, pythons=pythons)
+        model, weights = reader.description.experiment.model, reader.group(WEIGHTS)
+    else:
+        try:
+            weights = Tensors(source)
+        except RecordError as error:
+            hint = "give a safetensors file, or nanoGPT's ckpt.pt by a name that ends in .pt"
+            raise ExperimentError(f"--init_from: {error}: {hint}") from None
+        if any(name.startswith((*WRAPPERS, TRANSFORMER, HEAD)) for name in weights):
+            weights = from_gpt2(weights, model, origin, is_linear=True)
+    if differing := differing_model(Experiment(model=model), experiment):
+        raise ExperimentError(f"{origin}: it is of another model: {', '.join(differing)}: set --model.* so")
+    return checked_weights(weights, experiment, origin)

@@ -1,0 +1,1 @@
+"""Runtime of a side: arguments, process places, recording, locks, and word from other hosts."""

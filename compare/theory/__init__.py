@@ -1,0 +1,1 @@
+"""Theory of a layout: bytes sent, bytes held, operations."""
