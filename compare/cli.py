@@ -26,8 +26,8 @@ from compare.commands.sample import Sample
 from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.flags import Spec, defaults_for
 from compare.formats.nanogpt_config import begins_with, in_our_words, is_config, notes_on
-from compare.host.tensors import RecordError
 from compare.spec.experiment import ExperimentError
+from compare.system.tensors import RecordError
 from compare.terminal import errors_console, printable
 
 OTHERS: dict[str, dict[str, tuple[Any, str]]] = {

@@ -10,10 +10,10 @@ import tyro
 from msgspec import Struct
 
 from compare.contract.request import Platform
-from compare.execute.hosts import Hosts, Launcher, find_hosts
+from compare.execute.folders import default_cache
 from compare.execute.launch import EnvironmentMissing
-from compare.execute.packages import why_not_python
-from compare.execute.paths import default_cache
+from compare.execute.launchers import Hosts, Launcher, find_hosts
+from compare.execute.pythons import why_not_python
 from compare.formats.nanogpt_config import layout_fields, load_experiment
 from compare.setup.fitting import fitting
 from compare.setup.presets import (

@@ -16,14 +16,14 @@ import msgspec
 from compare.contract.faults import planted
 from compare.contract.record import Failure, clear_record, leave_failure
 from compare.contract.request import read_request, read_request_file
-from compare.host.signals import describe_exit, is_ignored, on_signals, when_stdin_ends
 from compare.side.collective_bench import TYPE, CollectiveRequest
 from compare.side.command import parse_arguments, told_by
 from compare.side.ending import DONE, FAILED, StoppedEarly, StopRequest
-from compare.side.other_hosts import START, State, announce, blame_for_hang, say
+from compare.side.process_states import START, State, announce, blame_for_hang, say
 from compare.side.processes import Process, find_process
 from compare.side.run_lock import lock_folder
 from compare.spec.experiment import one_line
+from compare.system.signals import describe_exit, is_ignored, on_signals, when_stdin_ends
 from jaxpar.watchdog import Watchdog
 
 ASKED_IN_JSON = {

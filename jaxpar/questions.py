@@ -14,10 +14,10 @@ from msgspec.structs import replace
 from compare.checkpoint.description import DESCRIPTION, WEIGHTS
 from compare.checkpoint.reader import CheckpointReader
 from compare.contract.request import decode_request
-from compare.host.facts import cores, versions
 from compare.numerics.sampling import SampleRequest, generate
 from compare.side.ceiling import CeilingRequest
 from compare.spec.experiment import MAX_CPU_DEVICES, Precision
+from compare.system.facts import cores, versions
 from jaxpar.configuration import PACKAGES, configure_products
 from jaxpar.model import GPT
 from jaxpar.weights import from_canonical

@@ -12,13 +12,13 @@ from compare.checkpoint.saver import Part
 from compare.contract.record import Recorder
 from compare.contract.request import MOMENTS, Request, Rung
 from compare.contract.timing import Window
-from compare.host.facts import cpu_seconds, versions
 from compare.numerics.context import order_of_positions
 from compare.numerics.data import Corpus
 from compare.numerics.shards import digests_of, replicas_apart
 from compare.numerics.stream import Evaluation, arrays_of_step, evaluate
 from compare.side.ending import StopRequest
 from compare.spec.experiment import Experiment
+from compare.system.facts import cpu_seconds, versions
 from jaxpar import weights
 from jaxpar.checkpoint import local_shards, state_parts
 from jaxpar.comm.hosts import exchange, fetch, gathered, hosts_of, spread

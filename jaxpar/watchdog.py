@@ -8,8 +8,8 @@ import time
 import traceback
 from collections.abc import Callable
 
-from compare.host.facts import Activity, look_s
 from compare.side.ending import FAILED
+from compare.system.facts import Activity, look_s
 
 GRACE_S = 10.0
 

@@ -39,12 +39,12 @@ from compare.commands.check import SGD
 from compare.contract.ledger import Ledger
 from compare.contract.record import Manifest, Recorder, Step, write_tensors
 from compare.contract.request import Rung
-from compare.host.json_files import write_json
 from compare.judge.goldens import folder_of
 from compare.numerics.data import SPLITS, Corpus, open_corpus
 from compare.numerics.parameters import fingerprint, initial_parameters
 from compare.numerics.stream import Evaluation, steps_due
 from compare.spec.experiment import Experiment, edited, load, named_experiments, revalidate
+from compare.system.json_files import write_json
 
 SOURCE = "https://github.com/karpathy/nanoGPT"
 OUTSIDE_BLOCKS = {

@@ -17,13 +17,13 @@ from msgspec.structs import replace
 
 from compare.contract.record import clear_record, leave_failure
 from compare.contract.request import decode_request, read_request, read_request_file
-from compare.host.signals import is_ignored, when_stdin_ends
 from compare.side.collective_bench import CollectiveRequest
 from compare.side.command import parse_arguments, told_by
 from compare.side.ending import DONE, StopRequest
-from compare.side.other_hosts import State, announce, say
+from compare.side.process_states import State, announce, say
 from compare.side.processes import Process, find_process
 from compare.side.run_lock import lock_folder
+from compare.system.signals import is_ignored, when_stdin_ends
 
 STDIN_GRACE_S = 5.0
 ASKED_IN_JSON = {
@@ -80,7 +80,7 @@ def answer(arguments: argparse.Namespace) -> object:
         case "doctor":
             import torch
 
-            from compare.host.facts import versions
+            from compare.system.facts import versions
             from torchpar.comm.mesh import PACKAGES, device_kind
 
             gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from compare.host.facts import versions
-from compare.host.json_files import write_json
 from compare.side import collective_bench as bench
 from compare.side.collective_bench import CollectiveCase, CollectiveRequest, CollectiveRow
-from compare.side.other_hosts import host_names
+from compare.side.host_facts import host_names
+from compare.system.facts import versions
+from compare.system.json_files import write_json
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis, _gather_equal, _reduce_scatter_equal
 from torchpar.comm.mesh import PACKAGES, device_kind

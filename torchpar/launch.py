@@ -25,13 +25,13 @@ import torch
 from msgspec.structs import replace
 
 from compare.contract.record import Failure, leave_failure
-from compare.host.disk import no_room
-from compare.host.facts import Activity, MissingDevicesError, cpu_seconds, is_stopped, look_s
-from compare.host.signals import describe_exit, is_ignored
 from compare.side.command import RunFailed, told_by
 from compare.side.ending import ASKED, DivergedError, StoppedEarly, StopRequest
-from compare.side.other_hosts import START, State, blame, first_cause, say
+from compare.side.process_states import START, State, blame, first_cause, say
 from compare.spec.experiment import ExperimentError, one_line
+from compare.system.disk import no_room
+from compare.system.facts import Activity, MissingDevicesError, cpu_seconds, is_stopped, look_s
+from compare.system.signals import describe_exit, is_ignored
 from torchpar.comm.process_groups import choose_interface, is_consequence
 
 POLL_S = 0.1

@@ -23,10 +23,10 @@ from compare.checkpoint.reader import CheckpointReader
 from compare.checkpoint.saver import write_checkpoint
 from compare.formats.gpt2_names import HEAD, from_gpt2, gpt2_shape, require_gpt2
 from compare.formats.nanogpt_settings import MODEL_ARGS, experiment_of, settings_of
-from compare.host.disk import why_not_readable, write_atomically
 from compare.numerics.parameters import decays, parameter_table
 from compare.spec.experiment import Data, Experiment, ExperimentError, Model, Precision, edited, revalidate
 from compare.spec.sections import Count
+from compare.system.disk import why_not_readable, write_atomically
 from torchpar.weights import moment_keys, nanogpt_name, to_nanogpt
 
 NOT_EVALUATED = 1e9

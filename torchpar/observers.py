@@ -18,16 +18,16 @@ from compare.contract.record import ON_HOST, Recorder
 from compare.contract.request import MOMENTS, Rung
 from compare.contract.timing import Window, merged
 from compare.contract.work import ObservedWork
-from compare.host.facts import cpu_seconds, process_memory, versions
 from compare.numerics.context import order_of_positions
 from compare.numerics.parameters import parameter_table
 from compare.numerics.shards import digests_of, replicas_apart
 from compare.numerics.stream import Evaluation, arrays_of_step, evaluate
 from compare.side.ending import StopRequest
-from compare.side.other_hosts import host_names
+from compare.side.host_facts import host_names
 from compare.side.recording import Observer, Recording
 from compare.spec.axes import CP, DATA, PP
 from compare.spec.engines.registry import ENGINES
+from compare.system.facts import cpu_seconds, process_memory, versions
 from torchpar.comm.collectives import unobserved
 from torchpar.comm.mesh import PACKAGES, device_kind
 from torchpar.measure import ledger, work

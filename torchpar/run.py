@@ -13,7 +13,7 @@ from compare.contract.communication import LOSS, ROUTING
 from compare.contract.request import Request
 from compare.numerics.context import order_of_positions
 from compare.numerics.data import Corpus
-from compare.side.other_hosts import agree, facts_here
+from compare.side.host_facts import agree, facts_here
 from compare.side.recording import Progress
 from compare.spec.axes import CP, DATA, ROWS
 from compare.spec.experiment import Experiment

@@ -17,11 +17,11 @@ from msgspec.structs import replace
 
 from compare.contract.record import Failure, clear_record, leave_failure
 from compare.contract.request import Request
-from compare.host.facts import Activity, MissingDevicesError, look_s
-from compare.host.signals import describe_exit, on_signals
 from compare.side.collective_bench import CollectiveRequest
-from compare.side.other_hosts import blame_for_hang, gone_from, numbered, say, states_in, told_cause
+from compare.side.process_states import blame_for_hang, gone_from, numbered, say, states_in, told_cause
 from compare.side.processes import Process
+from compare.system.facts import Activity, MissingDevicesError, look_s
+from compare.system.signals import describe_exit, on_signals
 from torchpar.comm.process_groups import choose_interface
 from torchpar.launch import ALIKE, Rank, failure_of, gpu_of, require_gpus
 
@@ -70,7 +70,7 @@ class Siblings:
     """Finds out why the run ends, from inside a rank: above it is only a launcher that says nothing.
 
     Every rank says why before it leaves: so a rank that is gone without it was killed. Of ranks on other
-    hosts a rank reads what they say; where nobody is left to say it, `compare.execute.blame` knows the
+    hosts a rank reads what they say; where nobody is left to say it, `compare.execute.failures` knows the
     launcher's words. `host` names this one, if there may be others.
     """
 

@@ -20,11 +20,11 @@ from compare.checkpoint.description import (
     key,
     tensor_shapes,
 )
-from compare.host.json_files import read_json
-from compare.host.tensors import RecordError, garbled
 from compare.numerics.boxes import Box, Weights, whole
 from compare.numerics.parameters import parameter_table, storage_dtype
 from compare.spec.experiment import ExperimentError, revalidate
+from compare.system.json_files import read_json
+from compare.system.tensors import RecordError, garbled
 
 BLOCK_BYTES = 2**20
 OPEN_FILES = 128

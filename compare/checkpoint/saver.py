@@ -35,11 +35,11 @@ from compare.checkpoint.description import (
     key,
 )
 from compare.checkpoint.reader import read_description, sum_of
-from compare.host.json_files import read_json, write_json
 from compare.numerics.boxes import to_boxes
 from compare.numerics.parameters import storage_dtype
 from compare.numerics.shards import Shard
 from compare.spec.experiment import Experiment, ExperimentError
+from compare.system.json_files import read_json, write_json
 
 POLL_S = 0.02
 

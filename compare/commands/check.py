@@ -4,9 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from compare.execute.paths import check_output
+from compare.execute.folders import check_output
 from compare.flags import EngineName, chosen_engines
-from compare.host.disk import write_atomically
 from compare.judge.goldens import NANOGPT
 from compare.judge.ladder import Verdict
 from compare.judge.outcome import Grid, Outcome
@@ -17,6 +16,7 @@ from compare.show.findings import Findings, Text, verdict_findings
 from compare.show.markdown import markdown
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, edited, load, revalidate
+from compare.system.disk import write_atomically
 
 SHOWN = ("gradients", "later_weights")
 """Rungs whose errors a cell of the grid shows."""

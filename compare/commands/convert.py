@@ -13,7 +13,7 @@ import msgspec
 import tyro
 
 from compare.checkpoint.description import WEIGHTS, Checkpoint
-from compare.execute.ask import convert_by_side
+from compare.execute.query import convert_by_side
 from compare.flags import SidePythons, checked_pythons
 from compare.formats.huggingface import write_gpt2
 from compare.formats.nanogpt_config import load_experiment

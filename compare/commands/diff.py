@@ -9,12 +9,12 @@ from msgspec import Struct
 
 from compare.commands.report.page import rung_text
 from compare.contract.record import Record, read_record
-from compare.host.tensors import RecordError
 from compare.judge.difference import RATES, Difference, difference
 from compare.judge.ladder import LADDER
 from compare.judge.outcome import OUTCOME, read_outcome, read_run
 from compare.show.findings import Row, Table, Text, by_reason
 from compare.show.terminal import terminal_table
+from compare.system.tensors import RecordError
 from compare.terminal import PlainConsole, print_json, results_console
 
 

@@ -2,8 +2,8 @@
 
 from msgspec import Struct
 
-from compare.execute.ask import ask
 from compare.execute.launch import EnvironmentMissing
+from compare.execute.query import ask
 from compare.flags import SidePythons, pythons_of
 from compare.show.findings import Row, Table, Text
 from compare.show.terminal import terminal_table

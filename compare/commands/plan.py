@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from compare.contract.request import Platform
-from compare.execute.hosts import Launcher
+from compare.execute.launchers import Launcher
 from compare.flags import Hidden, StudiedName
 from compare.judge.outcome import Grid, Outcome
 from compare.plan.compute import GPT, PARTS, Term, Variant

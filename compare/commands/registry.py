@@ -13,8 +13,8 @@ from compare.commands.plan import Plan
 from compare.commands.profile import Profile
 from compare.commands.run import Resume, Run
 from compare.commands.sweep import Sweep
-from compare.host.tensors import RecordError
 from compare.judge.outcome import OUTCOME, Outcome, read_outcome
+from compare.system.tensors import RecordError
 
 STUDIES: dict[str, Any] = {
     study.__name__.lower(): study

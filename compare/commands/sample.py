@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 import tyro
 
-from compare.execute.ask import ask
+from compare.execute.query import ask
 from compare.flags import SidePythons, checked_pythons
 from compare.formats.tokens import Alphabet, alphabet_of
 from compare.numerics.sampling import SampleRequest

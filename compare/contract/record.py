@@ -12,7 +12,7 @@
                               that the record is complete
     checkpoints/              the full state after some of the steps (`compare.checkpoint`)
     error.json                instead of a manifest: which rank failed first, and its traceback
-    process-K.json            of each process that has no parent: where it is, why it left (`other_hosts`)
+    process-K.json            of each process that has no parent: where it is, why it left (`process_states`)
 
 Every file is written to a temporary name and renamed; a progress bar reads `steps.jsonl.part`, to which steps
 are appended while the run goes on.
@@ -36,19 +36,19 @@ from compare.contract.request import REQUEST, Request, Rung
 from compare.contract.timeline import TIMELINE, TRACES, Timeline
 from compare.contract.timing import Window
 from compare.contract.work import WORK, ObservedWork
-from compare.host.disk import no_room
-from compare.host.json_files import decode_json, read_json, write_json
-from compare.host.tensors import RecordError, Tensors, garbled
 from compare.numerics.initial_weights import write_weights
 from compare.numerics.stream import Evaluation
 from compare.spec.experiment import Experiment
+from compare.system.disk import no_room
+from compare.system.json_files import decode_json, read_json, write_json
+from compare.system.tensors import RecordError, Tensors, garbled
 
 T = TypeVar("T")
 MANIFEST, ERROR = "manifest.json", "error.json"
 STEPS, STEPS_PART, EVALUATIONS = "steps.jsonl", "steps.jsonl.part", "evaluations.jsonl"
 LEDGER = "ledger.json"
 STATE = "process-"
-"""Begins the name of the file of each process, where they have no parent: `other_hosts`."""
+"""Begins the name of the file of each process, where they have no parent: `process_states`."""
 ON_HOST = "host"
 """The kind of `Manifest.resident_bytes` that is in the host's memory."""
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from compare.host.facts import cpu_seconds
+from compare.system.facts import cpu_seconds
 
 
 class Timing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -20,20 +20,20 @@ from pathlib import Path
 from compare.contract import record as files
 from compare.contract.record import Record, Step
 from compare.contract.request import Request
-from compare.execute.blame import LOG, why
-from compare.execute.hosts import HERE, Hosts, print_lines
-from compare.execute.machine import gpu_memories
-from compare.execute.paths import remove_run_dir
+from compare.execute.failures import LOG, why
+from compare.execute.folders import remove_run_dir
+from compare.execute.launchers import HERE, Hosts, print_lines
+from compare.execute.this_machine import gpu_memories
 from compare.execute.watch import BEFORE_FIRST_STEP, NOT_STARTED, watch
-from compare.host.disk import write_atomically
 from compare.numerics.data import open_corpus, standard_library_text
 from compare.side.collective_bench import CollectiveRequest
 from compare.side.ending import BAD_REQUEST, DONE, FAILED, MISSING, STOPPED, StopRequest
-from compare.side.other_hosts import START, State, say
+from compare.side.process_states import START, State, say
 from compare.side.processes import VARIABLES
 from compare.spec.engines.engine import Side
 from compare.spec.engines.registry import side_of
 from compare.spec.experiment import MAX_CPU_DEVICES, Data, Experiment, ExperimentError, Layout, edited
+from compare.system.disk import write_atomically
 
 POLITE_S = 3.0
 PROBE_S = 60.0

@@ -5,7 +5,7 @@ import time
 import psutil
 
 from compare.execute.launch import EnvironmentMissing
-from compare.host.facts import cpu_seconds
+from compare.system.facts import cpu_seconds
 
 LOOK_S = 2.0
 BUSY_CORES, BUSY_SHARE = 0.2, 0.05

@@ -10,11 +10,11 @@ import psutil
 
 from compare.contract import record as files
 from compare.contract.record import Failure, Step
-from compare.execute.blame import LOG
-from compare.execute.hosts import HERE, Hosts
-from compare.host.facts import Activity, is_stopped, look_s
+from compare.execute.failures import LOG
+from compare.execute.launchers import HERE, Hosts
 from compare.side.ending import ASKED, STOPPED, StopRequest
-from compare.side.other_hosts import blame, states_in
+from compare.side.process_states import blame, states_in
+from compare.system.facts import Activity, is_stopped, look_s
 
 POLL_S = 0.05
 BEFORE_FIRST_STEP = f"stopped before its first step, as asked by {ASKED.name}; nothing is saved"

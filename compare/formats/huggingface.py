@@ -14,10 +14,10 @@ import numpy as np
 from safetensors.numpy import save
 
 from compare.formats.gpt2_names import TRANSFORMER, from_gpt2, gpt2_name, gpt2_shape, require_gpt2
-from compare.host.disk import write_atomically
-from compare.host.tensors import Tensors
 from compare.numerics.parameters import parameter_table
 from compare.spec.experiment import ExperimentError, Model
+from compare.system.disk import write_atomically
+from compare.system.tensors import Tensors
 
 CONFIG, WEIGHTS_FILE = "config.json", "model.safetensors"
 DROPOUTS: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)

@@ -12,9 +12,9 @@ from typing import Any
 
 from compare.formats.nanogpt_settings import FIELDS, experiment_of
 from compare.formats.tokens import META, alphabet_size
-from compare.host.disk import why_not_readable
 from compare.spec.experiment import Experiment, ExperimentError, edited, load, revalidate
 from compare.spec.experiment import layout_fields as toml_layout_fields
+from compare.system.disk import why_not_readable
 
 MAX_BYTES = 65_536
 PADDED_GPT2_VOCABULARY = 50304

@@ -9,8 +9,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from compare.host.disk import why_not_readable
 from compare.spec.experiment import Experiment, ExperimentError
+from compare.system.disk import why_not_readable
 
 META = "meta.pkl"
 BYTES = 256

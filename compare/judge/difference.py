@@ -11,12 +11,12 @@ from msgspec.structs import replace
 from compare.contract.communication import summed
 from compare.contract.record import Record, read_tensors
 from compare.contract.request import UPDATES, Rung
-from compare.host.tensors import RecordError
 from compare.judge.ladder import Verdict, compare_rungs
 from compare.judge.metrics import METRICS, figures
 from compare.judge.rungs import COMPARE, compare_steps, compare_tensors, dtypes_of
 from compare.judge.tolerances import Tolerance, tolerances_for
 from compare.numerics.parameters import storage_dtype
+from compare.system.tensors import RecordError
 
 RATES = "lr_curve"
 PRECISIONS = ("float64", "float32", "float16", "bfloat16")

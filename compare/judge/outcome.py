@@ -16,12 +16,12 @@ from msgspec.structs import replace
 
 from compare.contract.record import MANIFEST, Record, read_record
 from compare.contract.request import Platform, Request
-from compare.host.json_files import FolderName, read_json, write_json
-from compare.host.tensors import RecordError
 from compare.judge.goldens import NANOGPT, read_golden
 from compare.judge.ladder import Verdict, climb
 from compare.spec.engines.registry import side_of
 from compare.spec.experiment import Experiment, ExperimentError, one_line
+from compare.system.json_files import FolderName, read_json, write_json
+from compare.system.tensors import RecordError
 
 T = TypeVar("T")
 OUTCOME = "outcome.json"

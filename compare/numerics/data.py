@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from compare.host.disk import why_not_readable
 from compare.spec.experiment import Experiment, ExperimentError
+from compare.system.disk import why_not_readable
 
 STDLIB_BYTES = 4_000_000
 SYNTHETIC_TOKENS = 1_000_000

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
 
-from compare.host.disk import write_atomically
 from compare.numerics.parameters import parameter_table, storage_dtype
 from compare.spec.experiment import Experiment, ExperimentError
+from compare.system.disk import write_atomically
 
 INIT = "init.safetensors"
 LISTED = 3

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from compare.host.disk import why_not_readable
 from compare.spec.experiment import ExperimentError, beginning, one_line, tables_in
+from compare.system.disk import why_not_readable
 
 CHIPS = {path.stem: path for path in sorted((Path(__file__).parent.parent / "machines").glob("*.toml"))}
 Rate = Annotated[float, Meta(gt=0, le=1e30)]

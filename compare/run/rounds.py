@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from compare.checkpoint.description import CHECKPOINTS, checkpoints_in
 from compare.execute.launch import EngineError
 from compare.execute.progress import Reporter
-from compare.host.tensors import RecordError
 from compare.judge.outcome import Outcome, save, with_case
 from compare.side.ending import STOPPED
 from compare.side.run_lock import lock_folder
+from compare.system.tensors import RecordError
 
 if TYPE_CHECKING:
     from compare.run.study import Study

@@ -14,9 +14,9 @@ import msgspec
 from msgspec.structs import replace
 
 from compare.contract.record import Record, Step
+from compare.execute.folders import create_run_dir, remove_run_dir
 from compare.execute.launch import EngineError, launch, prepare
-from compare.execute.machine import here_and_now, require_same_source
-from compare.execute.paths import create_run_dir, remove_run_dir
+from compare.execute.this_machine import here_and_now, require_same_source
 from compare.flags import Spec, checked_pythons
 from compare.judge.ladder import objections_by_itself
 from compare.judge.metrics import figures

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from compare.contract.record import ON_HOST
-from compare.execute.hosts import Hosts
 from compare.execute.launch import EnvironmentMissing
-from compare.host.tensors import RecordError
+from compare.execute.launchers import Hosts
 from compare.judge.outcome import Case, Outcome
 from compare.numerics.data import open_corpus
 from compare.setup.fitting import require_case
@@ -19,6 +18,7 @@ from compare.show.terminal import print_findings
 from compare.side.ending import BAD_REQUEST, MISSING
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError, to_toml
+from compare.system.tensors import RecordError
 from compare.terminal import human_bytes, layout_in_words, results_console
 from compare.theory.memory import KINDS
 from compare.theory.peak import peak_estimate, peak_per_device

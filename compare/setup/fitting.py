@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from compare.contract.record import ON_HOST
-from compare.execute.hosts import Hosts
 from compare.execute.launch import EnvironmentMissing, require_devices
-from compare.execute.machine import gpu_memories, memory_bytes
-from compare.execute.packages import why_not_python
+from compare.execute.launchers import Hosts
+from compare.execute.pythons import why_not_python
+from compare.execute.this_machine import gpu_memories, memory_bytes
 from compare.numerics.parameters import parameter_count, storage_dtype
 from compare.spec.engines.registry import ENGINES, side_of
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited

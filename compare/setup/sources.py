@@ -10,15 +10,15 @@ import numpy as np
 from compare.checkpoint.description import WEIGHTS, Checkpoint
 from compare.checkpoint.reader import CheckpointReader
 from compare.checkpoint.saver import write_checkpoint
-from compare.execute.ask import convert_by_side
+from compare.execute.query import convert_by_side
 from compare.formats.gpt2_names import HEAD, TRANSFORMER, WRAPPERS, from_gpt2
 from compare.formats.huggingface import is_huggingface, read_gpt2
-from compare.host.disk import why_not_readable
-from compare.host.tensors import RecordError, Tensors
 from compare.numerics.initial_weights import INIT, checked_weights, write_weights
 from compare.numerics.parameters import fingerprint
 from compare.setup.resuming import any_checkpoint, differing_model
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
+from compare.system.disk import why_not_readable
+from compare.system.tensors import RecordError, Tensors
 
 PICKLES = (".pt", ".pth", ".ckpt")
 ORBAX_METADATA = "_CHECKPOINT_METADATA"

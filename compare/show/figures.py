@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from markupsafe import Markup, escape
 from msgspec import Struct
 
-from compare.host.disk import write_atomically
+from compare.system.disk import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

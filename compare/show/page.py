@@ -5,10 +5,10 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from compare.host.disk import write_atomically
 from compare.show.figures import Figure, svg
 from compare.show.findings import Findings, by_reason
 from compare.spec.experiment import one_line
+from compare.system.disk import write_atomically
 from compare.terminal import errors_console, printable
 
 

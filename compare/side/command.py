@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from compare.contract.record import Failure
-from compare.host.disk import no_room
-from compare.host.facts import MissingDevicesError
-from compare.host.tensors import RecordError
 from compare.side.ending import BAD_REQUEST, FAILED, MISSING, STOPPED, DivergedError, StoppedEarly
 from compare.spec.experiment import ExperimentError, one_line
+from compare.system.disk import no_room
+from compare.system.facts import MissingDevicesError
+from compare.system.tensors import RecordError
 
 CODES: dict[type[Exception], int] = {
     StoppedEarly: STOPPED,

@@ -5,11 +5,11 @@ from pathlib import Path
 from compare.checkpoint.description import WEIGHTS
 from compare.checkpoint.reader import CheckpointReader
 from compare.contract.request import Request
-from compare.host.tensors import Tensors
 from compare.numerics.boxes import Given, Weights
 from compare.numerics.initial_weights import checked_weights
 from compare.numerics.parameters import SeedWeights, fingerprint
 from compare.spec.experiment import ExperimentError
+from compare.system.tensors import Tensors
 
 
 def starting_parameters(request: Request) -> Weights:

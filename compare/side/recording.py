@@ -19,13 +19,13 @@ from compare.contract.faults import IGNORED
 from compare.contract.record import Manifest, Recorder, Step, write_tensors
 from compare.contract.request import REQUEST, Request, Rung
 from compare.contract.timing import Window
-from compare.host.json_files import read_json
 from compare.numerics.loss_scale import LossScale, next_scale
 from compare.numerics.optimizer import learning_rate
 from compare.numerics.parameters import parameter_count
 from compare.numerics.stream import Evaluation, is_due
 from compare.side.ending import ASKED, DivergedError, StoppedEarly
 from compare.spec.experiment import Experiment
+from compare.system.json_files import read_json
 
 
 class FinishedStep(NamedTuple):

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from compare.host.disk import why_not_readable
 from compare.spec.checks import ExperimentError, check
 from compare.spec.sections import (
     Checkpoints,
@@ -23,6 +22,7 @@ from compare.spec.sections import (
     Precision,
     Train,
 )
+from compare.system.disk import why_not_readable
 
 __all__ = ["Checkpoints", "Data", "Layout", "Model", "Optimizer", "Precision", "Train"]
 """Read from here, beside what stands below."""

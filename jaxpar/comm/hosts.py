@@ -14,10 +14,10 @@ import msgspec
 import numpy as np
 from jax.experimental import multihost_utils
 
-from compare.host.facts import MissingDevicesError
-from compare.side.other_hosts import HostFacts, agree, facts_here, host_names
+from compare.side.host_facts import HostFacts, agree, facts_here, host_names
 from compare.side.processes import Process, address_towards
 from compare.spec.experiment import Experiment
+from compare.system.facts import MissingDevicesError
 from jaxpar.configuration import PACKAGES
 
 _here: list[Process] = []  # which of the processes this one is, once it has joined them

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from compare.host.facts import MissingDevicesError, cpu_model
 from compare.spec.experiment import Layout
+from compare.system.facts import MissingDevicesError, cpu_model
 
 
 def make_mesh(layout: Layout, *, platform: str) -> Mesh:

@@ -15,8 +15,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from compare.host.facts import versions
-from compare.host.json_files import write_json
 from compare.side.ceiling import Ceiling, CeilingRequest, Multiply, find_ceiling
 from compare.side.collective_bench import (
     TIMES,
@@ -32,6 +30,8 @@ from compare.side.collective_bench import (
 )
 from compare.spec.axes import DP_REPLICATE
 from compare.spec.experiment import Layout
+from compare.system.facts import versions
+from compare.system.json_files import write_json
 from jaxpar.comm import collectives, hosts
 from jaxpar.comm.mesh import device_kind, find_devices, make_mesh
 from jaxpar.configuration import PACKAGES

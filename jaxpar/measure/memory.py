@@ -7,7 +7,7 @@ import jax
 
 from compare.contract.memory_profile import Class, DeviceMemory, MemoryProfile, Peak
 from compare.contract.record import ON_HOST
-from compare.host.facts import cores, process_memory
+from compare.system.facts import cores, process_memory
 from jaxpar.comm.hosts import gathered
 from jaxpar.step import HOST, ShardedStep, TrainState
 

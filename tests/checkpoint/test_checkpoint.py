@@ -21,10 +21,10 @@ from compare.checkpoint.description import (
 from compare.checkpoint.reader import CheckpointReader
 from compare.checkpoint.saver import Saver
 from compare.contract.request import REQUEST, Request, read_request
-from compare.host.json_files import write_json
 from compare.numerics.boxes import Box
 from compare.numerics.parameters import parameter_table
 from compare.spec.experiment import Checkpoints, ExperimentError
+from compare.system.json_files import write_json
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Hosts and devices: names of hosts, coordinates, and which axes cross."""
 
 from compare.commands.report.hosts import crosses, crossing_words, host_table
-from compare.side.other_hosts import host_names
+from compare.side.host_facts import host_names
 from compare.spec.experiment import Layout
 
 HSDP = Layout(dp_replicate=2, dp_shard=2, zero=3)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from compare import api
-from compare.host.tensors import RecordError
 from compare.spec.experiment import ExperimentError
+from compare.system.tensors import RecordError
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
 

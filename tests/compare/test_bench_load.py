@@ -11,7 +11,7 @@ from made_up import bench
 from compare.commands.bench.outcome import timed
 from compare.commands.bench.timed_study import Timed
 from compare.execute import load
-from compare.execute.hosts import Hosts
+from compare.execute.launchers import Hosts
 from compare.judge.outcome import read_outcome
 
 

@@ -3,7 +3,7 @@
 import signal
 
 from compare.contract.record import ERROR, Failure, leave_failure
-from compare.execute.blame import LOG, seen_by_srun, why
+from compare.execute.failures import LOG, seen_by_srun, why
 from compare.side.ending import STOPPED
 
 SRUN = """

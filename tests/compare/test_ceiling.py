@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from compare.execute.ask import measure_ceiling
+from compare.execute.query import measure_ceiling
 from compare.side import ceiling
 from compare.side.ceiling import CeilingRequest, find_ceiling
 

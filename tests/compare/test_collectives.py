@@ -11,7 +11,7 @@ from compare import cli
 from compare.commands.collectives import Collectives, implementations_on, sizes_between
 from compare.commands.collectives.fit import fit_line, fits_of
 from compare.contract.request import Request
-from compare.execute import hosts
+from compare.execute import launchers
 from compare.judge.outcome import Case, Outcome
 from compare.show.page import write_page
 from compare.side.collective_bench import (
@@ -125,7 +125,7 @@ def test_both_sides_compute_every_collective_on_two_hosts(shardpair):
 
 
 def test_ranks_are_those_that_hosts_divide_and_have_slots_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(hosts.socket, "gethostname", lambda: "head")
+    monkeypatch.setattr(launchers.socket, "gethostname", lambda: "head")
     (tmp_path / "hostfile").write_text("head slots=2\nother slots=2\n")
     asked, _ = cli.parse(["collectives", "--hosts", "4"])
     assert list(asked.cases(Experiment())[0]) == ["jaxpar-4", "torchpar-4"]

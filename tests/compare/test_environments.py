@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from compare.cli import main
-from compare.execute import packages
-from compare.execute.paths import create_run_dir, remove_run_dir
+from compare.execute import pythons
+from compare.execute.folders import create_run_dir, remove_run_dir
 
 ARGUMENTS = ["run", "check", "--engines", "torch-manual", "--quiet"]
 
@@ -42,9 +42,9 @@ def test_a_python_that_cannot_run_a_side(folder, capsys):
 
 
 def test_this_python_without_a_framework(folder, capsys, monkeypatch):
-    find = packages.importlib.util.find_spec
+    find = pythons.importlib.util.find_spec
     monkeypatch.setattr(
-        packages.importlib.util, "find_spec", lambda name: None if name == "torch" else find(name)
+        pythons.importlib.util, "find_spec", lambda name: None if name == "torch" else find(name)
     )
     assert main(ARGUMENTS) == 3
     said = capsys.readouterr().err

@@ -10,10 +10,10 @@ import pytest
 from compare.checkpoint.description import CHECKPOINTS, UNFINISHED
 from compare.contract.record import STATE, STEPS_PART, read_failure, remove_remains
 from compare.contract.request import REQUEST, Request
-from compare.host.disk import no_room, write_atomically
-from compare.host.json_files import write_json
 from compare.side.run_lock import lock_folder
 from compare.spec.experiment import ExperimentError
+from compare.system.disk import no_room, write_atomically
+from compare.system.json_files import write_json
 
 
 def test_a_killed_holder_lets_go_and_what_it_started_does_not_hold(tmp_path):

@@ -13,12 +13,12 @@ from compare.contract import record as files
 from compare.contract.communication import GRADIENTS
 from compare.contract.record import read_record, read_tensors
 from compare.contract.request import Rung
-from compare.host.json_files import read_json
-from compare.host.tensors import RecordError
 from compare.judge import ladder
 from compare.judge.ladder import REQUEST, climb
 from compare.spec.axes import TP
 from compare.spec.experiment import edited
+from compare.system.json_files import read_json
+from compare.system.tensors import RecordError
 
 REFERENCE, CANDIDATE = (("reference",), ("candidate",))
 BOTH = (*REFERENCE, *CANDIDATE)

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from compare.checkpoint.description import CHECKPOINTS, checkpoints_in
 from compare.checkpoint.reader import CheckpointReader
 from compare.contract.record import Failure, read_failure, read_record
-from compare.execute import hosts as several
-from compare.execute.hosts import HERE, Hosts, find_hosts, print_lines, start_together
+from compare.execute import launchers
 from compare.execute.launch import child_environment
+from compare.execute.launchers import HERE, Hosts, find_hosts, print_lines, start_together
 from compare.spec.engines.registry import side_of
 from compare.spec.experiment import ExperimentError, Layout
 
@@ -40,14 +40,14 @@ def test_srun_starts_a_process_a_host_or_a_device():
 
 def test_hosts_are_those_of_the_allocation(monkeypatch):
     assert find_hosts("local", 0) == HERE
-    monkeypatch.setattr(several.shutil, "which", lambda name: name)
+    monkeypatch.setattr(launchers.shutil, "which", lambda name: name)
     allocation = {"SLURM_JOB_NUM_NODES": "2"}
     two = find_hosts("slurm", 0, environment=allocation, options="--gpu-bind=none --exclusive")
     assert (two.count, two.options) == (2, ("--gpu-bind=none", "--exclusive"))
     for count, there, words in ((2, {}, "begin with `salloc"), (3, allocation, "the allocation has 2")):
         with pytest.raises(ExperimentError, match=words):
             find_hosts("slurm", count, environment=there)
-    monkeypatch.setattr(several.shutil, "which", lambda name: None)
+    monkeypatch.setattr(launchers.shutil, "which", lambda name: None)
     with pytest.raises(ExperimentError, match="no srun here"):
         find_hosts("slurm", 2, environment={})
     for launcher, count, options, words in (
@@ -75,7 +75,7 @@ HOSTFILE = "# two hosts\nhead slots=2\n\nother slots=2  # as many\n"
 def test_a_hostfile_gives_a_line_for_each_host(tmp_path, monkeypatch, capsys):
     file = tmp_path / "hostfile"
     file.write_text(HOSTFILE)
-    monkeypatch.setattr(several.socket, "gethostname", lambda: "head.cluster")
+    monkeypatch.setattr(launchers.socket, "gethostname", lambda: "head.cluster")
     hosts = find_hosts("torchrun", 0, file)
     assert (hosts.count, hosts.slots) == (2, {"head": 2, "other": 2})
     for side in (JAX, TORCH):
@@ -111,8 +111,8 @@ def test_a_hostfile_that_cannot_be_used_is_one_line(tmp_path, monkeypatch):
         ),
         ("torchrun", b"\xff\x00", "head", "it is no text"),
     ):
-        monkeypatch.setattr(several.socket, "gethostname", lambda name=here: name)
-        monkeypatch.setattr(several.socket, "getfqdn", lambda name=here: name)
+        monkeypatch.setattr(launchers.socket, "gethostname", lambda name=here: name)
+        monkeypatch.setattr(launchers.socket, "getfqdn", lambda name=here: name)
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
         with pytest.raises(ExperimentError, match=words):
             find_hosts(launcher, 0, file)
@@ -128,7 +128,7 @@ def test_an_engine_does_not_inherit_the_place_of_who_starts_it(monkeypatch):
 
 NUMBER = "import os, signal, sys, time; number = os.environ['RANK']; "
 CONSEQUENCE = (
-    "from pathlib import Path; from compare.side.other_hosts import Failure, State, say; "
+    "from pathlib import Path; from compare.side.process_states import Failure, State, say; "
     "failure = lambda text: Failure(message=text, rank=int(number), is_consequence=True); "
     "tell = lambda text: say(Path.cwd(), State(number=int(number), failure=failure(text))); "
 )
@@ -137,13 +137,13 @@ CONSEQUENCE = (
 def together(script: str, folder: Path, monkeypatch) -> tuple[int, Failure | None]:
     """Two processes on each of two hosts. Returns the exit code, and what is left in the folder."""
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("PYTHONPATH", str(Path(several.__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(launchers.__file__).parents[2]))
     return start_together(2, 2, folder, [sys.executable, "-c", NUMBER + script]), read_failure(folder)
 
 
 def test_the_first_process_that_fails_ends_the_others_and_is_named(tmp_path, monkeypatch):
     assert together("sys.exit(0)", tmp_path, monkeypatch) == (0, None)
-    monkeypatch.setattr(several.socket, "gethostname", lambda: "box")
+    monkeypatch.setattr(launchers.socket, "gethostname", lambda: "box")
     code, failure = together("number == '3' and sys.exit(3); time.sleep(600)", tmp_path, monkeypatch)
     assert code == 1
     assert failure == Failure(message="process 3 on box left with exit code 3", rank=3)

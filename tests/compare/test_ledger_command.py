@@ -7,8 +7,8 @@ from records import make_run
 from compare.cli import main
 from compare.contract.ledger import Ledger
 from compare.contract.record import LEDGER
-from compare.host.json_files import read_json, write_json
 from compare.spec.experiment import edited
+from compare.system.json_files import read_json, write_json
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ from grid import DEVICES
 from compare.commands.ledger import Ledger as Study
 from compare.contract.ledger import Ledger
 from compare.contract.record import LEDGER
-from compare.host.json_files import read_json
 from compare.judge.ledger import read_snapshot, snapshot_rows
 from compare.judge.outcome import read_outcome
 from compare.setup.presets import PRESETS
 from compare.spec.engines.registry import STUDIED
+from compare.system.json_files import read_json
 
 SNAPSHOT = read_snapshot()
 THEIR_OWN_CHOICE = {

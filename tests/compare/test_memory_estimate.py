@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from compare.execute import machine
+from compare.execute import this_machine as machine
 from compare.numerics.parameters import parameter_count
 from compare.setup import fitting
 from compare.setup.fitting import require_memory

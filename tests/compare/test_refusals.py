@@ -13,7 +13,7 @@ import pytest
 from compare.checkpoint.description import CHECKPOINTS, DESCRIPTION
 from compare.cli import COMMANDS, flags_in, main, overview, parse
 from compare.execute import launch
-from compare.execute.paths import default_cache
+from compare.execute.folders import default_cache
 from compare.flags import Spec
 from compare.spec.experiment import (
     MAX_FILE_BYTES,

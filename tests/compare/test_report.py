@@ -16,10 +16,10 @@ from compare.commands.report.page import (
 from compare.contract.ledger import Ledger
 from compare.contract.memory_profile import MEMORY, Curve, DeviceMemory, MemoryProfile, Peak
 from compare.contract.request import Rung
-from compare.host.json_files import write_json
 from compare.judge.metrics import figures
 from compare.show.figures import WINDOWS, Figure, save_figures, windowed
 from compare.spec.experiment import edited, parse
+from compare.system.json_files import write_json
 
 pytestmark = pytest.mark.usefixtures("with_pictures")
 PIPELINE = {"layout": {"pp": 2, "microbatches": 2, "schedule": "gpipe"}, "model": {"n_layer": 2}}

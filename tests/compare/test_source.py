@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from compare.execute import machine
+from compare.execute import this_machine
 
 AUTHOR = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
 
@@ -20,14 +20,14 @@ def git(folder: Path, *arguments: str) -> str:
 
 def install(folder: Path) -> Path:
     (folder / "compare" / "execute").mkdir(parents=True)
-    return Path(shutil.copy(machine.__file__, folder / "compare" / "execute" / "machine.py"))
+    return Path(shutil.copy(this_machine.__file__, folder / "compare" / "execute" / "this_machine.py"))
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="there is no git")
 def test_another_projects_repository_lends_no_commit_unless_it_tracks_us(tmp_path, monkeypatch):
     def state(module: Path) -> tuple[str, bool]:
-        monkeypatch.setattr(machine, "__file__", str(module))
-        return machine.git_state()
+        monkeypatch.setattr(this_machine, "__file__", str(module))
+        return this_machine.git_state()
 
     git(tmp_path, "init", "--quiet")
     wheel = install(tmp_path / ".venv" / "lib" / "site-packages")

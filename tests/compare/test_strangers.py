@@ -19,13 +19,13 @@ from rich.table import Table
 from compare.cli import main
 from compare.commands import doctor
 from compare.commands.doctor import SideReport, examine
-from compare.execute import ask, launch
+from compare.execute import launch, query
 from compare.execute.launch import EngineError, with_safe_path
-from compare.host.facts import has_ended
-from compare.host.json_files import FolderName
 from compare.judge.outcome import OUTCOME
 from compare.run import study
 from compare.spec.engines.registry import SIDES
+from compare.system.facts import has_ended
+from compare.system.json_files import FolderName
 from compare.terminal import PlainConsole, coloured, printable
 
 MODULES = ("compare", "numpy", "jax", "torch", "msgspec", "jaxpar", "torchpar", "json")
@@ -111,7 +111,7 @@ def test_any_program_may_be_taken_for_a_python(tmp_path, monkeypatch, capsys):
 
 
 def test_a_program_that_never_answers_is_ended_with_what_it_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(ask, "TIMEOUT_S", 3)  # enough to start a shell, however busy the machine
+    monkeypatch.setattr(query, "TIMEOUT_S", 3)  # enough to start a shell, however busy the machine
     python = program(tmp_path, "sleep 300 & echo $! > child; wait")
     monkeypatch.chdir(tmp_path)
     assert examine("jaxpar", python) == f"jaxpar: {python}: no answer for 3 s"
@@ -121,7 +121,8 @@ def test_a_program_that_never_answers_is_ended_with_what_it_started(tmp_path, mo
 
 def test_who_is_asked_ends_with_who_asked(tmp_path):
     python = program(tmp_path, f'echo "$@" > {tmp_path}/asked; echo $$ > {tmp_path}/child; cat')
-    ask_it = "import sys; from compare.execute.ask import ask; ask('jaxpar', sys.argv[1], ['-q'], answer=int)"
+    ask_it = "import sys; from compare.execute.query import ask; "
+    ask_it += "ask('jaxpar', sys.argv[1], ['-q'], answer=int)"
     asking = processes.start([sys.executable, "-c", ask_it, python])
     processes.wait_for(lambda: (tmp_path / "child").is_file() and (tmp_path / "child").read_text())
     asking.kill()

@@ -12,12 +12,12 @@ from records import make_steps
 from compare.cli import main
 from compare.commands.registry import STUDIES
 from compare.contract.record import LEDGER, MANIFEST, STEPS
-from compare.execute import machine
+from compare.execute import this_machine
 from compare.execute.launch import EngineError
-from compare.host.tensors import RecordError
 from compare.judge.outcome import GONE, OUTCOME, read_outcome, read_run
 from compare.run import study
 from compare.side.run_lock import lock_folder
+from compare.system.tensors import RecordError
 
 NAMES = ["torch-manual", "jax-manual", "torch-library"]
 RUN = ["run", "tiny.toml", "--engines", *NAMES, "--keep_tensors", "--quiet", "--run_dir", "r"]
@@ -111,7 +111,7 @@ def test_what_another_version_began_or_somebody_uses_is_not_gone_on_with(engines
         patched.setattr(study, "open_corpus", lambda one: SimpleNamespace(sha256="ff"))
         assert main(["run", "--continue", "r"]) == 2
         assert "its data has changed since" in capsys.readouterr().err
-    monkeypatch.setattr(machine, "git_state", lambda: ("f" * 40, True))
+    monkeypatch.setattr(this_machine, "git_state", lambda: ("f" * 40, True))
     assert main(["run", "--continue", "r"]) == 2
     assert "and this is ffffffffffff and changes" in " ".join(capsys.readouterr().err.split())
 

@@ -14,10 +14,10 @@ from compare.commands.report.page import REMOVED
 from compare.commands.run import Run
 from compare.contract.record import Record, read_record
 from compare.contract.request import REQUEST, Request, Rung
-from compare.host.json_files import write_json
 from compare.judge.outcome import read_outcome, save
 from compare.run import study
 from compare.spec.experiment import edited, to_toml
+from compare.system.json_files import write_json
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from warm import run_forked
 
 from compare.contract.record import STATE, STEPS_PART
 from compare.execute import watch
-from compare.execute.hosts import HERE, Hosts
-from compare.host.facts import LOOK_S, Activity
-from compare.side.other_hosts import State, say
+from compare.execute.launchers import HERE, Hosts
+from compare.side.process_states import State, say
+from compare.system.facts import LOOK_S, Activity
 from jaxpar import watchdog
 from jaxpar.watchdog import Watchdog
 

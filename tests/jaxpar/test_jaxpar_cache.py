@@ -7,8 +7,8 @@ import sys
 from msgspec.structs import replace
 
 from compare.contract.request import REQUEST, Request
-from compare.host.json_files import write_json
 from compare.spec.experiment import Experiment, Layout
+from compare.system.json_files import write_json
 
 COMPILE = """
 import sys

@@ -7,9 +7,9 @@ from msgspec.structs import replace
 from compare.contract.record import read_record
 from compare.contract.request import REQUEST, Request
 from compare.contract.timing import Timing
-from compare.host.json_files import write_json
 from compare.numerics.optimizer import learning_rate
 from compare.spec.experiment import Data, Experiment, Optimizer, Train
+from compare.system.json_files import write_json
 from jaxpar.peers.plain_jit import learning_rate_of, train
 
 

@@ -26,14 +26,14 @@ from compare.contract.record import (
 from compare.contract.request import REQUEST, Request, Rung, rungs_asked_for
 from compare.contract.work import WORK
 from compare.execute.launch import child_environment
-from compare.host.facts import MissingDevicesError
-from compare.host.json_files import decode_json, write_json
 from compare.judge.strategy import strategy_of
 from compare.numerics.data import open_corpus
 from compare.numerics.parameters import initial_parameters, parameter_table
 from compare.side.ending import BAD_REQUEST, FAILED, MISSING, DivergedError
 from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import Optimizer, Train
+from compare.system.facts import MissingDevicesError
+from compare.system.json_files import decode_json, write_json
 from jaxpar.__main__ import failure_of
 
 

@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from compare.contract.record import Record, read_record
 from compare.contract.request import REQUEST, Request
-from compare.host.json_files import write_json
 from compare.judge.ladder import climb
 from compare.judge.strategy import strategy_of
 from compare.spec.experiment import Data, Experiment, edited
+from compare.system.json_files import write_json
 from jaxpar import model, train
 from jaxpar.linear import KEEPS
 

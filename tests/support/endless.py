@@ -7,8 +7,8 @@ from processes import wait_for
 
 from compare.contract.record import STEPS_PART
 from compare.contract.request import REQUEST, Request
-from compare.host.json_files import write_json
 from compare.spec.experiment import Experiment, Layout, Model, Train
+from compare.system.json_files import write_json
 
 
 def ask(folder: Path, *, devices: int, timeout_s: float = 600.0) -> None:

@@ -8,8 +8,8 @@ from compare.contract.record import Record, Step
 from compare.contract.request import REQUEST, Request
 from compare.contract.timing import Window
 from compare.execute.launch import EnvironmentMissing
-from compare.host.json_files import write_json
 from compare.side.ceiling import Ceiling
+from compare.system.json_files import write_json
 
 ARGUMENTS = ("--engines", "torch-manual", "torch-library", "--run_dir", "b", "--quiet")
 

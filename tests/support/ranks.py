@@ -25,7 +25,7 @@ import torch
 import warm
 from processes import PATIENCE_S
 
-from compare.host.signals import describe_exit
+from compare.system.signals import describe_exit
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis, Call, observers
 

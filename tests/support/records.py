@@ -11,8 +11,7 @@ from compare.contract.ledger import Ledger
 from compare.contract.record import Manifest, Record, Recorder, Step, read_record, write_tensors
 from compare.contract.request import REQUEST, UPDATES, Request, Rung, rungs_asked_for
 from compare.contract.work import Kept, ObservedWork, Part
-from compare.execute.machine import git_state
-from compare.host.json_files import write_json
+from compare.execute.this_machine import git_state
 from compare.judge.ladder import LADDER
 from compare.judge.metrics import figures
 from compare.judge.outcome import Case, Circumstances, Outcome, save, with_case
@@ -31,6 +30,7 @@ from compare.pipeline.schedules import make_schedule
 from compare.spec.axes import REPLICAS, joined_of
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
+from compare.system.json_files import write_json
 from compare.theory.communication import communication
 from compare.theory.gradient_messages import gradient_messages
 from compare.theory.memory import closed_form

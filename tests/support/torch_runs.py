@@ -7,8 +7,8 @@ from typing import Any
 
 from compare.contract.record import Record, read_record
 from compare.contract.request import REQUEST, Request
-from compare.host.json_files import write_json
 from compare.spec.experiment import Experiment
+from compare.system.json_files import write_json
 from torchpar import train
 from torchpar.launch import Rank
 

@@ -37,8 +37,8 @@ import psutil
 
 from compare.contract.request import REQUEST, Request
 from compare.execute.launch import child_environment
-from compare.host.json_files import write_json
 from compare.spec.engines.registry import SIDES
+from compare.system.json_files import write_json
 
 PRELOADED = {
     "compare": ("compare.cli", "matplotlib.figure"),

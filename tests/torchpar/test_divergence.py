@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from compare.contract.record import ERROR, MANIFEST, STEPS_PART, Failure
 from compare.contract.record import read_steps as steps_of
 from compare.contract.request import Request
-from compare.host.json_files import read_json
 from compare.judge.outcome import read_outcome
 from compare.side.ending import DivergedError
 from compare.side.inputs import starting_parameters
+from compare.system.json_files import read_json
 from torchpar.comm.mesh import make_mesh
 from torchpar.launch import Rank, failure_of
 from torchpar.observers import recording_of

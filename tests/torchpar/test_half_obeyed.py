@@ -13,9 +13,9 @@ from warm import run_forked
 
 from compare.contract.record import read_record
 from compare.contract.request import REQUEST, Request
-from compare.host.json_files import write_json
 from compare.judge.strategy import strategy_of
 from compare.spec.experiment import Experiment, edited
+from compare.system.json_files import write_json
 
 FOUR = {"model": {"n_layer": 4}, "train": {"max_iters": 1, "gradient_accumulation_steps": 2}}
 

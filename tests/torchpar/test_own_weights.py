@@ -15,12 +15,12 @@ from compare.cli import main
 from compare.contract.record import read_record
 from compare.contract.request import Request
 from compare.formats.huggingface import WEIGHTS_FILE, write_gpt2
-from compare.host.tensors import Tensors
 from compare.numerics.initial_weights import checked_weights
 from compare.numerics.parameters import fingerprint, initial_parameters
 from compare.setup.sources import freeze_weights
 from compare.side.inputs import starting_parameters
 from compare.spec.experiment import Data, Experiment, ExperimentError, Model, Train, edited, load
+from compare.system.tensors import Tensors
 from torchpar.model import GPT
 from torchpar.nanogpt_checkpoint import import_checkpoint
 from torchpar.weights import load_weights

@@ -26,7 +26,7 @@ import torchpar.launch
 from compare.contract.record import Failure
 from compare.execute.launch import child_environment
 from compare.side.command import RunFailed
-from compare.side.other_hosts import State, first_cause, say
+from compare.side.process_states import State, first_cause, say
 from compare.spec.engines.registry import SIDES
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis

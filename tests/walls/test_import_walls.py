@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 JAX_WORLD = {"jax", "jaxlib", "flax", "optax", "orbax"}
 TORCH_WORLD = {"torch"}
 SIDES = {"jaxpar", "torchpar"}
-SHARED = ("host", "spec", "numerics", "formats", "pipeline", "checkpoint", "contract", "side")
+SHARED = ("system", "spec", "numerics", "formats", "pipeline", "checkpoint", "contract", "side")
 """Folders of `compare` that the sides may import, from the ground up: a folder imports those below it."""
 STRATEGIES = {"data_parallel", "fully_sharded", "tensor_parallel", "pipeline_parallel"}
 PARALLEL = {"mesh", "collectives", "distributed", "sharding", "shard_map", "manual", "compiler", "library"}

@@ -8,9 +8,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from compare.host.facts import cpu_model
 from compare.spec.axes import DATA, EP, REPLICAS, ROWS, SHARDS, joined, joined_of
 from compare.spec.experiment import Layout
+from compare.system.facts import cpu_model
 from torchpar.comm.collectives import Axis
 from torchpar.comm.process_groups import make_group
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from compare.host.facts import cores
 from compare.side.ceiling import Ceiling, CeilingRequest, Multiply, find_ceiling
+from compare.system.facts import cores
 from torchpar.launch import require_gpus
 from torchpar.run import now
 

@@ -17,8 +17,8 @@ from compare.contract.record import STEPS, STEPS_PART, Record, Step
 from compare.contract.request import Request
 from compare.contract.timing import Timing
 from compare.execute import load
-from compare.execute.ask import measure_ceiling
 from compare.execute.launch import EngineError, EnvironmentMissing, launch
+from compare.execute.query import measure_ceiling
 from compare.flags import pythons_of
 from compare.judge.ladder import objections_by_itself
 from compare.judge.outcome import Case, Outcome

@@ -9,11 +9,10 @@ from compare.commands.bench.timed_study import OnIdle
 from compare.commands.collectives.fit import Fit, fits_of
 from compare.contract.record import Record, Step
 from compare.contract.request import Request
-from compare.execute.hosts import Hosts
 from compare.execute.launch import run_side, visible_gpus
+from compare.execute.launchers import Hosts
 from compare.execute.load import is_busy
 from compare.flags import Hidden, checked_pythons
-from compare.host.json_files import read_json
 from compare.judge.outcome import Case, Grid, Outcome
 from compare.setup.presets import check_names
 from compare.show.findings import Column, Findings, findings_of, table_of
@@ -41,6 +40,7 @@ from compare.spec.experiment import (
     Train,
     edited,
 )
+from compare.system.json_files import read_json
 
 RANKS = (2, 4, 6)
 ORDER = list(IMPLEMENTATIONS)

@@ -7,7 +7,7 @@ import msgspec
 import tyro
 
 from compare.commands.run import Run
-from compare.execute.paths import check_output
+from compare.execute.folders import check_output
 from compare.flags import SidePythons, defaults_for
 from compare.setup.lessons import LESSONS
 from compare.terminal import print_json, results_console

@@ -18,7 +18,6 @@ from compare.commands.profile.table import measured_figures, planned_figures
 from compare.contract.communication import METRICS, summed
 from compare.contract.ledger import SCALAR
 from compare.contract.record import Record
-from compare.host.tensors import RecordError
 from compare.judge.outcome import Outcome, read_run
 from compare.numerics.parameters import parameter_count
 from compare.setup.lessons import FOLDERS, LESSONS, SOURCES, run_command, source_file
@@ -26,6 +25,7 @@ from compare.show.findings import Findings
 from compare.show.page import write_page
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError
+from compare.system.tensors import RecordError
 from compare.terminal import layout_in_words
 
 _PLACE = re.compile(r"^([\w./-]+\.py):(\d+)")

@@ -10,13 +10,13 @@ from compare.commands.profile.timelines import profile_of
 from compare.contract.record import Record
 from compare.contract.timeline import PROFILED_STEP
 from compare.flags import Spread
-from compare.host.disk import write_atomically
 from compare.judge.outcome import Case, Grid, Outcome, read_run
 from compare.run.study import Study
 from compare.setup.grid import beside_first
 from compare.show.findings import Findings, verdict_findings
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
+from compare.system.disk import write_atomically
 from compare.terminal import layout_in_words
 
 TRACE = "trace.json"

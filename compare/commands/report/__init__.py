@@ -7,7 +7,7 @@ import tyro
 from msgspec import Struct
 
 from compare.commands.registry import read_study
-from compare.execute.paths import PICTURES, check_output
+from compare.execute.folders import PICTURES, check_output
 from compare.judge.outcome import judging, read_run
 from compare.show.figures import save_figures
 from compare.spec.experiment import ExperimentError

@@ -11,7 +11,6 @@ from compare.commands.memory.table import memory_figures, peak_tables, resting_t
 from compare.commands.profile.table import measured_figures, planned_figures
 from compare.commands.report.hosts import host_table
 from compare.contract.record import Record
-from compare.host.disk import write_atomically
 from compare.judge.ladder import LADDER, RungResult, Verdict
 from compare.judge.metrics import METRICS
 from compare.judge.outcome import Outcome, read_run
@@ -21,6 +20,7 @@ from compare.show.figures import INK, Axes, Figure, curves, differences
 from compare.show.findings import NONE, Findings, Row, Table, Text, findings_of, written
 from compare.show.page import write_page
 from compare.spec.experiment import to_toml
+from compare.system.disk import write_atomically
 from compare.terminal import error_text, layout_in_words
 
 PAGE, EXPERIMENT = "report.html", "experiment.toml"

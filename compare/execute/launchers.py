@@ -1,7 +1,7 @@
 """Start one engine on several hosts: by `srun`, by a line a host, or as processes of this machine.
 
 The harness starts one engine after the other, as on one host: its processes find their places by themselves
-(`contract.processes`). All hosts must see the folder of the run, and the same installation.
+(`compare.side.processes`). All hosts must see the folder of the run, and the same installation.
 
     local    one host: the engine itself. Several: its processes on this machine, on the loopback: a test
     slurm    `srun` over the hosts of the allocation (`salloc`, `sbatch`)
@@ -26,7 +26,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from compare.contract.record import leave_failure
-from compare.side.other_hosts import first_cause
+from compare.side.process_states import first_cause
 from compare.side.processes import FIRST_PORT, PORTS, Process
 from compare.spec.engines.engine import Side
 from compare.spec.experiment import ExperimentError, Layout

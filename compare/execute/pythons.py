@@ -5,8 +5,8 @@ import os
 import shutil
 import sys
 
-from compare.execute.ask import output_of
 from compare.execute.launch import with_safe_path
+from compare.execute.query import output_of
 from compare.spec.engines.engine import Side
 
 OLDEST = (3, 11)

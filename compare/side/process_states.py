@@ -1,30 +1,27 @@
-"""What processes of a run tell each other: at the start what they run on, in the end why it ends.
+"""State files of a run's processes: where each one is, and why it ended.
 
-They meet in the folder of the run where collectives do not reach: a process that waits for a lost one. Each
-has a file there from its first line on, which says where it is, and why it left.
+Each process writes `process-K.json` into the folder of the run when it starts, so that the cause of an end is
+found where collectives do not reach.
 """
 
 import contextlib
-import hashlib
 import os
 import signal
 import socket
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.resources import files
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from compare.contract.record import STATE, Failure, read_failure
-from compare.host.facts import has_ended, versions
-from compare.host.json_files import read_json, write_json
-from compare.host.signals import describe_exit
-from compare.numerics.data import open_corpus
 from compare.side.processes import Process
-from compare.spec.experiment import Experiment, ExperimentError
+from compare.spec.experiment import ExperimentError
+from compare.system.facts import has_ended
+from compare.system.json_files import read_json, write_json
+from compare.system.signals import describe_exit
 
 START = "the start"
 POLL_S = 0.05
@@ -33,67 +30,6 @@ LOOKS = 6
 SETTLED_S = 6.0
 """Processes begin to wait within a step of each other, and look once in a second: so much later one may see
 the time-out than another. Less than the grace of a side's own watchdog, which ends the process."""
-
-
-class HostFacts(Struct, frozen=True, kw_only=True):
-    """What a process runs on, as far as its numbers depend on it."""
-
-    host: str
-    versions: dict[str, str]
-    """Of shardpair the beginning of the SHA-256 of its source."""
-    corpus_sha256: str = ""
-    """Of the tokens as this host reads them; '' from all but one process of a host."""
-
-
-def facts_here(side: str, packages: Iterable[str], reads: Experiment | None = None) -> HostFacts:
-    """Those of this process of a side; of an experiment that it reads the data for, all of them are read."""
-    return HostFacts(
-        host=socket.gethostname(),
-        versions=versions(packages) | {"shardpair": source_sha256("compare", side)[:12]},
-        corpus_sha256=open_corpus(reads).sha256 if reads else "",
-    )
-
-
-def source_sha256(*packages: str) -> str:
-    """The SHA-256 of all Python files of packages, with their names."""
-    digest = hashlib.sha256()
-    for root in map(files, packages):
-        for path in sorted(Path(f"{root}").rglob("*.py")):
-            content = path.read_bytes()
-            digest.update(f"{path.relative_to(f'{root}')} {len(content)}\n".encode() + content)
-    return digest.hexdigest()
-
-
-def agree(found: Sequence[HostFacts]) -> None:
-    """Hold what the processes run on against what the first does.
-
-    Raises ExperimentError: a package of another version, or other data; both hosts are named.
-    """
-    first = found[0]
-    for other in found[1:]:
-        for package, version in first.versions.items():
-            if (theirs := other.versions.get(package, "none")) != version:
-                raise ExperimentError(
-                    f"{other.host} has {package} {theirs}, and {first.host} {version}: install the same on "
-                    f"all hosts"
-                )
-        if other.corpus_sha256 and other.corpus_sha256 != first.corpus_sha256:
-            raise ExperimentError(
-                f"{other.host} reads other data than {first.host}: SHA-256 of the tokens "
-                f"{other.corpus_sha256[:12]} and {first.corpus_sha256[:12]}: put the same file on all hosts"
-            )
-
-
-def host_names(places: Iterable[tuple[str, int]]) -> list[str]:
-    """The host of each process, from the machine's name and the process's number on its host.
-
-    Two with the same number are on two hosts, though the machine be one in a test: `box`, `box (2)`.
-    """
-    seen, names = Counter[tuple[str, int]](), []
-    for place in places:
-        seen[place] += 1
-        names.append(place[0] if seen[place] == 1 else f"{place[0]} ({seen[place]})")
-    return names
 
 
 class State(Struct, frozen=True, kw_only=True, omit_defaults=True):

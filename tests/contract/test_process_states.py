@@ -4,8 +4,9 @@ import pytest
 from msgspec.structs import replace
 
 from compare.contract.record import Failure, leave_failure, read_failure
-from compare.side import other_hosts
-from compare.side.other_hosts import HostFacts, State, agree, announce, blame_for_hang, say, states_in
+from compare.side import host_facts, process_states
+from compare.side.host_facts import HostFacts, agree
+from compare.side.process_states import State, announce, blame_for_hang, say, states_in
 from compare.side.processes import Process
 from compare.spec.experiment import ExperimentError
 
@@ -33,16 +34,16 @@ def test_a_changed_line_of_source_is_seen(tmp_path, monkeypatch):
     file = package / "__init__.py"
     file.write_text("rate = 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    before = other_hosts.facts_here("side", ["numpy"])
+    before = host_facts.facts_here("side", ["numpy"])
     file.write_text("rate = 1.5\n")
     with pytest.raises(ExperimentError, match=r"has shardpair [0-9a-f]{12}, and .* [0-9a-f]{12}: install"):
-        agree([before, other_hosts.facts_here("side", ["numpy"])])
+        agree([before, host_facts.facts_here("side", ["numpy"])])
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A run of four processes on two hosts, in which process 0 is about to give up."""
-    monkeypatch.setattr(other_hosts, "SETTLED_S", 0.0)
+    monkeypatch.setattr(process_states, "SETTLED_S", 0.0)
     for number, one in enumerate(ALIKE):
         say(tmp_path, State(number=number, host=one.host))
     return tmp_path
@@ -81,7 +82,7 @@ def test_who_sees_the_time_out_later_has_not_been_silent(folder, monkeypatch):
     """The four begin to wait a second apart, one after the other: the link is cut, and nobody is to blame."""
     own = State(number=0, host="host0", where="step 5", beats=9)
     later = (replace(own, number=number, host="host1", waits=True) for number in (1, 2, 3))
-    monkeypatch.setattr(other_hosts.time, "sleep", lambda seconds: say(folder, next(later)))
+    monkeypatch.setattr(process_states.time, "sleep", lambda seconds: say(folder, next(later)))
     failure = blame_for_hang(folder, own, count=4, timeout_s=20)
     assert failure
     assert failure.message.endswith("on host0, host1: is the link between them cut?")
@@ -89,7 +90,7 @@ def test_who_sees_the_time_out_later_has_not_been_silent(folder, monkeypatch):
 
 def test_who_still_computes_before_its_first_step_is_waited_for(folder, monkeypatch):
     monkeypatch.setattr(
-        other_hosts.time, "sleep", lambda seconds: say(folder, State(number=3, host="host1", looks=1))
+        process_states.time, "sleep", lambda seconds: say(folder, State(number=3, host="host1", looks=1))
     )
     assert blame_for_hang(folder, State(number=0), count=4, timeout_s=20) is None
     assert not states_in(folder)[0].waits

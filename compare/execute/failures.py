@@ -8,9 +8,9 @@ from msgspec.structs import replace
 
 from compare.contract import record as files
 from compare.contract.record import Failure
-from compare.host.signals import describe_exit
 from compare.side.ending import ASKED, BAD_REQUEST, FAILED, MISSING, STOPPED
-from compare.side.other_hosts import numbered, states_in, told_cause
+from compare.side.process_states import numbered, states_in, told_cause
+from compare.system.signals import describe_exit
 
 LOG = "log.txt"
 ROOM_FOR_WORDS = 64 * 1024  # with less, an engine could not say that the disk is full

@@ -7,8 +7,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from compare.host.disk import write_atomically
-from compare.host.tensors import garbled
+from compare.system.disk import write_atomically
+from compare.system.tensors import garbled
 
 T = TypeVar("T")
 FolderName = Annotated[str, Meta(pattern=r"^(?!\.{1,2}$)[^/\\\x00]{1,255}$")]

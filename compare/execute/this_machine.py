@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 
-from compare.host.facts import cores, cpu_model
 from compare.judge.outcome import Circumstances
 from compare.spec.experiment import ExperimentError
+from compare.system.facts import cores, cpu_model
 
 CGROUPS = Path("/sys/fs/cgroup")
 

@@ -1,1 +1,0 @@
-"""The machine: processors, files, disks, signals and exit codes."""

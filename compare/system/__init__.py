@@ -1,0 +1,1 @@
+"""The operating system: files, signals, processes, memory and exit codes."""
