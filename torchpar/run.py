@@ -109,7 +109,8 @@ def join_others(rank: Rank, platform: str, reads: Experiment | None = None) -> t
         )
     rank.at(0, "setting up")
     if rank.world_size > 1 and rank.rendezvous is None:
-        agree(Axis.of(None).all_gather_objects(facts_here("torchpar", PACKAGES, reads)))
+        world = Axis.from_group(process_groups.world_group())
+        agree(world.all_gather_objects(facts_here("torchpar", PACKAGES, reads)))
     return device
 
 

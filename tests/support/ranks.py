@@ -34,9 +34,13 @@ CPU = torch.device("cpu")
 GRACE_S = 1.0  # for the other ranks to say what they know, once one has failed
 
 
+ALONE = Axis("dp_replicate", size=1, rank=0, group=None)
+"""An axis of one rank."""
+
+
 def axis() -> Axis:
     """All ranks, seen from one of them."""
-    return Axis.of(None)
+    return Axis.from_group(process_groups.world_group())
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ranks import RANKS, on_ranks
+from ranks import RANKS, axis, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchpar.comm import process_groups
@@ -19,27 +19,27 @@ close = partial(torch.testing.assert_close, rtol=0.0, atol=0.0)  # whole numbers
 @on_ranks
 def test_native_collectives_agree_with_sends(rank: int) -> None:
     """NCCL's calls, on gloo: equal pieces as they are, uneven ones through a padded copy."""
-    axis = Axis.of(None)
+    world = axis()
     for count in (1, 3, 8, 10, 1000):
         cut = chunk_slices(count, RANKS)[rank]
         mine = torch.arange(count, dtype=double) * (rank + 1)
         for sends in (True, False):
             with patch.object(Axis, "_sends_to_each", sends):
                 summed = torch.empty(cut.stop - cut.start, dtype=double)
-                axis.reduce_scatter(summed, mine.clone())
+                world.reduce_scatter(summed, mine.clone())
                 close(summed, (torch.arange(count, dtype=double) * 10)[cut])
                 full = torch.empty(count, dtype=double)
-                axis.all_gather(full, summed)
+                world.all_gather(full, summed)
                 close(full, torch.arange(count, dtype=double) * 10)
                 received = torch.empty(RANKS, 2, dtype=double)
-                axis.all_to_all(received, torch.full((RANKS, 2), float(rank), dtype=double))
+                world.all_to_all(received, torch.full((RANKS, 2), float(rank), dtype=double))
                 close(received[:, 1], torch.arange(RANKS, dtype=double))
 
 
 @on_ranks
 def test_strided_tensors_are_refused(rank: int) -> None:
     with pytest.raises(ValueError, match="non-contiguous"):
-        Axis.of(None).all_reduce(torch.zeros(3, 2).t())
+        axis().all_reduce(torch.zeros(3, 2).t())
 
 
 def test_pieces_cover_everything_once_and_are_equal_but_for_the_last():
@@ -54,7 +54,8 @@ def test_pieces_cover_everything_once_and_are_equal_but_for_the_last():
 @on_ranks
 def test_an_axis_over_a_group_is_called_what_it_is(rank: int) -> None:
     pairs = process_groups.make_group([[0, 1], [2, 3]])
-    assert Axis.of(None).name == Axis.of(process_groups.world_group()).name == "world"
-    assert (Axis.of(pairs).name, Axis.of(pairs).size, Axis.of(pairs).rank) == ("subgroup", 2, rank % 2)
+    of_pairs = Axis.from_group(pairs)
+    assert axis().name == "world"
+    assert (of_pairs.name, of_pairs.size, of_pairs.rank) == ("subgroup", 2, rank % 2)
     columns = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))["columns"].get_group()
-    assert Axis.of(columns).name == "columns"
+    assert Axis.from_group(columns).name == "columns"

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RANKS, on_ranks
+from ranks import ALONE, RANKS, axis, on_ranks
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 import torchpar
 from compare.contract.communication import Communication
 from compare.contract.ledger import UnexpectedCommunicationError, assert_communication
-from torchpar import FSDP, DataParallel
+from torchpar.manual.data_parallel import DataParallel
+from torchpar.manual.fully_sharded import FSDP
 from torchpar.measure.ledger import KINDS, RankLedger, of_all_ranks
 
 N = 8
@@ -139,13 +140,15 @@ def test_a_buffer_that_ddp_sends_every_step_is_named_with_its_module(rank: int) 
 
 @on_ranks
 def test_torchpar_s_own_collectives_are_rows_whatever_they_are_made_of(rank: int) -> None:
-    replicas = DataParallel(two_layers(), gradient_sync="flat")
+    replicas = DataParallel(two_layers(), gradient_sync="flat", bucket_size_mb=0.0, axis=axis())
     with torchpar.ledger() as ledger:
         step(replicas, rank)
         replicas.finish_gradient_synchronization()
     assert_communication(ledger, {("all_reduce", "world", "gradients"): WEIGHTS})
 
-    sharded = FSDP(two_layers())
+    module = two_layers()
+    options = {"zero": 3, "reshard_after_forward": True, "inputs_only": (), "fill": lambda modules: None}
+    sharded = FSDP(module, units=[[layer] for layer in module], axis=axis(), replicas=ALONE, **options)
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     with torchpar.ledger() as ledger:
         step(sharded, rank)

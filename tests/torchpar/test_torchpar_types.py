@@ -168,7 +168,8 @@ def test_a_forgotten_mapping_is_a_type_error(sequence_parallel, plant, operator)
 
 def replica_sums(axis: Axis, *, means: object = P, times: int = 1) -> set:
     """Types of the gradients of a replica, after their reduction; its loss is a part of a mean."""
-    model, ids_BT = DataParallel(make_gpt(), gradient_sync="naive", group=axis), TOKENS_BT.clone()
+    model = DataParallel(make_gpt(), gradient_sync="naive", bucket_size_mb=0.0, axis=axis)
+    ids_BT = TOKENS_BT.clone()
     with typecheck():
         for parameter in model.parameters():
             typed(parameter, axis, R)

@@ -86,19 +86,12 @@ class Axis:
         self.name, self.size, self.rank, self.group = name, size, rank, group
 
     @classmethod
-    def of(cls, group: "Axis | ProcessGroup | None") -> "Axis":
-        """An axis as it is, or one over a process group, or (None) over all ranks.
-
-        A group's axis is called world, or as in the DeviceMesh that it is from, or subgroup.
-        """
-        if isinstance(group, Axis):
-            return group
-        size, rank, group = dist.get_world_size(group), dist.get_rank(group), group or dist.group.WORLD
-        assert group is not None
+    def from_group(cls, group: ProcessGroup) -> "Axis":
+        """The axis over a process group, named world, subgroup, or after its dimension of a DeviceMesh."""
         name = "world" if group == dist.group.WORLD else "subgroup"
         if group.group_desc.startswith(MESH):
             name = group.group_desc.removeprefix(MESH)
-        return cls(name, size=size, rank=rank, group=group)
+        return cls(name, size=dist.get_world_size(group), rank=dist.get_rank(group), group=group)
 
     def all_reduce(self, tensor: torch.Tensor, *, purpose: str = "") -> None:
         """Replace `tensor`, any shape, by its sum over the axis."""

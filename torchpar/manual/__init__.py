@@ -62,7 +62,7 @@ def _replicated(
     if data.size == 1:
         return parallel
     sync, size = layout.gradient_sync, layout.bucket_mb
-    replicas = DataParallel(model, gradient_sync=sync, bucket_size_mb=size, group=data)
+    replicas = DataParallel(model, gradient_sync=sync, bucket_size_mb=size, axis=data)
     parallel = replace(parallel, module=replicas, skip_sync=replicas.no_sync)
     return parallel.under(Strategy(finish=lambda _: replicas.finish_gradient_synchronization()))
 
@@ -72,7 +72,7 @@ def _sharded(
 ) -> ParallelModel:
     """ZeRO-1: the optimizer reduces gradients itself, each to the rank that needs it. ZeRO-2 and 3: FSDP."""
     full = dict(model.named_parameters())
-    axes = {"group": mesh.joined(*SHARDS), "replicate_group": mesh.joined(*REPLICAS)}
+    axes = {"axis": mesh.joined(*SHARDS), "replicas": mesh.joined(*REPLICAS)}
     if layout.zero == 1:
         wrap = partial(ShardedOptimizer, **axes, bucket_size_mb=layout.bucket_mb)
         # Both stages that have a copy of the tied weight must cut it alike.
@@ -103,7 +103,7 @@ def _sharded(
         elements={name: elements[parameter] for name, parameter in full.items()},
         skip_sync=sharding.no_sync,
         transient=tuple(flat.full for flat in flats if layout.zero == 3),
-        sharded_over={name: (ranks_of(p, axes["group"]),) for name, p in full.items()},
+        sharded_over={name: (ranks_of(p, axes["axis"]),) for name, p in full.items()},
     )
     return parallel.under(
         Strategy(finish=lambda _: sharding.finish_gradient_synchronization(), gather=gather)

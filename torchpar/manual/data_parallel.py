@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from compare.contract.communication import GRADIENTS
-from torchpar.comm.collectives import Axis, ProcessGroup, Work
+from torchpar.comm.collectives import Axis, Work
 from torchpar.manual.flat import Accumulates, Flat, NamedParameters, pack, ranks_of, replicate
 
 T = TypeVar("T", bound=Any)
@@ -89,26 +89,18 @@ class DataParallel(Accumulates, nn.Module):
     optimizer. Parameters are those of the first rank from the start. Every trainable one takes part in the
     loss, and backward runs once between two synchronisations, but in `no_sync`.
 
-    A bucket has up to `bucket_size_mb` (1 MB = 1e6 bytes), or one larger parameter. The group of ranks is an
-    Axis, a torch ProcessGroup, or None for all.
+    A bucket has up to `bucket_size_mb` (1 MB = 1e6 bytes), or one larger parameter.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        gradient_sync: str = "bucketed",
-        bucket_size_mb: float = 25.0,
-        group: Axis | ProcessGroup | None = None,
-    ):
+    def __init__(self, module: nn.Module, *, gradient_sync: str, bucket_size_mb: float, axis: Axis):
         super().__init__()
-        self.module, self.axis = module, Axis.of(group)
+        self.module, self.axis = module, axis
         for parameter in module.parameters():
             replicate([parameter], [ranks_of(parameter, self.axis)])
         limits = {"naive": 0.0, "flat": float("inf"), "overlapped": 0.0, "bucketed": bucket_size_mb * 1e6}
         self._during_backward = gradient_sync in ("overlapped", "bucketed")
-        trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self.buckets = LaunchOrder(Bucket(named) for named in pack(trainable[::-1], limits[gradient_sync]))
+        named = list(module.named_parameters())
+        self.buckets = LaunchOrder(Bucket(some) for some in pack(named[::-1], limits[gradient_sync]))
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(partial(self.gradient_ready, bucket, index))
@@ -134,7 +126,7 @@ class DataParallel(Accumulates, nn.Module):
     def finish_gradient_synchronization(self) -> None:
         """Launch the buckets that backward left, and wait until every gradient is the mean over the ranks."""
         for bucket in self.buckets:
-            for index in sorted(bucket.pending):  # gradients that came in no_sync alone
+            for index in sorted(bucket.pending):  # of a pipeline whose backwards are all in no_sync
                 bucket.add(index, ranks=self.axis.size)
         self.all_reduce_full_buckets()
         for bucket in self.buckets:

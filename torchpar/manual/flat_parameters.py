@@ -1,6 +1,6 @@
 """Flat memory of parameters and gradients, cut over the ranks: what ZeRO-1, 2 and 3 keep and move.
 
-`FlatParameters` hold, for parameters of one dtype and device,
+`FlatParameters` hold, for parameters,
 
     full      (n,) all of them end to end: each is a view of it, and its storage may come and go
     shard     (about n / ranks,) this rank's cut of it, which an optimizer updates
@@ -25,18 +25,18 @@ class FlatParameters(Flat):
     """Some parameters, cut over an axis. They keep their identity: hooks and tied uses stay.
 
     Args:
-        named: of one dtype and device, by name; their values become those of the first rank.
+        named: by name; their values become those of the first rank.
         axis: the ranks that share them out, or fewer (`flat.ranks_of`); gradients are means over all of them.
         zero: under 1 and 2 `full` stays in memory, and the shard is a view of it; under 1 the gradients, too.
-        replicas: ranks that hold the same shard, or None: gradients are averaged over both axes.
+        replicas: ranks that hold the same shard: gradients are averaged over both axes.
 
     It `is_unsharded` where the parameters hold what the optimizers of all ranks made of them.
     """
 
     @torch.no_grad()
-    def __init__(self, named: NamedParameters, axis: Axis, *, zero: int, replicas: Axis | None = None):
+    def __init__(self, named: NamedParameters, axis: Axis, *, zero: int, replicas: Axis):
         super().__init__(named)
-        self.ranks = axis.size * (replicas.size if replicas else 1)
+        self.ranks = axis.size * replicas.size
         axis = ranks_of(self.parameters[0], axis)
         self.axis, self.replicas, self.zero = axis, replicas, zero
         self.own = chunk_slices(self.starts[-1], axis.size)[axis.rank]  # this rank's cut
@@ -45,13 +45,9 @@ class FlatParameters(Flat):
             self.view(self.full, index).copy_(parameter)
         replicate([self.full], [axis, replicas])
         self.shard = self.full[self.own] if zero < 3 else self.full[self.own].clone()
-        self.pieces = [
-            nn.Parameter(self.shard[self.slice_of(index)], requires_grad=parameter.requires_grad)
-            for index, parameter in enumerate(self.parameters)
-        ]
+        self.pieces = [nn.Parameter(self.shard[self.slice_of(n)]) for n in range(len(self.parameters))]
         for index, parameter in enumerate(self.parameters):
             parameter.data = self.view(self.full, index)
-        self.trainable = {index for index, p in enumerate(self.parameters) if p.requires_grad}
         self.is_unsharded = True
         self.work: Work | None = None
         self.gradients = FlatGradients(self)
@@ -63,14 +59,14 @@ class FlatParameters(Flat):
         return slice(first - self.own.start, last - self.own.start) if first < last else slice(0, 0)
 
     def elements_of(self, index: int) -> slice:
-        """Elements of the parameter at `index` in this rank's piece, in the order of its strides."""
+        """Elements of the parameter at `index` in this rank's piece, row by row."""
         first, cut = max(self.own.start - self.starts[index], 0), self.slice_of(index)
         return slice(first, first + cut.stop - cut.start) if cut.start < cut.stop else slice(0, 0)
 
     def on_gradients(self, ready: Callable[[int, torch.Tensor], None]) -> None:
         """Call `ready(index, parameter)` whenever backward has left a parameter's gradient."""
-        for index in self.trainable:
-            self.parameters[index].register_post_accumulate_grad_hook(partial(ready, index))
+        for index, parameter in enumerate(self.parameters):
+            parameter.register_post_accumulate_grad_hook(partial(ready, index))
 
     def wait_unshard(self) -> None:
         if self.work:
@@ -100,7 +96,7 @@ class FlatGradients:
 
     @property
     def is_full(self) -> bool:
-        return self.ready == self.flat.trainable
+        return len(self.ready) == len(self.flat.parameters)
 
     @torch.no_grad()
     def add(self, index: int) -> None:

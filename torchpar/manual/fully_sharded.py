@@ -8,7 +8,7 @@ as soon as a unit's gradients are all there, they are reduce-scattered: each ran
     zero=3, reshard_after_forward=False    gathered once a step, freed at its end (SHARD_GRAD_OP)
     zero=2                             always in memory, gathered once a step, after the optimizer, and for
                                        each forward without gradients: pieces may have been written to
-    replicate_group                    the shards are summed over replicas too (HSDP)
+    replicas > 1                       the shards are summed over replicas too (HSDP)
 
 WHAT moves are the functions, of the memory in `flat_parameters`; WHEN are the methods of `FSDP`, in the order
 in which they run. ZeRO-1, which shards only what the optimizer keeps, is `sharded_optimizer`.
@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from compare.contract.communication import GRADIENTS, PARAMETERS
-from torchpar.comm.collectives import Axis, ProcessGroup
+from torchpar.comm.collectives import Axis
 from torchpar.manual.flat import Accumulates, pack
 from torchpar.manual.flat_parameters import FlatGradients, FlatParameters, Unit
 
@@ -53,7 +53,7 @@ def all_reduce_over_replicas(gradients: FlatGradients) -> None:
     if gradients.full is not None and gradients.shard is not None:
         gradients.wait()
         gradients.full, replicas = None, gradients.flat.replicas
-        if replicas and replicas.size > 1:
+        if replicas.size > 1:
             gradients.work = replicas.start_all_reduce(gradients.shard, purpose=GRADIENTS)
 
 
@@ -76,7 +76,7 @@ class FSDP(Accumulates, nn.Module):
         module: its values become those of the first rank. It then shows pieces, except while it runs.
         units: lists of submodules that are gathered together; each parameter is in one list alone. The module
             itself may be the last, for what is left: it stays gathered to the end of a step.
-        group: the ranks, as for `Axis.of`; `replicate_group`: those with the same shard.
+        axis: the ranks; `replicas`: those with the same shard.
         zero: 3 shards parameters, gradients and optimizer state, 2 all but the parameters.
         reshard_after_forward: zero 3: free after forward, and gather again in backward.
         inputs_only: backward does not read the weights of modules of just these types.
@@ -88,24 +88,23 @@ class FSDP(Accumulates, nn.Module):
         module: nn.Module,
         *,
         units: Sequence[Sequence[nn.Module]],
-        group: Axis | ProcessGroup | None = None,
-        replicate_group: Axis | ProcessGroup | None = None,
-        zero: int = 3,
-        reshard_after_forward: bool = True,
-        inputs_only: tuple[type[nn.Module], ...] = (nn.Embedding,),
-        fill: Callable[[Sequence[nn.Module]], None] = lambda modules: None,
+        axis: Axis,
+        replicas: Axis,
+        zero: int,
+        reshard_after_forward: bool,
+        inputs_only: tuple[type[nn.Module], ...],
+        fill: Callable[[Sequence[nn.Module]], None],
     ):
         super().__init__()
-        self.module, self.axis, self._inputs_only = module, Axis.of(group), inputs_only
-        replicas = Axis.of(replicate_group) if replicate_group else None
+        self.module, self.axis, self._inputs_only = module, axis, inputs_only
         named, self.units = list(module.named_parameters()), list[Unit]()
         for modules in units:
             fill(modules)
             inside = {parameter for part in modules for parameter in part.parameters()}
             members = [pair for pair in named if pair[1] in inside]
             named = [pair for pair in named if pair[1] not in inside]
-            alike = pack(members, limit_bytes=float("inf"))  # by dtype and device, frozen ones apart
-            flats = [FlatParameters(some, self.axis, zero=zero, replicas=replicas) for some in alike]
+            packs = pack(members, limit_bytes=float("inf"))  # experts apart: fewer ranks have them
+            flats = [FlatParameters(some, axis, zero=zero, replicas=replicas) for some in packs]
             stays = zero == 2 or not reshard_after_forward or module in modules
             self.units.append(Unit(modules, flats, stays=stays))
         # In the order in which backward comes to them.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchpar.comm.collectives import Axis, ProcessGroup
+from torchpar.comm.collectives import Axis
 from torchpar.manual.data_parallel import LaunchOrder
 from torchpar.manual.flat import Accumulates, pack
 from torchpar.manual.flat_parameters import FlatGradients, FlatParameters, pieces_of
@@ -27,8 +27,7 @@ class ShardedOptimizer(Accumulates, torch.optim.Optimizer):
 
     It is a torch Optimizer over the whole parameters, which become the first rank's, and reduces their
     gradients in buckets, as `DataParallel`. After the last backward of a step call
-    `finish_gradient_synchronization()`, then `step()`; every parameter takes part in the loss. Without
-    `reduce_gradients` whoever calls `step` has given the pieces their gradients.
+    `finish_gradient_synchronization()`, then `step()`; every parameter takes part in the loss.
 
     The other arguments are for `optimizer_cls`: `inner` is one over this rank's pieces, which are the keys of
     the state that this one shows.
@@ -39,22 +38,19 @@ class ShardedOptimizer(Accumulates, torch.optim.Optimizer):
         params: Iterable[Any],
         optimizer_cls: type[torch.optim.Optimizer],
         *,
-        group: Axis | ProcessGroup | None = None,
-        replicate_group: Axis | ProcessGroup | None = None,
-        reduce_gradients: bool = True,
-        bucket_size_mb: float = 25.0,
+        axis: Axis,
+        replicas: Axis,
+        bucket_size_mb: float,
         **kwargs: Any,
     ):
         super().__init__(params, {})
-        self.axis = Axis.of(group)
-        replicas = Axis.of(replicate_group) if replicate_group else None
         self.flats: list[FlatParameters] = []
         for number, of_group in enumerate(self.param_groups):
             named = [(f"parameter {n} of group {number}", p) for n, p in enumerate(of_group["params"])]
             for bucket in pack(named[::-1], bucket_size_mb * 1e6):  # as backward comes
-                self.flats.append(FlatParameters(bucket, self.axis, zero=1, replicas=replicas))
+                self.flats.append(FlatParameters(bucket, axis, zero=1, replicas=replicas))
         self.order = LaunchOrder[FlatGradients](flat.gradients for flat in self.flats)
-        for flat in self.flats if reduce_gradients else ():
+        for flat in self.flats:
             flat.on_gradients(partial(self.gradient_ready, flat))
         piece_of = pieces_of(self.flats)
         groups = [{**g, "params": [piece_of[p] for p in g["params"]]} for g in self.param_groups]
@@ -83,11 +79,10 @@ class ShardedOptimizer(Accumulates, torch.optim.Optimizer):
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({**group, "params": inner["params"]})  # such as a new learning rate
         self.inner.step()
-        updated = [flat for flat in self.flats if flat.trainable]
-        for flat in updated:
+        for flat in self.flats:
             flat.is_unsharded = False
             unshard(flat)
-        for flat in updated:
+        for flat in self.flats:
             flat.wait_unshard()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

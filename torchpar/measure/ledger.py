@@ -94,7 +94,7 @@ class LedgerSink(Sink):
             self._problems.append(f"{func.overloadpacket.__name__} is in no row: {error}")
             return
         (kind, size), ranks = sent, group.size()
-        axis = self._names.get(group.group_name) or Axis.of(group).name
+        axis = self._names.get(group.group_name) or Axis.from_group(group).name
         self._seen[axis] += ring_wire_bytes(kind, size, ranks)
         if ranks > 1 and not self.watch.calls:  # else it is part of one of our own calls
             dtype = _dtypes(operands[0])
