@@ -20,12 +20,14 @@ from compare.commands.diff import Diff
 from compare.commands.doctor import Doctor
 from compare.commands.lesson import ReadLesson
 from compare.commands.list import List
+from compare.commands.plan import Plan
 from compare.commands.registry import STUDIES
 from compare.commands.report import Report
 from compare.commands.sample import Sample
 from compare.execute.launch import EngineError, EnvironmentMissing
-from compare.flags import Spec, defaults_for
+from compare.flags import ExperimentFlags, defaults_for
 from compare.formats.nanogpt_config import begins_with, in_our_words, is_config, notes_on
+from compare.run.study import Study
 from compare.spec.experiment import ExperimentError
 from compare.system.tensors import RecordError
 from compare.terminal import errors_console, printable
@@ -37,6 +39,9 @@ OTHERS: dict[str, dict[str, tuple[Any, str]]] = {
     },
     "Prove": {},
     "Measure": {},
+    "Choose a layout": {
+        "plan": (Plan, "layouts that are legal and fit, with memory and bytes sent"),
+    },
     "Read": {
         "lesson": (ReadLesson, "one strategy in every engine, side by side, on a page"),
         "list": (List, "names of experiments, presets, faults, engines, lessons"),
@@ -93,13 +98,15 @@ def _dispatch(arguments: list[str]) -> int:
         case [word, *_] if word.startswith("--tyro-"):  # completion for a shell, over all commands
             tyro.extras.subcommand_cli_from_dict(COMMANDS, args=arguments, prog="shardpair")
     notes = list[str]()
-    if len(arguments) > 1 and arguments[0] in STUDIES and is_config(arguments[1]):
+    takes_experiment = arguments and issubclass(COMMANDS.get(arguments[0], object), ExperimentFlags)
+    if takes_experiment and len(arguments) > 1 and is_config(arguments[1]):
         flags, notes = in_our_words(arguments[1], arguments[2:])
         arguments = [*arguments[:2], *flags]
     command, name = parse(arguments)
-    if not isinstance(command, Spec):
+    if not isinstance(command, ExperimentFlags):
         return command()
-    if (begin := begins_with(name)) and not (command.init_from or command.source or command.continue_):
+    has_weights = not isinstance(command, Study) or command.init_from or command.source or command.continue_
+    if (begin := begins_with(name)) and not has_weights:
         raise ExperimentError(
             f"{name}: init_from = {begin}: give weights with --init_from, or a checkpoint with --resume"
         )
@@ -120,10 +127,10 @@ def parse(arguments: list[str]) -> tuple[Any, str]:
         raise ExperimentError(f"{said}; see shardpair --help")
     word, *line = arguments
     command, prog = COMMANDS[word], f"shardpair {word}"
-    if not issubclass(command, Spec):
+    if not issubclass(command, ExperimentFlags):
         return tyro.cli(command, args=line, prog=prog, use_underscores=True), "demo"
     is_named = line and not line[0].startswith("-")
-    name = line[0] if is_named else STUDIES[word].default
+    name = line[0] if is_named else command.default
     default = defaults_for(command, name)
     found = tyro.cli(command, args=line, prog=prog, use_underscores=True, default=default)
     if found.experiment != name:

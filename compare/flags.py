@@ -3,7 +3,7 @@
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
 import tyro
@@ -57,21 +57,23 @@ def _described(section: type[Struct]) -> object:
     return tyro.conf.arg(help=" ".join((section.__doc__ or "").split()))
 
 
+JaxPython = Annotated[str, tyro.conf.arg(help="Python that runs jaxpar.")]
+TorchPython = Annotated[str, tyro.conf.arg(help="Python that runs torchpar.")]
+
+
 class SidePythons(Struct, frozen=True, kw_only=True):
     """A Python for each side."""
 
-    jax_python: str = sys.executable
-    """Python that runs jaxpar, if it lives elsewhere."""
-    torch_python: str = sys.executable
-    """Python that runs torchpar, if it lives elsewhere."""
+    jax_python: JaxPython = sys.executable
+    torch_python: TorchPython = sys.executable
 
 
-def pythons_of(arguments: SidePythons) -> dict[str, str]:
+def pythons_of(arguments: "SidePythons | Spec") -> dict[str, str]:
     """Side -> the interpreter that its flag names."""
     return {side.name: getattr(arguments, side.python_flag) for side in SIDES.values()}
 
 
-def checked_pythons(arguments: SidePythons) -> dict[str, str]:
+def checked_pythons(arguments: "SidePythons | Spec") -> dict[str, str]:
     """`pythons_of`, each tried unless it is this one.
 
     Raises:
@@ -88,9 +90,67 @@ def checked_pythons(arguments: SidePythons) -> dict[str, str]:
     return pythons
 
 
-class Spec(SidePythons, frozen=True, kw_only=True):
-    """An experiment (a name or a file, and any field of it overridden), and how to run it."""
+class ExperimentFlags(Struct, frozen=True, kw_only=True):
+    """An experiment (a name or a file, and any field of it overridden)."""
 
+    default: ClassVar[str] = "demo"
+    """The experiment if none is named."""
+
+    experiment: Annotated[str, tyro.conf.Positional] = "demo"
+    """A named experiment (demo, check, cpu, baby-gpt, gpt2-124m, gpt2-350m, golden), a TOML file, or one of
+    nanoGPT's config files, such as config/train_shakespeare_char.py: parsed, never executed. Give it
+    first."""
+    model: Annotated[Model, _described(Model)] = Model()
+    data: Annotated[Data, _described(Data)] = Data()
+    optimizer: Annotated[Optimizer, _described(Optimizer)] = Optimizer()
+    train: Annotated[Train, _described(Train)] = Train()
+    precision: Annotated[Precision, _described(Precision)] = Precision()
+    layout: Annotated[Layout, _described(Layout)] = Layout()
+    checkpoint: Annotated[Checkpoints, _described(Checkpoints)] = Checkpoints()
+    json: bool = False
+    """Print the outcome as one JSON object on stdout instead of tables."""
+    given: Hidden[frozenset[str]] = frozenset()
+    """Flags of the command line: see `cli.flags_in`."""
+    line: Hidden[str] = ""
+    """The command line itself; '' from Python."""
+    written: Hidden[frozenset[str]] = frozenset()
+    """What the experiment's file says of the layout: see `settings_in`."""
+
+    @property
+    def said(self) -> Said:
+        """What the user said of the layout: it wins over the settings of a preset."""
+        flags = (name.removeprefix("layout.") for name in self.given if name.startswith("layout."))
+        return Said(flags=frozenset(flags), file=self.written)
+
+    @property
+    def layout_flags(self) -> frozenset[str]:
+        """Fields of the layout that the command line gives."""
+        return self.said.flags
+
+    @classmethod
+    def default_experiment(cls, name: str) -> Experiment:
+        """The experiment that the flags override. Raises ExperimentError: there is none of this name."""
+        return load_experiment(name)
+
+    @classmethod
+    def layout_written(cls, name: str) -> frozenset[str]:
+        """What this experiment's file says of the layout. Raises ExperimentError: as `default_experiment`."""
+        return settings_in(cls.default_experiment(name).layout, layout_fields(name))
+
+    def resolved(self) -> Experiment:
+        """The experiment with the overrides in it, checked but for its own layout, over which presets may not
+        spread it. Raises ExperimentError.
+        """
+        experiment = Experiment(**{name: getattr(self, name) for name in Experiment.__struct_fields__})
+        spread(experiment, "single")
+        return experiment
+
+
+class Spec(ExperimentFlags, frozen=True, kw_only=True):
+    """An experiment, and how to run it."""
+
+    jax_python: JaxPython = sys.executable
+    torch_python: TorchPython = sys.executable
     launcher: Launcher = "local"
     """How engines start. local: on this machine. slurm: by `srun` on the hosts of this allocation (`salloc`,
     `sbatch`); they must share the folder of the results. torchrun: on those of --hostfile, of which this is
@@ -104,17 +164,6 @@ class Spec(SidePythons, frozen=True, kw_only=True):
     """More options of `srun`, for --launcher slurm, as of a container or how GPUs are bound:
     --launcher_options="--container-image=IMAGE --gpu-bind=none". The number of tasks and their order stay."""
 
-    experiment: Annotated[str, tyro.conf.Positional] = "demo"
-    """A named experiment (demo, check, cpu, baby-gpt, gpt2-124m, gpt2-350m, golden), a TOML file, or one of
-    nanoGPT's config files, such as config/train_shakespeare_char.py: parsed, never executed. Give it
-    first."""
-    model: Annotated[Model, _described(Model)] = Model()
-    data: Annotated[Data, _described(Data)] = Data()
-    optimizer: Annotated[Optimizer, _described(Optimizer)] = Optimizer()
-    train: Annotated[Train, _described(Train)] = Train()
-    precision: Annotated[Precision, _described(Precision)] = Precision()
-    layout: Annotated[Layout, _described(Layout)] = Layout()
-    checkpoint: Annotated[Checkpoints, _described(Checkpoints)] = Checkpoints()
     platform: Platform = "cpu"
     """cpu: XLA host devices, and gloo ranks of one thread each. gpu: one device or rank for each GPU."""
     run_dir: str = ""
@@ -136,47 +185,15 @@ class Spec(SidePythons, frozen=True, kw_only=True):
     refused. The exit code is then that of the run: 2, or 3 if this machine lacks something."""
     quiet: bool = False
     """No progress on stderr."""
-    json: bool = False
-    """Print the outcome as one JSON object on stdout instead of tables."""
-    given: Hidden[frozenset[str]] = frozenset()
-    """Flags of the command line: see `cli.flags_in`."""
-    line: Hidden[str] = ""
-    """The command line itself; '' from Python."""
-    written: Hidden[frozenset[str]] = frozenset()
-    """What the experiment's file says of the layout: see `settings_in`."""
 
     def found_hosts(self) -> Hosts:
         """The hosts that the flags ask for. Raises ExperimentError: as `find_hosts`."""
         return find_hosts(self.launcher, self.hosts, self.hostfile, options=self.launcher_options)
 
     @property
-    def said(self) -> Said:
-        """What the user said of the layout: it wins over the settings of a preset."""
-        flags = (name.removeprefix("layout.") for name in self.given if name.startswith("layout."))
-        return Said(flags=frozenset(flags), file=self.written)
-
-    @property
     def command(self) -> str:
         """Word of the command line that makes such a comparison, and goes on with it."""
         return type(self).__name__.lower()
-
-    @classmethod
-    def default_experiment(cls, name: str) -> Experiment:
-        """The experiment that the flags override. Raises ExperimentError: there is none of this name."""
-        return load_experiment(name)
-
-    @classmethod
-    def layout_written(cls, name: str) -> frozenset[str]:
-        """What this experiment's file says of the layout. Raises ExperimentError: as `default_experiment`."""
-        return settings_in(cls.default_experiment(name).layout, layout_fields(name))
-
-    def resolved(self) -> Experiment:
-        """The experiment with the overrides in it, checked but for its own layout, over which presets may not
-        spread it. Raises ExperimentError.
-        """
-        experiment = Experiment(**{name: getattr(self, name) for name in Experiment.__struct_fields__})
-        spread(experiment, "single")
-        return experiment
 
     def laid_out(self, experiment: Experiment) -> Experiment:
         """The experiment, with the user's overrides in it, under the layout that other flags choose."""
@@ -232,7 +249,7 @@ class Spread(Spec, frozen=True, kw_only=True):
         return (list(engines), {}) if self.chosen() else fitting(engines, experiment.layout)
 
 
-AnySpec = TypeVar("AnySpec", bound=Spec)
+AnySpec = TypeVar("AnySpec", bound=ExperimentFlags)
 
 
 def defaults_for(command: type[AnySpec], name: str) -> AnySpec:

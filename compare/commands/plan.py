@@ -1,233 +1,274 @@
-"""`shardpair plan`: which layout, how long a step, will it fit, on a machine that need not be here."""
+"""`shardpair plan`: layouts of an experiment that are legal and fit, with memory and bytes sent per device.
+
+Tried are all degrees whose product is the number of devices; ZeRO stages, sequence parallelism, schedules and
+ways of context parallelism. For each, recomputation and accumulated passes are raised until a step fits. The
+sequences of a step stay the same. A layout field given as a flag is not searched.
+"""
 
 import itertools
 import math
-import re
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-import msgspec
-import tyro
 from msgspec import Struct
 from msgspec.structs import replace
 
-from compare.contract.request import Platform
-from compare.execute.launchers import Launcher
-from compare.flags import Hidden, StudiedName
-from compare.judge.outcome import Grid, Outcome
-from compare.plan.compute import GPT, PARTS, Term, Variant
-from compare.plan.machine import Machine, read_machine
-from compare.plan.predict import CALIBRATED, LATER, predict, slowdown_by, ways_of
-from compare.plan.search import USABLE, Candidate, candidates, folded, search
-from compare.run.study import Study
-from compare.show.findings import Column, Findings, findings_of, table_of
-from compare.spec.axes import PP, TP
-from compare.spec.engines.registry import REFERENCE
-from compare.spec.experiment import Experiment, ExperimentError
+from compare.contract.communication import ring_wire_bytes
+from compare.contract.record import ON_HOST
+from compare.flags import DEVICES, ExperimentFlags, StudiedName
+from compare.show.findings import Column, Findings, table_of
+from compare.show.terminal import print_findings
+from compare.spec.axes import CP, DP_REPLICATE, DP_SHARD, EP, PP, TP, parts_of
+from compare.spec.checks import check
+from compare.spec.engines.registry import ENGINES, REFERENCE
+from compare.spec.experiment import Experiment, ExperimentError, Layout, edited
 from compare.terminal import human_bytes
-from compare.theory.peak import LEAST, MOST
+from compare.theory.communication import communication
+from compare.theory.peak import LEAST, MOST, peak_of_stage
 
-BEST, REASONS = 10, 3
-NEAR = CALIBRATED[1]
-BELOW = (
-    "alike: layouts of the same tp, pp, schedule and recomputation, with other replicas, shards and rows. "
-    "No prediction tells the {near} kinds apart that are within {percent:.0%} of the fastest: time them."
-)
+SHOWN, REASONS = 20, 3
+LONG = 2**15
+"""Tokens of a sequence from which context parallelism is searched."""
+REMATS = ("none", "dots", "full")
+"""Recomputation, the cheapest first."""
+STAGES = {1: "zero1x", 2: "zero2x", 3: "fsdp"}
 
 
-class Found(Struct, frozen=True, kw_only=True):
-    """The fastest layout of each kind that fits, and how many there are."""
+class Candidate(Struct, frozen=True, kw_only=True):
+    """A layout, its memory and what it sends."""
 
-    machine: Machine
-    candidates: list[Candidate]
-    """The fastest first."""
-    fitting: int
-    """How many layouts of all kinds fit."""
-    smallest: list[Candidate]
-    """Of those that do not fit."""
-    too_large: int
-    """How many there were."""
-    explained: Candidate
-    """That of --explain, else the fastest, or the smallest if none fits."""
+    name: str
+    layout: Layout
+    batch_size: int
+    gradient_accumulation_steps: int
+    memory: dict[str, float] = {}
+    """Bytes of the fullest device by kind: state in closed form, activations and logits estimated."""
+    sent: float = 0.0
+    """Bytes that a device sends in a step on rings, by the textbook; of the busiest end of a pipeline."""
 
     @property
-    def times_as_long(self) -> list[float]:
-        """Measured steps over such predictions, the least and the most; [] where nobody has held them so."""
-        if self.machine.slowdown != 1:
-            return [*CALIBRATED]
-        return [] if self.machine.platform == "cpu" else [*LATER]
+    def kind(self) -> tuple[object, ...]:
+        """Fields that layouts of the same kind share."""
+        layout = self.layout
+        split = layout.tp, layout.sequence_parallel, layout.cp, layout.ep, layout.pp
+        return *split, layout.zero, layout.reshard_after_forward
 
-    def sentence(self) -> str:
-        """The fastest, how far off it may be, what most of its time is spent on; or that nothing fits."""
-        if self.candidates:
-            best = self.candidates[0]
-            parts = sorted(best.parts.items(), key=lambda item: -item[1])[:3]
-            shares = ", ".join(f"{part} {seconds / best.seconds:.0%}" for part, seconds in parts)
-            return (
-                f"{best.name}: {best.seconds * 1e3:,.1f} ms a step ({self._off(best)}), MFU {best.mfu:.1%}, "
-                f"{human_bytes(best.bytes)} a device; {shares}; {self.fitting:,} layouts fit, "
-                f"{self.too_large:,} do not"
-            )
-        best = self.smallest[0]
-        return (
-            f"none of {self.too_large:,} layouts fits: the smallest, {best.name}, needs "
-            f"{human_bytes(best.bytes)}: {_classes(best)}"
-        )
-
-    def _off(self, best: Candidate) -> str:
-        if not self.times_as_long:
-            return "at least: on a CPU much of a step is small operations"
-        low, high = self.times_as_long
-        span = f"{low * best.seconds * 1e3:,.1f} to {high * best.seconds * 1e3:,.1f} ms"
-        if self.machine.slowdown == 1:
-            return f"optimistic: published steps took {low:g} to {high:g} times as long, {span}"
-        return (
-            f"one measured step makes compute take {self.machine.slowdown:.3g} times as long as the chip's "
-            f"rates; published ones then took {span}"
-        )
+    @property
+    def bytes(self) -> float:
+        """Memory of the fullest device."""
+        return sum(self.memory.values())
 
 
-class Plan(Study, frozen=True, kw_only=True):
-    """Predict step time and memory of every legal layout on a machine that need not be here; nothing runs.
+class Plan(ExperimentFlags, frozen=True, kw_only=True):
+    """List the layouts of an experiment that are legal and fit, with memory and bytes sent. Nothing runs.
 
-    Bytes that are sent are the textbook's. Compute is a roofline, and optimistic: docs/plan.md holds
-    predictions against published tables. A field of the layout that you give stays as it is; all others are
-    searched. The sequences of a step stay, too: give a number that the devices divide.
+    A row has the least recomputation and the fewest passes that fit. A layout field given as a flag is not
+    searched. The sequences of a step stay the same, so the data-parallel devices must divide them.
 
     Try:
-      shardpair plan gpt2-350m --train.batch_size 512 --train.gradient_accumulation_steps 1 --machine h100x64
-      shardpair plan gpt2-124m --machine h100x8 --measured dp8+rows12+none=120ms
+      shardpair plan gpt2-350m --devices 64 --memory_gb 80 --train.batch_size 128
+      shardpair plan gpt2-124m --devices 8 --memory_gb 16 --layout.tp 1
     """
 
-    machine: str = "h100x8"
-    """A chip and how many: h100x64, v5e-256; or a TOML file of your own."""
-    engine: StudiedName = REFERENCE
-    """Whose layouts, whose bytes and whose memory."""
-    timed_step: Annotated[str, tyro.conf.arg(name="measured", metavar="LAYOUT=TIME")] = ""
-    """A step of this plan that you have timed, fsdp8+rows4+none=412ms: one factor on compute makes it so,
-    and all others are predicted with it. `slowdown` in a machine's file says the factor for other plans."""
-    shape: Variant = GPT
-    explain: str = ""
-    """Write out the sum of one layout, term by term: its name, or its place in the table."""
-
-    brief = "which layout, how long a step, will it fit: predicted"
-    group = "Read"
     default = "gpt2-124m"
 
-    platform: Hidden[Platform] = "cpu"
-    launcher: Hidden[Launcher] = "local"
-    hosts: Hidden[int] = 0
-    continue_: Hidden[str] = ""
-    init_from: Hidden[str] = ""
-    timeout_s: Hidden[float] = 600.0
-    cache_dir: Hidden[str] = ""
-    dry_run: Hidden[bool] = False
+    devices: int = DEVICES
+    """Number of devices."""
+    memory_gb: float = math.inf
+    """Memory of a device in GB (1e9 bytes) that a step may use. Default: any amount."""
+    engine: StudiedName = REFERENCE
+    """The engine whose limits, memory and messages count."""
 
-    def cases(self, experiment: Experiment) -> Grid:
-        """None: nothing runs."""
-        return {}, {}
-
-    def planned(self) -> Outcome:
-        """The search. Raises ExperimentError."""
-        outcome = super().planned()
-        experiment = outcome.experiment
-        machine, fixed = read_machine(self.machine), self.said.flags
-        if self.timed_step:
-            machine = self._calibrated(experiment, machine)
-        layouts = search(self.engine, experiment, machine, fixed=fixed, variant=self.shape)
-        kinds = folded(layouts.fitting)
-        found = Found(
-            machine=machine,
-            candidates=kinds,
-            fitting=len(layouts.fitting),
-            smallest=layouts.too_large[:1],
-            too_large=len(layouts.too_large),
-            explained=self._explained(kinds, layouts.fitting + layouts.too_large),
+    def __call__(self) -> int:
+        """Print the table. Returns 0, or 1 if no layout fits."""
+        if self.devices < 1 or not self.memory_gb > 0:
+            raise ExperimentError("--devices must be at least 1, and --memory_gb more than 0")
+        experiment = self.resolved()
+        limit = 1e9 * self.memory_gb
+        found, refused = search(self.engine, experiment, self.devices, limit=limit, fixed=self.layout_flags)
+        fitting = [candidate for candidate in found if candidate.bytes <= limit]
+        too_large = [candidate for candidate in found if candidate.bytes > limit]
+        best = (fitting or too_large)[0]
+        sentence = (
+            f"{len(fitting):,} layouts fit, {len(too_large):,} do not; {best.name} sends the least: "
+            f"{human_bytes(best.sent)}"
         )
-        plan = {"plan": found, "refused": layouts.refused}
-        reasons = dict(itertools.islice(layouts.refused.items(), REASONS))
-        given = [getattr(experiment.layout, axis) for axis in (TP, PP) if axis in fixed]
-        shares, sequences = machine.devices // math.prod(given), experiment.sequences_per_step
-        if more := -sequences % shares:
-            why = f"{sequences} sequences do not divide: {sequences + more} do"
-            reasons[f"data parallelism over {shares}"] = why
-        return replace(outcome, more=msgspec.to_builtins(plan), left_out=reasons)
-
-    def _calibrated(self, experiment: Experiment, machine: Machine) -> Machine:
-        """The machine as the step of --measured says. Raises ExperimentError: no such layout, or no time."""
-        name, _, time = self.timed_step.rpartition("=")
-        legal = candidates(self.engine, experiment, machine, fixed=self.said.flags, ratio=1)
-        layouts = [candidate for candidate in legal if candidate.name == name]
-        number = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s)", time)
-        if not layouts or not number:
-            raise ExperimentError(
-                f"--measured {self.timed_step}: give a layout as the plan names it, and its step: "
-                f"fsdp8+rows4+none=412ms"
-            )
-        seconds = float(number[1]) / (1e3 if number[2] == "ms" else 1)
-        spec = layouts[0].of(experiment)
-        ways = ways_of(self.engine, spec, self.shape)
-        return replace(machine, slowdown=slowdown_by(self.engine, spec, machine, seconds=seconds, **ways))
-
-    def _explained(self, kinds: list[Candidate], layouts: list[Candidate]) -> Candidate:
-        """The layout of --explain, which need not fit. Raises ExperimentError: there is none."""
-        named = {"": layouts[0]} | {candidate.name: candidate for candidate in layouts}
-        named |= {str(place): candidate for place, candidate in enumerate(kinds, 1)}
-        if self.explain not in named:
-            wrong = f"--explain {self.explain}: give a place from 1 to {len(kinds)}, or the name of a layout"
-            raise ExperimentError(wrong)
-        return named[self.explain]
-
-    @classmethod
-    def findings(cls, outcome: Outcome, folder: Path) -> Findings:
-        """The best layouts with their parts, and the sum of one if it was asked for."""
-        found, experiment = msgspec.convert(outcome.more["plan"], Found), outcome.experiment
-        machine, engine, explain = found.machine, outcome.options["engine"], outcome.options["explain"]
-        best, one, tables = found.candidates[:BEST], found.explained, []
-        if best:
-            title = f"The fastest of {found.fitting:,} layouts that fit, one of each kind; ms of a step"
-            near = sum(candidate.seconds < NEAR * best[0].seconds for candidate in found.candidates)
-            tables.append(table_of(title, LAYOUTS, best, below=BELOW.format(near=near, percent=NEAR - 1)))
-        if explain:
-            spec, variant = one.of(experiment), msgspec.convert(outcome.options["shape"], Variant)
-            terms = predict(engine, spec, machine, **ways_of(engine, spec, variant)).terms
-            below = f"Together {one.seconds * 1e3:,.3f} ms. A device holds {_classes(one)}."
-            title = f"The step of {one.name}, term by term"
-            tables.append(table_of(title, TERMS, terms, look="words", below=below))
-        return findings_of(
-            outcome,
-            title=f"{outcome.name} for {machine.name}, {engine}",
-            sentence=found.sentence(),
+        if not fitting:
+            best = min(too_large, key=lambda candidate: candidate.bytes)
+            least = f"{best.name} needs the least, {human_bytes(best.bytes)}"
+            sentence = f"none of {len(too_large):,} layouts fits: {least}"
+        kinds = {candidate.kind: candidate for candidate in reversed(fitting)}
+        shown = [candidate for candidate in fitting if kinds[candidate.kind] is candidate]
+        title = (
+            f"Layouts that fit, least bytes first, one for each tp, cp, ep, pp and ZeRO stage ({len(shown)})"
+        )
+        findings = Findings(
+            title=f"{self.experiment} on {self.devices} devices, {self.engine}",
+            sentence=sentence,
+            value={"layouts": fitting, "too_large": too_large, "refused": refused},
+            passed=bool(fitting),
             about=[
-                f"Predicted, not measured. {machine.devices} devices of {human_bytes(machine.memory_bytes)}, "
-                f"of which a step may have {USABLE:.0%}; {experiment.sequences_per_step} sequences of "
-                f"{experiment.model.block_size} tokens a step. Memory is an estimate, {LEAST:g} to {MOST:g} "
-                "times as much as was measured.",
+                f"{experiment.sequences_per_step} sequences of {experiment.model.block_size} tokens a step. "
+                f"Sent is per device and step, by the textbook. Memory is estimated for the fullest device: "
+                f"estimates were {LEAST:g} to {MOST:g} times measured peaks.",
             ],
-            tables=tables,
-            rows=best,
-            value={"times_as_long": found.times_as_long},
-            passed=bool(best),
+            tables=[table_of(title, COLUMNS, shown[:SHOWN])] if shown else [],
+            left_out=dict(itertools.islice(refused.items(), REASONS)),
         )
+        print_findings(findings, as_json=self.json)
+        return 0 if fitting else 1
 
 
-TERMS = (
-    Column[Term]("part", lambda term: term.part),
-    Column[Term]("term", lambda term: term.label),
-    Column[Term]("ms", lambda term: term.seconds * 1e3, ",.3f"),
-)
-LAYOUTS = (
+COLUMNS = (
     Column[Candidate]("layout", lambda candidate: candidate.name),
-    Column[Candidate]("step ms", lambda candidate: candidate.seconds * 1e3, ",.1f"),
-    Column[Candidate]("MFU", lambda candidate: candidate.mfu, ".1%"),
+    Column[Candidate]("sent", lambda candidate: candidate.sent, human_bytes),
     Column[Candidate]("memory", lambda candidate: candidate.bytes, human_bytes),
-    Column[Candidate]("alike", lambda candidate: candidate.alike, ",d"),
     *(
-        Column[Candidate](part, lambda candidate, part=part: candidate.parts.get(part, 0.0) * 1e3, ",.1f")
-        for part in PARTS
+        Column[Candidate](kind, lambda candidate, kind=kind: candidate.memory[kind], human_bytes)
+        for kind in ("parameters", "gradients", "optimizer", "activations", "logits")
     ),
 )
 
 
-def _classes(candidate: Candidate) -> str:
-    return ", ".join(f"{kind} {human_bytes(size)}" for kind, size in candidate.memory.items())
+def search(
+    engine: str, experiment: Experiment, devices: int, *, limit: float, fixed: frozenset[str]
+) -> tuple[list[Candidate], dict[str, str]]:
+    """One candidate for each legal layout, and reasons for refused ones, by an example and their number.
+
+    The candidates are in ascending order of the bytes sent. Each is the first that fits `limit` bytes, or the
+    smallest if none fits. `fixed` are fields of the experiment's layout to keep. Raises ExperimentError: no
+    layout is legal.
+    """
+    found: list[Candidate] = []
+    reasons: dict[str, list[str]] = {}
+    for layout in layouts(engine, experiment, devices, fixed=fixed):
+        legal: list[Candidate] = []
+        for candidate in ways(experiment, layout, fixed=fixed):
+            try:
+                legal.append(measured(engine, experiment, candidate))
+            except ExperimentError as error:
+                reasons.setdefault(str(error), []).append(candidate.name)
+                continue
+            if legal[-1].bytes <= limit:
+                break
+        if legal:
+            fits = legal[-1].bytes <= limit
+            found.append(legal[-1] if fits else min(legal, key=lambda candidate: candidate.bytes))
+    most_first = sorted(reasons.items(), key=lambda item: -len(item[1]))
+    refused = {f"{names[0]} ({len(names):,} layouts)": why for why, names in most_first}
+    if not found:
+        given = ", ".join(f"layout.{axis}" for axis in experiment.layout.axes if axis in fixed)
+        why = next(iter(refused.values()), f"the given {given} must divide them")
+        raise ExperimentError(f"--devices {devices}: no layout is legal: {why}")
+    return sorted(found, key=lambda candidate: (candidate.sent, candidate.bytes)), refused
+
+
+def layouts(engine: str, experiment: Experiment, devices: int, *, fixed: frozenset[str]) -> Iterator[Layout]:
+    """Layouts over all devices, with each setting that has an effect under them; not all are legal."""
+    given, able = experiment.layout, ENGINES[engine].layouts
+
+    def choices(field: str, values: Iterable[Any]) -> Iterable[Any]:
+        return [getattr(given, field)] if field in fixed else values
+
+    degrees = dict.fromkeys((TP, PP, DP_SHARD), divisors(devices))
+    degrees[CP] = divisors(devices) if experiment.model.block_size >= LONG else [given.cp]
+    for tp, pp, shards, cp in itertools.product(*(choices(axis, degrees[axis]) for axis in degrees)):
+        replicas, rest = divmod(devices, tp * pp * shards * cp)
+        if rest or (DP_REPLICATE in fixed and given.dp_replicate != replicas):
+            continue
+        if experiment.model.n_layer % pp and PP not in fixed:
+            continue
+        interleaved_chunks = max(given.chunks, 2)
+        settings = {
+            "zero": choices("zero", (1, 2, 3) if shards > 1 else (0,)),
+            EP: choices(EP, divisors(math.gcd(shards, experiment.model.n_experts or 1))),
+            "sequence_parallel": choices("sequence_parallel", (False, True) if tp > 1 else (False,)),
+            "schedule": choices("schedule", able.schedules if pp > 1 else (given.schedule,)),
+            "context": choices("context", able.contexts if cp > 1 else (given.context,)),
+            "reshard_after_forward": choices("reshard_after_forward", (True, False)),
+        }
+        for values in itertools.product(*settings.values()):
+            chosen = dict(zip(settings, values, strict=True))
+            if not chosen["reshard_after_forward"] and chosen["zero"] != 3 and "zero" not in fixed:
+                continue
+            balanced = cp > 1 and chosen["context"] != "ulysses"
+            is_interleaved = pp > 1 and chosen["schedule"] == "interleaved"
+            (chosen["zigzag"],) = choices("zigzag", [balanced])
+            (chosen["chunks"],) = choices("chunks", [interleaved_chunks if is_interleaved else 1])
+            yield replace(given, tp=tp, pp=pp, dp_shard=shards, cp=cp, dp_replicate=replicas, **chosen)
+
+
+def ways(experiment: Experiment, layout: Layout, *, fixed: frozenset[str]) -> Iterator[Candidate]:
+    """The layout with each recomputation and number of sequences in a pass, the cheapest first."""
+    sequences = experiment.sequences_per_step
+    share = max(sequences // layout.data_parallel, 1)
+    for remat in [layout.remat] if "remat" in fixed else REMATS:
+        for rows in reversed(divisors(share)):
+            passes = share // rows
+            microbatches = layout.microbatches if "microbatches" in fixed else passes if layout.pp > 1 else 1
+            if passes % microbatches and rows > 1:
+                continue  # the last candidate keeps the contradiction, for `check` to name
+            one = replace(layout, remat=remat, microbatches=microbatches)
+            steps = max(passes // microbatches, 1)
+            yield Candidate(
+                name=name_of(one, rows),
+                layout=one,
+                batch_size=sequences // steps,
+                gradient_accumulation_steps=steps,
+            )
+
+
+def measured(engine: str, experiment: Experiment, candidate: Candidate) -> Candidate:
+    """The candidate with its memory and bytes. Raises ExperimentError: the layout is not legal."""
+    layout = candidate.layout
+    if experiment.sequences_per_step % layout.data_parallel:
+        raise ExperimentError(
+            f"the data-parallel devices do not divide {experiment.sequences_per_step} sequences a step: "
+            f"change train.batch_size"
+        )
+    train = {
+        "batch_size": candidate.batch_size,
+        "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
+    }
+    spec = check(replace(edited(experiment, {"train": train}), layout=layout))
+    ENGINES[engine].require_experiment(spec)
+    ends = {0, layout.pp - 1}
+    memory = [peak_of_stage(engine, spec, stage=stage) for stage in ends]
+    for by_kind in memory:
+        by_kind.pop(ON_HOST, None)
+    return replace(
+        candidate,
+        memory=max(memory, key=lambda by_kind: sum(by_kind.values())),
+        sent=max(sent_by_stage(engine, spec, stage) for stage in ends),
+    )
+
+
+def sent_by_stage(engine: str, experiment: Experiment, stage: int) -> float:
+    """Bytes that a device of a pipeline's stage sends in a step on rings."""
+    degrees = experiment.layout.axes
+    return sum(
+        ring_wire_bytes(kind, round(size), math.prod(degrees[name] for name in parts_of(axis)))
+        for (kind, axis, _), size in communication(engine, experiment, stage=stage).items()
+    )
+
+
+def name_of(layout: Layout, rows: int) -> str:
+    """Name such as dp2+fsdp8+tp2sp+pp4.1f1b+rows4+full; `rows` are a device's sequences in a pass."""
+    zero = "shard_grad_op" if not layout.reshard_after_forward else STAGES.get(layout.zero, "")
+    chunks = f".x{layout.chunks}" if layout.chunks > 1 else ""
+    parts = [
+        f"dp{layout.dp_replicate}" if layout.dp_replicate > 1 else "",
+        f"{zero}{layout.dp_shard}" if layout.dp_shard > 1 else "",
+        f"{EP}{layout.ep}" if layout.ep > 1 else "",
+        f"{TP}{layout.tp}{'sp' if layout.sequence_parallel else ''}" if layout.tp > 1 else "",
+        f"{CP}{layout.cp}.{layout.context}{'.zigzag' * layout.zigzag}" if layout.cp > 1 else "",
+        f"{PP}{layout.pp}.{layout.schedule}{chunks}" if layout.pp > 1 else "",
+        f"rows{rows}",
+        layout.remat,
+    ]
+    return "+".join(filter(None, parts))
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, in ascending order."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

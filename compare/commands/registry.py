@@ -9,7 +9,6 @@ from compare.commands.collectives import Collectives
 from compare.commands.faults import Faults
 from compare.commands.ledger import Ledger
 from compare.commands.memory import Memory
-from compare.commands.plan import Plan
 from compare.commands.profile import Profile
 from compare.commands.run import Resume, Run
 from compare.commands.sweep import Sweep
@@ -18,7 +17,7 @@ from compare.system.tensors import RecordError
 
 STUDIES: dict[str, Any] = {
     study.__name__.lower(): study
-    for study in (Run, Resume, Sweep, Check, Faults, Bench, Profile, Ledger, Collectives, Memory, Plan)
+    for study in (Run, Resume, Sweep, Check, Faults, Bench, Profile, Ledger, Collectives, Memory)
 }
 
 

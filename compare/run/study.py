@@ -56,8 +56,6 @@ class Study(Spec, frozen=True, kw_only=True):
     """A line of `shardpair --help`."""
     group: ClassVar[str] = "Measure"
     """Where it stands there."""
-    default: ClassVar[str] = "demo"
-    """The experiment if none is named."""
     fixed: ClassVar[Mapping[str, object]] = {}
     """Fields that the study gives, such as `train.max_iters`, and their values; None for computed ones.
     A flag for one is refused."""

@@ -1,8 +1,7 @@
 """Every command line that README.md and --help print does what it says, up to the first process.
 
 Lines are collected from the pages and the commands' docstrings: a new one is tried without a word here.
-What can be planned is run with --dry_run; what cannot goes as far as the first process that it starts, and a
-plan for machines as far as its search; and
+What can be planned is run with --dry_run; what cannot goes as far as the first process that it starts; and
 one that reads a folder which this test cannot make must be refused for that folder, and nothing else.
 """
 
@@ -19,7 +18,6 @@ import pytest
 from checkpoints import write_random
 
 from compare.cli import COMMANDS, main
-from compare.commands import plan
 from compare.execute import launch
 from compare.execute import load as load_of_others
 from compare.numerics import data
@@ -86,8 +84,6 @@ def places(tmp_path, line) -> Path:
             (folder / word).write_text("some words\n" * 2000)
         elif word.endswith(".toml"):
             (folder / word).write_text("")
-        elif ".tomlx" in word:  # so many chips
-            (folder / word.rpartition("x")[0]).write_text('like = "h100"\n')
         elif word.endswith(".py"):
             (folder / word).parent.mkdir(exist_ok=True)
             (folder / word).write_text(CONFIG)
@@ -109,7 +105,6 @@ def a_machine_with_everything(places, monkeypatch):
 
     monkeypatch.chdir(places)
     monkeypatch.setattr(subprocess, "Popen", start)
-    monkeypatch.setattr(plan, "search", start)
     monkeypatch.setattr(launch, "visible_gpus", lambda: 8)
     monkeypatch.setattr(load_of_others, "busy_cores", lambda: 0.0)
     monkeypatch.setattr(data, "standard_library_text", standard_library_text)
@@ -123,11 +118,8 @@ def test_it_does_what_it_says(line, places, capsys, monkeypatch):
     is_checkpoint = command not in ("report", "diff") and Path(source).suffix != ".pt" and source != "gpt2/"
     if source and is_checkpoint:
         write_random(places / source, load("demo"))
-    is_planned = (
-        "dry_run" in COMMANDS[command].__struct_fields__
-        and command != "plan"
-        and not {"--continue", "--results"} & {*others}
-    )
+    can_dry_run = "dry_run" in COMMANDS[command].__struct_fields__
+    is_planned = can_dry_run and not {"--continue", "--results"} & {*others}
     try:
         code = main([command, *others, *(["--dry_run"] if is_planned else [])])
     except Started:

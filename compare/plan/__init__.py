@@ -1,1 +1,0 @@
-"""Step time and memory of layouts on machines that need not be here: `shardpair plan`."""
