@@ -30,7 +30,7 @@ from jaxpar.explicit import data_parallel as typed_data_parallel
 from jaxpar.explicit import tensor_parallel as typed_tensor_parallel
 from jaxpar.linear import Linear, same
 from jaxpar.manual import context_parallel, fully_sharded, pipeline_parallel, tensor_parallel
-from jaxpar.mlp import Experts, Routing
+from jaxpar.mlp import Experts, RouterOutput
 from jaxpar.model import GPT
 from jaxpar.placement import Placement
 from jaxpar.run import Run
@@ -136,7 +136,7 @@ def unrenormalised_weights(right: Any, self: Experts, logits: jax.Array, is_chos
 
 
 @in_place_of(GPT, "balance")
-def local_balance(right: Any, self: GPT, routing: Routing) -> tuple[jax.Array, jax.Array]:
+def local_balance(right: Any, self: GPT, routing: RouterOutput) -> tuple[jax.Array, jax.Array]:
     """The load-balance loss has each device's own shares of its own choices; what is recorded is of all."""
     total, self.total_counts = self.total_counts, same
     loss, _ = right(self, routing)

@@ -4,7 +4,7 @@ B batch, T position, C n_embd, M features inside of an MLP, L layers, E experts,
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,13 +47,24 @@ class MLP(nnx.Module):
         return self.dropout(self.down(self.activation(self.up(x_BTC))), noise), None
 
 
-class Routing(NamedTuple):
-    """Of a layer, or with L in front of all: each expert's mean probability, (E,), a softmax over all; how
-    often it was chosen, int32 (E,); and the experts of each token, int32 (B, T, k), in ascending order."""
+class RouterOutput(NamedTuple):
+    """Routing of one layer, or of L layers with a leading dim L."""
 
     probability: jax.Array
+    """Mean probability of each expert, (E,); the softmax is over all experts."""
     count: jax.Array
+    """Number of tokens that chose each expert, int32 (E,)."""
     chosen: jax.Array
+    """Expert ids of each token, int32 (B, T, k), in ascending order."""
+
+
+class Routing(NamedTuple):
+    """Routing of one pass, in int32. Both fields are None without experts."""
+
+    expert_ids: Any = None
+    """Expert ids of each token, (L, B, T, k)."""
+    tokens_per_expert: Any = None
+    """Number of tokens of the pass that chose each expert, (L, E)."""
 
 
 class UpToEach(Linear):
@@ -86,7 +97,7 @@ class Experts(nnx.Module):
         self.enter_weights: Hook = same
         self.exchange: Callable[[Experts, jax.Array, jax.Array], jax.Array] = Experts.mix
 
-    def __call__(self, x_BTC: jax.Array, noise: Noise | None = None) -> tuple[jax.Array, Routing]:
+    def __call__(self, x_BTC: jax.Array, noise: Noise | None = None) -> tuple[jax.Array, RouterOutput]:
         with jax.named_scope(f"{KEEPS}router"):
             logits_BTE = self.router(x_BTC)
         # Not `lax.top_k`: XLA does not divide what it makes of it, and gathers the whole batch.
@@ -98,7 +109,7 @@ class Experts(nnx.Module):
             y_BTC = self.exchange(self, x_BTC, weights_BTE)
         probability_E = jax.nn.softmax(logits_BTE, axis=-1).mean(axis=(0, 1))
         count_E = is_chosen_BTE.sum(axis=(0, 1), dtype=jnp.int32)
-        return self.dropout(y_BTC, noise), Routing(probability_E, count_E, chosen_BTk)
+        return self.dropout(y_BTC, noise), RouterOutput(probability_E, count_E, chosen_BTk)
 
     def weights(self, logits_BTE: jax.Array, is_chosen_BTE: jax.Array) -> jax.Array:
         """A softmax over the logits of the chosen; 0 for the others."""

@@ -9,9 +9,9 @@ vocabulary; L layers.
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,8 @@ from compare.spec.experiment import Experiment, Model
 from jaxpar.derivatives import attention_scores
 from jaxpar.dropout import Dropout, Noise
 from jaxpar.linear import KEEPS, Dtypes, Hook, Linear, same
-from jaxpar.mlp import MLP, Experts, Routing
-from jaxpar.remat import Remat, apply_remat
+from jaxpar.mlp import MLP, Experts, RouterOutput, Routing
+from jaxpar.remat import Remat, apply_remat, remat_of
 
 HEAD = "head_loss"
 """The scope, in the compiled program, of what makes logits and the loss of them."""
@@ -133,7 +133,7 @@ class Block(nnx.Module):
 
     def __call__(
         self, x_BTC: jax.Array, noise: Noise | None = None, positions: Positions = None
-    ) -> tuple[jax.Array, Routing | None]:
+    ) -> tuple[jax.Array, RouterOutput | None]:
         x_BTC = add(x_BTC, self.attention(self.norm1(x_BTC), noise, positions))
         y_BTC, routing = self.mlp(self.norm2(x_BTC), noise)
         return add(x_BTC, y_BTC), routing
@@ -189,7 +189,7 @@ class GPT(nnx.Module):
         gather_layer: (parameters of a layer as stored, x_BTC) -> full parameters: nested dicts.
         wrap_layer: applied to the scanned block, which begins with `gather_layer`.
         cross_entropy: (logits, targets) -> mean loss.
-        total_counts, mean_probability: of `Routing`'s (L, E) that these tokens have to that of all.
+        total_counts, mean_probability: of `RouterOutput`'s (L, E) that these tokens have to that of all.
     """
 
     def __init__(self, experiment: Experiment, *, remat: Remat = "none"):
@@ -216,11 +216,11 @@ class GPT(nnx.Module):
 
     def layers(
         self, x_BTC: jax.Array, keys_B2: jax.Array | None = None, first: ArrayLike = 0
-    ) -> tuple[jax.Array, Routing | None]:
+    ) -> tuple[jax.Array, RouterOutput | None]:
         """The residual stream after all blocks; `first` is the number of the first of them."""
         graph, layers = nnx.split(self.blocks)
 
-        def apply_layer(x: tuple[jax.Array, Noise | None], layer: Any) -> tuple[Any, Routing | None]:
+        def apply_layer(x: tuple[jax.Array, Noise | None], layer: Any) -> tuple[Any, RouterOutput | None]:
             x_BTC, noise = x
             block = nnx.merge(graph, self.gather_layer(layer, x_BTC))
             x_BTC, routing = block(x_BTC, noise, self.embedding.positions)
@@ -230,7 +230,7 @@ class GPT(nnx.Module):
         (x_BTC, _), routing = lax.scan(self.wrap_layer(apply_layer), start, nnx.to_pure_dict(layers))
         return x_BTC, routing
 
-    def balance(self, routing: Routing) -> tuple[jax.Array, jax.Array]:
+    def balance(self, routing: RouterOutput) -> tuple[jax.Array, jax.Array]:
         """The load-balance loss of all layers, alpha E sum_e f_e P_e of each; and how often each expert was
         chosen in the batch of this pass, int32 (L, E), of which f_e is the share.
 
@@ -271,3 +271,60 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
     """Mean cross-entropy in nats over all tokens, in at least float32."""
     logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
     return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT).mean()
+
+
+Loss = Callable[[Any, Any], tuple[jax.Array, Routing]]
+"""loss(params, batch) -> the mean loss of the batch's rows, a scalar, and the routing of its tokens.
+
+The batch has "inputs" and "targets" (B, T), and with dropout "keys" (B, 2)."""
+ModelPatch = Callable[[GPT], None]
+"""A change that a strategy makes to the model, which knows no layout. Paths of parameters stay."""
+
+
+class PipelineParts(NamedTuple):
+    """The model, cut where a pipeline cuts it. Each function takes all parameters and uses some of them."""
+
+    embed: Callable[[Any, Any], jax.Array]
+    """embed(params, batch) -> the residual stream (B, T, C) before the first block."""
+    layers: Callable[[Any, jax.Array, Any, ArrayLike], jax.Array]
+    """layers(params, x, batch, first) -> x (B, T, C) after the blocks in `params`, from block `first` on."""
+    loss: Callable[[Any, jax.Array, Any], jax.Array]
+    """loss(params, x, batch) -> the mean loss, from x (B, T, C) after the last block."""
+
+
+def loss_function(experiment: Experiment, patches: Sequence[ModelPatch] = ()) -> Loss:
+    """The loss of the patched model. With experts it includes the load-balance loss."""
+    merge = partial(nnx.merge, _structure(experiment, patches))
+
+    def loss(params: Any, batch: Any) -> tuple[jax.Array, Routing]:
+        model, keys_B2 = merge(params), batch.get("keys")
+        x_BTC, routing = model.layers(model.embed(batch["inputs"], keys_B2), keys_B2)
+        value = model.head_loss(x_BTC, batch["targets"])
+        if routing is None:
+            return value, Routing()
+        balance, tokens_LE = model.balance(routing)
+        return value + balance, Routing(routing.chosen, tokens_LE)
+
+    return loss
+
+
+def pipeline_parts(experiment: Experiment, patches: Sequence[ModelPatch] = ()) -> PipelineParts:
+    """The parts of the patched model, which has no experts."""
+    model = partial(nnx.merge, _structure(experiment, patches))
+    return PipelineParts(
+        embed=lambda params, batch: model(params).embed(batch["inputs"], batch.get("keys")),
+        layers=lambda params, x, batch, first: model(params).layers(x, batch.get("keys"), first)[0],
+        loss=lambda params, x_BTC, batch: model(params).head_loss(x_BTC, batch["targets"]),
+    )
+
+
+def _structure(experiment: Experiment, patches: Sequence[ModelPatch]) -> nnx.GraphDef:
+    """The structure of the patched model, made without allocating its parameters."""
+
+    def patched() -> GPT:
+        model = GPT(experiment, remat=remat_of(experiment.layout))
+        for patch in patches:
+            patch(model)
+        return model
+
+    return nnx.split(nnx.eval_shape(patched))[0]

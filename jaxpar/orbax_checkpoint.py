@@ -18,8 +18,7 @@ from compare.checkpoint.reader import CheckpointError, CheckpointReader
 from compare.checkpoint.saver import write_checkpoint
 from compare.numerics.parameters import fingerprint
 from compare.spec.experiment import revalidate
-from jaxpar.problem import Problem
-from jaxpar.weights import from_canonical, to_canonical
+from jaxpar.weights import from_canonical, parameter_shapes, to_canonical
 
 STATE, DESCRIPTION, SHA256 = "state", "description", "sha256"
 ITEMS = {WEIGHTS: "params"}
@@ -60,7 +59,9 @@ def import_checkpoint(source: Path, target: Path) -> None:
             description = msgspec.convert(words, Checkpoint)
             experiment = description.experiment
             revalidate(experiment)
-            like = {ITEMS.get(group, group): Problem(experiment).shapes for group in groups(experiment)}
+            like: dict[str, Any] = {
+                ITEMS.get(group, group): parameter_shapes(experiment) for group in groups(experiment)
+            }
             like["step"] = jax.ShapeDtypeStruct((), np.asarray(0).dtype)
             state = restored(**{STATE: ocp.args.StandardRestore(like)})[STATE]
             sums = restored(**{SHA256: ocp.args.JsonRestore()})[SHA256]

@@ -19,7 +19,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import LAYER, PP, SHARDS, SPLIT
-from compare.spec.experiment import Layout
+from compare.spec.experiment import Experiment, Layout
+from jaxpar.weights import logical_axes, parameter_shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +142,12 @@ def place(shape: tuple[int, ...], axes: tuple[str, ...], layout: Layout) -> Plac
 
     dim = max(candidates, key=preference)
     return replace(placement, dims={**dims, **dict.fromkeys(shards, dim)}, shards=shards)
+
+
+def place_parameters(experiment: Experiment) -> Any:
+    """A tree with the `Placement` of each parameter."""
+    shapes, axes = parameter_shapes(experiment), logical_axes(experiment.model)
+    return jax.tree.map(lambda leaf, axes: place(leaf.shape, axes, experiment.layout), shapes, axes)
 
 
 def map_repeated(f: Callable[[Any], Any], axis: str, placements: Any, tree: Any) -> Any:

@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 import jax
 
+from compare.spec.experiment import Layout
+
 Remat = Literal["none", "dots", "full"]
 IsGather = Callable[..., bool]
 """(primitive, *its arguments, **its parameters) -> whether it makes a whole parameter out of shards."""
@@ -15,6 +17,20 @@ VIEWS = frozenset({"convert_element_type", "reshape", "slice", "squeeze", "trans
 REDUCTIONS = frozenset({"psum", "psum_invariant", "reduce_scatter"})
 KEPT_BY_DOTS = "kept by dots"
 """The name (`checkpoint_name`) of what a function with a derivative of its own has made by products."""
+
+
+def remat_of(layout: Layout) -> Remat:
+    """What forward may keep for backward. auto is dots: under a scan it is faster and smaller than none."""
+    return "dots" if layout.remat == "auto" else layout.remat
+
+
+def gathers_in_layers(layout: Layout) -> bool:
+    """True if each block gathers its own parameters, as under zero 3.
+
+    The blocks of a pipeline run at every tick. If they are to keep what they gather, it is gathered before
+    the first tick.
+    """
+    return layout.zero == 3 and (layout.pp == 1 or layout.reshard_after_forward)
 
 
 def apply_remat(

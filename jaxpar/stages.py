@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 
 from jaxpar.linear import same
-from jaxpar.problem import Pieces
+from jaxpar.model import PipelineParts
 from jaxpar.remat import IsGather, Remat, apply_remat
 from jaxpar.weights import STACKED
 
@@ -131,7 +131,7 @@ def one_pass(batch: Tree, *, microbatches: int) -> Tree:
 
 
 def run_stage(
-    pieces: Pieces,
+    parts: PipelineParts,
     params: Tree,
     batch: Tree,
     x: jax.Array,
@@ -148,7 +148,7 @@ def run_stage(
 
     def run(layers: Tree, x: jax.Array, turn: Turn) -> jax.Array:
         microbatch = jax.tree.map(lambda x: x[turn.microbatch], batch)
-        return pieces.layers({**params, STACKED: layers}, x, microbatch, turn.stage * of_chunk)
+        return parts.layers({**params, STACKED: layers}, x, microbatch, turn.stage * of_chunk)
 
     if chunks == 1 and is_gather is None:
         return run(jax.tree.map(lambda w_N: w_N[0], params[STACKED]), x, turn)

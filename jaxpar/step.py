@@ -9,7 +9,7 @@ Legend: A gradient accumulation, B batch, T position, L layers; E experts, of wh
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,21 +28,11 @@ from compare.spec.axes import ROWS, SEQUENCE, TP
 from compare.spec.experiment import Experiment
 from jaxpar.comm.hosts import fetch
 from jaxpar.linear import same
+from jaxpar.mlp import Routing
+from jaxpar.model import Loss
 from jaxpar.placement import shardings
-from jaxpar.problem import Choices, Edit, Loss, Problem
 
 HOST = "pinned_host"
-
-
-class Strategy(NamedTuple):
-    """What one axis of the mesh adds to a step. An engine composes them in one order."""
-
-    edit: Edit = same
-    """Puts into the model what moves activations, or gathers parameters."""
-    mark: Callable[[Any], Any] = same
-    """Of the parameters before differentiating: whose gradients stay each device's own."""
-    reduce: Callable[[Any], Any] = same
-    """Of the gradients after accumulation: reduces those that are parts along the axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +77,10 @@ class TrainState(Progress):
 
 
 def place_step(
-    step: Callable[..., Any], problem: Problem, placements: Any, *, mesh: Mesh, **options: Any
+    step: Callable[..., Any], experiment: Experiment, placements: Any, *, mesh: Mesh, **options: Any
 ) -> ShardedStep:
     """The step, with its arguments where all engines keep them; `options` are further fields."""
-    zero, shards = problem.layout.zero, shardings(mesh, placements, sharded=True)
+    zero, shards = experiment.layout.zero, shardings(mesh, placements, sharded=True)
     return ShardedStep(
         step=step,
         placements=placements,
@@ -98,13 +88,9 @@ def place_step(
         moments=shards,
         gradients=shards,
         accumulated=shardings(mesh, placements, sharded=zero >= 2),
-        batch={
-            name: NamedSharding(mesh, spec) for name, spec in batch_specs(problem.experiment, mesh).items()
-        },
+        batch={name: NamedSharding(mesh, spec) for name, spec in batch_specs(experiment, mesh).items()},
         scalars=NamedSharding(mesh, P()),
-        metrics={
-            name: NamedSharding(mesh, spec) for name, spec in metrics_specs(problem.experiment, mesh).items()
-        },
+        metrics={name: NamedSharding(mesh, spec) for name, spec in metrics_specs(experiment, mesh).items()},
         **options,
     )
 
@@ -143,35 +129,38 @@ def accumulated_gradients(
     reduce: Callable[[Any], Any] = same,
     finish: Callable[[Any], Any] = same,
     like: Any = None,
-) -> tuple[tuple[jax.Array, Choices], Any]:
+) -> tuple[tuple[jax.Array, Routing], Any]:
     """Mean loss and its gradients over the A microbatches of a batch (A, B, ...), one at a time.
 
-    With the loss go the choices of all, (A, L, ...). `reduce` is applied to the gradients of each before they
+    With the loss go the routing of all, (A, L, ...). `reduce` is applied to the gradients of each before they
     are added up, to zeros like `like` (`params` by default); `finish` to the sum, before it is divided by A.
     """
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
     accumulation = passes_of(batch)
     if accumulation == 1:
-        (value, choices), gradients = value_and_grad(params, jax.tree.map(lambda x: x[0], batch))
-        return (value, jax.tree.map(lambda x: x[None], choices)), finish(reduce(gradients))
+        (value, routing), gradients = value_and_grad(params, jax.tree.map(lambda x: x[0], batch))
+        return (value, jax.tree.map(lambda x: x[None], routing)), finish(reduce(gradients))
 
-    def add(total: Any, microbatch: Any) -> tuple[Any, tuple[jax.Array, Choices]]:
+    def add(total: Any, microbatch: Any) -> tuple[Any, tuple[jax.Array, Routing]]:
         value, gradients = value_and_grad(params, microbatch)
         return jax.tree.map(lax.add, total, reduce(gradients)), value
 
     zeros = jax.tree.map(jnp.zeros_like, params if like is None else like)
-    total, (losses_A, choices) = lax.scan(add, zeros, batch)
-    return (losses_A.mean(), choices), jax.tree.map(lambda g: g / accumulation, finish(total))
+    total, (losses_A, routing) = lax.scan(add, zeros, batch)
+    return (losses_A.mean(), routing), jax.tree.map(lambda g: g / accumulation, finish(total))
 
 
-def metrics_of(value: tuple[jax.Array, Choices], grad_norm: jax.Array) -> dict[str, jax.Array]:
+def metrics_of(value: tuple[jax.Array, Routing], grad_norm: jax.Array) -> dict[str, jax.Array]:
     """What a step tells: loss and grad_norm; of experts, int32, those of each token, "experts" (A, L, B, T,
     k), and how often each was chosen, "tokens_per_expert" (L, E)."""
-    loss, choices = value
+    loss, routing = value
     metrics = {"loss": loss, "grad_norm": grad_norm}
-    if choices.tokens is None:
+    if routing.tokens_per_expert is None:
         return metrics
-    return metrics | {"experts": choices.experts, "tokens_per_expert": choices.tokens.sum(axis=0)}
+    return metrics | {
+        "experts": routing.expert_ids,
+        "tokens_per_expert": routing.tokens_per_expert.sum(axis=0),
+    }
 
 
 _scale_gradient = jax.custom_vjp(lambda value, scale: value)
@@ -182,8 +171,8 @@ _scale_gradient.defvjp(
 
 
 def scaled(
-    loss: Callable[..., tuple[jax.Array, Choices]], scalars: dict[str, Any], *, parts: float = 1
-) -> Callable[..., tuple[jax.Array, Choices]]:
+    loss: Callable[..., tuple[jax.Array, Routing]], scalars: dict[str, Any], *, parts: float = 1
+) -> Callable[..., tuple[jax.Array, Routing]]:
     """The loss, the mean over a microbatch, with gradients multiplied by the scale over `parts`.
 
     `parts` is how many microbatches' means are averaged, over the replicas whose mean the loss already is.
@@ -191,9 +180,9 @@ def scaled(
     if "loss_scale" not in scalars:
         return loss
 
-    def scaled_loss(*arguments: Any) -> tuple[jax.Array, Choices]:
-        value, choices = loss(*arguments)
-        return _scale_gradient(value, scalars["loss_scale"] / parts), choices
+    def scaled_loss(*arguments: Any) -> tuple[jax.Array, Routing]:
+        value, routing = loss(*arguments)
+        return _scale_gradient(value, scalars["loss_scale"] / parts), routing
 
     return scaled_loss
 

@@ -28,7 +28,6 @@ from jaxpar.comm.mesh import make_mesh
 from jaxpar.measure.profile import StepProfiler
 from jaxpar.measure.work import work_of
 from jaxpar.optimizer import make_optimizer, moments_like
-from jaxpar.problem import Problem
 from jaxpar.run import Run
 from jaxpar.step import (
     ShardedStep,
@@ -151,7 +150,7 @@ def prepare(
     """
     decay = weights.decay_mask(experiment.model, experiment.optimizer.decay)
     optimizer = make_optimizer(experiment.optimizer, decay=decay)
-    sharded = PARALLELIZE[engine](Problem(experiment), optimizer, mesh=mesh)
+    sharded = PARALLELIZE[engine](experiment, optimizer, mesh=mesh)
     if experiment.layout.offload == "optimizer":
         sharded = with_moments_on_host(sharded)
     dtype = storage_dtype(experiment)

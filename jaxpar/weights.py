@@ -8,12 +8,13 @@ transposed.
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from compare.numerics.parameters import Parameter, decays, parameter_table
+from compare.numerics.parameters import Parameter, decays, parameter_table, storage_dtype
 from compare.spec.axes import LAYER
-from compare.spec.experiment import Model
+from compare.spec.experiment import Experiment, Model
 from jaxpar.comm.hosts import fetch
 
 STACKED = "blocks"
@@ -50,6 +51,20 @@ def logical_axes(model: Model) -> dict[str, Any]:
     return unflatten_dict(
         {path: ((LAYER,) if path[0] == STACKED else ()) + layers[0].axes for path, layers in paths.items()}
     )
+
+
+def parameter_shapes(experiment: Experiment) -> dict[str, Any]:
+    """A tree of each leaf's shape and dtype, blocks stacked."""
+    dtype, shapes = storage_dtype(experiment), {}
+    for path, layers in parameters_by_path(experiment.model).items():
+        shape = (len(layers), *layers[0].shape) if path[0] == STACKED else layers[0].shape
+        shapes[path] = jax.ShapeDtypeStruct(shape, dtype)
+    return unflatten_dict(shapes)
+
+
+def without_layers(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves outside the stacked blocks: embeddings and final norm."""
+    return {key: tree[key] for key in tree if key != STACKED}
 
 
 def decay_mask(model: Model, decay: str) -> dict[str, Any]:

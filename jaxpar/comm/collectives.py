@@ -11,6 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
+
+from compare.contract.communication import ROUTING
 
 # XLA merges small all-reduces into one (the combiner), which is not what a hand-written schedule asked for.
 # On a CPU (jax 0.10.2) 5 psums became 1, also behind lax.optimization_barrier; with this option there are 5.
@@ -102,3 +105,15 @@ def shift(x: jax.Array, axis: Axes, *, by: int = 1, purpose: str = "") -> jax.Ar
     n = axis_size(axis)
     with ledger_scope(purpose):
         return lax.ppermute(x, axis, [((i + by) % n, i) for i in range(n)])
+
+
+@custom_vmap
+def sum_over_replicas(counts: jax.Array) -> jax.Array:
+    """Sum counts over the replicas of a `vmap`; outside of a `vmap` return them unchanged."""
+    return counts
+
+
+@sum_over_replicas.def_vmap
+def _sum_mapped(size: int, is_mapped: list[bool], counts: jax.Array) -> tuple[jax.Array, bool]:
+    with ledger_scope(ROUTING):
+        return sum_over_replicas(counts.sum(axis=0, dtype=counts.dtype)), False

@@ -12,6 +12,8 @@ from jax import lax
 from jax.sharding import Mesh
 
 from compare.spec.axes import EP, ROWS
+from compare.spec.experiment import Experiment
+from jaxpar.comm.collectives import sum_over_replicas
 from jaxpar.compiler import (
     context_parallel,
     data_parallel,
@@ -21,9 +23,10 @@ from jaxpar.compiler import (
     tensor_parallel,
 )
 from jaxpar.linear import same
+from jaxpar.model import Loss, ModelPatch, loss_function, pipeline_parts
 from jaxpar.optimizer import global_norm
-from jaxpar.placement import shardings, unpad
-from jaxpar.problem import Edit, Loss, Problem, count_replicas
+from jaxpar.placement import place_parameters, shardings, unpad
+from jaxpar.remat import gathers_in_layers, remat_of
 from jaxpar.stages import one_pass
 from jaxpar.step import (
     ShardedStep,
@@ -39,11 +42,11 @@ from jaxpar.weights import STACKED
 
 
 def parallelize(
-    problem: Problem, optimizer: optax.GradientTransformationExtraArgs, *, mesh: Mesh
+    experiment: Experiment, optimizer: optax.GradientTransformationExtraArgs, *, mesh: Mesh
 ) -> ShardedStep:
     """The training step of a problem, as the compiler partitions it. The mesh has the axes of the layout."""
-    layout, placements = problem.layout, problem.placements()
-    loss = _loss(problem, placements, mesh=mesh)
+    layout, placements = experiment.layout, place_parameters(experiment)
+    loss = _loss(experiment, placements, mesh=mesh)
     shard = partial(fully_sharded.shard_parameters, placements=placements, mesh=mesh)
     accumulated = shardings(mesh, placements, sharded=layout.zero >= 2)
 
@@ -73,30 +76,34 @@ def parallelize(
         )
         return shard(params), opt_state, metrics_of(value, grad_norm), gradients
 
-    return place_step(step, problem, placements, mesh=mesh)
+    return place_step(step, experiment, placements, mesh=mesh)
 
 
-def _loss(problem: Problem, placements: Any, *, mesh: Mesh) -> Loss:
+def _loss(experiment: Experiment, placements: Any, *, mesh: Mesh) -> Loss:
     """The problem's loss over stored parameters: what tp and cp split, dp_shard gathers, pp spreads."""
-    layout, is_gather = problem.layout, None
-    edits: list[Edit] = [lambda model: setattr(model, "total_counts", count_replicas)]
+    layout, is_gather = experiment.layout, None
+    patches: list[ModelPatch] = [lambda model: setattr(model, "total_counts", sum_over_replicas)]
     if layout.tp > 1:
-        edits.append(tensor_parallel.split_layers(problem, mesh=mesh))
+        patches.append(tensor_parallel.split_layers(experiment, mesh=mesh))
     if layout.ep > 1:
-        edits.append(expert_parallel.share_out_experts(problem, mesh=mesh))
+        patches.append(expert_parallel.share_out_experts(experiment, mesh=mesh))
     if layout.cp > 1:
-        edits.append(context_parallel.split_sequence(problem, mesh=mesh))
-    if problem.gathers_in_layers:
-        edit, is_gather = fully_sharded.gather_layers(problem, placements[STACKED], mesh=mesh)
-        edits.append(edit)
+        patches.append(context_parallel.split_sequence(experiment, mesh=mesh))
+    if gathers_in_layers(experiment.layout):
+        edit, is_gather = fully_sharded.gather_layers(experiment, placements[STACKED], mesh=mesh)
+        patches.append(edit)
     if layout.pp > 1:
         loss = pipeline_parallel.pipelined(
-            problem.pieces(edits), mesh=mesh, chunks=layout.chunks, remat=problem.remat, is_gather=is_gather
+            pipeline_parts(experiment, patches),
+            mesh=mesh,
+            chunks=layout.chunks,
+            remat=remat_of(experiment.layout),
+            is_gather=is_gather,
         )
     else:
-        loss = problem.loss(edits)
+        loss = loss_function(experiment, patches)
     if layout.zero == 3:
         return fully_sharded.gather_first(
-            loss, placements, mesh=mesh, layers_too=not problem.gathers_in_layers
+            loss, placements, mesh=mesh, layers_too=not gathers_in_layers(experiment.layout)
         )
     return lambda params, batch: loss(unpad(params, placements), batch)

@@ -30,9 +30,9 @@ from jax.sharding import PartitionSpec as P
 from compare.numerics.context import order_of_positions
 from compare.numerics.dropout import DropoutSite
 from compare.spec.axes import CP, TP
+from compare.spec.experiment import Experiment
 from jaxpar.dropout import dropouts
-from jaxpar.model import GPT
-from jaxpar.problem import Edit, Problem
+from jaxpar.model import GPT, ModelPatch
 
 AXIS = CP
 B = P.UNCONSTRAINED  # the batch is data parallelism's affair
@@ -42,10 +42,10 @@ WANTED = {"allgather": (POSITIONS, WHOLE, WHOLE), "ulysses": (HEADS, HEADS, HEAD
 """Where q, k and v live in attention."""
 
 
-def split_sequence(problem: Problem, *, mesh: Mesh) -> Edit:
+def split_sequence(experiment: Experiment, *, mesh: Mesh) -> ModelPatch:
     """An edit of the model: attention says where its arrays live, and zigzag which positions they are."""
-    layout = problem.layout
-    order_T = order_of_positions(problem.experiment.model.block_size, layout)
+    layout = experiment.layout
+    order_T = order_of_positions(experiment.model.block_size, layout)
 
     def edit(model: GPT) -> None:
         attention = model.blocks.attention

@@ -19,6 +19,7 @@ would reduce at every turn. `synchronize_gradients` makes it one reduction.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,21 +28,22 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import DP_REPLICATE, ROWS
-from jaxpar.problem import Choices
+from jaxpar.mlp import Routing
+from jaxpar.placement import joined
 from jaxpar.step import passes_of
 
 AXIS = DP_REPLICATE
 
 
 def synchronize_gradients(
-    gradients_of: Callable[[Any, Any], tuple[tuple[jax.Array, Choices], Any]],
+    gradients_of: Callable[[Any, Any], tuple[tuple[jax.Array, Routing], Any]],
     params: Any,
     batch: Any,
     *,
     mesh: Mesh,
     axes: tuple[str, ...] = (AXIS,),
     loops: bool = False,
-) -> tuple[tuple[jax.Array, Choices], Any]:
+) -> tuple[tuple[jax.Array, Routing], Any]:
     """Mean loss and gradients over a batch that is split over devices, reduced once, after accumulation.
 
     There is no "do not reduce yet" to tell a partitioner. But if replicas are a dim of the arrays, the loop
@@ -65,9 +67,10 @@ def synchronize_gradients(
         free = (P.UNCONSTRAINED,) * (x.ndim - 1)
         return lax.with_sharding_constraint(x, NamedSharding(mesh, P(axes, *free)))
 
-    # Of choices: experts (A, L, R, b, ...), and tokens of all replicas (`count_replicas`).
-    out_axes = (0, Choices(experts=2)), 0
+    # expert_ids has its replica dim at 2; tokens_per_expert is already summed over replicas.
+    out_axes = (0, Routing(expert_ids=2)), 0
     each_replica = jax.vmap(gradients_of, in_axes=(None, 1), out_axes=out_axes, spmd_axis_name=axes)
-    (value, choices), gradients = each_replica(params, jax.tree.map(with_replica_dim, batch))
+    (value, routing), gradients = each_replica(params, jax.tree.map(with_replica_dim, batch))
     value, gradients = jax.tree.map(lambda x: replica_dim_split(x).mean(axis=0), (value, gradients))
-    return (value, choices.joined(2)), gradients
+    expert_ids = jax.tree.map(partial(joined, dim=2), routing.expert_ids)
+    return (value, routing._replace(expert_ids=expert_ids)), gradients

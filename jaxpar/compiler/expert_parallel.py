@@ -28,9 +28,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import CP, EP, TP
+from compare.spec.experiment import Experiment
 from jaxpar.mlp import Experts
-from jaxpar.model import GPT
-from jaxpar.problem import Edit, Problem
+from jaxpar.model import GPT, ModelPatch
 
 AXIS = EP
 D = P.UNCONSTRAINED  # the axes of data beside ep
@@ -38,10 +38,10 @@ ALL_TOKENS, INSIDE = P(D, None, None, CP), P(D, None, None, CP, AXIS, TP)
 """Of (D, n, b, T, C), and of (D, n, b, T, E, M)."""
 
 
-def share_out_experts(problem: Problem, *, mesh: Mesh) -> Edit:
+def share_out_experts(experiment: Experiment, *, mesh: Mesh) -> ModelPatch:
     """An edit of the model: experts' tokens, and what experts make, say where they live."""
-    layout = problem.layout
-    rows = problem.experiment.train.batch_size // layout.data_parallel
+    layout = experiment.layout
+    rows = experiment.train.batch_size // layout.data_parallel
     own_tokens = P(D, AXIS, None, (CP, TP) if layout.sequence_parallel else CP)
 
     def placed(x: jax.Array, spec: P) -> jax.Array:

@@ -20,11 +20,12 @@ from jax import lax
 from jax.sharding import Mesh
 
 from compare.spec.axes import PP
-from jaxpar.model import GPT
+from compare.spec.experiment import Experiment
+from jaxpar.mlp import Routing
+from jaxpar.model import GPT, Loss, ModelPatch
 from jaxpar.placement import one_layer, shardings, unpad
-from jaxpar.problem import Choices, Edit, Loss, Problem, without_layers
-from jaxpar.remat import IsGather, apply_remat
-from jaxpar.weights import STACKED
+from jaxpar.remat import IsGather, apply_remat, remat_of
+from jaxpar.weights import STACKED, without_layers
 
 
 def shard_parameters(tree: Any, placements: Any, *, mesh: Mesh) -> Any:
@@ -38,10 +39,10 @@ def gather(params: Any, placements: Any, *, mesh: Mesh) -> Any:
     return unpad(gathered, placements)
 
 
-def gather_layers(problem: Problem, placements: Any, *, mesh: Mesh) -> tuple[Edit, IsGather]:
+def gather_layers(experiment: Experiment, placements: Any, *, mesh: Mesh) -> tuple[ModelPatch, IsGather]:
     """Stage 3: every scanned block wants its own parameters whole; and what tells a remat policy of it."""
-    placements, keep = one_layer(placements), not problem.layout.reshard_after_forward
-    in_front = (PP,) if problem.layout.pp > 1 else ()  # `vmap` over stages adds it to what a block says
+    placements, keep = one_layer(placements), not experiment.layout.reshard_after_forward
+    in_front = (PP,) if experiment.layout.pp > 1 else ()  # `vmap` over stages adds it to what a block says
     leaves = jax.tree.leaves(shardings(mesh, placements, sharded=False))
     gathered = {_split_dims((*in_front, *sharding.spec)) for sharding in leaves}
 
@@ -52,7 +53,9 @@ def gather_layers(problem: Problem, placements: Any, *, mesh: Mesh) -> tuple[Edi
 
     def edit(model: GPT) -> None:
         model.gather_layer = lambda shards, x_BTC: gather(shards, placements, mesh=mesh)
-        model.wrap_layer = partial(apply_remat, remat=problem.remat, is_gather=is_gather, keep_gathered=keep)
+        model.wrap_layer = partial(
+            apply_remat, remat=remat_of(experiment.layout), is_gather=is_gather, keep_gathered=keep
+        )
 
     return edit, is_gather
 
@@ -60,7 +63,7 @@ def gather_layers(problem: Problem, placements: Any, *, mesh: Mesh) -> tuple[Edi
 def gather_first(loss: Loss, placements: Any, *, mesh: Mesh, layers_too: bool = False) -> Loss:
     """The loss over shards: all but the blocks, or with `layers_too` all, is gathered up front, and kept."""
 
-    def gathering(params: Any, batch: Any) -> tuple[jax.Array, Choices]:
+    def gathering(params: Any, batch: Any) -> tuple[jax.Array, Routing]:
         params = {**params, **gather(without_layers(params), without_layers(placements), mesh=mesh)}
         if layers_too:
             params[STACKED] = _gather_before_loop(params[STACKED], placements[STACKED], mesh=mesh)

@@ -19,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import PP
-from jaxpar.problem import Choices, Loss, Pieces
+from jaxpar.mlp import Routing
+from jaxpar.model import Loss, PipelineParts
 from jaxpar.remat import IsGather, Remat
 from jaxpar.stages import Tree, Turn, lanes, run_stage, run_ticks, shift
 from jaxpar.weights import STACKED
@@ -28,7 +29,12 @@ AXIS = PP
 
 
 def pipelined(
-    pieces: Pieces, *, mesh: Mesh, chunks: int = 1, remat: Remat = "none", is_gather: IsGather | None = None
+    parts: PipelineParts,
+    *,
+    mesh: Mesh,
+    chunks: int = 1,
+    remat: Remat = "none",
+    is_gather: IsGather | None = None,
 ) -> Loss:
     """The mean loss over a batch (M, b, ...) of a model whose stacked blocks are spread over stages.
 
@@ -38,19 +44,19 @@ def pipelined(
     stages = mesh.shape[AXIS]
     over_stages = partial(jax.vmap, spmd_axis_name=AXIS)
 
-    def loss(params: Tree, batch: Tree) -> tuple[jax.Array, Choices]:
+    def loss(params: Tree, batch: Tree) -> tuple[jax.Array, Routing]:
         (count,) = {x.shape[0] for x in jax.tree.leaves(batch)}
         enters_SK, leaves_SK, counts_SK = lanes(count, stages)
         layers_SN = jax.tree.map(lambda w: w.reshape(stages, chunks, -1, *w.shape[1:]), params[STACKED])
 
         def of_stage(layers_N: Tree, x: jax.Array, turn: Turn) -> jax.Array:
             params_of_stage = {**params, STACKED: layers_N}
-            return run_stage(pieces, params_of_stage, batch, x, turn, remat=remat, is_gather=is_gather)
+            return run_stage(parts, params_of_stage, batch, x, turn, remat=remat, is_gather=is_gather)
 
         def on_every_stage(piece: Callable[..., jax.Array], *of_microbatch: Any) -> jax.Array:
             return over_stages(jax.vmap(partial(piece, params)))(*of_microbatch)
 
-        x_SK = on_every_stage(pieces.embed, jax.tree.map(lambda x: x[enters_SK], batch))
+        x_SK = on_every_stage(parts.embed, jax.tree.map(lambda x: x[enters_SK], batch))
         x_SK = run_ticks(
             lambda x_S, turn_S: over_stages(of_stage)(layers_SN, x_S, turn_S),
             x_SK,
@@ -59,8 +65,8 @@ def pipelined(
             microbatches=count,
             chunks=chunks,
         )
-        losses_SK = on_every_stage(pieces.loss, x_SK, jax.tree.map(lambda x: x[leaves_SK], batch))
-        return jnp.where(counts_SK, losses_SK, 0).sum() / count, Choices()
+        losses_SK = on_every_stage(parts.loss, x_SK, jax.tree.map(lambda x: x[leaves_SK], batch))
+        return jnp.where(counts_SK, losses_SK, 0).sum() / count, Routing()
 
     return loss
 

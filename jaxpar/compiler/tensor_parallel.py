@@ -16,10 +16,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import CP, TP
+from compare.spec.experiment import Experiment
 from jaxpar.derivatives import product
 from jaxpar.mlp import Experts
-from jaxpar.model import GPT, cross_entropy
-from jaxpar.problem import Edit, Problem
+from jaxpar.model import GPT, ModelPatch, cross_entropy
 
 AXIS = TP
 B = P.UNCONSTRAINED  # the batch is data parallelism's affair
@@ -29,9 +29,9 @@ HEADS_DIM = 3
 """Of q, k and v: (B, T, 3, H, D); of groups of queries it is the one before, (B, T, K, G + 2, D)."""
 
 
-def split_layers(problem: Problem, *, mesh: Mesh) -> Edit:
+def split_layers(experiment: Experiment, *, mesh: Mesh) -> ModelPatch:
     """An edit of the model: activations at both ends of a region of split work say where they live."""
-    between = POSITION_DIM if problem.layout.sequence_parallel else None
+    between = POSITION_DIM if experiment.layout.sequence_parallel else None
 
     def edit(model: GPT) -> None:
         attention, mlp = model.blocks.attention, model.blocks.mlp
@@ -49,7 +49,7 @@ def split_layers(problem: Problem, *, mesh: Mesh) -> Edit:
             mlp.enter_weights = partial(placed, mesh=mesh)
         model.embedding.leave = partial(placed, mesh=mesh, split=between)
         model.embedding.enter = partial(placed, mesh=mesh)
-        vocab_size = problem.experiment.model.vocab_size
+        vocab_size = experiment.model.vocab_size
         model.cross_entropy = partial(placed_cross_entropy, mesh=mesh, vocab_size=vocab_size)
 
     return edit

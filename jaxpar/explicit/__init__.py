@@ -13,6 +13,8 @@ import optax
 from jax.sharding import Mesh, reshard, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
+from compare.spec.experiment import Experiment
+from jaxpar.comm.collectives import sum_over_replicas
 from jaxpar.comm.mesh import typed
 from jaxpar.explicit import (
     context_parallel,
@@ -24,9 +26,11 @@ from jaxpar.explicit import (
 )
 from jaxpar.explicit.replicas import over_replicas
 from jaxpar.linear import same
+from jaxpar.mlp import Routing
+from jaxpar.model import Loss, ModelPatch, loss_function, pipeline_parts
 from jaxpar.optimizer import global_norm
-from jaxpar.placement import specs, unpad
-from jaxpar.problem import Choices, Edit, Loss, Problem, count_replicas, without_layers
+from jaxpar.placement import place_parameters, specs, unpad
+from jaxpar.remat import gathers_in_layers, remat_of
 from jaxpar.stages import one_pass
 from jaxpar.step import (
     ShardedStep,
@@ -39,18 +43,18 @@ from jaxpar.step import (
     unscaled,
     updated,
 )
-from jaxpar.weights import STACKED
+from jaxpar.weights import STACKED, without_layers
 
 
 def parallelize(
-    problem: Problem, optimizer: optax.GradientTransformationExtraArgs, *, mesh: Mesh
+    experiment: Experiment, optimizer: optax.GradientTransformationExtraArgs, *, mesh: Mesh
 ) -> ShardedStep:
     """The training step of a problem, typed: the axes of the mesh, which are the layout's, are made explicit.
 
     When it is traced, JAX raises a ShardingTypeError for an operation whose types leave open what it sends.
     """
-    layout, placements, mesh = problem.layout, problem.placements(), typed(mesh)
-    loss = _loss(problem, placements, mesh=mesh)
+    layout, placements, mesh = experiment.layout, place_parameters(experiment), typed(mesh)
+    loss = _loss(experiment, placements, mesh=mesh)
     at_rest = layout.zero == 3
     scatter = partial(fully_sharded.scatter_gradients, placements=placements, mesh=mesh)
 
@@ -82,7 +86,7 @@ def parallelize(
 
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
         with use_abstract_mesh(mesh.abstract_mesh):
-            where = batch_specs(problem.experiment, mesh)
+            where = batch_specs(experiment, mesh)
             batch = {name: reshard(x, where[name]) for name, x in batch.items()}
             value, gradients = mean_gradients(params, batch, scalars)
             grad_norm, shards = global_norm(gradients), fully_sharded.shard_parameters(params, placements)
@@ -92,32 +96,36 @@ def parallelize(
             params = reshard(shards, specs(placements, sharded=at_rest))
         return params, opt_state, metrics_of(value, grad_norm), gradients
 
-    return place_step(step, problem, placements, mesh=mesh)
+    return place_step(step, experiment, placements, mesh=mesh)
 
 
-def _loss(problem: Problem, placements: Any, *, mesh: Mesh) -> Loss:
+def _loss(experiment: Experiment, placements: Any, *, mesh: Mesh) -> Loss:
     """The problem's loss over stored parameters: what tp and cp split, dp_shard gathers, pp spreads."""
-    layout, in_layers = problem.layout, problem.gathers_in_layers
-    edits: list[Edit] = [lambda model: setattr(model, "total_counts", count_replicas)]
+    layout, in_layers = experiment.layout, gathers_in_layers(experiment.layout)
+    patches: list[ModelPatch] = [lambda model: setattr(model, "total_counts", sum_over_replicas)]
     if layout.tp > 1:
-        edits.append(tensor_parallel.split_layers(problem))
+        patches.append(tensor_parallel.split_layers(experiment))
     if layout.cp > 1:
-        edits.append(context_parallel.split_sequence(problem))
+        patches.append(context_parallel.split_sequence(experiment))
     if layout.ep > 1:
-        edits.append(expert_parallel.share_out_experts)
+        patches.append(expert_parallel.share_out_experts)
     if in_layers:
-        edits.append(fully_sharded.gather_layers(problem, placements[STACKED], mesh=mesh))
+        patches.append(fully_sharded.gather_layers(experiment, placements[STACKED], mesh=mesh))
     gathered = without_layers(placements) if in_layers else placements
     if layout.pp > 1:
         is_gather = fully_sharded.is_gather if in_layers else None
         loss = pipeline_parallel.pipelined(
-            problem.pieces(edits), mesh=mesh, chunks=layout.chunks, remat=problem.remat, is_gather=is_gather
+            pipeline_parts(experiment, patches),
+            mesh=mesh,
+            chunks=layout.chunks,
+            remat=remat_of(experiment.layout),
+            is_gather=is_gather,
         )
     else:
-        loss = problem.loss(edits)
+        loss = loss_function(experiment, patches)
     loss = data_parallel.each_replica(loss, mesh=mesh, rows_dim=1 if layout.pp > 1 else 0)
 
-    def loss_of_stored(params: Any, batch: Any) -> tuple[jax.Array, Choices]:
+    def loss_of_stored(params: Any, batch: Any) -> tuple[jax.Array, Routing]:
         true = unpad({key: params[key] for key in gathered}, gathered)
         return loss({**params, **true}, batch)
 

@@ -32,21 +32,21 @@ from compare.contract.communication import ACTIVATIONS
 from compare.numerics.context import order_of_positions
 from compare.numerics.dropout import DropoutSite
 from compare.spec.axes import CP, ROWS, TP
+from compare.spec.experiment import Experiment
 from jaxpar.comm.collectives import ledger_scope
 from jaxpar.dropout import dropouts
 from jaxpar.explicit.replicas import REPLICA, axes_in, copies
 from jaxpar.linear import Hook
-from jaxpar.model import GPT
+from jaxpar.model import GPT, ModelPatch
 from jaxpar.placement import cut, joined
-from jaxpar.problem import Edit, Problem
 
 AXIS = CP
 
 
-def split_sequence(problem: Problem) -> Edit:
+def split_sequence(experiment: Experiment) -> ModelPatch:
     """An edit of the model: attention sees all positions, and all else knows those that are here."""
-    layout = problem.layout
-    order_T = order_of_positions(problem.experiment.model.block_size, layout)
+    layout = experiment.layout
+    order_T = order_of_positions(experiment.model.block_size, layout)
 
     def own(table: jax.Array) -> jax.Array:
         return own_rows(table[order_T] if layout.zigzag else table, devices=layout.cp)

@@ -20,8 +20,9 @@ from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import CP
 from jaxpar.explicit.replicas import REPLICA, axes_in, axes_of_replicas, copies
+from jaxpar.mlp import Routing
+from jaxpar.model import Loss
 from jaxpar.placement import cut, joined, specs
-from jaxpar.problem import Choices, Loss
 
 
 def each_replica(loss: Loss, *, mesh: Mesh, rows_dim: int = 0) -> Loss:
@@ -59,19 +60,20 @@ def each_replica(loss: Loss, *, mesh: Mesh, rows_dim: int = 0) -> Loss:
         x = jnp.moveaxis(x.reshape(shape, out_sharding=P(None, rest, CP)), 2, 3)
         return joined(joined(x, 3), 1)
 
-    def mean_loss(params: Any, batch: Any) -> tuple[jax.Array, Choices]:
+    def mean_loss(params: Any, batch: Any) -> tuple[jax.Array, Routing]:
         copied = jax.tree.map(lambda w: None if is_split(w) else copies(w), params)
 
         # `vmap` refuses to be given what is split.
-        def of_replica(copied: Any, rows: Any) -> tuple[jax.Array, Choices]:
+        def of_replica(copied: Any, rows: Any) -> tuple[jax.Array, Routing]:
             return loss(jax.tree.map(lambda w, copy: w if copy is None else copy, params, copied), rows)
 
         if replicas == 1:
             return of_replica(copied, batch)
         parts = {name: of_each(x, has_positions=name != "keys") for name, x in batch.items()}
-        out_axes = 0, Choices(experts=1)  # (L, R n, b, t, ..), and tokens of all replicas (`count_replicas`)
-        value_R, choices = jax.vmap(of_replica, out_axes=out_axes, axis_name=REPLICA)(copied, parts)
-        return value_R.mean(axis=0), choices._replace(experts=jax.tree.map(of_all, choices.experts))
+        # expert_ids is (L, R n, b, t, k); tokens_per_expert is already summed over replicas.
+        out_axes = 0, Routing(expert_ids=1)
+        value_R, routing = jax.vmap(of_replica, out_axes=out_axes, axis_name=REPLICA)(copied, parts)
+        return value_R.mean(axis=0), routing._replace(expert_ids=jax.tree.map(of_all, routing.expert_ids))
 
     return mean_loss
 

@@ -18,11 +18,12 @@ import jax
 from jax.sharding import Mesh, reshard
 
 from compare.spec.axes import SHARDS
+from compare.spec.experiment import Experiment
 from jaxpar.explicit.replicas import over_replicas, own_copy
-from jaxpar.model import GPT
+from jaxpar.mlp import Routing
+from jaxpar.model import GPT, Loss, ModelPatch
 from jaxpar.placement import one_layer, specs, unpad
-from jaxpar.problem import Choices, Edit, Loss, Problem
-from jaxpar.remat import apply_remat
+from jaxpar.remat import apply_remat, remat_of
 
 
 def scatter_gradients(gradients: Any, placements: Any, *, mesh: Mesh) -> Any:
@@ -47,9 +48,9 @@ def is_gather(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
     return any(axis in sharding.spec.reduced for sharding in types for axis in SHARDS)
 
 
-def gather_layers(problem: Problem, placements: Any, *, mesh: Mesh) -> Edit:
+def gather_layers(experiment: Experiment, placements: Any, *, mesh: Mesh) -> ModelPatch:
     """An edit of the model: every scanned block gathers its own parameters."""
-    placements, keep = one_layer(placements), not problem.layout.reshard_after_forward
+    placements, keep = one_layer(placements), not experiment.layout.reshard_after_forward
 
     def gather_layer(shards: Any, x_BTC: jax.Array) -> Any:
         full = gather(shards, placements, mesh=mesh)
@@ -57,7 +58,9 @@ def gather_layers(problem: Problem, placements: Any, *, mesh: Mesh) -> Edit:
 
     def edit(model: GPT) -> None:
         model.gather_layer = gather_layer
-        model.wrap_layer = partial(apply_remat, remat=problem.remat, is_gather=is_gather, keep_gathered=keep)
+        model.wrap_layer = partial(
+            apply_remat, remat=remat_of(experiment.layout), is_gather=is_gather, keep_gathered=keep
+        )
 
     return edit
 
@@ -65,7 +68,7 @@ def gather_layers(problem: Problem, placements: Any, *, mesh: Mesh) -> Edit:
 def gather_first(loss: Loss, placements: Any, *, mesh: Mesh) -> Loss:
     """A loss that begins by gathering what these placements have, and keeps it."""
 
-    def gathering(params: Any, batch: Any) -> tuple[jax.Array, Choices]:
+    def gathering(params: Any, batch: Any) -> tuple[jax.Array, Routing]:
         rest = {key: params[key] for key in placements}
         return loss({**params, **gather(rest, placements, mesh=mesh)}, batch)
 

@@ -22,8 +22,9 @@ from jax.sharding import Mesh, auto_axes, reshard
 from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import PP
+from jaxpar.mlp import Routing
+from jaxpar.model import Loss, PipelineParts
 from jaxpar.placement import cut
-from jaxpar.problem import Choices, Loss, Pieces
 from jaxpar.remat import IsGather, Remat
 from jaxpar.stages import Tree, Turn, lanes, run_stage, run_ticks, shift
 from jaxpar.weights import STACKED
@@ -33,7 +34,12 @@ BY_STAGE = P(AXIS)
 
 
 def pipelined(
-    pieces: Pieces, *, mesh: Mesh, chunks: int = 1, remat: Remat = "none", is_gather: IsGather | None = None
+    parts: PipelineParts,
+    *,
+    mesh: Mesh,
+    chunks: int = 1,
+    remat: Remat = "none",
+    is_gather: IsGather | None = None,
 ) -> Loss:
     """The loss of a model whose stacked blocks are spread over the stages of a pipeline.
 
@@ -41,7 +47,7 @@ def pipelined(
     """
     stages = mesh.shape[AXIS]
 
-    def loss(params: Tree, batch: Tree) -> tuple[jax.Array, Choices]:
+    def loss(params: Tree, batch: Tree) -> tuple[jax.Array, Routing]:
         (count,) = {x.shape[0] for x in jax.tree.leaves(batch)}
         enters_SK, leaves_SK, counts_SK = lanes(count, stages)
         layers_SN = jax.tree.map(lambda w: cut(w, 0, stages, chunks, -1), params[STACKED])
@@ -54,7 +60,7 @@ def pipelined(
         )
 
         def of_stage(params: Tree, batch: Tree, x: jax.Array, turn: Turn) -> jax.Array:
-            return run_stage(pieces, params, batch, x, turn, remat=remat, is_gather=is_gather)
+            return run_stage(parts, params, batch, x, turn, remat=remat, is_gather=is_gather)
 
         def on_every_stage(piece: Callable[..., jax.Array], *of_microbatch: Any) -> jax.Array:
             of_lanes = jax.vmap(piece, in_axes=(None, *(0,) * len(of_microbatch)))
@@ -64,7 +70,7 @@ def pipelined(
             pick = jax.vmap(lambda x, places_K: x[places_K])
             return jax.tree.map(lambda x_S: pick(x_S, reshard(places_SK, BY_STAGE)), batch_S)
 
-        x_SK = on_every_stage(pieces.embed, placed(enters_SK))
+        x_SK = on_every_stage(parts.embed, placed(enters_SK))
         x_SK = run_ticks(
             lambda x_S, turn_S: jax.vmap(of_stage)(params_S, batch_S, x_S, reshard(turn_S, BY_STAGE)),
             x_SK,
@@ -72,8 +78,8 @@ def pipelined(
             microbatches=count,
             chunks=chunks,
         )
-        losses_SK = on_every_stage(pieces.loss, x_SK, placed(leaves_SK))
-        return jnp.where(counts_SK, losses_SK, 0).sum() / count, Choices()
+        losses_SK = on_every_stage(parts.loss, x_SK, placed(leaves_SK))
+        return jnp.where(counts_SK, losses_SK, 0).sum() / count, Routing()
 
     return loss
 

@@ -22,18 +22,18 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
 from compare.spec.axes import TP
+from compare.spec.experiment import Experiment
 from jaxpar.derivatives import product
 from jaxpar.mlp import Experts
-from jaxpar.model import GPT
-from jaxpar.problem import Edit, Problem
+from jaxpar.model import GPT, ModelPatch
 
 AXIS = TP
 REDUCED, UNREDUCED = P(reduced={AXIS}), P(unreduced={AXIS})
 
 
-def split_layers(problem: Problem) -> Edit:
+def split_layers(experiment: Experiment) -> ModelPatch:
     """An edit of the model: casts at both ends of a region of split work."""
-    between = split_positions if problem.layout.sequence_parallel else partial(reshard, out_shardings=P())
+    between = split_positions if experiment.layout.sequence_parallel else partial(reshard, out_shardings=P())
 
     def edit(model: GPT) -> None:
         attention, mlp = model.blocks.attention, model.blocks.mlp
@@ -46,7 +46,7 @@ def split_layers(problem: Problem) -> Edit:
             row.leave = between
         model.embedding.look_up, model.embedding.leave = rows_of, between
         model.embedding.enter = partial(reshard, out_shardings=REDUCED)
-        vocab_size = problem.experiment.model.vocab_size
+        vocab_size = experiment.model.vocab_size
         model.cross_entropy = partial(split_cross_entropy, vocab_size=vocab_size)
 
     return edit

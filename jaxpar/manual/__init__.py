@@ -18,6 +18,7 @@ from compare.contract.communication import LOSS, NORM
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.ticks import Ticks, lock_step
 from compare.spec.axes import DATA
+from compare.spec.experiment import Experiment
 from jaxpar.comm import collectives
 from jaxpar.linear import same
 from jaxpar.manual import (
@@ -28,12 +29,14 @@ from jaxpar.manual import (
     pipeline_parallel,
     tensor_parallel,
 )
+from jaxpar.manual.strategy import Strategy
+from jaxpar.mlp import Routing
+from jaxpar.model import loss_function, pipeline_parts
 from jaxpar.optimizer import moments_like
-from jaxpar.placement import specs
-from jaxpar.problem import Choices, Problem, without_layers
+from jaxpar.placement import place_parameters, specs
+from jaxpar.remat import gathers_in_layers, remat_of
 from jaxpar.step import (
     ShardedStep,
-    Strategy,
     accumulated_gradients,
     batch_specs,
     metrics_of,
@@ -44,6 +47,7 @@ from jaxpar.step import (
     unscaled,
     updated,
 )
+from jaxpar.weights import parameter_shapes, without_layers
 
 STRATEGIES = (
     pipeline_parallel.strategy,
@@ -55,45 +59,51 @@ STRATEGIES = (
 )
 """What each axis adds to the step, in this order."""
 Gradients = Callable[[Any, Any, Any], tuple[Any, Any]]
-"""(this device's parameters, its share of a batch, the step's scalars) -> mean loss with choices, and
+"""(this device's parameters, its share of a batch, the step's scalars) -> mean loss with routing, and
 gradients, each device's own."""
 
 
 def parallelize(
-    problem: Problem, optimizer: optax.GradientTransformationExtraArgs, *, mesh: Mesh
+    experiment: Experiment, optimizer: optax.GradientTransformationExtraArgs, *, mesh: Mesh
 ) -> ShardedStep:
-    """The training step of a problem: each device runs the loss, or its pieces, on its share of the batch."""
-    layout, placements = problem.layout, problem.placements()
+    """The training step of a problem: each device runs the loss, or its parts, on its share of the batch."""
+    layout, placements = experiment.layout, place_parameters(experiment)
     at_rest, sharded = specs(placements, sharded=layout.zero == 3), specs(placements, sharded=True)
-    moments = moments_like(optimizer, problem.shapes, sharded)
+    moments = moments_like(optimizer, parameter_shapes(experiment), sharded)
     ticks = None
     if layout.pp > 1:
-        microbatches = problem.experiment.train.gradient_accumulation_steps * layout.microbatches
+        microbatches = experiment.train.gradient_accumulation_steps * layout.microbatches
         schedule = make_schedule(
             layout.schedule, ranks=layout.pp, microbatches=microbatches, chunks=layout.chunks
         )
-        ticks = lock_step(schedule, keeps=problem.remat != "full")  # else forwards keep their input alone
-    of_device, of_batch = _step(problem, optimizer, placements, ticks), batch_specs(problem.experiment, mesh)
+        # With remat full, forward keeps only the inputs of its stages.
+        ticks = lock_step(schedule, keeps=remat_of(layout) != "full")
+    of_device, of_batch = _step(experiment, optimizer, placements, ticks), batch_specs(experiment, mesh)
 
     @partial(jax.jit, inline=True)  # traced once for all programs that are compiled from it
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any) -> Any:
         in_specs = at_rest, moments, {name: of_batch[name] for name in batch}, P()
-        out_specs = at_rest, moments, metrics_specs(problem.experiment, mesh), sharded
+        out_specs = at_rest, moments, metrics_specs(experiment, mesh), sharded
         on_devices = collectives.per_device(of_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
         return on_devices(params, opt_state, batch, scalars)
 
     options = collectives.KEEP_COLLECTIVES_APART
-    return place_step(step, problem, placements, mesh=mesh, ticks=ticks, compiler_options=options)
+    return place_step(step, experiment, placements, mesh=mesh, ticks=ticks, compiler_options=options)
 
 
 def _step(
-    problem: Problem, optimizer: optax.GradientTransformationExtraArgs, placements: Any, ticks: Ticks | None
+    experiment: Experiment,
+    optimizer: optax.GradientTransformationExtraArgs,
+    placements: Any,
+    ticks: Ticks | None,
 ) -> Callable[..., Any]:
     """The step of each device: gradients of its share, their reduction, the update of its shards."""
-    axes = [strategy(problem, placements) for strategy in STRATEGIES]
-    zero3 = problem.layout.zero == 3
+    axes = [strategy(experiment, placements) for strategy in STRATEGIES]
+    zero3 = experiment.layout.zero == 3
     gradients_of = (
-        _pipelined(problem, placements, axes, ticks) if ticks else _accumulated(problem, placements, axes)
+        _pipelined(experiment, placements, axes, ticks)
+        if ticks
+        else _accumulated(experiment, placements, axes)
     )
 
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
@@ -103,7 +113,7 @@ def _step(
         value, gradients = gradients_of(local, batch, scalars)
         for axis in axes:
             gradients = axis.reduce(gradients)
-        parts = passes_of(batch) * problem.layout.microbatches  # each has a loss of its own
+        parts = passes_of(batch) * experiment.layout.microbatches  # each has a loss of its own
         gradients = unscaled(gradients, scalars, parts=parts)
         grad_norm = global_norm(gradients, placements)
         shards = params if zero3 else fully_sharded.shard_parameters(params, placements)
@@ -111,9 +121,9 @@ def _step(
             optimizer, shards, opt_state, gradients, grad_norm=grad_norm, scalars=scalars
         )
         params = shards if zero3 else fully_sharded.all_gather_parameters(shards, placements)
-        value, choices = value
+        value, routing = value
         loss = collectives.all_reduce(value, DATA, purpose=LOSS) / collectives.axis_size(DATA)
-        return params, opt_state, metrics_of((loss, choices), grad_norm), gradients
+        return params, opt_state, metrics_of((loss, routing), grad_norm), gradients
 
     return step
 
@@ -130,15 +140,15 @@ def global_norm(gradients: Any, placements: Any) -> jax.Array:
     return jnp.sqrt(jnp.stack(totals).sum())
 
 
-def _accumulated(problem: Problem, placements: Any, axes: list[Strategy]) -> Gradients:
+def _accumulated(experiment: Experiment, placements: Any, axes: list[Strategy]) -> Gradients:
     """Without a pipeline: the full model on each device, one microbatch after the other."""
-    zero, loss = problem.layout.zero, problem.loss([axis.edit for axis in axes])
+    zero, loss = experiment.layout.zero, loss_function(experiment, [axis.edit for axis in axes])
     scatter = partial(fully_sharded.scatter_gradients, placements=placements)
     if zero == 3:
         loss = fully_sharded.gather_first(loss, without_layers(placements))
         scatter = same  # the gather's transpose has done it
 
-    def of_shards(params: Any, batch: Any) -> tuple[jax.Array, Choices]:
+    def of_shards(params: Any, batch: Any) -> tuple[jax.Array, Routing]:
         return loss(params if zero == 3 else fully_sharded.unpad(params, placements), batch)
 
     def gradients_of(params: Any, batch: Any, scalars: Any):
@@ -152,12 +162,12 @@ def _accumulated(problem: Problem, placements: Any, axes: list[Strategy]) -> Gra
     return gradients_of
 
 
-def _pipelined(problem: Problem, placements: Any, axes: list[Strategy], ticks: Ticks) -> Gradients:
+def _pipelined(experiment: Experiment, placements: Any, axes: list[Strategy], ticks: Ticks) -> Gradients:
     """With a pipeline: this device's stages, for all microbatches of a step."""
-    layout, pieces = problem.layout, problem.pieces([axis.edit for axis in axes])
+    layout, parts = experiment.layout, pipeline_parts(experiment, [axis.edit for axis in axes])
     # What the ticks see at its full size: their gradients dp_shard scatters, under zero 2 and 3 once a
     # microbatch. Autodiff scatters those of blocks that are gathered in the ticks.
-    full = without_layers(placements) if problem.gathers_in_layers else placements
+    full = without_layers(placements) if gathers_in_layers(experiment.layout) else placements
     unpad = partial(fully_sharded.unpad, placements=full)
     scatter = partial(fully_sharded.scatter_gradients, placements=full)
 
@@ -169,11 +179,11 @@ def _pipelined(problem: Problem, placements: Any, axes: list[Strategy], ticks: T
         if layout.zero == 3:
             # Once a step, not in the ticks: there both ends would gather it for every microbatch.
             params = fully_sharded.gather(params, full)
-        loss = scaled(lambda *stream: (pieces.loss(*stream), Choices()), scalars, parts=passes_of(batch))
+        loss = scaled(lambda *stream: (parts.loss(*stream), Routing()), scalars, parts=passes_of(batch))
         value, gradients = pipeline_parallel.run_pipeline(
-            pieces._replace(
-                embed=lambda params, batch: pieces.embed(unpad(params), batch),
-                layers=lambda params, *stream: pieces.layers(unpad(params), *stream),
+            parts._replace(
+                embed=lambda params, batch: parts.embed(unpad(params), batch),
+                layers=lambda params, *stream: parts.layers(unpad(params), *stream),
                 loss=lambda params, *stream: loss(unpad(params), *stream)[0],
             ),
             ticks,
@@ -182,6 +192,6 @@ def _pipelined(problem: Problem, placements: Any, axes: list[Strategy], ticks: T
             reduce=scatter if layout.zero >= 2 else same,
             like=like,
         )
-        return (value, Choices()), gradients if layout.zero >= 2 else scatter(gradients)
+        return (value, Routing()), gradients if layout.zero >= 2 else scatter(gradients)
 
     return gradients_of

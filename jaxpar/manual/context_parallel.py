@@ -34,14 +34,13 @@ from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS
 from compare.numerics.context import order_of_positions
 from compare.numerics.dropout import DropoutSite
 from compare.spec.axes import CP
-from compare.spec.experiment import Layout
+from compare.spec.experiment import Experiment, Layout
 from jaxpar.comm import collectives
 from jaxpar.dropout import dropouts
+from jaxpar.manual.strategy import Strategy
 from jaxpar.measure.hlo import AGAIN
 from jaxpar.model import GPT, is_visible
-from jaxpar.problem import Problem
 from jaxpar.remat import KEPT_BY_DOTS
-from jaxpar.step import Strategy
 
 AXIS = CP
 POSITION_DIM, HEADS_DIM = 1, 2
@@ -50,10 +49,10 @@ keep = lambda state, *block: state  # noqa: E731
 _send = partial(collectives.shift, axis=AXIS, by=-1)
 
 
-def strategy(problem: Problem, placements: Any) -> Strategy:
+def strategy(experiment: Experiment, placements: Any) -> Strategy:
     """The attention of the layout's way, and this device's positions."""
-    layout = problem.layout
-    order_S = order_of_positions(problem.experiment.model.block_size, layout)
+    layout = experiment.layout
+    order_S = order_of_positions(experiment.model.block_size, layout)
     own = partial(own_positions, order_S)
 
     def edit(model: GPT) -> None:

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 
 from compare.contract.communication import GRADIENTS
 from compare.spec.axes import DATA, REPLICAS
+from compare.spec.experiment import Experiment
 from jaxpar.comm import collectives
+from jaxpar.manual.strategy import Strategy
 from jaxpar.placement import Placement
-from jaxpar.problem import Problem
-from jaxpar.step import Strategy
 
 BYTES_PER_MB = 1_000_000
 SENT_AS_IT_IS = 1 / 4
@@ -30,9 +30,9 @@ SENT_AS_IT_IS = 1 / 4
 be copied twice. JAX has no reduction of several arrays that stay where they are."""
 
 
-def strategy(problem: Problem, placements: Any) -> Strategy:
+def strategy(experiment: Experiment, placements: Any) -> Strategy:
     """Gradients stay local until all passes are accumulated."""
-    layout = problem.layout
+    layout = experiment.layout
     axes = REPLICAS if layout.zero else DATA  # ZeRO sums over what it splits
     method = layout.gradient_sync if layout.replicas > 1 else "naive"
     limit = {"naive": 0, "flat": math.inf, "bucketed": layout.bucket_mb * BYTES_PER_MB}[method]

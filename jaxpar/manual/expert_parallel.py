@@ -23,20 +23,20 @@ import jax.numpy as jnp
 
 from compare.contract.communication import ACTIVATIONS, LOSS, ROUTING
 from compare.spec.axes import DATA, EP, TP
+from compare.spec.experiment import Experiment
 from jaxpar.comm import collectives
+from jaxpar.manual.strategy import Strategy
 from jaxpar.mlp import Experts
 from jaxpar.model import GPT
-from jaxpar.problem import Problem
-from jaxpar.step import Strategy
 
 AXIS = EP
 exchange = partial(collectives.all_to_all, axis=AXIS, split=0, joined=0, purpose=ACTIVATIONS)
 
 
-def strategy(problem: Problem, placements: Any) -> Strategy:
+def strategy(experiment: Experiment, placements: Any) -> Strategy:
     """Tokens go to their experts; the load-balance loss is of the tokens of all devices."""
-    layout = problem.layout
-    if not problem.experiment.model.n_experts:
+    layout = experiment.layout
+    if not experiment.model.n_experts:
         return Strategy()
 
     def edit(model: GPT) -> None:

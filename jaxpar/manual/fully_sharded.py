@@ -24,35 +24,36 @@ from jax import lax
 
 from compare.contract.communication import GRADIENTS, PARAMETERS
 from compare.spec.axes import SHARDS
+from compare.spec.experiment import Experiment
 from jaxpar.comm import collectives
-from jaxpar.model import GPT
+from jaxpar.manual.strategy import Strategy
+from jaxpar.model import GPT, Loss, ModelPatch
 from jaxpar.placement import Placement, one_layer
-from jaxpar.problem import Edit, Loss, Problem
-from jaxpar.remat import Remat, apply_remat
-from jaxpar.step import Strategy
+from jaxpar.remat import Remat, apply_remat, gathers_in_layers, remat_of
 from jaxpar.weights import STACKED
 
 AXES = SHARDS
 
 
-def strategy(problem: Problem, placements: Any) -> Strategy:
+def strategy(experiment: Experiment, placements: Any) -> Strategy:
     """Blocks gather themselves under stage 3; gradients that were scattered are sums over n devices."""
-    if not problem.layout.zero:
+    if not experiment.layout.zero:
         return Strategy()
 
     def mark(p: Placement, x: jax.Array) -> jax.Array:
-        split = [axis for axis in p.dims if problem.layout.zero == 3 or axis not in p.shards]
+        split = [axis for axis in p.dims if experiment.layout.zero == 3 or axis not in p.shards]
         return collectives.to_varying(x, [axis for axis in AXES if axis not in split])
 
     of_axis = Strategy(
         mark=lambda params: jax.tree.map(mark, placements, params),
         reduce=partial(mean_gradients, placements=placements),
     )
-    if not problem.gathers_in_layers:
+    if not gathers_in_layers(experiment.layout):
         return of_axis
-    keep = not problem.layout.reshard_after_forward
+    keep = not experiment.layout.reshard_after_forward
     # A pipeline that computes a stage's forward anew does so in a tick, in which products are kept.
-    remat = "dots" if problem.layout.pp > 1 and problem.remat == "full" else problem.remat
+    remat = remat_of(experiment.layout)
+    remat = "dots" if experiment.layout.pp > 1 and remat == "full" else remat
     return of_axis._replace(edit=gather_layers(placements[STACKED], remat=remat, keep_gathered=keep))
 
 
@@ -92,7 +93,7 @@ def all_gather_parameters(shards: Any, placements: Any) -> Any:
 # Stage 3: parameters are shards, and each block gathers its own in the loop over blocks.
 
 
-def gather_layers(placements: Any, *, remat: Remat, keep_gathered: bool) -> Edit:
+def gather_layers(placements: Any, *, remat: Remat, keep_gathered: bool) -> ModelPatch:
     """Every scanned block gathers its own parameters; backward again, unless they are kept."""
     placements = one_layer(placements)
 

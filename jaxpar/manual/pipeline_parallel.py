@@ -28,27 +28,27 @@ from jax import lax
 from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS, LOSS, TIED_GRADIENTS
 from compare.pipeline.ticks import BACKWARD, FORWARD, Ticks, TickTasks
 from compare.spec.axes import PP
+from compare.spec.experiment import Experiment
 from jaxpar.comm import collectives
 from jaxpar.manual.stage import EndSums, Stage
-from jaxpar.model import GPT
+from jaxpar.manual.strategy import Strategy
+from jaxpar.model import GPT, PipelineParts
 from jaxpar.placement import map_repeated
-from jaxpar.problem import Pieces, Problem, without_layers
-from jaxpar.remat import apply_remat
-from jaxpar.step import Strategy
-from jaxpar.weights import STACKED
+from jaxpar.remat import apply_remat, remat_of
+from jaxpar.weights import STACKED, without_layers
 
 AXIS = PP
 _at = partial(lax.dynamic_index_in_dim, keepdims=False)
 _put = partial(lax.dynamic_update_index_in_dim, axis=0)
 
 
-def strategy(problem: Problem, placements: Any) -> Strategy:
+def strategy(experiment: Experiment, placements: Any) -> Strategy:
     """Gradients of what pp does not split stay each device's own in the ticks, and are summed once a step."""
-    if problem.layout.pp == 1:
+    if experiment.layout.pp == 1:
         return Strategy()
 
     def edit(model: GPT) -> None:
-        if problem.remat == "full":  # a tick computes forward anew, and need not do so twice
+        if remat_of(experiment.layout) == "full":  # a tick computes forward anew, and need not do so twice
             model.wrap_layer = partial(apply_remat, remat="dots")
 
     mark_varying = partial(collectives.to_varying, axis=AXIS)
@@ -61,7 +61,7 @@ def strategy(problem: Problem, placements: Any) -> Strategy:
 
 
 def run_pipeline(
-    pieces: Pieces, ticks: Ticks, params: Any, batch: Any, *, reduce: Callable[[Any], Any], like: Any
+    parts: PipelineParts, ticks: Ticks, params: Any, batch: Any, *, reduce: Callable[[Any], Any], like: Any
 ) -> tuple[jax.Array, Any]:
     """Mean loss, and its gradients: of all but blocks what this device's stages contribute.
 
@@ -76,7 +76,7 @@ def run_pipeline(
     def stage_of(task: TickTasks) -> Stage:
         layers = jax.tree.map(lambda x: _at(x, task.stage // ticks.ranks), by_chunk(params[STACKED]))
         return Stage(
-            pieces,
+            parts,
             ticks,
             task,
             params={**params, STACKED: layers},
@@ -134,8 +134,8 @@ def run_pipeline(
     tasks_T = jax.tree.map(lambda tasks_TR: jnp.asarray(tasks_TR)[:, lax.axis_index(AXIS)], ticks.tasks)
     # For their types alone, the axes along which they vary included; XLA drops the numbers.
     stage = stage_of(jax.tree.map(lambda task_T: task_T[0], tasks_T))
-    x = pieces.embed(params, stage.batch)
-    loss = pieces.loss(params, x, stage.batch)
+    x = parts.embed(params, stage.batch)
+    loss = parts.loss(params, x, stage.batch)
     zeros = jax.tree.map(jnp.zeros_like, like)
     start = (
         _slots(x, ticks.input_slots + 1),  # the last slot is for scratch

@@ -20,8 +20,8 @@ from jax import lax
 
 from compare.pipeline.ticks import Ticks, TickTasks
 from jaxpar.comm import collectives
-from jaxpar.problem import Pieces, without_layers
-from jaxpar.weights import STACKED
+from jaxpar.model import PipelineParts
+from jaxpar.weights import STACKED, without_layers
 
 FIRST, LAST = 0, -1
 """The ranks at the ends of a pipeline."""
@@ -44,11 +44,11 @@ class Residuals(NamedTuple):
 class Stage(NamedTuple):
     """A stage and its current microbatch."""
 
-    pieces: Pieces
+    parts: PipelineParts
     ticks: Ticks
     task: TickTasks
     params: dict[str, Any]
-    """The tree as the pieces take it, with this stage's blocks alone: leaves (layers of a stage, ...)."""
+    """The tree as the parts take it, with this stage's blocks alone: leaves (layers of a stage, ...)."""
     batch: Any
     accumulate: Callable[[Any, Any], Any]
     """(sums, gradients for this microbatch of what is in no block) -> sums."""
@@ -103,20 +103,20 @@ class Stage(NamedTuple):
 
         def embed(x: jax.Array) -> jax.Array:
             with self.end_scope(FIRST):
-                return self.pieces.embed(self.params, self.batch)
+                return self.parts.embed(self.params, self.batch)
 
         return lax.cond(self.task.stage == 0, embed, lambda x: x, x)
 
     def run_layers(self, layers: Any, x: jax.Array) -> jax.Array:
         """Output y of the blocks."""
         first_layer = self.task.stage * jax.tree.leaves(layers)[0].shape[0]
-        return self.pieces.layers({**self.params, STACKED: layers}, x, self.batch, first_layer)
+        return self.parts.layers({**self.params, STACKED: layers}, x, self.batch, first_layer)
 
     def loss_backward(self, y: jax.Array, g: jax.Array, sums: EndSums) -> tuple[jax.Array, EndSums]:
         """Gradient of the loss by y; g is ignored."""
 
         def loss(rest: Any, y: jax.Array) -> jax.Array:
-            return self.pieces.loss({**self.params, **rest}, y, self.batch)
+            return self.parts.loss({**self.params, **rest}, y, self.batch)
 
         with self.end_scope(LAST):
             rest = without_layers(self.params)
@@ -127,7 +127,7 @@ class Stage(NamedTuple):
         """Add the embedding's gradients to the sums, given g, the gradient of its output."""
 
         def embed(rest: Any) -> jax.Array:
-            return self.pieces.embed({**self.params, **rest}, self.batch)
+            return self.parts.embed({**self.params, **rest}, self.batch)
 
         with self.end_scope(FIRST):
             _, back = jax.vjp(embed, without_layers(self.params))

@@ -30,23 +30,23 @@ from jax import lax
 from compare.contract.communication import ACTIVATIONS, LOSS, REPLICATED_GRADIENTS
 from compare.numerics.dropout import DropoutSite
 from compare.spec.axes import TP
+from compare.spec.experiment import Experiment
 from jaxpar.comm import collectives
 from jaxpar.dropout import dropouts
 from jaxpar.linear import Hook
+from jaxpar.manual.strategy import Strategy
 from jaxpar.mlp import Experts
 from jaxpar.model import GPT
 from jaxpar.placement import map_repeated
-from jaxpar.problem import Problem
-from jaxpar.step import Strategy
 
 AXIS = TP
 POSITION_DIM = 1
 
 
-def strategy(problem: Problem, placements: Any) -> Strategy:
+def strategy(experiment: Experiment, placements: Any) -> Strategy:
     """The model's linear maps, embedding and loss work on this device's part."""
-    sequence_parallel, vocab_size = problem.layout.sequence_parallel, problem.experiment.model.vocab_size
-    if problem.layout.tp == 1:
+    sequence_parallel, vocab_size = experiment.layout.sequence_parallel, experiment.model.vocab_size
+    if experiment.layout.tp == 1:
         return Strategy()
 
     def edit(model: GPT) -> None:

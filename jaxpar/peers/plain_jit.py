@@ -22,8 +22,9 @@ from compare.spec.experiment import Optimizer
 from jaxpar import weights as names
 from jaxpar.comm.mesh import find_devices
 from jaxpar.measure.work import work_of
+from jaxpar.model import loss_function
 from jaxpar.optimizer import clip, global_norm
-from jaxpar.problem import Problem
+from jaxpar.placement import place_parameters
 from jaxpar.run import Run
 from jaxpar.step import ShardedStep, TrainState, accumulated_gradients, batch_like, device_scalars
 from jaxpar.train import train_to_end
@@ -65,8 +66,7 @@ def train(request: Request, folder: Path, *, progress: Callable[..., None] = lam
     """Train on one device, and write the record: see `jaxpar.train.train`."""
     experiment, recorder = request.experiment, Recorder(folder)
     (device,) = find_devices(1, platform=request.platform)
-    problem = Problem(experiment)
-    loss, decay = problem.loss(), names.decay_mask(experiment.model, experiment.optimizer.decay)
+    loss, decay = loss_function(experiment), names.decay_mask(experiment.model, experiment.optimizer.decay)
     optimizer = make_optimizer(experiment.optimizer, decay=decay)
     corpus = open_corpus(experiment, validated_sha256=request.corpus_sha256)
     initial = starting_parameters(request)
@@ -98,7 +98,7 @@ def train(request: Request, folder: Path, *, progress: Callable[..., None] = lam
         mesh_devices=[device],
         sharded=ShardedStep(
             step=step,
-            placements=problem.placements(),
+            placements=place_parameters(experiment),
             batch=dict.fromkeys(("inputs", "targets"), here),
             scalars=here,
             **trees,

@@ -12,8 +12,7 @@ from numpy_gpt import numpy_loss
 from compare.numerics.parameters import initial_parameters
 from compare.spec.experiment import Experiment, Layout, Model, Precision
 from jaxpar import weights
-from jaxpar.model import cross_entropy
-from jaxpar.problem import Edit, Problem
+from jaxpar.model import ModelPatch, cross_entropy, loss_function
 
 F64 = Precision(dtype="float64")
 SPEC = Model(n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=11, bias=True)
@@ -27,12 +26,12 @@ def random_parameters(config: Model, dtype: str = "float64") -> dict[str, np.nda
     return {n: w + generator.normal(0, 0.3, w.shape).astype(w.dtype) for n, w in initial.items()}
 
 
-def problem(config: Model, precision: Precision = F64, remat: str = "dots") -> Problem:
-    return Problem(Experiment(model=config, precision=precision, layout=Layout(remat=remat)))
+def experiment_of(config: Model, precision: Precision = F64) -> Experiment:
+    return Experiment(model=config, precision=precision, layout=Layout(remat="dots"))
 
 
-def loss_of(problem: Problem, *edits: Edit) -> Callable[..., jax.Array]:
-    return lambda params, batch: problem.loss(edits)(params, batch)[0]
+def loss_of(experiment: Experiment, *patches: ModelPatch) -> Callable[..., jax.Array]:
+    return lambda params, batch: loss_function(experiment, patches)(params, batch)[0]
 
 
 def random_batch(config: Model, size: int = 3) -> dict[str, np.ndarray]:
@@ -54,7 +53,7 @@ def test_loss_equals_numpy():
     ):
         config = replace(SPEC, **options)
         named, batch = random_parameters(config), random_batch(config)
-        loss = loss_of(problem(config))(weights.from_canonical(named, config), batch)
+        loss = loss_of(experiment_of(config))(weights.from_canonical(named, config), batch)
         # Measured 2e-16 to 9e-16; gelu against gelu_tanh differs by 1e-4 and eps 1e-6 by 1e-6.
         assert abs(loss - numpy_loss(config, named, **batch)) < 1e-13
 
@@ -67,7 +66,7 @@ def test_an_edit_puts_another_attention_core_there():
         core = model.blocks.attention.core
         model.blocks.attention.core = lambda q_BTHD, *kv, factor: core(1.5 * q_BTHD, *kv)
 
-    edited = loss_of(problem(SPEC), edit)(weights.from_canonical(named, SPEC), batch)
+    edited = loss_of(experiment_of(SPEC), edit)(weights.from_canonical(named, SPEC), batch)
     for name in [name for name in named if ".qkv." in name]:
         named[name][..., 0, :, :] *= 1.5
     assert edited == pytest.approx(numpy_loss(SPEC, named, **batch), rel=1e-13)
@@ -77,9 +76,9 @@ def test_positions_are_a_hook():
     """Every second row of the table, as a device that has some of the positions."""
     params = weights.from_canonical(random_parameters(SPEC), SPEC)
     batch = {name: tokens[:, :3] for name, tokens in random_batch(SPEC).items()}
-    loss = loss_of(problem(SPEC))
+    loss = loss_of(experiment_of(SPEC))
     of_some = loss_of(
-        problem(SPEC),
+        experiment_of(SPEC),
         lambda model: setattr(model.embedding, "positions", lambda table: table[jnp.array([0, 2, 4])]),
     )
     table = params["embedding"]["position"]
@@ -90,12 +89,11 @@ def test_positions_are_a_hook():
 def test_bfloat16_is_mixed_precision():
     named, batch = random_parameters(SPEC, "float32"), random_batch(SPEC)
     params = jax.tree.map(jnp.asarray, weights.from_canonical(named, SPEC))
-    mixed = problem(SPEC, Precision(dtype="bfloat16"))
-    assert {leaf.dtype for leaf in jax.tree.leaves(mixed.shapes)} == {jnp.dtype("float32")}
+    mixed = experiment_of(SPEC, Precision(dtype="bfloat16"))
     value, gradients = jax.jit(jax.value_and_grad(loss_of(mixed)))(params, batch)
     assert value.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
-    full = loss_of(problem(SPEC, Precision(dtype="float32")))
+    full = loss_of(experiment_of(SPEC, Precision(dtype="float32")))
     difference = abs(float(full(params, batch)) - float(value))
     assert 0 < difference < 2e-2  # bfloat16 has 8 bits: it must show, and no more than that
     uniform = cross_entropy(jnp.zeros((1, 2, 7), jnp.bfloat16), jnp.zeros((1, 2), int))
@@ -106,7 +104,7 @@ def test_bfloat16_is_mixed_precision():
 def test_float64_is_float64_throughout():
     """One float32 operation anywhere (a library's softmax was one) would round by 1e-8."""
     model = replace(SPEC, n_experts=3)
-    loss = loss_of(problem(model))
+    loss = loss_of(experiment_of(model))
     params = weights.from_canonical(random_parameters(model), model)
     jaxpr = str(jax.make_jaxpr(jax.grad(loss))(params, random_batch(SPEC)))
     assert "f64[" in jaxpr
@@ -118,7 +116,7 @@ def test_of_equal_logits_the_first_experts_are_chosen():
     model = replace(SPEC, n_experts=4, bias=False)
     named, batch = random_parameters(model), random_batch(model)
     named |= {name: np.zeros_like(w) for name, w in named.items() if "router" in name}
-    loss, choices = problem(model).loss()(weights.from_canonical(named, model), batch)
-    assert (choices.experts == np.array([0, 1])).all()
-    assert choices.tokens.tolist() == [[18, 18, 0, 0]] * model.n_layer
+    loss, routing = loss_function(experiment_of(model))(weights.from_canonical(named, model), batch)
+    assert (routing.expert_ids == np.array([0, 1])).all()
+    assert routing.tokens_per_expert.tolist() == [[18, 18, 0, 0]] * model.n_layer
     assert abs(loss - numpy_loss(model, named, **batch)) < 1e-13

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import AXES, PP
 from jaxpar.compiler.pipeline_parallel import pipelined
+from jaxpar.model import PipelineParts
 from jaxpar.placement import Placement
-from jaxpar.problem import Pieces
 from jaxpar.stages import lanes
 
 WIDTH = 6
@@ -23,7 +23,7 @@ def layer(x, w):
     return jnp.tanh(x @ w) + x / jnp.linalg.norm(x, axis=-1, keepdims=True), None
 
 
-PIECES = Pieces(
+PARTS = PipelineParts(
     embed=lambda params, batch: batch["x"] @ params["first"],
     layers=lambda params, x, batch, first: jax.lax.scan(layer, x, params["blocks"])[0],
     loss=lambda params, x, batch: jnp.square(x @ params["first"].T - batch["y"]).mean(),
@@ -33,7 +33,7 @@ PIECES = Pieces(
 def plain(params, batch):
     """All of the batch, without a pipeline."""
     joined = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch)
-    return PIECES.loss(params, PIECES.layers(params, PIECES.embed(params, joined), joined, 0), joined)
+    return PARTS.loss(params, PARTS.layers(params, PARTS.embed(params, joined), joined, 0), joined)
 
 
 # stages, microbatches, chunks: as many as stages, more, fewer, and numbers that do not divide
@@ -53,7 +53,7 @@ def test_any_model_equals_its_plain_scan(stages, microbatches, chunks):
     place = Placement(shape=params["blocks"].shape, dims={PP: 0}, degrees=degrees, chunks=chunks)
     spread = NamedSharding(mesh, P("pp"))
     stored = {"first": params["first"], "blocks": jax.device_put(place.pad(params["blocks"]), spread)}
-    loss = pipelined(PIECES, mesh=mesh, chunks=chunks)
+    loss = pipelined(PARTS, mesh=mesh, chunks=chunks)
     (found, _), of_stored = jax.jit(jax.value_and_grad(loss, has_aux=True))(stored, batch)
 
     np.testing.assert_allclose(found, value, rtol=1e-13)

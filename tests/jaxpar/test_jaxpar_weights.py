@@ -1,13 +1,16 @@
 """jaxpar's one mapping between canonical parameters and the model's state tree."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from compare.numerics.parameters import initial_parameters, parameter_table
 from compare.spec.experiment import Experiment, Model, Precision
 from jaxpar import weights
-from jaxpar.problem import Problem
+from jaxpar.model import GPT
 
 # More than ten layers: sorted as text, blocks.10 would come before blocks.2.
 DEEP = Model(n_layer=11, n_head=2, n_embd=8, block_size=6, vocab_size=11)
@@ -18,9 +21,11 @@ def test_the_tree_is_the_models_own_and_comes_back_with_layers_in_order():
     for model in (DEEP, BIASED):
         for dtype in ("float64", "bfloat16"):
             experiment = Experiment(model=model, precision=Precision(dtype=dtype))
-            named, shapes = initial_parameters(experiment), Problem(experiment).shapes
+            named = initial_parameters(experiment)
+            shapes = nnx.to_pure_dict(nnx.state(nnx.eval_shape(partial(GPT, experiment))))
             tree = weights.from_canonical(named, model)
             assert jax.tree.structure(tree) == jax.tree.structure(shapes)
+            assert shapes == weights.parameter_shapes(experiment)
             for leaf, expected in zip(jax.tree.leaves(tree), jax.tree.leaves(shapes), strict=True):
                 assert (leaf.shape, leaf.dtype) == (expected.shape, expected.dtype)
             for layer, weight in enumerate(tree["blocks"]["mlp"]["up"]["weight"]):
