@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import tyro
 
+from compare.commands.collectives import Collectives
 from compare.commands.convert import Convert
 from compare.commands.diff import Diff
 from compare.commands.doctor import Doctor
@@ -38,7 +39,9 @@ OTHERS: dict[str, dict[str, tuple[Any, str]]] = {
         "diff": (Diff, "two finished runs of any settings: numbers, settings, costs"),
     },
     "Prove": {},
-    "Measure": {},
+    "Measure": {
+        "collectives": (Collectives, "collectives by size: gloo or NCCL, torch-manual's way, and XLA"),
+    },
     "Choose a layout": {
         "plan": (Plan, "layouts that are legal and fit, with memory and bytes sent"),
     },

@@ -57,8 +57,50 @@ def _described(section: type[Struct]) -> object:
     return tyro.conf.arg(help=" ".join((section.__doc__ or "").split()))
 
 
-JaxPython = Annotated[str, tyro.conf.arg(help="Python that runs jaxpar.")]
-TorchPython = Annotated[str, tyro.conf.arg(help="Python that runs torchpar.")]
+def _help(text: str) -> object:
+    return tyro.conf.arg(help=text)
+
+
+JaxPython = Annotated[str, _help("Python that runs jaxpar.")]
+TorchPython = Annotated[str, _help("Python that runs torchpar.")]
+LauncherName = Annotated[
+    Launcher,
+    _help(
+        "How engines start. local: on this machine. slurm: with `srun` on the hosts of this allocation "
+        "(`salloc`, `sbatch`), which must share the folder of the results. torchrun: on the hosts of "
+        "--hostfile, of which this is the first; the commands for the other hosts are printed."
+    ),
+]
+HostFile = Annotated[Path | None, _help("Hosts for --launcher torchrun, one in a line: `host0 slots=4`.")]
+HostCount = Annotated[
+    int,
+    _help(
+        "Number of hosts. Default: all of the allocation or the file, else 1. With --launcher local: "
+        "simulate this many hosts on one machine (for tests)."
+    ),
+]
+LauncherOptions = Annotated[
+    str,
+    _help(
+        "More options of `srun`, for --launcher slurm, such as "
+        '--launcher_options="--container-image=IMAGE --gpu-bind=none". They cannot change the tasks or their '
+        "order."
+    ),
+]
+OnPlatform = Annotated[
+    Platform,
+    _help("cpu: XLA host devices, and gloo ranks of one thread each. gpu: one device or rank for each GPU."),
+]
+RunDir = Annotated[str, _help("New folder for the results. Default: runs/NAME-TIME.")]
+Timeout = Annotated[
+    float,
+    _help(
+        "Seconds without progress after which an engine is ended. A step must end in this time; before the "
+        "first step it is enough that the engine uses the processor, for example to compile."
+    ),
+]
+Quiet = Annotated[bool, _help("Print no progress on stderr.")]
+AsJson = Annotated[bool, _help("Print one JSON object on stdout instead of tables.")]
 
 
 class SidePythons(Struct, frozen=True, kw_only=True):
@@ -66,6 +108,26 @@ class SidePythons(Struct, frozen=True, kw_only=True):
 
     jax_python: JaxPython = sys.executable
     torch_python: TorchPython = sys.executable
+
+
+class HostFlags(SidePythons, frozen=True, kw_only=True):
+    """Hosts, devices and folder of a measurement."""
+
+    launcher: LauncherName = "local"
+    hostfile: HostFile = None
+    hosts: HostCount = 0
+    launcher_options: LauncherOptions = ""
+    platform: OnPlatform = "cpu"
+    run_dir: RunDir = ""
+    timeout_s: Timeout = 600.0
+    quiet: Quiet = False
+    json: AsJson = False
+
+
+def hosts_of(arguments: "HostFlags | Spec") -> Hosts:
+    """The hosts that the flags ask for. Raises ExperimentError: as `find_hosts`."""
+    flags = arguments.launcher, arguments.hosts, arguments.hostfile
+    return find_hosts(*flags, options=arguments.launcher_options)
 
 
 def pythons_of(arguments: "SidePythons | Spec") -> dict[str, str]:
@@ -107,8 +169,7 @@ class ExperimentFlags(Struct, frozen=True, kw_only=True):
     precision: Annotated[Precision, _described(Precision)] = Precision()
     layout: Annotated[Layout, _described(Layout)] = Layout()
     checkpoint: Annotated[Checkpoints, _described(Checkpoints)] = Checkpoints()
-    json: bool = False
-    """Print the outcome as one JSON object on stdout instead of tables."""
+    json: AsJson = False
     given: Hidden[frozenset[str]] = frozenset()
     """Flags of the command line: see `cli.flags_in`."""
     line: Hidden[str] = ""
@@ -151,44 +212,26 @@ class Spec(ExperimentFlags, frozen=True, kw_only=True):
 
     jax_python: JaxPython = sys.executable
     torch_python: TorchPython = sys.executable
-    launcher: Launcher = "local"
-    """How engines start. local: on this machine. slurm: by `srun` on the hosts of this allocation (`salloc`,
-    `sbatch`); they must share the folder of the results. torchrun: on those of --hostfile, of which this is
-    the first: what the others have to run is printed, a line each."""
-    hostfile: Path | None = None
-    """Hosts for --launcher torchrun, a line each: `host0 slots=4`."""
-    hosts: int = 0
-    """Hosts to run on. Default: all of the allocation or the file, or this one. With --launcher local 2 or
-    more are processes of this machine that believe to be several hosts: a test."""
-    launcher_options: str = ""
-    """More options of `srun`, for --launcher slurm, as of a container or how GPUs are bound:
-    --launcher_options="--container-image=IMAGE --gpu-bind=none". The number of tasks and their order stay."""
-
-    platform: Platform = "cpu"
-    """cpu: XLA host devices, and gloo ranks of one thread each. gpu: one device or rank for each GPU."""
-    run_dir: str = ""
-    """Folder of the results; must not exist. Default: runs/NAME-TIME."""
+    launcher: LauncherName = "local"
+    hostfile: HostFile = None
+    hosts: HostCount = 0
+    launcher_options: LauncherOptions = ""
+    platform: OnPlatform = "cpu"
+    run_dir: RunDir = ""
+    timeout_s: Timeout = 600.0
+    quiet: Quiet = False
     continue_: Annotated[str, tyro.conf.arg(name="continue", metavar="RUN_DIR")] = ""
     """Go on with a run that was interrupted, or whose engines failed: run what is missing in this
     folder, as it was asked for there."""
     init_from: str = ""
     """Begin with these weights instead of the seed's (run, check, sweep): a safetensors file with shardpair's
     or nanoGPT's names, or what `shardpair convert` reads; nothing in it can execute."""
-    timeout_s: float = 600.0
-    """An engine that hangs for this long is ended. A step has to end in this time; what goes before, like
-    compiling, only has to use the processor."""
     cache_dir: str = default_cache()
     """Programs that JAX compiled are kept here between runs; '' turns that off. Those for several devices of
     a CPU never are: XLA loses the order of their collectives."""
     dry_run: bool = False
     """Start nothing: print the resolved experiment, the layout in words, memory per device, and what is
     refused. The exit code is then that of the run: 2, or 3 if this machine lacks something."""
-    quiet: bool = False
-    """No progress on stderr."""
-
-    def found_hosts(self) -> Hosts:
-        """The hosts that the flags ask for. Raises ExperimentError: as `find_hosts`."""
-        return find_hosts(self.launcher, self.hosts, self.hostfile, options=self.launcher_options)
 
     @property
     def command(self) -> str:

@@ -5,7 +5,6 @@ from typing import Any
 
 from compare.commands.bench import Bench
 from compare.commands.check import Check
-from compare.commands.collectives import Collectives
 from compare.commands.faults import Faults
 from compare.commands.ledger import Ledger
 from compare.commands.memory import Memory
@@ -17,7 +16,7 @@ from compare.system.tensors import RecordError
 
 STUDIES: dict[str, Any] = {
     study.__name__.lower(): study
-    for study in (Run, Resume, Sweep, Check, Faults, Bench, Profile, Ledger, Collectives, Memory)
+    for study in (Run, Resume, Sweep, Check, Faults, Bench, Profile, Ledger, Memory)
 }
 
 

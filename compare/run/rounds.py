@@ -49,7 +49,7 @@ def run_missing(study: "Study", outcome: Outcome, folder: Path) -> Outcome:
                     continue
                 try:
                     _clear(place)
-                    with (reporter.engine if study.trains else reporter.waits)(place.name) as tell:
+                    with reporter.engine(place.name) as tell:
                         value, record = study.measured(name, case, place, number, tell)
                     outcome = with_case(outcome, name, value, record, folder, number=number)
                     if not study.keeps_records:

@@ -17,7 +17,7 @@ from compare.contract.record import Record, Step
 from compare.execute.folders import create_run_dir, remove_run_dir
 from compare.execute.launch import EngineError, launch, prepare
 from compare.execute.this_machine import here_and_now, require_same_source
-from compare.flags import Spec, checked_pythons
+from compare.flags import Spec, checked_pythons, hosts_of
 from compare.judge.ladder import objections_by_itself
 from compare.judge.metrics import figures
 from compare.judge.outcome import Case, Grid, Outcome, judging, read_outcome
@@ -63,8 +63,6 @@ class Study(Spec, frozen=True, kw_only=True):
     """The folders of cases stay once their values are kept."""
     needs_reference: ClassVar[bool] = False
     """Nothing else can be held against: cases whose reference failed do not run."""
-    trains: ClassVar[bool] = True
-    """Its cases have steps, which the progress tells of."""
 
     def cases(self, experiment: Experiment) -> Grid:
         """What is run of the experiment with the user's overrides. Raises ExperimentError."""
@@ -83,7 +81,7 @@ class Study(Spec, frozen=True, kw_only=True):
         self, name: str, case: Case, place: Path, number: int, tell: Callable[[Step], None]
     ) -> tuple[Any, Record | None]:
         """Run a case in a folder: what is kept of it, and its record. Raises EngineError, RecordError."""
-        hosts = self.found_hosts()
+        hosts = hosts_of(self)
         record = launch(case.request, place, pythons=checked_pythons(self), hosts=hosts, on_step=tell)
         if not case.against and (wrong := objections_by_itself(record)):
             raise EngineError(f"{name}: FAIL at request: {'; '.join(wrong)}", exit_code=1)
@@ -196,7 +194,7 @@ class Study(Spec, frozen=True, kw_only=True):
         if self.dry_run:
             if self.continue_:
                 raise ExperimentError("--dry_run is for a new run, and --continue goes on with an old one")
-            how = {"hosts": self.found_hosts(), "init_from": self.init_from, "resume": self.source}
+            how = {"hosts": hosts_of(self), "init_from": self.init_from, "resume": self.source}
             return dry_run.show(self.planned(), **how, as_json=self.json)
         outcome, folder = self.outcome()
         return self.shown(outcome, folder, as_json=self.json)
@@ -213,11 +211,11 @@ class Study(Spec, frozen=True, kw_only=True):
             return self._continued(Path(self.continue_))
         planned, pythons = self.planned(), checked_pythons(self)
         for case in planned.cases.values():
-            if case.request.profile and self.found_hosts().several:
+            if case.request.profile and hosts_of(self).several:
                 raise ExperimentError("a timeline is taken on one host: leave --hosts and --launcher out")
-            require_case(case.engine, case.experiment, platform=self.platform, hosts=self.found_hosts())
+            require_case(case.engine, case.experiment, platform=self.platform, hosts=hosts_of(self))
             require_resumable(case.engine, self.source, self.init_from)
-        require_sides([case.engine for case in planned.cases.values()], pythons)
+        require_sides([ENGINES[case.engine].side for case in planned.cases.values()], pythons)
         for name, why in planned.left_out.items() if not self.quiet else ():
             errors_console().print(f"{name} is left out: {why}", style="yellow")
         self.ready()

@@ -13,7 +13,7 @@ from compare.execute.launchers import Hosts
 from compare.execute.pythons import why_not_python
 from compare.execute.this_machine import gpu_memories, memory_bytes
 from compare.numerics.parameters import parameter_count, storage_dtype
-from compare.spec.engines.registry import ENGINES, side_of
+from compare.spec.engines.registry import ENGINES, SIDES
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited
 from compare.terminal import human_bytes
 from compare.theory.peak import peak_estimate
@@ -46,15 +46,15 @@ def require_case(engine: str, experiment: Experiment, *, platform: str, hosts: H
     require_memory(engine, experiment, platform=platform)
 
 
-def require_sides(engines: Iterable[str], pythons: Mapping[str, str]) -> None:
-    """Refuse engines whose side this Python, which is to run it, has not. Another was tried with its flag.
+def require_sides(sides: Iterable[str], pythons: Mapping[str, str]) -> None:
+    """Reject sides that this Python is to run and lacks. `checked_pythons` has tried other Pythons.
 
     Raises EnvironmentMissing.
     """
-    for side in {side_of(name).name: side_of(name) for name in engines}.values():
-        is_this = pythons.get(side.name, sys.executable) == sys.executable
-        if is_this and (why := why_not_python(side, sys.executable)):
-            raise EnvironmentMissing(f"{side.name}: {why} with --{side.python_flag}")
+    for name in dict.fromkeys(sides):
+        is_this = pythons.get(name, sys.executable) == sys.executable
+        if is_this and (why := why_not_python(SIDES[name], sys.executable)):
+            raise EnvironmentMissing(f"{name}: {why} with --{SIDES[name].python_flag}")
 
 
 def fitting(engines: Sequence[str], layout: Layout) -> Choice:

@@ -8,8 +8,8 @@ import time
 import pytest
 from made_up import bench
 
+from compare.commands.bench import timed_study
 from compare.commands.bench.outcome import timed
-from compare.commands.bench.timed_study import Timed
 from compare.execute import load
 from compare.execute.launchers import Hosts
 from compare.judge.outcome import read_outcome
@@ -52,7 +52,7 @@ def test_what_others_use_beside_a_process_is_told(timed_engines, monkeypatch, tm
 
 def test_what_a_launcher_started_is_not_called_others(timed_engines, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(load.LoadBeside, "cores", lambda self: 1.7)
-    monkeypatch.setattr(Timed, "found_hosts", lambda self: Hosts(launcher="slurm", count=1))
+    monkeypatch.setattr(timed_study, "hosts_of", lambda self: Hosts(launcher="slurm", count=1))
     assert bench("--rounds", "1") == 0
     said = capsys.readouterr().out
     assert "What else used the hosts' processors is not known" in said

@@ -89,7 +89,7 @@ REFUSED = {
     "bench --baseline nosuch": "--baseline nosuch: no such case",
     "bench --presets pp --devices 2 --baseline torch-compiler.pp-2": "torch-compiler.pp-2: layout.schedule",
     "collectives --max_size 1T": "--max_size 1T: give bytes",
-    "collectives --min_size 2M --max_size 1M": "the largest is not below the smallest",
+    "collectives --min_size 2M --max_size 1M": "--min_size 2097152 must be at least 4",
     "collectives --implementations nccl": "no such way on platform cpu",
     "collectives --hosts 2 --ranks 3": "--ranks 3: give between 2 and 64, which 2 hosts divide",
     "lesson fully_sharded --output page.pdf": "end it in one of .html",

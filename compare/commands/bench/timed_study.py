@@ -19,7 +19,7 @@ from compare.contract.timing import Timing
 from compare.execute import load
 from compare.execute.launch import EngineError, EnvironmentMissing, launch
 from compare.execute.query import measure_ceiling
-from compare.flags import pythons_of
+from compare.flags import hosts_of, pythons_of
 from compare.judge.ladder import objections_by_itself
 from compare.judge.outcome import Case, Outcome
 from compare.run.study import Study
@@ -130,7 +130,7 @@ class Timed(OnIdle, frozen=True, kw_only=True):
                     break
             tell(step)
 
-        hosts = self.found_hosts()
+        hosts = hosts_of(self)
         record = launch(case.request, place, pythons=pythons_of(self), hosts=hosts, on_step=on_step)
         wrong = objections_by_itself(record)
         if len(record.manifest.windows) != timing.windows:
