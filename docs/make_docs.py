@@ -4,11 +4,12 @@ from pathlib import Path
 
 import msgspec
 
-from compare.commands.faults import FAULTS, Fault
+from compare.commands.faults import FAULTS
 from compare.judge.ladder import LADDER
 from compare.judge.rungs import SOME
 from compare.judge.tolerances import TOLERANCES, Tolerance
 from compare.numerics.parameters import parameter_count
+from compare.setup.planted import Fault
 from compare.setup.presets import PRESETS, preset_layout
 from compare.spec.engines.registry import PEERS, STUDIED
 from compare.spec.experiment import Layout, load, named_experiments
@@ -52,7 +53,7 @@ def tables() -> dict[str, list[dict[str, object]]]:
         "Planted faults": [
             {
                 "planted fault": f"`{name}`",
-                "mistake": of.description,
+                "mistake": of.mistake,
                 "caught at": of.rung,
                 "engines": _able(of),
             }
@@ -74,8 +75,8 @@ def _limit(tolerance: Tolerance) -> str:
 
 
 def _able(fault: Fault) -> str:
-    """The engines that can make a mistake, said shortly."""
-    unable = [name for name, engine in STUDIED.items() if fault.name in engine.impossible_faults]
+    """The engines that can make a mistake, in short."""
+    unable = [name for name in STUDIED if name in fault.impossible]
     if len(unable) < 3:
         return f"all but {' and '.join(unable)}" if unable else "all"
     return ", ".join(name for name in STUDIED if name not in unable)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from compare.contract.faults import planted
 from compare.contract.record import Failure, clear_record, leave_failure
 from compare.contract.request import read_request, read_request_file
 from compare.side.collective_bench import TYPE, CollectiveRequest
@@ -91,8 +90,7 @@ def train(folder: Path, process: Process | None = None) -> None:
         from jaxpar.peers.plain_jit import train as train_engine
     else:
         from jaxpar.train import train as train_engine
-    with planted(request.fault, engine=request.engine):
-        train_engine(request, folder, progress=watchdog.progress)
+    train_engine(request, folder, progress=watchdog.progress)
 
 
 def time_collectives(folder: Path, process: Process | None = None) -> None:

@@ -1,17 +1,16 @@
-"""Plant mistakes in the product, one at a time, and see that the tests turn red: a nightly job, not a test.
+"""Plant mistakes in the product, one at a time, and check that the tests fail: a nightly job, not a test.
 
     python tests/mutations.py              all of `tests/data/mutations.toml`
-    python tests/mutations.py ladder tp    those whose id contains one of these words
-    python tests/mutations.py --unmutated  their tests on the code as it is, which must pass
+    python tests/mutations.py ladder tp    the mistakes whose id contains one of these words
+    python tests/mutations.py --unmutated  their tests on the unchanged code, which must pass
 
-Each mistake goes into a copy of the tree, where the tests that are named beside it run. RED is right.
-SURVIVED: the tests pass. MISSING: `old` is not once in the file; whoever moves code moves its mistakes.
-NO TEST: pytest found no such test, or could not import it. The exit code is 1 unless all are right.
+Each mistake goes into a copy of the tree, and its tests run there. RED is right. SURVIVED: the tests pass.
+MISSING: `old` does not occur once in the file; move the mistake with the code. NO TEST: pytest found no such
+test, or could not import it. The exit code is 1 unless all are right.
 """
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,40 +18,40 @@ import time
 import tomllib
 from pathlib import Path
 
+from compare.setup.planted import Diff, patched_copy
+from compare.spec.experiment import ExperimentError
+
 ROOT = Path(__file__).parents[1]
 FILES = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
 OPTIONS = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--timeout", "120"]
 
 
-def verdict_of(mutation: dict, tree: Path, *, plants: bool) -> str:
-    """Plant a mistake, run its tests, and take it out again."""
-    path = tree / mutation["file"]
-    text = path.read_text() if path.is_file() else ""
-    if text.count(mutation["old"]) != 1:
-        return "MISSING"
-    path.write_text(text.replace(mutation["old"], mutation["new"]) if plants else text)
-    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", *OPTIONS, *mutation["tests"]]
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True)
-    path.write_text(text)
-    return {0: "SURVIVED" if plants else "GREEN", 1: "RED"}.get(done.returncode, "NO TEST")
+def verdict_of(tests: list[str], diffs: list[Diff], names: list[str]) -> str:
+    """Run tests in a copy of the tree with these changes."""
+    with tempfile.TemporaryDirectory(prefix="mutations-") as tree:
+        try:
+            patched_copy(Path(tree), diffs, names, root=ROOT)
+        except ExperimentError:
+            return "MISSING"
+        environment = {**os.environ, "PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "-m", "pytest", *OPTIONS, *tests]
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True)
+    return {0: "SURVIVED" if diffs else "GREEN", 1: "RED"}.get(done.returncode, "NO TEST")
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("words", nargs="*", help="parts of ids")
-parser.add_argument("--unmutated", action="store_true", help="run the tests on the code as it is")
+parser.add_argument("--unmutated", action="store_true", help="run the tests on the unchanged code")
 arguments = parser.parse_args()
 listed = tomllib.loads((ROOT / "tests/data/mutations.toml").read_text())["mutation"]
 chosen = [m for m in listed if not arguments.words or any(word in m["id"] for word in arguments.words)]
+listing = subprocess.check_output(FILES, cwd=ROOT, text=True).splitlines()
+names = [name for name in listing if (ROOT / name).is_file()]
 verdicts = set()
-with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-    for name in subprocess.check_output(FILES, cwd=ROOT, text=True).splitlines():
-        if (ROOT / name).is_file():
-            (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, Path(folder) / name)
-    for mutation in chosen:
-        begun = time.monotonic()
-        verdict = verdict_of(mutation, Path(folder), plants=not arguments.unmutated)
-        print(f"{verdict:8} {time.monotonic() - begun:5.1f} s  {mutation['id']}", flush=True)
-        verdicts.add(verdict)
+for mutation in chosen:
+    begun = time.monotonic()
+    diff = Diff(file=mutation["file"], old=mutation["old"], new=mutation["new"])
+    verdict = verdict_of(mutation["tests"], [] if arguments.unmutated else [diff], names)
+    print(f"{verdict:8} {time.monotonic() - begun:5.1f} s  {mutation['id']}", flush=True)
+    verdicts.add(verdict)
 sys.exit(verdicts != {"GREEN" if arguments.unmutated else "RED"})

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from msgspec.structs import replace
 
-from compare.contract.faults import planted
 from compare.contract.record import clear_record
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
@@ -51,7 +50,6 @@ def start_ranks(request: Request, folder: Path) -> None:
         MissingDevicesError: too few GPUs.
         RunFailed: from `launch`.
     """
-    planted(request.fault, engine=request.engine)  # refuses what the engine cannot make: nothing is entered
     corpus = open_corpus(request.experiment, validated_sha256=request.corpus_sha256)
     init_sha256 = starting_sha256(request) if request.init_from or request.resume else ""
     request = replace(request, corpus_sha256=corpus.sha256, init_sha256=init_sha256)  # ranks trust these
@@ -72,23 +70,22 @@ def train(rank: Rank, *, request: Request, folder: Path) -> None:
     experiment = request.experiment
     if experiment.checkpoint.every:
         StopRequest.listen()  # a rank that was not forked does not yet
-    with planted(request.fault, engine=request.engine):
-        if request.platform == "cpu":
-            keep_freed_memory()
-        if rank.world_size > 1 or request.engine not in PEERS:  # a plain loop has PyTorch's own threads
-            torch.set_num_threads(1)
-        torch.set_float32_matmul_precision("high" if experiment.precision.tf32 else "highest")
-        device = join_others(rank, request.platform, experiment if rank.local_rank == 0 else None)
-        mesh = make_mesh(experiment.layout, rank=rank.rank, device=device)
-        first = starting_parameters(request)
-        run = set_up(request, mesh, rank, first)
-        if rank.rank == 0:
-            run.initial_weights_sha256 = _sha256_of(run.parallel, first, request)
-        if request.resume:
-            restore_moments(run, Path(request.resume.checkpoint))
-        if run.parallel.compiled:
-            run.compile_s = compile_ahead(run)
-        train_to_end(run, recording_of(run, folder))
+    if request.platform == "cpu":
+        keep_freed_memory()
+    if rank.world_size > 1 or request.engine not in PEERS:  # a plain loop has PyTorch's own threads
+        torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high" if experiment.precision.tf32 else "highest")
+    device = join_others(rank, request.platform, experiment if rank.local_rank == 0 else None)
+    mesh = make_mesh(experiment.layout, rank=rank.rank, device=device)
+    first = starting_parameters(request)
+    run = set_up(request, mesh, rank, first)
+    if rank.rank == 0:
+        run.initial_weights_sha256 = _sha256_of(run.parallel, first, request)
+    if request.resume:
+        restore_moments(run, Path(request.resume.checkpoint))
+    if run.parallel.compiled:
+        run.compile_s = compile_ahead(run)
+    train_to_end(run, recording_of(run, folder))
     process_groups.leave_group()
 
 

@@ -31,7 +31,7 @@ class List(Struct, frozen=True, kw_only=True):
                 for name, of in PRESETS.items()
             ],
             "faults": [
-                dict(name=name, caught_at=of.rung, description=of.description) for name, of in FAULTS.items()
+                dict(name=name, caught_at=of.rung, description=of.mistake) for name, of in FAULTS.items()
             ],
             "engines": [
                 dict(name=name, pipelines=", ".join(of.layouts.schedules), description=of.decides)

@@ -6,15 +6,13 @@ from typing import Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
-from msgspec.structs import replace
 
 from compare.checkpoint.description import CHECKPOINTS, checkpoints_in
-from compare.contract.faults import IGNORED
 from compare.contract.timing import Timing
 from compare.numerics.loss_scale import LossScale, first_scale
 from compare.numerics.optimizer import moment_names
 from compare.spec.engines.registry import ENGINES
-from compare.spec.experiment import Experiment, ExperimentError, edited, one_line
+from compare.spec.experiment import Experiment, ExperimentError, one_line
 
 REQUEST = "request.json"
 Platform = Literal["cpu", "gpu"]
@@ -97,8 +95,6 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Run steps in windows, to time them; such a run has no ladder, and `max_iters` is the timing's."""
     profile: bool = False
     """Leave the timeline of one step (`compare.contract.timeline`)."""
-    fault: str = ""
-    """Name of a fault to plant, to show that the ladder catches it; empty for none."""
 
     @property
     def first_step(self) -> int:
@@ -161,10 +157,9 @@ def read_request_file(folder: Path, type: type[T]) -> T:
 
 
 def read_request(folder: Path, side: str) -> Request:
-    """Read `folder/request.json` for a side; with a fault of `IGNORED`, as it shall run.
+    """Read `folder/request.json` for a side; the harness has checked that the engine can train it.
 
-    That the engine can train the experiment was looked at by who wrote it. Raises ExperimentError: there is
-    no request, it is malformed, or for the other side.
+    Raises ExperimentError: the request is missing, malformed, or for the other side.
     """
     request = read_request_file(folder, Request)
     known = [name for name, engine in ENGINES.items() if engine.side == side]
@@ -173,9 +168,7 @@ def read_request(folder: Path, side: str) -> Request:
     if request.experiment.checkpoint.every and checkpoints_in(folder / CHECKPOINTS):
         there = f"{folder / CHECKPOINTS} holds checkpoints of an earlier run"
         raise ExperimentError(f"{there}: move them away, or ask for another folder")
-    if request.fault not in IGNORED:
-        return request
-    return replace(request, experiment=edited(request.experiment, IGNORED[request.fault]))
+    return request
 
 
 def rungs_asked_for(request: Request) -> tuple[Rung, ...]:

@@ -120,6 +120,7 @@ def launch(
     pythons: Mapping[str, str] | None = None,
     hosts: Hosts = HERE,
     on_step: Callable[[Step], None] = lambda step: None,
+    source: Path | None = None,
 ) -> Record:
     """Train with one engine in a new folder, and return its record. Raises as `run_side`."""
     layout = request.experiment.layout
@@ -132,6 +133,7 @@ def launch(
         pythons=pythons,
         hosts=hosts.under(layout),
         on_step=on_step,
+        source=source,
     )
     return files.read_record(folder)
 
@@ -147,11 +149,13 @@ def run_side(
     pythons: Mapping[str, str] | None = None,
     hosts: Hosts = HERE,
     on_step: Callable[[Step], None] = lambda step: None,
+    source: Path | None = None,
 ) -> None:
     """Run `python -m SIDE OPTIONS FOLDER` to its end; the folder is made, for the request and the log.
 
     Without `options` it trains as the request says; `name` is for messages, the layout's devices are spread
-    over the hosts, and a side without an interpreter in `pythons` has this one.
+    over the hosts, and a side without an interpreter in `pythons` has this one. Packages in `source` come
+    before the installed ones.
 
     Raises:
         EngineError: the engine failed, died, or made no progress for request.timeout_s. The folder has an
@@ -170,7 +174,7 @@ def run_side(
     for number in range(len(names) * on_host):
         where = NOT_STARTED if elsewhere and number >= on_host else START
         say(folder, State(number=number, host=names[number // on_host], where=where))
-    print_lines(hosts, elsewhere, side, request.platform)
+    print_lines(hosts, elsewhere, side, request.platform, source)
     with (folder / LOG).open("wb") as log:
         # A session of its own, so that one signal reaches every rank; its standard input is a pipe that
         # closes when we die, however we die, and the engine ends itself then.
@@ -180,7 +184,7 @@ def run_side(
             stdout=log,
             stderr=log,
             start_new_session=True,
-            env=child_environment(side, request.platform),
+            env=child_environment(side, request.platform, source),
         )
         try:
             ended = watch(process, folder, hosts, timeout_s=request.timeout_s, on_step=on_step)
@@ -240,9 +244,15 @@ def _end(process: subprocess.Popen) -> None:
             process.stdin.close()
 
 
-def child_environment(side: Side, platform: str) -> dict[str, str]:
-    """The environment of a side's Python, which must not take itself for a rank of who started us."""
+def child_environment(side: Side, platform: str, source: Path | None = None) -> dict[str, str]:
+    """The environment of a side's Python, which must not take itself for a rank of who started us.
+
+    Packages in `source` come before the installed ones.
+    """
     inherited = {key: value for key, value in os.environ.items() if key not in VARIABLES}
+    if source:
+        folders = [str(source.absolute()), inherited.get("PYTHONPATH", "")]
+        inherited["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     on_cpu = side.environment_on_cpu if platform == "cpu" else {}
     return {**side.environment, **with_safe_path(inherited), **on_cpu}
 

@@ -197,9 +197,12 @@ def read_hostfile(path: Path) -> dict[str, int]:
     return slots
 
 
-def print_lines(hosts: Hosts, commands: Sequence[Sequence[str]], side: Side, platform: str) -> None:
-    """Tell who started the run what to run on the other hosts, with the side's environment before it."""
+def print_lines(
+    hosts: Hosts, commands: Sequence[Sequence[str]], side: Side, platform: str, source: Path | None = None
+) -> None:
+    """Print the commands for the other hosts, with the side's environment; `source` as in `run_side`."""
     environment = dict(side.environment) | dict(side.environment_on_cpu if platform == "cpu" else {})
+    environment |= {"PYTHONPATH": str(source.absolute())} if source else {}
     pairs = [f"{key}={value}" for key, value in environment.items()]
     for name, command in zip(list(hosts.slots)[1:], commands, strict=True):
         print(f"on {name}: {shlex.join(['env', *pairs, *command])}", file=sys.stderr, flush=True)

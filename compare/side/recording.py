@@ -15,9 +15,8 @@ from msgspec import UNSET
 
 from compare.checkpoint.description import CHECKPOINTS, Checkpoint
 from compare.checkpoint.saver import Part, Saver
-from compare.contract.faults import IGNORED
 from compare.contract.record import Manifest, Recorder, Step, write_tensors
-from compare.contract.request import REQUEST, Request, Rung
+from compare.contract.request import Request, Rung
 from compare.contract.timing import Window
 from compare.numerics.loss_scale import LossScale, next_scale
 from compare.numerics.optimizer import learning_rate
@@ -25,7 +24,6 @@ from compare.numerics.parameters import parameter_count
 from compare.numerics.stream import Evaluation, is_due
 from compare.side.ending import ASKED, DivergedError, StoppedEarly
 from compare.spec.experiment import Experiment
-from compare.system.json_files import read_json
 
 
 class FinishedStep(NamedTuple):
@@ -236,8 +234,6 @@ class Recording:
         costs, request = self._side.costs(self._windows, self._recorder), self._request
         if not self._recorder:
             return
-        if request.fault in IGNORED:  # the manifest says what was asked for
-            request = read_json(self._recorder.folder / REQUEST, Request)
         manifest = Manifest(
             engine=request.engine,
             experiment=request.experiment,

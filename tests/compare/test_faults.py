@@ -19,8 +19,7 @@ IN_JAX = {
     "moved_weight", "reversed_update", "ignored_bucket_mb", "ignored_offload", "ignored_sequence_parallel",
     "ignored_dtype",
 }  # fmt: skip
-"""Faults that are planted in JAX here, where each is a step to compile: one of each kind of `jaxpar.faults`.
-tests/jaxpar/test_jaxpar_layouts.py plants those of collectives, in one process."""
+"""The faults that this test plants in JAX, where each is a step to compile."""
 
 
 SLOWEST = "torch-compiler"
@@ -36,7 +35,7 @@ def planted_in(engine: str) -> list[str]:
     side, chosen = STUDIED[engine].side, []
     for turn, name in enumerate(name for name in FAULTS if (name in IN_JAX) == (side == JAX.name)):
         engines = [other for other in STUDIED.values() if other.side == side]
-        able = [other.name for other in engines if name not in other.impossible_faults]
+        able = [other.name for other in engines if other.name not in FAULTS[name].impossible]
         able += 2 * [other for other in able if other != SLOWEST]
         if able[turn % len(able)] == engine:
             chosen.append(name)

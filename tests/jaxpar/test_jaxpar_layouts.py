@@ -193,19 +193,3 @@ def test_residuals_are_kept_but_for_parameters():
         return outcome.hlo.count(" exponential(")
 
     assert softmaxes("none") < softmaxes("full")
-
-
-FAULTS = {
-    "dropped_tp_all_reduce": (Layout(tp=2), "0 loss"),
-    "norm_counts_replicas_twice": (Layout(dp_shard=2, zero=3, tp=2), "0 grad_norm"),
-    "wrong_optimizer_shard": (Layout(dp_shard=2, zero=2), "0 weight"),
-    "stale_tied_copy": (Layout(pp=2, microbatches=2), "0 gradient"),
-}
-ORDER = ("0 loss", "0 gradient", "0 grad_norm", "0 weight")
-
-
-@pytest.mark.parametrize(("fault", "layout", "rung"), [(f, *rest) for f, rest in FAULTS.items()], ids=FAULTS)
-def test_faults_show_first_where_they_belong(fault, layout, rung):
-    errors = worst_errors(two_steps("jax-manual", layout, fault=fault))
-    assert next(kind for kind in ORDER if errors[kind] > 1e-10) == rung
-    assert errors[rung] > 1e-4

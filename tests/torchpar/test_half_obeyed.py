@@ -49,7 +49,7 @@ def moved_boundary() -> AbstractContextManager:
 
 def summed_every_pass() -> AbstractContextManager:
     """Each pass's gradients are summed over replicas, and not their sum."""
-    from torchpar.faults import spoiled
+    from torch_runs import spoiled
 
     def whole(run):
         for parameter in run.parallel.module.parameters():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from torch.nn import functional as F
-from torch_runs import of_ranks, trained
+from torch_runs import change_update, of_ranks, spoiled, trained
 
 from compare.contract.timing import Timing
 from compare.judge.ladder import climb, objections_by_itself
@@ -18,7 +18,6 @@ from compare.numerics.initial_weights import write_weights
 from compare.numerics.parameters import initial_parameters
 from compare.spec.experiment import Data, Experiment, edited
 from torchpar import model, train
-from torchpar.faults import change_update, spoiled
 from torchpar.run import Run, autocast
 
 Planted = Callable[[], AbstractContextManager]

@@ -5,10 +5,9 @@ import torch
 from msgspec.structs import replace
 from torch_runs import trained
 
-from compare.contract.faults import planted
 from compare.contract.timing import Timing
 from compare.side.ending import DivergedError
-from compare.spec.experiment import Data, Experiment, ExperimentError, Optimizer, Train
+from compare.spec.experiment import Data, Experiment, Optimizer, Train
 
 TIMING = Timing(warmup=2, window=2, windows=2, single=1)
 
@@ -40,8 +39,3 @@ def test_a_loop_that_diverges_names_a_weight(tmp_path, short):
     wild = replace(short, optimizer=Optimizer(learning_rate=1e300, decay_lr=False, grad_clip=0.0))
     with pytest.raises(DivergedError, match=r"the first weight that is not finite is that of \w+"):
         trained(tmp_path, wild, "nanogpt-loop")
-
-
-def test_a_fault_that_nobody_knows_is_refused():
-    with pytest.raises(ExperimentError, match="torch-manual knows dropped_all_reduce"):
-        planted("gremlin", engine="torch-manual")

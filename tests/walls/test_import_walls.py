@@ -103,9 +103,3 @@ def test_a_strategy_calls_its_own_collectives():
         source = (ROOT / "torchpar" / "manual" / f"{strategy}.py").read_text()
         assert collectives <= calls(source), strategy
     assert calls("axis.start_all_reduce(x); send(y)") == {"all_reduce", "send"}
-
-
-def test_a_run_imports_faults_only_if_it_asks_for_one():
-    for side in SIDES:
-        for path in files(side):
-            assert f"{side}.faults" not in imports(path, at_once=True), path

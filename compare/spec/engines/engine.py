@@ -93,8 +93,6 @@ class Engine(Struct, frozen=True, kw_only=True):
     """Whether its ledger counts its own calls, instead of observing somebody else's."""
     holds: Holds = Holds()
     sends: Sends = Sends()
-    impossible_faults: Mapping[str, str] = {}
-    """Mistakes (`shardpair faults`) that it cannot make, and why."""
 
     @property
     def offers_choice(self) -> bool:

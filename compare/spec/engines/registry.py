@@ -48,22 +48,6 @@ JAX_PEERS = (
 
 
 BY_AUTODIFF = "autodiff orders the backward passes, after all forward ones: choose one of these"
-NOT_CLEARED = "gradients are values of a function: there is nothing to clear"
-SYNC_FAULTS = ("ignored_gradient_sync", "ignored_bucket_mb")
-PLACEMENT_FAULTS = (
-    "averaged_experts",
-    "doubled_row_bias",
-    "missing_norm_psum",
-    "norm_counts_replicas_twice",
-    "wrong_optimizer_shard",
-    "stale_tied_copy",
-    "same_dropout_on_every_rank",
-)
-RING_FAULTS = dict.fromkeys(("forgotten_hop", "stopped_maximum"), "it has no ring")
-SAID_BY_TYPE = "a type says what is whole and what is a part: JAX refuses the mistake when it traces the step"
-INSERTED_BY_XLA = (
-    "XLA splits every array and inserts every reduction: there is none that a person could get wrong"
-)
 
 
 NO_RING = (
@@ -97,17 +81,6 @@ JAX_ENGINES = (
             no_other_context=NO_RING,
             no_other_schedule=f"under jit {BY_AUTODIFF}",
         ),
-        impossible_faults={
-            "ignored_schedule": "it has one schedule, GPipe",
-            **dict.fromkeys(SYNC_FAULTS, "XLA buckets gradients as it likes"),
-            **dict.fromkeys(
-                ("dropped_all_reduce", "sum_for_mean", "dropped_tp_all_reduce", "overwritten_microbatch"),
-                INSERTED_BY_XLA,
-            ),
-            **dict.fromkeys(PLACEMENT_FAULTS, INSERTED_BY_XLA),
-            **RING_FAULTS,
-            "local_positions": "under jit positions are those of whole sequences",
-        },
     ),
     Engine(
         name="jax-explicit",
@@ -123,13 +96,6 @@ JAX_ENGINES = (
             no_other_context=NO_RING,
             no_other_schedule=BY_AUTODIFF,
         ),
-        impossible_faults={
-            "ignored_schedule": "it has one schedule, GPipe",
-            "overwritten_microbatch": "autodiff adds up what microbatches of a pipeline have",
-            **dict.fromkeys(SYNC_FAULTS, "gradients are summed once, by one cast"),
-            **dict.fromkeys(PLACEMENT_FAULTS, SAID_BY_TYPE),
-            **RING_FAULTS,
-        },
     ),
     Engine(
         name="jax-manual",
@@ -171,7 +137,6 @@ JAX = Side(
                 pads_rows=not engine.sends_by,
                 gathers_each_pass_from=3,
             ),
-            impossible_faults={"kept_gradients": NOT_CLEARED, **engine.impossible_faults},
         )
         for engine in JAX_ENGINES
     ),
@@ -279,12 +244,6 @@ TORCH = Side(
             holds=Holds(sharded_from=SHARDED_FROM | {"parameters": 2}, cuts="rows"),
             # fully_shard's root, the ends, stays gathered from forward to backward.
             sends=Sends(gathers_ends="pass", gathers_each_pass_from=2),
-            impossible_faults={
-                "doubled_row_bias": "PyTorch adds the bias, not we",
-                "ignored_gradient_sync": "DDP has one way",
-                "ignored_offload": "it offloads no moments",
-                **RING_FAULTS,
-            },
         ),
         Engine(
             name="torch-compiler",
@@ -309,17 +268,6 @@ TORCH = Side(
             # Gradients accumulate whole, and are scattered when the last pass is done.
             holds=Holds(sharded_from=SHARDED_FROM | {"gradients": 1}, cuts="rows"),
             sends=Sends(scatters_each_pass=True, gathers_ends="step"),
-            impossible_faults={
-                "doubled_row_bias": "DTensor makes every sum that a product over split dims needs",
-                **dict.fromkeys(
-                    ("overwritten_microbatch", "stale_tied_copy", "ignored_schedule"), "it has no pipeline"
-                ),
-                **dict.fromkeys(
-                    ("ignored_gradient_sync", "ignored_bucket_mb"), "each gradient is reduced by itself"
-                ),
-                **RING_FAULTS,
-                "ignored_offload": "it offloads no moments",
-            },
         ),
     ),
 )

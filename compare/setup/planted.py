@@ -1,0 +1,100 @@
+"""Planted mistakes: text changes of source files, and copies of the source with such changes.
+
+`shardpair faults` trains with them (`compare/faults.toml`); `make mutations` runs tests on them
+(`tests/data/mutations.toml`).
+"""
+
+import difflib
+import shutil
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from compare.spec.experiment import ExperimentError
+
+ROOT = Path(__file__).parents[2]
+"""The folder with the packages compare, jaxpar and torchpar."""
+DATA = ROOT / "compare" / "faults.toml"
+
+
+class Diff(Struct, frozen=True, forbid_unknown_fields=True):
+    """A change of one file."""
+
+    file: str
+    """The path below `ROOT`, such as torchpar/optimizer.py."""
+    old: str
+    """A text that occurs once in the file."""
+    new: str
+    engines: tuple[str, ...] = ()
+    """Engines that make the mistake with this change; empty for all."""
+
+    def applied(self, root: Path) -> str:
+        """The changed text of the file below `root`. Raises ExperimentError: `old` does not occur once."""
+        path = root / self.file
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if (count := text.count(self.old)) != 1:
+            first = self.old.strip().splitlines()[0]
+            raise ExperimentError(
+                f"{self.file}: the old text of a planted mistake occurs {count} times, not once: {first!r}: "
+                "move the mistake with the code"
+            )
+        return text.replace(self.old, self.new)
+
+    def unified(self, root: Path = ROOT) -> str:
+        """The change as `diff -U0` prints it, with the line number. Raises as `applied`."""
+        before = (root / self.file).read_text(encoding="utf-8").splitlines()
+        after = self.applied(root).splitlines()
+        lines = difflib.unified_diff(before, after, self.file, self.file, n=0, lineterm="")
+        return "\n".join([*lines][1:])
+
+
+class Fault(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One mistake of the ladder's test."""
+
+    name: str
+    mistake: str
+    rung: str
+    """The first rung that must fail."""
+    preset: str = ""
+    """The layout that shows the mistake; empty for data parallelism over the devices asked for."""
+    settings: str = ""
+    """Fields of the experiment, beyond the preset, as in `presets.edits_of`."""
+    edit: str = ""
+    """Fields with a wrong value, given to one engine; empty for a mistake in the code."""
+    diff: tuple[Diff, ...] = ()
+    impossible: dict[str, str] = {}
+    """Engines that cannot make the mistake, and the reason."""
+
+    def diffs(self, engine: str) -> list[Diff]:
+        """The changes that plant the mistake in an engine; [] for an `edit`."""
+        return [one for one in self.diff if not one.engines or engine in one.engines]
+
+
+def load_faults(path: Path = DATA) -> dict[str, Fault]:
+    """The mistakes of the ladder's test, by name."""
+    listed = tomllib.loads(path.read_text(encoding="utf-8"))["fault"]
+    return {fault.name: fault for fault in msgspec.convert(listed, list[Fault])}
+
+
+def patched_copy(folder: Path, diffs: Sequence[Diff], names: Iterable[str], *, root: Path = ROOT) -> None:
+    """Copy files and packages below `root`, given by name, into a folder, and apply the changes there.
+
+    Raises ExperimentError: an old text does not occur once.
+    """
+    for name in names:
+        source, target = root / name, folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(source, target)
+    for diff in diffs:
+        (folder / diff.file).write_text(diff.applied(folder), encoding="utf-8")
+
+
+def packages_of(diffs: Sequence[Diff]) -> list[str]:
+    """The packages that the changes are in."""
+    return sorted({diff.file.partition("/")[0] for diff in diffs})
