@@ -1,8 +1,9 @@
-"""`make docs`: write docs/generated/tables.md from the code. No other page repeats it: prose links there."""
+"""`make docs`: write docs/generated/tables.md and support.md from the code."""
 
 from pathlib import Path
 
 import msgspec
+import support
 
 from compare.commands.faults import FAULTS
 from compare.judge.ladder import LADDER
@@ -14,7 +15,7 @@ from compare.setup.presets import PRESETS, preset_layout
 from compare.spec.engines.registry import PEERS, STUDIED
 from compare.spec.experiment import Layout, load, named_experiments
 
-PAGE = Path(__file__).parent / "generated" / "tables.md"
+GENERATED = Path(__file__).parent / "generated"
 
 
 def tables() -> dict[str, list[dict[str, object]]]:
@@ -82,8 +83,8 @@ def _able(fault: Fault) -> str:
     return ", ".join(name for name in STUDIED if name not in unable)
 
 
-def page() -> str:
-    """The whole page."""
+def tables_page() -> str:
+    """The page docs/generated/tables.md."""
     parts = ["# Tables from the code\n\n`make docs` writes this page.\n"]
     for title, rows in tables().items():
         lines = [[*rows[0]], ["---"] * len(rows[0]), *([*row.values()] for row in rows)]
@@ -92,5 +93,9 @@ def page() -> str:
     return "\n".join(parts)
 
 
+PAGES = {GENERATED / "tables.md": tables_page, GENERATED / "support.md": support.page}
+"""Functions that return a page, by the page's path."""
+
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    for path, page in PAGES.items():
+        path.write_text(page(), encoding="utf-8")

@@ -76,38 +76,37 @@ def planned_figures(records: Iterable[Record]) -> list[Figure]:
         for layout, passes in [(experiment.layout, experiment.train.gradient_accumulation_steps)]
         if layout.pp > 1
     )
-    figures = []
-    for name, ranks, microbatches, chunks in plans:
-        schedule = make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
-        if sum(map(len, schedule)) > MOST_BOXES:
-            continue
-        boxes = [
-            Box(
-                slot.rank,
-                slot.start,
-                slot.end - slot.start,
-                TASKS[slot.task.kind],
-                text=str(slot.task.microbatch),
-                is_pale=slot.task.stage >= ranks,
-            )
-            for slot in simulate(schedule)
-        ]
-        names = [f"rank {rank}" for rank in range(ranks)]
-        most = ", ".join(str(peak_in_flight(tasks)) for tasks in schedule)
-        figures.append(
-            Figure(
-                title=f"{SCHEDULES[name]}, {ranks} ranks, {microbatches} microbatches",
-                caption=f"The plan, not a measurement: makespan {makespan(schedule):g}, ranks wait "
-                f"{bubble_fraction(schedule):.0%} of the time, at most {most} activations held. A backward "
-                f"takes two forwards.",
-                draw=lambda axes, names=names, boxes=boxes: gantt(
-                    axes, names, boxes, "time, in forwards of one microbatch"
-                ),
-                width=WIDE,
-                height=0.7 + 0.3 * ranks,
-            )
+    figures = [schedule_figure(*plan) for plan in plans]
+    return [figure for figure in figures if figure]
+
+
+def schedule_figure(name: str, ranks: int, microbatches: int, chunks: int) -> Figure | None:
+    """A pipeline schedule on the simulator's clock; None if its boxes are too many to read."""
+    schedule = make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+    if sum(map(len, schedule)) > MOST_BOXES:
+        return None
+    boxes = [
+        Box(
+            slot.rank,
+            slot.start,
+            slot.end - slot.start,
+            TASKS[slot.task.kind],
+            text=str(slot.task.microbatch),
+            is_pale=slot.task.stage >= ranks,
         )
-    return figures
+        for slot in simulate(schedule)
+    ]
+    rows = [f"rank {rank}" for rank in range(ranks)]
+    stored = ", ".join(str(peak_in_flight(tasks)) for tasks in schedule)
+    return Figure(
+        title=f"{SCHEDULES[name]}, {ranks} ranks, {microbatches} microbatches",
+        caption=f"Simulated, not measured. Makespan {makespan(schedule):g}; ranks idle "
+        f"{bubble_fraction(schedule):.0%} of the time; at most {stored} activations stored, by rank. "
+        "A backward pass takes as long as two forward passes.",
+        draw=lambda axes: gantt(axes, rows, boxes, "time, in forward passes of one microbatch"),
+        width=WIDE,
+        height=0.7 + 0.3 * ranks,
+    )
 
 
 def engine_table(profile: Profile, name: str) -> Table:
