@@ -45,11 +45,11 @@ PARALLELIZE = {
 }
 
 
-def train(request: Request, folder: Path, *, progress: Callable[..., None] = lambda **_: None) -> None:
+def train(request: Request, folder: Path, *, at: Callable[[int, str], None] = lambda *_: None) -> None:
     """Train the request's experiment; its record is in `folder` then, which all processes reach.
 
-    JAX is configured (`configuration`) before this module is imported. `progress` is of the caller's
-    watchdog: something is finished, and with `in_step=True` a step follows.
+    JAX is configured (`configuration`) before this module is imported. `at(step, phase)` is the
+    heartbeat of the supervisor.
 
     Raises:
         ExperimentError: the experiment, or its data, cannot work.
@@ -57,20 +57,20 @@ def train(request: Request, folder: Path, *, progress: Callable[..., None] = lam
         DivergedError: a loss or a gradient norm is not finite; the record ends with that step.
     """
     recorder = Recorder(folder) if jax.process_index() == 0 else None
-    train_to_end(set_up(request, recorder), recorder, folder, progress)
+    train_to_end(set_up(request, recorder), recorder, folder, at)
 
 
-def train_to_end(run: Run, recorder: Recorder | None, folder: Path, progress: Callable[..., None]) -> None:
+def train_to_end(run: Run, recorder: Recorder | None, folder: Path, at: Callable[[int, str], None]) -> None:
     """All steps that are left. Raises DivergedError: a loss or a gradient norm is not finite."""
     state, last = run.state, run.experiment.train.max_iters
     profilers = [StepProfiler(run, recorder)] if run.request.profile and recorder else []
     tell = Recording(run, recorder, folder, profilers)
-    progress(in_step=True)
+    at(state.step, "compute")
     tell.begin(state)
     while state.step < last:
         train_steps(run, tell)
         tell.between(state)
-        progress(in_step=state.step < last)
+        at(state.step, "compute" if state.step < last else "the end")
     tell.finish()
 
 

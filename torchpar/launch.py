@@ -1,6 +1,9 @@
-"""Ranks of this machine: their parent names the first that fails or is behind, and ends the rest.
+"""Start ranks on this machine, or be one rank of torchrun, SLURM or a user's own launcher.
 
-Ranks leave their errors in files, and show their progress in shared memory.
+`launch` forks ranks itself instead of using torchelastic. A fork takes 0.1 s; a new interpreter imports
+PyTorch for seconds. Ranks share their position with the parent, so that it reports the step of a killed rank.
+Under every launcher a rank has the supervisor of `compare.side.supervisor`, which names the rank that fails,
+hangs or is behind.
 """
 
 import contextlib
@@ -11,10 +14,9 @@ import signal
 import sys
 import tempfile
 import threading
-import time
-import traceback
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import connection, parent_process
 from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -22,26 +24,19 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-from msgspec.structs import replace
 
-from compare.contract.record import Failure, leave_failure
-from compare.side.command import RunFailed, told_by
-from compare.side.ending import ASKED, DivergedError, StoppedEarly, StopRequest
-from compare.side.process_states import START, State, blame, first_cause, say
-from compare.spec.experiment import ExperimentError, one_line
-from compare.system.disk import no_room
-from compare.system.facts import Activity, MissingDevicesError, cpu_seconds, is_stopped, look_s
+from compare.contract.record import Failure
+from compare.side.ending import STOP_SIGNAL, RunFailed, StopRequest
+from compare.side.process_states import Heartbeat, find_first_cause
+from compare.side.processes import Process
+from compare.side.supervisor import Supervisor
+from compare.system.facts import MissingDevicesError, cpu_seconds
 from compare.system.signals import describe_exit, is_ignored
 from torchpar.comm.process_groups import choose_interface, is_consequence
 
 POLL_S = 0.1
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-ALIKE = ExperimentError | DivergedError | StoppedEarly  # all ranks raise it
-PHASES = (
-    *("starting", "setting up"),  # until all have met; then model, data, and what wraps them
-    *("forward", "backward", "synchronisation", "optimizer", "record", "evaluation"),
-)
 
 
 @dataclass(frozen=True)
@@ -50,12 +45,11 @@ class Rank:
 
     Attributes:
         rank, world_size: among all processes.
-        local_rank: among those of this machine.
-        rendezvous: the file through which the ranks meet; None for torchrun's address and port.
+        local_rank: among the processes of this host.
+        rendezvous: the file through which forked ranks meet; None for MASTER_ADDR and MASTER_PORT.
         timeout_s: seconds without progress after which the run counts as hung.
-        launcher_cpu_s: CPU seconds that the launcher spent for all ranks before it started them.
-        progress: beats, step and phase, in memory that a parent may share. All ranks run the same sequence of
-            phases, so `beats` says who is behind.
+        launcher_cpu_s: CPU seconds that the parent spent before it forked.
+        heartbeat: the position of the rank, in memory that a parent may share.
     """
 
     rank: int
@@ -64,42 +58,39 @@ class Rank:
     rendezvous: Path | None = None
     timeout_s: float = 600.0
     launcher_cpu_s: float = 0.0
-    progress: MutableSequence[int] = field(default_factory=lambda: [0, 0, 0])
-
-    @property
-    def in_step(self) -> bool:
-        """True if it has come to its first step."""
-        return self.progress[2] > 1
-
-    @property
-    def when(self) -> str:
-        """For a sentence: what happened, and then."""
-        return f"at step {self.progress[1]}" if self.in_step else "before the first step"
-
-    @property
-    def state(self) -> State:
-        """Where it is, for whoever names the cause of a hang."""
-        beats, step, phase = self.progress
-        where = f"step {step}, {PHASES[phase]}" if self.in_step else START
-        return State(number=self.rank, where=where, beats=beats)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     def at(self, step: int, phase: str) -> None:
-        """Say that this rank enters a phase (one of PHASES) of a step."""
-        self.progress[:] = [self.progress[0] + 1, step, PHASES.index(phase)]
+        """Enter a phase of a step (one of `process_states.PHASES`)."""
+        self.heartbeat.at(step, phase)
+
+    def supervise(self, work: Callable[["Rank"], None], folder: Path) -> None:
+        """Do `work(rank)` under a supervisor, whose states are in the folder."""
+        supervisor = Supervisor(
+            side="torchpar",
+            folder=folder,
+            number=self.rank,
+            count=self.world_size,
+            noun="rank",
+            timeout_s=self.timeout_s,
+            is_consequence=is_consequence,
+            has_parent=self.rendezvous is not None,
+            heartbeat=self.heartbeat,
+        )
+        supervisor.run(partial(work, self))
 
 
 def launch(
-    main: Callable[[Rank], None], *, world_size: int, platform: str = "cpu", timeout_s: float = 600.0
+    main: Callable[[Rank], None], world_size: int, *, platform: str = "cpu", timeout_s: float = 600.0
 ) -> None:
-    """Run `main(rank)` in `world_size` processes on this machine, and wait until all are done.
+    """Run `main(rank)` in `world_size` processes of this machine, and wait until all are done.
 
-    Call it once, in the main thread: SIGINT and SIGTERM, unless ignored, end it, and are not heard after it.
-    Forking takes 0.1 s, but a GPU or macOS does not survive it: there `main` must be picklable.
+    Call it once, in the main thread: it handles SIGINT and SIGTERM, unless they are ignored, and ignores them
+    at the end. GPUs and macOS do not survive a fork: ranks are spawned there, and `main` must be picklable.
 
     Raises:
         MissingDevicesError: too few GPUs.
-        RunFailed: a rank failed, was killed, or hangs: none made progress for `timeout_s` seconds; or SIGINT
-            or SIGTERM came.
+        RunFailed: a rank failed, was killed or hangs; or SIGINT or SIGTERM came.
     """
     if platform == "gpu":
         require_gpus(world_size)
@@ -119,121 +110,102 @@ def launch(
                     rendezvous=Path(folder, "rendezvous"),
                     timeout_s=timeout_s,
                     launcher_cpu_s=spent_s,
-                    progress=context.RawArray("q", 3),
+                    heartbeat=Heartbeat(context.RawArray("q", 3)),
                 )
                 ranks.append(rank)
-                processes.append(context.Process(target=_be_rank, args=(main, rank, Path(folder))))
+                processes.append(context.Process(target=_run_forked_rank, args=(main, rank, Path(folder))))
                 processes[-1].start()
-            supervise(processes, ranks, Path(folder), timeout_s)
+            _wait(processes, ranks, Path(folder))
         finally:
-            for number in SIGNALS:  # Ctrl-C is not heard any more
+            for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
-            left = multiprocessing.active_children()
-            for process in left:
-                process.kill()  # SIGTERM does not reach a stopped one
-            for process in left:
+            alive = multiprocessing.active_children()
+            for process in alive:
+                process.kill()  # SIGTERM does not end a stopped process
+            for process in alive:
                 process.join()
 
 
-def _be_rank(main: Callable[[Rank], None], rank: Rank, folder: Path) -> NoReturn:
-    """A rank's whole life. Leaves by os._exit: destructors of a broken process group may block."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the parent, too, which ends us
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def _wait(processes: list[BaseProcess], ranks: list[Rank], folder: Path) -> None:
+    """Wait until all ranks are done; pass a stop request on to rank 0. Raises RunFailed: a rank failed."""
+
+    def exit_codes() -> dict[int, int]:
+        return {number: code for number, process in enumerate(processes) if (code := process.exitcode)}
+
+    while (running := [p.sentinel for p in processes if p.exitcode is None]) and not exit_codes():
+        if StopRequest.came and ranks[0].heartbeat.in_step:
+            StopRequest.came = False
+            os.kill(processes[0].pid or 0, STOP_SIGNAL)  # the ranks agree on the step
+        connection.wait(running, timeout=POLL_S)
+    if exit_codes():
+        name, when = "rank {}".format, lambda number: ranks[number].heartbeat.when
+        raise RunFailed(find_first_cause(folder, exit_codes, name, when))
+
+
+def _run_forked_rank(main: Callable[[Rank], None], rank: Rank, folder: Path) -> NoReturn:
+    """The life of a forked rank. It ends by os._exit: destructors of a broken process group may block."""
     _end_with_parent()
-    code = 0
-    try:
-        choose_interface("127.0.0.1")
-        main(rank)
-    except BaseException as error:
-        code = 1
-        failure = failure_of(error, rank)
-        say(folder, replace(rank.state, failure=failure))
-        leave_failure(folder, failure)
+    choose_interface("127.0.0.1")
+    rank.supervise(main, folder)
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(code)
+    os._exit(0)
 
 
 def _end_with_parent() -> None:
-    """No orphan, even after SIGKILL. On Linux the kernel ends a rank, also a stopped one."""
+    """End this rank with its parent, even after SIGKILL. On Linux the kernel also ends a stopped rank."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = parent_process()
     assert parent
 
-    def watch() -> None:  # also if it was gone before
+    def wait() -> None:  # the parent may have ended before
         parent.join()
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
-    """Of SIGINT and SIGTERM: the launch failed."""
     raise RunFailed(Failure(message=describe_exit(128 + number), exit_code=128 + number))
 
 
-def failure_of(error: BaseException, rank: Rank) -> Failure:
-    """An error that ended a rank, as the record states it."""
-    if isinstance(error, ALIKE) and (told := told_by(error)):
-        return told
-    full = no_room(error)
-    said = full or f"{type(error).__name__}: {one_line(error)}"
-    return Failure(
-        message=f"rank {rank.rank} failed {rank.when}: {said}",
-        traceback="" if full else "".join(traceback.format_exception(error)),
-        rank=rank.rank,
-        is_consequence=is_consequence(error),
-    )
-
-
-def supervise(
-    processes: Sequence[BaseProcess], ranks: Sequence[Rank], folder: Path, timeout_s: float
+def run_as_rank(
+    main: Callable[[Rank], None],
+    process: Process,
+    folder: Path,
+    world_size: int,
+    *,
+    platform: str = "cpu",
+    timeout_s: float = 600.0,
 ) -> None:
-    """Return when all ranks are done; raise RunFailed when one failed or none makes progress.
+    """Do `main(rank)` as the rank that a launcher gave this process. If the run fails, the process ends.
 
-    Before its first step a rank makes progress as long as it uses the processor: it is not known how long
-    importing, drawing weights and wrapping take. A phase of a step has to end within `timeout_s`.
+    Raises MissingDevicesError: the launcher started another number of processes, or there are too few GPUs.
     """
-    before: list[State] = []
-    activities = [Activity(process.pid) for process in processes]
-    last_progress = last_look = time.monotonic()
-
-    def failed() -> dict[int, int]:
-        return {rank: code for rank, process in enumerate(processes) if (code := process.exitcode)}
-
-    while (running := [rank for rank in ranks if processes[rank.rank].exitcode is None]) and not failed():
-        if StopRequest.came and ranks[0].in_step:
-            StopRequest.came, first = False, processes[0].pid
-            assert first
-            os.kill(first, ASKED)  # all ranks agree on the step
-        states = [rank.state for rank in ranks]
-        if states != before:
-            before, last_progress = states, time.monotonic()
-        elif time.monotonic() - last_look > look_s(timeout_s):
-            last_look = time.monotonic()
-            starting = [rank.rank for rank in running if not rank.in_step]
-            if any([activities[number].is_busy() for number in starting]):  # a list: each has to be asked
-                last_progress = last_look
-        if time.monotonic() - last_progress > timeout_s:
-            waiting = {rank.rank: rank.state for rank in running}
-            stopped = [number for number in waiting if is_stopped(processes[number].pid)]
-            raise RunFailed(blame(waiting, stopped, timeout_s=timeout_s, state="stopped", noun="rank"))
-        connection.wait([processes[rank.rank].sentinel for rank in running], timeout=POLL_S)
-    if failed():
-        raise RunFailed(first_cause(folder, failed, lambda n: f"rank {n}", lambda n: ranks[n].when))
+    if process.count != world_size:
+        raise MissingDevicesError(
+            f"WORLD_SIZE = {process.count}, but the layout needs {world_size} devices: start {world_size} "
+            "processes"
+        )
+    os.environ.update(process.variables)  # SLURM has other names for them
+    choose_interface(process.host, process.port)
+    if platform == "gpu":
+        require_gpus(gpu_of(process.local) + 1)
+    rank = Rank(rank=process.number, world_size=world_size, local_rank=process.local, timeout_s=timeout_s)
+    rank.supervise(main, folder)
 
 
 def require_gpus(needed: int) -> None:
-    """Raises MissingDevicesError if PyTorch sees fewer GPUs."""
+    """Raises MissingDevicesError if PyTorch finds fewer GPUs."""
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found < needed:
         raise MissingDevicesError(
-            f"the layout needs {needed} GPUs and PyTorch sees {found}: use fewer devices, or platform cpu"
+            f"the layout needs {needed} GPUs and PyTorch finds {found}: use fewer devices, or platform cpu"
         )
 
 
 def gpu_of(local_rank: int) -> int:
-    """The GPU of a rank, of those that it sees: SLURM may give each task its own (`--gpus-per-task=1`)."""
+    """The index of a rank's GPU. SLURM may make only one GPU visible to each task (`--gpus-per-task=1`)."""
     return 0 if "SLURM_PROCID" in os.environ and torch.cuda.device_count() == 1 else local_rank

@@ -2,14 +2,11 @@
 
 import functools
 import importlib
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from msgspec.structs import replace
 
-from compare.contract.record import clear_record
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
 from compare.numerics.boxes import Weights
@@ -17,14 +14,14 @@ from compare.numerics.data import open_corpus
 from compare.numerics.parameters import fingerprint, parameter_table
 from compare.numerics.stream import arrays_of_step
 from compare.side.ending import StopRequest
-from compare.side.inputs import starting_parameters, starting_sha256
+from compare.side.inputs import starting_parameters
 from compare.side.recording import Progress, Recording
 from compare.spec.engines.registry import TORCH
 from torchpar import compiler, library, manual
 from torchpar.comm import process_groups
 from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.host_memory import keep_freed_memory
-from torchpar.launch import Rank, launch
+from torchpar.launch import Rank
 from torchpar.loss_scale import scale_loss, undivided_parts, unscale_gradients
 from torchpar.observers import recording_of
 from torchpar.optimizer import make_optimizer, optimizer_step
@@ -40,26 +37,6 @@ PARALLELIZE = {
 }
 PEERS = {peer.name: f"torchpar.{peer.folder}" for peer in TORCH.peers}
 """Modules with their own `parallelize` and step; imported only to train: they may need more packages."""
-
-
-def start_ranks(request: Request, folder: Path) -> None:
-    """Run all ranks on this machine; the record is in `folder` then, an existing one.
-
-    Raises:
-        ExperimentError: data or weights that do not fit.
-        MissingDevicesError: too few GPUs.
-        RunFailed: from `launch`.
-    """
-    corpus = open_corpus(request.experiment, validated_sha256=request.corpus_sha256)
-    init_sha256 = starting_sha256(request) if request.init_from or request.resume else ""
-    request = replace(request, corpus_sha256=corpus.sha256, init_sha256=init_sha256)  # ranks trust these
-    clear_record(folder)
-    if request.platform != "gpu" and sys.platform != "darwin":
-        # The first optimizer step imports it, which takes 2 s; forked ranks inherit it.
-        importlib.import_module("torch._dynamo")
-    work = functools.partial(train, request=request, folder=folder)
-    devices = request.experiment.layout.devices
-    launch(work, world_size=devices, platform=request.platform, timeout_s=request.timeout_s)
 
 
 def train(rank: Rank, *, request: Request, folder: Path) -> None:

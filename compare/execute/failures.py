@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from compare.contract import record as files
 from compare.contract.record import Failure
-from compare.side.ending import ASKED, BAD_REQUEST, FAILED, MISSING, STOPPED
-from compare.side.process_states import numbered, states_in, told_cause
+from compare.side.ending import BAD_REQUEST, FAILED, MISSING, STOP_SIGNAL, STOPPED
+from compare.side.process_states import numbered, read_cause, read_states
 from compare.system.signals import describe_exit
 
 LOG = "log.txt"
@@ -22,7 +22,7 @@ _LOST = re.compile(r"^srun: error: (Node failure on .+|\S+: tasks? \S+: (?!Termi
 _LEFT = re.compile(r"^srun: error: (\S+: tasks? \S+: Exited with .+)$", re.M)
 _LABEL = re.compile(r"^ *\d+: ", re.M)
 """Of the task that says a line: `srun --label`."""
-_UNHEARD = re.compile(rf"killed by {ASKED.name}|User defined signal 1")
+_UNHEARD = re.compile(rf"killed by {STOP_SIGNAL.name}|User defined signal 1")
 """An engine was asked to end before it listened."""
 
 
@@ -33,7 +33,7 @@ def why(returncode: int, folder: Path, ended: Failure | None = None, launcher: s
     launcher saw. A launcher's own code is often that of a process which it ended (srun: the highest of all).
     """
     failure, log = files.read_failure(folder), (folder / LOG).read_text(errors="replace")
-    own = told_cause(folder)
+    own = read_cause(folder)
     srun = seen_by_srun(log)
     if failure and srun and failure.rank == srun.rank != -1:  # its own words say more
         srun = None
@@ -49,7 +49,7 @@ def why(returncode: int, folder: Path, ended: Failure | None = None, launcher: s
 
 def _with_the_silent(consequence: Failure, folder: Path) -> Failure:
     """What a process saw of another's end, beside those of one host, if such there are, that said nothing."""
-    silent = [state for state in states_in(folder).values() if not state.failure]
+    silent = [state for state in read_states(folder).values() if not state.failure]
     if len({state.host for state in silent}) != 1:
         return consequence
     who = f"{numbered('process', [state.number for state in silent])} on {silent[0].host}"

@@ -28,7 +28,7 @@ from compare.execute.watch import BEFORE_FIRST_STEP, NOT_STARTED, watch
 from compare.numerics.data import open_corpus, standard_library_text
 from compare.side.collective_bench import CollectiveRequest
 from compare.side.ending import BAD_REQUEST, DONE, FAILED, MISSING, STOPPED, StopRequest
-from compare.side.process_states import START, State, say
+from compare.side.process_states import START, State, write_state
 from compare.side.processes import VARIABLES
 from compare.spec.engines.engine import Side
 from compare.spec.engines.registry import side_of
@@ -173,7 +173,7 @@ def run_side(
     on_host = hosts.processes_on_host(side, layout)
     for number in range(len(names) * on_host):
         where = NOT_STARTED if elsewhere and number >= on_host else START
-        say(folder, State(number=number, host=names[number // on_host], where=where))
+        write_state(folder, State(number=number, host=names[number // on_host], where=where))
     print_lines(hosts, elsewhere, side, request.platform, source)
     with (folder / LOG).open("wb") as log:
         # A session of its own, so that one signal reaches every rank; its standard input is a pipe that
@@ -195,7 +195,7 @@ def run_side(
         return
     launcher = "srun" if hosts.launcher == "slurm" else ""
     cause = why(process.returncode, folder, ended, launcher)
-    files.leave_failure(folder, cause)  # unless the engine could say it itself
+    files.leave_failure(folder, cause)  # unless the engine could write_state it itself
     said = cause.message
     message = said if said.startswith(f"{name} ") else f"{name}: {said}"
     raise EngineError(message, exit_code=cause.exit_code, log=folder / LOG)

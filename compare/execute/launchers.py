@@ -26,7 +26,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from compare.contract.record import leave_failure
-from compare.side.process_states import first_cause
+from compare.side.process_states import find_first_cause
 from compare.side.processes import FIRST_PORT, PORTS, Process
 from compare.spec.engines.engine import Side
 from compare.spec.experiment import ExperimentError, Layout
@@ -230,7 +230,7 @@ def start_together(hosts: int, on_host: int, folder: Path, command: Sequence[str
             return 0
         time.sleep(POLL_S)
     here = socket.gethostname()
-    cause = first_cause(folder, failed, lambda n: f"process {n} on {here}")
+    cause = find_first_cause(folder, failed, lambda n: f"process {n} on {here}")
     for process in running:
         process.kill()
         process.wait()

@@ -12,12 +12,12 @@ from compare.contract import record as files
 from compare.contract.record import Failure, Step
 from compare.execute.failures import LOG
 from compare.execute.launchers import HERE, Hosts
-from compare.side.ending import ASKED, STOPPED, StopRequest
-from compare.side.process_states import blame, states_in
+from compare.side.ending import STOP_SIGNAL, STOPPED, StopRequest
+from compare.side.process_states import describe_hang, read_states
 from compare.system.facts import Activity, is_stopped, look_s
 
 POLL_S = 0.05
-BEFORE_FIRST_STEP = f"stopped before its first step, as asked by {ASKED.name}; nothing is saved"
+BEFORE_FIRST_STEP = f"stopped before its first step, as asked by {STOP_SIGNAL.name}; nothing is saved"
 NOT_STARTED = "nothing yet"
 """Where a process is that somebody has still to start."""
 TOLD_S = 5.0  # for an engine to end once it has told why; its launcher may wait for a lost host
@@ -58,7 +58,7 @@ def watch(
             # srun passes it on; what else starts processes would die of it.
             starts_others = hosts.several and hosts.launcher != "slurm"
             for asked in psutil.Process(process.pid).children() if starts_others else [process]:
-                asked.send_signal(ASKED)
+                asked.send_signal(STOP_SIGNAL)
         if time.monotonic() - last_look > look_s(timeout_s):
             last_look = time.monotonic()
             starts = hosts.launcher != "local" and not seen
@@ -68,9 +68,9 @@ def watch(
             if files.read_failure(folder) and time.time() - (folder / files.ERROR).stat().st_mtime > TOLD_S:
                 return Failure(message=f"it failed, and did not end within {TOLD_S:g} s")
             if starts and last_look - begun > patience_s:
-                absent = {n: state for n, state in states_in(folder).items() if state.where == NOT_STARTED}
+                absent = {n: state for n, state in read_states(folder).items() if state.where == NOT_STARTED}
                 if absent:
-                    return blame(absent, list(absent), timeout_s=patience_s, state="did not start")
+                    return describe_hang(absent, list(absent), timeout_s=patience_s, state="did not start")
         if time.monotonic() - last_sign > patience_s:
             stopped = is_stopped(process.pid)
             does = "is stopped (SIGSTOP, or a debugger)" if stopped else "computes nothing"

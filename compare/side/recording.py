@@ -22,7 +22,7 @@ from compare.numerics.loss_scale import LossScale, next_scale
 from compare.numerics.optimizer import learning_rate
 from compare.numerics.parameters import parameter_count
 from compare.numerics.stream import Evaluation, is_due
-from compare.side.ending import ASKED, DivergedError, StoppedEarly
+from compare.side.ending import STOP_SIGNAL, DivergedError, StoppedEarly
 from compare.spec.experiment import Experiment
 
 
@@ -224,7 +224,7 @@ class Recording:
         if stops:
             self._saver.finish()
             self._side.is_to_stop()  # all have written, before any of them leaves
-            asked = f"stopped after step {step} of {last}, as asked by {ASKED.name}"
+            asked = f"stopped after step {step} of {last}, as asked by {STOP_SIGNAL.name}"
             raise StoppedEarly(f"{asked}; its state is saved")
 
     def finish(self) -> None:

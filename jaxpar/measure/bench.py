@@ -65,13 +65,13 @@ def measure_ceiling(request: CeilingRequest) -> Ceiling:
     return find_ceiling(request, prepared)
 
 
-def run_bench(request: CollectiveRequest, folder: Path, *, progress: Callable[..., None]) -> None:
+def run_bench(request: CollectiveRequest, folder: Path, *, at: Callable[[int, str], None]) -> None:
     """Time collectives, and leave `folder/collectives.json`. Raises MissingDevicesError: too few devices."""
     mesh, rows = make_mesh(Layout(dp_replicate=request.ranks), platform=request.platform), []
-    for case in request.cases:
+    for number, case in enumerate(request.cases):
         for way in request.implementations:
+            at(number, "setting up")  # it compiles first
             rows.append(time_case(way, case, mesh, request))
-            progress()
     devices = list(mesh.devices.flat)
     times = CollectiveTimes(
         rows=rows,

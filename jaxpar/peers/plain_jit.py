@@ -62,7 +62,7 @@ def moments(opt_state: Any) -> dict[str, Any]:
     return {name: tree for name, tree in trees if tree is not None}
 
 
-def train(request: Request, folder: Path, *, progress: Callable[..., None] = lambda **_: None) -> None:
+def train(request: Request, folder: Path, *, at: Callable[[int, str], None] = lambda *_: None) -> None:
     """Train on one device, and write the record: see `jaxpar.train.train`."""
     experiment, recorder = request.experiment, Recorder(folder)
     (device,) = find_devices(1, platform=request.platform)
@@ -111,4 +111,4 @@ def train(request: Request, folder: Path, *, progress: Callable[..., None] = lam
         gradients=jax.jit(lambda *of: accumulated_gradients(loss, *of)[1]),
         moments=moments,
     )
-    train_to_end(run, recorder, folder, progress)
+    train_to_end(run, recorder, folder, at)

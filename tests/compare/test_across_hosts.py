@@ -1,7 +1,6 @@
 """Hosts and devices: names of hosts, coordinates, and which axes cross."""
 
 from compare.commands.report.hosts import crosses, crossing_words, host_table
-from compare.side.host_facts import host_names
 from compare.spec.experiment import Layout
 
 HSDP = Layout(dp_replicate=2, dp_shard=2, zero=3)
@@ -18,11 +17,6 @@ CROSSING = [
 def test_axes_that_cross_hosts():
     for layout, hosts, axes in CROSSING:
         assert {axis for axis in layout.axes if crosses(axis, layout, hosts)} == axes, (layout, hosts)
-
-
-def test_hosts_of_a_test_are_told_apart():
-    assert host_names([("a", 0), ("b", 0), ("a", 1)]) == ["a", "b", "a"]
-    assert host_names([("a", 0), ("a", 1), ("a", 0), ("a", 1)]) == ["a", "a", "a (2)", "a (2)"]
 
 
 def test_the_table_of_hosts():

@@ -128,9 +128,9 @@ def test_an_engine_does_not_inherit_the_place_of_who_starts_it(monkeypatch):
 
 NUMBER = "import os, signal, sys, time; number = os.environ['RANK']; "
 CONSEQUENCE = (
-    "from pathlib import Path; from compare.side.process_states import Failure, State, say; "
+    "from pathlib import Path; from compare.side.process_states import Failure, State, write_state; "
     "failure = lambda text: Failure(message=text, rank=int(number), is_consequence=True); "
-    "tell = lambda text: say(Path.cwd(), State(number=int(number), failure=failure(text))); "
+    "tell = lambda text: write_state(Path.cwd(), State(number=int(number), failure=failure(text))); "
 )
 
 

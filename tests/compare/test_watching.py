@@ -6,55 +6,14 @@ import time
 import processes
 import pytest
 from processes import Busy, start
-from warm import run_forked
 
 from compare.contract.record import STATE, STEPS_PART
 from compare.execute import watch
 from compare.execute.launchers import HERE, Hosts
-from compare.side.process_states import State, say
+from compare.side.process_states import State, write_state
 from compare.system.facts import LOOK_S, Activity
-from jaxpar import watchdog
-from jaxpar.watchdog import Watchdog
 
 SHORT_S = 1.0
-
-
-def compile_long(dog: Watchdog) -> None:
-    time.sleep(2 * SHORT_S)
-
-
-def idle(dog: Watchdog) -> None:
-    time.sleep(1000)
-
-
-def step_without_end(dog: Watchdog) -> None:
-    dog.progress(in_step=True)
-    while True:
-        pass
-
-
-def be_watched(does) -> int:
-    """What jaxpar's main thread does under its watchdog."""
-    watchdog.Activity = Busy if does is compile_long else Activity
-    does(Watchdog(SHORT_S, lambda line, stack: print(line, "| main" * (does.__name__ in stack), flush=True)))
-    return 0
-
-
-HANGS = "(timeout_s): the run hangs | main\n"
-
-
-@pytest.mark.parametrize(
-    ("does", "code", "says"),
-    [
-        (compile_long, 0, ""),
-        (idle, 1, f"no progress for 1 s and nothing computed {HANGS}"),
-        (step_without_end, 1, f"no progress for 1 s in a step {HANGS}"),
-    ],
-)
-@pytest.mark.slow
-def test_jaxpars_watchdog(does, code, says):
-    done = run_forked(be_watched, does)
-    assert (done.returncode, done.stdout) == (code, says), done.stderr
 
 
 def watched(script: str, folder, monkeypatch, *, elsewhere: bool = False) -> str:
@@ -95,7 +54,7 @@ def test_the_harness_ends_what_is_stopped_or_idle_and_not_what_computes(tmp_path
         "no progress for 1 s after 0 steps: process PID computes nothing, so it was ended: "
     )
     assert watched("time.sleep(2)", tmp_path, monkeypatch, elsewhere=True) == ""  # there it may compute
-    say(tmp_path, State(number=1, host="host1", where=watch.NOT_STARTED))
+    write_state(tmp_path, State(number=1, host="host1", where=watch.NOT_STARTED))
     absent = watched("time.sleep(1000)", tmp_path, monkeypatch, elsewhere=True)
     assert absent == "process 1 on host1 did not start: no progress for 1 s"
     (tmp_path / f"{STATE}1.json").unlink()

@@ -14,6 +14,7 @@ from compare.contract.request import REQUEST, Request
 from compare.spec.experiment import Experiment
 from compare.system.json_files import write_json
 from torchpar import train
+from torchpar.__main__ import run
 from torchpar.launch import Rank
 from torchpar.run import Run
 
@@ -24,7 +25,7 @@ def alone(request: Request, folder: Path) -> None:
 
 def of_ranks(request: Request, folder: Path) -> None:
     """All ranks, under a parent of their own: after a launch SIGINT and SIGTERM are not heard any more."""
-    parent = ForkContext().Process(target=train.start_ranks, args=(request, folder))
+    parent = ForkContext().Process(target=run, args=(request, folder, None))
     parent.start()
     parent.join()
     assert parent.exitcode == 0

@@ -10,11 +10,11 @@ from compare.contract.record import ERROR, MANIFEST, STEPS_PART, Failure
 from compare.contract.record import read_steps as steps_of
 from compare.contract.request import Request
 from compare.judge.outcome import read_outcome
-from compare.side.ending import DivergedError
+from compare.side.ending import DivergedError, explained_failure
 from compare.side.inputs import starting_parameters
 from compare.system.json_files import read_json
 from torchpar.comm.mesh import make_mesh
-from torchpar.launch import Rank, failure_of
+from torchpar.launch import Rank
 from torchpar.observers import recording_of
 from torchpar.train import set_up, train_step
 
@@ -42,7 +42,7 @@ def test_a_step_of_torchpar_names_the_gradient_and_moves_nothing(tiny, tmp_path)
         assert torch.equal(weight, before[name]), name
     (step,) = steps_of(tmp_path / STEPS_PART)
     assert math.isnan(step.grad_norm)
-    assert failure_of(error.value, rank) == Failure(message=str(error.value))
+    assert explained_failure(error.value) == Failure(message=str(error.value))
 
 
 def test_a_run_that_diverges_says_so_in_every_engine(shardpair):

@@ -303,7 +303,7 @@ DEEDS = {
 
 def do_all(folder: Path, tiny: Experiment) -> int:
     """Run them, and leave their records. Returns the exit code."""
-    from torchpar.train import start_ranks
+    from torchpar.__main__ import run
 
     failed = 0
     for name, deed in DEEDS.items():
@@ -312,7 +312,7 @@ def do_all(folder: Path, tiny: Experiment) -> int:
         write_json(folder / name / REQUEST, Request(engine=deed.engine, experiment=asked))
         with deed.plant():
             try:
-                start_ranks(Request(engine=deed.engine, experiment=edited(asked, deed.done)), folder / name)
+                run(Request(engine=deed.engine, experiment=edited(asked, deed.done)), folder / name, None)
             except Exception:
                 failed += 1
                 traceback.print_exc()

@@ -22,11 +22,9 @@ import warm
 from processes import PATIENCE_S, Busy, assert_gone, in_order
 from warm import run_forked
 
-import torchpar.launch
-from compare.contract.record import Failure
 from compare.execute.launch import child_environment
-from compare.side.command import RunFailed
-from compare.side.process_states import State, first_cause, say
+from compare.side import supervisor
+from compare.side.ending import RunFailed
 from compare.spec.engines.registry import SIDES
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
@@ -47,7 +45,7 @@ KILLED = "was killed by SIGKILL at step 3 (out of memory, if nobody sent it)"
 DEEDS = {
     "fail": (fail, "failed at step 3: ValueError: a bad batch"),
     "die": (lambda: os.kill(os.getpid(), signal.SIGKILL), KILLED),
-    "stop": (lambda: os.kill(os.getpid(), signal.SIGSTOP), "stopped" + WAITED),
+    "stop": (lambda: os.kill(os.getpid(), signal.SIGSTOP), "gave no answer" + WAITED),
     "sleep": (lambda: time.sleep(1000), "stayed in step 3, forward" + WAITED),
 }
 """What rank 2 does at step 3, in its forward pass, and what is said of it."""
@@ -76,7 +74,7 @@ def misbehave(rank: Rank, *, deed: str) -> None:
 def parent(main: Callable[[Rank], None], timeout_s: float, all_compute: bool = False) -> int:
     """Launch, and print what the parent found out, as JSON."""
     if all_compute:
-        torchpar.launch.Activity = Busy
+        supervisor.Activity = Busy
     try:
         launch(main, world_size=4, timeout_s=timeout_s)
     except RunFailed as error:
@@ -94,24 +92,6 @@ def test_the_culprit_is_named_and_no_rank_is_left(deed):
     assert found["message"] == f"rank 2 {DEEDS[deed][1]}"
     assert (found["rank"], found["left"]) == (2, 0)
     assert ("in misbehave" in found["traceback"]) == (deed == "fail")  # its own, not a peer's
-
-
-def test_a_cause_goes_before_what_it_did_to_others(tmp_path):
-    lost = Failure(message="rank 0 lost rank 1", rank=0, is_consequence=True)
-    cause = Failure(message="rank 1 failed", rank=1)
-    cases = (
-        ([lost, cause], 1, "rank 1 failed"),
-        ([lost], -signal.SIGKILL, "rank 1 was killed by SIGKILL before the first step (out of memory, "),
-        ([lost], 0, "rank 0 lost rank 1"),
-    )
-    for case, (said, other, message) in enumerate(cases):
-        folder = tmp_path / str(case)
-        folder.mkdir()
-        for failure in said:
-            say(folder, State(number=failure.rank, failure=failure))
-        codes = {0: 1} | ({1: other} if other else {})
-        cause = first_cause(folder, codes.copy, "rank {}".format, lambda number: "before the first step")
-        assert cause.message.startswith(message)
 
 
 def start_slowly(rank: Rank, *, rank_1: str) -> None:
@@ -161,7 +141,7 @@ class Running:
 def test_ctrl_c_ends_all_ranks_in_a_line(tmp_path):
     running = Running(tmp_path)
     os.killpg(running.parent.pid, signal.SIGINT)  # as a terminal does: the ranks get it too
-    assert running.end() == "ended by SIGINT\n"
+    assert running.end() == "torchpar: ended by SIGINT\n"
     assert running.process.returncode == 128 + signal.SIGINT
 
 

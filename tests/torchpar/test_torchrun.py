@@ -37,7 +37,7 @@ def test_a_killed_rank_is_named(tmp_path):
     failure = read_failure(tmp_path)
     assert failure is not None
     assert failure.rank == 1
-    assert failure.message.startswith("rank 1 died without a word at step ")
+    assert failure.message.startswith(f"rank 1 on {socket.gethostname()} died at step ")
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -78,10 +78,10 @@ def test_a_rank_that_fails_is_named_by_all(tmp_path):
     failure = read_failure(folder)
     assert failure is not None
     assert failure.rank == 1
-    assert failure.message == "rank 1 failed at step 3: ValueError: a bad batch"
+    assert failure.message == f"rank 1 on {socket.gethostname()} failed at step 3: ValueError: a bad batch"
     for done in ended:
         assert done.returncode == 1
-        assert done.stderr.splitlines()[0] == failure.message
+        assert done.stderr.splitlines()[0] == f"torchpar: {failure.message}"
         assert "in fail" in done.stderr
     assert not stale.exists()
 
