@@ -68,9 +68,10 @@ def watch(
             if files.read_failure(folder) and time.time() - (folder / files.ERROR).stat().st_mtime > TOLD_S:
                 return Failure(message=f"it failed, and did not end within {TOLD_S:g} s")
             if starts and last_look - begun > patience_s:
-                absent = {n: state for n, state in read_states(folder).items() if state.where == NOT_STARTED}
+                states = read_states(folder)
+                absent = [number for number, state in states.items() if state.where == NOT_STARTED]
                 if absent:
-                    return describe_hang(absent, list(absent), timeout_s=patience_s, state="did not start")
+                    return describe_hang(states, absent, timeout_s=patience_s, state="did not start")
         if time.monotonic() - last_sign > patience_s:
             stopped = is_stopped(process.pid)
             does = "is stopped (SIGSTOP, or a debugger)" if stopped else "computes nothing"

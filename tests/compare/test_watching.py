@@ -54,10 +54,12 @@ def test_the_harness_ends_what_is_stopped_or_idle_and_not_what_computes(tmp_path
         "no progress for 1 s after 0 steps: process PID computes nothing, so it was ended: "
     )
     assert watched("time.sleep(2)", tmp_path, monkeypatch, elsewhere=True) == ""  # there it may compute
+    write_state(tmp_path, State(number=0, host="host0"))
     write_state(tmp_path, State(number=1, host="host1", where=watch.NOT_STARTED))
     absent = watched("time.sleep(1000)", tmp_path, monkeypatch, elsewhere=True)
-    assert absent == "process 1 on host1 did not start: no progress for 1 s"
-    (tmp_path / f"{STATE}1.json").unlink()
+    assert absent.startswith("process 1 on host1 did not start: no progress for 1 s, while process 0")
+    for number in range(2):
+        (tmp_path / f"{STATE}{number}.json").unlink()
     monkeypatch.setattr(watch, "Activity", Busy)
     stopped = watched(STEPS_OF_A_STOPPED_SIDE, tmp_path, monkeypatch)
     assert "process PID is stopped (SIGSTOP, or a debugger), so it was ended" in stopped
