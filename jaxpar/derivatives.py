@@ -56,6 +56,15 @@ def _product_backward(
 product.defvjp(lambda x, weight, *how: (_product(x, weight, *how), (x, weight)), _product_backward)
 
 
+def multiply_matrices(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
+    """`product` as one of two matrices: `contracted` dims of I are merged, and so are those of O."""
+    inputs, outputs = weight.shape[:contracted], weight.shape[contracted:]
+    batch = x.shape[: x.ndim - contracted]
+    x_I = x.reshape(*batch, math.prod(inputs))
+    weight_IO = weight.reshape(math.prod(inputs), math.prod(outputs))
+    return product(x_I, weight_IO, 1).reshape(*batch, *outputs)
+
+
 def type_of_gradient(x: jax.Array) -> NamedSharding | None:
     """Where a gradient lives, as the type of what it is of says; None where types say nothing.
 

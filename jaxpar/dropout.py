@@ -3,7 +3,6 @@
 Legend: B sequences, 2 the words of a key, R rows, N the last dim, G groups of four in it.
 """
 
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -23,9 +22,7 @@ from compare.numerics.dropout import (
     threshold,
 )
 from compare.spec.checks import LANES
-
-Places = Callable[[int], ArrayLike]
-"""Of so many heads, or positions, that are here: their numbers among all of them, (H,) or (T,)."""
+from jaxpar.hooks import Indices
 
 
 class Noise(NamedTuple):
@@ -48,10 +45,10 @@ class Noise(NamedTuple):
 class Dropout(nnx.Module):
     """Dropout at one site of the model, or of each layer."""
 
-    def __init__(self, rate: float, site: DropoutSite):
-        self.rate, self.site = rate, site
-        self.heads: Places = jnp.arange
-        self.positions: Places = jnp.arange
+    def __init__(
+        self, rate: float, site: DropoutSite, *, positions: Indices = jnp.arange, heads: Indices = jnp.arange
+    ):
+        self.rate, self.site, self.heads, self.positions = rate, site, heads, positions
 
     def __call__(self, x: jax.Array, noise: Noise | None) -> jax.Array:
         """x (B, ..., N) with some elements dropped and the others scaled."""
@@ -66,13 +63,6 @@ class Dropout(nnx.Module):
         site = site_number(noise.layer, self.site)
         stays = is_kept(noise.keys_B2, site, shape, rate=self.rate, rows=rows)
         return jnp.where(stays, jnp.asarray(kept_scale(self.rate), dtype), jnp.zeros((), dtype))
-
-
-def dropouts(model: Any, *sites: DropoutSite) -> Iterator[Dropout]:
-    """The dropouts of a model at these sites, whose rows an edit may number anew."""
-    for _, module in nnx.iter_graph(model):
-        if isinstance(module, Dropout) and module.site in sites:
-            yield module
 
 
 def is_kept(

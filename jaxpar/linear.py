@@ -1,19 +1,11 @@
-"""The linear map that a model is made of, with its hooks and dtypes. I inputs, O outputs."""
-
-import math
-from collections.abc import Callable
-from typing import Any
+"""Linear maps and their dtypes. I inputs, O outputs."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from compare.spec.experiment import Precision
-from jaxpar.derivatives import product
-
-KEEPS = "keeps_"
-"""Scopes of what 16 bits leave in the storage dtype: one of `contract.work.Kept` behind it."""
-Hook = Callable[[jax.Array], jax.Array]
+from jaxpar.hooks import LinearHooks
 
 
 class Dtypes:
@@ -25,38 +17,31 @@ class Dtypes:
 
 
 class Linear(nnx.Module):
-    """An affine map of x (..., I) to (..., O) by a weight (I, O) and a bias (O), each letter one dim or more.
+    """An affine map of x (..., I) to (..., O) by a weight (I, O) and a bias (O).
 
-    Hooks: `enter` takes the input, `multiply` (x, weight, dims of I), `leave` the product before its bias.
+    I and O are one dim or several.
     """
 
-    def __init__(self, inputs: tuple[int, ...], outputs: tuple[int, ...], *, bias: bool, dtypes: Dtypes):
+    def __init__(
+        self,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        *,
+        bias: bool,
+        dtypes: Dtypes,
+        hooks: LinearHooks | None = None,
+    ):
         self.contracted = len(inputs)
         self.compute = dtypes.compute
+        self.hooks = hooks or LinearHooks()
         self.weight = nnx.Param(jnp.zeros((*inputs, *outputs), dtypes.storage))
         self.bias = nnx.Param(jnp.zeros(outputs, dtypes.storage)) if bias else None
-        self.enter: Hook = same
-        self.multiply: Callable[[jax.Array, jax.Array, int], jax.Array] = multiply_matrices
-        self.leave: Hook = same
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = self.leave(self.product(self.enter(x)))
+        y = self.hooks.after(self.product(self.hooks.before(x)))
         return y if self.bias is None else y + self.bias[...].astype(self.compute)
 
     def product(self, x: jax.Array) -> jax.Array:
-        """The affine map before its bias."""
-        return self.multiply(x.astype(self.compute), self.weight[...].astype(self.compute), self.contracted)
-
-
-def same(x: Any) -> Any:
-    """x as it is."""
-    return x
-
-
-def multiply_matrices(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
-    """x (..., I) times weight (I, O) as a product of two matrices, `contracted` dims of I joined."""
-    inputs, outputs = weight.shape[:contracted], weight.shape[contracted:]
-    batch = x.shape[: x.ndim - contracted]
-    x_I = x.reshape(*batch, math.prod(inputs))
-    weight_IO = weight.reshape(math.prod(inputs), math.prod(outputs))
-    return product(x_I, weight_IO, 1).reshape(*batch, *outputs)
+        """The map without its bias."""
+        weight = self.weight[...].astype(self.compute)
+        return self.hooks.matmul(x.astype(self.compute), weight, self.contracted)

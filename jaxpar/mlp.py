@@ -3,7 +3,6 @@
 B batch, T position, C n_embd, M features inside of an MLP, L layers, E experts, of which a token has k.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,34 +13,24 @@ from jax import lax
 from compare.numerics.dropout import DropoutSite
 from compare.numerics.parameters import MLP_RATIO
 from compare.spec.experiment import Model
-from jaxpar.derivatives import gelu
 from jaxpar.dropout import Dropout, Noise
-from jaxpar.linear import KEEPS, Dtypes, Hook, Linear, same
+from jaxpar.functional import ACTIVATIONS, KEEPS
+from jaxpar.hooks import Hooks
+from jaxpar.linear import Dtypes, Linear
 
 EXPERTS = "experts"
 """The scope of what experts compute, and of where tokens go for it."""
-RELU = "relu_squared"
-"""The scope of that activation: it has no operation that is nowhere else."""
-
-
-@jax.named_scope(RELU)
-def relu_squared(x: jax.Array) -> jax.Array:
-    """max(x, 0)^2 of x of any shape."""
-    return jnp.square(jax.nn.relu(x))
-
-
-ACTIVATIONS = {"gelu": gelu, "gelu_tanh": jax.nn.gelu, "relu_squared": relu_squared}
 
 
 class MLP(nnx.Module):
     """Up to M, an activation, down to C."""
 
-    def __init__(self, config: Model, dtypes: Dtypes):
+    def __init__(self, config: Model, dtypes: Dtypes, hooks: Hooks):
         width, hidden = (config.n_embd,), (MLP_RATIO * config.n_embd,)
-        self.up = Linear(width, hidden, bias=config.bias, dtypes=dtypes)
-        self.down = Linear(hidden, width, bias=config.bias, dtypes=dtypes)
+        self.up = Linear(width, hidden, bias=config.bias, dtypes=dtypes, hooks=hooks.up)
+        self.down = Linear(hidden, width, bias=config.bias, dtypes=dtypes, hooks=hooks.down)
         self.activation = ACTIVATIONS[config.activation]
-        self.dropout = Dropout(config.dropout, DropoutSite.MLP_OUT)
+        self.dropout = Dropout(config.dropout, DropoutSite.MLP_OUT, positions=hooks.stream_positions)
 
     def __call__(self, x_BTC: jax.Array, noise: Noise | None = None) -> tuple[jax.Array, None]:
         return self.dropout(self.down(self.activation(self.up(x_BTC))), noise), None
@@ -72,7 +61,7 @@ class UpToEach(Linear):
 
     def product(self, x: jax.Array) -> jax.Array:
         weight_CEM = self.weight[...].astype(self.compute).swapaxes(0, 1)
-        return self.multiply(x.astype(self.compute), weight_CEM, 1)
+        return self.hooks.matmul(x.astype(self.compute), weight_CEM, 1)
 
 
 class Experts(nnx.Module):
@@ -80,22 +69,17 @@ class Experts(nnx.Module):
 
     Every expert computes every token, and weighs 0 where it was not chosen: so shapes do not depend on data,
     at E / k times the work. XLA on a CPU makes as much of `lax.ragged_dot`.
-
-    Hooks: `exchange` takes (these, x, weights (B, T, E)) to where experts are, and back; `enter_weights`
-    takes what `mix` has for weights, as `up.enter` its x.
     """
 
-    def __init__(self, config: Model, dtypes: Dtypes):
+    def __init__(self, config: Model, dtypes: Dtypes, hooks: Hooks):
         width, inner, experts = config.n_embd, MLP_RATIO * config.n_embd, config.n_experts
         self.router = Linear((width,), (experts,), bias=False, dtypes=dtypes)
         self.router.compute = dtypes.storage  # in 16 bits many logits would be equal
-        self.up = UpToEach((experts, width), (inner,), bias=False, dtypes=dtypes)
-        self.down = Linear((experts, inner), (width,), bias=False, dtypes=dtypes)
+        self.up = UpToEach((experts, width), (inner,), bias=False, dtypes=dtypes, hooks=hooks.up)
+        self.down = Linear((experts, inner), (width,), bias=False, dtypes=dtypes, hooks=hooks.down)
         self.activation = ACTIVATIONS[config.activation]
-        self.dropout = Dropout(config.dropout, DropoutSite.MLP_OUT)
-        self.chosen = config.experts_per_token
-        self.enter_weights: Hook = same
-        self.exchange: Callable[[Experts, jax.Array, jax.Array], jax.Array] = Experts.mix
+        self.dropout = Dropout(config.dropout, DropoutSite.MLP_OUT, positions=hooks.stream_positions)
+        self.chosen, self.hooks = config.experts_per_token, hooks
 
     def __call__(self, x_BTC: jax.Array, noise: Noise | None = None) -> tuple[jax.Array, RouterOutput]:
         with jax.named_scope(f"{KEEPS}router"):
@@ -106,7 +90,7 @@ class Experts(nnx.Module):
         is_chosen_BTE = (chosen_BTk[..., None] == jnp.arange(logits_BTE.shape[-1])).any(axis=-2)
         weights_BTE = self.weights(logits_BTE, is_chosen_BTE)
         with jax.named_scope(EXPERTS):
-            y_BTC = self.exchange(self, x_BTC, weights_BTE)
+            y_BTC = self.hooks.experts(self, x_BTC, weights_BTE)
         probability_E = jax.nn.softmax(logits_BTE, axis=-1).mean(axis=(0, 1))
         count_E = is_chosen_BTE.sum(axis=(0, 1), dtype=jnp.int32)
         return self.dropout(y_BTC, noise), RouterOutput(probability_E, count_E, chosen_BTk)
@@ -118,4 +102,4 @@ class Experts(nnx.Module):
     def mix(self, x: jax.Array, weights: jax.Array) -> jax.Array:
         """The sum of all experts' outputs on x (.., C), times their weights (.., E): (.., C)."""
         hidden = self.activation(self.up(x))  # (.., E, M)
-        return self.down(hidden * self.enter_weights(weights)[..., None])
+        return self.down(hidden * self.hooks.before_mix(weights)[..., None])

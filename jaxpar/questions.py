@@ -19,6 +19,7 @@ from compare.side.ceiling import CeilingRequest
 from compare.spec.experiment import MAX_CPU_DEVICES, Precision
 from compare.system.facts import cores, versions
 from jaxpar.configuration import PACKAGES, configure_products
+from jaxpar.hooks import Hooks
 from jaxpar.model import GPT
 from jaxpar.weights import from_canonical
 
@@ -69,7 +70,7 @@ def sample(request: SampleRequest) -> list[list[int]]:
     dtype = "float64" if experiment.precision.dtype == "float64" else "float32"
     configure_products("cpu", dtype)
     exact = replace(experiment, precision=Precision(dtype=dtype))
-    graph, _ = nnx.split(nnx.eval_shape(lambda: GPT(exact)))
+    graph, _ = nnx.split(nnx.eval_shape(lambda: GPT(exact, Hooks())))
     params = jax.device_put(from_canonical(reader.group(WEIGHTS), experiment.model))
 
     @jax.jit

@@ -24,7 +24,7 @@ from jaxpar.checkpoint import local_shards, state_parts
 from jaxpar.comm.hosts import exchange, fetch, gathered, hosts_of, spread
 from jaxpar.comm.mesh import device_kind
 from jaxpar.configuration import PACKAGES
-from jaxpar.linear import same
+from jaxpar.hooks import identity
 from jaxpar.measure.ledger import read_ledger
 from jaxpar.measure.memory import bytes_at_rest, memory_in_use, memory_profile, peak_memory, threads
 from jaxpar.optimizer import Moments
@@ -53,7 +53,7 @@ class Run:
     gradients: Callable[[Any, Any], Any] | None = None
     compile_s: float
     initial_weights_sha256: str
-    moments: Callable[[Any], Moments] = same
+    moments: Callable[[Any], Moments] = identity
 
     def __post_init__(self) -> None:
         process = jax.process_index()

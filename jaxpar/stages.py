@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpar.linear import same
+from jaxpar.hooks import Hooks, identity
 from jaxpar.model import PipelineParts
-from jaxpar.remat import IsGather, Remat, apply_remat
+from jaxpar.remat import apply_remat
 from jaxpar.weights import STACKED
 
 Tree = Any
@@ -48,7 +48,7 @@ def run_ticks(
     shift: Callable[[jax.Array, int], jax.Array],
     microbatches: int,
     chunks: int = 1,
-    placed: Callable[[jax.Array], jax.Array] = same,
+    placed: Callable[[jax.Array], jax.Array] = identity,
 ) -> jax.Array:
     """Take microbatches through all stages: x_SK enters, and returns, as `lanes` says.
 
@@ -136,14 +136,13 @@ def run_stage(
     batch: Tree,
     x: jax.Array,
     turn: Turn,
-    *,
-    remat: Remat,
-    is_gather: IsGather | None,
+    hooks: Hooks,
 ) -> jax.Array:
     """A device's work at a tick: the blocks (N, L, ...) of the chunk whose turn it is, on x (b, T, C).
 
-    `remat` says what forward may keep of a chunk that picks or gathers its layers; these last one tick.
+    `hooks.remat` says what forward may keep of a chunk that picks or gathers its layers; these last one tick.
     """
+    is_gather = hooks.is_gather
     chunks, of_chunk = jax.tree.leaves(params[STACKED])[0].shape[:2]
 
     def run(layers: Tree, x: jax.Array, turn: Turn) -> jax.Array:
@@ -168,4 +167,4 @@ def run_stage(
             is_gather is not None and is_gather(primitive, *arguments, **parameters)
         )
 
-    return apply_remat(pick_and_run, remat, is_gather=is_copy)(params[STACKED], x, turn)
+    return apply_remat(pick_and_run, hooks.remat, is_gather=is_copy)(params[STACKED], x, turn)

@@ -27,7 +27,7 @@ from compare.side.recording import Progress
 from compare.spec.axes import ROWS, SEQUENCE, TP
 from compare.spec.experiment import Experiment
 from jaxpar.comm.hosts import fetch
-from jaxpar.linear import same
+from jaxpar.hooks import identity
 from jaxpar.mlp import Routing
 from jaxpar.model import Loss
 from jaxpar.placement import shardings
@@ -126,8 +126,8 @@ def accumulated_gradients(
     params: Any,
     batch: Any,
     *,
-    reduce: Callable[[Any], Any] = same,
-    finish: Callable[[Any], Any] = same,
+    reduce: Callable[[Any], Any] = identity,
+    finish: Callable[[Any], Any] = identity,
     like: Any = None,
 ) -> tuple[tuple[jax.Array, Routing], Any]:
     """Mean loss and its gradients over the A microbatches of a batch (A, B, ...), one at a time.

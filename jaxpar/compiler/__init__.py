@@ -22,8 +22,8 @@ from jaxpar.compiler import (
     pipeline_parallel,
     tensor_parallel,
 )
-from jaxpar.linear import same
-from jaxpar.model import Loss, ModelPatch, loss_function, pipeline_parts
+from jaxpar.hooks import Hooks, identity
+from jaxpar.model import Loss, loss_function, pipeline_parts
 from jaxpar.optimizer import global_norm
 from jaxpar.placement import place_parameters, shardings, unpad
 from jaxpar.remat import gathers_in_layers, remat_of
@@ -57,7 +57,7 @@ def parallelize(
         def accumulate(params: Any, batch: Any) -> Any:
             if layout.pp > 1:
                 batch = one_pass(batch, microbatches=layout.microbatches)
-            return accumulated_gradients(of, params, batch, reduce=shard if layout.zero >= 2 else same)
+            return accumulated_gradients(of, params, batch, reduce=shard if layout.zero >= 2 else identity)
 
         # Gradients that accumulate whole (zero 0 and 1) can wait for the end, each device's own until then.
         # Not along ep: a dim of replicas would keep their tokens apart.
@@ -81,27 +81,21 @@ def parallelize(
 
 def _loss(experiment: Experiment, placements: Any, *, mesh: Mesh) -> Loss:
     """The problem's loss over stored parameters: what tp and cp split, dp_shard gathers, pp spreads."""
-    layout, is_gather = experiment.layout, None
-    patches: list[ModelPatch] = [lambda model: setattr(model, "total_counts", sum_over_replicas)]
+    layout, hooks = experiment.layout, Hooks(remat=remat_of(experiment.layout), sum_counts=sum_over_replicas)
     if layout.tp > 1:
-        patches.append(tensor_parallel.split_layers(experiment, mesh=mesh))
+        tensor_parallel.split_layers(hooks, experiment, mesh=mesh)
     if layout.ep > 1:
-        patches.append(expert_parallel.share_out_experts(experiment, mesh=mesh))
+        expert_parallel.shard_experts(hooks, experiment, mesh=mesh)
     if layout.cp > 1:
-        patches.append(context_parallel.split_sequence(experiment, mesh=mesh))
-    if gathers_in_layers(experiment.layout):
-        edit, is_gather = fully_sharded.gather_layers(experiment, placements[STACKED], mesh=mesh)
-        patches.append(edit)
+        context_parallel.split_sequence(hooks, experiment, mesh=mesh)
+    if gathers_in_layers(layout):
+        fully_sharded.gather_layers(hooks, placements[STACKED], layout, mesh=mesh)
     if layout.pp > 1:
         loss = pipeline_parallel.pipelined(
-            pipeline_parts(experiment, patches),
-            mesh=mesh,
-            chunks=layout.chunks,
-            remat=remat_of(experiment.layout),
-            is_gather=is_gather,
+            pipeline_parts(experiment, hooks), hooks, mesh=mesh, chunks=layout.chunks
         )
     else:
-        loss = loss_function(experiment, patches)
+        loss = loss_function(experiment, hooks)
     if layout.zero == 3:
         return fully_sharded.gather_first(
             loss, placements, mesh=mesh, layers_too=not gathers_in_layers(experiment.layout)

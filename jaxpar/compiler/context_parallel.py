@@ -28,11 +28,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.numerics.context import order_of_positions
-from compare.numerics.dropout import DropoutSite
 from compare.spec.axes import CP, TP
 from compare.spec.experiment import Experiment
-from jaxpar.dropout import dropouts
-from jaxpar.model import GPT, ModelPatch
+from jaxpar.hooks import Hooks
 
 AXIS = CP
 B = P.UNCONSTRAINED  # the batch is data parallelism's affair
@@ -42,31 +40,27 @@ WANTED = {"allgather": (POSITIONS, WHOLE, WHOLE), "ulysses": (HEADS, HEADS, HEAD
 """Where q, k and v live in attention."""
 
 
-def split_sequence(experiment: Experiment, *, mesh: Mesh) -> ModelPatch:
-    """An edit of the model: attention says where its arrays live, and zigzag which positions they are."""
-    layout = experiment.layout
-    order_T = order_of_positions(experiment.model.block_size, layout)
-
-    def edit(model: GPT) -> None:
-        attention = model.blocks.attention
-        if layout.zigzag:
-            model.embedding.positions = lambda table: table[order_T]
-            attention.core = partial(attention.core, positions=(order_T, order_T))
-            for dropout in dropouts(model, *DropoutSite):
-                dropout.positions = lambda length: order_T
-        attention.core = partial(placed_attention, attention.core, wanted=WANTED[layout.context], mesh=mesh)
-
-    return edit
+def split_sequence(hooks: Hooks, experiment: Experiment, *, mesh: Mesh) -> None:
+    """Constrain attention's arrays; under zigzag give the positions that the batch has."""
+    layout, positions = experiment.layout, None
+    if layout.zigzag:
+        order_T = order_of_positions(experiment.model.block_size, layout)
+        hooks.local_rows = lambda table, length: table[order_T]
+        hooks.query_positions = hooks.stream_positions = lambda count: order_T
+        positions = order_T, order_T
+    hooks.attention = partial(
+        constrained_attention, wanted=WANTED[layout.context], positions=positions, mesh=mesh
+    )
 
 
-def placed_attention(
-    core: Callable[..., jax.Array], *qkv: jax.Array, wanted: tuple[P, P, P], mesh: Mesh, **options: Any
+def constrained_attention(
+    attention: Callable[..., jax.Array], *qkv: jax.Array, wanted: tuple[P, P, P], mesh: Mesh, **options: Any
 ) -> jax.Array:
-    """Attention over q, k and v where they are `wanted`; what comes out is split by positions again."""
+    """Attention over q, k and v where they are `wanted`; its result is split by positions again."""
 
-    def placed(x_BTHD: jax.Array, spec: P) -> jax.Array:
+    def constrain(x_BTHD: jax.Array, spec: P) -> jax.Array:
         return lax.with_sharding_constraint(x_BTHD, NamedSharding(mesh, spec))
 
-    by_positions = (placed(x, POSITIONS) for x in qkv)
-    out_BTHD = placed(core(*map(placed, by_positions, wanted), **options), wanted[0])
-    return placed(out_BTHD, POSITIONS)
+    by_positions = (constrain(x, POSITIONS) for x in qkv)
+    y_BTHD = constrain(attention(*map(constrain, by_positions, wanted), **options), wanted[0])
+    return constrain(y_BTHD, POSITIONS)

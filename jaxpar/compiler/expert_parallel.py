@@ -29,8 +29,8 @@ from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import CP, EP, TP
 from compare.spec.experiment import Experiment
+from jaxpar.hooks import Hooks
 from jaxpar.mlp import Experts
-from jaxpar.model import GPT, ModelPatch
 
 AXIS = EP
 D = P.UNCONSTRAINED  # the axes of data beside ep
@@ -38,13 +38,12 @@ ALL_TOKENS, INSIDE = P(D, None, None, CP), P(D, None, None, CP, AXIS, TP)
 """Of (D, n, b, T, C), and of (D, n, b, T, E, M)."""
 
 
-def share_out_experts(experiment: Experiment, *, mesh: Mesh) -> ModelPatch:
-    """An edit of the model: experts' tokens, and what experts make, say where they live."""
-    layout = experiment.layout
-    rows = experiment.train.batch_size // layout.data_parallel
+def shard_experts(hooks: Hooks, experiment: Experiment, *, mesh: Mesh) -> None:
+    """Constrain the experts' tokens, and what experts make of them."""
+    layout, rows = experiment.layout, experiment.train.batch_size // experiment.layout.data_parallel
     own_tokens = P(D, AXIS, None, (CP, TP) if layout.sequence_parallel else CP)
 
-    def placed(x: jax.Array, spec: P) -> jax.Array:
+    def constrain(x: jax.Array, spec: P) -> jax.Array:
         return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     def exchange(experts: Experts, x_BTC: jax.Array, weights_BTE: jax.Array) -> jax.Array:
@@ -53,12 +52,7 @@ def share_out_experts(experiment: Experiment, *, mesh: Mesh) -> ModelPatch:
             x_BTC.shape
         )
 
-    def edit(model: GPT) -> None:
-        experts = model.blocks.mlp
-        assert isinstance(experts, Experts)
-        experts.exchange = exchange
-        experts.up.enter = experts.enter_weights = partial(placed, spec=ALL_TOKENS)
-        experts.up.leave = experts.down.enter = partial(placed, spec=INSIDE)
-        experts.down.leave = partial(placed, spec=own_tokens)
-
-    return edit
+    hooks.experts = exchange
+    hooks.up.before = hooks.before_mix = partial(constrain, spec=ALL_TOKENS)
+    hooks.up.after = hooks.down.before = partial(constrain, spec=INSIDE)
+    hooks.down.after = partial(constrain, spec=own_tokens)

@@ -12,7 +12,6 @@ the embedding's gradient rows by an all-to-all before adding them up, which is l
 """
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import jax
@@ -20,11 +19,11 @@ from jax import lax
 from jax.sharding import Mesh
 
 from compare.spec.axes import PP
-from compare.spec.experiment import Experiment
+from compare.spec.experiment import Layout
+from jaxpar.hooks import Hooks
 from jaxpar.mlp import Routing
-from jaxpar.model import GPT, Loss, ModelPatch
+from jaxpar.model import Loss
 from jaxpar.placement import one_layer, shardings, unpad
-from jaxpar.remat import IsGather, apply_remat, remat_of
 from jaxpar.weights import STACKED, without_layers
 
 
@@ -39,10 +38,10 @@ def gather(params: Any, placements: Any, *, mesh: Mesh) -> Any:
     return unpad(gathered, placements)
 
 
-def gather_layers(experiment: Experiment, placements: Any, *, mesh: Mesh) -> tuple[ModelPatch, IsGather]:
-    """Stage 3: every scanned block wants its own parameters whole; and what tells a remat policy of it."""
-    placements, keep = one_layer(placements), not experiment.layout.reshard_after_forward
-    in_front = (PP,) if experiment.layout.pp > 1 else ()  # `vmap` over stages adds it to what a block says
+def gather_layers(hooks: Hooks, placements: Any, layout: Layout, *, mesh: Mesh) -> None:
+    """Stage 3: every scanned block wants its own parameters whole."""
+    placements = one_layer(placements)
+    in_front = (PP,) if layout.pp > 1 else ()  # `vmap` over stages adds it to what a block says
     leaves = jax.tree.leaves(shardings(mesh, placements, sharded=False))
     gathered = {_split_dims((*in_front, *sharding.spec)) for sharding in leaves}
 
@@ -51,13 +50,8 @@ def gather_layers(experiment: Experiment, placements: Any, *, mesh: Mesh) -> tup
             primitive.name == "sharding_constraint" and _split_dims(parameters["sharding"].spec) in gathered
         )
 
-    def edit(model: GPT) -> None:
-        model.gather_layer = lambda shards, x_BTC: gather(shards, placements, mesh=mesh)
-        model.wrap_layer = partial(
-            apply_remat, remat=remat_of(experiment.layout), is_gather=is_gather, keep_gathered=keep
-        )
-
-    return edit, is_gather
+    hooks.gather_layer = lambda shards, x_BTC: gather(shards, placements, mesh=mesh)
+    hooks.is_gather, hooks.keep_gathered = is_gather, not layout.reshard_after_forward
 
 
 def gather_first(loss: Loss, placements: Any, *, mesh: Mesh, layers_too: bool = False) -> Loss:

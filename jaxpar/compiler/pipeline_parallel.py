@@ -19,23 +19,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import PP
+from jaxpar.hooks import Hooks
 from jaxpar.mlp import Routing
 from jaxpar.model import Loss, PipelineParts
-from jaxpar.remat import IsGather, Remat
 from jaxpar.stages import Tree, Turn, lanes, run_stage, run_ticks, shift
 from jaxpar.weights import STACKED
 
 AXIS = PP
 
 
-def pipelined(
-    parts: PipelineParts,
-    *,
-    mesh: Mesh,
-    chunks: int = 1,
-    remat: Remat = "none",
-    is_gather: IsGather | None = None,
-) -> Loss:
+def pipelined(parts: PipelineParts, hooks: Hooks, *, mesh: Mesh, chunks: int = 1) -> Loss:
     """The mean loss over a batch (M, b, ...) of a model whose stacked blocks are spread over stages.
 
     Blocks are in the order of the devices that have them (`Placement.pad`). They and their derivative must be
@@ -51,7 +44,7 @@ def pipelined(
 
         def of_stage(layers_N: Tree, x: jax.Array, turn: Turn) -> jax.Array:
             params_of_stage = {**params, STACKED: layers_N}
-            return run_stage(parts, params_of_stage, batch, x, turn, remat=remat, is_gather=is_gather)
+            return run_stage(parts, params_of_stage, batch, x, turn, hooks)
 
         def on_every_stage(piece: Callable[..., jax.Array], *of_microbatch: Any) -> jax.Array:
             return over_stages(jax.vmap(partial(piece, params)))(*of_microbatch)

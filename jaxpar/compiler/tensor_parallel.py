@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 from compare.spec.axes import CP, TP
 from compare.spec.experiment import Experiment
 from jaxpar.derivatives import product
-from jaxpar.mlp import Experts
-from jaxpar.model import GPT, ModelPatch, cross_entropy
+from jaxpar.functional import cross_entropy
+from jaxpar.hooks import Hooks
 
 AXIS = TP
 B = P.UNCONSTRAINED  # the batch is data parallelism's affair
@@ -29,33 +29,26 @@ HEADS_DIM = 3
 """Of q, k and v: (B, T, 3, H, D); of groups of queries it is the one before, (B, T, K, G + 2, D)."""
 
 
-def split_layers(experiment: Experiment, *, mesh: Mesh) -> ModelPatch:
-    """An edit of the model: activations at both ends of a region of split work say where they live."""
+def split_layers(hooks: Hooks, experiment: Experiment, *, mesh: Mesh) -> None:
+    """Constrain activations at both ends of a region of split work."""
     between = POSITION_DIM if experiment.layout.sequence_parallel else None
-
-    def edit(model: GPT) -> None:
-        attention, mlp = model.blocks.attention, model.blocks.mlp
-        ends = (
-            (attention.qkv, None, HEADS_DIM if attention.group == 1 else HEADS_DIM - 1),
-            (attention.out, HIDDEN_DIM, between),
-            (mlp.up, None, INNER_DIM),
-            (mlp.down, INNER_DIM, between),
-        )
-        for linear, of_input, of_output in ends:
-            linear.enter = partial(placed, mesh=mesh, split=of_input)
-            linear.multiply = product  # dim by dim: joining a split dim with another would gather it
-            linear.leave = partial(placed, mesh=mesh, split=of_output)
-        if isinstance(mlp, Experts):
-            mlp.enter_weights = partial(placed, mesh=mesh)
-        model.embedding.leave = partial(placed, mesh=mesh, split=between)
-        model.embedding.enter = partial(placed, mesh=mesh)
-        vocab_size = experiment.model.vocab_size
-        model.cross_entropy = partial(placed_cross_entropy, mesh=mesh, vocab_size=vocab_size)
-
-    return edit
+    ends = (
+        (hooks.qkv, None, HEADS_DIM if experiment.model.group == 1 else HEADS_DIM - 1),
+        (hooks.out, HIDDEN_DIM, between),
+        (hooks.up, None, INNER_DIM),
+        (hooks.down, INNER_DIM, between),
+    )
+    for linear, of_input, of_output in ends:
+        linear.before = partial(constrain, mesh=mesh, split=of_input)
+        linear.matmul = product  # dim by dim: merging a split dim with another would gather it
+        linear.after = partial(constrain, mesh=mesh, split=of_output)
+    hooks.before_mix = hooks.before_logits = partial(constrain, mesh=mesh)
+    hooks.after_embedding = partial(constrain, mesh=mesh, split=between)
+    vocab_size = experiment.model.vocab_size
+    hooks.cross_entropy = partial(placed_cross_entropy, mesh=mesh, vocab_size=vocab_size)
 
 
-def placed(x: jax.Array, mesh: Mesh, *, split: int | None = None) -> jax.Array:
+def constrain(x: jax.Array, mesh: Mesh, *, split: int | None = None) -> jax.Array:
     """Say that x (B, T, ...) is whole along tp, but for one dim, if any; cp splits T before that."""
     at = None if split is None else split % x.ndim
     axes = [((CP,) if dim == POSITION_DIM else ()) + (AXIS,) * (dim == at) for dim in range(x.ndim)]
@@ -67,7 +60,7 @@ def placed_cross_entropy(
     logits_BTV: jax.Array, targets_BT: jax.Array, *, mesh: Mesh, vocab_size: int
 ) -> jax.Array:
     """The cross-entropy of logits (B, T, V@tp), perhaps padded: those from `vocab_size` on do not count."""
-    logits_BTV = placed(logits_BTV, mesh, split=2)
+    logits_BTV = constrain(logits_BTV, mesh, split=2)
     if logits_BTV.shape[-1] > vocab_size:
         logits_BTV = jnp.where(jnp.arange(logits_BTV.shape[-1]) < vocab_size, logits_BTV, -jnp.inf)
     return cross_entropy(logits_BTV, targets_BT)

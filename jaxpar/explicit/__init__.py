@@ -25,9 +25,9 @@ from jaxpar.explicit import (
     tensor_parallel,
 )
 from jaxpar.explicit.replicas import over_replicas
-from jaxpar.linear import same
+from jaxpar.hooks import Hooks, identity
 from jaxpar.mlp import Routing
-from jaxpar.model import Loss, ModelPatch, loss_function, pipeline_parts
+from jaxpar.model import Loss, loss_function, pipeline_parts
 from jaxpar.optimizer import global_norm
 from jaxpar.placement import place_parameters, specs, unpad
 from jaxpar.remat import gathers_in_layers, remat_of
@@ -78,7 +78,7 @@ def parallelize(
             scaled(loss, scalars, parts=parts),
             params,
             batch,
-            reduce=scatter if layout.zero >= 2 else same,
+            reduce=scatter if layout.zero >= 2 else identity,
             finish=synchronize,
             like=zeros,
         )
@@ -102,27 +102,22 @@ def parallelize(
 def _loss(experiment: Experiment, placements: Any, *, mesh: Mesh) -> Loss:
     """The problem's loss over stored parameters: what tp and cp split, dp_shard gathers, pp spreads."""
     layout, in_layers = experiment.layout, gathers_in_layers(experiment.layout)
-    patches: list[ModelPatch] = [lambda model: setattr(model, "total_counts", sum_over_replicas)]
+    hooks = Hooks(remat=remat_of(experiment.layout), sum_counts=sum_over_replicas)
     if layout.tp > 1:
-        patches.append(tensor_parallel.split_layers(experiment))
+        tensor_parallel.split_layers(hooks, experiment)
     if layout.cp > 1:
-        patches.append(context_parallel.split_sequence(experiment))
+        context_parallel.split_sequence(hooks, experiment)
     if layout.ep > 1:
-        patches.append(expert_parallel.share_out_experts)
+        hooks.experts = expert_parallel.exchange_tokens
     if in_layers:
-        patches.append(fully_sharded.gather_layers(experiment, placements[STACKED], mesh=mesh))
+        fully_sharded.gather_layers(hooks, placements[STACKED], layout, mesh=mesh)
     gathered = without_layers(placements) if in_layers else placements
     if layout.pp > 1:
-        is_gather = fully_sharded.is_gather if in_layers else None
         loss = pipeline_parallel.pipelined(
-            pipeline_parts(experiment, patches),
-            mesh=mesh,
-            chunks=layout.chunks,
-            remat=remat_of(experiment.layout),
-            is_gather=is_gather,
+            pipeline_parts(experiment, hooks), hooks, mesh=mesh, chunks=layout.chunks
         )
     else:
-        loss = loss_function(experiment, patches)
+        loss = loss_function(experiment, hooks)
     loss = data_parallel.each_replica(loss, mesh=mesh, rows_dim=1 if layout.pp > 1 else 0)
 
     def loss_of_stored(params: Any, batch: Any) -> tuple[jax.Array, Routing]:

@@ -30,21 +30,18 @@ from jax.sharding import reshard
 
 from compare.contract.communication import ACTIVATIONS
 from compare.numerics.context import order_of_positions
-from compare.numerics.dropout import DropoutSite
 from compare.spec.axes import CP, ROWS, TP
 from compare.spec.experiment import Experiment
 from jaxpar.comm.collectives import ledger_scope
-from jaxpar.dropout import dropouts
 from jaxpar.explicit.replicas import REPLICA, axes_in, copies
-from jaxpar.linear import Hook
-from jaxpar.model import GPT, ModelPatch
+from jaxpar.hooks import Hook, Hooks
 from jaxpar.placement import cut, joined
 
 AXIS = CP
 
 
-def split_sequence(experiment: Experiment) -> ModelPatch:
-    """An edit of the model: attention sees all positions, and all else knows those that are here."""
+def split_sequence(hooks: Hooks, experiment: Experiment) -> None:
+    """Attention moves arrays along cp; the local positions are those of a replica."""
     layout = experiment.layout
     order_T = order_of_positions(experiment.model.block_size, layout)
 
@@ -59,19 +56,13 @@ def split_sequence(experiment: Experiment) -> ModelPatch:
         each = count // layout.tp
         return (part_G1 * each + jnp.arange(each)).reshape(-1)
 
-    def edit(model: GPT) -> None:
-        attention, others = model.blocks.attention, set(DropoutSite) - {DropoutSite.ATTENTION}
-        model.embedding.positions = own
-        for dropout in dropouts(model, *others):
-            dropout.positions = own_positions
-        if layout.context == "ulysses":
-            attention.core = partial(exchanged_attention, attention.core)
-            attention.dropout.heads = own_heads
-        else:
-            attention.core = partial(gathered_attention, attention.core, own_positions, order_T)
-            attention.dropout.positions = own_positions
-
-    return edit
+    hooks.local_rows = lambda table, length: own(table)
+    hooks.stream_positions = own_positions
+    if layout.context == "ulysses":
+        hooks.attention, hooks.heads = exchanged_attention, own_heads
+    else:
+        hooks.attention = partial(gathered_attention, own_positions=own_positions, order_T=order_T)
+        hooks.query_positions = own_positions
 
 
 def own_rows(table_T: jax.Array, *, devices: int) -> jax.Array:
@@ -83,10 +74,10 @@ def own_rows(table_T: jax.Array, *, devices: int) -> jax.Array:
 
 def gathered_attention(
     core: Callable[..., jax.Array],
-    own_positions: Callable[[int], jax.Array],
-    order_T: np.ndarray,
     q_BtHD: jax.Array,
     *kv: jax.Array,
+    own_positions: Callable[[int], jax.Array],
+    order_T: np.ndarray,
     factor: Any,
 ) -> jax.Array:
     """Attention (B, t, H, D) of a replica's queries to the keys of all of cp."""

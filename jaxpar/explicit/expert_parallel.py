@@ -25,20 +25,12 @@ from jax.sharding import reshard
 from compare.spec.axes import CP, EP
 from jaxpar.explicit.replicas import axes_of_replicas, copies
 from jaxpar.mlp import Experts
-from jaxpar.model import GPT
 from jaxpar.placement import cut
 
 AXIS = EP
 
 
-def share_out_experts(model: GPT) -> None:
-    """An edit of the model: tokens go to their experts."""
-    experts = model.blocks.mlp
-    assert isinstance(experts, Experts)
-    experts.exchange = at_their_experts
-
-
-def at_their_experts(experts: Experts, x_BTC: jax.Array, weights_BTE: jax.Array) -> jax.Array:
+def exchange_tokens(experts: Experts, x_BTC: jax.Array, weights_BTE: jax.Array) -> jax.Array:
     """The weighted sum (B, T, C) of all experts' outputs, from where they are."""
     graph, params = nnx.split(experts)
 

@@ -11,19 +11,18 @@ backward may, or may not, take up, types leave no choice. On a CPU XLA makes no 
 all-reduces and takes a slice.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, reshard
 
 from compare.spec.axes import SHARDS
-from compare.spec.experiment import Experiment
+from compare.spec.experiment import Layout
 from jaxpar.explicit.replicas import over_replicas, own_copy
+from jaxpar.hooks import Hooks
 from jaxpar.mlp import Routing
-from jaxpar.model import GPT, Loss, ModelPatch
+from jaxpar.model import Loss
 from jaxpar.placement import one_layer, specs, unpad
-from jaxpar.remat import apply_remat, remat_of
 
 
 def scatter_gradients(gradients: Any, placements: Any, *, mesh: Mesh) -> Any:
@@ -48,21 +47,16 @@ def is_gather(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
     return any(axis in sharding.spec.reduced for sharding in types for axis in SHARDS)
 
 
-def gather_layers(experiment: Experiment, placements: Any, *, mesh: Mesh) -> ModelPatch:
-    """An edit of the model: every scanned block gathers its own parameters."""
-    placements, keep = one_layer(placements), not experiment.layout.reshard_after_forward
+def gather_layers(hooks: Hooks, placements: Any, layout: Layout, *, mesh: Mesh) -> None:
+    """Every scanned block gathers its own parameters."""
+    placements = one_layer(placements)
 
     def gather_layer(shards: Any, x_BTC: jax.Array) -> Any:
         full = gather(shards, placements, mesh=mesh)
         return unpad(jax.tree.map(lambda w: own_copy(w, x_BTC), full), placements)
 
-    def edit(model: GPT) -> None:
-        model.gather_layer = gather_layer
-        model.wrap_layer = partial(
-            apply_remat, remat=remat_of(experiment.layout), is_gather=is_gather, keep_gathered=keep
-        )
-
-    return edit
+    hooks.gather_layer = gather_layer
+    hooks.is_gather, hooks.keep_gathered = is_gather, not layout.reshard_after_forward
 
 
 def gather_first(loss: Loss, placements: Any, *, mesh: Mesh) -> Loss:

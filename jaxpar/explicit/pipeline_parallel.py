@@ -22,10 +22,10 @@ from jax.sharding import Mesh, auto_axes, reshard
 from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import PP
+from jaxpar.hooks import Hooks
 from jaxpar.mlp import Routing
 from jaxpar.model import Loss, PipelineParts
 from jaxpar.placement import cut
-from jaxpar.remat import IsGather, Remat
 from jaxpar.stages import Tree, Turn, lanes, run_stage, run_ticks, shift
 from jaxpar.weights import STACKED
 
@@ -33,14 +33,7 @@ AXIS = PP
 BY_STAGE = P(AXIS)
 
 
-def pipelined(
-    parts: PipelineParts,
-    *,
-    mesh: Mesh,
-    chunks: int = 1,
-    remat: Remat = "none",
-    is_gather: IsGather | None = None,
-) -> Loss:
+def pipelined(parts: PipelineParts, hooks: Hooks, *, mesh: Mesh, chunks: int = 1) -> Loss:
     """The loss of a model whose stacked blocks are spread over the stages of a pipeline.
 
     As of jax-compiler. Parameters that are in no block are (S@pp, ...), a copy for each stage.
@@ -60,7 +53,7 @@ def pipelined(
         )
 
         def of_stage(params: Tree, batch: Tree, x: jax.Array, turn: Turn) -> jax.Array:
-            return run_stage(parts, params, batch, x, turn, remat=remat, is_gather=is_gather)
+            return run_stage(parts, params, batch, x, turn, hooks)
 
         def on_every_stage(piece: Callable[..., jax.Array], *of_microbatch: Any) -> jax.Array:
             of_lanes = jax.vmap(piece, in_axes=(None, *(0,) * len(of_microbatch)))

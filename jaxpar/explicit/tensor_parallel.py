@@ -24,32 +24,23 @@ from jax.sharding import reshard
 from compare.spec.axes import TP
 from compare.spec.experiment import Experiment
 from jaxpar.derivatives import product
-from jaxpar.mlp import Experts
-from jaxpar.model import GPT, ModelPatch
+from jaxpar.hooks import Hooks
 
 AXIS = TP
 REDUCED, UNREDUCED = P(reduced={AXIS}), P(unreduced={AXIS})
 
 
-def split_layers(experiment: Experiment) -> ModelPatch:
-    """An edit of the model: casts at both ends of a region of split work."""
+def split_layers(hooks: Hooks, experiment: Experiment) -> None:
+    """Cast activations at both ends of a region of split work."""
     between = split_positions if experiment.layout.sequence_parallel else partial(reshard, out_shardings=P())
-
-    def edit(model: GPT) -> None:
-        attention, mlp = model.blocks.attention, model.blocks.mlp
-        for column in (attention.qkv, mlp.up):  # (B, T, C) -> (B, T, ..@tp)
-            column.enter, column.multiply = partial(reshard, out_shardings=REDUCED), product
-        if isinstance(mlp, Experts):
-            mlp.enter_weights = partial(reshard, out_shardings=P())
-        for row in (attention.out, mlp.down):  # (B, T, ..@tp) -> (B, T, C), the sum said where it is made
-            row.multiply = partial(product, out_sharding=UNREDUCED)
-            row.leave = between
-        model.embedding.look_up, model.embedding.leave = rows_of, between
-        model.embedding.enter = partial(reshard, out_shardings=REDUCED)
-        vocab_size = experiment.model.vocab_size
-        model.cross_entropy = partial(split_cross_entropy, vocab_size=vocab_size)
-
-    return edit
+    for column in (hooks.qkv, hooks.up):  # (B, T, C) -> (B, T, ..@tp)
+        column.before, column.matmul = partial(reshard, out_shardings=REDUCED), product
+    hooks.before_mix = partial(reshard, out_shardings=P())
+    for row in (hooks.out, hooks.down):  # (B, T, ..@tp) -> (B, T, C), the sum said where it is made
+        row.matmul, row.after = partial(product, out_sharding=UNREDUCED), between
+    hooks.look_up, hooks.after_embedding = rows_of, between
+    hooks.before_logits = partial(reshard, out_shardings=REDUCED)
+    hooks.cross_entropy = partial(split_cross_entropy, vocab_size=experiment.model.vocab_size)
 
 
 def split_positions(x: jax.Array) -> jax.Array:

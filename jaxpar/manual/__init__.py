@@ -20,7 +20,7 @@ from compare.pipeline.ticks import Ticks, lock_step
 from compare.spec.axes import DATA
 from compare.spec.experiment import Experiment
 from jaxpar.comm import collectives
-from jaxpar.linear import same
+from jaxpar.hooks import Hooks, identity
 from jaxpar.manual import (
     context_parallel,
     data_parallel,
@@ -29,7 +29,6 @@ from jaxpar.manual import (
     pipeline_parallel,
     tensor_parallel,
 )
-from jaxpar.manual.strategy import Strategy
 from jaxpar.mlp import Routing
 from jaxpar.model import loss_function, pipeline_parts
 from jaxpar.optimizer import moments_like
@@ -98,12 +97,13 @@ def _step(
     ticks: Ticks | None,
 ) -> Callable[..., Any]:
     """The step of each device: gradients of its share, their reduction, the update of its shards."""
-    axes = [strategy(experiment, placements) for strategy in STRATEGIES]
+    hooks = Hooks(remat=remat_of(experiment.layout))
+    axes = [strategy(experiment, placements, hooks) for strategy in STRATEGIES]
     zero3 = experiment.layout.zero == 3
     gradients_of = (
-        _pipelined(experiment, placements, axes, ticks)
+        _pipelined(experiment, placements, hooks, ticks)
         if ticks
-        else _accumulated(experiment, placements, axes)
+        else _accumulated(experiment, placements, hooks)
     )
 
     def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
@@ -140,13 +140,13 @@ def global_norm(gradients: Any, placements: Any) -> jax.Array:
     return jnp.sqrt(jnp.stack(totals).sum())
 
 
-def _accumulated(experiment: Experiment, placements: Any, axes: list[Strategy]) -> Gradients:
+def _accumulated(experiment: Experiment, placements: Any, hooks: Hooks) -> Gradients:
     """Without a pipeline: the full model on each device, one microbatch after the other."""
-    zero, loss = experiment.layout.zero, loss_function(experiment, [axis.edit for axis in axes])
+    zero, loss = experiment.layout.zero, loss_function(experiment, hooks)
     scatter = partial(fully_sharded.scatter_gradients, placements=placements)
     if zero == 3:
         loss = fully_sharded.gather_first(loss, without_layers(placements))
-        scatter = same  # the gather's transpose has done it
+        scatter = identity  # the gather's transpose has done it
 
     def of_shards(params: Any, batch: Any) -> tuple[jax.Array, Routing]:
         return loss(params if zero == 3 else fully_sharded.unpad(params, placements), batch)
@@ -162,9 +162,9 @@ def _accumulated(experiment: Experiment, placements: Any, axes: list[Strategy]) 
     return gradients_of
 
 
-def _pipelined(experiment: Experiment, placements: Any, axes: list[Strategy], ticks: Ticks) -> Gradients:
+def _pipelined(experiment: Experiment, placements: Any, hooks: Hooks, ticks: Ticks) -> Gradients:
     """With a pipeline: this device's stages, for all microbatches of a step."""
-    layout, parts = experiment.layout, pipeline_parts(experiment, [axis.edit for axis in axes])
+    layout, parts = experiment.layout, pipeline_parts(experiment, hooks)
     # What the ticks see at its full size: their gradients dp_shard scatters, under zero 2 and 3 once a
     # microbatch. Autodiff scatters those of blocks that are gathered in the ticks.
     full = without_layers(placements) if gathers_in_layers(experiment.layout) else placements
@@ -189,7 +189,7 @@ def _pipelined(experiment: Experiment, placements: Any, axes: list[Strategy], ti
             ticks,
             params,
             batch,
-            reduce=scatter if layout.zero >= 2 else same,
+            reduce=scatter if layout.zero >= 2 else identity,
             like=like,
         )
         return (value, Routing()), gradients if layout.zero >= 2 else scatter(gradients)

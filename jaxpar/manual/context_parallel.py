@@ -32,14 +32,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS
 from compare.numerics.context import order_of_positions
-from compare.numerics.dropout import DropoutSite
 from compare.spec.axes import CP
 from compare.spec.experiment import Experiment, Layout
 from jaxpar.comm import collectives
-from jaxpar.dropout import dropouts
+from jaxpar.functional import is_visible
+from jaxpar.hooks import Hooks
 from jaxpar.manual.strategy import Strategy
 from jaxpar.measure.hlo import AGAIN
-from jaxpar.model import GPT, is_visible
 from jaxpar.remat import KEPT_BY_DOTS
 
 AXIS = CP
@@ -49,27 +48,23 @@ keep = lambda state, *block: state  # noqa: E731
 _send = partial(collectives.shift, axis=AXIS, by=-1)
 
 
-def strategy(experiment: Experiment, placements: Any) -> Strategy:
+def strategy(experiment: Experiment, placements: Any, hooks: Hooks) -> Strategy:
     """The attention of the layout's way, and this device's positions."""
     layout = experiment.layout
+    if layout.cp == 1:
+        return Strategy()
     order_S = order_of_positions(experiment.model.block_size, layout)
-    own = partial(own_positions, order_S)
-
-    def edit(model: GPT) -> None:
-        attention, others = model.blocks.attention, set(DropoutSite) - {DropoutSite.ATTENTION}
-        model.embedding.positions = lambda table: table[own(len(table))]
-        for dropout in dropouts(model, *others):  # of the places here, which tp may split
-            dropout.positions = lambda count, of=dropout.positions: own(count)[of(count)]
-        if layout.context == "ring":
-            attention.core = partial(ring_attention, layout=layout)
-        elif layout.context == "ulysses":
-            attention.core = partial(exchanged_attention, attention.core)
-            attention.dropout.heads = partial(collectives.own_places, axis=AXIS, of=attention.dropout.heads)
-        else:
-            attention.core = partial(gathered_attention, attention.core, order_S)
-            attention.dropout.positions = own
-
-    return Strategy(edit) if layout.cp > 1 else Strategy()
+    own, of_stream = partial(own_positions, order_S), hooks.stream_positions
+    hooks.local_rows = lambda table, length: table[own(length)]
+    hooks.stream_positions = lambda count: own(count)[of_stream(count)]  # tp may split those of this device
+    if layout.context == "ring":
+        hooks.attention = partial(ring_attention, layout=layout)
+    elif layout.context == "ulysses":
+        hooks.attention = exchanged_attention
+        hooks.heads = partial(collectives.own_places, axis=AXIS, of=hooks.heads)
+    else:
+        hooks.attention, hooks.query_positions = partial(gathered_attention, order_S=order_S), own
+    return Strategy()
 
 
 def own_positions(order_S: np.ndarray, length: int) -> jax.Array:
@@ -78,7 +73,7 @@ def own_positions(order_S: np.ndarray, length: int) -> jax.Array:
 
 
 def gathered_attention(
-    core: Callable[..., jax.Array], order_S: np.ndarray, q_BTHD: jax.Array, *kv: jax.Array, factor: Any
+    core: Callable[..., jax.Array], q_BTHD: jax.Array, *kv: jax.Array, order_S: np.ndarray, factor: Any
 ) -> jax.Array:
     """Attention (B, T, H, D) of this device's queries to the keys of all."""
     gather = partial(collectives.all_gather, axis=AXIS, dim=POSITION_DIM, purpose=ACTIVATIONS)
@@ -94,7 +89,7 @@ def exchanged_attention(core: Callable[..., jax.Array], *qkv: jax.Array, factor:
 
 
 def ring_attention(
-    q_BTHD: jax.Array, k_BTKD: jax.Array, v_BTKD: jax.Array, *, layout: Layout, factor: None
+    core: Any, q_BTHD: jax.Array, k_BTKD: jax.Array, v_BTKD: jax.Array, *, layout: Layout, factor: None
 ) -> jax.Array:
     """Attention (B, T, H, D) to keys that pass by, those of one device at a time."""
     q_BTKGD = q_BTHD.reshape(*k_BTKD.shape[:3], -1, k_BTKD.shape[3])

@@ -21,6 +21,7 @@ from compare.contract.communication import GRADIENTS
 from compare.spec.axes import DATA, REPLICAS
 from compare.spec.experiment import Experiment
 from jaxpar.comm import collectives
+from jaxpar.hooks import Hooks
 from jaxpar.manual.strategy import Strategy
 from jaxpar.placement import Placement
 
@@ -30,7 +31,7 @@ SENT_AS_IT_IS = 1 / 4
 be copied twice. JAX has no reduction of several arrays that stay where they are."""
 
 
-def strategy(experiment: Experiment, placements: Any) -> Strategy:
+def strategy(experiment: Experiment, placements: Any, hooks: Hooks) -> Strategy:
     """Gradients stay local until all passes are accumulated."""
     layout = experiment.layout
     axes = REPLICAS if layout.zero else DATA  # ZeRO sums over what it splits

@@ -25,33 +25,29 @@ from compare.contract.communication import ACTIVATIONS, LOSS, ROUTING
 from compare.spec.axes import DATA, EP, TP
 from compare.spec.experiment import Experiment
 from jaxpar.comm import collectives
+from jaxpar.hooks import Hooks
 from jaxpar.manual.strategy import Strategy
 from jaxpar.mlp import Experts
-from jaxpar.model import GPT
 
 AXIS = EP
 exchange = partial(collectives.all_to_all, axis=AXIS, split=0, joined=0, purpose=ACTIVATIONS)
 
 
-def strategy(experiment: Experiment, placements: Any) -> Strategy:
+def strategy(experiment: Experiment, placements: Any, hooks: Hooks) -> Strategy:
     """Tokens go to their experts; the load-balance loss is of the tokens of all devices."""
     layout = experiment.layout
     if not experiment.model.n_experts:
         return Strategy()
 
-    def edit(model: GPT) -> None:
-        experts = model.blocks.mlp
-        assert isinstance(experts, Experts)
-        if layout.ep > 1:
-            experts.exchange = at_their_experts
-        tokens = (*DATA, TP) if layout.sequence_parallel else DATA  # the axes whose devices have others
-        model.total_counts = partial(collectives.all_reduce, axis=tokens, purpose=ROUTING)
-        if layout.sequence_parallel:
-            model.mean_probability = lambda p_LE: (
-                collectives.all_reduce(p_LE, TP, purpose=LOSS) / collectives.axis_size(TP)
-            )
-
-    return Strategy(edit)
+    if layout.ep > 1:
+        hooks.experts = at_their_experts
+    tokens = (*DATA, TP) if layout.sequence_parallel else DATA  # the axes whose devices have others
+    hooks.sum_counts = partial(collectives.all_reduce, axis=tokens, purpose=ROUTING)
+    if layout.sequence_parallel:
+        hooks.mean_probability = lambda p_LE: (
+            collectives.all_reduce(p_LE, TP, purpose=LOSS) / collectives.axis_size(TP)
+        )
+    return Strategy()
 
 
 def at_their_experts(experts: Experts, x_BTC: jax.Array, weights_BTE: jax.Array) -> jax.Array:

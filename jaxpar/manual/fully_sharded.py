@@ -26,16 +26,17 @@ from compare.contract.communication import GRADIENTS, PARAMETERS
 from compare.spec.axes import SHARDS
 from compare.spec.experiment import Experiment
 from jaxpar.comm import collectives
+from jaxpar.hooks import Hooks
 from jaxpar.manual.strategy import Strategy
-from jaxpar.model import GPT, Loss, ModelPatch
+from jaxpar.model import Loss
 from jaxpar.placement import Placement, one_layer
-from jaxpar.remat import Remat, apply_remat, gathers_in_layers, remat_of
+from jaxpar.remat import gathers_in_layers
 from jaxpar.weights import STACKED
 
 AXES = SHARDS
 
 
-def strategy(experiment: Experiment, placements: Any) -> Strategy:
+def strategy(experiment: Experiment, placements: Any, hooks: Hooks) -> Strategy:
     """Blocks gather themselves under stage 3; gradients that were scattered are sums over n devices."""
     if not experiment.layout.zero:
         return Strategy()
@@ -44,17 +45,12 @@ def strategy(experiment: Experiment, placements: Any) -> Strategy:
         split = [axis for axis in p.dims if experiment.layout.zero == 3 or axis not in p.shards]
         return collectives.to_varying(x, [axis for axis in AXES if axis not in split])
 
-    of_axis = Strategy(
+    if gathers_in_layers(experiment.layout):
+        gather_layers(hooks, placements[STACKED], keep=not experiment.layout.reshard_after_forward)
+    return Strategy(
         mark=lambda params: jax.tree.map(mark, placements, params),
         reduce=partial(mean_gradients, placements=placements),
     )
-    if not gathers_in_layers(experiment.layout):
-        return of_axis
-    keep = not experiment.layout.reshard_after_forward
-    # A pipeline that computes a stage's forward anew does so in a tick, in which products are kept.
-    remat = remat_of(experiment.layout)
-    remat = "dots" if experiment.layout.pp > 1 and remat == "full" else remat
-    return of_axis._replace(edit=gather_layers(placements[STACKED], remat=remat, keep_gathered=keep))
 
 
 # Stages 1 and 2: parameters are full on every device; the optimizer updates shards of them.
@@ -93,17 +89,11 @@ def all_gather_parameters(shards: Any, placements: Any) -> Any:
 # Stage 3: parameters are shards, and each block gathers its own in the loop over blocks.
 
 
-def gather_layers(placements: Any, *, remat: Remat, keep_gathered: bool) -> ModelPatch:
-    """Every scanned block gathers its own parameters; backward again, unless they are kept."""
+def gather_layers(hooks: Hooks, placements: Any, *, keep: bool) -> None:
+    """Every scanned block gathers its own parameters; backward again, unless forward keeps them."""
     placements = one_layer(placements)
-
-    def edit(model: GPT) -> None:
-        model.gather_layer = lambda shards, x_BTC: unpad(gather(shards, placements), placements)
-        model.wrap_layer = partial(
-            apply_remat, remat=remat, is_gather=_is_gather, keep_gathered=keep_gathered
-        )
-
-    return edit
+    hooks.gather_layer = lambda shards, x_BTC: unpad(gather(shards, placements), placements)
+    hooks.is_gather, hooks.keep_gathered = _is_gather, keep
 
 
 def _is_gather(primitive: Any, *arguments: Any, **parameters: Any) -> bool:

@@ -30,11 +30,12 @@ from compare.pipeline.ticks import BACKWARD, FORWARD, Ticks, TickTasks
 from compare.spec.axes import PP
 from compare.spec.experiment import Experiment
 from jaxpar.comm import collectives
+from jaxpar.hooks import Hooks
 from jaxpar.manual.stage import EndSums, Stage
 from jaxpar.manual.strategy import Strategy
-from jaxpar.model import GPT, PipelineParts
+from jaxpar.model import PipelineParts
 from jaxpar.placement import map_repeated
-from jaxpar.remat import apply_remat, remat_of
+from jaxpar.remat import remat_of
 from jaxpar.weights import STACKED, without_layers
 
 AXIS = PP
@@ -42,19 +43,16 @@ _at = partial(lax.dynamic_index_in_dim, keepdims=False)
 _put = partial(lax.dynamic_update_index_in_dim, axis=0)
 
 
-def strategy(experiment: Experiment, placements: Any) -> Strategy:
+def strategy(experiment: Experiment, placements: Any, hooks: Hooks) -> Strategy:
     """Gradients of what pp does not split stay each device's own in the ticks, and are summed once a step."""
     if experiment.layout.pp == 1:
         return Strategy()
 
-    def edit(model: GPT) -> None:
-        if remat_of(experiment.layout) == "full":  # a tick computes forward anew, and need not do so twice
-            model.wrap_layer = partial(apply_remat, remat="dots")
-
+    if remat_of(experiment.layout) == "full":  # a tick computes forward again, which need not happen twice
+        hooks.remat = "dots"
     mark_varying = partial(collectives.to_varying, axis=AXIS)
     total = partial(collectives.all_reduce, axis=AXIS, purpose=TIED_GRADIENTS)
     return Strategy(
-        edit,
         mark=partial(map_repeated, mark_varying, AXIS, placements),
         reduce=partial(map_repeated, total, AXIS, placements),
     )

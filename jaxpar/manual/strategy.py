@@ -3,16 +3,13 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxpar.linear import same
-from jaxpar.model import ModelPatch
+from jaxpar.hooks import identity
 
 
 class Strategy(NamedTuple):
     """The changes of one mesh axis. The engine applies the strategies of all axes in one order."""
 
-    edit: ModelPatch = same
-    """Adds communication of activations, or of parameters, to the model."""
-    mark: Callable[[Any], Any] = same
+    mark: Callable[[Any], Any] = identity
     """Marks parameters as varying before differentiation, so that their gradients stay local."""
-    reduce: Callable[[Any], Any] = same
+    reduce: Callable[[Any], Any] = identity
     """Reduces accumulated gradients that are partial along the axis."""

@@ -28,58 +28,48 @@ import jax.numpy as jnp
 from jax import lax
 
 from compare.contract.communication import ACTIVATIONS, LOSS, REPLICATED_GRADIENTS
-from compare.numerics.dropout import DropoutSite
 from compare.spec.axes import TP
 from compare.spec.experiment import Experiment
 from jaxpar.comm import collectives
-from jaxpar.dropout import dropouts
-from jaxpar.linear import Hook
+from jaxpar.hooks import Hook, Hooks
 from jaxpar.manual.strategy import Strategy
-from jaxpar.mlp import Experts
-from jaxpar.model import GPT
 from jaxpar.placement import map_repeated
 
 AXIS = TP
 POSITION_DIM = 1
 
 
-def strategy(experiment: Experiment, placements: Any) -> Strategy:
+def strategy(experiment: Experiment, placements: Any, hooks: Hooks) -> Strategy:
     """The model's linear maps, embedding and loss work on this device's part."""
     sequence_parallel, vocab_size = experiment.layout.sequence_parallel, experiment.model.vocab_size
     if experiment.layout.tp == 1:
         return Strategy()
 
-    def edit(model: GPT) -> None:
-        f = all_gather_to_region if sequence_parallel else copy_to_region
-        g = reduce_scatter_from_region if sequence_parallel else reduce_from_region
-        attention, mlp = model.blocks.attention, model.blocks.mlp
-        attention.qkv.enter = mlp.up.enter = f  # column-parallel: outputs are split, and so is the bias
-        if isinstance(mlp, Experts):
-            mlp.enter_weights = f  # each device has a part of the sums whose terms they are
-        attention.out.leave = mlp.down.leave = g  # row-parallel: inputs are split; the bias is added once
-        model.embedding.look_up, model.embedding.enter = partial(rows_of, g=g), f
-        if sequence_parallel:
-            model.embedding.cut_positions = partial(collectives.own_shard, axis=AXIS, dim=0)
-        model.cross_entropy = partial(cross_entropy, vocab_size=vocab_size)
-        split_rows(model, sequence_parallel=sequence_parallel)
-
+    f = all_gather_to_region if sequence_parallel else copy_to_region
+    g = reduce_scatter_from_region if sequence_parallel else reduce_from_region
+    hooks.qkv.before = hooks.up.before = f  # column-parallel: outputs are split, and so is the bias
+    hooks.before_mix = f  # each device has a part of the sums whose terms they are
+    hooks.out.after = hooks.down.after = g  # row-parallel: inputs are split; the bias is added once
+    hooks.look_up, hooks.before_logits = partial(rows_of, g=g), f
+    if sequence_parallel:
+        hooks.slice_positions = partial(collectives.own_shard, axis=AXIS, dim=0)
+    hooks.cross_entropy = partial(cross_entropy, vocab_size=vocab_size)
+    split_rows(hooks, sequence_parallel=sequence_parallel)
     if not sequence_parallel:
-        return Strategy(edit)
+        return Strategy()
     mark_varying = partial(collectives.to_varying, axis=AXIS)
     total = partial(collectives.all_reduce, axis=AXIS, purpose=REPLICATED_GRADIENTS)
     return Strategy(
-        edit,
         mark=partial(map_repeated, mark_varying, AXIS, placements),
         reduce=partial(map_repeated, total, AXIS, placements),
     )
 
 
-def split_rows(model: GPT, *, sequence_parallel: bool) -> None:
-    """Say which rows of dropout are a device's: of some of the heads, or of the positions."""
-    for dropout in dropouts(model, DropoutSite.ATTENTION):
-        dropout.heads = partial(collectives.own_places, axis=AXIS, of=dropout.heads)
-    for dropout in dropouts(model, *set(DropoutSite) - {DropoutSite.ATTENTION}) if sequence_parallel else ():
-        dropout.positions = partial(collectives.own_places, axis=AXIS, of=dropout.positions)
+def split_rows(hooks: Hooks, *, sequence_parallel: bool) -> None:
+    """Give dropout the heads of this device, and its positions."""
+    hooks.heads = partial(collectives.own_places, axis=AXIS, of=hooks.heads)
+    if sequence_parallel:
+        hooks.stream_positions = partial(collectives.own_places, axis=AXIS, of=hooks.stream_positions)
 
 
 def copy_to_region(x_BTC: jax.Array) -> jax.Array:

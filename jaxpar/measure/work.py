@@ -15,9 +15,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from compare.contract.work import Kept, ObservedWork, Part
 from compare.pipeline.schedules import Kind, Task
 from compare.pipeline.ticks import BACKWARD, FORWARD, Ticks
-from jaxpar.linear import KEEPS
+from jaxpar.functional import KEEPS, RELU
 from jaxpar.measure.hlo import AGAIN
-from jaxpar.mlp import RELU
 from jaxpar.model import HEAD
 
 PRODUCT, GELUS = "dot_general", frozenset({"erf", "erfc", "tanh"})

@@ -21,10 +21,12 @@ from compare.side.inputs import starting_parameters
 from compare.spec.experiment import Optimizer
 from jaxpar import weights as names
 from jaxpar.comm.mesh import find_devices
+from jaxpar.hooks import Hooks
 from jaxpar.measure.work import work_of
 from jaxpar.model import loss_function
 from jaxpar.optimizer import clip, global_norm
 from jaxpar.placement import place_parameters
+from jaxpar.remat import remat_of
 from jaxpar.run import Run
 from jaxpar.step import ShardedStep, TrainState, accumulated_gradients, batch_like, device_scalars
 from jaxpar.train import train_to_end
@@ -66,7 +68,8 @@ def train(request: Request, folder: Path, *, at: Callable[[int, str], None] = la
     """Train on one device, and write the record: see `jaxpar.train.train`."""
     experiment, recorder = request.experiment, Recorder(folder)
     (device,) = find_devices(1, platform=request.platform)
-    loss, decay = loss_function(experiment), names.decay_mask(experiment.model, experiment.optimizer.decay)
+    loss = loss_function(experiment, Hooks(remat=remat_of(experiment.layout)))
+    decay = names.decay_mask(experiment.model, experiment.optimizer.decay)
     optimizer = make_optimizer(experiment.optimizer, decay=decay)
     corpus = open_corpus(experiment, validated_sha256=request.corpus_sha256)
     initial = starting_parameters(request)

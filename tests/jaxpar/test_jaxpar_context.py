@@ -15,8 +15,8 @@ from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError, Layout
 from jaxpar.comm.collectives import per_device
 from jaxpar.comm.mesh import make_mesh
+from jaxpar.functional import causal_attention
 from jaxpar.manual.context_parallel import exchanged_attention, gathered_attention, ring_attention
-from jaxpar.model import causal_attention
 
 DROPPED = replace(MODEL, n_layer=2, n_head=4, block_size=16, dropout=0.3)
 UNDROPPED = replace(DROPPED, dropout=0.0, n_kv_head=2, position="rope")
@@ -54,7 +54,6 @@ def test_attention_of_each_way_is_pytorch_s():
     y = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
     right = [y, *torch.autograd.grad(y, tensors, torch.from_numpy(g).transpose(1, 2))]
 
-    core = partial(causal_attention, softmax_dtype=q.dtype)
     for layout in (
         Layout(cp=4),
         Layout(cp=4, zigzag=True),
@@ -64,13 +63,13 @@ def test_attention_of_each_way_is_pytorch_s():
     ):
         order_T = order_of_positions(16, layout)
         way = {
-            "allgather": partial(gathered_attention, core, order_T),
-            "ulysses": partial(exchanged_attention, core),
+            "allgather": partial(gathered_attention, order_S=order_T),
+            "ulysses": exchanged_attention,
             "ring": partial(ring_attention, layout=layout),
         }[layout.context]
 
         def forward_and_back(q, k, v, g, way=way):
-            y, back = jax.vjp(partial(way, factor=None), q, k, v)
+            y, back = jax.vjp(partial(way, causal_attention, factor=None), q, k, v)
             return y, *back(g)
 
         spec = P(None, "cp")

@@ -1,15 +1,14 @@
 """Derivatives written out: finite, quick, of the right dtypes. nanoGPT's numbers tell that they are right."""
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.derivatives import gelu, product
+from jaxpar.functional import causal_attention
 from jaxpar.measure.work import operations
-from jaxpar.model import causal_attention
 
 
 def draw(*shape: int) -> jax.Array:
@@ -40,10 +39,9 @@ def test_the_gradient_of_a_weight_has_x_on_the_left():
 
 def test_bfloat16_stays_bfloat16_and_its_softmax_is_float32():
     q, k, v = (draw(1, 4, 2, 8).astype(jnp.bfloat16) for _ in range(3))
-    core = partial(causal_attention, softmax_dtype=jnp.float32)
-    y, back = jax.vjp(core, q, k, v)
+    y, back = jax.vjp(causal_attention, q, k, v)
     assert {x.dtype for x in (y, *back(y))} == {jnp.dtype(jnp.bfloat16)}
-    traced = jax.make_jaxpr(lambda *qkv: jax.vjp(core, *qkv)[1](y))(q, k, v).jaxpr
+    traced = jax.make_jaxpr(lambda *qkv: jax.vjp(causal_attention, *qkv)[1](y))(q, k, v).jaxpr
     names = {"exp": jnp.float32, "dot_general": jnp.bfloat16}
     for name, dtype in names.items():
         dtypes = [eqn.invars[0].aval.dtype for eqn, _, _ in operations(traced) if eqn.primitive.name == name]

@@ -12,7 +12,9 @@ from numpy_gpt import numpy_loss
 from compare.numerics.parameters import initial_parameters
 from compare.spec.experiment import Experiment, Layout, Model, Precision
 from jaxpar import weights
-from jaxpar.model import ModelPatch, cross_entropy, loss_function
+from jaxpar.functional import cross_entropy
+from jaxpar.hooks import Hooks
+from jaxpar.model import loss_function
 
 F64 = Precision(dtype="float64")
 SPEC = Model(n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=11, bias=True)
@@ -30,8 +32,8 @@ def experiment_of(config: Model, precision: Precision = F64) -> Experiment:
     return Experiment(model=config, precision=precision, layout=Layout(remat="dots"))
 
 
-def loss_of(experiment: Experiment, *patches: ModelPatch) -> Callable[..., jax.Array]:
-    return lambda params, batch: loss_function(experiment, patches)(params, batch)[0]
+def loss_of(experiment: Experiment, hooks: Hooks | None = None) -> Callable[..., jax.Array]:
+    return lambda params, batch: loss_function(experiment, hooks or Hooks())(params, batch)[0]
 
 
 def random_batch(config: Model, size: int = 3) -> dict[str, np.ndarray]:
@@ -58,29 +60,23 @@ def test_loss_equals_numpy():
         assert abs(loss - numpy_loss(config, named, **batch)) < 1e-13
 
 
-def test_an_edit_puts_another_attention_core_there():
-    """With hotter scores, which larger queries make as well."""
+def test_hook_of_attention():
+    """A hook that multiplies queries is the same as larger query weights."""
     named, batch = random_parameters(SPEC), random_batch(SPEC)
-
-    def edit(model):
-        core = model.blocks.attention.core
-        model.blocks.attention.core = lambda q_BTHD, *kv, factor: core(1.5 * q_BTHD, *kv)
-
-    edited = loss_of(experiment_of(SPEC), edit)(weights.from_canonical(named, SPEC), batch)
+    hooks = Hooks(attention=lambda attention, q_BTHD, *kv, factor: attention(1.5 * q_BTHD, *kv))
+    hooked = loss_of(experiment_of(SPEC), hooks)(weights.from_canonical(named, SPEC), batch)
     for name in [name for name in named if ".qkv." in name]:
         named[name][..., 0, :, :] *= 1.5
-    assert edited == pytest.approx(numpy_loss(SPEC, named, **batch), rel=1e-13)
+    assert hooked == pytest.approx(numpy_loss(SPEC, named, **batch), rel=1e-13)
 
 
-def test_positions_are_a_hook():
-    """Every second row of the table, as a device that has some of the positions."""
+def test_hook_of_positions():
+    """Every second row of the table, as on a device that has some of the positions."""
     params = weights.from_canonical(random_parameters(SPEC), SPEC)
     batch = {name: tokens[:, :3] for name, tokens in random_batch(SPEC).items()}
     loss = loss_of(experiment_of(SPEC))
-    of_some = loss_of(
-        experiment_of(SPEC),
-        lambda model: setattr(model.embedding, "positions", lambda table: table[jnp.array([0, 2, 4])]),
-    )
+    hooks = Hooks(local_rows=lambda table, length: table[jnp.array([0, 2, 4])])
+    of_some = loss_of(experiment_of(SPEC), hooks)
     table = params["embedding"]["position"]
     moved = params | {"embedding": params["embedding"] | {"position": table[[0, 2, 4, 1, 3, 5]]}}
     assert of_some(params, batch) == loss(moved, batch) != loss(params, batch)
@@ -116,7 +112,7 @@ def test_of_equal_logits_the_first_experts_are_chosen():
     model = replace(SPEC, n_experts=4, bias=False)
     named, batch = random_parameters(model), random_batch(model)
     named |= {name: np.zeros_like(w) for name, w in named.items() if "router" in name}
-    loss, routing = loss_function(experiment_of(model))(weights.from_canonical(named, model), batch)
+    loss, routing = loss_function(experiment_of(model), Hooks())(weights.from_canonical(named, model), batch)
     assert (routing.expert_ids == np.array([0, 1])).all()
     assert routing.tokens_per_expert.tolist() == [[18, 18, 0, 0]] * model.n_layer
     assert abs(loss - numpy_loss(model, named, **batch)) < 1e-13

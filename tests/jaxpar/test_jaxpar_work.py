@@ -1,5 +1,6 @@
 """The work of a traced step: of engines that do as they were asked, and of those that do half of it."""
 
+import dataclasses
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from unittest.mock import patch
@@ -33,8 +34,9 @@ def half_the_layers_again() -> AbstractContextManager:
     def layers(self, x_BTC, keys_B2=None, first=0):
         graph, blocks = model.nnx.split(self.blocks)
         halves = (jax.tree.map(lambda w, part=part: w[part], blocks) for part in (slice(2), slice(2, None)))
-        for wrap, half in zip((lambda layer: layer, self.wrap_layer), halves, strict=True):
-            self.wrap_layer, self.blocks = wrap, model.nnx.merge(graph, half)
+        for remat, half in zip(("none", "full"), halves, strict=True):
+            self.hooks = dataclasses.replace(self.hooks, remat=remat)
+            self.blocks = model.nnx.merge(graph, half)
             x_BTC, routing = right(self, x_BTC, keys_B2, first)
         return x_BTC, routing
 

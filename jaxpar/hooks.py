@@ -1,0 +1,91 @@
+"""Hooks: the places of the model where a parallelism strategy puts its own function.
+
+The model has no mesh. The defaults compute on one device. A strategy sets fields of `Hooks` before the model
+is built.
+
+Legend: B batch, T position, C n_embd, H heads, V vocabulary, L layers, E experts.
+"""
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jaxpar.derivatives import multiply_matrices
+from jaxpar.functional import cross_entropy
+from jaxpar.remat import IsGather, Remat
+
+Hook = Callable[[jax.Array], jax.Array]
+Indices = Callable[[int], ArrayLike]
+"""From the number of local heads or positions to their global indices."""
+
+
+def identity(x: Any) -> Any:
+    """Return x."""
+    return x
+
+
+def call(compute: Callable[..., jax.Array], *arrays: jax.Array, **options: Any) -> jax.Array:
+    """Return compute(*arrays)."""
+    return compute(*arrays, **options)
+
+
+@dataclass(eq=False, kw_only=True)
+class LinearHooks:
+    """A linear map is after(matmul(before(x), weight, dims of x that are summed)) + bias."""
+
+    before: Hook = identity
+    matmul: Callable[[jax.Array, jax.Array, int], jax.Array] = multiply_matrices
+    after: Hook = identity
+
+
+@dataclass(eq=False, kw_only=True)
+class Hooks:
+    """Functions that the model calls; see the module."""
+
+    # A block's four linear maps: x -> q, k, v -> x -> hidden -> x. With experts up and down are those of all.
+    qkv: LinearHooks = field(default_factory=LinearHooks)
+    out: LinearHooks = field(default_factory=LinearHooks)
+    up: LinearHooks = field(default_factory=LinearHooks)
+    down: LinearHooks = field(default_factory=LinearHooks)
+
+    attention: Callable[..., jax.Array] = call
+    """(`causal_attention`, q, k, v, factor=...) -> (B, T, H, D)."""
+    local_rows: Callable[[jax.Array, int], jax.Array] = lambda table, length: table[:length]
+    """(a table with a row for each position, T) -> rows of the local positions (T, ...)."""
+    # Dropout's random bits depend on the global indices of an element.
+    heads: Indices = jnp.arange
+    """Heads in attention."""
+    query_positions: Indices = jnp.arange
+    """Positions of queries in attention."""
+    stream_positions: Indices = jnp.arange
+    """Positions of the residual stream, between the regions of tensor parallelism."""
+
+    look_up: Callable[[jax.Array, jax.Array], jax.Array] = operator.getitem
+    """(table of tokens (V, C), tokens (B, T)) -> (B, T, C)."""
+    slice_positions: Hook = identity
+    """The vectors (T, C) of the positions, before they are added to those of the tokens."""
+    after_embedding: Hook = identity
+    before_logits: Hook = identity
+    cross_entropy: Callable[[jax.Array, jax.Array], jax.Array] = cross_entropy
+    """(logits (B, T, V), targets (B, T)) -> mean loss."""
+
+    experts: Callable[[Any, jax.Array, jax.Array], jax.Array] = lambda experts, *x: experts.mix(*x)
+    """(`mlp.Experts`, x (B, T, C), weights (B, T, E)) -> (B, T, C)."""
+    before_mix: Hook = identity
+    """The weights of the experts' outputs, at the experts."""
+    sum_counts: Hook = identity
+    """How often each expert was chosen, (L, E), by the local tokens -> by all tokens."""
+    mean_probability: Hook = identity
+    """Probability of each expert, (L, E), over the local tokens -> over all tokens."""
+
+    gather_layer: Callable[[Any, jax.Array], Any] = lambda layer, x_BTC: layer
+    """(stored parameters of a layer, x) -> full parameters; called in the scan over layers."""
+    remat: Remat = "none"
+    is_gather: IsGather | None = None
+    keep_gathered: bool = False
+    """As of `remat.apply_remat`, for a layer of the scan."""
