@@ -7,17 +7,15 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import processes
 import pytest
-import quick_xla
-import warm
-from grid import Grid
 from hypothesis import HealthCheck, settings
 
 from compare.spec.experiment import Experiment, Layout, Model, Precision, Train
+from tests.support import processes, quick_xla, warm
+from tests.support.grid import Grid
 
 if TYPE_CHECKING:
-    from ranks import Ranks
+    from tests.support.ranks import Ranks
 
 quick_xla.use()
 
@@ -127,7 +125,7 @@ def warm_sides(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Generator["Ranks"]:
     """Four gloo ranks for the tests of a file that are marked `@on_ranks`."""
-    from ranks import Ranks  # imports PyTorch, which is not everywhere where jaxpar is tested
+    from tests.support.ranks import Ranks  # imports PyTorch, which is not everywhere where jaxpar is tested
 
     ranks = Ranks(tmp_path_factory.mktemp("ranks"))
     yield ranks

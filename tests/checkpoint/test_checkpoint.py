@@ -6,8 +6,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from checkpoints import random_state
-from small_checkpoint import DEVICES, EXPERIMENT, checkpoint, parts, save
 
 from compare.checkpoint import saver as savers
 from compare.checkpoint.description import (
@@ -25,6 +23,8 @@ from compare.numerics.boxes import Box
 from compare.numerics.parameters import parameter_table
 from compare.spec.experiment import Checkpoints, ExperimentError
 from compare.system.json_files import write_json
+from tests.support.checkpoints import random_state
+from tests.support.small_checkpoint import DEVICES, EXPERIMENT, checkpoint, parts, save
 
 
 @pytest.fixture(scope="module")

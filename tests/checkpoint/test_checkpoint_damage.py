@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from small_checkpoint import save
 
 from compare.checkpoint.description import DESCRIPTION, SHARDING
 from compare.checkpoint.reader import CheckpointError, CheckpointReader, read_description, sum_of
+from tests.support.small_checkpoint import save
 
 
 def first_file(folder: Path) -> Path:

@@ -4,15 +4,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from made_up import Engines
 from markupsafe import Markup
-from records import CORPUS
-from warm import EMPTY_SVG
 
 from compare.commands.bench import timed_study as timing
 from compare.execute import load
 from compare.run import study
 from compare.spec.experiment import Experiment, edited, to_toml
+from tests.support.made_up import Engines
+from tests.support.records import CORPUS
+from tests.support.warm import EMPTY_SVG
 
 FOUR = {"model": {"n_layer": 2, "n_head": 4}, "train": {"batch_size": 8, "max_iters": 3}}
 

@@ -1,9 +1,7 @@
 """A bench with engines that are made up: rounds, failures, Ctrl-C, going on."""
 
 import pytest
-from made_up import bench
 from msgspec.structs import replace
-from records import make_steps
 
 from compare import api
 from compare.cli import main
@@ -14,6 +12,8 @@ from compare.judge import ladder
 from compare.judge.outcome import OUTCOME, read_outcome
 from compare.judge.strategy import Finding, Strategy
 from compare.spec.experiment import ExperimentError
+from tests.support.made_up import bench
+from tests.support.records import make_steps
 
 
 def test_every_case_is_a_process_of_its_own_in_every_round(timed_engines, tmp_path, capsys):

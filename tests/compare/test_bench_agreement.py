@@ -3,7 +3,6 @@
 import itertools
 
 import numpy as np
-from benches import STEPS, bench_of, cases_of, measurement_of
 
 from compare.commands.bench.agreement import (
     LIMITS,
@@ -12,6 +11,7 @@ from compare.commands.bench.agreement import (
 )
 from compare.judge.tolerances import TOLERANCES
 from compare.spec.experiment import edited
+from tests.support.benches import STEPS, bench_of, cases_of, measurement_of
 
 NORMS = np.linspace(3.0, 1.0, STEPS)
 LOSSES = np.linspace(5.5, 4.5, STEPS)

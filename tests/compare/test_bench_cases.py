@@ -1,7 +1,6 @@
 """The cases of a bench: what is timed, in which order, against what, what is left out; their figures."""
 
 import pytest
-from benches import bench_of, cases_of, grid_of, measurement_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,6 +8,7 @@ from compare.commands.bench.outcome import blocks
 from compare.commands.bench.timed_study import rotated
 from compare.setup.presets import edits_of
 from compare.spec.experiment import ExperimentError
+from tests.support.benches import bench_of, cases_of, grid_of, measurement_of
 
 
 def names(cases) -> list[str]:

@@ -6,13 +6,13 @@ import sys
 import time
 
 import pytest
-from made_up import bench
 
 from compare.commands.bench import timed_study
 from compare.commands.bench.outcome import timed
 from compare.execute import load
 from compare.execute.launchers import Hosts
 from compare.judge.outcome import read_outcome
+from tests.support.made_up import bench
 
 
 def test_a_busy_machine_is_refused_before_anything_starts(timed_engines, tmp_path, monkeypatch, capsys):

@@ -4,12 +4,12 @@ import json
 
 import msgspec
 import pytest
-from records import CLIMBED
 
 from compare.commands.check import rungs_of_engines
 from compare.commands.faults import fault_cases
 from compare.spec.engines.registry import SIDES, STUDIED
 from compare.spec.experiment import Layout, load
+from tests.support.records import CLIMBED
 
 DEVICES = 4
 STEPS = 3

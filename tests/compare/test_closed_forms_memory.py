@@ -2,13 +2,13 @@
 
 import msgspec
 import pytest
-from bounds import AT_REST
 
 from compare.numerics.parameters import parameter_count
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import edited, load
 from compare.theory.gradient_messages import gradient_messages
 from compare.theory.memory import KINDS, closed_form, excess
+from tests.support.bounds import AT_REST
 
 CHECK = load("check")
 WHOLE = 8 * parameter_count(CHECK.model)  # bytes in float64

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import assert_is_random, random_state, write_random
 from safetensors.numpy import load_file, save_file
 
 from compare.checkpoint.reader import CheckpointReader
@@ -13,6 +12,7 @@ from compare.cli import main
 from compare.commands.convert import FORMATS
 from compare.formats.huggingface import CONFIG, WEIGHTS_FILE, read_gpt2, write_gpt2
 from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, Precision
+from tests.support.checkpoints import assert_is_random, random_state, write_random
 
 EXPERIMENT = Experiment(
     model=Model(n_layer=2, n_head=2, n_embd=6, block_size=5, vocab_size=7, bias=True, activation="gelu_tanh"),

@@ -7,7 +7,6 @@ import shutil
 import msgspec
 import numpy as np
 import pytest
-from records import finished_of, make_record, make_run, make_steps
 
 from compare.cli import main
 from compare.contract.record import read_tensors, write_tensors
@@ -15,6 +14,7 @@ from compare.contract.request import Rung
 from compare.judge.difference import difference
 from compare.judge.outcome import save
 from compare.spec.experiment import edited
+from tests.support.records import finished_of, make_record, make_run, make_steps
 
 
 def told(capsys, *arguments: object, code: int) -> dict:

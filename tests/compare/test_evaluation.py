@@ -4,8 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from checkpoints import describe, random_state
-from grid import DEVICES, SETTINGS, arguments_of
 from msgspec import UNSET
 from msgspec.structs import replace
 
@@ -17,6 +15,8 @@ from compare.numerics.data import SPLITS, open_corpus
 from compare.numerics.shards import Shard
 from compare.numerics.stream import AHEAD, evaluate, is_due, steps_due
 from compare.spec.experiment import Data, Experiment, edited
+from tests.support.checkpoints import describe, random_state
+from tests.support.grid import DEVICES, SETTINGS, arguments_of
 
 
 def test_batches_of_both_splits_are_others_than_those_of_training(tiny):

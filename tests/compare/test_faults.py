@@ -6,14 +6,14 @@ That the same is green with nothing planted, test_check.py says.
 import json
 
 import pytest
-from grid import TEXT
-from records import make_request, outcome_of
 
 from compare.commands.faults import FAULTS, caught_as_expected, fault_cases
 from compare.judge.ladder import LADDER, RungResult, Verdict
 from compare.judge.outcome import Case
 from compare.spec.engines.registry import JAX, STUDIED
 from compare.spec.experiment import ExperimentError
+from tests.support.grid import TEXT
+from tests.support.records import make_request, outcome_of
 
 IN_JAX = {
     "moved_weight", "reversed_update", "ignored_bucket_mb", "ignored_offload", "ignored_sequence_parallel",

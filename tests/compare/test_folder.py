@@ -4,7 +4,6 @@ import errno
 import sys
 from pathlib import Path
 
-import processes
 import pytest
 
 from compare.checkpoint.description import CHECKPOINTS, UNFINISHED
@@ -14,6 +13,7 @@ from compare.side.run_lock import lock_folder
 from compare.spec.experiment import ExperimentError
 from compare.system.disk import no_room, write_atomically
 from compare.system.json_files import write_json
+from tests.support import processes
 
 
 def test_a_killed_holder_lets_go_and_what_it_started_does_not_hold(tmp_path):

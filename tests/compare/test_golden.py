@@ -7,9 +7,6 @@ import tomllib
 import msgspec
 import numpy as np
 import pytest
-import warm
-from numpy_gpt import numpy_loss
-from records import OF_EXPERTS, outcome_of
 
 from compare.commands.check import GOLDEN as EXPERIMENT
 from compare.commands.check import SGD, Check
@@ -26,6 +23,9 @@ from compare.run.rounds import run_missing
 from compare.setup.grid import grid
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import edited, load, named_experiments
+from tests.support import warm
+from tests.support.numpy_gpt import numpy_loss
+from tests.support.records import OF_EXPERTS, outcome_of
 
 RUNGS = [rung for rung in LADDER if rung not in ("loss_scale", "final_weights", *OF_EXPERTS)]
 """Of a golden: its last weights are those of the last step, and stand at later_weights."""

@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from records import make_record
 
 from compare.contract import record as files
 from compare.contract.communication import GRADIENTS
@@ -19,6 +18,7 @@ from compare.spec.axes import TP
 from compare.spec.experiment import edited
 from compare.system.json_files import read_json
 from compare.system.tensors import RecordError
+from tests.support.records import make_record
 
 REFERENCE, CANDIDATE = (("reference",), ("candidate",))
 BOTH = (*REFERENCE, *CANDIDATE)

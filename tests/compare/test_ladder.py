@@ -8,13 +8,13 @@ import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from records import CLIMBED, make_record, make_steps, tensors_of
 
 from compare.contract.request import Rung
 from compare.judge.ladder import LADDER, REQUEST, Verdict, climb
 from compare.judge.tensor_errors import relative_error, worst_tensor
 from compare.judge.tolerances import TOLERANCES
 from compare.spec.experiment import edited
+from tests.support.records import CLIMBED, make_record, make_steps, tensors_of
 
 WORST = "blocks.1.mlp.up.weight"
 

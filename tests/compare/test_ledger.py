@@ -2,7 +2,6 @@
 
 import msgspec
 from msgspec.structs import replace
-from records import make_ledger, make_record
 
 from compare.commands.ledger import Ledger as Command
 from compare.commands.ledger.table import EngineLedger, engine_ledger, layouts_of, sentence, table_of_layout
@@ -21,6 +20,7 @@ from compare.setup.presets import spread
 from compare.spec.engines.registry import ENGINES, STUDIED
 from compare.spec.experiment import Experiment, Layout, Model, Train, edited, load
 from compare.theory.communication import is_plain
+from tests.support.records import make_ledger, make_record
 
 EXPERIMENT = Experiment(
     model=Model(n_layer=4, n_head=4, n_embd=32, block_size=16, vocab_size=64, bias=True),

@@ -2,13 +2,13 @@
 
 import msgspec
 import pytest
-from records import make_run
 
 from compare.cli import main
 from compare.contract.ledger import Ledger
 from compare.contract.record import LEDGER
 from compare.spec.experiment import edited
 from compare.system.json_files import read_json, write_json
+from tests.support.records import make_run
 
 
 @pytest.fixture

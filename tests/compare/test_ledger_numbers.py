@@ -10,7 +10,6 @@ import json
 from collections import defaultdict
 
 import pytest
-from grid import DEVICES
 
 from compare.commands.ledger import Ledger as Study
 from compare.contract.ledger import Ledger
@@ -20,6 +19,7 @@ from compare.judge.outcome import read_outcome
 from compare.setup.presets import PRESETS
 from compare.spec.engines.registry import STUDIED
 from compare.system.json_files import read_json
+from tests.support.grid import DEVICES
 
 SNAPSHOT = read_snapshot()
 THEIR_OWN_CHOICE = {

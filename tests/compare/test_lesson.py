@@ -8,8 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from outline import require_alone
-from records import make_run
 
 from compare.commands.lesson import holdings, rings
 from compare.commands.lesson.page import lesson_page
@@ -26,6 +24,8 @@ from compare.spec.engines.engine import Holds
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, load
 from compare.theory.memory import KINDS, closed_form
+from tests.support.outline import require_alone
+from tests.support.records import make_run
 
 ROOT = Path(__file__).parents[2]
 STRATEGY = "fully_sharded"

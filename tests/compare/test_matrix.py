@@ -2,10 +2,7 @@
 
 import json
 
-import grid as grids
 import pytest
-from bounds import AT_REST, assert_bounded
-from grid import DEVICES, SOME
 
 from compare.commands.check import Check
 from compare.judge.ladder import climb
@@ -13,6 +10,9 @@ from compare.setup.presets import PRESETS
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import load
 from compare.theory.memory import closed_form, excess
+from tests.support import grid as grids
+from tests.support.bounds import AT_REST, assert_bounded
+from tests.support.grid import DEVICES, SOME
 
 
 @pytest.mark.parametrize("preset", [*DEVICES, *SOME])

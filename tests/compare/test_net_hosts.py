@@ -5,16 +5,15 @@ import sys
 import time
 from pathlib import Path
 
-import endless
-import processes
 import psutil
 import pytest
-from endless import steps, wait_for_steps
-from net_hosts import net_hosts
-from processes import PATIENCE_S
 
 from compare.contract.record import read_failure
 from compare.side.processes import Process
+from tests.support import endless, processes
+from tests.support.endless import steps, wait_for_steps
+from tests.support.net_hosts import net_hosts
+from tests.support.processes import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 

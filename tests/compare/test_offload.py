@@ -1,11 +1,10 @@
 """Moments in the host's memory: less on the devices. `test_matrix` holds the numbers to one device."""
 
-from bounds import AT_REST, assert_bounded
-from grid import ON_HOST as FLAGS
-from grid import SETTINGS, TODAY, arguments_of
-
 from compare.contract.record import ON_HOST, read_record
 from compare.theory.memory import closed_form, excess
+from tests.support.bounds import AT_REST, assert_bounded
+from tests.support.grid import ON_HOST as FLAGS
+from tests.support.grid import SETTINGS, TODAY, arguments_of
 
 ROW = "fsdp_tp, moments on the host"
 ONE_OF_EACH = ("torch-manual", "jax-compiler")

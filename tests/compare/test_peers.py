@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from records import CLIMBED
 
 from compare.cli import main
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout, Precision
+from tests.support.records import CLIMBED
 
 TINY = (
     "--model.n_layer", "2", "--model.n_head", "2", "--model.n_embd", "16", "--model.block_size", "16",

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import write_random
 
 from compare.cli import COMMANDS, main
 from compare.execute import launch
 from compare.execute import load as load_of_others
 from compare.numerics import data
 from compare.spec.experiment import load
+from tests.support.checkpoints import write_random
 
 README = Path(__file__).parents[2] / "README.md"
 FENCED = re.compile(r"^```(?:sh|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)

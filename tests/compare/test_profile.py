@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from records import make_record, outcome_of
 
 from compare.cli import main
 from compare.commands.profile import Profile as Study
@@ -17,6 +16,7 @@ from compare.contract.timeline import TIMELINE, Lane, Span, Timeline
 from compare.judge.metrics import steady_times_ms
 from compare.judge.outcome import Case, save, with_case
 from compare.spec.experiment import edited
+from tests.support.records import make_record, outcome_of
 
 PAGE = "profile.html"
 

@@ -8,13 +8,13 @@ import re
 import select
 
 import pytest
-from records import make_request
 
 from compare.contract.record import Step
 from compare.execute import progress
 from compare.execute.launch import EngineError
 from compare.execute.progress import Pace, Reporter
 from compare.spec.experiment import edited
+from tests.support.records import make_request
 
 
 def step(number: int) -> Step:

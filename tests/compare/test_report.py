@@ -4,8 +4,6 @@ import re
 
 import msgspec
 import pytest
-from outline import require_alone
-from records import FEW_ROWS, make_record, make_run, make_steps, tensors_of
 
 from compare.cli import main
 from compare.commands.report.page import (
@@ -20,6 +18,8 @@ from compare.judge.metrics import figures
 from compare.show.figures import WINDOWS, Figure, save_figures, windowed
 from compare.spec.experiment import edited, parse
 from compare.system.json_files import write_json
+from tests.support.outline import require_alone
+from tests.support.records import FEW_ROWS, make_record, make_run, make_steps, tensors_of
 
 pytestmark = pytest.mark.usefixtures("with_pictures")
 PIPELINE = {"layout": {"pp": 2, "microbatches": 2, "schedule": "gpipe"}, "model": {"n_layer": 2}}

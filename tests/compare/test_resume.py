@@ -5,13 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoints import write_random
 
 from compare.checkpoint.description import CHECKPOINTS, folder_name, groups
 from compare.checkpoint.reader import CheckpointReader
 from compare.contract.record import read_record
 from compare.judge.tensor_errors import worst_tensor
 from compare.spec.experiment import Experiment, edited, to_toml
+from tests.support.checkpoints import write_random
 
 ENGINES = ("torch-manual", "jax-compiler", "jax-explicit", "jax-manual", "torch-library")
 HALF, ALL = 3, 6

@@ -8,17 +8,16 @@ import sys
 import time
 from pathlib import Path
 
-import processes
 import pytest
-import warm
-from endless import wait_for_steps
-from grid import TEXT
-from processes import PATIENCE_S, assert_gone, in_order, wait_for
 
 from compare.checkpoint.description import CHECKPOINTS, UNFINISHED, checkpoints_in
 from compare.checkpoint.reader import CheckpointReader
 from compare.contract.record import STEPS_PART, read_failure
 from compare.side.ending import STOP_SIGNAL, STOPPED
+from tests.support import processes, warm
+from tests.support.endless import wait_for_steps
+from tests.support.grid import TEXT
+from tests.support.processes import PATIENCE_S, assert_gone, in_order, wait_for
 
 SMALL = (
     *("--model.n_layer", "1", "--model.n_head", "2", "--model.n_embd", "16", "--model.block_size", "16"),

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from records import CLIMBED, OF_EXPERTS, make_record, make_steps, tensors_of
 
 from compare.contract.request import Rung
 from compare.judge.ladder import climb
 from compare.spec.experiment import Data, Experiment, Model, Precision, Train
+from tests.support.records import CLIMBED, OF_EXPERTS, make_record, make_steps, tensors_of
 
 MODEL = Model(n_layer=2, n_head=2, n_embd=8, block_size=8, vocab_size=256, n_experts=4, experts_per_token=2)
 TRAIN = Train(max_iters=4, batch_size=4, gradient_accumulation_steps=2)

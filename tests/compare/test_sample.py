@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from checkpoints import write_random
 
 from compare.cli import main
 from compare.spec.experiment import Experiment, Model
+from tests.support.checkpoints import write_random
 
 
 @pytest.fixture

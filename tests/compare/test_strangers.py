@@ -11,9 +11,7 @@ import sys
 from pathlib import Path
 
 import msgspec
-import processes
 import pytest
-from records import make_run
 from rich.table import Table
 
 from compare.cli import main
@@ -27,6 +25,8 @@ from compare.spec.engines.registry import SIDES
 from compare.system.facts import has_ended
 from compare.system.json_files import FolderName
 from compare.terminal import PlainConsole, coloured, printable
+from tests.support import processes
+from tests.support.records import make_run
 
 MODULES = ("compare", "numpy", "jax", "torch", "msgspec", "jaxpar", "torchpar", "json")
 OUTSIDE = ("../victim", "/etc", "..", ".", "", "a/b", "x\0y", "n" * 256)

@@ -1,10 +1,7 @@
 """What a run did is read off what was observed, and held to what was asked; what is saved, to the end."""
 
 import pytest
-from checkpoints import random_state
 from msgspec.structs import replace
-from records import make_ledger, make_record, tensors_of
-from small_checkpoint import EXPERIMENT, save
 
 from compare.checkpoint.description import CHECKPOINTS
 from compare.contract.ledger import Ledger
@@ -15,6 +12,9 @@ from compare.judge.strategy import strategy_of
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import Layout, edited, load
 from compare.theory.gradient_messages import gradient_messages
+from tests.support.checkpoints import random_state
+from tests.support.records import make_ledger, make_record, tensors_of
+from tests.support.small_checkpoint import EXPERIMENT, save
 
 DDP = {"layout": {"dp_replicate": 2, "bucket_mb": 0.01}}
 ENGINES = list(STUDIED)

@@ -6,9 +6,6 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-from made_up import bench
-from records import make_steps
-
 from compare.cli import main
 from compare.commands.registry import STUDIES
 from compare.contract.record import LEDGER, MANIFEST, STEPS
@@ -18,6 +15,8 @@ from compare.judge.outcome import GONE, OUTCOME, read_outcome, read_run
 from compare.run import study
 from compare.side.run_lock import lock_folder
 from compare.system.tensors import RecordError
+from tests.support.made_up import bench
+from tests.support.records import make_steps
 
 NAMES = ["torch-manual", "jax-manual", "torch-library"]
 RUN = ["run", "tiny.toml", "--engines", *NAMES, "--keep_tensors", "--quiet", "--run_dir", "r"]

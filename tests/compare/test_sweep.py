@@ -4,13 +4,13 @@ import json
 
 import msgspec
 import pytest
-from records import make_steps
 
 from compare.cli import main
 from compare.commands.sweep import Sweep
 from compare.numerics.parameters import parameter_count
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import to_toml
+from tests.support.records import make_steps
 
 SWEEP = ("sweep", "small.toml", "--no_ladder", "--quiet", "--json", "--engines", "torch-manual")
 

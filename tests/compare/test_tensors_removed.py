@@ -5,8 +5,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import records
-from records import make_record, make_run, tensors_of
 
 from compare.api import read
 from compare.cli import main
@@ -18,6 +16,8 @@ from compare.judge.outcome import read_outcome, save
 from compare.run import study
 from compare.spec.experiment import edited, to_toml
 from compare.system.json_files import write_json
+from tests.support import records
+from tests.support.records import make_record, make_run, tensors_of
 
 
 @pytest.fixture

@@ -3,15 +3,15 @@
 import sys
 import time
 
-import processes
 import pytest
-from processes import Busy, start
 
 from compare.contract.record import STATE, STEPS_PART
 from compare.execute import watch
 from compare.execute.launchers import HERE, Hosts
 from compare.side.process_states import State, write_state
 from compare.system.facts import LOOK_S, Activity
+from tests.support import processes
+from tests.support.processes import Busy, start
 
 SHORT_S = 1.0
 

@@ -4,8 +4,6 @@ import errno
 import time
 
 import pytest
-from processes import Busy
-from warm import run_forked
 
 from compare.contract.record import Failure, read_failure
 from compare.side import supervisor
@@ -13,6 +11,8 @@ from compare.side.ending import FAILED, MISSING, DivergedError
 from compare.side.process_states import State, read_states, write_state
 from compare.side.supervisor import Supervisor
 from compare.system.facts import Activity, MissingDevicesError
+from tests.support.processes import Busy
+from tests.support.warm import run_forked
 
 SHORT_S = 1.0
 

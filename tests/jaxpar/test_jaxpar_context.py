@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
-from jax_steps import MODEL, two_steps, worst_errors
 from msgspec.structs import replace
 
 from compare.numerics.context import order_of_positions
@@ -17,6 +16,7 @@ from jaxpar.comm.collectives import per_device
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.functional import causal_attention
 from jaxpar.manual.context_parallel import exchanged_attention, gathered_attention, ring_attention
+from tests.support.jax_steps import MODEL, two_steps, worst_errors
 
 DROPPED = replace(MODEL, n_layer=2, n_head=4, block_size=16, dropout=0.3)
 UNDROPPED = replace(DROPPED, dropout=0.0, n_kv_head=2, position="rope")

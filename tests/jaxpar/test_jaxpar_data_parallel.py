@@ -4,10 +4,10 @@ import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
-from jax_steps import N, size_of, two_steps, worst_errors
 
 from compare.spec.experiment import Layout
 from jaxpar.manual.data_parallel import bucket_plan
+from tests.support.jax_steps import N, size_of, two_steps, worst_errors
 
 # The model has 16 leaves. Of a bucket of 50 kB four are more than a quarter, and sent as they are.
 MESSAGES = {"naive": 16, "flat": 1, "bucketed": 4 + 1}

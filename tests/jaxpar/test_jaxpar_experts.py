@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jax_steps import ACCUMULATION as A
-from jax_steps import MODEL, B, C, T, size_of, two_steps, worst_errors
 from msgspec.structs import replace
 
 from compare.spec.experiment import Experiment, Layout
 from jaxpar.step import metrics_specs
+from tests.support.jax_steps import ACCUMULATION as A
+from tests.support.jax_steps import MODEL, B, C, T, size_of, two_steps, worst_errors
 
 L, E, K = 2, 4, 2
 EXPERTS = replace(MODEL, n_layer=L, n_experts=E, experts_per_token=K, balance=0.1)

@@ -5,10 +5,7 @@ from unittest.mock import patch
 
 import jax
 import pytest
-from jax_steps import experiment_of
 from msgspec.structs import replace
-from type_mistakes import MISTAKES as PLANTED
-from type_mistakes import RECORDED, outcomes
 
 from compare.spec.experiment import Layout, Model, edited
 from jaxpar.comm.mesh import make_mesh
@@ -16,6 +13,9 @@ from jaxpar.explicit import data_parallel, tensor_parallel
 from jaxpar.explicit import fully_sharded as lesson
 from jaxpar.step import compile_step, trace_step
 from jaxpar.train import prepare
+from tests.support.jax_steps import experiment_of
+from tests.support.type_mistakes import MISTAKES as PLANTED
+from tests.support.type_mistakes import RECORDED, outcomes
 
 MISTAKES = {
     "a sum that nobody asks for": (

@@ -7,11 +7,6 @@ import re
 
 import numpy as np
 import pytest
-from assembly import assemble, cut
-from checkpoints import STEP, UPDATES, assert_is_random, describe, random_state, write_random
-from jax_steps import ACCUMULATION as A
-from jax_steps import MODEL, REST, B, C, L, N, Outcome, T, experiment_of, size_of, two_steps, worst_errors
-from layouts import JAX
 
 from compare.checkpoint.description import WEIGHTS, folder_name
 from compare.checkpoint.reader import CheckpointReader
@@ -25,6 +20,24 @@ from jaxpar.checkpoint import local_shards, state_parts
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.measure.hlo import collectives
 from jaxpar.train import prepare
+from tests.support.assembly import assemble, cut
+from tests.support.checkpoints import STEP, UPDATES, assert_is_random, describe, random_state, write_random
+from tests.support.jax_steps import ACCUMULATION as A
+from tests.support.jax_steps import (
+    MODEL,
+    REST,
+    B,
+    C,
+    L,
+    N,
+    Outcome,
+    T,
+    experiment_of,
+    size_of,
+    two_steps,
+    worst_errors,
+)
+from tests.support.layouts import JAX
 
 ENGINES = ("jax-compiler", "jax-explicit", "jax-manual")
 CASES = {name: (name.split()[0], layout) for name, layout in JAX.items()}

@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping
 
-from jax_steps import two_steps
-
 from compare.contract.communication import Communication, summed
 from compare.spec.experiment import Layout
 from jaxpar.measure.hlo import collectives
 from jaxpar.measure.ledger import read_ledger
+from tests.support.jax_steps import two_steps
 
 GRID = {"dp": 2, "tp": 2}
 GROUPS = {  # of an all-reduce

@@ -1,7 +1,5 @@
 """Memory of a compiled step by class: below what is said before it runs."""
 
-from bounds import above_the_estimate
-from jax_steps import MODEL, B, T, experiment_of
 from msgspec.structs import replace
 
 from compare.spec.experiment import Layout, edited
@@ -9,6 +7,8 @@ from jaxpar.comm.mesh import make_mesh
 from jaxpar.measure.memory import memory_profile, planned_memory, resident_bytes
 from jaxpar.step import compile_step
 from jaxpar.train import prepare
+from tests.support.bounds import above_the_estimate
+from tests.support.jax_steps import MODEL, B, T, experiment_of
 
 LAYOUTS = {
     "jax-compiler": Layout(dp_shard=2, zero=2, remat="none"),

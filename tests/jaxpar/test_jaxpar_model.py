@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from numpy_gpt import numpy_loss
 
 from compare.numerics.parameters import initial_parameters
 from compare.spec.experiment import Experiment, Layout, Model, Precision
@@ -15,6 +14,7 @@ from jaxpar import weights
 from jaxpar.functional import cross_entropy
 from jaxpar.hooks import Hooks
 from jaxpar.model import loss_function
+from tests.support.numpy_gpt import numpy_loss
 
 F64 = Precision(dtype="float64")
 SPEC = Model(n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=11, bias=True)

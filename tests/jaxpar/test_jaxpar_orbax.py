@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from checkpoints import UPDATES, assert_is_random, random_state, write_random
 
 from compare.checkpoint.reader import CheckpointError
 from compare.spec.experiment import Experiment, Model, Precision
 from jaxpar import orbax_checkpoint as module
 from jaxpar.orbax_checkpoint import STATE, export_checkpoint, import_checkpoint
+from tests.support.checkpoints import UPDATES, assert_is_random, random_state, write_random
 
 EXPERIMENT = Experiment(
     model=Model(n_layer=2, n_head=2, n_embd=6, block_size=5, vocab_size=7, bias=True),

@@ -7,12 +7,8 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
-import processes
 import pytest
-import warm
-from bounds import assert_bounded
 from msgspec.structs import replace
-from processes import PATIENCE_S, wait_for
 
 from compare.contract.record import (
     MANIFEST,
@@ -33,6 +29,9 @@ from compare.side.ending import BAD_REQUEST
 from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import Optimizer, Train
 from compare.system.json_files import decode_json, write_json
+from tests.support import processes, warm
+from tests.support.bounds import assert_bounded
+from tests.support.processes import PATIENCE_S, wait_for
 
 
 def start(folder: Path, request: Request, *arguments: str, **options) -> subprocess.Popen:

@@ -7,9 +7,7 @@ from unittest.mock import patch
 
 import jax
 import pytest
-from jax_steps import experiment_of
 from msgspec.structs import replace
-from records import make_record
 
 from compare.judge.strategy import strategy_of
 from compare.spec.experiment import Experiment, Layout, edited
@@ -18,6 +16,8 @@ from jaxpar.comm.mesh import make_mesh
 from jaxpar.measure.work import work_of
 from jaxpar.step import trace_step
 from jaxpar.train import prepare
+from tests.support.jax_steps import experiment_of
+from tests.support.records import make_record
 
 GPIPE = Layout(pp=2, schedule="gpipe", microbatches=4)
 INTERLEAVED = Layout(pp=2, schedule="interleaved", chunks=2, microbatches=2)

@@ -4,12 +4,12 @@ import itertools
 import math
 
 import numpy as np
-from assembly import cut
 from hypothesis import given
 from hypothesis import strategies as st
 
 from compare.numerics.boxes import Box, from_boxes, to_boxes
 from compare.numerics.shards import Shard
+from tests.support.assembly import cut
 
 
 @st.composite

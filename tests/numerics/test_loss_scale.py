@@ -6,7 +6,6 @@ import msgspec
 import pytest
 from msgspec import UNSET
 from msgspec.structs import replace
-from records import make_record, make_steps
 
 from compare.contract.request import Request, ResumePoint
 from compare.judge.ladder import REQUEST, climb
@@ -17,6 +16,7 @@ from compare.side.ending import DivergedError
 from compare.side.recording import Progress
 from compare.spec.experiment import Experiment, ExperimentError, Precision, edited, revalidate
 from compare.spec.sections import LARGEST_LOSS_SCALE
+from tests.support.records import make_record, make_steps
 
 HALF = Precision(
     dtype="float16", loss_scale=64.0, loss_scale_window=3, loss_scale_hysteresis=2, min_loss_scale=16.0

@@ -5,13 +5,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from records import MADE
 
 from compare.commands.bench import Bench
 from compare.commands.bench.outcome import Measurement, TimedOutcome, timed
 from compare.contract.timing import Timing, Window
 from compare.judge.outcome import Case, Grid, Outcome
 from compare.spec.experiment import Experiment
+from tests.support.records import MADE
 
 TIMING = Timing(window=2, windows=3, single=4)
 STEPS = Timing().steps

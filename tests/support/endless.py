@@ -3,12 +3,11 @@
 import subprocess
 from pathlib import Path
 
-from processes import wait_for
-
 from compare.contract.record import STEPS_PART
 from compare.contract.request import REQUEST, Request
 from compare.spec.experiment import Experiment, Layout, Model, Train
 from compare.system.json_files import write_json
+from tests.support.processes import wait_for
 
 
 def ask(folder: Path, *, devices: int, timeout_s: float = 600.0) -> None:

@@ -9,12 +9,12 @@ from functools import partial
 
 import msgspec
 import torch
-from ranks import CPU
 
 from compare.contract.communication import Communication, summed
 from compare.numerics.context import order_of_positions
 from compare.spec.axes import CP, ROWS
 from compare.spec.experiment import Experiment, Layout, Model, Optimizer
+from tests.support.ranks import CPU
 from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.measure.ledger import LedgerSink
 from torchpar.measure.watch import Watch

@@ -5,11 +5,10 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from records import OF_EXPERTS
-
 from compare.contract.record import MANIFEST, Record, read_record
 from compare.judge.ladder import LADDER
 from compare.spec.engines.registry import REFERENCE
+from tests.support.records import OF_EXPERTS
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 """What all of them read, so that they are one training."""

@@ -1,7 +1,6 @@
 """Engines that take no time: they leave records by hand, and fail when they are told to."""
 
 import msgspec
-from records import make_record, make_steps
 
 from compare.cli import main
 from compare.contract.record import Record, Step
@@ -10,6 +9,7 @@ from compare.contract.timing import Window
 from compare.execute.launch import EnvironmentMissing
 from compare.side.ceiling import Ceiling
 from compare.system.json_files import write_json
+from tests.support.records import make_record, make_steps
 
 ARGUMENTS = ("--engines", "torch-manual", "torch-library", "--run_dir", "b", "--quiet")
 

@@ -1,8 +1,9 @@
 """Small modules and random tensors for the tests on ranks."""
 
 import torch
-from ranks import RANKS
 from torch import nn
+
+from tests.support.ranks import RANKS
 
 double = torch.float64
 

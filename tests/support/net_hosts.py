@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from processes import start, wait_for
+
+from tests.support.processes import start, wait_for
 
 BY_HAND = ("ip", "nsenter", "unshare")
 SLURM = ("slurmctld", "slurmd", "salloc", "srun", "munged")

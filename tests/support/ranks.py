@@ -19,13 +19,12 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-import processes
 import pytest
 import torch
-import warm
-from processes import PATIENCE_S
 
 from compare.system.signals import describe_exit
+from tests.support import processes, warm
+from tests.support.processes import PATIENCE_S
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis, Call, observers
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from assembly import cut
-from checkpoints import random_state
 
 from compare.checkpoint.description import Checkpoint, folder_name
 from compare.checkpoint.saver import Part, Saver
 from compare.numerics.shards import Shard
 from compare.spec.experiment import Experiment, Model, Precision
+from tests.support.assembly import cut
+from tests.support.checkpoints import random_state
 
 EXPERIMENT = Experiment(
     model=Model(n_layer=1, n_head=2, n_embd=4, block_size=3, vocab_size=5),

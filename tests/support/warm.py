@@ -3,8 +3,8 @@
 An interpreter takes 2 to 4 seconds of CPU time to import a framework, and the tests start some four hundred.
 `python()` is a program that takes the same command line. Of `-m compare`, `-m jaxpar` and `-m torchpar` it
 asks a server for a fork, which gets its arguments, environment, folder, files and signals, and whose end is
-its own. All else, and whatever sets what is read at an import, is done by the real interpreter. `-m warm`
-calls a test's function in a fork that has PyTorch: see `start_forked`.
+its own. All else, and whatever sets what is read at an import, is done by the real interpreter.
+`-m tests.support.warm` calls a test's function in a fork that has PyTorch: see `start_forked`.
 
     server ── fork ── monitor ── fork ── the program, in a session of its own
                          │
@@ -32,13 +32,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-import processes
 import psutil
 
 from compare.contract.request import REQUEST, Request
 from compare.execute.launch import child_environment
 from compare.spec.engines.registry import SIDES
 from compare.system.json_files import write_json
+from tests.support import processes
 
 PRELOADED = {
     "compare": ("compare.cli", "matplotlib.figure"),
@@ -59,6 +59,7 @@ READ_AT_IMPORT = ("OMP_", "KMP_", "MKL_", "TORCH", "PYTORCH", "JAX_", "LD_", "MA
 SET_BY_IMPORT = "TORCHINDUCTOR_CACHE_DIR"
 """A variable that begins so, and that PyTorch sets for itself and its children."""
 MAX_MESSAGE = 100_000
+ITSELF = "tests.support.warm"
 
 # Begins 100 times as fast as what it stands for: nothing is imported that it does not use.
 CLIENT = """#!{real} -ISE
@@ -66,7 +67,7 @@ import json, os, signal, sys, time
 def really():
     os.execv({real!r}, [{real!r}, *sys.argv[1:]])
 module = sys.argv[2] if sys.argv[1:2] == ["-m"] and len(sys.argv) > 2 else ""
-server = os.path.join({folder!r}, "torchpar" if module == "warm" else module)
+server = os.path.join({folder!r}, "torchpar" if module == {itself!r} else module)
 while os.path.exists(server + ".begun") and not os.path.exists(server + ".json"):
     time.sleep(0.02)
 try:
@@ -76,7 +77,7 @@ except (OSError, ValueError):
     really()
 own = {{key: value for key, value in os.environ.items() if key.startswith({prefixes!r})}}
 own.pop({set_by_import!r}, None)
-if own != at_import and module != "warm":
+if own != at_import and module != {itself!r}:
     really()
 import socket
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -114,7 +115,11 @@ def python() -> str:
         folder = Path(tempfile.mkdtemp(prefix="warm-"))
         _folders.append(folder)
         client = CLIENT.format(
-            real=REAL, folder=str(folder), prefixes=READ_AT_IMPORT, set_by_import=SET_BY_IMPORT
+            real=REAL,
+            folder=str(folder),
+            itself=ITSELF,
+            prefixes=READ_AT_IMPORT,
+            set_by_import=SET_BY_IMPORT,
         )
         (folder / "python").write_text(client)
         (folder / "python").chmod(stat.S_IRWXU)
@@ -128,14 +133,15 @@ def start_server(module: str, folder: Path) -> None:
     """Start the server of a package's programs, in the environment that the harness starts them in."""
     side = SIDES.get(module)
     environment = child_environment(side, "cpu") if side else dict(os.environ)
-    begin = f"import sys; sys.path[:0] = {sys.path!r}; import warm; warm.serve({module!r}, {str(folder)!r})"
+    begin = f"import sys; sys.path[:0] = {sys.path!r}; from tests.support import warm; "
+    begin += f"warm.serve({module!r}, {str(folder)!r})"
     (folder / f"{module}.begun").touch()  # from now on clients wait for it
     _servers.append(processes.start([REAL, "-c", begin], env=environment, stdout=None, stderr=None))
 
 
 def start_forked(function: Callable[..., int], *arguments: object, **options) -> subprocess.Popen:
     """Call a picklable function, which returns the exit code, in a fork that has imported PyTorch."""
-    command = [python(), "-m", "warm", json.dumps(sys.path), pickle.dumps((function, arguments)).hex()]
+    command = [python(), "-m", ITSELF, json.dumps(sys.path), pickle.dumps((function, arguments)).hex()]
     return processes.start(command, **options)
 
 
@@ -179,7 +185,6 @@ def serve(module: str, folder: str) -> NoReturn:
     """Import what `module` needs, and fork for whoever asks."""
     at_import = {key: value for key, value in os.environ.items() if key.startswith(READ_AT_IMPORT)}
     at_import.pop(SET_BY_IMPORT, None)
-    sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]
     if module == "compare":
         sys.executable = os.path.join(folder, "python")  # with which it starts its sides
     try:
@@ -278,7 +283,7 @@ def become(asked: dict, files: list[int]) -> NoReturn:
         signal.signal(number, signal.SIG_IGN if number in asked["ignored"] else default)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in enumerate("rww"))
     sys.stderr.reconfigure(errors="backslashreplace", line_buffering=True)
-    program = sys.modules[__name__] if module == "warm" else importlib.import_module(f"{module}.__main__")
+    program = sys.modules[__name__] if module == ITSELF else importlib.import_module(f"{module}.__main__")
     sys.argv = [str(program.__file__), *asked["arguments"]]
     code: object = 1
     try:

@@ -2,20 +2,20 @@
 
 from unittest.mock import patch
 
-import gpt_steps
 import numpy as np
 import pytest
 import torch
-from gpt_steps import ADAM, CONFIG, assert_same, backward, batches, make_gpt, make_parallel
 from msgspec.structs import replace
-from numpy_gpt import numpy_loss
-from ranks import on_ranks
 
 from compare.formats.gpt2_names import from_gpt2
 from compare.numerics.parameters import initial_parameters
 from compare.spec.axes import DATA
 from compare.spec.engines import registry
 from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, Precision
+from tests.support import gpt_steps
+from tests.support.gpt_steps import ADAM, CONFIG, assert_same, backward, batches, make_gpt, make_parallel
+from tests.support.numpy_gpt import numpy_loss
+from tests.support.ranks import on_ranks
 from torchpar import compiler, library, manual
 from torchpar.library.tensor_parallel import loss_parallel_on
 from torchpar.model import GPT

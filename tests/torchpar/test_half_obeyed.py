@@ -9,13 +9,12 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from warm import run_forked
-
 from compare.contract.record import read_record
 from compare.contract.request import REQUEST, Request
 from compare.judge.strategy import strategy_of
 from compare.spec.experiment import Experiment, edited
 from compare.system.json_files import write_json
+from tests.support.warm import run_forked
 
 FOUR = {"model": {"n_layer": 4}, "train": {"max_iters": 1, "gradient_accumulation_steps": 2}}
 
@@ -49,7 +48,7 @@ def moved_boundary() -> AbstractContextManager:
 
 def summed_every_pass() -> AbstractContextManager:
     """Each pass's gradients are summed over replicas, and not their sum."""
-    from torch_runs import spoiled
+    from tests.support.torch_runs import spoiled
 
     def whole(run):
         for parameter in run.parallel.module.parameters():

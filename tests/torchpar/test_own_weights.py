@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import random_state, write_random
 from msgspec.structs import replace
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
@@ -21,6 +20,7 @@ from compare.setup.sources import freeze_weights
 from compare.side.inputs import starting_parameters
 from compare.spec.experiment import Data, Experiment, ExperimentError, Model, Train, edited, load
 from compare.system.tensors import Tensors
+from tests.support.checkpoints import random_state, write_random
 from torchpar.model import GPT
 from torchpar.nanogpt_checkpoint import import_checkpoint
 from torchpar.weights import load_weights

@@ -9,7 +9,6 @@ import pytest
 import torch
 from msgspec.structs import replace
 from torch.nn import functional as F
-from torch_runs import change_update, of_ranks, spoiled, trained
 
 from compare.contract.timing import Timing
 from compare.judge.ladder import climb, objections_by_itself
@@ -17,6 +16,7 @@ from compare.judge.tolerances import TOLERANCES, loss_rounding
 from compare.numerics.initial_weights import write_weights
 from compare.numerics.parameters import initial_parameters
 from compare.spec.experiment import Data, Experiment, edited
+from tests.support.torch_runs import change_update, of_ranks, spoiled, trained
 from torchpar import model, train
 from torchpar.run import Run, autocast
 

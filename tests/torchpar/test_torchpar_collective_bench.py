@@ -1,9 +1,9 @@
 """The benchmark's own check of results: a collective that gives one wrong element is counted, on any rank."""
 
 import torch
-from ranks import RANKS, on_ranks
 
 from compare.side.collective_bench import KINDS, CollectiveCase
+from tests.support.ranks import RANKS, on_ranks
 from torchpar import collective_bench
 
 

@@ -6,9 +6,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ranks import RANKS, axis, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.support.ranks import RANKS, axis, on_ranks
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis, chunk_slices
 

@@ -9,16 +9,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from gpt_steps import ADAM, assert_same, backward, make_parallel, reference, train
-from modules import normal
 from msgspec.structs import replace
-from ranks import RANKS, axis, counted, on_ranks
 from torch.nn import functional as F
 
 from compare.contract.communication import LOSS
 from compare.numerics.context import order_of_positions
 from compare.spec.experiment import Layout, Model, Precision, Train
 from compare.theory.communication import communication
+from tests.support.gpt_steps import ADAM, assert_same, backward, make_parallel, reference, train
+from tests.support.modules import normal
+from tests.support.ranks import RANKS, axis, counted, on_ranks
 from torchpar import manual
 from torchpar.comm.collectives import Axis
 from torchpar.manual import context_parallel

@@ -4,10 +4,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from modules import double, stack
-from ranks import ALONE, RANKS, axis, on_ranks
 from torch import nn
 
+from tests.support.modules import double, stack
+from tests.support.ranks import ALONE, RANKS, axis, on_ranks
 from torchpar.manual import fully_sharded
 from torchpar.manual.flat_parameters import FlatParameters
 from torchpar.manual.fully_sharded import FSDP

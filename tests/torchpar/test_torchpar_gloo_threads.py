@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from ranks import on_ranks
 from torch.distributed import distributed_c10d
 
+from tests.support.ranks import on_ranks
 from torchpar.comm import process_groups
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has SCHED_BATCH")

@@ -13,19 +13,17 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import endless
-import processes
 import psutil
 import pytest
 import torch
-import warm
-from processes import PATIENCE_S, Busy, assert_gone, in_order
-from warm import run_forked
 
 from compare.execute.launch import child_environment
 from compare.side import supervisor
 from compare.side.ending import RunFailed
 from compare.spec.engines.registry import SIDES
+from tests.support import endless, processes, warm
+from tests.support.processes import PATIENCE_S, Busy, assert_gone, in_order
+from tests.support.warm import run_forked
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
 from torchpar.launch import Rank, gpu_of, launch

@@ -7,7 +7,15 @@ the ranks, and vectors have fewer elements than a shard is long.
 import msgspec
 import pytest
 import torch
-from gpt_steps import (
+from msgspec.structs import replace
+from torch.distributed.device_mesh import DeviceMesh
+
+from compare.contract.communication import LOSS
+from compare.spec.axes import DP_REPLICATE
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import Experiment, ExperimentError, Layout, Precision, Train
+from compare.theory.communication import communication
+from tests.support.gpt_steps import (
     ADAM,
     CONFIG,
     SGD,
@@ -20,16 +28,8 @@ from gpt_steps import (
     reference,
     train,
 )
-from layouts import TORCH_COMPILER, TORCH_LIBRARY, TORCH_SHARED, TORCH_ZERO
-from msgspec.structs import replace
-from ranks import counted, on_ranks
-from torch.distributed.device_mesh import DeviceMesh
-
-from compare.contract.communication import LOSS
-from compare.spec.axes import DP_REPLICATE
-from compare.spec.engines.registry import ENGINES
-from compare.spec.experiment import Experiment, ExperimentError, Layout, Precision, Train
-from compare.theory.communication import communication
+from tests.support.layouts import TORCH_COMPILER, TORCH_LIBRARY, TORCH_SHARED, TORCH_ZERO
+from tests.support.ranks import counted, on_ranks
 from torchpar import compiler, library, manual
 from torchpar.comm import process_groups
 from torchpar.compiler.compilation import resolve_backend

@@ -5,7 +5,6 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import ALONE, RANKS, axis, on_ranks
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -13,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchpar
 from compare.contract.communication import Communication
 from compare.contract.ledger import UnexpectedCommunicationError, assert_communication
+from tests.support.ranks import ALONE, RANKS, axis, on_ranks
 from torchpar.manual.data_parallel import DataParallel
 from torchpar.manual.fully_sharded import FSDP
 from torchpar.measure.ledger import KINDS, RankLedger, of_all_ranks

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from bounds import above_the_estimate
 
 from compare.contract.memory_profile import CLASSES, DeviceMemory
 from compare.spec.experiment import Experiment, Layout, Model, Precision, Train
+from tests.support.bounds import above_the_estimate
 from torchpar.measure.memory import MemorySink
 from torchpar.measure.watch import Watch
 from torchpar.model import GPT

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import write_random
 from msgspec import UNSET
 
 from compare.checkpoint.description import Checkpoint
@@ -16,6 +15,7 @@ from compare.checkpoint.reader import CheckpointReader
 from compare.formats.nanogpt_settings import experiment_of, settings_of
 from compare.numerics.optimizer import learning_rate, step_scalars
 from compare.spec.experiment import Data, Experiment, ExperimentError, Model, Train, edited, load
+from tests.support.checkpoints import write_random
 from torchpar.model import GPT
 from torchpar.nanogpt_checkpoint import export_checkpoint, import_checkpoint
 

@@ -12,11 +12,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from gpt_steps import make_parallel
-from ranks import RANKS, on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compare.spec.experiment import Experiment, Layout, Model
+from tests.support.gpt_steps import make_parallel
+from tests.support.ranks import RANKS, on_ranks
 from torchpar.comm.collectives import Axis
 from torchpar.manual import parallelize
 from torchpar.model import GPT

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from msgspec.structs import replace
-from torch_runs import trained
 
 from compare.contract.timing import Timing
 from compare.side.ending import DivergedError
 from compare.spec.experiment import Data, Experiment, Optimizer, Train
+from tests.support.torch_runs import trained
 
 TIMING = Timing(warmup=2, window=2, windows=2, single=1)
 

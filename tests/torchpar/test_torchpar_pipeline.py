@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import CPU, RANKS, axis, counted, on_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +19,7 @@ from compare.pipeline.rendezvous import is_receive
 from compare.pipeline.schedules import Kind, Schedule, forward_only, make_schedule
 from compare.spec.axes import DP_REPLICATE, PP
 from compare.spec.experiment import Layout
+from tests.support.ranks import CPU, RANKS, axis, counted, on_ranks
 from torchpar.comm.collectives import Axis, Call
 from torchpar.comm.mesh import make_mesh
 from torchpar.manual.data_parallel import DataParallel

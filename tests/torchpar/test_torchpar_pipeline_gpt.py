@@ -3,12 +3,12 @@
 from contextlib import nullcontext
 
 import torch
-from gpt_steps import make_parallel
-from ranks import on_ranks
 
 from compare.numerics.parameters import initial_parameters
 from compare.spec.axes import PP, ROWS
 from compare.spec.experiment import Experiment, Layout, Model, Train
+from tests.support.gpt_steps import make_parallel
+from tests.support.ranks import on_ranks
 from torchpar.gpt_stages import TIED
 from torchpar.manual import parallelize
 from torchpar.model import GPT

@@ -10,11 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from assembly import assemble, cut
-from checkpoints import STEP, UPDATES, assert_is_random, describe, random_state, write_random
-from layouts import TORCH_COMPILER, TORCH_LIBRARY, TORCH_SHARED, TORCH_ZERO
 from msgspec.structs import replace
-from ranks import CPU, on_ranks
 
 from compare.checkpoint.description import WEIGHTS, folder_name
 from compare.checkpoint.reader import CheckpointReader
@@ -22,6 +18,10 @@ from compare.checkpoint.saver import Saver
 from compare.contract.request import Request
 from compare.numerics.boxes import Given
 from compare.spec.experiment import Experiment, Layout, Model, Optimizer, Precision
+from tests.support.assembly import assemble, cut
+from tests.support.checkpoints import STEP, UPDATES, assert_is_random, describe, random_state, write_random
+from tests.support.layouts import TORCH_COMPILER, TORCH_LIBRARY, TORCH_SHARED, TORCH_ZERO
+from tests.support.ranks import CPU, on_ranks
 from torchpar.comm.mesh import Mesh, make_mesh
 from torchpar.optimizer import make_optimizer
 from torchpar.parallel_model import ParallelModel

@@ -8,9 +8,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from gpt_steps import CONFIG, batches, make_gpt
-from modules import normal, share
-from ranks import RANKS, axis, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -18,6 +15,9 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torchpar
+from tests.support.gpt_steps import CONFIG, batches, make_gpt
+from tests.support.modules import normal, share
+from tests.support.ranks import RANKS, axis, on_ranks
 from torchpar.compiler.data_parallel import synchronize_gradients
 from torchpar.manual.megatron import (
     VocabParallelCrossEntropy,

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from warm import run_torchpar
 
 from compare.contract.record import Record, read_record
 from compare.contract.request import Request
 from compare.contract.timeline import COMPUTE
 from compare.pipeline.schedules import Kind, make_schedule
 from compare.spec.experiment import Data, Experiment, Layout, Model, Precision, Train
+from tests.support.warm import run_torchpar
 
 STEPS, MICROBATCHES = 5, 4
 EXPERIMENT = Experiment(

@@ -22,13 +22,13 @@ import pytest
 import spmd_types as spmd
 import torch
 import torch.distributed as dist
-from gpt_steps import make_gpt
 from spmd_types import I, P, R, S, SpmdTypeError, V, rules
 from spmd_types.checker import typecheck
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compare.spec.experiment import Layout
+from tests.support.gpt_steps import make_gpt
 from torchpar.comm.collectives import Axis
 from torchpar.manual import context_parallel, megatron, tensor_parallel
 from torchpar.manual.data_parallel import DataParallel

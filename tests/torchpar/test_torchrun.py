@@ -6,16 +6,15 @@ import socket
 import sys
 from pathlib import Path
 
-import endless
-import processes
 import psutil
 import pytest
-from processes import PATIENCE_S, assert_gone
-from warm import run_forked, start_forked
 
 from compare.contract.record import read_failure
 from compare.contract.request import REQUEST, Rung
 from compare.side.run_lock import lock_folder
+from tests.support import endless, processes
+from tests.support.processes import PATIENCE_S, assert_gone
+from tests.support.warm import run_forked, start_forked
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")

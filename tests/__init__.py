@@ -1,0 +1,1 @@
+"""The tests; `tests.support` has what several of them use."""
