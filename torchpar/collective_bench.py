@@ -16,7 +16,7 @@ from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis, _gather_equal, _reduce_scatter_equal
 from torchpar.comm.mesh import PACKAGES, device_kind
 from torchpar.launch import Rank
-from torchpar.run import join_others, now
+from torchpar.run import join_ranks, now
 
 IN_PLACE = ("all_reduce", "broadcast")
 
@@ -24,7 +24,7 @@ IN_PLACE = ("all_reduce", "broadcast")
 def time_as_rank(rank: Rank, *, request: CollectiveRequest, folder: Path) -> None:
     """Time every case as one of the ranks; the first one writes the times. ExperimentError: hosts differ."""
     torch.set_num_threads(1)
-    device, world = join_others(rank, request.platform), Axis.from_group(process_groups.world_group())
+    device, world = join_ranks(rank, request.platform), Axis.from_group(process_groups.world_group())
     rows = []
     axes = {way: axis_of(way, rank.rank, ranks=request.ranks) for way in request.implementations}
     for number, case in enumerate(request.cases):

@@ -21,8 +21,9 @@ from compare.spec.axes import AXES, DP_SHARD, EP, SHARDS, TP, parts_of
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis, chunk_slices
 from torchpar.comm.mesh import Mesh
+from torchpar.engine import Engine
 from torchpar.model import GPT, CausalSelfAttention
-from torchpar.parallel_model import ParallelModel, Parameters, Strategy, TensorsByName
+from torchpar.sharding import Parameters, Sharding, TensorsByName
 
 Placements = tuple[Placement, ...]
 
@@ -102,10 +103,10 @@ def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def of_dtensors(
     parameters: Parameters, mesh: Mesh, *, module: nn.Module, finish: Callable[[], None], **options: Any
-) -> ParallelModel:
-    """A model over parameters as DTensors, which know over which axes they are spread.
+) -> Engine:
+    """An engine over parameters as DTensors, which know the axes over which they are sharded.
 
-    `finish` completes the gradients; the options are those of `ParallelModel`.
+    `finish` completes the gradients; the options are those of `Engine`.
     """
 
     def gather(pieces: TensorsByName) -> TensorsByName:
@@ -115,12 +116,15 @@ def of_dtensors(
 
     parts = _parts(module)
     elements = {name: elements_of(parameter, mesh) for name, parameter in parameters.items()}
-    return ParallelModel(
+    return Engine(
         module=module,
         parameters=parameters,
-        strategies=(Strategy(finish=lambda parameters: finish(), gather=gather),),
-        sharded_over={name: axes_of(parameter, mesh) for name, parameter in parameters.items()},
-        elements={name: cut for name, cut in elements.items() if cut is not None},
+        sharding=Sharding(
+            axes={name: axes_of(parameter, mesh) for name, parameter in parameters.items()},
+            elements={name: cut for name, cut in elements.items() if cut is not None},
+            finish_gradients=lambda parameters: finish(),
+            gather=gather,
+        ),
         **options,
     )
 

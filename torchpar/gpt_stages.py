@@ -16,7 +16,7 @@ from compare.contract.communication import TIED_GRADIENTS
 from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis
 from torchpar.model import GPT, embedded, turn_at
-from torchpar.parallel_model import Parameters, Strategy, TensorsByName, local
+from torchpar.sharding import Parameters, Sharding, TensorsByName, local
 
 TIED = "transformer.wte.weight"
 
@@ -107,14 +107,14 @@ def stages_of(layout: Layout, rank: int) -> range:
     return range(rank, layout.pp * layout.chunks, layout.pp)
 
 
-def pipeline(axis: Axis, names: Collection[str]) -> Strategy:
+def pipeline(axis: Axis, names: Collection[str]) -> Sharding:
     """Ranks with other stages each, this one with parameters of these names.
 
     Of the tied weight the first and the last have a copy, cut alike. The first one's counts in the norm, and
     the record shows the last one's: so both are seen.
     """
 
-    def finish(parameters: Parameters) -> None:
+    def finish_gradients(parameters: Parameters) -> None:
         if TIED in parameters:
             sum_tied_gradients(parameters[TIED], axis)
 
@@ -122,8 +122,12 @@ def pipeline(axis: Axis, names: Collection[str]) -> Strategy:
         stages = axis.all_gather_objects({name: tensor.cpu() for name, tensor in pieces.items()})
         return {name: tensor for stage in stages for name, tensor in stage.items()}
 
-    copies = frozenset({TIED} if axis.rank == axis.size - 1 else ())
-    return Strategy(axis=axis, spread=names, copies=copies, finish=finish, gather=gather)
+    return Sharding(
+        axes=dict.fromkeys(names, (axis,)),
+        counted_elsewhere=frozenset({TIED} if axis.rank == axis.size - 1 else ()),
+        finish_gradients=finish_gradients,
+        gather=gather,
+    )
 
 
 def sum_tied_gradients(parameter: nn.Parameter, axis: Axis) -> None:

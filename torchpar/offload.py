@@ -1,13 +1,13 @@
-"""Offload by hand: moments rest in the host's memory, and are on the device for their update only.
+"""Offload by hand: moments rest in host memory, and are on the device only for their update.
 
-    fetch        the moments of some parameters, while those before them are updated
-    update       these parameters, as the optimizer does
-    send back    their moments
+    fetch        copy the moments of a chunk to the device, while the chunk before it is updated
+    update       run the optimizer on the chunk
+    send back    copy the moments of the chunk to the host
 
-On a GPU the host's memory is pinned, and a stream of its own copies beside what the device computes. On a CPU
-the same copies are made, so that it can be tried.
+On a GPU the host memory is pinned, and the copies run on their own stream beside the computation. On a CPU
+the copies are made too, so that tests reach them.
 
-ZeRO-Offload (arXiv 2101.06840) updates on the host; here the device does, so that the numbers are the same.
+ZeRO-Offload (arXiv 2101.06840) updates on the host. Here the device updates, so the numbers stay the same.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,10 +17,10 @@ import torch
 
 
 class StateOnHost(torch.optim.Optimizer):
-    """Put before an optimizer that treats parameters one by one, it moves their state: see `on_host`."""
+    """A mix-in before an optimizer that treats parameters one by one; it moves the state: see `on_host`."""
 
     chunk_bytes = 64_000_000
-    """Of parameters whose moments move together; two such chunks are on the device at once."""
+    """Bytes of the parameters whose moments move together. Two chunks are on the device at once."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
@@ -30,12 +30,13 @@ class StateOnHost(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """The optimizer's own step, a chunk of parameters after the other."""
+        """The optimizer's own step, one chunk of parameters after the other."""
         groups, chunks = self.param_groups, list(self._chunks())
         arrival = self._fetch(chunks[0][1]) if chunks else None
         for number, (options, parameters) in enumerate(chunks):
             if arrival:
                 torch.cuda.current_stream().wait_event(arrival)
+            # Copy the moments of the next chunk, while this one is updated.
             if number + 1 < len(chunks):
                 arrival = self._fetch(chunks[number + 1][1])
             self.param_groups = [{**options, "params": parameters}]
@@ -43,10 +44,10 @@ class StateOnHost(torch.optim.Optimizer):
             self._send_back(parameters)
         self.param_groups = groups
         if self._copies:
-            self._copies.synchronize()  # who reads the state reads the host's memory
+            self._copies.synchronize()  # readers of the state read host memory
 
     def _chunks(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """Parameters that have a gradient, `chunk_bytes` or more at a time, with their group's options."""
+        """Parameters with gradients, `chunk_bytes` or more at a time, with the options of their group."""
         for group in self.param_groups:
             chunk: list[torch.Tensor] = []
             for parameter in group["params"]:
@@ -59,7 +60,7 @@ class StateOnHost(torch.optim.Optimizer):
                 yield group, chunk
 
     def _fetch(self, parameters: Sequence[torch.Tensor]) -> "torch.cuda.Event | None":
-        """Begin to copy the state of these parameters to their device, where it is when the event happens."""
+        """Start copying the state of these parameters to the device. The event marks its arrival."""
         with torch.cuda.stream(self._copies):
             for parameter in parameters:
                 for key, home in self.homes.get(parameter, {}).items():
@@ -68,7 +69,7 @@ class StateOnHost(torch.optim.Optimizer):
         return self._copies.record_event() if self._copies else None
 
     def _send_back(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Begin to copy the state of these parameters, as it was updated, to the host."""
+        """Start copying the updated state of these parameters to the host."""
         if self._copies:
             self._copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copies):
@@ -84,12 +85,19 @@ class StateOnHost(torch.optim.Optimizer):
 
 
 def on_host(optimizer_cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """The class of optimizers whose state rests in the host's memory."""
+    """The class of optimizers whose state rests in host memory."""
     return type(f"{optimizer_cls.__name__}OnHost", (StateOnHost, optimizer_cls), {})
 
 
 def host_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Tensors of an optimizer's state, any shapes, in host memory; of a wrapper's inner optimizer."""
-    inner = getattr(optimizer, "inner", optimizer)
-    of_parameters = inner.homes.values() if isinstance(inner, StateOnHost) else ()
-    return [home for homes in of_parameters for home in homes.values()]
+    """The optimizer state in host memory, tensors of any shape."""
+    inner = getattr(optimizer, "inner", optimizer)  # the optimizer that ShardedOptimizer wraps
+    homes = inner.homes.values() if isinstance(inner, StateOnHost) else ()
+    return [home for by_key in homes for home in by_key.values()]
+
+
+def device_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The optimizer state on the device: moments, shaped as the parameters, and step counts ()."""
+    on_the_host = {id(tensor) for tensor in host_tensors(optimizer)}
+    values = (value for entry in optimizer.state.values() for value in entry.values())
+    return [value for value in values if torch.is_tensor(value) and id(value) not in on_the_host]

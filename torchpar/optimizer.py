@@ -1,4 +1,4 @@
-"""AdamW and SGD as `compare.numerics.optimizer` defines them, by torch.optim; the norm over all ranks."""
+"""AdamW and SGD as `compare.numerics.optimizer` defines them, by torch.optim; clipping by the global norm."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -9,10 +9,11 @@ from torch import nn
 from compare.contract.communication import NORM
 from compare.numerics.optimizer import CLIP_EPS, learning_rate
 from compare.numerics.parameters import decays, parameter_table
-from compare.spec.experiment import Experiment, Optimizer
+from compare.spec.experiment import Experiment
 from torchpar.comm.collectives import Axis
+from torchpar.engine import Engine
 from torchpar.offload import on_host
-from torchpar.parallel_model import ParallelModel, local
+from torchpar.sharding import Sharding, local
 from torchpar.weights import nanogpt_name
 
 ROW = 4096
@@ -26,11 +27,11 @@ def make_optimizer(
     wrap: Callable[..., torch.optim.Optimizer] | None = None,
     separate_groups: Collection[str] = (),
 ) -> torch.optim.Optimizer:
-    """The experiment's optimizer over parameters by nanoGPT's names, in two groups: what decays or not.
+    """The experiment's optimizer over parameters, or shards of them (n,), by nanoGPT's names.
 
-    What decays comes from the canonical table: parameters may be pieces (n,), and of a pipeline some. `wrap`
-    makes the optimizer from (params, optimizer_cls, **kwargs), if that is not as usual. The names in
-    `separate_groups` get a group of their own. Foreach kernels would make a temporary as large as the model.
+    The parameters are in two groups, with and without weight decay. The canonical table decides which, since
+    a shard does not show whether it is part of a matrix. `wrap` makes the optimizer from (params,
+    optimizer_cls, **options). Each name in `separate_groups` has a group of its own.
     """
     config = experiment.optimizer
     groups: dict[tuple[float, str], list[nn.Parameter]] = {}
@@ -45,60 +46,39 @@ def make_optimizer(
     if config.name == "adamw":
         optimizer_cls = torch.optim.AdamW
         options = {"betas": (config.beta1, config.beta2), "eps": config.eps}
+    # Foreach kernels would allocate a temporary as large as the model.
     options |= {"lr": learning_rate(config, 0), "fused": True}
     if experiment.layout.offload == "optimizer":
         optimizer_cls = on_host(optimizer_cls)
     return wrap(params, optimizer_cls, **options) if wrap else optimizer_cls(params, **options)
 
 
-def optimizer_step(
-    parallel: ParallelModel, config: Optimizer, step: int, *, waits: bool = True
-) -> torch.Tensor:
-    """Clip by the global norm, update the weights, and drop the gradients. Returns the norm before, ().
+@torch.no_grad()
+def clip_gradients(engine: Engine, max_norm: float) -> torch.Tensor:
+    """Scale all gradients to a global norm of at most `max_norm` (0: any). Returns the norm before, ().
 
-    A norm that is not finite is only returned, if the host `waits` for a GPU to look at it; else the weights
-    are lost, and who reads it later ends the run. The learning rate is that of `step`, from 0.
+    Gradients stay as they are if the norm is not finite.
     """
-    norm = gradient_norm(parallel.parameters, parallel.sharded_over, copies=parallel.copies)
-    if waits and not norm.isfinite():
-        return norm
-    scale_gradients(parallel.parameters, norm, max_norm=config.grad_clip)
-    for group in parallel.optimizer.param_groups:
-        group["lr"] = learning_rate(config, step)
-    parallel.optimizer.step()
-    parallel.optimizer.zero_grad(set_to_none=True)
+    norm = global_norm(engine.parameters, engine.sharding)
+    gradients = [local(gradient) for gradient in engine.gradients().values()]
+    if max_norm and gradients:
+        scale = (max_norm / (norm + CLIP_EPS)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, scale.where(norm.isfinite(), 1.0))
     return norm
 
 
 @torch.no_grad()
-def scale_gradients(parameters: Mapping[str, torch.Tensor], norm: torch.Tensor, *, max_norm: float) -> None:
-    """Scale all gradients, whose norm is `norm`, a scalar, to a norm of at most `max_norm` (0: any)."""
-    gradients = [local(p.grad) for p in parameters.values() if p.grad is not None]
-    if max_norm and gradients:
-        torch._foreach_mul_(gradients, (max_norm / (norm + CLIP_EPS)).clamp(max=1.0))
-
-
-@torch.no_grad()
-def gradient_norm(
-    parameters: Mapping[str, torch.Tensor],
-    sharded_over: Mapping[str, tuple[Axis, ...]],
-    *,
-    copies: Collection[str] = (),
-) -> torch.Tensor:
-    """The norm of all gradients over all elements of all ranks, each counted once: a scalar.
-
-    `sharded_over` are the axes over which pieces are spread, by name, the same on all ranks; another rank
-    counts `copies`.
-    """
+def global_norm(parameters: Mapping[str, torch.Tensor], sharding: Sharding) -> torch.Tensor:
+    """The norm of all gradients over all elements of all ranks, each counted once: ()."""
     by_axes: dict[tuple[Axis, ...], list[torch.Tensor]] = {}
     for name, parameter in parameters.items():
-        if name not in copies:
-            axes = sharded_over.get(name, ())
+        if name not in sharding.counted_elsewhere:
+            axes = sharding.axes.get(name, ())
             gradients = by_axes.setdefault(axes, [local(parameter.detach()).new_zeros(())])
             if parameter.grad is not None:
                 gradients.append(local(parameter.grad))
     norms = []
-    # Ranks of a pipeline have other parameters, but must reduce in the same order.
+    # The stages of a pipeline have different parameters. All ranks must reduce in the same order.
     for axes, gradients in sorted(by_axes.items(), key=lambda group: [axis.name for axis in group[0]]):
         norm = norm_of_all(gradients)
         if axes:
@@ -111,16 +91,17 @@ def gradient_norm(
 
 
 def norm_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm over all elements of some tensors: a scalar.
+    """The norm over all elements of several tensors of any shape: ().
 
-    On a CPU PyTorch adds up a float32 tensor's squares one after the other: of three million elements the
-    norm is off by 7e-5 (torch 2.13; `get_total_norm` and `clip_grad_norm_`, too). So it is taken in rows.
+    On a CPU PyTorch adds up the squares of a float32 tensor one after the other (torch 2.13, also in
+    `get_total_norm` and `clip_grad_norm_`). The norm of three million elements is then off by 7e-5, so the
+    squares are added up in rows.
     """
     if tensors[0].device.type != "cpu":
         return torch.nn.utils.get_total_norm(tensors)
     norms = []
     for flat in (tensor.reshape(-1) for tensor in tensors):
-        whole = flat.numel() // ROW * ROW
-        rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1)
-        norms += [torch.linalg.vector_norm(part) for part in (rows, flat[whole:])]
+        in_rows = flat.numel() // ROW * ROW
+        rows = torch.linalg.vector_norm(flat[:in_rows].view(-1, ROW), dim=1)
+        norms += [torch.linalg.vector_norm(part) for part in (rows, flat[in_rows:])]
     return torch.linalg.vector_norm(torch.stack(norms))

@@ -1,8 +1,9 @@
-"""Training as one rank runs it: set up, then loop. All three engines share it, and the peers."""
+"""Training on one rank: `train` sets up and loops, `train_step` is one step. All engines share both."""
 
-import functools
 import importlib
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
 from compare.numerics.boxes import Weights
 from compare.numerics.data import open_corpus
+from compare.numerics.optimizer import learning_rate
 from compare.numerics.parameters import fingerprint, parameter_table
 from compare.numerics.stream import arrays_of_step
 from compare.side.ending import StopRequest
@@ -18,205 +20,181 @@ from compare.side.inputs import starting_parameters
 from compare.side.recording import Progress, Recording
 from compare.spec.engines.registry import TORCH
 from torchpar import compiler, library, manual
+from torchpar.batch import RankBatch
+from torchpar.checkpoint import fill_with, restore_moments
 from torchpar.comm import process_groups
-from torchpar.comm.mesh import Mesh, make_mesh
+from torchpar.comm.mesh import make_mesh
 from torchpar.host_memory import keep_freed_memory
 from torchpar.launch import Rank
-from torchpar.loss_scale import scale_loss, undivided_parts, unscale_gradients
-from torchpar.observers import recording_of
-from torchpar.optimizer import make_optimizer, optimizer_step
-from torchpar.parallel_model import ParallelModel, local
-from torchpar.run import RankBatch, Run, autocast, join_others, now, to_device
-from torchpar.shards import empty_model, fill_with, restore_moments
-from torchpar.weights import nanogpt_name, to_array
+from torchpar.optimizer import clip_gradients
+from torchpar.record import make_recording
+from torchpar.run import Run, join_ranks, now
+from torchpar.sharding import local
+from torchpar.weights import empty_model, nanogpt_name, to_array
 
-PARALLELIZE = {
-    "torch-manual": manual.parallelize,
-    "torch-library": library.parallelize,
-    "torch-compiler": compiler.parallelize,
+MAKE_ENGINE = {
+    "torch-manual": manual.make_engine,
+    "torch-library": library.make_engine,
+    "torch-compiler": compiler.make_engine,
 }
 PEERS = {peer.name: f"torchpar.{peer.folder}" for peer in TORCH.peers}
-"""Modules with their own `parallelize` and step; imported only to train: they may need more packages."""
+"""Modules with a `make_engine` and a `train_step` of their own; only a run of the peer imports them."""
 
 
 def train(rank: Rank, *, request: Request, folder: Path) -> None:
-    """Train as one of `layout.devices` ranks; rank 0 leaves the record in `folder`, an existing one.
+    """Train as one of `layout.devices` ranks. Rank 0 leaves the record in `folder`, an existing one.
 
-    Raises DivergedError.
+    Raises DivergedError: the loss or the gradient norm of a step is not finite.
     """
-    experiment = request.experiment
-    if experiment.checkpoint.every:
-        StopRequest.listen()  # a rank that was not forked does not yet
-    if request.platform == "cpu":
-        keep_freed_memory()
-    if rank.world_size > 1 or request.engine not in PEERS:  # a plain loop has PyTorch's own threads
-        torch.set_num_threads(1)
-    torch.set_float32_matmul_precision("high" if experiment.precision.tf32 else "highest")
-    device = join_others(rank, request.platform, experiment if rank.local_rank == 0 else None)
-    mesh = make_mesh(experiment.layout, rank=rank.rank, device=device)
-    first = starting_parameters(request)
-    run = set_up(request, mesh, rank, first)
-    if rank.rank == 0:
-        run.initial_weights_sha256 = _sha256_of(run.parallel, first, request)
-    if request.resume:
-        restore_moments(run, Path(request.resume.checkpoint))
-    if run.parallel.compiled:
+    if request.experiment.checkpoint.every:
+        StopRequest.listen()  # a forked rank listens already
+    run = set_up(rank, request)
+    if run.engine.compiled:
         run.compile_s = compile_ahead(run)
-    train_to_end(run, recording_of(run, folder))
+    record = make_recording(run, folder)
+    record.begin(run.state)
+    while run.state.step < run.experiment.train.max_iters:
+        train_steps(run, record)
+        record.between(run.state)
+    record.finish()
     process_groups.leave_group()
 
 
-def set_up(request: Request, mesh: Mesh, rank: Rank, first: Weights) -> Run:
-    """Model, optimizer and data of one rank, under the layout; the first weights by canonical name."""
-    experiment, model = request.experiment, empty_model(request.experiment)
-    fill, compute, update = fill_with(first, experiment, mesh), compute_gradients, update_weights
-    if request.engine in PEERS:
-        fill(model)
-        peer = importlib.import_module(PEERS[request.engine])
-        compute, update = peer.compute_gradients, peer.update_weights
-        parallel, mesh = peer.parallelize(model, experiment, mesh=mesh, rank=rank)
-    else:
-        maker = functools.partial(make_optimizer, experiment=experiment)
-        parallelize = PARALLELIZE[request.engine]
-        parallel = parallelize(model, mesh=mesh, layout=experiment.layout, make_optimizer=maker, fill=fill)
-    state = Progress(loss_scale=request.first_loss_scale)
+def train_steps(run: Run, record: Recording) -> None:
+    """Run and record one step, or a timed window of steps. The host waits for the device once, at the end."""
+    state, request, clock = run.state, run.request, Stopwatch(partial(now, run.mesh.device))
+    first, steps = state.step, request.together(state.step)
+    # Recording gradients costs no time, but in a window, where there are none to record, the clock runs on.
+    pause = nullcontext if request.is_in_window(first) else clock.paused
+
+    def on_gradients() -> None:
+        with pause():
+            record.gradients(state.step)
+
+    drawn = [arrays_of_step(run.corpus, run.experiment, step) for step in range(first, first + steps)]
+    done = []
+    with record.around(first), clock:
+        for arrays in drawn:
+            loss, norm = run.train_step(run, run.shard_batch(arrays), on_gradients)
+            done.append(state.finished(loss, norm, run.tokens_per_expert))
+            norm_of = norm.item() if state.loss_scale else None
+            if state.move_on(request.engine, run.experiment, grad_norm=norm_of):
+                run.engine.optimizer.zero_grad(set_to_none=True)  # gradients that overflowed
+    run.rank.at(first, "record")
+    record.steps(done, clock.window(steps))
+
+
+def train_step(
+    run: Run, batch: RankBatch, on_gradients: Callable[[], None]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One step: the gradients of the mean loss, clipping, and the update of the weights.
+
+    In float16 backward begins with the loss times a scale, and the gradients are divided by it. All engines
+    begin with the same share of the mean, so the same steps overflow.
+
+    `on_gradients` is called when the gradients are complete, before clipping. Returns the mean loss and the
+    norm before clipping, both (). If the norm is not finite, the gradients stay, and nothing is updated.
+    """
+    engine, state, config = run.engine, run.state, run.experiment.optimizer
+    scale = state.loss_scale.scale * engine.loss_mean_ranks if state.loss_scale else 1.0
+
+    loss = forward_backward(run, batch, scale)
+    run.rank.at(state.step, "synchronisation")
+    engine.finish_gradients()
     if state.loss_scale:
-        for part in (model.loss, model.balance) if model.balance else (model.loss,):
-            scale_loss(part, state, parts=undivided_parts(parallel, experiment))
+        torch._foreach_div_([local(gradient) for gradient in engine.gradients().values()], scale)
+    loss = run.mean_over_data(loss)
+    on_gradients()
+
+    run.rank.at(state.step, "optimizer")
+    norm = clip_gradients(engine, config.grad_clip)
+    # In a timed window the host does not wait for a GPU, unless the loss scale depends on the norm.
+    is_timed = run.request.is_in_window(state.step)
+    waits = not is_timed or run.mesh.device.type == "cpu" or state.loss_scale is not None
+    if not waits or norm.isfinite():
+        for group in engine.optimizer.param_groups:
+            group["lr"] = learning_rate(config, state.step)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad(set_to_none=True)
+    return loss, norm
+
+
+def forward_backward(run: Run, batch: RankBatch, scale: float) -> torch.Tensor:
+    """Forward and backward of every pass, of the loss times `scale`. Returns this rank's mean loss, ()."""
+    engine, step, passes = run.engine, run.state.step, len(batch.inputs_ABT)
+    if engine.run_pipeline:
+        run.rank.at(step, "forward")
+        return engine.run_pipeline(batch, run.autocast, scale)
+    dtype = torch.float64 if run.experiment.precision.dtype == "float64" else torch.float32
+    total = torch.zeros((), dtype=dtype, device=run.mesh.device)
+    run.routing.clear()
+    for number, inputs_targets_keys in enumerate(batch.passes()):
+        # Gradients add up locally, and are reduced in the last pass.
+        with engine.no_sync() if number < passes - 1 else nullcontext():
+            run.rank.at(step, "forward")
+            with run.autocast():
+                _, loss = engine.module(*inputs_targets_keys)
+            if run.balance:
+                run.routing.append((run.balance.chosen_LBTk, run.balance.tokens_LE))
+            run.rank.at(step, "backward")
+            (loss * scale / passes).backward()
+        total += loss.detach() / passes
+    return total
+
+
+def set_up(rank: Rank, request: Request) -> Run:
+    """Join the other ranks, and build the engine, filled with the first weights. Raises ExperimentError."""
+    experiment = request.experiment
+    if request.platform == "cpu":
+        keep_freed_memory()
+    if rank.world_size > 1 or request.engine not in PEERS:  # a peer has PyTorch's own number of threads
+        torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high" if experiment.precision.tf32 else "highest")
+    device = join_ranks(rank, request.platform, experiment if rank.local_rank == 0 else None)
+    mesh = make_mesh(experiment.layout, rank=rank.rank, device=device)
+    first = starting_parameters(request)
+
+    model, fill = empty_model(experiment), fill_with(first, experiment, mesh)
+    peer = importlib.import_module(PEERS[request.engine]) if request.engine in PEERS else None
+    make_engine = peer.make_engine if peer else MAKE_ENGINE[request.engine]
     run = Run(
         request=request,
         mesh=mesh,
         rank=rank,
         corpus=open_corpus(experiment, validated_sha256=request.corpus_sha256),
-        parallel=parallel,
-        compute=compute,
-        update=update,
-        state=state,
+        engine=make_engine(model, experiment, mesh, fill),
+        train_step=peer.train_step if peer else train_step,
+        state=Progress(loss_scale=request.first_loss_scale),
         balance=model.balance,
     )
     if model.balance:
         model.balance.total_counts = run.total_over_data
+    if rank.rank == 0:
+        run.initial_weights_sha256 = first_fingerprint(run, first)
+    if request.resume:
+        restore_moments(run, Path(request.resume.checkpoint))
     return run
 
 
-def _sha256_of(parallel: ParallelModel, first: Weights, request: Request) -> str:
-    """The SHA-256 of the first weights: as this rank holds them, or where it holds parts, as they were given.
+def first_fingerprint(run: Run, first: Weights) -> str:
+    """The SHA-256 of the first weights: of this rank's if it has all of them, otherwise of the given ones.
 
-    The second way reads one tensor after the other again.
+    The given ones are read once more, one tensor after the other.
     """
-    rows = {row.name: row for row in parameter_table(request.experiment.model)}
-    pieces, names = parallel.weights(), {name: nanogpt_name(name) for name in rows}
-    if all(name in pieces and not parallel.sharded_over.get(name) for name in names.values()):
-        return fingerprint(Weights(rows, lambda name: to_array(rows[name], local(pieces[names[name]]))))
-    return request.init_sha256 or fingerprint(first)
+    rows, weights = {row.name: row for row in parameter_table(run.experiment.model)}, run.engine.weights()
+    names = {name: nanogpt_name(name) for name in rows}
+    if all(name in weights and not run.engine.sharding.axes.get(name) for name in names.values()):
+        return fingerprint(Weights(rows, lambda name: to_array(rows[name], local(weights[names[name]]))))
+    return run.request.init_sha256 or fingerprint(first)
 
 
 def compile_ahead(run: Run) -> float:
-    """Run the first pass once, and drop its gradients. Returns the seconds that this took."""
-    clock = Stopwatch(functools.partial(now, run.mesh.device))
+    """Compile by one pass of the first step, whose gradients are dropped. Returns the seconds it took."""
+    clock = Stopwatch(partial(now, run.mesh.device))
     arrays = arrays_of_step(run.corpus, run.experiment, run.state.step)
-    with clock, autocast(run):
-        _, loss = run.parallel.module(*next(to_device(run, arrays).passes()))
+    with clock, run.autocast():
+        _, loss = run.engine.module(*next(run.shard_batch(arrays).passes()))
         loss.backward()
-    run.parallel.finish_gradient_synchronization()
-    run.parallel.optimizer.zero_grad(set_to_none=True)
+    run.engine.finish_gradients()
+    run.engine.optimizer.zero_grad(set_to_none=True)
     return clock.wall_s
-
-
-def train_to_end(run: Run, tell: Recording) -> None:
-    """All steps that are left. Raises DivergedError: the loss or the norm of a step is not finite."""
-    state = run.state
-    tell.begin(state)
-    while state.step < run.experiment.train.max_iters:
-        if run.request.is_in_window(state.step):
-            train_window(run, tell, steps=run.request.together(state.step))
-        else:
-            train_step(run, tell)
-        tell.between(state)
-    tell.finish()
-
-
-def train_step(run: Run, tell: Recording) -> None:
-    """Draw, compute, update, tell: one step, which the host waits for. What observers do costs no time."""
-    step, clock = run.state.step, Stopwatch(functools.partial(now, run.mesh.device))
-    arrays = arrays_of_step(run.corpus, run.experiment, step)
-    with tell.around(step):
-        with clock:
-            loss = run.compute(run, to_device(run, arrays))
-        tell.gradients(step)
-        with clock:
-            norm = run.update(run)
-    run.rank.at(step, "record")
-    tell.steps([run.state.finished(loss, norm, run.tokens_per_expert)], clock.window(1))
-    move_on(run, norm)
-
-
-def train_window(run: Run, tell: Recording, *, steps: int) -> None:
-    """Steps with no synchronisation of host and device between them, timed together."""
-    first, clock = run.state.step, Stopwatch(functools.partial(now, run.mesh.device))
-    drawn = [arrays_of_step(run.corpus, run.experiment, step) for step in range(first, first + steps)]
-    done = []
-    with clock:
-        for step, arrays in enumerate(drawn, first):
-            with tell.around(step):
-                loss = run.compute(run, to_device(run, arrays))
-                tell.gradients(step)
-                norm = run.update(run)
-            done.append(run.state.finished(loss, norm, run.tokens_per_expert))
-            move_on(run, norm)
-    tell.steps(done, clock.window(steps))
-
-
-def move_on(run: Run, norm: torch.Tensor) -> None:
-    """Count a step whose gradients had this norm, (); drop gradients that overflowed.
-
-    Raises DivergedError, on all ranks alike: they overflow at the smallest loss scale.
-    """
-    norm_of = norm.item() if run.state.loss_scale else None
-    if run.state.move_on(run.request.engine, run.experiment, grad_norm=norm_of):
-        run.parallel.optimizer.zero_grad(set_to_none=True)
-
-
-def compute_gradients(run: Run, batch: RankBatch) -> torch.Tensor:
-    """Leave one step's mean gradients on the parameters. Returns its mean loss, a scalar."""
-    if run.parallel.run_pipeline:
-        run.rank.at(run.state.step, "forward")
-        loss = run.parallel.run_pipeline(batch, functools.partial(autocast, run))
-    else:
-        loss = run_passes(run, batch)
-    run.rank.at(run.state.step, "synchronisation")
-    run.parallel.finish_gradient_synchronization()
-    if run.state.loss_scale:
-        scale = run.state.loss_scale.scale / undivided_parts(run.parallel, run.experiment)
-        unscale_gradients(run.parallel, scale)
-    return run.mean_over_data(loss)
-
-
-def run_passes(run: Run, batch: RankBatch) -> torch.Tensor:
-    """Forward and backward of one pass after the other. Returns the mean loss, (), over this rank's rows."""
-    passes = len(batch.inputs_ABT)
-    dtype = torch.float64 if run.experiment.precision.dtype == "float64" else torch.float32
-    loss = torch.zeros((), dtype=dtype, device=run.mesh.device)
-    run.routing.clear()
-    for index, one in enumerate(batch.passes()):
-        is_last = index == passes - 1
-        with nullcontext() if is_last else run.parallel.no_sync():  # reduce once a step
-            run.rank.at(run.state.step, "forward")
-            with autocast(run):
-                _, mean = run.parallel.module(*one)
-            if run.balance:
-                run.routing.append((run.balance.chosen_LBTk, run.balance.tokens_LE))
-            run.rank.at(run.state.step, "backward")
-            (mean / passes).backward()
-        loss += mean.detach() / passes
-    return loss
-
-
-def update_weights(run: Run) -> torch.Tensor:
-    """Clip the gradients, update the weights. Returns the norm before clipping, a scalar."""
-    request, state = run.request, run.state
-    run.rank.at(state.step, "optimizer")
-    # In a window the host does not wait for a GPU, unless the loss scale needs the norm.
-    is_timed = request.is_in_window(state.step)
-    waits = not is_timed or run.mesh.device.type == "cpu" or state.loss_scale is not None
-    return optimizer_step(run.parallel, run.experiment.optimizer, state.step, waits=waits)

@@ -1,7 +1,7 @@
-"""Map between canonical names, shapes and axes, and nanoGPT's.
+"""Canonical names, shapes and axes as nanoGPT's, and arrays into a model and out of it.
 
-Canonical matrices are (in, out), qkv (C, 3, H, D) and out (H, D, C); torch.nn.Linear keeps (out, in).
-A gradient or a moment has its weight's shape, so one mapping serves all three.
+A canonical matrix is (in, out), qkv (C, 3, H, D) and out (H, D, C); torch.nn.Linear has (out, in). A gradient
+or a moment has the shape of its weight, so one mapping serves all three.
 """
 
 import math
@@ -11,9 +11,11 @@ import numpy as np
 import torch
 
 from compare.formats.gpt2_names import TRANSFORMER, gpt2_name, input_dims
+from compare.numerics.boxes import Weights, from_boxes
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import Parameter, parameter_table
-from compare.spec.experiment import Model, Optimizer
+from compare.numerics.shards import Shard
+from compare.spec.experiment import Experiment, Model, Optimizer
 from torchpar.model import GPT
 
 _TORCH_MOMENTS = {"adamw": {"m": "exp_avg", "v": "exp_avg_sq"}, "sgd": {"m": "momentum_buffer"}}
@@ -25,16 +27,28 @@ def nanogpt_name(name: str) -> str:
 
 
 def to_nanogpt(parameter: Parameter, array: np.ndarray) -> np.ndarray:
-    """A canonical array in nanoGPT's shape: a Linear's weight becomes (out, in)."""
+    """A canonical array in nanoGPT's shape. A Linear's weight becomes (out, in)."""
     if inputs := input_dims(parameter):
         return array.reshape(math.prod(parameter.shape[:inputs]), -1).T
     return array.reshape(-1) if parameter.name.endswith(".bias") else array
 
 
 def to_array(parameter: Parameter, tensor: torch.Tensor) -> np.ndarray:
-    """A copy of a whole tensor in nanoGPT's shape, in the table's."""
+    """A copy of a full tensor of nanoGPT's shape, in the canonical shape."""
     array = tensor.detach().to("cpu", copy=True).numpy()
     return np.ascontiguousarray((array.T if input_dims(parameter) else array).reshape(parameter.shape))
+
+
+def to_arrays(tensors: Mapping[str, torch.Tensor], config: Model) -> dict[str, np.ndarray]:
+    """Copies of full weights, gradients or moments: nanoGPT's names to canonical names and shapes."""
+    return {row.name: to_array(row, tensors[nanogpt_name(row.name)]) for row in parameter_table(config)}
+
+
+def empty_model(experiment: Experiment) -> GPT:
+    """The whole model on the meta device: shapes and dtypes without memory."""
+    dtype = torch.float64 if experiment.precision.dtype == "float64" else torch.float32
+    with torch.device("meta"):
+        return GPT(experiment.model, loss_chunks=experiment.train.loss_chunks).to(dtype=dtype)
 
 
 @torch.no_grad()
@@ -47,13 +61,21 @@ def load_weights(model: GPT, weights: Mapping[str, np.ndarray]) -> None:
         parameter.copy_(torch.from_numpy(array))
 
 
-def to_arrays(tensors: Mapping[str, torch.Tensor], config: Model) -> dict[str, np.ndarray]:
-    """Whole weights, gradients or moments, by nanoGPT's names, as copies by canonical name and shape."""
-    return {row.name: to_array(row, tensors[nanogpt_name(row.name)]) for row in parameter_table(config)}
+@torch.no_grad()
+def write_shard(tensor: torch.Tensor, shard: Shard, weights: Weights) -> None:
+    """Write a shard of the weights into a tensor of any shape. Padding becomes zero."""
+    dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
+    array = from_boxes(shard, lambda boxes: weights.boxes(shard.name, boxes), dtype)
+    if shard.elements is None and shard.dim_order:
+        array = array.transpose(shard.dim_order)
+    values = torch.from_numpy(np.ascontiguousarray(array).reshape(-1))
+    if padding := tensor.numel() - len(values):
+        values = torch.cat([values, values.new_zeros(padding)])
+    tensor.copy_(values.view(tensor.shape))
 
 
 def moment_keys(config: Optimizer) -> dict[str, str]:
-    """torch.optim's name of each moment that this optimizer keeps: m and v, m, or none."""
+    """torch.optim's name of each moment that this optimizer has: of m and v, of m, or none."""
     return {name: _TORCH_MOMENTS[config.name][name] for name in moment_names(config)}
 
 

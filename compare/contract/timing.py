@@ -5,7 +5,8 @@ run waits once a window of steps; the steps after the windows are waited for one
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 
 from msgspec import Struct
 
@@ -65,6 +66,13 @@ class Stopwatch:
     def __exit__(self, *error: object) -> None:
         self.wall_s += self._now() - self._begun[0]
         self.cpu_s += cpu_seconds() - self._begun[1]
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Leave out what runs inside."""
+        self.__exit__()
+        yield
+        self.__enter__()
 
     def window(self, steps: int) -> Window:
         """So many steps, and what they cost."""

@@ -7,26 +7,29 @@ import copy
 from collections.abc import Callable, Iterable
 from functools import partial
 
-import msgspec
 import torch
+from msgspec.structs import replace
 
 from compare.contract.communication import Communication, summed
 from compare.numerics.context import order_of_positions
+from compare.numerics.optimizer import learning_rate
 from compare.spec.axes import CP, ROWS
 from compare.spec.experiment import Experiment, Layout, Model, Optimizer
 from tests.support.ranks import CPU
+from torchpar.checkpoint import all_moments
 from torchpar.comm.mesh import Mesh, make_mesh
+from torchpar.engine import Engine
 from torchpar.measure.ledger import LedgerSink
 from torchpar.measure.watch import Watch
 from torchpar.model import GPT
-from torchpar.optimizer import make_optimizer, optimizer_step
-from torchpar.parallel_model import ParallelModel, local
+from torchpar.optimizer import clip_gradients, make_optimizer
+from torchpar.sharding import local
 from torchpar.weights import moment_keys
 
-Parallelize = Callable[..., ParallelModel]
+MakeEngine = Callable[..., Engine]
 CONFIG = Model(n_layer=2, n_head=4, n_embd=12, block_size=8, vocab_size=50, bias=True)  # 50 does not divide
 ADAM = Experiment(model=CONFIG, optimizer=Optimizer(warmup_iters=0, grad_clip=0.1))
-SGD = msgspec.structs.replace(ADAM, optimizer=Optimizer(name="sgd", momentum=0.9, grad_clip=0.0))
+SGD = replace(ADAM, optimizer=Optimizer(name="sgd", momentum=0.9, grad_clip=0.0))
 # Averages of partial means in another order; Adam divides a gradient by its own size, which shows a little.
 close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
 
@@ -72,14 +75,13 @@ def keep_values(*_: object) -> None:
 
 
 def make_parallel(
-    parallelize: Parallelize, layout: Layout, rank: int, experiment: Experiment, model: GPT | None = None
-) -> tuple[ParallelModel, Mesh]:
-    mesh = make_mesh(layout, rank=rank, device=CPU)
-    how = {"make_optimizer": partial(make_optimizer, experiment=experiment), "fill": keep_values}
-    return parallelize(model or make_gpt(), mesh=mesh, layout=layout, **how), mesh
+    make_engine: MakeEngine, layout: Layout, rank: int, experiment: Experiment, model: GPT | None = None
+) -> tuple[Engine, Mesh]:
+    mesh, experiment = make_mesh(layout, rank=rank, device=CPU), replace(experiment, layout=layout)
+    return make_engine(model or make_gpt(), experiment, mesh, keep_values), mesh
 
 
-def backward(parallel: ParallelModel, mesh: Mesh, step: int, layout: Layout = ADAM.layout) -> torch.Tensor:
+def backward(parallel: Engine, mesh: Mesh, step: int, layout: Layout = ADAM.layout) -> torch.Tensor:
     data, context = mesh.joined(*ROWS), mesh[CP]
     rows = slice(data.rank * 4 // data.size, (data.rank + 1) * 4 // data.size)
     order_T = torch.tensor(order_of_positions(CONFIG.block_size, layout)).chunk(context.size)[context.rank]
@@ -88,11 +90,21 @@ def backward(parallel: ParallelModel, mesh: Mesh, step: int, layout: Layout = AD
         (parallel.module(first, first_targets)[1] / 2).backward()
     loss = parallel.module(last, last_targets)[1]
     (loss / 2).backward()
-    parallel.finish_gradient_synchronization()
+    parallel.finish_gradients()
     return loss.detach()
 
 
-def count(parallel: ParallelModel, mesh: Mesh) -> dict[tuple[str, str], Communication]:
+def update(parallel: Engine, config: Optimizer, step: int) -> torch.Tensor:
+    """Clip, update and drop the gradients. Returns the norm, ()."""
+    norm = clip_gradients(parallel, config.grad_clip)
+    for group in parallel.optimizer.param_groups:
+        group["lr"] = learning_rate(config, step)
+    parallel.optimizer.step()
+    parallel.optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def count(parallel: Engine, mesh: Mesh) -> dict[tuple[str, str], Communication]:
     """What a step sends, by kind and purpose, with what DTensor infers."""
     sink = LedgerSink(mesh)
     with Watch(sink):
@@ -100,18 +112,16 @@ def count(parallel: ParallelModel, mesh: Mesh) -> dict[tuple[str, str], Communic
     return {(row.kind, row.purpose): row for row in summed(sink.noted().rows)}
 
 
-def train(
-    parallelize: Parallelize, layout: Layout, rank: int, experiment: Experiment
-) -> tuple[dict, ParallelModel]:
-    parallel, mesh = make_parallel(parallelize, layout, rank, experiment)
-    config = msgspec.structs.replace(experiment.optimizer, decay_lr=False)
+def train(make_engine: MakeEngine, layout: Layout, rank: int, experiment: Experiment) -> tuple[dict, Engine]:
+    parallel, mesh = make_parallel(make_engine, layout, rank, experiment)
+    config = replace(experiment.optimizer, decay_lr=False)
     for step in range(2):
         backward(parallel, mesh, step, layout)
-        gradients = copy.deepcopy(parallel.full(parallel.gradients()))
-        optimizer_step(parallel, config, step)
-    result = {"gradients": gradients, "weights": parallel.full(parallel.weights())}
+        gradients = copy.deepcopy(parallel.gather(parallel.gradients()))
+        update(parallel, config, step)
+    result = {"gradients": gradients, "weights": parallel.gather(parallel.weights())}
     for key in moment_keys(experiment.optimizer).values():
-        result[key] = parallel.full(parallel.moments(key))
+        result[key] = parallel.gather(all_moments(parallel, key))
     return result, parallel
 
 
@@ -122,7 +132,7 @@ def assert_same(got: dict, expected: dict, layout: str) -> None:
             close(got[kind][name], tensor, msg=lambda text, at=(layout, kind, name): f"{at}: {text}")
 
 
-def assert_cut(parallel: ParallelModel, experiment: Experiment, layout: Layout, name: str) -> None:
+def assert_cut(parallel: Engine, experiment: Experiment, layout: Layout, name: str) -> None:
     """About a share of what the layout splits, and moments of what is updated, and of nothing else."""
 
     def elements(tensors: Iterable[torch.Tensor]) -> int:
@@ -136,7 +146,7 @@ def assert_cut(parallel: ParallelModel, experiment: Experiment, layout: Layout, 
     state, updated = parallel.optimizer.state.values(), elements(parallel.parameters.values())
     (key, *_) = moment_keys(experiment.optimizer).values()
     moments = elements(entry[key] for entry in state if entry)
-    if parallel.updates:  # whole parameters are dealt out: no share is off by more than the largest of them
+    if parallel.sharding.owned:  # whole parameters: a share is off by at most the largest
         assert moments <= share / layout.dp_shard + CONFIG.vocab_size * CONFIG.n_embd, name
         assert moments < updated, name
     else:

@@ -59,12 +59,12 @@ def change_update(run: Run, change: Callable[[torch.Tensor, torch.Tensor], torch
     before = dict[str, torch.Tensor]()
 
     def remember(*optimizer_and_arguments: Any) -> None:
-        before.update({name: p.detach().clone() for name, p in run.parallel.parameters.items()})
+        before.update({name: p.detach().clone() for name, p in run.engine.parameters.items()})
 
     @torch.no_grad()
     def move(*optimizer_and_arguments: Any) -> None:
-        for name, parameter in run.parallel.parameters.items():
+        for name, parameter in run.engine.parameters.items():
             parameter.copy_(change(before[name], parameter))
 
-    run.parallel.optimizer.register_step_pre_hook(remember)
-    run.parallel.optimizer.register_step_post_hook(move)
+    run.engine.optimizer.register_step_pre_hook(remember)
+    run.engine.optimizer.register_step_post_hook(move)

@@ -11,12 +11,10 @@ from compare.contract.record import read_steps as steps_of
 from compare.contract.request import Request
 from compare.judge.outcome import read_outcome
 from compare.side.ending import DivergedError, explained_failure
-from compare.side.inputs import starting_parameters
 from compare.system.json_files import read_json
-from torchpar.comm.mesh import make_mesh
 from torchpar.launch import Rank
-from torchpar.observers import recording_of
-from torchpar.train import set_up, train_step
+from torchpar.record import make_recording
+from torchpar.train import set_up, train_steps
 
 # No layer's gradient survives weights of 1e30. One layer and no ladder: one small program to compile.
 DIVERGING = ("--optimizer.learning_rate", "1e30", "--optimizer.no-decay_lr", "--optimizer.warmup_iters", "0")
@@ -27,18 +25,17 @@ def test_a_step_of_torchpar_names_the_gradient_and_moves_nothing(tiny, tmp_path)
     experiment = replace(tiny, data=replace(tiny.data, source="synthetic"))
     request = Request(engine="torch-manual", experiment=experiment)
     rank = Rank(rank=0, world_size=1, local_rank=0)
-    mesh = make_mesh(experiment.layout, rank=0, device=torch.device("cpu"))
-    run = set_up(request, mesh, rank, starting_parameters(request))
-    run.parallel.parameters["transformer.h.1.ln_2.weight"].register_hook(lambda gradient: gradient * math.inf)
-    before = {name: weight.clone() for name, weight in run.parallel.weights().items()}
-    tell = recording_of(run, tmp_path)
+    run = set_up(rank, request)
+    run.engine.parameters["transformer.h.1.ln_2.weight"].register_hook(lambda gradient: gradient * math.inf)
+    before = {name: weight.clone() for name, weight in run.engine.weights().items()}
+    record = make_recording(run, tmp_path)
     with pytest.raises(DivergedError) as error:
-        train_step(run, tell)
+        train_steps(run, record)
     assert str(error.value).endswith(
         "the first gradient that is not finite is that of blocks.1.norm2.scale"
     ), error.value
     assert str(error.value).startswith("torch-manual diverged at step 0: its gradient norm is ")
-    for name, weight in run.parallel.weights().items():
+    for name, weight in run.engine.weights().items():
         assert torch.equal(weight, before[name]), name
     (step,) = steps_of(tmp_path / STEPS_PART)
     assert math.isnan(step.grad_norm)

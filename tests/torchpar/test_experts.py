@@ -119,16 +119,16 @@ def test_gradients_on_ranks_are_one_devices(rank: int, engine: str) -> None:
             except ExperimentError:  # torch-library and torch-compiler have not each layout of ep
                 continue
             model = make_gpt()
-            parallel, mesh = make_parallel(ENGINES[engine].parallelize, layout, rank, experiment, model)
+            parallel, mesh = make_parallel(ENGINES[engine].make_engine, layout, rank, experiment, model)
             data, router = mesh.joined(*DATA), "transformer.h.0.mlp.router.weight"
             if name == "ddp":  # without the others' choices
                 backward(parallel, mesh, 0, layout)
-                wrong = parallel.full(parallel.gradients())[router]
+                wrong = parallel.gather(parallel.gradients())[router]
                 assert (wrong - expected[router]).abs().max() > 1e-6, engine
                 parallel.optimizer.zero_grad(set_to_none=True)
             model.balance.total_counts = lambda counts, data=data: (data.all_reduce(counts), counts)[1]
             backward(parallel, mesh, 0, layout)
-            found = {"gradients": parallel.full(parallel.gradients())}
+            found = {"gradients": parallel.gather(parallel.gradients())}
             assert_same(found, {"gradients": expected}, f"{engine} {name}")
 
 

@@ -51,7 +51,7 @@ def summed_every_pass() -> AbstractContextManager:
     from tests.support.torch_runs import spoiled
 
     def whole(run):
-        for parameter in run.parallel.module.parameters():
+        for parameter in run.engine.module.parameters():
             parameter.register_hook(lambda g, at=parameter.placements: g.redistribute(placements=at))
 
     return spoiled(whole)

@@ -17,8 +17,8 @@ from compare.numerics.initial_weights import write_weights
 from compare.numerics.parameters import initial_parameters
 from compare.spec.experiment import Data, Experiment, edited
 from tests.support.torch_runs import change_update, of_ranks, spoiled, trained
-from torchpar import model, train
-from torchpar.run import Run, autocast
+from torchpar import model
+from torchpar.run import Run
 
 Planted = Callable[[], AbstractContextManager]
 
@@ -38,7 +38,7 @@ def later_moments(run: Run) -> None:
             if run.state.step:
                 state["exp_avg_sq"].copy_(rounded(state["exp_avg_sq"]))
 
-    run.parallel.optimizer.register_step_post_hook(round_them)
+    run.engine.optimizer.register_step_post_hook(round_them)
 
 
 def other_settings(run: Run, **settings: float) -> None:
@@ -48,7 +48,7 @@ def other_settings(run: Run, **settings: float) -> None:
         for group in optimizer.param_groups:
             group.update({name: settings[name] for name in settings if run.state.step and group[name]})
 
-    run.parallel.optimizer.register_step_pre_hook(change)
+    run.engine.optimizer.register_step_pre_hook(change)
 
 
 def added_up_in_16_bits(run: Run) -> None:
@@ -56,7 +56,7 @@ def added_up_in_16_bits(run: Run) -> None:
     def round_it(parameter: torch.Tensor) -> None:
         parameter.grad.copy_(rounded(parameter.grad))
 
-    for parameter in run.parallel.module.parameters():
+    for parameter in run.engine.module.parameters():
         parameter.register_post_accumulate_grad_hook(round_it)
 
 
@@ -152,10 +152,12 @@ def test_what_a_timed_window_does_otherwise_is_seen(tmp_path, half):
     spec = edited(half, {"train": {"max_iters": timing.steps}, "model": {"dropout": 0.0}})
     assert objections_by_itself(trained(tmp_path / "right", spec, timing=timing)) == []
 
+    autocast = Run.autocast
+
     def wrong(run: Run) -> AbstractContextManager:
         return nullcontext() if run.request.is_in_window(run.state.step) else autocast(run)
 
-    with patch.object(train, "autocast", wrong):
+    with patch.object(Run, "autocast", wrong):
         (objection,) = objections_by_itself(trained(tmp_path / "wrong", spec, timing=timing))
     assert objection.startswith("precision.dtype = bfloat16 was asked for, and float32")
 

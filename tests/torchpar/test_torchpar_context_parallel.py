@@ -16,14 +16,13 @@ from compare.contract.communication import LOSS
 from compare.numerics.context import order_of_positions
 from compare.spec.experiment import Layout, Model, Precision, Train
 from compare.theory.communication import communication
-from tests.support.gpt_steps import ADAM, assert_same, backward, make_parallel, reference, train
+from tests.support.gpt_steps import ADAM, assert_same, backward, make_parallel, reference, train, update
 from tests.support.modules import normal
 from tests.support.ranks import RANKS, axis, counted, on_ranks
 from torchpar import manual
 from torchpar.comm.collectives import Axis
 from torchpar.manual import context_parallel
 from torchpar.model import CausalAttention
-from torchpar.optimizer import optimizer_step
 
 WAYS = {
     "allgather": Layout(cp=RANKS),
@@ -111,7 +110,7 @@ def test_hops_begin_before_the_blocks_that_the_mask_leaves(rank: int) -> None:
 def test_a_gpt_equals_one_device(rank: int) -> None:
     expected = reference(ADAM)
     for name, layout in GPTS.items():
-        assert_same(train(manual.parallelize, layout, rank, ADAM)[0], expected, name)
+        assert_same(train(manual.make_engine, layout, rank, ADAM)[0], expected, name)
 
 
 @on_ranks
@@ -119,11 +118,11 @@ def test_what_is_sent_is_the_closed_form(rank: int) -> None:
     for name, layout in GPTS.items():
         if layout.tp > 1:
             continue  # of a vocabulary that tp does not divide it is not
-        parallel, mesh = make_parallel(manual.parallelize, layout, rank, ADAM)
+        parallel, mesh = make_parallel(manual.make_engine, layout, rank, ADAM)
         for step in range(2):
             with counted() as counts:
                 backward(parallel, mesh, step, layout)
-                optimizer_step(parallel, ADAM.optimizer, step)
+                update(parallel, ADAM.optimizer, step)
         sent = {tuple(call): size for call, size in counts.items()}
         experiment = replace(ADAM, layout=layout, train=STEP, precision=Precision(dtype="float64"))
         for item, size in communication("torch-manual", experiment).items():

@@ -27,6 +27,7 @@ from tests.support.gpt_steps import (
     make_parallel,
     reference,
     train,
+    update,
 )
 from tests.support.layouts import TORCH_COMPILER, TORCH_LIBRARY, TORCH_SHARED, TORCH_ZERO
 from tests.support.ranks import counted, on_ranks
@@ -35,13 +36,12 @@ from torchpar.comm import process_groups
 from torchpar.compiler.compilation import resolve_backend
 from torchpar.library.tensor_parallel import split_layers
 from torchpar.model import GPT
-from torchpar.optimizer import optimizer_step
-from torchpar.train import PARALLELIZE
+from torchpar.train import MAKE_ENGINE
 
 TORCH_MANUAL = TORCH_ZERO | {name: TORCH_SHARED[name] for name in ("ddp", "tp_sp", "fsdp_tp")}
 LAYOUTS = {"torch-manual": TORCH_MANUAL, "torch-library": TORCH_LIBRARY, "torch-compiler": TORCH_COMPILER}
 COVERED = ("zero1", "ddp_tp", "fsdp_tp")
-"""Of torch-compiler by SGD, and with a split sequence; what they hold is in test_torchpar_shards.py."""
+"""Of torch-compiler by SGD, and with a split sequence; what they hold is in test_torchpar_checkpoint.py."""
 BY_SGD = {"torch-manual": list(TORCH_MANUAL), "torch-library": ["zero1", "fsdp_tp_sp"]}
 BLOCKS = CONFIG.n_layer
 
@@ -62,7 +62,7 @@ def test_every_layout_equals_one_device(rank: int, engine: str, experiment: Expe
         names = [name for name in LAYOUTS[engine] if name not in left_out]
     for name in names:
         layout = LAYOUTS[engine][name]
-        got, parallel = train(PARALLELIZE[engine], layout, rank, experiment)
+        got, parallel = train(MAKE_ENGINE[engine], layout, rank, experiment)
         assert_same(got, expected, name)
         assert_cut(parallel, experiment, layout, name)
 
@@ -72,11 +72,11 @@ def test_what_torch_manual_sends_is_the_closed_form(rank: int) -> None:
     for name, layout in TORCH_MANUAL.items():
         if layout.tp > 1:
             continue  # of a vocabulary that tp does not divide it is not: see test_torchpar_tensor_parallel
-        parallel, mesh = make_parallel(manual.parallelize, layout, rank, ADAM)
+        parallel, mesh = make_parallel(manual.make_engine, layout, rank, ADAM)
         for step in range(2):  # what the first one begins with is not gathered
             with counted() as counts:
                 backward(parallel, mesh, step)
-                optimizer_step(parallel, ADAM.optimizer, step)
+                update(parallel, ADAM.optimizer, step)
         sent = {tuple(call): size for call, size in counts.items()}
         experiment = replace(
             ADAM,
@@ -95,13 +95,13 @@ def test_what_torch_manual_sends_is_the_closed_form(rank: int) -> None:
 def test_ledger_of_torch_library(rank: int) -> None:
     """FSDP2 gathers blocks twice and the root once; DTensor's activations and loss are seen too."""
     layout, parameter_bytes = TORCH_LIBRARY["zero3"], 8 * sum(p.numel() for p in make_gpt().parameters())
-    parallel, mesh = make_parallel(library.parallelize, replace(layout, remat="none"), rank, ADAM)
+    parallel, mesh = make_parallel(library.make_engine, replace(layout, remat="none"), rank, ADAM)
     seen = count(parallel, mesh)
     assert seen["reduce_scatter", "gradients"].calls == BLOCKS + 1
     assert seen["all_gather", "parameters"].calls == 2 * (2 * BLOCKS + 1)  # two passes
     padded = seen["reduce_scatter", "gradients"].bytes
     assert parameter_bytes <= padded <= parameter_bytes + 8 * 3 * 12 * len(parallel.parameters)
-    parallel, mesh = make_parallel(library.parallelize, Layout(tp=4), rank, ADAM)
+    parallel, mesh = make_parallel(library.make_engine, Layout(tp=4), rank, ADAM)
     seen = count(parallel, mesh)
     # A pass: 2 a layer forward and backward, embedding, head; maximum, sum and target logit of the loss.
     assert seen["all_reduce", "activations"].calls == 2 * (2 * BLOCKS + 1)
@@ -114,7 +114,7 @@ def test_a_step_of_torch_compiler_is_one_graph_and_equals_one_device(rank: int) 
     """Forward and backward of both passes and steps: torch.compile fails where it would break the graph."""
     for name in ("cp", "fsdp_tp_sp"):
         layout = replace(TORCH_COMPILER[name], compile="aot_eager")
-        got, parallel = train(compiler.parallelize, layout, rank, ADAM)
+        got, parallel = train(compiler.make_engine, layout, rank, ADAM)
         assert_same(got, reference(ADAM), name)
     work = parallel.compiled(is_fused=False)
     assert work["compiled"] == "aot_eager, 1 graph"

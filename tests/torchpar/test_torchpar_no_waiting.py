@@ -15,14 +15,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compare.spec.experiment import Experiment, Layout, Model
-from tests.support.gpt_steps import make_parallel
+from tests.support.gpt_steps import make_parallel, update
 from tests.support.ranks import RANKS, on_ranks
+from torchpar.batch import RankBatch
 from torchpar.comm.collectives import Axis
-from torchpar.manual import parallelize
+from torchpar.engine import Engine
+from torchpar.manual import make_engine
 from torchpar.model import GPT
-from torchpar.optimizer import optimizer_step
-from torchpar.parallel_model import ParallelModel
-from torchpar.run import RankBatch
 
 _aten = torch.ops.aten
 WAITING = {_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.equal.default}
@@ -73,14 +72,15 @@ def under_way() -> Generator[list[str]]:
         yield begun
 
 
-def step(parallel: ParallelModel, experiment: Experiment, number: int, *, waits: bool = False) -> None:
+def step(parallel: Engine, experiment: Experiment, number: int, *, waits: bool = False) -> None:
     ids = torch.arange(4 * 16).view(1, 4, 16) % experiment.model.vocab_size
     if parallel.run_pipeline:
         parallel.run_pipeline(RankBatch(ids, ids), nullcontext)
     else:
         parallel.module(ids[0], ids[0])[1].backward()
-    parallel.finish_gradient_synchronization()
-    optimizer_step(parallel, experiment.optimizer, number, waits=waits)
+    parallel.finish_gradients()
+    norm = update(parallel, experiment.optimizer, number)
+    assert not waits or norm.isfinite()
 
 
 @on_ranks
@@ -89,7 +89,7 @@ def test_no_step_waits_for_a_value(rank: int) -> None:
     for layout in LAYOUTS:
         experiment = Experiment(model=model, layout=layout)
         torch.manual_seed(0)
-        parallel, _ = make_parallel(parallelize, layout, rank, experiment, GPT(experiment.model))
+        parallel, _ = make_parallel(make_engine, layout, rank, experiment, GPT(experiment.model))
         with under_way() as begun:  # the first step, which tries the optimizer
             step(parallel, experiment, 0)
         assert not begun, (layout, begun)

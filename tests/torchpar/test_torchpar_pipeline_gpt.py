@@ -7,13 +7,12 @@ import torch
 from compare.numerics.parameters import initial_parameters
 from compare.spec.axes import PP, ROWS
 from compare.spec.experiment import Experiment, Layout, Model, Train
-from tests.support.gpt_steps import make_parallel
+from tests.support.gpt_steps import make_parallel, update
 from tests.support.ranks import on_ranks
+from torchpar.batch import RankBatch
 from torchpar.gpt_stages import TIED
-from torchpar.manual import parallelize
+from torchpar.manual import make_engine
 from torchpar.model import GPT
-from torchpar.optimizer import optimizer_step
-from torchpar.run import RankBatch
 from torchpar.weights import load_weights
 
 SMALL = Model(n_layer=4, n_head=2, n_embd=8, block_size=8, vocab_size=16, bias=True)
@@ -29,14 +28,14 @@ def test_copies_of_a_tied_weight_stay_equal(rank: int) -> None:
         experiment = Experiment(model=SMALL, train=Train(batch_size=4), layout=layout)
         model = GPT(SMALL)
         load_weights(model, initial_parameters(experiment))
-        parallel, mesh = make_parallel(parallelize, layout, rank, experiment, model)
+        parallel, mesh = make_parallel(make_engine, layout, rank, experiment, model)
         assert parallel.run_pipeline
         data, ids = mesh.joined(*ROWS), torch.arange(2 * 4 * 8).view(2, 4, 8) % 16
         rows = ids.chunk(data.size, dim=1)[data.rank]
         for step in range(3):
             parallel.run_pipeline(RankBatch(rows, rows), nullcontext)
-            parallel.finish_gradient_synchronization()
-            optimizer_step(parallel, experiment.optimizer, step)
+            parallel.finish_gradients()
+            update(parallel, experiment.optimizer, step)
         mine = parallel.weights().get(TIED)
         copies = [tied for tied in mesh[PP].all_gather_objects(mine) if tied is not None]
         assert len(copies) == 2

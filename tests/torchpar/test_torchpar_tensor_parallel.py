@@ -19,6 +19,7 @@ from tests.support.gpt_steps import CONFIG, batches, make_gpt
 from tests.support.modules import normal, share
 from tests.support.ranks import RANKS, axis, on_ranks
 from torchpar.compiler.data_parallel import synchronize_gradients
+from torchpar.engine import Engine
 from torchpar.manual.megatron import (
     VocabParallelCrossEntropy,
     VocabParallelEmbedding,
@@ -31,8 +32,8 @@ from torchpar.manual.tensor_parallel import (
     split_layers,
 )
 from torchpar.model import GPT
-from torchpar.parallel_model import ParallelModel, Strategy
 from torchpar.remat import apply_remat
+from torchpar.sharding import Sharding
 
 # Sums in another order than one device's: a few units in the last place, of numbers of order 1.
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-14)
@@ -119,10 +120,10 @@ def whole_gradients() -> dict[str, torch.Tensor]:
     return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
 
 
-def parallel_of(model: GPT, tp: Strategy) -> ParallelModel:
+def parallel_of(model: GPT, tp: Sharding) -> Engine:
     parameters = dict(model.named_parameters())
     optimizer = torch.optim.SGD(model.parameters())
-    return ParallelModel(module=model, optimizer=optimizer, parameters=parameters).under(tp)
+    return Engine(module=model, optimizer=optimizer, parameters=parameters, sharding=tp)
 
 
 def split_gradients(model: GPT, *, sequence_parallel: bool, remat: str = "none") -> dict[str, torch.Tensor]:
@@ -132,8 +133,8 @@ def split_gradients(model: GPT, *, sequence_parallel: bool, remat: str = "none")
     for _ in range(2):  # accumulated
         _, loss = model(*batch())
         (loss / 2).backward()
-    parallel.finish_gradient_synchronization()
-    return {"loss": loss.detach()} | dict(parallel.full(parallel.gradients()))
+    parallel.finish_gradients()
+    return {"loss": loss.detach()} | dict(parallel.gather(parallel.gradients()))
 
 
 @on_ranks

@@ -1,6 +1,6 @@
 """The engine torch-compiler: parameters are placed, and DTensor decides what moves.
 
-`parallelize` composes the strategies: the model is written as for one device, and each strategy has its say
+`make_engine` composes the strategies: the model is written as for one device, and each strategy has its say
 about where its tensors live.
 """
 
@@ -10,41 +10,40 @@ from functools import partial
 from torch.distributed.tensor import DTensor
 
 from compare.spec.axes import DATA, REPLICAS, SHARDED_FROM
-from compare.spec.experiment import Layout
+from compare.spec.experiment import Experiment
 from torchpar.comm.mesh import Mesh
 from torchpar.comm.process_groups import group_threads
 from torchpar.compiler import context_parallel, data_parallel, expert_parallel, fully_sharded, tensor_parallel
 from torchpar.compiler.compilation import compile_forward, resolve_backend
 from torchpar.compiler.placement import ORDER, of_parameters, place_parameters
 from torchpar.dtensors import deal_heads, dtensor_optimizer, make_device_mesh, of_dtensors
+from torchpar.engine import Engine, Fill
 from torchpar.model import GPT
-from torchpar.parallel_model import Fill, OptimizerMaker, ParallelModel
+from torchpar.optimizer import make_optimizer
 from torchpar.remat import apply_remat
 
 
-def parallelize(
-    model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker, fill: Fill
-) -> ParallelModel:
+def make_engine(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> Engine:
     """The model under the layout: placed, and then compiled as a whole. One device gets the plain module.
 
     Raises ValueError: the layout asks for a backend that this machine does not have.
     """
+    layout = experiment.layout
     backend = resolve_backend(layout, mesh.device, sizes_are_data=model.balance is not None)
     if mesh.world.size > 1:
-        parallel = _placed(model, mesh=mesh, layout=layout, make_optimizer=make_optimizer, fill=fill)
+        engine = _placed(model, experiment, mesh, fill)
     else:
         fill(model)
         apply_remat(model.blocks, layout.remat)
         own = dict(model.named_parameters())
-        parallel = ParallelModel(module=model, optimizer=make_optimizer(own), parameters=own)
-    return parallel if backend == "none" else replace(parallel, compiled=compile_forward(model, backend))
+        engine = Engine(module=model, optimizer=make_optimizer(own, experiment), parameters=own)
+    return engine if backend == "none" else replace(engine, compiled=compile_forward(model, backend))
 
 
-def _placed(
-    model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker, fill: Fill
-) -> ParallelModel:
+def _placed(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> Engine:
     """The order: where parameters rest, where the batch comes in, where regions of split work begin and end,
     and when a shard is whole."""
+    layout = experiment.layout
     devices = make_device_mesh(mesh, [name for name in ORDER if mesh[name].size > 1])
     with group_threads():  # DTensor then sums along all of them at once
         for names in dict.fromkeys((REPLICAS, REPLICAS if layout.zero else DATA)):  # alike on all ranks
@@ -75,7 +74,7 @@ def _placed(
     updated, updated_at = read, of_parameters(model, devices, sharded=is_sharded["optimizer"])
     if is_sharded["optimizer"] and not is_sharded["parameters"]:
         updated = fully_sharded.shards_of(read, updated_at)
-    optimizer = make_optimizer(updated, wrap=dtensor_optimizer)
+    optimizer = make_optimizer(updated, experiment, wrap=dtensor_optimizer)
     if updated is not read:
         optimizer.register_step_post_hook(lambda *_: fully_sharded.gather_parameters(read, updated))
         if is_sharded["gradients"]:
@@ -99,6 +98,6 @@ def _placed(
         finish=finish_gradient_synchronization,
         module=model,
         optimizer=optimizer,
-        end_evaluation=kept.free if kept else None,
-        means_of=mesh.joined(*DATA).size,
+        loss_mean_ranks=mesh.joined(*DATA).size,
+        **({"end_evaluation": kept.free} if kept else {}),
     )

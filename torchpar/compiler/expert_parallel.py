@@ -20,7 +20,7 @@ from torchpar.compiler.placement import of_activation
 from torchpar.dtensors import axis_names, local_part, own_part
 from torchpar.mlp import Rows
 from torchpar.model import GPT
-from torchpar.parallel_model import divide_gradient
+from torchpar.sharding import divide_gradient
 
 
 class PlacedByExpert(nn.Module):

@@ -1,6 +1,7 @@
 """torch-library: PyTorch's own wrappers decide, as a user would pick them."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -8,9 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compare.spec.axes import CP, DATA, DP_SHARD, EP, PP, REPLICAS, SHARDS, TP
-from compare.spec.experiment import Layout
+from compare.spec.experiment import Experiment
 from torchpar.comm.mesh import Mesh
 from torchpar.dtensors import dtensor_optimizer, make_device_mesh, of_dtensors
+from torchpar.engine import Engine, Fill
 from torchpar.gpt_stages import GPTStages, stages_of
 from torchpar.library.context_parallel import split_sequence
 from torchpar.library.data_parallel import synchronize_gradients
@@ -19,13 +21,12 @@ from torchpar.library.fully_sharded import ShardedOptimizer, no_sync, reshard_pa
 from torchpar.library.pipeline_parallel import run_stages
 from torchpar.library.tensor_parallel import complete_gradients, split_layers
 from torchpar.model import GPT
-from torchpar.parallel_model import Fill, OptimizerMaker, ParallelModel
+from torchpar.optimizer import make_optimizer
 from torchpar.remat import apply_remat
+from torchpar.sharding import Sharding
 
 
-def parallelize(
-    model: GPT, *, mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker, fill: Fill
-) -> ParallelModel:
+def make_engine(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> Engine:
     """The model under the layout. The order: context and tensor parallelism, recomputation, the cut into a
     pipeline's stages, data parallelism of each, and the pipeline that runs them. What is cut so far is
     filled: under FSDP2 block by block, as it is sharded.
@@ -33,6 +34,7 @@ def parallelize(
     One device gets the plain module: DDP would only add its bookkeeping. Data parallelism of DTensors is
     FSDP2's, also where it only replicates: DistributedDataParallel takes plain parameters.
     """
+    layout = experiment.layout
     if mesh[CP].size > 1:
         split_sequence(model, mesh, layout)
     experts = share_out_experts(model, mesh) if mesh[EP].size > 1 else None
@@ -47,52 +49,44 @@ def parallelize(
     stages = {number: GPTStages(model, layout, [number]) for number in own}
     models = list(stages.values()) or [model]
     if devices is not None:
-        parallel = _distributed(models, devices, mesh, layout, make_optimizer, fill)
+        engine = _distributed(models, devices, experiment, mesh, fill)
     else:
         for part in models:
             fill(part)
-        parallel = _replicated(models, mesh, layout, make_optimizer)
+        engine = _replicated(models, experiment, mesh)
     if experts:
-        parallel = parallel.under(experts)
-    return run_stages(stages, parallel, mesh=mesh, layout=layout) if stages else parallel
+        engine = engine.with_sharding(experts)
+    return run_stages(stages, engine, mesh=mesh, layout=layout) if stages else engine
 
 
-def _replicated(
-    models: Sequence[nn.Module], mesh: Mesh, layout: Layout, make_optimizer: OptimizerMaker
-) -> ParallelModel:
+def _replicated(models: Sequence[nn.Module], experiment: Experiment, mesh: Mesh) -> Engine:
     """Whole parameters on every rank: DDP, and for ZeRO-1 an optimizer that updates some of them."""
-    parameters, data = _named_parameters(models), mesh.joined(*DATA)
+    parameters, data, layout = _named_parameters(models), mesh.joined(*DATA), experiment.layout
     if data.size == 1:
-        return ParallelModel(
-            module=_joined(models), optimizer=make_optimizer(parameters), parameters=parameters
-        )
+        optimizer = make_optimizer(parameters, experiment)
+        return Engine(module=_joined(models), optimizer=optimizer, parameters=parameters)
     wrap = partial(synchronize_gradients, bucket_size_mb=layout.bucket_mb, keeps_buckets=layout.pp > 1)
     replicas = [wrap(model, group=data.group) for model in models]
-    shards = mesh.joined(*SHARDS)
-    if layout.zero:
-        make_optimizer = partial(make_optimizer, wrap=partial(ShardedOptimizer, group=shards.group))
-    optimizer, updates = make_optimizer(parameters), None
+    shards, owned = mesh.joined(*SHARDS), None
+    zero1 = partial(ShardedOptimizer, group=shards.group) if layout.zero else None
+    optimizer = make_optimizer(parameters, experiment, wrap=zero1)
     if isinstance(optimizer, ShardedOptimizer):
         updated = {p for group in optimizer.optim.param_groups for p in group["params"]}
-        updates = {name for name, p in parameters.items() if p in updated}, shards
-    return ParallelModel(
+        owned = {name for name, p in parameters.items() if p in updated}, shards
+    return Engine(
         module=_joined(replicas),
         optimizer=optimizer,
         parameters=parameters,
-        updates=updates,
-        skip_sync=replicas[0].no_sync,  # a pipeline's own schedule sees to it
+        sharding=Sharding(owned=owned),
+        no_sync=replicas[0].no_sync,  # the schedule of a pipeline synchronises by itself
     )
 
 
 def _distributed(
-    models: Sequence[GPT | GPTStages],
-    devices: DeviceMesh,
-    mesh: Mesh,
-    layout: Layout,
-    make_optimizer: OptimizerMaker,
-    fill: Fill,
-) -> ParallelModel:
+    models: Sequence[GPT | GPTStages], devices: DeviceMesh, experiment: Experiment, mesh: Mesh, fill: Fill
+) -> Engine:
     """Parameters as DTensors: FSDP2 over tensor parallelism's parts of them."""
+    layout = experiment.layout
     has_replicas, replicas, shards = mesh.joined(*DATA).size > 1, mesh.joined(*REPLICAS), mesh.joined(*SHARDS)
     data = (replicas.name, shards.name) if replicas.size > 1 else shards.name
     sharding: dict[str, Any] = {"reshard_after_forward": layout.zero == 3 and layout.reshard_after_forward}
@@ -111,8 +105,8 @@ def _distributed(
         mesh,
         finish=partial(complete_gradients, module),
         module=module,
-        optimizer=make_optimizer(parameters, wrap=dtensor_optimizer),
-        skip_sync=partial(no_sync, models[0]) if has_replicas else None,
+        optimizer=make_optimizer(parameters, experiment, wrap=dtensor_optimizer),
+        no_sync=partial(no_sync, models[0]) if has_replicas else nullcontext,
         end_evaluation=partial(reshard_parameters, module),
     )
 

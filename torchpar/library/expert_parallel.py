@@ -21,10 +21,10 @@ from compare.spec.axes import EP
 from torchpar.comm.mesh import Mesh
 from torchpar.experts import ExchangeRows
 from torchpar.model import GPT
-from torchpar.parallel_model import Strategy, TensorsByName, divide_gradient
+from torchpar.sharding import Sharding, TensorsByName, divide_gradient
 
 
-def share_out_experts(model: GPT, mesh: Mesh) -> Strategy:
+def share_out_experts(model: GPT, mesh: Mesh) -> Sharding:
     """Keep this rank's experts of every block, and send tokens to the others'; names of parameters stay."""
     axis, names = mesh[EP], set[str]()
     assert axis.group is not None
@@ -48,7 +48,7 @@ def share_out_experts(model: GPT, mesh: Mesh) -> Strategy:
     def gather(pieces: TensorsByName) -> TensorsByName:
         return {name: whole(piece) if name in names else piece for name, piece in pieces.items()}
 
-    return Strategy(axis=axis, spread=names, gather=gather)
+    return Sharding(axes=dict.fromkeys(names, (axis,)), gather=gather)
 
 
 def all_to_all(rows: torch.Tensor, sent: list[int], came: list[int], *, group: ProcessGroup) -> torch.Tensor:

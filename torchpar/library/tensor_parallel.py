@@ -35,7 +35,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torchpar.dropout import split_rows
 from torchpar.dtensors import deal_heads, local_part, own_part
 from torchpar.model import GPT
-from torchpar.parallel_model import divide_gradient
+from torchpar.sharding import divide_gradient
 
 loss_parallel_on = ExitStack()
 

@@ -26,12 +26,12 @@ from torchpar.experts import ExchangeRows
 from torchpar.manual.flat import MARK
 from torchpar.manual.megatron import Split
 from torchpar.model import GPT
-from torchpar.parallel_model import Strategy, TensorsByName
+from torchpar.sharding import Sharding, TensorsByName
 
 EXPERT_DIM = 0  # of weights (E, C, M) and (E, M, C)
 
 
-def share_out_experts(model: GPT, mesh: Mesh, layout: Layout) -> Strategy:
+def share_out_experts(model: GPT, mesh: Mesh, layout: Layout) -> Sharding:
     """Keep this rank's experts of every block, and send tokens to the others'; names of parameters stay."""
     axis, splits = mesh[EP], dict[str, Split]()
     reduced_over = mesh[DP_SHARD] if layout.zero else mesh.joined(*EXPERTS_DATA)
@@ -49,7 +49,7 @@ def share_out_experts(model: GPT, mesh: Mesh, layout: Layout) -> Strategy:
     def gather(pieces: TensorsByName) -> TensorsByName:
         return {n: splits[n].gather(piece, axis) if n in splits else piece for n, piece in pieces.items()}
 
-    return Strategy(axis=axis, spread=splits, gather=gather)
+    return Sharding(axes=dict.fromkeys(splits, (axis,)), gather=gather)
 
 
 class AllToAll(torch.autograd.Function):

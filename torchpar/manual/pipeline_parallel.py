@@ -26,11 +26,11 @@ from compare.pipeline.rendezvous import in_one_order, is_receive
 from compare.pipeline.schedules import Kind, Schedule, Task, forward_only, make_schedule
 from compare.pipeline.simulator import Action, with_communication
 from compare.spec.experiment import Layout
+from torchpar.batch import RankBatch
 from torchpar.comm.collectives import Axis, Work
+from torchpar.engine import Engine
 from torchpar.gpt_stages import GPTStages, pipeline
 from torchpar.manual.stage import Stage
-from torchpar.parallel_model import ParallelModel
-from torchpar.run import RankBatch
 
 Context = Callable[[], AbstractContextManager]
 
@@ -86,10 +86,12 @@ def run_pipeline(
     targets: Sequence[torch.Tensor],
     keys: Sequence[torch.Tensor] = (),
     *,
+    loss_scale: float = 1.0,
     forward_context: Context = nullcontext,
     no_sync: Context = nullcontext,
 ) -> torch.Tensor:
-    """Carry out a rank's actions of one step, in order: adds the gradients of the mean loss, and returns it.
+    """Carry out a rank's actions of one step, in order. Adds the gradients of the mean loss times
+    `loss_scale`, and returns the mean loss.
 
     Stages are this rank's, by their number along the model; the part of it that they are of knows the loss,
     and the shape of what goes between them. Inputs (B, T), targets and keys, if there is dropout, are of each
@@ -101,7 +103,7 @@ def run_pipeline(
     receiving, sending = dict[Message, Work](), dict[Message, Work]()
 
     def finish(stage: int, m: int, y: torch.Tensor) -> torch.Tensor:
-        return part.mean_loss(y, targets[m]) / len(inputs) if stage == last_stage else y
+        return part.mean_loss(y, targets[m]) * loss_scale / len(inputs) if stage == last_stage else y
 
     def take(message: Message) -> torch.Tensor:
         if message in receiving:
@@ -141,15 +143,13 @@ def run_pipeline(
     for share in mail.values():  # what the last stage leaves
         total += share
     axis.all_reduce(total, purpose=LOSS)
-    return total
+    return total / loss_scale
 
 
-def run_stages(part: GPTStages, parallel: ParallelModel, axis: Axis, layout: Layout) -> ParallelModel:
-    """Let the layout's schedule run a rank's stages of a GPT, which `parallel.module` is, or wraps."""
+def run_stages(part: GPTStages, engine: Engine, axis: Axis, layout: Layout) -> Engine:
+    """Let the layout's schedule run a rank's stages of a GPT, which `engine.module` is, or wraps."""
     halves = layout.schedule == "zero_bubble"
-    stages = {
-        number: Stage(parallel.module, splits_backward=halves, stage=number) for number in part.blocks_of
-    }
+    stages = {number: Stage(engine.module, splits_backward=halves, stage=number) for number in part.blocks_of}
 
     @cache
     def plan(microbatches: int, *, evaluates: bool) -> Plan:
@@ -157,12 +157,12 @@ def run_stages(part: GPTStages, parallel: ParallelModel, axis: Axis, layout: Lay
         schedule = forward_only(**options) if evaluates else make_schedule(layout.schedule, **options)
         return make_plan(schedule, axis.rank)
 
-    def run(batch: RankBatch, forward_context: Context) -> torch.Tensor:
+    def run(batch: RankBatch, forward_context: Context, loss_scale: float = 1.0) -> torch.Tensor:
         """(A, b, T) in microbatches (B, T), to the mean loss, ()."""
         size = batch.inputs_ABT.shape[1] // layout.microbatches
         batches = [t.flatten(0, 1).split(size) for t in batch if t is not None]
         own = plan(len(batches[0]), evaluates=not torch.is_grad_enabled())
-        contexts = {"forward_context": forward_context, "no_sync": parallel.no_sync}
-        return run_pipeline(own, stages, part, axis, *batches, **contexts)
+        options = {"loss_scale": loss_scale, "forward_context": forward_context, "no_sync": engine.no_sync}
+        return run_pipeline(own, stages, part, axis, *batches, **options)
 
-    return replace(parallel.under(pipeline(axis, parallel.parameters)), run_pipeline=run)
+    return replace(engine.with_sharding(pipeline(axis, engine.parameters)), run_pipeline=run)

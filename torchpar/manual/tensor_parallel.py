@@ -37,7 +37,7 @@ from torchpar.manual.megatron import (
 )
 from torchpar.mlp import Weight
 from torchpar.model import GPT
-from torchpar.parallel_model import Parameters, Strategy, TensorsByName, divide_gradient
+from torchpar.sharding import Parameters, Sharding, TensorsByName, divide_gradient
 
 
 class ColumnParallelLinear(nn.Module):
@@ -104,7 +104,7 @@ class ExpertsWeight(nn.Module):
         return self.weight
 
 
-def split_layers(model: GPT, axis: Axis, *, sequence_parallel: bool = False) -> Strategy:
+def split_layers(model: GPT, axis: Axis, *, sequence_parallel: bool = False) -> Sharding:
     """Put split layers in the place of a GPT's, from outside; names of parameters stay, and what is tied.
 
     It is then called with targets: no rank has the logits. Under sequence parallelism residual stream and
@@ -152,7 +152,7 @@ def split_layers(model: GPT, axis: Axis, *, sequence_parallel: bool = False) -> 
         if name not in splits and (sequence_parallel or ".router." in name)
     }
 
-    def finish(parameters: Parameters) -> None:
+    def finish_gradients(parameters: Parameters) -> None:
         # Each is whole, or a piece that all ranks of this axis cut alike.
         gradients = [parameters[name].grad for name in parameters if name in partial_sums]
         synchronize_replicated_gradients([g for g in gradients if g is not None], axis)
@@ -163,7 +163,8 @@ def split_layers(model: GPT, axis: Axis, *, sequence_parallel: bool = False) -> 
             for name, piece in pieces.items()
         }
 
-    return Strategy(axis=axis, spread=splits, finish=finish, gather=gather)
+    axes = dict.fromkeys(splits, (axis,))
+    return Sharding(axes=axes, finish_gradients=finish_gradients, gather=gather)
 
 
 def synchronize_replicated_gradients(gradients: Sequence[torch.Tensor], axis: Axis) -> None:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from compare.contract.memory_profile import Class, DeviceMemory, Phase, device_memory
 from torchpar.measure.ledger import NAMESPACES
 from torchpar.measure.watch import HEAD, LOSS, Sink, modules_named
-from torchpar.parallel_model import local
+from torchpar.sharding import local
 
 CPU_METHOD = "bytes of all tensors alive at once (weights, gradients, optimizer, buckets, activations)"
 GPU_METHOD = "torch.cuda.max_memory_allocated"

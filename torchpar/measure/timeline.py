@@ -122,7 +122,7 @@ class Marks:
             stack.callback(self._phase.close)
             stack.enter_context(patch.object(Rank, "at", at))
             stack.enter_context(around_calls(dist.Work, "wait", lambda *_: record_function(WAIT)))
-            if self._run.parallel.run_pipeline:
+            if self._run.engine.run_pipeline:
                 stack.enter_context(around_tasks(self._around_task))
                 stack.enter_context(around_calls(_PipelineSchedule, "_maybe_compute_loss", loss))
             yield
@@ -146,7 +146,7 @@ class Marks:
         self._phase.close()
         self._passes += phase == "forward"
         # A pipeline's forwards and backwards are its tasks; what lies between them is none of both.
-        if phase in PHASES and not (self._run.parallel.run_pipeline and phase == "forward"):
+        if phase in PHASES and not (self._run.engine.run_pipeline and phase == "forward"):
             many = self._run.experiment.train.gradient_accumulation_steps > 1
             of_pass = f", pass {self._passes}" if many and phase in ("forward", "backward") else ""
             span = Span(kind=PHASES[phase], name=phase + of_pass, begin_us=0, duration_us=0)

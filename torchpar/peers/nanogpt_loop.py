@@ -1,9 +1,10 @@
-"""nanogpt-loop: one device, and the loop of nanoGPT's train.py: no container, no hook, nothing in between.
+"""nanogpt-loop: one device, and the loop of nanoGPT's train.py, without sharding, hooks or records inside.
 
 On a CPU it has as many threads as PyTorch takes by itself, as nanoGPT has: OMP_NUM_THREADS, or all cores.
 Source: karpathy/nanoGPT, train.py.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -11,41 +12,40 @@ from torch import nn
 
 from compare.numerics.optimizer import learning_rate
 from compare.spec.experiment import Experiment
+from torchpar.batch import RankBatch
 from torchpar.comm.mesh import Mesh
-from torchpar.launch import Rank
+from torchpar.engine import Engine, Fill
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer
-from torchpar.parallel_model import ParallelModel
-from torchpar.run import RankBatch, Run
+from torchpar.run import Run
 
 
-def compute_gradients(run: Run, batch: RankBatch) -> torch.Tensor:
-    """Forward and backward of every pass. Returns the mean loss, a scalar."""
+def train_step(
+    run: Run, batch: RankBatch, on_gradients: Callable[[], None]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One step of nanoGPT's loop: see `torchpar.train.train_step`."""
+    model, optimizer, config = run.engine.module, run.engine.optimizer, run.experiment.optimizer
     run.rank.at(run.state.step, "forward")
     half = run.experiment.precision.dtype == "bfloat16"
     losses = []
     for inputs_BT, targets_BT in zip(batch.inputs_ABT, batch.targets_ABT, strict=True):
         with torch.autocast(run.mesh.device.type, dtype=torch.bfloat16) if half else nullcontext():
-            _, loss = run.parallel.module(inputs_BT, targets_BT)
+            _, loss = model(inputs_BT, targets_BT)
             loss = loss / len(batch.inputs_ABT)
         loss.backward()
         losses.append(loss.detach())
-    return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-
-
-def update_weights(run: Run) -> torch.Tensor:
-    """Clip, step, flush. Returns the norm () before clipping; nanoGPT finds it only in order to clip."""
-    config, optimizer = run.experiment.optimizer, run.parallel.optimizer
+    on_gradients()
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(config, run.state.step)
-    norm = nn.utils.clip_grad_norm_(run.parallel.module.parameters(), config.grad_clip or float("inf"))
+    # nanoGPT computes the norm only in order to clip.
+    norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf"))
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return norm
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum(), norm
 
 
-def parallelize(model: GPT, experiment: Experiment, *, mesh: Mesh, rank: Rank) -> tuple[ParallelModel, Mesh]:
-    """The plain model and its optimizer; the mesh of one device."""
+def make_engine(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> Engine:
+    """The plain model and its optimizer."""
+    fill(model)
     parameters = dict(model.named_parameters())
-    optimizer = make_optimizer(parameters, experiment)
-    return ParallelModel(module=model, optimizer=optimizer, parameters=parameters), mesh
+    return Engine(module=model, optimizer=make_optimizer(parameters, experiment), parameters=parameters)

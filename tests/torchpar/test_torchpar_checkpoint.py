@@ -5,7 +5,6 @@ And the same state in checkpoints: under every layout each rank takes its part, 
 
 import math
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,18 +16,25 @@ from compare.checkpoint.reader import CheckpointReader
 from compare.checkpoint.saver import Saver
 from compare.contract.request import Request
 from compare.numerics.boxes import Given
+from compare.side.recording import Progress
 from compare.spec.experiment import Experiment, Layout, Model, Optimizer, Precision
 from tests.support.assembly import assemble, cut
 from tests.support.checkpoints import STEP, UPDATES, assert_is_random, describe, random_state, write_random
 from tests.support.layouts import TORCH_COMPILER, TORCH_LIBRARY, TORCH_SHARED, TORCH_ZERO
 from tests.support.ranks import CPU, on_ranks
+from torchpar.checkpoint import (
+    fill_with,
+    local_moments,
+    local_shards,
+    restore_moments,
+    shards_of,
+    state_parts,
+)
 from torchpar.comm.mesh import Mesh, make_mesh
-from torchpar.optimizer import make_optimizer
-from torchpar.parallel_model import ParallelModel
+from torchpar.engine import Engine
 from torchpar.run import Run
-from torchpar.shards import empty_model, fill_with, held, restore_moments, shards, state_parts
-from torchpar.train import PARALLELIZE
-from torchpar.weights import moment_keys
+from torchpar.train import MAKE_ENGINE
+from torchpar.weights import empty_model, moment_keys
 
 # No degree divides the vocabulary, and four ranks divide few of the flat buffers.
 MODEL = Model(n_layer=4, n_head=4, n_embd=12, block_size=7, vocab_size=51, bias=True)
@@ -68,19 +74,11 @@ class Watched(Given):
         return super().boxes(name, boxes)
 
 
-def make_parallel(
-    engine: str, experiment: Experiment, rank: int, weights: Given
-) -> tuple[ParallelModel, Mesh]:
+def make_parallel(engine: str, experiment: Experiment, rank: int, weights: Given) -> tuple[Engine, Mesh]:
     """A model that is filled as it is cut."""
     mesh = make_mesh(experiment.layout, rank=rank, device=CPU)
-    parallel = PARALLELIZE[engine](
-        empty_model(experiment),
-        mesh=mesh,
-        layout=experiment.layout,
-        make_optimizer=partial(make_optimizer, experiment=experiment),
-        fill=fill_with(weights, experiment, mesh),
-    )
-    return parallel, mesh
+    fill = fill_with(weights, experiment, mesh)
+    return MAKE_ENGINE[engine](empty_model(experiment), experiment, mesh, fill), mesh
 
 
 @pytest.mark.parametrize("engine", CASES)
@@ -94,9 +92,9 @@ def holds_what_is_said(rank: int, engine: str, experiment: Experiment, name: str
     whole = {name: array for (group, name), array in random_state(experiment).items() if group == WEIGHTS}
     given = Watched(whole)
     parallel, mesh = make_parallel(engine, experiment, rank, given)
-    mine = list(held(parallel.weights(), shards(parallel, MODEL, mesh)))
+    mine = list(local_shards(parallel.weights(), shards_of(parallel, MODEL, mesh)))
     assert given.read <= sum(math.prod(shard.shape) for shard, _ in mine)  # nothing of other parts and stages
-    assert [shard for shard, _ in mine] == shards(parallel, MODEL, mesh)
+    assert [shard for shard, _ in mine] == shards_of(parallel, MODEL, mesh)
     assert sum(array.size for _, array in mine) <= sum(p.numel() for p in parallel.parameters.values())
     for shard, array in mine:
         assert shard.device == rank
@@ -120,15 +118,15 @@ def there_and_back(rank: int, engine: str, experiment: Experiment) -> None:
     checkpoint = folder / "given" / "checkpoints" / folder_name(STEP)
     weights = Given(dict(CheckpointReader(checkpoint).group(WEIGHTS)))
     parallel, mesh = make_parallel(engine, experiment, rank, weights)
-    alone = dict.fromkeys(("rank", "corpus", "compute", "update"))
+    others = dict.fromkeys(("rank", "corpus", "train_step"))
     request = Request(engine=engine, experiment=experiment)
-    run = Run(request=request, mesh=mesh, parallel=parallel, **alone)
+    run = Run(request=request, mesh=mesh, engine=parallel, state=Progress(), **others)
     restore_moments(run, checkpoint)
     assert (run.state.step, run.state.updates) == (STEP, UPDATES)
     whole = random_state(experiment)
     for group, key in moment_keys(experiment.optimizer).items():
-        parts = shards(run.parallel, experiment.model, run.mesh, of_moments=True)
-        for shard, array in held(run.parallel.own_moments(key), parts):
+        parts = shards_of(parallel, experiment.model, mesh, of_moments=True)
+        for shard, array in local_shards(local_moments(parallel, key), parts):
             np.testing.assert_array_equal(array, cut(whole[group, shard.name], shard), err_msg=str(shard))
     saver = Saver(folder / "taken", [rank], of=experiment.layout.devices, keep=1)
     saver.save(describe(experiment), state_parts(run))

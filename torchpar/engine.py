@@ -1,0 +1,64 @@
+"""An engine: the model and the optimizer under a layout, as the training loop uses them."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchpar.sharding import Parameters, Sharding, TensorsByName
+
+Fill = Callable[..., None]
+"""Gives the parameters of a model, or of modules `within` it, their first values: `weights.fill_with`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """A model and its optimizer under a layout.
+
+    Attributes:
+        module: called as the model is, with (B, T) arrays of this rank.
+        optimizer: over `parameters`.
+        parameters: the parameters that this rank updates, by nanoGPT's names: whole ones, or its shards.
+        sharding: where the shards of the parameters are.
+        no_sync: a context for forward and backward of every pass of a step but the last.
+        run_pipeline: called instead of `module`, with a batch of all passes, a context for each forward, and
+            the factor of the loss. Returns the mean loss; leaves gradients, if gradients are enabled.
+        end_evaluation: called after the last forward without a backward.
+        loss_mean_ranks: the number of ranks whose rows the loss already averages before backward.
+        resized_buffers: flat tensors whose storage is freed and allocated again, for the memory profile.
+        compiled: the work of a compiled `module`, as fields of the record's work; None if it is not compiled.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    parameters: Parameters
+    sharding: Sharding = Sharding()  # noqa: RUF009
+    no_sync: Callable[[], AbstractContextManager] = nullcontext
+    run_pipeline: Callable[..., torch.Tensor] | None = None
+    end_evaluation: Callable[[], None] = lambda: None
+    loss_mean_ranks: int = 1
+    resized_buffers: tuple[torch.Tensor, ...] = ()
+    compiled: Callable[..., Mapping[str, Any]] | None = None
+
+    def with_sharding(self, outer: Sharding) -> "Engine":
+        """The engine under one more sharding, outside of those that it has."""
+        return replace(self, sharding=self.sharding.within(outer))
+
+    def finish_gradients(self) -> None:
+        """Complete the gradients of `parameters`, after the last backward of a step."""
+        self.sharding.finish_gradients(self.parameters)
+
+    def gather(self, shards: TensorsByName) -> TensorsByName:
+        """Full tensors by name, in nanoGPT's shapes, from the shards of all ranks."""
+        return self.sharding.gather(shards)
+
+    def weights(self) -> TensorsByName:
+        """This rank's shards of the weights."""
+        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+
+    def gradients(self) -> TensorsByName:
+        """This rank's shards of the gradients."""
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
