@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from compare.execute.launch import EnvironmentMissing
-from compare.execute.query import ask
+from compare.execute.query import query
 from compare.flags import SidePythons, pythons_of
 from compare.show.findings import Row, Table, Text
 from compare.show.terminal import terminal_table
@@ -46,6 +46,6 @@ class Doctor(SidePythons, frozen=True, kw_only=True):
 def examine(side: str, python: str) -> SideReport | str:
     """Ask one side about itself; one line of why not if it cannot answer."""
     try:
-        return ask(side, python, ["--doctor"], answer=SideReport, platform="")
+        return query(side, python, ["--doctor"], answer=SideReport, platform="")
     except EnvironmentMissing as missing:
         return str(missing)

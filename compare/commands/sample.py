@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 import tyro
 
-from compare.execute.query import ask
+from compare.execute.query import query
 from compare.flags import SidePythons, checked_pythons
 from compare.formats.tokens import Alphabet, alphabet_of
 from compare.numerics.sampling import SampleRequest
@@ -62,7 +62,7 @@ class Sample(SidePythons, frozen=True, kw_only=True):
             request = self._request(reader.folder, experiment.model.vocab_size, alphabet)
             question, answer = ["--sample", msgspec.json.encode(request).decode()], list[list[int]]
             drawn = {
-                side: ask(side, pythons[side], question, answer=answer, timeout_s=self.timeout_s)
+                side: query(side, pythons[side], question, answer=answer, timeout_s=self.timeout_s)
                 for side in self.sides
             }
         spelled = alphabet.decode if alphabet else lambda tokens: " ".join(map(str, tokens))

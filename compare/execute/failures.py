@@ -1,6 +1,5 @@
-"""Why an engine failed, in one line: its own words, those of srun, a signal, or the last line of its log."""
+"""The cause of an engine's failure, in one line."""
 
-import re
 import shutil
 from pathlib import Path
 
@@ -13,73 +12,57 @@ from compare.side.process_states import numbered, read_cause, read_states
 from compare.system.signals import describe_exit
 
 LOG = "log.txt"
-ROOM_FOR_WORDS = 64 * 1024  # with less, an engine could not say that the disk is full
-
-_BY_SRUN = "Terminating StepId"  # what it cancels from here on it ends because a process failed
-_CANCELLED = re.compile(r"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT [^*]+")
-_LOST = re.compile(r"^srun: error: (Node failure on .+|\S+: tasks? \S+: (?!Terminated|Exited with).+)$", re.M)
-"""A host, or a task that did not end as the others do once one has failed."""
-_LEFT = re.compile(r"^srun: error: (\S+: tasks? \S+: Exited with .+)$", re.M)
-_LABEL = re.compile(r"^ *\d+: ", re.M)
-"""Of the task that says a line: `srun --label`."""
-_UNHEARD = re.compile(rf"killed by {STOP_SIGNAL.name}|User defined signal 1")
-"""An engine was asked to end before it listened."""
+LAUNCHER_ERRORS = ("srun: error", "srun: fatal", "srun: unrecognized", "slurmstepd")
+"""Beginnings of lines in which SLURM reports a lost process or host, a time limit or a wrong option."""
+FATAL = ("Fatal Python error", "Timeout (")
+"""Words of faulthandler before a stack."""
+KILLED_EARLY = (f"killed by {STOP_SIGNAL.name}", "User defined signal 1")
+"""An engine was asked to stop before it handled the signal."""
+FULL_DISK = 64 * 1024  # bytes; with less free space, an engine may write no error
 
 
-def why(returncode: int, folder: Path, ended: Failure | None = None, launcher: str = "") -> Failure:
-    """Reason of an engine's failure, and its exit code; `ended` is why the harness ended it.
+def find_cause(returncode: int, folder: Path, ended: Failure | None = None) -> Failure:
+    """The cause of an engine's failure and its exit code; `ended` is the harness's reason to end the engine.
 
-    A cause that a process left comes first; one that only saw another process go comes after what the
-    launcher saw. A launcher's own code is often that of a process which it ended (srun: the highest of all).
+    An error that a process wrote comes first. An error that only reports the loss of another process comes
+    with the name of the lost process and SLURM's line about it.
     """
-    failure, log = files.read_failure(folder), (folder / LOG).read_text(errors="replace")
-    own = read_cause(folder)
-    srun = seen_by_srun(log)
-    if failure and srun and failure.rank == srun.rank != -1:  # its own words say more
-        srun = None
-    told = own or srun or (failure and _with_the_silent(failure, folder))
-    if ended:  # an engine may have told, whose launcher still waits for a host
-        own = ended if ended.exit_code == STOPPED or not told else told
-        return replace(own, is_consequence=False)
-    said = told.message if told else _last_words(returncode, folder, _LABEL.sub("", log), launcher)
-    codes = (STOPPED if _UNHEARD.search(said) else returncode, own.exit_code if own else FAILED)
-    code = next((code for code in codes if code in (BAD_REQUEST, MISSING, STOPPED)), FAILED)
-    return Failure(message=said, exit_code=code, rank=told.rank if told else -1)
+    log = (folder / LOG).read_text(errors="replace")
+    launcher_error = next((line for line in log.splitlines() if line.startswith(LAUNCHER_ERRORS)), "")
+    consequence = files.read_failure(folder)
+    if ended and ended.exit_code == STOPPED:
+        return ended
+    if not (cause := read_cause(folder)):
+        if consequence:
+            cause = _with_lost_process(consequence, folder, launcher_error)
+        elif launcher_error:
+            cause = Failure(message=launcher_error)
+        else:
+            cause = ended or Failure(message=_last_words(returncode, folder, log))
+    stopped = any(words in cause.message for words in KILLED_EARLY)
+    codes = (STOPPED if stopped else cause.exit_code, returncode)
+    return replace(cause, exit_code=next((c for c in codes if c in (BAD_REQUEST, MISSING, STOPPED)), FAILED))
 
 
-def _with_the_silent(consequence: Failure, folder: Path) -> Failure:
-    """What a process saw of another's end, beside those of one host, if such there are, that said nothing."""
-    silent = [state for state in read_states(folder).values() if not state.failure]
-    if len({state.host for state in silent}) != 1:
-        return consequence
-    who = f"{numbered('process', [state.number for state in silent])} on {silent[0].host}"
-    said = f"{who} left without a word: {consequence.message}"
-    return replace(consequence, message=said, rank=silent[0].number)
+def _with_lost_process(consequence: Failure, folder: Path, launcher_error: str) -> Failure:
+    """The failure of a process that lost another, with the processes of one host that wrote no error."""
+    lost = [state for state in read_states(folder).values() if not state.failure]
+    message, rank = consequence.message, consequence.rank
+    if len({state.host for state in lost}) == 1:
+        who = f"{numbered('process', [state.number for state in lost])} on {lost[0].host}"
+        message, rank = f"{who} wrote no error: {message}", lost[0].number
+    if launcher_error:
+        message = f"{launcher_error}: {message}"
+    return Failure(message=message, rank=rank)
 
 
-def _last_words(returncode: int, folder: Path, log: str, launcher: str) -> str:
-    said, lines = describe_exit(returncode), log.strip().splitlines()
+def _last_words(returncode: int, folder: Path, log: str) -> str:
+    """A fatal error's first line, the last line of the log, or the exit code."""
+    lines = log.strip().splitlines()
     if not 0 <= returncode <= 128:
-        return f"{launcher} was {said}" if launcher else said
+        return describe_exit(returncode)
     if lines:
-        fatal = (line for line in lines if line.startswith(("Fatal Python error", "Timeout (")))
-        return next(fatal, lines[-1])
-    if shutil.disk_usage(folder).free < ROOM_FOR_WORDS:
+        return next((line for line in lines if any(words in line for words in FATAL)), lines[-1])
+    if shutil.disk_usage(folder).free < FULL_DISK:
         return f"{folder}: no space left on the device: make room, and run again"
-    return f"{said} and no message"
-
-
-def seen_by_srun(log: str) -> Failure | None:
-    """The first host or process that was lost, or else that failed, in srun's words; None if it says nothing.
-
-    Of one that failed it says no more than a code: its own last line comes with it.
-    """
-    before = log.partition(_BY_SRUN)[0]
-    if cancelled := _CANCELLED.search(before):
-        return Failure(message=f"SLURM: {cancelled[0].strip('* ')}")
-    if not (lost := _LOST.search(log) or _LEFT.search(before)):
-        return None
-    task = re.search(r": tasks? (\d+)", lost[1])
-    lines = re.findall(rf"^ *{task[1]}: (.*\S.*)$", log, re.M) if task and lost.re is _LEFT else []
-    said = ": ".join([f"srun: {lost[1]}", *lines[-1:]])
-    return Failure(message=said, rank=int(task[1]) if task else -1)
+    return f"{describe_exit(returncode)} and no message"

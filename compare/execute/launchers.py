@@ -1,11 +1,11 @@
-"""Start one engine on several hosts: by `srun`, by a line a host, or as processes of this machine.
+"""Launchers: how the processes of one engine start on one or several hosts.
 
-The harness starts one engine after the other, as on one host: its processes find their places by themselves
-(`compare.side.processes`). All hosts must see the folder of the run, and the same installation.
+The harness starts one engine after the other; its processes find their places themselves
+(`compare.side.processes`). All hosts must share the folder of the run, and have the same installation.
 
-    local    one host: the engine itself. Several: its processes on this machine, on the loopback: a test
-    slurm    `srun` over the hosts of the allocation (`salloc`, `sbatch`)
-    torchrun the hosts of a file; we run the first one's line and print those of the others
+    local      one host: the engine itself; several: all processes on this machine, on the loopback, as a test
+    slurm      `srun` over the hosts of the allocation (`salloc`, `sbatch`)
+    torchrun   the hosts of a file: this host's command runs, and the commands for the other hosts are printed
 """
 
 import os
@@ -13,9 +13,7 @@ import re
 import shlex
 import shutil
 import socket
-import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,42 +23,41 @@ import psutil
 from msgspec import Struct
 from msgspec.structs import replace
 
-from compare.contract.record import leave_failure
-from compare.side.process_states import find_first_cause
 from compare.side.processes import FIRST_PORT, PORTS, Process
 from compare.spec.engines.engine import Side
 from compare.spec.experiment import ExperimentError, Layout
 
 Launcher = Literal["local", "slurm", "torchrun"]
 LOOPBACK = "127.0.0.1"
-POLL_S = 0.05
-_LINE = re.compile(r"(?:[^@\s]+@)?([^@=\s]+)(?:\s+slots\s*=\s*([1-9]\d*))?(?:\s+max_slots\s*=\s*\d+)?")
+HOST = re.compile(
+    r"(?:\S+@)?(?P<host>[^@=\s]+)(\s+slots\s*=\s*(?P<slots>[1-9]\d*))?(\s+max_slots\s*=\s*\d+)?"
+)
 
 
 class Hosts(Struct, frozen=True, kw_only=True):
-    """Where engines run."""
+    """The hosts of an engine, and its launcher."""
 
     launcher: Launcher = "local"
     count: int = 1
-    """Number of hosts."""
+    """The number of hosts."""
     slots: Mapping[str, int] = {}
-    """Devices by host, of a hostfile."""
+    """Devices by host, from a hostfile."""
     options: tuple[str, ...] = ()
-    """More words for `srun`."""
+    """Further options of `srun`."""
 
     @property
     def several(self) -> bool:
-        """True unless the engine is one command on this machine, as it is without any launcher."""
+        """False if the engine is one command on this machine."""
         return self.count > 1 or self.launcher != "local"
 
     def under(self, layout: Layout) -> "Hosts":
-        """The hosts that a layout needs: a reference on one device runs on the first."""
+        """The hosts that a layout needs: a layout of one device runs on the first host."""
         if layout.devices > 1 or self.count == 1:
             return self
         return replace(self, count=1) if self.launcher == "slurm" else HERE
 
     def require(self, layout: Layout) -> None:
-        """Refuse a layout whose devices the hosts do not divide. Raises ExperimentError."""
+        """Reject a layout whose devices do not divide by the hosts. Raises ExperimentError."""
         if layout.devices % self.count:
             raise ExperimentError(
                 f"--hosts {self.count}: they do not divide the layout's {layout.devices} devices: choose "
@@ -74,13 +71,16 @@ class Hosts(Struct, frozen=True, kw_only=True):
                     f"need {on_host} on each"
                 )
 
+    def processes_on_host(self, side: Side, layout: Layout) -> int:
+        """The number of a side's processes on each host."""
+        return layout.devices // self.count if side.one_process_a_device else 1
+
     def commands(
         self, python: str, side: Side, folder: Path, *, layout: Layout, options: Sequence[str] = ()
     ) -> list[list[str]]:
-        """The commands that run a side, the one for this host first; the others are for a person.
+        """The commands that run a side: this host's first, then those that the user starts on other hosts.
 
-        The interpreter is at the same path on all hosts; a layout's devices are spread evenly, host after
-        host.
+        The interpreter is at the same path on all hosts. Devices are numbered host after host.
         """
         self.require(layout)
         run = ["-m", side.name, *options, str(folder.absolute())]
@@ -89,15 +89,19 @@ class Hosts(Struct, frozen=True, kw_only=True):
             return [here]
         on_host = self.processes_on_host(side, layout)
         if self.launcher == "slurm":
-            return [[*self.srun(on_host), "--kill-on-bad-exit=1", "--unbuffered", "--label", *here]]
+            return [[*self._srun(on_host), *here]]
         if self.launcher == "local":
-            starter = [sys.executable, "-m", __name__, str(self.count), str(on_host), str(folder.absolute())]
-            return [[*starter, *here]]
+            loopback = "compare.execute.loopback"
+            return [
+                [sys.executable, "-m", loopback, str(self.count), str(on_host), str(folder.absolute()), *here]
+            ]
         first = next(iter(self.slots))
-        port = FIRST_PORT + zlib.crc32(str(folder.absolute()).encode()) % PORTS  # one for each run
+        port = FIRST_PORT + zlib.crc32(str(folder.absolute()).encode()) % PORTS  # another one for each run
         lines = []
         for number in range(self.count):
-            stdin = ["--exit-with-stdin"] if number == 0 else []  # of the others nobody holds it
+            stdin = (
+                ["--exit-with-stdin"] if number == 0 else []
+            )  # a user's shell keeps no standard input open
             if side.one_process_a_device:
                 place = f"--nnodes {self.count} --node-rank {number} --nproc-per-node {on_host} "
                 place += f"--master-addr {first} --master-port {port}"
@@ -107,19 +111,16 @@ class Hosts(Struct, frozen=True, kw_only=True):
                 lines.append(["env", *(f"{k}={v}" for k, v in place.items()), python, *run, *stdin])
         return lines
 
-    def srun(self, on_host: int) -> list[str]:
-        """The beginning of a command that starts so many tasks on each host.
+    def _srun(self, on_host: int) -> list[str]:
+        """`srun` with `on_host` tasks on each host.
 
-        Tasks may use all processors of the allocation: an engine has threads, or more ranks than processors.
-        The shape comes last: a layout holds for it, whatever the user or the site prefers.
+        Tasks may use all processors of the allocation, because an engine has threads or more ranks than
+        processors. The number and order of tasks come last: the layout needs them, whatever the user prefers.
         """
-        shape = [f"--nodes={self.count}", f"--ntasks={self.count * on_host}", f"--ntasks-per-node={on_host}"]
         usual = ["--overcommit", "--cpu-bind=none", "--mpi=none"]
-        return ["srun", *usual, *self.options, *shape, "--distribution=block"]
-
-    def processes_on_host(self, side: Side, layout: Layout) -> int:
-        """How many processes of a side each host has."""
-        return layout.devices // self.count if side.one_process_a_device else 1
+        ends = ["--kill-on-bad-exit=1", "--unbuffered", "--label"]
+        shape = [f"--nodes={self.count}", f"--ntasks={self.count * on_host}", f"--ntasks-per-node={on_host}"]
+        return ["srun", *usual, *self.options, *shape, "--distribution=block", *ends]
 
 
 HERE = Hosts()
@@ -134,10 +135,10 @@ def find_hosts(
     *,
     options: str = "",
 ) -> Hosts:
-    """The hosts that the flags ask for, that an allocation of SLURM has, or a hostfile.
+    """The hosts of the flags, of a SLURM allocation or of a hostfile.
 
-    A count of 0 is all of the allocation or the file, or this one; `options` are for `srun`. Raises
-    ExperimentError: there is no allocation, or it has fewer hosts; or the hostfile cannot be used.
+    A `count` of 0 takes all hosts of the allocation or file, or this one; `options` are of `srun`. Raises
+    ExperimentError: flags contradict each other, there are fewer hosts, or the hostfile is invalid.
     """
     if count < 0:
         raise ExperimentError(f"--hosts {count}: give a number of hosts, or 0 for all")
@@ -149,49 +150,49 @@ def find_hosts(
         return Hosts(count=count or 1)
     if hostfile:
         slots = read_hostfile(hostfile)
-        there, place = len(slots), f"{hostfile}"
+        available, place = len(slots), f"{hostfile}"
     else:
         if not shutil.which("srun"):
             raise ExperimentError("--launcher slurm: no srun here: start on a host of the cluster")
         if not environment.get("SLURM_JOB_NUM_NODES"):
             raise ExperimentError(
-                "--launcher slurm starts engines inside an allocation: begin with `salloc --nodes=N`, or put "
-                "this command into a script for sbatch (docs/cluster.md)"
+                "--launcher slurm needs an allocation: begin with `salloc --nodes=N`, or put this command "
+                "into a script for sbatch (docs/cluster.md)"
             )
-        slots, there, place = {}, int(environment["SLURM_JOB_NUM_NODES"]), "the allocation"
-    if count > there:
-        raise ExperimentError(f"--hosts {count}: {place} has {there}")
-    count = count or there
+        slots, available, place = {}, int(environment["SLURM_JOB_NUM_NODES"]), "the allocation"
+    if count > available:
+        raise ExperimentError(f"--hosts {count}: {place} has {available}")
+    count = count or available
     slots = dict(list(slots.items())[:count])
     return Hosts(launcher=launcher, count=count, slots=slots, options=tuple(options.split()))
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Devices by host, in the order of a file such as DeepSpeed and Open MPI read: `host0 slots=4` a line.
+    """Devices by host, from a file with lines `host0 slots=4`, in its order.
 
-    A host without slots has one; a login name before it and max_slots are passed over. Raises
-    ExperimentError: a line of another form, a host twice, or another first host than this one.
+    A host without slots has one device. A login name and max_slots are ignored, as the file may be that of
+    DeepSpeed or Open MPI. Raises ExperimentError: a line is invalid, a host occurs twice, or this is not the
+    first host.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ExperimentError(f"--hostfile {path}: {why}") from None
+        raise ExperimentError(f"--hostfile {path}: {getattr(error, 'strerror', 'no text file')}") from None
     slots: dict[str, int] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         if not (words := line.partition("#")[0].strip()):
             continue
-        match = _LINE.fullmatch(words)
-        if not match or match[1] in slots:
-            why = "is in it twice" if match else "give a line for each host, such as `host0 slots=4`"
-            raise ExperimentError(f"--hostfile {path}, line {number}: {match[1] if match else words}: {why}")
-        slots[match[1]] = int(match[2] or 1)
+        if not (match := HOST.fullmatch(words)):
+            raise ExperimentError(f"--hostfile {path}, line {number}: give a line such as `host0 slots=4`")
+        if match["host"] in slots:
+            raise ExperimentError(f"--hostfile {path}, line {number}: {match['host']} is in it twice")
+        slots[match["host"]] = int(match["slots"] or 1)
     if not slots:
         raise ExperimentError(f"--hostfile {path}: it names no host: give lines such as `host0 slots=4`")
     first, here = next(iter(slots)), socket.gethostname()
     if first in ("localhost", LOOPBACK) and len(slots) > 1:
-        raise ExperimentError(f"--hostfile {path}: {first}: name the first by what the others call it")
-    addresses = {address.address for of_one in psutil.net_if_addrs().values() for address in of_one}
+        raise ExperimentError(f"--hostfile {path}: {first}: give a name that the other hosts can reach")
+    addresses = {address.address for interface in psutil.net_if_addrs().values() for address in interface}
     if first not in {here, here.partition(".")[0], socket.getfqdn(), "localhost", *addresses}:
         raise ExperimentError(f"--launcher torchrun: this is {here}: start on {first}, the file's first host")
     return slots
@@ -206,37 +207,3 @@ def print_lines(
     pairs = [f"{key}={value}" for key, value in environment.items()]
     for name, command in zip(list(hosts.slots)[1:], commands, strict=True):
         print(f"on {name}: {shlex.join(['env', *pairs, *command])}", file=sys.stderr, flush=True)
-
-
-def start_together(hosts: int, on_host: int, folder: Path, command: Sequence[str]) -> int:
-    """Run the processes of several hosts on this machine, and wait for them. The first that fails ends all.
-
-    Returns its exit code, 0 if none did, and leaves in the folder which it was. `command` is that of a
-    process, without its place.
-    """
-    count, running = hosts * on_host, list[subprocess.Popen]()
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        port = probe.getsockname()[1]
-    for number in range(count):
-        place = Process(number, count, number % on_host, LOOPBACK, port)
-        running.append(subprocess.Popen(command, env=os.environ | place.variables))
-
-    def failed() -> dict[int, int]:
-        return {number: code for number, process in enumerate(running) if (code := process.poll())}
-
-    while not failed():
-        if all(process.poll() == 0 for process in running):
-            return 0
-        time.sleep(POLL_S)
-    here = socket.gethostname()
-    cause = find_first_cause(folder, failed, lambda n: f"process {n} on {here}")
-    for process in running:
-        process.kill()
-        process.wait()
-    leave_failure(folder, cause)  # now that none of them writes there
-    return cause.exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(start_together(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]))

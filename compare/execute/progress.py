@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar in a terminal, a line now and then in a pipe, nothing where it is quiet."""
+"""Progress on stderr: a bar in a terminal, a line each minute in a pipe, nothing if it is quiet."""
 
 import contextlib
 import sys
@@ -14,12 +14,11 @@ from compare.execute.launch import EngineError
 from compare.terminal import PlainConsole, coloured, human_seconds, printable
 
 LOG_LINES = 20
-LINE_S = 60.0
-"""Between two lines in a pipe."""
+LINE_S = 60.0  # between two lines in a pipe
 
 
 class Pace:
-    """How far a case is, and how fast: `place` is its name among others."""
+    """The steps and the speed of a case; `place` is its name, with its number if there are several."""
 
     def __init__(self, place: str, request: Request):
         self.place, self.experiment = place, request.experiment
@@ -33,15 +32,15 @@ class Pace:
 
     @property
     def done(self) -> int:
-        """Steps that it has made, of all that it is asked for."""
+        """The number of steps so far."""
         return self.last.step + 1 if self.last else 0
 
     def figures(self) -> str:
-        """Loss, tokens/s and time left, as far as they are known."""
+        """Loss, tokens/s and time left, if they are known."""
         if not self.last:
             return "no step yet"
         figures = [f"loss {self.last.loss:.4f}"]
-        if self.seen > 1:  # steps that were read together were not so fast
+        if self.seen > 1:  # several steps may be read at once
             step_s = max((self.latest - self.first) / (self.seen - 1), self.last.step_time_ms / 1e3)
             figures.append(f"{self.experiment.tokens_per_step / step_s:,.0f} tokens/s")
             if left := self.experiment.train.max_iters - self.done:
@@ -59,67 +58,67 @@ class Pace:
 
 
 class Reporter:
-    """Tells a person how far the engines are, unless it is quiet."""
+    """Prints the progress of the engines, unless it is quiet."""
 
     def __init__(self, *, quiet: bool = False):
         self.console = PlainConsole(stderr=True, quiet=quiet)
-        # Not console.is_terminal, which FORCE_COLOR makes true in a pipe as well.
+        # FORCE_COLOR makes console.is_terminal true in a pipe, too.
         self._draws = not quiet and sys.stderr.isatty() and not self.console.is_dumb_terminal
         self._requests: Mapping[str, Request] = {}
 
     def start(self, requests: Mapping[str, Request]) -> None:
-        """Say what is to come: the requests of all cases by name, in the order in which they run."""
+        """Set the requests of all cases by name, in the order in which they run."""
         self._requests = requests
 
     @contextmanager
     def engine(self, name: str) -> Generator[Callable[[Step], None]]:
-        """Follow one case of those that `start` was given; yields what to call with each step."""
+        """Follow a case of `start`. Yields a function to call with each step."""
         number, count = list(self._requests).index(name) + 1, len(self._requests)
         case = Pace(f"{number} of {count}: {name}" if count > 1 else name, self._requests[name])
         try:
             with self._shown(f"{case.place}: starting", steps=case.experiment.train.max_iters) as show:
 
-                def tell(step: Step) -> None:
+                def on_step(step: Step) -> None:
                     case.step(step)
                     show(f"{case}", case.done)
 
-                yield tell
+                yield on_step
         finally:
-            self._say(case.outcome)
+            self._print(case.outcome)
 
     @contextmanager
     def waits(self, message: str) -> Generator[Callable[[Step], None]]:
-        """Say what is waited for. Yields what ignores steps."""
+        """Print what the user waits for. Yields a function that ignores steps."""
         with self._shown(message):
             yield lambda step: None
 
     @contextmanager
     def _shown(self, text: str, *, steps: int | None = None) -> Generator[Callable[..., None]]:
-        """A bar beside a text, or in a pipe a line now and then; yields what takes another text and step."""
+        """Show a bar and a text, or print lines in a pipe. Yields a function of a new text and step."""
         if self._draws:
             columns = SpinnerColumn(), BarColumn(20), TextColumn("{task.description}", markup=False)
             with Progress(*columns, console=self.console, transient=True, redirect_stdout=False) as bar:
                 task = bar.add_task(printable(text), total=steps)
                 yield lambda text, done: bar.update(task, description=printable(text), completed=done)
             return
-        said = time.monotonic()
-        self._say(text)
+        printed = time.monotonic()
+        self._print(text)
 
-        def say(text: str, done: int) -> None:
-            nonlocal said
-            if time.monotonic() - said > LINE_S:
-                said = time.monotonic()
-                self._say(text)
+        def show(text: str, done: int) -> None:
+            nonlocal printed
+            if time.monotonic() - printed > LINE_S:
+                printed = time.monotonic()
+                self._print(text)
 
-        yield say
+        yield show
 
     def failed(self, error: EngineError) -> None:
-        """Say at once that a case did not finish, with the end of its log; others may still run."""
+        """Print at once that a case did not finish, with the end of its log."""
         if error.log and error.log.is_file():
-            self._say("\n".join(error.log.read_text(errors="replace").splitlines()[-LOG_LINES:]))
-            self._say(f"its whole log: {error.log}")
-        self._say(f"{error}", style="red")
+            self._print("\n".join(error.log.read_text(errors="replace").splitlines()[-LOG_LINES:]))
+            self._print(f"the complete log: {error.log}")
+        self._print(f"{error}", style="red")
 
-    def _say(self, text: str, *, style: str = "") -> None:
-        with contextlib.suppress(OSError):  # stderr is full or gone: no reason to lose a run
+    def _print(self, text: str, *, style: str = "") -> None:
+        with contextlib.suppress(OSError):  # a closed stderr must not end a run
             self.console.print(coloured(text, style), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Questions to a side, each in a fresh process: `python -m SIDE --WORD` prints a line of JSON."""
+"""Ask a side a question in a new process: `python -m SIDE --QUESTION` prints a line of JSON."""
 
 import contextlib
 import errno
@@ -25,7 +25,7 @@ CONVERSION_S = 24 * 3600.0
 LINE_LENGTH = 500
 
 
-def ask(
+def query(
     side: str,
     python: str,
     question: list[str],
@@ -34,11 +34,10 @@ def ask(
     platform: str = "cpu",
     timeout_s: float = 0.0,
 ) -> T:
-    """Ask one side `python -m SIDE QUESTION`, whose last line is an answer of this type.
+    """Run `python -m SIDE QUESTION` and decode its answer, the last line that is JSON of the type `answer`.
 
-    The Python is any program, as far as we know. Platform is cpu, gpu, or '' for what is there; 0 seconds are
-    `TIMEOUT_S`. Raises ExperimentError: the side refuses what is asked; EnvironmentMissing: a line of why it
-    cannot answer.
+    `platform` is cpu, gpu, or '' for all devices of this machine; `timeout_s` of 0 is TIMEOUT_S. Raises
+    ExperimentError: the side rejects the question; EnvironmentMissing: the Python gives no answer.
     """
     if not shutil.which(python):
         raise EnvironmentMissing(f"{side}: {python}: no such program")
@@ -49,27 +48,29 @@ def ask(
     except OSError as error:
         raise EnvironmentMissing(f"{side}: {python}: {error.strerror}") from None
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    last = lines[-1][:LINE_LENGTH] if lines else ""
+    last = lines[-1][:LINE_LENGTH].removeprefix(f"{side}: ") if lines else ""
     if returncode == BAD_REQUEST and last:
         raise ExperimentError(last)
     if returncode:
         raise EnvironmentMissing(f"{side}: {last or f'{python} ended with exit code {returncode}'}")
-    for line in reversed(lines):  # a warning may come after it
+    for line in reversed(lines):  # a warning may follow the answer
         with contextlib.suppress(msgspec.DecodeError):
             return msgspec.json.decode(line, type=answer)
-    raise EnvironmentMissing(f"{side}: {python} is no Python that has {side}: it says {last or 'nothing'}")
+    raise EnvironmentMissing(
+        f"{side}: {python} printed {last or 'nothing'}: give a Python in which {side} is installed"
+    )
 
 
 def output_of(command: list[str], environment: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
-    """Exit code and output, errors among it, of a command that may be any program. Raises OSError.
+    """The exit code and the output, with errors, of any program. Raises OSError.
 
-    Its standard input is a pipe that ends when we do, however we do.
+    Its standard input is a pipe that closes when this process ends, however it ends.
     """
-    its, ours = os.pipe()
-    with open(its, "rb") as stdin, open(ours, "wb"):
+    stdin, ours = os.pipe()
+    with open(stdin, "rb") as stdin, open(ours, "wb"):
         process = subprocess.Popen(
             command,
-            start_new_session=True,  # whatever it starts ends with it
+            start_new_session=True,  # so that the processes it starts end with it
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -87,15 +88,16 @@ def output_of(command: list[str], environment: Mapping[str, str], timeout_s: flo
 
 
 def measure_ceiling(side: str, python: str, request: CeilingRequest) -> Ceiling:
-    """Ask a side how fast its framework multiplies matrices here. It takes about a second, and an import."""
+    """Measure the rate of a framework's matrix products. It takes a second, and an import."""
     question = ["--ceiling", msgspec.json.encode(request).decode()]
-    return ask(side, python, question, answer=Ceiling, platform=request.platform)
+    return query(side, python, question, answer=Ceiling, platform=request.platform)
 
 
 def convert_by_side(
     source: Path, target: Path, foreign: str, *, pythons: Mapping[str, str], base: Experiment | None = None
 ) -> None:
-    """Have the side that knows a format (`Side.converts`) read or write it; `base` is what it does not say.
+    """Convert a checkpoint from or to a format of a side (`Side.converts`); `base` is its experiment, if it
+    has none.
 
     Raises ExperimentError: the source cannot be read safely, or does not fit; EnvironmentMissing.
     """
@@ -104,4 +106,4 @@ def convert_by_side(
     if base:
         question += ["--base", msgspec.json.encode(base).decode()]
     python = pythons.get(side.name, sys.executable)
-    ask(side.name, python, question, answer=type(None), timeout_s=CONVERSION_S)
+    query(side.name, python, question, answer=type(None), timeout_s=CONVERSION_S)

@@ -1,4 +1,4 @@
-"""This machine, this moment and this source: memory, circumstances, and the commit that runs."""
+"""Circumstances of a run: this machine, its memory, the time, and the commit of the source."""
 
 import datetime
 import functools
@@ -13,11 +13,9 @@ from compare.judge.outcome import Circumstances
 from compare.spec.experiment import ExperimentError
 from compare.system.facts import cores, cpu_model
 
-CGROUPS = Path("/sys/fs/cgroup")
-
 
 def here_and_now() -> Circumstances:
-    """This machine, this moment, this source."""
+    """The circumstances of a run that starts now."""
     commit, dirty = git_state()
     return Circumstances(
         created_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -31,10 +29,10 @@ def here_and_now() -> Circumstances:
 
 
 def git_state() -> tuple[str, bool]:
-    """Commit of the source tree that runs, and whether it has changes that are not committed.
+    """The commit of shardpair's source tree, and True if it has uncommitted changes.
 
-    Empty where git does not track this very file in a repository that begins at our root: shardpair may be
-    installed somewhere inside another project's repository, whose commit says nothing about us.
+    ('', False) if git does not track this file in a repository whose root is ours: an installed shardpair may
+    lie inside another project's repository.
     """
     here = Path(__file__).resolve()
     inside = here.relative_to(here.parents[2]).as_posix()
@@ -54,9 +52,9 @@ def git_state() -> tuple[str, bool]:
 
 
 def require_same_source(folder: Path, commit: str, dirty: bool, *, begun: str) -> None:
-    """Refuse to go on with what another version of the source began. Raises ExperimentError, with both.
+    """Reject a run that another version of the source began. Raises ExperimentError with both versions.
 
-    `commit` and `dirty` are as `git_state` was then; `begun` says what was done with it, such as timed.
+    `commit` and `dirty` are from `git_state` at its start; `begun` is a participle, such as timed.
     """
     now = git_state()
     if (commit, dirty) != now:
@@ -65,24 +63,19 @@ def require_same_source(folder: Path, commit: str, dirty: bool, *, begun: str) -
             for name, changed in ((commit, dirty), now)
         )
         raise ExperimentError(
-            f"{folder} was {begun} with {then}, and this is {this}: two do not mix; start anew, or go back"
+            f"{folder} was {begun} with {then}, and this is {this}: start a new run, or use that version"
         )
 
 
 def memory_bytes() -> int:
-    """Memory and swap of this machine, or of the container that we are in if that has less."""
-    swap, nearest = psutil.swap_memory().total, own_cgroup()
-    limits = [psutil.virtual_memory().total + swap]
-    for folder in (nearest, *nearest.parents):  # cgroups (version 2), which lie within each other
-        limit, swap_limit = _number(folder / "memory.max"), _number(folder / "memory.swap.max")
-        if limit is not None:
-            limits.append(limit + (swap if swap_limit is None else swap_limit))
-    return min(limits)
+    """Memory and swap of this machine, in bytes."""
+    return psutil.virtual_memory().total + psutil.swap_memory().total
 
 
 @functools.cache
 def gpu_memories() -> tuple[int, ...]:
-    """Memory of each NVIDIA GPU of this machine, whatever a process may use; 0 where it is unknown."""
+    """Bytes of memory of each NVIDIA GPU of this machine, also of GPUs hidden from a process; 0 if
+    unknown."""
     if not shutil.which("nvidia-smi"):
         return ()
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
@@ -91,17 +84,3 @@ def gpu_memories() -> tuple[int, ...]:
     except (OSError, subprocess.TimeoutExpired):
         return ()
     return tuple(int(line) << 20 if line.strip().isdigit() else 0 for line in listing.splitlines() if line)
-
-
-def own_cgroup() -> Path:
-    """The folder of the cgroup that we are in."""
-    membership = Path("/proc/self/cgroup")
-    lines = membership.read_text().splitlines() if membership.is_file() else []
-    return CGROUPS / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # there is none, or it says "max"
-        return None

@@ -1,4 +1,4 @@
-"""Engines on several hosts: what starts them, and a run on two that are this machine."""
+"""Engines on several hosts: launchers, hostfiles, and a run on two hosts that are this machine."""
 
 import re
 import shlex
@@ -12,9 +12,10 @@ from msgspec.structs import replace
 from compare.checkpoint.description import CHECKPOINTS, checkpoints_in
 from compare.checkpoint.reader import CheckpointReader
 from compare.contract.record import Failure, read_failure, read_record
-from compare.execute import launchers
+from compare.execute import launchers, loopback
 from compare.execute.launch import child_environment
-from compare.execute.launchers import HERE, Hosts, find_hosts, print_lines, start_together
+from compare.execute.launchers import HERE, Hosts, find_hosts, print_lines
+from compare.execute.loopback import run_hosts
 from compare.spec.engines.registry import side_of
 from compare.spec.experiment import ExperimentError, Layout
 
@@ -23,102 +24,140 @@ FOUR = Layout(dp_replicate=2, tp=2)
 RUN = ["python", "-m"]
 DIR = Path("/runs/mine")
 END = ["/runs/mine", "--exit-with-stdin"]
+SLURM = Hosts(launcher="slurm", count=2)
+ALLOCATION = {"SLURM_JOB_NUM_NODES": "2"}
 
 
-def test_srun_starts_a_process_a_host_or_a_device():
+def test_one_host_runs_the_engine_itself():
     assert HERE.commands("python", JAX, DIR, layout=FOUR) == [[*RUN, "jaxpar", *END]]
-    two = Hosts(launcher="slurm", count=2)
-    (jax,), (torch,) = (two.commands("python", side, DIR, layout=FOUR) for side in (JAX, TORCH))
+
+
+def test_srun_starts_a_process_a_host_or_device():
+    (jax,), (torch,) = (SLURM.commands("python", side, DIR, layout=FOUR) for side in (JAX, TORCH))
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= set(jax)
     assert {"--nodes=2", "--ntasks=4", "--ntasks-per-node=2"} <= set(torch)
-    bound = replace(two, options=("--gpu-bind=none", "--distribution=cyclic"))
-    ((*begin, _, _, _),) = bound.commands("python", TORCH, DIR, layout=FOUR)
-    assert "--gpu-bind=none" in begin
-    assert begin.index("--distribution=cyclic") < begin.index("--distribution=block")  # the last one holds
     assert jax[-5:] == [*RUN, "jaxpar", *END]
 
 
-def test_hosts_are_those_of_the_allocation(monkeypatch):
+def test_srun_options_cannot_change_the_order():
+    hosts = replace(SLURM, options=("--gpu-bind=none", "--distribution=cyclic"))
+    (command,) = hosts.commands("python", TORCH, DIR, layout=FOUR)
+    assert "--gpu-bind=none" in command
+    assert command.index("--distribution=cyclic") < command.index("--distribution=block")
+
+
+def test_allocation_gives_the_hosts(monkeypatch):
     assert find_hosts("local", 0) == HERE
     monkeypatch.setattr(launchers.shutil, "which", lambda name: name)
-    allocation = {"SLURM_JOB_NUM_NODES": "2"}
-    two = find_hosts("slurm", 0, environment=allocation, options="--gpu-bind=none --exclusive")
+    two = find_hosts("slurm", 0, environment=ALLOCATION, options="--gpu-bind=none --exclusive")
     assert (two.count, two.options) == (2, ("--gpu-bind=none", "--exclusive"))
-    for count, there, words in ((2, {}, "begin with `salloc"), (3, allocation, "the allocation has 2")):
-        with pytest.raises(ExperimentError, match=words):
-            find_hosts("slurm", count, environment=there)
-    monkeypatch.setattr(launchers.shutil, "which", lambda name: None)
-    with pytest.raises(ExperimentError, match="no srun here"):
-        find_hosts("slurm", 2, environment={})
-    for launcher, count, options, words in (
-        ("local", -1, "", "--hosts -1: give a number of hosts"),
-        ("local", 2, "--exclusive", "add --launcher slurm"),
-    ):
-        with pytest.raises(ExperimentError, match=words):
-            find_hosts(launcher, count, options=options)
 
 
-def test_a_layout_takes_the_hosts_that_it_needs():
-    for hosts in (Hosts(count=2), Hosts(launcher="torchrun", count=2, slots={"head": 1, "other": 1})):
-        assert hosts.under(Layout()) == HERE
-        assert hosts.under(FOUR) == hosts
-    assert Hosts(launcher="slurm", count=2).under(Layout()) == Hosts(launcher="slurm", count=1)
-    with pytest.raises(ExperimentError, match="--hosts 3: they do not divide the layout's 4 devices"):
-        Hosts(launcher="slurm", count=3).require(FOUR)
-    with pytest.raises(ExperimentError, match="other slots=1: the layout's 4 devices over 2 hosts need 2"):
-        Hosts(launcher="torchrun", count=2, slots={"head": 2, "other": 1}).require(FOUR)
+@pytest.mark.parametrize(
+    ("launcher", "count", "options", "srun", "environment", "message"),
+    [
+        ("slurm", 2, "", "srun", {}, "begin with `salloc"),
+        ("slurm", 3, "", "srun", ALLOCATION, "the allocation has 2"),
+        ("slurm", 2, "", None, {}, "no srun here"),
+        ("local", -1, "", "srun", {}, "--hosts -1: give a number of hosts"),
+        ("local", 2, "--exclusive", "srun", {}, "add --launcher slurm"),
+    ],
+)
+def test_host_flags_are_rejected(launcher, count, options, srun, environment, message, monkeypatch):
+    monkeypatch.setattr(launchers.shutil, "which", lambda name: srun)
+    with pytest.raises(ExperimentError, match=message):
+        find_hosts(launcher, count, environment=environment, options=options)
+
+
+@pytest.mark.parametrize(
+    "hosts", [Hosts(count=2), Hosts(launcher="torchrun", count=2, slots={"head": 1, "other": 1})]
+)
+def test_one_device_runs_on_one_host(hosts):
+    assert hosts.under(Layout()) == HERE
+    assert hosts.under(FOUR) == hosts
+    assert SLURM.under(Layout()) == replace(SLURM, count=1)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "message"),
+    [
+        (replace(SLURM, count=3), "--hosts 3: they do not divide the layout's 4 devices"),
+        (
+            Hosts(launcher="torchrun", count=2, slots={"head": 2, "other": 1}),
+            "other slots=1: the layout's 4 devices over 2 hosts need 2",
+        ),
+    ],
+    ids=["count", "slots"],
+)
+def test_layout_must_fit_the_hosts(hosts, message):
+    with pytest.raises(ExperimentError, match=message):
+        hosts.require(FOUR)
 
 
 HOSTFILE = "# two hosts\nhead slots=2\n\nother slots=2  # as many\n"
 
 
-def test_a_hostfile_gives_a_line_for_each_host(tmp_path, monkeypatch, capsys):
-    file = tmp_path / "hostfile"
-    file.write_text(HOSTFILE)
+@pytest.fixture
+def hostfile(tmp_path, monkeypatch) -> Path:
+    """The path of a hostfile, on the host head."""
     monkeypatch.setattr(launchers.socket, "gethostname", lambda: "head.cluster")
-    hosts = find_hosts("torchrun", 0, file)
+    monkeypatch.setattr(launchers.socket, "getfqdn", lambda: "head.cluster")
+    return tmp_path / "hostfile"
+
+
+@pytest.mark.parametrize("side", [JAX, TORCH], ids=["jax", "torch"])
+def test_hostfile_prints_a_line_for_each_host(side, hostfile, capsys):
+    hostfile.write_text(HOSTFILE)
+    hosts = find_hosts("torchrun", 0, hostfile)
     assert (hosts.count, hosts.slots) == (2, {"head": 2, "other": 2})
-    for side in (JAX, TORCH):
-        here, other = hosts.commands("python", side, DIR, layout=FOUR)
-        assert here[-1] == "--exit-with-stdin"
-        differ = {word for word, theirs in zip(here, other, strict=False) if word != theirs}
-        assert differ == {"0" if side is TORCH else "RANK=0"}
-        print_lines(hosts, [other], side, "cpu")
-        printed = capsys.readouterr().err
-        assert printed.startswith("on other: env ")
-        assert all(f" {key}={value} " in printed for key, value in side.environment_on_cpu.items())
-        assert shlex.split(printed)[-len(other) :] == other
-    assert here[here.index("--master-addr") + 1] == "head"
-    assert here[here.index("--nproc-per-node") + 1] == "2"
-    file.write_bytes(b"\xef\xbb\xbfhead\nuser@other slots = 2 max_slots=4\n10.0.0.3 slots=1\n")
-    assert find_hosts("torchrun", 0, file).slots == {"head": 1, "other": 2, "10.0.0.3": 1}
-    file.write_text("127.0.0.1 slots=2\n")
-    assert find_hosts("torchrun", 0, file).count == 1
+    here, other = hosts.commands("python", side, DIR, layout=FOUR)
+    assert here[-1] == "--exit-with-stdin"
+    differ = {word for word, theirs in zip(here, other, strict=False) if word != theirs}
+    assert differ == {"0" if side is TORCH else "RANK=0"}
+    print_lines(hosts, [other], side, "cpu")
+    printed = capsys.readouterr().err
+    assert printed.startswith("on other: env ")
+    assert all(f" {key}={value} " in printed for key, value in side.environment_on_cpu.items())
+    assert shlex.split(printed)[-len(other) :] == other
+    if side is TORCH:
+        assert here[here.index("--master-addr") + 1] == "head"
+        assert here[here.index("--nproc-per-node") + 1] == "2"
 
 
-def test_a_hostfile_that_cannot_be_used_is_one_line(tmp_path, monkeypatch):
-    file = tmp_path / "hostfile"
-    for launcher, text, here, words in (
-        ("local", HOSTFILE, "head", "give both, or none of them"),
-        ("torchrun", "head 2\n", "head", "line 1: head 2: give a line for each host"),
-        ("torchrun", "head slots=2\nhead slots=2\n", "head", "line 2: head: is in it twice"),
-        ("torchrun", HOSTFILE, "other", "this is other: start on head"),
+@pytest.mark.parametrize(
+    ("text", "slots"),
+    [
         (
-            "torchrun",
-            "localhost slots=2\nother slots=2\n",
-            "head",
-            "name the first by what the others call it",
+            "head\nme@other slots = 2 max_slots=4\n10.0.0.3 slots=1\n",
+            {"head": 1, "other": 2, "10.0.0.3": 1},
         ),
-        ("torchrun", b"\xff\x00", "head", "it is no text"),
-    ):
-        monkeypatch.setattr(launchers.socket, "gethostname", lambda name=here: name)
-        monkeypatch.setattr(launchers.socket, "getfqdn", lambda name=here: name)
-        file.write_bytes(text if isinstance(text, bytes) else text.encode())
-        with pytest.raises(ExperimentError, match=words):
-            find_hosts(launcher, 0, file)
+        ("127.0.0.1 slots=2\n", {"127.0.0.1": 2}),
+    ],
+    ids=["forms", "loopback"],
+)
+def test_hostfile_gives_slots(text, slots, hostfile):
+    hostfile.write_text(text)
+    assert find_hosts("torchrun", 0, hostfile).slots == slots
 
 
-def test_an_engine_does_not_inherit_the_place_of_who_starts_it(monkeypatch):
+@pytest.mark.parametrize(
+    ("launcher", "text", "message"),
+    [
+        ("local", HOSTFILE, "give both, or none of them"),
+        ("torchrun", "head 2\n", "line 1: give a line such as"),
+        ("torchrun", "head slots=2\nhead slots=2\n", "line 2: head is in it twice"),
+        ("torchrun", "other slots=2\nhead slots=2\n", "this is head.cluster: start on other"),
+        ("torchrun", "localhost slots=2\nother slots=2\n", "give a name that the other hosts can reach"),
+        ("torchrun", "# none\n", "it names no host"),
+    ],
+)
+def test_hostfile_is_rejected(launcher, text, message, hostfile):
+    hostfile.write_text(text)
+    with pytest.raises(ExperimentError, match=message):
+        find_hosts(launcher, 0, hostfile)
+
+
+def test_engine_does_not_inherit_a_place(monkeypatch):
     for name in ("RANK", "SLURM_PROCID", "SLURM_JOB_ID"):
         monkeypatch.setenv(name, "1")
     environment = child_environment(TORCH, "cpu")
@@ -134,27 +173,27 @@ CONSEQUENCE = (
 )
 
 
-def together(script: str, folder: Path, monkeypatch) -> tuple[int, Failure | None]:
-    """Two processes on each of two hosts. Returns the exit code, and what is left in the folder."""
+def run_script(script: str, folder: Path, monkeypatch) -> tuple[int, Failure | None]:
+    """Run a script as two processes on each of two hosts. Returns the exit code, and error.json."""
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("PYTHONPATH", str(Path(launchers.__file__).parents[2]))
-    return start_together(2, 2, folder, [sys.executable, "-c", NUMBER + script]), read_failure(folder)
+    monkeypatch.setenv("PYTHONPATH", str(Path(loopback.__file__).parents[2]))
+    return run_hosts(2, 2, folder, [sys.executable, "-c", NUMBER + script]), read_failure(folder)
 
 
-def test_the_first_process_that_fails_ends_the_others_and_is_named(tmp_path, monkeypatch):
-    assert together("sys.exit(0)", tmp_path, monkeypatch) == (0, None)
-    monkeypatch.setattr(launchers.socket, "gethostname", lambda: "box")
-    code, failure = together("number == '3' and sys.exit(3); time.sleep(600)", tmp_path, monkeypatch)
+def test_loopback_names_the_first_failure(tmp_path, monkeypatch):
+    assert run_script("sys.exit(0)", tmp_path, monkeypatch) == (0, None)
+    monkeypatch.setattr(loopback.socket, "gethostname", lambda: "box")
+    code, failure = run_script("number == '3' and sys.exit(3); time.sleep(600)", tmp_path, monkeypatch)
     assert code == 1
     assert failure == Failure(message="process 3 on box left with exit code 3", rank=3)
 
 
-def test_a_process_that_was_killed_is_named_before_those_that_saw_it_go(tmp_path, monkeypatch):
-    """The others write their error first, and leave first: it is not the cause."""
+def test_loopback_names_a_kill_before_its_victims(tmp_path, monkeypatch):
+    """The other processes write their errors and end first."""
     late = "time.sleep(1), os.kill(os.getpid(), signal.SIGKILL)"
     others = "tell('connection closed by peer'), sys.exit(1)"
     script = f"{CONSEQUENCE}({late}) if number == '2' else ({others})"
-    code, failure = together(script, tmp_path, monkeypatch)
+    code, failure = run_script(script, tmp_path, monkeypatch)
     assert code == 1
     assert failure is not None
     assert failure.rank == 2
@@ -164,8 +203,8 @@ def test_a_process_that_was_killed_is_named_before_those_that_saw_it_go(tmp_path
 SMALL = ("--model.n_layer", "2", "--train.batch_size", "4")
 
 
-def test_engines_on_two_hosts_agree_and_others_go_on_from_their_checkpoints(shardpair, tmp_path):
-    """Real processes on the loopback: 2 x 2 devices, then 4 x 1 of the other framework."""
+def test_two_hosts_agree_and_four_resume(shardpair, tmp_path):
+    """2 x 2 devices, then 4 x 1 devices of the other framework from their checkpoint."""
     layout = ["--layout.dp_shard", "2", "--layout.zero", "3", "--layout.tp", "2"]
     engines = ["--engines", "torch-manual", "jax-manual"]
     steps = [*SMALL, "--train.max_iters", "4", "--checkpoint.every", "2"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from compare.execute import this_machine as machine
+from compare.execute import this_machine
 from compare.numerics.parameters import parameter_count
 from compare.setup import fitting
 from compare.setup.fitting import require_memory
@@ -104,24 +104,11 @@ def test_a_gpu_has_memory_of_its_own_and_the_host_draws_batches(monkeypatch):
     assert not refused(monkeypatch, experiment, state, platform="gpu")
 
 
-def test_a_container_may_have_less_than_the_machine(monkeypatch, tmp_path):
-    most = machine.memory_bytes()
-    assert most > 2**28
-    (tmp_path / "a").mkdir()
-    monkeypatch.setattr(machine, "own_cgroup", lambda: tmp_path / "a")
-    assert machine.memory_bytes() >= most
-    (tmp_path / "memory.max").write_text("max\n")
-    assert machine.memory_bytes() >= most
-    (tmp_path / "a" / "memory.max").write_text(f"{2**27}\n")
-    (tmp_path / "a" / "memory.swap.max").write_text("1024\n")
-    assert machine.memory_bytes() == 2**27 + 1024
-
-
-def test_gpus_are_asked_without_a_framework(monkeypatch, tmp_path):
+def test_gpu_memory_of_nvidia_smi(monkeypatch, tmp_path):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 81559\necho 40960\necho '[N/A]'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    ask = machine.gpu_memories.__wrapped__  # which remembers the answer
-    assert ask() == (81559 * 2**20, 40960 * 2**20, 0)
+    gpu_memories = this_machine.gpu_memories.__wrapped__  # without its cache
+    assert gpu_memories() == (81559 * 2**20, 40960 * 2**20, 0)
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
-    assert ask() == ()
+    assert gpu_memories() == ()

@@ -93,8 +93,8 @@ def program(folder: Path, script: str) -> str:
 
 def test_any_program_may_be_taken_for_a_python(tmp_path, monkeypatch, capsys):
     for script, says in {
-        "exit 0": "is no Python that has jaxpar: it says nothing",
-        "echo '{\"versions\": 3}'": "is no Python that has jaxpar: it says {",
+        "exit 0": "printed nothing: give a Python in which jaxpar is installed",
+        "echo '{\"versions\": 3}'": 'printed {"versions": 3}: give a Python',
         "echo '[/x] no such module' >&2; exit 1": "jaxpar: [/x] no such module",
         "exit 7": "ended with exit code 7",
     }.items():
@@ -121,8 +121,8 @@ def test_a_program_that_never_answers_is_ended_with_what_it_started(tmp_path, mo
 
 def test_who_is_asked_ends_with_who_asked(tmp_path):
     python = program(tmp_path, f'echo "$@" > {tmp_path}/asked; echo $$ > {tmp_path}/child; cat')
-    ask_it = "import sys; from compare.execute.query import ask; "
-    ask_it += "ask('jaxpar', sys.argv[1], ['-q'], answer=int)"
+    ask_it = "import sys; from compare.execute.query import query; "
+    ask_it += "query('jaxpar', sys.argv[1], ['-q'], answer=int)"
     asking = processes.start([sys.executable, "-c", ask_it, python])
     processes.wait_for(lambda: (tmp_path / "child").is_file() and (tmp_path / "child").read_text())
     asking.kill()
