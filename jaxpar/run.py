@@ -83,7 +83,7 @@ class Run:
     def memory(self) -> int:
         return memory_in_use(self.mesh_devices[min(self.devices)])
 
-    def not_finite(self) -> str:
+    def describe_non_finite(self) -> str:
         """The first weight that is infinite or NaN: gradients stay inside the step."""
         for name, weight in self.tensors(Rung.FINAL_WEIGHTS).items():
             if not np.isfinite(weight).all():
@@ -118,13 +118,13 @@ class Run:
 
         return evaluate(self.experiment, self.corpus, step, loss_of)
 
-    def is_to_stop(self) -> bool:
+    def should_stop(self) -> bool:
         return any(gathered([StopRequest.came]))
 
-    def parts(self) -> Iterator[Part]:
+    def checkpoint_parts(self) -> Iterator[Part]:
         return state_parts(self.sharded, self.state, self.experiment.model)
 
-    def costs(self, windows: Sequence[Window], recorder: Recorder | None) -> dict[str, Any]:
+    def manifest_fields(self, windows: Sequence[Window], recorder: Recorder | None) -> dict[str, Any]:
         peak_memory_bytes, peak_memory_method = peak_memory(self.step, self.mesh_devices)
         resident = bytes_at_rest(self.sharded, self.state, self.mesh_devices)
         costs = {

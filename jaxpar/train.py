@@ -91,10 +91,10 @@ def train_steps(run: Run, tell: Recording) -> None:
             if gradients and run.request.update_due(state.step):
                 (state.gradients,), state.experts = gradients, metrics.get("experts")
             tokens_LE = metrics.get("tokens_per_expert")
-            done.append(state.finished(metrics["loss"], metrics["grad_norm"], tokens_LE))
+            done.append(state.finish_step(metrics["loss"], metrics["grad_norm"], tokens_LE))
             # A loss scale follows from whether the step before overflowed: for it the host waits.
             norm = float(metrics["grad_norm"]) if state.loss_scale else None
-            state.move_on(run.request.engine, run.experiment, grad_norm=norm)
+            state.advance(run.request.engine, run.experiment, grad_norm=norm)
         jax.block_until_ready((state.params, state.opt_state, done, state.gradients))
     if state.gradients is not None:
         tell.gradients(first)

@@ -61,7 +61,7 @@ class RecordedRank:
         device = self._run.mesh.device
         return torch.cuda.memory_allocated(device) if device.type == "cuda" else process_memory()
 
-    def not_finite(self) -> str:
+    def describe_non_finite(self) -> str:
         """A clause that names the first gradient that is not finite, or weight if gradients are gone."""
         engine, world = self._run.engine, self._run.mesh.world
         gradients = engine.gradients()
@@ -102,15 +102,15 @@ class RecordedRank:
         run.engine.end_evaluation()
         return evaluation
 
-    def is_to_stop(self) -> bool:
+    def should_stop(self) -> bool:
         """True on all ranks if any rank was asked to stop."""
         return any(self._run.mesh.world.all_gather_objects(StopRequest.came))
 
-    def parts(self) -> Iterator[Part]:
+    def checkpoint_parts(self) -> Iterator[Part]:
         """This rank's shards of weights and moments."""
         return state_parts(self._run)
 
-    def costs(self, windows: Sequence[Window], recorder: Recorder | None) -> dict[str, Any]:
+    def manifest_fields(self, windows: Sequence[Window], recorder: Recorder | None) -> dict[str, Any]:
         """Write memory, work and ledger of all ranks. Rank 0 returns the manifest's fields of this side."""
         run, place = self._run, (socket.gethostname(), self._run.rank.local_rank)
         measured = (*self._instruments.findings(), cpu_seconds(), self._resident_bytes(), windows, place)

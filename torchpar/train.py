@@ -76,9 +76,9 @@ def train_steps(run: Run, record: Recording) -> None:
     with record.around(first), clock:
         for arrays in drawn:
             loss, norm = run.train_step(run, run.shard_batch(arrays), on_gradients)
-            done.append(state.finished(loss, norm, run.tokens_per_expert))
+            done.append(state.finish_step(loss, norm, run.tokens_per_expert))
             norm_of = norm.item() if state.loss_scale else None
-            if state.move_on(request.engine, run.experiment, grad_norm=norm_of):
+            if state.advance(request.engine, run.experiment, grad_norm=norm_of):
                 run.engine.optimizer.zero_grad(set_to_none=True)  # gradients that overflowed
     run.rank.at(first, "record")
     record.steps(done, clock.window(steps))

@@ -1,1 +1,2 @@
-"""Runtime of a side: arguments, process places, recording, locks, and word from other hosts."""
+"""Code that a side's process runs: its command line, its place among processes, its supervisor, its
+record."""

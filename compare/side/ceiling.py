@@ -1,9 +1,9 @@
-"""The matmul ceiling: how fast a machine multiplies matrices, which no training step on it can exceed.
+"""The matmul ceiling: the rate of matrix products of a machine, which no training step can exceed.
 
     python -m SIDE --ceiling '{"dtype": "float32"}'
 
-prints a `Ceiling` as one line of JSON. It is measured in the side's own framework, with a thread on
-each core, on square matrices so large that nothing but the products matters.
+prints a `Ceiling` as one line of JSON. The side's framework multiplies large square matrices, with a thread
+on each core.
 """
 
 import math
@@ -15,32 +15,32 @@ from msgspec import Struct
 from compare.spec.sections import ProductDtype
 
 SMALLEST, LARGEST = 512, 8192
-LONG_S = 0.05  # a product that takes this long is large enough
+LONG_S = 0.05  # the time of a product that is large enough
 READING_S, READINGS = 0.1, 3
 
 Multiply = Callable[[int], float]
-"""A number of products, one after the other -> the seconds that they took together."""
+"""The seconds of a number of products, one after the other."""
 
 
 class CeilingRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a side is asked to measure."""
+    """The products to measure."""
 
     dtype: ProductDtype = "float32"
-    """Of the products: see `Precision.product_dtype`."""
+    """See `Precision.product_dtype`."""
     platform: Literal["cpu", "gpu"] = "cpu"
 
 
 class Ceiling(Struct, frozen=True, kw_only=True):
-    """The fastest products that were measured."""
+    """The highest measured rate."""
 
     flops_per_s: float
-    """Of one GPU, or of the CPU with a thread on each core."""
+    """The rate of one GPU, or of the CPU with a thread on each core."""
 
 
 def find_ceiling(request: CeilingRequest, prepare: Callable[[int], Multiply]) -> Ceiling:
-    """Measure products of a size that takes long enough: the best of a few readings, in a second or two.
+    """Double the size of the products until one takes LONG_S, and return the best of READINGS readings.
 
-    `prepare` gives for a size the function that multiplies two matrices of it.
+    `prepare` returns a function that multiplies two matrices of a given size.
     """
 
     def measured(size: int) -> tuple[float, float]:

@@ -1,12 +1,11 @@
-"""A benchmark of collectives: what a side is asked to time, what it leaves, and which numbers are right.
+"""A benchmark of collectives: the request to a side, its result, and the expected numbers.
 
     request.json        a `CollectiveRequest`, read by `python -m SIDE --collectives RUN_DIR`
     collectives.json    `CollectiveTimes`
 
-Conventions of nccl-tests: `size` is the total, the whole tensor of a gather or scatter; `count` is what one
-rank gives or gets of it; the time is that of the slowest rank; algbw is size over time, busbw what a rank
-sends on a ring over time: what the links do, whatever the number of ranks. Source: nccl-tests,
-doc/PERFORMANCE.md.
+The conventions are those of nccl-tests (doc/PERFORMANCE.md). `size` is the full tensor of a gather or
+scatter; `count` is one rank's piece. The time is that of the slowest rank. algbw is size / time. busbw is the
+bytes that a rank sends on a ring / time, the rate of the links for any number of ranks.
 """
 
 import math
@@ -24,10 +23,10 @@ from compare.spec.engines.registry import JAX, TORCH
 TIMES = "collectives.json"
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "permute"]
-"""As ledgers name them. permute is nccl-tests' sendrecv: a ring, on which each rank sends to the next one."""
+"""Names of the ledger. permute is sendrecv of nccl-tests: each rank sends to the next one on a ring."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 IN_PIECES = ("all_gather", "reduce_scatter", "all_to_all")
-"""Those whose tensor is cut into a piece for each rank."""
+"""Kinds whose tensor has a piece for each rank."""
 OURS = "ours"
 IMPLEMENTATIONS = {
     "gloo": (TORCH.name, ("cpu",), "PyTorch's stock operation on gloo, ranks are processes"),
@@ -39,13 +38,13 @@ IMPLEMENTATIONS = {
         "shard_map and lax collectives; on a CPU devices are threads, and broadcast a sum with zeros",
     ),
 }
-"""Side, platforms and description of each way of doing a collective, in the order of tables and colours."""
+"""Side, platforms and description of each implementation, in the order of tables and colours."""
 
 TYPE = np.dtype(np.float32)
 ALIGN = 4  # elements: nccl-tests' pieces are multiples of it
-PERIOD, SHIFT = 97, 31  # of the numbers sent: sums over any ranks are exact, and no two ranks send the same
+PERIOD, SHIFT = 97, 31  # of the numbers: sums over ranks are exact, and ranks send different numbers
 
-WARMUP, TRIAL = 2, 3  # calls before those that count; and those from which their number is chosen
+WARMUP, TRIAL = 2, 3  # calls before the measurement; the time of TRIAL calls gives its number of calls
 FEWEST, MOST = 5, 20_000
 
 
@@ -54,41 +53,41 @@ class CollectiveCase(Struct, frozen=True):
 
     kind: Kind
     size: int
-    """Bytes asked for; see `elements` for what becomes of them."""
+    """Requested bytes; `elements` rounds them."""
 
 
 class CollectiveRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One side's order: time each case in each way, on this many ranks."""
+    """Time each case with each implementation on `ranks` ranks."""
 
     implementations: tuple[str, ...]
     cases: tuple[CollectiveCase, ...]
     ranks: int
     platform: Platform = "cpu"
     row_s: float = 0.2
-    """About how long the calls of a row take together; there are at least five."""
+    """Approximate seconds for all calls of a row; there are at least FEWEST calls."""
     timeout_s: float = 600.0
 
 
 class CollectiveRow(Struct, frozen=True, kw_only=True):
-    """One line of nccl-tests, and who made it."""
+    """One line of nccl-tests, with its implementation."""
 
     implementation: str
     kind: Kind
     ranks: int
     size: int
-    """Bytes of the whole tensor."""
+    """Bytes of the full tensor."""
     count: int
-    """Elements: of one rank's piece where there are pieces."""
+    """Elements of the tensor, or of one rank's piece."""
     time_us: float
-    """Of one call on the slowest rank, the mean over many."""
+    """Mean time of a call on the slowest rank."""
     algbw_gb_s: float
     busbw_gb_s: float
     wrong: int
-    """Elements that are not exactly what they should be, over all ranks."""
+    """The number of wrong elements on all ranks."""
 
 
 class CollectiveTimes(Struct, frozen=True, kw_only=True):
-    """A side's rows, and their circumstances, as in a manifest."""
+    """The rows of a side, and their circumstances, as in a manifest."""
 
     rows: list[CollectiveRow]
     device_kind: str
@@ -98,23 +97,23 @@ class CollectiveTimes(Struct, frozen=True, kw_only=True):
 
 
 def elements(kind: str, size: int, ranks: int) -> int:
-    """`CollectiveRow.count` for a size asked for: pieces are equal, multiples of `ALIGN`, not empty."""
+    """`CollectiveRow.count` of a requested size. Pieces are equal, not empty, and multiples of ALIGN."""
     whole = size // TYPE.itemsize
     return max(whole // (ALIGN * ranks), 1) * ALIGN if kind in IN_PIECES else max(whole, 1)
 
 
 def numbers(rank: int, count: int, *, start: int = 0) -> np.ndarray:
-    """The numbers of a rank from element `start` on, (count,): small integers, so that sums are exact."""
+    """The numbers of a rank from element `start` on, (count,), float32: small integers."""
     return np.resize(np.roll(np.arange(PERIOD, dtype=TYPE), -(start + SHIFT * rank)), count)
 
 
 def sent(kind: str, rank: int, *, ranks: int, count: int) -> np.ndarray:
-    """Numbers that a rank puts in."""
+    """The input of a rank, (n,), float32."""
     return numbers(rank, count * (ranks if kind in ("reduce_scatter", "all_to_all") else 1))
 
 
 def expected(kind: str, rank: int, *, ranks: int, count: int) -> np.ndarray:
-    """Numbers that a rank must find in the result, exactly."""
+    """The exact result on a rank, (n,), float32."""
     if kind in ("broadcast", "permute"):
         return numbers(0 if kind == "broadcast" else (rank - 1) % ranks, count)
     start = rank * count if kind in ("reduce_scatter", "all_to_all") else 0
@@ -126,10 +125,10 @@ def expected(kind: str, rank: int, *, ranks: int, count: int) -> np.ndarray:
 def measure(
     call: Callable[[], object], *, wait: Callable[[], object], slowest: Callable[[float], float], row_s: float
 ) -> float:
-    """Seconds of one `call` on the slowest rank, the mean over so many that they take about `row_s`.
+    """Mean seconds of one `call` on the slowest rank, over calls that take about `row_s` together.
 
-    `wait` returns once all calls so far are done. `slowest` gives each rank the largest of all ranks' values,
-    and brings them together.
+    `wait` returns when all calls so far are done. `slowest` returns the maximum of a value over all ranks,
+    and makes the ranks wait for each other.
     """
 
     def mean_s(calls: int) -> float:
@@ -148,7 +147,7 @@ def measure(
 def make_row(
     implementation: str, case: CollectiveCase, *, ranks: int, seconds: float, wrong: int
 ) -> CollectiveRow:
-    """A row from its time."""
+    """The row of a case from its time."""
     count = elements(case.kind, case.size, ranks)
     size = TYPE.itemsize * count * (ranks if case.kind in IN_PIECES else 1)
     return CollectiveRow(

@@ -15,17 +15,17 @@ from compare.system.facts import versions
 
 
 class HostFacts(Struct, frozen=True, kw_only=True):
-    """What a process runs on, as far as its numbers depend on it."""
+    """Facts of a process's host that its numbers depend on."""
 
     host: str
     versions: dict[str, str]
-    """Of shardpair the beginning of the SHA-256 of its source."""
+    """Package versions; for shardpair the beginning of the SHA-256 of its source."""
     corpus_sha256: str = ""
-    """Of the tokens as this host reads them; '' from all but one process of a host."""
+    """SHA-256 of the tokens, from one process of each host; '' from the other processes."""
 
 
 def facts_here(side: str, packages: Iterable[str], reads: Experiment | None = None) -> HostFacts:
-    """Those of this process of a side; of an experiment that it reads the data for, all of them are read."""
+    """The facts of this process. `reads` is an experiment whose tokens are read and hashed."""
     return HostFacts(
         host=socket.gethostname(),
         versions=versions(packages) | {"shardpair": source_sha256("compare", side)[:12]},
@@ -43,17 +43,17 @@ def source_sha256(*packages: str) -> str:
     return digest.hexdigest()
 
 
-def agree(found: Sequence[HostFacts]) -> None:
-    """Hold what the processes run on against what the first does.
+def agree(facts: Sequence[HostFacts]) -> None:
+    """Compare the facts of all processes with those of the first.
 
-    Raises ExperimentError: a package of another version, or other data; both hosts are named.
+    Raises ExperimentError with both hosts: a package has another version, or the data differs.
     """
-    first = found[0]
-    for other in found[1:]:
+    first = facts[0]
+    for other in facts[1:]:
         for package, version in first.versions.items():
-            if (theirs := other.versions.get(package, "none")) != version:
+            if (found := other.versions.get(package, "none")) != version:
                 raise ExperimentError(
-                    f"{other.host} has {package} {theirs}, and {first.host} {version}: install the same on "
+                    f"{other.host} has {package} {found}, and {first.host} {version}: install the same on "
                     f"all hosts"
                 )
         if other.corpus_sha256 and other.corpus_sha256 != first.corpus_sha256:
@@ -66,10 +66,11 @@ def agree(found: Sequence[HostFacts]) -> None:
 def host_names(places: Iterable[tuple[str, int]]) -> list[str]:
     """The host of each process, from the machine's name and the process's number on its host.
 
-    Two with the same number are on two hosts, though the machine be one in a test: `box`, `box (2)`.
+    Two processes with the same number are on two hosts. Simulated hosts on one machine get numbers: `box`,
+    `box (2)`.
     """
-    seen, names = Counter[tuple[str, int]](), []
+    counts, names = Counter[tuple[str, int]](), []
     for place in places:
-        seen[place] += 1
-        names.append(place[0] if seen[place] == 1 else f"{place[0]} ({seen[place]})")
+        counts[place] += 1
+        names.append(place[0] if counts[place] == 1 else f"{place[0]} ({counts[place]})")
     return names

@@ -1,4 +1,4 @@
-"""The weights that a run begins with."""
+"""The weights with which a run begins."""
 
 from pathlib import Path
 
@@ -13,10 +13,10 @@ from compare.system.tensors import Tensors
 
 
 def starting_parameters(request: Request) -> Weights:
-    """The checkpoint's weights, those of the file `init_from`, or the seed's; as they are kept, by name.
+    """The first weights by canonical name: from the checkpoint, the file `init_from`, or the seed.
 
-    A seed's or a checkpoint's are drawn or read when they are asked for. Raises ExperimentError: they do not
-    fit; RecordError: the file cannot be read.
+    Weights of a checkpoint or a seed are read or drawn on demand. Raises ExperimentError: they do not fit;
+    RecordError: the file cannot be read.
     """
     if request.resume:
         return CheckpointReader(Path(request.resume.checkpoint)).group(WEIGHTS)
@@ -26,11 +26,11 @@ def starting_parameters(request: Request) -> Weights:
     weights = checked_weights(Tensors(path), request.experiment, f"init_from: {path}")
     if request.init_sha256 and fingerprint(weights) != request.init_sha256:
         raise ExperimentError(
-            f"init_from: {request.init_from} no longer holds the weights that this run was to begin with"
+            f"init_from: {request.init_from} has changed since the run was planned: start a new run"
         )
     return Given(weights)
 
 
 def starting_sha256(request: Request) -> str:
-    """The fingerprint of what `starting_parameters` gives. Raises ExperimentError like it."""
+    """The fingerprint of the first weights. Raises ExperimentError as `starting_parameters`."""
     return request.init_sha256 or fingerprint(starting_parameters(request))

@@ -1,6 +1,6 @@
-"""The record of a training: which steps are written down, evaluated and saved, the same on both sides.
+"""The record of a training: which steps are written, evaluated and saved. Both sides share it.
 
-Both sides' loops tell a `Recording` how far they are; it asks its `RecordedSide` for what only that knows.
+The loop of a side calls the methods of a `Recording`, which gets tensors and numbers from a `RecordedSide`.
 """
 
 import math
@@ -27,18 +27,18 @@ from compare.spec.experiment import Experiment
 
 
 class FinishedStep(NamedTuple):
-    """A step that has run: its place, and its numbers."""
+    """The numbers of a finished step."""
 
     step: int
     loss_scale: LossScale | None
     loss: SupportsFloat
-    """A scalar, perhaps still on the device; so is the norm."""
+    """A scalar, perhaps still on the device, like `grad_norm`."""
     grad_norm: SupportsFloat
     tokens_per_expert: Any = None
-    """With experts an array (L, E), as `Step` has it."""
+    """An array (L, E), if the model has experts."""
 
     def record(self, experiment: Experiment, *, seconds: float, **more: Any) -> Step:
-        """Its line of the record, with `more` fields. A skipped step has a norm of 0."""
+        """The step's line of the record, with the fields `more`. A skipped step has a norm of 0."""
         norm = float(self.grad_norm)
         skipped = self.loss_scale is not None and not math.isfinite(norm)
         return Step(
@@ -56,25 +56,25 @@ class FinishedStep(NamedTuple):
 
 @dataclass(kw_only=True)
 class Progress:
-    """How far a training has come."""
+    """The position of a training."""
 
     step: int = 0
-    """The batch to come is `batch(step)`; the schedule follows it."""
+    """The next step: its batch and its learning rate follow from the number."""
     updates: int = 0
-    """Of the weights so far, without skipped steps: what Adam's bias correction follows."""
+    """Updates of the weights so far, without skipped steps; Adam's bias correction follows from it."""
     loss_scale: LossScale | None = None
-    """Of the next step, in float16."""
+    """The loss scale of the next step, in float16."""
     evaluation: Evaluation | None = None
-    """Of the weights as they are."""
+    """The evaluation of the current weights, if it was due."""
 
-    def finished(
+    def finish_step(
         self, loss: SupportsFloat, grad_norm: SupportsFloat, tokens_per_expert: Any = None
     ) -> FinishedStep:
-        """The step from here; call it before `move_on`."""
+        """The current step with its numbers. Call it before `advance`."""
         return FinishedStep(self.step, self.loss_scale, loss, grad_norm, tokens_per_expert)
 
-    def move_on(self, engine: str, experiment: Experiment, *, grad_norm: float | None = None) -> bool:
-        """After a step, whose norm is needed where there is a loss scale. Returns whether it was skipped.
+    def advance(self, engine: str, experiment: Experiment, *, grad_norm: float | None = None) -> bool:
+        """Go to the next step; a loss scale needs the norm. Returns True if the step was skipped.
 
         Raises DivergedError: gradients overflow at the smallest loss scale.
         """
@@ -93,45 +93,64 @@ class Progress:
 
 
 class RecordedSide(Protocol):
-    """One process of a run, as its side tells of it. All ranks call each method together."""
+    """One process of a run, for its record. All ranks call each method together."""
 
     request: Request
     devices: Collection[int]
-    """Numbers of this process's."""
+    """Numbers of this process's devices."""
     corpus_sha256: str
 
-    def memory(self) -> int: ...  # bytes in use now
-    def not_finite(self) -> str: ...  # a clause about the first tensor that is not finite
-    def tensors(self, rung: Rung) -> Mapping[str, np.ndarray]: ...  # as they are now, by canonical name
-    def evaluate(self, step: int) -> Evaluation: ...  # the weights after so many steps
-    def is_to_stop(self) -> bool: ...  # any process was asked to end early: the same on all, which meet here
-    def parts(self) -> Iterable[Part]: ...  # what this process's devices hold now: weights and moments
+    def memory(self) -> int:
+        """Bytes in use now."""
+        ...
 
-    def costs(self, windows: Sequence[Window], recorder: Recorder | None) -> dict[str, Any]:
-        """Leave what was found of a step, and return the manifest's fields that only the side knows.
+    def describe_non_finite(self) -> str:
+        """A clause about the first tensor that is not finite."""
+        ...
 
-        All ranks but the first have no recorder, write nothing and return {}. `windows` are this process's.
+    def tensors(self, rung: Rung) -> Mapping[str, np.ndarray]:
+        """Current tensors of a rung, by canonical name."""
+        ...
+
+    def evaluate(self, step: int) -> Evaluation:
+        """The losses of the weights after `step` steps."""
+        ...
+
+    def should_stop(self) -> bool:
+        """True on all processes if any was asked to stop. All processes wait for each other here."""
+        ...
+
+    def checkpoint_parts(self) -> Iterable[Part]:
+        """Weights and moments of this process's devices."""
+        ...
+
+    def manifest_fields(self, windows: Sequence[Window], recorder: Recorder | None) -> dict[str, Any]:
+        """Write the findings of a step, and return the manifest's fields that only the side can measure.
+
+        Only the first rank has a recorder; the other ranks return {}. `windows` are of this process.
         """
+        ...
 
 
 class Observer:
-    """Watches one step of a training, whose time then does not count."""
+    """Observes one step of a training, whose time then does not count."""
 
     watched: int
-    """Number of the step."""
+    """The number of the observed step."""
 
     def watch(self) -> AbstractContextManager:
-        """Entered around the watched step."""
+        """A context around the observed step."""
         return nullcontext()
 
     def gradients(self, step: int) -> None:
-        """A step's mean gradients are there, before clipping."""
+        """Called when the mean gradients of a step are complete, before clipping."""
 
 
 class Recording:
-    """What a loop tells at each moment of a training, and what is written then.
+    """Writes the record of a training, as the loop goes on.
 
-    Checkpoints go into `folder`; all else is written by the recorder, which only the first rank has.
+    Every process writes its part of the checkpoints into `folder`. Only the first rank has a recorder, which
+    writes all other files.
     """
 
     def __init__(
@@ -149,14 +168,14 @@ class Recording:
             self._saver = Saver(folder / CHECKPOINTS, side.devices, of=devices, keep=checkpoint.keep)
 
     def begin(self, progress: Progress) -> None:
-        """Before the first step: leave the first batch and weights, and evaluate these."""
+        """Before the first step: write the first batch and weights, and evaluate the weights."""
         if self._request.ladder:
-            self._leave(Rung.BATCH, Rung.INITIAL_WEIGHTS)
+            self._write(Rung.BATCH, Rung.INITIAL_WEIGHTS)
         self._evaluate(progress)
 
     @contextmanager
     def around(self, step: int) -> Generator[None]:
-        """Entered around a step that the host waits for."""
+        """A context around a step, for observers."""
         with ExitStack() as stack:
             for observer in self._observers:
                 if observer.watched == step:
@@ -164,18 +183,18 @@ class Recording:
             yield
 
     def gradients(self, step: int) -> None:
-        """In the middle of such a step: the mean gradients are there, before clipping."""
+        """In the middle of a step: write the mean gradients, if they are due. They are not clipped yet."""
         due = self._request.update_due(step)[:1]
         if due == (Rung.GRADIENTS,) and self._experiment.model.n_experts:
-            self._leave(Rung.ROUTING)
-        self._leave(*due)
+            self._write(Rung.ROUTING)
+        self._write(*due)
         for observer in self._observers:
             observer.gradients(step)
 
     def steps(self, done: Sequence[FinishedStep], window: Window) -> None:
-        """Write a step, or the steps of a window, which cost so much; leave the tensors that are due.
+        """Write the steps of a window, and the tensors that are due after it.
 
-        Raises DivergedError: a loss or a norm is not finite, on all ranks alike.
+        Raises DivergedError: a loss or a norm is not finite, on all ranks.
         """
         request, first, seconds = self._request, done[0].step, window.wall_s / window.steps
         if first == request.first_step:
@@ -184,31 +203,31 @@ class Recording:
             self._windows.append(window)
         for finished in done:
             watched = any(observer.watched == finished.step for observer in self._observers)
-            seen = {"memory_bytes": self._side.memory(), "instrumented": watched}
-            line = finished.record(self._experiment, seconds=seconds, **seen)
+            more = {"memory_bytes": self._side.memory(), "instrumented": watched}
+            line = finished.record(self._experiment, seconds=seconds, **more)
             if self._recorder:
                 self._recorder.step(line)
             values = {"loss": line.loss, "gradient norm": line.grad_norm}
             wrong = [f"its {name} is {value}" for name, value in values.items() if not math.isfinite(value)]
             if wrong:
-                said = f"{request.engine} diverged at step {line.step}: {' and '.join(wrong)}"
-                raise DivergedError(f"{said}; {self._side.not_finite()}")
+                message = f"{request.engine} diverged at step {line.step}: {' and '.join(wrong)}"
+                raise DivergedError(f"{message}; {self._side.describe_non_finite()}")
         if rung := request.weights_due.get(done[-1].step + 1 - request.first_step):
-            self._leave(rung)
-        self._leave(*request.update_due(first)[1:])
+            self._write(rung)
+        self._write(*request.update_due(first)[1:])
 
     def between(self, progress: Progress) -> None:
-        """Before the next step, and after the last: evaluate and save, where that is due.
+        """Between two steps, and after the last: evaluate and save, if it is due.
 
         Raises:
             OSError: the checkpoint before could not be written.
-            StoppedEarly: the run was asked to end here, and its checkpoint is complete.
+            StoppedEarly: the run was asked to stop, and its checkpoint is complete.
         """
         self._evaluate(progress)
         step, last = progress.step, self._experiment.train.max_iters
         if not self._saver:
             return
-        stops = step < last and self._side.is_to_stop()
+        stops = step < last and self._side.should_stop()
         if not stops and step < last and step % self._experiment.checkpoint.every:
             return
         checkpoint = Checkpoint(
@@ -220,18 +239,18 @@ class Recording:
             validation_loss=progress.evaluation.validation if progress.evaluation else UNSET,
             corpus_sha256=self._side.corpus_sha256,
         )
-        self._saver.save(checkpoint, self._side.parts())
+        self._saver.save(checkpoint, self._side.checkpoint_parts())
         if stops:
             self._saver.finish()
-            self._side.is_to_stop()  # all have written, before any of them leaves
-            asked = f"stopped after step {step} of {last}, as asked by {STOP_SIGNAL.name}"
-            raise StoppedEarly(f"{asked}; its state is saved")
+            self._side.should_stop()  # waits until all processes have written
+            stopped = f"stopped after step {step} of {last}, as asked by {STOP_SIGNAL.name}"
+            raise StoppedEarly(f"{stopped}; its state is saved")
 
     def finish(self) -> None:
-        """After the last step: wait for the last checkpoint, put the ranks' costs together, and complete."""
+        """After the last step: wait for the last checkpoint, combine the ranks' costs, write the manifest."""
         if self._saver:
             self._saver.finish()
-        costs, request = self._side.costs(self._windows, self._recorder), self._request
+        request, fields = self._request, self._side.manifest_fields(self._windows, self._recorder)
         if not self._recorder:
             return
         manifest = Manifest(
@@ -242,7 +261,7 @@ class Recording:
             parameters=parameter_count(request.experiment.model),
             corpus_sha256=self._side.corpus_sha256,
             first_step_s=self._first_step_s,
-            **costs,
+            **fields,
         )
         self._recorder.finish(manifest)
 
@@ -252,7 +271,7 @@ class Recording:
             if self._recorder:
                 self._recorder.evaluation(progress.evaluation)
 
-    def _leave(self, *rungs: Rung) -> None:
+    def _write(self, *rungs: Rung) -> None:
         for rung in rungs:
             tensors = self._side.tensors(rung)
             if self._recorder:

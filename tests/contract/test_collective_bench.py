@@ -1,4 +1,4 @@
-"""The benchmark of collectives, before any is run: bandwidths, right results, sizes, iterations."""
+"""The benchmark of collectives without collectives: bandwidths, expected results, sizes, iterations."""
 
 import itertools
 
@@ -29,20 +29,23 @@ FACTORS_OF_FOUR = {
     "broadcast": 1.0,
     "permute": 1.0,
 }
-"""busbw over algbw on four ranks, counted by hand: on two, a wrong one for all-reduce does not show."""
+"""busbw / algbw on four ranks, counted by hand."""
 
 
-def test_bus_bandwidth_on_four_ranks():
-    for kind in KINDS:
-        row = make_row("gloo", CollectiveCase(kind, 4096), ranks=4, seconds=2e-6, wrong=0)
-        assert (row.size, row.time_us) == (4096, 2.0)
-        assert row.algbw_gb_s == pytest.approx(4096 / 2e-6 / 1e9)
-        assert row.busbw_gb_s == pytest.approx(FACTORS_OF_FOUR[kind] * row.algbw_gb_s)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bus_bandwidth_on_four_ranks(kind):
+    row = make_row("gloo", CollectiveCase(kind, 4096), ranks=4, seconds=2e-6, wrong=0)
+    assert (row.size, row.time_us) == (4096, 2.0)
+    assert row.algbw_gb_s == pytest.approx(4096 / 2e-6 / 1e9)
+    assert row.busbw_gb_s == pytest.approx(FACTORS_OF_FOUR[kind] * row.algbw_gb_s)
+
+
+def test_one_rank_sends_nothing():
     assert ring_wire_bytes("all_reduce", 1000, 1) == 0
 
 
 def by_definition(kind: str, given: list[np.ndarray], rank: int) -> np.ndarray:
-    """What a rank must get, from what every rank gives."""
+    """The result on a rank, from the inputs of all ranks."""
     pieces = [np.split(one, len(given)) for one in given] if kind in ("reduce_scatter", "all_to_all") else []
     match kind:
         case "all_reduce":
@@ -58,8 +61,9 @@ def by_definition(kind: str, given: list[np.ndarray], rank: int) -> np.ndarray:
     return given[rank - 1]
 
 
-def test_expected_results_are_those_of_the_definition():
-    for kind, ranks, count in itertools.product(KINDS, (2, 3, 6), (4, 40, 400)):
+@pytest.mark.parametrize("kind", KINDS)
+def test_expected_results_by_definition(kind):
+    for ranks, count in itertools.product((2, 3, 6), (4, 40, 400)):
         given = [sent(kind, rank, ranks=ranks, count=count).astype(np.float64) for rank in range(ranks)]
         for rank in range(ranks):
             wanted = by_definition(kind, given, rank)
@@ -68,20 +72,20 @@ def test_expected_results_are_those_of_the_definition():
             np.testing.assert_array_equal(found, wanted)
 
 
-def test_every_rank_sends_other_numbers_and_their_sums_are_exact():
+def test_numbers_differ_and_sums_are_exact():
     many = 64
     given = [tuple(sent("all_gather", rank, ranks=many, count=40)) for rank in range(many)]
     assert len(set(given)) == many
-    assert many * max(map(max, given)) < 2**24  # float32 holds every smaller integer
+    assert many * max(map(max, given)) < 2**24  # smaller integers are exact in float32
 
 
-def test_sizes_are_totals_of_equal_pieces():
-    for kind in KINDS:
-        count = elements(kind, 1024, 6)
-        assert count == (40 if kind in IN_PIECES else 256)  # nccl-tests: 256 / (4 x 6) x 4
-        row = make_row("gloo", CollectiveCase(kind, 1024), ranks=6, seconds=1.0, wrong=0)
-        assert row.size == (960 if kind in IN_PIECES else 1024)
-        assert elements(kind, 4, 6) > 0
+@pytest.mark.parametrize("kind", KINDS)
+def test_size_is_a_total_of_equal_pieces(kind):
+    count = elements(kind, 1024, 6)
+    assert count == (40 if kind in IN_PIECES else 256)  # nccl-tests: 256 / (4 x 6) x 4
+    row = make_row("gloo", CollectiveCase(kind, 1024), ranks=6, seconds=1.0, wrong=0)
+    assert row.size == (960 if kind in IN_PIECES else 1024)
+    assert elements(kind, 4, 6) > 0
 
 
 class Clock:
@@ -94,11 +98,10 @@ class Clock:
         self.now, self.calls = self.now + self._call_s, self.calls + 1
 
 
-def test_a_row_takes_as_long_as_asked_five_calls_at_least_and_the_time_of_the_slowest_rank(monkeypatch):
-    for call_s, slower, iterations in ((0.01, 1, 20), (1.0, 1, FEWEST), (0.01, 2, 10)):
-        clock = Clock(call_s)
-        monkeypatch.setattr(collective_bench.time, "perf_counter", lambda clock=clock: clock.now)
-        slowest = lambda value, slower=slower: slower * value  # noqa: E731
-        seconds = measure(clock.call, wait=lambda: None, slowest=slowest, row_s=0.2)
-        assert seconds == pytest.approx(slower * call_s)
-        assert clock.calls == WARMUP + TRIAL + iterations
+@pytest.mark.parametrize(("call_s", "slower", "iterations"), [(0.01, 1, 20), (1.0, 1, FEWEST), (0.01, 2, 10)])
+def test_measure_takes_row_s_or_five_calls(call_s, slower, iterations, monkeypatch):
+    clock = Clock(call_s)
+    monkeypatch.setattr(collective_bench.time, "perf_counter", lambda: clock.now)
+    seconds = measure(clock.call, wait=lambda: None, slowest=lambda value: slower * value, row_s=0.2)
+    assert seconds == pytest.approx(slower * call_s)
+    assert clock.calls == WARMUP + TRIAL + iterations

@@ -1,4 +1,4 @@
-"""A process's place among those of a run, from a launcher's variables."""
+"""The place of a process among those of a run, from a launcher's variables."""
 
 import pytest
 
@@ -22,16 +22,20 @@ TORCHRUN = {
 }
 
 
-def test_slurm_comes_first_and_then_torchrun():
-    slurm = find_process(SLURM | TORCHRUN)
+def test_torchrun_comes_before_slurm():
+    place = find_process(SLURM | TORCHRUN)
+    assert place == Process(3, 4, 1, "head", 29500)
+    assert place.variables == TORCHRUN
+
+
+def test_slurm_gives_place():
+    slurm = find_process(SLURM)
     assert slurm is not None
     assert (slurm.number, slurm.count, slurm.local, slurm.host) == (5, 8, 1, "gpu03")
-    torchrun = find_process(TORCHRUN)
-    assert torchrun == Process(3, 4, 1, "head", 29500)
-    assert torchrun.variables == TORCHRUN
+    assert not slurm.is_first
 
 
-def test_steps_of_a_job_meet_at_different_ports_and_tasks_of_a_step_at_one():
+def test_slurm_steps_have_different_ports():
     first, second = find_process(SLURM), find_process(SLURM | {"SLURM_STEP_ID": "3"})
     other_task = find_process(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
     assert first
@@ -39,37 +43,49 @@ def test_steps_of_a_job_meet_at_different_ports_and_tasks_of_a_step_at_one():
     assert other_task
     assert first.port == other_task.port != second.port
     assert other_task.is_first
-    assert not first.is_first
 
 
-def test_one_task_is_alone():
-    for alone in (
+@pytest.mark.parametrize(
+    "environment",
+    [
         {},
         SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
-        {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},  # a batch script is no task
+        {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
         TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"},
-    ):
-        assert find_process(alone) is None
+    ],
+    ids=["nothing", "one task", "batch script", "one rank"],
+)
+def test_single_process_has_no_place(environment):
+    assert find_process(environment) is None
 
 
-def test_variables_that_do_not_fit_are_refused():
-    for environment in ({"RANK": "1", "WORLD_SIZE": "x"}, SLURM | {"SLURM_PROCID": "x"}):
-        with pytest.raises(ExperimentError, match="do not fit each other"):
-            find_process(environment)
+@pytest.mark.parametrize(
+    "environment",
+    [{"RANK": "1", "WORLD_SIZE": "x"}, {"RANK": "1", "WORLD_SIZE": "2"}, SLURM | {"SLURM_PROCID": "x"}],
+)
+def test_incomplete_variables_are_rejected(environment):
+    with pytest.raises(ExperimentError, match=r"variables are incomplete: .*: set RANK, .* MASTER_PORT"):
+        find_process(environment)
 
 
-def test_first_host_of_slurms_lists():
-    for nodes, first in (
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
         ("node7", "node7"),
         ("a,b", "a"),
         ("gpu[03-06,9].cluster,login", "gpu03.cluster"),
         ("rack[1-2]node[01-04],login", "rack1node01"),
-    ):
-        assert first_host(nodes) == first
+    ],
+)
+def test_first_host_of_slurm_list(nodes, first):
+    assert first_host(nodes) == first
 
 
-def test_a_coordinator_that_cannot_be_is_one_line():
+def test_address_towards_loopback():
     assert address_towards("127.0.0.1", 29500) == "127.0.0.1"
-    for host, port in (("127.0.0.1", 99999), ("no-such-host.invalid", 29500)):
-        with pytest.raises(ExperimentError, match=rf"{host}:{port} \(the coordinator\): "):
-            address_towards(host, port)
+
+
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 99999), ("no-such-host.invalid", 29500)])
+def test_wrong_coordinator_is_rejected(host, port):
+    with pytest.raises(ExperimentError, match=rf"{host}:{port} \(the coordinator\): "):
+        address_towards(host, port)

@@ -1,4 +1,4 @@
-"""The recording of a training: what is written and when, without a framework."""
+"""The recording of a training: files and their times, without a framework."""
 
 import math
 from collections.abc import Collection
@@ -22,8 +22,8 @@ def done(step: int, loss: float = 1.0, norm: float = 2.0) -> FinishedStep:
     return FinishedStep(step, None, loss, norm)
 
 
-class SideOf:
-    """A side that notes what it is asked for."""
+class FakeSide:
+    """A side that lists the calls of its recording."""
 
     devices: Collection[int] = (0,)
     corpus_sha256 = ""
@@ -34,7 +34,7 @@ class SideOf:
     def memory(self) -> int:
         return 1
 
-    def not_finite(self) -> str:
+    def describe_non_finite(self) -> str:
         return "here"
 
     def tensors(self, rung: Rung) -> dict[str, np.ndarray]:
@@ -45,18 +45,18 @@ class SideOf:
         self.asked.append(step)
         return Evaluation(step=step, train=1.0, validation=2.0)
 
-    def parts(self) -> list:
+    def checkpoint_parts(self) -> list:
         return []
 
-    def is_to_stop(self) -> bool:
+    def should_stop(self) -> bool:
         return False
 
-    def costs(self, windows, recorder) -> dict:
+    def manifest_fields(self, windows, recorder) -> dict:
         self.asked.append(windows)
         return {}
 
 
-def test_observers_watch_their_step_alone_and_hear_of_all_gradients(tiny, tmp_path):
+def test_observer_watches_one_step(tiny, tmp_path):
     told = []
 
     class Noted(Observer):
@@ -71,16 +71,16 @@ def test_observers_watch_their_step_alone_and_hear_of_all_gradients(tiny, tmp_pa
         def gradients(self, step: int) -> None:
             told.append(step)
 
-    tell = Recording(SideOf(Request(engine="torch-manual", experiment=tiny)), None, tmp_path, [Noted()])
+    tell = Recording(FakeSide(Request(engine="torch-manual", experiment=tiny)), None, tmp_path, [Noted()])
     for step in (2, 3):
         with tell.around(step):
             tell.gradients(step)
     assert told == [2, "enters", 3, "leaves"]
 
 
-def test_steps_are_written_with_their_share_of_the_time(tiny, tmp_path):
+def test_window_time_is_shared_by_its_steps(tiny, tmp_path):
     timing = Timing(warmup=3, window=2, windows=1, single=1)
-    side = SideOf(Request(engine="torch-manual", experiment=tiny, timing=timing))
+    side = FakeSide(Request(engine="torch-manual", experiment=tiny, timing=timing))
     other = Observer()
     other.watched = 2
     tell = Recording(side, Recorder(tmp_path), tmp_path, [other])
@@ -92,30 +92,30 @@ def test_steps_are_written_with_their_share_of_the_time(tiny, tmp_path):
     lines = read_steps(tmp_path / STEPS_PART)
     assert [line.step_time_ms for line in lines] == [500, 500, 500, 1500, 1500, 500]
     assert [line.instrumented for line in lines] == [False, False, True, False, False, False]
-    with pytest.raises(TypeError, match="device_kind"):  # which this side does not tell
+    with pytest.raises(TypeError, match="device_kind"):  # the fake side has no manifest fields
         tell.finish()
     assert side.asked == [[window]]
 
 
-def test_a_step_that_is_not_finite_is_written_and_ends_the_run(tiny, tmp_path):
-    side = SideOf(Request(engine="torch-manual", experiment=tiny))
-    for lines, (numbers, says) in enumerate(
-        (
-            ({"norm": math.inf}, "its gradient norm is inf"),
-            ({"loss": math.nan}, "its loss is nan"),
-            ({"loss": math.inf, "norm": math.nan}, "its loss is inf and its gradient norm is nan"),
-        ),
-        start=1,
-    ):
-        with pytest.raises(DivergedError, match=f"^torch-manual diverged at step 0: {says}; here$"):
-            Recording(side, Recorder(tmp_path), tmp_path).steps([done(0, **numbers)], ONE)
-        assert len(read_steps(tmp_path / STEPS_PART)) == lines
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"norm": math.inf}, "its gradient norm is inf"),
+        ({"loss": math.nan}, "its loss is nan"),
+        ({"loss": math.inf, "norm": math.nan}, "its loss is inf and its gradient norm is nan"),
+    ],
+)
+def test_non_finite_step_is_written_and_raises(numbers, message, tiny, tmp_path):
+    side = FakeSide(Request(engine="torch-manual", experiment=tiny))
+    with pytest.raises(DivergedError, match=f"^torch-manual diverged at step 0: {message}; here$"):
+        Recording(side, Recorder(tmp_path), tmp_path).steps([done(0, **numbers)], ONE)
+    assert len(read_steps(tmp_path / STEPS_PART)) == 1
 
 
 @pytest.mark.parametrize("writes", [True, False])
-def test_a_ladder_leaves_the_rungs_that_are_asked_for(tiny, tmp_path, writes):
+def test_ladder_writes_the_requested_rungs(tiny, tmp_path, writes):
     request = Request(engine="torch-manual", experiment=tiny, ladder=True, later_step=2)
-    side = SideOf(request)
+    side = FakeSide(request)
     tell = Recording(side, Recorder(tmp_path) if writes else None, tmp_path)
     tell.begin(Progress())
     for step in range(request.steps):
@@ -125,20 +125,20 @@ def test_a_ladder_leaves_the_rungs_that_are_asked_for(tiny, tmp_path, writes):
     assert all(bool(read_tensors(tmp_path, rung)) == writes for rung in rungs_asked_for(request))
 
 
-def test_weights_are_evaluated_where_that_is_due(tiny, tmp_path):
+def test_evaluation_is_written_when_due(tiny, tmp_path):
     experiment = replace(tiny, train=replace(tiny.train, max_iters=5, eval_interval=2))
-    side, progress = SideOf(Request(engine="torch-manual", experiment=experiment)), Progress()
+    side, progress = FakeSide(Request(engine="torch-manual", experiment=experiment)), Progress()
     tell = Recording(side, Recorder(tmp_path), tmp_path)
     tell.begin(progress)
     for step in range(1, 6):
-        progress.move_on("torch-manual", experiment)
+        progress.advance("torch-manual", experiment)
         tell.between(progress)
         assert bool(progress.evaluation) == (step in steps_due(experiment))
     assert side.asked == steps_due(experiment) == [0, 2, 4, 5]
     assert len((tmp_path / EVALUATIONS).read_text().splitlines()) == 4
 
 
-def test_a_stopwatch_adds_up_only_what_it_was_entered_for():
+def test_stopwatch_adds_its_blocks():
     times = iter([1.0, 3.0, 10.0, 11.5])
     clock = Stopwatch(lambda: next(times))
     for _ in range(2):

@@ -23,7 +23,7 @@ def span(kind, begin, end, **more):
     return Span(kind=kind, name=kind, begin_us=begin, duration_us=end - begin, **more)
 
 
-def test_unions_are_those_of_a_clock_that_ticks():
+def test_unions_equal_counted_ticks():
     """Spans at random, whose unions are counted tick by tick."""
     draw = np.random.default_rng(0)
     for _ in range(50):
@@ -41,7 +41,7 @@ def test_unions_are_those_of_a_clock_that_ticks():
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
-def test_the_bubble_of_a_schedule_carried_out_to_the_tick_is_the_schedules_own(name):
+def test_bubble_of_an_exact_run_is_planned(name):
     schedule = make_schedule(name, ranks=4, microbatches=8, chunks=2 if name == "interleaved" else 1)
     lanes = [Lane(device=rank, spans=[]) for rank in range(4)]
     for rank, task, begin, end in run(schedule):
@@ -54,6 +54,6 @@ def test_the_bubble_of_a_schedule_carried_out_to_the_tick_is_the_schedules_own(n
     assert bubble_fraction(Timeline(step=3, wall_us=1, lanes=[without_microbatches])) is None
 
 
-def test_the_watched_step_has_no_instruments_if_there_is_another():
+def test_profiled_step_avoids_instruments():
     for *run_of, watched in ((0, 20, 2, 3), (10, 20, 12, 13), (0, 3, 2, 1), (0, 2, 1, 0), (7, 1, 7, 7)):
         assert profiled_step(*run_of) == watched

@@ -56,8 +56,8 @@ def test_a_skipped_step_is_none_for_adam_and_one_for_the_schedule():
     state = Progress(loss_scale=first_scale(HALF))
     seen = []
     for norm in (2.0, math.inf, 3.0, math.nan, 1.0):
-        seen.append(state.finished(5.0, norm).record(spec, seconds=0.1))
-        state.move_on("jax-manual", spec, grad_norm=norm)
+        seen.append(state.finish_step(5.0, norm).record(spec, seconds=0.1))
+        state.advance("jax-manual", spec, grad_norm=norm)
     assert [(one.step, one.skipped, one.loss_scale) for one in seen] == [
         (0, False, 64), (1, True, 64), (2, False, 64), (3, True, 64), (4, False, 32),
     ]  # fmt: skip
@@ -66,13 +66,13 @@ def test_a_skipped_step_is_none_for_adam_and_one_for_the_schedule():
     assert (state.step, state.updates) == (5, 3)
     state.loss_scale = LossScale(scale=16.0)
     with pytest.raises(DivergedError, match="jax-manual diverged at step 5: its gradients overflow"):
-        state.move_on("jax-manual", spec, grad_norm=math.inf)
+        state.advance("jax-manual", spec, grad_norm=math.inf)
 
 
 def test_without_float16_there_is_none():
     spec = Experiment(precision=Precision(dtype="bfloat16"))
     assert first_scale(spec.precision) is None
-    step = Progress(step=3, updates=3).finished(5.0, math.inf).record(spec, seconds=0.1)
+    step = Progress(step=3, updates=3).finish_step(5.0, math.inf).record(spec, seconds=0.1)
     assert (step.skipped, step.loss_scale, step.grad_norm) == (False, UNSET, math.inf)
 
 
@@ -100,8 +100,8 @@ def scaled_steps(spec: Experiment, overflows: str) -> list:
     state, found = Progress(loss_scale=first_scale(spec.precision)), []
     for plain, overflow in zip(make_steps(spec), overflows, strict=True):
         norm = math.inf if overflow == "x" else plain.grad_norm
-        found.append(state.finished(plain.loss, norm).record(spec, seconds=0.1))
-        state.move_on("", spec, grad_norm=norm)
+        found.append(state.finish_step(plain.loss, norm).record(spec, seconds=0.1))
+        state.advance("", spec, grad_norm=norm)
     return found
 
 
