@@ -31,7 +31,7 @@ REFERENCES = {
     UNDROPPED: "reference-undropped",
     EXPERTS: "reference-experts",
 }
-"""The reference of the mistakes with these settings, which change the numbers."""
+"""The references by the setting that changes their numbers."""
 FAULTS = load_faults()
 DROPOUT = 0.2
 """The dropout of all cases, unless the experiment has its own: without it some mistakes change nothing."""
@@ -151,13 +151,13 @@ def fault_cases(
     short = edited(experiment, {"train": {"max_iters": 2}, "model": {"dropout": dropout}})
     chosen = [FAULTS[name] for name in names or FAULTS]
     cases = {"reference": _case(REFERENCE, spread(short, "single"))}
-    for settings, name in REFERENCES.items():
-        if any(fault.settings == settings for fault in chosen):
-            cases[name] = _case(REFERENCE, spread(edited(short, edits_of(settings)), "single"))
+    for setting, name in REFERENCES.items():
+        if any(reference_of(fault) == name for fault in chosen):
+            cases[name] = _case(REFERENCE, spread(edited(short, edits_of(setting)), "single"))
     whys = set()
     for fault, engine in itertools.product(chosen, engines):
-        if why := fault.impossible.get(engine):
-            whys.add(f"{fault.name}: {engine}: {why}")
+        if not fault.is_planted_in(engine):
+            whys.add(f"{fault.name}: {engine}: {fault.impossible.get(engine, 'it has no diff')}")
             continue
         over = PRESETS[fault.preset].devices if fault.preset else devices
         sharded = spread(edited(short, edits_of(fault.settings)), fault.preset or "ddp", over)
@@ -168,11 +168,17 @@ def fault_cases(
         cases[f"{fault.name}.{engine}"] = _case(
             engine,
             revalidate(edited(sharded, edit)),
-            against=REFERENCES.get(fault.settings, "reference"),
+            against=reference_of(fault),
         )
     if not any(case.against for case in cases.values()):
         raise ExperimentError(f"no fault is left to plant: {'; '.join(sorted(whys))}")
     return cases
+
+
+def reference_of(fault: Fault) -> str:
+    """The name of the unsharded case with the numbers of a fault's settings."""
+    settings = fault.settings.split(",")
+    return next((name for setting, name in REFERENCES.items() if setting in settings), "reference")
 
 
 def _case(engine: str, experiment: Experiment, *, against: str = "") -> Case:
