@@ -1,1 +1,1 @@
-"""Execution of runs: processes, their environment, their folders, their progress."""
+"""Processes of the harness: start, watch and end engines, on one or several hosts."""

@@ -1,4 +1,6 @@
-"""Hosts and devices: names of hosts, coordinates, and which axes cross."""
+"""The table of hosts and devices: coordinates, and the axes that cross hosts."""
+
+import pytest
 
 from compare.commands.report.hosts import crosses, crossing_words, host_table
 from compare.spec.experiment import Layout
@@ -14,12 +16,12 @@ CROSSING = [
 ]
 
 
-def test_axes_that_cross_hosts():
-    for layout, hosts, axes in CROSSING:
-        assert {axis for axis in layout.axes if crosses(axis, layout, hosts)} == axes, (layout, hosts)
+@pytest.mark.parametrize(("layout", "hosts", "axes"), CROSSING)
+def test_axes_that_cross_hosts(layout, hosts, axes):
+    assert {axis for axis in layout.axes if crosses(axis, layout, hosts)} == axes
 
 
-def test_the_table_of_hosts():
+def test_host_table_has_coordinates():
     layout = Layout(dp_replicate=2, tp=2)
     table = host_table(layout, ["a", "a", "b", "b"])
     assert [(row.head.text, [cell.text for cell in row.cells]) for row in table.rows] == [

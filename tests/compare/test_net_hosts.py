@@ -1,4 +1,4 @@
-"""Two hosts with a link of their own, by hand and under SLURM: what is said when one is lost."""
+"""Two hosts with a link between them, by hand and under SLURM: the message when one is lost."""
 
 import re
 import sys
@@ -19,10 +19,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_a_link_that_is_cut_shortly_is_outlived_and_one_that_stays_cut_is_named(tmp_path):
+def test_cut_link_is_named_and_a_short_cut_is_not(tmp_path):
     with net_hosts(2, tmp_path) as hosts:
-        endless.ask(tmp_path, devices=2, timeout_s=4.0)
-        run = [sys.executable, "-m", "torchpar", str(tmp_path)]  # as a user starts it on each host
+        endless.write_request(tmp_path, devices=2, timeout_s=4.0)
+        run = [sys.executable, "-m", "torchpar", str(tmp_path)]  # a user's command on each host
         places = [Process(k, 2, 0, hosts.address(0), 29511).variables for k in range(2)]
         lines = [["env", *(f"{key}={value}" for key, value in place.items()), *run] for place in places]
         both = [processes.start(hosts.command(k, line), cwd=ROOT) for k, line in enumerate(lines)]
@@ -40,7 +40,7 @@ def test_a_link_that_is_cut_shortly_is_outlived_and_one_that_stays_cut_is_named(
 
 
 @pytest.mark.slow
-def test_slurm_names_the_host_of_a_killed_process(tmp_path):
+def test_slurm_names_the_host_of_a_kill(tmp_path):
     with net_hosts(2, tmp_path) as hosts, hosts.slurm() as environment:
         folder = tmp_path / "run"
         run = ["run", "check", "--launcher", "slurm", "--engines", "jax-manual", "--run_dir", str(folder)]
@@ -65,6 +65,6 @@ def test_slurm_names_the_host_of_a_killed_process(tmp_path):
 
 
 def sides(folder: Path) -> list[psutil.Process]:
-    """The processes that train in a folder, on any host."""
+    """The processes of jaxpar with this folder, on all hosts."""
     begin, found = [sys.executable, "-m", "jaxpar", str(folder)], psutil.process_iter(["cmdline"])
     return [process for process in found if (process.info["cmdline"] or [])[:4] == begin]

@@ -1,4 +1,4 @@
-"""A process that dies or hangs, Ctrl-C, a killed launcher: what is said and saved, and no orphan."""
+"""A process that dies or hangs, Ctrl-C, a killed launcher: the message, the saved state, and no orphan."""
 
 import os
 import random
@@ -28,20 +28,20 @@ IMPATIENT = """
 import sys
 from compare.cli import main
 from compare.execute import watch
-watch.GRACE_S = 0  # of the harness, for an engine to say first what it knows: one that is stopped cannot
+watch.GRACE_S = 0  # a stopped engine cannot end itself first
 sys.exit(main())
 """
 
 
 @pytest.fixture
 def real_pythons(shardpair):
-    """`shardpair` with interpreters as a user has them."""
+    """`shardpair` with real interpreters."""
     shardpair.python = sys.executable
     return shardpair
 
 
 class Running:
-    """A `shardpair run` that goes on until something happens to it."""
+    """A `shardpair run` of a million steps."""
 
     def __init__(self, shardpair, engine: str, *layout: str, script: str = ""):
         self.folder = shardpair.folder / "endless"
@@ -49,7 +49,7 @@ class Running:
         command = shardpair.command("run", "demo", *where, *ENDLESS, *layout)
         if script:
             command[1:3] = ["-c", script]
-        # A session of its own: a signal to its group is what Ctrl-C in a terminal is.
+        # It has a session of its own. A signal to its group acts as Ctrl-C in a terminal.
         self.process = processes.start(command)
         self.record = self.folder / engine
         wait_for_steps(self.record, self.process)
@@ -59,11 +59,11 @@ class Running:
         """The forked ranks of a torch engine, or the processes of several hosts, in order."""
 
     def end(self, *, may_leave_parts: bool = False, may_show_stack: bool = False) -> tuple[int, str]:
-        """Wait for the end. Returns the exit code and stderr; neither a process nor a remain may be left.
+        """Wait for the end. Returns the exit code and stderr. No process and no partial file may remain.
 
         Args:
-            may_leave_parts: the engine is killed, too, and perhaps while it writes a file.
-            may_show_stack: the end of the log is that of a process which lost another.
+            may_leave_parts: the engine is killed, too, perhaps while it writes a file.
+            may_show_stack: the log may end with the stack of a process that lost another.
         """
         _, errors = self.process.communicate(timeout=PATIENCE_S)
         assert_gone([self.side, *self.ranks])
@@ -107,7 +107,7 @@ def test_stopped_side_is_ended(real_pythons):
 @pytest.mark.parametrize(
     ("engine", "number"), [("jax-compiler", signal.SIGINT), ("torch-manual", signal.SIGTERM)]
 )
-def test_ctrl_c_and_sigterm_end_everything(real_pythons, engine, number):
+def test_ctrl_c_or_sigterm_ends_all_processes(real_pythons, engine, number):
     run = Running(real_pythons, engine)
     os.killpg(run.process.pid, number)
     code, errors = run.end()
@@ -122,8 +122,8 @@ def test_killed_launcher_leaves_no_orphan(shardpair):
 
 
 @pytest.mark.parametrize("engine", ["torch-manual", "jax-compiler"])
-def test_a_kill_at_any_moment_leaves_whole_checkpoints(shardpair, engine):
-    """Of a rank, or all there is, in a run that saves after every step."""
+def test_kill_leaves_complete_checkpoints(shardpair, engine):
+    """A rank, or the only process, is killed in a run that saves after every step."""
     saving = ("--checkpoint.every", "1", "--checkpoint.keep", "2")
     run = Running(shardpair, engine, "--layout.dp_shard", "2", "--layout.zero", "3", *saving)
     wait_for(lambda: len(run.kept) == 2, run.process)
@@ -132,7 +132,7 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints(shardpair, engine):
     code, errors = run.end()
     assert code == 1
     assert ("rank 1 was killed by SIGKILL at step " if run.ranks else "killed by SIGKILL") in errors
-    assert 2 <= len(run.kept) <= 3  # an old one is removed after a new one is there
+    assert 2 <= len(run.kept) <= 3  # the oldest is removed after the newest is complete
     for path in run.kept.values():
         CheckpointReader(path).verify()
     newest = max(run.kept)
@@ -142,7 +142,7 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints(shardpair, engine):
     assert f"step {newest}" in done.stdout or f"{engine} ran alone" in done.stdout
 
 
-def test_ranks_of_one_host_are_asked_to_end_by_their_parent(shardpair):
+def test_stop_request_reaches_forked_ranks(shardpair):
     run = Running(shardpair, "torch-manual", "--checkpoint.every", "100000", "--layout.dp_replicate", "2")
     warm.program(run.process.pid).send_signal(STOP_SIGNAL)
     code, errors = run.end()
@@ -151,28 +151,45 @@ def test_ranks_of_one_host_are_asked_to_end_by_their_parent(shardpair):
     assert f"stopped after step {step} of 1000000, as asked by SIGUSR1; its state is saved" in errors
 
 
-# JAX would hear SIGTERM instead of us, and train on until SLURM kills it.
-@pytest.mark.parametrize(
-    ("engine", "number"),
-    [("jax-manual", signal.SIGKILL), ("torch-manual", STOP_SIGNAL), ("jax-manual", signal.SIGTERM)],
-)
-def test_a_process_of_two_hosts_is_killed_or_all_are_asked_to_end(engine, number, shardpair):
-    run = Running(shardpair, engine, "--checkpoint.every", "100000", "--hosts", "2")
+def two_hosts(shardpair, engine: str, *flags: str) -> Running:
+    """A run on two hosts that are this machine, with one process each."""
+    run = Running(shardpair, engine, "--checkpoint.every", "100000", "--hosts", "2", *flags)
     assert len(run.ranks) == 2
-    targets = {signal.SIGKILL: run.ranks[1:], STOP_SIGNAL: [warm.program(run.process.pid)]}
-    for target in targets.get(number, run.ranks):
-        target.send_signal(number)
+    return run
+
+
+def test_killed_process_of_two_hosts_is_named(shardpair):
+    run = two_hosts(shardpair, "jax-manual")
+    run.ranks[1].kill()
     code, errors = run.end(may_show_stack=True)
-    last = errors.splitlines()[-1]
-    if number == signal.SIGKILL:
-        assert code == 1
-        assert re.search(r"process 1 on \S+ was killed by SIGKILL", last), last
-        assert not run.kept
-    elif number == signal.SIGTERM:
-        assert re.search(r"process [01] on \S+ was ended by SIGTERM", last), last
-    else:
-        assert code == STOPPED
-        (step,) = run.kept
-        CheckpointReader(run.kept[step]).verify()
-        assert f"stopped after step {step} of 1000000, as asked by SIGUSR1; its state is saved" in errors
-        assert f"`shardpair resume {run.folder}` goes on" in last
+    assert code == 1
+    assert re.search(r"process 1 on \S+ was killed by SIGKILL", errors.splitlines()[-1]), errors
+    assert not run.kept
+
+
+def test_stopped_process_of_two_hosts_is_named(shardpair):
+    run = two_hosts(shardpair, "jax-manual", "--timeout_s", "3")
+    run.ranks[1].suspend()
+    code, errors = run.end(may_show_stack=True)
+    assert code == 1
+    assert "process 1 gave no answer: no progress for 3 s, while process 0 waited in step " in errors
+
+
+def test_sigterm_ends_two_hosts(shardpair):
+    """JAX's own handler of SIGTERM would train on until SLURM kills it."""
+    run = two_hosts(shardpair, "jax-manual")
+    for process in run.ranks:
+        process.terminate()
+    _, errors = run.end(may_show_stack=True)
+    assert re.search(r"process [01] on \S+ was ended by SIGTERM", errors.splitlines()[-1]), errors
+
+
+def test_stop_request_reaches_two_hosts(shardpair):
+    run = two_hosts(shardpair, "torch-manual")
+    warm.program(run.process.pid).send_signal(STOP_SIGNAL)
+    code, errors = run.end(may_show_stack=True)
+    assert code == STOPPED
+    (step,) = run.kept
+    CheckpointReader(run.kept[step]).verify()
+    assert f"stopped after step {step} of 1000000, as asked by SIGUSR1; its state is saved" in errors
+    assert f"`shardpair resume {run.folder}` goes on" in errors.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""A run of torch-manual that goes on until something happens to it."""
+"""A run of torch-manual with a million steps, for tests that end it."""
 
 import subprocess
 from pathlib import Path
@@ -10,8 +10,8 @@ from compare.system.json_files import write_json
 from tests.support.processes import wait_for
 
 
-def ask(folder: Path, *, devices: int, timeout_s: float = 600.0) -> None:
-    """Leave a request for a run of a million steps on so many devices (1 to 4)."""
+def write_request(folder: Path, *, devices: int, timeout_s: float = 600.0) -> None:
+    """Write a request for a run of a million steps on 1 to 4 devices."""
     experiment = Experiment(
         model=Model(n_layer=1, n_head=2, n_embd=16, block_size=16),
         train=Train(max_iters=1_000_000, batch_size=12),
@@ -21,11 +21,11 @@ def ask(folder: Path, *, devices: int, timeout_s: float = 600.0) -> None:
 
 
 def wait_for_steps(folder: Path, process: subprocess.Popen, count: int = 4) -> None:
-    """Wait until an engine has made so many steps in a folder."""
+    """Wait until an engine has made `count` steps in a folder."""
     wait_for(lambda: steps(folder) >= count, process)
 
 
 def steps(folder: Path) -> int:
-    """How many steps an engine has made in a folder so far."""
+    """The number of steps that an engine has made in a folder."""
     part = folder / STEPS_PART
     return part.read_bytes().count(b"\n") if part.is_file() else 0

@@ -1,6 +1,6 @@
-"""The parent of torchpar's ranks: whom it blames, how it ends, and that nothing outlives it.
+"""Forked ranks of torchpar: the rank to blame is named, and no rank outlives its parent.
 
-Each case has a process of its own, which launches four ranks that misbehave.
+Each test has a process of its own, which launches four ranks.
 """
 
 import json
@@ -30,7 +30,7 @@ from torchpar.launch import Rank, gpu_of, launch
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = child_environment(SIDES["torchpar"], "cpu")
-TIMEOUT_S = 3.0  # of those that hang
+TIMEOUT_S = 3.0  # of ranks that hang
 SHORT_S = 1.0
 
 
@@ -46,11 +46,11 @@ DEEDS = {
     "stop": (lambda: os.kill(os.getpid(), signal.SIGSTOP), "gave no answer" + WAITED),
     "sleep": (lambda: time.sleep(1000), "stayed in step 3, forward" + WAITED),
 }
-"""What rank 2 does at step 3, in its forward pass, and what is said of it."""
+"""Deeds of rank 2 in the forward pass of step 3, and the resulting message."""
 
 
 def misbehave(rank: Rank, *, deed: str) -> None:
-    """Steps with an all-reduce each; rank 2 misbehaves at step 3."""
+    """Six steps with an all-reduce each; rank 2 does the deed at step 3."""
     torch.set_num_threads(1)
     process_groups.join_group(
         rank=rank.rank,
@@ -70,7 +70,7 @@ def misbehave(rank: Rank, *, deed: str) -> None:
 
 
 def parent(main: Callable[[Rank], None], timeout_s: float, all_compute: bool = False) -> int:
-    """Launch, and print what the parent found out, as JSON."""
+    """Launch, and print the failure as JSON."""
     if all_compute:
         supervisor.Activity = Busy
     try:
@@ -83,28 +83,28 @@ def parent(main: Callable[[Rank], None], timeout_s: float, all_compute: bool = F
 
 
 @pytest.mark.parametrize("deed", DEEDS)
-def test_the_culprit_is_named_and_no_rank_is_left(deed):
+def test_rank_to_blame_is_named(deed):
     timeout_s = TIMEOUT_S if deed in ("stop", "sleep") else PATIENCE_S
     done = run_forked(parent, partial(misbehave, deed=deed), timeout_s)
     found = json.loads(done.stdout)
     assert found["message"] == f"rank 2 {DEEDS[deed][1]}"
     assert (found["rank"], found["left"]) == (2, 0)
-    assert ("in misbehave" in found["traceback"]) == (deed == "fail")  # its own, not a peer's
+    assert ("in misbehave" in found["traceback"]) == (deed == "fail")  # its own stack
 
 
 def start_slowly(rank: Rank, *, rank_1: str) -> None:
-    """Before their first step, rank 1 computes for long, or sleeps; the others wait."""
+    """Before the first step, rank 1 computes for long, or sleeps; the other ranks wait."""
     assert rank.rendezvous
     ready = rank.rendezvous.with_name("ready")
     if rank.rank == 1 and rank_1 == "computes":
-        time.sleep(3 * SHORT_S)  # and is taken for `Busy`
+        time.sleep(3 * SHORT_S)  # `Busy` makes it count as computing
         ready.touch()
     while not ready.exists():
         time.sleep(0.05)
 
 
 @pytest.mark.parametrize(("rank_1", "hangs"), [("computes", False), ("sleeps", True)])
-def test_a_rank_that_computes_before_its_first_step_does_not_hang(rank_1, hangs):
+def test_computing_before_the_first_step_is_no_hang(rank_1, hangs):
     main = partial(start_slowly, rank_1=rank_1)
     done = run_forked(parent, main, SHORT_S, not hangs)
     message = "no rank made progress for 1 s: all wait in the start"
@@ -116,7 +116,7 @@ class Running:
 
     def __init__(self, folder: Path, *arguments: str):
         self.folder = folder
-        endless.ask(folder, devices=4)
+        endless.write_request(folder, devices=4)
         self.process = processes.start(
             [warm.python(), "-m", "torchpar", str(folder), *arguments],
             stdin=subprocess.PIPE,
@@ -129,21 +129,21 @@ class Running:
         assert len(self.ranks) == 4
 
     def end(self) -> str:
-        """Wait for the end, and that no rank is left. Returns stderr."""
+        """Wait for the end of all ranks. Returns stderr."""
         _, errors = self.process.communicate(timeout=PATIENCE_S)
         assert_gone(self.ranks)
-        assert not [*self.folder.glob(".rendezvous*"), *self.folder.glob("*.tmp")]
+        assert not [*self.folder.glob("*.tmp")]
         return errors
 
 
-def test_ctrl_c_ends_all_ranks_in_a_line(tmp_path):
+def test_ctrl_c_ends_all_ranks(tmp_path):
     running = Running(tmp_path)
-    os.killpg(running.parent.pid, signal.SIGINT)  # as a terminal does: the ranks get it too
+    os.killpg(running.parent.pid, signal.SIGINT)  # as a terminal does, also to the ranks
     assert running.end() == "torchpar: ended by SIGINT\n"
     assert running.process.returncode == 128 + signal.SIGINT
 
 
-def test_killed_parent_takes_its_ranks_with_it(tmp_path):
+def test_ranks_end_with_a_killed_parent(tmp_path):
     running = Running(tmp_path)
     if sys.platform == "linux":
         running.ranks[2].suspend()
@@ -151,15 +151,18 @@ def test_killed_parent_takes_its_ranks_with_it(tmp_path):
     running.end()
 
 
-def test_end_of_stdin_ends_everything(tmp_path):
+def test_ranks_end_with_stdin(tmp_path):
     running = Running(tmp_path, "--exit-with-stdin")
-    running.ranks[1].suspend()  # a stopped rank notices nothing by itself
+    running.ranks[1].suspend()  # a stopped rank cannot end itself
     running.end()  # communicate() closes stdin
     assert running.process.returncode == 128 + signal.SIGTERM
 
 
-def test_a_task_of_slurm_may_see_no_gpu_but_its_own(monkeypatch):
-    for task, seen, index in (("1", 1, 0), ("1", 2, 1), ("", 1, 1)):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda count=seen: count)
-        monkeypatch.setenv("SLURM_PROCID", task) if task else monkeypatch.delenv("SLURM_PROCID")
-        assert gpu_of(1) == index
+@pytest.mark.parametrize(("task", "visible", "index"), [("1", 1, 0), ("1", 2, 1), ("", 1, 1)])
+def test_gpu_of_a_slurm_task(task, visible, index, monkeypatch):
+    """SLURM may make only one GPU visible to each task."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    if task:
+        monkeypatch.setenv("SLURM_PROCID", task)
+    assert gpu_of(1) == index

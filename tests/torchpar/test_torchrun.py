@@ -1,4 +1,4 @@
-"""Ranks that torchrun starts: error.json names the one that is to blame, whichever is left to write it."""
+"""Ranks of torchrun: error.json names the rank to blame, whichever rank writes it."""
 
 import os
 import signal
@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 
-def test_a_killed_rank_is_named(tmp_path):
-    endless.ask(tmp_path, devices=2)
+def test_killed_rank_is_named(tmp_path):
+    endless.write_request(tmp_path, devices=2)
     run = processes.start(
         [sys.executable, *TORCHRUN, "--nproc-per-node", "2", "-m", "torchpar", str(tmp_path)],
         cwd=ROOT,
@@ -41,22 +41,22 @@ def test_a_killed_rank_is_named(tmp_path):
 
 
 def be_rank(number: int, port: int, folder: Path) -> int:
-    """A program for torchrun, as one of two ranks. Rank 1 fails at step 3."""
+    """`python -m torchpar` as one of two ranks. Rank 1 fails at step 3."""
     from torchpar import train
     from torchpar.__main__ import main
 
     variables = {"RANK": number, "LOCAL_RANK": number, "MASTER_PORT": port}
     variables |= {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     os.environ |= {name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    run_passes = train.run_passes
+    forward_backward = train.forward_backward
 
-    def fail(run, batch):
+    def fail(run, *arguments):
         if number == 1 and run.state.step == 3:
             run.rank.at(3, "forward")
             raise ValueError("a bad batch")
-        return run_passes(run, batch)
+        return forward_backward(run, *arguments)
 
-    train.run_passes = fail
+    train.forward_backward = fail
     sys.argv = ["torchpar", str(folder)]
     return main()
 
@@ -66,10 +66,10 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def test_a_rank_that_fails_is_named_by_all(tmp_path):
+def test_failed_rank_is_named_by_all(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    endless.ask(folder, devices=2)
+    endless.write_request(folder, devices=2)
     stale = folder / f"{Rung.GRADIENTS}.safetensors"
     stale.write_bytes(b"of an earlier run")
     port = free_port()
@@ -86,11 +86,11 @@ def test_a_rank_that_fails_is_named_by_all(tmp_path):
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_folder_in_use_is_left_alone(number, tmp_path):
-    """Rank 0 holds the folder for all; another rank that never met it cannot know who does."""
+def test_folder_in_use_stays_unchanged(number, tmp_path):
+    """Rank 0 locks the folder for all ranks. A rank that never met rank 0 writes no error.json."""
     folder = tmp_path / "run"
     folder.mkdir()
-    endless.ask(folder, devices=3 if number else 2)  # rank 1 fails before it meets anyone: a wrong WORLD_SIZE
+    endless.write_request(folder, devices=3 if number else 2)  # rank 1 fails early: a wrong WORLD_SIZE
     with lock_folder(folder):
         done = run_forked(be_rank, number, free_port(), folder)
     assert done.returncode == (3 if number else 2)
