@@ -45,10 +45,8 @@ def train(request: Request, folder: Path, process: Process | None, heartbeat: He
 
         agree_with_others(process, reads=request.experiment)
     heartbeat.at(0, "setting up")
-    if request.engine == "plain-jit":
-        from jaxpar.peers.plain_jit import train as train_engine
-    else:
-        from jaxpar.train import train as train_engine
+    from jaxpar.train import train as train_engine
+
     train_engine(request, folder, at=heartbeat.at)
 
 

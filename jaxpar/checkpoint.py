@@ -1,45 +1,53 @@
-"""The full state, from the devices to canonical tensors.
+"""The state on the devices as canonical tensors.
 
-Checkpoints (`compare.checkpoint`) know nothing of the layout: a state comes back on any other one, and on any
-other engine. Every process writes what its devices hold.
+Checkpoints (`compare.checkpoint`) do not depend on the layout: any other layout and engine resumes them. Each
+process writes the shards of its devices.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
 
 from compare.checkpoint.description import WEIGHTS
 from compare.checkpoint.saver import Part
 from compare.numerics.shards import Shard
-from compare.spec.experiment import Model
-from jaxpar.step import ShardedStep, TrainState
-from jaxpar.weights import STACKED, parameters_by_path
+from jaxpar.comm.hosts import fetch
+from jaxpar.engine import Engine
+from jaxpar.programs import TrainState
+from jaxpar.weights import STACKED, parameters_by_path, to_canonical
 
 
-def state_parts(sharded: ShardedStep, state: TrainState, model: Model) -> Iterator[Part]:
-    """Weights and moments as this process's devices hold them: copies, one at a time."""
+def gather_tensors(tree: Any, engine: Engine) -> dict[str, np.ndarray]:
+    """Full tensors by canonical name, fetched to the host, from a tree like the parameters."""
+    unpadded = jax.tree.map(lambda p, x: p.unpad(x), engine.placements, fetch(tree))
+    return to_canonical(unpadded, engine.experiment.model)
+
+
+def state_parts(engine: Engine, state: TrainState) -> Iterator[Part]:
+    """Weights and moments on this process's devices: copies, one at a time, each value once."""
     trees = {WEIGHTS: state.params, **state.opt_state}
     for group, tree in trees.items():
-        for shard, array in local_shards(tree, sharded.placements, model):
+        for shard, array in local_shards(tree, engine):
             if not shard.replica:
                 yield group, shard, np.array(array)  # a CPU device's array may be the device's memory
 
 
-def local_shards(tree: Any, placements: Any, model: Model) -> Iterator[tuple[Shard, np.ndarray]]:
-    """This process's shards of every canonical tensor, without padding, each with its values.
+def local_shards(tree: Any, engine: Engine) -> Iterator[tuple[Shard, np.ndarray]]:
+    """This process's shards of the canonical tensors, without padding, each with its values.
 
-    `tree` is of placed weights, gradients or moments, and `placements` of its leaves.
+    `tree` is like the parameters: weights, gradients or moments on the devices.
     """
-    leaves, how = flatten_dict(tree), flatten_dict(placements)
-    for path, parameters in parameters_by_path(model).items():
-        leaf, p, is_stacked = leaves[path], how[path], path[0] == STACKED
+    leaves, placements = flatten_dict(tree), flatten_dict(engine.placements)
+    for path, parameters in parameters_by_path(engine.experiment.model).items():
+        leaf, p, is_stacked = leaves[path], placements[path], path[0] == STACKED
         layers = p.stored_layers() if is_stacked else [0]
         numbers = {device: number for number, device in enumerate(leaf.sharding.mesh.devices.flat)}
         for part in leaf.addressable_shards:
             ranges = [dim.indices(size)[:2] for dim, size in zip(part.index, leaf.shape, strict=True)]
-            true = [p.unpadded_range(dim, *ranges[dim]) for dim in range(is_stacked, leaf.ndim)]
+            true = [p.true_range(dim, *ranges[dim]) for dim in range(is_stacked, leaf.ndim)]
             offset, shape = tuple(start for start, _ in true), tuple(stop - start for start, stop in true)
             array = np.asarray(part.data)
             for place, layer in enumerate(layers[slice(*ranges[0])] if is_stacked else layers):

@@ -1,54 +1,62 @@
-"""The contract's AdamW and SGD (`compare.numerics.optimizer`) as optax transformations.
+"""The contract's AdamW and SGD (`compare.numerics.optimizer`), as functions on trees.
 
-Not optax.adamw and optax.clip_by_global_norm: optax computes 1 - beta^t in float32 (off by 1e-5 at t = 1),
-its clipping lacks PyTorch's 1e-6, and a norm over a sharded tree is a matter of the layout. Here the step's
-scalars come from the host in doubles, and the norm from the engine, which knows the layout.
+optax.adamw and optax.clip_by_global_norm do not fit. optax computes 1 - beta^t in float32, which is off by
+1e-5 at t = 1. Its clipping lacks PyTorch's 1e-6, and its norm ignores the layout. Here the scalars of a step
+come from the host in doubles, and the norm comes from the engine.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from compare.numerics.optimizer import CLIP_EPS, moment_names
-from compare.spec.experiment import Optimizer
+from compare.spec import experiment as spec
+from jaxpar.hooks import identity
 
 Moments = dict[str, Any]
-"""Trees like the parameters by name: m and v of AdamW, m of SGD with momentum."""
+"""Trees like the parameters, by name: m and v of AdamW, m of SGD with momentum."""
 
 
-def make_optimizer(spec: Optimizer, *, decay: Any) -> optax.GradientTransformationExtraArgs:
-    """The experiment's optimizer: `update(gradients, moments, params, *, grad_norm, scalars)`.
+class Optimizer(NamedTuple):
+    """The functions of an optimizer."""
 
-    `grad_norm` is that before clipping, `scalars` are `step_scalars`, `decay` a `weights.decay_mask`.
-    """
-    rule = adamw if spec.name == "adamw" else sgd
+    init: Callable[[Any], Any]
+    """init(params) -> the state before the first update."""
+    update: Callable[..., tuple[Any, Any]]
+    """update(gradients, state, params, norm, scalars) -> the changes of the parameters, and the state.
+
+    `norm` is the global norm of the gradients, and `scalars` are `step_scalars`."""
+    moments: Callable[[Any], Moments] = identity
+    """moments(state) -> the moments by the contract's names."""
+
+
+def make_optimizer(config: spec.Optimizer, *, decay: Any) -> Optimizer:
+    """The experiment's optimizer. `decay` is a tree of bools like the parameters (`weights.decay_mask`)."""
+    rule = adamw if config.name == "adamw" else sgd
 
     def init(params: Any) -> Moments:
-        return {name: jax.tree.map(jnp.zeros_like, params) for name in moment_names(spec)}
+        return {name: jax.tree.map(jnp.zeros_like, params) for name in moment_names(config)}
 
-    def update(updates: Any, state: Any, params: Any = None, **of_step: Any) -> tuple[Any, Moments]:
-        clipped = clip(updates, of_step["grad_norm"], max_norm=spec.grad_clip)
-        return rule(spec, clipped, state, params, decay=decay, scalars=of_step["scalars"])
+    def update(
+        gradients: Any, moments: Moments, params: Any, norm: jax.Array, scalars: dict[str, Any]
+    ) -> tuple[Any, Moments]:
+        clipped = clip_gradients(gradients, norm, max_norm=config.grad_clip)
+        return rule(config, clipped, moments, params, decay=decay, scalars=scalars)
 
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def moments_like(optimizer: optax.GradientTransformationExtraArgs, params: Any, tree: Any) -> Moments:
-    """`tree` in place of every moment."""
-    return dict.fromkeys(jax.eval_shape(optimizer.init, params), tree)
+    return Optimizer(init, update)
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """Euclidean norm over all leaves, a scalar; every device holds each leaf whole."""
+    """Euclidean norm over all leaves, a scalar. Arrays are global."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
 
 
-def clip(gradients: Any, norm: jax.Array, *, max_norm: float) -> Any:
-    """Every gradient times min(1, max_norm / (norm + 1e-6)); 0 turns it off.
+def clip_gradients(gradients: Any, norm: jax.Array, *, max_norm: float) -> Any:
+    """Every gradient times min(1, max_norm / (norm + 1e-6)); with a max_norm of 0 the gradients themselves.
 
-    Not by a norm that is not finite, where a run ends: NaN in every weight would hide whose gradient it was.
+    A norm that is not finite does not clip: NaN in every weight would hide which gradient was wrong.
     """
     if not max_norm:
         return gradients
@@ -57,31 +65,43 @@ def clip(gradients: Any, norm: jax.Array, *, max_norm: float) -> Any:
 
 
 def adamw(
-    spec: Optimizer, gradients: Any, moments: Moments, params: Any, *, decay: Any, scalars: dict[str, Any]
+    config: spec.Optimizer,
+    gradients: Any,
+    moments: Moments,
+    params: Any,
+    *,
+    decay: Any,
+    scalars: dict[str, Any],
 ) -> tuple[Any, Moments]:
-    """AdamW (arXiv 1711.05101) as in torch.optim.AdamW."""
+    """Changes and moments of AdamW (arXiv 1711.05101), as in torch.optim.AdamW."""
     lr, correction1 = scalars["learning_rate"], scalars["bias_correction1"]
     root2 = jnp.sqrt(scalars["bias_correction2"])
-    m = jax.tree.map(lambda m, g: spec.beta1 * m + (1 - spec.beta1) * g, moments["m"], gradients)
-    v = jax.tree.map(lambda v, g: spec.beta2 * v + (1 - spec.beta2) * g * g, moments["v"], gradients)
+    m = jax.tree.map(lambda m, g: config.beta1 * m + (1 - config.beta1) * g, moments["m"], gradients)
+    v = jax.tree.map(lambda v, g: config.beta2 * v + (1 - config.beta2) * g * g, moments["v"], gradients)
 
     def change(w: jax.Array, m: jax.Array, v: jax.Array, decays: bool) -> jax.Array:
-        adam = (m / correction1) / (jnp.sqrt(v) / root2 + spec.eps)
-        return -lr * (adam + spec.weight_decay * w if decays else adam)
+        adam = (m / correction1) / (jnp.sqrt(v) / root2 + config.eps)
+        return -lr * (adam + config.weight_decay * w if decays else adam)
 
     return jax.tree.map(change, params, m, v, decay), {"m": m, "v": v}
 
 
 def sgd(
-    spec: Optimizer, gradients: Any, moments: Moments, params: Any, *, decay: Any, scalars: dict[str, Any]
+    config: spec.Optimizer,
+    gradients: Any,
+    moments: Moments,
+    params: Any,
+    *,
+    decay: Any,
+    scalars: dict[str, Any],
 ) -> tuple[Any, Moments]:
-    """SGD with L2 decay and momentum as in torch.optim.SGD."""
+    """Changes and moments of SGD with L2 decay and momentum, as in torch.optim.SGD."""
 
-    def decayed(g: jax.Array, w: jax.Array, decays: bool) -> jax.Array:
-        return g + spec.weight_decay * w if decays else g
+    def add_decay(g: jax.Array, w: jax.Array, decays: bool) -> jax.Array:
+        return g + config.weight_decay * w if decays else g
 
-    change = jax.tree.map(decayed, gradients, params, decay)
+    change = jax.tree.map(add_decay, gradients, params, decay)
     if "m" in moments:
-        change = jax.tree.map(lambda before, g: spec.momentum * before + g, moments["m"], change)
+        change = jax.tree.map(lambda before, g: config.momentum * before + g, moments["m"], change)
         moments = {"m": change}
     return jax.tree.map(lambda m: -scalars["learning_rate"] * m, change), moments

@@ -15,7 +15,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from compare.numerics.parameters import Parameter, decays, parameter_table, storage_dtype
 from compare.spec.axes import LAYER
 from compare.spec.experiment import Experiment, Model
-from jaxpar.comm.hosts import fetch
 
 STACKED = "blocks"
 
@@ -35,8 +34,8 @@ def stacked(
 
 
 def to_canonical(tree: Mapping[str, Any], model: Model) -> dict[str, np.ndarray]:
-    """Tensors (...) by canonical name, fetched to the host, from a tree like the state tree."""
-    leaves = flatten_dict(fetch(dict(tree)))
+    """Tensors (...) by canonical name, as NumPy arrays, from a tree like the state tree."""
+    leaves = flatten_dict(dict(tree))
     named = {}
     for path, parameters in parameters_by_path(model).items():
         leaf = np.asarray(leaves[path])

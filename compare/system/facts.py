@@ -1,4 +1,4 @@
-"""Facts of this machine and of processes: processors, memory, versions, CPU time."""
+"""Facts of this machine and of processes: processors, memory, versions, and whether one computes."""
 
 import contextlib
 import importlib.metadata
@@ -12,19 +12,19 @@ from pathlib import Path
 import psutil
 
 BUSY_SHARE = 0.05
-"""Share of one core. A waiting process polls with 1 %; a computing one gets more than this even on a machine
-with ten times as many busy processes as cores."""
+"""Of one core. A process that waits for others polls with 1 %; one that computes gets more than this even
+on a machine with ten times as many busy processes as cores."""
 LOOK_S = 1.0
 
 
 class MissingDevicesError(RuntimeError):
-    """A layout needs more devices than this machine has. The message is one line with both numbers."""
+    """This machine lacks the devices that a layout needs. The message is one line with both numbers."""
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's model with family and number, or else its architecture.
+    """The processor's model with family and number, or its architecture where the system does not tell.
 
-    Virtual machines report "AMD EPYC" for processors whose speeds differ by a factor of two.
+    Virtual machines call processors "AMD EPYC" whose products differ by a factor of two.
     """
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     core = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
@@ -35,35 +35,35 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def cores() -> int:
-    """The number of cores that this process may use."""
+    """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_seconds() -> float:
-    """User and system CPU seconds of this process and of its children that ended."""
+    """User and system CPU seconds of this process, and of children that it waited for."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def process_memory() -> int:
-    """Bytes of RAM of this process."""
+    """Bytes of RAM that this process has now."""
     return psutil.Process().memory_info().rss
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of Python and of packages."""
+    """Python's and some packages' versions."""
     return {"python": platform.python_version()} | {
         name: importlib.metadata.version(name) for name in packages
     }
 
 
 def look_s(timeout_s: float) -> float:
-    """Seconds between two looks at a process that may hang for `timeout_s`."""
+    """Seconds between two looks, if a hang is to be noticed after `timeout_s`."""
     return min(LOOK_S, timeout_s / 4)
 
 
 def is_stopped(pid: int | None) -> bool:
-    """True if a process is suspended, by SIGSTOP or a debugger. Its children may run."""
+    """True for a process that is suspended: SIGSTOP, a debugger. Its children may go on."""
     try:
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     except psutil.NoSuchProcess:
@@ -71,7 +71,7 @@ def is_stopped(pid: int | None) -> bool:
 
 
 def has_ended(pid: int) -> bool:
-    """True if a process has ended, also if its parent has not waited for it."""
+    """True if no such process runs; one that was not waited for has ended, too."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -79,14 +79,17 @@ def has_ended(pid: int) -> bool:
 
 
 class Activity:
-    """CPU use of a process (by default this one) and its children between two looks; a hang uses none."""
+    """Tells whether a process, or what it started, computed since the last look: a hang computes nothing.
+
+    By default this process.
+    """
 
     def __init__(self, pid: int | None = None):
         self._pid = pid
         self._used, self._at = self._cpu_seconds(), time.monotonic()
 
     def _cpu_seconds(self) -> float:
-        """CPU seconds of the running processes, and of their children that ended."""
+        """Of all these processes, as far as they live, and of their ended children."""
         total = 0.0
         with contextlib.suppress(psutil.NoSuchProcess):
             root = psutil.Process(self._pid)

@@ -1,13 +1,13 @@
 """The engine jax-compiler: arrays are placed, and XLA decides what moves.
 
-`parallelize` composes the strategies: the step is written as for one device, and each strategy says where
-its arrays live.
+`make_engine` composes the strategies. The step is written as for one device; each strategy constrains where
+arrays are.
 """
 
 from functools import partial
 from typing import Any
 
-import optax
+import jax
 from jax import lax
 from jax.sharding import Mesh
 
@@ -22,61 +22,51 @@ from jaxpar.compiler import (
     pipeline_parallel,
     tensor_parallel,
 )
+from jaxpar.engine import Engine
 from jaxpar.hooks import Hooks, identity
 from jaxpar.model import Loss, loss_function, pipeline_parts
-from jaxpar.optimizer import global_norm
+from jaxpar.optimizer import Optimizer, global_norm
 from jaxpar.placement import place_parameters, shardings, unpad
 from jaxpar.remat import gathers_in_layers, remat_of
 from jaxpar.stages import one_pass
-from jaxpar.step import (
-    ShardedStep,
-    accumulated_gradients,
-    metrics_of,
-    passes_of,
-    place_step,
-    scaled,
-    unscaled,
-    updated,
-)
+from jaxpar.step import accumulate_gradients
 from jaxpar.weights import STACKED
 
 
-def parallelize(
-    experiment: Experiment, optimizer: optax.GradientTransformationExtraArgs, *, mesh: Mesh
-) -> ShardedStep:
-    """The training step of a problem, as the compiler partitions it. The mesh has the axes of the layout."""
+def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Engine:
+    """jax-compiler, for an experiment and a mesh with the axes of the layout."""
     layout, placements = experiment.layout, place_parameters(experiment)
     loss = _loss(experiment, placements, mesh=mesh)
     shard = partial(fully_sharded.shard_parameters, placements=placements, mesh=mesh)
     accumulated = shardings(mesh, placements, sharded=layout.zero >= 2)
+    reduce = shard if layout.zero >= 2 else identity
 
-    def gradients_of(params: Any, batch: Any, scalars: Any) -> Any:
-        parts = 1 if layout.pp > 1 else passes_of(batch)  # a pipeline's loss is the mean over microbatches
-        of = scaled(loss, scalars, parts=parts)
-
+    def gradients(params: Any, batch: Any, scale: jax.Array | None) -> Any:
         def accumulate(params: Any, batch: Any) -> Any:
             if layout.pp > 1:
                 batch = one_pass(batch, microbatches=layout.microbatches)
-            return accumulated_gradients(of, params, batch, reduce=shard if layout.zero >= 2 else identity)
+            return accumulate_gradients(loss, params, batch, scale=scale, reduce=reduce)
 
-        # Gradients that accumulate whole (zero 0 and 1) can wait for the end, each device's own until then.
-        # Not along ep: a dim of replicas would keep their tokens apart.
+        # Full gradients (zero 0 and 1) stay local to a replica until all passes are done. Exclude ep: its
+        # ranks exchange tokens, which separate replica rows would prevent.
         late = tuple(axis for axis in ROWS if axis != EP) if layout.zero < 2 else (data_parallel.AXIS,)
         value, gradients = data_parallel.synchronize_gradients(
             accumulate, params, batch, mesh=mesh, axes=late, loops=layout.pp > 1
         )
-        gradients = shard(lax.with_sharding_constraint(gradients, accumulated))
-        return value, unscaled(gradients, scalars, parts=parts)
+        return value, shard(lax.with_sharding_constraint(gradients, accumulated))
 
-    def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
-        value, gradients = gradients_of(params, batch, scalars)
-        grad_norm = global_norm(gradients)
-        params, opt_state = updated(
-            optimizer, shard(params), opt_state, gradients, grad_norm=grad_norm, scalars=scalars
-        )
-        return shard(params), opt_state, metrics_of(value, grad_norm), gradients
-
-    return place_step(step, experiment, placements, mesh=mesh)
+    return Engine(
+        gradients=gradients,
+        norm=global_norm,
+        to_shards=shard,
+        from_shards=shard,  # the program's result is constrained to whole parameters
+        optimizer=optimizer,
+        experiment=experiment,
+        mesh=mesh,
+        placements=placements,
+        # The loss of a pipeline is already the mean of all microbatches.
+        summed_microbatches=1 if layout.pp > 1 else experiment.train.gradient_accumulation_steps,
+    )
 
 
 def _loss(experiment: Experiment, placements: Any, *, mesh: Mesh) -> Loss:

@@ -4,18 +4,19 @@
 says what becomes of it. XLA moves what casts ask for; what no cast asks for is an error.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, reshard, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from compare.spec.experiment import Experiment
 from jaxpar.comm.collectives import sum_over_replicas
 from jaxpar.comm.mesh import typed
+from jaxpar.engine import Engine, batch_specs
 from jaxpar.explicit import (
     context_parallel,
     data_parallel,
@@ -28,30 +29,19 @@ from jaxpar.explicit.replicas import over_replicas
 from jaxpar.hooks import Hooks, identity
 from jaxpar.mlp import Routing
 from jaxpar.model import Loss, loss_function, pipeline_parts
-from jaxpar.optimizer import global_norm
+from jaxpar.optimizer import Optimizer, global_norm
 from jaxpar.placement import place_parameters, specs, unpad
 from jaxpar.remat import gathers_in_layers, remat_of
 from jaxpar.stages import one_pass
-from jaxpar.step import (
-    ShardedStep,
-    accumulated_gradients,
-    batch_specs,
-    metrics_of,
-    passes_of,
-    place_step,
-    scaled,
-    unscaled,
-    updated,
-)
+from jaxpar.step import accumulate_gradients
 from jaxpar.weights import STACKED, without_layers
 
 
-def parallelize(
-    experiment: Experiment, optimizer: optax.GradientTransformationExtraArgs, *, mesh: Mesh
-) -> ShardedStep:
-    """The training step of a problem, typed: the axes of the mesh, which are the layout's, are made explicit.
+def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Engine:
+    """jax-explicit, for an experiment and a mesh with the axes of the layout, which it makes explicit.
 
-    When it is traced, JAX raises a ShardingTypeError for an operation whose types leave open what it sends.
+    When a program is traced, JAX raises a ShardingTypeError for an operation whose types do not determine
+    what is sent.
     """
     layout, placements, mesh = experiment.layout, place_parameters(experiment), typed(mesh)
     loss = _loss(experiment, placements, mesh=mesh)
@@ -62,9 +52,7 @@ def parallelize(
         gradients = scatter(gradients) if layout.zero else gradients
         return data_parallel.synchronize_gradients(gradients, placements, sharded=layout.zero > 0)
 
-    def mean_gradients(params: Any, batch: Any, scalars: Any) -> tuple[Any, Any]:
-        parts = 1 if layout.pp > 1 else passes_of(batch)  # a pipeline's loss is the mean over microbatches
-        parts /= layout.data_parallel * layout.cp  # each replica's backward begins with its own mean
+    def gradients(params: Any, batch: Any, scale: jax.Array | None) -> tuple[Any, Any]:
         if layout.pp > 1:
             batch = one_pass(batch, microbatches=layout.microbatches)
         params = reshard(params, over_replicas(placements, "reduced", sharded=at_rest, mesh=mesh))
@@ -74,29 +62,39 @@ def parallelize(
             params,
             types,
         )
-        value, gradients = accumulated_gradients(
-            scaled(loss, scalars, parts=parts),
+        return accumulate_gradients(
+            loss,
             params,
             batch,
+            scale=scale,
             reduce=scatter if layout.zero >= 2 else identity,
             finish=synchronize,
             like=zeros,
         )
-        return value, unscaled(gradients, scalars, parts=parts)
 
-    def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
-        with use_abstract_mesh(mesh.abstract_mesh):
-            where = batch_specs(experiment, mesh)
-            batch = {name: reshard(x, where[name]) for name, x in batch.items()}
-            value, gradients = mean_gradients(params, batch, scalars)
-            grad_norm, shards = global_norm(gradients), fully_sharded.shard_parameters(params, placements)
-            shards, opt_state = updated(
-                optimizer, shards, opt_state, gradients, grad_norm=grad_norm, scalars=scalars
-            )
-            params = reshard(shards, specs(placements, sharded=at_rest))
-        return params, opt_state, metrics_of(value, grad_norm), gradients
+    def on_mesh(step: Callable[..., Any]) -> Callable[..., Any]:
+        def typed_step(params: Any, opt_state: Any, batch: Any, scalars: Any) -> Any:
+            with use_abstract_mesh(mesh.abstract_mesh):
+                where = batch_specs(experiment, mesh)
+                batch = {name: reshard(x, where[name]) for name, x in batch.items()}
+                return step(params, opt_state, batch, scalars)
 
-    return place_step(step, experiment, placements, mesh=mesh)
+        return typed_step
+
+    # The loss of a pipeline is the mean of all microbatches; each replica's loss is divided before backward.
+    summed = 1 if layout.pp > 1 else experiment.train.gradient_accumulation_steps
+    return Engine(
+        gradients=gradients,
+        norm=global_norm,
+        to_shards=partial(fully_sharded.shard_parameters, placements=placements),
+        from_shards=lambda shards: reshard(shards, specs(placements, sharded=at_rest)),
+        optimizer=optimizer,
+        experiment=experiment,
+        mesh=mesh,
+        placements=placements,
+        summed_microbatches=summed / (layout.data_parallel * layout.cp),
+        on_mesh=on_mesh,
+    )
 
 
 def _loss(experiment: Experiment, placements: Any, *, mesh: Mesh) -> Loss:

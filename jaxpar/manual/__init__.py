@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -20,6 +19,7 @@ from compare.pipeline.ticks import Ticks, lock_step
 from compare.spec.axes import DATA
 from compare.spec.experiment import Experiment
 from jaxpar.comm import collectives
+from jaxpar.engine import Engine, Gradients, batch_specs, metrics_specs
 from jaxpar.hooks import Hooks, identity
 from jaxpar.manual import (
     context_parallel,
@@ -31,22 +31,11 @@ from jaxpar.manual import (
 )
 from jaxpar.mlp import Routing
 from jaxpar.model import loss_function, pipeline_parts
-from jaxpar.optimizer import moments_like
+from jaxpar.optimizer import Optimizer
 from jaxpar.placement import place_parameters, specs
 from jaxpar.remat import gathers_in_layers, remat_of
-from jaxpar.step import (
-    ShardedStep,
-    accumulated_gradients,
-    batch_specs,
-    metrics_of,
-    metrics_specs,
-    passes_of,
-    place_step,
-    scaled,
-    unscaled,
-    updated,
-)
-from jaxpar.weights import parameter_shapes, without_layers
+from jaxpar.step import accumulate_gradients, scale_loss
+from jaxpar.weights import without_layers
 
 STRATEGIES = (
     pipeline_parallel.strategy,
@@ -57,75 +46,78 @@ STRATEGIES = (
     data_parallel.strategy,
 )
 """What each axis adds to the step, in this order."""
-Gradients = Callable[[Any, Any, Any], tuple[Any, Any]]
-"""(this device's parameters, its share of a batch, the step's scalars) -> mean loss with routing, and
-gradients, each device's own."""
 
 
-def parallelize(
-    experiment: Experiment, optimizer: optax.GradientTransformationExtraArgs, *, mesh: Mesh
-) -> ShardedStep:
-    """The training step of a problem: each device runs the loss, or its parts, on its share of the batch."""
+def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Engine:
+    """jax-manual, for an experiment and a mesh with the axes of the layout.
+
+    Each device runs `train_step` on its shards and its share of the batch.
+    """
     layout, placements = experiment.layout, place_parameters(experiment)
-    at_rest, sharded = specs(placements, sharded=layout.zero == 3), specs(placements, sharded=True)
-    moments = moments_like(optimizer, parameter_shapes(experiment), sharded)
+    passes, zero3 = experiment.train.gradient_accumulation_steps, layout.zero == 3
     ticks = None
     if layout.pp > 1:
-        microbatches = experiment.train.gradient_accumulation_steps * layout.microbatches
         schedule = make_schedule(
-            layout.schedule, ranks=layout.pp, microbatches=microbatches, chunks=layout.chunks
+            layout.schedule,
+            ranks=layout.pp,
+            microbatches=passes * layout.microbatches,
+            chunks=layout.chunks,
         )
         # With remat full, forward keeps only the inputs of its stages.
         ticks = lock_step(schedule, keeps=remat_of(layout) != "full")
-    of_device, of_batch = _step(experiment, optimizer, placements, ticks), batch_specs(experiment, mesh)
 
-    @partial(jax.jit, inline=True)  # traced once for all programs that are compiled from it
-    def step(params: Any, opt_state: Any, batch: Any, scalars: Any) -> Any:
-        in_specs = at_rest, moments, {name: of_batch[name] for name in batch}, P()
-        out_specs = at_rest, moments, metrics_specs(experiment, mesh), sharded
-        on_devices = collectives.per_device(of_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-        return on_devices(params, opt_state, batch, scalars)
+    shard = partial(fully_sharded.shard_parameters, placements=placements)
+    gather = partial(fully_sharded.all_gather_parameters, placements=placements)
 
-    options = collectives.KEEP_COLLECTIVES_APART
-    return place_step(step, experiment, placements, mesh=mesh, ticks=ticks, compiler_options=options)
+    def on_mesh(step: Callable[..., Any]) -> Callable[..., Any]:
+        at_rest, sharded = specs(placements, sharded=zero3), specs(placements, sharded=True)
+        batch_spec, metrics_spec = batch_specs(experiment, mesh), metrics_specs(experiment, mesh)
 
+        @partial(jax.jit, inline=True)  # traced once for all programs that are compiled from it
+        def on_devices(params: Any, opt_state: Any, batch: Any, scalars: Any) -> Any:
+            moments = dict.fromkeys(opt_state, sharded)
+            in_specs = at_rest, moments, {name: batch_spec[name] for name in batch}, P()
+            out_specs = at_rest, moments, metrics_spec, sharded
+            on_device = collectives.per_device(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+            return on_device(params, opt_state, batch, scalars)
 
-def _step(
-    experiment: Experiment,
-    optimizer: optax.GradientTransformationExtraArgs,
-    placements: Any,
-    ticks: Ticks | None,
-) -> Callable[..., Any]:
-    """The step of each device: gradients of its share, their reduction, the update of its shards."""
-    hooks = Hooks(remat=remat_of(experiment.layout))
-    axes = [strategy(experiment, placements, hooks) for strategy in STRATEGIES]
-    zero3 = experiment.layout.zero == 3
-    gradients_of = (
-        _pipelined(experiment, placements, hooks, ticks)
-        if ticks
-        else _accumulated(experiment, placements, hooks)
+        return on_devices
+
+    return Engine(
+        gradients=_gradients(experiment, placements, ticks),
+        norm=lambda gradients: global_norm(gradients, placements),
+        to_shards=identity if zero3 else shard,
+        from_shards=identity if zero3 else gather,
+        optimizer=optimizer,
+        experiment=experiment,
+        mesh=mesh,
+        placements=placements,
+        summed_microbatches=passes * layout.microbatches,
+        on_mesh=on_mesh,
+        ticks=ticks,
+        compiler_options=collectives.KEEP_COLLECTIVES_APART,
     )
 
-    def step(params: Any, opt_state: Any, batch: Any, scalars: Any):
-        local = params
+
+def _gradients(experiment: Experiment, placements: Any, ticks: Ticks | None) -> Gradients:
+    """Gradients of one device: of its share of the batch, then reduced along every axis."""
+    hooks = Hooks(remat=remat_of(experiment.layout))
+    axes = [strategy(experiment, placements, hooks) for strategy in STRATEGIES]
+    if ticks:
+        local_gradients = _gradients_by_pipeline(experiment, placements, hooks, ticks)
+    else:
+        local_gradients = _gradients_by_accumulation(experiment, placements, hooks)
+
+    def gradients(params: Any, batch: Any, scale: jax.Array | None) -> Any:
         for axis in axes:
-            local = axis.mark(local)
-        value, gradients = gradients_of(local, batch, scalars)
+            params = axis.mark(params)
+        (value, routing), gradients = local_gradients(params, batch, scale)
         for axis in axes:
             gradients = axis.reduce(gradients)
-        parts = passes_of(batch) * experiment.layout.microbatches  # each has a loss of its own
-        gradients = unscaled(gradients, scalars, parts=parts)
-        grad_norm = global_norm(gradients, placements)
-        shards = params if zero3 else fully_sharded.shard_parameters(params, placements)
-        shards, opt_state = updated(
-            optimizer, shards, opt_state, gradients, grad_norm=grad_norm, scalars=scalars
-        )
-        params = shards if zero3 else fully_sharded.all_gather_parameters(shards, placements)
-        value, routing = value
         loss = collectives.all_reduce(value, DATA, purpose=LOSS) / collectives.axis_size(DATA)
-        return params, opt_state, metrics_of((loss, routing), grad_norm), gradients
+        return (loss, routing), gradients
 
-    return step
+    return gradients
 
 
 def global_norm(gradients: Any, placements: Any) -> jax.Array:
@@ -140,7 +132,7 @@ def global_norm(gradients: Any, placements: Any) -> jax.Array:
     return jnp.sqrt(jnp.stack(totals).sum())
 
 
-def _accumulated(experiment: Experiment, placements: Any, hooks: Hooks) -> Gradients:
+def _gradients_by_accumulation(experiment: Experiment, placements: Any, hooks: Hooks) -> Gradients:
     """Without a pipeline: the full model on each device, one microbatch after the other."""
     zero, loss = experiment.layout.zero, loss_function(experiment, hooks)
     scatter = partial(fully_sharded.scatter_gradients, placements=placements)
@@ -151,18 +143,17 @@ def _accumulated(experiment: Experiment, placements: Any, hooks: Hooks) -> Gradi
     def of_shards(params: Any, batch: Any) -> tuple[jax.Array, Routing]:
         return loss(params if zero == 3 else fully_sharded.unpad(params, placements), batch)
 
-    def gradients_of(params: Any, batch: Any, scalars: Any):
-        of = scaled(of_shards, scalars, parts=passes_of(batch))
+    def gradients_of(params: Any, batch: Any, scale: jax.Array | None):
         if zero < 2:
-            value, gradients = accumulated_gradients(of, params, batch)
+            value, gradients = accumulate_gradients(of_shards, params, batch, scale=scale)
             return value, scatter(gradients)
         like = params if zero == 3 else fully_sharded.shard_parameters(params, placements)
-        return accumulated_gradients(of, params, batch, reduce=scatter, like=like)
+        return accumulate_gradients(of_shards, params, batch, scale=scale, reduce=scatter, like=like)
 
     return gradients_of
 
 
-def _pipelined(experiment: Experiment, placements: Any, hooks: Hooks, ticks: Ticks) -> Gradients:
+def _gradients_by_pipeline(experiment: Experiment, placements: Any, hooks: Hooks, ticks: Ticks) -> Gradients:
     """With a pipeline: this device's stages, for all microbatches of a step."""
     layout, parts = experiment.layout, pipeline_parts(experiment, hooks)
     # What the ticks see at its full size: their gradients dp_shard scatters, under zero 2 and 3 once a
@@ -171,7 +162,7 @@ def _pipelined(experiment: Experiment, placements: Any, hooks: Hooks, ticks: Tic
     unpad = partial(fully_sharded.unpad, placements=full)
     scatter = partial(fully_sharded.scatter_gradients, placements=full)
 
-    def gradients_of(params: Any, batch: Any, scalars: Any):
+    def gradients_of(params: Any, batch: Any, scale: jax.Array | None):
         batch = jax.tree.map(  # (A, b, ...) -> (A microbatches, b / microbatches, ...)
             lambda x: x.reshape(x.shape[0] * layout.microbatches, -1, *x.shape[2:]), batch
         )
@@ -179,7 +170,7 @@ def _pipelined(experiment: Experiment, placements: Any, hooks: Hooks, ticks: Tic
         if layout.zero == 3:
             # Once a step, not in the ticks: there both ends would gather it for every microbatch.
             params = fully_sharded.gather(params, full)
-        loss = scaled(lambda *stream: (parts.loss(*stream), Routing()), scalars, parts=passes_of(batch))
+        loss = scale_loss(lambda *stream: (parts.loss(*stream), Routing()), scale)
         value, gradients = pipeline_parallel.run_pipeline(
             parts._replace(
                 embed=lambda params, batch: parts.embed(unpad(params), batch),

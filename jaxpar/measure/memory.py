@@ -9,7 +9,9 @@ from compare.contract.memory_profile import Class, DeviceMemory, MemoryProfile, 
 from compare.contract.record import ON_HOST
 from compare.system.facts import cores, process_memory
 from jaxpar.comm.hosts import gathered
-from jaxpar.step import HOST, ShardedStep, TrainState
+from jaxpar.engine import Engine
+from jaxpar.offload import HOST
+from jaxpar.programs import TrainState
 
 PLANNED = "XLA's buffer assignment of one step: argument + temp + output - alias"
 
@@ -72,13 +74,14 @@ def resident_bytes(tree: Any, devices: list[jax.Device], *, on_host: bool = Fals
     return list(total.values())
 
 
-def bytes_at_rest(sharded: ShardedStep, state: TrainState, devices: list[jax.Device]) -> dict[str, list[int]]:
+def bytes_at_rest(engine: Engine, state: TrainState) -> dict[str, list[int]]:
     """Bytes between two steps on each device and on the host; gradients are those that accumulate."""
 
     def accumulated(w: jax.Array, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=sharding)
 
-    gradients = jax.tree.map(accumulated, state.params, sharded.accumulated)
+    devices = list(engine.mesh.devices.flat)
+    gradients = jax.tree.map(accumulated, state.params, engine.accumulated_sharding)
     trees = {"parameters": state.params, "gradients": gradients, "optimizer": state.opt_state}
     resident = {name: resident_bytes(tree, devices) for name, tree in trees.items()}
     on_host = resident_bytes(state.opt_state, devices, on_host=True)

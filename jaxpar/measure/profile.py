@@ -58,7 +58,7 @@ class StepProfiler(Observer):
         """The step is waited for inside."""
         hlo = self._run.step.as_text()
         assert hlo, "XLA keeps no text of the compiled step"
-        with recorded(hlo, self._run.mesh_devices, folder=self._recorder.folder) as events:
+        with recorded(hlo, self._run.devices, folder=self._recorder.folder) as events:
             yield
         axes = self._run.experiment.layout.axes
         self._recorder.leave(make_timeline(events, hlo, axes, self.watched))

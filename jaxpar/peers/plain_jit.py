@@ -3,36 +3,26 @@
 Neither mesh nor sharding. Not optax's own is clipping: PyTorch's 1e-6 beside the norm shows.
 """
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh
 
-from compare.contract.record import Recorder
-from compare.contract.request import Request
-from compare.contract.timing import Stopwatch
-from compare.numerics.data import open_corpus
-from compare.numerics.parameters import fingerprint
-from compare.side.inputs import starting_parameters
-from compare.spec.experiment import Optimizer
-from jaxpar import weights as names
-from jaxpar.comm.mesh import find_devices
+from compare.spec import experiment as spec
+from compare.spec.experiment import Experiment
+from jaxpar.engine import Engine
 from jaxpar.hooks import Hooks
-from jaxpar.measure.work import work_of
 from jaxpar.model import loss_function
-from jaxpar.optimizer import clip, global_norm
+from jaxpar.optimizer import Optimizer, clip_gradients, global_norm
 from jaxpar.placement import place_parameters
 from jaxpar.remat import remat_of
-from jaxpar.run import Run
-from jaxpar.step import ShardedStep, TrainState, accumulated_gradients, batch_like, device_scalars
-from jaxpar.train import train_to_end
+from jaxpar.step import accumulate_gradients
+from jaxpar.weights import decay_mask
 
 
-def make_optimizer(config: Optimizer, *, decay: Any) -> optax.GradientTransformation:
+def make_optimizer(config: spec.Optimizer, *, decay: Any) -> optax.GradientTransformation:
     """AdamW or SGD of optax. `decay` is a tree of bools like the parameters."""
     rate = learning_rate_of(config)
     if config.name == "adamw":
@@ -43,7 +33,7 @@ def make_optimizer(config: Optimizer, *, decay: Any) -> optax.GradientTransforma
     return optax.chain(decayed, momentum, optax.scale_by_learning_rate(rate))
 
 
-def learning_rate_of(config: Optimizer) -> optax.Schedule:
+def learning_rate_of(config: spec.Optimizer) -> optax.Schedule:
     """nanoGPT's schedule: linear warm-up, then a cosine down to min_lr."""
     peak, low, warmup = config.learning_rate, config.min_lr, config.warmup_iters
     length = float(max(config.lr_decay_iters - warmup, 1))  # a quotient of integers would be float32
@@ -64,54 +54,23 @@ def moments(opt_state: Any) -> dict[str, Any]:
     return {name: tree for name, tree in trees if tree is not None}
 
 
-def train(request: Request, folder: Path, *, at: Callable[[int, str], None] = lambda *_: None) -> None:
-    """Train on one device, and write the record: see `jaxpar.train.train`."""
-    experiment, recorder = request.experiment, Recorder(folder)
-    (device,) = find_devices(1, platform=request.platform)
-    loss = loss_function(experiment, Hooks(remat=remat_of(experiment.layout)))
-    decay = names.decay_mask(experiment.model, experiment.optimizer.decay)
-    optimizer = make_optimizer(experiment.optimizer, decay=decay)
-    corpus = open_corpus(experiment, validated_sha256=request.corpus_sha256)
-    initial = starting_parameters(request)
-
-    def step(params: Any, opt_state: Any, batch: Any, scalars: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
-        (value, _), gradients = accumulated_gradients(loss, params, batch)
-        norm = global_norm(gradients)
-        clipped = clip(gradients, norm, max_norm=experiment.optimizer.grad_clip)
-        updates, opt_state = optimizer.update(clipped, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, {"loss": value, "grad_norm": norm}
-
-    params = jax.device_put(names.from_canonical(initial, experiment.model), device)
-    state = TrainState(params=params, opt_state=jax.jit(optimizer.init)(params))
-    like, clock = batch_like(experiment), Stopwatch()
-    like.pop("keys", None)
-    with clock:
-        traced = jax.jit(step, donate_argnums=(0, 1)).trace(
-            state.params, state.opt_state, like, device_scalars(experiment, state)
-        )
-        recorder.leave(work_of(traced.jaxpr))
-        compiled = traced.lower().compile()
-
-    here = SingleDeviceSharding(device)
-    everywhere = jax.tree.map(lambda leaf: here, params)
-    trees = dict.fromkeys(("params", "moments", "gradients", "accumulated"), everywhere)
-    run = Run(
-        request=request,
-        corpus=corpus,
-        mesh_devices=[device],
-        sharded=ShardedStep(
-            step=step,
-            placements=place_parameters(experiment),
-            batch=dict.fromkeys(("inputs", "targets"), here),
-            scalars=here,
-            **trees,
-        ),
-        state=state,
-        step=compiled,
-        compile_s=clock.wall_s,
-        initial_weights_sha256=fingerprint(names.to_canonical(params, experiment.model)),
-        # Apart from the step, which is left as a user would have it.
-        gradients=jax.jit(lambda *of: accumulated_gradients(loss, *of)[1]),
-        moments=moments,
+def make_engine(experiment: Experiment, mesh: Mesh, _: Optimizer) -> Engine:
+    """plain-jit, for an experiment and a mesh of one device. optax updates the parameters."""
+    decay = decay_mask(experiment.model, experiment.optimizer.decay)
+    rule, loss = (
+        make_optimizer(experiment.optimizer, decay=decay),
+        loss_function(experiment, Hooks(remat=remat_of(experiment.layout))),
     )
-    train_to_end(run, recorder, folder, at)
+
+    def update(gradients: Any, opt_state: Any, params: Any, norm: jax.Array, _: Any) -> tuple[Any, Any]:
+        clipped = clip_gradients(gradients, norm, max_norm=experiment.optimizer.grad_clip)
+        return rule.update(clipped, opt_state, params)
+
+    return Engine(
+        gradients=lambda params, batch, _: accumulate_gradients(loss, params, batch),
+        norm=global_norm,
+        optimizer=Optimizer(rule.init, update, moments),
+        experiment=experiment,
+        mesh=mesh,
+        placements=place_parameters(experiment),
+    )

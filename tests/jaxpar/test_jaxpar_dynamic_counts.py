@@ -21,12 +21,12 @@ from compare.numerics.stream import arrays_of_step
 from compare.side.recording import Progress
 from compare.spec.axes import PP
 from compare.spec.experiment import Data, Experiment, Layout, Model, Train
-from jaxpar.comm.mesh import make_mesh
 from jaxpar.measure.hlo import collectives
 from jaxpar.measure.ledger import key_of
 from jaxpar.measure.profile import Execution, make_timeline, recorded
-from jaxpar.step import compile_step, device_scalars
-from jaxpar.train import prepare, train
+from jaxpar.programs import compile_program, device_scalars, trace_train
+from jaxpar.train import train
+from tests.support.jax_steps import engine_and_state
 
 EXPERIMENT = Experiment(
     model=Model(n_layer=4, n_head=4, n_embd=16, block_size=8, vocab_size=65, bias=True),
@@ -45,23 +45,22 @@ CASES += [("jax-manual", name) for name in ("ddp", "fsdp_tp_sp", "interleaved", 
 
 
 @cache
-def ran(engine: str, name: str) -> tuple[list[Execution], str]:
+def ran(engine_name: str, name: str) -> tuple[list[Execution], str]:
     """Two steps, the second of them watched; and the HLO that ran."""
     experiment = replace(EXPERIMENT, layout=LAYOUTS[name])
-    mesh, corpus = make_mesh(experiment.layout, platform="cpu"), open_corpus(experiment)
-    sharded, state = prepare(engine, experiment, mesh=mesh)
-    compiled = compile_step(sharded, state, experiment)
+    corpus, (engine, state) = open_corpus(experiment), engine_and_state(engine_name, experiment)
+    compiled = compile_program(engine, trace_train(engine, state))
     hlo = compiled.as_text()
     assert hlo
 
     def step(number: int) -> None:
-        batch = jax.device_put(arrays_of_step(corpus, experiment, number), sharded.batch)
+        batch = jax.device_put(arrays_of_step(corpus, experiment, number), engine.batch_sharding)
         scalars = device_scalars(experiment, Progress(step=number, updates=number))
         outputs = compiled(state.params, state.opt_state, batch, scalars)
-        state.params, state.opt_state, _, _ = jax.block_until_ready(outputs)
+        state.params, state.opt_state, _ = jax.block_until_ready(outputs)
 
     step(0)
-    with recorded(hlo, list(mesh.devices.flat)) as found:
+    with recorded(hlo, list(engine.mesh.devices.flat)) as found:
         step(1)
     return found, hlo
 

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 from msgspec.structs import replace
 
 from compare.spec.experiment import Experiment, Layout
-from jaxpar.step import metrics_specs
+from jaxpar.engine import metrics_specs
 from tests.support.jax_steps import ACCUMULATION as A
 from tests.support.jax_steps import MODEL, B, C, T, size_of, two_steps, worst_errors
 
@@ -27,9 +27,9 @@ def test_shared_out_experts_equal_one_device():
     for engine, layout in LAYOUTS:
         outcome = two_steps(engine, layout, model=EXPERTS)
         errors = worst_errors(outcome, EXPERTS)
-        assert errors["0 experts"] == errors["0 tokens_per_expert"] == 0
+        assert errors["0 expert_ids"] == errors["0 tokens_per_expert"] == 0
         assert max(errors.values()) <= 1e-10, (engine, errors)  # measured: 1e-12, of weights
-        experts_ALBTk = outcome.numbers["0 experts"]
+        experts_ALBTk = outcome.numbers["0 expert_ids"]
         assert experts_ALBTk.shape == (A, L, B, T, K)
         counts_LE = [np.bincount(layer.ravel()) for layer in experts_ALBTk.swapaxes(0, 1)]
         np.testing.assert_array_equal(outcome.numbers["0 tokens_per_expert"], counts_LE)
@@ -43,7 +43,7 @@ def test_choices_are_split_as_their_tokens():
     ):
         experiment = Experiment(model=EXPERTS, layout=Layout(**fields))
         mesh = SimpleNamespace(shape=experiment.layout.axes)
-        assert metrics_specs(experiment, mesh)["experts"] == P(None, None, rows, positions), fields
+        assert metrics_specs(experiment, mesh)["expert_ids"] == P(None, None, rows, positions), fields
 
 
 def test_tokens_are_exchanged_once_and_their_sums():

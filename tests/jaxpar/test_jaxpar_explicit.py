@@ -8,12 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from compare.spec.experiment import Layout, Model, edited
-from jaxpar.comm.mesh import make_mesh
 from jaxpar.explicit import data_parallel, tensor_parallel
 from jaxpar.explicit import fully_sharded as lesson
-from jaxpar.step import compile_step, trace_step
-from jaxpar.train import prepare
-from tests.support.jax_steps import experiment_of
+from jaxpar.programs import trace_train
+from tests.support.jax_steps import engine_and_state, experiment_of
 from tests.support.type_mistakes import MISTAKES as PLANTED
 from tests.support.type_mistakes import RECORDED, outcomes
 
@@ -48,11 +46,10 @@ REFUSALS = ("ShardingTypeError", "NotImplementedError", "TypeError", "ValueError
 @pytest.mark.parametrize(("layout", "plant", "words"), MISTAKES.values(), ids=MISTAKES)
 def test_a_forgotten_cast_is_refused_when_the_step_is_traced(layout, plant, words):
     spec = experiment_of(layout)
-    mesh = make_mesh(layout, platform="cpu")
     with plant():
-        sharded, state = prepare("jax-explicit", spec, mesh=mesh)
+        engine, state = engine_and_state("jax-explicit", spec)
         with pytest.raises(Exception, match=words) as refused:
-            compile_step(sharded, state, spec)
+            trace_train(engine, state)
     assert type(refused.value).__name__ in REFUSALS
 
 
@@ -71,8 +68,7 @@ def test_dims_of_one_leave_no_type_open():
     ):
         spec = experiment_of(layout, model=model, batch_size=layout.data_parallel * layout.microbatches)
         spec = edited(spec, {"train": {"loss_chunks": 1 if layout.pp > 1 else model.block_size}})
-        sharded, state = prepare("jax-explicit", spec, mesh=make_mesh(layout, platform="cpu"))
-        trace_step(sharded, state, spec, "state")
+        trace_train(*engine_and_state("jax-explicit", spec))
 
 
 def test_planted_mistakes_are_kept_as_they_are_found():

@@ -19,7 +19,7 @@ from compare.spec.experiment import Layout, Model
 from jaxpar.checkpoint import local_shards, state_parts
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.measure.hlo import collectives
-from jaxpar.train import prepare
+from jaxpar.train import make_engine, restore_state
 from tests.support.assembly import assemble, cut
 from tests.support.checkpoints import STEP, UPDATES, assert_is_random, describe, random_state, write_random
 from tests.support.jax_steps import ACCUMULATION as A
@@ -82,7 +82,7 @@ def _holds_what_is_said(outcome: Outcome, layout: Layout) -> None:
         *((tree, "") for tree in outcome.state.opt_state.values()),
     ):
         parts: dict[str, list[tuple[Shard, np.ndarray]]] = {row.name: [] for row in parameter_table(MODEL)}
-        for shard, array in local_shards(tree, outcome.sharded.placements, MODEL):
+        for shard, array in local_shards(tree, outcome.engine):
             parts[shard.name].append((shard, array))
         assert {shard.device for some in parts.values() for shard, _ in some} == set(range(layout.devices))
         for name, some in parts.items():
@@ -132,21 +132,20 @@ def test_a_state_is_taken_and_given_back(tmp_path):
     model = Model(n_layer=4, n_head=2, n_embd=6, block_size=10, vocab_size=13, bias=True)
     names = ("compiler fsdp_tp_sp", "compiler zero2_pp", "explicit tp_sp_pp", "manual hsdp")
     for name in (*names, "manual zero1", "manual fsdp_interleaved"):
-        engine, layout = CASES[f"jax-{name}"]
+        engine_name, layout = CASES[f"jax-{name}"]
         folder = tmp_path / name
         folder.mkdir()
         experiment = experiment_of(layout, model=model)
         reader = CheckpointReader(write_random(folder, experiment))
-        sharded, state = prepare(
-            engine, experiment, mesh=make_mesh(layout, platform="cpu"), checkpoint=reader
-        )
+        engine = make_engine(engine_name, experiment, make_mesh(layout, platform="cpu"))
+        state = restore_state(engine, reader)
         assert (state.step, state.updates) == (STEP, UPDATES)
         whole = random_state(experiment)
         for group, tree in {WEIGHTS: state.params, **state.opt_state}.items():
-            for shard, array in local_shards(tree, sharded.placements, model):
+            for shard, array in local_shards(tree, engine):
                 np.testing.assert_array_equal(array, cut(whole[group, shard.name], shard), err_msg=str(shard))
         saver = Saver(folder / "taken", range(layout.devices), of=layout.devices, keep=1)
-        saver.save(describe(experiment), state_parts(sharded, state, model))
+        saver.save(describe(experiment), state_parts(engine, state))
         saver.finish()
         assert_is_random(folder / "taken" / folder_name(STEP), experiment)
 
@@ -199,7 +198,7 @@ def test_residuals_are_kept_but_for_parameters():
 
     def softmaxes(remat: str) -> int:
         outcome = two_steps("jax-manual", Layout(pp=2, microbatches=2, remat=remat))
-        slots = outcome.sharded.ticks.kept_slots
+        slots = outcome.engine.ticks.kept_slots
         assert (slots > 0) == (remat == "none")
         assert f"f64[{slots},2,{C},{4 * C}]" not in outcome.hlo
         assert (f"f64[{slots},2,{B // 2},{T},{C}]" in outcome.hlo) == (slots > 0)

@@ -3,12 +3,10 @@
 from msgspec.structs import replace
 
 from compare.spec.experiment import Layout, edited
-from jaxpar.comm.mesh import make_mesh
 from jaxpar.measure.memory import memory_profile, planned_memory, resident_bytes
-from jaxpar.step import compile_step
-from jaxpar.train import prepare
+from jaxpar.programs import compile_program, trace_train
 from tests.support.bounds import above_the_estimate
-from tests.support.jax_steps import MODEL, B, T, experiment_of
+from tests.support.jax_steps import MODEL, B, T, engine_and_state, experiment_of
 
 LAYOUTS = {
     "jax-compiler": Layout(dp_shard=2, zero=2, remat="none"),
@@ -18,18 +16,20 @@ LAYOUTS = {
 
 
 def test_a_step_holds_its_state_its_batch_and_no_more_than_is_said():
-    for engine, layout in LAYOUTS.items():
-        experiment, mesh = experiment_of(layout), make_mesh(layout, platform="cpu")
-        sharded, state = prepare(engine, experiment, mesh=mesh)
-        step = compile_step(sharded, state, experiment)
+    for name, layout in LAYOUTS.items():
+        experiment = experiment_of(layout)
+        engine, state = engine_and_state(name, experiment)
+        step = compile_program(engine, trace_train(engine, state))
         trees = {"parameters": state.params, "optimizer": state.opt_state}
-        sizes = {name: resident_bytes(tree, list(mesh.devices.flat))[0] for name, tree in trees.items()}
+        sizes = {
+            name: resident_bytes(tree, list(engine.mesh.devices.flat))[0] for name, tree in trees.items()
+        }
         profile = memory_profile(step, **sizes)
         assert profile is not None
         peak = profile.devices[0].peak
         assert peak.total == planned_memory(step)
         assert sizes.items() <= peak.bytes.items()
-        assert not above_the_estimate(engine, experiment, device=0, peak=peak.total)
+        assert not above_the_estimate(name, experiment, device=0, peak=peak.total)
         tokens = 2 * B * T / layout.data_parallel
         assert 8 * tokens <= peak.bytes["temporaries"] <= 8 * tokens + 1000  # inputs and targets, and scalars
 
@@ -39,6 +39,6 @@ def test_logits_in_parts_take_less_memory():
     for chunks in (1, 8):
         spec = experiment_of(Layout(), model=model, batch_size=4)
         spec = edited(spec, {"train": {"loss_chunks": chunks}})
-        sharded, state = prepare("jax-compiler", spec, mesh=make_mesh(spec.layout, platform="cpu"))
-        plans.append(planned_memory(compile_step(sharded, state, spec)))
+        engine, state = engine_and_state("jax-compiler", spec)
+        plans.append(planned_memory(compile_program(engine, trace_train(engine, state))))
     assert plans[0] - plans[1] > 1.5 * 8 * 4 * 64 * 4096  # logits and gradient; an eighth is left

@@ -8,7 +8,7 @@ from compare.side.recording import Progress
 from compare.spec.experiment import Experiment, Model, Precision
 from jaxpar import weights
 from jaxpar.optimizer import make_optimizer
-from jaxpar.step import device_scalars
+from jaxpar.programs import device_scalars
 
 SPEC = Model(n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=11, bias=True)
 
@@ -22,6 +22,6 @@ def test_a_gradient_that_is_not_finite_spoils_its_own_weight_only():
     state, update, scalars = rule.init(params), jax.jit(rule.update), device_scalars(experiment, Progress())
     for bad in (np.nan, np.inf):
         gradients["blocks"]["mlp"]["up"]["bias"][1, 0] = bad
-        updates, _ = update(gradients, state, params, grad_norm=bad, scalars=scalars)
+        updates, _ = update(gradients, state, params, bad, scalars)
         change = weights.to_canonical(updates, SPEC)
         assert [name for name in change if not np.isfinite(change[name]).all()] == ["blocks.1.mlp.up.bias"]

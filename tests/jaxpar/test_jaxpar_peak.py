@@ -8,16 +8,15 @@ import pytest
 
 from compare.numerics.parameters import parameter_table
 from compare.spec.experiment import Experiment, Layout, Model, Optimizer, Precision, Train
-from jaxpar.comm.mesh import make_mesh
-from jaxpar.step import compile_step
-from jaxpar.train import prepare
+from jaxpar.programs import compile_program, trace_train
+from tests.support.jax_steps import engine_and_state
 
 SHARDS, DEPTHS = 4, (4, 12)
 ACTIVATIONS = 0.1
 """Of a layer's bytes; they, the embeddings and the batch are below this."""
 
 
-def temporary_bytes(engine: str, n_layer: int, *, reshard_after_forward: bool) -> tuple[int, int]:
+def temporary_bytes(name: str, n_layer: int, *, reshard_after_forward: bool) -> tuple[int, int]:
     """Bytes that one device allocates within a step, and bytes of a whole layer's parameters."""
     experiment = Experiment(
         model=Model(n_layer=n_layer, n_head=2, n_embd=64, block_size=2, vocab_size=16, bias=True),
@@ -26,8 +25,8 @@ def temporary_bytes(engine: str, n_layer: int, *, reshard_after_forward: bool) -
         precision=Precision(dtype="float32"),
         layout=Layout(dp_shard=SHARDS, zero=3, reshard_after_forward=reshard_after_forward),
     )
-    sharded, state = prepare(engine, experiment, mesh=make_mesh(experiment.layout, platform="cpu"))
-    analysis = compile_step(sharded, state, experiment).memory_analysis()
+    engine, state = engine_and_state(name, experiment)
+    analysis = compile_program(engine, trace_train(engine, state)).memory_analysis()
     table = parameter_table(experiment.model)
     layer = sum(p.size for p in table if p.name.startswith("blocks.0.")) * 4
     return analysis.temp_size_in_bytes, layer

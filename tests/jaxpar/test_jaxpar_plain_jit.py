@@ -10,7 +10,8 @@ from compare.contract.timing import Timing
 from compare.numerics.optimizer import learning_rate
 from compare.spec.experiment import Data, Experiment, Optimizer, Train
 from compare.system.json_files import write_json
-from jaxpar.peers.plain_jit import learning_rate_of, train
+from jaxpar.peers.plain_jit import learning_rate_of
+from jaxpar.train import train
 
 
 def test_the_schedule_is_the_contract_s():

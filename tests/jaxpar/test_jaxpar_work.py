@@ -12,11 +12,9 @@ from msgspec.structs import replace
 from compare.judge.strategy import strategy_of
 from compare.spec.experiment import Experiment, Layout, edited
 from jaxpar import model
-from jaxpar.comm.mesh import make_mesh
 from jaxpar.measure.work import work_of
-from jaxpar.step import trace_step
-from jaxpar.train import prepare
-from tests.support.jax_steps import experiment_of
+from jaxpar.programs import trace_train
+from tests.support.jax_steps import engine_and_state, experiment_of
 from tests.support.records import make_record
 
 GPIPE = Layout(pp=2, schedule="gpipe", microbatches=4)
@@ -86,6 +84,6 @@ def test_work_is_what_was_asked_for_or_red(tmp_path, engine, layout, fields, don
     assert says in "; ".join(objections)
 
 
-def traced_work(engine: str, experiment: Experiment):
-    sharded, state = prepare(engine, experiment, mesh=make_mesh(experiment.layout, platform="cpu"))
-    return work_of(trace_step(sharded, state, experiment).jaxpr, sharded.ticks)
+def traced_work(name: str, experiment: Experiment):
+    engine, state = engine_and_state(name, experiment)
+    return work_of(trace_train(engine, state).jaxpr, engine.ticks)

@@ -13,12 +13,13 @@ from compare.numerics.parameters import parameter_count
 from compare.numerics.stream import arrays_of_step
 from compare.side.recording import Progress
 from compare.spec.experiment import Data, Experiment, Layout, Model, Optimizer, Precision, Train
-from jaxpar import weights
+from jaxpar.checkpoint import gather_tensors
 from jaxpar.comm.mesh import make_mesh
+from jaxpar.engine import Engine
 from jaxpar.measure.ledger import read_ledger
 from jaxpar.measure.memory import bytes_at_rest
-from jaxpar.step import ShardedStep, TrainState, compile_step, device_scalars
-from jaxpar.train import prepare
+from jaxpar.programs import TrainState, compile_program, device_scalars, trace_ladder
+from jaxpar.train import initial_state, make_engine
 
 ACCUMULATION, B, L, C, T, V = 2, 8, 4, 16, 10, 257
 MODEL = Model(n_layer=L, n_head=2, n_embd=C, block_size=T, vocab_size=V, bias=True)
@@ -37,8 +38,14 @@ class Outcome(NamedTuple):
     """Bytes at rest per device, as in the manifest."""
     hlo: str
     ledger: list[Communication]
-    sharded: ShardedStep
+    engine: Engine
     state: TrainState
+
+
+def engine_and_state(name: str, experiment: Experiment) -> tuple[Engine, TrainState]:
+    """An engine on virtual devices, and its state before the first step."""
+    engine = make_engine(name, experiment, make_mesh(experiment.layout, platform="cpu"))
+    return engine, initial_state(engine)
 
 
 def experiment_of(layout: Layout, *, model: Model = MODEL, batch_size: int = B) -> Experiment:
@@ -53,31 +60,30 @@ def experiment_of(layout: Layout, *, model: Model = MODEL, batch_size: int = B) 
 
 
 @cache
-def two_steps(engine: str, layout: Layout, *, model: Model = MODEL) -> Outcome:
+def two_steps(name: str, layout: Layout, *, model: Model = MODEL) -> Outcome:
     """Train in float64, with clipping that bites and every step at the full rate."""
     spec = experiment_of(layout, model=model)
-    mesh = make_mesh(layout, platform="cpu")
-    sharded, state = prepare(engine, spec, mesh=mesh)
-    step = compile_step(sharded, state, spec, "state and gradients")
+    engine, state = engine_and_state(name, spec)
+    step = compile_program(engine, trace_ladder(engine, state))
     numbers = {}
     for index in range(2):
         order_T = order_of_positions(model.block_size, layout)
         arrays = arrays_of_step(open_corpus(spec), spec, index)
         batch = {name: x if name == "keys" else x[..., order_T] for name, x in arrays.items()}
-        batch = jax.device_put(batch, sharded.batch)
+        batch = jax.device_put(batch, engine.batch_sharding)
         state.params, state.opt_state, metrics, gradients = step(
             state.params, state.opt_state, batch, device_scalars(spec, Progress(step=index, updates=index))
         )
-        numbers |= {f"{index} {name}": np.asarray(value) for name, value in metrics.items()}
+        numbers |= {f"{index} {metric}": np.asarray(value) for metric, value in metrics.items()}
         for kind, tree in {"gradient": gradients, "weight": state.params}.items():
-            named = weights.to_canonical(sharded.unpad(tree), model)
-            numbers |= {f"{index} {kind} {name}": tensor for name, tensor in named.items()}
-    resident = bytes_at_rest(sharded, state, list(mesh.devices.flat))
+            named = gather_tensors(tree, engine)
+            numbers |= {f"{index} {kind} {path}": tensor for path, tensor in named.items()}
+    resident = bytes_at_rest(engine, state)
     hlo = step.as_text()
     assert hlo
-    ledger = read_ledger(hlo, mesh.shape)
+    ledger = read_ledger(hlo, layout.axes)
     assert not ledger.problems
-    return Outcome(numbers, resident, hlo, summed(ledger.rows), sharded, state)
+    return Outcome(numbers, resident, hlo, summed(ledger.rows), engine, state)
 
 
 def worst_errors(outcome: Outcome, model: Model = MODEL) -> dict[str, float]:

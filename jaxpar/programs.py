@@ -1,0 +1,89 @@
+"""The programs that XLA compiles before training: the step, the step of a ladder, and the loss."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from compare.numerics.optimizer import step_scalars
+from compare.numerics.parameters import storage_dtype
+from compare.numerics.stream import shapes_of_step
+from compare.side.recording import Progress
+from compare.spec.experiment import Experiment
+from jaxpar.engine import Engine
+
+
+@dataclass(kw_only=True)
+class TrainState(Progress):
+    """Progress of a training, with parameters and optimizer state on the devices. A step donates both."""
+
+    params: Any
+    opt_state: Any
+    gradients: Any = None
+    """Gradients before clipping of a step that the ladder records; else None."""
+    expert_ids: Any = None
+    """Expert ids of such a step, (A, L, B, T, k)."""
+
+
+def trace_train(engine: Engine, state: TrainState) -> Any:
+    """Trace a training step: (params, opt_state, batch, scalars) -> (params, opt_state, metrics).
+
+    Parameters and optimizer state are donated. Gradients and expert ids never leave the program.
+    """
+
+    def train(*arguments: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
+        params, opt_state, metrics, _ = engine.step(*arguments)
+        metrics.pop("expert_ids", None)
+        return params, opt_state, metrics
+
+    params, opt_state, metrics, _ = _result_shardings(engine, state)
+    metrics.pop("expert_ids", None)
+    jitted = jax.jit(train, out_shardings=(params, opt_state, metrics), donate_argnums=(0, 1))
+    return jitted.trace(*_arguments(engine, state))
+
+
+def trace_ladder(engine: Engine, state: TrainState) -> Any:
+    """Trace the step of a ladder. It also returns expert ids among the metrics, and gradients."""
+    jitted = jax.jit(engine.step, out_shardings=_result_shardings(engine, state), donate_argnums=(0, 1))
+    return jitted.trace(*_arguments(engine, state))
+
+
+def trace_loss(engine: Engine, state: TrainState) -> Any:
+    """Trace the mean loss of a batch without dropout. XLA removes the other work of the step."""
+
+    def loss(*arguments: Any) -> jax.Array:
+        return engine.step(*arguments)[2]["loss"]
+
+    params, opt_state, batch, scalars = _arguments(engine, state)
+    batch.pop("keys", None)
+    return jax.jit(loss, out_shardings=engine.scalar_sharding).trace(params, opt_state, batch, scalars)
+
+
+def compile_program(engine: Engine, traced: Any) -> jax.stages.Compiled:
+    """Compile a traced program with the options of its engine."""
+    return traced.lower().compile(compiler_options=engine.compiler_options)
+
+
+def device_scalars(experiment: Experiment, progress: Progress) -> dict[str, np.ndarray]:
+    """The next step's scalars, of optimizer and loss scale, rounded once to the dtype of the weights."""
+    scalars = step_scalars(experiment.optimizer, progress.step, progress.updates)
+    if progress.loss_scale:
+        scalars["loss_scale"] = progress.loss_scale.scale
+    dtype = storage_dtype(experiment)
+    return {name: np.asarray(value, dtype) for name, value in scalars.items()}
+
+
+def _arguments(engine: Engine, state: TrainState) -> tuple[Any, Any, dict[str, jax.ShapeDtypeStruct], Any]:
+    """Arguments of a step to trace it with; the batch has shapes and shardings alone."""
+    batch = {
+        name: jax.ShapeDtypeStruct(*shape, sharding=engine.batch_sharding[name])
+        for name, shape in shapes_of_step(engine.experiment).items()
+    }
+    return state.params, state.opt_state, batch, device_scalars(engine.experiment, state)
+
+
+def _result_shardings(engine: Engine, state: TrainState) -> tuple[Any, Any, dict[str, Any], Any]:
+    """Shardings of what a step returns: parameters, optimizer state, metrics, gradients."""
+    opt_state = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
+    return engine.params_sharding, opt_state, engine.metrics_sharding, engine.shards_sharding
