@@ -1,13 +1,13 @@
-"""torchpar: the PyTorch side. `python -m torchpar RUN_DIR` runs an engine.
-
-For programs of your own there is `ledger`.
-"""
+"""The PyTorch side: `python -m torchpar RUN_DIR` runs an engine. `ledger` is for programs of your own."""
 
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from compare.contract.ledger import Ledger
+
+PACKAGES = ("torch", "numpy")
+"""Packages on which a rank's numbers depend."""
 
 
 def ledger() -> "AbstractContextManager[Ledger]":

@@ -31,9 +31,9 @@ def run(request: Request | CollectiveRequest, folder: Path, process: Process | N
         world_size = request.experiment.layout.devices
         main = partial(train, request=request if process else _checked(request), folder=folder)
     else:
-        from torchpar.collective_bench import time_as_rank
+        from torchpar.measure.bench import run_bench
 
-        world_size, main = request.ranks, partial(time_as_rank, request=request, folder=folder)
+        world_size, main = request.ranks, partial(run_bench, request=request, folder=folder)
     if process:
         run_as_rank(main, process, folder, world_size, platform=request.platform, timeout_s=request.timeout_s)
     else:

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
 from compare.spec.axes import AXES, DP_SHARD, EP, SHARDS, TP, parts_of
-from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis, chunk_slices
 from torchpar.comm.mesh import Mesh
 from torchpar.engine import Engine
@@ -32,8 +31,7 @@ def make_device_mesh(mesh: Mesh, names: Sequence[str]) -> DeviceMesh:
     """A mesh of some axes, or of several as one, to be cut by name: `devices[TP]`; others have one rank."""
     axes = [mesh[name] for name in names]
     # An axis of one rank has no group, but a DeviceMesh wants one.
-    with process_groups.group_threads():
-        alone = dist.new_group([mesh.world.rank], use_local_synchronization=True)
+    alone = dist.new_group([mesh.world.rank], use_local_synchronization=True)
     assert isinstance(alone, dist.ProcessGroup)
     ranks = np.arange(mesh.world.size).reshape([mesh[name].size for name in AXES])
     named = [part for name in names for part in parts_of(name)]

@@ -14,7 +14,8 @@ from compare.numerics.sampling import SampleRequest, generate
 from compare.side.ceiling import CeilingRequest
 from compare.spec.experiment import Experiment
 from compare.system.facts import cores, versions
-from torchpar.comm.mesh import PACKAGES, device_kind
+from torchpar import PACKAGES
+from torchpar.comm.mesh import device_kind
 from torchpar.measure.ceiling import measure
 from torchpar.model import GPT
 from torchpar.nanogpt_checkpoint import export_checkpoint, import_checkpoint

@@ -14,7 +14,8 @@ from compare.contract.memory_profile import MemoryProfile
 from compare.contract.record import ON_HOST, Recorder
 from compare.contract.request import MOMENTS, Rung
 from compare.contract.timing import Window, merged
-from compare.numerics.parameters import parameter_table
+from compare.numerics.boxes import Weights
+from compare.numerics.parameters import fingerprint, parameter_table
 from compare.numerics.shards import digests_of, replicas_apart
 from compare.numerics.stream import Evaluation, arrays_of_step, evaluate
 from compare.side.ending import StopRequest
@@ -23,17 +24,18 @@ from compare.side.recording import Observer, Recording
 from compare.spec.axes import PP
 from compare.spec.engines.registry import ENGINES
 from compare.system.facts import cpu_seconds, process_memory, versions
+from torchpar import PACKAGES
 from torchpar.batch import gather_batch
 from torchpar.checkpoint import all_moments, local_shards, shards_of, state_parts
 from torchpar.comm.collectives import unobserved
-from torchpar.comm.mesh import PACKAGES, device_kind
+from torchpar.comm.mesh import device_kind
 from torchpar.measure import ledger, work
 from torchpar.measure.instruments import Instruments
 from torchpar.measure.memory import CPU_METHOD, GPU_METHOD, PROFILE_METHOD, resident_bytes
 from torchpar.offload import device_tensors, host_tensors
 from torchpar.run import Run
 from torchpar.sharding import local
-from torchpar.weights import moment_keys, nanogpt_name, to_arrays
+from torchpar.weights import moment_keys, nanogpt_name, to_array, to_arrays
 
 
 def make_recording(run: Run, folder: Path) -> Recording:
@@ -46,6 +48,18 @@ def make_recording(run: Run, folder: Path) -> Recording:
 
         observers.insert(0, StepProfiler(run, recorder, instruments.ledger, instrumented=instruments.watched))
     return Recording(RecordedRank(run, instruments), recorder, folder, observers)
+
+
+def first_sha256(run: Run, first: Weights) -> str:
+    """The SHA-256 of the first weights: of this rank's if it has all of them, otherwise of the given ones.
+
+    The given ones are read once more, one tensor after the other.
+    """
+    rows, weights = {row.name: row for row in parameter_table(run.experiment.model)}, run.engine.weights()
+    names = {name: nanogpt_name(name) for name in rows}
+    if all(name in weights and not run.engine.sharding.axes.get(name) for name in names.values()):
+        return fingerprint(Weights(rows, lambda name: to_array(rows[name], local(weights[names[name]]))))
+    return run.request.init_sha256 or fingerprint(first)
 
 
 class RecordedRank:

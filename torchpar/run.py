@@ -15,10 +15,11 @@ from compare.side.host_facts import agree, facts_here
 from compare.side.recording import Progress
 from compare.spec.axes import DATA
 from compare.spec.experiment import Experiment
+from torchpar import PACKAGES
 from torchpar.batch import RankBatch, shard_batch
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
-from torchpar.comm.mesh import PACKAGES, Mesh
+from torchpar.comm.mesh import Mesh
 from torchpar.engine import Engine
 from torchpar.launch import Rank, gpu_of
 from torchpar.mlp import Balance

@@ -10,10 +10,8 @@ import torch
 
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
-from compare.numerics.boxes import Weights
 from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import learning_rate
-from compare.numerics.parameters import fingerprint, parameter_table
 from compare.numerics.stream import arrays_of_step
 from compare.side.ending import StopRequest
 from compare.side.inputs import starting_parameters
@@ -27,10 +25,10 @@ from torchpar.comm.mesh import make_mesh
 from torchpar.host_memory import keep_freed_memory
 from torchpar.launch import Rank
 from torchpar.optimizer import clip_gradients
-from torchpar.record import make_recording
+from torchpar.record import first_sha256, make_recording
 from torchpar.run import Run, join_ranks, now
 from torchpar.sharding import local
-from torchpar.weights import empty_model, nanogpt_name, to_array
+from torchpar.weights import empty_model
 
 MAKE_ENGINE = {
     "torch-manual": manual.make_engine,
@@ -51,29 +49,29 @@ def train(rank: Rank, *, request: Request, folder: Path) -> None:
     run = set_up(rank, request)
     if run.engine.compiled:
         run.compile_s = compile_ahead(run)
-    record = make_recording(run, folder)
-    record.begin(run.state)
+    recording = make_recording(run, folder)
+    recording.begin(run.state)
     while run.state.step < run.experiment.train.max_iters:
-        train_steps(run, record)
-        record.between(run.state)
-    record.finish()
+        train_steps(run, recording)
+        recording.between(run.state)
+    recording.finish()
     process_groups.leave_group()
 
 
-def train_steps(run: Run, record: Recording) -> None:
+def train_steps(run: Run, recording: Recording) -> None:
     """Run and record one step, or a timed window of steps. The host waits for the device once, at the end."""
     state, request, clock = run.state, run.request, Stopwatch(partial(now, run.mesh.device))
     first, steps = state.step, request.together(state.step)
-    # Recording gradients costs no time, but in a window, where there are none to record, the clock runs on.
+    # The clock stops while gradients are recorded. In a timed window none are, and the host must not wait.
     pause = nullcontext if request.is_in_window(first) else clock.paused
 
     def on_gradients() -> None:
         with pause():
-            record.gradients(state.step)
+            recording.gradients(state.step)
 
     drawn = [arrays_of_step(run.corpus, run.experiment, step) for step in range(first, first + steps)]
     done = []
-    with record.around(first), clock:
+    with recording.around(first), clock:
         for arrays in drawn:
             loss, norm = run.train_step(run, run.shard_batch(arrays), on_gradients)
             done.append(state.finish_step(loss, norm, run.tokens_per_expert))
@@ -81,7 +79,7 @@ def train_steps(run: Run, record: Recording) -> None:
             if state.advance(request.engine, run.experiment, grad_norm=norm_of):
                 run.engine.optimizer.zero_grad(set_to_none=True)  # gradients that overflowed
     run.rank.at(first, "record")
-    record.steps(done, clock.window(steps))
+    recording.steps(done, clock.window(steps))
 
 
 def train_step(
@@ -170,22 +168,10 @@ def set_up(rank: Rank, request: Request) -> Run:
     if model.balance:
         model.balance.total_counts = run.total_over_data
     if rank.rank == 0:
-        run.initial_weights_sha256 = first_fingerprint(run, first)
+        run.initial_weights_sha256 = first_sha256(run, first)
     if request.resume:
         restore_moments(run, Path(request.resume.checkpoint))
     return run
-
-
-def first_fingerprint(run: Run, first: Weights) -> str:
-    """The SHA-256 of the first weights: of this rank's if it has all of them, otherwise of the given ones.
-
-    The given ones are read once more, one tensor after the other.
-    """
-    rows, weights = {row.name: row for row in parameter_table(run.experiment.model)}, run.engine.weights()
-    names = {name: nanogpt_name(name) for name in rows}
-    if all(name in weights and not run.engine.sharding.axes.get(name) for name in names.values()):
-        return fingerprint(Weights(rows, lambda name: to_array(rows[name], local(weights[names[name]]))))
-    return run.request.init_sha256 or fingerprint(first)
 
 
 def compile_ahead(run: Run) -> float:

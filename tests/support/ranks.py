@@ -27,6 +27,7 @@ from tests.support import processes, warm
 from tests.support.processes import PATIENCE_S
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis, Call, observers
+from torchpar.comm.gloo import choose_interface
 
 RANKS = 4
 CPU = torch.device("cpu")
@@ -145,7 +146,7 @@ def _serve(rank: int, rendezvous: Path) -> None:
     """A rank's life: join, run what is sent, and answer with the error, if any, until the parent hangs up."""
     pipe = Connection(os.dup(0))
     torch.set_num_threads(1)
-    process_groups.choose_interface("127.0.0.1")
+    choose_interface("127.0.0.1")
     try:
         process_groups.join_group(
             rank=rank, world_size=RANKS, device=CPU, rendezvous=rendezvous, timeout_s=PATIENCE_S

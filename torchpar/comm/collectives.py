@@ -226,7 +226,7 @@ class Axis:
 
     @property
     def _sends_to_each(self) -> bool:
-        return dist.get_backend(self.group) == "gloo"
+        return dist.get_backend(self.group) != "nccl"
 
     def _exchange(self, slots: list[torch.Tensor], parts: list[torch.Tensor]) -> list[Work | None]:
         """Send each other rank its part, and receive what it has for this one into its slot."""

@@ -1,4 +1,4 @@
-"""The mesh: this rank's axes and device, built from the layout and passed to what needs it."""
+"""The mesh: this rank's axes and device, made from the layout."""
 
 import math
 from collections.abc import Mapping
@@ -16,33 +16,31 @@ from torchpar.comm.process_groups import make_group
 
 EXPERTS_DATA = tuple(name for name in DATA if name != EP)
 """The axes along which the gradients of an expert are summed."""
-PACKAGES = ("torch", "numpy")
-"""Packages that a rank's numbers depend on."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's view of all ranks: `mesh[TP]` is an axis, `mesh.joined(*ROWS)` several of them as one."""
+    """One rank's view of all ranks: `mesh[TP]` is an axis, `mesh.joined(*ROWS)` is several axes as one."""
 
     axes: Mapping[str, Axis]
-    """Along which a step communicates, by name; then those that are joined."""
+    """Single and joined axes by name."""
     world: Axis
-    """All ranks; for what is no part of a step."""
+    """All ranks, for communication outside of a step."""
     device: torch.device
 
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name]
 
     def joined(self, *names: str) -> Axis:
-        """Several axes as one, the first outermost. One of them alone where the others have one rank."""
+        """Several axes as one, the first outermost. Axes of one rank are left out, if another has more."""
         return self[joined_of(names, {name: self[name].size for name in names}) or names[-1]]
 
 
 def make_mesh(layout: Layout, *, rank: int, device: torch.device) -> Mesh:
-    """The mesh of a layout's rank; with more than one device the process group must be there."""
+    """The mesh of one rank. With more than one device the rank has joined the group of all ranks."""
     sizes = layout.axes
     make = partial(_make_axis, sizes=sizes, rank=rank)
-    # Whose ranks communicate as one: of rows, of data, and along which ZeRO's parts are summed and split.
+    # Ranks that communicate as one: of rows, of data, and those that ZeRO sums over and splits over.
     together = (ROWS, DATA, REPLICAS, SHARDS, EXPERTS_DATA)
     several = {joined_of(names, sizes): tuple(n for n in names if sizes[n] > 1) for names in together}
     axes = {name: make((name,)) for name in sizes}
@@ -51,7 +49,7 @@ def make_mesh(layout: Layout, *, rank: int, device: torch.device) -> Mesh:
 
 
 def _make_axis(names: tuple[str, ...], *, sizes: Mapping[str, int], rank: int) -> Axis:
-    """The axis, or several axes as one, of the grid of ranks."""
+    """One axis of the grid of ranks, or several axes as one."""
     places = [list(sizes).index(name) for name in names]
     grid = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
     size = math.prod(sizes[name] for name in names)
@@ -62,5 +60,5 @@ def _make_axis(names: tuple[str, ...], *, sizes: Mapping[str, int], rank: int) -
 
 
 def device_kind(device: torch.device) -> str:
-    """The model of the GPU, or of the CPU as far as the system tells."""
+    """The model of the GPU or the CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()

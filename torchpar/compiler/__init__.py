@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from compare.spec.axes import DATA, REPLICAS, SHARDED_FROM
 from compare.spec.experiment import Experiment
 from torchpar.comm.mesh import Mesh
-from torchpar.comm.process_groups import group_threads
 from torchpar.compiler import context_parallel, data_parallel, expert_parallel, fully_sharded, tensor_parallel
 from torchpar.compiler.compilation import compile_forward, resolve_backend
 from torchpar.compiler.placement import ORDER, of_parameters, place_parameters
@@ -20,6 +19,7 @@ from torchpar.dtensors import deal_heads, dtensor_optimizer, make_device_mesh, o
 from torchpar.engine import Engine, Fill
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer
+from torchpar.private import flatten_mesh
 from torchpar.remat import apply_remat
 
 
@@ -45,10 +45,10 @@ def _placed(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> Engin
     and when a shard is whole."""
     layout = experiment.layout
     devices = make_device_mesh(mesh, [name for name in ORDER if mesh[name].size > 1])
-    with group_threads():  # DTensor then sums along all of them at once
-        for names in dict.fromkeys((REPLICAS, REPLICAS if layout.zero else DATA)):  # alike on all ranks
-            if len(several := [name for name in ORDER if name in names and mesh[name].size > 1]) > 1:
-                devices[tuple(several)]._flatten(mesh.joined(*names).name)
+    # DTensor sums over several axes at once along a flattened one.
+    for names in dict.fromkeys((REPLICAS, REPLICAS if layout.zero else DATA)):  # alike on all ranks
+        if len(several := [name for name in ORDER if name in names and mesh[name].size > 1]) > 1:
+            flatten_mesh(devices, several, mesh.joined(*names).name)
     is_sharded = {role: layout.zero >= stage for role, stage in SHARDED_FROM.items()}
     if layout.tp > 1:
         deal_heads(model, layout.tp)

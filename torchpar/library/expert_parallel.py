@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
@@ -21,6 +20,7 @@ from compare.spec.axes import EP
 from torchpar.comm.mesh import Mesh
 from torchpar.experts import ExchangeRows
 from torchpar.model import GPT
+from torchpar.private import all_to_all_single_autograd
 from torchpar.sharding import Sharding, TensorsByName, divide_gradient
 
 

@@ -22,9 +22,7 @@ import torch
 import torch.distributed as dist
 import typing_extensions
 from msgspec.structs import replace
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from compare.contract import communication
 from compare.contract.communication import PHASES, Communication, ring_wire_bytes
@@ -33,6 +31,7 @@ from compare.spec.axes import CP, EP, PP, SHARDS, TP, parts_of
 from torchpar.comm.collectives import Axis, Call, observers
 from torchpar.comm.mesh import Mesh
 from torchpar.measure.watch import Sink, Watch
+from torchpar.private import process_group_of, tree_leaves
 
 KINDS = {
     "allreduce": "all_reduce",
@@ -236,7 +235,7 @@ def _group_of(func: Any, arguments: tuple) -> dist.ProcessGroup | None:
         if argument.name == "process_group":
             return dist.ProcessGroup.unbox(value)
         if argument.name == "group_name":
-            return _resolve_process_group(value) if isinstance(value, str) else value
+            return process_group_of(value) if isinstance(value, str) else value
     return None
 
 

@@ -20,12 +20,11 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from compare.contract.memory_profile import Class, DeviceMemory, Phase, device_memory
 from torchpar.measure.ledger import NAMESPACES
 from torchpar.measure.watch import HEAD, LOSS, Sink, modules_named
+from torchpar.private import is_traceable_wrapper_subclass, storage_id, tree_leaves
 from torchpar.sharding import local
 
 CPU_METHOD = "bytes of all tensors alive at once (weights, gradients, optimizer, buckets, activations)"
@@ -86,7 +85,7 @@ class MemorySink(Sink):
         device: str = "cpu",
     ):
         self._device, self._module = device, module
-        self._elsewhere = {tensor.untyped_storage()._cdata: tensor for tensor in elsewhere}
+        self._elsewhere = {storage_id(tensor.untyped_storage()): tensor for tensor in elsewhere}
         self._alive: dict[int, _Life] = {}
         self._lives: list[_Life] = []
         self._made_by_forward: list[_Life] = []
@@ -187,7 +186,7 @@ class MemorySink(Sink):
 
     def _life_of(self, storage: torch.UntypedStorage, *, is_made: bool = False) -> _Life | None:
         """A storage's life, from its first sight on; None if it does not count."""
-        key = storage._cdata
+        key = storage_id(storage)
         if storage.device.type != self._device or key in self._elsewhere:
             return None
         if key in self._alive:
@@ -214,7 +213,7 @@ class MemorySink(Sink):
 def resident_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages behind tensors of any shape, each storage once."""
     storages = (local(tensor).untyped_storage() for tensor in tensors)
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    return sum({storage_id(storage): storage.nbytes() for storage in storages}.values())
 
 
 def _plain(tensor: torch.Tensor) -> Iterable[torch.Tensor]:

@@ -9,12 +9,17 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._C._autograd import _get_sequence_nr
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from compare.pipeline.schedules import Kind, Task
 from torchpar.comm.collectives import Call, observers
+from torchpar.private import (
+    TorchDispatchMode,
+    in_backward,
+    is_traceable_wrapper_subclass_type,
+    next_node_number,
+    running_node_number,
+)
 
 HEAD, LOSS = "lm_head", "loss"
 """Names of the model's modules whose results are logits, or made of them."""
@@ -119,7 +124,7 @@ class Watch(TorchDispatchMode):
     @property
     def in_backward(self) -> bool:
         """True within autograd's backward, where a forward may be run again."""
-        return torch._C._current_graph_task_id() != -1
+        return in_backward()
 
     @property
     def runs_forward(self) -> bool:
@@ -131,10 +136,10 @@ class Watch(TorchDispatchMode):
         """The innermost module that runs, by its path from the module that was called first; '' for none."""
         if self._stack or not self.in_backward:
             return self._stack[-1] if self._stack else ""
-        node = torch._C._current_autograd_node()
-        if node is None:
+        number = running_node_number()
+        if number is None:
             return ""
-        place = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
+        place = bisect.bisect_right(self._numbers, number) - 1
         return self._running[place] if place >= 0 else ""
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
@@ -155,7 +160,7 @@ class Watch(TorchDispatchMode):
 
     def _note(self) -> None:
         """From the next operator on another module runs."""
-        number = _get_sequence_nr()
+        number = next_node_number()
         if self._numbers and number < self._numbers[-1]:
             return  # of another thread
         self._numbers.append(number)

@@ -8,8 +8,6 @@ from typing import Any, get_args
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 from compare.contract.communication import GRADIENTS
 from compare.contract.work import Kept, ObservedWork, Part
@@ -17,6 +15,7 @@ from compare.pipeline.schedules import Kind, Task
 from compare.spec.axes import REPLICAS, parts_of
 from torchpar.comm.collectives import Call
 from torchpar.measure.watch import HEAD, Sink, modules_named
+from torchpar.private import FakeTensor, tree_leaves
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "addmm_", "baddbmm_"})
 ACTIVATIONS = frozenset({"gelu", "relu"})
