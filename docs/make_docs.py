@@ -77,7 +77,7 @@ def _limit(tolerance: Tolerance) -> str:
 
 def _able(fault: Fault) -> str:
     """The engines that can make a mistake, in short."""
-    unable = [name for name in STUDIED if name in fault.impossible]
+    unable = [name for name in STUDIED if not fault.is_planted_in(name)]
     if len(unable) < 3:
         return f"all but {' and '.join(unable)}" if unable else "all"
     return ", ".join(name for name in STUDIED if name not in unable)

@@ -47,7 +47,7 @@ def local_shards(tree: Any, engine: Engine) -> Iterator[tuple[Shard, np.ndarray]
         numbers = {device: number for number, device in enumerate(leaf.sharding.mesh.devices.flat)}
         for part in leaf.addressable_shards:
             ranges = [dim.indices(size)[:2] for dim, size in zip(part.index, leaf.shape, strict=True)]
-            true = [p.true_range(dim, *ranges[dim]) for dim in range(is_stacked, leaf.ndim)]
+            true = [p.unpadded_range(dim, *ranges[dim]) for dim in range(is_stacked, leaf.ndim)]
             offset, shape = tuple(start for start, _ in true), tuple(stop - start for start, stop in true)
             array = np.asarray(part.data)
             for place, layer in enumerate(layers[slice(*ranges[0])] if is_stacked else layers):

@@ -21,7 +21,7 @@ from jaxpar.remat import IsGather, Remat
 
 Hook = Callable[[jax.Array], jax.Array]
 Indices = Callable[[int], ArrayLike]
-"""From the number of local heads or positions to their global indices."""
+"""From the number of local heads, positions or token ids to their global indices."""
 
 
 def identity(x: Any) -> Any:
@@ -71,6 +71,8 @@ class Hooks:
     """The vectors (T, C) of the positions, before they are added to those of the tokens."""
     after_embedding: Hook = identity
     before_logits: Hook = identity
+    vocabulary: Indices | None = None
+    """Token ids of the logits, under tensor parallelism: ids that are padding get a logit of -inf."""
     cross_entropy: Callable[[jax.Array, jax.Array], jax.Array] = cross_entropy
     """(logits (B, T, V), targets (B, T)) -> mean loss."""
 

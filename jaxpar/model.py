@@ -97,7 +97,7 @@ class Embedding(nnx.Module):
     """Token and position tables; the token table is also the output head."""
 
     def __init__(self, config: Model, dtypes: Dtypes, hooks: Hooks):
-        self.compute, self.hooks = dtypes.compute, hooks
+        self.compute, self.vocab_size, self.hooks = dtypes.compute, config.vocab_size, hooks
         self.token = nnx.Param(jnp.zeros((config.vocab_size, config.n_embd), dtypes.storage))
         zeros = jnp.zeros((config.block_size, config.n_embd), dtypes.storage)
         self.position = nnx.Param(zeros) if config.position == "learned" else None
@@ -111,8 +111,14 @@ class Embedding(nnx.Module):
         return self.hooks.after_embedding(x_BTC)
 
     def logits(self, x_BTC: jax.Array) -> jax.Array:
-        """Logits (B, T, V) of any positions, from what has entered."""
-        return jnp.einsum("BTC,VC->BTV", x_BTC.astype(self.compute), self.token[...].astype(self.compute))
+        """Logits (B, T, V) of any positions, given x after the hook `before_logits`."""
+        logits_BTV = jnp.einsum(
+            "BTC,VC->BTV", x_BTC.astype(self.compute), self.token[...].astype(self.compute)
+        )
+        if self.hooks.vocabulary is None:
+            return logits_BTV
+        ids_V = jnp.asarray(self.hooks.vocabulary(logits_BTV.shape[-1]))
+        return jnp.where(ids_V < self.vocab_size, logits_BTV, -jnp.inf)
 
 
 class GPT(nnx.Module):

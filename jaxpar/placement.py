@@ -1,17 +1,21 @@
-"""Placement of every leaf: mesh axes by dim, padded so that each device has an equal part.
+"""Placement of every parameter: which mesh axis splits which dim, and the padding that makes shards equal.
 
-All engines store the same arrays in the same places; they differ in who moves them. The table of axes
-(`compare.spec.axes`) names the dim that pp and tp split; the layers of pp are stored in the order of the
-devices that have them. ZeRO's axes, dp_shard and ep, take the first dim that they divide, preferably one
-that tp left alone: its parts then lie in memory one after the other. They never take the layers: a scan walks
-along them. If they divide no dim, the largest is padded with zeros, which have no gradient and so stay zero.
-Experts are split by ep as by the table, and ZeRO has dp_shard alone for them.
+All engines store the same arrays in the same places. The table of axes (`compare.spec.axes`) names the dims
+that pp, tp and ep split. ZeRO's axes, dp_shard and ep, split one further dim together:
+
+    which dim   the first that they divide, if possible one that tp does not split: shards are then contiguous
+    otherwise   the largest dim, padded with zeros; their gradients are zero, so they stay zero
+    never       the layers, since a scan walks along them
+    experts     ep splits them by the table, and dp_shard alone is ZeRO's
+
+Layers are stored in the order of the pp ranks that run them. This is the only module with padding; the model
+masks the logits of a padded vocabulary (`Embedding.logits`).
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,15 +27,24 @@ from compare.spec.experiment import Experiment, Layout
 from jaxpar.weights import logical_axes, parameter_shapes
 
 
+class ShardSizes(NamedTuple):
+    """Number of shards of a dim before ZeRO splits it, and the size of each without and with padding."""
+
+    count: int
+    size: int
+    padded: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """One leaf's, of this true shape over all devices.
+    """Placement of one parameter.
 
     Attributes:
-        dims: mesh axis -> the dim that it splits. Those of ZeRO are last: they split another axis's parts.
-        shards: ZeRO's mesh axes, which split one dim together; none if they leave the leaf alone.
-        degrees: mesh axis -> the devices along it.
-        chunks: the stages that a device of pp has: rank, rank + pp, rank + 2 pp and so on.
+        shape: full shape without padding.
+        dims: mesh axis -> the dim that it splits. ZeRO's axes come last: they split shards of the others.
+        shards: ZeRO's mesh axes, which split one dim together, or ().
+        degrees: mesh axis -> number of its devices.
+        chunks: number of stages of a pp rank: rank, rank + pp, rank + 2 pp, ...
     """
 
     shape: tuple[int, ...]
@@ -42,7 +55,7 @@ class Placement:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes whose devices have different parts; along the others the leaf is repeated."""
+        """Mesh axes that split the parameter. The devices along the other axes have copies."""
         return tuple(self.dims)
 
     @property
@@ -51,7 +64,7 @@ class Placement:
         return self.dims[self.shards[0]] if self.shards else None
 
     def spec(self, *, sharded: bool) -> P:
-        """The leaf's PartitionSpec; without ZeRO's axes unless `sharded`."""
+        """PartitionSpec; it includes ZeRO's axes if `sharded`."""
         axes = [
             tuple(
                 axis for axis, at in self.dims.items() if at == dim and (sharded or axis not in self.shards)
@@ -60,59 +73,64 @@ class Placement:
         ]
         return P(*(names if len(names) > 1 else names[0] if names else None for names in axes))
 
-    def parts(self, dim: int) -> tuple[int, int, int]:
-        """Parts of a dim before ZeRO splits it; true size of each; and its size as stored."""
+    def shard_sizes(self, dim: int) -> ShardSizes:
+        """Shards of a dim."""
         others = (a for a, at in self.dims.items() if at == dim and a not in self.shards)
         count = math.prod(self.degrees[a] for a in others)
         shards = math.prod(self.degrees[a] for a in self.shards) if self.shard_dim == dim else 1
         size = -(-self.shape[dim] // count)
-        return count, size, -(-size // shards) * shards
+        return ShardSizes(count, size, -(-size // shards) * shards)
 
     @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape over all devices, padding included."""
-        return tuple(count * stored for count, _, stored in map(self.parts, range(len(self.shape))))
+    def padded_shape(self) -> tuple[int, ...]:
+        """Full shape with padding."""
+        return tuple(count * padded for count, _, padded in map(self.shard_sizes, range(len(self.shape))))
 
-    def true_range(self, dim: int, start: int, stop: int) -> tuple[int, int]:
-        """A range of a stored dim, within one part, as a range of the true array; perhaps empty.
+    def unpadded_range(self, dim: int, start: int, stop: int) -> tuple[int, int]:
+        """Range without padding of a range [start, stop) in one shard of a padded dim. It may be empty.
 
-        Padding lies at the end of each part. Not for the dim of the layers, which are reordered.
+        Padding is at the end of each shard. Not for the layers, whose order differs.
         """
-        _, size, stored = self.parts(dim)
-        part = start // stored if stored else 0
-        first, last = (part * size + min(entry - part * stored, size) for entry in (start, stop))
+        _, size, padded = self.shard_sizes(dim)
+        shard = start // padded if padded else 0
+        first, last = (shard * size + min(entry - shard * padded, size) for entry in (start, stop))
         return min(first, self.shape[dim]), min(last, self.shape[dim])
 
     def stored_layers(self) -> list[int]:
-        """The layer at each place of the leading dim as stored, of a leaf that stacks layers."""
-        return self._reordered(np.arange(self.shape[0]), self.chunks, self.degrees[PP]).tolist()
+        """The layer that each index of the leading dim stores, of a parameter with stacked layers."""
+        return self._reorder_layers(np.arange(self.shape[0]), self.chunks, self.degrees[PP]).tolist()
 
     def pad(self, x: np.ndarray) -> np.ndarray:
-        """The true array, `shape`, in `stored_shape`."""
-        x = self._reordered(x, self.chunks, self.degrees[PP])
+        """An array of `shape` as stored, in `padded_shape`."""
+        x = self._reorder_layers(x, self.chunks, self.degrees[PP])
         for dim in set(self.dims.values()):
-            count, size, stored = self.parts(dim)
-            x = _resized(x, dim, count * size)
-            x = joined(_resized(cut(x, dim, count, -1), dim + 1, stored), dim)
+            count, size, padded = self.shard_sizes(dim)
+            x = _resize(x, dim, count * size)
+            x = merge_dims(_resize(split_dim(x, dim, count, -1), dim + 1, padded), dim)
         return x
 
     def unpad_shards(self, x: Any) -> Any:
-        """An array of `stored_shape` (NumPy or JAX) without the padding of ZeRO's shards."""
+        """Remove ZeRO's padding, of an array in `padded_shape` or one device's part of it without ZeRO."""
         dim = self.shard_dim
         if dim is None:
             return x
-        count, size, stored = self.parts(dim)
-        return x if size == stored else joined(_resized(cut(x, dim, count, -1), dim + 1, size), dim)
+        _, size, padded = self.shard_sizes(dim)
+        if size == padded:
+            return x
+        count = x.shape[dim] // padded
+        if count == 1:
+            return _resize(x, dim, size)
+        return merge_dims(_resize(split_dim(x, dim, count, -1), dim + 1, size), dim)
 
     def unpad(self, x: Any) -> Any:
-        """The inverse of `pad`."""
-        x = self._reordered(self.unpad_shards(x), self.degrees[PP], self.chunks)
+        """Inverse of `pad`."""
+        x = self._reorder_layers(self.unpad_shards(x), self.degrees[PP], self.chunks)
         for dim, size in enumerate(self.shape):
-            x = _resized(x, dim, size)
+            x = _resize(x, dim, size)
         return x
 
-    def _reordered(self, x: Any, outer: int, inner: int) -> Any:
-        """Layers in the order (outer, inner, layers of a stage) -> (inner, outer, layers of a stage)."""
+    def _reorder_layers(self, x: Any, outer: int, inner: int) -> Any:
+        """Layers (outer, inner, layers of a stage) -> (inner, outer, layers of a stage)."""
         dim = self.dims.get(PP)
         if dim is None or self.chunks == 1:
             return x
@@ -122,7 +140,7 @@ class Placement:
 
 
 def place(shape: tuple[int, ...], axes: tuple[str, ...], layout: Layout) -> Placement:
-    """The placement of one leaf of this true shape, with a logical axis for each dim."""
+    """Placement of a parameter of this shape, with a logical axis for each dim."""
     dims: dict[str, int] = {}
     for dim, logical in enumerate(axes):
         axis = SPLIT.get(logical)
@@ -136,7 +154,7 @@ def place(shape: tuple[int, ...], axes: tuple[str, ...], layout: Layout) -> Plac
         return placement
 
     def preference(dim: int) -> tuple[bool, bool, int]:
-        _, size, _ = placement.parts(dim)
+        size = placement.shard_sizes(dim).size
         divides = size % count == 0
         return divides, dim not in dims.values(), -dim if divides else size
 
@@ -150,57 +168,64 @@ def place_parameters(experiment: Experiment) -> Any:
     return jax.tree.map(lambda leaf, axes: place(leaf.shape, axes, experiment.layout), shapes, axes)
 
 
+def map_placed(f: Callable[[Placement, Any], Any], tree: Any, placements: Any) -> Any:
+    """f(placement, leaf) under the top-level keys of `placements`; leaves under other keys stay."""
+    return {
+        key: jax.tree.map(f, placements[key], tree[key]) if key in placements else tree[key] for key in tree
+    }
+
+
 def map_repeated(f: Callable[[Any], Any], axis: str, placements: Any, tree: Any) -> Any:
-    """Apply `f` to the leaves that are repeated along a mesh axis; those that are split over it stay."""
+    """f(leaf) for the leaves that a mesh axis does not split; the leaves that it splits stay."""
     return jax.tree.map(lambda p, x: x if axis in p.dims else f(x), placements, tree)
 
 
+def unpad(params: Any, placements: Any) -> Any:
+    """Parameters without ZeRO's padding; those under keys that `placements` lacks stay."""
+    return map_placed(lambda p, x: p.unpad_shards(x), params, placements)
+
+
 def specs(placements: Any, *, sharded: bool) -> Any:
-    """A tree of PartitionSpecs; leaves are split over ZeRO's axes only if `sharded`."""
+    """A tree of PartitionSpecs; they include ZeRO's axes if `sharded`."""
     return jax.tree.map(lambda p: p.spec(sharded=sharded), placements)
 
 
 def shardings(mesh: Mesh, placements: Any, *, sharded: bool) -> Any:
-    """The same as NamedShardings."""
+    """`specs` as NamedShardings."""
     return jax.tree.map(lambda p: NamedSharding(mesh, p.spec(sharded=sharded)), placements)
 
 
-def unpad(params: Any, placements: Any) -> Any:
-    """Parameters without what only makes ZeRO's shards equal in size."""
-    return jax.tree.map(lambda p, x: p.unpad_shards(x), placements, params)
+def drop_layer_dim(placements: Any) -> Any:
+    """Placements of one layer of stacked parameters."""
 
-
-def one_layer(placements: Any) -> Any:
-    """The placements of one layer of stacked leaves: the leading dim taken off."""
-
-    def without_layer(p: Placement) -> Placement:
+    def drop(p: Placement) -> Placement:
         dims = {axis: dim - 1 for axis, dim in p.dims.items() if axis != PP}
         return Placement(shape=p.shape[1:], dims=dims, degrees={**p.degrees, PP: 1}, shards=p.shards)
 
-    return jax.tree.map(without_layer, placements)
+    return jax.tree.map(drop, placements)
 
 
-def _resized(x: Any, dim: int, size: int) -> Any:
-    """x with this size of a dim: cut off, or padded with zeros (NumPy alone)."""
+def _resize(x: Any, dim: int, size: int) -> Any:
+    """x with the first `size` entries of a dim, or padded to it with zeros (NumPy only)."""
     if x.shape[dim] >= size:
         return x if x.shape[dim] == size else x[(slice(None),) * dim + (slice(size),)]
     return np.pad(x, [(0, size - x.shape[i] if i == dim else 0) for i in range(x.ndim)])
 
 
-def cut(x: Any, dim: int, *sizes: int) -> Any:
-    """(.., n, ..) -> (.., *sizes, ..) at `dim`; what splits n splits the first of them."""
+def split_dim(x: Any, dim: int, *sizes: int) -> Any:
+    """(.., n, ..) -> (.., *sizes, ..). The mesh axes that split n split the first of the sizes."""
     shape = (*x.shape[:dim], *sizes, *x.shape[dim + 1 :])
-    return _typed(x, shape, lambda axes: (*axes[: dim + 1], *(None,) * (len(sizes) - 1), *axes[dim + 1 :]))
+    return _reshape(x, shape, lambda axes: (*axes[: dim + 1], *(None,) * (len(sizes) - 1), *axes[dim + 1 :]))
 
 
-def joined(x: Any, dim: int) -> Any:
-    """The inverse of `cut` in two."""
+def merge_dims(x: Any, dim: int) -> Any:
+    """(.., n, m, ..) -> (.., n m, ..). The mesh axes that split n split n m."""
     shape = (*x.shape[:dim], -1, *x.shape[dim + 2 :])
-    return _typed(x, shape, lambda axes: (*axes[: dim + 1], *axes[dim + 2 :]))
+    return _reshape(x, shape, lambda axes: (*axes[: dim + 1], *axes[dim + 2 :]))
 
 
-def _typed(x: Any, shape: tuple[int, ...], axes_of: Callable[[tuple], tuple]) -> Any:
-    """x in another shape; if it has a type, with these axes: beside a dim of 1 JAX finds none by itself."""
+def _reshape(x: Any, shape: tuple[int, ...], axes_of: Callable[[tuple], tuple]) -> Any:
+    """x.reshape(shape), with these axes in an explicit type: with a dim of size 1 JAX cannot derive them."""
     sharding = jax.typeof(x).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return x.reshape(shape)

@@ -6,9 +6,11 @@ code is a diff: the engine runs a patched copy of its source.
 
 import itertools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
+
+from msgspec.structs import replace
 
 from compare.contract.record import Record, Step
 from compare.contract.request import Request
@@ -16,10 +18,11 @@ from compare.execute.launch import launch
 from compare.flags import StudiedName, checked_pythons, chosen_engines, hosts_of
 from compare.judge.ladder import Verdict
 from compare.judge.outcome import Case, Grid, Outcome
-from compare.run.study import OF_LAYOUTS, Study
+from compare.run.study import OF_LAYOUTS, Study, findings_in
 from compare.setup.planted import ROOT, Diff, Fault, load_faults, packages_of, patched_copy
 from compare.setup.presets import PRESETS, check_names, edits_of, spread
 from compare.show.findings import Column, Findings, table_of, verdict_findings
+from compare.show.page import write_page
 from compare.spec.engines.registry import ENGINES, REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.terminal import error_text, results_console
@@ -31,11 +34,13 @@ REFERENCES = {
     UNDROPPED: "reference-undropped",
     EXPERTS: "reference-experts",
 }
-"""The reference of the mistakes with these settings, which change the numbers."""
+"""The references by the setting that changes their numbers."""
 FAULTS = load_faults()
 DROPOUT = 0.2
 """The dropout of all cases, unless the experiment has its own: without it some mistakes change nothing."""
 DEVICES = 4
+CHANGE = "planted.diff"
+"""The file in the folder of a case with the change of the source."""
 
 
 class Faults(Study, frozen=True, kw_only=True):
@@ -86,19 +91,22 @@ class Faults(Study, frozen=True, kw_only=True):
                 on_step=tell,
                 source=Path(source),
             )
+        (place / CHANGE).write_text(change_of(name), encoding="utf-8")
         return self.keep(case, record), record
 
     def __call__(self) -> int:
-        """Answer it; --dry_run also prints the changes. Returns 0 if every fault is caught at its rung."""
+        """Run the study; --dry_run also prints the changes. Returns 0 if each fault is caught at its rung."""
         code = super().__call__()
         if self.dry_run and not self.json:
-            for change, names in changes(self.planned()).items():
-                results_console().print(f"\n{names}\n{change}", markup=False, highlight=False, soft_wrap=True)
+            changes = {name: change_of(name) for name, case in self.planned().cases.items() if case.against}
+            for line in grouped(changes):
+                results_console().print(f"\n{line}", soft_wrap=True)
         return code
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
-        """Every planted fault, and the rung that caught it."""
+        """Every planted fault, and the rung that caught it; the changes of faults that were not caught."""
+        wrong = [verdict.candidate for verdict in outcome.verdicts if not is_right(verdict)]
         total = sum(bool(case.against) for case in outcome.cases.values())
         caught = sum(is_right(verdict) for verdict in outcome.verdicts)
         return verdict_findings(
@@ -106,9 +114,16 @@ class Faults(Study, frozen=True, kw_only=True):
             title="Planted faults",
             sentence=f"{caught} of {total} faults caught at the right rung",
             tables=[table_of("Planted faults, and the rung that caught each", COLUMNS, outcome.verdicts)],
-            notes=[f"{names}:\n{change}" for change, names in changes(outcome).items()],
+            notes=grouped({name: recorded_change(folder / name) for name in wrong}),
             passed=caught_as_expected(outcome),
         )
+
+    @classmethod
+    def leave(cls, outcome: Outcome, folder: Path) -> Path:
+        """Write the page, with the changes of all faults. Returns its path."""
+        changes = grouped({name: recorded_change(folder / name) for name in outcome.cases})
+        found = replace(findings_in(cls, outcome, folder), notes=changes)
+        return write_page(folder / f"{outcome.study}.html", found)
 
 
 COLUMNS = (
@@ -151,13 +166,13 @@ def fault_cases(
     short = edited(experiment, {"train": {"max_iters": 2}, "model": {"dropout": dropout}})
     chosen = [FAULTS[name] for name in names or FAULTS]
     cases = {"reference": _case(REFERENCE, spread(short, "single"))}
-    for settings, name in REFERENCES.items():
-        if any(fault.settings == settings for fault in chosen):
-            cases[name] = _case(REFERENCE, spread(edited(short, edits_of(settings)), "single"))
+    for setting, name in REFERENCES.items():
+        if any(reference_of(fault) == name for fault in chosen):
+            cases[name] = _case(REFERENCE, spread(edited(short, edits_of(setting)), "single"))
     whys = set()
     for fault, engine in itertools.product(chosen, engines):
-        if why := fault.impossible.get(engine):
-            whys.add(f"{fault.name}: {engine}: {why}")
+        if not fault.is_planted_in(engine):
+            whys.add(f"{fault.name}: {engine}: {fault.impossible.get(engine, 'it has no diff')}")
             continue
         over = PRESETS[fault.preset].devices if fault.preset else devices
         sharded = spread(edited(short, edits_of(fault.settings)), fault.preset or "ddp", over)
@@ -168,11 +183,17 @@ def fault_cases(
         cases[f"{fault.name}.{engine}"] = _case(
             engine,
             revalidate(edited(sharded, edit)),
-            against=REFERENCES.get(fault.settings, "reference"),
+            against=reference_of(fault),
         )
     if not any(case.against for case in cases.values()):
         raise ExperimentError(f"no fault is left to plant: {'; '.join(sorted(whys))}")
     return cases
+
+
+def reference_of(fault: Fault) -> str:
+    """The name of the unsharded case with the numbers of a fault's settings."""
+    settings = fault.settings.split(",")
+    return next((name for setting, name in REFERENCES.items() if setting in settings), "reference")
 
 
 def _case(engine: str, experiment: Experiment, *, against: str = "") -> Case:
@@ -192,10 +213,20 @@ def diffs_of(case_name: str) -> list[Diff]:
     return fault.diffs(engine)
 
 
-def changes(outcome: Outcome) -> dict[str, str]:
-    """The changes of all cases, as diffs, and the names of the cases with each."""
+def change_of(case_name: str) -> str:
+    """The changes that plant the mistake of a case, as one diff."""
+    return "\n".join(diff.unified() for diff in diffs_of(case_name))
+
+
+def recorded_change(place: Path) -> str:
+    """The diff in the folder of a case; '' for none."""
+    path = place / CHANGE
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def grouped(changes: Mapping[str, str]) -> list[str]:
+    """Each diff once, below the names of its cases, from the diff of each case."""
     named: dict[str, list[str]] = {}
-    for name, case in outcome.cases.items():
-        for diff in diffs_of(name) if case.against else ():
-            named.setdefault(diff.unified(), []).append(name)
-    return {change: ", ".join(names) for change, names in named.items()}
+    for name, change in changes.items():
+        named.setdefault(change, []).append(name)
+    return [f"{', '.join(names)}:\n{change}" for change, names in named.items() if change]

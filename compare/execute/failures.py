@@ -1,5 +1,6 @@
 """The cause of an engine's failure, in one line."""
 
+import errno
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from compare.contract import record as files
 from compare.contract.record import Failure
 from compare.side.ending import BAD_REQUEST, FAILED, MISSING, STOP_SIGNAL, STOPPED
 from compare.side.process_states import numbered, read_cause, read_states
+from compare.system.disk import no_room
 from compare.system.signals import describe_exit
 
 LOG = "log.txt"
@@ -64,5 +66,5 @@ def _last_words(returncode: int, folder: Path, log: str) -> str:
     if lines:
         return next((line for line in lines if any(words in line for words in FATAL)), lines[-1])
     if shutil.disk_usage(folder).free < FULL_DISK:
-        return f"{folder}: no space left on the device: make room, and run again"
+        return no_room(OSError(errno.ENOSPC, ""), folder)
     return f"{describe_exit(returncode)} and no message"

@@ -68,6 +68,10 @@ class Fault(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     impossible: dict[str, str] = {}
     """Engines that cannot make the mistake, and the reason."""
 
+    def is_planted_in(self, engine: str) -> bool:
+        """True if there is a way to plant the mistake in an engine."""
+        return bool(self.edit or self.diffs(engine))
+
     def diffs(self, engine: str) -> list[Diff]:
         """The changes that plant the mistake in an engine; [] for an `edit`."""
         return [one for one in self.diff if not one.engines or engine in one.engines]

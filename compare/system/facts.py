@@ -1,4 +1,4 @@
-"""Facts of this machine and of processes: processors, memory, versions, and whether one computes."""
+"""Facts of this machine and of processes: processors, memory, versions, CPU time."""
 
 import contextlib
 import importlib.metadata
@@ -12,19 +12,19 @@ from pathlib import Path
 import psutil
 
 BUSY_SHARE = 0.05
-"""Of one core. A process that waits for others polls with 1 %; one that computes gets more than this even
-on a machine with ten times as many busy processes as cores."""
+"""Share of one core. A waiting process polls with 1 %; a computing one gets more than this even on a machine
+with ten times as many busy processes as cores."""
 LOOK_S = 1.0
 
 
 class MissingDevicesError(RuntimeError):
-    """This machine lacks the devices that a layout needs. The message is one line with both numbers."""
+    """A layout needs more devices than this machine has. The message is one line with both numbers."""
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's model with family and number, or its architecture where the system does not tell.
+    """The processor's model with family and number, or else its architecture.
 
-    Virtual machines call processors "AMD EPYC" whose products differ by a factor of two.
+    Virtual machines report "AMD EPYC" for processors whose speeds differ by a factor of two.
     """
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     core = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
@@ -35,35 +35,35 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def cores() -> int:
-    """Cores that this process may run on."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_seconds() -> float:
-    """User and system CPU seconds of this process, and of children that it waited for."""
+    """User and system CPU seconds of this process and of its children that ended."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def process_memory() -> int:
-    """Bytes of RAM that this process has now."""
+    """Bytes of RAM of this process."""
     return psutil.Process().memory_info().rss
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Python's and some packages' versions."""
+    """The versions of Python and of packages."""
     return {"python": platform.python_version()} | {
         name: importlib.metadata.version(name) for name in packages
     }
 
 
 def look_s(timeout_s: float) -> float:
-    """Seconds between two looks, if a hang is to be noticed after `timeout_s`."""
+    """Seconds between two looks at a process that may hang for `timeout_s`."""
     return min(LOOK_S, timeout_s / 4)
 
 
 def is_stopped(pid: int | None) -> bool:
-    """True for a process that is suspended: SIGSTOP, a debugger. Its children may go on."""
+    """True if a process is suspended, by SIGSTOP or a debugger. Its children may run."""
     try:
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     except psutil.NoSuchProcess:
@@ -71,7 +71,7 @@ def is_stopped(pid: int | None) -> bool:
 
 
 def has_ended(pid: int) -> bool:
-    """True if no such process runs; one that was not waited for has ended, too."""
+    """True if a process has ended, also if its parent has not waited for it."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -79,17 +79,14 @@ def has_ended(pid: int) -> bool:
 
 
 class Activity:
-    """Tells whether a process, or what it started, computed since the last look: a hang computes nothing.
-
-    By default this process.
-    """
+    """CPU use of a process (by default this one) and its children between two looks; a hang uses none."""
 
     def __init__(self, pid: int | None = None):
         self._pid = pid
         self._used, self._at = self._cpu_seconds(), time.monotonic()
 
     def _cpu_seconds(self) -> float:
-        """Of all these processes, as far as they live, and of their ended children."""
+        """CPU seconds of the running processes, and of their children that ended."""
         total = 0.0
         with contextlib.suppress(psutil.NoSuchProcess):
             root = psutil.Process(self._pid)

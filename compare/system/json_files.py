@@ -1,4 +1,4 @@
-"""JSON files of Structs: written whole, read with their types, and refused by name when they are garbled."""
+"""JSON files of Structs: atomic writes, typed reads, and errors that name the file."""
 
 import math
 from pathlib import Path
@@ -12,7 +12,7 @@ from compare.system.tensors import garbled
 
 T = TypeVar("T")
 FolderName = Annotated[str, Meta(pattern=r"^(?!\.{1,2}$)[^/\\\x00]{1,255}$")]
-"""A folder beside the file that names it, and nowhere else: no path, and neither . nor .."""
+"""The name of a folder beside the file that contains the name: not a path, not `.` and not `..`."""
 
 
 def write_json(path: Path, value: object) -> None:
@@ -21,7 +21,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path, type: type[T]) -> T:
-    """Read what `write_json` wrote. Raises RecordError, which names the file: there is none, or another's."""
+    """Read a file of `write_json`. Raises RecordError: there is no such file, or it has another type."""
     try:
         return decode_json(path.read_bytes(), type)
     except (OSError, msgspec.DecodeError) as error:
@@ -29,9 +29,9 @@ def read_json(path: Path, type: type[T]) -> T:
 
 
 def decode_json(content: str | bytes, type: type[T]) -> T:
-    """Decode a Struct whose only nulls are numbers that were not finite, which JSON cannot write.
+    """Decode a Struct. null becomes NaN, because JSON cannot write a number that is not finite.
 
-    They come back as NaN: a run that diverged has a record too, and must fail every comparison.
+    The record of a diverged run then fails every comparison.
     """
     try:
         return msgspec.convert(_null_to_nan(msgspec.json.decode(content)), type, str_keys=True)

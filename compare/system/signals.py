@@ -1,4 +1,4 @@
-"""Signals that must have their effect at once, those that stay ignored, and the end of a process in words."""
+"""Signal handlers that run at once, the end of standard input, and descriptions of exit codes."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 
 def is_ignored(number: int) -> bool:
-    """True if this process was started with the signal ignored, which is then left so.
+    """True if a signal is ignored, and so shall stay ignored.
 
     A script's background job (`shardpair run &`, `nohup`) ignores SIGINT: Ctrl-C is for the foreground.
     """
@@ -15,17 +15,17 @@ def is_ignored(number: int) -> bool:
 
 
 def on_signals(numbers: Collection[int], act: Callable[[int], None]) -> None:
-    """Call `act(number)` in a thread as soon as such a signal comes; call this from the main thread.
+    """Call `act(number)` in a thread as soon as a signal comes. Call this in the main thread.
 
-    A handler of Python's own would wait until the main thread comes back from native code, which a
-    compilation or a collective does not do soon. Signals that are ignored stay ignored.
+    A handler of Python itself would wait until the main thread returns from native code, such as a
+    compilation or a collective. Ignored signals stay ignored.
     """
     receiver, sender = os.pipe()
     os.set_blocking(sender, False)
     signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
     taken = {number for number in numbers if not is_ignored(number)}
     for number in taken:
-        signal.signal(number, lambda number, frame: None)  # so that the byte is written, and nothing else
+        signal.signal(number, lambda number, frame: None)  # only writes the byte
 
     def wait() -> None:
         while arrived := os.read(receiver, 1):
@@ -36,10 +36,10 @@ def on_signals(numbers: Collection[int], act: Callable[[int], None]) -> None:
 
 
 def when_stdin_ends(act: Callable[[], None]) -> None:
-    """Call `act` in a thread once no process holds standard input open any more: who started us is gone."""
+    """Call `act` in a thread when standard input ends: the process that started this one has ended."""
 
     def wait() -> None:
-        while os.read(0, 4096):  # not sys.stdin, whose lock may be held in a fork, or at the end of Python
+        while os.read(0, 4096):  # sys.stdin has a lock, which a fork or the end of Python may keep
             pass
         act()
 
@@ -47,9 +47,9 @@ def when_stdin_ends(act: Callable[[], None]) -> None:
 
 
 def describe_exit(code: int, *, when: str = "") -> str:
-    """The end of a process in words: 'killed by SIGSEGV at step 3', where `when` is 'at step 3'.
+    """The end of a process as a participle clause, such as 'killed by SIGSEGV at step 3' with `when`.
 
-    Its code is negative for a signal, as `subprocess` gives it; 128 + n stands for signal n, as in a shell.
+    `code` is -n for signal n, as in `subprocess`, or 128 + n, as in a shell.
     """
     when = when and f" {when}"
     number = -code if code < 0 else code - 128

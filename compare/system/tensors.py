@@ -1,4 +1,4 @@
-"""Tensor files that are read one tensor at a time, and what to say of a file that cannot be read."""
+"""Tensor files, read one tensor at a time, and the error of a file that cannot be read."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -7,31 +7,31 @@ import msgspec
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-NOT_OF_NUMPY = ("F8_", "F6_", "F4")
-"""Beginnings of safetensors' names of dtypes."""
+NOT_IN_NUMPY = ("F8_", "F6_", "F4")
+"""Prefixes of dtypes of safetensors."""
 BFLOAT16 = "BF16"
 
 
 class RecordError(ValueError):
-    """A file of a record is missing or garbled. The message is one line that names it."""
+    """A file of a record is missing or invalid. The message is one line with its path."""
 
 
 def garbled(path: Path, error: Exception) -> RecordError:
-    """The error to raise for a file that could not be read."""
+    """The RecordError of a file that cannot be read because of `error`."""
     why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return RecordError(f"{path} cannot be read: {' '.join(why.split()) or type(error).__name__}")
 
 
 class Tensors(Mapping[str, np.ndarray]):
-    """One rung's tensors by name, each read from disk when it is asked for: never the whole model at once.
+    """Tensors of a file by name. Each access reads one tensor from disk, so the model never is in memory.
 
-    Raises RecordError: the file is garbled.
+    Raises RecordError: the file is invalid.
     """
 
     def __init__(self, path: Path):
         self._path = path
         if not path.is_file():
-            raise RecordError(f"{path} cannot be read: it is no file")
+            raise RecordError(f"{path} cannot be read: there is no such file")
         try:
             self._file = safe_open(path, framework="numpy")
             self._names = tuple(self._file.keys())
@@ -44,15 +44,15 @@ class Tensors(Mapping[str, np.ndarray]):
         dtype = self._file.get_slice(name).get_dtype()
         if dtype == BFLOAT16:
             return self._widened(name)
-        if dtype.startswith(NOT_OF_NUMPY):  # some package in this process may have taught it to NumPy
-            raise RecordError(f"{self._path}: {name} is {dtype}, which NumPy has not: write it as float32")
+        if dtype.startswith(NOT_IN_NUMPY):  # even if a package has registered it with NumPy
+            raise RecordError(f"{self._path}: {name} is {dtype}, which NumPy lacks: write it as float32")
         try:
             return self._file.get_tensor(name)
         except (OSError, SafetensorError, TypeError, ValueError) as error:
             raise garbled(self._path, error) from None
 
     def _widened(self, name: str) -> np.ndarray:
-        """A bfloat16 tensor, which NumPy has not, as float32: the same bits, and zeros after them."""
+        """A bfloat16 tensor as float32: NumPy lacks bfloat16, whose bits are the first half of a float32."""
         with self._path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             entry = msgspec.json.decode(file.read(size))[name]

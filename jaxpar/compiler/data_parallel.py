@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import DP_REPLICATE, ROWS
 from jaxpar.mlp import Routing
-from jaxpar.placement import joined
+from jaxpar.placement import merge_dims
 
 AXIS = DP_REPLICATE
 
@@ -71,5 +71,5 @@ def synchronize_gradients(
     each_replica = jax.vmap(gradients_of, in_axes=(None, 1), out_axes=out_axes, spmd_axis_name=axes)
     (value, routing), gradients = each_replica(params, jax.tree.map(with_replica_dim, batch))
     value, gradients = jax.tree.map(lambda x: replica_dim_split(x).mean(axis=0), (value, gradients))
-    expert_ids = jax.tree.map(partial(joined, dim=2), routing.expert_ids)
+    expert_ids = jax.tree.map(partial(merge_dims, dim=2), routing.expert_ids)
     return (value, routing._replace(expert_ids=expert_ids)), gradients

@@ -23,7 +23,7 @@ from compare.spec.experiment import Layout
 from jaxpar.hooks import Hooks
 from jaxpar.mlp import Routing
 from jaxpar.model import Loss
-from jaxpar.placement import one_layer, shardings, unpad
+from jaxpar.placement import drop_layer_dim, shardings, unpad
 from jaxpar.weights import STACKED, without_layers
 
 
@@ -40,7 +40,7 @@ def gather(params: Any, placements: Any, *, mesh: Mesh) -> Any:
 
 def gather_layers(hooks: Hooks, placements: Any, layout: Layout, *, mesh: Mesh) -> None:
     """Stage 3: every scanned block wants its own parameters whole."""
-    placements = one_layer(placements)
+    placements = drop_layer_dim(placements)
     in_front = (PP,) if layout.pp > 1 else ()  # `vmap` over stages adds it to what a block says
     leaves = jax.tree.leaves(shardings(mesh, placements, sharded=False))
     gathered = {_split_dims((*in_front, *sharding.spec)) for sharding in leaves}

@@ -44,8 +44,10 @@ def split_layers(hooks: Hooks, experiment: Experiment, *, mesh: Mesh) -> None:
         linear.after = partial(constrain, mesh=mesh, split=of_output)
     hooks.before_mix = hooks.before_logits = partial(constrain, mesh=mesh)
     hooks.after_embedding = partial(constrain, mesh=mesh, split=between)
-    vocab_size = experiment.model.vocab_size
-    hooks.cross_entropy = partial(placed_cross_entropy, mesh=mesh, vocab_size=vocab_size)
+    hooks.vocabulary = jnp.arange
+    hooks.cross_entropy = lambda logits_BTV, targets_BT: cross_entropy(
+        constrain(logits_BTV, mesh, split=2), targets_BT
+    )
 
 
 def constrain(x: jax.Array, mesh: Mesh, *, split: int | None = None) -> jax.Array:
@@ -54,13 +56,3 @@ def constrain(x: jax.Array, mesh: Mesh, *, split: int | None = None) -> jax.Arra
     axes = [((CP,) if dim == POSITION_DIM else ()) + (AXIS,) * (dim == at) for dim in range(x.ndim)]
     spec = P(B, *axes[1:])
     return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-
-def placed_cross_entropy(
-    logits_BTV: jax.Array, targets_BT: jax.Array, *, mesh: Mesh, vocab_size: int
-) -> jax.Array:
-    """The cross-entropy of logits (B, T, V@tp), perhaps padded: those from `vocab_size` on do not count."""
-    logits_BTV = constrain(logits_BTV, mesh, split=2)
-    if logits_BTV.shape[-1] > vocab_size:
-        logits_BTV = jnp.where(jnp.arange(logits_BTV.shape[-1]) < vocab_size, logits_BTV, -jnp.inf)
-    return cross_entropy(logits_BTV, targets_BT)

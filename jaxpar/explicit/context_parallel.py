@@ -35,7 +35,7 @@ from compare.spec.experiment import Experiment
 from jaxpar.comm.collectives import ledger_scope
 from jaxpar.explicit.replicas import REPLICA, axes_in, copies
 from jaxpar.hooks import Hook, Hooks
-from jaxpar.placement import cut, joined
+from jaxpar.placement import merge_dims, split_dim
 
 AXIS = CP
 
@@ -124,7 +124,7 @@ def across_replicas(rule: Hook, *, positions: int, heads: int) -> Hook:
 def gather(x_rn: jax.Array) -> jax.Array:
     """(r, n@cp, .., t, H, D) -> (r, n@cp, .., T, H, D): to each a copy of the whole."""
     x_r = jnp.moveaxis(x_rn, 1, -4)
-    x_r = joined(x_r, x_r.ndim - 4)
+    x_r = merge_dims(x_r, x_r.ndim - 4)
     *first, _, heads, dim = jax.typeof(x_r).sharding.spec.partitions
     return jnp.moveaxis(copies(reshard(x_r, P(*first, None, heads, dim, reduced={AXIS}))), 0, 1)
 
@@ -132,10 +132,10 @@ def gather(x_rn: jax.Array) -> jax.Array:
 def exchange(x_rn: jax.Array) -> jax.Array:
     """(r, n@cp, .., t, H, D) -> (r, n@cp, .., T, h, D): all positions of some heads, from each tp's own."""
     mesh = jax.typeof(x_rn).sharding.mesh
-    x_rn = cut(x_rn, x_rn.ndim - 2, mesh.shape[TP], mesh.shape[AXIS], -1)  # (.., t, G, n, h, D)
+    x_rn = split_dim(x_rn, x_rn.ndim - 2, mesh.shape[TP], mesh.shape[AXIS], -1)  # (.., t, G, n, h, D)
     rest, _, *others, _, heads, dim = jax.typeof(x_rn).sharding.spec.partitions
     x_rn = jnp.moveaxis(reshard(x_rn, P(rest, None, *others, AXIS, heads, dim)), (1, -3), (-5, 1))
-    return joined(joined(x_rn, x_rn.ndim - 3), x_rn.ndim - 5)
+    return merge_dims(merge_dims(x_rn, x_rn.ndim - 3), x_rn.ndim - 5)
 
 
 def exchange_back(y_rn: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ from compare.spec.axes import CP
 from jaxpar.explicit.replicas import REPLICA, axes_in, axes_of_replicas, copies
 from jaxpar.mlp import Routing
 from jaxpar.model import Loss
-from jaxpar.placement import cut, joined, specs
+from jaxpar.placement import merge_dims, specs, split_dim
 
 
 def each_replica(loss: Loss, *, mesh: Mesh, rows_dim: int = 0) -> Loss:
@@ -40,12 +40,12 @@ def each_replica(loss: Loss, *, mesh: Mesh, rows_dim: int = 0) -> Loss:
 
     def of_each(x: jax.Array, *, has_positions: bool) -> jax.Array:
         """(.., R b, .., T) -> (R n, .., b, .., t), T cut if it `has_positions`."""
-        x = jnp.moveaxis(cut(x, rows_dim, replicas // devices, -1), rows_dim, 0)
+        x = jnp.moveaxis(split_dim(x, rows_dim, replicas // devices, -1), rows_dim, 0)
         if devices == 1:
             return x
         rest, *others = jax.typeof(x).sharding.spec.partitions
         if has_positions:
-            x = jnp.moveaxis(cut(x, x.ndim - 1, devices, -1), -2, 1)
+            x = jnp.moveaxis(split_dim(x, x.ndim - 1, devices, -1), -2, 1)
         else:
             x = jnp.broadcast_to(
                 x[:, None], (len(x), devices, *x.shape[1:]), out_sharding=P(rest, CP, *others)
@@ -58,7 +58,7 @@ def each_replica(loss: Loss, *, mesh: Mesh, rows_dim: int = 0) -> Loss:
         rest = tuple(axis for axis in axes if axis != CP) or None
         shape = len(x), replicas // devices, devices, *x.shape[2:]
         x = jnp.moveaxis(x.reshape(shape, out_sharding=P(None, rest, CP)), 2, 3)
-        return joined(joined(x, 3), 1)
+        return merge_dims(merge_dims(x, 3), 1)
 
     def mean_loss(params: Any, batch: Any) -> tuple[jax.Array, Routing]:
         copied = jax.tree.map(lambda w: None if is_split(w) else copies(w), params)

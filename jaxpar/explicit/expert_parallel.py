@@ -25,7 +25,7 @@ from jax.sharding import reshard
 from compare.spec.axes import CP, EP
 from jaxpar.explicit.replicas import axes_of_replicas, copies
 from jaxpar.mlp import Experts
-from jaxpar.placement import cut
+from jaxpar.placement import split_dim
 
 AXIS = EP
 
@@ -62,13 +62,13 @@ def exchange_tokens(experts: Experts, x_BTC: jax.Array, weights_BTE: jax.Array) 
         def by_device(name: str) -> jax.Array:
             """Weights (E@ep, ..), as (n@ep, D, E / n, ..)."""
             w = copies(params[name]["weight"])
-            return cut(w if rest else w[None], 1, n, -1).swapaxes(0, 1)
+            return split_dim(w if rest else w[None], 1, n, -1).swapaxes(0, 1)
 
         def mix(own: Any, x_nBTC: jax.Array, weights_nBTE: jax.Array) -> jax.Array:
             return nnx.merge(graph, {**params, **own}).mix(x_nBTC, weights_nBTE)
 
         here, there = P(None, rest, AXIS, *dims), P(AXIS, rest, None, *dims)
-        weights_nDnBTE = jnp.moveaxis(cut(split(weights_RBTE), 4, n, -1), 4, 0)
+        weights_nDnBTE = jnp.moveaxis(split_dim(split(weights_RBTE), 4, n, -1), 4, 0)
         x_DnBTC = split(x_RBTC.astype(experts.up.compute))
         x_nDnBTC = jnp.where((weights_nDnBTE > 0).any(axis=-1, keepdims=True), x_DnBTC, 0)
         own = {name: {"weight": by_device(name)} for name in ("up", "down")}

@@ -22,7 +22,7 @@ from jaxpar.explicit.replicas import over_replicas, own_copy
 from jaxpar.hooks import Hooks
 from jaxpar.mlp import Routing
 from jaxpar.model import Loss
-from jaxpar.placement import one_layer, specs, unpad
+from jaxpar.placement import drop_layer_dim, specs, unpad
 
 
 def scatter_gradients(gradients: Any, placements: Any, *, mesh: Mesh) -> Any:
@@ -49,7 +49,7 @@ def is_gather(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
 
 def gather_layers(hooks: Hooks, placements: Any, layout: Layout, *, mesh: Mesh) -> None:
     """Every scanned block gathers its own parameters."""
-    placements = one_layer(placements)
+    placements = drop_layer_dim(placements)
 
     def gather_layer(shards: Any, x_BTC: jax.Array) -> Any:
         full = gather(shards, placements, mesh=mesh)

@@ -25,7 +25,7 @@ from compare.spec.axes import PP
 from jaxpar.hooks import Hooks
 from jaxpar.mlp import Routing
 from jaxpar.model import Loss, PipelineParts
-from jaxpar.placement import cut
+from jaxpar.placement import split_dim
 from jaxpar.stages import Tree, Turn, lanes, run_stage, run_ticks, shift
 from jaxpar.weights import STACKED
 
@@ -43,7 +43,7 @@ def pipelined(parts: PipelineParts, hooks: Hooks, *, mesh: Mesh, chunks: int = 1
     def loss(params: Tree, batch: Tree) -> tuple[jax.Array, Routing]:
         (count,) = {x.shape[0] for x in jax.tree.leaves(batch)}
         enters_SK, leaves_SK, counts_SK = lanes(count, stages)
-        layers_SN = jax.tree.map(lambda w: cut(w, 0, stages, chunks, -1), params[STACKED])
+        layers_SN = jax.tree.map(lambda w: split_dim(w, 0, stages, chunks, -1), params[STACKED])
         params_S = {**params, STACKED: layers_SN}
         batch_S = jax.tree.map(  # what each stage has anyway, as its entry of a dim
             lambda x: jnp.broadcast_to(

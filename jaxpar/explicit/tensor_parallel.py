@@ -40,7 +40,7 @@ def split_layers(hooks: Hooks, experiment: Experiment) -> None:
         row.matmul, row.after = partial(product, out_sharding=UNREDUCED), between
     hooks.look_up, hooks.after_embedding = rows_of, between
     hooks.before_logits = partial(reshard, out_shardings=REDUCED)
-    hooks.cross_entropy = partial(split_cross_entropy, vocab_size=experiment.model.vocab_size)
+    hooks.vocabulary, hooks.cross_entropy = token_ids, split_cross_entropy
 
 
 def split_positions(x: jax.Array) -> jax.Array:
@@ -53,17 +53,20 @@ def rows_of(table_VC: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     return table_VC.at[tokens_BT].get(out_sharding=P())
 
 
-def split_cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array, *, vocab_size: int) -> jax.Array:
-    """The cross-entropy of logits (B, T, V@tp) that may be padded: those from `vocab_size` on do not count.
+def token_ids(count: int) -> jax.Array:
+    """Ids (V@tp) of the logits."""
+    return reshard(jnp.arange(count), P(AXIS))
+
+
+def split_cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    """The mean cross-entropy of logits (B, T, V@tp).
 
     Of each position three numbers are summed over tp, or compared. The target's logit is picked by a mask:
     an index into a dim that is split is an error.
     """
     logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
-    number_V = reshard(jnp.arange(logits_BTV.shape[-1]), P(AXIS))
-    if logits_BTV.shape[-1] > vocab_size:
-        logits_BTV = jnp.where(number_V < vocab_size, logits_BTV, -jnp.inf)
+    id_V = token_ids(logits_BTV.shape[-1])
     greatest_BT1 = lax.stop_gradient(logits_BTV.max(axis=-1, keepdims=True))
     total_BT = jnp.exp(logits_BTV - greatest_BT1).sum(axis=-1)
-    of_target_BT = jnp.where(number_V == targets_BT[..., None], logits_BTV, 0).sum(axis=-1)
+    of_target_BT = jnp.where(id_V == targets_BT[..., None], logits_BTV, 0).sum(axis=-1)
     return (jnp.log(total_BT) + greatest_BT1[..., 0] - of_target_BT).mean()

@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax import lax
 
 from compare.contract.communication import GRADIENTS, PARAMETERS
 from compare.spec.axes import SHARDS
@@ -29,7 +28,7 @@ from jaxpar.comm import collectives
 from jaxpar.hooks import Hooks
 from jaxpar.manual.strategy import Strategy
 from jaxpar.model import Loss
-from jaxpar.placement import Placement, one_layer
+from jaxpar.placement import Placement, drop_layer_dim, map_placed, unpad
 from jaxpar.remat import gathers_in_layers
 from jaxpar.weights import STACKED
 
@@ -91,7 +90,7 @@ def all_gather_parameters(shards: Any, placements: Any) -> Any:
 
 def gather_layers(hooks: Hooks, placements: Any, *, keep: bool) -> None:
     """Every scanned block gathers its own parameters; backward again, unless forward keeps them."""
-    placements = one_layer(placements)
+    placements = drop_layer_dim(placements)
     hooks.gather_layer = lambda shards, x_BTC: unpad(gather(shards, placements), placements)
     hooks.is_gather, hooks.keep_gathered = _is_gather, keep
 
@@ -111,25 +110,10 @@ def gather(shards: Any, placements: Any) -> Any:
     return _along_split_dims(join, shards, placements)
 
 
-def unpad(params: Any, placements: Any) -> Any:
-    """Local parameters without what only makes shards equal in size."""
-
-    def cut(p: Placement, x: jax.Array) -> jax.Array:
-        dim = p.shard_dim
-        return x if dim is None else lax.slice_in_dim(x, 0, p.parts(dim)[1], axis=dim)
-
-    return _map_placed(cut, params, placements)
-
-
 def _along_split_dims(move: Callable[..., jax.Array], tree: Any, placements: Any) -> Any:
     """`move(x, axes, dim=...)` of every leaf that ZeRO splits, along the dim that it splits."""
 
     def moved(p: Placement, x: jax.Array) -> jax.Array:
         return move(x, p.shards, dim=p.shard_dim) if p.shards else x
 
-    return _map_placed(moved, tree, placements)
-
-
-def _map_placed(f: Callable[[Placement, jax.Array], jax.Array], tree: Any, placements: Any) -> Any:
-    placed = {key: jax.tree.map(f, placements[key], tree[key]) for key in tree if key in placements}
-    return {**tree, **placed}
+    return map_placed(moved, tree, placements)

@@ -41,7 +41,7 @@ POSITION_DIM = 1
 
 def strategy(experiment: Experiment, placements: Any, hooks: Hooks) -> Strategy:
     """The model's linear maps, embedding and loss work on this device's part."""
-    sequence_parallel, vocab_size = experiment.layout.sequence_parallel, experiment.model.vocab_size
+    sequence_parallel = experiment.layout.sequence_parallel
     if experiment.layout.tp == 1:
         return Strategy()
 
@@ -53,7 +53,7 @@ def strategy(experiment: Experiment, placements: Any, hooks: Hooks) -> Strategy:
     hooks.look_up, hooks.before_logits = partial(rows_of, g=g), f
     if sequence_parallel:
         hooks.slice_positions = partial(collectives.own_shard, axis=AXIS, dim=0)
-    hooks.cross_entropy = partial(cross_entropy, vocab_size=vocab_size)
+    hooks.vocabulary, hooks.cross_entropy = token_ids, cross_entropy
     split_rows(hooks, sequence_parallel=sequence_parallel)
     if not sequence_parallel:
         return Strategy()
@@ -104,19 +104,21 @@ def own_rows(tokens_BT: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
     return jnp.clip(row_BT, 0, rows - 1), (row_BT >= 0) & (row_BT < rows)
 
 
-def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array, *, vocab_size: int) -> jax.Array:
-    """Mean cross-entropy in nats of split logits: three all-reduces of (B, T), and never the logits.
+def token_ids(count: int) -> jax.Array:
+    """Ids (V,) of this device's logits."""
+    return lax.axis_index(AXIS) * count + jnp.arange(count)
 
-    Targets are ids in the full vocabulary; ids from `vocab_size` on are padding and get no probability.
+
+def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    """Mean cross-entropy in nats of split logits: three all-reduces of (B, T).
+
+    Targets are ids in the full vocabulary.
     """
     logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
-    rows = logits_BTV.shape[-1]
-    id_V = lax.axis_index(AXIS) * rows + jnp.arange(rows)
-    logits_BTV = jnp.where(id_V < vocab_size, logits_BTV, -jnp.inf)
     top_BT = collectives.all_reduce_max(lax.stop_gradient(logits_BTV).max(-1), AXIS, purpose=LOSS)
     own_BT = jnp.exp(logits_BTV - top_BT[..., None]).sum(-1)
     total_BT = collectives.all_reduce(own_BT, AXIS, purpose=LOSS)
-    row_BT, mine_BT = own_rows(targets_BT, rows)
+    row_BT, mine_BT = own_rows(targets_BT, logits_BTV.shape[-1])
     picked_BT = jnp.take_along_axis(logits_BTV, row_BT[..., None], axis=-1)[..., 0]
     target_BT = collectives.all_reduce(jnp.where(mine_BT, picked_BT, 0), AXIS, purpose=LOSS)
     return (jnp.log(total_BT) + top_BT - target_BT).mean()

@@ -117,7 +117,7 @@ def test_masks_of_old_files_are_left_out_and_other_tensors_are_refused(tmp_path,
             np.testing.assert_array_equal(token.view("<u4") >> 16, halves["transformer.wte.weight"])
             np.testing.assert_allclose(token, tensors["transformer.wte.weight"], rtol=2**-7)
     assert main(["convert", str(tmp_path / "gpt2"), str(tmp_path / "x")]) == 2
-    assert "is F8_E4M3, which NumPy has not: write it as float32" in capsys.readouterr().err
+    assert "is F8_E4M3, which NumPy lacks: write it as float32" in capsys.readouterr().err
 
 
 def test_bad_names_are_refused_and_nothing_is_left(given, tmp_path, capsys):

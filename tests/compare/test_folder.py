@@ -1,4 +1,4 @@
-"""The folder of a run: one run at a time, nothing half written, a full disk said in words."""
+"""The folder of a run: one run at a time, no partial file, the message of a full disk."""
 
 import errno
 import sys
@@ -16,7 +16,7 @@ from compare.system.json_files import write_json
 from tests.support import processes
 
 
-def test_a_killed_holder_lets_go_and_what_it_started_does_not_hold(tmp_path):
+def test_lock_ends_with_its_holder(tmp_path):
     script = (
         "import subprocess, sys, time; from pathlib import Path;"
         "from compare.side.run_lock import lock_folder\n"
@@ -37,7 +37,7 @@ def test_a_killed_holder_lets_go_and_what_it_started_does_not_hold(tmp_path):
     processes.end_all(grace_s=0.0)
 
 
-def test_a_folder_that_cannot_be_locked_is_said(tmp_path, monkeypatch, capsys):
+def test_missing_locks_are_reported(tmp_path, monkeypatch, capsys):
     with pytest.raises(ExperimentError, match=r"missing: No such file or directory: "):
         lock_folder(tmp_path / "missing").__enter__()
 
@@ -50,7 +50,7 @@ def test_a_folder_that_cannot_be_locked_is_said(tmp_path, monkeypatch, capsys):
     assert "has no locks (Bad file descriptor): do not start a second run in it" in capsys.readouterr().err
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
+def test_failed_write_leaves_no_file(tmp_path, monkeypatch):
     def half(path: Path, content: bytes) -> None:
         with path.open("wb") as file:
             file.write(content[:1])
@@ -62,16 +62,20 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_has_no_room_is_named(tmp_path):
-    for error, says in (
-        (OSError(errno.ENOSPC, "No space left on device"), f"{tmp_path}: no space left on the device"),
-        (OSError(errno.EDQUOT, "Quota exceeded", "weights"), "weights: the disk quota"),
-    ):
-        assert no_room(error, tmp_path).startswith(says)
-    assert no_room(FileNotFoundError(errno.ENOENT, "missing"), tmp_path) == ""
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, ""), "FOLDER: No space left on device: make room, and run again"),
+        (OSError(errno.EDQUOT, "", "weights"), "weights: Disk quota exceeded: make room, and run again"),
+        (FileNotFoundError(errno.ENOENT, "missing"), ""),
+    ],
+    ids=["full", "quota", "other error"],
+)
+def test_full_disk_names_its_file(error, message, tmp_path):
+    assert no_room(error, tmp_path) == message.replace("FOLDER", str(tmp_path))
 
 
-def test_remains_are_removed_and_nothing_else(tmp_path):
+def test_only_remains_are_removed(tmp_path):
     unfinished = tmp_path / CHECKPOINTS / f"step-00000001{UNFINISHED}"
     unfinished.mkdir(parents=True)
     state = f"{STATE}0.json.1.2.tmp"
@@ -85,14 +89,14 @@ def test_remains_are_removed_and_nothing_else(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_side_that_may_write_no_more_says_so_in_a_line(tmp_path, tiny):
-    """A limit on the size of files, which needs no privilege: the same as a full disk otherwise."""
+def test_full_disk_ends_a_side_with_one_line(tmp_path, tiny):
+    """A limit on the size of files, which needs no privilege, stands in for a full disk."""
     write_json(tmp_path / REQUEST, Request(engine="jax-manual", experiment=tiny, ladder=True))
     limited = ["sh", "-c", 'ulimit -f 8; exec "$@"', "sh"]  # blocks of 512 bytes
     done = processes.run([*limited, sys.executable, "-m", "jaxpar", str(tmp_path)])
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"jaxpar: {tmp_path}: a file would be larger than this process may write")
+    assert line.startswith(f"jaxpar: {tmp_path}: File too large: make room, and run again")
     failure = read_failure(tmp_path)
     assert failure is not None
     assert f"jaxpar: {failure.message}" == line

@@ -1,4 +1,4 @@
-"""Progress: which case of how many, step, loss, speed, time left; in a terminal, in a pipe, in silence."""
+"""Progress: case, step, loss, speed, time left; in a terminal, in a pipe, and quiet."""
 
 import contextlib
 import io
@@ -28,13 +28,13 @@ def requests(tiny):
     return {"[/x]": request, ":smile:": request}
 
 
-def test_a_case_knows_step_speed_and_time_left(requests, monkeypatch):
+def test_pace_gives_speed_and_time_left(requests, monkeypatch):
     now = 1000.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     case = Pace("2 of 3: torch-manual", requests["[/x]"])
     case.step(step(0))
     case.step(step(0))
-    assert case.figures() == "loss 2.5000, 64 tokens/s, about 1 min 39 s left"  # read together, made in 1 s
+    assert case.figures() == "loss 2.5000, 64 tokens/s, about 1 min 39 s left"  # read at once, made in 1 s
     case = Pace("2 of 3: torch-manual", requests["[/x]"])
     assert f"{case}" == "2 of 3: torch-manual: step 0 of 100, no step yet"
     for number in range(11):  # 20 s of start-up, then 2 s a step
@@ -47,7 +47,7 @@ def test_a_case_knows_step_speed_and_time_left(requests, monkeypatch):
     assert case.outcome == "2 of 3: torch-manual: 100 steps in 3 min 38 s, loss 2.5000, 32 tokens/s"
 
 
-def test_a_pipe_reads_lines(tmp_path, requests, capsys, monkeypatch):
+def test_pipe_gets_lines(tmp_path, requests, capsys, monkeypatch):
     reporter = Reporter()
     reporter.start(requests)
     with reporter.engine("[/x]") as on_step:
@@ -67,11 +67,11 @@ def test_a_pipe_reads_lines(tmp_path, requests, capsys, monkeypatch):
     assert lines[:2] == ["1 of 2: [/x]: starting", "1 of 2: [/x]: step 99 of 100, loss 2.5000"]
     assert re.match(r"1 of 2: \[/x\]: 100 steps in \d\.\d s, loss 2\.5000", lines[2])
     assert re.search(r"2 of 2: :smile:: stopped after 1 step of 100 in \d\.\d s", err)
-    assert lines[-1].endswith("long [/y]")  # not cut, not folded, and no markup
+    assert lines[-1].endswith("long [/y]")  # one line, without markup
     assert "the screen \\x1b[2J is not cleared" in err
 
 
-def test_silence_and_nobody_reading(requests, capsys, monkeypatch):
+def test_quiet_or_closed_stderr(requests, capsys, monkeypatch):
     class Gone(io.StringIO):
         def write(self, text):
             raise BrokenPipeError(32, "gone")
@@ -88,7 +88,7 @@ def test_silence_and_nobody_reading(requests, capsys, monkeypatch):
         monkeypatch.setattr("sys.stderr", Gone())
 
 
-def test_a_terminal_sees_a_bar(requests, monkeypatch):
+def test_terminal_gets_a_bar(requests, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     primary, replica = pty.openpty()
     with os.fdopen(replica, "w") as terminal:

@@ -1,4 +1,4 @@
-"""The commit that a comparison names is that of this project's own source tree, or none."""
+"""The commit in an outcome: of this source tree, or none."""
 
 import shutil
 import subprocess
@@ -24,14 +24,14 @@ def install(folder: Path) -> Path:
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="there is no git")
-def test_another_projects_repository_lends_no_commit_unless_it_tracks_us(tmp_path, monkeypatch):
+def test_commit_is_of_our_own_repository(tmp_path, monkeypatch):
     def state(module: Path) -> tuple[str, bool]:
         monkeypatch.setattr(this_machine, "__file__", str(module))
         return this_machine.git_state()
 
     git(tmp_path, "init", "--quiet")
     wheel = install(tmp_path / ".venv" / "lib" / "site-packages")
-    for added in ((), ("--force", ".venv")):  # first it only lies there, then it is committed
+    for added in ((), ("--force", ".venv")):  # untracked, then committed
         git(tmp_path, "add", *added)
         git(tmp_path, "commit", "--quiet", "--allow-empty", "--message", "another project")
         assert state(wheel) == ("", False)

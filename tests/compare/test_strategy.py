@@ -121,7 +121,7 @@ HALF_OBEYED = {
 
 @pytest.mark.parametrize("name", HALF_OBEYED)
 def test_a_setting_that_is_half_obeyed_is_named(tmp_path, tiny, name):
-    """What no engine of test_half_obeyed.py or test_jaxpar_work.py does."""
+    """Records that no planted fault leaves."""
     engines, asked, damage, says = HALF_OBEYED[name]
     for engine in engines:
         right = make_record(tmp_path / engine, edited(tiny, {"model": {"n_layer": 2}} | asked), engine=engine)

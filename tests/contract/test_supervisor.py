@@ -128,7 +128,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
         (ModuleNotFoundError("no optax"), MISSING, "no optax"),
         (DivergedError("loss is nan"), FAILED, "loss is nan"),
         (ValueError("odd"), FAILED, "ValueError: odd"),
-        (FULL, FAILED, "FOLDER: no space left on the device: make room, and run again"),
+        (FULL, FAILED, "FOLDER: No space left on device: make room, and run again"),
     ],
     ids=lambda value: type(value).__name__,
 )

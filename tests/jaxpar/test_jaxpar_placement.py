@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from compare.spec.axes import DP_SHARD, LAYER, TP
 from compare.spec.experiment import Layout
-from jaxpar.placement import one_layer, place
+from jaxpar.placement import drop_layer_dim, place
 
 AXES = ("vocab", "embed", "heads", "mlp", "position")
 
@@ -24,7 +24,7 @@ def test_padding_comes_off_and_parts_are_equal(dims, tp, shards):
     x = np.arange(1.0, math.prod(shape) + 1).reshape(shape)
     stored = p.pad(x)
     np.testing.assert_array_equal(p.unpad(stored), x)
-    assert stored.shape == p.stored_shape
+    assert stored.shape == p.padded_shape
     assert stored.sum() == x.sum()  # padding is zero
     for dim, size in enumerate(stored.shape):
         degree = (tp if dim == p.dims.get(TP) else 1) * (shards if dim == p.dims.get(DP_SHARD) else 1)
@@ -43,11 +43,11 @@ def test_layers_are_stored_by_the_device_that_has_them(pp, chunks, layers, tp, s
     np.testing.assert_array_equal(p.unpad(stored), x)
     if pp > 1:
         assert p.axes[0] == p.spec(sharded=False)[0] == "pp"
-        assert p.parts(0) == (pp, chunks * layers, chunks * layers)
+        assert p.shard_sizes(0) == (pp, chunks * layers, chunks * layers)
         of_devices = stored.reshape(pp, chunks, layers, 8)
         for stage, of_stage in enumerate(x.reshape(pp * chunks, layers, 8)):
             np.testing.assert_array_equal(of_devices[stage % pp, stage // pp], of_stage)
-    (layer,) = one_layer([p])
+    (layer,) = drop_layer_dim([p])
     assert layer.axes == p.axes[1 if pp > 1 else 0 :]
 
 
@@ -65,5 +65,5 @@ def test_which_dim():
         p = place(shape, axes, Layout(tp=2, dp_shard=shards, zero=1))
         assert p.dims.get(DP_SHARD) == expected, shape
         if axes[:1] == (LAYER,) and expected is not None:
-            (layer,) = one_layer([p])
+            (layer,) = drop_layer_dim([p])
             assert (layer.shape, layer.dims[DP_SHARD]) == (shape[1:], expected - 1)
