@@ -21,7 +21,7 @@ from tests.support.modules import normal
 from tests.support.ranks import RANKS, axis, counted, on_ranks
 from torchpar import manual
 from torchpar.comm.collectives import Axis
-from torchpar.manual import context_parallel
+from torchpar.manual import context_parallel, ring
 from torchpar.model import CausalAttention
 
 WAYS = {
@@ -92,7 +92,7 @@ def test_hops_begin_before_the_blocks_that_the_mask_leaves(rank: int) -> None:
 
     of_module = (("f", "attend"), ("b", "attend_backward"))
     with ExitStack() as stack:
-        for place in (("h", Axis, "start_shift"), *((c, context_parallel, name) for c, name in of_module)):
+        for place in (("h", Axis, "start_shift"), *((c, ring, name) for c, name in of_module)):
             stack.enter_context(noted(*place))
         for name, blocks in (
             ("ring", [int(k <= rank) for k in range(RANKS)]),

@@ -8,9 +8,7 @@ from torch import nn
 
 from tests.support.modules import double, stack
 from tests.support.ranks import ALONE, RANKS, axis, on_ranks
-from torchpar.manual import fully_sharded
-from torchpar.manual.flat_parameters import FlatParameters
-from torchpar.manual.fully_sharded import FSDP
+from torchpar.manual.fully_sharded import FSDP, Unit
 from torchpar.measure.memory import MemorySink, resident_bytes
 from torchpar.measure.watch import Watch
 
@@ -19,7 +17,8 @@ def sharded_by_layer(module: nn.Sequential) -> FSDP:
     return FSDP(
         module,
         units=[[layer] for layer in module],
-        axis=axis(),
+        axis_of=dict.fromkeys(module.parameters(), axis()),
+        shards=axis(),
         replicas=ALONE,
         zero=3,
         reshard_after_forward=True,
@@ -73,17 +72,17 @@ def test_peak_is_the_shard_and_two_units(rank: int) -> None:
 def test_a_unit_is_gathered_while_the_one_before_runs(rank: int) -> None:
     module = stack(3)
     order: list[str] = []
-    unshard = fully_sharded.unshard
-
-    def log(flat: FlatParameters) -> None:
-        order.append(f"gather {flat.names[0][0]}")
-        unshard(flat)
-
+    start_gather = Unit.start_gather
     sharded = sharded_by_layer(module)
+
+    def log(unit: Unit) -> None:
+        order.append(f"gather {sharded.units.index(unit)}")
+        start_gather(unit)
+
     for index, layer in enumerate(module):
         layer.register_forward_hook(lambda *_, index=index: order.append(f"forward {index}"))
         layer.register_full_backward_hook(lambda *_, index=index: order.append(f"backward {index}"))
-    with patch.object(fully_sharded, "unshard", log):
+    with patch.object(Unit, "start_gather", log):
         for _ in range(2):
             order.clear()
             sharded(torch.ones(1, 16, dtype=double, requires_grad=True)).sum().backward()

@@ -140,7 +140,9 @@ def test_a_buffer_that_ddp_sends_every_step_is_named_with_its_module(rank: int) 
 
 @on_ranks
 def test_torchpar_s_own_collectives_are_rows_whatever_they_are_made_of(rank: int) -> None:
-    replicas = DataParallel(two_layers(), gradient_sync="flat", bucket_size_mb=0.0, axis=axis())
+    module = two_layers()
+    axis_of = dict.fromkeys(module.parameters(), axis())
+    replicas = DataParallel(module, gradient_sync="flat", bucket_size_mb=0.0, axis_of=axis_of, ranks=RANKS)
     with torchpar.ledger() as ledger:
         step(replicas, rank)
         replicas.finish_gradient_synchronization()
@@ -148,7 +150,8 @@ def test_torchpar_s_own_collectives_are_rows_whatever_they_are_made_of(rank: int
 
     module = two_layers()
     options = {"zero": 3, "reshard_after_forward": True, "inputs_only": (), "fill": lambda modules: None}
-    sharded = FSDP(module, units=[[layer] for layer in module], axis=axis(), replicas=ALONE, **options)
+    options |= {"axis_of": dict.fromkeys(module.parameters(), axis()), "shards": axis(), "replicas": ALONE}
+    sharded = FSDP(module, units=[[layer] for layer in module], **options)
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     with torchpar.ledger() as ledger:
         step(sharded, rank)

@@ -5,6 +5,7 @@ The oracle is the same modules one after the other on one rank, over the same mi
 Shapes: M microbatches, B batch, T sequence, C features.
 """
 
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +23,11 @@ from compare.spec.experiment import Layout
 from tests.support.ranks import CPU, RANKS, axis, counted, on_ranks
 from torchpar.comm.collectives import Axis, Call
 from torchpar.comm.mesh import make_mesh
+from torchpar.manual import no_sync
 from torchpar.manual.data_parallel import DataParallel
 from torchpar.manual.pipeline_parallel import make_plan, message_of, run_pipeline
 from torchpar.manual.stage import Stage
+from torchpar.manual.zero_bubble import ZeroBubbleStage
 
 WIDTH = 5
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)]
@@ -51,7 +54,7 @@ class Odd(nn.Module):
         x_BTC = self.twice(F.gelu(self.twice(self.norm(x_BTC))))
         return x_BTC + self.convolution(x_BTC.flatten(0, 1).unsqueeze(1)).squeeze(1).view_as(x_BTC)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, stage: int = 0) -> torch.Tensor:
         body = partial(checkpoint, self.body, use_reentrant=False) if self.recomputes else self.body
         return self.out(body(self.embedding(x)))
 
@@ -95,11 +98,13 @@ class Pipeline:
     """This rank's stages under a schedule."""
 
     def __init__(self, own: dict[int, nn.Module], schedule: Schedule, axis: Axis, **options: Any):
-        self.axis, self.schedule, self.options = axis, schedule, options
+        self.axis, self.schedule = axis, schedule
+        contexts = {"forward_context": nullcontext, "no_sync": nullcontext}
+        self.options = {"loss_scale": 1.0, **contexts, **options}
         stages = 1 + max(task.stage for tasks in schedule for task in tasks)
         self.part: Any = SimpleNamespace(stages=stages, mean_loss=loss, empty_stream=empty_stream)
         halves = any(task.kind == Kind.BACKWARD_WEIGHT for task in schedule[0])
-        self.stages = {n: Stage(module, splits_backward=halves) for n, module in own.items()}
+        self.stages = {n: (ZeroBubbleStage if halves else Stage)(module, n) for n, module in own.items()}
 
     def run(self, inputs: list[torch.Tensor], targets: list[torch.Tensor]) -> torch.Tensor:
         schedule, ranks = self.schedule, self.axis.size
@@ -147,8 +152,10 @@ def test_data_parallel_stages_reduce_once(rank: int) -> None:
             whole, mine = (make_stages(2 * chunks) for _ in range(2))
             data, own = make_data(8), own_stages(schedule, mesh[PP].rank, mine)
             both = nn.ModuleList(own.values())
-            replicas = DataParallel(both, gradient_sync=sync, bucket_size_mb=1e-3, axis=mesh[DP_REPLICATE])
-            pipeline = Pipeline(own, schedule, mesh[PP], no_sync=replicas.no_sync)
+            axis_of = dict.fromkeys(both.parameters(), mesh[DP_REPLICATE])
+            how = {"gradient_sync": sync, "bucket_size_mb": 1e-3, "axis_of": axis_of, "ranks": 2}
+            replicas = DataParallel(both, **how)
+            pipeline = Pipeline(own, schedule, mesh[PP], no_sync=partial(no_sync, replicas))
             share = slice(4 * mesh[DP_REPLICATE].rank, 4 * mesh[DP_REPLICATE].rank + 4)
             with counted() as sent:
                 pipeline.run(data[0][share], data[1][share])

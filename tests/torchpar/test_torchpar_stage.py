@@ -1,33 +1,26 @@
-"""A pipeline's stage by itself: what it keeps between forward and backward, and its split backward."""
+"""A pipeline's stage by itself: what it saves from forward to backward, and a backward in two tasks."""
 
 import weakref
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchpar.manual.stage import Stage
+from torchpar.manual.zero_bubble import ZeroBubbleStage
 
 
-def test_backward_frees_what_forward_kept():
-    for splits in (False, True):
-        made = []
-        module = nn.Sequential(nn.Linear(3, 3), Watch(made), nn.Linear(3, 3))
-        stage = Stage(module, splits_backward=splits)
-        outputs = [stage.forward(m, torch.ones(2, 3)) for m in range(2)]
-        assert all(reference() is not None for reference in made)
-        stage.backward(0, torch.ones_like(outputs[0]))
-        if splits:
-            assert len(stage.factors[0]) == 2
-            stage.backward_weight(0)
-            assert 0 not in stage.factors
-        assert [reference() is None for reference in made] == [True, False]
-        assert list(stage.activations) == [1]
+class Chain(nn.Sequential):
+    """Layers one after the other, as the only stage of a model."""
+
+    def forward(self, x: torch.Tensor, *, stage: int) -> torch.Tensor:
+        return super().forward(x)
 
 
 class Watch(nn.Module):
-    """Notes weak references to what it computes, which its own backward needs."""
+    """Records weak references to its outputs, which its own backward needs."""
 
     def __init__(self, made: list):
         super().__init__()
@@ -39,30 +32,43 @@ class Watch(nn.Module):
         return y
 
 
-def test_halves_of_a_backward_are_no_more_work_than_the_whole():
-    def flops(*, splits: bool) -> list[int]:
-        stage = Stage(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)), splits_backward=splits)
-        y = stage.forward(0, torch.ones(5, 8))
-        counts = []
-        for half in (partial(stage.backward, 0, torch.ones_like(y)), partial(stage.backward_weight, 0)):
+def identity(y: torch.Tensor) -> torch.Tensor:
+    return y
+
+
+@pytest.mark.parametrize("kind", [Stage, ZeroBubbleStage])
+def test_backward_frees_activations(kind):
+    made = []
+    stage = kind(Chain(nn.Linear(3, 3), Watch(made), nn.Linear(3, 3)), 0)
+    outputs = [stage.forward(m, torch.ones(2, 3), finish=identity) for m in range(2)]
+    assert all(reference() is not None for reference in made)
+    stage.backward(0, torch.ones_like(outputs[0]))
+    if isinstance(stage, ZeroBubbleStage):
+        assert len(stage.factors[0]) == 2
+        stage.backward_weight(0)
+        assert 0 not in stage.factors
+    assert [reference() is None for reference in made] == [True, False]
+    assert list(stage.saved) == [1]
+
+
+def test_split_backward_equals_whole():
+    """The same gradients, and half of the work in each task."""
+    x, dy = torch.randn(5, 8), torch.randn(5, 4)
+    found = []
+    for kind in (Stage, ZeroBubbleStage):
+        torch.manual_seed(0)
+        module = Chain(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+        stage, flops = kind(module, 0), []
+        stage.forward(0, x, finish=identity)
+        tasks = [partial(stage.backward, 0, dy)]
+        if isinstance(stage, ZeroBubbleStage):
+            tasks.append(partial(stage.backward_weight, 0))
+        for task in tasks:
             with FlopCounterMode(display=False) as counter:
-                if splits or half.func == stage.backward:
-                    half()
-            counts.append(counter.get_total_flops())
-        return counts
-
-    (whole, nothing), (of_input, of_weights) = flops(splits=False), flops(splits=True)
-    assert nothing == 0
+                task()
+            flops.append(counter.get_total_flops())
+        found.append((flops, [parameter.grad for parameter in module.parameters()]))
+    ((whole,), expected), ((of_input, of_weights), split) = found
     assert of_input == of_weights == whole // 2 == 2 * 5 * (8 * 16 + 16 * 4)
-
-
-def test_products_add_up_where_the_gradients_are():
-    stage = Stage(layer := nn.Linear(3, 4), splits_backward=False)
-    places, inputs = set(), torch.randn(3, 2, 3)
-    for m, x in enumerate(inputs):
-        stage.backward(m, torch.ones_like(stage.forward(m, x)))
-        assert layer.weight.grad is not None
-        places.add(layer.weight.grad.data_ptr())
-    assert len(places) == 1
-    torch.testing.assert_close(layer.weight.grad, torch.ones(4, 6) @ inputs.flatten(0, 1))
-    torch.testing.assert_close(layer.bias.grad, torch.full((4,), 6.0))
+    for a, b in zip(expected, split, strict=True):
+        torch.testing.assert_close(a, b)

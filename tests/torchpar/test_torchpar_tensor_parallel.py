@@ -20,20 +20,21 @@ from tests.support.modules import normal, share
 from tests.support.ranks import RANKS, axis, on_ranks
 from torchpar.compiler.data_parallel import synchronize_gradients
 from torchpar.engine import Engine
-from torchpar.manual.megatron import (
-    VocabParallelCrossEntropy,
-    VocabParallelEmbedding,
-    enter_region,
-    leave_region,
-    scatter,
-)
 from torchpar.manual.tensor_parallel import (
     ColumnParallelLinear,
+    CopyToRegion,
+    GatherSequence,
+    ReduceFromRegion,
+    ScatterSequence,
     split_layers,
+)
+from torchpar.manual.vocab_parallel import (
+    VocabParallelCrossEntropy,
+    VocabParallelEmbedding,
+    split_vocabulary,
 )
 from torchpar.model import GPT
 from torchpar.remat import apply_remat
-from torchpar.sharding import Sharding
 
 # Sums in another order than one device's: a few units in the last place, of numbers of order 1.
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-14)
@@ -46,14 +47,13 @@ def test_each_mapping_and_its_backward(rank: int) -> None:
     joined = torch.cat([normal(3, 8, seed=r) for r in range(RANKS)], 1)
     wide, narrow = normal(3, 8 * RANKS, seed=9), share(weight, rank, 1)
     for function, value, cotangent, gradient in (
-        (enter_region, mine, weight, RANKS * weight),
-        (leave_region, total, weight, weight),
-        (partial(scatter, dim=1), share(mine, rank, 1), narrow, weight),
-        (partial(enter_region, dim=1), joined, wide, RANKS * share(wide, rank, 1)),
-        (partial(leave_region, dim=1), share(total, rank, 1), narrow, weight),
+        (CopyToRegion, mine, weight, RANKS * weight),
+        (ReduceFromRegion, total, weight, weight),
+        (GatherSequence, joined, wide, RANKS * share(wide, rank, 1)),
+        (ScatterSequence, share(total, rank, 1), narrow, weight),
     ):
         leaf = mine.clone().requires_grad_()
-        output = function(leaf, axis())
+        output = function.apply(leaf, axis())
         (output * cotangent).sum().backward()
         close(output, value)
         close(leaf.grad, gradient)
@@ -67,9 +67,9 @@ def test_embedding_and_loss_over_a_vocabulary_that_does_not_divide(rank: int) ->
         whole = nn.Embedding(vocab, 4, dtype=torch.float64)
         with torch.no_grad():
             whole.weight.copy_(normal(vocab, 4))
-        split = VocabParallelEmbedding(copy.deepcopy(whole), axis(), sequence_dim=None)
+        split = VocabParallelEmbedding(copy.deepcopy(whole), axis(), sequence_parallel=False)
         linear = nn.Linear(4, vocab, bias=False, dtype=torch.float64)
-        head = ColumnParallelLinear(linear, axis())
+        head = ColumnParallelLinear(linear, axis(), sequence_parallel=False)
         head.weight = split.weight
         assert torch.equal(whole(ids), split(ids))
         loss = F.cross_entropy(whole(ids).flatten(0, 1) @ whole.weight.t(), targets)
@@ -120,21 +120,27 @@ def whole_gradients() -> dict[str, torch.Tensor]:
     return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
 
 
-def parallel_of(model: GPT, tp: Sharding) -> Engine:
+def split(model: GPT, *, sequence_parallel: bool) -> Engine:
+    shardings = [
+        split_part(model, axis(), sequence_parallel=sequence_parallel)
+        for split_part in (split_layers, split_vocabulary)
+    ]
     parameters = dict(model.named_parameters())
     optimizer = torch.optim.SGD(model.parameters())
-    return Engine(module=model, optimizer=optimizer, parameters=parameters, sharding=tp)
+    engine = Engine(module=model, optimizer=optimizer, parameters=parameters)
+    for sharding in shardings:
+        engine = engine.with_sharding(sharding)
+    return engine
 
 
 def split_gradients(model: GPT, *, sequence_parallel: bool, remat: str = "none") -> dict[str, torch.Tensor]:
-    tp = split_layers(model, axis(), sequence_parallel=sequence_parallel)
+    engine = split(model, sequence_parallel=sequence_parallel)
     apply_remat(model.blocks, remat)
-    parallel = parallel_of(model, tp)
     for _ in range(2):  # accumulated
         _, loss = model(*batch())
         (loss / 2).backward()
-    parallel.finish_gradients()
-    return {"loss": loss.detach()} | dict(parallel.gather(parallel.gradients()))
+    engine.finish_gradients()
+    return {"loss": loss.detach()} | dict(engine.gather(engine.gradients()))
 
 
 @on_ranks

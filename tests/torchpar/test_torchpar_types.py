@@ -14,7 +14,7 @@ the operator at which two types meet that do not go together.
 """
 
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -30,19 +30,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from compare.spec.experiment import Layout
 from tests.support.gpt_steps import make_gpt
 from torchpar.comm.collectives import Axis
-from torchpar.manual import context_parallel, megatron, tensor_parallel
+from torchpar.manual import context_parallel, no_sync, ring, tensor_parallel, vocab_parallel
 from torchpar.manual.data_parallel import DataParallel
 
 RANKS = 4
 TOKENS_BT = torch.arange(16).view(2, 8)
-CASTS = {
-    ("_same", "_all_reduce"): (rules.convert, I, R),
-    ("_all_reduce", "_same"): (rules.all_reduce, P, I),
-    ("_part", "_all_gather"): (rules.convert, I, V),
-    ("_all_gather", "_reduce_scatter"): (rules.all_gather, V, R),
-    ("_reduce_scatter", "_all_gather"): (rules.reduce_scatter, P, V),
-}
-"""By what a mapping of `megatron` does forward and backward."""
 
 
 def type_of(x: Any, axis: Axis) -> Any:
@@ -55,15 +47,33 @@ def typed(x: torch.Tensor, axis: Axis, to: Any) -> torch.Tensor:
     return spmd.assert_type(x, {axis.group: to})
 
 
-def of_mapping(*, x: torch.Tensor, axis: Axis, dim: Any, forward: Any, backward: Any) -> Any:
-    """What a mapping returns, typed. What varies is a part of the whole along a dim."""
-    if forward is megatron._exchange:
-        return rules.all_to_all(x, axis.group, src=S(dim[0]), dst=S(dim[1]))
-    kind, *ends = CASTS[forward.__name__, backward.__name__]
-    src, dst = (S(dim) if end is V else end for end in ends)
-    if src is P and type_of(x, axis) is V:  # each rank's product of parts is said to be a part of a sum
-        src = V
-    return kind(x, axis.group, src=src, dst=dst)
+def source(y: torch.Tensor, axis: Axis) -> Any:
+    """The type of a partial sum: a product of split features is typed V."""
+    return V if type_of(y, axis) is V else P
+
+
+def copied(*, x: torch.Tensor, axis: Axis) -> Any:
+    return rules.convert(x, axis.group, src=I, dst=R)
+
+
+def reduced(*, y: torch.Tensor, axis: Axis) -> Any:
+    return rules.all_reduce(y, axis.group, src=source(y, axis), dst=I)
+
+
+def gathered(*, x: torch.Tensor, axis: Axis) -> Any:
+    return rules.all_gather(x, axis.group, src=S(1), dst=R)
+
+
+def scattered(*, y: torch.Tensor, axis: Axis) -> Any:
+    return rules.reduce_scatter(y, axis.group, src=source(y, axis), dst=S(1))
+
+
+def gathered_positions(*, kv_2BtKD: torch.Tensor, axis: Axis) -> Any:
+    return rules.all_gather(kv_2BtKD, axis.group, src=S(2), dst=R)
+
+
+def exchanged(*, x: torch.Tensor, axis: Axis, split: int, join: int) -> Any:
+    return rules.all_to_all(x, axis.group, src=S(split), dst=S(join))
 
 
 def of_cross_entropy(loss_N: torch.Tensor, *, logits_NV: torch.Tensor, targets_N: Any, axis: Axis) -> None:
@@ -73,9 +83,22 @@ def of_cross_entropy(loss_N: torch.Tensor, *, logits_NV: torch.Tensor, targets_N
     typed(loss_N, axis, I)
 
 
-def of_ring(y: torch.Tensor, *, q_BKGtD: Any, kv_2BKtD: Any, axis: Axis, ends: Any) -> None:
+def of_ring(y: torch.Tensor, *, q_BKGtD: Any, kv_2BKtD: Any, axis: Axis, blocks: Any) -> None:
     for x in (q_BKGtD, kv_2BKtD, y):
         typed(x, axis, V)
+
+
+TYPES = {
+    tensor_parallel.CopyToRegion: copied,
+    tensor_parallel.ReduceFromRegion: reduced,
+    tensor_parallel.GatherSequence: gathered,
+    tensor_parallel.ScatterSequence: scattered,
+    vocab_parallel.CrossEntropy: of_cross_entropy,
+    context_parallel.GatherPositions: gathered_positions,
+    context_parallel.AllToAll: exchanged,
+    ring.Ring: of_ring,
+}
+"""By autograd Function, the types of its result and what it demands of its inputs."""
 
 
 @contextmanager
@@ -87,10 +110,10 @@ def one_rank(name: str) -> Generator[Axis]:
         mesh = DeviceMesh("cpu", torch.arange(RANKS), mesh_dim_names=(name,))
         with (
             spmd.set_current_mesh(mesh),
-            patch.object(megatron._Mapping, new=staticmethod(of_mapping), **how),
-            patch.object(megatron._CrossEntropy, new=staticmethod(of_cross_entropy), **how),
-            patch.object(context_parallel._Ring, new=staticmethod(of_ring), **how),
+            ExitStack() as stack,
         ):
+            for function, hook in TYPES.items():
+                stack.enter_context(patch.object(function, new=staticmethod(hook), **how))
             yield Axis(name, size=RANKS, rank=0, group=mesh.get_group(name))
     finally:
         dist.destroy_process_group()
@@ -103,17 +126,19 @@ def split_gradients(axis: Axis, *, sequence_parallel: bool) -> list[torch.Tensor
     gradient partial.
     """
     model = make_gpt()
-    split = tensor_parallel.split_layers(model, axis, sequence_parallel=sequence_parallel)
+    layers = tensor_parallel.split_layers(model, axis, sequence_parallel=sequence_parallel)
+    vocabulary = vocab_parallel.split_vocabulary(model, axis, sequence_parallel=sequence_parallel)
+    spread = {*layers.axes, *vocabulary.axes}
     ids_BT = TOKENS_BT.clone()
     with typecheck():
         for name, parameter in model.named_parameters():
-            typed(parameter, axis, V if name in split.spread else R if sequence_parallel else I)
+            typed(parameter, axis, V if name in spread else R if sequence_parallel else I)
         typed(ids_BT, axis, R)
         loss = model(ids_BT, ids_BT)[1]
         assert type_of(loss, axis) is I
         loss.backward()
         named = model.named_parameters() if sequence_parallel else ()
-        whole = [p for name, p in named if name not in split.spread]
+        whole = [p for name, p in named if name not in spread]
         return [typed(p.grad, axis, type_of(p, axis).backward_type()) for p in whole if p.grad is not None]
 
 
@@ -139,22 +164,22 @@ def test_tensor_parallelism_is_well_typed(sequence_parallel):
         assert {type_of(gradient, axis) for gradient in gradients} == ({P} if sequence_parallel else set())
         if sequence_parallel:
             with typecheck(), sums_noted(gradients) as sums:
-                tensor_parallel.synchronize_replicated_gradients(gradients, axis)
+                tensor_parallel.sum_replicated_gradients(gradients, axis)
             assert sums == [R]
 
 
-def as_it_is(x: torch.Tensor, axis: Axis, dim: int | None = None) -> torch.Tensor:
+def as_it_is(x: torch.Tensor, axis: Axis, *, sequence_parallel: bool) -> torch.Tensor:
     return x
 
 
-def summed_whole(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    return megatron.leave_region(x, axis)
+def summed_whole(x: torch.Tensor, axis: Axis, *, sequence_parallel: bool) -> torch.Tensor:
+    return tensor_parallel.ReduceFromRegion.apply(x, axis)
 
 
 FORGOTTEN = {
     "f": (False, (tensor_parallel, "enter_region", as_it_is), "linear"),
     "g": (False, (tensor_parallel, "leave_region", as_it_is), "add"),
-    "the sum of the embedding's parts": (False, (megatron, "leave_region", as_it_is), "add"),
+    "the sum of the embedding's parts": (False, (vocab_parallel, "leave_region", as_it_is), "add"),
     "the scatter of a sequence's sums": (True, (tensor_parallel, "leave_region", summed_whole), ""),
 }
 
@@ -168,13 +193,15 @@ def test_a_forgotten_mapping_is_a_type_error(sequence_parallel, plant, operator)
 
 def replica_sums(axis: Axis, *, means: object = P, times: int = 1) -> set:
     """Types of the gradients of a replica, after their reduction; its loss is a part of a mean."""
-    model = DataParallel(make_gpt(), gradient_sync="naive", bucket_size_mb=0.0, axis=axis)
-    ids_BT = TOKENS_BT.clone()
+    model, ids_BT = make_gpt(), TOKENS_BT.clone()
+    axis_of = dict.fromkeys(model.parameters(), axis)
+    how = {"gradient_sync": "naive", "bucket_size_mb": 0.0, "ranks": RANKS}
+    model = DataParallel(model, axis_of=axis_of, **how)
     with typecheck():
         for parameter in model.parameters():
             typed(parameter, axis, R)
         typed(ids_BT, axis, V)
-        with model.no_sync():
+        with no_sync(model):
             loss = model(ids_BT, ids_BT)[1]
             if means is P:
                 loss = spmd.reinterpret(loss, axis.group, src=V, dst=P)
@@ -185,7 +212,7 @@ def replica_sums(axis: Axis, *, means: object = P, times: int = 1) -> set:
             bucket.add(0, ranks=axis.size)
         for _ in range(times):
             model.all_reduce_full_buckets()
-            model.buckets.taken = 0
+            model.buckets.next = 0
         return {type_of(bucket.buffer, axis) for bucket in model.buckets}
 
 

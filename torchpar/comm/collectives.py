@@ -108,8 +108,9 @@ class Axis:
 
     def broadcast(self, tensor: torch.Tensor, *, purpose: str = "") -> None:
         """Replace `tensor`, any shape, by that of the axis's first rank."""
-        with self._observed("broadcast", tensor, purpose):
-            dist.broadcast(tensor, group=self.group, group_src=0)
+        if self.size > 1:
+            with self._observed("broadcast", tensor, purpose):
+                dist.broadcast(tensor, group=self.group, group_src=0)
 
     def all_gather(self, full: torch.Tensor, piece: torch.Tensor, *, purpose: str = "") -> None:
         """Fill `full` (n,), cut as `chunk_slices(n, size)` says, with every rank's shard in order.
@@ -186,6 +187,32 @@ class Axis:
                 received.copy_(sent)
             else:
                 dist.all_to_all_single(received, sent, *counts, group=self.group)
+
+    def all_reduce_copy(self, x: torch.Tensor, *, purpose: str) -> torch.Tensor:
+        """The sum of every rank's x, any shape, in a new tensor: autograd may have saved x."""
+        total = x.clone(memory_format=torch.contiguous_format)
+        self.all_reduce(total, purpose=purpose)
+        return total
+
+    def all_gather_dim(self, x: torch.Tensor, dim: int, *, purpose: str) -> torch.Tensor:
+        """Every rank's x, (..., d, ...), concatenated along `dim`: (..., R d, ...)."""
+        full = x.new_empty((self.size, *x.shape))
+        self.all_gather(full.view(-1), x.contiguous().view(-1), purpose=purpose)
+        return torch.cat(full.unbind(), dim=dim)
+
+    def reduce_scatter_dim(self, x: torch.Tensor, dim: int, *, purpose: str) -> torch.Tensor:
+        """This rank's chunk along `dim` of the sum of every rank's x: (..., d, ...) to (..., d / R, ...)."""
+        stacked = torch.stack(x.chunk(self.size, dim=dim))
+        mine = torch.empty_like(stacked[0])
+        self.reduce_scatter(mine.view(-1), stacked.view(-1), purpose=purpose)
+        return mine
+
+    def all_to_all_dims(self, x: torch.Tensor, *, split: int, join: int, purpose: str) -> torch.Tensor:
+        """Send chunk r of x along dim `split` to rank r, and concatenate the received chunks along `join`."""
+        sent = torch.stack(x.chunk(self.size, dim=split))
+        received = torch.empty_like(sent)
+        self.all_to_all(received, sent, purpose=purpose)
+        return torch.cat(received.unbind(), dim=join)
 
     def start_send(self, tensor: torch.Tensor, *, to: int, purpose: str = "") -> Work:
         """Begin to send `tensor`, any shape, to rank `to` of the axis; leave it alone until `wait()`.

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from compare.contract.communication import RECORD
 from compare.spec.axes import EP
 from torchpar.comm.mesh import Mesh
-from torchpar.experts import ExchangeRows
+from torchpar.manual.expert_parallel import ExchangeRows
 from torchpar.model import GPT
 from torchpar.private import all_to_all_single_autograd
 from torchpar.sharding import Sharding, TensorsByName, divide_gradient

@@ -1,68 +1,96 @@
-"""Data parallelism by hand: every rank holds the whole module, and gradients are averaged over ranks.
+"""Data parallelism by hand: every rank has the whole module, and gradients are averaged over the ranks.
 
-One idea makes all four synchronisations: a list of buckets, and when they are launched.
+Gradients are reduced in buckets. The four modes differ in two choices: which parameters share a bucket, and
+when its all-reduce starts.
 
     naive        one parameter a bucket      after backward
     flat         one bucket                  after backward
-    overlapped   one parameter a bucket      as soon as its gradient is there, during backward
-    bucketed     up to bucket_size_mb each   as soon as all its gradients are there, during backward
+    overlapped   one parameter a bucket      during backward, when its gradient is ready
+    bucketed     up to bucket_size_mb each   during backward, when all its gradients are ready
 
-A step: backward leaves a gradient, and its hook copies it into a bucket (`DataParallel.gradient_ready`). Full
-buckets leave (`LaunchOrder.take_full`): in reverse order of the parameters, as backward comes to them, and in
-the same order on every rank, so that ranks whose graphs differ do not mix up their collectives. In the end
-`finish_gradient_synchronization` launches the rest and waits.
+Buckets are filled in reverse order of the parameters, which is about the order of backward.
+All ranks start the all-reduces in the same order, so a full bucket waits for the buckets before it.
 
-Sources: PyTorch DDP (arXiv 2006.15704).
+Source: PyTorch DDP (arXiv 2006.15704).
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from compare.contract.communication import GRADIENTS
+from compare.contract.communication import GRADIENTS, REPLICATE
 from torchpar.comm.collectives import Axis, Work
-from torchpar.manual.flat import Accumulates, Flat, NamedParameters, pack, ranks_of, replicate
 
 T = TypeVar("T", bound=Any)
+AxisOf = Mapping[nn.Parameter, Axis]
+"""By parameter, the ranks that have it: all ranks of the data, and for an expert fewer."""
+
+
+def pack(parameters: Iterable[nn.Parameter], limit_bytes: float, axis_of: AxisOf) -> list[list[nn.Parameter]]:
+    """Group parameters in their order. A group has one axis, and at most `limit_bytes` or one parameter."""
+    packs: list[list[nn.Parameter]] = []
+    unfinished: dict[Axis, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        axis = axis_of[parameter]
+        members = unfinished.get(axis)
+        if members is None or sum(p.nbytes for p in members) + parameter.nbytes > limit_bytes:
+            members = unfinished[axis] = []
+            packs.append(members)
+        members.append(parameter)
+    return packs
+
+
+class Flat:
+    """The layout of parameters end to end in a flat buffer (n,): parameter i begins at `starts[i]`."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]):
+        self.parameters = list(parameters)
+        self.starts = list(itertools.accumulate((p.numel() for p in parameters), initial=0))
+
+    def view(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        """The view of a flat buffer (n,) that has the place and shape of the parameter at `index`."""
+        return buffer[self.starts[index] : self.starts[index + 1]].view(self.parameters[index].shape)
 
 
 class Bucket(Flat):
-    """Parameters whose gradients are averaged together.
+    """Parameters whose gradients are averaged in one all-reduce.
 
     Attributes:
-        buffer: the gradients end to end (n,), of which those on the parameters are views; None before any.
-        pending: indices of the parameters whose gradient of this step is not in yet.
-        work: the collective under way on `buffer`, or None.
+        buffer: the gradients end to end (n,). The parameters' gradients are views of it. None at first.
+        pending: indices of the parameters whose gradient of this step is missing.
+        work: the all-reduce of `buffer` under way, or None.
     """
 
-    def __init__(self, named: NamedParameters):
-        super().__init__(named)
+    def __init__(self, parameters: Sequence[nn.Parameter]):
+        super().__init__(parameters)
         self.reset()
 
     def reset(self) -> None:
-        """Forget the step; the gradients keep the buffer alive while they are in use."""
+        """Prepare for the next step. The gradients keep the buffer alive while they are in use."""
         self.pending = set(range(len(self.parameters)))
         self.buffer: torch.Tensor | None = None
         self.work: Work | None = None
 
     @property
     def is_full(self) -> bool:
+        """True if all gradients of the step are in the bucket."""
         return not self.pending
 
     def add(self, index: int, *, ranks: int) -> None:
-        """Take in the gradient of the parameter at `index`, divided by `ranks`: the sum is then the mean.
+        """Copy a parameter's gradient, divided by `ranks`, into the buffer: the sum is then the mean.
 
-        It moves into the buffer and becomes a view of it: one copy, none back, and no second gradient in
-        memory. That of a single parameter is its own buffer, if it can be.
+        The gradient becomes a view of the buffer, so the mean is not copied back. Division comes before the
+        sum because gloo has no ReduceOp.AVG.
         """
         parameter = self.parameters[index]
         gradient = parameter.grad
-        assert gradient is not None, f"{self.names[index]} has no gradient"
+        assert gradient is not None
         self.pending.remove(index)
-        if len(self.parameters) == 1 and gradient.is_contiguous():
+        if len(self.parameters) == 1 and gradient.is_contiguous():  # it is its own buffer
             self.buffer = gradient.view(-1).div_(ranks)
             return
         if self.buffer is None:
@@ -70,37 +98,44 @@ class Bucket(Flat):
         parameter.grad = torch.div(gradient, ranks, out=self.view(self.buffer, index))
 
 
-class LaunchOrder(list[T]):
-    """Groups of gradients in the one order in which all ranks reduce them, each when it `is_full`."""
+class BucketQueue(list[T]):
+    """Buckets in the order in which all ranks reduce them."""
 
-    taken = 0
+    next = 0
 
-    def take_full(self) -> Iterator[T]:
-        """The full groups whose turn it is: each waits for those before it."""
-        while self.taken < len(self) and self[self.taken].is_full:
-            self.taken += 1
-            yield self[self.taken - 1]
+    def pop_ready(self) -> Iterator[T]:
+        """Yield the full buckets up to the first that is not full."""
+        while self.next < len(self) and self[self.next].is_full:
+            self.next += 1
+            yield self[self.next - 1]
 
 
-class DataParallel(Accumulates, nn.Module):
-    """Averages the gradients of a module over the ranks of a group.
+class DataParallel(nn.Module):
+    """Averages the gradients of a module over ranks.
 
-    Call it as the module itself; after `backward` call `finish_gradient_synchronization()`, then step the
-    optimizer. Parameters are those of the first rank from the start. Every trainable one takes part in the
-    loss, and backward runs once between two synchronisations, but in `no_sync`.
+    Call it as the module. After the last `backward` of a step call `finish_gradient_synchronization`. Every
+    parameter takes part in the loss. Backwards before the last run with `is_synchronizing` False.
 
-    A bucket has up to `bucket_size_mb` (1 MB = 1e6 bytes), or one larger parameter.
+    Args:
+        gradient_sync: naive, flat, overlapped or bucketed.
+        bucket_size_mb: the size of a bucket, in MB of 1e6 bytes, if bucketed.
+        ranks: the number of ranks over which a gradient is averaged.
     """
 
-    def __init__(self, module: nn.Module, *, gradient_sync: str, bucket_size_mb: float, axis: Axis):
+    is_synchronizing = True
+
+    def __init__(
+        self, module: nn.Module, *, gradient_sync: str, bucket_size_mb: float, axis_of: AxisOf, ranks: int
+    ):
         super().__init__()
-        self.module, self.axis = module, axis
+        self.module, self.axis_of, self.ranks = module, axis_of, ranks
         for parameter in module.parameters():
-            replicate([parameter], [ranks_of(parameter, self.axis)])
+            # Replicas begin equal: broadcast the first rank's values.
+            axis_of[parameter].broadcast(parameter.detach(), purpose=REPLICATE)
         limits = {"naive": 0.0, "flat": float("inf"), "overlapped": 0.0, "bucketed": bucket_size_mb * 1e6}
         self._during_backward = gradient_sync in ("overlapped", "bucketed")
-        named = list(module.named_parameters())
-        self.buckets = LaunchOrder(Bucket(some) for some in pack(named[::-1], limits[gradient_sync]))
+        packs = pack([*module.parameters()][::-1], limits[gradient_sync], axis_of)
+        self.buckets = BucketQueue(Bucket(parameters) for parameters in packs)
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(partial(self.gradient_ready, bucket, index))
@@ -110,27 +145,29 @@ class DataParallel(Accumulates, nn.Module):
 
     @torch.no_grad()
     def gradient_ready(self, bucket: Bucket, index: int, parameter: torch.Tensor) -> None:
-        """Backward has left a parameter's gradient: it goes into its bucket, and full buckets leave."""
+        """Add a gradient to its bucket. Backward calls this as soon as it has accumulated the gradient."""
         if self.is_synchronizing:
-            bucket.add(index, ranks=self.axis.size)
+            bucket.add(index, ranks=self.ranks)
             if self._during_backward:
                 self.all_reduce_full_buckets()
 
     def all_reduce_full_buckets(self) -> None:
-        for bucket in self.buckets.take_full():
+        """Start the all-reduces of the full buckets."""
+        for bucket in self.buckets.pop_ready():
             assert bucket.buffer is not None
-            axis = ranks_of(bucket.parameters[0], self.axis)
+            # Sum the bucket over the ranks, while backward computes the gradients of earlier layers.
+            axis = self.axis_of[bucket.parameters[0]]
             bucket.work = axis.start_all_reduce(bucket.buffer, purpose=GRADIENTS)
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
-        """Launch the buckets that backward left, and wait until every gradient is the mean over the ranks."""
+        """Reduce the remaining buckets, and wait until every gradient is the mean over the ranks."""
         for bucket in self.buckets:
-            for index in sorted(bucket.pending):  # of a pipeline whose backwards are all in no_sync
-                bucket.add(index, ranks=self.axis.size)
+            for index in sorted(bucket.pending):  # under a zero-bubble pipeline no backward synchronizes
+                bucket.add(index, ranks=self.ranks)
         self.all_reduce_full_buckets()
         for bucket in self.buckets:
             assert bucket.work is not None
             bucket.work.wait()
             bucket.reset()
-        self.buckets.taken = 0
+        self.buckets.next = 0

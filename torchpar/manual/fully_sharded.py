@@ -1,94 +1,268 @@
-"""Fully sharded data parallelism by hand: every rank keeps a cut of the parameters, gradients and moments.
+"""Fully sharded data parallelism by hand: each rank keeps a shard of parameters, gradients and moments.
 
-A unit of the module is unsharded when it begins to run, and resharded when the next one does; meanwhile the
-next one's all_gather is under way, so that two are unsharded at a time. In backward the same in reverse, and
-as soon as a unit's gradients are all there, they are reduce-scattered: each rank is left with its shard.
+Parameters are gathered in units: a block, or the embeddings and the head. For one block of ZeRO-3:
 
-    zero=3                             gathered for forward, freed, gathered again for backward (FULL_SHARD)
-    zero=3, reshard_after_forward=False    gathered once a step, freed at its end (SHARD_GRAD_OP)
-    zero=2                             always in memory, gathered once a step, after the optimizer, and for
-                                       each forward without gradients: pieces may have been written to
-    replicas > 1                       the shards are summed over replicas too (HSDP)
+    forward      all-gather the block    compute    free it
+    backward     all-gather it again     compute    free it, reduce-scatter its gradients
+    optimizer                            update the shard
 
-WHAT moves are the functions, of the memory in `flat_parameters`; WHEN are the methods of `FSDP`, in the order
-in which they run. ZeRO-1, which shards only what the optimizer keeps, is `sharded_optimizer`.
+Prefetch: when a unit begins to run, the unit before it is freed and the all-gather of the unit after it
+starts. So two units are in memory at a time, one that runs and one that arrives. The order of forward is
+learned in the pass before. The order of backward is the reverse of this pass's forward.
+
+    zero=3                                 gathered for forward, freed, gathered again for backward
+    zero=3, reshard_after_forward=False    gathered once a step, freed at its end
+    zero=2                                 always in memory, gathered once after each optimizer step
+
+With `replicas` the shards' gradients are also summed over ranks that have the same shard (HSDP).
+
+    FlatParameters     the memory: full and shard, start_gather, free
+    FlatGradients      the same for gradients: start_reduce_scatter
+    Unit               gives the modules full parameters or pieces
+    FSDP               decides when each of these runs
+
+A piece is the part of a parameter in this rank's shard: 1-D, perhaps empty. The optimizer updates pieces.
+ZeRO-1, which shards only the optimizer's state, is `sharded_optimizer`.
+
 Sources: ZeRO (arXiv 1910.02054), PyTorch FSDP (arXiv 2304.11277).
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from compare.contract.communication import GRADIENTS, PARAMETERS
-from torchpar.comm.collectives import Axis
-from torchpar.manual.flat import Accumulates, pack
-from torchpar.manual.flat_parameters import FlatGradients, FlatParameters, Unit
+from compare.contract.communication import GRADIENTS, PARAMETERS, RECORD, REPLICATE
+from torchpar.comm.collectives import Axis, Work, chunk_slices
+
+AxisOf = Mapping[nn.Parameter, Axis]
+"""By parameter, the ranks over which it is sharded: all shards, and for an expert fewer."""
 
 
-@torch.no_grad()
-def unshard(flat: FlatParameters) -> None:
-    """Begin to gather the parameters from the shards of all ranks; `flat.wait_unshard()` waits for them."""
-    if not flat.is_unsharded and flat.work is None:
-        if flat.zero == 3:
-            flat.full.untyped_storage().resize_(flat.full.nbytes)
-            flat.full[flat.own] = flat.shard
-        flat.work = flat.axis.start_all_gather(flat.full, flat.full[flat.own], purpose=PARAMETERS)
+class FlatParameters:
+    """Parameters end to end in one flat buffer, of which each rank has a shard. Hooks and ties stay.
+
+    Attributes:
+        full: (n,) all parameters, which are views of it. Under zero 3 its storage is freed between uses.
+        shard: about (n / R,) this rank's part of `full`; under zero 1 and 2 a view of it.
+        pieces: for each parameter the view of its part of the shard.
+        is_gathered: True if `full` has the values that the optimizers of all ranks made.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], axis: Axis, *, zero: int, replicas: Axis, ranks: int
+    ):
+        """Flatten parameters that are sharded over `axis`; gradients are means over `ranks` ranks."""
+        self.parameters, self.axis, self.replicas = list(parameters), axis, replicas
+        self.zero, self.ranks = zero, ranks
+        self.starts = list(itertools.accumulate((p.numel() for p in parameters), initial=0))
+        self.own = chunk_slices(self.starts[-1], axis.size)[axis.rank]
+        self.full = parameters[0].detach().new_empty(self.starts[-1])
+        for index, parameter in enumerate(parameters):
+            self.view(self.full, index).copy_(parameter)
+        # All ranks begin equal: broadcast the first rank's values.
+        for ranks_with_it in (axis, replicas):
+            ranks_with_it.broadcast(self.full, purpose=REPLICATE)
+        self.shard = self.full[self.own] if zero < 3 else self.full[self.own].clone()
+        self.pieces = [nn.Parameter(self.shard[self.slice_of(n)]) for n in range(len(self.parameters))]
+        for index, parameter in enumerate(parameters):
+            parameter.data = self.view(self.full, index)
+        self.is_gathered = True
+        self.work: Work | None = None
+        self.gradients = FlatGradients(self)
+
+    def view(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        """The view of a flat buffer (n,) that has the place and shape of the parameter at `index`."""
+        return buffer[self.starts[index] : self.starts[index + 1]].view(self.parameters[index].shape)
+
+    def slice_of(self, index: int) -> slice:
+        """The slice of the shard that is the piece of the parameter at `index`."""
+        first = max(self.starts[index], self.own.start)
+        last = min(self.starts[index + 1], self.own.stop)
+        return slice(first - self.own.start, last - self.own.start) if first < last else slice(0, 0)
+
+    def elements_of(self, index: int) -> slice:
+        """The elements of the parameter at `index`, row by row, that are in its piece."""
+        first, cut = max(self.own.start - self.starts[index], 0), self.slice_of(index)
+        return slice(first, first + cut.stop - cut.start) if cut.start < cut.stop else slice(0, 0)
+
+    def on_gradients(self, ready: Callable[[int, torch.Tensor], None]) -> None:
+        """Call `ready(index, parameter)` when backward has accumulated a parameter's gradient."""
+        for index, parameter in enumerate(self.parameters):
+            parameter.register_post_accumulate_grad_hook(partial(ready, index))
+
+    @torch.no_grad()
+    def start_gather(self) -> None:
+        """Start to gather the parameters from the shards of all ranks."""
+        if not self.is_gathered and self.work is None:
+            if self.zero == 3:
+                self.full.untyped_storage().resize_(self.full.nbytes)
+                self.full[self.own] = self.shard
+            # Send this rank's shard to all ranks; the unit that runs computes meanwhile.
+            self.work = self.axis.start_all_gather(self.full, self.full[self.own], purpose=PARAMETERS)
+
+    def wait_gather(self) -> None:
+        """Wait until the parameters are in `full`."""
+        if self.work:
+            self.work.wait()
+            self.work, self.is_gathered = None, True
+
+    def free(self) -> None:
+        """Mark `full` as stale, and under zero 3 free its storage."""
+        self.wait_gather()
+        self.is_gathered = False
+        if self.zero == 3:
+            # The tensor stays, without memory. Autograd saved views of this storage for backward. They are
+            # valid once `start_gather` has filled it again.
+            self.full.untyped_storage().resize_(0)
 
 
-@torch.no_grad()
-def reduce_scatter_gradients(gradients: FlatGradients) -> None:
-    """Begin to sum full gradients over the ranks, each of which gets its shard of the sum."""
-    if gradients.full is not None and gradients.shard is None:
-        flat, own = gradients.flat, gradients.full[gradients.flat.own]
-        gradients.shard = own if flat.zero == 1 else torch.empty_like(own)
-        gradients.work = flat.axis.start_reduce_scatter(gradients.shard, gradients.full, purpose=GRADIENTS)
+class FlatGradients:
+    """The gradients of a step, from backward to the pieces.
+
+    Attributes:
+        full: (n,) the sums over the passes of a step, divided by the ranks. None before the first gradient.
+        shard: this rank's part of the sum over the ranks, which is the mean. None before the reduction.
+        used: indices of the parameters whose gradient is in `full`.
+        ready: indices of the parameters whose gradient of the step's last backward is in `full`.
+    """
+
+    def __init__(self, flat: FlatParameters):
+        self.flat = flat
+        self.reset()
+
+    def reset(self) -> None:
+        """Prepare for the next step."""
+        self.used, self.ready = set[int](), set[int]()
+        self.full: torch.Tensor | None = None
+        self.shard: torch.Tensor | None = None
+        self.work: Work | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """True if all gradients of the step are in `full`."""
+        return len(self.ready) == len(self.flat.parameters)
+
+    @torch.no_grad()
+    def add(self, index: int, *, is_last: bool) -> None:
+        """Move a parameter's gradient into `full`, divided by the ranks: the sum over them is the mean."""
+        parameter = self.flat.parameters[index]
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if self.full is None:
+            self.full = torch.empty_like(self.flat.full)
+        slot = self.flat.view(self.full, index)
+        if index in self.used:
+            slot.add_(gradient, alpha=1 / self.flat.ranks)
+        else:
+            torch.div(gradient, self.flat.ranks, out=slot)
+            self.used.add(index)
+        if is_last:
+            self.ready.add(index)
+
+    @torch.no_grad()
+    def start_reduce_scatter(self) -> None:
+        """Start to sum `full` over the ranks. Each rank gets its shard of the sum."""
+        if self.full is not None and self.shard is None:
+            own = self.full[self.flat.own]
+            self.shard = own if self.flat.zero == 1 else torch.empty_like(own)
+            # Sum the gradients of this unit; backward computes the gradients of the unit before it meanwhile.
+            self.work = self.flat.axis.start_reduce_scatter(self.shard, self.full, purpose=GRADIENTS)
+
+    @torch.no_grad()
+    def start_all_reduce(self) -> None:
+        """Wait for the shard, free `full`, and start to sum the shard over the replicas."""
+        if self.full is not None and self.shard is not None:
+            self.wait()
+            self.full = None
+            # HSDP: replicas have the same shard, of other data. Sum their shards of the gradient.
+            self.work = self.flat.replicas.start_all_reduce(self.shard, purpose=GRADIENTS)
+
+    def wait(self) -> None:
+        """Wait for the reduction that was started last."""
+        if self.work:
+            self.work.wait()
+        self.work = None
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Finish the reduction, and add to each piece's gradient its part of the mean."""
+        self.start_all_reduce()
+        self.wait()
+        for index in sorted(self.used):
+            assert self.shard is not None
+            part, piece = self.shard[self.flat.slice_of(index)], self.flat.pieces[index]
+            piece.grad = part if piece.grad is None else piece.grad + part
+        self.reset()
 
 
-@torch.no_grad()
-def all_reduce_over_replicas(gradients: FlatGradients) -> None:
-    """Wait for the shard's sum, free the full gradients, and begin the sum over the replicas (HSDP)."""
-    if gradients.full is not None and gradients.shard is not None:
-        gradients.wait()
-        gradients.full, replicas = None, gradients.flat.replicas
-        if replicas.size > 1:
-            gradients.work = replicas.start_all_reduce(gradients.shard, purpose=GRADIENTS)
+class Unit:
+    """Modules whose parameters are gathered and freed together. If it `stays`, only at the end of a step."""
+
+    def __init__(self, modules: Sequence[nn.Module], flats: Sequence[FlatParameters], *, stays: bool):
+        self.modules, self.flats, self.stays = modules, flats, stays
+        piece_of = pieces_of(flats)
+        # Every place where a module has one of the parameters; a tied parameter has several.
+        self.uses = [
+            (holder, name, parameter, piece_of[parameter])
+            for holder in dict.fromkeys(holder for module in modules for holder in module.modules())
+            for name, parameter in holder._parameters.items()
+            if parameter is not None and parameter in piece_of
+        ]
+        self.free()
+
+    def start_gather(self) -> None:
+        """Start to gather the parameters."""
+        for flat in self.flats:
+            flat.start_gather()
+
+    def wait_gather(self) -> None:
+        """Wait for the parameters, and put them into the modules."""
+        for flat in self.flats:
+            flat.wait_gather()
+        for holder, name, parameter, _ in self.uses:
+            holder._parameters[name] = parameter
+
+    def free(self) -> None:
+        """Put the pieces into the modules, and free the parameters."""
+        for holder, name, _, piece in self.uses:
+            holder._parameters[name] = piece
+        for flat in self.flats:
+            flat.free()
 
 
-@torch.no_grad()
-def finish_mean(gradients: FlatGradients) -> None:
-    """Finish the reduction: each piece gets its slice of the mean over all ranks."""
-    all_reduce_over_replicas(gradients)
-    gradients.wait()
-    gradients.hand_out()
+class FSDP(nn.Module):
+    """Shards the parameters, gradients and optimizer state of a module over ranks.
 
-
-class FSDP(Accumulates, nn.Module):
-    """Shards the parameters, gradients and optimizer state of a module over the ranks of a group.
-
-    Call it as the module itself; after `backward` call `finish_gradient_synchronization()`, then step an
-    optimizer that treats elements one by one over the pieces (`pieces_of(fsdp.flats)`). Every rank runs the
-    same units in the same order, and uses every parameter.
+    Call it as the module. After the last `backward` of a step call `finish_gradient_synchronization`, then
+    step an elementwise optimizer over `pieces_of(fsdp.flats)`. All ranks run the same units in the same
+    order, and use every parameter. Backwards before the last run with `is_synchronizing` False.
 
     Args:
-        module: its values become those of the first rank. It then shows pieces, except while it runs.
-        units: lists of submodules that are gathered together; each parameter is in one list alone. The module
-            itself may be the last, for what is left: it stays gathered to the end of a step.
-        axis: the ranks; `replicas`: those with the same shard.
-        zero: 3 shards parameters, gradients and optimizer state, 2 all but the parameters.
-        reshard_after_forward: zero 3: free after forward, and gather again in backward.
-        inputs_only: backward does not read the weights of modules of just these types.
-        fill: gives the modules of a unit their values, just before they are cut.
+        module: outside of its forward and backward it has pieces for parameters.
+        units: lists of submodules that are gathered together. Each parameter is in one list.
+        axis_of: by parameter the ranks over which it is sharded. Gradients are means over all `shards`.
+        replicas: the ranks that have the same shard.
+        zero: 3 shards parameters, gradients and optimizer state; 2 gradients and optimizer state.
+        reshard_after_forward: with zero 3, free after forward and gather again in backward.
+        inputs_only: types of modules whose backward does not read their weights.
+        fill: gives the modules of a unit their first values, just before they are sharded.
     """
+
+    is_synchronizing = True
 
     def __init__(
         self,
         module: nn.Module,
         *,
         units: Sequence[Sequence[nn.Module]],
-        axis: Axis,
+        axis_of: AxisOf,
+        shards: Axis,
         replicas: Axis,
         zero: int,
         reshard_after_forward: bool,
@@ -96,23 +270,24 @@ class FSDP(Accumulates, nn.Module):
         fill: Callable[[Sequence[nn.Module]], None],
     ):
         super().__init__()
-        self.module, self.axis, self._inputs_only = module, axis, inputs_only
-        named, self.units = list(module.named_parameters()), list[Unit]()
+        self.module, self._inputs_only = module, inputs_only
+        self.units, in_order = list[Unit](), list(module.parameters())
+        how: dict[str, Any] = {"zero": zero, "replicas": replicas, "ranks": shards.size * replicas.size}
         for modules in units:
             fill(modules)
             inside = {parameter for part in modules for parameter in part.parameters()}
-            members = [pair for pair in named if pair[1] in inside]
-            named = [pair for pair in named if pair[1] not in inside]
-            packs = pack(members, limit_bytes=float("inf"))  # experts apart: fewer ranks have them
-            flats = [FlatParameters(some, axis, zero=zero, replicas=replicas) for some in packs]
-            stays = zero == 2 or not reshard_after_forward or module in modules
-            self.units.append(Unit(modules, flats, stays=stays))
-        # In the order in which backward comes to them.
-        self.flats = [flat for unit in reversed(self.units) for flat in unit.flats]
-        self._visits, self._visits_before = list[Unit](), list[Unit]()  # of this pass, and of one like it
-        self._read = list[Unit]()  # of this pass, those whose weights backward reads again
-        self._unsharded = list[Unit]()  # the current one, and those that stay or are gathered ahead
-        self._current = self._reducing = None
+            by_axis = dict[Axis, list[nn.Parameter]]()  # experts apart: fewer ranks have them
+            for parameter in (p for p in in_order if p in inside):
+                by_axis.setdefault(axis_of[parameter], []).append(parameter)
+            flats = [FlatParameters(some, axis, **how) for axis, some in by_axis.items()]
+            self.units.append(Unit(modules, flats, stays=zero == 2 or not reshard_after_forward))
+        self.flats = [flat for unit in reversed(self.units) for flat in unit.flats]  # in backward's order
+        self._forward_order = list[Unit]()  # units of this pass, as they began to run
+        self._expected_order = list[Unit]()  # units of the pass before
+        self._saved = list[Unit]()  # units of this pass whose weights backward reads
+        self._gathered = list[Unit]()  # the unit that runs, the next one, and units that stay
+        self._running: Unit | None = None
+        self._reducing: Unit | None = None
         for unit in self.units:
             for part in unit.modules:
                 part.register_forward_pre_hook(partial(self.before_forward, unit), prepend=True)
@@ -121,77 +296,96 @@ class FSDP(Accumulates, nn.Module):
                 flat.on_gradients(partial(self.gradient_ready, unit, flat))
 
     def forward(self, *args, **kwargs):
-        self._current = None
-        self._visits_before, self._visits = self._visits or self._visits_before, []
-        self._read.clear()
+        self._running = None
+        self._expected_order, self._forward_order = self._forward_order or self._expected_order, []
+        self._saved.clear()
         output = self.module(*args, **kwargs)
-        self._current = None
-        if not torch.is_grad_enabled():  # nothing stays gathered for a backward
-            self.reshard_all()
+        self._running = None
+        if not torch.is_grad_enabled():  # an evaluation has no backward
+            self.free_all()
         return output
 
     def before_forward(self, unit: Unit, module: nn.Module, args: tuple) -> None:
-        if unit is not self._current:
-            self._visits.append(unit)
-            self.enter(unit, self._visits_before[len(self._visits) :])
+        """A unit begins to run in forward."""
+        if unit is not self._running:
+            self._forward_order.append(unit)
+            self.switch_to(unit, self._expected_order[len(self._forward_order) :])
 
     def after_forward(self, unit: Unit, module: nn.Module, args: tuple, output: object) -> None:
-        """A module of the unit has run: backward will come through what it returned."""
+        """A module has run: backward enters the unit by the gradient of the module's output."""
         if unit.stays or not torch.is_grad_enabled() or type(module) in self._inputs_only:
             return
         for tensor in (x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad):
             tensor.register_hook(lambda gradient: self.before_backward(unit))
-        if self._read[-1:] != [unit]:
-            self._read.append(unit)
+        if self._saved[-1:] != [unit]:
+            self._saved.append(unit)
 
     def before_backward(self, unit: Unit) -> None:
-        """Backward is about to enter the unit: the gradient of an output is there."""
-        order = self._read[::-1]
-        self.enter(unit, order[order.index(unit) + 1 :] if unit in order else ())
+        """A unit begins to run in backward."""
+        order = self._saved[::-1]
+        self.switch_to(unit, order[order.index(unit) + 1 :] if unit in order else ())
 
-    def enter(self, unit: Unit, upcoming: Sequence[Unit]) -> None:
-        """Unshard a unit, reshard those that are not running, and begin to unshard the first one to come."""
-        if unit is not self._current:
-            self._current = unit
-            for other in [u for u in self._unsharded if u is not unit and not u.stays]:
-                self._unsharded.remove(other)
-                other.reshard()
-            self.begin_unshard(unit)
-            unit.wait_unshard()
+    def switch_to(self, unit: Unit, upcoming: Sequence[Unit]) -> None:
+        """Gather a unit, free the units that have run, and start to gather the next one."""
+        if unit is not self._running:
+            self._running = unit
+            for other in [u for u in self._gathered if u is not unit and not u.stays]:
+                self._gathered.remove(other)
+                other.free()
+            self.start_gather(unit)  # unless it was started ahead
+            unit.wait_gather()
         if upcoming:
-            self.begin_unshard(upcoming[0])
+            self.start_gather(upcoming[0])
 
-    def begin_unshard(self, unit: Unit) -> None:
-        if unit not in self._unsharded:
-            self._unsharded.append(unit)
-            for flat in unit.flats:
-                unshard(flat)
+    def start_gather(self, unit: Unit) -> None:
+        """Start to gather a unit that is not gathered."""
+        if unit not in self._gathered:
+            self._gathered.append(unit)
+            unit.start_gather()
 
     def gradient_ready(self, unit: Unit, flat: FlatParameters, index: int, parameter: torch.Tensor) -> None:
-        """Backward has left a parameter's gradient; with the unit's last one, all of them leave."""
-        flat.gradients.add(index)
-        if self.is_synchronizing:
-            flat.gradients.ready.add(index)
-            if all(flat.gradients.is_full for flat in unit.flats):
-                self.reduce(unit)
+        """Take a gradient that backward has accumulated. The last one of a unit starts its reduction."""
+        flat.gradients.add(index, is_last=self.is_synchronizing)
+        if self.is_synchronizing and all(flat.gradients.is_full for flat in unit.flats):
+            self.reduce(unit)
 
     def reduce(self, unit: Unit) -> None:
-        for flat in self._reducing.flats if self._reducing else ():  # at most two units hold full ones
-            all_reduce_over_replicas(flat.gradients)
+        """Start to reduce a unit's gradients, and finish those of the unit before: two are in memory."""
+        for flat in self._reducing.flats if self._reducing else ():
+            flat.gradients.start_all_reduce()
         for flat in unit.flats:
-            reduce_scatter_gradients(flat.gradients)
+            flat.gradients.start_reduce_scatter()
         self._reducing = unit
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait until every piece has its part of the mean gradient over all ranks, and reshard all units."""
-        for unit in reversed(self.units):  # what backward left, in its order
+        """Reduce the remaining units, wait until every piece has its part of the mean, and free all units."""
+        for unit in reversed(self.units):
             self.reduce(unit)
         for flat in self.flats:
-            finish_mean(flat.gradients)
+            flat.gradients.finish()
         self._reducing = None
-        self.reshard_all()
+        self.free_all()
 
-    def reshard_all(self) -> None:
-        for unit in self._unsharded:
-            unit.reshard()
-        self._unsharded, self._current = [], None
+    def free_all(self) -> None:
+        """Free all units that are gathered."""
+        for unit in self._gathered:
+            unit.free()
+        self._gathered, self._running = [], None
+
+
+def pieces_of(flats: Iterable[FlatParameters]) -> dict[torch.Tensor, nn.Parameter]:
+    """This rank's piece of each parameter, (n,): the optimizer's parameters."""
+    return {p: piece for flat in flats for p, piece in zip(flat.parameters, flat.pieces, strict=True)}
+
+
+def gather_pieces(
+    flats: Iterable[FlatParameters], pieces: Mapping[torch.Tensor, torch.Tensor]
+) -> dict[torch.Tensor, torch.Tensor]:
+    """Gather full tensors from pieces (n,), both by parameter, for the record. All ranks call it together."""
+    full = {}
+    for flat in flats:
+        shard = torch.cat([pieces[p].reshape(-1) for p in flat.parameters])
+        values = shard.new_empty(flat.full.shape)
+        flat.axis.all_gather(values, shard, purpose=RECORD)
+        full.update((p, flat.view(values, index)) for index, p in enumerate(flat.parameters))
+    return full

@@ -1,15 +1,16 @@
-"""Pipeline parallelism by hand: ranks hold a share of the layers each, and microbatches pass through them.
+"""Pipeline parallelism by hand: each rank has some of the layers, and microbatches pass through the ranks.
 
-A schedule is plain data (`compare.pipeline.schedules`): for each rank its tasks in order, to which
-`compare.pipeline.rendezvous` adds sends and receives. Rank 1 of 2 does a microbatch of GPipe so:
+A schedule is plain data (`compare.pipeline.schedules`): for each rank its tasks, in order. To these
+`compare.pipeline.rendezvous` adds sends and receives. Rank 1 of 2 does for a microbatch of GPipe:
 
     receive_activation   compute: forward   compute: backward   send_gradient
 
-`run_pipeline` carries out any such list, a task at a time (`stage`). A receive is posted early and waited for
-just before its computation: data moves while the rank computes. A send is waited for only where a later
-message proves that it has arrived: it holds up nothing. Evaluation is a schedule without backwards.
+`run_pipeline` runs any such list, one action at a time, on the rank's stages (`stage`, `zero_bubble`).
+A receive is posted early, and waited for just before its computation: data moves while the rank computes.
+A send is waited for once a later message proves that it has arrived, so it delays nothing. Evaluation is a
+schedule without backwards.
 
-A passes, b rows of a rank, M microbatches of a step, B rows of one, T positions, C embedding.
+A passes, b rows of a rank, M microbatches of a step, B rows of a microbatch, T positions, C embedding.
 Sources: GPipe (arXiv 1811.06965), 1F1B (2006.09503), interleaved (2104.04473), zero bubble (2401.10241).
 """
 
@@ -31,6 +32,7 @@ from torchpar.comm.collectives import Axis, Work
 from torchpar.engine import Engine
 from torchpar.gpt_stages import GPTStages, pipeline
 from torchpar.manual.stage import Stage
+from torchpar.manual.zero_bubble import ZeroBubbleStage
 
 Context = Callable[[], AbstractContextManager]
 
@@ -45,17 +47,17 @@ class Message(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One rank's part of a schedule."""
+    """One rank's actions of a schedule."""
 
     actions: Sequence[Action]
     arrivals: Mapping[Message, Sequence[Message]]
-    """By message to this rank: messages of this rank that its sender had received before it sent that."""
+    """By message to this rank, the messages of this rank that its sender had received before."""
     last_backwards: Collection[Task]
-    """The stages' gradients are complete after these; there are none where a backward has two halves."""
+    """The backwards that complete a stage's gradients. Empty if a backward is two tasks."""
 
 
 def make_plan(schedule: Schedule, rank: int) -> Plan:
-    """Decided before anything runs. Raises ScheduleError: the schedule is incomplete, or deadlocked."""
+    """Plan a rank's actions before anything runs. Raises ScheduleError: incomplete, or a deadlock."""
     last_backwards = {task.stage: task for task in schedule[rank] if task.kind == Kind.BACKWARD}
     arrivals = {}
     for actions in with_communication(schedule):
@@ -86,17 +88,18 @@ def run_pipeline(
     targets: Sequence[torch.Tensor],
     keys: Sequence[torch.Tensor] = (),
     *,
-    loss_scale: float = 1.0,
-    forward_context: Context = nullcontext,
-    no_sync: Context = nullcontext,
+    loss_scale: float,
+    forward_context: Context,
+    no_sync: Context,
 ) -> torch.Tensor:
-    """Carry out a rank's actions of one step, in order. Adds the gradients of the mean loss times
-    `loss_scale`, and returns the mean loss.
+    """Run a rank's actions of one step. Returns the mean loss, (), and adds its gradients times `loss_scale`.
 
-    Stages are this rank's, by their number along the model; the part of it that they are of knows the loss,
-    and the shape of what goes between them. Inputs (B, T), targets and keys, if there is dropout, are of each
-    microbatch, on all ranks. `forward_context` is made anew around every forward, such as autocast, and
-    `no_sync` around every backward but each stage's last.
+    Args:
+        stages: this rank's, by their number along the model.
+        part: the module of the stages, which computes the loss and knows the shape of the messages.
+        inputs: (B, T) of each microbatch, the same on all ranks; so are targets, and keys for dropout.
+        forward_context: made for each forward, such as autocast.
+        no_sync: made for each backward except the last one of each stage.
     """
     last_stage = part.stages - 1
     mail: dict[Message, Any] = {Message(ACTIVATIONS, 0, m): x for m, x in enumerate(inputs) if 0 in stages}
@@ -110,16 +113,18 @@ def run_pipeline(
             receiving.pop(message).wait()
             for earlier in plan.arrivals[message]:
                 sending.pop(earlier).wait()  # returns at once
-                del mail[earlier]  # and nothing keeps it any longer
+                del mail[earlier]
         return mail.pop(message)
 
     for action in plan.actions:
         kind, stage, m = action.task
         if is_receive(action):
+            # Post the receive: the message arrives while this rank computes earlier tasks.
             message = message_of(action)
-            mail[message] = part.empty_stream(inputs[m])  # a gradient is like what it is of
+            mail[message] = part.empty_stream(inputs[m])  # a gradient has the shape of its activation
             receiving[message] = axis.start_receive(mail[message], source=action.peer)
         elif action.what != "compute":
+            # Send an activation to the next stage, or a gradient to the stage before, and compute on.
             message = message_of(action)
             sending[message] = axis.start_send(mail[message], to=action.peer, purpose=message.purpose)
         elif kind == Kind.FORWARD:
@@ -128,28 +133,31 @@ def run_pipeline(
                 y = stages[stage].forward(m, x, *keys[m : m + 1], finish=partial(finish, stage, m))
             mail[Message(ACTIVATIONS, stage + 1, m)] = y.contiguous()
         elif kind == Kind.BACKWARD_WEIGHT:
+            weight_stage = stages[stage]
+            assert isinstance(weight_stage, ZeroBubbleStage)
             with no_sync():
-                stages[stage].backward_weight(m)
-        else:  # all of a backward, or as far as the stage's input
-            of_y = None if stage == last_stage else take(Message(ACTIVATION_GRADIENTS, stage, m))
+                weight_stage.backward_weight(m)
+        else:  # a whole backward, or in zero bubble its input half
+            dy = None if stage == last_stage else take(Message(ACTIVATION_GRADIENTS, stage, m))
             with nullcontext() if action.task in plan.last_backwards else no_sync():
-                of_x = stages[stage].backward(m, of_y)
-            if of_x is not None:  # tokens have none
-                mail[Message(ACTIVATION_GRADIENTS, stage - 1, m)] = of_x.contiguous()
+                dx = stages[stage].backward(m, dy)
+            if dx is not None:  # token ids have no gradient
+                mail[Message(ACTIVATION_GRADIENTS, stage - 1, m)] = dx.contiguous()
     for message, work in sending.items():
         work.wait()
         del mail[message]
-    total = torch.zeros((), dtype=torch.float64, device=inputs[0].device)  # whatever the loss has fits
-    for share in mail.values():  # what the last stage leaves
+    # The mail that is left is the loss of each microbatch, on the last stage. Sum it over all stages.
+    total = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
+    for share in mail.values():
         total += share
     axis.all_reduce(total, purpose=LOSS)
     return total / loss_scale
 
 
 def run_stages(part: GPTStages, engine: Engine, axis: Axis, layout: Layout) -> Engine:
-    """Let the layout's schedule run a rank's stages of a GPT, which `engine.module` is, or wraps."""
-    halves = layout.schedule == "zero_bubble"
-    stages = {number: Stage(engine.module, splits_backward=halves, stage=number) for number in part.blocks_of}
+    """Run a rank's stages of a GPT by the layout's schedule. `engine.module` is `part`, or wraps it."""
+    kind = ZeroBubbleStage if layout.schedule == "zero_bubble" else Stage
+    stages = {number: kind(engine.module, number) for number in part.blocks_of}
 
     @cache
     def plan(microbatches: int, *, evaluates: bool) -> Plan:

@@ -1,10 +1,10 @@
-"""ZeRO-1 by hand: each rank keeps the optimizer's state for its cut of the parameters, and updates that.
+"""ZeRO-1 by hand: each rank keeps the optimizer's state of a shard, and updates that shard.
 
-The module stays whole on every rank. A step is three lines:
+Every rank has the whole module. A step is three lines:
 
-    reduce_scatter     each rank gets the mean gradient of its shard, in buckets, during backward
-    optimizer.step     on this rank's shard, whose state it keeps
-    all_gather         every rank gets the updated parameters of all
+    reduce-scatter     each rank gets the mean gradient of its shard, in buckets, during backward
+    update             each rank updates its shard, whose state it keeps
+    all-gather         every rank gets the updated parameters of all shards
 
 Source: ZeRO (arXiv 1910.02054), stage 1.
 """
@@ -16,74 +16,79 @@ from typing import Any
 import torch
 
 from torchpar.comm.collectives import Axis
-from torchpar.manual.data_parallel import LaunchOrder
-from torchpar.manual.flat import Accumulates, pack
-from torchpar.manual.flat_parameters import FlatGradients, FlatParameters, pieces_of
-from torchpar.manual.fully_sharded import finish_mean, reduce_scatter_gradients, unshard
+from torchpar.manual.data_parallel import BucketQueue, pack
+from torchpar.manual.fully_sharded import AxisOf, FlatGradients, FlatParameters, pieces_of
 
 
-class ShardedOptimizer(Accumulates, torch.optim.Optimizer):
-    """An optimizer that treats elements one by one (SGD, Adam, ...), its state shared out over a group.
+class ShardedOptimizer(torch.optim.Optimizer):
+    """An elementwise optimizer (SGD, Adam, ...) whose state is sharded.
 
-    It is a torch Optimizer over the whole parameters, which become the first rank's, and reduces their
-    gradients in buckets, as `DataParallel`. After the last backward of a step call
-    `finish_gradient_synchronization()`, then `step()`; every parameter takes part in the loss.
+    It is an Optimizer over the full parameters, and reduces their gradients in buckets, as `DataParallel`.
+    After the last `backward` of a step call `finish_gradient_synchronization`, then `step`. Every parameter
+    takes part in the loss. Backwards before the last run with `is_synchronizing` False.
 
-    The other arguments are for `optimizer_cls`: `inner` is one over this rank's pieces, which are the keys of
-    the state that this one shows.
+    Args:
+        optimizer_cls: makes `inner`, the optimizer over this rank's pieces, with the further arguments.
+        axis_of: by parameter the ranks over which it is sharded. Gradients are means over all `shards`.
+        replicas: the ranks that have the same shard.
+        bucket_size_mb: the size of a bucket, in MB of 1e6 bytes.
     """
+
+    is_synchronizing = True
 
     def __init__(
         self,
         params: Iterable[Any],
         optimizer_cls: type[torch.optim.Optimizer],
         *,
-        axis: Axis,
+        axis_of: AxisOf,
+        shards: Axis,
         replicas: Axis,
         bucket_size_mb: float,
         **kwargs: Any,
     ):
         super().__init__(params, {})
-        self.flats: list[FlatParameters] = []
-        for number, of_group in enumerate(self.param_groups):
-            named = [(f"parameter {n} of group {number}", p) for n, p in enumerate(of_group["params"])]
-            for bucket in pack(named[::-1], bucket_size_mb * 1e6):  # as backward comes
-                self.flats.append(FlatParameters(bucket, axis, zero=1, replicas=replicas))
-        self.order = LaunchOrder[FlatGradients](flat.gradients for flat in self.flats)
+        how: dict[str, Any] = {"zero": 1, "replicas": replicas, "ranks": shards.size * replicas.size}
+        self.flats = [
+            FlatParameters(bucket, axis_of[bucket[0]], **how)
+            for group in self.param_groups
+            for bucket in pack(group["params"][::-1], bucket_size_mb * 1e6, axis_of)  # in backward's order
+        ]
+        self.queue = BucketQueue[FlatGradients](flat.gradients for flat in self.flats)
         for flat in self.flats:
             flat.on_gradients(partial(self.gradient_ready, flat))
         piece_of = pieces_of(self.flats)
         groups = [{**g, "params": [piece_of[p] for p in g["params"]]} for g in self.param_groups]
         self.inner = optimizer_cls(groups, **kwargs)
-        self.state = self.inner.state
+        self.state = self.inner.state  # its keys are the pieces
 
     def gradient_ready(self, flat: FlatParameters, index: int, parameter: torch.Tensor) -> None:
-        """During backward a parameter's gradient goes into its bucket, and full buckets leave."""
-        flat.gradients.add(index)
+        """Take a gradient that backward has accumulated, and reduce-scatter the buckets that are full."""
+        flat.gradients.add(index, is_last=self.is_synchronizing)
         if self.is_synchronizing:
-            flat.gradients.ready.add(index)
-            for gradients in self.order.take_full():
-                reduce_scatter_gradients(gradients)
+            for gradients in self.queue.pop_ready():
+                gradients.start_reduce_scatter()
 
     def finish_gradient_synchronization(self) -> None:
-        """Launch the buckets that backward left, and leave each rank the mean gradient of its pieces."""
-        for gradients in self.order:
-            reduce_scatter_gradients(gradients)
-        for gradients in self.order:
-            finish_mean(gradients)
-        self.order.taken = 0
+        """Reduce the remaining buckets, and wait until every piece has its part of the mean."""
+        for gradients in self.queue:
+            gradients.start_reduce_scatter()
+        for gradients in self.queue:
+            gradients.finish()
+        self.queue.next = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update this rank's cut of the parameters, and gather the others'."""
+        """Update this rank's pieces, and gather the pieces of all ranks."""
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({**group, "params": inner["params"]})  # such as a new learning rate
         self.inner.step()
+        # Gather the updated parameters of all ranks: the buckets' gathers are under way together.
         for flat in self.flats:
-            flat.is_unsharded = False
-            unshard(flat)
+            flat.is_gathered = False
+            flat.start_gather()
         for flat in self.flats:
-            flat.wait_unshard()
+            flat.wait_gather()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)  # of the pieces: no parameter keeps one
+        self.inner.zero_grad(set_to_none)  # full parameters keep no gradient

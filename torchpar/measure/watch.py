@@ -187,10 +187,11 @@ def around_tasks(around: Callable[[Task], AbstractContextManager]) -> Generator[
     from torch.distributed.pipelining import PipelineStage  # a second of imports, for pipelines alone
 
     from torchpar.manual.stage import Stage
+    from torchpar.manual.zero_bubble import ZeroBubbleStage
 
     def task(kind: Kind, stage: Any, microbatch: int, *_: Any, **options: Any) -> AbstractContextManager:
         if isinstance(stage, Stage):
-            number, is_half = stage.number, stage.splits_backward
+            number, is_half = stage.number, isinstance(stage, ZeroBubbleStage)
         else:
             number, is_half = stage.stage_index, not options.get("full_backward", True)
         is_half = is_half and kind is Kind.BACKWARD
@@ -198,6 +199,7 @@ def around_tasks(around: Callable[[Task], AbstractContextManager]) -> Generator[
 
     with ExitStack() as stack:
         for kind, method in TASKS.items():
-            stack.enter_context(around_calls(Stage, method, partial(task, kind)))
+            owner = ZeroBubbleStage if kind is Kind.BACKWARD_WEIGHT else Stage
+            stack.enter_context(around_calls(owner, method, partial(task, kind)))
             stack.enter_context(around_calls(PipelineStage, f"{method}_one_chunk", partial(task, kind)))
         yield
