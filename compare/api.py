@@ -21,19 +21,17 @@ import numpy as np
 from msgspec import Struct
 
 from compare.commands.registry import STUDIES, read_study
-from compare.commands.report.page import PAGE
 from compare.contract.record import MANIFEST, Manifest, Record, read_record, read_tensors
 from compare.contract.request import Rung
 from compare.formats.nanogpt_config import load_experiment
 from compare.judge.outcome import Outcome
-from compare.run.study import Study, findings_in
-from compare.setup.presets import settings_in
+from compare.run.study import PAGES, Study, findings_in, write_page_of
 from compare.show.findings import Findings
 from compare.spec.experiment import Experiment, ExperimentError, parse, revalidate
 
 __all__ = ["Result", "Training", "check", "experiment", "read", "run", "study"]
 
-NOT_OPTIONS = {"experiment", "continue_", "dry_run", "json", "given", "line", "written"}
+NOT_OPTIONS = {"experiment", "continue_", "dry_run", "json", "given", "line"}
 """Of the command line alone."""
 
 
@@ -87,7 +85,7 @@ class Result(Struct, frozen=True, kw_only=True):
     @property
     def report(self) -> Path | None:
         """The page that `run` writes, to be opened in a browser; None where there is none."""
-        page = self.folder / PAGE
+        page = self.folder / PAGES["run"]
         return page if page.is_file() else None
 
     def sentence(self) -> str:
@@ -155,8 +153,8 @@ def study(name: str, experiment: Experiment | str | Path = "demo", **options: An
     if name not in STUDIES:
         raise ExperimentError(f"{name}: no such study (there are {', '.join(STUDIES)})")
     command = _command(STUDIES[name], experiment, options)
-    outcome, folder = command.outcome()
-    command.leave(outcome, folder)
+    outcome, folder = command.run()
+    write_page_of(type(command), outcome, folder)
     return _result(command, outcome, folder)
 
 
@@ -186,15 +184,14 @@ def _command(command: type[Study], experiment: Experiment | str | Path, options:
     """The command as its command line would give it."""
     if isinstance(experiment, Experiment):
         name, default = "notebook", revalidate(experiment)
-        written = settings_in(default.layout)
     else:
         name = str(experiment)
-        default, written = command.default_experiment(name), command.layout_written(name)
+        default = command.default_experiment(name)
     allowed = set(command.__struct_fields__) - set(Experiment.__struct_fields__) - NOT_OPTIONS
     if unknown := sorted(options.keys() - allowed):
         raise ExperimentError(f"{unknown[0]}: no such option (there are {', '.join(sorted(allowed))})")
     words = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
-    said = {"experiment": name, "given": list(options), "written": list(written)}
+    said = {"experiment": name, "given": list(options)}
     try:
         return msgspec.convert({**msgspec.to_builtins(default), **words, **said}, command)
     except msgspec.ValidationError as error:

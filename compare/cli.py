@@ -138,8 +138,8 @@ def parse(arguments: list[str]) -> tuple[Any, str]:
     found = tyro.cli(command, args=line, prog=prog, use_underscores=True, default=default)
     if found.experiment != name:
         raise ExperimentError(
-            f"{found.experiment}: no flag takes this; an experiment comes first, a switch takes no value: "
-            f"see shardpair {word} --help"
+            f"unexpected argument {found.experiment}: the experiment must come first, and switches take no "
+            f"value: see shardpair {word} --help"
         )
     line_of = shlex.join(["shardpair", *arguments])
     return msgspec.structs.replace(found, given=flags_in(line), line=line_of), name

@@ -15,7 +15,6 @@ from compare.checkpoint.description import DESCRIPTION, WEIGHTS
 from compare.checkpoint.reader import CheckpointReader
 from compare.contract.request import decode_request
 from compare.numerics.sampling import SampleRequest, generate
-from compare.side.ceiling import CeilingRequest
 from compare.spec.experiment import MAX_CPU_DEVICES, Precision
 from compare.system.facts import cores, versions
 from jaxpar.configuration import PACKAGES, configure_products
@@ -30,12 +29,6 @@ def answer(arguments: Namespace) -> object:
     Raises ExperimentError, MissingDevicesError.
     """
     match arguments.question:
-        case "ceiling":
-            request = decode_request(arguments.ceiling, CeilingRequest, source="--ceiling")
-            configure_products(request.platform, request.dtype)
-            from jaxpar.measure.bench import measure_ceiling
-
-            return measure_ceiling(request)
         case "sample":
             return sample(decode_request(arguments.sample, SampleRequest, source="--sample"))
         case "doctor":

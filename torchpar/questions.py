@@ -11,12 +11,10 @@ from compare.checkpoint.description import WEIGHTS
 from compare.checkpoint.reader import CheckpointReader
 from compare.contract.request import decode_request
 from compare.numerics.sampling import SampleRequest, generate
-from compare.side.ceiling import CeilingRequest
 from compare.spec.experiment import Experiment
 from compare.system.facts import cores, versions
 from torchpar import PACKAGES
 from torchpar.comm.mesh import device_kind
-from torchpar.measure.ceiling import measure
 from torchpar.model import GPT
 from torchpar.nanogpt_checkpoint import export_checkpoint, import_checkpoint
 from torchpar.weights import load_weights
@@ -28,8 +26,6 @@ def answer(arguments: Namespace) -> object:
     Raises ExperimentError, MissingDevicesError.
     """
     match arguments.question:
-        case "ceiling":
-            return measure(decode_request(arguments.ceiling, CeilingRequest, source="--ceiling"))
         case "sample":
             return sample(decode_request(arguments.sample, SampleRequest, source="--sample"))
         case "doctor":

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from compare.execute.folders import check_output
-from compare.flags import EngineName, chosen_engines
+from compare.flags import DEVICES, EngineName, PresetNames, chosen_engines
 from compare.judge.goldens import NANOGPT
 from compare.judge.ladder import Verdict
 from compare.judge.outcome import Grid, Outcome
@@ -20,7 +20,6 @@ from compare.system.disk import write_atomically
 
 SHOWN = ("gradients", "later_weights")
 """Rungs whose errors a cell of the grid shows."""
-DEVICES = 4
 VARIANTS = (
     "precision.dtype=float32",
     "optimizer.name=sgd,optimizer.momentum=0.9,optimizer.grad_clip=0,optimizer.learning_rate=0.1,"
@@ -31,10 +30,10 @@ VARIANTS = (
 GOLDEN, SGD = "golden", {"name": "sgd", "momentum": 0.9}
 """The experiment that nanoGPT was run on, and what the second golden's optimizer has other than it."""
 ERRORS = "Worst relative error of a gradient / of a later weight"
-PAGE = """Each engine under each layout, against ONE unsharded device (PyTorch, no container, no
-collective). An error is the largest difference of a tensor over its largest entry: of gradients before
-clipping, of weights after 20 steps at most. A dash: the engine refuses the layout. (gpipe): it has no 1F1B
-there."""
+PAGE = """Each engine under each layout, against one unsharded device (PyTorch, no wrapper, no
+collective). An error is the largest difference of a tensor, divided by its largest entry: of gradients before
+clipping, and of weights after at most 20 steps. A dash: the engine rejects the layout. (gpipe): the engine
+has no 1F1B there."""
 
 
 class Check(Study, frozen=True, kw_only=True):
@@ -51,54 +50,51 @@ class Check(Study, frozen=True, kw_only=True):
     """
 
     engines: tuple[EngineName, ...] = ()
-    """Which engines. Default: all of the grid."""
+    """Which engines. Default: all but peers."""
     devices: int | None = None
     """Devices of data parallelism, or of each of --presets. Default: 4; of a preset 2, 4 or 8."""
-    presets: tuple[str, ...] = ()
+    presets: PresetNames = ()
     """Layouts by name, or `all`, each on every engine that can express it."""
     variants: tuple[str, ...] = ()
-    """With --presets: other settings, in which each layout is trained once more, such as
-    precision.dtype=float32; or `all`: float32, SGD, dropout."""
+    """Settings in which each of --presets is trained once more, such as precision.dtype=float32; or `all`:
+    float32, SGD, dropout."""
     against: Literal["", "nanogpt"] = ""
-    """nanogpt: hold engines against nanoGPT's numbers, on its experiment, by AdamW and by SGD."""
+    """nanogpt: compare with nanoGPT's numbers, on its experiment, with AdamW and with SGD."""
     output: Path | None = None
-    """Also write the tables as Markdown."""
+    """Also write the tables as Markdown to this file."""
 
     brief = "every engine against one unsharded device, or nanoGPT"
     group = "Prove"
     default = "check"
     fixed: ClassVar = OF_LAYOUTS
+    needs: ClassVar = {**Study.needs, "variants": "presets"}
     keeps_records = True
     needs_reference = True
 
-    @property
-    def title(self) -> str:
-        """Against nanoGPT, of presets, or of how many devices."""
-        return f"check-{self.against or ('presets' if self.presets else self.devices or DEVICES)}"
-
-    def asked(self) -> Experiment:
+    def resolve(self) -> Experiment:
         """The experiment; against nanoGPT its own, unchanged. Raises ExperimentError."""
         check_output("--output", self.output)
         if self.devices is not None and self.devices < 1:
             raise ExperimentError(f"--devices {self.devices} must be at least 1")
         if not self.against:
-            return super().asked()
+            return super().resolve()
         sections = tuple(f"{name}." for name in Experiment.__struct_fields__)
-        given = [flag for flag in sorted(self.given) if flag.startswith(sections)]
-        given += [flag for flag in ("variants", "init_from") if getattr(self, flag)]
+        given = [
+            f"--{flag}"
+            for flag in sorted(self.given)
+            if flag.startswith((*sections, "variants", "init_from"))
+        ]
         if given or self.experiment not in (self.default, GOLDEN):
-            flag = f"--{given[0]}" if given else self.experiment
-            raise ExperimentError(f"{flag} has no effect: nanoGPT was run on the experiment {GOLDEN}")
+            wrong = given[0] if given else self.experiment
+            raise ExperimentError(
+                f"{wrong} has no effect: nanoGPT was run on the experiment {GOLDEN}; leave it out"
+            )
         return load(GOLDEN)
 
     def cases(self, experiment: Experiment) -> Grid:
-        """Each case, its reference before it. Raises ExperimentError."""
-        engines, presets = (
-            chosen_engines(self.engines),
-            several_presets(self.presets, experiment.model, self.devices),
-        )
-        if self.variants and not presets:
-            raise ExperimentError("--variants has no effect without --presets")
+        """Each case, after its reference. Raises ExperimentError."""
+        engines = chosen_engines(self.engines)
+        presets = several_presets(self.presets, experiment.model, self.devices)
         if self.against:
             return against_nanogpt(experiment, engines, presets)
         if not presets:
@@ -130,8 +126,8 @@ class Check(Study, frozen=True, kw_only=True):
             passed=outcome.passed and not skipped,
         )
 
-    def after(self, outcome: Outcome, folder: Path) -> Outcome:
-        """Write as Markdown what --output asks for."""
+    def end(self, outcome: Outcome, folder: Path) -> Outcome:
+        """Write --output."""
         if self.output:
             versions = ", ".join(map(" ".join, outcome.circumstances.versions.items()))
             head = f"# Parity\n\nWritten by `{outcome.line}`, not by hand. {versions}.\n\n{PAGE}\n\n"
@@ -143,36 +139,39 @@ class Check(Study, frozen=True, kw_only=True):
 def rungs_of_engines(experiment: Experiment, engines: Iterable[str], devices: int) -> Grid:
     """The unsharded reference, then every engine on one device and with each gradient synchronisation."""
     single = spread(experiment, "single")
-    cases, left_out = against_one_device(engines, {"1": single})
+    cases, left_out = against_one_device(engines, [({"layout": "1"}, single)])
     for name in engines:
         engine = ENGINES[name]
         for sync in engine.gradient_sync if devices > 1 else ():
             chosen = sync if engine.offers_choice else experiment.layout.gradient_sync
             layout = {"dp_replicate": devices, "gradient_sync": chosen}
             sharded = revalidate(edited(single, {"layout": layout}))
-            more, out = grid([name], {f"{devices}-{sync}": sharded}, against="reference", ladder=True)
+            rows = [({"layout": f"{devices}-{sync}"}, sharded)]
+            more, out = grid([name], rows, against="reference", ladder=True)
             cases, left_out = cases | more, left_out | out
     return cases, left_out
 
 
 def against_nanogpt(experiment: Experiment, engines: list[str], presets: dict[str, int]) -> Grid:
-    """Each engine and layout by AdamW and by SGD."""
-    rows = {}
-    for name, spec in {"": experiment, "sgd": revalidate(edited(experiment, {"optimizer": SGD}))}.items():
-        layouts = {preset: spread(spec, preset, devices) for preset, devices in presets.items()}
-        for preset, laid_out in (layouts or {"": spec}).items():
-            rows[".".join(filter(None, (preset, name)))] = laid_out
+    """Each engine and layout, with AdamW and with SGD."""
+    rows = []
+    by_sgd = revalidate(edited(experiment, {"optimizer": SGD}))
+    for optimizer, spec in (("", experiment), ("sgd", by_sgd)):
+        layouts = [(name, spread(spec, name, devices)) for name, devices in presets.items()]
+        for name, sharded in layouts or [("", spec)]:
+            rows.append(({"layout": ".".join(filter(None, (name, optimizer)))}, sharded))
     later_step = experiment.train.max_iters
     return grid(engines, rows, against=NANOGPT, ladder=True, later_step=later_step)
 
 
 def cell_of(outcome: Outcome, name: str, verdict: Verdict | None) -> Text:
-    """A cell of the grid: errors of `SHOWN`, and a schedule that is not the preset's; or what went wrong."""
+    """A cell of the grid: the errors of `SHOWN` and a schedule other than the preset's; or the failure."""
     if verdict is None:
         return Text(outcome.undone[name], news="fail")
     if not verdict.passed:
         return Text(verdict.sentence(), news="fail")
     errors = (verdict.error(rung) for rung in SHOWN)
     text = " / ".join("?" if error is None else f"{error:.0e}" for error in errors)
-    is_other = outcome.cases[name].experiment.layout.schedule == "gpipe" and "pp_gpipe" not in name
+    case = outcome.cases[name]
+    is_other = case.experiment.layout.schedule == "gpipe" and case.coordinates.get("layout") != "pp_gpipe"
     return Text(f"{text} (gpipe)" if is_other else text)

@@ -6,23 +6,21 @@ code is a diff: the engine runs a patched copy of its source.
 
 import itertools
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from msgspec.structs import replace
 
-from compare.contract.record import Record, Step
+from compare.contract.record import Record
 from compare.contract.request import Request
-from compare.execute.launch import launch
-from compare.flags import StudiedName, checked_pythons, chosen_engines, hosts_of
+from compare.flags import StudiedName, chosen_engines
 from compare.judge.ladder import Verdict
 from compare.judge.outcome import Case, Grid, Outcome
-from compare.run.study import OF_LAYOUTS, Study, findings_in
+from compare.run.study import OF_LAYOUTS, Study
 from compare.setup.planted import ROOT, Diff, Fault, load_faults, packages_of, patched_copy
 from compare.setup.presets import PRESETS, check_names, edits_of, spread
 from compare.show.findings import Column, Findings, table_of, verdict_findings
-from compare.show.page import write_page
 from compare.spec.engines.registry import ENGINES, REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.terminal import error_text, results_console
@@ -53,11 +51,11 @@ class Faults(Study, frozen=True, kw_only=True):
     """
 
     engines: tuple[StudiedName, ...] = ()
-    """Engines to plant faults in. Default: all of the grid."""
+    """Engines to plant faults in. Default: all."""
     names: tuple[str, ...] = ()
     """Which faults. Default: all."""
     devices: int = DEVICES
-    """Devices of data parallelism; faults of other layouts have devices of their own."""
+    """Devices of data parallelism. Faults of other layouts have their own numbers of devices."""
 
     brief = "plant each known mistake: every check must turn red"
     group = "Prove"
@@ -70,85 +68,90 @@ class Faults(Study, frozen=True, kw_only=True):
         """The references, and a case for each fault in each engine. Raises ExperimentError."""
         engines = chosen_engines(self.engines)
         cases = fault_cases(experiment, engines, names=list(self.names), devices=self.devices)
-        for diff in (diff for name, case in cases.items() if case.against for diff in diffs_of(name)):
+        for diff in itertools.chain.from_iterable(map(diffs_of, cases.values())):
             diff.applied(ROOT)
         return cases, {}
 
-    def measured(
-        self, name: str, case: Case, place: Path, number: int, tell: Callable[[Step], None]
-    ) -> tuple[Any, Record | None]:
+    def launch(self, case: Case, place: Path, **how: Any) -> Record:
         """Run a case; with a mistake in the code, from a patched copy of the source."""
-        if not case.against or not (diffs := diffs_of(name)):
-            return super().measured(name, case, place, number, tell)
+        if not (diffs := diffs_of(case)):
+            return super().launch(case, place, **how)
         # The copy is beside the record: on several hosts all of them read this folder.
-        with tempfile.TemporaryDirectory(dir=place.parent, prefix=f"{name}.source-") as source:
+        with tempfile.TemporaryDirectory(dir=place.parent, prefix=f"{place.name}.source-") as source:
             patched_copy(Path(source), diffs, packages_of(diffs))
-            record = launch(
-                case.request,
-                place,
-                pythons=checked_pythons(self),
-                hosts=hosts_of(self),
-                on_step=tell,
-                source=Path(source),
-            )
-        (place / CHANGE).write_text(change_of(name), encoding="utf-8")
-        return self.keep(case, record), record
+            record = super().launch(case, place, source=Path(source), **how)
+        (place / CHANGE).write_text(change_of(case), encoding="utf-8")
+        return record
 
     def __call__(self) -> int:
         """Run the study; --dry_run also prints the changes. Returns 0 if each fault is caught at its rung."""
         code = super().__call__()
         if self.dry_run and not self.json:
-            changes = {name: change_of(name) for name, case in self.planned().cases.items() if case.against}
-            for line in grouped(changes):
+            for line in grouped({name: change_of(case) for name, case in self.plan().cases.items()}):
                 results_console().print(f"\n{line}", soft_wrap=True)
         return code
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """Every planted fault, and the rung that caught it; the changes of faults that were not caught."""
-        wrong = [verdict.candidate for verdict in outcome.verdicts if not is_right(verdict)]
         total = sum(bool(case.against) for case in outcome.cases.values())
-        caught = sum(is_right(verdict) for verdict in outcome.verdicts)
+        rows = rows_of(outcome)
+        caught = sum(row.is_right for row in rows)
+        wrong = [row.verdict.candidate for row in rows if not row.is_right]
         return verdict_findings(
             outcome,
             title="Planted faults",
             sentence=f"{caught} of {total} faults caught at the right rung",
-            tables=[table_of("Planted faults, and the rung that caught each", COLUMNS, outcome.verdicts)],
+            tables=[table_of("Planted faults, and the rung that caught each", COLUMNS, rows)],
             notes=grouped({name: recorded_change(folder / name) for name in wrong}),
             passed=caught_as_expected(outcome),
         )
 
     @classmethod
-    def leave(cls, outcome: Outcome, folder: Path) -> Path:
-        """Write the page, with the changes of all faults. Returns its path."""
+    def page(cls, outcome: Outcome, folder: Path) -> Findings:
+        """The findings, with the changes of all faults."""
         changes = grouped({name: recorded_change(folder / name) for name in outcome.cases})
-        found = replace(findings_in(cls, outcome, folder), notes=changes)
-        return write_page(folder / f"{outcome.study}.html", found)
+        return replace(cls.findings(outcome, folder), notes=changes)
+
+
+class Row(NamedTuple):
+    """A planted fault, and the verdict on it."""
+
+    fault: Fault
+    engine: str
+    verdict: Verdict
+
+    @property
+    def is_right(self) -> bool:
+        """True if the fault failed first at its own rung."""
+        return self.verdict.failure is not None and self.verdict.failure.rung == self.fault.rung
 
 
 COLUMNS = (
-    Column[Verdict]("fault", lambda verdict: planted(verdict.candidate)[0].name),
-    Column[Verdict]("engine", lambda verdict: planted(verdict.candidate)[1]),
-    Column[Verdict]("expected rung", lambda verdict: planted(verdict.candidate)[0].rung),
-    Column[Verdict]("caught at", lambda verdict: verdict.failure.rung if verdict.failure else "nothing"),
-    Column[Verdict]("where", lambda verdict: verdict.failure.worst if verdict.failure else ""),
-    Column[Verdict]("error", lambda verdict: error_text(verdict.failure.error) if verdict.failure else ""),
-    Column[Verdict](
+    Column[Row]("fault", lambda row: row.fault.name),
+    Column[Row]("engine", lambda row: row.engine),
+    Column[Row]("expected rung", lambda row: row.fault.rung),
+    Column[Row]("caught at", lambda row: row.verdict.failure.rung if row.verdict.failure else "nothing"),
+    Column[Row]("where", lambda row: row.verdict.failure.worst if row.verdict.failure else ""),
+    Column[Row]("error", lambda row: error_text(row.verdict.failure.error) if row.verdict.failure else ""),
+    Column[Row](
         "",
-        lambda verdict: "ok" if is_right(verdict) else "WRONG",
-        news=lambda verdict: "pass" if is_right(verdict) else "fail",
+        lambda row: "ok" if row.is_right else "WRONG",
+        news=lambda row: "pass" if row.is_right else "fail",
     ),
 )
 
 
-def is_right(verdict: Verdict) -> bool:
-    """True if a fault failed first at the rung that it belongs to."""
-    return verdict.failure is not None and verdict.failure.rung == planted(verdict.candidate)[0].rung
+def rows_of(outcome: Outcome) -> list[Row]:
+    """The planted faults that were judged."""
+    cases = [(outcome.cases[verdict.candidate], verdict) for verdict in outcome.verdicts]
+    return [Row(FAULTS[case.coordinates["fault"]], case.engine, verdict) for case, verdict in cases]
 
 
 def caught_as_expected(outcome: Outcome) -> bool:
-    """True if every planted fault was run, at least one, and failed first at the rung that it belongs to."""
-    return outcome.is_complete and bool(outcome.verdicts) and all(map(is_right, outcome.verdicts))
+    """True if at least one fault was planted, and each was run and failed first at its own rung."""
+    rows = rows_of(outcome)
+    return outcome.is_complete and bool(rows) and all(row.is_right for row in rows)
 
 
 def fault_cases(
@@ -184,6 +187,7 @@ def fault_cases(
             engine,
             revalidate(edited(sharded, edit)),
             against=reference_of(fault),
+            fault=fault.name,
         )
     if not any(case.against for case in cases.values()):
         raise ExperimentError(f"no fault is left to plant: {'; '.join(sorted(whys))}")
@@ -196,26 +200,20 @@ def reference_of(fault: Fault) -> str:
     return next((name for setting, name in REFERENCES.items() if setting in settings), "reference")
 
 
-def _case(engine: str, experiment: Experiment, *, against: str = "") -> Case:
+def _case(engine: str, experiment: Experiment, *, against: str = "", **coordinates: str) -> Case:
     request = Request(engine=engine, experiment=experiment, ladder=True)
-    return Case(request=request, against=against, same_training=False)
+    return Case(request=request, coordinates=coordinates, against=against, same_training=False)
 
 
-def planted(case_name: str) -> tuple[Fault, str]:
-    """The fault and the engine of a case made by `fault_cases`."""
-    fault, _, engine = case_name.rpartition(".")
-    return FAULTS[fault], engine
+def diffs_of(case: Case) -> list[Diff]:
+    """The changes that plant the mistake of a case; none for a reference."""
+    name = case.coordinates.get("fault")
+    return FAULTS[name].diffs(case.engine) if name else []
 
 
-def diffs_of(case_name: str) -> list[Diff]:
-    """The changes that plant the mistake of a case made by `fault_cases`."""
-    fault, engine = planted(case_name)
-    return fault.diffs(engine)
-
-
-def change_of(case_name: str) -> str:
-    """The changes that plant the mistake of a case, as one diff."""
-    return "\n".join(diff.unified() for diff in diffs_of(case_name))
+def change_of(case: Case) -> str:
+    """The changes that plant the mistake of a case, as one diff; '' for a reference."""
+    return "\n".join(diff.unified() for diff in diffs_of(case))
 
 
 def recorded_change(place: Path) -> str:

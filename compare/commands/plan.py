@@ -83,7 +83,7 @@ class Plan(ExperimentFlags, frozen=True, kw_only=True):
         """Print the table. Returns 0, or 1 if no layout fits."""
         if self.devices < 1 or not self.memory_gb > 0:
             raise ExperimentError("--devices must be at least 1, and --memory_gb more than 0")
-        experiment = self.resolved()
+        experiment = self.resolve()
         limit = 1e9 * self.memory_gb
         found, refused = search(self.engine, experiment, self.devices, limit=limit, fixed=self.layout_flags)
         fitting = [candidate for candidate in found if candidate.bytes <= limit]

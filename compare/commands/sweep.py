@@ -1,16 +1,16 @@
 """`shardpair sweep`: one experiment under several strategies and settings, side by side.
 
-A strategy is a preset. Each is held against one unsharded device with its batch and its settings: so a sweep
-measures strategies, and proves that they compute the same.
+A strategy is a preset. Each is compared with one unsharded device that has its batch and its settings.
 """
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from compare.execute.launch import require_devices
-from compare.flags import EngineName, chosen_engines
+from compare.flags import EngineName, PresetNames, chosen_engines
 from compare.judge.metrics import METRICS
 from compare.judge.outcome import Grid, Outcome
 from compare.numerics.parameters import parameter_count
@@ -30,14 +30,14 @@ SHOWN = (
 
 
 Row = dict[str, Any]
-"""One strategy on one engine, of one process: an order of magnitude. Figures are those of METRICS."""
+"""One strategy on one engine; figures are those of METRICS."""
 
 
 class Sweep(Study, frozen=True, kw_only=True):
     """Train one experiment under several strategies: compare loss, time, memory, throughput, communication.
 
-    Every strategy is held to one unsharded device, rung by rung. Times are of one process for each, one after
-    another: an order of magnitude, and no ranking. What an engine refuses is left out by name.
+    Every strategy is compared with one unsharded device, rung by rung. Each is timed once, in one process: do
+    not rank strategies by it, use `bench`. Strategies that an engine rejects are named and skipped.
 
     Try:
       shardpair sweep demo --engines torch-manual
@@ -45,41 +45,41 @@ class Sweep(Study, frozen=True, kw_only=True):
     """
 
     engines: tuple[EngineName, ...] = ()
-    """Which engines. Default: all of the grid."""
-    presets: tuple[str, ...] = ()
-    """Strategies, by the names of `shardpair list`. Default: ddp, zero1, zero2, fsdp, tp."""
+    """Which engines. Default: all but peers."""
+    presets: PresetNames = CLASSIC
     devices: int = 2
-    """How many devices each strategy is spread over."""
+    """Devices of each strategy."""
     variants: tuple[str, ...] = ()
     """Settings in which each strategy is trained once more, such as precision.dtype=bfloat16."""
     ladder: bool = True
-    """Compare gradients, weights and moments, at any size; --no_ladder compares losses and norms alone."""
+    """Compare gradients, weights and moments, at any size. --no_ladder compares losses and norms only."""
 
-    brief = "strategies side by side, each held to one device"
+    brief = "strategies side by side, each compared with one device"
     group = "Train and compare"
     keeps_records = True
 
     def cases(self, experiment: Experiment) -> Grid:
         """Every strategy and setting on every engine. Raises ExperimentError."""
-        strategies = self.presets or CLASSIC
-        check_names("--presets", "preset", strategies, PRESETS)
-        over = {name: 1 if name == "single" else self.devices for name in strategies}
-        wide = [(name, self.devices) for name in over if name != "single"]
-        check_presets("--presets", experiment.layout, wide, self.said)
-        rows, left_out = {}, {}
-        for variant in ("", *self.variants):
-            whole = edited(experiment, edits_of(variant))
-            for strategy, devices in over.items():
-                row = ", ".join(filter(None, (f"{strategy}.{devices}", variant)))
-                try:
-                    sharded = spread(whole, strategy, devices, self.said)
-                    require_devices(sharded, self.platform)
-                    require_memory(REFERENCE, sharded, platform=self.platform)
-                    rows[row] = sharded
-                except ExperimentError as error:
-                    left_out[row] = str(error)
-        asked = {"as_presets": "schedule" not in self.said.flags, "ladder": self.ladder}
-        cases, refused = against_one_device(chosen_engines(self.engines), rows, **asked)
+        check_names("--presets", "preset", self.presets, PRESETS)
+        over = {name: 1 if name == "single" else self.devices for name in self.presets}
+        wide = [(name, devices) for name, devices in over.items() if name != "single"]
+        check_presets(experiment.layout, wide, self.layout_flags)
+        rows, left_out = [], {}
+        for variant, (strategy, devices) in itertools.product(("", *self.variants), over.items()):
+            layout = f"{strategy}.{devices}"
+            try:
+                whole = edited(experiment, edits_of(variant))
+                sharded = spread(whole, strategy, devices, self.layout_flags)
+                require_devices(sharded, self.platform)
+                require_memory(REFERENCE, sharded, platform=self.platform)
+            except ExperimentError as error:
+                left_out[", ".join(filter(None, (layout, variant)))] = str(error)
+                continue
+            coordinates = {"layout": layout, "strategy": strategy, "variant": variant}
+            rows.append(({key: value for key, value in coordinates.items() if value}, sharded))
+        as_presets = "schedule" not in self.layout_flags
+        engines = chosen_engines(self.engines)
+        cases, refused = against_one_device(engines, rows, as_presets=as_presets, ladder=self.ladder)
         # One device of the reference's engine is the reference.
         kept = {
             name: case
@@ -99,8 +99,8 @@ class Sweep(Study, frozen=True, kw_only=True):
             about=[
                 f"{parameter_count(experiment.model):,} parameters, {experiment.train.max_iters} steps, "
                 f"{experiment.precision.dtype}, {model_flops_per_token(experiment):.3g} floating-point "
-                f"operations a token. One process for each, one after another: an order of magnitude, which "
-                f"does not rank strategies. On a CPU all devices share its cores.",
+                f"operations a token. Each is timed once, in one process: do not rank strategies by it, use "
+                f"`bench`. On a CPU all devices share its cores.",
             ],
             tables=[table_of("Strategies side by side", COLUMNS, rows, below=BELOW, words=2 + any_setting)],
         )
@@ -111,14 +111,12 @@ class Sweep(Study, frozen=True, kw_only=True):
 def rows_of(outcome: Outcome) -> list[Row]:
     """The rows with their verdicts."""
     verdicts, rows = {verdict.candidate: verdict for verdict in outcome.verdicts}, []
-    # A reference has the setting of what is held against it.
-    settings = {case.against or name: case.row.partition(", ")[2] for name, case in outcome.cases.items()}
     for name, figures in outcome.values(dict).items():
         case, verdict = outcome.cases[name], verdicts.get(name)
         row = {
             "engine": case.engine,
-            "strategy": case.row.partition(".")[0] if case.against else "single",
-            "variant": case.row.partition(", ")[2] if case.against else settings[name],
+            "strategy": case.coordinates["strategy"] if case.against else "single",
+            "variant": case.coordinates.get("variant", ""),
             "verdict": verdict.sentence() if verdict else "not compared" if case.against else "",
             "passed": verdict.passed if verdict else not case.against,
         }
@@ -142,6 +140,6 @@ COLUMNS = (
     ),
 )
 BELOW = (
-    "Memory is of the fullest device, communication the full tensors of one device in a steady step. The "
-    "verdict is of the ladder, against one unsharded device."
+    "Memory is that of the fullest device, communication the full tensors of one device in a steady step. "
+    "The verdict compares with one unsharded device."
 )

@@ -14,7 +14,6 @@ from typing import TypeVar
 import msgspec
 
 from compare.execute.launch import EnvironmentMissing, child_environment
-from compare.side.ceiling import Ceiling, CeilingRequest
 from compare.side.ending import BAD_REQUEST
 from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import Experiment, ExperimentError
@@ -85,12 +84,6 @@ def output_of(command: list[str], environment: Mapping[str, str], timeout_s: flo
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return process.returncode, output.decode(errors="replace")
-
-
-def measure_ceiling(side: str, python: str, request: CeilingRequest) -> Ceiling:
-    """Measure the rate of a framework's matrix products. It takes a second, and an import."""
-    question = ["--ceiling", msgspec.json.encode(request).decode()]
-    return query(side, python, question, answer=Ceiling, platform=request.platform)
 
 
 def convert_by_side(

@@ -5,8 +5,6 @@ was finished, and what is still to do.
 """
 
 import shlex
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,37 +12,31 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from compare.contract.record import MANIFEST, Record, read_record
+from compare.contract.record import Record, read_record
 from compare.contract.request import Platform, Request
 from compare.judge.goldens import NANOGPT, read_golden
 from compare.judge.ladder import Verdict, climb
-from compare.spec.engines.registry import side_of
-from compare.spec.experiment import Experiment, ExperimentError, one_line
-from compare.system.json_files import FolderName, read_json, write_json
+from compare.spec.experiment import Experiment
+from compare.system.json_files import read_json, write_json
 from compare.system.tensors import RecordError
 
 T = TypeVar("T")
 OUTCOME = "outcome.json"
 LISTED = 4  # names in a one-line verdict; more are counted
-GONE = "has no record any more"
 
 
 class Case(Struct, frozen=True, kw_only=True):
-    """A process to run, its place in tables, and what it is held against."""
+    """A process to run, its place in tables, and its reference."""
 
     request: Request
-    layout: str = ""
-    """A preset and its devices, such as ddp-2."""
-    size: str = ""
-    """Fields that make the work another one."""
-    variant: str = ""
-    """Fields that do the same work another way."""
-    copy: int = 1
-    """2 for an engine that is named a second time, to be held against itself."""
+    coordinates: dict[str, str] = {}
+    """Place in tables: `layout` (a preset and its devices), `size` (fields that change the work), `variant`
+    (fields that do the same work another way), `copy` (2 for an engine that is named twice), and others that
+    a study needs. A coordinate without a value is missing."""
     against: str = ""
-    """The case, or nanoGPT, that its verdict is against; '' for none."""
+    """The reference of its verdict: a case, or nanoGPT; '' for none."""
     same_training: bool = True
-    """It was asked for the training of what it is held against; not with a planted mistake."""
+    """The reference was asked for the same training; false with a planted mistake."""
 
     @property
     def engine(self) -> str:
@@ -57,28 +49,26 @@ class Case(Struct, frozen=True, kw_only=True):
     @property
     def label(self) -> str:
         """Name within its block: torch-manual, torch-manual (2), torch-manual layout.bucket_mb=1."""
-        again = f" ({self.copy})" if self.copy > 1 else ""
-        return f"{self.engine}{again}{' ' if self.variant else ''}{self.variant}"
+        copy, variant = (self.coordinates.get(key) for key in ("copy", "variant"))
+        return " ".join(filter(None, (self.engine, copy and f"({copy})", variant)))
 
     @property
     def block(self) -> str:
-        """Name of the work that its figures are for."""
-        return ", ".join(filter(None, (self.layout, self.size)))
+        """The cases whose figures are divided by each other: layout and size."""
+        return self._joined("layout", "size")
 
     @property
     def row(self) -> str:
-        """Its row in a table whose columns are engines."""
-        return ", ".join(filter(None, (self.layout, self.size, self.variant)))
+        """Its row in a table with a column for each engine."""
+        return self._joined("layout", "size", "variant")
 
     @property
     def name(self) -> str:
-        """A name for it that is unique where cases are engines x layouts x sizes x variants."""
+        """A unique name among engines x layouts x sizes x variants."""
         return f"{self.label}.{self.block}" if self.block else self.label
 
-    @property
-    def products(self) -> str:
-        """Who multiplies matrices, and in which dtype: the key of its ceiling."""
-        return f"{side_of(self.engine).name} {self.experiment.precision.product_dtype}"
+    def _joined(self, *keys: str) -> str:
+        return ", ".join(self.coordinates[key] for key in keys if self.coordinates.get(key))
 
 
 class Circumstances(Struct, frozen=True, kw_only=True):
@@ -94,7 +84,7 @@ class Circumstances(Struct, frozen=True, kw_only=True):
     versions: dict[str, str] = {}
     """Of Python and the frameworks, as the processes said."""
     busy_cores: list[float] = []
-    """In use by others before each round."""
+    """Cores that other processes used before and after the cases, if they were timed."""
 
     @property
     def made_by(self) -> str:
@@ -105,17 +95,17 @@ class Circumstances(Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """The version, the machine, the moment and the load, for the end of a page."""
+        """The version, the machine, the time and the load, for the end of a page."""
         loads = ", ".join(f"{cores:.2f}" for cores in self.busy_cores)
+        busy = f" Cores in use by other processes before and after: {loads}." if loads else ""
         return (
             f"{self.made_by}. {self.system}, {self.cpu_model}, {self.cores} cores. "
-            f"{self.created_utc[:16].replace('T', ' ')} UTC. Cores in use by others before each round: "
-            f"{loads or 'not measured'}."
+            f"{self.created_utc[:16].replace('T', ' ')} UTC.{busy}"
         )
 
 
 Grid = tuple[dict[str, Case], dict[str, str]]
-"""Cases by name, references first; and why others are none, by name."""
+"""Cases by name, references first; and the reasons why others cannot run, by name."""
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
@@ -134,20 +124,18 @@ class Outcome(Struct, frozen=True, kw_only=True):
     """The study's own flags."""
     circumstances: Circumstances = Circumstances()
     rounds: int = 1
-    cases: dict[FolderName, Case] = {}
+    cases: dict[str, Case] = {}
     """In the order in which they run; a name is a folder."""
     left_out: dict[str, str] = {}
     """What could not be a case, by name, and why."""
     keeps_records: bool = False
     """Each finished case has its record in the folder of its name."""
-    kept: dict[FolderName, dict[int, Any]] = {}
+    kept: dict[str, dict[int, Any]] = {}
     """What the study kept of each case, by round, from 1."""
     verdicts: list[Verdict] = []
     """Of every finished case that is held against something."""
     failures: dict[str, str] = {}
     """Cases that did not finish, and why."""
-    more: dict[str, Any] = {}
-    """What was computed beside the cases."""
     tensors_removed: bool = False
     """The ladder's tensors were removed once all had passed."""
 
@@ -194,7 +182,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     @property
     def undone(self) -> dict[str, str]:
         """Cases that failed, did not run, or were not held against what they should be, and why."""
-        whys = {name: why if why == GONE else f"did not finish: {why}" for name, why in self.failures.items()}
+        whys = {name: f"did not finish: {why}" for name, why in self.failures.items()}
         judged = {verdict.candidate for verdict in self.verdicts}
         for name, case in self.cases.items():
             if not self.kept.get(name):
@@ -291,36 +279,10 @@ def save(outcome: Outcome, folder: Path) -> None:
 
 
 def read_outcome(folder: Path) -> Outcome:
-    """A study as it was saved, without the cases whose records are gone since: they have not finished.
-
-    Raises RecordError: there is none, or it is garbled.
-    """
+    """A study as it was saved. Raises RecordError: there is none, or it is damaged."""
     if not (folder / OUTCOME).is_file():
         raise RecordError(f"{folder} has no {OUTCOME}: it is not the folder of a `shardpair run`")
-    saved = read_json(folder / OUTCOME, Outcome)
-    if not saved.keeps_records:
-        return saved
-    gone = [name for name in saved.finished if not (folder / name / MANIFEST).is_file()]
-    return replace(
-        saved,
-        kept={name: rounds for name, rounds in saved.kept.items() if name not in gone},
-        verdicts=[verdict for verdict in saved.verdicts if verdict.candidate not in gone],
-        failures=saved.failures | dict.fromkeys(gone, GONE),
-    )
-
-
-@contextmanager
-def judging(folder: Path) -> Generator[None]:
-    """Judge what a study has left: where nothing can be made of it, its files are damaged.
-
-    Raises RecordError, which names the folder.
-    """
-    try:
-        yield
-    except (RecordError, ExperimentError):
-        raise
-    except (LookupError, ValueError, ArithmeticError, TypeError) as error:
-        raise RecordError(f"{folder} makes no sense: {type(error).__name__}: {one_line(error)}") from error
+    return read_json(folder / OUTCOME, Outcome)
 
 
 def read_run(folder: Path) -> tuple[Outcome, dict[str, Record]]:

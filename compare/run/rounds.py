@@ -1,16 +1,21 @@
-"""The loop that runs every study: round by round, case by case, and saved after each."""
+"""The loop over the cases of a study, round by round; the outcome is saved after each case."""
 
 import shutil
+import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from compare.checkpoint.description import CHECKPOINTS, checkpoints_in
+from compare.contract.record import Record, Step
 from compare.execute.launch import EngineError
+from compare.execute.launchers import Hosts
 from compare.execute.progress import Reporter
-from compare.judge.outcome import Outcome, save, with_case
+from compare.judge.ladder import objections_by_itself
+from compare.judge.outcome import Case, Outcome, save, with_case
 from compare.side.ending import STOPPED
 from compare.side.run_lock import lock_folder
 from compare.system.tensors import RecordError
@@ -19,19 +24,21 @@ if TYPE_CHECKING:
     from compare.run.study import Study
 
 MOST_FAILURES = 2
-"""Of a case: the first may be bad luck, and is tried again in the next round."""
+"""Failures of a case after which later rounds skip it."""
 
 
-def run_missing(study: "Study", outcome: Outcome, folder: Path) -> Outcome:
-    """Run what an outcome still lacks, in a folder whose lock is held; it is saved after each case.
+def run_missing(
+    study: "Study", outcome: Outcome, folder: Path, *, pythons: Mapping[str, str], hosts: Hosts
+) -> Outcome:
+    """Run the cases that an outcome lacks, in a folder that the caller has locked.
 
-    A case that does not finish is told and noted, and the others still run.
+    A failed case is printed and recorded, and the other cases still run.
 
     Raises:
-        EngineError: nothing has finished, or somebody asked an engine to end.
-        KeyboardInterrupt: Ctrl-C. Every process was ended, and what is finished is saved.
+        EngineError: no case has finished, or an engine was asked to end.
+        KeyboardInterrupt: Ctrl-C. Every process was ended, and finished cases are saved.
     """
-    reporter, errors, failed = Reporter(quiet=study.quiet), [], Counter[str]()
+    reporter, errors, failed = Reporter(quiet=study.quiet), list[EngineError](), Counter[str]()
     rounds = range(1, outcome.rounds + 1)
     several = outcome.rounds > 1
     places = {(n, name): f"round {n}, {name}" if several else name for n in rounds for name in outcome.cases}
@@ -39,37 +46,33 @@ def run_missing(study: "Study", outcome: Outcome, folder: Path) -> Outcome:
     save(outcome, folder)
     try:
         for number in rounds:
-            if not outcome.missing(number):
-                continue
-            outcome = study.before(outcome, number)
-            for name in study.order(outcome, number):
+            for name in rotated(outcome, number) if several else outcome.missing(number):
                 case, place = outcome.cases[name], folder / places[number, name]
-                lost = study.needs_reference and case.against in outcome.failures
-                if lost or failed[name] == MOST_FAILURES:
+                has_no_reference = study.needs_reference and case.against in outcome.failures
+                if has_no_reference or failed[name] == MOST_FAILURES:
                     continue
                 try:
                     _clear(place)
                     with reporter.engine(place.name) as tell:
-                        value, record = study.measured(name, case, place, number, tell)
+                        value, record = _run_case(study, case, place, pythons, hosts, tell)
                     outcome = with_case(outcome, name, value, record, folder, number=number)
                     if not study.keeps_records:
                         shutil.rmtree(place, ignore_errors=True)
                 except (EngineError, RecordError) as error:
                     if isinstance(error, RecordError):
-                        why = f"{name}: it left a record that cannot be read: {error}"
-                        error = EngineError(why, exit_code=1)
+                        error = EngineError(f"{name}: its record cannot be read: {error}", exit_code=1)
                     errors.append(error)
                     failed[name] += 1
                     reporter.failed(error)
                     outcome = replace(outcome, failures=outcome.failures | {name: str(error)})
                 save(outcome, folder)
-                if errors and errors[-1].exit_code == STOPPED:  # whoever asked wants the machine
+                if errors and errors[-1].exit_code == STOPPED:  # the machine is needed: start nothing more
                     is_saved = checkpoints_in(place / CHECKPOINTS)
                     again = f"shardpair resume {folder}" if is_saved else outcome.how_to_go_on(folder)
                     raise EngineError(f"{errors[-1]}: `{again}` goes on", exit_code=STOPPED)
         if outcome.cases and not outcome.finished:
             raise EngineError("; ".join(map(str, errors)), exit_code=errors[0].exit_code, log=errors[0].log)
-        outcome = study.after(outcome, folder)
+        outcome = study.end(outcome, folder)
     except KeyboardInterrupt:
         rest = f"Kept: {outcome.progress}. `{outcome.how_to_go_on(folder)}` runs the rest"
         raise KeyboardInterrupt(f"interrupted; every process was ended. {rest}") from None
@@ -77,11 +80,42 @@ def run_missing(study: "Study", outcome: Outcome, folder: Path) -> Outcome:
     return outcome
 
 
+def rotated(outcome: Outcome, number: int) -> list[str]:
+    """Cases that a round lacks, counted from 1, in its order: block by block A B C, then B C A, ...
+
+    No case is always first, when the machine is cool, nor always after the same other case. Cases of a block,
+    whose ratios count, run close to each other.
+    """
+    blocks: dict[str, list[str]] = {}
+    for name in outcome.missing(number):
+        blocks.setdefault(outcome.cases[name].block, []).append(name)
+    firsts = [(names, (number - 1) % len(names)) for names in blocks.values()]
+    return [name for names, first in firsts for name in names[first:] + names[:first]]
+
+
+def _run_case(
+    study: "Study",
+    case: Case,
+    place: Path,
+    pythons: Mapping[str, str],
+    hosts: Hosts,
+    tell: Callable[[Step], None],
+) -> tuple[Any, Record]:
+    """The value to keep of a case, and its record. Raises EngineError, RecordError."""
+    begun, seen = time.monotonic(), list[float]()
+
+    def on_step(step: Step) -> None:
+        seen.append(time.monotonic() - begun)
+        tell(step)
+
+    record = study.launch(case, place, pythons=pythons, hosts=hosts, on_step=on_step)
+    if not case.against and (wrong := objections_by_itself(record)):
+        raise EngineError(f"{place.name}: FAIL at request: {'; '.join(wrong)}", exit_code=1)
+    return study.keep(case, record, first_step_after_s=seen[0]), record
+
+
 def _clear(place: Path) -> None:
-    """Make room for a case; what an unfinished one saved of its training is set aside."""
-    if place.is_symlink():
-        why = f"{place} is a link: nothing is trained, or removed, outside of {place.parent}"
-        raise EngineError(why, exit_code=1)
+    """Make room for a case. Checkpoints of an unfinished one are kept under another name."""
     if (place / CHECKPOINTS).exists():
         with lock_folder(place):
             names = (place.with_name(f"{place.name}.unfinished-{number}") for number in range(1, 1000))

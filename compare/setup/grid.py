@@ -1,8 +1,10 @@
 """Engines x rows: the cases of a study whose tables have a column for each engine, and such a table."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
+
+from msgspec.structs import replace
 
 from compare.contract.request import Request
 from compare.judge.outcome import Case, Grid, Outcome
@@ -12,92 +14,106 @@ from compare.show.findings import NONE, Row, Table, Text
 from compare.spec.engines.registry import ENGINES, REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 
+ONE_DEVICE = "one device"
+"""The layout of a reference."""
+Rows = Sequence[tuple[dict[str, str], Experiment]]
+"""Experiments with their coordinates (`Case.coordinates`)."""
+
 
 def grid(
-    engines: Iterable[str],
-    rows: Mapping[str, Experiment],
-    *,
-    against: str = "",
-    as_presets: bool = False,
-    **asks: Any,
+    engines: Iterable[str], rows: Rows, *, against: str = "", as_presets: bool = False, **request: Any
 ) -> Grid:
-    """A case for each engine and row; what an engine refuses is left out, with its own words.
+    """A case for each engine and row, compared with the case `against`; engines that reject a row, and why.
 
-    `rows` has experiments by the name of their layout or setting, `against` is the case that all are held
-    against, and `asks` are fields of every request. Rows that are presets, `as_presets`, are trained as each
-    engine has them.
+    With `as_presets` an engine may change a row's schedule: see `as_preset`. `request` are fields of every
+    request.
     """
     cases, left_out = {}, {}
-    engines = list(engines)
-    for row, experiment in rows.items():
-        for engine in engines:
-            name = f"{engine}.{row}" if row else engine
-            try:
-                spec = revalidate(experiment)
-                spec = as_preset(engine, spec) if as_presets else spec
-                ENGINES[engine].require_experiment(spec)
-            except ExperimentError as error:
-                left_out[name] = str(error)
-                continue
-            request = Request(engine=engine, experiment=spec, **asks)
-            cases[name] = Case(request=request, layout=row, against="" if name == against else against)
+    for (coordinates, experiment), engine in itertools.product(rows, list(engines)):
+        case = Case(
+            request=Request(engine=engine, experiment=experiment, **request),
+            coordinates=coordinates,
+            against=against,
+        )
+        name = f"{engine}.{case.row}" if case.row else engine
+        try:
+            spec = revalidate(experiment)
+            spec = as_preset(engine, spec) if as_presets else spec
+            ENGINES[engine].require_experiment(spec)
+        except ExperimentError as error:
+            left_out[name] = str(error)
+            continue
+        cases[name] = replace(case, request=replace(case.request, experiment=spec))
     return cases, left_out
 
 
 def varied(
-    experiment: Experiment, presets: Mapping[str, int], variants: Iterable[str], *, skips: bool = False
-) -> tuple[dict[str, Experiment], dict[str, str]]:
-    """Rows for `grid`: each preset on its devices in each setting, `fsdp, precision.dtype=float32`; and why
-    others cannot be. Raises ExperimentError for these, unless it `skips` them."""
-    rows, refused = {}, {}
+    experiment: Experiment,
+    presets: Mapping[str, int | None],
+    variants: Iterable[str],
+    *,
+    flags: Collection[str] = (),
+    skips: bool = False,
+) -> tuple[Rows, dict[str, str]]:
+    """Rows for `grid`: each preset on its devices as it is, and in each variant; and rejected rows, with why.
+
+    Raises ExperimentError for a rejected row, unless it `skips` them.
+    """
+    rows, refused = [], {}
     for variant, (name, devices) in itertools.product(("", *variants), presets.items()):
-        row = ", ".join(filter(None, (name, variant)))
+        edits = edits_of(variant)
+        fields = {*flags, *edits.get("layout", {})}
         try:
-            rows[row] = spread(edited(experiment, edits_of(variant)), name, devices)
+            spec = spread(edited(experiment, edits), name, devices, fields)
+            rows.append(({"layout": name} | ({"variant": variant} if variant else {}), spec))
         except ExperimentError as error:
             if not skips:
                 raise
-            refused[row] = str(error)
+            refused[", ".join(filter(None, (name, variant)))] = str(error)
     return rows, refused
 
 
-def beside_first(engines: Sequence[str], experiment: Experiment, **asks: Any) -> dict[str, Case]:
-    """A case for each engine, held against the first. Whether it can run is asked before anything starts."""
-    requests = {name: Request(engine=name, experiment=experiment, **asks) for name in engines}
+def beside_first(engines: Sequence[str], experiment: Experiment, **request: Any) -> dict[str, Case]:
+    """A case for each engine, compared with the first. `request` are fields of every request."""
     return {
-        name: Case(request=request, against="" if name == engines[0] else engines[0])
-        for name, request in requests.items()
+        name: Case(
+            request=Request(engine=name, experiment=experiment, **request),
+            against="" if name == engines[0] else engines[0],
+        )
+        for name in engines
     }
 
 
 def against_one_device(
-    engines: Iterable[str],
-    rows: Mapping[str, Experiment],
-    *,
-    as_presets: bool = False,
-    ladder: bool = True,
+    engines: Iterable[str], rows: Rows, *, as_presets: bool = False, ladder: bool = True
 ) -> Grid:
-    """`grid`, each row held against one unsharded device of the same training, which comes before it.
+    """`grid`, each row compared with one unsharded device of the same training, which comes first.
 
-    The reference is torchpar's plain module: PyTorch's autograd, no container around it, no collective.
+    The reference is torchpar's plain module: PyTorch's autograd, without wrapper and without collective.
     """
-    found, left_out, names = {}, {}, {}
+    found: dict[str, Case] = {}
+    left_out: dict[str, str] = {}
+    names: dict[Experiment, str] = {}
     engines = list(engines)
-    for row, experiment in rows.items():
+    for coordinates, experiment in rows:
         single = spread(experiment, "single")
         if single not in names:
             names[single] = f"reference.{len(names) + 1}" if names else "reference"
             request = Request(engine=REFERENCE, experiment=single, ladder=ladder)
-            found[names[single]] = Case(request=request, layout="one device")
-        asked = {"against": names[single], "as_presets": as_presets, "ladder": ladder}
-        more, out = grid(engines, {row: experiment}, **asked)
+            found[names[single]] = Case(request=request, coordinates={**coordinates, "layout": ONE_DEVICE})
+        how = {"against": names[single], "as_presets": as_presets, "ladder": ladder}
+        more, out = grid(engines, [(coordinates, experiment)], **how)
         found, left_out = found | more, left_out | out
     return found, left_out
 
 
 def pivot(title: str, outcome: Outcome, cell: Callable[[str], Text]) -> Table:
     """A table with a row for each row of cases and a column for each engine; `cell` is of a case's name."""
-    at = {(case.row, case.engine): name for name, case in outcome.cases.items() if case.row != "one device"}
+    at = {
+        (case.row, case.engine): name
+        for name, case in outcome.cases.items()
+        if case.coordinates.get("layout") != ONE_DEVICE
+    }
     rows, engines = (list(dict.fromkeys(of)) for of in zip(*at, strict=True)) if at else ([], [])
     cells = {place: cell(name) for place, name in at.items()}
     return Table(

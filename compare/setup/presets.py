@@ -7,7 +7,7 @@ What a user says of a setting wins: a flag always, the experiment's file where t
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -36,17 +36,6 @@ class Preset(Struct, frozen=True):
     def fixed(self) -> int:
         """Devices along the axes whose degrees are fixed: N is a multiple of them, and more."""
         return math.prod(int(str(value)) for key, value in self.named.items() if key in AXES)
-
-
-class Said(Struct, frozen=True, kw_only=True):
-    """The fields of a layout that a user gave, whatever their values."""
-
-    flags: frozenset[str] = frozenset()
-    file: frozenset[str] = frozenset()
-    """In the experiment's file."""
-
-
-NOTHING_SAID = Said()
 
 
 SP = {"sequence_parallel": True}
@@ -102,7 +91,7 @@ SECTIONS = ("model", "optimizer", "train", "precision", "layout")
 CLASSIC = ("ddp", "zero1", "zero2", "fsdp", "tp")
 """The strategies that are compared with each other most."""
 
-_MEANT_FOR = {
+_AXIS_OF = {
     "schedule": PP,
     "chunks": PP,
     MICROBATCHES: PP,
@@ -112,21 +101,9 @@ _MEANT_FOR = {
     "context": CP,
     "zigzag": CP,
 }
-"""Settings, and the axis without which each means nothing."""
-SETTINGS = (*_MEANT_FOR, "gradient_sync")
-SPREAD = (*AXES, *SETTINGS)
-"""The fields of a layout that presets give; what they do not speak of stays, such as remat and bucket_mb."""
-
-
-def settings_in(layout: Layout, written: Iterable[str] = SPREAD) -> frozenset[str]:
-    """The settings of `written` that a file says: they mean something under its degrees, or are not the
-    default, which a file has that every field is written to.
-    """
-    return frozenset(
-        key
-        for key in written
-        if getattr(layout, key) != getattr(Layout(), key) or getattr(layout, _MEANT_FOR.get(key, ""), 1) > 1
-    )
+"""Settings that have an effect along one axis only."""
+SPREAD = (*AXES, *_AXIS_OF, "gradient_sync")
+"""The fields of a layout that presets set; others keep their values, such as remat and bucket_mb."""
 
 
 def check_names(flag: str, what: str, names: Sequence[str], known: Iterable[str]) -> None:
@@ -154,45 +131,54 @@ def _is_for(name: str, model: Model) -> bool:
     return bool(preset.axis) and not (has_pipeline if model.n_experts else preset.ranks_per_ep)
 
 
-def preset_layout(layout: Layout, preset: str, devices: int, said: Said = NOTHING_SAID) -> Layout:
-    """`layout`, with the user's flags in it, spread as the preset says; what was `said` wins where it means
-    something. Raises ExperimentError.
+def preset_layout(
+    layout: Layout, preset: str, devices: int | None = None, flags: Collection[str] = ()
+) -> Layout:
+    """The layout of a preset, with settings of `layout`. Raises ExperimentError.
+
+    A field in `flags` wins over the preset. Other settings that are not the default, such as those of the
+    experiment's file, win over the preset's proposals and its defaults, but not over what it is named for.
+    Settings without effect under the preset's degrees are left out.
     """
     check_names("--preset", "preset", [preset], PRESETS)
-    own = _fields(preset, devices)
-    spread = {**{key: getattr(Layout(), key) for key in SPREAD}, **own}
-    meant = {key for key, axis in _MEANT_FOR.items() if spread[axis] != 1} | {"gradient_sync"}
-    kept = (said.flags & meant) | (said.file & (meant - (own.keys() - {MICROBATCHES})))
-    result = spread | {key: getattr(layout, key) for key in kept}
-    if result["zero"] != 3 and "reshard_after_forward" not in said.flags | own.keys():
-        result["reshard_after_forward"] = True  # the file says it of parameters that are not split here
-    return msgspec.structs.replace(layout, **result)
+    own = _fields(preset, PRESETS[preset].devices if devices is None else devices)
+    spread = {key: getattr(Layout(), key) for key in SPREAD} | dict(own)
+    split = {axis for axis in AXES if spread[axis] != 1}
+    in_effect = [key for key, axis in _AXIS_OF.items() if axis in split]
+    in_effect += ["gradient_sync"] if split else []
+    by_name = own.keys() - {MICROBATCHES}
+    for key in in_effect:
+        value = getattr(layout, key)
+        if key in flags or (value != getattr(Layout(), key) and key not in by_name):
+            spread[key] = value
+    if spread["zero"] != 3 and "reshard_after_forward" not in flags:
+        spread["reshard_after_forward"] = True
+    return msgspec.structs.replace(layout, **spread)
 
 
-def check_presets(flag: str, layout: Layout, presets: Sequence[tuple[str, int]], said: Said) -> None:
-    """Refuse a flag that has no effect on any of the presets with their devices, or gives another degree.
+def check_presets(layout: Layout, presets: Iterable[tuple[str, int | None]], flags: Collection[str]) -> None:
+    """Reject a flag that contradicts a degree of the presets, or has no effect under any of them.
 
     Raises ExperimentError.
     """
-    made = []
+    made: dict[str, Layout] = {}
     for name, devices in presets:
-        with contextlib.suppress(ExperimentError):  # it cannot be spread over so many, and is left out
-            made.append(preset_layout(layout, name, devices, said))
-    for key in (key for key in SPREAD if key in said.flags and made):
+        with contextlib.suppress(ExperimentError):  # the caller skips presets for other numbers of devices
+            made[name] = preset_layout(layout, name, devices, flags)
+    for key in (key for key in SPREAD if key in flags and made):
         value = getattr(layout, key)
-        differs = [getattr(of, key) != value for of in made]
+        differs = [getattr(of, key) != value for of in made.values()]
         if any(differs) if key in AXES else all(differs):
-            switch = f"--layout.{key} {value}"
-            if isinstance(value, bool):
-                switch = f"--layout.{key}" if value else f"--layout.no_{key}"
-            axis = _MEANT_FOR.get(key)
-            why = f"{flag} has layout.{axis} = 1" if axis else f"{flag} says how devices are spread"
-            raise ExperimentError(f"{switch} has no effect: {why}; leave it out")
+            raise ExperimentError(
+                f"--layout.{key} {value} contradicts the preset {', '.join(made)}: leave one of them out"
+            )
 
 
-def spread(experiment: Experiment, preset: str, devices: int = 1, said: Said = NOTHING_SAID) -> Experiment:
-    """The experiment under a preset, checked. `single` is one device, whatever its layout was."""
-    layout = preset_layout(experiment.layout, preset, devices, said)
+def spread(
+    experiment: Experiment, preset: str, devices: int | None = None, flags: Collection[str] = ()
+) -> Experiment:
+    """The checked experiment under a preset. `single` is one device. Raises ExperimentError."""
+    layout = preset_layout(experiment.layout, preset, devices, flags)
     return revalidate(msgspec.structs.replace(experiment, layout=layout))
 
 

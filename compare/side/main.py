@@ -33,11 +33,7 @@ from compare.side.run_lock import lock_folder
 from compare.system.signals import is_ignored, when_stdin_ends
 
 STDIN_GRACE_S = 5.0
-QUESTIONS = {
-    "ceiling": "the rate of matrix products",
-    "sample": "token ids drawn from a checkpoint",
-}
-"""Questions whose argument is a request in JSON, with their answers."""
+QUESTIONS = ("doctor", "convert", "sample")
 
 
 class Side(NamedTuple):
@@ -114,11 +110,9 @@ def parse_arguments(side: str, arguments: Sequence[str] | None = None) -> argpar
         help="convert a checkpoint to another form",
     )
     parser.add_argument("--base", default="", metavar="JSON", help="the experiment, if FROM has none")
-    for question, subject in QUESTIONS.items():
-        parser.add_argument(f"--{question}", metavar="JSON", help=f"print {subject}, as JSON")
+    parser.add_argument("--sample", metavar="JSON", help="print token ids drawn from a checkpoint, as JSON")
     found = parser.parse_args(arguments)
-    questions = ("doctor", "convert", *QUESTIONS)
-    found.question = next((question for question in questions if getattr(found, question)), "")
+    found.question = next((question for question in QUESTIONS if getattr(found, question)), "")
     if found.run_dir is None and not found.question:
         parser.error("RUN_DIR is missing")
     return found

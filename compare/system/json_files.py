@@ -2,17 +2,14 @@
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from msgspec import Meta
 
 from compare.system.disk import write_atomically
 from compare.system.tensors import garbled
 
 T = TypeVar("T")
-FolderName = Annotated[str, Meta(pattern=r"^(?!\.{1,2}$)[^/\\\x00]{1,255}$")]
-"""The name of a folder beside the file that contains the name: not a path, not `.` and not `..`."""
 
 
 def write_json(path: Path, value: object) -> None:

@@ -1,10 +1,9 @@
-"""Rates of this machine: collectives between devices, and XLA's best rate of matrix products.
+"""Time collectives between devices.
 
-On a CPU the devices of a process are threads that share memory, so a "message" is a copy, and the time of a
-small one is that of a jitted call; between processes JAX sends by gloo. Each call is waited for.
+On a CPU the devices of a process are threads that share memory, so a message is a copy, and a small one takes
+as long as a jitted call. Between processes JAX sends with gloo. Each call is waited for.
 """
 
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from compare.side.ceiling import Ceiling, CeilingRequest, Multiply, find_ceiling
 from compare.side.collective_bench import (
     TIMES,
     CollectiveCase,
@@ -33,36 +31,11 @@ from compare.spec.experiment import Layout
 from compare.system.facts import versions
 from compare.system.json_files import write_json
 from jaxpar.comm import collectives, hosts
-from jaxpar.comm.mesh import device_kind, find_devices, make_mesh
+from jaxpar.comm.mesh import device_kind, make_mesh
 from jaxpar.configuration import PACKAGES
 from jaxpar.measure.memory import threads
 
 AXIS = DP_REPLICATE  # any would do: the mesh has no other of more than one device
-
-
-def measure_ceiling(request: CeilingRequest) -> Ceiling:
-    """Matrix products of one GPU, or of the CPU. JAX is configured for the request's platform and dtype."""
-    (device,) = find_devices(1, platform=request.platform)
-    dtype = jnp.dtype("float32" if request.dtype == "tf32" else request.dtype)
-
-    def prepared(size: int) -> Multiply:
-        random = np.random.default_rng(0)
-        x, w = (random.standard_normal((size, size), np.float32) for _ in range(2))
-        # Scaled so that the product of products stays as large as x.
-        x, w = jax.device_put((x.astype(dtype), (w / size**0.5).astype(dtype)), device)
-        product = jax.jit(jnp.matmul)
-
-        def multiply(products: int) -> float:
-            y = x
-            begun = time.perf_counter()
-            for _ in range(products):
-                y = product(y, w)  # each takes the last one's result: to wait for it is to wait for all
-            y.block_until_ready()
-            return time.perf_counter() - begun
-
-        return multiply
-
-    return find_ceiling(request, prepared)
 
 
 def run_bench(request: CollectiveRequest, folder: Path, *, at: Callable[[int, str], None]) -> None:

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 from markupsafe import Markup
 
-from compare.commands.bench import timed_study as timing
 from compare.execute import load
 from compare.run import study
 from compare.spec.experiment import Experiment, edited, to_toml
@@ -44,21 +43,11 @@ def folder_of_tiny(tmp_path, monkeypatch, tiny) -> Path:
 
 
 @pytest.fixture
-def timed_engines(folder_of_tiny, monkeypatch) -> Engines:
-    """Made-up engines of a timed study, on an idle machine."""
-    made_up = Engines()
-    monkeypatch.setattr(timing, "launch", made_up)
-    monkeypatch.setattr(load, "busy_cores", lambda: 0.0)
-    monkeypatch.setattr(load.LoadBeside, "cores", lambda self: 0.0)
-    monkeypatch.setattr(timing, "measure_ceiling", made_up.ceiling)
-    return made_up
-
-
-@pytest.fixture
 def engines(folder_of_tiny, monkeypatch) -> Engines:
-    """Made-up engines of any other study."""
+    """Made-up engines, on an idle machine."""
     made_up = Engines()
     monkeypatch.setattr(study, "launch", made_up)
     monkeypatch.setattr(study, "prepare", lambda asked, at: (asked.data, CORPUS))
     monkeypatch.setattr(study, "open_corpus", lambda one: SimpleNamespace(sha256=CORPUS))
+    monkeypatch.setattr(load, "busy_cores", lambda: 0.0)
     return made_up

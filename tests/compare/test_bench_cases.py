@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compare.commands.bench.outcome import blocks
-from compare.commands.bench.timed_study import rotated
+from compare.run.rounds import rotated
 from compare.setup.presets import edits_of
 from compare.spec.experiment import ExperimentError
 from tests.support.benches import bench_of, cases_of, grid_of, measurement_of
@@ -58,13 +58,13 @@ def test_order_rotates_within_each_block(engines, layouts):
 
     presets = ("single", "ddp", "fsdp")[:layouts]
     cases = cases_of(Experiment(), engines=tuple(ENGINES)[:engines], presets=presets, devices=(2,))
-    size = len(cases) // layouts
+    size, result = len(cases) // layouts, bench_of(cases)
     for start in range(0, len(cases), size):
-        block = [rotated(cases, number)[start : start + size] for number in range(1, size + 1)]
+        block = [rotated(result, number)[start : start + size] for number in range(1, size + 1)]
         assert block[0] == names(cases[start : start + size])
         assert all(sorted(order) == sorted(block[0]) for order in block)
         assert len({order[0] for order in block}) == size  # each is the first once
-    assert rotated(cases, size + 1) == rotated(cases, 1)
+    assert rotated(result, size + 1) == rotated(result, 1)
 
 
 def test_what_cannot_be_is_left_out_by_name_with_the_reason(tiny):
@@ -122,7 +122,8 @@ def test_baseline_is_of_the_same_block_or_one_for_all(tiny):
     result = bench_of(cases, baseline="torch-manual.single")
     for case in cases:
         found = result.baseline_of(case)
-        assert (found.engine, found.layout, found.size) == ("torch-manual", "single", case.size)
+        wanted = {"layout": "single", "size": case.coordinates["size"]}
+        assert (found.engine, found.coordinates) == ("torch-manual", wanted)
     assert bench_of(cases, baseline="jax-manual").baseline_of(cases[0]) is None
 
 

@@ -67,7 +67,8 @@ def test_dry_run_prints_the_changed_lines(shardpair):
     ids=["at its rung", "too early", "nowhere"],
 )
 def test_fault_must_fail_first_at_its_rung(tiny, loss, gradients, is_right):
-    case = Case(request=make_request(tiny), against="reference")
+    coordinates = {"fault": "sum_for_mean"}
+    case = Case(request=make_request(tiny), coordinates=coordinates, against="reference")
     results = [
         RungResult(rung=rung, error=error, tolerance=0.5, worst="")
         for rung, error in (("loss", loss), ("gradients", gradients))

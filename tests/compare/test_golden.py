@@ -13,6 +13,8 @@ from compare.commands.check import SGD, Check
 from compare.commands.run import Run
 from compare.contract.record import read_tensors
 from compare.contract.request import Rung
+from compare.execute.launchers import HERE
+from compare.flags import checked_pythons
 from compare.judge.goldens import NANOGPT, folder_of, read_golden
 from compare.judge.ladder import LADDER
 from compare.judge.tensor_errors import worst_tensor
@@ -112,17 +114,18 @@ WRONG = {
 @pytest.mark.slow
 def test_a_wrong_shared_default_turns_it_red(tmp_path, cache_dir):
     """All engines would have it, and agree: only nanoGPT's numbers can tell. By AdamW and by SGD in turn."""
-    right, rows = load(EXPERIMENT), {}
+    right, rows = load(EXPERIMENT), []
     for place, (name, (wrong, _)) in enumerate(WRONG.items()):
         by = {"optimizer": SGD} if place % 2 else {}
-        rows[name] = edited(edited(right, by), wrong)
+        rows.append(({"layout": name}, edited(edited(right, by), wrong)))
     asks = {"ladder": True, "later_step": right.train.max_iters}
     cases, _ = grid(["torch-manual"], rows, against=NANOGPT, **asks)
     how = {"cache_dir": cache_dir, "torch_python": warm.python(), "quiet": True, "keep_tensors": True}
     study = msgspec.convert({**msgspec.to_builtins(right), **how}, Run)
     (tmp_path / "run").mkdir()
-    planned = study._frozen(outcome_of(right, cases=cases, options={"against": "nanogpt"}), tmp_path / "run")
-    outcome = run_missing(study, planned, tmp_path / "run")
+    pythons, folder = checked_pythons(study), tmp_path / "run"
+    outcome = outcome_of(right, cases=cases, options={"against": "nanogpt"})
+    outcome = run_missing(study, study._frozen(outcome, folder, pythons), folder, pythons=pythons, hosts=HERE)
     findings = Check.findings(outcome, tmp_path / "run")
     assert not findings.passed
     red = {verdict.candidate: verdict.failure and verdict.failure.rung for verdict in outcome.verdicts}

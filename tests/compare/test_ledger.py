@@ -33,7 +33,7 @@ DEVICES = {"ddp": 2, "fsdp": 2, "zero1": 2, "tp_sp": 2, "cp": 2, "pp": 2, "fsdp_
 
 def layouts(engine: str) -> list[tuple[str, Experiment]]:
     cases, _ = Command(presets=("all",), engines=(engine,)).cases(EXPERIMENT)
-    return [(case.layout, case.experiment) for case in cases.values()]
+    return [(case.coordinates["layout"], case.experiment) for case in cases.values()]
 
 
 def objections(engine: str, experiment: Experiment, rows: list[Communication]) -> list[str]:

@@ -7,16 +7,14 @@ import pytest
 from compare import api
 from compare.cli import main, parse
 from compare.commands.run import Run
-from compare.flags import defaults_for
 from compare.setup.fitting import fitting
-from compare.setup.presets import PRESETS, preset_layout, settings_in
+from compare.setup.presets import PRESETS, preset_layout
 from compare.spec.engines.registry import STUDIED
-from compare.spec.experiment import Layout, load, to_toml
+from compare.spec.experiment import Layout
 
 FILES = {
     "plain.toml": "[model]\nn_layer = 4\n",
     "pipeline.toml": "[model]\nn_layer = 4\n[layout]\npp = 2\nmicrobatches = 8\n",
-    "whole.toml": "[train]\ngradient_accumulation_steps = 4\n[layout]\npp = 2\nmicrobatches = 1\n",
     "sharded.toml": "[layout]\ndp_shard = 2\nzero = 3\nreshard_after_forward = false\nschedule = 'gpipe'\n"
     "gradient_sync = 'naive'\n",
     "wide.toml": "[model]\nn_layer = 4\n[layout]\ndp_replicate = 16\n",
@@ -49,7 +47,6 @@ FLAGS_WIN = {
 }
 THE_FILE_WINS = {
     "run pipeline.toml --preset pp --devices 2": {"pp": 2, "microbatches": 8},
-    "run whole.toml --preset pp --devices 4": {"pp": 4, "microbatches": 1},
     "run plain.toml --preset pp --devices 4": {"pp": 4, "microbatches": 4},
     "run sharded.toml --preset fsdp": {"dp_shard": 4, "reshard_after_forward": False},
     "run sharded.toml --preset ddp": {"dp_replicate": 4, "dp_shard": 1, "zero": 0, "gradient_sync": "naive"},
@@ -84,9 +81,18 @@ def test_it_wins_over_several_presets_too(planned):
 
 
 CANNOT_WIN = (
-    ("run plain.toml --preset fsdp_tp --layout.dp_replicate 2", "--layout.dp_replicate 2 has no effect"),
-    ("run plain.toml --preset ddp --layout.microbatches 8", "no effect: --preset ddp has layout.pp = 1"),
-    ("sweep plain.toml --presets ddp --layout.tp 2", "--layout.tp 2 has no effect: --presets says how"),
+    (
+        "run plain.toml --preset fsdp_tp --layout.dp_replicate 2",
+        "--layout.dp_replicate 2 contradicts the preset fsdp_tp",
+    ),
+    (
+        "run plain.toml --preset ddp --layout.microbatches 8",
+        "--layout.microbatches 8 contradicts the preset ddp",
+    ),
+    (
+        "sweep plain.toml --presets ddp --layout.tp 2",
+        "--layout.tp 2 contradicts the preset ddp: leave one of them out",
+    ),
     ("bench plain.toml --presets pp --variants layout.pp=2", "layout.pp contradicts --presets pp"),
     ("run --preset fsdp_tp --devices 3", "preset fsdp_tp takes a multiple of 2 from 4 on"),
     ("run --preset hsdp_tp --devices 4", "preset hsdp_tp takes a multiple of 4 from 8 on"),
@@ -100,24 +106,25 @@ def test_what_cannot_win_is_refused(planned):
         assert says in said, line
 
 
-def test_what_a_file_and_python_say_is_known(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.toml").write_text(FILES["whole.toml"])
-    assert defaults_for(Run, "own.toml").written == {"pp", "microbatches"}
-    (tmp_path / "all.toml").write_text(to_toml(load("cpu")))  # as --dry_run prints it: nothing is chosen
-    assert defaults_for(Run, "all.toml").written == frozenset()
+def test_python_settings_win_over_preset():
     built = api.experiment("cpu", layout={"pp": 2, "microbatches": 4})
     command = api._command(Run, built, {"preset": "pp", "devices": 2})
-    assert command.laid_out(built).layout.microbatches == 4
-    assert {"pp", "microbatches"} <= settings_in(built.layout)
+    assert command.resolve().layout.microbatches == 4
 
 
-def test_every_preset_is_what_it_is_named_for_and_runs_on_the_demo():
-    other = Layout(gradient_sync="flat", schedule="gpipe", microbatches=7, zero=2, sequence_parallel=True)
-    for name, preset in PRESETS.items():
-        pure = preset_layout(Layout(), name, preset.devices)
-        assert preset_layout(other, name, preset.devices) == pure
-        command, _ = parse(["run", "experts" if preset.ranks_per_ep else "demo", "--preset", name])
-        layout = command.laid_out(command.resolved()).layout
-        assert layout.devices == pure.devices
-        assert fitting(list(STUDIED), layout)[0]
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_runs_on_demo(name):
+    preset = PRESETS[name]
+    pure = preset_layout(Layout(), name)
+    assert preset_layout(Layout(zero=2, gradient_sync="flat"), name).axes == pure.axes
+    command, _ = parse(["run", "experts" if preset.ranks_per_ep else "demo", "--preset", name])
+    layout = command.resolve().layout
+    assert layout.devices == pure.devices
+    assert fitting(list(STUDIED), layout)[0]
+
+
+def test_preset_drops_settings_without_effect():
+    other = Layout(schedule="gpipe", microbatches=7, zero=2, sequence_parallel=True, context="ring")
+    assert preset_layout(other, "ddp") == preset_layout(Layout(), "ddp")
+    assert preset_layout(other, "single") == Layout()
+    assert preset_layout(other, "fsdp").zero == 3

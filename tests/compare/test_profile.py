@@ -94,7 +94,7 @@ def test_a_finished_profile_is_shown_again(spread, tmp_path, capsys):
     cases = {name: Case(request=one.request, against=against[name]) for name, one in records.items()}
     outcome = msgspec.structs.replace(outcome, cases=cases)
     for name, record in records.items():
-        kept = Study(experiment="check").keep(cases[name], record)
+        kept = Study(experiment="check").keep(cases[name], record, first_step_after_s=1.0)
         outcome = with_case(outcome, name, kept, record, folder)
     save(outcome, folder)
     assert main(["report", str(folder)]) == 1  # one engine left no timeline, which is said

@@ -14,7 +14,7 @@ from compare.checkpoint.description import CHECKPOINTS, DESCRIPTION
 from compare.cli import COMMANDS, flags_in, main, overview, parse
 from compare.execute import launch
 from compare.execute.folders import default_cache
-from compare.flags import Spec
+from compare.run.study import Study
 from compare.spec.experiment import (
     MAX_FILE_BYTES,
     Experiment,
@@ -28,7 +28,7 @@ REFUSED = {
     # Words that stand in no table.
     "": "give a command, such as shardpair run",
     "runn": "runn: no such command",
-    "run --model.bias true": "true: no flag takes this",
+    "run --model.bias true": "unexpected argument true",
     "run nosuch": "nosuch: no such file or named experiment",
     "run --preset nosuch": "--preset nosuch: no such preset",
     "faults --names nosuch": "--names nosuch: no such fault",
@@ -65,12 +65,12 @@ REFUSED = {
     "run --layout.dp_replicate 128 --train.batch_size 128": "the layout needs 128 devices",
     "run --train.batch_size 1000000000": "jax-compiler would need 1.28 TB (",
     # What would have no effect.
-    "run --devices 2": "--devices 2 without --preset has no effect",
-    "run --preset single --devices 2": "--devices 2 has no effect: --preset single is one device",
+    "run --devices 2": "--devices has no effect without --preset",
+    "run --preset single --devices 2": "--devices 2 has no effect: single is one device",
     "run --checkpoint.keep 3": "--checkpoint.keep has no effect without --checkpoint.every",
-    "run --no_ladder --keep_tensors": "--keep_tensors has no effect with --no_ladder",
+    "run --no_ladder --keep_tensors": "--keep_tensors has no effect without --ladder",
     "run --engines jax-manual --layout.compile inductor": "--layout.compile has no effect",
-    "check --layout.tp 2": "--layout.tp has no effect: check gives it",
+    "check --layout.tp 2": "--layout.tp has no effect: check sets it",
     "check --against nanogpt --model.norm_eps 1": "--model.norm_eps has no effect",
     "check demo --against nanogpt": "golden",
     "faults --layout.zero 1": "--layout.zero has no effect",
@@ -219,6 +219,6 @@ def test_flags_that_a_line_gives_are_known_in_every_spelling_whatever_their_valu
     ]
     assert flags_in(line) == {"layout.reshard_after_forward", "optimizer.min_lr", "ladder", "train.seed"}
     command, _ = parse(["run", *line])
-    assert isinstance(command, Spec)
+    assert isinstance(command, Study)
     assert not command.layout.reshard_after_forward
     assert command.given == flags_in(line)

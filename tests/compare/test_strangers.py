@@ -4,14 +4,12 @@ It is read and shown, and nothing of it is executed, followed or obeyed.
 """
 
 import io
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
-import pytest
 from rich.table import Table
 
 from compare.cli import main
@@ -19,47 +17,13 @@ from compare.commands import doctor
 from compare.commands.doctor import SideReport, examine
 from compare.execute import launch, query
 from compare.execute.launch import EngineError, with_safe_path
-from compare.judge.outcome import OUTCOME
-from compare.run import study
 from compare.spec.engines.registry import SIDES
 from compare.system.facts import has_ended
-from compare.system.json_files import FolderName
 from compare.terminal import PlainConsole, coloured, printable
 from tests.support import processes
-from tests.support.records import make_run
 
 MODULES = ("compare", "numpy", "jax", "torch", "msgspec", "jaxpar", "torchpar", "json")
-OUTSIDE = ("../victim", "/etc", "..", ".", "", "a/b", "x\0y", "n" * 256)
 REPORT = SideReport(versions={"jax": "1"}, cpu_devices="some", gpus=["[/x]"])
-
-
-@pytest.fixture
-def folder(tmp_path, tiny, monkeypatch):
-    """A finished run of two engines, beside a victim."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "victim").mkdir()
-    (tmp_path / "victim" / "precious").write_text("mine")
-    make_run(tmp_path / "run", tiny)
-    monkeypatch.setattr(study, "launch", lambda *a, **k: pytest.fail("an engine was started"))
-    return tmp_path / "run"
-
-
-def change(path: Path, **fields) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
-def test_a_name_that_leaves_the_folder_is_refused(folder, capsys):
-    cases = json.loads((folder / OUTCOME).read_text())["cases"]
-    other = cases.pop("jax-manual")
-    for name in OUTSIDE:
-        change(folder / OUTCOME, cases=cases | {name: other}, verdicts=[])
-        for command in ("run --continue run --quiet", "report run", "diff run run"):
-            assert main(command.split()) == 2, (name, command)
-            assert OUTCOME in capsys.readouterr().err
-    assert sorted(path.name for path in folder.parent.iterdir()) == ["run", "victim"]
-    assert (folder.parent / "victim" / "precious").read_text() == "mine"
-    for name in ("torch-manual", "torch-manual.fsdp.2", "batch-16", "..x", "round 1, a"):
-        assert msgspec.convert(name, FolderName) == name
 
 
 def test_the_command_line_loads_no_matplotlib():

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,11 +10,10 @@ from compare.commands.registry import STUDIES
 from compare.contract.record import LEDGER, MANIFEST, STEPS
 from compare.execute import this_machine
 from compare.execute.launch import EngineError
-from compare.judge.outcome import GONE, OUTCOME, read_outcome, read_run
+from compare.judge.outcome import OUTCOME, read_outcome, read_run
 from compare.run import study
 from compare.side.run_lock import lock_folder
 from compare.system.tensors import RecordError
-from tests.support.made_up import bench
 from tests.support.records import make_steps
 
 NAMES = ["torch-manual", "jax-manual", "torch-library"]
@@ -54,7 +52,7 @@ def test_every_study_is_interrupted_goes_on_and_is_shown_again(engines, capsys):
     assert main(["report", "sweep", "--picture", "s.png"]) == 2
     assert "a sweep has no figures" in capsys.readouterr().err
     assert main(["memory", "--continue", "sweep"]) == 2
-    assert "`shardpair sweep` goes on" in capsys.readouterr().err
+    assert "`shardpair sweep` continues it" in capsys.readouterr().err
 
 
 def planned_cases(arguments, capsys):
@@ -78,7 +76,7 @@ def test_a_case_that_fails_loses_nothing(engines, tmp_path, capsys):
     assert "INCOMPLETE" in (tmp_path / "r" / "report.html").read_text()
     engines.failing = {"jax-manual": RecordError("gradients.safetensors cannot be read")}
     assert main(["run", "--continue", "r", "--quiet"]) == 1
-    assert "it left a record that cannot be read" in read_outcome(tmp_path / "r").sentence()
+    assert "its record cannot be read" in read_outcome(tmp_path / "r").sentence()
 
 
 def test_the_next_one_is_the_reference_where_the_first_failed(engines, tmp_path, capsys):
@@ -152,56 +150,6 @@ def test_a_garbled_file_is_one_line(engines, tmp_path, capsys):
     assert len(read_run(tmp_path / "r")[1]) == 3
 
 
-def test_a_part_that_is_gone_is_missing_and_an_extra_one_counts_for_nothing(engines, tmp_path, capsys):
-    for word, line in ASKED.items():
-        arguments = [*line, *(() if word == "run" else ("--quiet", "--run_dir", word))]
-        folder = tmp_path / arguments[arguments.index("--run_dir") + 1]
-        assert main(arguments) == 0
-        before = (folder / OUTCOME).read_bytes()
-        saved = json.loads(before)
-        shutil.copytree(folder, folder / f"{next(iter(saved['cases']))}.bak")
-        capsys.readouterr()
-        assert main(["report", str(folder)]) == 0
-        whole = capsys.readouterr().out
-        for name in saved["cases"] if saved["keeps_records"] else ():
-            (folder / name).rename(tmp_path / "elsewhere")
-            assert main(["report", str(folder)]) == 1, (word, name)
-            said = capsys.readouterr().out
-            assert f"{name} {GONE}" in " ".join(said.split()) or f"{name} is MISSING: it {GONE}" in said
-            (tmp_path / "elsewhere").rename(folder / name)
-        for part in ("kept", "verdicts"):
-            for place in list(saved[part]) if part == "kept" else range(len(saved[part])):
-                fewer = json.loads(before)
-                del fewer[part][place]
-                (folder / OUTCOME).write_text(json.dumps(fewer))
-                assert main(["report", str(folder)]) == 1, (word, part, place)
-        (folder / OUTCOME).write_bytes(before)
-        capsys.readouterr()
-        assert main(["report", str(folder)]) == 0
-        assert (capsys.readouterr().out, (folder / OUTCOME).read_bytes()) == (whole, before)
-    # What is gone is trained again, and nothing else; a reference that is made anew judges nobody anew.
-    for name in ("reference", "jax-manual.fsdp.2"):
-        shutil.rmtree(tmp_path / "sweep" / name)
-    engines.started = []
-    assert main(["sweep", "--continue", "sweep", "--quiet"]) == 0
-    assert engines.started == ["reference", "jax-manual.fsdp.2"]
-    assert main(["report", "sweep"]) == 0
-
-
-def test_nothing_is_trained_behind_a_link(engines, tmp_path, capsys):
-    assert main(RUN) == 0
-    folder = tmp_path / "r" / "jax-manual"
-    folder.rename(tmp_path / "elsewhere")
-    folder.symlink_to(tmp_path / "elsewhere")
-    (folder / MANIFEST).unlink()
-    before = sorted(path.name for path in (tmp_path / "elsewhere").iterdir())
-    engines.started = []
-    assert main(["run", "--continue", "r"]) == 1
-    assert "r/jax-manual is a link: nothing is trained, or removed, outside of r" in capsys.readouterr().err
-    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == before
-    assert engines.started == []
-
-
 def test_a_reference_that_comes_late_is_what_all_are_held_against(engines, tmp_path):
     engines.failing = {"torch-manual": EngineError("torch-manual: lost", exit_code=1)}
     assert main(RUN) == 1
@@ -210,25 +158,3 @@ def test_a_reference_that_comes_late_is_what_all_are_held_against(engines, tmp_p
     assert main(["run", "--continue", "r", "--quiet"]) == 0
     held = {verdict.candidate: verdict.reference for verdict in read_outcome(tmp_path / "r").verdicts}
     assert held == {"jax-manual": "torch-manual", "torch-library": "torch-manual"}
-
-
-def test_a_folder_that_makes_no_sense_is_one_line(engines, timed_engines, tmp_path, capsys):
-    assert main(RUN) == 0
-    assert bench("--rounds", "2") == 0
-    for folder, old, new in (
-        ("r", '"engine": "jax-manual"', '"engine": "zzz"'),
-        ("r", '"step_time_ms_median": ', '"step_time_ms_median": "x", "x": '),
-        ("b", '"wall_s": 0.1', '"wall_s": 0'),
-        ("b", '"devices": ', '"devices": [], "x": '),
-        ("b", '"windows": [', '"windows": [], "y": ['),
-    ):
-        path = tmp_path / folder / OUTCOME
-        before = path.read_text()
-        assert old in before, old
-        path.write_text(before.replace(old, new))
-        for line in (["report", folder], [read_outcome(path.parent).study, "--continue", folder]):
-            capsys.readouterr()
-            assert main(line) in (0, 1, 2), line
-            said = capsys.readouterr().err
-            assert "Traceback" not in said
-        path.write_text(before)

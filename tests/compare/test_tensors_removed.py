@@ -14,7 +14,7 @@ from compare.contract.record import Record, read_record
 from compare.contract.request import REQUEST, Request, Rung
 from compare.judge.outcome import read_outcome, save
 from compare.run import study
-from compare.spec.experiment import edited, to_toml
+from compare.spec.experiment import edited, parse, to_toml
 from compare.system.json_files import write_json
 from tests.support import records
 from tests.support.records import make_record, make_run, tensors_of
@@ -28,7 +28,7 @@ def passed(tmp_path, tiny):
 
 def remove_tensors(folder: Path) -> None:
     """As a run does when all of its cases have finished."""
-    save(Run().after(read_outcome(folder), folder), folder)
+    save(Run().end(read_outcome(folder), folder), folder)
 
 
 def tensors_in(folder: Path) -> list[Path]:
@@ -57,27 +57,22 @@ def test_tensors_of_a_run_that_passed_go_and_its_rungs_stay(passed, tmp_path, ti
     assert json.loads(capsys.readouterr().out)["tensors_removed"] is True
 
 
-def test_tensors_behind_a_link_stay_and_those_of_what_did_not_pass(passed, tmp_path, tiny):
+@pytest.mark.parametrize("how", ["failed", "lacks", "alone"])
+def test_unproven_run_keeps_tensors(tmp_path, tiny, how):
     wrong = tensors_of(tiny)
     wrong[Rung.GRADIENTS] = {name: tensor + 1 for name, tensor in wrong[Rung.GRADIENTS].items()}
-    make_run(tmp_path / "failed", tiny, tensors=wrong)
-    make_run(tmp_path / "lacks", tiny, missing=("torch-library",))
-    make_run(tmp_path / "alone", tiny, names=("torch-manual",))
-    (passed / "jax-manual").rename(tmp_path / "elsewhere")
-    (passed / "jax-manual").symlink_to(tmp_path / "elsewhere")
-    (passed / "torch-manual" / "batch.safetensors").rename(tmp_path / "precious")
-    (passed / "torch-manual" / "batch.safetensors").symlink_to(tmp_path / "precious")
-    before = [path for path in tensors_in(tmp_path) if passed / "torch-manual" not in path.parents]
-    for folder in (passed, *(tmp_path / name for name in ("failed", "lacks", "alone"))):
-        remove_tensors(folder)
-    assert tensors_in(tmp_path) == sorted([*before, passed / "torch-manual" / "batch.safetensors"])
-    assert (tmp_path / "precious").is_file()
+    runs = {"failed": {"tensors": wrong}, "lacks": {"missing": ("torch-library",)}}
+    make_run(tmp_path / how, tiny, **runs.get(how, {"names": ("torch-manual",)}))
+    before = tensors_in(tmp_path)
+    remove_tensors(tmp_path / how)
+    assert tensors_in(tmp_path) == before
 
 
 def test_a_run_removes_its_tensors_unless_they_are_to_be_kept(tmp_path, tiny, capsys, monkeypatch):
     def train(request: Request, folder: Path, **options) -> Record:
         monkeypatch.setattr(records, "CORPUS", request.corpus_sha256)
-        make_record(folder, request.experiment, engine=request.engine)
+        record = make_record(folder, request.experiment, engine=request.engine)
+        options["on_step"](record.steps[0])
         write_json(folder / REQUEST, request)
         return read_record(folder)
 
@@ -88,4 +83,6 @@ def test_a_run_removes_its_tensors_unless_they_are_to_be_kept(tmp_path, tiny, ca
     for name, flags in (("kept", ("--keep_tensors",)), ("gone", ())):
         assert main(["run", "tiny.toml", *engines, "--run_dir", name, *flags]) == 0
         assert bool(tensors_in(Path(name))) == (name == "kept")
+        spec = parse((Path(name) / "experiment.toml").read_text())
+        assert spec.model == tiny.model
         assert (REMOVED in " ".join(capsys.readouterr().out.split())) == (name == "gone")

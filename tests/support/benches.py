@@ -35,7 +35,6 @@ def bench_of(
     measurements: Sequence[tuple[str, int, Measurement]] = (),
     busy_cores: Sequence[float] = (),
     rounds: int = 5,
-    timing: Timing = TIMING,
     baseline: str = "",
     **given: Any,
 ) -> TimedOutcome:
@@ -43,7 +42,6 @@ def bench_of(
     kept: dict[str, dict[int, Measurement]] = {}
     for name, number, process in measurements:
         kept.setdefault(name, {})[number] = msgspec.to_builtins(process)
-    more = {"timing": msgspec.to_builtins(timing), "baseline": baseline or cases[0].engine}
     return timed(
         Outcome(
             study="bench",
@@ -52,7 +50,7 @@ def bench_of(
             rounds=rounds,
             cases={case.name: case for case in cases},
             kept=kept,
-            more=more,
+            options={"baseline": baseline or cases[0].engine},
             **{"name": "bench-tiny"} | given,
         )
     )

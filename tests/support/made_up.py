@@ -6,8 +6,6 @@ from compare.cli import main
 from compare.contract.record import Record, Step
 from compare.contract.request import REQUEST, Request
 from compare.contract.timing import Window
-from compare.execute.launch import EnvironmentMissing
-from compare.side.ceiling import Ceiling
 from compare.system.json_files import write_json
 from tests.support.records import make_record, make_steps
 
@@ -15,7 +13,7 @@ ARGUMENTS = ("--engines", "torch-manual", "torch-library", "--run_dir", "b", "--
 
 
 class Engines:
-    """Stands in for `launch`, and in a timed study for the ceilings of the machine."""
+    """Stands in for `launch`."""
 
     def __init__(self) -> None:
         self.started: list[str] = []
@@ -28,16 +26,9 @@ class Engines:
         self.threads = iter(())
         """Of each process that is timed; one thread where there are no more."""
         self.windows = None
-        self.ceilings = [1e8, 1e9, 1e7]
-        """FLOP/s, round by round: the machine was somebody else's in the first and in the third."""
 
     def steps(self, request: Request) -> list[Step]:
         return make_steps(request.experiment)
-
-    def ceiling(self, side, python, request):
-        if side == "jaxpar":
-            raise EnvironmentMissing("no matmul ceiling: it is shy")
-        return Ceiling(flops_per_s=self.ceilings.pop(0) if self.ceilings else 1e8)
 
     def __call__(self, request, folder, *, pythons, hosts, on_step):
         self.started.append(folder.name)

@@ -2,30 +2,39 @@
 
 import itertools
 from pathlib import Path
+from typing import ClassVar
 
 from msgspec.structs import replace
 
-from compare.commands.bench.outcome import BenchRow, blocks, timed
-from compare.commands.bench.timed_study import Timed, timed_findings
-from compare.commands.bench.words import block_title, in_one_line, sentences
-from compare.flags import DEVICES, EngineName
+from compare.commands.bench.agreement import disagreements
+from compare.commands.bench.outcome import BenchRow, Measurement, blocks, measured, timed
+from compare.commands.bench.words import block_title, busy, in_one_line, mixed, sentences
+from compare.contract.record import Record
+from compare.contract.request import Request
+from compare.contract.timing import Timing
+from compare.execute import load
+from compare.execute.launch import EngineError
+from compare.flags import DEVICES, EngineName, PresetNames
 from compare.judge.outcome import Case, Grid, Outcome
+from compare.run.study import Study
 from compare.setup.fitting import as_preset
 from compare.setup.presets import PRESETS, check_names, check_presets, edits_of, preset_layout
-from compare.show.findings import Column, Findings, table_of
+from compare.show.findings import Column, Findings, findings_of, table_of
 from compare.spec.axes import AXES
-from compare.spec.engines.registry import ENGINES, REFERENCE, STUDIED
+from compare.spec.engines.registry import ENGINES, STUDIED
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited, revalidate
 from compare.terminal import human_bytes
 
+STANDARD = Timing()
 
-class Bench(Timed, frozen=True, kw_only=True):
-    """Time engines, layouts, sizes and settings against each other, and say how sure the ratios are.
 
-    Each case is a fresh process, or the ranks that it starts; all of them run in rounds, whose order rotates.
-    Steps run in windows: nothing waits for a step inside of one. A ratio is taken within a round; the median
-    over rounds has an interval from five rounds on. Loss and gradient norm of every step are held against the
-    first case's; `shardpair check` proves more. On a busy machine it refuses to begin.
+class Bench(Study, frozen=True, kw_only=True):
+    """Time engines, layouts, sizes and settings against each other, with intervals for their ratios.
+
+    Each case is a fresh process, or the ranks that it starts. All cases run in rounds, in an order that
+    rotates. Steps run in windows, in which nothing waits for a step. A ratio is taken within a round; the
+    median over rounds has an interval from five rounds on. Loss and gradient norm of every step are compared
+    with those of the first case; `shardpair check` proves more. A busy machine is refused.
 
     Try:
       shardpair bench demo --rounds 2
@@ -34,33 +43,50 @@ class Bench(Timed, frozen=True, kw_only=True):
     """
 
     engines: tuple[EngineName, ...] = ()
-    """Which engines. Default: all. One that is named twice is held against itself. A peer
-    (`shardpair list`) runs if it is named, and is left out, with the line that installs it, where missing."""
-    presets: tuple[str, ...] = ()
-    """Layouts by name (`shardpair list`), a block of the table each. Default: the experiment's own layout."""
+    """Which engines. Default: all. An engine that is named twice is compared with itself. A peer runs only if
+    named; a missing one is skipped, and its install command printed."""
+    presets: PresetNames = ()
     devices: tuple[int, ...] = ()
-    """How many devices each preset spreads over, one number or several. Default: 4."""
+    """Numbers of devices for each preset. Default: 4."""
     sizes: tuple[str, ...] = ()
-    """Sizes of the work, a block of the table each: fields of the experiment, such as train.batch_size=8 or
+    """Sizes of the work, one block of the table each: fields of the experiment, such as train.batch_size=8 or
     model.n_layer=12,model.n_embd=768."""
     variants: tuple[str, ...] = ()
-    """Settings for the same work, a row beside each engine's own: such as layout.bucket_mb=1 or
+    """Settings for the same work, one row each beside the engine's own, such as layout.bucket_mb=1 or
     layout.remat=full."""
     baseline: str = ""
-    """What the others are divided by: an engine, in each block its own case; or ENGINE.LAYOUT, such as
+    """The denominator of the ratios: an engine, in each block its own case; or ENGINE.LAYOUT, such as
     jax-compiler.single, one case for all blocks of its size. Default: torch-manual, or the first engine."""
+    rounds: int = 5
+    """Number of rounds. Fewer than five give no interval."""
+    window: int = STANDARD.window
+    """Steps of a window, in which nothing waits for the devices."""
+    windows: int = STANDARD.windows
+    """Windows of a process."""
+    anyway: bool = False
+    """Time on a busy machine, too. The page then has a warning."""
     cache_dir: str = ""
-    """Keep compiled programs here between processes, to save time. Default: compile anew, and time it."""
+    """Folder for compiled programs between processes, to save time. Default: compile in each process, and
+    time it."""
 
     brief = "which engine, layout or setting is faster, and how surely"
+    fixed: ClassVar = {
+        "train.max_iters": None,
+        "init_from": None,
+        "train.eval_interval": 0,
+        "checkpoint.every": 0,
+    }
+    needs: ClassVar = {**Study.needs, "devices": "presets"}
+
+    @property
+    def timing(self) -> Timing:
+        """Steps of a process."""
+        return Timing(window=self.window, windows=self.windows)
 
     def cases(self, experiment: Experiment) -> Grid:
-        """Engines x layouts x sizes x variants, as far as engines can express them."""
-        if self.devices and not self.presets:
-            raise ExperimentError(
-                f"--devices {self.devices[0]} without --presets has no effect: say how they are used, with "
-                f"--presets or with the layout's degrees, such as --layout.dp_replicate {self.devices[0]}"
-            )
+        """Engines x layouts x sizes x variants, without those that an engine cannot express."""
+        if min(self.rounds, self.window, self.windows) < 1:
+            raise ExperimentError("--rounds, --window and --windows must be at least 1")
         engines = self.engines or tuple(STUDIED)
         for flag, texts in (("--sizes", self.sizes), ("--variants", self.variants)):
             check_names(flag, "setting", texts, texts)
@@ -69,7 +95,7 @@ class Bench(Timed, frozen=True, kw_only=True):
                 degrees = edits.get("layout", {}).keys() & set(AXES) if self.presets else ()
                 if degrees:
                     why = f"layout.{min(degrees)} contradicts --presets {self.presets[0]}"
-                    raise ExperimentError(f"{flag} {text}: {why}, which gives the degrees: give one of them")
+                    raise ExperimentError(f"{flag} {text}: {why}: leave one of them out")
                 if "max_iters" in edits.get("train", {}):
                     raise ExperimentError(f"{flag} {text}: the steps of a bench are those of --window")
         layouts, left_out = self._layouts(experiment.layout)
@@ -83,30 +109,48 @@ class Bench(Timed, frozen=True, kw_only=True):
             except ExperimentError as error:
                 left_out[" ".join(filter(None, (name, size, variant)))] = str(error)
                 continue
-            for place, engine in enumerate(engines, 1):
-                copy = engines[:place].count(engine)
-                case = self.case(engine, spec, layout=name, size=size, variant=variant, copy=copy)
+            for number, engine in enumerate(engines, 1):
+                copy = engines[:number].count(engine)
+                request = Request(engine=engine, experiment=spec, timing=self.timing)
+                place = {
+                    "layout": name,
+                    "size": size,
+                    "variant": variant,
+                    "copy": str(copy) if copy > 1 else "",
+                }
+                case = Case(
+                    request=request, coordinates={key: value for key, value in place.items() if value}
+                )
                 if why := _refusal(case, plain, is_preset=bool(self.presets)):
                     left_out[case.name] = why
                 else:
                     cases[case.name] = case
+        if why := left_out.get(self.baseline):
+            raise ExperimentError(f"--baseline {self.baseline}: {why}")
+        names = dict.fromkeys(f"{case.engine}.{case.coordinates['layout']}" for case in cases.values())
+        if self.baseline and self.baseline not in {*names, *(case.engine for case in cases.values())}:
+            raise ExperimentError(
+                f"--baseline {self.baseline}: no such case; give an engine that is timed, or one with its "
+                f"layout (there are {', '.join(names)})"
+            )
         return cases, left_out
 
-    def planned(self) -> Outcome:
-        """The bench with its baseline. Raises ExperimentError."""
-        planned = super().planned()
-        engines = [case.engine for case in planned.cases.values()]
-        if why := planned.left_out.get(self.baseline):
-            raise ExperimentError(f"--baseline {self.baseline}: {why}")
-        baseline = self.baseline or (REFERENCE if REFERENCE in engines else engines[0])
-        planned = replace(planned, more={**planned.more, "baseline": baseline})
-        if self.baseline and not any(map(timed(planned).baseline_of, planned.cases.values())):
-            there = dict.fromkeys(f"{case.engine}.{case.layout}" for case in planned.cases.values())
-            raise ExperimentError(
-                f"--baseline {baseline}: no such case; give an engine that is timed, or one with its layout "
-                f"(there are {', '.join(there)})"
-            )
-        return planned
+    def begin(self, outcome: Outcome) -> Outcome:
+        """The outcome with the load before the rounds. Raises EnvironmentMissing: a busy machine."""
+        cores = load.busy_cores()
+        load.require_idle(cores, anyway=self.anyway)
+        return with_load(outcome, cores)
+
+    def end(self, outcome: Outcome, folder: Path) -> Outcome:
+        """The outcome with the load after the rounds."""
+        return with_load(outcome, load.busy_cores())
+
+    def keep(self, case: Case, record: Record, *, first_step_after_s: float) -> Measurement:
+        """The figures of one process. Raises EngineError: it did not time all windows."""
+        timing, windows = self.timing, len(record.manifest.windows)
+        if windows != timing.windows:
+            raise EngineError(f"{case.name}: it timed {windows} of {timing.windows} windows", exit_code=1)
+        return measured(record, first_step_after_s=first_step_after_s, timing=timing)
 
     def _layouts(self, own: Layout) -> tuple[dict[str, Layout], dict[str, str]]:
         """Layouts by name; and presets that cannot spread over so many devices, with the reason."""
@@ -118,19 +162,19 @@ class Bench(Timed, frozen=True, kw_only=True):
         layouts, left_out = {}, {}
         for preset, count in pairs:
             try:
-                layout = preset_layout(own, preset, count, self.said)
+                layout = preset_layout(own, preset, count, self.layout_flags)
                 layouts[f"{preset}-{layout.devices}" if layout.devices > 1 else preset] = layout
             except ExperimentError as error:
                 left_out[f"{preset}-{count}"] = str(error)
-        check_presets("--presets", own, pairs, self.said)
+        check_presets(own, pairs, self.layout_flags)
         return layouts, left_out
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
-        """A table for each block, the ratios with their intervals, and what goes before the steps."""
+        """A table for each block: times, ratios with their intervals, start and compilation."""
         view = timed(outcome)
-        by_block = blocks(view)
-        return timed_findings(
+        by_block, mistakes = blocks(view), [*disagreements(view), *mixed(view)]
+        return findings_of(
             view,
             title=f"{outcome.name}: {len(outcome.cases)} cases timed",
             sentence=in_one_line(view),
@@ -139,6 +183,8 @@ class Bench(Timed, frozen=True, kw_only=True):
                 table_of(block_title(view, block), COLUMNS, of_block) for block, of_block in by_block.items()
             ],
             rows=by_block,
+            passed=not mistakes,
+            warnings=[*busy(view), *mistakes],
         )
 
 
@@ -151,7 +197,6 @@ COLUMNS = (
     Column[BenchRow]("single ms", lambda row: row.single_ms, ".1f"),
     Column[BenchRow]("tokens/s", lambda row: row.tokens_per_s, ",.0f"),
     Column[BenchRow]("GFLOP/s", lambda row: row.flops_per_s / 1e9, ",.3g"),
-    Column[BenchRow]("of ceiling", lambda row: row.of_ceiling, ".0%"),
     Column[BenchRow]("MFU", lambda row: row.mfu, ".0%"),
     Column[BenchRow]("compile s", lambda row: row.compile_s, ".2f"),
     Column[BenchRow]("first s", lambda row: row.first_step_s, ".2f"),
@@ -160,16 +205,24 @@ COLUMNS = (
 )
 
 
+def with_load(outcome: Outcome, busy_cores: float) -> Outcome:
+    """The outcome with one more reading of the machine's load."""
+    circumstances = outcome.circumstances
+    loads = [*circumstances.busy_cores, busy_cores]
+    return replace(outcome, circumstances=replace(circumstances, busy_cores=loads))
+
+
 def _refusal(case: Case, plain: Experiment, *, is_preset: bool) -> str:
-    """Why an engine cannot do a case, or does it as it does another one; '' if it can."""
+    """The reason why an engine cannot run a case, or runs it like its plain case; '' if it can."""
     engine, spec = ENGINES[case.engine], case.experiment
+    has_variant = "variant" in case.coordinates
     try:
-        if is_preset and not case.variant:
+        if is_preset and not has_variant:
             as_preset(case.engine, spec)
         engine.require_experiment(spec)
     except ExperimentError as error:
         return str(error)
     chosen = {"layout": {"gradient_sync": plain.layout.gradient_sync}}
-    if case.variant and not engine.offers_choice and edited(spec, chosen) == plain:
+    if has_variant and not engine.offers_choice and edited(spec, chosen) == plain:
         return f"it has no effect: {case.engine} chooses its gradient synchronisation itself"
     return ""

@@ -14,7 +14,7 @@ from compare.contract.timing import Timing, Window
 from compare.judge.outcome import Case, Outcome
 from compare.judge.statistics import Estimate, estimate
 from compare.judge.strategy import done_words
-from compare.side.ceiling import Ceiling
+from compare.spec.engines.registry import REFERENCE
 from compare.theory.flops import flops_utilization, model_flops_per_token
 
 
@@ -32,11 +32,8 @@ class Measurement(Struct, frozen=True, kw_only=True):
     """Of the fullest device."""
     curves: dict[str, list[float]]
     """Of every step, the warm-up's first: `Step`'s loss and grad_norm."""
-    others_cores: float = 0.0
-    """In use by others while it ran, a hypervisor's other guests included. NaN: not known, for a launcher's
-    processes are not ours to tell from others."""
     how: dict[str, str]
-    """It ran on which device and threads, in which versions, how it synchronised and recomputed."""
+    """Device, threads, versions, gradient synchronisation and recomputation of the process."""
 
     @property
     def wall_ms(self) -> float:
@@ -50,48 +47,50 @@ class Measurement(Struct, frozen=True, kw_only=True):
 
 
 class TimedOutcome(Outcome, frozen=True, kw_only=True):
-    """The outcome of a study that timed its cases, with its figures in their types."""
+    """The outcome of a bench, with its figures in their types."""
 
     timing: Timing
     measurements: dict[str, dict[int, Measurement]]
     """By case and round."""
-    ceilings: dict[str, Ceiling]
-    """The fastest matrix product on all cores, or on one GPU, by `Case.products`."""
     baseline: str
-    """An engine, whose case of the same block is what others are divided by; or ENGINE.LAYOUT, one layout's
-    case for all blocks of its size; '' in a study that divides nothing."""
+    """An engine, whose case is the baseline of each block; or ENGINE.LAYOUT, the baseline of all blocks of
+    its size."""
 
     def baseline_of(self, case: Case) -> Case | None:
-        """The case that a case is divided by; None if there is no such case."""
+        """The case by which a case is divided; None if there is none."""
         for other in self.cases.values():
-            is_plain = other.size == case.size and not other.variant and other.copy == 1
-            here = other.engine if other.layout == case.layout else None
-            if is_plain and self.baseline in (here, f"{other.engine}.{other.layout}"):
+            (mine, size), (layout, its_size) = (
+                [of.coordinates.get(key) for key in ("layout", "size")] for of in (case, other)
+            )
+            is_plain = size == its_size and not {"variant", "copy"} & other.coordinates.keys()
+            here = other.engine if layout == mine else None
+            if is_plain and self.baseline in (here, f"{other.engine}.{layout}"):
                 return other
         return None
 
 
 def timed(outcome: Outcome) -> TimedOutcome:
-    """The figures of a timed study, in their types."""
+    """The figures of a bench, in their types."""
+    cases = list(outcome.cases.values())
+    engines = [case.engine for case in cases]
+    assert cases[0].request.timing
     return TimedOutcome(
         **{field: getattr(outcome, field) for field in Outcome.__struct_fields__},
-        timing=msgspec.convert(outcome.more["timing"], Timing),
+        timing=cases[0].request.timing,
         measurements=msgspec.convert(outcome.kept, dict[str, dict[int, Measurement]]),
-        ceilings=msgspec.convert(outcome.more.get("ceilings", {}), dict[str, Ceiling]),
-        baseline=outcome.more.get("baseline", ""),
+        baseline=outcome.options.get("baseline") or (REFERENCE if REFERENCE in engines else engines[0]),
     )
 
 
-def measured(record: Record, *, first_seen_s: float, timing: Timing, others_cores: float) -> Measurement:
-    """A record's figures, and what the harness has seen: when the first step came, what others used."""
+def measured(record: Record, *, first_step_after_s: float, timing: Timing) -> Measurement:
+    """The figures of a record, whose process took `first_step_after_s` seconds to its first step."""
     manifest = record.manifest
     return Measurement(
-        others_cores=others_cores,
         windows=manifest.windows,
         single_ms=[step.step_time_ms for step in record.steps[timing.watched + 1 :]],
         compile_s=manifest.compile_s,
         first_step_s=manifest.first_step_s,
-        start_up_s=max(first_seen_s - manifest.compile_s - manifest.first_step_s, 0.0),
+        start_up_s=max(first_step_after_s - manifest.compile_s - manifest.first_step_s, 0.0),
         peak_mem_bytes=max(manifest.peak_memory_bytes),
         curves={name: [getattr(step, name) for step in record.steps] for name in ("loss", "grad_norm")},
         how={
@@ -122,8 +121,6 @@ class BenchRow(Struct, frozen=True, kw_only=True):
     tokens_per_s: float
     flops_per_s: float
     """The model's own, without recomputation: `theory.flops`."""
-    of_ceiling: float | None
-    """Fraction of the fastest matrix product of its side on this machine; None where it was not measured."""
     mfu: float | None
     """Fraction of the devices' peak; None for a device whose peak is not known."""
     compile_s: float
@@ -154,9 +151,6 @@ def _row(result: TimedOutcome, case: Case, rounds: dict[int, Measurement]) -> Be
         for figure in ("wall_ms", "cpu_ms", "compile_s", "first_step_s", "start_up_s")
     }
     tokens_per_s = experiment.tokens_per_step / medians["wall_ms"] * 1e3
-    flops_per_s = tokens_per_s * model_flops_per_token(experiment)
-    ceiling, device_kind = result.ceilings.get(case.products), rounds[max(rounds)].how["device_kind"]
-    parts = experiment.layout.devices if result.platform == "gpu" else 1
     return BenchRow(
         case=case.name,
         label=case.label,
@@ -166,8 +160,7 @@ def _row(result: TimedOutcome, case: Case, rounds: dict[int, Measurement]) -> Be
         cpu_ratio=ratio("cpu_ms"),
         single_ms=statistics.median(statistics.median(process.single_ms) for process in rounds.values()),
         tokens_per_s=tokens_per_s,
-        flops_per_s=flops_per_s,
-        of_ceiling=flops_per_s / (ceiling.flops_per_s * parts) if ceiling else None,
-        mfu=flops_utilization(experiment, device_kind, tokens_per_s),
+        flops_per_s=tokens_per_s * model_flops_per_token(experiment),
+        mfu=flops_utilization(experiment, rounds[max(rounds)].how["device_kind"], tokens_per_s),
         peak_mem_bytes=max(process.peak_mem_bytes for process in rounds.values()),
     )

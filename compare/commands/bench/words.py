@@ -1,8 +1,6 @@
-"""A bench in words: what is to be known of its figures, and what spoils those of any study."""
+"""A bench in words: how it was timed, its result in one line, and its warnings."""
 
-import math
-
-from compare.commands.bench.agreement import agreement_summary, disagreements
+from compare.commands.bench.agreement import agreement_summary
 from compare.commands.bench.outcome import TimedOutcome, blocks
 from compare.execute.load import is_busy
 from compare.judge.statistics import MIN_ROUNDS, interval_words
@@ -11,7 +9,7 @@ from compare.terminal import layout_in_words
 
 
 def block_title(result: TimedOutcome, block: str) -> str:
-    """A block's name, what is split over what, and the tokens of a step."""
+    """A block's name, its layout in words, and the tokens of a step."""
     case = next(case for case in result.cases.values() if case.block == block)
     words = layout_in_words(case.experiment, result.platform)
     tokens, dtype = case.experiment.tokens_per_step, case.experiment.precision.dtype
@@ -19,7 +17,7 @@ def block_title(result: TimedOutcome, block: str) -> str:
 
 
 def in_one_line(result: TimedOutcome) -> str:
-    """The best and the worst ratio to the baseline; or that there is none."""
+    """The lowest and the highest ratio to the baseline."""
     rows = [row for rows in blocks(result).values() for row in rows]
     ratios = sorted((row.wall_ratio.median, row.case, row) for row in rows if row.wall_ratio)
     if not ratios:
@@ -32,51 +30,43 @@ def in_one_line(result: TimedOutcome) -> str:
 
 
 def sentences(result: TimedOutcome) -> list[str]:
-    """What must be known to read the table: how it was timed, and what is missing."""
+    """How the cases were timed, and how to read the columns."""
     timing = result.timing
     without = dict.fromkeys(case.block for case in result.cases.values() if not result.baseline_of(case))
     missing = f" (which is not in {', '.join(without)})" if without else ""
-    interval = f"Fewer than {MIN_ROUNDS} rounds: no interval can be told."
+    interval = f"Fewer than {MIN_ROUNDS} rounds give no interval."
     if result.rounds >= MIN_ROUNDS:
         rows = [row for rows in blocks(result).values() for row in rows]
         interval = f"Around it: {interval_words(row.wall_ratio for row in rows if row.wall_ratio)}."
-    ceilings = [f"{name} {one.flops_per_s / 1e9:,.0f} GFLOP/s" for name, one in result.ceilings.items()]
-    where = "on one GPU" if result.platform == "gpu" else "on all cores"
-    ceiling = f" Their ceiling is the fastest matrix product {where}: {', '.join(ceilings)}."
     return [
         f"{result.platform.upper()} timings: {_rounds(result)}, each case a fresh process, in an order that "
-        f"rotates. A step's wall time is the median of {timing.windows} windows of {timing.window} steps, "
-        f"inside of which nothing waits for a step, its CPU time that of all processes; single is a step "
-        f"that is waited for. Start, compilation and first step are apart. Memory is the peak of the fullest "
-        f"device.",
+        f"rotates. A step's wall time is the median of {timing.windows} windows of {timing.window} steps, in "
+        f"which nothing waits for a step; its CPU time is that of all processes; single is a step that is "
+        f"waited for. Start, compilation and first step are apart. Memory is the peak of the fullest device.",
         f"Ratios are to {result.baseline}{missing}, within a round; the median over rounds. {interval}",
-        f"GFLOP/s are the model's, without what is computed anew.{ceiling if ceilings else ''}",
+        "GFLOP/s are the model's, without recomputation; MFU is their share of the vendor's peak.",
         *filter(None, [agreement_summary(result)]),
     ]
 
 
-def warnings(result: TimedOutcome) -> list[str]:
-    """What spoils the figures, a line each: load, other work."""
-    busy = [
-        f"round {number} ({cores:.1f} cores)"
-        for number, cores in enumerate(result.circumstances.busy_cores, start=1)
-        if is_busy(cores)
+def busy(result: TimedOutcome) -> list[str]:
+    """A warning if other processes used the machine before or after the rounds."""
+    loads = result.circumstances.busy_cores
+    if not any(map(is_busy, loads)):
+        return []
+    cores = ", ".join(f"{busy:.1f}" for busy in loads)
+    return [
+        f"Other processes used {cores} cores before and after the rounds: repeat this on an idle machine."
     ]
-    wanted = " It was wanted so (--anyway)." if result.options.get("anyway") else ""
-    lines = []
-    if busy:
-        lines.append(f"Others used the processor before {', '.join(busy)}: figures may not hold.{wanted}")
-    seen = {
-        f"{name} in round {number}": one.others_cores
+
+
+def mixed(result: TimedOutcome) -> list[str]:
+    """A warning for each case whose device, threads, versions or settings changed between rounds."""
+    return [
+        f"{name} did not run in the same way in all rounds: such figures do not mix"
         for name, rounds in result.measurements.items()
-        for number, one in rounds.items()
-    }
-    beside = [f"{place} ({cores:.1f} cores)" for place, cores in seen.items() if is_busy(cores)]
-    if beside:
-        lines.append(f"Others used the processor beside {', '.join(beside)}: these figures may not hold.")
-    if any(map(math.isnan, seen.values())):
-        lines.append("What else used the hosts' processors is not known: a launcher started the engines.")
-    return [*lines, *disagreements(result)]
+        if any(process.how != next(iter(rounds.values())).how for process in rounds.values())
+    ]
 
 
 def _rounds(result: TimedOutcome) -> str:

@@ -63,7 +63,7 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
             jax_python=self.jax_python,
             torch_python=self.torch_python,
         )
-        folder = self.results or run.outcome()[1]
+        folder = self.results or run.run()[1]
         page = self.output or folder / "lesson.html"
         outcome = write_lesson(self.strategy, folder, page)
         passed, sentence = outcome.passed, outcome.sentence()

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from compare.contract.memory_profile import CLASSES, Peak
 from compare.contract.record import Record
-from compare.flags import StudiedName, chosen_engines
+from compare.flags import PresetNames, StudiedName, chosen_engines
 from compare.judge.outcome import Case, Grid, Outcome
 from compare.run.study import OF_LAYOUTS, Study
 from compare.setup.grid import grid, pivot, varied
@@ -22,9 +22,9 @@ LAYOUTS = (
 
 
 class Memory(Study, frozen=True, kw_only=True):
-    """Train under one layout after the other, and show what the fullest device holds at its peak, by class.
+    """Train under several layouts, and show the memory of the fullest device at its peak, by class.
 
-    The figures are the records' own; the estimate of all stands beside them on the page.
+    The table also has the estimate. Each layout runs on 2 devices, or 4 if it has two axes.
 
     Try:
       shardpair memory demo --presets ddp fsdp tp
@@ -32,31 +32,29 @@ class Memory(Study, frozen=True, kw_only=True):
     """
 
     engines: tuple[StudiedName, ...] = ()
-    """Which engines; one that cannot express a layout is left out of it. Default: all of the grid."""
-    presets: tuple[str, ...] = LAYOUTS
-    """Layouts by name, on 2 devices, or 4 where they have two axes."""
+    """Which engines; a layout skips engines that cannot express it. Default: all."""
+    presets: PresetNames = LAYOUTS
     variants: tuple[str, ...] = ()
-    """Settings that save memory, each in a row beside the layout as it is: such as layout.remat=full."""
+    """Settings that save memory, one row each beside the layout as it is, such as layout.remat=full."""
 
     brief = "bytes at the peak of a step, by class, engine and layout"
     fixed: ClassVar = {**OF_LAYOUTS, "init_from": None, "train.max_iters": 3}
 
     def cases(self, experiment: Experiment) -> Grid:
-        """Each layout and setting on every engine that can express it."""
+        """Each layout and setting on every engine that can express it, on 2 devices, or 4 with two axes."""
         check_names("--presets", "preset", self.presets, PRESETS)
-        # As few devices as it can be spread over.
         presets = {name: 1 if name == "single" else 2 * PRESETS[name].fixed for name in self.presets}
         rows, _ = varied(experiment, presets, self.variants)
         return grid(chosen_engines(self.engines), rows)
 
-    def keep(self, case: Case, record: Record) -> Peak:
-        """Of the fullest device; no byte if the engine does not say what it holds."""
-        held = record.memory
-        return held.devices[held.fullest].peak if held and held.devices else Peak(bytes={})
+    def keep(self, case: Case, record: Record, *, first_step_after_s: float) -> Peak:
+        """The peak of the fullest device; no bytes if the engine recorded none."""
+        memory = record.memory
+        return memory.devices[memory.fullest].peak if memory and memory.devices else Peak(bytes={})
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
-        """Sums of all classes, a row for each layout; and each class beside the estimate of all."""
+        """Sums of all classes, a row for each layout; and each class beside the estimate."""
         peaks = {name: peak for name, peak in outcome.values(Peak).items() if peak.bytes}
 
         def total(name: str) -> Text:

@@ -9,9 +9,8 @@ from compare.commands.profile.table import chrome_trace, engine_table, measured_
 from compare.commands.profile.timelines import profile_of
 from compare.contract.record import Record
 from compare.contract.timeline import PROFILED_STEP
-from compare.flags import Spread
 from compare.judge.outcome import Case, Grid, Outcome, read_run
-from compare.run.study import Study
+from compare.run.spread import Spread
 from compare.setup.grid import beside_first
 from compare.show.findings import Findings, verdict_findings
 from compare.spec.engines.registry import ENGINES
@@ -26,7 +25,7 @@ SHORTEST = PROFILED_STEP + 3
 SHARED = "CPU timings: devices that share cores take them from each other."
 
 
-class Profile(Spread, Study, frozen=True, kw_only=True):
+class Profile(Spread, frozen=True, kw_only=True):
     """Watch one step of each engine: forward, backward, update and communication of every device.
 
     One step of a short run is watched. The others are not: their median is the step's time, beside which the
@@ -41,9 +40,9 @@ class Profile(Spread, Study, frozen=True, kw_only=True):
     fixed: ClassVar = {"init_from": None, "train.eval_interval": 0, "checkpoint.every": 0}
     keeps_records = True
 
-    def asked(self) -> Experiment:
+    def resolve(self) -> Experiment:
         """The experiment under its layout, with as many steps as a profile needs. Raises ExperimentError."""
-        experiment, steps = super().asked(), self.train.max_iters
+        experiment, steps = super().resolve(), self.train.max_iters
         if "train.max_iters" not in self.given:
             steps = min(steps, STEPS)
         if steps < SHORTEST:
@@ -60,12 +59,12 @@ class Profile(Spread, Study, frozen=True, kw_only=True):
                 raise ExperimentError(f"profile: {name} leaves no timeline: leave it out of --engines")
         return beside_first(engines, experiment, profile=True), left_out
 
-    def keep(self, case: Case, record: Record) -> Any:
-        """Its figures; and beside its record a trace."""
+    def keep(self, case: Case, record: Record, *, first_step_after_s: float) -> Any:
+        """The figures of a case. Writes its trace beside its record."""
         if record.timeline:
             trace = chrome_trace(case.engine, record.timeline, process=list(ENGINES).index(case.engine))
             write_atomically(record.folder / TRACE, trace)
-        return super().keep(case, record)
+        return super().keep(case, record, first_step_after_s=first_step_after_s)
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:

@@ -13,31 +13,16 @@ from compare.commands.report.hosts import host_table
 from compare.contract.record import Record
 from compare.judge.ladder import LADDER, RungResult, Verdict
 from compare.judge.metrics import METRICS
-from compare.judge.outcome import Outcome, read_run
+from compare.judge.outcome import Outcome
 from compare.judge.rungs import SOME
 from compare.numerics.parameters import parameter_count
 from compare.show.figures import INK, Axes, Figure, curves, differences
 from compare.show.findings import NONE, Findings, Row, Table, Text, findings_of, written
-from compare.show.page import write_page
-from compare.spec.experiment import to_toml
-from compare.system.disk import write_atomically
 from compare.terminal import error_text, layout_in_words
 
-PAGE, EXPERIMENT = "report.html", "experiment.toml"
 Named = Mapping[str, Record]
 """Records by the names of their cases."""
 REMOVED = "tensors were removed after they had passed: their rungs are those judged then"
-
-
-def write_report(folder: Path) -> Path:
-    """Write `folder/report.html` and experiment.toml beside it. Returns the page's path.
-
-    Raises:
-        RecordError: no case of it has finished, or a file of it is garbled.
-    """
-    outcome, records = read_run(folder)
-    write_atomically(folder / EXPERIMENT, to_toml(outcome.experiment).encode())
-    return write_page(folder / PAGE, report(outcome, records, folder))
 
 
 def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
