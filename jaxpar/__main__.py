@@ -1,6 +1,7 @@
 """`python -m jaxpar`: one process, which drives all devices of a run or of its host.
 
-See `compare.side.main`.
+See `compare.side.main`. JAX is configured before a module that uses it is imported, because a backend keeps
+the devices with which it starts.
 """
 
 import argparse
@@ -9,14 +10,12 @@ from functools import partial
 from pathlib import Path
 
 from compare.contract.request import Request
-from compare.side.collective_bench import TYPE, CollectiveRequest
+from compare.side.collective_bench import CollectiveRequest
 from compare.side.main import Side
 from compare.side.main import main as main_of
 from compare.side.process_states import Heartbeat
 from compare.side.processes import Process
 from compare.side.supervisor import Supervisor
-
-# JAX is configured before a module that uses it is imported: a backend, once started, keeps its devices.
 
 
 def run(request: Request | CollectiveRequest, folder: Path, process: Process | None) -> None:
@@ -29,41 +28,29 @@ def run(request: Request | CollectiveRequest, folder: Path, process: Process | N
         timeout_s=request.timeout_s,
         is_consequence=_is_consequence,
     )
-    if isinstance(request, Request):
-        supervisor.run(partial(train, request, folder, process, supervisor.heartbeat))
-    else:
-        supervisor.run(partial(time_collectives, request, folder, process, supervisor.heartbeat))
+    supervisor.run(partial(work, request, folder, process, supervisor.heartbeat))
 
 
-def train(request: Request, folder: Path, process: Process | None, heartbeat: Heartbeat) -> None:
-    """Train the request's experiment."""
+def work(
+    request: Request | CollectiveRequest, folder: Path, process: Process | None, heartbeat: Heartbeat
+) -> None:
+    """Configure JAX, join the other processes, and do the request."""
     from jaxpar.configuration import configure_jax
 
     configure_jax(request, process)
     if process:
         from jaxpar.comm.hosts import agree_with_others
 
-        agree_with_others(process, reads=request.experiment)
+        agree_with_others(process, reads=request.experiment if isinstance(request, Request) else None)
     heartbeat.at(0, "setting up")
-    from jaxpar.train import train as train_engine
+    if isinstance(request, CollectiveRequest):
+        from jaxpar.measure.bench import run_bench
 
-    train_engine(request, folder, at=heartbeat.at)
+        run_bench(request, folder, at=heartbeat.at)
+    else:
+        from jaxpar.train import train
 
-
-def time_collectives(
-    request: CollectiveRequest, folder: Path, process: Process | None, heartbeat: Heartbeat
-) -> None:
-    """Time the request's collectives."""
-    from jaxpar.configuration import configure_products, join_devices
-
-    configure_products(request.platform, TYPE.name)
-    join_devices(request.platform, request.ranks, process, timeout_s=request.timeout_s)
-    from jaxpar.comm.hosts import agree_with_others
-    from jaxpar.measure.bench import run_bench
-
-    if process:
-        agree_with_others(process)
-    run_bench(request, folder, at=heartbeat.at)
+        train(request, folder, at=heartbeat.at)
 
 
 def answer(arguments: argparse.Namespace) -> object:

@@ -1,16 +1,24 @@
-"""Everything that has to be set before JAX starts a backend, which then keeps its devices and platform."""
+"""Settings that precede a backend of JAX: a backend keeps the devices and platform with which it starts."""
 
 import jax
 
 from compare.contract.request import Request
+from compare.side.collective_bench import TYPE, CollectiveRequest
 from compare.side.processes import Process
 from compare.spec.experiment import ExperimentError
 
 PACKAGES = ("numpy", "jax", "jaxlib", "flax", "optax")
 
 
-def configure_jax(request: Request, process: Process | None = None) -> None:
-    """All that a training needs; of several processes, join them."""
+def configure_jax(request: Request | CollectiveRequest, process: Process | None = None) -> None:
+    """Set the platform, the precision of products, the devices and the compilation cache of a request.
+
+    Raises MissingDevicesError: the processes do not divide the devices.
+    """
+    if isinstance(request, CollectiveRequest):
+        configure_products(request.platform, TYPE.name)
+        join_devices(request.platform, request.ranks, process, timeout_s=request.timeout_s)
+        return
     experiment = request.experiment
     configure_products(request.platform, experiment.precision.product_dtype)
     if process and request.profile:
@@ -20,12 +28,12 @@ def configure_jax(request: Request, process: Process | None = None) -> None:
         jax.config.update("jax_compilation_cache_dir", request.cache_dir)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-        # The ledger reads the names of scopes: a program kept with those of an older version is another one.
+        # The ledger reads the names of scopes, so a program with old names must not be loaded.
         jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
 
 
 def configure_products(platform: str, dtype: str) -> None:
-    """The platform, and how matrix products are computed on it."""
+    """Set the platform and the dtype of matrix products on it."""
     jax.config.update("jax_platforms", "cuda,cpu" if platform == "gpu" else "cpu")
     jax.config.update("jax_enable_x64", dtype == "float64")
     by_dtype = {"float32": "highest", "tf32": "tensorfloat32"}
@@ -34,13 +42,12 @@ def configure_products(platform: str, dtype: str) -> None:
 
 
 def join_devices(platform: str, devices: int, process: Process | None, *, timeout_s: float) -> None:
-    """This process's part of the devices, in reach of all others.
+    """Set this process's number of devices, and join the other processes.
 
-    Only a CPU has virtual devices. For several of them no compiled program is kept. XLA's CPU runtime runs
-    what is independent side by side, but for collectives, which have an order. A program that is read from a
-    file has lost it (jaxlib 0.10.2). As collectives of a kind meet by nothing but their order, it hangs or
-    crashes on a busy machine, or one device's gather meets another gather of the other device: then its
-    numbers are wrong, without a word.
+    A program for several CPU devices is never loaded from the compilation cache. XLA's CPU runtime runs
+    independent operations at the same time, except collectives, which have an order. A loaded program has
+    lost the order (jaxlib 0.10.2). It may hang, crash, or combine two different gathers, which gives wrong
+    numbers.
 
     Raises MissingDevicesError: the processes do not divide the devices.
     """
@@ -48,7 +55,7 @@ def join_devices(platform: str, devices: int, process: Process | None, *, timeou
     if platform == "cpu":
         jax.config.update("jax_num_cpu_devices", share)
     if process or (platform == "cpu" and devices > 1):
-        jax.config.update("jax_enable_compilation_cache", False)  # also that of a user's environment
+        jax.config.update("jax_enable_compilation_cache", False)
     if process:
         from jaxpar.comm.hosts import join
 

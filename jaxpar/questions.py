@@ -1,7 +1,4 @@
-"""What `python -m jaxpar --WORD` answers with one line of JSON, instead of training.
-
-JAX is configured before what uses it is imported: a backend, once started, keeps its devices and platform.
-"""
+"""Answers to `python -m jaxpar --QUESTION`: a line of JSON instead of a training."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -24,7 +21,7 @@ from jaxpar.weights import from_canonical
 
 
 def answer(arguments: Namespace) -> object:
-    """The answer, to be printed as JSON; None of a conversion, which leaves files.
+    """The answer, to be printed as JSON; None for a conversion, which writes files.
 
     Raises ExperimentError, MissingDevicesError.
     """
@@ -37,7 +34,7 @@ def answer(arguments: Namespace) -> object:
 
 
 def convert(source: Path, target: Path) -> None:
-    """Convert between orbax's checkpoints and ours, without a word."""
+    """Convert a checkpoint from orbax's form or to it."""
     configure_products("cpu", "float64")
     from jaxpar.orbax_checkpoint import export_checkpoint, import_checkpoint
 
@@ -46,7 +43,7 @@ def convert(source: Path, target: Path) -> None:
 
 
 def doctor() -> dict[str, object]:
-    """Versions and devices that this side finds here."""
+    """Versions and devices of this environment."""
     try:
         gpus = [device.device_kind for device in jax.devices("gpu")]
     except RuntimeError:
@@ -71,7 +68,7 @@ def sample(request: SampleRequest) -> list[list[int]]:
         return nnx.merge(graph, params)(tokens_NT)[:, last]
 
     def logits_of(tokens_Nt: np.ndarray) -> np.ndarray:
-        """Logits (N, V) of the last position of tokens (N, t), padded to a full window: it compiles once."""
+        """Logits of the last position, (N, V). Tokens are padded to a full window, so it compiles once."""
         last = tokens_Nt.shape[1] - 1
         tokens_NT = np.pad(tokens_Nt, ((0, 0), (0, length - last - 1)))
         return np.asarray(logits_NV(params, tokens_NT, last))
