@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from compare.execute import load
+from compare.execute import cpu_load
 from compare.execute.folders import create_run_dir
 from compare.execute.launch import EngineError, run_side, visible_gpus
 from compare.execute.launchers import Hosts
@@ -94,8 +94,8 @@ class Collectives(HostFlags, frozen=True, kw_only=True):
             if names
         }
         require_sides([side for side, names in ways.items() if names], pythons)
-        before = load.busy_cores()
-        load.require_idle(before, anyway=self.anyway)
+        before = cpu_load.busy_cores()
+        cpu_load.require_idle(before, anyway=self.anyway)
         folder = create_run_dir("collectives", self.run_dir)
         reporter, times, missing = Reporter(quiet=self.quiet), dict[str, CollectiveTimes](), dict[str, str]()
         for name, request in requests.items():
@@ -151,7 +151,7 @@ def findings_of_times(
             "Columns of nccl-tests: size is the total, count one rank's elements, time that of the slowest "
             "rank, algbw size over time, busbw the bytes that a rank sends on a ring over time.",
         ],
-        warnings=[used] if load.is_busy(busy_cores) else [],
+        warnings=[used] if cpu_load.is_busy(busy_cores) else [],
         tables=[
             table_of(f"{kind} on {ranks} ranks{over}", COLUMNS, of_table)
             for (kind, ranks), of_table in tables.items()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from markupsafe import Markup
 
-from compare.execute import load
+from compare.execute import cpu_load
 from compare.run import study
 from compare.spec.experiment import Experiment, edited, to_toml
 from tests.support.made_up import Engines
@@ -49,5 +49,5 @@ def engines(folder_of_tiny, monkeypatch) -> Engines:
     monkeypatch.setattr(study, "launch", made_up)
     monkeypatch.setattr(study, "prepare", lambda asked, at: (asked.data, CORPUS))
     monkeypatch.setattr(study, "open_corpus", lambda one: SimpleNamespace(sha256=CORPUS))
-    monkeypatch.setattr(load, "busy_cores", lambda: 0.0)
+    monkeypatch.setattr(cpu_load, "busy_cores", lambda: 0.0)
     return made_up

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 from compare.cli import COMMANDS, main
-from compare.execute import launch
-from compare.execute import load as load_of_others
+from compare.execute import cpu_load, launch
 from compare.numerics import data
 from compare.spec.experiment import load
 from tests.support.checkpoints import write_random
@@ -106,7 +105,7 @@ def a_machine_with_everything(places, monkeypatch):
     monkeypatch.chdir(places)
     monkeypatch.setattr(subprocess, "Popen", start)
     monkeypatch.setattr(launch, "visible_gpus", lambda: 8)
-    monkeypatch.setattr(load_of_others, "busy_cores", lambda: 0.0)
+    monkeypatch.setattr(cpu_load, "busy_cores", lambda: 0.0)
     monkeypatch.setattr(data, "standard_library_text", standard_library_text)
 
 

@@ -12,7 +12,7 @@ from compare.commands.bench.words import block_title, busy, in_one_line, mixed, 
 from compare.contract.record import Record
 from compare.contract.request import Request
 from compare.contract.timing import Timing
-from compare.execute import load
+from compare.execute import cpu_load
 from compare.execute.launch import EngineError
 from compare.flags import DEVICES, EngineName, PresetNames
 from compare.judge.outcome import Case, Grid, Outcome
@@ -137,13 +137,13 @@ class Bench(Study, frozen=True, kw_only=True):
 
     def begin(self, outcome: Outcome) -> Outcome:
         """The outcome with the load before the rounds. Raises EnvironmentMissing: a busy machine."""
-        cores = load.busy_cores()
-        load.require_idle(cores, anyway=self.anyway)
+        cores = cpu_load.busy_cores()
+        cpu_load.require_idle(cores, anyway=self.anyway)
         return with_load(outcome, cores)
 
     def end(self, outcome: Outcome, folder: Path) -> Outcome:
         """The outcome with the load after the rounds."""
-        return with_load(outcome, load.busy_cores())
+        return with_load(outcome, cpu_load.busy_cores())
 
     def keep(self, case: Case, record: Record, *, first_step_after_s: float) -> Measurement:
         """The figures of one process. Raises EngineError: it did not time all windows."""

@@ -2,7 +2,7 @@
 
 from compare.commands.bench.agreement import agreement_summary
 from compare.commands.bench.outcome import TimedOutcome, blocks
-from compare.execute.load import is_busy
+from compare.execute.cpu_load import is_busy
 from compare.judge.statistics import MIN_ROUNDS, interval_words
 from compare.show.findings import written
 from compare.terminal import layout_in_words
