@@ -78,7 +78,7 @@ class Hosts(Struct, frozen=True, kw_only=True):
     def commands(
         self, python: str, side: Side, folder: Path, *, layout: Layout, options: Sequence[str] = ()
     ) -> list[list[str]]:
-        """The commands that run a side: this host's first, then those that the user starts on other hosts.
+        """The commands that run a side: this host's, then those for the user to start on the other hosts.
 
         The interpreter is at the same path on all hosts. Devices are numbered host after host.
         """
@@ -91,17 +91,14 @@ class Hosts(Struct, frozen=True, kw_only=True):
         if self.launcher == "slurm":
             return [[*self._srun(on_host), *here]]
         if self.launcher == "local":
-            loopback = "compare.execute.loopback"
-            return [
-                [sys.executable, "-m", loopback, str(self.count), str(on_host), str(folder.absolute()), *here]
-            ]
+            loopback = [sys.executable, "-m", "compare.execute.loopback"]
+            return [[*loopback, str(self.count), str(on_host), str(folder.absolute()), *here]]
         first = next(iter(self.slots))
         port = FIRST_PORT + zlib.crc32(str(folder.absolute()).encode()) % PORTS  # another one for each run
         lines = []
         for number in range(self.count):
-            stdin = (
-                ["--exit-with-stdin"] if number == 0 else []
-            )  # a user's shell keeps no standard input open
+            # The standard input of a user's shell may end at any time.
+            stdin = ["--exit-with-stdin"] if number == 0 else []
             if side.one_process_a_device:
                 place = f"--nnodes {self.count} --node-rank {number} --nproc-per-node {on_host} "
                 place += f"--master-addr {first} --master-port {port}"

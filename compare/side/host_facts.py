@@ -44,7 +44,7 @@ def source_sha256(*packages: str) -> str:
 
 
 def agree(facts: Sequence[HostFacts]) -> None:
-    """Compare the facts of all processes with those of the first.
+    """Compare the facts of all processes with the first process's facts.
 
     Raises ExperimentError with both hosts: a package has another version, or the data differs.
     """

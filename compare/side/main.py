@@ -96,7 +96,7 @@ def run(side: Side, folder: Path, *, collectives: bool) -> None:
 
 
 def parse_arguments(side: str, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """A side's arguments, by default those of this process; `question` is the name of a question, or ''."""
+    """A side's arguments, by default from sys.argv; `question` is the name of a question, or ''."""
     parser = argparse.ArgumentParser(prog=f"python -m {side}", description="Run one engine.")
     parser.add_argument("run_dir", nargs="?", type=Path, help="folder with request.json, for the record")
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input ends")

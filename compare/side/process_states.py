@@ -109,7 +109,7 @@ def announce(folder: Path, process: Process) -> None:
 
 
 def write_state(folder: Path, state: State) -> None:
-    """Write a state, by default of this process and host. A full disk is ignored."""
+    """Write a state. Without a host, it is of this process. An error of the disk is ignored."""
     with contextlib.suppress(OSError):
         _write(folder, state)
 

@@ -1,6 +1,6 @@
 """A lock on the folder of a run: one run at a time.
 
-It is a kernel lock (`flock`) on the folder itself. It leaves no file, and ends with the last process of its
+It is a kernel lock (`flock`) on the folder itself. It needs no file, and ends with the last process of its
 holder: forked ranks inherit it, a started program does not.
 """
 

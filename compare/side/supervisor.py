@@ -103,7 +103,7 @@ class Supervisor:
         return Failure(
             message=f"{self.name} failed {self.heartbeat.when}: {message}" if self.name else message,
             traceback="" if failure else "".join(traceback.format_exception(error)),
-            rank=self.number if self.name else -1,
+            rank=-1 if self.is_alone else self.number,
             is_consequence=not failure and self.is_consequence(error),
             exit_code=failure.exit_code if failure else FAILED,
         )
@@ -124,10 +124,9 @@ class Supervisor:
         code = 128 + number
         ended = describe_exit(code, when=self.heartbeat.when)
         message = f"{self.name} was {ended}" if self.name else ended
-        rank = self.number if self.name else -1
-        self._end(
-            self._find_cause() or Failure(message=message, rank=rank, is_consequence=True, exit_code=code)
-        )
+        rank = -1 if self.is_alone else self.number
+        failure = Failure(message=message, rank=rank, is_consequence=True, exit_code=code)
+        self._end(self._find_cause() or failure)
 
     def _find_cause(self) -> Failure | None:
         """A failure that another process wrote, or the death of a process on this host."""
@@ -136,25 +135,22 @@ class Supervisor:
         silent = [number for number in dead if not states[number].failure]
         if cause or self.has_parent or not silent:
             return cause
-        died = (
-            f"died {self.heartbeat.when} and wrote no error: killed (out of memory, if nobody sent a signal)"
-        )
-        return Failure(
-            message=f"{numbered(self.noun, silent)} on {states[silent[0]].host} {died}", rank=silent[0]
-        )
+        who = f"{numbered(self.noun, silent)} on {states[silent[0]].host}"
+        died = f"{who} died {self.heartbeat.when} and wrote no error: killed (perhaps out of memory)"
+        return Failure(message=died, rank=silent[0])
 
     def _watch(self) -> NoReturn:
         """End this process once nothing has changed for the time-out."""
         activity, looks = Activity(), 0
-        seen, since = (self.heartbeat.beats, looks), time.monotonic()
+        before, since = (self.heartbeat.beats, looks), time.monotonic()
         while True:
             faulthandler.dump_traceback_later(self.timeout_s + STUCK_S, exit=True)
             time.sleep(look_s(self.timeout_s))
             if not self.heartbeat.in_step and activity.is_busy():
                 looks += 1
                 self._write_state(looks=looks)
-            if (now := (self.heartbeat.beats, looks)) != seen:
-                seen, since = now, time.monotonic()
+            if (now := (self.heartbeat.beats, looks)) != before:
+                before, since = now, time.monotonic()
             elif time.monotonic() - since > self.timeout_s:
                 if failure := self.find_hang(looks):
                     self._end(failure)
@@ -173,9 +169,7 @@ class Supervisor:
             if any(state.looks > before[n].looks for n, state in states.items() if n in before):
                 self._write_state(looks=looks)
                 return None
-            silent = [
-                number for number in range(self.count) if number not in states or not states[number].waits
-            ]
+            silent = [n for n in range(self.count) if n not in states or not states[n].waits]
             if not silent:
                 break
         failure = describe_hang(states, silent, timeout_s=self.timeout_s, noun=self.noun)

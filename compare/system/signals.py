@@ -59,4 +59,4 @@ def describe_exit(code: int, *, when: str = "") -> str:
     name = signal.Signals(number).name if known else f"signal {number}"
     if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         return f"ended by {name}{when}"
-    return f"killed by {name}{when}" + " (out of memory, if nobody sent it)" * (number == signal.SIGKILL)
+    return f"killed by {name}{when}" + " (perhaps out of memory)" * (number == signal.SIGKILL)

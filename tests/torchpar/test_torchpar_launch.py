@@ -39,7 +39,7 @@ def fail() -> None:
 
 
 WAITED = ": no progress for 3 s, while ranks 0, 1, 3 waited in step 3, backward"
-KILLED = "was killed by SIGKILL at step 3 (out of memory, if nobody sent it)"
+KILLED = "was killed by SIGKILL at step 3 (perhaps out of memory)"
 DEEDS = {
     "fail": (fail, "failed at step 3: ValueError: a bad batch"),
     "die": (lambda: os.kill(os.getpid(), signal.SIGKILL), KILLED),
