@@ -32,8 +32,7 @@ from compare.side.processes import Process
 from compare.side.supervisor import Supervisor
 from compare.system.facts import MissingDevicesError, cpu_seconds
 from compare.system.signals import describe_exit, is_ignored
-from torchpar.comm.gloo import choose_interface
-from torchpar.comm.process_groups import is_consequence
+from torchpar.comm.gloo import choose_interface, is_consequence
 
 POLL_S = 0.1
 PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -11,17 +11,13 @@ import torch
 from compare.contract.communication import LOSS, ROUTING
 from compare.contract.request import Request
 from compare.numerics.data import Corpus
-from compare.side.host_facts import agree, facts_here
 from compare.side.recording import Progress
 from compare.spec.axes import DATA
 from compare.spec.experiment import Experiment
-from torchpar import PACKAGES
 from torchpar.batch import RankBatch, shard_batch
-from torchpar.comm import process_groups
-from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import Mesh
 from torchpar.engine import Engine
-from torchpar.launch import Rank, gpu_of
+from torchpar.launch import Rank
 from torchpar.mlp import Balance
 
 MIXED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -91,29 +87,6 @@ class Run:
         if data.size > 1:
             data.all_reduce(counts, purpose=ROUTING)
         return counts
-
-
-def join_ranks(rank: Rank, platform: str, reads: Experiment | None = None) -> torch.device:
-    """Join the group of all ranks. Returns this rank's device.
-
-    Raises ExperimentError on all ranks: the hosts' versions, or their data of `reads`, differ.
-    """
-    device = torch.device("cuda", gpu_of(rank.local_rank)) if platform == "gpu" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if rank.world_size > 1:
-        process_groups.join_group(
-            rank=rank.rank,
-            world_size=rank.world_size,
-            device=device,
-            rendezvous=rank.rendezvous,
-            timeout_s=rank.timeout_s + 30.0,  # the launcher gives up first, and names the rank
-        )
-    rank.at(0, "setting up")
-    if rank.world_size > 1 and rank.rendezvous is None:
-        world = Axis.from_group(process_groups.world_group())
-        agree(world.all_gather_objects(facts_here("torchpar", PACKAGES, reads)))
-    return device
 
 
 def now(device: torch.device) -> float:

@@ -26,7 +26,7 @@ from torchpar.host_memory import keep_freed_memory
 from torchpar.launch import Rank
 from torchpar.optimizer import clip_gradients
 from torchpar.record import first_sha256, make_recording
-from torchpar.run import Run, join_ranks, now
+from torchpar.run import Run, now
 from torchpar.sharding import local
 from torchpar.weights import empty_model
 
@@ -148,7 +148,7 @@ def set_up(rank: Rank, request: Request) -> Run:
     if rank.world_size > 1 or request.engine not in PEERS:  # a peer has PyTorch's own number of threads
         torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high" if experiment.precision.tf32 else "highest")
-    device = join_ranks(rank, request.platform, experiment if rank.local_rank == 0 else None)
+    device = process_groups.join_ranks(rank, request.platform, experiment if rank.local_rank == 0 else None)
     mesh = make_mesh(experiment.layout, rank=rank.rank, device=device)
     first = starting_parameters(request)
 

@@ -27,7 +27,8 @@ from tests.support import processes, warm
 from tests.support.processes import PATIENCE_S
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis, Call, observers
-from torchpar.comm.gloo import choose_interface
+from torchpar.comm.gloo import choose_interface, is_consequence
+from torchpar.launch import Rank
 
 RANKS = 4
 CPU = torch.device("cpu")
@@ -148,9 +149,8 @@ def _serve(rank: int, rendezvous: Path) -> None:
     torch.set_num_threads(1)
     choose_interface("127.0.0.1")
     try:
-        process_groups.join_group(
-            rank=rank, world_size=RANKS, device=CPU, rendezvous=rendezvous, timeout_s=PATIENCE_S
-        )
+        here = {"local_rank": rank, "rendezvous": rendezvous, "timeout_s": PATIENCE_S}
+        process_groups.join_ranks(Rank(rank=rank, world_size=RANKS, **here), "cpu")
         while True:
             module, name, parameters = pipe.recv()
             getattr(importlib.import_module(module), name).__wrapped__(rank, **parameters)
@@ -159,6 +159,6 @@ def _serve(rank: int, rendezvous: Path) -> None:
         pass
     except BaseException as error:  # this rank has no future: the parent ends all
         text = f"rank {rank} failed:\n" + "".join(traceback.format_exception(error))
-        pipe.send((text, process_groups.is_consequence(error)))
+        pipe.send((text, is_consequence(error)))
         pipe.poll(None)  # until then a peer must not see this one hang up
     os._exit(0)  # a group is not destroyed: see process_groups.leave_group

@@ -6,10 +6,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.ranks import RANKS, axis, on_ranks
-from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis, chunk_slices
 
 double = torch.float64
@@ -53,7 +53,7 @@ def test_pieces_cover_everything_once_and_are_equal_but_for_the_last():
 
 @on_ranks
 def test_an_axis_over_a_group_is_called_what_it_is(rank: int) -> None:
-    pairs = process_groups.make_group([[0, 1], [2, 3]])
+    pairs, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
     of_pairs = Axis.from_group(pairs)
     assert axis().name == "world"
     assert (of_pairs.name, of_pairs.size, of_pairs.rank) == ("subgroup", 2, rank % 2)

@@ -23,7 +23,7 @@ def threads() -> dict[int, int]:
 @on_ranks
 def test_a_group_has_one_worker_and_survives_many_gathers_at_once(rank: int) -> None:
     """With gloo's own two workers each of six runs of 24,000 gathers aborted (2 ranks, torch 2.13)."""
-    pairs = process_groups.make_group([[0, 1], [2, 3]])
+    pairs, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
     for group in (process_groups.world_group(), pairs):
         assert group is not None
         backend = group._get_backend(torch.device("cpu"))
@@ -40,7 +40,7 @@ def test_a_group_has_one_worker_and_survives_many_gathers_at_once(rank: int) -> 
 def test_all_threads_of_a_group_yield_and_the_rank_itself_does_not(rank: int) -> None:
     before = threads()
     assert os.SCHED_BATCH in before.values()  # of the group of all ranks
-    process_groups.make_group([[0, 1], [2, 3]])
+    dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
     begun = {thread: policy for thread, policy in threads().items() if thread not in before}
     assert set(begun.values()) == {os.SCHED_BATCH}
     assert os.sched_getscheduler(0) == os.SCHED_OTHER

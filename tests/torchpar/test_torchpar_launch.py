@@ -52,14 +52,7 @@ DEEDS = {
 def misbehave(rank: Rank, *, deed: str) -> None:
     """Six steps with an all-reduce each; rank 2 does the deed at step 3."""
     torch.set_num_threads(1)
-    process_groups.join_group(
-        rank=rank.rank,
-        world_size=rank.world_size,
-        device=torch.device("cpu"),
-        rendezvous=rank.rendezvous,
-        timeout_s=60,
-    )
-    rank.at(0, "setting up")
+    process_groups.join_ranks(rank, "cpu")
     for step in range(6):
         rank.at(step, "forward")
         if rank.rank == 2 and step == 3:

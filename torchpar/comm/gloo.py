@@ -66,4 +66,11 @@ def _make_backend(store: dist.Store, rank: int, size: int, timeout: datetime.tim
         return ProcessGroupGloo(store, rank, size, gloo_options(devices=devices, timeout=timeout, workers=1))
 
 
+def is_consequence(error: BaseException) -> bool:
+    """True if an error only reports that another rank is gone."""
+    text = str(error).lower()
+    signs = ("connection closed by peer", "connection reset by peer", "gloo/transport", "broken pipe")
+    return isinstance(error, dist.DistError) or any(sign in text for sign in signs)
+
+
 dist.Backend.register_backend(BACKEND, _make_backend, devices=["cpu"])

@@ -3,16 +3,16 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from compare.spec.axes import DATA, EP, REPLICAS, ROWS, SHARDS, joined, joined_of
 from compare.spec.experiment import Layout
 from compare.system.facts import cpu_model
 from torchpar.comm.collectives import Axis
-from torchpar.comm.process_groups import make_group
+from torchpar.comm.process_groups import world_group
 
 EXPERTS_DATA = tuple(name for name in DATA if name != EP)
 """The axes along which the gradients of an expert are summed."""
@@ -39,24 +39,23 @@ class Mesh:
 def make_mesh(layout: Layout, *, rank: int, device: torch.device) -> Mesh:
     """The mesh of one rank. With more than one device the rank has joined the group of all ranks."""
     sizes = layout.axes
-    make = partial(_make_axis, sizes=sizes, rank=rank)
+    grid = np.arange(layout.devices).reshape(tuple(sizes.values()))
+
+    def make_axis(*names: str) -> Axis:
+        """One axis, or several as one. All ranks make the same groups in the same order."""
+        dims, size = [list(sizes).index(name) for name in names], math.prod(sizes[name] for name in names)
+        lines = np.moveaxis(grid, dims, range(-len(dims), 0)).reshape(-1, size).tolist()
+        line, group = next(line for line in lines if rank in line), None
+        if size > 1:
+            group = dist.new_subgroups_by_enumeration(lines)[0] if len(lines) > 1 else world_group()
+        return Axis(joined(*names), size=size, rank=line.index(rank), group=group)
+
     # Ranks that communicate as one: of rows, of data, and those that ZeRO sums over and splits over.
     together = (ROWS, DATA, REPLICAS, SHARDS, EXPERTS_DATA)
-    several = {joined_of(names, sizes): tuple(n for n in names if sizes[n] > 1) for names in together}
-    axes = {name: make((name,)) for name in sizes}
-    axes |= {name: make(names) for name, names in several.items() if len(names) > 1}
-    return Mesh(axes, world=make(tuple(sizes)), device=device)
-
-
-def _make_axis(names: tuple[str, ...], *, sizes: Mapping[str, int], rank: int) -> Axis:
-    """One axis of the grid of ranks, or several axes as one."""
-    places = [list(sizes).index(name) for name in names]
-    grid = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-    size = math.prod(sizes[name] for name in names)
-    lines = np.moveaxis(grid, places, range(-len(places), 0)).reshape(-1, size).tolist()
-    mine = next(line for line in lines if rank in line)
-    group = make_group(lines) if size > 1 else None
-    return Axis(joined(*names), size=size, rank=mine.index(rank), group=group)
+    several = {joined_of(names, sizes): [name for name in names if sizes[name] > 1] for names in together}
+    axes = {name: make_axis(name) for name in sizes}
+    axes |= {name: make_axis(*names) for name, names in several.items() if len(names) > 1}
+    return Mesh(axes, world=make_axis(*sizes), device=device)
 
 
 def device_kind(device: torch.device) -> str:

@@ -1,29 +1,42 @@
-"""Process groups: how the ranks of a run join, split into groups, and leave."""
+"""The group of all ranks: how they join and leave."""
 
 import datetime
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from compare.side.host_facts import agree, facts_here
+from compare.spec.experiment import Experiment
+from torchpar import PACKAGES
+from torchpar.comm.collectives import Axis
 from torchpar.comm.gloo import BACKEND
+from torchpar.launch import Rank, gpu_of
 
 
-def join_group(
-    *, rank: int, world_size: int, device: torch.device, rendezvous: Path | None, timeout_s: float
-) -> None:
-    """Join the group of all ranks: NCCL for a GPU, which is then this rank's own, or gloo.
+def join_ranks(rank: Rank, platform: str, reads: Experiment | None = None) -> torch.device:
+    """Join the group of all ranks, of NCCL or gloo. Returns this rank's device.
 
-    The ranks meet in a new file, or at MASTER_ADDR and MASTER_PORT. A collective may take `timeout_s`.
+    Raises ExperimentError on all ranks: the hosts' versions, or their data of `reads`, differ.
     """
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else BACKEND,
-        store=dist.FileStore(str(rendezvous), world_size) if rendezvous else None,
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
-    )
+    device = torch.device("cuda", gpu_of(rank.local_rank)) if platform == "gpu" else torch.device("cpu")
+    is_gpu = device.type == "cuda"
+    if is_gpu:
+        torch.cuda.set_device(device)
+    if rank.world_size > 1:
+        dist.init_process_group(
+            "nccl" if is_gpu else BACKEND,
+            store=dist.FileStore(str(rank.rendezvous), rank.world_size) if rank.rendezvous else None,
+            rank=rank.rank,
+            world_size=rank.world_size,
+            # The supervisor gives up first, and names the rank that is behind.
+            timeout=datetime.timedelta(seconds=rank.timeout_s + 30.0),
+            device_id=device if is_gpu else None,
+        )
+    rank.at(0, "setting up")
+    if rank.world_size > 1 and not rank.rendezvous:  # there may be several hosts
+        world = Axis.from_group(world_group())
+        agree(world.all_gather_objects(facts_here("torchpar", PACKAGES, reads)))
+    return device
 
 
 def leave_group() -> None:
@@ -41,18 +54,3 @@ def world_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
-
-
-def make_group(partition: list[list[int]]) -> dist.ProcessGroup:
-    """This rank's group of a partition of all ranks. All ranks make the same groups in the same order."""
-    if len(partition) == 1:
-        return world_group()
-    group, _ = dist.new_subgroups_by_enumeration(partition)
-    return group
-
-
-def is_consequence(error: BaseException) -> bool:
-    """True if an error only reports that another rank is gone."""
-    text = str(error).lower()
-    signs = ("connection closed by peer", "connection reset by peer", "gloo/transport", "broken pipe")
-    return isinstance(error, dist.DistError) or any(sign in text for sign in signs)

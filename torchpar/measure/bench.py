@@ -28,7 +28,7 @@ from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis, _gather_equal, _reduce_scatter_equal
 from torchpar.comm.mesh import device_kind
 from torchpar.launch import Rank
-from torchpar.run import join_ranks, now
+from torchpar.run import now
 
 IN_PLACE = ("all_reduce", "broadcast")
 
@@ -39,7 +39,7 @@ def run_bench(rank: Rank, *, request: CollectiveRequest, folder: Path) -> None:
     Raises ExperimentError: the versions of the hosts differ.
     """
     torch.set_num_threads(1)
-    device, world = join_ranks(rank, request.platform), process_groups.world_group()
+    device, world = process_groups.join_ranks(rank, request.platform), process_groups.world_group()
     axes, rows = {}, []
     for way in request.implementations:
         group = dist.new_group(backend="gloo") if way == "gloo" else world  # gloo as PyTorch has it
