@@ -109,7 +109,7 @@ def count(parallel: Engine, mesh: Mesh) -> dict[tuple[str, str], Communication]:
     sink = LedgerSink(mesh)
     with Watch(sink):
         backward(parallel, mesh, 0)
-    return {(row.kind, row.purpose): row for row in summed(sink.noted().rows)}
+    return {(row.kind, row.purpose): row for row in summed(sink.result().rows)}
 
 
 def train(make_engine: MakeEngine, layout: Layout, rank: int, experiment: Experiment) -> tuple[dict, Engine]:

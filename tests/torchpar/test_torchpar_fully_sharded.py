@@ -37,7 +37,7 @@ def watched(sharded: FSDP) -> MemorySink:
 
 
 def most_gathered(memory: MemorySink) -> int:
-    return max(memory.memory().curve.bytes["gathered parameters"])
+    return max(memory.result().curve.bytes["gathered parameters"])
 
 
 @on_ranks
@@ -57,7 +57,7 @@ def test_peak_is_the_shard_and_two_units(rank: int) -> None:
             sharded(x).sum().backward()
             sharded.finish_gradient_synchronization()
         assert most_gathered(memory) == 2 * unit
-        beyond.append((memory.memory().peak.total - 2 * shards - activations) / unit)
+        beyond.append((memory.result().peak.total - 2 * shards - activations) / unit)
     # Gradients: a unit's buffer and a layer's gradient on its way in, a unit under way and its exchange. The
     # least of some steps: gloo's thread may drop the tensors of a collective that is done a moment late.
     assert min(beyond) <= 2 + 4, beyond
@@ -65,7 +65,7 @@ def test_peak_is_the_shard_and_two_units(rank: int) -> None:
     memory = watched(sharded)
     with Watch(memory), torch.no_grad():
         sharded(x)
-    assert memory.memory().peak.total <= shards + 2 * unit + activations
+    assert memory.result().peak.total <= shards + 2 * unit + activations
 
 
 @on_ranks

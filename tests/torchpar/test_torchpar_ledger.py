@@ -161,17 +161,17 @@ def test_torchpar_s_own_collectives_are_rows_whatever_they_are_made_of(rank: int
     assert_communication(ledger, gathers)
 
 
-def of_rank(*sizes: int, seen: int, own: int) -> RankLedger:
+def of_rank(*sizes: int, dispatched: int, own: int) -> RankLedger:
     """A rank with a send in each of several places."""
     rows = [
         Communication(kind="permute", axis="pp", calls=1, bytes=size, wire_bytes=size, source=f"line {place}")
         for place, size in enumerate(sizes)
     ]
-    return RankLedger(rows, Counter(pp=seen), Counter(pp=own))
+    return RankLedger(rows, Counter(pp=dispatched), Counter(pp=own))
 
 
 def test_each_stage_has_the_rows_of_its_busiest_rank():
-    ranks = [of_rank(10, 3, seen=13, own=13), of_rank(12, seen=12, own=12), of_rank(7, seen=7, own=7)]
+    ranks = [of_rank(*of, dispatched=sum(of), own=sum(of)) for of in [(10, 3), (12,), (7,)]]
     ledger = of_all_ranks(ranks, stages=[0, 0, 1], counts_own=True)
     rows = [(row.stage, row.source, row.bytes) for row in ledger.rows]
     assert rows == [(0, "line 0", 12), (0, "line 1", 3), (1, "line 0", 7)]
@@ -181,11 +181,11 @@ def test_each_stage_has_the_rows_of_its_busiest_rank():
 def test_what_the_dispatcher_saw_must_be_what_our_calls_are_of():
     """But for the padding of pieces: at most a number for each call and rank."""
     for seen, complete in [(1000, True), (1016, True), (1017, False), (0, False)]:
-        ranks = [of_rank(1000, seen=seen, own=1000), of_rank(seen=0, own=0)]
+        ranks = [of_rank(1000, dispatched=seen, own=1000), of_rank(dispatched=0, own=0)]
         problem = f"along pp our own calls send 1,000 bytes, and the dispatcher saw {seen:,}"
         ledger = of_all_ranks(ranks, stages=[0, 0], counts_own=True)
         assert ledger.problems == ([] if complete else [problem]), seen
         # A library's are not ours to count.
         assert of_all_ranks(ranks, stages=[0, 0], counts_own=False).problems == []
-    ranks = [of_rank(10, seen=10, own=0)._replace(problems=said) for said in [(), ("a",), ("a", "b")]]
+    ranks = [of_rank(10, dispatched=10, own=0)._replace(problems=said) for said in [(), ("a",), ("a", "b")]]
     assert of_all_ranks(ranks, stages=[0, 0, 0], counts_own=False).problems == ["a", "b"]

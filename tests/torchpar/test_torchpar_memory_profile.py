@@ -42,7 +42,7 @@ def step_memory(
     sink = MemorySink({"parameters": model.parameters(), "optimizer": state}, module=model)
     with Watch(sink):
         step(sink)
-    return sink.memory()
+    return sink.result()
 
 
 def parameter_bytes(dtype: torch.dtype) -> int:

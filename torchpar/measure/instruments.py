@@ -65,7 +65,7 @@ class Instruments(Observer):
 
     def findings(self) -> tuple[DeviceMemory, ObservedWork, RankLedger]:
         """Memory, work and ledger of the step, after its end."""
-        compiled, work = self._run.engine.compiled, self._work.seen()
+        compiled, work = self._run.engine.compiled, self._work.result()
         if compiled:
             work = replace(work, **compiled(is_fused=not work.forward.get("activations")))
-        return self._memory.memory(), work, self.ledger.noted()
+        return self._memory.result(), work, self.ledger.result()

@@ -4,9 +4,9 @@
         loss(model(x)).backward()
     print(ledger)
 
-Of torchpar's own collectives a row is the collective, whatever it is made of: on gloo a gather is sends. The
-dispatcher sees those sends, which are held against our own count. What another thread sends, or a backend
-that is asked directly, is in no row.
+A row of one of torchpar's collectives is the whole collective, whatever operators it consists of. On gloo a
+gather consists of sends. The dispatcher reports these sends, and `of_all_ranks` compares their bytes with
+torchpar's own count. Calls in other threads, and direct calls of a backend, are not recorded.
 """
 
 import os
@@ -44,72 +44,72 @@ KINDS = {
     "scatter": "scatter",
     "send": "permute",
 }
-"""The ledger's kind by the beginning of c10d's and functional names, without punctuation."""
+"""The ledger's kind by the beginning of an operator's name, of c10d or functional, without punctuation."""
 NAMESPACES = ("c10d", "_c10d_functional")
 SILENT = {"recv", "recvanysource", "waittensor", "barrier", "monitoredbarrier", "wraptensorautograd"}
-"""They send nothing, or their sender counts it."""
+"""Operators that send nothing, or whose sender counts the message."""
 WIDEST = 8
 """Bytes of a float64."""
 
 
 class RankLedger(NamedTuple):
-    """One rank's rows; bytes on the wire by axis: `seen` by the dispatcher, and of our `own` calls."""
+    """One rank's rows, and bytes on the wire by axis: of all operators, and of torchpar's own calls."""
 
     rows: list[Communication]
-    seen: Counter[str]
+    dispatched: Counter[str]
     own: Counter[str]
     problems: Sequence[str] = ()
 
 
 class LedgerSink(Sink):
-    """Notes the collectives with their places; `library_calls` are those by libraries, in their order.
+    """Records the collectives with their places. `library_calls` are PyTorch's, in order.
 
-    Process groups have the names of the mesh's axes, if it is given: then the calls of PyTorch's wrappers get
-    the purpose that they have in our engines.
+    With a mesh, process groups have the names of its axes, and the calls of PyTorch's wrappers get the
+    purpose that they have in the engines.
     """
 
     def __init__(self, mesh: Mesh | None = None):
         self.library_calls: list[Call] = []
         self._problems: list[str] = []
-        self._seen, self._own = Counter[str](), Counter[str]()
+        self._dispatched, self._own = Counter[str](), Counter[str]()
         self._infers, axes = mesh is not None, mesh.axes.values() if mesh else ()
         self._names = {axis.group.group_name: axis.name for axis in axes if axis.group}
         self._rows = dict[Communication, list[int]]()
 
     def call(self, call: Call, full: torch.Tensor, ranks: int) -> None:
         if ranks > 1:
-            self._note(call, ranks, _dtypes([full]), full.nbytes)
+            self._record(call, ranks, _dtypes([full]), full.nbytes)
             self._own[call.axis] += ring_wire_bytes(call.kind, full.nbytes, ranks)
 
     def operator(self, func: Any, operands: tuple, result: Any) -> None:
-        if func.namespace not in NAMESPACES or not observers:  # it is `unobserved`
+        if func.namespace not in NAMESPACES or not observers:  # inside of `unobserved`
             return
         try:
             if not (group := _group_of(func, operands[0])):
                 return
             if not (sent := sent_by(func, operands[0], result, group.size())):
                 return
-        except Exception as error:  # an observer never breaks what it watches
+        except Exception as error:  # an observer must not break the step
             self._problems.append(f"{func.overloadpacket.__name__} is in no row: {error}")
             return
         (kind, size), ranks = sent, group.size()
         axis = self._names.get(group.group_name) or Axis.from_group(group).name
-        self._seen[axis] += ring_wire_bytes(kind, size, ranks)
-        if ranks > 1 and not self.watch.calls:  # else it is part of one of our own calls
+        self._dispatched[axis] += ring_wire_bytes(kind, size, ranks)
+        if ranks > 1 and not self.watch.calls:  # otherwise it is part of a call of torchpar's
             dtype = _dtypes(operands[0])
             call = Call(kind, axis, self._inferred_purpose(kind, axis, dtype) if self._infers else "")
             self.library_calls.append(call)
-            self._note(call, ranks, dtype, size)
+            self._record(call, ranks, dtype, size)
 
-    def noted(self) -> RankLedger:
-        """All that was noted; rows in the order in which they first came."""
+    def result(self) -> RankLedger:
+        """The rows, in the order of their first calls."""
         rows = []
         for place, (calls, size) in self._rows.items():
             wire_bytes = ring_wire_bytes(place.kind, size, place.group_size)
             rows.append(replace(place, calls=calls, bytes=size, wire_bytes=wire_bytes))
-        return RankLedger(rows, self._seen, self._own, [*dict.fromkeys(self._problems)])
+        return RankLedger(rows, self._dispatched, self._own, [*dict.fromkeys(self._problems)])
 
-    def _note(self, call: Call, ranks: int, dtype: str, size: int) -> None:
+    def _record(self, call: Call, ranks: int, dtype: str, size: int) -> None:
         """Add one call to its row."""
         frame, module = sys._getframe(1), self.watch.module
         if self.watch.in_backward:
@@ -133,18 +133,18 @@ class LedgerSink(Sink):
 
     @property
     def _gathers_units(self) -> bool:
-        """Whether a unit of parameters is being gathered: by FSDP2, or by torch-compiler's own."""
+        """True while FSDP2 or torch-compiler gathers a unit of parameters."""
         return _runs(sys._getframe(2), lambda code: "fully_shard" in code.co_filename)
 
     def _inferred_purpose(self, kind: str, axis: str, dtype: str) -> str:
-        """Purpose of a collective in PyTorch's wrappers: mostly the reduction of gradients."""
+        """The purpose of a collective in PyTorch's wrappers: mostly the reduction of gradients."""
         if dtype == "int32":
-            return communication.UNUSED  # DDP's map of parameters
+            return communication.UNUSED  # DDP's map of used parameters
         if kind == "all_to_all" and dtype == "int64":
             return communication.ROUTING
         if axis == PP and kind == "permute":
-            return communication.ACTIVATIONS_AND_GRADIENTS  # its batches of messages do not say which
-        # FSDP2 gathers inside of the loss's backward, too: that is no part of the loss.
+            return communication.ACTIVATIONS_AND_GRADIENTS  # one batch has both
+        # FSDP2 gathers parameters inside of the loss's backward, too.
         if self.watch.module.endswith(".loss") and (axis == TP or kind == "all_reduce"):
             return communication.LOSS
         if axis == TP and self.watch.in_backward and not self.watch.runs_forward:
@@ -164,21 +164,21 @@ class LedgerSink(Sink):
 
 @contextmanager
 def ledger_of() -> Generator[Ledger]:
-    """Ledger of this rank's communication inside, a row for each place; filled when it ends."""
+    """The ledger of this rank's communication inside the context. It is filled when the context ends."""
     ledger, sink = Ledger(), LedgerSink()
     try:
         with Watch(sink):
             yield ledger
     finally:
-        noted = sink.noted()
-        ledger.rows.extend(noted.rows)
-        ledger.problems.extend(noted.problems)
+        result = sink.result()
+        ledger.rows.extend(result.rows)
+        ledger.problems.extend(result.problems)
 
 
 def of_all_ranks(ranks: Sequence[RankLedger], *, stages: Sequence[int], counts_own: bool) -> Ledger:
-    """One ledger of all ranks, in the order of the mesh: of each place of a stage the rank with most of it.
+    """One ledger of all ranks, in the order of the mesh: for each place of a stage the rank that sends most.
 
-    If all calls are our own (`counts_own`), the dispatcher must have seen the same bytes.
+    If all calls are torchpar's (`counts_own`), the dispatcher must report the same bytes.
     """
     most: dict[Communication, Communication] = {}
     for rank, ledger in enumerate(ranks):
@@ -188,29 +188,30 @@ def of_all_ranks(ranks: Sequence[RankLedger], *, stages: Sequence[int], counts_o
             most[place] = max(most.get(place, mine), mine, key=lambda row: (row.bytes, row.calls))
     problems = [problem for ledger in ranks for problem in ledger.problems]
     if counts_own:
-        # Over all ranks, since the last of an axis have the smaller pieces; but for the padding of these.
-        seen = sum((ledger.seen for ledger in ranks), Counter[str]())
+        # Sums over all ranks: the last ranks of an axis have smaller pieces. NCCL pads these.
+        dispatched = sum((ledger.dispatched for ledger in ranks), Counter[str]())
         own = sum((ledger.own for ledger in ranks), Counter[str]())
         padding = sum(row.calls for ledger in ranks for row in ledger.rows) * len(ranks) * WIDEST
         problems += [
-            f"along {axis} our own calls send {own[axis]:,} bytes, and the dispatcher saw {seen[axis]:,}"
-            for axis in sorted({*seen, *own})
-            if abs(seen[axis] - own[axis]) > padding
+            f"along {axis} our own calls send {own[axis]:,} bytes, and the dispatcher saw "
+            f"{dispatched[axis]:,}"
+            for axis in sorted({*dispatched, *own})
+            if abs(dispatched[axis] - own[axis]) > padding
         ]
     rows = sorted(most.values(), key=lambda row: row.stage)
     return Ledger(rows=rows, problems=list(dict.fromkeys(problems)))
 
 
 def kind_of(bare: str) -> str:
-    """The ledger's kind of an operator, by its name without punctuation; or ''."""
+    """The ledger's kind of an operator, by its name without punctuation; '' for none."""
     return next((kind for name, kind in KINDS.items() if bare.startswith(name)), "")
 
 
 def sent_by(func: Any, arguments: tuple, result: Any, ranks: int) -> tuple[str, int] | None:
-    """Kind and bytes of an operator of c10d, (outputs, inputs, ...), or a functional, inputs -> outputs.
+    """Kind and bytes of an operator of c10d, (outputs, inputs, ...), or a functional one, inputs -> outputs.
 
-    Bytes are of the full (gathered) tensor; of an all-to-all, the rank's own; of a sparse one, with indices.
-    None if it sends nothing itself. Raises ValueError: it is none that is known.
+    Bytes are of the full (gathered) tensor. An all-to-all counts this rank's tensor, a sparse tensor its
+    indices too. None if the operator sends nothing itself. Raises ValueError: an unknown operator.
     """
     name = func.overloadpacket.__name__
     bare = name.replace("_", "")
@@ -230,7 +231,7 @@ def sent_by(func: Any, arguments: tuple, result: Any, ranks: int) -> tuple[str, 
 
 
 def _group_of(func: Any, arguments: tuple) -> dist.ProcessGroup | None:
-    """The process group of an operator; None if it takes none."""
+    """The process group of an operator; None if it has no such argument."""
     for argument, value in zip(func._schema.arguments, arguments, strict=False):
         if argument.name == "process_group":
             return dist.ProcessGroup.unbox(value)
@@ -262,12 +263,12 @@ _NOT_A_PLACE = (
     "<frozen ",
 )
 _STEP = cast(FunctionType, Optimizer.profile_hook_step(lambda optimizer: None)).__code__
-"""PyTorch's wrapper around `step` of every optimizer."""
+"""The code of PyTorch's wrapper around `step` of every optimizer."""
 _FSDP2 = str(Path("distributed", "fsdp", "_fully_shard"))
 
 
 def line_of(frame: FrameType | None) -> str:
-    """The innermost line outside of PyTorch; in a callback of PyTorch's own, the outermost inside; or ''."""
+    """The innermost line outside of PyTorch. In a callback of PyTorch: its outermost line. '' for none."""
     inside = None
     while frame and not _is_a_place(frame.f_code.co_filename):
         inside = frame if frame.f_code.co_filename.startswith(_TORCH) else inside
@@ -284,7 +285,7 @@ def _runs(frame: FrameType | None, is_asked: Callable[[CodeType], bool]) -> bool
 
 
 def _is_a_place(file: str) -> bool:
-    """Neither in PyTorch nor in what lies between: decorators, contexts and threads of Python's library."""
+    """True outside of PyTorch, and of decorators, contexts and threads of Python's library."""
     if file.startswith(_NOT_A_PLACE):
         return False
     return file.startswith(_INSTALLED) or not file.startswith(_STANDARD_LIBRARY)

@@ -1,15 +1,15 @@
 """Memory of a step by class: the lifetimes of all storages that its operators read or write.
 
-    parameters, optimizer   handed over before the step
-    gradients               what the optimizer is given, handed over in the middle; and what a pass left
-    gathered parameters     storages that are resized: with them FSDP, ours and PyTorch's, frees parameters
-    activations             made by a forward, and still there when the next backward begins
-    logits                  what `lm_head` returns and, as large, what `loss` makes of it, and its backward
-    communication buffers   what a collective reads or writes
-    temporaries             all else
+    parameters, optimizer   given before the step
+    gradients               given before the update, and those that a pass of an accumulation leaves
+    gathered parameters     storages that are resized: FSDP, torchpar's and PyTorch's, frees parameters so
+    activations             made by a forward, and alive when the next backward begins
+    logits                  the output of `lm_head`; tensors of that size in `loss`, and in its backward
+    communication buffers   tensors that a collective reads or writes
+    temporaries             everything else
 
-A storage has one class all its life: the first of PRECEDENCE that ever held for it. A storage that is read,
-never made, and alive at the end existed before the step, as DDP's buckets do.
+A storage has one class all its life: the first of PRECEDENCE that ever applied to it. A storage that is read
+but never made, and alive at the end, existed before the step. DDP's buckets do.
 """
 
 import weakref
@@ -47,7 +47,7 @@ PRECEDENCE: tuple[Tag, ...] = (
 
 
 class _Life:
-    """A storage from its first sight on: its sizes in turn, each with its first position and its last."""
+    """A storage since it was first read or made: its sizes in order, each with first and last position."""
 
     def __init__(self, size: int, since: int, *, is_made: bool):
         self.sizes, self.is_made, self.is_alive = [(size, since, since)], is_made, True
@@ -72,8 +72,10 @@ class _Life:
 
 
 class MemorySink(Sink):
-    """Tensors that are `present` already are given by class; those `elsewhere`, or on another device, do not
-    count. The module's `lm_head` and `loss` make logits.
+    """Classifies the storages of a step.
+
+    `present` are the tensors that exist before the step, by class. Tensors `elsewhere`, or on another device,
+    do not count. The submodules `lm_head` and `loss` of `module` make logits.
     """
 
     def __init__(
@@ -110,17 +112,19 @@ class MemorySink(Sink):
                 life.resize(storage.nbytes(), self._position)
             return result
 
-        with patch.object(torch.UntypedStorage, "resize_", resize_):  # FSDP's is no operator
+        with patch.object(torch.UntypedStorage, "resize_", resize_):  # no operator reports it
             yield
         for life in self._alive.values():
             life.end(self._position, of_step=True)
 
     def operator(self, func: Any, operands: tuple, result: Any) -> None:
         self._note_phase()
-        read = list(self._see_all(operands, is_made=False))
+        read = list(self._lives_of(operands, is_made=False))
         self._operators.append((func, self.watch.module))
-        made = [life for life in self._see_all(result) if life not in read]
-        if torch.is_grad_enabled() or self._phases[-1] == "forward":  # off inside of an autograd.Function
+        made = [life for life in self._lives_of(result) if life not in read]
+        if (
+            torch.is_grad_enabled() or self._phases[-1] == "forward"
+        ):  # gradients are off inside an autograd.Function
             self._made_by_forward += made
         if self._in_loss:
             for life in made:
@@ -134,8 +138,8 @@ class MemorySink(Sink):
                 life.tags.add("messages" if is_message else "communication buffers")
 
     def tag(self, kind: Tag, tensors: Iterable[torch.Tensor]) -> None:
-        """Give the memory of these tensors, any shapes, this class."""
-        for life in self._see_all(list(tensors), is_made=False):
+        """Give the storages of these tensors, of any shape, this class."""
+        for life in self._lives_of(list(tensors), is_made=False):
             life.tags.add(kind)
 
     def enter(self, module: nn.Module) -> None:
@@ -146,38 +150,38 @@ class MemorySink(Sink):
         if id(module) in self._losses:
             self._in_loss = False
             if output is not None and output.requires_grad:
-                output.register_hook(self._enter_loss)  # its backward
+                output.register_hook(self._enter_loss)  # backward of the loss
         if id(module) in self._heads and output is not None:
             self.tag("logits", [output])
             self._logits_bytes = sum(tensor.untyped_storage().nbytes() for tensor in _plain(output))
             if output.requires_grad:
                 output.register_hook(self._leave_loss)
 
-    def memory(self) -> DeviceMemory:
-        """The step by class, after its end; on a GPU with the most that the allocator gave out."""
+    def result(self) -> DeviceMemory:
+        """The memory of the step by class, after its end; on a GPU also the peak of the allocator."""
         lifetimes = (span for life in self._lives for span in life.lifetimes())
         allocated = torch.cuda.max_memory_allocated() if self._device == "cuda" else 0
         return device_memory(lifetimes, self._phases, self._operators, allocator_peak=allocated)
 
     @property
     def _position(self) -> int:
-        """Operators until now: what comes now is there from this position on."""
+        """The number of operators so far."""
         return len(self._operators)
 
     def _note_phase(self) -> None:
         is_backward = self.watch.in_backward
-        if is_backward and not torch.is_grad_enabled():  # else a forward is run again
+        if is_backward and not torch.is_grad_enabled():  # otherwise backward runs a forward again
             for life in self._made_by_forward:
                 if life.is_alive:
                     life.tags.add("activations")
             self._made_by_forward.clear()
         before: Phase = self._phases[-1] if self._phases else "forward"
-        if before == "backward" and not is_backward and self._module:  # the next pass adds to these
+        if before == "backward" and not is_backward and self._module:  # the next pass adds to them
             self.tag("gradients", (p.grad for p in self._module.parameters() if p.grad is not None))
         by_mode: Phase = "forward" if torch.is_grad_enabled() else before
         self._phases.append("update" if self.watch.is_updating else "backward" if is_backward else by_mode)
 
-    def _see_all(self, tree: Any, *, is_made: bool = True) -> Iterable[_Life]:
+    def _lives_of(self, tree: Any, *, is_made: bool = True) -> Iterable[_Life]:
         for leaf in tree_leaves(tree):
             if isinstance(leaf, torch.Tensor):
                 for tensor in _plain(leaf):
@@ -185,7 +189,7 @@ class MemorySink(Sink):
                         yield life
 
     def _life_of(self, storage: torch.UntypedStorage, *, is_made: bool = False) -> _Life | None:
-        """A storage's life, from its first sight on; None if it does not count."""
+        """The life of a storage; None if the storage does not count."""
         key = storage_id(storage)
         if storage.device.type != self._device or key in self._elsewhere:
             return None
@@ -193,11 +197,11 @@ class MemorySink(Sink):
             return self._alive[key]
         life = _Life(storage.nbytes(), self._position - is_made, is_made=is_made)
 
-        def gone(_: weakref.ref) -> None:
+        def on_free(_: weakref.ref) -> None:
             del self._alive[key]
             life.end(self._position)
 
-        life.reference = weakref.ref(storage, gone)
+        life.reference = weakref.ref(storage, on_free)
         self._alive[key] = life
         self._lives.append(life)
         return life
@@ -211,15 +215,15 @@ class MemorySink(Sink):
 
 
 def resident_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages behind tensors of any shape, each storage once."""
+    """Bytes of the storages of tensors of any shape, each storage once."""
     storages = (local(tensor).untyped_storage() for tensor in tensors)
     return sum({storage_id(storage): storage.nbytes() for storage in storages}.values())
 
 
 def _plain(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    """The plain tensor in this rank's memory: a DTensor's local part."""
+    """The plain tensors in this rank's memory: a DTensor's local shard."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
-    inside = [getattr(tensor, name) for name in names]  # a DTensor's mesh, too
+    inside = [getattr(tensor, name) for name in names]  # also a DTensor's mesh
     return [plain for part in inside if isinstance(part, torch.Tensor) for plain in _plain(part)]

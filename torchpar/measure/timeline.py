@@ -1,8 +1,8 @@
-"""The timeline of a profiled step: PyTorch's trace of every rank, put together on one clock.
+"""The timeline of a profiled step: PyTorch's traces of all ranks, on one clock.
 
-torch.profiler sees what C++ threads do, too: gloo's collectives until they are complete, those that DDP
-begins, kernels of a GPU. Marks in the trace tell to which phase, task or collective these belong. They are
-put around what the loop, the schedules and the collectives call, while one step is watched.
+torch.profiler also records C++ threads: gloo's collectives until they are complete, the collectives that DDP
+begins, and the kernels of a GPU. Marks in the trace assign them to a phase, a task or a collective. While one
+step is watched, the calls of the loop, the schedules and the collectives are marked.
 """
 
 import tempfile
@@ -46,7 +46,7 @@ PHASES: dict[str, Kind] = {
     "synchronisation": "backward",
     "optimizer": "update",
 }
-"""Phases of the timeline, by the heartbeat's phases (`torchpar.launch`)."""
+"""The timeline's phases, by the phases of `Rank.at`."""
 TITLES: dict[Tasks, tuple[Kind, str]] = {
     Tasks.FORWARD: ("forward", "forward"),
     Tasks.BACKWARD: ("backward", "backward"),
@@ -56,7 +56,7 @@ TITLES: dict[Tasks, tuple[Kind, str]] = {
 
 
 class StepProfiler(Observer):
-    """Watches one step; rank 0's recorder writes timeline.json. A library's axes are in the ledger alone."""
+    """Profiles one step; rank 0 writes timeline.json. The axes of PyTorch's collectives are the ledger's."""
 
     def __init__(self, run: Run, recorder: Recorder | None, ledger: LedgerSink, *, instrumented: int):
         self._run, self._recorder, self._ledger = run, recorder, ledger
@@ -65,13 +65,13 @@ class StepProfiler(Observer):
 
     @contextmanager
     def watch(self) -> Generator[None]:
-        """All ranks together, which begin the step together."""
+        """Entered by all ranks together."""
         run, world, marks = self._run, self._run.mesh.world, Marks(self._run)
         on_gpu = run.mesh.device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         with profile(activities=activities) as profiler:
-            world.all_gather_objects(None)  # who starts his profiler first must not seem to wait
-            with marks.put():
+            world.all_gather_objects(None)  # the ranks begin the step together
+            with marks.mark_calls():
                 yield
                 if on_gpu:
                     torch.cuda.synchronize(run.mesh.device)
@@ -79,8 +79,8 @@ class StepProfiler(Observer):
             path = Path(folder) / "trace.json"
             profiler.export_chrome_trace(str(path))
             calls = self._ledger.library_calls
-            own = read_trace(path.read_bytes(), marks.spans, on_gpu=on_gpu, library_calls=calls)
-        traces = world.all_gather_objects(own)
+            trace = read_trace(path.read_bytes(), marks.spans, on_gpu=on_gpu, library_calls=calls)
+        traces = world.all_gather_objects(trace)
         if not self._recorder:
             return
         begin = min((span.begin_us for trace in traces for span in trace.spans), default=0.0)
@@ -95,7 +95,7 @@ class StepProfiler(Observer):
 
 
 class Marks:
-    """Marks in the trace of a step; `spans` are theirs, without times."""
+    """Marks in the trace of a step, and their `spans` without times."""
 
     def __init__(self, run: Run):
         self.spans = dict[str, Span]()
@@ -103,12 +103,12 @@ class Marks:
         self._phase = ExitStack()
 
     @contextmanager
-    def put(self) -> Generator[None]:
-        """Put them around what runs inside."""
-        beat = Rank.at
+    def mark_calls(self) -> Generator[None]:
+        """Mark the calls inside the context."""
+        original_at = Rank.at
 
         def at(rank: Rank, step: int, phase: str) -> None:
-            beat(rank, step, phase)
+            original_at(rank, step, phase)
             self._enter_phase(phase)
 
         def loss(schedule: Any, stage: Any, output: Any, targets: Any, microbatch: int, *_: Any) -> Any:
@@ -142,10 +142,10 @@ class Marks:
         return self._mark(span)
 
     def _enter_phase(self, phase: str) -> None:
-        """A phase lasts until the next one."""
+        """Begin a phase, which lasts until the next one."""
         self._phase.close()
         self._passes += phase == "forward"
-        # A pipeline's forwards and backwards are its tasks; what lies between them is none of both.
+        # The tasks of a pipeline are its forwards and backwards.
         if phase in PHASES and not (self._run.engine.run_pipeline and phase == "forward"):
             many = self._run.experiment.train.gradient_accumulation_steps > 1
             of_pass = f", pass {self._passes}" if many and phase in ("forward", "backward") else ""

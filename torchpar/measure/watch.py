@@ -1,4 +1,4 @@
-"""One watcher of a step: it tells operators, modules, our own collectives and tasks to several sinks."""
+"""A watch over one step: it reports operators, modules, collectives and pipeline tasks to several sinks."""
 
 import bisect
 from collections.abc import Callable, Generator
@@ -22,21 +22,19 @@ from torchpar.private import (
 )
 
 HEAD, LOSS = "lm_head", "loss"
-"""Names of the model's modules whose results are logits, or made of them."""
+"""Names of the model's modules that make logits, or take them."""
+TASKS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.BACKWARD_WEIGHT: "backward_weight"}
+"""Methods of a pipeline stage. PyTorch's names have the suffix `_one_chunk`."""
 
 
 def modules_named(name: str, module: nn.Module | None) -> set[int]:
-    """The ids of the modules inside of one that have this name."""
+    """The ids of all submodules with this name."""
     named = module.named_modules() if module else ()
     return {id(part) for path, part in named if path.rpartition(".")[-1] == name}
 
 
-TASKS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.BACKWARD_WEIGHT: "backward_weight"}
-"""Methods of a pipeline's stage; PyTorch's have `_one_chunk` behind."""
-
-
 class Sink:
-    """One who is told of a step. Each method may be overridden."""
+    """A receiver of the events of a step. A subclass overrides the methods that it needs."""
 
     watch: "Watch"
 
@@ -45,29 +43,31 @@ class Sink:
         return nullcontext()
 
     def operator(self, func: Any, operands: tuple, result: Any) -> None:
-        """An operator ran, as PyTorch's dispatcher knows it; `operands` are (args, kwargs)."""
+        """After an operator of PyTorch's dispatcher; `operands` are (args, kwargs)."""
 
     def call(self, call: Call, full: torch.Tensor, ranks: int) -> None:
-        """One of our own collectives begins, over a gathered tensor of any shape."""
+        """Before one of torchpar's collectives; `full` is the gathered tensor, of any shape."""
 
     def enter(self, module: nn.Module) -> None:
-        """A module's forward begins."""
+        """Before a module's forward."""
 
     def leave(self, module: nn.Module, output: Any) -> None:
-        """A module's forward is over; `output` is None if it failed."""
+        """After a module's forward; `output` is None if it failed."""
 
 
 class Watch(TorchDispatchMode):
-    """Tells the sinks of this thread's step, and of the threads that autograd lets go on with it.
+    """Reports the step of this thread, and of the threads in which autograd continues it, to the sinks.
 
-    In forward, hooks say which module runs. In backward the numbers that autograd gives its nodes do: a node
-    has the number that was up when its operator ran. PyTorch's ModuleTracker hangs its hooks on tensors
-    instead, which then live longer: with recomputation, half as much memory again was seen. What a GPU
-    computes anew, in a thread of backward's with numbers of its own, may be told of another module.
+    In forward, hooks record which module runs. In backward, the number of autograd's node identifies the
+    module: a node gets the next number when its operator runs. PyTorch's ModuleTracker registers hooks on
+    tensors instead, which then live longer. With recomputation that took half as much memory again.
+
+    On a GPU, a thread of backward has its own numbers. There a recomputed operator may be attributed to
+    another module.
 
     Attributes:
-        calls: our own collectives that are being sent: operators meanwhile are parts of them.
-        is_updating: gradients are ready, and the optimizer is at work.
+        calls: torchpar's collectives that are running. Operators in the meantime are parts of them.
+        is_updating: True from when the gradients are complete, while the optimizer runs.
     """
 
     def __init__(self, *sinks: Sink):
@@ -78,7 +78,7 @@ class Watch(TorchDispatchMode):
         self._names: dict[int, str] = {}
         self._stack: list[str] = []
         self._numbers: list[int] = []
-        self._running: list[str] = []  # the module from each of the numbers on
+        self._running: list[str] = []  # the module that runs from each number on
         self._exits = ExitStack()
         for sink in sinks:
             sink.watch = self
@@ -99,12 +99,12 @@ class Watch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """A compiled program runs as it is: what is left of its operators comes by."""
+        """True: a compiled program runs as it is, and reports its own operators."""
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented  # DTensor first: what it makes of the operator comes back here
+            return NotImplemented  # DTensor goes first, and calls this again with local tensors
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         for sink in self._sinks:
@@ -123,17 +123,17 @@ class Watch(TorchDispatchMode):
 
     @property
     def in_backward(self) -> bool:
-        """True within autograd's backward, where a forward may be run again."""
+        """True within autograd's backward, which may run a forward again."""
         return in_backward()
 
     @property
     def runs_forward(self) -> bool:
-        """True within the forward of a module, which backward may run again."""
+        """True within the forward of a module, also if backward runs it again."""
         return bool(self._stack)
 
     @property
     def module(self) -> str:
-        """The innermost module that runs, by its path from the module that was called first; '' for none."""
+        """The path of the innermost running module, from the module that was called first; '' for none."""
         if self._stack or not self.in_backward:
             return self._stack[-1] if self._stack else ""
         number = running_node_number()
@@ -148,21 +148,21 @@ class Watch(TorchDispatchMode):
             for name, child in module.named_modules():
                 self._names[id(child)] = f"{root}.{name}" if name else root
         self._stack.append(self._names[id(module)])
-        self._note()
+        self._note_module()
         for sink in self._sinks:
             sink.enter(module)
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._stack.pop()
-        self._note()
+        self._note_module()
         for sink in self._sinks:
             sink.leave(module, output)
 
-    def _note(self) -> None:
-        """From the next operator on another module runs."""
+    def _note_module(self) -> None:
+        """Record which module runs from the next operator on."""
         number = next_node_number()
         if self._numbers and number < self._numbers[-1]:
-            return  # of another thread
+            return  # another thread, with other numbers
         self._numbers.append(number)
         self._running.append(self._stack[-1] if self._stack else "")
 
@@ -170,26 +170,28 @@ class Watch(TorchDispatchMode):
 def around_calls(
     owner: type, method: str, around: Callable[..., AbstractContextManager]
 ) -> AbstractContextManager:
-    """Enter `around(...)`, given a call's arguments, around every call of a method."""
-    right = getattr(owner, method)
+    """Enter `around(...)`, with the arguments of the call, around every call of a method."""
+    original = getattr(owner, method)
 
-    @wraps(right)
+    @wraps(original)
     def within(*arguments: Any, **options: Any) -> Any:
         with around(*arguments, **options):
-            return right(*arguments, **options)
+            return original(*arguments, **options)
 
     return patch.object(owner, method, within)
 
 
 @contextmanager
 def around_tasks(around: Callable[[Task], AbstractContextManager]) -> Generator[None]:
-    """Enter `around(task)` around every task of a pipeline's stages, ours and PyTorch's."""
+    """Enter `around(task)` around every task of a pipeline's stages, torchpar's and PyTorch's."""
     from torch.distributed.pipelining import PipelineStage  # a second of imports, for pipelines alone
 
     from torchpar.manual.stage import Stage
     from torchpar.manual.zero_bubble import ZeroBubbleStage
 
-    def task(kind: Kind, stage: Any, microbatch: int, *_: Any, **options: Any) -> AbstractContextManager:
+    def enter_task(
+        kind: Kind, stage: Any, microbatch: int, *_: Any, **options: Any
+    ) -> AbstractContextManager:
         if isinstance(stage, Stage):
             number, is_half = stage.number, isinstance(stage, ZeroBubbleStage)
         else:
@@ -200,6 +202,6 @@ def around_tasks(around: Callable[[Task], AbstractContextManager]) -> Generator[
     with ExitStack() as stack:
         for kind, method in TASKS.items():
             owner = ZeroBubbleStage if kind is Kind.BACKWARD_WEIGHT else Stage
-            stack.enter_context(around_calls(owner, method, partial(task, kind)))
-            stack.enter_context(around_calls(PipelineStage, f"{method}_one_chunk", partial(task, kind)))
+            stack.enter_context(around_calls(owner, method, partial(enter_task, kind)))
+            stack.enter_context(around_calls(PipelineStage, f"{method}_one_chunk", partial(enter_task, kind)))
         yield

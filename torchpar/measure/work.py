@@ -27,15 +27,15 @@ KEPT: dict[str, Kept] = {
     "log": "loss",
 }
 SUMS, OF_BLOCK = ("add", "_to_copy"), re.compile(r"\bh\.\d+$")
-"""Of the residual stream: operators of a block itself, by its path."""
+"""The sums of the residual stream: these operators of a block itself, found by its path."""
 CHOICE = ".mlp.choice"
-"""End of the path of what makes a router's logits."""
+"""The end of the path of the module that makes a router's logits."""
 ATTENTION = "scaled_dot_product"
-"""Common part of the fused kernels' names: two products, and what lies between them."""
+"""The common part of the names of fused kernels, each with two products."""
 
 
 class WorkSink(Sink):
-    """Notes the work of a model whose `lm_head` makes logits; of a pipeline it is told the tasks, too."""
+    """Records the work of a model whose `lm_head` makes logits. `task` records the tasks of a pipeline."""
 
     def __init__(self, module: nn.Module):
         self._products, self._positions = Counter[str](), set[int]()
@@ -56,7 +56,7 @@ class WorkSink(Sink):
             return
         first = next(leaf for leaf in tree_leaves(operands) if isinstance(leaf, torch.Tensor))
         if isinstance(first, FakeTensor):
-            return  # DTensor asks for the shape of a result, in a first step
+            return  # in a first step DTensor computes the shapes of results
         if is_product:
             self._products[_dtype_of(first)] += 1
         if name in ACTIVATIONS or (is_product and self.watch.runs_forward):
@@ -78,8 +78,8 @@ class WorkSink(Sink):
             if output is not None and not self.watch.in_backward:
                 self._positions.add(output.shape[1])  # of logits_BTV
 
-    def seen(self) -> ObservedWork:
-        """Work of this rank's step, after its end."""
+    def result(self) -> ObservedWork:
+        """The work of this rank's step, after its end."""
         return ObservedWork(
             products=dict(self._products),
             forward=dict(self._forward),
@@ -92,7 +92,7 @@ class WorkSink(Sink):
 
     @contextmanager
     def task(self, task: Task) -> Generator[None]:
-        """A pipeline's task runs within. Weight gradients were made elsewhere if it multiplies nothing."""
+        """Entered around a task of a pipeline. A task of weight gradients counts only if it multiplies."""
         before = self._products.total()
         yield
         if task.kind is not Kind.BACKWARD_WEIGHT or self._products.total() > before:
@@ -100,8 +100,8 @@ class WorkSink(Sink):
 
 
 def of_all_ranks(ranks: Sequence[ObservedWork], *, stages: Sequence[int]) -> ObservedWork:
-    """Work of all ranks, in the order of the mesh; messages and tasks are those of the first rank of each of
-    `stages`, or of the first that did otherwise."""
+    """The work of all ranks, in the order of the mesh. Messages and tasks are those of one rank of a stage:
+    the first rank, or the first one that differs from it."""
 
     def by_stage(of_ranks: Sequence[list[Any]]) -> list[Any]:
         found: list[Any] = []
@@ -126,7 +126,7 @@ def of_all_ranks(ranks: Sequence[ObservedWork], *, stages: Sequence[int]) -> Obs
 
 
 def _dtype_of(factor: torch.Tensor) -> str:
-    """As a product multiplies it: on a GPU float32 perhaps as TF32."""
+    """The dtype in which a product multiplies a factor: on a GPU float32 may become TF32."""
     is_rounded = factor.is_cuda and torch.get_float32_matmul_precision() != "highest"
     return "tf32" if factor.dtype == torch.float32 and is_rounded else _name_of(factor.dtype)
 
