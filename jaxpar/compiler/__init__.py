@@ -28,8 +28,8 @@ from jaxpar.model import Loss, loss_function, pipeline_parts
 from jaxpar.optimizer import Optimizer, global_norm
 from jaxpar.placement import place_parameters, shardings, unpad
 from jaxpar.remat import gathers_in_layers, remat_of
-from jaxpar.stages import one_pass
 from jaxpar.step import accumulate_gradients
+from jaxpar.tick_loop import to_microbatches
 from jaxpar.weights import STACKED
 
 
@@ -44,7 +44,7 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
     def gradients(params: Any, batch: Any, scale: jax.Array | None) -> Any:
         def accumulate(params: Any, batch: Any) -> Any:
             if layout.pp > 1:
-                batch = one_pass(batch, microbatches=layout.microbatches)
+                batch = to_microbatches(batch, microbatches=layout.microbatches)
             return accumulate_gradients(loss, params, batch, scale=scale, reduce=reduce)
 
         # Full gradients (zero 0 and 1) stay local to a replica until all passes are done. Exclude ep: its

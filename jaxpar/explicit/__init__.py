@@ -32,8 +32,8 @@ from jaxpar.model import Loss, loss_function, pipeline_parts
 from jaxpar.optimizer import Optimizer, global_norm
 from jaxpar.placement import place_parameters, specs, unpad
 from jaxpar.remat import gathers_in_layers, remat_of
-from jaxpar.stages import one_pass
 from jaxpar.step import accumulate_gradients
+from jaxpar.tick_loop import to_microbatches
 from jaxpar.weights import STACKED, without_layers
 
 
@@ -54,7 +54,7 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
 
     def gradients(params: Any, batch: Any, scale: jax.Array | None) -> tuple[Any, Any]:
         if layout.pp > 1:
-            batch = one_pass(batch, microbatches=layout.microbatches)
+            batch = to_microbatches(batch, microbatches=layout.microbatches)
         params = reshard(params, over_replicas(placements, "reduced", sharded=at_rest, mesh=mesh))
         types = over_replicas(placements, "unreduced", sharded=layout.zero >= 2, mesh=mesh)
         zeros = jax.tree.map(

@@ -11,9 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import AXES, PP
 from jaxpar.compiler.pipeline_parallel import pipelined
+from jaxpar.hooks import Hooks
 from jaxpar.model import PipelineParts
 from jaxpar.placement import Placement
-from jaxpar.stages import lanes
+from jaxpar.tick_loop import microbatch_slots
 
 WIDTH = 6
 
@@ -53,7 +54,7 @@ def test_any_model_equals_its_plain_scan(stages, microbatches, chunks):
     place = Placement(shape=params["blocks"].shape, dims={PP: 0}, degrees=degrees, chunks=chunks)
     spread = NamedSharding(mesh, P("pp"))
     stored = {"first": params["first"], "blocks": jax.device_put(place.pad(params["blocks"]), spread)}
-    loss = pipelined(PARTS, mesh=mesh, chunks=chunks)
+    loss = pipelined(PARTS, Hooks(), mesh=mesh, chunks=chunks)
     (found, _), of_stored = jax.jit(jax.value_and_grad(loss, has_aux=True))(stored, batch)
 
     np.testing.assert_allclose(found, value, rtol=1e-13)
@@ -64,7 +65,7 @@ def test_any_model_equals_its_plain_scan(stages, microbatches, chunks):
 def test_every_microbatch_enters_and_leaves_once():
     for stages in range(1, 9):
         for microbatches in range(1, 17):
-            enters, leaves, counts = lanes(microbatches, stages)
+            enters, leaves, counts = microbatch_slots(microbatches, stages)
             assert enters.T.ravel()[:microbatches].tolist() == list(range(microbatches))
             assert sorted(leaves[counts]) == list(range(microbatches))
             if microbatches % stages == 0:  # then lanes have rolled all the way round
