@@ -48,7 +48,7 @@ def finish(folder: Path, request: Request) -> tuple[int, str]:
     return process.returncode, errors
 
 
-def test_a_record_is_of_the_batches_and_weights_that_were_asked_for(tmp_path, cache_dir, tiny):
+def test_record_has_requested_batch_and_weights(tmp_path, cache_dir, tiny):
     experiment = replace(
         tiny,
         train=Train(max_iters=6, batch_size=4, gradient_accumulation_steps=2),
@@ -73,7 +73,7 @@ def test_a_record_is_of_the_batches_and_weights_that_were_asked_for(tmp_path, ca
     assert_bounded(record)
 
 
-def test_a_refusal_is_one_line(tmp_path, tiny):
+def test_wrong_side_is_rejected_in_one_line(tmp_path, tiny):
     returned, errors = finish(tmp_path, Request(engine="torch-manual", experiment=tiny))
     assert returned == BAD_REQUEST
     (line,) = errors.splitlines()
@@ -91,7 +91,7 @@ def endless(tiny, cache_dir) -> Request:
     return Request(engine="jax-manual", experiment=experiment, cache_dir=cache_dir)
 
 
-def test_it_ends_at_once(tmp_path, endless):
+def test_signals_and_stdin_end_it_at_once(tmp_path, endless):
     signals = {"Ctrl-C": signal.SIGINT, "end of stdin": signal.SIGTERM, "SIGTERM": signal.SIGTERM}
     runs = {
         how: start(tmp_path / how, endless, "--exit-with-stdin", stdin=subprocess.PIPE) for how in signals
@@ -113,8 +113,8 @@ def test_it_ends_at_once(tmp_path, endless):
         assert not (folder / MANIFEST).exists()
 
 
-def test_a_second_run_in_a_folder_is_refused_and_what_a_killed_one_left_is_cleared(tmp_path, endless):
-    """Two that start at once: one runs, and its record is its own; the other one touches nothing."""
+def test_second_run_in_a_folder_is_rejected(tmp_path, endless):
+    """Of two runs that start together, one clears the folder and runs. The other changes no file."""
     Recorder(tmp_path).step(Step(step=7, loss=0.0, grad_norm=0.0, lr=0.0, step_time_ms=0.0))
     (tmp_path / "gradients.safetensors.1.2.tmp").write_bytes(b"half of it")
     runs = [start(tmp_path, endless) for _ in range(2)]

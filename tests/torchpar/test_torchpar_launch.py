@@ -97,7 +97,7 @@ def start_slowly(rank: Rank, *, rank_1: str) -> None:
 
 
 @pytest.mark.parametrize(("rank_1", "hangs"), [("computes", False), ("sleeps", True)])
-def test_computing_before_the_first_step_is_no_hang(rank_1, hangs):
+def test_computing_before_step_0_is_no_hang(rank_1, hangs):
     main = partial(start_slowly, rank_1=rank_1)
     done = run_forked(parent, main, SHORT_S, not hangs)
     message = "no rank made progress for 1 s: all wait in the start"
