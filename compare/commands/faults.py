@@ -159,14 +159,14 @@ def fault_cases(
 ) -> dict[str, Case]:
     """The unsharded references, and one case for each fault in each engine that can make it.
 
-    Two optimizer steps are enough: every rung up to the moments is climbed in the first.
+    A case has three steps: in the second DDP sends its buckets' order once, which no later step does.
     Raises ExperimentError.
     """
     check_names("--names", "fault", names, FAULTS)
     if devices < 2:
         raise ExperimentError(f"--devices {devices}: most faults show between devices only; give 2 or more")
     dropout = experiment.model.dropout or DROPOUT
-    short = edited(experiment, {"train": {"max_iters": 2}, "model": {"dropout": dropout}})
+    short = edited(experiment, {"train": {"max_iters": 3}, "model": {"dropout": dropout}})
     chosen = [FAULTS[name] for name in names or FAULTS]
     cases = {"reference": _case(REFERENCE, spread(short, "single"))}
     for setting, name in REFERENCES.items():

@@ -1,6 +1,6 @@
 """Planted faults are caught: each once, in one of the engines that can make it.
 
-`shardpair faults` plants each in all engines. test_check.py checks that the same runs pass without a fault.
+`shardpair faults` plants each in all engines.
 """
 
 import json
@@ -44,6 +44,13 @@ def test_fault_is_caught_at_its_rung(shardpair, name, engine):
     assert done.returncode == 0, done.stdout + done.stderr
     (verdict,) = json.loads(done.stdout)["verdicts"]
     assert verdict["candidate"] == f"{name}.{engine}"
+
+
+@pytest.mark.parametrize("engine", ["jax-manual", "torch-library", "torch-compiler"])
+def test_run_without_a_fault_passes(shardpair, engine):
+    same = ("--train.max_iters", "3", "--model.dropout", "0.2", "--preset", "ddp", *SHORT)
+    done = shardpair("run", "check", "--engines", "torch-manual", engine, *same)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_fault_without_an_engine_is_an_error(tiny):
