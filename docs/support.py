@@ -1,12 +1,12 @@
 """Support matrix of the documentation: which engine can express which strategy, and why an engine cannot.
 
-Every cell asks `Engine.require_experiment`, the same check that a run makes before it starts.
+Every cell is from `Engine.why_not_train`, the check that a run makes before it starts.
 """
 
 from collections.abc import Mapping
 
 from compare.spec.engines.registry import STUDIED
-from compare.spec.experiment import ExperimentError, Layout, edited, load
+from compare.spec.experiment import Layout, edited, load
 
 Fields = Mapping[str, Mapping[str, object]]
 
@@ -56,11 +56,7 @@ def reason(engine: str, fields: Fields) -> str:
     """Reason why an engine rejects a strategy; '' if it supports the strategy."""
     experts = "ep" in fields.get("layout", {})
     base = edited(load("experts" if experts else "check"), {"layout": _plain()})
-    try:
-        STUDIED[engine].require_experiment(edited(base, fields))
-    except ExperimentError as error:
-        return str(error)
-    return ""
+    return STUDIED[engine].why_not_train(edited(base, fields))
 
 
 def _plain() -> dict[str, object]:

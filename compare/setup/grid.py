@@ -39,11 +39,13 @@ def grid(
         try:
             spec = revalidate(experiment)
             spec = as_preset(engine, spec) if as_presets else spec
-            ENGINES[engine].require_experiment(spec)
+            why = ENGINES[engine].why_not_train(spec)
         except ExperimentError as error:
-            left_out[name] = str(error)
-            continue
-        cases[name] = replace(case, request=replace(case.request, experiment=spec))
+            why = str(error)
+        if why:
+            left_out[name] = why
+        else:
+            cases[name] = replace(case, request=replace(case.request, experiment=spec))
     return cases, left_out
 
 

@@ -94,7 +94,7 @@ REFUSED = {
     "collectives --hosts 2 --ranks 3": "--ranks 3: give between 2 and 64, which 2 hosts divide",
     "lesson fully_sharded --output page.pdf": "end it in one of .html",
     # Engines that cannot.
-    "run --preset single --model.dropout 0.2 --engines nanogpt-loop torch-manual": "nanogpt-loop drops",
+    "run --preset single --model.dropout 0.2 --engines nanogpt-loop torch-manual": "a peer has none",
 }
 MALFORMED = {
     "run --model.n_layer": "n_layer",

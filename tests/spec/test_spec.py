@@ -182,7 +182,7 @@ def test_adamw_by_hand():
 
 def test_engines_refuse_what_they_cannot_do():
     overlapped = Layout(dp_replicate=2, gradient_sync="overlapped")
-    with pytest.raises(ExperimentError, match="jax-manual offers naive, flat, bucketed"):
+    with pytest.raises(ExperimentError, match="possible: naive, flat, bucketed"):
         ENGINES["jax-manual"].gradient_sync_for(overlapped)
     assert ENGINES["torch-manual"].gradient_sync_for(overlapped) == "overlapped"
     assert ENGINES["torch-library"].gradient_sync_for(overlapped) == "ddp"

@@ -133,9 +133,9 @@ FULL = Layout(remat="full", compile="aot_eager")
 HALVED = Layout(pp=2, schedule="zero_bubble", microbatches=2)
 REFUSED = (
     ("torch-library", Layout(dp_shard=2, tp=2, zero=1), r"layout.zero = 1 with layout.tp = 2: .*DTensor"),
-    ("torch-library", Layout(cp=2, context="ring"), "three of CUDA's kernels, none of them for float64"),
-    ("torch-library", Layout(cp=2, context="ulysses"), "three of CUDA's kernels, none of them for float64"),
-    ("torch-library", replace(HALVED, cp=2), "zero_bubble has backward in two halves"),
+    ("torch-library", Layout(cp=2, context="ring"), "one of three CUDA kernels, none of them in float64"),
+    ("torch-library", Layout(cp=2, context="ulysses"), "one of three CUDA kernels, none of them in float64"),
+    ("torch-library", replace(HALVED, cp=2), "zero_bubble splits backward in two"),
     ("torch-library", replace(HALVED, dp_replicate=2), "zero_bubble.*DDP reduces wrongly"),
     ("torch-library", replace(HALVED, dp_shard=2, zero=3), "zero_bubble.*FSDP2 not at all"),
     ("torch-library", replace(HALVED, tp=2), "zero_bubble.*DTensor"),
@@ -143,13 +143,13 @@ REFUSED = (
     (
         "torch-compiler",
         Layout(pp=2, schedule="gpipe", microbatches=2),
-        r"torch-compiler has no pipeline \(DTensor has no shift",
+        "torch-compiler: layout.schedule = gpipe: DTensor has no shift",
     ),
-    ("torch-compiler", Layout(cp=2, context="ring"), "= ring: .*no placement for keys that pass by"),
-    ("torch-compiler", Layout(cp=2, context="ulysses"), "= ulysses: .*a gather on a CPU"),
+    ("torch-compiler", Layout(cp=2, context="ring"), "= ring: .*no placement for keys in transit"),
+    ("torch-compiler", Layout(cp=2, context="ulysses"), "= ulysses: .*with a gather"),
     ("torch-compiler", Layout(offload="optimizer"), "moments are DTensors"),
-    ("torch-compiler", FULL, "saves tensors alone"),
-    ("torch-compiler", replace(FULL, dp_replicate=2), "saves tensors alone"),
+    ("torch-compiler", FULL, "saves tensors only"),
+    ("torch-compiler", replace(FULL, dp_replicate=2), "saves tensors only"),
 )
 
 

@@ -12,7 +12,9 @@ JAX_WORLD = {"jax", "jaxlib", "flax", "optax", "orbax"}
 TORCH_WORLD = {"torch"}
 SIDES = {"jaxpar", "torchpar"}
 SHARED = ("system", "spec", "numerics", "formats", "pipeline", "checkpoint", "contract", "side")
-"""Folders of `compare` that the sides may import, from the ground up: a folder imports those below it."""
+"""Folders of `compare` that the sides may import, the lowest first."""
+ABOVE = ("terminal", "theory", "judge", "execute", "show", "setup", "flags", "run", "commands", "api", "cli")
+"""The other folders and files of `compare`, the lowest first."""
 STRATEGIES = {"data_parallel", "fully_sharded", "tensor_parallel", "pipeline_parallel"}
 PARALLEL = {"mesh", "collectives", "distributed", "sharding", "shard_map", "manual", "compiler", "library"}
 CALLS = {
@@ -60,12 +62,19 @@ def test_compare_imports_no_framework_and_no_side():
         assert not roots(path) & (JAX_WORLD | TORCH_WORLD | SIDES), path
 
 
-def test_what_both_sides_share_imports_little_and_only_lower_folders():
+def test_shared_folders_import_few_libraries():
     libraries = sys.stdlib_module_names | {"numpy", "msgspec", "safetensors", "psutil", "tiktoken", "compare"}
-    for place, folder in enumerate(SHARED):
-        for path in files(f"compare/{folder}"):
-            assert roots(path) <= libraries, path
-            assert folders_of_compare(path) <= set(SHARED[: place + 1]), path
+    for path in (path for folder in SHARED for path in files(f"compare/{folder}")):
+        assert roots(path) <= libraries, path
+
+
+def test_imports_go_down():
+    """A folder of `compare` imports itself and lower ones."""
+    rooms = (*SHARED, *ABOVE)
+    for path in files("compare"):
+        room = path.relative_to(ROOT / "compare").parts[0].removesuffix(".py")
+        if room not in ("__init__", "__main__"):
+            assert folders_of_compare(path) <= set(rooms[: rooms.index(room) + 1]), path
 
 
 def test_sides_import_the_contract_and_their_own_world():

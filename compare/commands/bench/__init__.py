@@ -219,9 +219,10 @@ def _refusal(case: Case, plain: Experiment, *, is_preset: bool) -> str:
     try:
         if is_preset and not has_variant:
             as_preset(case.engine, spec)
-        engine.require_experiment(spec)
     except ExperimentError as error:
         return str(error)
+    if why := engine.why_not_train(spec):
+        return why
     chosen = {"layout": {"gradient_sync": plain.layout.gradient_sync}}
     if has_variant and not engine.offers_choice and edited(spec, chosen) == plain:
         return f"it has no effect: {case.engine} chooses its gradient synchronisation itself"

@@ -1,9 +1,9 @@
-"""Declarations: an engine, with all that it refuses and why, and the side that runs it.
+"""Structs that declare an engine: its limits with their reasons, its memory, its messages; and a side.
 
-Every flag, table, count and refusal of the harness comes from these: see `registry`.
+The declarations are in `registry`. Flags, tables and errors of the harness come from them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 from msgspec import Struct, field
@@ -15,57 +15,60 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 class Layouts(Struct, frozen=True, kw_only=True):
-    """What an engine can express of a layout."""
+    """Values of a layout's fields that an engine can run. It can run all degrees that `rejects` allows."""
 
-    zero: tuple[int, ...] = ()
-    """The ZeRO stages it can split over dp_shard."""
-    tp: bool = False
-    """Whether it has tensor parallelism, with and without sequence parallelism."""
-    no_zero_with_tp: Mapping[int, str] = {}
-    """ZeRO stages that it cannot combine with tp, and why."""
-    gradient_sync_with_tp: str = ""
-    """Reduction over dp_replicate where tp splits the parameters, if it is another one."""
-    contexts: tuple[str, ...] = ()
-    """The ways of context parallelism it has."""
-    no_other_context: str = ""
-    """Reason for no other one, and what to do."""
-    ep: Literal[True] | str = "it has no expert parallelism"
-    """True if it has expert parallelism, or the reason against it."""
     schedules: tuple[str, ...] = ()
-    """The pipeline schedules it has."""
-    no_other_schedule: str = ""
-    """Reason for no other schedule, and what to do."""
-    offload: Literal[True] | str = ""
-    """True if it can keep moments in the host's memory, or the reason against it."""
-    refuses: Callable[[Layout], str] = lambda layout: ""
-    """Reason why it cannot express a layout that everything above allows; empty if it can."""
+    """Pipeline schedules."""
+    contexts: tuple[str, ...] = ()
+    """Ways of context parallelism."""
+    offload: bool = False
+    """Whether the host's memory can hold the moments."""
+    reasons: Mapping[str, str] = {}
+    """Field -> the reason why other values are impossible, and what to do."""
+    rejects: Callable[[Layout], str] = lambda layout: ""
+    """The reason why a layout of possible values is impossible; '' if it is possible."""
+
+    def objections(self, layout: Layout) -> Iterator[str]:
+        """Reasons why a layout is impossible."""
+        yield self.rejects(layout)
+        for in_effect, key, values in (
+            (layout.pp > 1, "schedule", self.schedules),
+            (layout.cp > 1, "context", self.contexts),
+            (layout.offload != "none", "offload", ("optimizer",) if self.offload else ()),
+        ):
+            if in_effect and (value := getattr(layout, key)) not in values:
+                reason = self.reasons.get(key, "")
+                possible = f"possible: {', '.join(values)}" if values else ""
+                yield f"layout.{key} = {value}: {'; '.join(filter(None, (reason, possible)))}"
 
 
 class Holds(Struct, frozen=True, kw_only=True):
-    """What a device holds, as far as the closed forms of its memory depend on the engine."""
+    """Properties of an engine that its memory depends on."""
 
     sharded_from: Mapping[str, int] = field(default_factory=SHARDED_FROM.copy)
-    """The ZeRO stage from which each kind of state is split, at rest or when the optimizer begins."""
+    """Kind of state -> the ZeRO stage from which it is split, at rest or when the optimizer begins."""
     cuts: Literal["flat", "rows", "dims"] = "flat"
-    """What dp_shard cuts into parts rounded up: flat memory, rows of each parameter as nanoGPT has it, or of
-    each the dim that it divides, or else the largest."""
+    """The unit that dp_shard splits and rounds up: flat memory; rows of each parameter as nanoGPT stores it;
+    or a dim of each parameter that dp_shard divides, else its largest."""
     ends_on_every_stage: bool = False
-    """Whether each rank of a pipeline holds embeddings and last norm, or only the first and the last one."""
+    """Whether all ranks of a pipeline hold the embeddings and the last norm, or only the first and the
+    last."""
     residuals: Literal["autograd", "scan"] = "autograd"
-    """Keeper of activations: PyTorch's autograd, by operator, or a JAX scan, stacked over layers."""
+    """Storage of activations: PyTorch's autograd, by operator; or a JAX scan, stacked over layers."""
 
 
 class Sends(Struct, frozen=True, kw_only=True):
-    """Words in which engines differ in what ZeRO sends (`compare.theory.communication`)."""
+    """Properties of an engine that ZeRO's messages depend on (`compare.theory.communication`)."""
 
     scatters_each_pass: bool = False
-    """Whether ZeRO-2 and 3 scatter the gradients of each accumulated pass, and not their sum."""
+    """Whether ZeRO-2 and 3 scatter the gradients of each accumulated pass, instead of their sum."""
     gathers_ends: Literal["step", "pass", "use"] = "use"
-    """How often ZeRO-3 gathers embeddings and last norm: once a step, a pass, or forward and backward."""
+    """How often ZeRO-3 gathers the embeddings and the last norm: once a step, once a pass, or forward and
+    backward."""
     pads_rows: bool = False
-    """Whether experts' tokens are exchanged in equal parts, each with room for all of a device's tokens."""
+    """Whether experts exchange tokens in equal buffers, each with room for all tokens of a device."""
     gathers_each_pass_from: int = 4
-    """The ZeRO stage from which each pass gathers parameters anew, even without reshard_after_forward."""
+    """The ZeRO stage from which each pass gathers parameters again, even without reshard_after_forward."""
 
 
 class Engine(Struct, frozen=True, kw_only=True):
@@ -73,124 +76,116 @@ class Engine(Struct, frozen=True, kw_only=True):
 
     name: str
     side: str = ""
-    """The package that runs it, `python -m SIDE RUN_DIR`: the registry fills it in."""
+    """The package that runs it, with `python -m SIDE RUN_DIR`. The registry sets it."""
     decides: str
     """Who decides where data moves, in a few words."""
     checks: str = ""
-    """Who says that a collective is forgotten, before the numbers do; a sentence of the lessons."""
+    """The tool that finds a missing collective before the numbers do; a sentence of the lessons."""
     gradient_sync: tuple[str, ...]
-    """The gradient synchronisations it offers; one entry where the choice is not ours."""
+    """Gradient synchronisations of `layout.gradient_sync` that it can run; one if the framework chooses."""
+    sync_with_tp: str = ""
+    """The synchronisation under tensor parallelism, if it is another one."""
     folder: str = ""
     """Folder of its strategies in the side's package, or the module of a peer."""
     sends_by: Literal["", "xla", "types", "pytorch", "dtensor"] = ""
-    """Sender of collectives not written by hand: XLA as it likes, or as types say; PyTorch; DTensor."""
+    """Sender of collectives that we do not write: XLA alone, XLA from types, PyTorch, DTensor."""
     layouts: Layouts = Layouts()
     dtypes: tuple[str, ...] = DTYPES
-    """The `precision.dtype` that it can train in."""
+    """Values of `precision.dtype` that it can train in."""
     is_peer: bool = False
-    """A peer saves no checkpoints, evaluates nothing, drops nothing, and leaves neither timeline nor work."""
+    """A peer has no checkpoints, evaluations, dropout, experts, timeline and observed work."""
     counts_own_calls: bool = False
-    """Whether its ledger counts its own calls, instead of observing somebody else's."""
+    """Whether its ledger counts its own calls, instead of observing a framework's."""
     holds: Holds = Holds()
     sends: Sends = Sends()
 
     @property
     def offers_choice(self) -> bool:
-        """True if the layout's gradient_sync is ours to choose in this engine."""
+        """Whether `layout.gradient_sync` chooses the synchronisation in this engine."""
         return len(self.gradient_sync) > 1
 
-    def gradient_sync_for(self, layout: Layout) -> str:
-        """The synchronisation that will run: of ZeRO its stage, else the layout's choice where there is one.
+    @property
+    def sent_by_xla(self) -> bool:
+        """Whether XLA inserts its collectives, and its pipeline's backward is the derivative of forward."""
+        return self.sends_by in ("xla", "types")
 
-        Raises as `require`.
+    def gradient_sync_for(self, layout: Layout) -> str:
+        """The synchronisation that runs: that of the ZeRO stage, the layout's or the engine's.
+
+        Raises ExperimentError: as `require`.
         """
         self.require(layout)
         if layout.zero:
             return f"zero{layout.zero}"
         if layout.data_parallel * layout.cp == 1:
             return "none"
-        if layout.tp > 1 and self.layouts.gradient_sync_with_tp:
-            return self.layouts.gradient_sync_with_tp
+        if layout.tp > 1 and self.sync_with_tp:
+            return self.sync_with_tp
         return layout.gradient_sync if self.offers_choice else self.gradient_sync[0]
 
     def remat_for(self, layout: Layout) -> str:
-        """What `layout.remat` comes to: auto is dots under a scan over layers, and none without."""
+        """`layout.remat` with auto resolved: dots under a scan over layers, else none."""
         if layout.remat != "auto":
             return layout.remat
         return "dots" if self.holds.residuals == "scan" else "none"
 
-    def require_experiment(self, experiment: Experiment) -> None:
-        """Refuse an experiment that this engine cannot train. Raises ExperimentError with the reason."""
-        self.require(experiment.layout)
-        if (dtype := experiment.precision.dtype) not in self.dtypes:
-            raise ExperimentError(f"precision.dtype = {dtype}: {self.name} has {', '.join(self.dtypes)}")
-        for name, value, lacks in (
-            ("train.eval_interval", experiment.train.eval_interval, "evaluates nothing"),
-            ("model.dropout", experiment.model.dropout, "drops nothing"),
-            ("model.n_experts", experiment.model.n_experts, "has no experts"),
-            ("checkpoint.every", experiment.checkpoint.every, "saves no checkpoints"),
-        ):
-            if value and self.is_peer:
-                raise ExperimentError(
-                    f"{name} = {value}: {self.name} {lacks}: set it to 0, or leave {self.name} out of "
-                    "--engines"
-                )
+    def why_not(self, layout: Layout) -> str:
+        """The reason why this engine cannot run a layout; '' if it can."""
+        if why := next(filter(None, self.layouts.objections(layout)), ""):
+            return why
+        if layout.replicas > 1 and self.offers_choice and layout.gradient_sync not in self.gradient_sync:
+            return (
+                f"layout.gradient_sync = {layout.gradient_sync}: under jit XLA decides when a collective "
+                f"starts; possible: {', '.join(self.gradient_sync)}"
+            )
+        return ""
 
-    @property
-    def sent_by_xla(self) -> bool:
-        """True if XLA inserts its collectives, and its pipeline is a derivative of forward."""
-        return self.sends_by in ("xla", "types")
+    def why_not_train(self, experiment: Experiment) -> str:
+        """The reason why this engine cannot train an experiment; '' if it can."""
+        if (why := self.why_not(experiment.layout)) or not self.is_peer:
+            return why
+        if (dtype := experiment.precision.dtype) not in self.dtypes:
+            return f"precision.dtype = {dtype}; possible: {', '.join(self.dtypes)}"
+        for name, value in (
+            ("train.eval_interval", experiment.train.eval_interval),
+            ("model.dropout", experiment.model.dropout),
+            ("model.n_experts", experiment.model.n_experts),
+            ("checkpoint.every", experiment.checkpoint.every),
+        ):
+            if value:
+                return (
+                    f"{name} = {value}: a peer has none: set it to 0, or leave {self.name} out of --engines"
+                )
+        return ""
 
     def require(self, layout: Layout) -> None:
-        """Refuse what this engine cannot express. Raises ExperimentError with the reason."""
-        has = self.layouts
-        if layout.zero and layout.zero not in has.zero:
-            raise ExperimentError(f"layout.zero = {layout.zero}: {self.name} has {has.zero or 'no stage'}")
-        if layout.offload != "none" and has.offload is not True:
-            why = has.offload or f"{self.name} keeps all of its state on the device"
-            raise ExperimentError(f"layout.offload = {layout.offload}: {why}")
-        if layout.tp > 1 and not has.tp:
-            raise ExperimentError(f"layout.tp = {layout.tp}: {self.name} has no tensor parallelism")
-        if layout.tp > 1 and (why := has.no_zero_with_tp.get(layout.zero)):
-            raise ExperimentError(f"layout.zero = {layout.zero} with layout.tp = {layout.tp}: {why}")
-        if layout.ep > 1 and has.ep is not True:
-            raise ExperimentError(f"layout.ep = {layout.ep}: {self.name}: {has.ep}")
-        for is_used, key, ways, nothing, why in (
-            (layout.cp > 1, "context", has.contexts, "no context parallelism", has.no_other_context),
-            (layout.pp > 1, "schedule", has.schedules, "no pipeline", has.no_other_schedule),
-        ):
-            if is_used and (value := getattr(layout, key)) not in ways:
-                have = ", ".join(ways) or nothing
-                raise ExperimentError(
-                    f"layout.{key} = {value}: {self.name} has {have}" + (why and f" ({why})")
-                )
-        if why := has.refuses(layout):
+        """Reject a layout that this engine cannot run. Raises ExperimentError with the reason."""
+        if why := self.why_not(layout):
             raise ExperimentError(f"{self.name}: {why}")
-        if layout.replicas > 1 and self.offers_choice and layout.gradient_sync not in self.gradient_sync:
-            raise ExperimentError(
-                f"layout.gradient_sync = {layout.gradient_sync}: {self.name} offers "
-                f"{', '.join(self.gradient_sync)}, because under jit XLA decides when a collective starts: "
-                f"choose one of these, or leave {self.name} out of --engines"
-            )
+
+    def require_experiment(self, experiment: Experiment) -> None:
+        """Reject an experiment that this engine cannot train. Raises ExperimentError with the reason."""
+        if why := self.why_not_train(experiment):
+            raise ExperimentError(f"{self.name}: {why}")
 
 
 class Side(Struct, frozen=True, kw_only=True):
-    """A package that runs engines: `python -m NAME RUN_DIR`, which reads a request and leaves a record."""
+    """A package that runs engines: `python -m NAME RUN_DIR` reads a request and writes a record."""
 
     name: str
     engines: tuple[Engine, ...]
-    """The engines that it is about: a command runs them unless told otherwise."""
+    """The engines of the comparison, which commands run by default."""
     python_flag: str
-    """The flag that names the Python in which it is installed, such as jax_python."""
+    """The flag for the Python in which it is installed, such as jax_python."""
     packages: tuple[str, ...] = ()
-    """What it imports beyond the contract's packages: without it none of its engines runs."""
+    """Packages that its engines need, beyond those of the harness."""
     peers: tuple[Engine, ...] = ()
-    """What others use for the same: they run when they are named."""
+    """Engines of other projects, which run only if named."""
     one_process_a_device: bool = False
-    """Whether a process drives one device. If not it drives all of its host."""
+    """Whether a process drives one device, or all devices of its host."""
     environment: Mapping[str, str] = {}
-    """Variables that its Python is started with, unless the user has set them."""
+    """Variables for its Python, unless the user has set them."""
     environment_on_cpu: Mapping[str, str] = {}
-    """Variables that its Python is always started with on platform cpu."""
+    """Variables for its Python on platform cpu."""
     converts: tuple[str, ...] = ()
     """Formats of checkpoints that `python -m NAME --convert` reads and writes: nanogpt, orbax."""
