@@ -1,6 +1,8 @@
 """Two hosts with a link between them, by hand and under SLURM: the message when one is lost."""
 
+import os
 import re
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -37,6 +39,23 @@ def test_cut_link_is_named_and_a_short_cut_is_not(tmp_path):
     failure = read_failure(tmp_path)
     assert failure is not None
     assert re.search(r"is the link between them cut|process \d on host\d stayed in step", failure.message)
+
+
+@pytest.mark.slow
+def test_printed_line_starts_the_other_host(tmp_path):
+    with net_hosts(2, tmp_path) as hosts:
+        (tmp_path / "hostfile").write_text("host0\nhost1\n")
+        run = ["run", "check", "--launcher", "torchrun", "--hostfile", "hostfile", "--run_dir", "run"]
+        small = ["--engines", "torch-manual", "--layout.dp_replicate", "2", "--model.n_layer", "1"]
+        options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+        command = [sys.executable, "-m", "compare", *run, *small, "--train.max_iters", "2", "--no_ladder"]
+        first, line = processes.start(hosts.command(0, command), **options), ""
+        while first.poll() is None and not line.startswith("on host1: "):
+            line = first.stderr.readline()
+        other = shlex.split(line.removeprefix("on host1: "))
+        second = processes.run(hosts.command(1, other), **options)
+        _, errors = first.communicate(timeout=PATIENCE_S)
+    assert (first.returncode, second.returncode) == (0, 0), errors + second.stderr
 
 
 @pytest.mark.slow
