@@ -64,7 +64,7 @@ def tables() -> dict[str, list[dict[str, object]]]:
 
 
 def _fields(preset: str) -> str:
-    """What a preset sets of a layout, on the devices that `check --presets all` takes."""
+    """Layout fields that a preset changes, on the number of devices of `check --presets all`."""
     plain = msgspec.structs.asdict(Layout())
     layout = msgspec.structs.asdict(preset_layout(Layout(), preset, PRESETS[preset].devices))
     fields = ", ".join(f"{key}={value}" for key, value in layout.items() if value != plain[key])
