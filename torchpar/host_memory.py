@@ -1,4 +1,4 @@
-"""Memory of the host: what the C library does with what a tensor frees."""
+"""The C library's use of the host memory that tensors free."""
 
 import ctypes
 import os
@@ -9,15 +9,14 @@ _NEVER = 2**31 - 1  # the largest threshold that an int holds
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed memory for the tensors to come, instead of handing it back to the system.
+    """Have glibc keep freed memory for later tensors, instead of returning it to the system.
 
-    Every step allocates the same activations and gradients. Handed back, each page of them is faulted in and
-    cleared again, which took a fifth of a step's CPU time. A user's own MALLOC_ settings are left alone, and
-    other C libraries do as they do.
+    Every step allocates the same activations and gradients. The system clears each returned page again, which
+    takes a fifth of a step's CPU time. MALLOC_ variables of the user have precedence.
     """
     if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     if mallopt:
-        mallopt(_M_MMAP_MAX, 0)  # large ones too come from the heap
+        mallopt(_M_MMAP_MAX, 0)  # large blocks come from the heap, too
         mallopt(_M_TRIM_THRESHOLD, _NEVER)

@@ -1,8 +1,8 @@
-"""nanoGPT's ckpt.pt: into a checkpoint of ours, and out of one. Weights alone begin at step 0.
+"""nanoGPT's ckpt.pt to a checkpoint, and back. Weights without an optimizer begin at step 0.
 
-Nothing is executed: a pickle is read by torch.load(weights_only=True). nanoGPT saves before the update of
-iteration `iter_num`: the next batch is number `iter_num` of its stream, and its schedule follows it. AdamW
-counts the updates: fewer, where float16 skipped steps.
+torch.load(weights_only=True) reads the pickle, so nothing is executed. nanoGPT saves before the update of
+iteration `iter_num`. The next batch is number `iter_num` of its stream, and its schedule follows `iter_num`.
+AdamW counts the updates, which are fewer if float16 skipped steps.
 """
 
 import io
@@ -30,11 +30,11 @@ from compare.system.disk import why_not_readable, write_atomically
 from torchpar.weights import moment_keys, nanogpt_name, to_nanogpt
 
 NOT_EVALUATED = 1e9
-"""nanoGPT's best_val_loss at first."""
+"""nanoGPT's best_val_loss before the first evaluation."""
 
 
 class _Group(Struct):
-    """What nanoGPT goes on with, whatever its config says: `load_state_dict` brings it back."""
+    """A group of parameters. `load_state_dict` restores it, whatever the config says."""
 
     params: list[int]
     betas: tuple[float, float]
@@ -45,29 +45,29 @@ class _Group(Struct):
 
 
 class _AdamW(Struct):
-    """Its optimizer's `state_dict()`: what decays, and the rest; the state by number."""
+    """The optimizer's `state_dict()`: groups with and without weight decay, and the state by number."""
 
     param_groups: tuple[_Group, _Group]
     state: dict[int, dict[str, Any]]
 
 
 class _Saved(Struct):
-    """A ckpt.pt; of weights alone what is there."""
+    """A ckpt.pt, or a part of one."""
 
     model: dict[str, Any]
     optimizer: _AdamW | None = None
     model_args: dict[str, Any] = {}
     iter_num: Count = 0
     best_val_loss: Any = None
-    """Of these weights: a scalar tensor, or a float."""
+    """The validation loss of these weights: a scalar tensor, or a float."""
     config: dict[str, Any] = {}
 
 
 def import_checkpoint(source: Path, target: Path, base: Experiment | None = None) -> None:
-    """Write a ckpt.pt of nanoGPT as a checkpoint of ours, a new folder. Raises ExperimentError.
+    """Write a ckpt.pt of nanoGPT as a checkpoint, a new folder. Raises ExperimentError.
 
-    `base` says what the file does not; its precision and data win unless they are the defaults. A state dict
-    alone needs it for the model's sizes.
+    `base` gives the settings that the file lacks. Its precision and data take precedence, unless they are the
+    defaults. A state dict without a config needs `base` for the sizes of the model.
     """
     loaded = read(source)
     if isinstance(loaded, Mapping) and "model" not in loaded:
@@ -78,7 +78,7 @@ def import_checkpoint(source: Path, target: Path, base: Experiment | None = None
         raise ExperimentError(f"{source} is no checkpoint of nanoGPT's train.py: {error}") from None
     settings, given, data = {**saved.config, **saved.model_args}, base or Experiment(), {}
     if "cuda" not in str(settings.get("device", "cuda")) and "dtype" in settings:
-        settings["dtype"] = "float32"  # what nanoGPT computes in on a CPU or a Mac, whatever it notes
+        settings["dtype"] = "float32"  # on a CPU or a Mac nanoGPT computes in it, whatever it saves
     skips = settings.get("dtype") == "float16"
     if given.precision != Precision():
         settings.pop("dtype", None)
@@ -109,7 +109,7 @@ def import_checkpoint(source: Path, target: Path, base: Experiment | None = None
 
 
 def _resumed(source: Path, optimizer: _AdamW) -> dict[str, Any]:
-    """The optimizer's settings that nanoGPT goes on with."""
+    """The settings with which nanoGPT's optimizer continues."""
     decaying, other = optimizer.param_groups
     nanogpts = _Group(other.params, decaying.betas, decaying.eps, weight_decay=0.0)
     if other != nanogpts or decaying.amsgrad or decaying.maximize:
@@ -122,16 +122,16 @@ def _resumed(source: Path, optimizer: _AdamW) -> dict[str, Any]:
 
 
 def _validation_loss(best: Any) -> float | UnsetType:
-    """What nanoGPT notes with every checkpoint, of the weights in it."""
+    """The validation loss of the saved weights, if nanoGPT had one."""
     is_number = isinstance(best, float) or (is_plain(best) and best.numel() == 1)
     loss = float(best) if is_number else math.inf
     return loss if math.isfinite(loss) and loss < NOT_EVALUATED else UNSET
 
 
 def export_checkpoint(source: Path, target: Path) -> None:
-    """Write a checkpoint of ours as nanoGPT's ckpt.pt, which its train.py resumes and its sample.py reads.
+    """Write a checkpoint as nanoGPT's ckpt.pt, for its train.py and sample.py.
 
-    ExperimentError: the checkpoint is not whole, or nanoGPT cannot have it.
+    Raises ExperimentError: the checkpoint is damaged, or nanoGPT has no such model or optimizer.
     """
     reader = CheckpointReader(source)
     description = reader.description
@@ -179,7 +179,7 @@ def export_checkpoint(source: Path, target: Path) -> None:
 
 
 def _by_group(model: Model) -> list[list[str]]:
-    """nanoGPT's two groups of parameters: what decays, and the rest; their place is their number."""
+    """nanoGPT's groups of parameters, with and without weight decay. The place of a name is its number."""
     rows = parameter_table(model)
     return [
         [nanogpt_name(row.name) for row in rows if decays(row, "matrices") == does] for does in (True, False)
@@ -189,9 +189,9 @@ def _by_group(model: Model) -> list[list[str]]:
 def _moments(
     source: Path, optimizer: _AdamW, step: int, experiment: Experiment, *, skips: bool
 ) -> tuple[dict[str, dict[str, np.ndarray]], int]:
-    """Both moments by canonical name, none before the first update; and the number of updates.
+    """Both moments by canonical name, none before the first update, and the number of updates.
 
-    There may be fewer than steps if the dtype `skips` those that overflow, as float16 does.
+    If the dtype `skips` steps that overflow, as float16 does, there may be fewer updates than steps.
     """
     names = [*chain(*_by_group(experiment.model))]
     numbers, states = [number for group in optimizer.param_groups for number in group.params], optimizer.state
@@ -221,7 +221,7 @@ def _moments(
 
 
 def _weights(source: Path, state: Mapping[str, Any], model: Model) -> dict[str, np.ndarray]:
-    """nanoGPT's state dict by canonical name."""
+    """The weights of nanoGPT's state dict by canonical name."""
     for name, tensor in state.items():
         if not is_plain(tensor):
             raise ExperimentError(f"{source}: {name} among its weights is no tensor of plain numbers")
@@ -229,18 +229,18 @@ def _weights(source: Path, state: Mapping[str, Any], model: Model) -> dict[str, 
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor in float32, or in the float64 that it is in."""
+    """A float64 tensor as it is, any other in float32."""
     return (tensor if tensor.dtype == torch.float64 else tensor.float()).detach().numpy()
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a dense floating-point tensor, of any shape, in the host's memory."""
+    """True for a dense floating-point tensor, of any shape, in host memory."""
     is_dense = torch.is_tensor(value) and value.layout == torch.strided
     return is_dense and value.is_floating_point() and value.device.type == "cpu"
 
 
 def read(source: Path) -> Any:
-    """Content of a file of torch.save with tensors and plain values alone. Raises ExperimentError."""
+    """The content of a file of torch.save that has only tensors and plain values. Raises ExperimentError."""
     if why := why_not_readable(source):
         raise ExperimentError(f"{source} {why}")
     try:

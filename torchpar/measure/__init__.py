@@ -1,1 +1,1 @@
-"""Communication and memory of a step."""
+"""Measurements of one step, and of collectives."""

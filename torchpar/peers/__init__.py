@@ -1,1 +1,1 @@
-"""Peers: a step each, as users of PyTorch write it, to be timed and compared beside ours."""
+"""Peers: the training step as users of PyTorch write it, for comparison."""
