@@ -1,6 +1,6 @@
-"""Two steps of a small GPT on four ranks, by any engine of torchpar, and the plain GPT on one as oracle.
+"""Two steps of a small GPT on four ranks, by any engine of torchpar, and by the plain GPT on one rank.
 
-The oracle trains over the whole batch, with PyTorch's own clipping and optimizer.
+The plain GPT trains on the whole batch, with PyTorch's clipping and optimizer.
 """
 
 import copy
@@ -30,7 +30,7 @@ MakeEngine = Callable[..., Engine]
 CONFIG = Model(n_layer=2, n_head=4, n_embd=12, block_size=8, vocab_size=50, bias=True)  # 50 does not divide
 ADAM = Experiment(model=CONFIG, optimizer=Optimizer(warmup_iters=0, grad_clip=0.1))
 SGD = replace(ADAM, optimizer=Optimizer(name="sgd", momentum=0.9, grad_clip=0.0))
-# Averages of partial means in another order; Adam divides a gradient by its own size, which shows a little.
+# The order of the sums differs, and Adam divides a gradient by its own size.
 close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
 
 
@@ -38,7 +38,7 @@ def make_gpt() -> GPT:
     model = GPT(CONFIG).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for p in model.parameters():  # biases too, so that a doubled one would show
+        for p in model.parameters():  # biases too, to expose a doubled one
             p.copy_(torch.randn(p.shape, dtype=torch.float64, generator=generator) / 4)
     return model
 
@@ -50,7 +50,7 @@ def batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reference(experiment: Experiment, steps: int = 2) -> dict[str, dict[str, torch.Tensor]]:
-    """Gradients before clipping of the last step, weights and moments after it."""
+    """The gradients of the last step before clipping, and weights and moments after it."""
     model, config = make_gpt(), experiment.optimizer
     named = dict(model.named_parameters())
     optimizer = make_optimizer(named, experiment)
@@ -71,7 +71,7 @@ def reference(experiment: Experiment, steps: int = 2) -> dict[str, dict[str, tor
 
 
 def keep_values(*_: object) -> None:
-    """A `Fill` for a model that has its values."""
+    """A `Fill` for a model that has values."""
 
 
 def make_parallel(
@@ -81,48 +81,48 @@ def make_parallel(
     return make_engine(model or make_gpt(), experiment, mesh, keep_values), mesh
 
 
-def backward(parallel: Engine, mesh: Mesh, step: int, layout: Layout = ADAM.layout) -> torch.Tensor:
+def backward(engine: Engine, mesh: Mesh, step: int, layout: Layout = ADAM.layout) -> torch.Tensor:
     data, context = mesh.joined(*ROWS), mesh[CP]
     rows = slice(data.rank * 4 // data.size, (data.rank + 1) * 4 // data.size)
     order_T = torch.tensor(order_of_positions(CONFIG.block_size, layout)).chunk(context.size)[context.rank]
     (first, last), (first_targets, last_targets) = (tensor[:, rows][..., order_T] for tensor in batches(step))
-    with parallel.no_sync():
-        (parallel.module(first, first_targets)[1] / 2).backward()
-    loss = parallel.module(last, last_targets)[1]
+    with engine.no_sync():
+        (engine.module(first, first_targets)[1] / 2).backward()
+    loss = engine.module(last, last_targets)[1]
     (loss / 2).backward()
-    parallel.finish_gradients()
+    engine.finish_gradients()
     return loss.detach()
 
 
-def update(parallel: Engine, config: Optimizer, step: int) -> torch.Tensor:
+def update(engine: Engine, config: Optimizer, step: int) -> torch.Tensor:
     """Clip, update and drop the gradients. Returns the norm, ()."""
-    norm = clip_gradients(parallel, config.grad_clip)
-    for group in parallel.optimizer.param_groups:
+    norm = clip_gradients(engine, config.grad_clip)
+    for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate(config, step)
-    parallel.optimizer.step()
-    parallel.optimizer.zero_grad(set_to_none=True)
+    engine.optimizer.step()
+    engine.optimizer.zero_grad(set_to_none=True)
     return norm
 
 
-def count(parallel: Engine, mesh: Mesh) -> dict[tuple[str, str], Communication]:
-    """What a step sends, by kind and purpose, with what DTensor infers."""
+def count(engine: Engine, mesh: Mesh) -> dict[tuple[str, str], Communication]:
+    """The ledger's sums of a step, by kind and purpose."""
     sink = LedgerSink(mesh)
     with Watch(sink):
-        backward(parallel, mesh, 0)
+        backward(engine, mesh, 0)
     return {(row.kind, row.purpose): row for row in summed(sink.result().rows)}
 
 
 def train(make_engine: MakeEngine, layout: Layout, rank: int, experiment: Experiment) -> tuple[dict, Engine]:
-    parallel, mesh = make_parallel(make_engine, layout, rank, experiment)
+    engine, mesh = make_parallel(make_engine, layout, rank, experiment)
     config = replace(experiment.optimizer, decay_lr=False)
     for step in range(2):
-        backward(parallel, mesh, step, layout)
-        gradients = copy.deepcopy(parallel.gather(parallel.gradients()))
-        update(parallel, config, step)
-    result = {"gradients": gradients, "weights": parallel.gather(parallel.weights())}
+        backward(engine, mesh, step, layout)
+        gradients = copy.deepcopy(engine.gather(engine.gradients()))
+        update(engine, config, step)
+    result = {"gradients": gradients, "weights": engine.gather(engine.weights())}
     for key in moment_keys(experiment.optimizer).values():
-        result[key] = parallel.gather(all_moments(parallel, key))
-    return result, parallel
+        result[key] = engine.gather(all_moments(engine, key))
+    return result, engine
 
 
 def assert_same(got: dict, expected: dict, layout: str) -> None:
@@ -132,8 +132,8 @@ def assert_same(got: dict, expected: dict, layout: str) -> None:
             close(got[kind][name], tensor, msg=lambda text, at=(layout, kind, name): f"{at}: {text}")
 
 
-def assert_cut(parallel: Engine, experiment: Experiment, layout: Layout, name: str) -> None:
-    """About a share of what the layout splits, and moments of what is updated, and of nothing else."""
+def assert_cut(engine: Engine, experiment: Experiment, layout: Layout, name: str) -> None:
+    """Assert the sizes of parameters and moments on this rank."""
 
     def elements(tensors: Iterable[torch.Tensor]) -> int:
         return sum(local(tensor.detach()).numel() for tensor in tensors)
@@ -143,13 +143,13 @@ def assert_cut(parallel: Engine, experiment: Experiment, layout: Layout, name: s
     if layout.tp > 1:  # vectors and positions are whole
         spare += sum(p.numel() for p in whole if p.ndim == 1) + CONFIG.block_size * CONFIG.n_embd
     share = elements(whole) / layout.tp + spare
-    state, updated = parallel.optimizer.state.values(), elements(parallel.parameters.values())
+    state, updated = engine.optimizer.state.values(), elements(engine.parameters.values())
     (key, *_) = moment_keys(experiment.optimizer).values()
     moments = elements(entry[key] for entry in state if entry)
-    if parallel.sharding.owned:  # whole parameters: a share is off by at most the largest
+    if engine.sharding.owned:  # whole parameters: a share is off by at most the largest
         assert moments <= share / layout.dp_shard + CONFIG.vocab_size * CONFIG.n_embd, name
         assert moments < updated, name
     else:
         assert moments == updated <= share / (layout.dp_shard if layout.zero else 1) + spare, name
     if layout.zero == 3:
-        assert elements(parallel.module.parameters()) <= share / layout.dp_shard + spare, name
+        assert elements(engine.module.parameters()) <= share / layout.dp_shard + spare, name

@@ -1,4 +1,4 @@
-"""Divergence ends a run at its step, in one line and with exit code 1, and never passes for anything else."""
+"""A run that diverges ends at its step, with one line and exit code 1."""
 
 import math
 
@@ -16,12 +16,12 @@ from torchpar.launch import Rank
 from torchpar.record import make_recording
 from torchpar.train import set_up, train_steps
 
-# No layer's gradient survives weights of 1e30. One layer and no ladder: one small program to compile.
+# Weights of 1e30 overflow in any layer. One layer and no ladder: one small program to compile.
 DIVERGING = ("--optimizer.learning_rate", "1e30", "--optimizer.no-decay_lr", "--optimizer.warmup_iters", "0")
 SMALL = ("--model.n_layer", "1", "--train.max_iters", "6", "--no_ladder")
 
 
-def test_a_step_of_torchpar_names_the_gradient_and_moves_nothing(tiny, tmp_path):
+def test_divergence_names_the_gradient(tiny, tmp_path):
     experiment = replace(tiny, data=replace(tiny.data, source="synthetic"))
     request = Request(engine="torch-manual", experiment=experiment)
     rank = Rank(rank=0, world_size=1, local_rank=0)
@@ -42,7 +42,7 @@ def test_a_step_of_torchpar_names_the_gradient_and_moves_nothing(tiny, tmp_path)
     assert explained_failure(error.value) == Failure(message=str(error.value))
 
 
-def test_a_run_that_diverges_says_so_in_every_engine(shardpair):
+def test_divergence_in_every_engine(shardpair):
     done = shardpair(
         "run", "check", "--engines", "torch-manual", "jax-manual", "--preset", "fsdp", "--devices", "2",
         *DIVERGING, *SMALL, "--run_dir", "runs",

@@ -1,4 +1,4 @@
-"""Own weights: what does not fit is refused, what fits is what both sides begin with."""
+"""Weights of the user: wrong ones are rejected, right ones are the first weights of both sides."""
 
 import re
 from pathlib import Path
@@ -34,43 +34,47 @@ SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")
 
 
 def own_weights(experiment: Experiment = EXPERIMENT) -> dict[str, np.ndarray]:
-    """Not the seed's."""
+    """Weights that differ from the seed's."""
     return {name: 1.5 * array for name, array in initial_parameters(experiment).items()}
 
 
 def nanogpt_state(experiment: Experiment = EXPERIMENT) -> dict[str, torch.Tensor]:
-    """A compiled nanoGPT's state dict, the tied head in it twice."""
+    """The state dict of a compiled nanoGPT, with the tied head twice."""
     model = GPT(experiment.model)
     load_weights(model, own_weights(experiment))
     return {f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
 
 
 def checkpoint(path: Path, experiment: Experiment = EXPERIMENT, **sizes: object) -> Path:
-    """A checkpoint as nanoGPT saves it."""
+    """A checkpoint in nanoGPT's form."""
     arguments = {key: getattr(experiment.model, key) for key in SIZES} | {"dropout": 0.0} | sizes
     best = torch.tensor(3.0)
     torch.save({"model": nanogpt_state(experiment), "model_args": arguments, "best_val_loss": best}, path)
     return path
 
 
-def test_weights_that_do_not_fit_are_one_line(tmp_path):
-    for name, array, says in (
+@pytest.mark.parametrize(
+    ("name", "array", "message"),
+    [
         ("norm.bias", None, "has 15 tensors and the model 16: it lacks norm.bias"),
         ("lm_head", np.zeros(3), "has 17 tensors and the model 16: the model has no lm_head"),
         ("norm.bias", np.zeros(9), r"norm.bias has shape \(9,\) and the model's \(8,\)"),
         ("norm.bias", np.full(8, 1e300), "8 of 8 entries of norm.bias are not finite as float32"),
         ("norm.bias", np.zeros(8, np.int32), "norm.bias is int32"),
-    ):
-        weights = own_weights() | {name: array}
-        save_file({key: value for key, value in weights.items() if value is not None}, tmp_path / "w")
-        with pytest.raises(ExperimentError, match=says) as error:
-            checked_weights(Tensors(tmp_path / "w"), EXPERIMENT, "w")
-        assert "\n" not in str(error.value)
+    ],
+    ids=["missing", "surplus", "shape", "overflow", "dtype"],
+)
+def test_wrong_weights_are_one_line(tmp_path, name, array, message):
+    weights = own_weights() | {name: array}
+    save_file({key: value for key, value in weights.items() if value is not None}, tmp_path / "w")
+    with pytest.raises(ExperimentError, match=message) as error:
+        checked_weights(Tensors(tmp_path / "w"), EXPERIMENT, "w")
+    assert "\n" not in str(error.value)
 
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    """torchpar reads a ckpt.pt here, and not in a process of its own."""
+    """torchpar reads a ckpt.pt in this process."""
 
     def convert(source: Path, target: Path, foreign: str, *, base: Experiment | None, **_: object) -> None:
         assert foreign == "nanogpt"
@@ -80,11 +84,11 @@ def in_this_process(monkeypatch):
 
 
 def frozen(source: Path, experiment: Experiment = EXPERIMENT) -> str:
-    """The fingerprint of what a run would begin with."""
+    """The fingerprint of the first weights of a run."""
     return freeze_weights(str(source), experiment, source.parent, pythons={})["init_sha256"]
 
 
-def test_every_source_gives_the_canonical_weights(tmp_path, in_this_process):
+def test_sources_give_canonical_weights(tmp_path, in_this_process):
     asked, state = fingerprint(own_weights()), nanogpt_state()
     assert frozen(checkpoint(tmp_path / "ckpt.pt")) == asked
     torch.save({f"module.{name}": tensor for name, tensor in state.items()}, tmp_path / "state.pt")
@@ -100,7 +104,7 @@ def test_every_source_gives_the_canonical_weights(tmp_path, in_this_process):
     assert frozen(saved, tanh) == fingerprint({name: state["weights", name] for name in own_weights()})
 
 
-def test_what_cannot_be_read_is_one_line(tmp_path, in_this_process):
+def test_unreadable_weights_are_one_line(tmp_path, in_this_process):
     bad = tmp_path / "bad.pt"
     state = nanogpt_state()
     wte = "transformer.wte.weight"
@@ -116,7 +120,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path, in_this_process):
         torch.save(content, bad)
         with pytest.raises(ExperimentError, match=re.escape(says)):
             frozen(bad)
-    with pytest.raises(ExperimentError, match=r"model\.n_head = 4 instead of 2"):  # no shape would show it
+    with pytest.raises(ExperimentError, match=r"model\.n_head = 4 instead of 2"):  # no shape depends on it
         frozen(checkpoint(bad, n_head=4))
     bad.write_bytes(b"nothing")
     with pytest.raises(ExperimentError, match="cannot be"):
@@ -133,7 +137,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path, in_this_process):
     assert not (tmp_path / "init.safetensors").exists()
 
 
-def test_a_file_that_does_not_fit_starts_no_engine_and_leaves_no_folder(tmp_path, monkeypatch, capsys):
+def test_wrong_weights_start_no_engine(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("compare.run.study.launch", lambda *_, **__: pytest.fail("an engine was started"))
     path, run_dir = tmp_path / "w.safetensors", tmp_path / "run"
     for write, says in (
@@ -149,7 +153,7 @@ def test_a_file_that_does_not_fit_starts_no_engine_and_leaves_no_folder(tmp_path
         assert not run_dir.exists()
 
 
-def test_a_request_holds_its_weights_to_their_fingerprint(tmp_path):
+def test_request_checks_the_fingerprint(tmp_path):
     path, weights = tmp_path / "w.safetensors", own_weights()
     save_file(weights, path)
     request = Request(engine="torch-manual", experiment=EXPERIMENT, init_from=str(path))
@@ -158,7 +162,7 @@ def test_a_request_holds_its_weights_to_their_fingerprint(tmp_path):
         starting_parameters(replace(request, init_sha256="00"))
 
 
-def test_both_sides_begin_with_nanogpts_checkpoint_and_agree(shardpair):
+def test_both_sides_start_from_nanogpt(shardpair):
     experiment = load("check")
     path = checkpoint(shardpair.folder / "ckpt.pt", experiment)
     done = shardpair(

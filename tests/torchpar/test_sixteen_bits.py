@@ -53,7 +53,7 @@ def test_timed_window_in_another_dtype_fails(tmp_path, half):
 
 
 def test_larger_logits_have_a_larger_limit(tmp_path, tiny):
-    """Weights six times the seed's over 16 tokens: two layouts part by more than the table's limit."""
+    """Weights six times the seed's over 16 tokens: two layouts differ by more than the limit of the table."""
     sections = {
         "model": {"n_layer": 4, "n_embd": 64, "vocab_size": 65},
         "train": {"batch_size": 1, "max_iters": 2},

@@ -1,6 +1,6 @@
-"""Who holds what in torchpar: the description against what each rank really holds, bit for bit, on gloo.
+"""The shards of each rank against their description, bit for bit, on four gloo ranks.
 
-And the same state in checkpoints: under every layout each rank takes its part, and gives it back.
+Checkpoints: under every layout each rank reads its shards and writes them back.
 """
 
 import math
@@ -50,7 +50,7 @@ CASES = {
     | {name: TORCH_LIBRARY[name] for name in (*ZERO, "hybrid_zero1", "fsdp_tp")},
     "torch-compiler": {
         name: one for name, one in TORCH_COMPILER.items() if one.cp == 1
-    },  # which cuts no weight
+    },  # cp shards no weight
 }
 SAVED = {
     "torch-manual": ("zero1_replicated", "hsdp", "zero1_tp", "fsdp_pp", "interleaved"),
@@ -75,7 +75,7 @@ class Watched(Given):
 
 
 def make_parallel(engine: str, experiment: Experiment, rank: int, weights: Given) -> tuple[Engine, Mesh]:
-    """A model that is filled as it is cut."""
+    """A model that is filled as it is sharded."""
     mesh = make_mesh(experiment.layout, rank=rank, device=CPU)
     fill = fill_with(weights, experiment, mesh)
     return MAKE_ENGINE[engine](empty_model(experiment), experiment, mesh, fill), mesh
@@ -83,17 +83,17 @@ def make_parallel(engine: str, experiment: Experiment, rank: int, weights: Given
 
 @pytest.mark.parametrize("engine", CASES)
 @on_ranks
-def test_every_rank_holds_what_is_said(rank: int, engine: str) -> None:
+def test_shards_match_each_rank(rank: int, engine: str) -> None:
     for name, layout in CASES[engine].items():
-        holds_what_is_said(rank, engine, spec(layout), name)
+        assert_shards(rank, engine, spec(layout), name)
 
 
-def holds_what_is_said(rank: int, engine: str, experiment: Experiment, name: str) -> None:
+def assert_shards(rank: int, engine: str, experiment: Experiment, name: str) -> None:
     whole = {name: array for (group, name), array in random_state(experiment).items() if group == WEIGHTS}
     given = Watched(whole)
     parallel, mesh = make_parallel(engine, experiment, rank, given)
     mine = list(local_shards(parallel.weights(), shards_of(parallel, MODEL, mesh)))
-    assert given.read <= sum(math.prod(shard.shape) for shard, _ in mine)  # nothing of other parts and stages
+    assert given.read <= sum(math.prod(shard.shape) for shard, _ in mine)  # no shards of other ranks
     assert [shard for shard, _ in mine] == shards_of(parallel, MODEL, mesh)
     assert sum(array.size for _, array in mine) <= sum(p.numel() for p in parallel.parameters.values())
     for shard, array in mine:
@@ -108,8 +108,8 @@ def holds_what_is_said(rank: int, engine: str, experiment: Experiment, name: str
         assert sum(array.size for _, array in once) == tensor.size, f"{name} {tensor_name}"
 
 
-def there_and_back(rank: int, engine: str, experiment: Experiment) -> None:
-    """All ranks in one temporary folder, which the first one makes."""
+def round_trip(rank: int, engine: str, experiment: Experiment) -> None:
+    """Restore and save a state; all ranks share a temporary folder."""
     world = make_mesh(experiment.layout, rank=rank, device=CPU).world
     folder = Path(world.all_gather_objects(tempfile.mkdtemp() if rank == 0 else "")[0])
     if rank == 0:
@@ -131,16 +131,16 @@ def there_and_back(rank: int, engine: str, experiment: Experiment) -> None:
     saver = Saver(folder / "taken", [rank], of=experiment.layout.devices, keep=1)
     saver.save(describe(experiment), state_parts(run))
     saver.finish()
-    world.all_gather_objects(None)  # the first completes it
+    world.all_gather_objects(None)  # rank 0 completes it
     assert_is_random(folder / "taken" / folder_name(STEP), experiment)
 
 
 @pytest.mark.parametrize("engine", SAVED)
 @on_ranks
-def test_layouts_take_a_state_and_give_it_back(rank: int, engine: str) -> None:
+def test_checkpoint_round_trip(rank: int, engine: str) -> None:
     for name in SAVED[engine]:
         even = replace(MODEL, block_size=6)  # which sequence parallelism divides
-        there_and_back(rank, engine, spec(CASES[engine][name], model=even))
+        round_trip(rank, engine, spec(CASES[engine][name], model=even))
     for optimizer in (Optimizer(name="sgd", momentum=0.9), Optimizer(name="sgd")):
         for layout in (TORCH_ZERO["zero1"], TORCH_ZERO["zero3"]):
-            there_and_back(rank, engine, spec(layout, optimizer=optimizer))
+            round_trip(rank, engine, spec(layout, optimizer=optimizer))

@@ -1,4 +1,4 @@
-"""In every group that a run makes gloo has one worker, and its threads leave the core to who computes."""
+"""gloo has one worker in every group of a run, and its threads do not preempt the rank."""
 
 import os
 from pathlib import Path
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Lin
 
 
 def threads() -> dict[int, int]:
-    """Every thread of this process, and its policy."""
+    """The policy of every thread of this process."""
     found = (int(task.name) for task in Path("/proc/self/task").iterdir())
     return {thread: os.sched_getscheduler(thread) for thread in found}
 
 
 @on_ranks
-def test_a_group_has_one_worker_and_survives_many_gathers_at_once(rank: int) -> None:
-    """With gloo's own two workers each of six runs of 24,000 gathers aborted (2 ranks, torch 2.13)."""
+def test_group_has_one_worker(rank: int) -> None:
+    """With gloo's two workers six of six runs of 24,000 gathers aborted (2 ranks, torch 2.13)."""
     pairs, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
     for group in (process_groups.world_group(), pairs):
         assert group is not None
@@ -37,9 +37,9 @@ def test_a_group_has_one_worker_and_survives_many_gathers_at_once(rank: int) -> 
 
 
 @on_ranks
-def test_all_threads_of_a_group_yield_and_the_rank_itself_does_not(rank: int) -> None:
+def test_threads_of_a_group_yield(rank: int) -> None:
     before = threads()
-    assert os.SCHED_BATCH in before.values()  # of the group of all ranks
+    assert os.SCHED_BATCH in before.values()  # threads of the group of all ranks
     dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
     begun = {thread: policy for thread, policy in threads().items() if thread not in before}
     assert set(begun.values()) == {os.SCHED_BATCH}

@@ -1,4 +1,4 @@
-"""torchpar.host_memory: what glibc does with freed memory, seen as page faults of a fresh process."""
+"""glibc keeps freed memory: a new process counts its page faults."""
 
 import subprocess
 import sys
@@ -22,8 +22,7 @@ PAGES = sum(range(1_000_000, 3_000_000, 100_000)) * 4 // 4096
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
-def test_what_every_step_allocates_is_not_faulted_in_again():
-    """Without it glibc faults in nearly all of them, every step; but not in every process."""
+def test_freed_memory_stays_mapped():
     command = [sys.executable, "-c", FAULTS, "keep"]
     faults = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert faults < 0.1 * PAGES

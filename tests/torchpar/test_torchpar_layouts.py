@@ -1,7 +1,7 @@
-"""Layouts of torchpar's engines on four gloo ranks, in float64: against one device, and in bytes.
+"""Layouts of torchpar's engines on four gloo ranks, in float64, against one device and closed forms.
 
-The oracle is the plain GPT over the whole batch, PyTorch's own clipping and optimizer. Sizes do not divide by
-the ranks, and vectors have fewer elements than a shard is long.
+The reference is the plain GPT on the whole batch, with PyTorch's clipping and optimizer. The ranks do not
+divide the sizes, and some vectors are shorter than a shard.
 """
 
 import msgspec
@@ -41,14 +41,14 @@ from torchpar.train import MAKE_ENGINE
 TORCH_MANUAL = TORCH_ZERO | {name: TORCH_SHARED[name] for name in ("ddp", "tp_sp", "fsdp_tp")}
 LAYOUTS = {"torch-manual": TORCH_MANUAL, "torch-library": TORCH_LIBRARY, "torch-compiler": TORCH_COMPILER}
 COVERED = ("zero1", "ddp_tp", "fsdp_tp")
-"""Of torch-compiler by SGD, and with a split sequence; what they hold is in test_torchpar_checkpoint.py."""
+"""Layouts of torch-compiler that run with SGD or a split sequence; see also test_torchpar_checkpoint.py."""
 BY_SGD = {"torch-manual": list(TORCH_MANUAL), "torch-library": ["zero1", "fsdp_tp_sp"]}
 BLOCKS = CONFIG.n_layer
 
 
 @pytest.fixture(autouse=True)
 def fresh_ranks(ranks):
-    """torch-library replaces how DTensor computes a loss, and DTensor keeps what it planned for a mesh."""
+    """torch-library changes DTensor's loss for the process, and DTensor caches plans of a mesh."""
     ranks.end()
 
 
@@ -68,12 +68,12 @@ def test_every_layout_equals_one_device(rank: int, engine: str, experiment: Expe
 
 
 @on_ranks
-def test_what_torch_manual_sends_is_the_closed_form(rank: int) -> None:
+def test_torch_manual_sends_closed_form(rank: int) -> None:
     for name, layout in TORCH_MANUAL.items():
         if layout.tp > 1:
-            continue  # of a vocabulary that tp does not divide it is not: see test_torchpar_tensor_parallel
+            continue  # tp does not divide the vocabulary: see test_torchpar_tensor_parallel.py
         parallel, mesh = make_parallel(manual.make_engine, layout, rank, ADAM)
-        for step in range(2):  # what the first one begins with is not gathered
+        for step in range(2):  # the first step begins with gathered parameters
             with counted() as counts:
                 backward(parallel, mesh, step)
                 update(parallel, ADAM.optimizer, step)
@@ -85,33 +85,33 @@ def test_what_torch_manual_sends_is_the_closed_form(rank: int) -> None:
             precision=Precision(dtype="float64"),
         )
         for item, size in communication("torch-manual", experiment).items():
-            off = 0.01 * (item[1] == DP_REPLICATE)  # shards that cannot all be equal
+            off = 0.01 * (item[1] == DP_REPLICATE)  # the last shard is shorter
             if item[2] != LOSS:
                 assert sent.pop(item) == pytest.approx(size, rel=off), (name, item)
-        assert all(size <= 8 for size in sent.values()), (name, sent)  # the norm, nothing else
+        assert all(size <= 8 for size in sent.values()), (name, sent)  # the norm
 
 
 @on_ranks
 def test_ledger_of_torch_library(rank: int) -> None:
-    """FSDP2 gathers blocks twice and the root once; DTensor's activations and loss are seen too."""
+    """FSDP2 gathers blocks twice and the root once. The ledger has DTensor's activations and loss, too."""
     layout, parameter_bytes = TORCH_LIBRARY["zero3"], 8 * sum(p.numel() for p in make_gpt().parameters())
     parallel, mesh = make_parallel(library.make_engine, replace(layout, remat="none"), rank, ADAM)
-    seen = count(parallel, mesh)
-    assert seen["reduce_scatter", "gradients"].calls == BLOCKS + 1
-    assert seen["all_gather", "parameters"].calls == 2 * (2 * BLOCKS + 1)  # two passes
-    padded = seen["reduce_scatter", "gradients"].bytes
+    rows = count(parallel, mesh)
+    assert rows["reduce_scatter", "gradients"].calls == BLOCKS + 1
+    assert rows["all_gather", "parameters"].calls == 2 * (2 * BLOCKS + 1)  # two passes
+    padded = rows["reduce_scatter", "gradients"].bytes
     assert parameter_bytes <= padded <= parameter_bytes + 8 * 3 * 12 * len(parallel.parameters)
     parallel, mesh = make_parallel(library.make_engine, Layout(tp=4), rank, ADAM)
-    seen = count(parallel, mesh)
+    rows = count(parallel, mesh)
     # A pass: 2 a layer forward and backward, embedding, head; maximum, sum and target logit of the loss.
-    assert seen["all_reduce", "activations"].calls == 2 * (2 * BLOCKS + 1)
-    assert seen["all_reduce", "loss"].calls == 2 * 3
-    assert seen["all_reduce", "activation gradients"].calls == 2 * (2 * BLOCKS + 1)
+    assert rows["all_reduce", "activations"].calls == 2 * (2 * BLOCKS + 1)
+    assert rows["all_reduce", "loss"].calls == 2 * 3
+    assert rows["all_reduce", "activation gradients"].calls == 2 * (2 * BLOCKS + 1)
 
 
 @on_ranks
-def test_a_step_of_torch_compiler_is_one_graph_and_equals_one_device(rank: int) -> None:
-    """Forward and backward of both passes and steps: torch.compile fails where it would break the graph."""
+def test_torch_compiler_step_is_one_graph(rank: int) -> None:
+    """torch.compile fails where it would break the graph of a pass."""
     for name in ("cp", "fsdp_tp_sp"):
         layout = replace(TORCH_COMPILER[name], compile="aot_eager")
         got, parallel = train(compiler.make_engine, layout, rank, ADAM)
@@ -122,7 +122,7 @@ def test_a_step_of_torch_compiler_is_one_graph_and_equals_one_device(rank: int) 
 
 
 @on_ranks
-def test_a_vocabulary_without_enough_rows_is_refused(rank: int) -> None:
+def test_small_vocabulary_is_rejected(rank: int) -> None:
     mesh = DeviceMesh.from_group(process_groups.world_group(), "cpu", mesh_dim_names=("tp",))
     tiny = GPT(msgspec.structs.replace(CONFIG, vocab_size=5))
     with pytest.raises(ValueError, match="tp = 4 leaves a rank without any of vocab_size = 5"):
@@ -153,7 +153,7 @@ REFUSED = (
 )
 
 
-def test_what_an_engine_cannot_do_is_refused_by_name(monkeypatch):
+def test_engine_rejects_layout(monkeypatch):
     for engine, layout, why in REFUSED:
         with pytest.raises(ExperimentError, match=why):
             ENGINES[engine].require(layout)

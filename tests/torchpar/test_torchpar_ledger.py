@@ -1,4 +1,4 @@
-"""The ledger of any program: every form of a collective, planted surprises with their lines, all ranks."""
+"""The ledger of any program: every form of a collective, unexpected calls with their lines, all ranks."""
 
 from collections import Counter
 
@@ -69,7 +69,7 @@ FORMS = [
 
 
 @on_ranks
-def test_every_form_of_a_collective_has_its_kind_and_the_bytes_of_its_full_tensor(rank: int) -> None:
+def test_every_form_has_kind_and_bytes(rank: int) -> None:
     for form, (kind, size, call) in enumerate(FORMS):
         with torchpar.ledger() as ledger:
             call(rank)
@@ -85,7 +85,7 @@ def test_every_form_of_a_collective_has_its_kind_and_the_bytes_of_its_full_tenso
 
 
 @on_ranks
-def test_what_cannot_be_read_is_a_problem_and_no_error(rank: int) -> None:
+def test_unknown_operator_is_a_problem(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch, torchpar.ledger() as ledger:
         patch.delitem(KINDS, "allreduce")
         total = piece()
@@ -97,19 +97,19 @@ def test_what_cannot_be_read_is_a_problem_and_no_error(rank: int) -> None:
 
 
 @on_ranks
-def test_rows_are_of_lines_and_of_phases(rank: int) -> None:
+def test_rows_have_lines_and_phases(rank: int) -> None:
     with torchpar.ledger() as ledger:
         dist.all_gather_into_tensor(full(), piece())
         dist.all_gather_into_tensor(full(), piece())
         dist.reduce_scatter_tensor(piece(), full())
-    assert len({row.source for row in ledger.rows}) == 3  # through a decorator that deprecates
+    assert len({row.source for row in ledger.rows}) == 3  # one is behind a decorator
     assert all(row.source.startswith("test_torchpar_ledger.py:") for row in ledger.rows)
 
     model = nn.Sequential(*(nn.Linear(N, N) for _ in range(4)))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     model(piece()).sum().backward()
     with torchpar.ledger() as ledger:
-        optimizer.step()  # inside of it another optimizer's
+        optimizer.step()  # it runs another optimizer inside
     assert {(row.kind, row.phase) for row in ledger.rows} == {("broadcast", "update")}
 
 
@@ -122,10 +122,10 @@ def step(model: nn.Module, rank: int) -> None:
 
 
 @on_ranks
-def test_a_buffer_that_ddp_sends_every_step_is_named_with_its_module(rank: int) -> None:
+def test_ddp_buffer_has_its_module(rank: int) -> None:
     for between, is_planted in ((nn.Tanh(), False), (nn.BatchNorm1d(C, affine=False), True)):
         model = DistributedDataParallel(two_layers(between))
-        for _ in range(2):  # it sends its order of buckets in the first
+        for _ in range(2):  # in the first step DDP sends its order of buckets
             step(model, rank)
         with torchpar.ledger() as ledger:
             step(model, rank)
@@ -139,7 +139,7 @@ def test_a_buffer_that_ddp_sends_every_step_is_named_with_its_module(rank: int) 
 
 
 @on_ranks
-def test_torchpar_s_own_collectives_are_rows_whatever_they_are_made_of(rank: int) -> None:
+def test_own_collective_is_one_row(rank: int) -> None:
     module = two_layers()
     axis_of = dict.fromkeys(module.parameters(), axis())
     replicas = DataParallel(module, gradient_sync="flat", bucket_size_mb=0.0, axis_of=axis_of, ranks=RANKS)
@@ -162,7 +162,7 @@ def test_torchpar_s_own_collectives_are_rows_whatever_they_are_made_of(rank: int
 
 
 def of_rank(*sizes: int, dispatched: int, own: int) -> RankLedger:
-    """A rank with a send in each of several places."""
+    """A rank that sends in several places."""
     rows = [
         Communication(kind="permute", axis="pp", calls=1, bytes=size, wire_bytes=size, source=f"line {place}")
         for place, size in enumerate(sizes)
@@ -170,7 +170,7 @@ def of_rank(*sizes: int, dispatched: int, own: int) -> RankLedger:
     return RankLedger(rows, Counter(pp=dispatched), Counter(pp=own))
 
 
-def test_each_stage_has_the_rows_of_its_busiest_rank():
+def test_stage_has_rows_of_its_busiest_rank():
     ranks = [of_rank(*of, dispatched=sum(of), own=sum(of)) for of in [(10, 3), (12,), (7,)]]
     ledger = of_all_ranks(ranks, stages=[0, 0, 1], counts_own=True)
     rows = [(row.stage, row.source, row.bytes) for row in ledger.rows]
@@ -178,14 +178,14 @@ def test_each_stage_has_the_rows_of_its_busiest_rank():
     assert not ledger.problems
 
 
-def test_what_the_dispatcher_saw_must_be_what_our_calls_are_of():
-    """But for the padding of pieces: at most a number for each call and rank."""
+def test_dispatcher_saw_our_bytes():
+    """Padding is allowed: at most one number for each call and rank."""
     for seen, complete in [(1000, True), (1016, True), (1017, False), (0, False)]:
         ranks = [of_rank(1000, dispatched=seen, own=1000), of_rank(dispatched=0, own=0)]
         problem = f"along pp our own calls send 1,000 bytes, and the dispatcher saw {seen:,}"
         ledger = of_all_ranks(ranks, stages=[0, 0], counts_own=True)
         assert ledger.problems == ([] if complete else [problem]), seen
-        # A library's are not ours to count.
+        # torchpar does not count the calls of a library.
         assert of_all_ranks(ranks, stages=[0, 0], counts_own=False).problems == []
     ranks = [of_rank(10, dispatched=10, own=0)._replace(problems=said) for said in [(), ("a",), ("a", "b")]]
     assert of_all_ranks(ranks, stages=[0, 0, 0], counts_own=False).problems == ["a", "b"]

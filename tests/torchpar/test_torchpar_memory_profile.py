@@ -1,4 +1,4 @@
-"""Memory of a step by class: against what this test knows is there, and the curve of its bytes."""
+"""The memory of a step by class, against counted bytes, and its curve."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ MODEL = Model(n_layer=3, n_head=2, n_embd=16, block_size=32, vocab_size=256, bia
 def step_memory(
     *, dtype: torch.dtype = torch.float64, remat: str = "none", passes: int = 1, loss_chunks: int = 1
 ) -> DeviceMemory:
-    """One step of the model on one device, its optimizer warm; of several passes as with buckets: copied."""
+    """The second step of a model on one device. Several passes end with a copy of the gradients."""
     model = GPT(MODEL, loss_chunks=loss_chunks).to(dtype)
     apply_remat(model.blocks, remat)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -50,7 +50,7 @@ def parameter_bytes(dtype: torch.dtype) -> int:
 
 
 @pytest.mark.parametrize(("dtype", "remat"), [(torch.float32, "none"), (torch.float64, "full")])
-def test_classes_at_the_peak_are_what_autograd_saves(dtype, remat):
+def test_peak_classes_match_autograd(dtype, remat):
     memory = step_memory(dtype=dtype, remat=remat)
     found, name = memory.peak.bytes, str(dtype).removeprefix("torch.")
     experiment = Experiment(
@@ -60,12 +60,12 @@ def test_classes_at_the_peak_are_what_autograd_saves(dtype, remat):
         layout=Layout(remat=remat),
     )
     width, heads, layers = MODEL.n_embd, MODEL.n_head, MODEL.n_layer
-    block = {"none": 16 * width + heads + 4, "full": width}[remat]  # what autograd saves, a token
+    block = {"none": 16 * width + heads + 4, "full": width}[remat]  # numbers that autograd saves for a token
     numbers = dtype.itemsize * BATCH * MODEL.block_size
     assert found["parameters"] == parameter_bytes(dtype)
-    assert found["optimizer"] == pytest.approx(2 * parameter_bytes(dtype), rel=0.01)  # and counts of steps
+    assert found["optimizer"] == pytest.approx(2 * parameter_bytes(dtype), rel=0.01)  # and step counts
     assert found["logits"] == 4 * numbers * MODEL.vocab_size
-    positions = 8 * MODEL.block_size + 16  # of the embedding, and scalars
+    positions = 8 * MODEL.block_size + 16  # of the embedding; and scalars
     assert 0 <= found["activations"] - numbers * (layers * block + 2 * width + 2) <= positions
     assert found["gradients"] == 0
     assert not above_the_estimate("torch-manual", experiment, device=0, peak=memory.peak.total)
@@ -73,18 +73,17 @@ def test_classes_at_the_peak_are_what_autograd_saves(dtype, remat):
     assert "log_softmax_backward" in memory.peak.operation
 
 
-def test_gradients_of_the_passes_before_are_there_at_the_peak():
-    """Also if a wrapper copies them into buckets later on, so that the optimizer is given others."""
+def test_peak_has_gradients_of_earlier_passes():
     memory = step_memory(passes=2)
     assert memory.peak.bytes["gradients"] == parameter_bytes(torch.float64)
 
 
-def test_logits_in_parts_are_never_whole():
+def test_loss_chunks_divide_logits():
     whole, parts = (max(step_memory(loss_chunks=chunks).curve.bytes["logits"]) for chunks in (1, 8))
     assert parts <= whole / 8
 
 
-def test_the_curve_holds_the_peak_and_ends_at_rest():
+def test_curve_has_the_peak_and_ends_at_rest():
     memory = step_memory()
     curve, peak = memory.curve, memory.peak
     totals = [sum(sizes) for sizes in zip(*(curve.bytes[kind] for kind in CLASSES), strict=True)]

@@ -1,4 +1,4 @@
-"""nanoGPT's ckpt.pt, as its train.py writes it: read with its optimizer's state, and written back."""
+"""nanoGPT's ckpt.pt, imported with the state of its optimizer, and exported."""
 
 import re
 from collections import OrderedDict
@@ -39,7 +39,7 @@ def train(model: GPT, optimizer: torch.optim.Optimizer, steps: range) -> list[fl
 
 
 def optimizer_of(model: GPT) -> torch.optim.Optimizer:
-    """As nanoGPT's configure_optimizers makes it."""
+    """The optimizer of nanoGPT's configure_optimizers."""
     parameters = [p for _, p in model.named_parameters()]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
@@ -73,7 +73,7 @@ def saved(trained, tmp_path) -> Path:
     return path
 
 
-def test_what_nanogpt_saved_is_all_there(saved, trained, tmp_path):
+def test_import_has_all_of_nanogpt(saved, trained, tmp_path):
     import_checkpoint(saved, tmp_path / "ours", BASE)
     reader = CheckpointReader(tmp_path / "ours")
     reader.verify()
@@ -88,7 +88,7 @@ def test_what_nanogpt_saved_is_all_there(saved, trained, tmp_path):
         np.testing.assert_array_equal(reader.read(group, "blocks.1.attention.qkv.weight"), expected)
 
 
-def test_written_back_it_is_what_nanogpt_goes_on_from(saved, trained, tmp_path):
+def test_export_resumes_in_nanogpt(saved, trained, tmp_path):
     import_checkpoint(saved, tmp_path / "ours", BASE)
     export_checkpoint(tmp_path / "ours", tmp_path / "back.pt")
     back = torch.load(tmp_path / "back.pt", weights_only=True)
@@ -105,7 +105,7 @@ def test_written_back_it_is_what_nanogpt_goes_on_from(saved, trained, tmp_path):
 def changed(
     saved: Path, folder: Path, change: Callable[[dict], object], base: Experiment | None = None
 ) -> Checkpoint:
-    """Import a checkpoint whose content was changed, into a new folder."""
+    """Change the content of a checkpoint, and import it into a new folder."""
     content = torch.load(saved, weights_only=True)
     change(content)
     torch.save(content, saved)
@@ -113,22 +113,21 @@ def changed(
     return CheckpointReader(folder).description
 
 
-def test_on_a_cpu_nanogpt_computed_in_float32_whatever_it_notes(saved, tmp_path):
-    for device, dtype in (("cpu", "float32"), ("mps", "float32"), ("cuda:1", "float16")):
-        noted = {"device": device, "dtype": "float16"}
-        found = changed(
-            saved, tmp_path / device, lambda content, noted=noted: content["config"].update(noted)
-        )
-        assert found.experiment.precision.dtype == dtype
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("mps", "float32"), ("cuda:1", "float16")])
+def test_import_dtype_of_a_device(saved, tmp_path, device, dtype):
+    """On a CPU nanoGPT computes in float32, whatever it saves."""
+    config = {"device": device, "dtype": "float16"}
+    found = changed(saved, tmp_path / "ours", lambda content: content["config"].update(config))
+    assert found.experiment.precision.dtype == dtype
 
 
-def test_steps_that_float16_skipped_count_for_the_schedule_and_not_for_adam(saved, tmp_path):
+def test_import_skipped_float16_steps(saved, tmp_path):
     for number, updates in enumerate((UPDATES, 0)):
 
         def skip(content: dict, updates: int = updates) -> None:
             content["config"].update(device="cuda", dtype="float16")
             content.update(iter_num=10)
-            if not updates:  # all of them overflowed: AdamW has no state yet
+            if not updates:  # all steps overflowed: AdamW has no state yet
                 content["optimizer"]["state"] = {}
 
         ours, back = tmp_path / f"ours-{number}", tmp_path / f"back-{number}.pt"
@@ -144,9 +143,9 @@ def test_steps_that_float16_skipped_count_for_the_schedule_and_not_for_adam(save
         assert steps == ({updates} if updates else set())
 
 
-def test_nanogpt_goes_on_with_the_settings_that_its_optimizer_was_saved_with(saved, tmp_path):
+def test_import_settings_of_saved_optimizer(saved, tmp_path):
     def other_settings(content: dict) -> None:
-        content["config"].update(beta1=0.8, weight_decay=0.3)  # which nanoGPT ignores when it resumes
+        content["config"].update(beta1=0.8, weight_decay=0.3)  # nanoGPT ignores them when it resumes
         for group in content["optimizer"]["param_groups"]:
             group.update(betas=(0.7, 0.96), eps=1e-6)
 
@@ -154,7 +153,7 @@ def test_nanogpt_goes_on_with_the_settings_that_its_optimizer_was_saved_with(sav
     assert (found.beta1, found.beta2, found.eps, found.weight_decay) == (0.7, 0.96, 1e-6, 0.1)
 
 
-def test_an_experiment_gives_precision_and_data_and_without_one_the_file_does(saved, tmp_path):
+def test_import_precedence_of_settings(saved, tmp_path):
     import_checkpoint(saved, tmp_path / "alone")
     found = CheckpointReader(tmp_path / "alone").description
     assert (found.experiment.data.source, found.experiment.model) == ("data/shakespeare_char", MODEL)
@@ -170,7 +169,7 @@ def test_an_experiment_gives_precision_and_data_and_without_one_the_file_does(sa
     assert (found.experiment.precision.dtype, found.experiment.data.source) == ("float64", "synthetic")
     assert (found.step, found.updates, found.validation_loss) == (10, UPDATES, UNSET)
     assert (found.experiment.optimizer.momentum, found.experiment.model.bias) == (0, True)
-    import_checkpoint(saved, tmp_path / "data", BASE)  # it names data alone
+    import_checkpoint(saved, tmp_path / "data", BASE)  # `base` gives only the data
     said = CheckpointReader(tmp_path / "data").description.experiment
     assert (said.precision.dtype, said.data.source) == ("float16", "synthetic")
     assert CheckpointReader(tmp_path / "given").read("m", "norm.scale").dtype == np.float64
@@ -179,31 +178,33 @@ def test_an_experiment_gives_precision_and_data_and_without_one_the_file_does(sa
         assert torch.load(tmp_path / "back.pt", weights_only=True)["best_val_loss"] == best
 
 
-def test_what_a_ckpt_cannot_say_is_not_exported(tmp_path):
-    cases = (
-        ({"model": {"activation": "gelu_tanh"}}, "model.activation = gelu_tanh, and nanoGPT has gelu"),
-        ({"model": {"activation": "relu_squared"}}, "model.activation = relu_squared: GPT-2 has no word"),
-        ({"model": {"position": "rope"}}, "model.position = rope: GPT-2 has no word for it"),
-        ({"model": {"norm": "rmsnorm"}}, "model.norm = rmsnorm: GPT-2 has no word for it"),
-        ({"model": {"n_kv_head": 1}}, "model.n_kv_head = 1: GPT-2 has no word for it"),
-        ({"model": {"norm_eps": 1e-3}}, "model.norm_eps = 0.001, and nanoGPT has 1e-05 alone"),
-        ({"optimizer": {"decay": "all"}}, "optimizer.decay = all, and nanoGPT has matrices alone"),
-        ({"optimizer": {"name": "sgd"}}, "name = sgd, and nanoGPT has adamw alone"),
-    )
-    for number, (changes, says) in enumerate(cases):
-        given = write_random(tmp_path / str(number), edited(BASE, changes))
-        with pytest.raises(ExperimentError, match=re.escape(says)):
-            export_checkpoint(given, tmp_path / "back.pt")
+NOT_IN_NANOGPT = (
+    ({"model": {"activation": "gelu_tanh"}}, "model.activation = gelu_tanh, and nanoGPT has gelu"),
+    ({"model": {"activation": "relu_squared"}}, "model.activation = relu_squared: GPT-2 has no word"),
+    ({"model": {"position": "rope"}}, "model.position = rope: GPT-2 has no word for it"),
+    ({"model": {"norm": "rmsnorm"}}, "model.norm = rmsnorm: GPT-2 has no word for it"),
+    ({"model": {"n_kv_head": 1}}, "model.n_kv_head = 1: GPT-2 has no word for it"),
+    ({"model": {"norm_eps": 1e-3}}, "model.norm_eps = 0.001, and nanoGPT has 1e-05 alone"),
+    ({"optimizer": {"decay": "all"}}, "optimizer.decay = all, and nanoGPT has matrices alone"),
+    ({"optimizer": {"name": "sgd"}}, "name = sgd, and nanoGPT has adamw alone"),
+)
+
+
+@pytest.mark.parametrize(("changes", "message"), NOT_IN_NANOGPT)
+def test_export_rejects_other_models(tmp_path, changes, message):
+    given = write_random(tmp_path, edited(BASE, changes))
+    with pytest.raises(ExperimentError, match=re.escape(message)):
+        export_checkpoint(given, tmp_path / "back.pt")
     assert not (tmp_path / "back.pt").exists()
 
 
 def first_group(saved: dict) -> dict:
-    """What the optimizer notes of the parameters that decay."""
+    """The optimizer's group of parameters that decay."""
     return saved["optimizer"]["param_groups"][0]
 
 
 def exchange(saved: dict) -> None:
-    """Two moments of as many elements, as where parameters were in another order."""
+    """Exchange two moments of one size, as if the parameters were in another order."""
     state = saved["optimizer"]["state"]
     state[4], state[5] = state[5], state[4]
 
@@ -220,7 +221,7 @@ SPOILED = (
 )
 
 
-def test_what_does_not_fit_is_refused_and_nothing_is_left(saved, tmp_path):
+def test_import_rejects_damaged_file(saved, tmp_path):
     for spoil, says in SPOILED:
         content = torch.load(saved, weights_only=True)
         spoil(content)
@@ -234,7 +235,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_left(saved, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"ckpt.pt", "spoiled.pt"}
 
 
-def test_settings_go_there_and_back():
+def test_settings_round_trip():
     experiment = load("baby-gpt")
     base = Experiment(data=experiment.data, train=Train(seed=1337))
     found = experiment_of({**settings_of(experiment), "wandb_log": True}, base=base)

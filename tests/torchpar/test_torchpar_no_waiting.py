@@ -1,7 +1,7 @@
 """A step of torch-manual waits for each collective that it begins, and never for a value of a device.
 
-On four gloo ranks. The dispatcher sees a value on its way to Python, for which the host would wait on a GPU,
-or a shape that depends on one.
+On four gloo ranks. A dispatch mode finds values that Python reads, for which the host would wait on a GPU,
+and shapes that depend on values.
 """
 
 from collections import Counter
@@ -34,22 +34,22 @@ LAYOUTS = [
 
 
 class Waits(TorchDispatchMode):
-    """Counts operations for which a host waits."""
+    """Counts operations for which the host waits."""
 
     def __init__(self):
         super().__init__()
-        self.seen: Counter[str] = Counter()
+        self.found: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
-        # With a mask for an index the shape of the result depends on values.
+        # A mask as an index: the shape of the result depends on values.
         masks = func is _aten.index.Tensor and any(t is not None and t.dtype == torch.bool for t in args[1])
-        self.seen[str(func)] += func in WAITING or masks
+        self.found[str(func)] += func in WAITING or masks
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def under_way() -> Generator[list[str]]:
-    """The collectives that begin inside, by method, until somebody waits for them."""
+def unfinished_collectives() -> Generator[list[str]]:
+    """The collectives that have begun inside, by method, without those that were waited for."""
     begun: list[str] = []
 
     def watched(name: str, start):
@@ -72,30 +72,30 @@ def under_way() -> Generator[list[str]]:
         yield begun
 
 
-def step(parallel: Engine, experiment: Experiment, number: int, *, waits: bool = False) -> None:
+def step(engine: Engine, experiment: Experiment, number: int, *, waits: bool = False) -> None:
     ids = torch.arange(4 * 16).view(1, 4, 16) % experiment.model.vocab_size
-    if parallel.run_pipeline:
-        parallel.run_pipeline(RankBatch(ids, ids), nullcontext)
+    if engine.run_pipeline:
+        engine.run_pipeline(RankBatch(ids, ids), nullcontext)
     else:
-        parallel.module(ids[0], ids[0])[1].backward()
-    parallel.finish_gradients()
-    norm = update(parallel, experiment.optimizer, number)
+        engine.module(ids[0], ids[0])[1].backward()
+    engine.finish_gradients()
+    norm = update(engine, experiment.optimizer, number)
     assert not waits or norm.isfinite()
 
 
 @on_ranks
-def test_no_step_waits_for_a_value(rank: int) -> None:
+def test_step_waits_for_no_value(rank: int) -> None:
     model = Model(n_layer=4, n_embd=32, block_size=16, vocab_size=64)
     for layout in LAYOUTS:
         experiment = Experiment(model=model, layout=layout)
         torch.manual_seed(0)
-        parallel, _ = make_parallel(make_engine, layout, rank, experiment, GPT(experiment.model))
-        with under_way() as begun:  # the first step, which tries the optimizer
-            step(parallel, experiment, 0)
+        engine, _ = make_parallel(make_engine, layout, rank, experiment, GPT(experiment.model))
+        with unfinished_collectives() as begun:  # the first step makes the optimizer's state
+            step(engine, experiment, 0)
         assert not begun, (layout, begun)
         with Waits() as waits:
-            step(parallel, experiment, 1)
-        assert not +waits.seen, (layout, +waits.seen)
+            step(engine, experiment, 1)
+        assert not +waits.found, (layout, +waits.found)
         with waits:
-            step(parallel, experiment, 2, waits=True)
-        assert (+waits.seen).total() == 1, (layout, +waits.seen)  # its look at the norm is noticed
+            step(engine, experiment, 2, waits=True)
+        assert (+waits.found).total() == 1, (layout, +waits.found)  # reading the norm is found

@@ -1,4 +1,4 @@
-"""nanogpt-loop in this process: timed windows, threads on the record, and how it diverges."""
+"""nanogpt-loop in this process: timed windows, threads, and divergence."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def short(tiny: Experiment) -> Experiment:
     return replace(tiny, data=Data(source="synthetic"), train=Train(max_iters=TIMING.steps, batch_size=4))
 
 
-def test_a_timed_run_has_its_windows_and_its_threads(tmp_path, short):
+def test_nanogpt_loop_timed_windows(tmp_path, short):
     record = trained(tmp_path, short, "nanogpt-loop", timing=TIMING)
     assert [window.steps for window in record.manifest.windows] == [2, 2]
     assert all(window.wall_s > 0 and window.cpu_s > 0 for window in record.manifest.windows)
@@ -35,7 +35,7 @@ def test_a_timed_run_has_its_windows_and_its_threads(tmp_path, short):
     assert record.request.timing == TIMING
 
 
-def test_a_loop_that_diverges_names_a_weight(tmp_path, short):
+def test_nanogpt_loop_divergence(tmp_path, short):
     wild = replace(short, optimizer=Optimizer(learning_rate=1e300, decay_lr=False, grad_clip=0.0))
     with pytest.raises(DivergedError, match=r"the first weight that is not finite is that of \w+"):
         trained(tmp_path, wild, "nanogpt-loop")

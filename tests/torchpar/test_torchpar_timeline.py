@@ -1,4 +1,4 @@
-"""Profiled runs: spans in the order of the schedule, collectives as the ledger counts them."""
+"""Profiled runs: spans in the order of the schedule, collectives as in the ledger."""
 
 from collections import Counter
 from pathlib import Path
@@ -23,7 +23,7 @@ EXPERIMENT = Experiment(
 KINDS = {Kind.FORWARD: "forward"}
 
 
-def ran(folder: Path, engine: str, layout: Layout, **fields) -> Record:
+def run_engine(folder: Path, engine: str, layout: Layout, **fields) -> Record:
     request = Request(engine=engine, experiment=replace(EXPERIMENT, layout=layout), **fields)
     done = run_torchpar(folder, request)
     assert done.returncode == 0, done.stderr
@@ -34,9 +34,9 @@ def ran(folder: Path, engine: str, layout: Layout, **fields) -> Record:
     ("engine", "schedule"),
     [("torch-library", "1f1b"), ("torch-manual", "zero_bubble")],
 )
-def test_microbatches_come_in_the_order_of_the_schedule(engine, schedule, tmp_path):
+def test_timeline_follows_the_schedule(engine, schedule, tmp_path):
     layout = Layout(pp=2, schedule=schedule, microbatches=MICROBATCHES)
-    record = ran(tmp_path / "run", engine, layout, profile=True)
+    record = run_engine(tmp_path / "run", engine, layout, profile=True)
     timeline = record.timeline
     assert timeline is not None
     assert (timeline.step, len(timeline.lanes)) == (3, 2)
@@ -50,7 +50,7 @@ def test_microbatches_come_in_the_order_of_the_schedule(engine, schedule, tmp_pa
         assert any(s.kind == "update" for s in timeline.lanes[rank].spans)
         assert {s.axis for s in timeline.lanes[rank].spans if s.kind == "communication"} == {"pp"}
     ends = {(lane.device, s.kind, s.microbatch): s for lane in timeline.lanes for s in lane.spans}
-    for microbatch in range(MICROBATCHES):  # one clock: no stage begins before the other has ended
+    for microbatch in range(MICROBATCHES):  # one clock: a stage begins after the stage before
         assert ends[0, "forward", microbatch].end_us <= ends[1, "forward", microbatch].begin_us
     begins = [s.begin_us for lane in timeline.lanes for s in lane.spans]
     assert min(begins) == 0
@@ -61,8 +61,8 @@ DDP, FSDP = Layout(dp_replicate=2, bucket_mb=0.05), Layout(dp_shard=2, zero=3)
 
 
 @pytest.mark.parametrize(("engine", "layout"), [("torch-manual", FSDP), ("torch-library", DDP)])
-def test_there_are_as_many_collectives_as_the_ledger_counts(engine, layout, tmp_path):
-    record = ran(tmp_path / "run", engine, layout, profile=True)
+def test_timeline_collectives_match_ledger(engine, layout, tmp_path):
+    record = run_engine(tmp_path / "run", engine, layout, profile=True)
     assert record.timeline is not None
     counted: Counter[tuple[str, str, str]] = Counter()
     for row in record.ledger.rows:

@@ -1,4 +1,4 @@
-"""A trace read into spans: traces made by hand, of a CPU rank and of a GPU."""
+"""Spans of handmade traces, of a CPU rank and of a GPU."""
 
 import msgspec
 
@@ -12,7 +12,7 @@ MARKS: dict[str, Span] = {}
 
 
 def mark(kind, name, **fields) -> str:
-    """The name of a range that stands for this span."""
+    """The name of a range that marks this span."""
     title = f"shardpair {len(MARKS)}"
     MARKS[title] = Span(kind=kind, name=name, begin_us=0.0, duration_us=0.0, **fields)
     return title
@@ -41,7 +41,7 @@ SUM = {"operation": "all_reduce", "axis": "dp_replicate", "purpose": "gradients"
 GRADIENTS = mark("communication", "all_reduce of gradients", **SUM)
 
 
-def test_compute_has_holes_where_the_rank_waits_and_a_collective_is_gloos():
+def test_trace_compute_without_waits():
     found = spans_of(
         event("c10d::allgather_", -20, -10),  # before the step: ranks meet
         STEP,
@@ -64,7 +64,7 @@ def test_compute_has_holes_where_the_rank_waits_and_a_collective_is_gloos():
     assert not found.problem
 
 
-def test_a_librarys_collectives_have_the_names_that_the_ledger_saw():
+def test_trace_names_library_collectives():
     calls = [Call("all_gather", "dp_shard", "parameters"), Call("reduce_scatter", "dp_shard", "gradients")]
     events = (
         STEP,
@@ -72,7 +72,7 @@ def test_a_librarys_collectives_have_the_names_that_the_ledger_saw():
         event("c10d::_allgather_base_", 10, 20),
         event("gloo:all_gather", 12, 40, "user_annotation"),
         event("c10d::_reduce_scatter_base_", 60, 70),
-        event("gloo:all_reduce", 62, 90, "user_annotation"),  # which gloo makes it of
+        event("gloo:all_reduce", 62, 90, "user_annotation"),  # gloo's reduce-scatter is an all-reduce
     )
     found = spans_of(*events, library_calls=calls)
     named = [(s.operation, s.axis, s.purpose) for s in found.spans if s.kind == "communication"]
@@ -86,13 +86,13 @@ def test_a_librarys_collectives_have_the_names_that_the_ledger_saw():
     assert "could not be told" in other.problem
 
 
-def test_a_collective_that_gloo_did_not_note_is_told():
+def test_trace_without_gloo_entry():
     found = spans_of(STEP, event(GRADIENTS, 200, 210, "user_annotation"), event("c10d::allreduce_", 202, 208))
     assert times(found.spans, "communication") == []
     assert "gloo noted other collectives than were called" in found.problem
 
 
-def test_ddp_waits_at_the_end_of_backward_where_no_mark_is():
+def test_trace_ddp_waits_after_backward():
     found = spans_of(
         STEP,
         event("DistributedDataParallel.forward", 10, 90, "user_annotation"),
@@ -106,7 +106,7 @@ def test_ddp_waits_at_the_end_of_backward_where_no_mark_is():
     assert times(found.spans, "communication") == [(172, 280)]
 
 
-def test_a_message_is_shown_while_its_rank_waits():
+def test_trace_message_while_waiting():
     found = spans_of(
         STEP,
         event("c10d::recv_", 10, 12),
@@ -120,7 +120,7 @@ def test_a_message_is_shown_while_its_rank_waits():
     assert {span.axis for span in found.spans if span.kind == "communication"} == {"pp"}
 
 
-def test_kernels_belong_to_the_phase_that_launched_them():
+def test_trace_kernels_have_launch_phase():
     found = spans_of(
         STEP,
         event(mark("forward", "forward"), 10, 50, "user_annotation"),

@@ -1,4 +1,4 @@
-"""The watcher of a step: which module runs in forward, in backward, and in a forward that runs again."""
+"""The watch over a step: the module that runs in forward, in backward, and in a recomputed forward."""
 
 import weakref
 
@@ -12,7 +12,7 @@ from torchpar.measure.watch import Sink, Watch
 
 
 class Inner(nn.Module):
-    """A layer, and one in it whose input is its output."""
+    """Two layers. The second takes the output of the first."""
 
     def __init__(self):
         super().__init__()
@@ -26,7 +26,7 @@ class Inner(nn.Module):
 
 
 class Two(nn.Module):
-    """Two layers, the first perhaps computed anew for backward."""
+    """Two layers. The first may be recomputed in backward."""
 
     def __init__(self, *, again: bool):
         super().__init__()
@@ -37,21 +37,21 @@ class Two(nn.Module):
         return self.second(y)
 
 
-class Noted(Sink):
+class Products(Sink):
     """The module of each matrix product and each tanh."""
 
     def __init__(self):
-        self.seen = []
+        self.found = []
 
     def operator(self, func, operands, result):
         name = func.overloadpacket.__name__
         if name in ("mm", "addmm", "tanh", "tanh_backward"):
-            self.seen.append((name, self.watch.module, self.watch.in_backward))
+            self.found.append((name, self.watch.module, self.watch.in_backward))
 
 
-def test_backward_is_told_of_the_modules_that_ran_forward():
-    noted, model = Noted(), Two(again=False)
-    with Watch(noted) as watch:
+def test_watch_modules_of_backward():
+    products, model = Products(), Two(again=False)
+    with Watch(products) as watch:
         model(torch.ones(4, 8)).sum().backward()
     assert watch.module == ""
     first, last, second = "Two.part.first", "Two.part.last", "Two.second"
@@ -62,19 +62,19 @@ def test_backward_is_told_of_the_modules_that_ran_forward():
         ("tanh_backward", last, True),
         ("mm", first, True),
     ]
-    assert noted.seen == forward + backward
+    assert products.found == forward + backward
 
 
-def test_what_backward_computes_anew_is_told_as_well():
-    noted, model = Noted(), Two(again=True)
-    with Watch(noted):
+def test_watch_recomputed_modules():
+    products, model = Products(), Two(again=True)
+    with Watch(products):
         model(torch.ones(4, 8)).sum().backward()
-    assert ("addmm", "Two.part.first", True) in noted.seen
-    assert noted.seen[-1] == ("mm", "Two.part.first", True)
+    assert ("addmm", "Two.part.first", True) in products.found
+    assert products.found[-1] == ("mm", "Two.part.first", True)
 
 
-def test_who_watches_keeps_no_tensor():
-    """PyTorch's ModuleTracker does: what is computed anew was then there until the end of the step."""
+def test_watch_keeps_no_tensor():
+    """PyTorch's ModuleTracker keeps recomputed tensors until the end of the step."""
     for again in (False, True):
         model = Two(again=again)
         with Watch(MemorySink({}, module=model), LedgerSink()):
