@@ -13,7 +13,6 @@ from typing import Any
 from compare.formats.nanogpt_settings import FIELDS, experiment_of
 from compare.formats.tokens import META, alphabet_size
 from compare.spec.experiment import Experiment, ExperimentError, edited, load, revalidate
-from compare.spec.experiment import layout_fields as toml_layout_fields
 from compare.system.disk import why_not_readable
 
 MAX_BYTES = 65_536
@@ -54,11 +53,6 @@ def is_config(name: str) -> bool:
 def load_experiment(name: str) -> Experiment:
     """An experiment: a name, a TOML file, or one of nanoGPT's config files. Raises ExperimentError."""
     return load_config(Path(name))[0] if is_config(name) else load(name)
-
-
-def layout_fields(name: str) -> frozenset[str]:
-    """The fields of the layout that an experiment's file gives; nanoGPT's have none. Raises as `load`."""
-    return frozenset() if is_config(name) else toml_layout_fields(name)
 
 
 def begins_with(name: str) -> str:

@@ -1,7 +1,4 @@
-"""Validation of field combinations; the message has both numbers.
-
-A single field's bounds are with its type (`compare.spec.sections`).
-"""
+"""Checks of field combinations. Bounds of single fields are part of their types (`compare.spec.sections`)."""
 
 from collections.abc import Iterator
 
@@ -9,14 +6,14 @@ from compare.spec.sections import Experiment, Layout, Model, Precision, Train
 
 LARGEST_FLOAT32 = 3.4028234663852886e38
 BITS = 16
-"""Random bits of an element, of which dropout makes its decision: a rate is a multiple of 2^-16."""
+"""Random bits of an element for dropout: a rate is a multiple of 2^-16."""
 LANES = 4
-"""Elements that share one counter: its 64 random bits are cut into so many parts."""
+"""Elements that share one counter, whose 64 random bits they split."""
 MAX_TASKS = 200_000  # of a pipeline's schedule: each is an object in a list
 
 
 class ExperimentError(ValueError):
-    """The experiment cannot work. The message is one line that names the key or file and what to do."""
+    """The experiment cannot work. The message is one line with the key or file and what to do."""
 
 
 def threshold(rate: float) -> int:
@@ -25,57 +22,51 @@ def threshold(rate: float) -> int:
 
 
 def check(experiment: Experiment) -> Experiment:
-    """Return the experiment if it can work. Raises ExperimentError with both numbers if it cannot."""
-    for objection in _objections(experiment):
-        raise ExperimentError(objection)
+    """Return the experiment if it can work. Raises ExperimentError, with the conflicting fields."""
+    model, train, layout = experiment.model, experiment.train, experiment.layout
+    for objections in (
+        check_model(model),
+        check_precision(experiment),
+        check_loss_chunks(model, train, layout),
+        check_experts(model, layout),
+        check_layout(model, train, layout),
+        check_context(model, train, layout),
+        check_pipeline(model, train, layout),
+    ):
+        for objection in objections:
+            raise ExperimentError(objection)
+    if not experiment.data.source:
+        raise ExperimentError("data.source is empty: give stdlib, synthetic, or a file or folder")
     return experiment
 
 
-def _objections(experiment: Experiment) -> Iterator[str]:
-    """Why an experiment cannot work; what follows the first one may make no sense."""
-    model, train, layout = experiment.model, experiment.train, experiment.layout
+def check_model(model: Model) -> Iterator[str]:
+    """Objections to heads and dropout."""
     if model.n_embd % model.n_head:
         heads = f"model.n_head = {model.n_head}"
         yield f"{heads} does not divide model.n_embd = {model.n_embd}: change one of them"
     if model.position == "rope" and model.n_embd // model.n_head % 2:
         yield (
-            f"model.position = rope turns pairs of features: model.n_head = {model.n_head} leaves an odd "
-            f"number of model.n_embd = {model.n_embd} to each head: change one of them"
+            f"model.position = rope rotates pairs of features, and model.n_head = {model.n_head} leaves an "
+            f"odd number of model.n_embd = {model.n_embd} to each head: change one of them"
         )
     if model.n_head % model.kv_heads:
         yield f"model.n_kv_head = {model.n_kv_head} does not divide model.n_head = {model.n_head}: change one"
-    if model.dropout:
-        yield from _to_dropout(model)
-    yield from _to_precision(experiment.precision)
-    if not experiment.data.source:
-        yield "data.source is empty: give stdlib, synthetic, or the name of a file or folder"
-    yield from _to_floats(experiment)
-    if layout.compile not in ("auto", "none") and experiment.precision.dtype == "float16":
-        yield (
-            f"layout.compile = {layout.compile} with precision.dtype = float16: the loss scale is a number "
-            "of the program, which would be traced anew whenever it moves: set layout.compile = none"
-        )
-    yield from _to_loss_chunks(model, train, layout)
-    yield from _to_experts(model, layout)
-    yield from _to_layout(model, train, layout)
-    yield from _to_context(model, train, layout)
-    yield from _to_pipeline(model, train, layout)
-
-
-def _to_dropout(model: Model) -> Iterator[str]:
-    if not 0 < threshold(model.dropout) < 2**BITS:
+    if model.dropout and not 0 < threshold(model.dropout) < 2**BITS:
         yield (
             f"model.dropout = {model.dropout} would drop nothing, or everything: it is rounded to a multiple "
             f"of 2^-{BITS}"
         )
-    if model.n_head * model.block_size * -(-model.block_size // LANES) > 2**32:
+    if model.dropout and model.n_head * model.block_size * -(-model.block_size // LANES) > 2**32:
         yield (
             f"model.dropout = {model.dropout} with model.n_head = {model.n_head} and model.block_size = "
             f"{model.block_size}: a sequence has more weights of attention than counters: lower one of them"
         )
 
 
-def _to_precision(precision: Precision) -> Iterator[str]:
+def check_precision(experiment: Experiment) -> Iterator[str]:
+    """Objections to loss scales, and to numbers that overflow in float32."""
+    precision, layout = experiment.precision, experiment.layout
     unscaled = Precision(dtype=precision.dtype, tf32=precision.tf32)
     if precision.dtype != "float16" and precision != unscaled:
         yield (
@@ -87,58 +78,94 @@ def _to_precision(precision: Precision) -> Iterator[str]:
             f"precision.min_loss_scale = {precision.min_loss_scale:g} is more than precision.loss_scale = "
             f"{precision.loss_scale:g}: change one of them"
         )
-
-
-def _to_floats(experiment: Experiment) -> Iterator[str]:
-    """Floats overflow in the engines, which compute in float32 unless told otherwise."""
-    if experiment.precision.dtype == "float64":
-        return
-    for section, fields in (("model", experiment.model), ("optimizer", experiment.optimizer)):
+    if layout.compile not in ("auto", "none") and precision.dtype == "float16":
+        yield (
+            f"layout.compile = {layout.compile} with precision.dtype = float16: the loss scale is a constant "
+            "of the compiled program, which would be traced again at each change: set layout.compile = none"
+        )
+    for section in ("model", "optimizer") if precision.dtype != "float64" else ():
+        fields = getattr(experiment, section)
         for key in fields.__struct_fields__:
             value = getattr(fields, key)
             if isinstance(value, float) and value > LARGEST_FLOAT32:
                 yield f"{section}.{key} = {value} is infinite in float32: the most is {LARGEST_FLOAT32:.4g}"
 
 
-def _to_loss_chunks(model: Model, train: Train, layout: Layout) -> Iterator[str]:
-    chunks = train.loss_chunks
-    if model.block_size % chunks:
+def check_loss_chunks(model: Model, train: Train, layout: Layout) -> Iterator[str]:
+    """Objections to logits in chunks."""
+    chunks = f"train.loss_chunks = {train.loss_chunks}"
+    if model.block_size % train.loss_chunks:
+        yield f"{chunks} does not divide model.block_size = {model.block_size}: change one"
+    if train.loss_chunks == 1:
+        return
+    if layout.pp > 1:
         yield (
-            f"train.loss_chunks = {chunks} does not divide model.block_size = {model.block_size}: change one"
+            f"{chunks} with layout.pp = {layout.pp}: a pipeline has the logits of one microbatch at a time: "
+            f"raise layout.microbatches instead"
         )
-    if chunks > 1 and layout.pp > 1:
+    if layout.sequence_parallel:
         yield (
-            f"train.loss_chunks = {chunks} with layout.pp = {layout.pp}: a pipeline has the logits of one "
-            f"microbatch at a time: raise layout.microbatches instead"
+            f"{chunks} with layout.sequence_parallel = true: each device has its own positions, and every "
+            f"chunk would be gathered from all devices: leave one of them out"
         )
-    if chunks > 1 and layout.sequence_parallel:
+    if layout.cp > 1:
         yield (
-            f"train.loss_chunks = {chunks} with layout.sequence_parallel = true: each device has positions "
-            f"of its own, and every part would be gathered from all: leave one of them out"
+            f"{chunks} with layout.cp = {layout.cp}: each device has logits of its own positions only: raise "
+            "layout.cp instead"
         )
 
 
-def _to_layout(model: Model, train: Train, layout: Layout) -> Iterator[str]:
+def check_experts(model: Model, layout: Layout) -> Iterator[str]:
+    """Objections to experts and expert parallelism."""
+    experts = model.n_experts
+    if layout.dp_shard % layout.ep:
+        yield (
+            f"layout.ep = {layout.ep} does not divide layout.dp_shard = {layout.dp_shard}, whose ranks split "
+            "the experts: change one of them"
+        )
+    if not experts:
+        if layout.ep > 1:
+            yield (
+                f"layout.ep = {layout.ep} with model.n_experts = 0: there are no experts to split: set "
+                "model.n_experts, or take the experiment experts"
+            )
+        return
+    if layout.compile not in ("auto", "none"):
+        yield (
+            f"layout.compile = {layout.compile} with model.n_experts = {experts}: the number of an expert's "
+            "tokens depends on the data, and a traced program has fixed sizes: set layout.compile = none"
+        )
+    if experts % layout.ep:
+        yield f"layout.ep = {layout.ep} does not divide model.n_experts = {experts}: change one of them"
+    if (chosen := model.experts_per_token) > experts:
+        yield f"model.experts_per_token = {chosen} is more than model.n_experts = {experts}: change one"
+    if layout.pp > 1:
+        yield (
+            f"layout.pp = {layout.pp} with model.n_experts = {experts}: the load-balance loss is of a whole "
+            "batch, and a pipeline has one microbatch at a time: leave one of them out"
+        )
+
+
+def check_layout(model: Model, train: Train, layout: Layout) -> Iterator[str]:
+    """Objections to data parallelism, ZeRO and tensor parallelism."""
     if train.batch_size % layout.data_parallel:
-        degrees = {
-            key: getattr(layout, key) for key in ("dp_replicate", "dp_shard") if getattr(layout, key) > 1
-        }
-        shares = " x ".join(f"layout.{key} = {degree}" for key, degree in degrees.items())
+        degrees = {key: getattr(layout, key) for key in ("dp_replicate", "dp_shard")}
+        shares = " x ".join(f"layout.{key} = {degree}" for key, degree in degrees.items() if degree > 1)
         yield f"train.batch_size = {train.batch_size} is not divisible by {shares}: change one of them"
     if layout.zero and layout.dp_shard == 1:
         yield (
-            f"layout.zero = {layout.zero} with layout.dp_shard = 1: there is nothing to split; set "
+            f"layout.zero = {layout.zero} with layout.dp_shard = 1: there is nothing to split: set "
             f"layout.dp_shard to 2 or more, or layout.zero to 0"
         )
     if layout.dp_shard > 1 and not layout.zero and layout.ep == 1:
         yield (
-            f"layout.dp_shard = {layout.dp_shard} with layout.zero = 0: say what is split: layout.zero = 1 "
-            f"(optimizer state), 2 (and gradients) or 3 (and parameters)"
+            f"layout.dp_shard = {layout.dp_shard} with layout.zero = 0: choose what is split: layout.zero = "
+            f"1 (optimizer state), 2 (and gradients) or 3 (and parameters)"
         )
     if not layout.reshard_after_forward and layout.zero != 3:
         yield (
             f"layout.reshard_after_forward = false with layout.zero = {layout.zero}: only zero = 3 gathers "
-            f"parameters; set layout.zero to 3"
+            f"parameters: set layout.zero to 3"
         )
     if model.n_head % layout.tp:
         yield f"layout.tp = {layout.tp} does not divide model.n_head = {model.n_head}: change one of them"
@@ -146,11 +173,11 @@ def _to_layout(model: Model, train: Train, layout: Layout) -> Iterator[str]:
         yield f"layout.tp = {layout.tp} does not divide model.n_kv_head = {model.n_kv_head}: change one"
     if model.vocab_size <= (layout.tp - 1) * -(-model.vocab_size // layout.tp):
         yield (
-            f"layout.tp = {layout.tp} leaves a rank nothing of model.vocab_size = {model.vocab_size}: lower "
-            f"layout.tp"
+            f"layout.tp = {layout.tp} leaves a rank without any of model.vocab_size = {model.vocab_size}: "
+            f"lower layout.tp"
         )
     if layout.sequence_parallel and layout.tp == 1:
-        yield "layout.sequence_parallel = true with layout.tp = 1: it splits what tp leaves; raise layout.tp"
+        yield "layout.sequence_parallel = true with layout.tp = 1: it splits over tp: raise layout.tp"
     if layout.sequence_parallel and model.block_size % layout.tp:
         yield (
             f"layout.sequence_parallel = true: layout.tp = {layout.tp} does not divide model.block_size = "
@@ -158,14 +185,15 @@ def _to_layout(model: Model, train: Train, layout: Layout) -> Iterator[str]:
         )
 
 
-def _to_context(model: Model, train: Train, layout: Layout) -> Iterator[str]:
+def check_context(model: Model, train: Train, layout: Layout) -> Iterator[str]:
+    """Objections to context parallelism."""
     cp, tp = layout.cp, layout.tp
     if layout.zigzag and cp == 1:
-        yield "layout.zigzag = true with layout.cp = 1: there is nothing to balance; raise layout.cp"
+        yield "layout.zigzag = true with layout.cp = 1: there is nothing to balance: raise layout.cp"
     if layout.zigzag and layout.context == "ulysses":
         yield (
-            "layout.zigzag = true with layout.context = ulysses: each device attends to whole sequences, so "
-            "that all have as much to do: leave layout.zigzag out"
+            "layout.zigzag = true with layout.context = ulysses: each device attends to whole sequences, "
+            "which is balanced: leave layout.zigzag out"
         )
     parts = cp * (2 if layout.zigzag else 1) * (tp if layout.sequence_parallel else 1)
     if cp > 1 and model.block_size % parts:
@@ -186,48 +214,15 @@ def _to_context(model: Model, train: Train, layout: Layout) -> Iterator[str]:
             f"model.dropout = {model.dropout} with layout.context = ring: dropout is of whole rows of "
             "attention's weights, and a ring has parts of them: use allgather or ulysses"
         )
-    if cp > 1 and train.loss_chunks > 1:
-        yield (
-            f"train.loss_chunks = {train.loss_chunks} with layout.cp = {cp}: each device has logits of its "
-            "own positions alone: raise layout.cp instead"
-        )
 
 
-def _to_experts(model: Model, layout: Layout) -> Iterator[str]:
-    if layout.dp_shard % layout.ep:
-        yield (
-            f"layout.ep = {layout.ep} does not divide layout.dp_shard = {layout.dp_shard}, whose ranks share "
-            "out the experts: change one of them"
-        )
-    if not (experts := model.n_experts):
-        if layout.ep > 1:
-            yield (
-                f"layout.ep = {layout.ep} with model.n_experts = 0: there are no experts to share out; set "
-                "model.n_experts, or take the experiment experts"
-            )
-        return
-    if layout.compile not in ("auto", "none"):
-        yield (
-            f"layout.compile = {layout.compile} with model.n_experts = {experts}: how many tokens an expert "
-            "has is data, and a traced program has sizes: set layout.compile = none"
-        )
-    if experts % layout.ep:
-        yield f"layout.ep = {layout.ep} does not divide model.n_experts = {experts}: change one of them"
-    if (chosen := model.experts_per_token) > experts:
-        yield f"model.experts_per_token = {chosen} is more than model.n_experts = {experts}: change one"
-    if layout.pp > 1:
-        yield (
-            f"layout.pp = {layout.pp} with model.n_experts = {experts}: the load-balance loss is of a "
-            "whole batch, and a pipeline has one microbatch after the other: leave one of them out"
-        )
-
-
-def _to_pipeline(model: Model, train: Train, layout: Layout) -> Iterator[str]:
+def check_pipeline(model: Model, train: Train, layout: Layout) -> Iterator[str]:
+    """Objections to schedules, stages and microbatches."""
     if layout.pp == 1:
         for key in ("chunks", "microbatches"):
             if getattr(layout, key) > 1:
                 yield (
-                    f"layout.{key} = {getattr(layout, key)} with layout.pp = 1: there is no pipeline; raise "
+                    f"layout.{key} = {getattr(layout, key)} with layout.pp = 1: there is no pipeline: raise "
                     f"layout.pp, or accumulate with train.gradient_accumulation_steps"
                 )
         return

@@ -1,8 +1,4 @@
-"""One experiment: reading it, and refusing what cannot work before any process starts.
-
-The file format is TOML, one table per section (`compare.spec.sections`). Reading is strict: an unknown
-key or a wrong type is an error that names the key.
-"""
+"""Experiments in TOML: one table per section (`compare.spec.sections`). Unknown keys are errors."""
 
 import math
 from collections.abc import Mapping
@@ -25,76 +21,49 @@ from compare.spec.sections import (
 from compare.system.disk import why_not_readable
 
 __all__ = ["Checkpoints", "Data", "Layout", "Model", "Optimizer", "Precision", "Train"]
-"""Read from here, beside what stands below."""
+"""Names of `compare.spec.sections` that are imported from here."""
 
 MAX_CPU_DEVICES = 64  # virtual devices share the cores; past this a run only measures the scheduler
 MAX_FILE_BYTES = 16_384  # Python's TOML reader takes minutes for 100 kB of dots
 
 
 def named_experiments() -> dict[str, Path]:
-    """The experiments that ship with the package, by name."""
+    """Files of the experiments that ship with the package, by name."""
     folder = Path(__file__).parent.parent / "experiments"
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
 def load(name_or_path: str) -> Experiment:
-    """Read an experiment: the name of one that ships with the package, or a TOML file.
-
-    Raises ExperimentError: no such name or file, or no experiment in it.
-    """
-    return parse(_read(name_or_path), origin=name_or_path)
-
-
-def layout_fields(name_or_path: str) -> frozenset[str]:
-    """The fields of the layout that an experiment's file gives, whatever their values. Raises as `load`."""
-    load(name_or_path)  # says what is wrong with a file that is none
-    return frozenset(tables_in(_read(name_or_path), origin=name_or_path).get("layout", {}))
-
-
-def _read(name_or_path: str) -> bytes:
-    """An experiment's file, as far as one may go. Raises ExperimentError if there is none."""
+    """Read an experiment: a name that ships with the package, or a TOML file. Raises ExperimentError."""
     known = named_experiments()
     path = known.get(name_or_path, Path(name_or_path))
     if wrong := why_not_readable(path):
         wrong = ": no such file or named experiment" if wrong == "does not exist" else f" {wrong}"
         raise ExperimentError(f"{name_or_path}{wrong} (named: {', '.join(known)})")
-    return beginning(path)
-
-
-def beginning(path: Path) -> bytes:
-    """A file, as far as `tables_in` reads it."""
     with path.open("rb") as file:
-        return file.read(MAX_FILE_BYTES + 1)
-
-
-def tables_in(text: str | bytes, *, origin: str) -> dict[str, Any]:
-    """The fields of TOML text (bytes: UTF-8). Raises ExperimentError, whose message begins with `origin`."""
-    if len(text) > MAX_FILE_BYTES:
-        raise ExperimentError(f"{origin}: longer than {MAX_FILE_BYTES} bytes: data goes to --data.source")
-    try:
-        return msgspec.toml.decode(text)
-    except (msgspec.DecodeError, ValueError) as error:  # ValueError: not UTF-8, a number of 5000 digits
-        raise ExperimentError(f"{origin}: {one_line(error)}") from None
-    except RecursionError:
-        raise ExperimentError(f"{origin}: nested too deeply: it has tables of fields") from None
+        return parse(file.read(MAX_FILE_BYTES + 1), origin=name_or_path)
 
 
 def parse(text: str | bytes, *, origin: str = "experiment") -> Experiment:
-    """Read an experiment from TOML text. Raises ExperimentError, whose message begins with `origin`."""
-    fields = tables_in(text, origin=origin)
+    """Read an experiment from TOML text (bytes: UTF-8). Raises ExperimentError, which begins with
+    `origin`."""
+    if len(text) > MAX_FILE_BYTES:
+        raise ExperimentError(f"{origin}: longer than {MAX_FILE_BYTES} bytes: data goes to --data.source")
     try:
-        return checked(fields)
-    except ExperimentError as error:
-        raise ExperimentError(f"{origin}: {error}") from None
+        return checked(msgspec.toml.decode(text))
+    except RecursionError:
+        raise ExperimentError(f"{origin}: nested too deeply: it has tables of fields") from None
+    except ValueError as error:  # malformed TOML, not UTF-8, or an ExperimentError
+        raise ExperimentError(f"{origin}: {one_line(error)}") from None
 
 
 def revalidate(experiment: Experiment) -> Experiment:
-    """Apply the bounds on types again and `check`: for a spec that was built or edited in Python."""
+    """Check an experiment that was built or edited in Python. Raises ExperimentError."""
     return checked(msgspec.to_builtins(experiment))
 
 
 def checked(fields: Any) -> Experiment:
-    """An experiment from its tables of fields. Raises ExperimentError, which names the key and its value."""
+    """The experiment of these tables of fields. Raises ExperimentError, with the key and its value."""
     for section, table in fields.items():
         for key, value in table.items() if isinstance(table, dict) else ():
             if isinstance(value, float) and not math.isfinite(value):
@@ -106,7 +75,7 @@ def checked(fields: Any) -> Experiment:
 
 
 def edited(experiment: Experiment, edits: Mapping[str, Mapping[str, object]]) -> Experiment:
-    """The experiment with other values in some fields, unchecked: `{"train": {"max_iters": 2}}`."""
+    """The unchecked experiment with these values: `{"train": {"max_iters": 2}}`."""
     sections = {
         section: msgspec.structs.replace(getattr(experiment, section), **fields)
         for section, fields in edits.items()
@@ -115,10 +84,10 @@ def edited(experiment: Experiment, edits: Mapping[str, Mapping[str, object]]) ->
 
 
 def to_toml(experiment: Experiment) -> str:
-    """The resolved spec as TOML text, every field spelled out."""
+    """The experiment as TOML text with all fields."""
     return msgspec.toml.encode(experiment).decode()
 
 
 def one_line(error: BaseException) -> str:
-    """msgspec's message with its `$.model.n_layer` path as we write keys: `model.n_layer`."""
+    """The message in one line, with msgspec's `$.model.n_layer` as `model.n_layer`."""
     return " ".join(str(error).split()).replace("`$.", "`").replace("- at `$`", "at the top level")
