@@ -78,8 +78,8 @@ def require_devices(experiment: Experiment, platform: str, hosts: Hosts = HERE) 
 
     Raises ExperimentError with both numbers; EnvironmentMissing if there is no GPU for platform gpu.
     """
-    hosts = hosts.under(experiment.layout)
-    hosts.require(experiment.layout)
+    hosts = hosts.for_layout(experiment.layout)
+    hosts.require_layout(experiment.layout)
     needed = experiment.layout.devices // hosts.count
     if platform == "cpu" and needed > MAX_CPU_DEVICES:
         raise ExperimentError(
@@ -121,7 +121,7 @@ def launch(
         name=request.engine,
         layout=layout,
         pythons=pythons,
-        hosts=hosts.under(layout),
+        hosts=hosts.for_layout(layout),
         on_step=on_step,
         source=source,
     )

@@ -50,13 +50,13 @@ class Hosts(Struct, frozen=True, kw_only=True):
         """False if the engine is one command on this machine."""
         return self.count > 1 or self.launcher != "local"
 
-    def under(self, layout: Layout) -> "Hosts":
+    def for_layout(self, layout: Layout) -> "Hosts":
         """The hosts that a layout needs: a layout of one device runs on the first host."""
         if layout.devices > 1 or self.count == 1:
             return self
         return replace(self, count=1) if self.launcher == "slurm" else HERE
 
-    def require(self, layout: Layout) -> None:
+    def require_layout(self, layout: Layout) -> None:
         """Reject a layout whose devices do not divide by the hosts. Raises ExperimentError."""
         if layout.devices % self.count:
             raise ExperimentError(
@@ -82,7 +82,7 @@ class Hosts(Struct, frozen=True, kw_only=True):
 
         The interpreter is at the same path on all hosts. Devices are numbered host after host.
         """
-        self.require(layout)
+        self.require_layout(layout)
         run = ["-m", side.name, *options, str(folder.absolute())]
         here = [python, *run, "--exit-with-stdin"]
         if not self.several:

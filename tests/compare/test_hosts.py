@@ -73,9 +73,9 @@ def test_host_flags_are_rejected(launcher, count, options, srun, environment, me
     "hosts", [Hosts(count=2), Hosts(launcher="torchrun", count=2, slots={"head": 1, "other": 1})]
 )
 def test_one_device_runs_on_one_host(hosts):
-    assert hosts.under(Layout()) == HERE
-    assert hosts.under(FOUR) == hosts
-    assert SLURM.under(Layout()) == replace(SLURM, count=1)
+    assert hosts.for_layout(Layout()) == HERE
+    assert hosts.for_layout(FOUR) == hosts
+    assert SLURM.for_layout(Layout()) == replace(SLURM, count=1)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_one_device_runs_on_one_host(hosts):
 )
 def test_layout_must_fit_the_hosts(hosts, message):
     with pytest.raises(ExperimentError, match=message):
-        hosts.require(FOUR)
+        hosts.require_layout(FOUR)
 
 
 HOSTFILE = "# two hosts\nhead slots=2\n\nother slots=2  # as many\n"
