@@ -1,9 +1,9 @@
-"""Dropout by counters, as `compare.numerics.dropout` defines it.
+"""Dropout whose mask depends only on keys and positions, as `compare.numerics.dropout` defines it.
 
-PyTorch has no arithmetic of unsigned words: they are int32, whose sums wrap around just so, and whose shifts
-to the right are cleared of the sign that they bring in.
+PyTorch has no unsigned 32-bit arithmetic, so words are int32. Sums wrap around in the same way. A shift to
+the right copies the sign, so the copied bits are cleared.
 
-Legend: B sequences, 2 the words of a key; G groups of four in the last dim.
+B sequences, 2 words of a key, R rows of a mask.
 """
 
 import math
@@ -28,34 +28,34 @@ HALF = 2**BITS - 1
 
 
 class Dropout(nn.Module):
-    """Dropout at one place of the model, in a layer, counted from 1, or `OUTSIDE`."""
+    """Dropout at one site of the model, in a layer counted from 1, or `OUTSIDE` of the layers.
+
+    A mask has a row for each position, and of attention weights for each head and position. `positions` sets
+    which rows are here.
+
+    Attributes:
+        rank: this rank's index among those that have an equal share of the rows.
+        rows: global row of each of all these ranks' rows, (R,). None: they are in order.
+        columns: global column of each column, (N,). None: they are in order.
+    """
 
     def __init__(self, rate: float, site: DropoutSite, layer: int = OUTSIDE):
         super().__init__()
         self.rate, self.site, self.number = rate, site, site_number(layer, site)
-        self.part = 0  # number of this rank's part among equal parts of the rows: see `split_rows`
-        # Where rows are cut by position: the numbers of those that tp has parts of, (R,), by default all; and
-        # the order of the places in a row, (N,). See `positions.take_positions`.
+        self.rank = 0
         self.rows: torch.Tensor | None = None
-        self.places: torch.Tensor | None = None
+        self.columns: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, keys_B2: torch.Tensor | None = None) -> torch.Tensor:
-        """x (B, ..., N) with some elements dropped and the others scaled; without keys x itself."""
+        """x (B, ..., N), with some elements zero and the others scaled up. Without keys x itself."""
         if keys_B2 is None:
             return x
         shape, count = tuple(x.shape[1:]), math.prod(x.shape[1:-1])
-        row_R = torch.arange(self.part * count, (self.part + 1) * count, device=x.device)
+        row_R = torch.arange(self.rank * count, (self.rank + 1) * count, device=x.device)
         row_R = row_R if self.rows is None else self.rows[row_R]
         kept = is_kept(keys_B2, self.number, shape, rate=self.rate, row_R=row_R)
-        kept = kept if self.places is None else kept[..., self.places]
+        kept = kept if self.columns is None else kept[..., self.columns]
         return torch.where(kept, x * kept_scale(self.rate), 0.0)
-
-
-def split_rows(model: nn.Module, part: int, *, sequence_parallel: bool) -> None:
-    """Say which rows a rank has that tensor parallelism gives some of the heads, or of the positions."""
-    for module in model.modules():
-        if isinstance(module, Dropout) and (module.site == DropoutSite.ATTENTION or sequence_parallel):
-            module.part = part
 
 
 @torch.no_grad()
@@ -64,8 +64,8 @@ def is_kept(
 ) -> torch.Tensor:
     """Mask of the kept elements of a site, by its number: bool (B, *shape).
 
-    The shape is of a sequence's elements that are here. Rows are all dims but the last: `row_R` are their
-    numbers in the whole sequence.
+    `shape` is that of one sequence's elements on this rank. All dims but the last are rows, and `row_R` are
+    their global numbers.
     """
     groups = -(-shape[-1] // LANES)
     numbers = (row_R[:, None] * groups + torch.arange(groups, device=row_R.device)).flatten()
@@ -79,7 +79,10 @@ def is_kept(
 def threefry(
     key: tuple[torch.Tensor, torch.Tensor], first: torch.Tensor, second: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Threefry-2x32 of each pair of counter words: int32 of any shapes, broadcast against each other."""
+    """Threefry-2x32 of each pair of counter words, int32 of any shapes that broadcast.
+
+    Source: Salmon et al., Parallel random numbers (SC 2011).
+    """
     keys = [*key, key[0] ^ key[1] ^ _signed(PARITY)]
     x, y = torch.broadcast_tensors(first + keys[0], second + keys[1])
     x, y = x.clone(), y.clone()
@@ -94,5 +97,5 @@ def threefry(
 
 
 def _signed(word: int) -> int:
-    """The int32 with the bits of an unsigned word."""
+    """The int32 that has the bits of an unsigned word."""
     return word - 2**32 if word >= 2**31 else word

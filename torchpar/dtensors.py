@@ -1,13 +1,7 @@
-"""DTensors: PyTorch's DeviceMesh over the process groups of our mesh, and tensors whole again.
-
-The fused q, k, v is one (3 C, C) weight, and a cut of its rows would part q from v. They are reordered once,
-so that each rank's contiguous part has the q, k and v of its own heads. Whole tensors are put back in order.
-Groups of queries (GQA) have their k and v behind them: their rows are in this order.
-"""
+"""DTensors: a DeviceMesh over the process groups of our mesh, and engines whose parameters are DTensors."""
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,20 +15,20 @@ from compare.spec.axes import AXES, DP_SHARD, EP, SHARDS, TP, parts_of
 from torchpar.comm.collectives import Axis, chunk_slices
 from torchpar.comm.mesh import Mesh
 from torchpar.engine import Engine
-from torchpar.model import GPT, CausalSelfAttention
+from torchpar.qkv_order import FUSED, qkv_parts, unpermute_qkv
 from torchpar.sharding import Parameters, Sharding, TensorsByName
 
 Placements = tuple[Placement, ...]
 
 
 def make_device_mesh(mesh: Mesh, names: Sequence[str]) -> DeviceMesh:
-    """A mesh of some axes, or of several as one, to be cut by name: `devices[TP]`; others have one rank."""
+    """A DeviceMesh of these axes, single or joined, in this order. All other axes have one rank."""
     axes = [mesh[name] for name in names]
-    # An axis of one rank has no group, but a DeviceMesh wants one.
+    # An axis of one rank has no group, but a DeviceMesh requires one.
     alone = dist.new_group([mesh.world.rank], use_local_synchronization=True)
     assert isinstance(alone, dist.ProcessGroup)
     ranks = np.arange(mesh.world.size).reshape([mesh[name].size for name in AXES])
-    named = [part for name in names for part in parts_of(name)]
+    named = [single for name in names for single in parts_of(name)]
     order = [AXES.index(name) for name in (*named, *(name for name in AXES if name not in named))]
     return DeviceMesh.from_group(
         [axis.group or alone for axis in axes],
@@ -51,68 +45,67 @@ def axis_names(devices: DeviceMesh) -> tuple[str, ...]:
     return names
 
 
-def local_part(
-    part: torch.Tensor, devices: DeviceMesh, placements: Placements, *, of: torch.Tensor | None = None
+def from_local(
+    tensor: torch.Tensor, devices: DeviceMesh, placements: Placements, *, like: torch.Tensor | None = None
 ) -> DTensor:
-    """The DTensor of which each rank has this part; parts may be uneven if it is known what they are `of`."""
-    whole: dict[str, Any] = {} if of is None else {"shape": of.shape, "stride": of.stride()}
-    return DTensor.from_local(part, devices, placements, run_check=False, **whole)
+    """The DTensor of which each rank has this local tensor. Uneven shards need `like`, of the full shape."""
+    full: dict[str, Any] = {} if like is None else {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(tensor, devices, placements, run_check=False, **full)
 
 
-def own_part(weight: DTensor) -> torch.Tensor:
-    """A rank's part of a weight that it multiplies by; of a whole one's gradient it has a part of a sum."""
-    parts = [how if how.is_shard() else Partial() for how in weight.placements]
-    return weight.to_local(grad_placements=parts)
+def local_weight(weight: DTensor) -> torch.Tensor:
+    """The local shard of a weight. The gradient of a replicated weight is a partial sum."""
+    placements = [placement if placement.is_shard() else Partial() for placement in weight.placements]
+    return weight.to_local(grad_placements=placements)
 
 
 def axes_of(tensor: torch.Tensor, mesh: Mesh) -> tuple[Axis, ...]:
-    """The axes over which a DTensor, any shape, is split; none of any other tensor."""
+    """The axes over which a DTensor, any shape, is sharded; none for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return ()
     named = zip(axis_names(tensor.device_mesh), tensor.placements, strict=True)
-    # Not is_shard: what two axes split along one dim is a placement of its own kind.
-    cut = [name for name, how in named if not how.is_replicate()]
-    return tuple(axis for axis in mesh.axes.values() if axis.name in cut and axis.size > 1)
+    # Not `is_shard`: where two axes shard one dim, PyTorch has another class of placement.
+    sharded = [name for name, placement in named if not placement.is_replicate()]
+    return tuple(axis for axis in mesh.axes.values() if axis.name in sharded and axis.size > 1)
 
 
 def elements_of(tensor: torch.Tensor, mesh: Mesh) -> slice | None:
-    """Elements of its flattened part along tp, (numel,), that ZeRO leaves this rank; None for all."""
+    """The slice of this rank's flat tp shard that ZeRO assigns to it. None: all of it."""
     axes = axes_of(tensor, mesh)
-    # Of experts, (E, ..), ep has its part, and leaves dp_shard to ZeRO.
+    # ep shards experts, (E, ...), and ZeRO only over dp_shard.
     shards = mesh[DP_SHARD] if tensor.ndim > 2 and mesh[EP].size > 1 else mesh.joined(*SHARDS)
     if shards not in axes:
         return None
     assert isinstance(tensor, DTensor)
     rows, row = tensor.shape[0], math.prod(tensor.to_local().shape[1:])
     if mesh[TP] in axes and tensor.placements[axis_names(tensor.device_mesh).index(TP)].is_shard(0):
-        own = chunk_slices(rows, mesh[TP].size)[mesh[TP].rank]
-        rows = own.stop - own.start
-    own = chunk_slices(rows, shards.size)[shards.rank]
-    return slice(own.start * row, own.stop * row)
+        by_tp = chunk_slices(rows, mesh[TP].size)[mesh[TP].rank]
+        rows = by_tp.stop - by_tp.start
+    by_zero = chunk_slices(rows, shards.size)[shards.rank]
+    return slice(by_zero.start * row, by_zero.stop * row)
 
 
 def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory on a device for a tensor of any shape, on the meta device; for the local part of a DTensor."""
+    """Memory on a device for a tensor of the meta device, of any shape; of a DTensor for the local shard."""
     if not isinstance(tensor, DTensor):
         return torch.empty_like(tensor, device=device)
-    part = torch.empty_like(tensor.to_local(), device=device)
-    return local_part(part, tensor.device_mesh, tensor.placements, of=tensor)
+    shard = torch.empty_like(tensor.to_local(), device=device)
+    return from_local(shard, tensor.device_mesh, tensor.placements, like=tensor)
 
 
-def of_dtensors(
+def engine_of_dtensors(
     parameters: Parameters, mesh: Mesh, *, module: nn.Module, finish: Callable[[], None], **options: Any
 ) -> Engine:
-    """An engine over parameters as DTensors, which know the axes over which they are sharded.
+    """An engine whose parameters are DTensors.
 
     `finish` completes the gradients; the options are those of `Engine`.
     """
+    parts = qkv_parts(module)
 
-    def gather(pieces: TensorsByName) -> TensorsByName:
-        full = {name: piece.full_tensor() for name, piece in pieces.items() if isinstance(piece, DTensor)}
-        own = partial(in_order, ranks=mesh[TP].size, parts=parts)
-        return {n: own(tensor) if FUSED in n else tensor for n, tensor in full.items()}
+    def gather(shards: TensorsByName) -> TensorsByName:
+        full = {name: shard.full_tensor() for name, shard in shards.items() if isinstance(shard, DTensor)}
+        return {n: unpermute_qkv(t, mesh[TP].size, parts) if FUSED in n else t for n, t in full.items()}
 
-    parts = _parts(module)
     elements = {name: elements_of(parameter, mesh) for name, parameter in parameters.items()}
     return Engine(
         module=module,
@@ -127,34 +120,10 @@ def of_dtensors(
     )
 
 
-FUSED = ".attn.c_attn."
-
-
-@torch.no_grad()
-def deal_heads(model: GPT, ranks: int) -> None:
-    """Reorder the rows of each fused q, k, v: (q, k, v) by rank become rank by (q, k, v)."""
-    for block in model.blocks:
-        for parameter in block.get_submodule("attn.c_attn").parameters():
-            parameter.copy_(parameter[_head_order(len(parameter), ranks, _parts(model))])
-
-
-def in_order(tensor: torch.Tensor, ranks: int, parts: int) -> torch.Tensor:
-    """The inverse of `deal_heads`, of a whole weight, bias, gradient or moment."""
-    return tensor[_head_order(len(tensor), ranks, parts).argsort()]
-
-
-def _parts(model: nn.Module) -> int:
-    return next(m.qkv_parts for m in model.modules() if isinstance(m, CausalSelfAttention))
-
-
-def _head_order(rows: int, ranks: int, parts: int) -> torch.Tensor:
-    return torch.arange(rows).view(parts, ranks, -1).transpose(0, 1).flatten()
-
-
 def dtensor_optimizer(
     params: list[dict], optimizer_cls: type[torch.optim.Optimizer], **kwargs
 ) -> torch.optim.Optimizer:
-    """The optimizer over DTensors, which know PyTorch's fused Adam but not its fused SGD (torch 2.13)."""
+    """An optimizer over DTensors: they support PyTorch's fused Adam, but not its fused SGD."""
     if optimizer_cls is torch.optim.SGD:
         kwargs |= {"fused": False, "foreach": True}
     return optimizer_cls(params, **kwargs)

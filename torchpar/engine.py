@@ -24,6 +24,7 @@ class Engine:
         parameters: the parameters that this rank updates, by nanoGPT's names: whole ones, or its shards.
         sharding: where the shards of the parameters are.
         no_sync: a context for forward and backward of every pass of a step but the last.
+        step_context: a context for the forwards and backwards of a step, and for an evaluation.
         run_pipeline: called instead of `module`, with a batch of all passes, a context for each forward, and
             the factor of the loss. Returns the mean loss; leaves gradients, if gradients are enabled.
         end_evaluation: called after the last forward without a backward.
@@ -37,6 +38,7 @@ class Engine:
     parameters: Parameters
     sharding: Sharding = Sharding()  # noqa: RUF009
     no_sync: Callable[[], AbstractContextManager] = nullcontext
+    step_context: Callable[[], AbstractContextManager] = nullcontext
     run_pipeline: Callable[..., torch.Tensor] | None = None
     end_evaluation: Callable[[], None] = lambda: None
     loss_mean_ranks: int = 1

@@ -1,7 +1,7 @@
-"""What a block has behind its attention: nanoGPT's MLP, or experts, among which a router chooses.
+"""The second half of a block: nanoGPT's MLP, or experts that a router chooses for each token.
 
-B batch, T position, S a choice, C embedding, M inner features, L layers, E experts, k of them for a token, N
-tokens of an expert.
+B batch, T position, C embedding, M inner features, L layers, E experts, k experts of a token, S rows: k for
+each token, N rows of one expert.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu_squared": lambda x: F.relu(x).square(),
 }
-Rows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From rows (S, C), sorted by expert, and how many each has (E,), to rows (S, C)."""
+ExpertsFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Rows (S, C), sorted by expert, and the number of rows of each expert (E,), to outputs (S, C)."""
 
 
 class MLP(nn.Module):
@@ -40,8 +40,8 @@ class MLP(nn.Module):
         return self.dropout(x_BTC, keys_B2)
 
 
-class Weight(nn.Module):
-    """A weight that its module's parent multiplies with: hooks say what of it is here."""
+class BareParameter(nn.Module):
+    """A weight that another module multiplies by. Engines shard it with hooks on this module."""
 
     def __init__(self, *shape: int):
         super().__init__()
@@ -52,7 +52,7 @@ class Weight(nn.Module):
 
 
 class Choice(nn.Module):
-    """Which experts compute a token: those of the k largest router logits, of equal ones the first."""
+    """The choice of the k experts with the largest router logits; of equal logits the first."""
 
     def __init__(self, config: Model):
         super().__init__()
@@ -61,35 +61,33 @@ class Choice(nn.Module):
     def forward(
         self, x_BTC: torch.Tensor, router_EC: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Weights of the chosen experts (B, T, k), a softmax over their logits; their numbers, int64
-        (B, T, k), in ascending order; and each expert's mean probability (E,), of a softmax over all."""
+        """Weights of the chosen experts (B, T, k), a softmax over their logits; their numbers in ascending
+        order, int64 (B, T, k); and each expert's mean probability (E,), from a softmax over all experts."""
         with torch.autocast(x_BTC.device.type, enabled=False):  # in 16 bits many logits would be equal
             logits_BTE = F.linear(x_BTC.to(router_EC.dtype), router_EC)
-        ranked_BTE = logits_BTE.sort(stable=True, descending=True).indices  # topk takes any of equal ones
+        ranked_BTE = logits_BTE.sort(stable=True, descending=True).indices  # topk does not order equal logits
         chosen_BTk = ranked_BTE[..., : self.experts_per_token].sort().values
         weights_BTk = logits_BTE.gather(-1, chosen_BTk).softmax(-1)
         return weights_BTk, chosen_BTk, logits_BTE.softmax(-1).mean((0, 1))
 
 
-class OwnExperts(nn.Module):
-    """Where rows of tokens are computed: here. A module of the same arguments may take its place, `mlp.core.
-    exchange`, which sends them to where their experts are, and back."""
+class LocalExperts(nn.Module):
+    """Computes rows on this device. Expert parallelism replaces it at `mlp.core.exchange`."""
 
-    def forward(self, compute: Rows, rows_SC: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """`compute` rows (S, C), of which the first counts_E[0] are for expert 0, and so on: (S, C)."""
+    def forward(
+        self, compute: ExpertsFunction, rows_SC: torch.Tensor, counts_E: torch.Tensor
+    ) -> torch.Tensor:
+        """Outputs (S, C) of rows (S, C) that are sorted by expert, counts_E[e] of them for expert e."""
         return compute(rows_SC, counts_E)
 
 
 class ExpertsCore(nn.Module):
-    """All tokens through the experts that were chosen for them, however many an expert gets: none is dropped.
-
-    Without parameters; it sorts tokens by expert, and adds up what comes back in the tokens' order.
-    """
+    """Sorts tokens by expert, computes them, and adds up the outputs of each token. No token is dropped."""
 
     def __init__(self, config: Model):
         super().__init__()
         self.activation = ACTIVATIONS[config.activation]
-        self.n_experts, self.exchange = config.n_experts, OwnExperts()
+        self.n_experts, self.exchange = config.n_experts, LocalExperts()
 
     def forward(
         self,
@@ -99,22 +97,22 @@ class ExpertsCore(nn.Module):
         up: nn.Module,
         down: nn.Module,
     ) -> torch.Tensor:
-        """From tokens (B, T, C) and what was chosen for them to (B, T, C), by weights that modules give."""
+        """Tokens (B, T, C) to (B, T, C), with the output of `Choice` and the modules of the weights."""
         expert_S = chosen_BTk.flatten()
         order_S = expert_S.argsort(stable=True)
         rows_SC, device = x_BTC.flatten(0, 1)[order_S // chosen_BTk.shape[-1]], x_BTC.device.type
-        if torch.is_autocast_enabled(device):  # as products take them, and not twice as large on their way
+        if torch.is_autocast_enabled(device):  # rows are sent in the dtype of the products
             rows_SC = rows_SC.to(torch.get_autocast_dtype(device))
         counts_E = expert_S.bincount(minlength=self.n_experts)
         y_SC = self.exchange(partial(self.compute, up(), down()), rows_SC, counts_E)
         y_BTkC = y_SC[order_S.argsort()].unflatten(0, chosen_BTk.shape)
-        # In the dtype of the products, as one MLP's under autocast.
+        # With autocast in the dtype of the products, as the output of an MLP.
         return (y_BTkC * weights_BTk.unsqueeze(-1)).sum(-2).to(y_SC.dtype)
 
     def compute(
         self, up_ECM: torch.Tensor, down_EMC: torch.Tensor, rows_SC: torch.Tensor, counts_E: torch.Tensor
     ) -> torch.Tensor:
-        """Two layers around an activation, of one expert after the other: how many rows it has is data."""
+        """The MLPs of the experts, one after the other, since their numbers of rows differ."""
         counts = counts_E.tolist()
         inner = [rows_NC @ up_CM for rows_NC, up_CM in zip(rows_SC.split(counts), up_ECM, strict=True)]
         inner_SM = self.activation(torch.cat(inner))
@@ -123,32 +121,37 @@ class ExpertsCore(nn.Module):
 
 
 class Experts(nn.Module):
-    """MLPs of which each token meets k, chosen by a router: what a block has in the place of one MLP."""
+    """MLPs of which a router chooses k for each token."""
 
     def __init__(self, config: Model, layer: int):
         super().__init__()
         inner = MLP_RATIO * config.n_embd
-        self.router = Weight(config.n_experts, config.n_embd)
-        self.c_fc = Weight(config.n_experts, config.n_embd, inner)
-        self.c_proj = Weight(config.n_experts, inner, config.n_embd)
+        self.router = BareParameter(config.n_experts, config.n_embd)
+        self.c_fc = BareParameter(config.n_experts, config.n_embd, inner)
+        self.c_proj = BareParameter(config.n_experts, inner, config.n_embd)
         self.choice, self.core = Choice(config), ExpertsCore(config)
         self.dropout = Dropout(config.dropout, DropoutSite.MLP_OUT, layer)
 
     def forward(
         self, x_BTC: torch.Tensor, keys_B2: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What is added to the stream (B, T, C), and what `Balance` takes of a layer."""
+        """The output (B, T, C), and the arguments of `Balance`: probabilities (E,) and choices (B, T, k)."""
         weights_BTk, chosen_BTk, probability_E = self.choice(x_BTC, self.router())
         y_BTC = self.core(x_BTC, weights_BTk, chosen_BTk, self.c_fc, self.c_proj)
         return self.dropout(y_BTC, keys_B2), probability_E, chosen_BTk
 
 
 class Balance(nn.Module):
-    """The load-balance loss of all layers: alpha E sum_e f_e P_e, of each layer over the batch of a pass.
+    """The load-balance loss: alpha E sum_e f_e P_e, added up over the layers, of the batch of a pass.
 
-    f_e is the share of e in all choices, and P_e its mean probability. All devices' choices count, which
-    `total_counts` adds up, (L, E) to (L, E); a mean of the devices' losses then has the mean of their P_e.
-    What the last pass chose stays: `chosen_LBTk` of what is here, `tokens_LE` of all.
+    f_e is the share of expert e in the choices of all devices, and P_e its mean probability on this device.
+    The mean of the devices' losses then has the mean of their P_e.
+
+    Attributes:
+        total_counts: adds up counts (L, E) over the devices.
+        chosen_LBTk: the choices of the last pass on this device.
+        tokens_LE: how often each expert was chosen in the last pass, on all devices.
+
     Source: Switch Transformer (arXiv 2101.03961, section 2.2), with k choices.
     """
 

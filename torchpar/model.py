@@ -1,11 +1,9 @@
-"""Single-device GPT with nanoGPT's parameter names and shapes: no mesh, no collectives.
+"""A GPT for one device, with nanoGPT's parameter names and shapes: no mesh and no collectives.
 
-Dropout at nanoGPT's sites, from the sequences' keys (`compare.numerics.dropout`).
+Dropout is at nanoGPT's sites, and depends on the sequences' keys (`compare.numerics.dropout`).
 
-B batch, T and S position, C embedding, H heads, K of them of keys and values, D = C / H, V vocabulary, 2 the
-words of a key; L layers.
-Weights come from `weights.py`.
-Source: karpathy/nanoGPT, model.py.
+B batch, T and S position, C embedding, H heads, K heads of keys and values, D = C / H, V vocabulary, L
+layers, 2 words of a key. Source: karpathy/nanoGPT, model.py.
 """
 
 import math
@@ -26,7 +24,7 @@ from torchpar.mlp import MLP, Balance, Experts
 
 
 class LayerNorm(nn.Module):
-    """Layer normalisation over C, with an optional bias; or by the root mean square alone, without one."""
+    """Layer normalization over C with an optional bias, or root-mean-square normalization."""
 
     def __init__(self, config: Model):
         super().__init__()
@@ -37,19 +35,21 @@ class LayerNorm(nn.Module):
         self.eps = config.norm_eps
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
-        if self.by_rms:  # not F.rms_norm: on a CPU it changes what selective recomputation keeps
+        if self.by_rms:  # F.rms_norm on a CPU saves other tensors under selective recomputation
             mean_square_BT1 = x_BTC.square().mean(-1, keepdim=True)
             return x_BTC * torch.rsqrt(mean_square_BT1 + self.eps) * self.weight
         return F.layer_norm(x_BTC, x_BTC.shape[-1:], self.weight, self.bias, self.eps)
 
 
 class CausalAttention(nn.Module):
-    """The attention core: softmax(q k / sqrt(D)) v over positions up to one's own, by PyTorch's fused kernel.
+    """The attention core: softmax(q k / sqrt(D)) v over the positions up to the query's.
 
-    With dropout the weights are computed one by one: the kernel would draw a mask of its own. Any module from
-    q (B, T, H, D), k and v (B, S, K, D), and keys, may take its place: `block.set_submodule("attn.core",
-    other)`. K is H, or divides it: each head of k and v is then for H / K heads of q, one after the other.
-    `seen_TS` says which of S positions T others may see; without it both are the same ones in order.
+    PyTorch's fused kernel computes it. With dropout the weights are computed explicitly, since the kernel
+    would draw its own mask. K divides H: each head of k and v serves H / K consecutive heads of q. Context
+    parallelism replaces the module: `block.set_submodule("attn.core", other)`.
+
+    Attributes:
+        seen_TS: mask of the keys that each query sees. None: T and S are the same positions, in order.
     """
 
     def __init__(self, config: Model, layer: int):
@@ -64,6 +64,7 @@ class CausalAttention(nn.Module):
         v_BSKD: torch.Tensor,
         keys_B2: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """q (B, T, H, D), k and v (B, S, K, D), and keys for dropout, to y (B, T, H, D)."""
         q_BHTD, k_BKSD, v_BKSD = (t.transpose(1, 2) for t in (q_BTHD, k_BSKD, v_BSKD))
         group = q_BHTD.shape[1] // k_BKSD.shape[1]
         if keys_B2 is None:
@@ -81,7 +82,7 @@ class CausalAttention(nn.Module):
 def causal_weights(
     q_BHTD: torch.Tensor, k_BHSD: torch.Tensor, seen_TS: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """softmax(q k / sqrt(D)) over positions that are seen, else S <= T, in at least float32: (B, H, T, S)."""
+    """softmax(q k / sqrt(D)) over the keys that are seen, in float32 at least: (B, H, T, S)."""
     length, head_dim = q_BHTD.shape[-2:]
     logits_BHTS = q_BHTD @ k_BHSD.transpose(-2, -1) / math.sqrt(head_dim)
     if seen_TS is None:
@@ -91,9 +92,13 @@ def causal_weights(
 
 
 class Rotation(nn.Module):
-    """RoPE: a turn of each pair of a head's features, (2, T, D / 2) as `turns` has it of the positions."""
+    """RoPE: rotates each pair of a head's features by an angle of its position.
+
+    Source: RoFormer (arXiv 2104.09864).
+    """
 
     def forward(self, x_BTHD: torch.Tensor, turn_2Td: torch.Tensor) -> torch.Tensor:
+        """x (B, T, H, D), and cosines and sines (2, T, D / 2), to (B, T, H, D)."""
         cos_T1d, sin_T1d = turn_2Td[:, :, None]
         first, second = x_BTHD.chunk(2, dim=-1)
         turned = first * cos_T1d - second * sin_T1d, second * cos_T1d + first * sin_T1d
@@ -101,10 +106,11 @@ class Rotation(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention, each position to itself and those before it; under tp H is this rank's heads.
+    """Multi-head attention with a fused projection to q, k and v. Under tp H is this rank's heads.
 
-    `qkv_parts` is how many parts of the fused projection's rows heads are cut from: q, k and v; or one, where
-    each group of queries has its key and value behind it.
+    Attributes:
+        qkv_parts: parts of the rows of c_attn that hold heads. Three: q, k and v. One, with grouped queries:
+            each group has its key and value behind its queries.
     """
 
     def __init__(self, config: Model, layer: int):
@@ -133,9 +139,9 @@ class CausalSelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each reading a normalised stream and adding to it. Layers count from 1.
+    """Attention and MLP, each on the normalized stream, and added to it. Layers count from 1.
 
-    With experts it returns the stream, and what `Balance` takes of a layer.
+    With experts it returns the stream and the arguments of `Balance`.
     """
 
     def __init__(self, config: Model, layer: int):
@@ -155,21 +161,22 @@ class Block(nn.Module):
         return x_BTC + added
 
 
-def embedded(idx: torch.Tensor, position_T: torch.Tensor, transformer: nn.ModuleDict) -> torch.Tensor:
-    """Vectors (B, T, C) of token ids (B, T), and of their positions where these have any."""
+def embed_tokens(idx: torch.Tensor, position_T: torch.Tensor, transformer: nn.ModuleDict) -> torch.Tensor:
+    """Vectors (B, T, C) of token ids (B, T), plus those of the positions, unless RoPE encodes them."""
     x_BTC = transformer["wte"](idx)
     return x_BTC + transformer["wpe"](position_T) if "wpe" in transformer else x_BTC
 
 
 def turn_at(position_T: torch.Tensor, turns: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """The turns of these positions, (2, T, D / 2), where positions turn anything."""
+    """Cosines and sines of these positions, (2, T, D / 2). None without RoPE."""
     return None if turns is None else turns.to(position_T.device, dtype)[:, position_T]
 
 
 class GPT(nn.Module):
-    """The whole model. `loss_chunks` are parts of the positions whose logits exist at once; it divides T.
+    """The model. It computes logits and loss in `loss_chunks` parts of the positions, which divide T.
 
-    `positions`, of T places, are their positions in the sequence, int64 (T,): by default the first T.
+    Attributes:
+        positions: from T to the positions in the sequence, int64 (T,): by default the first T.
     """
 
     def __init__(self, config: Model, *, loss_chunks: int = 1):
@@ -204,15 +211,15 @@ class GPT(nn.Module):
         targets: torch.Tensor | None = None,
         keys_B2: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """From token ids (B, T), T at most block_size, to logits, and the loss if there are targets (B, T).
+        """Logits and loss of token ids (B, T), T at most block_size, and targets (B, T).
 
-        Logits are (B, T, V), without targets (B, 1, V) of the last position, as nanoGPT's, or None where the
-        loss is in parts. The loss is the mean cross-entropy in nats, and with experts `Balance`. Keys are the
-        sequences', for dropout: their words' bits as int32.
+        Logits are (B, T, V); without targets (B, 1, V) of the last position, as in nanoGPT; None if the loss
+        is computed in parts. The loss is the mean cross-entropy in nats, with experts plus `Balance`.
+        `keys_B2` are the sequences' keys for dropout, the bits of their words as int32.
         """
         position_T = self.positions(idx.shape[1], device=idx.device)
         turn = turn_at(position_T, self.turns, self.lm_head.weight.dtype)
-        x_BTC = embedded(idx, position_T, self.transformer)
+        x_BTC = embed_tokens(idx, position_T, self.transformer)
         x_BTC = self.transformer["drop"](x_BTC, keys_B2)
         of_layers = []
         for block in self.blocks:
@@ -224,7 +231,7 @@ class GPT(nn.Module):
         if self.loss_chunks == 1:
             logits_BTV = self.lm_head(x_BTC)
             loss = self._loss_of(logits_BTV, targets)
-        else:  # some positions at a time; backward makes their logits again
+        else:  # the logits of some positions at a time; backward computes them again
             logits_BTV, again = None, partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
             parts = zip(*(t.chunk(self.loss_chunks, dim=1) for t in (x_BTC, targets)), strict=True)
             losses = [again(lambda x, y: self._loss_of(self.lm_head(x), y), *part) for part in parts]
@@ -234,6 +241,6 @@ class GPT(nn.Module):
         return logits_BTV, loss
 
     def _loss_of(self, logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        # Under autocast the logits have 16 bits, and CPU autocast has no float32 rule for the loss.
+        # With autocast logits have 16 bits, and on a CPU autocast does not cast them for the loss.
         logits_BTV = logits_BTV.to(self.lm_head.weight.dtype)
         return self.loss(logits_BTV.flatten(0, 1), targets_BT.flatten())

@@ -187,10 +187,11 @@ class RecordedRank:
         run = self._run
         run.rank.at(run.state.step, "evaluation")
         batch = run.shard_batch({"inputs": inputs_ABT, "targets": targets_ABT})
-        if run.engine.run_pipeline:
-            loss = run.engine.run_pipeline(batch, run.autocast)
-        else:
-            with run.autocast():
-                losses = [run.engine.module(*arguments)[1] for arguments in batch.passes()]
-            loss = torch.stack(losses).mean()
+        with run.engine.step_context():
+            if run.engine.run_pipeline:
+                loss = run.engine.run_pipeline(batch, run.autocast)
+            else:
+                with run.autocast():
+                    losses = [run.engine.module(*arguments)[1] for arguments in batch.passes()]
+                loss = torch.stack(losses).mean()
         return run.mean_over_data(loss)

@@ -96,7 +96,8 @@ def train_step(
     engine, state, config = run.engine, run.state, run.experiment.optimizer
     scale = state.loss_scale.scale * engine.loss_mean_ranks if state.loss_scale else 1.0
 
-    loss = forward_backward(run, batch, scale)
+    with engine.step_context():
+        loss = forward_backward(run, batch, scale)
     run.rank.at(state.step, "synchronisation")
     engine.finish_gradients()
     if state.loss_scale:

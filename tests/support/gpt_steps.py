@@ -86,10 +86,11 @@ def backward(engine: Engine, mesh: Mesh, step: int, layout: Layout = ADAM.layout
     rows = slice(data.rank * 4 // data.size, (data.rank + 1) * 4 // data.size)
     order_T = torch.tensor(order_of_positions(CONFIG.block_size, layout)).chunk(context.size)[context.rank]
     (first, last), (first_targets, last_targets) = (tensor[:, rows][..., order_T] for tensor in batches(step))
-    with engine.no_sync():
-        (engine.module(first, first_targets)[1] / 2).backward()
-    loss = engine.module(last, last_targets)[1]
-    (loss / 2).backward()
+    with engine.step_context():
+        with engine.no_sync():
+            (engine.module(first, first_targets)[1] / 2).backward()
+        loss = engine.module(last, last_targets)[1]
+        (loss / 2).backward()
     engine.finish_gradients()
     return loss.detach()
 

@@ -25,7 +25,7 @@ from compare.spec.sections import Layout, Model, Train
 from jaxpar import dropout as in_jax
 from torchpar import dropout as in_torch
 from torchpar.model import GPT
-from torchpar.positions import take_positions
+from torchpar.positions import dropouts, set_dropout_rows, set_local_positions
 
 KNOWN = [
     ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
@@ -103,11 +103,11 @@ def test_tensor_parallelism_says_which_rows_are_here():
     model = Model(n_layer=2, n_head=2, n_embd=8, block_size=8, vocab_size=16, dropout=0.5)
     gpt = GPT(model)
     for sequence_parallel, sites in ((False, {DropoutSite.ATTENTION}), (True, set(DropoutSite))):
-        in_torch.split_rows(gpt, 1, sequence_parallel=sequence_parallel)
-        drops = [module for module in gpt.modules() if isinstance(module, in_torch.Dropout)]
+        set_dropout_rows(gpt, 1, sequence_parallel=sequence_parallel)
+        drops = dropouts(gpt)
         assert len(drops) == 1 + 3 * model.n_layer
         assert len({drop.number for drop in drops}) == len(drops)
-        assert {drop.site for drop in drops if drop.part == 1} == sites
+        assert {drop.site for drop in drops if drop.rank == 1} == sites
 
 
 def test_context_parallelism_says_which_rows_are_here():
@@ -118,9 +118,9 @@ def test_context_parallelism_says_which_rows_are_here():
         is_ulysses, gpt = layout.context == "ulysses", GPT(model)
         for cp, tp in itertools.product(range(2), range(2)):
             own = order_of_positions(8, layout).reshape(2, -1)[cp]
-            take_positions(gpt, layout, rank=cp, device=torch.device("cpu"))
-            in_torch.split_rows(gpt, tp, sequence_parallel=True)
-            for drop in (m for m in gpt.modules() if isinstance(m, in_torch.Dropout)):
+            set_local_positions(gpt, layout, rank=cp, device=torch.device("cpu"))
+            set_dropout_rows(gpt, tp, sequence_parallel=True)
+            for drop in dropouts(gpt):
                 if drop.site == DropoutSite.ATTENTION:
                     kept = is_kept(keys, drop.number, (4, 8, 8), 0.5)[:, 2 * tp : 2 * tp + 2]
                     kept = kept[:, [cp]] if is_ulysses else kept[:, :, own]

@@ -17,7 +17,6 @@ from tests.support.gpt_steps import ADAM, CONFIG, assert_same, backward, batches
 from tests.support.numpy_gpt import numpy_loss
 from tests.support.ranks import on_ranks
 from torchpar import compiler, library, manual
-from torchpar.library.tensor_parallel import loss_parallel_on
 from torchpar.model import GPT
 from torchpar.remat import apply_remat
 from torchpar.weights import load_weights, to_arrays
@@ -107,7 +106,6 @@ def test_gradients_on_ranks_are_one_devices(rank: int, engine: str) -> None:
     """Whoever has a part of the batch must hear of all choices: else the load-balance loss is another one."""
     config = replace(CONFIG, n_experts=4, balance=0.5)
     experiment = replace(ADAM, model=config)
-    loss_parallel_on.close()  # torch-library's, on these ranks
     with patch.object(gpt_steps, "CONFIG", config):
         whole = make_gpt()
         for inputs, targets in zip(*batches(0), strict=True):

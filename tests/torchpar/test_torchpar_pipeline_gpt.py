@@ -10,9 +10,9 @@ from compare.spec.experiment import Experiment, Layout, Model, Train
 from tests.support.gpt_steps import make_parallel, update
 from tests.support.ranks import on_ranks
 from torchpar.batch import RankBatch
-from torchpar.gpt_stages import TIED
 from torchpar.manual import make_engine
 from torchpar.model import GPT
+from torchpar.tied_weights import TIED
 from torchpar.weights import load_weights
 
 SMALL = Model(n_layer=4, n_head=2, n_embd=8, block_size=8, vocab_size=16, bias=True)

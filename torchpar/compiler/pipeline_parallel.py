@@ -1,8 +1,8 @@
-"""Pipeline parallelism by placements: torch-compiler refuses it, for DTensor has no shift along a split dim.
+"""Pipeline parallelism by placements: torch-compiler rejects it. DTensor has no shift along a split dim.
 
-It would be so: an x_S (S, ...) is split over pp by its first dim, each of S ranks with the microbatch of its
-stage. A tick computes all stages and shifts the results by one: a new microbatch enters, one leaves. Autograd
-makes the backward pipeline, in reverse: GPipe. Of such a shift XLA makes a message to the next rank
-(`jaxpar/compiler`). DTensor (2.13) can only split another dim, roll, and split the stages again: two
-all-to-alls, which on a CPU it makes of gathers, so that every rank receives the results of all stages.
+A pipeline would be an x_S (S, ...) that is split over pp along dim 0. Each of S ranks has the microbatch of
+its stage. A tick computes all stages and shifts their outputs by one; one microbatch enters and one leaves.
+Autograd makes the backward pipeline, in reverse: GPipe. XLA compiles such a shift to a message to the next
+rank (`jaxpar/compiler`). DTensor can only split another dim, roll, and split the stages again. These are two
+all-to-alls, which are gathers on a CPU, so that every rank would receive the outputs of all stages.
 """

@@ -1,16 +1,15 @@
 """Tensor parallelism by placements: a table says which dims are split, and DTensor does Megatron's split.
 
-The parameters' placements follow from the table of axes. The code says beyond it where activations live at
-both ends of a region of split work. Left to itself DTensor carries a partial sum on, to the next operator
-that is not linear: into the LayerNorm, and through every residual stream before it.
+The parameters' placements follow from the table of axes. The code adds where activations live at both ends of
+a region of split work. Without that DTensor keeps a partial sum up to the next operator that is not linear:
+into the LayerNorm, and through every residual stream before it.
 
-Two more things have to be said than to XLA. The fused q, k, v are rows of one weight, and a placement cuts
-rows into contiguous parts: they are dealt out by head once (`torchpar.dtensors`), and inside of the region
-each rank sees its own heads. And DTensor has no rule for a loss over a split vocabulary: `cross_entropy` is
-written so that only three numbers a position are reduced. One thing less: parts may be uneven, so that no
-logit is padding.
+Two more things are needed, which XLA does by itself. A placement cuts rows into contiguous shards, but the
+rows of a fused q, k, v belong to three tensors: `qkv_order` permutes them, and in the region each rank has
+its own heads. And DTensor has no rule for the loss of a split vocabulary: `cross_entropy` reduces only three
+numbers a position. Shards may be uneven, so no logit is padding.
 
-Legend: B batch, T position, N = B T, C n_embd, V vocabulary.
+N tokens, V vocabulary.
 """
 
 import torch
@@ -19,23 +18,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from compare.spec.axes import TP
-from torchpar.compiler.placement import along, of_activation
-from torchpar.dropout import split_rows
-from torchpar.dtensors import Placements, local_part
+from torchpar.compiler.placement import placements, placements_of_activation
+from torchpar.dtensors import Placements, from_local
 from torchpar.model import GPT
+from torchpar.positions import set_dropout_rows
 
-AXIS = TP
 POSITION_DIM, FEATURE_DIM = 1, 2  # of (B, T, C)
 
 
-def split_layers(model: GPT, devices: DeviceMesh, *, sequence_parallel: bool = False) -> None:
-    """Say where activations live at both ends of every region of split work.
+def split_layers(model: GPT, devices: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """Place activations at both ends of every region of split work.
 
-    The rows of a fused q, k, v are dealt out by head. Between the regions sequence parallelism splits
-    positions.
+    With sequence parallelism positions are split between the regions.
     """
-    whole, split = of_activation(devices), of_activation(devices, split=FEATURE_DIM)
-    stream = of_activation(devices, split=POSITION_DIM) if sequence_parallel else whole
+    replicated = placements_of_activation(devices)
+    split = placements_of_activation(devices, split=FEATURE_DIM)
+    stream = placements_of_activation(devices, split=POSITION_DIM) if sequence_parallel else replicated
 
     def enters(module: nn.Module, *, to: Placements) -> None:
         module.register_forward_pre_hook(lambda _, inputs: (_at(inputs[0], devices, to), *inputs[1:]))
@@ -46,38 +44,39 @@ def split_layers(model: GPT, devices: DeviceMesh, *, sequence_parallel: bool = F
     leaves(model.transformer["wte"], to=stream)
     for block in model.blocks:
         for region in ("attn",) if model.balance else ("attn", "mlp"):
-            enters(block.get_submodule(region), to=whole)
+            enters(block.get_submodule(region), to=replicated)
             leaves(block.get_submodule(f"{region}.c_proj"), to=stream)
-        # Of its own heads a rank has q, k and v: no view of a whole tensor says so.
-        fused = block.get_submodule("attn.c_attn")
-        fused.register_forward_hook(lambda _, inputs, y: _at(y, devices, split).to_local())
+        # A rank has the q, k and v of its heads: no view of a full tensor describes them.
+        c_attn = block.get_submodule("attn.c_attn")
+        c_attn.register_forward_hook(lambda _, inputs, y: _at(y, devices, split).to_local())
         enters(block.get_submodule("attn.c_proj"), to=split)
-    enters(model.lm_head, to=whole)
-    split_rows(model, devices.get_local_rank(AXIS), sequence_parallel=sequence_parallel)
+    enters(model.lm_head, to=replicated)
+    set_dropout_rows(model, devices.get_local_rank(TP), sequence_parallel=sequence_parallel)
 
 
 def cross_entropy(logits_NV: DTensor, targets_N: DTensor) -> torch.Tensor:
-    """The mean cross-entropy in nats, a scalar, of logits that are split by vocabulary.
+    """The mean cross-entropy in nats, (), of logits that are split by vocabulary.
 
-    Of each position the greatest logit, the sum of exponentials and the target's logit are reduced.
+    Per token it reduces the largest logit, the sum of exponentials and the target's logit.
     """
     devices, (_, V) = logits_NV.device_mesh, logits_NV.shape
-    whole = of_activation(devices)
+    replicated = placements_of_activation(devices)
 
-    def reduced(x_N: torch.Tensor) -> DTensor:
+    def reduce(x_N: torch.Tensor) -> DTensor:
         assert isinstance(x_N, DTensor)
-        return x_N.redistribute(placements=whole)
+        return x_N.redistribute(placements=replicated)
 
-    greatest_N1 = reduced(logits_NV.detach().amax(dim=-1, keepdim=True))
-    shifted_NV = logits_NV - greatest_N1
-    all_V = local_part(torch.arange(V, device=targets_N.device), devices, along(devices))
-    number_V = all_V.redistribute(placements=along(devices, tp=0))
-    of_target_NV = torch.where(number_V == targets_N[:, None], shifted_NV, 0.0)
-    return (reduced(shifted_NV.exp().sum(-1)).log() - reduced(of_target_NV.sum(-1))).mean()
+    max_N1 = reduce(logits_NV.detach().amax(dim=-1, keepdim=True))
+    shifted_NV = logits_NV - max_N1
+    all_V = from_local(torch.arange(V, device=targets_N.device), devices, placements(devices))
+    id_V = all_V.redistribute(placements=placements(devices, tp=0))
+    target_NV = torch.where(id_V == targets_N[:, None], shifted_NV, 0.0)
+    return (reduce(shifted_NV.exp().sum(-1)).log() - reduce(target_NV.sum(-1))).mean()
 
 
 def _at(x: torch.Tensor, devices: DeviceMesh, placements: Placements) -> DTensor:
-    """Say where x lives: a DTensor goes there, and so does its gradient; a plain tensor is there already."""
+    """x with these placements: a DTensor is redistributed, and in backward its gradient; a plain tensor has
+    them already."""
     if isinstance(x, DTensor):
         return x.redistribute(placements=placements)
-    return local_part(x, devices, placements)
+    return from_local(x, devices, placements)

@@ -1,4 +1,4 @@
-"""torch-library: PyTorch's own wrappers decide, as a user would pick them."""
+"""torch-library: PyTorch's own wrappers, as a user would pick them."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -7,16 +7,17 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import loss_parallel
 
 from compare.spec.axes import CP, DATA, DP_SHARD, EP, PP, REPLICAS, SHARDS, TP
 from compare.spec.experiment import Experiment
 from torchpar.comm.mesh import Mesh
-from torchpar.dtensors import dtensor_optimizer, make_device_mesh, of_dtensors
+from torchpar.dtensors import dtensor_optimizer, engine_of_dtensors, make_device_mesh
 from torchpar.engine import Engine, Fill
 from torchpar.gpt_stages import GPTStages, stages_of
 from torchpar.library.context_parallel import split_sequence
 from torchpar.library.data_parallel import synchronize_gradients
-from torchpar.library.expert_parallel import shard_experts, share_out_experts
+from torchpar.library.expert_parallel import make_expert_unit, shard_experts
 from torchpar.library.fully_sharded import ShardedOptimizer, no_sync, reshard_parameters, shard_parameters
 from torchpar.library.pipeline_parallel import run_stages
 from torchpar.library.tensor_parallel import complete_gradients, split_layers
@@ -27,17 +28,15 @@ from torchpar.sharding import Sharding
 
 
 def make_engine(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> Engine:
-    """The model under the layout. The order: context and tensor parallelism, recomputation, the cut into a
-    pipeline's stages, data parallelism of each, and the pipeline that runs them. What is cut so far is
-    filled: under FSDP2 block by block, as it is sharded.
+    """Parallelize the model by the layout. One device has the plain module.
 
-    One device gets the plain module: DDP would only add its bookkeeping. Data parallelism of DTensors is
-    FSDP2's, also where it only replicates: DistributedDataParallel takes plain parameters.
+    `fill` gives parameters their values once they are split; FSDP2 fills block by block. DTensors are
+    replicated by FSDP2, since DistributedDataParallel requires plain parameters.
     """
     layout = experiment.layout
     if mesh[CP].size > 1:
         split_sequence(model, mesh, layout)
-    experts = share_out_experts(model, mesh) if mesh[EP].size > 1 else None
+    experts = shard_experts(model, mesh) if mesh[EP].size > 1 else None
     devices = None
     if mesh[TP].size > 1 or layout.zero > 1:
         axes = mesh[PP], mesh.joined(*REPLICAS), mesh.joined(*SHARDS), mesh[TP]
@@ -45,14 +44,14 @@ def make_engine(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> E
     if devices is not None and mesh[TP].size > 1:
         split_layers(model, devices[TP], sequence_parallel=layout.sequence_parallel)
     apply_remat(model.blocks, layout.remat)
-    own = stages_of(layout, mesh[PP].rank) if mesh[PP].size > 1 else ()
-    stages = {number: GPTStages(model, layout, [number]) for number in own}
+    numbers = stages_of(layout, mesh[PP].rank) if mesh[PP].size > 1 else ()
+    stages = {number: GPTStages(model, layout, [number]) for number in numbers}
     models = list(stages.values()) or [model]
     if devices is not None:
         engine = _distributed(models, devices, experiment, mesh, fill)
     else:
-        for part in models:
-            fill(part)
+        for module in models:
+            fill(module)
         engine = _replicated(models, experiment, mesh)
     if experts:
         engine = engine.with_sharding(experts)
@@ -60,7 +59,7 @@ def make_engine(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> E
 
 
 def _replicated(models: Sequence[nn.Module], experiment: Experiment, mesh: Mesh) -> Engine:
-    """Whole parameters on every rank: DDP, and for ZeRO-1 an optimizer that updates some of them."""
+    """Full parameters on every rank: DDP, and for ZeRO-1 an optimizer that updates some of them."""
     parameters, data, layout = _named_parameters(models), mesh.joined(*DATA), experiment.layout
     if data.size == 1:
         optimizer = make_optimizer(parameters, experiment)
@@ -78,35 +77,36 @@ def _replicated(models: Sequence[nn.Module], experiment: Experiment, mesh: Mesh)
         optimizer=optimizer,
         parameters=parameters,
         sharding=Sharding(owned=owned),
-        no_sync=replicas[0].no_sync,  # the schedule of a pipeline synchronises by itself
+        no_sync=replicas[0].no_sync,  # the schedule of a pipeline synchronizes by itself
     )
 
 
 def _distributed(
     models: Sequence[GPT | GPTStages], devices: DeviceMesh, experiment: Experiment, mesh: Mesh, fill: Fill
 ) -> Engine:
-    """Parameters as DTensors: FSDP2 over tensor parallelism's parts of them."""
+    """Parameters as DTensors: FSDP2 shards what tensor parallelism leaves to a rank."""
     layout = experiment.layout
     has_replicas, replicas, shards = mesh.joined(*DATA).size > 1, mesh.joined(*REPLICAS), mesh.joined(*SHARDS)
     data = (replicas.name, shards.name) if replicas.size > 1 else shards.name
     sharding: dict[str, Any] = {"reshard_after_forward": layout.zero == 3 and layout.reshard_after_forward}
     shard = partial(shard_parameters, mesh=devices[data], **sharding)
     if mesh[EP].size > 1:
-        left = (replicas.name, DP_SHARD) if replicas.size > 1 else DP_SHARD
-        own = make_device_mesh(mesh, [PP, replicas.name, DP_SHARD, EP, TP])[left]
-        shard = partial(shard, shard_first=partial(shard_experts, mesh=own, **sharding))
+        without_ep = (replicas.name, DP_SHARD) if replicas.size > 1 else DP_SHARD
+        expert_devices = make_device_mesh(mesh, [PP, replicas.name, DP_SHARD, EP, TP])[without_ep]
+        shard = partial(shard, shard_first=partial(make_expert_unit, mesh=expert_devices, **sharding))
     for model in models:
         if has_replicas:
             shard(model, fill=partial(fill, model))
         fill(model)
     parameters, module = _named_parameters(models), _joined(models)
-    return of_dtensors(
+    return engine_of_dtensors(
         parameters,
         mesh,
         finish=partial(complete_gradients, module),
         module=module,
         optimizer=make_optimizer(parameters, experiment, wrap=dtensor_optimizer),
         no_sync=partial(no_sync, models[0]) if has_replicas else nullcontext,
+        step_context=loss_parallel if mesh[TP].size > 1 else nullcontext,
         end_evaluation=partial(reshard_parameters, module),
     )
 

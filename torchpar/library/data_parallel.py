@@ -9,16 +9,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def synchronize_gradients(
-    module: nn.Module,
-    *,
-    bucket_size_mb: float = 25.0,
-    group: ProcessGroup | None = None,
-    keeps_buckets: bool = False,
+    module: nn.Module, *, bucket_size_mb: float, group: ProcessGroup | None, keeps_buckets: bool
 ) -> DistributedDataParallel:
-    """Wrap a module so that backward leaves the mean of its gradients over the replicas: it waits for them.
+    """Wrap a module so that backward averages its gradients over the replicas, and waits for them.
 
-    With `keeps_buckets` DDP does not put parameters into other buckets after the first step. In a pipeline it
-    would then count the backwards that it is told not to synchronise too, and fail in the second step.
+    With `keeps_buckets` DDP does not rebuild its buckets after the first step. In a pipeline it would count
+    the backwards without synchronization too, and fail in the second step.
     """
     mebibytes = bucket_size_mb * 1e6 / 2**20  # DDP's "MB" is 2^20 bytes
     return DistributedDataParallel(

@@ -1,10 +1,11 @@
-"""Expert parallelism by PyTorch: a collective that has a derivative, and FSDP2 over the ranks that ep leaves.
+"""Expert parallelism by PyTorch: an all-to-all with a derivative, and FSDP2 over the ranks that ep leaves.
 
-As torchtitan has it: `all_to_all_single_autograd` moves the rows, and `fully_shard` of a block's experts, a
-unit of their own, runs over dp_shard without ep. It divides their gradients by those ranks alone, where a
-mean is over all that have data: ep's share of it is divided on the way. (FSDP2 has a word for that, too,
-`set_gradient_divide_factor`; but over one rank it divides twice, and else it asks for PREMUL_SUM, which gloo
-has not: torch 2.13.) DDP has one group for a whole module: there is no expert parallelism beside it.
+`all_to_all_single_autograd` moves the rows, in the order that torch-manual uses. `fully_shard` makes a
+block's experts a unit of their own, over dp_shard without ep. It divides their gradients by the number of
+those ranks only, but the mean is over all ranks of the data. So the gradient is divided by ep's ranks first.
+FSDP2's own `set_gradient_divide_factor` requires PREMUL_SUM, which gloo does not have.
+
+DDP reduces all parameters over one group, so there is no expert parallelism with DDP.
 """
 
 from functools import partial
@@ -24,15 +25,15 @@ from torchpar.private import all_to_all_single_autograd
 from torchpar.sharding import Sharding, TensorsByName, divide_gradient
 
 
-def share_out_experts(model: GPT, mesh: Mesh) -> Sharding:
-    """Keep this rank's experts of every block, and send tokens to the others'; names of parameters stay."""
+def shard_experts(model: GPT, mesh: Mesh) -> Sharding:
+    """Keep this rank's experts of every block, and exchange rows with the other ranks. Names stay."""
     axis, names = mesh[EP], set[str]()
     assert axis.group is not None
     for number, block in enumerate(model.blocks):
         for path in ("mlp.c_fc", "mlp.c_proj"):
             module = block.get_submodule(path)
-            own = module.get_parameter("weight").chunk(axis.size)[axis.rank]
-            module.register_parameter("weight", nn.Parameter(own))
+            experts = module.get_parameter("weight").chunk(axis.size)[axis.rank]
+            module.register_parameter("weight", nn.Parameter(experts))
             module.register_forward_hook(
                 lambda _, inputs, weight: divide_gradient(weight.view_as(weight), axis.size)
             )
@@ -40,25 +41,22 @@ def share_out_experts(model: GPT, mesh: Mesh) -> Sharding:
         exchange = ExchangeRows(partial(all_to_all, group=axis.group), axis.size)
         block.set_submodule("mlp.core.exchange", exchange)
 
-    def whole(piece: torch.Tensor) -> torch.Tensor:
-        full = piece.new_empty(axis.size * len(piece), *piece.shape[1:])
-        axis.all_gather(full.view(-1), piece.contiguous().view(-1), purpose=RECORD)
-        return full
-
-    def gather(pieces: TensorsByName) -> TensorsByName:
-        return {name: whole(piece) if name in names else piece for name, piece in pieces.items()}
+    def gather(shards: TensorsByName) -> TensorsByName:
+        return {n: axis.all_gather_dim(t, 0, purpose=RECORD) if n in names else t for n, t in shards.items()}
 
     return Sharding(axes=dict.fromkeys(names, (axis,)), gather=gather)
 
 
-def all_to_all(rows: torch.Tensor, sent: list[int], came: list[int], *, group: ProcessGroup) -> torch.Tensor:
-    """So many rows to each rank, so many from each: (S, ..) to (N, ..), in forward and backward."""
-    return all_to_all_single_autograd(rows.contiguous(), came, sent, group)
+def all_to_all(
+    rows: torch.Tensor, sent: list[int], received: list[int], *, group: ProcessGroup
+) -> torch.Tensor:
+    """Send `sent[r]` rows to each rank r, and receive `received[r]` rows; in backward their gradients."""
+    return all_to_all_single_autograd(rows.contiguous(), received, sent, group)
 
 
-def shard_experts(block: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool) -> None:
-    """A unit of FSDP2 of a block's experts."""
+def make_expert_unit(block: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool) -> None:
+    """Make a block's experts a unit of FSDP2."""
     core = block.get_submodule("mlp.core")
-    for name in ("c_fc", "c_proj"):  # the unit is the module that uses them
+    for name in ("c_fc", "c_proj"):  # FSDP2 gathers them when the core runs
         core.add_module(name, block.get_submodule(f"mlp.{name}"))
     fully_shard(core, mesh=mesh, reshard_after_forward=reshard_after_forward)

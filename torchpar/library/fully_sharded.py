@@ -1,7 +1,7 @@
-"""Sharded data parallelism by PyTorch: ZeroRedundancyOptimizer for ZeRO-1, FSDP2 `fully_shard` for the rest.
+"""Sharded data parallelism by PyTorch: ZeroRedundancyOptimizer for ZeRO-1, FSDP2 for ZeRO-2 and 3.
 
-FSDP2 keeps parameters split between steps in both stages. The choice is whether they are gathered once a step
-(ZeRO-2, SHARD_GRAD_OP) or again for backward (ZeRO-3, FULL_SHARD).
+FSDP2 keeps parameters sharded between steps in both stages. ZeRO-2 gathers them once a step (SHARD_GRAD_OP),
+ZeRO-3 in forward and again in backward (FULL_SHARD).
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -26,27 +26,25 @@ def shard_parameters(
     fill: Callable[[Sequence[nn.Module]], None],
     shard_first: Callable[[nn.Module], None] = lambda block: None,
 ) -> None:
-    """Fill a GPT block by block, and split its parameters, gradients and optimizer state over ranks.
+    """Shard a GPT's parameters, gradients and optimizer state, and fill it block by block.
 
-    The parameters become DTensors, split along dim 0 and padded where the ranks do not divide it. The
-    gradients are the mean over all of the mesh: one-dimensional, or (replicas, shards). A shard axis of one
-    is plain replication, which DistributedDataParallel does not offer for DTensors. What `shard_first` makes
-    units of inside a block stays theirs.
+    Parameters become DTensors, sharded along dim 0. Gradients are averaged over the mesh: one-dimensional, or
+    (replicas, shards). One shard is plain replication. `shard_first` may make units inside of a block.
     """
-    apart = set[nn.Parameter]()
+    apart = set[nn.Parameter]()  # parameters of these units
     for block in model.blocks:
         fill([block])
         shard_first(block)
         units = (unit for unit in block.modules() if isinstance(unit, FSDPModule))
         apart |= {parameter for unit in units for parameter in unit.parameters()}
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=apart)
-    # Backward begins where forward ended: with the root's own parameters, the embeddings.
+    # The root has the embeddings and the head. Backward begins with them, so they stay after forward.
     fill([model])
     fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=apart)
 
 
 def reshard_parameters(model: nn.Module) -> None:
-    """Free parameters after a forward without a backward: the root's, and with ZeRO-2 all blocks'."""
+    """Free the gathered parameters after a forward without a backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -54,7 +52,7 @@ def reshard_parameters(model: nn.Module) -> None:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Generator[None]:
-    """Only accumulate: put it around forward and backward of every pass of a step but the last."""
+    """Only accumulate gradients: around forward and backward of every pass of a step except the last."""
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(False)
     try:
@@ -64,14 +62,14 @@ def no_sync(model: nn.Module) -> Generator[None]:
 
 
 class ShardedOptimizer(ZeroRedundancyOptimizer):
-    """ZeRO-1: each rank keeps the state of some parameters, updates these, and broadcasts them.
+    """ZeRO-1: each rank keeps the state of some parameters, updates them, and broadcasts them.
 
-    Whole parameters are partitioned, the largest first: where one of them, such as an embedding, is more than
-    a rank's share, the shares differ, and a rank must have room for the largest.
+    It partitions whole parameters, the largest first. A parameter that is larger than an even share, such as
+    an embedding, makes the shares uneven, and each rank needs room for the largest.
     """
 
     def __init__(
         self, params, optimizer_cls: type[torch.optim.Optimizer], *, group: ProcessGroup | None, **kwargs
     ):
         super().__init__(params, optimizer_cls, process_group=group, parameters_as_bucket_view=True, **kwargs)
-        self.state = self.optim.state  # this rank's; else it would stay empty
+        self.state = self.optim.state  # ZeroRedundancyOptimizer leaves its own empty

@@ -1,16 +1,15 @@
 """Pipeline parallelism by PyTorch: `torch.distributed.pipelining` has the schedules and moves the data.
 
-It does not know of a weight that two stages share: its gradients are summed after the schedule
-(`gpt_stages.sum_tied_gradients`). The zero-bubble schedule is ZB1P, and finds the two halves of a backward in
-autograd's graph.
+It does not handle a weight that two stages share. `tied_weights` sums the gradients after the schedule. The
+zero-bubble schedule is ZB1P, and finds the two halves of a backward in autograd's graph.
 
 A passes, b rows of a rank, T positions.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,70 +28,59 @@ from compare.spec.experiment import Layout
 from torchpar.batch import RankBatch
 from torchpar.comm.mesh import Mesh
 from torchpar.engine import Engine
-from torchpar.gpt_stages import GPTStages, pipeline
+from torchpar.gpt_stages import GPTStages
+from torchpar.tied_weights import pipeline_sharding
 
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 MULTI = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
-Context = Callable[[], AbstractContextManager]
 
 
 def run_stages(stages: Mapping[int, GPTStages], engine: Engine, *, mesh: Mesh, layout: Layout) -> Engine:
-    """Let PyTorch's schedule run a rank's stages of a GPT, given by their numbers along the model.
+    """Run a rank's stages of a GPT, by their numbers along the model, with PyTorch's schedule.
 
-    `engine.module` has them, plain or wrapped by DDP or FSDP2, which PyTorch's stages hold back from
-    reducing before their last backward.
+    `engine.module` is the stages, plain or wrapped by DDP or FSDP2. PyTorch's stages let the wrappers reduce
+    only in their last backward.
     """
-    axis, part = mesh[PP], stages[max(stages)]
+    axis, last_stage = mesh[PP], stages[max(stages)]
     modules = list(engine.module) if isinstance(engine.module, nn.ModuleList) else [engine.module]
-    context: Context = nullcontext
-    scale, microbatches = 1.0, 1
-
-    def within(function: Callable) -> Callable:
-        """The function, computed inside of a context made anew for every call, such as autocast."""
-
-        @wraps(function)
-        def inside(*args, **kwargs):
-            with context():
-                return function(*args, **kwargs)
-
-        return inside
-
-    for module in modules:
-        module.forward = within(module.forward)
+    divisor = 1.0  # of a microbatch's loss: their number, and in float16 also the loss scale
 
     def loss_of(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        with context():
-            return part.mean_loss(logits_BTV, targets_BT) * scale / microbatches
+        return last_stage.mean_loss(logits_BTV, targets_BT) / divisor
 
     @cache
     def schedule_of(microbatches: int, *, evaluates: bool) -> Any:
-        """One for both would learn the messages' shapes anew whenever they change places, which is a forward
-        and backward more, and one more reduction of all gradients by DDP."""
-        own = [
-            PipelineStage(module, stage, part.stages, mesh.device, group=axis.group)
-            for stage, module in zip(stages, modules, strict=True)
+        """One schedule each for training and evaluation: a shared one infers the messages' shapes again at
+        every switch, by an extra forward and backward."""
+        pipeline_stages = [
+            PipelineStage(module, number, last_stage.stages, mesh.device, group=axis.group)
+            for number, module in zip(stages, modules, strict=True)
         ]
-        # `loss_of` divides by the number of microbatches: not the schedule, after backward.
+        # `loss_of` divides by the number of microbatches, so the schedule does not divide gradients.
         if layout.schedule in SINGLE:
-            return SINGLE[layout.schedule](own[0], microbatches, loss_of, scale_grads=False)
-        return MULTI[layout.schedule](list(own), microbatches, loss_of, scale_grads=False)
+            return SINGLE[layout.schedule](pipeline_stages[0], microbatches, loss_of, scale_grads=False)
+        return MULTI[layout.schedule](list(pipeline_stages), microbatches, loss_of, scale_grads=False)
 
-    def run(batch: RankBatch, forward_context: Context, loss_scale: float = 1.0) -> torch.Tensor:
-        """Forward, and with gradients backward, of (A, b, T). Returns the mean loss, ()."""
-        nonlocal context, microbatches, scale
-        context, scale, evaluates = forward_context, loss_scale, not torch.is_grad_enabled()
-        microbatches = len(batch.inputs_ABT) * layout.microbatches
+    def run(
+        batch: RankBatch, forward_context: Callable[[], AbstractContextManager], loss_scale: float = 1.0
+    ) -> torch.Tensor:
+        """Forward, and if gradients are enabled backward, of (A, b, T). Returns the mean loss, ()."""
+        nonlocal divisor
+        evaluates, microbatches = not torch.is_grad_enabled(), len(batch.inputs_ABT) * layout.microbatches
+        divisor = microbatches / loss_scale
+        for stage in stages.values():
+            stage.forward_context = forward_context
         inputs, targets, *keys = (tensor.flatten(0, 1) for tensor in batch if tensor is not None)
         losses: list[torch.Tensor] = []
         first = (inputs,) if 0 in stages else ()
-        last = {"target": targets, "losses": losses} if part.stages - 1 in stages else {}
-        also = dict(zip(("keys_B2",), keys, strict=False))
+        last = {"target": targets, "losses": losses} if last_stage.stages - 1 in stages else {}
+        dropout = dict(zip(("keys_B2",), keys, strict=False))
         schedule = schedule_of(microbatches, evaluates=evaluates)
-        (schedule.eval if evaluates else schedule.step)(*first, **last, **also, return_outputs=False)
+        (schedule.eval if evaluates else schedule.step)(*first, **last, **dropout, return_outputs=False)
         total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-        for share in losses:
-            total += share.detach()
+        for loss in losses:
+            total += loss.detach()
         axis.all_reduce(total, purpose=LOSS)
-        return total / scale
+        return total / loss_scale
 
-    return replace(engine.with_sharding(pipeline(axis, engine.parameters)), run_pipeline=run)
+    return replace(engine.with_sharding(pipeline_sharding(axis, engine.parameters)), run_pipeline=run)

@@ -12,11 +12,11 @@ from compare.spec.experiment import Experiment
 from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import Mesh
 from torchpar.engine import Engine, Fill
-from torchpar.gpt_stages import TIED, GPTStages, stages_of, units_of
+from torchpar.gpt_stages import GPTStages, stages_of
 from torchpar.manual.context_parallel import split_sequence
 from torchpar.manual.data_parallel import DataParallel
 from torchpar.manual.expert_parallel import shard_experts
-from torchpar.manual.fully_sharded import FSDP, gather_pieces, pieces_of
+from torchpar.manual.fully_sharded import FSDP, gather_pieces, pieces_of, units_of
 from torchpar.manual.pipeline_parallel import run_stages
 from torchpar.manual.sharded_optimizer import ShardedOptimizer
 from torchpar.manual.tensor_parallel import split_layers
@@ -25,6 +25,7 @@ from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer
 from torchpar.remat import apply_remat
 from torchpar.sharding import Sharding, TensorsByName
+from torchpar.tied_weights import TIED
 
 ExpertAxes = dict[nn.Parameter, Axis]
 

@@ -30,12 +30,12 @@ from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis
 from torchpar.manual.ring import RingAttention, chunks_of
 from torchpar.model import GPT
-from torchpar.positions import take_positions
+from torchpar.positions import set_local_positions
 
 
 def split_sequence(model: GPT, axis: Axis, layout: Layout, device: torch.device) -> None:
     """Give a GPT this rank's positions, and replace its attention cores by the layout's."""
-    take_positions(model, layout, rank=axis.rank, device=device)
+    set_local_positions(model, layout, rank=axis.rank, device=device)
     for block in model.blocks:
         core = block.get_submodule("attn.core")
         block.set_submodule("attn.core", CORES[layout.context](core, axis, layout))

@@ -26,7 +26,7 @@ from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import EXPERTS_DATA, Mesh
 from torchpar.manual.split import Split, sharding_of
-from torchpar.mlp import Rows
+from torchpar.mlp import ExpertsFunction
 from torchpar.model import GPT
 from torchpar.sharding import Sharding
 
@@ -63,7 +63,9 @@ class ExchangeRows(nn.Module):
         super().__init__()
         self.all_to_all, self.ranks = all_to_all, ranks
 
-    def forward(self, compute: Rows, rows_SC: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, compute: ExpertsFunction, rows_SC: torch.Tensor, counts_E: torch.Tensor
+    ) -> torch.Tensor:
         """Outputs (S, C) of rows (S, C) that are sorted by expert, counts_E[e] of them for expert e."""
         # Counts: tell each rank how many rows arrive for each of its experts.
         sent_RF, one_each = counts_E.view(self.ranks, -1), [1] * self.ranks

@@ -38,6 +38,8 @@ from torch.utils._pytree import tree_leaves
 
 from compare.contract.communication import GRADIENTS, PARAMETERS, RECORD, REPLICATE
 from torchpar.comm.collectives import Axis, Work, chunk_slices
+from torchpar.gpt_stages import GPTStages
+from torchpar.model import GPT
 
 AxisOf = Mapping[nn.Parameter, Axis]
 """By parameter, the ranks over which it is sharded: all shards, and for an expert fewer."""
@@ -371,6 +373,25 @@ class FSDP(nn.Module):
         for unit in self._gathered:
             unit.free()
         self._gathered, self._running = [], None
+
+
+def units_of(model: GPT | GPTStages) -> list[list[nn.Module]]:
+    """The units of a GPT: each block, and the modules before and behind the blocks, with the tied weight.
+
+    In a pipeline the tied weight is a unit, so that the first and the last stage shard it alike. Positions
+    and the final norm are in the unit of the nearest block.
+    """
+    here = dict(model.named_modules(remove_duplicate=False))
+    tied, first, last = (
+        [here[path] for path in paths if path in here]
+        for paths in (("transformer.wte", "lm_head"), ("transformer.wpe",), ("transformer.ln_f",))
+    )
+    blocks = [[block] for block in model.blocks]
+    if isinstance(model, GPT):
+        return [tied + first + last, *blocks]
+    blocks[0] += first
+    blocks[-1] += last
+    return [tied, *blocks] if tied else blocks
 
 
 def pieces_of(flats: Iterable[FlatParameters]) -> dict[torch.Tensor, nn.Parameter]:

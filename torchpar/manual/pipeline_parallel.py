@@ -30,9 +30,10 @@ from compare.spec.experiment import Layout
 from torchpar.batch import RankBatch
 from torchpar.comm.collectives import Axis, Work
 from torchpar.engine import Engine
-from torchpar.gpt_stages import GPTStages, pipeline
+from torchpar.gpt_stages import GPTStages
 from torchpar.manual.stage import Stage
 from torchpar.manual.zero_bubble import ZeroBubbleStage
+from torchpar.tied_weights import pipeline_sharding
 
 Context = Callable[[], AbstractContextManager]
 
@@ -89,7 +90,6 @@ def run_pipeline(
     keys: Sequence[torch.Tensor] = (),
     *,
     loss_scale: float,
-    forward_context: Context,
     no_sync: Context,
 ) -> torch.Tensor:
     """Run a rank's actions of one step. Returns the mean loss, (), and adds its gradients times `loss_scale`.
@@ -98,7 +98,6 @@ def run_pipeline(
         stages: this rank's, by their number along the model.
         part: the module of the stages, which computes the loss and knows the shape of the messages.
         inputs: (B, T) of each microbatch, the same on all ranks; so are targets, and keys for dropout.
-        forward_context: made for each forward, such as autocast.
         no_sync: made for each backward except the last one of each stage.
     """
     last_stage = part.stages - 1
@@ -129,8 +128,7 @@ def run_pipeline(
             sending[message] = axis.start_send(mail[message], to=action.peer, purpose=message.purpose)
         elif kind == Kind.FORWARD:
             x = take(Message(ACTIVATIONS, stage, m))
-            with forward_context():
-                y = stages[stage].forward(m, x, *keys[m : m + 1], finish=partial(finish, stage, m))
+            y = stages[stage].forward(m, x, *keys[m : m + 1], finish=partial(finish, stage, m))
             mail[Message(ACTIVATIONS, stage + 1, m)] = y.contiguous()
         elif kind == Kind.BACKWARD_WEIGHT:
             weight_stage = stages[stage]
@@ -169,8 +167,9 @@ def run_stages(part: GPTStages, engine: Engine, axis: Axis, layout: Layout) -> E
         """(A, b, T) in microbatches (B, T), to the mean loss, ()."""
         size = batch.inputs_ABT.shape[1] // layout.microbatches
         batches = [t.flatten(0, 1).split(size) for t in batch if t is not None]
-        own = plan(len(batches[0]), evaluates=not torch.is_grad_enabled())
-        options = {"loss_scale": loss_scale, "forward_context": forward_context, "no_sync": engine.no_sync}
-        return run_pipeline(own, stages, part, axis, *batches, **options)
+        actions = plan(len(batches[0]), evaluates=not torch.is_grad_enabled())
+        part.forward_context = forward_context
+        options = {"loss_scale": loss_scale, "no_sync": engine.no_sync}
+        return run_pipeline(actions, stages, part, axis, *batches, **options)
 
-    return replace(engine.with_sharding(pipeline(axis, engine.parameters)), run_pipeline=run)
+    return replace(engine.with_sharding(pipeline_sharding(axis, engine.parameters)), run_pipeline=run)

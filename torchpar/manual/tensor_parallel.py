@@ -33,9 +33,9 @@ from torch.nn import functional as F
 
 from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS, REPLICATED_GRADIENTS
 from torchpar.comm.collectives import Axis
-from torchpar.dropout import split_rows
 from torchpar.manual.split import Split, sharding_of
 from torchpar.model import GPT
+from torchpar.positions import set_dropout_rows
 from torchpar.sharding import Parameters, Sharding, divide_gradient
 
 SEQUENCE_DIM = 1  # of activations (B, T, N)
@@ -172,7 +172,7 @@ def split_layers(model: GPT, axis: Axis, *, sequence_parallel: bool) -> Sharding
     if sequence_parallel and "wpe" in model.transformer:
         positions = model.transformer["wpe"]
         positions.register_forward_pre_hook(lambda module, args: args[0].chunk(axis.size)[axis.rank])
-    split_rows(model, axis.rank, sequence_parallel=sequence_parallel)
+    set_dropout_rows(model, axis.rank, sequence_parallel=sequence_parallel)
     partial_sums = {
         name
         for name, _ in model.named_parameters()

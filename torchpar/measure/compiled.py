@@ -1,0 +1,77 @@
+"""Work of a compiled model: the products and activations of the graphs that torch.compile makes.
+
+The dispatcher does not see the operators of a compiled program, so they are counted in the graph.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from compare.contract.work import Part
+from torchpar.comm.collectives import observers
+from torchpar.measure.watch import HEAD
+from torchpar.measure.work import ACTIVATIONS
+
+TRACED = {
+    "linear": torch.ops.aten.mm.default,
+    "matmul": torch.ops.aten.bmm.default,
+    "scaled_dot_product_attention": torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    "gelu": torch.ops.aten.gelu.default,
+    "relu": torch.ops.aten.relu.default,
+}
+"""By name in a traced graph, an operator that the policy of a checkpoint is asked about."""
+
+
+class CompiledWork:
+    """Counts what a backend of torch.compile compiles. `backend` is passed to torch.compile."""
+
+    def __init__(self, backend: str):
+        import torch._dynamo  # takes a second, so only a compiled run imports it
+
+        self._compile = torch._dynamo.lookup_backend(backend)
+        self._graphs = list[list[tuple[Part, int, bool]]]()
+        self._runs = Counter[int]()  # by graph, in the step that is watched
+
+    def backend(self, graph: fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
+        """Compile one graph, and count its operators."""
+        number, compiled = len(self._graphs), self._compile(graph, inputs, **options)
+        self._graphs.append([*_operators(graph)])
+
+        def run(*arguments: Any) -> Any:
+            self._runs[number] += bool(observers)
+            return compiled(*arguments)
+
+        return run
+
+    def work(self, *, is_fused: bool) -> dict[str, Any]:
+        """Fields of `ObservedWork`, from the first graph, which is that of training."""
+        backend, training = "inductor" if is_fused else "aot_eager", self._graphs[0] * (self._runs[0] or 1)
+        count = len(self._graphs)
+        return {
+            "compiled": f"{backend}, {count} graph{'s' * (count != 1)}",
+            "forward": dict(Counter(part for part, _, _ in training)),
+            "again": dict(Counter(part for part, _, is_again in training if is_again)),
+            "logits_positions": sorted({length for part, length, _ in training if part == "logits"}),
+        }
+
+
+def _operators(
+    graph: fx.GraphModule, is_again: Callable[[Any], bool] = lambda operator: False
+) -> Iterator[tuple[Part, int, bool]]:
+    """Yield the products and activations of a graph: the part, the second dim of the result (T of logits),
+    and whether a checkpoint recomputes it in backward."""
+    for node in graph.graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if name == "tag_activation_checkpoint":
+            body: Any = graph.get_submodule(node.args[0].target)
+            contexts = body.meta.get("_checkpoint_context_fn")  # of a selective checkpoint
+            policy = contexts()[0].policy_fn if contexts else lambda *_: CheckpointPolicy.MUST_RECOMPUTE
+            yield from _operators(body, lambda op, policy=policy: "RECOMPUTE" in policy(None, op).name)
+        elif name in TRACED:
+            product: Part = "logits" if HEAD in str(node.meta["nn_module_stack"]) else "products"
+            part: Part = "activations" if name in ACTIVATIONS else product
+            yield part, node.meta["example_value"].shape[1], is_again(TRACED[name])
