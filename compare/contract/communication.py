@@ -1,8 +1,7 @@
-"""Communication of a step: the rows of a ledger, the purposes they have, and a ring's cost.
+"""Communication of a step: the rows of a ledger, their purposes, and the cost of a ring.
 
-Engines that write their collectives say at each what it is for, with the constants below. Of a collective
-that XLA or a wrapper of PyTorch put there, the purpose is inferred from its kind, axis and size, by the rules
-in `jaxpar/measure/ledger.py` and `torchpar/measure/ledger.py`.
+Hand-written engines pass a purpose to each collective, one of the constants below. XLA and PyTorch's wrappers
+pass none. `jaxpar/measure/ledger.py` and `torchpar/measure/ledger.py` infer it from kind, axis and size.
 """
 
 from collections import defaultdict
@@ -10,23 +9,23 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-PARAMETERS = "parameters"  # gathered from the devices that share them out
+PARAMETERS = "parameters"  # gathered from their shards
 GRADIENTS = "gradients"
-REPLICATED_GRADIENTS = "replicated gradients"  # of whole parameters, from parts of the data
-TIED_GRADIENTS = "tied gradients"  # of the copies of a weight on the two ends of a pipeline
+REPLICATED_GRADIENTS = "replicated gradients"  # of replicated parameters, from different data
+TIED_GRADIENTS = "tied gradients"  # of the two copies of the tied weight in a pipeline
 ACTIVATIONS = "activations"
 ACTIVATION_GRADIENTS = "activation gradients"
 LOSS, NORM = "loss", "norm"
-ROUTING = "routing"  # how many tokens each expert was chosen for
-UNUSED = "unused parameters"  # which of them some device used
-REPLICATE, RECORD = "replicate", "record"  # before the first step; for the record
+ROUTING = "routing"  # numbers of tokens per expert
+UNUSED = "unused parameters"  # flags: which parameters some device used
+REPLICATE, RECORD = "replicate", "record"  # before the first step; to write the record
 
-# Only ever inferred, where what tells two purposes apart cannot be seen.
-METRICS = "metrics"  # a scalar: of the loss or of the norm
-ACTIVATIONS_AND_GRADIENTS = "activations and their gradients"  # a message between stages, either way
+# Inferred purposes that cannot be separated further.
+METRICS = "metrics"  # a scalar: loss or norm
+ACTIVATIONS_AND_GRADIENTS = "activations and their gradients"  # messages between stages
 
 OF_DERIVATIVE = {PARAMETERS: GRADIENTS, ACTIVATIONS: ACTIVATION_GRADIENTS}
-"""What the derivative of a collective is for: the transpose of a gather of parameters scatters gradients."""
+"""Purpose of a collective's derivative: the transpose of a parameter gather scatters gradients."""
 
 PHASES = {
     **dict.fromkeys((PARAMETERS, UNUSED, REPLICATE, RECORD), ""),
@@ -34,46 +33,47 @@ PHASES = {
     **dict.fromkeys((ACTIVATION_GRADIENTS, GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS), "backward"),
     NORM: "update",
 }
-"""Purposes that a collective can be given, and when what is for one alone is sent; "" if that is not known.
+"""Purposes, and the phase in which a message of each is sent; "" if the phase is unknown.
 
-Backward ends when the mean gradients are there.
+Backward ends when the mean gradients are complete.
 """
 
 
 class Communication(Struct, frozen=True, kw_only=True):
     """Collectives of one kind along one mesh axis in one steady step, per device, summed over their calls.
 
-    A record has a row for each place in the program that makes them, and for each stage of a pipeline.
+    A record has one row per place in the program and per pipeline stage.
     """
 
     kind: str
     """all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, permute, ..."""
     axis: str
-    """The mesh axis it runs along; several that it runs along together are joined by +."""
+    """Mesh axis of the collective; several axes are joined by +."""
     calls: int
     bytes: int
     """Logical bytes: the size of the full (gathered) tensor, summed over the calls."""
     wire_bytes: int
     """Bytes one device sends on a ring: 2(n-1)/n of an all-reduce, (n-1)/n of a gather or scatter."""
     purpose: str = ""
-    """What it is for: one of the purposes above."""
+    """Purpose: one of the constants above."""
     group_size: int = 0
-    """Devices that speak with each other; like all that follows, only of one place, and not in a sum."""
+    """Number of devices in the group. This field and the next fields describe one place, not a sum."""
     dtype: str = ""
     phase: str = ""
-    """forward, backward or update; "" if that cannot be told."""
+    """forward, backward or update; "" if unknown."""
     source: str = ""
-    """The place in the program: file and line, the operation, or the module."""
+    """Place in the program: file and line, operation, or module."""
     loops: tuple[int, ...] = ()
-    """Turns of the loops of a compiled program that it is in, the outermost first."""
+    """Iteration counts of the enclosing loops of a compiled program, outermost first."""
     places: tuple[tuple[str, int], ...] = ()
-    """Of what XLA sends: the side's lines that cause it, the innermost first, `("jaxpar/train.py", 12)`."""
+    """Source lines that cause a message of XLA, innermost first: `("jaxpar/train.py", 12)`."""
     stage: int = 0
-    """The rank of the pipeline whose devices do it."""
+    """Pipeline rank of the devices."""
 
 
 def summed(rows: Iterable[Communication]) -> list[Communication]:
-    """A row for each kind, axis and purpose: the sums over its places, of the stage that has most of it."""
+    """One row per kind, axis and purpose: sums over its places, for the pipeline stage with the most
+    bytes."""
     sums: dict[tuple[str, str, str], dict[int, list[int]]] = defaultdict(dict)
     for row in rows:
         total = sums[row.kind, row.axis, row.purpose].setdefault(row.stage, [0, 0, 0])
@@ -86,7 +86,7 @@ def summed(rows: Iterable[Communication]) -> list[Communication]:
 
 
 def of_busiest_stage(rows: Sequence[Communication]) -> list[Communication]:
-    """The rows of the stage that sends most bytes on the wire."""
+    """Rows of the stage that sends the most bytes on the wire."""
     sent: dict[int, int] = defaultdict(int)
     for row in rows:
         sent[row.stage] += row.wire_bytes
@@ -95,7 +95,8 @@ def of_busiest_stage(rows: Sequence[Communication]) -> list[Communication]:
 
 
 def ring_wire_bytes(kind: str, full_bytes: int, group_size: int) -> int:
-    """Bytes that one of `group_size` devices sends on a ring for a collective over `full_bytes`, gathered.
+    """Bytes that each of `group_size` devices sends on a ring; `full_bytes` is the size of the gathered
+    tensor.
 
     Rounded down. Source: Thakur et al., "Optimization of collective communication operations in MPICH", and
     nccl-tests' conventions.

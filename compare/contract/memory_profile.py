@@ -1,6 +1,6 @@
-"""Memory of one step by class, at its peak and, where it was watched, over the step: RUN_DIR/memory.json.
+"""Memory of one step by class, RUN_DIR/memory.json: at the peak, and in PyTorch over the whole step.
 
-PyTorch's side watches every operation of a step. XLA plans a step as a whole and gives the sizes of its plan.
+PyTorch's side watches every operation of a step. XLA plans a step as a whole and reports the plan's sizes.
 """
 
 import itertools
@@ -12,37 +12,37 @@ from msgspec import UNSET, Struct, UnsetType, field
 
 MEMORY = "memory.json"
 POINTS = 300
-"""Most points of a curve: as many as a picture can show."""
+"""Maximum number of points of a curve, for a picture."""
 
 Class = str
 MEANINGS: dict[Class, str] = {
-    "parameters": "as they are between two steps: whole, or this device's shards",
+    "parameters": "as stored between steps: whole, or this device's shards",
     "optimizer": "moments, and counts of steps",
-    "gradients": "what the optimizer is given",
-    "gathered parameters": "whole ones, made of shards for use",
-    "activations": "kept by a forward for its backward",
-    "logits": "and what the loss makes of them, as large as they are",
-    "communication buffers": "what collectives read or write and is none of the above; a pipeline's messages",
-    "XLA's temporaries": "all that a compiled step makes between its arguments and its results: gradients, "
+    "gradients": "input of the optimizer",
+    "gathered parameters": "whole parameters, gathered from shards for use",
+    "activations": "stored by forward for backward",
+    "logits": "and the loss's intermediate arrays of the same size",
+    "communication buffers": "inputs and outputs of collectives outside the classes above; pipeline messages",
+    "XLA's temporaries": "everything between the arguments and the results of a compiled step: gradients, "
     "gathered parameters, activations, logits, buffers",
-    "temporaries": "all else: results that the next operation reads, the batch, scalars",
+    "temporaries": "everything else: results that the next operation reads, the batch, scalars",
 }
-"""The classes of what is in memory: what belongs to each."""
+"""Classes of memory and their contents."""
 CLASSES = tuple(MEANINGS)
 Phase = Literal["forward", "backward", "update"]
 
 
 class Peak(Struct, frozen=True, kw_only=True):
-    """The most memory that is in use, and the moment at which it is; of XLA's plan no moment is known."""
+    """Peak memory in use, and its moment; XLA's plan has no moment."""
 
     bytes: dict[Class, int]
     position: int = 0
     """Number of the operation in the step."""
     phase: Phase | Literal[""] = ""
     operation: str = ""
-    """By the framework's name."""
+    """Operation, by the framework's name."""
     place: str = ""
-    """The module; '' if that cannot be told."""
+    """Module of the operation; '' if unknown."""
 
     @property
     def total(self) -> int:
@@ -51,15 +51,15 @@ class Peak(Struct, frozen=True, kw_only=True):
 
 
 class Curve(Struct, frozen=True, kw_only=True):
-    """Bytes in use over a step. Of each stretch of operations the fullest is a point: the peak is one."""
+    """Bytes in use over a step. Each point is the fullest operation of a stretch, so the peak is a point."""
 
     positions: list[int]
     bytes: dict[Class, list[int]]
-    """By class, at each position."""
+    """Bytes at each position, by class."""
     marks: list[tuple[int, Phase]] = field(default_factory=list)
-    """At which position each phase begins."""
+    """Positions at which phases start."""
     length: int = 0
-    """Operations of the step."""
+    """Number of operations of the step."""
 
 
 class DeviceMemory(Struct, frozen=True, kw_only=True):
@@ -67,22 +67,22 @@ class DeviceMemory(Struct, frozen=True, kw_only=True):
 
     peak: Peak
     curve: Curve | UnsetType = UNSET
-    """Unset for a step that XLA has planned."""
+    """Curve over the step; unset for XLA."""
     allocator_peak: int = 0
-    """What a GPU's allocator gave out at most, its rounding and kernels' scratch included; 0 on a CPU."""
+    """Peak of a GPU's allocator, with its rounding and kernel scratch memory; 0 on a CPU."""
 
 
 class MemoryProfile(Struct, frozen=True, kw_only=True):
     """Memory of one step on all devices."""
 
     devices: list[DeviceMemory]
-    """In the order of the mesh; one alone stands for all, where they run one program."""
+    """Devices in mesh order; a single entry stands for all devices of one program."""
     method: str
-    """Method and its limits, in words."""
+    """Method of the measurement and its limits."""
 
     @property
     def fullest(self) -> int:
-        """The device with the highest peak, the first of equals."""
+        """Number of the device with the highest peak."""
         return max(range(len(self.devices)), key=lambda device: self.devices[device].peak.total)
 
 
@@ -93,9 +93,9 @@ def device_memory(
     *,
     allocator_peak: int = 0,
 ) -> DeviceMemory:
-    """A device's memory over a step, whose positions have a phase, and an operation with its module.
+    """Memory of a device over a step. Each position has a phase, and an operation with its module.
 
-    `lifetimes` are a class, its bytes, and the positions from which on and until which they are there.
+    A lifetime is a class, a number of bytes, and the positions of the first and the last use.
     """
     length = max(len(operations), 1)
     changes = {kind: np.zeros(length + 1, np.int64) for kind in CLASSES}
@@ -113,7 +113,7 @@ def device_memory(
         operation=str(operation),
         place=place,
     )
-    # At most POINTS positions: of each stretch the fullest, and the step's last.
+    # At most POINTS positions: the fullest of each stretch, and the last of the step.
     edges = np.unique(np.linspace(0, length, min(POINTS, length + 1)).astype(int))
     fullest = {int(a + np.argmax(total[a:b])) for a, b in itertools.pairwise(edges)}
     positions = sorted({*fullest, length - 1})

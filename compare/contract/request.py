@@ -1,4 +1,4 @@
-"""Request: what the harness asks of an engine, as RUN_DIR/request.json, and which tensors it must leave."""
+"""Request of the harness to an engine, RUN_DIR/request.json, with the tensors that the engine must record."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -20,15 +20,15 @@ T = TypeVar("T")
 
 
 class Rung(StrEnum):
-    """Tensors that a run leaves for the ladder, in the order in which they arise."""
+    """Recorded tensors of the ladder, in the order in which they arise."""
 
     BATCH = "batch"
     """`inputs` and `targets` (A, B, T) of the first step as the devices received them, gathered in order."""
     INITIAL_WEIGHTS = "initial_weights"
     ROUTING = "routing"
-    """Of a model with experts `experts` (L, A, B, T, k), int32: those of each token of the first step, in
-    ascending order, put together from the devices as `BATCH` is. A side also counts, in every step, how often
-    each was chosen (`record.Step.tokens_per_expert`)."""
+    """`experts` (L, A, B, T, k), int32, of a model with experts: the experts of each token of the first step,
+    in ascending order, gathered as `BATCH`. In every step a side also counts the tokens of each expert
+    (`record.Step.tokens_per_expert`)."""
     GRADIENTS = "gradients"
     """Gradients of the first step's mean loss over the global batch, synchronised, before clipping."""
     FIRST_WEIGHTS = "first_weights"
@@ -38,9 +38,9 @@ class Rung(StrEnum):
     FIRST_V = "first_v"
     """Second moments after the first optimizer step."""
     SECOND_GRADIENTS = "second_gradients"
-    """As `GRADIENTS`, of the second step."""
+    """Gradients of the second step."""
     SECOND_WEIGHTS = "second_weights"
-    """Weights after the second optimizer step, if they are not at one of the next two."""
+    """Weights after the second optimizer step, unless one of the next two rungs has them."""
     SECOND_M = "second_m"
     SECOND_V = "second_v"
     LATER_WEIGHTS = "later_weights"
@@ -53,57 +53,58 @@ UPDATES = (
     (Rung.GRADIENTS, Rung.FIRST_M, Rung.FIRST_V),
     (Rung.SECOND_GRADIENTS, Rung.SECOND_M, Rung.SECOND_V),
 )
-"""Of the first steps, beside the weights. The second is the first with moments and another bias correction:
-what an optimizer does not do at once shows there."""
+"""Recorded gradients and moments of the first two steps. The second step is the first with nonzero moments
+and another bias correction."""
 MOMENTS = {rung: name for _, *rungs in UPDATES for rung, name in zip(rungs, "mv", strict=True)}
-"""The moment whose values are a rung (`compare.numerics.optimizer.moment_names`)."""
+"""Name of the moment that a rung records (`compare.numerics.optimizer.moment_names`)."""
 
 
 class ResumePoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A checkpoint to continue from, as it was at the time of the request."""
+    """Checkpoint to continue from."""
 
     checkpoint: str
     """Folder of the checkpoint, an absolute path."""
     step: int
-    """Batches drawn before it: the run's first is `batch(step)`."""
+    """Number of batches drawn before the checkpoint: the run starts with `batch(step)`."""
     loss_scale: LossScale | UnsetType = UNSET
 
 
 class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine's order: everything that `python -m SIDE RUN_DIR` needs to know."""
+    """Everything that `python -m SIDE RUN_DIR` needs."""
 
     engine: str
     experiment: Experiment
     platform: Platform = "cpu"
     ladder: bool = False
-    """Leave the tensors of the ladder's rungs (`Rung`)."""
+    """Record the tensors of the ladder (`Rung`)."""
     later_step: int = 20
     """Number of optimizer steps before `Rung.LATER_WEIGHTS`; at most all of them."""
     corpus_sha256: str = ""
-    """Digest of data that the harness has validated already; empty makes the engine validate it."""
+    """Digest of data that the harness has validated; if empty, the engine validates the data."""
     timeout_s: float = 600.0
     """Seconds without any progress after which the run counts as hung."""
     cache_dir: str = ""
     """Folder for JAX's compiled programs between runs; empty for none."""
     init_from: str = ""
-    """Safetensors with canonical names to begin with, an absolute path; empty for the seed's weights."""
+    """Absolute path of safetensors with the first weights, by canonical name; empty for the seed's
+    weights."""
     init_sha256: str = ""
-    """`fingerprint` of these weights in the dtype of training; empty if they were not checked yet."""
+    """`fingerprint` of these weights in the dtype of training; empty if unknown."""
     resume: ResumePoint | UnsetType = UNSET
-    """Begin where a checkpoint was; unset to begin at step 0."""
+    """Checkpoint to continue from; unset to start at step 0."""
     timing: Timing | UnsetType = UNSET
-    """Run steps in windows, to time them; such a run has no ladder, and `max_iters` is the timing's."""
+    """Windows of timed steps. A timed run has no ladder, and its timing sets `max_iters`."""
     profile: bool = False
-    """Leave the timeline of one step (`compare.contract.timeline`)."""
+    """Record the timeline of one step (`compare.contract.timeline`)."""
 
     @property
     def first_step(self) -> int:
-        """Number of the run's first step: 0, or where the checkpoint was."""
+        """Number of the run's first step: 0, or the step of the checkpoint."""
         return self.resume.step if self.resume else 0
 
     @property
     def first_loss_scale(self) -> LossScale | None:
-        """None if the precision needs none."""
+        """First loss scale; None without float16."""
         first = first_scale(self.experiment.precision)
         return (self.resume.loss_scale or first) if first and self.resume else first
 
@@ -113,15 +114,16 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.experiment.train.max_iters - self.first_step
 
     def together(self, step: int) -> int:
-        """How many steps run from this one on until the host waits for the devices."""
+        """Number of steps from this step until the host waits for the devices."""
         return self.timing.window if self.timing and self.timing.is_timed(step) else 1
 
     def is_in_window(self, step: int) -> bool:
-        """Whether a step runs as those do that are timed together: one of them, or the watched one."""
+        """Whether a step is part of a timed window, or the watched step, which runs in the same way."""
         return bool(self.timing and (self.timing.is_timed(step) or step == self.timing.watched))
 
     def update_due(self, step: int) -> tuple[Rung, ...]:
-        """The rungs of a step: gradients, and moments after it; () of all but the first ones of a ladder."""
+        """Rungs of a step: gradients, and moments after the step. () without a ladder and after the first
+        steps."""
         place = step - self.first_step
         if not self.ladder or place >= min(len(UPDATES), self.steps):
             return ()
@@ -130,7 +132,7 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def weights_due(self) -> dict[int, Rung]:
-        """The rung at which weights are taken after a step, by the steps done; {} without a ladder."""
+        """Rung of the weights by number of finished steps; {} without a ladder."""
         if not self.ladder:
             return {}
         due = {2: Rung.SECOND_WEIGHTS, self.steps: Rung.FINAL_WEIGHTS}
@@ -139,7 +141,7 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def decode_request(text: str | bytes, type: type[T], *, source: object) -> T:
-    """A request from JSON that stood in `source`. Raises ExperimentError: it is malformed."""
+    """Decode a request from the JSON of `source`. Raises ExperimentError for malformed JSON."""
     try:
         return msgspec.json.decode(text, type=type)
     except msgspec.DecodeError as error:
@@ -147,7 +149,7 @@ def decode_request(text: str | bytes, type: type[T], *, source: object) -> T:
 
 
 def read_request_file(folder: Path, type: type[T]) -> T:
-    """The request in `folder`. Raises ExperimentError: there is none, or it is malformed."""
+    """Read the request in `folder`. Raises ExperimentError for a missing or malformed file."""
     path = folder / REQUEST
     try:
         text = path.read_bytes()
@@ -172,7 +174,7 @@ def read_request(folder: Path, side: str) -> Request:
 
 
 def rungs_asked_for(request: Request) -> tuple[Rung, ...]:
-    """The rungs whose tensors a run must leave."""
+    """Rungs whose tensors a run must record."""
     if not request.ladder:
         return ()
     asked = {Rung.BATCH, Rung.INITIAL_WEIGHTS, *request.weights_due.values()}

@@ -1,6 +1,6 @@
-"""Timeline of one step: what each device did and when, as RUN_DIR/timeline.json.
+"""Timeline of one step, RUN_DIR/timeline.json: the activities of each device on one clock.
 
-Only a profiled run (`Request.profile`) leaves one: watching costs time.
+Only a profiled run (`Request.profile`) records a timeline, because recording costs time.
 """
 
 from collections.abc import Iterable
@@ -10,9 +10,10 @@ from msgspec import Struct, field
 
 TIMELINE = "timeline.json"
 TRACES = ("trace.json.gz", "trace.xplane.pb")
-"""Files of JAX's profiler that stay beside it."""
+"""Files of JAX's profiler, stored next to the timeline."""
 PROFILED_STEP = 3
-"""Counted from the run's first step: the first are like no other, and the instruments watch the third."""
+"""Profiled step, counted from the run's first step. The first steps are slower, and instruments watch the
+third."""
 
 Kind = Literal["forward", "backward", "update", "communication"]
 COMPUTE: tuple[Kind, ...] = ("forward", "backward", "update")
@@ -23,7 +24,7 @@ class Span(Struct, frozen=True, kw_only=True):
 
     kind: Kind
     name: str
-    """Name for people: the microbatch, the operation."""
+    """Readable name: the microbatch or the operation."""
     begin_us: float
     """Begin after the earliest span of all devices (microseconds)."""
     duration_us: float
@@ -32,7 +33,7 @@ class Span(Struct, frozen=True, kw_only=True):
     chunk: int = 0
     """Number of the rank's stage, with interleaving."""
     operation: str = ""
-    """Kind of communication as in the ledger; so are axis and purpose below, if they are known."""
+    """Kind of communication as in the ledger; axis and purpose below likewise, if known."""
     axis: str = ""
     purpose: str = ""
 
@@ -43,7 +44,7 @@ class Span(Struct, frozen=True, kw_only=True):
 
 
 class Lane(Struct, frozen=True, kw_only=True):
-    """One device's spans, in the order in which they begin. Communication may lie beside compute."""
+    """Spans of one device, ordered by start. Communication may overlap compute."""
 
     device: int
     """Position in the order of the mesh."""
@@ -55,20 +56,20 @@ class Timeline(Struct, frozen=True, kw_only=True):
 
     step: int
     wall_us: float
-    """Time from the step's begin to its end, on the slowest device (microseconds)."""
+    """Duration of the step on the slowest device (microseconds)."""
     lanes: list[Lane] = field(default_factory=list)
     method: str = ""
     """Method of the measurement and its limits, in words."""
 
 
 def profiled_step(first: int, steps: int, instrumented: int) -> int:
-    """The step that a run profiles: of its `steps` from `first` on, not the instrumented one if possible."""
+    """Step to profile among `steps` steps from `first`, other than the instrumented step if possible."""
     wanted = first + min(PROFILED_STEP, steps - 1)
     return wanted - 1 if wanted == instrumented and steps > 1 else wanted
 
 
 def busy_us(lane: Lane, *kinds: Kind) -> float:
-    """Time in which a device does something of these kinds: spans that lie over each other count once."""
+    """Time of a device in spans of these kinds; overlapping spans count once."""
     return _covered(span for span in lane.spans if span.kind in kinds)
 
 
@@ -83,10 +84,9 @@ def idle_us(lane: Lane, wall_us: float) -> float:
 
 
 def bubble_fraction(timeline: Timeline) -> float | None:
-    """The share of the devices' time within a pipeline in which they wait: for each other, or for a message.
+    """Share of the devices' time in a pipeline in which they wait for each other or for a message.
 
-    It goes from the first forward on any device to the last backward. None where no span tells its
-    microbatch.
+    Time runs from the first forward on any device to the last backward. None if no span has a microbatch.
     """
     lanes = [
         [span for span in lane.spans if span.microbatch >= 0 and span.kind in COMPUTE]
@@ -100,7 +100,7 @@ def bubble_fraction(timeline: Timeline) -> float | None:
 
 
 def _covered(spans: Iterable[Span]) -> float:
-    """Length of their union."""
+    """Length of the union of spans."""
     total, reached = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.begin_us):
         total += max(0.0, span.end_us - max(span.begin_us, reached))

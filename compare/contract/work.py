@@ -1,7 +1,7 @@
-"""Work: what one step of a device computes, as it was seen in the program; RUN_DIR/work.json.
+"""Observed work of one step, RUN_DIR/work.json.
 
-A manifest can only repeat the request. This is what the code did, as PyTorch's dispatcher or JAX's account of
-the traced step tells. `compare.judge.strategy` holds it against what was asked for.
+A manifest repeats the request. This file counts what the program did: PyTorch's dispatcher or JAX's traced
+step provides the counts. `compare.judge.strategy` compares them with the layout.
 """
 
 from typing import Literal
@@ -12,31 +12,29 @@ WORK = "work.json"
 Part = Literal["products", "activations", "logits"]
 """Matrix products and GELUs of the blocks, and the head's products."""
 Kept = Literal["norm", "residual", "softmax", "router", "loss"]
-"""What products in 16 bits leave in the dtype of the weights: LayerNorms, the sums of the residual stream,
-attention's softmax (of which a fused kernel does not tell), products that make a router's logits, and the
-loss from its logits on."""
+"""Operations that stay in the dtype of the weights when products use 16 bits: LayerNorms, residual sums,
+attention's softmax (invisible in a fused kernel), the router's products, and the loss."""
 
 
 class ObservedWork(Struct, frozen=True, kw_only=True):
     """Observed work of one step, all devices together."""
 
     products: dict[str, int]
-    """Matrix products, but a router's, by the dtype of what is multiplied; tf32 where float32 may be rounded
-    to it."""
+    """Number of matrix products, without the router's, by operand dtype; tf32 if float32 may be rounded to
+    it."""
     forward: dict[Part, int]
-    """How many operations of each part forward runs."""
+    """Number of operations in forward, by part."""
     again: dict[Part, int]
-    """How many backward runs again."""
+    """Number of operations that backward recomputes, by part."""
     logits_positions: list[int]
-    """Positions (T) of the logits that exist at once, in forward: block_size over train.loss_chunks."""
+    """Positions (T) of the logits that exist at one time in forward: block_size / train.loss_chunks."""
     kept: dict[Kept, list[str]] = field(default_factory=dict)
-    """Dtypes of their results in forward."""
+    """Dtypes of the results in forward, by operation."""
     tasks: list[list[str]] = field(default_factory=list)
-    """Of a pipeline: the tasks of each of its ranks, in words, in the order in which they were done. Empty
-    where a compiler orders them."""
+    """Tasks of each pipeline rank, in the order of execution. Empty if a compiler orders the tasks."""
     compiled: str = ""
-    """What compiled the step, and how many graphs there are; empty where nothing did, and where that is the
-    engine's only way. Then blocks and logits are those of the graph that was compiled, as often as it ran."""
+    """Compiler of the step and its number of graphs; empty without compilation, or if the engine always
+    compiles. The counts above are then the graph's counts, times its number of runs."""
     gradient_messages: list[list[tuple[int, bool]]] = field(default_factory=list)
-    """All-reduces of gradients over replicas, where they are our own calls, in order, of each rank of a
-    pipeline: bytes, and whether it began before backward had ended."""
+    """Gradient all-reduces over replicas that our code calls, in order, for each pipeline rank: bytes, and
+    whether the call started before backward ended."""

@@ -38,7 +38,7 @@ REFUSED = {
     '[model]\nposition = "rope"\nn_head = 128': "leaves an odd number of model.n_embd = 128 to each head",
     "[model]\nn_kv_head = 3": "model.n_kv_head = 3 does not divide model.n_head = 4",
     "[model]\nn_kv_head = 2\n[layout]\ntp = 4": "layout.tp = 4 does not divide model.n_kv_head = 2",
-    "[model]\ndropout = 1e-6": "model.dropout = 1e-06 would drop nothing, or everything",
+    "[model]\ndropout = 1e-6": "model.dropout = 1e-06 drops nothing or everything",
     "[model]\ndropout = 0.1\nblock_size = 131072": "more weights of attention than counters",
     "[model]\nn_experts = 1": "model.experts_per_token = 2 is more than model.n_experts = 1",
     "[model]\nn_experts = 4\n[layout]\npp = 2": "layout.pp = 2 with model.n_experts = 4",
