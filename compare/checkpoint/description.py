@@ -1,16 +1,15 @@
-"""What a checkpoint is: a folder of tensors, and checkpoint.json, which says what they are.
+"""Checkpoint: a folder of tensors, described by checkpoint.json.
 
     RUN_DIR/checkpoints/step-00000020/
         checkpoint.json                 `Checkpoint`; written last
         device-00003-0.safetensors      parts of weights and moments that device 3 had, by `key`
 
-The layout that wrote it is not part of its meaning: each tensor has its canonical name and shape, and its
-parts are boxes that cover it once. A file holds one box of a tensor at most; a device whose share of a
-tensor is several boxes (a range of its elements) has several files. Where a box begins stands in the file's
-metadata as torch.distributed.checkpoint writes it, whose `HuggingFaceStorageReader` reads such a folder too.
+The content does not depend on the layout that wrote it. Each tensor has its canonical name and shape, and its
+boxes cover it once. A file contains at most one box of a tensor. A device whose shard consists of several
+boxes (a range of elements) has several files. The file's metadata contains the offset of each box, as
+torch.distributed.checkpoint writes it. PyTorch's `HuggingFaceStorageReader` can read the folder.
 
-It is written under another name, with checksums, and renamed when all of it is there: a folder with a
-checkpoint's name is a whole checkpoint.
+A checkpoint is written under a temporary name, with checksums, and renamed when it is complete.
 """
 
 import re
@@ -83,12 +82,12 @@ def tensor_shapes(experiment: Experiment) -> dict[str, tuple[int, ...]]:
 
 
 def folder_name(step: int) -> str:
-    """Folder name of the checkpoint after so many steps."""
+    """Folder name of the checkpoint after `step` steps."""
     return f"step-{step:08d}"
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
-    """The checkpoints in a folder of them, by step, the oldest first; {} if there is no such folder."""
+    """Checkpoints of a folder by step, oldest first; {} without the folder."""
     found = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         name = _NAME.fullmatch(path.name)

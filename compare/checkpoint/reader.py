@@ -116,7 +116,7 @@ class CheckpointReader:
             part = file.get_slice(name)
             where = f"{self.folder / file_name}: {name}"
             if name not in self._shapes:
-                raise CheckpointError(f"{where} is no tensor of this model and optimizer")
+                raise CheckpointError(f"{where} is not a tensor of this model and optimizer")
             shape, size = tuple(part.get_shape()), self._shapes[name]
             offset = offsets.get(name, (0,) * len(shape))
             fits = len(offset) == len(shape) == len(size) and all(
@@ -148,7 +148,7 @@ def read_description(folder: Path) -> Checkpoint:
     """checkpoint.json of a checkpoint. Raises CheckpointError: there is none, or it cannot be right."""
     path = folder / DESCRIPTION
     if not path.is_file():
-        raise CheckpointError(f"{folder} has no {DESCRIPTION}: it is no checkpoint")
+        raise CheckpointError(f"{folder} has no {DESCRIPTION}: it is not a checkpoint")
     try:
         description = read_json(path, Checkpoint)
         revalidate(description.experiment)

@@ -200,7 +200,7 @@ def _write_device(folder: Path, device: int, files: Files, step: int) -> dict[st
 
 
 def _to_disk(path: Path) -> None:
-    """Wait until a file or folder is on the disk, where the system can say so."""
+    """Wait until a file or folder is on the disk, if the system supports it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

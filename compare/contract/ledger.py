@@ -1,4 +1,4 @@
-"""What a function or a module communicates, held against what its author expects.
+"""Ledger of a function or a module, and the assertion of expected communication.
 
 ledger = jaxpar.ledger(step, *arguments, mesh=mesh)        # any function that JAX can jit
 with torchpar.ledger() as ledger:                          # any module and its wrappers
@@ -22,19 +22,20 @@ Expected = Mapping[tuple[str, ...], float | None]
 
 
 class UnexpectedCommunicationError(AssertionError):
-    """A ledger is not what was expected. The message has a line for each difference, with its source."""
+    """Difference between a ledger and the expectation. The message has one line per difference, with its
+    source."""
 
 
 class Ledger(Struct, kw_only=True):
-    """What was communicated, a row for each place in the program that does it.
+    """Observed communication, one row per place in the program.
 
-    Logical bytes are those of the full (gathered) tensor, on one device, in one call of the function or
+    Logical bytes are the size of the full (gathered) tensor, on one device, in one call of the function or
     within the context.
     """
 
     rows: list[Communication] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    """What could not be read, and where it is: then all else is here, and the ledger is incomplete."""
+    """Messages that could not be counted, with their places. A ledger with problems is incomplete."""
 
     def __str__(self) -> str:
         """A line for each row, then what is missing."""

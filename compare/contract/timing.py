@@ -75,7 +75,7 @@ class Stopwatch:
         self.__enter__()
 
     def window(self, steps: int) -> Window:
-        """So many steps, and what they cost."""
+        """Window of `steps` steps with the measured times."""
         return Window(steps=steps, wall_s=self.wall_s, cpu_s=self.cpu_s)
 
 

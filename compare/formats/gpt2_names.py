@@ -33,7 +33,7 @@ _IN_BLOCK = {
 TRANSFORMER = "transformer."
 """The prefix that a model with a head puts before each."""
 WRAPPERS = ("module.", "_orig_mod.")
-"""What DistributedDataParallel and torch.compile put before that."""
+"""Prefixes of DistributedDataParallel and torch.compile, before `TRANSFORMER`."""
 HEAD = "lm_head.weight"
 MASKS = (".attn.bias", ".attn.masked_bias")
 """Ends of causal masks' names, which old files have."""
@@ -103,7 +103,7 @@ def from_gpt2(
         raise ExperimentError(f"{origin}: {HEAD} is not tied to the embedding, and the model's is")
     shapes = {name: np.shape(array) for name, array in arrays.items()}
     if is_linear and shapes.get("h.0.attn.c_attn.weight") == (model.n_embd, 3 * model.n_embd):
-        raise ExperimentError(f"{origin} is Hugging Face's: give its folder, whose config.json says the rest")
+        raise ExperimentError(f"{origin} is Hugging Face's: give its folder, which contains config.json")
     require_fit(shapes, {name: gpt2_shape(row, is_linear=is_linear) for name, row in rows.items()}, origin)
     if is_linear:
         arrays |= {name: arrays[name].T for name, row in rows.items() if input_dims(row)}

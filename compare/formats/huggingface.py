@@ -1,7 +1,7 @@
 """Hugging Face's GPT-2 as safetensors: names and shapes, to the canonical ones and back.
 
-Its Conv1D keeps (in, out), as the canonical table does, and nn.Linear, which nanoGPT has, does not. Weights
-alone: Hugging Face keeps no optimizer's state beside them.
+Hugging Face's Conv1D stores (in, out), as the canonical table does. nanoGPT's nn.Linear stores (out, in). The
+format contains weights and no optimizer state.
 """
 
 import json

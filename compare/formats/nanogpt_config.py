@@ -1,8 +1,8 @@
 """nanoGPT's config files, such as config/train_shakespeare_char.py, as experiments.
 
-A file is parsed and never executed: assignments of literals, and products of them (5 * 8), are all that it
-may have. Settings that it leaves out are those of nanoGPT's train.py. What has no meaning here is named.
-Behind it nanoGPT's own flags are read, too: `--max_iters=10`.
+A file is parsed and never executed. It may contain assignments of literals, and products of literals (5 * 8).
+Missing settings have the defaults of nanoGPT's train.py. Ignored settings are listed. nanoGPT's flags may
+follow the file: `--max_iters=10`.
 """
 
 import ast
@@ -25,14 +25,14 @@ DEFAULTS: dict[str, Any] = {
     **{"grad_clip": 1.0, "decay_lr": True, "warmup_iters": 2000, "lr_decay_iters": 600_000, "min_lr": 6e-5},
     "dtype": "float32",  # nanoGPT's default is what its GPU has
 }
-"""Of nanoGPT's train.py."""
+"""Defaults of nanoGPT's train.py."""
 WITHOUT_MEANING = {
-    "out_dir": "--run_dir says where results go",
+    "out_dir": "--run_dir sets the folder of the results",
     "log_interval": "every step is recorded",
-    "always_save_checkpoint": "the newest checkpoint is kept beside the best",
+    "always_save_checkpoint": "the newest and the best checkpoint are always kept",
     **dict.fromkeys(("wandb_log", "wandb_project", "wandb_run_name"), "a run has a report of its own"),
-    **dict.fromkeys(("backend", "device"), "--platform says where"),
-    "compile": "the engines are what they are",
+    **dict.fromkeys(("backend", "device"), "--platform selects the device"),
+    "compile": "each engine decides; see --layout.compile",
 }
 """Settings of nanoGPT that change nothing here, and why."""
 OURS = {
@@ -62,7 +62,7 @@ def begins_with(name: str) -> str:
 
 
 def notes_on(name: str, given: Container[str]) -> list[str]:
-    """What of nanoGPT's settings has no meaning here, and why, beside these flags; [] for other files."""
+    """Ignored settings of a nanoGPT config file, with reasons, given these flags; [] for other files."""
     notes = load_config(Path(name))[1] if is_config(name) else []
     return [note for note in notes if note != DTYPE or "precision.dtype" not in given]
 
@@ -124,7 +124,7 @@ def load_config(path: Path) -> tuple[Experiment, list[str]]:
 
 
 def _data_of(path: Path, dataset: str) -> tuple[str, int]:
-    """The folder of a dataset, beside nanoGPT's config folder or here, and the size of its vocabulary."""
+    """Folder of a dataset, next to nanoGPT's config folder or here, and the size of its vocabulary."""
     source = path.absolute().parent.parent / "data" / dataset
     source = source if source.is_dir() else Path("data") / dataset
     meta = source / META
@@ -153,7 +153,7 @@ def _assignment(statement: ast.stmt, path: Path) -> list[tuple[str, Any]]:
         case ast.Import() | ast.Expr(value=ast.Constant()):
             return []
         case ast.Assign(targets=[ast.Name(id=name)]) if name in WITHOUT_MEANING:
-            return [(name, None)]  # nobody asks: it may be computed
+            return [(name, None)]  # ignored, so any expression is allowed
         case ast.Assign(targets=[ast.Name(id=name)], value=value):
             return [(name, _literal(value, f"{path}, line {statement.lineno}"))]
     where = f"{path}, line {statement.lineno}"

@@ -1,6 +1,6 @@
 """nanoGPT's settings by the names of its train.py, as an experiment, and back.
 
-One table for all that has a meaning here. What has none, such as where nanoGPT logs, is named and left out.
+One table contains all supported settings. Other settings, such as log intervals, are listed and ignored.
 """
 
 from collections.abc import Mapping
@@ -20,14 +20,11 @@ FIELDS = {
 }
 """The section that a setting of nanoGPT is in here, under the same name."""
 MODEL_ARGS = [name for name, section in FIELDS.items() if section == "model"]
-"""What nanoGPT's checkpoints say of the model, in its order."""
+"""Model settings in nanoGPT's checkpoints, in nanoGPT's order."""
 
 
 def experiment_of(settings: Mapping[str, Any], *, base: Experiment) -> Experiment:
-    """The experiment that nanoGPT's settings describe. Raises ExperimentError: it cannot work.
-
-    `base` is for what they do not say.
-    """
+    """Experiment of nanoGPT's settings; `base` provides all other fields. Raises ExperimentError."""
     sections = msgspec.to_builtins(base)
     sections["optimizer"] |= {"name": "adamw", "momentum": 0.0}
     for name, section in FIELDS.items():
@@ -41,7 +38,7 @@ def experiment_of(settings: Mapping[str, Any], *, base: Experiment) -> Experimen
 
 
 def settings_of(experiment: Experiment, *, only_model: bool = False) -> dict[str, Any]:
-    """The settings of nanoGPT that describe an experiment, as far as it has them."""
+    """nanoGPT's settings of an experiment, for the fields that nanoGPT has."""
     sections = msgspec.to_builtins(experiment)
     if only_model:
         return {name: sections["model"][name] for name in MODEL_ARGS}

@@ -21,12 +21,12 @@ class Alphabet(Struct, frozen=True):
     """One way of writing text as tokens."""
 
     encode: Callable[[str], list[int]]
-    """Raises ExperimentError: a character that there is no token for."""
+    """Raises ExperimentError for a character without a token."""
     decode: Callable[[list[int]], str]
 
 
 def alphabet_of(experiment: Experiment, *, meta: Path | None = None) -> Alphabet:
-    """How an experiment's data writes text; `meta` is nanoGPT's meta.pkl, by default the one beside it.
+    """Alphabet of an experiment's data; `meta` is nanoGPT's meta.pkl, by default the file next to the data.
 
     Raises ExperimentError.
     """
@@ -41,7 +41,7 @@ def alphabet_of(experiment: Experiment, *, meta: Path | None = None) -> Alphabet
             decode=lambda tokens: bytes(tokens).decode(errors="replace"),
         )
     raise ExperimentError(
-        f"model.vocab_size = {experiment.model.vocab_size}: it does not say how text is written; give "
+        f"model.vocab_size = {experiment.model.vocab_size}: no alphabet has this size: give "
         f"nanoGPT's meta.pkl with --meta, or token ids with --prompt_tokens"
     )
 
@@ -54,7 +54,7 @@ def alphabet_size(meta: Path) -> int:
     found = _plain(meta)
     size = found.get("vocab_size", len(found.get("stoi", ())))
     if not isinstance(size, int) or size < 1:
-        raise ExperimentError(f"{meta} is no meta.pkl of nanoGPT: it has no vocab_size")
+        raise ExperimentError(f"{meta} is not a meta.pkl of nanoGPT: it has no vocab_size")
     return size
 
 
@@ -65,7 +65,7 @@ def _characters(path: Path) -> Alphabet:
         numbers = {str(character): int(number) for character, number in plain["stoi"].items()}
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         why = f"it has no stoi, the number of each character ({error})"
-        raise ExperimentError(f"{path} is no meta.pkl of nanoGPT: {why}") from None
+        raise ExperimentError(f"{path} is not a meta.pkl of nanoGPT: {why}") from None
     characters = {number: character for character, number in numbers.items()}
 
     def encode(text: str) -> list[int]:
@@ -87,11 +87,11 @@ def _plain(path: Path) -> dict[Any, Any]:
                 raise pickle.UnpicklingError("it has more than dicts, lists, text and numbers")
         found = _PlainUnpickler(io.BytesIO(content)).load()
         if not isinstance(found, dict):
-            raise pickle.UnpicklingError("it is no dict")
+            raise pickle.UnpicklingError("it is not a dict")
         return found
     except Exception as error:  # a pickle can go wrong in any way
         why = " ".join(str(error).split()) or type(error).__name__
-        raise ExperimentError(f"{path} is no meta.pkl of nanoGPT: {why}") from None
+        raise ExperimentError(f"{path} is not a meta.pkl of nanoGPT: {why}") from None
 
 
 _NOT_PLAIN = ("TUPLE", "EMPTY_SET", "FROZENSET", "GLOBAL", "REDUCE", "BUILD", "INST", "OBJ", "PERSID", "EXT")

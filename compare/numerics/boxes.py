@@ -1,4 +1,4 @@
-"""Shards as boxes: what a file of tensors holds, and what the shards of two layouts have in common.
+"""Shards as boxes, for files of tensors and for the overlap between the shards of two layouts.
 
 Weights are read by canonical name when they are asked for, or the boxes of them that a process has.
 
@@ -75,7 +75,8 @@ def from_boxes(
 
 
 def _boxes(shard: Shard) -> Iterator[tuple[Box, slice | None, tuple[int, ...], tuple[int, ...]]]:
-    """Boxes; of a range also its place in what is held, its shape there, and its dims in canonical order."""
+    """Boxes of a shard; for a range also its slice of the flat shard, its shape, and its dims in canonical
+    order."""
     if shard.elements is None:
         if prod(shard.shape):
             yield Box(shard.offset, shard.shape), None, shard.shape, ()
@@ -91,7 +92,8 @@ def _boxes(shard: Shard) -> Iterator[tuple[Box, slice | None, tuple[int, ...], t
 
 
 def _runs(sizes: list[int], start: int, stop: int, base: int = 0) -> Iterator[tuple[int, Limits]]:
-    """A range of elements, counted row by row, as boxes one after the other: with their first number."""
+    """Boxes of a range of elements, counted row by row, in order, each with the number of its first
+    element."""
     if start >= stop:
         return
     if len(sizes) <= 1:

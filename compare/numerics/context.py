@@ -1,7 +1,8 @@
-"""Which positions of a sequence a device of context parallelism has.
+"""Positions of a sequence on each device of context parallelism.
 
-Contiguous parts leave the first device little to do under a causal mask, and the last one most. In zigzag the
-sequence is cut into twice as many chunks, and device r of n has chunks r and 2 n - 1 - r: all have as much.
+Under a causal mask contiguous chunks give the first device the least work and the last device the most.
+Zigzag cuts the sequence into 2 n chunks for n devices. Device r has chunks r and 2 n - 1 - r, so all devices
+have equal work.
 
 Source: zigzag as in Llama 3's context parallelism (arXiv 2407.21783, section 3.3.2).
 """
@@ -15,10 +16,7 @@ from compare.spec.experiment import Layout
 
 @functools.lru_cache(maxsize=64)
 def order_of_positions(length: int, layout: Layout) -> np.ndarray:
-    """The T positions of a sequence in the order of the devices that have them, int64 (T,).
-
-    Each device's are an equal part of it, one after the other.
-    """
+    """Positions of a sequence, ordered by device, int64 (T,). Each device has an equal, contiguous part."""
     positions_T = np.arange(length)
     if layout.zigzag:
         chunks_2nt = positions_T.reshape(2 * layout.cp, -1)

@@ -1,8 +1,8 @@
 """The data stream: `Corpus.batch(experiment, step)` is a pure function of the corpus, seed and step.
 
-Every engine draws the same global batch at the same step, whatever its layout; a device takes its rows
-from it. Tokens are validated once, when the corpus is opened: JAX's gather would clamp an id beyond the
-vocabulary without a word. Nothing is ever unpickled.
+Every engine and layout draws the same global batch at a step, and a device takes its rows of the batch.
+Tokens are validated once, when the corpus is opened, because JAX's gather silently clamps an id beyond the
+vocabulary. Nothing is unpickled.
 
 Sources (`data.source`): `stdlib`, the bytes of the running Python's own standard-library sources, which
 is real text and on every machine; `synthetic`, a seeded walk; a folder with nanoGPT's `train.bin` and
@@ -24,8 +24,8 @@ from compare.system.disk import why_not_readable
 STDLIB_BYTES = 4_000_000
 SYNTHETIC_TOKENS = 1_000_000
 VALIDATION_FRACTION = 0.1
-SAMPLE_TOKENS = 1_000_000  # of a .bin file, which tell how wide its tokens are
-WIDEST = 2**16  # ids that 16 bits tell apart
+SAMPLE_TOKENS = 1_000_000  # first tokens of a .bin file, to detect the width of its tokens
+WIDEST = 2**16  # number of ids in 16 bits
 SPLITS = ("train", "validation")
 EVALUATION = 3  # of Philox's counter: 0 draws training batches, 1 the synthetic walk, 2 samples
 NUMPY_MAGIC = b"\x93NUMPY"
@@ -69,7 +69,7 @@ class Corpus:
     ) -> tuple[np.ndarray, np.ndarray]:
         train, length = experiment.train, experiment.model.block_size
         shape = (train.gradient_accumulation_steps, train.batch_size)
-        # Raw Philox words: NumPy promises that their stream stays, and not that of Generator.integers.
+        # Raw Philox words: NumPy guarantees their stream, but not the stream of Generator.integers.
         words = np.random.Philox(key=train.seed, counter=counter).random_raw(shape)
         self._require_whole_file()
         starts_AB = ((words >> np.uint64(11)) * 2.0**-53 * (len(tokens) - length)).astype(np.int64)
@@ -77,7 +77,7 @@ class Corpus:
         return tokens[window_ABT].astype(np.int32), tokens[window_ABT + 1].astype(np.int32)
 
     def _require_whole_file(self) -> None:
-        """Refuse a mapped file that has shrunk: to read beyond its end kills the process without a word."""
+        """Reject a mapped file that has shrunk: reading beyond its end would kill the process."""
         mapped: object = self.train
         while mapped is not None and not isinstance(mapped, mmap.mmap):
             mapped = getattr(mapped, "base", None)

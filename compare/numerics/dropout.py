@@ -1,17 +1,16 @@
-"""Dropout that is the same everywhere: which element is dropped is a function of what and where it is.
+"""Dropout with equal masks in every engine and layout.
 
-No stream is drawn from, so that it does not matter who draws first: not the framework, the layout, the order
-of microbatches, or that a forward is run again. An element's bits are Threefry-2x32 with 20 rounds (Salmon
-et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), of
+The mask is a function of the element's identity, not a draw from a stream. So framework, layout, order of
+microbatches and recomputation do not change it. The bits of an element are Threefry-2x32 with 20 rounds
+(Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), of
 
-    key        the sequence's own: of the seed, the step, and its number among those of the step
-    counter    the site (a layer, and a place in it), and the element's number in the sequence
+    key        of the sequence: from the seed, the step, and the number of the sequence in the step
+    counter    the site (a layer, and a place in it), and the number of the element in the sequence
 
-A sequence's key is two words that come with its tokens, and are split over devices as these are; nothing else
-has to be known where x is. Four elements that follow each other in the last dim share a counter: its 64 bits
-are four times 16. An element is dropped if its 16 bits are below `threshold`, so that the rate is a multiple
-of 2^-16, and what is kept is divided by the share that is really kept. Keys are made here, in NumPy, and
-masks by each side in its framework.
+The key of a sequence is two words. They are part of the batch and are split over devices as its tokens are.
+Four neighbours in the last dim share the 64 bits of one counter. An element is dropped if its 16 bits are
+below `threshold`, so the rate is a multiple of 2^-16. The other elements are divided by the true share of
+elements that stay. Keys are made here, in NumPy; each side makes masks in its framework.
 
 Legend: A accumulated passes, B sequences of one, 2 the words of a key.
 """

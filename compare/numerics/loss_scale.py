@@ -1,13 +1,13 @@
-"""Loss scaling for float16, whose smallest numbers are larger than many gradients: the rule, as plain data.
+"""Dynamic loss scaling for float16, as plain data.
 
-Backward starts from the loss times a scale, and gradients are divided by it before anything else is done with
-them. Where the scale is too large something overflows: then the global norm of the gradients is not finite,
-which all devices see alike, and the step is skipped: weights, moments and Adam's count stay, the scale is
-halved. The learning rate follows the step, skipped or not, as nanoGPT's does. After so many steps without an
-overflow the scale is doubled.
+Many gradients are smaller than float16's smallest number. So backward starts from the loss times a scale, and
+gradients are divided by the scale before any other use. If the scale is too large, the global norm of the
+gradients is not finite on any device. The step is then skipped and the scale is halved; weights, moments and
+Adam's count stay. The learning rate counts skipped steps, as in nanoGPT. After `loss_scale_window` steps
+without an overflow the scale is doubled.
 
-Sources: Micikevicius et al., Mixed Precision Training (arXiv 1710.03740, section 3.2); hysteresis and the
-smallest scale are those of Megatron-LM's and DeepSpeed's dynamic loss scalers.
+Sources: Micikevicius et al., Mixed Precision Training (arXiv 1710.03740, section 3.2). Hysteresis and the
+smallest scale follow the dynamic loss scalers of Megatron-LM and DeepSpeed.
 """
 
 from typing import Annotated

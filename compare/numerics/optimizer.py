@@ -26,7 +26,7 @@ CLIP_EPS = 1e-6
 
 
 def learning_rate(optimizer: Optimizer, step: int) -> float:
-    """Of step `step`, from 0, in Python's doubles: warm-up, then a cosine. nanoGPT's `get_lr(iter_num)`."""
+    """Learning rate of `step`, from 0, in float64: warm-up, then a cosine (nanoGPT's `get_lr(iter_num)`)."""
     peak, low = optimizer.learning_rate, optimizer.min_lr
     if not optimizer.decay_lr:
         return peak
@@ -39,10 +39,9 @@ def learning_rate(optimizer: Optimizer, step: int) -> float:
 
 
 def step_scalars(optimizer: Optimizer, step: int, updates: int) -> dict[str, float]:
-    """What varies by step: of step `step`, before which there were so many updates; t = updates + 1.
+    """Scalars of a step after `updates` updates: learning rate, 1 - beta1^t and 1 - beta2^t, t = updates + 1.
 
-    The learning rate, and 1 - beta1^t and 1 - beta2^t, in Python's doubles: in float32 1 - beta^t is off by
-    1e-5 at t = 1 for beta = 0.999.
+    They are computed in float64: in float32 1 - beta^t has an error of 1e-5 at t = 1 for beta = 0.999.
     """
     return {
         "learning_rate": learning_rate(optimizer, step),
@@ -74,7 +73,7 @@ def reference_step(
     updates: int | None = None,
     norm: float | None = None,
 ) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
-    """One step in NumPy, as the text above says it: the oracle of tests, not a hot path.
+    """One optimizer step in NumPy, the oracle of the rung `updates` and of tests.
 
     Args:
         table: the canonical parameters; decides what decays.

@@ -1,12 +1,12 @@
 """The canonical parameter table: ONE declaration per weight, and its initial value.
 
-Both sides map their own names and layouts to this table in one place each (`weights.py`), so that a
-gradient of one can be laid over a gradient of the other. The fused query-key-value projection keeps
-its own axis, and heads keep theirs: a split over heads is then a slice of one axis.
+Each side maps its own names and layouts to this table in one place (`weights.py`), so gradients of both sides
+can be compared. The fused query-key-value projection and the heads have their own axes. A split over heads is
+a slice of one axis.
 
-Logical axes: vocab V, position T, embed C, qkv 3, heads H, head_dim D = C/H, mlp M = 4C, expert E; choice is
-E too, of the router, which every device has for all experts. Where G heads of queries share one of K heads of
-keys and values, heads of qkv are K, each with a group G + 2: the G queries, then their key, then their value
+Logical axes: vocab V, position T, embed C, qkv 3, heads H, head_dim D = C/H, mlp M = 4C, expert E. The axis
+choice has size E, too: it belongs to the router, which every device stores for all experts. With grouped
+queries the heads of qkv are K. Each has a group of G + 2: G queries, then their key, then their value
 (Megatron's order).
 """
 
@@ -33,7 +33,7 @@ class Parameter(Struct, frozen=True, kw_only=True):
     name: str
     shape: tuple[int, ...]
     axes: tuple[str, ...]
-    """A logical axis name for each dimension: a layout says which mesh axis it is split over."""
+    """Logical axis of each dimension; `spec.axes.SPLIT` maps it to the mesh axis that splits it."""
     init_std: float | None = None
     """Standard deviation of the normal it is drawn from; None for a constant."""
     init_constant: float = 0.0

@@ -28,11 +28,11 @@ class SampleRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Token ids to begin with: one or more."""
     samples: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] = 1
     tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 200
-    """Of each sample, without the prompt."""
+    """Tokens of each sample, without the prompt."""
     temperature: Annotated[float, Meta(ge=0, le=1e6)] = 0.8
     """Divides the logits; 0 takes the likeliest token every time."""
     top_k: Annotated[int, Meta(ge=0)] = 200
-    """Only so many of the likeliest tokens are drawn from; 0 for all."""
+    """Number of the likeliest tokens to draw from; 0 for all."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1337
 
 
@@ -55,7 +55,7 @@ def next_tokens(logits_NV: np.ndarray, uniform_N: np.ndarray, request: SampleReq
     """The next token of each sample, int32 (N,): the one in whose share of [0, 1) the uniform number lies."""
     if not request.temperature:
         return logits_NV.argmax(axis=1).astype(np.int32)
-    # The greatest is 0, whatever it is divided by: a small temperature would make infinities of all.
+    # Subtract the maximum first: a small temperature could otherwise overflow.
     with np.errstate(over="ignore"):
         scaled_NV = (logits_NV - logits_NV.max(axis=1, keepdims=True)) / request.temperature
     if 0 < request.top_k < logits_NV.shape[1]:

@@ -1,14 +1,13 @@
-"""`Shard`: one device's part of a canonical tensor; and whether devices agree on what both have.
+"""`Shard`: one device's part of a canonical tensor. Replicas of a shard are compared by digest.
 
-Each side describes where its weights live in these terms (`jaxpar.shards`, `torchpar.shards`), whatever
-cut them:
+Both sides describe their shards in these terms (`checkpoint.py`):
 
     tensor and pipeline parallelism     a box: heads 2 and 3 of a projection, or a tensor as it is
     jax's dp_shard                      a smaller box
     torch's dp_shard                    a range of the box's elements, in the order in which torch stores them
 
-Padding is no part of a canonical tensor: what a device holds only to fill up an equal share is not described.
-All is done for one tensor at a time, so that no process needs the whole model.
+Padding is not part of a canonical tensor and is not described. Functions here process one tensor at a time,
+so no process needs the whole model.
 """
 
 from collections.abc import Iterable
@@ -46,7 +45,7 @@ class Shard(Struct, frozen=True, kw_only=True):
 
 
 def digests_of(held: Iterable[tuple[Shard, np.ndarray]]) -> list[tuple[str, int, str]]:
-    """Of every shard: what part it is, its name first; the device; and the SHA-256 of its values."""
+    """(description of the shard, device, SHA-256 of its values) of every shard."""
     return [
         (f"{x.name} {x.offset} {x.shape} {x.elements}", x.device, sha256(array.tobytes()).hexdigest())
         for x, array in held

@@ -1,4 +1,4 @@
-"""What a step of a run is given, and what is evaluated on a corpus.
+"""Inputs of a training step, and evaluation on a corpus.
 
 An evaluation is the mean loss over fresh batches of both splits, without an update: nanoGPT's way.
 """

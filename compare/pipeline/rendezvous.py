@@ -1,10 +1,9 @@
 """The messages of a pipeline schedule in one order, so that a receive finds its send without a tag.
 
-NCCL matches the messages of two ranks by their order alone, carries out a rank's messages one after the
-other, and lets a send end only where its receive has begun. So all ranks go through their messages in one
-common order: that in which the tasks that make them end, when the schedule runs on a clock. What a message
-depends on was made before it. Hence no deadlock: of all messages still to come, the first one's sender and
-its receiver wait for nothing but earlier ones.
+NCCL matches the messages of two ranks by order. It processes a rank's messages in sequence, and a send ends
+only after its receive has started. So all ranks use one common order: the order in which the tasks that make
+the messages end on the simulator's clock. Each message depends only on earlier messages. So the ranks
+cannot deadlock: sender and receiver of the first pending message wait only for finished messages.
 """
 
 from collections import deque

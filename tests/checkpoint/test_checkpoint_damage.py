@@ -60,7 +60,7 @@ def rewrite(change: Callable[[dict], object], folder: Path, **offsets: str) -> N
 
 OUTSIDE = {"../../x.safetensors": {"bytes": 1, "sha256": "0" * 64}}
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    f"has no {DESCRIPTION}: it is no checkpoint": lambda folder: (folder / DESCRIPTION).unlink(),
+    f"has no {DESCRIPTION}: it is not a checkpoint": lambda folder: (folder / DESCRIPTION).unlink(),
     "format = 2, and this version reads 1": partial(edit, lambda f: f.update(format=2)),
     "unknown field `code`": partial(edit, lambda f: f.update(code="import os")),
     "matching regex": partial(edit, lambda f: f["files"].update(OUTSIDE)),
@@ -69,7 +69,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "its contents have changed (sha256): the checkpoint is damaged": flip_a_byte,
     "device-00000-0.safetensors cannot be read": pickle_instead,
     "elements of m/norm.scale": partial(rewrite, lambda tensors: tensors.pop("m/norm.scale")),
-    "weights/lm_head is no tensor of this model and optimizer": partial(
+    "weights/lm_head is not a tensor of this model and optimizer": partial(
         rewrite, lambda tensors: tensors.update({"weights/lm_head": np.zeros(3)})
     ),
     "weights/norm.scale has values that are NaN or infinite": partial(

@@ -31,7 +31,7 @@ CONTENTS = (
     (pickle.dumps({"stoi": Code()}), "it has more than dicts, lists, text and numbers"),
     (pickle.dumps({"vocab_size": 2}), "it has no stoi"),
     (b"\x80\x04}K\x01" + b"\x85" * 3_000_000 + b"K\x02s.", "it has more than dicts, lists, text and"),
-    (pickle.dumps({"stoi": {"a": "x"}}), "is no meta.pkl of nanoGPT"),
+    (pickle.dumps({"stoi": {"a": "x"}}), "is not a meta.pkl of nanoGPT"),
 )
 
 
