@@ -40,13 +40,15 @@ def trace_train(engine: Engine, state: TrainState) -> Any:
     params, opt_state, metrics, _ = _result_shardings(engine, state)
     metrics.pop("expert_ids", None)
     jitted = jax.jit(train, out_shardings=(params, opt_state, metrics), donate_argnums=(0, 1))
-    return jitted.trace(*_arguments(engine, state))
+    with jax.set_mesh(engine.mesh):
+        return jitted.trace(*_arguments(engine, state))
 
 
 def trace_ladder(engine: Engine, state: TrainState) -> Any:
     """Trace the step of a ladder. It also returns expert ids among the metrics, and gradients."""
     jitted = jax.jit(engine.step, out_shardings=_result_shardings(engine, state), donate_argnums=(0, 1))
-    return jitted.trace(*_arguments(engine, state))
+    with jax.set_mesh(engine.mesh):
+        return jitted.trace(*_arguments(engine, state))
 
 
 def trace_loss(engine: Engine, state: TrainState) -> Any:
@@ -57,7 +59,9 @@ def trace_loss(engine: Engine, state: TrainState) -> Any:
 
     params, opt_state, batch, scalars = _arguments(engine, state)
     batch.pop("keys", None)
-    return jax.jit(loss, out_shardings=engine.scalar_sharding).trace(params, opt_state, batch, scalars)
+    jitted = jax.jit(loss, out_shardings=engine.scalar_sharding)
+    with jax.set_mesh(engine.mesh):
+        return jitted.trace(params, opt_state, batch, scalars)
 
 
 def compile_program(engine: Engine, traced: Any) -> jax.stages.Compiled:

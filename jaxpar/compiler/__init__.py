@@ -26,7 +26,7 @@ from jaxpar.engine import Engine
 from jaxpar.hooks import Hooks, identity
 from jaxpar.model import Loss, loss_function, pipeline_parts
 from jaxpar.optimizer import Optimizer, global_norm
-from jaxpar.placement import place_parameters, shardings, unpad
+from jaxpar.placement import place_parameters, specs, unpad
 from jaxpar.remat import gathers_in_layers, remat_of
 from jaxpar.step import accumulate_gradients
 from jaxpar.tick_loop import to_microbatches
@@ -36,9 +36,9 @@ from jaxpar.weights import STACKED
 def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Engine:
     """jax-compiler, for an experiment and a mesh with the axes of the layout."""
     layout, placements = experiment.layout, place_parameters(experiment)
-    loss = _loss(experiment, placements, mesh=mesh)
-    shard = partial(fully_sharded.shard_parameters, placements=placements, mesh=mesh)
-    accumulated = shardings(mesh, placements, sharded=layout.zero >= 2)
+    loss = _loss(experiment, placements, mesh)
+    shard = partial(fully_sharded.shard_parameters, placements=placements)
+    accumulated = specs(placements, sharded=layout.zero >= 2)
     reduce = shard if layout.zero >= 2 else identity
 
     def gradients(params: Any, batch: Any, scale: jax.Array | None) -> Any:
@@ -51,7 +51,7 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
         # ranks exchange tokens, which separate replica rows would prevent.
         late = tuple(axis for axis in ROWS if axis != EP) if layout.zero < 2 else (data_parallel.AXIS,)
         value, gradients = data_parallel.synchronize_gradients(
-            accumulate, params, batch, mesh=mesh, axes=late, loops=layout.pp > 1
+            accumulate, params, batch, axes=late, loops=layout.pp > 1
         )
         return value, shard(lax.with_sharding_constraint(gradients, accumulated))
 
@@ -69,17 +69,17 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
     )
 
 
-def _loss(experiment: Experiment, placements: Any, *, mesh: Mesh) -> Loss:
+def _loss(experiment: Experiment, placements: Any, mesh: Mesh) -> Loss:
     """The problem's loss over stored parameters: what tp and cp split, dp_shard gathers, pp spreads."""
     layout, hooks = experiment.layout, Hooks(remat=remat_of(experiment.layout), sum_counts=sum_over_replicas)
     if layout.tp > 1:
-        tensor_parallel.split_layers(hooks, experiment, mesh=mesh)
+        tensor_parallel.split_layers(hooks, experiment)
     if layout.ep > 1:
-        expert_parallel.shard_experts(hooks, experiment, mesh=mesh)
+        expert_parallel.shard_experts(hooks, experiment)
     if layout.cp > 1:
-        context_parallel.split_sequence(hooks, experiment, mesh=mesh)
+        context_parallel.split_sequence(hooks, experiment)
     if gathers_in_layers(layout):
-        fully_sharded.gather_layers(hooks, placements[STACKED], layout, mesh=mesh)
+        fully_sharded.gather_layers(hooks, placements[STACKED], layout)
     if layout.pp > 1:
         loss = pipeline_parallel.pipelined(
             pipeline_parts(experiment, hooks), hooks, mesh=mesh, chunks=layout.chunks
@@ -88,6 +88,6 @@ def _loss(experiment: Experiment, placements: Any, *, mesh: Mesh) -> Loss:
         loss = loss_function(experiment, hooks)
     if layout.zero == 3:
         return fully_sharded.gather_first(
-            loss, placements, mesh=mesh, layers_too=not gathers_in_layers(experiment.layout)
+            loss, placements, layers_too=not gathers_in_layers(experiment.layout)
         )
     return lambda params, batch: loss(unpad(params, placements), batch)

@@ -24,7 +24,6 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.numerics.context import order_of_positions
@@ -40,7 +39,7 @@ WANTED = {"allgather": (POSITIONS, WHOLE, WHOLE), "ulysses": (HEADS, HEADS, HEAD
 """Where q, k and v live in attention."""
 
 
-def split_sequence(hooks: Hooks, experiment: Experiment, *, mesh: Mesh) -> None:
+def split_sequence(hooks: Hooks, experiment: Experiment) -> None:
     """Constrain attention's arrays; under zigzag give the positions that the batch has."""
     layout, positions = experiment.layout, None
     if layout.zigzag:
@@ -48,19 +47,15 @@ def split_sequence(hooks: Hooks, experiment: Experiment, *, mesh: Mesh) -> None:
         hooks.local_rows = lambda table, length: table[order_T]
         hooks.query_positions = hooks.stream_positions = lambda count: order_T
         positions = order_T, order_T
-    hooks.attention = partial(
-        constrained_attention, wanted=WANTED[layout.context], positions=positions, mesh=mesh
-    )
+    hooks.attention = partial(constrained_attention, wanted=WANTED[layout.context], positions=positions)
 
 
 def constrained_attention(
-    attention: Callable[..., jax.Array], *qkv: jax.Array, wanted: tuple[P, P, P], mesh: Mesh, **options: Any
+    attention: Callable[..., jax.Array], *qkv: jax.Array, wanted: tuple[P, P, P], **options: Any
 ) -> jax.Array:
     """Attention over q, k and v where they are `wanted`; its result is split by positions again."""
 
-    def constrain(x_BTHD: jax.Array, spec: P) -> jax.Array:
-        return lax.with_sharding_constraint(x_BTHD, NamedSharding(mesh, spec))
-
+    constrain = lax.with_sharding_constraint
     by_positions = (constrain(x, POSITIONS) for x in qkv)
     y_BTHD = constrain(attention(*map(constrain, by_positions, wanted), **options), wanted[0])
     return constrain(y_BTHD, POSITIONS)

@@ -6,9 +6,7 @@
 
 That is all of it:
 
-    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, ROWS))
-
-    @partial(jax.jit, in_shardings=(whole, rows), out_shardings=(whole, whole))
+    @partial(jax.jit, in_shardings=(P(), P(None, ROWS)), out_shardings=P())
     def step(params, batch):
         return jax.value_and_grad(loss)(params, batch)
 
@@ -24,7 +22,6 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import DP_REPLICATE, ROWS
@@ -39,7 +36,6 @@ def synchronize_gradients(
     params: Any,
     batch: Any,
     *,
-    mesh: Mesh,
     axes: tuple[str, ...] = (AXIS,),
     loops: bool = False,
 ) -> tuple[tuple[jax.Array, Routing], Any]:
@@ -52,6 +48,7 @@ def synchronize_gradients(
     `gradients_of` (params, batch) accumulates over A of a batch (A, B, ...), B split by rows' axes, of which
     `axes`, the first, become a dim. `loops`: it loops in each of the A, too, as a pipeline does.
     """
+    mesh = jax.sharding.get_abstract_mesh()
     replicas = math.prod(mesh.shape[axis] for axis in axes)
     if replicas == 1 or (jax.tree.leaves(batch)[0].shape[0] == 1 and not loops):
         return gradients_of(params, batch)
@@ -60,11 +57,11 @@ def synchronize_gradients(
     def with_replica_dim(x: jax.Array) -> jax.Array:
         x = x.reshape(x.shape[0], replicas, x.shape[1] // replicas, *x.shape[2:])
         free = (P.UNCONSTRAINED,) * (x.ndim - 3)
-        return lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, axes, inner, *free)))
+        return lax.with_sharding_constraint(x, P(None, axes, inner, *free))
 
     def replica_dim_split(x: jax.Array) -> jax.Array:
         free = (P.UNCONSTRAINED,) * (x.ndim - 1)
-        return lax.with_sharding_constraint(x, NamedSharding(mesh, P(axes, *free)))
+        return lax.with_sharding_constraint(x, P(axes, *free))
 
     # expert_ids has its replica dim at 2; tokens_per_expert is already summed over replicas.
     out_axes = (0, Routing(expert_ids=2)), 0

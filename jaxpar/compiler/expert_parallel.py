@@ -24,7 +24,6 @@ from functools import partial
 
 import jax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import CP, EP, TP
@@ -38,13 +37,10 @@ ALL_TOKENS, INSIDE = P(D, None, None, CP), P(D, None, None, CP, AXIS, TP)
 """Of (D, n, b, T, C), and of (D, n, b, T, E, M)."""
 
 
-def shard_experts(hooks: Hooks, experiment: Experiment, *, mesh: Mesh) -> None:
+def shard_experts(hooks: Hooks, experiment: Experiment) -> None:
     """Constrain the experts' tokens, and what experts make of them."""
     layout, rows = experiment.layout, experiment.train.batch_size // experiment.layout.data_parallel
     own_tokens = P(D, AXIS, None, (CP, TP) if layout.sequence_parallel else CP)
-
-    def constrain(x: jax.Array, spec: P) -> jax.Array:
-        return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     def exchange(experts: Experts, x_BTC: jax.Array, weights_BTE: jax.Array) -> jax.Array:
         tokens = x_BTC.astype(experts.up.compute), weights_BTE
@@ -53,6 +49,6 @@ def shard_experts(hooks: Hooks, experiment: Experiment, *, mesh: Mesh) -> None:
         )
 
     hooks.experts = exchange
-    hooks.up.before = hooks.before_mix = partial(constrain, spec=ALL_TOKENS)
-    hooks.up.after = hooks.down.before = partial(constrain, spec=INSIDE)
-    hooks.down.after = partial(constrain, spec=own_tokens)
+    hooks.up.before = hooks.before_mix = partial(lax.with_sharding_constraint, shardings=ALL_TOKENS)
+    hooks.up.after = hooks.down.before = partial(lax.with_sharding_constraint, shardings=INSIDE)
+    hooks.down.after = partial(lax.with_sharding_constraint, shardings=own_tokens)

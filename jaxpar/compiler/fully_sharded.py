@@ -16,57 +16,56 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import Mesh
 
 from compare.spec.axes import PP
 from compare.spec.experiment import Layout
 from jaxpar.hooks import Hooks
 from jaxpar.mlp import Routing
 from jaxpar.model import Loss
-from jaxpar.placement import drop_layer_dim, shardings, unpad
+from jaxpar.placement import drop_layer_dim, specs, unpad
 from jaxpar.weights import STACKED, without_layers
 
 
-def shard_parameters(tree: Any, placements: Any, *, mesh: Mesh) -> Any:
+def shard_parameters(tree: Any, placements: Any) -> Any:
     """Say that parameters, or a tree like them of gradients or moments, are split over dp_shard."""
-    return lax.with_sharding_constraint(tree, shardings(mesh, placements, sharded=True))
+    return lax.with_sharding_constraint(tree, specs(placements, sharded=True))
 
 
-def gather(params: Any, placements: Any, *, mesh: Mesh) -> Any:
+def gather(params: Any, placements: Any) -> Any:
     """Say that parameters are whole along dp_shard, and take its padding off."""
-    gathered = lax.with_sharding_constraint(params, shardings(mesh, placements, sharded=False))
+    gathered = lax.with_sharding_constraint(params, specs(placements, sharded=False))
     return unpad(gathered, placements)
 
 
-def gather_layers(hooks: Hooks, placements: Any, layout: Layout, *, mesh: Mesh) -> None:
+def gather_layers(hooks: Hooks, placements: Any, layout: Layout) -> None:
     """Stage 3: every scanned block wants its own parameters whole."""
     placements = drop_layer_dim(placements)
     in_front = (PP,) if layout.pp > 1 else ()  # `vmap` over stages adds it to what a block says
-    leaves = jax.tree.leaves(shardings(mesh, placements, sharded=False))
-    gathered = {_split_dims((*in_front, *sharding.spec)) for sharding in leaves}
+    leaves = jax.tree.leaves(specs(placements, sharded=False))
+    gathered = {_split_dims((*in_front, *spec)) for spec in leaves}
 
     def is_gather(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
         return (
             primitive.name == "sharding_constraint" and _split_dims(parameters["sharding"].spec) in gathered
         )
 
-    hooks.gather_layer = lambda shards, x_BTC: gather(shards, placements, mesh=mesh)
+    hooks.gather_layer = lambda shards, x_BTC: gather(shards, placements)
     hooks.is_gather, hooks.keep_gathered = is_gather, not layout.reshard_after_forward
 
 
-def gather_first(loss: Loss, placements: Any, *, mesh: Mesh, layers_too: bool = False) -> Loss:
+def gather_first(loss: Loss, placements: Any, *, layers_too: bool = False) -> Loss:
     """The loss over shards: all but the blocks, or with `layers_too` all, is gathered up front, and kept."""
 
     def gathering(params: Any, batch: Any) -> tuple[jax.Array, Routing]:
-        params = {**params, **gather(without_layers(params), without_layers(placements), mesh=mesh)}
+        params = {**params, **gather(without_layers(params), without_layers(placements))}
         if layers_too:
-            params[STACKED] = _gather_before_loop(params[STACKED], placements[STACKED], mesh=mesh)
+            params[STACKED] = _gather_before_loop(params[STACKED], placements[STACKED])
         return loss(params, batch)
 
     return gathering
 
 
-def _gather_before_loop(params: Any, placements: Any, *, mesh: Mesh) -> Any:
+def _gather_before_loop(params: Any, placements: Any) -> Any:
     """`gather`, for a loop that accumulates gradients: these are split again.
 
     The derivative of saying "whole" says it of the gradient, too, which would accumulate whole.
@@ -74,11 +73,11 @@ def _gather_before_loop(params: Any, placements: Any, *, mesh: Mesh) -> Any:
 
     @jax.custom_vjp
     def gathered(params: Any) -> Any:
-        return lax.with_sharding_constraint(params, shardings(mesh, placements, sharded=False))
+        return lax.with_sharding_constraint(params, specs(placements, sharded=False))
 
     gathered.defvjp(
         lambda params: (gathered(params), None),
-        lambda _, gradients: (shard_parameters(gradients, placements, mesh=mesh),),
+        lambda _, gradients: (shard_parameters(gradients, placements),),
     )
     return unpad(gathered(params), placements)
 

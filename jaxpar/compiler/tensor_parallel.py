@@ -12,7 +12,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import CP, TP
@@ -29,7 +28,7 @@ HEADS_DIM = 3
 """Of q, k and v: (B, T, 3, H, D); of groups of queries it is the one before, (B, T, K, G + 2, D)."""
 
 
-def split_layers(hooks: Hooks, experiment: Experiment, *, mesh: Mesh) -> None:
+def split_layers(hooks: Hooks, experiment: Experiment) -> None:
     """Constrain activations at both ends of a region of split work."""
     between = POSITION_DIM if experiment.layout.sequence_parallel else None
     ends = (
@@ -39,20 +38,19 @@ def split_layers(hooks: Hooks, experiment: Experiment, *, mesh: Mesh) -> None:
         (hooks.down, INNER_DIM, between),
     )
     for linear, of_input, of_output in ends:
-        linear.before = partial(constrain, mesh=mesh, split=of_input)
+        linear.before = partial(constrain, split=of_input)
         linear.matmul = product  # dim by dim: merging a split dim with another would gather it
-        linear.after = partial(constrain, mesh=mesh, split=of_output)
-    hooks.before_mix = hooks.before_logits = partial(constrain, mesh=mesh)
-    hooks.after_embedding = partial(constrain, mesh=mesh, split=between)
+        linear.after = partial(constrain, split=of_output)
+    hooks.before_mix = hooks.before_logits = constrain
+    hooks.after_embedding = partial(constrain, split=between)
     hooks.vocabulary = jnp.arange
     hooks.cross_entropy = lambda logits_BTV, targets_BT: cross_entropy(
-        constrain(logits_BTV, mesh, split=2), targets_BT
+        constrain(logits_BTV, split=2), targets_BT
     )
 
 
-def constrain(x: jax.Array, mesh: Mesh, *, split: int | None = None) -> jax.Array:
+def constrain(x: jax.Array, *, split: int | None = None) -> jax.Array:
     """Say that x (B, T, ...) is whole along tp, but for one dim, if any; cp splits T before that."""
     at = None if split is None else split % x.ndim
     axes = [((CP,) if dim == POSITION_DIM else ()) + (AXIS,) * (dim == at) for dim in range(x.ndim)]
-    spec = P(B, *axes[1:])
-    return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    return lax.with_sharding_constraint(x, P(B, *axes[1:]))

@@ -4,19 +4,18 @@
 says what becomes of it. XLA moves what casts ask for; what no cast asks for is an error.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, reshard, use_abstract_mesh
+from jax.sharding import Mesh, reshard
 from jax.sharding import PartitionSpec as P
 
 from compare.spec.experiment import Experiment
 from jaxpar.comm.collectives import sum_over_replicas
 from jaxpar.comm.mesh import typed
-from jaxpar.engine import Engine, batch_specs
+from jaxpar.engine import Engine
 from jaxpar.explicit import (
     context_parallel,
     data_parallel,
@@ -44,9 +43,9 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
     what is sent.
     """
     layout, placements, mesh = experiment.layout, place_parameters(experiment), typed(mesh)
-    loss = _loss(experiment, placements, mesh=mesh)
+    loss = _loss(experiment, placements, mesh)
     at_rest = layout.zero == 3
-    scatter = partial(fully_sharded.scatter_gradients, placements=placements, mesh=mesh)
+    scatter = partial(fully_sharded.scatter_gradients, placements=placements)
 
     def synchronize(gradients: Any) -> Any:
         gradients = scatter(gradients) if layout.zero else gradients
@@ -55,8 +54,8 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
     def gradients(params: Any, batch: Any, scale: jax.Array | None) -> tuple[Any, Any]:
         if layout.pp > 1:
             batch = to_microbatches(batch, microbatches=layout.microbatches)
-        params = reshard(params, over_replicas(placements, "reduced", sharded=at_rest, mesh=mesh))
-        types = over_replicas(placements, "unreduced", sharded=layout.zero >= 2, mesh=mesh)
+        params = reshard(params, over_replicas(placements, "reduced", sharded=at_rest))
+        types = over_replicas(placements, "unreduced", sharded=layout.zero >= 2)
         zeros = jax.tree.map(
             lambda w, spec: reshard(jnp.zeros(w.shape, w.dtype, out_sharding=P(*spec.partitions)), spec),
             params,
@@ -72,15 +71,6 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
             like=zeros,
         )
 
-    def on_mesh(step: Callable[..., Any]) -> Callable[..., Any]:
-        def typed_step(params: Any, opt_state: Any, batch: Any, scalars: Any) -> Any:
-            with use_abstract_mesh(mesh.abstract_mesh):
-                where = batch_specs(experiment, mesh)
-                batch = {name: reshard(x, where[name]) for name, x in batch.items()}
-                return step(params, opt_state, batch, scalars)
-
-        return typed_step
-
     # The loss of a pipeline is the mean of all microbatches; each replica's loss is divided before backward.
     summed = 1 if layout.pp > 1 else experiment.train.gradient_accumulation_steps
     return Engine(
@@ -93,11 +83,10 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
         mesh=mesh,
         placements=placements,
         summed_microbatches=summed / (layout.data_parallel * layout.cp),
-        on_mesh=on_mesh,
     )
 
 
-def _loss(experiment: Experiment, placements: Any, *, mesh: Mesh) -> Loss:
+def _loss(experiment: Experiment, placements: Any, mesh: Mesh) -> Loss:
     """The problem's loss over stored parameters: what tp and cp split, dp_shard gathers, pp spreads."""
     layout, in_layers = experiment.layout, gathers_in_layers(experiment.layout)
     hooks = Hooks(remat=remat_of(experiment.layout), sum_counts=sum_over_replicas)
@@ -108,7 +97,7 @@ def _loss(experiment: Experiment, placements: Any, *, mesh: Mesh) -> Loss:
     if layout.ep > 1:
         hooks.experts = expert_parallel.exchange_tokens
     if in_layers:
-        fully_sharded.gather_layers(hooks, placements[STACKED], layout, mesh=mesh)
+        fully_sharded.gather_layers(hooks, placements[STACKED], layout)
     gathered = without_layers(placements) if in_layers else placements
     if layout.pp > 1:
         loss = pipeline_parallel.pipelined(
@@ -116,12 +105,12 @@ def _loss(experiment: Experiment, placements: Any, *, mesh: Mesh) -> Loss:
         )
     else:
         loss = loss_function(experiment, hooks)
-    loss = data_parallel.each_replica(loss, mesh=mesh, rows_dim=1 if layout.pp > 1 else 0)
+    loss = data_parallel.each_replica(loss, layout)
 
     def loss_of_stored(params: Any, batch: Any) -> tuple[jax.Array, Routing]:
         true = unpad({key: params[key] for key in gathered}, gathered)
         return loss({**params, **true}, batch)
 
     if layout.zero == 3:
-        return fully_sharded.gather_first(loss_of_stored, gathered, mesh=mesh)
+        return fully_sharded.gather_first(loss_of_stored, gathered)
     return loss_of_stored

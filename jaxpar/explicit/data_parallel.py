@@ -15,25 +15,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, reshard
 from jax.sharding import PartitionSpec as P
+from jax.sharding import reshard
 
 from compare.spec.axes import CP
+from compare.spec.experiment import Layout
 from jaxpar.explicit.replicas import REPLICA, axes_in, axes_of_replicas, copies
 from jaxpar.mlp import Routing
 from jaxpar.model import Loss
 from jaxpar.placement import merge_dims, specs, split_dim
 
 
-def each_replica(loss: Loss, *, mesh: Mesh, rows_dim: int = 0) -> Loss:
+def each_replica(loss: Loss, layout: Layout) -> Loss:
     """The mean loss of all replicas, each on its part of a batch; the model is typed as if there were one.
 
-    Rows are the batch's `rows_dim`: 1 of (M, R b, ...); cp splits the last dim, T, of all but keys.
+    The batch is (R b, ...); for a pipeline (M, R b, ...). cp splits the last dim, T, of all but keys.
     Parameters are typed `reduced`: each replica has its `copies`; a parameter that dp_shard splits stays so:
     the model gathers it (`own_copy`).
     """
-    axes = axes_of_replicas(mesh)
-    replicas, devices = math.prod(mesh.shape[axis] for axis in axes), mesh.shape[CP]
+    axes, devices = axes_of_replicas(layout.axes), layout.cp
+    replicas, rows_dim = math.prod(layout.axes[axis] for axis in axes), 1 if layout.pp > 1 else 0
 
     def is_split(w: jax.Array) -> bool:
         return bool(axes_in(jax.typeof(w).sharding.spec) & set(axes))

@@ -43,7 +43,7 @@ def exchange_tokens(experts: Experts, x_BTC: jax.Array, weights_BTE: jax.Array) 
         sharding = jax.typeof(x_RBTC).sharding
         _, *dims = sharding.spec.partitions
         n, parts = (sharding.mesh.shape[axis] for axis in (AXIS, CP))
-        groups = axes_of_replicas(sharding.mesh)
+        groups = axes_of_replicas(sharding.mesh.shape)
         rest = tuple(axis for axis in groups if axis != AXIS) or None
         rows = tuple(axis for axis in groups if axis not in (AXIS, CP)) or None
 

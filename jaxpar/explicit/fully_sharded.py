@@ -14,7 +14,7 @@ all-reduces and takes a slice.
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, reshard
+from jax.sharding import reshard
 
 from compare.spec.axes import SHARDS
 from compare.spec.experiment import Layout
@@ -25,9 +25,9 @@ from jaxpar.model import Loss
 from jaxpar.placement import drop_layer_dim, specs, unpad
 
 
-def scatter_gradients(gradients: Any, placements: Any, *, mesh: Mesh) -> Any:
+def scatter_gradients(gradients: Any, placements: Any) -> Any:
     """Sum gradients over dp_shard, each device's shard of them; over replicas they stay unreduced."""
-    return reshard(gradients, over_replicas(placements, "unreduced", sharded=True, mesh=mesh))
+    return reshard(gradients, over_replicas(placements, "unreduced", sharded=True))
 
 
 def shard_parameters(tree: Any, placements: Any) -> Any:
@@ -35,9 +35,9 @@ def shard_parameters(tree: Any, placements: Any) -> Any:
     return reshard(tree, specs(placements, sharded=True))
 
 
-def gather(params: Any, placements: Any, *, mesh: Mesh) -> Any:
+def gather(params: Any, placements: Any) -> Any:
     """Parameters whole along dp_shard, reduced; padded as they are stored."""
-    return reshard(params, over_replicas(placements, "reduced", sharded=False, mesh=mesh))
+    return reshard(params, over_replicas(placements, "reduced", sharded=False))
 
 
 def is_gather(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
@@ -47,23 +47,23 @@ def is_gather(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
     return any(axis in sharding.spec.reduced for sharding in types for axis in SHARDS)
 
 
-def gather_layers(hooks: Hooks, placements: Any, layout: Layout, *, mesh: Mesh) -> None:
+def gather_layers(hooks: Hooks, placements: Any, layout: Layout) -> None:
     """Every scanned block gathers its own parameters."""
     placements = drop_layer_dim(placements)
 
     def gather_layer(shards: Any, x_BTC: jax.Array) -> Any:
-        full = gather(shards, placements, mesh=mesh)
+        full = gather(shards, placements)
         return unpad(jax.tree.map(lambda w: own_copy(w, x_BTC), full), placements)
 
     hooks.gather_layer = gather_layer
     hooks.is_gather, hooks.keep_gathered = is_gather, not layout.reshard_after_forward
 
 
-def gather_first(loss: Loss, placements: Any, *, mesh: Mesh) -> Loss:
+def gather_first(loss: Loss, placements: Any) -> Loss:
     """A loss that begins by gathering what these placements have, and keeps it."""
 
     def gathering(params: Any, batch: Any) -> tuple[jax.Array, Routing]:
         rest = {key: params[key] for key in placements}
-        return loss({**params, **gather(rest, placements, mesh=mesh)}, batch)
+        return loss({**params, **gather(rest, placements)}, batch)
 
     return gathering

@@ -15,7 +15,7 @@ Legend: R replicas, here the devices of all axes that split a batch, its rows or
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.sharding import Mesh, reshard
 from jax.sharding import PartitionSpec as P
+from jax.sharding import reshard
 
 from compare.spec.axes import DATA, PP
 from jaxpar.placement import Placement
@@ -33,9 +33,9 @@ REPLICA = "replica"
 """The name of their dim in `vmap`: the number of one is `lax.axis_index` of it."""
 
 
-def axes_of_replicas(mesh: Mesh) -> tuple[str, ...]:
-    """The axes that split a batch, its rows or positions, but for those of one device."""
-    return tuple(axis for axis in DATA if mesh.shape[axis] > 1)
+def axes_of_replicas(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes that split the rows or the positions of a batch, of a mesh with axes of these sizes."""
+    return tuple(axis for axis in DATA if sizes[axis] > 1)
 
 
 def axes_in(spec: P) -> set[str]:
@@ -44,9 +44,7 @@ def axes_in(spec: P) -> set[str]:
     return {axis for dim in dims if dim for axis in (dim if isinstance(dim, tuple) else (dim,))}
 
 
-def over_replicas(
-    placements: Any, state: Literal["reduced", "unreduced"], *, sharded: bool, mesh: Mesh
-) -> Any:
+def over_replicas(placements: Any, state: Literal["reduced", "unreduced"], *, sharded: bool) -> Any:
     """PartitionSpecs of parameters whose gradients are to be summed later, or of these gradients.
 
     Where dp_shard splits a parameter, its gradient has been summed over it: it is reduced along the others.
@@ -55,7 +53,7 @@ def over_replicas(
     def type_of(p: Placement) -> P:
         spec = p.spec(sharded=sharded)
         stages = {PP} if p.degrees[PP] > 1 else set()  # of what is in no layer all stages make use
-        axes = {*axes_of_replicas(mesh), *stages} - axes_in(spec)
+        axes = {*axes_of_replicas(p.degrees), *stages} - axes_in(spec)
         return P(*spec.partitions, **{state: axes})
 
     return jax.tree.map(type_of, placements)
