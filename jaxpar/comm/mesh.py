@@ -1,7 +1,6 @@
-"""Devices and the mesh over them: one mesh axis for each degree of the layout, with the same name."""
+"""Devices and the mesh over them. The mesh has one axis for each degree of the layout, with its name."""
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from compare.spec.experiment import Layout
@@ -9,26 +8,24 @@ from compare.system.facts import MissingDevicesError, cpu_model
 
 
 def make_mesh(layout: Layout, *, platform: str) -> Mesh:
-    """A mesh over the first devices of a platform, as of `find_devices`: `layout.axes`, of size 1 included.
+    """A mesh over the first devices of a platform; raises MissingDevicesError.
 
-    Of several hosts, the outermost axes cross from one to another. The axes are Auto: the compiler propagates
-    shardings, and `shard_map` makes an axis manual.
+    It has all of `layout.axes`, also those of size 1. The outermost axes cross from host to host. The axes
+    are Auto: the compiler propagates shardings, and `shard_map` makes an axis manual.
     """
-    axes = layout.axes
-    grid = np.array(find_devices(layout.devices, platform=platform)).reshape(tuple(axes.values()))
-    return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
-
-
-def typed(mesh: Mesh) -> Mesh:
-    """The same devices, with every axis Explicit: where an array lives along it is part of its type."""
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
+    axes, devices = layout.axes, find_devices(layout.devices, platform=platform)
+    types = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=devices)
 
 
 def find_devices(count: int, *, platform: str) -> list[jax.Device]:
-    """The first devices of a platform, on all hosts, in the order of the processes; MissingDevicesError."""
+    """The first devices of a platform on all hosts, in the order of the processes.
+
+    Raises MissingDevicesError: fewer devices are there.
+    """
     try:
         devices, why = jax.devices(platform), ""
-    except RuntimeError as error:  # JAX's word for a backend that is not there
+    except RuntimeError as error:  # JAX finds no such backend
         devices, why = [], f" ({error})"
     if len(devices) < count:
         raise MissingDevicesError(
@@ -39,5 +36,5 @@ def find_devices(count: int, *, platform: str) -> list[jax.Device]:
 
 
 def device_kind(device: jax.Device) -> str:
-    """The model of a GPU as JAX names it; for a CPU, whose name JAX does not know, the machine's."""
+    """The model of a GPU as JAX names it; for a CPU, which JAX does not name, the model of the machine's."""
     return cpu_model() if device.platform == "cpu" else device.device_kind

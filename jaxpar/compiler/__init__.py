@@ -36,7 +36,7 @@ from jaxpar.weights import STACKED
 def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Engine:
     """jax-compiler, for an experiment and a mesh with the axes of the layout."""
     layout, placements = experiment.layout, place_parameters(experiment)
-    loss = _loss(experiment, placements, mesh)
+    loss = _loss(experiment, placements)
     shard = partial(fully_sharded.shard_parameters, placements=placements)
     accumulated = specs(placements, sharded=layout.zero >= 2)
     reduce = shard if layout.zero >= 2 else identity
@@ -69,7 +69,7 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
     )
 
 
-def _loss(experiment: Experiment, placements: Any, mesh: Mesh) -> Loss:
+def _loss(experiment: Experiment, placements: Any) -> Loss:
     """The problem's loss over stored parameters: what tp and cp split, dp_shard gathers, pp spreads."""
     layout, hooks = experiment.layout, Hooks(remat=remat_of(experiment.layout), sum_counts=sum_over_replicas)
     if layout.tp > 1:
@@ -82,7 +82,7 @@ def _loss(experiment: Experiment, placements: Any, mesh: Mesh) -> Loss:
         fully_sharded.gather_layers(hooks, placements[STACKED], layout)
     if layout.pp > 1:
         loss = pipeline_parallel.pipelined(
-            pipeline_parts(experiment, hooks), hooks, mesh=mesh, chunks=layout.chunks
+            pipeline_parts(experiment, hooks), hooks, stages=layout.pp, chunks=layout.chunks
         )
     else:
         loss = loss_function(experiment, hooks)

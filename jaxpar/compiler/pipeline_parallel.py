@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import PP
@@ -25,26 +24,25 @@ from jaxpar.model import Loss, PipelineParts
 AXIS = PP
 
 
-def pipelined(parts: PipelineParts, hooks: Hooks, *, mesh: Mesh, chunks: int = 1) -> Loss:
+def pipelined(parts: PipelineParts, hooks: Hooks, *, stages: int, chunks: int = 1) -> Loss:
     """The loss of a pipeline, as `tick_loop.pipelined`."""
     return tick_loop.pipelined(
         parts,
         hooks,
-        stages=mesh.shape[AXIS],
+        stages=stages,
         chunks=chunks,
         # Adds pp to each sharding constraint inside, for the dim of stages.
         over_stages=partial(jax.vmap, spmd_axis_name=AXIS),
-        place=partial(split_stages, mesh=mesh),
+        place=split_stages,
         # XLA sends each entry to the next device.
         roll=partial(jnp.roll, axis=0),
     )
 
 
-def split_stages(tree: Any, *, mesh: Mesh) -> Any:
+def split_stages(tree: Any) -> Any:
     """Constrain the first dim of arrays (S, ...) to be split over pp; XLA chooses for the other dims."""
 
     def constrain(x: jax.Array) -> jax.Array:
-        spec = P(AXIS, *(P.UNCONSTRAINED,) * (x.ndim - 1))
-        return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+        return lax.with_sharding_constraint(x, P(AXIS, *(P.UNCONSTRAINED,) * (x.ndim - 1)))
 
     return jax.tree.map(constrain, tree)

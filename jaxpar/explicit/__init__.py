@@ -9,12 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, reshard
+from jax.sharding import AxisType, Mesh, reshard
 from jax.sharding import PartitionSpec as P
 
 from compare.spec.experiment import Experiment
 from jaxpar.comm.collectives import sum_over_replicas
-from jaxpar.comm.mesh import typed
 from jaxpar.engine import Engine
 from jaxpar.explicit import (
     context_parallel,
@@ -42,8 +41,9 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
     When a program is traced, JAX raises a ShardingTypeError for an operation whose types do not determine
     what is sent.
     """
-    layout, placements, mesh = experiment.layout, place_parameters(experiment), typed(mesh)
-    loss = _loss(experiment, placements, mesh)
+    layout, placements = experiment.layout, place_parameters(experiment)
+    mesh = mesh.update(axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
+    loss = _loss(experiment, placements)
     at_rest = layout.zero == 3
     scatter = partial(fully_sharded.scatter_gradients, placements=placements)
 
@@ -86,7 +86,7 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
     )
 
 
-def _loss(experiment: Experiment, placements: Any, mesh: Mesh) -> Loss:
+def _loss(experiment: Experiment, placements: Any) -> Loss:
     """The problem's loss over stored parameters: what tp and cp split, dp_shard gathers, pp spreads."""
     layout, in_layers = experiment.layout, gathers_in_layers(experiment.layout)
     hooks = Hooks(remat=remat_of(experiment.layout), sum_counts=sum_over_replicas)
@@ -101,7 +101,7 @@ def _loss(experiment: Experiment, placements: Any, mesh: Mesh) -> Loss:
     gathered = without_layers(placements) if in_layers else placements
     if layout.pp > 1:
         loss = pipeline_parallel.pipelined(
-            pipeline_parts(experiment, hooks), hooks, mesh=mesh, chunks=layout.chunks
+            pipeline_parts(experiment, hooks), hooks, stages=layout.pp, chunks=layout.chunks
         )
     else:
         loss = loss_function(experiment, hooks)

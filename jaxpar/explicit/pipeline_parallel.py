@@ -16,8 +16,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, auto_axes, reshard
 from jax.sharding import PartitionSpec as P
+from jax.sharding import auto_axes, reshard
 
 from compare.spec.axes import PP
 from jaxpar import tick_loop
@@ -27,9 +27,8 @@ from jaxpar.model import Loss, PipelineParts
 AXIS = PP
 
 
-def pipelined(parts: PipelineParts, hooks: Hooks, *, mesh: Mesh, chunks: int = 1) -> Loss:
+def pipelined(parts: PipelineParts, hooks: Hooks, *, stages: int, chunks: int = 1) -> Loss:
     """The loss of a pipeline, as `tick_loop.pipelined`. Parameters outside the blocks are (S@pp, ...)."""
-    stages = mesh.shape[AXIS]
 
     def copy(batch: Any) -> Any:
         def copy_to_stages(x: jax.Array) -> jax.Array:

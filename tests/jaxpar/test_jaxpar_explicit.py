@@ -28,7 +28,7 @@ MISTAKES = {
     ),
     "a layer that nobody gathers": (
         Layout(dp_shard=2, zero=3),
-        lambda: patch.object(lesson, "gather", lambda params, placements, mesh: params),
+        lambda: patch.object(lesson, "gather", lambda params, placements: params),
         "shape|shard",
     ),
     "activations that are whole, and taken for parts of a sequence": (

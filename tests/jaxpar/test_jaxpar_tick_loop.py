@@ -54,8 +54,9 @@ def test_any_model_equals_its_plain_scan(stages, microbatches, chunks):
     place = Placement(shape=params["blocks"].shape, dims={PP: 0}, degrees=degrees, chunks=chunks)
     spread = NamedSharding(mesh, P("pp"))
     stored = {"first": params["first"], "blocks": jax.device_put(place.pad(params["blocks"]), spread)}
-    loss = pipelined(PARTS, Hooks(), mesh=mesh, chunks=chunks)
-    (found, _), of_stored = jax.jit(jax.value_and_grad(loss, has_aux=True))(stored, batch)
+    loss = pipelined(PARTS, Hooks(), stages=stages, chunks=chunks)
+    with jax.set_mesh(mesh):
+        (found, _), of_stored = jax.jit(jax.value_and_grad(loss, has_aux=True))(stored, batch)
 
     np.testing.assert_allclose(found, value, rtol=1e-13)
     np.testing.assert_allclose(of_stored["first"], gradients["first"], rtol=1e-12)
