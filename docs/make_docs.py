@@ -6,9 +6,7 @@ import msgspec
 import support
 
 from compare.commands.faults import FAULTS
-from compare.judge.ladder import LADDER
-from compare.judge.rungs import SOME
-from compare.judge.tolerances import TOLERANCES, Tolerance
+from compare.judge.rungs import RUNGS, Limits, Rung
 from compare.numerics.parameters import parameter_count
 from compare.setup.planted import Fault
 from compare.setup.presets import PRESETS, preset_layout
@@ -47,9 +45,9 @@ def tables() -> dict[str, list[dict[str, object]]]:
             for name, of in PEERS.items()
         ],
         "Tolerances": [
-            {"rung": rung, **{dtype: _limit(of[rung]) for dtype, of in TOLERANCES.items()}}
-            for rung in LADDER
-            if rung not in SOME
+            {"rung": rung.name, **{dtype: _limit(rung, dtype) for dtype in Limits._fields}}
+            for rung in RUNGS
+            if rung.absent
         ],
         "Planted faults": [
             {
@@ -71,8 +69,9 @@ def _fields(preset: str) -> str:
     return f"`{fields}`" if fields else ""
 
 
-def _limit(tolerance: Tolerance) -> str:
-    return f"{tolerance.limit:g}" + (f", {tolerance.steps} steps" if tolerance.steps else "")
+def _limit(rung: Rung, dtype: str) -> str:
+    steps = rung.first_steps.get(dtype)
+    return f"{getattr(rung.limits, dtype):g}" + (f", {steps} steps" if steps else "")
 
 
 def _able(fault: Fault) -> str:

@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 from compare.execute.folders import check_output
 from compare.flags import DEVICES, EngineName, PresetNames, chosen_engines
 from compare.judge.goldens import NANOGPT
-from compare.judge.ladder import Verdict
 from compare.judge.outcome import Grid, Outcome
+from compare.judge.rungs import Verdict
 from compare.run.study import OF_LAYOUTS, Study
 from compare.setup.grid import against_one_device, grid, pivot, varied
 from compare.setup.presets import several_presets, spread

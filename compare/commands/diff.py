@@ -1,4 +1,4 @@
-"""`shardpair diff`: two finished runs, of any settings, held against each other."""
+"""`shardpair diff`: compare two finished runs of any settings."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,25 +9,27 @@ from msgspec import Struct
 
 from compare.commands.report.page import rung_text
 from compare.contract.record import Record, read_record
-from compare.judge.difference import RATES, Difference, difference
-from compare.judge.ladder import LADDER
+from compare.judge.difference import SHARED, Difference, difference
+from compare.judge.metrics import METRICS
 from compare.judge.outcome import OUTCOME, read_outcome, read_run
-from compare.show.findings import Row, Table, Text, by_reason
+from compare.show.findings import Row, Table, Text, by_reason, written
 from compare.show.terminal import terminal_table
 from compare.system.tensors import RecordError
 from compare.terminal import PlainConsole, print_json, results_console
 
+FORMS = {metric.label: metric.form for metric in METRICS}
+
 
 class Diff(Struct, frozen=True, kw_only=True):
-    """Hold two finished runs against each other, of any settings, days, engines or layouts.
+    """Compare two finished runs, of any settings, days, engines or layouts.
 
-    Says what differs in what was asked of them, rung by rung how far their numbers are apart, and what each
-    cost. Tensors are compared where both runs have them in the same shapes, and losses, gradient norms and
-    learning rates over the steps that both made. Exit code 0 if all numbers are within the tolerances of the
-    coarser precision, 1 if not, 2 if there is nothing to compare; costs decide nothing.
+    Prints the settings that differ, the errors of each rung, and the costs. Tensors are compared where both
+    runs have them in the same shapes; losses, gradient norms and learning rates over the steps that both
+    made. Exit code 0 if all numbers are within the tolerances of the coarser precision, 1 if not, 2 if there
+    is nothing to compare. Costs do not affect it.
 
-    Two folders of runs are compared engine by engine; if they share none, or one is the folder of a single
-    engine, its case of the same name or else the first one is taken.
+    Two folders of runs are compared engine by engine. If they share no engine, or one is the folder of a
+    single engine, the case of the same name is compared, or else the first one.
 
     Try:
       shardpair diff runs/demo-20260101-120000 runs/demo-20260102-120000
@@ -35,14 +37,14 @@ class Diff(Struct, frozen=True, kw_only=True):
     """
 
     a: Annotated[Path, tyro.conf.Positional]
-    """The folder of a run, or RUN/ENGINE of one engine's: what the other is held against."""
+    """Folder of the first run, or RUN/ENGINE of one engine: the reference."""
     b: Annotated[Path, tyro.conf.Positional]
-    """Of the other run."""
+    """Folder of the second run."""
     json: bool = False
     """Print the outcome as one JSON object on stdout instead of tables."""
 
     def __call__(self) -> int:
-        """Compare. Returns 0 if they are alike, 1 if not. Raises RecordError: nothing can be compared."""
+        """Compare. Returns 0 if the runs are alike, 1 if not. Raises RecordError: nothing can be compared."""
         of_a, of_b = _records(self.a), _records(self.b)
         pairs = [(name, name) for name in of_a if name in of_b] or [(next(iter(of_a)), next(iter(of_b)))]
         compared = {record.folder for a, b in pairs for record in (of_a[a], of_b[b])}
@@ -58,13 +60,13 @@ class Diff(Struct, frozen=True, kw_only=True):
         else:
             _print(results_console(), differences)
             if left_out:
-                said = f"left out: {', '.join(left_out)}: the other folder has none of this name"
-                results_console().print(said, style="yellow", soft_wrap=True)
+                line = f"left out: {', '.join(left_out)}: the other folder has no case of this name"
+                results_console().print(line, style="yellow", soft_wrap=True)
         return 0 if alike else 1
 
 
 def _records(folder: Path) -> dict[str, Record]:
-    """The finished records of a run by its case's name, or the one of a single engine."""
+    """The finished records of a run by case, or the record of a single engine."""
     if not (folder / OUTCOME).is_file():
         return {folder.absolute().name: read_record(folder)}
     outcome = read_outcome(folder)
@@ -75,7 +77,7 @@ def _records(folder: Path) -> dict[str, Record]:
 
 
 def tables_of(differences: dict[str, Difference]) -> Iterator[Table]:
-    """What was asked, each change once with the pairs that it is of; errors by rung; costs."""
+    """Settings that differ, with the pairs in which they do; errors by rung; costs."""
     names, pairs = list(differences), differences.values()
     changes: dict[tuple[str, str, str], list[str]] = {}
     for name, pair in differences.items():
@@ -89,30 +91,28 @@ def tables_of(differences: dict[str, Difference]) -> Iterator[Table]:
         name="What was asked", corner="setting", columns=["A", "B", "of"], rows=settings, look="words"
     )
     rungs = [
-        Row(Text(rung), [rung_text(pair.verdict, rung) for pair in pairs])
-        for rung in (*LADDER, RATES)
-        if any(pair.verdict.error(rung) is not None for pair in pairs)
+        Row(Text(rung.name), [rung_text(pair.verdict, rung.name) for pair in pairs])
+        for rung in SHARED
+        if any(pair.verdict.result(rung.name) for pair in pairs)
     ]
     yield Table(name="Relative errors of B against A", corner="rung", columns=names, rows=rungs)
     labels = dict.fromkeys(label for pair in pairs for label in pair.costs)
     title = "Costs, A to B (B/A); timings of runs that were not interleaved"
-    costs = [Row(Text(label), [_cost(pair.costs.get(label)) for pair in pairs]) for label in labels]
+    costs = [Row(Text(label), [_cost(label, pair.costs.get(label)) for pair in pairs]) for label in labels]
     yield Table(name=title, corner="per engine", columns=names, rows=costs)
 
 
-def _cost(both: tuple[float, float] | None) -> Text:
+def _cost(label: str, both: tuple[float, float] | None) -> Text:
     if not both:
         return Text("")
-    a, b = both
-    before, after = (f"{x:,}" if isinstance(x, int) else f"{x:,.5g}" for x in both)
-    if before == after:
-        return Text(before)
-    return Text(f"{before} to {after}" + (f" ({b / a:.2f})" if a else ""))  # none over nothing
+    before, after = (written(value, FORMS.get(label, ",d")) for value in both)
+    ratio = f" ({both[1] / both[0]:.2f})" if both[0] else ""
+    return Text(before if before == after else f"{before} to {after}{ratio}")
 
 
 def _print(console: PlainConsole, differences: dict[str, Difference]) -> None:
     if not any(pair.settings for pair in differences.values()):
-        console.print("asked for the same, on the same versions")
+        console.print("the settings and versions are equal")
     for table in tables_of(differences):
         if table.rows:
             console.print(terminal_table(table))
@@ -122,8 +122,8 @@ def _print(console: PlainConsole, differences: dict[str, Difference]) -> None:
     for name, pair in differences.items():
         verdict = pair.verdict
         others = f", {len(verdict.skipped)} not compared" if verdict.skipped else ""
-        said = f"alike on {len(verdict.rungs)} rungs{others}, over {pair.steps} steps"
+        line = f"alike on {len(verdict.rungs)} rungs{others}, over {pair.steps} steps"
         style = "bold yellow" if others else "bold green"
         if verdict.failure:
-            said, style = verdict.sentence().replace("FAIL at", "differ at", 1), "bold red"
-        console.print(f"{name}: {said}", style=style, soft_wrap=True)
+            line, style = verdict.sentence().replace("FAIL at", "differ at", 1), "bold red"
+        console.print(f"{name}: {line}", style=style, soft_wrap=True)

@@ -23,7 +23,7 @@ from compare.spec.checks import check
 from compare.spec.engines.registry import ENGINES, REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited
 from compare.terminal import human_bytes
-from compare.theory.communication import communication
+from compare.theory.communication import bytes_sent
 from compare.theory.peak import LEAST, MOST, peak_of_stage
 
 SHOWN, REASONS = 20, 3
@@ -248,7 +248,7 @@ def sent_by_stage(engine: str, experiment: Experiment, stage: int) -> float:
     degrees = experiment.layout.axes
     return sum(
         ring_wire_bytes(kind, round(size), math.prod(degrees[name] for name in parts_of(axis)))
-        for (kind, axis, _), size in communication(engine, experiment, stage=stage).items()
+        for (kind, axis, _), size in bytes_sent(engine, experiment, stage=stage).items()
     )
 
 

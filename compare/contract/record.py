@@ -236,9 +236,10 @@ def _read_lines(path: Path, type: type[T]) -> list[T]:
 
 
 def read_record(folder: Path, *, requested: bool = True) -> Record:
-    """Read a finished run back. Numbers that no engine of ours made are not `requested`.
+    """Read a finished run. `requested` is False for numbers from outside our engines.
 
-    Raises RecordError: the run is not complete (it has no manifest), or a file is garbled.
+    Raises RecordError: the run has no manifest, a file cannot be read, or the record does not belong to its
+    request: another engine, other devices, missing steps.
     """
 
     def found(type: type[T]) -> T | None:
@@ -249,7 +250,7 @@ def read_record(folder: Path, *, requested: bool = True) -> Record:
         raise RecordError(f"{folder} has no {MANIFEST}: it is not a finished run")
     if left := next((name for name in (ERROR, STEPS_PART) if (folder / name).exists()), None):
         raise RecordError(f"{folder} has {left} beside {MANIFEST}: two runs were mixed in it")
-    return Record(
+    record = Record(
         folder=folder,
         manifest=read_json(folder / MANIFEST, Manifest),
         steps=read_steps(folder / STEPS),
@@ -260,3 +261,29 @@ def read_record(folder: Path, *, requested: bool = True) -> Record:
         work=found(ObservedWork),
         request=read_json(folder / REQUEST, Request) if requested else None,
     )
+    if record.request:
+        _require_form(record, record.request)
+    return record
+
+
+def _require_form(record: Record, request: Request) -> None:
+    """Refuse a record that does not belong to its request. Raises RecordError."""
+    manifest, devices = record.manifest, request.experiment.layout.devices
+    memory = {"peak_memory_bytes": manifest.peak_memory_bytes, **manifest.resident_bytes}
+    for what, value, right in (
+        ("engine", manifest.engine, request.engine),
+        ("platform", manifest.platform, request.platform),
+        ("devices", manifest.devices, devices),
+        *((f"devices in {kind}", len(sizes), devices) for kind, sizes in memory.items()),
+    ):
+        if value != right:
+            raise RecordError(
+                f"{record.folder / MANIFEST}: {what} = {value} instead of {right}: run it again"
+            )
+    steps = [step.step for step in record.steps]
+    asked = range(request.first_step, request.experiment.train.max_iters)
+    if steps != [*asked]:
+        pairs = zip(steps, asked, strict=False)
+        odd = next((right for found, right in pairs if found != right), asked.start + len(steps))
+        has = f"it has {len(steps)} of {len(asked)} steps; step {odd} is missing"
+        raise RecordError(f"{record.folder / STEPS}: {has}: run it again")

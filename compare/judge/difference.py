@@ -1,7 +1,7 @@
-"""Two finished runs of any settings held against each other: what was asked, what came out, what it cost.
+"""Comparison of two finished runs with any settings: what was asked for, the numbers, and the costs.
 
-The ladder proves that runs of one training agree (`judge.ladder`). Here the trainings may be two: each rung
-that both have is compared, over the steps that both made.
+The ladder proves that runs of one training agree. Here the runs may be two trainings: each rung that both
+runs recorded is compared, over the steps that both made.
 """
 
 import msgspec
@@ -9,59 +9,46 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from compare.contract.communication import summed
-from compare.contract.record import Record, read_tensors
-from compare.contract.request import UPDATES, Rung
-from compare.judge.ladder import Verdict, compare_rungs
+from compare.contract.record import Record
+from compare.judge.alone import REQUEST, STRATEGY, UPDATE, Alone, Judged
 from compare.judge.metrics import METRICS, figures
-from compare.judge.rungs import COMPARE, compare_steps, compare_tensors, dtypes_of
-from compare.judge.tolerances import Tolerance, tolerances_for
-from compare.numerics.parameters import storage_dtype
+from compare.judge.rungs import RUNGS, Rung, Verdict, climb, curve
 from compare.system.tensors import RecordError
 
-RATES = "lr_curve"
-PRECISIONS = ("float64", "float32", "float16", "bfloat16")
-"""From the finest: two runs are held to the tolerances of the coarser."""
-_BETWEEN = {rung: compare for rung, compare in COMPARE.items() if rung not in ("updates", "strategy")} | {
-    "initial_weights": lambda *runs: compare_tensors(*runs, Rung.INITIAL_WEIGHTS),
-    "grad_norm": lambda *runs: compare_steps(*runs, "grad_norm", first=1),
-    RATES: lambda *runs: compare_steps(*runs, "lr"),
-}
-"""Comparisons that hold no run to its request, its seed or its own gradients."""
-_TENSORS = {rung.value: (rung,) for rung in Rung} | {"first_moments": UPDATES[0][1:]}
-_ROUNDED = Tolerance(1e-7)  # drawn in float64, and kept in float32 by one of the runs: half a unit, 6e-8
-_OF_NO_NUMBER = ("timeout_s", "cache_dir", "later_step")
+RATES = Rung("lr_curve", curve("lr"), by_step=True)
+SHARED = (*(rung for rung in RUNGS if rung.name not in (REQUEST, UPDATE, STRATEGY)), RATES)
+"""Rungs that compare two runs with each other."""
+NO_NUMBER = ("timeout_s", "cache_dir", "later_step")
+"""Fields of a request that change no number."""
 
 
 class Difference(Struct, frozen=True, kw_only=True):
-    """Two records held against each other."""
+    """Comparison of two records."""
 
     settings: dict[str, tuple[str, str]]
-    """What was asked of both, and on which versions they ran, where these differ."""
+    """Fields of the request, and versions, that differ."""
     verdict: Verdict
-    """Rung by rung, relative to the first; `skipped` says why a rung was not compared."""
+    """The shared rungs, relative to the first record."""
     steps: int
-    """That both made, and over which curves were compared."""
+    """Number of steps that both runs made."""
     costs: dict[str, tuple[float, float]]
-    """Figures of both by label, and the bytes of each collective; they decide nothing."""
+    """Figures of both by label, and the bytes of each collective. They do not affect the verdict."""
 
 
 def difference(a: Record, b: Record, *, names: tuple[str, str]) -> Difference:
-    """Hold two records against each other, relative to the first. Raises RecordError: they cannot be."""
-    pair = [_of_steps_in(b, a), _of_steps_in(a, b)]
-    steps = len(pair[0].steps)
-    if not steps:
+    """Compare two records, relative to the first. Raises RecordError: they have no step in common."""
+    shared = [
+        Judged(name, _with_steps_of(other, run), Alone())
+        for name, run, other in zip(names, (a, b), (b, a), strict=True)
+    ]
+    if not (steps := len(shared[0].record.steps)):
         raise RecordError(f"{names[0]} and {names[1]} have no step in common: there is nothing to compare")
-    coarser = max(dtypes_of(a, b), key=PRECISIONS.index)
-    tolerances = tolerances_for(coarser, steps=steps) | {RATES: Tolerance(0.0)}  # a formula of the step alone
-    if len({storage_dtype(run.manifest.experiment) for run in pair}) > 1:
-        tolerances |= {"initial_weights": _ROUNDED}
-    rungs, skipped = compare_rungs(*pair, tolerances, _BETWEEN, lambda rung: _why_not(rung, a, b))
-    verdict = Verdict(reference=names[0], candidate=names[1], rungs=rungs, skipped=skipped)
+    verdict = climb(*shared, SHARED, shared_only=True, skip=_incomparable(a, b))
     return Difference(settings=_changes(a, b), verdict=verdict, steps=steps, costs=_costs(a, b))
 
 
-def _of_steps_in(other: Record, run: Record) -> Record:
-    """The record with those of its steps and evaluations that another has, too."""
+def _with_steps_of(other: Record, run: Record) -> Record:
+    """The record without steps and evaluations that another lacks."""
     steps, after = ({one.step for one in of} for of in (other.steps, other.evaluations))
     return replace(
         run,
@@ -70,35 +57,24 @@ def _of_steps_in(other: Record, run: Record) -> Record:
     )
 
 
-def _why_not(rung: str, a: Record, b: Record) -> str:
-    """Why a rung cannot be compared; '' if it can."""
-    begins = {run.steps[0].step for run in (a, b)}
-    if rung in (*_TENSORS, "grad_norm") and len(begins) > 1:
-        return f"the runs begin at steps {' and '.join(map(str, sorted(begins)))}"
-    if rung == "final_weights" and len(a.steps) != len(b.steps):
-        return f"the runs have {len(a.steps)} and {len(b.steps)} steps"
+def _incomparable(a: Record, b: Record) -> dict[str, str]:
+    """Rungs at which two runs are at different points of training, with the reason."""
+    begins, why = sorted({run.steps[0].step for run in (a, b)}), {}
+    if len(a.steps) != len(b.steps):
+        why["final_weights"] = f"the runs have {len(a.steps)} and {len(b.steps)} steps"
     later = [run.request.later_step for run in (a, b) if run.request]
-    if rung == "later_weights" and len(set(later)) > 1:
-        return f"they were kept after {' and '.join(map(str, later))} steps"
-    if rung == Rung.ROUTING and not any(run.steps[0].tokens_per_expert for run in (a, b)):
-        return ""  # no experts
-    for tensors in _TENSORS.get(rung, ()):
-        first, second = (
-            {name: tensor.shape for name, tensor in read_tensors(run.folder, tensors).items()}
-            for run in (a, b)
-        )
-        if not (first and second):
-            lacks = " and ".join(name for name, shapes in (("A", first), ("B", second)) if not shapes)
-            return f"no tensors of it in {lacks}: `shardpair run --keep_tensors` keeps them"
-        if odd := sorted(name for name in first | second if first.get(name) != second.get(name)):
-            return f"shapes differ: {odd[0]} {first.get(odd[0], 'none')} and {second.get(odd[0], 'none')}"
-    return ""
+    if len(set(later)) > 1:
+        why["later_weights"] = f"they were recorded after {' and '.join(map(str, later))} steps"
+    if len(begins) > 1:
+        at = f"the runs begin at steps {' and '.join(map(str, begins))}"
+        why |= {rung.name: at for rung in SHARED if not rung.by_step}
+    return why
 
 
 def _changes(a: Record, b: Record) -> dict[str, tuple[str, str]]:
-    """Fields of the request, and the circumstances, that differ."""
+    """Fields of the request, and circumstances, that differ."""
     first, second = _fields(a), _fields(b)
-    if first["corpus_sha256"] == second["corpus_sha256"]:  # another copy of the same text
+    if first["corpus_sha256"] == second["corpus_sha256"]:  # a copy of the same text
         second["experiment.data.source"] = first.get("experiment.data.source", "")
     both = {field: (first.get(field, "-"), second.get(field, "-")) for field in first | second}
     return {field.removeprefix("experiment."): pair for field, pair in both.items() if pair[0] != pair[1]}
@@ -106,7 +82,7 @@ def _changes(a: Record, b: Record) -> dict[str, tuple[str, str]]:
 
 def _fields(run: Record) -> dict[str, str]:
     manifest, asked = run.manifest, msgspec.to_builtins(run.request) if run.request else {}
-    found = {name: value for name, value in asked.items() if name not in _OF_NO_NUMBER}
+    found = {name: value for name, value in asked.items() if name not in NO_NUMBER}
     found |= {name: getattr(manifest, name) for name in ("device_kind", "threads")}
     found["corpus_sha256"] = manifest.corpus_sha256[:12]
     return _flat(found | {f"version of {package}": number for package, number in manifest.versions.items()})
@@ -121,7 +97,7 @@ def _flat(value: object, prefix: str = "") -> dict[str, str]:
 
 
 def _costs(a: Record, b: Record) -> dict[str, tuple[float, float]]:
-    """The figures of the table of costs, then the bytes of each collective in a step."""
+    """The figures of the cost table, then the bytes of each collective in a step."""
     of_a, of_b = figures(a), figures(b)
     both = [metric for metric in METRICS if metric.form and metric.key in of_a.keys() & of_b.keys()]
     costs = {metric.label: (of_a[metric.key], of_b[metric.key]) for metric in both}

@@ -1,23 +1,31 @@
-"""nanoGPT's own numbers, which every engine is held to.
+"""nanoGPT's own numbers, which every engine must reproduce.
 
-A default that is wrong in our contract is wrong in all engines, and they agree. So nanoGPT itself was run
-(`tests/make_golden.py`): with AdamW, and with `torch.optim.SGD` in its place. What it computed is kept as
-records like any other. Whatever golden.toml does not name was nanoGPT's own default there, and is ours here.
+A wrong default of the experiment would be wrong in all engines, and they would agree. So nanoGPT itself was
+run (`tests/make_golden.py`), with AdamW and with `torch.optim.SGD`. Its numbers are records like any other.
+Fields that golden.toml does not name have nanoGPT's defaults, which must be ours.
 """
 
+import functools
 from pathlib import Path
 
 from compare.contract.record import Record, read_record
+from compare.judge.alone import Judged, judged
 
 FOLDER = Path(__file__).parent.parent / "goldens" / "nanogpt"
 NANOGPT = "nanoGPT"
 
 
 def folder_of(optimizer: str) -> Path:
-    """Where the record of a training by adamw or sgd is, and its origin (provenance.json)."""
+    """Folder of the record trained by adamw or sgd, and its origin (provenance.json)."""
     return FOLDER if optimizer == "adamw" else FOLDER.with_name(f"{FOLDER.name}-{optimizer}")
 
 
 def read_golden(optimizer: str) -> Record:
-    """nanoGPT's record. Raises RecordError: a file of it is missing or garbled."""
+    """nanoGPT's record. Raises RecordError: a file is missing or cannot be read."""
     return read_record(folder_of(optimizer), requested=False)
+
+
+@functools.cache
+def judged_golden(optimizer: str) -> Judged:
+    """nanoGPT's record, judged alone."""
+    return judged(read_golden(optimizer), NANOGPT)

@@ -1,4 +1,4 @@
-"""Figures of a run, each declared once: what a study keeps, tables show, and `shardpair diff` compares."""
+"""Figures of a run. Studies keep them, tables show them, and `shardpair diff` compares them."""
 
 import math
 import statistics
@@ -9,19 +9,18 @@ from msgspec import UNSET
 
 from compare.contract.communication import of_busiest_stage
 from compare.contract.record import Record
-from compare.judge.strategy import done_words
 from compare.terminal import human_bytes
 from compare.theory.flops import flops_utilization, model_flops_per_token
 
 
 class Metric(NamedTuple):
-    """A figure of a run, and a row of tables."""
+    """A figure of a run, which is a row of tables."""
 
     key: str
     label: str
     form: str | Callable[[Any], str] = ""
     has_ratio: bool = False
-    """A page also says how many times the first case's it is."""
+    """A page shows its ratio to the first case."""
 
 
 METRICS = (
@@ -48,13 +47,14 @@ METRICS = (
 )
 
 MANY = 20
-"""Steps from which on a p95 is another one than the longest."""
+"""Least number of steps of which a p95 is shown."""
 
 
 def figures(record: Record) -> dict[str, Any]:
-    """A run's figures by key of METRICS, and what a table adds up; those that it does not have are missing.
+    """A run's figures by key of METRICS, and those that tables add up; without figures that it lacks.
 
-    Times are of steady steps, communication is of a device of the busiest stage, logical bytes.
+    Times are of steady steps. Communication is in logical bytes, of a device of the busiest stage. Settings
+    (the first METRICS) are in `Alone.settings`.
     """
     manifest, steps = record.manifest, record.steps
     times_ms = steady_times_ms(record)
@@ -65,7 +65,6 @@ def figures(record: Record) -> dict[str, Any]:
     scale = steps[-1].loss_scale
     values = {
         "devices": manifest.devices,
-        **done_words(record),
         "final_loss": steps[-1].loss,
         "mean_loss": statistics.fmean(step.loss for step in steps),
         "validation_loss": validation[-1] if validation else None,
@@ -89,7 +88,7 @@ def figures(record: Record) -> dict[str, Any]:
 
 
 def steady_times_ms(record: Record) -> list[float]:
-    """Wall times of steps but the first and those that were watched; of all where a run has no other."""
+    """Wall times of steps without the first and the watched ones; of all steps if there is no other."""
     watched = record.timeline.step if record.timeline else None
     steady = [step for step in record.steps[1:] if not step.instrumented and step.step != watched]
     return [step.step_time_ms for step in steady or record.steps]

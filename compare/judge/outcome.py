@@ -14,8 +14,9 @@ from msgspec.structs import replace
 
 from compare.contract.record import Record, read_record
 from compare.contract.request import Platform, Request
-from compare.judge.goldens import NANOGPT, read_golden
-from compare.judge.ladder import Verdict, climb
+from compare.judge.alone import Alone, Judged, judged
+from compare.judge.goldens import NANOGPT, judged_golden
+from compare.judge.rungs import Verdict, climb
 from compare.spec.experiment import Experiment
 from compare.system.json_files import read_json, write_json
 from compare.system.tensors import RecordError
@@ -132,8 +133,10 @@ class Outcome(Struct, frozen=True, kw_only=True):
     """Each finished case has its record in the folder of its name."""
     kept: dict[str, dict[int, Any]] = {}
     """What the study kept of each case, by round, from 1."""
+    alone: dict[str, Alone] = {}
+    """Judgement of each record without another."""
     verdicts: list[Verdict] = []
-    """Of every finished case that is held against something."""
+    """Comparison of each finished case with its reference."""
     failures: dict[str, str] = {}
     """Cases that did not finish, and why."""
     tensors_removed: bool = False
@@ -188,7 +191,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
             if not self.kept.get(name):
                 whys.setdefault(name, "did not run")
             elif case.against and name not in judged:
-                whys.setdefault(name, "was compared with nothing")
+                whys.setdefault(name, "has no reference to compare with")
         return whys
 
     def sentence(self) -> str:
@@ -222,50 +225,53 @@ class Outcome(Struct, frozen=True, kw_only=True):
             return f"the losses of {others} agree with those of {references}; {subject} were not compared"
         agree = "agrees" if len(self.verdicts) == 1 else "agree"
         rungs = min(len(verdict.rungs) for verdict in self.verdicts)
-        last = [verdict.rungs[-1] for verdict in self.verdicts if verdict.passed]
-        untold = dict.fromkeys(result.worst for result in last if result.rung == "strategy" and result.worst)
-        return "; ".join([f"{others} {agree} with {references} on {rungs} rungs", *untold])
+        skipped = {item: None for verdict in self.verdicts for item in verdict.uncompared.items()}
+        uncompared = [f"{what} was not compared ({why})" for what, why in skipped]
+        return "; ".join([f"{others} {agree} with {references} on {rungs} rungs", *uncompared])
 
 
 def with_case(
-    outcome: Outcome, name: str, value: Any, record: Record | None, folder: Path, *, number: int = 1
+    outcome: Outcome, name: str, value: Any, record: Record, folder: Path, *, number: int = 1
 ) -> Outcome:
-    """The outcome with the value of one more finished case of a round, and its record's verdict.
+    """The outcome with the value of one more finished case, the judgement of its record, and its verdict.
 
-    A reference that finishes late also gives the verdicts of those that were held against another one, or
-    nothing, in its place. References have their records in the study's folder. Raises RecordError: a record
-    is garbled.
+    A case whose reference failed is compared with the first case that finished. If the reference finishes
+    later, all its cases are compared again. Records of references are in the study's folder.
+
+    Raises RecordError: a record cannot be read, or a reference did not do what it was asked for.
     """
+    this = judged(record, name)
+    if not outcome.cases[name].against and this.alone.objections:
+        raise RecordError(f"FAIL at request: {'; '.join(this.alone.objections)}")
     rounds = outcome.kept.get(name, {}) | {number: msgspec.to_builtins(value)}
-    failures = {failed: why for failed, why in outcome.failures.items() if failed != name}
-    outcome = replace(outcome, kept=outcome.kept | {name: rounds}, failures=failures)
-    if not record:
-        return outcome
-    verdicts = {verdict.candidate: verdict for verdict in outcome.verdicts}
-    held = {of.candidate for of in outcome.verdicts if of.reference == name}
-    late = [one for one in outcome.finished if outcome.cases[one].against == name and one not in held]
-    for candidate in [name, *late]:
-        case, reference = outcome.cases[candidate], _reference_of(outcome, candidate)
-        if not reference:
-            continue
-        is_golden = reference == NANOGPT
-        verdicts[candidate] = climb(
-            read_golden(case.experiment.optimizer.name) if is_golden else read_record(folder / reference),
-            record if candidate == name else read_record(folder / candidate),
-            reference_name=reference,
-            name=candidate,
-            same_training=case.same_training,
-        )
     versions = outcome.circumstances.versions | record.manifest.versions
-    return replace(
+    outcome = replace(
         outcome,
+        kept=outcome.kept | {name: rounds},
+        failures={failed: why for failed, why in outcome.failures.items() if failed != name},
         circumstances=replace(outcome.circumstances, versions=versions),
-        verdicts=[verdicts[name] for name in outcome.cases if name in verdicts],
+        alone=outcome.alone | {name: this.alone},
     )
+    verdicts = {verdict.candidate: verdict for verdict in outcome.verdicts}
+    compared = {verdict.candidate for verdict in outcome.verdicts if verdict.reference == name}
+    late = [one for one in outcome.finished if outcome.cases[one].against == name and one not in compared]
+    for candidate in [name, *late]:
+        if reference := _reference_of(outcome, candidate):
+            optimizer = outcome.cases[candidate].experiment.optimizer.name
+            verdicts[candidate] = climb(
+                judged_golden(optimizer) if reference == NANOGPT else _read(outcome, reference, folder),
+                this if candidate == name else _read(outcome, candidate, folder),
+                same_training=outcome.cases[candidate].same_training,
+            )
+    return replace(outcome, verdicts=[verdicts[name] for name in outcome.cases if name in verdicts])
+
+
+def _read(outcome: Outcome, name: str, folder: Path) -> Judged:
+    return Judged(name, read_record(folder / name), outcome.alone[name])
 
 
 def _reference_of(outcome: Outcome, name: str) -> str:
-    """What a case is held against; where that did not finish, the first beside it that did."""
+    """The reference of a case; if it did not finish, the first finished case with the same reference."""
     against = outcome.cases[name].against
     if not against or against == NANOGPT or outcome.kept.get(against):
         return against

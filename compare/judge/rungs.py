@@ -1,306 +1,487 @@
-"""Comparisons of two records, one for each rung of the ladder: the worst error, and where it is.
+"""The numerics ladder: a table with a row for each rung, and a loop that climbs it.
 
-None means that there is nothing to compare: the runs did not leave it.
+A rung compares one thing of two runs. Rungs come in the order in which training computes things, so the
+first one that fails names the kind of mistake: a wrong mean shows in the gradients, a wrong decay in the
+first weights, a wrong beta2 in the moments. Gradients come before the optimizer, because Adam and clipping
+hide their scale. The last rung is the strategy, which no number shows.
+
+Two wrong runs can agree. So each run is also judged alone (`compare.judge.alone`): against its request, the
+seed, and the optimizer's formulas. A rung fails if the two runs differ or if one of them failed alone.
+
+Limits. Correct engines add the same numbers in different orders. float64 proves equality: its limit is 1e-10,
+at least a hundred times what rounding does there. Limits of float32, bfloat16 and float16 are the largest
+differences measured between correct runs (beside each row) and about a decade more, for other machines and
+sizes. Mistakes too small for these limits show in `shardpair check`, which runs in float64.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
+from msgspec import Struct
 from msgspec.structs import replace
 
-from compare.checkpoint.description import WEIGHTS
 from compare.contract.record import Record, read_tensors
-from compare.contract.request import MOMENTS, UPDATES, Rung
-from compare.judge.strategy import strategy_of
-from compare.judge.tensor_errors import Found, relative_error, without_key_bias, worst_of, worst_tensor
+from compare.contract.request import MOMENTS, UPDATES
+from compare.contract.request import Rung as Recorded
+from compare.judge.alone import INITIAL_WEIGHTS, NORMS, REQUEST, STRATEGY, UPDATE, Judged
+from compare.judge.errors import Found, relative_error, without_key_bias
+from compare.judge.rounding import SIGMAS, coarser, flips_of_rounding, loss_rounding
+from compare.numerics.boxes import Weights
 from compare.numerics.data import SPLITS
-from compare.numerics.optimizer import global_norm, moment_names, reference_step
-from compare.numerics.parameters import fingerprint, initial_parameters, parameter_table
-from compare.side.inputs import starting_sha256
-from compare.spec.experiment import Experiment
+from compare.numerics.parameters import storage_dtype
+from compare.spec.experiment import differing_keys
 
-MOST_SAID = 2
-"""Objections in one verdict."""
-Compare = Callable[[Record, Record], Found | None]
-
-
-def shortened(run: Record, steps: int) -> Record:
-    """The record with so many of its first steps; 0 for all."""
-    return replace(run, steps=run.steps[:steps]) if steps else run
+SAME = ("model.", "data.", "optimizer.", "train.", "precision.dtype")
+"""Settings in which two compared runs may not differ. Layouts and other precision settings may."""
+OVERFLOWED = "the first step overflowed and was skipped: lower precision.loss_scale to compare it"
+UNASKED = "it was not asked for"
+LATER_STEPS = 20
+"""Steps for which the limits of later weights hold."""
+Values = Mapping[str, np.ndarray]
+"""Arrays that a rung reads of a run, by place: a parameter's name, or a step."""
 
 
-def dtypes_of(*runs: Record) -> set[str]:
-    """The `precision.dtype` of each."""
-    return {run.manifest.experiment.precision.dtype for run in runs}
+class RungResult(Struct, frozen=True, kw_only=True):
+    """One rung that was compared."""
+
+    rung: str
+    error: float
+    """Largest relative error; infinite if names or shapes differ, or a value is not finite."""
+    tolerance: float
+    worst: str
+    """Place of the largest error; if the error is infinite, a description of the fault."""
+
+    @property
+    def passed(self) -> bool:
+        """True if the error is within the tolerance. NaN is not."""
+        return self.error <= self.tolerance
 
 
-def _compare_batch(reference: Record, candidate: Record) -> Found | None:
-    if reference.manifest.corpus_sha256 != candidate.manifest.corpus_sha256:
-        return math.inf, "the corpus is another one"
-    return compare_tensors(reference, candidate, Rung.BATCH)
+class Verdict(Struct, frozen=True, kw_only=True):
+    """Comparison of a run with a reference."""
+
+    candidate: str
+    reference: str
+    rungs: list[RungResult]
+    skipped: dict[str, str] = msgspec.field(default_factory=dict)
+    """Rungs that were not compared, with the reason."""
+    uncompared: dict[str, str] = msgspec.field(default_factory=dict)
+    """Settings of the layout that were not checked in one of the runs, with the reason."""
+
+    @property
+    def failure(self) -> RungResult | None:
+        """The first rung that failed."""
+        return next((result for result in self.rungs if not result.passed), None)
+
+    @property
+    def passed(self) -> bool:
+        """True if at least one rung was compared, and all compared rungs passed."""
+        return bool(self.rungs) and self.failure is None
+
+    def result(self, rung: str) -> RungResult | None:
+        """The result of a rung; None if it was skipped."""
+        return next((result for result in self.rungs if result.rung == rung), None)
+
+    def error(self, rung: str) -> float | None:
+        """The error of a rung; None if it was skipped."""
+        result = self.result(rung)
+        return result.error if result else None
+
+    def sentence(self) -> str:
+        """PASS, or the first failed rung with its worst place and error."""
+        bad = self.failure
+        if bad is None:
+            return "PASS"
+        off = f"{bad.worst} is off by {bad.error:.2e} (tolerance {bad.tolerance:.0e})"
+        sentence = f"FAIL at {bad.rung}: {off if math.isfinite(bad.error) else bad.worst}"
+        routing = self.result("routing")
+        return f"{sentence}; {routing.worst}" if routing and routing.error and routing != bad else sentence
 
 
-def _compare_initial_weights(reference: Record, candidate: Record) -> Found | None:
-    """Against the reference's, and both against what they were to begin with: the seed's weights, which are
-    bitwise the same everywhere, or those that were given."""
-    apart = resumed_from_different_checkpoints(reference, candidate)
-    if not apart:
-        tensors = compare_tensors(reference, candidate, Rung.INITIAL_WEIGHTS)
-        if tensors and tensors[0]:
-            return tensors
-        if candidate.manifest.initial_weights_sha256 != reference.manifest.initial_weights_sha256:
-            return math.inf, "their fingerprint is another one"
-    for run in (candidate, reference) if apart else (candidate,):
-        request, experiment = run.request, run.manifest.experiment
-        right = starting_sha256(request) if request else fingerprint(initial_parameters(experiment))
-        if run.manifest.initial_weights_sha256 != right:
-            given = bool(request and (request.init_from or request.resume))
-            source = "were given" if given else "the seed gives"
-            return math.inf, f"{run.manifest.engine} begins with other weights than {source}"
-    return _compare_weights(reference, candidate, Rung.INITIAL_WEIGHTS) if apart else (0.0, "")
+# Readers: arrays of one run, by place; {} if the run has none.
 
 
-def resumed_from_different_checkpoints(reference: Record, candidate: Record) -> bool:
-    """Whether each goes on from a checkpoint of its own."""
-    runs = [run.request.resume for run in (reference, candidate) if run.request and run.request.resume]
-    return len(runs) == 2 and runs[0].checkpoint != runs[1].checkpoint
+def tensors(
+    recorded: Recorded, select: Callable[..., np.ndarray] = lambda name, tensor, model: tensor
+) -> Callable[[Record], Values]:
+    """Read recorded tensors, one at a time when they are compared; `select` takes a part of each."""
+
+    def read(run: Record) -> Values:
+        found, model = read_tensors(run.folder, recorded), run.manifest.experiment.model
+        return Weights(found, lambda name: select(name, found[name], model))
+
+    return read
 
 
-def _compare_moments(reference: Record, candidate: Record) -> Found | None:
-    rungs = UPDATES[0][1:]
-    pairs = {MOMENTS[rung]: compare_tensors(reference, candidate, rung) for rung in rungs}
-    found = [(pair[0], f"{name} of {pair[1]}") for name, pair in pairs.items() if pair]
-    return max(found) if found else None
+def weights(recorded: Recorded) -> Callable[[Record], Values]:
+    """Read recorded weights without key biases."""
+    return tensors(recorded, without_key_bias)
 
 
-def compare_tensors(reference: Record, candidate: Record, rung: Rung, **how: Any) -> Found | None:
-    """None for a rung that neither run left: `judge.acceptance` says if it was asked for."""
-    expected, found = read_tensors(reference.folder, rung), read_tensors(candidate.folder, rung)
-    return worst_tensor(found, expected, **how) if expected or found else None
+def moments(run: Record) -> Values:
+    """Read the moments after the first update."""
+    found = {MOMENTS[rung]: read_tensors(run.folder, rung) for rung in UPDATES[0][1:]}
+    places = {f"{moment} of {name}": (moment, name) for moment, named in found.items() for name in named}
+    return Weights(places, lambda place: found[places[place][0]][places[place][1]])
 
 
-def _compare_weights(reference: Record, candidate: Record, rung: Rung) -> Found | None:
-    begin = None
-    if dtypes_of(reference, candidate) != {"float64"}:
-        begin = read_tensors(reference.folder, Rung.INITIAL_WEIGHTS) or None
-    select = partial(without_key_bias, model=reference.manifest.experiment.model)
-    return compare_tensors(reference, candidate, rung, select=select, since=begin)
+def curve(field: str, first: int | None = None) -> Callable[[Record], Values]:
+    """Read a field of all steps, or of the first ones."""
+    return lambda run: {f"{field} of step {s.step}": np.array(getattr(s, field)) for s in run.steps[:first]}
 
 
-def _compare_updates(reference: Record, candidate: Record) -> Found | None:
-    """Each run's first updates against the definition of the optimizer, from its own gradients.
+def evaluations(run: Record) -> Values:
+    return {f"{x} loss after step {e.step}": np.array(getattr(e, x)) for e in run.evaluations for x in SPLITS}
 
-    Below float64 the weights of two correct runs part by as much as an update is large: Adam makes every
-    gradient a step of about lr, also one whose sign is rounding. Given its own gradients an engine has no
-    such excuse: it is held to the formulas of `compare.numerics.optimizer`, up to rounding of its weights.
+
+def scales(run: Record) -> Values:
+    """Read the loss scale of each step in float16, and whether the step was skipped."""
+    return {f"step {s.step}": np.array([s.loss_scale, s.skipped]) for s in run.steps if s.loss_scale}
+
+
+def experts(run: Record) -> Values:
+    """Read the experts that each token of the first step chose (A, L, B, T, k)."""
+    found = read_tensors(run.folder, Recorded.ROUTING)
+    return Weights(found, lambda name: found[name].swapaxes(0, 1))
+
+
+def tokens(run: Record) -> Values:
+    """Read how many tokens each expert of a block had in each step (E,)."""
+    return {
+        f"block {block} in step {s.step}": np.array(counts)
+        for s in run.steps
+        for block, counts in enumerate(s.tokens_per_expert or ())
+    }
+
+
+# Errors: of a place, from the candidate's array, the reference's, and the one before training.
+
+
+def of_tensor(place: str, value: np.ndarray, reference: np.ndarray, begin: np.ndarray | None) -> Found:
+    error = relative_error(value, reference, begin)
+    if math.isfinite(error):
+        return error, place
+    return error, f"{place}{'' if np.isfinite(reference).all() else ' of the reference'} is not finite"
+
+
+def of_scale(place: str, value: np.ndarray, reference: np.ndarray, begin: None) -> Found:
+    if (value == reference).all():
+        return 0.0, place
+    done = (f"{'skipped' if skipped else 'made'} at scale {scale:g}" for scale, skipped in (value, reference))
+    return math.inf, f"{place} was {' instead of '.join(done)}"
+
+
+def of_choices(place: str, value: np.ndarray, reference: np.ndarray, begin: None) -> Found:
+    """Share of the experts that were chosen instead of others.
+
+    Routing is discontinuous: if two router logits nearly tie, rounding can choose either. The runs differ
+    from that token on. In float64 no two logits are that near.
     """
-    return worst_of(
-        (error, f"{whose}{place}, against the update of its own gradients,")
-        for whose, run in (("", candidate), ("the reference's ", reference))
-        for error, place in _updates(run)
-    )
-
-
-def _updates(run: Record) -> Iterator[Found]:
-    """Errors of weights and moments after each update that is kept, from those before it.
-
-    None where tensors are lacking: moments before the first update of a run that goes on from a checkpoint;
-    in float16 all of such a run's, which does not say how many updates were skipped before.
-    """
-    request, experiment = run.request, run.manifest.experiment
-    due = request.weights_due if request else {1: Rung.FIRST_WEIGHTS}
-    updates = run.steps[0].step
-    if updates and experiment.precision.dtype == "float16":
-        return
-    before = {WEIGHTS: read_tensors(run.folder, Rung.INITIAL_WEIGHTS)}
-    for done, (step, rungs) in enumerate(zip(run.steps, UPDATES, strict=False), 1):
-        gradients, *moments = (read_tensors(run.folder, rung) for rung in rungs)
-        weights = read_tensors(run.folder, due[done]) if done in due else {}
-        after = dict(zip((WEIGHTS, *moment_names(experiment.optimizer)), (weights, *moments), strict=False))
-        if not step.skipped:
-            if not updates or before.keys() == after.keys():
-                number = step.step, updates
-                for error, place in _errors_of_update(experiment, number, gradients, before, after):
-                    yield error, f"{place} after step {step.step}"
-            updates += 1
-        for of in before.keys() & after.keys() if step.skipped else ():
-            for name in before[of].keys() & after[of].keys():
-                error = relative_error(after[of][name], before[of][name])
-                yield error, f"{name} after step {step.step}, which was skipped"
-        before = after
-
-
-def _errors_of_update(
-    experiment: Experiment,
-    number: tuple[int, int],
-    gradients: Mapping[str, np.ndarray],
-    before: Mapping[str, Mapping[str, np.ndarray]],
-    after: Mapping[str, Mapping[str, np.ndarray]],
-) -> Iterator[Found]:
-    """Of weights and moments after one update, one parameter after the other, in float64.
-
-    Its `number` is that of the step, and of the updates before it. An error is relative to the largest entry
-    before or after: two updates may cancel, and their rounding stays.
-    """
-    (step, updates), norm = number, global_norm(gradients)
-    for parameter in parameter_table(experiment.model):
-        name = parameter.name
-        there = [gradients, *before.values(), *after.values()]
-        if any(name not in tensors or tensors[name].shape != parameter.shape for tensors in there):
-            continue  # what is missing or misshapen is told at the rung "request"
-        gradient = {name: gradients[name].astype("float64")}
-        moments = {of: {name: tensors[name].astype("float64")} for of, tensors in before.items()}
-        weights = moments.pop(WEIGHTS)
-        given = experiment.optimizer, (parameter,), weights, gradient, moments, step
-        made, made_moments = reference_step(*given, updates=updates, norm=norm)
-        for of, expected in {WEIGHTS: made, **made_moments}.items():
-            begin = before[of][name] if of in before else np.zeros(parameter.shape)
-            found, right = (np.stack([begin, tensors[name]]) for tensors in (after[of], expected))
-            yield relative_error(found, right), name if of == WEIGHTS else f"{of} of {name}"
-
-
-def _compare_norm(reference: Record, candidate: Record) -> Found:
-    """The first norm against the reference's, and each run's norms against the gradients that it left."""
-    worst = compare_steps(reference, candidate, "grad_norm", first=1)
-    for whose, run in (("", candidate), ("the reference's ", reference)):
-        for step, (rung, *_) in zip(run.steps, UPDATES, strict=False):
-            gradients = read_tensors(run.folder, rung)
-            if gradients and not step.skipped and math.isfinite(worst[0]):
-                own = global_norm(gradients)
-                error = abs(step.grad_norm - own) / own if own else abs(step.grad_norm)
-                worst = max(worst, (error, f"step {step.step}, against the norm of {whose}own gradients"))
-    return worst
-
-
-def compare_steps(reference: Record, candidate: Record, field: str, *, first: int = 0) -> Found:
-    """One figure of so many first steps, 0 for all: the worst error."""
-    right, found = (shortened(run, first).steps for run in (reference, candidate))
-    if len(right) != len(found):
-        return math.inf, f"{len(found)} steps instead of {len(right)}"
-    pairs = zip(right, found, strict=True)
-    return _worst_number(
-        (f"{field} of step {b.step}", getattr(a, field), getattr(b, field)) for a, b in pairs
-    )
-
-
-def _compare_evaluations(reference: Record, candidate: Record) -> Found | None:
-    """Losses of both splits, after the same steps; None where neither run has any."""
-    if not reference.evaluations and not candidate.evaluations:
-        return None
-    if [one.step for one in reference.evaluations] != [one.step for one in candidate.evaluations]:
-        return math.inf, f"{len(candidate.evaluations)} evaluations instead of {len(reference.evaluations)}"
-    return _worst_number(
-        (f"{split} loss after step {found.step}", getattr(expected, split), getattr(found, split))
-        for expected, found in zip(reference.evaluations, candidate.evaluations, strict=True)
-        for split in SPLITS
-    )
-
-
-def _compare_strategies(reference: Record, candidate: Record) -> Found | None:
-    """Each run against what was asked of it; None if neither's engine tells what it computes."""
-    runs = {"": candidate, "the reference: ": reference}
-    read = {whose: strategy_of(run) for whose, run in runs.items()}
-    wrong = [f"{whose}{one}" for whose, strategy in read.items() for one in strategy.objections]
-    if wrong:
-        return math.inf, "; ".join(wrong[:MOST_SAID])
-    if not any(strategy.findings for strategy in read.values()):
-        return None
-    untold = {what: why for strategy in read.values() for what, why in strategy.untold.items()}
-    return 0.0, "; ".join(f"{what} was not compared ({why})" for what, why in untold.items())
-
-
-def _compare_routing(reference: Record, candidate: Record) -> Found | None:
-    """The share of the first step's choices that are others, and the first of them; None without experts.
-
-    A token whose k-th and next router logit are nearly equal may go either way where sums are rounded: no
-    mistake, but from there on the runs part. In float64 none is so near.
-    """
-    expected, found = (
-        read_tensors(run.folder, Rung.ROUTING).get("experts") for run in (reference, candidate)
-    )
-    if expected is None or found is None or expected.shape != found.shape:
-        return None if expected is found else (math.inf, "the experts of one run are not there")
-    expected, found = (experts.swapaxes(0, 1) for experts in (expected, found))  # passes come one after other
     is_new, is_gone = (
-        (a[..., :, None] != b[..., None, :]).all(-1) for a, b in ((found, expected), (expected, found))
+        (a[..., :, None] != b[..., None, :]).all(-1) for a, b in ((value, reference), (reference, value))
     )
     if not is_new.any():
         return 0.0, ""
     first = tuple(np.argwhere(is_new.any(-1))[0])
-    place = ", ".join(
-        f"{what} {number}"
-        for what, number in zip(("pass", "block", "sequence", "position"), first, strict=True)
+    dims = zip(("pass", "block", "sequence", "position"), first, strict=True)
+    where = ", ".join(f"{dim} {number}" for dim, number in dims)
+    new, gone = value[first][is_new[first]][0], reference[first][is_gone[first]][0]
+    flips = f"{is_new.sum():,} of {is_new.size:,} choices, the first in {where}"
+    return float(is_new.mean()), f"{flips}: expert {new} instead of {gone}"
+
+
+def of_counts(place: str, value: np.ndarray, reference: np.ndarray, begin: None) -> Found:
+    """Share of a block's tokens that went to other experts."""
+    return float(np.abs(value - reference).sum() / 2 / reference.sum()), place
+
+
+# What two runs may not differ in, beyond arrays; a description, or "".
+
+
+def other_training(reference: Record, candidate: Record) -> str:
+    """Differences of two requests that make the runs two trainings."""
+    if not (reference.request and candidate.request):
+        return ""
+    keys = differing_keys(candidate.request.experiment, reference.request.experiment)
+    odd = [key for key in keys if key.startswith(SAME)]
+    return f"the runs are different trainings: {'; '.join(odd[:2])}" if odd else ""
+
+
+def other_corpus(reference: Record, candidate: Record) -> str:
+    is_other = reference.manifest.corpus_sha256 != candidate.manifest.corpus_sha256
+    return "the two runs read different training tokens" if is_other else ""
+
+
+# Larger limits, for what depends on the run: (the row's limit, reference, candidate, dtype) -> limit.
+
+
+def for_large_logits(limit: float, reference: Record, candidate: Record, dtype: str) -> float:
+    return max(limit, SIGMAS * loss_rounding(reference, dtype))
+
+
+def for_flips(limit: float, reference: Record, candidate: Record, dtype: str) -> float:
+    return limit + flips_of_rounding(reference, dtype)
+
+
+def for_few_steps(limit: float, reference: Record, candidate: Record, dtype: str) -> float:
+    """In float16, Adam's update for a gradient of rounding has a random sign. n wrong signs add up to
+    sqrt(n), n right ones to n. Measured for 32 elements: 0.19, 0.115, 0.074, 0.049, 0.034 after 1, 2, 4, 8,
+    20 steps."""
+    few = dtype == "float16" and len(candidate.steps) < LATER_STEPS
+    return limit * math.sqrt(LATER_STEPS / len(candidate.steps)) if few else limit
+
+
+def for_storage(limit: float, reference: Record, candidate: Record, dtype: str) -> float:
+    """If one run keeps float64 and the other float32, initial weights differ by half a unit (6e-8)."""
+    return (
+        limit
+        if len({storage_dtype(run.manifest.experiment) for run in (reference, candidate)}) == 1
+        else 1e-7
     )
-    experts = found[first][is_new[first]][0], expected[first][is_gone[first]][0]
-    flips = f"{is_new.sum():,} of {is_new.size:,} choices, the first in {place}"
-    return float(is_new.mean()), f"{flips}: expert {experts[0]} instead of {experts[1]}"
 
 
-def _compare_tokens(reference: Record, candidate: Record) -> Found | None:
-    """How many tokens each expert had in each step: the largest share of a block's choices that differs."""
-    steps = zip(reference.steps, candidate.steps, strict=False)
-    pairs = [(a.tokens_per_expert, b.tokens_per_expert, b.step) for a, b in steps]
-    return worst_of(
-        (float(np.abs(np.subtract(right, found)).sum() / 2 / sum(right)), f"block {block} in step {step}")
-        for expected, got, step in pairs
-        if expected and got
-        for block, (right, found) in enumerate(zip(expected, got, strict=True))
-    )
+class Limits(NamedTuple):
+    """Largest relative error that passes, by dtype."""
+
+    float64: float
+    float32: float
+    bfloat16: float
+    float16: float
 
 
-def _compare_loss_scales(reference: Record, candidate: Record) -> Found | None:
-    """Which steps were skipped, and every scale; None where there is none."""
-    if dtypes_of(reference, candidate) != {"float16"}:
-        return None
-    for expected, found in zip(reference.steps, candidate.steps, strict=False):
-        if (expected.skipped, expected.loss_scale) != (found.skipped, found.loss_scale):
-            steps = (found, expected)
-            done = (f"{'skipped' if one.skipped else 'made'} at scale {one.loss_scale}" for one in steps)
-            return math.inf, f"step {found.step} is {' instead of '.join(done)}"
-    return 0.0, f"{sum(step.skipped for step in candidate.steps)} steps skipped"
+EXACT = Limits(0.0, 0.0, 0.0, 0.0)
 
 
-def _worst_number(numbers: Iterable[tuple[str, float, float]]) -> Found:
-    """The largest relative error of some numbers: where each is, what is right, and what was found."""
-    errors = list[Found]()
-    for where, expected, found in numbers:
-        off = abs(found - expected) / abs(expected) if expected else abs(found)
-        if not math.isfinite(off):
-            return math.inf, f"{where} is {found} instead of {expected}"
-        errors.append((off, where))
-    return worst_of(errors) or (-1.0, "")
+class Rung(NamedTuple):
+    """One row of the ladder."""
+
+    name: str
+    read: Callable[[Record], Values] = lambda run: {}
+    limits: Limits = EXACT
+    error: Callable[..., Found] = of_tensor
+    since_start: bool = False
+    """Below float64 the error is relative to how far the tensor moved in training."""
+    needs_update: bool = False
+    """Skipped if the first step of both runs was skipped."""
+    by_step: bool = False
+    """Read over all steps; other rungs are about the first step or the ends."""
+    first_steps: Mapping[str, int] = {}
+    """By dtype: how many first steps are compared; all if the dtype is missing."""
+    differs: Callable[[Record, Record], str] = lambda reference, candidate: ""
+    loosen: Callable[[float, Record, Record, str], float] = lambda limit, reference, candidate, dtype: limit
+    apart: str = ""
+    """The rung whose limit applies if both runs resume, each from its own checkpoint: rounding has grown."""
+    absent: str = "the runs did not record it"
+    """Why runs with a whole ladder may lack it; "" if the rung exists for some runs only."""
 
 
-COMPARE: dict[str, Compare] = {
-    "batch": _compare_batch,
-    "initial_weights": _compare_initial_weights,
-    "routing": _compare_routing,
-    "loss": lambda *runs: compare_steps(*runs, "loss", first=1),
-    "loss_scale": _compare_loss_scales,
-    "gradients": lambda *runs: compare_tensors(*runs, Rung.GRADIENTS),
-    "grad_norm": _compare_norm,
-    "first_weights": lambda *runs: _compare_weights(*runs, Rung.FIRST_WEIGHTS),
-    "first_moments": _compare_moments,
-    "updates": _compare_updates,
-    "later_weights": lambda *runs: _compare_weights(*runs, Rung.LATER_WEIGHTS),
-    "final_weights": lambda *runs: _compare_weights(*runs, Rung.FINAL_WEIGHTS),
-    "loss_curve": lambda *runs: compare_steps(*runs, "loss"),
-    "norm_curve": lambda *runs: compare_steps(*runs, "grad_norm"),
-    "tokens_per_expert": _compare_tokens,
-    "evaluations": _compare_evaluations,
-    "strategy": _compare_strategies,
-}
-"""Rungs after the request, in the order in which they are climbed."""
-SOME = ("loss_scale", "final_weights", "evaluations", "strategy", "routing", "tokens_per_expert")
-"""Rungs of some runs: in float16, of more steps than later_weights need, that evaluate, of our engines, with
-experts."""
-OF_FIRST_STEP = ("gradients", "grad_norm", "first_weights", "first_moments")
-"""Rungs that say nothing where the first step was skipped."""
-ABSENT = {
-    "first_moments": "the optimizer keeps no moments",
-    "updates": "what was before the update is not in the record, such as a checkpoint's moments",
-}
-"""Why runs of a whole ladder have nothing to compare at a rung."""
+RUNGS = (
+    # The request, and whether the run did what it says. Exact.
+    Rung(REQUEST, differs=other_training),
+    # The first batch is copied, not computed.
+    Rung("batch", tensors(Recorded.BATCH), differs=other_corpus),
+    # Drawn from the seed, bitwise equal everywhere, or given.
+    Rung(
+        INITIAL_WEIGHTS,
+        weights(Recorded.INITIAL_WEIGHTS),
+        since_start=True,
+        loosen=for_storage,
+        apart="later_weights",
+    ),
+    # A choice of experts either is another one or not. `for_flips` allows what rounding explains.
+    Rung("routing", experts, error=of_choices, loosen=for_flips, apart="tokens_per_expert", absent=""),
+    # Sums in another order, averaged over all tokens. Worst measured: 2e-16, 2e-7, 3e-6, 1e-6.
+    Rung(
+        "loss",
+        curve("loss", 1),
+        Limits(1e-10, 1e-6, 1e-4, 1e-5),
+        loosen=for_large_logits,
+        apart="loss_curve",
+    ),
+    # Exact. Engines sum over different numbers of rows, and may differ at the edge of an overflow: lower
+    # precision.loss_scale to compare away from it.
+    Rung("loss_scale", scales, error=of_scale, by_step=True, absent=""),
+    # Products are rounded at other places. Worst measured: 2e-15, 1e-6, 1.3e-2, 2.6e-3.
+    Rung(
+        "gradients",
+        tensors(Recorded.GRADIENTS),
+        Limits(1e-10, 1e-5, 5e-2, 2e-2),
+        needs_update=True,
+        apart="norm_curve",
+    ),
+    # One sum over all gradients. Worst measured: 4e-16, 2e-7, 6e-4, 5e-5.
+    Rung(
+        NORMS,
+        curve("grad_norm", 1),
+        Limits(1e-10, 1e-5, 5e-3, 1e-3),
+        needs_update=True,
+        apart="norm_curve",
+    ),
+    # Adam turns every gradient into an update of about lr. If rounding decides a gradient's sign, weights
+    # differ by 2 lr. In 16 bits relative to the movement: random signs would give 1.4, an update in the
+    # opposite direction 2. Worst measured: 6e-13, 8e-4, 7.1e-1, 7.1e-2.
+    Rung(
+        "first_weights",
+        weights(Recorded.FIRST_WEIGHTS),
+        Limits(1e-10, 1e-2, 1.4, 0.7),
+        since_start=True,
+        needs_update=True,
+        apart="later_weights",
+    ),
+    # Gradients and their squares: twice the error of gradients. Worst measured: 2e-15, 2e-6, 2.5e-2, 4e-3.
+    Rung(
+        "first_moments",
+        moments,
+        Limits(1e-10, 1e-5, 1e-1, 4e-2),
+        needs_update=True,
+        apart="norm_curve",
+        absent="the optimizer keeps no moments",
+    ),
+    # The formulas, from the run's own gradients. Below float64, weights have 24 bits. Worst measured: 5e-16,
+    # 2.4e-7, 2.4e-7, 2.4e-7.
+    Rung(
+        UPDATE,
+        limits=Limits(1e-10, 2e-6, 2e-6, 2e-6),
+        absent="the record lacks the state before the update, such as a checkpoint's moments",
+    ),
+    # Rounding of 20 steps, fed back at each step. In 16 bits relative to the movement: wrong signs average
+    # out, and weights that did not move are off by 1. Worst measured: 4e-13, 5e-5, 2.1e-1, 1e-2.
+    Rung(
+        "later_weights",
+        weights(Recorded.LATER_WEIGHTS),
+        Limits(1e-10, 1e-2, 0.7, 0.1),
+        since_start=True,
+        loosen=for_few_steps,
+    ),
+    # The same, for runs of any length. Worst measured: 4e-13, 5e-5, 2.4e-1, 1e-2.
+    Rung(
+        "final_weights",
+        weights(Recorded.FINAL_WEIGHTS),
+        Limits(1e-10, 1e-2, 0.7, 0.1),
+        since_start=True,
+        loosen=for_few_steps,
+        absent="",
+    ),
+    # Rounding, fed back at each step. Worst measured: 6e-16, 2e-5, 5e-5, 8e-6.
+    Rung("loss_curve", curve("loss"), Limits(1e-10, 1e-3, 2e-2, 2e-3), by_step=True),
+    # The same through gradients: 6e-16, 5e-4, 2e-3, 1e-4. In bfloat16 a change of 1e-7 in the initial weights
+    # moves one of 200 norms by 0.6 in the same engine.
+    Rung(
+        "norm_curve",
+        curve("grad_norm"),
+        Limits(1e-10, 1e-2, 1e-1, 1e-2),
+        by_step=True,
+        first_steps={"bfloat16": 20},
+    ),
+    # Each rerouted token reroutes more. In 16 bits a change of 1e-7 in the initial weights moves 0.4 of a
+    # block's tokens in bfloat16 and 0.2 in float16 within 20 steps, and 0.003 within 4.
+    Rung(
+        "tokens_per_expert",
+        tokens,
+        Limits(0.0, 1e-3, 5e-2, 5e-3),
+        of_counts,
+        by_step=True,
+        first_steps={"bfloat16": 4, "float16": 4},
+        loosen=for_flips,
+        absent="",
+    ),
+    # Worst measured: 6e-16, 2e-5, 5e-5, 8e-6.
+    Rung("evaluations", evaluations, Limits(1e-10, 1e-3, 2e-2, 2e-3), by_step=True, absent=""),
+    # Settings as observed in the program. Exact.
+    Rung(STRATEGY, absent=""),
+)
+LADDER = tuple(rung.name for rung in RUNGS)
+SOME = tuple(rung.name for rung in RUNGS if not rung.absent)
+"""Rungs of some runs: in float16, with more steps, with evaluations, with experts, of our engines."""
+NAMED = {rung.name: rung for rung in RUNGS}
+
+
+def climb(
+    reference: Judged,
+    candidate: Judged,
+    rungs: Sequence[Rung] = RUNGS,
+    *,
+    same_training: bool = True,
+    shared_only: bool = False,
+    skip: Mapping[str, str] = {},
+) -> Verdict:
+    """Compare a run with a reference, rung by rung. The coarser dtype of the two decides the limits.
+
+    Args:
+        rungs: rows to climb, in this order.
+        same_training: fail if the requests are two trainings; False if a mistake was planted in one of them.
+        shared_only: skip a rung whose arrays differ in names or shapes, instead of failing it.
+        skip: rungs to skip, with the reason.
+
+    Raises RecordError: a file of tensors cannot be read.
+    """
+    dtype, results, skipped = coarser(reference.record, candidate.record), [], {}
+    for rung in rungs:
+        first = rung.first_steps.get(dtype)
+        runs = [replace(one.record, steps=one.record.steps[:first]) for one in (reference, candidate)]
+        values, why, found = [rung.read(run) for run in runs], skip.get(rung.name, ""), list[Found]()
+        if not why and rung.needs_update and all(run.steps[0].skipped for run in runs):
+            why = OVERFLOWED
+        if not why and shared_only and any(values):
+            why = mismatch(*values, names=(reference.name, candidate.name))
+        if not why:
+            if own := candidate.alone.own.get(rung.name):
+                found.append(own)
+            if own := reference.alone.own.get(rung.name):
+                found.append((own[0], own[1] and f"the reference: {own[1]}"))
+            if same_training and (words := rung.differs(*runs)):
+                found.append((math.inf, words))
+            if any(values):
+                found.append(largest_error(rung, *values, _begin(rung, runs[0], dtype)))
+        if found:
+            error, worst = max(found, key=lambda one: one[0])
+            if len(runs[1].steps) < len(candidate.record.steps):
+                worst += f" (only the first {first} steps were compared)"
+            limit = limit_of(rung, *runs, dtype)
+            error = error if math.isfinite(error) else math.inf
+            results.append(RungResult(rung=rung.name, error=error, tolerance=limit, worst=worst))
+        elif why or rung.absent:
+            request = candidate.record.request
+            skipped[rung.name] = why or (rung.absent if request and request.ladder else UNASKED)
+    uncompared = reference.alone.uncompared | candidate.alone.uncompared
+    names = {"candidate": candidate.name, "reference": reference.name}
+    return Verdict(**names, rungs=results, skipped=skipped, uncompared=uncompared)
+
+
+def largest_error(
+    rung: Rung, reference: Values, candidate: Values, begin: Mapping[str, np.ndarray] = {}
+) -> Found:
+    """The largest error over all places; or infinity, with what is wrong. Holds one place in memory."""
+    if odd := sorted(reference.keys() ^ candidate.keys()):
+        return math.inf, f"{odd[0]} is in only one of the two"
+    worst = (-1.0, "")
+    for place in reference:
+        value, expected = candidate[place], reference[place]
+        if value.shape != expected.shape:
+            return math.inf, f"{place} has shape {value.shape} instead of {expected.shape}"
+        worst = max(worst, rung.error(place, value, expected, begin.get(place)), key=lambda one: one[0])
+    return worst
+
+
+def limit_of(rung: Rung, reference: Record, candidate: Record, dtype: str) -> float:
+    """The limit of a rung for two runs."""
+    resumed = [run.request.resume for run in (reference, candidate) if run.request and run.request.resume]
+    is_apart = len(resumed) == 2 and resumed[0].checkpoint != resumed[1].checkpoint
+    row = NAMED[rung.apart] if rung.apart and is_apart else rung
+    return row.loosen(getattr(row.limits, dtype), reference, candidate, dtype)
+
+
+def mismatch(reference: Values, candidate: Values, *, names: tuple[str, str]) -> str:
+    """Why two runs have nothing to compare at a rung; "" if they have."""
+    if lacking := [name for name, values in zip(names, (reference, candidate), strict=True) if not values]:
+        return f"{lacking[0]} has no tensors of it: `shardpair run --keep_tensors` keeps them"
+    shapes = [{place: values[place].shape for place in values} for values in (reference, candidate)]
+    odd = sorted({place for place, _ in shapes[0].items() ^ shapes[1].items()})
+    return f"{odd[0]} is {' and '.join(str(of.get(odd[0], 'missing')) for of in shapes)}" if odd else ""
+
+
+def _begin(rung: Rung, reference: Record, dtype: str) -> Values:
+    return weights(Recorded.INITIAL_WEIGHTS)(reference) if rung.since_start and dtype != "float64" else {}

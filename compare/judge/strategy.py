@@ -1,43 +1,45 @@
-"""The rung "strategy" of the ladder: a run's observed work beside its request.
+"""The rung "strategy": a run's observed work, compared with the layout that was requested.
 
-Numbers do not depend on how work is spread, ordered and kept: an engine that ignores a setting of its layout
-computes the same. So each setting is read off what was observed, and held against what was asked (`READ`):
-dtypes of products, of messages and of what 16 bits leave as it is, and the bits of gradients; who compiled;
-blocks, recomputation and logits by counts of operations; the order of a pipeline's tasks; all-reduces of
-gradients, their bytes, and which begin within backward; weights of replicas; bytes at rest and bytes that are
-sent, against closed forms. What an engine cannot tell, and what has no closed form, is named in
-`Strategy.untold`, never passed over.
+The numbers of training do not depend on how work is split, ordered and stored. An engine that ignores a
+setting of its layout computes the same. So each setting is read off what was observed in the program (`READ`)
+and compared with the request. A setting that an engine does not show, or that has no closed form, is listed
+in `Strategy.uncompared`.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple, get_args
 
 import numpy as np
 
 from compare.contract.communication import GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS
 from compare.contract.record import Record, read_tensors
-from compare.contract.request import Rung
-from compare.contract.work import Kept, ObservedWork
-from compare.judge.ledger import unlike_textbook
-from compare.numerics.parameters import storage_dtype
+from compare.contract.request import Rung as Recorded
+from compare.contract.work import Kept
+from compare.judge.textbook import Observed, unlike_textbook
+from compare.numerics.parameters import block_parameters, storage_dtype
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.ticks import lock_step
 from compare.spec.axes import PP, REPLICAS, joined_of
 from compare.spec.engines.engine import Engine
-from compare.spec.engines.registry import ENGINES, JAX
+from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
-from compare.theory.gradient_messages import gradient_messages
-from compare.theory.memory import closed_form, excess
+from compare.theory.memory import bytes_held, excess, largest_part, parameters_of_stage
 
 AT_REST = 0.05
-"""Of a kind's bytes at rest: beyond shards that cannot all be equal, which the closed form has."""
+"""Tolerance of bytes at rest: scalars such as Adam's step, beyond padding."""
 OF_HLO = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 """XLA's names of dtypes."""
+SENT, LEDGER = "bytes sent", "the ledger"
 
 
 class Finding(NamedTuple):
-    """One setting by its name in the experiment: what was asked, and what was done."""
+    """One setting: its name, the requested value, and the observed one.
+
+    A check that is no setting requests "", and finds "" or a description of the fault.
+    """
 
     setting: str
     asked: str
@@ -45,67 +47,75 @@ class Finding(NamedTuple):
 
 
 class Strategy(NamedTuple):
-    """Every setting that could be read off a record, and what could not, with the reason."""
+    """Settings that were read off a record, and settings that were not, with the reason."""
 
     findings: Sequence[Finding] = ()
-    untold: Mapping[str, str] = {}
+    uncompared: Mapping[str, str] = {}
 
     @property
-    def objections(self) -> list[str]:
-        """Settings that were not obeyed, each in a few words."""
-        odd = (finding for finding in self.findings if finding.found != finding.asked)
-        return [f"{one.setting} = {one.asked} was asked for, and {one.found} was done" for one in odd]
+    def objections(self) -> dict[str, str]:
+        """Settings that were not obeyed, by name."""
+        return {
+            one.setting: f"{one.setting} = {one.asked} was asked for, and {one.found} was done"
+            if one.asked
+            else f"{one.setting}: {one.found}"
+            for one in self.findings
+            if one.found != one.asked
+        }
 
     def found(self, setting: str) -> str:
-        """Observed value of one setting; '' if it is untold."""
+        """Observed value of a setting; "" if it was not observed."""
         return next((finding.found for finding in self.findings if finding.setting == setting), "")
 
 
-class Observed(NamedTuple):
-    """A run, its work as it was observed, and the experiment that was asked for."""
-
-    record: Record
-    work: ObservedWork
-    engine: Engine
-    experiment: Experiment
-
-
 def strategy_of(record: Record) -> Strategy:
-    """Read the settings off what a run left; nothing of a peer, which does not tell what it computes."""
+    """Read the settings off a record. Peers show nothing of what they compute."""
     engine = ENGINES.get(record.manifest.engine)
     if engine is None or engine.is_peer:
-        return Strategy(untold={"strategy": f"{record.manifest.engine} does not tell what it computes"})
+        return Strategy(uncompared={"strategy": f"{record.manifest.engine} does not show what it computes"})
     if record.work is None:
-        return Strategy(findings=[Finding("work.json", "what a step computed", "nothing")])
+        return Strategy(findings=[Finding("work.json", "", "the run did not record what a step computes")])
     run = Observed(record, record.work, engine, asked_of(record))
-    findings, untold = list[Finding](), dict[str, str]()
+    findings, uncompared = list[Finding](), dict[str, str]()
     for setting, read in READ.items():
         try:
             findings += read(run)
-        except ValueError as error:  # no closed form
-            untold[setting] = str(error)
-    return Strategy(findings, untold)
+        except ValueError as error:
+            uncompared[setting] = str(error)
+    return Strategy(findings, uncompared)
 
 
 def asked_of(record: Record) -> Experiment:
-    """The experiment that was asked for: the request's, where there is one."""
+    """The requested experiment; the manifest's if there is no request."""
     return record.request.experiment if record.request else record.manifest.experiment
 
 
+def settings_of(record: Record, strategy: Strategy) -> dict[str, str]:
+    """Settings for the tables, by key of METRICS: as observed, else as the engine declares them."""
+    engine = ENGINES.get(record.manifest.engine)
+    declared = engine.gradient_sync_for(asked_of(record).layout) if engine else ""
+    return {
+        "gradient_sync": strategy.found("layout.gradient_sync").split(" of ")[0] or declared,
+        "remat": strategy.found("layout.remat") or "not observed",
+        "compiled": record.work.compiled if record.work else "",
+    }
+
+
 def _compile(run: Observed) -> Iterator[Finding]:
-    """Only of an engine that may compile or not, where it is told which."""
+    """The compiler, in engines that may compile or not."""
     asked, found = run.experiment.layout.compile, run.work.compiled.partition(",")[0] or "none"
     if run.engine.sends_by == "dtensor" and asked != "auto":
         yield Finding("layout.compile", asked, found)
 
 
 def _dtype(run: Observed) -> Iterator[Finding]:
+    """Dtypes of matrix products, and of the gradients and streams that are sent."""
     asked = run.experiment.precision.product_dtype
     if asked == "tf32" and run.record.manifest.platform == "cpu":
-        asked = "float32"  # tf32 is a permission, which a CPU has no use for
+        asked = "float32"  # tf32 is a permission; a CPU has no such products
     yield Finding("precision.dtype", asked, ", ".join(sorted(run.work.products)) or "none")
     if run.engine.sends_by == "xla":
-        return  # sends in what dtype it likes
+        return  # XLA chooses the dtype of its messages
     stored, sent = storage_dtype(run.experiment).name, dict[str, set[str]]()
     for row in run.record.ledger.rows:
         is_of_gradients = row.purpose in (GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS)
@@ -118,8 +128,9 @@ def _dtype(run: Observed) -> Iterator[Finding]:
 
 
 def _kept(run: Observed) -> Iterator[Finding]:
+    """Dtypes of operations that 16-bit training leaves in float32."""
     if run.work.compiled:
-        raise ValueError(f"operators of a compiled program ({run.work.compiled})")
+        raise ValueError(f"operators of a compiled program cannot be observed ({run.work.compiled})")
     stored = storage_dtype(run.experiment).name
     for what in get_args(Kept):
         found = run.work.kept.get(what, [])
@@ -128,12 +139,12 @@ def _kept(run: Observed) -> Iterator[Finding]:
 
 
 def _gradients(run: Observed) -> Iterator[Finding]:
-    """Whether float32 has added them up, where products have 16 bits.
+    """The dtype in which gradients are summed, if products have 16 bits.
 
-    LayerNorms and positions get theirs from float32: a sum of them needs all 24 bits. Were its terms, or the
-    sums on the way, rounded to 8 or 11 bits, it would seldom need more than 16.
+    Gradients of norms and positions are sums of float32 terms, which need all 24 bits. If the terms or the
+    partial sums were rounded to 8 or 11 bits, most sums would fit into 16.
     """
-    gradients, layout = read_tensors(run.record.folder, Rung.GRADIENTS), run.experiment.layout
+    gradients, layout = read_tensors(run.record.folder, Recorded.GRADIENTS), run.experiment.layout
     terms = run.experiment.microbatches_per_step * layout.data_parallel * layout.cp
     names = [name for name in ("embedding.position", "norm.scale") if name in gradients]
     if not names or run.experiment.precision.dtype not in ("bfloat16", "float16"):
@@ -147,12 +158,12 @@ def _gradients(run: Observed) -> Iterator[Finding]:
 
 
 def blocks_that_run(engine: Engine, experiment: Experiment) -> int:
-    """How many blocks forward runs in a step: on all ranks, or in the one program that JAX traces."""
+    """Number of blocks that forward runs in a step: on all ranks, or in the one program that JAX traces."""
     layout, turns = experiment.layout, experiment.microbatches_per_step
     blocks = experiment.model.n_layer // layout.pp
-    if engine.side != JAX.name:
+    if engine.holds.residuals != "scan":
         return layout.devices * turns * blocks
-    if layout.pp > 1:  # a stage at every tick, idle or not
+    if layout.pp > 1:  # a stage runs at every tick, also in the bubble
         schedule = make_schedule(layout.schedule, ranks=layout.pp, microbatches=turns, chunks=layout.chunks)
         by_autodiff = turns * layout.chunks + layout.pp - 1
         turns = by_autodiff if engine.sent_by_xla else len(lock_step(schedule).tasks.kind)
@@ -160,6 +171,7 @@ def blocks_that_run(engine: Engine, experiment: Experiment) -> int:
 
 
 def _remat(run: Observed) -> Iterator[Finding]:
+    """What backward recomputes, from counts of operations."""
     forward, again = Counter(run.work.forward), Counter(run.work.again)
     blocks = forward["activations"]
     yield Finding("blocks that forward runs", str(blocks_that_run(run.engine, run.experiment)), str(blocks))
@@ -167,16 +179,17 @@ def _remat(run: Observed) -> Iterator[Finding]:
     if again["activations"] >= blocks and not again["products"]:
         found = "dots"
     elif again["activations"] >= blocks and again["products"] >= forward["products"] - blocks:
-        found = "full"  # of a block's last product backward has no use
+        found = "full"  # backward does not use a block's last product
     elif not again["activations"] and not again["products"]:
         found = "none"
     yield Finding("layout.remat", run.engine.remat_for(run.experiment.layout), found)
 
 
 def _loss_chunks(run: Observed) -> Iterator[Finding]:
+    """Chunks of the loss, from the positions of logits and the number of products that make them."""
     chunks, layout = run.experiment.train.loss_chunks, run.experiment.layout
-    sees_own = run.engine.sends_by != "xla"  # positions of a device, not of all of them
-    length = run.experiment.model.block_size / (layout.cp if sees_own else 1)
+    shows_own = run.engine.sends_by != "xla"  # positions of a device, not of the full sequence
+    length = run.experiment.model.block_size / (layout.cp if shows_own else 1)
     found = ", ".join(f"{length / positions:g}" for positions in run.work.logits_positions if positions)
     parts = run.work.forward.get("logits", 0)
     passes = blocks_that_run(run.engine, run.experiment) // run.experiment.model.n_layer
@@ -188,74 +201,112 @@ def _loss_chunks(run: Observed) -> Iterator[Finding]:
 
 
 def _schedule(run: Observed) -> Iterator[Finding]:
+    """The schedule of a pipeline, from the order of its tasks."""
     layout, found = run.experiment.layout, "another order"
     if layout.pp == 1:
         return
     if not run.work.tasks:
-        raise ValueError("XLA orders the tasks of a pipeline that autodiff has made")
+        raise ValueError("XLA orders the tasks of a pipeline that autodiff derives")
     sizes = {"microbatches": run.experiment.microbatches_per_step, "chunks": layout.chunks}
-    for name in (*run.engine.layouts.schedules, layout.schedule):  # of two that are alike, the one asked for
+    for name in (*run.engine.layouts.schedules, layout.schedule):  # of equal schedules the requested one
         tasks = make_schedule(name, ranks=layout.pp, **sizes)
         found = name if [[str(task) for task in rank] for rank in tasks] == run.work.tasks else found
     yield Finding("layout.schedule", layout.schedule, found)
 
 
 def _gradient_sync(run: Observed) -> Iterator[Finding]:
-    """Only where the layout's choice is carried out: not by FSDP, which reduces unit by unit."""
-    layout, engine, seen = run.experiment.layout, run.engine, run.work.gradient_messages
-    asked = layout.gradient_sync if engine.offers_choice else engine.gradient_sync[0]
-    expected = {
-        sync: gradient_messages(engine.name, run.experiment, gradient_sync=sync)
-        for sync in dict.fromkeys((asked, *engine.gradient_sync))
-    }
-    if expected[asked] is None:
+    """How gradients are reduced over replicas, from the number, sizes and times of the all-reduces.
+
+    Only where the layout's choice is carried out: FSDP, sharded optimizers and experts reduce unit by unit.
+    """
+    layout, engine, is_jax = run.experiment.layout, run.engine, run.engine.holds.residuals == "scan"
+    by_ddp = engine.sends_by == "pytorch" and layout.tp == 1
+    if (
+        layout.replicas == 1
+        or layout.ep > 1
+        or not (engine.offers_choice or by_ddp)
+        or (layout.zero and not is_jax)
+    ):
         return
+    asked = layout.gradient_sync if engine.offers_choice else engine.gradient_sync[0]
     calls, replicas = [0] * layout.pp, joined_of(REPLICAS, layout.axes)
     for row in run.record.ledger.rows:
         if (row.kind, row.axis, row.purpose) == ("all_reduce", replicas, GRADIENTS):
             calls[row.stage] += row.calls
-    sizes = [[size for size, _ in of_stage] for of_stage in seen]
-    early = {begun for of_stage in seen for _, begun in of_stage}
-    has_buckets, counted = asked == "bucketed" or not engine.offers_choice, "/".join(map(str, calls))
-    words = f"{asked} of {layout.bucket_mb:g} MB" if has_buckets else asked
+    messages = run.work.gradient_messages
+    early = {is_early for stage in messages for _, is_early in stage}
     when = "partly within" if len(early) > 1 else "within" if True in early else "after"
-    found = f"{counted} all-reduces" + (f" {when} backward" if seen else "")
-    for sync, messages in expected.items():
-        if not messages or [*map(len, messages.by_stage)] != calls or (seen and early != {messages.overlap}):
+    found = f"{'/'.join(map(str, calls))} all-reduces" + (f" {when} backward" if messages else "")
+    may_be_early = not (layout.pp > 1 and layout.schedule == "zero_bubble")  # no backward is the last
+    words = f"{asked} of {layout.bucket_mb:g} MB" if asked == "bucketed" or by_ddp else asked
+    for sync in dict.fromkeys((asked, *engine.gradient_sync)):
+        is_early = may_be_early and sync in ("overlapped", "bucketed")
+        if messages and early != {is_early}:
             continue
-        if not seen or sizes == messages.by_stage:
-            found = words if sync == asked else f"{sync} ({counted} calls)"
+        if all(_fits(run, sync, stage, calls[stage]) for stage in range(layout.pp)):
+            found = words if sync == asked else f"{sync} ({'/'.join(map(str, calls))} calls)"
             break
-        found += ", with other parameters in each"
     yield Finding("layout.gradient_sync", words, found)
 
 
+def _fits(run: Observed, sync: str, stage: int, calls: int) -> bool:
+    """True if all-reduces have the properties of a synchronisation.
+
+    naive and overlapped send each gradient alone, flat sends all at once. A bucket has at most `bucket_mb`,
+    or one larger gradient, and the next gradient does not fit into it. The last gradients come first. If
+    sizes are unknown (DDP, JAX), the number of calls is bounded: gradients of a quarter of a bucket may go
+    alone, and other buckets are half full.
+    """
+    layout, leaves = run.experiment.layout, leaves_of(run.engine, run.experiment, stage)
+    limit = layout.bucket_mb * 1e6
+    is_jax = run.engine.holds.residuals == "scan"
+    groups = (1 + (layout.pp > 1)) * (1 + (layout.tp > 1)) if is_jax else 1  # JAX joins what is split alike
+    if sync in ("naive", "overlapped", "flat"):
+        return calls == (groups if sync == "flat" else len(leaves))
+    if run.work.gradient_messages:
+        sizes = [size for size, _ in run.work.gradient_messages[stage]]
+        order = leaves[::-1]
+        leaf_at = dict(zip(accumulate(order, initial=0.0), [*order, math.inf], strict=True))
+        return calls == len(sizes) > 0 and all(
+            size <= max(limit, leaf_at.get(begin, 0.0)) and size + leaf_at.get(begin + size, 0.0) > limit
+            for begin, size in zip(accumulate(sizes, initial=0), sizes, strict=False)
+        )
+    alone, others = sum(leaf >= limit / 4 for leaf in leaves), sum(x for x in leaves if x < limit / 4)
+    most = alone + 2 * others / limit + groups * layout.chunks
+    return sum(leaves) / (limit + max(leaves)) <= calls <= most
+
+
+def leaves_of(engine: Engine, experiment: Experiment, stage: int) -> list[float]:
+    """Bytes of each gradient that a device reduces. JAX stacks the gradients of a stage's layers."""
+    layout, model = experiment.layout, experiment.model
+    itemsize = storage_dtype(experiment).itemsize / (layout.dp_shard if layout.zero else 1)
+    parameters, copies = parameters_of_stage(engine.name, experiment, stage=stage), 1
+    if engine.holds.residuals == "scan":
+        block, copies = block_parameters(model, 0), model.n_layer // layout.pp
+        parameters = [*block, *(p for p in parameters if p not in block)]
+    return [
+        itemsize * (copies if p.name.startswith("blocks.") else 1) * largest_part(p, "flat", layout, 1)
+        for p in parameters
+    ]
+
+
 def _at_rest(run: Observed) -> Iterator[Finding]:
-    layout, manifest, replicas = run.experiment.layout, run.record.manifest, "the same on all devices"
-    yield Finding("weights of replicas at the end", replicas, manifest.replicas_apart or replicas)
-    asked = f"zero {layout.zero}, offload {layout.offload}"
-    expected, most = (closed_form(run.engine.name, run.experiment, rounds_up=up) for up in (False, True))
+    """Bytes between two steps against the closed form, and weights of replicas against each other."""
+    manifest = run.record.manifest
+    yield Finding("weights of replicas at the end", "", manifest.replicas_apart)
+    expected, most = (bytes_held(run.engine.name, run.experiment, rounds_up=up) for up in (False, True))
     if all(step.skipped for step in run.record.steps):
-        del expected["optimizer"]  # PyTorch makes the moments when it updates
+        del expected["optimizer"]  # PyTorch makes the moments at the first update
     errors = {kind: excess(manifest.resident_bytes, {kind: size}, most) for kind, size in expected.items()}
     odd = [f"{kind} off by {error:+.0%}" for kind, error in errors.items() if not abs(error) <= AT_REST]
-    yield Finding("bytes at rest", asked, ", ".join(odd) or asked)
+    yield Finding("bytes at rest", "", ", ".join(odd))
 
 
 def _sent(run: Observed) -> Iterator[Finding]:
-    ledger, engine = run.record.ledger, run.engine.name
-    if ledger.problems:
-        yield Finding("the ledger", "complete", ledger.problems[0])
-    asked = "the textbook of the layout"
-    watched = next((step for step in run.record.steps if step.instrumented), run.record.steps[-1])
-    odd = unlike_textbook(
-        engine,
-        run.experiment,
-        ledger.rows,
-        is_compiled=bool(run.work.compiled),
-        tokens_LE=watched.tokens_per_expert or (),
-    )
-    yield Finding("what is sent", asked, next(odd, asked))
+    """Bytes of a step's collectives against the textbook."""
+    if run.record.ledger.problems:
+        yield Finding(LEDGER, "", f"it is incomplete: {run.record.ledger.problems[0]}")
+    yield Finding(SENT, "", next(unlike_textbook(run), ""))
 
 
 READ: Mapping[str, Callable[[Observed], Iterator[Finding]]] = {
@@ -268,17 +319,6 @@ READ: Mapping[str, Callable[[Observed], Iterator[Finding]]] = {
     "layout.schedule": _schedule,
     "layout.gradient_sync": _gradient_sync,
     "bytes at rest": _at_rest,
-    "what is sent": _sent,
+    SENT: _sent,
 }
-"""What reads each setting."""
-
-
-def done_words(record: Record) -> dict[str, str]:
-    """A run's settings for the tables, by key of METRICS: as observed, else as its engine declares."""
-    engine, strategy = ENGINES.get(record.manifest.engine), strategy_of(record)
-    declared = engine.gradient_sync_for(asked_of(record).layout) if engine else ""
-    return {
-        "gradient_sync": strategy.found("layout.gradient_sync").split(" of ")[0] or declared,
-        "remat": strategy.found("layout.remat") or "untold",
-        "compiled": record.work.compiled if record.work else "",
-    }
+"""The reader of each setting. A reader raises ValueError if it cannot compare, with the reason."""

@@ -6,12 +6,11 @@ from pathlib import Path
 from compare.checkpoint.description import CHECKPOINTS, DESCRIPTION, Checkpoint, checkpoints_in
 from compare.checkpoint.reader import CheckpointError, CheckpointReader, read_description
 from compare.contract.request import ResumePoint
-from compare.judge.acceptance import differing_keys
 from compare.judge.outcome import OUTCOME
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import storage_dtype
 from compare.spec.engines.registry import ENGINES
-from compare.spec.experiment import Experiment, ExperimentError
+from compare.spec.experiment import Experiment, ExperimentError, differing_keys
 
 MAY_DIFFER = ("layout.", "checkpoint.", "data.", "train.max_iters")
 """Settings that a resumed run may change without a word; of the data the digest counts."""

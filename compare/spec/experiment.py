@@ -83,6 +83,17 @@ def edited(experiment: Experiment, edits: Mapping[str, Mapping[str, object]]) ->
     return msgspec.structs.replace(experiment, **sections)
 
 
+def differing_keys(found: Experiment, asked: Experiment) -> list[str]:
+    """`model.n_layer = 2 instead of 4` for every field in which two experiments differ."""
+    fields = [msgspec.to_builtins(experiment) for experiment in (found, asked)]
+    pairs = [
+        (f"{section}.{key}", value, fields[1][section][key])
+        for section in fields[0]
+        for key, value in fields[0][section].items()
+    ]
+    return [f"{key} = {value} instead of {other}" for key, value, other in pairs if value != other]
+
+
 def to_toml(experiment: Experiment) -> str:
     """The experiment as TOML text with all fields."""
     return msgspec.toml.encode(experiment).decode()

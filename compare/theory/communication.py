@@ -1,4 +1,4 @@
-"""What the papers say that a device sends in a step: logical bytes, of full tensors.
+"""Logical bytes that a device sends in a step, by the papers: sizes of full (gathered) tensors.
 
     data parallel       all-reduce of gradients        G, or a device's shard of it under ZeRO
     fully sharded       reduce-scatter of gradients    G a step
@@ -8,18 +8,13 @@
     pipeline parallel   permute                        a stream a microbatch, forward and backward
     expert parallel     all-to-all                     2 k streams a layer, forward and backward
     context parallel    all-gather, reduce-scatter     2 n L streams: K, V forward, their gradients backward
-      in a ring         permute                        2 (n - 1) L; backward as much again, and 2 n L home
-      Ulysses           all-to-all                     4 L: q, K, V and the result; backward as much
+      in a ring         permute                        2 (n - 1) L; backward as many, and 2 n L for gradients
+      Ulysses           all-to-all                     4 L: q, K, V and the result; backward as many
 
 P and G are a device's parameters and gradients before dp_shard splits them. A stream is (B, T, C) of the
-device's rows and positions; tp splits the heads of those that cp sends, and K and V may have fewer heads.
-Replicas, which all-reduce, are those along cp, too. Each of L layers has two regions of tp, attention and
-MLP; the one more is the embedding's way out, in backward the head's way in. Engines differ in few words
-(`compare.spec.engines.engine.Sends`).
-
-The form is exact for PyTorch's engines where `is_plain`, but for torch-library's pipelines. What a compiler
-sends is a multiple of it, which the tables show as a ratio; to the byte it is recorded in
-`compare/judge/snapshot.json`.
+device's rows and positions. tp splits the heads that cp sends; K and V may have fewer heads. Devices along cp
+are replicas. Each of L layers has two regions of tp, attention and MLP; the additional one is the output of
+the embedding, in backward the input of the head. Engines differ in `compare.spec.engines.engine.Sends`.
 
 Sources: ZeRO (arXiv 1910.02054, section 7); Megatron (1909.08053) and sequence parallelism (2205.05198,
 section 4.2); 1F1B (2006.09503); context parallelism of Llama 3 (2407.21783, section 3.3.2), Ring Attention
@@ -42,7 +37,7 @@ from compare.contract.communication import (
 )
 from compare.numerics.parameters import block_parameters, end_parameters, storage_dtype
 from compare.spec.axes import CP, DATA, DP_SHARD, EP, PP, REPLICAS, SHARDED_FROM, SHARDS, TP, joined_of
-from compare.spec.engines.registry import ENGINES, JAX
+from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
 from compare.theory.memory import (
     elements_of_stage,
@@ -55,38 +50,38 @@ WIDE = ("float64", "float32")
 Bytes = dict[tuple[str, str, str], float]
 """(kind, axis, purpose) -> logical bytes of a step."""
 COUNT = 8
-"""Bytes of how often an expert was chosen."""
+"""Bytes of the number of tokens of an expert."""
 ROLE = {"all_reduce": "reduce", "reduce_scatter": "reduce", "all_gather": "gather", "broadcast": "gather"}
-"""Kind of collective -> what it is there for. XLA makes of a reduce-scatter an all-reduce and a slice."""
+"""Kind of collective -> its role. XLA on a CPU turns a reduce-scatter into an all-reduce and a slice."""
 EXCHANGE = "exchange"
-"""The role of what moves tokens to experts and back, of whatever kind."""
+"""Role of collectives of any kind that move tokens to experts and back."""
 SMALL = (LOSS, TIED_GRADIENTS, REPLICATED_GRADIENTS, ROUTING)
-"""Purposes that the comparison leaves out: engines label and cut them differently, and the bytes are few."""
+"""Purposes of few bytes, which engines label and cut differently. Roles leave them out."""
 
 
 def textbook(engine: str, experiment: Experiment, *, stage: int = 0) -> Mapping[tuple[str, str], float]:
     """(axis, role) -> bytes that a device of a stage sends in a step."""
     flows: dict[tuple[str, str], float] = defaultdict(float)
-    for (kind, axis, purpose), size in communication(engine, experiment, stage=stage).items():
+    for (kind, axis, purpose), size in bytes_sent(engine, experiment, stage=stage).items():
         if purpose not in SMALL:
             flows[axis, role_of(kind, axis, purpose)] += size
     return flows
 
 
 def role_of(kind: str, axis: str, purpose: str) -> str:
-    """What a collective is there for."""
+    """The role of a collective."""
     is_exchange = axis == EP and purpose in (ACTIVATIONS, ACTIVATION_GRADIENTS)
     return EXCHANGE if is_exchange else ROLE.get(kind, kind)
 
 
 def is_plain(experiment: Experiment) -> bool:
-    """Whether the textbook is exact, but for padding: no prefetch across tasks."""
+    """Whether there is a closed form: a pipeline under ZeRO-3 gathers parameters ahead of its tasks."""
     layout = experiment.layout
     return layout.pp == 1 or layout.zero < SHARDED_FROM["parameters"] or not layout.reshard_after_forward
 
 
-def communication(engine: str, experiment: Experiment, *, stage: int = 0) -> Bytes:
-    """The textbook by kind, axis and purpose; arguments as for `textbook`."""
+def bytes_sent(engine: str, experiment: Experiment, *, stage: int = 0) -> Bytes:
+    """Bytes that a device of a stage sends in a step, by kind, axis and purpose."""
     layout = experiment.layout
     sent: Bytes = {}
     if experiment.model.n_experts and (data := joined_of(DATA, layout.axes)):
@@ -107,7 +102,7 @@ def communication(engine: str, experiment: Experiment, *, stage: int = 0) -> Byt
 
 
 def _gradients(engine: str, experiment: Experiment, stage: int, *, by_ep: bool) -> Bytes:
-    """Of parameters that ep splits, or does not split: their gradients, and under ZeRO what is gathered."""
+    """Gradients, and under ZeRO parameters: those that ep splits, or those that it does not split."""
     layout, itemsize = experiment.layout, storage_dtype(experiment).itemsize
     elements = partial(elements_of_stage, engine, experiment, stage=stage, by_ep=by_ep)
     if not elements():
@@ -116,8 +111,8 @@ def _gradients(engine: str, experiment: Experiment, stage: int, *, by_ep: bool) 
     shards = joined_of((DP_SHARD,) if by_ep else SHARDS, layout.axes)
     if not layout.zero:
         return {("all_reduce", data, GRADIENTS): itemsize * elements()} if data else {}
-    # PyTorch's DDP, beside its ZeRO-1, sums over shards with the replicas.
-    by_ddp = layout.zero == 1 and ENGINES[engine].sends_by == "pytorch"
+    # DDP, next to PyTorch's ZeRO-1, reduces over shards and replicas at once.
+    by_ddp = layout.zero == 1 and ENGINES[engine].holds.splits_optimizer_by_parameter
     sent: Bytes = {}
     if (replicas := joined_of(REPLICAS, layout.axes)) and not by_ddp:
         sent["all_reduce", replicas, GRADIENTS] = itemsize * elements(sharded=True)
@@ -149,18 +144,17 @@ def _fully_sharded(
 
 
 def _expert_parallel(engine: str, experiment: Experiment) -> Bytes:
-    """A token's rows go out to its experts, and come back, forward and backward; remat sends them anew.
+    """Rows of tokens, sent to their experts and back, forward and backward; again where remat recomputes.
 
-    What comes is as much as what goes if the router is fair: the ledger is held to between this and what
-    one device gets that has all of it. Without a ragged exchange a device sends to each as much room as
-    all of its tokens take, each once: what comes back is a sum, which backward has no use for.
+    With a fair router as many rows come as go. Without a ragged exchange a device sends to each device room
+    for all of its tokens, once each; what comes back is a sum, which backward does not use.
     """
     layout, model, sends = experiment.layout, experiment.model, ENGINES[engine].sends
     narrow = 1.0 if experiment.precision.dtype in WIDE else 0.5
     rows = narrow * model.n_layer * stream_bytes(experiment)
     rows *= layout.ep if sends.pads_rows else model.experts_per_token
     if sends.pads_rows and layout.sequence_parallel:
-        rows /= layout.tp  # a device sends its own positions; where they arrive tp gathers them
+        rows /= layout.tp  # a device sends its own positions, and tp gathers them at the receiver
     times = 1 if ENGINES[engine].remat_for(layout) == "none" else 2
     routed = COUNT * model.n_layer * model.n_experts * experiment.microbatches_per_step
     return {
@@ -171,13 +165,15 @@ def _expert_parallel(engine: str, experiment: Experiment) -> Bytes:
 
 
 def _tensor_parallel(engine: str, experiment: Experiment, stage: int) -> Bytes:
-    """Backward gathers anew what it recomputes. It has no use for a layer's last sum, unless dropout follows:
-    PyTorch's checkpoint then goes on to that. JAX's `dots` keeps the sums."""
+    """Streams into and out of the regions of tp. Backward gathers again what it recomputes.
+
+    It does not need the last sum of a layer, unless dropout follows: PyTorch's checkpoint then recomputes it.
+    JAX's `dots` keeps all sums.
+    """
     layout, model, remat = experiment.layout, experiment.model, ENGINES[engine].remat_for(experiment.layout)
-    pass_bytes = stream_bytes(experiment)
+    pass_bytes, by_jax = stream_bytes(experiment), ENGINES[engine].holds.residuals == "scan"
     first, last = stage == 0, stage == layout.pp - 1
-    regions = 2 * model.n_layer // layout.pp
-    narrow, by_jax = _width_of_products(engine, experiment), ENGINES[engine].side == JAX.name
+    regions, narrow = 2 * model.n_layer // layout.pp, _width_of_products(engine, experiment)
     out, into = (regions * narrow + first) * pass_bytes, (regions + last) * pass_bytes
     keeps_sums = remat == "none" or (remat == "dots" and by_jax)
     share = 0.0 if keeps_sums else 1.0 if model.dropout and not by_jax else 0.5
@@ -185,36 +181,34 @@ def _tensor_parallel(engine: str, experiment: Experiment, stage: int) -> Bytes:
     parameters = parameters_of_stage(engine, experiment, stage=stage)
     if layout.sequence_parallel:
         regathered = regions * pass_bytes if remat != "none" else 0
-        unsplit = sum(p.size for p in parameters if not is_split_by(TP, p))
+        replicated = sum(p.size for p in parameters if not is_split_by(TP, p))
         sent: Bytes = {
             ("reduce_scatter", TP, ACTIVATIONS): out + again,
             ("reduce_scatter", TP, ACTIVATION_GRADIENTS): into,
             ("all_gather", TP, ACTIVATIONS): into + regathered,
             ("all_gather", TP, ACTIVATION_GRADIENTS): out,
-            ("all_reduce", TP, REPLICATED_GRADIENTS): _itemsize_of_shard(experiment) * unsplit,
         }
     else:
-        routers = sum(p.size for p in parameters if "choice" in p.axes)
-        sent = {
-            ("all_reduce", TP, ACTIVATIONS): out + again,
-            ("all_reduce", TP, ACTIVATION_GRADIENTS): into,
-            ("all_reduce", TP, REPLICATED_GRADIENTS): _itemsize_of_shard(experiment) * routers,
-        }
-    if last:  # of each position the greatest logit, the sum of exponentials, and the target's logit
-        numbers = 3 * (1 + (experiment.train.loss_chunks > 1))  # in parts, all of it once more in backward
+        replicated = sum(p.size for p in parameters if "choice" in p.axes)
+        sent = {("all_reduce", TP, ACTIVATIONS): out + again, ("all_reduce", TP, ACTIVATION_GRADIENTS): into}
+    sent["all_reduce", TP, REPLICATED_GRADIENTS] = _itemsize_of_shard(experiment) * replicated
+    if last:  # of each position the largest logit, the sum of exponentials, and the target's logit
+        numbers = 3 * (1 + (experiment.train.loss_chunks > 1))  # in chunks, all of it again in backward
         sent["all_gather", TP, LOSS] = layout.tp * numbers * pass_bytes / model.n_embd
     return sent
 
 
 def _context_parallel(engine: str, experiment: Experiment) -> Bytes:
-    """Backward under remat fetches anew, for attention's result is what the next product's weight needs; a
-    ring's is kept by JAX's `dots`, and in a ring of two XLA merges both fetches of backward, a hop each. What
-    a ring sums on the way home has the dtype of the weights."""
+    """Keys and values from the other devices of cp. Backward under remat fetches them again.
+
+    JAX's `dots` keeps those of a ring, and in a ring of two XLA merges both fetches of backward, a hop each.
+    Gradients that a ring sums have the dtype of the weights.
+    """
     layout, model, ranks = experiment.layout, experiment.model, experiment.layout.cp
     narrow = _width_of_products(engine, experiment)
     queries = narrow * model.n_layer / (layout.pp * layout.tp) * stream_bytes(experiment)
     keys_values = 2 * queries / model.group
-    remat, by_jax = ENGINES[engine].remat_for(layout), ENGINES[engine].side == JAX.name
+    remat, by_jax = ENGINES[engine].remat_for(layout), ENGINES[engine].holds.residuals == "scan"
     times = 1 if remat == "none" else 2
     rounds = 2 if remat == "none" or (by_jax and (remat == "dots" or ranks == 2)) else 3
     kind, forward, backward = {
@@ -240,19 +234,20 @@ def _pipeline_parallel(experiment: Experiment, stage: int) -> Bytes:
 
 
 def stream_bytes(experiment: Experiment) -> float:
-    """Bytes of the activations (B, T, C) of all passes, of a device's rows and positions."""
+    """Bytes of the activations (B, T, C) of all passes, for a device's rows and positions."""
     train, model, layout = experiment.train, experiment.model, experiment.layout
     rows = train.gradient_accumulation_steps * (train.batch_size // layout.data_parallel)
     return storage_dtype(experiment).itemsize * rows * model.block_size / layout.cp * model.n_embd
 
 
 def _width_of_products(engine: str, experiment: Experiment) -> float:
-    """Of a stream's bytes, those of a product's result: half in 16 bits; XLA on a CPU sends no bfloat16."""
+    """Bytes of a product's result over those of a stream: half in 16 bits. XLA on a CPU sends no bfloat16."""
     dtype = experiment.precision.dtype
-    return 1.0 if dtype in WIDE or (ENGINES[engine].side == JAX.name and dtype == "bfloat16") else 0.5
+    by_jax = ENGINES[engine].holds.residuals == "scan"
+    return 1.0 if dtype in WIDE or (by_jax and dtype == "bfloat16") else 0.5
 
 
 def _itemsize_of_shard(experiment: Experiment) -> float:
-    """Bytes that a device has of a number whose gradient it holds."""
+    """Bytes on a device for each element of a gradient, under ZeRO of its shard."""
     layout = experiment.layout
     return storage_dtype(experiment).itemsize / (layout.dp_shard if layout.zero else 1)

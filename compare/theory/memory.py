@@ -1,15 +1,15 @@
-"""Memory of a layout on each device between two steps, in closed form: the records are held against it.
+"""Bytes that each device holds between two steps, in closed form.
 
-    elements of a stage    its blocks / tp, where tp splits them, and experts / ep; the first stage has both
+    elements of a stage    its blocks / tp, where tp splits them; experts / ep. The first stage has both
                            embeddings, the last one the final norm and its own copy of the tied head
-    parameters             / dp_shard from ZeRO-3 on; FSDP2's ZeRO-2 keeps shards between steps, too
-    gradients              / dp_shard from ZeRO-2 on; torch-compiler has scattered ZeRO-1's, too
-    optimizer              its moments, / dp_shard from ZeRO-1 on; none with offload, but as much on the host
+    parameters             / dp_shard from ZeRO-3 on (FSDP2: from ZeRO-2 on)
+    gradients              / dp_shard from ZeRO-2 on (torch-compiler: from ZeRO-1 on)
+    optimizer              its moments, / dp_shard from ZeRO-1 on; with offload on the host instead
 
-That is a device's share. Where shards cannot all be equal, the fullest device has more.
+These are equal shares. If a dim is not divisible, the fullest device holds more (`rounds_up`).
 
-Sources: ZeRO (Rajbhandari et al., arXiv 1910.02054); Megatron (arXiv 1909.08053), whose row biases and norms
-every device of tp repeats.
+Sources: ZeRO (Rajbhandari et al., arXiv 1910.02054); Megatron (arXiv 1909.08053), where every device of tp
+replicates norms and the biases of row-parallel layers.
 """
 
 import functools
@@ -21,18 +21,18 @@ from compare.formats.gpt2_names import input_dims
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import Parameter, block_parameters, end_parameters, storage_dtype
 from compare.spec.axes import DP_SHARD, EP, PP, SPLIT, TP
-from compare.spec.engines.registry import ENGINES, TORCH
+from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, Layout, Model
 
 KINDS = ("parameters", "gradients", "optimizer")
 STEP_BYTES = 4
-"""Of the number of updates, which PyTorch's AdamW keeps for each parameter."""
+"""Bytes of the step count that PyTorch's AdamW keeps for each parameter."""
 
 
-def closed_form(engine: str, experiment: Experiment, *, rounds_up: bool = False) -> dict[str, list[float]]:
+def bytes_held(engine: str, experiment: Experiment, *, rounds_up: bool = False) -> dict[str, list[float]]:
     """Bytes at rest by kind, for each device in the order of the mesh.
 
-    With `rounds_up` those of the fullest devices, for parts of tp and dp_shard as the engine cuts them.
+    With `rounds_up` an upper bound for the fullest device, from the way in which the engine cuts parameters.
     """
     return by_device(state_of_stage, engine, experiment, rounds_up=rounds_up)
 
@@ -40,7 +40,7 @@ def closed_form(engine: str, experiment: Experiment, *, rounds_up: bool = False)
 def by_device(
     bytes_of_stage: Callable[..., dict[str, float]], engine: str, experiment: Experiment, **how: bool
 ) -> dict[str, list[float]]:
-    """Bytes by kind of every device in the order of the mesh, from those of each rank of the pipeline."""
+    """Bytes by kind for each device in the order of the mesh, from those of each stage."""
     layout = experiment.layout
     of_stage = [bytes_of_stage(engine, experiment, stage=stage, **how) for stage in range(layout.pp)]
     stages = [layout.coordinates(device)[PP] for device in range(layout.devices)]
@@ -50,21 +50,21 @@ def by_device(
 def state_of_stage(
     engine: str, experiment: Experiment, *, stage: int, rounds_up: bool = False
 ) -> dict[str, float]:
-    """Bytes at rest by kind on each device of one rank of the pipeline."""
-    layout, split_from = experiment.layout, ENGINES[engine].holds.sharded_from
-    parameters = parameters_of_stage(engine, experiment, stage=stage) if rounds_up else []
-    held, moments = {}, len(moment_names(experiment.optimizer))
+    """Bytes at rest by kind on each device of one stage."""
+    layout, holds = experiment.layout, ENGINES[engine].holds
+    parameters = parameters_of_stage(engine, experiment, stage=stage)
+    state, moments = {}, len(moment_names(experiment.optimizer))
     for kind, copies in zip(KINDS, (1, 1, moments), strict=True):
-        is_split = layout.zero >= split_from[kind]
-        share = elements_of_stage(engine, experiment, stage=stage, sharded=is_split)
+        is_split = layout.zero >= holds.sharded_from[kind]
+        elements = elements_of_stage(engine, experiment, stage=stage, sharded=is_split)
         if rounds_up:
-            share = _fullest(engine, parameters, layout, is_split=is_split)
-        held[kind] = copies * storage_dtype(experiment).itemsize * share
-    if ENGINES[engine].side == TORCH.name and moments:
-        held["optimizer"] += STEP_BYTES * len(parameters)
+            elements = _fullest(engine, parameters, layout, is_split=is_split)
+        state[kind] = copies * storage_dtype(experiment).itemsize * elements
+    if rounds_up and moments and holds.residuals == "autograd":
+        state["optimizer"] += STEP_BYTES * len(parameters)
     if layout.offload == "optimizer":
-        held |= {ON_HOST: held["optimizer"], "optimizer": 0.0}
-    return held
+        state |= {ON_HOST: state["optimizer"], "optimizer": 0.0}
+    return state
 
 
 def excess(
@@ -72,30 +72,31 @@ def excess(
     expected: Mapping[str, list[float]],
     most: Mapping[str, list[float]] | None = None,
 ) -> float:
-    """Distance of the device that is furthest from the closed form, as a fraction of it; 0.05 is 5 %.
+    """Largest distance of a measurement from the closed form, as a fraction of it; 0.05 is 5 %.
 
-    No device may hold more than the fullest one (`most`; by default its share), and all together not less
-    than their shares: one may hold less, where another holds more.
+    No device may hold more than the fullest (`most`; its equal share by default), and all devices together
+    not less than their shares: one device may hold less if another holds more.
     """
     worst = 0.0
-    for kind, wanted in expected.items():
-        found = measured.get(kind) or [0] * len(wanted)
-        if not any(wanted):
+    for kind, shares in expected.items():
+        found = measured.get(kind) or [0] * len(shares)
+        if not any(shares):
             worst = max(worst, float(any(found)))
             continue
-        whole = min(sum(found) / sum(wanted) - 1, 0.0)
-        each = max(0.0, *(got / want - 1 for got, want in zip(found, (most or expected)[kind], strict=True)))
-        worst = max((worst, whole, each), key=abs)
+        total = min(sum(found) / sum(shares) - 1, 0.0)
+        limits = (most or expected)[kind]
+        each = max(0.0, *(size / limit - 1 for size, limit in zip(found, limits, strict=True)))
+        worst = max((worst, total, each), key=abs)
     return worst
 
 
 def elements_of_stage(
     engine: str, experiment: Experiment, *, stage: int, sharded: bool = False, by_ep: bool | None = None
 ) -> float:
-    """Parameters of one rank of a pipeline that are on one device of tp and ep; `sharded` is ZeRO's share.
+    """Parameters of one stage on one device of tp and ep; with `sharded` the equal share of dp_shard.
 
-    All of them, or those that ep splits, or does not split. ZeRO's share of an expert is as large as of any
-    other: of ep's part of it, what each rank of dp_shard has that ep leaves.
+    All parameters, or those that ep splits (`by_ep`), or those that it does not split. The ranks of ep are a
+    part of dp_shard, so an expert's share of dp_shard is as large as any other parameter's.
     """
     layout, model = experiment.layout, experiment.model
     ep = 1 if sharded and by_ep is None else layout.ep
@@ -105,85 +106,76 @@ def elements_of_stage(
 
 @functools.lru_cache(maxsize=1024)
 def _elements(engine: str, model: Model, pp: int, tp: int, ep: int, stage: int, by_ep: bool | None) -> float:
-    whole = Experiment(model=model, layout=Layout(pp=pp, tp=tp, dp_shard=ep, ep=ep))
-    parameters = parameters_of_stage(engine, whole, stage=stage)
+    alone = Experiment(model=model, layout=Layout(pp=pp, tp=tp, dp_shard=ep, ep=ep))
+    parameters = parameters_of_stage(engine, alone, stage=stage)
     return on_one_device(
-        (p for p in parameters if by_ep is None or by_ep == (ep > 1 and is_split_by(EP, p))), whole.layout
+        (p for p in parameters if by_ep is None or by_ep == (ep > 1 and is_split_by(EP, p))), alone.layout
     )
 
 
 def parameters_of_stage(engine: str, experiment: Experiment, *, stage: int) -> list[Parameter]:
-    """Parameters that one rank of a pipeline holds, in canonical order; blocks by the names of the first."""
+    """Parameters of one rank of a pipeline in canonical order; all blocks have the names of the first."""
     layout, model = experiment.layout, experiment.model
     (token, *positions), final_norm = end_parameters(model)
     everywhere = ENGINES[engine].holds.ends_on_every_stage
     first, last = everywhere or stage == 0, everywhere or stage == layout.pp - 1
-    held = [token] if first or last else []
-    held += positions if first else []
-    held += model.n_layer // layout.pp * list(block_parameters(model, 0))
-    return held + (final_norm if last else [])
+    parameters = [token] if first or last else []
+    parameters += positions if first else []
+    parameters += model.n_layer // layout.pp * list(block_parameters(model, 0))
+    return parameters + (final_norm if last else [])
 
 
 def on_one_device(parameters: Iterable[Parameter], layout: Layout) -> float:
-    """Elements of these on one device of tp and ep: its part of those that are split, and all others."""
+    """Elements of parameters on one device of tp and ep."""
     degrees = ((p, [getattr(layout, axis) for axis in (TP, EP) if is_split_by(axis, p)]) for p in parameters)
     return sum(p.size / math.prod(split) for p, split in degrees)
 
 
 def _fullest(engine: str, parameters: Iterable[Parameter], layout: Layout, *, is_split: bool) -> float:
-    """Elements of these parameters on the device that has most."""
-    cuts = ENGINES[engine].holds.cuts
-    if cuts == "rows" and layout.zero == 1 and ENGINES[engine].sends_by == "pytorch" and is_split:
-        held = [0] * layout.dp_shard  # ZeroRedundancyOptimizer gives whole parameters to whoever has least
-        for parameter in sorted(parameters, key=lambda p: (not p.is_matrix, -p.size)):
-            held[held.index(min(held))] += parameter.size
-        return max(held)
+    """Upper bound of the elements of parameters on one device."""
+    holds = ENGINES[engine].holds
+    if holds.splits_optimizer_by_parameter and layout.zero == 1 and is_split:
+        sizes = [parameter.size for parameter in parameters]  # each goes to the device that has least
+        return sum(sizes) / layout.dp_shard + max(sizes)
     elements = 0.0
     for parameter in parameters:
-        shards = shards_of(parameter, layout)
-        parts = shards if is_split or cuts == "dims" else 1  # JAX pads what it does not split, too
-        elements += parts // (shards if is_split else 1) * largest_part(parameter, cuts, layout, parts)
+        shards = _shards(parameter, layout)
+        parts = shards if is_split or holds.cuts == "dims" else 1  # JAX also pads what it does not split
+        elements += parts / (shards if is_split else 1) * largest_part(parameter, holds.cuts, layout, parts)
     return elements
 
 
-def shards_of(parameter: Parameter, layout: Layout) -> int:
-    """The parts that ZeRO makes of a device's part of a parameter."""
+def _shards(parameter: Parameter, layout: Layout) -> int:
     return layout.axes[DP_SHARD] if is_split_by(EP, parameter) else layout.dp_shard
 
 
 def largest_part(parameter: Parameter, cuts: str, layout: Layout, shards: int) -> float:
-    """Elements of the largest of the parts that tp, ep, and within them ZeRO, make of a parameter."""
-    split = [getattr(layout, SPLIT[axis]) if SPLIT.get(axis) in (TP, EP) else 1 for axis in parameter.axes]
-    sizes = [-(-size // degree) for size, degree in zip(parameter.shape, split, strict=True)]
+    """Elements of the largest part if tp and ep split a parameter, and ZeRO cuts that into `shards`."""
+    degrees = [getattr(layout, SPLIT[axis]) if SPLIT.get(axis) in (TP, EP) else 1 for axis in parameter.axes]
+    sizes = [-(-size // degree) for size, degree in zip(parameter.shape, degrees, strict=True)]
     elements = math.prod(sizes)
     if cuts == "flat":
         return elements / shards
-    if cuts == "rows":  # nanoGPT's: a Linear's outputs
+    if cuts == "rows":  # nanoGPT's rows: a Linear's outputs
         inputs = input_dims(parameter)
-        rows = sizes[0] if parameter.is_matrix and not inputs else math.prod(sizes[inputs:])
-        return -(-rows // shards) * elements // rows
-    if any(size % shards == 0 for size in sizes):
-        return elements // shards
-    padded = max([size for size, degree in zip(sizes, split, strict=True) if degree == 1] or sizes)
-    return -(-padded // shards) * elements // padded
+        rows = math.prod(sizes[inputs:]) if inputs or not parameter.is_matrix else sizes[0]
+    elif any(size % shards == 0 for size in sizes):
+        return elements / shards
+    else:
+        rows = max([size for size, degree in zip(sizes, degrees, strict=True) if degree == 1] or sizes)
+    return -(-rows // shards) * elements / rows
 
 
-def padding_of_stage(engine: str, experiment: Experiment, *, stage: int) -> float:
-    """How many times as large a stage's blocks, ends or token embedding are at most, if parts of tp and
-    dp_shard are all as large as the largest: 1 if they are equal."""
+def padding(engine: str, experiment: Experiment, *, stage: int = 0) -> float:
+    """Factor by which rounding up may enlarge a parameter's messages; 1 if all dims are divisible."""
     layout, cuts = experiment.layout, ENGINES[engine].holds.cuts
-    block = list(block_parameters(experiment.model, 0))
-    ends = [p for p in parameters_of_stage(engine, experiment, stage=stage) if p not in block]
-
-    def padding(parameters: list[Parameter]) -> float:
-        largest = sum(
-            shards_of(p, layout) * largest_part(p, cuts, layout, shards_of(p, layout)) for p in parameters
-        )
-        return largest / on_one_device(parameters, layout)
-
-    return max(padding(parameters) for parameters in (block, ends, ends[:1]) if parameters)
+    parameters = dict.fromkeys(parameters_of_stage(engine, experiment, stage=stage))
+    shards = {p: _shards(p, layout) for p in parameters}
+    return max(
+        shards[p] * largest_part(p, cuts, layout, shards[p]) / on_one_device([p], layout) for p in parameters
+    )
 
 
 def is_split_by(axis: str, parameter: Parameter) -> bool:
-    """True if a mesh axis splits it; false if every device along the axis has all of it."""
+    """True if a mesh axis splits the parameter; False if each of its devices holds all of it."""
     return axis in map(SPLIT.get, parameter.axes)

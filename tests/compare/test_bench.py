@@ -6,7 +6,7 @@ from compare import api
 from compare.cli import main
 from compare.commands.bench.outcome import blocks, timed
 from compare.execute.launch import EngineError
-from compare.judge import ladder
+from compare.judge import alone
 from compare.judge.outcome import OUTCOME, read_outcome
 from compare.judge.strategy import Finding, Strategy
 from compare.spec.experiment import ExperimentError
@@ -78,7 +78,7 @@ def test_figures_of_another_work_or_way_are_noticed(engines, capsys):
 
 def test_a_strategy_that_was_not_done_is_a_failure(engines, monkeypatch, capsys):
     skipped = Strategy(findings=[Finding(setting="layout.remat", asked="full", found="none")])
-    monkeypatch.setattr(ladder, "strategy_of", lambda record: skipped)
+    monkeypatch.setattr(alone, "strategy_of", lambda record: skipped)
     assert bench("--rounds", "1") == 1
     assert "layout.remat = full was asked for, and none was done" in capsys.readouterr().err
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from compare.commands.bench.agreement import agreement_summary, disagreements
-from compare.judge.tolerances import tolerances_for
+from compare.judge.rungs import NAMED
 from compare.spec.experiment import edited
 from tests.support.benches import STEPS, bench_of, cases_of, measurement_of
 
@@ -47,15 +47,15 @@ def test_bench_finds_other_work(tiny, dtype, off):
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 def test_bench_allows_rounding(tiny, dtype):
-    limits = tolerances_for(dtype)
-    first = {"loss": 0.9 * limits["loss"].limit, "norm": 0.9 * limits["grad_norm"].limit}
+    limits = {name: getattr(rung.limits, dtype) for name, rung in NAMED.items()}
+    first = {"loss": 0.9 * limits["loss"], "norm": 0.9 * limits["grad_norm"]}
     result = bench_in(tiny, dtype, **first)
     assert disagreements(result) == []
     assert f"at most {first['loss']:.0e} and {first['norm']:.0e} apart" in agreement_summary(result)
-    curve = limits["norm_curve"]
-    assert disagreements(bench_in(tiny, dtype, norm=0.9 * curve.limit, first=1)) == []
-    assert disagreements(bench_in(tiny, dtype, norm=1.1 * curve.limit, first=1))
-    assert not curve.steps or disagreements(bench_in(tiny, dtype, norm=9.0, first=curve.steps)) == []
+    curve, steps = limits["norm_curve"], NAMED["norm_curve"].first_steps.get(dtype)
+    assert disagreements(bench_in(tiny, dtype, norm=0.9 * curve, first=1)) == []
+    assert disagreements(bench_in(tiny, dtype, norm=1.1 * curve, first=1))
+    assert not steps or disagreements(bench_in(tiny, dtype, norm=9.0, first=steps)) == []
 
 
 def test_bench_compares_every_round(tiny):

@@ -2,10 +2,10 @@
 
 from msgspec.structs import replace
 
-from compare.judge.ledger import routed
+from compare.judge.textbook import routed
 from compare.numerics.parameters import parameter_count
 from compare.spec.experiment import Experiment, Layout, Model, Train, edited
-from compare.theory.communication import communication, is_plain, textbook
+from compare.theory.communication import bytes_sent, is_plain, textbook
 from compare.theory.memory import state_of_stage
 
 L, C, T, V = 4, 8, 16, 32
@@ -23,9 +23,9 @@ def experiment(**layout) -> Experiment:
 def test_one_device_sends_nothing_and_gradients_are_reduced_once_whatever_the_accumulation():
     for engine in ("jax-manual", "torch-manual"):
         replicas = ("all_reduce", "dp_replicate", "gradients")
-        assert communication(engine, experiment()) == {}
-        assert communication(engine, experiment(dp_replicate=4)) == {replicas: 4 * N}
-        assert communication(engine, experiment(dp_replicate=2, dp_shard=4, zero=1))[replicas] == N
+        assert bytes_sent(engine, experiment()) == {}
+        assert bytes_sent(engine, experiment(dp_replicate=4)) == {replicas: 4 * N}
+        assert bytes_sent(engine, experiment(dp_replicate=2, dp_shard=4, zero=1))[replicas] == N
 
 
 def test_zero_1_sends_as_much_as_data_parallelism_and_zero_3_half_as_much_again():
@@ -56,13 +56,13 @@ def test_the_loss_in_parts_is_computed_twice():
     """Numbers of a position, of both devices of tp: three, and in parts again."""
     for chunks, numbers in ((1, 3), (4, 6)):
         train = Train(batch_size=ROWS, gradient_accumulation_steps=PASSES, loss_chunks=chunks)
-        sent = communication("torch-manual", Experiment(model=MODEL, train=train, layout=Layout(tp=2)))
+        sent = bytes_sent("torch-manual", Experiment(model=MODEL, train=train, layout=Layout(tp=2)))
         assert sent["all_gather", "tp", "loss"] == 4 * 2 * numbers * PASSES * ROWS * T
 
 
 def test_sequence_parallelism_cuts_each_all_reduce_in_two():
-    plain = communication("torch-manual", experiment(tp=2))
-    cut = communication("torch-manual", experiment(tp=2, sequence_parallel=True))
+    plain = bytes_sent("torch-manual", experiment(tp=2))
+    cut = bytes_sent("torch-manual", experiment(tp=2, sequence_parallel=True))
     for way in ("activations", "activation gradients"):
         assert plain["all_reduce", "tp", way] == PASSES * (2 * L + 1) * STREAM
         assert (
@@ -77,7 +77,7 @@ def over_tp(engine: str, **layout) -> dict[str, float]:
     fields = {"precision": {"dtype": layout.pop("dtype", "float32")}}
     fields |= {"model": {"dropout": layout.pop("dropout", 0.0)}}
     whole = edited(experiment(tp=2, **layout), fields)
-    sent = communication(engine, whole)
+    sent = bytes_sent(engine, whole)
     return {
         f"{kind} {purpose.removeprefix('activation ')}": size / PASSES / STREAM
         for (kind, _, purpose), size in sent.items()
@@ -128,17 +128,17 @@ SENT, SENT_BACK = ("permute", "pp", "activations"), ("permute", "pp", "activatio
 def test_a_pipeline_sends_every_microbatch_both_ways_and_its_ends_what_they_share():
     pipeline = experiment(pp=2, microbatches=2)
     token = 4 * V * C
-    first, last = (communication("torch-manual", pipeline, stage=stage) for stage in (0, 1))
+    first, last = (bytes_sent("torch-manual", pipeline, stage=stage) for stage in (0, 1))
     tied = {("permute", "pp", "tied gradients"): token}
     assert first == {SENT: PASSES * STREAM} | tied
     assert last == {SENT_BACK: PASSES * STREAM} | tied
 
 
 def test_a_rank_in_the_middle_sends_for_every_chunk_and_shares_nothing():
-    middle = communication("torch-manual", experiment(pp=4, microbatches=4), stage=2)
+    middle = bytes_sent("torch-manual", experiment(pp=4, microbatches=4), stage=2)
     assert middle == {SENT: PASSES * STREAM, SENT_BACK: PASSES * STREAM}
     chunks = experiment(pp=2, microbatches=2, schedule="interleaved", chunks=2)
-    first, last = (communication("torch-manual", chunks, stage=stage) for stage in (0, 1))
+    first, last = (bytes_sent("torch-manual", chunks, stage=stage) for stage in (0, 1))
     assert (first[SENT], first[SENT_BACK]) == (2 * PASSES * STREAM, PASSES * STREAM)
     assert (last[SENT], last[SENT_BACK]) == (PASSES * STREAM, 2 * PASSES * STREAM)
 
@@ -155,12 +155,12 @@ def test_what_context_parallelism_fetches_in_three_ways():
         for remat, times in (("none", 0), ("full", 1)):
             for degrees, share in ({}, 1), ({"tp": 2}, 2), ({"pp": 2, "microbatches": 2}, 2):
                 split = experiment(cp=n, context=context, remat=remat, **degrees)
-                sent = communication("torch-manual", split)
+                sent = bytes_sent("torch-manual", split)
                 stream = PASSES * L * STREAM / n / share
                 assert sent[kinds[0], "cp", "activations"] == (forward + times * again) * stream, context
                 assert sent[kinds[1], "cp", "activation gradients"] == backward * stream, context
     grouped = edited(experiment(cp=n, context="ring"), {"model": {"n_kv_head": 1}})
-    sent = communication("torch-manual", grouped)
+    sent = bytes_sent("torch-manual", grouped)
     assert sent["permute", "cp", "activation gradients"] == PASSES * L * STREAM * 2 / 4
 
 
@@ -170,8 +170,8 @@ def test_gradients_are_summed_over_all_that_have_copies():
         ({"cp": 2, "dp_replicate": 2}, "dp_replicate+cp", 4 * N),
         ({"cp": 2, "dp_shard": 4, "zero": 3}, "cp", N),
     ):
-        assert communication("torch-manual", experiment(**layout))["all_reduce", axis, "gradients"] == size
-    by_ddp = communication("torch-library", experiment(cp=2, dp_shard=2, zero=1))
+        assert bytes_sent("torch-manual", experiment(**layout))["all_reduce", axis, "gradients"] == size
+    by_ddp = bytes_sent("torch-library", experiment(cp=2, dp_shard=2, zero=1))
     assert by_ddp["all_reduce", "dp_shard+cp", "gradients"] == 4 * N
     assert {axis for _, axis, purpose in by_ddp if purpose == "gradients"} == {"dp_shard+cp"}
 
@@ -200,7 +200,7 @@ def test_experts_go_to_the_ranks_that_have_them():
         (1, {("reduce_scatter", "dp_shard+ep"): count - own, ("reduce_scatter", "dp_shard"): own / 2}),
     ):
         layout = Layout(dp_shard=4, ep=2, zero=zero)
-        sent = communication("torch-manual", Experiment(model=model, train=train, layout=layout))
+        sent = bytes_sent("torch-manual", Experiment(model=model, train=train, layout=layout))
         assert {key[:2]: size / 4 for key, size in sent.items() if key[2] == "gradients"} == reduced
         for way in ("activations", "activation gradients"):
             assert sent["all_to_all", "ep", way] == 2 * k * PASSES * L * STREAM / 4
@@ -210,7 +210,7 @@ def test_experts_go_to_the_ranks_that_have_them():
     by_position = []
     for sequence_parallel in (False, True):  # jax-manual gathers positions where they arrive
         layout = Layout(dp_shard=2, ep=2, tp=2, sequence_parallel=sequence_parallel)
-        sent = communication("jax-manual", Experiment(model=model, train=train, layout=layout))
+        sent = bytes_sent("jax-manual", Experiment(model=model, train=train, layout=layout))
         by_position.append(sent["all_to_all", "ep", "activation gradients"])
     assert by_position == [2 * 2 * PASSES * L * STREAM / 2, 2 * PASSES * L * STREAM / 2]
 

@@ -6,8 +6,7 @@ import pytest
 from compare.numerics.parameters import parameter_count
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import edited, load
-from compare.theory.gradient_messages import gradient_messages
-from compare.theory.memory import KINDS, closed_form, excess
+from compare.theory.memory import KINDS, bytes_held, excess
 from tests.support.bounds import AT_REST
 
 CHECK = load("check")
@@ -19,7 +18,7 @@ REPEATED = 6 * C  # of a block under tp: two norms (4 C) and two row biases (2 C
 
 def held(engine="torch-manual", experiment=CHECK, **fields):
     layout = msgspec.structs.replace(experiment.layout, **fields)
-    return closed_form(engine, msgspec.structs.replace(experiment, layout=layout))
+    return bytes_held(engine, msgspec.structs.replace(experiment, layout=layout))
 
 
 @pytest.mark.parametrize(
@@ -89,18 +88,8 @@ def test_the_fullest_device_has_what_rounding_gives_it():
     tiny = edited(CHECK, {"model": sizes})
     for (engine, zero), measured in MEASURED.items():
         spec = edited(tiny, {"layout": {"dp_shard": 5, "zero": zero}})
-        form, most = (closed_form(engine, spec, rounds_up=up) for up in (False, True))
+        form, most = (bytes_held(engine, spec, rounds_up=up) for up in (False, True))
         held = dict(zip(KINDS, measured, strict=True))
         assert abs(excess(held, form, most)) < 0.02, (engine, zero)
         assert zero == 1 or excess(held, form) > 0.01
         assert excess(held | {"optimizer": [*measured[2][:4], 2000]}, form, most) > AT_REST
-
-
-def test_messages_are_those_of_the_rank_of_tp_that_has_most():
-    """Of five rows of the embedding the first of two ranks has three: measured on torch-manual."""
-    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 5, "block_size": 8, "bias": False}
-    layout = {"dp_replicate": 3, "tp": 2}
-    odd = edited(CHECK, {"model": sizes, "layout": layout, "precision": {"dtype": "float32"}})
-    messages = gradient_messages("torch-manual", odd, gradient_sync="naive")
-    assert messages
-    assert messages.by_stage[0][-1] == 4 * 3 * 16

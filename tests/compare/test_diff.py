@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from compare.cli import main
-from compare.contract.record import read_tensors, write_tensors
-from compare.contract.request import Rung
+from compare.contract.record import STEPS, read_tensors, write_tensors
+from compare.contract.request import ResumePoint, Rung
 from compare.judge.difference import difference
 from compare.judge.outcome import save
 from compare.spec.experiment import edited
@@ -54,11 +54,11 @@ def test_a_run_is_like_itself_engine_by_engine(base, tmp_path, tiny, capsys):
     make_run(tmp_path / "few", tiny, names=("jax-manual",))
     assert main(["diff", str(base), str(tmp_path / "few")]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"left out: {base / 'torch-manual'}: the other folder has none of this name" in said
+    assert f"left out: {base / 'torch-manual'}: the other folder has no case of this name" in said
     whole = len(rungs)
     assert f"jax-manual: alike on {whole} rungs, over 3 steps" in said
-    shutil.rmtree(tmp_path / "few")
-    make_run(tmp_path / "few", tiny, names=("jax-manual",), tensors={})
+    for file in (tmp_path / "few").glob("*/*.safetensors"):
+        file.unlink()
     assert main(["diff", str(base), str(tmp_path / "few")]) == 0
     assert f"jax-manual: alike on 5 rungs, {whole - 5} not compared, over 3 steps" in capsys.readouterr().out
 
@@ -93,7 +93,7 @@ def test_curves_are_compared_without_tensors(tmp_path, tiny):
         assert not found.verdict.passed
         assert found.verdict.failure
         assert found.verdict.failure.worst == f"{field} of step {len(steps) - 1}"
-        assert found.verdict.skipped["gradients"].startswith("no tensors of it in B: ")
+        assert found.verdict.skipped["gradients"].startswith("b has no tensors of it: ")
 
 
 def test_costs_decide_nothing_and_a_loss_that_is_none_does(tmp_path, tiny):
@@ -115,7 +115,7 @@ def test_a_longer_run_is_compared_over_the_steps_of_both(tmp_path, tiny):
     assert found.steps == tiny.train.max_iters
     few, many = tiny.train.max_iters, longer.train.max_iters
     assert found.verdict.skipped["final_weights"] == f"the runs have {few} and {many} steps"
-    assert "were kept after" in found.verdict.skipped["later_weights"]
+    assert "were recorded after" in found.verdict.skipped["later_weights"]
 
 
 def test_the_coarser_precision_gives_the_tolerances(tmp_path, tiny):
@@ -131,13 +131,17 @@ def test_the_coarser_precision_gives_the_tolerances(tmp_path, tiny):
 
 
 def test_what_cannot_be_compared_is_one_line(base, tmp_path, tiny, capsys):
-    later = [msgspec.structs.replace(step, step=step.step + 50) for step in make_steps(tiny)]
-    make_record(tmp_path / "later", tiny, steps=later)
+    longer = edited(tiny, {"train": {"max_iters": 53}})
+    point = ResumePoint(checkpoint="there", step=50)
+    make_record(tmp_path / "later", longer, steps=make_steps(longer)[50:], resume=point)
+    shutil.copytree(base / "jax-manual", tmp_path / "short")
+    (tmp_path / "short" / STEPS).write_bytes((base / "jax-manual" / STEPS).read_bytes().split(b"\n")[0])
     for name in ("empty", "bench"):
         (tmp_path / name).mkdir()
     save(finished_of(tiny, {"a": {}}, study="bench"), tmp_path / "bench")
     for other, says in {
         "later": "have no step in common",
+        "short": "it has 1 of 3 steps; step 1 is missing",
         "bench": "a bench keeps no records to compare: `shardpair report` shows it",
         "empty": "has no manifest.json: it is not a finished run",
     }.items():

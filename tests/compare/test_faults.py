@@ -8,8 +8,8 @@ import json
 import pytest
 
 from compare.commands.faults import FAULTS, caught_as_expected, fault_cases
-from compare.judge.ladder import RungResult, Verdict
 from compare.judge.outcome import Case
+from compare.judge.rungs import RungResult, Verdict
 from compare.spec.engines.registry import JAX, STUDIED
 from compare.spec.experiment import ExperimentError
 from tests.support.grid import TEXT

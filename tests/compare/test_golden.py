@@ -16,8 +16,7 @@ from compare.contract.request import Rung
 from compare.execute.launchers import HERE
 from compare.flags import checked_pythons
 from compare.judge.goldens import NANOGPT, folder_of, read_golden
-from compare.judge.ladder import LADDER
-from compare.judge.tensor_errors import worst_tensor
+from compare.judge.rungs import LADDER, NAMED, largest_error
 from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import reference_step
 from compare.numerics.parameters import parameter_table
@@ -66,7 +65,7 @@ def test_the_committed_numbers_are_nanogpts(optimizer):
     assert len(moments) == {"adamw": 2, "sgd": 1}[optimizer]
     kept = {Rung.FIRST_WEIGHTS: after} | {Rung(f"first_{name}"): moment for name, moment in moments.items()}
     for rung, found in kept.items():
-        error, worst = worst_tensor(found, read_tensors(folder, rung))
+        error, worst = largest_error(NAMED["gradients"], read_tensors(folder, rung), found)
         assert error < 1e-14, (rung, worst)
 
 

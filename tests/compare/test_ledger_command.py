@@ -5,7 +5,9 @@ import pytest
 
 from compare.cli import main
 from compare.contract.ledger import Ledger
-from compare.contract.record import LEDGER
+from compare.contract.record import LEDGER, read_record
+from compare.judge.alone import judged
+from compare.judge.outcome import read_outcome, save
 from compare.spec.experiment import edited
 from compare.system.json_files import read_json, write_json
 from tests.support.records import make_run
@@ -22,11 +24,13 @@ def test_a_surprise_is_named_and_fails_if_asked(run, capsys):
     path = run / "torch-manual" / LEDGER
     twice = [msgspec.structs.replace(row, bytes=2 * row.bytes) for row in read_json(path, Ledger).rows]
     write_json(path, Ledger(rows=twice, problems=["a loop has no known trip count, at mine.py:3"]))
+    outcome, other = read_outcome(run), judged(read_record(path.parent))
+    save(msgspec.structs.replace(outcome, alone=outcome.alone | {other.name: other.alone}), run)
     assert main(["ledger", "--results", str(run)]) == 0
     assert main(["ledger", "--results", str(run), "--fail_on_unexpected"]) == 1
     shown = capsys.readouterr().out
     assert "2 of 4 flows are the textbook's to the byte, the others 1.00 to 2.00 times" in shown
-    assert "torch-manual: incomplete: a loop has no known trip count, at mine.py:3" in shown
+    assert "torch-manual: the ledger: it is incomplete: a loop has no known trip count, at mine.py:3" in shown
 
 
 def test_a_finished_run_has_its_own_layout(run, capsys):

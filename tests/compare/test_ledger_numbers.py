@@ -1,27 +1,46 @@
 """Ledgers of each engine in each layout, number by number: calls, bytes and bytes on the wire.
 
-`compare/judge/snapshot.json` has a row for each collective and axis, purposes added up. A change that sends
-something else shows here, and nowhere else if it computes the same. Where the numbers change on purpose,
-replace the rows with those that the failed assertion shows, and say why in the commit.
+`tests/data/snapshot.json` has a row for each collective and axis, purposes added up. A change of bytes that
+changes no result shows only here. If the numbers change on purpose, replace the rows with those of the failed
+assertion, and give the reason in the commit.
 """
 
 import importlib.metadata
 import json
 from collections import defaultdict
+from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec import Struct
 
 from compare.commands.ledger import Ledger as Study
+from compare.contract.communication import summed
 from compare.contract.ledger import Ledger
 from compare.contract.record import LEDGER
-from compare.judge.ledger import read_snapshot, snapshot_rows
 from compare.judge.outcome import read_outcome
 from compare.setup.presets import PRESETS
 from compare.spec.engines.registry import STUDIED
 from compare.system.json_files import read_json
 from tests.support.grid import DEVICES
 
-SNAPSHOT = read_snapshot()
+
+class Snapshot(Struct, frozen=True):
+    """Bytes that every engine sent in a step under some presets."""
+
+    versions: dict[str, str]
+    """Versions of the frameworks, by package."""
+    experiment: dict[str, dict[str, int | float]]
+    """Fields in which the experiment differs from `check`."""
+    layouts: dict[str, dict[str, int | str | bool]]
+    """Fields of each preset's layout."""
+    ledgers: list[tuple[str, str, str, str, int, int, int]]
+    """Preset, engine, kind, axis, calls, bytes, bytes on the wire."""
+
+
+SNAPSHOT = msgspec.json.decode(
+    (Path(__file__).parents[1] / "data" / "snapshot.json").read_bytes(), type=Snapshot
+)
 THEIR_OWN_CHOICE = {
     "jax-compiler": "jax",
     "jax-explicit": "jax",
@@ -31,6 +50,15 @@ THEIR_OWN_CHOICE = {
 """Engines whose collectives another version of a package may choose otherwise, and that package."""
 
 Rows = list[tuple[str, str, int, int, int]]
+
+
+def rows_of(ledger: Ledger) -> Rows:
+    """A ledger as the snapshot has it, purposes added up."""
+    sums: dict[tuple[str, str], tuple[int, int, int]] = {}
+    for row in summed(ledger.rows):
+        calls, size, wire = sums.get((row.kind, row.axis), (0, 0, 0))
+        sums[row.kind, row.axis] = calls + row.calls, size + row.bytes, wire + row.wire_bytes
+    return [(kind, axis, *total) for (kind, axis), total in sorted(sums.items())]
 
 
 def recorded(preset: str) -> dict[str, Rows]:
@@ -47,7 +75,7 @@ def test_ledgers_are_those_recorded(preset, grid):
     folder, expected = grid.run(preset), recorded(preset)
     folders = {path.parent.name: path for path in folder.glob(f"*/{LEDGER}")}
     assert folders.keys() == expected.keys()
-    found = {engine: snapshot_rows(read_json(path, Ledger).rows) for engine, path in folders.items()}
+    found = {engine: rows_of(read_json(path, Ledger)) for engine, path in folders.items()}
     for engine, package in THEIR_OWN_CHOICE.items():
         if (
             engine in found

@@ -5,24 +5,24 @@ import json
 import pytest
 
 from compare.commands.check import Check
-from compare.judge.ladder import climb
 from compare.setup.presets import PRESETS
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import load
-from compare.theory.memory import closed_form, excess
+from compare.theory.memory import bytes_held, excess
 from tests.support import grid as grids
 from tests.support.bounds import AT_REST, assert_bounded
 from tests.support.grid import DEVICES, SOME
+from tests.support.records import climbed
 
 
 @pytest.mark.parametrize("preset", [*DEVICES, *SOME])
 def test_layouts_equal_one_device(grid, preset):
     for engine, record in grid.records(preset).items():
-        verdict = climb(grid.reference(preset), record)
+        verdict = climbed(grid.reference(preset), record)
         assert [rung.rung for rung in verdict.rungs] == grids.CLIMBED
         assert max(rung.error for rung in verdict.rungs) <= 1e-10, (engine, verdict.sentence())
         held = record.manifest.resident_bytes
-        assert abs(excess(held, closed_form(engine, record.manifest.experiment))) <= AT_REST, engine
+        assert abs(excess(held, bytes_held(engine, record.manifest.experiment))) <= AT_REST, engine
         if not (
             engine == "torch-manual" and "tp_sp" in preset
         ):  # whose loss holds a fourth copy of its logits

@@ -1,7 +1,7 @@
 """Moments in the host's memory: less on the devices. `test_matrix` holds the numbers to one device."""
 
 from compare.contract.record import ON_HOST, read_record
-from compare.theory.memory import closed_form, excess
+from compare.theory.memory import bytes_held, excess
 from tests.support.bounds import AT_REST, assert_bounded
 from tests.support.grid import ON_HOST as FLAGS
 from tests.support.grid import SETTINGS, TODAY, arguments_of
@@ -17,7 +17,7 @@ def test_moments_leave_the_devices_and_a_training_goes_on_with_them(grid, shardp
         assert set(manifest.resident_bytes["optimizer"]) == {0}
         assert min(manifest.resident_bytes[ON_HOST]) > 0
         assert_bounded(record)
-        assert abs(excess(manifest.resident_bytes, closed_form(engine, manifest.experiment))) < AT_REST
+        assert abs(excess(manifest.resident_bytes, bytes_held(engine, manifest.experiment))) < AT_REST
     without = [word for word in arguments_of(ROW) if word not in FLAGS]
     kept_none = [word for word in SETTINGS if word != "--keep_tensors"]
     without[without.index("--engines") :] = ["--engines", "torch-manual", *TODAY, *kept_none]

@@ -9,7 +9,7 @@ import pytest
 from compare.checkpoint.description import CHECKPOINTS, folder_name, groups
 from compare.checkpoint.reader import CheckpointReader
 from compare.contract.record import read_record
-from compare.judge.tensor_errors import worst_tensor
+from compare.judge.rungs import NAMED, largest_error
 from compare.spec.experiment import Experiment, edited, to_toml
 from tests.support.checkpoints import write_random
 
@@ -33,7 +33,7 @@ def difference(found: Path, expected: Path) -> dict[str, float]:
     """The largest relative error of any tensor, of the weights and of each moment."""
     readers = [CheckpointReader(folder) for folder in (found, expected)]
     return {
-        group: worst_tensor(*(reader.group(group) for reader in readers))[0]
+        group: largest_error(NAMED["gradients"], *(reader.group(group) for reader in readers))[0]
         for group in groups(readers[0].description.experiment)
     }
 

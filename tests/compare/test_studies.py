@@ -76,7 +76,7 @@ def test_a_case_that_fails_loses_nothing(engines, tmp_path, capsys):
     assert "INCOMPLETE" in (tmp_path / "r" / "report.html").read_text()
     engines.failing = {"jax-manual": RecordError("gradients.safetensors cannot be read")}
     assert main(["run", "--continue", "r", "--quiet"]) == 1
-    assert "its record cannot be read" in read_outcome(tmp_path / "r").sentence()
+    assert "jax-manual: gradients.safetensors cannot be read" in read_outcome(tmp_path / "r").sentence()
 
 
 def test_the_next_one_is_the_reference_where_the_first_failed(engines, tmp_path, capsys):
@@ -130,7 +130,7 @@ def test_losses_alone_and_a_case_alone_are_said_to_be(engines, capsys):
     assert "torch-manual ran alone: there was nothing to compare it with" in capsys.readouterr().out
     engines.steps = lambda request: make_steps(request.experiment)[:2]
     assert main(alone) == 1
-    assert "FAIL at request: it has 2 of 3 steps: it ends there" in " ".join(capsys.readouterr().err.split())
+    assert "it has 2 of 3 steps; step 2 is missing" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_garbled_file_is_one_line(engines, tmp_path, capsys):
@@ -153,7 +153,7 @@ def test_a_garbled_file_is_one_line(engines, tmp_path, capsys):
 def test_a_reference_that_comes_late_is_what_all_are_held_against(engines, tmp_path):
     engines.failing = {"torch-manual": EngineError("torch-manual: lost", exit_code=1)}
     assert main(RUN) == 1
-    assert "jax-manual was compared with nothing" in read_outcome(tmp_path / "r").sentence()
+    assert "jax-manual has no reference to compare with" in read_outcome(tmp_path / "r").sentence()
     engines.failing = {}
     assert main(["run", "--continue", "r", "--quiet"]) == 0
     held = {verdict.candidate: verdict.reference for verdict in read_outcome(tmp_path / "r").verdicts}

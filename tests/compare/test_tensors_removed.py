@@ -49,7 +49,7 @@ def test_tensors_of_a_run_that_passed_go_and_its_rungs_stay(passed, tmp_path, ti
     make_run(tmp_path / "whole", tiny)
     assert main(["diff", str(passed), str(tmp_path / "whole"), "--json"]) == 0
     skipped = json.loads(capsys.readouterr().out)["pairs"]["jax-manual"]["verdict"]["skipped"]
-    assert skipped["gradients"].startswith("no tensors of it in A: ")
+    assert "has no tensors of it: `shardpair run --keep_tensors`" in skipped["gradients"]
     with pytest.raises(ValueError, match="--keep_tensors"):
         read(passed)["jax-manual"].tensors("gradients")
     monkeypatch.setattr(study, "launch", lambda *a, **k: pytest.fail("an engine was started"))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from compare.contract.record import MANIFEST, Record, read_record
-from compare.judge.ladder import LADDER
+from compare.judge.rungs import LADDER
 from compare.spec.engines.registry import REFERENCE
 from tests.support.records import OF_EXPERTS
 

@@ -5,17 +5,20 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from compare.contract.communication import GRADIENTS, Communication, ring_wire_bytes
 from compare.contract.ledger import Ledger
 from compare.contract.record import Manifest, Record, Recorder, Step, read_record, write_tensors
-from compare.contract.request import REQUEST, UPDATES, Request, Rung, rungs_asked_for
+from compare.contract.request import REQUEST, UPDATES, Request, ResumePoint, Rung, rungs_asked_for
 from compare.contract.work import Kept, ObservedWork, Part
 from compare.execute.this_machine import git_state
-from compare.judge.ladder import LADDER
+from compare.judge.alone import judged
 from compare.judge.metrics import figures
 from compare.judge.outcome import Case, Circumstances, Outcome, save, with_case
-from compare.judge.strategy import blocks_that_run
+from compare.judge.rungs import LADDER, Verdict, climb
+from compare.judge.strategy import blocks_that_run, leaves_of
 from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import global_norm, learning_rate, reference_step
 from compare.numerics.parameters import (
@@ -31,9 +34,8 @@ from compare.spec.axes import REPLICAS, joined_of
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
 from compare.system.json_files import write_json
-from compare.theory.communication import communication
-from compare.theory.gradient_messages import gradient_messages
-from compare.theory.memory import closed_form
+from compare.theory.communication import bytes_sent
+from compare.theory.memory import bytes_held
 
 CORPUS = "00"
 OF_EXPERTS = ("routing", "tokens_per_expert")
@@ -145,16 +147,18 @@ def make_record(
     tensors: dict[Rung, dict[str, np.ndarray]] | None = None,
     steps: list[Step] | None = None,
     ladder: bool = True,
+    resume: ResumePoint | UnsetType = UNSET,
 ) -> Record:
     """Write a complete record beside the request that it answers, and read it back."""
     folder.mkdir(parents=True)
-    write_json(folder / REQUEST, make_request(experiment, engine=engine, ladder=ladder))
+    request = replace(make_request(experiment, engine=engine, ladder=ladder), resume=resume)
+    write_json(folder / REQUEST, request)
     recorder = Recorder(folder)
     for rung, values in (tensors if tensors is not None else tensors_of(experiment)).items():
         write_tensors(recorder.folder, rung, values)
     for step in steps if steps is not None else make_steps(experiment):
         recorder.step(step)
-    devices, at_rest = experiment.layout.devices, closed_form(engine, experiment)
+    devices, at_rest = experiment.layout.devices, bytes_held(engine, experiment)
     manifest = Manifest(
         engine=engine,
         experiment=experiment,
@@ -193,15 +197,17 @@ def make_work(engine: str, experiment: Experiment) -> ObservedWork:
     schedule = make_schedule(
         layout.schedule, ranks=layout.pp, microbatches=experiment.microbatches_per_step, chunks=layout.chunks
     )
-    messages = gradient_messages(engine, experiment, gradient_sync=layout.gradient_sync)
+    early = layout.gradient_sync in ("overlapped", "bucketed") and layout.schedule != "zero_bubble"
+    stages = range(layout.pp) if layout.replicas > 1 and not layout.zero else ()
+    messages = [reduces(engine, experiment, stage) for stage in stages]
     return ObservedWork(
         products={experiment.precision.product_dtype: 12},
         forward=forward,
         again=again | ({"logits": logits} if chunks > 1 else {}),
         logits_positions=[experiment.model.block_size // chunks],
         tasks=[[str(task) for task in rank] for rank in schedule] if layout.pp > 1 else [],
-        gradient_messages=[[(size, messages.overlap) for size in sizes] for sizes in messages.by_stage]
-        if messages and messages.overlap is not None and ENGINES[engine].counts_own_calls
+        gradient_messages=[[(size, early) for size in sizes] for sizes in messages]
+        if ENGINES[engine].counts_own_calls
         else [],
         kept={what: [storage_dtype(experiment).name] for what in get_args(Kept)},
     )
@@ -211,13 +217,11 @@ def make_ledger(engine: str, experiment: Experiment) -> list[Communication]:
     """What a step sends if it sends the closed form, and the loss."""
     layout, rows = experiment.layout, []
     for stage in range(layout.pp):
-        found = communication(engine, experiment, stage=stage)
-        messages = gradient_messages(engine, experiment, gradient_sync=layout.gradient_sync)
-        for (kind, axis, purpose), size in found.items():
+        for (kind, axis, purpose), size in bytes_sent(engine, experiment, stage=stage).items():
             replicas = joined_of(REPLICAS, layout.axes)
             of_replicas = (kind, axis, purpose) == ("all_reduce", replicas, GRADIENTS)
             degree = math.prod(layout.axes[name] for name in axis.split("+"))
-            calls = len(messages.by_stage[stage]) if messages and of_replicas else 1
+            calls = len(reduces(engine, experiment, stage)) if of_replicas else 1
             rows.append(
                 Communication(
                     kind=kind,
@@ -235,6 +239,25 @@ def make_ledger(engine: str, experiment: Experiment) -> list[Communication]:
         if degree > 1
     ]
     return rows
+
+
+def reduces(engine: str, experiment: Experiment, stage: int) -> list[int]:
+    """Bytes of the all-reduces of gradients: each alone, all at once, or in buckets."""
+    layout, is_jax = experiment.layout, ENGINES[engine].side == "jaxpar"
+    limits = {"naive": 0.0, "overlapped": 0.0, "flat": math.inf}
+    limit, sizes = limits.get(layout.gradient_sync, layout.bucket_mb * 1e6), list[int]()
+    leaves = [*map(round, leaves_of(ENGINES[engine], experiment, stage))]
+    alone = [leaf for leaf in leaves if is_jax and leaf >= limit / 4]
+    for leaf in reversed([leaf for leaf in leaves if not is_jax or leaf < limit / 4]):
+        if not sizes or sizes[-1] + leaf > limit:
+            sizes.append(0)
+        sizes[-1] += leaf
+    return [*alone, *sizes]
+
+
+def climbed(reference: Record, candidate: Record, **how: Any) -> Verdict:
+    """The verdict of two records, each judged alone before."""
+    return climb(judged(reference), judged(candidate), **how)
 
 
 def make_request(experiment: Experiment, *, engine: str = "torch-manual", ladder: bool = True) -> Request:

@@ -7,11 +7,13 @@ import pytest
 from msgspec.structs import replace
 
 from compare.contract.timing import Timing
-from compare.judge.ladder import climb, objections_by_itself
-from compare.judge.tolerances import TOLERANCES, loss_rounding
+from compare.judge.alone import judged
+from compare.judge.rounding import loss_rounding
+from compare.judge.rungs import NAMED
 from compare.numerics.initial_weights import write_weights
 from compare.numerics.parameters import initial_parameters
 from compare.spec.experiment import Data, Experiment, edited
+from tests.support.records import climbed
 from tests.support.torch_runs import of_ranks, trained
 from torchpar.run import Run
 
@@ -33,14 +35,14 @@ def half(tiny: Experiment) -> Experiment:
 def test_run_in_16_bits_passes(tmp_path, half, engine, dtype):
     spec = edited(half, {"precision": {"dtype": dtype}})
     right = trained(tmp_path / "reference", spec, ladder=True, later_step=3)
-    verdict = climb(right, trained(tmp_path / "candidate", spec, engine=engine, ladder=True, later_step=3))
+    verdict = climbed(right, trained(tmp_path / "candidate", spec, engine=engine, ladder=True, later_step=3))
     assert verdict.passed, verdict.sentence()
 
 
 def test_timed_window_in_another_dtype_fails(tmp_path, half):
     timing = Timing(warmup=3, window=2, windows=1, single=1)
     spec = edited(half, {"train": {"max_iters": timing.steps}, "model": {"dropout": 0.0}})
-    assert objections_by_itself(trained(tmp_path / "right", spec, timing=timing)) == []
+    assert judged(trained(tmp_path / "right", spec, timing=timing)).alone.objections == []
 
     autocast = Run.autocast
 
@@ -48,7 +50,7 @@ def test_timed_window_in_another_dtype_fails(tmp_path, half):
         return nullcontext() if run.request.is_in_window(run.state.step) else autocast(run)
 
     with patch.object(Run, "autocast", wrong):
-        (objection,) = objections_by_itself(trained(tmp_path / "wrong", spec, timing=timing))
+        (objection,) = judged(trained(tmp_path / "wrong", spec, timing=timing)).alone.objections
     assert objection.startswith("precision.dtype = bfloat16 was asked for, and float32")
 
 
@@ -66,10 +68,10 @@ def test_larger_logits_have_a_larger_limit(tmp_path, tiny):
         split = edited(spec, {"layout": {"tp": tp}})
         asked = {"ladder": True, "later_step": 1, "init_from": str(tmp_path / "large.safetensors")}
         records.append(trained(tmp_path / str(tp), split, by=of_ranks, **asked))
-    verdict = climb(*records)
+    verdict = climbed(*records)
     assert verdict.passed, verdict.sentence()
-    assert verdict.error("loss") > TOLERANCES["float16"]["loss"].limit
+    assert verdict.error("loss") > NAMED["loss"].limits.float16
     one = records[1].steps[0]
     wrong = replace(records[1], steps=[replace(one, loss=1.001 * one.loss), *records[1].steps[1:]])
-    assert climb(records[0], wrong).failure.rung == "loss"
-    assert loss_rounding(replace(records[0], folder=tmp_path)) == 0.0  # without weights in the record
+    assert climbed(records[0], wrong).failure.rung == "loss"
+    assert loss_rounding(replace(records[0], folder=tmp_path), "float16") == 0.0

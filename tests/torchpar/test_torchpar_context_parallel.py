@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from compare.contract.communication import LOSS
 from compare.numerics.context import order_of_positions
 from compare.spec.experiment import Layout, Model, Precision, Train
-from compare.theory.communication import communication
+from compare.theory.communication import bytes_sent
 from tests.support.gpt_steps import ADAM, assert_same, backward, make_parallel, reference, train, update
 from tests.support.modules import normal
 from tests.support.ranks import RANKS, axis, counted, on_ranks
@@ -125,7 +125,7 @@ def test_what_is_sent_is_the_closed_form(rank: int) -> None:
                 update(parallel, ADAM.optimizer, step)
         sent = {tuple(call): size for call, size in counts.items()}
         experiment = replace(ADAM, layout=layout, train=STEP, precision=Precision(dtype="float64"))
-        for item, size in communication("torch-manual", experiment).items():
+        for item, size in bytes_sent("torch-manual", experiment).items():
             if item[2] != LOSS:
                 assert sent.pop(item) == pytest.approx(size, rel=0.01 * (layout.zero > 0)), (name, item)
         assert all(size <= 8 for size in sent.values()), (name, sent)

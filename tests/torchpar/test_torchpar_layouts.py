@@ -14,7 +14,7 @@ from compare.contract.communication import LOSS
 from compare.spec.axes import DP_REPLICATE
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, Layout, Precision, Train
-from compare.theory.communication import communication
+from compare.theory.communication import bytes_sent
 from tests.support.gpt_steps import (
     ADAM,
     CONFIG,
@@ -84,7 +84,7 @@ def test_torch_manual_sends_closed_form(rank: int) -> None:
             train=Train(batch_size=4, gradient_accumulation_steps=2),
             precision=Precision(dtype="float64"),
         )
-        for item, size in communication("torch-manual", experiment).items():
+        for item, size in bytes_sent("torch-manual", experiment).items():
             off = 0.01 * (item[1] == DP_REPLICATE)  # the last shard is shorter
             if item[2] != LOSS:
                 assert sent.pop(item) == pytest.approx(size, rel=off), (name, item)

@@ -4,11 +4,12 @@ A timed run leaves no tensors. Loss and gradient norm of every step, from the wa
 the first case that trains the same experiment, in all rounds.
 """
 
+import math
 from collections.abc import Iterator
 
 from compare.commands.bench.outcome import Measurement, TimedOutcome
 from compare.judge.outcome import Case
-from compare.judge.tolerances import tolerances_for
+from compare.judge.rungs import NAMED
 from compare.spec.experiment import edited
 
 FIGURES = {"loss": ("loss", "loss", "loss_curve"), "grad_norm": ("gradient norm", "grad_norm", "norm_curve")}
@@ -28,12 +29,12 @@ def disagreements(result: TimedOutcome) -> list[str]:
 
 def first_difference(process: Measurement, expected: Measurement, dtype: str) -> str:
     """The first step at which two processes differ by more than the tolerance; '' if they agree."""
-    tolerances = tolerances_for(dtype)
     for figure, (name, of_first, of_later) in FIGURES.items():
         pairs = zip(process.curves[figure], expected.curves[figure], strict=True)
         for step, (found, right) in enumerate(pairs):
-            limit, steps = tolerances[of_later if step else of_first]
-            if steps and step >= steps:
+            rung = NAMED[of_later if step else of_first]
+            limit = getattr(rung.limits, dtype)
+            if step >= rung.first_steps.get(dtype, math.inf):
                 break
             if not (error := _error(found, right)) <= limit:
                 off = f"off by {error:.1e} (at most {limit:.0e})"

@@ -13,7 +13,7 @@ from compare.contract.record import Record
 from compare.contract.timing import Timing, Window
 from compare.judge.outcome import Case, Outcome
 from compare.judge.statistics import Estimate, estimate
-from compare.judge.strategy import done_words
+from compare.judge.strategy import settings_of, strategy_of
 from compare.spec.engines.registry import REFERENCE
 from compare.theory.flops import flops_utilization, model_flops_per_token
 
@@ -95,7 +95,7 @@ def measured(record: Record, *, first_step_after_s: float, timing: Timing) -> Me
         curves={name: [getattr(step, name) for step in record.steps] for name in ("loss", "grad_norm")},
         how={
             **manifest.versions,
-            **done_words(record),
+            **settings_of(record, strategy_of(record)),
             "device_kind": manifest.device_kind,
             "threads": manifest.threads,
             "peak_memory_method": manifest.peak_memory_method,

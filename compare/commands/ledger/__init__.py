@@ -1,4 +1,4 @@
-"""`shardpair ledger`: what every engine sends in a step, flow by flow beside the textbook."""
+"""`shardpair ledger`: the bytes that every engine sends in a step, beside the textbook."""
 
 from pathlib import Path
 from typing import ClassVar
@@ -30,13 +30,13 @@ class Ledger(Spread, frozen=True, kw_only=True):
 
     presets: PresetNames = ()
     results: Path | None = None
-    """Train nothing: read the ledgers of a finished run or check from its folder."""
+    """Folder of a finished run or check whose ledgers are shown; nothing is trained."""
     rows: bool = False
     """Also print every row: phase, ranks, dtype, loops and source line."""
     fail_on_unexpected: bool = False
-    """Exit with 1 if a flow is outside of the textbook's limits, or differs from the snapshot."""
+    """Exit with 1 if the layout does not explain a flow."""
 
-    brief = "what each engine sends in a step, beside the textbook"
+    brief = "bytes that each engine sends in a step, beside the textbook"
     default = "check"
     # The third of four steps is watched.
     fixed: ClassVar = {"train.max_iters": 4, "train.eval_interval": 0, "checkpoint.every": 0}

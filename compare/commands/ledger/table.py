@@ -1,4 +1,4 @@
-"""Ledgers of engines lined up with the textbook: a table for each layout, and every row of a ledger."""
+"""Ledgers of engines beside the textbook: a table for each layout, and every row of a ledger."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -7,16 +7,17 @@ from msgspec import Struct
 
 from compare.contract.communication import Communication
 from compare.contract.record import Record
-from compare.judge.ledger import Flow, line_up, recorded_rows, snapshot_rows, unlike_textbook
+from compare.judge.alone import Alone
 from compare.judge.outcome import read_run
-from compare.judge.strategy import asked_of
+from compare.judge.strategy import LEDGER, SENT
+from compare.judge.textbook import Flow, line_up
 from compare.show.findings import NONE, Column, Findings, Row, Table, Text, table_of
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import Experiment
 from compare.terminal import layout_in_words
 
-PEER = "a peer has ways of its own: there is no closed form of what it sends"
-BELOW = "Bytes of a device in a step, all calls together; an engine's cell is a multiple of the textbook's."
+PEER = "peers have no closed form of what they send"
+BELOW = "Bytes of a device in a step, all calls together. A cell is a multiple of the textbook's bytes."
 PLACES = (
     Column[Communication]("operation", lambda row: row.kind),
     Column[Communication]("axis", lambda row: row.axis),
@@ -33,59 +34,47 @@ PLACES = (
 
 
 class EngineLedger(Struct, frozen=True, kw_only=True):
-    """What one engine communicates under one layout, beside the textbook."""
+    """Messages of one engine under one layout, beside the textbook."""
 
     case: str
     engine: str
     experiment: Experiment
     platform: str
     flows: list[Flow] = []
-    is_recorded: bool = False
-    """Whether the snapshot has this engine, layout and version: then it is held to those bytes."""
     unexpected: list[str] = []
-    """What could not be read, is not the layout's, or is not what was recorded."""
+    """Messages that could not be read, or that the layout does not explain."""
+    uncompared: str = ""
+    """Why the flows were not judged; "" if they were."""
 
 
-def engine_ledger(case: str, record: Record) -> EngineLedger:
-    """One record's ledger beside textbook and snapshot; of a peer nothing, which has ways of its own."""
-    manifest, rows = record.manifest, record.ledger.rows
-    engine, experiment, platform = manifest.engine, manifest.experiment, manifest.platform
-    if engine not in STUDIED:
-        return EngineLedger(case=case, engine=engine, experiment=experiment, platform=platform)
-    recorded = recorded_rows(engine, asked_of(record), manifest.versions)
-    flows = line_up(engine, experiment, rows)
-    unexpected = [f"incomplete: {problem}" for problem in record.ledger.problems]
-    is_compiled = record.work is not None and bool(record.work.compiled)
-    unexpected += unlike_textbook(engine, experiment, rows, is_compiled=is_compiled)
-    if recorded and (sent := snapshot_rows(rows)) != recorded:
-        odd = [f"sent {row}" for row in sent if row not in recorded]
-        odd += [f"recorded {row}" for row in recorded if row not in sent]
-        unexpected.append(f"not as recorded: {', '.join(odd)}")
+def engine_ledger(case: str, record: Record, alone: Alone | None = None) -> EngineLedger:
+    """A record's ledger beside the textbook, with the judgement of its bytes. Peers have no flows."""
+    manifest, alone = record.manifest, alone or Alone(uncompared={SENT: "the record was never judged"})
+    engine, experiment = manifest.engine, manifest.experiment
     return EngineLedger(
         case=case,
         engine=engine,
         experiment=experiment,
-        platform=platform,
-        flows=flows,
-        is_recorded=bool(recorded),
-        unexpected=unexpected,
+        platform=manifest.platform,
+        flows=line_up(engine, experiment, record.ledger.rows) if engine in STUDIED else [],
+        unexpected=[alone.strategy[key] for key in (LEDGER, SENT) if key in alone.strategy],
+        uncompared=alone.uncompared.get(SENT, ""),
     )
 
 
 def layouts_of(ledgers: Sequence[EngineLedger]) -> list[list[EngineLedger]]:
-    """Ledgers by layout, in order: those of one stand side by side, each engine once."""
+    """Ledgers by layout, in order, each engine once: a second ledger of an engine starts another group."""
     groups: dict[tuple[str, int], list[EngineLedger]] = {}
     for ledger in ledgers:
-        words = layout_in_words(ledger.experiment, ledger.platform)
-        copy = sum(
-            ledger.engine == one.engine for (of, _), group in groups.items() if of == words for one in group
-        )
+        words, copy = layout_in_words(ledger.experiment, ledger.platform), 0
+        while any(ledger.engine == one.engine for one in groups.get((words, copy), ())):
+            copy += 1
         groups.setdefault((words, copy), []).append(ledger)
     return list(groups.values())
 
 
 def table_of_layout(ledgers: Sequence[EngineLedger]) -> Table:
-    """The flows of one layout: the textbook's bytes, and of each engine what it sends of them."""
+    """The flows of one layout: the textbook's bytes, and each engine's as a multiple."""
     pp = ledgers[0].experiment.layout.pp
     flows: dict[tuple[str, str, int], dict[str, Flow]] = {}
     for ledger in ledgers:
@@ -117,12 +106,17 @@ def _cell(flow: Flow | None) -> Text:
 
 
 def findings_of_ledgers(folder: Path, *, places: bool) -> Findings:
-    """Of a run: a table for each layout, what does not fit it, who has no ledger, and a sentence; with
-    `places` also every row of every ledger, with its place in the program. Raises RecordError.
+    """A table for each layout, with unexpected flows as warnings.
+
+    With `places` also every row of each ledger. Raises RecordError.
     """
     outcome, records = read_run(folder)
     peers = {name: PEER for name, record in records.items() if record.manifest.engine not in STUDIED}
-    ledgers = [engine_ledger(name, record) for name, record in records.items() if name not in peers]
+    ledgers = [
+        engine_ledger(name, record, outcome.alone.get(name))
+        for name, record in records.items()
+        if name not in peers
+    ]
     tables = [*map(table_of_layout, layouts_of(ledgers))]
     for ledger in ledgers if places else ():
         rows = records[ledger.case].ledger.rows
@@ -134,7 +128,14 @@ def findings_of_ledgers(folder: Path, *, places: bool) -> Findings:
         value={"ledgers": ledgers, "missing": missing, "left_out": left_out},
         passed=not missing and not any(ledger.unexpected for ledger in ledgers),
         tables=tables,
-        notes=[f"records: {folder}"],
+        notes=[
+            *(
+                f"{ledger.case} was not judged: {ledger.uncompared}"
+                for ledger in ledgers
+                if ledger.uncompared
+            ),
+            f"records: {folder}",
+        ],
         missing={name: f"is MISSING: it {why}" for name, why in missing.items()},
         left_out=left_out,
         warnings=[f"{ledger.case}: {line}" for ledger in ledgers for line in ledger.unexpected],
@@ -142,17 +143,17 @@ def findings_of_ledgers(folder: Path, *, places: bool) -> Findings:
 
 
 def sentence(ledgers: Sequence[EngineLedger], missing: Collection[str]) -> str:
-    """How far from the textbook the cases are, and how many are as they were recorded."""
+    """How far the cases are from the textbook, and which are unexpected, missing or not judged."""
     ratios = [flow.ratio for ledger in ledgers for flow in ledger.flows if flow.ratio is not None]
     exact = sum(flow.sent == flow.textbook for ledger in ledgers for flow in ledger.flows)
     far = f", the others {min(ratios):.2f} to {max(ratios):.2f} times" if exact < len(ratios) else ""
-    recorded = sum(ledger.is_recorded for ledger in ledgers)
     unexpected = ", ".join(ledger.case for ledger in ledgers if ledger.unexpected)
+    uncompared = ", ".join(ledger.case for ledger in ledgers if ledger.uncompared)
     parts = {
         f"{len(ledgers)} case{'s' * (len(ledgers) != 1)}": True,
         f"{exact} of {len(ratios)} flows are the textbook's to the byte{far}": ratios,
-        f"{recorded} are held to recorded bytes": recorded,
         f"UNEXPECTED: {unexpected}": unexpected,
+        f"not judged: {uncompared}": uncompared,
         f"MISSING: {', '.join(missing)}": missing,
     }
-    return "; ".join(part for part, is_said in parts.items() if is_said)
+    return "; ".join(part for part, is_shown in parts.items() if is_shown)

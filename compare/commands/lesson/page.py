@@ -89,7 +89,7 @@ def lesson_page(strategy: str, outcome: Outcome, records: Mapping[str, Record], 
         if row.kind in rings.RINGS and row.bytes > SCALAR * row.calls and row.purpose != METRICS:
             carried.setdefault(row.kind, {})[row.purpose] = None
     keys = sorted(most, key=lambda key: (-most[key], key))
-    ledgers = [engine_ledger(engine, record) for engine, record in records.items()]
+    ledgers = [engine_ledger(name, record, outcome.alone.get(name)) for name, record in records.items()]
     layout = layout_in_words(experiment, outcome.platform)
     findings = Findings(
         title=f"{lesson.title}: one question, {len(sources)} answers",

@@ -11,10 +11,9 @@ from compare.commands.memory.table import memory_figures, peak_tables, resting_t
 from compare.commands.profile.table import measured_figures, planned_figures
 from compare.commands.report.hosts import host_table
 from compare.contract.record import Record
-from compare.judge.ladder import LADDER, RungResult, Verdict
 from compare.judge.metrics import METRICS
 from compare.judge.outcome import Outcome
-from compare.judge.rungs import SOME
+from compare.judge.rungs import RUNGS, RungResult, Verdict
 from compare.numerics.parameters import parameter_count
 from compare.show.figures import INK, Axes, Figure, curves, differences
 from compare.show.findings import NONE, Findings, Row, Table, Text, findings_of, written
@@ -30,7 +29,7 @@ def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
     experiment = outcome.experiment
     requests = [case.experiment for case in outcome.cases.values()]
     layouts = dict.fromkeys(layout_in_words(asked, outcome.platform) for asked in requests)
-    ledgers = [engine_ledger(name, record) for name, record in records.items()]
+    ledgers = [engine_ledger(name, record, outcome.alone.get(name)) for name, record in records.items()]
     manifests = [record.manifest for record in records.values()]
     hosts = dict.fromkeys((one.experiment.layout, tuple(one.hosts)) for one in manifests)
     found = findings_of(
@@ -103,9 +102,12 @@ def relative_differences(reference: Record, record: Record) -> dict[int, float]:
 
 def cost_table(outcome: Outcome) -> Table:
     """Every case's figures, with the ratios of those that can be compared to the first case's."""
-    rows = []
+    rows, settings = [], {name: alone.settings for name, alone in outcome.alone.items()}
+    cases: list[dict[str, Any]] = [
+        {**settings.get(name, {}), **figures} for name, figures in outcome.values(dict).items()
+    ]
     for metric in METRICS:
-        values = [figures.get(metric.key) or None for figures in outcome.values(dict).values()]
+        values = [figures.get(metric.key) or None for figures in cases]
         if any(value is not None for value in values):
             of = values[0] if metric.has_ratio else None
             notes = ["", *(f"×{value / of:.2f}" if value and of else "" for value in values[1:])]  # noqa: RUF001
@@ -130,16 +132,16 @@ def without_notes(table: Table) -> Table:
 def ladder_table(verdicts: Sequence[Verdict]) -> Table:
     """Every case's error on every rung, with the worst tensor or step, and the tolerance."""
     rows = []
-    for rung in LADDER:
-        results = [_result(verdict, rung) for verdict in verdicts]
-        if rung in SOME and not any(results):
+    for rung in RUNGS:
+        results = [verdict.result(rung.name) for verdict in verdicts]
+        if not rung.absent and not any(results):
             continue
         limit = next((_tolerance(result) for result in results if result), "")
         cells = []
         for verdict, result in zip(verdicts, results, strict=True):
-            note = verdict.skipped.get(rung, "") if not result else result.worst if result.error else ""
-            cells.append(replace(rung_text(verdict, rung), note=note))
-        rows.append(Row(Text(rung, limit), cells))
+            note = verdict.skipped.get(rung.name, "") if not result else result.worst if result.error else ""
+            cells.append(replace(rung_text(verdict, rung.name), note=note))
+        rows.append(Row(Text(rung.name, limit), cells))
     references = ", ".join(dict.fromkeys(verdict.reference for verdict in verdicts))
     return Table(
         name=f"The ladder: relative errors against {references}",
@@ -153,14 +155,10 @@ def ladder_table(verdicts: Sequence[Verdict]) -> Table:
 
 def rung_text(verdict: Verdict, rung: str) -> Text:
     """One rung's error as a cell: bad news if it is too large, - if the rung was not compared."""
-    result = _result(verdict, rung)
+    result = verdict.result(rung)
     if result is None:
         return Text(NONE)
     return Text(error_text(result.error), news="" if result.passed else "fail")
-
-
-def _result(verdict: Verdict, rung: str) -> RungResult | None:
-    return next((result for result in verdict.rungs if result.rung == rung), None)
 
 
 def _tolerance(result: RungResult) -> str:

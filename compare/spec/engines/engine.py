@@ -50,6 +50,8 @@ class Holds(Struct, frozen=True, kw_only=True):
     cuts: Literal["flat", "rows", "dims"] = "flat"
     """The unit that dp_shard splits and rounds up: flat memory; rows of each parameter as nanoGPT stores it;
     or a dim of each parameter that dp_shard divides, else its largest."""
+    splits_optimizer_by_parameter: bool = False
+    """Whether ZeRO-1 assigns whole parameters to devices (ZeroRedundancyOptimizer) and splits none."""
     ends_on_every_stage: bool = False
     """Whether all ranks of a pipeline hold the embeddings and the last norm, or only the first and the
     last."""

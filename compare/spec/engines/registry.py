@@ -231,7 +231,11 @@ TORCH = Side(
                 rejects=_rejected_by_wrappers,
             ),
             # fully_shard gathers parameters for the step; between two steps they are always split.
-            holds=Holds(sharded_from=SHARDED_FROM | {"parameters": 2}, cuts="rows"),
+            holds=Holds(
+                sharded_from=SHARDED_FROM | {"parameters": 2},
+                cuts="rows",
+                splits_optimizer_by_parameter=True,
+            ),
             # The root of fully_shard, the ends of the model, stays gathered from forward to backward.
             sends=Sends(gathers_ends="pass", gathers_each_pass_from=2),
         ),
