@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from compare.contract.communication import GRADIENTS, Communication
+from compare.contract.communication import GRADIENTS, TIED_GRADIENTS, Communication
 from compare.contract.ledger import Ledger
 from compare.judge.strategy import strategy_of
 from compare.spec.experiment import edited, load
@@ -71,6 +71,17 @@ def test_recomputed_products_of_one_block_are_named(tmp_path, tiny, subtests):
             assert not objections(right)
             wrong = replace(right, work=replace(right.work, again=right.work.again | {"products": 5}))
             assert "layout.remat = dots was asked for, and 5 of " in objections(wrong)
+
+
+def test_dtype_of_tied_gradients_is_named(tmp_path, tiny):
+    sections = {"precision": {"dtype": "bfloat16"}, "layout": {"pp": 2, "microbatches": 2}}
+    right = make_record(tmp_path / "run", edited(tiny, sections))
+    assert not objections(right)
+    tied = [row for row in right.ledger.rows if row.purpose == TIED_GRADIENTS]
+    assert tied
+    others = [row for row in right.ledger.rows if row not in tied]
+    wrong = replace(right, ledger=Ledger(rows=[*others, *(replace(row, dtype="bfloat16") for row in tied)]))
+    assert "dtype of gradients that are sent" in objections(wrong)
 
 
 def test_what_is_not_compared_is_in_the_verdict(tmp_path, tiny):
