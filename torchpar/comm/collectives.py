@@ -1,11 +1,11 @@
-"""Collectives, each observed: only this, `process_groups` and the benchmark call torch.distributed.
+"""Collectives along a mesh axis. Only this file, `process_groups` and the benchmark call torch.distributed.
 
-An `Axis` is one mesh axis as this rank sees it. Its methods are the collectives along that axis; each
-demands contiguous tensors, because gloo silently returns wrong numbers for a strided one.
+An `Axis` is one mesh axis as one rank sees it, and its methods are the collectives. Each call is observed.
+Each requires contiguous tensors, because gloo returns wrong numbers for a strided one and raises nothing.
 
-Gathers and scatters cut a tensor as `chunk_slices` says: equal but for the last ones, so nothing is padded.
-gloo's own reduce-scatter is an all-reduce, and its all-gather copies everything once more: on gloo sends and
-a local sum, and sends straight into place, move the same bytes in a third of the time. NCCL's are fast.
+Gathers and scatters divide a tensor by `chunk_slices`, so shards may be uneven. gloo's own reduce-scatter is
+an all-reduce, and its all-gather copies all tensors once more. Sends straight into place, with a local sum,
+move the same bytes in a third of the time. On NCCL its own collectives are used.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -17,20 +17,20 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
-# torch 2.13 deprecates the old names, 2.11 knows only them.
-_gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-MESH = "mesh_"  # how PyTorch describes the group of a mesh axis
+# The names of torch 2.13, or those of 2.11.
+gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+MESH = "mesh_"  # in PyTorch's description of the group of a mesh axis
 
 
 def chunk_slices(count: int, ranks: int) -> list[slice]:
-    """The cut of each rank of `count` elements: equal but for the last ones, which may be short or empty."""
+    """Each rank's slice of `count` elements. All are equal, except that the last may be short or empty."""
     share = -(-count // ranks)
     return [slice(min(r * share, count), min((r + 1) * share, count)) for r in range(ranks)]
 
 
 class Call(NamedTuple):
-    """A row of the ledger: kind, axis and purpose of its calls."""
+    """What the ledger records of a call."""
 
     kind: str
     axis: str
@@ -38,14 +38,12 @@ class Call(NamedTuple):
 
 
 observers: list[Callable[[Call, torch.Tensor, int], AbstractContextManager]] = []
-"""Each is entered around every call, on any mesh, over a gathered tensor of any shape and so many ranks. The
-call is handed on inside; what was begun may end long after.
-"""
+"""Contexts entered around the start of every call, with the gathered tensor and the number of ranks."""
 
 
 @contextmanager
 def unobserved() -> Generator[None]:
-    """No observer is told of the collectives inside: gathers for the record are outside of a step."""
+    """Do not observe the calls inside, such as gathers for the record, which are outside of a step."""
     before = observers.copy()
     observers.clear()
     try:
@@ -58,12 +56,12 @@ class Work(Protocol):
     """A collective under way."""
 
     def wait(self) -> object:
-        """Return once its result is there (on a GPU: for all kernels that are launched after this)."""
+        """Wait for the result. On a GPU the kernels launched after this wait, and the host does not."""
         ...
 
 
-class _Works:
-    """Several collectives as one, and what remains to be computed of their results."""
+class Works:
+    """Several collectives as one, and a computation on their results."""
 
     def __init__(self, works: Sequence[Work | None], finish: Callable[[], object] = lambda: None):
         self._works, self._finish = works, finish
@@ -75,12 +73,12 @@ class _Works:
         self._finish()
 
 
-DONE: Work = _Works([])
-"""A collective of one rank, which was done where it began."""
+DONE: Work = Works([])
+"""A finished collective (one rank)."""
 
 
 class Axis:
-    """One mesh axis, named as in the layout, as one of its ranks sees it; of one rank it has no group."""
+    """A mesh axis as one of its ranks sees it. An axis of one rank has no group."""
 
     def __init__(self, name: str, *, size: int, rank: int, group: ProcessGroup | None):
         self.name, self.size, self.rank, self.group = name, size, rank, group
@@ -93,12 +91,14 @@ class Axis:
             name = group.group_desc.removeprefix(MESH)
         return cls(name, size=dist.get_world_size(group), rank=dist.get_rank(group), group=group)
 
+    # In place. Each may be started first, and then its tensors must not be touched until `wait()` returns.
+
     def all_reduce(self, tensor: torch.Tensor, *, purpose: str = "") -> None:
-        """Replace `tensor`, any shape, by its sum over the axis."""
+        """Replace `tensor`, any shape, by its sum over the ranks."""
         self.start_all_reduce(tensor, purpose=purpose).wait()
 
     def start_all_reduce(self, tensor: torch.Tensor, *, purpose: str = "") -> Work:
-        """Begin `all_reduce`; `tensor` is valid after `wait()` on the result."""
+        """Start `all_reduce`."""
         if self.size == 1:
             return DONE
         with self._observed("all_reduce", tensor, purpose):
@@ -107,68 +107,37 @@ class Axis:
         return work
 
     def broadcast(self, tensor: torch.Tensor, *, purpose: str = "") -> None:
-        """Replace `tensor`, any shape, by that of the axis's first rank."""
+        """Replace `tensor`, any shape, by that of the first rank."""
         if self.size > 1:
             with self._observed("broadcast", tensor, purpose):
                 dist.broadcast(tensor, group=self.group, group_src=0)
 
-    def all_gather(self, full: torch.Tensor, piece: torch.Tensor, *, purpose: str = "") -> None:
-        """Fill `full` (n,), cut as `chunk_slices(n, size)` says, with every rank's shard in order.
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, *, purpose: str = "") -> None:
+        """Fill `full` (n,) with every rank's shard, divided by `chunk_slices(n, size)`.
 
-        This rank's `piece` may be its place in `full` itself, which saves a copy.
+        This rank's `shard` may be its slice of `full` itself, which saves a copy.
         """
-        self.start_all_gather(full, piece, purpose=purpose).wait()
+        self.start_all_gather(full, shard, purpose=purpose).wait()
 
-    def start_all_gather(self, full: torch.Tensor, piece: torch.Tensor, *, purpose: str = "") -> Work:
-        """Begin `all_gather`; neither tensor may be touched before `wait()` on the result."""
-        with self._observed("all_gather", full, purpose, piece):
-            slots = [full[cut] for cut in chunk_slices(len(full), self.size)]
-            if self.group is None or len(full) == 0:
-                if self.size == 1:
-                    full.copy_(piece)
-                return DONE
-            if self._sends_to_each:
-                if piece.data_ptr() != slots[self.rank].data_ptr():
-                    slots[self.rank].copy_(piece)
-                return _Works(self._exchange(slots, [piece] * self.size))
-            if len(full) % self.size == 0:
-                return _gather_equal(full, piece, group=self.group, async_op=True)
-            # NCCL gathers equal pieces only: pad the last ones on the way.
-            count = len(slots[0])
-            padded = full.new_empty(self.size * count)
-            work = _gather_equal(padded, _pad(piece, count), group=self.group, async_op=True)
-            return _Works([work], lambda: full.copy_(padded[: len(full)]))
-
-    def reduce_scatter(self, piece: torch.Tensor, full: torch.Tensor, *, purpose: str = "") -> None:
-        """Fill `piece` with this rank's shard of the sum of every rank's `full` (n,); see `all_gather`."""
-        self.start_reduce_scatter(piece, full, purpose=purpose).wait()
-
-    def start_reduce_scatter(self, piece: torch.Tensor, full: torch.Tensor, *, purpose: str = "") -> Work:
-        """Begin `reduce_scatter`; neither tensor may be touched before `wait()`, which may compute.
-
-        `piece` may be its place in `full` itself.
-        """
-        with self._observed("reduce_scatter", full, purpose, piece):
-            parts = [full[cut] for cut in chunk_slices(len(full), self.size)]
+    def start_all_gather(self, full: torch.Tensor, shard: torch.Tensor, *, purpose: str = "") -> Work:
+        """Start `all_gather`."""
+        with self._observed("all_gather", full, purpose, shard):
             if self.size == 1 or len(full) == 0:
-                piece.copy_(full)
+                full.copy_(shard)
                 return DONE
-            if self._sends_to_each:
-                arrived = full.new_empty(self.size, len(piece))
-                works, own = self._exchange(list(arrived), parts), parts[self.rank]
+            return (_gather_by_nccl if self._is_nccl else _gather_by_sends)(self, full, shard)
 
-                def add_up() -> None:
-                    total = own
-                    for step in range(1, self.size):
-                        total = torch.add(total, arrived[self.rank - step], out=piece)
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, *, purpose: str = "") -> None:
+        """Fill `shard` with this rank's slice of the sum of every rank's `full` (n,); see `all_gather`."""
+        self.start_reduce_scatter(shard, full, purpose=purpose).wait()
 
-                return _Works(works, add_up)
-            if len(full) % self.size == 0:
-                return _reduce_scatter_equal(piece, full, group=self.group, async_op=True)
-            count = len(parts[0])
-            padded, mine = _pad(full, self.size * count), full.new_empty(count)
-            work = _reduce_scatter_equal(mine, padded, group=self.group, async_op=True)
-            return _Works([work], lambda: piece.copy_(mine[: len(piece)]))
+    def start_reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, *, purpose: str = "") -> Work:
+        """Start `reduce_scatter`. `shard` may be this rank's slice of `full`. `wait()` may compute."""
+        with self._observed("reduce_scatter", full, purpose, shard):
+            if self.size == 1 or len(full) == 0:
+                shard.copy_(full)
+                return DONE
+            return (_reduce_scatter_by_nccl if self._is_nccl else _reduce_scatter_by_sends)(self, shard, full)
 
     def all_to_all(
         self,
@@ -180,13 +149,39 @@ class Axis:
     ) -> None:
         """Send `sent[r]` to rank r, and receive `received[r]` from it; both (R, ...), R ranks.
 
-        With `counts` so many rows are received from each rank, and so many sent to it.
+        With `counts`, the numbers of rows received from each rank and sent to each rank, both are (rows,
+        ...).
         """
         with self._observed("all_to_all", sent, purpose, received):
-            if self.group is None:
+            if self.size == 1:
                 received.copy_(sent)
             else:
                 dist.all_to_all_single(received, sent, *counts, group=self.group)
+
+    def start_send(self, tensor: torch.Tensor, *, to: int, purpose: str = "") -> Work:
+        """Start to send `tensor`, any shape, to rank `to`. Two ranks match their messages by order alone."""
+        with self._observed("permute", tensor, purpose):
+            work = dist.isend(tensor, group=self.group, group_dst=to)
+        assert work is not None
+        return work
+
+    def start_receive(self, tensor: torch.Tensor, *, source: int) -> Work:
+        """Start to receive into `tensor`, any shape, from rank `source`. The sender's call is observed."""
+        work = dist.irecv(tensor, group=self.group, group_src=source)
+        assert work is not None
+        return work
+
+    def start_shift(self, received: torch.Tensor, sent: torch.Tensor, *, purpose: str = "") -> Work:
+        """Start to send to the next rank of a ring and to receive from the previous one, any shapes."""
+        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        with self._observed("permute", sent, purpose, received):
+            ends = [
+                dist.P2POp(dist.isend, sent, group=self.group, group_peer=to),
+                dist.P2POp(dist.irecv, received, group=self.group, group_peer=source),
+            ]
+            return Works(dist.batch_isend_irecv(ends))
+
+    # From tensors to new tensors, along any dim.
 
     def all_reduce_copy(self, x: torch.Tensor, *, purpose: str) -> torch.Tensor:
         """The sum of every rank's x, any shape, in a new tensor: autograd may have saved x."""
@@ -214,37 +209,8 @@ class Axis:
         self.all_to_all(received, sent, purpose=purpose)
         return torch.cat(received.unbind(), dim=join)
 
-    def start_send(self, tensor: torch.Tensor, *, to: int, purpose: str = "") -> Work:
-        """Begin to send `tensor`, any shape, to rank `to` of the axis; leave it alone until `wait()`.
-
-        The messages of two ranks meet by their order alone: NCCL knows no tags.
-        """
-        with self._observed("permute", tensor, purpose):
-            work = dist.isend(tensor, group=self.group, group_dst=to)
-        assert work is not None
-        return work
-
-    def start_receive(self, tensor: torch.Tensor, *, source: int) -> Work:
-        """Begin to receive into `tensor`, any shape, from rank `source`. The sender counts the message."""
-        work = dist.irecv(tensor, group=self.group, group_src=source)
-        assert work is not None
-        return work
-
-    def start_shift(self, received: torch.Tensor, sent: torch.Tensor, *, purpose: str = "") -> Work:
-        """Begin to send to the next rank of a ring, and to receive from the one before: tensors of any shape.
-
-        Leave both alone, and keep them, until `wait()`.
-        """
-        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        with self._observed("permute", sent, purpose, received):
-            ends = [
-                dist.P2POp(dist.isend, sent, group=self.group, group_peer=to),
-                dist.P2POp(dist.irecv, received, group=self.group, group_peer=source),
-            ]
-            return _Works(dist.batch_isend_irecv(ends))
-
     def all_gather_objects(self, value: T) -> list[T]:
-        """Every rank's small picklable value, in order. It is never part of a step."""
+        """Every rank's small picklable value, in order. Not part of a step, and not observed."""
         if self.size == 1:
             return [value]
         values: list = [None] * self.size
@@ -252,19 +218,8 @@ class Axis:
         return values
 
     @property
-    def _sends_to_each(self) -> bool:
-        return dist.get_backend(self.group) != "nccl"
-
-    def _exchange(self, slots: list[torch.Tensor], parts: list[torch.Tensor]) -> list[Work | None]:
-        """Send each other rank its part, and receive what it has for this one into its slot."""
-        works: list[Work | None] = []
-        for step in range(1, self.size):  # every rank begins with another neighbour
-            to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-            if len(parts[to]):
-                works.append(dist.isend(parts[to], group=self.group, group_dst=to))
-            if len(slots[source]):
-                works.append(dist.irecv(slots[source], group=self.group, group_src=source))
-        return works
+    def _is_nccl(self) -> bool:
+        return dist.get_backend(self.group) == "nccl"
 
     @contextmanager
     def _observed(
@@ -273,12 +228,69 @@ class Axis:
         for tensor in (full, *others):
             if not tensor.is_contiguous():
                 raise ValueError(
-                    f"{kind} of a non-contiguous tensor {tuple(tensor.shape)}, strides {tensor.stride()}"
+                    f"{kind} of a non-contiguous tensor {tuple(tensor.shape)}, strides {tensor.stride()}: "
+                    "call contiguous() first"
                 )
         with ExitStack() as stack:
             for observer in observers if self.size > 1 else ():
                 stack.enter_context(observer(Call(kind, self.name, purpose), full, self.size))
             yield
+
+
+# gloo: each rank sends every other rank its slice, straight into place.
+
+
+def _gather_by_sends(axis: Axis, full: torch.Tensor, shard: torch.Tensor) -> Work:
+    slots = [full[chunk] for chunk in chunk_slices(len(full), axis.size)]
+    if shard.data_ptr() != slots[axis.rank].data_ptr():
+        slots[axis.rank].copy_(shard)
+    return Works(_exchange(axis, slots, [shard] * axis.size))
+
+
+def _reduce_scatter_by_sends(axis: Axis, shard: torch.Tensor, full: torch.Tensor) -> Work:
+    chunks = [full[chunk] for chunk in chunk_slices(len(full), axis.size)]
+    arrived = full.new_empty(axis.size, len(shard))
+    works = _exchange(axis, list(arrived), chunks)
+
+    def add_up() -> None:
+        total = chunks[axis.rank]
+        for step in range(1, axis.size):
+            total = torch.add(total, arrived[axis.rank - step], out=shard)
+
+    return Works(works, add_up)
+
+
+def _exchange(axis: Axis, slots: list[torch.Tensor], chunks: list[torch.Tensor]) -> list[Work | None]:
+    """Send chunk r to each other rank r, and receive its chunk into slot r."""
+    works: list[Work | None] = []
+    for step in range(1, axis.size):  # every rank begins with another neighbour
+        to, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
+        if len(chunks[to]):
+            works.append(dist.isend(chunks[to], group=axis.group, group_dst=to))
+        if len(slots[source]):
+            works.append(dist.irecv(slots[source], group=axis.group, group_src=source))
+    return works
+
+
+# NCCL requires equal slices: uneven ones are padded in a copy.
+
+
+def _gather_by_nccl(axis: Axis, full: torch.Tensor, shard: torch.Tensor) -> Work:
+    if len(full) % axis.size == 0:
+        return gather_equal(full, shard, group=axis.group, async_op=True)
+    count = -(-len(full) // axis.size)
+    padded = full.new_empty(axis.size * count)
+    work = gather_equal(padded, _pad(shard, count), group=axis.group, async_op=True)
+    return Works([work], lambda: full.copy_(padded[: len(full)]))
+
+
+def _reduce_scatter_by_nccl(axis: Axis, shard: torch.Tensor, full: torch.Tensor) -> Work:
+    if len(full) % axis.size == 0:
+        return reduce_scatter_equal(shard, full, group=axis.group, async_op=True)
+    count = -(-len(full) // axis.size)
+    mine = full.new_empty(count)
+    work = reduce_scatter_equal(mine, _pad(full, axis.size * count), group=axis.group, async_op=True)
+    return Works([work], lambda: shard.copy_(mine[: len(shard)]))
 
 
 def _pad(tensor: torch.Tensor, count: int) -> torch.Tensor:

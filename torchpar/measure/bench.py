@@ -25,7 +25,7 @@ from compare.system.facts import versions
 from compare.system.json_files import write_json
 from torchpar import PACKAGES
 from torchpar.comm import process_groups
-from torchpar.comm.collectives import Axis, _gather_equal, _reduce_scatter_equal
+from torchpar.comm.collectives import Axis, gather_equal, reduce_scatter_equal
 from torchpar.comm.mesh import device_kind
 from torchpar.launch import Rank
 from torchpar.run import now
@@ -96,8 +96,8 @@ OWN = {
 STOCK = {
     "all_reduce": lambda axis, given, result: dist.all_reduce(result, group=axis.group),
     "broadcast": lambda axis, given, result: dist.broadcast(result, group=axis.group, group_src=0),
-    "all_gather": lambda axis, given, result: _gather_equal(result, given, group=axis.group),
-    "reduce_scatter": lambda axis, given, result: _reduce_scatter_equal(result, given, group=axis.group),
+    "all_gather": lambda axis, given, result: gather_equal(result, given, group=axis.group),
+    "reduce_scatter": lambda axis, given, result: reduce_scatter_equal(result, given, group=axis.group),
     "all_to_all": lambda axis, given, result: dist.all_to_all_single(result, given, group=axis.group),
     "permute": OWN["permute"],  # `start_shift` is PyTorch's batch_isend_irecv
 }
