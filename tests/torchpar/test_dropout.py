@@ -1,4 +1,4 @@
-"""Dropout by counters: Threefry's published numbers, and the same masks in NumPy, JAX and PyTorch."""
+"""Dropout: Threefry's published numbers, and equal masks in NumPy, JAX and PyTorch."""
 
 import itertools
 import math
@@ -32,11 +32,11 @@ KNOWN = [
     ((0xFFFFFFFF, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF), (0x1CB996FC, 0xBB002BE7)),
     ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
 ]
-"""Key, counter and bits of Random123's known-answer tests."""
+"""Key, counter and bits of the known-answer tests of Random123."""
 
 
 def is_kept(keys_B2: np.ndarray, site: int, shape: tuple[int, ...], rate: float) -> np.ndarray:
-    """Mask of the kept elements of whole sequences, in NumPy: bool (B, *shape)."""
+    """NumPy's mask of the kept elements of whole sequences: bool (B, *shape)."""
     groups, rows = -(-shape[-1] // LANES), math.prod(shape[:-1])
     words = threefry(keys_B2.T[..., None], np.uint32(site), np.arange(rows * groups, dtype=np.uint32)[None])
     lanes = [half for word in words for half in (word & 0xFFFF, word >> BITS)]
@@ -49,7 +49,7 @@ def signed(words: np.ndarray) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("key", "counter", "bits"), KNOWN)
-def test_threefry_is_the_published_one(key, counter, bits):
+def test_threefry_published_numbers(key, counter, bits):
     key, counter = ([np.array([word], np.uint32) for word in words] for words in (key, counter))
     assert tuple(int(word[0]) for word in threefry(key, *counter)) == bits
     of_jax = in_jax.threefry(tuple(map(jnp.asarray, key)), *map(jnp.asarray, counter))
@@ -58,8 +58,8 @@ def test_threefry_is_the_published_one(key, counter, bits):
     assert tuple(int(word[0]) % 2**32 for word in of_torch) == bits
 
 
-def test_every_sequence_of_every_step_has_a_key_of_its_own():
-    """Threefry of the seed's two words, and of (step, number in the step), in jaxpar's form of it."""
+def test_keys_differ_by_sequence_and_step():
+    """A key is Threefry of the seed's two words and of (step, sequence of the step)."""
     seed = 2**32 + 5
     train = Train(seed=seed, batch_size=3, gradient_accumulation_steps=2)
     experiment = Experiment(model=Model(dropout=0.1), train=train)
@@ -74,7 +74,7 @@ def test_every_sequence_of_every_step_has_a_key_of_its_own():
 
 
 @pytest.mark.parametrize(("shape", "rate"), [((3, 8), 0.2), ((2, 5, 5), 0.5), ((1, 7), 0.2)])
-def test_masks_are_the_same_everywhere(shape, rate):
+def test_masks_are_equal_in_all_frameworks(shape, rate):
     keys, site = sequence_keys(2**40 + 7, 5, 2, 3)[1], site_number(3, DropoutSite.MLP_OUT)
     kept = is_kept(keys, site, shape, rate)
     assert kept.shape == (3, *shape)
@@ -89,7 +89,7 @@ def test_masks_are_the_same_everywhere(shape, rate):
     assert in_torch.Dropout(rate, DropoutSite.MLP_OUT, 3)(x) is x
 
 
-def test_a_part_of_a_batch_or_of_a_sequence_has_its_part_of_the_mask():
+def test_mask_of_some_rows():
     keys, site = sequence_keys(1, 2, 1, 2)[0], site_number(1, DropoutSite.ATTENTION_OUT)
     whole = is_kept(keys, site, (6, 10), 0.3)
     part = in_torch.is_kept(signed(keys), site, (2, 10), rate=0.3, row_R=torch.tensor([4, 5]))
@@ -99,7 +99,7 @@ def test_a_part_of_a_batch_or_of_a_sequence_has_its_part_of_the_mask():
     np.testing.assert_array_equal(is_kept(keys[1:], site, (6, 10), 0.3), whole[1:])
 
 
-def test_tensor_parallelism_says_which_rows_are_here():
+def test_dropout_rows_of_tp():
     model = Model(n_layer=2, n_head=2, n_embd=8, block_size=8, vocab_size=16, dropout=0.5)
     gpt = GPT(model)
     for sequence_parallel, sites in ((False, {DropoutSite.ATTENTION}), (True, set(DropoutSite))):
@@ -110,8 +110,8 @@ def test_tensor_parallelism_says_which_rows_are_here():
         assert {drop.site for drop in drops if drop.rank == 1} == sites
 
 
-def test_context_parallelism_says_which_rows_are_here():
-    """And tp, inside of it: heads of attention's weights (H, T, S), positions of the stream (T, C)."""
+def test_dropout_rows_of_cp():
+    """With tp inside of cp: heads of attention weights (H, T, S), positions of the stream (T, C)."""
     model = Model(n_layer=1, n_head=4, n_embd=6, block_size=8, vocab_size=16, dropout=0.5)
     keys = sequence_keys(1, 2, 1, 2)[0]
     for layout in (Layout(cp=2, tp=2, zigzag=True), Layout(cp=2, tp=2, context="ulysses")):
@@ -130,7 +130,7 @@ def test_context_parallelism_says_which_rows_are_here():
                 np.testing.assert_array_equal(got.numpy(), kept)
 
 
-def test_the_rate_is_met_and_nothing_repeats():
+def test_mask_rate_and_independence():
     numbers = {site_number(layer, site) for layer in range(5) for site in DropoutSite}
     assert len(numbers) == 5 * len(DropoutSite)
     kept = is_kept(sequence_keys(0, 0, 1, 50)[0], 0, (100, 64), 0.2)

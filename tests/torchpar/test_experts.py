@@ -1,4 +1,4 @@
-"""A GPT with experts: against a mixture of experts in NumPy, and on four gloo ranks against one device."""
+"""A GPT with experts: compared with NumPy, and on four gloo ranks with one device."""
 
 from unittest.mock import patch
 
@@ -25,7 +25,7 @@ SPEC = Model(n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=11, bias=Tr
 
 
 def values(config: Model, *, ties: bool = False) -> dict[str, np.ndarray]:
-    """Canonical weights of size about 0.3; with ties the router's are equal for all experts but the first."""
+    """Canonical weights of size about 0.3. With ties the router's are equal for all experts after the first."""
     drawn, generator = (
         Experiment(model=config, precision=Precision(dtype="float64")),
         np.random.default_rng(0),
@@ -37,7 +37,7 @@ def values(config: Model, *, ties: bool = False) -> dict[str, np.ndarray]:
 
 
 def gradients(config: Model, weights, tokens, *, remat: str = "none", chunks: int = 1):
-    """The loss, gradients by canonical name, and how often each expert was chosen."""
+    """The loss, the gradients by canonical name, and how often each expert was chosen."""
     model = GPT(config, loss_chunks=chunks).double()
     load_weights(model, weights)
     apply_remat(model.blocks, remat)
@@ -47,34 +47,32 @@ def gradients(config: Model, weights, tokens, *, remat: str = "none", chunks: in
     return loss.item(), to_arrays(named, config), model.balance.tokens_LE
 
 
-def test_a_mixture_of_experts_equals_numpy():
+@pytest.mark.parametrize(
+    ("k", "activation", "ties"),
+    [(1, "gelu", False), (2, "gelu_tanh", False), (3, "gelu", True), (4, "gelu", False)],
+)
+def test_experts_equal_numpy(k, activation, ties):
+    """The loss, and by finite differences the largest gradient of each weight of the experts."""
     tokens = np.random.default_rng(1).integers(0, 11, (2, 3, 6))
-    for k, activation, ties in (
-        (1, "gelu", False),
-        (2, "gelu_tanh", False),
-        (3, "gelu", True),
-        (4, "gelu", False),
-    ):
-        config = replace(SPEC, experts_per_token=k, activation=activation)
-        weights = values(config, ties=ties)
-        loss, found, counts = gradients(config, weights, tokens)
-        assert loss == pytest.approx(numpy_loss(config, weights, *tokens), rel=1e-13), (k, activation, ties)
-        assert counts.sum(1).tolist() == [18 * k] * 2
-        if ties:  # of equal ones the last are left: the second and third are chosen together, the fourth last
-            assert (counts[:, 1] == 18).all()
-            continue
-        for name in (
-            f"blocks.{layer}.mlp.{of}.weight" for layer in (0, 1) for of in ("router", "up", "down")
-        ):
-            place, moved = np.unravel_index(np.abs(found[name]).argmax(), found[name].shape), []
-            for step in (1e-5, -1e-5):
-                nudged = {**weights, name: weights[name].copy()}
-                nudged[name][place] += step
-                moved.append(numpy_loss(config, nudged, *tokens))
-            assert found[name][place] == pytest.approx((moved[0] - moved[1]) / 2e-5, rel=1e-6), (k, name)
+    config = replace(SPEC, experts_per_token=k, activation=activation)
+    weights = values(config, ties=ties)
+    loss, found, counts = gradients(config, weights, tokens)
+    assert loss == pytest.approx(numpy_loss(config, weights, *tokens), rel=1e-13)
+    assert counts.sum(1).tolist() == [18 * k] * 2
+    if ties:  # of equal logits the first are chosen: the second expert always, the fourth last
+        assert (counts[:, 1] == 18).all()
+        return
+    for name in (f"blocks.{layer}.mlp.{of}.weight" for layer in (0, 1) for of in ("router", "up", "down")):
+        place, nudged_losses = np.unravel_index(np.abs(found[name]).argmax(), found[name].shape), []
+        for step in (1e-5, -1e-5):
+            nudged = {**weights, name: weights[name].copy()}
+            nudged[name][place] += step
+            nudged_losses.append(numpy_loss(config, nudged, *tokens))
+        slope = (nudged_losses[0] - nudged_losses[1]) / 2e-5
+        assert found[name][place] == pytest.approx(slope, rel=1e-6), name
 
 
-def test_recomputation_and_parts_of_the_loss_change_nothing():
+def test_experts_recomputed_or_in_chunks():
     weights, tokens = values(SPEC), np.random.default_rng(1).integers(0, 11, (2, 3, 6))
     loss, expected, _ = gradients(SPEC, weights, tokens)
     for options in ({"remat": "full"}, {"remat": "dots"}, {"chunks": 3}):
@@ -102,8 +100,8 @@ ENGINES = {"manual": manual, "library": library, "compiler": compiler}
 
 @on_ranks
 @pytest.mark.parametrize("engine", ENGINES)
-def test_gradients_on_ranks_are_one_devices(rank: int, engine: str) -> None:
-    """Whoever has a part of the batch must hear of all choices: else the load-balance loss is another one."""
+def test_experts_on_ranks_equal_one_device(rank: int, engine: str) -> None:
+    """Gradients on ranks. The load-balance loss needs the choices of all ranks, as `ddp` shows."""
     config = replace(CONFIG, n_experts=4, balance=0.5)
     experiment = replace(ADAM, model=config)
     with patch.object(gpt_steps, "CONFIG", config):
@@ -114,12 +112,12 @@ def test_gradients_on_ranks_are_one_devices(rank: int, engine: str) -> None:
         for name, layout in LAYOUTS.items():
             try:
                 registry.ENGINES[f"torch-{engine}"].require(layout)
-            except ExperimentError:  # torch-library and torch-compiler have not each layout of ep
+            except ExperimentError:  # an engine without this layout of ep
                 continue
             model = make_gpt()
             parallel, mesh = make_parallel(ENGINES[engine].make_engine, layout, rank, experiment, model)
             data, router = mesh.joined(*DATA), "transformer.h.0.mlp.router.weight"
-            if name == "ddp":  # without the others' choices
+            if name == "ddp":  # with the choices of this rank only
                 backward(parallel, mesh, 0, layout)
                 wrong = parallel.gather(parallel.gradients())[router]
                 assert (wrong - expected[router]).abs().max() > 1e-6, engine
@@ -130,8 +128,8 @@ def test_gradients_on_ranks_are_one_devices(rank: int, engine: str) -> None:
             assert_same(found, {"gradients": expected}, f"{engine} {name}")
 
 
-def test_rows_are_on_their_way_as_products_take_them():
-    """In 16 bits, though the stream has 32; and their gradients."""
+def test_rows_are_sent_in_product_dtype():
+    """Rows and their gradients have 16 bits, while the stream has 32."""
     model, dtypes = GPT(SPEC), set()
     load_weights(model, {name: weight.astype("float32") for name, weight in values(SPEC).items()})
 
@@ -149,6 +147,6 @@ def test_rows_are_on_their_way_as_products_take_them():
     assert dtypes == {torch.bfloat16}
 
 
-def test_gpt2_has_no_experts():
+def test_gpt2_rejects_experts():
     with pytest.raises(ExperimentError, match=r"model.n_experts = 4: GPT-2 has no word for it"):
         from_gpt2({}, SPEC, "a file")

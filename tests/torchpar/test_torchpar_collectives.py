@@ -1,4 +1,4 @@
-"""Collectives of `torchpar.comm`, each against its definition, on four gloo ranks."""
+"""Collectives of `torchpar.comm`, compared with their definitions, on four gloo ranks."""
 
 import itertools
 from functools import partial
@@ -17,8 +17,8 @@ close = partial(torch.testing.assert_close, rtol=0.0, atol=0.0)  # whole numbers
 
 
 @on_ranks
-def test_native_collectives_agree_with_sends(rank: int) -> None:
-    """NCCL's calls, on gloo: equal pieces as they are, uneven ones through a padded copy."""
+def test_nccl_calls_equal_sends(rank: int) -> None:
+    """The calls for NCCL, on gloo, with equal shards and with uneven shards, which are padded."""
     world = axis()
     for count in (1, 3, 8, 10, 1000):
         cut = chunk_slices(count, RANKS)[rank]
@@ -37,12 +37,12 @@ def test_native_collectives_agree_with_sends(rank: int) -> None:
 
 
 @on_ranks
-def test_strided_tensors_are_refused(rank: int) -> None:
+def test_strided_tensor_is_rejected(rank: int) -> None:
     with pytest.raises(ValueError, match="non-contiguous"):
         axis().all_reduce(torch.zeros(3, 2).t())
 
 
-def test_pieces_cover_everything_once_and_are_equal_but_for_the_last():
+def test_chunk_slices_cover_all_elements():
     for count, ranks in itertools.product((0, 1, 3, 10, 4097), (1, 2, 3, 8)):
         cuts = chunk_slices(count, ranks)
         assert [i for cut in cuts for i in range(cut.start, cut.stop)] == list(range(count))
@@ -52,7 +52,7 @@ def test_pieces_cover_everything_once_and_are_equal_but_for_the_last():
 
 
 @on_ranks
-def test_an_axis_over_a_group_is_called_what_it_is(rank: int) -> None:
+def test_axis_is_named_after_its_group(rank: int) -> None:
     pairs, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
     of_pairs = Axis.from_group(pairs)
     assert axis().name == "world"

@@ -1,4 +1,4 @@
-"""Context parallelism by hand, on four gloo ranks, in float64: attention in three ways, a GPT, bytes, hops.
+"""Context parallelism by hand, on four gloo ranks, in float64: attention, a GPT, bytes and hops.
 
 The oracles are PyTorch's `scaled_dot_product_attention` over whole sequences, and the same GPT on one rank.
 """
@@ -45,23 +45,23 @@ close = partial(torch.testing.assert_close, rtol=1e-13)
 
 
 def attention(layout: Layout, rank: int, *whole: torch.Tensor) -> list[torch.Tensor]:
-    """This rank's y, dq, dk and dv, from whole q, k, v and dy (B, T, H, D)."""
+    """This rank's y, dq, dk and dv, from q, k, v and dy (B, T, H, D) of whole sequences."""
     core = CausalAttention(Model(), 1)
     way = context_parallel.CORES[layout.context](core, axis(), layout)
-    *q_k_v, dy = (own(x, layout, rank) for x in whole)
+    *q_k_v, dy = (local_positions(x, layout, rank) for x in whole)
     leaves = [x.clone().requires_grad_() for x in q_k_v]
     y = way(*leaves)
     y.backward(dy.to(y.dtype))
     return [y.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def own(x_BTHD: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+def local_positions(x_BTHD: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
     return x_BTHD[:, torch.tensor(order_of_positions(x_BTHD.shape[1], layout)).chunk(RANKS)[rank]]
 
 
 @on_ranks
-def test_each_way_is_the_attention_of_whole_sequences(rank: int) -> None:
-    """Also with fewer heads of keys and values, and where scores are far apart; in bfloat16 nearly."""
+def test_attention_equals_whole_sequences(rank: int) -> None:
+    """With grouped queries, with large scores, and approximately in bfloat16."""
     for kv_heads, scale in ((8, 1.0), (4, 1.0), (4, 30.0)):
         whole = [normal(2, 24, heads, 3, seed=heads) for heads in (8, kv_heads, kv_heads, 8)]
         whole[0] = scale * whole[0]
@@ -75,15 +75,15 @@ def test_each_way_is_the_attention_of_whole_sequences(rank: int) -> None:
             narrow = attention(layout, rank, *(x.bfloat16() for x in whole)) if scale == 1.0 else []
             for what, right in enumerate(expected):
                 said = partial("{1}, {2}: {0}".format, what, name)
-                close(got[what], own(right, layout, rank), msg=said, atol=1e-13 * scale)
+                close(got[what], local_positions(right, layout, rank), msg=said, atol=1e-13 * scale)
                 if narrow:
                     assert narrow[what].dtype == torch.bfloat16
                     assert (narrow[what] - got[what]).norm() < 0.05 * got[what].norm(), (what, name)
 
 
 @on_ranks
-def test_hops_begin_before_the_blocks_that_the_mask_leaves(rank: int) -> None:
-    """h a hop, f and b a block forward and backward. In zigzag all ranks have as many."""
+def test_ring_hops_overlap_blocks(rank: int) -> None:
+    """h is a hop, f and b are a block forward and backward. With zigzag all ranks have as many blocks."""
     whole, done = [normal(1, 16, 2, 3, seed=seed) for seed in range(4)], list[str]()
 
     def noted(letter: str, owner: object, name: str) -> AbstractContextManager:
@@ -107,17 +107,17 @@ def test_hops_begin_before_the_blocks_that_the_mask_leaves(rank: int) -> None:
 
 
 @on_ranks
-def test_a_gpt_equals_one_device(rank: int) -> None:
+def test_cp_gpt_equals_one_device(rank: int) -> None:
     expected = reference(ADAM)
     for name, layout in GPTS.items():
         assert_same(train(manual.make_engine, layout, rank, ADAM)[0], expected, name)
 
 
 @on_ranks
-def test_what_is_sent_is_the_closed_form(rank: int) -> None:
+def test_cp_sends_closed_form(rank: int) -> None:
     for name, layout in GPTS.items():
         if layout.tp > 1:
-            continue  # of a vocabulary that tp does not divide it is not
+            continue  # tp does not divide the vocabulary, and the closed form requires it
         parallel, mesh = make_parallel(manual.make_engine, layout, rank, ADAM)
         for step in range(2):
             with counted() as counts:

@@ -1,4 +1,4 @@
-"""Costs of torch-manual's FSDP, and when they arise: pieces, peaks, order, on four gloo ranks."""
+"""FSDP of torch-manual: its peak of memory and the order of its gathers, on four gloo ranks."""
 
 from unittest.mock import patch
 
@@ -32,7 +32,7 @@ def transient(sharded: FSDP) -> list[torch.Tensor]:
 
 
 def watched(sharded: FSDP) -> MemorySink:
-    """It knows what is there before a pass."""
+    """A memory sink that knows the tensors from before the pass."""
     return MemorySink({"parameters": sharded.parameters(), "gathered parameters": transient(sharded)})
 
 
@@ -41,7 +41,7 @@ def most_gathered(memory: MemorySink) -> int:
 
 
 @on_ranks
-def test_peak_is_the_shard_and_two_units(rank: int) -> None:
+def test_peak_is_shard_and_two_units(rank: int) -> None:
     layers, width = 8, 64
     sharded = sharded_by_layer(stack(layers, width))
     unit = (width * width + width) * 8
@@ -58,8 +58,8 @@ def test_peak_is_the_shard_and_two_units(rank: int) -> None:
             sharded.finish_gradient_synchronization()
         assert most_gathered(memory) == 2 * unit
         beyond.append((memory.result().peak.total - 2 * shards - activations) / unit)
-    # Gradients: a unit's buffer and a layer's gradient on its way in, a unit under way and its exchange. The
-    # least of some steps: gloo's thread may drop the tensors of a collective that is done a moment late.
+    # Gradients: a unit's buffer, a layer's gradient, and a unit that is reduced with its exchange. This is
+    # the minimum of several steps: gloo's thread may free the tensors of a finished collective late.
     assert min(beyond) <= 2 + 4, beyond
     assert shards == pytest.approx(layers * unit / RANKS, rel=0.01)
     memory = watched(sharded)
@@ -69,7 +69,7 @@ def test_peak_is_the_shard_and_two_units(rank: int) -> None:
 
 
 @on_ranks
-def test_a_unit_is_gathered_while_the_one_before_runs(rank: int) -> None:
+def test_next_unit_is_gathered_ahead(rank: int) -> None:
     module = stack(3)
     order: list[str] = []
     start_gather = Unit.start_gather

@@ -1,4 +1,4 @@
-"""torchpar's names and shapes, recomputation and norm, in one process."""
+"""torchpar's model on one device: names and shapes, recomputation, the norm, and options of the model."""
 
 from functools import partial
 
@@ -35,7 +35,7 @@ NANOGPT = """
 ln_1.weight 32, ln_1.bias 32, attn.c_attn.weight 96 32, attn.c_attn.bias 96, attn.c_proj.weight 32 32,
 attn.c_proj.bias 32, ln_2.weight 32, ln_2.bias 32, mlp.c_fc.weight 128 32, mlp.c_fc.bias 128,
 mlp.c_proj.weight 32 128, mlp.c_proj.bias 32"""
-"""Names and shapes in a block."""
+"""Names and shapes of the parameters of a block."""
 
 
 def test_names_and_shapes_are_nanogpts():
@@ -54,7 +54,7 @@ def test_names_and_shapes_are_nanogpts():
     assert model.lm_head.weight is model.get_parameter("transformer.wte.weight")
 
 
-def test_recomputation_changes_neither_gradients_nor_names():
+def test_recomputation_keeps_gradients_and_names():
     for remat in ("dots", "full"):
         plain, again = gpt(), gpt()
         runs = {"plain": 0, "again": 0}
@@ -62,7 +62,7 @@ def test_recomputation_changes_neither_gradients_nor_names():
 
             def count(*_, key=key, runs=runs):
                 runs[key] += 1
-                for _ in range(runs[key]):  # the second time another mark, as FSDP2 has them
+                for _ in range(runs[key]):  # the second run has one more mark, as with FSDP2
                     with torch.profiler.record_function("mark"):
                         pass
 
@@ -76,8 +76,8 @@ def test_recomputation_changes_neither_gradients_nor_names():
             assert torch.equal(parameter.grad, other.grad), name
 
 
-def test_the_norm_is_as_accurate_as_float32_allows():
-    """PyTorch's own is off by 7e-5 where a float32 tensor is large."""
+def test_norm_is_accurate_in_float32():
+    """PyTorch's own norm of a large float32 tensor is off by 7e-5."""
     random, large = np.random.default_rng(0), 3_500_000
     for sizes in ((large,), (large, 7, ROW, ROW + 1), (0, 5), (1,)):
         arrays = [random.standard_normal(size, np.float32) for size in sizes]
@@ -90,8 +90,8 @@ def test_the_norm_is_as_accurate_as_float32_allows():
         assert not norm_of_all([torch.ones(2), spoiled]).isfinite()
 
 
-def of_today(sizes: Model, weights: dict[str, torch.Tensor], *batch: torch.Tensor) -> torch.Tensor:
-    """The loss of nanochat's parts, from canonical weights, in PyTorch's own functions."""
+def loss_in_pytorch(sizes: Model, weights: dict[str, torch.Tensor], *batch: torch.Tensor) -> torch.Tensor:
+    """The loss of nanochat's options, from canonical weights, in PyTorch's own functions."""
     group, (ids, targets) = sizes.n_head // sizes.n_kv_head, batch
     norm = partial(F.rms_norm, normalized_shape=(sizes.n_embd,), eps=sizes.norm_eps)
     pairs = sizes.n_embd // sizes.n_head // 2
@@ -113,15 +113,15 @@ def of_today(sizes: Model, weights: dict[str, torch.Tensor], *batch: torch.Tenso
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def test_options_of_today_are_pytorchs_own():
-    """Loss and every gradient; keys and values are this model's own, fewer than its queries."""
+def test_model_options_equal_pytorch():
+    """RoPE, grouped queries, RMSNorm and squared ReLU: the loss and every gradient."""
     sizes = replace(SIZES, activation="relu_squared", norm="rmsnorm", n_kv_head=2, position="rope")
     random = np.random.default_rng(0)
     arrays = {row.name: random.normal(0, 0.3, row.shape) for row in parameter_table(sizes)}
     model, weights = GPT(sizes).double(), {name: torch.tensor(w) for name, w in arrays.items()}
     load_weights(model, arrays)
     leaves = {name: w.requires_grad_() for name, w in weights.items()}
-    expected = of_today(sizes, leaves, *tokens())
+    expected = loss_in_pytorch(sizes, leaves, *tokens())
     expected.backward()
     _, loss = model(*tokens())
     loss.backward()
@@ -132,5 +132,5 @@ def test_options_of_today_are_pytorchs_own():
     keys = torch.zeros(3, 2, dtype=torch.int32)
     for module in model.modules():
         if isinstance(module, Dropout):
-            module.rate = 0.0  # the way without the fused kernel
+            module.rate = 0.0  # explicit attention weights, without the fused kernel
     assert abs(model(*tokens(), keys)[1].item() / expected.item() - 1) < 1e-14

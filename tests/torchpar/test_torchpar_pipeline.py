@@ -1,6 +1,6 @@
-"""torchpar.manual.run_pipeline over modules of all kinds, on four gloo ranks, in float64.
+"""`run_pipeline` of torch-manual on four gloo ranks, in float64.
 
-The oracle is the same modules one after the other on one rank, over the same microbatches.
+The reference is the same modules, one after the other on one rank, over the same microbatches.
 
 Shapes: M microbatches, B batch, T sequence, C features.
 """
@@ -35,9 +35,9 @@ close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-15)
 
 
 class Odd(nn.Module):
-    """A stage with a convolution, a norm, and a shared linear layer, and perhaps recomputation.
+    """A stage with a convolution, a norm and a linear layer that runs twice, perhaps recomputed.
 
-    Token ids go into the first one, and all else into the others.
+    The first stage takes token ids, the other stages activations.
     """
 
     def __init__(self, stage: int, *, recomputes: bool):
@@ -60,7 +60,7 @@ class Odd(nn.Module):
 
 
 def make_stages(count: int, *, recomputes: bool = False) -> list[nn.Module]:
-    """The whole model, the same on all ranks."""
+    """All stages of the model, equal on all ranks."""
     return [Odd(stage, recomputes=recomputes).double() for stage in range(count)]
 
 
@@ -129,12 +129,12 @@ def test_every_schedule_equals_one_rank(rank: int, name: str, chunks: int) -> No
             data, own = make_data(microbatches), own_stages(schedule, rank, mine)
             pipeline = Pipeline(own, schedule, axis())
             with counted() as sent:
-                for _ in range(2):  # a second step finds nothing left of the first
+                for _ in range(2):  # the second step starts without state of the first
                     reference = expected(whole, data)
                     close(pipeline.run(*data), reference)
                     for number, module in own.items():
                         assert_same_gradients(whole[number], module)
-                    with torch.no_grad():  # an evaluation leaves the gradients alone
+                    with torch.no_grad():  # an evaluation changes no gradient
                         close(pipeline.run(*data), reference)
                     for number, module in own.items():
                         assert_same_gradients(whole[number], module)
@@ -166,7 +166,7 @@ def test_data_parallel_stages_reduce_once(rank: int) -> None:
             assert reduced == sum(p.nbytes for p in both.parameters())
 
 
-def test_a_send_is_waited_for_once_a_message_proves_that_it_arrived():
+def test_send_is_waited_for_once_arrived():
     for name, chunks in SCHEDULES:
         for ranks in (1, 2, 3, 4):
             schedule = make_schedule(name, ranks=ranks, microbatches=3 * ranks, chunks=chunks)

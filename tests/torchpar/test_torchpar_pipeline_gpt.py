@@ -19,7 +19,7 @@ SMALL = Model(n_layer=4, n_head=2, n_embd=8, block_size=8, vocab_size=16, bias=T
 
 
 @on_ranks
-def test_copies_of_a_tied_weight_stay_equal(rank: int) -> None:
+def test_tied_copies_stay_equal(rank: int) -> None:
     for layout in (
         Layout(pp=4, microbatches=4),
         Layout(pp=2, dp_shard=2, zero=1, microbatches=2),

@@ -1,6 +1,6 @@
-"""Tensor parallelism by hand, on four gloo ranks, in float64: mappings, layers, vocabulary, a GPT, mistakes.
+"""Tensor parallelism by hand, on four gloo ranks, in float64: functions, vocabulary and a GPT.
 
-The oracle is the same module, whole, on one rank. Shapes: B batch, T sequence, C channels.
+The reference is the same module on one rank. Shapes: B batch, T sequence, C channels.
 """
 
 import copy
@@ -41,7 +41,7 @@ close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-14)
 
 
 @on_ranks
-def test_each_mapping_and_its_backward(rank: int) -> None:
+def test_each_function_and_its_backward(rank: int) -> None:
     mine, weight = normal(3, 8, seed=rank), normal(3, 8, seed=9)
     total = sum(normal(3, 8, seed=r) for r in range(RANKS))
     joined = torch.cat([normal(3, 8, seed=r) for r in range(RANKS)], 1)
@@ -60,8 +60,8 @@ def test_each_mapping_and_its_backward(rank: int) -> None:
 
 
 @on_ranks
-def test_embedding_and_loss_over_a_vocabulary_that_does_not_divide(rank: int) -> None:
-    for vocab in (10, 5, 2, 8):  # 5 and 2 leave ranks with padding alone
+def test_embedding_and_loss_of_uneven_vocabulary(rank: int) -> None:
+    for vocab in (10, 5, 2, 8):  # with 5 and 2 some ranks have only padding
         ids = torch.arange(14).remainder(vocab).view(2, 7)
         targets = ids.roll(1).flatten()
         whole = nn.Embedding(vocab, 4, dtype=torch.float64)
@@ -82,7 +82,7 @@ def test_embedding_and_loss_over_a_vocabulary_that_does_not_divide(rank: int) ->
 
 
 @on_ranks
-def test_loss_of_extreme_and_of_bfloat16_logits(rank: int) -> None:
+def test_loss_of_extreme_and_16_bit_logits(rank: int) -> None:
     logits, targets = 1e4 * normal(6, 8), torch.arange(6)
     cross_entropy = VocabParallelCrossEntropy(axis(), vocab_size=8)
     close(cross_entropy(share(logits, rank, 1), targets), F.cross_entropy(logits, targets))
@@ -99,7 +99,7 @@ def batch() -> tuple[torch.Tensor, ...]:
 
 
 class OtherCore(nn.Module):
-    """An attention core of a user's."""
+    """Another attention core."""
 
     def forward(self, q_BTHD: torch.Tensor, k_BTHD: torch.Tensor, v_BTHD: torch.Tensor) -> torch.Tensor:
         assert q_BTHD.shape[2] == CONFIG.n_head // RANKS
@@ -144,8 +144,8 @@ def split_gradients(model: GPT, *, sequence_parallel: bool, remat: str = "none")
 
 
 @on_ranks
-def test_a_gpt_from_outside(rank: int) -> None:
-    """Also with another attention core in the place of its own, which sees this rank's heads."""
+def test_tp_gpt_equals_one_device(rank: int) -> None:
+    """With and without another attention core, which has this rank's heads."""
     expected = whole_gradients()
     for sequence_parallel in (False, True):
         for remat in ("none", "dots", "full"):
@@ -156,8 +156,8 @@ def test_a_gpt_from_outside(rank: int) -> None:
                     close(got[name], tensor, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_dtensor_sums_over_tp_and_then_over_all_axes_of_data_at_once():
-    """Of a gradient that is partial along all three, on one of eight ranks, of which no other runs."""
+def test_dtensor_sums_over_tp_before_data():
+    """A gradient that is partial along three axes; one of eight ranks runs."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
         devices = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("tp", "dp_replicate", "cp"))

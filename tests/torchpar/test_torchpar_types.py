@@ -1,16 +1,15 @@
-"""torch-manual's strategies under spmd_types: typed on one process, without ranks; gradients by duality.
+"""torch-manual's strategies under spmd_types, on one process: types of tensors and of their gradients.
 
 A tensor has a type along a mesh axis, and so has its gradient:
 
-    R   replicated: equal on all ranks    P, a part of a sum that is to be made
-    I   invariant: equal on all ranks     I, equal, too
-    V   varying: each rank has its own    V
-    P   partial: a part of a sum          R
+    R   replicated: equal on all ranks       gradient P
+    I   invariant: equal on all ranks        gradient I
+    V   varying: different on each rank      gradient V
+    P   partial: to be summed over ranks     gradient R
 
-Megatron's f and g, and their kin under sequence parallelism, are the casts between them. What is sent by
-`dist.all_reduce`, `all_gather` and `reduce_scatter` in place, spmd_types types by itself; sends and receives
-it does not see. Each strategy passes as it is, and is refused with one collective forgotten or made twice: at
-the operator at which two types meet that do not go together.
+Megatron's f and g are the casts between the types. spmd_types itself knows the in-place collectives, but not
+sends and receives. Each strategy passes as it is. With a collective left out, or run twice, it is rejected at
+the operator where two types do not match.
 """
 
 from collections.abc import Generator, Sequence
@@ -43,7 +42,7 @@ def type_of(x: Any, axis: Axis) -> Any:
 
 
 def typed(x: torch.Tensor, axis: Axis, to: Any) -> torch.Tensor:
-    """x, which is of this type from now on, or has been; SpmdTypeError if it is of another one."""
+    """x with this type. Raises SpmdTypeError: it has another type."""
     return spmd.assert_type(x, {axis.group: to})
 
 
@@ -77,7 +76,7 @@ def exchanged(*, x: torch.Tensor, axis: Axis, split: int, join: int) -> Any:
 
 
 def of_cross_entropy(loss_N: torch.Tensor, *, logits_NV: torch.Tensor, targets_N: Any, axis: Axis) -> None:
-    """A loss that is equal on all ranks, of logits that are not."""
+    """A loss that is equal on all ranks, from logits that differ."""
     rules.ignore(targets_N)
     typed(logits_NV, axis, V)
     typed(loss_N, axis, I)
@@ -103,7 +102,7 @@ TYPES = {
 
 @contextmanager
 def one_rank(name: str) -> Generator[Axis]:
-    """An axis of several ranks of which only this one runs; what it sends goes nowhere."""
+    """An axis of several ranks, of which only this one runs. Its messages go nowhere."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     how = {"attribute": "spmd_typecheck", "create": True}
     try:
@@ -120,10 +119,9 @@ def one_rank(name: str) -> Generator[Axis]:
 
 
 def split_gradients(axis: Axis, *, sequence_parallel: bool) -> list[torch.Tensor]:
-    """Of a GPT that tp splits: those of whole parameters. Its split ones vary, the others are equal.
+    """Gradients of the replicated parameters of a GPT that tp splits. Split parameters vary.
 
-    Under sequence parallelism a whole parameter meets a part of the positions: it is replicated, and its
-    gradient partial.
+    With sequence parallelism a replicated parameter sees some of the positions, so its gradient is partial.
     """
     model = make_gpt()
     layers = tensor_parallel.split_layers(model, axis, sequence_parallel=sequence_parallel)
@@ -144,7 +142,7 @@ def split_gradients(axis: Axis, *, sequence_parallel: bool) -> list[torch.Tensor
 
 @contextmanager
 def sums_noted(slots: Sequence[torch.Tensor]) -> Generator[list]:
-    """Types after each all-reduce; what it fills is copied back into the slots, which are whole then."""
+    """Record the type after each all-reduce, whose result is copied into the slots."""
     right, noted = Axis.all_reduce, []
 
     def all_reduce(axis: Axis, tensor: torch.Tensor, **options: Any) -> None:
@@ -158,7 +156,7 @@ def sums_noted(slots: Sequence[torch.Tensor]) -> Generator[list]:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallelism_is_well_typed(sequence_parallel):
+def test_types_of_tensor_parallelism(sequence_parallel):
     with one_rank("tp") as axis:
         gradients = split_gradients(axis, sequence_parallel=sequence_parallel)
         assert {type_of(gradient, axis) for gradient in gradients} == ({P} if sequence_parallel else set())
@@ -185,14 +183,14 @@ FORGOTTEN = {
 
 
 @pytest.mark.parametrize(("sequence_parallel", "plant", "operator"), FORGOTTEN.values(), ids=FORGOTTEN)
-def test_a_forgotten_mapping_is_a_type_error(sequence_parallel, plant, operator):
+def test_types_reject_forgotten_collective(sequence_parallel, plant, operator):
     with one_rank("tp") as axis, patch.object(*plant), pytest.raises(SpmdTypeError) as refused:
         split_gradients(axis, sequence_parallel=sequence_parallel)
     assert operator in str(refused.value)
 
 
 def replica_sums(axis: Axis, *, means: object = P, times: int = 1) -> set:
-    """Types of the gradients of a replica, after their reduction; its loss is a part of a mean."""
+    """Types of the reduced gradients of a replica, whose loss is a partial mean."""
     model, ids_BT = make_gpt(), TOKENS_BT.clone()
     axis_of = dict.fromkeys(model.parameters(), axis)
     how = {"gradient_sync": "naive", "bucket_size_mb": 0.0, "ranks": RANKS}
@@ -216,7 +214,7 @@ def replica_sums(axis: Axis, *, means: object = P, times: int = 1) -> set:
         return {type_of(bucket.buffer, axis) for bucket in model.buckets}
 
 
-def test_gradients_of_replicas_that_are_not_summed_or_twice_are_told():
+def test_types_of_data_parallel_sums():
     with one_rank("dp_replicate") as axis:
         assert replica_sums(axis) == {R}
     with one_rank("dp_replicate") as axis, patch.object(Axis, "start_all_reduce"):
@@ -228,8 +226,8 @@ def test_gradients_of_replicas_that_are_not_summed_or_twice_are_told():
 
 
 @pytest.mark.parametrize("way", ["allgather", "ring", "ulysses"])
-def test_under_context_parallelism_gradients_are_parts_of_a_sum(way):
-    """All of the weights, and the loss is each rank's own: a mean over cp is to be made of both."""
+def test_types_of_context_parallelism(way):
+    """The loss varies over cp, and the gradients are partial sums: the mean over cp is computed later."""
     layout, ids_BT, cpu = Layout(cp=RANKS, context=way), TOKENS_BT[:, :2].clone(), torch.device("cpu")
     model = make_gpt()
     with one_rank("cp") as axis:
