@@ -25,7 +25,7 @@ SPEC = Model(n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=11, bias=Tr
 
 
 def values(config: Model, *, ties: bool = False) -> dict[str, np.ndarray]:
-    """Canonical weights of size about 0.3. With ties the router's are equal for all experts after the first."""
+    """Canonical weights of size about 0.3. With ties the router's are equal for experts after the first."""
     drawn, generator = (
         Experiment(model=config, precision=Precision(dtype="float64")),
         np.random.default_rng(0),
