@@ -53,7 +53,7 @@ class Faults(Study, frozen=True, kw_only=True):
     engines: tuple[StudiedName, ...] = ()
     """Engines to plant faults in. Default: all."""
     names: tuple[str, ...] = ()
-    """Which faults. Default: all."""
+    """Names of the faults. Default: all."""
     devices: int = DEVICES
     """Devices of data parallelism. Faults of other layouts have their own numbers of devices."""
 
@@ -76,7 +76,7 @@ class Faults(Study, frozen=True, kw_only=True):
         """Run a case; with a mistake in the code, from a patched copy of the source."""
         if not (diffs := diffs_of(case)):
             return super().launch(case, place, **how)
-        # The copy is beside the record: on several hosts all of them read this folder.
+        # All hosts of a run share the run folder: the copy goes there.
         with tempfile.TemporaryDirectory(dir=place.parent, prefix=f"{place.name}.source-") as source:
             patched_copy(Path(source), diffs, packages_of(diffs))
             record = super().launch(case, place, source=Path(source), **how)

@@ -1,14 +1,15 @@
-"""Pythons that are warm: `python -m torchpar ...` as the fork of a process that has imported it.
+"""Warm Pythons: `python -m torchpar ...` runs as a fork of a process that has imported torchpar.
 
-An interpreter takes 2 to 4 seconds of CPU time to import a framework, and the tests start some four hundred.
-`python()` is a program that takes the same command line. Of `-m compare`, `-m jaxpar` and `-m torchpar` it
-asks a server for a fork, which gets its arguments, environment, folder, files and signals, and whose end is
-its own. All else, and whatever sets what is read at an import, is done by the real interpreter.
+An interpreter needs 2 to 4 seconds of CPU time to import a framework, and the tests start four hundred.
+`python()` returns a program with the command line of Python. For `-m compare`, `-m jaxpar` and `-m torchpar`
+the program asks a server for a fork. The fork gets the arguments, environment, folder, files and signals.
+The program ends with the exit code of the fork. Other modules run in the real interpreter. So do programs
+with other variables of `READ_AT_IMPORT` than the server has.
 `-m tests.support.warm` calls a test's function in a fork that has PyTorch: see `start_forked`.
 
     server ── fork ── monitor ── fork ── the program, in a session of its own
                          │
-    program that was started: sends signals on, ends as the other ends; if it is killed, so is the other
+    started program: forwards signals; ends when the fork ends; if it is killed, the fork is killed
 """
 
 import atexit
@@ -61,7 +62,7 @@ SET_BY_IMPORT = "TORCHINDUCTOR_CACHE_DIR"
 MAX_MESSAGE = 100_000
 ITSELF = "tests.support.warm"
 
-# Begins 100 times as fast as what it stands for: nothing is imported that it does not use.
+# It starts 100 times as fast as the real program: it imports nothing that it does not use.
 CLIENT = """#!{real} -ISE
 import json, os, signal, sys, time
 def really():
@@ -190,7 +191,7 @@ def serve(module: str, folder: str) -> NoReturn:
     try:
         for name in PRELOADED[module]:
             importlib.import_module(name)
-    except BaseException:  # a real interpreter says it to whoever waits
+    except BaseException:  # a real interpreter then prints the error
         Path(folder, f"{module}.begun").unlink()
         raise
     if module == "compare":
@@ -213,7 +214,7 @@ def serve(module: str, folder: str) -> NoReturn:
 
 
 def leave_pictures_out() -> None:
-    """Pages have pictures' names and nothing in them: each takes a tenth of a second.
+    """Leave pictures empty: to draw one takes a tenth of a second.
 
     Tests that look at pictures draw them in their own process, or with the real interpreter.
     """
@@ -225,14 +226,14 @@ def leave_pictures_out() -> None:
 
 
 def reap() -> None:
-    """Wait for the monitors that have ended: so their CPU time is the tests', for whoever measures it."""
+    """Wait for the monitors that have ended, so that their CPU time counts for the tests."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
 def monitor(connection: socket.socket, folder: Path) -> NoReturn:
-    """Fork the program that a client asks for, pass its signals on, tell it the end."""
+    """Fork the program that a client requests, forward signals to it, and send the client its exit code."""
     message, files, _, _ = socket.recv_fds(connection, MAX_MESSAGE, 3)
     client, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     child = os.fork()

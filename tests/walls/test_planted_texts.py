@@ -36,7 +36,7 @@ def wrong(name: str, diff: Diff, folder: Path) -> str:
 
 
 def undefined_names(folder: Path) -> str:
-    """What ruff says of names that the files in a folder read and nothing defines."""
+    """The undefined names that ruff finds in the files of a folder; '' for none."""
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select", "F821", "-q"]
     done = subprocess.run(
         [*command, "--output-format", "concise", str(folder)], capture_output=True, text=True
