@@ -1,4 +1,4 @@
-"""Plan of a command, which starts nothing: `--dry_run`."""
+"""`--dry_run`: the cases of a study before anything starts, with their memory and what is refused."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,31 +26,45 @@ from compare.theory.peak import peak_estimate, peak_per_device
 ESTIMATED = ("activations", "logits")
 UNREAD = "-"  # in place of a digest: the data is opened, and not read to its end
 
-
 Row = dict[str, Any]
-"""One case, before anything is allocated: bytes of the fullest device by kind, and why it is refused."""
+"""A case: bytes of the fullest device by kind, and the reason why it is refused."""
+TITLE = (
+    f"The fullest device: {', '.join(KINDS)} in closed form; {', '.join(ESTIMATED)}, with gathered "
+    f"parameters, buffers and temporaries, estimated"
+)
+COLUMNS = (
+    Column[Row]("case", lambda case: case["name"]),
+    Column[Row]("synchronisation", lambda case: case["gradient_sync"] or "refused"),
+    Column[Row]("devices", lambda case: case["devices"], "d"),
+    *(
+        Column[Row](kind, lambda case, kind=kind: case["memory"][kind], human_bytes)
+        for kind in (*KINDS, *ESTIMATED)
+    ),
+    Column[Row]("all", lambda case: sum(case["memory"].values()), human_bytes),
+)
 
 
 def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json: bool) -> int:
-    """Print what each case would be, hold and be refused for. Returns 0, or the code of the first refusal."""
+    """Print the plan of a study. Returns 0, or the exit code of the first refusal."""
     experiment, platform, tokens = outcome.experiment, outcome.platform, list[int]()
-    attempts = (
-        lambda: tokens.append(len(open_corpus(experiment, validated_sha256=UNREAD).train)),
-        lambda: check_weights(init_from, experiment),
-        lambda: [require_resumable(name, resume) for name in described(resume, outcome.cases, experiment)],
-    )
     errors = {
-        name: _refusal(partial(require_case, case.engine, case.experiment, platform=platform, hosts=hosts))
+        name: _error(partial(require_case, case.engine, case.experiment, platform=platform, hosts=hosts))
         for name, case in outcome.cases.items()
     }
-    refusals = [error for attempt in attempts if (error := _refusal(attempt))]
+    inputs = [
+        _error(lambda: tokens.append(len(open_corpus(experiment, validated_sha256=UNREAD).train))),
+        _error(lambda: check_weights(init_from, experiment)),
+        _error(
+            lambda: [require_resumable(name, resume) for name in described(resume, outcome.cases, experiment)]
+        ),
+    ]
+    refusals = [error for error in inputs if error]
     refused = next(filter(None, [*errors.values(), *refusals]), None)
-    cases = [_planned(name, case, platform, errors[name]) for name, case in outcome.cases.items()]
+    cases = [_row(name, case, platform, errors[name]) for name, case in outcome.cases.items()]
     unread = bool(init_from) and format_of_side(Path(init_from))
     can_run = f"all of it can run, if {init_from} fits, which is read then" if unread else "all of it can run"
     verdict = f"this would be refused: {refused}" if refused else can_run
     on_host = max(case["on_host"] for case in cases)
-    count = f"{len(cases)} case{'s' * (len(cases) != 1)}"
     steps = next(iter(outcome.cases.values())).experiment.train.max_iters
     facts = {
         "layout": "; ".join(dict.fromkeys(case["layout"] for case in cases)),
@@ -61,7 +75,8 @@ def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json
     }
     found = Findings(
         title="dry run",
-        sentence=f"dry run: {count} of {steps} steps; nothing was started; {verdict}",
+        sentence=f"dry run: {len(cases)} case{'s' * (len(cases) != 1)} of {steps} steps; nothing was "
+        f"started; {verdict}",
         value={
             "experiment": experiment,
             "platform": platform,
@@ -84,8 +99,7 @@ def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json
     return 0 if not refused else MISSING if isinstance(refused, EnvironmentMissing) else BAD_REQUEST
 
 
-def _refusal(attempt: Callable[[], object]) -> Exception | None:
-    """Why an attempt is refused; None if it is not."""
+def _error(attempt: Callable[[], object]) -> Exception | None:
     try:
         attempt()
     except (ExperimentError, RecordError, EnvironmentMissing) as error:
@@ -93,7 +107,7 @@ def _refusal(attempt: Callable[[], object]) -> Exception | None:
     return None
 
 
-def _planned(name: str, case: Case, platform: str, refusal: Exception | None) -> Row:
+def _row(name: str, case: Case, platform: str, refusal: Exception | None) -> Row:
     engine, experiment = ENGINES[case.engine], case.experiment
     by_kind, sizes = peak_estimate(case.engine, experiment), peak_per_device(case.engine, experiment)
     fullest = sizes.index(max(sizes))
@@ -108,19 +122,3 @@ def _planned(name: str, case: Case, platform: str, refusal: Exception | None) ->
         "memory": memory,
         "refusal": str(refusal or ""),
     }
-
-
-TITLE = (
-    f"The fullest device: {', '.join(KINDS)} in closed form; {', '.join(ESTIMATED)}, with what is gathered, "
-    f"buffers and temporaries, estimated"
-)
-COLUMNS = (
-    Column[Row]("case", lambda case: case["name"]),
-    Column[Row]("synchronisation", lambda case: case["gradient_sync"] or "refused"),
-    Column[Row]("devices", lambda case: case["devices"], "d"),
-    *(
-        Column[Row](kind, lambda case, kind=kind: case["memory"][kind], human_bytes)
-        for kind in (*KINDS, *ESTIMATED)
-    ),
-    Column[Row]("all", lambda case: sum(case["memory"].values()), human_bytes),
-)

@@ -1,7 +1,7 @@
-"""The rows of the grid as lessons: and the run that each is built from.
+"""Lessons: the strategies, their files in each engine, and the run that each lesson shows.
 
-A strategy has the same file name in each engine's folder. Its lesson shows one real run, of a small
-experiment under one preset, with all engines that can express it.
+A strategy has the same file name in each engine's folder. Its lesson shows one real run of a small experiment
+under one preset, with all engines that can run it.
 """
 
 from pathlib import Path
@@ -12,21 +12,21 @@ from compare.spec.axes import CP, DP_REPLICATE, DP_SHARD, EP, PP, TP
 from compare.spec.engines.registry import JAX, TORCH
 
 FOLDERS = {e.name: f"{side.name}/{e.folder}" for side in (JAX, TORCH) for e in side.engines}
-"""The folder of each engine's lessons."""
+"""Engine -> the folder of its strategies."""
 SOURCES = Path(__file__).parents[2]
-"""The folder of both sides, which is beside `compare`."""
+"""The folder of both sides."""
 
 
 class Lesson(Struct, frozen=True):
-    """One row of the grid."""
+    """One strategy."""
 
     title: str
     axis: str
-    """The mesh axis that it is about."""
+    """Its mesh axis."""
     preset: str
     devices: int
     experiment: str = "check"
-    """What its run trains: float64 and small, with every feature that can go wrong."""
+    """The experiment of its run: small, in float64, with biases and accumulation."""
 
 
 LESSONS = {
@@ -40,7 +40,7 @@ LESSONS = {
 
 
 def run_command(strategy: str) -> str:
-    """The command that makes the same run without a lesson."""
+    """The command of a lesson's run."""
     lesson = LESSONS[strategy]
     return f"shardpair run {lesson.experiment} --preset {lesson.preset} --devices {lesson.devices}"
 

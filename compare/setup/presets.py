@@ -1,7 +1,7 @@
-"""Layouts by the names people know them by: each is a few fields of `Layout`, given the devices.
+"""Presets: layouts by their usual names, for any number of devices.
 
-A preset gives the degrees, and the settings that it is named for: zero of zero1, gradient_sync of ddp_flat.
-What a user says of a setting wins: a flag always, the experiment's file where the name leaves it open.
+A preset sets the degrees, and the settings that it is named for: zero of zero1, gradient_sync of ddp_flat.
+Of other settings a flag wins over the experiment's file, and the file over the preset.
 """
 
 import contextlib
@@ -20,21 +20,21 @@ MICROBATCHES = "microbatches"
 
 
 class Preset(Struct, frozen=True):
-    """A way of spreading a run over N devices."""
+    """A layout over any number of devices."""
 
     description: str
     axis: str = ""
-    """All devices that `fixed` leaves are along this one."""
+    """The axis of all devices that the `fixed` degrees do not use."""
     named: Fields = {}
-    """The other degrees, and the settings that the preset is named for."""
+    """Its other degrees, and the settings that it is named for."""
     devices: int = 4
-    """How many devices it takes if nobody says: 8 where a layout has three dimensions."""
+    """Default number of devices: 8 with three axes."""
     ranks_per_ep: int = 0
-    """Of a model with experts: dp_shard over ep; 0 where the layout has no ep."""
+    """dp_shard / ep; 0 without expert parallelism."""
 
     @property
     def fixed(self) -> int:
-        """Devices along the axes whose degrees are fixed: N is a multiple of them, and more."""
+        """Product of the fixed degrees. The number of devices is a larger multiple of it."""
         return math.prod(int(str(value)) for key, value in self.named.items() if key in AXES)
 
 
@@ -71,10 +71,10 @@ PRESETS = {
     ),
     "fsdp_cp": Preset("fully sharded x context parallel", CP, FSDP),
     "cp_tp": Preset("context x tensor and sequence parallel", CP, {"tp": 2, **SP}),
-    "ep": Preset("data parallel, experts shared out", DP_SHARD, ranks_per_ep=1),
-    "fsdp_ep": Preset("fully sharded, experts shared out", DP_SHARD, {"zero": 3}, ranks_per_ep=1),
-    "fsdp_ep_half": Preset("fully sharded, experts by pairs", DP_SHARD, {"zero": 3}, ranks_per_ep=2),
-    "ep_tp": Preset("experts shared out x tensor parallel", DP_SHARD, {"tp": 2}, ranks_per_ep=1),
+    "ep": Preset("data x expert parallel", DP_SHARD, ranks_per_ep=1),
+    "fsdp_ep": Preset("fully sharded x expert parallel", DP_SHARD, {"zero": 3}, ranks_per_ep=1),
+    "fsdp_ep_half": Preset("fully sharded x expert parallel, pairs", DP_SHARD, {"zero": 3}, ranks_per_ep=2),
+    "ep_tp": Preset("expert x tensor parallel", DP_SHARD, {"tp": 2}, ranks_per_ep=1),
     "pp": Preset("pipeline, 1F1B", PP),
     "pp_gpipe": Preset("pipeline, GPipe", PP, {"schedule": "gpipe", "chunks": 1}),
     "pp_interleaved": Preset("pipeline, interleaved 1F1B", PP, INTERLEAVED, devices=2),
@@ -87,9 +87,9 @@ PRESETS = {
 }
 
 SECTIONS = ("model", "optimizer", "train", "precision", "layout")
-"""Sections whose fields a size or a variant may change; all train on the same data."""
+"""Sections whose fields a size or a variant may change."""
 CLASSIC = ("ddp", "zero1", "zero2", "fsdp", "tp")
-"""The strategies that are compared with each other most."""
+"""Default presets of `shardpair sweep`."""
 
 _AXIS_OF = {
     "schedule": PP,
@@ -107,7 +107,7 @@ SPREAD = (*AXES, *_AXIS_OF, "gradient_sync")
 
 
 def check_names(flag: str, what: str, names: Sequence[str], known: Iterable[str]) -> None:
-    """Raise ExperimentError, naming the flag, for an unknown or repeated name."""
+    """Reject an unknown or repeated name. Raises ExperimentError, with the flag."""
     for name, count in Counter(names).items():
         if name not in known:
             raise ExperimentError(f"{flag} {name}: no such {what} (there are {', '.join(known)})")
@@ -116,8 +116,9 @@ def check_names(flag: str, what: str, names: Sequence[str], known: Iterable[str]
 
 
 def several_presets(names: Sequence[str], model: Model, devices: int | None = None) -> dict[str, int]:
-    """The presets of --presets, `all` for all of several devices that mean something for the model, and the
-    devices of each. Raises ExperimentError.
+    """The presets of --presets with their devices. Raises ExperimentError.
+
+    `all` is all presets of several devices that fit the model.
     """
     chosen = [name for name in PRESETS if _is_for(name, model)] if tuple(names) == ("all",) else names
     check_names("--presets", "preset", chosen, PRESETS)
@@ -125,7 +126,7 @@ def several_presets(names: Sequence[str], model: Model, devices: int | None = No
 
 
 def _is_for(name: str, model: Model) -> bool:
-    """Whether `all` has a preset: without experts none of ep, and with experts no pipeline."""
+    """Whether a preset fits a model: ep needs experts, and a pipeline cannot have them."""
     preset = PRESETS[name]
     has_pipeline = preset.axis == PP
     return bool(preset.axis) and not (has_pipeline if model.n_experts else preset.ranks_per_ep)
@@ -183,7 +184,7 @@ def spread(
 
 
 def _fields(name: str, devices: int) -> Fields:
-    """The layout's fields that a preset gives; of a pipeline's microbatches it is only a proposal."""
+    """Fields of the layout that a preset sets. The number of microbatches is a proposal."""
     preset = PRESETS[name]
     fixed, axis = preset.fixed, preset.axis
     if devices < 1:
@@ -201,10 +202,7 @@ def _fields(name: str, devices: int) -> Fields:
 
 
 def edits_of(text: str) -> dict[str, dict[str, object]]:
-    """Fields and their values: `train.batch_size=8,layout.remat=full`, by section; {} of ''.
-
-    Raises ExperimentError.
-    """
+    """The values of `train.batch_size=8,layout.remat=full`, by section and field. Raises ExperimentError."""
     edits: dict[str, dict[str, object]] = {}
     for part in text.split(",") if text else ():
         key, equals, value = part.strip().partition("=")
@@ -220,7 +218,7 @@ def edits_of(text: str) -> dict[str, dict[str, object]]:
 
 
 def _value(text: str) -> object:
-    """A value as TOML writes it, or else the text itself: `full` needs no quotes."""
+    """A TOML value, or else the text itself: `full` needs no quotes."""
     try:
         read: Mapping[str, object] = msgspec.toml.decode(f"value = {text}")
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""`--resume`: which checkpoint each engine of a run goes on from, and whether it can."""
+"""`--resume`: the checkpoint that each engine continues from, and checks that it can."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,30 +13,30 @@ from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, differing_keys
 
 MAY_DIFFER = ("layout.", "checkpoint.", "data.", "train.max_iters")
-"""Settings that a resumed run may change without a word; of the data the digest counts."""
+"""Settings that a resumed run may change silently. Of the data the digest is checked."""
 
 
 def any_checkpoint(source: Path) -> Path:
-    """A checkpoint as it is, or the newest one of an engine's run. Raises CheckpointError: there is none."""
+    """The checkpoint in a folder, or the newest of an engine's run. Raises CheckpointError: there is none."""
     if (source / DESCRIPTION).is_file():
         return source
     if steps := checkpoints_in(source / CHECKPOINTS):
         return steps[max(steps)]
     if engines := [path for path in sorted(source.glob(f"*/{CHECKPOINTS}")) if checkpoints_in(path)]:
-        raise CheckpointError(f"{source} is a run of several: give one, such as {engines[0].parent}")
+        raise CheckpointError(f"{source} is a run of several engines: give one, such as {engines[0].parent}")
     raise CheckpointError(
-        f"{source}: no checkpoint is there: give a checkpoint, or the folder of a run with "
-        f"--checkpoint.every; shardpair convert makes one of nanoGPT's, Hugging Face's or orbax's"
+        f"{source}: there is no checkpoint: give a checkpoint, or the folder of a run with "
+        f"--checkpoint.every; `shardpair convert` reads nanoGPT's, Hugging Face's and orbax's"
     )
 
 
 def described(
     source: str, engines: Iterable[str], experiment: Experiment, corpus_sha256: str = ""
 ) -> dict[str, tuple[Path, Checkpoint]]:
-    """The checkpoint that each engine goes on from, and what it says of itself; {} without a source.
+    """Engine -> its checkpoint and the description in it; {} without a source.
 
-    From a checkpoint, or the folder of an engine's run, all of them; from that of a paired run each from its
-    own: the newest after the same step. Raises CheckpointError: there is none, or of another training.
+    All engines continue from one checkpoint or one engine's run; from a paired run, each from its own newest
+    checkpoint of a common step. Raises CheckpointError: there is none, or it is of another training.
     """
     if not source:
         return {}
@@ -46,8 +46,8 @@ def described(
         if not common:
             steps = "; ".join(f"{name} {', '.join(map(str, of)) or 'none'}" for name, of in own.items())
             raise CheckpointError(
-                f"--resume {source}: there is no step after which all have a checkpoint ({steps}): give the "
-                f"folder of one of them, from which all go on"
+                f"--resume {source}: the engines have no checkpoint of the same step ({steps}): give the "
+                f"folder of one engine, from which all continue"
             )
         folders = {name: of[max(common)] for name, of in own.items()}
     else:
@@ -61,7 +61,7 @@ def described(
 def resumes(
     source: str, engines: Iterable[str], experiment: Experiment, corpus_sha256: str
 ) -> dict[str, ResumePoint]:
-    """What each engine is asked to go on from, after every file of it was read. Raises as `described`."""
+    """Engine -> its resume point, after all files of the checkpoint were read. Raises CheckpointError."""
     found = described(source, engines, experiment, corpus_sha256)
     for folder in {folder for folder, _ in found.values()}:
         CheckpointReader(folder).verify()
@@ -76,23 +76,24 @@ def resumes(
 
 
 def require_resumable(engine: str, source: str, init_from: str = "") -> None:
-    """Refuse what cannot go on from a checkpoint. Raises ExperimentError."""
+    """Reject an engine that cannot resume, or other weights. Raises ExperimentError."""
     if source and ENGINES[engine].is_peer:
         raise ExperimentError(
             f"--resume {source}: {engine} cannot begin with a checkpoint: leave it out of --engines"
         )
     if source and init_from:
         raise ExperimentError(
-            f"--init_from {init_from} beside --resume {source}: a checkpoint has its own weights: give one"
+            f"--init_from {init_from} with --resume {source}: a checkpoint has its own weights: give one of "
+            f"them"
         )
 
 
 def require_continues(
     checkpoint: Checkpoint, experiment: Experiment, folder: Path, *, corpus_sha256: str = ""
 ) -> None:
-    """Refuse an experiment that is another training than the checkpoint's; '' leaves the data alone.
+    """Reject an experiment that is another training than the checkpoint's. Raises CheckpointError.
 
-    Raises CheckpointError.
+    Data is compared by digest, unless `corpus_sha256` is ''.
     """
     there, here = checkpoint.experiment, experiment
     model = differing_model(there, here)
@@ -102,32 +103,32 @@ def require_continues(
     dtypes = [storage_dtype(of) for of in (there, here)]
     why = ""
     if model:
-        why = f"it is of another model: {', '.join(model)}"
+        why = f"it has another model: {', '.join(model)}: set --model.* so"
     elif has != wants:
-        why = f"it has the state of {has}, and {wants} is asked for: begin anew with --init_from"
+        why = f"it has the state of {has}, not of {wants}: give its weights with --init_from"
     elif dtypes[0] != dtypes[1]:
         why = f"its numbers are {dtypes[0]}: set --precision.dtype {there.precision.dtype}"
     elif there.train.seed != here.train.seed:
-        why = f"its data comes in the order of train.seed = {there.train.seed}, not of {here.train.seed}"
+        why = f"its data has the order of train.seed = {there.train.seed}, not of {here.train.seed}: set it"
     elif corpus_sha256 and checkpoint.corpus_sha256 and checkpoint.corpus_sha256 != corpus_sha256:
-        why = f"it was trained on other tokens than data.source = {here.data.source} has: give those"
+        why = f"it was trained on other tokens than those of data.source = {here.data.source}: give those"
     elif checkpoint.step >= here.train.max_iters:
         why = (
-            f"it is at step {checkpoint.step} of train.max_iters = {here.train.max_iters}: nothing is left "
-            f"to train; raise --train.max_iters"
+            f"it is at step {checkpoint.step} of train.max_iters = {here.train.max_iters}: raise "
+            f"--train.max_iters"
         )
     if why:
         raise CheckpointError(f"--resume {folder}: {why}")
 
 
 def differing_model(there: Experiment, here: Experiment) -> list[str]:
-    """In which fields two models differ, but for dropout, which is the training's."""
+    """Fields in which two models differ, except dropout, which may change."""
     lines = differing_keys(there, here)
     return [line for line in lines if line.startswith("model.") and not line.startswith("model.dropout")]
 
 
 def changed_settings(source: str, engines: Iterable[str], experiment: Experiment) -> list[str]:
-    """What a resumed run asks for differently, and may, but not without a word."""
+    """Differences from the checkpoint that are allowed and printed."""
     found = described(source, engines, experiment).values()
     changes = {line for _, there in found for line in differing_keys(experiment, there.experiment)}
     return sorted(line for line in changes if not line.startswith(MAY_DIFFER))

@@ -1,4 +1,4 @@
-"""A state that another program wrote, as a checkpoint of ours; and `--init_from`, weights to begin with."""
+"""States of other programs as checkpoints of shardpair, and `--init_from`, initial weights."""
 
 import tempfile
 from collections.abc import Mapping
@@ -27,14 +27,14 @@ ORBAX_METADATA = "_CHECKPOINT_METADATA"
 def as_checkpoint(
     source: Path, folder: Path, base: Experiment | None = None, *, pythons: Mapping[str, str]
 ) -> CheckpointReader:
-    """A checkpoint, every file of which was read: the source's own, or one made in `folder`.
+    """A verified checkpoint: the source itself, or one written to `folder`.
 
-    `base` says what nanoGPT and Hugging Face do not; its precision wins over nanoGPT's dtype unless it is the
-    default.
+    `base` has the settings that nanoGPT and Hugging Face do not save. Its precision, unless the default, wins
+    over nanoGPT's dtype.
 
     Raises:
         ExperimentError: the source cannot be read safely, or does not fit.
-        EnvironmentMissing: the side that reads its format cannot be run here.
+        EnvironmentMissing: the side that reads its format cannot run here.
     """
     own = None
     if foreign := format_of_side(source):
@@ -55,7 +55,7 @@ def as_checkpoint(
 
 
 def format_of_side(source: Path) -> str:
-    """The format of a source that a side has to read (`Side.converts`); '' if it is read here."""
+    """The format of a source that a side must read (`Side.converts`); '' if this process reads it."""
     if source.suffix in PICKLES:
         return "nanogpt"
     return "orbax" if (source / ORBAX_METADATA).is_file() else ""
@@ -64,12 +64,10 @@ def format_of_side(source: Path) -> str:
 def freeze_weights(
     source: str, experiment: Experiment, folder: Path, *, pythons: Mapping[str, str]
 ) -> dict[str, str]:
-    """Check a user's weights, and write them to `folder`/init.safetensors in the dtype of training.
+    """Check initial weights, and write them to `folder`/init.safetensors in the dtype of training.
 
-    Returns fields of the request: path and fingerprint, or none where the seed gives them.
-
-    `source` is safetensors with canonical or nanoGPT's names, or what `as_checkpoint` reads; '' for none.
-    Raises as that.
+    Returns fields of the request: path and fingerprint; {} without a source. `source` is safetensors with
+    canonical or nanoGPT's names, or anything that `as_checkpoint` reads. Raises as `as_checkpoint`.
     """
     if not source:
         return {}
@@ -80,7 +78,7 @@ def freeze_weights(
 
 
 def check_weights(source: str, experiment: Experiment) -> None:
-    """Refuse a user's weights, unless a side has to read them. Raises ExperimentError."""
+    """Reject initial weights that do not fit, unless a side must read them. Raises ExperimentError."""
     path = Path(source)
     if source and not (path.exists() and format_of_side(path)):
         _weights(path, experiment, Path(), pythons={})
@@ -89,7 +87,7 @@ def check_weights(source: str, experiment: Experiment) -> None:
 def _weights(
     source: Path, experiment: Experiment, folder: Path, *, pythons: Mapping[str, str]
 ) -> dict[str, np.ndarray]:
-    """The weights of any source, in the dtype of training. Raises as `freeze_weights`."""
+    """The weights of any source, in the dtype of training. Raises as `as_checkpoint`."""
     origin, model = f"--init_from {source}", experiment.model
     if not source.is_dir() and (why := why_not_readable(source)):
         raise ExperimentError(f"{origin} {why}")
@@ -108,5 +106,5 @@ def _weights(
         if any(name.startswith((*WRAPPERS, TRANSFORMER, HEAD)) for name in weights):
             weights = from_gpt2(weights, model, origin, is_linear=True)
     if differing := differing_model(Experiment(model=model), experiment):
-        raise ExperimentError(f"{origin}: it is of another model: {', '.join(differing)}: set --model.* so")
+        raise ExperimentError(f"{origin}: it has another model: {', '.join(differing)}: set --model.* so")
     return checked_weights(weights, experiment, origin)

@@ -43,7 +43,7 @@ REFUSED = {
     "run --data.source missing.txt": "missing.txt does not exist",
     "run --data.source folder": "folder is a folder without train.bin; give",
     "run --data.source nanogpt": "nanogpt/prepare.py` makes; give",
-    "sample several": "several is a run of several: give one, such as several/jax-manual",
+    "sample several": "several is a run of several engines: give one, such as several/jax-manual",
     "run --data.source empty.txt": "empty.txt is empty",
     "run --data.source short.txt": "too few for model.block_size = 64",
     "run --data.source odd.bin": "odd.bin has an odd number of bytes (2001)",

@@ -91,11 +91,11 @@ def test_what_cannot_go_on_is_refused_and_nothing_is_started(spec, shardpair, tm
         return done.stderr
 
     run = ("run", "tiny.toml", "--run_dir", "no", "--resume", str(given), "--engines", "torch-manual")
-    assert "no checkpoint is there" in refused("run", "tiny.toml", "--run_dir", "no", "--resume", "nowhere")
+    assert "there is no checkpoint" in refused("run", "tiny.toml", "--run_dir", "no", "--resume", "nowhere")
     assert "give the folder of a run" in refused("resume")
-    assert "no checkpoint is there" in refused("resume", "nowhere")
-    assert "it is of another model: model.n_layer = 2 instead of 4" in refused(*run, "--model.n_layer", "4")
-    assert "nothing is left to train" in refused(*run)
+    assert "there is no checkpoint" in refused("resume", "nowhere")
+    assert "it has another model: model.n_layer = 2 instead of 4" in refused(*run, "--model.n_layer", "4")
+    assert "raise --train.max_iters" in refused(*run)
     longer = (*run, "--train.max_iters", "20")
     assert "it has the state of adamw (m, v), and sgd (-) is asked for" in refused(
         *longer, "--optimizer.name", "sgd"
