@@ -1,4 +1,4 @@
-"""Paired experiments from Python: what the commands of `shardpair` do, for scripts and notebooks.
+"""The commands of `shardpair` as functions, for scripts and notebooks.
 
     from compare.api import experiment, run
 
@@ -8,8 +8,7 @@
     result["jax-manual"].loss                                      # an array, a number for each step
     result["torch-manual"].tensors("gradients")["embedding.token"]  # an array (V, C)
 
-Each engine runs in processes of its own, as from the command line: neither JAX nor PyTorch is imported
-here.
+Each engine runs in its own processes, as from the command line. Neither JAX nor PyTorch is imported here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +22,7 @@ from msgspec import Struct
 from compare.commands.registry import STUDIES, read_study
 from compare.contract.record import MANIFEST, Manifest, Record, read_record, read_tensors
 from compare.contract.request import Rung
-from compare.formats.nanogpt_config import load_experiment
+from compare.formats.nanogpt import load_experiment
 from compare.judge.outcome import Outcome
 from compare.run.study import PAGES, Study, findings_in, write_page_of
 from compare.show.findings import Findings
@@ -32,81 +31,81 @@ from compare.spec.experiment import Experiment, ExperimentError, parse, revalida
 __all__ = ["Result", "Training", "check", "experiment", "read", "run", "study"]
 
 NOT_OPTIONS = {"experiment", "continue_", "dry_run", "json", "given", "line"}
-"""Of the command line alone."""
+"""Fields that options cannot set."""
 
 
 class Training(Struct, frozen=True, kw_only=True):
-    """One engine's finished run: its steps as arrays, its tensors by name."""
+    """A finished run of one engine: its steps as arrays, its tensors by name."""
 
     name: str
     record: Record
     loss: np.ndarray
-    """Mean cross-entropy in nats before each step's update: float64 (steps,), as the other curves."""
+    """Mean cross-entropy in nats before each step's update, float64 (steps,), like the other curves."""
     grad_norm: np.ndarray
     """Global norm of the gradients before clipping."""
     lr: np.ndarray
     """Learning rate of each step."""
     step_time_ms: np.ndarray
-    """Wall time of each step, the first ones included."""
+    """Wall time of each step."""
 
     @property
     def manifest(self) -> Manifest:
-        """How it was made, and what it cost beyond its steps."""
+        """Versions, devices, memory and times of the run."""
         return self.record.manifest
 
     def tensors(self, rung: str) -> Mapping[str, np.ndarray]:
-        """The tensors of a rung of the ladder, such as gradients or later_weights, by canonical name.
+        """Tensors of a rung of the ladder, such as gradients or later_weights, by canonical name.
 
         Raises:
-            ValueError: no such rung, or the run did not leave it.
+            ValueError: no such rung, or the run did not record it.
         """
         if tensors := read_tensors(self.record.folder, Rung(rung)):
             return tensors
-        raise ValueError(f"{self.name} left no {rung}: see --ladder and --keep_tensors")
+        raise ValueError(f"{self.name} has no {rung}: see --ladder and --keep_tensors")
 
 
 class Result(Struct, frozen=True, kw_only=True):
-    """What a study found. Prints as its sentence; `result["jax-manual"]` is one engine's run."""
+    """The result of a study. `result["jax-manual"]` is one engine's run."""
 
     outcome: Outcome
-    """Every value that was kept, verdicts with the error on every rung, failures."""
+    """Values, verdicts with the error on every rung, failures."""
     findings: Findings
-    """Tables, figures and sentences; `findings.value` is what --json prints."""
+    """Tables, figures and sentences; `findings.value` is the object that --json prints."""
     folder: Path
-    """Where outcome.json is; `read` reads it again."""
+    """Folder of outcome.json, for `read`."""
     trainings: dict[str, Training]
-    """Every finished run whose record was kept, by its case's name."""
+    """Finished runs whose records were kept, by case."""
 
     @property
     def passed(self) -> bool:
-        """True if every case finished, and all is as it should be."""
+        """Whether every case finished and passed."""
         return self.findings.passed
 
     @property
     def report(self) -> Path | None:
-        """The page that `run` writes, to be opened in a browser; None where there is none."""
+        """The HTML report of a run; None for other studies."""
         page = self.folder / PAGES["run"]
         return page if page.is_file() else None
 
     def sentence(self) -> str:
-        """The outcome in one line."""
+        """The result in one line."""
         return self.findings.sentence
 
     def errors(self) -> dict[str, dict[str, float]]:
-        """The relative error of every case but references on every rung: errors()[case][rung]."""
+        """Relative errors of every compared case on every rung: errors()[case][rung]."""
         verdicts = self.outcome.verdicts
         return {of.candidate: {result.rung: result.error for result in of.rungs} for of in verdicts}
 
     def __getitem__(self, name: str) -> Training:
-        """One case's run."""
+        """The run of a case."""
         return self.trainings[name]
 
     def __iter__(self) -> Iterator[Training]:
-        """Every finished run, the reference first."""
+        """Finished runs, the reference first."""
         return iter(self.trainings.values())
 
     def __repr__(self) -> str:
-        """The sentence, as a notebook shows it."""
+        """The folder and the sentence, for notebooks."""
         return f"<{type(self).__name__} {self.folder}: {self.sentence()}>"
 
 
@@ -114,7 +113,7 @@ def experiment(name: str | Path = "demo", **sections: Mapping[str, object]) -> E
     """A named experiment, a TOML file or one of nanoGPT's config files, with other values in some fields.
 
     Args:
-        name: as on the command line.
+        name: a name or file, as on the command line.
         sections: fields by section: `train={"max_iters": 5}, model={"n_layer": 2}`.
 
     Raises:
@@ -127,7 +126,7 @@ def experiment(name: str | Path = "demo", **sections: Mapping[str, object]) -> E
 
 
 def run(experiment: Experiment | str | Path = "demo", **options: Any) -> Result:
-    """`shardpair run`, with a report; tensors are kept unless keep_tensors=False. Raises as `study`."""
+    """`shardpair run` with a report. Tensors are kept unless keep_tensors=False. Raises as `study`."""
     return study("run", experiment, **{"keep_tensors": options.get("ladder", True), **options})
 
 
@@ -137,18 +136,18 @@ def check(experiment: Experiment | str | Path = "check", **options: Any) -> Resu
 
 
 def study(name: str, experiment: Experiment | str | Path = "demo", **options: Any) -> Result:
-    """Answer a question that is declared in compare/commands, such as "bench": `shardpair NAME`.
+    """`shardpair NAME`, such as "bench", with a page.
 
         study("bench", "demo", presets=["ddp"], devices=[2], rounds=2).findings.sentence
 
     Args:
-        name: the word of its command: a key of `compare.commands.registry.STUDIES`.
-        experiment: a name, a TOML file, or what `experiment` returned.
-        options: the command's flags by their names: see `shardpair NAME --help`.
+        name: a key of `compare.commands.registry.STUDIES`.
+        experiment: a name, a TOML file, or the result of `experiment`.
+        options: the command's flags by name: see `shardpair NAME --help`.
 
     Raises:
-        ExperimentError, EnvironmentMissing: before anything is started.
-        EngineError: nothing finished. If only some did, `result.outcome.failures` says why.
+        ExperimentError, EnvironmentMissing: before anything starts.
+        EngineError: no case finished. If some did, `result.outcome.failures` has the causes.
     """
     if name not in STUDIES:
         raise ExperimentError(f"{name}: no such study (there are {', '.join(STUDIES)})")
@@ -159,7 +158,7 @@ def study(name: str, experiment: Experiment | str | Path = "demo", **options: An
 
 
 def read(folder: str | Path) -> Result:
-    """The result of a study that was made before. Raises RecordError: there is none, or it is garbled."""
+    """The result of an earlier study. Raises RecordError: there is none, or it is damaged."""
     command, outcome = read_study(Path(folder))
     return _result(command, outcome, Path(folder))
 
@@ -181,7 +180,7 @@ def _training(name: str, record: Record) -> Training:
 
 
 def _command(command: type[Study], experiment: Experiment | str | Path, options: Mapping[str, Any]) -> Study:
-    """The command as its command line would give it."""
+    """The study with these options."""
     if isinstance(experiment, Experiment):
         name, default = "notebook", revalidate(experiment)
     else:

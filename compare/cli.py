@@ -1,7 +1,7 @@
-"""The command line: which command, which defaults, which exit code.
+"""The command line.
 
-Exit codes: 0 all is well; 1 the comparison failed or an engine did; 2 bad usage or a bad experiment;
-3 this machine lacks something; 4 it was asked to end early, and says what is saved; 130 Ctrl-C.
+Exit codes: 0 success; 1 a comparison or an engine failed; 2 bad usage or a bad experiment; 3 this machine
+lacks something; 4 the run was asked to end early, and saved its state; 130 Ctrl-C.
 """
 
 import importlib.metadata
@@ -10,6 +10,7 @@ import platform
 import re
 import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ from compare.commands.report import Report
 from compare.commands.sample import Sample
 from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.flags import ExperimentFlags, defaults_for
-from compare.formats.nanogpt_config import begins_with, in_our_words, is_config, notes_on
+from compare.formats.nanogpt import DTYPE, is_config, read_config, translated_flags
 from compare.run.study import Study
 from compare.spec.experiment import ExperimentError
 from compare.system.tensors import RecordError
@@ -35,8 +36,8 @@ from compare.terminal import errors_console, printable
 
 OTHERS: dict[str, dict[str, tuple[Any, str]]] = {
     "Train and compare": {
-        "report": (Report, "show a finished run again, and write its page anew"),
-        "diff": (Diff, "two finished runs of any settings: numbers, settings, costs"),
+        "report": (Report, "show a finished run again, and rewrite its page"),
+        "diff": (Diff, "compare two finished runs: numbers, settings, costs"),
     },
     "Prove": {},
     "Measure": {
@@ -48,44 +49,44 @@ OTHERS: dict[str, dict[str, tuple[Any, str]]] = {
     "Read": {
         "lesson": (ReadLesson, "one strategy in every engine, side by side, on a page"),
         "list": (List, "names of experiments, presets, faults, engines, lessons"),
-        "doctor": (Doctor, "what is installed, and which devices there are"),
+        "doctor": (Doctor, "installed packages, and devices"),
     },
     "Use a trained model": {
-        "convert": (Convert, "a training's state into another format: nanoGPT, Hugging Face"),
+        "convert": (Convert, "convert a checkpoint: nanoGPT, Hugging Face, orbax"),
         "sample": (Sample, "draw text from a checkpoint"),
     },
 }
-"""Commands that are no studies, in groups: a study says itself where it belongs."""
+"""Commands that are not studies, by group of `shardpair --help`. Studies declare their group."""
 COMMANDS = STUDIES | {word: command for group in OTHERS.values() for word, (command, _) in group.items()}
 HEAD = """usage: shardpair COMMAND [arguments]
 Sharded training in JAX and in PyTorch, side by side: proven equal, measured."""
 TAIL = """Begin with      shardpair run                  (a minute; results in runs/)
-More of one     shardpair COMMAND --help       (every flag, with examples)
-Of most         --dry_run: what would run; --json: for machines; also --version"""
+Then            shardpair COMMAND --help       (every flag, with examples)
+Most commands   --dry_run: print the plan; --json: for programs; also --version"""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line. Returns the exit code; SystemExit after --help or a malformed flag is tyro's."""
+    """Run the command line. Returns the exit code. tyro raises SystemExit for --help and malformed flags."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    os.environ.pop("MPLBACKEND", None)  # a kernel's, which matplotlib may not find here; a Figure needs none
+    os.environ.pop("MPLBACKEND", None)  # set by notebooks; no backend is needed
     try:
         try:
             return _dispatch(arguments)
         finally:
             sys.stdout.flush()
     except (ExperimentError, RecordError) as error:
-        code, said = 2, str(error)
+        code, message = 2, str(error)
     except EnvironmentMissing as error:
-        code, said = 3, str(error)
+        code, message = 3, str(error)
     except EngineError as error:
-        code, said = error.exit_code, str(error)  # its log was shown when it failed
+        code, message = error.exit_code, str(error)  # its log was printed when it failed
     except KeyboardInterrupt as interrupt:
-        code, said = 130, str(interrupt) or "interrupted; every process was ended"
+        code, message = 130, str(interrupt) or "interrupted; every process was ended"
     except BrokenPipeError:
-        errors_console().on_broken_pipe()  # exits with 1, silent as rich is where it prints itself
+        errors_console().on_broken_pipe()  # exits with 1
     except OSError as error:
-        code, said = 2 if isinstance(error, FileNotFoundError | PermissionError) else 1, str(error)
-    errors_console().print(f"shardpair: error: {printable(said)}", style="red")
+        code, message = 2 if isinstance(error, FileNotFoundError | PermissionError) else 1, str(error)
+    errors_console().print(f"shardpair: error: {printable(message)}", style="red")
     return code
 
 
@@ -100,59 +101,58 @@ def _dispatch(arguments: list[str]) -> int:
             return 0
         case [word, *_] if word.startswith("--tyro-"):  # completion for a shell, over all commands
             tyro.extras.subcommand_cli_from_dict(COMMANDS, args=arguments, prog="shardpair")
-    notes = list[str]()
-    takes_experiment = arguments and issubclass(COMMANDS.get(arguments[0], object), ExperimentFlags)
-    if takes_experiment and len(arguments) > 1 and is_config(arguments[1]):
-        flags, notes = in_our_words(arguments[1], arguments[2:])
+    command_type: Any = COMMANDS.get(arguments[0], object) if arguments else object
+    config, notes = None, list[str]()
+    if len(arguments) > 1 and issubclass(command_type, ExperimentFlags) and is_config(arguments[1]):
+        config = read_config(Path(arguments[1]))
+        flags, notes = translated_flags(arguments[1], arguments[2:])
         arguments = [*arguments[:2], *flags]
-    command, name = parse(arguments)
-    if not isinstance(command, ExperimentFlags):
-        return command()
-    has_weights = not isinstance(command, Study) or command.init_from or command.source or command.continue_
-    if (begin := begins_with(name)) and not has_weights:
-        raise ExperimentError(
-            f"{name}: init_from = {begin}: give weights with --init_from, or a checkpoint with --resume"
-        )
-    for note in dict.fromkeys([*notes_on(name, command.given), *notes]):
-        errors_console().print(f"{printable(name)}: {printable(note)}", style="yellow")
+    command = parse(arguments)
+    if config:
+        has_weights = not isinstance(command, Study) or command.init_from or command.source
+        if config.init_from and not (has_weights or command.continue_):
+            raise ExperimentError(
+                f"{arguments[1]}: init_from = {config.init_from}: give weights with --init_from, or a "
+                f"checkpoint with --resume"
+            )
+        for note in dict.fromkeys([*config.notes, *notes]):
+            if note != DTYPE or "precision.dtype" not in command.given:
+                errors_console().print(f"{printable(arguments[1])}: {printable(note)}", style="yellow")
     return command()
 
 
-def parse(arguments: list[str]) -> tuple[Any, str]:
-    """A command with its arguments, and the experiment that they override; nothing is started.
+def parse(arguments: list[str]) -> Any:
+    """A command with its arguments.
 
     Raises:
-        ExperimentError: no such command or experiment, or one that is not given first.
-        SystemExit: code 0 after --help; 2 after tyro said what is wrong with a flag.
+        ExperimentError: no such command or experiment, or the experiment is not the first argument.
+        SystemExit: code 0 after --help; 2 after tyro printed an error of a flag.
     """
     if not arguments or arguments[0] not in COMMANDS:
-        said = f"{arguments[0]}: no such command" if arguments else "give a command, such as shardpair run"
-        raise ExperimentError(f"{said}; see shardpair --help")
+        wrong = f"{arguments[0]}: no such command" if arguments else "give a command, such as shardpair run"
+        raise ExperimentError(f"{wrong}; see shardpair --help")
     word, *line = arguments
     command, prog = COMMANDS[word], f"shardpair {word}"
     if not issubclass(command, ExperimentFlags):
-        return tyro.cli(command, args=line, prog=prog, use_underscores=True), "demo"
-    is_named = line and not line[0].startswith("-")
-    name = line[0] if is_named else command.default
-    default = defaults_for(command, name)
-    found = tyro.cli(command, args=line, prog=prog, use_underscores=True, default=default)
+        return tyro.cli(command, args=line, prog=prog, use_underscores=True)
+    name = line[0] if line and not line[0].startswith("-") else command.default
+    found = tyro.cli(command, args=line, prog=prog, use_underscores=True, default=defaults_for(command, name))
     if found.experiment != name:
         raise ExperimentError(
             f"unexpected argument {found.experiment}: the experiment must come first, and switches take no "
             f"value: see shardpair {word} --help"
         )
-    line_of = shlex.join(["shardpair", *arguments])
-    return msgspec.structs.replace(found, given=flags_in(line), line=line_of), name
+    return msgspec.structs.replace(found, given=flags_in(line), line=shlex.join(["shardpair", *arguments]))
 
 
 def flags_in(line: list[str]) -> frozenset[str]:
-    """Fields that a command line gives, such as `rounds` and `layout.reshard_after_forward`."""
+    """Fields that a command line sets, such as `rounds` and `layout.reshard_after_forward`."""
     names = (word.partition("=")[0][2:].replace("-", "_") for word in line if word.startswith("--"))
     return frozenset(re.sub(r"(^|\.)no_", r"\1", name) for name in names)
 
 
 def overview() -> str:
-    """`shardpair --help`: every command on one screen, by what one wants to do."""
+    """The text of `shardpair --help`: every command, by group."""
     lines = [HEAD, ""]
     for group, others in OTHERS.items():
         studies = {word: study.brief for word, study in STUDIES.items() if study.group == group}

@@ -13,7 +13,7 @@ from compare.contract.request import Platform
 from compare.execute.launch import EnvironmentMissing
 from compare.execute.launchers import Hosts, Launcher, find_hosts
 from compare.execute.pythons import why_not_python
-from compare.formats.nanogpt_config import load_experiment
+from compare.formats.nanogpt import load_experiment
 from compare.setup.presets import PRESETS, check_names, spread
 from compare.spec.engines.registry import ENGINES, SIDES, STUDIED
 from compare.spec.experiment import (

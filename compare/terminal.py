@@ -1,7 +1,7 @@
-"""The terminal: consoles that print text as it is, and numbers and layouts as people read them.
+"""Consoles that print text unchanged, and numbers and layouts in words.
 
-A path or an engine's last words may hold what rich takes for markup: `runs/[/x]` ended a run that had
-trained. So no console of ours knows markup; colour comes from `style=` and from `coloured`.
+A path or an error may contain rich's markup, such as `runs/[/x]`. So these consoles have no markup; colour
+comes from `style=` and from `coloured`.
 """
 
 import math
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from compare.spec.experiment import Experiment, Layout
 
-PIPE_WIDTH = 160  # a table in a log should not be cut to the 80 columns that rich assumes there
+PIPE_WIDTH = 160  # rich assumes 80 columns in a pipe, which cuts tables
 ZERO = {1: "optimizer state", 2: "optimizer state and gradients"}
 SCHEDULES = {
     "gpipe": "GPipe",
@@ -24,39 +24,39 @@ SCHEDULES = {
 
 
 class PlainConsole(Console):
-    """A console that prints any text as it is."""
+    """A console that prints any text unchanged."""
 
     def __init__(self, **options: Any):
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Called by rich for every str that it prints, in cells of tables too."""
+        """The text of every str that rich prints, cells of tables included."""
         return super().render_str(printable(text, keep="\n"), **options)
 
 
 def results_console() -> PlainConsole:
-    """Standard output: as wide as the terminal, or wide enough for any table in a pipe."""
+    """Standard output, as wide as the terminal or as `PIPE_WIDTH`."""
     console = PlainConsole()
     return console if console.is_terminal else PlainConsole(width=PIPE_WIDTH)
 
 
 def errors_console() -> PlainConsole:
-    """Standard error, for lines that are not cut."""
+    """Standard error, without line breaks."""
     return PlainConsole(stderr=True, soft_wrap=True)
 
 
 def print_json(value: object) -> None:
-    """One JSON value on standard output, for machines."""
+    """Print one JSON value on standard output."""
     print(msgspec.json.encode(value).decode(), flush=True)
 
 
 def coloured(text: str, style: str) -> Text:
-    """Text for a cell or a line, in a colour."""
+    """Text in a colour."""
     return Text(printable(text, keep="\n"), style=style)
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """`text` with what a terminal would obey, or an encoding refuse, spelled out: \\x1b, \\n, \\udce9."""
+    """`text` with control characters and unencodable characters escaped: \\x1b, \\n, \\udce9."""
     return "".join(
         character
         if character.isprintable() or character in keep
@@ -68,14 +68,14 @@ def printable(text: str, *, keep: str = "") -> str:
 def human_bytes(count: float) -> str:
     """Bytes in decimal units, three significant digits: 1.23 MB is 1.23e6 bytes."""
     for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
-        if abs(count) < 999.5:  # what rounds to 1000 belongs to the next unit
+        if abs(count) < 999.5:  # 999.5 rounds to 1000, in the next unit
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} EB"
 
 
 def human_seconds(seconds: float) -> str:
-    """A span of time to the precision that matters: 4.2 s, 31 s, 2 min 5 s, 1 h 12 min."""
+    """A duration with about two digits: 4.2 s, 31 s, 2 min 5 s, 1 h 12 min."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -86,7 +86,7 @@ def human_seconds(seconds: float) -> str:
 
 
 def error_text(error: float) -> str:
-    """A relative error; in words where there is none to give."""
+    """A relative error, "exact" or "differs"."""
     if not math.isfinite(error):
         return "differs"
     return "exact" if error == 0 else f"{error:.1e}"
@@ -95,19 +95,24 @@ def error_text(error: float) -> str:
 def layout_in_words(experiment: Experiment, platform: str) -> str:
     """The experiment's layout in one line.
 
-    Such as "fully sharded over 2, pipeline of 2 stages, 1F1B with 4 microbatches: 4 CPU devices". The passes
-    of gradient accumulation share a pipeline's schedule.
+    For example "fully sharded over 2, pipeline of 2 stages, 1F1B with 4 microbatches: 4 CPU devices".
     """
     layout = experiment.layout
-    parts = [_data_parallel(experiment), _expert_parallel(layout), _context_parallel(layout)]
-    parts += [_tensor_parallel(experiment), _pipeline(experiment)]
-    words = ", ".join(part for part in parts if part) or "nothing split"
-    devices = f"{layout.devices} {platform.upper()} device{'s' if layout.devices > 1 else ''}"
-    return f"{words}: {devices}"
+    parts = [_data_parallel(layout)]
+    if layout.ep > 1:
+        parts.append(f"expert parallel over {layout.ep}")
+    if layout.cp > 1:
+        parts.append(f"context parallel over {layout.cp} ({layout.context}{', zigzag' * layout.zigzag})")
+    if layout.tp > 1:
+        split = "tensor and sequence" if layout.sequence_parallel else "tensor"
+        parts.append(f"{split} parallel over {layout.tp}")
+    if layout.pp > 1:
+        parts.append(_pipeline(experiment))
+    words = ", ".join(filter(None, parts)) or "nothing split"
+    return f"{words}: {layout.devices} {platform.upper()} device{'s' if layout.devices > 1 else ''}"
 
 
-def _data_parallel(experiment: Experiment) -> str:
-    layout = experiment.layout
+def _data_parallel(layout: Layout) -> str:
     if not layout.zero:
         replicas = layout.dp_replicate * layout.dp_shard
         reduced = "" if layout.gradient_sync == "bucketed" else f" ({layout.gradient_sync} reductions)"
@@ -120,29 +125,11 @@ def _data_parallel(experiment: Experiment) -> str:
     return f"{layout.dp_replicate} replicas, each {split}" if layout.dp_replicate > 1 else split
 
 
-def _expert_parallel(layout: Layout) -> str:
-    return f"experts shared out over {layout.ep}" if layout.ep > 1 else ""
-
-
-def _context_parallel(layout: Layout) -> str:
-    way = f"{layout.context}{', zigzag' * layout.zigzag}"
-    return f"context parallel over {layout.cp} ({way})" if layout.cp > 1 else ""
-
-
-def _tensor_parallel(experiment: Experiment) -> str:
-    layout = experiment.layout
-    split = "tensor and sequence" if layout.sequence_parallel else "tensor"
-    return f"{split} parallel over {layout.tp}" if layout.tp > 1 else ""
-
-
 def _pipeline(experiment: Experiment) -> str:
+    """Stages and schedule; the passes of gradient accumulation share the schedule."""
     layout, passes = experiment.layout, experiment.train.gradient_accumulation_steps
-    if layout.pp == 1:
-        return ""
-    stages = (
-        f"{layout.pp} ranks with {layout.chunks} stages each" if layout.chunks > 1 else f"{layout.pp} stages"
-    )
-    microbatches = layout.microbatches * passes
+    chunks = f"ranks with {layout.chunks} stages each" if layout.chunks > 1 else "stages"
+    microbatches = experiment.microbatches_per_step
     accumulated = f" ({layout.microbatches} in each of {passes} accumulated passes)" if passes > 1 else ""
     count = f"{microbatches} microbatch{'es' if microbatches > 1 else ''}{accumulated}"
-    return f"pipeline of {stages}, {SCHEDULES[layout.schedule]} with {count}"
+    return f"pipeline of {layout.pp} {chunks}, {SCHEDULES[layout.schedule]} with {count}"

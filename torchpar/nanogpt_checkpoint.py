@@ -22,7 +22,7 @@ from compare.checkpoint.description import WEIGHTS, Checkpoint
 from compare.checkpoint.reader import CheckpointReader
 from compare.checkpoint.saver import write_checkpoint
 from compare.formats.gpt2_names import HEAD, from_gpt2, gpt2_shape, require_gpt2
-from compare.formats.nanogpt_settings import MODEL_ARGS, experiment_of, settings_of
+from compare.formats.nanogpt import MODEL_ARGS, experiment_of, settings_of
 from compare.numerics.parameters import decays, parameter_table
 from compare.spec.experiment import Data, Experiment, ExperimentError, Model, Precision, edited, revalidate
 from compare.spec.sections import Count

@@ -16,7 +16,7 @@ from compare.checkpoint.description import WEIGHTS, Checkpoint
 from compare.execute.query import convert_by_side
 from compare.flags import SidePythons, checked_pythons
 from compare.formats.huggingface import write_gpt2
-from compare.formats.nanogpt_config import load_experiment
+from compare.formats.nanogpt import load_experiment
 from compare.numerics.initial_weights import write_weights
 from compare.setup.sources import PICKLES, as_checkpoint
 from compare.spec.experiment import Experiment, ExperimentError

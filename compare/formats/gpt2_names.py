@@ -68,7 +68,7 @@ def require_gpt2(model: Model, origin: str) -> None:
         "n_experts": model.n_experts > 0,
     }
     for key in filter(has.get, has):
-        raise ExperimentError(f"{origin}: model.{key} = {getattr(model, key)}: GPT-2 has no word for it")
+        raise ExperimentError(f"{origin}: model.{key} = {getattr(model, key)}: GPT-2 has no such option")
 
 
 def gpt2_shape(parameter: Parameter, *, is_linear: bool = False) -> tuple[int, ...]:
@@ -94,7 +94,7 @@ def from_gpt2(
         for prefix in (*WRAPPERS, TRANSFORMER):
             plain = plain.removeprefix(prefix)
         if plain in arrays:
-            raise ExperimentError(f"{origin} has {plain} twice, with a prefix and without: leave {name} out")
+            raise ExperimentError(f"{origin} has {plain} twice, with and without a prefix: remove {name}")
         if not name.endswith(MASKS):
             arrays[plain] = tensors[name]
     rows = {gpt2_name(row.name): row for row in parameter_table(model)}

@@ -92,7 +92,7 @@ def _model(path: Path) -> Model:
         for field, values in {**SUPPORTED, **of_sizes}.items():
             if (value := config.get(field, values[0])) not in values:
                 said = " or ".join(map(json.dumps, values))
-                raise ExperimentError(f"{path}: {field} = {json.dumps(value)}: the model here has {said}")
+                raise ExperimentError(f"{path}: {field} = {json.dumps(value)}; possible: {said}")
         activation = ACTIVATIONS[config.get("activation_function", "gelu_new")]
         return msgspec.convert({**sizes, "bias": True, "activation": activation}, Model)
     except (OSError, msgspec.DecodeError) as error:

@@ -117,7 +117,7 @@ def test_preset_runs_on_demo(name):
     preset = PRESETS[name]
     pure = preset_layout(Layout(), name)
     assert preset_layout(Layout(zero=2, gradient_sync="flat"), name).axes == pure.axes
-    command, _ = parse(["run", "experts" if preset.ranks_per_ep else "demo", "--preset", name])
+    command = parse(["run", "experts" if preset.ranks_per_ep else "demo", "--preset", name])
     layout = command.resolve().layout
     assert layout.devices == pure.devices
     assert fitting(list(STUDIED), layout)[0]

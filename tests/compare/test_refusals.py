@@ -218,7 +218,7 @@ def test_flags_that_a_line_gives_are_known_in_every_spelling_whatever_their_valu
         "1337",
     ]
     assert flags_in(line) == {"layout.reshard_after_forward", "optimizer.min_lr", "ladder", "train.seed"}
-    command, _ = parse(["run", *line])
+    command = parse(["run", *line])
     assert isinstance(command, Study)
     assert not command.layout.reshard_after_forward
     assert command.given == flags_in(line)

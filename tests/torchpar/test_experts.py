@@ -148,5 +148,5 @@ def test_rows_are_sent_in_product_dtype():
 
 
 def test_gpt2_rejects_experts():
-    with pytest.raises(ExperimentError, match=r"model.n_experts = 4: GPT-2 has no word for it"):
+    with pytest.raises(ExperimentError, match=r"model.n_experts = 4: GPT-2 has no such option"):
         from_gpt2({}, SPEC, "a file")

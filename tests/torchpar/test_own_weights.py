@@ -114,7 +114,7 @@ def test_unreadable_weights_are_one_line(tmp_path, in_this_process):
         ({**state, "_orig_mod.lm_head.weight": state[f"_orig_mod.{wte}"] + 1}, "lm_head.weight is not tied"),
         (
             {**state, wte: state[f"_orig_mod.{wte}"]},
-            f"has wte.weight twice, with a prefix and without: leave {wte} out",
+            f"has wte.weight twice, with and without a prefix: remove {wte}",
         ),
     ):
         torch.save(content, bad)

@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from compare.checkpoint.description import Checkpoint
 from compare.checkpoint.reader import CheckpointReader
-from compare.formats.nanogpt_settings import experiment_of, settings_of
+from compare.formats.nanogpt import experiment_of, settings_of
 from compare.numerics.optimizer import learning_rate, step_scalars
 from compare.spec.experiment import Data, Experiment, ExperimentError, Model, Train, edited, load
 from tests.support.checkpoints import write_random
@@ -180,10 +180,10 @@ def test_import_precedence_of_settings(saved, tmp_path):
 
 NOT_IN_NANOGPT = (
     ({"model": {"activation": "gelu_tanh"}}, "model.activation = gelu_tanh, and nanoGPT has gelu"),
-    ({"model": {"activation": "relu_squared"}}, "model.activation = relu_squared: GPT-2 has no word"),
-    ({"model": {"position": "rope"}}, "model.position = rope: GPT-2 has no word for it"),
-    ({"model": {"norm": "rmsnorm"}}, "model.norm = rmsnorm: GPT-2 has no word for it"),
-    ({"model": {"n_kv_head": 1}}, "model.n_kv_head = 1: GPT-2 has no word for it"),
+    ({"model": {"activation": "relu_squared"}}, "model.activation = relu_squared: GPT-2 has no such option"),
+    ({"model": {"position": "rope"}}, "model.position = rope: GPT-2 has no such option"),
+    ({"model": {"norm": "rmsnorm"}}, "model.norm = rmsnorm: GPT-2 has no such option"),
+    ({"model": {"n_kv_head": 1}}, "model.n_kv_head = 1: GPT-2 has no such option"),
     ({"model": {"norm_eps": 1e-3}}, "model.norm_eps = 0.001, and nanoGPT has 1e-05 alone"),
     ({"optimizer": {"decay": "all"}}, "optimizer.decay = all, and nanoGPT has matrices alone"),
     ({"optimizer": {"name": "sgd"}}, "name = sgd, and nanoGPT has adamw alone"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from compare.cli import main
-from compare.formats.nanogpt_config import load_config, load_experiment, read_assignments
+from compare.formats.nanogpt import load_experiment, read_assignments, read_config
 from compare.spec.experiment import ExperimentError
 
 SHAKESPEARE = '''"""A docstring."""
@@ -50,7 +50,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_a_config_is_the_experiment_that_nanogpt_would_run(config, tmp_path):
-    experiment, notes = load_config(config)
+    experiment, _, notes = read_config(config)
     model, train, optimizer = experiment.model, experiment.train, experiment.optimizer
     assert (model.n_layer, model.block_size, model.vocab_size, model.bias) == (2, 8, 5, False)
     assert (train.batch_size, train.gradient_accumulation_steps, train.max_iters) == (64, 40, 5000)
@@ -82,7 +82,7 @@ def test_anything_else_is_refused_and_nothing_is_executed(tmp_path, capsys):
     for line, says in LINES:
         path.write_text(line + "\n")
         with pytest.raises(ExperimentError) as refused:
-            load_config(path)
+            read_config(path)
         assert says in str(refused.value), line
         assert str(path) in str(refused.value) or "nanoGPT's settings" in str(refused.value)
     assert "executed" not in capsys.readouterr().out
