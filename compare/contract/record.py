@@ -1,21 +1,20 @@
-"""Record: the files that an engine leaves in RUN_DIR, beside the request that it was given.
+"""Record: the files that an engine writes into RUN_DIR, next to its request.
 
-    request.json              what to run (the harness writes it; `python -m SIDE RUN_DIR` reads it)
-    steps.jsonl               one `Step` a line
-    evaluations.jsonl         one `Evaluation` a line, if there are any
-    ledger.json               what one steady step communicated (`compare.contract.ledger`)
-    timeline.json             of a profiled run: one step, span by span (`compare.contract.timeline`)
+    request.json              the request: the harness writes it, `python -m SIDE RUN_DIR` reads it
+    steps.jsonl               one `Step` per line
+    evaluations.jsonl         one `Evaluation` per line, if there are any
+    ledger.json               messages of one steady step (`compare.contract.ledger`)
+    timeline.json             spans of one step, in a profiled run (`compare.contract.timeline`)
     memory.json               memory of one step by class (`compare.contract.memory_profile`)
-    work.json                 what one step computes, as it was seen (`compare.contract.work`)
-    TENSORS.safetensors       the rungs of the ladder, by canonical parameter name (`Rung`)
-    manifest.json             how it was run and what it cost; written last, so that its presence means
-                              that the record is complete
+    work.json                 observed operations of one step (`compare.contract.work`)
+    TENSORS.safetensors       tensors of the ladder, by canonical parameter name (`Rung`)
+    manifest.json             circumstances and costs; written last, so a record with a manifest is complete
     checkpoints/              the full state after some of the steps (`compare.checkpoint`)
-    error.json                instead of a manifest: which rank failed first, and its traceback
-    process-K.json            of each process that has no parent: where it is, why it left (`process_states`)
+    error.json                instead of a manifest: the rank that failed first, and its traceback
+    process-K.json            state of each process without a parent (`process_states`)
 
-Every file is written to a temporary name and renamed; a progress bar reads `steps.jsonl.part`, to which steps
-are appended while the run goes on.
+Every file is written to a temporary name and renamed. While the run goes on, steps are appended to
+`steps.jsonl.part`, which the progress bar reads.
 """
 
 import os
@@ -97,7 +96,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     threads: str
     """Threads of each device, in words: CPU timings depend on them."""
     compile_s: float
-    """Ahead of the first step; 0 where nothing is compiled."""
+    """Compilation before the first step; 0 if nothing is compiled."""
     first_step_s: float
     cpu_time_s: float
     """User plus system CPU seconds of all of the engine's processes, start-up and compilation included."""
@@ -105,31 +104,31 @@ class Manifest(Struct, frozen=True, kw_only=True):
     """Peak of one step, per device."""
     peak_memory_method: str
     resident_bytes: dict[str, list[int]] = field(default_factory=dict)
-    """At rest, between two steps, per device: parameters, gradients, optimizer (moments and masters). With
-    `layout.offload` also host: what a device's share of the host's memory is."""
+    """Bytes between two steps, per device: parameters, gradients, optimizer (moments and masters). With
+    `layout.offload` also host: the device's share of the host's memory."""
     replicas_apart: str = ""
-    """Two devices that have the same part of a parameter, and ended with two; '' if there are none."""
+    """Two devices whose copies of one shard differ at the end; '' if all copies are equal."""
     windows: list[Window] = field(default_factory=list)
     hosts: list[str] = field(default_factory=list)
-    """Of each device, in order."""
+    """Host of each device, in order."""
 
 
 class Failure(Struct, frozen=True, kw_only=True):
     """The first failure of a run."""
 
     message: str
-    """One line: which rank, and what."""
+    """The rank and the error, in one line."""
     traceback: str = ""
     rank: int = -1
-    """The failing one; -1 without ranks, or if none is to blame."""
+    """The rank that failed; -1 without ranks, or if the rank is unknown."""
     is_consequence: bool = False
-    """It only tells that another process is gone, or that somebody ended this one: the cause may follow."""
+    """Another process failed before or ended this one; the cause may follow."""
     exit_code: int = 1
-    """Of the process that failed; a launcher's own may be that of one which it ended."""
+    """Exit code of the process that failed; the launcher's may be the code of a process that it ended."""
 
 
 class Record(Struct, frozen=True, kw_only=True):
-    """A finished run, read back. Tensors stay on disk until asked for with `read_tensors`."""
+    """A finished run. `read_tensors` reads its tensors from disk."""
 
     folder: Path
     manifest: Manifest
@@ -204,18 +203,18 @@ def remove_remains(folder: Path, *, of_states: bool = False) -> None:
 
 
 def leave_failure(folder: Path, failure: Failure) -> None:
-    """Leave error.json, if there is room: the first cause stays, and a consequence gives way to it."""
+    """Write error.json, if there is room. The first cause replaces a consequence, and nothing else."""
     there = read_failure(folder)
     if there is None or (there.is_consequence and not failure.is_consequence):
         try:
             write_json(folder / ERROR, failure)
         except OSError as error:
-            if not no_room(error, folder):  # of a full disk the failure tells already
-                print(f"{folder}: cannot leave {ERROR}: {error}", file=sys.stderr, flush=True)
+            if not no_room(error, folder):  # the failure names a full disk
+                print(f"{folder}: cannot write {ERROR}: {error}", file=sys.stderr, flush=True)
 
 
 def read_failure(folder: Path) -> Failure | None:
-    """The failure that a run left, if it left one."""
+    """The failure of a run; None if it did not fail."""
     path = folder / ERROR
     return read_json(path, Failure) if path.is_file() else None
 

@@ -50,7 +50,7 @@ class Alone(Struct, frozen=True, kw_only=True):
 
     @property
     def objections(self) -> list[str]:
-        """Everything that the run did otherwise than requested."""
+        """All differences between the run and its request."""
         return [*self.request, *self.strategy.values()]
 
 
@@ -165,11 +165,11 @@ def _of_tensors(record: Record, request: Request) -> Iterator[str]:
 
 
 def _of_batch(found: Mapping[str, np.ndarray], request: Request) -> Iterator[str]:
-    """The first batch against the corpus, if that can still be read; its dropout keys against the seed."""
+    """The first batch against the corpus, if it can still be read; the dropout keys against the seed."""
     experiment, step = request.experiment, request.first_step
     for name, drawn in keys_of_step(experiment, step).items():
         if not np.array_equal(found[name], drawn):
-            yield f"its dropout keys are not those of step {step} and train.seed"
+            yield f"its dropout keys are not the keys of step {step} and train.seed"
     source = experiment.data.source
     if not request.corpus_sha256 or not (source == "synthetic" or Path(source).exists()):
         return
@@ -178,11 +178,11 @@ def _of_batch(found: Mapping[str, np.ndarray], request: Request) -> Iterator[str
     if all(np.array_equal(found[name], tokens) for name, tokens in drawn):
         return
     is_other = open_corpus(experiment).sha256 != request.corpus_sha256
-    yield f"{source} has changed since" if is_other else f"its batch is not that of step {step} of {source}"
+    yield f"{source} has changed since" if is_other else f"its batch is not batch {step} of {source}"
 
 
 def _of_checkpoint(record: Record, request: Request) -> Iterator[str]:
-    """The last checkpoint against the last weights. Checkpoints may be moved away after the run."""
+    """The last checkpoint against the last weights. A user may move checkpoints away after the run."""
     kept, steps = checkpoints_in(record.folder / CHECKPOINTS), request.experiment.train.max_iters
     rung = request.weights_due.get(request.steps)
     if not kept or rung is None:

@@ -88,7 +88,7 @@ def figures(record: Record) -> dict[str, Any]:
 
 
 def steady_times_ms(record: Record) -> list[float]:
-    """Wall times of steps without the first and the watched ones; of all steps if there is no other."""
+    """Wall times of steps without the first and the watched ones; of all steps otherwise."""
     watched = record.timeline.step if record.timeline else None
     steady = [step for step in record.steps[1:] if not step.instrumented and step.step != watched]
     return [step.step_time_ms for step in steady or record.steps]

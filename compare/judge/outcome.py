@@ -1,7 +1,7 @@
-"""What a study was asked, every value that it found, and how: `outcome.json` of every study.
+"""`outcome.json`: the request of a study, the values that it found, and its judgements.
 
-The file is written before the first case starts and after each one, so that whatever ends a study leaves what
-was finished, and what is still to do.
+The file is written before the first case and after each case. If a study ends early, the file lists the
+finished cases and the missing ones.
 """
 
 import shlex
@@ -73,7 +73,7 @@ class Case(Struct, frozen=True, kw_only=True):
 
 
 class Circumstances(Struct, frozen=True, kw_only=True):
-    """When and where a study was run, and by which version of the source."""
+    """Time, machine and source version of a study."""
 
     created_utc: str = ""
     system: str = ""
@@ -83,7 +83,7 @@ class Circumstances(Struct, frozen=True, kw_only=True):
     git_commit: str = ""
     git_dirty: bool = False
     versions: dict[str, str] = {}
-    """Of Python and the frameworks, as the processes said."""
+    """Versions of Python and the frameworks."""
     busy_cores: list[float] = []
     """Cores that other processes used before and after the cases, if they were timed."""
 
@@ -113,47 +113,47 @@ class Outcome(Struct, frozen=True, kw_only=True):
     """Outcome of any study so far."""
 
     study: str
-    """The word of its command."""
+    """Name of its command."""
     name: str
-    """For people, and of its folder."""
+    """Title, and name of its folder."""
     line: str = ""
-    """The command line that began it."""
+    """The command line that started it."""
     experiment: Experiment
-    """As the user gave it."""
+    """The experiment that the user gave."""
     platform: Platform = "cpu"
     options: dict[str, Any] = {}
     """The study's own flags."""
     circumstances: Circumstances = Circumstances()
     rounds: int = 1
     cases: dict[str, Case] = {}
-    """In the order in which they run; a name is a folder."""
+    """Cases in the order in which they run; a name is a folder."""
     left_out: dict[str, str] = {}
-    """What could not be a case, by name, and why."""
+    """Reasons why others cannot run, by name."""
     keeps_records: bool = False
     """Each finished case has its record in the folder of its name."""
     kept: dict[str, dict[int, Any]] = {}
-    """What the study kept of each case, by round, from 1."""
+    """Values that the study kept of each case, by round, from 1."""
     alone: dict[str, Alone] = {}
     """Judgement of each record without another."""
     verdicts: list[Verdict] = []
     """Comparison of each finished case with its reference."""
     failures: dict[str, str] = {}
-    """Cases that did not finish, and why."""
+    """Reasons why cases did not finish, by name."""
     tensors_removed: bool = False
     """The ladder's tensors were removed once all had passed."""
 
     @property
     def finished(self) -> list[str]:
-        """Cases of which something was kept, in their order."""
+        """Cases with a value, in their order."""
         return [name for name in self.cases if self.kept.get(name)]
 
     def missing(self, number: int) -> list[str]:
-        """Cases that a round still lacks."""
+        """Cases without a value in a round."""
         return [name for name in self.cases if number not in self.kept.get(name, {})]
 
     @property
     def finished_rounds(self) -> int:
-        """Rounds that lack nothing."""
+        """Number of complete rounds."""
         return sum(not self.missing(number) for number in range(1, self.rounds + 1))
 
     @property
@@ -163,28 +163,28 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        """True if every case finished, and those that are held against something agree with it."""
+        """True if every case finished, and every case agrees with its reference."""
         return self.is_complete and all(verdict.passed for verdict in self.verdicts)
 
     @property
     def progress(self) -> str:
-        """3 of 5 cases."""
+        """Number of finished cases or rounds, as `3 of 5 cases`."""
         if self.rounds > 1:
             return f"{self.finished_rounds} of {self.rounds} rounds"
         return f"{len(self.finished)} of {len(self.cases)} cases"
 
     def values(self, type: type[T]) -> dict[str, T]:
-        """What was kept of each finished case in its last round."""
+        """The value of each finished case in its last round."""
         last = {name: self.kept[name][max(self.kept[name])] for name in self.finished}
         return {name: msgspec.convert(value, type) for name, value in last.items()}
 
     def how_to_go_on(self, folder: Path) -> str:
-        """The command that runs what a study in this folder still lacks."""
+        """The command that runs the missing cases of a study in this folder."""
         return f"shardpair {self.study} --continue {shlex.quote(str(folder))}"
 
     @property
     def undone(self) -> dict[str, str]:
-        """Cases that failed, did not run, or were not held against what they should be, and why."""
+        """Cases that failed, did not run, or have no verdict, with the reason."""
         whys = {name: f"did not finish: {why}" for name, why in self.failures.items()}
         judged = {verdict.candidate for verdict in self.verdicts}
         for name, case in self.cases.items():
@@ -195,7 +195,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
         return whys
 
     def sentence(self) -> str:
-        """The verdict over all cases, in one line; what was not run or not compared is said."""
+        """The verdict over all cases, with missing and uncompared cases, in one line."""
         left_out = [f"{name} was left out ({why})" for name, why in self.left_out.items()]
         if len(left_out) > LISTED:
             left_out = [f"{len(left_out)} cases were left out"]
@@ -222,7 +222,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
             subject = "gradients and weights"
             if all(verdict.error("later_weights") is not None for verdict in self.verdicts):
                 subject = "the gradients of the first step, which overflowed and was skipped,"
-            return f"the losses of {others} agree with those of {references}; {subject} were not compared"
+            return f"the losses of {others} agree with {references}; {subject} were not compared"
         agree = "agrees" if len(self.verdicts) == 1 else "agree"
         rungs = min(len(verdict.rungs) for verdict in self.verdicts)
         skipped = {item: None for verdict in self.verdicts for item in verdict.uncompared.items()}

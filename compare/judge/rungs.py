@@ -9,9 +9,9 @@ Two wrong runs can agree. So each run is also judged alone (`compare.judge.alone
 seed, and the optimizer's formulas. A rung fails if the two runs differ or if one of them failed alone.
 
 Limits. Correct engines add the same numbers in different orders. float64 proves equality: its limit is 1e-10,
-at least a hundred times what rounding does there. Limits of float32, bfloat16 and float16 are the largest
-differences measured between correct runs (beside each row) and about a decade more, for other machines and
-sizes. Mistakes too small for these limits show in `shardpair check`, which runs in float64.
+at least a hundred times what rounding does there. In other dtypes a limit is about ten times the largest
+difference between correct runs (the comment above each row), for other machines and sizes. Mistakes too small
+for these limits show in `shardpair check`, which runs in float64.
 """
 
 import math
@@ -279,7 +279,7 @@ class Rung(NamedTuple):
 
 
 RUNGS = (
-    # The request, and whether the run did what it says. Exact.
+    # The request, and whether the run did as requested. Exact.
     Rung(REQUEST, differs=other_training),
     # The first batch is copied, not computed.
     Rung("batch", tensors(Recorded.BATCH), differs=other_corpus),

@@ -1,9 +1,9 @@
-"""Ratios of two cases over rounds: their median, and how surely it is known.
+"""Ratios of two cases over rounds: their median and its interval.
 
-A ratio is taken within a round, whose processes ran close to each other in time: a machine that slows down
-between two rounds then counts for neither. Two processes of the same program differ by more than two steps of
-a process. So an interval is over rounds: 95 % intervals over steps held the truth in less than half of all
-cases.
+A ratio is taken within a round, whose processes ran close to each other in time. So it does not change if the
+machine slows down between two rounds. Two processes of the same program differ by more than two steps of a
+process, so an interval is over rounds. 95 % intervals over steps contained the true value in less than half
+of all cases.
 """
 
 import math

@@ -38,7 +38,7 @@ SENT, LEDGER = "bytes sent", "the ledger"
 class Finding(NamedTuple):
     """One setting: its name, the requested value, and the observed one.
 
-    A check that is no setting requests "", and finds "" or a description of the fault.
+    For checks of other facts `asked` is "", and `found` is "" or a description of the fault.
     """
 
     setting: str
@@ -86,7 +86,7 @@ def strategy_of(record: Record) -> Strategy:
 
 
 def asked_of(record: Record) -> Experiment:
-    """The requested experiment; the manifest's if there is no request."""
+    """The requested experiment; the manifest's without a request."""
     return record.request.experiment if record.request else record.manifest.experiment
 
 
@@ -171,7 +171,7 @@ def blocks_that_run(engine: Engine, experiment: Experiment) -> int:
 
 
 def _remat(run: Observed) -> Iterator[Finding]:
-    """What backward recomputes, from counts of operations."""
+    """Recomputation in backward, from counts of operations."""
     forward, again = Counter(run.work.forward), Counter(run.work.again)
     blocks = forward["activations"]
     yield Finding("blocks that forward runs", str(blocks_that_run(run.engine, run.experiment)), str(blocks))
@@ -312,7 +312,7 @@ def _sent(run: Observed) -> Iterator[Finding]:
 READ: Mapping[str, Callable[[Observed], Iterator[Finding]]] = {
     "layout.compile": _compile,
     "precision.dtype": _dtype,
-    "dtypes beside the products": _kept,
+    "dtypes of other operations": _kept,
     "sums of gradients": _gradients,
     "layout.remat": _remat,
     "train.loss_chunks": _loss_chunks,

@@ -1,9 +1,9 @@
 """A run's messages against the textbook of its layout (`compare.theory.communication`).
 
 Where all messages are written in Python, they must be the textbook's to the byte, up to padding: in
-torch-manual, and in calls of PyTorch's wrappers without a pipeline. What a compiler sends must lie within a
-band around the textbook. The rest has no closed form, and `unlike_textbook` refuses to compare it:
-`shardpair ledger` shows it.
+torch-manual, and in calls of PyTorch's wrappers without a pipeline. A compiler's bytes must lie within a band
+around the textbook. Other messages have no closed form, and `unlike_textbook` rejects them. The command
+`shardpair ledger` shows all messages.
 """
 
 import math
@@ -30,7 +30,7 @@ LEAST, MOST = 0.6, 2.1
 ignored `zero`, `reshard_after_forward` or `sequence_parallel` a run is between 0 and 0.52."""
 ONCE = 1.5
 """The upper end for gradients over replicas, which are reduced once a step and not in every pass. XLA reduces
-those of the tied embedding for each of its two uses."""
+the gradients of the tied embedding for each of its two uses."""
 OTHER_WAYS = 0.25
 """Share of all textbook bytes that a compiler may send where the textbook sends nothing. Worst measured:
 0.08, an exchange of a table's rows."""
@@ -157,8 +157,10 @@ def _band(run: Observed, flow: Flow) -> tuple[float, float]:
 
 
 def _joined(flows: Sequence[Flow]) -> list[Flow]:
-    """Flows over several axes (a+b) joined with those over each of the axes: XLA may reduce over replicas and
-    shards at once, or over each of the axes that the textbook reduces over at once."""
+    """Flows over several axes (a+b) joined with the flows over each of the axes.
+
+    XLA may reduce over replicas and shards at once, or one after another where the textbook does it at once.
+    """
     sums: dict[tuple[str, str], Flow] = {}
     for flow in flows:
         like = [other.axis for other in flows if other.role == flow.role]
@@ -177,7 +179,7 @@ def _tokens_LE(record: Record) -> list[list[int]]:
 
 
 def routed(layout: Layout, tokens_LE: Sequence[Sequence[int]] = ()) -> tuple[float, float]:
-    """Least and most bytes of the busiest device of ep, as multiples of those under a fair router.
+    """Least and most bytes of the busiest device of ep, as multiples of a fair router's.
 
     Half of the bytes are a device's own tokens. The other half are the rows that came, which go back: of the
     busiest device over all layers, or of the busiest in each layer. Exact if ep spans all data. Of several

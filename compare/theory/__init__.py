@@ -1,1 +1,1 @@
-"""Theory of a layout: bytes sent, bytes held, operations."""
+"""Closed forms of a layout: bytes sent, bytes on each device, operations."""

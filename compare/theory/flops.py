@@ -1,18 +1,17 @@
-"""Floating-point operations of training on a token, in closed form, and those that vendors promise of a chip.
+"""Floating-point operations of training per token, in closed form, and peaks that vendors state for chips.
 
     weights of the blocks    6 N          a product and a sum for each weight forward, twice that backward
     head                     6 V h        the tied embedding, as the matrix that makes logits
     attention                12 L s h     scores and their sum over values: 4 s h forward, 8 s h backward
 
-N counts all parameters but the two embedding tables, whose rows are looked up, and of experts those that a
-token meets; V vocabulary, h width, L
-layers, s tokens of context. The half of the scores that a causal mask hides is counted, as is the custom, and
-what is computed anew in backward is not: the model needs it once.
+N is the number of parameters without the two embedding tables, whose rows are looked up, and with only the
+experts of one token. V is the vocabulary, h the width, L the number of layers, s the context. By custom, the
+half of the scores that a causal mask hides is counted. Recomputation in backward is not counted.
 
-Source: PaLM (arXiv 2204.02311, appendix B); Megatron counts alike (arXiv 2104.04473, section 5.1).
+Source: PaLM (arXiv 2204.02311, appendix B), as in Megatron (arXiv 2104.04473, section 5.1).
 
-Peaks are dense operations a second: a figure "with sparsity" stands here halved. A chip that is not in the
-table, a part of one (MIG), or a dtype that its sheet does not give has no peak, and so no utilisation.
+Peaks are dense operations per second, half of a figure "with sparsity". Chips outside the table, parts of a
+chip (MIG), and dtypes that the data sheet omits have no peak and no utilisation.
 """
 
 from compare.numerics.parameters import block_parameters, end_parameters, parameter_count
@@ -59,10 +58,10 @@ PEAKS: dict[str, dict[str, float]] = {
 
 
 def model_flops_per_token(experiment: Experiment) -> float:
-    """Floating-point operations that one token of the batch takes, forward and backward, in any layout.
+    """Floating-point operations of one token, forward and backward, in any layout.
 
-    nanoGPT's `estimate_mfu` gives the same: it leaves the token table in N, and has no term for the head that
-    is tied to it. Norms and biases are in N in both, as if they were products: 1 part in 7,000 of GPT-2 124M.
+    Equal to nanoGPT's `estimate_mfu`, which counts the token table in N instead of the tied head. Both count
+    norms and biases as products: 1 part in 7,000 of GPT-2 124M.
     """
     model = experiment.model
     embeddings, _ = end_parameters(model)
@@ -75,14 +74,14 @@ def model_flops_per_token(experiment: Experiment) -> float:
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Dense FLOP/s that a chip, by its `device_kind`, is sold with in a dtype; None where nobody says."""
+    """Dense FLOP/s of a chip in a dtype, by its `device_kind`; None if the table lacks it."""
     if dtype == "float16" and device_kind.startswith("NVIDIA"):
-        dtype = "bfloat16"  # as fast, where there is either
+        dtype = "bfloat16"  # equally fast on these chips
     return PEAKS.get(device_kind, {}).get(dtype)
 
 
 def flops_utilization(experiment: Experiment, device_kind: str, tokens_per_s: float) -> float | None:
-    """MFU at this speed of all devices, a fraction of their peak; None for a device without one."""
+    """MFU of all devices at this speed, a fraction of their peak; None for a device without a peak."""
     peak = peak_flops(device_kind, experiment.precision.product_dtype)
     if peak is None:
         return None

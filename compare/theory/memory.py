@@ -1,4 +1,4 @@
-"""Bytes that each device holds between two steps, in closed form.
+"""Bytes on each device between two steps, in closed form.
 
     elements of a stage    its blocks / tp, where tp splits them; experts / ep. The first stage has both
                            embeddings, the last one the final norm and its own copy of the tied head
@@ -40,7 +40,7 @@ def bytes_held(engine: str, experiment: Experiment, *, rounds_up: bool = False) 
 def by_device(
     bytes_of_stage: Callable[..., dict[str, float]], engine: str, experiment: Experiment, **how: bool
 ) -> dict[str, list[float]]:
-    """Bytes by kind for each device in the order of the mesh, from those of each stage."""
+    """Bytes by kind for each device in the order of the mesh, from the bytes of each stage."""
     layout = experiment.layout
     of_stage = [bytes_of_stage(engine, experiment, stage=stage, **how) for stage in range(layout.pp)]
     stages = [layout.coordinates(device)[PP] for device in range(layout.devices)]

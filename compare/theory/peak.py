@@ -1,11 +1,11 @@
-"""Memory of a device at the peak of a step, estimated: where the gradient of the logits is made.
+"""Estimated memory of a device at the peak of a step, when backward makes the gradient of the logits.
 
     state         parameters, gradients and optimizer as at rest (`compare.theory.memory`)
-    activations   of blocks in flight, of one block that backward computes anew, and of both ends; parameters
-                  that ZeRO gathers, and gradients on their way to what accumulates them
-    logits        as often as an engine keeps tensors of their size
+    activations   blocks in flight, one block that backward recomputes, and both ends; parameters that ZeRO
+                  gathers, and gradients before they are accumulated
+    logits        several tensors of their size, by engine
 
-A block keeps so many numbers a token, of width C, with H heads and T positions:
+Numbers that a block keeps per token, of width C, with H heads and T positions:
 
                  stream   entering tp   inside tp
     torch        2C       2C            12C          a fused attention keeps no scores
@@ -14,14 +14,14 @@ A block keeps so many numbers a token, of width C, with H heads and T positions:
     JAX, dots    2C       -             8C + HT
     full         C        -             -
 
-    experts       -        -             10C or 12C for each that computes a token, 4C of dots; 8C and 4C go
+    experts       -        -             10C or 12C for each that computes a token, 4C with dots; minus 8C, 4C
 
-In JAX each expert computes each token, in PyTorch only those chosen; torch-compiler exchanges room for all.
-tp splits what is inside of its regions, sequence parallelism the stream as well. Under cp tokens are those of
-a device's positions, and beside them are keys and values of the others, inside: of all that are gathered, or
-of one device at a time. In 16 bits the stream and
-scores have 32 all the same, what enters tp and is inside of it 16; so have casts of a block's weights, which
-are kept with its numbers. The estimate was LEAST to MOST times a measured peak (`tests/data/peaks.json`).
+In JAX each expert computes each token, in PyTorch only the chosen ones. torch-compiler exchanges room for all
+tokens. tp splits numbers inside its regions; sequence parallelism also splits the stream. Under cp a device
+keeps its own positions, and inside also keys and values of other devices: all of them if they are gathered,
+else one device's. In 16 bits the stream and the scores have 32 bits. Numbers that enter tp or are inside have
+16 bits, and so have casts of a block's weights, which are kept. The estimate was LEAST to MOST times a
+measured peak (`tests/data/peaks.json`).
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ LEAST, MOST = 0.8, 1.7
 
 
 class StoredNumbers(NamedTuple):
-    """Numbers a token that are kept for backward, as multiples of C, and of H T."""
+    """Numbers per token that are kept for backward, as multiples of C; scores as multiples of H T."""
 
     stream: int
     entering: int = 0
@@ -51,21 +51,21 @@ BLOCK = {"autograd": StoredNumbers(2, 2, 12), "scan": StoredNumbers(6, 2, 13, 1)
 DOTS = {"autograd": StoredNumbers(1, 2, 8), "scan": StoredNumbers(2, 0, 8, 1)}
 DROPPED = {"autograd": StoredNumbers(2, scores=2), "scan": StoredNumbers(4, scores=4)}
 RMS = {"autograd": StoredNumbers(4), "scan": StoredNumbers(0)}
-"""What both norms of a block keep besides, where each is several operations."""
+"""Numbers that both norms of a block keep in addition, if a norm is several operations."""
 EXPERT = {"autograd": 10, "scan": 12}
-"""Of a token in each expert that computes it, inside: its row, before and after the activation, what is added
-up; in JAX three of all features inside."""
+"""Numbers of a token inside each expert that computes it: its row, before and after the activation, and the
+result; in JAX three of all features inside."""
 MLP, MLP_DOTS = 8, 4
-"""Of a dense one, in BLOCK and in DOTS."""
+"""Numbers of a dense MLP, in BLOCK and in DOTS."""
 UNFUSED = {"autograd": StoredNumbers(0), "scan": StoredNumbers(0, scores=3)}
-"""In the block that runs: scores, and the gradients of scores and weights."""
+"""Numbers of the running block: scores, and the gradients of scores and weights."""
 ENDS = {"autograd": StoredNumbers(4, 1), "scan": StoredNumbers(6, 1)}
 LOGITS = {"autograd": (3, 1), "scan": (2, 0)}
-"""Copies in 32 bits, and as products leave them."""
+"""Copies of the logits in 32 bits, and in the dtype of products."""
 
 
 def peak_of_stage(engine: str, experiment: Experiment, *, stage: int) -> dict[str, float]:
-    """Bytes by kind of each device of one rank of the pipeline."""
+    """Bytes by kind on each device of one stage."""
     return state_of_stage(engine, experiment, stage=stage) | {
         "activations": _activations(engine, experiment, stage) + _passing(engine, experiment, stage),
         "logits": _logits(engine, experiment, stage),
@@ -73,33 +73,33 @@ def peak_of_stage(engine: str, experiment: Experiment, *, stage: int) -> dict[st
 
 
 def peak_estimate(engine: str, experiment: Experiment) -> dict[str, list[float]]:
-    """`peak_of_stage` for each device in the order of the mesh; what offload keeps on the host with it."""
+    """`peak_of_stage` for each device in the order of the mesh; with offload also bytes on the host."""
     return by_device(peak_of_stage, engine, experiment)
 
 
 def peak_per_device(engine: str, experiment: Experiment) -> list[float]:
-    """Bytes of each device at its peak, all kinds together, without what offload keeps on the host."""
+    """Bytes of each device at its peak, summed over kinds, without bytes on the host."""
     by_kind = peak_estimate(engine, experiment)
     return [sum(sizes) for sizes in zip(*(by_kind[kind] for kind in by_kind if kind != ON_HOST), strict=True)]
 
 
 def in_flight(engine: str, experiment: Experiment, stage: int) -> int:
-    """Microbatches times chunks whose activations a rank of a pipeline keeps at once."""
+    """Microbatches times chunks whose activations a stage keeps at one time."""
     layout, microbatches = experiment.layout, experiment.microbatches_per_step
     ranks, chunks = layout.pp, layout.chunks
     if ranks == 1:
         return 1
     if ENGINES[engine].sent_by_xla:
-        return chunks * microbatches + ranks - 1  # a scan keeps what is computed in the bubble, too
+        return chunks * microbatches + ranks - 1  # a scan also keeps results of the bubble
     is_scan = ENGINES[engine].holds.residuals == "scan"
-    place = 0 if is_scan else stage  # one program for all devices has buffers as large on each
+    place = 0 if is_scan else stage  # one program has equal buffers on all devices
     counts = {
         "gpipe": chunks * microbatches,
         "1f1b": min(microbatches, ranks - place),
         "interleaved": min(chunks * microbatches, 2 * (ranks - place - 1) + (chunks - 1) * ranks + 1),
-        "zero_bubble": 2 * min(microbatches, ranks),  # what weights wait for is kept beside activations
+        "zero_bubble": 2 * min(microbatches, ranks),  # weight gradients keep more than activations
     }
-    return counts[layout.schedule] + is_scan  # and those of the tick itself
+    return counts[layout.schedule] + is_scan  # and the activations of the tick itself
 
 
 def _activations(engine: str, experiment: Experiment, stage: int) -> float:
@@ -108,7 +108,7 @@ def _activations(engine: str, experiment: Experiment, stage: int) -> float:
     others = layout.cp - 1 if layout.context == "allgather" else min(layout.cp - 1, 1)
     fetched = StoredNumbers(0, inside=2 * others / model.group)
     shared = StoredNumbers(0, inside=2 / model.group - 2)  # by groups of queries: keys and values
-    turned = StoredNumbers(0, inside=1 + 1 / model.group)  # queries and keys, beside those before
+    turned = StoredNumbers(0, inside=1 + 1 / model.group)  # queries and keys, also unrotated
     today = [shared, *[turned] * (model.position == "rope"), *[RMS[residuals]] * (model.norm == "rmsnorm")]
     mlp, mlp_dots = [], []
     if model.n_experts:
@@ -129,7 +129,7 @@ def _activations(engine: str, experiment: Experiment, stage: int) -> float:
 
 
 def _bytes(stored: list[StoredNumbers], experiment: Experiment) -> float:
-    """Of a token. What is split by tp is as wide as products are."""
+    """Bytes per token. Numbers that tp splits have the dtype of products."""
     model, layout = experiment.model, experiment.layout
     wide, narrow = storage_dtype(experiment).itemsize, _narrow(experiment)
     split = layout.tp if layout.sequence_parallel else 1
@@ -141,7 +141,7 @@ def _bytes(stored: list[StoredNumbers], experiment: Experiment) -> float:
 
 
 def _passing(engine: str, experiment: Experiment, stage: int) -> float:
-    """Bytes of parameters that are gathered, and of gradients on their way to the sum over passes."""
+    """Bytes of gathered parameters, and of gradients before they are added to the sum over passes."""
     layout, model, holds = experiment.layout, experiment.model, ENGINES[engine].holds
     everything = elements_of_stage(engine, experiment, stage=stage)
     embeddings, final_norm = end_parameters(model)
@@ -150,37 +150,37 @@ def _passing(engine: str, experiment: Experiment, stage: int) -> float:
     elements = 0.0
     if layout.zero >= holds.sharded_from["parameters"]:
         elements += unit if layout.zero == 3 and layout.reshard_after_forward else everything
-    if is_sum and holds.residuals == "scan":  # those of a pass stand beside the sum, and are reduced at once
+    if is_sum and holds.residuals == "scan":  # gradients of a pass are reduced next to the sum
         copies = 2 if layout.data_parallel * layout.cp > 1 else 1
         elements += copies * elements_of_stage(engine, experiment, stage=stage, sharded=layout.zero == 3)
-    elif layout.zero >= holds.sharded_from["gradients"]:  # a sum is whole until it is scattered
+    elif layout.zero >= holds.sharded_from["gradients"]:  # a sum is full until it is scattered
         elements += everything if is_sum else unit
     return storage_dtype(experiment).itemsize * elements
 
 
 def _logits(engine: str, experiment: Experiment, stage: int) -> float:
-    """And what a head's weight is cast to."""
+    """Bytes of the copies of the logits."""
     layout, residuals = experiment.layout, ENGINES[engine].holds.residuals
     if residuals == "autograd" and stage != layout.pp - 1:
         return 0.0
     (wide, narrow), microbatches = LOGITS[residuals], experiment.microbatches_per_step
     if layout.pp > 1 and residuals == "autograd":
-        wide += 2 * (microbatches - 1)  # GPipe's wait, and results stay
+        wide += 2 * (microbatches - 1)  # microbatches of GPipe wait, and results stay
     elif layout.pp > 1 and ENGINES[engine].sent_by_xla:
-        wide *= -(-microbatches // layout.pp)  # the stages share all that there are
+        wide *= -(-microbatches // layout.pp)  # the stages share all microbatches
     columns = -(-experiment.model.vocab_size // layout.tp)
     size = wide * storage_dtype(experiment).itemsize + narrow * _narrow(experiment)
     return _tokens(experiment) * size / experiment.train.loss_chunks * columns
 
 
 def _tokens(experiment: Experiment) -> float:
-    """Of a microbatch that a device works on; under tp its neighbours work on the same."""
+    """Tokens of a device's microbatch; devices of tp share them."""
     train, layout = experiment.train, experiment.layout
     rows = train.batch_size / layout.data_parallel / layout.microbatches
     return rows * experiment.model.block_size / layout.cp
 
 
 def _narrow(experiment: Experiment) -> float:
-    """Bytes of a number in products."""
+    """Bytes of a number in matrix products."""
     wide = float(storage_dtype(experiment).itemsize)
     return NARROW if experiment.precision.dtype in ("bfloat16", "float16") else wide

@@ -33,7 +33,7 @@ Damage = Callable[[Path], object]
 
 
 def ignore_layout(folder: Path) -> None:
-    """Put the record of a run on one device beside a request for several."""
+    """Replace the record by a run on one device; the request stays."""
     asked = (folder / files.REQUEST).read_bytes()
     shutil.rmtree(folder)
     shutil.copytree(folder.parent / SINGLE, folder)

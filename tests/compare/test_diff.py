@@ -1,4 +1,4 @@
-"""`shardpair diff`: two runs of any settings, held against each other."""
+"""`shardpair diff`: a comparison of two runs of any settings."""
 
 import json
 import math

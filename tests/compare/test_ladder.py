@@ -85,7 +85,7 @@ def test_error_is_relative_to_movement(tmp_path, tiny, dtype, rung, wrong):
     for name in ("right", "wrong"):
         tensors[name] = tensors_of(spec)
         begin, far = tensors[name][Rung.INITIAL_WEIGHTS][WORST], tensors[name][rung][WORST]
-        after = begin + (far - begin) / 1000  # a small movement beside the weight itself
+        after = begin + (far - begin) / 1000  # a movement that is small relative to the weight
         tensors[name][rung][WORST] = after if name == "right" else WRONG_WEIGHTS[wrong](begin, after)
     right = make_record(tmp_path / "right", spec, tensors=tensors["right"])
     same = make_record(tmp_path / "same", spec, tensors=tensors["right"])

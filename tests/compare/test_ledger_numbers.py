@@ -1,8 +1,8 @@
 """Ledgers of each engine in each layout, number by number: calls, bytes and bytes on the wire.
 
 `tests/data/snapshot.json` has a row for each collective and axis, purposes added up. A change of bytes that
-changes no result shows only here. If the numbers change on purpose, replace the rows with those of the failed
-assertion, and give the reason in the commit.
+changes no result shows only here. If the numbers change on purpose, replace the rows with the rows of the
+failed assertion, and give the reason in the commit.
 """
 
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""The rung of experts: who computes each token is held exactly, and below float64 as far as rounding goes."""
+"""The rungs of experts: exact in float64, and up to what rounding explains below."""
 
 import numpy as np
 import pytest

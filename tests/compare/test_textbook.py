@@ -22,7 +22,7 @@ COMPILERS = ("jax-compiler", "jax-explicit", "torch-compiler")
 
 @pytest.fixture
 def objections(tmp_path):
-    """Objections to rows of a ledger; "not compared" if there is no closed form."""
+    """Objections to rows of a ledger; "not compared" without a closed form."""
 
     def of(engine: str, experiment: Experiment, rows: list[Communication]) -> str:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -128,7 +128,7 @@ def test_compiler_may_do_a_little_in_other_ways(objections, engine, share, fits)
 
 @pytest.mark.parametrize("engine", ["torch-manual", "torch-library"])
 def test_padding_is_a_row_and_no_more(objections, engine):
-    """Of a vocabulary of 37 two ranks have 38 rows."""
+    """Two ranks have 38 rows for a vocabulary of 37."""
     odd = edited(spread(EXPERIMENT, "fsdp", 2), {"model": {"vocab_size": 37}})
     rows, cuts_rows = make_ledger(engine, odd), ENGINES[engine].holds.cuts == "rows"
     for more, fits in ((1.0, True), (1.01, cuts_rows), (1.2, False)):

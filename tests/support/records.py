@@ -58,7 +58,7 @@ MADE = Circumstances(
 
 
 def outcome_of(experiment: Experiment, **given: Any) -> Outcome:
-    """An outcome of this experiment; fields that are not given say nothing."""
+    """An outcome of this experiment; other fields are empty."""
     commit, dirty = git_state()
     nothing: dict[str, Any] = {
         "study": "run",
@@ -149,7 +149,7 @@ def make_record(
     ladder: bool = True,
     resume: ResumePoint | UnsetType = UNSET,
 ) -> Record:
-    """Write a complete record beside the request that it answers, and read it back."""
+    """Write a complete record with its request, and read it."""
     folder.mkdir(parents=True)
     request = replace(make_request(experiment, engine=engine, ladder=ladder), resume=resume)
     write_json(folder / REQUEST, request)
@@ -187,7 +187,7 @@ def make_record(
 
 
 def make_work(engine: str, experiment: Experiment) -> ObservedWork:
-    """What a step computes if it does as it was asked."""
+    """Observed work of a step that obeys its layout."""
     layout, chunks = experiment.layout, experiment.train.loss_chunks
     blocks = 1 if ENGINES[engine].is_peer else blocks_that_run(ENGINES[engine], experiment)
     logits = chunks * max(blocks // experiment.model.n_layer, 1)
@@ -214,7 +214,7 @@ def make_work(engine: str, experiment: Experiment) -> ObservedWork:
 
 
 def make_ledger(engine: str, experiment: Experiment) -> list[Communication]:
-    """What a step sends if it sends the closed form, and the loss."""
+    """Messages of a step that sends the closed form, and the loss."""
     layout, rows = experiment.layout, []
     for stage in range(layout.pp):
         for (kind, axis, purpose), size in bytes_sent(engine, experiment, stage=stage).items():

@@ -1,4 +1,4 @@
-"""`shardpair ledger`: the bytes that every engine sends in a step, beside the textbook."""
+"""`shardpair ledger`: the bytes that every engine sends in a step, and the textbook's."""
 
 from pathlib import Path
 from typing import ClassVar
@@ -36,7 +36,7 @@ class Ledger(Spread, frozen=True, kw_only=True):
     fail_on_unexpected: bool = False
     """Exit with 1 if the layout does not explain a flow."""
 
-    brief = "bytes that each engine sends in a step, beside the textbook"
+    brief = "bytes that each engine sends in a step, and the textbook's"
     default = "check"
     # The third of four steps is watched.
     fixed: ClassVar = {"train.max_iters": 4, "train.eval_interval": 0, "checkpoint.every": 0}

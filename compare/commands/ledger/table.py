@@ -1,4 +1,4 @@
-"""Ledgers of engines beside the textbook: a table for each layout, and every row of a ledger."""
+"""Tables of ledgers: bytes by flow with the textbook's for each layout, and every row of a ledger."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -34,7 +34,7 @@ PLACES = (
 
 
 class EngineLedger(Struct, frozen=True, kw_only=True):
-    """Messages of one engine under one layout, beside the textbook."""
+    """Messages of one engine under one layout, with the textbook's."""
 
     case: str
     engine: str
@@ -48,7 +48,7 @@ class EngineLedger(Struct, frozen=True, kw_only=True):
 
 
 def engine_ledger(case: str, record: Record, alone: Alone | None = None) -> EngineLedger:
-    """A record's ledger beside the textbook, with the judgement of its bytes. Peers have no flows."""
+    """A record's flows with the textbook's, and the judgement of its bytes. Peers have no flows."""
     manifest, alone = record.manifest, alone or Alone(uncompared={SENT: "the record was never judged"})
     engine, experiment = manifest.engine, manifest.experiment
     return EngineLedger(

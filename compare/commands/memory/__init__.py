@@ -32,10 +32,10 @@ class Memory(Study, frozen=True, kw_only=True):
     """
 
     engines: tuple[StudiedName, ...] = ()
-    """Which engines; a layout skips engines that cannot express it. Default: all."""
+    """Engines to train; a layout skips engines that cannot express it. Default: all."""
     presets: PresetNames = LAYOUTS
     variants: tuple[str, ...] = ()
-    """Settings that save memory, one row each beside the layout as it is, such as layout.remat=full."""
+    """Settings that save memory, one more row each, such as layout.remat=full."""
 
     brief = "bytes at the peak of a step, by class, engine and layout"
     fixed: ClassVar = {**OF_LAYOUTS, "init_from": None, "train.max_iters": 3}
@@ -54,7 +54,7 @@ class Memory(Study, frozen=True, kw_only=True):
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
-        """Sums of all classes, a row for each layout; and each class beside the estimate."""
+        """Sums of all classes, a row for each layout; and a table of classes with the estimate."""
         peaks = {name: peak for name, peak in outcome.values(Peak).items() if peak.bytes}
 
         def total(name: str) -> Text:

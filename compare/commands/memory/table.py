@@ -1,4 +1,4 @@
-"""What a device holds between two steps and at the peak of one, by class, beside what was estimated."""
+"""Memory of a device between two steps and at the peak of a step, by class, with the estimates."""
 
 import itertools
 from collections.abc import Mapping
@@ -12,16 +12,16 @@ from compare.theory.memory import KINDS, bytes_held
 from compare.theory.peak import peak_per_device
 
 MANY_PHASES = 12
-"""Changes from which on a pipeline's forwards and backwards are too close to be named."""
+"""Largest number of phases whose names fit into a figure."""
 
 
 def place_of(peak: Peak) -> str:
-    """The operation at which a peak is, and its place; "" of a plan."""
+    """The operation at a peak, and its place in the program."""
     return peak.operation + (f" in {peak.place}" if peak.place else "")
 
 
 def resting_table(records: Mapping[str, Record]) -> Table:
-    """What the fullest device of each case keeps between two steps, by kind."""
+    """Bytes of the fullest device of each case between two steps, by kind."""
     columns = [_resting_cells(record) for record in records.values()]
     names = [*KINDS, "all", *(["in the host's memory"] if any(len(cells) > 4 for cells in columns) else [])]
     cells = itertools.zip_longest(*columns, fillvalue=Text("none"))
@@ -36,7 +36,7 @@ def resting_table(records: Mapping[str, Record]) -> Table:
 
 
 def _resting_cells(record: Record) -> list[Text]:
-    """Each kind, all of them, and what offload put into the host's memory."""
+    """Bytes of each kind, their sum, and bytes that offload moved to the host."""
     manifest = record.manifest
     measured, expected = manifest.resident_bytes, bytes_held(manifest.engine, manifest.experiment)
     if not measured:
@@ -53,7 +53,7 @@ def _resting_cells(record: Record) -> list[Text]:
 
 
 def peak_tables(records: Mapping[str, Record]) -> list[Table]:
-    """The fullest device's bytes at the peak of the watched step, by class, of cases that say them."""
+    """Bytes of the fullest device at the peak of the watched step, by class, for cases that recorded them."""
     profiles = {name: one.memory for name, one in records.items() if one.memory and one.memory.devices}
     if not profiles:
         return []
@@ -78,7 +78,7 @@ def peak_tables(records: Mapping[str, Record]) -> list[Table]:
 
 
 def memory_figures(records: Mapping[str, Record]) -> list[Figure]:
-    """Memory over the watched step of each case that has a curve of it, of its fullest device."""
+    """Memory of the fullest device over the watched step, for cases that recorded a curve."""
     figures = []
     for name, record in records.items():
         if not (profile := record.memory) or not profile.devices:
@@ -94,7 +94,7 @@ def memory_figures(records: Mapping[str, Record]) -> list[Figure]:
 
 
 def memory_figure(title: str, curve: Curve, peak: Peak, *, caption: str) -> Figure:
-    """One device's memory over a step: an area for each class, and a line where the peak is."""
+    """Memory of one device over a step: an area for each class, and a line at the peak."""
     heights: dict[str, list[float]] = {
         kind: [size / 1e6 for size in curve.bytes[kind]] for kind in CLASSES if any(curve.bytes.get(kind, ()))
     }
