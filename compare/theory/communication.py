@@ -241,7 +241,7 @@ def stream_bytes(experiment: Experiment) -> float:
 
 
 def _width_of_products(engine: str, experiment: Experiment) -> float:
-    """Bytes of a product's result over the bytes of a stream: half in 16 bits. XLA on a CPU sends no bfloat16."""
+    """Width of products over the width of a stream: half in 16 bits. XLA on a CPU sends no bfloat16."""
     dtype = experiment.precision.dtype
     by_jax = ENGINES[engine].holds.residuals == "scan"
     return 1.0 if dtype in WIDE or (by_jax and dtype == "bfloat16") else 0.5
