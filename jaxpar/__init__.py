@@ -1,4 +1,4 @@
-"""The JAX side: nanoGPT in flax.nnx, sharded by the compiler or by hand. `python -m jaxpar RUN_DIR`."""
+"""The JAX side: `python -m jaxpar RUN_DIR` runs an engine. `ledger` is for programs of your own."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -8,9 +8,12 @@ if TYPE_CHECKING:
 
     from compare.contract.ledger import Ledger
 
+PACKAGES = ("numpy", "jax", "jaxlib", "flax", "optax")
+"""Packages on which numbers depend."""
+
 
 def ledger(function: Callable[..., Any], *arguments: Any, mesh: "Mesh") -> "Ledger":
-    """Communication of a function, with the lines that cause it: `measure.ledger.ledger_of`."""
-    from jaxpar.measure.ledger import ledger_of  # JAX is configured before it is imported
+    """Communication of a function, with the source lines that cause it: `measure.ledger.ledger_of`."""
+    from jaxpar.measure.ledger import ledger_of  # JAX is configured before this import
 
     return ledger_of(function, *arguments, mesh=mesh)

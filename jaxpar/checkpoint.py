@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict
 from compare.checkpoint.description import WEIGHTS
 from compare.checkpoint.saver import Part
 from compare.numerics.shards import Shard
-from jaxpar.comm.hosts import fetch
+from jaxpar.comm.hosts import to_host
 from jaxpar.engine import Engine
 from jaxpar.programs import TrainState
 from jaxpar.weights import STACKED, parameters_by_path, to_canonical
@@ -22,7 +22,7 @@ from jaxpar.weights import STACKED, parameters_by_path, to_canonical
 
 def gather_tensors(tree: Any, engine: Engine) -> dict[str, np.ndarray]:
     """Full tensors by canonical name, fetched to the host, from a tree like the parameters."""
-    unpadded = jax.tree.map(lambda p, x: p.unpad(x), engine.placements, fetch(tree))
+    unpadded = jax.tree.map(lambda p, x: p.unpad(x), engine.placements, to_host(tree))
     return to_canonical(unpadded, engine.experiment.model)
 
 

@@ -6,8 +6,7 @@ from compare.contract.request import Request
 from compare.side.collective_bench import TYPE, CollectiveRequest
 from compare.side.processes import Process
 from compare.spec.experiment import ExperimentError
-
-PACKAGES = ("numpy", "jax", "jaxlib", "flax", "optax")
+from jaxpar.comm.hosts import join
 
 
 def configure_jax(request: Request | CollectiveRequest, process: Process | None = None) -> None:
@@ -57,6 +56,4 @@ def join_devices(platform: str, devices: int, process: Process | None, *, timeou
     if process or (platform == "cpu" and devices > 1):
         jax.config.update("jax_enable_compilation_cache", False)
     if process:
-        from jaxpar.comm.hosts import join
-
         join(process, devices=devices, platform=platform, timeout_s=timeout_s)

@@ -1,9 +1,9 @@
-"""An engine: the functions that `step.train_step` calls, and the shardings of its arguments."""
+"""An engine: the functions that `step.train_step` calls, and the shardings of its arguments and results."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -20,9 +20,24 @@ from jaxpar.offload import HOST, offload_moments
 from jaxpar.optimizer import Optimizer
 from jaxpar.placement import shardings
 from jaxpar.step import train_step
+from jaxpar.weights import parameter_shapes
 
 Gradients = Callable[[Any, Any, jax.Array | None], tuple[tuple[jax.Array, Routing], Any]]
 """gradients(params, batch, scale) -> (mean loss, routing (A, L, ...)), mean gradients times `scale`."""
+
+
+class Shardings(NamedTuple):
+    """Shardings of the arrays that programs take and return: trees like the arrays, and one for scalars."""
+
+    params: Any
+    opt_state: Any
+    gradients: Any
+    """Gradients that a step returns, and the shards that devices update."""
+    accumulated: Any
+    """Gradients as they accumulate over a batch."""
+    batch: dict[str, Sharding]
+    metrics: dict[str, Sharding]
+    scalar: Sharding
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,12 +47,12 @@ class Engine:
     Attributes:
         gradients: the mean loss of a batch and its synchronised gradients, sharded under ZeRO.
         norm: gradients -> their global norm, a scalar.
-        to_shards: parameters -> the shards that this device updates.
+        to_shards: parameters -> the shards that devices update.
         from_shards: updated shards -> parameters.
         placements: a tree of `Placement`s like the parameters.
         summed_microbatches: in float16, backward starts from the loss scale divided by this number. It
             counts the mean losses that are averaged after backward, per mean loss that is averaged before it.
-        on_mesh: makes a step on global arrays of one that uses the four functions.
+        on_mesh: (a step that uses the four functions, shardings) -> a step on global arrays.
         ticks: the schedule of jax-manual's pipeline.
     """
 
@@ -50,82 +65,64 @@ class Engine:
     mesh: Mesh
     placements: Any
     summed_microbatches: float = 1
-    on_mesh: Callable[[Callable[..., Any]], Callable[..., Any]] = identity
+    on_mesh: Callable[[Callable[..., Any], Shardings], Callable[..., Any]] = lambda step, _: step
     ticks: Ticks | None = None
     compiler_options: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
-    def step(self) -> Callable[..., Any]:
+    def train_step(self) -> Callable[..., Any]:
         """`train_step` of this engine, on global arrays."""
-        step = self.on_mesh(partial(train_step, self))
-        return offload_moments(step, self.shards_sharding) if self._offloads else step
+        step = self.on_mesh(partial(train_step, self), self.shardings)
+        offloads = self.experiment.layout.offload == "optimizer"
+        return offload_moments(step, self.shardings.gradients) if offloads else step
 
     @cached_property
-    def params_sharding(self) -> Any:
-        """Of the parameters between two steps, a tree."""
-        return shardings(self.mesh, self.placements, sharded=self.experiment.layout.zero == 3)
-
-    @cached_property
-    def shards_sharding(self) -> Any:
-        """Of the shards that devices update, and of the gradients that a step returns, a tree."""
-        return shardings(self.mesh, self.placements, sharded=True)
-
-    @property
-    def accumulated_sharding(self) -> Any:
-        """Of gradients as they accumulate over a batch, a tree."""
-        return shardings(self.mesh, self.placements, sharded=self.experiment.layout.zero >= 2)
-
-    @property
-    def scalar_sharding(self) -> Sharding:
-        """Of a scalar, which every device has."""
-        return NamedSharding(self.mesh, P())
-
-    @cached_property
-    def batch_sharding(self) -> dict[str, Sharding]:
-        """Of a step's arrays, by name."""
-        specs = batch_specs(self.experiment, self.mesh)
-        return {name: NamedSharding(self.mesh, spec) for name, spec in specs.items()}
-
-    @property
-    def metrics_sharding(self) -> dict[str, Sharding]:
-        """Of a step's metrics, by name."""
-        specs = metrics_specs(self.experiment, self.mesh)
-        return {name: NamedSharding(self.mesh, spec) for name, spec in specs.items()}
-
-    def state_sharding(self, params: Any) -> Any:
-        """Of the optimizer's state between two steps, a tree like the state."""
-        moments, init = self.shards_sharding, self.optimizer.init
-        if self._offloads:
-            moments = jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST), moments)
-        return optax.tree_utils.tree_map_params(
+    def shardings(self) -> Shardings:
+        """The shardings of this engine's arrays."""
+        experiment, layout = self.experiment, self.experiment.layout
+        shards, scalar = shardings(self.mesh, self.placements, sharded=True), NamedSharding(self.mesh, P())
+        moments = shards
+        if layout.offload == "optimizer":
+            moments = jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST), shards)
+        init = self.optimizer.init
+        opt_state = optax.tree_utils.tree_map_params(
             init,
             lambda _, sharding: sharding,
-            jax.eval_shape(init, params),
+            jax.eval_shape(init, parameter_shapes(experiment)),
             moments,
-            transform_non_params=lambda _: self.scalar_sharding,
+            transform_non_params=lambda _: scalar,
         )
 
-    @property
-    def _offloads(self) -> bool:
-        return self.experiment.layout.offload == "optimizer"
+        def named(specs: Mapping[str, P]) -> dict[str, Sharding]:
+            return {name: NamedSharding(self.mesh, spec) for name, spec in specs.items()}
+
+        return Shardings(
+            params=shardings(self.mesh, self.placements, sharded=layout.zero == 3),
+            opt_state=opt_state,
+            gradients=shards,
+            accumulated=shardings(self.mesh, self.placements, sharded=layout.zero >= 2),
+            batch=named(batch_specs(experiment)),
+            metrics=named(metrics_specs(experiment)),
+            scalar=scalar,
+        )
 
 
-def batch_specs(experiment: Experiment, mesh: Mesh) -> dict[str, P]:
+def batch_specs(experiment: Experiment) -> dict[str, P]:
     """PartitionSpecs of a step's arrays (A, B, ...). The axes of rows split B, the axes of positions T."""
-    rows, sequence = _present(ROWS, mesh), _present(SEQUENCE, mesh)
+    rows, sequence = _present(ROWS, experiment), _present(SEQUENCE, experiment)
     return {name: P(None, rows, None if name == "keys" else sequence) for name in shapes_of_step(experiment)}
 
 
-def metrics_specs(experiment: Experiment, mesh: Mesh) -> dict[str, P]:
+def metrics_specs(experiment: Experiment) -> dict[str, P]:
     """PartitionSpecs of a step's metrics. Expert ids are split as their tokens."""
     specs = {"loss": P(), "grad_norm": P()}
     if not experiment.model.n_experts:
         return specs
     sequence = (*SEQUENCE, TP) if experiment.layout.sequence_parallel else SEQUENCE
-    expert_ids = P(None, None, _present(ROWS, mesh), _present(sequence, mesh))
+    expert_ids = P(None, None, _present(ROWS, experiment), _present(sequence, experiment))
     return specs | {"expert_ids": expert_ids, "tokens_per_expert": P()}
 
 
-def _present(axes: Sequence[str], mesh: Mesh) -> tuple[str, ...] | None:
+def _present(axes: Sequence[str], experiment: Experiment) -> tuple[str, ...] | None:
     """One dim of a PartitionSpec: the axes that have several devices."""
-    return tuple(axis for axis in axes if mesh.shape[axis] > 1) or None
+    return tuple(axis for axis in axes if experiment.layout.axes[axis] > 1) or None

@@ -33,20 +33,22 @@ def trace_train(engine: Engine, state: TrainState) -> Any:
     """
 
     def train(*arguments: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
-        params, opt_state, metrics, _ = engine.step(*arguments)
-        metrics.pop("expert_ids", None)
-        return params, opt_state, metrics
+        params, opt_state, metrics, _ = engine.train_step(*arguments)
+        return params, opt_state, {name: metrics[name] for name in metrics if name != "expert_ids"}
 
-    params, opt_state, metrics, _ = _result_shardings(engine, state)
-    metrics.pop("expert_ids", None)
-    jitted = jax.jit(train, out_shardings=(params, opt_state, metrics), donate_argnums=(0, 1))
+    returned = engine.shardings
+    metrics = {name: sharding for name, sharding in returned.metrics.items() if name != "expert_ids"}
+    out_shardings = returned.params, returned.opt_state, metrics
+    jitted = jax.jit(train, out_shardings=out_shardings, donate_argnums=(0, 1))
     with jax.set_mesh(engine.mesh):
         return jitted.trace(*_arguments(engine, state))
 
 
 def trace_ladder(engine: Engine, state: TrainState) -> Any:
     """Trace the step of a ladder. It also returns expert ids among the metrics, and gradients."""
-    jitted = jax.jit(engine.step, out_shardings=_result_shardings(engine, state), donate_argnums=(0, 1))
+    returned = engine.shardings
+    out_shardings = returned.params, returned.opt_state, returned.metrics, returned.gradients
+    jitted = jax.jit(engine.train_step, out_shardings=out_shardings, donate_argnums=(0, 1))
     with jax.set_mesh(engine.mesh):
         return jitted.trace(*_arguments(engine, state))
 
@@ -55,11 +57,11 @@ def trace_loss(engine: Engine, state: TrainState) -> Any:
     """Trace the mean loss of a batch without dropout. XLA removes the other work of the step."""
 
     def loss(*arguments: Any) -> jax.Array:
-        return engine.step(*arguments)[2]["loss"]
+        return engine.train_step(*arguments)[2]["loss"]
 
     params, opt_state, batch, scalars = _arguments(engine, state)
     batch.pop("keys", None)
-    jitted = jax.jit(loss, out_shardings=engine.scalar_sharding)
+    jitted = jax.jit(loss, out_shardings=engine.shardings.scalar)
     with jax.set_mesh(engine.mesh):
         return jitted.trace(params, opt_state, batch, scalars)
 
@@ -79,15 +81,9 @@ def device_scalars(experiment: Experiment, progress: Progress) -> dict[str, np.n
 
 
 def _arguments(engine: Engine, state: TrainState) -> tuple[Any, Any, dict[str, jax.ShapeDtypeStruct], Any]:
-    """Arguments of a step to trace it with; the batch has shapes and shardings alone."""
+    """Arguments of a step to trace it with. The batch has shapes and shardings alone."""
     batch = {
-        name: jax.ShapeDtypeStruct(*shape, sharding=engine.batch_sharding[name])
+        name: jax.ShapeDtypeStruct(*shape, sharding=engine.shardings.batch[name])
         for name, shape in shapes_of_step(engine.experiment).items()
     }
     return state.params, state.opt_state, batch, device_scalars(engine.experiment, state)
-
-
-def _result_shardings(engine: Engine, state: TrainState) -> tuple[Any, Any, dict[str, Any], Any]:
-    """Shardings of what a step returns: parameters, optimizer state, metrics, gradients."""
-    opt_state = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
-    return engine.params_sharding, opt_state, engine.metrics_sharding, engine.shards_sharding

@@ -14,7 +14,8 @@ from compare.contract.request import decode_request
 from compare.numerics.sampling import SampleRequest, generate
 from compare.spec.experiment import MAX_CPU_DEVICES, Precision
 from compare.system.facts import cores, versions
-from jaxpar.configuration import PACKAGES, configure_products
+from jaxpar import PACKAGES
+from jaxpar.configuration import configure_products
 from jaxpar.hooks import Hooks
 from jaxpar.model import GPT
 from jaxpar.weights import from_canonical

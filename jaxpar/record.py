@@ -19,10 +19,10 @@ from compare.numerics.stream import Evaluation, arrays_of_step, evaluate
 from compare.side.ending import StopRequest
 from compare.side.recording import Recording
 from compare.system.facts import cpu_seconds, versions
+from jaxpar import PACKAGES
 from jaxpar.checkpoint import gather_tensors, local_shards, state_parts
-from jaxpar.comm.hosts import exchange, fetch, gathered, hosts_of
+from jaxpar.comm.hosts import all_gather_numbers, all_gather_texts, hosts_of, to_host
 from jaxpar.comm.mesh import device_kind
-from jaxpar.configuration import PACKAGES
 from jaxpar.engine import Engine
 from jaxpar.measure.ledger import read_ledger
 from jaxpar.measure.memory import bytes_at_rest, memory_in_use, memory_profile, peak_memory, threads
@@ -31,8 +31,11 @@ from jaxpar.programs import TrainState, device_scalars
 from jaxpar.run import Run
 
 
-def make_recording(run: Run, recorder: Recorder | None, folder: Path) -> Recording:
+def make_recording(run: Run, folder: Path) -> Recording:
     """The recording of this process's loop. All processes write checkpoints; the first writes all else."""
+    recorder = Recorder(folder) if jax.process_index() == 0 else None
+    if recorder:
+        recorder.leave(run.work)
     profilers = [StepProfiler(run, recorder)] if run.request.profile and recorder else []
     return Recording(RecordedProcess(run), recorder, folder, profilers)
 
@@ -76,10 +79,10 @@ class RecordedProcess:
         match rung:
             case Rung.BATCH:
                 arrays = arrays_of_step(run.corpus, run.experiment, run.request.first_step)
-                tokens = fetch(run.shard_batch(arrays))
+                tokens = to_host(run.shard_batch(arrays))
                 return {name: x if name == "keys" else x[..., back_T] for name, x in tokens.items()}
             case Rung.ROUTING:
-                experts_ALBTk = fetch(state.expert_ids)[..., back_T, :]
+                experts_ALBTk = to_host(state.expert_ids)[..., back_T, :]
                 return {"experts": np.ascontiguousarray(experts_ALBTk.swapaxes(0, 1))}
             case Rung.GRADIENTS | Rung.SECOND_GRADIENTS:
                 tree = state.gradients
@@ -91,7 +94,7 @@ class RecordedProcess:
 
     def evaluate(self, step: int) -> Evaluation:
         run, state = self._run, self._run.state
-        compiled, scalars = run.loss, device_scalars(run.experiment, state)
+        compiled, scalars = run.loss_program, device_scalars(run.experiment, state)
         assert compiled, "an experiment that evaluates nothing"
 
         def loss_of(inputs_ABT: np.ndarray, targets_ABT: np.ndarray) -> jax.Array:
@@ -101,14 +104,14 @@ class RecordedProcess:
         return evaluate(run.experiment, run.corpus, step, loss_of)
 
     def should_stop(self) -> bool:
-        return any(gathered([StopRequest.came]))
+        return any(all_gather_numbers([StopRequest.came]))
 
     def checkpoint_parts(self) -> Iterator[Part]:
         return state_parts(self._run.engine, self._run.state)
 
     def manifest_fields(self, windows: Sequence[Window], recorder: Recorder | None) -> dict[str, Any]:
         run, devices = self._run, self._run.devices
-        peak_memory_bytes, peak_memory_method = peak_memory(run.step, devices)
+        peak_memory_bytes, peak_memory_method = peak_memory(run.train_program, devices)
         resident = bytes_at_rest(run.engine, run.state)
         fields = {
             "device_kind": device_kind(devices[0]),
@@ -116,7 +119,7 @@ class RecordedProcess:
             "versions": versions(PACKAGES),
             "threads": threads(devices),
             "compile_s": run.compile_s,
-            "cpu_time_s": sum(gathered([cpu_seconds()])),
+            "cpu_time_s": sum(all_gather_numbers([cpu_seconds()])),
             "peak_memory_bytes": peak_memory_bytes,
             "peak_memory_method": peak_memory_method,
             "resident_bytes": resident,
@@ -124,14 +127,14 @@ class RecordedProcess:
             "hosts": hosts_of(devices),
         }
         if recorder:  # after the CPU time: reading a program is no part of the run
-            hlo, axes = run.step.as_text(), run.experiment.layout.axes
+            hlo, axes = run.train_program.as_text(), run.experiment.layout.axes
             assert hlo, "XLA keeps no text of the compiled step"
             sizes = {name: resident[name][0] for name in ("parameters", "optimizer")}
-            if profile := memory_profile(run.step, **sizes):
+            if profile := memory_profile(run.train_program, **sizes):
                 recorder.leave(profile)
             recorder.leave(read_ledger(hlo, axes))
         if len(devices) > 1:
             shards = local_shards(run.state.params, run.engine)
-            texts = exchange(json.dumps(digests_of(shards)))
+            texts = all_gather_texts(json.dumps(digests_of(shards)))
             fields["replicas_apart"] = replicas_apart(digest for text in texts for digest in json.loads(text))
         return fields

@@ -8,10 +8,11 @@ import jax
 import numpy as np
 
 from compare.contract.request import Request
+from compare.contract.work import ObservedWork
 from compare.numerics.context import order_of_positions
 from compare.numerics.data import Corpus
 from compare.spec.experiment import Experiment
-from jaxpar.comm.hosts import spread
+from jaxpar.comm.hosts import put_sharded
 from jaxpar.engine import Engine
 from jaxpar.programs import TrainState
 
@@ -21,8 +22,9 @@ class Run:
     """What `train.set_up` makes.
 
     Attributes:
-        step: the compiled training step. The ledger and the memory profile are read from it.
-        loss: the compiled loss of an evaluation; None if the experiment evaluates nothing.
+        work: the work of the traced training step.
+        train_program: the training step. The ledger and the memory profile are read from it.
+        loss_program: the loss of an evaluation; None if the experiment evaluates nothing.
         initial_weights_sha256: the fingerprint of the first weights; "" on all processes but the first.
     """
 
@@ -30,8 +32,9 @@ class Run:
     corpus: Corpus
     engine: Engine
     state: TrainState
-    step: jax.stages.Compiled
-    loss: jax.stages.Compiled | None
+    work: ObservedWork
+    train_program: jax.stages.Compiled
+    loss_program: jax.stages.Compiled | None
     compile_s: float
     initial_weights_sha256: str
 
@@ -52,4 +55,4 @@ class Run:
     def shard_batch(self, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """A step's arrays (A, B, ...) over the devices, positions in the order of the devices."""
         ordered = {name: x if name == "keys" else x[..., self.order_T] for name, x in arrays.items()}
-        return spread(ordered, {name: self.engine.batch_sharding[name] for name in ordered})
+        return put_sharded(ordered, {name: self.engine.shardings.batch[name] for name in ordered})

@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from compare.checkpoint.description import WEIGHTS
 from compare.checkpoint.reader import CheckpointReader
-from compare.contract.record import Recorder
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
 from compare.numerics.boxes import Weights
@@ -23,7 +22,7 @@ from compare.side.inputs import starting_parameters
 from compare.side.recording import Recording
 from compare.spec.experiment import Experiment
 from jaxpar import compiler, explicit, manual, weights
-from jaxpar.comm.hosts import meet, spread
+from jaxpar.comm.hosts import barrier, put_sharded
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.engine import Engine
 from jaxpar.measure.work import work_of
@@ -52,13 +51,8 @@ def train(request: Request, folder: Path, *, at: Callable[[int, str], None] = la
         MissingDevicesError: fewer devices than the layout needs.
         DivergedError: a loss or a gradient norm is not finite. The record ends with that step.
     """
-    recorder = Recorder(folder) if jax.process_index() == 0 else None
-    run = set_up(request, recorder)
-    recording, state, last = (
-        make_recording(run, recorder, folder),
-        run.state,
-        request.experiment.train.max_iters,
-    )
+    run = set_up(request)
+    recording, state, last = make_recording(run, folder), run.state, run.experiment.train.max_iters
     at(state.step, "compute")
     recording.begin(state)
     while state.step < last:
@@ -78,7 +72,7 @@ def train_steps(run: Run, recording: Recording) -> None:
         for arrays in drawn:
             jax.block_until_ready(done[:-AHEAD])
             batch, scalars = run.shard_batch(arrays), device_scalars(run.experiment, state)
-            outputs = run.step(state.params, state.opt_state, batch, scalars)
+            outputs = run.train_program(state.params, state.opt_state, batch, scalars)
             state.params, state.opt_state, metrics, *gradients = outputs
             if gradients and run.request.update_due(state.step):
                 (state.gradients,), state.expert_ids = gradients, metrics.get("expert_ids")
@@ -94,7 +88,7 @@ def train_steps(run: Run, recording: Recording) -> None:
     recording.steps(done, clock.window(steps))
 
 
-def set_up(request: Request, recorder: Recorder | None) -> Run:
+def set_up(request: Request) -> Run:
     """Put the state of a request on the devices, and compile its programs. Raises as `train`."""
     experiment = request.experiment
     mesh = make_mesh(experiment.layout, platform=request.platform)
@@ -108,22 +102,21 @@ def set_up(request: Request, recorder: Recorder | None) -> Run:
     state.loss_scale = request.first_loss_scale
     clock = Stopwatch()
     with clock:
-        traced = (trace_ladder if request.ladder else trace_train)(engine, state)
-        if recorder:
-            recorder.leave(work_of(traced.jaxpr, engine.ticks))
-        step = compile_program(engine, traced)
+        traced = trace_ladder(engine, state) if request.ladder else trace_train(engine, state)
+        train_program = compile_program(engine, traced)
     evaluates = experiment.train.eval_interval
     run = Run(
         request=request,
         corpus=corpus,
         engine=engine,
         state=state,
-        step=step,
-        loss=compile_program(engine, trace_loss(engine, state)) if evaluates else None,
+        work=work_of(traced.jaxpr, engine.ticks),
+        train_program=train_program,
+        loss_program=compile_program(engine, trace_loss(engine, state)) if evaluates else None,
         compile_s=clock.wall_s,
         initial_weights_sha256=first_sha256(request, engine, state, initial),
     )
-    meet("all have compiled")
+    barrier("all have compiled")
     return run
 
 
@@ -136,19 +129,21 @@ def make_engine(name: str, experiment: Experiment, mesh: Mesh) -> Engine:
 def initial_state(engine: Engine, initial: Weights | None = None) -> TrainState:
     """The state before the first step, on the devices. By default the weights are the seed's."""
     named = SeedWeights(engine.experiment) if initial is None else initial
-    params = put_tree(engine, named, engine.params_sharding)
-    init, shardings = engine.optimizer.init, engine.state_sharding(params)
-    return TrainState(params=params, opt_state=jax.jit(init, out_shardings=shardings)(params))
+    params = put_tree(engine, named, engine.shardings.params)
+    init = jax.jit(engine.optimizer.init, out_shardings=engine.shardings.opt_state)
+    return TrainState(params=params, opt_state=init(params))
 
 
 def restore_state(engine: Engine, checkpoint: CheckpointReader) -> TrainState:
     """The state of a checkpoint, on the devices."""
-    params = put_tree(engine, checkpoint.group(WEIGHTS), engine.params_sharding)
-    shardings = engine.state_sharding(params)
-    names = moment_names(engine.experiment.optimizer)
-    moments = {name: put_tree(engine, checkpoint.group(name), shardings[name]) for name in names}
-    step, updates = checkpoint.description.step, checkpoint.description.updates
-    return TrainState(params=params, opt_state=moments, step=step, updates=updates)
+    where, names = engine.shardings, moment_names(engine.experiment.optimizer)
+    moments = {name: put_tree(engine, checkpoint.group(name), where.opt_state[name]) for name in names}
+    return TrainState(
+        params=put_tree(engine, checkpoint.group(WEIGHTS), where.params),
+        opt_state=moments,
+        step=checkpoint.description.step,
+        updates=checkpoint.description.updates,
+    )
 
 
 def put_tree(engine: Engine, named: Mapping[str, np.ndarray], shardings: Any) -> dict[str, Any]:
@@ -157,5 +152,5 @@ def put_tree(engine: Engine, named: Mapping[str, np.ndarray], shardings: Any) ->
     dtype, leaves = storage_dtype(engine.experiment), {}
     for path, parameters in weights.parameters_by_path(engine.experiment.model).items():
         leaf = weights.stacked(named, path, parameters).astype(dtype)
-        leaves[path] = spread(placements[path].pad(leaf), where[path])
+        leaves[path] = put_sharded(placements[path].pad(leaf), where[path])
     return unflatten_dict(leaves)

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from compare.contract.communication import LOSS, NORM
 from compare.pipeline.schedules import make_schedule
@@ -19,7 +18,7 @@ from compare.pipeline.ticks import Ticks, lock_step
 from compare.spec.axes import DATA
 from compare.spec.experiment import Experiment
 from jaxpar.comm import collectives
-from jaxpar.engine import Engine, Gradients, batch_specs, metrics_specs
+from jaxpar.engine import Engine, Gradients, Shardings
 from jaxpar.hooks import Hooks, identity
 from jaxpar.manual import (
     context_parallel,
@@ -32,7 +31,7 @@ from jaxpar.manual import (
 from jaxpar.mlp import Routing
 from jaxpar.model import loss_function, pipeline_parts
 from jaxpar.optimizer import Optimizer
-from jaxpar.placement import place_parameters, specs
+from jaxpar.placement import place_parameters
 from jaxpar.remat import gathers_in_layers, remat_of
 from jaxpar.step import accumulate_gradients, scale_loss
 from jaxpar.weights import without_layers
@@ -49,61 +48,18 @@ STRATEGIES = (
 
 
 def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Engine:
-    """jax-manual, for an experiment and a mesh with the axes of the layout.
-
-    Each device runs `train_step` on its shards and its share of the batch.
-    """
+    """jax-manual, for an experiment and a mesh with the axes of the layout."""
     layout, placements = experiment.layout, place_parameters(experiment)
-    passes, zero3 = experiment.train.gradient_accumulation_steps, layout.zero == 3
-    ticks = None
+    passes, ticks = experiment.train.gradient_accumulation_steps, None
+    hooks = Hooks(remat=remat_of(layout))
+    axes = [strategy(experiment, placements, hooks) for strategy in STRATEGIES]
     if layout.pp > 1:
+        microbatches = passes * layout.microbatches
         schedule = make_schedule(
-            layout.schedule,
-            ranks=layout.pp,
-            microbatches=passes * layout.microbatches,
-            chunks=layout.chunks,
+            layout.schedule, ranks=layout.pp, microbatches=microbatches, chunks=layout.chunks
         )
         # With remat full, forward keeps only the inputs of its stages.
         ticks = lock_step(schedule, keeps=remat_of(layout) != "full")
-
-    shard = partial(fully_sharded.shard_parameters, placements=placements)
-    gather = partial(fully_sharded.all_gather_parameters, placements=placements)
-
-    def on_mesh(step: Callable[..., Any]) -> Callable[..., Any]:
-        at_rest, sharded = specs(placements, sharded=zero3), specs(placements, sharded=True)
-        batch_spec, metrics_spec = batch_specs(experiment, mesh), metrics_specs(experiment, mesh)
-
-        @partial(jax.jit, inline=True)  # traced once for all programs that are compiled from it
-        def on_devices(params: Any, opt_state: Any, batch: Any, scalars: Any) -> Any:
-            moments = dict.fromkeys(opt_state, sharded)
-            in_specs = at_rest, moments, {name: batch_spec[name] for name in batch}, P()
-            out_specs = at_rest, moments, metrics_spec, sharded
-            on_device = collectives.per_device(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-            return on_device(params, opt_state, batch, scalars)
-
-        return on_devices
-
-    return Engine(
-        gradients=_gradients(experiment, placements, ticks),
-        norm=lambda gradients: global_norm(gradients, placements),
-        to_shards=identity if zero3 else shard,
-        from_shards=identity if zero3 else gather,
-        optimizer=optimizer,
-        experiment=experiment,
-        mesh=mesh,
-        placements=placements,
-        summed_microbatches=passes * layout.microbatches,
-        on_mesh=on_mesh,
-        ticks=ticks,
-        compiler_options=collectives.KEEP_COLLECTIVES_APART,
-    )
-
-
-def _gradients(experiment: Experiment, placements: Any, ticks: Ticks | None) -> Gradients:
-    """Gradients of one device: of its share of the batch, then reduced along every axis."""
-    hooks = Hooks(remat=remat_of(experiment.layout))
-    axes = [strategy(experiment, placements, hooks) for strategy in STRATEGIES]
-    if ticks:
         local_gradients = _gradients_by_pipeline(experiment, placements, hooks, ticks)
     else:
         local_gradients = _gradients_by_accumulation(experiment, placements, hooks)
@@ -117,7 +73,35 @@ def _gradients(experiment: Experiment, placements: Any, ticks: Ticks | None) -> 
         loss = collectives.all_reduce(value, DATA, purpose=LOSS) / collectives.axis_size(DATA)
         return (loss, routing), gradients
 
-    return gradients
+    shard, gather = fully_sharded.shard_parameters, fully_sharded.all_gather_parameters
+    return Engine(
+        gradients=gradients,
+        norm=lambda gradients: global_norm(gradients, placements),
+        to_shards=identity if layout.zero == 3 else partial(shard, placements=placements),
+        from_shards=identity if layout.zero == 3 else partial(gather, placements=placements),
+        optimizer=optimizer,
+        experiment=experiment,
+        mesh=mesh,
+        placements=placements,
+        summed_microbatches=passes * layout.microbatches,
+        on_mesh=run_per_device,
+        ticks=ticks,
+        compiler_options=collectives.KEEP_COLLECTIVES_APART,
+    )
+
+
+def run_per_device(step: Callable[..., Any], shardings: Shardings) -> Callable[..., Any]:
+    """A step on global arrays: inside one `shard_map`, each device runs `step` on its shards."""
+    spec = jax.tree.map(lambda sharding: sharding.spec, shardings)
+
+    @partial(jax.jit, inline=True)  # traced once for all programs that are compiled from it
+    def global_step(params: Any, opt_state: Any, batch: Any, scalars: Any) -> Any:
+        in_specs = spec.params, spec.opt_state, {name: spec.batch[name] for name in batch}, spec.scalar
+        out_specs = spec.params, spec.opt_state, spec.metrics, spec.gradients
+        local_step = collectives.per_device(step, in_specs=in_specs, out_specs=out_specs)
+        return local_step(params, opt_state, batch, scalars)
+
+    return global_step
 
 
 def global_norm(gradients: Any, placements: Any) -> jax.Array:

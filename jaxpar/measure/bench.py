@@ -30,9 +30,9 @@ from compare.spec.axes import DP_REPLICATE
 from compare.spec.experiment import Layout
 from compare.system.facts import versions
 from compare.system.json_files import write_json
+from jaxpar import PACKAGES
 from jaxpar.comm import collectives, hosts
 from jaxpar.comm.mesh import device_kind, make_mesh
-from jaxpar.configuration import PACKAGES
 from jaxpar.measure.memory import threads
 
 AXIS = DP_REPLICATE  # any would do: the mesh has no other of more than one device
@@ -74,16 +74,16 @@ def time_case(way: str, case: CollectiveCase, mesh: Mesh, request: CollectiveReq
         out_specs=sharding.spec,
     )
     compiled = jax.jit(collective).lower(given).compile()
-    hosts.meet("compiled")
+    hosts.barrier("compiled")
     call = lambda: jax.block_until_ready(compiled(given))  # noqa: E731
-    slowest = lambda value: max(hosts.gathered([value]))  # noqa: E731
+    slowest = lambda value: max(hosts.all_gather_numbers([value]))  # noqa: E731
     seconds = measure(call, wait=lambda: None, slowest=slowest, row_s=request.row_s)
     results = {devices.index(shard.device): np.asarray(shard.data) for shard in call().addressable_shards}
     here = sum(
         int((result != expected(case.kind, rank, ranks=ranks, count=count)).sum())
         for rank, result in results.items()
     )
-    wrong = int(sum(hosts.gathered([here])))
+    wrong = int(sum(hosts.all_gather_numbers([here])))
     return make_row(way, case, ranks=ranks, seconds=seconds, wrong=wrong)
 
 

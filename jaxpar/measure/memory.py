@@ -8,7 +8,7 @@ import jax
 from compare.contract.memory_profile import Class, DeviceMemory, MemoryProfile, Peak
 from compare.contract.record import ON_HOST
 from compare.system.facts import cores, process_memory
-from jaxpar.comm.hosts import gathered
+from jaxpar.comm.hosts import all_gather_numbers
 from jaxpar.engine import Engine
 from jaxpar.offload import HOST
 from jaxpar.programs import TrainState
@@ -21,7 +21,7 @@ def peak_memory(step: jax.stages.Compiled, devices: list[jax.Device]) -> tuple[l
     local = [device for device in devices if device.process_index == jax.process_index()]
     statistics = [device.memory_stats() for device in local]
     if all(statistics):
-        peaks = gathered([s["peak_bytes_in_use"] for s in statistics if s])
+        peaks = all_gather_numbers([s["peak_bytes_in_use"] for s in statistics if s])
         return peaks, "allocator's peak since the process began"
     if planned := planned_memory(step):
         return [planned] * len(devices), PLANNED
@@ -81,7 +81,7 @@ def bytes_at_rest(engine: Engine, state: TrainState) -> dict[str, list[int]]:
         return jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=sharding)
 
     devices = list(engine.mesh.devices.flat)
-    gradients = jax.tree.map(accumulated, state.params, engine.accumulated_sharding)
+    gradients = jax.tree.map(accumulated, state.params, engine.shardings.accumulated)
     trees = {"parameters": state.params, "gradients": gradients, "optimizer": state.opt_state}
     resident = {name: resident_bytes(tree, devices) for name, tree in trees.items()}
     on_host = resident_bytes(state.opt_state, devices, on_host=True)

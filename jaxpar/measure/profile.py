@@ -56,7 +56,7 @@ class StepProfiler(Observer):
     @contextmanager
     def watch(self) -> Generator[None]:
         """The step is waited for inside."""
-        hlo = self._run.step.as_text()
+        hlo = self._run.train_program.as_text()
         assert hlo, "XLA keeps no text of the compiled step"
         with recorded(hlo, self._run.devices, folder=self._recorder.folder) as events:
             yield

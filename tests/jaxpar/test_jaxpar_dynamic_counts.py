@@ -54,7 +54,7 @@ def ran(engine_name: str, name: str) -> tuple[list[Execution], str]:
     assert hlo
 
     def step(number: int) -> None:
-        batch = jax.device_put(arrays_of_step(corpus, experiment, number), engine.batch_sharding)
+        batch = jax.device_put(arrays_of_step(corpus, experiment, number), engine.shardings.batch)
         scalars = device_scalars(experiment, Progress(step=number, updates=number))
         outputs = compiled(state.params, state.opt_state, batch, scalars)
         state.params, state.opt_state, _ = jax.block_until_ready(outputs)

@@ -1,7 +1,5 @@
 """Experts under layouts against one device, in float64, and what is sent for them."""
 
-from types import SimpleNamespace
-
 import numpy as np
 from jax.sharding import PartitionSpec as P
 from msgspec.structs import replace
@@ -42,8 +40,7 @@ def test_choices_are_split_as_their_tokens():
         ({"dp_replicate": 2, "dp_shard": 2, "ep": 2, "cp": 2}, ("dp_replicate", "ep"), "cp"),
     ):
         experiment = Experiment(model=EXPERTS, layout=Layout(**fields))
-        mesh = SimpleNamespace(shape=experiment.layout.axes)
-        assert metrics_specs(experiment, mesh)["expert_ids"] == P(None, None, rows, positions), fields
+        assert metrics_specs(experiment)["expert_ids"] == P(None, None, rows, positions), fields
 
 
 def test_tokens_are_exchanged_once_and_their_sums():

@@ -70,7 +70,7 @@ def two_steps(name: str, layout: Layout, *, model: Model = MODEL) -> Outcome:
         order_T = order_of_positions(model.block_size, layout)
         arrays = arrays_of_step(open_corpus(spec), spec, index)
         batch = {name: x if name == "keys" else x[..., order_T] for name, x in arrays.items()}
-        batch = jax.device_put(batch, engine.batch_sharding)
+        batch = jax.device_put(batch, engine.shardings.batch)
         state.params, state.opt_state, metrics, gradients = step(
             state.params, state.opt_state, batch, device_scalars(spec, Progress(step=index, updates=index))
         )
