@@ -112,7 +112,7 @@ class ExpertsCore(nn.Module):
     def compute(
         self, up_ECM: torch.Tensor, down_EMC: torch.Tensor, rows_SC: torch.Tensor, counts_E: torch.Tensor
     ) -> torch.Tensor:
-        """The MLPs of the experts, one after the other, since their numbers of rows differ."""
+        """Run the experts in order. Their numbers of rows differ, so they are not one product."""
         counts = counts_E.tolist()
         inner = [rows_NC @ up_CM for rows_NC, up_CM in zip(rows_SC.split(counts), up_ECM, strict=True)]
         inner_SM = self.activation(torch.cat(inner))

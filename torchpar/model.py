@@ -2,7 +2,7 @@
 
 Dropout is at nanoGPT's sites, and depends on the sequences' keys (`compare.numerics.dropout`).
 
-B batch, T and S position, C embedding, H heads, K heads of keys and values, D = C / H, V vocabulary, L
+B batch, T and S position, C embedding, H heads, K heads of keys and values, D = C / H. V vocabulary, L
 layers, 2 words of a key. Source: karpathy/nanoGPT, model.py.
 """
 
@@ -162,7 +162,7 @@ class Block(nn.Module):
 
 
 def embed_tokens(idx: torch.Tensor, position_T: torch.Tensor, transformer: nn.ModuleDict) -> torch.Tensor:
-    """Vectors (B, T, C) of token ids (B, T), plus those of the positions, unless RoPE encodes them."""
+    """Vectors (B, T, C) of token ids (B, T), plus vectors of the positions, unless RoPE encodes them."""
     x_BTC = transformer["wte"](idx)
     return x_BTC + transformer["wpe"](position_T) if "wpe" in transformer else x_BTC
 

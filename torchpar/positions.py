@@ -1,4 +1,4 @@
-"""Which positions and dropout rows a rank has: embedding, rotation and dropout follow them."""
+"""The positions and dropout rows of a rank: embedding, rotation and dropout follow them."""
 
 import torch
 from torch import nn
@@ -38,7 +38,7 @@ def set_gathered_mask(model: GPT, layout: Layout, *, rank: int, device: torch.de
 
 
 def set_dropout_rows(model: nn.Module, rank: int, *, sequence_parallel: bool) -> None:
-    """Set the rows of a rank of tp: those of its heads, and with sequence parallelism of its positions."""
+    """Set a tp rank's dropout rows: the rows of its heads, and with sequence parallelism of its positions."""
     for dropout in dropouts(model):
         if dropout.site == DropoutSite.ATTENTION or sequence_parallel:
             dropout.rank = rank

@@ -1,6 +1,6 @@
 """The order of the rows of a fused q, k, v that tensor parallelism splits as one weight.
 
-c_attn is one (3 C, C) weight: q, k and v, one after the other. `Shard(0)` would give the first rank q and the
+c_attn is one (3 C, C) weight: q, then k, then v. `Shard(0)` would give the first rank q and the
 last rank v. So the rows are permuted once: each rank's contiguous rows have the q, k and v of its own heads.
 Gathered tensors are permuted back. With grouped queries each group has its k and v behind it, so the order
 stays.

@@ -32,7 +32,7 @@ from torchpar.launch import Rank
 
 RANKS = 4
 CPU = torch.device("cpu")
-GRACE_S = 1.0  # for the other ranks to say what they know, once one has failed
+GRACE_S = 1.0  # in which the other ranks report, once one has failed
 
 
 ALONE = Axis("dp_replicate", size=1, rank=0, group=None)
@@ -99,7 +99,7 @@ class Ranks:
             raise
 
     def end(self) -> None:
-        """End every rank, whatever it does; the next test finds new ones."""
+        """End all ranks. The next test starts new ranks."""
         for process, _ in self.members:
             process.kill()
         for process, pipe in self.members:

@@ -1,6 +1,6 @@
 """`run_pipeline` of torch-manual on four gloo ranks, in float64.
 
-The reference is the same modules, one after the other on one rank, over the same microbatches.
+The reference is the same modules in order on one rank, over the same microbatches.
 
 Shapes: M microbatches, B batch, T sequence, C features.
 """

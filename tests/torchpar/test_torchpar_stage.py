@@ -13,7 +13,7 @@ from torchpar.manual.zero_bubble import ZeroBubbleStage
 
 
 class Chain(nn.Sequential):
-    """Layers one after the other, as the only stage of a model."""
+    """Layers in order, as the only stage of a model."""
 
     def forward(self, x: torch.Tensor, *, stage: int) -> torch.Tensor:
         return super().forward(x)
@@ -52,7 +52,7 @@ def test_backward_frees_activations(kind):
 
 
 def test_split_backward_equals_whole():
-    """The same gradients, and half of the work in each task."""
+    """Gradients are equal, and each task has half of the work."""
     x, dy = torch.randn(5, 8), torch.randn(5, 4)
     found = []
     for kind in (Stage, ZeroBubbleStage):

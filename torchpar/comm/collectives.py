@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
-# The names of torch 2.13, or those of 2.11.
+# The names of torch 2.13, or the names of 2.11.
 gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 MESH = "mesh_"  # in PyTorch's description of the group of a mesh axis
@@ -30,7 +30,7 @@ def chunk_slices(count: int, ranks: int) -> list[slice]:
 
 
 class Call(NamedTuple):
-    """What the ledger records of a call."""
+    """The record of a call in the ledger."""
 
     kind: str
     axis: str
@@ -107,7 +107,7 @@ class Axis:
         return work
 
     def broadcast(self, tensor: torch.Tensor, *, purpose: str = "") -> None:
-        """Replace `tensor`, any shape, by that of the first rank."""
+        """Replace `tensor`, any shape, by the tensor of the first rank."""
         if self.size > 1:
             with self._observed("broadcast", tensor, purpose):
                 dist.broadcast(tensor, group=self.group, group_src=0)

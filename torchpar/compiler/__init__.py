@@ -1,6 +1,6 @@
 """torch-compiler: parameters and the batch are placed, and DTensor decides what moves.
 
-The model is written as for one device. Each strategy says where some tensors live.
+The model is written as for one device. Each strategy places some of its tensors.
 """
 
 from dataclasses import replace

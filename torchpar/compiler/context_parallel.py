@@ -4,13 +4,13 @@ All other layers treat a position as they treat a row. So to DTensor a part of a
 n, C) is `Shard(0)` along cp, as along the axes of data. Nothing moves, and gradients of weights are partial
 sums over cp too. In front of attention the local tensors are shards of (B, T, K, D), `Shard(1)`. K and V
 become `Replicate`, which is an all-gather. Their gradients are `Partial`, which become a reduce-scatter. A
-mask tells the core which positions its queries see.
+mask selects the positions that each query sees.
 
 `Shard(1)` everywhere would be correct too. But a linear layer merges B and T, and split positions then make a
 strided shard. Where tp splits the layer, DTensor gathers it: 13 times the bytes of K and V.
 
-There is no Ulysses: `Shard(1)` to `Shard(2)` is an all-to-all, but on a CPU DTensor gathers, and each rank
-keeps its own shard. There is no ring: no placement describes keys that pass from rank to rank.
+Ulysses would be `Shard(1)` to `Shard(2)`, an all-to-all. On a CPU DTensor gathers instead, and each rank
+keeps its own shard. A ring cannot be placed: no placement describes keys that pass from rank to rank.
 
 B batch, T position, t this rank's positions, K heads of keys and values, D head_dim, n ranks of cp.
 """

@@ -1,13 +1,13 @@
 """Experts by placements. DTensor has no rule for rows that are sorted by expert: they stay local tensors.
 
-With experts on every rank, a rank computes its own rows. Placements only say what the local tensors are:
+With experts on every rank, a rank computes its own rows. Placements only describe the local tensors:
 under tp, where inner features are split, the output is a partial sum.
 
 With ep this is not expert parallelism as torch-manual and torch-library have it. Placements describe fixed
 shapes, but the number of rows of an expert is data. So each rank writes its rows into (E, N, C), with room
 for all its tokens at every expert. That is `Shard(1)`, experts are `Shard(0)`, and the change of placement
-would be an all-to-all. On a CPU DTensor gathers instead: every rank receives all rows, and keeps those of its
-experts. The numbers are the same, and the bytes are many times more. The layouts of ep stay to show this.
+would be an all-to-all. On a CPU DTensor gathers instead: every rank receives all rows, and keeps the rows of
+its experts. The numbers are the same, and the bytes are many times more. The layouts of ep stay to show this.
 
 B batch, T position, C embedding, E experts, N tokens, S rows: k for each token.
 """
@@ -40,7 +40,7 @@ class PaddedExchange(nn.Module):
         row_S = torch.arange(len(rows_SC), device=rows_SC.device)
         expert_S = torch.arange(experts, device=rows_SC.device).repeat_interleave(counts_E)
         first_row_E = counts_E.cumsum(0) - counts_E
-        place_S = row_S - first_row_E[expert_S]  # number of a row among those of its expert
+        place_S = row_S - first_row_E[expert_S]  # place of a row among the rows of its expert
         out_ENC = rows_SC.new_zeros(experts, room, rows_SC.shape[1])
         out_ENC = out_ENC.index_put((expert_S, place_S), rows_SC)
         # Dispatch: all experts of this rank's tokens become some experts of all tokens.

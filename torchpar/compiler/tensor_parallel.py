@@ -1,4 +1,4 @@
-"""Tensor parallelism by placements: a table says which dims are split, and DTensor does Megatron's split.
+"""Tensor parallelism by placements: a table lists the split dims, and DTensor does Megatron's split.
 
 The parameters' placements follow from the table of axes. The code adds where activations live at both ends of
 a region of split work. Without that DTensor keeps a partial sum up to the next operator that is not linear:

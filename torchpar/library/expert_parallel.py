@@ -5,7 +5,7 @@ block's experts a unit of their own, over dp_shard without ep. It divides their 
 those ranks only, but the mean is over all ranks of the data. So the gradient is divided by ep's ranks first.
 FSDP2's own `set_gradient_divide_factor` requires PREMUL_SUM, which gloo does not have.
 
-DDP reduces all parameters over one group, so there is no expert parallelism with DDP.
+DDP reduces all parameters over one group, so it cannot be combined with expert parallelism.
 """
 
 from functools import partial

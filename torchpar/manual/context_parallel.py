@@ -11,7 +11,7 @@ gradients are means over cp as over replicas.
 A rank has one chunk of neighbouring positions. With zigzag it has two, one from each end of the sequence, so
 that the causal mask gives all ranks the same work.
 
-B batch, T all positions, t this rank's positions, c positions of a chunk, S positions that a chunk sees,
+B batch, T all positions, t this rank's positions, c positions of a chunk, S positions that a chunk sees.
 H heads, K heads of keys and values, h this rank's heads of q, k and v, D head_dim.
 Sources: Llama 3 (arXiv 2407.21783, section 3.3.2), DeepSpeed-Ulysses (arXiv 2309.14509).
 """
@@ -52,7 +52,7 @@ class GatherPositions(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor):
-        # The queries of all ranks saw these keys: sum dK and dV, and keep those of this rank's positions.
+        # The queries of all ranks saw these keys: sum dK and dV, and return to each rank its positions.
         return ctx.axis.reduce_scatter_dim(gradients[0], 2, purpose=ACTIVATION_GRADIENTS), None
 
 

@@ -352,7 +352,7 @@ class FSDP(nn.Module):
             self.reduce(unit)
 
     def reduce(self, unit: Unit) -> None:
-        """Start to reduce a unit's gradients, and finish those of the unit before: two are in memory."""
+        """Start to reduce a unit's gradients, and finish the unit before it: two are in memory."""
         for flat in self._reducing.flats if self._reducing else ():
             flat.gradients.start_all_reduce()
         for flat in unit.flats:

@@ -7,16 +7,17 @@
 After n - 1 hops every query has seen the keys of all n ranks. In backward dK and dV follow their K and V
 through all ranks, each of which adds its part. After n hops they are back at their own rank.
 
-A hop computes one block: all queries of this rank against all keys of another. The causal mask leaves the
-whole block if the keys come first, a triangle if they are the same positions, and nothing if they come later.
-So the last rank has the most work. Zigzag, at the end of this file, divides it evenly.
+A hop computes one block: all queries of this rank against all keys of another. If the keys come first, the
+causal mask hides nothing. If both are the same positions, it leaves a triangle. If the keys come later, it
+hides the whole block. So the last rank has the most work. Zigzag, at the end of this file, divides it evenly.
 
 Softmax over blocks: each block has its output y and the logarithm lse of its sum of exponentials. Two blocks
 are merged by their shares of the total. Autograd would save the weights of every block. So backward is
 written by hand: it computes a block's weights again, from its scores and the lse over all blocks.
 
-B batch, t this rank's positions, c positions of a block, K heads of keys and values, G query heads of each,
-D head_dim, n ranks. Sums, and the gradients that pass around, are in float32 at least.
+B batch, t this rank's positions, c positions of a block, n ranks.
+K heads of keys and values, G query heads of each, D head_dim.
+Sums, and the gradients that pass around, are in float32 at least.
 Source: Ring Attention (arXiv 2310.01889).
 """
 

@@ -38,7 +38,7 @@ class Stage:
         return y.detach()
 
     def backward(self, microbatch: int, dy: torch.Tensor | None) -> torch.Tensor | None:
-        """Add a microbatch's gradients to those of the parameters, and free its activations.
+        """Add a microbatch's gradients to the parameters' gradients, and free its activations.
 
         From the gradient of the output, None of a loss, to the gradient of the input, None of token ids.
         """

@@ -48,7 +48,7 @@ class CompiledWork:
         return run
 
     def work(self, *, is_fused: bool) -> dict[str, Any]:
-        """Fields of `ObservedWork`, from the first graph, which is that of training."""
+        """Fields of `ObservedWork`, from the first graph, the graph of training."""
         backend, training = "inductor" if is_fused else "aot_eager", self._graphs[0] * (self._runs[0] or 1)
         count = len(self._graphs)
         return {
