@@ -2,8 +2,9 @@
 
 Dropout is at nanoGPT's sites, and depends on the sequences' keys (`compare.numerics.dropout`).
 
-B batch, T and S position, C embedding, H heads, K heads of keys and values, D = C / H. V vocabulary, L
-layers, 2 words of a key. Source: karpathy/nanoGPT, model.py.
+B batch, T and S position, C embedding, H heads, K heads of keys and values, D = C / H.
+V vocabulary, L layers, 2 words of a key.
+Source: karpathy/nanoGPT, model.py.
 """
 
 import math

@@ -28,8 +28,7 @@ def resolve_backend(layout: Layout, device: torch.device, *, sizes_are_data: boo
         can_trace = layout.remat != "full" and not sizes_are_data
         return "inductor" if device.type == "cuda" and can_trace else "none"
     if layout.compile == "inductor" and device.type == "cpu" and not shutil.which("c++"):
-        raise ValueError("layout.compile = inductor requires a C++ compiler: install one, or set
-        layout.compile = aot_eager")
+        raise ValueError("layout.compile = inductor requires a C++ compiler: install one or set aot_eager")
     return layout.compile
 
 
