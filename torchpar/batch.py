@@ -1,4 +1,4 @@
-"""One rank's rows and positions of a global batch, and whole batches from those of all ranks.
+"""One rank's rows and positions of a global batch, and whole batches gathered from all ranks.
 
 A passes, B rows, T positions.
 """

@@ -116,7 +116,7 @@ def local_moments(engine: Engine, key: str) -> TensorsByName:
 
 
 def all_moments(engine: Engine, key: str) -> TensorsByName:
-    """This rank's shards of one moment, also of what other ranks own. All ranks call it together."""
+    """This rank's shards of one moment, also of parameters that other ranks own. Every rank calls it."""
     moments = local_moments(engine, key)
     if engine.sharding.owned is None:
         return moments

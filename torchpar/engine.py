@@ -21,15 +21,15 @@ class Engine:
     Attributes:
         module: called as the model is, with (B, T) arrays of this rank.
         optimizer: over `parameters`.
-        parameters: the parameters that this rank updates, by nanoGPT's names: whole ones, or its shards.
+        parameters: the parameters that this rank updates, by nanoGPT's names: whole parameters or shards.
         sharding: where the shards of the parameters are.
         no_sync: a context for forward and backward of every pass of a step but the last.
         step_context: a context for the forwards and backwards of a step, and for an evaluation.
         run_pipeline: called instead of `module`, with a batch of all passes, a context for each forward, and
-            the factor of the loss. Returns the mean loss; leaves gradients, if gradients are enabled.
+            the factor of the loss. Returns the mean loss; adds gradients, if gradients are enabled.
         end_evaluation: called after the last forward without a backward.
         loss_mean_ranks: the number of ranks whose rows the loss already averages before backward.
-        resized_buffers: flat tensors whose storage is freed and allocated again, for the memory profile.
+        resized_buffers: flat tensors that FSDP frees and allocates again, for the memory profile.
         compiled: the work of a compiled `module`, as fields of the record's work; None if it is not compiled.
     """
 
@@ -46,7 +46,7 @@ class Engine:
     compiled: Callable[..., Mapping[str, Any]] | None = None
 
     def with_sharding(self, outer: Sharding) -> "Engine":
-        """The engine under one more sharding, outside of those that it has."""
+        """The engine with one more sharding, outside of its own."""
         return replace(self, sharding=self.sharding.within(outer))
 
     def finish_gradients(self) -> None:

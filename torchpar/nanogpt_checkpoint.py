@@ -29,6 +29,7 @@ from compare.spec.sections import Count
 from compare.system.disk import why_not_readable, write_atomically
 from torchpar.weights import moment_keys, nanogpt_name, to_nanogpt
 
+ALONE = "convert the state dict of the model alone"
 NOT_EVALUATED = 1e9
 """nanoGPT's best_val_loss before the first evaluation."""
 
@@ -75,7 +76,7 @@ def import_checkpoint(source: Path, target: Path, base: Experiment | None = None
     try:
         saved = msgspec.convert(loaded, _Saved)
     except msgspec.ValidationError as error:
-        raise ExperimentError(f"{source} is no checkpoint of nanoGPT's train.py: {error}") from None
+        raise ExperimentError(f"{source} is no ckpt.pt: {error}; give a file of nanoGPT's train.py") from None
     settings, given, data = {**saved.config, **saved.model_args}, base or Experiment(), {}
     if "cuda" not in str(settings.get("device", "cuda")) and "dtype" in settings:
         settings["dtype"] = "float32"  # on a CPU or a Mac nanoGPT computes in it, whatever it saves
@@ -85,7 +86,7 @@ def import_checkpoint(source: Path, target: Path, base: Experiment | None = None
     if given.data == Data() and "dataset" in settings:
         data["source"] = f"data/{settings['dataset']}"
     if not base and (missing := [name for name in MODEL_ARGS if name not in settings]):
-        raise ExperimentError(f"{source} does not say {', '.join(missing)}: give an experiment that does")
+        raise ExperimentError(f"{source} lacks {', '.join(missing)}: give an experiment that has them")
     experiment = edited(experiment_of(settings, base=given), {"data": data})
     step = updates = 0
     if saved.optimizer:
@@ -115,7 +116,7 @@ def _resumed(source: Path, optimizer: _AdamW) -> dict[str, Any]:
     if other != nanogpts or decaying.amsgrad or decaying.maximize:
         raise ExperimentError(
             f"{source}: its optimizer has amsgrad, maximize, a weight decay of vectors, or other betas or "
-            f"eps for each group: nanoGPT's has not, nor has ours"
+            f"eps for each group, unlike nanoGPT's: {ALONE}"
         )
     beta1, beta2 = decaying.betas
     return {"beta1": beta1, "beta2": beta2, "eps": decaying.eps, "weight_decay": decaying.weight_decay}
@@ -145,8 +146,8 @@ def export_checkpoint(source: Path, target: Path) -> None:
         ("model.norm_eps", model.norm_eps, 1e-5),
     ):
         if value != nanogpts:
-            why = f"{source}: {key} = {value}, and nanoGPT has {nanogpts} alone"
-            raise ExperimentError(f"{why}: --to huggingface or weights keeps it")
+            why = f"{source}: {key} = {value}, and nanoGPT has only {nanogpts}"
+            raise ExperimentError(f"{why}: convert it --to huggingface or weights")
     rows = {nanogpt_name(row.name): row for row in parameter_table(model)}
 
     def tensor(group: str, name: str) -> torch.Tensor:
@@ -196,8 +197,8 @@ def _moments(
     names = [*chain(*_by_group(experiment.model))]
     numbers, states = [number for group in optimizer.param_groups for number in group.params], optimizer.state
     if len(numbers) != len(names):
-        said = f"its optimizer has {len(numbers)} parameters, and the model {len(names)}"
-        raise ExperimentError(f"{source}: {said}")
+        counts = f"its optimizer has {len(numbers)} parameters, and the model {len(names)}"
+        raise ExperimentError(f"{source}: {counts}: {ALONE}")
     if not states and (skips or not step):
         return {}, 0
     moments, rows = {}, {nanogpt_name(row.name): row for row in parameter_table(experiment.model)}
@@ -205,18 +206,19 @@ def _moments(
         by_name = dict[str, np.ndarray]()
         for name, number in zip(names, numbers, strict=True):
             moment: Any = states.get(number, {}).get(key)
-            found = tuple(moment.shape) if is_plain(moment) else "no tensor of plain numbers"
+            found = tuple(moment.shape) if is_plain(moment) else "no dense tensor of numbers"
             if found != (shape := gpt2_shape(rows[name], is_linear=True)):
                 raise ExperimentError(
-                    f"{source}: its optimizer's {key} of {name} is {found}, and the weight {shape}: its "
-                    f"parameters are in another order, or of another model"
+                    f"{source}: its optimizer's {key} of {name} is {found}, and the weight {shape}: the "
+                    f"parameters of the optimizer have another order: {ALONE}"
                 )
             by_name[name] = _array(moment)
         moments[group] = from_gpt2(by_name, experiment.model, str(source), is_linear=True)
     steps = {int(states[number]["step"]) for number in numbers}
     updates = min(steps)
     if len(steps) != 1 or not (updates == step or (skips and 0 <= updates < step)):
-        raise ExperimentError(f"{source}: iter_num = {step}, and its optimizer is at step {sorted(steps)}")
+        counts = f"iter_num = {step}, and its optimizer is at step {sorted(steps)}"
+        raise ExperimentError(f"{source}: {counts}: {ALONE}")
     return moments, updates
 
 
@@ -224,7 +226,7 @@ def _weights(source: Path, state: Mapping[str, Any], model: Model) -> dict[str, 
     """The weights of nanoGPT's state dict by canonical name."""
     for name, tensor in state.items():
         if not is_plain(tensor):
-            raise ExperimentError(f"{source}: {name} among its weights is no tensor of plain numbers")
+            raise ExperimentError(f"{source}: its weight {name} is no dense tensor of numbers: remove it")
     return from_gpt2({name: _array(t) for name, t in state.items()}, model, str(source), is_linear=True)
 
 
@@ -246,7 +248,7 @@ def read(source: Path) -> Any:
     try:
         return torch.load(source, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError:
-        why = "it holds more than tensors and plain values, or is no checkpoint; save its state dict alone"
+        why = "it has more than tensors and plain values, or is no checkpoint: save the state dict alone"
         raise ExperimentError(f"{source} cannot be unpickled safely: {why}") from None
     except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
         why = " ".join(str(error).split()) or type(error).__name__

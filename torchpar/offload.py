@@ -17,14 +17,14 @@ import torch
 
 
 class StateOnHost(torch.optim.Optimizer):
-    """A mix-in before an optimizer that treats parameters one by one; it moves the state: see `on_host`."""
+    """A mix-in before an optimizer that updates each parameter alone. It moves the state: see `on_host`."""
 
     chunk_bytes = 64_000_000
-    """Bytes of the parameters whose moments move together. Two chunks are on the device at once."""
+    """Bytes of parameters in a chunk. The moments of two chunks are on the device at once."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
-        self.homes: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter and key, on the host
+        self.host_state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter and key, on the host
         device = self.param_groups[0]["params"][0].device
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # a CPU has no streams
 
@@ -63,9 +63,9 @@ class StateOnHost(torch.optim.Optimizer):
         """Start copying the state of these parameters to the device. The event marks its arrival."""
         with torch.cuda.stream(self._copies):
             for parameter in parameters:
-                for key, home in self.homes.get(parameter, {}).items():
-                    there = torch.empty_like(home, device=parameter.device, pin_memory=False)
-                    self.state[parameter][key] = there.copy_(home, non_blocking=True)
+                for key, saved in self.host_state.get(parameter, {}).items():
+                    fetched = torch.empty_like(saved, device=parameter.device, pin_memory=False)
+                    self.state[parameter][key] = fetched.copy_(saved, non_blocking=True)
         return self._copies.record_event() if self._copies else None
 
     def _send_back(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -74,14 +74,14 @@ class StateOnHost(torch.optim.Optimizer):
             self._copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copies):
             for parameter in parameters:
-                homes, state = self.homes.setdefault(parameter, {}), self.state[parameter]
+                on_host, state = self.host_state.setdefault(parameter, {}), self.state[parameter]
                 for key, value in state.items():
                     if torch.is_tensor(value) and value.device == parameter.device:
                         if self._copies:
                             value.record_stream(self._copies)
-                        if key not in homes:
-                            homes[key] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-                        state[key] = homes[key].copy_(value, non_blocking=True)
+                        if key not in on_host:
+                            on_host[key] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+                        state[key] = on_host[key].copy_(value, non_blocking=True)
 
 
 def on_host(optimizer_cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
@@ -92,8 +92,8 @@ def on_host(optimizer_cls: type[torch.optim.Optimizer]) -> type[torch.optim.Opti
 def host_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The optimizer state in host memory, tensors of any shape."""
     inner = getattr(optimizer, "inner", optimizer)  # the optimizer that ShardedOptimizer wraps
-    homes = inner.homes.values() if isinstance(inner, StateOnHost) else ()
-    return [home for by_key in homes for home in by_key.values()]
+    states = inner.host_state.values() if isinstance(inner, StateOnHost) else ()
+    return [tensor for by_key in states for tensor in by_key.values()]
 
 
 def device_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Names of PyTorch that are not public, each as seen in torch 2.13. An upgrade of PyTorch checks this file.
+"""Names of PyTorch that are not public, as of torch 2.13. An upgrade of PyTorch checks this file.
 
 The wrapper subclasses, `TorchDispatchMode` and `tree_leaves` are described in PyTorch's documentation.
 """

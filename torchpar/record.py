@@ -51,9 +51,9 @@ def make_recording(run: Run, folder: Path) -> Recording:
 
 
 def first_sha256(run: Run, first: Weights) -> str:
-    """The SHA-256 of the first weights: of this rank's if it has all of them, otherwise of the given ones.
+    """The SHA-256 of the first weights, as this rank has them, or if they are sharded, as they were given.
 
-    The given ones are read once more, one tensor after the other.
+    The given weights are read once more, one tensor after the other.
     """
     rows, weights = {row.name: row for row in parameter_table(run.experiment.model)}, run.engine.weights()
     names = {name: nanogpt_name(name) for name in rows}

@@ -19,7 +19,7 @@ class Sharding:
 
     Attributes:
         axes: the mesh axes along which the ranks have different shards of a parameter.
-        elements: the slice of this rank's tensor-parallel shard, flattened, that ZeRO leaves to this rank.
+        elements: the slice of this rank's tensor-parallel shard, flattened, that ZeRO assigns to this rank.
             A name that is missing: all elements.
         counted_elsewhere: parameters that another rank has too, and counts in the gradient norm.
         owned: the parameters that this rank's optimizer updates, and the axis whose ranks divide whole
@@ -36,7 +36,7 @@ class Sharding:
     gather: Callable[[TensorsByName], TensorsByName] = lambda shards: shards
 
     def within(self, outer: "Sharding") -> "Sharding":
-        """This sharding of what `outer` leaves to a rank. The inner one finishes and gathers first."""
+        """This sharding inside of `outer`. The inner sharding finishes and gathers first."""
 
         def finish_gradients(parameters: Parameters) -> None:
             self.finish_gradients(parameters)

@@ -40,7 +40,7 @@ PEERS = {peer.name: f"torchpar.{peer.folder}" for peer in TORCH.peers}
 
 
 def train(rank: Rank, *, request: Request, folder: Path) -> None:
-    """Train as one of `layout.devices` ranks. Rank 0 leaves the record in `folder`, an existing one.
+    """Train as one of `layout.devices` ranks. Rank 0 writes the record into `folder`, an existing one.
 
     Raises DivergedError: the loss or the gradient norm of a step is not finite.
     """

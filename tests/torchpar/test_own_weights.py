@@ -126,7 +126,7 @@ def test_unreadable_weights_are_one_line(tmp_path, in_this_process):
     with pytest.raises(ExperimentError, match="cannot be"):
         frozen(bad)
     torch.save(state, bad)
-    with pytest.raises(ExperimentError, match="does not say n_layer, n_head, n_embd, block_size, bias"):
+    with pytest.raises(ExperimentError, match="lacks n_layer, n_head, n_embd, block_size, bias"):
         import_checkpoint(bad, tmp_path / "ours")
     tanh = edited(EXPERIMENT, {"model": {"activation": "gelu_tanh"}})
     write_gpt2(tmp_path / "gpt2", tanh.model, own_weights())

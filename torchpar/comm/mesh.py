@@ -32,7 +32,7 @@ class Mesh:
         return self.axes[name]
 
     def joined(self, *names: str) -> Axis:
-        """Several axes as one, the first outermost. Axes of one rank are left out, if another has more."""
+        """Several axes as one, the first outermost. Axes of one rank are dropped, if another has more."""
         return self[joined_of(names, {name: self[name].size for name in names}) or names[-1]]
 
 
@@ -50,7 +50,7 @@ def make_mesh(layout: Layout, *, rank: int, device: torch.device) -> Mesh:
             group = dist.new_subgroups_by_enumeration(lines)[0] if len(lines) > 1 else world_group()
         return Axis(joined(*names), size=size, rank=line.index(rank), group=group)
 
-    # Ranks that communicate as one: of rows, of data, and those that ZeRO sums over and splits over.
+    # Axes that communicate as one: of rows, of data, of ZeRO's sums, of its shards, and of experts.
     together = (ROWS, DATA, REPLICAS, SHARDS, EXPERTS_DATA)
     several = {joined_of(names, sizes): [name for name in names if sizes[name] > 1] for names in together}
     axes = {name: make_axis(name) for name in sizes}

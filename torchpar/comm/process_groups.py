@@ -1,4 +1,4 @@
-"""The group of all ranks: how they join and leave."""
+"""The group of all ranks: joining and leaving."""
 
 import datetime
 

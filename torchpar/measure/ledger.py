@@ -1,4 +1,4 @@
-"""The ledger of what runs inside: every collective, with its place in the program.
+"""The ledger of a context: every collective, with its place in the program.
 
     with torchpar.ledger() as ledger:
         loss(model(x)).backward()

@@ -1,7 +1,7 @@
 """Memory of a step by class: the lifetimes of all storages that its operators read or write.
 
     parameters, optimizer   given before the step
-    gradients               given before the update, and those that a pass of an accumulation leaves
+    gradients               given before the update, and left by a pass of an accumulation
     gathered parameters     storages that are resized: FSDP, torchpar's and PyTorch's, frees parameters so
     activations             made by a forward, and alive when the next backward begins
     logits                  the output of `lm_head`; tensors of that size in `loss`, and in its backward

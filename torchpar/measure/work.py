@@ -1,4 +1,4 @@
-"""Work of a step: dtypes of its products, what runs again for backward, and a pipeline's tasks."""
+"""The work of a step: dtypes of products, recomputed operators, and the tasks of a pipeline."""
 
 import re
 from collections import Counter, defaultdict
