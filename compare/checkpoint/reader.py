@@ -178,7 +178,7 @@ def sum_of(path: Path) -> FileSum:
 
 
 def _open(path: Path) -> safe_open:
-    if path.is_symlink() or not path.is_file():
+    if not path.is_file():
         raise CheckpointError(f"{path} is missing: the checkpoint is not whole")
     try:
         return safe_open(path, framework="numpy")

@@ -11,7 +11,6 @@ tenth for validation, as nanoGPT does.
 """
 
 import hashlib
-import mmap
 import os
 import sysconfig
 from pathlib import Path
@@ -71,21 +70,9 @@ class Corpus:
         shape = (train.gradient_accumulation_steps, train.batch_size)
         # Raw Philox words: NumPy guarantees their stream, but not the stream of Generator.integers.
         words = np.random.Philox(key=train.seed, counter=counter).random_raw(shape)
-        self._require_whole_file()
         starts_AB = ((words >> np.uint64(11)) * 2.0**-53 * (len(tokens) - length)).astype(np.int64)
         window_ABT = starts_AB[:, :, None] + np.arange(length)
         return tokens[window_ABT].astype(np.int32), tokens[window_ABT + 1].astype(np.int32)
-
-    def _require_whole_file(self) -> None:
-        """Reject a mapped file that has shrunk: reading beyond its end would kill the process."""
-        mapped: object = self.train
-        while mapped is not None and not isinstance(mapped, mmap.mmap):
-            mapped = getattr(mapped, "base", None)
-        if mapped is not None and mapped.size() < len(mapped):
-            raise ExperimentError(
-                f"data.source: {self.origin} had {len(mapped)} bytes and has {mapped.size()} now: it must "
-                f"not change while it is trained on"
-            )
 
 
 def open_corpus(experiment: Experiment, *, validated_sha256: str = "") -> Corpus:
