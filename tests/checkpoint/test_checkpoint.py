@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved comes back in any part, whatever ends the saving."""
+"""Checkpoints: any part of a saved state can be read; an interrupted save leaves no checkpoint."""
 
 import threading
 from pathlib import Path
@@ -115,7 +115,7 @@ def test_a_full_disk_is_said_and_the_one_before_is_whole(tmp_path, monkeypatch):
         saver.finish()
     assert list(checkpoints_in(tmp_path)) == [5]
     assert [path.name for path in tmp_path.iterdir()] == [folder_name(5)]  # room was made
-    saver.finish()  # it is said once
+    saver.finish()  # the error is raised once
 
 
 def test_a_run_over_an_old_one_would_mix_its_checkpoints(tmp_path, tiny):

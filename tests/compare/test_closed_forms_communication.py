@@ -20,7 +20,7 @@ def experiment(**layout) -> Experiment:
     return Experiment(model=MODEL, train=train, layout=Layout(**layout))
 
 
-def test_one_device_sends_nothing_and_gradients_are_reduced_once_whatever_the_accumulation():
+def test_gradients_are_reduced_once():
     for engine in ("jax-manual", "torch-manual"):
         replicas = ("all_reduce", "dp_replicate", "gradients")
         assert bytes_sent(engine, experiment()) == {}
@@ -28,15 +28,15 @@ def test_one_device_sends_nothing_and_gradients_are_reduced_once_whatever_the_ac
         assert bytes_sent(engine, experiment(dp_replicate=2, dp_shard=4, zero=1))[replicas] == N
 
 
-def test_zero_1_sends_as_much_as_data_parallelism_and_zero_3_half_as_much_again():
+def test_zero_sends_the_volume_of_its_paper():
     """The ZeRO paper's 2 and 3 per step, in its units: an all-reduce is a scatter and a gather."""
     for zero, volume in {1: 2, 3: 3}.items():
         one_pass = Experiment(model=MODEL, layout=Layout(dp_shard=4, zero=zero))
         assert sum(textbook("torch-manual", one_pass).values()) == volume * 4 * N
 
 
-def test_words_in_which_engines_differ_under_accumulation():
-    """Who scatters each pass, who gathers the ends once a step, a pass or a use, who gathers all anew."""
+def test_engines_differ_under_accumulation():
+    """Who scatters each pass, who gathers the ends once a step, a pass or a use, who gathers all again."""
     ends = C * (V + T + 2)
     layers = N - ends
     for engine, scatters, gathers, keeps in (
@@ -60,7 +60,7 @@ def test_the_loss_in_parts_is_computed_twice():
         assert sent["all_gather", "tp", "loss"] == 4 * 2 * numbers * PASSES * ROWS * T
 
 
-def test_sequence_parallelism_cuts_each_all_reduce_in_two():
+def test_sequence_parallelism_splits_all_reduce():
     plain = bytes_sent("torch-manual", experiment(tp=2))
     cut = bytes_sent("torch-manual", experiment(tp=2, sequence_parallel=True))
     for way in ("activations", "activation gradients"):
@@ -85,7 +85,7 @@ def over_tp(engine: str, **layout) -> dict[str, float]:
     }
 
 
-def test_what_is_recomputed_sums_once_more_a_layer_and_gathers_twice():
+def test_recomputation_sends_again():
     """A layer's last sum is not needed again, unless dropout follows it. JAX's dots keep the sums."""
     for engine, remat, dropout, sums in (
         ("torch-manual", "none", 0.0, 0),
@@ -108,7 +108,7 @@ def test_what_is_recomputed_sums_once_more_a_layer_and_gathers_twice():
         }
 
 
-def test_in_sixteen_bits_half_of_what_leaves_a_region_is_sent_and_of_its_gradient():
+def test_products_in_16_bits_send_half():
     """Norms are computed in float32: what enters a region is wide. The embedding's way out is, too."""
     narrow = (2 * L) / 2 + 1
     for dtype in ("bfloat16", "float16"):
@@ -125,7 +125,7 @@ def test_in_sixteen_bits_half_of_what_leaves_a_region_is_sent_and_of_its_gradien
 SENT, SENT_BACK = ("permute", "pp", "activations"), ("permute", "pp", "activation gradients")
 
 
-def test_a_pipeline_sends_every_microbatch_both_ways_and_its_ends_what_they_share():
+def test_pipeline_sends_both_ways():
     pipeline = experiment(pp=2, microbatches=2)
     token = 4 * V * C
     first, last = (bytes_sent("torch-manual", pipeline, stage=stage) for stage in (0, 1))
@@ -134,7 +134,7 @@ def test_a_pipeline_sends_every_microbatch_both_ways_and_its_ends_what_they_shar
     assert last == {SENT_BACK: PASSES * STREAM} | tied
 
 
-def test_a_rank_in_the_middle_sends_for_every_chunk_and_shares_nothing():
+def test_middle_rank_sends_every_chunk():
     middle = bytes_sent("torch-manual", experiment(pp=4, microbatches=4), stage=2)
     assert middle == {SENT: PASSES * STREAM, SENT_BACK: PASSES * STREAM}
     chunks = experiment(pp=2, microbatches=2, schedule="interleaved", chunks=2)
@@ -143,9 +143,9 @@ def test_a_rank_in_the_middle_sends_for_every_chunk_and_shares_nothing():
     assert (last[SENT], last[SENT_BACK]) == (PASSES * STREAM, 2 * PASSES * STREAM)
 
 
-def test_what_context_parallelism_fetches_in_three_ways():
+def test_context_parallelism_in_three_ways():
     """In streams of a device's own positions: whole K and V gathered; a ring's hops, and the gradients' way
-    home; q, K, V and the result exchanged. Backward fetches anew what it recomputes."""
+    home; q, K, V and the result exchanged. Backward fetches again what it recomputes."""
     n = 4
     for context, kinds, forward, again, backward in (
         ("allgather", ("all_gather", "reduce_scatter"), 2 * n, 2 * n, 2 * n),
@@ -164,7 +164,7 @@ def test_what_context_parallelism_fetches_in_three_ways():
     assert sent["permute", "cp", "activation gradients"] == PASSES * L * STREAM * 2 / 4
 
 
-def test_gradients_are_summed_over_all_that_have_copies():
+def test_gradients_are_summed_over_replicas():
     for layout, axis, size in (
         ({"cp": 2}, "cp", 4 * N),
         ({"cp": 2, "dp_replicate": 2}, "dp_replicate+cp", 4 * N),
@@ -176,7 +176,7 @@ def test_gradients_are_summed_over_all_that_have_copies():
     assert {axis for _, axis, purpose in by_ddp if purpose == "gradients"} == {"dp_shard+cp"}
 
 
-def test_all_of_it_is_along_every_axis_and_only_some_of_it_is_exact():
+def test_all_of_it_is_along_every_axis():
     everything = experiment(pp=2, microbatches=2, dp_replicate=2, dp_shard=2, zero=3, tp=2)
     assert {axis for axis, _ in textbook("torch-manual", everything, stage=1)} == {
         "pp",
@@ -188,8 +188,8 @@ def test_all_of_it_is_along_every_axis_and_only_some_of_it_is_exact():
     assert is_plain(edited(everything, {"layout": {"zero": 2}}))
 
 
-def test_experts_go_to_the_ranks_that_have_them():
-    """Of 4 experts a rank of ep has 2, and of ZeRO's parts of these half; tokens go out and come back."""
+def test_experts_exchange_tokens():
+    """A rank of ep has 2 of 4 experts, and half of ZeRO's shards of these; tokens go out and come back."""
     experts, k = 4, 2
     model = replace(MODEL, bias=False, n_experts=experts, experts_per_token=k)
     count = parameter_count(model)

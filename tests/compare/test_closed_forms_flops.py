@@ -14,7 +14,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 def test_nanogpt_estimates_the_same(name):
     experiment = load(name)
     model = experiment.model
-    n, layers, h, q, t = (  # its own names, but for l
+    n, layers, h, q, t = (  # nanoGPT's names
         parameter_count(model) - model.block_size * model.n_embd,  # get_num_params(non_embedding=True)
         model.n_layer,
         model.n_head,
@@ -24,8 +24,8 @@ def test_nanogpt_estimates_the_same(name):
     assert model_flops_per_token(experiment) == 6 * n + 12 * layers * h * q * t
 
 
-def test_peaks_are_of_the_dtype_and_without_sparsity():
-    assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16") is None  # nobody guesses
+def test_peaks_are_without_sparsity():
+    assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16") is None  # unknown
     assert peak_flops(H100, "bfloat16") == 989.5e12
     assert peak_flops(H100, "tf32") == 494.5e12
     assert peak_flops(H100, "float32") == 67e12
@@ -38,7 +38,7 @@ def test_peaks_are_of_the_dtype_and_without_sparsity():
             assert peaks["tf32"] == pytest.approx(peaks["bfloat16"] / 2, rel=0.02), chip
 
 
-def test_mfu_is_of_all_devices_together_and_of_products_as_they_were_made():
+def test_mfu_is_of_all_devices():
     def mfu(devices: int, device_kind: str = H100, **precision: object) -> float | None:
         spread = {"layout": {"dp_replicate": devices}, "precision": precision}
         return flops_utilization(edited(GPT2, spread), device_kind, rate)

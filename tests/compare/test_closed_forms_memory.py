@@ -33,7 +33,7 @@ def test_zero_stages(zero, parts):
     assert zero != 2 or held("torch-library", dp_shard=4, zero=2) == held(dp_shard=4, zero=3)
 
 
-def test_tensor_parallelism_repeats_norms_row_biases_and_positions():
+def test_tp_replicates_norms_and_row_biases():
     (mine, *others) = held(tp=4)["parameters"]
     assert set(others) == {mine}
     repeated = L * REPEATED + T * C + 2 * C
@@ -82,7 +82,7 @@ MEASURED = {
 """Bytes of parameters, gradients and moments of five ranks, by engine and ZeRO stage."""
 
 
-def test_the_fullest_device_has_what_rounding_gives_it():
+def test_fullest_device_has_its_rounding():
     """A model of which five devices divide nothing, as DTensor, FSDP2 and we cut it, and as JAX pads it."""
     sizes = {"n_layer": 2, "n_embd": 3, "n_head": 1, "vocab_size": 5, "block_size": 8}
     tiny = edited(CHECK, {"model": sizes})

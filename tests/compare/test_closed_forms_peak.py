@@ -27,7 +27,7 @@ def estimate(engine: str = "torch-manual", **layout: object) -> dict[str, list[f
     return peak_estimate(engine, edited(PLAIN, {"layout": layout}))
 
 
-def test_blocks_keep_what_backward_reads_and_logits_are_there_several_times():
+def test_blocks_and_logits_by_hand():
     """And of the block that backward computes all, once more; then both ends."""
     kept = {
         ("torch-manual", "none"): L * 16 * C + 16 * C + 5 * C,
@@ -80,7 +80,7 @@ def test_zero_gathers_a_unit_or_everything():
     assert first == pytest.approx(alone / 2 + everything), "gradients of four passes, whole until the last"
 
 
-def test_a_pipeline_keeps_what_its_schedule_has_in_flight():
+def test_pipeline_keeps_what_is_in_flight():
     for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 3), ("zero_bubble", 1)):
         for microbatches in (4, 8):
             fields = {"pp": 4, "schedule": schedule, "chunks": chunks, "microbatches": microbatches}
@@ -88,7 +88,7 @@ def test_a_pipeline_keeps_what_its_schedule_has_in_flight():
             tasks = make_schedule(schedule, ranks=4, microbatches=microbatches, chunks=chunks)
             counts = [peak_in_flight(rank) for rank in tasks]
             estimates = [in_flight("torch-manual", experiment, stage) for stage in range(4)]
-            if schedule == "zero_bubble":  # what weights wait for is kept beside activations
+            if schedule == "zero_bubble":  # weight gradients keep more than activations
                 assert all(2 * count <= most == 8 for count, most in zip(counts, estimates, strict=True))
             else:
                 assert estimates == counts

@@ -35,7 +35,7 @@ def between(tmp_path, first, second, **options):
     return difference(a, b, names=("a", "b"))
 
 
-def test_a_run_is_like_itself_engine_by_engine(base, tmp_path, tiny, capsys):
+def test_equal_runs_are_alike(base, tmp_path, tiny, capsys):
     make_run(tmp_path / "two", tiny)
     found = told(capsys, base, tmp_path / "two", code=0)
     assert found["alike"] is True
@@ -63,7 +63,7 @@ def test_a_run_is_like_itself_engine_by_engine(base, tmp_path, tiny, capsys):
     assert f"jax-manual: alike on 5 rungs, {whole - 5} not compared, over 3 steps" in capsys.readouterr().out
 
 
-def test_every_tensor_that_is_another_one_is_found(base, tmp_path, tiny, capsys):
+def test_every_different_tensor_is_found(base, tmp_path, tiny, capsys):
     make_run(tmp_path / "two", tiny)
     folder = tmp_path / "two" / "jax-manual"
     for rung in Rung:
@@ -96,7 +96,7 @@ def test_curves_are_compared_without_tensors(tmp_path, tiny):
         assert found.verdict.skipped["gradients"].startswith("b has no tensors of it: ")
 
 
-def test_costs_decide_nothing_and_a_loss_that_is_none_does(tmp_path, tiny):
+def test_costs_decide_nothing(tmp_path, tiny):
     slow = [msgspec.structs.replace(step, step_time_ms=1e3) for step in make_steps(tiny)]
     found = between(tmp_path, tiny, edited(tiny, {"layout": {"dp_replicate": 2}}), steps=slow)
     assert found.verdict.passed
@@ -108,7 +108,7 @@ def test_costs_decide_nothing_and_a_loss_that_is_none_does(tmp_path, tiny):
     assert not difference(make_record(tmp_path / "d", tiny), lost, names=("d", "c")).verdict.passed
 
 
-def test_a_longer_run_is_compared_over_the_steps_of_both(tmp_path, tiny):
+def test_longer_run_shares_steps(tmp_path, tiny):
     longer = edited(tiny, {"train": {"max_iters": tiny.train.max_iters + 2}})
     found = between(tmp_path, tiny, longer)
     assert found.verdict.passed
@@ -118,7 +118,7 @@ def test_a_longer_run_is_compared_over_the_steps_of_both(tmp_path, tiny):
     assert "were recorded after" in found.verdict.skipped["later_weights"]
 
 
-def test_the_coarser_precision_gives_the_tolerances(tmp_path, tiny):
+def test_coarser_dtype_gives_the_limits(tmp_path, tiny):
     assert tiny.precision.dtype == "float64"
     single = edited(tiny, {"precision": {"dtype": "float32"}})
     near = [msgspec.structs.replace(step, loss=step.loss * (1 + 1e-7)) for step in make_steps(tiny)]
@@ -130,7 +130,7 @@ def test_the_coarser_precision_gives_the_tolerances(tmp_path, tiny):
     assert back.verdict.failure.rung == "loss"
 
 
-def test_what_cannot_be_compared_is_one_line(base, tmp_path, tiny, capsys):
+def test_incomparable_runs_are_one_line(base, tmp_path, tiny, capsys):
     longer = edited(tiny, {"train": {"max_iters": 53}})
     point = ResumePoint(checkpoint="there", step=50)
     make_record(tmp_path / "later", longer, steps=make_steps(longer)[50:], resume=point)

@@ -20,7 +20,7 @@ def run(tmp_path, tiny):
     return tmp_path / "run"
 
 
-def test_a_surprise_is_named_and_fails_if_asked(run, capsys):
+def test_unexpected_flow_is_named(run, capsys):
     path = run / "torch-manual" / LEDGER
     twice = [msgspec.structs.replace(row, bytes=2 * row.bytes) for row in read_json(path, Ledger).rows]
     write_json(path, Ledger(rows=twice, problems=["a loop has no known trip count, at mine.py:3"]))

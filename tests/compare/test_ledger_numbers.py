@@ -88,7 +88,7 @@ def test_ledgers_are_those_recorded(preset, grid):
         assert ledger.unexpected == [], ledger.case
 
 
-def test_the_step_that_is_watched_is_a_zero_bubble_schedule_too(shardpair):
+def test_watched_step_keeps_zero_bubble(shardpair):
     """PyTorch's splits backward in two; what follows modules in the watched step must leave that alone."""
     flags = ("--preset", "pp_zero_bubble", "--devices", "2", "--model.n_layer", "2", "--fail_on_unexpected")
     done = shardpair("ledger", "check", *flags, "--run_dir", "run", "--json")

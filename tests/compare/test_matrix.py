@@ -29,7 +29,7 @@ def test_layouts_equal_one_device(grid, preset):
             assert_bounded(record)
 
 
-def test_the_command_holds_pytorch_s_interleaved_schedule_to_one_device(shardpair):
+def test_interleaved_schedule_of_pytorch(shardpair):
     asked = ("check", "--engines", "torch-library", "--presets", "pp_interleaved", "--model.dropout", "0.2")
     done = shardpair(*asked, "--train.max_iters", "3", "--json")
     assert done.returncode == 0, done.stdout + done.stderr

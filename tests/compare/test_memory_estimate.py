@@ -52,7 +52,7 @@ def spread(experiment=GPT2, *, batch_size=B, dtype="float32", **fields):
     )
 
 
-def test_the_estimate_is_about_the_measured_peak():
+def test_estimate_is_near_the_measured_peak():
     ratios, in_16_bits = {}, []
     for row in msgspec.json.decode(PEAKS.read_bytes(), type=list[MeasuredPeak]):
         estimate = peak_per_device(row.engine, row.experiment)[row.device]
@@ -92,7 +92,7 @@ def test_devices_of_a_cpu_share_its_memory(monkeypatch):
     assert not refused(monkeypatch, spread(dp_shard=2, zero=3), int(bound) - 1)
 
 
-def test_a_gpu_has_memory_of_its_own_and_the_host_draws_batches(monkeypatch):
+def test_gpu_has_memory_of_its_own(monkeypatch):
     experiment = spread(dp_replicate=2)
     state = 3 * 4 * parameter_count(GPT2.model)
     monkeypatch.setattr(fitting, "gpu_memories", lambda: [state])
@@ -100,7 +100,7 @@ def test_a_gpu_has_memory_of_its_own_and_the_host_draws_batches(monkeypatch):
     monkeypatch.setattr(fitting, "gpu_memories", lambda: [state - 1])
     assert "and a GPU here has" in refused(monkeypatch, experiment, state, platform="gpu")
     assert "initial weights" in refused(monkeypatch, experiment, state // 3 - 1, platform="gpu")
-    monkeypatch.setattr(fitting, "gpu_memories", lambda: [0])  # nvidia-smi does not say
+    monkeypatch.setattr(fitting, "gpu_memories", lambda: [0])  # unknown to nvidia-smi
     assert not refused(monkeypatch, experiment, state, platform="gpu")
 
 

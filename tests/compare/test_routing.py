@@ -37,7 +37,7 @@ def turned(experiment: Experiment, tokens: int) -> dict:
     }
 
 
-def test_experts_are_held_exactly_in_float64_and_up_to_rounding_below(tmp_path):
+def test_routing_is_exact_in_float64_only(tmp_path):
     for dtype, tokens, passes in (("float64", 0, True), ("float64", 1, False), ("float32", 1, True)):
         experiment, at = spec(dtype), tmp_path / f"{dtype}-{tokens}"
         reference = make_record(at / "reference", experiment)
@@ -54,7 +54,7 @@ def test_experts_are_held_exactly_in_float64_and_up_to_rounding_below(tmp_path):
             assert verdict.failure.rung == "routing"
 
 
-def test_more_than_rounding_turns_is_red_and_a_turned_token_is_the_reason_of_what_follows(tmp_path):
+def test_rerouted_tokens_fail_and_explain(tmp_path):
     experiment = spec("float32")
     reference = make_record(tmp_path / "reference", experiment)
     many = climbed(reference, make_record(tmp_path / "many", experiment, **turned(experiment, 8)))
@@ -66,7 +66,7 @@ def test_more_than_rounding_turns_is_red_and_a_turned_token_is_the_reason_of_wha
     assert sentence.endswith("position 0: expert 2 instead of 0")
 
 
-def test_a_record_counts_what_it_routed(tmp_path):
+def test_counts_agree_with_the_routing(tmp_path):
     experiment = spec("float64")
     reference, right = make_record(tmp_path / "reference", experiment), make_steps(experiment)
     counts = right[0].tokens_per_expert
@@ -89,7 +89,7 @@ def test_a_record_counts_what_it_routed(tmp_path):
     assert verdict.failure.worst == "block 1 in step 3"
 
 
-def test_in_16_bits_counts_are_held_for_four_steps_and_the_verdict_says_so(tmp_path):
+def test_counts_in_16_bits_for_four_steps(tmp_path):
     for dtype, step, passes in (("bfloat16", 4, True), ("bfloat16", 3, False), ("float32", 4, False)):
         experiment = replace(spec(dtype), train=replace(TRAIN, max_iters=6))
         at, steps = tmp_path / f"{dtype}-{step}", make_steps(experiment)

@@ -1,4 +1,4 @@
-"""Intervals over rounds: they hold the truth about as often as they say, and claim nothing from too few."""
+"""Intervals over rounds contain the true median with their stated coverage; few rounds give none."""
 
 import numpy as np
 from hypothesis import given
@@ -14,8 +14,8 @@ from compare.judge.statistics import (
 positive = st.floats(0.01, 100.0)
 
 
-def test_coverage_is_exact_whatever_the_noise():
-    """Two of the values around the median, as often as `coverage` says, by simulation of skewed noise."""
+def test_coverage_is_exact_for_any_noise():
+    """Simulation of skewed noise: two of the values enclose the median with `coverage`."""
     random, trials = np.random.default_rng(0), 20_000
     for rounds in (5, 7, 8, 9, 13, 20):
         rank = rank_of(rounds)
@@ -26,7 +26,7 @@ def test_coverage_is_exact_whatever_the_noise():
         assert estimate(drawn[0]).high == drawn[0, -rank]
 
 
-def test_more_rounds_never_make_an_interval_less_sure():
+def test_more_rounds_keep_the_coverage():
     sure = {rounds: coverage(rounds, rank_of(rounds)) for rounds in range(MIN_ROUNDS, 60)}
     assert min(sure.values()) == sure[MIN_ROUNDS] == 1 - 2 / 2**5
     assert all(coverage(rounds, rank_of(rounds) + 1) < sure[MIN_ROUNDS] for rounds in sure)
@@ -34,7 +34,7 @@ def test_more_rounds_never_make_an_interval_less_sure():
 
 
 @given(st.lists(positive, min_size=1, max_size=12))
-def test_interval_is_around_the_median_and_within_the_values(values):
+def test_interval_contains_the_median(values):
     found = estimate(values)
     assert found.rounds == len(values)
     assert (found.low is not None) == (len(values) >= MIN_ROUNDS)

@@ -47,7 +47,7 @@ def test_bubble_of_an_exact_run_is_planned(name):
     for rank, task, begin, end in run(schedule):
         kind = "forward" if task.kind == Kind.FORWARD else "backward"
         lanes[rank].spans.append(span(kind, 100 + begin, 100 + end, microbatch=task.microbatch))
-    lanes[0].spans.append(span("update", 500, 600))  # is no part of the pipeline
+    lanes[0].spans.append(span("update", 500, 600))  # not in the pipeline
     timeline = Timeline(step=3, wall_us=600, lanes=lanes)
     assert bubble_fraction(timeline) == pytest.approx(planned(schedule), abs=1e-12)
     without_microbatches = Lane(device=0, spans=[span("forward", 0, 1)])

@@ -31,7 +31,7 @@ def shards(draw) -> tuple[tuple[int, ...], Shard]:
 
 
 @given(shards())
-def test_boxes_are_the_shard_and_the_shard_is_its_boxes(case):
+def test_boxes_and_shard_are_inverse(case):
     shape, shard = case
     tensor = np.arange(1.0, math.prod(shape) + 1).reshape(shape)
     held = cut(tensor, shard)
@@ -66,7 +66,7 @@ def test_what_two_boxes_have_in_common(dims, data):
         np.testing.assert_array_equal(tensor[first.slices][common.within(first)], tensor[common.slices])
 
 
-def test_elements_count_in_the_order_of_dims_within_the_box():
+def test_elements_count_in_order_of_dims():
     tensor = np.arange(1.0, 13).reshape(4, 3)
     for order, elements in (((1, 0), [10, 8, 11, 9]), ((), [8, 9, 10, 11])):
         shard = Shard(name="w", device=1, offset=(2, 0), shape=(2, 3), elements=(1, 5), dim_order=order)

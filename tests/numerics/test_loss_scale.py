@@ -1,4 +1,4 @@
-"""Loss scaling: the rule, what a step leaves of it, and that a record is held to it."""
+"""Loss scaling: the rule, its record, and the comparison of two records."""
 
 import math
 
@@ -32,9 +32,9 @@ def scales(overflows: str, precision: Precision = HALF) -> list[float]:
     return found
 
 
-def test_an_overflow_halves_and_a_window_without_one_doubles():
+def test_overflow_halves_and_window_doubles():
     assert scales("......") == [64, 64, 64, 128, 128, 128]
-    forgiven = scales("..x....")  # the first overflow is, and counting begins anew
+    forgiven = scales("..x....")  # the first overflow is forgiven, and the window restarts
     assert forgiven == [64, 64, 64, 64, 64, 64, 128]
     assert scales("xx.xx.") == [64, 64, 32, 32, 32, 16]
     scale = LossScale(scale=64.0, good_steps=5)  # of a training whose window was longer
@@ -43,14 +43,14 @@ def test_an_overflow_halves_and_a_window_without_one_doubles():
     assert scales("xx.", impatient) == [64, 32, 16]
 
 
-def test_the_smallest_scale_ends_it_and_the_largest_stays():
+def test_smallest_and_largest_scale():
     with pytest.raises(OverflowError, match="at the smallest loss scale, 16"):
         scales("xxxxx")
     high = LossScale(scale=LARGEST_LOSS_SCALE, good_steps=2)
     assert next_scale(high, HALF, overflowed=False).scale == LARGEST_LOSS_SCALE
 
 
-def test_a_skipped_step_is_none_for_adam_and_one_for_the_schedule():
+def test_skipped_step_counts_for_schedule_only():
     spec = Experiment(precision=HALF)
     state = Progress(loss_scale=first_scale(HALF))
     seen = []
@@ -68,14 +68,14 @@ def test_a_skipped_step_is_none_for_adam_and_one_for_the_schedule():
         state.advance("jax-manual", spec, grad_norm=math.inf)
 
 
-def test_without_float16_there_is_none():
+def test_other_dtypes_have_no_scale():
     spec = Experiment(precision=Precision(dtype="bfloat16"))
     assert first_scale(spec.precision) is None
     step = Progress(step=3, updates=3).finish_step(5.0, math.inf).record(spec, seconds=0.1)
     assert (step.skipped, step.loss_scale, step.grad_norm) == (False, UNSET, math.inf)
 
 
-def test_what_has_no_effect_or_sense_is_refused():
+def test_senseless_loss_scales_are_rejected():
     for fields, says in (
         ({"dtype": "bfloat16", "loss_scale": 8.0}, "precision.dtype = bfloat16 has no loss scale"),
         ({"dtype": "float16", "loss_scale": 0.5}, "min_loss_scale = 1 is more than precision.loss_scale"),
@@ -85,7 +85,7 @@ def test_what_has_no_effect_or_sense_is_refused():
             revalidate(Experiment(precision=Precision(**fields)))
 
 
-def test_a_resumed_run_begins_with_the_scale_of_its_checkpoint():
+def test_resumed_run_has_the_saved_scale():
     spec = Experiment(precision=HALF)
     assert Request(engine="jax-manual", experiment=spec).first_loss_scale == first_scale(HALF)
     found = LossScale(scale=32.0, good_steps=1)

@@ -15,7 +15,7 @@ def asked(**fields) -> SampleRequest:
     return msgspec.structs.replace(REQUEST, **fields)
 
 
-def test_a_uniform_number_falls_into_a_tokens_share():
+def test_uniform_number_chooses_a_token():
     for u, token in ((0.0, 0), (0.499, 0), (0.501, 1), (0.699, 1), (0.701, 2), (1 - 2**-53, 2)):
         assert next_tokens(LOGITS, np.array([u]), REQUEST) == [token]
 
@@ -47,7 +47,7 @@ def test_numbers_are_those_of_the_place_alone():
     assert not np.array_equal(uniform(8, 3, 2), uniform(7, 3, 2))
 
 
-def test_the_model_sees_a_window_of_what_was_drawn():
+def test_model_reads_a_window_of_tokens():
     seen = []
 
     def logits_of(tokens_Nt):

@@ -14,7 +14,7 @@ EXPERIMENT = Experiment(model=Model(n_layer=2, n_head=2, n_embd=12, block_size=8
 
 
 def drawn_at_once(experiment: Experiment, dtype: str) -> dict[str, np.ndarray]:
-    """What the seed gives, by its definition."""
+    """The seed's weights, by their definition."""
     found = {}
     for row in parameter_table(experiment.model):
         digest = hashlib.sha256(f"{experiment.train.seed} {row.name}".encode()).digest()

@@ -77,7 +77,7 @@ class Rank(NamedTuple):
 
 
 def carry_out(ticks: Ticks) -> None:
-    """A step with labels for numbers: what a task reads must be what the stage beside it sent."""
+    """A step with labels for numbers: a task must read the number that the neighbouring stage sent."""
     p, tasks, last = ticks.ranks, ticks.tasks, ticks.stages - 1
     slots = ticks.input_slots + 1, ticks.gradient_slots + 1, ticks.kept_slots
     ranks = [Rank(*([None] * count for count in slots)) for _ in range(p)]
