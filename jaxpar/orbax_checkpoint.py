@@ -1,8 +1,7 @@
-"""orbax checkpoints: from a checkpoint of ours, and to one.
+"""Conversion of checkpoints to orbax's format and back.
 
-The tree has `params`, the moments `m` and `v` beside them, layers stacked, and `step`. checkpoint.json's
-content lies beside the tree as JSON, and the digests that the tensors are held to when they come back, since
-orbax keeps none. Shapes are true: neither padding nor layout.
+The tree has `params`, the moments `m` and `v`, and `step`, with stacked layers. Two JSON items accompany it:
+the content of checkpoint.json, and SHA-256 digests, because orbax stores none. Shapes have no padding.
 """
 
 from pathlib import Path
@@ -22,11 +21,11 @@ from jaxpar.weights import from_canonical, parameter_shapes, to_canonical
 
 STATE, DESCRIPTION, SHA256 = "state", "description", "sha256"
 ITEMS = {WEIGHTS: "params"}
-"""Our groups that have another name in the tree."""
+"""Groups with another name in the tree."""
 
 
 def export_checkpoint(source: Path, target: Path) -> None:
-    """Write our checkpoint as orbax's, in a new folder. Raises CheckpointError: it is not complete."""
+    """Write a checkpoint in orbax's format, in a new folder. Raises CheckpointError: it is not complete."""
     reader = CheckpointReader(source)
     experiment = reader.description.experiment
     state = {
@@ -45,9 +44,9 @@ def export_checkpoint(source: Path, target: Path) -> None:
 
 
 def import_checkpoint(source: Path, target: Path) -> None:
-    """Write orbax's checkpoint, of these names, as ours, in a new folder.
+    """Write a checkpoint from orbax's format, in a new folder.
 
-    Raises CheckpointError: it cannot be read, does not fit the model that it names, or has changed.
+    Raises CheckpointError: it cannot be read, does not fit its model, or has changed.
     """
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
 
@@ -65,7 +64,7 @@ def import_checkpoint(source: Path, target: Path) -> None:
             like["step"] = jax.ShapeDtypeStruct((), np.asarray(0).dtype)
             state = restored(**{STATE: ocp.args.StandardRestore(like)})[STATE]
             sums = restored(**{SHA256: ocp.args.JsonRestore()})[SHA256]
-        except Exception as error:  # orbax raises whatever its layers do
+        except Exception as error:  # orbax documents no exceptions
             words = " ".join(str(error).split())[:300]
             raise CheckpointError(f"{source} cannot be read by orbax: {words}") from None
 

@@ -126,7 +126,7 @@ class RecordedProcess:
             "windows": list(windows),
             "hosts": hosts_of(devices),
         }
-        if recorder:  # after the CPU time: reading a program is no part of the run
+        if recorder:  # after the CPU time, because reading a program does not belong to the run
             hlo, axes = run.train_program.as_text(), run.experiment.layout.axes
             assert hlo, "XLA keeps no text of the compiled step"
             sizes = {name: resident[name][0] for name in ("parameters", "optimizer")}

@@ -1,4 +1,4 @@
-"""Recomputing activations in backward, so that forward need not keep them."""
+"""Rematerialisation: backward computes activations again, and forward does not keep them."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -9,18 +9,18 @@ from compare.spec.experiment import Layout
 
 Remat = Literal["none", "dots", "full"]
 IsGather = Callable[..., bool]
-"""(primitive, *its arguments, **its parameters) -> whether it makes a whole parameter out of shards."""
+"""(primitive, *arguments, **parameters) -> whether the operation makes a full parameter from shards."""
 
-# What only casts or reshapes: kept in place of a gathered parameter, it would be the parameter again.
+# Casts and reshapes. Keeping one in place of a gathered parameter would keep the parameter.
 VIEWS = frozenset({"convert_element_type", "reshape", "slice", "squeeze", "transpose"})
-# The result of a sum over devices is dear in the way that a matrix product is: dots keeps it as well.
+# A sum over devices is as expensive as a matrix product: dots keeps its result, too.
 REDUCTIONS = frozenset({"psum", "psum_invariant", "reduce_scatter"})
 KEPT_BY_DOTS = "kept by dots"
-"""The name (`checkpoint_name`) of what a function with a derivative of its own has made by products."""
+"""The name (`checkpoint_name`) of products inside functions with their own derivative."""
 
 
 def remat_of(layout: Layout) -> Remat:
-    """What forward may keep for backward. auto is dots: under a scan it is faster and smaller than none."""
+    """The activations that forward keeps. auto is dots: in a scan it is faster and smaller than none."""
     return "dots" if layout.remat == "auto" else layout.remat
 
 
@@ -40,9 +40,9 @@ def apply_remat(
     is_gather: IsGather | None = None,
     keep_gathered: bool = False,
 ) -> Callable[..., Any]:
-    """A scanned layer whose forward keeps all (none), products and sums over devices (dots), or nothing.
+    """A scanned layer whose forward keeps all (none), products and sums (dots), or nothing (full).
 
-    Results of a gather are kept if `keep_gathered`; otherwise they are gathered again, whatever `remat` says.
+    Gathered parameters are kept if `keep_gathered`. Otherwise backward gathers them again, for every `remat`.
     """
     if remat == "none" and (is_gather is None or keep_gathered):
         return layer
@@ -53,7 +53,7 @@ def apply_remat(
         if remat == "none":
             return primitive.name not in VIEWS
         out_sharding = parameters.get("out_sharding")
-        # Of a product that is typed unreduced, the sum that is made of it is kept in its place.
+        # The sum of an unreduced product is kept in place of the product.
         if remat == "full" or (out_sharding is not None and out_sharding.spec.unreduced):
             return False
         if primitive.name == "reshard":  # a sum over devices, if it casts what is unreduced
@@ -63,5 +63,5 @@ def apply_remat(
         dots = jax.checkpoint_policies.dots_saveable
         return primitive.name in REDUCTIONS or bool(dots(primitive, *arguments, **parameters))
 
-    # A scan compiles its body apart from its backward: nothing has to be kept from merging the two (CSE).
+    # A scan compiles forward and backward separately, so common subexpressions are never merged.
     return jax.checkpoint(layer, policy=policy, prevent_cse=False)

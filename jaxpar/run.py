@@ -19,7 +19,7 @@ from jaxpar.programs import TrainState
 
 @dataclass(kw_only=True)
 class Run:
-    """What `train.set_up` makes.
+    """The result of `train.set_up`.
 
     Attributes:
         work: the work of the traced training step.

@@ -1,4 +1,4 @@
-"""The engine jax-compiler: arrays are placed, and XLA decides what moves.
+"""The engine jax-compiler: arrays have shardings, and XLA inserts the communication.
 
 `make_engine` composes the strategies. The step is written as for one device; each strategy constrains where
 arrays are.
@@ -70,7 +70,7 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
 
 
 def _loss(experiment: Experiment, placements: Any) -> Loss:
-    """The problem's loss over stored parameters: what tp and cp split, dp_shard gathers, pp spreads."""
+    """The loss of stored parameters: tp and cp split the model, dp_shard gathers it, pp stages it."""
     layout, hooks = experiment.layout, Hooks(remat=remat_of(experiment.layout), sum_counts=sum_over_replicas)
     if layout.tp > 1:
         tensor_parallel.split_layers(hooks, experiment)

@@ -1,7 +1,7 @@
-"""The engine jax-explicit: where an array lives is part of its type, and JAX checks it when it traces.
+"""The engine jax-explicit: the type of an array includes its sharding, and JAX checks types when it traces.
 
-`parallelize` composes the strategies: the step is written as for one device, and where types differ, a cast
-says what becomes of it. XLA moves what casts ask for; what no cast asks for is an error.
+`make_engine` composes the strategies. The step is written as for one device; where types differ, it has a
+cast. XLA sends data for casts alone. A missing cast is an error.
 """
 
 from functools import partial
@@ -87,7 +87,7 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
 
 
 def _loss(experiment: Experiment, placements: Any) -> Loss:
-    """The problem's loss over stored parameters: what tp and cp split, dp_shard gathers, pp spreads."""
+    """The loss of stored parameters: tp and cp split the model, dp_shard gathers it, pp stages it."""
     layout, in_layers = experiment.layout, gathers_in_layers(experiment.layout)
     hooks = Hooks(remat=remat_of(experiment.layout), sum_counts=sum_over_replicas)
     if layout.tp > 1:

@@ -1,7 +1,7 @@
-"""The engine jax-manual: the step runs per device inside one shard_map, and we write every collective.
+"""The engine jax-manual: every device runs the step inside one shard_map, with explicit collectives.
 
-`parallelize` composes the strategies. Read `_step` for the order in which a step meets them, `_accumulated`
-and `_pipelined` for how one device comes by its gradients.
+`make_engine` composes the strategies. Parameters are marked, the gradients of this device are computed, with
+or without a pipeline, and then they are reduced along every axis.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ STRATEGIES = (
     fully_sharded.strategy,
     data_parallel.strategy,
 )
-"""What each axis adds to the step, in this order."""
+"""Strategies of the axes, in the order in which they change the model and the gradients."""
 
 
 def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Engine:
@@ -105,7 +105,7 @@ def run_per_device(step: Callable[..., Any], shardings: Shardings) -> Callable[.
 
 
 def global_norm(gradients: Any, placements: Any) -> jax.Array:
-    """Euclidean norm of all devices' shards, each element counted once; a psum for each set of axes."""
+    """Euclidean norm of the shards of all devices, with one all-reduce for each set of axes."""
     squares: dict[tuple[str, ...], list[jax.Array]] = {}
     for p, g in zip(jax.tree.leaves(placements), jax.tree.leaves(gradients), strict=True):
         squares.setdefault(p.axes, []).append(jnp.sum(jnp.square(g)))
@@ -117,12 +117,12 @@ def global_norm(gradients: Any, placements: Any) -> jax.Array:
 
 
 def _gradients_by_accumulation(experiment: Experiment, placements: Any, hooks: Hooks) -> Gradients:
-    """Without a pipeline: the full model on each device, one microbatch after the other."""
+    """Gradients of one device without a pipeline: all blocks, one microbatch after the other."""
     zero, loss = experiment.layout.zero, loss_function(experiment, hooks)
     scatter = partial(fully_sharded.scatter_gradients, placements=placements)
     if zero == 3:
         loss = fully_sharded.gather_first(loss, without_layers(placements))
-        scatter = identity  # the gather's transpose has done it
+        scatter = identity  # the transpose of the gather scatters
 
     def of_shards(params: Any, batch: Any) -> tuple[jax.Array, Routing]:
         return loss(params if zero == 3 else fully_sharded.unpad(params, placements), batch)
@@ -138,10 +138,10 @@ def _gradients_by_accumulation(experiment: Experiment, placements: Any, hooks: H
 
 
 def _gradients_by_pipeline(experiment: Experiment, placements: Any, hooks: Hooks, ticks: Ticks) -> Gradients:
-    """With a pipeline: this device's stages, for all microbatches of a step."""
+    """Gradients of one device of a pipeline: its stages, for all microbatches of a step."""
     layout, parts = experiment.layout, pipeline_parts(experiment, hooks)
-    # What the ticks see at its full size: their gradients dp_shard scatters, under zero 2 and 3 once a
-    # microbatch. Autodiff scatters those of blocks that are gathered in the ticks.
+    # Parameters that are full in the ticks. Under zero 2 and 3 each microbatch scatters their gradients.
+    # Blocks that are gathered in the ticks are scattered by autodiff.
     full = without_layers(placements) if gathers_in_layers(experiment.layout) else placements
     unpad = partial(fully_sharded.unpad, placements=full)
     scatter = partial(fully_sharded.scatter_gradients, placements=full)
@@ -152,7 +152,7 @@ def _gradients_by_pipeline(experiment: Experiment, placements: Any, hooks: Hooks
         )
         like = fully_sharded.shard_parameters(params, placements) if layout.zero == 2 else params
         if layout.zero == 3:
-            # Once a step, not in the ticks: there both ends would gather it for every microbatch.
+            # All-gather once a step. In the ticks both ends would gather for every microbatch.
             params = fully_sharded.gather(params, full)
         loss = scale_loss(lambda *stream: (parts.loss(*stream), Routing()), scale)
         value, gradients = pipeline_parallel.run_pipeline(

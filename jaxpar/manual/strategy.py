@@ -1,4 +1,4 @@
-"""What one mesh axis adds to a step of jax-manual."""
+"""The part of one mesh axis in a step of jax-manual."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

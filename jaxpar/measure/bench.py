@@ -1,7 +1,7 @@
 """Time collectives between devices.
 
-On a CPU the devices of a process are threads that share memory, so a message is a copy, and a small one takes
-as long as a jitted call. Between processes JAX sends with gloo. Each call is waited for.
+The CPU devices of one process are threads that share memory: a message is a copy, and a small one takes as
+long as a jitted call. Between processes JAX sends with gloo. The host waits for each call.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
-"""Collective instructions in the text of an HLO module that XLA has optimised: `compiled.as_text()`.
+"""Collective instructions in the text of an optimised HLO module, `compiled.as_text()`.
 
-Calls are static and exact: trip counts of loops multiply, and a condition runs once more than its body. What
-a loop of M turns runs at N of them is in a scope `runs_N_of_M` (`comm.collectives.turns_scope`); other
-branches are counted if all send the same.
+The number of calls is static and exact. Trip counts of loops multiply; the condition of a loop runs once more
+than its body. A branch that runs in N of M iterations has a scope `runs_N_of_M`
+(`comm.collectives.turns_scope`). Other branches are counted if all branches send equal messages.
 """
 
 import math
@@ -49,7 +49,7 @@ TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _TURNS = re.compile(r"\bruns_(\d+(?:_\d+)*)_of_(\d+)\b")
 OP_NAME = re.compile(r'op_name="([^"]*)"')
 AGAIN = "rematted_computation"
-"""The scope into which `jax.checkpoint` puts what backward computes anew."""
+"""The scope of `jax.checkpoint` for operations that backward computes again."""
 # The scopes of `comm.collectives.ledger_scope`.
 _PURPOSE = re.compile(rf"\bfor_({'|'.join(purpose.replace(' ', '_') for purpose in PHASES)})\b")
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n((?:\d+ .*\n)+)", re.MULTILINE)
@@ -57,19 +57,19 @@ _ENTRY = re.compile(r"^(\d+) (.*)$", re.MULTILINE)
 _NUMBER = re.compile(r"(\w+)=(\d+)")
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 WRAPPERS = Path(__file__).parents[1] / "comm"
-"""Every collective of jaxpar is called there: who called it is of interest."""
+"""All collectives of jaxpar are called in this folder; a ledger shows their callers."""
 Groups = tuple[tuple[int, ...], ...]
 
 
 class SourceLine(NamedTuple):
-    """A line of a source file, which may be unknown."""
+    """A line of a source file."""
 
     file: str
     line: int
     function: str = ""
 
     def __str__(self) -> str:
-        """file.py:12 (function), the file without its folders."""
+        """file.py:12 (function), without folders."""
         where = f"{self.file.rpartition('/')[2]}:{self.line}"
         return f"{where} ({self.function})" if self.function else where
 
@@ -79,11 +79,11 @@ class Collective:
     """One collective instruction.
 
     Attributes:
-        arrays: bytes of each array that it moves, full (gathered) size.
-        op_name: path of scopes and transforms of the operation in JAX that it is made of.
-        stack: lines of the program that made it, the innermost first; () if the module does not tell.
-        text: the instruction as XLA writes it, its name in front.
-        calls: how often it runs in one step: on each rank of a pipeline, or one number for all devices.
+        arrays: bytes of each array that it sends, full (gathered) size.
+        op_name: scopes and transforms of its operation in JAX.
+        stack: source lines, the innermost first; () if the module has none.
+        text: the instruction in the module, which begins with its name.
+        calls: calls in one step, for each rank of a pipeline, or one number for all devices.
         loops: trip counts of the loops around it, the outermost first.
     """
 
@@ -99,53 +99,53 @@ class Collective:
 
     @property
     def name(self) -> str:
-        """Of the instruction; no other of the module has it."""
+        """The name of the instruction, unique in its module."""
         return self.text.partition(" ")[0]
 
     @property
     def backward(self) -> bool:
-        """Whether it is the derivative of something, and no forward computed anew."""
+        """True for a derivative; False for a forward that backward computes again."""
         return "transpose(" in self.op_name and AGAIN not in self.op_name
 
     @property
     def purpose(self) -> str:
-        """Of the innermost scope `for_PURPOSE`, or of its derivative, if that is what it is; or ""."""
+        """The purpose of the innermost scope `for_PURPOSE`, or of its derivative; "" without a scope."""
         said = _PURPOSE.findall(self.op_name)
         purpose = said[-1].replace("_", " ") if said else ""
         return OF_DERIVATIVE.get(purpose, purpose) if self.backward else purpose
 
     @property
     def turns(self) -> tuple[tuple[int, ...], int]:
-        """N and M of its scope `runs_N_of_M`, N by rank of a pipeline; without one, 1 of 1."""
+        """N and M of the scope `runs_N_of_M`, N by pipeline rank; 1 and 1 without a scope."""
         turns, of = (_TURNS.findall(self.op_name) or [("1", "1")])[-1]
         return _numbers(turns, "_"), int(of)
 
     def calls_at(self, rank: int) -> int:
-        """How often it runs in one step on a pipeline's rank."""
+        """Calls in one step on a pipeline rank."""
         return self.calls[rank % len(self.calls)]
 
 
 def collectives(
     hlo: str, axis_sizes: Mapping[str, int], problems: list[str] | None = None
 ) -> list[Collective]:
-    """Every collective instruction that a module runs, with the number of its calls.
+    """Every collective instruction of a module, with its number of calls.
 
-    `problems` takes a line for each instruction that cannot be counted: it is left out, or, in a loop of
-    unknown length, counted once.
+    `problems` receives a line for each instruction that cannot be counted. It is skipped, or counted once in
+    a loop of unknown length.
     """
     module = _Module(hlo, axis_sizes, [] if problems is None else problems)
     return [module.at_its_turns(collective) for collective in module.walk(module.entry)]
 
 
 class _Module:
-    """The text of a module, by computations."""
+    """The text of a module, split into computations."""
 
     def __init__(self, hlo: str, axis_sizes: Mapping[str, int], problems: list[str]):
         self._computations, self.entry = computations(hlo)
         self._axis_sizes, self._problems, self._sources = axis_sizes, problems, SourceLines(hlo)
 
     def walk(self, name: str) -> Iterator[Collective]:
-        """The collectives that a computation runs, and the computations that it calls."""
+        """The collectives of a computation and of the computations that it calls."""
         for text in self._computations[name]:
             opcode = opcode_of(text)
             if opcode.removesuffix("-start") in KINDS:
@@ -154,7 +154,7 @@ class _Module:
                 else:
                     self._object("a collective whose replica groups cannot be read", text)
             elif opcode.endswith("-done"):
-                continue  # its start was counted
+                continue  # its start is counted
             elif opcode.startswith(COMMUNICATES) or _HIDDEN.search(text):
                 if _ON_HOST not in text:
                     self._object(f"{opcode} is an operation that the ledger does not know", text)
@@ -167,16 +167,16 @@ class _Module:
                     yield from self.walk(other)
 
     def at_its_turns(self, collective: Collective) -> Collective:
-        """With the calls of the turns that its scope names, of a loop around it."""
+        """The collective with its calls from the scope `runs_N_of_M`, if it has one."""
         (turns, of), (calls,) = collective.turns, collective.calls
         if of > 1 and of not in collective.loops:
-            words = f"it is in a scope runs_N_of_{of}, and in no loop of so many turns"
+            words = f"it is in a scope runs_N_of_{of}, and in no loop of that many iterations"
             self._object(words, collective.text)
             return collective
         return replace(collective, calls=tuple(calls * count // of for count in turns))
 
     def _loop(self, text: str) -> Iterator[Collective]:
-        """What the body sends at every turn, and the condition at one more."""
+        """The collectives of a loop: of its body, and of its condition, which runs once more."""
         conditions = _CONDITION.findall(text)
         parts = [(name, 0) for name in called_by(text)] + [(name, 1) for name in conditions]
         sent = [(inner, more) for name, more in parts for inner in self.walk(name)]
@@ -192,17 +192,19 @@ class _Module:
             yield replace(inner, calls=(inner.calls[0] * turns,), loops=(turns, *inner.loops))
 
     def _branches(self, text: str) -> Iterator[Collective]:
-        """What the branches send: each by its scope of turns; else what all send alike, or at most."""
-        unsaid: list[list[Collective]] = []
+        """The collectives of branches that have a scope `runs_N_of_M`, and of the largest branch without."""
+        unscoped: list[list[Collective]] = []
         for branch in ([*self.walk(name)] for name in called_by(text)):
             yield from (inner for inner in branch if inner.turns[1] > 1)
-            unsaid.append([inner for inner in branch if inner.turns[1] == 1])
-        alike = {tuple(sorted((c.kind, c.groups, c.arrays, c.calls) for c in branch)) for branch in unsaid}
+            unscoped.append([inner for inner in branch if inner.turns[1] == 1])
+        alike = {tuple(sorted((c.kind, c.groups, c.arrays, c.calls) for c in branch)) for branch in unscoped}
         if len(alike) > 1:
-            kinds = _kinds([inner for branch in unsaid for inner in branch])
+            kinds = _kinds([inner for branch in unscoped for inner in branch])
             words = f"a branch with a collective in it ({kinds}), which counts as if it were always taken"
             self._object(words, text)
-        yield from max(unsaid, key=lambda branch: sum(sum(c.arrays) * c.calls[0] for c in branch), default=[])
+        yield from max(
+            unscoped, key=lambda branch: sum(sum(c.arrays) * c.calls[0] for c in branch), default=[]
+        )
 
     def _object(self, problem: str, text: str) -> None:
         self._problems.append(f"{problem}, at {(self._sources.stack(text) or [text[:120]])[0]}")
@@ -213,7 +215,7 @@ def _kinds(inner: list[Collective]) -> str:
 
 
 def computations(hlo: str) -> tuple[dict[str, list[str]], str]:
-    """The instructions of each computation, `name = ...`, by its name; and the name of the entry."""
+    """The instructions `name = ...` of each computation by name, and the name of the entry."""
     bodies: dict[str, list[str]] = {}
     entry = name = ""
     for line in hlo.splitlines():
@@ -227,7 +229,7 @@ def computations(hlo: str) -> tuple[dict[str, list[str]], str]:
 
 
 def opcode_of(text: str) -> str:
-    """Operation of an instruction: `all-reduce`, `fusion`, `while`; "" of an unreadable one."""
+    """The operation of an instruction, such as `all-reduce`, `fusion` or `while`; "" if unreadable."""
     match = _OPCODE.search(text)
     return match[1] if match else ""
 
@@ -239,11 +241,11 @@ def called_by(text: str) -> list[str]:
 
 
 def _collective(text: str, opcode: str, groups: Groups, stack: tuple[SourceLine, ...]) -> Collective:
-    """An instruction by itself, outside of loops."""
+    """The collective of an instruction, without the loops around it."""
     kind = KINDS[opcode.removesuffix("-start")]
     shapes = _ARRAY.findall(text[: text.index(f" {opcode}(")])
     if opcode == "collective-permute-start" and shapes[-2:] == [("u32", "")] * 2:
-        shapes = shapes[:-2]  # context words, behind operands and results
+        shapes = shapes[:-2]  # context words after operands and results
     if opcode.endswith("-start") and opcode != "all-reduce-start":
         shapes = shapes[len(shapes) // 2 :]  # (operands, results)
     scattered = len(groups[0]) if kind == "reduce_scatter" else 1
@@ -275,7 +277,7 @@ def replica_groups(text: str, axis_sizes: Mapping[str, int]) -> Groups:
         return tuple(tuple(row) for row in ids.tolist())
     if match := _NAMED.search(text):
         sizes = {name: int(size) for name, size in re.findall(r"'?([\w]+)'?=(\d+)", match[1])}
-        order = _DEVICE_IDS.search(match[2])  # of a mesh that XLA has ordered anew
+        order = _DEVICE_IDS.search(match[2])  # XLA may reorder the devices of a mesh
         ids = order and (np.array(_numbers(order[3])) if order[3] else _transposed(order[1], order[2]))
         return groups_along(tuple(re.findall(r"\w+", match[3])), sizes, ids)
     return ()
@@ -284,7 +286,7 @@ def replica_groups(text: str, axis_sizes: Mapping[str, int]) -> Groups:
 def groups_along(
     axes: tuple[str, ...], axis_sizes: Mapping[str, int], ids: np.ndarray | None = None
 ) -> Groups:
-    """Groups of devices that differ only along `axes`; `ids` numbers them, in order by default."""
+    """Groups of devices that differ only along `axes`. `ids` are device numbers, by default in order."""
     ids = np.arange(math.prod(axis_sizes.values())) if ids is None else ids
     ids = ids.reshape(tuple(axis_sizes.values()))
     last = [list(axis_sizes).index(axis) for axis in axes]
@@ -302,14 +304,14 @@ def _numbers(text: str, separator: str = ",") -> tuple[int, ...]:
 
 
 class SourceLines:
-    """Source lines of the instructions of a module, from the tables of stack frames in its text.
+    """Source lines of a module's instructions, from the tables of stack frames in its text.
 
         FileNames              1 "model.py"
         FunctionNames          1 "loss"
         FileLocations          1 {file_name_id=1 function_name_id=1 line=5 ...}
         StackFrames            1 {file_location_id=1 parent_frame_id=1}
 
-    A frame's parent has the number before `parent_frame_id`; 0 is none.
+    The parent of a frame has the number `parent_frame_id` - 1; 0 means no parent.
     """
 
     def __init__(self, hlo: str):
@@ -323,7 +325,7 @@ class SourceLines:
         self._frames = {number: dict(_NUMBER.findall(text)) for number, text in tables["StackFrames"].items()}
 
     def stack(self, instruction: str) -> list[SourceLine]:
-        """The line that made it and its callers, the innermost first, without jaxpar's wrappers; or []."""
+        """The line of an instruction and its callers, the innermost first, without jaxpar's wrappers."""
         match, lines = _FRAME.search(instruction), []
         frame = match[1] if match else ""
         while (entry := self._frames.get(frame)) and len(lines) < len(self._frames):

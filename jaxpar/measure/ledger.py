@@ -1,6 +1,6 @@
-"""Communication of a compiled step, read from the HLO that XLA made of it.
+"""Communication of a compiled step, read from its HLO.
 
-Logical bytes are those of the full (gathered) tensor; of a permute, what a device sends.
+Logical bytes count the full (gathered) tensor; for a permute they count the message of one device.
 """
 
 import itertools
@@ -36,9 +36,9 @@ _PARTITIONS = re.compile(r"^HloModule .*\bnum_partitions=(\d+)", re.MULTILINE)
 
 
 def ledger_of(function: Callable[..., Any], *arguments: Any, mesh: Mesh) -> Ledger:
-    """Ledger of one call of a function: a row for each collective that XLA made of it.
+    """The ledger of one call of a function, with a row for each collective that XLA made.
 
-    The function, jitted or not, with `shard_map` or without, is compiled, and does not run. Arguments are
+    The function is compiled and does not run. It may be jitted, and it may use `shard_map`. Arguments are
     arrays, or `ShapeDtypeStruct`s with shardings. Raises ValueError: the mesh has other devices.
     """
     jitted: Any = function if hasattr(function, "lower") else jax.jit(function)
@@ -52,10 +52,10 @@ def ledger_of(function: Callable[..., Any], *arguments: Any, mesh: Mesh) -> Ledg
 
 
 def read_ledger(hlo: str, axis_sizes: Mapping[str, int], *, is_step: bool = True) -> Ledger:
-    """A row for each place in a compiled program, per device and per call; alike ones of a place are one.
+    """The ledger of a compiled program, per device. Equal collectives of one place share a row.
 
-    Of a training step each rank of a pipeline has rows of its own, and a purpose that no collective was given
-    (`comm.collectives`) is inferred.
+    For a training step each rank of a pipeline has its own rows, and a missing purpose (`comm.collectives`)
+    is inferred.
     """
     stages, problems = axis_sizes.get(PP, 1) if is_step else 1, list[str]()
     totals: dict[Communication, list[int]] = defaultdict(lambda: [0, 0, 0])
@@ -94,14 +94,14 @@ def read_ledger(hlo: str, axis_sizes: Mapping[str, int], *, is_step: bool = True
 
 
 def _places(collective: Collective) -> tuple[tuple[str, int], ...]:
-    """This package's lines that cause it, each once: JAX repeats some where it traces again."""
+    """The lines of this package that cause a collective, each once; JAX repeats lines when it retraces."""
     lines = (line for line in collective.stack if Path(line.file).is_relative_to(PACKAGE))
     places = ((Path(line.file).relative_to(PACKAGE.parent).as_posix(), line.line) for line in lines)
     return tuple(dict.fromkeys(places))
 
 
 def _senders(collective: Collective, axis_sizes: Mapping[str, int]) -> list[int]:
-    """The ranks of a pipeline that send: of a permute those of its sources, else all."""
+    """The ranks of a pipeline that send: the sources of a permute, otherwise all."""
     if collective.kind != "permute":
         return list(range(axis_sizes[PP]))
     places = np.unravel_index([group[0] for group in collective.groups], tuple(axis_sizes.values()))
@@ -109,7 +109,7 @@ def _senders(collective: Collective, axis_sizes: Mapping[str, int]) -> list[int]
 
 
 def _phase(collective: Collective, purpose: str) -> str:
-    """When it is sent, by what autodiff made it of, or by its purpose; "" if neither tells."""
+    """The phase of a collective, from the marks of autodiff or from its purpose; "" if unknown."""
     if "transpose(" in collective.op_name:
         return "backward"
     _, turns = collective.turns
@@ -118,10 +118,11 @@ def _phase(collective: Collective, purpose: str) -> str:
 
 
 def inferred_purpose(collective: Collective, axis: str) -> str:
-    """A guess, for what XLA put there by itself: a parameter's gradient along tp counts as activations'.
+    """The likely purpose of a collective that XLA inserted.
 
-    The other way round along cp: XLA sums gradients of keys and values together with those of parameters.
-    Along ep experts' work sends tokens alone, for their parameters are split over it.
+    Along tp, gradients of parameters count as activations. Along cp, XLA sums gradients of keys and values
+    together with the gradients of parameters. Along ep, experts send tokens alone, because ep splits their
+    parameters.
     """
     if max(collective.arrays) <= SCALAR:
         return METRICS
@@ -133,7 +134,7 @@ def inferred_purpose(collective: Collective, axis: str) -> str:
 
 
 def axis_of(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple[str, int]:
-    """The mesh axis, or axes joined by +, that a collective runs along; and the size of its groups."""
+    """The mesh axis of a collective, or several joined by +, and the size of its groups."""
     groups = {frozenset(group) for group in collective.groups}
     if max(map(len, groups)) == 1:
         return "", 1
@@ -149,7 +150,7 @@ def axis_of(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple[str,
 
 
 def key_of(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple[str, str, str] | None:
-    """The kind, axis and purpose under which `read_ledger` counts a collective; None over one device."""
+    """The kind, axis and purpose of a collective in `read_ledger`; None for one device."""
     axis, group_size = axis_of(collective, axis_sizes)
     purpose = collective.purpose or inferred_purpose(collective, axis)
     return (collective.kind, axis, purpose) if group_size > 1 else None

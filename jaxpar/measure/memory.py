@@ -1,4 +1,4 @@
-"""Memory that a run needs and keeps on each device, and what computes on the host."""
+"""Memory of a run on each device, and the threads of the host."""
 
 import math
 from typing import Any
@@ -17,7 +17,7 @@ PLANNED = "XLA's buffer assignment of one step: argument + temp + output - alias
 
 
 def peak_memory(step: jax.stages.Compiled, devices: list[jax.Device]) -> tuple[list[int], str]:
-    """Peak bytes per device, and where they are from: a GPU's allocator, or `planned_memory`."""
+    """Peak bytes per device, and their source: the allocator of a GPU, or `planned_memory`."""
     local = [device for device in devices if device.process_index == jax.process_index()]
     statistics = [device.memory_stats() for device in local]
     if all(statistics):
@@ -25,19 +25,19 @@ def peak_memory(step: jax.stages.Compiled, devices: list[jax.Device]) -> tuple[l
         return peaks, "allocator's peak since the process began"
     if planned := planned_memory(step):
         return [planned] * len(devices), PLANNED
-    return [], "unknown: neither the allocator nor XLA tells"
+    return [], "unknown: neither the allocator nor XLA reports it"
 
 
 def planned_memory(step: jax.stages.Compiled) -> int:
-    """Bytes that XLA's buffer assignment gives one step on each device; 0 if it does not tell."""
+    """Bytes of XLA's buffer assignment for one step on each device; 0 if XLA does not report it."""
     analysis = step.memory_analysis()
     return _arguments_and_results(analysis) + analysis.temp_size_in_bytes if analysis else 0
 
 
 def memory_profile(step: jax.stages.Compiled, *, parameters: int, optimizer: int) -> MemoryProfile | None:
-    """Memory of a compiled step by class, on each of its devices; None if XLA does not tell.
+    """Memory of a compiled step by class, equal on all devices; None if XLA does not report it.
 
-    `parameters` and `optimizer` are bytes of the state on a device, which are arguments of the step.
+    `parameters` and `optimizer` are the bytes of the state on a device.
     """
     analysis = step.memory_analysis()
     if analysis is None:
@@ -46,25 +46,25 @@ def memory_profile(step: jax.stages.Compiled, *, parameters: int, optimizer: int
         "parameters": parameters,
         "optimizer": optimizer,
         "XLA's temporaries": analysis.temp_size_in_bytes,
-        # Batch, scalars, metrics; and gradients, where a ladder asks for them.
+        # Batch, scalars and metrics; in a ladder also gradients.
         "temporaries": _arguments_and_results(analysis) - parameters - optimizer,
     }
     return MemoryProfile(devices=[DeviceMemory(peak=Peak(bytes=sizes))], method=PLANNED)
 
 
 def _arguments_and_results(analysis: Any) -> int:
-    """Bytes of both; those of donated arguments count once."""
+    """Bytes of arguments and results. Donated arguments count once."""
     return analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
 
 
 def memory_in_use(device: jax.Device) -> int:
-    """Bytes in use: the allocator's on a GPU; on a CPU the process's, all virtual devices together."""
+    """Bytes in use: of a GPU's allocator, or of the process, for all virtual devices together."""
     statistics = device.memory_stats()
     return statistics["bytes_in_use"] if statistics else process_memory()
 
 
 def resident_bytes(tree: Any, devices: list[jax.Device], *, on_host: bool = False) -> list[int]:
-    """Bytes of a tree's shards on each of these devices, or with `on_host` in the host's memory beside it."""
+    """Bytes of a tree's shards on each device, or with `on_host` in the host's memory for each device."""
     total = dict.fromkeys(devices, 0)
     for leaf in jax.tree.leaves(tree):
         if (leaf.sharding.memory_kind == HOST) == on_host:
@@ -75,7 +75,7 @@ def resident_bytes(tree: Any, devices: list[jax.Device], *, on_host: bool = Fals
 
 
 def bytes_at_rest(engine: Engine, state: TrainState) -> dict[str, list[int]]:
-    """Bytes between two steps on each device and on the host; gradients are those that accumulate."""
+    """Bytes between two steps on each device and on the host. Gradients are the accumulated ones."""
 
     def accumulated(w: jax.Array, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=sharding)

@@ -1,8 +1,8 @@
 """The timeline of one step, from `jax.profiler`: a lane for each device, a span for each stretch of work.
 
-On a CPU, XLA marks each instruction when a thread begins it, with the instruction (`hlo_op`), its module and
-its device. The work may outlast the mark: a second mark, `end: NAME`, says when it is over, and has the first
-one's number (`_p` there, `_c` here). On a GPU a plane is a device, and its lines are streams.
+On a CPU, XLA writes an event when a thread begins an instruction: the instruction (`hlo_op`), its module and
+its device. The work may outlast the event. Then a second event, `end: NAME`, has the time of the end. Its
+`_c` is the `_p` of the first event. On a GPU a plane is a device, and its lines are streams.
 """
 
 import re
@@ -26,11 +26,11 @@ from jaxpar.run import Run
 GAP_US = 10.0
 METHOD = (
     "jax.profiler: XLA's marks when an instruction begins and is over, on each device. The operation of JAX "
-    "that it was made of tells forward, backward and update; without one it counts to what was before it. A "
+    "that it was made of shows forward, backward and update; without one it counts to the work before it. A "
     f"collective begins when its device has come to it. Spans of a kind within {GAP_US:.0f} us are one."
 )
 CONTROL = ("while", "conditional", "call", "async-start", "async-done")
-"""Instructions that run others, which have times of their own."""
+"""Instructions that run other instructions, which have their own times."""
 _GPU_PLANE = re.compile(r"^/device:GPU:(\d+)")
 _MODULE = re.compile(r"^HloModule ([\w.\-]+)")
 
@@ -46,7 +46,7 @@ class Execution(NamedTuple):
 
 
 class StepProfiler(Observer):
-    """Profiles one step, and writes timeline.json."""
+    """Profile one step, and write timeline.json."""
 
     def __init__(self, run: Run, recorder: Recorder):
         self._run, self._recorder = run, recorder
@@ -55,7 +55,7 @@ class StepProfiler(Observer):
 
     @contextmanager
     def watch(self) -> Generator[None]:
-        """The step is waited for inside."""
+        """Profile the step that runs and is waited for inside."""
         hlo = self._run.train_program.as_text()
         assert hlo, "XLA keeps no text of the compiled step"
         with recorded(hlo, self._run.devices, folder=self._recorder.folder) as events:
@@ -68,12 +68,12 @@ class StepProfiler(Observer):
 def recorded(
     hlo: str, devices: list[jax.Device], *, folder: Path | None = None
 ) -> Generator[list[Execution]]:
-    """A list that has, after the context, what `read_events` finds of a module that ran once in it.
+    """A list that contains, after the context, the `read_events` of a module that ran once inside.
 
-    The profiler's own files stay in `folder`: trace.json.gz opens in Perfetto, trace.xplane.pb in XProf.
+    The profiler's files stay in `folder`: trace.json.gz opens in Perfetto, trace.xplane.pb in XProf.
     """
     options = ProfileOptions()
-    options.python_tracer_level = 0  # every call of Python otherwise, for much time and no use
+    options.python_tracer_level = 0  # do not trace Python's calls
     events: list[Execution] = []
     with tempfile.TemporaryDirectory(prefix="profile-", dir=folder) as temporary:
         with jax.profiler.trace(temporary, profiler_options=options):
@@ -88,7 +88,7 @@ def recorded(
 
 
 def read_events(profile: ProfileData, *, hlo: str, devices: list[jax.Device]) -> list[Execution]:
-    """Executions of a module's instructions, the earliest first; devices are in the order of the mesh.
+    """Executions of a module's instructions, in order of time; devices are in the order of the mesh.
 
     Raises ValueError: the module did not run, or the profile lacks one of the devices.
     """
@@ -115,30 +115,30 @@ def read_events(profile: ProfileData, *, hlo: str, devices: list[jax.Device]) ->
 
 
 def _events(profile: ProfileData, *, on_gpus: bool) -> Iterator[tuple[re.Match[str] | None, Any]]:
-    """Events, each with the GPU whose plane it is in."""
+    """Events, with the match of the GPU of their plane; None on a CPU."""
     for plane in profile.planes:
         of_gpu = _GPU_PLANE.match(plane.name)
         for line in plane.lines:
-            # Other lines of a GPU's plane (XLA Ops, XLA Modules) repeat what its streams have.
+            # Other lines of a GPU's plane (XLA Ops, XLA Modules) repeat the events of its streams.
             if bool(of_gpu) == on_gpus and (not on_gpus or line.name.startswith("Stream")):
                 yield from ((of_gpu, event) for event in line.events)
 
 
 def make_timeline(events: list[Execution], hlo: str, axis_sizes: Mapping[str, int], step: int) -> Timeline:
-    """The timeline of one run of a module, given its text; axes are in the mesh's order."""
+    """The timeline of one run of a module from its text; axes are in the order of the mesh."""
     operations = dict(_operations(hlo))
     keys = {c.name: key_of(c, axis_sizes) for c in collectives(hlo, axis_sizes)}
     begin, end = events[0].begin_us, max(event.end_us for event in events)
     lanes = []
     for device in sorted({event.device for event in events}):
-        # Instructions that run others are left out; so is a loop's condition, of which nothing is known.
+        # Skip instructions that run other instructions, and the condition of a loop.
         of_device = [event for event in events if event.device == device and event.name in operations]
         lanes.append(Lane(device=device, spans=_spans(of_device, operations, keys, begin)))
     return Timeline(step=step, wall_us=end - begin, lanes=lanes, method=METHOD)
 
 
 def _operations(hlo: str) -> Iterator[tuple[str, tuple[str, bool]]]:
-    """Instructions that run no others: name, operation of JAX, and whether it is in a loop."""
+    """Instructions that run no other ones: name, operation of JAX, and True in a loop."""
     bodies, entry = computations(hlo)
 
     def walk(computation: str, in_loop: bool) -> Iterator[tuple[str, tuple[str, bool]]]:
@@ -159,7 +159,7 @@ def _spans(
     keys: Mapping[str, tuple[str, str, str] | None],
     origin: float,
 ) -> list[Span]:
-    """Spans of a device's instructions; a communication parts those that follow each other in one work."""
+    """Spans of a device's instructions. Neighbours of one kind are one span, except communications."""
     spans: list[Span] = []
     work: Kind = "forward"
     begins_backward = [e.begin_us for e in events if "transpose(" in operations[e.name][0]]

@@ -1,6 +1,6 @@
-"""What a step computes, as JAX traced it: dtypes of products, what runs again, a pipeline's tasks.
+"""The work of a traced step: dtypes of products, recomputed operations, the tasks of a pipeline.
 
-The traced program and not XLA's: XLA on a CPU multiplies 16 bits as float32, whatever it was told.
+It is read from the traced program, not from XLA's: on a CPU, XLA multiplies 16 bits as float32.
 """
 
 from collections import Counter, defaultdict
@@ -21,12 +21,12 @@ from jaxpar.model import HEAD
 
 PRODUCT, GELUS = "dot_general", frozenset({"erf", "erfc", "tanh"})
 ALONE: dict[str, Kept] = {"rsqrt": "norm", "log": "loss"}
-"""Operations of nothing else."""
+"""Operations that occur in one part of the model alone."""
 KINDS = {FORWARD: Kind.FORWARD, BACKWARD: Kind.BACKWARD}
 
 
 def work_of(program: Any, ticks: Ticks | None = None) -> ObservedWork:
-    """Observed work of a traced step, `jax.jit(step).trace(...).jaxpr`, and of the pipeline in it."""
+    """The observed work of a traced step, `jax.jit(step).trace(...).jaxpr`, and of its pipeline."""
     products, forward, again, positions = Counter[str](), Counter[Part](), Counter[Part](), set[int]()
     kept = defaultdict[Kept, set[str]](set)
     used, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))  # as XLA runs it
@@ -48,7 +48,7 @@ def work_of(program: Any, ticks: Ticks | None = None) -> ObservedWork:
             forward[part] += turns
             if part == "logits":
                 positions.add(equation.invars[0].aval.shape[-2])
-    if ticks and not ticks.kept_slots:  # backward begins with the forward of its stage
+    if ticks and not ticks.kept_slots:  # backward begins with forward of its stage
         for part in ("products", "activations"):
             again[part] = forward[part] = forward[part] // 2
     return ObservedWork(
@@ -62,8 +62,10 @@ def work_of(program: Any, ticks: Ticks | None = None) -> ObservedWork:
 
 
 def operations(jaxpr: Any, outer: str = "", turns: int = 1) -> Iterator[tuple[Any, str, int]]:
-    """Equations of a program and of those within (loops, branches, calls), each with the scopes around it,
-    and with the turns of the loops around it."""
+    """Equations of a program and of its inner programs, with their scopes and iteration counts.
+
+    Inner programs are those of loops, branches and calls.
+    """
     for equation in jaxpr.eqns:
         scopes = f"{outer}/{equation.source_info.name_stack}"
         yield equation, scopes, turns
@@ -83,7 +85,7 @@ def _tasks_of(ticks: Ticks, rank: int) -> list[str]:
 
 
 def _dtype_of(product: Any) -> str:
-    """Of its operands, which have one; on a GPU float32 is multiplied as TF32 unless told otherwise."""
+    """The dtype of a product's operands. On a GPU the default for float32 is TF32."""
     dtype = str(product.invars[0].aval.dtype)
     precision = product.params["precision"]
     is_exact = precision is not None and set(precision) == {lax.Precision.HIGHEST}

@@ -1,1 +1,1 @@
-"""Peers: loops as users of JAX write them, to be timed and compared beside our engines."""
+"""Peers: plain training loops of JAX, for comparison with the engines."""

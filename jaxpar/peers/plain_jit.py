@@ -1,6 +1,6 @@
-"""plain-jit: one device and one jitted step, as a tutorial has it: value_and_grad, optax, donation.
+"""plain-jit: one jitted step on one device, as in a tutorial: value_and_grad, optax, donation.
 
-Neither mesh nor sharding. Not optax's own is clipping: PyTorch's 1e-6 beside the norm shows.
+Clipping is our own: PyTorch adds 1e-6 to the norm, and optax does not.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from jaxpar.weights import decay_mask
 
 
 def make_optimizer(config: spec.Optimizer, *, decay: Any) -> optax.GradientTransformation:
-    """AdamW or SGD of optax. `decay` is a tree of bools like the parameters."""
+    """optax's AdamW or SGD. `decay` is a tree of bools like the parameters."""
     rate = learning_rate_of(config)
     if config.name == "adamw":
         b1, b2, weight_decay = config.beta1, config.beta2, config.weight_decay
@@ -48,7 +48,7 @@ def learning_rate_of(config: spec.Optimizer) -> optax.Schedule:
 
 
 def moments(opt_state: Any) -> dict[str, Any]:
-    """The moments that optax keeps, by the contract's names: m and v, m of SGD with momentum, or none."""
+    """optax's moments by the contract's names: m and v of AdamW, m of SGD with momentum."""
     names = [("m", "mu"), ("m", "trace"), ("v", "nu")]
     trees = [(name, optax.tree_utils.tree_get(opt_state, key)) for name, key in names]
     return {name: tree for name, tree in trees if tree is not None}

@@ -116,7 +116,7 @@ CASES = (  # a function, its calls, and words of a problem
     (lambda x: WHILE(lambda x: lax.psum(x.sum(), "data") > 1e-3, lambda x: x / 2, x), None, UNKNOWN),
     (lambda x: SCAN(FOURTH, x, jnp.arange(8))[0], 8, "a branch with a collective in it (all_reduce)"),
     (lambda x: lax.switch(x[0, 0].astype(int), EACH, x), 1, ""),  # alike in all branches
-    (in_our_scope, 1, "in no loop of so many turns"),
+    (in_our_scope, 1, "in no loop of that many iterations"),
 )
 
 
