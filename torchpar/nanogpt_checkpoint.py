@@ -35,7 +35,7 @@ NOT_EVALUATED = 1e9
 
 
 class _Group(Struct):
-    """A group of parameters. `load_state_dict` restores it, whatever the config says."""
+    """A group of parameters. `load_state_dict` restores it and ignores the config."""
 
     params: list[int]
     betas: tuple[float, float]
@@ -76,10 +76,10 @@ def import_checkpoint(source: Path, target: Path, base: Experiment | None = None
     try:
         saved = msgspec.convert(loaded, _Saved)
     except msgspec.ValidationError as error:
-        raise ExperimentError(f"{source} is no ckpt.pt: {error}; give a file of nanoGPT's train.py") from None
+        raise ExperimentError(f"{source} is not a ckpt.pt: {error}: give one of nanoGPT") from None
     settings, given, data = {**saved.config, **saved.model_args}, base or Experiment(), {}
     if "cuda" not in str(settings.get("device", "cuda")) and "dtype" in settings:
-        settings["dtype"] = "float32"  # on a CPU or a Mac nanoGPT computes in it, whatever it saves
+        settings["dtype"] = "float32"  # nanoGPT saves its option, but computes in float32 on a CPU or a Mac
     skips = settings.get("dtype") == "float16"
     if given.precision != Precision():
         settings.pop("dtype", None)
@@ -206,7 +206,7 @@ def _moments(
         by_name = dict[str, np.ndarray]()
         for name, number in zip(names, numbers, strict=True):
             moment: Any = states.get(number, {}).get(key)
-            found = tuple(moment.shape) if is_plain(moment) else "no dense tensor of numbers"
+            found = tuple(moment.shape) if is_plain(moment) else "not a dense tensor of numbers"
             if found != (shape := gpt2_shape(rows[name], is_linear=True)):
                 raise ExperimentError(
                     f"{source}: its optimizer's {key} of {name} is {found}, and the weight {shape}: the "
@@ -226,7 +226,7 @@ def _weights(source: Path, state: Mapping[str, Any], model: Model) -> dict[str, 
     """The weights of nanoGPT's state dict by canonical name."""
     for name, tensor in state.items():
         if not is_plain(tensor):
-            raise ExperimentError(f"{source}: its weight {name} is no dense tensor of numbers: remove it")
+            raise ExperimentError(f"{source}: its weight {name} is not a dense tensor of numbers: remove it")
     return from_gpt2({name: _array(t) for name, t in state.items()}, model, str(source), is_linear=True)
 
 
@@ -248,7 +248,7 @@ def read(source: Path) -> Any:
     try:
         return torch.load(source, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError:
-        why = "it has more than tensors and plain values, or is no checkpoint: save the state dict alone"
+        why = "it has more than tensors and plain values, or is damaged: save the state dict alone"
         raise ExperimentError(f"{source} cannot be unpickled safely: {why}") from None
     except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
         why = " ".join(str(error).split()) or type(error).__name__

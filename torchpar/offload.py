@@ -4,7 +4,7 @@
     update       run the optimizer on the chunk
     send back    copy the moments of the chunk to the host
 
-On a GPU the host memory is pinned, and the copies run on their own stream beside the computation. On a CPU
+On a GPU the host memory is pinned, and the copies run on their own stream during the computation. On a CPU
 the copies are made too, so that tests reach them.
 
 ZeRO-Offload (arXiv 2101.06840) updates on the host. Here the device updates, so the numbers stay the same.

@@ -17,7 +17,7 @@ from torchpar.sharding import Sharding, local
 from torchpar.weights import nanogpt_name
 
 ROW = 4096
-"""Elements whose squares are added up one after the other."""
+"""Elements whose squares are added up in one sum."""
 
 
 def make_optimizer(
@@ -93,7 +93,7 @@ def global_norm(parameters: Mapping[str, torch.Tensor], sharding: Sharding) -> t
 def norm_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The norm over all elements of several tensors of any shape: ().
 
-    On a CPU PyTorch adds up the squares of a float32 tensor one after the other (torch 2.13, also in
+    On a CPU PyTorch adds up all squares of a float32 tensor in one sum (torch 2.13, also in
     `get_total_norm` and `clip_grad_norm_`). The norm of three million elements is then off by 7e-5, so the
     squares are added up in rows.
     """

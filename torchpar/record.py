@@ -85,7 +85,7 @@ class RecordedRank:
         names = {name for names in world.all_gather_objects(wrong) for name in names}
         for row in parameter_table(self._run.experiment.model):
             if nanogpt_name(row.name) in names:
-                return f"the first {role} that is not finite is that of {row.name}"
+                return f"the first {role} that is not finite: {row.name}"
         return f"every entry of every {role} is finite"
 
     def tensors(self, rung: Rung) -> Mapping[str, np.ndarray]:

@@ -35,7 +35,7 @@ def apply_remat(blocks: nn.ModuleList, remat: str) -> None:
     contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _DOTS)}
     options = contexts if remat == "dots" else {}
     for block in blocks:
-        # Dropout depends on keys, which are inputs of the block: there is no random state to restore.
+        # Dropout depends on keys, which are inputs of the block, and not on a random state.
         block.forward = functools.partial(
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **options
         )

@@ -12,8 +12,8 @@ if sys.argv[1] == "keep":
     keep_freed_memory()
 for step in range(4):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    held = [torch.ones(size) for size in range(1_000_000, 3_000_000, 100_000)]
-    del held
+    tensors = [torch.ones(size) for size in range(1_000_000, 3_000_000, 100_000)]
+    del tensors
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 

@@ -115,7 +115,7 @@ def changed(
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("mps", "float32"), ("cuda:1", "float16")])
 def test_import_dtype_of_a_device(saved, tmp_path, device, dtype):
-    """On a CPU nanoGPT computes in float32, whatever it saves."""
+    """On a CPU nanoGPT computes in float32, and saves its option."""
     config = {"device": device, "dtype": "float16"}
     found = changed(saved, tmp_path / "ours", lambda content: content["config"].update(config))
     assert found.experiment.precision.dtype == dtype
@@ -220,7 +220,7 @@ SPOILED = (
     ),
     (lambda saved: first_group(saved).update(amsgrad=True), "its optimizer has amsgrad"),
     (lambda saved: first_group(saved).update(eps=1e-3), "or other betas or eps for each"),
-    (lambda saved: saved["model"].update(x=torch.eye(3).to_sparse()), "its weight x is no dense tensor"),
+    (lambda saved: saved["model"].update(x=torch.eye(3).to_sparse()), "its weight x is not a dense tensor"),
 )
 
 
@@ -233,7 +233,7 @@ def test_import_rejects_damaged_file(saved, tmp_path):
             import_checkpoint(tmp_path / "spoiled.pt", tmp_path / "ours", BASE)
     for content in (5, [1], torch.ones(3), {"model": 1}):
         torch.save(content, tmp_path / "spoiled.pt")
-        with pytest.raises(ExperimentError, match=r"is no ckpt\.pt: "):
+        with pytest.raises(ExperimentError, match=r"is not a ckpt\.pt: "):
             import_checkpoint(tmp_path / "spoiled.pt", tmp_path / "ours", BASE)
     assert {path.name for path in tmp_path.iterdir()} == {"ckpt.pt", "spoiled.pt"}
 

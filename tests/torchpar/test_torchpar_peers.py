@@ -37,5 +37,5 @@ def test_nanogpt_loop_timed_windows(tmp_path, short):
 
 def test_nanogpt_loop_divergence(tmp_path, short):
     wild = replace(short, optimizer=Optimizer(learning_rate=1e300, decay_lr=False, grad_clip=0.0))
-    with pytest.raises(DivergedError, match=r"the first weight that is not finite is that of \w+"):
+    with pytest.raises(DivergedError, match=r"the first weight that is not finite: \w+"):
         trained(tmp_path, wild, "nanogpt-loop")

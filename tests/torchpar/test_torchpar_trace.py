@@ -83,7 +83,7 @@ def test_trace_names_library_collectives():
         ("all_gather", ""),
         ("reduce_scatter", ""),
     ]
-    assert "could not be told" in other.problem
+    assert "are unknown" in other.problem
 
 
 def test_trace_without_gloo_entry():

@@ -21,7 +21,7 @@ INSTRUMENTED_STEP = 2
 
 
 class Instruments(Observer):
-    """Watches one step of a rank. `gradient_bytes` are those of its gradients just before the optimizer."""
+    """Watches one step of a rank. `gradient_bytes` is the size of its gradients just before the update."""
 
     def __init__(self, run: Run):
         self._run = run

@@ -4,9 +4,9 @@
         loss(model(x)).backward()
     print(ledger)
 
-A row of one of torchpar's collectives is the whole collective, whatever operators it consists of. On gloo a
-gather consists of sends. The dispatcher reports these sends, and `of_all_ranks` compares their bytes with
-torchpar's own count. Calls in other threads, and direct calls of a backend, are not recorded.
+A row of one of torchpar's collectives is the whole collective. On gloo a gather consists of sends. The
+dispatcher reports these sends, and `of_all_ranks` compares their bytes with torchpar's own count. Calls in
+other threads, and direct calls of a backend, are not recorded.
 """
 
 import os

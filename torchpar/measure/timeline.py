@@ -32,7 +32,7 @@ from torchpar.measure.watch import around_calls, around_tasks
 from torchpar.run import Run
 
 CPU_METHOD = (
-    "torch.profiler on every rank, whose clocks are those of one machine. Forward, backward and update are "
+    "torch.profiler on every rank, with the clock of the machine. Forward, backward and update are "
     "the host's time in them, less its waits. A collective lasts from when gloo begins it until it is "
     "complete, with the wait for a slower rank; a message between stages, while its rank waits for it."
 )

@@ -123,7 +123,7 @@ def find_calls(events: Sequence[Event], library_calls: Sequence[Call]) -> tuple[
         event.span = event.span or span_of(
             Call(PERMUTE, PP, ""), "receive"
         )  # the ledger counts it at its sender
-    problem = "" if agree else "The axes of the library's collectives could not be told."
+    problem = "" if agree else "The axes of the library's collectives are unknown."
     return sorted([*ours, *others], key=lambda event: event.ts), problem
 
 

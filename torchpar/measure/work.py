@@ -100,8 +100,8 @@ class WorkSink(Sink):
 
 
 def of_all_ranks(ranks: Sequence[ObservedWork], *, stages: Sequence[int]) -> ObservedWork:
-    """The work of all ranks, in the order of the mesh. Messages and tasks are those of one rank of a stage:
-    the first rank, or the first one that differs from it."""
+    """The work of all ranks, in the order of the mesh. Messages and tasks are from one rank of each
+    stage: the first rank, or the first rank that differs from it."""
 
     def by_stage(of_ranks: Sequence[list[Any]]) -> list[Any]:
         found: list[Any] = []
