@@ -22,7 +22,7 @@ quick_xla.use()
 CACHING = {"run", "resume", "check", "bench", "profile", "faults", "sweep"}
 """Commands that take --cache_dir."""
 SLOW_FIXTURES = {"shardpair", "grid", "ranks", "warm_sides"}
-"""What starts engines: `make test-fast` leaves these tests out."""
+"""Fixtures that start engines: `make test-fast` skips the tests that use them."""
 
 # A busy machine may take long over any example: by default hypothesis calls that a failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -118,7 +118,7 @@ def shardpair(tmp_path: Path, cache_dir: str) -> Shardpair:
 
 @pytest.fixture
 def warm_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sides of a study that the test calls in its own process are forks, as those of `shardpair` are."""
+    """Run the sides of a study in this process as forks, as the fixture `shardpair` does."""
     monkeypatch.setattr(sys, "executable", warm.python())
 
 

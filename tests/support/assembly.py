@@ -20,7 +20,7 @@ def cut(tensor: np.ndarray, shard: Shard) -> np.ndarray:
 def assemble(shape: tuple[int, ...], parts: Iterable[tuple[Shard, np.ndarray]]) -> np.ndarray:
     """The full tensor from what `cut` gave for its shards, in any order; copies may be among them."""
     parts = list(parts)
-    assert parts, "there are no shards"
+    assert parts, "no shards given"
     (first, array), *_ = parts
     size = math.prod(shape)
     numbers, tensor, seen = np.arange(size).reshape(shape), np.empty(size, array.dtype), np.zeros(size, bool)

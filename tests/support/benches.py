@@ -15,7 +15,7 @@ from tests.support.records import MADE
 
 TIMING = Timing(window=2, windows=3, single=4)
 STEPS = Timing().steps
-"""Of a curve: as many as a bench has."""
+"""Number of points of a curve, as in a bench."""
 RAN = {"device_kind": "a CPU", "threads": "one", "gradient_sync": "none", "remat": "none"}
 
 
@@ -59,7 +59,7 @@ def bench_of(
 def measurement_of(
     case: Case, number: int, *, wall_ms: float = 10.0, **given: Any
 ) -> tuple[str, int, Measurement]:
-    """One process whose every step took `wall_ms`, and twice that of CPU time."""
+    """One process whose every step took `wall_ms`, with two CPU seconds for each second."""
     window = Window(
         steps=TIMING.window, wall_s=TIMING.window * wall_ms / 1e3, cpu_s=TIMING.window * wall_ms / 500
     )

@@ -1,11 +1,11 @@
-"""What a device held, against the estimate that `--dry_run` gives of it."""
+"""Peak memory of a device, compared with the estimate of `--dry_run`."""
 
 from compare.contract.record import Record
 from compare.spec.experiment import Experiment
 from compare.theory.peak import LEAST, peak_per_device
 
 AT_REST = 0.05
-"""Of a device's bytes at rest: padding, scalars such as Adam's step, and shards that cannot all be equal."""
+"""Share of a device's bytes at rest for padding, scalars such as Adam's step, and unequal shards."""
 
 
 def above_the_estimate(engine: str, experiment: Experiment, *, device: int, peak: int) -> float:
@@ -15,7 +15,7 @@ def above_the_estimate(engine: str, experiment: Experiment, *, device: int, peak
 
 
 def assert_bounded(record: Record) -> None:
-    """A record's devices held no more than was estimated before it ran."""
+    """Assert that no device of a record used more memory than estimated."""
     manifest = record.manifest
     assert manifest.peak_memory_bytes
     for device, peak in enumerate(manifest.peak_memory_bytes):

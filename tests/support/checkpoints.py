@@ -32,7 +32,7 @@ def describe(experiment: Experiment) -> Checkpoint:
 
 
 def write_random(folder: Path, experiment: Experiment) -> Path:
-    """That state as one device would save it. Returns the checkpoint's folder."""
+    """Save `random_state` as one device does. Returns the folder of the checkpoint."""
     saver = Saver(folder / CHECKPOINTS, [0], of=1, keep=1)
     parts = [
         (group, Shard(name=name, device=0, offset=(0,) * array.ndim, shape=array.shape), array)

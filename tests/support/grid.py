@@ -11,7 +11,7 @@ from compare.spec.engines.registry import REFERENCE
 from tests.support.records import OF_EXPERTS
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
-"""What all of them read, so that they are one training."""
+"""The text that all rows train on."""
 SETTINGS = (
     *("--model.n_layer", "2", "--model.dropout", "0.2", "--train.max_iters", "3"),
     *("--data.source", str(TEXT), "--keep_tensors"),

@@ -26,7 +26,7 @@ JAX = {
     ),
     "jax-manual fsdp_interleaved": INTERLEAVED,
 }
-"""Of jaxpar's engines: each strategy and way of recomputation at least once; the matrix has all others."""
+"""Layouts of jaxpar's engines: each strategy and each remat at least once."""
 
 TORCH_LIBRARY = {
     "zero1": Layout(dp_shard=4, zero=1),

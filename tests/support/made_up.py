@@ -1,4 +1,4 @@
-"""Engines that take no time: they leave records by hand, and fail when they are told to."""
+"""Engines without processes: they write made-up records, or fail on request."""
 
 import msgspec
 
@@ -24,7 +24,7 @@ class Engines:
         self.loss: dict[str, float] = {}
         """The last one of a process that is timed, by engine."""
         self.threads = iter(())
-        """Of each process that is timed; one thread where there are no more."""
+        """Thread counts of the timed processes, in order; afterwards one thread each."""
         self.windows = None
 
     def steps(self, request: Request) -> list[Step]:

@@ -1,6 +1,6 @@
 """Hosts on one machine: network namespaces on a bridge, each with a name and an address; SLURM over them.
 
-They need root and iproute2; where they cannot be made, tests that ask for them skip and say why. Programs on
+They need root and iproute2; without these the tests skip, with the reason. Programs on
 them are real interpreters: a fork of a warm server would live in the server's namespace.
 """
 
@@ -79,7 +79,7 @@ class NetHosts:
                 _run("ip", "-n", name, "link", "set", device, "up")
 
     def down(self) -> None:
-        """Remove them, and whatever of them is there."""
+        """Remove the hosts, also hosts that were made in part."""
         links = [f"{self._mark}v{number}" for number in range(self.count)]  # a namespace ends some time later
         gone = [["link", "del", name] for name in (*links, f"{self._mark}b")]
         gone += [["netns", "del", f"{self._mark}-{number}"] for number in range(self.count)]

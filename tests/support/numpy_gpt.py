@@ -1,4 +1,4 @@
-"""nanoGPT's forward pass in so many words of NumPy, from canonical parameters; and a mixture of experts."""
+"""nanoGPT's forward pass in plain NumPy, from canonical parameters, with or without experts."""
 
 from collections.abc import Mapping
 

@@ -16,12 +16,12 @@ import pytest
 
 PATIENCE_S = 600.0
 GONE_S = 30.0  # for what is about to end
-SETTLED_S = 5.0  # an environment that is empty may be that of a process between fork and exec
+SETTLED_S = 5.0  # a process between fork and exec may have an empty environment
 MARK = "SHARDPAIR_TESTS"
 SERVER = "warm.serve"
-"""What the command lines of the servers of `warm` and of their forks have in them."""
-# What a process does first: it hears Ctrl-C, which a script's background job and its children do not, and it
-# ends if pytest itself is killed (1: PR_SET_PDEATHSIG). A preexec_fn would fork pytest with all its threads.
+"""Text in the command lines of the servers of `warm`, and of their forks."""
+# The first code of a process: Ctrl-C reaches it, unlike a script's background job, and it ends if pytest is
+# killed (1: PR_SET_PDEATHSIG). A preexec_fn would fork pytest with all its threads.
 PRELUDE = """
 import ctypes, os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -32,30 +32,30 @@ os.execvp(sys.argv[1], sys.argv[1:])
 
 os.environ[MARK] = str(os.getpid())  # a worker of pytest-xdist is a process of its own
 FAILED = pytest.StashKey[bool]()
-"""Of a test: whether it has failed."""
+"""Whether the test has failed."""
 staying: set[int] = set()
 """Processes that may live from one test to the next."""
 _strangers: set[int] = set()  # processes that were looked at and are not ours
 
 
 def in_order(started: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Processes in the order in which they began. By number alone they are not: the numbers begin anew."""
+    """Processes in the order in which they began. Process numbers wrap around, so they give no order."""
     return sorted(started, key=lambda process: (process.create_time(), process.pid))
 
 
 def start(command: list[str], **options) -> subprocess.Popen:
-    """Start a process as a terminal's foreground would, in a session of its own; what it says is text."""
+    """Start a process as a terminal's foreground would, in a session of its own; its output is text."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
     return subprocess.Popen([sys.executable, "-ISc", PRELUDE, *command], **options, start_new_session=True)
 
 
 def run(command: list[str], **options) -> subprocess.CompletedProcess:
-    """Run a process to its end; whatever it says is in the result."""
+    """Run a process to its end; the result has its output."""
     return ended(start(command, **options))
 
 
 def ended(process: subprocess.Popen) -> subprocess.CompletedProcess:
-    """Wait for a process's end; whatever it says is in the result."""
+    """Wait for the end of a process; the result has its output."""
     try:
         out, errors = process.communicate(timeout=PATIENCE_S)
     except BaseException:

@@ -44,7 +44,7 @@ class Mistake(Struct, frozen=True, kw_only=True):
     auto: Callable[..., Any] | None = None
     """With constraints in the place of casts."""
     manual: Callable[..., Any] | None = None
-    """What each device does with its parts."""
+    """The function that each device runs on its shards."""
 
 
 def lookup(table: Array, tokens: Array) -> Array:
