@@ -1,4 +1,4 @@
-"""Which compiled programs are kept between runs: none whose collectives would lose their order."""
+"""The compilation cache skips programs whose collectives would lose their order."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ jax.jit(lambda x: x + 1)(1.0)
 """
 
 
-def test_programs_of_several_cpu_devices_are_not_kept(tmp_path, tiny: Experiment):
+def test_cache_skips_several_cpu_devices(tmp_path, tiny: Experiment):
     """A user's environment may name a cache, too."""
     limits = {"MIN_COMPILE_TIME_SECS": "0", "MIN_ENTRY_SIZE_BYTES": "-1"}
     for number, (layout, whose, is_kept) in enumerate(

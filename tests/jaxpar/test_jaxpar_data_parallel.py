@@ -1,4 +1,4 @@
-"""Data parallelism: what was asked is what runs, with the numbers of one device; and the plan of buckets."""
+"""Data parallelism: numbers of one device, messages of each gradient_sync, and the plan of buckets."""
 
 import itertools
 
@@ -9,11 +9,11 @@ from compare.spec.experiment import Layout
 from jaxpar.manual.data_parallel import bucket_plan
 from tests.support.jax_steps import N, size_of, two_steps, worst_errors
 
-# The model has 16 leaves. Of a bucket of 50 kB four are more than a quarter, and sent as they are.
+# The model has 16 leaves. Four are larger than a quarter of a 50 kB bucket, and have their own messages.
 MESSAGES = {"naive": 16, "flat": 1, "bucketed": 4 + 1}
 
 
-def test_gradients_are_sent_in_as_many_messages_as_was_asked():
+def test_gradient_sync_sets_message_count():
     for method, messages in MESSAGES.items():
         layout = Layout(dp_replicate=2, gradient_sync=method, bucket_mb=0.05)
         outcome = two_steps("jax-manual", layout)
@@ -22,7 +22,7 @@ def test_gradients_are_sent_in_as_many_messages_as_was_asked():
         assert (row.kind, row.calls, row.bytes) == ("all_reduce", messages, 8 * N), method
 
 
-def test_by_compiler_gradients_are_reduced_once_after_all_microbatches():
+def test_by_compiler_gradients_reduce_once():
     outcome = two_steps("jax-compiler", Layout(dp_replicate=2))
     assert max(worst_errors(outcome).values()) <= 1e-10
     assert 8 * N <= size_of(outcome.ledger, axis="dp_replicate") <= 8 * N + 64  # and scalars
@@ -32,7 +32,7 @@ def test_by_compiler_gradients_are_reduced_once_after_all_microbatches():
     st.lists(st.tuples(st.sampled_from(["float32", "float64"]), st.integers(0, 50)), max_size=12),
     st.integers(0, 200),
 )
-def test_bucket_plan_copies_small_leaves_only_into_as_few_buckets_as_may_be(leaves, limit):
+def test_bucket_plan_copies_small_leaves(leaves, limit):
     plan = bucket_plan(leaves, limit=limit)
     assert sorted(leaf for bucket in plan for leaf in bucket) == list(range(len(leaves)))
     small = {leaf for leaf, (_, size) in enumerate(leaves) if 4 * size < limit}

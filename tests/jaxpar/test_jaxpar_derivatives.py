@@ -1,4 +1,4 @@
-"""Derivatives written out: finite, quick, of the right dtypes. nanoGPT's numbers tell that they are right."""
+"""Written derivatives are finite and have the right dtypes. Tests against nanoGPT check their values."""
 
 from collections.abc import Callable
 
@@ -16,14 +16,14 @@ def draw(*shape: int) -> jax.Array:
 
 
 def test_gelu_is_finite_at_the_ends_of_float32():
-    """Far out Phi is 0 or 1 and the density 0: no infinity, and no 0 x infinity, comes of it."""
+    """At the ends Phi is 0 or 1 and the density is 0; the result must not be infinite or NaN."""
     x = jnp.asarray([-1e30, -40.0, 0.0, 40.0, 1e30], jnp.float32)
     np.testing.assert_array_equal(gelu(x), np.float32([0, 0, 0, 40, 1e30]))
     np.testing.assert_array_equal(jax.vmap(jax.grad(gelu))(x), [0, 0, 0.5, 1, 1])
 
 
 def test_the_gradient_of_a_weight_has_x_on_the_left():
-    """What the rule is for. Autodiff of the plain product, below, has g there."""
+    """The written rule has x on the left. Autodiff of the plain product has g there."""
 
     def left_of_weight_gradient(multiply: Callable) -> tuple[int, ...]:
         def gradient(x: jax.Array, weight: jax.Array, g: jax.Array) -> jax.Array:

@@ -1,8 +1,7 @@
-"""The ledger says how often each collective runs, the profiler how often it ran, and what was done when.
+"""The calls of the ledger equal the calls that the profiler counts on each device.
 
-The oracles are of different kinds: the ledger is read from the text of a program, the profile is of its run,
-the order of a pipeline is the schedule's. What loops and branches make of an instruction on each rank of a
-pipeline is worked out from that text, which all devices share: here each device is counted.
+The ledger is read from the text of a program, and the profile from its run. The text is equal on all devices.
+The ledger computes the calls of each pipeline rank from loops and branches.
 """
 
 from collections import Counter, defaultdict
@@ -46,7 +45,7 @@ CASES += [("jax-manual", name) for name in ("ddp", "fsdp_tp_sp", "interleaved", 
 
 @cache
 def ran(engine_name: str, name: str) -> tuple[list[Execution], str]:
-    """Two steps, the second of them watched; and the HLO that ran."""
+    """The profile of the second of two steps, and the HLO that ran."""
     experiment = replace(EXPERIMENT, layout=LAYOUTS[name])
     corpus, (engine, state) = open_corpus(experiment), engine_and_state(engine_name, experiment)
     compiled = compile_program(engine, trace_train(engine, state))
@@ -66,12 +65,12 @@ def ran(engine_name: str, name: str) -> tuple[list[Execution], str]:
 
 
 def counted(engine: str, name: str) -> dict[tuple[str, str, str], list[int]]:
-    """Runs of each kind, axis and purpose on each device; every instruction's are those of the ledger."""
+    """Calls of each kind, axis and purpose on each device; all instructions must agree with the ledger."""
     (events, hlo), axes = ran(engine, name), LAYOUTS[name].axes
     seen = Counter((event.name, event.device) for event in events)
     ranks = np.indices(tuple(axes.values()))[list(axes).index(PP)].ravel()
     said: dict[tuple, np.ndarray] = defaultdict(lambda: np.zeros(len(ranks), int))
-    for collective in collectives(hlo, axes):  # of one name there may be several: what is called twice
+    for collective in collectives(hlo, axes):  # a computation that is called twice gives two of one name
         if key := key_of(collective, axes):
             said[key, collective.name] += [collective.calls_at(rank) for rank in ranks]
     totals: dict[tuple[str, str, str], np.ndarray] = defaultdict(lambda: np.zeros(len(ranks), int))
@@ -83,7 +82,7 @@ def counted(engine: str, name: str) -> dict[tuple[str, str, str], list[int]]:
 
 
 @pytest.mark.parametrize(("engine", "name"), CASES)
-def test_collectives_run_as_often_as_the_ledger_says_and_lanes_have_them_all(engine, name):
+def test_profile_counts_calls_of_the_ledger(engine, name):
     runs = counted(engine, name)
     assert runs
     timeline = make_timeline(*ran(engine, name), LAYOUTS[name].axes, step=1)
@@ -97,14 +96,14 @@ def test_collectives_run_as_often_as_the_ledger_says_and_lanes_have_them_all(eng
         assert busy_us(lane, "communication") + idle_us(lane, timeline.wall_us) < timeline.wall_us
 
 
-def test_what_one_end_of_a_pipeline_does_is_counted_there_alone():
-    """The loss is the last stage's: its reductions over tp are the devices 2 and 3's."""
+def test_loss_is_counted_on_the_last_stage():
+    """Devices 2 and 3, the last stage, compute the loss and reduce it over tp."""
     (of_loss,) = [calls for (_, *of), calls in counted("jax-manual", "tp_pp").items() if of == ["tp", "loss"]]
     assert of_loss[:2] == [0, 0]
     assert of_loss[2] == of_loss[3] > 0
 
 
-def test_a_profiled_run_leaves_the_timeline_of_its_last_step_if_it_is_short(tmp_path):
+def test_short_run_profiles_its_last_step(tmp_path):
     experiment = replace(EXPERIMENT, train=Train(max_iters=2, batch_size=2), layout=Layout(dp_replicate=2))
     train(Request(engine="jax-manual", experiment=experiment, profile=True), tmp_path)
     record = read_record(tmp_path, requested=False)

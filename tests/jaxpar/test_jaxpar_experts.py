@@ -20,8 +20,8 @@ LAYOUTS = (
 )
 
 
-def test_shared_out_experts_equal_one_device():
-    """Choices, too, and the load-balance loss, which is that of the global batch."""
+def test_sharded_experts_equal_one_device():
+    """Numbers, expert ids and the load-balance loss of the global batch are equal."""
     for engine, layout in LAYOUTS:
         outcome = two_steps(engine, layout, model=EXPERTS)
         errors = worst_errors(outcome, EXPERTS)
@@ -33,7 +33,7 @@ def test_shared_out_experts_equal_one_device():
         np.testing.assert_array_equal(outcome.numbers["0 tokens_per_expert"], counts_LE)
 
 
-def test_choices_are_split_as_their_tokens():
+def test_choices_are_split_as_tokens():
     for fields, rows, positions in (
         ({"tp": 2, "sequence_parallel": True}, None, "tp"),
         ({"tp": 2, "cp": 2, "sequence_parallel": True}, None, ("cp", "tp")),
@@ -43,7 +43,7 @@ def test_choices_are_split_as_their_tokens():
         assert metrics_specs(experiment)["expert_ids"] == P(None, None, rows, positions), fields
 
 
-def test_tokens_are_exchanged_once_and_their_sums():
+def test_tokens_are_exchanged_once():
     """By hand and by types each device has room for all tokens of each other; the compiler gathers them."""
     for engine, layout in LAYOUTS:
         ledger = two_steps(engine, layout, model=EXPERTS).ledger

@@ -1,4 +1,4 @@
-"""jax-explicit: mistakes that types refuse as the step is traced, and how others find them."""
+"""jax-explicit: mistakes that types reject when the step is traced, and who else reports them."""
 
 import json
 from unittest.mock import patch
@@ -16,22 +16,22 @@ from tests.support.type_mistakes import MISTAKES as PLANTED
 from tests.support.type_mistakes import RECORDED, outcomes
 
 MISTAKES = {
-    "a sum that nobody asks for": (
+    "a missing sum": (
         Layout(tp=2),
         lambda: patch.object(tensor_parallel, "UNREDUCED", None),
         "ambiguous how the output should be sharded",
     ),
-    "parts that nobody sums": (
+    "parts without a sum": (
         Layout(dp_replicate=2),
         lambda: patch.object(data_parallel, "reshard", lambda gradients, types: gradients),
         "unreduced",
     ),
-    "a layer that nobody gathers": (
+    "a layer without a gather": (
         Layout(dp_shard=2, zero=3),
         lambda: patch.object(lesson, "gather", lambda params, placements: params),
         "shape|shard",
     ),
-    "activations that are whole, and taken for parts of a sequence": (
+    "full activations as parts of a sequence": (
         Layout(tp=2, sequence_parallel=True),
         lambda: patch.object(tensor_parallel, "REDUCED", jax.P(None, "tp")),
         "sharded",
@@ -40,11 +40,11 @@ MISTAKES = {
 
 
 REFUSALS = ("ShardingTypeError", "NotImplementedError", "TypeError", "ValueError")
-"""Of JAX's types; of the first there is no public name."""
+"""Error types of JAX. ShardingTypeError has no public name."""
 
 
 @pytest.mark.parametrize(("layout", "plant", "words"), MISTAKES.values(), ids=MISTAKES)
-def test_a_forgotten_cast_is_refused_when_the_step_is_traced(layout, plant, words):
+def test_missing_cast_is_rejected_in_trace(layout, plant, words):
     spec = experiment_of(layout)
     with plant():
         engine, state = engine_and_state("jax-explicit", spec)
@@ -53,8 +53,8 @@ def test_a_forgotten_cast_is_refused_when_the_step_is_traced(layout, plant, word
     assert type(refused.value).__name__ in REFUSALS
 
 
-def test_dims_of_one_leave_no_type_open():
-    """One head, one position of a part, one row for each replica: what is reshaped says where it is split."""
+def test_dims_of_one_have_types():
+    """One head, one position of a part, one row a replica: reshapes give the sharding of dims of one."""
     interleaved = {"pp": 2, "schedule": "interleaved", "chunks": 2, "microbatches": 2}
     one = Model(n_layer=4, n_head=1, n_embd=3, block_size=1, vocab_size=5)
     two = replace(one, n_head=2, n_embd=2, block_size=2)
@@ -71,15 +71,15 @@ def test_dims_of_one_leave_no_type_open():
         trace_train(*engine_and_state("jax-explicit", spec))
 
 
-def test_planted_mistakes_are_kept_as_they_are_found():
-    """Errors' types are a version's; who says something, what is right and what is sent are not."""
+def test_planted_mistakes_match_their_record():
+    """The record has the reporter, numbers and messages of a mistake. Types of errors vary by version."""
 
-    def told(outcomes: dict) -> dict:
+    def without_types(outcomes: dict) -> dict:
         return {way: "" if isinstance(found, str) else found for way, found in outcomes.items()}
 
     kept = json.loads(RECORDED.read_text())
     for mistake in PLANTED:
         now = json.loads(json.dumps(outcomes(mistake)))
-        assert told(now) == told(kept[mistake.words]), mistake.words
+        assert without_types(now) == without_types(kept[mistake.words]), mistake.words
     assert len(kept) == len(PLANTED)
     assert any(isinstance(one["explicit"], str) and one["manual"][0] is False for one in kept.values())

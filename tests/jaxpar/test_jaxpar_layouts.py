@@ -1,6 +1,6 @@
-"""Sharded layouts against one device, in float64: numbers, who holds what, and what is communicated.
+"""Sharded layouts against one device, in float64: numbers, shards and communication.
 
-One model that nothing divides evenly, in two microbatches, compiled once for each engine and layout.
+The sizes of the model are not divisible. Two microbatches are compiled once for each engine and layout.
 """
 
 import re
@@ -45,16 +45,16 @@ BLOCKS = N - REST
 
 
 @pytest.mark.parametrize(("engine", "layout"), CASES.values(), ids=CASES)
-def test_equals_one_device_and_is_really_split(engine, layout):
+def test_layout_equals_one_device_and_is_split(engine, layout):
     outcome = two_steps(engine, layout)
     errors = worst_errors(outcome)
     assert max(errors.values()) <= 1e-10, errors  # measured: 1e-15, and 1e-12 of weights, which Adam divides
     _is_split(outcome, layout)
     _holds_what_is_said(outcome, layout)
     assert not any(entry.axis == "?" for entry in outcome.ledger)
-    # Under zero 2 XLA may exchange rows of the embedding's gradient along dp_shard: its choice.
+    # Under zero 2 XLA may exchange rows of the embedding's gradient along dp_shard: its own choice.
     assert not any(e.kind == "all_to_all" and ("tp" in e.axis or "pp" in e.axis) for e in outcome.ledger)
-    if engine == "jax-manual":  # every collective says what it is for: the ledger infers nothing
+    if engine == "jax-manual":  # every collective has a purpose, so the ledger infers none
         found = collectives(outcome.hlo, layout.axes)
         assert [c for c in found if max(map(len, c.groups)) > 1 and not c.purpose] == []
     if layout.pp > 1:
@@ -62,10 +62,9 @@ def test_equals_one_device_and_is_really_split(engine, layout):
 
 
 def _is_split(outcome: Outcome, layout: Layout) -> None:
-    """Each kind is divided by the degrees that split it.
+    """Each kind of state is divided by the degrees that split it.
 
-    Above that: what is repeated along tp (norms, row biases, positions), and padding, of which these odd
-    sizes have much.
+    It may be larger by the parameters that tp repeats (norms, row biases, positions), and by padding.
     """
     shards = {"parameters": layout.zero == 3, "gradients": layout.zero >= 2, "optimizer": layout.zero >= 1}
     for name, sharded in shards.items():
@@ -76,7 +75,7 @@ def _is_split(outcome: Outcome, layout: Layout) -> None:
 
 
 def _holds_what_is_said(outcome: Outcome, layout: Layout) -> None:
-    """Every shard is where its description says, bit for bit; copies are equal, and one of each is saved."""
+    """Every shard equals its slice of the full tensor. One of equal copies is saved."""
     for tree, expected in (
         (outcome.state.params, "1 weight"),
         *((tree, "") for tree in outcome.state.opt_state.values()),
@@ -97,7 +96,7 @@ def _holds_what_is_said(outcome: Outcome, layout: Layout) -> None:
 
 
 def _moves_along_the_pipeline(engine: str, outcome: Outcome, layout: Layout) -> None:
-    """A message at every tick that has one; and once a step the gradients of what every stage has."""
+    """Messages between stages at the ticks of the schedule; gradients of tied parameters once a step."""
     stream = 8 * (B // layout.data_parallel // layout.microbatches) * T * C
     stream //= layout.tp if layout.sequence_parallel else 1
     if engine == "jax-manual":
@@ -113,7 +112,7 @@ def _moves_along_the_pipeline(engine: str, outcome: Outcome, layout: Layout) -> 
         moved = size_of(outcome.ledger, kind="permute", axis="pp")
         assert size_of(outcome.ledger, axis="pp") == tied + moved + sum(scalars)
         assert sum(scalars) <= 2 * 8
-    else:  # each tick rolls the stages and a lane, idle or not
+    else:  # each tick rolls the stages and a slot, idle or not
         calls = (2 * _ticks(layout) + 1,) * 2
     found = {e.purpose: (e.calls, e.bytes) for e in outcome.ledger if e.kind == "permute" and e.axis == "pp"}
     named = zip(("activations", "activation gradients"), calls, strict=True)
@@ -123,12 +122,12 @@ def _moves_along_the_pipeline(engine: str, outcome: Outcome, layout: Layout) -> 
 
 
 def _ticks(layout: Layout) -> int:
-    """Of the pipelines that autodiff turns round."""
+    """Ticks of a pipeline whose backward autodiff derives."""
     return A * layout.microbatches * layout.chunks + layout.pp - 1
 
 
-def test_a_state_is_taken_and_given_back(tmp_path):
-    """A model of which four devices divide next to nothing: most shards are padded."""
+def test_state_is_restored_and_saved(tmp_path):
+    """Four devices divide few sizes of this model, so most shards are padded."""
     model = Model(n_layer=4, n_head=2, n_embd=6, block_size=10, vocab_size=13, bias=True)
     names = ("compiler fsdp_tp_sp", "compiler zero2_pp", "explicit tp_sp_pp", "manual hsdp")
     for name in (*names, "manual zero1", "manual fsdp_interleaved"):
@@ -150,19 +149,19 @@ def test_a_state_is_taken_and_given_back(tmp_path):
         assert_is_random(folder / "taken" / folder_name(STEP), experiment)
 
 
-# What is sent, by hand: all else the textbook counts, which jax-manual is held to ---------------------------
+# Communication beyond the textbook's table --------------------------------------------------------------
 
 
-def test_gradients_of_all_passes_are_summed_once():
+def test_gradients_of_all_passes_reduce_once():
     for engine in ("jax-explicit", "jax-manual"):
         ledger = two_steps(engine, Layout(dp_replicate=2)).ledger
         (row,) = [row for row in ledger if row.purpose == "gradients"]
         assert (row.kind, row.axis, row.bytes) == ("all_reduce", "dp_replicate", 8 * N)
 
 
-def test_zero3_gathers_again_in_backward_and_shard_grad_op_does_not():
+def test_zero3_gathers_again_in_backward():
     once, blocks = 8 * (A * BLOCKS + REST), 8 * A * BLOCKS
-    biases = 8 * A * 11 * C * L  # backward needs none but the residual stream's
+    biases = 8 * A * 11 * C * L  # backward needs the biases of the residual stream alone
     for engine in ENGINES:
         gathers = JAX.get(f"{engine} hsdp", Layout(dp_shard=2, zero=3))
         keeps = Layout(dp_shard=2, zero=3, reshard_after_forward=False)
@@ -170,7 +169,7 @@ def test_zero3_gathers_again_in_backward_and_shard_grad_op_does_not():
             size_of(two_steps(engine, layout).ledger, axis="dp_shard", purpose="parameters")
             for layout in (gathers, keeps)
         )
-        # XLA sees that what is outside the blocks does not change: once a step.
+        # XLA gathers parameters outside the blocks once a step, because they do not change.
         assert once <= kept <= 1.02 * once, engine
         assert kept + blocks - biases <= again <= kept + blocks, engine
 
@@ -178,23 +177,23 @@ def test_zero3_gathers_again_in_backward_and_shard_grad_op_does_not():
 # What XLA keeps --------------------------------------------------------------------------------------------
 
 
-def test_a_pipeline_keeps_no_parameter_for_every_tick_and_gradients_as_shards():
+def test_pipeline_keeps_gradients_as_shards():
     for name in ("zero2_pp", "fsdp_interleaved", "shard_grad_op_pp"):
         layout = JAX[f"jax-compiler {name}"]
         hlo = two_steps("jax-compiler", layout).hlo
         if name != "shard_grad_op_pp":
             each_tick = rf"f64\[{_ticks(layout)},[\d,]*"
-            assert re.search(rf"{each_tick}{T},", hlo)  # activations are: the pattern finds what it should
+            assert re.search(rf"{each_tick}{T},", hlo)  # the pattern matches activations
             assert not re.search(rf"{each_tick}\b(?:{C}|{C // 2}),(?:{4 * C}|{2 * C})\]", hlo)
-        if name != "fsdp_interleaved":  # the loop carries those of a stage's two layers, half of each
+        if name != "fsdp_interleaved":  # the loop carries half of each gradient of a stage's two layers
             loops = [line.partition(" while(")[0] for line in hlo.splitlines() if " while(" in line]
             carried = {array for loop in loops for array in re.findall(r"f64\[1,1,2,([\d,]+)\]", loop)}
             assert {f"{C // 2},{4 * C}", f"{2 * C},{C}"} <= carried
             assert not {f"{C},{4 * C}", f"{4 * C},{C}"} & carried
 
 
-def test_residuals_are_kept_but_for_parameters():
-    """A forward that is kept is not computed again: no second softmax, and no slots for the MLP's weights."""
+def test_residuals_exclude_parameters():
+    """Backward does not run a kept forward again, and no slot stores the weights of the MLP."""
 
     def softmaxes(remat: str) -> int:
         outcome = two_steps("jax-manual", Layout(pp=2, microbatches=2, remat=remat))

@@ -1,4 +1,4 @@
-"""The ledger: HLO text that XLA writes, by hand and for real."""
+"""The ledger of HLO texts, written for the test or by XLA."""
 
 from collections.abc import Mapping
 
@@ -35,7 +35,7 @@ SIZES = {  # kind, axis, bytes, bytes on the wire, dtypes
     "  %x = f32[8]{0} all-gather-done(%s)": ("all_gather", "tp", 32, 16, "f32"),
     f"%s = (f32[8], f32[8], u32[], u32[]) collective-permute-start(%p), {PAIRS}{{{{0,2}},{{1,3}}}}\n"
     "  %x = f32[8]{0} collective-permute-done(%s)": ("permute", "dp", 32, 32, "f32"),
-    # As on a GPU: two operands, two results, and context words, which are no data.
+    # As on a GPU: two operands, two results, and context words, which carry no data.
     "%s = ((f32[8]{0}, f32[4]{0}), (f32[8]{0}, f32[4]{0}), u32[], u32[]) collective-permute-start(%p, %q), "
     f"{PAIRS}{{{{0,1}},{{1,0}}}}": ("permute", "tp", 48, 48, "f32"),
     "%x = (u32[2]{0}, u32[3]{0}) all-reduce(%p, %q), replica_groups=[2,2]<=[4], to_apply=%add": (
@@ -56,7 +56,7 @@ def module(entry: str, others: str = "") -> str:
     )
 
 
-def test_spellings_of_groups_and_what_counts():
+def test_group_spellings_are_read():
     for groups, axis in GROUPS.items():
         text = f"%x = f32[4,8]{{1,0}} all-reduce(%p), replica_groups={groups}, to_apply=%add"
         (entry,) = entries(module(text), GRID)
@@ -67,7 +67,7 @@ def test_spellings_of_groups_and_what_counts():
         assert row.calls == 1
 
 
-def test_ranks_of_a_pipeline_send_and_run_what_is_theirs():
+def test_pipeline_ranks_have_their_own_rows():
     permute = "%x = f32[8]{0} collective-permute(%p), source_target_pairs={{0,2},{1,3}}"
     reduce = "%y = f32[8]{0} all-reduce(%p), replica_groups=[2,2]<=[4], to_apply=%add, "
     loop = "%body (q: f32[8]) -> f32[8] {\n  " + reduce + 'metadata={op_name="runs_0_3_of_6/for_loss/x"}\n}'
@@ -78,7 +78,7 @@ def test_ranks_of_a_pipeline_send_and_run_what_is_theirs():
     assert found == [("permute", 0, 1, 32, ()), ("all_reduce", 1, 3, 96, (6,))]
 
 
-def test_groups_of_one_are_no_communication_and_purposes_are_inferred():
+def test_purposes_are_inferred():
     alone = "%x = f32[8]{0} all-reduce(%p), replica_groups={{0},{1},{2},{3}}, to_apply=%add"
     assert len(collectives(module(alone), GRID)) == 1
     assert entries(module(alone), GRID) == []
@@ -104,7 +104,7 @@ LOOP = """%cond (q: f32[8]) -> pred[] {
 }"""
 
 
-def test_loops_multiply_and_wrapped_calls_count_once():
+def test_loops_multiply_calls():
     text = (
         "%w = f32[8]{0} while(%p), condition=%cond, body=%body, "
         'backend_config={"known_trip_count":{"n":"6"},"known_init_step":{"init":"0","step":"1"}}\n'
@@ -115,7 +115,7 @@ def test_loops_multiply_and_wrapped_calls_count_once():
     assert counted == {"all_reduce": 6, "reduce_scatter": 1}
 
 
-def test_what_cannot_be_read_and_what_may_communicate_in_other_ways_is_named():
+def test_unreadable_instructions_are_named():
     unknown = "is an operation that the ledger does not know"
     for text, words in {
         "%w = f32[8]{0} while(%p), condition=%cond, body=%body": "no known trip count",
@@ -150,8 +150,8 @@ OF_PIPELINES = {
 }
 
 
-def test_a_purpose_that_was_said_or_that_of_its_derivative():
-    """Autodiff's transpose has the scope of what it is derived from; so has a forward computed anew."""
+def test_purpose_of_a_scope_and_its_derivative():
+    """A transpose has the scope of its forward operation. So has a recomputed forward."""
     reduce = "%x = f64[8]{0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%add"
     permute = "%x = f32[8]{0} collective-permute(%p), source_target_pairs={{0,2},{2,0}}"
     for text, purposes in ((reduce, DERIVED), (permute, OF_PIPELINES)):
@@ -161,7 +161,7 @@ def test_a_purpose_that_was_said_or_that_of_its_derivative():
             assert [entry.purpose for entry in found] == [purpose], op_name
 
 
-def test_nothing_is_reduced_over_axes_of_one_device():
+def test_axes_of_one_device_reduce_nothing():
     """XLA on a CPU would copy what it reduces."""
     for layout in (Layout(), Layout(dp_replicate=2), Layout(dp_shard=4, zero=1), Layout(tp=2)):
         found = collectives(two_steps("jax-manual", layout).hlo, layout.axes)

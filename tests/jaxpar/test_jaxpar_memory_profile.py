@@ -1,4 +1,4 @@
-"""Memory of a compiled step by class: below what is said before it runs."""
+"""Memory of a compiled step by class is below the estimate."""
 
 from msgspec.structs import replace
 
@@ -15,7 +15,7 @@ LAYOUTS = {
 }
 
 
-def test_a_step_holds_its_state_its_batch_and_no_more_than_is_said():
+def test_step_needs_at_most_the_estimate():
     for name, layout in LAYOUTS.items():
         experiment = experiment_of(layout)
         engine, state = engine_and_state(name, experiment)
@@ -34,7 +34,7 @@ def test_a_step_holds_its_state_its_batch_and_no_more_than_is_said():
         assert 8 * tokens <= peak.bytes["temporaries"] <= 8 * tokens + 1000  # inputs and targets, and scalars
 
 
-def test_logits_in_parts_take_less_memory():
+def test_loss_chunks_need_less_memory():
     model, plans = replace(MODEL, block_size=64, vocab_size=4096), []
     for chunks in (1, 8):
         spec = experiment_of(Layout(), model=model, batch_size=4)

@@ -13,7 +13,7 @@ from jaxpar.programs import device_scalars
 SPEC = Model(n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=11, bias=True)
 
 
-def test_a_gradient_that_is_not_finite_spoils_its_own_weight_only():
+def test_nan_gradient_changes_its_weight_alone():
     """A run that diverged names it by what became of the weights."""
     experiment = Experiment(model=SPEC, precision=Precision(dtype="float64"))
     rule = make_optimizer(experiment.optimizer, decay=weights.decay_mask(SPEC, "matrices"))

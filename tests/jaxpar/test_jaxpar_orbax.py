@@ -20,7 +20,7 @@ EXPERIMENT = Experiment(
 )
 
 
-def test_the_state_goes_there_and_back(tmp_path: Path, monkeypatch):
+def test_state_converts_to_orbax_and_back(tmp_path: Path, monkeypatch):
     given = write_random(tmp_path, EXPERIMENT)
     export_checkpoint(given, tmp_path / "orbax")
     restored = ocp.Checkpointer(ocp.CompositeCheckpointHandler()).restore(
@@ -32,7 +32,7 @@ def test_the_state_goes_there_and_back(tmp_path: Path, monkeypatch):
     import_checkpoint(tmp_path / "orbax", tmp_path / "back")
     assert_is_random(tmp_path / "back", EXPERIMENT)
 
-    # The same with one bit of one tensor flipped, which orbax reads without a word.
+    # orbax does not detect one flipped bit.
     monkeypatch.setattr(module, "from_canonical", with_a_bit_flipped(module.from_canonical))
     export_checkpoint(given, tmp_path / "flipped")
     with pytest.raises(CheckpointError, match=r"flipped: m has changed since it was written \(sha256\)"):
@@ -41,7 +41,7 @@ def test_the_state_goes_there_and_back(tmp_path: Path, monkeypatch):
 
 
 def with_a_bit_flipped(convert: Callable) -> Callable:
-    """`convert`, whose second tree, that of m, has one bit wrong."""
+    """`convert` with one wrong bit in its second tree, m."""
     calls = []
 
     def converted(arrays: dict[str, np.ndarray], model: Model) -> Any:
@@ -55,7 +55,7 @@ def with_a_bit_flipped(convert: Callable) -> Callable:
     return converted
 
 
-def test_what_is_none_is_refused_in_one_line(tmp_path: Path):
+def test_invalid_checkpoint_is_rejected(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="cannot be read by orbax") as refused:
         import_checkpoint(tmp_path / "empty", tmp_path / "back")

@@ -1,7 +1,7 @@
-"""Fully sharded training holds shards, and two gathered layers at a time: read from XLA's own account.
+"""Fully sharded training needs memory for shards and two gathered layers, by XLA's own account.
 
-The model is wide and reads next to nothing, so that activations are small beside parameters. Two depths give
-a straight line: what grows with a layer, and what is there once.
+The model is wide and its batch is small, so activations are small compared to parameters. Two depths separate
+the memory of each layer from the constant memory.
 """
 
 import pytest
@@ -13,7 +13,7 @@ from tests.support.jax_steps import engine_and_state
 
 SHARDS, DEPTHS = 4, (4, 12)
 ACTIVATIONS = 0.1
-"""Of a layer's bytes; they, the embeddings and the batch are below this."""
+"""Limit of activations, embeddings and batch, as a share of a layer's bytes."""
 
 
 def temporary_bytes(name: str, n_layer: int, *, reshard_after_forward: bool) -> tuple[int, int]:
@@ -34,7 +34,7 @@ def temporary_bytes(name: str, n_layer: int, *, reshard_after_forward: bool) -> 
 
 @pytest.mark.usefixtures("without_x64")
 @pytest.mark.parametrize("engine", ["jax-compiler", "jax-manual"])
-def test_fully_sharded_holds_two_gathered_layers(engine):
+def test_zero3_has_two_gathered_layers(engine):
     shallow, deep = DEPTHS
     (few, layer), (many, _) = (temporary_bytes(engine, depth, reshard_after_forward=True) for depth in DEPTHS)
     per_layer = (many - few) / (deep - shallow)

@@ -1,4 +1,4 @@
-"""Placements: padding comes off again, parts are equal, and the rule picks what it says."""
+"""Placements: padding is removed again, shards are equal, and the rule selects the right dim."""
 
 import math
 

@@ -14,7 +14,7 @@ from jaxpar.peers.plain_jit import learning_rate_of
 from jaxpar.train import train
 
 
-def test_the_schedule_is_the_contract_s():
+def test_schedule_equals_the_contract():
     for fields in (
         {"warmup_iters": 3, "lr_decay_iters": 10},
         {"warmup_iters": 0, "lr_decay_iters": 10},
@@ -28,7 +28,7 @@ def test_the_schedule_is_the_contract_s():
             assert float(rate) == pytest.approx(learning_rate(config, step), rel=1e-14), (fields, step)
 
 
-def test_a_timed_run_has_its_windows(tmp_path, tiny: Experiment):
+def test_timed_run_has_windows(tmp_path, tiny: Experiment):
     timing = Timing(warmup=2, window=2, windows=2, single=1)
     experiment = replace(
         tiny, data=Data(source="synthetic"), train=Train(max_iters=timing.steps, batch_size=4)

@@ -53,7 +53,7 @@ def profile(*threads: list[SimpleNamespace], plane: str = "/host:CPU", line: str
     return SimpleNamespace(planes=[SimpleNamespace(name=plane, lines=lines)])
 
 
-def test_an_instruction_is_its_device_s_whatever_thread_begins_or_ends_it():
+def test_events_belong_to_devices():
     found = read_events(
         profile(
             [ran("add.1", 1, 5, 6, number=7), ran("add.1", 0, 8, 9, number=8)],
@@ -68,7 +68,7 @@ def test_an_instruction_is_its_device_s_whatever_thread_begins_or_ends_it():
         read_events(profile([ran("add.1", 1, 5, 6, number=7)]), hlo=HLO, devices=CPUS)
 
 
-def test_on_a_gpu_a_plane_is_a_device_and_its_streams_are_read_once():
+def test_gpu_planes_are_devices():
     gpus = [SimpleNamespace(platform="gpu", local_hardware_id=3)]
     event = mark("kernel", 1, 4, hlo_op="add.1", hlo_module="jit_step")
     planes = [
@@ -80,7 +80,7 @@ def test_on_a_gpu_a_plane_is_a_device_and_its_streams_are_read_once():
     assert found == [Execution(0, "add.1", 1, 4)]
 
 
-def test_work_that_goes_on_is_one_span_and_communication_parts_it():
+def test_spans_merge_except_communication():
     events = [
         Execution(0, "before", 0, 1),
         Execution(0, "in_branch", 2, 7),

@@ -114,7 +114,7 @@ def test_signals_and_stdin_end_it_at_once(tmp_path, endless):
 
 
 def test_second_run_in_a_folder_is_rejected(tmp_path, endless):
-    """Of two runs that start together, one clears the folder and runs. The other changes no file."""
+    """Two runs start together: one clears the folder and runs. The other one changes no file."""
     Recorder(tmp_path).step(Step(step=7, loss=0.0, grad_norm=0.0, lr=0.0, step_time_ms=0.0))
     (tmp_path / "gradients.safetensors.1.2.tmp").write_bytes(b"half of it")
     runs = [start(tmp_path, endless) for _ in range(2)]

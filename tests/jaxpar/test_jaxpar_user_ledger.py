@@ -46,7 +46,7 @@ def surprise_of(function, *arguments, mesh, expected):
     return lines
 
 
-def test_a_clean_step_is_what_was_expected(mesh):
+def test_expected_communication_passes(mesh):
     params, x = arguments(mesh)
     placed = (NamedSharding(mesh, P()), jax.tree.map(lambda leaf: leaf.sharding, params))
     step = jax.jit(jax.value_and_grad(mlp_loss), out_shardings=placed)
@@ -68,7 +68,7 @@ def test_a_clean_step_is_what_was_expected(mesh):
         jaxpar.ledger(jnp.sin, on(mesh, (N, C), "data", "model"), mesh=pair)
 
 
-def test_a_surprise_is_named_with_its_line(mesh):
+def test_unexpected_communication_has_a_line(mesh):
     params, x = arguments(mesh)
 
     def transposed(x):
@@ -120,7 +120,7 @@ CASES = (  # a function, its calls, and words of a problem
 )
 
 
-def test_loops_and_branches_are_counted_and_what_is_unknown_of_them_is_named():
+def test_loops_and_branches_are_counted():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
     for number, (function, calls, problem) in enumerate(CASES):

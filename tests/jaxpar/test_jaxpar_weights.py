@@ -17,7 +17,7 @@ DEEP = Model(n_layer=11, n_head=2, n_embd=8, block_size=6, vocab_size=11)
 BIASED = Model(n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=11, bias=True)
 
 
-def test_the_tree_is_the_models_own_and_comes_back_with_layers_in_order():
+def test_tree_converts_to_layers_in_order():
     for model in (DEEP, BIASED):
         for dtype in ("float64", "bfloat16"):
             experiment = Experiment(model=model, precision=Precision(dtype=dtype))
