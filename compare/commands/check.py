@@ -50,7 +50,7 @@ class Check(Study, frozen=True, kw_only=True):
     """
 
     engines: tuple[EngineName, ...] = ()
-    """Which engines. Default: all but peers."""
+    """Engines. Default: all except peers."""
     devices: int | None = None
     """Devices of data parallelism, or of each of --presets. Default: 4; of a preset 2, 4 or 8."""
     presets: PresetNames = ()

@@ -48,7 +48,7 @@ class Collectives(HostFlags, frozen=True, kw_only=True):
     """
 
     kinds: tuple[Kind, ...] = ()
-    """Which collectives. permute is a ring of send and receive. Default: all."""
+    """Collectives. permute is a ring of send and receive. Default: all."""
     implementations: tuple[Literal["gloo", "nccl", "ours", "xla"], ...] = ()
     """gloo or nccl: PyTorch's own operation. ours: torch-manual's way over it. xla: shard_map. Default: all
     that the platform has."""
@@ -148,8 +148,9 @@ def findings_of_times(
         passed=not wrong and not missing,
         about=[
             "; ".join(dict.fromkeys(f"{side.device_kind}, {side.threads}" for side in times)),
-            "Columns of nccl-tests: size is the total, count one rank's elements, time that of the slowest "
-            "rank, algbw size over time, busbw the bytes that a rank sends on a ring over time.",
+            "Columns of nccl-tests: size is the total, count the elements of one rank, time the slowest "
+            "rank's.",
+            "algbw is size / time, busbw the bytes that a rank sends on a ring / time.",
         ],
         warnings=[used] if cpu_load.is_busy(busy_cores) else [],
         tables=[

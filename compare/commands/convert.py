@@ -1,6 +1,6 @@
-"""`shardpair convert`: a state from nanoGPT or Hugging Face, or for them.
+"""`shardpair convert`: checkpoints from and to nanoGPT, Hugging Face and orbax.
 
-What every engine saves is one format already (`compare.checkpoint`): any of them goes on from it.
+All engines save one format (`compare.checkpoint`), and continue from it.
 """
 
 import shutil
@@ -24,13 +24,13 @@ from compare.terminal import print_json, results_console
 
 Format = Literal["checkpoint", "nanogpt", "huggingface", "orbax", "weights"]
 FORMATS: dict[str, Format] = {**dict.fromkeys(PICKLES, "nanogpt"), ".safetensors": "weights"}
-"""What a target's suffix asks for; another one asks for a checkpoint."""
+"""Suffix of a target -> its format; any other suffix is a checkpoint."""
 
 
 class Convert(SidePythons, frozen=True, kw_only=True):
-    """Write the state of a training in another format; nothing in a file is executed.
+    """Convert a checkpoint to another format. Nothing in a file is executed.
 
-    Checkpoints of all engines are one format, and need no conversion: any of them goes on from any.
+    Checkpoints of all engines have one format, and need no conversion.
 
     Try:
       shardpair convert out-shakespeare-char/ckpt.pt imported      (then: shardpair run --resume imported ...)
@@ -41,20 +41,20 @@ class Convert(SidePythons, frozen=True, kw_only=True):
     """
 
     source: Annotated[Path, tyro.conf.Positional]
-    """A checkpoint, or the folder of an engine's run, whose newest is taken; nanoGPT's ckpt.pt, with its
-    optimizer's state, or weights alone, which begin at step 0; a folder with Hugging Face's GPT-2
+    """A checkpoint, or the folder of an engine's run with its newest checkpoint; nanoGPT's ckpt.pt, with its
+    optimizer's state, or weights only, which start at step 0; a folder with Hugging Face's GPT-2
     (config.json and model.safetensors); or an orbax checkpoint that this command wrote."""
     target: Annotated[Path, tyro.conf.Positional]
-    """What to write; must not exist."""
+    """New file or folder to write."""
     to: Format | None = None
-    """With everything: checkpoint (ours), nanogpt (a ckpt.pt), orbax. Weights alone: huggingface (a folder),
-    weights (safetensors with canonical names). Default: by TARGET's suffix, .pt nanogpt, .safetensors
-    weights, any other checkpoint."""
+    """Full states: checkpoint (shardpair's), nanogpt (a ckpt.pt), orbax. Weights only: huggingface (a
+    folder), weights (safetensors with canonical names). Default: by TARGET's suffix, .pt nanogpt,
+    .safetensors weights, any other checkpoint."""
     experiment: str = ""
-    """An experiment that says what nanoGPT and Hugging Face do not. Its data and precision, unless they are
-    the defaults, win over nanoGPT's data/DATASET and dtype."""
+    """Experiment with the settings that nanoGPT and Hugging Face do not save. Its data and precision, unless
+    they are the defaults, win over nanoGPT's data/DATASET and dtype."""
     json: bool = False
-    """Print what was converted as one JSON object on stdout."""
+    """Print the description of the checkpoint as one JSON object on stdout."""
 
     def __call__(self) -> int:
         """Convert. Returns 0."""
@@ -77,15 +77,15 @@ class Convert(SidePythons, frozen=True, kw_only=True):
 def convert(
     source: Path, target: Path, to: Format, base: Experiment | None, *, pythons: Mapping[str, str]
 ) -> Checkpoint:
-    """Convert a state, and describe it. `base` and what is raised are as of `as_checkpoint`.
+    """Convert a checkpoint. Returns its description. `base` is an argument of `as_checkpoint`.
 
-    Raises ExperimentError: the target is there.
+    Raises ExperimentError: the target exists. Also raises as `as_checkpoint`.
     """
     parent = target.absolute().parent
     if target.exists():
         raise ExperimentError(f"{target} exists already: give another name, or remove it")
     if not parent.is_dir():
-        raise ExperimentError(f"{target}: there is no folder {target.parent}")
+        raise ExperimentError(f"{target}: the folder {target.parent} is missing: create it")
     with tempfile.TemporaryDirectory(dir=parent, prefix=f".{target.name}.") as scratch:
         reader = as_checkpoint(source, Path(scratch) / "read", base, pythons=pythons)
         written = Path(scratch) / f"written{target.suffix}"

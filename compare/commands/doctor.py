@@ -1,4 +1,4 @@
-"""`shardpair doctor`: what is installed, and which devices there are."""
+"""`shardpair doctor`: installed packages, and devices."""
 
 from msgspec import Struct
 
@@ -19,7 +19,7 @@ class SideReport(Struct, frozen=True, kw_only=True):
 
 
 class Doctor(SidePythons, frozen=True, kw_only=True):
-    """Say what is installed on each side, and which devices there are."""
+    """Print the installed packages and the devices of each side."""
 
     json: bool = False
     """Print one JSON object on stdout instead of tables."""
@@ -44,7 +44,7 @@ class Doctor(SidePythons, frozen=True, kw_only=True):
 
 
 def examine(side: str, python: str) -> SideReport | str:
-    """Ask one side about itself; one line of why not if it cannot answer."""
+    """The report of one side, or one line with the reason why it has none."""
     try:
         return query(side, python, ["--doctor"], answer=SideReport, platform="")
     except EnvironmentMissing as missing:

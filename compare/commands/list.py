@@ -1,4 +1,4 @@
-"""`shardpair list`: what there is to name on the command line, a line each."""
+"""`shardpair list`: names for the command line."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ from compare.terminal import print_json, results_console
 
 
 class List(Struct, frozen=True, kw_only=True):
-    """Name every experiment, preset, fault, engine and lesson, a line each."""
+    """Print the names of all experiments, presets, faults, engines and lessons."""
 
     json: bool = False
     """Print one JSON object on stdout instead of tables."""
@@ -56,7 +56,7 @@ class List(Struct, frozen=True, kw_only=True):
 
 
 def _experiment(name: str, path: Path) -> dict[str, str | int]:
-    """Its size, and the first sentence of its file's comment, or what stands before a colon there."""
+    """Size of an experiment, and the first sentence of its file's comment, up to a colon."""
     experiment = load(name)
     lines = [line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line[:1] == "#"]
     return dict(

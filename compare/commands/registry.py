@@ -1,4 +1,4 @@
-"""The studies: a class each, by the word of its command. A new one is named here, and nowhere else."""
+"""All studies, by the word of their command. Add a new study here."""
 
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ STUDIES: dict[str, Any] = {
 
 
 def read_study(folder: Path) -> tuple[Any, Outcome]:
-    """What a study left in a folder, and which it was. Raises RecordError."""
+    """The class of the study in a folder, and its outcome. Raises RecordError."""
     outcome = read_outcome(folder)
     if outcome.study not in STUDIES:
-        raise RecordError(f"{folder / OUTCOME}: this version has no study {outcome.study}")
+        raise RecordError(f"{folder / OUTCOME}: no study {outcome.study}: use the version that wrote it")
     return STUDIES[outcome.study], outcome

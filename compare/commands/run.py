@@ -124,7 +124,7 @@ class Resume(Run, frozen=True, kw_only=True):
         return self.experiment
 
     def cases(self, experiment: Experiment) -> Grid:
-        """Each named engine; by default those of the run."""
+        """Each named engine; by default the engines of the run."""
         if self.engines or not (Path(self.source) / OUTCOME).is_file():
             return super().cases(experiment)
         return Run.cases(replace(self, engines=tuple(read_outcome(Path(self.source)).cases)), experiment)

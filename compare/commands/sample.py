@@ -17,7 +17,7 @@ from compare.terminal import print_json, results_console
 
 
 class Sample(SidePythons, frozen=True, kw_only=True):
-    """Draw text from a checkpoint, in PyTorch, in JAX, or in both: with the same seed it is the same text.
+    """Draw text from a checkpoint, in PyTorch, JAX or both. The same seed gives the same text.
 
     Try:
       shardpair sample runs/demo-20260101-120000/torch-manual --prompt "def "
@@ -25,35 +25,35 @@ class Sample(SidePythons, frozen=True, kw_only=True):
     """
 
     source: Annotated[Path, tyro.conf.Positional]
-    """A checkpoint, or the folder of an engine's run, whose newest is taken; or what `shardpair convert`
-    reads: nanoGPT's ckpt.pt, Hugging Face's GPT-2, an orbax checkpoint."""
+    """A checkpoint; the folder of an engine's run, with its newest checkpoint; or a source of `shardpair
+    convert`: nanoGPT's ckpt.pt, Hugging Face's GPT-2, an orbax checkpoint."""
     prompt: str = "\n"
-    """Text to begin with. It is written as the data was: bytes, nanoGPT's characters, or GPT-2's tokens (with
+    """Text to begin with, encoded like the data: bytes, nanoGPT's characters, or GPT-2's tokens (with
     tiktoken)."""
     prompt_tokens: tuple[int, ...] = ()
     """Token ids to begin with, instead of text."""
     tokens: int = 200
-    """How many tokens to draw."""
+    """Number of tokens of each text."""
     samples: int = 1
-    """How many texts."""
+    """Number of texts."""
     temperature: float = 0.8
-    """Divides the logits; 0 takes the likeliest token every time."""
+    """Divisor of the logits; 0 always takes the likeliest token."""
     top_k: int = 200
-    """Only so many of the likeliest tokens are drawn from; 0 for all."""
+    """Number of likeliest tokens to draw from; 0 for all."""
     seed: int = 1337
-    """Of the uniform numbers that decide."""
+    """Random seed."""
     meta: Path | None = None
-    """nanoGPT's meta.pkl, which says what its characters are; by default the one beside the data. Nothing in
-    it is executed."""
+    """nanoGPT's meta.pkl with its characters. Default: the file in the folder of the data. Nothing in it is
+    executed."""
     sides: tuple[Literal["jaxpar", "torchpar"], ...] = ("torchpar",)
-    """Who draws; with several it is compared."""
+    """Sides that sample; the texts of two sides are compared."""
     timeout_s: float = 600.0
-    """Seconds until a side must have drawn everything."""
+    """Seconds after which a side is ended."""
     json: bool = False
-    """Print what was drawn as one JSON object on stdout."""
+    """Print the tokens as one JSON object on stdout."""
 
     def __call__(self) -> int:
-        """Draw. Returns the exit code: 0, or 1 if the sides drew different texts."""
+        """Draw. Returns 0, or 1 if the sides drew different texts."""
         pythons = checked_pythons(self)
         with tempfile.TemporaryDirectory() as scratch:
             reader = as_checkpoint(self.source, Path(scratch) / "made", pythons=pythons)

@@ -30,7 +30,7 @@ SHOWN = (
 
 
 Row = dict[str, Any]
-"""One strategy on one engine; figures are those of METRICS."""
+"""Figures of METRICS for one strategy on one engine."""
 
 
 class Sweep(Study, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class Sweep(Study, frozen=True, kw_only=True):
     """
 
     engines: tuple[EngineName, ...] = ()
-    """Which engines. Default: all but peers."""
+    """Engines. Default: all except peers."""
     presets: PresetNames = CLASSIC
     devices: int = 2
     """Devices of each strategy."""
@@ -140,6 +140,6 @@ COLUMNS = (
     ),
 )
 BELOW = (
-    "Memory is that of the fullest device, communication the full tensors of one device in a steady step. "
+    "Memory is for the fullest device, communication the full tensors of one device in a steady step. "
     "The verdict compares with one unsharded device."
 )

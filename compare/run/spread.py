@@ -16,10 +16,10 @@ class Spread(Study, frozen=True, kw_only=True):
 
     engines: tuple[EngineName, ...] = ()
     """Engines; the others are compared with the first. Default: all that can express the layout. A peer runs
-    only if named; a missing one is skipped, and its install command printed."""
+    only if named; a missing peer is skipped, and its install command printed."""
     preset: PresetName = ""
     devices: int | None = None
-    """Devices that --preset spreads over. Default: that of the preset, see `shardpair list`."""
+    """Number of devices of --preset. Default: see `shardpair list`."""
 
     needs: ClassVar = {**Study.needs, "devices": "preset"}
 

@@ -129,7 +129,7 @@ class Study(ExperimentFlags, frozen=True, kw_only=True):
         raise NotImplementedError
 
     def keep(self, case: Case, record: Record, *, first_step_after_s: float) -> Any:
-        """The value to keep of a finished case; its first step ended so many seconds after its start."""
+        """The value to keep of a finished case, whose first step ended this long after its start."""
         return figures(record)
 
     def launch(self, case: Case, place: Path, **how: Any) -> Record:

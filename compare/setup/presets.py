@@ -1,7 +1,7 @@
 """Presets: layouts by their usual names, for any number of devices.
 
 A preset sets the degrees, and the settings that it is named for: zero of zero1, gradient_sync of ddp_flat.
-Of other settings a flag wins over the experiment's file, and the file over the preset.
+For other settings a flag wins over the experiment's file, and the file over the preset.
 """
 
 import contextlib

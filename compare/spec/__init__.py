@@ -1,1 +1,1 @@
-"""What an experiment is: its sections, mesh axes and engines."""
+"""Experiments: sections, mesh axes and engines."""

@@ -96,7 +96,7 @@ def test_a_bench_from_python(engines, capsys):
     assert manual.wall_ratio is None  # the baseline
     assert library.wall_ratio is not None
     assert library.wall_ratio.low <= 1.0 <= library.wall_ratio.high
-    assert "Wall time over that of torch-manual, 5 rounds" in repr(race)
+    assert "Wall time divided by the wall time of torch-manual, 5 rounds" in repr(race)
     assert api.read("b").sentence() == race.sentence()
     assert capsys.readouterr().out == ""
     with pytest.raises(ExperimentError, match="rounds"):

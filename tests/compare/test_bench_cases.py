@@ -95,7 +95,7 @@ def test_a_choice_that_cannot_be_is_refused(tiny):
         ({"presets": ("ddp",), "sizes": ("layout.tp=2",)}, "layout.tp contradicts --presets ddp"),
         ({"sizes": ("batch_size=8",)}, "batch_size=8: give fields and values such as"),
         ({"sizes": ("train.batch_size=8", "train.batch_size=8")}, "give each setting once"),
-        ({"variants": ("train.max_iters=8",)}, "the steps of a bench are those of --window"),
+        ({"variants": ("train.max_iters=8",)}, "--window sets the steps of a bench"),
     ):
         with pytest.raises(ExperimentError) as refused:
             cases_of(tiny, **choice)

@@ -124,7 +124,7 @@ def test_bad_names_are_refused_and_nothing_is_left(given, tmp_path, capsys):
     assert (FORMATS[".pt"], FORMATS[".safetensors"]) == ("nanogpt", "weights")
     for arguments, says in (
         ((str(given), str(given)), "exists already"),
-        ((str(given), str(tmp_path / "no" / "x")), "there is no folder"),
+        ((str(given), str(tmp_path / "no" / "x")), "is missing: create it"),
         (("nowhere", str(tmp_path / "x")), "there is no checkpoint"),
         (("nowhere.pt", str(tmp_path / "x")), "does not exist"),
     ):

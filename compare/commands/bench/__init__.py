@@ -43,8 +43,8 @@ class Bench(Study, frozen=True, kw_only=True):
     """
 
     engines: tuple[EngineName, ...] = ()
-    """Which engines. Default: all. An engine that is named twice is compared with itself. A peer runs only if
-    named; a missing one is skipped, and its install command printed."""
+    """Engines. Default: all. An engine that is named twice is compared with itself. A peer runs only if
+    named; a missing peer is skipped, and its install command printed."""
     presets: PresetNames = ()
     devices: tuple[int, ...] = ()
     """Numbers of devices for each preset. Default: 4."""
@@ -52,7 +52,7 @@ class Bench(Study, frozen=True, kw_only=True):
     """Sizes of the work, one block of the table each: fields of the experiment, such as train.batch_size=8 or
     model.n_layer=12,model.n_embd=768."""
     variants: tuple[str, ...] = ()
-    """Settings for the same work, one row each beside the engine's own, such as layout.bucket_mb=1 or
+    """Settings for the same work, one row each after the engine's default, such as layout.bucket_mb=1 or
     layout.remat=full."""
     baseline: str = ""
     """The denominator of the ratios: an engine, in each block its own case; or ENGINE.LAYOUT, such as
@@ -97,7 +97,7 @@ class Bench(Study, frozen=True, kw_only=True):
                     why = f"layout.{min(degrees)} contradicts --presets {self.presets[0]}"
                     raise ExperimentError(f"{flag} {text}: {why}: leave one of them out")
                 if "max_iters" in edits.get("train", {}):
-                    raise ExperimentError(f"{flag} {text}: the steps of a bench are those of --window")
+                    raise ExperimentError(f"{flag} {text}: --window sets the steps of a bench")
         layouts, left_out = self._layouts(experiment.layout)
         experiment = edited(experiment, {"train": {"max_iters": self.timing.steps}})
         cases: dict[str, Case] = {}
@@ -153,7 +153,7 @@ class Bench(Study, frozen=True, kw_only=True):
         return measured(record, first_step_after_s=first_step_after_s, timing=timing)
 
     def _layouts(self, own: Layout) -> tuple[dict[str, Layout], dict[str, str]]:
-        """Layouts by name; and presets that cannot spread over so many devices, with the reason."""
+        """Layouts by name; and presets that cannot use this number of devices, with the reason."""
         if not self.presets:
             degrees = [f"{axis}{own.axes[axis]}" for axis in AXES if own.axes[axis] > 1]
             return {"-".join(degrees) or "single": own}, {}

@@ -1,7 +1,7 @@
-"""Outcome of processes that were timed in rounds, and the rows of its table.
+"""Figures of processes that were timed in rounds, and the rows of the table.
 
-Cases that do the same work, under the same layout and at the same size, stand in a block. A row reduces a
-case over its rounds, and divides it by its baseline.
+Cases with the same layout and size form a block. A row has the medians of a case over its rounds, and their
+ratios to the baseline.
 """
 
 import statistics
@@ -23,15 +23,15 @@ class Measurement(Struct, frozen=True, kw_only=True):
 
     windows: list[Window]
     single_ms: list[float]
-    """Of each step that was waited for, after the windows."""
+    """Wall time of each step that was waited for, after the windows."""
     compile_s: float
     first_step_s: float
     start_up_s: float
     """From the start of the process to its first step, compilation apart."""
     peak_mem_bytes: int
-    """Of the fullest device."""
+    """Peak of the fullest device."""
     curves: dict[str, list[float]]
-    """Of every step, the warm-up's first: `Step`'s loss and grad_norm."""
+    """`Step.loss` and `Step.grad_norm` of every step, from the warm-up on."""
     how: dict[str, str]
     """Device, threads, versions, gradient synchronisation and recomputation of the process."""
 
@@ -110,14 +110,14 @@ class BenchRow(Struct, frozen=True, kw_only=True):
     label: str
     block: str
     wall_ms: float
-    """Of a step in a window, where nothing waits for it."""
+    """Wall time of a step in a window, in which nothing waits for it."""
     wall_ratio: Estimate | None
     """Over the baseline's, of the same round; None without one."""
     cpu_ms: float
-    """Of a step, over all processes."""
+    """CPU time of a step, over all processes."""
     cpu_ratio: Estimate | None
     single_ms: float
-    """Of a step that is waited for."""
+    """Wall time of a step that is waited for."""
     tokens_per_s: float
     flops_per_s: float
     """The model's own, without recomputation: `theory.flops`."""

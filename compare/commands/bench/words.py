@@ -26,7 +26,7 @@ def in_one_line(result: TimedOutcome) -> str:
         f"{row.label} under {row.block} {written(row.wall_ratio, '.2f')}"
         for *_, row in ratios[:: max(len(ratios) - 1, 1)]
     ]
-    return f"Wall time over that of {result.baseline}, {_rounds(result)}: {'; '.join(words)}"
+    return f"Wall time divided by the wall time of {result.baseline}, {_rounds(result)}: {'; '.join(words)}"
 
 
 def sentences(result: TimedOutcome) -> list[str]:
@@ -41,8 +41,9 @@ def sentences(result: TimedOutcome) -> list[str]:
     return [
         f"{result.platform.upper()} timings: {_rounds(result)}, each case a fresh process, in an order that "
         f"rotates. A step's wall time is the median of {timing.windows} windows of {timing.window} steps, in "
-        f"which nothing waits for a step; its CPU time is that of all processes; single is a step that is "
-        f"waited for. Start, compilation and first step are apart. Memory is the peak of the fullest device.",
+        f"which nothing waits for a step; its CPU time is the sum over all processes; single is a step that "
+        f"is waited for. Start, compilation and first step are apart. Memory is the peak of the fullest "
+        f"device.",
         f"Ratios are to {result.baseline}{missing}, within a round; the median over rounds. {interval}",
         "GFLOP/s are the model's, without recomputation; MFU is their share of the vendor's peak.",
         *filter(None, [agreement_summary(result)]),

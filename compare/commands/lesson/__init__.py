@@ -19,11 +19,11 @@ else:
 
 
 class ReadLesson(SidePythons, frozen=True, kw_only=True):
-    """Read one strategy in every engine, side by side, beside what XLA made of it and what each sent.
+    """Read one strategy in every engine on one page, with the messages that each engine sent.
 
-    Trains `check` or `experts` (float64, small, half a minute) with all engines under the strategy's
-    layout, and writes one HTML page that needs no network: who holds what, each collective on a ring, the
-    source files with links between lines and the rows of the ledger that they cause, and memory. Exit code
+    Trains `check` or `experts` (float64, small, half a minute) with all engines under the strategy's layout,
+    and writes one HTML page that needs no network. It shows who holds what, each collective on a ring, the
+    source files with links from lines to the rows of the ledger that they cause, and memory. The exit code is
     1 if the engines do not agree.
 
     Try:
@@ -33,17 +33,17 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
     """
 
     strategy: Annotated[StrategyName, tyro.conf.Positional]
-    """The row of the grid."""
+    """Strategy of the lesson."""
     output: Path | None = None
-    """Where the page is written. Default: lesson.html in the folder of the run."""
+    """File of the page. Default: lesson.html in the folder of the run."""
     results: Path | None = None
-    """Train nothing: build the page from a finished run of any experiment whose layout has the strategy."""
+    """Train nothing: write the page from a finished run whose layout has the strategy."""
     timeout_s: float = 600.0
-    """An engine that hangs for this long is ended."""
+    """Seconds without progress after which an engine is ended."""
     quiet: bool = False
-    """No progress on stderr."""
+    """Print no progress on stderr."""
     json: bool = False
-    """Print the outcome as one JSON object on stdout instead of a line for people."""
+    """Print the outcome as one JSON object on stdout."""
 
     def __call__(self) -> int:
         """Make the page. Returns 0 if the engines of its run agree, else 1."""

@@ -20,9 +20,9 @@ from compare.terminal import layout_in_words
 
 TRACE = "trace.json"
 STEPS = 20
-"""Of a run, unless the user says otherwise: some before the one that is watched, and more for the median."""
+"""Default number of steps: some before the watched step, and more for the median."""
 SHORTEST = PROFILED_STEP + 3
-SHARED = "CPU timings: devices that share cores take them from each other."
+SHARED = "CPU timings: devices share the cores."
 
 
 class Profile(Spread, frozen=True, kw_only=True):
@@ -60,7 +60,7 @@ class Profile(Spread, frozen=True, kw_only=True):
         return beside_first(engines, experiment, profile=True), left_out
 
     def keep(self, case: Case, record: Record, *, first_step_after_s: float) -> Any:
-        """The figures of a case. Writes its trace beside its record."""
+        """The figures of a case. Writes its trace into the folder of its record."""
         if record.timeline:
             trace = chrome_trace(case.engine, record.timeline, process=list(ENGINES).index(case.engine))
             write_atomically(record.folder / TRACE, trace)
@@ -84,8 +84,8 @@ class Profile(Spread, frozen=True, kw_only=True):
             passed=profile.passed,
             tables=[engine_table(profile, f"O{words[1:]}")],
             notes=[
-                "Exposed: communication with no compute beside it. Idle: neither. Communication that compute "
-                "hides counts in both rows.",
+                "Exposed: communication without compute at the same time. Idle: neither. Overlapped "
+                "communication counts in both rows.",
                 *([SHARED] if outcome.platform == "cpu" else []),
                 *(f"trace for Perfetto: {folder / engine.name / TRACE}" for engine in watched),
             ],

@@ -1,4 +1,4 @@
-"""What a profile says: where the time of a step goes, engine by engine and device by device."""
+"""Tables and figures of a profile: the time of a step by engine and device."""
 
 from collections.abc import Iterable, Mapping
 
@@ -24,9 +24,9 @@ ENGINE: tuple[Column[EngineProfile], ...] = (
     Column("bubble, measured", lambda engine: engine.bubble, ".0%"),
     Column("bubble of the schedule", lambda engine: engine.planned_bubble, ".0%"),
 )
-"""The last two are of pipelines."""
+"""Rows of the table; the last two are for pipelines."""
 MOST_BOXES = 1500
-"""Of a schedule; more are a blur."""
+"""Largest number of boxes in a figure of a schedule."""
 TASKS = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
@@ -110,7 +110,7 @@ def schedule_figure(name: str, ranks: int, microbatches: int, chunks: int) -> Fi
 
 
 def engine_table(profile: Profile, name: str) -> Table:
-    """A column for each engine; rows that nobody has a figure for are left out."""
+    """A column for each engine, without rows that have no figure."""
     values = {column: [column.of(engine) for engine in profile.engines] for column in ENGINE}
     return Table(
         name=name,

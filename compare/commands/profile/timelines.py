@@ -20,26 +20,26 @@ class EngineProfile(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One engine's step; without a timeline, fields that follow from one are None."""
 
     name: str
-    """Of its case and its folder."""
+    """Name of its case and its folder."""
     step_ms: float
     """Median of the steps that were not watched."""
     devices: list[dict[str, float]] = []
-    """Of each its number, and milliseconds of the watched step by kind: `exposed_ms` is communication with no
-    compute beside it, `idle_ms` neither."""
+    """Number of each device, and milliseconds of the watched step by kind. `exposed_ms` is communication
+    without compute at the same time, `idle_ms` neither."""
     step: int | None = None
-    """The one that was watched."""
+    """Number of the watched step."""
     watched_ms: float | None = None
-    """Its time by the engine's own clock."""
+    """Time of the watched step by the engine's own clock."""
     wall_ms: float | None = None
-    """Its time in the timeline, on the slowest device."""
+    """Time of the watched step in the timeline, on the slowest device."""
     bubble: float | None = None
     """Measured share of a pipeline's time in which devices wait."""
     planned_bubble: float | None = None
-    """That share of the schedule on a clock: a backward takes two forwards, messages take no time."""
+    """Simulated share: a backward takes two forwards, and messages take no time."""
     method: str = "it left no timeline"
 
     def mean_ms(self, kind: str) -> float | None:
-        """The mean over the devices; None if there is no timeline."""
+        """The mean over the devices; None without a timeline."""
         return statistics.fmean(device[f"{kind}_ms"] for device in self.devices) if self.devices else None
 
 

@@ -1,4 +1,4 @@
-"""Hosts and their devices: who holds which coordinates of the mesh, and which axes cross hosts."""
+"""Coordinates of the devices of each host, and axes that cross hosts."""
 
 import math
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from compare.spec.experiment import Layout
 
 
 def host_table(layout: Layout, hosts: Sequence[str]) -> Table:
-    """A row for each host, a column for each of its devices: its coordinates along the axes that split.
+    """A row for each host, with the coordinates of each of its devices.
 
-    `hosts` has the name of the host of every device, in the order of the mesh.
+    `hosts` has the host's name of every device, in the order of the mesh.
     """
     slots: dict[str, list[Text]] = {}
     for device, host in enumerate(hosts):
@@ -34,14 +34,14 @@ def place_in_mesh(device: int, layout: Layout) -> str:
 
 
 def crosses(axis: str, layout: Layout, hosts: int) -> bool:
-    """Whether neighbours along an axis are on different hosts; devices fill one host after the other."""
+    """Whether neighbours along an axis are on different hosts. Devices fill the hosts in order."""
     names = list(layout.axes)
     block = math.prod(layout.axes[name] for name in names[names.index(axis) :])
     return layout.axes[axis] > 1 and layout.devices // hosts % block != 0
 
 
 def crossing_words(layout: Layout, hosts: int) -> str:
-    """Which axes cross hosts, in a sentence; of tp also what that costs."""
+    """A sentence with the axes that cross hosts, and a warning for tp."""
     split = [axis for axis, degree in layout.axes.items() if degree > 1]
     across = [axis for axis in split if crosses(axis, layout, hosts)]
     inside = [axis for axis in split if axis not in across]

@@ -1,4 +1,4 @@
-"""The report of a run: loss over steps, what each engine cost, held and sent, and how far they are apart."""
+"""The report of a run: losses, costs, memory, messages, and errors on each rung."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -118,8 +118,8 @@ def cost_table(outcome: Outcome) -> Table:
         corner="per engine",
         columns=outcome.finished,
         rows=rows,
-        below=f"× is how many times that of {outcome.finished[0]}. GFLOP/s are the model's, forward and "  # noqa: RUF001
-        f"backward, without what is computed anew; MFU is their share of the vendor's peak.",
+        below=f"× is the ratio to {outcome.finished[0]}. GFLOP/s are the model's, forward and backward, "  # noqa: RUF001
+        f"without recomputation; MFU is their share of the vendor's peak.",
     )
 
 
