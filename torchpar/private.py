@@ -1,6 +1,7 @@
 """Names of PyTorch that are not public, as of torch 2.13. An upgrade of PyTorch checks this file.
 
-The wrapper subclasses, `TorchDispatchMode` and `tree_leaves` are described in PyTorch's documentation.
+The documentation of PyTorch describes the wrapper subclasses, `TorchDispatchMode` and `tree_leaves`.
+`measure.timeline` imports `_PipelineSchedule` itself, since the import takes a second.
 """
 
 import datetime

@@ -34,12 +34,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from compare.contract.communication import GRADIENTS, PARAMETERS, RECORD, REPLICATE
 from torchpar.comm.collectives import Axis, Work, chunk_slices
 from torchpar.gpt_stages import GPTStages
 from torchpar.model import GPT
+from torchpar.private import tree_leaves
 
 AxisOf = Mapping[nn.Parameter, Axis]
 """By parameter, the ranks over which it is sharded: all shards, and for an expert fewer."""
