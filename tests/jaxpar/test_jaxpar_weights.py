@@ -10,6 +10,7 @@ from flax import nnx
 from compare.numerics.parameters import initial_parameters, parameter_table
 from compare.spec.experiment import Experiment, Model, Precision
 from jaxpar import weights
+from jaxpar.hooks import Hooks
 from jaxpar.model import GPT
 
 # More than ten layers: sorted as text, blocks.10 would come before blocks.2.
@@ -22,7 +23,7 @@ def test_tree_converts_to_layers_in_order():
         for dtype in ("float64", "bfloat16"):
             experiment = Experiment(model=model, precision=Precision(dtype=dtype))
             named = initial_parameters(experiment)
-            shapes = nnx.to_pure_dict(nnx.state(nnx.eval_shape(partial(GPT, experiment))))
+            shapes = nnx.to_pure_dict(nnx.state(nnx.eval_shape(partial(GPT, experiment, Hooks()))))
             tree = weights.from_canonical(named, model)
             assert jax.tree.structure(tree) == jax.tree.structure(shapes)
             assert shapes == weights.parameter_shapes(experiment)
