@@ -31,7 +31,7 @@ def make_engine(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> E
     layout = experiment.layout
     backend = resolve_backend(layout, mesh.device, sizes_are_data=model.balance is not None)
     if mesh.world.size > 1:
-        engine = _placed(model, experiment, mesh, fill)
+        engine = _place(model, experiment, mesh, fill)
     else:
         fill(model)
         apply_remat(model.blocks, layout.remat)
@@ -41,7 +41,7 @@ def make_engine(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> E
     return engine if backend == "none" else replace(engine, compiled=compile_forward(model, backend))
 
 
-def _placed(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> Engine:
+def _place(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> Engine:
     """Place parameters, then the batch, the regions of split work, and the shards."""
     layout = experiment.layout
     devices = make_device_mesh(mesh, [name for name in ORDER if mesh[name].size > 1])

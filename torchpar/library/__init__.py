@@ -48,22 +48,22 @@ def make_engine(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> E
     stages = {number: GPTStages(model, layout, [number]) for number in numbers}
     models = list(stages.values()) or [model]
     if devices is not None:
-        engine = _distributed(models, devices, experiment, mesh, fill)
+        engine = _distribute(models, devices, experiment, mesh, fill)
     else:
         for module in models:
             fill(module)
-        engine = _replicated(models, experiment, mesh)
+        engine = _replicate(models, experiment, mesh)
     if experts:
         engine = engine.with_sharding(experts)
     return run_stages(stages, engine, mesh=mesh, layout=layout) if stages else engine
 
 
-def _replicated(models: Sequence[nn.Module], experiment: Experiment, mesh: Mesh) -> Engine:
+def _replicate(models: Sequence[nn.Module], experiment: Experiment, mesh: Mesh) -> Engine:
     """Full parameters on every rank: DDP, and for ZeRO-1 an optimizer that updates some of them."""
     parameters, data, layout = _named_parameters(models), mesh.joined(*DATA), experiment.layout
     if data.size == 1:
         optimizer = make_optimizer(parameters, experiment)
-        return Engine(module=_joined(models), optimizer=optimizer, parameters=parameters)
+        return Engine(module=_join(models), optimizer=optimizer, parameters=parameters)
     wrap = partial(synchronize_gradients, bucket_size_mb=layout.bucket_mb, keeps_buckets=layout.pp > 1)
     replicas = [wrap(model, group=data.group) for model in models]
     shards, owned = mesh.joined(*SHARDS), None
@@ -73,7 +73,7 @@ def _replicated(models: Sequence[nn.Module], experiment: Experiment, mesh: Mesh)
         updated = {p for group in optimizer.optim.param_groups for p in group["params"]}
         owned = {name for name, p in parameters.items() if p in updated}, shards
     return Engine(
-        module=_joined(replicas),
+        module=_join(replicas),
         optimizer=optimizer,
         parameters=parameters,
         sharding=Sharding(owned=owned),
@@ -81,7 +81,7 @@ def _replicated(models: Sequence[nn.Module], experiment: Experiment, mesh: Mesh)
     )
 
 
-def _distributed(
+def _distribute(
     models: Sequence[GPT | GPTStages], devices: DeviceMesh, experiment: Experiment, mesh: Mesh, fill: Fill
 ) -> Engine:
     """Parameters as DTensors: FSDP2 shards what tensor parallelism leaves to a rank."""
@@ -98,7 +98,7 @@ def _distributed(
         if has_replicas:
             shard(model, fill=partial(fill, model))
         fill(model)
-    parameters, module = _named_parameters(models), _joined(models)
+    parameters, module = _named_parameters(models), _join(models)
     return engine_of_dtensors(
         parameters,
         mesh,
@@ -115,5 +115,5 @@ def _named_parameters(models: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     return {name: parameter for model in models for name, parameter in model.named_parameters()}
 
 
-def _joined(modules: Sequence[nn.Module]) -> nn.Module:
+def _join(modules: Sequence[nn.Module]) -> nn.Module:
     return modules[0] if len(modules) == 1 else nn.ModuleList(modules)

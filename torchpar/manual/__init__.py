@@ -49,9 +49,9 @@ def make_engine(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> E
     if layout.zero < 2:
         fill(part)
     if layout.zero:
-        engine = _sharded(part, experiment, mesh, fill, expert_axes)
+        engine = _shard(part, experiment, mesh, fill, expert_axes)
     else:
-        engine = _replicated(part, experiment, mesh, expert_axes)
+        engine = _replicate(part, experiment, mesh, expert_axes)
     if isinstance(part, GPTStages):
         engine = run_stages(part, engine, mesh[PP], layout)
     for sharding in reversed(shardings):  # gathering undoes the last split first
@@ -59,7 +59,7 @@ def make_engine(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> E
     return engine
 
 
-def _replicated(
+def _replicate(
     model: GPT | GPTStages, experiment: Experiment, mesh: Mesh, expert_axes: ExpertAxes
 ) -> Engine:
     parameters, layout, data = dict(model.named_parameters()), experiment.layout, mesh.joined(*DATA)
@@ -82,7 +82,7 @@ def _replicated(
     )
 
 
-def _sharded(
+def _shard(
     model: GPT | GPTStages, experiment: Experiment, mesh: Mesh, fill: Fill, expert_axes: ExpertAxes
 ) -> Engine:
     """ZeRO-1: the optimizer reduces gradients to the rank that needs them. ZeRO-2 and 3: FSDP."""
