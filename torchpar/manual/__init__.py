@@ -59,9 +59,7 @@ def make_engine(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> E
     return engine
 
 
-def _replicate(
-    model: GPT | GPTStages, experiment: Experiment, mesh: Mesh, expert_axes: ExpertAxes
-) -> Engine:
+def _replicate(model: GPT | GPTStages, experiment: Experiment, mesh: Mesh, expert_axes: ExpertAxes) -> Engine:
     parameters, layout, data = dict(model.named_parameters()), experiment.layout, mesh.joined(*DATA)
     optimizer = make_optimizer(parameters, experiment)
     if data.size == 1:
