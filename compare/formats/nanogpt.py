@@ -1,7 +1,7 @@
 """nanoGPT's settings and config files, such as config/train_shakespeare_char.py, as experiments.
 
 A config file is parsed and never executed. It may contain only assignments of literals and of products of
-numbers (5 * 8). Settings that it lacks are those of nanoGPT's train.py. nanoGPT's flags after a config file
+numbers (5 * 8). Missing settings have the defaults of nanoGPT's train.py. nanoGPT's flags after a config file
 (`--max_iters=10`) are also read.
 """
 
@@ -81,7 +81,7 @@ def experiment_of(settings: Mapping[str, Any], *, base: Experiment) -> Experimen
 
 
 def settings_of(experiment: Experiment, *, only_model: bool = False) -> dict[str, Any]:
-    """nanoGPT's settings of an experiment, or those of its model only."""
+    """nanoGPT's settings of an experiment, or of its model only."""
     sections = msgspec.to_builtins(experiment)
     if only_model:
         return {name: sections["model"][name] for name in MODEL_ARGS}
@@ -90,7 +90,7 @@ def settings_of(experiment: Experiment, *, only_model: bool = False) -> dict[str
 
 
 def is_config(name: str) -> bool:
-    """Whether a name is that of one of nanoGPT's config files."""
+    """Whether a name is a nanoGPT config file, by its suffix."""
     return Path(name).suffix == ".py"
 
 

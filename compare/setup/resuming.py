@@ -13,7 +13,7 @@ from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, differing_keys
 
 MAY_DIFFER = ("layout.", "checkpoint.", "data.", "train.max_iters")
-"""Settings that a resumed run may change silently. Of the data the digest is checked."""
+"""Settings that a resumed run may change silently. The data's digest is checked."""
 
 
 def any_checkpoint(source: Path) -> Path:
@@ -25,7 +25,7 @@ def any_checkpoint(source: Path) -> Path:
     if engines := [path for path in sorted(source.glob(f"*/{CHECKPOINTS}")) if checkpoints_in(path)]:
         raise CheckpointError(f"{source} is a run of several engines: give one, such as {engines[0].parent}")
     raise CheckpointError(
-        f"{source}: there is no checkpoint: give a checkpoint, or the folder of a run with "
+        f"{source}: no checkpoint found: give one, or the folder of a run with "
         f"--checkpoint.every; `shardpair convert` reads nanoGPT's, Hugging Face's and orbax's"
     )
 
@@ -111,7 +111,7 @@ def require_continues(
     elif there.train.seed != here.train.seed:
         why = f"its data has the order of train.seed = {there.train.seed}, not of {here.train.seed}: set it"
     elif corpus_sha256 and checkpoint.corpus_sha256 and checkpoint.corpus_sha256 != corpus_sha256:
-        why = f"it was trained on other tokens than those of data.source = {here.data.source}: give those"
+        why = f"it was trained on other tokens than data.source = {here.data.source}: give the same data"
     elif checkpoint.step >= here.train.max_iters:
         why = (
             f"it is at step {checkpoint.step} of train.max_iters = {here.train.max_iters}: raise "

@@ -1,6 +1,6 @@
-"""Figures: what draws on matplotlib's axes, as SVG for a page and as a file of its own.
+"""Figures, as SVG for a page or as a file.
 
-matplotlib takes a second to import: only `svg` and `save_figures` do so, and whoever draws is given the axes.
+Only `svg` and `save_figures` import matplotlib, which takes a second. Functions that draw get its axes.
 """
 
 import io
@@ -25,9 +25,9 @@ else:
     Axes = Any
 
 INK, DARK = "#010203", "#222222"
-"""A colour that nothing else has: a page puts its own text colour there, a file a dark one."""
+"""Ink, a colour that is used nowhere else. A page replaces it by its text colour, a file by `DARK`."""
 PALETTE = ("#1F88D1", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
-"""As Okabe and Ito's, which the colour-blind tell apart, but for what a white or a black ground swallows."""
+"""Okabe and Ito's palette for the colour-blind, with other colours where it is too pale or too dark."""
 COLOURS = {
     "forward": "#56B4E9",
     "backward": "#E69F00",
@@ -45,35 +45,35 @@ COLOURS = {
     "XLA's temporaries": "#B8A25C",
     "temporaries": "#9A9A9A",
 }
-"""Of what has the same colour in every figure."""
+"""Label -> its colour in every figure."""
 MARKERS = "os^Dv"
 NARROW, WIDE = 5.0, 10.0
-"""Inches: half of a page, on which a phone shows text that can be read, and all of it."""
+"""Widths in inches: half a page, readable on a phone, and a whole page."""
 DPI = 130
 WINDOWS = 150
-"""Points of a curve; a longer one is reduced over windows."""
+"""Largest number of points of a curve. Longer curves are reduced over windows."""
 FINEST = 1 / 1000
-"""Of a time axis: narrower boxes are drawn so wide, and those of a kind that are closer as one."""
+"""Smallest width of a box, as a share of the time axis. Boxes of a kind that are closer are joined."""
 
 
 class Figure(Struct, frozen=True, kw_only=True):
-    """A figure: its heading, its caption, and what draws it."""
+    """A figure with its heading, caption and drawing function."""
 
     title: str
     caption: str = ""
     draw: Callable[[Axes], None]
     width: float = NARROW
-    """Inches; a legend adds to the height."""
+    """Width in inches. A legend adds to the height."""
     height: float = 2.8
 
     @property
     def is_wide(self) -> bool:
-        """It takes a page's whole width."""
+        """Whether it takes a page's whole width."""
         return self.width > NARROW
 
 
 def svg(figure: Figure) -> Markup:
-    """The figure as an <svg> element for a page, in the page's ink, named for those who cannot see it."""
+    """The figure as an <svg> element for a page, in the page's ink, with its title for screen readers."""
     with _canvas(f"shardpair {figure.title}") as canvas:
         canvas.set_size_inches(figure.width, figure.height + _drawn(canvas, figure))
         buffer = io.StringIO()
@@ -88,7 +88,7 @@ def svg(figure: Figure) -> Markup:
 
 
 def save_figures(path: Path, figures: Sequence[Figure]) -> None:
-    """Save figures as one file (.png, .svg, .pdf) with a white ground; several have their titles."""
+    """Save figures in one file (.png, .svg, .pdf) on white. Several figures have titles."""
     columns = 1 if any(figure.is_wide for figure in figures) else min(len(figures), 2)
     rows = [figures[first : first + columns] for first in range(0, len(figures), columns)]
     heights = [max(figure.height for figure in row) + 0.5 for row in rows]
@@ -106,7 +106,7 @@ def save_figures(path: Path, figures: Sequence[Figure]) -> None:
 
 @contextmanager
 def _canvas(salt: str, **style: Any) -> Generator["Canvas"]:
-    """An empty canvas in our style: a user's matplotlibrc changes no page. `salt` makes its ids its own."""
+    """An empty canvas in our style, independent of the user's matplotlibrc. `salt` makes its ids unique."""
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
@@ -134,7 +134,7 @@ def _canvas(salt: str, **style: Any) -> Generator["Canvas"]:
 
 
 def _drawn(canvas: "Canvas | SubFigure", figure: Figure) -> float:
-    """Draw on one pair of axes, a legend above where there are several names. Returns its height, inches."""
+    """Draw on one pair of axes, with a legend for several names. Returns the legend's height in inches."""
     axes = canvas.subplots()
     figure.draw(axes)
     keys: dict[str, Any] = {}
@@ -148,12 +148,12 @@ def _drawn(canvas: "Canvas | SubFigure", figure: Figure) -> float:
 
 
 def colour(place: int) -> str:
-    """The colour of a case: the same in every figure."""
+    """The colour of a case in every figure."""
     return PALETTE[place % len(PALETTE)]
 
 
 def bare(axes: Axes, rows: Mapping[float, str]) -> None:
-    """Leave of the axes only these names of rows."""
+    """Remove ticks and spines of the axes, and name the rows."""
     axes.set_yticks(list(rows), list(rows.values()), fontsize="small")
     axes.set_xticks([])
     axes.tick_params(length=0)
@@ -167,9 +167,9 @@ def curves(
     *,
     reduce: Callable[[Sequence[float]], float] = statistics.fmean,
 ) -> None:
-    """Series over the steps of a run, the first the widest: so all show where they coincide.
+    """Draw series over the steps of a run, the first the widest, so that coinciding series stay visible.
 
-    Of long ones each window is a point, to which `reduce` brings its values.
+    A point of a long series is a window, whose values `reduce` combines.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -192,7 +192,7 @@ def curves(
 
 
 def differences(axes: Axes, lines: Mapping[str, Mapping[int, float]], y: str) -> None:
-    """Differences over steps on a logarithmic axis; those that are 0 lie on a line of their own."""
+    """Draw differences over steps on a logarithmic axis. Zeros are on a separate line."""
     every = [value for line in lines.values() for value in line.values()]
     least = min((value for value in every if 0 < value < math.inf), default=1e-16)
     floor = 10.0 ** (math.floor(math.log10(least)) - 1)
@@ -209,21 +209,21 @@ def differences(axes: Axes, lines: Mapping[str, Mapping[int, float]], y: str) ->
 
 
 def window_length(steps: int) -> int:
-    """Steps of a point of a curve."""
+    """Number of steps in a point of a curve."""
     return max(1, math.ceil(steps / WINDOWS))
 
 
 def windowed(
     values: Sequence[float], reduce: Callable[[Sequence[float]], float]
 ) -> tuple[list[int], list[float]]:
-    """The place of each window's first value, and what a window is reduced to."""
+    """The index of each window's first value, and its reduced value."""
     length = window_length(len(values))
     starts = list(range(0, len(values), length))
     return starts, [reduce(values[start : start + length]) for start in starts]
 
 
 class Box(NamedTuple):
-    """What a device does for a while."""
+    """An operation of a device in a Gantt chart."""
 
     row: int
     begin: float
@@ -232,13 +232,14 @@ class Box(NamedTuple):
     """A key of `COLOURS`."""
     text: str = ""
     is_pale: bool = False
-    """Of a rank's later stages."""
+    """Whether it is drawn pale, as a rank's later stages are."""
     is_beside: bool = False
-    """On the lower third of the row: communication, which lies beside compute."""
+    """Whether it is drawn in the lower third of the row, as communication is."""
 
 
 def gantt(axes: Axes, rows: Sequence[str], boxes: Sequence[Box], x: str) -> None:
-    """A row for each device, from above, and what it does over time; boxes that nearly touch become one."""
+    """Draw a row for each device, from the top, with its boxes over time. Boxes that nearly touch are
+    joined."""
     end = max((box.begin + box.length for box in boxes), default=1.0)
     height = 0.56 if any(box.is_beside for box in boxes) else 0.88
     spans_by_look: dict[Box, list[tuple[float, float]]] = {}

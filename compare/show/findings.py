@@ -1,7 +1,6 @@
-"""What a study found, before anything is drawn: sentences, tables and figures as data.
+"""Findings: the sentences, tables and figures of a study, as data.
 
-A study makes one `Findings`; `show.terminal`, `show.page` and `show.markdown` each turn it into text, and
-`Findings.value` is what --json prints.
+`show.terminal`, `show.page` and `show.markdown` turn `Findings` into text. --json prints `Findings.value`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ R = TypeVar("R")
 
 
 class Text(Struct, frozen=True, omit_defaults=True):
-    """A cell: its text, a small note beside it, and whether it is good or bad news."""
+    """A cell with its text, a small note, and whether it is good or bad news."""
 
     text: str
     note: str = ""
@@ -31,7 +30,7 @@ class Text(Struct, frozen=True, omit_defaults=True):
 
 
 class Row(Struct, frozen=True, omit_defaults=True):
-    """A row: its header, and its cells."""
+    """A row with its header and its cells."""
 
     head: Text
     cells: list[Text]
@@ -42,28 +41,28 @@ class Table(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A table whose rows and columns have headers."""
 
     name: str
-    """Its title, and its name for those who cannot see it."""
+    """Title, also for screen readers."""
     corner: str
-    """What its rows are."""
+    """Name of the rows."""
     columns: list[str]
     rows: list[Row]
     look: str = ""
-    """`words` for text that is set to the left; '' for numbers."""
+    """`words` for left-aligned text; '' for numbers."""
     words: int = 0
-    """Columns of text before those of numbers."""
+    """Number of text columns before the number columns."""
     below: str = ""
     """A sentence under the table."""
 
 
 class Column(Struct, Generic[R], frozen=True):
-    """A figure that every row of a table has: its header, where it is found, how it is written."""
+    """A column: its header, the figure of a row, and its format."""
 
     name: str
     of: Callable[[R], Value]
     form: str | Callable[[Any], str] = ""
-    """A format such as `.1f`, or what makes text of the figure."""
+    """A format such as `.1f`, or a function from a figure to text."""
     news: Callable[[R], str] | None = None
-    """Whether a row's figure is good or bad news: pass, fail or ''."""
+    """Whether a row's figure is good or bad news: 'pass', 'fail' or ''."""
 
     def cell(self, row: R) -> Text:
         """The cell of a row."""
@@ -71,20 +70,21 @@ class Column(Struct, Generic[R], frozen=True):
 
 
 def written(value: Value, form: str | Callable[[Any], str] = "") -> str:
-    """A figure as text: 1.2, or 1.2 [1.1, 1.3] of an estimate with an interval; `NONE` for none."""
+    """A figure as text: 1.2, 1.2 [1.1, 1.3] for an estimate with an interval, or `NONE`."""
     if value is None:
         return NONE
 
-    def say(number: Any) -> str:
+    def text_of(number: Any) -> str:
         return format(number, form) if isinstance(form, str) else form(number)
 
     if not isinstance(value, Estimate):
-        return say(value)
-    return say(value.median) + (f" [{say(value.low)}, {say(value.high)}]" if value.low is not None else "")
+        return text_of(value)
+    interval = f" [{text_of(value.low)}, {text_of(value.high)}]" if value.low is not None else ""
+    return text_of(value.median) + interval
 
 
 def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
-    """Names with the same reason together."""
+    """Reason -> the names that have it."""
     names: dict[str, list[str]] = {}
     for name, why in reasons.items():
         names.setdefault(why, []).append(name)
@@ -100,7 +100,7 @@ def table_of(
     look: str = "",
     words: int = 0,
 ) -> Table:
-    """A table of rows; the first column names them, and one without any figure is left out."""
+    """A table of rows. The first column has their names. Columns without any figure are left out."""
     head, *figures = columns
     cells = {column.name: [column.cell(row) for row in rows] for column in figures}
     kept = {name: own for name, own in cells.items() if any(cell.text != NONE for cell in own)}
@@ -116,35 +116,35 @@ def table_of(
 
 
 class Findings(Struct, frozen=True, kw_only=True):
-    """Everything that is shown of a study."""
+    """All output of a study."""
 
     title: str
     sentence: str
-    """The outcome in a line."""
+    """The outcome in one line."""
     value: object
-    """What --json prints."""
+    """The object that --json prints."""
     passed: bool
     about: Sequence[str] = ()
-    """Sentences that say what the figures are, where and when they were taken."""
+    """Sentences that explain the figures."""
     warnings: Sequence[str] = ()
-    """What spoils the figures, a line each."""
+    """Reasons not to trust the figures, one line each."""
     tables: Sequence[Table] = ()
     figures: Sequence[Figure] = ()
     more_figures: Sequence[Figure] = ()
-    """For the page alone, and not for the picture of --picture."""
+    """Figures of the page that --picture leaves out."""
     missing: dict[str, str] = {}
-    """What did not finish, by name, and why."""
+    """Unfinished cases, and why."""
     continuation: str = ""
-    """The command that runs only what is missing."""
+    """The command that runs the missing cases."""
     left_out: dict[str, str] = {}
-    """What could not be done, by name, and why."""
+    """Cases that cannot run, and why."""
     notes: Sequence[str] = ()
     spec: str = ""
-    """The experiment, every field spelled out."""
+    """The experiment with all fields, as TOML."""
     command: str = ""
-    """The command line that began it."""
+    """The command line of the study."""
     source: str = ""
-    """Version of shardpair, and the files that have every single figure."""
+    """Version of shardpair, and the file with all values."""
 
 
 def findings_of(
@@ -158,10 +158,10 @@ def findings_of(
     warnings: Sequence[str] = (),
     **more: Any,
 ) -> Findings:
-    """Findings with what is the same for every study: what it was asked, where and when, JSON.
+    """Findings with the parts that all studies have: experiment, machine, time, JSON.
 
-    A study passes only if no case is missing. `rows` are what its tables are made of, and `value` is more for
-    JSON; `more` are other fields of `Findings`.
+    A study passes only if no case is missing. `rows` are the rows of its tables, and `value` has more entries
+    for JSON. `more` are other fields of `Findings`.
     """
     incomplete = "" if outcome.is_complete or sentence.startswith("INCOMPLETE") else "INCOMPLETE: "
     versions = ", ".join(map(" ".join, outcome.circumstances.versions.items()))
@@ -184,7 +184,7 @@ def findings_of(
 def verdict_findings(
     outcome: Outcome, *, passed: bool | None = None, sentence: str = "", **more: Any
 ) -> Findings:
-    """Findings of cases that are held against others; the JSON is the outcome itself."""
+    """Findings of cases that were compared. --json prints the outcome itself."""
     passed = outcome.passed if passed is None else passed
     found = findings_of(outcome, sentence=sentence or outcome.sentence(), passed=passed, **more)
     return replace(found, value=outcome)

@@ -4,7 +4,7 @@ from compare.show.findings import Findings, Table, Text, by_reason
 
 
 def markdown(findings: Findings) -> str:
-    """The tables of findings, the sentences that they need, and the outcome."""
+    """The tables and sentences of findings."""
     tables = [part for table in findings.tables for part in (_table(table), table.below)]
     words = [findings.sentence, *findings.about, *findings.notes]
     words += [f"**{line}**" for line in findings.warnings]
@@ -14,7 +14,7 @@ def markdown(findings: Findings) -> str:
 
 
 def _table(table: Table) -> str:
-    """A table under its title; bad news in bold, columns of numbers to the right."""
+    """A table under its title. Bad news is bold, numbers are right-aligned."""
     words = len(table.columns) if table.look == "words" else table.words
     align = ["---" if column <= words else "---:" for column in range(1 + len(table.columns))]
     cells = ([row.head.text, *map(_text, row.cells)] for row in table.rows)

@@ -13,7 +13,7 @@ from compare.terminal import errors_console, printable
 
 
 def write_page(path: Path, findings: Findings, *, template: str = "page.html", **values: object) -> Path:
-    """Write the page, of `page.html` or of what extends it with more values. Returns its path."""
+    """Write a page from `page.html`, or from a template that extends it with `values`. Returns its path."""
     environment = Environment(
         loader=PackageLoader("compare.show", package_path=""),
         autoescape=True,
@@ -28,7 +28,7 @@ def write_page(path: Path, findings: Findings, *, template: str = "page.html", *
 
 
 def _picture(figure: Figure) -> Markup:
-    """Its <svg>, or why matplotlib cannot draw it: the rest of the page and the verdict stand."""
+    """The figure as <svg>, or the reason why matplotlib cannot draw it."""
     try:
         return svg(figure)
     except Exception as error:

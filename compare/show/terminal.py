@@ -1,4 +1,4 @@
-"""Findings on stdout: tables, the sentences that they need, and the outcome; or one JSON object."""
+"""Print findings on stdout, as tables and sentences or as one JSON object."""
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
@@ -11,7 +11,7 @@ COLOURS = {"pass": "green", "fail": "red"}
 
 
 def print_findings(findings: Findings, *, as_json: bool) -> None:
-    """Print them on stdout."""
+    """Print findings on stdout."""
     if as_json:
         print_json(findings.value)
         return
@@ -35,7 +35,7 @@ def print_findings(findings: Findings, *, as_json: bool) -> None:
 
 
 def terminal_table(table: Table) -> RichTable:
-    """A table of findings as rich prints it."""
+    """A table as rich prints it."""
     drawn = RichTable(
         title=table.name, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
     )
@@ -50,11 +50,11 @@ def terminal_table(table: Table) -> RichTable:
 
 
 def _header(name: str) -> str:
-    """A header, its unit below it: a table should fit into 80 characters."""
+    """A header with its unit on a second line, so that a table fits into 80 characters."""
     return name.replace(" (", "\n(")
 
 
 def cell_of(cell: Text) -> str | RichText:
-    """A cell as rich prints it: good news green, bad news red."""
+    """A cell as rich prints it. Good news is green, bad news red."""
     text = f"{cell.text} {cell.note}" if cell.note else cell.text
     return coloured(text, COLOURS[cell.news]) if cell.news else text

@@ -3,9 +3,9 @@
     request.json        a `CollectiveRequest`, read by `python -m SIDE --collectives RUN_DIR`
     collectives.json    `CollectiveTimes`
 
-The conventions are those of nccl-tests (doc/PERFORMANCE.md). `size` is the full tensor of a gather or
-scatter; `count` is one rank's piece. The time is that of the slowest rank. algbw is size / time. busbw is the
-bytes that a rank sends on a ring / time, the rate of the links for any number of ranks.
+Conventions are from nccl-tests (doc/PERFORMANCE.md). `size` is the full tensor of a gather or scatter;
+`count` is one rank's piece. `time_us` is the slowest rank's time. algbw is size / time. busbw is the bytes
+that a rank sends on a ring / time, the rate of the links for any number of ranks.
 """
 
 import math

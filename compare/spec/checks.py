@@ -126,7 +126,7 @@ def check_experts(model: Model, layout: Layout) -> Iterator[str]:
     if not experts:
         if layout.ep > 1:
             yield (
-                f"layout.ep = {layout.ep} with model.n_experts = 0: there are no experts to split: set "
+                f"layout.ep = {layout.ep} with model.n_experts = 0: the model has no experts: set "
                 "model.n_experts, or take the experiment experts"
             )
         return
@@ -222,7 +222,7 @@ def check_pipeline(model: Model, train: Train, layout: Layout) -> Iterator[str]:
         for key in ("chunks", "microbatches"):
             if getattr(layout, key) > 1:
                 yield (
-                    f"layout.{key} = {getattr(layout, key)} with layout.pp = 1: there is no pipeline: raise "
+                    f"layout.{key} = {getattr(layout, key)} with layout.pp = 1: this needs a pipeline: raise "
                     f"layout.pp, or accumulate with train.gradient_accumulation_steps"
                 )
         return

@@ -135,7 +135,7 @@ class Train(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Forward passes of batch_size sequences over which an evaluation averages, for each split; rounded up to
     a multiple of gradient_accumulation_steps."""
     loss_chunks: Positive = 1
-    """Chunks of the positions whose logits are computed one after the other, and again in backward, to save
+    """Chunks of the positions whose logits are computed in sequence, and again in backward, to save
     memory. Divides block_size."""
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] = 1337
     """Seed of the initial weights and of the order of the data."""

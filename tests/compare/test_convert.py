@@ -125,7 +125,7 @@ def test_bad_names_are_refused_and_nothing_is_left(given, tmp_path, capsys):
     for arguments, says in (
         ((str(given), str(given)), "exists already"),
         ((str(given), str(tmp_path / "no" / "x")), "is missing: create it"),
-        (("nowhere", str(tmp_path / "x")), "there is no checkpoint"),
+        (("nowhere", str(tmp_path / "x")), "no checkpoint found"),
         (("nowhere.pt", str(tmp_path / "x")), "does not exist"),
     ):
         before = sorted(tmp_path.iterdir())

@@ -103,7 +103,7 @@ def test_a_finished_profile_is_shown_again(spread, tmp_path, capsys):
     assert "torch-manual waits 2.0 of 12.5 ms for communication" in " ".join(said.split())
     assert re.search(r"timeline's wall \(ms\) +12\.5 ", said)
     page = (folder / PAGE).read_text()
-    assert "torch-manual, step 3 as it was measured" in page
+    assert "torch-manual, step 3, measured" in page
     assert (folder / "torch-manual" / "trace.json").is_file()
     assert not (folder / "jax-manual" / "trace.json").exists()
     assert main(["report", str(folder), "--json"]) == 1

@@ -91,9 +91,9 @@ def test_what_cannot_go_on_is_refused_and_nothing_is_started(spec, shardpair, tm
         return done.stderr
 
     run = ("run", "tiny.toml", "--run_dir", "no", "--resume", str(given), "--engines", "torch-manual")
-    assert "there is no checkpoint" in refused("run", "tiny.toml", "--run_dir", "no", "--resume", "nowhere")
+    assert "no checkpoint found" in refused("run", "tiny.toml", "--run_dir", "no", "--resume", "nowhere")
     assert "give the folder of a run" in refused("resume")
-    assert "there is no checkpoint" in refused("resume", "nowhere")
+    assert "no checkpoint found" in refused("resume", "nowhere")
     assert "it has another model: model.n_layer = 2 instead of 4" in refused(*run, "--model.n_layer", "4")
     assert "raise --train.max_iters" in refused(*run)
     longer = (*run, "--train.max_iters", "20")

@@ -42,7 +42,7 @@ REFUSED = {
     "[model]\ndropout = 0.1\nblock_size = 131072": "more weights of attention than counters",
     "[model]\nn_experts = 1": "model.experts_per_token = 2 is more than model.n_experts = 1",
     "[model]\nn_experts = 4\n[layout]\npp = 2": "layout.pp = 2 with model.n_experts = 4",
-    "[layout]\ndp_shard = 2\nep = 2": "layout.ep = 2 with model.n_experts = 0: there are no experts",
+    "[layout]\ndp_shard = 2\nep = 2": "layout.ep = 2 with model.n_experts = 0: the model has no experts",
     "[model]\nn_experts = 4\n[layout]\ndp_shard = 2\nep = 4": "does not divide layout.dp_shard = 2",
     "[model]\nn_experts = 3\n[layout]\ndp_shard = 2\nzero = 1\nep = 2": "divide model.n_experts = 3",
     '[model]\nn_experts = 4\n[layout]\ncompile = "inductor"': "layout.compile = inductor with model",

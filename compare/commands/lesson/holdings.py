@@ -1,8 +1,7 @@
-"""Who holds what: each device's part of every tensor and of the batch, and a picture of it.
+"""Who holds what: each device's shard of every tensor and of the batch, and a figure of it.
 
-The parts follow from the declarations that everything else reads: the mesh axes with what each splits
-(`compare.spec.axes`), the table of parameters with the meaning of each dim, and the stages of a pipeline.
-Tests hold them to the closed forms of memory.
+The shards follow from the mesh axes (`compare.spec.axes`), the table of parameters with their logical axes,
+and the stages of a pipeline. Tests compare them with the closed forms of memory.
 """
 
 import math
@@ -20,31 +19,31 @@ from compare.spec.experiment import Experiment
 from compare.theory.memory import KINDS, is_split_by, parameters_of_stage
 
 Range = tuple[float, float]
-"""Begin and end along one side, as fractions of it."""
+"""Begin and end along one side, as fractions."""
 WHOLE: Range = (0.0, 1.0)
 OF_BATCH = "#CC79A7"
 MOST_DEVICES, MOST_LAYERS = 8, 8
 TILE, GAP = 0.88, 1.0
-"""Of a matrix's place: its box; and between two devices, in places."""
+"""Width of a matrix's box, and of the space between two devices, in units of a matrix."""
 
 
 class HeldPart(Struct, frozen=True):
-    """What a device holds of a matrix: a range of its rows and one of its columns."""
+    """A device's shard of a matrix: a range of rows and a range of columns."""
 
     rows: Range
     columns: Range
 
     @property
     def share(self) -> float:
-        """Of the matrix's elements."""
+        """Share of the matrix's elements."""
         return math.prod(end - begin for begin, end in (self.rows, self.columns))
 
 
 def part_of(parameter: Parameter, kind: str, engine: str, experiment: Experiment, device: int) -> HeldPart:
-    """A device's part of a parameter that its stage has, of the gradient of it, or of its moments.
+    """A device's shard of a parameter of its stage, of the gradient or of the moments (`kind` of `KINDS`).
 
-    ep and tp take the side whose dims they split. ZeRO takes the other one, from the stage on that splits
-    this kind (of `KINDS`), which the engine says.
+    ep and tp split the side with their dims. ZeRO splits the other side, from the stage that the engine
+    declares for this kind.
     """
     layout, at = experiment.layout, experiment.layout.coordinates(device)
     sides = sides_of(parameter)
@@ -62,7 +61,8 @@ def part_of(parameter: Parameter, kind: str, engine: str, experiment: Experiment
 
 
 def sides_of(parameter: Parameter) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The logical axes of a parameter as a matrix (rows, columns): the width is a side; a vector is a row."""
+    """The logical axes of a parameter as a matrix (rows, columns). The width is one side; a vector is a
+    row."""
     axes = parameter.axes
     if not parameter.is_matrix:
         return (), axes
@@ -70,14 +70,14 @@ def sides_of(parameter: Parameter) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def layers_of(rank: int, experiment: Experiment) -> set[int]:
-    """The layers of a rank of the pipeline: those of its stages, rank, rank + pp and so on."""
+    """The layers of a rank of the pipeline, whose stages are rank, rank + pp and so on."""
     layout, layers = experiment.layout, experiment.model.n_layer
     of_stage = layers // (layout.pp * layout.chunks)
     return {layer for layer in range(layers) if layer // of_stage % layout.pp == rank}
 
 
 def share_of(kind: str, engine: str, experiment: Experiment, device: int) -> float:
-    """What a device holds of a kind, in models: 0.25 of 1, or more than 1 / pp where stages share an end."""
+    """A device's share of a kind, such as 0.25; more than 1 / pp if stages share an end of the model."""
     rank = experiment.layout.coordinates(device)[PP]
     own = parameters_of_stage(engine, experiment, stage=rank)
     held = sum(p.size * part_of(p, kind, engine, experiment, device).share for p in own)
@@ -93,14 +93,14 @@ def rows_of(device: int, experiment: Experiment) -> Range:
 
 
 def positions_of(device: int, experiment: Experiment) -> list[Range]:
-    """The positions of each sequence that a device has: of twice as many parts as there are devices of cp."""
+    """The two chunks of each sequence that a device has, of 2 cp chunks."""
     layout = experiment.layout
     rank, parts = layout.coordinates(device)[CP], 2 * layout.cp
     return [_slice(WHOLE, part, parts) for part in order_of_positions(parts, layout)[2 * rank : 2 * rank + 2]]
 
 
 def alike(engines: Sequence[str], experiment: Experiment) -> list[list[str]]:
-    """The engines in groups that hold the same, in the order in which they are given."""
+    """The engines in groups with equal shards, in their order."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for engine in engines:
         own = ENGINES[engine].holds
@@ -111,9 +111,9 @@ def alike(engines: Sequence[str], experiment: Experiment) -> list[list[str]]:
 
 
 def figure(engines: Sequence[str], experiment: Experiment) -> Figure:
-    """A column for each device: its part of the batch, and of each matrix of each layer, by kind.
+    """A column for each device, with its shard of the batch and of each matrix of each layer, by kind.
 
-    The engines hold the same: see `alike`.
+    The engines have equal shards: see `alike`.
     """
     layout, depth = experiment.layout, experiment.model.n_layer
     layers = [row * depth // min(depth, MOST_LAYERS) for row in range(min(depth, MOST_LAYERS))]
@@ -161,7 +161,7 @@ def figure(engines: Sequence[str], experiment: Experiment) -> Figure:
 
 
 def _box(axes: Axes, x: float, y: float, width: float, part: HeldPart | None, shade: str) -> None:
-    """The outline of a matrix, and the part of it that is here."""
+    """Draw the outline of a matrix, and the shard in it."""
     if part:
         (top, bottom), (left, right) = part.rows, part.columns
         across, down = (x + left * width, (right - left) * width), (y + top * TILE, (bottom - top) * TILE)
@@ -170,6 +170,6 @@ def _box(axes: Axes, x: float, y: float, width: float, part: HeldPart | None, sh
 
 
 def _slice(whole: Range, place: int, degree: int) -> Range:
-    """The part number `place` of `degree` equal ones of a range."""
+    """Part `place` of `degree` equal parts of a range."""
     begin, size = whole[0], (whole[1] - whole[0]) / degree
     return begin + place * size, begin + (place + 1) * size

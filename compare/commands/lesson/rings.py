@@ -1,4 +1,4 @@
-"""Collectives on a ring, hop by hop: carried out on pieces that know whose numbers are in them, and drawn.
+"""Collectives on a ring, hop by hop: carried out on sets of devices, and drawn.
 
 Every device sends to the next one only, one piece a hop. The pictures show what these functions did; the
 bytes in the captions are the pieces that they sent.
@@ -68,8 +68,9 @@ RINGS: dict[str, Callable[[int], Ring]] = {
 }
 """By the kind of a ledger's row."""
 CAPTIONS = {
-    "all_reduce": "Everybody needs the sum of all. Its pieces go round twice: n - 1 hops add them up, n - 1 "
-    "hops hand them on. A device sends {sent} pieces of S / {n}, 2 (n - 1) / n of the tensor's S bytes.",
+    "all_reduce": "Everybody needs the sum of all. Its pieces travel the ring twice: n - 1 hops add them, n "
+    "- 1 hops distribute the sums. A device sends {sent} pieces of S / {n}, 2 (n - 1) / n of the tensor's S "
+    "bytes.",
     "reduce_scatter": "Everybody needs one piece of the sum: the first half of an all-reduce. A device "
     "sends {sent} pieces of S / {n}.",
     "all_gather": "Everybody has a piece and needs them all: the second half of an all-reduce. A device "

@@ -59,9 +59,9 @@ def _measured(name: str, timeline: Timeline) -> Figure:
     ]
     names = [f"device {lane.device}" for lane in timeline.lanes]
     return Figure(
-        title=f"{name}, step {timeline.step} as it was measured",
+        title=f"{name}, step {timeline.step}, measured",
         caption=f"{timeline.wall_us / 1e3:.1f} ms on the slowest device; on average {exposed:.1f} ms in "
-        f"communication with no compute beside it, and {idle:.1f} ms idle. {timeline.method}",
+        f"communication without compute at the same time, and {idle:.1f} ms idle. {timeline.method}",
         draw=lambda axes: gantt(axes, names, boxes, "ms"),
         width=WIDE,
         height=0.7 + 0.44 * devices,

@@ -112,7 +112,7 @@ class Engine(Struct, frozen=True, kw_only=True):
         return self.sends_by in ("xla", "types")
 
     def gradient_sync_for(self, layout: Layout) -> str:
-        """The synchronisation that runs: that of the ZeRO stage, the layout's or the engine's.
+        """The synchronisation that runs: by ZeRO stage, by the layout or by the engine.
 
         Raises ExperimentError: as `require`.
         """
@@ -180,7 +180,7 @@ class Side(Struct, frozen=True, kw_only=True):
     python_flag: str
     """The flag for the Python in which it is installed, such as jax_python."""
     packages: tuple[str, ...] = ()
-    """Packages that its engines need, beyond those of the harness."""
+    """Packages that its engines need in addition to the harness."""
     peers: tuple[Engine, ...] = ()
     """Engines of other projects, which run only if named."""
     one_process_a_device: bool = False

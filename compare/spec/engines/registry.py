@@ -214,7 +214,7 @@ TORCH = Side(
             name="torch-library",
             folder="library",
             decides="PyTorch: DDP, ZeroRedundancyOptimizer, FSDP2, DTensor, pipelining",
-            checks="none before it runs: a sum that no wrapper makes, such as that of a norm's gradient "
+            checks="none before it runs: a sum that no wrapper makes, such as a norm's gradient "
             "under sequence parallelism, shows in the ladder only",
             gradient_sync=("ddp",),
             sync_with_tp=FSDP2,
