@@ -151,6 +151,6 @@ def put_tree(engine: Engine, named: Mapping[str, np.ndarray], shardings: Any) ->
     placements, where = flatten_dict(engine.placements), flatten_dict(shardings)
     dtype, leaves = storage_dtype(engine.experiment), {}
     for path, parameters in weights.parameters_by_path(engine.experiment.model).items():
-        leaf = weights.stacked(named, path, parameters).astype(dtype)
+        leaf = weights.stack_layers(named, path, parameters).astype(dtype)
         leaves[path] = put_sharded(placements[path].pad(leaf), where[path])
     return unflatten_dict(leaves)

@@ -1,8 +1,8 @@
-"""Between canonical parameters and the model's state tree: the one place that knows both.
+"""Conversion between canonical parameters and the state tree.
 
-Canonical: `blocks.3.mlp.up.weight` -> (C, M), one array per layer. State tree, of weights, gradients and
-moments: nested dicts with layers stacked, `tree["blocks"]["mlp"]["up"]["weight"]` -> (L, C, M). Nothing is
-transposed.
+Canonical parameters have one array per layer, `blocks.3.mlp.up.weight` (C, M). The state tree, of weights,
+gradients or moments, has nested dicts with stacked layers, `tree["blocks"]["mlp"]["up"]["weight"]` (L, C, M).
+No array is transposed.
 """
 
 from collections.abc import Mapping
@@ -20,12 +20,12 @@ STACKED = "blocks"
 
 
 def from_canonical(named: Mapping[str, np.ndarray], model: Model) -> dict[str, Any]:
-    """The state tree, as NumPy arrays: (L, ...) of the stacked layers, from (...) of each canonical name."""
+    """The state tree, as NumPy arrays with stacked layers (L, ...), from canonical arrays (...)."""
     paths = parameters_by_path(model)
-    return unflatten_dict({path: stacked(named, path, parameters) for path, parameters in paths.items()})
+    return unflatten_dict({path: stack_layers(named, path, parameters) for path, parameters in paths.items()})
 
 
-def stacked(
+def stack_layers(
     named: Mapping[str, np.ndarray], path: tuple[str, ...], parameters: list[Parameter]
 ) -> np.ndarray:
     """One leaf of the state tree, from its canonical parameters."""
@@ -67,7 +67,7 @@ def without_layers(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decay_mask(model: Model, decay: str) -> dict[str, Any]:
-    """A tree of bools: whether a leaf decays. From the table: stacking makes a LayerNorm scale 2-D."""
+    """A tree of bools, true for leaves that decay. Stacked scales of LayerNorm are 2-D and do not decay."""
     paths = parameters_by_path(model)  # layers agree
     return unflatten_dict({path: decays(parameters[0], decay) for path, parameters in paths.items()})
 
