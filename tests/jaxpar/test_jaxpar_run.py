@@ -69,7 +69,7 @@ def test_record_has_requested_batch_and_weights(tmp_path, cache_dir, tiny):
     assert [step.step for step in record.steps] == list(range(6))
     assert record.steps[-1].loss < record.steps[0].loss
     assert record.ledger.rows == []
-    assert strategy_of(record).objections == []
+    assert not strategy_of(record).objections
     assert_bounded(record)
 
 

@@ -61,44 +61,7 @@ SET_BY_IMPORT = "TORCHINDUCTOR_CACHE_DIR"
 """A variable that begins so, and that PyTorch sets for itself and its children."""
 MAX_MESSAGE = 100_000
 ITSELF = "tests.support.warm"
-
-# It starts 100 times as fast as the real program: it imports nothing that it does not use.
-CLIENT = """#!{real} -ISE
-import json, os, signal, sys, time
-def really():
-    os.execv({real!r}, [{real!r}, *sys.argv[1:]])
-module = sys.argv[2] if sys.argv[1:2] == ["-m"] and len(sys.argv) > 2 else ""
-server = os.path.join({folder!r}, "torchpar" if module == {itself!r} else module)
-while os.path.exists(server + ".begun") and not os.path.exists(server + ".json"):
-    time.sleep(0.02)
-try:
-    with open(server + ".json") as file:
-        at_import = json.load(file)
-except (OSError, ValueError):
-    really()
-own = {{key: value for key, value in os.environ.items() if key.startswith({prefixes!r})}}
-own.pop({set_by_import!r}, None)
-if own != at_import and module != {itself!r}:
-    really()
-import socket
-connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-ignored = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) == signal.SIG_IGN]
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-    if number not in ignored:
-        signal.signal(number, lambda number, frame: connection.send(bytes([number])))
-try:
-    connection.connect(server)
-    asked = json.dumps(dict(module=module, arguments=sys.argv[3:], folder=os.getcwd(),
-                            environment=dict(os.environ), ignored=[int(n) for n in ignored])).encode()
-    socket.send_fds(connection, [asked], [0, 1, 2])
-except OSError:
-    really()
-status = int(connection.recv(16) or b"9")
-if os.WIFSIGNALED(status):
-    signal.signal(os.WTERMSIG(status), signal.SIG_DFL) if os.WTERMSIG(status) != 9 else None
-    os.kill(os.getpid(), os.WTERMSIG(status))
-os._exit(os.WEXITSTATUS(status))
-"""
+CLIENT = Path(__file__).with_name("warm_client.py")
 REAL = sys.executable
 EMPTY_SVG = '<svg viewBox="0 0 1 1"></svg>'
 _folders: list[Path] = []
@@ -115,14 +78,9 @@ def python() -> str:
     if not _folders:
         folder = Path(tempfile.mkdtemp(prefix="warm-"))
         _folders.append(folder)
-        client = CLIENT.format(
-            real=REAL,
-            folder=str(folder),
-            itself=ITSELF,
-            prefixes=READ_AT_IMPORT,
-            set_by_import=SET_BY_IMPORT,
-        )
-        (folder / "python").write_text(client)
+        (folder / "python").write_text(f"#!{REAL} -ISE\n{CLIENT.read_text()}")
+        settings = REAL, str(folder), ITSELF, READ_AT_IMPORT, SET_BY_IMPORT
+        (folder / "python.json").write_text(json.dumps(settings))
         (folder / "python").chmod(stat.S_IRWXU)
         for module, (first, *_) in PRELOADED.items():
             if importlib.util.find_spec(first):  # one side may be tested alone
