@@ -60,6 +60,8 @@ def test_every_mutation_applies(tmp_path):
     assert not any(errors), "\n".join(filter(None, errors))
     assert not undefined_names(tmp_path)
     assert len({name for name, _ in planted}) == len(planted)
+    for mutation in MUTATIONS:
+        assert (ROOT / mutation["tests"][0].partition("::")[0]).is_file(), mutation["id"]
 
 
 def test_every_engine_has_each_fault_or_a_reason():
