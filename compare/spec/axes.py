@@ -68,15 +68,6 @@ SPLIT = {logical: axis.name for axis in MESH_AXES for logical in axis.splits}
 """Logical axis of a parameter -> the mesh axis that splits it."""
 
 
-def means_of(parameter: Iterable[str]) -> tuple[str, ...]:
-    """The mesh axes over which a parameter's gradient is reduced, outermost first, from its logical axes.
-
-    An expert's gradient is already summed over the rows of ep. Its mean still divides by all of `DATA`.
-    """
-    split = {SPLIT.get(axis) for axis in parameter}
-    return tuple(axis for axis in DATA if axis not in split)
-
-
 SHARDED_FROM = {"optimizer": 1, "gradients": 2, "parameters": 3}
 """State that dp_shard splits -> the ZeRO stage from which it does."""
 

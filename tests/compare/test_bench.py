@@ -13,7 +13,7 @@ from compare.spec.experiment import ExperimentError
 from tests.support.made_up import bench
 
 
-def test_every_case_is_a_process_of_its_own_in_every_round(engines, tmp_path, capsys):
+def test_bench_runs_each_case_in_each_round(engines, tmp_path, capsys):
     assert bench("--rounds", "3") == 0
     manual, library = "torch-manual.single", "torch-library.single"
     order = [manual, library, library, manual, manual, library]
@@ -36,7 +36,7 @@ def test_every_case_is_a_process_of_its_own_in_every_round(engines, tmp_path, ca
     assert (tmp_path / "b" / "bench.html").is_file()
 
 
-def test_a_case_that_fails_is_named_tried_once_more_and_ends_no_other(engines, tmp_path, capsys):
+def test_bench_retries_failed_case_once(engines, tmp_path, capsys):
     engines.failing["torch-library"] = EngineError("torch-library: <b>no</b> luck", exit_code=1)
     assert bench("--rounds", "5") == 1
     tries = [name for name in engines.started if "torch-library" in name]
@@ -67,7 +67,7 @@ def test_ctrl_c_keeps_the_finished_rounds(engines, tmp_path, capsys, at):
     assert (result.finished_rounds, len(result.circumstances.busy_cores)) == (3, 3)
 
 
-def test_figures_of_another_work_or_way_are_noticed(engines, capsys):
+def test_bench_reports_other_work_and_mixed_ways(engines, capsys):
     engines.loss["torch-library"] = 2.6
     engines.threads = iter(["one", "one", "one", "two"])  # A B, then B A
     assert bench("--rounds", "2") == 1
@@ -76,14 +76,14 @@ def test_figures_of_another_work_or_way_are_noticed(engines, capsys):
     assert "torch-manual.single did not run in the same way in all rounds" in said
 
 
-def test_a_strategy_that_was_not_done_is_a_failure(engines, monkeypatch, capsys):
+def test_bench_fails_if_strategy_was_not_done(engines, monkeypatch, capsys):
     skipped = Strategy(findings=[Finding(setting="layout.remat", asked="full", found="none")])
     monkeypatch.setattr(alone, "strategy_of", lambda record: skipped)
     assert bench("--rounds", "1") == 1
     assert "layout.remat = full was asked for, and none was done" in capsys.readouterr().err
 
 
-def test_a_record_that_is_not_what_was_asked_for_is_a_failure(engines, capsys):
+def test_bench_fails_without_all_windows(engines, capsys):
     engines.windows = 1
     assert bench("--rounds", "1") == 1
     assert "it timed 1 of 3 windows" in capsys.readouterr().err

@@ -30,7 +30,7 @@ def test_cases_are_engines_by_layout_and_size(tiny):
     assert len(set(names(cases))) == len(cases)
 
 
-def test_variants_stand_beside_the_engine_as_it_is(tiny):
+def test_variants_are_rows_after_plain_engine(tiny):
     cases = cases_of(tiny, presets=("ddp",), devices=(2,), variants=("layout.bucket_mb=1,layout.remat=full",))
     assert [case.label for case in cases] == [
         "torch-manual",
@@ -43,7 +43,7 @@ def test_variants_stand_beside_the_engine_as_it_is(tiny):
     assert len({case.block for case in cases}) == 1
 
 
-def test_an_engine_named_twice_is_held_against_itself(tiny):
+def test_engine_named_twice_is_its_own_baseline(tiny):
     first, second = cases = cases_of(tiny, engines=("torch-manual", "torch-manual"))
     assert names(cases) == ["torch-manual.single", "torch-manual (2).single"]
     assert first.experiment == second.experiment
@@ -67,7 +67,7 @@ def test_order_rotates_within_each_block(engines, layouts):
     assert rotated(result, size + 1) == rotated(result, 1)
 
 
-def test_what_cannot_be_is_left_out_by_name_with_the_reason(tiny):
+def test_impossible_cases_have_reasons(tiny):
     cases, left_out = grid_of(
         tiny,
         engines=("jax-compiler", "torch-manual"),
@@ -112,7 +112,7 @@ def test_values_are_read_as_toml_writes_them():
     assert edits_of("layout.remat=1\nx = 2") == {"layout": {"remat": "1\nx = 2"}}  # which no field takes
 
 
-def test_baseline_is_of_the_same_block_or_one_for_all(tiny):
+def test_baseline_is_per_block_or_global(tiny):
     cases = cases_of(
         tiny, presets=("single", "ddp"), devices=(2,), sizes=("train.batch_size=4", "train.batch_size=8")
     )
@@ -127,7 +127,7 @@ def test_baseline_is_of_the_same_block_or_one_for_all(tiny):
     assert bench_of(cases, baseline="jax-manual").baseline_of(cases[0]) is None
 
 
-def test_a_round_without_the_baseline_has_no_ratio(tiny):
+def test_ratio_needs_the_baseline_of_its_round(tiny):
     first, second = cases = cases_of(tiny)
     measurements = [measurement_of(first, number) for number in (1, 2)]
     measurements += [measurement_of(second, number, wall_ms=20.0) for number in (1, 3)]

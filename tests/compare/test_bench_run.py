@@ -7,7 +7,7 @@ import pytest
 from compare.spec.experiment import to_toml
 
 
-def test_two_engines_are_timed_and_do_the_same_work(shardpair, tiny):
+def test_bench_of_two_engines(shardpair, tiny):
     (shardpair.folder / "tiny.toml").write_text(to_toml(tiny))
     asked = ("bench", "tiny.toml", "--engines", "torch-manual", "jax-manual", "--presets", "ddp")
     rounds = ("--devices", "2", "--rounds", "1", "--window", "2", "--windows", "2", "--anyway", "--json")

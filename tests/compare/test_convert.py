@@ -29,7 +29,7 @@ def weights(experiment: Experiment = EXPERIMENT) -> dict[str, np.ndarray]:
     return {name: array for (group, name), array in random_state(experiment).items() if group == "weights"}
 
 
-def test_from_a_run_to_weights_and_to_a_checkpoint(given, tmp_path, capsys):
+def test_convert_run_to_weights_and_checkpoint(given, tmp_path, capsys):
     assert main(["convert", str(tmp_path / "given"), str(tmp_path / "w.safetensors")]) == 0
     found = load_file(tmp_path / "w.safetensors")
     for name, array in weights().items():
@@ -88,7 +88,7 @@ def test_what_this_model_cannot_be_is_refused(tmp_path):
         assert read_gpt2(tmp_path / "gpt2")[0].dropout == (dropout or 0.1)  # Hugging Face's default
 
 
-def test_masks_of_old_files_are_left_out_and_other_tensors_are_refused(tmp_path, capsys):
+def test_masks_are_skipped_other_tensors_rejected(tmp_path, capsys):
     write_gpt2(tmp_path / "gpt2", EXPERIMENT.model, weights())
     path = tmp_path / "gpt2" / WEIGHTS_FILE
     tensors = load_file(path)
@@ -120,7 +120,7 @@ def test_masks_of_old_files_are_left_out_and_other_tensors_are_refused(tmp_path,
     assert "is F8_E4M3, which NumPy lacks: write it as float32" in capsys.readouterr().err
 
 
-def test_bad_names_are_refused_and_nothing_is_left(given, tmp_path, capsys):
+def test_convert_rejects_bad_names(given, tmp_path, capsys):
     assert (FORMATS[".pt"], FORMATS[".safetensors"]) == ("nanogpt", "weights")
     for arguments, says in (
         ((str(given), str(given)), "exists already"),

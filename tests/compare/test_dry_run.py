@@ -63,7 +63,7 @@ def test_memory_is_the_closed_form(nothing_starts, capsys):
     assert case["memory"]["activations"] > 0
 
 
-def test_what_is_refused_is_said_and_is_exit_code_2(nothing_starts, capsys):
+def test_dry_run_of_refused_case_exits_2(nothing_starts, capsys):
     asked = "run check --preset fsdp_pp --engines jax-compiler torch-manual"
     assert main([*asked.split(), "--dry_run"]) == 2
     printed = capsys.readouterr().out
@@ -71,7 +71,7 @@ def test_what_is_refused_is_said_and_is_exit_code_2(nothing_starts, capsys):
     assert "this would be refused" in printed
 
 
-def test_data_that_a_run_would_refuse_is_said_without_reading_it(nothing_starts, tmp_path_factory, capsys):
+def test_dry_run_checks_data_without_reading(nothing_starts, tmp_path_factory, capsys):
     folder = tmp_path_factory.mktemp("data")
     asked = ["run", "check", "--data.source", str(folder), "--dry_run", "--json"]
     evaluates = ["--train.eval_interval", "2"]
@@ -88,7 +88,7 @@ def test_data_that_a_run_would_refuse_is_said_without_reading_it(nothing_starts,
     assert "if {path} fits, which is read then".format(path=folder / "ckpt.pt") in capsys.readouterr().out
 
 
-def test_engines_that_cannot_are_left_out_with_the_reason_and_the_others_run(tmp_path, monkeypatch, capsys):
+def test_unable_engines_are_skipped_with_reason(tmp_path, monkeypatch, capsys):
     def fail(request, folder, **keywords):
         raise EngineError(f"{request.engine}: died", exit_code=1)
 
@@ -104,7 +104,7 @@ def test_engines_that_cannot_are_left_out_with_the_reason_and_the_others_run(tmp
     assert saved["left_out"].keys() == others
 
 
-def test_fitting_keeps_the_order_and_refuses_when_none_is_left():
+def test_fitting_keeps_order_and_needs_one_engine():
     layout = Layout(pp=2, schedule="zero_bubble", microbatches=2, dp_replicate=2)
     able, left_out = fitting.fitting(list(STUDIED), layout)
     assert able == ["torch-manual"]

@@ -60,7 +60,7 @@ def wrong_shares(cases: list[tuple[str, Experiment]]) -> list[str]:
     return wrong
 
 
-def test_positions_are_all_there_once_and_in_zigzag_early_and_late():
+def test_positions_cover_each_sequence_once():
     for name, first in (("cp", [(0, 0.125), (0.125, 0.25)]), ("cp_ring", [(0, 0.125), (0.875, 1)])):
         experiment = spread(load("check"), name, 4)
         held = [holdings.positions_of(device, experiment) for device in range(4)]
@@ -68,7 +68,7 @@ def test_positions_are_all_there_once_and_in_zigzag_early_and_late():
         assert sorted(itertools.chain(*held)) == [(part / 8, (part + 1) / 8) for part in range(8)]
 
 
-def test_shares_are_those_of_the_closed_form_of_memory(monkeypatch):
+def test_shares_equal_closed_form_of_memory(monkeypatch):
     cases = layouts()
     assert len(cases) > 80
     assert wrong_shares(cases) == []
@@ -99,7 +99,7 @@ def wrong_rings() -> list[str]:
     return wrong
 
 
-def test_rings_end_in_what_a_collective_is_and_send_the_closed_form(monkeypatch):
+def test_rings_equal_collectives(monkeypatch):
     assert wrong_rings() == []
     for kind in rings.RINGS:
         assert svg(rings.figure(kind, ["x"])).count("hop ") >= len(rings.RINGS[kind](4).states) - 1

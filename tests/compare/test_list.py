@@ -38,7 +38,7 @@ def test_generated_page_is_current(path):
     assert path.read_text(encoding="utf-8") == make_docs.PAGES[path](), "run `make docs`"
 
 
-def test_completion_knows_the_commands_and_their_flags(capsys, tmp_path):
+def test_completion_has_commands_and_flags(capsys, tmp_path):
     with pytest.raises(SystemExit) as ended:
         main(["--tyro-print-completion", "bash"])
     assert ended.value.code in (0, None)

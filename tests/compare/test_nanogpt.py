@@ -49,7 +49,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_config_is_the_experiment_that_nanogpt_would_run(config, tmp_path):
+def test_config_becomes_experiment(config, tmp_path):
     experiment, _, notes = read_config(config)
     model, train, optimizer = experiment.model, experiment.train, experiment.optimizer
     assert (model.n_layer, model.block_size, model.vocab_size, model.bias) == (2, 8, 5, False)
@@ -77,7 +77,7 @@ LINES = (
 )
 
 
-def test_anything_else_is_refused_and_nothing_is_executed(tmp_path, capsys):
+def test_config_is_never_executed(tmp_path, capsys):
     path = tmp_path / "config.py"
     for line, says in LINES:
         path.write_text(line + "\n")
@@ -88,7 +88,7 @@ def test_anything_else_is_refused_and_nothing_is_executed(tmp_path, capsys):
     assert "executed" not in capsys.readouterr().out
 
 
-def test_finetune_shakespeare_begins_with_weights_that_are_given(config, capsys):
+def test_config_with_init_from_needs_weights(config, capsys):
     """nanoGPT's own file: it imports time for a name without meaning here."""
     computed = "wandb_run_name = 'ft-' + str(time.time())"
     config.write_text("\n".join(["import time", SHAKESPEARE, computed, "init_from = 'gpt2-xl'"]))
@@ -98,7 +98,7 @@ def test_finetune_shakespeare_begins_with_weights_that_are_given(config, capsys)
     assert "init_from = gpt2-xl" not in capsys.readouterr().err
 
 
-def test_nanogpts_own_flags_are_read_behind_its_config(config, tmp_path, capsys):
+def test_own_flags_follow_config(config, tmp_path, capsys):
     other = tmp_path / "data" / "other"
     other.mkdir()
     for name in ("train.bin", "val.bin"):
@@ -126,7 +126,7 @@ def test_nanogpts_own_flags_are_read_behind_its_config(config, tmp_path, capsys)
         assert flag.split("=")[0] in capsys.readouterr().err
 
 
-def test_a_name_may_come_twice_and_the_last_counts(tmp_path):
+def test_last_assignment_wins(tmp_path):
     path = tmp_path / "config.py"
     path.write_text("n_layer = 2\nn_layer = 3\nlearning_rate = -1e-3\n")
     assert read_assignments(path) == {"n_layer": 3, "learning_rate": -1e-3}

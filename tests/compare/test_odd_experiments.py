@@ -37,7 +37,7 @@ def accepts(engine: str, experiment: Experiment) -> bool:
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_engines_agree_on_what_nobody_would_choose(shardpair, name):
+def test_engines_agree_on_odd_experiments(shardpair, name):
     elsewhere = {"data": {"source": "synthetic"}, "precision": {"dtype": "float64"}}
     experiment = edited(Experiment(), ODD[name] | elsewhere)
     engines = [name for name in STUDIED if accepts(name, experiment)]

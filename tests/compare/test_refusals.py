@@ -181,7 +181,7 @@ def test_no_float_may_be_infinite_or_no_number():
                 parse_toml(f"[{section}]\n{key} = {value}\n")
 
 
-def test_a_cache_that_nobody_asked_for_is_no_reason_to_stop(folder, monkeypatch):
+def test_missing_default_cache_is_allowed(folder, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "empty.txt/cache")
     assert default_cache() == ""
 
@@ -209,7 +209,7 @@ def test_a_reader_that_has_enough_is_no_error():
         assert process.returncode == 1, line
 
 
-def test_flags_that_a_line_gives_are_known_in_every_spelling_whatever_their_values():
+def test_given_flags_in_every_spelling():
     line = [
         "--layout.no-reshard-after-forward",
         "--optimizer.min-lr=1e-4",

@@ -30,7 +30,7 @@ def write_report(folder):
 PIPELINE = {"layout": {"pp": 2, "microbatches": 2, "schedule": "gpipe"}, "model": {"n_layer": 2}}
 
 
-def test_page_stands_alone_and_has_the_records_numbers(tmp_path, tiny):
+def test_page_is_self_contained_and_complete(tmp_path, tiny):
     outcome = make_run(tmp_path, edited(tiny, PIPELINE), missing=("torch-library", "jax-compiler"))
     kinds = {"parameters": [3000, 3000, 5000], "gradients": [0, 2000, 2000]}
     peak = Peak(bytes={"parameters": 5000, "gradients": 2000}, position=2, phase="forward")
@@ -61,7 +61,7 @@ def test_page_stands_alone_and_has_the_records_numbers(tmp_path, tiny):
     assert (tmp_path / "report.html").read_text() == page  # the same bytes twice
 
 
-def test_page_leads_with_the_failure_and_claims_nothing_of_one_engine(tmp_path, tiny):
+def test_page_starts_with_the_failure(tmp_path, tiny):
     make_run(tmp_path / "alone", tiny, names=("jax-manual",))
     page = write_report(tmp_path / "alone").read_text()
     require_alone(page)
@@ -80,7 +80,7 @@ def test_page_leads_with_the_failure_and_claims_nothing_of_one_engine(tmp_path, 
     assert "it diverged" in write_report(tmp_path / "lost").read_text()
 
 
-def test_no_name_is_obeyed_by_a_page_or_reaches_the_terminal(tmp_path, tiny, recwarn):
+def test_page_escapes_names(tmp_path, tiny, recwarn):
     """Neither what turns text around, nor what a terminal obeys, nor a warning that a font lacks a glyph."""
     make_run(tmp_path / "run", tiny, name="a\u202eb\x1b[2J")
     page = write_report(tmp_path / "run").read_text()
@@ -91,7 +91,7 @@ def test_no_name_is_obeyed_by_a_page_or_reaches_the_terminal(tmp_path, tiny, rec
     assert [str(warning.message) for warning in recwarn] == []
 
 
-def test_costs_leave_out_the_first_and_the_instrumented_step(tmp_path, tiny):
+def test_costs_skip_first_and_instrumented_steps(tmp_path, tiny):
     five = edited(tiny, {"train": {"max_iters": 5}, "layout": {"dp_replicate": 2}})
     cost = figures(msgspec.structs.replace(make_record(tmp_path / "run", five), ledger=Ledger(rows=FEW_ROWS)))
     assert "step_time_ms_p95" not in cost
@@ -101,7 +101,7 @@ def test_costs_leave_out_the_first_and_the_instrumented_step(tmp_path, tiny):
     assert cost["tokens_per_s"] == pytest.approx(4 * 16 / 0.013)
 
 
-def test_a_figure_that_cannot_be_drawn_costs_no_verdict(tmp_path, tiny, monkeypatch, capsys):
+def test_undrawable_figure_keeps_verdict(tmp_path, tiny, monkeypatch, capsys):
     make_run(tmp_path, tiny)
     assert main(["report", str(tmp_path)]) == 0
 
@@ -115,7 +115,7 @@ def test_a_figure_that_cannot_be_drawn_costs_no_verdict(tmp_path, tiny, monkeypa
     assert why in (tmp_path / "report.html").read_text()
 
 
-def test_long_curves_are_reduced_over_windows_and_short_ones_shown_whole():
+def test_long_curves_are_reduced():
     values = [float(value) for value in range(2 * WINDOWS + 1)]
     starts, worst = windowed(values, max)
     assert starts[:3] == [0, 3, 6]

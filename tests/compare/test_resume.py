@@ -79,7 +79,7 @@ def test_a_run_goes_on_where_it_was(spec, shardpair):
     assert [step.step for step in read_record(shardpair.folder / "back/torch-manual").steps] == [6, 7]
 
 
-def test_what_cannot_go_on_is_refused_and_nothing_is_started(spec, shardpair, tmp_path):
+def test_resume_rejects_other_trainings(spec, shardpair, tmp_path):
     given = write_random(tmp_path / "given", edited(spec, {"layout": {}}))
 
     def refused(*arguments: str) -> str:

@@ -27,7 +27,7 @@ ASKED = {
 }
 
 
-def test_every_study_is_interrupted_goes_on_and_is_shown_again(engines, capsys):
+def test_studies_continue_after_interrupt(engines, capsys):
     for word, line in ASKED.items():
         last = list(STUDIES[word].__struct_fields__)  # it is a study with flags
         assert "run_dir" in last
@@ -79,7 +79,7 @@ def test_a_case_that_fails_loses_nothing(engines, tmp_path, capsys):
     assert "jax-manual: gradients.safetensors cannot be read" in read_outcome(tmp_path / "r").sentence()
 
 
-def test_the_next_one_is_the_reference_where_the_first_failed(engines, tmp_path, capsys):
+def test_next_case_is_reference_if_first_failed(engines, tmp_path, capsys):
     engines.failing = {"torch-manual": EngineError("torch-manual: lost", exit_code=1)}
     assert main(RUN) == 1
     (verdict,) = read_outcome(tmp_path / "r").verdicts
@@ -98,7 +98,7 @@ def test_nothing_at_all_is_told_by_its_exit_code(engines, capsys):
     assert "nothing was measured" in capsys.readouterr().out
 
 
-def test_what_another_version_began_or_somebody_uses_is_not_gone_on_with(engines, monkeypatch, capsys):
+def test_continue_needs_same_version_and_data(engines, monkeypatch, capsys):
     engines.failing = {"jax-manual": EngineError("jax-manual: lost", exit_code=1)}
     assert main(RUN) == 1
     with lock_folder(Path("r")):
@@ -113,7 +113,7 @@ def test_what_another_version_began_or_somebody_uses_is_not_gone_on_with(engines
     assert "and this is ffffffffffff and changes" in " ".join(capsys.readouterr().err.split())
 
 
-def test_checkpoints_of_an_unfinished_case_are_set_aside(engines, tmp_path):
+def test_continue_keeps_unfinished_checkpoints(engines, tmp_path):
     engines.failing = {"jax-manual": KeyboardInterrupt()}
     assert main(RUN) == 130
     (tmp_path / "r" / "jax-manual" / "checkpoints").mkdir()
@@ -122,7 +122,7 @@ def test_checkpoints_of_an_unfinished_case_are_set_aside(engines, tmp_path):
     assert (tmp_path / "r" / "jax-manual.unfinished-1" / "checkpoints").is_dir()
 
 
-def test_losses_alone_and_a_case_alone_are_said_to_be(engines, capsys):
+def test_sentence_names_what_was_not_compared(engines, capsys):
     assert main([*(word for word in RUN if word != "--keep_tensors"), "--no_ladder"]) == 0
     assert "PASS: the losses of jax-manual, torch-library agree" in " ".join(capsys.readouterr().out.split())
     alone = ["run", "tiny.toml", "--engines", "torch-manual", "--quiet"]
@@ -150,7 +150,7 @@ def test_a_garbled_file_is_one_line(engines, tmp_path, capsys):
     assert len(read_run(tmp_path / "r")[1]) == 3
 
 
-def test_a_reference_that_comes_late_is_what_all_are_held_against(engines, tmp_path):
+def test_late_reference_judges_all(engines, tmp_path):
     engines.failing = {"torch-manual": EngineError("torch-manual: lost", exit_code=1)}
     assert main(RUN) == 1
     assert "jax-manual has no reference to compare with" in read_outcome(tmp_path / "r").sentence()

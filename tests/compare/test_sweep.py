@@ -74,7 +74,7 @@ def test_rows_have_the_classic_figures(swept, engines, small):
     assert (*sent, ddp["peak_mem_bytes"]) == (gradients + 4, gradients + 6, 2000)
 
 
-def test_a_strategy_that_computes_something_else_fails_the_sweep(swept, engines):
+def test_sweep_fails_on_other_numbers(swept, engines):
     def steps(request):
         off = 1.1 if request.experiment.layout.dp_shard > 1 else 1.0
         return [

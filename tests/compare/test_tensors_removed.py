@@ -35,7 +35,7 @@ def tensors_in(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.safetensors"))
 
 
-def test_tensors_of_a_run_that_passed_go_and_its_rungs_stay(passed, tmp_path, tiny, capsys, monkeypatch):
+def test_passed_run_keeps_rungs_without_tensors(passed, tmp_path, tiny, capsys, monkeypatch):
     before = read_outcome(passed)
     assert len(tensors_in(passed)) > 10
     remove_tensors(passed)
@@ -68,7 +68,7 @@ def test_unproven_run_keeps_tensors(tmp_path, tiny, how):
     assert tensors_in(tmp_path) == before
 
 
-def test_a_run_removes_its_tensors_unless_they_are_to_be_kept(tmp_path, tiny, capsys, monkeypatch):
+def test_keep_tensors_keeps_them(tmp_path, tiny, capsys, monkeypatch):
     def train(request: Request, folder: Path, **options) -> Record:
         monkeypatch.setattr(records, "CORPUS", request.corpus_sha256)
         record = make_record(folder, request.experiment, engine=request.engine)

@@ -43,7 +43,7 @@ def test_nothing_in_meta_pkl_is_executed(tmp_path: Path, capsys):
     assert "executed" not in capsys.readouterr().out
 
 
-def test_the_size_of_a_vocabulary_is_what_nanogpt_reads(tmp_path):
+def test_vocabulary_size_is_nanogpts(tmp_path):
     for content, size in (
         ({"vocab_size": 5, "stoi": {"a": 0, "b": 1}}, 5),
         ({"vocab_size": 7}, 7),

@@ -28,8 +28,8 @@ SHARED = "CPU timings: devices share the cores."
 class Profile(Spread, frozen=True, kw_only=True):
     """Watch one step of each engine: forward, backward, update and communication of every device.
 
-    One step of a short run is watched. The others are not: their median is the step's time, beside which the
-    cost of watching is said. For each engine a trace.json is written, which Perfetto opens.
+    One step of a short run is watched. The median of the other steps is the step's time. The table has
+    the cost of watching. Each engine's folder gets a trace.json for Perfetto.
 
     Try:
       shardpair profile demo --preset fsdp --devices 2

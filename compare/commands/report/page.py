@@ -13,7 +13,7 @@ from compare.commands.report.hosts import host_table
 from compare.contract.record import Record
 from compare.judge.metrics import METRICS
 from compare.judge.outcome import Outcome
-from compare.judge.rungs import RUNGS, RungResult, Verdict
+from compare.judge.rungs import RUNGS, Verdict
 from compare.numerics.parameters import parameter_count
 from compare.show.figures import INK, Axes, Figure, curves, differences
 from compare.show.findings import NONE, Findings, Row, Table, Text, findings_of, written
@@ -136,7 +136,8 @@ def ladder_table(verdicts: Sequence[Verdict]) -> Table:
         results = [verdict.result(rung.name) for verdict in verdicts]
         if not rung.absent and not any(results):
             continue
-        limit = next((_tolerance(result) for result in results if result), "")
+        tolerance = next((result.tolerance for result in results if result), None)
+        limit = "" if tolerance is None else f"at most {tolerance:.0e}" if tolerance else "exact"
         cells = []
         for verdict, result in zip(verdicts, results, strict=True):
             note = verdict.skipped.get(rung.name, "") if not result else result.worst if result.error else ""
@@ -159,7 +160,3 @@ def rung_text(verdict: Verdict, rung: str) -> Text:
     if result is None:
         return Text(NONE)
     return Text(error_text(result.error), news="" if result.passed else "fail")
-
-
-def _tolerance(result: RungResult) -> str:
-    return f"at most {result.tolerance:.0e}" if result.tolerance else "exact"
