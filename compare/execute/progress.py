@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar in a terminal, a line each minute in a pipe, nothing if it is quiet."""
+"""Progress on stderr: a bar in a terminal, one line per minute in a pipe, nothing if it is quiet."""
 
 import contextlib
 import sys

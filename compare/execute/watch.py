@@ -1,7 +1,8 @@
 """Watch an engine from outside: pass its steps on, and end it if it cannot end itself.
 
-An engine finds its own hangs (`compare.side.supervisor`), because it can tell a compilation from a step. This
-watch is for an engine that cannot, because its process is stopped, or neither writes a step nor computes.
+An engine finds its own hangs (`compare.side.supervisor`), because it can distinguish a compilation from a
+step. This watch is for an engine that cannot, because its process is stopped, or neither writes a step nor
+computes.
 """
 
 import contextlib

@@ -18,7 +18,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path, type: type[T]) -> T:
-    """Read a file of `write_json`. Raises RecordError: there is no such file, or it has another type."""
+    """Read a file of `write_json`. Raises RecordError for a missing file or another type."""
     try:
         return decode_json(path.read_bytes(), type)
     except (OSError, msgspec.DecodeError) as error:

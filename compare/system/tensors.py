@@ -31,7 +31,7 @@ class Tensors(Mapping[str, np.ndarray]):
     def __init__(self, path: Path):
         self._path = path
         if not path.is_file():
-            raise RecordError(f"{path} cannot be read: there is no such file")
+            raise RecordError(f"{path} cannot be read: the file does not exist")
         try:
             self._file = safe_open(path, framework="numpy")
             self._names = tuple(self._file.keys())
