@@ -21,7 +21,7 @@ from compare.terminal import error_text, layout_in_words
 
 Named = Mapping[str, Record]
 """Records by the names of their cases."""
-REMOVED = "tensors were removed after they had passed: their rungs are those judged then"
+REMOVED = "tensors were removed after all rungs had passed"
 
 
 def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
