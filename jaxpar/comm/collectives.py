@@ -1,6 +1,6 @@
 """Collectives of jax-manual, along a mesh axis: thin names over `jax.lax`, which can be swapped at once.
 
-Each says its purpose, in a named scope that the ledger reads back.
+Each has its purpose in a named scope, which the ledger reads.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,9 +26,13 @@ KEEP_COLLECTIVES_APART = {
 per_device: Callable[..., Any] = partial(jax.shard_map, check_vma=True)
 
 
-def ledger_scope(purpose: str) -> AbstractContextManager:
-    """A scope that gives the ledger the purpose of its collectives (`contract.communication`)."""
-    return jax.named_scope("for_" + purpose.replace(" ", "_")) if purpose else nullcontext()
+def ledger_scope(purpose: str, *, by_hand: bool = False) -> AbstractContextManager:
+    """A scope that gives the ledger the purpose of its collectives (`contract.communication`).
+
+    A collective in a backward `by_hand` has this purpose, and not that of its derivative.
+    """
+    name = f"for_{purpose.replace(' ', '_')}" + "_by_hand" * by_hand
+    return jax.named_scope(name) if purpose else nullcontext()
 
 
 def turns_scope(turns: Sequence[int], *, of: int) -> AbstractContextManager:
@@ -101,9 +105,12 @@ def own_places(count: int, axis: Axes, *, of: Callable[[int], Any]) -> jax.Array
 
 
 def shift(x: jax.Array, axis: Axes, *, by: int = 1, purpose: str = "") -> jax.Array:
-    """The x, any shape, of the device `by` positions further along a mesh axis, a ring."""
+    """The x, any shape, of the device `by` positions further along a mesh axis, a ring.
+
+    Autodiff does not see it: callers write its backward by hand.
+    """
     n = axis_size(axis)
-    with ledger_scope(purpose):
+    with ledger_scope(purpose, by_hand=True):
         return lax.ppermute(x, axis, [((i + by) % n, i) for i in range(n)])
 
 

@@ -51,7 +51,7 @@ OP_NAME = re.compile(r'op_name="([^"]*)"')
 AGAIN = "rematted_computation"
 """The scope of `jax.checkpoint` for operations that backward computes again."""
 # The scopes of `comm.collectives.ledger_scope`.
-_PURPOSE = re.compile(rf"\bfor_({'|'.join(purpose.replace(' ', '_') for purpose in PHASES)})\b")
+_PURPOSE = re.compile(rf"\bfor_({'|'.join(purpose.replace(' ', '_') for purpose in PHASES)})(_by_hand)?\b")
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n((?:\d+ .*\n)+)", re.MULTILINE)
 _ENTRY = re.compile(r"^(\d+) (.*)$", re.MULTILINE)
 _NUMBER = re.compile(r"(\w+)=(\d+)")
@@ -110,9 +110,9 @@ class Collective:
     @property
     def purpose(self) -> str:
         """The purpose of the innermost scope `for_PURPOSE`, or of its derivative; "" without a scope."""
-        said = _PURPOSE.findall(self.op_name)
-        purpose = said[-1].replace("_", " ") if said else ""
-        return OF_DERIVATIVE.get(purpose, purpose) if self.backward else purpose
+        scope, by_hand = (_PURPOSE.findall(self.op_name) or [("", "")])[-1]
+        purpose = scope.replace("_", " ")
+        return OF_DERIVATIVE.get(purpose, purpose) if self.backward and not by_hand else purpose
 
     @property
     def turns(self) -> tuple[tuple[int, ...], int]:

@@ -15,7 +15,8 @@ from compare.spec.experiment import ExperimentError, Layout
 from jaxpar.comm.collectives import per_device
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.functional import causal_attention
-from jaxpar.manual.context_parallel import exchanged_attention, gathered_attention, ring_attention
+from jaxpar.manual.context_parallel import exchanged_attention, gathered_attention
+from jaxpar.manual.ring import ring_attention
 from tests.support.jax_steps import MODEL, two_steps, worst_errors
 
 DROPPED = replace(MODEL, n_layer=2, n_head=4, block_size=16, dropout=0.3)
@@ -63,7 +64,7 @@ def test_attention_of_each_way_is_pytorch_s():
     ):
         order_T = order_of_positions(16, layout)
         way = {
-            "allgather": partial(gathered_attention, order_S=order_T),
+            "allgather": partial(gathered_attention, order_T=order_T),
             "ulysses": exchanged_attention,
             "ring": partial(ring_attention, layout=layout),
         }[layout.context]

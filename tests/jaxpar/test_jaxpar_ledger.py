@@ -138,6 +138,7 @@ DERIVED = {
     "jit(step)/transpose(jvp(for_parameters))/reduce_scatter": "gradients",
     "jit(step)/transpose(jvp())/checkpoint/rematted_computation/for_parameters/all_gather": "parameters",
     "jit(step)/transpose(jvp())/checkpoint/for_activations/psum": "activation gradients",
+    "jit(step)/transpose(jvp())/checkpoint/for_activations_by_hand/ppermute": "activations",
     "jit(step)/for_replicated_gradients/for_norm/psum": "norm",
     "jit(step)/transpose(jvp())/for_tied_gradients/psum": "tied gradients",
     "jit(step)/for_good/psum": "activations",
