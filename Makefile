@@ -45,8 +45,9 @@ check: $(READY)  ## every layout on every engine against one device; docs/genera
 mutations: $(READY)  ## plant each known mistake in the code; the tests must turn red: nightly
 	$(BIN)/python tests/mutations.py
 
-docs: $(READY)  ## tables, support matrix and pictures of the documentation, from the code and real runs
+docs: $(READY)  ## tables, outputs and pictures of the documentation, from the code and real runs
 	$(BIN)/python docs/make_docs.py
+	$(BIN)/python docs/console.py
 	$(BIN)/python docs/pictures.py
 
 LESSONS := data_parallel fully_sharded tensor_parallel context_parallel expert_parallel pipeline_parallel

@@ -1,0 +1,29 @@
+"""Console blocks of README.md and docs/: every command runs, and prints what the page shows."""
+
+import console
+import pytest
+
+from tests.support import warm
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", console.pages(), ids=lambda page: page.stem)
+def test_page_shows_true_output(page, tmp_path):
+    text = page.read_text()
+    shown = [output for _, output in console.commands(text)]
+    found = console.outputs(text, tmp_path, warm.python())
+    for (command, _), old, new in zip(console.commands(text), shown, found, strict=True):
+        assert console.comparable(new) == console.comparable(old), f"{command}: run `make docs`"
+
+
+def test_changed_output_is_found():
+    page = "```console\n$ shardpair list\nthree engines\n```\n"
+    assert list(console.commands(page)) == [("shardpair list", "three engines\n")]
+    assert console.rewritten(page, iter(["six engines\n"])) == page.replace("three", "six")
+    assert console.comparable("a 2e-16 of 7") == console.comparable("a  3e-15 of 7")
+    assert console.comparable("7 rungs") != console.comparable("8 rungs")
+    assert console.comparable("step 7 ms") == console.comparable("step 8.5 ms")
+
+
+def test_some_page_has_a_console():
+    assert {page.name for page in console.pages()} >= {"README.md", "tour.md"}
