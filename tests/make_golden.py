@@ -1,21 +1,21 @@
-"""The golden: nanoGPT's own train.py and model.py, run unchanged, and the numbers that they leave.
+"""Goldens: numbers of nanoGPT's own train.py and model.py, which run unchanged.
 
     python tests/make_golden.py CHECKOUT {adamw,sgd} [OUTPUT]
 
 CHECKOUT is a clone of https://github.com/karpathy/nanoGPT; OUTPUT is in compare/goldens unless given.
-Nothing of nanoGPT is kept but numbers, and nothing of it is edited: its train.py is executed as from its
-command line, with what golden.toml names as flags, in float64. What reaches in from outside:
+Only numbers of nanoGPT are stored. Its train.py is not edited: it runs as from its command line, with the
+fields of golden.toml as flags, in float64. This script intervenes in four places:
 
-- its data folder holds the contract's batches, one window after the other, and `torch.randint`, with which
-  it draws its windows, deals them in that order: those to train on, and each split's to evaluate on;
-- the contract's initial weights are loaded when it has made its model, by names and shapes written out here
-  and not in torchpar, so that a wrong mapping there would show;
-- hooks read the loss, the gradients before clipping, their norm, the weights and the moments; the means of
-  its evaluations are what it tells wandb, in whose place a module of ours listens;
-- for sgd, its `configure_optimizers` finds torch.optim.SGD where AdamW was, with its own groups and decay.
-  nanoGPT has no SGD: schedule, clipping, groups and loop are its own, the formula is PyTorch's.
+- nanoGPT's data folder contains the contract's batches, window by window. A replaced `torch.randint` returns
+  their places in order, for training and for the evaluation of each split.
+- The contract's initial weights are loaded after nanoGPT has made its model. Names and shapes are written out
+  here, not taken from torchpar, so a wrong mapping in torchpar would show.
+- Hooks read the loss, the gradients before clipping, their norm, the weights and the moments. A module in
+  place of wandb receives the means of the evaluations.
+- For sgd, `configure_optimizers` finds torch.optim.SGD in place of AdamW, with nanoGPT's groups and decay.
+  Schedule, clipping, groups and loop are nanoGPT's; the formula is PyTorch's.
 
-Times are not kept: made again on the same machine, the files are the same.
+Times are not stored, so the same machine makes the same files.
 """
 
 import hashlib
@@ -103,7 +103,7 @@ def flags() -> Iterator[str]:
     spelled = tomllib.loads(named_experiments()[EXPERIMENT].read_text())
     for section in ("model", "optimizer", "train"):
         for key, value in spelled[section].items():
-            if key != "vocab_size":  # train.py reads it from meta.pkl, beside the data
+            if key != "vocab_size":  # train.py reads it from meta.pkl, next to the data
                 yield f"--{key}={value}"
     # nanoGPT does one step more than max_iters, and evaluates before it. dtype: what autocast would take.
     yield from ("--device=cpu", "--dtype=float32", "--compile=False", "--wandb_log=True")

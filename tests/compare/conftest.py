@@ -1,4 +1,4 @@
-"""What the tests of the harness share."""
+"""Fixtures of the tests of the harness."""
 
 from pathlib import Path
 from types import SimpleNamespace

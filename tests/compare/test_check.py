@@ -38,7 +38,7 @@ def test_engines_equal_one_device(shardpair, side):
 
 
 def test_engines_equal_one_device_in_float32(shardpair):
-    """One of each side; the others are held to each other in bfloat16 below."""
+    """One engine per side; a test below compares the others in bfloat16."""
     engines = ("jax-explicit", "torch-compiler")
     asked = ("check", "--presets", "ddp", "--engines", *engines, "--precision.dtype", "float32", "--json")
     done = shardpair(*asked, *SMALL, "--output", "grid.md")

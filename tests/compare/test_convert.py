@@ -44,7 +44,9 @@ def test_convert_run_to_weights_and_checkpoint(given, tmp_path, capsys):
 
 def test_hugging_faces_gpt2_there_and_back(given, tmp_path):
     assert main(["convert", str(given), str(tmp_path / "gpt2"), "--to", "huggingface"]) == 0
-    assert json.loads((tmp_path / "gpt2" / CONFIG).read_text())["eos_token_id"] is None  # GPT-2's is no token
+    assert (
+        json.loads((tmp_path / "gpt2" / CONFIG).read_text())["eos_token_id"] is None
+    )  # GPT-2 has another vocabulary
     tensors = load_file(tmp_path / "gpt2" / WEIGHTS_FILE)
     # Its Conv1D keeps (in, out), nn.Linear (out, in).
     qkv = weights()["blocks.1.attention.qkv.weight"].reshape(6, 18)
@@ -58,7 +60,7 @@ def test_hugging_faces_gpt2_there_and_back(given, tmp_path):
     assert main(["convert", str(tmp_path / "gpt2"), str(tmp_path / "back")]) == 0
     reader = CheckpointReader(tmp_path / "back")
     assert (reader.description.updates, reader.description.experiment.model) == (0, EXPERIMENT.model)
-    assert reader.description.experiment.layout == Layout()  # nobody gave one
+    assert reader.description.experiment.layout == Layout()  # the default
     assert not reader.read("v", "embedding.token").any()
 
 

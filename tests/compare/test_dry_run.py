@@ -1,4 +1,4 @@
-"""A dry run says what would be done and starts nothing; engines that cannot are left out by name."""
+"""A dry run prints its plan and starts nothing; it skips engines by name."""
 
 import json
 

@@ -23,11 +23,11 @@ def test_lock_ends_with_its_holder(tmp_path):
         "with lock_folder(Path(sys.argv[1])):\n"
         "    quiet = dict.fromkeys(('stdout', 'stderr'), subprocess.DEVNULL)\n"
         "    subprocess.Popen(['sleep', '1000'], **quiet)\n"
-        "    print('held', flush=True); time.sleep(1000)"
+        "    print('locked', flush=True); time.sleep(1000)"
     )
     holder = processes.start([sys.executable, "-c", script, str(tmp_path)])
     assert holder.stdout is not None
-    assert holder.stdout.readline() == "held\n"
+    assert holder.stdout.readline() == "locked\n"
     with pytest.raises(ExperimentError, match="is in use by another run"), lock_folder(tmp_path):
         pass
     holder.kill()

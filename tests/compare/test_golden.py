@@ -29,7 +29,7 @@ from tests.support.numpy_gpt import numpy_loss
 from tests.support.records import OF_EXPERTS, outcome_of
 
 RUNGS = [rung for rung in LADDER if rung not in ("loss_scale", "final_weights", *OF_EXPERTS)]
-"""Of a golden: its last weights are those of the last step, and stand at later_weights."""
+"""Rungs of a golden: `later_weights` has its last weights."""
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -81,7 +81,7 @@ def test_what_nanogpt_decides_is_not_spelled_out():
 
 ON_TWO = ("--presets", "fsdp", "--devices", "2")
 SHARDED = ("jax-manual", "torch-manual")
-"""Engines that are held to nanoGPT on two devices. That they are the same on one, test_check.py says."""
+"""Engines that are compared with nanoGPT on two devices; test_check.py compares all on one device."""
 
 
 @pytest.mark.parametrize("engine", STUDIED)
@@ -112,7 +112,7 @@ WRONG = {
 
 @pytest.mark.slow
 def test_a_wrong_shared_default_turns_it_red(tmp_path, cache_dir):
-    """All engines would have it, and agree: only nanoGPT's numbers can tell. By AdamW and by SGD in turn."""
+    """All engines would have it, and agree: only nanoGPT's numbers differ. AdamW and SGD alternate."""
     right, rows = load(EXPERIMENT), []
     for place, (name, (wrong, _)) in enumerate(WRONG.items()):
         by = {"optimizer": SGD} if place % 2 else {}

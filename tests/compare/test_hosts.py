@@ -169,7 +169,7 @@ NUMBER = "import os, signal, sys, time; number = os.environ['RANK']; "
 CONSEQUENCE = (
     "from pathlib import Path; from compare.side.process_states import Failure, State, write_state; "
     "failure = lambda text: Failure(message=text, rank=int(number), is_consequence=True); "
-    "tell = lambda text: write_state(Path.cwd(), State(number=int(number), failure=failure(text))); "
+    "report = lambda text: write_state(Path.cwd(), State(number=int(number), failure=failure(text))); "
 )
 
 
@@ -191,7 +191,7 @@ def test_loopback_names_the_first_failure(tmp_path, monkeypatch):
 def test_loopback_names_a_kill_before_its_victims(tmp_path, monkeypatch):
     """The other processes write their errors and end first."""
     late = "time.sleep(1), os.kill(os.getpid(), signal.SIGKILL)"
-    others = "tell('connection closed by peer'), sys.exit(1)"
+    others = "report('connection closed by peer'), sys.exit(1)"
     script = f"{CONSEQUENCE}({late}) if number == '2' else ({others})"
     code, failure = run_script(script, tmp_path, monkeypatch)
     assert code == 1

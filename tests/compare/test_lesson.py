@@ -46,7 +46,7 @@ def layouts() -> list[tuple[str, Experiment]]:
 
 
 def wrong_shares(cases: list[tuple[str, Experiment]]) -> list[str]:
-    """Devices whose share of a kind is not that of the closed form of memory."""
+    """Devices whose share of a kind differs from the closed form of memory."""
     wrong = []
     for engine, experiment in cases:
         expected = bytes_held(engine, experiment)
@@ -105,11 +105,11 @@ def test_rings_equal_collectives(monkeypatch):
         assert svg(rings.figure(kind, ["x"])).count("hop ") >= len(rings.RINGS[kind](4).states) - 1
     scattered = rings.reduce_scatter
     monkeypatch.setitem(rings.RINGS, "all_reduce", lambda n: rings.Ring(scattered(n).states, 2 * (n - 1)))
-    assert "all_reduce on 4" in wrong_rings()  # a sum that nobody hands on
+    assert "all_reduce on 4" in wrong_rings()  # a sum that is not passed on
 
 
 def made_by_hand(folder: Path, place: str):
-    """A run of two engines that nobody has run, of which torch-manual says from where it sends."""
+    """A written run of two engines; the ledger of torch-manual has source lines."""
     outcome = make_run(folder, spread(load("check"), "fsdp", 2), names=["jax-manual", "torch-manual"])
     rows = [
         Communication(
@@ -151,7 +151,7 @@ def test_lesson_of_a_real_run(shardpair, grid, tmp_path):
     done = shardpair("lesson", STRATEGY, "--results", str(run), "--output", "page.html")
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "page.html").read_text()
-    for engine in FOLDERS:  # XLA tells from where each collective was called
+    for engine in FOLDERS:  # XLA has the source line of each collective
         rows = read_record(run / engine).ledger.rows
         assert any(row.places for row in rows) == FOLDERS[engine].startswith("jaxpar/")
     for engine in ("jax-manual", "torch-manual"):

@@ -1,8 +1,8 @@
-"""Experiments that nobody would choose: a random draw once made them, far from every default.
+"""Experiments far from every default, once drawn at random.
 
-What a draw must leave out, because no two correct programs agree there: beta2 = 0 and a tiny eps (Adam then
-moves a weight by lr times the sign of its gradient, and that of a key bias is rounding), LayerNorms of a few
-elements, rates at which training explodes, and dropout that leaves no gradient.
+A draw must avoid settings under which correct programs differ. With beta2 = 0 and a tiny eps, Adam moves a
+weight by the sign of its gradient. The sign of a key bias's gradient is rounding. Others are LayerNorms
+of a few elements, rates at which training explodes, and dropout that leaves no gradient.
 """
 
 import pytest

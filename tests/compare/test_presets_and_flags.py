@@ -1,4 +1,4 @@
-"""A preset gives the degrees; what a user says of the other settings wins, in a flag or in the file."""
+"""A preset sets the degrees; a flag or a file overrides its other settings."""
 
 import json
 
@@ -23,7 +23,7 @@ FILES = {
 
 @pytest.fixture
 def planned(tmp_path, monkeypatch, capsys):
-    """What a command line would do: exit code, the layouts of its cases in words, stderr."""
+    """Plan of a command line: exit code, the layouts of its cases in words, stderr."""
     monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)

@@ -1,8 +1,7 @@
-"""Every command line that README.md and --help print does what it says, up to the first process.
+"""Every command line in README.md, docs/ and --help is valid, up to the first process.
 
-Lines are collected from the pages and the commands' docstrings: a new one is tried without a word here.
-What can be planned is run with --dry_run; what cannot goes as far as the first process that it starts; and
-one that reads a folder which this test cannot make must be refused for that folder, and nothing else.
+Lines are collected from the pages and the commands' docstrings. A study runs with --dry_run. Other commands
+run until they start a process. A command that reads a missing folder must be rejected because of the folder.
 """
 
 import functools
@@ -22,11 +21,12 @@ from compare.numerics import data
 from compare.spec.experiment import load
 from tests.support.checkpoints import write_random
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```(?:sh|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`(shardpair [^`]+)`")
 ASIDE = re.compile(r"\s{2,}\(.*")
-"""What the help says behind a line."""
+"""A comment after a line of help."""
 CONFIG = "n_layer = 6\ndataset = 'shakespeare_char'\n"
 
 
@@ -34,7 +34,7 @@ FOLDERS = ("--continue", "--results", "--resume")
 
 
 class Started(BaseException):
-    """A line got as far as starting a process: nothing was wrong with it."""
+    """A line started a process: it is valid."""
 
 
 standard_library_text = functools.cache(data.standard_library_text)
@@ -42,7 +42,7 @@ standard_library_text = functools.cache(data.standard_library_text)
 
 def printed_lines() -> dict[str, list[str]]:
     """The words of every line that a page or a help prints, without what a shell makes of it, by the line."""
-    pages = [README.read_text()]
+    pages = [page.read_text() for page in PAGES]
     fenced = [line for page in pages for block in FENCED.findall(page) for line in block.splitlines()]
     inline = [" ".join(line.split()) for page in pages for line in INLINE.findall(page)]
     tried = [
@@ -56,7 +56,7 @@ def printed_lines() -> dict[str, list[str]]:
         is_a_name = len(words) == 2 and line in inline  # the command is spoken of
         if (
             words[:1] == ["shardpair"]
-            and not re.search(r"[&>]|--tyro|--help|EXPERIMENT", line)
+            and not re.search(r"[&>]|--tyro|--help|EXPERIMENT|NAME", line)
             and not is_a_name
         ):
             found[" ".join(words)] = words[1:]

@@ -97,7 +97,7 @@ def test_a_finished_profile_is_shown_again(spread, tmp_path, capsys):
         kept = Study(experiment="check").keep(cases[name], record, first_step_after_s=1.0)
         outcome = with_case(outcome, name, kept, record, folder)
     save(outcome, folder)
-    assert main(["report", str(folder)]) == 1  # one engine left no timeline, which is said
+    assert main(["report", str(folder)]) == 1  # one engine left no timeline
     said = capsys.readouterr().out
     assert "INCOMPLETE: jax-manual left no timeline; PASS: the losses of jax-manual agree" in said
     assert "torch-manual waits 2.0 of 12.5 ms for communication" in " ".join(said.split())

@@ -33,7 +33,7 @@ REFUSED = {
     "run --preset nosuch": "--preset nosuch: no such preset",
     "faults --names nosuch": "--names nosuch: no such fault",
     "run --engines jax-manual jax-manual": "--engines jax-manual: give each engine once",
-    # Files: what is none, what is no experiment, what is no data.
+    # Files that are missing, that contain another format, or that are not data.
     "run folder": "folder is a folder, not a file",
     "run binary.toml": "binary.toml: 'utf-8' codec can't decode",
     "run long.toml": f"long.toml: longer than {MAX_FILE_BYTES} bytes: data goes to",
@@ -101,7 +101,7 @@ MALFORMED = {
     "run --model.n_layr 2": "--model.n_layer",
     "convert only": "required",
 }
-"""What tyro refuses, in its own words: each names the flag, or one like it."""
+"""Lines that tyro rejects: its message names the flag or a similar one."""
 
 
 @pytest.fixture

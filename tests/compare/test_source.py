@@ -23,7 +23,7 @@ def install(folder: Path) -> Path:
     return Path(shutil.copy(this_machine.__file__, folder / "compare" / "execute" / "this_machine.py"))
 
 
-@pytest.mark.skipif(not shutil.which("git"), reason="there is no git")
+@pytest.mark.skipif(not shutil.which("git"), reason="git is missing")
 def test_commit_is_of_our_own_repository(tmp_path, monkeypatch):
     def state(module: Path) -> tuple[str, bool]:
         monkeypatch.setattr(this_machine, "__file__", str(module))

@@ -1,4 +1,4 @@
-"""What all studies share: kept as it grows, interrupted, gone on with, refused, shown again."""
+"""Common behaviour of studies: saving, interruption, --continue, refusals, reports."""
 
 import json
 import shlex

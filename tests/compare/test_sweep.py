@@ -17,7 +17,7 @@ SWEEP = ("sweep", "small.toml", "--no_ladder", "--quiet", "--json", "--engines",
 
 @pytest.fixture
 def swept(engines, small, tmp_path, capsys):
-    """What a sweep of `small` says, as JSON, and its exit code."""
+    """JSON output and exit code of a sweep of `small`."""
     (tmp_path / "small.toml").write_text(to_toml(small))
 
     def sweep(*arguments):

@@ -1,4 +1,4 @@
-"""The place of a process among those of a run, from a launcher's variables."""
+"""Place of a process in a run, from a launcher's variables."""
 
 import pytest
 

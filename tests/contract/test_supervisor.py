@@ -103,7 +103,7 @@ def test_hang_names_who_is_to_blame(others, message, zero):
 
 
 def test_late_waiters_are_not_silent(zero, monkeypatch):
-    """The others notice the time-out one after the other, after process 0."""
+    """The other processes notice the time-out in turn, after process 0."""
     later = map(waiting, (1, 2, 3))
     monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: write_state(zero.folder, next(later)))
     failure = zero.find_hang()
