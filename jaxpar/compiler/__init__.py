@@ -49,9 +49,9 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
 
         # Full gradients (zero 0 and 1) stay local to a replica until all passes are done. Exclude ep: its
         # ranks exchange tokens, which separate replica rows would prevent.
-        late = tuple(axis for axis in ROWS if axis != EP) if layout.zero < 2 else (data_parallel.AXIS,)
+        deferred = tuple(axis for axis in ROWS if axis != EP) if layout.zero < 2 else (data_parallel.AXIS,)
         value, gradients = data_parallel.synchronize_gradients(
-            accumulate, params, batch, axes=late, loops=layout.pp > 1
+            accumulate, params, batch, axes=deferred, has_inner_loop=layout.pp > 1
         )
         return value, shard(lax.with_sharding_constraint(gradients, accumulated))
 

@@ -1,21 +1,24 @@
-"""Context parallelism by the compiler: a batch whose positions are split, and what attention wants of them.
+"""Context parallelism by the compiler: positions of the batch are split, and attention constrains q, k and v.
 
-    context     q                k, v                what attention makes
-    allgather   P(B, cp, tp)     P(B, None, tp)      P(B, cp, tp)
-    ulysses     P(B, None, (tp, cp)): some heads     the same, and then P(B, cp, tp)
+    context      q                     k, v                  result of attention
+    allgather    P(B, cp, tp)          P(B, None, tp)        P(B, cp, tp)
+    ulysses      P(B, None, (tp, cp))  P(B, None, (tp, cp))  P(B, None, (tp, cp)), then P(B, cp, tp)
 
-All else works on one position at a time: that the batch is split is all it takes. Under jit positions are
-global, and so is the causal mask; but zigzag permutes a sequence before it is cut, and says so. A ring cannot
-be asked for: it is an order in time, which block is multiplied while the next is on its way, and a constraint
-says only where an array lives.
+    context      communication that XLA inserts
+    allgather    all-gathers of k and v before attention; reductions of their gradients in backward
+    ulysses      all-to-alls from positions to heads before attention, and back to positions after it
 
-Without any constraint XLA (of jax 0.10.2, on a CPU) gathers keys and values as well, and the bytes are those
-of allgather; told that they are whole, it may keep them for backward (layout.remat = none). Heads for
-positions it never finds, and it has to be told of both ends: told where the result goes alone, backward
-exchanges the weights of attention, which are (T, T). And of where q, k and v come from, by positions: else it
-may gather the stream, and multiply all of it, as with RoPE and grouped queries.
+All other layers act on single positions, so the split of the batch is enough for them. Under jit positions
+are global, and the causal mask is, too. Zigzag permutes the sequence, so its positions are set explicitly.
 
-Legend: B batch, T position, H heads.
+A constraint gives the layout of an array, not an order in time. A ring needs an order: a device multiplies
+one block while the next block arrives. The compiler engine therefore has no ring.
+
+Both ends of attention are constrained. With a constraint on the result alone, backward of ulysses exchanges
+the attention weights (T, T). The inputs are constrained to positions first. Without this constraint XLA may
+gather the residual stream and repeat the projections on each device.
+
+Legend: B batch, T position, H heads, D head_dim.
 """
 
 from collections.abc import Callable
@@ -32,15 +35,15 @@ from compare.spec.experiment import Experiment
 from jaxpar.hooks import Hooks
 
 AXIS = CP
-B = P.UNCONSTRAINED  # the batch is data parallelism's affair
+B = P.UNCONSTRAINED  # data parallelism splits the batch
 POSITIONS, WHOLE, HEADS = P(B, AXIS, TP), P(B, None, TP), P(B, None, (TP, AXIS))
-"""Of (B, T, H, D): by positions, as all but attention has them; all positions; and of those some heads."""
+"""Specs of (B, T, H, D): some positions, as outside attention; all positions; some heads, all positions."""
 WANTED = {"allgather": (POSITIONS, WHOLE, WHOLE), "ulysses": (HEADS, HEADS, HEADS)}
-"""Where q, k and v live in attention."""
+"""Specs of q, k and v inside attention."""
 
 
 def split_sequence(hooks: Hooks, experiment: Experiment) -> None:
-    """Constrain attention's arrays; under zigzag give the positions that the batch has."""
+    """Constrain the arrays of attention; under zigzag set the global positions of the permuted batch."""
     layout, positions = experiment.layout, None
     if layout.zigzag:
         order_T = order_of_positions(experiment.model.block_size, layout)
@@ -53,9 +56,10 @@ def split_sequence(hooks: Hooks, experiment: Experiment) -> None:
 def constrained_attention(
     attention: Callable[..., jax.Array], *qkv: jax.Array, wanted: tuple[P, P, P], **options: Any
 ) -> jax.Array:
-    """Attention over q, k and v where they are `wanted`; its result is split by positions again."""
-
+    """Attention over q, k and v (B, T, H, D) with the specs `wanted`; the result is split by positions."""
     constrain = lax.with_sharding_constraint
     by_positions = (constrain(x, POSITIONS) for x in qkv)
+    # XLA all-gathers k and v, or exchanges positions for heads by an all-to-all of each of q, k and v.
     y_BTHD = constrain(attention(*map(constrain, by_positions, wanted), **options), wanted[0])
+    # ulysses: one all-to-all from heads back to positions. allgather: nothing is sent.
     return constrain(y_BTHD, POSITIONS)

@@ -1,23 +1,18 @@
-"""Expert parallelism by the compiler: say that experts are split, and where their tokens are.
+"""Expert parallelism by the compiler: constrain the experts and their tokens, and XLA gathers and reduces.
 
-    weights    [E@ep, ...]                  by the table of axes
-    x          [rows] of all ep's devices   XLA gathers them
-    inside     [rows, E@ep, M@tp]           the experts here; of a token without any the weights are 0
-    y          [rows@ep]                    a sum over ep, scattered: on a CPU XLA reduces, and takes a slice
+    array            spec                   communication that XLA inserts
+    weights          [E@ep, ...]            none; the table of axes (`compare.spec.axes`) places them
+    tokens x         rows of all ep         all-gather over ep
+    hidden           E@ep, M@tp             none: each device computes its own experts on all tokens
+    output y         rows@ep                a sum over ep: reduce-scatter, on a CPU an all-reduce and a slice
 
-That is no all-to-all. But in static shapes, with room for all tokens, an all-to-all (jax-explicit) sends as
-much. What XLA (of jax 0.10.2, on a CPU) makes of the experiment `experts` on 2 devices of ep, MB a step:
+The routing weight of a token is 0 at each expert that the token did not choose. Shapes are static, so an
+all-to-all needs room for all tokens on each device and sends as many bytes (jax-explicit). The one-hot
+dispatch of GShard sends more. Without these constraints XLA gathers tokens and also moves parts of the
+activations.
 
-    1.90    as here; of it 0.98 gathers tokens
-    2.24    nothing said but where weights live: it gathers, and takes pieces of activations to and fro
-    2.77    experts inside of it are said, and not where tokens are: the same, and more is gathered
-    7.73    one-hot dispatch, each expert with room for all tokens, two constraints around it: all_to_all
-    1.54    jax-explicit and jax-manual, which also reduce gradients once a step, and not in each pass
-
-Sources: GSPMD (arXiv 2105.04663); one-hot dispatch: GShard (2006.16668, section 3.2).
-
-Legend: D groups of devices that have all experts together, n devices of ep in each, b rows of one device; T
-position, E experts, M features inside of one.
+Legend: D groups of n devices along ep, b rows of a device; T position, C n_embd, E experts, M inner features.
+Sources: GSPMD (arXiv 2105.04663); one-hot dispatch: GShard (arXiv 2006.16668, section 3.2).
 """
 
 from functools import partial
@@ -32,23 +27,27 @@ from jaxpar.hooks import Hooks
 from jaxpar.mlp import Experts
 
 AXIS = EP
-D = P.UNCONSTRAINED  # the axes of data beside ep
+D = P.UNCONSTRAINED  # the data axes other than ep
 ALL_TOKENS, INSIDE = P(D, None, None, CP), P(D, None, None, CP, AXIS, TP)
-"""Of (D, n, b, T, C), and of (D, n, b, T, E, M)."""
+"""Specs of tokens (D, n, b, T, C) and of hidden features (D, n, b, T, E, M)."""
 
 
 def shard_experts(hooks: Hooks, experiment: Experiment) -> None:
-    """Constrain the experts' tokens, and what experts make of them."""
+    """Set hooks that constrain the tokens, hidden features and outputs of the experts."""
     layout, rows = experiment.layout, experiment.train.batch_size // experiment.layout.data_parallel
     own_tokens = P(D, AXIS, None, (CP, TP) if layout.sequence_parallel else CP)
 
     def exchange(experts: Experts, x_BTC: jax.Array, weights_BTE: jax.Array) -> jax.Array:
+        """Compute the experts with rows as (D, n, b), so that ep is a dim that constraints can name."""
         tokens = x_BTC.astype(experts.up.compute), weights_BTE
         return experts.mix(*(x.reshape(-1, layout.ep, rows, *x.shape[1:]) for x in tokens)).reshape(
             x_BTC.shape
         )
 
     hooks.experts = exchange
+    # All-gather tokens and routing weights over ep; backward reduces their gradients.
     hooks.up.before = hooks.before_mix = partial(lax.with_sharding_constraint, shardings=ALL_TOKENS)
+    # Each device computes its own experts. Nothing is sent.
     hooks.up.after = hooks.down.before = partial(lax.with_sharding_constraint, shardings=INSIDE)
+    # Sum over experts: XLA adds the outputs of all devices of ep, and each keeps its own rows.
     hooks.down.after = partial(lax.with_sharding_constraint, shardings=own_tokens)

@@ -1,14 +1,16 @@
-"""Fully sharded data parallelism by the compiler: say where state lives, and XLA moves it.
+"""Fully sharded data parallelism by the compiler: constrain the state to shards, and XLA moves it.
 
-    zero   constrained to shards of dp_shard          what XLA makes of it
-    1      moments, and the update                    gradients reduced once, parameters gathered once
-    2      + gradients, as they accumulate            gradients reduced once a microbatch
-    3      + parameters                               gathered in the layer loop, forward and backward
+    zero   split over dp_shard              communication that XLA inserts
+    1      moments and the update           gradients reduced once a step, parameters gathered once a step
+    2      + accumulated gradients          gradients reduced once a microbatch
+    3      + parameters                     gathered in the layer loop, in forward and again in backward
 
-Stage 3 needs the scan: unrolled layers would be gathered once and kept whole. In the loop each layer says
-that it wants its parameters whole; what a remat policy refuses to keep, backward gathers again. On a CPU
-XLA makes no reduce-scatter: it all-reduces and takes a slice. Under stage 2 with tp it was seen to exchange
-the embedding's gradient rows by an all-to-all before adding them up, which is less than reducing the table.
+Each constraint to a full layout is an all-gather. Each constraint of gradients to shards is a reduce-scatter;
+on a CPU XLA sends an all-reduce and takes a slice.
+
+Stage 3 relies on the scan over layers. Outside of a loop XLA would gather every layer once and store it. In
+the scan each layer constrains its own parameters to be full. A remat policy drops the full copy after
+forward, so backward gathers the layer again.
 """
 
 from collections.abc import Iterable
@@ -27,38 +29,47 @@ from jaxpar.weights import STACKED, without_layers
 
 
 def shard_parameters(tree: Any, placements: Any) -> Any:
-    """Say that parameters, or a tree like them of gradients or moments, are split over dp_shard."""
+    """Constrain parameters, gradients or moments to shards over dp_shard."""
+    # Full parameters: a slice. Partial gradients: a reduce-scatter.
     return lax.with_sharding_constraint(tree, specs(placements, sharded=True))
 
 
 def gather(params: Any, placements: Any) -> Any:
-    """Say that parameters are whole along dp_shard, and take its padding off."""
+    """Constrain shards of parameters to full ones, and remove the padding."""
+    # XLA all-gathers over dp_shard.
     gathered = lax.with_sharding_constraint(params, specs(placements, sharded=False))
     return unpad(gathered, placements)
 
 
 def gather_layers(hooks: Hooks, placements: Any, layout: Layout) -> None:
-    """Stage 3: every scanned block wants its own parameters whole."""
+    """Stage 3: each scanned block gathers its own parameters, in forward and again in backward."""
     placements = drop_layer_dim(placements)
-    in_front = (PP,) if layout.pp > 1 else ()  # `vmap` over stages adds it to what a block says
-    leaves = jax.tree.leaves(specs(placements, sharded=False))
-    gathered = {_split_dims((*in_front, *spec)) for spec in leaves}
+    # A remat policy receives operations, not names: a constraint to one of these specs is a gather.
+    stage_dim = (PP,) if layout.pp > 1 else ()  # `vmap` over stages adds it to each constraint of a block
+    full_specs = {
+        _split_dims((*stage_dim, *spec)) for spec in jax.tree.leaves(specs(placements, sharded=False))
+    }
 
     def is_gather(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
-        return (
-            primitive.name == "sharding_constraint" and _split_dims(parameters["sharding"].spec) in gathered
-        )
+        is_constraint = primitive.name == "sharding_constraint"
+        return is_constraint and _split_dims(parameters["sharding"].spec) in full_specs
 
+    # Forward gathers a layer when the scan reaches it. Backward reaches the layers in reverse order.
     hooks.gather_layer = lambda shards, x_BTC: gather(shards, placements)
     hooks.is_gather, hooks.keep_gathered = is_gather, not layout.reshard_after_forward
 
 
 def gather_first(loss: Loss, placements: Any, *, layers_too: bool = False) -> Loss:
-    """The loss over shards: all but the blocks, or with `layers_too` all, is gathered up front, and kept."""
+    """A loss of shards that gathers embeddings and last norm first; with `layers_too` also the blocks.
+
+    These parameters stay in memory until backward is done.
+    """
 
     def gathering(params: Any, batch: Any) -> tuple[jax.Array, Routing]:
+        # One all-gather for each parameter outside the blocks.
         params = {**params, **gather(without_layers(params), without_layers(placements))}
         if layers_too:
+            # One all-gather for the whole stack, before any loop.
             params[STACKED] = _gather_before_loop(params[STACKED], placements[STACKED])
         return loss(params, batch)
 
@@ -66,9 +77,10 @@ def gather_first(loss: Loss, placements: Any, *, layers_too: bool = False) -> Lo
 
 
 def _gather_before_loop(params: Any, placements: Any) -> Any:
-    """`gather`, for a loop that accumulates gradients: these are split again.
+    """As `gather`, but the gradient is constrained to shards.
 
-    The derivative of saying "whole" says it of the gradient, too, which would accumulate whole.
+    The derivative of a constraint applies the same constraint to the gradient. A loop would then accumulate
+    full gradients.
     """
 
     @jax.custom_vjp
@@ -83,7 +95,7 @@ def _gather_before_loop(params: Any, placements: Any) -> Any:
 
 
 def _split_dims(spec: Iterable[Any]) -> tuple[Any, ...]:
-    """A PartitionSpec without the dims at its end that are not split: these go without saying."""
+    """Entries of a PartitionSpec without the trailing None, which JAX may add or omit."""
     dims = tuple(spec)
     while dims and dims[-1] is None:
         dims = dims[:-1]

@@ -1,11 +1,14 @@
-"""Pipeline parallelism by the compiler: stages are a dim of the arrays, and a roll along it is the network.
+"""Pipeline parallelism by the compiler: stages are a dim of the arrays, and a roll along it moves data.
 
-    layers [S@pp, ...], x [S@pp, ...]    constrained: pp splits the dim of stages
-    a tick                               one function, `vmap`ped over the stages; nothing is sent
-    the shift                            a roll by one stage; XLA makes a collective permute of it
-    embedding, norm, head                on every stage, for its share of the microbatches
+    array or step               spec or code                communication that XLA inserts
+    layers and state            [S@pp, ...]                 none
+    a tick                      `vmap` over the S stages    none: each device computes its stage
+    the shift after a tick      a roll of S by one          a collective permute to the next device
+    embedding, norm and head    on every stage              none in forward: each computes a share of the microbatches
 
-The loop over ticks is `jaxpar.tick_loop`, which jax-explicit runs, too; its legend holds here.
+Backward adds the gradients of embedding, norm and head over pp, since all stages use these parameters.
+
+`jaxpar.tick_loop` has the loop over ticks, which jax-explicit shares, and the legend.
 """
 
 from functools import partial
@@ -25,16 +28,16 @@ AXIS = PP
 
 
 def pipelined(parts: PipelineParts, hooks: Hooks, *, stages: int, chunks: int = 1) -> Loss:
-    """The loss of a pipeline, as `tick_loop.pipelined`."""
+    """Mean loss over the microbatches of a batch (M, b, ...); see `tick_loop.pipelined`."""
     return tick_loop.pipelined(
         parts,
         hooks,
         stages=stages,
         chunks=chunks,
-        # Adds pp to each sharding constraint inside, for the dim of stages.
+        # spmd_axis_name adds pp to each constraint inside, for the dim of stages.
         over_stages=partial(jax.vmap, spmd_axis_name=AXIS),
         place=split_stages,
-        # XLA sends each entry to the next device.
+        # A collective permute: each device sends its state to the next one, between two ticks.
         roll=partial(jnp.roll, axis=0),
     )
 

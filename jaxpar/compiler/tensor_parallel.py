@@ -1,10 +1,17 @@
-"""Tensor parallelism by the compiler: one table says which dims are split, and XLA does Megatron's split.
+"""Tensor parallelism by the compiler: constrain both ends of a split region; XLA does Megatron's split.
 
-The parameters' placement follows from the table of axes (`compare.spec.axes`). Beyond it the code says where
-activations live at both ends of a region of split work; docs/compilers.md says what XLA does without these
-lines. It also says that padded logits do not count, where the vocabulary does not divide.
+    region       input        split inside            output       communication that XLA inserts
+    attention    (B, T, C)    heads                   (B, T, C)    all-reduce after `out`
+    MLP          (B, T, C)    inner features          (B, T, C)    all-reduce after `down`
+    head         (B, T, C)    vocabulary of logits    loss         all-reduces of (B, T)
 
-Legend: B batch, T position, C n_embd, V vocabulary.
+Backward all-reduces the gradient at the input of each region. With sequence parallelism T of (B, T, C) is
+split between regions. XLA then gathers T before a region and reduce-scatters it after the region.
+
+The table of axes (`compare.spec.axes`) places the parameters. This file constrains the activations alone.
+
+Legend: B batch, T position, C n_embd, V vocabulary, H heads, K heads of keys, G queries of one key, D
+head_dim, E experts.
 """
 
 from functools import partial
@@ -21,15 +28,15 @@ from jaxpar.functional import cross_entropy
 from jaxpar.hooks import Hooks
 
 AXIS = TP
-B = P.UNCONSTRAINED  # the batch is data parallelism's affair
+B = P.UNCONSTRAINED  # data parallelism splits the batch
 POSITION_DIM, HIDDEN_DIM, INNER_DIM = 1, 2, -1
-"""Of (B, T, C); of the heads' (B, T, H, D); of the MLP's (B, T, 4C), and of experts' (B, T, E, 4C)."""
+"""Split dims: T of (B, T, C); H of (B, T, H, D); the last dim of (B, T, 4C) or of experts (B, T, E, 4C)."""
 HEADS_DIM = 3
-"""Of q, k and v: (B, T, 3, H, D); of groups of queries it is the one before, (B, T, K, G + 2, D)."""
+"""H of the fused q, k and v (B, T, 3, H, D). Grouped queries split K of (B, T, K, G + 2, D) instead."""
 
 
 def split_layers(hooks: Hooks, experiment: Experiment) -> None:
-    """Constrain activations at both ends of a region of split work."""
+    """Set hooks that constrain activations at both ends of each split region."""
     between = POSITION_DIM if experiment.layout.sequence_parallel else None
     ends = (
         (hooks.qkv, None, HEADS_DIM if experiment.model.group == 1 else HEADS_DIM - 1),
@@ -38,19 +45,26 @@ def split_layers(hooks: Hooks, experiment: Experiment) -> None:
         (hooks.down, INNER_DIM, between),
     )
     for linear, of_input, of_output in ends:
+        # At qkv and up the input becomes full. Under sequence parallelism XLA all-gathers T for it. Backward
+        # all-reduces the gradient, or reduce-scatters T. At out and down nothing is sent.
         linear.before = partial(constrain, split=of_input)
-        linear.matmul = product  # dim by dim: merging a split dim with another would gather it
+        linear.matmul = product  # dim by dim: XLA would gather a split dim that is merged with another
+        # At out and down each device has a partial sum. XLA all-reduces it, or reduce-scatters T. At qkv and
+        # up nothing is sent.
         linear.after = partial(constrain, split=of_output)
+    # The router's weights and the input of the head: as the input of a region.
     hooks.before_mix = hooks.before_logits = constrain
+    # Each device looks up the tokens of its rows of the table. XLA adds the vectors by an all-reduce.
     hooks.after_embedding = partial(constrain, split=between)
-    hooks.vocabulary = jnp.arange
+    hooks.vocabulary = jnp.arange  # global ids: the model masks the logits of a padded vocabulary
+    # Logits stay split over V. XLA all-reduces the maximum, the sum and the target's logit, each (B, T).
     hooks.cross_entropy = lambda logits_BTV, targets_BT: cross_entropy(
         constrain(logits_BTV, split=2), targets_BT
     )
 
 
 def constrain(x: jax.Array, *, split: int | None = None) -> jax.Array:
-    """Say that x (B, T, ...) is whole along tp, but for one dim, if any; cp splits T before that."""
-    at = None if split is None else split % x.ndim
-    axes = [((CP,) if dim == POSITION_DIM else ()) + (AXIS,) * (dim == at) for dim in range(x.ndim)]
+    """Constrain x (B, T, ...): tp splits the dim `split`, or no dim if it is None; cp splits T first."""
+    split_dim = None if split is None else split % x.ndim
+    axes = [((CP,) if dim == POSITION_DIM else ()) + (AXIS,) * (dim == split_dim) for dim in range(x.ndim)]
     return lax.with_sharding_constraint(x, P(B, *axes[1:]))
