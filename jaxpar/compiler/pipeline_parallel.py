@@ -4,7 +4,7 @@
     layers and state            [S@pp, ...]                 none
     a tick                      `vmap` over the S stages    none: each device computes its stage
     the shift after a tick      a roll of S by one          a collective permute to the next device
-    embedding, norm and head    on every stage              none in forward: each computes a share of the microbatches
+    embedding, norm and head    on every stage              none in forward: each has some microbatches
 
 Backward adds the gradients of embedding, norm and head over pp, since all stages use these parameters.
 
