@@ -1,18 +1,20 @@
-"""Expert parallelism by hand: each device of ep has some of every layer's experts, and tokens go to them.
+"""Expert parallelism by hand: each device of ep has some of each layer's experts, and tokens travel to them.
 
-    dispatch    all_to_all    a token goes to each device that has experts of its choice, with their weights
-    compute     -             the experts here, on the tokens of all devices
-    combine     all_to_all    their weighted sum goes back, and is added to that of the other devices
+    step        communication    arrays
+    dispatch    all-to-all       tokens and routing weights, to each device with an expert of the token
+    compute     none             local experts, on the tokens of all devices of ep
+    combine     all-to-all       weighted outputs, back to the device of the token, which adds them
 
-An all_to_all is its own transpose: backward combines, then dispatches. So the gradient of an expert is a sum
-over the rows of all of ep: it is reduced over the other axes of data, and its mean divides it by all of them.
+The transpose of an all-to-all is an all-to-all in the opposite direction, so autodiff writes backward. The
+gradient of an expert is therefore a sum over the rows of all of ep. It is reduced over the other data axes
+alone, and divided by the size of all data axes.
 
-How many tokens a device gets is data, and shapes are not: `ragged_all_to_all`, which would send k of n parts
-or fewer, XLA has on GPUs and TPUs alone. Here a device has room for all tokens of each other one, and zeros
-lie where a token stays away: nothing is dropped, and what is sent does not depend on the router.
+Shapes are static, and the number of tokens for a device depends on data. A device has room for all tokens of
+each other device, and unsent tokens are zeros. No token is dropped, and the bytes do not depend on the
+router. `ragged_all_to_all` would send the chosen tokens alone, on GPUs and TPUs only.
 
-Legend: n devices of ep, N tokens of this device, E experts, C embedding.
-Sources: GShard (arXiv 2006.16668); a token once to each device: DeepSeek-V3 (2412.19437, section 3.2.2).
+Legend: n devices of ep, B batch, T position, N = B T local tokens, E experts, C n_embd.
+Sources: GShard (arXiv 2006.16668); one copy for each device: DeepSeek-V3 (2412.19437, section 3.2.2).
 """
 
 from functools import partial
@@ -34,26 +36,31 @@ exchange = partial(collectives.all_to_all, axis=AXIS, split=0, joined=0, purpose
 
 
 def strategy(experiment: Experiment, placements: Any, hooks: Hooks) -> Strategy:
-    """Tokens go to their experts; the load-balance loss is of the tokens of all devices."""
+    """Send tokens to their experts; compute the load-balance loss over the tokens of all devices."""
     layout = experiment.layout
     if not experiment.model.n_experts:
         return Strategy()
 
     if layout.ep > 1:
-        hooks.experts = at_their_experts
-    tokens = (*DATA, TP) if layout.sequence_parallel else DATA  # the axes whose devices have others
+        hooks.experts = dispatch_compute_combine
+    tokens = (*DATA, TP) if layout.sequence_parallel else DATA  # axes whose devices have different tokens
+    # All-reduce the counts of chosen experts for the load-balance loss.
     hooks.sum_counts = partial(collectives.all_reduce, axis=tokens, purpose=ROUTING)
     if layout.sequence_parallel:
+        # Each device of tp routes some positions: all-reduce the mean probabilities.
         hooks.mean_probability = lambda p_LE: (
             collectives.all_reduce(p_LE, TP, purpose=LOSS) / collectives.axis_size(TP)
         )
     return Strategy()
 
 
-def at_their_experts(experts: Experts, x_BTC: jax.Array, weights_BTE: jax.Array) -> jax.Array:
-    """The weighted sum (B, T, C) of all experts' outputs, from the devices that have them."""
+def dispatch_compute_combine(experts: Experts, x_BTC: jax.Array, weights_BTE: jax.Array) -> jax.Array:
+    """Weighted sum (B, T, C) of the outputs of all experts, which are on the devices of ep."""
     x_NC = x_BTC.reshape(-1, x_BTC.shape[-1]).astype(experts.up.compute)
     weights_nNE = weights_BTE.reshape(len(x_NC), collectives.axis_size(AXIS), -1).swapaxes(0, 1)
+    # One copy of a token for each device; zeros where the token chose no expert of that device.
     x_nNC = jnp.where((weights_nNE > 0).any(axis=-1, keepdims=True), x_NC, 0)
+    # Dispatch: two all-to-alls, of tokens and of weights. Then the local experts compute.
     y_nNC = experts.mix(exchange(x_nNC), exchange(weights_nNE))
+    # Combine: one all-to-all returns the outputs, one for each device. Their sum is the result.
     return exchange(y_nNC).astype(x_BTC.dtype).sum(axis=0).reshape(x_BTC.shape)

@@ -1,23 +1,29 @@
 """Tensor parallelism by hand: Megatron's split of heads, MLP and vocabulary.
 
-A region of split work begins with f and ends with g, which are each other's transposes:
+    module                 on each device                      communication
+    qkv, up                some heads, some inner features     f before
+    out, down              the inputs that match them          g after
+    experts                some inner features of each         f before, g after
+    embedding              some rows of the vocabulary         g after
+    head and loss          logits of these rows                f before, three all-reduces in the loss
+    norms, other biases    all parameters                      none; with sequence parallelism once a step
 
-                         f: copy_to_region                   g: reduce_from_region
-    tp                   mark varying (all_reduce)           all_reduce (mark varying)
+                                   forward                      backward
+    copy_to_region             f   identity (marks varying)     all-reduce
+    reduce_from_region         g   all-reduce                   identity (marks varying)
+    all_gather_to_region       f   all-gather of T              reduce-scatter of T     sequence parallel
+    reduce_scatter_from_region g   reduce-scatter of T          all-gather of T         sequence parallel
 
-                         all_gather_to_region                reduce_scatter_from_region
-    sequence parallel    all_gather T (reduce_scatter T)     reduce_scatter T (all_gather T)
+Each function is one collective, and autodiff writes its transpose. A layer has two regions, attention and
+MLP. q, k and v are one product, so f costs one all-reduce in backward and not three.
 
-Backward is in brackets. A layer has two regions, attention and MLP. The embedding needs g alone; the head
-needs f alone, as its logits stay split, and the loss is computed on them as they are. q, k and v are one
-product, so that f costs one reduction in backward, and not three.
+Outside the regions arrays and gradients are equal on all devices of tp. Under sequence parallelism each
+device has some positions there. Gradients of norms, row biases and position vectors are then partial sums,
+and are all-reduced once a step.
 
-Outside the regions everything is equal on all devices of tp, gradients too, but under sequence parallelism,
-where each device normalises its own positions: gradients of LayerNorms, row biases and positions are partial,
-and are summed once a step. Sources: Shoeybi, arXiv 1909.08053; Korthikanti, arXiv 2205.05198.
-
-Legend: B batch, T position (T/t between the regions under sequence parallelism), C n_embd, V this device's
-part of the vocabulary, t the degree of tp.
+Legend: B batch, T position (T/t between regions under sequence parallelism), C n_embd, V local part of the
+vocabulary, t degree of tp.
+Sources: Megatron-LM (arXiv 1909.08053), sequence parallelism (arXiv 2205.05198).
 """
 
 from functools import partial
@@ -40,16 +46,19 @@ POSITION_DIM = 1
 
 
 def strategy(experiment: Experiment, placements: Any, hooks: Hooks) -> Strategy:
-    """The model's linear maps, embedding and loss work on this device's part."""
+    """Set f and g around the split regions, and the split embedding and loss."""
     sequence_parallel = experiment.layout.sequence_parallel
     if experiment.layout.tp == 1:
         return Strategy()
 
     f = all_gather_to_region if sequence_parallel else copy_to_region
     g = reduce_scatter_from_region if sequence_parallel else reduce_from_region
-    hooks.qkv.before = hooks.up.before = f  # column-parallel: outputs are split, and so is the bias
-    hooks.before_mix = f  # each device has a part of the sums whose terms they are
-    hooks.out.after = hooks.down.after = g  # row-parallel: inputs are split; the bias is added once
+    # Column-parallel, outputs and bias are split. f sends in backward; with sequence parallelism also in forward.
+    hooks.qkv.before = hooks.up.before = f
+    hooks.before_mix = f  # routing weights enter the region of the experts
+    # Row-parallel, inputs are split. g adds the partial sums in forward; then the bias is added once.
+    hooks.out.after = hooks.down.after = g
+    # The table is split over its rows: g adds the looked-up vectors, and f precedes the split logits.
     hooks.look_up, hooks.before_logits = partial(rows_of, g=g), f
     if sequence_parallel:
         hooks.slice_positions = partial(collectives.own_shard, axis=AXIS, dim=0)
@@ -57,6 +66,7 @@ def strategy(experiment: Experiment, placements: Any, hooks: Hooks) -> Strategy:
     split_rows(hooks, sequence_parallel=sequence_parallel)
     if not sequence_parallel:
         return Strategy()
+    # Marked varying, these gradients stay local in backward. One all-reduce each adds them once a step.
     mark_varying = partial(collectives.to_varying, axis=AXIS)
     total = partial(collectives.all_reduce, axis=AXIS, purpose=REPLICATED_GRADIENTS)
     return Strategy(
@@ -66,7 +76,7 @@ def strategy(experiment: Experiment, placements: Any, hooks: Hooks) -> Strategy:
 
 
 def split_rows(hooks: Hooks, *, sequence_parallel: bool) -> None:
-    """Give dropout the heads of this device, and its positions."""
+    """Set the global indices of local heads and positions; dropout draws its bits by them."""
     hooks.heads = partial(collectives.own_places, axis=AXIS, of=hooks.heads)
     if sequence_parallel:
         hooks.stream_positions = partial(collectives.own_places, axis=AXIS, of=hooks.stream_positions)
@@ -93,13 +103,14 @@ def reduce_scatter_from_region(partial_BTC: jax.Array) -> jax.Array:
 
 
 def rows_of(table_VC: jax.Array, tokens_BT: jax.Array, *, g: Hook) -> jax.Array:
-    """Each device looks up the tokens whose rows it has: (B, T, C)."""
+    """Vectors (B, T, C) of tokens; each device looks up the tokens of its rows."""
     row_BT, mine_BT = own_rows(tokens_BT, len(table_VC))
+    # Other devices contribute zeros. g adds the vectors of all devices.
     return g(jnp.where(mine_BT[..., None], table_VC[row_BT], 0))
 
 
 def own_rows(tokens_BT: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Rows of tokens in this device's `rows` of the vocabulary, and whether they are there at all."""
+    """Local row of each token, clipped to the `rows` of this device, and whether the token is local."""
     row_BT = tokens_BT - lax.axis_index(AXIS) * rows
     return jnp.clip(row_BT, 0, rows - 1), (row_BT >= 0) & (row_BT < rows)
 
@@ -110,15 +121,18 @@ def token_ids(count: int) -> jax.Array:
 
 
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    """Mean cross-entropy in nats of split logits: three all-reduces of (B, T).
+    """Mean cross-entropy in nats of split logits (B, T, V), by three all-reduces of (B, T).
 
     Targets are ids in the full vocabulary.
     """
     logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
+    # All-reduce the maximum. The softmax does not depend on it, so it has no gradient.
     top_BT = collectives.all_reduce_max(lax.stop_gradient(logits_BTV).max(-1), AXIS, purpose=LOSS)
     own_BT = jnp.exp(logits_BTV - top_BT[..., None]).sum(-1)
+    # All-reduce the denominator.
     total_BT = collectives.all_reduce(own_BT, AXIS, purpose=LOSS)
     row_BT, mine_BT = own_rows(targets_BT, logits_BTV.shape[-1])
     picked_BT = jnp.take_along_axis(logits_BTV, row_BT[..., None], axis=-1)[..., 0]
+    # All-reduce the logit of the target. One device has it, and the others contribute zero.
     target_BT = collectives.all_reduce(jnp.where(mine_BT, picked_BT, 0), AXIS, purpose=LOSS)
     return (jnp.log(total_BT) + top_BT - target_BT).mean()
