@@ -53,10 +53,10 @@ def strategy(experiment: Experiment, placements: Any, hooks: Hooks) -> Strategy:
 
     f = all_gather_to_region if sequence_parallel else copy_to_region
     g = reduce_scatter_from_region if sequence_parallel else reduce_from_region
-    # Column-parallel, outputs and bias are split. f sends in backward; with sequence parallelism also in forward.
+    # Column-parallel: outputs and bias are split. f sends in backward (sequence parallel: also in forward).
     hooks.qkv.before = hooks.up.before = f
     hooks.before_mix = f  # routing weights enter the region of the experts
-    # Row-parallel, inputs are split. g adds the partial sums in forward; then the bias is added once.
+    # Row-parallel: inputs are split. g adds the partial sums in forward; then the bias is added once.
     hooks.out.after = hooks.down.after = g
     # The table is split over its rows: g adds the looked-up vectors, and f precedes the split logits.
     hooks.look_up, hooks.before_logits = partial(rows_of, g=g), f
