@@ -1,14 +1,15 @@
-"""Operations whose derivatives are written out, because autodiff's are slow programs on a CPU.
+"""Operations with hand-written derivatives, because XLA runs autodiff's slowly on a CPU.
 
-They compute what the plain ones compute. What JAX would make of the plain ones, and what it costs:
+    operation                  derivative by autodiff                    derivative here
+    product with a weight      g^T x, then a transpose. XLA copies       the smaller of x and g is the left
+                               the left factor in transposed order.      factor
+    scores of attention        the gradient has the softmax's dtype:     the gradient has the dtype of q:
+                               two float32 products                      two 16-bit products
+    GELU                       two branches of erfc                      one erf
 
-    the gradient of a weight    the product g^T x, then transposed. XLA's matrix product on a CPU writes its
-                                left factor anew, transposed, with long strides, and computes it on the way
-                                if it can (GELU's derivative): here the smaller of x and g is on the left.
-    scores of attention         a gradient in the softmax's dtype: for 16 bits two products in 32.
-    GELU                        two branches of erfc, and their derivatives; written out it is one erf.
+Results are equal to autodiff's up to rounding.
 
-Legend: I the contracted dims, O the dims that replace them; B batch, T and S position, H heads, D head_dim.
+Legend: I contracted dims, O dims that replace them, B batch, T and S position, H heads, D head_dim.
 """
 
 import math
@@ -23,10 +24,10 @@ from jax.typing import DTypeLike
 def _product(
     x: jax.Array, weight: jax.Array, contracted: int, out_sharding: PartitionSpec | None = None
 ) -> jax.Array:
-    """x (..., I) with its last `contracted` dims summed against the first ones of weight (I, O): (..., O).
+    """Sum the last `contracted` dims of x (..., I) against the first of weight (I, O): (..., O).
 
-    Differentiable in reverse mode only, as every custom_vjp. `out_sharding` is as of `jnp.tensordot`: where
-    arrays' types say where they live, and so do their gradients.
+    Differentiable in reverse mode only, as every custom_vjp. `out_sharding` is the argument of
+    `jnp.tensordot`, for arrays with explicit shardings.
     """
     return jnp.tensordot(x, weight, contracted, out_sharding=out_sharding)
 
@@ -52,12 +53,12 @@ def _product_backward(
     return of_x, jnp.moveaxis(of_weight_OI, range(-contracted, 0), range(contracted))
 
 
-# Remat policies see the product itself: they take a function with a derivative of its own for no product.
+# The lambda exposes the product to remat policies, which do not look inside a custom_vjp.
 product.defvjp(lambda x, weight, *how: (_product(x, weight, *how), (x, weight)), _product_backward)
 
 
 def multiply_matrices(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
-    """`product` as one of two matrices: `contracted` dims of I are merged, and so are those of O."""
+    """As `product`, by one product of two matrices: the dims I are merged, and the dims O, too."""
     inputs, outputs = weight.shape[:contracted], weight.shape[contracted:]
     batch = x.shape[: x.ndim - contracted]
     x_I = x.reshape(*batch, math.prod(inputs))
@@ -66,10 +67,10 @@ def multiply_matrices(x: jax.Array, weight: jax.Array, contracted: int) -> jax.A
 
 
 def type_of_gradient(x: jax.Array) -> NamedSharding | None:
-    """Where a gradient lives, as the type of what it is of says; None where types say nothing.
+    """Sharding of the gradient of x, or None if the mesh has no explicit axes.
 
-    That of what is reduced is a sum to be made, and the other way round ("Autodiff and sharding" in JAX's
-    documentation). Types speak of explicit axes alone.
+    The gradient of a `reduced` array is `unreduced`, and vice versa ("Autodiff and sharding" in JAX's
+    documentation).
     """
     sharding = jax.typeof(x).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
@@ -81,7 +82,7 @@ def type_of_gradient(x: jax.Array) -> NamedSharding | None:
 
 
 def _scores(q_BHTD: jax.Array, k_BHSD: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """q k, (B, H, T, S) in this dtype. Backward rounds its gradient to that of q, for products in 16 bits."""
+    """q k (B, H, T, S) in `dtype`. Backward rounds its gradient to the dtype of q, for 16-bit products."""
     return jnp.einsum("BHTD,BHSD->BHTS", q_BHTD, k_BHSD, preferred_element_type=dtype)
 
 

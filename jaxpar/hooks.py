@@ -47,7 +47,8 @@ class LinearHooks:
 class Hooks:
     """Functions that the model calls; see the module."""
 
-    # A block's four linear maps: x -> q, k, v -> x -> hidden -> x. With experts up and down are those of all.
+    # A block's four linear maps: x -> q, k, v -> x -> hidden -> x. With experts, up and down act on all
+    # experts.
     qkv: LinearHooks = field(default_factory=LinearHooks)
     out: LinearHooks = field(default_factory=LinearHooks)
     up: LinearHooks = field(default_factory=LinearHooks)
@@ -68,7 +69,7 @@ class Hooks:
     look_up: Callable[[jax.Array, jax.Array], jax.Array] = operator.getitem
     """(table of tokens (V, C), tokens (B, T)) -> (B, T, C)."""
     slice_positions: Hook = identity
-    """The vectors (T, C) of the positions, before they are added to those of the tokens."""
+    """Vectors (T, C) of the positions, before they are added to the vectors of the tokens."""
     after_embedding: Hook = identity
     before_logits: Hook = identity
     vocabulary: Indices | None = None
@@ -90,4 +91,4 @@ class Hooks:
     remat: Remat = "none"
     is_gather: IsGather | None = None
     keep_gathered: bool = False
-    """As of `remat.apply_remat`, for a layer of the scan."""
+    """Arguments of `remat.apply_remat`, for a layer of the scan."""

@@ -1,6 +1,6 @@
-"""What a block has behind its attention: nanoGPT's MLP, or experts, among which a router chooses.
+"""The second half of a block: nanoGPT's MLP, or experts with a router.
 
-B batch, T position, C n_embd, M features inside of an MLP, L layers, E experts, of which a token has k.
+B batch, T position, C n_embd, M inner features of an MLP, L layers, E experts, k chosen experts of a token.
 """
 
 from typing import Any, NamedTuple
@@ -19,11 +19,11 @@ from jaxpar.hooks import Hooks
 from jaxpar.linear import Dtypes, Linear
 
 EXPERTS = "experts"
-"""The scope of what experts compute, and of where tokens go for it."""
+"""Name scope of the experts: the exchange of tokens and the computation."""
 
 
 class MLP(nnx.Module):
-    """Up to M, an activation, down to C."""
+    """Linear map from C to M, activation, linear map from M to C."""
 
     def __init__(self, config: Model, dtypes: Dtypes, hooks: Hooks):
         width, hidden = (config.n_embd,), (MLP_RATIO * config.n_embd,)
@@ -65,10 +65,11 @@ class UpToEach(Linear):
 
 
 class Experts(nnx.Module):
-    """MLPs of which a router chooses k for each token: those of the largest logits, of equal ones the first.
+    """MLPs, of which a router chooses the k with the largest logits for each token.
 
-    Every expert computes every token, and weighs 0 where it was not chosen: so shapes do not depend on data,
-    at E / k times the work. XLA on a CPU makes as much of `lax.ragged_dot`.
+    Among equal logits the router prefers the lower expert id. Each expert computes each token, with weight 0
+    if it was not chosen. So shapes are static, at E / k times the work. `lax.ragged_dot` costs the same on a
+    CPU.
     """
 
     def __init__(self, config: Model, dtypes: Dtypes, hooks: Hooks):
@@ -84,7 +85,7 @@ class Experts(nnx.Module):
     def __call__(self, x_BTC: jax.Array, noise: Noise | None = None) -> tuple[jax.Array, RouterOutput]:
         with jax.named_scope(f"{KEEPS}router"):
             logits_BTE = self.router(x_BTC)
-        # Not `lax.top_k`: XLA does not divide what it makes of it, and gathers the whole batch.
+        # Not `lax.top_k`: XLA does not partition it and would gather the logits of the whole batch.
         ranked_BTE = jnp.argsort(lax.stop_gradient(-logits_BTE), axis=-1).astype(jnp.int32)
         chosen_BTk = jnp.sort(ranked_BTE[..., : self.chosen], axis=-1)
         is_chosen_BTE = (chosen_BTk[..., None] == jnp.arange(logits_BTE.shape[-1])).any(axis=-2)
@@ -96,10 +97,10 @@ class Experts(nnx.Module):
         return self.dropout(y_BTC, noise), RouterOutput(probability_E, count_E, chosen_BTk)
 
     def weights(self, logits_BTE: jax.Array, is_chosen_BTE: jax.Array) -> jax.Array:
-        """A softmax over the logits of the chosen; 0 for the others."""
+        """Softmax (B, T, E) over the logits of the chosen experts; 0 for all other experts."""
         return jax.nn.softmax(jnp.where(is_chosen_BTE, logits_BTE, -jnp.inf), axis=-1)
 
     def mix(self, x: jax.Array, weights: jax.Array) -> jax.Array:
-        """The sum of all experts' outputs on x (.., C), times their weights (.., E): (.., C)."""
+        """Sum (.., C) of the outputs of all experts on x (.., C), times the weights (.., E)."""
         hidden = self.activation(self.up(x))  # (.., E, M)
         return self.down(hidden * self.hooks.before_mix(weights)[..., None])

@@ -1,10 +1,10 @@
-"""nanoGPT in flax.nnx, for one device: it knows nothing of meshes, ranks or collectives.
+"""nanoGPT in flax.nnx, for one device. A parallelism strategy changes it by the hooks (`jaxpar.hooks`) alone.
 
-Blocks are stacked along a leading layer dim and scanned: one block is compiled once, and backward can compute
-its activations anew. Tensor parallelism sets the hooks of `Linear` and `Embedding`.
+Blocks are stacked along a leading layer dim and scanned, so XLA compiles one block. Backward can recompute
+the activations of a block (`jaxpar.remat`).
 
-Legend: B batch, T and S position, C n_embd, H heads, K of them of keys and values, D head_dim = C/H, V
-vocabulary; L layers.
+Legend: B batch, T and S position, C n_embd, H heads, K heads of keys and values, D head_dim = C/H, V
+vocabulary, L layers.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from jaxpar.mlp import MLP, Experts, RouterOutput, Routing
 from jaxpar.remat import apply_remat
 
 HEAD = "head_loss"
-"""The scope, in the compiled program, of what makes logits and the loss of them."""
+"""Name scope of the logits and the loss in the compiled program."""
 
 
 def norm(config: Model, dtypes: Dtypes) -> nnx.LayerNorm | nnx.RMSNorm:
@@ -89,7 +89,7 @@ class Block(nnx.Module):
 
 @jax.named_scope(f"{KEEPS}residual")
 def add(x_BTC: jax.Array, y_BTC: jax.Array) -> jax.Array:
-    """The residual stream, and what a branch adds to it."""
+    """Add the output y of a branch to the residual stream x."""
     return x_BTC + y_BTC
 
 
@@ -111,7 +111,7 @@ class Embedding(nnx.Module):
         return self.hooks.after_embedding(x_BTC)
 
     def logits(self, x_BTC: jax.Array) -> jax.Array:
-        """Logits (B, T, V) of any positions, given x after the hook `before_logits`."""
+        """Logits (B, T, V), given x after the hook `before_logits`."""
         logits_BTV = jnp.einsum(
             "BTC,VC->BTV", x_BTC.astype(self.compute), self.token[...].astype(self.compute)
         )
@@ -133,7 +133,7 @@ class GPT(nnx.Module):
         self.dropout = Dropout(config.dropout, DropoutSite.EMBEDDING, positions=hooks.stream_positions)
 
     def __call__(self, tokens_BT: jax.Array, keys_B2: jax.Array | None = None) -> jax.Array:
-        """Logits (B, T, V) in the compute dtype; without keys of the sequences nothing is dropped."""
+        """Logits (B, T, V) in the compute dtype; without `keys_B2` nothing is dropped."""
         return self.logits(self.layers(self.embed(tokens_BT, keys_B2), keys_B2)[0])
 
     def embed(self, tokens_BT: jax.Array, keys_B2: jax.Array | None = None) -> jax.Array:
@@ -143,7 +143,7 @@ class GPT(nnx.Module):
     def layers(
         self, x_BTC: jax.Array, keys_B2: jax.Array | None = None, first: ArrayLike = 0
     ) -> tuple[jax.Array, RouterOutput | None]:
-        """The residual stream after all blocks; `first` is the number of the first of them."""
+        """The residual stream after all blocks; `first` is the index of the first block."""
         hooks, (graph, layers) = self.hooks, nnx.split(self.blocks)
 
         def apply_layer(x: tuple[jax.Array, Noise | None], layer: Any) -> tuple[Any, RouterOutput | None]:
@@ -160,8 +160,9 @@ class GPT(nnx.Module):
         return x_BTC, routing
 
     def balance(self, routing: RouterOutput) -> tuple[jax.Array, jax.Array]:
-        """The load-balance loss of all layers, alpha E sum_e f_e P_e of each; and how often each expert was
-        chosen in the batch of this pass, int32 (L, E), of which f_e is the share.
+        """Load-balance loss and int32 counts (L, E): how often the batch of this pass chose each expert.
+
+        The loss of a layer is alpha E sum_e f_e P_e, with f_e the share of expert e in the counts.
 
         Source: Switch Transformer (arXiv 2101.03961, section 2.2), with k choices.
         """
@@ -178,7 +179,7 @@ class GPT(nnx.Module):
     def head_loss(self, x_BTC: jax.Array, targets_BT: jax.Array) -> jax.Array:
         """Mean cross-entropy in nats of the targets, from the residual stream after all blocks.
 
-        Logits exist for one of `loss_chunks` equal parts of the positions at a time.
+        Logits exist for one of `loss_chunks` equal chunks of the positions at a time.
         """
         if self.loss_chunks == 1:
             return self.hooks.cross_entropy(self.logits(x_BTC), targets_BT)

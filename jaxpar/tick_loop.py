@@ -17,8 +17,8 @@ microbatches and computes the logits of a share.
 Sources: `spmd_pipeline` in JAX's shard_map notebook; GSPMD (arXiv 2105.04663, section 3.3); the order of
 chunks is Megatron-LM's (arXiv 2104.04473, section 2.2).
 
-Legend: A gradient accumulation, B batch, M microbatches, b sequences of one, S stages that run at a time, one
-on each rank of pp, N chunks of a rank, L layers of a chunk, K = M/S slots, rounded up, T position, C n_embd.
+Legend: A gradient accumulation, B batch, M microbatches, b sequences of a microbatch, T position, C n_embd. S
+stages, one on each rank of pp; N chunks of a rank, L layers of a chunk; K = M/S slots, rounded up.
 """
 
 from collections.abc import Callable
@@ -66,10 +66,11 @@ def pipelined(
     of any microbatch: an idle stage computes on one, and a NaN there would reach the gradients.
 
     Args:
-        over_stages: `vmap` over a leading dim S. place: splits the leading dim S of arrays over pp. roll:
-        roll(x_S, n) moves each entry by n stages. copy: gives each stage its copy of a batch, (S, M, ...).
-        Then the parameters outside the blocks have the
-            dim S, too. None: all stages share one.
+        over_stages: `vmap` over a leading dim S.
+        place: splits the leading dim S of arrays over pp.
+        roll: roll(x_S, n) moves each entry by n stages.
+        copy: gives each stage a copy of the batch, (S, M, ...). The parameters outside the blocks then have the
+            dim S, too. With None all stages share one batch.
     """
 
     def loss(params: Any, batch: Any) -> tuple[jax.Array, Routing]:
@@ -125,8 +126,8 @@ def spmd_pipeline(
         starts_S = (stage_S == 0) & (tick // stages % chunks == 0)
         starts_S = starts_S.reshape(-1, *(1,) * (state_S.ndim - 1))
         state_S, slot_S = jnp.where(starts_S, slot_S, state_S), jnp.where(starts_S, state_S, slot_S)
-        # Send the slot one stage back: stage 0 needs that of stage 1 at the next tick. S rolls without a
-        # start between them leave it as it is.
+        # Send the slot one stage back: stage 0 reads the slot of stage 1 at the next tick. After S rolls
+        # without a start each slot is back at its stage.
         waiting_SK = lax.dynamic_update_index_in_dim(waiting_SK, shift(roll, slot_S, -1), slot, axis=1)
         return place(state_S), place(waiting_SK)
 
@@ -199,7 +200,8 @@ def run_chunk(
 ) -> jax.Array:
     """The blocks of one chunk, out of (N, L, ...), on x (b, T, C).
 
-    A chunk that is picked out of several, or gathered by ZeRO, exists for one tick: backward makes it again.
+    A chunk that is picked from several, or gathered by ZeRO, exists for one tick. Backward picks or gathers
+    it again.
     """
     chunks, layers_of_chunk = jax.tree.leaves(params[STACKED])[0].shape[:2]
 
@@ -210,8 +212,8 @@ def run_chunk(
     if chunks == 1 and hooks.is_gather is None:
         return run(jax.tree.map(lambda w_N: w_N[0], params[STACKED]), x, task)
 
-    # A single chunk that is gathered is picked, too: JAX hoists what is equal at every tick out of the loop,
-    # and would gather all layers of a stage before the first tick.
+    # A single gathered chunk is picked, too. Otherwise JAX hoists its gather out of the loop, and all layers
+    # of a stage are full before the first tick.
     def pick_and_run(layers_N: Any, x: jax.Array, task: StageTask) -> jax.Array:
         pick = partial(lax.dynamic_index_in_dim, index=task.chunk, keepdims=False)
         return run(jax.tree.map(pick, layers_N), x, task)

@@ -1,6 +1,14 @@
-"""Collectives of jax-manual, along a mesh axis: thin names over `jax.lax`, which can be swapped at once.
+"""Collectives along a mesh axis, for jax-manual: thin functions over `jax.lax`.
 
-Each has its purpose in a named scope, which the ledger reads.
+    function          sends                 transpose
+    all_reduce        all-reduce            to_varying
+    to_varying        nothing               all_reduce
+    all_gather        all-gather            reduce_scatter
+    reduce_scatter    reduce-scatter        all_gather
+    all_to_all        all-to-all            all_to_all
+    shift             collective permute    shift the other way
+
+Each call names its purpose in a named scope, from which the ledger reads it.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,39 +23,40 @@ from jax.custom_batching import custom_vmap
 
 from compare.contract.communication import ROUTING
 
-# XLA merges small all-reduces into one (the combiner), which is not what a hand-written schedule asked for.
-# On a CPU (jax 0.10.2) 5 psums became 1, also behind lax.optimization_barrier; with this option there are 5.
+# XLA's combiner merges small all-reduces, also behind `lax.optimization_barrier`. A hand-written schedule of
+# messages needs them apart.
 KEEP_COLLECTIVES_APART = {
     "xla_disable_hlo_passes": "cpu-all-reduce-combiner,gpu-all-reduce-combiner,all-reduce-combiner"
 }
 
-# The check of varying axes stays on: without it JAX transposes psum differently, and gradients come out too
-# large by the size of the axis while the loss is right.
+# Without check_vma JAX transposes psum differently: the loss is right, and gradients are too large by the
+# size of the axis.
 per_device: Callable[..., Any] = partial(jax.shard_map, check_vma=True)
 
 
 def ledger_scope(purpose: str, *, by_hand: bool = False) -> AbstractContextManager:
-    """A scope that gives the ledger the purpose of its collectives (`contract.communication`).
+    """Name scope of collectives with one purpose (`contract.communication`), for the ledger.
 
-    A collective in a backward `by_hand` has this purpose, and not that of its derivative.
+    `by_hand` marks a collective in a hand-written backward: the ledger then uses this purpose, not the
+    purpose of its derivative.
     """
     name = f"for_{purpose.replace(' ', '_')}" + "_by_hand" * by_hand
     return jax.named_scope(name) if purpose else nullcontext()
 
 
 def turns_scope(turns: Sequence[int], *, of: int) -> AbstractContextManager:
-    """A scope that gives the ledger the turns, of a loop around it, at which it is entered, by rank of pp."""
+    """Name scope: how many of the `of` iterations of the enclosing loop run its body, per rank of pp."""
     return jax.named_scope(f"runs_{'_'.join(map(str, turns))}_of_{of}")
 
 
 axis_size = lax.axis_size
 Axes = str | tuple[str, ...]
-"""One mesh axis, or several as one, the first outermost."""
+"""One mesh axis, or several that act as one axis, the first outermost."""
 
 
 def all_reduce(x: jax.Array, axis: Axes, *, purpose: str = "") -> jax.Array:
-    """Sum of x, any shape, over one or several mesh axes, on every device of them."""
-    # A sum over one device is nothing, and XLA on a CPU copies all of x for it.
+    """Sum of x, any shape, over one or several mesh axes, on each of their devices."""
+    # Skip axes of one device: XLA on a CPU would copy x.
     names = (axis,) if isinstance(axis, str) else axis
     axes = [name for name in names if axis_size(name) > 1 or name in jax.typeof(x).mat.varying]
     with ledger_scope(purpose):
@@ -55,15 +64,16 @@ def all_reduce(x: jax.Array, axis: Axes, *, purpose: str = "") -> jax.Array:
 
 
 def all_reduce_max(x: jax.Array, axis: str, *, purpose: str = "") -> jax.Array:
-    """Maximum of x, any shape, over a mesh axis, on every device of it. Not differentiable."""
+    """Maximum of x, any shape, over a mesh axis, on each of its devices. Not differentiable."""
     with ledger_scope(purpose):
         return lax.pmax(x, axis)
 
 
 def to_varying(tree: Any, axis: str | Sequence[str], *, purpose: str = "") -> Any:
-    """Mark values that are equal along an axis, or several, as each device's own. Its transpose: all-reduce.
+    """Mark arrays that are equal on all devices of the axes as varying. Its transpose: all-reduce.
 
-    Autodiff sums the gradient of an equal value where varying data use it; that of a marked one stays local.
+    Autodiff sums the gradient of an invarying array over devices. The gradient of a varying array stays
+    local.
     """
     axes = tuple(a for a in ((axis,) if isinstance(axis, str) else axis) if axis_size(a) > 1)
     if not axes:
@@ -73,34 +83,34 @@ def to_varying(tree: Any, axis: str | Sequence[str], *, purpose: str = "") -> An
 
 
 def all_gather(x: jax.Array, axis: Axes, *, dim: int, purpose: str = "", is_equal: bool = False) -> jax.Array:
-    """Shards joined at `dim`, (.., d, ..) -> (.., n d, ..), n devices. Its transpose: `reduce_scatter`.
+    """Full array of the shards of n devices, (.., d, ..) -> (.., n d, ..) at `dim`.
 
-    `is_equal` marks it as equal on all devices: for updated parameters.
+    `is_equal` marks the result as equal on all devices, for updated parameters.
     """
     with ledger_scope(purpose):
         return lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying" if is_equal else "varying")
 
 
 def reduce_scatter(x: jax.Array, axis: Axes, *, dim: int, purpose: str = "") -> jax.Array:
-    """This device's shard at `dim` of the sum over a mesh axis: (.., d, ..) -> (.., d / n, ..)."""
+    """Local shard at `dim` of the sum over n devices: (.., d, ..) -> (.., d / n, ..)."""
     with ledger_scope(purpose):
         return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
 
 def all_to_all(x: jax.Array, axis: Axes, *, split: int, joined: int, purpose: str = "") -> jax.Array:
-    """Each device's part of one dim for all of another: (.., s, .., j, ..) -> (.., s / n, .., n j, ..)."""
+    """Exchange dims over n devices, `split` for `joined`: (.., s, .., j, ..) -> (.., s / n, .., n j, ..)."""
     with ledger_scope(purpose):
         return lax.all_to_all(x, axis, split_axis=split, concat_axis=joined, tiled=True)
 
 
 def own_shard(x: jax.Array, axis: Axes, *, dim: int) -> jax.Array:
-    """This device's shard of a full array, (.., d, ..) -> (.., d / n, ..) at `dim`, without communication."""
+    """Local shard of a full array, (.., d, ..) -> (.., d / n, ..) at `dim`; nothing is sent."""
     size = x.shape[dim] // axis_size(axis)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)
 
 
 def own_places(count: int, axis: Axes, *, of: Callable[[int], Any]) -> jax.Array:
-    """The numbers of this device's `count` heads or positions: its shard of those `of` all along the axis."""
+    """Global indices (count,) of local heads or positions, from `of`, which maps a count to all indices."""
     return own_shard(jnp.asarray(of(count * axis_size(axis))), axis, dim=0)
 
 
@@ -116,7 +126,7 @@ def shift(x: jax.Array, axis: Axes, *, by: int = 1, purpose: str = "") -> jax.Ar
 
 @custom_vmap
 def sum_over_replicas(counts: jax.Array) -> jax.Array:
-    """Sum counts over the replicas of a `vmap`; outside of a `vmap` return them unchanged."""
+    """Sum counts over the replicas of a `vmap`; outside a `vmap` return them unchanged."""
     return counts
 
 
