@@ -69,8 +69,8 @@ def pipelined(
         over_stages: `vmap` over a leading dim S.
         place: splits the leading dim S of arrays over pp.
         roll: roll(x_S, n) moves each entry by n stages.
-        copy: gives each stage a copy of the batch, (S, M, ...). The parameters outside the blocks then have the
-            dim S, too. With None all stages share one batch.
+        copy: gives each stage a copy of the batch, (S, M, ...). The parameters outside the blocks then have
+            the dim S, too. With None all stages share one batch.
     """
 
     def loss(params: Any, batch: Any) -> tuple[jax.Array, Routing]:
