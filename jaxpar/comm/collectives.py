@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
@@ -44,9 +45,24 @@ def ledger_scope(purpose: str, *, by_hand: bool = False) -> AbstractContextManag
     return jax.named_scope(name) if purpose else nullcontext()
 
 
-def turns_scope(turns: Sequence[int], *, of: int) -> AbstractContextManager:
-    """Name scope: how many of the `of` iterations of the enclosing loop run its body, per rank of pp."""
-    return jax.named_scope(f"runs_{'_'.join(map(str, turns))}_of_{of}")
+def run_if(
+    predicate: jax.Array,
+    runs: np.ndarray,
+    compute: Callable[..., Any],
+    otherwise: Callable[..., Any],
+    *operands: Any,
+) -> Any:
+    """`lax.cond` in a loop. A scope gives the ledger the number of iterations that run `compute`.
+
+    `runs` is the predicate by iteration, (iterations,), or by iteration and pipeline rank.
+    """
+    counts = np.atleast_1d(runs.sum(axis=0))
+
+    def scoped(*operands: Any) -> Any:
+        with jax.named_scope(f"runs_{'_'.join(map(str, counts))}_of_{len(runs)}"):
+            return compute(*operands)
+
+    return lax.cond(predicate, scoped, otherwise, *operands)
 
 
 axis_size = lax.axis_size

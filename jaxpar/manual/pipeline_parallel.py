@@ -1,23 +1,24 @@
-"""Pipeline parallelism by hand: devices hold a share of the blocks each, and microbatches pass through them.
+"""Pipeline parallelism by hand: devices have some of the blocks each, and microbatches pass through them.
 
-All devices run one program, a scan over the ticks of a schedule (`compare.pipeline.ticks`). At each tick a
-device looks up its task, does it (a forward, a backward or nothing), and two permutes carry the results to
-its neighbours:
+All devices run one program, a scan over the ticks of a schedule (`compare.pipeline.ticks`). At a tick each
+device looks up its task and runs it. Then the devices exchange results with their neighbours:
 
-    task        does                                       the ring carries
-    forward     y of the stage (`stage.Stage`)             y, one place on
-    backward    gradients of the blocks, summed; of x      x's gradient, one place back
+    task        computes                                  then
+    forward     y of a stage (`stage.Stage`)              y to the next device
+    backward    gradients of the stage's blocks, and dx   dx to the previous device
+    idle        -                                         -
 
-Autodiff never sees the pipeline. Under layout.remat = full a device keeps the inputs of its stages, and
-backward computes forward anew; under dots and none it keeps what backward needs. One program wants equal
-shapes: every device has what only the two ends use, whose gradients are summed once a step, so that copies of
-a tied embedding stay equal. GPipe is arXiv 1811.06965, 1F1B 2006.09503, interleaved 2104.04473.
+Autodiff does not see the pipeline. Under layout.remat = full a device stores the inputs of its stages, and
+backward computes their forward again. Under dots and none it stores the residuals of each forward.
 
-Legend: M microbatches of a step, B sequences of one, T ticks, S slots, R ranks, v stages of a rank.
+In one program all devices have equal shapes. So each device has the parameters of the embedding and of the
+loss, which only the end stages use. Their gradients are summed over pp once a step, so all copies stay equal.
+
+Legend: M microbatches of a step, B sequences of a microbatch, T ticks, S slots, R ranks, v stages of a rank.
+Sources: GPipe (arXiv 1811.06965), 1F1B (2006.09503), interleaved (2104.04473).
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,7 @@ from compare.pipeline.ticks import BACKWARD, FORWARD, Ticks, TickTasks
 from compare.spec.axes import PP
 from compare.spec.experiment import Experiment
 from jaxpar.comm import collectives
+from jaxpar.comm.collectives import run_if
 from jaxpar.hooks import Hooks
 from jaxpar.manual.stage import EndSums, Stage
 from jaxpar.manual.strategy import Strategy
@@ -44,11 +46,11 @@ _put = partial(lax.dynamic_update_index_in_dim, axis=0)
 
 
 def strategy(experiment: Experiment, placements: Any, hooks: Hooks) -> Strategy:
-    """Gradients of what pp does not split stay each device's own in the ticks, and are summed once a step."""
+    """Sum the gradients of parameters that pp does not split once a step, after the ticks."""
     if experiment.layout.pp == 1:
         return Strategy()
 
-    if remat_of(experiment.layout) == "full":  # a tick computes forward again, which need not happen twice
+    if remat_of(experiment.layout) == "full":  # a backward computes its forward again: once is enough
         hooks.remat = "dots"
     mark_varying = partial(collectives.to_varying, axis=AXIS)
     total = partial(collectives.all_reduce, axis=AXIS, purpose=TIED_GRADIENTS)
@@ -61,97 +63,92 @@ def strategy(experiment: Experiment, placements: Any, hooks: Hooks) -> Strategy:
 def run_pipeline(
     parts: PipelineParts, ticks: Ticks, params: Any, batch: Any, *, reduce: Callable[[Any], Any], like: Any
 ) -> tuple[jax.Array, Any]:
-    """Mean loss, and its gradients: of all but blocks what this device's stages contribute.
+    """Mean loss, (), and this device's part of its gradients.
 
-    `params` has this device's blocks, chunk after chunk. The batch (M, B, ...) is the same on all devices of
-    pp. `reduce` is applied to gradients of a microbatch, some keys at a time; they are then `like` this tree.
+    Args:
+        params: the blocks of this device, chunk after chunk, and all other parameters.
+        batch: (M, B, ...), the same on all devices of pp.
+        reduce: maps a microbatch's gradients, some keys at a time, to shards.
+        like: a tree of the shapes of all reduced gradients.
     """
+
+    def tick(carry: tuple[Any, ...], now: tuple[TickTasks, jax.Array, jax.Array]) -> tuple[Any, None]:
+        """Run one task, then send activations forward and gradients backward."""
+        inputs_S, gradients_S, residuals_S, sums = carry
+        task, sends_activations, sends_gradients = now
+        x, dy = inputs_S[task.input_slot], gradients_S[task.gradient_slot]
+
+        # In one switch over three kinds XLA would copy all sums in the branches that return them unchanged.
+        idle = lambda task, x, residuals_S: (jnp.zeros_like(x), residuals_S)  # noqa: E731
+        y, residuals_S = run_if(
+            runs_forward(task), runs_forward(ticks.tasks), forward, idle, task, x, residuals_S
+        )
+        idle = lambda task, x, dy, residuals_S, sums: (jnp.zeros_like(x), sums)  # noqa: E731
+        is_backward, runs_TR = task.kind == BACKWARD, ticks.tasks.kind == BACKWARD
+        dx, sums = run_if(is_backward, runs_TR, backward, idle, task, x, dy, residuals_S, sums)
+
+        # Send y to the next device, and receive the previous device's, if any device has a y to send.
+        shift = partial(collectives.shift, axis=AXIS, by=-1, purpose=ACTIVATIONS)
+        y = run_if(sends_activations, ticks.sends_activations, shift, jnp.zeros_like, y)
+        # Send dx to the previous device, and receive the next device's, if any device has a dx to send.
+        shift = partial(collectives.shift, axis=AXIS, by=1, purpose=ACTIVATION_GRADIENTS)
+        dx = run_if(sends_gradients, ticks.sends_gradients, shift, jnp.zeros_like, dx)
+        inputs_S = _put(inputs_S, y, task.arriving_input)
+        return (inputs_S, _put(gradients_S, dx, task.arriving_gradient), residuals_S, sums), None
+
+    def runs_forward(task: TickTasks) -> Any:
+        """True for a forward, unless backward computes it: on the last stage, if no residuals are kept."""
+        is_forward = task.kind == FORWARD
+        return is_forward if ticks.kept_slots else is_forward & (task.stage < ticks.stages - 1)
+
+    def forward(task: TickTasks, x: jax.Array, residuals_S: Any) -> tuple[jax.Array, Any]:
+        """Output of the task's stage. Its residuals are stored in their slot."""
+        y, residuals = stage_of(task).forward(x)
+        return y, jax.tree.map(partial(_put, index=task.kept_slot), residuals_S, residuals)
+
+    def backward(
+        task: TickTasks, x: jax.Array, dy: jax.Array, residuals_S: Any, sums: Any
+    ) -> tuple[jax.Array, Any]:
+        """Gradient of the stage's input. Gradients of its parameters are added to the sums."""
+        chunks, ends = sums
+        residuals = jax.tree.map(lambda array_S: _at(array_S, task.kept_slot), residuals_S)
+        dx, layers, ends = stage_of(task).backward(x, residuals, dy, ends)
+        number = task.stage // ticks.ranks
+        chunk = jax.tree.map(lambda x: _at(x, number), chunks)
+        chunk = accumulate({STACKED: chunk}, {STACKED: layers})[STACKED]
+        return dx, (jax.tree.map(partial(_put, index=number), chunks, chunk), ends)
+
+    def accumulate(sums: Any, gradients: Any) -> Any:
+        """Add a microbatch's gradients, reduced, to the sums."""
+        return jax.tree.map(lax.add, sums, reduce(gradients))
+
+    def stage_of(task: TickTasks) -> Stage:
+        layers = jax.tree.map(lambda x: _at(x, task.stage // ticks.ranks), by_chunk(params[STACKED]))
+        microbatch = jax.tree.map(lambda x: _at(x, task.microbatch), batch)
+        return Stage(parts, ticks, task, {**params, STACKED: layers}, microbatch, accumulate)
 
     def by_chunk(layers: Any) -> Any:
         """Leaves (v layers of a stage, ...) -> (v, layers of a stage, ...)."""
         return jax.tree.map(lambda x: x.reshape(ticks.stages // ticks.ranks, -1, *x.shape[1:]), layers)
 
-    def stage_of(task: TickTasks) -> Stage:
-        layers = jax.tree.map(lambda x: _at(x, task.stage // ticks.ranks), by_chunk(params[STACKED]))
-        return Stage(
-            parts,
-            ticks,
-            task,
-            params={**params, STACKED: layers},
-            batch=jax.tree.map(lambda x: _at(x, task.microbatch), batch),
-            accumulate=lambda total, gradients: add(total, reduce(gradients)),
-        )
-
-    def runs(*turns: int) -> AbstractContextManager:
-        """A scope that tells the ledger at how many of the ticks its content runs, on each rank."""
-        return collectives.turns_scope(turns, of=len(ticks.tasks.kind))
-
-    def runs_forward(task: TickTasks) -> Any:
-        """Whether a task is a forward by itself: the last stage's may be the beginning of its backward."""
-        is_forward = task.kind == FORWARD
-        return is_forward if ticks.kept_slots else is_forward & (task.stage < ticks.stages - 1)
-
-    def forward(task: TickTasks, x: jax.Array, residuals_S: Any) -> tuple[jax.Array, Any]:
-        """Output of the stage at work; its residuals go into their slot."""
-        with runs(*runs_forward(ticks.tasks).sum(axis=0)):
-            y, residuals = stage_of(task).forward(x)
-            return y, jax.tree.map(partial(_put, index=task.kept_slot), residuals_S, residuals)
-
-    def backward(
-        task: TickTasks, x: jax.Array, g: jax.Array, residuals_S: Any, sums: Any
-    ) -> tuple[jax.Array, Any]:
-        """The gradient of the stage's input; those of its parameters accumulate."""
-        of_chunks, ends = sums
-        with runs(*(ticks.tasks.kind == BACKWARD).sum(axis=0)):
-            residuals = jax.tree.map(lambda array_S: _at(array_S, task.kept_slot), residuals_S)
-            of_x, of_layers, ends = stage_of(task).backward(x, residuals, g, ends)
-            of_layers, chunk = reduce({STACKED: of_layers})[STACKED], task.stage // ticks.ranks
-            total = add(jax.tree.map(lambda x: _at(x, chunk), of_chunks), of_layers)
-            return of_x, (jax.tree.map(partial(_put, index=chunk), of_chunks, total), ends)
-
-    def tick(carry: tuple[Any, ...], now: tuple[TickTasks, jax.Array, jax.Array]) -> tuple[Any, None]:
-        """Do the task, hand on its result, and store what arrives."""
-        inputs_S, gradients_S, residuals_S, sums = carry
-        task, sends_activations, sends_gradients = now
-        x, g = inputs_S[task.input_slot], gradients_S[task.gradient_slot]
-        # Not one switch over three: XLA would copy all sums whenever a branch passes them on as they are.
-        idle = lambda task, x, residuals_S: (jnp.zeros_like(x), residuals_S)  # noqa: E731
-        y, residuals_S = lax.cond(runs_forward(task), forward, idle, task, x, residuals_S)
-        idle = lambda task, x, g, residuals_S, sums: (jnp.zeros_like(x), sums)  # noqa: E731
-        of_x, sums = lax.cond(task.kind == BACKWARD, backward, idle, task, x, g, residuals_S, sums)
-        from_previous = partial(collectives.shift, axis=AXIS, by=-1, purpose=ACTIVATIONS)
-        from_next = partial(collectives.shift, axis=AXIS, by=1, purpose=ACTIVATION_GRADIENTS)
-        # All devices agree on whether one of them sends.
-        with runs(ticks.sends_activations.sum()):
-            y = lax.cond(sends_activations, from_previous, jnp.zeros_like, y)
-        with runs(ticks.sends_gradients.sum()):
-            of_x = lax.cond(sends_gradients, from_next, jnp.zeros_like, of_x)
-        inputs_S = _put(inputs_S, y, task.arriving_input)
-        return (inputs_S, _put(gradients_S, of_x, task.arriving_gradient), residuals_S, sums), None
-
     tasks_T = jax.tree.map(lambda tasks_TR: jnp.asarray(tasks_TR)[:, lax.axis_index(AXIS)], ticks.tasks)
-    # For their types alone, the axes along which they vary included; XLA drops the numbers.
+    # Trace one forward for the types of its results, with their varying axes. XLA removes the computation.
     stage = stage_of(jax.tree.map(lambda task_T: task_T[0], tasks_T))
     x = parts.embed(params, stage.batch)
     loss = parts.loss(params, x, stage.batch)
     zeros = jax.tree.map(jnp.zeros_like, like)
     start = (
         _slots(x, ticks.input_slots + 1),  # the last slot is for scratch
-        _slots(x, ticks.gradient_slots + 1),  # of stages' outputs
+        _slots(x, ticks.gradient_slots + 1),
         _slots(stage.forward(x)[1], ticks.kept_slots) if ticks.kept_slots else (),
-        # Sums of this device's blocks by chunk, leaves (v, layers of a stage, ...); and the ends'.
         (by_chunk(zeros[STACKED]), EndSums(jnp.zeros_like(loss), without_layers(zeros))),
     )
     sends_T = jnp.asarray(ticks.sends_activations), jnp.asarray(ticks.sends_gradients)
-    *_, (of_layers, ends) = lax.scan(tick, start, (tasks_T, *sends_T))[0]
-    gradients = {**ends.gradients, STACKED: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_layers)}
-    loss = collectives.all_reduce(ends.loss, AXIS, purpose=LOSS)  # the last stage's; zero elsewhere
+    *_, (chunks, ends) = lax.scan(tick, start, (tasks_T, *sends_T))[0]
+    gradients = {**ends.gradients, STACKED: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), chunks)}
+    # The last device has the loss, and the others have 0: sum it over the devices of pp.
+    loss = collectives.all_reduce(ends.loss, AXIS, purpose=LOSS)
     return loss / ticks.microbatches, jax.tree.map(lambda g: g / ticks.microbatches, gradients)
-
-
-def add(total: Any, gradients: Any) -> Any:
-    """Add a microbatch's gradients to those before it."""
-    return jax.tree.map(lax.add, total, gradients)
 
 
 def _slots(tree: Any, count: int) -> Any:

@@ -2,7 +2,7 @@
 
 The number of calls is static and exact. Trip counts of loops multiply; the condition of a loop runs once more
 than its body. A branch that runs in N of M iterations has a scope `runs_N_of_M`
-(`comm.collectives.turns_scope`). Other branches are counted if all branches send equal messages.
+(`comm.collectives.run_if`). Other branches are counted if all branches send equal messages.
 """
 
 import math
