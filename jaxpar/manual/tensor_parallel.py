@@ -104,12 +104,12 @@ def reduce_scatter_from_region(partial_BTC: jax.Array) -> jax.Array:
 
 def rows_of(table_VC: jax.Array, tokens_BT: jax.Array, *, g: Hook) -> jax.Array:
     """Vectors (B, T, C) of tokens; each device looks up the tokens of its rows."""
-    row_BT, mine_BT = own_rows(tokens_BT, len(table_VC))
+    row_BT, is_local_BT = to_local_rows(tokens_BT, len(table_VC))
     # Other devices contribute zeros. g adds the vectors of all devices.
-    return g(jnp.where(mine_BT[..., None], table_VC[row_BT], 0))
+    return g(jnp.where(is_local_BT[..., None], table_VC[row_BT], 0))
 
 
-def own_rows(tokens_BT: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+def to_local_rows(tokens_BT: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
     """Local row of each token, clipped to the `rows` of this device, and whether the token is local."""
     row_BT = tokens_BT - lax.axis_index(AXIS) * rows
     return jnp.clip(row_BT, 0, rows - 1), (row_BT >= 0) & (row_BT < rows)
@@ -128,11 +128,11 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
     logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
     # All-reduce the maximum. The softmax does not depend on it, so it has no gradient.
     top_BT = collectives.all_reduce_max(lax.stop_gradient(logits_BTV).max(-1), AXIS, purpose=LOSS)
-    own_BT = jnp.exp(logits_BTV - top_BT[..., None]).sum(-1)
+    local_BT = jnp.exp(logits_BTV - top_BT[..., None]).sum(-1)
     # All-reduce the denominator.
-    total_BT = collectives.all_reduce(own_BT, AXIS, purpose=LOSS)
-    row_BT, mine_BT = own_rows(targets_BT, logits_BTV.shape[-1])
+    total_BT = collectives.all_reduce(local_BT, AXIS, purpose=LOSS)
+    row_BT, is_local_BT = to_local_rows(targets_BT, logits_BTV.shape[-1])
     picked_BT = jnp.take_along_axis(logits_BTV, row_BT[..., None], axis=-1)[..., 0]
     # All-reduce the logit of the target. One device has it, and the others contribute zero.
-    target_BT = collectives.all_reduce(jnp.where(mine_BT, picked_BT, 0), AXIS, purpose=LOSS)
+    target_BT = collectives.all_reduce(jnp.where(is_local_BT, picked_BT, 0), AXIS, purpose=LOSS)
     return (jnp.log(total_BT) + top_BT - target_BT).mean()
