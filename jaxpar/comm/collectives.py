@@ -6,7 +6,7 @@
     all_gather        all-gather            reduce_scatter
     reduce_scatter    reduce-scatter        all_gather
     all_to_all        all-to-all            all_to_all
-    shift             collective permute    shift the other way
+    shift             collective permute    -
 
 Each call names its purpose in a named scope, from which the ledger reads it.
 """
@@ -133,7 +133,7 @@ def own_places(count: int, axis: Axes, *, of: Callable[[int], Any]) -> jax.Array
 def shift(x: jax.Array, axis: Axes, *, by: int = 1, purpose: str = "") -> jax.Array:
     """The x, any shape, of the device `by` positions further along a mesh axis, a ring.
 
-    Autodiff does not see it: callers write its backward by hand.
+    Callers write its backward by hand, so autodiff does not differentiate it.
     """
     n = axis_size(axis)
     with ledger_scope(purpose, by_hand=True):
