@@ -126,7 +126,7 @@ def test_update_follows_own_gradients(tmp_path, tiny, subtests, dtype):
     ):
         wrong = make_record(tmp_path / rung, spec, tensors=tensors | {rung: damaged})
         for pair, whose in (((right, wrong), ""), ((wrong, right), "the reference: ")):
-            with subtests.test(rung, whose=whose):
+            with subtests.test(str(rung), whose=whose):
                 failure = climbed(*pair).failure
                 assert failure is not None
                 assert failure.rung == "updates"

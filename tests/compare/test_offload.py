@@ -40,4 +40,4 @@ def test_moments_leave_the_devices_and_a_training_goes_on_with_them(grid, shardp
 def test_an_engine_that_cannot_says_what_it_has_instead(shardpair):
     done = shardpair("run", "demo", "--engines", "torch-library", "--layout.offload", "optimizer")
     assert done.returncode == 2
-    assert "layout.offload = optimizer: PyTorch moves moments to the host only along with" in done.stderr
+    assert "layout.offload = optimizer: PyTorch moves moments to the host only together with" in done.stderr
