@@ -94,8 +94,8 @@ def _scores_backward(
 ) -> tuple[jax.Array, jax.Array]:
     q_BHTD, k_BHSD = residuals
     g_BHTS = g_BHTS.astype(q_BHTD.dtype)
-    of_q_BHTD = jnp.einsum("BHTS,BHSD->BHTD", g_BHTS, k_BHSD)
-    return of_q_BHTD, jnp.einsum("BHTS,BHTD->BHSD", g_BHTS, q_BHTD)
+    of_q_BHTD = jnp.einsum("BHTS,BHSD->BHTD", g_BHTS, k_BHSD, out_sharding=type_of_gradient(q_BHTD))
+    return of_q_BHTD, jnp.einsum("BHTS,BHTD->BHSD", g_BHTS, q_BHTD, out_sharding=type_of_gradient(k_BHSD))
 
 
 attention_scores.defvjp(lambda q, k, dtype: (_scores(q, k, dtype), (q, k)), _scores_backward)

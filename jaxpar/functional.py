@@ -12,6 +12,7 @@ import optax
 from jax.typing import ArrayLike
 
 from jaxpar.derivatives import attention_scores, gelu
+from jaxpar.placement import merge_dims
 
 KEEPS = "keeps_"
 """Prefix of scopes that stay in the storage dtype under 16 bits; a name of `contract.work.Kept` follows."""
@@ -56,7 +57,7 @@ def repeat_heads(x_BKSD: jax.Array, heads: int) -> jax.Array:
     if kv_heads == heads:
         return x_BKSD
     x_BKGSD = jnp.broadcast_to(x_BKSD[:, :, None], (batch, kv_heads, heads // kv_heads, *others))
-    return x_BKGSD.reshape(batch, heads, *others)
+    return merge_dims(x_BKGSD, 1)
 
 
 def is_visible(q_positions_T: ArrayLike, k_positions_S: ArrayLike) -> jax.Array:

@@ -22,11 +22,18 @@ from jaxpar.remat import IsGather, Remat
 Hook = Callable[[jax.Array], jax.Array]
 Indices = Callable[[int], ArrayLike]
 """From the number of local heads, positions or token ids to their global indices."""
+Broadcast = Callable[[jax.Array, jax.Array], jax.Array]
+"""(w, x) -> w as an operand of x: JAX broadcasts it, if its type allows."""
 
 
 def identity(x: Any) -> Any:
     """Return x."""
     return x
+
+
+def first(w: jax.Array, x: jax.Array) -> jax.Array:
+    """Return w."""
+    return w
 
 
 def call(compute: Callable[..., jax.Array], *arrays: jax.Array, **options: Any) -> jax.Array:
@@ -36,11 +43,15 @@ def call(compute: Callable[..., jax.Array], *arrays: jax.Array, **options: Any) 
 
 @dataclass(eq=False, kw_only=True)
 class LinearHooks:
-    """A linear map is after(matmul(before(x), weight, dims of x that are summed)) + bias."""
+    """A linear map is y + broadcast(bias, y) with y = after(matmul(before(x), weight, n)).
+
+    n is the number of dims that are summed.
+    """
 
     before: Hook = identity
     matmul: Callable[[jax.Array, jax.Array, int], jax.Array] = multiply_matrices
     after: Hook = identity
+    broadcast: Broadcast = first
 
 
 @dataclass(eq=False, kw_only=True)
@@ -53,6 +64,10 @@ class Hooks:
     out: LinearHooks = field(default_factory=LinearHooks)
     up: LinearHooks = field(default_factory=LinearHooks)
     down: LinearHooks = field(default_factory=LinearHooks)
+    router: LinearHooks = field(default_factory=LinearHooks)
+
+    broadcast: Broadcast = first
+    """Of the scale and the bias of a norm, and of the vectors of positions."""
 
     attention: Callable[..., jax.Array] = call
     """(`causal_attention`, q, k, v, factor=...) -> (B, T, H, D)."""
@@ -68,8 +83,8 @@ class Hooks:
 
     look_up: Callable[[jax.Array, jax.Array], jax.Array] = operator.getitem
     """(table of tokens (V, C), tokens (B, T)) -> (B, T, C)."""
-    slice_positions: Hook = identity
-    """Vectors (T, C) of the positions, before they are added to the vectors of the tokens."""
+    position_vectors: Callable[[jax.Array, jax.Array], jax.Array] = lambda table, x: table[: x.shape[1]]
+    """(table of positions, x (B, T, C)) -> the vectors (T, C), or (B, T, C), that are added to x."""
     after_embedding: Hook = identity
     before_logits: Hook = identity
     vocabulary: Indices | None = None
@@ -81,10 +96,12 @@ class Hooks:
     """(`mlp.Experts`, x (B, T, C), weights (B, T, E)) -> (B, T, C)."""
     before_mix: Hook = identity
     """The weights of the experts' outputs, at the experts."""
+    sum_tokens: Hook = lambda x_BTE: x_BTE.sum(axis=(0, 1), dtype=x_BTE.dtype)
+    """Sums (E,) over tokens."""
     sum_counts: Hook = identity
     """How often each expert was chosen, (L, E), by the local tokens -> by all tokens."""
     mean_probability: Hook = identity
-    """Probability of each expert, (L, E), over the local tokens -> over all tokens."""
+    """Sums over tokens of each expert's probability, (L, E), on this device -> their mean over devices."""
 
     gather_layer: Callable[[Any, jax.Array], Any] = lambda layer, x_BTC: layer
     """(stored parameters of a layer, x) -> full parameters; called in the scan over layers."""

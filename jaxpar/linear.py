@@ -1,11 +1,12 @@
-"""Linear maps and their dtypes. I inputs, O outputs."""
+"""Linear maps, norms, and their dtypes. I inputs, O outputs, C n_embd."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
-from compare.spec.experiment import Precision
-from jaxpar.hooks import LinearHooks
+from compare.spec.experiment import Model, Precision
+from jaxpar.hooks import Hooks, LinearHooks
 
 
 class Dtypes:
@@ -39,9 +40,32 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = self.hooks.after(self.product(self.hooks.before(x)))
-        return y if self.bias is None else y + self.bias[...].astype(self.compute)
+        return y if self.bias is None else y + self.hooks.broadcast(self.bias[...].astype(self.compute), y)
 
     def product(self, x: jax.Array) -> jax.Array:
         """The map without its bias."""
         weight = self.weight[...].astype(self.compute)
         return self.hooks.matmul(x.astype(self.compute), weight, self.contracted)
+
+
+class Norm(nnx.Module):
+    """LayerNorm or RMSNorm over the last dim C, in the storage dtype, as PyTorch's.
+
+    The variance is the mean of (x - mean)^2. The faster form, which flax has by default, cancels in float32.
+    """
+
+    def __init__(self, config: Model, dtypes: Dtypes, hooks: Hooks):
+        has_mean = config.norm == "layernorm"
+        self.has_mean, self.epsilon, self.hooks = has_mean, config.norm_eps, hooks
+        self.scale = nnx.Param(jnp.ones(config.n_embd, dtypes.storage))
+        self.bias = nnx.Param(jnp.zeros(config.n_embd, dtypes.storage)) if has_mean and config.bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def operand(w_C: jax.Array) -> jax.Array:
+            w = self.hooks.broadcast(w_C, x)
+            return w.reshape(*(1,) * (x.ndim - w.ndim), *w.shape)
+
+        centered = x - x.mean(axis=-1, keepdims=True) if self.has_mean else x
+        variance = jnp.square(centered).mean(axis=-1, keepdims=True)
+        y = centered * (lax.rsqrt(variance + self.epsilon) * operand(self.scale[...]))
+        return y if self.bias is None else y + operand(self.bias[...])

@@ -40,7 +40,7 @@ class RouterOutput(NamedTuple):
     """Routing of one layer, or of L layers with a leading dim L."""
 
     probability: jax.Array
-    """Mean probability of each expert, (E,); the softmax is over all experts."""
+    """Sum over tokens of the probability of each expert, (E,); the softmax is over all experts."""
     count: jax.Array
     """Number of tokens that chose each expert, int32 (E,)."""
     chosen: jax.Array
@@ -74,7 +74,7 @@ class Experts(nnx.Module):
 
     def __init__(self, config: Model, dtypes: Dtypes, hooks: Hooks):
         width, inner, experts = config.n_embd, MLP_RATIO * config.n_embd, config.n_experts
-        self.router = Linear((width,), (experts,), bias=False, dtypes=dtypes)
+        self.router = Linear((width,), (experts,), bias=False, dtypes=dtypes, hooks=hooks.router)
         self.router.compute = dtypes.storage  # in 16 bits many logits would be equal
         self.up = UpToEach((experts, width), (inner,), bias=False, dtypes=dtypes, hooks=hooks.up)
         self.down = Linear((experts, inner), (width,), bias=False, dtypes=dtypes, hooks=hooks.down)
@@ -92,8 +92,8 @@ class Experts(nnx.Module):
         weights_BTE = self.weights(logits_BTE, is_chosen_BTE)
         with jax.named_scope(EXPERTS):
             y_BTC = self.hooks.experts(self, x_BTC, weights_BTE)
-        probability_E = jax.nn.softmax(logits_BTE, axis=-1).mean(axis=(0, 1))
-        count_E = is_chosen_BTE.sum(axis=(0, 1), dtype=jnp.int32)
+        probability_E = self.hooks.sum_tokens(jax.nn.softmax(logits_BTE, axis=-1))
+        count_E = self.hooks.sum_tokens(is_chosen_BTE.astype(jnp.int32))
         return self.dropout(y_BTC, noise), RouterOutput(probability_E, count_E, chosen_BTk)
 
     def weights(self, logits_BTE: jax.Array, is_chosen_BTE: jax.Array) -> jax.Array:

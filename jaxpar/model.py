@@ -24,21 +24,12 @@ from compare.spec.experiment import Experiment, Model
 from jaxpar.dropout import Dropout, Noise
 from jaxpar.functional import KEEPS, causal_attention, rotate
 from jaxpar.hooks import Hook, Hooks, identity
-from jaxpar.linear import Dtypes, Linear
+from jaxpar.linear import Dtypes, Linear, Norm
 from jaxpar.mlp import MLP, Experts, RouterOutput, Routing
 from jaxpar.remat import apply_remat
 
 HEAD = "head_loss"
 """Name scope of the logits and the loss in the compiled program."""
-
-
-def norm(config: Model, dtypes: Dtypes) -> nnx.LayerNorm | nnx.RMSNorm:
-    """PyTorch's norms: flax's own default is a one-pass variance, which cancels in float32."""
-    how: dict[str, Any] = {"dtype": dtypes.storage, "param_dtype": dtypes.storage, "rngs": nnx.Rngs(0)}
-    how |= {"epsilon": config.norm_eps, "use_fast_variance": False}
-    if config.norm == "rmsnorm":
-        return nnx.RMSNorm(config.n_embd, **how)
-    return nnx.LayerNorm(config.n_embd, use_bias=config.bias, **how)
 
 
 class Attention(nnx.Module):
@@ -76,9 +67,9 @@ class Block(nnx.Module):
     """A pre-LayerNorm transformer block; the residual stream stays in the storage dtype."""
 
     def __init__(self, config: Model, dtypes: Dtypes, hooks: Hooks):
-        self.norm1 = norm(config, dtypes)
+        self.norm1 = Norm(config, dtypes, hooks)
         self.attention = Attention(config, dtypes, hooks)
-        self.norm2 = norm(config, dtypes)
+        self.norm2 = Norm(config, dtypes, hooks)
         self.mlp = (Experts if config.n_experts else MLP)(config, dtypes, hooks)
 
     def __call__(self, x_BTC: jax.Array, noise: Noise | None = None) -> tuple[jax.Array, RouterOutput | None]:
@@ -106,8 +97,8 @@ class Embedding(nnx.Module):
         """Vectors (B, T, C) of tokens at these positions."""
         x_BTC = self.hooks.look_up(self.token[...], tokens_BT)
         if self.position is not None:
-            position_TC = self.hooks.local_rows(self.position[...], tokens_BT.shape[1])
-            x_BTC = x_BTC + self.hooks.slice_positions(position_TC)
+            positions = self.hooks.position_vectors(self.position[...], x_BTC)
+            x_BTC = x_BTC + self.hooks.broadcast(positions, x_BTC)
         return self.hooks.after_embedding(x_BTC)
 
     def logits(self, x_BTC: jax.Array) -> jax.Array:
@@ -129,7 +120,7 @@ class GPT(nnx.Module):
         self.loss_chunks, self.alpha, self.hooks = experiment.train.loss_chunks, config.balance, hooks
         self.embedding = Embedding(config, dtypes, hooks)
         self.blocks = nnx.vmap(lambda: Block(config, dtypes, hooks), axis_size=config.n_layer)()
-        self.norm = norm(config, dtypes)
+        self.norm = Norm(config, dtypes, hooks)
         self.dropout = Dropout(config.dropout, DropoutSite.EMBEDDING, positions=hooks.stream_positions)
 
     def __call__(self, tokens_BT: jax.Array, keys_B2: jax.Array | None = None) -> jax.Array:
@@ -167,7 +158,7 @@ class GPT(nnx.Module):
         Source: Switch Transformer (arXiv 2101.03961, section 2.2), with k choices.
         """
         counts_LE = self.hooks.sum_counts(routing.count)
-        probability_LE = self.hooks.mean_probability(routing.probability)
+        probability_LE = self.hooks.mean_probability(routing.probability) / routing.chosen[0, ..., 0].size
         share_LE = counts_LE / counts_LE.sum(axis=-1, keepdims=True).astype(probability_LE.dtype)
         return self.alpha * counts_LE.shape[-1] * (share_LE * probability_LE).sum(), counts_LE
 

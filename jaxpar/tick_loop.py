@@ -35,7 +35,7 @@ from jaxpar.mlp import Routing
 from jaxpar.model import Loss, PipelineParts
 from jaxpar.placement import split_dim
 from jaxpar.remat import apply_remat
-from jaxpar.weights import STACKED
+from jaxpar.weights import STACKED, without_layers
 
 Place = Callable[[Any], Any]
 Roll = Callable[[jax.Array, int], jax.Array]
@@ -77,7 +77,9 @@ def pipelined(
         (microbatches,) = {x.shape[0] for x in jax.tree.leaves(batch)}
         source_SK, result_SK, is_valid_SK = microbatch_slots(microbatches, stages)
         layers_SN = jax.tree.map(lambda w: split_dim(w, 0, stages, chunks, -1), params[STACKED])
-        params, batch = {**params, STACKED: layers_SN}, copy(batch) if copy else batch
+        if copy:
+            params, batch = copy(without_layers(params)), copy(batch)
+        params = {**params, STACKED: layers_SN}
         shared = 0 if copy else None
         axes = {name: 0 if name == STACKED else shared for name in params}
 

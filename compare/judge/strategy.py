@@ -188,8 +188,8 @@ def _remat(run: Observed) -> Iterator[Finding]:
 def _loss_chunks(run: Observed) -> Iterator[Finding]:
     """Chunks of the loss, from the positions of logits and the number of products that make them."""
     chunks, layout = run.experiment.train.loss_chunks, run.experiment.layout
-    shows_own = run.engine.sends_by != "xla"  # positions of a device, not of the full sequence
-    length = run.experiment.model.block_size / (layout.cp if shows_own else 1)
+    # Under jit arrays have the positions of the full sequence, elsewhere those of a device.
+    length = run.experiment.model.block_size / (1 if run.engine.sent_by_xla else layout.cp)
     found = ", ".join(f"{length / positions:g}" for positions in run.work.logits_positions if positions)
     parts = run.work.forward.get("logits", 0)
     passes = blocks_that_run(run.engine, run.experiment) // run.experiment.model.n_layer

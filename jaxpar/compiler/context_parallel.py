@@ -47,7 +47,7 @@ def split_sequence(hooks: Hooks, experiment: Experiment) -> None:
     layout, positions = experiment.layout, None
     if layout.zigzag:
         order_T = order_of_positions(experiment.model.block_size, layout)
-        hooks.local_rows = lambda table, length: table[order_T]
+        hooks.local_rows = hooks.position_vectors = lambda table, _: table[order_T]
         hooks.query_positions = hooks.stream_positions = lambda count: order_T
         positions = order_T, order_T
     hooks.attention = partial(constrained_attention, wanted=WANTED[layout.context], positions=positions)

@@ -8,19 +8,22 @@ differ:
     a microbatch by number     an index that differs by stage into a shared array is an error: copies, [S@pp]
     the shift                  a roll along a split dim: no type gives the slices of it to devices
 
-`auto_axes` leaves the shift to the compiler, with the type of its result: XLA makes a collective permute,
-as in jax-compiler.
+`auto_axes` leaves the shift to the compiler, with the type of its result: XLA makes a collective permute, as
+in jax-compiler.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.sharding import auto_axes, reshard
 
 from compare.spec.axes import PP
 from jaxpar import tick_loop
+from jaxpar.explicit.sharding_types import vmap
 from jaxpar.hooks import Hooks
 from jaxpar.model import Loss, PipelineParts
 
@@ -28,24 +31,16 @@ AXIS = PP
 
 
 def pipelined(parts: PipelineParts, hooks: Hooks, *, stages: int, chunks: int = 1) -> Loss:
-    """The loss of a pipeline, as `tick_loop.pipelined`. Parameters outside the blocks are (S@pp, ...)."""
-
-    def copy(batch: Any) -> Any:
-        def copy_to_stages(x: jax.Array) -> jax.Array:
-            spec = P(AXIS, *jax.typeof(x).sharding.spec)
-            return jnp.broadcast_to(x, (stages, *x.shape), out_sharding=spec)
-
-        return jax.tree.map(copy_to_stages, batch)
-
+    """The loss of a pipeline, as `tick_loop.pipelined`."""
     return tick_loop.pipelined(
         parts,
         hooks,
         stages=stages,
         chunks=chunks,
-        over_stages=jax.vmap,
+        over_stages=vmap,
         place=split_stages,
         roll=roll,
-        copy=copy,
+        copy=lambda tree: jax.tree.map(partial(copy_to_stages, stages=stages), tree),
     )
 
 
@@ -60,6 +55,27 @@ def split_stages(tree: Any) -> Any:
 
 
 def roll(x_S: jax.Array, by: int) -> jax.Array:
-    """Roll x (S@pp, ...) along the stages; XLA sends each entry to the next device."""
+    """Roll x (S@pp, ...) along the stages."""
     spec = jax.typeof(x_S).sharding.spec
+    # XLA sends each entry to the next device.
     return auto_axes(lambda x_S: jnp.roll(x_S, by, axis=0), axes=AXIS, out_sharding=spec)(x_S)
+
+
+def copy_to_stages(w: jax.Array, *, stages: int) -> jax.Array:
+    """A copy (S@pp, ...) of w for each stage. Nothing is sent; the gradient of {R:pp} is {U:pp}."""
+    return _copy_to_stages(w, stages, jax.typeof(w).sharding.spec)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _copy_to_stages(w: jax.Array, stages: int, spec: P) -> jax.Array:
+    reduced = spec.reduced - {AXIS}
+    copy = P(AXIS, *spec.partitions, reduced=reduced)
+    w = reshard(w, P(*spec.partitions, reduced=reduced))
+    return lax.broadcast_in_dim(w, (stages, *w.shape), range(1, w.ndim + 1), out_sharding=copy)
+
+
+def _sum_copies(stages: int, spec: P, _: None, g_S: jax.Array) -> tuple[jax.Array]:
+    return (lax.reduce_sum(g_S, (0,), out_sharding=P(*spec.partitions, unreduced=spec.reduced)),)
+
+
+_copy_to_stages.defvjp(lambda w, *static: (_copy_to_stages(w, *static), None), _sum_copies)

@@ -1,19 +1,16 @@
-"""Tensor parallelism in types: Megatron's f and g are two casts, and what is split follows from the weight.
+"""Tensor parallelism in types: Megatron's f and g are two casts.
 
-    f   x -> {R:tp}         into a column-parallel product. Nothing moves; backward sums {U:tp}
-    g   {U:tp} -> x         out of a row-parallel product, whose contraction is over a dim that tp splits
+    f   x -> {R:tp}         before a column-parallel product. Nothing is sent; backward sums {U:tp}
+    g   {U:tp} -> x         after a row-parallel product, which contracts a dim that tp splits
 
-Sequence parallelism changes what x is between the regions, [T@tp]: then f gathers, and g scatters. Types
-demand more than the compiler's constraints: a contraction over a split dim is an error until it is said what
-becomes of the sum, and so are a lookup in a table of split rows, and a product that is written as one of two
-matrices, where heads that are split would be joined with others. And they demand less: of q, k and v, and of
-what leaves the column-parallel layer, nothing is said. The types of x and the weight leave one answer.
+Under sequence parallelism x is [T@tp] between the regions: then f gathers, and g scatters. Types demand more
+than the constraints of jax-compiler. A contraction of a split dim is an error until its result has a type; so
+is a product written as one of two matrices, where split heads would be merged with other dims. And types
+demand less: nothing is written about q, k and v, nor about the output of a column-parallel layer. The types
+of x and the weight leave one possibility.
 
-Legend: B batch, T position, C n_embd, V vocabulary. No type here names an axis of data parallelism: the model
-is `vmap`ped over replicas.
+Legend: B batch, T position, C n_embd, V vocabulary.
 """
-
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,33 +21,53 @@ from jax.sharding import reshard
 from compare.spec.axes import TP
 from compare.spec.experiment import Experiment
 from jaxpar.derivatives import product
+from jaxpar.explicit.sharding_types import axes_of_dims, without
 from jaxpar.hooks import Hooks
 
 AXIS = TP
-REDUCED, UNREDUCED = P(reduced={AXIS}), P(unreduced={AXIS})
 
 
 def split_layers(hooks: Hooks, experiment: Experiment) -> None:
     """Cast activations at both ends of a region of split work."""
-    between = split_positions if experiment.layout.sequence_parallel else partial(reshard, out_shardings=P())
-    for column in (hooks.qkv, hooks.up):  # (B, T, C) -> (B, T, ..@tp)
-        column.before, column.matmul = partial(reshard, out_shardings=REDUCED), product
-    hooks.before_mix = partial(reshard, out_shardings=P())
-    for row in (hooks.out, hooks.down):  # (B, T, ..@tp) -> (B, T, C), the sum said where it is made
-        row.matmul, row.after = partial(product, out_sharding=UNREDUCED), between
-    hooks.look_up, hooks.after_embedding = rows_of, between
-    hooks.before_logits = partial(reshard, out_shardings=REDUCED)
-    hooks.vocabulary, hooks.cross_entropy = token_ids, split_cross_entropy
+    g = scatter_positions if experiment.layout.sequence_parallel else whole
+    hooks.qkv.before = hooks.up.before = hooks.before_logits = enter_region
+    for row in (hooks.out, hooks.down):  # (B, T, ..@tp) -> (B, T, C)
+        row.matmul, row.after = row_product, g
+    hooks.before_mix, hooks.after_embedding = whole, g
+    hooks.router.matmul = router_product
+    hooks.vocabulary = token_ids
+    hooks.cross_entropy = split_cross_entropy
 
 
-def split_positions(x: jax.Array) -> jax.Array:
-    """(.., T, C) -> (.., T@tp, C): of experts devices come before the batch."""
-    return reshard(x, P(*[None] * (x.ndim - 2), AXIS))
+def enter_region(x_BTC: jax.Array) -> jax.Array:
+    """f: x -> {R:tp}."""
+    # All-gathers positions that tp splits; else sends nothing. Backward sums, or reduce-scatters.
+    return reshard(x_BTC, P(*without(x_BTC, AXIS), reduced={AXIS}))
 
 
-def rows_of(table_VC: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """Rows of a table (V@tp, C) by tokens: (B, T, C)."""
-    return table_VC.at[tokens_BT].get(out_sharding=P())
+def row_product(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
+    """A row-parallel product, {U:tp}: partial sums, until g."""
+    rows = without(x, AXIS)[: x.ndim - contracted]
+    return product(x, weight, contracted, out_sharding=P(*rows, unreduced={AXIS}))
+
+
+def whole(x: jax.Array) -> jax.Array:
+    """g: the sum of {U:tp}, or of rows of a table that tp splits; whole on each device."""
+    # All-reduce.
+    return reshard(x, P(*without(x, AXIS)))
+
+
+def scatter_positions(x: jax.Array) -> jax.Array:
+    """g under sequence parallelism: the sum (.., T, C) of {U:tp}, [T@tp]."""
+    *rows, positions, features = without(x, AXIS)
+    # Reduce-scatter; backward all-gathers.
+    return reshard(x, P(*rows, (*(positions or ()), AXIS), features))
+
+
+def router_product(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
+    """Logits of the router, whose weight is reduced along all axes that split tokens: tp may be one."""
+    tokens = {axis for axes in axes_of_dims(x) for axis in axes}
+    return product(x, reshard(weight, P(reduced=tokens)), contracted)
 
 
 def token_ids(count: int) -> jax.Array:
@@ -61,8 +78,8 @@ def token_ids(count: int) -> jax.Array:
 def split_cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
     """The mean cross-entropy of logits (B, T, V@tp).
 
-    Of each position three numbers are summed over tp, or compared. The target's logit is picked by a mask:
-    an index into a dim that is split is an error.
+    For each position three numbers are summed over tp, or compared. A mask picks the logit of the target: an
+    index into a split dim is an error.
     """
     logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
     id_V = token_ids(logits_BTV.shape[-1])

@@ -45,6 +45,7 @@ def strategy(experiment: Experiment, placements: Any, hooks: Hooks) -> Strategy:
     order_T = order_of_positions(experiment.model.block_size, layout)
     own, of_stream = partial(own_positions, order_T), hooks.stream_positions
     hooks.local_rows = lambda table, length: table[own(length)]
+    hooks.position_vectors = lambda table, x: table[hooks.stream_positions(x.shape[1])]
     hooks.stream_positions = lambda count: own(count)[of_stream(count)]  # tp may split them again
     if layout.context == "ring":
         hooks.attention = partial(ring_attention, layout=layout)

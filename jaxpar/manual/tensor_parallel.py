@@ -61,7 +61,7 @@ def strategy(experiment: Experiment, placements: Any, hooks: Hooks) -> Strategy:
     # The table is split over its rows: g adds the looked-up vectors, and f precedes the split logits.
     hooks.look_up, hooks.before_logits = partial(rows_of, g=g), f
     if sequence_parallel:
-        hooks.slice_positions = partial(collectives.own_shard, axis=AXIS, dim=0)
+        hooks.position_vectors = lambda table, x: collectives.own_shard(table, AXIS, dim=0)
     hooks.vocabulary, hooks.cross_entropy = token_ids, cross_entropy
     split_rows(hooks, sequence_parallel=sequence_parallel)
     if not sequence_parallel:

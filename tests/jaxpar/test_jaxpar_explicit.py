@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from compare.spec.experiment import Layout, Model, edited
+from jaxpar.derivatives import product
 from jaxpar.explicit import data_parallel, tensor_parallel
 from jaxpar.explicit import fully_sharded as lesson
 from jaxpar.programs import trace_train
@@ -18,12 +19,12 @@ from tests.support.type_mistakes import RECORDED, outcomes
 MISTAKES = {
     "a missing sum": (
         Layout(tp=2),
-        lambda: patch.object(tensor_parallel, "UNREDUCED", None),
+        lambda: patch.object(tensor_parallel, "row_product", product),
         "ambiguous how the output should be sharded",
     ),
     "parts without a sum": (
         Layout(dp_replicate=2),
-        lambda: patch.object(data_parallel, "reshard", lambda gradients, types: gradients),
+        lambda: patch.object(data_parallel, "sum_replicas", lambda gradients, placements, sharded: gradients),
         "unreduced",
     ),
     "a layer without a gather": (
@@ -33,7 +34,7 @@ MISTAKES = {
     ),
     "full activations as parts of a sequence": (
         Layout(tp=2, sequence_parallel=True),
-        lambda: patch.object(tensor_parallel, "REDUCED", jax.P(None, "tp")),
+        lambda: patch.object(tensor_parallel, "enter_region", lambda x: jax.reshard(x, jax.P(None, "tp"))),
         "sharded",
     ),
 }

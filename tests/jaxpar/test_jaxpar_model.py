@@ -75,7 +75,7 @@ def test_hook_of_positions():
     params = weights.from_canonical(random_parameters(SPEC), SPEC)
     batch = {name: tokens[:, :3] for name, tokens in random_batch(SPEC).items()}
     loss = loss_of(experiment_of(SPEC))
-    hooks = Hooks(local_rows=lambda table, length: table[jnp.array([0, 2, 4])])
+    hooks = Hooks(position_vectors=lambda table, x: table[jnp.array([0, 2, 4])])
     of_some = loss_of(experiment_of(SPEC), hooks)
     table = params["embedding"]["position"]
     moved = params | {"embedding": params["embedding"] | {"position": table[[0, 2, 4, 1, 3, 5]]}}
