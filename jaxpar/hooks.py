@@ -67,7 +67,7 @@ class Hooks:
     router: LinearHooks = field(default_factory=LinearHooks)
 
     broadcast: Broadcast = first
-    """Of the scale and the bias of a norm, and of the vectors of positions."""
+    """For the scale and the bias of a norm, and the vectors of positions."""
 
     attention: Callable[..., jax.Array] = call
     """(`causal_attention`, q, k, v, factor=...) -> (B, T, H, D)."""

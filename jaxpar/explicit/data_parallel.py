@@ -5,8 +5,8 @@
     gradient    {U:dp}   a partial sum on each device; the type records that the sum is pending
     reshard     {U:dp} -> whole: the all-reduce, here and nowhere else
 
-A compiler cannot be told "do not reduce yet": it reduces where a gradient is made, at each iteration of each
-loop. A type says it. Partial sums are added to partial sums over the layers, over both uses of a tied
+A compiler has no option "do not reduce yet": it reduces where a gradient is made, at each iteration of each
+loop. A type has it. Partial sums are added to partial sums over the layers, over both uses of a tied
 embedding and over all passes of an accumulation. Then they are summed once.
 """
 

@@ -5,8 +5,8 @@
     2      the same, once a pass, before they are added           a reduce-scatter a pass
     3      parameters [d@dp_shard] -> {R:dp} in the layer loop    a gather; its derivative is a reduce-scatter
 
-No backward is written for stage 3. The gradient of {R:dp} is {U:dp}, the gradient of a shard is a shard, and
-the derivative of the cast goes from one to the other. A constraint of jax-compiler is a request, which
+No backward is written for stage 3. The gradient of {R:dp} is {U:dp}, and the gradient of a shard is a shard.
+The derivative of the cast goes from one to the other. A constraint of jax-compiler is a request, which
 backward may ignore; a type is not. XLA on a CPU makes no reduce-scatter of the cast: it all-reduces and takes
 a slice.
 """
