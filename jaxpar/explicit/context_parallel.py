@@ -6,7 +6,8 @@
     ulysses     q, k, v -> [B, T, H@cp, D], and the result back: all-to-all  the casts in reverse
 
 A product of q [T@cp] and k [S@cp] would have cp twice, which is an error. All other operations of a GPT work
-on one position at a time. A ring has no type: a type gives the place of an array, and a ring is an order in time.
+on one position at a time. A ring has no type: a type gives the place of an array, and a ring is an order in
+time.
 
 Legend: B batch, T and S position, H heads, D head_dim, C n_embd.
 """
