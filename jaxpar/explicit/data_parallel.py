@@ -95,4 +95,5 @@ def sum_tokens(x_BTE: jax.Array) -> jax.Array:
 def all_reduce(x_LE: jax.Array) -> jax.Array:
     """Sums over all tokens, of the partial sums of all layers."""
     # All-reduce, once a pass.
-    return reshard(x_LE, P())
+    with ledger_scope(ROUTING):
+        return reshard(x_LE, P())
