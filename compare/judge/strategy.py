@@ -188,7 +188,7 @@ def _remat(run: Observed) -> Iterator[Finding]:
 def _loss_chunks(run: Observed) -> Iterator[Finding]:
     """Chunks of the loss, from the positions of logits and the number of products that make them."""
     chunks, layout = run.experiment.train.loss_chunks, run.experiment.layout
-    # Under jit arrays have the positions of the full sequence, elsewhere those of a device.
+    # Under jit arrays have all positions of the sequence, elsewhere the positions of a device.
     length = run.experiment.model.block_size / (1 if run.engine.sent_by_xla else layout.cp)
     found = ", ".join(f"{length / positions:g}" for positions in run.work.logits_positions if positions)
     parts = run.work.forward.get("logits", 0)
