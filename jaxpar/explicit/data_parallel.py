@@ -86,9 +86,12 @@ def look_up(table_VC: jax.Array, tokens_BT: jax.Array) -> jax.Array:
 
 
 def sum_tokens(x_BTE: jax.Array) -> jax.Array:
-    """Sums (E,) over tokens, {U} along the axes that split them."""
+    """Sums (E,) over tokens; of floating point {U} along the axes that split them."""
     rows, positions, _ = axes_of_dims(x_BTE)
     with ledger_scope(ROUTING):
+        if jnp.issubdtype(x_BTE.dtype, jnp.integer):
+            # All-reduce (E,) in each layer: a scan sums counts that are unreduced, without a purpose.
+            return x_BTE.sum(axis=(0, 1), dtype=x_BTE.dtype)
         return lax.reduce_sum(x_BTE, (0, 1), out_sharding=P(unreduced={*rows, *positions}))
 
 
