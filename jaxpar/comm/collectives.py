@@ -131,13 +131,13 @@ def own_places(count: int, axis: Axes, *, of: Callable[[int], Any]) -> jax.Array
 
 
 def shift(x: jax.Array, axis: Axes, *, by: int = 1, purpose: str = "") -> jax.Array:
-    """The x, any shape, of the device `by` positions further along a mesh axis, a ring.
+    """Send x, any shape, `by` positions further along a mesh axis, a ring; return the x that arrives.
 
     Callers write its backward by hand, so autodiff does not differentiate it.
     """
     n = axis_size(axis)
     with ledger_scope(purpose, by_hand=True):
-        return lax.ppermute(x, axis, [((i + by) % n, i) for i in range(n)])
+        return lax.ppermute(x, axis, [(i, (i + by) % n) for i in range(n)])
 
 
 @custom_vmap

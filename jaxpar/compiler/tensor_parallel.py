@@ -5,8 +5,12 @@
     MLP          (B, T, C)    inner features          (B, T, C)    all-reduce after `down`
     head         (B, T, C)    vocabulary of logits    loss         all-reduces of (B, T)
 
-Backward all-reduces the gradient at the input of each region. With sequence parallelism T of (B, T, C) is
-split between regions. XLA then gathers T before a region and reduce-scatters it after the region.
+Inside a region every operation is by head or by feature, so nothing is sent. `out` and `down` multiply a
+device's own features by the matching rows of the weight: their products are partial sums, which XLA adds. In
+backward every device has a part of the gradient of the region's input: XLA adds the parts.
+
+With sequence parallelism T of (B, T, C) is split between regions. XLA then gathers T before a region and
+reduce-scatters it after the region.
 
 The table of axes (`compare.spec.axes`) places the parameters. This file constrains the activations alone.
 

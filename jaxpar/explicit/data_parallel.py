@@ -3,7 +3,7 @@
     parameter   {R:dp}   equal on every device
     batch       [B@dp]   rows are split
     gradient    {U:dp}   a partial sum on each device; the type records that the sum is pending
-    reshard     {U:dp} -> whole: the all-reduce, here and nowhere else
+    reshard     {U:dp} -> whole: the all-reduce of gradients, once a step
 
 A compiler has no option "do not reduce yet": it reduces where a gradient is made, at each iteration of each
 loop. A type has it. Partial sums are added to partial sums over the layers, over both uses of a tied

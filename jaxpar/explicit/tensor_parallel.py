@@ -1,7 +1,14 @@
 """Tensor parallelism in types: Megatron's f and g are two casts.
 
-    f   x -> {R:tp}         before a column-parallel product. Nothing is sent; backward sums {U:tp}
-    g   {U:tp} -> x         after a row-parallel product, which contracts a dim that tp splits
+    f   x -> {R:tp}         before a column-parallel product. Nothing is sent; backward all-reduces {U:tp}
+    g   {U:tp} -> x         all-reduce after a row-parallel product, which contracts a dim that tp splits
+
+    {R:tp}   equal on all devices of tp; its gradient is {U:tp}. A cast to it from a whole array sends nothing
+    {U:tp}   a partial sum on each device of tp. A cast to whole is an all-reduce, to [T@tp] a reduce-scatter
+    [T@tp]   tp splits the dim T. A cast to whole or to {R:tp} is an all-gather
+
+f: every device uses x for its own heads or features, so the gradients of x are added. g: a row-parallel
+product multiplies a device's own features, so its outputs are partial sums. Between f and g nothing is sent.
 
 Under sequence parallelism x is [T@tp] between the regions: then f gathers, and g scatters. Types demand more
 than the constraints of jax-compiler. A contraction of a split dim is an error until its result has a type; so
@@ -52,7 +59,7 @@ def row_product(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
 
 
 def whole(x: jax.Array) -> jax.Array:
-    """g: the sum of {U:tp}, or of rows of a table that tp splits; whole on each device."""
+    """g: the sum of {U:tp}, whole on each device; also of a look-up, zero for tokens of other devices."""
     # All-reduce.
     return reshard(x, P(*without(x, AXIS)))
 
@@ -83,6 +90,7 @@ def split_cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Arr
     """
     logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
     id_V = token_ids(logits_BTV.shape[-1])
+    # Three all-reduces of (B, T): a maximum and two sums over V, which tp splits.
     greatest_BT1 = lax.stop_gradient(logits_BTV.max(axis=-1, keepdims=True))
     total_BT = jnp.exp(logits_BTV - greatest_BT1).sum(axis=-1)
     of_target_BT = jnp.where(id_V == targets_BT[..., None], logits_BTV, 0).sum(axis=-1)

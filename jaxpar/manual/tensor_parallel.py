@@ -84,21 +84,25 @@ def split_rows(hooks: Hooks, *, sequence_parallel: bool) -> None:
 
 def copy_to_region(x_BTC: jax.Array) -> jax.Array:
     """Megatron's f: the identity; its transpose is an all-reduce."""
+    # Every device uses x for its own heads or features: backward sums the gradients of x over the devices.
     return collectives.to_varying(x_BTC, AXIS, purpose=ACTIVATIONS)
 
 
 def reduce_from_region(partial_BTC: jax.Array) -> jax.Array:
     """Megatron's g: an all-reduce; its transpose is the identity."""
+    # Every device has the product of its own features, a partial sum: add the sums of all devices.
     return collectives.all_reduce(partial_BTC, AXIS, purpose=ACTIVATIONS)
 
 
 def all_gather_to_region(x_BTC: jax.Array) -> jax.Array:
     """f under sequence parallelism: an all-gather of positions; its transpose is a reduce-scatter."""
+    # The region computes on whole sequences: gather the positions of all devices.
     return collectives.all_gather(x_BTC, AXIS, dim=POSITION_DIM, purpose=ACTIVATIONS)
 
 
 def reduce_scatter_from_region(partial_BTC: jax.Array) -> jax.Array:
     """g under sequence parallelism: a reduce-scatter of positions; its transpose is an all-gather."""
+    # Add the partial sums, and keep this device's positions.
     return collectives.reduce_scatter(partial_BTC, AXIS, dim=POSITION_DIM, purpose=ACTIVATIONS)
 
 
