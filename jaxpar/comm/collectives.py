@@ -119,15 +119,15 @@ def all_to_all(x: jax.Array, axis: Axes, *, split: int, joined: int, purpose: st
         return lax.all_to_all(x, axis, split_axis=split, concat_axis=joined, tiled=True)
 
 
-def own_shard(x: jax.Array, axis: Axes, *, dim: int) -> jax.Array:
+def local_shard(x: jax.Array, axis: Axes, *, dim: int) -> jax.Array:
     """Local shard of a full array, (.., d, ..) -> (.., d / n, ..) at `dim`; nothing is sent."""
     size = x.shape[dim] // axis_size(axis)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)
 
 
-def own_places(count: int, axis: Axes, *, of: Callable[[int], Any]) -> jax.Array:
+def local_indices(count: int, axis: Axes, *, of: Callable[[int], Any]) -> jax.Array:
     """Global indices (count,) of local heads or positions, from `of`, which maps a count to all indices."""
-    return own_shard(jnp.asarray(of(count * axis_size(axis))), axis, dim=0)
+    return local_shard(jnp.asarray(of(count * axis_size(axis))), axis, dim=0)
 
 
 def shift(x: jax.Array, axis: Axes, *, by: int = 1, purpose: str = "") -> jax.Array:

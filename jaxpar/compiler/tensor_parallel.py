@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import CP, TP
 from compare.spec.experiment import Experiment
-from jaxpar.derivatives import product
+from jaxpar.derivatives import matmul
 from jaxpar.functional import cross_entropy
 from jaxpar.hooks import Hooks
 
@@ -52,7 +52,7 @@ def split_layers(hooks: Hooks, experiment: Experiment) -> None:
         # At qkv and up the input becomes full. Under sequence parallelism XLA all-gathers T for it. Backward
         # all-reduces the gradient, or reduce-scatters T. At out and down nothing is sent.
         linear.before = partial(constrain, split=of_input)
-        linear.matmul = product  # dim by dim: XLA would gather a split dim that is merged with another
+        linear.matmul = matmul  # dim by dim: XLA would gather a split dim that is merged with another
         # At out and down each device has a partial sum. XLA all-reduces it, or reduce-scatters T. At qkv and
         # up nothing is sent.
         linear.after = partial(constrain, split=of_output)

@@ -21,7 +21,7 @@ from jax.sharding import reshard
 
 from compare.contract.communication import ROUTING
 from jaxpar.comm.collectives import ledger_scope
-from jaxpar.derivatives import product
+from jaxpar.derivatives import matmul
 from jaxpar.explicit.sharding_types import axes_of_dims, broadcast, reduced_specs, unreduced_specs
 from jaxpar.hooks import Hooks, identity
 from jaxpar.model import Loss
@@ -77,7 +77,7 @@ def type_rows(hooks: Hooks) -> None:
     hooks.sum_counts = hooks.mean_probability = all_reduce
     for linear in (hooks.qkv, hooks.out, hooks.up, hooks.down, hooks.router):
         # Products dim by dim: a reshape of a reduced array has no type.
-        linear.matmul, linear.broadcast = product, broadcast
+        linear.matmul, linear.broadcast = matmul, broadcast
 
 
 def look_up(table_VC: jax.Array, tokens_BT: jax.Array) -> jax.Array:

@@ -27,7 +27,7 @@ from jax.sharding import reshard
 
 from compare.spec.axes import TP
 from compare.spec.experiment import Experiment
-from jaxpar.derivatives import product
+from jaxpar.derivatives import matmul
 from jaxpar.explicit.sharding_types import axes_of_dims, without
 from jaxpar.hooks import Hooks
 
@@ -39,9 +39,9 @@ def split_layers(hooks: Hooks, experiment: Experiment) -> None:
     g = scatter_positions if experiment.layout.sequence_parallel else whole
     hooks.qkv.before = hooks.up.before = hooks.before_logits = enter_region
     for row in (hooks.out, hooks.down):  # (B, T, ..@tp) -> (B, T, C)
-        row.matmul, row.after = row_product, g
+        row.matmul, row.after = row_matmul, g
     hooks.before_mix, hooks.after_embedding = whole, g
-    hooks.router.matmul = router_product
+    hooks.router.matmul = router_matmul
     hooks.vocabulary = token_ids
     hooks.cross_entropy = split_cross_entropy
 
@@ -52,10 +52,10 @@ def enter_region(x_BTC: jax.Array) -> jax.Array:
     return reshard(x_BTC, P(*without(x_BTC, AXIS), reduced={AXIS}))
 
 
-def row_product(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
+def row_matmul(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
     """A row-parallel product, {U:tp}: partial sums, until g."""
     rows = without(x, AXIS)[: x.ndim - contracted]
-    return product(x, weight, contracted, out_sharding=P(*rows, unreduced={AXIS}))
+    return matmul(x, weight, contracted, out_sharding=P(*rows, unreduced={AXIS}))
 
 
 def whole(x: jax.Array) -> jax.Array:
@@ -71,10 +71,10 @@ def scatter_positions(x: jax.Array) -> jax.Array:
     return reshard(x, P(*rows, (*(positions or ()), AXIS), features))
 
 
-def router_product(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
+def router_matmul(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
     """Logits of the router, whose weight is reduced along all axes that split tokens: tp may be one."""
     tokens = {axis for axes in axes_of_dims(x) for axis in axes}
-    return product(x, reshard(weight, P(reduced=tokens)), contracted)
+    return matmul(x, reshard(weight, P(reduced=tokens)), contracted)
 
 
 def token_ids(count: int) -> jax.Array:

@@ -61,7 +61,7 @@ def strategy(experiment: Experiment, placements: Any, hooks: Hooks) -> Strategy:
     # The table is split over its rows: g adds the looked-up vectors, and f precedes the split logits.
     hooks.look_up, hooks.before_logits = partial(rows_of, g=g), f
     if sequence_parallel:
-        hooks.position_vectors = lambda table, x: collectives.own_shard(table, AXIS, dim=0)
+        hooks.position_vectors = lambda table, x: collectives.local_shard(table, AXIS, dim=0)
     hooks.vocabulary, hooks.cross_entropy = token_ids, cross_entropy
     split_rows(hooks, sequence_parallel=sequence_parallel)
     if not sequence_parallel:
@@ -77,9 +77,9 @@ def strategy(experiment: Experiment, placements: Any, hooks: Hooks) -> Strategy:
 
 def split_rows(hooks: Hooks, *, sequence_parallel: bool) -> None:
     """Set the global indices of local heads and positions; dropout draws its bits by them."""
-    hooks.heads = partial(collectives.own_places, axis=AXIS, of=hooks.heads)
+    hooks.heads = partial(collectives.local_indices, axis=AXIS, of=hooks.heads)
     if sequence_parallel:
-        hooks.stream_positions = partial(collectives.own_places, axis=AXIS, of=hooks.stream_positions)
+        hooks.stream_positions = partial(collectives.local_indices, axis=AXIS, of=hooks.stream_positions)
 
 
 def copy_to_region(x_BTC: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from compare.spec.experiment import Layout, Model, edited
-from jaxpar.derivatives import product
+from jaxpar.derivatives import matmul
 from jaxpar.explicit import data_parallel, tensor_parallel
 from jaxpar.explicit import fully_sharded as lesson
 from jaxpar.programs import trace_train
@@ -19,7 +19,7 @@ from tests.support.type_mistakes import RECORDED, outcomes
 MISTAKES = {
     "a missing sum": (
         Layout(tp=2),
-        lambda: patch.object(tensor_parallel, "row_product", product),
+        lambda: patch.object(tensor_parallel, "row_matmul", matmul),
         "ambiguous how the output should be sharded",
     ),
     "parts without a sum": (
