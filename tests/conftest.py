@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from compare.execute import launch
 from compare.spec.experiment import Experiment, Layout, Model, Precision, Train
 from tests.support import processes, quick_xla, warm
 from tests.support.grid import Grid
@@ -82,7 +83,7 @@ def default_xla(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("XLA_FLAGS")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny() -> Experiment:
     """An experiment that takes a second."""
     return Experiment(
@@ -114,6 +115,16 @@ class Shardpair:
 @pytest.fixture
 def shardpair(tmp_path: Path, cache_dir: str) -> Shardpair:
     return Shardpair(tmp_path, cache_dir, warm.python())
+
+
+@pytest.fixture
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail a test in which the harness starts a process."""
+
+    def refuse(*arguments: object, **options: object) -> None:
+        pytest.fail(f"a process was started: {arguments}")
+
+    monkeypatch.setattr(launch.subprocess, "Popen", refuse)
 
 
 @pytest.fixture

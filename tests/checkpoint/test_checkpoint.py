@@ -32,7 +32,7 @@ def saved(tmp_path_factory) -> Path:
     return save(tmp_path_factory.mktemp("saved"), 20)
 
 
-def test_what_is_saved_comes_back_whole_and_in_any_part(saved):
+def test_saved_state_is_read_in_any_part(saved):
     reader = CheckpointReader(saved)
     reader.verify()
     found = reader.description
@@ -60,7 +60,7 @@ def test_pytorch_reads_it_too(saved):
         np.testing.assert_array_equal(into[key(*name)].numpy(), tensor)
 
 
-def test_the_newest_are_kept_and_nothing_else_is_left(tmp_path):
+def test_the_newest_are_kept(tmp_path):
     save(tmp_path, 5, 10, 15, 20, keep=2)
     assert list(checkpoints_in(tmp_path)) == [15, 20]
     assert sorted(path.name for path in tmp_path.iterdir()) == [folder_name(15), folder_name(20)]
@@ -68,7 +68,7 @@ def test_the_newest_are_kept_and_nothing_else_is_left(tmp_path):
     assert names == {DESCRIPTION, *CheckpointReader(tmp_path / folder_name(20)).description.files}
 
 
-def test_a_save_that_was_cut_off_is_no_checkpoint_and_the_one_before_is_whole(tmp_path):
+def test_interrupted_save_is_no_checkpoint(tmp_path):
     save(tmp_path, 5)
     alone = Saver(tmp_path, [1], of=DEVICES, keep=2)  # the others were killed
     alone.save(checkpoint(10), parts(1))
@@ -78,14 +78,14 @@ def test_a_save_that_was_cut_off_is_no_checkpoint_and_the_one_before_is_whole(tm
     assert sorted(path.name for path in tmp_path.iterdir()) == [folder_name(5), folder_name(10) + UNFINISHED]
 
 
-def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
-    may_write, write = threading.Event(), savers._write_device
+def test_training_continues_during_a_save(tmp_path, monkeypatch):
+    may_write, write = threading.Event(), savers.save_file
 
-    def slowly(*args):
+    def slowly(*args, **options):
         assert may_write.wait(60)
-        return write(*args)
+        return write(*args, **options)
 
-    monkeypatch.setattr(savers, "_write_device", slowly)
+    monkeypatch.setattr(savers, "save_file", slowly)
     saver = Saver(tmp_path, [0], of=1, keep=1)
     replace = msgspec.structs.replace
     tensors = [
@@ -100,7 +100,7 @@ def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
     assert list(checkpoints_in(tmp_path)) == [5]
 
 
-def test_a_full_disk_is_said_and_the_one_before_is_whole(tmp_path, monkeypatch):
+def test_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch):
     save(tmp_path, 5)
 
     def full(tensors, path, metadata):
@@ -118,7 +118,7 @@ def test_a_full_disk_is_said_and_the_one_before_is_whole(tmp_path, monkeypatch):
     saver.finish()  # the error is raised once
 
 
-def test_a_run_over_an_old_one_would_mix_its_checkpoints(tmp_path, tiny):
+def test_old_checkpoints_are_rejected(tmp_path, tiny):
     save(tmp_path / CHECKPOINTS, 5)
     experiment = msgspec.structs.replace(tiny, checkpoint=Checkpoints(every=1))
     write_json(tmp_path / REQUEST, Request(engine="jax-manual", experiment=experiment))

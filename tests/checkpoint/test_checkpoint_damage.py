@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.numpy import save_file
 
 from compare.checkpoint.description import DESCRIPTION, SHARDING
 from compare.checkpoint.reader import CheckpointError, CheckpointReader, read_description, sum_of
+from tests.support.rows import short
 from tests.support.small_checkpoint import save
 
 
@@ -76,43 +76,44 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_damage_is_refused_by_name_and_nothing_is_changed(monkeypatch, tmp_path):
+@pytest.fixture
+def good(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    good = save(tmp_path, 20)
-    for number, (says, spoil) in enumerate(DAMAGES.items()):
-        copied = Path(shutil.copytree(good, tmp_path / f"copy-{number}" / good.name))
-        spoil(copied)
-        before = {path.name: path.read_bytes() for path in copied.iterdir()}
-        with pytest.raises(CheckpointError) as refused:
-            CheckpointReader(copied).verify()
-        assert says in str(refused.value)
-        assert "\n" not in str(refused.value), says
-        assert str(copied) in str(refused.value), says
-        assert {path.name: path.read_bytes() for path in copied.iterdir()} == before, says
+    return save(tmp_path, 20)
+
+
+@pytest.mark.parametrize("words", DAMAGES, ids=short)
+def test_damage_is_named_and_kept(good, tmp_path, words):
+    DAMAGES[words](good)
+    before = {path.name: path.read_bytes() for path in good.iterdir()}
+    with pytest.raises(CheckpointError) as refused:
+        CheckpointReader(good).verify()
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert str(good) in str(refused.value)
+    assert {path.name: path.read_bytes() for path in good.iterdir()} == before
     assert not (tmp_path / "hacked").exists()
 
 
-def test_files_that_were_cut_off_are_refused(tmp_path):
-    good = save(tmp_path, 20)
-    for size in (first_file(good).stat().st_size - 8, 8, 0):
-        os.truncate(first_file(good), size)
-        with pytest.raises(CheckpointError, match="cannot be read"):
-            CheckpointReader(good)
+@pytest.mark.parametrize("keep", [-8, 8, 0])
+def test_truncated_file_is_rejected(good, keep):
+    os.truncate(first_file(good), keep if keep >= 0 else first_file(good).stat().st_size + keep)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        CheckpointReader(good)
 
 
-def test_a_checkpoint_that_is_removed_while_it_is_read_is_an_error_of_checkpoints(tmp_path, monkeypatch):
+def test_removed_while_it_is_read(tmp_path, monkeypatch):
     """The run that it is of may remove it at any time."""
     monkeypatch.setattr(Path, "is_file", lambda path: True)  # as it was a moment ago
     with pytest.raises(CheckpointError, match=r"checkpoint\.json cannot be read: .*No such file"):
         read_description(tmp_path / "step-00000007")
 
 
-def test_parts_that_overlap_are_refused_when_they_are_read(tmp_path):
+def test_overlapping_parts_are_rejected(good):
     """As many elements as there should be, but some of them twice."""
-    folder = save(tmp_path, 20)
-    files = first_file(folder), min(folder.glob("device-00001-*.safetensors"))
+    files = first_file(good), min(good.glob("device-00001-*.safetensors"))
     ours, theirs = (json.loads(content(file)[1][SHARDING]) for file in files)
     ours["weights/norm.scale"] = theirs["weights/norm.scale"]
-    rewrite(lambda tensors: None, folder, **{SHARDING: json.dumps(ours)})
+    rewrite(lambda tensors: None, good, **{SHARDING: json.dumps(ours)})
     with pytest.raises(CheckpointError, match=r"parts of weights/norm.scale overlap, and 1 of its elements"):
-        CheckpointReader(folder).read("weights", "norm.scale")
+        CheckpointReader(good).read("weights", "norm.scale")

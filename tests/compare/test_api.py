@@ -15,7 +15,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
 
 
 @pytest.mark.usefixtures("warm_sides")
-def test_the_guide_runs(tmp_path, monkeypatch, cache_dir, capsys):
+def test_guide_runs(tmp_path, monkeypatch, cache_dir, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", cache_dir)
     (example,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
@@ -38,22 +38,25 @@ def test_the_guide_runs(tmp_path, monkeypatch, cache_dir, capsys):
     assert repr(again).startswith("<Result runs/")
 
 
-BAD = (
-    (lambda: api.experiment("check", train={"max_itres": 2}), "unknown field `max_itres`"),
-    (lambda: api.experiment("check", model={"n_head": 5}), "n_head = 5 does not divide"),
-    (lambda: api.run("check", engine=["jax-manual"]), "engine: no such option"),
-    (lambda: api.run("check", engines=["jax"]), "jax"),
-    (lambda: api.check("check", devices=0), "--devices 0 must be at least 1"),
-)
+BAD = {
+    "field": (lambda: api.experiment("check", train={"max_itres": 2}), "unknown field `max_itres`"),
+    "value": (lambda: api.experiment("check", model={"n_head": 5}), "n_head = 5 does not divide"),
+    "option": (lambda: api.run("check", engine=["jax-manual"]), "engine: no such option"),
+    "engine": (lambda: api.run("check", engines=["jax"]), "jax"),
+    "devices": (lambda: api.check("check", devices=0), "--devices 0 must be at least 1"),
+}
 
 
-def test_bad_requests_are_one_line(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("call", "words"), BAD.values(), ids=BAD)
+def test_bad_request_is_one_line(tmp_path, monkeypatch, call, words):
     monkeypatch.chdir(tmp_path)
-    for call, says in BAD:
-        with pytest.raises(ExperimentError, match=says) as caught:
-            call()
-        assert "\n" not in str(caught.value)
+    with pytest.raises(ExperimentError, match=words) as caught:
+        call()
+    assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_settings_are_read_and_built(tmp_path):
     with pytest.raises(RecordError, match=r"has no outcome\.json"):
         api.read(tmp_path)
     built = api.experiment("demo", train={"max_iters": 7})

@@ -89,17 +89,21 @@ def test_impossible_cases_have_reasons(tiny):
     assert not set(left_out) & set(cases)
 
 
-def test_a_choice_that_cannot_be_is_refused(tiny):
-    for choice, message in (
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
         ({"presets": ("ddp", "ddp")}, "--presets ddp: give each preset once"),
         ({"presets": ("ddp",), "sizes": ("layout.tp=2",)}, "layout.tp contradicts --presets ddp"),
         ({"sizes": ("batch_size=8",)}, "batch_size=8: give fields and values such as"),
         ({"sizes": ("train.batch_size=8", "train.batch_size=8")}, "give each setting once"),
         ({"variants": ("train.max_iters=8",)}, "--window sets the steps of a bench"),
-    ):
-        with pytest.raises(ExperimentError) as refused:
-            cases_of(tiny, **choice)
-        assert message in str(refused.value)
+    ],
+    ids=["twice", "layout", "section", "size_twice", "steps"],
+)
+def test_impossible_choice_is_rejected(tiny, choice, message):
+    with pytest.raises(ExperimentError) as refused:
+        cases_of(tiny, **choice)
+    assert message in str(refused.value)
 
 
 def test_values_are_read_as_toml_writes_them():

@@ -1,13 +1,14 @@
-"""Every engine and every rung of its ladder on four devices against one unsharded device."""
+"""`shardpair check`: engines on several devices against one unsharded device, and the cases of a check."""
 
 import json
 
 import msgspec
 import pytest
 
-from compare.commands.check import rungs_of_engines
+from compare.commands.check import Check, rungs_of_engines
 from compare.commands.faults import fault_cases
-from compare.spec.engines.registry import SIDES, STUDIED
+from compare.setup.presets import PRESETS
+from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import Layout, load
 from tests.support.records import CLIMBED
 
@@ -16,9 +17,9 @@ STEPS = 3
 SMALL = ("--model.n_layer", "2", "--train.max_iters", str(STEPS))
 
 
-@pytest.mark.parametrize("side", list(SIDES))
-def test_engines_equal_one_device(shardpair, side):
-    engines = [engine.name for engine in SIDES[side].engines]
+def test_engines_equal_one_device(shardpair):
+    """An engine of each side, by each way to reduce gradients."""
+    engines = ("torch-manual", "jax-manual")
     done = shardpair("check", "--engines", *engines, "--devices", str(DEVICES), *SMALL, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     outcome = json.loads(done.stdout)
@@ -59,7 +60,7 @@ def test_engines_equal_one_device_in_float32(shardpair):
     ("engines", "optimizer"),
     [(("jax-compiler", "torch-library"), "adamw"), (("torch-manual", "jax-manual"), "sgd")],
 )
-def test_pair_agrees_in_bfloat16_and_without_clipping(shardpair, engines, optimizer):
+def test_pair_agrees_in_bfloat16(shardpair, engines, optimizer):
     """The pair against each other: mixed precision, both optimizers, nothing that hides a scale."""
     done = shardpair(
         "run", "check", "--engines", *engines, "--layout.dp_replicate", "2", "--json",
@@ -70,7 +71,27 @@ def test_pair_agrees_in_bfloat16_and_without_clipping(shardpair, engines, optimi
     assert (shardpair.folder / "runs").is_dir()
 
 
-def test_the_reference_is_unsharded_whatever_the_layout():
+def test_interleaved_schedule_of_pytorch(shardpair):
+    asked = ("check", "--engines", "torch-library", "--presets", "pp_interleaved", "--model.dropout", "0.2")
+    done = shardpair(*asked, "--train.max_iters", "3", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (verdict,) = json.loads(done.stdout)["verdicts"]
+    assert max(rung["error"] for rung in verdict["rungs"]) <= 1e-10
+
+
+def test_every_cell_is_a_case_or_has_a_reason():
+    cases, left_out = Check(presets=("all",), variants=("all",)).cases(load("check"))
+    layouts = [name for name, preset in PRESETS.items() if preset.axis and not preset.ranks_per_ep]
+    names = {f"{engine}.{layout}" for engine in STUDIED for layout in layouts}
+    assert {name for name in (*cases, *left_out) if "," not in name and "reference" not in name} == names
+    assert not cases.keys() & left_out.keys()
+    references = [name for name, case in cases.items() if not case.against]
+    assert references == ["reference", "reference.2", "reference.3", "reference.4"]
+    assert len([case for case in cases.values() if case.against == "reference.3"]) > 100
+    assert cases["jax-compiler.ddp_pp"].experiment.layout.schedule == "gpipe"  # it has no 1F1B
+
+
+def test_the_reference_is_unsharded():
     layout = Layout(tp=2, pp=2, dp_shard=2, zero=3, microbatches=4)
     sharded = msgspec.structs.replace(load("check"), layout=layout)
     reference, *cases = rungs_of_engines(sharded, list(STUDIED), 4)[0].values()

@@ -1,5 +1,6 @@
 """The textbook of what is sent, counted by hand, without a run; test_ledger.py has real ledgers."""
 
+import pytest
 from msgspec.structs import replace
 
 from compare.judge.textbook import routed
@@ -20,44 +21,49 @@ def experiment(**layout) -> Experiment:
     return Experiment(model=MODEL, train=train, layout=Layout(**layout))
 
 
-def test_gradients_are_reduced_once():
-    for engine in ("jax-manual", "torch-manual"):
-        replicas = ("all_reduce", "dp_replicate", "gradients")
-        assert bytes_sent(engine, experiment()) == {}
-        assert bytes_sent(engine, experiment(dp_replicate=4)) == {replicas: 4 * N}
-        assert bytes_sent(engine, experiment(dp_replicate=2, dp_shard=4, zero=1))[replicas] == N
+@pytest.mark.parametrize("engine", ["jax-manual", "torch-manual"])
+def test_gradients_are_reduced_once(engine):
+    replicas = ("all_reduce", "dp_replicate", "gradients")
+    assert bytes_sent(engine, experiment()) == {}
+    assert bytes_sent(engine, experiment(dp_replicate=4)) == {replicas: 4 * N}
+    assert bytes_sent(engine, experiment(dp_replicate=2, dp_shard=4, zero=1))[replicas] == N
 
 
-def test_zero_sends_the_volume_of_its_paper():
+@pytest.mark.parametrize(("zero", "volume"), [(1, 2), (3, 3)])
+def test_zero_sends_the_volume_of_its_paper(zero, volume):
     """The ZeRO paper's 2 and 3 per step, in its units: an all-reduce is a scatter and a gather."""
-    for zero, volume in {1: 2, 3: 3}.items():
-        one_pass = Experiment(model=MODEL, layout=Layout(dp_shard=4, zero=zero))
-        assert sum(textbook("torch-manual", one_pass).values()) == volume * 4 * N
+    one_pass = Experiment(model=MODEL, layout=Layout(dp_shard=4, zero=zero))
+    assert sum(textbook("torch-manual", one_pass).values()) == volume * 4 * N
 
 
-def test_engines_differ_under_accumulation():
-    """Who scatters each pass, who gathers the ends once a step, a pass or a use, who gathers all again."""
-    ends = C * (V + T + 2)
-    layers = N - ends
-    for engine, scatters, gathers, keeps in (
+ENDS = C * (V + T + 2)
+LAYERS = N - ENDS
+
+
+@pytest.mark.parametrize(
+    ("engine", "scatters", "gathers", "keeps"),
+    [
         ("torch-manual", N, 2 * PASSES * N, N),
-        ("torch-library", N, PASSES * (ends + 2 * layers), PASSES * N),
-        ("torch-compiler", PASSES * N, ends + 2 * PASSES * layers, N),
-        ("jax-manual", PASSES * N, ends + 2 * PASSES * layers, ends + PASSES * layers),
-    ):
-        sharded = textbook(engine, experiment(dp_shard=4, zero=3))
-        assert sharded["dp_shard", "reduce"] == 4 * scatters, engine
-        assert sharded["dp_shard", "gather"] == 4 * gathers, engine
-        kept = textbook(engine, experiment(dp_shard=4, zero=3, reshard_after_forward=False))
-        assert kept["dp_shard", "gather"] == 4 * keeps, engine
+        ("torch-library", N, PASSES * (ENDS + 2 * LAYERS), PASSES * N),
+        ("torch-compiler", PASSES * N, ENDS + 2 * PASSES * LAYERS, N),
+        ("jax-manual", PASSES * N, ENDS + 2 * PASSES * LAYERS, ENDS + PASSES * LAYERS),
+    ],
+)
+def test_engines_differ_under_accumulation(engine, scatters, gathers, keeps):
+    """Engines scatter in each pass or once. They gather the ends once a step, a pass or a use."""
+    sharded = textbook(engine, experiment(dp_shard=4, zero=3))
+    assert sharded["dp_shard", "reduce"] == 4 * scatters
+    assert sharded["dp_shard", "gather"] == 4 * gathers
+    kept = textbook(engine, experiment(dp_shard=4, zero=3, reshard_after_forward=False))
+    assert kept["dp_shard", "gather"] == 4 * keeps
 
 
-def test_the_loss_in_parts_is_computed_twice():
+@pytest.mark.parametrize(("chunks", "numbers"), [(1, 3), (4, 6)])
+def test_loss_in_parts_is_computed_twice(chunks, numbers):
     """Numbers of a position, of both devices of tp: three, and in parts again."""
-    for chunks, numbers in ((1, 3), (4, 6)):
-        train = Train(batch_size=ROWS, gradient_accumulation_steps=PASSES, loss_chunks=chunks)
-        sent = bytes_sent("torch-manual", Experiment(model=MODEL, train=train, layout=Layout(tp=2)))
-        assert sent["all_gather", "tp", "loss"] == 4 * 2 * numbers * PASSES * ROWS * T
+    train = Train(batch_size=ROWS, gradient_accumulation_steps=PASSES, loss_chunks=chunks)
+    sent = bytes_sent("torch-manual", Experiment(model=MODEL, train=train, layout=Layout(tp=2)))
+    assert sent["all_gather", "tp", "loss"] == 4 * 2 * numbers * PASSES * ROWS * T
 
 
 def test_sequence_parallelism_splits_all_reduce():
@@ -85,9 +91,9 @@ def over_tp(engine: str, **layout) -> dict[str, float]:
     }
 
 
-def test_recomputation_sends_again():
-    """A layer's last sum is not needed again, unless dropout follows it. JAX's dots keep the sums."""
-    for engine, remat, dropout, sums in (
+@pytest.mark.parametrize(
+    ("engine", "remat", "dropout", "sums"),
+    [
         ("torch-manual", "none", 0.0, 0),
         ("torch-manual", "dots", 0.0, L),
         ("torch-manual", "full", 0.0, L),
@@ -95,17 +101,20 @@ def test_recomputation_sends_again():
         ("jax-manual", "none", 0.0, 0),
         ("jax-manual", "dots", 0.0, 0),
         ("jax-manual", "full", 0.0, L),
-    ):
-        back, gathers = 2 * L + 1, 0 if remat == "none" else 2 * L
-        options = {"remat": remat, "dropout": dropout}
-        plain, cut = (over_tp(engine, sequence_parallel=sp, **options) for sp in (False, True))
-        assert plain == {"all_reduce activations": back + sums, "all_reduce gradients": back}, (engine, remat)
-        assert cut == {
-            "reduce_scatter activations": back + sums,
-            "all_gather activations": back + gathers,
-            "reduce_scatter gradients": back,
-            "all_gather gradients": back,
-        }
+    ],
+)
+def test_recomputation_sends_again(engine, remat, dropout, sums):
+    """A layer's last sum is not needed again, unless dropout follows it. JAX's dots keep the sums."""
+    back, gathers = 2 * L + 1, 0 if remat == "none" else 2 * L
+    options = {"remat": remat, "dropout": dropout}
+    plain, cut = (over_tp(engine, sequence_parallel=sp, **options) for sp in (False, True))
+    assert plain == {"all_reduce activations": back + sums, "all_reduce gradients": back}
+    assert cut == {
+        "reduce_scatter activations": back + sums,
+        "all_gather activations": back + gathers,
+        "reduce_scatter gradients": back,
+        "all_gather gradients": back,
+    }
 
 
 def test_products_in_16_bits_send_half():
@@ -143,34 +152,47 @@ def test_middle_rank_sends_every_chunk():
     assert (last[SENT], last[SENT_BACK]) == (PASSES * STREAM, 2 * PASSES * STREAM)
 
 
-def test_context_parallelism_in_three_ways():
-    """In streams of a device's own positions: whole K and V gathered; a ring's hops, and the gradients' way
-    home; q, K, V and the result exchanged. Backward fetches again what it recomputes."""
-    n = 4
-    for context, kinds, forward, again, backward in (
-        ("allgather", ("all_gather", "reduce_scatter"), 2 * n, 2 * n, 2 * n),
-        ("ring", ("permute", "permute"), 4 * (n - 1), 2 * (n - 1), 2 * n),
-        ("ulysses", ("all_to_all", "all_to_all"), 4, 4, 4),
-    ):
-        for remat, times in (("none", 0), ("full", 1)):
-            for degrees, share in ({}, 1), ({"tp": 2}, 2), ({"pp": 2, "microbatches": 2}, 2):
-                split = experiment(cp=n, context=context, remat=remat, **degrees)
-                sent = bytes_sent("torch-manual", split)
-                stream = PASSES * L * STREAM / n / share
-                assert sent[kinds[0], "cp", "activations"] == (forward + times * again) * stream, context
-                assert sent[kinds[1], "cp", "activation gradients"] == backward * stream, context
-    grouped = edited(experiment(cp=n, context="ring"), {"model": {"n_kv_head": 1}})
+CP = 4
+WAYS = {
+    "allgather": ("all_gather", "reduce_scatter", 2 * CP, 2 * CP, 2 * CP),
+    "ring": ("permute", "permute", 4 * (CP - 1), 2 * (CP - 1), 2 * CP),
+    "ulysses": ("all_to_all", "all_to_all", 4, 4, 4),
+}
+"""Kinds forward and backward; streams of a device's own positions forward, recomputed, and backward."""
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("degrees", [{}, {"tp": 2}, {"pp": 2, "microbatches": 2}], ids=["cp", "tp", "pp"])
+@pytest.mark.parametrize("context", WAYS)
+def test_context_parallelism(context, degrees, remat):
+    """An all-gather sends whole K and V, a ring its hops, ulysses q, K, V and the result."""
+    kind, kind_back, forward, again, backward = WAYS[context]
+    sent = bytes_sent("torch-manual", experiment(cp=CP, context=context, remat=remat, **degrees))
+    stream = PASSES * L * STREAM / CP / (2 if degrees else 1)
+    assert sent[kind, "cp", "activations"] == (forward + (remat == "full") * again) * stream
+    assert sent[kind_back, "cp", "activation gradients"] == backward * stream
+
+
+def test_ring_of_grouped_queries():
+    grouped = edited(experiment(cp=CP, context="ring"), {"model": {"n_kv_head": 1}})
     sent = bytes_sent("torch-manual", grouped)
     assert sent["permute", "cp", "activation gradients"] == PASSES * L * STREAM * 2 / 4
 
 
-def test_gradients_are_summed_over_replicas():
-    for layout, axis, size in (
+@pytest.mark.parametrize(
+    ("layout", "axis", "size"),
+    [
         ({"cp": 2}, "cp", 4 * N),
         ({"cp": 2, "dp_replicate": 2}, "dp_replicate+cp", 4 * N),
         ({"cp": 2, "dp_shard": 4, "zero": 3}, "cp", N),
-    ):
-        assert bytes_sent("torch-manual", experiment(**layout))["all_reduce", axis, "gradients"] == size
+    ],
+    ids=["cp", "ddp_cp", "fsdp_cp"],
+)
+def test_gradients_are_summed_over_replicas(layout, axis, size):
+    assert bytes_sent("torch-manual", experiment(**layout))["all_reduce", axis, "gradients"] == size
+
+
+def test_ddp_sums_over_shards_and_cp():
     by_ddp = bytes_sent("torch-library", experiment(cp=2, dp_shard=2, zero=1))
     assert by_ddp["all_reduce", "dp_shard+cp", "gradients"] == 4 * N
     assert {axis for _, axis, purpose in by_ddp if purpose == "gradients"} == {"dp_shard+cp"}

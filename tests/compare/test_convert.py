@@ -13,6 +13,7 @@ from compare.commands.convert import FORMATS
 from compare.formats.huggingface import CONFIG, WEIGHTS_FILE, read_gpt2, write_gpt2
 from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, Precision
 from tests.support.checkpoints import assert_is_random, random_state, write_random
+from tests.support.rows import short
 
 EXPERIMENT = Experiment(
     model=Model(n_layer=2, n_head=2, n_embd=6, block_size=5, vocab_size=7, bias=True, activation="gelu_tanh"),
@@ -75,62 +76,79 @@ SPOILT = (
 )
 
 
-def test_what_this_model_cannot_be_is_refused(tmp_path):
+@pytest.fixture
+def gpt2(tmp_path) -> Path:
+    """A folder in Hugging Face's format."""
     write_gpt2(tmp_path / "gpt2", EXPERIMENT.model, weights())
-    config = json.loads((tmp_path / "gpt2" / CONFIG).read_text())
-    for spoil, says in SPOILT:
-        (tmp_path / "gpt2" / CONFIG).write_text(json.dumps(config | spoil))
-        with pytest.raises(ExperimentError) as refused:
-            read_gpt2(tmp_path / "gpt2")
-        assert says in str(refused.value), spoil
-    pdrops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.25)
-    for spoil, dropout in ((pdrops, 0.25), (dict.fromkeys(pdrops), None)):
-        kept = {name: value for name, value in (config | spoil).items() if value is not None}
-        (tmp_path / "gpt2" / CONFIG).write_text(json.dumps(kept))
-        assert read_gpt2(tmp_path / "gpt2")[0].dropout == (dropout or 0.1)  # Hugging Face's default
+    return tmp_path / "gpt2"
 
 
-def test_masks_are_skipped_other_tensors_rejected(tmp_path, capsys):
-    write_gpt2(tmp_path / "gpt2", EXPERIMENT.model, weights())
-    path = tmp_path / "gpt2" / WEIGHTS_FILE
+@pytest.mark.parametrize(("spoil", "words"), SPOILT, ids=map(short, SPOILT))
+def test_other_gpt2_models_are_rejected(gpt2, spoil, words):
+    config = json.loads((gpt2 / CONFIG).read_text())
+    (gpt2 / CONFIG).write_text(json.dumps(config | spoil))
+    with pytest.raises(ExperimentError) as refused:
+        read_gpt2(gpt2)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(("given", "dropout"), [(0.25, 0.25), (None, 0.1)], ids=["given", "default"])
+def test_dropout_of_gpt2(gpt2, given, dropout):
+    config = json.loads((gpt2 / CONFIG).read_text())
+    config |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), given)
+    (gpt2 / CONFIG).write_text(json.dumps({name: x for name, x in config.items() if x is not None}))
+    assert read_gpt2(gpt2)[0].dropout == dropout
+
+
+def test_masks_are_skipped_other_tensors_rejected(gpt2, tmp_path, capsys):
+    path = gpt2 / WEIGHTS_FILE
     tensors = load_file(path)
     save_file({**tensors, "transformer.h.0.attn.bias": np.zeros((1, 1, 5, 5))}, path)
-    read_gpt2(tmp_path / "gpt2")
+    read_gpt2(gpt2)
     save_file({**tensors, "lm_head.weight": tensors["transformer.wte.weight"] + 1}, path)
     with pytest.raises(ExperimentError, match="is not tied to the embedding"):
-        read_gpt2(tmp_path / "gpt2")
+        read_gpt2(gpt2)
     spoilt = tensors["transformer.ln_f.weight"].copy()
     spoilt[0] = np.nan
     save_file({**tensors, "transformer.ln_f.weight": spoilt}, path)
-    assert main(["convert", str(tmp_path / "gpt2"), str(tmp_path / "x")]) == 2
-    assert f"{tmp_path / 'gpt2'}: weights/norm.scale has values that are NaN" in capsys.readouterr().err
+    assert main(["convert", str(gpt2), str(tmp_path / "x")]) == 2
+    assert f"{gpt2}: weights/norm.scale has values that are NaN" in capsys.readouterr().err
 
-    # bfloat16 is the upper half of a float32; 8-bit floats are refused.
+
+@pytest.mark.parametrize(("stored", "dtype"), [("U16", "BF16"), ("U8", "F8_E4M3")])
+def test_dtypes_that_numpy_lacks(gpt2, tmp_path, capsys, stored, dtype):
+    """bfloat16 is the upper half of a float32; 8-bit floats are rejected."""
+    path = gpt2 / WEIGHTS_FILE
+    tensors = load_file(path)
     halves = {n: (np.ascontiguousarray(a).view("<u4") >> 16).astype("<u2") for n, a in tensors.items()}
-    for dtype, stored in (("BF16", halves), ("F8_E4M3", {n: a.astype(np.uint8) for n, a in halves.items()})):
-        save_file(stored, path)
-        content = path.read_bytes()
-        end = 8 + int.from_bytes(content[:8], "little")
-        header = content[8:end].replace(b'"U16"', b'"BF16"').replace(b'"U8"', b'"F8_E4M3"')
-        path.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
-        if dtype == "BF16":
-            token = read_gpt2(tmp_path / "gpt2")[1]["embedding.token"]
-            assert token.dtype == np.float32
-            np.testing.assert_array_equal(token.view("<u4") >> 16, halves["transformer.wte.weight"])
-            np.testing.assert_allclose(token, tensors["transformer.wte.weight"], rtol=2**-7)
-    assert main(["convert", str(tmp_path / "gpt2"), str(tmp_path / "x")]) == 2
-    assert "is F8_E4M3, which NumPy lacks: write it as float32" in capsys.readouterr().err
+    save_file({n: a.astype(f"u{int(stored[1:]) // 8}") for n, a in halves.items()}, path)
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = content[8:end].replace(f'"{stored}"'.encode(), f'"{dtype}"'.encode())
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+    if dtype == "BF16":
+        token = read_gpt2(gpt2)[1]["embedding.token"]
+        assert token.dtype == np.float32
+        np.testing.assert_array_equal(token.view("<u4") >> 16, halves["transformer.wte.weight"])
+        np.testing.assert_allclose(token, tensors["transformer.wte.weight"], rtol=2**-7)
+    else:
+        assert main(["convert", str(gpt2), str(tmp_path / "x")]) == 2
+        assert "is F8_E4M3, which NumPy lacks: write it as float32" in capsys.readouterr().err
 
 
-def test_convert_rejects_bad_names(given, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("source", "target", "words"),
+    [
+        ("given", "given", "exists already"),
+        ("given", "no/x", "is missing: create it"),
+        ("nowhere", "x", "no checkpoint found"),
+        ("nowhere.pt", "x", "does not exist"),
+    ],
+)
+def test_convert_rejects_bad_names(given, tmp_path, monkeypatch, capsys, source, target, words):
     assert (FORMATS[".pt"], FORMATS[".safetensors"]) == ("nanogpt", "weights")
-    for arguments, says in (
-        ((str(given), str(given)), "exists already"),
-        ((str(given), str(tmp_path / "no" / "x")), "is missing: create it"),
-        (("nowhere", str(tmp_path / "x")), "no checkpoint found"),
-        (("nowhere.pt", str(tmp_path / "x")), "does not exist"),
-    ):
-        before = sorted(tmp_path.iterdir())
-        assert main(["convert", *arguments]) == 2
-        assert says in capsys.readouterr().err
-        assert sorted(tmp_path.iterdir()) == before
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    assert main(["convert", source, target]) == 2
+    assert words in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before

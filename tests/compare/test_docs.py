@@ -21,7 +21,7 @@ def test_generated_page_is_current(path):
     assert path.read_text() == make_docs.PAGES[path](), "run make docs"
 
 
-def test_commands_that_are_spoken_of_are_there():
+def test_mentioned_commands_exist():
     for page, text in PAGES.items():
         for word in re.findall(r"`shardpair ([a-z-]+)", text):
             assert word in COMMANDS, f"{page}: shardpair {word}"

@@ -19,11 +19,8 @@ EXPERIMENT = Experiment(
 FSDP = spread(EXPERIMENT, "fsdp", 4)
 
 
-def test_ledger_shows_the_judgement(tmp_path):
+def test_ledger_lists_objections(tmp_path):
     record = make_record(tmp_path / "run", FSDP, ladder=False, tensors={})
-    fits = engine_ledger("mine", record, judged(record).alone)
-    assert (fits.unexpected, fits.uncompared) == ([], "")
-    assert all(flow.ratio == 1.0 for flow in fits.flows)
     rows = make_ledger("torch-manual", FSDP)[1:]
     other = msgspec.structs.replace(record, ledger=Ledger(rows=rows, problems=["a loop, at mine.py:3"]))
     unexpected = engine_ledger("mine", other, judged(other).alone).unexpected

@@ -10,6 +10,7 @@ import pytest
 from compare.cli import main
 from compare.formats.nanogpt import load_experiment, read_assignments, read_config
 from compare.spec.experiment import ExperimentError
+from tests.support.rows import short
 
 SHAKESPEARE = '''"""A docstring."""
 # a comment
@@ -77,14 +78,14 @@ LINES = (
 )
 
 
-def test_config_is_never_executed(tmp_path, capsys):
+@pytest.mark.parametrize(("line", "words"), LINES, ids=map(short, LINES))
+def test_config_is_never_executed(tmp_path, capsys, line, words):
     path = tmp_path / "config.py"
-    for line, says in LINES:
-        path.write_text(line + "\n")
-        with pytest.raises(ExperimentError) as refused:
-            read_config(path)
-        assert says in str(refused.value), line
-        assert str(path) in str(refused.value) or "nanoGPT's settings" in str(refused.value)
+    path.write_text(line + "\n")
+    with pytest.raises(ExperimentError) as refused:
+        read_config(path)
+    assert words in str(refused.value)
+    assert str(path) in str(refused.value) or "nanoGPT's settings" in str(refused.value)
     assert "executed" not in capsys.readouterr().out
 
 

@@ -15,35 +15,32 @@ TINY = (
 )  # fmt: skip
 
 
-def test_studies_of_our_engines_take_no_peer(capsys):
-    for command in ("memory", "faults"):
-        with pytest.raises(SystemExit, match="2"):
-            main([command, "--engines", "plain-jit"])
-        assert "plain-jit" in capsys.readouterr().err
+@pytest.mark.parametrize("command", ["memory", "faults"])
+def test_studies_of_our_engines_take_no_peer(capsys, command):
+    with pytest.raises(SystemExit, match="2"):
+        main([command, "--engines", "plain-jit"])
+    assert "plain-jit" in capsys.readouterr().err
 
 
-REFUSED = (
-    ("nanogpt-loop", {"dp_replicate": 2}, "nanogpt-loop: it trains on one device, and the layout has 2"),
-    (
-        "nanogpt-loop",
-        {"dp_shard": 2, "zero": 1},
-        "nanogpt-loop: it trains on one device, and the layout has 2",
-    ),
-    (
-        "nanogpt-loop",
-        {"pp": 2, "microbatches": 2},
-        "nanogpt-loop: it trains on one device, and the layout has 2",
-    ),
-    ("nanogpt-loop", {"remat": "full"}, "recomputes nothing in backward (layout.remat = full)"),
-    ("plain-jit", {"dp_replicate": 4}, "plain-jit: it trains on one device, and the layout has 4"),
+@pytest.mark.parametrize(
+    ("peer", "layout", "words"),
+    [
+        ("nanogpt-loop", Layout(dp_replicate=2), "it trains on one device, and the layout has 2"),
+        ("nanogpt-loop", Layout(dp_shard=2, zero=1), "it trains on one device, and the layout has 2"),
+        ("nanogpt-loop", Layout(pp=2, microbatches=2), "it trains on one device, and the layout has 2"),
+        ("nanogpt-loop", Layout(remat="full"), "recomputes nothing in backward (layout.remat = full)"),
+        ("plain-jit", Layout(dp_replicate=4), "it trains on one device, and the layout has 4"),
+    ],
+    ids=["ddp", "zero1", "pp", "remat", "jit"],
 )
+def test_peer_rejects_layout(peer, layout, words):
+    with pytest.raises(ExperimentError) as refusal:
+        ENGINES[peer].require(layout)
+    assert str(refusal.value).startswith(f"{peer}: ")
+    assert words in str(refusal.value)
 
 
-def test_what_a_peer_cannot_do_is_refused_by_name():
-    for peer, fields, says in REFUSED:
-        with pytest.raises(ExperimentError) as refusal:
-            ENGINES[peer].require(Layout(**fields))
-        assert says in str(refusal.value)
+def test_peer_rejects_dtype():
     with pytest.raises(ExperimentError, match="float16; possible: float64, float32, bfloat16"):
         ENGINES["plain-jit"].require_experiment(Experiment(precision=Precision(dtype="float16")))
 

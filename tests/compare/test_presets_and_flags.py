@@ -11,6 +11,7 @@ from compare.setup.fitting import fitting
 from compare.setup.presets import PRESETS, preset_layout
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import Layout
+from tests.support.rows import short
 
 FILES = {
     "plain.toml": "[model]\nn_layer = 4\n",
@@ -54,12 +55,12 @@ THE_FILE_WINS = {
 }
 
 
-def test_what_is_said_wins(planned):
-    for line, fields in (FLAGS_WIN | THE_FILE_WINS).items():
-        code, plan, said = planned(line)
-        assert (code, said) == (0, ""), line
-        layout = plan["experiment"]["layout"]
-        assert {key: layout[key] for key in fields} == fields, line
+@pytest.mark.parametrize("line", FLAGS_WIN | THE_FILE_WINS, ids=short)
+def test_flag_or_file_wins(planned, line):
+    code, plan, errors = planned(line)
+    assert (code, errors) == (0, "")
+    expected, layout = (FLAGS_WIN | THE_FILE_WINS)[line], plan["experiment"]["layout"]
+    assert {key: layout[key] for key in expected} == expected
 
 
 OF_SEVERAL = (
@@ -73,11 +74,11 @@ OF_SEVERAL = (
 )
 
 
-def test_it_wins_over_several_presets_too(planned):
-    for line, layouts in OF_SEVERAL:
-        code, plan, said = planned(line)
-        assert code == 0, said
-        assert any(layouts in case["layout"] for case in plan["cases"]), line
+@pytest.mark.parametrize(("line", "layouts"), OF_SEVERAL, ids=map(short, OF_SEVERAL))
+def test_flag_wins_over_several_presets(planned, line, layouts):
+    code, plan, errors = planned(line)
+    assert code == 0, errors
+    assert any(layouts in case["layout"] for case in plan["cases"])
 
 
 CANNOT_WIN = (
@@ -99,11 +100,11 @@ CANNOT_WIN = (
 )
 
 
-def test_what_cannot_win_is_refused(planned):
-    for line, says in CANNOT_WIN:
-        code, _, said = planned(line)
-        assert (code, said.count("\n")) == (2, 1), line
-        assert says in said, line
+@pytest.mark.parametrize(("line", "words"), CANNOT_WIN, ids=map(short, CANNOT_WIN))
+def test_contradiction_is_rejected(planned, line, words):
+    code, _, errors = planned(line)
+    assert (code, errors.count("\n")) == (2, 1)
+    assert words in errors
 
 
 def test_python_settings_win_over_preset():

@@ -111,7 +111,7 @@ def a_machine_with_everything(places, monkeypatch):
 
 @pytest.mark.usefixtures("a_machine_with_everything")
 @pytest.mark.parametrize("line", LINES)
-def test_it_does_what_it_says(line, places, capsys, monkeypatch):
+def test_printed_line(line, places, capsys, monkeypatch):
     command, *others = LINES[line]
     source = others[0] if command in ("resume", "convert", "sample", "report", "diff") else ""
     is_checkpoint = command not in ("report", "diff") and Path(source).suffix != ".pt" and source != "gpt2/"

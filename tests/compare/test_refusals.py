@@ -23,9 +23,10 @@ from compare.spec.experiment import (
 from compare.spec.experiment import (
     parse as parse_toml,
 )
+from tests.support.rows import short
 
 REFUSED = {
-    # Words that stand in no table.
+    # Unknown words
     "": "give a command, such as shardpair run",
     "runn": "runn: no such command",
     "run --model.bias true": "unexpected argument true",
@@ -105,13 +106,8 @@ MALFORMED = {
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A working folder with what people point at by mistake, where starting a process is a failure."""
-
-    def refuse(*arguments, **keywords):
-        pytest.fail(f"a process was started: {arguments}")
-
-    monkeypatch.setattr(launch.subprocess, "Popen", refuse)
+def folder(no_process, tmp_path, monkeypatch):
+    """A working folder with files and folders that people point at by mistake."""
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe.bin")
     for name in ("folder", "taken"):
@@ -134,25 +130,25 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_refused_in_one_line(folder, capsys):
+@pytest.mark.parametrize("line", REFUSED, ids=short)
+def test_refused_in_one_line(folder, capsys, line):
     before = sorted(folder.rglob("*"))
-    for line, says in REFUSED.items():
-        assert main(line.split()) == 2, line
-        output = capsys.readouterr()
-        assert output.out == "", line
-        assert output.err.startswith("shardpair: error: "), line
-        assert output.err.count("\n") == 1, line
-        assert output.err[:-1].isprintable(), line
-        assert says in output.err, line
+    assert main(line.split()) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("shardpair: error: ")
+    assert output.err.count("\n") == 1
+    assert output.err[:-1].isprintable()
+    assert REFUSED[line] in output.err
     assert [path for path in sorted(folder.rglob("*")) if path.name != "runs"] == before
 
 
-def test_malformed_flags_are_named(folder, capsys):
-    for line, names in MALFORMED.items():
-        with pytest.raises(SystemExit) as ended:
-            main(line.split())
-        assert ended.value.code == 2, line
-        assert names in capsys.readouterr().err.lower(), line
+@pytest.mark.parametrize("line", MALFORMED, ids=short)
+def test_malformed_flag_is_named(folder, capsys, line):
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2
+    assert MALFORMED[line] in capsys.readouterr().err.lower()
 
 
 def test_gpus_that_are_not_there(folder, capsys, monkeypatch):
@@ -167,18 +163,19 @@ def test_gpus_that_are_not_there(folder, capsys, monkeypatch):
     assert "needs 2 devices and 1 GPUs are visible" in capsys.readouterr().err
 
 
-def test_no_float_may_be_infinite_or_no_number():
-    floats = [
-        (section.name, field.name)
-        for section in msgspec.structs.fields(Experiment)
-        for field in msgspec.structs.fields(section.type)
-        if isinstance(field.default, float)
-    ]
-    assert len(floats) >= 11
-    for section, key in floats:
-        for value in (math.inf, -math.inf, math.nan):
-            with pytest.raises(ExperimentError, match=rf"{section}\.{key} = {value} must be a finite number"):
-                parse_toml(f"[{section}]\n{key} = {value}\n")
+FLOATS = [
+    (section.name, field.name)
+    for section in msgspec.structs.fields(Experiment)
+    for field in msgspec.structs.fields(section.type)
+    if isinstance(field.default, float)
+]
+
+
+@pytest.mark.parametrize(("section", "key"), FLOATS)
+def test_floats_must_be_finite(section, key):
+    for value in (math.inf, -math.inf, math.nan):
+        with pytest.raises(ExperimentError, match=rf"{section}\.{key} = {value} must be a finite number"):
+            parse_toml(f"[{section}]\n{key} = {value}\n")
 
 
 def test_missing_default_cache_is_allowed(folder, monkeypatch):
@@ -199,14 +196,14 @@ def test_help_is_one_screen_and_teaches(capsys):
     assert "Number of transformer blocks (L). (default: 4)" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_reader_that_has_enough_is_no_error():
-    """Whether what is left to read fits into a buffer or not."""
-    for line in ("--help", "bench --help", "list"):
-        command = [sys.executable, "-m", "compare", *line.split()]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-            process.stdout.close()
-            assert process.stderr.read() == b"", line
-        assert process.returncode == 1, line
+@pytest.mark.parametrize("line", ["--help", "bench --help", "list"], ids=short)
+def test_closed_stdout_prints_no_error(line):
+    """True if the rest of the output fits into a buffer, and if it does not."""
+    command = [sys.executable, "-m", "compare", *line.split()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
 
 
 def test_given_flags_in_every_spelling():

@@ -37,21 +37,23 @@ def turned(experiment: Experiment, tokens: int) -> dict:
     }
 
 
-def test_routing_is_exact_in_float64_only(tmp_path):
-    for dtype, tokens, passes in (("float64", 0, True), ("float64", 1, False), ("float32", 1, True)):
-        experiment, at = spec(dtype), tmp_path / f"{dtype}-{tokens}"
-        reference = make_record(at / "reference", experiment)
-        verdict = climbed(reference, make_record(at / "candidate", experiment, **turned(experiment, tokens)))
-        assert verdict.passed == passes, verdict.sentence()
-        assert {result.rung for result in verdict.rungs} == {*CLIMBED, *OF_EXPERTS}
-        share = tokens / (2 * 2 * 4 * 8 * 2)  # one of two choices of a token
-        assert verdict.error("routing") == pytest.approx(share)
-        if tokens:
-            said = next(result.worst for result in verdict.rungs if result.rung == "routing")
-            first = "the first in pass 1, block 1, sequence 0, position 0: expert 2 instead of 0"
-            assert said == f"1 of 256 choices, {first}"
-        if not passes:
-            assert verdict.failure.rung == "routing"
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "passes"), [("float64", 0, True), ("float64", 1, False), ("float32", 1, True)]
+)
+def test_routing_is_exact_in_float64_only(tmp_path, dtype, tokens, passes):
+    experiment = spec(dtype)
+    reference = make_record(tmp_path / "reference", experiment)
+    verdict = climbed(reference, make_record(tmp_path / "other", experiment, **turned(experiment, tokens)))
+    assert verdict.passed == passes, verdict.sentence()
+    assert {result.rung for result in verdict.rungs} == {*CLIMBED, *OF_EXPERTS}
+    share = tokens / (2 * 2 * 4 * 8 * 2)  # one of two choices of a token
+    assert verdict.error("routing") == pytest.approx(share)
+    if tokens:
+        worst = next(result.worst for result in verdict.rungs if result.rung == "routing")
+        first = "the first in pass 1, block 1, sequence 0, position 0: expert 2 instead of 0"
+        assert worst == f"1 of 256 choices, {first}"
+    if not passes:
+        assert verdict.failure.rung == "routing"
 
 
 def test_rerouted_tokens_fail_and_explain(tmp_path):
@@ -89,13 +91,14 @@ def test_counts_agree_with_the_routing(tmp_path):
     assert verdict.failure.worst == "block 1 in step 3"
 
 
-def test_counts_in_16_bits_for_four_steps(tmp_path):
-    for dtype, step, passes in (("bfloat16", 4, True), ("bfloat16", 3, False), ("float32", 4, False)):
-        experiment = replace(spec(dtype), train=replace(TRAIN, max_iters=6))
-        at, steps = tmp_path / f"{dtype}-{step}", make_steps(experiment)
-        reference = make_record(at / "reference", experiment)
-        steps[step] = replace(steps[step], tokens_per_expert=[[128, 0, 0, 0], [0, 0, 64, 64]])
-        verdict = climbed(reference, make_record(at / "candidate", experiment, steps=steps))
-        said = {result.rung: result.worst for result in verdict.rungs}["tokens_per_expert"]
-        assert verdict.passed == passes, verdict.sentence()
-        assert ("(only the first 4 steps were compared)" in said) == (dtype == "bfloat16")
+@pytest.mark.parametrize(
+    ("dtype", "step", "passes"), [("bfloat16", 4, True), ("bfloat16", 3, False), ("float32", 4, False)]
+)
+def test_counts_in_16_bits_for_four_steps(tmp_path, dtype, step, passes):
+    experiment = replace(spec(dtype), train=replace(TRAIN, max_iters=6))
+    reference, steps = make_record(tmp_path / "reference", experiment), make_steps(experiment)
+    steps[step] = replace(steps[step], tokens_per_expert=[[128, 0, 0, 0], [0, 0, 64, 64]])
+    verdict = climbed(reference, make_record(tmp_path / "other", experiment, steps=steps))
+    worst = {result.rung: result.worst for result in verdict.rungs}["tokens_per_expert"]
+    assert verdict.passed == passes, verdict.sentence()
+    assert ("(only the first 4 steps were compared)" in worst) == (dtype == "bfloat16")

@@ -34,7 +34,7 @@ CANNOT = (
 )
 
 
-def test_what_cannot_be_drawn_is_refused(given, capsys):
-    for arguments, says in CANNOT:
-        assert main(["sample", str(given), *arguments]) == 2
-        assert says in capsys.readouterr().err, arguments
+@pytest.mark.parametrize(("arguments", "words"), CANNOT, ids=["prompt", "token", "tokens", "temperature"])
+def test_bad_request_is_rejected(given, capsys, arguments, words):
+    assert main(["sample", str(given), *arguments]) == 2
+    assert words in capsys.readouterr().err

@@ -5,8 +5,9 @@ import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from compare.cli import main
-from compare.commands.registry import STUDIES
 from compare.contract.record import LEDGER, MANIFEST, STEPS
 from compare.execute import this_machine
 from compare.execute.launch import EngineError
@@ -27,41 +28,35 @@ ASKED = {
 }
 
 
-def test_studies_continue_after_interrupt(engines, capsys):
-    for word, line in ASKED.items():
-        last = list(STUDIES[word].__struct_fields__)  # it is a study with flags
-        assert "run_dir" in last
-        arguments = [*line, *(() if word == "run" else ("--quiet", "--run_dir", word))]
-        folder = arguments[arguments.index("--run_dir") + 1]
-        assert main([*arguments, "--dry_run"]) in (0, 2)
-        assert engines.started == [], word
-        cases = planned_cases(arguments, capsys)
-        engines.failing = {cases[-1]: KeyboardInterrupt()}
-        assert main(arguments) == 130, word
-        said = " ".join(capsys.readouterr().err.split())
-        assert f"Kept: {len(cases) - 1} of {len(cases)} cases" in said
-        assert f"`shardpair {word} --continue {folder}` runs the rest" in said
-        engines.failing, engines.started = {}, []
-        assert main([word, "--continue", folder, "--quiet"]) == 0, (word, capsys.readouterr())
-        assert engines.started == cases[-1:]
-        assert main([word, "--continue", folder, "--quiet"]) == 0
-        assert main(["report", folder]) == 0
-        assert main([word, "--continue", folder, "--timeout_s", "9", "--run_dir", "x"]) == 2
-        assert "leave out --run_dir" in capsys.readouterr().err
-        engines.started = []
-    assert main(["report", "sweep", "--picture", "s.png"]) == 2
+@pytest.mark.parametrize("word", ASKED)
+def test_study_continues_after_interrupt(engines, capsys, word):
+    arguments = [*ASKED[word], *(() if word == "run" else ("--quiet", "--run_dir", "r"))]
+    main([*arguments, "--dry_run", "--json"])
+    cases = [case["name"] for case in json.loads(capsys.readouterr().out)["cases"]]
+    assert engines.started == []
+    engines.failing = {cases[-1]: KeyboardInterrupt()}
+    assert main(arguments) == 130
+    errors = " ".join(capsys.readouterr().err.split())
+    assert f"Kept: {len(cases) - 1} of {len(cases)} cases" in errors
+    assert f"`shardpair {word} --continue r` runs the rest" in errors
+    engines.failing, engines.started = {}, []
+    assert main([word, "--continue", "r", "--quiet"]) == 0, capsys.readouterr()
+    assert engines.started == cases[-1:]
+    assert main([word, "--continue", "r", "--quiet"]) == 0
+    assert main(["report", "r"]) == 0
+    assert main([word, "--continue", "r", "--timeout_s", "9", "--run_dir", "x"]) == 2
+    assert "leave out --run_dir" in capsys.readouterr().err
+
+
+def test_sweep_is_no_other_study(engines, capsys):
+    assert main([*ASKED["sweep"], "--quiet", "--run_dir", "r"]) == 0
+    assert main(["report", "r", "--picture", "s.png"]) == 2
     assert "a sweep has no figures" in capsys.readouterr().err
-    assert main(["memory", "--continue", "sweep"]) == 2
+    assert main(["memory", "--continue", "r"]) == 2
     assert "`shardpair sweep` continues it" in capsys.readouterr().err
 
 
-def planned_cases(arguments, capsys):
-    capsys.readouterr()
-    main([*arguments, "--dry_run", "--json"])
-    return [case["name"] for case in json.loads(capsys.readouterr().out)["cases"]]
-
-
-def test_a_case_that_fails_loses_nothing(engines, tmp_path, capsys):
+def test_failed_case_keeps_the_others(engines, tmp_path, capsys):
     engines.failing = {"jax-manual": EngineError("jax-manual: no luck [/x]", exit_code=1)}
     assert main(RUN) == 1
     assert engines.started == NAMES
@@ -90,7 +85,7 @@ def test_next_case_is_reference_if_first_failed(engines, tmp_path, capsys):
     assert engines.started == ["reference"]  # where it is needed, nothing runs on without it
 
 
-def test_nothing_at_all_is_told_by_its_exit_code(engines, capsys):
+def test_exit_code_without_any_result(engines, capsys):
     engines.failing = {name: EngineError(f"{name}: lost", exit_code=3) for name in NAMES}
     assert main(RUN) == 3
     assert engines.started == NAMES
@@ -133,21 +128,18 @@ def test_sentence_names_what_was_not_compared(engines, capsys):
     assert "it has 2 of 3 steps; step 2 is missing" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_garbled_file_is_one_line(engines, tmp_path, capsys):
+@pytest.mark.parametrize("name", [OUTCOME, *(f"jax-manual/{file}" for file in (MANIFEST, STEPS, LEDGER))])
+def test_garbled_file_is_one_line(engines, tmp_path, capsys, name):
     assert main(RUN) == 0
-    for name in (OUTCOME, *(f"jax-manual/{file}" for file in (MANIFEST, STEPS, LEDGER))):
-        path = tmp_path / "r" / name
-        before = path.read_bytes()
-        for content in (b"", bytes(range(256)) * 4, b"[1, 2, 3]", b"[" * 10**5):
-            path.write_bytes(content)
-            capsys.readouterr()
-            assert main(["report", "r"]) == 2, (name, content[:3])
-            out, errors = capsys.readouterr()
-            assert out == ""
-            assert errors.count("\n") == 1, errors
-            assert name in errors
-        path.write_bytes(before)
     assert len(read_run(tmp_path / "r")[1]) == 3
+    for content in (b"", bytes(range(256)) * 4, b"[1, 2, 3]", b"[" * 10**5):
+        (tmp_path / "r" / name).write_bytes(content)
+        capsys.readouterr()
+        assert main(["report", "r"]) == 2, content[:3]
+        out, errors = capsys.readouterr()
+        assert out == ""
+        assert errors.count("\n") == 1, errors
+        assert name in errors
 
 
 def test_late_reference_judges_all(engines, tmp_path):

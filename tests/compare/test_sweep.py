@@ -39,7 +39,7 @@ def names(small, **fields):
     return list(cases), left_out
 
 
-def test_what_cannot_be_is_left_out_by_name(small):
+def test_impossible_cases_have_reasons(small):
     _, left_out = names(small, engines=tuple(STUDIED), presets=("ddp", "ddp_flat", "pp_zero_bubble", "hsdp"))
     assert left_out.keys() == {
         *(f"{name}.ddp_flat.2" for name, engine in STUDIED.items() if not engine.offers_choice),

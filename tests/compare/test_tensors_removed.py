@@ -10,14 +10,10 @@ from compare.api import read
 from compare.cli import main
 from compare.commands.report.page import REMOVED
 from compare.commands.run import Run
-from compare.contract.record import Record, read_record
-from compare.contract.request import REQUEST, Request, Rung
+from compare.contract.request import Rung
 from compare.judge.outcome import read_outcome, save
-from compare.run import study
-from compare.spec.experiment import edited, parse, to_toml
-from compare.system.json_files import write_json
-from tests.support import records
-from tests.support.records import make_record, make_run, tensors_of
+from compare.spec.experiment import parse
+from tests.support.records import make_run, tensors_of
 
 
 @pytest.fixture
@@ -35,7 +31,7 @@ def tensors_in(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.safetensors"))
 
 
-def test_passed_run_keeps_rungs_without_tensors(passed, tmp_path, tiny, capsys, monkeypatch):
+def test_passed_run_keeps_rungs_without_tensors(passed, engines, tmp_path, tiny, capsys):
     before = read_outcome(passed)
     assert len(tensors_in(passed)) > 10
     remove_tensors(passed)
@@ -52,9 +48,9 @@ def test_passed_run_keeps_rungs_without_tensors(passed, tmp_path, tiny, capsys, 
     assert "has no tensors of it: `shardpair run --keep_tensors`" in skipped["gradients"]
     with pytest.raises(ValueError, match="--keep_tensors"):
         read(passed)["jax-manual"].tensors("gradients")
-    monkeypatch.setattr(study, "launch", lambda *a, **k: pytest.fail("an engine was started"))
     assert main(["run", "--continue", str(passed), "--quiet", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tensors_removed"] is True
+    assert engines.started == []
 
 
 @pytest.mark.parametrize("how", ["failed", "lacks", "alone"])
@@ -68,21 +64,11 @@ def test_unproven_run_keeps_tensors(tmp_path, tiny, how):
     assert tensors_in(tmp_path) == before
 
 
-def test_keep_tensors_keeps_them(tmp_path, tiny, capsys, monkeypatch):
-    def train(request: Request, folder: Path, **options) -> Record:
-        monkeypatch.setattr(records, "CORPUS", request.corpus_sha256)
-        record = make_record(folder, request.experiment, engine=request.engine)
-        options["on_step"](record.steps[0])
-        write_json(folder / REQUEST, request)
-        return read_record(folder)
-
-    monkeypatch.setattr(study, "launch", train)
-    monkeypatch.chdir(tmp_path)
-    Path("tiny.toml").write_text(to_toml(edited(tiny, {"data": {"source": "synthetic"}})))
-    engines = ("--engines", "torch-manual", "torch-library", "--quiet")
-    for name, flags in (("kept", ("--keep_tensors",)), ("gone", ())):
-        assert main(["run", "tiny.toml", *engines, "--run_dir", name, *flags]) == 0
-        assert bool(tensors_in(Path(name))) == (name == "kept")
-        spec = parse((Path(name) / "experiment.toml").read_text())
-        assert spec.model == tiny.model
-        assert (REMOVED in " ".join(capsys.readouterr().out.split())) == (name == "gone")
+@pytest.mark.parametrize("flags", [["--keep_tensors"], []], ids=["kept", "removed"])
+@pytest.mark.usefixtures("engines")
+def test_flag_keeps_tensors(tiny, capsys, flags):
+    asked = ["run", "tiny.toml", "--engines", "torch-manual", "torch-library", "--quiet", "--run_dir", "r"]
+    assert main([*asked, *flags]) == 0
+    assert bool(tensors_in(Path("r"))) == bool(flags)
+    assert parse((Path("r") / "experiment.toml").read_text()).model == tiny.model
+    assert (REMOVED in " ".join(capsys.readouterr().out.split())) == (not flags)

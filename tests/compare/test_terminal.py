@@ -8,6 +8,7 @@ import pytest
 from rich.table import Table
 
 from compare.cli import main
+from compare.commands.run import Run
 from compare.execute.launch import EngineError
 from compare.terminal import PlainConsole, coloured, printable
 
@@ -42,7 +43,7 @@ def test_engine_error_has_no_markup(capsys, monkeypatch):
     def fail(*arguments, **keywords):
         raise EngineError("gloo: [/__w/pytorch] \x1b[31mpeer closed", exit_code=1)
 
-    monkeypatch.setattr("compare.cli._dispatch", fail)
+    monkeypatch.setattr(Run, "__call__", fail)
     assert main(["run"]) == 1
     error = r"shardpair: error: gloo: [/__w/pytorch] \x1b[31mpeer closed"
     assert capsys.readouterr().err == error + "\n"

@@ -7,6 +7,7 @@ import pytest
 
 from compare.formats.tokens import META, alphabet_of, alphabet_size
 from compare.spec.experiment import Data, Experiment, ExperimentError, Model
+from tests.support.rows import short
 
 
 def spec(source: str, vocab: int) -> Experiment:
@@ -27,31 +28,38 @@ class Code:
         return print, ("executed",)
 
 
-CONTENTS = (
-    (pickle.dumps({"stoi": Code()}), "it has more than dicts, lists, text and numbers"),
-    (pickle.dumps({"vocab_size": 2}), "it has no stoi"),
-    (b"\x80\x04}K\x01" + b"\x85" * 3_000_000 + b"K\x02s.", "it has more than dicts, lists, text and"),
-    (pickle.dumps({"stoi": {"a": "x"}}), "is not a meta.pkl of nanoGPT"),
-)
+CONTENTS = {
+    "code": (pickle.dumps({"stoi": Code()}), "it has more than dicts, lists, text and numbers"),
+    "no_stoi": (pickle.dumps({"vocab_size": 2}), "it has no stoi"),
+    "nested": (
+        b"\x80\x04}K\x01" + b"\x85" * 3_000_000 + b"K\x02s.",
+        "it has more than dicts, lists, text and",
+    ),
+    "text": (pickle.dumps({"stoi": {"a": "x"}}), "is not a meta.pkl of nanoGPT"),
+}
 
 
-def test_nothing_in_meta_pkl_is_executed(tmp_path: Path, capsys):
-    for content, says in CONTENTS:
-        (tmp_path / META).write_bytes(content)
-        with pytest.raises(ExperimentError, match=says):
-            alphabet_of(spec("stdlib", 2), meta=tmp_path / META)
+@pytest.mark.parametrize("name", CONTENTS)
+def test_nothing_in_meta_pkl_is_executed(tmp_path: Path, capsys, name):
+    content, words = CONTENTS[name]
+    (tmp_path / META).write_bytes(content)
+    with pytest.raises(ExperimentError, match=words):
+        alphabet_of(spec("stdlib", 2), meta=tmp_path / META)
     assert "executed" not in capsys.readouterr().out
 
 
-def test_vocabulary_size_is_nanogpts(tmp_path):
-    for content, size in (
-        ({"vocab_size": 5, "stoi": {"a": 0, "b": 1}}, 5),
-        ({"vocab_size": 7}, 7),
-        ({"stoi": {"a": 0}}, 1),
-    ):
-        (tmp_path / META).write_bytes(pickle.dumps(content))
-        assert alphabet_size(tmp_path / META) == size
-    for content in ({}, {"vocab_size": "five"}, {"vocab_size": 0}):
-        (tmp_path / META).write_bytes(pickle.dumps(content))
-        with pytest.raises(ExperimentError, match="it has no vocab_size"):
-            alphabet_size(tmp_path / META)
+@pytest.mark.parametrize(
+    ("content", "size"),
+    [({"vocab_size": 5, "stoi": {"a": 0, "b": 1}}, 5), ({"vocab_size": 7}, 7), ({"stoi": {"a": 0}}, 1)],
+    ids=["both", "vocab_size", "stoi"],
+)
+def test_vocabulary_size(tmp_path, content, size):
+    (tmp_path / META).write_bytes(pickle.dumps(content))
+    assert alphabet_size(tmp_path / META) == size
+
+
+@pytest.mark.parametrize("content", [{}, {"vocab_size": "five"}, {"vocab_size": 0}], ids=short)
+def test_missing_vocabulary_size(tmp_path, content):
+    (tmp_path / META).write_bytes(pickle.dumps(content))
+    with pytest.raises(ExperimentError, match="it has no vocab_size"):
+        alphabet_size(tmp_path / META)

@@ -1,6 +1,7 @@
 """The benchmark's own check of results: a collective that gives one wrong element is counted."""
 
 import jax.numpy as jnp
+import pytest
 from jax import lax
 
 from compare.side.collective_bench import KINDS, CollectiveCase, CollectiveRequest
@@ -9,17 +10,17 @@ from jaxpar.comm.mesh import make_mesh
 from jaxpar.measure import bench
 
 
-def test_collectives_count_wrong_elements(monkeypatch):
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrong_element_is_counted(monkeypatch, kind):
     mesh = make_mesh(Layout(dp_replicate=4), platform="cpu")
     request = CollectiveRequest(implementations=("xla",), cases=(), ranks=4, row_s=1e-4)
-    for kind in KINDS:
-        case, call = CollectiveCase(kind, 512), bench.OPERATIONS[kind]
-        assert bench.time_case("xla", case, mesh, request).wrong == 0
+    case, call = CollectiveCase(kind, 512), bench.OPERATIONS[kind]
+    assert bench.time_case("xla", case, mesh, request).wrong == 0
 
-        def damaged(x, platform, call=call):
-            result = call(x, platform=platform)
-            is_last = lax.axis_index(bench.AXIS) == 3
-            return result + jnp.where(is_last & (jnp.arange(result.size) == 0), 1.0, 0.0)
+    def damaged(x, platform):
+        result = call(x, platform=platform)
+        is_last = lax.axis_index(bench.AXIS) == 3
+        return result + jnp.where(is_last & (jnp.arange(result.size) == 0), 1.0, 0.0)
 
-        monkeypatch.setitem(bench.OPERATIONS, kind, damaged)
-        assert bench.time_case("xla", case, mesh, request).wrong == 1
+    monkeypatch.setitem(bench.OPERATIONS, kind, damaged)
+    assert bench.time_case("xla", case, mesh, request).wrong == 1

@@ -47,7 +47,17 @@ def test_equals_one_device(name):
     )  # of K and V, which 16 bits leave narrow
 
 
-def test_attention_of_each_way_is_pytorch_s():
+WAYS = {
+    "allgather": Layout(cp=4),
+    "allgather zigzag": Layout(cp=4, zigzag=True),
+    "ulysses": Layout(cp=4, context="ulysses"),
+    "ring": Layout(cp=4, context="ring"),
+    "ring zigzag": Layout(cp=4, context="ring", zigzag=True),
+}
+
+
+@pytest.mark.parametrize("layout", WAYS.values(), ids=WAYS)
+def test_attention_equals_pytorch(layout):
     """The result and the gradients of q, k and v, on four devices; four heads have two of keys and values."""
     draw = np.random.default_rng(0).standard_normal
     q, k, v, g = (draw((2, 16, heads, 4)) for heads in (8, 4, 4, 8))
@@ -55,42 +65,40 @@ def test_attention_of_each_way_is_pytorch_s():
     y = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
     right = [y, *torch.autograd.grad(y, tensors, torch.from_numpy(g).transpose(1, 2))]
 
-    for layout in (
-        Layout(cp=4),
-        Layout(cp=4, zigzag=True),
-        Layout(cp=4, context="ulysses"),
-        Layout(cp=4, context="ring"),
-        Layout(cp=4, context="ring", zigzag=True),
-    ):
-        order_T = order_of_positions(16, layout)
-        way = {
-            "allgather": partial(gathered_attention, order_T=order_T),
-            "ulysses": exchanged_attention,
-            "ring": partial(ring_attention, layout=layout),
-        }[layout.context]
+    order_T = order_of_positions(16, layout)
+    way = {
+        "allgather": partial(gathered_attention, order_T=order_T),
+        "ulysses": exchanged_attention,
+        "ring": partial(ring_attention, layout=layout),
+    }[layout.context]
 
-        def forward_and_back(q, k, v, g, way=way):
-            y, back = jax.vjp(partial(way, causal_attention, factor=None), q, k, v)
-            return y, *back(g)
+    def forward_and_back(q, k, v, g):
+        y, back = jax.vjp(partial(way, causal_attention, factor=None), q, k, v)
+        return y, *back(g)
 
-        spec = P(None, "cp")
-        mesh = make_mesh(layout, platform="cpu")
-        on_four = jax.jit(per_device(forward_and_back, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec))
-        found = on_four(*(x[:, order_T] for x in (q, k, v, g)))
-        for name, x, expected in zip("yqkv", found, right, strict=True):
-            back_BTHD = np.asarray(x)[:, order_T.argsort()]
-            np.testing.assert_allclose(
-                back_BTHD, expected.detach().transpose(1, 2).numpy(), atol=1e-13, err_msg=f"{layout} {name}"
-            )
+    spec = P(None, "cp")
+    mesh = make_mesh(layout, platform="cpu")
+    on_four = jax.jit(per_device(forward_and_back, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec))
+    found = on_four(*(x[:, order_T] for x in (q, k, v, g)))
+    for name, x, expected in zip("yqkv", found, right, strict=True):
+        back_BTHD = np.asarray(x)[:, order_T.argsort()]
+        expected_BTHD = expected.detach().transpose(1, 2).numpy()
+        np.testing.assert_allclose(back_BTHD, expected_BTHD, atol=1e-13, err_msg=name)
 
 
-def test_where_there_is_no_ring_the_reason_is_said():
-    ring = Layout(cp=2, context="ring")
-    for engine, layout, reason in (
-        ("jax-compiler", ring, "an order in time"),
-        ("jax-explicit", ring, "an order in time"),
-        ("jax-manual", replace(ring, pp=2, microbatches=2), "some stages are idle"),
-    ):
-        with pytest.raises(ExperimentError, match=reason):
-            ENGINES[engine].require(layout)
-    ENGINES["jax-manual"].require(ring)
+RING = Layout(cp=2, context="ring")
+
+
+@pytest.mark.parametrize(
+    ("engine", "layout", "reason"),
+    [
+        ("jax-compiler", RING, "an order in time"),
+        ("jax-explicit", RING, "an order in time"),
+        ("jax-manual", replace(RING, pp=2, microbatches=2), "some stages are idle"),
+    ],
+    ids=["compiler", "explicit", "pipeline"],
+)
+def test_ring_is_rejected(engine, layout, reason):
+    with pytest.raises(ExperimentError, match=reason):
+        ENGINES[engine].require(layout)
+    ENGINES["jax-manual"].require(RING)

@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,17 +14,17 @@ from tests.support.jax_steps import N, size_of, two_steps, worst_errors
 MESSAGES = {"naive": 16, "flat": 1, "bucketed": 4 + 1}
 
 
-def test_gradient_sync_sets_message_count():
-    for method, messages in MESSAGES.items():
-        layout = Layout(dp_replicate=2, gradient_sync=method, bucket_mb=0.05)
-        outcome = two_steps("jax-manual", layout)
-        assert max(worst_errors(outcome).values()) <= 1e-10
-        (row,) = [row for row in outcome.ledger if row.purpose == "gradients"]
-        assert (row.kind, row.calls, row.bytes) == ("all_reduce", messages, 8 * N), method
+@pytest.mark.parametrize("sync", MESSAGES)
+def test_gradient_sync_sets_message_count(sync):
+    outcome = two_steps("jax-manual", Layout(dp_replicate=2, gradient_sync=sync, bucket_mb=0.05))
+    assert max(worst_errors(outcome).values()) <= 1e-10
+    (row,) = [row for row in outcome.ledger if row.purpose == "gradients"]
+    assert (row.kind, row.calls, row.bytes) == ("all_reduce", MESSAGES[sync], 8 * N)
 
 
-def test_by_compiler_gradients_reduce_once():
-    outcome = two_steps("jax-compiler", Layout(dp_replicate=2))
+@pytest.mark.parametrize("engine", ["jax-compiler", "jax-explicit"])
+def test_gradients_are_reduced_once(engine):
+    outcome = two_steps(engine, Layout(dp_replicate=2))
     assert max(worst_errors(outcome).values()) <= 1e-10
     assert 8 * N <= size_of(outcome.ledger, axis="dp_replicate") <= 8 * N + 64  # and scalars
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.derivatives import gelu, matmul
+from jaxpar.derivatives import gelu, product
 from jaxpar.functional import causal_attention
 from jaxpar.measure.work import operations
 
@@ -22,7 +22,7 @@ def test_gelu_is_finite_at_the_ends_of_float32():
     np.testing.assert_array_equal(jax.vmap(jax.grad(gelu))(x), [0, 0, 0.5, 1, 1])
 
 
-def test_the_gradient_of_a_weight_has_x_on_the_left():
+def test_weight_gradient_has_x_on_the_left():
     """The written rule has x on the left. Autodiff of the plain product has g there."""
 
     def left_of_weight_gradient(multiply: Callable) -> tuple[int, ...]:
@@ -33,11 +33,11 @@ def test_the_gradient_of_a_weight_has_x_on_the_left():
         products = [e for e in traced.jaxpr.eqns if e.primitive.name == "dot_general"]
         return products[-1].invars[0].aval.shape
 
-    assert left_of_weight_gradient(lambda x, weight: matmul(x, weight, 1)) == (5, 4)
+    assert left_of_weight_gradient(lambda x, weight: product(x, weight, 1)) == (5, 4)
     assert left_of_weight_gradient(jnp.matmul) == (5, 7)
 
 
-def test_bfloat16_stays_bfloat16_and_its_softmax_is_float32():
+def test_softmax_of_bfloat16_is_float32():
     q, k, v = (draw(1, 4, 2, 8).astype(jnp.bfloat16) for _ in range(3))
     y, back = jax.vjp(causal_attention, q, k, v)
     assert {x.dtype for x in (y, *back(y))} == {jnp.dtype(jnp.bfloat16)}

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
+import pytest
+
 from compare.contract.communication import Communication, summed
-from compare.spec.experiment import Layout
 from jaxpar.measure.hlo import collectives
 from jaxpar.measure.ledger import read_ledger
-from tests.support.jax_steps import two_steps
 
 GRID = {"dp": 2, "tp": 2}
 GROUPS = {  # of an all-reduce
@@ -56,15 +56,18 @@ def module(entry: str, others: str = "") -> str:
     )
 
 
-def test_group_spellings_are_read():
-    for groups, axis in GROUPS.items():
-        text = f"%x = f32[4,8]{{1,0}} all-reduce(%p), replica_groups={groups}, to_apply=%add"
-        (entry,) = entries(module(text), GRID)
-        assert (entry.kind, entry.axis, entry.calls, entry.bytes) == ("all_reduce", axis, 1, 128), groups
-    for text, expected in SIZES.items():
-        (row,) = read_ledger(module(text), GRID).rows
-        assert (row.kind, row.axis, row.bytes, row.wire_bytes, row.dtype) == expected, text
-        assert row.calls == 1
+@pytest.mark.parametrize("groups", GROUPS)
+def test_spelling_of_groups_is_read(groups):
+    text = f"%x = f32[4,8]{{1,0}} all-reduce(%p), replica_groups={groups}, to_apply=%add"
+    (entry,) = entries(module(text), GRID)
+    assert (entry.kind, entry.axis, entry.calls, entry.bytes) == ("all_reduce", GROUPS[groups], 1, 128)
+
+
+@pytest.mark.parametrize("text", SIZES, ids=[f"{row[0]}-{row[2]}" for row in SIZES.values()])
+def test_size_of_a_collective(text):
+    (row,) = read_ledger(module(text), GRID).rows
+    assert (row.kind, row.axis, row.bytes, row.wire_bytes, row.dtype) == SIZES[text]
+    assert row.calls == 1
 
 
 def test_pipeline_ranks_have_their_own_rows():
@@ -78,17 +81,23 @@ def test_pipeline_ranks_have_their_own_rows():
     assert found == [("permute", 0, 1, 32, ()), ("all_reduce", 1, 3, 96, (6,))]
 
 
-def test_purposes_are_inferred():
+def test_collective_of_one_device_has_no_row():
     alone = "%x = f32[8]{0} all-reduce(%p), replica_groups={{0},{1},{2},{3}}, to_apply=%add"
     assert len(collectives(module(alone), GRID)) == 1
     assert entries(module(alone), GRID) == []
-    for made, purpose in (
-        ("f64[] all-reduce(%p), replica_groups=[1,4]<=[4]", "metrics"),
-        ("f64[8] all-reduce(%p), replica_groups=[2,2]<=[4]", "activations"),  # along tp
-        ("f64[8] all-reduce(%p), replica_groups=[2,2]<=[2,2]T(1,0)", "gradients"),
-        ("f64[8] all-gather(%p), replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}", "parameters"),
-    ):
-        assert [entry.purpose for entry in entries(module(f"%x = {made}"), GRID)] == [purpose]
+
+
+INFERRED = {
+    "metrics": "f64[] all-reduce(%p), replica_groups=[1,4]<=[4]",
+    "activations": "f64[8] all-reduce(%p), replica_groups=[2,2]<=[4]",  # along tp
+    "gradients": "f64[8] all-reduce(%p), replica_groups=[2,2]<=[2,2]T(1,0)",
+    "parameters": "f64[8] all-gather(%p), replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}",
+}
+
+
+@pytest.mark.parametrize("purpose", INFERRED)
+def test_purpose_is_inferred(purpose):
+    assert [entry.purpose for entry in entries(module(f"%x = {INFERRED[purpose]}"), GRID)] == [purpose]
 
 
 LOOP = """%cond (q: f32[8]) -> pred[] {
@@ -115,21 +124,25 @@ def test_loops_multiply_calls():
     assert counted == {"all_reduce": 6, "reduce_scatter": 1}
 
 
-def test_unreadable_instructions_are_named():
-    unknown = "is an operation that the ledger does not know"
-    for text, words in {
-        "%w = f32[8]{0} while(%p), condition=%cond, body=%body": "no known trip count",
-        "%x = f32[8]{0} all-reduce(%p), to_apply=%add": "whose replica groups cannot be read",
-        "%s = (f32[8]{0}, u32[], token[]) send(%p, %t), channel_id=1": unknown,
-        '%c = f32[8]{0} custom-call(%p), custom_call_target="nvshmem_all_reduce"': unknown,
-    }.items():
-        ledger = read_ledger(module(text, LOOP), GRID)
-        assert [words in problem for problem in ledger.problems] == [True], text
-        assert bool(ledger.rows) == (" while(" in text)
-        if words == unknown:
-            on_host = read_ledger(module(f"{text}, is_host_transfer=true"), GRID)
-            assert not on_host.rows
-            assert not on_host.problems
+UNKNOWN = "is an operation that the ledger does not know"
+UNREADABLE = {
+    "loop": ("%w = f32[8]{0} while(%p), condition=%cond, body=%body", "no known trip count"),
+    "groups": ("%x = f32[8]{0} all-reduce(%p), to_apply=%add", "whose replica groups cannot be read"),
+    "send": ("%s = (f32[8]{0}, u32[], token[]) send(%p, %t), channel_id=1", UNKNOWN),
+    "custom": ('%c = f32[8]{0} custom-call(%p), custom_call_target="nvshmem_all_reduce"', UNKNOWN),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_unreadable_instruction_is_named(name):
+    text, words = UNREADABLE[name]
+    ledger = read_ledger(module(text, LOOP), GRID)
+    assert [words in problem for problem in ledger.problems] == [True]
+    assert bool(ledger.rows) == (name == "loop")
+    if words == UNKNOWN:
+        on_host = read_ledger(module(f"{text}, is_host_transfer=true"), GRID)
+        assert not on_host.rows
+        assert not on_host.problems
 
 
 DERIVED = {
@@ -151,19 +164,11 @@ OF_PIPELINES = {
 }
 
 
-def test_purpose_of_a_scope_and_its_derivative():
+@pytest.mark.parametrize("op_name", [*DERIVED, *OF_PIPELINES])
+def test_purpose_of_a_scope(op_name):
     """A transpose has the scope of its forward operation. So has a recomputed forward."""
     reduce = "%x = f64[8]{0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%add"
     permute = "%x = f32[8]{0} collective-permute(%p), source_target_pairs={{0,2},{2,0}}"
-    for text, purposes in ((reduce, DERIVED), (permute, OF_PIPELINES)):
-        for op_name, purpose in purposes.items():
-            made = f'{text}, metadata={{op_name="{op_name}"}}'
-            found = entries(module(made), {"pp": 2, "tp": 2})
-            assert [entry.purpose for entry in found] == [purpose], op_name
-
-
-def test_axes_of_one_device_reduce_nothing():
-    """XLA on a CPU would copy what it reduces."""
-    for layout in (Layout(), Layout(dp_replicate=2), Layout(dp_shard=4, zero=1), Layout(tp=2)):
-        found = collectives(two_steps("jax-manual", layout).hlo, layout.axes)
-        assert all(max(map(len, collective.groups)) > 1 for collective in found)
+    made = f'{reduce if op_name in DERIVED else permute}, metadata={{op_name="{op_name}"}}'
+    (entry,) = entries(module(made), {"pp": 2, "tp": 2})
+    assert entry.purpose == (DERIVED | OF_PIPELINES)[op_name]

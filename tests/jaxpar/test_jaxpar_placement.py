@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,7 +34,7 @@ def test_padding_comes_off_and_parts_are_equal(dims, tp, shards):
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 2))
-def test_layers_are_stored_by_the_device_that_has_them(pp, chunks, layers, tp, shards):
+def test_layers_are_stored_where_they_run(pp, chunks, layers, tp, shards):
     """Stage s of the model is on device s mod pp of the pipeline, as its chunk s // pp."""
     length = pp * chunks * layers
     layout = Layout(tp=tp, dp_shard=shards, pp=pp, chunks=chunks if pp > 1 else 1)
@@ -51,8 +52,9 @@ def test_layers_are_stored_by_the_device_that_has_them(pp, chunks, layers, tp, s
     assert layer.axes == p.axes[1 if pp > 1 else 0 :]
 
 
-def test_which_dim():
-    for shape, axes, shards, expected in (
+@pytest.mark.parametrize(
+    ("shape", "axes", "shards", "expected"),
+    [
         ((12, 8, 32), (LAYER, "embed", "mlp"), 4, 1),  # not the layers, and not what tp took
         ((12, 8), (LAYER, "mlp"), 4, 1),  # nothing else is left: within tp's part
         ((9, 20), ("position", "embed"), 4, 1),  # what divides
@@ -61,9 +63,12 @@ def test_which_dim():
         ((), (), 4, None),
         ((0, 3), ("position", "embed"), 4, None),
         ((4,), (LAYER,), 4, None),
-    ):
-        p = place(shape, axes, Layout(tp=2, dp_shard=shards, zero=1))
-        assert p.dims.get(DP_SHARD) == expected, shape
-        if axes[:1] == (LAYER,) and expected is not None:
-            (layer,) = drop_layer_dim([p])
-            assert (layer.shape, layer.dims[DP_SHARD]) == (shape[1:], expected - 1)
+    ],
+    ids=str,
+)
+def test_sharded_dim(shape, axes, shards, expected):
+    p = place(shape, axes, Layout(tp=2, dp_shard=shards, zero=1))
+    assert p.dims.get(DP_SHARD) == expected
+    if axes[:1] == (LAYER,) and expected is not None:
+        (layer,) = drop_layer_dim([p])
+        assert (layer.shape, layer.dims[DP_SHARD]) == (shape[1:], expected - 1)

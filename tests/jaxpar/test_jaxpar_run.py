@@ -6,7 +6,6 @@ import signal
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -16,21 +15,14 @@ from compare.contract.record import (
     Recorder,
     Step,
     read_failure,
-    read_record,
-    read_tensors,
 )
-from compare.contract.request import REQUEST, Request, Rung, rungs_asked_for
+from compare.contract.request import REQUEST, Request
 from compare.contract.work import WORK
 from compare.execute.launch import child_environment
-from compare.judge.strategy import strategy_of
-from compare.numerics.data import open_corpus
-from compare.numerics.parameters import initial_parameters, parameter_table
 from compare.side.ending import BAD_REQUEST
 from compare.spec.engines.registry import SIDES
-from compare.spec.experiment import Optimizer, Train
 from compare.system.json_files import decode_json, write_json
 from tests.support import processes, warm
-from tests.support.bounds import assert_bounded
 from tests.support.processes import PATIENCE_S, wait_for
 
 
@@ -46,31 +38,6 @@ def finish(folder: Path, request: Request) -> tuple[int, str]:
     process = start(folder, request)
     _, errors = process.communicate(timeout=PATIENCE_S)
     return process.returncode, errors
-
-
-def test_record_has_requested_batch_and_weights(tmp_path, cache_dir, tiny):
-    experiment = replace(
-        tiny,
-        train=Train(max_iters=6, batch_size=4, gradient_accumulation_steps=2),
-        optimizer=Optimizer(warmup_iters=0),
-    )
-    request = Request(
-        engine="jax-manual", experiment=experiment, ladder=True, later_step=4, cache_dir=cache_dir
-    )
-    assert finish(tmp_path, request) == (0, "")
-    record, names = read_record(tmp_path), sorted(p.name for p in parameter_table(experiment.model))
-    batch = read_tensors(tmp_path, Rung.BATCH)
-    for name, tokens in zip(("inputs", "targets"), open_corpus(experiment).batch(experiment, 0), strict=True):
-        np.testing.assert_array_equal(batch[name], tokens)
-    for name, weight in initial_parameters(experiment).items():
-        np.testing.assert_array_equal(read_tensors(tmp_path, Rung.INITIAL_WEIGHTS)[name], weight)
-    for rung in rungs_asked_for(request):
-        assert list(read_tensors(tmp_path, rung)) == (names if rung != Rung.BATCH else sorted(batch))
-    assert [step.step for step in record.steps] == list(range(6))
-    assert record.steps[-1].loss < record.steps[0].loss
-    assert record.ledger.rows == []
-    assert not strategy_of(record).objections
-    assert_bounded(record)
 
 
 def test_wrong_side_is_rejected_in_one_line(tmp_path, tiny):

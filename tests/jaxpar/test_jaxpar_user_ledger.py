@@ -94,9 +94,6 @@ def test_unexpected_communication_has_a_line(mesh):
     assert len([line for line in doubled if "(twice)" in line]) == 2
 
 
-# Loops and branches of one axis -----------------------------------------------------------------------------
-
-
 def own(x):
     return lax.pcast(lax.psum(x, "data"), "data", to="varying")
 
@@ -110,28 +107,36 @@ UNKNOWN = "no known trip count, at test_jaxpar_user_ledger.py:"
 SCAN, WHILE = lax.scan, lax.while_loop
 FOURTH = lambda c, i: (lax.cond(i % 4 == 3, own, lambda c: c, c), None)  # noqa: E731
 EACH = [lambda x, f=f: own(f(x)) for f in (jnp.sin, jnp.cos, jnp.tanh, jnp.exp)]
-CASES = (  # a function, its calls, and words of a problem
-    (lambda x: SCAN(lambda c, _: (own(jnp.sin(c)), None), x, length=5)[0], 5, ""),
-    (lambda x: WHILE(lambda x: x[0, 0] > 1e-3, lambda x: own(x) / 4, x), 1, UNKNOWN),
-    (lambda x: WHILE(lambda x: lax.psum(x.sum(), "data") > 1e-3, lambda x: x / 2, x), None, UNKNOWN),
-    (lambda x: SCAN(FOURTH, x, jnp.arange(8))[0], 8, "a branch with a collective in it (all_reduce)"),
-    (lambda x: lax.switch(x[0, 0].astype(int), EACH, x), 1, ""),  # alike in all branches
-    (in_our_scope, 1, "in no loop of that many iterations"),
-)
+CASES = {  # a function, its calls, and words of a problem
+    "scan": (lambda x: SCAN(lambda c, _: (own(jnp.sin(c)), None), x, length=5)[0], 5, ""),
+    "while": (lambda x: WHILE(lambda x: x[0, 0] > 1e-3, lambda x: own(x) / 4, x), 1, UNKNOWN),
+    "condition": (
+        lambda x: WHILE(lambda x: lax.psum(x.sum(), "data") > 1, lambda x: x / 2, x),
+        None,
+        UNKNOWN,
+    ),
+    "branch": (
+        lambda x: SCAN(FOURTH, x, jnp.arange(8))[0],
+        8,
+        "a branch with a collective in it (all_reduce)",
+    ),
+    "switch": (lambda x: lax.switch(x[0, 0].astype(int), EACH, x), 1, ""),  # alike in all branches
+    "scope": (in_our_scope, 1, "in no loop of that many iterations"),
+}
 
 
-def test_loops_and_branches_are_counted():
+@pytest.mark.parametrize(("function", "calls", "problem"), CASES.values(), ids=CASES)
+def test_calls_of_loops_and_branches(function, calls, problem):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
-    for number, (function, calls, problem) in enumerate(CASES):
-        mapped = jax.shard_map(function, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-        ledger = jaxpar.ledger(mapped, x, mesh=mesh)
-        (row,) = ledger.rows
-        assert (row.kind, row.axis) == ("all_reduce", "data"), number
-        if calls:
-            assert (row.calls, row.bytes) == (calls, calls * F32 * 8 * 16 / 4), number
-        assert bool(ledger.problems) == bool(problem), number
-        if problem:
-            assert all(problem in line for line in ledger.problems), ledger.problems
-            with pytest.raises(UnexpectedCommunicationError, match=re.escape(problem)):
-                assert_communication(ledger, {("all_reduce", "data"): None}, scalars=True)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    ledger = jaxpar.ledger(mapped, x, mesh=mesh)
+    (row,) = ledger.rows
+    assert (row.kind, row.axis) == ("all_reduce", "data")
+    if calls:
+        assert (row.calls, row.bytes) == (calls, calls * F32 * 8 * 16 / 4)
+    assert bool(ledger.problems) == bool(problem)
+    if problem:
+        assert all(problem in line for line in ledger.problems), ledger.problems
+        with pytest.raises(UnexpectedCommunicationError, match=re.escape(problem)):
+            assert_communication(ledger, {("all_reduce", "data"): None}, scalars=True)

@@ -47,7 +47,7 @@ def test_boxes_and_shard_are_inverse(case):
 
 
 @given(st.integers(0, 3), st.data())
-def test_what_two_boxes_have_in_common(dims, data):
+def test_overlap_of_two_boxes(dims, data):
     limits = st.tuples(st.integers(0, 4), st.integers(0, 4)).map(sorted)
     first, second = (
         Box(tuple(a for a, _ in found), tuple(b - a for a, b in found))

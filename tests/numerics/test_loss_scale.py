@@ -75,14 +75,18 @@ def test_other_dtypes_have_no_scale():
     assert (step.skipped, step.loss_scale, step.grad_norm) == (False, UNSET, math.inf)
 
 
-def test_senseless_loss_scales_are_rejected():
-    for fields, says in (
-        ({"dtype": "bfloat16", "loss_scale": 8.0}, "precision.dtype = bfloat16 has no loss scale"),
-        ({"dtype": "float16", "loss_scale": 0.5}, "min_loss_scale = 1 is more than precision.loss_scale"),
-        ({"dtype": "float16", "loss_scale": 2.0**41}, "loss_scale"),
-    ):
-        with pytest.raises(ExperimentError, match=says):
-            revalidate(Experiment(precision=Precision(**fields)))
+@pytest.mark.parametrize(
+    ("dtype", "scale", "words"),
+    [
+        ("bfloat16", 8.0, "precision.dtype = bfloat16 has no loss scale"),
+        ("float16", 0.5, "min_loss_scale = 1 is more than precision.loss_scale"),
+        ("float16", 2.0**41, "loss_scale"),
+    ],
+    ids=["bfloat16", "small", "large"],
+)
+def test_senseless_loss_scale_is_rejected(dtype, scale, words):
+    with pytest.raises(ExperimentError, match=words):
+        revalidate(Experiment(precision=Precision(dtype=dtype, loss_scale=scale)))
 
 
 def test_resumed_run_has_the_saved_scale():

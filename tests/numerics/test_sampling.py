@@ -31,7 +31,7 @@ def test_temperature_and_top_k():
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_logits_that_are_not_numbers_draw_nothing(wrong):
+def test_nan_logits_are_rejected(wrong):
     with pytest.raises(ExperimentError, match="its weights give logits that are not numbers"):
         generate(asked(tokens=2), lambda tokens: np.array([[0.0, wrong, 1.0]]), block_size=4)
 

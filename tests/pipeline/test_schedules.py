@@ -37,7 +37,7 @@ def every() -> list[tuple[str, int, int, int, Schedule]]:
     ]
 
 
-def test_every_task_is_done_once_after_its_prerequisites():
+def test_tasks_follow_their_prerequisites():
     assert len(every()) == 3 * 8 * 16 + 3 * sum(16 // p for p in range(1, 9))
     for *case, p, v, _, schedule in every():
         assert check_complete(schedule) == p * v, case
@@ -65,7 +65,7 @@ def test_makespan_is_the_closed_form():
         assert bubble_fraction(schedule) == pytest.approx(1 - 3 * m / expected), (name, p, v, m)
 
 
-def test_activations_held_are_the_closed_form():
+def test_activations_in_flight():
     for name, p, v, m, schedule in every():
         held = [peak_in_flight(own) for own in schedule]
         if name == "gpipe":
@@ -146,17 +146,24 @@ def test_messages_of_all_ranks_are_in_one_order():
             assert computed == [action for action in spelled_out if action.what == "compute"]
 
 
-def test_an_incomplete_schedule_or_a_deadlock_is_refused():
-    for damage, says in (
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
         (lambda schedule: schedule[1].pop(), "is done 0 times, not 1"),
         (lambda schedule: schedule[1].append(schedule[1][0]), "is done 2 times, not 1"),
         (lambda schedule: schedule[0].append(Task(Kind.FORWARD, 1, 0)), "belongs to rank 1"),
         (lambda schedule: schedule[0].append(Task(Kind.BACKWARD_WEIGHT, 0, 0)), "is done 1 times, not 0"),
-    ):
-        schedule = make_schedule("gpipe", ranks=2, microbatches=2)
-        damage(schedule)
-        with pytest.raises(ScheduleError, match=says):
-            check_complete(schedule)
+    ],
+    ids=["missing", "doubled", "other_rank", "surplus"],
+)
+def test_incomplete_schedule_is_refused(damage, words):
+    schedule = make_schedule("gpipe", ranks=2, microbatches=2)
+    damage(schedule)
+    with pytest.raises(ScheduleError, match=words):
+        check_complete(schedule)
+
+
+def test_deadlock_is_refused():
     schedule = make_schedule("1f1b", ranks=2, microbatches=2)
     schedule[0][0], schedule[0][-1] = schedule[0][-1], schedule[0][0]  # backward before its forward
     with pytest.raises(ScheduleError, match="deadlock: rank 0 at"):

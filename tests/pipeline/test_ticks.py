@@ -107,7 +107,7 @@ def carry_out(ticks: Ticks) -> None:
             own.inputs[-1] = own.gradients[-1] = None  # the scratch slot
 
 
-def test_every_stage_finds_what_was_meant_for_it():
+def test_stages_find_their_messages():
     for *_, schedule, ticks in every():
         carry_out(ticks)
         # What a forward keeps is there for its backward and no longer.
@@ -118,7 +118,7 @@ def test_every_stage_finds_what_was_meant_for_it():
         assert not ticks.kept_slots
 
 
-def test_whether_anybody_sends():
+def test_ticks_that_send():
     """GPipe sends activations at its first ticks, gradients at its last; the ends send nothing outwards."""
     for name, p, _, m, _, ticks in every():
         tasks, last = ticks.tasks, ticks.stages - 1
@@ -130,7 +130,7 @@ def test_whether_anybody_sends():
             assert ticks.sends_activations.sum() == ticks.sends_gradients.sum() == m + p - 2
 
 
-def test_what_cannot_be_put_on_ticks():
+def test_schedule_without_ticks_is_refused():
     with pytest.raises(ScheduleError, match="backward is one task"):
         lock_step(make_schedule("zero_bubble", ranks=2, microbatches=4))
     forwards, backwards = ([Task(kind, 0, 0), Task(kind, 0, 1)] for kind in (Kind.FORWARD, Kind.BACKWARD))

@@ -25,6 +25,7 @@ from compare.spec.experiment import (
     revalidate,
     to_toml,
 )
+from tests.support.rows import short
 
 SMALL = Experiment(model=Model(n_layer=1, n_head=2, n_embd=8, block_size=8, bias=True))
 
@@ -77,28 +78,28 @@ REFUSED = {
 }
 
 
-def test_bad_specs_are_refused_in_one_line_that_names_the_key():
-    for text, says in REFUSED.items():
-        with pytest.raises(ExperimentError) as caught:
-            parse(text, origin="my.toml")
-        message = str(caught.value)
-        assert says in message, text
-        assert message.startswith("my.toml: "), text
-        assert "\n" not in message, text
+@pytest.mark.parametrize("text", REFUSED, ids=short)
+def test_bad_spec_is_refused(text):
+    with pytest.raises(ExperimentError) as caught:
+        parse(text, origin="my.toml")
+    message = str(caught.value)
+    assert REFUSED[text] in message
+    assert message.startswith("my.toml: ")
+    assert "\n" not in message
 
 
-def test_a_spec_survives_its_own_toml():
-    for name in named_experiments():
-        experiment = load(name)
-        assert parse(to_toml(experiment)) == experiment
+@pytest.mark.parametrize("name", named_experiments())
+def test_spec_survives_its_own_toml(name):
+    experiment = load(name)
+    assert parse(to_toml(experiment)) == experiment
 
 
-def test_gpt2_has_the_published_number_of_parameters():
+def test_gpt2_has_its_published_size():
     model = Model(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50257, bias=True)
     assert parameter_count(model) == 124_439_808  # GPT-2 small, head tied
 
 
-def test_initial_weights_have_nanogpts_distribution():
+def test_initial_weights_are_nanogpts():
     model = Model(n_layer=2, n_head=4, n_embd=256, block_size=64, bias=True)
     weights = initial_parameters(Experiment(model=model, precision=Precision(dtype="float64")))
     assert weights["embedding.token"].std() == pytest.approx(0.02, rel=0.02)
@@ -119,7 +120,7 @@ def test_initial_weights_and_data_never_change():
 
 
 @given(step=st.integers(0, 10**6), accumulation=st.integers(1, 3), batch_size=st.integers(1, 5))
-def test_batches_are_pure_and_targets_are_the_next_tokens(step, accumulation, batch_size):
+def test_targets_are_the_next_tokens(step, accumulation, batch_size):
     experiment = msgspec.structs.replace(
         SMALL,
         train=Train(batch_size=batch_size, gradient_accumulation_steps=accumulation),
@@ -132,7 +133,7 @@ def test_batches_are_pure_and_targets_are_the_next_tokens(step, accumulation, ba
     assert (inputs[..., 1:] == targets[..., :-1]).all()
 
 
-def test_rows_do_not_depend_on_how_the_batch_is_cut():
+def test_rows_do_not_depend_on_passes():
     """Twelve sequences a step are the same twelve, however they are spread over passes."""
     flat = msgspec.structs.replace(SMALL, train=Train(batch_size=12))
     cut = msgspec.structs.replace(SMALL, train=Train(batch_size=4, gradient_accumulation_steps=3))

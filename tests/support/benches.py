@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from compare.commands.bench import Bench
 from compare.commands.bench.outcome import Measurement, TimedOutcome, timed
@@ -77,18 +76,3 @@ def measurement_of(
         "how": RAN,
     }
     return case.name, number, Measurement(**figures | given)
-
-
-def finished(cases: list[Case], *, rounds: int = 5) -> TimedOutcome:
-    """A bench whose every round was measured: case i takes 10 (1 + i / 4) ms, with lognormal noise."""
-    random = np.random.default_rng(0)
-    measurements = [
-        measurement_of(
-            case,
-            number,
-            wall_ms=10 * (1 + place / 4) * float(random.lognormal(sigma=0.03)),
-        )
-        for number in range(1, rounds + 1)
-        for place, case in enumerate(cases)
-    ]
-    return bench_of(cases, measurements=measurements, busy_cores=[0.0] * rounds, rounds=rounds)

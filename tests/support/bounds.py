@@ -4,9 +4,6 @@ from compare.contract.record import Record
 from compare.spec.experiment import Experiment
 from compare.theory.peak import LEAST, peak_per_device
 
-AT_REST = 0.05
-"""Share of a device's bytes at rest for padding, scalars such as Adam's step, and unequal shards."""
-
 
 def above_the_estimate(engine: str, experiment: Experiment, *, device: int, peak: int) -> float:
     """How far a peak is above what the estimate allows, in bytes; 0 as it should be."""

@@ -4,7 +4,7 @@ The plain GPT trains on the whole batch, with PyTorch's clipping and optimizer.
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -23,7 +23,6 @@ from torchpar.measure.ledger import LedgerSink
 from torchpar.measure.watch import Watch
 from torchpar.model import GPT
 from torchpar.optimizer import clip_gradients, make_optimizer
-from torchpar.sharding import local
 from torchpar.weights import moment_keys
 
 MakeEngine = Callable[..., Engine]
@@ -131,26 +130,3 @@ def assert_same(got: dict, expected: dict, layout: str) -> None:
         assert set(got[kind]) == set(tensors), f"{layout} {kind}"
         for name, tensor in tensors.items():
             close(got[kind][name], tensor, msg=lambda text, at=(layout, kind, name): f"{at}: {text}")
-
-
-def assert_cut(engine: Engine, experiment: Experiment, layout: Layout, name: str) -> None:
-    """Assert the sizes of parameters and moments on this rank."""
-
-    def elements(tensors: Iterable[torch.Tensor]) -> int:
-        return sum(local(tensor.detach()).numel() for tensor in tensors)
-
-    whole = [*make_gpt().parameters()]
-    spare = 4 * CONFIG.n_embd * len(whole)  # padding: at most a row of each, for each of two axes
-    if layout.tp > 1:  # vectors and positions are whole
-        spare += sum(p.numel() for p in whole if p.ndim == 1) + CONFIG.block_size * CONFIG.n_embd
-    share = elements(whole) / layout.tp + spare
-    state, updated = engine.optimizer.state.values(), elements(engine.parameters.values())
-    (key, *_) = moment_keys(experiment.optimizer).values()
-    moments = elements(entry[key] for entry in state if entry)
-    if engine.sharding.owned:  # whole parameters: a share is off by at most the largest
-        assert moments <= share / layout.dp_shard + CONFIG.vocab_size * CONFIG.n_embd, name
-        assert moments < updated, name
-    else:
-        assert moments == updated <= share / (layout.dp_shard if layout.zero else 1) + spare, name
-    if layout.zero == 3:
-        assert elements(engine.module.parameters()) <= share / layout.dp_shard + spare, name

@@ -35,6 +35,11 @@ CPU = torch.device("cpu")
 GRACE_S = 1.0  # in which the other ranks report, once one has failed
 
 
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Random numbers in float64, equal on all ranks."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
 ALONE = Axis("dp_replicate", size=1, rank=0, group=None)
 """An axis of one rank."""
 

@@ -35,6 +35,7 @@ from typing import NoReturn
 
 import psutil
 
+from compare.contract.record import Record, read_record
 from compare.contract.request import REQUEST, Request
 from compare.execute.launch import child_environment
 from compare.spec.engines.registry import SIDES
@@ -108,12 +109,14 @@ def run_forked(function: Callable[..., int], *arguments: object) -> subprocess.C
     return processes.ended(start_forked(function, *arguments))
 
 
-def run_torchpar(folder: Path, request: Request) -> subprocess.CompletedProcess:
-    """Leave the request in the folder, and run `python -m torchpar FOLDER`."""
+def run_torchpar(folder: Path, request: Request) -> Record:
+    """Write the request, and run `python -m torchpar FOLDER`, which must succeed. Returns its record."""
     folder.mkdir(exist_ok=True)
     write_json(folder / REQUEST, request)
     command = [python(), "-m", "torchpar", str(folder)]
-    return processes.run(command, env=child_environment(SIDES["torchpar"], "cpu"))
+    done = processes.run(command, env=child_environment(SIDES["torchpar"], "cpu"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_record(folder)
 
 
 def program(pid: int) -> psutil.Process:

@@ -98,34 +98,40 @@ LAYOUTS = {
 ENGINES = {"manual": manual, "library": library, "compiler": compiler}
 
 
+def is_supported(engine: str, name: str) -> bool:
+    try:
+        registry.ENGINES[f"torch-{engine}"].require(LAYOUTS[name])
+    except ExperimentError:
+        return False
+    return True
+
+
+CASES = [(engine, name) for engine in ENGINES for name in LAYOUTS if is_supported(engine, name)]
+
+
+@pytest.mark.parametrize(("engine", "name"), CASES)
 @on_ranks
-@pytest.mark.parametrize("engine", ENGINES)
-def test_experts_on_ranks_equal_one_device(rank: int, engine: str) -> None:
-    """Gradients on ranks. The load-balance loss needs the choices of all ranks, as `ddp` shows."""
-    config = replace(CONFIG, n_experts=4, balance=0.5)
+def test_experts_on_ranks(rank: int, engine: str, name: str) -> None:
+    """Gradients equal the gradients of one device. The load-balance loss needs the choices of all ranks."""
+    config, layout = replace(CONFIG, n_experts=4, balance=0.5), LAYOUTS[name]
     experiment = replace(ADAM, model=config)
     with patch.object(gpt_steps, "CONFIG", config):
         whole = make_gpt()
         for inputs, targets in zip(*batches(0), strict=True):
             (whole(inputs, targets)[1] / 2).backward()
         expected = {name: p.grad for name, p in whole.named_parameters()}
-        for name, layout in LAYOUTS.items():
-            try:
-                registry.ENGINES[f"torch-{engine}"].require(layout)
-            except ExperimentError:  # an engine without this layout of ep
-                continue
-            model = make_gpt()
-            parallel, mesh = make_parallel(ENGINES[engine].make_engine, layout, rank, experiment, model)
-            data, router = mesh.joined(*DATA), "transformer.h.0.mlp.router.weight"
-            if name == "ddp":  # with the choices of this rank only
-                backward(parallel, mesh, 0, layout)
-                wrong = parallel.gather(parallel.gradients())[router]
-                assert (wrong - expected[router]).abs().max() > 1e-6, engine
-                parallel.optimizer.zero_grad(set_to_none=True)
-            model.balance.total_counts = lambda counts, data=data: (data.all_reduce(counts), counts)[1]
+        model = make_gpt()
+        parallel, mesh = make_parallel(ENGINES[engine].make_engine, layout, rank, experiment, model)
+        data, router = mesh.joined(*DATA), "transformer.h.0.mlp.router.weight"
+        if name == "ddp":  # with the choices of this rank only
             backward(parallel, mesh, 0, layout)
-            found = {"gradients": parallel.gather(parallel.gradients())}
-            assert_same(found, {"gradients": expected}, f"{engine} {name}")
+            wrong = parallel.gather(parallel.gradients())[router]
+            assert (wrong - expected[router]).abs().max() > 1e-6
+            parallel.optimizer.zero_grad(set_to_none=True)
+        model.balance.total_counts = lambda counts: (data.all_reduce(counts), counts)[1]
+        backward(parallel, mesh, 0, layout)
+        found = {"gradients": parallel.gather(parallel.gradients())}
+        assert_same(found, {"gradients": expected}, name)
 
 
 def test_rows_are_sent_in_product_dtype():

@@ -137,8 +137,8 @@ def test_unreadable_weights_are_one_line(tmp_path, in_this_process):
     assert not (tmp_path / "init.safetensors").exists()
 
 
-def test_wrong_weights_start_no_engine(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("compare.run.study.launch", lambda *_, **__: pytest.fail("an engine was started"))
+@pytest.mark.usefixtures("no_process")
+def test_wrong_weights_start_no_engine(tmp_path, capsys):
     path, run_dir = tmp_path / "w.safetensors", tmp_path / "run"
     for write, says in (
         (lambda: None, "does not exist"),

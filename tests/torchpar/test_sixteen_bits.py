@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 from msgspec.structs import replace
 
+from compare.contract.request import Request
 from compare.contract.timing import Timing
 from compare.judge.alone import judged
 from compare.judge.rounding import loss_rounding
@@ -14,7 +15,8 @@ from compare.numerics.initial_weights import write_weights
 from compare.numerics.parameters import initial_parameters
 from compare.spec.experiment import Data, Experiment, edited
 from tests.support.records import climbed
-from tests.support.torch_runs import of_ranks, trained
+from tests.support.torch_runs import trained
+from tests.support.warm import run_torchpar
 from torchpar.run import Run
 
 
@@ -67,7 +69,8 @@ def test_larger_logits_have_a_larger_limit(tmp_path, tiny):
     for tp in (1, 2):
         split = edited(spec, {"layout": {"tp": tp}})
         asked = {"ladder": True, "later_step": 1, "init_from": str(tmp_path / "large.safetensors")}
-        records.append(trained(tmp_path / str(tp), split, by=of_ranks, **asked))
+        request = Request(engine="torch-manual", experiment=split, **asked)
+        records.append(run_torchpar(tmp_path / str(tp), request))
     verdict = climbed(*records)
     assert verdict.passed, verdict.sentence()
     assert verdict.error("loss") > NAMED["loss"].limits.float16

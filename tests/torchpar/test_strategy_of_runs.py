@@ -1,16 +1,11 @@
 """Records of right runs have no objection to their strategy, where a count is easily wrong."""
 
-import traceback
-from pathlib import Path
-
 import pytest
 
-from compare.contract.record import read_record
-from compare.contract.request import REQUEST, Request
+from compare.contract.request import Request
 from compare.judge.strategy import strategy_of
 from compare.spec.experiment import Experiment, edited
-from compare.system.json_files import write_json
-from tests.support.warm import run_forked
+from tests.support.warm import run_torchpar
 
 FOUR = {"model": {"n_layer": 4}, "train": {"max_iters": 1, "gradient_accumulation_steps": 2}}
 DDP = {"dp_replicate": 2}
@@ -40,24 +35,9 @@ RIGHT = {
 }
 
 
-def run_engine(folder: Path, request: Request) -> int:
-    """Run a request in this process, and leave its record. Returns the exit code."""
-    from torchpar.__main__ import run
-
-    try:
-        run(request, folder, None)
-    except Exception:
-        traceback.print_exc()
-        return 1
-    return 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_run_has_no_objection(tmp_path, tiny: Experiment, name):
     engine, sections = RIGHT[name]
-    request = Request(engine=engine, experiment=edited(edited(tiny, FOUR), sections))
-    write_json(tmp_path / REQUEST, request)
-    done = run_forked(run_engine, tmp_path, request)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert not strategy_of(read_record(tmp_path)).objections
+    record = run_torchpar(tmp_path, Request(engine=engine, experiment=edited(edited(tiny, FOUR), sections)))
+    assert not strategy_of(record).objections

@@ -17,8 +17,7 @@ from compare.numerics.context import order_of_positions
 from compare.spec.experiment import Layout, Model, Precision, Train
 from compare.theory.communication import bytes_sent
 from tests.support.gpt_steps import ADAM, assert_same, backward, make_parallel, reference, train, update
-from tests.support.modules import normal
-from tests.support.ranks import RANKS, axis, counted, on_ranks
+from tests.support.ranks import RANKS, axis, counted, normal, on_ranks
 from torchpar import manual
 from torchpar.comm.collectives import Axis
 from torchpar.manual import context_parallel, ring
@@ -106,26 +105,25 @@ def test_ring_hops_overlap_blocks(rank: int) -> None:
             assert "".join(done) == "".join(forward + backward), name
 
 
+@pytest.mark.parametrize("name", GPTS)
 @on_ranks
-def test_cp_gpt_equals_one_device(rank: int) -> None:
-    expected = reference(ADAM)
-    for name, layout in GPTS.items():
-        assert_same(train(manual.make_engine, layout, rank, ADAM)[0], expected, name)
+def test_cp_gpt_equals_one_device(rank: int, name: str) -> None:
+    assert_same(train(manual.make_engine, GPTS[name], rank, ADAM)[0], reference(ADAM), name)
 
 
+@pytest.mark.parametrize("name", [name for name, layout in GPTS.items() if layout.tp == 1])
 @on_ranks
-def test_cp_sends_closed_form(rank: int) -> None:
-    for name, layout in GPTS.items():
-        if layout.tp > 1:
-            continue  # tp does not divide the vocabulary, and the closed form requires it
-        parallel, mesh = make_parallel(manual.make_engine, layout, rank, ADAM)
-        for step in range(2):
-            with counted() as counts:
-                backward(parallel, mesh, step, layout)
-                update(parallel, ADAM.optimizer, step)
-        sent = {tuple(call): size for call, size in counts.items()}
-        experiment = replace(ADAM, layout=layout, train=STEP, precision=Precision(dtype="float64"))
-        for item, size in bytes_sent("torch-manual", experiment).items():
-            if item[2] != LOSS:
-                assert sent.pop(item) == pytest.approx(size, rel=0.01 * (layout.zero > 0)), (name, item)
-        assert all(size <= 8 for size in sent.values()), (name, sent)
+def test_cp_sends_closed_form(rank: int, name: str) -> None:
+    """tp does not divide the vocabulary, and the closed form requires it."""
+    layout = GPTS[name]
+    parallel, mesh = make_parallel(manual.make_engine, layout, rank, ADAM)
+    for step in range(2):
+        with counted() as counts:
+            backward(parallel, mesh, step, layout)
+            update(parallel, ADAM.optimizer, step)
+    sent = {tuple(call): size for call, size in counts.items()}
+    experiment = replace(ADAM, layout=layout, train=STEP, precision=Precision(dtype="float64"))
+    for item, size in bytes_sent("torch-manual", experiment).items():
+        if item[2] != LOSS:
+            assert sent.pop(item) == pytest.approx(size, rel=0.01 * (layout.zero > 0)), item
+    assert all(size <= 8 for size in sent.values()), sent

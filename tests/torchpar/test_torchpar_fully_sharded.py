@@ -6,11 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.modules import double, stack
 from tests.support.ranks import ALONE, RANKS, axis, on_ranks
 from torchpar.manual.fully_sharded import FSDP, Unit
 from torchpar.measure.memory import MemorySink, resident_bytes
 from torchpar.measure.watch import Watch
+
+double = torch.float64
+
+
+def stack(layers: int, width: int = 16) -> nn.Sequential:
+    """Linear layers in float64, equal on all ranks."""
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Linear(width, width, dtype=double) for _ in range(layers)))
 
 
 def sharded_by_layer(module: nn.Sequential) -> FSDP:

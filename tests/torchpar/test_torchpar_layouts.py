@@ -4,6 +4,8 @@ The reference is the plain GPT on the whole batch, with PyTorch's clipping and o
 divide the sizes, and some vectors are shorter than a shard.
 """
 
+from collections.abc import Iterable
+
 import msgspec
 import pytest
 import torch
@@ -19,7 +21,6 @@ from tests.support.gpt_steps import (
     ADAM,
     CONFIG,
     SGD,
-    assert_cut,
     assert_same,
     backward,
     count,
@@ -31,64 +32,105 @@ from tests.support.gpt_steps import (
 )
 from tests.support.layouts import TORCH_COMPILER, TORCH_LIBRARY, TORCH_SHARED, TORCH_ZERO
 from tests.support.ranks import counted, on_ranks
+from tests.support.rows import short
 from torchpar import compiler, library, manual
 from torchpar.comm import process_groups
 from torchpar.compiler.compilation import resolve_backend
+from torchpar.engine import Engine
 from torchpar.library.tensor_parallel import split_layers
 from torchpar.model import GPT
+from torchpar.sharding import local
 from torchpar.train import MAKE_ENGINE
+from torchpar.weights import moment_keys
 
 TORCH_MANUAL = TORCH_ZERO | {name: TORCH_SHARED[name] for name in ("ddp", "tp_sp", "fsdp_tp")}
+TORCH_MANUAL["fsdp_tp_sp"] = Layout(dp_shard=2, tp=2, zero=3, sequence_parallel=True)
 LAYOUTS = {"torch-manual": TORCH_MANUAL, "torch-library": TORCH_LIBRARY, "torch-compiler": TORCH_COMPILER}
 COVERED = ("zero1", "ddp_tp", "fsdp_tp")
 """Layouts of torch-compiler that run with SGD or a split sequence; see also test_torchpar_checkpoint.py."""
-BY_SGD = {"torch-manual": list(TORCH_MANUAL), "torch-library": ["zero1", "fsdp_tp_sp"]}
+BY_SGD = {
+    "torch-manual": ("zero1", "zero3", "hsdp", "hybrid_zero1", "tp_sp"),
+    "torch-library": ("zero1", "fsdp_tp_sp"),
+    "torch-compiler": ("zero1",),
+}
+CASES = [
+    (engine, optimizer, name)
+    for engine, layouts in LAYOUTS.items()
+    for optimizer, names in (("adamw", layouts), ("sgd", BY_SGD[engine]))
+    for name in names
+    if (engine, optimizer) != ("torch-compiler", "adamw") or name not in COVERED
+]
 BLOCKS = CONFIG.n_layer
 
 
+def assert_cut(engine: Engine, experiment: Experiment, layout: Layout, name: str) -> None:
+    """Assert the sizes of parameters and moments on this rank."""
+
+    def elements(tensors: Iterable[torch.Tensor]) -> int:
+        return sum(local(tensor.detach()).numel() for tensor in tensors)
+
+    whole = [*make_gpt().parameters()]
+    spare = 4 * CONFIG.n_embd * len(whole)  # padding: at most a row of each, for each of two axes
+    if layout.tp > 1:  # vectors and positions are whole
+        spare += sum(p.numel() for p in whole if p.ndim == 1) + CONFIG.block_size * CONFIG.n_embd
+    share = elements(whole) / layout.tp + spare
+    state, updated = engine.optimizer.state.values(), elements(engine.parameters.values())
+    (key, *_) = moment_keys(experiment.optimizer).values()
+    moments = elements(entry[key] for entry in state if entry)
+    if engine.sharding.owned:  # whole parameters: a share is off by at most the largest
+        assert moments <= share / layout.dp_shard + CONFIG.vocab_size * CONFIG.n_embd, name
+        assert moments < updated, name
+    else:
+        assert moments == updated <= share / (layout.dp_shard if layout.zero else 1) + spare, name
+    if layout.zero == 3:
+        assert elements(engine.module.parameters()) <= share / layout.dp_shard + spare, name
+
+
+LAST = [""]
+"""The engine of the test before."""
+
+
 @pytest.fixture(autouse=True)
-def fresh_ranks(ranks):
+def fresh_ranks(ranks, request):
     """torch-library changes DTensor's loss for the process, and DTensor caches plans of a mesh."""
-    ranks.end()
+    engine = request.node.callspec.params.get("engine", "") if hasattr(request.node, "callspec") else ""
+    if not engine or engine != LAST[0]:
+        ranks.end()
+    LAST[0] = engine
 
 
-@pytest.mark.parametrize("experiment", [ADAM, SGD], ids=["adamw", "sgd"])
-@pytest.mark.parametrize("engine", LAYOUTS)
+@pytest.mark.parametrize(("engine", "optimizer", "name"), CASES)
 @on_ranks
-def test_every_layout_equals_one_device(rank: int, engine: str, experiment: Experiment) -> None:
-    expected, names = reference(experiment), BY_SGD.get(engine, ["zero1"])
-    if experiment is ADAM:
-        left_out = COVERED if engine == "torch-compiler" else ()
-        names = [name for name in LAYOUTS[engine] if name not in left_out]
-    for name in names:
-        layout = LAYOUTS[engine][name]
-        got, parallel = train(MAKE_ENGINE[engine], layout, rank, experiment)
-        assert_same(got, expected, name)
-        assert_cut(parallel, experiment, layout, name)
+def test_layout_equals_one_device(rank: int, engine: str, optimizer: str, name: str) -> None:
+    experiment, layout = {"adamw": ADAM, "sgd": SGD}[optimizer], LAYOUTS[engine][name]
+    got, parallel = train(MAKE_ENGINE[engine], layout, rank, experiment)
+    assert_same(got, reference(experiment), name)
+    assert_cut(parallel, experiment, layout, name)
 
 
+@pytest.mark.parametrize("engine", ["torch-manual"])
+@pytest.mark.parametrize("name", [name for name, layout in TORCH_MANUAL.items() if layout.tp == 1])
 @on_ranks
-def test_torch_manual_sends_closed_form(rank: int) -> None:
-    for name, layout in TORCH_MANUAL.items():
-        if layout.tp > 1:
-            continue  # tp does not divide the vocabulary: see test_torchpar_tensor_parallel.py
-        parallel, mesh = make_parallel(manual.make_engine, layout, rank, ADAM)
-        for step in range(2):  # the first step begins with gathered parameters
-            with counted() as counts:
-                backward(parallel, mesh, step)
-                update(parallel, ADAM.optimizer, step)
-        sent = {tuple(call): size for call, size in counts.items()}
-        experiment = replace(
-            ADAM,
-            layout=layout,
-            train=Train(batch_size=4, gradient_accumulation_steps=2),
-            precision=Precision(dtype="float64"),
-        )
-        for item, size in bytes_sent("torch-manual", experiment).items():
-            off = 0.01 * (item[1] == DP_REPLICATE)  # the last shard is shorter
-            if item[2] != LOSS:
-                assert sent.pop(item) == pytest.approx(size, rel=off), (name, item)
-        assert all(size <= 8 for size in sent.values()), (name, sent)  # the norm
+def test_manual_sends_closed_form(rank: int, engine: str, name: str) -> None:
+    """With tp the ranks do not divide the vocabulary: see test_torchpar_tensor_parallel.py."""
+    layout = TORCH_MANUAL[name]
+    parallel, mesh = make_parallel(manual.make_engine, layout, rank, ADAM)
+    for step in range(2):  # the first step begins with gathered parameters
+        with counted() as counts:
+            backward(parallel, mesh, step)
+            update(parallel, ADAM.optimizer, step)
+    sent = {tuple(call): size for call, size in counts.items()}
+    experiment = replace(
+        ADAM,
+        layout=layout,
+        train=Train(batch_size=4, gradient_accumulation_steps=2),
+        precision=Precision(dtype="float64"),
+    )
+    for item, size in bytes_sent("torch-manual", experiment).items():
+        off = 0.01 * (item[1] == DP_REPLICATE)  # the last shard is shorter
+        if item[2] != LOSS:
+            assert sent.pop(item) == pytest.approx(size, rel=off), item
+    assert all(size <= 8 for size in sent.values()), sent  # the norm
 
 
 @on_ranks
@@ -153,11 +195,14 @@ REFUSED = (
 )
 
 
-def test_engine_rejects_layout(monkeypatch):
-    for engine, layout, why in REFUSED:
-        with pytest.raises(ExperimentError, match=why):
-            ENGINES[engine].require(layout)
-        ENGINES["torch-manual"].require(replace(layout, compile="none"))
+@pytest.mark.parametrize(("engine", "layout", "words"), REFUSED, ids=map(short, REFUSED))
+def test_engine_rejects_layout(engine, layout, words):
+    with pytest.raises(ExperimentError, match=words):
+        ENGINES[engine].require(layout)
+    ENGINES["torch-manual"].require(replace(layout, compile="none"))
+
+
+def test_backend_of_compilation(monkeypatch):
     library_s = ENGINES["torch-library"]
     library_s.require(Layout(dp_shard=2, tp=2, zero=2))
     ENGINES["torch-compiler"].require(replace(FULL, compile="none"))

@@ -73,7 +73,7 @@ def test_peak_classes_match_autograd(dtype, remat):
     assert "log_softmax_backward" in memory.peak.operation
 
 
-def test_peak_has_gradients_of_earlier_passes():
+def test_peak_has_accumulated_gradients():
     memory = step_memory(passes=2)
     assert memory.peak.bytes["gradients"] == parameter_bytes(torch.float64)
 

@@ -3,6 +3,7 @@
 from functools import partial
 
 import numpy as np
+import pytest
 import torch
 from msgspec.structs import replace
 from torch.nn import functional as F
@@ -54,26 +55,26 @@ def test_names_and_shapes_are_nanogpts():
     assert model.lm_head.weight is model.get_parameter("transformer.wte.weight")
 
 
-def test_recomputation_keeps_gradients_and_names():
-    for remat in ("dots", "full"):
-        plain, again = gpt(), gpt()
-        runs = {"plain": 0, "again": 0}
-        for key, model in (("plain", plain), ("again", again)):
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_recomputation_keeps_gradients_and_names(remat):
+    plain, again = gpt(), gpt()
+    runs = {"plain": 0, "again": 0}
+    for key, model in (("plain", plain), ("again", again)):
 
-            def count(*_, key=key, runs=runs):
-                runs[key] += 1
-                for _ in range(runs[key]):  # the second run has one more mark, as with FSDP2
-                    with torch.profiler.record_function("mark"):
-                        pass
+        def count(*_, key=key):
+            runs[key] += 1
+            for _ in range(runs[key]):  # the second run has one more mark, as with FSDP2
+                with torch.profiler.record_function("mark"):
+                    pass
 
-            model.blocks[0].mlp.register_forward_pre_hook(count)
-        apply_remat(again.blocks, remat)
-        assert list(plain.state_dict()) == list(again.state_dict())
-        for model in (plain, again):
-            model(*tokens())[1].backward()
-        assert runs == {"plain": 1, "again": 2}  # the block really ran again
-        for (name, parameter), other in zip(plain.named_parameters(), again.parameters(), strict=True):
-            assert torch.equal(parameter.grad, other.grad), name
+        model.blocks[0].mlp.register_forward_pre_hook(count)
+    apply_remat(again.blocks, remat)
+    assert list(plain.state_dict()) == list(again.state_dict())
+    for model in (plain, again):
+        model(*tokens())[1].backward()
+    assert runs == {"plain": 1, "again": 2}  # the block really ran again
+    for (name, parameter), other in zip(plain.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(parameter.grad, other.grad), name
 
 
 def test_norm_is_accurate_in_float32():

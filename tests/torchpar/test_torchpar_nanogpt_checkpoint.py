@@ -16,6 +16,7 @@ from compare.formats.nanogpt import experiment_of, settings_of
 from compare.numerics.optimizer import learning_rate, step_scalars
 from compare.spec.experiment import Data, Experiment, ExperimentError, Model, Train, edited, load
 from tests.support.checkpoints import write_random
+from tests.support.rows import short
 from torchpar.model import GPT
 from torchpar.nanogpt_checkpoint import export_checkpoint, import_checkpoint
 
@@ -121,26 +122,24 @@ def test_import_dtype_of_a_device(saved, tmp_path, device, dtype):
     assert found.experiment.precision.dtype == dtype
 
 
-def test_import_skipped_float16_steps(saved, tmp_path):
-    for number, updates in enumerate((UPDATES, 0)):
+@pytest.mark.parametrize("updates", [UPDATES, 0])
+def test_import_skipped_float16_steps(saved, tmp_path, updates):
+    def skip(content: dict) -> None:
+        content["config"].update(device="cuda", dtype="float16")
+        content.update(iter_num=10)
+        if not updates:  # all steps overflowed: AdamW has no state yet
+            content["optimizer"]["state"] = {}
 
-        def skip(content: dict, updates: int = updates) -> None:
-            content["config"].update(device="cuda", dtype="float16")
-            content.update(iter_num=10)
-            if not updates:  # all steps overflowed: AdamW has no state yet
-                content["optimizer"]["state"] = {}
-
-        ours, back = tmp_path / f"ours-{number}", tmp_path / f"back-{number}.pt"
-        found = changed(saved, ours, skip)
-        assert (found.step, found.updates) == (10, updates)
-        scalars = step_scalars(found.experiment.optimizer, found.step, found.updates)
-        assert scalars["learning_rate"] == learning_rate(found.experiment.optimizer, 10)
-        assert scalars["bias_correction1"] == 1 - 0.9 ** (updates + 1)
-        export_checkpoint(ours, back)
-        again = torch.load(back, weights_only=True)
-        assert again["iter_num"] == 10
-        steps = {float(state["step"]) for state in again["optimizer"]["state"].values()}
-        assert steps == ({updates} if updates else set())
+    found = changed(saved, tmp_path / "ours", skip)
+    assert (found.step, found.updates) == (10, updates)
+    scalars = step_scalars(found.experiment.optimizer, found.step, found.updates)
+    assert scalars["learning_rate"] == learning_rate(found.experiment.optimizer, 10)
+    assert scalars["bias_correction1"] == 1 - 0.9 ** (updates + 1)
+    export_checkpoint(tmp_path / "ours", tmp_path / "back.pt")
+    again = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert again["iter_num"] == 10
+    steps = {float(state["step"]) for state in again["optimizer"]["state"].values()}
+    assert steps == ({updates} if updates else set())
 
 
 def test_import_settings_of_saved_optimizer(saved, tmp_path):
@@ -190,7 +189,7 @@ NOT_IN_NANOGPT = (
 )
 
 
-@pytest.mark.parametrize(("changes", "message"), NOT_IN_NANOGPT)
+@pytest.mark.parametrize(("changes", "message"), NOT_IN_NANOGPT, ids=map(short, NOT_IN_NANOGPT))
 def test_export_rejects_other_models(tmp_path, changes, message):
     given = write_random(tmp_path, edited(BASE, changes))
     with pytest.raises(ExperimentError, match=re.escape(message)):
@@ -209,33 +208,42 @@ def exchange(saved: dict) -> None:
     state[4], state[5] = state[5], state[4]
 
 
-SPOILED = (
-    (lambda saved: saved.update(iter_num=-1), "Expected `int` >= 0 - at `\\$.iter_num`"),
-    (lambda saved: saved.update(iter_num=9), r"iter_num = 9, and its optimizer is at step \[3\]"),
-    (lambda saved: saved["model_args"].update(n_layer=3), "has 28 tensors and the model 40"),
-    (lambda saved: first_group(saved)["params"].pop(), "has 27 parameters, and the model 28"),
-    (
+SPOILED = {
+    "step": (lambda saved: saved.update(iter_num=-1), "Expected `int` >= 0 - at `\\$.iter_num`"),
+    "updates": (lambda saved: saved.update(iter_num=9), r"iter_num = 9, and its optimizer is at step \[3\]"),
+    "layers": (lambda saved: saved["model_args"].update(n_layer=3), "has 28 tensors and the model 40"),
+    "parameters": (lambda saved: first_group(saved)["params"].pop(), "has 27 parameters, and the model 28"),
+    "order": (
         exchange,
         r"exp_avg of .* is \(8, 32\), and the weight \(32, 8\): the parameters of the optimizer",
     ),
-    (lambda saved: first_group(saved).update(amsgrad=True), "its optimizer has amsgrad"),
-    (lambda saved: first_group(saved).update(eps=1e-3), "or other betas or eps for each"),
-    (lambda saved: saved["model"].update(x=torch.eye(3).to_sparse()), "its weight x is not a dense tensor"),
+    "amsgrad": (lambda saved: first_group(saved).update(amsgrad=True), "its optimizer has amsgrad"),
+    "eps": (lambda saved: first_group(saved).update(eps=1e-3), "or other betas or eps for each"),
+    "sparse": (
+        lambda saved: saved["model"].update(x=torch.eye(3).to_sparse()),
+        "its weight x is not a dense tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize(("spoil", "words"), SPOILED.values(), ids=SPOILED)
+def test_import_rejects_damaged_file(saved, tmp_path, spoil, words):
+    content = torch.load(saved, weights_only=True)
+    spoil(content)
+    torch.save(content, saved)
+    with pytest.raises(ExperimentError, match=words):
+        import_checkpoint(saved, tmp_path / "ours", BASE)
+    assert list(tmp_path.iterdir()) == [saved]
+
+
+@pytest.mark.parametrize(
+    "content", [5, [1], torch.ones(3), {"model": 1}], ids=["int", "list", "tensor", "dict"]
 )
-
-
-def test_import_rejects_damaged_file(saved, tmp_path):
-    for spoil, says in SPOILED:
-        content = torch.load(saved, weights_only=True)
-        spoil(content)
-        torch.save(content, tmp_path / "spoiled.pt")
-        with pytest.raises(ExperimentError, match=says):
-            import_checkpoint(tmp_path / "spoiled.pt", tmp_path / "ours", BASE)
-    for content in (5, [1], torch.ones(3), {"model": 1}):
-        torch.save(content, tmp_path / "spoiled.pt")
-        with pytest.raises(ExperimentError, match=r"is not a ckpt\.pt: "):
-            import_checkpoint(tmp_path / "spoiled.pt", tmp_path / "ours", BASE)
-    assert {path.name for path in tmp_path.iterdir()} == {"ckpt.pt", "spoiled.pt"}
+def test_import_rejects_another_file(tmp_path, content):
+    torch.save(content, tmp_path / "spoiled.pt")
+    with pytest.raises(ExperimentError, match=r"is not a ckpt\.pt: "):
+        import_checkpoint(tmp_path / "spoiled.pt", tmp_path / "ours", BASE)
+    assert not (tmp_path / "ours").exists()
 
 
 def test_settings_round_trip():

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,12 +26,12 @@ from torchpar.model import GPT
 
 _aten = torch.ops.aten
 WAITING = {_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.equal.default}
-LAYOUTS = [
-    Layout(dp_replicate=RANKS),
-    *(Layout(dp_shard=RANKS, zero=zero) for zero in (1, 2, 3)),
-    *(Layout(tp=RANKS, sequence_parallel=split) for split in (False, True)),
-    *(Layout(pp=RANKS, microbatches=4, schedule=name) for name in ("1f1b", "zero_bubble")),
-]
+LAYOUTS = {
+    "ddp": Layout(dp_replicate=RANKS),
+    **{f"zero{zero}": Layout(dp_shard=RANKS, zero=zero) for zero in (1, 2, 3)},
+    **{f"tp_{split}": Layout(tp=RANKS, sequence_parallel=split) for split in (False, True)},
+    **{name: Layout(pp=RANKS, microbatches=4, schedule=name) for name in ("1f1b", "zero_bubble")},
+}
 
 
 class Waits(TorchDispatchMode):
@@ -83,19 +84,19 @@ def step(engine: Engine, experiment: Experiment, number: int, *, waits: bool = F
     assert not waits or norm.isfinite()
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
 @on_ranks
-def test_step_waits_for_no_value(rank: int) -> None:
+def test_step_waits_for_no_value(rank: int, name: str) -> None:
     model = Model(n_layer=4, n_embd=32, block_size=16, vocab_size=64)
-    for layout in LAYOUTS:
-        experiment = Experiment(model=model, layout=layout)
-        torch.manual_seed(0)
-        engine, _ = make_parallel(make_engine, layout, rank, experiment, GPT(experiment.model))
-        with unfinished_collectives() as begun:  # the first step makes the optimizer's state
-            step(engine, experiment, 0)
-        assert not begun, (layout, begun)
-        with Waits() as waits:
-            step(engine, experiment, 1)
-        assert not +waits.found, (layout, +waits.found)
-        with waits:
-            step(engine, experiment, 2, waits=True)
-        assert (+waits.found).total() == 1, (layout, +waits.found)  # reading the norm is found
+    experiment = Experiment(model=model, layout=LAYOUTS[name])
+    torch.manual_seed(0)
+    engine, _ = make_parallel(make_engine, experiment.layout, rank, experiment, GPT(model))
+    with unfinished_collectives() as begun:  # the first step makes the optimizer's state
+        step(engine, experiment, 0)
+    assert not begun
+    with Waits() as waits:
+        step(engine, experiment, 1)
+    assert not +waits.found
+    with waits:
+        step(engine, experiment, 2, waits=True)
+    assert (+waits.found).total() == 1, +waits.found  # reading the norm is found

@@ -16,8 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torchpar
 from tests.support.gpt_steps import CONFIG, batches, make_gpt
-from tests.support.modules import normal, share
-from tests.support.ranks import RANKS, axis, on_ranks
+from tests.support.ranks import RANKS, axis, normal, on_ranks
 from torchpar.compiler.data_parallel import synchronize_gradients
 from torchpar.engine import Engine
 from torchpar.manual.tensor_parallel import (
@@ -38,6 +37,11 @@ from torchpar.remat import apply_remat
 
 # Sums in another order than one device's: a few units in the last place, of numbers of order 1.
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-14)
+
+
+def share(whole: torch.Tensor, rank: int, dim: int) -> torch.Tensor:
+    """The rank's chunk of a tensor along `dim`."""
+    return whole.chunk(RANKS, dim)[rank]
 
 
 @on_ranks

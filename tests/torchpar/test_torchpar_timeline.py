@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from compare.contract.record import Record, read_record
+from compare.contract.record import Record
 from compare.contract.request import Request
 from compare.contract.timeline import COMPUTE
 from compare.pipeline.schedules import Kind, make_schedule
@@ -24,10 +24,9 @@ KINDS = {Kind.FORWARD: "forward"}
 
 
 def run_engine(folder: Path, engine: str, layout: Layout, **fields) -> Record:
-    request = Request(engine=engine, experiment=replace(EXPERIMENT, layout=layout), **fields)
-    done = run_torchpar(folder, request)
-    assert done.returncode == 0, done.stderr
-    return read_record(folder)
+    return run_torchpar(
+        folder, Request(engine=engine, experiment=replace(EXPERIMENT, layout=layout), **fields)
+    )
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def files(folder: str) -> list[Path]:
     return paths
 
 
-def test_compare_imports_no_framework_and_no_side():
+def test_compare_imports_no_framework():
     for path in files("compare"):
         assert not roots(path) & (JAX_WORLD | TORCH_WORLD | SIDES), path
 
@@ -77,7 +77,7 @@ def test_imports_go_down():
             assert folders_of_compare(path) <= set(rooms[: rooms.index(room) + 1]), path
 
 
-def test_sides_import_the_contract_and_their_own_world():
+def test_sides_import_no_other_side():
     for side, forbidden in (("jaxpar", TORCH_WORLD | {"torchpar"}), ("torchpar", JAX_WORLD | {"jaxpar"})):
         for path in files(side):
             assert not roots(path) & forbidden, path
@@ -91,12 +91,12 @@ def test_strategies_do_not_import_each_other():
             assert others <= {path.stem}, path
 
 
-def test_the_model_does_not_know_that_it_is_parallel():
+def test_model_imports_nothing_parallel():
     for path in (ROOT / side / f"{part}.py" for side in SIDES for part in ("model", "mlp")):
         assert not {part for name in imports(path) for part in name.split(".")} & PARALLEL, path
 
 
-def test_hand_written_engines_reach_torch_distributed_through_comm():
+def test_manual_imports_no_torch_distributed():
     for path in files("torchpar/manual"):
         assert not any(name.startswith("torch.distributed") for name in imports(path)), path
 

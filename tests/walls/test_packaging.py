@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("package", ["compare", "jaxpar", "torchpar"])
-def test_every_file_that_is_no_module_is_packaged(package):
+def test_data_files_are_packaged(package):
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     files = [path for path in (ROOT / package).rglob("*") if path.is_file()]
     others = {path for path in files if path.suffix not in (".py", ".pyc")}

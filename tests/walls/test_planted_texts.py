@@ -73,7 +73,7 @@ def test_every_engine_has_each_fault_or_a_reason():
         assert not (fault.edit and fault.diff), fault.name
 
 
-def test_a_missing_text_is_an_error_with_file_and_count():
+def test_missing_text_is_an_error():
     diff = Diff(file="compare/faults.toml", old="no such text", new="")
     with pytest.raises(ExperimentError, match=r"compare/faults.toml: .* occurs 0 times, not once"):
         diff.applied(ROOT)

@@ -1,10 +1,11 @@
-"""Planted mistakes of sharding, and who reports each: `tests/data/type_errors.json`.
+"""Mistakes of sharding, and who reports each: `tests/data/type_errors.json`, a table of docs/compilers.md.
 
 Each mistake is a few lines of a sharded product, written three times: with types (Explicit), with constraints
 (Auto), and per device (`shard_map`, its check of varying axes on). Two devices, float64. An outcome is an
 error, or silence: then whether the numbers are right, and which kinds of collective were sent.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
@@ -19,7 +21,7 @@ from msgspec import Struct
 
 from jaxpar.measure.ledger import ledger_of
 
-RECORDED = Path(__file__).parents[1] / "data" / "type_errors.json"
+RECORDED = json.loads((Path(__file__).parents[1] / "data" / "type_errors.json").read_text())
 WAYS = ("explicit", "auto", "manual")
 AXIS, DEVICES = "x", 2
 B, C, M, V = 4, 6, 8, 10
@@ -166,13 +168,9 @@ MISTAKES = (
 )
 
 
-def outcomes(mistake: Mistake) -> dict[str, str | tuple[bool, list[str]]]:
-    """Plant it in each way: the error's type, or whether the numbers are right, and what was sent."""
+def outcome(mistake: Mistake, way: str) -> str | tuple[bool, list[str]]:
+    """Plant a mistake: the error's type, or whether the numbers are right, and what was sent."""
     expected = np.asarray(jax.jit(mistake.right)(*mistake.arguments))
-    return {way: _outcome(mistake, way, expected) for way in WAYS}
-
-
-def _outcome(mistake: Mistake, way: str, expected: np.ndarray) -> str | tuple[bool, list[str]]:
     kind = AxisType.Explicit if way == "explicit" else AxisType.Auto
     mesh = Mesh(np.array(jax.devices()[:DEVICES]), (AXIS,), axis_types=(kind,))
     where, written = NamedSharding(mesh, mistake.result), getattr(mistake, way) or mistake.right
@@ -194,3 +192,19 @@ def _outcome(mistake: Mistake, way: str, expected: np.ndarray) -> str | tuple[bo
         rows = ledger_of(function, *placed, mesh=mesh).rows
     right = found.shape == expected.shape and bool(np.allclose(found, expected, rtol=1e-12))
     return right, sorted({row.kind for row in rows})
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mistake", MISTAKES, ids=[mistake.words for mistake in MISTAKES])
+def test_mistake_is_reported_as_recorded(mistake, way):
+    """Types of errors vary by version."""
+    found, recorded = outcome(mistake, way), RECORDED[mistake.words][way]
+    if isinstance(found, str):
+        assert isinstance(recorded, str)
+    else:
+        assert list(found) == recorded
+
+
+def test_types_report_more_than_manual():
+    assert len(RECORDED) == len(MISTAKES)
+    assert any(isinstance(one["explicit"], str) and one["manual"][0] is False for one in RECORDED.values())
