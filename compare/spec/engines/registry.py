@@ -44,7 +44,7 @@ JAX_PEERS = (
         name="plain-jit",
         folder="peers.plain_jit",
         gradient_sync=("none",),
-        decides="one device: jax.jit of value_and_grad and optax, without mesh or sharding",
+        decides="one device: jax.jit of value_and_grad and optax, on a mesh of one device",
         layouts=Layouts(rejects=_one_device),
         is_peer=True,
         dtypes=DTYPES[:3],
