@@ -3,6 +3,7 @@
 Every cell is from `Engine.why_not_train`, the check that a run makes before it starts.
 """
 
+import re
 from collections.abc import Mapping
 
 from compare.spec.engines.registry import STUDIED
@@ -53,10 +54,10 @@ STRATEGIES: dict[str, Fields] = {
 
 
 def reason(engine: str, fields: Fields) -> str:
-    """Reason why an engine rejects a strategy; '' if it supports the strategy."""
+    """Reason why an engine rejects a strategy, without the field's name; '' if it supports the strategy."""
     experts = "ep" in fields.get("layout", {})
     base = edited(load("experts" if experts else "check"), {"layout": _plain()})
-    return STUDIED[engine].why_not_train(edited(base, fields))
+    return re.sub(r"^layout\.\w+ = \w+: ", "", STUDIED[engine].why_not_train(edited(base, fields)))
 
 
 def _plain() -> dict[str, object]:
@@ -81,8 +82,8 @@ def page() -> str:
         [
             "# Which engine supports what",
             "",
-            "`make docs` writes this page from the checks that a run makes before it starts. A number is the",
-            "reason below, as the command line prints it. *own*: the engine chooses its own all-reduces.",
+            "`make docs` writes this page from the checks that a run makes before it starts. A number refers",
+            "to a reason below. *own*: the engine chooses its own all-reduces.",
             "",
             table,
             "",
