@@ -6,7 +6,7 @@ set -u
 results=runs/gpu-day
 one="--platform gpu --devices 1"
 short="--platform gpu --data.source synthetic --train.gradient_accumulation_steps 1"
-engines="nanogpt-loop torch-manual plain-jit jax-compiler jax-manual"
+engines="nanogpt-loop torch-manual torch-library plain-jit jax-compiler jax-manual"
 failed=""
 
 step() {  # NAME COMMAND...
