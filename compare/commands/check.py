@@ -8,7 +8,7 @@ from compare.execute.folders import check_output
 from compare.flags import DEVICES, EngineName, PresetNames, chosen_engines
 from compare.judge.goldens import NANOGPT
 from compare.judge.outcome import Grid, Outcome
-from compare.judge.rungs import Verdict
+from compare.judge.verdict import Verdict
 from compare.run.study import OF_LAYOUTS, Study
 from compare.setup.grid import against_one_device, grid, pivot, varied
 from compare.setup.presets import several_presets, spread

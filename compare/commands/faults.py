@@ -16,7 +16,7 @@ from compare.contract.record import Record
 from compare.contract.request import Request
 from compare.flags import StudiedName, chosen_engines
 from compare.judge.outcome import Case, Grid, Outcome
-from compare.judge.rungs import Verdict
+from compare.judge.verdict import Verdict
 from compare.run.study import OF_LAYOUTS, Study
 from compare.setup.planted import ROOT, Diff, Fault, load_faults, packages_of, patched_copy
 from compare.setup.presets import PRESETS, check_names, edits_of, spread

@@ -12,7 +12,8 @@ from compare.contract.communication import summed
 from compare.contract.record import Record
 from compare.judge.alone import REQUEST, STRATEGY, UPDATE, Alone, Judged
 from compare.judge.metrics import METRICS, figures
-from compare.judge.rungs import RUNGS, Rung, Verdict, climb, curve
+from compare.judge.rungs import RUNGS, Rung, curve
+from compare.judge.verdict import Verdict, climb
 from compare.system.tensors import RecordError
 
 RATES = Rung("lr_curve", curve("lr"), by_step=True)
@@ -37,13 +38,14 @@ class Difference(Struct, frozen=True, kw_only=True):
 
 def difference(a: Record, b: Record, *, names: tuple[str, str]) -> Difference:
     """Compare two records, relative to the first. Raises RecordError: they have no step in common."""
-    shared = [
-        Judged(name, _with_steps_of(other, run), Alone())
-        for name, run, other in zip(names, (a, b), (b, a), strict=True)
-    ]
-    if not (steps := len(shared[0].record.steps)):
+    shared = [_with_steps_of(b, a), _with_steps_of(a, b)]
+    if not (steps := len(shared[0].steps)):
         raise RecordError(f"{names[0]} and {names[1]} have no step in common: there is nothing to compare")
-    verdict = climb(*shared, SHARED, shared_only=True, skip=_incomparable(a, b))
+    judged = [Judged(name, run, Alone()) for name, run in zip(names, shared, strict=True)]
+    skip = _incomparable(a, b)
+    others = (rung for rung in SHARED if rung.name not in skip)
+    skip |= {rung.name: why for rung in others if (why := _mismatch(rung, *judged))}
+    verdict = climb(*judged, SHARED, skip=skip)
     return Difference(settings=_changes(a, b), verdict=verdict, steps=steps, costs=_costs(a, b))
 
 
@@ -55,6 +57,17 @@ def _with_steps_of(other: Record, run: Record) -> Record:
         steps=[step for step in run.steps if step.step in steps],
         evaluations=[found for found in run.evaluations if found.step in after],
     )
+
+
+def _mismatch(rung: Rung, *runs: Judged) -> str:
+    """Why two runs have nothing to compare at a rung; "" if they have, or if neither recorded it."""
+    values = [rung.read(run.record) for run in runs]
+    lacking = [run.name for run, found in zip(runs, values, strict=True) if not found]
+    if len(lacking) == 1:
+        return f"{lacking[0]} has no tensors of it: `shardpair run --keep_tensors` keeps them"
+    shapes = [{place: found[place].shape for place in found} for found in values]
+    odd = min((place for place, _ in shapes[0].items() ^ shapes[1].items()), default="")
+    return odd and f"{odd} is {' and '.join(str(of.get(odd, 'missing')) for of in shapes)}"
 
 
 def _incomparable(a: Record, b: Record) -> dict[str, str]:

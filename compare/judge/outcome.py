@@ -16,7 +16,7 @@ from compare.contract.record import Record, read_record
 from compare.contract.request import Platform, Request
 from compare.judge.alone import Alone, Judged, judged
 from compare.judge.goldens import NANOGPT, judged_golden
-from compare.judge.rungs import Verdict, climb
+from compare.judge.verdict import Verdict, climb
 from compare.spec.experiment import Experiment
 from compare.system.json_files import read_json, write_json
 from compare.system.tensors import RecordError

@@ -1,124 +1,54 @@
-"""The numerics ladder: a table with a row for each rung, and a loop that climbs it.
+"""The numerics ladder: a table with a row for each rung.
 
 A rung compares one thing of two runs. Rungs come in the order in which training computes things, so the
 first one that fails names the kind of mistake: a wrong mean shows in the gradients, a wrong decay in the
 first weights, a wrong beta2 in the moments. Gradients come before the optimizer, because Adam and clipping
 hide their scale. The last rung is the strategy, which no number shows.
 
-Two wrong runs can agree. So each run is also judged alone (`compare.judge.alone`): against its request, the
-seed, and the optimizer's formulas. A rung fails if the two runs differ or if one of them failed alone.
-
-Limits. Correct engines add the same numbers in different orders. float64 proves equality: its limit is 1e-10,
-at least a hundred times what rounding does there. In other dtypes a limit is about ten times the largest
+Correct engines add the same numbers in different orders. float64 proves equality: its limit is 1e-10, at
+least a hundred times what rounding does there. In other dtypes a limit is about ten times the largest
 difference between correct runs (the comment above each row), for other machines and sizes. Mistakes too small
 for these limits show in `shardpair check`, which runs in float64.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
-from msgspec import Struct
-from msgspec.structs import replace
 
 from compare.contract.record import Record, read_tensors
 from compare.contract.request import MOMENTS, UPDATES
 from compare.contract.request import Rung as Recorded
-from compare.judge.alone import INITIAL_WEIGHTS, NORMS, REQUEST, STRATEGY, UPDATE, Judged
+from compare.judge.alone import INITIAL_WEIGHTS, NORMS, REQUEST, STRATEGY, UPDATE
 from compare.judge.errors import Found, relative_error, without_key_bias
-from compare.judge.rounding import SIGMAS, coarser, flips_of_rounding, loss_rounding
+from compare.judge.rounding import SIGMAS, flips_of_rounding, loss_rounding
 from compare.numerics.boxes import Weights
 from compare.numerics.data import SPLITS
 from compare.numerics.parameters import storage_dtype
-from compare.spec.experiment import differing_keys
 
-SAME = ("model.", "data.", "optimizer.", "train.", "precision.dtype")
-"""Settings in which two compared runs may not differ. Layouts and other precision settings may."""
-OVERFLOWED = "the first step overflowed and was skipped: lower precision.loss_scale to compare it"
-UNASKED = "it was not asked for"
+BATCH = "batch"
 LATER_STEPS = 20
 """Steps for which the limits of later weights hold."""
 Values = Mapping[str, np.ndarray]
 """Arrays that a rung reads of a run, by place: a parameter's name, or a step."""
 
-
-class RungResult(Struct, frozen=True, kw_only=True):
-    """One rung that was compared."""
-
-    rung: str
-    error: float
-    """Largest relative error; infinite if names or shapes differ, or a value is not finite."""
-    tolerance: float
-    worst: str
-    """Place of the largest error; if the error is infinite, a description of the fault."""
-
-    @property
-    def passed(self) -> bool:
-        """True if the error is within the tolerance. NaN is not."""
-        return self.error <= self.tolerance
-
-
-class Verdict(Struct, frozen=True, kw_only=True):
-    """Comparison of a run with a reference."""
-
-    candidate: str
-    reference: str
-    rungs: list[RungResult]
-    skipped: dict[str, str] = msgspec.field(default_factory=dict)
-    """Rungs that were not compared, with the reason."""
-    uncompared: dict[str, str] = msgspec.field(default_factory=dict)
-    """Settings of the layout that were not checked in one of the runs, with the reason."""
-
-    @property
-    def failure(self) -> RungResult | None:
-        """The first rung that failed."""
-        return next((result for result in self.rungs if not result.passed), None)
-
-    @property
-    def passed(self) -> bool:
-        """True if at least one rung was compared, and all compared rungs passed."""
-        return bool(self.rungs) and self.failure is None
-
-    def result(self, rung: str) -> RungResult | None:
-        """The result of a rung; None if it was skipped."""
-        return next((result for result in self.rungs if result.rung == rung), None)
-
-    def error(self, rung: str) -> float | None:
-        """The error of a rung; None if it was skipped."""
-        result = self.result(rung)
-        return result.error if result else None
-
-    def sentence(self) -> str:
-        """PASS, or the first failed rung with its worst place and error."""
-        bad = self.failure
-        if bad is None:
-            return "PASS"
-        off = f"{bad.worst} is off by {bad.error:.2e} (tolerance {bad.tolerance:.0e})"
-        sentence = f"FAIL at {bad.rung}: {off if math.isfinite(bad.error) else bad.worst}"
-        routing = self.result("routing")
-        return f"{sentence}; {routing.worst}" if routing and routing.error and routing != bad else sentence
-
-
 # Readers: arrays of one run, by place; {} if the run has none.
 
 
-def tensors(
-    recorded: Recorded, select: Callable[..., np.ndarray] = lambda name, tensor, model: tensor
-) -> Callable[[Record], Values]:
-    """Read recorded tensors, one at a time when they are compared; `select` takes a part of each."""
-
-    def read(run: Record) -> Values:
-        found, model = read_tensors(run.folder, recorded), run.manifest.experiment.model
-        return Weights(found, lambda name: select(name, found[name], model))
-
-    return read
+def tensors(recorded: Recorded) -> Callable[[Record], Values]:
+    """Read recorded tensors, one at a time when they are compared."""
+    return lambda run: read_tensors(run.folder, recorded)
 
 
 def weights(recorded: Recorded) -> Callable[[Record], Values]:
     """Read recorded weights without key biases."""
-    return tensors(recorded, without_key_bias)
+
+    def read(run: Record) -> Values:
+        found, model = read_tensors(run.folder, recorded), run.manifest.experiment.model
+        return Weights(found, lambda name: without_key_bias(name, found[name], model))
+
+    return read
 
 
 def moments(run: Record) -> Values:
@@ -198,23 +128,6 @@ def of_counts(place: str, value: np.ndarray, reference: np.ndarray, begin: None)
     return float(np.abs(value - reference).sum() / 2 / reference.sum()), place
 
 
-# What two runs may not differ in, beyond arrays; a description, or "".
-
-
-def other_training(reference: Record, candidate: Record) -> str:
-    """Differences of two requests that make the runs two trainings."""
-    if not (reference.request and candidate.request):
-        return ""
-    keys = differing_keys(candidate.request.experiment, reference.request.experiment)
-    odd = [key for key in keys if key.startswith(SAME)]
-    return f"the runs are different trainings: {'; '.join(odd[:2])}" if odd else ""
-
-
-def other_corpus(reference: Record, candidate: Record) -> str:
-    is_other = reference.manifest.corpus_sha256 != candidate.manifest.corpus_sha256
-    return "the two runs read different training tokens" if is_other else ""
-
-
 # Larger limits, for what depends on the run: (the row's limit, reference, candidate, dtype) -> limit.
 
 
@@ -236,11 +149,8 @@ def for_few_steps(limit: float, reference: Record, candidate: Record, dtype: str
 
 def for_storage(limit: float, reference: Record, candidate: Record, dtype: str) -> float:
     """If one run keeps float64 and the other float32, initial weights differ by half a unit (6e-8)."""
-    return (
-        limit
-        if len({storage_dtype(run.manifest.experiment) for run in (reference, candidate)}) == 1
-        else 1e-7
-    )
+    kept = {storage_dtype(run.manifest.experiment) for run in (reference, candidate)}
+    return limit if len(kept) == 1 else 1e-7
 
 
 class Limits(NamedTuple):
@@ -253,6 +163,11 @@ class Limits(NamedTuple):
 
 
 EXACT = Limits(0.0, 0.0, 0.0, 0.0)
+# Rounding, fed back at each step. In 16 bits relative to the movement: wrong signs average out, and weights
+# that did not move are off by 1. Worst measured: 4e-13, 5e-5, 2.4e-1, 1e-2.
+TRAINED = Limits(1e-10, 1e-2, 0.7, 0.1)
+# Rounding, fed back at each step. Worst measured: 6e-16, 2e-5, 5e-5, 8e-6.
+LOSSES = Limits(1e-10, 1e-3, 2e-2, 2e-3)
 
 
 class Rung(NamedTuple):
@@ -270,7 +185,6 @@ class Rung(NamedTuple):
     """Read over all steps; other rungs are about the first step or the ends."""
     first_steps: Mapping[str, int] = {}
     """By dtype: how many first steps are compared; all if the dtype is missing."""
-    differs: Callable[[Record, Record], str] = lambda reference, candidate: ""
     loosen: Callable[[float, Record, Record, str], float] = lambda limit, reference, candidate, dtype: limit
     apart: str = ""
     """The rung whose limit applies if both runs resume, each from its own checkpoint: rounding has grown."""
@@ -279,10 +193,10 @@ class Rung(NamedTuple):
 
 
 RUNGS = (
-    # The request, and whether the run did as requested. Exact.
-    Rung(REQUEST, differs=other_training),
+    # Whether both runs did as requested, and requested one training. Exact.
+    Rung(REQUEST),
     # The first batch is copied, not computed.
-    Rung("batch", tensors(Recorded.BATCH), differs=other_corpus),
+    Rung(BATCH, tensors(Recorded.BATCH)),
     # Drawn from the seed, bitwise equal everywhere, or given.
     Rung(
         INITIAL_WEIGHTS,
@@ -347,28 +261,24 @@ RUNGS = (
         limits=Limits(1e-10, 2e-6, 2e-6, 2e-6),
         absent="the record lacks the state before the update, such as a checkpoint's moments",
     ),
-    # Rounding of 20 steps, fed back at each step. In 16 bits relative to the movement: wrong signs average
-    # out, and weights that did not move are off by 1. Worst measured: 4e-13, 5e-5, 2.1e-1, 1e-2.
     Rung(
         "later_weights",
         weights(Recorded.LATER_WEIGHTS),
-        Limits(1e-10, 1e-2, 0.7, 0.1),
+        TRAINED,
         since_start=True,
         loosen=for_few_steps,
     ),
-    # The same, for runs of any length. Worst measured: 4e-13, 5e-5, 2.4e-1, 1e-2.
     Rung(
         "final_weights",
         weights(Recorded.FINAL_WEIGHTS),
-        Limits(1e-10, 1e-2, 0.7, 0.1),
+        TRAINED,
         since_start=True,
         loosen=for_few_steps,
         absent="",
     ),
-    # Rounding, fed back at each step. Worst measured: 6e-16, 2e-5, 5e-5, 8e-6.
-    Rung("loss_curve", curve("loss"), Limits(1e-10, 1e-3, 2e-2, 2e-3), by_step=True),
-    # The same through gradients: 6e-16, 5e-4, 2e-3, 1e-4. In bfloat16 a change of 1e-7 in the initial weights
-    # moves one of 200 norms by 0.6 in the same engine.
+    Rung("loss_curve", curve("loss"), LOSSES, by_step=True),
+    # Losses through gradients. Worst measured: 6e-16, 5e-4, 2e-3, 1e-4. In bfloat16 a change of 1e-7 in the
+    # initial weights moves one of 200 norms by 0.6 in the same engine.
     Rung(
         "norm_curve",
         curve("grad_norm"),
@@ -388,100 +298,8 @@ RUNGS = (
         loosen=for_flips,
         absent="",
     ),
-    # Worst measured: 6e-16, 2e-5, 5e-5, 8e-6.
-    Rung("evaluations", evaluations, Limits(1e-10, 1e-3, 2e-2, 2e-3), by_step=True, absent=""),
+    Rung("evaluations", evaluations, LOSSES, by_step=True, absent=""),
     # Settings as observed in the program. Exact.
     Rung(STRATEGY, absent=""),
 )
-LADDER = tuple(rung.name for rung in RUNGS)
-SOME = tuple(rung.name for rung in RUNGS if not rung.absent)
-"""Rungs of some runs: in float16, with more steps, with evaluations, with experts, of our engines."""
 NAMED = {rung.name: rung for rung in RUNGS}
-
-
-def climb(
-    reference: Judged,
-    candidate: Judged,
-    rungs: Sequence[Rung] = RUNGS,
-    *,
-    same_training: bool = True,
-    shared_only: bool = False,
-    skip: Mapping[str, str] = {},
-) -> Verdict:
-    """Compare a run with a reference, rung by rung. The coarser dtype of the two decides the limits.
-
-    Args:
-        rungs: rows to climb, in this order.
-        same_training: fail if the requests are two trainings; False if a mistake was planted in one of them.
-        shared_only: skip a rung whose arrays differ in names or shapes, instead of failing it.
-        skip: rungs to skip, with the reason.
-
-    Raises RecordError: a file of tensors cannot be read.
-    """
-    dtype, results, skipped = coarser(reference.record, candidate.record), [], {}
-    for rung in rungs:
-        first = rung.first_steps.get(dtype)
-        runs = [replace(one.record, steps=one.record.steps[:first]) for one in (reference, candidate)]
-        values, why, found = [rung.read(run) for run in runs], skip.get(rung.name, ""), list[Found]()
-        if not why and rung.needs_update and all(run.steps[0].skipped for run in runs):
-            why = OVERFLOWED
-        if not why and shared_only and any(values):
-            why = mismatch(*values, names=(reference.name, candidate.name))
-        if not why:
-            if own := candidate.alone.own.get(rung.name):
-                found.append(own)
-            if own := reference.alone.own.get(rung.name):
-                found.append((own[0], own[1] and f"the reference: {own[1]}"))
-            if same_training and (words := rung.differs(*runs)):
-                found.append((math.inf, words))
-            if any(values):
-                found.append(largest_error(rung, *values, _begin(rung, runs[0], dtype)))
-        if found:
-            error, worst = max(found, key=lambda one: one[0])
-            if len(runs[1].steps) < len(candidate.record.steps):
-                worst += f" (only the first {first} steps were compared)"
-            limit = limit_of(rung, *runs, dtype)
-            error = error if math.isfinite(error) else math.inf
-            results.append(RungResult(rung=rung.name, error=error, tolerance=limit, worst=worst))
-        elif why or rung.absent:
-            request = candidate.record.request
-            skipped[rung.name] = why or (rung.absent if request and request.ladder else UNASKED)
-    uncompared = reference.alone.uncompared | candidate.alone.uncompared
-    names = {"candidate": candidate.name, "reference": reference.name}
-    return Verdict(**names, rungs=results, skipped=skipped, uncompared=uncompared)
-
-
-def largest_error(
-    rung: Rung, reference: Values, candidate: Values, begin: Mapping[str, np.ndarray] = {}
-) -> Found:
-    """The largest error over all places; or infinity, with what is wrong. Holds one place in memory."""
-    if odd := sorted(reference.keys() ^ candidate.keys()):
-        return math.inf, f"{odd[0]} is in only one of the two"
-    worst = (-1.0, "")
-    for place in reference:
-        value, expected = candidate[place], reference[place]
-        if value.shape != expected.shape:
-            return math.inf, f"{place} has shape {value.shape} instead of {expected.shape}"
-        worst = max(worst, rung.error(place, value, expected, begin.get(place)), key=lambda one: one[0])
-    return worst
-
-
-def limit_of(rung: Rung, reference: Record, candidate: Record, dtype: str) -> float:
-    """The limit of a rung for two runs."""
-    resumed = [run.request.resume for run in (reference, candidate) if run.request and run.request.resume]
-    is_apart = len(resumed) == 2 and resumed[0].checkpoint != resumed[1].checkpoint
-    row = NAMED[rung.apart] if rung.apart and is_apart else rung
-    return row.loosen(getattr(row.limits, dtype), reference, candidate, dtype)
-
-
-def mismatch(reference: Values, candidate: Values, *, names: tuple[str, str]) -> str:
-    """Why two runs have nothing to compare at a rung; "" if they have."""
-    if lacking := [name for name, values in zip(names, (reference, candidate), strict=True) if not values]:
-        return f"{lacking[0]} has no tensors of it: `shardpair run --keep_tensors` keeps them"
-    shapes = [{place: values[place].shape for place in values} for values in (reference, candidate)]
-    odd = sorted({place for place, _ in shapes[0].items() ^ shapes[1].items()})
-    return f"{odd[0]} is {' and '.join(str(of.get(odd[0], 'missing')) for of in shapes)}" if odd else ""
-
-
-def _begin(rung: Rung, reference: Record, dtype: str) -> Values:
-    return weights(Recorded.INITIAL_WEIGHTS)(reference) if rung.since_start and dtype != "float64" else {}

@@ -8,7 +8,7 @@ import pytest
 from compare.cli import main
 from compare.commands.faults import FAULTS, caught_as_expected, fault_cases, rows_of
 from compare.judge.outcome import Case, read_outcome
-from compare.judge.rungs import RungResult, Verdict
+from compare.judge.verdict import RungResult, Verdict
 from compare.spec.engines.registry import JAX, STUDIED
 from compare.spec.experiment import ExperimentError
 from tests.support.grid import TEXT

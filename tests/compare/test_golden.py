@@ -12,7 +12,8 @@ from compare.commands.check import SGD
 from compare.contract.record import read_tensors
 from compare.contract.request import Rung
 from compare.judge.goldens import folder_of, read_golden
-from compare.judge.rungs import LADDER, NAMED, largest_error
+from compare.judge.rungs import NAMED
+from compare.judge.verdict import largest_error
 from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import reference_step
 from compare.numerics.parameters import parameter_table
@@ -21,7 +22,7 @@ from compare.spec.experiment import named_experiments
 from tests.support.numpy_gpt import numpy_loss
 from tests.support.records import OF_EXPERTS
 
-RUNGS = [rung for rung in LADDER if rung not in ("loss_scale", "final_weights", *OF_EXPERTS)]
+RUNGS = [rung for rung in NAMED if rung not in ("loss_scale", "final_weights", *OF_EXPERTS)]
 """Rungs of a golden: `later_weights` has its last weights."""
 
 

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from compare.contract.request import Rung
 from compare.judge.alone import REQUEST
 from compare.judge.errors import relative_error
-from compare.judge.rungs import NAMED, RUNGS, Limits, Verdict, largest_error
+from compare.judge.rungs import NAMED, RUNGS, Limits
+from compare.judge.verdict import Verdict, largest_error
 from compare.spec.experiment import edited
 from tests.support.records import CLIMBED, climbed, make_record, make_steps, tensors_of
 

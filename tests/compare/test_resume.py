@@ -9,7 +9,8 @@ import pytest
 from compare.checkpoint.description import CHECKPOINTS, folder_name, groups
 from compare.checkpoint.reader import CheckpointReader
 from compare.contract.record import read_record
-from compare.judge.rungs import NAMED, largest_error
+from compare.judge.rungs import NAMED
+from compare.judge.verdict import largest_error
 from compare.spec.experiment import Experiment, edited, to_toml
 from tests.support.checkpoints import write_random
 

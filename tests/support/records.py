@@ -17,8 +17,9 @@ from compare.execute.this_machine import git_state
 from compare.judge.alone import judged
 from compare.judge.metrics import figures
 from compare.judge.outcome import Case, Circumstances, Outcome, save, with_case
-from compare.judge.rungs import LADDER, Verdict, climb
+from compare.judge.rungs import NAMED
 from compare.judge.strategy import blocks_that_run, leaves_of
+from compare.judge.verdict import Verdict, climb
 from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import global_norm, learning_rate, reference_step
 from compare.numerics.parameters import (
@@ -39,7 +40,7 @@ from compare.theory.memory import bytes_held
 
 CORPUS = "00"
 OF_EXPERTS = ("routing", "tokens_per_expert")
-CLIMBED = [rung for rung in LADDER if rung not in ("loss_scale", "evaluations", *OF_EXPERTS)]
+CLIMBED = [rung for rung in NAMED if rung not in ("loss_scale", "evaluations", *OF_EXPERTS)]
 """The rungs of a run of three steps or more, in float64, that evaluates nothing and has one MLP a block."""
 FEW_ROWS = [
     Communication(kind="all_reduce", axis="dp_replicate", calls=2, bytes=4000, wire_bytes=6000),

@@ -13,7 +13,8 @@ from compare.commands.report.hosts import host_table
 from compare.contract.record import Record
 from compare.judge.metrics import METRICS
 from compare.judge.outcome import Outcome
-from compare.judge.rungs import RUNGS, Verdict
+from compare.judge.rungs import RUNGS
+from compare.judge.verdict import Verdict
 from compare.numerics.parameters import parameter_count
 from compare.show.figures import INK, Axes, Figure, curves, differences
 from compare.show.findings import NONE, Findings, Row, Table, Text, findings_of, written

@@ -1,0 +1,166 @@
+"""The verdict over two runs: a loop that climbs the ladder (`compare.judge.rungs`).
+
+Two wrong runs can agree. So each run is also judged alone (`compare.judge.alone`): against its request, the
+seed, and the optimizer's formulas. A rung fails if the two runs differ or if one of them failed alone.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from compare.contract.record import Record
+from compare.contract.request import Rung as Recorded
+from compare.judge.alone import REQUEST, Judged
+from compare.judge.errors import Found
+from compare.judge.rounding import coarser
+from compare.judge.rungs import BATCH, NAMED, RUNGS, Rung, Values, weights
+from compare.spec.experiment import differing_keys
+
+SAME = ("model.", "data.", "optimizer.", "train.", "precision.dtype")
+"""Settings in which two compared runs may not differ. Layouts and other precision settings may."""
+OVERFLOWED = "the first step overflowed and was skipped: lower precision.loss_scale to compare it"
+UNASKED = "it was not asked for"
+
+
+class RungResult(Struct, frozen=True, kw_only=True):
+    """One rung that was compared."""
+
+    rung: str
+    error: float
+    """Largest relative error; infinite if names or shapes differ, or a value is not finite."""
+    tolerance: float
+    worst: str
+    """Place of the largest error; if the error is infinite, a description of the fault."""
+
+    @property
+    def passed(self) -> bool:
+        """True if the error is within the tolerance. NaN is not."""
+        return self.error <= self.tolerance
+
+
+class Verdict(Struct, frozen=True, kw_only=True):
+    """Comparison of a run with a reference."""
+
+    candidate: str
+    reference: str
+    rungs: list[RungResult]
+    skipped: dict[str, str] = msgspec.field(default_factory=dict)
+    """Rungs that were not compared, with the reason."""
+    uncompared: dict[str, str] = msgspec.field(default_factory=dict)
+    """Settings of the layout that were not checked in one of the runs, with the reason."""
+
+    @property
+    def failure(self) -> RungResult | None:
+        """The first rung that failed."""
+        return next((result for result in self.rungs if not result.passed), None)
+
+    @property
+    def passed(self) -> bool:
+        """True if at least one rung was compared, and all compared rungs passed."""
+        return bool(self.rungs) and self.failure is None
+
+    def result(self, rung: str) -> RungResult | None:
+        """The result of a rung; None if it was skipped."""
+        return next((result for result in self.rungs if result.rung == rung), None)
+
+    def error(self, rung: str) -> float | None:
+        """The error of a rung; None if it was skipped."""
+        result = self.result(rung)
+        return result.error if result else None
+
+    def sentence(self) -> str:
+        """PASS, or the first failed rung with its worst place and error."""
+        bad = self.failure
+        if bad is None:
+            return "PASS"
+        off = f"{bad.worst} is off by {bad.error:.2e} (tolerance {bad.tolerance:.0e})"
+        sentence = f"FAIL at {bad.rung}: {off if math.isfinite(bad.error) else bad.worst}"
+        routing = self.result("routing")
+        return f"{sentence}; {routing.worst}" if routing and routing.error and routing != bad else sentence
+
+
+def climb(
+    reference: Judged,
+    candidate: Judged,
+    rungs: Sequence[Rung] = RUNGS,
+    *,
+    same_training: bool = True,
+    skip: Mapping[str, str] = {},
+) -> Verdict:
+    """Compare a run with a reference, rung by rung. The coarser dtype of the two decides the limits.
+
+    Args:
+        rungs: rows to climb, in this order.
+        same_training: fail if the requests are two trainings; False if a mistake was planted in one of them.
+        skip: rungs to skip, with the reason.
+
+    Raises RecordError: a file of tensors cannot be read.
+    """
+    records = reference.record, candidate.record
+    dtype, results, skipped = coarser(*records), [], {}
+    others = {REQUEST: _other_training(*records), BATCH: _other_corpus(*records)} if same_training else {}
+    resumes = [run.request.resume for run in records if run.request and run.request.resume]
+    is_apart = len(resumes) == 2 and resumes[0].checkpoint != resumes[1].checkpoint
+    for rung in rungs:
+        first = rung.first_steps.get(dtype)
+        runs = [replace(run, steps=run.steps[:first]) for run in records]
+        overflowed = rung.needs_update and all(run.steps[0].skipped for run in runs)
+        why, found = OVERFLOWED if overflowed else skip.get(rung.name, ""), list[Found]()
+        if not why:
+            if own := candidate.alone.own.get(rung.name):
+                found.append(own)
+            if own := reference.alone.own.get(rung.name):
+                found.append((own[0], own[1] and f"the reference: {own[1]}"))
+            if words := others.get(rung.name):
+                found.append((math.inf, words))
+            if any(values := [rung.read(run) for run in runs]):
+                moves = rung.since_start and dtype != "float64"
+                begin = weights(Recorded.INITIAL_WEIGHTS)(runs[0]) if moves else {}
+                found.append(largest_error(rung, *values, begin))
+        if found:
+            error, worst = max(found, key=lambda one: one[0])
+            if len(runs[1].steps) < len(candidate.record.steps):
+                worst += f" (only the first {first} steps were compared)"
+            row = NAMED[rung.apart] if is_apart and rung.apart else rung
+            limit = row.loosen(getattr(row.limits, dtype), *runs, dtype)
+            error = error if math.isfinite(error) else math.inf
+            results.append(RungResult(rung=rung.name, error=error, tolerance=limit, worst=worst))
+        elif why or rung.absent:
+            request = candidate.record.request
+            skipped[rung.name] = why or (rung.absent if request and request.ladder else UNASKED)
+    uncompared = reference.alone.uncompared | candidate.alone.uncompared
+    names = {"candidate": candidate.name, "reference": reference.name}
+    return Verdict(**names, rungs=results, skipped=skipped, uncompared=uncompared)
+
+
+def largest_error(
+    rung: Rung, reference: Values, candidate: Values, begin: Mapping[str, np.ndarray] = {}
+) -> Found:
+    """The largest error over all places, or infinity with the fault. One place is in memory at a time."""
+    if odd := sorted(reference.keys() ^ candidate.keys()):
+        return math.inf, f"{odd[0]} is in only one of the two"
+    worst = (-1.0, "")
+    for place in reference:
+        value, expected = candidate[place], reference[place]
+        if value.shape != expected.shape:
+            return math.inf, f"{place} has shape {value.shape} instead of {expected.shape}"
+        worst = max(worst, rung.error(place, value, expected, begin.get(place)), key=lambda one: one[0])
+    return worst
+
+
+def _other_training(reference: Record, candidate: Record) -> str:
+    """Differences of two requests that make the runs two trainings; "" if there are none."""
+    if not (reference.request and candidate.request):
+        return ""
+    keys = differing_keys(candidate.request.experiment, reference.request.experiment)
+    odd = [key for key in keys if key.startswith(SAME)]
+    return f"the runs are different trainings: {'; '.join(odd[:2])}" if odd else ""
+
+
+def _other_corpus(reference: Record, candidate: Record) -> str:
+    is_other = reference.manifest.corpus_sha256 != candidate.manifest.corpus_sha256
+    return "the two runs read different training tokens" if is_other else ""
