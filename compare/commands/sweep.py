@@ -11,9 +11,9 @@ import msgspec
 
 from compare.execute.launch import require_devices
 from compare.flags import EngineName, PresetNames, chosen_engines
-from compare.judge.metrics import METRICS
 from compare.judge.outcome import Grid, Outcome
 from compare.numerics.parameters import parameter_count
+from compare.run.metrics import METRICS
 from compare.run.study import Study
 from compare.setup.fitting import require_memory
 from compare.setup.grid import against_one_device

@@ -35,9 +35,9 @@ from compare.flags import (
     checked_pythons,
     hosts_of,
 )
-from compare.judge.metrics import figures
 from compare.judge.outcome import Case, Grid, Outcome, read_outcome
 from compare.numerics.data import open_corpus
+from compare.run.metrics import figures
 from compare.run.rounds import run_missing
 from compare.setup import dry_run
 from compare.setup.fitting import require_case, require_sides

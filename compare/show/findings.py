@@ -11,8 +11,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from compare.judge.outcome import OUTCOME, Outcome
-from compare.judge.statistics import Estimate
 from compare.show.figures import Figure
+from compare.show.statistics import Estimate
 from compare.spec.experiment import to_toml
 
 NONE = "-"

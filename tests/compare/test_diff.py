@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from compare.cli import main
+from compare.commands.diff.difference import difference
 from compare.contract.record import STEPS, read_tensors, write_tensors
 from compare.contract.request import ResumePoint, Rung
-from compare.judge.difference import difference
 from compare.judge.outcome import save
 from compare.spec.experiment import edited
 from tests.support.records import finished_of, make_record, make_run, make_steps

@@ -13,8 +13,8 @@ from compare.commands.profile import Profile as Study
 from compare.commands.profile.table import chrome_trace
 from compare.commands.profile.timelines import Profile, profile_of
 from compare.contract.timeline import TIMELINE, Lane, Span, Timeline
-from compare.judge.metrics import steady_times_ms
 from compare.judge.outcome import Case, save, with_case
+from compare.run.metrics import steady_times_ms
 from compare.spec.experiment import edited
 from tests.support.records import make_record, outcome_of
 

@@ -11,8 +11,8 @@ from compare.commands.run import Run
 from compare.contract.ledger import Ledger
 from compare.contract.memory_profile import MEMORY, Curve, DeviceMemory, MemoryProfile, Peak
 from compare.contract.request import Rung
-from compare.judge.metrics import figures
 from compare.judge.outcome import read_outcome
+from compare.run.metrics import figures
 from compare.run.study import write_page_of
 from compare.show.figures import WINDOWS, Figure, save_figures, windowed
 from compare.spec.experiment import edited

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compare.judge.statistics import (
+from compare.show.statistics import (
     MIN_ROUNDS,
     coverage,
     estimate,

@@ -15,7 +15,6 @@ from compare.contract.request import REQUEST, UPDATES, Request, ResumePoint, Run
 from compare.contract.work import Kept, ObservedWork, Part
 from compare.execute.this_machine import git_state
 from compare.judge.alone import judged
-from compare.judge.metrics import figures
 from compare.judge.outcome import Case, Circumstances, Outcome, save, with_case
 from compare.judge.rungs import NAMED
 from compare.judge.strategy import blocks_that_run, leaves_of
@@ -31,6 +30,7 @@ from compare.numerics.parameters import (
 )
 from compare.numerics.stream import Evaluation, keys_of_step, shape_of_routing, steps_due
 from compare.pipeline.schedules import make_schedule
+from compare.run.metrics import figures
 from compare.spec.axes import REPLICAS, joined_of
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment

@@ -12,8 +12,8 @@ from msgspec import Struct
 from compare.contract.record import Record
 from compare.contract.timing import Timing, Window
 from compare.judge.outcome import Case, Outcome
-from compare.judge.statistics import Estimate, estimate
 from compare.judge.strategy import settings_of, strategy_of
+from compare.show.statistics import Estimate, estimate
 from compare.spec.engines.registry import REFERENCE
 from compare.theory.flops import flops_utilization, model_flops_per_token
 

@@ -3,8 +3,8 @@
 from compare.commands.bench.agreement import agreement_summary
 from compare.commands.bench.outcome import TimedOutcome, blocks
 from compare.execute.cpu_load import is_busy
-from compare.judge.statistics import MIN_ROUNDS, interval_words
 from compare.show.findings import written
+from compare.show.statistics import MIN_ROUNDS, interval_words
 from compare.terminal import layout_in_words
 
 

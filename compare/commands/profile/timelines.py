@@ -8,10 +8,10 @@ from msgspec.structs import replace
 
 from compare.contract.record import Record
 from compare.contract.timeline import bubble_fraction, busy_us, exposed_us, idle_us
-from compare.judge.metrics import steady_times_ms
 from compare.judge.outcome import Outcome
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.simulator import bubble_fraction as planned_fraction
+from compare.run.metrics import steady_times_ms
 
 BUSY = ("forward", "backward", "update", "communication")
 

@@ -11,11 +11,11 @@ from compare.commands.memory.table import memory_figures, peak_tables, resting_t
 from compare.commands.profile.table import measured_figures, planned_figures
 from compare.commands.report.hosts import host_table
 from compare.contract.record import Record
-from compare.judge.metrics import METRICS
 from compare.judge.outcome import Outcome
 from compare.judge.rungs import RUNGS
 from compare.judge.verdict import Verdict
 from compare.numerics.parameters import parameter_count
+from compare.run.metrics import METRICS
 from compare.show.figures import INK, Axes, Figure, curves, differences
 from compare.show.findings import NONE, Findings, Row, Table, Text, findings_of, written
 from compare.terminal import error_text, layout_in_words

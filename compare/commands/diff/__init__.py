@@ -7,11 +7,11 @@ from typing import Annotated
 import tyro
 from msgspec import Struct
 
+from compare.commands.diff.difference import SHARED, Difference, difference
 from compare.commands.report.page import rung_text
 from compare.contract.record import Record, read_record
-from compare.judge.difference import SHARED, Difference, difference
-from compare.judge.metrics import METRICS
 from compare.judge.outcome import OUTCOME, read_outcome, read_run
+from compare.run.metrics import METRICS
 from compare.show.findings import Row, Table, Text, by_reason, written
 from compare.show.terminal import terminal_table
 from compare.system.tensors import RecordError
