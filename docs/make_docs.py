@@ -10,6 +10,7 @@ from compare.judge.rungs import RUNGS, Limits, Rung
 from compare.numerics.parameters import parameter_count
 from compare.setup.planted import Fault
 from compare.setup.presets import PRESETS, preset_layout
+from compare.spec.engines.engine import PEER_DTYPES
 from compare.spec.engines.registry import PEERS, STUDIED
 from compare.spec.experiment import Layout, load, named_experiments
 
@@ -41,7 +42,7 @@ def tables() -> dict[str, list[dict[str, object]]]:
             for name, of in STUDIED.items()
         ],
         "Peers": [
-            {"peer": f"`{name}`", "description": of.decides, "dtypes": ", ".join(of.dtypes)}
+            {"peer": f"`{name}`", "description": of.decides, "dtypes": ", ".join(PEER_DTYPES)}
             for name, of in PEERS.items()
         ],
         "Tolerances": [

@@ -26,7 +26,7 @@ from compare.spec.axes import PP, REPLICAS, joined_of
 from compare.spec.engines.engine import Engine
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
-from compare.theory.memory import bytes_held, excess, largest_part, parameters_of_stage
+from compare.theory.memory import bytes_held, excess, padded_size, parameters_of_stage
 
 AT_REST = 0.05
 """Tolerance of bytes at rest: scalars such as Adam's step, beyond padding."""
@@ -161,7 +161,7 @@ def blocks_that_run(engine: Engine, experiment: Experiment) -> int:
     """Number of blocks that forward runs in a step: on all ranks, or in the one program that JAX traces."""
     layout, turns = experiment.layout, experiment.microbatches_per_step
     blocks = experiment.model.n_layer // layout.pp
-    if engine.holds.residuals != "scan":
+    if not engine.is_jax:
         return layout.devices * turns * blocks
     if layout.pp > 1:  # a stage runs at every tick, also in the bubble
         schedule = make_schedule(layout.schedule, ranks=layout.pp, microbatches=turns, chunks=layout.chunks)
@@ -219,13 +219,13 @@ def _gradient_sync(run: Observed) -> Iterator[Finding]:
 
     Only where the layout's choice is carried out: FSDP, sharded optimizers and experts reduce unit by unit.
     """
-    layout, engine, is_jax = run.experiment.layout, run.engine, run.engine.holds.residuals == "scan"
+    layout, engine = run.experiment.layout, run.engine
     by_ddp = engine.sends_by == "pytorch" and layout.tp == 1
     if (
         layout.replicas == 1
         or layout.ep > 1
         or not (engine.offers_choice or by_ddp)
-        or (layout.zero and not is_jax)
+        or (layout.zero and not engine.is_jax)
     ):
         return
     asked = layout.gradient_sync if engine.offers_choice else engine.gradient_sync[0]
@@ -259,8 +259,8 @@ def _fits(run: Observed, sync: str, stage: int, calls: int) -> bool:
     """
     layout, leaves = run.experiment.layout, leaves_of(run.engine, run.experiment, stage)
     limit = layout.bucket_mb * 1e6
-    is_jax = run.engine.holds.residuals == "scan"
-    groups = (1 + (layout.pp > 1)) * (1 + (layout.tp > 1)) if is_jax else 1  # JAX joins what is split alike
+    # JAX joins gradients that are split alike.
+    groups = (1 + (layout.pp > 1)) * (1 + (layout.tp > 1)) if run.engine.is_jax else 1
     if sync in ("naive", "overlapped", "flat"):
         return calls == (groups if sync == "flat" else len(leaves))
     if run.work.gradient_messages:
@@ -281,11 +281,11 @@ def leaves_of(engine: Engine, experiment: Experiment, stage: int) -> list[float]
     layout, model = experiment.layout, experiment.model
     itemsize = storage_dtype(experiment).itemsize / (layout.dp_shard if layout.zero else 1)
     parameters, copies = parameters_of_stage(engine.name, experiment, stage=stage), 1
-    if engine.holds.residuals == "scan":
+    if engine.is_jax:
         block, copies = block_parameters(model, 0), model.n_layer // layout.pp
         parameters = [*block, *(p for p in parameters if p not in block)]
     return [
-        itemsize * (copies if p.name.startswith("blocks.") else 1) * largest_part(p, "flat", layout, 1)
+        itemsize * (copies if p.name.startswith("blocks.") else 1) * padded_size(p, "flat", layout, 1)
         for p in parameters
     ]
 

@@ -99,13 +99,13 @@ def unlike_textbook(run: Observed) -> Iterator[str]:
         raise ValueError(f"{engine.name} has no closed form of its messages in a pipeline")
     if not is_exact and experiment.precision.dtype not in WIDE:
         raise ValueError(f"{engine.name} has no closed form of its messages in 16 bits")
-    if not is_exact and engine.holds.residuals == "scan" and experiment.model.n_layer == 1:
+    if not is_exact and engine.is_jax and experiment.model.n_layer == 1:
         raise ValueError("XLA unrolls a loop over one layer, which has no closed form")
     flows, spare = line_up(engine.name, experiment, rows), padding(engine.name, experiment)
     other_ways = 0.0 if is_exact else OTHER_WAYS * sum(flow.textbook for flow in flows)
     for flow in flows if is_exact else _joined(flows):
         least, most = (1 / spare, spare) if is_exact else _band(run, flow)
-        if flow.role == EXCHANGE and not engine.sends.pads_rows:
+        if flow.role == EXCHANGE and not engine.pads_rows:
             if not is_exact:
                 continue  # a compiler may gather instead: the ledger shows it
             least, most = routed(layout, _tokens_LE(run.record))

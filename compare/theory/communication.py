@@ -14,7 +14,7 @@
 P and G are a device's parameters and gradients before dp_shard splits them. A stream is (B, T, C) of the
 device's rows and positions. tp splits the heads that cp sends; K and V may have fewer heads. Devices along cp
 are replicas. Each of L layers has two regions of tp, attention and MLP; the additional one is the output of
-the embedding, in backward the input of the head. Engines differ in `compare.spec.engines.engine.Sends`.
+the embedding, in backward the input of the head. `compare.spec.engines.engine` declares how engines differ.
 
 Sources: ZeRO (arXiv 1910.02054, section 7); Megatron (1909.08053) and sequence parallelism (2205.05198,
 section 4.2); 1F1B (2006.09503); context parallelism of Llama 3 (2407.21783, section 3.3.2), Ring Attention
@@ -37,6 +37,7 @@ from compare.contract.communication import (
 )
 from compare.numerics.parameters import block_parameters, end_parameters, storage_dtype
 from compare.spec.axes import CP, DATA, DP_SHARD, EP, PP, REPLICAS, SHARDED_FROM, SHARDS, TP, joined_of
+from compare.spec.engines.engine import Engine
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
 from compare.theory.memory import (
@@ -88,7 +89,7 @@ def bytes_sent(engine: str, experiment: Experiment, *, stage: int = 0) -> Bytes:
         numbers = experiment.model.n_layer * experiment.model.n_experts
         sent["all_reduce", data, ROUTING] = COUNT * numbers * experiment.microbatches_per_step
     for by_ep in (False, True):
-        for key, size in _gradients(engine, experiment, stage, by_ep=by_ep).items():
+        for key, size in _data_parallel(engine, experiment, stage, by_ep=by_ep).items():
             sent[key] = sent.get(key, 0.0) + size
     if layout.ep > 1:
         sent |= _expert_parallel(engine, experiment)
@@ -101,9 +102,9 @@ def bytes_sent(engine: str, experiment: Experiment, *, stage: int = 0) -> Bytes:
     return {key: size for key, size in sent.items() if size}
 
 
-def _gradients(engine: str, experiment: Experiment, stage: int, *, by_ep: bool) -> Bytes:
+def _data_parallel(engine: str, experiment: Experiment, stage: int, *, by_ep: bool) -> Bytes:
     """Gradients, and under ZeRO parameters: those that ep splits, or those that it does not split."""
-    layout, itemsize = experiment.layout, storage_dtype(experiment).itemsize
+    layout, able, itemsize = experiment.layout, ENGINES[engine], storage_dtype(experiment).itemsize
     elements = partial(elements_of_stage, engine, experiment, stage=stage, by_ep=by_ep)
     if not elements():
         return {}
@@ -112,35 +113,35 @@ def _gradients(engine: str, experiment: Experiment, stage: int, *, by_ep: bool) 
     if not layout.zero:
         return {("all_reduce", data, GRADIENTS): itemsize * elements()} if data else {}
     # DDP, next to PyTorch's ZeRO-1, reduces over shards and replicas at once.
-    by_ddp = layout.zero == 1 and ENGINES[engine].holds.splits_optimizer_by_parameter
+    by_ddp = layout.zero == 1 and able.sends_by == "pytorch"
     sent: Bytes = {}
     if (replicas := joined_of(REPLICAS, layout.axes)) and not by_ddp:
         sent["all_reduce", replicas, GRADIENTS] = itemsize * elements(sharded=True)
     if shards:
-        scattered = ("all_reduce", data) if by_ddp else ("reduce_scatter", shards)
-        sent |= _fully_sharded(engine, experiment, elements(), by_ep, *scattered, shards)
+        # JAX and DTensor scatter the gradients of each pass, other engines their sum.
+        by_pass = able.is_jax or able.sends_by == "dtensor"
+        times = (
+            experiment.microbatches_per_step if by_pass and layout.zero >= SHARDED_FROM["gradients"] else 1
+        )
+        kind, axis = ("all_reduce", data) if by_ddp else ("reduce_scatter", shards)
+        sent[kind, axis, GRADIENTS] = times * itemsize * elements()
+        sent["all_gather", shards, PARAMETERS] = itemsize * _gathered(able, experiment, elements(), by_ep)
     return sent
 
 
-def _fully_sharded(
-    engine: str, experiment: Experiment, elements: float, by_ep: bool, kind: str, axis: str, shards: str
-) -> Bytes:
-    layout, model, sends = experiment.layout, experiment.model, ENGINES[engine].sends
-    passes, itemsize = experiment.microbatches_per_step, storage_dtype(experiment).itemsize
-    gathered = everything = itemsize * elements
+def _gathered(able: Engine, experiment: Experiment, elements: float, by_ep: bool) -> float:
+    """Elements of parameters that ZeRO gathers in a step, from the elements that a stage has."""
+    layout, model, passes = experiment.layout, experiment.model, experiment.microbatches_per_step
     block = [p for p in block_parameters(model, 0) if by_ep == (layout.ep > 1 and is_split_by(EP, p))]
-    layers = model.n_layer // layout.pp * itemsize * on_one_device(block, layout)
-    ends = everything - layers
+    layers = model.n_layer // layout.pp * on_one_device(block, layout)
+    ends = elements - layers
     if layout.zero == SHARDED_FROM["parameters"] and layout.reshard_after_forward:
-        times = {"step": 1, "pass": passes if layout.pp == 1 else 1, "use": 2 * passes}[sends.gathers_ends]
-        gathered = times * ends + 2 * passes * layers
-    elif layout.zero >= sends.gathers_each_pass_from and layout.pp == 1:
-        gathered = (passes if sends.gathers_ends == "pass" else 1) * ends + passes * layers
-    scatters_each_pass = sends.scatters_each_pass and layout.zero >= SHARDED_FROM["gradients"]
-    return {
-        (kind, axis, GRADIENTS): everything * (passes if scatters_each_pass else 1),
-        ("all_gather", shards, PARAMETERS): gathered,
-    }
+        times = {"step": 1, "pass": passes if layout.pp == 1 else 1, "use": 2 * passes}[able.gathers_ends]
+        return times * ends + 2 * passes * layers
+    splits_again = able.is_jax or able.sends_by == "pytorch"  # after each pass, even without resharding
+    if splits_again and layout.zero >= able.sharded_from["parameters"] and layout.pp == 1:
+        return (passes if able.gathers_ends == "pass" else 1) * ends + passes * layers
+    return elements
 
 
 def _expert_parallel(engine: str, experiment: Experiment) -> Bytes:
@@ -149,18 +150,18 @@ def _expert_parallel(engine: str, experiment: Experiment) -> Bytes:
     With a fair router as many rows come as go. Without a ragged exchange a device sends to each device room
     for all of its tokens, once each; what comes back is a sum, which backward does not use.
     """
-    layout, model, sends = experiment.layout, experiment.model, ENGINES[engine].sends
+    layout, model, able = experiment.layout, experiment.model, ENGINES[engine]
     narrow = 1.0 if experiment.precision.dtype in WIDE else 0.5
     rows = narrow * model.n_layer * stream_bytes(experiment)
-    rows *= layout.ep if sends.pads_rows else model.experts_per_token
-    if sends.pads_rows and layout.sequence_parallel:
+    rows *= layout.ep if able.pads_rows else model.experts_per_token
+    if able.pads_rows and layout.sequence_parallel:
         rows /= layout.tp  # a device sends its own positions, and tp gathers them at the receiver
-    times = 1 if ENGINES[engine].remat_for(layout) == "none" else 2
+    times = 1 if able.remat_for(layout) == "none" else 2
     routed = COUNT * model.n_layer * model.n_experts * experiment.microbatches_per_step
     return {
-        ("all_to_all", EP, ACTIVATIONS): (1 + times if sends.pads_rows else 2 * times) * rows,
+        ("all_to_all", EP, ACTIVATIONS): (1 + times if able.pads_rows else 2 * times) * rows,
         ("all_to_all", EP, ACTIVATION_GRADIENTS): 2 * rows,
-        ("all_to_all", EP, ROUTING): 0.0 if sends.pads_rows else times * routed,
+        ("all_to_all", EP, ROUTING): 0.0 if able.pads_rows else times * routed,
     }
 
 
@@ -171,7 +172,7 @@ def _tensor_parallel(engine: str, experiment: Experiment, stage: int) -> Bytes:
     JAX's `dots` keeps all sums.
     """
     layout, model, remat = experiment.layout, experiment.model, ENGINES[engine].remat_for(experiment.layout)
-    pass_bytes, by_jax = stream_bytes(experiment), ENGINES[engine].holds.residuals == "scan"
+    pass_bytes, by_jax = stream_bytes(experiment), ENGINES[engine].is_jax
     first, last = stage == 0, stage == layout.pp - 1
     regions, narrow = 2 * model.n_layer // layout.pp, _width_of_products(engine, experiment)
     out, into = (regions * narrow + first) * pass_bytes, (regions + last) * pass_bytes
@@ -208,7 +209,7 @@ def _context_parallel(engine: str, experiment: Experiment) -> Bytes:
     narrow = _width_of_products(engine, experiment)
     queries = narrow * model.n_layer / (layout.pp * layout.tp) * stream_bytes(experiment)
     keys_values = 2 * queries / model.group
-    remat, by_jax = ENGINES[engine].remat_for(layout), ENGINES[engine].holds.residuals == "scan"
+    remat, by_jax = ENGINES[engine].remat_for(layout), ENGINES[engine].is_jax
     times = 1 if remat == "none" else 2
     rounds = 2 if remat == "none" or (by_jax and (remat == "dots" or ranks == 2)) else 3
     kind, forward, backward = {
@@ -243,7 +244,7 @@ def stream_bytes(experiment: Experiment) -> float:
 def _width_of_products(engine: str, experiment: Experiment) -> float:
     """Width of products over the width of a stream: half in 16 bits. XLA on a CPU sends no bfloat16."""
     dtype = experiment.precision.dtype
-    by_jax = ENGINES[engine].holds.residuals == "scan"
+    by_jax = ENGINES[engine].is_jax
     return 1.0 if dtype in WIDE or (by_jax and dtype == "bfloat16") else 0.5
 
 

@@ -51,16 +51,16 @@ def state_of_stage(
     engine: str, experiment: Experiment, *, stage: int, rounds_up: bool = False
 ) -> dict[str, float]:
     """Bytes at rest by kind on each device of one stage."""
-    layout, holds = experiment.layout, ENGINES[engine].holds
+    layout, able = experiment.layout, ENGINES[engine]
     parameters = parameters_of_stage(engine, experiment, stage=stage)
     state, moments = {}, len(moment_names(experiment.optimizer))
     for kind, copies in zip(KINDS, (1, 1, moments), strict=True):
-        is_split = layout.zero >= holds.sharded_from[kind]
+        is_split = layout.zero >= able.sharded_from[kind]
         elements = elements_of_stage(engine, experiment, stage=stage, sharded=is_split)
         if rounds_up:
             elements = _fullest(engine, parameters, layout, is_split=is_split)
         state[kind] = copies * storage_dtype(experiment).itemsize * elements
-    if rounds_up and moments and holds.residuals == "autograd":
+    if rounds_up and moments and not able.is_jax:
         state["optimizer"] += STEP_BYTES * len(parameters)
     if layout.offload == "optimizer":
         state |= {ON_HOST: state["optimizer"], "optimizer": 0.0}
@@ -117,8 +117,8 @@ def parameters_of_stage(engine: str, experiment: Experiment, *, stage: int) -> l
     """Parameters of one rank of a pipeline in canonical order; all blocks have the names of the first."""
     layout, model = experiment.layout, experiment.model
     (token, *positions), final_norm = end_parameters(model)
-    everywhere = ENGINES[engine].holds.ends_on_every_stage
-    first, last = everywhere or stage == 0, everywhere or stage == layout.pp - 1
+    is_jax = ENGINES[engine].is_jax
+    first, last = is_jax or stage == 0, is_jax or stage == layout.pp - 1
     parameters = [token] if first or last else []
     parameters += positions if first else []
     parameters += model.n_layer // layout.pp * list(block_parameters(model, 0))
@@ -133,15 +133,17 @@ def on_one_device(parameters: Iterable[Parameter], layout: Layout) -> float:
 
 def _fullest(engine: str, parameters: Iterable[Parameter], layout: Layout, *, is_split: bool) -> float:
     """Upper bound of the elements of parameters on one device."""
-    holds = ENGINES[engine].holds
-    if holds.splits_optimizer_by_parameter and layout.zero == 1 and is_split:
-        sizes = [parameter.size for parameter in parameters]  # each goes to the device that has least
+    able = ENGINES[engine]
+    if able.sends_by == "pytorch" and layout.zero == 1 and is_split:
+        # ZeroRedundancyOptimizer assigns each parameter to the device that has least.
+        sizes = [parameter.size for parameter in parameters]
         return sum(sizes) / layout.dp_shard + max(sizes)
     elements = 0.0
     for parameter in parameters:
         shards = _shards(parameter, layout)
-        parts = shards if is_split or holds.cuts == "dims" else 1  # JAX also pads what it does not split
-        elements += parts / (shards if is_split else 1) * largest_part(parameter, holds.cuts, layout, parts)
+        pads = is_split or able.is_jax  # JAX also pads parameters that it does not split
+        padded = padded_size(parameter, able.cuts, layout, shards if pads else 1)
+        elements += padded / shards if is_split else padded
     return elements
 
 
@@ -149,30 +151,30 @@ def _shards(parameter: Parameter, layout: Layout) -> int:
     return layout.axes[DP_SHARD] if is_split_by(EP, parameter) else layout.dp_shard
 
 
-def largest_part(parameter: Parameter, cuts: str, layout: Layout, shards: int) -> float:
-    """Elements of the largest part if tp and ep split a parameter, and ZeRO cuts that into `shards`."""
+def padded_size(parameter: Parameter, cuts: str, layout: Layout, shards: int) -> float:
+    """Elements of a parameter on one device of tp and ep, rounded up for `shards` equal shards.
+
+    A dim that tp or ep splits is rounded up to equal parts, and then the unit that ZeRO cuts (`Engine.cuts`).
+    """
     degrees = [getattr(layout, SPLIT[axis]) if SPLIT.get(axis) in (TP, EP) else 1 for axis in parameter.axes]
     sizes = [-(-size // degree) for size, degree in zip(parameter.shape, degrees, strict=True)]
-    elements = math.prod(sizes)
-    if cuts == "flat":
-        return elements / shards
-    if cuts == "rows":  # nanoGPT's rows: a Linear's outputs
+    elements = float(math.prod(sizes))
+    if cuts == "flat" or (cuts == "dims" and any(size % shards == 0 for size in sizes)):
+        return elements
+    if cuts == "dims":
+        rows = max([size for size, degree in zip(sizes, degrees, strict=True) if degree == 1] or sizes)
+    else:  # nanoGPT's rows: a Linear's outputs
         inputs = input_dims(parameter)
         rows = math.prod(sizes[inputs:]) if inputs or not parameter.is_matrix else sizes[0]
-    elif any(size % shards == 0 for size in sizes):
-        return elements / shards
-    else:
-        rows = max([size for size, degree in zip(sizes, degrees, strict=True) if degree == 1] or sizes)
-    return -(-rows // shards) * elements / rows
+    return shards * -(-rows // shards) * elements / rows
 
 
 def padding(engine: str, experiment: Experiment, *, stage: int = 0) -> float:
     """Factor by which rounding up may enlarge a parameter's messages; 1 if all dims are divisible."""
-    layout, cuts = experiment.layout, ENGINES[engine].holds.cuts
+    layout, cuts = experiment.layout, ENGINES[engine].cuts
     parameters = dict.fromkeys(parameters_of_stage(engine, experiment, stage=stage))
-    shards = {p: _shards(p, layout) for p in parameters}
     return max(
-        shards[p] * largest_part(p, cuts, layout, shards[p]) / on_one_device([p], layout) for p in parameters
+        padded_size(p, cuts, layout, _shards(p, layout)) / on_one_device([p], layout) for p in parameters
     )
 
 

@@ -35,33 +35,55 @@ from compare.theory.memory import by_device, elements_of_stage, on_one_device, s
 LEAST, MOST = 0.8, 1.7
 
 
-class StoredNumbers(NamedTuple):
+class Stored(NamedTuple):
     """Numbers per token that are kept for backward, as multiples of C; scores as multiples of H T."""
 
-    stream: int
-    entering: int = 0
+    stream: float = 0
+    entering: float = 0
     inside: float = 0
-    scores: int = 0
+    scores: float = 0
 
 
+class Framework(NamedTuple):
+    """Numbers that a framework keeps."""
+
+    block: Stored
+    dots: Stored
+    dropped: Stored
+    """Addition of dropout."""
+    rms: Stored
+    """Addition of both norms of a block, if a norm is several operations."""
+    expert: int
+    """Inside each expert that computes a token: its row, before and after the activation, and the result; in
+    JAX three of all features inside."""
+    running: Stored
+    """Both ends of the model, and in the running block the scores and the gradients of scores and weights."""
+    logits: tuple[int, int]
+    """Copies of the logits in 32 bits, and in the dtype of products."""
+
+
+TORCH = Framework(
+    block=Stored(2, 2, 12),
+    dots=Stored(1, 2, 8),
+    dropped=Stored(2, scores=2),
+    rms=Stored(4),
+    expert=10,
+    running=Stored(4, 1),
+    logits=(3, 1),
+)
+JAX = Framework(
+    block=Stored(6, 2, 13, 1),
+    dots=Stored(2, 0, 8, 1),
+    dropped=Stored(4, scores=4),
+    rms=Stored(0),
+    expert=12,
+    running=Stored(6, 1, scores=3),
+    logits=(2, 0),
+)
+MLP, MLP_DOTS = 8, 4
+"""Numbers of a dense MLP in a block, and with dots."""
 NARROW = 2.0
 """Bytes of a number in 16 bits."""
-INPUT = StoredNumbers(1)
-BLOCK = {"autograd": StoredNumbers(2, 2, 12), "scan": StoredNumbers(6, 2, 13, 1)}
-DOTS = {"autograd": StoredNumbers(1, 2, 8), "scan": StoredNumbers(2, 0, 8, 1)}
-DROPPED = {"autograd": StoredNumbers(2, scores=2), "scan": StoredNumbers(4, scores=4)}
-RMS = {"autograd": StoredNumbers(4), "scan": StoredNumbers(0)}
-"""Numbers that both norms of a block keep in addition, if a norm is several operations."""
-EXPERT = {"autograd": 10, "scan": 12}
-"""Numbers of a token inside each expert that computes it: its row, before and after the activation, and the
-result; in JAX three of all features inside."""
-MLP, MLP_DOTS = 8, 4
-"""Numbers of a dense MLP, in BLOCK and in DOTS."""
-UNFUSED = {"autograd": StoredNumbers(0), "scan": StoredNumbers(0, scores=3)}
-"""Numbers of the running block: scores, and the gradients of scores and weights."""
-ENDS = {"autograd": StoredNumbers(4, 1), "scan": StoredNumbers(6, 1)}
-LOGITS = {"autograd": (3, 1), "scan": (2, 0)}
-"""Copies of the logits in 32 bits, and in the dtype of products."""
 
 
 def peak_of_stage(engine: str, experiment: Experiment, *, stage: int) -> dict[str, float]:
@@ -91,44 +113,51 @@ def in_flight(engine: str, experiment: Experiment, stage: int) -> int:
         return 1
     if ENGINES[engine].sent_by_xla:
         return chunks * microbatches + ranks - 1  # a scan also keeps results of the bubble
-    is_scan = ENGINES[engine].holds.residuals == "scan"
-    place = 0 if is_scan else stage  # one program has equal buffers on all devices
+    is_jax = ENGINES[engine].is_jax
+    place = 0 if is_jax else stage  # one program has equal buffers on all devices
     counts = {
         "gpipe": chunks * microbatches,
         "1f1b": min(microbatches, ranks - place),
         "interleaved": min(chunks * microbatches, 2 * (ranks - place - 1) + (chunks - 1) * ranks + 1),
         "zero_bubble": 2 * min(microbatches, ranks),  # weight gradients keep more than activations
     }
-    return counts[layout.schedule] + is_scan  # and the activations of the tick itself
+    return counts[layout.schedule] + is_jax  # and the activations of the tick itself
 
 
 def _activations(engine: str, experiment: Experiment, stage: int) -> float:
-    layout, model, residuals = experiment.layout, experiment.model, ENGINES[engine].holds.residuals
-    dropped = [DROPPED[residuals]] if model.dropout else []
+    """Bytes of the blocks in flight, as remat keeps them, and of the block that backward runs."""
+    layout, model, able = experiment.layout, experiment.model, ENGINES[engine]
+    framework = JAX if able.is_jax else TORCH
     others = layout.cp - 1 if layout.context == "allgather" else min(layout.cp - 1, 1)
-    fetched = StoredNumbers(0, inside=2 * others / model.group)
-    shared = StoredNumbers(0, inside=2 / model.group - 2)  # by groups of queries: keys and values
-    turned = StoredNumbers(0, inside=1 + 1 / model.group)  # queries and keys, also unrotated
-    today = [shared, *[turned] * (model.position == "rope"), *[RMS[residuals]] * (model.norm == "rmsnorm")]
-    mlp, mlp_dots = [], []
+    fetched = Stored(inside=2 * others / model.group)  # keys and values of other devices
+    grouped = Stored(inside=2 / model.group - 2)  # groups of queries share keys and values
+    block, dots = [framework.block, grouped], [framework.dots, grouped]
+    if model.dropout:
+        block.append(framework.dropped)
+        dots.append(framework.dropped)
+    if model.position == "rope":
+        block.append(Stored(inside=1 + 1 / model.group))  # queries and keys, before the rotation
+    if model.norm == "rmsnorm":
+        block.append(framework.rms)
     if model.n_experts:
-        has_all = residuals == "scan" or (ENGINES[engine].sends_by == "dtensor" and layout.ep > 1)
+        has_all = able.is_jax or (able.sends_by == "dtensor" and layout.ep > 1)
         experts = model.n_experts if has_all else model.experts_per_token
-        mlp = [StoredNumbers(0, inside=EXPERT[residuals] * experts - MLP)]
-        mlp_dots = [StoredNumbers(0, inside=MLP_DOTS * (experts - 1))]
-    block = [BLOCK[residuals], *dropped, *today, *mlp, *[fetched] * (layout.context == "allgather")]
-    remat = ENGINES[engine].remat_for(layout)
-    stored = {"full": [INPUT], "none": block, "dots": [DOTS[residuals], shared, *dropped, *mlp_dots]}[remat]
+        block.append(Stored(inside=framework.expert * experts - MLP))
+        dots.append(Stored(inside=MLP_DOTS * (experts - 1)))
+    if layout.context == "allgather":
+        block.append(fetched)
+    remat = able.remat_for(layout)
+    stored = {"full": [Stored(stream=1)], "dots": dots, "none": block}[remat]
     blocks = model.n_layer / (layout.pp * layout.chunks) * in_flight(engine, experiment, stage)
     tokens, casts = _tokens(experiment), 0.0
     if _narrow(experiment) == NARROW:
         casts = NARROW * on_one_device(block_parameters(model, 0), layout)
     kept = tokens * _bytes(stored, experiment) + casts * (remat == "none")
-    running = _bytes([*block, fetched, UNFUSED[residuals], ENDS[residuals]], experiment)
+    running = _bytes([*block, fetched, framework.running], experiment)
     return blocks * kept + tokens * running + casts
 
 
-def _bytes(stored: list[StoredNumbers], experiment: Experiment) -> float:
+def _bytes(stored: list[Stored], experiment: Experiment) -> float:
     """Bytes per token. Numbers that tp splits have the dtype of products."""
     model, layout = experiment.model, experiment.layout
     wide, narrow = storage_dtype(experiment).itemsize, _narrow(experiment)
@@ -142,31 +171,31 @@ def _bytes(stored: list[StoredNumbers], experiment: Experiment) -> float:
 
 def _passing(engine: str, experiment: Experiment, stage: int) -> float:
     """Bytes of gathered parameters, and of gradients before they are added to the sum over passes."""
-    layout, model, holds = experiment.layout, experiment.model, ENGINES[engine].holds
+    layout, model, able = experiment.layout, experiment.model, ENGINES[engine]
     everything = elements_of_stage(engine, experiment, stage=stage)
     embeddings, final_norm = end_parameters(model)
     two_blocks = on_one_device([*embeddings, *final_norm, *2 * block_parameters(model, 0)], layout)
     unit, is_sum = min(everything, two_blocks), experiment.microbatches_per_step > 1
     elements = 0.0
-    if layout.zero >= holds.sharded_from["parameters"]:
+    if layout.zero >= able.sharded_from["parameters"]:
         elements += unit if layout.zero == 3 and layout.reshard_after_forward else everything
-    if is_sum and holds.residuals == "scan":  # gradients of a pass are reduced next to the sum
+    if is_sum and able.is_jax:  # gradients of a pass are reduced next to the sum
         copies = 2 if layout.data_parallel * layout.cp > 1 else 1
         elements += copies * elements_of_stage(engine, experiment, stage=stage, sharded=layout.zero == 3)
-    elif layout.zero >= holds.sharded_from["gradients"]:  # a sum is full until it is scattered
+    elif layout.zero >= able.sharded_from["gradients"]:  # a sum is full until it is scattered
         elements += everything if is_sum else unit
     return storage_dtype(experiment).itemsize * elements
 
 
 def _logits(engine: str, experiment: Experiment, stage: int) -> float:
     """Bytes of the copies of the logits."""
-    layout, residuals = experiment.layout, ENGINES[engine].holds.residuals
-    if residuals == "autograd" and stage != layout.pp - 1:
+    layout, able, microbatches = experiment.layout, ENGINES[engine], experiment.microbatches_per_step
+    if not able.is_jax and stage != layout.pp - 1:
         return 0.0
-    (wide, narrow), microbatches = LOGITS[residuals], experiment.microbatches_per_step
-    if layout.pp > 1 and residuals == "autograd":
+    wide, narrow = (JAX if able.is_jax else TORCH).logits
+    if layout.pp > 1 and not able.is_jax:
         wide += 2 * (microbatches - 1)  # microbatches of GPipe wait, and results stay
-    elif layout.pp > 1 and ENGINES[engine].sent_by_xla:
+    elif layout.pp > 1 and able.sent_by_xla:
         wide *= -(-microbatches // layout.pp)  # the stages share all microbatches
     columns = -(-experiment.model.vocab_size // layout.tp)
     size = wide * storage_dtype(experiment).itemsize + narrow * _narrow(experiment)

@@ -129,7 +129,7 @@ def test_compiler_may_do_a_little_in_other_ways(objections, engine, share, fits)
 def test_padding_is_a_row_and_no_more(objections, engine):
     """Two ranks have 38 rows for a vocabulary of 37."""
     odd = edited(spread(EXPERIMENT, "fsdp", 2), {"model": {"vocab_size": 37}})
-    rows, cuts_rows = make_ledger(engine, odd), ENGINES[engine].holds.cuts == "rows"
+    rows, cuts_rows = make_ledger(engine, odd), ENGINES[engine].cuts == "rows"
     for more, fits in ((1.0, True), (1.01, cuts_rows), (1.2, False)):
         assert bool(objections(engine, odd, scaled(rows, more))) is not fits, more
 

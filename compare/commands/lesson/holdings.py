@@ -53,7 +53,7 @@ def part_of(parameter: Parameter, kind: str, engine: str, experiment: Experiment
             if layout.axes[axis] > 1 and axis in map(SPLIT.get, axes):
                 ranges[side] = _slice(ranges[side], at[axis], layout.axes[axis])
                 split.add(side)
-    if layout.zero >= ENGINES[engine].holds.sharded_from[kind]:
+    if layout.zero >= ENGINES[engine].sharded_from[kind]:
         side = next((side for side in (0, 1) if side not in split and sides[side]), 1)
         for axis in (DP_SHARD,) if is_split_by(EP, parameter) else SHARDS:
             ranges[side] = _slice(ranges[side], at[axis], layout.axes[axis])
@@ -103,9 +103,9 @@ def alike(engines: Sequence[str], experiment: Experiment) -> list[list[str]]:
     """The engines in groups with equal shards, in their order."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for engine in engines:
-        own = ENGINES[engine].holds
-        at_ends = own.ends_on_every_stage and experiment.layout.pp > 1
-        parameters_split = experiment.layout.zero >= own.sharded_from["parameters"]
+        able, layout = ENGINES[engine], experiment.layout
+        at_ends = able.is_jax and layout.pp > 1
+        parameters_split = layout.zero >= able.sharded_from["parameters"]
         groups.setdefault((at_ends, parameters_split), []).append(engine)
     return list(groups.values())
 

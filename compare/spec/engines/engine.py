@@ -1,4 +1,4 @@
-"""Structs that declare an engine: its limits with their reasons, its memory, its messages; and a side.
+"""Structs that declare an engine, its limits with their reasons, and a side.
 
 The declarations are in `registry`. Flags, tables and errors of the harness come from them.
 """
@@ -11,7 +11,8 @@ from msgspec import Struct, field
 from compare.spec.axes import SHARDED_FROM
 from compare.spec.experiment import Experiment, ExperimentError, Layout
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
+PEER_DTYPES = ("float64", "float32", "bfloat16")
+"""Values of `precision.dtype` that peers can train in."""
 
 
 class Layouts(Struct, frozen=True, kw_only=True):
@@ -42,37 +43,6 @@ class Layouts(Struct, frozen=True, kw_only=True):
                 yield f"layout.{key} = {value}: {'; '.join(filter(None, (reason, possible)))}"
 
 
-class Holds(Struct, frozen=True, kw_only=True):
-    """Properties of an engine that its memory depends on."""
-
-    sharded_from: Mapping[str, int] = field(default_factory=SHARDED_FROM.copy)
-    """Kind of state -> the ZeRO stage from which it is split, at rest or when the optimizer begins."""
-    cuts: Literal["flat", "rows", "dims"] = "flat"
-    """The unit that dp_shard splits and rounds up: flat memory; rows of each parameter as nanoGPT stores it;
-    or a dim of each parameter that dp_shard divides, else its largest."""
-    splits_optimizer_by_parameter: bool = False
-    """Whether ZeRO-1 assigns whole parameters to devices (ZeroRedundancyOptimizer) and splits none."""
-    ends_on_every_stage: bool = False
-    """Whether all ranks of a pipeline hold the embeddings and the last norm, or only the first and the
-    last."""
-    residuals: Literal["autograd", "scan"] = "autograd"
-    """Storage of activations: PyTorch's autograd, by operator; or a JAX scan, stacked over layers."""
-
-
-class Sends(Struct, frozen=True, kw_only=True):
-    """Properties of an engine that ZeRO's messages depend on (`compare.theory.communication`)."""
-
-    scatters_each_pass: bool = False
-    """Whether ZeRO-2 and 3 scatter the gradients of each accumulated pass, instead of their sum."""
-    gathers_ends: Literal["step", "pass", "use"] = "use"
-    """How often ZeRO-3 gathers the embeddings and the last norm: once a step, once a pass, or forward and
-    backward."""
-    pads_rows: bool = False
-    """Whether experts exchange tokens in equal buffers, each with room for all tokens of a device."""
-    gathers_each_pass_from: int = 4
-    """The ZeRO stage from which each pass gathers parameters again, even without reshard_after_forward."""
-
-
 class Engine(Struct, frozen=True, kw_only=True):
     """One way of training an experiment."""
 
@@ -92,14 +62,22 @@ class Engine(Struct, frozen=True, kw_only=True):
     sends_by: Literal["", "xla", "types", "pytorch", "dtensor"] = ""
     """Sender of collectives that we do not write: XLA alone, XLA from types, PyTorch, DTensor."""
     layouts: Layouts = Layouts()
-    dtypes: tuple[str, ...] = DTYPES
-    """Values of `precision.dtype` that it can train in."""
     is_peer: bool = False
     """A peer has no checkpoints, evaluations, dropout, experts, timeline and observed work."""
+    is_jax: bool = False
+    """One program runs on all devices, with a scan over layers. All stages have the ends of the model."""
     counts_own_calls: bool = False
     """Whether its ledger counts its own calls, instead of observing a framework's."""
-    holds: Holds = Holds()
-    sends: Sends = Sends()
+    sharded_from: Mapping[str, int] = field(default_factory=SHARDED_FROM.copy)
+    """Kind of state -> the ZeRO stage from which it is split, at rest or when the optimizer begins."""
+    cuts: Literal["flat", "rows", "dims"] = "flat"
+    """The unit that dp_shard splits and rounds up: flat memory; rows of each parameter as nanoGPT stores it;
+    or a dim of each parameter that dp_shard divides, else its largest."""
+    gathers_ends: Literal["step", "pass", "use"] = "use"
+    """How often ZeRO-3 gathers the embeddings and the last norm: once a step, once a pass, or forward and
+    backward."""
+    pads_rows: bool = False
+    """Whether experts exchange tokens in equal buffers, each with room for all tokens of a device."""
 
     @property
     def offers_choice(self) -> bool:
@@ -129,7 +107,7 @@ class Engine(Struct, frozen=True, kw_only=True):
         """`layout.remat` with auto resolved: dots under a scan over layers, else none."""
         if layout.remat != "auto":
             return layout.remat
-        return "dots" if self.holds.residuals == "scan" else "none"
+        return "dots" if self.is_jax else "none"
 
     def why_not(self, layout: Layout) -> str:
         """The reason why this engine cannot run a layout; '' if it can."""
@@ -146,8 +124,8 @@ class Engine(Struct, frozen=True, kw_only=True):
         """The reason why this engine cannot train an experiment; '' if it can."""
         if (why := self.why_not(experiment.layout)) or not self.is_peer:
             return why
-        if (dtype := experiment.precision.dtype) not in self.dtypes:
-            return f"precision.dtype = {dtype}; possible: {', '.join(self.dtypes)}"
+        if (dtype := experiment.precision.dtype) not in PEER_DTYPES:
+            return f"precision.dtype = {dtype}; possible: {', '.join(PEER_DTYPES)}"
         for name, value in (
             ("train.eval_interval", experiment.train.eval_interval),
             ("model.dropout", experiment.model.dropout),

@@ -7,7 +7,7 @@ It runs only if named.
 from msgspec.structs import replace
 
 from compare.spec.axes import SHARDED_FROM
-from compare.spec.engines.engine import DTYPES, Engine, Holds, Layouts, Sends, Side
+from compare.spec.engines.engine import Engine, Layouts, Side
 from compare.spec.experiment import Layout
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
@@ -36,7 +36,6 @@ TORCH_PEERS = (
         decides="one device: a plain loop in nanoGPT's style, on PyTorch's own threads",
         layouts=Layouts(rejects=_one_device_without_remat),
         is_peer=True,
-        dtypes=DTYPES[:3],
     ),
 )
 JAX_PEERS = (
@@ -47,7 +46,6 @@ JAX_PEERS = (
         decides="one device: jax.jit of value_and_grad and optax, on a mesh of one device",
         layouts=Layouts(rejects=_one_device),
         is_peer=True,
-        dtypes=DTYPES[:3],
     ),
 )
 
@@ -112,6 +110,7 @@ JAX_ENGINES = (
             reasons={"schedule": "devices in lock-step do a whole backward in one tick, not two halves"},
             rejects=_ring_in_ticks,
         ),
+        pads_rows=True,
     ),
 )
 JAX = Side(
@@ -124,20 +123,7 @@ JAX = Side(
     environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
     environment_on_cpu={"JAX_PLATFORMS": "cpu"},
     peers=JAX_PEERS,
-    engines=tuple(
-        replace(
-            engine,
-            # All scan over their layers, gather and scatter in each pass, and have gradients as values.
-            holds=Holds(ends_on_every_stage=True, residuals="scan", cuts="dims"),
-            sends=Sends(
-                scatters_each_pass=True,
-                gathers_ends="step",
-                pads_rows=not engine.sends_by,
-                gathers_each_pass_from=3,
-            ),
-        )
-        for engine in JAX_ENGINES
-    ),
+    engines=tuple(replace(engine, is_jax=True, cuts="dims", gathers_ends="step") for engine in JAX_ENGINES),
 )
 
 
@@ -230,14 +216,11 @@ TORCH = Side(
                 },
                 rejects=_rejected_by_wrappers,
             ),
-            # fully_shard gathers parameters for the step; between two steps they are always split.
-            holds=Holds(
-                sharded_from=SHARDED_FROM | {"parameters": 2},
-                cuts="rows",
-                splits_optimizer_by_parameter=True,
-            ),
-            # The root of fully_shard, the ends of the model, stays gathered from forward to backward.
-            sends=Sends(gathers_ends="pass", gathers_each_pass_from=2),
+            # fully_shard gathers parameters for the step; between two steps they are always split. Its root,
+            # the ends of the model, stays gathered from forward to backward.
+            sharded_from=SHARDED_FROM | {"parameters": 2},
+            cuts="rows",
+            gathers_ends="pass",
         ),
         Engine(
             name="torch-compiler",
@@ -259,8 +242,9 @@ TORCH = Side(
                 rejects=_rejected_by_placements,
             ),
             # Gradients accumulate whole, and are scattered after the last pass.
-            holds=Holds(sharded_from=SHARDED_FROM | {"gradients": 1}, cuts="rows"),
-            sends=Sends(scatters_each_pass=True, gathers_ends="step"),
+            sharded_from=SHARDED_FROM | {"gradients": 1},
+            cuts="rows",
+            gathers_ends="step",
         ),
     ),
 )
