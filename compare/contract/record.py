@@ -47,9 +47,9 @@ MANIFEST, ERROR = "manifest.json", "error.json"
 STEPS, STEPS_PART, EVALUATIONS = "steps.jsonl", "steps.jsonl.part", "evaluations.jsonl"
 LEDGER = "ledger.json"
 STATE = "process-"
-"""Begins the name of the file of each process, where they have no parent: `process_states`."""
+"""Beginning of the names of processes' state files (`process_states`)."""
 ON_HOST = "host"
-"""The kind of `Manifest.resident_bytes` that is in the host's memory."""
+"""Kind of `Manifest.resident_bytes` in the host's memory."""
 
 
 class Step(Struct, frozen=True, kw_only=True):
@@ -58,28 +58,28 @@ class Step(Struct, frozen=True, kw_only=True):
     step: int
     """Counted from 0."""
     loss: float
-    """Mean cross-entropy in nats over the global batch, before the update; with experts their balance too."""
+    """Mean cross-entropy in nats over the global batch, before the update, plus the load-balance loss."""
     grad_norm: float
     """Global norm before clipping; 0 if the step was skipped."""
     lr: float
     step_time_ms: float
-    """Wall time from the batch on the host to the updated weights, blocked upon; in a window of a timed run
+    """Wall time from the batch on the host to the updated weights, synchronised; in a window of a timed run
     the mean over the window."""
     memory_bytes: int | UnsetType = UNSET
-    """In use after the step: of a GPU what its allocator gave out, on rank 0; of a CPU what rank 0's process
-    has in RAM, which in JAX is all devices'."""
+    """Memory in use after the step, on rank 0: of a GPU what its allocator reserved for tensors; on a CPU the
+    RAM of the process, which in JAX has all devices."""
     loss_scale: float | UnsetType = UNSET
-    """In float16."""
+    """Loss scale of the step, in float16."""
     tokens_per_expert: list[list[int]] | UnsetType = UNSET
-    """With experts: how often each was chosen in the step, over the batches of all passes, (L, E)."""
+    """With experts: number of tokens that chose each expert, over the batches of all passes (L, E)."""
     skipped: bool = False
-    """Gradients overflowed float16: the step changed no weight."""
+    """Gradients overflowed float16, and the step changed no weight."""
     instrumented: bool = False
-    """The step was watched by the ledger and the memory tracker: its time does not count."""
+    """The ledger and the memory tracker watched the step, so its time does not count."""
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """Circumstances of a run, and what it cost beyond its steps."""
+    """Circumstances of a run, and its costs beyond the steps."""
 
     engine: str
     experiment: Experiment
@@ -148,34 +148,34 @@ def write_tensors(folder: Path, rung: Rung, tensors: Mapping[str, np.ndarray]) -
 
 
 def read_tensors(folder: Path, rung: Rung) -> Mapping[str, np.ndarray]:
-    """One rung's tensors by name, each read when it is asked for; {} if the run did not leave them."""
+    """One rung's tensors by name, each read on access; {} if the run did not record them."""
     path = folder / f"{rung}.safetensors"
     return Tensors(path) if path.exists() else {}
 
 
 FILES: dict[type, str] = {Ledger: LEDGER, MemoryProfile: MEMORY, ObservedWork: WORK, Timeline: TIMELINE}
-"""Where each finding of a step is left."""
+"""File of each finding of a step."""
 
 
 class Recorder:
-    """Writes a record into RUN_DIR while an engine runs: the one way in which an engine reports."""
+    """Writes a record into RUN_DIR while an engine runs."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self._steps = (folder / STEPS_PART).open("ab")
 
     def step(self, step: Step) -> None:
-        """Append one step; readable at once."""
+        """Append one step. Readers see it at once."""
         self._steps.write(msgspec.json.encode(step) + b"\n")
         self._steps.flush()
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Append one evaluation; readable at once."""
+        """Append one evaluation. Readers see it at once."""
         with (self.folder / EVALUATIONS).open("ab") as file:
             file.write(msgspec.json.encode(evaluation) + b"\n")
 
     def leave(self, *findings: Ledger | MemoryProfile | ObservedWork | Timeline) -> None:
-        """Leave what was found of one step, each in its file."""
+        """Write the findings of one step, each into its file."""
         for found in findings:
             write_json(self.folder / FILES[type(found)], found)
 
@@ -187,7 +187,7 @@ class Recorder:
 
 
 def clear_record(folder: Path) -> None:
-    """Remove what an earlier run left, so that it is not taken for this run's. Hold the folder's lock."""
+    """Remove the files of an earlier run. The caller has the folder's lock."""
     names = [MANIFEST, ERROR, STEPS, STEPS_PART, EVALUATIONS, *FILES.values()]
     for name in [*names, *TRACES, *(f"{rung}.safetensors" for rung in Rung)]:
         (folder / name).unlink(missing_ok=True)
@@ -195,7 +195,7 @@ def clear_record(folder: Path) -> None:
 
 
 def remove_remains(folder: Path, *, of_states: bool = False) -> None:
-    """Remove what a killed process left half written; states of processes may be written before the end."""
+    """Remove unfinished files of a killed process; of states only if no process writes any more."""
     for path in set(folder.glob("*.tmp")) - set(() if of_states else folder.glob(f"{STATE}*")):
         path.unlink(missing_ok=True)
     for path in (folder / CHECKPOINTS).glob(f"*{UNFINISHED}"):
@@ -203,7 +203,7 @@ def remove_remains(folder: Path, *, of_states: bool = False) -> None:
 
 
 def leave_failure(folder: Path, failure: Failure) -> None:
-    """Write error.json, if there is room. The first cause replaces a consequence, and nothing else."""
+    """Write error.json, if the disk has room. Only a cause replaces an earlier failure, a consequence."""
     there = read_failure(folder)
     if there is None or (there.is_consequence and not failure.is_consequence):
         try:
@@ -219,15 +219,8 @@ def read_failure(folder: Path) -> Failure | None:
     return read_json(path, Failure) if path.is_file() else None
 
 
-def read_steps(path: Path) -> list[Step]:
-    """Every step of a steps file. Raises RecordError: it is missing, garbled or empty."""
-    steps = _read_lines(path, Step)
-    if not steps:
-        raise RecordError(f"{path} cannot be read: it holds no step")
-    return steps
-
-
-def _read_lines(path: Path, type: type[T]) -> list[T]:
+def read_lines(path: Path, type: type[T]) -> list[T]:
+    """Every line of a file of JSON lines. Raises RecordError: it is missing or damaged."""
     try:
         return [decode_json(line, type) for line in path.read_bytes().splitlines()]
     except (OSError, msgspec.DecodeError) as error:
@@ -252,9 +245,9 @@ def read_record(folder: Path, *, requested: bool = True) -> Record:
     record = Record(
         folder=folder,
         manifest=read_json(folder / MANIFEST, Manifest),
-        steps=read_steps(folder / STEPS),
+        steps=read_lines(folder / STEPS, Step),
         ledger=read_json(folder / LEDGER, Ledger),
-        evaluations=_read_lines(folder / EVALUATIONS, Evaluation) if (folder / EVALUATIONS).exists() else [],
+        evaluations=read_lines(folder / EVALUATIONS, Evaluation) if (folder / EVALUATIONS).exists() else [],
         timeline=found(Timeline),
         memory=found(MemoryProfile),
         work=found(ObservedWork),
@@ -266,7 +259,7 @@ def read_record(folder: Path, *, requested: bool = True) -> Record:
 
 
 def _require_form(record: Record, request: Request) -> None:
-    """Refuse a record that does not belong to its request. Raises RecordError."""
+    """Reject a record that does not belong to its request. Raises RecordError."""
     manifest, devices = record.manifest, request.experiment.layout.devices
     memory = {"peak_memory_bytes": manifest.peak_memory_bytes, **manifest.resident_bytes}
     for what, value, right in (

@@ -1,7 +1,7 @@
-"""How the steps of a timed run are grouped, so that nothing but training happens between two readings.
+"""Groups of the steps of a timed run, so that only training happens between two readings of the clock.
 
-A host that waits for each step, to time it or to fetch its loss, leaves the device idle meanwhile. A timed
-run waits once a window of steps; the steps after the windows are waited for one by one, for their median.
+A device idles while its host waits for a step, to time it or to fetch its loss. So a timed run waits once per
+window of steps. After the windows it waits for each step, which gives a median.
 """
 
 import time
@@ -14,37 +14,37 @@ from compare.system.facts import cpu_seconds
 
 
 class Timing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Steps of a timed run: `warmup` one by one, `windows` of `window` steps, one that is watched, `single`.
+    """Steps of a timed run, in order: warm-up, windows, a watched step, single steps.
 
-    The watched one runs as those of the windows do, and its time does not count: what instruments see there
-    is what was timed.
+    The watched step runs as the steps of a window do, and its time does not count. So instruments observe the
+    program that was timed.
     """
 
     warmup: int = 3
-    """Steps one by one that do not count: the first pays for memory."""
+    """Single steps that do not count. The first one allocates memory."""
     window: int = 10
     """Steps between two synchronisations of host and devices."""
     windows: int = 3
     single: int = 10
-    """Steps after that, each waited for."""
+    """Steps after the watched step, with a synchronisation after each."""
 
     @property
     def steps(self) -> int:
-        """All of them: `train.max_iters` of the experiment."""
+        """Number of all steps: `train.max_iters` of the experiment."""
         return self.watched + 1 + self.single
 
     @property
     def watched(self) -> int:
-        """The step that instruments watch."""
+        """Number of the watched step."""
         return self.warmup + self.window * self.windows
 
     def is_timed(self, step: int) -> bool:
-        """Whether a step is one of a window's."""
+        """Whether a step is part of a window."""
         return self.warmup <= step < self.watched
 
 
 class Window(Struct, frozen=True, kw_only=True):
-    """Steps between two synchronisations, and what they cost."""
+    """Steps between two synchronisations, and their cost."""
 
     steps: int
     wall_s: float
@@ -54,7 +54,7 @@ class Window(Struct, frozen=True, kw_only=True):
 
 
 class Stopwatch:
-    """Adds up wall and CPU time of what runs while it is entered; `now` waits for the devices."""
+    """A context that adds up wall and CPU time. `now` waits for the devices and returns seconds."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
         self._now = now
@@ -69,7 +69,7 @@ class Stopwatch:
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Leave out what runs inside."""
+        """Do not count the time of the block."""
         self.__exit__()
         yield
         self.__enter__()
@@ -80,7 +80,7 @@ class Stopwatch:
 
 
 def merged(windows: Sequence[Window]) -> Window:
-    """One window of several processes, as the whole run saw it."""
+    """The window of a run, from the windows of its processes."""
     return Window(
         steps=windows[0].steps,
         wall_s=max(window.wall_s for window in windows),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from compare.contract.record import EVALUATIONS, STEPS_PART, Recorder, read_steps, read_tensors
+from compare.contract.record import EVALUATIONS, STEPS_PART, Recorder, Step, read_lines, read_tensors
 from compare.contract.request import Request, Rung, rungs_asked_for
 from compare.contract.timing import Stopwatch, Timing, Window
 from compare.numerics.stream import Evaluation, steps_due
@@ -89,7 +89,7 @@ def test_window_time_is_shared_by_its_steps(tiny, tmp_path):
     window = Window(steps=2, wall_s=3.0, cpu_s=1.0)
     tell.steps([done(3), done(4)], window)
     tell.steps([done(5)], ONE)
-    lines = read_steps(tmp_path / STEPS_PART)
+    lines = read_lines(tmp_path / STEPS_PART, Step)
     assert [line.step_time_ms for line in lines] == [500, 500, 500, 1500, 1500, 500]
     assert [line.instrumented for line in lines] == [False, False, True, False, False, False]
     with pytest.raises(TypeError, match="device_kind"):  # the fake side has no manifest fields
@@ -109,7 +109,7 @@ def test_non_finite_step_is_written_and_raises(numbers, message, tiny, tmp_path)
     side = FakeSide(Request(engine="torch-manual", experiment=tiny))
     with pytest.raises(DivergedError, match=f"^torch-manual diverged at step 0: {message}; here$"):
         Recording(side, Recorder(tmp_path), tmp_path).steps([done(0, **numbers)], ONE)
-    assert len(read_steps(tmp_path / STEPS_PART)) == 1
+    assert len(read_lines(tmp_path / STEPS_PART, Step)) == 1
 
 
 @pytest.mark.parametrize("writes", [True, False])

@@ -6,8 +6,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from compare.contract.record import ERROR, MANIFEST, STEPS_PART, Failure
-from compare.contract.record import read_steps as steps_of
+from compare.contract.record import ERROR, MANIFEST, STEPS_PART, Failure, Step, read_lines
 from compare.contract.request import Request
 from compare.judge.outcome import read_outcome
 from compare.side.ending import DivergedError, explained_failure
@@ -37,7 +36,7 @@ def test_divergence_names_the_gradient(tiny, tmp_path):
     assert str(error.value).startswith("torch-manual diverged at step 0: its gradient norm is ")
     for name, weight in run.engine.weights().items():
         assert torch.equal(weight, before[name]), name
-    (step,) = steps_of(tmp_path / STEPS_PART)
+    (step,) = read_lines(tmp_path / STEPS_PART, Step)
     assert math.isnan(step.grad_norm)
     assert explained_failure(error.value) == Failure(message=str(error.value))
 
@@ -55,7 +54,7 @@ def test_divergence_in_every_engine(shardpair):
         message = read_json(folder / ERROR, Failure).message
         assert message.startswith(f"{engine} diverged at step "), message
         assert not (folder / MANIFEST).exists()
-        step = steps_of(folder / STEPS_PART)[-1]
+        step = read_lines(folder / STEPS_PART, Step)[-1]
         assert f"{engine} diverged at step {step.step}: its " in message
         assert not (math.isfinite(step.loss) and math.isfinite(step.grad_norm))
         assert "inf" not in last.replace("is inf", "")
