@@ -30,7 +30,7 @@ UNFINISHED = ".part"
 FORMAT = 1
 WEIGHTS = "weights"
 SHARDING, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # of torch.distributed.checkpoint
-STEP = "step"  # in a file's metadata, too: no file is another checkpoint's
+STEP = "step"  # in a file's metadata, too, so that files of two checkpoints cannot be mixed
 
 _NAME = re.compile(r"step-(\d{8,})")
 FileName = Annotated[str, Meta(pattern=r"^device-\d{5,}-\d+\.safetensors$")]
@@ -48,19 +48,19 @@ class Checkpoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     format: int = FORMAT
     engine: str
-    """Engine that wrote it: any other may read it."""
+    """Engine that wrote the checkpoint. Any engine may read it."""
     experiment: Experiment
-    """Experiment with the layout that it ran on."""
+    """Experiment, with the layout of the run."""
     step: Count
-    """Batches drawn so far: the next one is `batch(step)`, and the schedule follows it."""
+    """Number of batches drawn: the next batch is `batch(step)`, and the learning rate follows."""
     updates: Count
-    """Updates of the weights so far, fewer where float16 skipped steps: Adam's bias correction follows it."""
+    """Number of updates, without skipped steps of float16: Adam's bias correction follows."""
     loss_scale: LossScale | UnsetType = UNSET
     """Loss scale of the next step, in float16."""
     validation_loss: float | UnsetType = UNSET
     """Validation loss of the weights, if they were evaluated at this step."""
     corpus_sha256: str
-    """Digest of the training tokens; '' where it is unknown."""
+    """Digest of the training tokens; '' if it is unknown."""
     created_utc: str = ""
     files: dict[FileName, FileSum] = {}
 

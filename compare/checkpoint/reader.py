@@ -1,4 +1,4 @@
-"""Reading a checkpoint: checked in every respect first, then any part of any tensor."""
+"""Reading a checkpoint: its files are checked, then any part of any tensor can be read."""
 
 import hashlib
 from collections.abc import Sequence
@@ -31,14 +31,14 @@ OPEN_FILES = 128
 
 
 class CheckpointError(ExperimentError):
-    """A checkpoint that cannot be used. The message is one line that names the file, and what is wrong."""
+    """A checkpoint that cannot be used. The message is one line with the file and the fault."""
 
 
 class CheckpointReader:
-    """Reads parts of the tensors of one checkpoint, from the files that have them.
+    """Reads parts of the tensors of one checkpoint. `verify` also checks the contents of its files.
 
-    Raises CheckpointError: it is none, a file or a part of a tensor is missing, or a tensor is not the
-    model's. Contents are not looked at: see `verify`.
+    Raises CheckpointError: the folder is not a checkpoint, a file or a part of a tensor is missing, or a
+    tensor does not belong to the model.
     """
 
     def __init__(self, folder: Path):
@@ -56,9 +56,9 @@ class CheckpointReader:
                 raise CheckpointError(f"{self.folder}: its files hold {there} of {size} elements of {name}")
 
     def verify(self, *, blamed: Path | None = None) -> None:
-        """Read every file: its checksum, and values from which one can train. Raises CheckpointError.
+        """Check the checksum of every file, and that all values are finite. Raises CheckpointError.
 
-        For bad values `blamed` is named: what the files were made from, if they are not its own.
+        `blamed` is the source of converted files, which an error names.
         """
         for name, expected in self.description.files.items():
             if (there := sum_of(self.folder / name)) != expected:
@@ -97,7 +97,7 @@ class CheckpointReader:
         return array
 
     def group(self, group: str) -> "Group":
-        """The weights or a moment by canonical name, each read when it is asked for."""
+        """The weights or a moment by canonical name, each read on access."""
         return Group(self, group)
 
     def _slice(self, file_name: str, name: str, slices: tuple[slice, ...]) -> np.ndarray:
@@ -130,7 +130,7 @@ class CheckpointReader:
 
 
 class Group(Weights):
-    """Weights or a moment of a checkpoint by canonical name, each read when it is asked for."""
+    """Weights or a moment of a checkpoint by canonical name, each read on access."""
 
     def __init__(self, reader: CheckpointReader, group: str):
         names = [row.name for row in parameter_table(reader.description.experiment.model)]
@@ -145,7 +145,7 @@ _DTYPES = {"float32": "F32", "float64": "F64"}
 
 
 def read_description(folder: Path) -> Checkpoint:
-    """checkpoint.json of a checkpoint. Raises CheckpointError: there is none, or it cannot be right."""
+    """Read checkpoint.json. Raises CheckpointError: the file is missing or invalid."""
     path = folder / DESCRIPTION
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {DESCRIPTION}: it is not a checkpoint")

@@ -1,4 +1,4 @@
-"""Writing checkpoints while training goes on: what a process holds is copied, then written by a thread."""
+"""Writing checkpoints while training goes on: a process copies its shards, and a thread writes them."""
 
 import contextlib
 import errno
@@ -44,17 +44,17 @@ from compare.system.json_files import read_json, write_json
 POLL_S = 0.02
 
 Part = tuple[str, Shard, np.ndarray]
-"""Weights, m or v; the part of a tensor that a device has; and its elements, which the saver may keep."""
+"""Weights, m or v; a device's shard; and its elements, which the saver may keep."""
 Files = dict[tuple[int, int], dict[str, tuple[tuple[int, ...], np.ndarray]]]
-"""By device and number: the boxes of a file by `key`, each with where it begins."""
+"""By device and number of its file: the arrays of the file by `key`, each with its offset."""
 
 
 class Saver:
-    """Saves checkpoints of one process's devices, one at a time, each while training goes on.
+    """Saves checkpoints of one process's devices, one at a time, while training goes on.
 
-    Every process of a run writes what its own devices hold; the one with device 0 waits for the files of all,
-    completes the checkpoint, and removes old ones. No collective is needed: they meet in the folder, which is
-    on a disk that all see. Of `of` devices these are ours; the `keep` newest stay, and the best one.
+    Every process of a run writes the shards of its own devices. The process with device 0 waits for the files
+    of all `of` devices, completes the checkpoint, and removes old ones: the `keep` newest and the best one
+    stay. Processes need no collective, because they share the folder.
     """
 
     def __init__(self, folder: Path, devices: Collection[int], *, of: int, keep: int):
@@ -63,10 +63,10 @@ class Saver:
         self._error: BaseException | None = None
 
     def save(self, checkpoint: Checkpoint, parts: Iterable[Part]) -> None:
-        """Begin to save; it returns as soon as `parts` have been drawn, and the one before is complete.
+        """Wait for the previous checkpoint, copy the parts of this process's devices, and begin to write.
 
-        The checkpoint has no files yet, the parts are of this process's devices; replicas are left out.
-        Raises OSError: the one before could not be written.
+        The checkpoint has no files yet; replicas among the parts are skipped. Raises OSError: the previous
+        checkpoint could not be written.
         """
         self.finish()
         self._thread = threading.Thread(
@@ -91,17 +91,17 @@ class Saver:
                 self._remove_old()
         except BaseException as error:
             self._error = error
-            unfinished = _unfinished(final)  # make room, but others still write
+            unfinished = _unfinished(final)  # make room, while other processes may still write
             for path in [path for d in self._devices for path in unfinished.glob(f"device-{d:05d}*")]:
                 path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # others' files are there
+            with contextlib.suppress(OSError):  # other processes' files
                 unfinished.rmdir()
 
     def _remove_old(self) -> None:
         best = best_checkpoint(self._folder)
         for old in list(checkpoints_in(self._folder).values())[: -self._keep]:
             if old != best:
-                shutil.rmtree(old.rename(_unfinished(old)))  # no longer taken for a complete one
+                shutil.rmtree(old.rename(_unfinished(old)))  # at once incomplete by its name
 
 
 def best_checkpoint(folder: Path) -> Path | None:
@@ -114,10 +114,9 @@ def best_checkpoint(folder: Path) -> Path | None:
 def write_checkpoint(
     folder: Path, checkpoint: Checkpoint, tensors: Mapping[str, Mapping[str, np.ndarray]]
 ) -> None:
-    """Write a checkpoint of one device at once, as a conversion does: tensors by group and canonical name.
+    """Write a checkpoint of one device, for a conversion, from tensors by group and canonical name.
 
-    A moment that is not there begins at zero. The checkpoint has no files yet. Raises ExperimentError: the
-    folder is there already.
+    A missing moment is zero. The checkpoint has no files yet. Raises ExperimentError: the folder exists.
     """
     if folder.exists():
         raise ExperimentError(f"{folder} exists already: give another name, or remove it")
@@ -129,7 +128,7 @@ def write_checkpoint(
 
 
 def _whole(experiment: Experiment, tensors: Mapping[str, Mapping[str, np.ndarray]]) -> Iterator[Part]:
-    """Every tensor of a full state as device 0's, in the dtype in which it is kept."""
+    """Every tensor of a full state as a shard of device 0, in the dtype of stored weights."""
     dtype = storage_dtype(experiment)
     for group in groups(experiment):
         for name, weight in tensors[WEIGHTS].items():
@@ -139,7 +138,7 @@ def _whole(experiment: Experiment, tensors: Mapping[str, Mapping[str, np.ndarray
 
 
 def _write(final: Path, checkpoint: Checkpoint, files: Files, devices: Collection[int], *, of: int) -> None:
-    """Write the files of some devices; the process with device 0 waits for all, and completes the whole."""
+    """Write the files of some devices. With device 0, wait for all files and complete the checkpoint."""
     unfinished = _unfinished(final)
     unfinished.mkdir(parents=True, exist_ok=True)
     for device in devices:
@@ -150,7 +149,7 @@ def _write(final: Path, checkpoint: Checkpoint, files: Files, devices: Collectio
     all_sums: dict[str, FileSum] = {}
     for device in range(of):
         path = unfinished / f"device-{device:05d}.json"
-        while not path.is_file():  # a process that died ends this one too
+        while not path.is_file():  # if a process dies, its launcher ends this one
             time.sleep(POLL_S)
         all_sums |= read_json(path, dict[str, FileSum])
         path.unlink()
@@ -167,7 +166,7 @@ def _unfinished(final: Path) -> Path:
 
 
 def _in_files(parts: Iterable[Part]) -> Files:
-    """The boxes of all parts, the n-th one of a tensor in a device's n-th file."""
+    """Assign the boxes of all parts to files: the n-th box of a tensor to a device's n-th file."""
     files: Files = {}
     count: Counter[tuple[int, str]] = Counter()
     for group, shard, held in parts:
@@ -182,7 +181,7 @@ def _in_files(parts: Iterable[Part]) -> Files:
 
 
 def _write_device(folder: Path, device: int, files: Files, step: int) -> dict[str, FileSum]:
-    """Write the files of one device. Returns what they must be."""
+    """Write the files of one device. Returns their sizes and checksums."""
     sums = {}
     for number, tensors in sorted((n, tensors) for (of, n), tensors in files.items() if of == device):
         path = folder / f"device-{device:05d}-{number}.safetensors"
@@ -190,7 +189,7 @@ def _write_device(folder: Path, device: int, files: Files, step: int) -> dict[st
         metadata = {SHARDING: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt", STEP: str(step)}
         try:
             save_file({name: array for name, (_, array) in tensors.items()}, path, metadata)
-        except SafetensorError as error:  # the system's own error is text in it: "... (os error 28)"
+        except SafetensorError as error:  # its text has the system's error: "... (os error 28)"
             number = re.search(r"os error (\d+)", str(error))
             code = int(number[1]) if number else errno.EIO
             raise OSError(code, os.strerror(code) if number else str(error), str(path)) from None

@@ -1,9 +1,7 @@
-"""Shards as boxes, for files of tensors and for the overlap between the shards of two layouts.
+"""Boxes: contiguous blocks of tensors, for files and for the overlap between the shards of two layouts.
 
-Weights are read by canonical name when they are asked for, or the boxes of them that a process has.
-
-A range of a tensor's elements is a few boxes: of a matrix the end of a row, whole rows, and the beginning
-of a row.
+A range of a matrix's elements is up to three boxes: the end of a row, whole rows, and the beginning of a row.
+`Weights` reads a tensor, or boxes of a tensor, on access.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,7 +53,7 @@ def whole(shape: tuple[int, ...]) -> Box:
 
 
 def to_boxes(shard: Shard, held: np.ndarray) -> Iterator[tuple[Box, np.ndarray]]:
-    """A device's shard, of shape `shard.held_shape`, as boxes and their values; an empty one has no box."""
+    """Cut a device's shard, of shape `shard.held_shape`, into boxes with values; none if it is empty."""
     for box, part, shape, back in _boxes(shard):
         yield box, held if part is None else held[part].reshape(shape).transpose(back)
 
@@ -63,7 +61,7 @@ def to_boxes(shard: Shard, held: np.ndarray) -> Iterator[tuple[Box, np.ndarray]]
 def from_boxes(
     shard: Shard, read: Callable[[Sequence[Box]], Sequence[np.ndarray]], dtype: np.dtype
 ) -> np.ndarray:
-    """Inverse of `to_boxes`: a shard, of shape `shard.held_shape`, from its boxes, which `read` gives."""
+    """Join a shard, of shape `shard.held_shape`, from its boxes: the inverse of `to_boxes`."""
     boxes = list(_boxes(shard))
     arrays = read([box for box, *_ in boxes])
     if shard.elements is None and boxes:
@@ -122,9 +120,9 @@ def _box(limits: Limits) -> Box:
 
 
 class Weights(Mapping[str, np.ndarray]):
-    """Full tensors by canonical name, which `read` makes when they are asked for.
+    """Full tensors by canonical name, which `read` reads on each access.
 
-    None is kept, so that no process needs the whole model at once.
+    No tensor is kept, so a process never needs memory for the whole model.
     """
 
     def __init__(self, names: Iterable[str], read: Callable[[str], np.ndarray]):
@@ -140,13 +138,6 @@ class Weights(Mapping[str, np.ndarray]):
         return len(self._names)
 
     def boxes(self, name: str, boxes: Sequence[Box]) -> list[np.ndarray]:
-        """Some boxes of a tensor, each of its own shape; where possible without the rest of it in memory."""
+        """Read boxes of a tensor. Subclasses avoid reading the full tensor."""
         full = self[name]
         return [full[box.slices] for box in boxes]
-
-
-class Given(Weights):
-    """Weights that are in memory: canonical name -> full tensor."""
-
-    def __init__(self, arrays: Mapping[str, np.ndarray]):
-        super().__init__(arrays, arrays.__getitem__)

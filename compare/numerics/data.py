@@ -2,12 +2,17 @@
 
 Every engine and layout draws the same global batch at a step, and a device takes its rows of the batch.
 Tokens are validated once, when the corpus is opened, because JAX's gather silently clamps an id beyond the
-vocabulary. Nothing is unpickled.
+vocabulary.
 
-Sources (`data.source`): `stdlib`, the bytes of the running Python's own standard-library sources, which
-is real text and on every machine; `synthetic`, a seeded walk; a folder with nanoGPT's `train.bin` and
-`val.bin`, or one `.bin` file (uint16, little endian); any other file, read as bytes. Text keeps its last
-tenth for validation, as nanoGPT does.
+Sources (`data.source`):
+
+    stdlib            the bytes of the running Python's standard library, which is text on every machine
+    synthetic         a seeded walk
+    a folder          nanoGPT's `train.bin` and `val.bin`
+    a `.bin` file     uint16 tokens, little endian
+    any other file    its bytes
+
+All sources but a folder keep their last tenth for validation, as nanoGPT does.
 """
 
 import hashlib
@@ -26,7 +31,7 @@ VALIDATION_FRACTION = 0.1
 SAMPLE_TOKENS = 1_000_000  # first tokens of a .bin file, to detect the width of its tokens
 WIDEST = 2**16  # number of ids in 16 bits
 SPLITS = ("train", "validation")
-EVALUATION = 3  # of Philox's counter: 0 draws training batches, 1 the synthetic walk, 2 samples
+EVALUATION = 3  # in Philox's counter: 0 draws training batches, 1 the synthetic walk, 2 samples
 NUMPY_MAGIC = b"\x93NUMPY"
 TRAINING = "train.bin"
 PREPARE = "prepare.py"  # nanoGPT's
@@ -39,14 +44,12 @@ class Corpus:
 
     Attributes:
         train: uint8, uint16 or uint32 tokens (n,) that training batches are cut from.
-        validation: the same, held out; may be empty.
+        validation: tokens of the same type; may be empty.
         sha256: hex digest of the training tokens' bytes.
-        origin: where they came from, for the record.
     """
 
-    def __init__(self, train: np.ndarray, validation: np.ndarray, *, origin: str, sha256: str):
-        self.train, self.validation = train, validation
-        self.origin, self.sha256 = origin, sha256
+    def __init__(self, train: np.ndarray, validation: np.ndarray, sha256: str):
+        self.train, self.validation, self.sha256 = train, validation, sha256
 
     def batch(self, experiment: Experiment, step: int) -> tuple[np.ndarray, np.ndarray]:
         """The global batch of a step: inputs, and targets (the inputs shifted by one token), int32 (A, B, T).
@@ -59,7 +62,7 @@ class Corpus:
     def evaluation_batch(
         self, experiment: Experiment, split: str, step: int, index: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """An evaluation's batch, as `batch`: other windows of one of `SPLITS` than the training's."""
+        """A batch of an evaluation, as `batch`, from windows of a split that training does not draw."""
         tokens = self.train if split == "train" else self.validation
         return self._draw(experiment, tokens, [0, index, step, EVALUATION + SPLITS.index(split)])
 
@@ -76,10 +79,10 @@ class Corpus:
 
 
 def open_corpus(experiment: Experiment, *, validated_sha256: str = "") -> Corpus:
-    """Open the experiment's data, and validate and hash it unless a launcher did (`validated_sha256`).
+    """Open the experiment's data. Validate and hash it, unless a launcher did (`validated_sha256`).
 
-    A launcher reads all of a 17 GB train.bin once, and every rank after that maps it at once.
-    Raises ExperimentError: the file or its tokens do not fit; the message names it and says what to do.
+    So a launcher reads a large train.bin once, and ranks only map it. Raises ExperimentError: the file or its
+    tokens do not fit.
     """
     source = experiment.data.source
     if source == "stdlib":
@@ -93,24 +96,24 @@ def open_corpus(experiment: Experiment, *, validated_sha256: str = "") -> Corpus
     if not sha256:
         _validate(train, validation, experiment)
         sha256 = hashlib.sha256(train.data).hexdigest()
-    return Corpus(train, validation, origin=source, sha256=sha256)
+    return Corpus(train, validation, sha256)
 
 
-def standard_library_text(limit: int = STDLIB_BYTES) -> bytes:
-    """The first `limit` bytes of the running Python's own library sources, in order of their paths."""
+def standard_library_text() -> bytes:
+    """The first `STDLIB_BYTES` bytes of the running Python's own library sources, in order of their paths."""
     text = bytearray()
     for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
         subfolders[:] = sorted(set(subfolders) - _NOT_PROSE)
         for name in sorted(names):
             if name.endswith(".py"):
                 text += Path(folder, name).read_bytes()
-        if len(text) >= limit:
+        if len(text) >= STDLIB_BYTES:
             break
-    return bytes(text[:limit])
+    return bytes(text[:STDLIB_BYTES])
 
 
 def _synthetic(experiment: Experiment) -> np.ndarray:
-    """A walk that mostly steps by one: learnable, so that a loss curve has a shape. uint16 or uint32 (n,)."""
+    """A walk that mostly steps by one, which a model can learn. uint16 or uint32 (n,)."""
     vocab = experiment.model.vocab_size
     words = np.random.Philox(key=experiment.train.seed, counter=[0, 0, 0, 1]).random_raw(SYNTHETIC_TOKENS)
     jumps = np.where(words % np.uint64(8) == 0, (words >> np.uint64(32)) % np.uint64(vocab), 1)
@@ -130,7 +133,7 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _map(path: Path) -> np.ndarray:
-    """The file as an array that is read only where it is looked at: uint16 of a .bin file, else bytes."""
+    """Map a file as an array, so that only accessed parts are read: uint16 of a .bin file, else bytes."""
     if wrong := why_not_readable(path):
         raise ExperimentError(f"data.source: {path} {wrong}; {WHAT_TO_GIVE}")
     size, is_bin = path.stat().st_size, path.suffix == ".bin"
@@ -141,10 +144,7 @@ def _map(path: Path) -> np.ndarray:
             f"data.source: {path} has an odd number of bytes ({size}); a .bin file holds "
             f"uint16 tokens: write it again, or rename it if it is text"
         )
-    try:
-        tokens = np.memmap(path, dtype=np.dtype("<u2") if is_bin else np.uint8, mode="r")
-    except OSError as error:
-        raise ExperimentError(f"data.source: {path} cannot be read ({error.strerror})") from None
+    tokens = np.memmap(path, dtype=np.dtype("<u2") if is_bin else np.uint8, mode="r")
     if tokens[:6].tobytes().startswith(NUMPY_MAGIC):
         raise ExperimentError(
             f"data.source: {path} is a file of numpy.save; write its tokens alone: "
@@ -159,7 +159,7 @@ def _split(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _require_windows(train: np.ndarray, validation: np.ndarray, experiment: Experiment) -> None:
-    """Refuse data that no window of a batch fits into, of training or of an evaluation that is asked for."""
+    """Reject data that is shorter than one window of training or of evaluation."""
     source, length = experiment.data.source, experiment.model.block_size
     if len(train) <= length:
         raise ExperimentError(
@@ -189,7 +189,7 @@ def _validate(train: np.ndarray, validation: np.ndarray, experiment: Experiment)
 
 
 def _validate_width(tokens: np.ndarray, vocab: int, origin: object) -> None:
-    """Refuse a .bin file of 32- or 64-bit tokens: read in halves, every second one or so would be 0."""
+    """Reject a .bin file of 32- or 64-bit tokens, which reads as pairs with a zero in each."""
     sample = tokens[: min(len(tokens), SAMPLE_TOKENS) // 2 * 2]
     if tokens.dtype.itemsize != 2 or not isinstance(tokens, np.memmap) or not sample.any():
         return

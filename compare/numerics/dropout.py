@@ -12,7 +12,7 @@ Four neighbours in the last dim share the 64 bits of one counter. An element is 
 below `threshold`, so the rate is a multiple of 2^-16. The other elements are divided by the true share of
 elements that stay. Keys are made here, in NumPy; each side makes masks in its framework.
 
-Legend: A accumulated passes, B sequences of one, 2 the words of a key.
+Legend: A accumulated passes, B sequences of a pass.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = 0x1BD11BDA
 ROUNDS = 20
 OUTSIDE = 0
-"""The layer of what is in none; layers count from 1."""
+"""Layer number of sites outside of layers; layers count from 1."""
 
 Words = tuple[np.ndarray, np.ndarray]
 
@@ -44,12 +44,12 @@ class DropoutSite(IntEnum):
 
 
 def site_number(layer: Any, site: DropoutSite) -> Any:
-    """The first word of a counter. A layer is a number or an array of them, counted from 1, or `OUTSIDE`."""
+    """The first word of a counter. `layer` is a number or an array of numbers, from 1, or `OUTSIDE`."""
     return layer * len(DropoutSite) + site
 
 
 def kept_scale(rate: float) -> float:
-    """Factor of kept elements: one over the share that is kept."""
+    """Factor of the elements that stay: one over their share."""
     return 2**BITS / (2**BITS - threshold(rate))
 
 

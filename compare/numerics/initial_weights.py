@@ -1,4 +1,4 @@
-"""Initial weights: drawn from the seed, or a user's own, checked before anything runs."""
+"""Initial weights of a user: checks before a run, and their file."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,10 +17,10 @@ LISTED = 3
 def checked_weights(
     weights: Mapping[str, np.ndarray], experiment: Experiment, origin: str
 ) -> dict[str, np.ndarray]:
-    """Weights by canonical name, of any float dtype, in the one in which the experiment keeps them.
+    """Check weights by canonical name, of any float dtype, and convert them to the experiment's dtype.
 
     Raises:
-        ExperimentError: a name is missing or unknown, a shape is another one, or an entry is not finite.
+        ExperimentError: a name is missing or unknown, a shape differs, or an entry is not finite.
         RecordError: a tensor cannot be read.
     """
     given_shapes = {name: np.shape(weights[name]) for name in weights}
@@ -31,7 +31,7 @@ def checked_weights(
         given = weights[name]
         if given.dtype.kind != "f":
             raise ExperimentError(f"{origin}: {name} is {given.dtype}: give float16, float32 or float64")
-        with np.errstate(over="ignore"):  # what overflows is found below
+        with np.errstate(over="ignore"):  # overflows are found below
             array = np.ascontiguousarray(given, dtype)
         if bad := int(array.size - np.isfinite(array).sum()):
             raise ExperimentError(
@@ -44,7 +44,7 @@ def checked_weights(
 def require_fit(
     found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], origin: str
 ) -> None:
-    """Refuse tensors of other names or shapes than expected. Raises ExperimentError, one line with both."""
+    """Reject tensors of other names or shapes than expected. Raises ExperimentError with both."""
     wrong = []
     for verb, odd in (
         ("it lacks", [name for name in expected if name not in found]),

@@ -26,20 +26,20 @@ class LossScale(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     scale: Annotated[float, Meta(gt=0, le=LARGEST_LOSS_SCALE)]
     """Factor of the next step's loss."""
     good_steps: Annotated[int, Meta(ge=0)] = 0
-    """Since the scale changed, or a step was skipped."""
+    """Steps since the scale changed or a step was skipped."""
     hysteresis: Annotated[int, Meta(ge=1)] = 1
-    """Overflows from here until it is halved."""
+    """Overflows until the scale is halved."""
 
 
 def first_scale(precision: Precision) -> LossScale | None:
-    """The scale that training begins with; None where the precision needs none."""
+    """The first scale of a training; None if the precision needs none."""
     if precision.dtype != "float16":
         return None
     return LossScale(scale=precision.loss_scale, hysteresis=precision.loss_scale_hysteresis)
 
 
 def next_scale(before: LossScale, precision: Precision, *, overflowed: bool) -> LossScale:
-    """The scale after a step. Raises OverflowError: the smallest overflowed, which no other will mend."""
+    """The scale after a step. Raises OverflowError: gradients overflowed at the smallest scale."""
     patience = precision.loss_scale_hysteresis
     if overflowed:
         if before.scale <= precision.min_loss_scale:
@@ -47,6 +47,6 @@ def next_scale(before: LossScale, precision: Precision, *, overflowed: bool) -> 
         if before.hysteresis > 1:
             return replace(before, good_steps=0, hysteresis=before.hysteresis - 1)
         return LossScale(scale=max(before.scale / FACTOR, precision.min_loss_scale), hysteresis=patience)
-    if before.good_steps + 1 >= precision.loss_scale_window:  # a training that went on may have a shorter one
+    if before.good_steps + 1 >= precision.loss_scale_window:  # a resumed training may have a shorter window
         return LossScale(scale=min(before.scale * FACTOR, LARGEST_LOSS_SCALE), hysteresis=patience)
     return replace(before, good_steps=before.good_steps + 1)

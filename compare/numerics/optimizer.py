@@ -31,7 +31,7 @@ def learning_rate(optimizer: Optimizer, step: int) -> float:
     if not optimizer.decay_lr:
         return peak
     if step < optimizer.warmup_iters:
-        return peak * (step + 1) / (optimizer.warmup_iters + 1)  # never 0: the first step moves too
+        return peak * (step + 1) / (optimizer.warmup_iters + 1)  # never 0, so that the first step moves
     if step >= optimizer.lr_decay_iters:
         return low
     progress = (step - optimizer.warmup_iters) / (optimizer.lr_decay_iters - optimizer.warmup_iters)
@@ -78,10 +78,10 @@ def reference_step(
     Args:
         table: the canonical parameters; decides what decays.
         weights: canonical name -> tensor of the table's shape; so are gradients, before clipping.
-        moments: m and v by name of the moment, then by canonical name; {} before the first step.
-        step: optimizer steps already taken.
-        updates: of them that were not skipped; by default all.
-        norm: of all gradients, where `gradients` are only some of them.
+        moments: m and v by name of the moment, then by canonical name; {} before the first update.
+        step: number of finished steps.
+        updates: number of finished steps that were not skipped; by default all.
+        norm: norm of all gradients, if `gradients` are only some of them.
 
     Returns:
         The new weights and the new moments.

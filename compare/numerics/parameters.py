@@ -24,20 +24,20 @@ from compare.spec.experiment import Experiment, Model
 QKV = 3
 MLP_RATIO = 4
 DRAWN_AT_ONCE = 2**18
-"""Elements, in float64: what a slice of a tensor costs beyond its own memory."""
+"""Elements that are drawn at one time, in float64."""
 
 
 class Parameter(Struct, frozen=True, kw_only=True):
-    """One weight of the model: its name, shape, what each axis means, how it starts, whether it decays."""
+    """One weight of the model: name, shape, meaning of each axis, initial value, and whether it decays."""
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     """Logical axis of each dimension; `spec.axes.SPLIT` maps it to the mesh axis that splits it."""
     init_std: float | None = None
-    """Standard deviation of the normal it is drawn from; None for a constant."""
+    """Standard deviation of its initial values, which are normal; None for a constant."""
     init_constant: float = 0.0
-    """Initial value where init_std is None: 1 for scales of norms, 0 for biases."""
+    """Initial value if init_std is None: 1 for scales of norms, 0 for biases."""
     is_matrix: bool = True
     """Whether nanoGPT's parameter has two or more dimensions, and so decays. Decided here, because a
     stacked or flattened layout changes the number of dimensions but must not change what decays."""
@@ -56,7 +56,7 @@ def parameter_table(model: Model) -> tuple[Parameter, ...]:
 
 
 def end_parameters(model: Model) -> tuple[list[Parameter], list[Parameter]]:
-    """Parameters before the blocks, and those after them."""
+    """Parameters before and after the blocks."""
     width, std = model.n_embd, 0.02
     token = _matrix("embedding.token", (model.vocab_size, width), ("vocab", "embed"), std)
     position = _matrix("embedding.position", (model.block_size, width), ("position", "embed"), std)
@@ -64,7 +64,7 @@ def end_parameters(model: Model) -> tuple[list[Parameter], list[Parameter]]:
 
 
 def block_parameters(model: Model, layer: int) -> list[Parameter]:
-    """The weights of one block, which are as large in every other."""
+    """The weights of one block. All blocks have the same shapes."""
     width, heads, inner = model.n_embd, model.n_head, MLP_RATIO * model.n_embd
     qkv, qkv_axes = qkv_dims(model)
     std = 0.02
@@ -97,7 +97,7 @@ def block_parameters(model: Model, layer: int) -> list[Parameter]:
 
 
 def qkv_dims(model: Model) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Sizes and logical axes of what the fused projection makes of a token."""
+    """Sizes and logical axes of the fused projection's output for a token."""
     head_dim = model.n_embd // model.n_head
     if model.group == 1:
         return (QKV, model.n_head, head_dim), ("qkv", "heads", "head_dim")
@@ -114,7 +114,7 @@ def split_qkv(qkv: Any, group: int) -> tuple[Any, Any, Any]:
 
 
 def parameter_count(model: Model) -> int:
-    """Number of weights, the tied head counted once; in closed form, so that any size is counted at once."""
+    """Number of weights, with the tied head once; in closed form, so that a large model takes no time."""
     embeddings, final_norm = end_parameters(model)
     ends = sum(parameter.size for parameter in (*embeddings, *final_norm))
     return ends + model.n_layer * sum(parameter.size for parameter in block_parameters(model, 0))
@@ -126,12 +126,11 @@ def decays(parameter: Parameter, decay: str) -> bool:
 
 
 class SeedWeights(Weights):
-    """The initial weights that an experiment's seed gives, in the dtype of stored weights.
+    """The initial weights of an experiment's seed, in the dtype of stored weights.
 
-    Each parameter is drawn in float64 from its own Philox stream, keyed by the seed and its name: the value
-    does not depend on the order of the table, the layout, or the framework. A normal takes a number of words
-    that depends on their values, so the stream has no random access: a box costs the draws before it, but
-    only its own memory.
+    Each parameter is drawn in float64 from its own Philox stream, keyed by the seed and its name. So its
+    values do not depend on the order of the table, the layout, or the framework. The stream has no random
+    access: a box needs memory for itself only, but also the draws before it.
     """
 
     def __init__(self, experiment: Experiment):
@@ -140,7 +139,7 @@ class SeedWeights(Weights):
         super().__init__(self._rows, lambda name: self.boxes(name, [whole(self._rows[name].shape)])[0])
 
     def boxes(self, name: str, boxes: Sequence[Box]) -> list[np.ndarray]:
-        """Some boxes of a tensor, drawn in one pass over it, some of its rows at a time."""
+        """Draw boxes of a tensor in one pass, some rows at a time."""
         row, found = self._rows[name], [np.empty(box.shape, self._dtype) for box in boxes]
         if row.init_std is None:
             for array in found:
@@ -160,7 +159,7 @@ class SeedWeights(Weights):
 
 
 def initial_parameters(experiment: Experiment) -> dict[str, np.ndarray]:
-    """The initial weights, all of them: canonical name -> tensor of the table's shape (`SeedWeights`)."""
+    """All initial weights of the seed: canonical name -> tensor of the table's shape."""
     return dict(SeedWeights(experiment))
 
 
@@ -173,7 +172,7 @@ def fingerprint(tensors: Mapping[str, np.ndarray]) -> str:
     """SHA-256 over names, shapes and values: equal if and only if the tensors are bitwise equal."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        tensor = tensors[name]  # read once: it may be drawn
+        tensor = tensors[name]  # read once, because it may be drawn
         digest.update(f"{name} {tensor.dtype.str} {tensor.shape}".encode())
         digest.update(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()

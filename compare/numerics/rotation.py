@@ -1,8 +1,8 @@
-"""RoPE: queries and keys are turned by their positions (RoFormer, arXiv 2104.09864).
+"""RoPE: queries and keys are rotated by their positions (RoFormer, arXiv 2104.09864).
 
-Feature i of a head's first half and feature i of its second are a pair, as in Llama and nanochat. Turned by
-the angle of its position t, (a, b) becomes (a cos - b sin, b cos + a sin): a query's product with a key then
-depends on how far apart they are. NumPy's numbers in float64 are both frameworks'.
+Feature i of a head's first half and feature i of its second half are a pair, as in Llama and nanochat. A
+rotation by the angle of position t turns (a, b) into (a cos - b sin, b cos + a sin). So a query's product
+with a key depends on their distance. Both frameworks use these numbers, from NumPy in float64.
 """
 
 import numpy as np

@@ -1,9 +1,8 @@
-"""Drawing text from a model, the same in every framework: which token comes next is decided here, in NumPy.
+"""Sampling of text, in NumPy, so that both frameworks draw the same tokens from the same weights.
 
-A side gives the logits of the last position; temperature, top-k and the draw are this module's, in float64.
-The uniform number of a token is a function of the seed, the sample and the token's place: nothing depends on
-how many were drawn before, or on who draws. So the same weights give the same text, as long as rounding does
-not move a uniform number across the border of two tokens.
+A side computes the logits of the last position. Temperature, top-k and the draw follow here, in float64. The
+uniform number of a token is a function of the seed, the sample and the token's place. The texts differ
+only if rounding moves the border of two tokens across a uniform number.
 """
 
 from collections.abc import Callable
@@ -23,23 +22,23 @@ class SampleRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A request for samples of a checkpoint's model."""
 
     checkpoint: str
-    """Its folder, an absolute path."""
+    """Folder of the checkpoint, an absolute path."""
     prompt: list[int]
-    """Token ids to begin with: one or more."""
+    """First token ids, one or more."""
     samples: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] = 1
     tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 200
     """Tokens of each sample, without the prompt."""
     temperature: Annotated[float, Meta(ge=0, le=1e6)] = 0.8
-    """Divides the logits; 0 takes the likeliest token every time."""
+    """Divisor of the logits; 0 takes the likeliest token every time."""
     top_k: Annotated[int, Meta(ge=0)] = 200
     """Number of the likeliest tokens to draw from; 0 for all."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1337
 
 
 def generate(request: SampleRequest, logits_of: Logits, *, block_size: int) -> list[list[int]]:
-    """Draw every sample, token by token: token ids, each with the prompt before it.
+    """Draw every sample, token by token. Returns token ids, each sample after its prompt.
 
-    The model looks back on `block_size` tokens, T.
+    The model reads the last `block_size` tokens, T.
     """
     drawn = np.tile(np.array(request.prompt, np.int32), (request.samples, 1))
     for place in range(request.tokens):
@@ -52,7 +51,7 @@ def generate(request: SampleRequest, logits_of: Logits, *, block_size: int) -> l
 
 
 def next_tokens(logits_NV: np.ndarray, uniform_N: np.ndarray, request: SampleRequest) -> np.ndarray:
-    """The next token of each sample, int32 (N,): the one in whose share of [0, 1) the uniform number lies."""
+    """The next token of each sample, int32 (N,): its share of [0, 1) contains the uniform number."""
     if not request.temperature:
         return logits_NV.argmax(axis=1).astype(np.int32)
     # Subtract the maximum first: a small temperature could otherwise overflow.
@@ -68,6 +67,6 @@ def next_tokens(logits_NV: np.ndarray, uniform_N: np.ndarray, request: SampleReq
 
 
 def uniform(seed: int, place: int, samples: int) -> np.ndarray:
-    """Uniform numbers in [0, 1) for one place of every sample, float64 (N,): 53 bits of Philox's words."""
+    """Uniform numbers in [0, 1) for one place of every sample, float64 (N,), of 53 random bits each."""
     words = np.random.Philox(key=seed, counter=[0, 0, place, 2]).random_raw(samples)
     return (words >> np.uint64(11)) * 2.0**-53

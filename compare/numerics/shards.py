@@ -1,13 +1,12 @@
 """`Shard`: one device's part of a canonical tensor. Replicas of a shard are compared by digest.
 
-Both sides describe their shards in these terms (`checkpoint.py`):
+Both sides describe their shards so (`checkpoint.py`):
 
-    tensor and pipeline parallelism     a box: heads 2 and 3 of a projection, or a tensor as it is
+    tensor and pipeline parallelism     a box: heads 2 and 3 of a projection, or a full tensor
     jax's dp_shard                      a smaller box
     torch's dp_shard                    a range of the box's elements, in the order in which torch stores them
 
-Padding is not part of a canonical tensor and is not described. Functions here process one tensor at a time,
-so no process needs the whole model.
+A shard does not include padding.
 """
 
 from collections.abc import Iterable
@@ -26,7 +25,7 @@ class Shard(Struct, frozen=True, kw_only=True):
     name: str
     """The tensor's canonical name."""
     device: int
-    """Its number in the mesh, as the layout's axes count: the last axis fastest."""
+    """Number of the device in the mesh; the last axis varies fastest."""
     offset: tuple[int, ...]
     """First index of the box, for each dim of the tensor."""
     shape: tuple[int, ...]
@@ -34,9 +33,9 @@ class Shard(Struct, frozen=True, kw_only=True):
     elements: tuple[int, int] | None = None
     """Range of the box's elements, [first, last); None for all of them."""
     dim_order: tuple[int, ...] = ()
-    """Order in which `elements` counts: the tensor's dims, the slowest first; () for row by row."""
+    """Order of the dims in which `elements` counts, the slowest first; () for row by row."""
     replica: int = 0
-    """0 for one of the devices that hold this part, 1 and so on for its copies on others."""
+    """0 for the first device with this part, 1 and so on for copies on other devices."""
 
     @property
     def held_shape(self) -> tuple[int, ...]:
@@ -53,7 +52,7 @@ def digests_of(held: Iterable[tuple[Shard, np.ndarray]]) -> list[tuple[str, int,
 
 
 def replicas_apart(digests: Iterable[tuple[str, int, str]]) -> str:
-    """Two devices that have the same part of a tensor, and not the same values; '' if there are none."""
+    """Two devices whose copies of a part differ; '' if all copies are equal."""
     first: dict[str, tuple[int, str]] = {}
     for part, device, digest in digests:
         other, expected = first.setdefault(part, (device, digest))

@@ -15,9 +15,8 @@ from compare.numerics.dropout import sequence_keys
 from compare.spec.experiment import Experiment
 
 AHEAD = 8
-"""Programs that a device is given before the first of them is waited for. XLA's CPU client takes 32: where
-one device has them, and another waits for it in a collective, neither goes on, and the process aborts after
-40 s (jaxlib 0.10.2)."""
+"""Number of programs that are started before the first one is awaited. XLA's CPU client has room for 32. If
+one device fills it while another waits for it in a collective, the process aborts after 40 s."""
 
 
 def arrays_of_step(corpus: Corpus, experiment: Experiment, step: int) -> dict[str, np.ndarray]:
@@ -36,7 +35,7 @@ def keys_of_step(experiment: Experiment, step: int) -> dict[str, np.ndarray]:
 
 
 def shapes_of_step(experiment: Experiment) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Shapes and dtypes of what `arrays_of_step` gives."""
+    """Shapes and dtypes of `arrays_of_step`."""
     train, model = experiment.train, experiment.model
     shape_AB = (train.gradient_accumulation_steps, train.batch_size)
     tokens = ((*shape_AB, model.block_size), np.dtype("int32"))
@@ -45,7 +44,7 @@ def shapes_of_step(experiment: Experiment) -> dict[str, tuple[tuple[int, ...], n
 
 
 def shape_of_routing(experiment: Experiment) -> tuple[int, ...]:
-    """(L, A, B, T, k): a number for each expert that a token of a step is given to, in each block."""
+    """Shape (L, A, B, T, k) of the experts that each token of a step chooses in each block."""
     train, model = experiment.train, experiment.model
     shape_AB = (train.gradient_accumulation_steps, train.batch_size)
     return model.n_layer, *shape_AB, model.block_size, model.experts_per_token
@@ -55,9 +54,9 @@ class Evaluation(Struct, frozen=True, kw_only=True):
     """One evaluation. Losses are mean cross-entropies in nats."""
 
     step: int
-    """How many steps were done."""
+    """Number of finished steps."""
     train: float
-    """Over batches of the training split, other ones than it is trained on."""
+    """Loss over batches of the training split that training does not draw."""
     validation: float
 
 
@@ -68,15 +67,15 @@ def is_due(experiment: Experiment, step: int) -> bool:
 
 
 def steps_due(experiment: Experiment, first_step: int = 0) -> list[int]:
-    """After which steps a run is to evaluate."""
+    """Numbers of finished steps at which a run evaluates."""
     return [step for step in range(first_step, experiment.train.max_iters + 1) if is_due(experiment, step)]
 
 
 def evaluate(experiment: Experiment, corpus: Corpus, step: int, loss_of: Callable[..., Any]) -> Evaluation:
-    """Evaluate the weights as they are, after `step` steps, on a corpus that has both splits.
+    """Evaluate the weights after `step` steps, on a corpus with both splits.
 
-    `loss_of` makes of inputs and targets, int32 (A, B, T), their mean loss: a scalar, which is waited for
-    when `AHEAD` more have been asked for.
+    `loss_of` starts to compute the mean loss, a scalar, of inputs and targets, int32 (A, B, T). At most
+    `AHEAD` losses are computed at one time.
     """
     passes = math.ceil(experiment.train.eval_iters / experiment.train.gradient_accumulation_steps)
     means = {}

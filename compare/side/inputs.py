@@ -5,7 +5,7 @@ from pathlib import Path
 from compare.checkpoint.description import WEIGHTS
 from compare.checkpoint.reader import CheckpointReader
 from compare.contract.request import Request
-from compare.numerics.boxes import Given, Weights
+from compare.numerics.boxes import Weights
 from compare.numerics.initial_weights import checked_weights
 from compare.numerics.parameters import SeedWeights, fingerprint
 from compare.spec.experiment import ExperimentError
@@ -28,7 +28,7 @@ def starting_parameters(request: Request) -> Weights:
         raise ExperimentError(
             f"init_from: {request.init_from} has changed since the run was planned: start a new run"
         )
-    return Given(weights)
+    return Weights(weights, weights.__getitem__)
 
 
 def starting_sha256(request: Request) -> str:

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -95,23 +95,18 @@ def run(side: Side, folder: Path, *, collectives: bool) -> None:
             raise RunFailed(failure) from None
 
 
-def parse_arguments(side: str, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """A side's arguments, by default from sys.argv; `question` is the name of a question, or ''."""
+def parse_arguments(side: str) -> argparse.Namespace:
+    """Parse a side's command line; `question` is the name of a question, or ''."""
     parser = argparse.ArgumentParser(prog=f"python -m {side}", description="Run one engine.")
     parser.add_argument("run_dir", nargs="?", type=Path, help="folder with request.json, for the record")
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input ends")
     parser.add_argument("--collectives", action="store_true", help="time collectives, not a training")
     parser.add_argument("--doctor", action="store_true", help="print versions and devices, as JSON")
-    parser.add_argument(
-        "--convert",
-        nargs=2,
-        type=Path,
-        metavar=("FROM", "TO"),
-        help="convert a checkpoint to another form",
-    )
+    pair = {"nargs": 2, "type": Path, "metavar": ("FROM", "TO")}
+    parser.add_argument("--convert", **pair, help="convert a checkpoint to another form")
     parser.add_argument("--base", default="", metavar="JSON", help="the experiment, if FROM has none")
     parser.add_argument("--sample", metavar="JSON", help="print token ids drawn from a checkpoint, as JSON")
-    found = parser.parse_args(arguments)
+    found = parser.parse_args()
     found.question = next((question for question in QUESTIONS if getattr(found, question)), "")
     if found.run_dir is None and not found.question:
         parser.error("RUN_DIR is missing")

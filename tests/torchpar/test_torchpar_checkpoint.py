@@ -15,7 +15,7 @@ from compare.checkpoint.description import WEIGHTS, folder_name
 from compare.checkpoint.reader import CheckpointReader
 from compare.checkpoint.saver import Saver
 from compare.contract.request import Request
-from compare.numerics.boxes import Given
+from compare.numerics.boxes import Weights
 from compare.side.recording import Progress
 from compare.spec.experiment import Experiment, Layout, Model, Optimizer, Precision
 from tests.support.assembly import assemble, cut
@@ -64,7 +64,7 @@ def spec(layout: Layout, **sections) -> Experiment:
     return Experiment(layout=layout, precision=Precision(dtype="float64"), **{"model": MODEL} | sections)
 
 
-class Watched(Given):
+class Watched(Weights):
     """Weights that count the elements that are read."""
 
     read = 0
@@ -74,7 +74,7 @@ class Watched(Given):
         return super().boxes(name, boxes)
 
 
-def make_parallel(engine: str, experiment: Experiment, rank: int, weights: Given) -> tuple[Engine, Mesh]:
+def make_parallel(engine: str, experiment: Experiment, rank: int, weights: Weights) -> tuple[Engine, Mesh]:
     """A model that is filled as it is sharded."""
     mesh = make_mesh(experiment.layout, rank=rank, device=CPU)
     fill = fill_with(weights, experiment, mesh)
@@ -86,7 +86,7 @@ def make_parallel(engine: str, experiment: Experiment, rank: int, weights: Given
 def test_shards_match_each_rank(rank: int, engine: str, name: str) -> None:
     experiment = spec(CASES[engine][name])
     whole = {name: array for (group, name), array in random_state(experiment).items() if group == WEIGHTS}
-    given = Watched(whole)
+    given = Watched(whole, whole.__getitem__)
     parallel, mesh = make_parallel(engine, experiment, rank, given)
     mine = list(local_shards(parallel.weights(), shards_of(parallel, MODEL, mesh)))
     assert given.read <= sum(math.prod(shard.shape) for shard, _ in mine)  # no shards of other ranks
@@ -112,7 +112,7 @@ def round_trip(rank: int, engine: str, experiment: Experiment) -> None:
         write_random(folder / "given", experiment)
     world.all_gather_objects(None)
     checkpoint = folder / "given" / "checkpoints" / folder_name(STEP)
-    weights = Given(dict(CheckpointReader(checkpoint).group(WEIGHTS)))
+    weights = CheckpointReader(checkpoint).group(WEIGHTS)
     parallel, mesh = make_parallel(engine, experiment, rank, weights)
     others = dict.fromkeys(("rank", "corpus", "train_step"))
     request = Request(engine=engine, experiment=experiment)
