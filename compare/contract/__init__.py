@@ -1,1 +1,1 @@
-"""The protocol of a run: the request, the record that it leaves, and what is observed meanwhile."""
+"""The protocol of a run: the request, the record, and the observations of a step."""

@@ -49,9 +49,10 @@ class Ledger(Struct, kw_only=True):
 
 
 def assert_communication(ledger: Ledger, expected: Expected, *, scalars: bool = False) -> None:
-    """Nothing was communicated but this, and all of this was; with `scalars` lone numbers count, too.
+    """Check that exactly the expected communication happened. With `scalars` single numbers count, too.
 
-    Raises UnexpectedCommunicationError: something is missing, too much or too little, or could not be read.
+    Raises UnexpectedCommunicationError: a message is missing or unexpected, or has another size, or the ledger
+    is incomplete.
     """
     rows = [row for row in ledger.rows if scalars or row.bytes > SCALAR * row.calls]
     asked = {

@@ -87,7 +87,7 @@ def tokens(run: Record) -> Values:
     }
 
 
-# Errors: of a place, from the candidate's array, the reference's, and the one before training.
+# Errors at a place, from the arrays of the candidate, of the reference, and before training.
 
 
 def of_tensor(place: str, value: np.ndarray, reference: np.ndarray, begin: np.ndarray | None) -> Found:

@@ -35,11 +35,11 @@ def coverage(rounds: int, rank: int) -> float:
 
 
 CONFIDENCE = coverage(MIN_ROUNDS, 1)
-"""Least coverage of every interval: more rounds make it narrower, never less sure."""
+"""Least coverage of every interval. More rounds make it narrower, with at least this coverage."""
 
 
 def rank_of(rounds: int) -> int:
-    """The narrowest interval's rank that covers the median with `CONFIDENCE`; 0 where none does."""
+    """Rank of the narrowest interval that covers the median with `CONFIDENCE`; 0 if no interval does."""
     ranks = range(1, rounds // 2 + 1)
     return max((rank for rank in ranks if coverage(rounds, rank) >= CONFIDENCE), default=0)
 
@@ -54,9 +54,9 @@ def interval_words(estimates: Iterable[Estimate]) -> str:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The median of one value a round, with the sign test's interval: two of the values themselves.
+    """The median of one value per round, with the sign test's interval, whose ends are two of the values.
 
-    It asks nothing of the noise but that rounds are independent, and its coverage is known exactly. The
+    Only independent rounds are assumed, and the coverage is exact. The
     percentile bootstrap at 95 % has the same ends for five rounds, and covers 87.5 % with seven.
     """
     ordered = sorted(map(float, values))

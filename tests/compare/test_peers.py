@@ -35,7 +35,7 @@ def test_studies_of_our_engines_take_no_peer(capsys, command):
 )
 def test_peer_rejects_layout(peer, layout, words):
     with pytest.raises(ExperimentError) as refusal:
-        ENGINES[peer].require(layout)
+        ENGINES[peer].require_experiment(Experiment(layout=layout))
     assert str(refusal.value).startswith(f"{peer}: ")
     assert words in str(refusal.value)
 

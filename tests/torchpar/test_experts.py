@@ -99,11 +99,7 @@ ENGINES = {"manual": manual, "library": library, "compiler": compiler}
 
 
 def is_supported(engine: str, name: str) -> bool:
-    try:
-        registry.ENGINES[f"torch-{engine}"].require(LAYOUTS[name])
-    except ExperimentError:
-        return False
-    return True
+    return not registry.ENGINES[f"torch-{engine}"].why_not(LAYOUTS[name])
 
 
 CASES = [(engine, name) for engine in ENGINES for name in LAYOUTS if is_supported(engine, name)]

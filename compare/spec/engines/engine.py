@@ -55,8 +55,6 @@ class Engine(Struct, frozen=True, kw_only=True):
     """The tool that finds a missing collective before the numbers do; a sentence of the lessons."""
     gradient_sync: tuple[str, ...]
     """Gradient synchronisations of `layout.gradient_sync` that it can run; one if the framework chooses."""
-    sync_with_tp: str = ""
-    """The synchronisation under tensor parallelism, if it is another one."""
     folder: str = ""
     """Folder of its strategies in the side's package, or the module of a peer."""
     sends_by: Literal["", "xla", "types", "pytorch", "dtensor"] = ""
@@ -90,17 +88,13 @@ class Engine(Struct, frozen=True, kw_only=True):
         return self.sends_by in ("xla", "types")
 
     def gradient_sync_for(self, layout: Layout) -> str:
-        """The synchronisation that runs: by ZeRO stage, by the layout or by the engine.
-
-        Raises ExperimentError: as `require`.
-        """
-        self.require(layout)
+        """The synchronisation that runs: by ZeRO stage, by the layout or by the engine."""
         if layout.zero:
             return f"zero{layout.zero}"
         if layout.data_parallel * layout.cp == 1:
             return "none"
-        if layout.tp > 1 and self.sync_with_tp:
-            return self.sync_with_tp
+        if layout.tp > 1 and self.sends_by == "pytorch":
+            return "fsdp2"  # DDP takes no DTensor
         return layout.gradient_sync if self.offers_choice else self.gradient_sync[0]
 
     def remat_for(self, layout: Layout) -> str:
@@ -137,11 +131,6 @@ class Engine(Struct, frozen=True, kw_only=True):
                     f"{name} = {value}: a peer has none: set it to 0, or leave {self.name} out of --engines"
                 )
         return ""
-
-    def require(self, layout: Layout) -> None:
-        """Reject a layout that this engine cannot run. Raises ExperimentError with the reason."""
-        if why := self.why_not(layout):
-            raise ExperimentError(f"{self.name}: {why}")
 
     def require_experiment(self, experiment: Experiment) -> None:
         """Reject an experiment that this engine cannot train. Raises ExperimentError with the reason."""

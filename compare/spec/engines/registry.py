@@ -12,8 +12,6 @@ from compare.spec.experiment import Layout
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 CONTEXTS = ("allgather", "ring", "ulysses")
-FSDP2 = "fsdp2"
-"""The gradient reduction of torch-library under tensor parallelism, because DDP takes no DTensor."""
 
 
 def _one_device(layout: Layout) -> str:
@@ -203,7 +201,6 @@ TORCH = Side(
             checks="none before it runs: a sum that no wrapper makes, such as a norm's gradient "
             "under sequence parallelism, shows in the ladder only",
             gradient_sync=("ddp",),
-            sync_with_tp=FSDP2,
             sends_by="pytorch",
             layouts=Layouts(
                 schedules=SCHEDULES,
