@@ -98,7 +98,7 @@ def local_shards(tensors: TensorsByName, shards: Iterable[Shard]) -> Iterator[tu
     """This rank's shards of weights, gradients or moments, without padding: copies, one at a time."""
     for shard in shards:
         flat = local(tensors[nanogpt_name(shard.name)]).detach().reshape(-1)
-        array = flat[: math.prod(shard.held_shape)].to("cpu", copy=True).numpy()  # padding is at the end
+        array = flat[: math.prod(shard.local_shape)].to("cpu", copy=True).numpy()  # padding is at the end
         if shard.elements is None:
             array = array.reshape([shard.shape[dim] for dim in shard.dim_order])
             array = array.transpose(np.argsort(shard.dim_order))

@@ -20,7 +20,7 @@ from compare.checkpoint.description import (
     key,
     tensor_shapes,
 )
-from compare.numerics.boxes import Box, Weights, whole
+from compare.numerics.boxes import Box, Weights, full_box
 from compare.numerics.parameters import parameter_table, storage_dtype
 from compare.spec.experiment import ExperimentError, revalidate
 from compare.system.json_files import read_json
@@ -51,7 +51,7 @@ class CheckpointReader:
         for name in self.description.files:
             self._note_parts(name, self._file(self.folder / name))
         for name, parts in self._parts.items():
-            there, size = sum(box.size for box, _ in parts), whole(self._shapes[name]).size
+            there, size = sum(box.size for box, _ in parts), full_box(self._shapes[name]).size
             if there != size:
                 raise CheckpointError(f"{self.folder}: its files hold {there} of {size} elements of {name}")
 
@@ -69,7 +69,7 @@ class CheckpointReader:
                 )
         for name, parts in self._parts.items():
             for part, file_name in parts:
-                values = self._slice(file_name, name, whole(part.shape).slices)
+                values = self._slice(file_name, name, full_box(part.shape).slices)
                 if not np.isfinite(values).all():
                     raise CheckpointError(
                         f"{blamed or self.folder / file_name}: {name} has values that are NaN or infinite: "
@@ -82,7 +82,7 @@ class CheckpointReader:
         The group is weights, m or v; the name is canonical. Raises CheckpointError: the file cannot be read,
         or parts do not cover the box.
         """
-        wanted = whole(self._shapes[key(group, name)]) if box is None else box
+        wanted = full_box(self._shapes[key(group, name)]) if box is None else box
         array, seen = np.empty(wanted.shape, self._dtype), np.zeros(wanted.shape, bool)
         for part, file_name in self._parts[key(group, name)]:
             if common := part.overlap(wanted):

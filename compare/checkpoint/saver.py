@@ -121,13 +121,13 @@ def write_checkpoint(
     if folder.exists():
         raise ExperimentError(f"{folder} exists already: give another name, or remove it")
     try:
-        _write(folder, checkpoint, _in_files(_whole(checkpoint.experiment, tensors)), [0], of=1)
+        _write(folder, checkpoint, _in_files(_full_shards(checkpoint.experiment, tensors)), [0], of=1)
     except BaseException:
         shutil.rmtree(_unfinished(folder), ignore_errors=True)
         raise
 
 
-def _whole(experiment: Experiment, tensors: Mapping[str, Mapping[str, np.ndarray]]) -> Iterator[Part]:
+def _full_shards(experiment: Experiment, tensors: Mapping[str, Mapping[str, np.ndarray]]) -> Iterator[Part]:
     """Every tensor of a full state as a shard of device 0, in the dtype of stored weights."""
     dtype = storage_dtype(experiment)
     for group in groups(experiment):

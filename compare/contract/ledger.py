@@ -51,8 +51,8 @@ class Ledger(Struct, kw_only=True):
 def assert_communication(ledger: Ledger, expected: Expected, *, scalars: bool = False) -> None:
     """Check that exactly the expected communication happened. With `scalars` single numbers count, too.
 
-    Raises UnexpectedCommunicationError: a message is missing or unexpected, or has another size, or the ledger
-    is incomplete.
+    Raises UnexpectedCommunicationError: a message is missing or unexpected, or has another size, or the
+    ledger is incomplete.
     """
     rows = [row for row in ledger.rows if scalars or row.bytes > SCALAR * row.calls]
     asked = {

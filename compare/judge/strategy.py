@@ -6,10 +6,8 @@ and compared with the request. A setting that an engine does not show, or that h
 in `Strategy.uncompared`.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import NamedTuple, get_args
 
 import numpy as np
@@ -26,7 +24,7 @@ from compare.spec.axes import PP, REPLICAS, joined_of
 from compare.spec.engines.engine import Engine
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
-from compare.theory.memory import bytes_held, excess, padded_size, parameters_of_stage
+from compare.theory.memory import bytes_at_rest, excess, padded_size, parameters_of_stage
 
 AT_REST = 0.05
 """Tolerance of bytes at rest: scalars such as Adam's step, beyond padding."""
@@ -252,25 +250,23 @@ def _gradient_sync(run: Observed) -> Iterator[Finding]:
 def _fits(run: Observed, sync: str, stage: int, calls: int) -> bool:
     """True if all-reduces have the properties of a synchronisation.
 
-    naive and overlapped send each gradient alone, flat sends all at once. A bucket has at most `bucket_mb`,
-    or one larger gradient, and the next gradient does not fit into it. The last gradients come first. If
-    sizes are unknown (DDP, JAX), the number of calls is bounded: gradients of a quarter of a bucket may go
-    alone, and other buckets are half full.
+    naive and overlapped send each gradient alone, flat sends all at once. Buckets are filled from the last
+    gradient on, up to `bucket_mb`. If sizes are unknown (DDP, JAX), the number of calls is bounded: gradients
+    of a quarter of a bucket may go alone, and other buckets are half full.
     """
     layout, leaves = run.experiment.layout, leaves_of(run.engine, run.experiment, stage)
-    limit = layout.bucket_mb * 1e6
     # JAX joins gradients that are split alike.
     groups = (1 + (layout.pp > 1)) * (1 + (layout.tp > 1)) if run.engine.is_jax else 1
     if sync in ("naive", "overlapped", "flat"):
         return calls == (groups if sync == "flat" else len(leaves))
+    limit = layout.bucket_mb * 1e6
     if run.work.gradient_messages:
-        sizes = [size for size, _ in run.work.gradient_messages[stage]]
-        order = leaves[::-1]
-        leaf_at = dict(zip(accumulate(order, initial=0.0), [*order, math.inf], strict=True))
-        return calls == len(sizes) > 0 and all(
-            size <= max(limit, leaf_at.get(begin, 0.0)) and size + leaf_at.get(begin + size, 0.0) > limit
-            for begin, size in zip(accumulate(sizes, initial=0), sizes, strict=False)
-        )
+        sizes, buckets = [size for size, _ in run.work.gradient_messages[stage]], list[float]()
+        for leaf in reversed(leaves):
+            if not buckets or buckets[-1] + leaf > limit:
+                buckets.append(0.0)
+            buckets[-1] += leaf
+        return calls == len(sizes) and sizes == buckets
     alone, others = sum(leaf >= limit / 4 for leaf in leaves), sum(x for x in leaves if x < limit / 4)
     most = alone + 2 * others / limit + groups * layout.chunks
     return sum(leaves) / (limit + max(leaves)) <= calls <= most
@@ -294,7 +290,7 @@ def _at_rest(run: Observed) -> Iterator[Finding]:
     """Bytes between two steps against the closed form, and weights of replicas against each other."""
     manifest = run.record.manifest
     yield Finding("weights of replicas at the end", "", manifest.replicas_apart)
-    expected, most = (bytes_held(run.engine.name, run.experiment, rounds_up=up) for up in (False, True))
+    expected, most = (bytes_at_rest(run.engine.name, run.experiment, rounds_up=up) for up in (False, True))
     if all(step.skipped for step in run.record.steps):
         del expected["optimizer"]  # PyTorch makes the moments at the first update
     errors = {kind: excess(manifest.resident_bytes, {kind: size}, most) for kind, size in expected.items()}

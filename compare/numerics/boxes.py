@@ -47,13 +47,13 @@ class Box(Struct, frozen=True):
         return _box(limits) if all(start < stop for start, stop in limits) else None
 
 
-def whole(shape: tuple[int, ...]) -> Box:
+def full_box(shape: tuple[int, ...]) -> Box:
     """The box of a full tensor of this shape."""
     return Box((0,) * len(shape), shape)
 
 
 def to_boxes(shard: Shard, held: np.ndarray) -> Iterator[tuple[Box, np.ndarray]]:
-    """Cut a device's shard, of shape `shard.held_shape`, into boxes with values; none if it is empty."""
+    """Cut a device's shard, of shape `shard.local_shape`, into boxes with values; none if it is empty."""
     for box, part, shape, back in _boxes(shard):
         yield box, held if part is None else held[part].reshape(shape).transpose(back)
 
@@ -61,12 +61,12 @@ def to_boxes(shard: Shard, held: np.ndarray) -> Iterator[tuple[Box, np.ndarray]]
 def from_boxes(
     shard: Shard, read: Callable[[Sequence[Box]], Sequence[np.ndarray]], dtype: np.dtype
 ) -> np.ndarray:
-    """Join a shard, of shape `shard.held_shape`, from its boxes: the inverse of `to_boxes`."""
+    """Join a shard, of shape `shard.local_shape`, from its boxes: the inverse of `to_boxes`."""
     boxes = list(_boxes(shard))
     arrays = read([box for box, *_ in boxes])
     if shard.elements is None and boxes:
         return arrays[0]
-    held = np.zeros(shard.held_shape, dtype)
+    held = np.zeros(shard.local_shape, dtype)
     for (_, part, _, back), array in zip(boxes, arrays, strict=True):
         held[part] = array.transpose(np.argsort(back)).reshape(-1)
     return held

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from compare.numerics.boxes import Box, Weights, whole
+from compare.numerics.boxes import Box, Weights, full_box
 from compare.spec.experiment import Experiment, Model
 
 QKV = 3
@@ -136,7 +136,7 @@ class SeedWeights(Weights):
     def __init__(self, experiment: Experiment):
         self._rows = {parameter.name: parameter for parameter in parameter_table(experiment.model)}
         self._seed, self._dtype = experiment.train.seed, storage_dtype(experiment)
-        super().__init__(self._rows, lambda name: self.boxes(name, [whole(self._rows[name].shape)])[0])
+        super().__init__(self._rows, lambda name: self.boxes(name, [full_box(self._rows[name].shape)])[0])
 
     def boxes(self, name: str, boxes: Sequence[Box]) -> list[np.ndarray]:
         """Draw boxes of a tensor in one pass, some rows at a time."""

@@ -38,7 +38,7 @@ class Shard(Struct, frozen=True, kw_only=True):
     """0 for the first device with this part, 1 and so on for copies on other devices."""
 
     @property
-    def held_shape(self) -> tuple[int, ...]:
+    def local_shape(self) -> tuple[int, ...]:
         """Shape of the device's shard: the box's, or (elements,) for a range of them."""
         return self.shape if self.elements is None else (self.elements[1] - self.elements[0],)
 

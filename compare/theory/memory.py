@@ -29,7 +29,7 @@ STEP_BYTES = 4
 """Bytes of the step count that PyTorch's AdamW keeps for each parameter."""
 
 
-def bytes_held(engine: str, experiment: Experiment, *, rounds_up: bool = False) -> dict[str, list[float]]:
+def bytes_at_rest(engine: str, experiment: Experiment, *, rounds_up: bool = False) -> dict[str, list[float]]:
     """Bytes at rest by kind, for each device in the order of the mesh.
 
     With `rounds_up` an upper bound for the fullest device, from the way in which the engine cuts parameters.

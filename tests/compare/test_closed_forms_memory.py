@@ -7,7 +7,7 @@ from compare.judge.strategy import AT_REST
 from compare.numerics.parameters import parameter_count
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import edited, load
-from compare.theory.memory import KINDS, bytes_held, excess
+from compare.theory.memory import KINDS, bytes_at_rest, excess
 
 CHECK = load("check")
 WHOLE = 8 * parameter_count(CHECK.model)  # bytes in float64
@@ -18,7 +18,7 @@ REPEATED = 6 * C  # of a block under tp: two norms (4 C) and two row biases (2 C
 
 def held(engine="torch-manual", experiment=CHECK, **fields):
     layout = msgspec.structs.replace(experiment.layout, **fields)
-    return bytes_held(engine, msgspec.structs.replace(experiment, layout=layout))
+    return bytes_at_rest(engine, msgspec.structs.replace(experiment, layout=layout))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_fullest_device_has_its_rounding(engine, zero):
     """A model of which five devices divide nothing, as DTensor, FSDP2 and we cut it, and as JAX pads it."""
     sizes = {"n_layer": 2, "n_embd": 3, "n_head": 1, "vocab_size": 5, "block_size": 8}
     spec = edited(CHECK, {"model": sizes, "layout": {"dp_shard": 5, "zero": zero}})
-    form, most = (bytes_held(engine, spec, rounds_up=up) for up in (False, True))
+    form, most = (bytes_at_rest(engine, spec, rounds_up=up) for up in (False, True))
     held = dict(zip(KINDS, MEASURED[engine, zero], strict=True))
     assert abs(excess(held, form, most)) < 0.02
     assert zero == 1 or excess(held, form) > 0.01

@@ -13,7 +13,7 @@ from compare.setup import fitting
 from compare.setup.presets import spread
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import ExperimentError, Layout, load
-from compare.theory.memory import bytes_held
+from compare.theory.memory import bytes_at_rest
 from tests.support.rows import short
 
 
@@ -51,7 +51,7 @@ def test_memory_is_the_closed_form(nothing_starts, capsys):
     asked = "run check --preset fsdp_pp --devices 4 --engines torch-manual --dry_run --json"
     assert main(asked.split()) == 0
     (case,) = json.loads(capsys.readouterr().out)["cases"]
-    expected = bytes_held("torch-manual", spread(load("check"), "fsdp_pp", 4))
+    expected = bytes_at_rest("torch-manual", spread(load("check"), "fsdp_pp", 4))
     fullest = [3, 2]  # the last stage, which has the logits
     for kind, by_device in expected.items():
         assert [case["memory"][kind]] * 2 == [by_device[device] for device in fullest]

@@ -23,7 +23,7 @@ from compare.spec.axes import DP_SHARD
 from compare.spec.engines.engine import Holds
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, load
-from compare.theory.memory import KINDS, bytes_held
+from compare.theory.memory import KINDS, bytes_at_rest
 from tests.support.outline import require_alone
 from tests.support.records import make_run
 
@@ -49,7 +49,7 @@ def wrong_shares(cases: list[tuple[str, Experiment]]) -> list[str]:
     """Devices whose share of a kind differs from the closed form of memory."""
     wrong = []
     for engine, experiment in cases:
-        expected = bytes_held(engine, experiment)
+        expected = bytes_at_rest(engine, experiment)
         copies = {"optimizer": len(moment_names(experiment.optimizer))}
         model_bytes = parameter_count(experiment.model) * storage_dtype(experiment).itemsize
         for kind, device in itertools.product(KINDS, range(experiment.layout.devices)):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from compare.numerics import parameters
-from compare.numerics.boxes import Box, whole
+from compare.numerics.boxes import Box, full_box
 from compare.numerics.parameters import SeedWeights, initial_parameters, parameter_table
 from compare.spec.experiment import Experiment, Model, Precision
 
@@ -36,7 +36,7 @@ def test_every_box_has_the_numbers_of_the_whole(dtype, at_once, monkeypatch):
     for name, tensor in expected.items():
         end = Box(tuple(size // 2 for size in tensor.shape), tuple(size - size // 2 for size in tensor.shape))
         begin = Box((0,) * tensor.ndim, tuple(-(-size // 3) for size in tensor.shape))
-        boxes = [end, whole(tensor.shape), begin, end]
+        boxes = [end, full_box(tensor.shape), begin, end]
         for box, found in zip(boxes, weights.boxes(name, boxes), strict=True):
             assert found.dtype == dtype
             np.testing.assert_array_equal(found, tensor[box.slices], err_msg=f"{name} {box}")

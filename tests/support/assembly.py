@@ -9,7 +9,7 @@ from compare.numerics.shards import Shard
 
 
 def cut(tensor: np.ndarray, shard: Shard) -> np.ndarray:
-    """Copy of a device's shard, `shard.held_shape`, of a full tensor."""
+    """Copy of a device's shard, `shard.local_shape`, of a full tensor."""
     ends = (start + size for start, size in zip(shard.offset, shard.shape, strict=True))
     box = tensor[(*map(slice, shard.offset, ends), ...)]  # the ellipsis keeps one without dims an array
     if shard.elements is None:
@@ -26,7 +26,7 @@ def assemble(shape: tuple[int, ...], parts: Iterable[tuple[Shard, np.ndarray]]) 
     numbers, tensor, seen = np.arange(size).reshape(shape), np.empty(size, array.dtype), np.zeros(size, bool)
     for shard, held in parts:
         assert shard.name == first.name
-        assert (held.shape, held.dtype) == (shard.held_shape, array.dtype), shard
+        assert (held.shape, held.dtype) == (shard.local_shape, array.dtype), shard
         places = cut(numbers, shard).reshape(-1)
         known, flat = seen[places], held.reshape(-1)
         assert tensor[places][known].tobytes() == flat[known].tobytes(), f"{shard} differs from another shard"

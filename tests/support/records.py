@@ -36,7 +36,7 @@ from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
 from compare.system.json_files import write_json
 from compare.theory.communication import bytes_sent
-from compare.theory.memory import bytes_held
+from compare.theory.memory import bytes_at_rest
 
 CORPUS = "00"
 OF_EXPERTS = ("routing", "tokens_per_expert")
@@ -159,7 +159,7 @@ def make_record(
         write_tensors(recorder.folder, rung, values)
     for step in steps if steps is not None else make_steps(experiment):
         recorder.step(step)
-    devices, at_rest = experiment.layout.devices, bytes_held(engine, experiment)
+    devices, at_rest = experiment.layout.devices, bytes_at_rest(engine, experiment)
     manifest = Manifest(
         engine=engine,
         experiment=experiment,

@@ -8,7 +8,7 @@ from compare.contract.record import ON_HOST, Record
 from compare.show.figures import COLOURS, INK, Axes, Figure
 from compare.show.findings import NONE, Row, Table, Text
 from compare.terminal import human_bytes
-from compare.theory.memory import KINDS, bytes_held
+from compare.theory.memory import KINDS, bytes_at_rest
 from compare.theory.peak import peak_per_device
 
 MANY_PHASES = 12
@@ -38,7 +38,7 @@ def resting_table(records: Mapping[str, Record]) -> Table:
 def _resting_cells(record: Record) -> list[Text]:
     """Bytes of each kind, their sum, and bytes that offload moved to the host."""
     manifest = record.manifest
-    measured, expected = manifest.resident_bytes, bytes_held(manifest.engine, manifest.experiment)
+    measured, expected = manifest.resident_bytes, bytes_at_rest(manifest.engine, manifest.experiment)
     if not measured:
         return [Text("not recorded")] * (len(KINDS) + 1)
     device = max(range(manifest.devices), key=lambda d: sum(measured[kind][d] for kind in KINDS))
