@@ -202,7 +202,6 @@ def time_collectives(
         request,
         folder,
         name=folder.name,
-        options=["--collectives"],
         pythons=pythons,
         layout=Layout(dp_replicate=request.ranks),
         hosts=hosts,

@@ -13,8 +13,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from compare.contract import record as files
 from compare.contract.record import Record, Step
@@ -103,28 +104,10 @@ def visible_gpus() -> int:
     return available if chosen is None else min(available, len(named))
 
 
-def launch(
-    request: Request,
-    folder: Path,
-    *,
-    pythons: Mapping[str, str] | None = None,
-    hosts: Hosts = HERE,
-    on_step: Callable[[Step], None] = lambda step: None,
-    source: Path | None = None,
-) -> Record:
+def launch(request: Request, folder: Path, **how: Any) -> Record:
     """Train with one engine in a new folder, and return its record. Arguments and errors as in `run_side`."""
-    layout = request.experiment.layout
-    run_side(
-        side_of(request.engine),
-        request,
-        folder,
-        name=request.engine,
-        layout=layout,
-        pythons=pythons,
-        hosts=hosts.for_layout(layout),
-        on_step=on_step,
-        source=source,
-    )
+    engine, layout = request.engine, request.experiment.layout
+    run_side(side_of(engine), request, folder, name=engine, layout=layout, **how)
     return files.read_record(folder)
 
 
@@ -135,18 +118,17 @@ def run_side(
     *,
     name: str,
     layout: Layout,
-    options: Sequence[str] = (),
-    pythons: Mapping[str, str] | None = None,
+    pythons: Mapping[str, str],
     hosts: Hosts = HERE,
     on_step: Callable[[Step], None] = lambda step: None,
     source: Path | None = None,
 ) -> None:
-    """Run `python -m SIDE OPTIONS FOLDER` to its end in a new folder, with the request and a log in it.
+    """Run `python -m SIDE FOLDER` to its end in a new folder, with the request and a log in it.
 
     Args:
         name: for messages.
         layout: its devices are spread over the hosts.
-        pythons: an interpreter by side; by default this one.
+        pythons: an interpreter by side; this one if a side has none.
         on_step: called with each step as it is written.
         source: a folder with packages that come before the installed ones.
 
@@ -159,7 +141,8 @@ def run_side(
         raise EngineError(f"{name}: {STOPPED_EARLY}", exit_code=STOPPED)
     folder.mkdir(parents=True)
     files.write_json(folder / files.REQUEST, request)
-    python = (pythons or {}).get(side.name, sys.executable)
+    python, hosts = pythons.get(side.name, sys.executable), hosts.for_layout(layout)
+    options = ["--collectives"] if isinstance(request, CollectiveRequest) else []
     command, *elsewhere = hosts.commands(python, side, folder, layout=layout, options=options)
     on_host = hosts.processes_on_host(side, layout)
     for place, host in enumerate(hosts.slots):

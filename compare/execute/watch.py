@@ -16,7 +16,7 @@ import psutil
 from compare.contract import record as files
 from compare.contract.record import Failure, Step
 from compare.execute.failures import LOG
-from compare.execute.launchers import HERE, Hosts
+from compare.execute.launchers import Hosts
 from compare.side.ending import STOP_SIGNAL, STOPPED, StopRequest
 from compare.side.process_states import describe_hang, read_states
 from compare.system.facts import Activity, is_stopped, look_s
@@ -32,7 +32,7 @@ GRACE_S = 15.0  # beyond the time-out: an engine ends itself first, and names th
 def watch(
     process: subprocess.Popen,
     folder: Path,
-    hosts: Hosts = HERE,
+    hosts: Hosts,
     *,
     timeout_s: float,
     on_step: Callable[[Step], None],
