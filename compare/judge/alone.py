@@ -68,14 +68,14 @@ def judged(record: Record, name: str = "") -> Judged:
     Raises RecordError: a file of tensors cannot be read.
     """
     request, strategy = objections(record), strategy_of(record)
-    own = {REQUEST: _verdict(request)}
+    own = {REQUEST: _as_error(request)}
     if not (record.request and record.request.timing):
-        own[INITIAL_WEIGHTS] = _verdict(_of_start(record))
-    for rung, errors in ((NORMS, _norms(record)), (UPDATE, _updates(record))):
+        own[INITIAL_WEIGHTS] = _as_error(_check_start(record))
+    for rung, errors in ((NORMS, _compare_norms(record)), (UPDATE, _compare_updates(record))):
         if found := max(errors, key=lambda one: one[0], default=None):
             own[rung] = found
     if strategy.findings:
-        own[STRATEGY] = _verdict(strategy.objections.values())
+        own[STRATEGY] = _as_error(strategy.objections.values())
     alone = Alone(
         request=request,
         strategy=strategy.objections,
@@ -86,7 +86,8 @@ def judged(record: Record, name: str = "") -> Judged:
     return Judged(name or record.manifest.engine, record, alone)
 
 
-def _verdict(wrong: Iterable[str]) -> Found:
+def _as_error(wrong: Iterable[str]) -> Found:
+    """An infinite error with the first objections; 0 without objections."""
     lines = list(wrong)
     return (math.inf, "; ".join(lines[:LISTED])) if lines else (0.0, "")
 
@@ -99,14 +100,14 @@ def objections(record: Record) -> list[str]:
     if record.request is None:
         return []
     return [
-        *_of_steps(record, record.request.experiment),
-        *_of_ledger(record, record.request.experiment),
-        *_of_tensors(record, record.request),
-        *_of_checkpoint(record, record.request),
+        *_check_steps(record, record.request.experiment),
+        *_check_ledger(record, record.request.experiment),
+        *_check_tensors(record, record.request),
+        *_check_checkpoint(record, record.request),
     ]
 
 
-def _of_steps(record: Record, experiment: Experiment) -> Iterator[str]:
+def _check_steps(record: Record, experiment: Experiment) -> Iterator[str]:
     """Values that are not finite, and tokens that experts lost or counted twice."""
     values = {
         f"{what} of step {s.step}": x
@@ -127,7 +128,7 @@ def _of_steps(record: Record, experiment: Experiment) -> Iterator[str]:
             return
 
 
-def _of_ledger(record: Record, experiment: Experiment) -> Iterator[str]:
+def _check_ledger(record: Record, experiment: Experiment) -> Iterator[str]:
     """Axes that nothing was sent along, so nothing is split over them; and axes of one device."""
     used = {axis for row in record.ledger.rows if row.calls for axis in parts_of(row.axis)}
     split = {axis for axis, degree in experiment.layout.axes.items() if degree > 1}
@@ -137,7 +138,7 @@ def _of_ledger(record: Record, experiment: Experiment) -> Iterator[str]:
         yield f"it sent along {', '.join(odd)}, where the layout has one device"
 
 
-def _of_tensors(record: Record, request: Request) -> Iterator[str]:
+def _check_tensors(record: Record, request: Request) -> Iterator[str]:
     experiment, kept = request.experiment, storage_dtype(request.experiment)
     table = {parameter.name: (parameter.shape, kept) for parameter in parameter_table(experiment.model)}
     of_tokens = {
@@ -155,7 +156,7 @@ def _of_tensors(record: Record, request: Request) -> Iterator[str]:
             have, belongs = found.get(odd, "missing"), asked.get(odd, "unknown")
             yield f"its {rung} have {odd} as {have} instead of {belongs}"
         elif rung == Recorded.BATCH:
-            yield from _of_batch(tensors, request)
+            yield from _check_batch(tensors, request)
         elif rung == Recorded.ROUTING:
             counts = [np.bincount(layer.ravel()).tolist() for layer in tensors["experts"]]
             if counts != [np.trim_zeros(layer, "b") for layer in record.steps[0].tokens_per_expert or ()]:
@@ -164,7 +165,7 @@ def _of_tensors(record: Record, request: Request) -> Iterator[str]:
             yield f"every gradient of step {request.first_step} is zero"
 
 
-def _of_batch(found: Mapping[str, np.ndarray], request: Request) -> Iterator[str]:
+def _check_batch(found: Mapping[str, np.ndarray], request: Request) -> Iterator[str]:
     """The first batch against the corpus, if it can still be read; the dropout keys against the seed."""
     experiment, step = request.experiment, request.first_step
     for name, drawn in keys_of_step(experiment, step).items():
@@ -181,7 +182,7 @@ def _of_batch(found: Mapping[str, np.ndarray], request: Request) -> Iterator[str
     yield f"{source} has changed since" if is_other else f"its batch is not batch {step} of {source}"
 
 
-def _of_checkpoint(record: Record, request: Request) -> Iterator[str]:
+def _check_checkpoint(record: Record, request: Request) -> Iterator[str]:
     """The last checkpoint against the last weights. A user may move checkpoints away after the run."""
     kept, steps = checkpoints_in(record.folder / CHECKPOINTS), request.experiment.train.max_iters
     rung = request.weights_due.get(request.steps)
@@ -203,7 +204,7 @@ def _of_checkpoint(record: Record, request: Request) -> Iterator[str]:
 # Against the seed and the formulas
 
 
-def _of_start(record: Record) -> Iterator[str]:
+def _check_start(record: Record) -> Iterator[str]:
     """The first weights against the seed's, which are bitwise equal everywhere, or those that were given."""
     request = record.request
     right = (
@@ -214,7 +215,7 @@ def _of_start(record: Record) -> Iterator[str]:
         yield f"it begins with other weights than {'were given' if given else 'the seed gives'}"
 
 
-def _norms(record: Record) -> Iterator[Found]:
+def _compare_norms(record: Record) -> Iterator[Found]:
     """The norms of the first steps against the gradients in the record."""
     for step, (rung, *_) in zip(record.steps, UPDATES, strict=False):
         if (gradients := read_tensors(record.folder, rung)) and not step.skipped:
@@ -223,7 +224,7 @@ def _norms(record: Record) -> Iterator[Found]:
             yield error, f"grad_norm of step {step.step}, against its own gradients,"
 
 
-def _updates(record: Record) -> Iterator[Found]:
+def _compare_updates(record: Record) -> Iterator[Found]:
     """The first updates against the optimizer's formulas, from the run's own gradients.
 
     Below float64 the weights of two correct runs may differ by a whole update, because Adam turns every

@@ -99,14 +99,14 @@ def settings_of(record: Record, strategy: Strategy) -> dict[str, str]:
     }
 
 
-def _compile(run: Observed) -> Iterator[Finding]:
+def _read_compiler(run: Observed) -> Iterator[Finding]:
     """The compiler, in engines that may compile or not."""
     asked, found = run.experiment.layout.compile, run.work.compiled.partition(",")[0] or "none"
     if run.engine.sends_by == "dtensor" and asked != "auto":
         yield Finding("layout.compile", asked, found)
 
 
-def _dtype(run: Observed) -> Iterator[Finding]:
+def _read_dtypes(run: Observed) -> Iterator[Finding]:
     """Dtypes of matrix products, and of the gradients and streams that are sent."""
     asked = run.experiment.precision.product_dtype
     if asked == "tf32" and run.record.manifest.platform == "cpu":
@@ -125,7 +125,7 @@ def _dtype(run: Observed) -> Iterator[Finding]:
         yield Finding(f"dtype of {what} that are sent", stored, ", ".join(sorted(dtypes)))
 
 
-def _kept(run: Observed) -> Iterator[Finding]:
+def _read_kept_dtypes(run: Observed) -> Iterator[Finding]:
     """Dtypes of operations that 16-bit training leaves in float32."""
     if run.work.compiled:
         raise ValueError(f"operators of a compiled program cannot be observed ({run.work.compiled})")
@@ -136,7 +136,7 @@ def _kept(run: Observed) -> Iterator[Finding]:
             yield Finding(f"dtype of the {what}", stored, ", ".join(found) or "none")
 
 
-def _gradients(run: Observed) -> Iterator[Finding]:
+def _read_gradient_sums(run: Observed) -> Iterator[Finding]:
     """The dtype in which gradients are summed, if products have 16 bits.
 
     Gradients of norms and positions are sums of float32 terms, which need all 24 bits. If the terms or the
@@ -168,7 +168,7 @@ def blocks_that_run(engine: Engine, experiment: Experiment) -> int:
     return turns * blocks // layout.chunks
 
 
-def _remat(run: Observed) -> Iterator[Finding]:
+def _read_remat(run: Observed) -> Iterator[Finding]:
     """Recomputation in backward, from counts of operations."""
     forward, again = Counter(run.work.forward), Counter(run.work.again)
     blocks = forward["activations"]
@@ -183,7 +183,7 @@ def _remat(run: Observed) -> Iterator[Finding]:
     yield Finding("layout.remat", run.engine.remat_for(run.experiment.layout), found)
 
 
-def _loss_chunks(run: Observed) -> Iterator[Finding]:
+def _read_loss_chunks(run: Observed) -> Iterator[Finding]:
     """Chunks of the loss, from the positions of logits and the number of products that make them."""
     chunks, layout = run.experiment.train.loss_chunks, run.experiment.layout
     # Under jit arrays have all positions of the sequence, elsewhere the positions of a device.
@@ -198,7 +198,7 @@ def _loss_chunks(run: Observed) -> Iterator[Finding]:
     yield Finding("train.loss_chunks", str(chunks), found or "none")
 
 
-def _schedule(run: Observed) -> Iterator[Finding]:
+def _read_schedule(run: Observed) -> Iterator[Finding]:
     """The schedule of a pipeline, from the order of its tasks."""
     layout, found = run.experiment.layout, "another order"
     if layout.pp == 1:
@@ -212,7 +212,7 @@ def _schedule(run: Observed) -> Iterator[Finding]:
     yield Finding("layout.schedule", layout.schedule, found)
 
 
-def _gradient_sync(run: Observed) -> Iterator[Finding]:
+def _read_gradient_sync(run: Observed) -> Iterator[Finding]:
     """How gradients are reduced over replicas, from the number, sizes and times of the all-reduces.
 
     Only where the layout's choice is carried out: FSDP, sharded optimizers and experts reduce unit by unit.
@@ -286,7 +286,7 @@ def leaves_of(engine: Engine, experiment: Experiment, stage: int) -> list[float]
     ]
 
 
-def _at_rest(run: Observed) -> Iterator[Finding]:
+def _read_bytes_at_rest(run: Observed) -> Iterator[Finding]:
     """Bytes between two steps against the closed form, and weights of replicas against each other."""
     manifest = run.record.manifest
     yield Finding("weights of replicas at the end", "", manifest.replicas_apart)
@@ -298,7 +298,7 @@ def _at_rest(run: Observed) -> Iterator[Finding]:
     yield Finding("bytes at rest", "", ", ".join(odd))
 
 
-def _sent(run: Observed) -> Iterator[Finding]:
+def _read_bytes_sent(run: Observed) -> Iterator[Finding]:
     """Bytes of a step's collectives against the textbook."""
     if run.record.ledger.problems:
         yield Finding(LEDGER, "", f"it is incomplete: {run.record.ledger.problems[0]}")
@@ -306,15 +306,15 @@ def _sent(run: Observed) -> Iterator[Finding]:
 
 
 READ: Mapping[str, Callable[[Observed], Iterator[Finding]]] = {
-    "layout.compile": _compile,
-    "precision.dtype": _dtype,
-    "dtypes of other operations": _kept,
-    "sums of gradients": _gradients,
-    "layout.remat": _remat,
-    "train.loss_chunks": _loss_chunks,
-    "layout.schedule": _schedule,
-    "layout.gradient_sync": _gradient_sync,
-    "bytes at rest": _at_rest,
-    SENT: _sent,
+    "layout.compile": _read_compiler,
+    "precision.dtype": _read_dtypes,
+    "dtypes of other operations": _read_kept_dtypes,
+    "sums of gradients": _read_gradient_sums,
+    "layout.remat": _read_remat,
+    "train.loss_chunks": _read_loss_chunks,
+    "layout.schedule": _read_schedule,
+    "layout.gradient_sync": _read_gradient_sync,
+    "bytes at rest": _read_bytes_at_rest,
+    SENT: _read_bytes_sent,
 }
 """The reader of each setting. A reader raises ValueError if it cannot compare, with the reason."""

@@ -103,7 +103,7 @@ def unlike_textbook(run: Observed) -> Iterator[str]:
         raise ValueError("XLA unrolls a loop over one layer, which has no closed form")
     flows, spare = line_up(engine.name, experiment, rows), padding(engine.name, experiment)
     other_ways = 0.0 if is_exact else OTHER_WAYS * sum(flow.textbook for flow in flows)
-    for flow in flows if is_exact else _joined(flows):
+    for flow in flows if is_exact else _join(flows):
         least, most = (1 / spare, spare) if is_exact else _band(run, flow)
         if flow.role == EXCHANGE and not engine.pads_rows:
             if not is_exact:
@@ -111,13 +111,13 @@ def unlike_textbook(run: Observed) -> Iterator[str]:
             least, most = routed(layout, _tokens_LE(run.record))
         limit = most * flow.textbook + 1 if flow.textbook else other_ways
         if not least * flow.textbook - 1 <= flow.sent <= limit:
-            yield _words(flow)
+            yield _describe(flow)
     if not engine.sends_by:  # written by hand, and compiled by XLA
         kinds = {(kind, axis) for kind, axis, _ in bytes_sent(engine.name, experiment)}
         for row in rows:
             is_flow = row.bytes > SCALAR * row.calls and row.purpose not in (METRICS, *SMALL)
             if is_flow and (row.kind, row.axis) not in kinds:
-                yield _words(Flow(row.axis, f"{row.kind} for {row.purpose}", row.stage, 0.0, row.bytes))
+                yield _describe(Flow(row.axis, f"{row.kind} for {row.purpose}", row.stage, 0.0, row.bytes))
 
 
 def _unlike_calls(run: Observed) -> Iterator[str]:
@@ -137,10 +137,10 @@ def _unlike_calls(run: Observed) -> Iterator[str]:
             if role_of(*key) == EXCHANGE:
                 least, most = routed(layout, _tokens_LE(run.record))
             if not least * right - 1 <= sent[key] <= most * right + 1:
-                yield _words(Flow(axis, f"{kind} for {purpose or 'no purpose'}", stage, right, sent[key]))
+                yield _describe(Flow(axis, f"{kind} for {purpose or 'no purpose'}", stage, right, sent[key]))
 
 
-def _words(flow: Flow) -> str:
+def _describe(flow: Flow) -> str:
     sent = f"{flow.sent:,} bytes of {flow.role} over {flow.axis}"
     return f"{sent}, where the textbook has {flow.textbook:,.0f}"
 
@@ -156,7 +156,7 @@ def _band(run: Observed, flow: Flow) -> tuple[float, float]:
     return LEAST, ONCE if is_of_replicas else MOST
 
 
-def _joined(flows: Sequence[Flow]) -> list[Flow]:
+def _join(flows: Sequence[Flow]) -> list[Flow]:
     """Flows over several axes (a+b) joined with the flows over each of the axes.
 
     XLA may reduce over replicas and shards at once, or one after another where the textbook does it at once.

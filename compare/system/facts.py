@@ -62,20 +62,21 @@ def look_s(timeout_s: float) -> float:
     return min(LOOK_S, timeout_s / 4)
 
 
-def is_stopped(pid: int | None) -> bool:
+def is_stopped(pid: int) -> bool:
     """True if a process is suspended, by SIGSTOP or a debugger. Its children may run."""
-    try:
-        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    except psutil.NoSuchProcess:
-        return False
+    return _status(pid) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 def has_ended(pid: int) -> bool:
     """True if a process has ended, also if its parent has not waited for it."""
+    return _status(pid) in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+
+def _status(pid: int) -> str:
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        return psutil.Process(pid).status()
     except psutil.NoSuchProcess:
-        return True
+        return psutil.STATUS_DEAD
 
 
 class Activity:
