@@ -59,7 +59,10 @@ def watch(
             if not count:
                 return Failure(message=STOPPED_EARLY, exit_code=STOPPED)
             StopRequest.came = False
-            _send_stop(process, hosts)
+            # srun passes the signal on; torchrun and the loopback would end by it.
+            starts_others = hosts.several and hosts.launcher != "slurm"
+            for receiver in psutil.Process(process.pid).children() if starts_others else [process]:
+                receiver.send_signal(STOP_SIGNAL)
         if time.monotonic() - last_look > look_s(timeout_s):
             last_look = time.monotonic()
             starts = hosts.launcher != "local" and not count
@@ -75,13 +78,6 @@ def watch(
             hang = f"no progress for {patience_s:.0f} s after {count} steps: process {process.pid} {does}"
             return Failure(message=f"{hang}, so it was ended: see {folder / LOG}, or raise --timeout_s")
         time.sleep(POLL_S)
-
-
-def _send_stop(process: subprocess.Popen, hosts: Hosts) -> None:
-    """Ask the engine to stop. srun passes the signal on; torchrun and the loopback would end by it."""
-    starts_others = hosts.several and hosts.launcher != "slurm"
-    for receiver in psutil.Process(process.pid).children() if starts_others else [process]:
-        receiver.send_signal(STOP_SIGNAL)
 
 
 def _not_started(folder: Path, patience_s: float) -> Failure | None:

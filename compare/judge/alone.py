@@ -21,7 +21,7 @@ from compare.judge.errors import Found, relative_error
 from compare.judge.strategy import settings_of, strategy_of
 from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import global_norm, moment_names, reference_step
-from compare.numerics.parameters import fingerprint, initial_parameters, parameter_table, storage_dtype
+from compare.numerics.parameters import SeedWeights, fingerprint, parameter_table, storage_dtype
 from compare.numerics.stream import keys_of_step, shape_of_routing, shapes_of_step
 from compare.side.inputs import starting_sha256
 from compare.spec.axes import parts_of
@@ -207,9 +207,8 @@ def _check_checkpoint(record: Record, request: Request) -> Iterator[str]:
 def _check_start(record: Record) -> Iterator[str]:
     """The first weights against the seed's, which are bitwise equal everywhere, or those that were given."""
     request = record.request
-    right = (
-        starting_sha256(request) if request else fingerprint(initial_parameters(record.manifest.experiment))
-    )
+    drawn = SeedWeights(record.manifest.experiment)
+    right = starting_sha256(request) if request else fingerprint(drawn)
     if record.manifest.initial_weights_sha256 != right:
         given = request and (request.init_from or request.resume)
         yield f"it begins with other weights than {'were given' if given else 'the seed gives'}"
@@ -246,7 +245,11 @@ def _compare_updates(record: Record) -> Iterator[Found]:
         after = dict(zip((WEIGHTS, *moment_names(experiment.optimizer)), (weights, *moments), strict=False))
         errors = ()
         if step.skipped:
-            errors = _errors_of_skip(before, after)
+            errors = (  # nothing may move
+                (relative_error(after[group][name], before[group][name]), name)
+                for group in before.keys() & after.keys()
+                for name in before[group].keys() & after[group].keys()
+            )
         elif not updates or before.keys() == after.keys():
             errors = _errors_of_update(experiment, step.step, updates, gradients, before, after)
         for error, place in errors:
@@ -257,13 +260,6 @@ def _compare_updates(record: Record) -> Iterator[Found]:
 
 State = Mapping[str, Mapping[str, np.ndarray]]
 """Weights and moments: by group, then by canonical name."""
-
-
-def _errors_of_skip(before: State, after: State) -> Iterator[Found]:
-    """Weights and moments after a skipped step, which must not move."""
-    for group in before.keys() & after.keys():
-        for name in before[group].keys() & after[group].keys():
-            yield relative_error(after[group][name], before[group][name]), name
 
 
 def _errors_of_update(

@@ -24,6 +24,7 @@ SAME = ("model.", "data.", "optimizer.", "train.", "precision.dtype")
 """Settings in which two compared runs may not differ. Layouts and other precision settings may."""
 OVERFLOWED = "the first step overflowed and was skipped: lower precision.loss_scale to compare it"
 UNASKED = "it was not asked for"
+OTHER_CORPUS = "the two runs read different training tokens"
 
 
 class RungResult(Struct, frozen=True, kw_only=True):
@@ -102,7 +103,8 @@ def climb(
     """
     records = reference.record, candidate.record
     dtype, results, skipped = coarser(*records), [], {}
-    others = {REQUEST: _other_training(*records), BATCH: _other_corpus(*records)} if same_training else {}
+    corpora = {run.manifest.corpus_sha256 for run in records}
+    others = {REQUEST: _other_training(*records), BATCH: OTHER_CORPUS if len(corpora) > 1 else ""}
     resumes = [run.request.resume for run in records if run.request and run.request.resume]
     is_apart = len(resumes) == 2 and resumes[0].checkpoint != resumes[1].checkpoint
     for rung in rungs:
@@ -115,7 +117,7 @@ def climb(
                 found.append(own)
             if own := reference.alone.own.get(rung.name):
                 found.append((own[0], own[1] and f"the reference: {own[1]}"))
-            if words := others.get(rung.name):
+            if same_training and (words := others.get(rung.name)):
                 found.append((math.inf, words))
             if any(values := [rung.read(run) for run in runs]):
                 moves = rung.since_start and dtype != "float64"
@@ -159,8 +161,3 @@ def _other_training(reference: Record, candidate: Record) -> str:
     keys = differing_keys(candidate.request.experiment, reference.request.experiment)
     odd = [key for key in keys if key.startswith(SAME)]
     return f"the runs are different trainings: {'; '.join(odd[:2])}" if odd else ""
-
-
-def _other_corpus(reference: Record, candidate: Record) -> str:
-    is_other = reference.manifest.corpus_sha256 != candidate.manifest.corpus_sha256
-    return "the two runs read different training tokens" if is_other else ""
