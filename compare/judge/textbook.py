@@ -63,14 +63,18 @@ class Flow(Struct, frozen=True):
         return self.sent / self.textbook if self.textbook else None
 
 
+def is_flow(row: Communication) -> bool:
+    """True unless a row is of scalars or of a purpose in `SMALL`."""
+    return row.bytes > SCALAR * row.calls and row.purpose not in (METRICS, *SMALL)
+
+
 def line_up(engine: str, experiment: Experiment, rows: Sequence[Communication]) -> list[Flow]:
     """The flows of every stage by axis and role, without scalars and purposes in `SMALL`."""
     flows = []
     for stage in range(experiment.layout.pp):
         sent, calls = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
         for row in rows:
-            is_flow = row.bytes > SCALAR * row.calls and row.purpose not in (METRICS, *SMALL)
-            if row.stage == stage and is_flow:
+            if row.stage == stage and is_flow(row):
                 key = row.axis, role_of(row.kind, row.axis, row.purpose)
                 sent[key] += row.bytes
                 calls[key] += row.calls
@@ -115,8 +119,7 @@ def unlike_textbook(run: Observed) -> Iterator[str]:
     if not engine.sends_by:  # written by hand, and compiled by XLA
         kinds = {(kind, axis) for kind, axis, _ in bytes_sent(engine.name, experiment)}
         for row in rows:
-            is_flow = row.bytes > SCALAR * row.calls and row.purpose not in (METRICS, *SMALL)
-            if is_flow and (row.kind, row.axis) not in kinds:
+            if is_flow(row) and (row.kind, row.axis) not in kinds:
                 yield _describe(Flow(row.axis, f"{row.kind} for {row.purpose}", row.stage, 0.0, row.bytes))
 
 
