@@ -3,7 +3,7 @@
 The declarations are in `registry`. Flags, tables and errors of the harness come from them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from msgspec import Struct, field
@@ -28,19 +28,6 @@ class Layouts(Struct, frozen=True, kw_only=True):
     """Field -> the reason why other values are impossible, and what to do."""
     rejects: Callable[[Layout], str] = lambda layout: ""
     """The reason why a layout of possible values is impossible; '' if it is possible."""
-
-    def objections(self, layout: Layout) -> Iterator[str]:
-        """Reasons why a layout is impossible."""
-        yield self.rejects(layout)
-        for in_effect, key, values in (
-            (layout.pp > 1, "schedule", self.schedules),
-            (layout.cp > 1, "context", self.contexts),
-            (layout.offload != "none", "offload", ("optimizer",) if self.offload else ()),
-        ):
-            if in_effect and (value := getattr(layout, key)) not in values:
-                reason = self.reasons.get(key, "")
-                possible = f"possible: {', '.join(values)}" if values else ""
-                yield f"layout.{key} = {value}: {'; '.join(filter(None, (reason, possible)))}"
 
 
 class Engine(Struct, frozen=True, kw_only=True):
@@ -105,8 +92,17 @@ class Engine(Struct, frozen=True, kw_only=True):
 
     def why_not(self, layout: Layout) -> str:
         """The reason why this engine cannot run a layout; '' if it can."""
-        if why := next(filter(None, self.layouts.objections(layout)), ""):
+        able = self.layouts
+        if why := able.rejects(layout):
             return why
+        for in_effect, key, values in (
+            (layout.pp > 1, "schedule", able.schedules),
+            (layout.cp > 1, "context", able.contexts),
+            (layout.offload != "none", "offload", ("optimizer",) if able.offload else ()),
+        ):
+            if in_effect and (value := getattr(layout, key)) not in values:
+                possible = f"possible: {', '.join(values)}" if values else ""
+                return f"layout.{key} = {value}: {'; '.join(filter(None, (able.reasons.get(key), possible)))}"
         if layout.replicas > 1 and self.offers_choice and layout.gradient_sync not in self.gradient_sync:
             return (
                 f"layout.gradient_sync = {layout.gradient_sync}: under jit XLA decides when a collective "
