@@ -102,8 +102,9 @@ def parse_arguments(side: str) -> argparse.Namespace:
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input ends")
     parser.add_argument("--collectives", action="store_true", help="time collectives, not a training")
     parser.add_argument("--doctor", action="store_true", help="print versions and devices, as JSON")
-    pair = {"nargs": 2, "type": Path, "metavar": ("FROM", "TO")}
-    parser.add_argument("--convert", **pair, help="convert a checkpoint to another form")
+    parser.add_argument(
+        "--convert", nargs=2, type=Path, metavar=("FROM", "TO"), help="convert a checkpoint to another form"
+    )
     parser.add_argument("--base", default="", metavar="JSON", help="the experiment, if FROM has none")
     parser.add_argument("--sample", metavar="JSON", help="print token ids drawn from a checkpoint, as JSON")
     found = parser.parse_args()

@@ -20,7 +20,6 @@ from compare.setup.lessons import FOLDERS, source_file
 from compare.setup.presets import PRESETS, spread
 from compare.show.figures import svg
 from compare.spec.axes import DP_SHARD
-from compare.spec.engines.engine import Holds
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, load
 from compare.theory.memory import KINDS, bytes_at_rest
@@ -72,8 +71,10 @@ def test_shares_equal_closed_form_of_memory(monkeypatch):
     cases = layouts()
     assert len(cases) > 80
     assert wrong_shares(cases) == []
-    late = Holds(sharded_from={"optimizer": 1, "gradients": 3, "parameters": 3})
-    engines = {name: msgspec.structs.replace(one, holds=late) for name, one in holdings.ENGINES.items()}
+    late = {"optimizer": 1, "gradients": 3, "parameters": 3}
+    engines = {
+        name: msgspec.structs.replace(one, sharded_from=late) for name, one in holdings.ENGINES.items()
+    }
     monkeypatch.setattr(holdings, "ENGINES", engines)
     assert any("gradients" in line for line in wrong_shares(cases))  # of ZeRO-2
 
