@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 
-def _product(
+def _matmul(
     x: jax.Array, weight: jax.Array, contracted: int, out_sharding: PartitionSpec | None = None
 ) -> jax.Array:
     """Sum the last `contracted` dims of x (..., I) against the first of weight (I, O): (..., O).
@@ -32,10 +32,10 @@ def _product(
     return jnp.tensordot(x, weight, contracted, out_sharding=out_sharding)
 
 
-product = jax.custom_vjp(_product, nondiff_argnums=(2, 3))
+matmul = jax.custom_vjp(_matmul, nondiff_argnums=(2, 3))
 
 
-def _product_backward(
+def _matmul_backward(
     contracted: int,
     out_sharding: PartitionSpec | None,
     residuals: tuple[jax.Array, jax.Array],
@@ -54,16 +54,16 @@ def _product_backward(
 
 
 # The lambda exposes the product to remat policies, which do not look inside a custom_vjp.
-product.defvjp(lambda x, weight, *how: (_product(x, weight, *how), (x, weight)), _product_backward)
+matmul.defvjp(lambda x, weight, *how: (_matmul(x, weight, *how), (x, weight)), _matmul_backward)
 
 
 def multiply_matrices(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
-    """As `product`, by one product of two matrices: the dims I are merged, and the dims O, too."""
+    """As `matmul`, by one product of two matrices: the dims I are merged, and the dims O, too."""
     inputs, outputs = weight.shape[:contracted], weight.shape[contracted:]
     batch = x.shape[: x.ndim - contracted]
     x_I = x.reshape(*batch, math.prod(inputs))
     weight_IO = weight.reshape(math.prod(inputs), math.prod(outputs))
-    return product(x_I, weight_IO, 1).reshape(*batch, *outputs)
+    return matmul(x_I, weight_IO, 1).reshape(*batch, *outputs)
 
 
 def type_of_gradient(x: jax.Array) -> NamedSharding | None:

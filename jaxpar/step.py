@@ -37,10 +37,11 @@ def train_step(
         "grad_norm"; with experts also "expert_ids" (A, L, B, T, k) and "tokens_per_expert" (L, E), int32.
     """
     scale = scalars["loss_scale"] / engine.summed_microbatches if "loss_scale" in scalars else None
+    # All messages of forward and backward, and the reduction of the gradients.
     (loss, routing), gradients = engine.gradients(params, batch, scale)
     gradients = unscale_gradients(gradients, scale)
-    norm = engine.norm(gradients)
-    shards = engine.to_shards(params)
+    norm = engine.norm(gradients)  # all-reduces of single numbers
+    shards = engine.to_shards(params)  # slices: nothing is sent
     updates, new_state = engine.optimizer.update(gradients, opt_state, shards, norm, scalars)
     after = optax.apply_updates(shards, updates), new_state
     if scale is not None:
@@ -51,6 +52,7 @@ def train_step(
     if routing.tokens_per_expert is not None:
         tokens_LE = routing.tokens_per_expert.sum(axis=0)
         metrics |= {"expert_ids": routing.expert_ids, "tokens_per_expert": tokens_LE}
+    # ZeRO-1 and 2 all-gather the updated parameters.
     return engine.from_shards(shards), opt_state, metrics, gradients
 
 

@@ -63,7 +63,11 @@ def train(request: Request, folder: Path, *, at: Callable[[int, str], None] = la
 
 
 def train_steps(run: Run, recording: Recording) -> None:
-    """Run one step, or a timed window of steps: draw, dispatch, wait once at the end, record."""
+    """Run one step, or a timed window of steps: draw, dispatch, wait, record.
+
+    The host waits for the devices at the end, and for a step that it is `AHEAD` of. In float16 it waits in
+    every step.
+    """
     state, first, clock = run.state, run.state.step, Stopwatch()
     steps = run.request.together(first)
     drawn = [arrays_of_step(run.corpus, run.experiment, step) for step in range(first, first + steps)]
@@ -71,7 +75,9 @@ def train_steps(run: Run, recording: Recording) -> None:
     with recording.around(first), clock:
         for arrays in drawn:
             jax.block_until_ready(done[:-AHEAD])
+            # Put each device's rows and positions on it.
             batch, scalars = run.shard_batch(arrays), device_scalars(run.experiment, state)
+            # `step.train_step`, compiled.
             outputs = run.train_program(state.params, state.opt_state, batch, scalars)
             state.params, state.opt_state, metrics, *gradients = outputs
             if gradients and run.request.update_due(state.step):

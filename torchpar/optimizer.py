@@ -74,9 +74,10 @@ def global_norm(parameters: Mapping[str, torch.Tensor], sharding: Sharding) -> t
     for name, parameter in parameters.items():
         if name not in sharding.counted_elsewhere:
             axes = sharding.axes.get(name, ())
-            gradients = by_axes.setdefault(axes, [local(parameter.detach()).new_zeros(())])
+            if axes not in by_axes:
+                by_axes[axes] = [local(parameter.detach()).new_zeros(())]
             if parameter.grad is not None:
-                gradients.append(local(parameter.grad))
+                by_axes[axes].append(local(parameter.grad))
     norms = []
     # The stages of a pipeline have different parameters. All ranks must reduce in the same order.
     for axes, gradients in sorted(by_axes.items(), key=lambda group: [axis.name for axis in group[0]]):

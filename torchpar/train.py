@@ -90,6 +90,7 @@ def train_step(
     In float16 backward begins with the loss times a scale, and the gradients are divided by it. All engines
     begin with the same share of the mean, so the same steps overflow.
 
+    `run.rank.at` is a heartbeat for the supervisor, and sends nothing.
     `on_gradients` is called when the gradients are complete, before clipping. Returns the mean loss and the
     norm before clipping, both (). If the norm is not finite, the gradients stay, and nothing is updated.
     """
@@ -99,20 +100,22 @@ def train_step(
     with engine.step_context():
         loss = forward_backward(run, batch, scale)
     run.rank.at(state.step, "synchronisation")
+    # Wait for the reductions that backward started, and make the others: gradients are complete then.
     engine.finish_gradients()
     if state.loss_scale:
         torch._foreach_div_([local(gradient) for gradient in engine.gradients().values()], scale)
-    loss = run.mean_over_data(loss)
+    loss = run.mean_over_data(loss)  # an all-reduce of one number
     on_gradients()
 
     run.rank.at(state.step, "optimizer")
-    norm = clip_gradients(engine, config.grad_clip)
+    norm = clip_gradients(engine, config.grad_clip)  # all-reduces of single numbers
     # In a timed window the host does not wait for a GPU, unless the loss scale depends on the norm.
     is_timed = run.request.is_in_window(state.step)
     waits = not is_timed or run.mesh.device.type == "cpu" or state.loss_scale is not None
     if not waits or norm.isfinite():
         for group in engine.optimizer.param_groups:
             group["lr"] = learning_rate(config, state.step)
+        # ZeRO-1, and torch-compiler's ZeRO-2, send the updated parameters here.
         engine.optimizer.step()
         engine.optimizer.zero_grad(set_to_none=True)
     return loss, norm

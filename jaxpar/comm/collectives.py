@@ -119,25 +119,25 @@ def all_to_all(x: jax.Array, axis: Axes, *, split: int, joined: int, purpose: st
         return lax.all_to_all(x, axis, split_axis=split, concat_axis=joined, tiled=True)
 
 
-def own_shard(x: jax.Array, axis: Axes, *, dim: int) -> jax.Array:
+def local_shard(x: jax.Array, axis: Axes, *, dim: int) -> jax.Array:
     """Local shard of a full array, (.., d, ..) -> (.., d / n, ..) at `dim`; nothing is sent."""
     size = x.shape[dim] // axis_size(axis)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)
 
 
-def own_places(count: int, axis: Axes, *, of: Callable[[int], Any]) -> jax.Array:
+def local_indices(count: int, axis: Axes, *, of: Callable[[int], Any]) -> jax.Array:
     """Global indices (count,) of local heads or positions, from `of`, which maps a count to all indices."""
-    return own_shard(jnp.asarray(of(count * axis_size(axis))), axis, dim=0)
+    return local_shard(jnp.asarray(of(count * axis_size(axis))), axis, dim=0)
 
 
 def shift(x: jax.Array, axis: Axes, *, by: int = 1, purpose: str = "") -> jax.Array:
-    """The x, any shape, of the device `by` positions further along a mesh axis, a ring.
+    """Send x, any shape, `by` positions further along a mesh axis, a ring; return the x that arrives.
 
     Callers write its backward by hand, so autodiff does not differentiate it.
     """
     n = axis_size(axis)
     with ledger_scope(purpose, by_hand=True):
-        return lax.ppermute(x, axis, [((i + by) % n, i) for i in range(n)])
+        return lax.ppermute(x, axis, [(i, (i + by) % n) for i in range(n)])
 
 
 @custom_vmap

@@ -9,7 +9,9 @@
     ulysses      all-to-alls from positions to heads before attention, and back to positions after it
 
 All other layers act on single positions, so the split of the batch is enough for them. Under jit positions
-are global, and the causal mask is, too. Zigzag permutes the sequence, so its positions are set explicitly.
+are global, and the causal mask is, too. With zigzag a device has two chunks, one from each end of the
+sequence, so that the causal mask gives all devices the same work. The batch is then permuted, and its
+positions are set explicitly.
 
 A constraint gives the layout of an array, not an order in time. A ring needs an order: a device multiplies
 one block while the next block arrives. The compiler engine therefore has no ring.

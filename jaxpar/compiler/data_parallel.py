@@ -5,15 +5,10 @@
     batch         P(None, ROWS)    a share of the rows
     gradients     P()              all of them: XLA all-reduces the share of each device
 
-The whole lesson in code:
-
-    @partial(jax.jit, in_shardings=(P(), P(None, ROWS)), out_shardings=P())
-    def step(params, batch):
-        return jax.value_and_grad(loss)(params, batch)
-
-The loss is a mean over all rows, as on one device. XLA derives that this mean and its gradients need a sum
-over devices. It places the sum where a gradient is made, in the backward loop over layers. A loop over
-microbatches then repeats the sum in each iteration. `synchronize_gradients` moves it behind that loop.
+`reduce_in_backward` is the whole lesson. The loss is a mean over all rows, as on one device. XLA derives that
+this mean and its gradients need a sum over devices. It places the sum where a gradient is made, in the
+backward loop over layers. A loop over passes would repeat the sum in each pass. So with several passes
+`reduce_after_accumulation` moves the sum behind that loop.
 
 Legend: A passes that accumulate, R replicas, B rows of a pass.
 """
@@ -34,32 +29,53 @@ from jaxpar.placement import merge_dims
 AXIS = DP_REPLICATE
 
 
+GradientsOf = Callable[[Any, Any], tuple[tuple[jax.Array, Routing], Any]]
+"""(params, batch) -> the mean loss with routing, and its gradients, accumulated over the A passes."""
+
+
 def synchronize_gradients(
-    gradients_of: Callable[[Any, Any], tuple[tuple[jax.Array, Routing], Any]],
+    gradients_of: GradientsOf,
     params: Any,
     batch: Any,
     *,
     axes: tuple[str, ...] = (AXIS,),
     has_inner_loop: bool = False,
 ) -> tuple[tuple[jax.Array, Routing], Any]:
-    """Mean loss and gradients over a batch that is split over devices, reduced once, after accumulation.
+    """Mean loss and gradients over a batch (A, B, ...) whose rows are split over devices.
+
+    Args:
+        axes: the first of `compare.spec.axes.ROWS`: gradients are summed over them once, after all passes.
+        has_inner_loop: `gradients_of` also loops within a pass, as a pipeline does.
+    """
+    replicas = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
+    has_loop = has_inner_loop or len(jax.tree.leaves(batch)[0]) > 1
+    if replicas > 1 and has_loop:
+        return reduce_after_accumulation(gradients_of, params, batch, axes=axes, replicas=replicas)
+    return reduce_in_backward(gradients_of, params, batch)
+
+
+def reduce_in_backward(
+    gradients_of: GradientsOf, params: Any, batch: Any
+) -> tuple[tuple[jax.Array, Routing], Any]:
+    """Mean loss and gradients, by the code of one device."""
+
+    def split_rows(x: jax.Array) -> jax.Array:
+        return lax.with_sharding_constraint(x, P(None, ROWS, *(P.UNCONSTRAINED,) * (x.ndim - 2)))
+
+    # Each device has some rows and all parameters. XLA all-reduces each gradient when backward has made it.
+    return gradients_of(params, jax.tree.map(split_rows, batch))
+
+
+def reduce_after_accumulation(
+    gradients_of: GradientsOf, params: Any, batch: Any, *, axes: tuple[str, ...], replicas: int
+) -> tuple[tuple[jax.Array, Routing], Any]:
+    """Mean loss and gradients, reduced over `axes` once, after all passes.
 
     XLA has no option that defers a reduction. Here the replicas become a dim of the arrays. The loop then
     makes one gradient for each replica, and the mean over the dim after the loop is the only reduction. Each
     device stores the slice of its own replica, so memory does not grow.
-
-    Args:
-        gradients_of: maps (params, batch) to loss, routing and gradients; accumulates over A.
-        batch: arrays (A, B, ...); the axes `compare.spec.axes.ROWS` split B.
-        axes: the first of ROWS; they become the dim of replicas.
-        has_inner_loop: `gradients_of` also loops within a pass, as a pipeline does.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    replicas = math.prod(mesh.shape[axis] for axis in axes)
-    if replicas == 1 or (jax.tree.leaves(batch)[0].shape[0] == 1 and not has_inner_loop):
-        # A single pass: XLA's own all-reduce in backward runs once already.
-        return gradients_of(params, batch)
-    inner = tuple(axis for axis in ROWS if axis not in axes and axis in mesh.shape)
+    inner = tuple(axis for axis in ROWS if axis not in axes)
 
     def with_replica_dim(x: jax.Array) -> jax.Array:
         """(A, B, ...) -> (A, R, B / R, ...); each device keeps its rows."""

@@ -6,10 +6,13 @@
     hidden           E@ep, M@tp             none: each device computes its own experts on all tokens
     output y         rows@ep                a sum over ep: reduce-scatter, on a CPU an all-reduce and a slice
 
-The routing weight of a token is 0 at each expert that the token did not choose. Shapes are static, so an
-all-to-all needs room for all tokens on each device and sends as many bytes (jax-explicit). The one-hot
-dispatch of GShard sends more. Without these constraints XLA gathers tokens and also moves parts of the
-activations.
+`Experts.mix` multiplies by `up`, applies the activation and the routing weights, and multiplies by `down`,
+which sums over E and M. ep splits E, so each device has a partial sum of every token, over its own experts.
+The routing weight of a token is 0 at each expert that the token did not choose.
+
+Shapes are static, so an all-to-all needs room for all tokens on each device and sends as many bytes
+(jax-explicit). The one-hot dispatch of GShard sends more. Without these constraints XLA gathers tokens and
+also moves parts of the activations.
 
 Legend: D groups of n devices along ep, b rows of a device; T position, C n_embd, E experts, M inner features.
 Sources: GSPMD (arXiv 2105.04663); one-hot dispatch: GShard (arXiv 2006.16668, section 3.2).
@@ -27,15 +30,15 @@ from jaxpar.hooks import Hooks
 from jaxpar.mlp import Experts
 
 AXIS = EP
-D = P.UNCONSTRAINED  # the data axes other than ep
-ALL_TOKENS, INSIDE = P(D, None, None, CP), P(D, None, None, CP, AXIS, TP)
+OTHERS = P.UNCONSTRAINED  # the data axes other than ep
+ALL_TOKENS, INSIDE = P(OTHERS, None, None, CP), P(OTHERS, None, None, CP, AXIS, TP)
 """Specs of tokens (D, n, b, T, C) and of hidden features (D, n, b, T, E, M)."""
 
 
 def shard_experts(hooks: Hooks, experiment: Experiment) -> None:
     """Set hooks that constrain the tokens, hidden features and outputs of the experts."""
     layout, rows = experiment.layout, experiment.train.batch_size // experiment.layout.data_parallel
-    own_tokens = P(D, AXIS, None, (CP, TP) if layout.sequence_parallel else CP)
+    own_tokens = P(OTHERS, AXIS, None, (CP, TP) if layout.sequence_parallel else CP)
 
     def exchange(experts: Experts, x_BTC: jax.Array, weights_BTE: jax.Array) -> jax.Array:
         """Compute the experts with rows as (D, n, b), so that ep is a dim that constraints can name."""
@@ -49,5 +52,6 @@ def shard_experts(hooks: Hooks, experiment: Experiment) -> None:
     hooks.up.before = hooks.before_mix = partial(lax.with_sharding_constraint, shardings=ALL_TOKENS)
     # Each device computes its own experts. Nothing is sent.
     hooks.up.after = hooks.down.before = partial(lax.with_sharding_constraint, shardings=INSIDE)
-    # Sum over experts: XLA adds the outputs of all devices of ep, and each keeps its own rows.
+    # `down` leaves a partial sum of all tokens on each device of ep: XLA adds them, and each device keeps its
+    # own rows.
     hooks.down.after = partial(lax.with_sharding_constraint, shardings=own_tokens)

@@ -30,7 +30,8 @@ from jaxpar.weights import STACKED, without_layers
 
 def shard_parameters(tree: Any, placements: Any) -> Any:
     """Constrain parameters, gradients or moments to shards over dp_shard."""
-    # Full parameters: a slice. Partial gradients: a reduce-scatter.
+    # Gradients: a reduce-scatter, after the last pass (zero 1) or after each pass (2 and 3). Full parameters
+    # before the update: a slice. After the update the step returns full parameters: XLA all-gathers them.
     return lax.with_sharding_constraint(tree, specs(placements, sharded=True))
 
 
@@ -60,7 +61,9 @@ def gather_layers(hooks: Hooks, placements: Any, layout: Layout) -> None:
 
 
 def gather_first(loss: Loss, placements: Any, *, layers_too: bool = False) -> Loss:
-    """A loss of shards that gathers embeddings and last norm first; with `layers_too` also the blocks.
+    """A loss of shards that gathers embeddings and last norm first.
+
+    `layers_too`: also the blocks, for a pipeline that keeps what it gathers.
 
     These parameters stay in memory until backward is done.
     """

@@ -1,12 +1,19 @@
 """Pipeline parallelism by the compiler: stages are a dim of the arrays, and a roll along it moves data.
 
-    array or step               spec or code                communication that XLA inserts
-    layers and state            [S@pp, ...]                 none
-    a tick                      `vmap` over the S stages    none: each device computes its stage
-    the shift after a tick      a roll of S by one          a collective permute to the next device
-    embedding, norm and head    on every stage              none in forward: each has some microbatches
+    tick        0     1     2     3     4        S = 2 stages, M = 4 microbatches
+    stage 0     0     1     2     3     -        at a tick `vmap` runs every stage on its microbatch
+    stage 1     -     0     1     2     3
 
-Backward adds the gradients of embedding, norm and head over pp, since all stages use these parameters.
+    array                                  communication that XLA inserts
+    blocks [S@pp, ...]                     none: each device computes its stage
+    x of each stage [S@pp, b, T, C]        after a tick a roll by +1: the next stage runs it at the next tick
+    a slot of waiting x [S@pp, b, T, C]    after a tick a roll by -1, towards stage 0, which takes its next
+                                           input from the slot and writes a finished output into it
+    embedding, norm and head               in backward their gradients are added over pp
+
+pp splits a dim of length S, so a roll by one is a collective permute between neighbours. Each stage embeds
+the microbatches that wait in its slots, and computes the loss of the finished microbatches there. Autodiff
+reverses the loop and each roll: all forwards run first, then all backwards, as in GPipe.
 
 `jaxpar.tick_loop` has the loop over ticks, which jax-explicit shares, and the legend.
 """
@@ -37,7 +44,7 @@ def pipelined(parts: PipelineParts, hooks: Hooks, *, stages: int, chunks: int = 
         # spmd_axis_name adds pp to each constraint inside, for the dim of stages.
         over_stages=partial(jax.vmap, spmd_axis_name=AXIS),
         place=split_stages,
-        # A collective permute: each device sends its state to the next one, between two ticks.
+        # A collective permute between two ticks: +1 moves x to the next stage, -1 a slot towards stage 0.
         roll=partial(jnp.roll, axis=0),
     )
 

@@ -5,8 +5,12 @@
     MLP          (B, T, C)    inner features          (B, T, C)    all-reduce after `down`
     head         (B, T, C)    vocabulary of logits    loss         all-reduces of (B, T)
 
-Backward all-reduces the gradient at the input of each region. With sequence parallelism T of (B, T, C) is
-split between regions. XLA then gathers T before a region and reduce-scatters it after the region.
+Inside a region every operation is by head or by feature, so nothing is sent. `out` and `down` multiply a
+device's own features by the matching rows of the weight: their products are partial sums, which XLA adds. In
+backward every device has a part of the gradient of the region's input: XLA adds the parts.
+
+With sequence parallelism T of (B, T, C) is split between regions. XLA then gathers T before a region and
+reduce-scatters it after the region.
 
 The table of axes (`compare.spec.axes`) places the parameters. This file constrains the activations alone.
 
@@ -23,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import CP, TP
 from compare.spec.experiment import Experiment
-from jaxpar.derivatives import product
+from jaxpar.derivatives import matmul
 from jaxpar.functional import cross_entropy
 from jaxpar.hooks import Hooks
 
@@ -48,7 +52,7 @@ def split_layers(hooks: Hooks, experiment: Experiment) -> None:
         # At qkv and up the input becomes full. Under sequence parallelism XLA all-gathers T for it. Backward
         # all-reduces the gradient, or reduce-scatters T. At out and down nothing is sent.
         linear.before = partial(constrain, split=of_input)
-        linear.matmul = product  # dim by dim: XLA would gather a split dim that is merged with another
+        linear.matmul = matmul  # dim by dim: XLA would gather a split dim that is merged with another
         # At out and down each device has a partial sum. XLA all-reduces it, or reduce-scatters T. At qkv and
         # up nothing is sent.
         linear.after = partial(constrain, split=of_output)

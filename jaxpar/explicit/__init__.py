@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, reshard
+from jax.sharding import AxisType, Mesh
 
 from compare.spec.experiment import Experiment
 from jaxpar.engine import Engine
@@ -23,7 +23,7 @@ from jaxpar.explicit import (
 from jaxpar.hooks import Hooks
 from jaxpar.model import Loss, loss_function, pipeline_parts
 from jaxpar.optimizer import Optimizer, global_norm
-from jaxpar.placement import place_parameters, specs, unpad
+from jaxpar.placement import place_parameters, unpad
 from jaxpar.remat import gathers_in_layers, remat_of
 from jaxpar.tick_loop import to_microbatches
 from jaxpar.weights import STACKED, without_layers
@@ -38,7 +38,6 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
     layout, placements = experiment.layout, place_parameters(experiment)
     mesh = mesh.update(axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
     loss = _loss(experiment, placements)
-    at_rest = layout.zero == 3
     scatter = partial(fully_sharded.scatter_gradients, placements=placements)
 
     def gradients(params: Any, batch: Any, scale: jax.Array | None) -> tuple[Any, Any]:
@@ -54,7 +53,7 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
         gradients=gradients,
         norm=global_norm,
         to_shards=partial(fully_sharded.shard_parameters, placements=placements),
-        from_shards=lambda shards: reshard(shards, specs(placements, sharded=at_rest)),
+        from_shards=partial(fully_sharded.gather_updated, placements=placements, zero=layout.zero),
         optimizer=optimizer,
         experiment=experiment,
         mesh=mesh,

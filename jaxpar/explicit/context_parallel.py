@@ -1,9 +1,10 @@
 """Context parallelism in types: positions are a split dim, and attention casts what it needs of the others.
 
-    context     q, k, v [B, T@cp, H, D]                                      backward
-    allgather   k, v -> {R:cp}: an all-gather                                {U:cp} -> [T@cp]: a
-    reduce-scatter
-    ulysses     q, k, v -> [B, T, H@cp, D], and the result back: all-to-all  the casts in reverse
+    context     casts of q, k, v [B, T@cp, H, D]                    backward
+    allgather   k, v -> {R:cp}: all-gather                          {U:cp} -> [T@cp]: reduce-scatter
+    ulysses     q, k, v -> [B, T, H@cp, D]: all-to-all; y back      the same casts in reverse
+
+[T@cp]: cp splits T. {R:cp}: equal on all devices of cp; its gradient is {U:cp}, a partial sum on each device.
 
 A product of q [T@cp] and k [S@cp] would have cp twice, which is an error. All other operations of a GPT work
 on one position at a time. A ring has no type: a type gives the place of an array, and a ring is an order in

@@ -3,7 +3,7 @@
     parameter   {R:dp}   equal on every device
     batch       [B@dp]   rows are split
     gradient    {U:dp}   a partial sum on each device; the type records that the sum is pending
-    reshard     {U:dp} -> whole: the all-reduce, here and nowhere else
+    reshard     {U:dp} -> whole: the all-reduce of gradients, once a step
 
 A compiler has no option "do not reduce yet": it reduces where a gradient is made, at each iteration of each
 loop. A type has it. Partial sums are added to partial sums over the layers, over both uses of a tied
@@ -21,7 +21,7 @@ from jax.sharding import reshard
 
 from compare.contract.communication import ROUTING
 from jaxpar.comm.collectives import ledger_scope
-from jaxpar.derivatives import product
+from jaxpar.derivatives import matmul
 from jaxpar.explicit.sharding_types import axes_of_dims, broadcast, reduced_specs, unreduced_specs
 from jaxpar.hooks import Hooks, identity
 from jaxpar.model import Loss
@@ -77,7 +77,7 @@ def type_rows(hooks: Hooks) -> None:
     hooks.sum_counts = hooks.mean_probability = all_reduce
     for linear in (hooks.qkv, hooks.out, hooks.up, hooks.down, hooks.router):
         # Products dim by dim: a reshape of a reduced array has no type.
-        linear.matmul, linear.broadcast = product, broadcast
+        linear.matmul, linear.broadcast = matmul, broadcast
 
 
 def look_up(table_VC: jax.Array, tokens_BT: jax.Array) -> jax.Array:

@@ -1,9 +1,14 @@
 """Fully sharded data parallelism in types: casts between shards and full parameters that are reduced.
 
-    zero   types                                                  what a cast is
-    1      gradients {U:dp} -> [d@dp_shard], once a step          a reduce-scatter; then gathers of parameters
-    2      the same, once a pass, before they are added           a reduce-scatter a pass
-    3      parameters [d@dp_shard] -> {R:dp} in the layer loop    a gather; its derivative is a reduce-scatter
+    zero   casts                                                    communication
+    1      gradients {U:dp} -> [d@dp_shard], once a step            reduce-scatter
+           updated parameters [d@dp_shard] -> whole, once a step    all-gather
+    2      gradients {U:dp} -> [d@dp_shard], once a pass            reduce-scatter
+           updated parameters, as under 1                           all-gather
+    3      parameters [d@dp_shard] -> {R:dp} in the layer loop      all-gather; in backward a reduce-scatter
+
+[d@dp_shard]: dp_shard splits a dim. {R:dp}: equal on all devices of dp; its gradient is {U:dp}, a partial sum
+on each device.
 
 No backward is written for stage 3. The gradient of {R:dp} is {U:dp}, and the gradient of a shard is a shard.
 The derivative of the cast goes from one to the other. A constraint of jax-compiler is a request, which
@@ -34,6 +39,12 @@ def scatter_gradients(gradients: Any, placements: Any) -> Any:
 def shard_parameters(params: Any, placements: Any) -> Any:
     """Shards of parameters. Nothing is sent."""
     return reshard(params, specs(placements, sharded=True))
+
+
+def gather_updated(shards: Any, placements: Any, *, zero: int) -> Any:
+    """Parameters as they are stored between steps, from the shards that the optimizer updated."""
+    # Stages 1 and 2: all-gather once a step. Stage 3 stores shards: nothing is sent.
+    return reshard(shards, specs(placements, sharded=zero == 3))
 
 
 def gather(shards: Any, placements: Any) -> Any:

@@ -1,15 +1,19 @@
 """Pipeline parallelism in types: pp splits the dim of stages, and the shift is left to the compiler.
 
-The loop over ticks is `jaxpar.tick_loop`, which jax-compiler runs, too; its legend holds here. The types
-differ:
+    tick        0     1     2     3     4        S = 2 stages, M = 4 microbatches
+    stage 0     0     1     2     3     -        at a tick `vmap` runs every stage on its microbatch
+    stage 1     -     0     1     2     3
 
-    x [S@pp], layers [S@pp]    `vmap` reads the axis from the types of its arguments
-    embedding, norm, head      {R:pp}; each stage has its copy, [S@pp]; gradients {U:pp}, summed once a step
-    a microbatch by number     an index that differs by stage into a shared array is an error: copies, [S@pp]
-    the shift                  a roll along a split dim: no type gives the slices of it to devices
+After a tick x [S@pp] rolls by +1: the next stage runs it at the next tick. A slot of waiting x rolls by -1,
+towards stage 0. Stage 0 takes its next input from the slot and writes a finished output into it. The loop is
+`jaxpar.tick_loop`, which jax-compiler runs, too; its legend holds here. The types differ:
 
-`auto_axes` leaves the shift to the compiler, with the type of its result: XLA makes a collective permute, as
-in jax-compiler.
+    x [S@pp], blocks [S@pp]    `vmap` reads the axis from the types of its arguments
+    embedding, norm, head      {R:pp}: equal on all devices of pp. Each stage has a copy, [S@pp]. The gradient
+                               is {U:pp}, a partial sum on each device, and is summed once a step
+    the batch                  each stage reads its own microbatch. An index that differs by stage into a
+                               shared array is an error, so each stage has a copy, [S@pp]
+    the roll                   no type moves the entries of a split dim: `auto_axes` leaves it to XLA
 """
 
 from functools import partial
@@ -57,7 +61,7 @@ def split_stages(tree: Any) -> Any:
 def roll(x_S: jax.Array, by: int) -> jax.Array:
     """Roll x (S@pp, ...) along the stages."""
     spec = jax.typeof(x_S).sharding.spec
-    # XLA sends each entry to the next device.
+    # A collective permute between two ticks: +1 moves x to the next stage, -1 a slot towards stage 0.
     return auto_axes(lambda x_S: jnp.roll(x_S, by, axis=0), axes=AXIS, out_sharding=spec)(x_S)
 
 

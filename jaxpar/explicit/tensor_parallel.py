@@ -1,7 +1,14 @@
 """Tensor parallelism in types: Megatron's f and g are two casts.
 
-    f   x -> {R:tp}         before a column-parallel product. Nothing is sent; backward sums {U:tp}
-    g   {U:tp} -> x         after a row-parallel product, which contracts a dim that tp splits
+    f   x -> {R:tp}         before a column-parallel product. Nothing is sent; backward all-reduces {U:tp}
+    g   {U:tp} -> x         all-reduce after a row-parallel product, which contracts a dim that tp splits
+
+    {R:tp}   equal on all devices of tp; its gradient is {U:tp}. A cast to it from a whole array sends nothing
+    {U:tp}   a partial sum on each device of tp. A cast to whole is an all-reduce, to [T@tp] a reduce-scatter
+    [T@tp]   tp splits the dim T. A cast to whole or to {R:tp} is an all-gather
+
+f: every device uses x for its own heads or features, so the gradients of x are added. g: a row-parallel
+product multiplies a device's own features, so its outputs are partial sums. Between f and g nothing is sent.
 
 Under sequence parallelism x is [T@tp] between the regions: then f gathers, and g scatters. Types demand more
 than the constraints of jax-compiler. A contraction of a split dim is an error until its result has a type; so
@@ -20,7 +27,7 @@ from jax.sharding import reshard
 
 from compare.spec.axes import TP
 from compare.spec.experiment import Experiment
-from jaxpar.derivatives import product
+from jaxpar.derivatives import matmul
 from jaxpar.explicit.sharding_types import axes_of_dims, without
 from jaxpar.hooks import Hooks
 
@@ -32,9 +39,9 @@ def split_layers(hooks: Hooks, experiment: Experiment) -> None:
     g = scatter_positions if experiment.layout.sequence_parallel else whole
     hooks.qkv.before = hooks.up.before = hooks.before_logits = enter_region
     for row in (hooks.out, hooks.down):  # (B, T, ..@tp) -> (B, T, C)
-        row.matmul, row.after = row_product, g
+        row.matmul, row.after = row_matmul, g
     hooks.before_mix, hooks.after_embedding = whole, g
-    hooks.router.matmul = router_product
+    hooks.router.matmul = router_matmul
     hooks.vocabulary = token_ids
     hooks.cross_entropy = split_cross_entropy
 
@@ -45,14 +52,14 @@ def enter_region(x_BTC: jax.Array) -> jax.Array:
     return reshard(x_BTC, P(*without(x_BTC, AXIS), reduced={AXIS}))
 
 
-def row_product(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
+def row_matmul(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
     """A row-parallel product, {U:tp}: partial sums, until g."""
     rows = without(x, AXIS)[: x.ndim - contracted]
-    return product(x, weight, contracted, out_sharding=P(*rows, unreduced={AXIS}))
+    return matmul(x, weight, contracted, out_sharding=P(*rows, unreduced={AXIS}))
 
 
 def whole(x: jax.Array) -> jax.Array:
-    """g: the sum of {U:tp}, or of rows of a table that tp splits; whole on each device."""
+    """g: the sum of {U:tp}, whole on each device; also of a look-up, zero for tokens of other devices."""
     # All-reduce.
     return reshard(x, P(*without(x, AXIS)))
 
@@ -64,10 +71,10 @@ def scatter_positions(x: jax.Array) -> jax.Array:
     return reshard(x, P(*rows, (*(positions or ()), AXIS), features))
 
 
-def router_product(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
+def router_matmul(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
     """Logits of the router, whose weight is reduced along all axes that split tokens: tp may be one."""
     tokens = {axis for axes in axes_of_dims(x) for axis in axes}
-    return product(x, reshard(weight, P(reduced=tokens)), contracted)
+    return matmul(x, reshard(weight, P(reduced=tokens)), contracted)
 
 
 def token_ids(count: int) -> jax.Array:
@@ -83,6 +90,7 @@ def split_cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Arr
     """
     logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
     id_V = token_ids(logits_BTV.shape[-1])
+    # Three all-reduces of (B, T): a maximum and two sums over V, which tp splits.
     greatest_BT1 = lax.stop_gradient(logits_BTV.max(axis=-1, keepdims=True))
     total_BT = jnp.exp(logits_BTV - greatest_BT1).sum(axis=-1)
     of_target_BT = jnp.where(id_V == targets_BT[..., None], logits_BTV, 0).sum(axis=-1)

@@ -43,7 +43,7 @@ def strategy(experiment: Experiment, placements: Any, hooks: Hooks) -> Strategy:
     if layout.cp == 1:
         return Strategy()
     order_T = order_of_positions(experiment.model.block_size, layout)
-    own, of_stream = partial(own_positions, order_T), hooks.stream_positions
+    own, of_stream = partial(local_positions, order_T), hooks.stream_positions
     hooks.local_rows = lambda table, length: table[own(length)]
     hooks.position_vectors = lambda table, x: table[hooks.stream_positions(x.shape[1])]
     hooks.stream_positions = lambda count: own(count)[of_stream(count)]  # tp may split them again
@@ -51,15 +51,15 @@ def strategy(experiment: Experiment, placements: Any, hooks: Hooks) -> Strategy:
         hooks.attention = partial(ring_attention, layout=layout)
     elif layout.context == "ulysses":
         hooks.attention = exchanged_attention
-        hooks.heads = partial(collectives.own_places, axis=AXIS, of=hooks.heads)
+        hooks.heads = partial(collectives.local_indices, axis=AXIS, of=hooks.heads)
     else:
         hooks.attention, hooks.query_positions = partial(gathered_attention, order_T=order_T), own
     return Strategy()
 
 
-def own_positions(order_T: np.ndarray, count: int) -> jax.Array:
+def local_positions(order_T: np.ndarray, count: int) -> jax.Array:
     """Positions of this device's tokens in the sequence, (t,); `count` is t."""
-    return collectives.own_shard(jnp.asarray(order_T), AXIS, dim=0)
+    return collectives.local_shard(jnp.asarray(order_T), AXIS, dim=0)
 
 
 def gathered_attention(
@@ -67,7 +67,7 @@ def gathered_attention(
 ) -> jax.Array:
     """Attention (B, t, H, D) of this device's queries to the gathered keys and values of all positions."""
     gather = partial(collectives.all_gather, axis=AXIS, dim=POSITION_DIM, purpose=ACTIVATIONS)
-    positions = own_positions(order_T, q_BtHD.shape[1]), order_T
+    positions = local_positions(order_T, q_BtHD.shape[1]), order_T
     # All-gather K, then V. In backward reduce-scatter dK and dV.
     k_BTHD, v_BTHD = map(gather, kv)
     return core(q_BtHD, k_BTHD, v_BTHD, positions=positions, factor=factor)

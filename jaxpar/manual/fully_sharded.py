@@ -60,7 +60,7 @@ def strategy(experiment: Experiment, placements: Any, hooks: Hooks) -> Strategy:
 def shard_parameters(params: Any, placements: Any) -> Any:
     """Local shards of full parameters."""
     # A slice: nothing is sent.
-    return _along_split_dims(collectives.own_shard, params, placements)
+    return _along_split_dims(collectives.local_shard, params, placements)
 
 
 def scatter_gradients(gradients: Any, placements: Any) -> Any:

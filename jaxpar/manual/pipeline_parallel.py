@@ -1,12 +1,18 @@
 """Pipeline parallelism by hand: devices have some of the blocks each, and microbatches pass through them.
 
-All devices run one program, a scan over the ticks of a schedule (`compare.pipeline.ticks`). At a tick each
-device looks up its task and runs it. Then the devices exchange results with their neighbours:
+All devices run one program, a scan over the ticks of a schedule. 1F1B with 2 devices and 2 microbatches:
 
-    task        computes                                  then
-    forward     y of a stage (`stage.Stage`)              y to the next device
-    backward    gradients of the stage's blocks, and dx   dx to the previous device
-    idle        -                                         -
+    tick        0     1     2     3     4     5
+    device 0    F0    F1    -     B0    -     B1
+    device 1    -     F0    B0    F1    B1    -
+
+    task        computes                                  after the tick
+    forward F   y of a stage (`stage.Stage`)              y to the next device
+    backward B  gradients of the stage's blocks, and dx   dx to the previous device
+
+The first stage begins with the embedding. The backward of the last stage begins with the loss. Here y of F1
+arrives after tick 1, and waits in a slot until tick 3. For each tick and device a table
+(`compare.pipeline.ticks`) lists the task, the slots that it reads, and the slots for the arrivals.
 
 Autodiff does not see the pipeline. Under layout.remat = full a device stores the inputs of its stages, and
 backward computes their forward again. Under dots and none it stores the residuals of each forward.
@@ -78,6 +84,7 @@ def run_pipeline(
         task, sends_activations, sends_gradients = now
         x, dy = inputs_S[task.input_slot], gradients_S[task.gradient_slot]
 
+        # `run_if` is `lax.cond`. Its second argument, the predicate at all ticks, counts runs for the ledger.
         # In one switch over three kinds XLA would copy all sums in the branches that return them unchanged.
         idle = lambda task, x, residuals_S: (jnp.zeros_like(x), residuals_S)  # noqa: E731
         y, residuals_S = run_if(
@@ -88,10 +95,10 @@ def run_pipeline(
         dx, sums = run_if(is_backward, runs_TR, backward, idle, task, x, dy, residuals_S, sums)
 
         # Send y to the next device, and receive the previous device's, if any device has a y to send.
-        shift = partial(collectives.shift, axis=AXIS, by=-1, purpose=ACTIVATIONS)
+        shift = partial(collectives.shift, axis=AXIS, by=1, purpose=ACTIVATIONS)
         y = run_if(sends_activations, ticks.sends_activations, shift, jnp.zeros_like, y)
         # Send dx to the previous device, and receive the next device's, if any device has a dx to send.
-        shift = partial(collectives.shift, axis=AXIS, by=1, purpose=ACTIVATION_GRADIENTS)
+        shift = partial(collectives.shift, axis=AXIS, by=-1, purpose=ACTIVATION_GRADIENTS)
         dx = run_if(sends_gradients, ticks.sends_gradients, shift, jnp.zeros_like, dx)
         inputs_S = _put(inputs_S, y, task.arriving_input)
         return (inputs_S, _put(gradients_S, dx, task.arriving_gradient), residuals_S, sums), None

@@ -43,7 +43,7 @@ Block = tuple[slice, slice, jax.Array, jax.Array]
 """Places of its queries and of its keys; whether any key is visible; whether both are the same positions."""
 Blocks = Callable[[jax.Array, jax.Array], Iterable[Block]]
 """(rank of the queries, rank of the keys) -> the blocks of a hop."""
-send_to_next = partial(collectives.shift, axis=AXIS, by=-1)
+send_to_next = partial(collectives.shift, axis=AXIS, by=1)
 
 
 def plain_blocks(rank: jax.Array, source: jax.Array) -> Iterator[Block]:

@@ -61,7 +61,7 @@ def strategy(experiment: Experiment, placements: Any, hooks: Hooks) -> Strategy:
     # The table is split over its rows: g adds the looked-up vectors, and f precedes the split logits.
     hooks.look_up, hooks.before_logits = partial(rows_of, g=g), f
     if sequence_parallel:
-        hooks.position_vectors = lambda table, x: collectives.own_shard(table, AXIS, dim=0)
+        hooks.position_vectors = lambda table, x: collectives.local_shard(table, AXIS, dim=0)
     hooks.vocabulary, hooks.cross_entropy = token_ids, cross_entropy
     split_rows(hooks, sequence_parallel=sequence_parallel)
     if not sequence_parallel:
@@ -77,28 +77,32 @@ def strategy(experiment: Experiment, placements: Any, hooks: Hooks) -> Strategy:
 
 def split_rows(hooks: Hooks, *, sequence_parallel: bool) -> None:
     """Set the global indices of local heads and positions; dropout draws its bits by them."""
-    hooks.heads = partial(collectives.own_places, axis=AXIS, of=hooks.heads)
+    hooks.heads = partial(collectives.local_indices, axis=AXIS, of=hooks.heads)
     if sequence_parallel:
-        hooks.stream_positions = partial(collectives.own_places, axis=AXIS, of=hooks.stream_positions)
+        hooks.stream_positions = partial(collectives.local_indices, axis=AXIS, of=hooks.stream_positions)
 
 
 def copy_to_region(x_BTC: jax.Array) -> jax.Array:
     """Megatron's f: the identity; its transpose is an all-reduce."""
+    # Every device uses x for its own heads or features: backward sums the gradients of x over the devices.
     return collectives.to_varying(x_BTC, AXIS, purpose=ACTIVATIONS)
 
 
 def reduce_from_region(partial_BTC: jax.Array) -> jax.Array:
     """Megatron's g: an all-reduce; its transpose is the identity."""
+    # Every device has the product of its own features, a partial sum: add the sums of all devices.
     return collectives.all_reduce(partial_BTC, AXIS, purpose=ACTIVATIONS)
 
 
 def all_gather_to_region(x_BTC: jax.Array) -> jax.Array:
     """f under sequence parallelism: an all-gather of positions; its transpose is a reduce-scatter."""
+    # The region computes on whole sequences: gather the positions of all devices.
     return collectives.all_gather(x_BTC, AXIS, dim=POSITION_DIM, purpose=ACTIVATIONS)
 
 
 def reduce_scatter_from_region(partial_BTC: jax.Array) -> jax.Array:
     """g under sequence parallelism: a reduce-scatter of positions; its transpose is an all-gather."""
+    # Add the partial sums, and keep this device's positions.
     return collectives.reduce_scatter(partial_BTC, AXIS, dim=POSITION_DIM, purpose=ACTIVATIONS)
 
 

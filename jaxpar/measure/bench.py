@@ -99,5 +99,5 @@ OPERATIONS: dict[str, Callable[..., jax.Array]] = {
     "reduce_scatter": lambda x, platform: collectives.reduce_scatter(x, AXIS, dim=0),
     "broadcast": _broadcast,
     "all_to_all": lambda x, platform: lax.all_to_all(x, AXIS, 0, 0, tiled=True),
-    "permute": lambda x, platform: collectives.shift(x, AXIS, by=-1),
+    "permute": lambda x, platform: collectives.shift(x, AXIS),
 }

@@ -50,7 +50,8 @@ def split_batch(model: GPT, devices: DeviceMesh, *, cross_entropy: CrossEntropy 
         assert isinstance(input, DTensor)
         mean = cross_entropy(input, from_local(target, devices, rows))
         assert isinstance(mean, DTensor)
-        # `mean` is the global average: its gradient is 1 on every rank, hence Replicate.
+        # `mean` is the mean over the rows of all ranks, and its gradient is 1 on every rank: Replicate. The
+        # local value is the mean over this rank's rows. The loop averages these values, for the record.
         return mean.to_local(grad_placements=replicated)
 
     model.forward = forward_of_rows

@@ -1,5 +1,15 @@
 """Tensor parallelism by placements: a table lists the split dims, and DTensor does Megatron's split.
 
+                          forward                               backward
+    enters attn, mlp      - (split T: all-gather)               all-reduce (split T: reduce-scatter)
+    leaves c_proj, wte    all-reduce (split T: reduce-scatter)  - (split T: all-gather)
+    loss                  all-reduces of single numbers a token
+    norms, once a step                                          - (split T: all-reduce of their gradients)
+
+Every rank uses x for its own heads or features, so the gradients of x are added. c_proj multiplies a rank's
+features by their columns of the weight, a partial sum, so the outputs are added. Between the two a rank needs
+only its own features. T is split with sequence parallelism.
+
 The parameters' placements follow from the table of axes. The code adds where activations live at both ends of
 a region of split work. Without that DTensor keeps a partial sum up to the next operator that is not linear:
 into the LayerNorm, and through every residual stream before it.
@@ -35,9 +45,11 @@ def split_layers(model: GPT, devices: DeviceMesh, *, sequence_parallel: bool) ->
     split = placements_of_activation(devices, split=FEATURE_DIM)
     stream = placements_of_activation(devices, split=POSITION_DIM) if sequence_parallel else replicated
 
+    # f. Forward: nothing, or an all-gather of T. Backward: DTensor sums the gradients of all ranks.
     def enters(module: nn.Module, *, to: Placements) -> None:
         module.register_forward_pre_hook(lambda _, inputs: (_at(inputs[0], devices, to), *inputs[1:]))
 
+    # g. Forward: a partial sum becomes the stream, by an all-reduce, or a reduce-scatter of T.
     def leaves(module: nn.Module, *, to: Placements) -> None:
         module.register_forward_hook(lambda _, inputs, y: _at(y, devices, to))
 
@@ -66,6 +78,7 @@ def cross_entropy(logits_NV: DTensor, targets_N: DTensor) -> torch.Tensor:
         assert isinstance(x_N, DTensor)
         return x_N.redistribute(placements=replicated)
 
+    # Three all-reduces of (N,): the largest logit, then the sum of exponentials and the target's logit.
     max_N1 = reduce(logits_NV.detach().amax(dim=-1, keepdim=True))
     shifted_NV = logits_NV - max_N1
     all_V = from_local(torch.arange(V, device=targets_N.device), devices, placements(devices))

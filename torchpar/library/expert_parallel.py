@@ -34,10 +34,12 @@ def shard_experts(model: GPT, mesh: Mesh) -> Sharding:
             module = block.get_submodule(path)
             experts = module.get_parameter("weight").chunk(axis.size)[axis.rank]
             module.register_parameter("weight", nn.Parameter(experts))
+            # FSDP2 divides by the ranks of dp_shard without ep: divide by ep's ranks here.
             module.register_forward_hook(
                 lambda _, inputs, weight: divide_gradient(weight.view_as(weight), axis.size)
             )
             names.add(f"transformer.h.{number}.{path}.weight")
+        # Three all-to-alls: counts, rows to their experts, outputs back. Backward repeats the last two.
         exchange = ExchangeRows(partial(all_to_all, group=axis.group), axis.size)
         block.set_submodule("mlp.core.exchange", exchange)
 

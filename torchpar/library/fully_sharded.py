@@ -1,7 +1,14 @@
 """Sharded data parallelism by PyTorch: ZeroRedundancyOptimizer for ZeRO-1, FSDP2 for ZeRO-2 and 3.
 
-FSDP2 keeps parameters sharded between steps in both stages. ZeRO-2 gathers them once a step (SHARD_GRAD_OP),
-ZeRO-3 in forward and again in backward (FULL_SHARD).
+    zero   forward                   backward                                       after backward
+    1      -                         DDP all-reduces the gradients                  update own parameters,
+                                                                                    broadcast them
+    2      all-gather, keep          reduce-scatter the gradients                   update shards
+    3      all-gather, free          all-gather again, reduce-scatter, free         update shards
+
+FSDP2 moves one unit at a time: a block, or the modules outside of the blocks. `fully_shard` makes a unit, and
+its hooks send all of this. Parameters are sharded between steps in both stages: ZeRO-2 gathers them once a
+step (SHARD_GRAD_OP in FSDP1), ZeRO-3 in forward and again in backward (FULL_SHARD).
 """
 
 from collections.abc import Callable, Generator, Sequence

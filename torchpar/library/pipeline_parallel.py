@@ -1,5 +1,9 @@
 """Pipeline parallelism by PyTorch: `torch.distributed.pipelining` has the schedules and moves the data.
 
+After a forward a stage sends its output (B, T, C) to the next stage. After a backward it sends the gradient
+of its input to the stage before. gpipe runs all forwards of a step and then all backwards; 1f1b runs one of
+each in turn. `schedule.step` runs the tasks of this rank, with their sends and receives.
+
 It does not handle a weight that two stages share. `tied_weights` sums the gradients after the schedule. The
 zero-bubble schedule is ZB1P, and finds the two halves of a backward in autograd's graph.
 
@@ -76,10 +80,12 @@ def run_stages(stages: Mapping[int, GPTStages], engine: Engine, *, mesh: Mesh, l
         last = {"target": targets, "losses": losses} if last_stage.stages - 1 in stages else {}
         dropout = dict(zip(("keys_B2",), keys, strict=False))
         schedule = schedule_of(microbatches, evaluates=evaluates)
+        # All messages between stages.
         (schedule.eval if evaluates else schedule.step)(*first, **last, **dropout, return_outputs=False)
         total = torch.zeros((), dtype=torch.float64, device=mesh.device)
         for loss in losses:
             total += loss.detach()
+        # The last stage has the loss: sum it over all stages.
         axis.all_reduce(total, purpose=LOSS)
         return total / loss_scale
 

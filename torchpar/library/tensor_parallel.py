@@ -1,5 +1,15 @@
 """Tensor parallelism by PyTorch: `parallelize_module` gives each module a style, and DTensor moves the data.
 
+                          forward                               backward
+    enters attn, mlp      - (split T: all-gather)               all-reduce (split T: reduce-scatter)
+    leaves c_proj, wte    all-reduce (split T: reduce-scatter)  - (split T: all-gather)
+    loss                  all-reduces of single numbers a token
+    norms, once a step                                          - (split T: all-reduce of their gradients)
+
+Every rank uses x for its own heads or features, so the gradients of x are added. c_proj multiplies a rank's
+features by their columns of the weight, a partial sum, so the outputs are added. Between the two a rank needs
+only its own features. T is split with sequence parallelism.
+
 All parameters become DTensors, also the replicated ones, because an optimizer does not mix both kinds.
 
 Two things are left to the user:
@@ -40,9 +50,8 @@ def split_layers(model: GPT, mesh: DeviceMesh, *, sequence_parallel: bool) -> No
     With sequence parallelism the residual stream and the LayerNorms are split along the sequence.
 
     Raises:
-        ValueError: a rank would have no row of the vocabulary. `loss_parallel` skips its all-reduce there,
-        and
-            the other ranks would hang.
+        ValueError: a rank would have no row of the vocabulary. `loss_parallel` would skip its all-reduce
+            there, and all other ranks would hang.
     """
     ranks, vocab = mesh.size(), model.config.vocab_size
     if -(-vocab // ranks) * (ranks - 1) >= vocab:
@@ -52,8 +61,8 @@ def split_layers(model: GPT, mesh: DeviceMesh, *, sequence_parallel: bool) -> No
         )
     permute_qkv_by_rank(model, ranks)
     stream = Shard(1) if sequence_parallel else Replicate()  # (B, T, C) between the split layers
-    column = partial(ColwiseParallel, input_layouts=stream)
-    row = partial(RowwiseParallel, output_layouts=stream)
+    column = partial(ColwiseParallel, input_layouts=stream)  # f: backward sums the gradients of x
+    row = partial(RowwiseParallel, output_layouts=stream)  # g: forward sums the outputs
     norm = SequenceParallel(use_local_output=True) if sequence_parallel else NoParallel()
     mlp = {"transformer.h.*.mlp.c_fc": column(), "transformer.h.*.mlp.c_proj": row()}
     experts = {"transformer.h.*.mlp": ExpertsParallel(stream)}
@@ -111,10 +120,12 @@ class ExpertsParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_: nn.Module, inputs: tuple) -> tuple:
+            # f: backward sums the gradients of x. With sequence parallelism forward gathers positions.
             x_BTC = from_local(inputs[0], device_mesh, (self.stream,)).redistribute(placements=[Replicate()])
             return x_BTC.to_local(grad_placements=[Partial()]), *inputs[1:]
 
         def leave(_: nn.Module, inputs: tuple, y_BTC: torch.Tensor) -> torch.Tensor:
+            # g: forward sums the outputs.
             partial_sum = from_local(y_BTC, device_mesh, (Partial(),))
             return partial_sum.redistribute(placements=[self.stream]).to_local()
 
@@ -137,4 +148,5 @@ def complete_gradients(model: nn.Module) -> None:
         gradient = parameter.grad
         assert isinstance(parameter, DTensor)
         if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+            # A partial sum: an all-reduce. A replicated gradient of the embedding: a slice.
             parameter.grad = gradient.redistribute(placements=parameter.placements)

@@ -67,7 +67,7 @@ class ExchangeRows(nn.Module):
         self, compute: ExpertsFunction, rows_SC: torch.Tensor, counts_E: torch.Tensor
     ) -> torch.Tensor:
         """Outputs (S, C) of rows (S, C) that are sorted by expert, counts_E[e] of them for expert e."""
-        # Counts: send each rank the number of rows for each of its experts.
+        # Counts: send each rank the number of rows for each of its experts, one row (F,) of counts.
         sent_RF, one_each = counts_E.view(self.ranks, -1), [1] * self.ranks
         received_RF = self.all_to_all(sent_RF, one_each, one_each)
         sent, received = sent_RF.sum(1).tolist(), received_RF.sum(1).tolist()

@@ -1,14 +1,16 @@
 """Pipeline parallelism by hand: each rank has some of the layers, and microbatches pass through the ranks.
 
-A schedule is plain data (`compare.pipeline.schedules`): for each rank its tasks, in order. To these
-`compare.pipeline.rendezvous` adds sends and receives. Rank 1 of 2 does for a microbatch of GPipe:
+A schedule is plain data (`compare.pipeline.schedules`): for each rank its tasks, in order. 1F1B with 2 ranks
+and 2 microbatches:
 
-    receive_activation   compute: forward   compute: backward   send_gradient
+    rank 0    F0  F1  B0  B1      F0 sends an activation to rank 1.
+    rank 1    F0  B0  F1  B1      B0 sends its gradient to rank 0, which waits for it before its own B0.
 
-`run_pipeline` runs any such list, one action at a time, on the rank's stages (`stage`, `zero_bubble`).
-A receive is posted early, and waited for just before its computation: data moves while the rank computes.
-A send is waited for once a later message proves that it has arrived, so it delays nothing. Evaluation is a
-schedule without backwards.
+To the tasks `compare.pipeline.rendezvous` adds sends and receives. `run_pipeline` runs any such list, one
+action at a time, on the rank's stages (`stage`, `zero_bubble`). A receive is posted early, and waited for
+just before its computation: data moves while the rank computes. A send is waited for once a later message
+proves that it has arrived, so it delays nothing. Evaluation is a schedule without backwards. After the last
+backward the first and the last rank exchange the gradients of the tied weight (`tied_weights`).
 
 A passes, b rows of a rank, M microbatches of a step, B rows of a microbatch, T positions, C embedding.
 Sources: GPipe (arXiv 1811.06965), 1F1B (2006.09503), interleaved (2104.04473), zero bubble (2401.10241).
@@ -52,7 +54,8 @@ class Plan(NamedTuple):
 
     actions: Sequence[Action]
     arrivals: Mapping[Message, Sequence[Message]]
-    """By message to this rank, the messages of this rank that its sender had received before."""
+    """By message to this rank, the messages of this rank that have certainly arrived by then: the sender
+    received them before. Their tensors can be freed."""
     last_backwards: Collection[Task]
     """The backwards that complete a stage's gradients. Empty if a backward is two tasks."""
 

@@ -167,7 +167,7 @@ def split_layers(model: GPT, axis: Axis, *, sequence_parallel: bool) -> Sharding
         if model.balance:
             of_experts = split_experts(block.get_submodule("mlp"), axis, sequence_parallel=sequence_parallel)
             splits |= {f"transformer.h.{number}.mlp.{name}": split for name, split in of_experts.items()}
-    if model.balance:  # every rank computes all of it
+    if model.balance:  # every rank computes the whole loss, and f sums the ranks' gradients of x
         model.balance.register_forward_hook(lambda module, args, loss: divide_gradient(loss, axis.size))
     if sequence_parallel and "wpe" in model.transformer:
         positions = model.transformer["wpe"]
