@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.derivatives import gelu, product
+from jaxpar.derivatives import gelu, matmul
 from jaxpar.functional import causal_attention
 from jaxpar.measure.work import operations
 
@@ -33,7 +33,7 @@ def test_weight_gradient_has_x_on_the_left():
         products = [e for e in traced.jaxpr.eqns if e.primitive.name == "dot_general"]
         return products[-1].invars[0].aval.shape
 
-    assert left_of_weight_gradient(lambda x, weight: product(x, weight, 1)) == (5, 4)
+    assert left_of_weight_gradient(lambda x, weight: matmul(x, weight, 1)) == (5, 4)
     assert left_of_weight_gradient(jnp.matmul) == (5, 7)
 
 
