@@ -52,7 +52,7 @@ def train_step(
     if routing.tokens_per_expert is not None:
         tokens_LE = routing.tokens_per_expert.sum(axis=0)
         metrics |= {"expert_ids": routing.expert_ids, "tokens_per_expert": tokens_LE}
-    # ZeRO-1 and 2 all-gather the updated parameters.
+    # ZeRO-1 and 2 all-gather the updated parameters (jax-compiler by the out_shardings of the jit).
     return engine.from_shards(shards), opt_state, metrics, gradients
 
 

@@ -77,7 +77,7 @@ def train_steps(run: Run, recording: Recording) -> None:
             jax.block_until_ready(done[:-AHEAD])
             # Put each device's rows and positions on it.
             batch, scalars = run.shard_batch(arrays), device_scalars(run.experiment, state)
-            # `step.train_step`, compiled.
+            # `step.train_step`, compiled: all messages between devices are in it. The call returns at once.
             outputs = run.train_program(state.params, state.opt_state, batch, scalars)
             state.params, state.opt_state, metrics, *gradients = outputs
             if gradients and run.request.update_due(state.step):

@@ -131,7 +131,7 @@ def forward_backward(run: Run, batch: RankBatch, scale: float) -> torch.Tensor:
     total = torch.zeros((), dtype=dtype, device=run.mesh.device)
     run.routing.clear()
     for number, inputs_targets_keys in enumerate(batch.passes()):
-        # Gradients add up locally, and are reduced in the last pass.
+        # Passes before the last add up gradients. torch-compiler's ZeRO-2 and 3 scatter them in each pass.
         with engine.no_sync() if number < passes - 1 else nullcontext():
             run.rank.at(step, "forward")
             with run.autocast():

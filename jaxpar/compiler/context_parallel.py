@@ -5,7 +5,8 @@
     ulysses      P(B, None, (tp, cp))  P(B, None, (tp, cp))  P(B, None, (tp, cp)), then P(B, cp, tp)
 
     context      communication that XLA inserts
-    allgather    all-gathers of k and v before attention; reductions of their gradients in backward
+    allgather    all-gathers of k and v before attention, again in backward (layout.remat = dots); all-reduces
+                 of their gradients in backward, and a slice
     ulysses      all-to-alls from positions to heads before attention, and back to positions after it
 
 All other layers act on single positions, so the split of the batch is enough for them. Under jit positions

@@ -72,8 +72,9 @@ def reduce_after_accumulation(
     """Mean loss and gradients, reduced over `axes` once, after all passes.
 
     XLA has no option that defers a reduction. Here the replicas become a dim of the arrays. The loop then
-    makes one gradient for each replica, and the mean over the dim after the loop is the only reduction. Each
-    device stores the slice of its own replica, so memory does not grow.
+    makes one gradient for each replica, and the mean over the dim after the loop is the only reduction over
+    `axes`. Each device stores the slice of its own replica, so memory does not grow. Under cp and ep XLA
+    still sums over these axes in each pass.
     """
     inner = tuple(axis for axis in ROWS if axis not in axes)
 
@@ -88,7 +89,7 @@ def reduce_after_accumulation(
         free = (P.UNCONSTRAINED,) * (x.ndim - 1)
         return lax.with_sharding_constraint(x, P(axes, *free))
 
-    # Accumulate for each replica: its rows and its gradient are on the same devices, so nothing is sent.
+    # Accumulate for each replica: its rows and its gradient are on the same devices, so `axes` send nothing.
     # expert_ids has its replica dim at 2; tokens_per_expert is already summed over replicas.
     out_axes = (0, Routing(expert_ids=2)), 0
     each_replica = jax.vmap(gradients_of, in_axes=(None, 1), out_axes=out_axes, spmd_axis_name=axes)

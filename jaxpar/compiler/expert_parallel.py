@@ -10,9 +10,8 @@
 which sums over E and M. ep splits E, so each device has a partial sum of every token, over its own experts.
 The routing weight of a token is 0 at each expert that the token did not choose.
 
-Shapes are static, so an all-to-all needs room for all tokens on each device and sends as many bytes
-(jax-explicit). The one-hot dispatch of GShard sends more. Without these constraints XLA gathers tokens and
-also moves parts of the activations.
+Shapes are static, so an all-to-all needs room for all tokens on each device and sends as many bytes, as in
+jax-explicit. The one-hot dispatch of GShard sends more. Without these constraints XLA sends nearly the same.
 
 Legend: D groups of n devices along ep, b rows of a device; T position, C n_embd, E experts, M inner features.
 Sources: GSPMD (arXiv 2105.04663); one-hot dispatch: GShard (arXiv 2006.16668, section 3.2).

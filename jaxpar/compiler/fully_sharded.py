@@ -3,7 +3,8 @@
     zero   split over dp_shard              communication that XLA inserts
     1      moments and the update           gradients reduced once a step, parameters gathered once a step
     2      + accumulated gradients          gradients reduced once a microbatch
-    3      + parameters                     gathered in the layer loop, in forward and again in backward
+    3      + parameters                     gathered in the layer loop, in forward and again in backward;
+                                            gradients reduced in the backward loop, layer by layer
 
 Each constraint to a full layout is an all-gather. Each constraint of gradients to shards is a reduce-scatter;
 on a CPU XLA sends an all-reduce and takes a slice.
@@ -30,8 +31,9 @@ from jaxpar.weights import STACKED, without_layers
 
 def shard_parameters(tree: Any, placements: Any) -> Any:
     """Constrain parameters, gradients or moments to shards over dp_shard."""
-    # Gradients: a reduce-scatter, after the last pass (zero 1) or after each pass (2 and 3). Full parameters
-    # before the update: a slice. After the update the step returns full parameters: XLA all-gathers them.
+    # Gradients: a reduce-scatter, under zero 1 after the last pass, under zero 2 after each pass. Under zero
+    # 3 a slice: the derivative of `gather` has summed each layer in the backward loop. Full parameters before
+    # the update: a slice. The out_shardings of the jit (`programs`) request the all-gather after the update.
     return lax.with_sharding_constraint(tree, specs(placements, sharded=True))
 
 

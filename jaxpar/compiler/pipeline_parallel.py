@@ -4,18 +4,21 @@
     stage 0     0     1     2     3     -        at a tick `vmap` runs every stage on its microbatch
     stage 1     -     0     1     2     3
 
-    array                                  communication that XLA inserts
-    blocks [S@pp, ...]                     none: each device computes its stage
-    x of each stage [S@pp, b, T, C]        after a tick a roll by +1: the next stage runs it at the next tick
-    a slot of waiting x [S@pp, b, T, C]    after a tick a roll by -1, towards stage 0, which takes its next
-                                           input from the slot and writes a finished output into it
-    embedding, norm and head               in backward their gradients are added over pp
+    array, split over pp                    communication that XLA inserts
+    blocks (S, ...)                         none: each device computes its stage
+    x of each stage (S, b, T, C)            after each tick a roll by +1
+    a slot with waiting x (S, b, T, C)      after each tick a roll by -1
+    embedding, norm and head: not split     in backward their gradients are added over pp
 
-pp splits a dim of length S, so a roll by one is a collective permute between neighbours. Each stage embeds
-the microbatches that wait in its slots, and computes the loss of the finished microbatches there. Autodiff
+A roll along the split dim S is a collective permute between neighbours, and it wraps around. The loop is
+`jaxpar.tick_loop`, with the legend. It calls `roll` twice after each tick:
+
+    x rolls by +1          the last stage's y arrives at stage 0
+    stage 0 swaps          it puts a finished y into the slot, and takes the x that waits there
+    the slot rolls by -1   the next x arrives at stage 0; y goes to stage S - 1 and further, to its loss
+
+So each stage embeds the microbatches in its slots, and computes the loss of each y that ends there. Autodiff
 reverses the loop and each roll: all forwards run first, then all backwards, as in GPipe.
-
-`jaxpar.tick_loop` has the loop over ticks, which jax-explicit shares, and the legend.
 """
 
 from functools import partial

@@ -10,7 +10,8 @@ device's own features by the matching rows of the weight: their products are par
 backward every device has a part of the gradient of the region's input: XLA adds the parts.
 
 With sequence parallelism T of (B, T, C) is split between regions. XLA then gathers T before a region and
-reduce-scatters it after the region.
+reduce-scatters it after the region; on a CPU it all-reduces and takes a slice. Gradients of norms and of the
+biases of `out` and `down` are then partial sums over tp, which XLA adds in the backward loop.
 
 The table of axes (`compare.spec.axes`) places the parameters. This file constrains the activations alone.
 
@@ -58,7 +59,8 @@ def split_layers(hooks: Hooks, experiment: Experiment) -> None:
         linear.after = partial(constrain, split=of_output)
     # The router's weights and the input of the head: as the input of a region.
     hooks.before_mix = hooks.before_logits = constrain
-    # Each device looks up the tokens of its rows of the table. XLA adds the vectors by an all-reduce.
+    # Each device looks up the tokens of its rows of the table. XLA adds the vectors by an all-reduce. Under
+    # sequence parallelism XLA on a CPU gathers the table instead.
     hooks.after_embedding = partial(constrain, split=between)
     hooks.vocabulary = jnp.arange  # global ids: the model masks the logits of a padded vocabulary
     # Logits stay split over V. XLA all-reduces the maximum, the sum and the target's logit, each (B, T).

@@ -1,7 +1,7 @@
 """The engine jax-explicit: the type of an array includes its sharding, and JAX checks types when it traces.
 
 `make_engine` composes the strategies. The step is written as for one device; where types differ, it has a
-cast. XLA sends data for casts alone. A missing cast is an error.
+cast. XLA sends data for casts, for sums over split dims, and for look-ups. A missing cast is an error.
 """
 
 from functools import partial

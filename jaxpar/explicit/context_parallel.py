@@ -4,6 +4,9 @@
     allgather   k, v -> {R:cp}: all-gather                          {U:cp} -> [T@cp]: reduce-scatter
     ulysses     q, k, v -> [B, T, H@cp, D]: all-to-all; y back      the same casts in reverse
 
+Under layout.remat = dots, the default, backward gathers k and v again. XLA on a CPU makes no reduce-scatter
+of a cast: it all-reduces and takes a slice.
+
 [T@cp]: cp splits T. {R:cp}: equal on all devices of cp; its gradient is {U:cp}, a partial sum on each device.
 
 A product of q [T@cp] and k [S@cp] would have cp twice, which is an error. All other operations of a GPT work

@@ -5,15 +5,15 @@
            updated parameters [d@dp_shard] -> whole, once a step    all-gather
     2      gradients {U:dp} -> [d@dp_shard], once a pass            reduce-scatter
            updated parameters, as under 1                           all-gather
-    3      parameters [d@dp_shard] -> {R:dp} in the layer loop      all-gather; in backward a reduce-scatter
+    3      parameters [d@dp_shard] -> {R:dp} in the layer loop      all-gather, and again in backward
+           gradients {U:dp} -> [d@dp_shard] in the backward loop    reduce-scatter
 
 [d@dp_shard]: dp_shard splits a dim. {R:dp}: equal on all devices of dp; its gradient is {U:dp}, a partial sum
 on each device.
 
 No backward is written for stage 3. The gradient of {R:dp} is {U:dp}, and the gradient of a shard is a shard.
-The derivative of the cast goes from one to the other. A constraint of jax-compiler is a request, which
-backward may ignore; a type is not. XLA on a CPU makes no reduce-scatter of the cast: it all-reduces and takes
-a slice.
+The derivative of the cast goes from one to the other. A remat policy drops a gathered layer after forward, so
+backward gathers it again. XLA on a CPU makes no reduce-scatter of the cast: it all-reduces and takes a slice.
 """
 
 from typing import Any
@@ -77,7 +77,11 @@ def is_gather(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
 
 
 def gather_first(loss: Loss, placements: Any) -> Loss:
-    """A loss that first gathers the parameters under the keys of `placements`, and keeps them."""
+    """A loss that first gathers the parameters under the keys of `placements`, and keeps them.
+
+    They are the embeddings and the last norm, with one all-gather each before the layer loop. A pipeline that
+    keeps what it gathers gathers its blocks here, too.
+    """
 
     def gathering(params: Any, batch: Any) -> tuple[jax.Array, Routing]:
         return loss(gather(params, placements), batch)

@@ -4,13 +4,21 @@
     stage 0     0     1     2     3     -        at a tick `vmap` runs every stage on its microbatch
     stage 1     -     0     1     2     3
 
-After a tick x [S@pp] rolls by +1: the next stage runs it at the next tick. A slot of waiting x rolls by -1,
-towards stage 0. Stage 0 takes its next input from the slot and writes a finished output into it. The loop is
-`jaxpar.tick_loop`, which jax-compiler runs, too; its legend holds here. The types differ:
+A roll along the split dim S is a collective permute between neighbours, and it wraps around. The loop is
+`jaxpar.tick_loop`, with the legend. It calls `roll` twice after each tick:
+
+    x rolls by +1          the last stage's y arrives at stage 0
+    stage 0 swaps          it puts a finished y into the slot, and takes the x that waits there
+    the slot rolls by -1   the next x arrives at stage 0; y goes to stage S - 1 and further, to its loss
+
+So each stage embeds the microbatches in its slots, and computes the loss of each y that ends there. Autodiff
+reverses the loop and each roll: all forwards run first, then all backwards, as in GPipe.
+
+jax-compiler runs the same loop. The types differ:
 
     x [S@pp], blocks [S@pp]    `vmap` reads the axis from the types of its arguments
     embedding, norm, head      {R:pp}: equal on all devices of pp. Each stage has a copy, [S@pp]. The gradient
-                               is {U:pp}, a partial sum on each device, and is summed once a step
+                               is {U:pp}, a partial sum: `data_parallel.sum_replicas` adds it once a step
     the batch                  each stage reads its own microbatch. An index that differs by stage into a
                                shared array is an error, so each stage has a copy, [S@pp]
     the roll                   no type moves the entries of a split dim: `auto_axes` leaves it to XLA

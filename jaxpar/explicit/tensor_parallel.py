@@ -10,7 +10,9 @@
 f: every device uses x for its own heads or features, so the gradients of x are added. g: a row-parallel
 product multiplies a device's own features, so its outputs are partial sums. Between f and g nothing is sent.
 
-Under sequence parallelism x is [T@tp] between the regions: then f gathers, and g scatters. Types demand more
+Under sequence parallelism x is [T@tp] between the regions: then f gathers, and g scatters. Gradients of norms
+and of row-parallel biases are then partial sums over tp, which XLA adds in the backward loop. XLA on a CPU
+all-reduces where it could reduce-scatter. Types demand more
 than the constraints of jax-compiler. A contraction of a split dim is an error until its result has a type; so
 is a product written as one of two matrices, where split heads would be merged with other dims. And types
 demand less: nothing is written about q, k and v, nor about the output of a column-parallel layer. The types
@@ -40,6 +42,8 @@ def split_layers(hooks: Hooks, experiment: Experiment) -> None:
     hooks.qkv.before = hooks.up.before = hooks.before_logits = enter_region
     for row in (hooks.out, hooks.down):  # (B, T, ..@tp) -> (B, T, C)
         row.matmul, row.after = row_matmul, g
+    # A look-up (`data_parallel.look_up`) has a whole result: XLA sums it over tp. So g after it sends
+    # nothing. Under sequence parallelism g takes a slice of it, and routing weights [T@tp] are all-gathered.
     hooks.before_mix, hooks.after_embedding = whole, g
     hooks.router.matmul = router_matmul
     hooks.vocabulary = token_ids
@@ -59,8 +63,8 @@ def row_matmul(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
 
 
 def whole(x: jax.Array) -> jax.Array:
-    """g: the sum of {U:tp}, whole on each device; also of a look-up, zero for tokens of other devices."""
-    # All-reduce.
+    """g: the sum of {U:tp}, whole on each device."""
+    # All-reduce {U:tp}. All-gather [T@tp]. Nothing is sent for what is whole.
     return reshard(x, P(*without(x, AXIS)))
 
 

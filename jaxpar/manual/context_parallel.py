@@ -3,15 +3,21 @@
     context      forward                              backward
     allgather    all-gather K, V                      reduce-scatter dK, dV
     ulysses      all-to-all q, k, v and then y        all-to-all their gradients
-    ring         pass K, V around: see `ring`         pass K, V and dK, dV around
+    ring         n - 1 hops of K, V                   n - 1 hops of K, V, and n hops of dK, dV
 
-Autodiff derives the backward of the first two. All other layers treat each position by itself, and send
-nothing. Weights are replicated over cp, and their gradients are means over cp as over replicas.
+In a hop a device sends the K, V that it has to the next device, and attends to them meanwhile (`ring`). After
+n - 1 hops every query has seen all keys, and no device has gathered them. In backward dK, dV follow their
+K, V: each device adds its part, and after n hops they are back.
+
+Autodiff derives the backward of the first two. Under layout.remat = dots, the default, backward also gathers
+K and V again. All other layers treat each position by itself, and send nothing. Weights are replicated over
+cp, and their gradients are means over cp as over replicas.
 
 A device has one chunk of neighbouring positions. With zigzag it has two, one from each end of the sequence,
 so that the causal mask gives all devices the same work.
 
-Legend: B batch, T all positions, t this device's positions, H heads, h this device's heads, D head_dim.
+Legend: n devices of cp, B batch, T all positions, t this device's positions, H heads, h this device's heads,
+D head_dim.
 Sources: Llama 3 (arXiv 2407.21783, section 3.3.2), DeepSpeed-Ulysses (arXiv 2309.14509).
 """
 

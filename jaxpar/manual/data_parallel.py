@@ -8,7 +8,7 @@
     gradient_sync    all-reduces
     naive            one for each parameter
     bucketed         one for each bucket of at most bucket_mb
-    flat             one for all parameters
+    flat             one for all parameters of one dtype and one set of axes
 
 Small gradients are copied into one array and share an all-reduce. A large gradient has its own. The scan of
 backward ends before the first all-reduce, since all blocks' gradients of one name are one array.

@@ -108,7 +108,8 @@ def _is_gather(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
 
 def gather_first(loss: Loss, placements: Any) -> Loss:
     """A loss that first gathers the parameters with these placements and keeps them until backward ends."""
-    # Embeddings and last norm: one all-gather each, before the first layer.
+    # Embeddings and last norm: one all-gather each, before the first layer. XLA moves it out of the loop over
+    # passes, to once a step.
     return lambda shards, batch: loss(unpad(gather(shards, placements), placements), batch)
 
 

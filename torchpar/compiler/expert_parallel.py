@@ -64,9 +64,11 @@ def split_experts(model: GPT, devices: DeviceMesh, *, split: int | None) -> None
     def enter(_: nn.Module, inputs: tuple) -> tuple:
         x_BTC = inputs[0]
         assert isinstance(x_BTC, DTensor)
+        # f. Forward: nothing, or an all-gather of split T. Backward: the partial sums over tp are added.
         return x_BTC.redistribute(placements=replicated).to_local(grad_placements=partial_sum), *inputs[1:]
 
     def leave(_: nn.Module, inputs: tuple, y_BTC: torch.Tensor) -> DTensor:
+        # g. The partial sum over tp becomes the stream: an all-reduce, or a reduce-scatter of split T.
         return from_local(y_BTC, devices, partial_sum).redistribute(placements=stream)
 
     for block in model.blocks:

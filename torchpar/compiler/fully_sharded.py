@@ -10,7 +10,7 @@ The derivative redistributes the gradient to the shard's placement, which is the
 axes the gradient stays a partial sum.
 
 Autograd would save the gathered weights of each block for backward. So the block is a checkpoint that saves
-all its tensors except the gathered weights: backward gathers them again and recomputes nothing. The tied
+all its tensors except the gathered weights: backward gathers them again and recomputes no product. The tied
 weights outside of the blocks are read twice. They are gathered with the first forward of a step, and stay for
 backward, which needs them first.
 
@@ -128,7 +128,7 @@ def parametrize(module: nn.Module, read: Callable[[nn.Parameter], torch.Tensor])
 
 
 def gather_in_backward(forward: Callable[..., Any], devices: DeviceMesh) -> Callable[..., Any]:
-    """Wrap a forward so that its backward gathers the weights again, and recomputes nothing."""
+    """Wrap a forward so that its backward gathers the weights again. It recomputes only dropout's bits."""
     group = devices[shard_axis(devices)].get_group().group_name
 
     def policy(context: Any, operator: Any, *arguments: Any, **_: Any) -> CheckpointPolicy:

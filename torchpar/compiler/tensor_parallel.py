@@ -4,7 +4,8 @@
     enters attn, mlp      - (split T: all-gather)               all-reduce (split T: reduce-scatter)
     leaves c_proj, wte    all-reduce (split T: reduce-scatter)  - (split T: all-gather)
     loss                  all-reduces of single numbers a token
-    norms, once a step                                          - (split T: all-reduce of their gradients)
+    head                  - (split T: all-gather)               all-reduce (split T: reduce-scatter)
+    norms, once a step    - (split T: all-reduce of their gradients, by `data_parallel.synchronize_gradients`)
 
 Every rank uses x for its own heads or features, so the gradients of x are added. c_proj multiplies a rank's
 features by their columns of the weight, a partial sum, so the outputs are added. Between the two a rank needs

@@ -1,8 +1,14 @@
 """Expert parallelism by PyTorch: an all-to-all with a derivative, and FSDP2 over the ranks that ep leaves.
 
-`all_to_all_single_autograd` moves the rows, in the order that torch-manual uses. `fully_shard` makes a
-block's experts a unit of their own, over dp_shard without ep. It divides their gradients by the number of
-those ranks only, but the mean is over all ranks of the data. So the gradient is divided by ep's ranks first.
+    counts      all-to-all    the number of rows for each expert, so that a rank knows what arrives
+    dispatch    all-to-all    rows to the ranks of their experts; backward returns the gradients of the rows
+    combine     all-to-all    outputs back to the ranks of their rows; backward sends their gradients
+
+`ExchangeRows` of torch-manual sends the three messages by `all_to_all` below, and waits for each. The
+gradient of an expert is then a sum over the rows of all ranks of ep. `fully_shard` makes a block's experts a
+unit of their own, over dp_shard without ep. It divides their gradients by the number of those ranks only, but
+the mean is over all ranks of the data. So the gradient is divided by ep's ranks first.
+
 FSDP2's own `set_gradient_divide_factor` requires PREMUL_SUM, which gloo does not have.
 
 DDP reduces all parameters over one group, so it cannot be combined with expert parallelism.

@@ -3,12 +3,13 @@
     zero   forward                   backward                                       after backward
     1      -                         DDP all-reduces the gradients                  update own parameters,
                                                                                     broadcast them
-    2      all-gather, keep          reduce-scatter the gradients                   update shards
-    3      all-gather, free          all-gather again, reduce-scatter, free         update shards
+    2      all-gather, keep          reduce-scatter, in the last pass; free         update shards
+    3      all-gather, free          all-gather; last pass: reduce-scatter; free    update shards
 
 FSDP2 moves one unit at a time: a block, or the modules outside of the blocks. `fully_shard` makes a unit, and
-its hooks send all of this. Parameters are sharded between steps in both stages: ZeRO-2 gathers them once a
-step (SHARD_GRAD_OP in FSDP1), ZeRO-3 in forward and again in backward (FULL_SHARD).
+its hooks send all of this. Gradients add up in full, and only the last pass reduce-scatters them (`no_sync`).
+ZeRO-2 gathers parameters once a pass (SHARD_GRAD_OP in FSDP1). ZeRO-3 gathers them in forward and again in
+backward (FULL_SHARD).
 """
 
 from collections.abc import Callable, Generator, Sequence

@@ -3,7 +3,11 @@
     context      forward                              backward
     allgather    all-gather K, V                      reduce-scatter dK, dV
     ulysses      all-to-all q, k, v and then y        all-to-all their gradients
-    ring         pass K, V around: see `ring`         pass K, V and dK, dV around
+    ring         n - 1 hops of K, V                   n - 1 hops of K, V, and n hops of dK, dV
+
+In a hop a rank sends the K, V that it has to the next rank, and attends to them meanwhile (`ring`). After
+n - 1 hops every query has seen all keys, and no rank has gathered them. In backward dK, dV follow their
+K, V: each rank adds its part, and after n hops they are back.
 
 All other layers treat each position by itself, and send nothing. Weights are replicated over cp, and their
 gradients are means over cp as over replicas.
@@ -11,8 +15,8 @@ gradients are means over cp as over replicas.
 A rank has one chunk of neighbouring positions. With zigzag it has two, one from each end of the sequence, so
 that the causal mask gives all ranks the same work.
 
-B batch, T all positions, t this rank's positions, c positions of a chunk, S positions that a chunk sees.
-H heads, K heads of keys and values, h this rank's heads of q, k and v, D head_dim.
+n ranks of cp, B batch, T all positions, t this rank's positions, c positions of a chunk, S positions that a
+chunk sees. H heads, K heads of keys and values, h this rank's heads of q, k and v, D head_dim.
 Sources: Llama 3 (arXiv 2407.21783, section 3.3.2), DeepSpeed-Ulysses (arXiv 2309.14509).
 """
 

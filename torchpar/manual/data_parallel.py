@@ -4,7 +4,7 @@ Gradients are reduced in buckets. The four modes differ in two choices: which pa
 when its all-reduce starts.
 
     naive        one parameter a bucket      after backward
-    flat         one bucket                  after backward
+    flat         one bucket for each axis    after backward
     overlapped   one parameter a bucket      during backward, when its gradient is ready
     bucketed     up to bucket_size_mb each   during backward, when all its gradients are ready
 

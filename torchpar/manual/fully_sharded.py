@@ -12,7 +12,9 @@ learned in the pass before. The order of backward is the reverse of this pass's 
 
     zero=3                                 gathered for forward, freed, gathered again for backward
     zero=3, reshard_after_forward=False    gathered once a step, freed at its end
-    zero=2                                 always in memory, gathered once after each optimizer step
+    zero=2                                 always in memory, gathered once a step, by its first forward
+
+Gradients add up in full over the passes of a step. Only the last pass reduce-scatters them.
 
 With `replicas` the shards' gradients are also summed over ranks that have the same shard (HSDP).
 

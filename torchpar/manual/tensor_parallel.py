@@ -4,8 +4,10 @@
     attn.c_attn, mlp.c_fc         some heads, some inner features     f in front
     attn.c_proj, mlp.c_proj       the columns that read them          g behind
     experts                       some inner features of every one    f before the router, g after the sum
-    embedding, head, loss         some rows of the vocabulary         see `vocab_parallel`
-    all other modules             all parameters                      none
+    embedding                     some rows of the vocabulary         g behind: see `vocab_parallel`
+    head, loss                    logits of these rows                f in front; an all-gather in the loss
+    router                        all parameters                      once a step its gradient
+    norms, row-parallel biases    all parameters                      with sequence parallelism as the router
 
 Attention and MLP are each a column-parallel layer and then a row-parallel one. Between the two nothing moves.
 
@@ -207,7 +209,8 @@ def split_experts(experts: nn.Module, axis: Axis, *, sequence_parallel: bool) ->
 def sum_replicated_gradients(gradients: Sequence[torch.Tensor], axis: Axis) -> None:
     """Sum, once a step, the gradients of replicated parameters that each rank has of its positions.
 
-    With sequence parallelism these are LayerNorms, row-parallel biases (C,) and positions (T, C).
+    With sequence parallelism these are LayerNorms, row-parallel biases (C,) and positions (T, C). The
+    router's weight is one always.
     """
     if gradients:
         # One all-reduce for all of them: each is small.
