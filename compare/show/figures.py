@@ -243,7 +243,7 @@ def gantt(axes: Axes, rows: Sequence[str], boxes: Sequence[Box], x: str) -> None
     end = max((box.begin + box.length for box in boxes), default=1.0)
     height = 0.56 if any(box.is_beside for box in boxes) else 0.88
     spans_by_look: dict[Box, list[tuple[float, float]]] = {}
-    for box in sorted(boxes, key=lambda box: box.begin):
+    for box in sorted(boxes, key=lambda box: (box.is_pale, box.begin)):  # a legend has the full colour
         spans = spans_by_look.setdefault(box._replace(begin=0, length=0), [])
         begin, stop = box.begin, box.begin + max(box.length, end * FINEST)
         if spans and not box.text and begin <= sum(spans[-1]) + end * FINEST:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from msgspec import Struct
 from pygments import highlight
 from pygments.formatters.html import HtmlFormatter
@@ -42,7 +42,7 @@ class Source(Struct, frozen=True, kw_only=True):
     engine: str
     path: str
     """From the folder that has the packages."""
-    summary: str
+    summary: Markup
     """The first sentence of its docstring."""
     html: Markup
     """The file with line numbers, line 12 with the anchor ENGINE-12, lines that send in a colour."""
@@ -163,7 +163,9 @@ def read_source(strategy: str, engine: str, record: Record) -> Source:
     return Source(
         engine=engine,
         path=path,
-        summary=re.split(r"(?<=\.)\s", about, maxsplit=1)[0],
+        summary=Markup(
+            re.sub("`(.+?)`", r"<code>\1</code>", escape(re.split(r"(?<=\.)\s", about, maxsplit=1)[0]))
+        ),
         html=Markup(highlight(text, PythonLexer(), formatter)),
         lines={key: sorted(numbers) for key, numbers in lines.items()},
         elsewhere={key: list(places)[:MOST_PLACES] for key, places in elsewhere.items() if key not in lines},

@@ -141,7 +141,13 @@ def ladder_table(verdicts: Sequence[Verdict]) -> Table:
         limit = "" if tolerance is None else f"at most {tolerance:.0e}" if tolerance else "exact"
         cells = []
         for verdict, result in zip(verdicts, results, strict=True):
-            note = verdict.skipped.get(rung.name, "") if not result else result.worst if result.error else ""
+            note = (
+                verdict.skipped.get(rung.name, "")
+                if not result
+                else result.worst.rstrip(",")
+                if result.error
+                else ""
+            )
             cells.append(replace(rung_text(verdict, rung.name), note=note))
         rows.append(Row(Text(rung.name, limit), cells))
     references = ", ".join(dict.fromkeys(verdict.reference for verdict in verdicts))
