@@ -37,10 +37,10 @@ has no 1F1B there."""
 
 
 class Check(Study, frozen=True, kw_only=True):
-    """Prove that engines compute what one unsharded device computes: every engine and gradient
-    synchronisation, or every engine under every layout; or what nanoGPT's own train.py computed in 30 steps.
+    """Compare engines with one unsharded device, tensor by tensor, or with nanoGPT's own train.py.
 
-    The experiment is a tiny one in float64 unless you name another; nothing is timed.
+    Without --presets each engine runs each of its gradient synchronisations. The experiment is tiny and in
+    float64 unless you name another. Nothing is timed.
 
     Try:
       shardpair check

@@ -37,10 +37,10 @@ FACTOR = 4
 
 
 class Collectives(HostFlags, frozen=True, kw_only=True):
-    """Time collectives as nccl-tests does: on gloo or NCCL, torch-manual's way over them, and XLA.
+    """Time collectives as nccl-tests does: gloo or NCCL, torch-manual's code over them, and XLA.
 
     On a CPU all ranks share the cores, so more ranks than cores measure the scheduler, too. The default takes
-    about five minutes. The rows also stand in collectives.json of each folder in --run_dir.
+    about five minutes. The rows are written to collectives.json of each folder in --run_dir, too.
 
     Try:
       shardpair collectives --kinds all_reduce --ranks 2 --max_size 4M

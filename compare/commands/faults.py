@@ -42,7 +42,7 @@ CHANGE = "planted.diff"
 
 
 class Faults(Study, frozen=True, kw_only=True):
-    """Check the checker: plant each known mistake in each engine; the ladder must turn red at the right rung.
+    """Plant each known mistake in each engine. The ladder must fail at the rung that belongs to the mistake.
 
     Try:
       shardpair faults

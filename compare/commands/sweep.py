@@ -34,10 +34,10 @@ Row = dict[str, Any]
 
 
 class Sweep(Study, frozen=True, kw_only=True):
-    """Train one experiment under several strategies: compare loss, time, memory, throughput, communication.
+    """Train one experiment under several layouts: compare loss, time, memory, throughput, communication.
 
-    Every strategy is compared with one unsharded device, rung by rung. Each is timed once, in one process: do
-    not rank strategies by it, use `bench`. Strategies that an engine rejects are named and skipped.
+    Every layout is compared with one unsharded device, rung by rung. Each is timed once, in one process: do
+    not rank layouts by it, use `bench`. Layouts that an engine rejects are named and skipped.
 
     Try:
       shardpair sweep demo --engines torch-manual
