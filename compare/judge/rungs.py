@@ -209,11 +209,7 @@ RUNGS = (
     Rung("routing", experts, error=of_choices, loosen=for_flips, apart="tokens_per_expert", absent=""),
     # Sums in another order, averaged over all tokens. Worst measured: 2e-16, 2e-7, 3e-6, 1e-6.
     Rung(
-        "loss",
-        curve("loss", 1),
-        Limits(1e-10, 1e-6, 1e-4, 1e-5),
-        loosen=for_large_logits,
-        apart="loss_curve",
+        "loss", curve("loss", 1), Limits(1e-10, 1e-6, 1e-4, 1e-5), loosen=for_large_logits, apart="loss_curve"
     ),
     # Exact. Engines sum over different numbers of rows, and may differ at the edge of an overflow: lower
     # precision.loss_scale to compare away from it.
@@ -228,11 +224,7 @@ RUNGS = (
     ),
     # One sum over all gradients. Worst measured: 4e-16, 2e-7, 6e-4, 5e-5.
     Rung(
-        NORMS,
-        curve("grad_norm", 1),
-        Limits(1e-10, 1e-5, 5e-3, 1e-3),
-        needs_update=True,
-        apart="norm_curve",
+        NORMS, curve("grad_norm", 1), Limits(1e-10, 1e-5, 5e-3, 1e-3), needs_update=True, apart="norm_curve"
     ),
     # Adam turns every gradient into an update of about lr. If rounding decides a gradient's sign, weights
     # differ by 2 lr. In 16 bits relative to the movement: random signs would give 1.4, an update in the
@@ -261,13 +253,7 @@ RUNGS = (
         limits=Limits(1e-10, 2e-6, 2e-6, 2e-6),
         absent="the record lacks the state before the update, such as a checkpoint's moments",
     ),
-    Rung(
-        "later_weights",
-        weights(Recorded.LATER_WEIGHTS),
-        TRAINED,
-        since_start=True,
-        loosen=for_few_steps,
-    ),
+    Rung("later_weights", weights(Recorded.LATER_WEIGHTS), TRAINED, since_start=True, loosen=for_few_steps),
     Rung(
         "final_weights",
         weights(Recorded.FINAL_WEIGHTS),

@@ -5,19 +5,11 @@
                   gathers, and gradients before they are accumulated
     logits        several tensors of their size, by engine
 
-Numbers that a block keeps per token, of width C, with H heads and T positions:
+`TORCH` and `JAX` count the numbers that a block keeps per token, of width C, with H heads and T positions. A
+fused attention keeps no scores, and JAX keeps residuals of each operation of a norm or a GELU. In JAX each
+expert computes each token, in PyTorch only the chosen ones. torch-compiler exchanges room for all tokens.
 
-                 stream   entering tp   inside tp
-    torch        2C       2C            12C          a fused attention keeps no scores
-    torch, dots  C        2C            8C           results of products
-    JAX          6C       2C            13C + HT     residuals of each operation of a norm or a GELU
-    JAX, dots    2C       -             8C + HT
-    full         C        -             -
-
-    experts       -        -             10C or 12C for each that computes a token, 4C with dots; minus 8C, 4C
-
-In JAX each expert computes each token, in PyTorch only the chosen ones. torch-compiler exchanges room for all
-tokens. tp splits numbers inside its regions; sequence parallelism also splits the stream. Under cp a device
+tp splits numbers inside its regions; sequence parallelism also splits the stream. Under cp a device
 keeps its own positions, and inside also keys and values of other devices: all of them if they are gathered,
 else one device's. In 16 bits the stream and the scores have 32 bits. Numbers that enter tp or are inside have
 16 bits, and so have casts of a block's weights, which are kept. The estimate was LEAST to MOST times a
@@ -49,6 +41,7 @@ class Framework(NamedTuple):
 
     block: Stored
     dots: Stored
+    """Numbers of a block whose backward recomputes all but products."""
     dropped: Stored
     """Addition of dropout."""
     rms: Stored
