@@ -1,4 +1,4 @@
-"""The canonical parameter table: ONE declaration per weight, and its initial value.
+"""The canonical parameter table: one declaration per weight, and its initial values.
 
 Each side maps its own names and layouts to this table in one place (`weights.py`), so gradients of both sides
 can be compared. The fused query-key-value projection and the heads have their own axes. A split over heads is
@@ -27,20 +27,22 @@ DRAWN_AT_ONCE = 2**18
 """Elements that are drawn at one time, in float64."""
 
 
-class Parameter(Struct, frozen=True, kw_only=True):
-    """One weight of the model: name, shape, meaning of each axis, initial value, and whether it decays."""
+class Parameter(Struct, frozen=True):
+    """One weight of the model: name, shape, meaning of each axis, and initial values."""
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     """Logical axis of each dimension; `spec.axes.SPLIT` maps it to the mesh axis that splits it."""
     init_std: float | None = None
-    """Standard deviation of its initial values, which are normal; None for a constant."""
+    """Standard deviation of a matrix, whose initial values are normal; None for a vector."""
     init_constant: float = 0.0
-    """Initial value if init_std is None: 1 for scales of norms, 0 for biases."""
-    is_matrix: bool = True
-    """Whether nanoGPT's parameter has two or more dimensions, and so decays. Decided here, because a
-    stacked or flattened layout changes the number of dimensions but must not change what decays."""
+    """Initial value of a vector: 1 for scales of norms, 0 for biases."""
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether nanoGPT's parameter has two or more dimensions, and so decays, in any layout."""
+        return self.init_std is not None
 
     @property
     def size(self) -> int:
@@ -58,8 +60,8 @@ def parameter_table(model: Model) -> tuple[Parameter, ...]:
 def end_parameters(model: Model) -> tuple[list[Parameter], list[Parameter]]:
     """Parameters before and after the blocks."""
     width, std = model.n_embd, 0.02
-    token = _matrix("embedding.token", (model.vocab_size, width), ("vocab", "embed"), std)
-    position = _matrix("embedding.position", (model.block_size, width), ("position", "embed"), std)
+    token = Parameter("embedding.token", (model.vocab_size, width), ("vocab", "embed"), std)
+    position = Parameter("embedding.position", (model.block_size, width), ("position", "embed"), std)
     return [token] if model.position == "rope" else [token, position], _norm(model, "norm")
 
 
@@ -74,22 +76,22 @@ def block_parameters(model: Model, layer: int) -> list[Parameter]:
     up, down = ("embed", "mlp"), ("mlp", "embed")
     if experts := model.n_experts:
         mlp = [
-            _matrix(f"{block}.mlp.router.weight", (width, experts), ("embed", "choice"), std),
-            _matrix(f"{block}.mlp.up.weight", (experts, width, inner), ("expert", *up), std),
-            _matrix(f"{block}.mlp.down.weight", (experts, inner, width), ("expert", *down), residual_std),
+            Parameter(f"{block}.mlp.router.weight", (width, experts), ("embed", "choice"), std),
+            Parameter(f"{block}.mlp.up.weight", (experts, width, inner), ("expert", *up), std),
+            Parameter(f"{block}.mlp.down.weight", (experts, inner, width), ("expert", *down), residual_std),
         ]
     else:
         mlp = [
-            _matrix(f"{block}.mlp.up.weight", (width, inner), up, std),
+            Parameter(f"{block}.mlp.up.weight", (width, inner), up, std),
             *_bias(model, f"{block}.mlp.up.bias", (inner,), ("mlp",)),
-            _matrix(f"{block}.mlp.down.weight", (inner, width), down, residual_std),
+            Parameter(f"{block}.mlp.down.weight", (inner, width), down, residual_std),
             *_bias(model, f"{block}.mlp.down.bias", (width,), ("embed",)),
         ]
     return [
         *_norm(model, f"{block}.norm1"),
-        _matrix(f"{block}.attention.qkv.weight", (width, *qkv), ("embed", *qkv_axes), std),
+        Parameter(f"{block}.attention.qkv.weight", (width, *qkv), ("embed", *qkv_axes), std),
         *_bias(model, f"{block}.attention.qkv.bias", qkv, qkv_axes),
-        _matrix(f"{block}.attention.out.weight", (heads, width // heads, width), out_axes, residual_std),
+        Parameter(f"{block}.attention.out.weight", (heads, width // heads, width), out_axes, residual_std),
         *_bias(model, f"{block}.attention.out.bias", (width,), ("embed",)),
         *_norm(model, f"{block}.norm2"),
         *mlp,
@@ -178,15 +180,11 @@ def fingerprint(tensors: Mapping[str, np.ndarray]) -> str:
     return digest.hexdigest()
 
 
-def _matrix(name: str, shape: tuple[int, ...], axes: tuple[str, ...], init_std: float) -> Parameter:
-    return Parameter(name=name, shape=shape, axes=axes, init_std=init_std)
-
-
 def _bias(model: Model, name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> list[Parameter]:
-    return [Parameter(name=name, shape=shape, axes=axes, is_matrix=False)] if model.bias else []
+    return [Parameter(name, shape, axes)] if model.bias else []
 
 
 def _norm(model: Model, name: str) -> list[Parameter]:
     shape, axes = (model.n_embd,), ("embed",)
-    scale = Parameter(name=f"{name}.scale", shape=shape, axes=axes, init_constant=1.0, is_matrix=False)
+    scale = Parameter(f"{name}.scale", shape, axes, init_constant=1.0)
     return [scale] if model.norm == "rmsnorm" else [scale, *_bias(model, f"{name}.bias", shape, axes)]
