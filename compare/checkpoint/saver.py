@@ -86,7 +86,7 @@ class Saver:
     def _write(self, checkpoint: Checkpoint, files: Files) -> None:
         final = self._folder / folder_name(checkpoint.step)
         try:
-            _write(final, checkpoint, files, self._devices, of=self._of)
+            _write_files(final, checkpoint, files, self._devices, of=self._of)
             if 0 in self._devices:
                 self._remove_old()
         except BaseException as error:
@@ -121,7 +121,7 @@ def write_checkpoint(
     if folder.exists():
         raise ExperimentError(f"{folder} exists already: give another name, or remove it")
     try:
-        _write(folder, checkpoint, _in_files(_full_shards(checkpoint.experiment, tensors)), [0], of=1)
+        _write_files(folder, checkpoint, _in_files(_full_shards(checkpoint.experiment, tensors)), [0], of=1)
     except BaseException:
         shutil.rmtree(_unfinished(folder), ignore_errors=True)
         raise
@@ -137,7 +137,9 @@ def _full_shards(experiment: Experiment, tensors: Mapping[str, Mapping[str, np.n
             yield group, shard, array.astype(dtype)
 
 
-def _write(final: Path, checkpoint: Checkpoint, files: Files, devices: Collection[int], *, of: int) -> None:
+def _write_files(
+    final: Path, checkpoint: Checkpoint, files: Files, devices: Collection[int], *, of: int
+) -> None:
     """Write the files of some devices. With device 0, wait for all files and complete the checkpoint."""
     unfinished = _unfinished(final)
     unfinished.mkdir(parents=True, exist_ok=True)
