@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from compare.commands.lesson import holdings, rings
-from compare.commands.lesson.page import lesson_page
+from compare.commands.lesson.page import lesson_page, read_source
 from compare.contract.communication import GRADIENTS, PARAMETERS, Communication, ring_wire_bytes
 from compare.contract.ledger import Ledger
 from compare.contract.record import read_record
@@ -145,6 +145,11 @@ def test_lines_lead_to_rows_and_rows_to_lines(tmp_path):
     for engine, block in zip(("jax-manual", "torch-manual"), blocks, strict=True):
         shown = re.sub(r"(?m)^ *\d+", "", html.unescape(re.sub(r"<[^>]*>", "", block)))
         assert shown.split() == (ROOT / source_file(engine, STRATEGY)).read_text().split()
+
+
+def test_summary_shows_code(tmp_path):
+    _, records = made_by_hand(tmp_path / "run", "")
+    assert "<code>Shard(0)</code>" in read_source(STRATEGY, "torch-compiler", records["jax-manual"]).summary
 
 
 def test_lesson_of_a_real_run(shardpair, grid, tmp_path):

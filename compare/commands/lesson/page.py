@@ -160,12 +160,11 @@ def read_source(strategy: str, engine: str, record: Record) -> Source:
         cssclass="code",
     )
     about = " ".join((ast.get_docstring(tree) or "").split("\n\n")[0].split())
+    summary = re.split(r"(?<=\.)\s", about, maxsplit=1)[0]
     return Source(
         engine=engine,
         path=path,
-        summary=Markup(
-            re.sub("`(.+?)`", r"<code>\1</code>", escape(re.split(r"(?<=\.)\s", about, maxsplit=1)[0]))
-        ),
+        summary=Markup(re.sub("`(.+?)`", r"<code>\1</code>", str(escape(summary)))),
         html=Markup(highlight(text, PythonLexer(), formatter)),
         lines={key: sorted(numbers) for key, numbers in lines.items()},
         elsewhere={key: list(places)[:MOST_PLACES] for key, places in elsewhere.items() if key not in lines},
