@@ -183,11 +183,7 @@ REFUSED = (
     ("torch-library", replace(HALVED, dp_shard=2, zero=3), "zero_bubble.*FSDP2 not at all"),
     ("torch-library", replace(HALVED, tp=2), "zero_bubble.*DTensor"),
     ("torch-library", replace(HALVED, remat="dots"), "zero_bubble.*selective recomputation"),
-    (
-        "torch-compiler",
-        Layout(pp=2, schedule="gpipe", microbatches=2),
-        "torch-compiler: layout.schedule = gpipe: DTensor has no shift",
-    ),
+    ("torch-compiler", Layout(pp=2, schedule="gpipe", microbatches=2), "= gpipe: DTensor has no shift"),
     ("torch-compiler", Layout(cp=2, context="ring"), "= ring: .*no placement for keys in transit"),
     ("torch-compiler", Layout(cp=2, context="ulysses"), "= ulysses: .*with a gather"),
     ("torch-compiler", Layout(offload="optimizer"), "moments are DTensors"),
