@@ -23,6 +23,8 @@ from compare.spec.experiment import Experiment, Model
 
 QKV = 3
 MLP_RATIO = 4
+STD = 0.02
+"""Standard deviation of GPT-2's initial matrices."""
 DRAWN_AT_ONCE = 2**18
 """Elements that are drawn at one time, in float64."""
 
@@ -59,9 +61,9 @@ def parameter_table(model: Model) -> tuple[Parameter, ...]:
 
 def end_parameters(model: Model) -> tuple[list[Parameter], list[Parameter]]:
     """Parameters before and after the blocks."""
-    width, std = model.n_embd, 0.02
-    token = Parameter("embedding.token", (model.vocab_size, width), ("vocab", "embed"), std)
-    position = Parameter("embedding.position", (model.block_size, width), ("position", "embed"), std)
+    width = model.n_embd
+    token = Parameter("embedding.token", (model.vocab_size, width), ("vocab", "embed"), STD)
+    position = Parameter("embedding.position", (model.block_size, width), ("position", "embed"), STD)
     return [token] if model.position == "rope" else [token, position], _norm(model, "norm")
 
 
@@ -69,27 +71,26 @@ def block_parameters(model: Model, layer: int) -> list[Parameter]:
     """The weights of one block. All blocks have the same shapes."""
     width, heads, inner = model.n_embd, model.n_head, MLP_RATIO * model.n_embd
     qkv, qkv_axes = qkv_dims(model)
-    std = 0.02
-    residual_std = 0.02 / math.sqrt(2 * model.n_layer)  # GPT-2: two residual additions per block
+    residual_std = STD / math.sqrt(2 * model.n_layer)  # GPT-2: two residual additions per block
     block = f"blocks.{layer}"
     out_axes = ("heads", "head_dim", "embed")
     up, down = ("embed", "mlp"), ("mlp", "embed")
     if experts := model.n_experts:
         mlp = [
-            Parameter(f"{block}.mlp.router.weight", (width, experts), ("embed", "choice"), std),
-            Parameter(f"{block}.mlp.up.weight", (experts, width, inner), ("expert", *up), std),
+            Parameter(f"{block}.mlp.router.weight", (width, experts), ("embed", "choice"), STD),
+            Parameter(f"{block}.mlp.up.weight", (experts, width, inner), ("expert", *up), STD),
             Parameter(f"{block}.mlp.down.weight", (experts, inner, width), ("expert", *down), residual_std),
         ]
     else:
         mlp = [
-            Parameter(f"{block}.mlp.up.weight", (width, inner), up, std),
+            Parameter(f"{block}.mlp.up.weight", (width, inner), up, STD),
             *_bias(model, f"{block}.mlp.up.bias", (inner,), ("mlp",)),
             Parameter(f"{block}.mlp.down.weight", (inner, width), down, residual_std),
             *_bias(model, f"{block}.mlp.down.bias", (width,), ("embed",)),
         ]
     return [
         *_norm(model, f"{block}.norm1"),
-        Parameter(f"{block}.attention.qkv.weight", (width, *qkv), ("embed", *qkv_axes), std),
+        Parameter(f"{block}.attention.qkv.weight", (width, *qkv), ("embed", *qkv_axes), STD),
         *_bias(model, f"{block}.attention.qkv.bias", qkv, qkv_axes),
         Parameter(f"{block}.attention.out.weight", (heads, width // heads, width), out_axes, residual_std),
         *_bias(model, f"{block}.attention.out.bias", (width,), ("embed",)),
