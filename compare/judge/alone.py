@@ -205,7 +205,7 @@ def _check_checkpoint(record: Record, request: Request) -> Iterator[str]:
 
 
 def _check_start(record: Record) -> Iterator[str]:
-    """The first weights against the seed's, which are bitwise equal everywhere, or those that were given."""
+    """The first weights against the seed's, which are bitwise equal everywhere, or the given weights."""
     request = record.request
     drawn = SeedWeights(record.manifest.experiment)
     right = starting_sha256(request) if request else fingerprint(drawn)
@@ -226,12 +226,12 @@ def _compare_norms(record: Record) -> Iterator[Found]:
 def _compare_updates(record: Record) -> Iterator[Found]:
     """The first updates against the optimizer's formulas, from the run's own gradients.
 
-    Below float64 the weights of two correct runs may differ by a whole update, because Adam turns every
-    gradient into a step of about lr, also one whose sign is rounding. From its own gradients an engine must
-    compute the formulas of `compare.numerics.optimizer` up to rounding.
+    Below float64 the weights of two correct runs may differ by a whole update. Adam turns every gradient into
+    a step of about lr, even if rounding decides its sign. But from its own gradients an engine must compute
+    the formulas of `compare.numerics.optimizer` up to rounding.
 
-    Nothing is compared where tensors are missing: moments before the first update of a resumed run, and in
-    float16 all of such a run, whose number of skipped updates is unknown.
+    A resumed run lacks the moments before its first update, so that update is skipped. In float16 its number
+    of skipped updates is unknown, too, so no update is compared.
     """
     request, experiment = record.request, record.manifest.experiment
     due = request.weights_due if request else {1: Recorded.FIRST_WEIGHTS}
@@ -270,7 +270,7 @@ def _errors_of_update(
     before: State,
     after: State,
 ) -> Iterator[Found]:
-    """Weights and moments after one update, of one parameter after the other, in float64.
+    """Weights and moments after one update, parameter by parameter, in float64.
 
     An error is relative to the largest entry before or after: if an update cancels, its rounding stays.
     """
@@ -279,7 +279,7 @@ def _errors_of_update(
         name = parameter.name
         there = [gradients, *before.values(), *after.values()]
         if any(name not in tensors or tensors[name].shape != parameter.shape for tensors in there):
-            continue  # the rung "request" names it
+            continue  # the rung "request" fails
         gradient = {name: gradients[name].astype("float64")}
         moments = {group: {name: tensors[name].astype("float64")} for group, tensors in before.items()}
         weights = moments.pop(WEIGHTS)
