@@ -164,19 +164,17 @@ def read(folder: str | Path) -> Result:
 
 
 def _result(command: Any, outcome: Outcome, folder: Path) -> Result:
-    names = [name for name in outcome.finished if (folder / name / MANIFEST).is_file()]
-    return Result(
-        outcome=outcome,
-        findings=findings_in(command, outcome, folder),
-        folder=folder,
-        trainings={name: _training(name, read_record(folder / name)) for name in names},
-    )
-
-
-def _training(name: str, record: Record) -> Training:
-    curves = ("loss", "grad_norm", "lr", "step_time_ms")
-    arrays = {curve: np.array([getattr(step, curve) for step in record.steps]) for curve in curves}
-    return Training(name=name, record=record, **arrays)
+    trainings = {}
+    for name in outcome.finished:
+        if (folder / name / MANIFEST).is_file():
+            record = read_record(folder / name)
+            curves = {
+                curve: np.array([getattr(step, curve) for step in record.steps])
+                for curve in ("loss", "grad_norm", "lr", "step_time_ms")
+            }
+            trainings[name] = Training(name=name, record=record, **curves)
+    found = findings_in(command, outcome, folder)
+    return Result(outcome=outcome, findings=found, folder=folder, trainings=trainings)
 
 
 def _command(command: type[Study], experiment: Experiment | str | Path, options: Mapping[str, Any]) -> Study:

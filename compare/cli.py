@@ -28,41 +28,58 @@ from compare.commands.report import Report
 from compare.commands.sample import Sample
 from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.flags import ExperimentFlags, defaults_for
-from compare.formats.nanogpt import DTYPE, is_config, read_config, translated_flags
+from compare.formats.nanogpt import DTYPE, is_config, read_config, translate_flags
 from compare.run.study import Study
 from compare.spec.experiment import ExperimentError
 from compare.system.tensors import RecordError
 from compare.terminal import errors_console, printable
 
-OTHERS: dict[str, dict[str, tuple[Any, str]]] = {
-    "Train and compare": {
-        "report": (Report, "show a finished run again, and rewrite its page"),
-        "diff": (Diff, "compare two finished runs: numbers, settings, costs"),
-    },
-    "Prove": {},
-    "Measure": {
-        "collectives": (Collectives, "collectives by size: gloo or NCCL, torch-manual's way, and XLA"),
-    },
-    "Choose a layout": {
-        "plan": (Plan, "layouts that are legal and fit, with memory and bytes sent"),
-    },
-    "Read": {
-        "lesson": (ReadLesson, "one strategy in every engine, side by side, on a page"),
-        "list": (List, "names of experiments, presets, faults, engines, lessons"),
-        "doctor": (Doctor, "installed packages, and devices"),
-    },
-    "Use a trained model": {
-        "convert": (Convert, "convert a checkpoint: nanoGPT, Hugging Face, orbax"),
-        "sample": (Sample, "draw text from a checkpoint"),
-    },
+COMMANDS: dict[str, Any] = STUDIES | {
+    "report": Report,
+    "diff": Diff,
+    "collectives": Collectives,
+    "plan": Plan,
+    "lesson": ReadLesson,
+    "list": List,
+    "doctor": Doctor,
+    "convert": Convert,
+    "sample": Sample,
 }
-"""Commands that are not studies, by group of `shardpair --help`. Studies declare their group."""
-COMMANDS = STUDIES | {word: command for group in OTHERS.values() for word, (command, _) in group.items()}
-HEAD = """usage: shardpair COMMAND [arguments]
-Sharded training in JAX and in PyTorch, side by side: proven equal, measured."""
-TAIL = """Begin with      shardpair run                  (a minute; results in runs/)
-Then            shardpair COMMAND --help       (every flag, with examples)
-Most commands   --dry_run: print the plan; --json: for programs; also --version"""
+HELP = "\n".join(
+    [
+        "usage: shardpair COMMAND [arguments]",
+        "Sharded training in JAX and in PyTorch, side by side: proven equal, measured.",
+        "",
+        "Train and compare:",
+        "  run          train one experiment with each engine, compare, write a report",
+        "  resume       continue from checkpoints, on any engines and layout",
+        "  sweep        strategies side by side, each compared with one device",
+        "  report       show a finished run again, and rewrite its page",
+        "  diff         compare two finished runs: numbers, settings, costs",
+        "Prove:",
+        "  check        every engine against one unsharded device, or nanoGPT",
+        "  faults       plant each known mistake: every check must turn red",
+        "Measure:",
+        "  bench        which engine, layout or setting is faster, and how surely",
+        "  profile      where the time of one step goes, device by device",
+        "  ledger       bytes that each engine sends in a step, and the textbook's",
+        "  memory       bytes at the peak of a step, by class, engine and layout",
+        "  collectives  collectives by size: gloo or NCCL, torch-manual's way, and XLA",
+        "Choose a layout:",
+        "  plan         layouts that are legal and fit, with memory and bytes sent",
+        "Read:",
+        "  lesson       one strategy in every engine, side by side, on a page",
+        "  list         names of experiments, presets, faults, engines, lessons",
+        "  doctor       installed packages, and devices",
+        "Use a trained model:",
+        "  convert      convert a checkpoint: nanoGPT, Hugging Face, orbax",
+        "  sample       draw text from a checkpoint",
+        "Begin with      shardpair run                  (a minute; results in runs/)",
+        "Then            shardpair COMMAND --help       (every flag, with examples)",
+        "Most commands   --dry_run: print the plan; --json: for programs; also --version",
+    ]
+)
+"""The text of `shardpair --help`."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -97,28 +114,11 @@ def _dispatch(arguments: list[str]) -> int:
             print(f"shardpair {importlib.metadata.version('shardpair')} (python {python})")
             return 0
         case ["--help" | "-h", *_]:
-            print(overview())
+            print(HELP)
             return 0
         case [word, *_] if word.startswith("--tyro-"):  # completion for a shell, over all commands
             tyro.extras.subcommand_cli_from_dict(COMMANDS, args=arguments, prog="shardpair")
-    command_type: Any = COMMANDS.get(arguments[0], object) if arguments else object
-    config, notes = None, list[str]()
-    if len(arguments) > 1 and issubclass(command_type, ExperimentFlags) and is_config(arguments[1]):
-        config = read_config(Path(arguments[1]))
-        flags, notes = translated_flags(arguments[1], arguments[2:])
-        arguments = [*arguments[:2], *flags]
-    command = parse(arguments)
-    if config:
-        has_weights = not isinstance(command, Study) or command.init_from or command.source
-        if config.init_from and not (has_weights or command.continue_):
-            raise ExperimentError(
-                f"{arguments[1]}: init_from = {config.init_from}: give weights with --init_from, or a "
-                f"checkpoint with --resume"
-            )
-        for note in dict.fromkeys([*config.notes, *notes]):
-            if note != DTYPE or "precision.dtype" not in command.given:
-                errors_console().print(f"{printable(arguments[1])}: {printable(note)}", style="yellow")
-    return command()
+    return parse(arguments)()
 
 
 def parse(arguments: list[str]) -> Any:
@@ -136,26 +136,40 @@ def parse(arguments: list[str]) -> Any:
     if not issubclass(command, ExperimentFlags):
         return tyro.cli(command, args=line, prog=prog, use_underscores=True)
     name = line[0] if line and not line[0].startswith("-") else command.default
+    ignored = list[str]()
+    if is_config(name):
+        flags, ignored = translate_flags(name, line[1:])
+        line = [name, *flags]
     found = tyro.cli(command, args=line, prog=prog, use_underscores=True, default=defaults_for(command, name))
     if found.experiment != name:
         raise ExperimentError(
             f"unexpected argument {found.experiment}: the experiment must come first, and switches take no "
             f"value: see shardpair {word} --help"
         )
-    return msgspec.structs.replace(found, given=flags_in(line), line=shlex.join(["shardpair", *arguments]))
+    found = msgspec.structs.replace(found, given=flags_in(line), line=shlex.join(["shardpair", word, *line]))
+    if is_config(name):
+        _check_config(found, ignored)
+    return found
+
+
+def _check_config(command: ExperimentFlags, ignored: list[str]) -> None:
+    """Print what nanoGPT's config file and flags set without effect.
+
+    Raises ExperimentError: the file needs initial weights, and no flag gives them.
+    """
+    config = read_config(Path(command.experiment))
+    has_weights = not isinstance(command, Study) or command.init_from or command.source or command.continue_
+    if config.init_from and not has_weights:
+        raise ExperimentError(
+            f"{command.experiment}: init_from = {config.init_from}: give weights with --init_from, or a "
+            f"checkpoint with --resume"
+        )
+    for note in dict.fromkeys([*config.notes, *ignored]):
+        if note != DTYPE or "precision.dtype" not in command.given:
+            errors_console().print(f"{printable(command.experiment)}: {printable(note)}", style="yellow")
 
 
 def flags_in(line: list[str]) -> frozenset[str]:
     """Fields that a command line sets, such as `rounds` and `layout.reshard_after_forward`."""
     names = (word.partition("=")[0][2:].replace("-", "_") for word in line if word.startswith("--"))
     return frozenset(re.sub(r"(^|\.)no_", r"\1", name) for name in names)
-
-
-def overview() -> str:
-    """The text of `shardpair --help`: every command, by group."""
-    lines = [HEAD, ""]
-    for group, others in OTHERS.items():
-        studies = {word: study.brief for word, study in STUDIES.items() if study.group == group}
-        briefs = studies | {word: brief for word, (_, brief) in others.items()}
-        lines += [f"{group}:", *(f"  {word:<12} {brief}" for word, brief in briefs.items())]
-    return "\n".join([*lines, TAIL])

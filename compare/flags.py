@@ -138,8 +138,8 @@ def pythons_of(arguments: Any) -> dict[str, str]:
     return {side.name: getattr(arguments, side.python_flag) for side in SIDES.values()}
 
 
-def checked_pythons(arguments: Any) -> dict[str, str]:
-    """`pythons_of`, each tried unless it is this one.
+def find_pythons(arguments: Any) -> dict[str, str]:
+    """Find the interpreter of each side, and try it unless it is this one.
 
     Raises:
         ExperimentError: there is no such program.
@@ -184,6 +184,11 @@ class ExperimentFlags(Struct, frozen=True, kw_only=True):
     """The command line; '' from Python."""
 
     @property
+    def fields_given(self) -> frozenset[str]:
+        """Fields of the experiment that flags set, such as `layout.tp`."""
+        return frozenset(name for name in self.given if "." in name)
+
+    @property
     def layout_flags(self) -> frozenset[str]:
         """Fields of the layout that flags set."""
         return frozenset(name.removeprefix("layout.") for name in self.given if name.startswith("layout."))
@@ -201,6 +206,21 @@ class ExperimentFlags(Struct, frozen=True, kw_only=True):
         experiment = Experiment(**{name: getattr(self, name) for name in Experiment.__struct_fields__})
         spread(experiment, "single")
         return experiment
+
+
+class StudyFlags(ExperimentFlags, frozen=True, kw_only=True):
+    """An experiment, and `HostFlags`, whose fields it repeats: a struct has fields from one base only."""
+
+    jax_python: JaxPython = sys.executable
+    torch_python: TorchPython = sys.executable
+    launcher: LauncherName = "local"
+    hostfile: HostFile = None
+    hosts: HostCount = 0
+    launcher_options: LauncherOptions = ""
+    platform: OnPlatform = "cpu"
+    run_dir: RunDir = ""
+    timeout_s: Timeout = 600.0
+    quiet: Quiet = False
 
 
 Flags = TypeVar("Flags", bound=ExperimentFlags)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from compare.commands.profile.table import schedule_figure
+from compare.commands.profile.figures import schedule_figure
 from compare.show.figures import Figure, save_figures
 
 PICTURES = Path(__file__).parent / "pictures"

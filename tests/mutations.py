@@ -30,7 +30,7 @@ def verdict_of(tests: list[str], diffs: list[Diff], names: list[str]) -> str:
     """Run tests in a copy of the tree with these changes."""
     with tempfile.TemporaryDirectory(prefix="mutations-") as tree:
         try:
-            patched_copy(Path(tree), diffs, names, root=ROOT)
+            patched_copy(Path(tree), diffs, names)
         except ExperimentError:
             return "MISSING"
         environment = {**os.environ, "PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1"}

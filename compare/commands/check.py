@@ -10,7 +10,7 @@ from compare.judge.goldens import NANOGPT
 from compare.judge.outcome import Grid, Outcome
 from compare.judge.verdict import Verdict
 from compare.run.study import OF_LAYOUTS, Study
-from compare.setup.grid import against_one_device, grid, pivot, varied
+from compare.setup.grid import against_one_device, grid, pivot, vary
 from compare.setup.presets import several_presets, spread
 from compare.show.findings import Findings, Text, verdict_findings
 from compare.show.markdown import markdown
@@ -63,8 +63,6 @@ class Check(Study, frozen=True, kw_only=True):
     output: Path | None = None
     """Also write the tables as Markdown to this file."""
 
-    brief = "every engine against one unsharded device, or nanoGPT"
-    group = "Prove"
     default = "check"
     fixed: ClassVar = OF_LAYOUTS
     needs: ClassVar = {**Study.needs, "variants": "presets"}
@@ -78,14 +76,9 @@ class Check(Study, frozen=True, kw_only=True):
             raise ExperimentError(f"--devices {self.devices} must be at least 1")
         if not self.against:
             return super().resolve()
-        sections = tuple(f"{name}." for name in Experiment.__struct_fields__)
-        given = [
-            f"--{flag}"
-            for flag in sorted(self.given)
-            if flag.startswith((*sections, "variants", "init_from"))
-        ]
+        given = sorted(self.fields_given | self.given & {"variants", "init_from"})
         if given or self.experiment not in (self.default, GOLDEN):
-            wrong = given[0] if given else self.experiment
+            wrong = f"--{given[0]}" if given else self.experiment
             raise ExperimentError(
                 f"{wrong} has no effect: nanoGPT was run on the experiment {GOLDEN}; leave it out"
             )
@@ -100,7 +93,7 @@ class Check(Study, frozen=True, kw_only=True):
         if not presets:
             return rungs_of_engines(experiment, engines, self.devices or DEVICES)
         variants = VARIANTS if self.variants == ("all",) else self.variants
-        rows, refused = varied(experiment, presets, variants, skips=self.presets == ("all",))
+        rows, refused = vary(experiment, presets, variants, skips=self.presets == ("all",))
         cases, left_out = against_one_device(engines, rows, as_presets=True)
         whole_rows = {f"{engine}.{row}": why for engine in engines for row, why in refused.items()}
         return cases, left_out | whole_rows

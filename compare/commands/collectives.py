@@ -10,7 +10,7 @@ from compare.execute.folders import create_run_dir
 from compare.execute.launch import EngineError, run_side, visible_gpus
 from compare.execute.launchers import Hosts
 from compare.execute.progress import Reporter
-from compare.flags import HostFlags, checked_pythons, hosts_of
+from compare.flags import HostFlags, find_pythons, hosts_of
 from compare.setup.fitting import require_sides
 from compare.setup.presets import check_names
 from compare.show.findings import Column, Findings, table_of
@@ -79,7 +79,7 @@ class Collectives(HostFlags, frozen=True, kw_only=True):
             side: [way for way in self.implementations or here if IMPLEMENTATIONS[way][0] == side]
             for side in SIDES
         }
-        pythons = checked_pythons(self)
+        pythons = find_pythons(self)
         cases = tuple(CollectiveCase(kind, size) for kind in self.kinds or KINDS for size in sizes)
         requests = {
             f"{side}-{count}": CollectiveRequest(

@@ -14,7 +14,7 @@ import tyro
 
 from compare.checkpoint.description import WEIGHTS, Checkpoint
 from compare.execute.query import convert_by_side
-from compare.flags import SidePythons, checked_pythons
+from compare.flags import SidePythons, find_pythons
 from compare.formats.huggingface import write_gpt2
 from compare.formats.nanogpt import load_experiment
 from compare.numerics.initial_weights import write_weights
@@ -60,7 +60,7 @@ class Convert(SidePythons, frozen=True, kw_only=True):
         """Convert. Returns 0."""
         to = self.to or FORMATS.get(self.target.suffix, "checkpoint")
         base = load_experiment(self.experiment) if self.experiment else None
-        made = convert(self.source, self.target, to, base, pythons=checked_pythons(self))
+        made = convert(self.source, self.target, to, base, pythons=find_pythons(self))
         if self.json:
             print_json({"target": str(self.target), "format": to, "checkpoint": msgspec.to_builtins(made)})
             return 0

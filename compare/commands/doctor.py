@@ -39,7 +39,7 @@ class Doctor(SidePythons, frozen=True, kw_only=True):
                 continue
             devices = {"CPU": report.cpu_devices, "GPUs": ", ".join(report.gpus) or "none"}
             rows = [Row(Text(name), [Text(of)]) for name, of in (report.versions | devices).items()]
-            console.print(terminal_table(Table(name="", corner=side, columns=[""], rows=rows, look="words")))
+            console.print(terminal_table(Table(name="", corner=side, columns=[""], rows=rows, words=1)))
         return 3 if errors else 0
 
 

@@ -27,7 +27,7 @@ class List(Struct, frozen=True, kw_only=True):
         subjects: dict[str, list[dict[str, str | int]]] = {
             "experiments": [_experiment(name, path) for name, path in named_experiments().items()],
             "presets": [
-                dict(name=name, devices=1 if name == "single" else of.devices, description=of.description)
+                dict(name=name, devices=of.devices, description=of.description)
                 for name, of in PRESETS.items()
             ],
             "faults": [
@@ -50,7 +50,7 @@ class List(Struct, frozen=True, kw_only=True):
             texts = [[Text(f"{of:,}" if isinstance(of, int) else of) for of in one.values()] for one in named]
             _, *facts, _ = named[0]
             rows = [Row(name, more) for name, *more in texts]
-            table = Table(name="", corner=subject, columns=[*facts, ""], rows=rows, look="words")
+            table = Table(name="", corner=subject, columns=[*facts, ""], rows=rows, words=len(facts) + 1)
             results_console().print(terminal_table(table))
         return 0
 

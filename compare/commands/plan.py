@@ -22,7 +22,7 @@ from compare.spec.axes import CP, DP_REPLICATE, DP_SHARD, EP, PP, TP, parts_of
 from compare.spec.checks import check
 from compare.spec.engines.registry import ENGINES, REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited
-from compare.terminal import human_bytes
+from compare.text import human_bytes
 from compare.theory.communication import bytes_sent
 from compare.theory.peak import LEAST, MOST, peak_of_stage
 
@@ -88,19 +88,18 @@ class Plan(ExperimentFlags, frozen=True, kw_only=True):
         found, refused = search(self.engine, experiment, self.devices, limit=limit, fixed=self.layout_flags)
         fitting = [candidate for candidate in found if candidate.bytes <= limit]
         too_large = [candidate for candidate in found if candidate.bytes > limit]
-        best = (fitting or too_large)[0]
-        sentence = (
-            f"{len(fitting):,} layouts fit, {len(too_large):,} do not; {best.name} sends the least: "
-            f"{human_bytes(best.sent)}"
-        )
-        if not fitting:
-            best = min(too_large, key=lambda candidate: candidate.bytes)
-            least = f"{best.name} needs the least, {human_bytes(best.bytes)}"
+        if fitting:
+            least = f"{fitting[0].name} sends the least: {human_bytes(fitting[0].sent)}"
+            sentence = f"{len(fitting):,} layouts fit, {len(too_large):,} do not; {least}"
+        else:
+            smallest = min(too_large, key=lambda candidate: candidate.bytes)
+            least = f"{smallest.name} needs the least, {human_bytes(smallest.bytes)}"
             sentence = f"none of {len(too_large):,} layouts fits: {least}"
-        kinds = {candidate.kind: candidate for candidate in reversed(fitting)}
-        shown = [candidate for candidate in fitting if kinds[candidate.kind] is candidate]
+        best: dict[tuple[object, ...], Candidate] = {}
+        for candidate in fitting:
+            best.setdefault(candidate.kind, candidate)
         title = (
-            f"Layouts that fit, least bytes first, one for each tp, cp, ep, pp and ZeRO stage ({len(shown)})"
+            f"Layouts that fit, least bytes first, one for each tp, cp, ep, pp and ZeRO stage ({len(best)})"
         )
         findings = Findings(
             title=f"{self.experiment} on {self.devices} devices, {self.engine}",
@@ -112,7 +111,7 @@ class Plan(ExperimentFlags, frozen=True, kw_only=True):
                 f"Sent is per device and step, by the textbook. Memory is estimated for the fullest device: "
                 f"estimates were {LEAST:g} to {MOST:g} times measured peaks.",
             ],
-            tables=[table_of(title, COLUMNS, shown[:SHOWN])] if shown else [],
+            tables=[table_of(title, COLUMNS, list(best.values())[:SHOWN])] if best else [],
             left_out=dict(itertools.islice(refused.items(), REASONS)),
         )
         print_findings(findings, as_json=self.json)
@@ -145,7 +144,7 @@ def search(
         legal: list[Candidate] = []
         for candidate in ways(experiment, layout, fixed=fixed):
             try:
-                legal.append(measured(engine, experiment, candidate))
+                legal.append(estimate(engine, experiment, candidate))
             except ExperimentError as error:
                 reasons.setdefault(str(error), []).append(candidate.name)
                 continue
@@ -218,8 +217,8 @@ def ways(experiment: Experiment, layout: Layout, *, fixed: frozenset[str]) -> It
             )
 
 
-def measured(engine: str, experiment: Experiment, candidate: Candidate) -> Candidate:
-    """The candidate with its memory and bytes. Raises ExperimentError: the layout is not legal."""
+def estimate(engine: str, experiment: Experiment, candidate: Candidate) -> Candidate:
+    """Fill in the memory and bytes of a candidate. Raises ExperimentError: the layout is not legal."""
     layout = candidate.layout
     if experiment.sequences_per_step % layout.data_parallel:
         raise ExperimentError(

@@ -8,7 +8,7 @@ import msgspec
 import tyro
 
 from compare.execute.query import query
-from compare.flags import SidePythons, checked_pythons
+from compare.flags import SidePythons, find_pythons
 from compare.formats.tokens import Alphabet, alphabet_of
 from compare.numerics.sampling import SampleRequest
 from compare.setup.sources import as_checkpoint
@@ -54,7 +54,7 @@ class Sample(SidePythons, frozen=True, kw_only=True):
 
     def __call__(self) -> int:
         """Draw. Returns 0, or 1 if the sides drew different texts."""
-        pythons = checked_pythons(self)
+        pythons = find_pythons(self)
         with tempfile.TemporaryDirectory() as scratch:
             reader = as_checkpoint(self.source, Path(scratch) / "made", pythons=pythons)
             experiment = reader.description.experiment

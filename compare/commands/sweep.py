@@ -54,8 +54,6 @@ class Sweep(Study, frozen=True, kw_only=True):
     ladder: bool = True
     """Compare gradients, weights and moments, at any size. --no_ladder compares losses and norms only."""
 
-    brief = "strategies side by side, each compared with one device"
-    group = "Train and compare"
     keeps_records = True
 
     def cases(self, experiment: Experiment) -> Grid:

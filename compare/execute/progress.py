@@ -11,7 +11,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from compare.contract.record import Step
 from compare.contract.request import Request
 from compare.execute.launch import EngineError
-from compare.terminal import PlainConsole, coloured, human_seconds, printable
+from compare.terminal import PlainConsole, coloured, printable
+from compare.text import human_seconds
 
 LOG_LINES = 20
 LINE_S = 60.0  # between two lines in a pipe

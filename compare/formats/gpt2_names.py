@@ -48,10 +48,10 @@ def gpt2_name(name: str) -> str:
 
 
 def input_dims(parameter: Parameter) -> int:
-    """The canonical dims that are a matrix product's inputs, which come first: their number, 0 of all else.
+    """The number of leading dims of a matrix product that are its inputs; 0 for other parameters.
 
     qkv, up and the router read the embedding, their first axis; out and down write it, their last. Experts
-    are a stack of matrices, which nn.Linear is not: they keep the canonical shape.
+    are a stack of matrices and keep the canonical shape.
     """
     if not parameter.is_matrix or parameter.name.startswith("embedding.") or "expert" in parameter.axes:
         return 0
@@ -59,7 +59,7 @@ def input_dims(parameter: Parameter) -> int:
 
 
 def require_gpt2(model: Model, origin: str) -> None:
-    """Refuse a model that GPT-2 has no word for. Raises ExperimentError, which names the option."""
+    """Reject a model that GPT-2 cannot express. Raises ExperimentError, which names the option."""
     has = {
         "activation": model.activation == "relu_squared",
         "norm": model.norm == "rmsnorm",
@@ -82,10 +82,10 @@ def gpt2_shape(parameter: Parameter, *, is_linear: bool = False) -> tuple[int, .
 def from_gpt2(
     tensors: Mapping[str, np.ndarray], model: Model, origin: str, *, is_linear: bool = False
 ) -> dict[str, np.ndarray]:
-    """Weights by canonical name, of tensors by GPT-2's, perhaps of a wrapped model; the tied head is dropped.
+    """Weights by canonical name, from tensors with GPT-2's names, without wrappers' prefixes and tied head.
 
     Matrices are (in, out) as in Hugging Face's Conv1D, or (out, in) as in nn.Linear. Raises ExperimentError:
-    they are not this model's, or it is none of GPT-2's.
+    the tensors do not fit the model, or GPT-2 cannot express the model.
     """
     require_gpt2(model, origin)
     arrays: dict[str, np.ndarray] = {}

@@ -60,7 +60,7 @@ def read_gpt2(folder: Path) -> tuple[Model, dict[str, np.ndarray]]:
 def write_gpt2(folder: Path, model: Model, weights: Mapping[str, np.ndarray]) -> None:
     """Write config.json and model.safetensors, which `GPT2LMHeadModel.from_pretrained` reads.
 
-    Biases that the model has not are zeros there. Raises ExperimentError: it is none of GPT-2's.
+    Biases that the model lacks are written as zeros. Raises ExperimentError: GPT-2 cannot express the model.
     """
     require_gpt2(model, CONFIG)
     rows = parameter_table(msgspec.structs.replace(model, bias=True))

@@ -125,9 +125,8 @@ def read_config(path: Path) -> Config:
     return Config(experiment, "" if begin == "scratch" else begin, notes)
 
 
-def translated_flags(name: str, words: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The words after the config file `name`, with our flags instead of nanoGPT's; and notes on ignored
-    flags.
+def translate_flags(name: str, words: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The words after a config file, with our flags for nanoGPT's; and notes on ignored flags.
 
     Raises ExperimentError: a flag that cannot work.
     """
@@ -177,8 +176,7 @@ def read_assignments(path: Path) -> dict[str, Any]:
 
 
 def _assignment(statement: ast.stmt, path: Path) -> list[tuple[str, Any]]:
-    """A name and its value; nothing for a docstring or an import. Values of ignored settings may be
-    computed."""
+    """A name and its value; nothing for a docstring or an import. Ignored settings may be computed."""
     where = f"{path}, line {statement.lineno}"
     match statement:
         case ast.Import() | ast.Expr(value=ast.Constant()):

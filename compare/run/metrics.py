@@ -9,7 +9,7 @@ from msgspec import UNSET
 
 from compare.contract.communication import of_busiest_stage
 from compare.contract.record import Record
-from compare.terminal import human_bytes
+from compare.text import human_bytes
 from compare.theory.flops import flops_utilization, model_flops_per_token
 
 

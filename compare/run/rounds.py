@@ -45,15 +45,15 @@ def run_missing(
     save(outcome, folder)
     try:
         for number in rounds:
-            for name in rotated(outcome, number) if several else outcome.missing(number):
+            for name in rotate(outcome, number) if several else outcome.missing(number):
                 case, place = outcome.cases[name], folder / places[number, name]
                 has_no_reference = study.needs_reference and case.against in outcome.failures
                 if has_no_reference or failed[name] == MOST_FAILURES:
                     continue
                 try:
                     _clear(place)
-                    with reporter.engine(place.name) as tell:
-                        value, record = _run_case(study, case, place, pythons, hosts, tell)
+                    with reporter.engine(place.name) as show_step:
+                        value, record = _run_case(study, case, place, pythons, hosts, show_step)
                     outcome = with_case(outcome, name, value, record, folder, number=number)
                     if not study.keeps_records:
                         shutil.rmtree(place, ignore_errors=True)
@@ -79,7 +79,7 @@ def run_missing(
     return outcome
 
 
-def rotated(outcome: Outcome, number: int) -> list[str]:
+def rotate(outcome: Outcome, number: int) -> list[str]:
     """Cases that a round lacks, counted from 1, in its order: block by block A B C, then B C A, ...
 
     No case is always first, when the machine is cool, nor always after the same other case. Cases of a block,
@@ -98,17 +98,17 @@ def _run_case(
     place: Path,
     pythons: Mapping[str, str],
     hosts: Hosts,
-    tell: Callable[[Step], None],
+    show_step: Callable[[Step], None],
 ) -> tuple[Any, Record]:
     """The value to keep of a case, and its record. Raises EngineError, RecordError."""
-    begun, seen = time.monotonic(), list[float]()
+    begun, times_s = time.monotonic(), list[float]()
 
     def on_step(step: Step) -> None:
-        seen.append(time.monotonic() - begun)
-        tell(step)
+        times_s.append(time.monotonic() - begun)
+        show_step(step)
 
     record = study.launch(case, place, pythons=pythons, hosts=hosts, on_step=on_step)
-    return study.keep(case, record, first_step_after_s=seen[0]), record
+    return study.keep(case, record, first_step_after_s=times_s[0]), record
 
 
 def _clear(place: Path) -> None:

@@ -1,13 +1,13 @@
 """A study of one layout, which --preset may give, and of the engines that can express it."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from msgspec.structs import replace
-
+from compare.contract.request import Request
 from compare.flags import EngineName, PresetName, chosen_engines
+from compare.judge.outcome import Case, Grid
 from compare.run.study import Study
 from compare.setup.fitting import fitting
-from compare.setup.presets import PRESETS, check_presets, preset_layout
+from compare.setup.presets import PRESETS, check_presets, spread
 from compare.spec.experiment import Experiment, ExperimentError, revalidate
 
 
@@ -31,13 +31,22 @@ class Spread(Study, frozen=True, kw_only=True):
         check_presets(experiment.layout, [(self.preset, self.devices)], self.layout_flags)
         if self.devices not in (None, 1) and not PRESETS[self.preset].axis:
             raise ExperimentError(f"--devices {self.devices} has no effect: {self.preset} is one device")
-        layout = preset_layout(experiment.layout, self.preset, self.devices, self.layout_flags)
-        return revalidate(replace(experiment, layout=layout))
+        return spread(experiment, self.preset, self.devices, self.layout_flags)
 
-    def fitting(self, experiment: Experiment) -> tuple[list[str], dict[str, str]]:
-        """The engines to run: all that were named, or all that can express the layout; why others cannot.
+    def against_first(self, experiment: Experiment, **request: Any) -> Grid:
+        """A case for each named engine, or each that can express the layout, compared with the first.
 
-        Raises ExperimentError: an engine is named twice, or none can express the layout.
+        `request` are fields of every request. Raises ExperimentError: an engine is named twice, or none can
+        express the layout.
         """
-        engines = chosen_engines(self.engines)
-        return (engines, {}) if self.engines else fitting(engines, experiment.layout)
+        engines, left_out = chosen_engines(self.engines), dict[str, str]()
+        if not self.engines:
+            engines, left_out = fitting(engines, experiment.layout)
+        cases = {
+            name: Case(
+                request=Request(engine=name, experiment=experiment, **request),
+                against="" if name == engines[0] else engines[0],
+            )
+            for name in engines
+        }
+        return cases, left_out

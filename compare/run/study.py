@@ -1,13 +1,12 @@
 """A study: named cases of an experiment, the value kept of each, and tables of these values.
 
-A study is a class in a file of compare/commands. Its docstring is its help and its fields are its flags.
-`resolve` gives the experiment, `cases` the processes to run, `keep` the value kept of a record, and
-`findings` the tables. The plan of --dry_run, the folder and its lock, --continue, the page and JSON are here;
-`run.rounds` has the loop over the cases. `commands.registry` names all studies.
+A study is a class in compare/commands. Its docstring is its help, and its fields are its flags. A command
+calls `Study.__call__`, then `run`, `plan` and `run.rounds.run_missing`, the loop over the cases. The methods
+from `command` on are for subclasses: `resolve` gives the experiment, `cases` the processes to run, `keep` the
+value kept of a record, and `findings` the tables. `commands.registry` names all studies.
 """
 
 import functools
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
@@ -20,21 +19,7 @@ from compare.contract.record import Record
 from compare.execute.folders import create_run_dir, default_cache, remove_run_dir
 from compare.execute.launch import launch, prepare
 from compare.execute.this_machine import here_and_now, require_same_source
-from compare.flags import (
-    ExperimentFlags,
-    HostCount,
-    HostFile,
-    JaxPython,
-    LauncherName,
-    LauncherOptions,
-    OnPlatform,
-    Quiet,
-    RunDir,
-    Timeout,
-    TorchPython,
-    checked_pythons,
-    hosts_of,
-)
+from compare.flags import StudyFlags, find_pythons, hosts_of
 from compare.judge.outcome import Case, Grid, Outcome, read_outcome
 from compare.numerics.data import open_corpus
 from compare.run.metrics import figures
@@ -42,7 +27,7 @@ from compare.run.rounds import run_missing
 from compare.setup import dry_run
 from compare.setup.fitting import require_case, require_sides
 from compare.setup.presets import SPREAD
-from compare.setup.resuming import require_resumable, resumes
+from compare.setup.resuming import find_resume_points, require_resumable
 from compare.setup.sources import freeze_weights
 from compare.show.findings import Findings, findings_of
 from compare.show.page import write_page
@@ -66,19 +51,9 @@ PAGES = {"run": "report.html"}
 """Names of pages, by study. Default: STUDY.html."""
 
 
-class Study(ExperimentFlags, frozen=True, kw_only=True):
+class Study(StudyFlags, frozen=True, kw_only=True):
     """A question about an experiment. A subclass has a docstring of its own."""
 
-    jax_python: JaxPython = sys.executable
-    torch_python: TorchPython = sys.executable
-    launcher: LauncherName = "local"
-    hostfile: HostFile = None
-    hosts: HostCount = 0
-    launcher_options: LauncherOptions = ""
-    platform: OnPlatform = "cpu"
-    run_dir: RunDir = ""
-    timeout_s: Timeout = 600.0
-    quiet: Quiet = False
     continue_: Annotated[str, tyro.conf.arg(name="continue", metavar="RUN_DIR")] = ""
     """Folder of a study that was interrupted or whose engines failed: run its missing cases."""
     init_from: str = ""
@@ -91,10 +66,6 @@ class Study(ExperimentFlags, frozen=True, kw_only=True):
     """Start nothing: print the resolved experiment, the layout in words, memory per device, and what is
     refused. The exit code is that of the run: 2, or 3 if this machine lacks something."""
 
-    brief: ClassVar[str]
-    """Line of `shardpair --help`."""
-    group: ClassVar[str] = "Measure"
-    """Group of commands in `shardpair --help`."""
     fixed: ClassVar[Mapping[str, object]] = {}
     """Fields that the study sets, such as `train.max_iters`, and their values; None for computed values.
     A flag for such a field is refused."""
@@ -105,54 +76,53 @@ class Study(ExperimentFlags, frozen=True, kw_only=True):
     needs_reference: ClassVar[bool] = False
     """Skip cases whose reference failed."""
 
-    @property
-    def command(self) -> str:
-        """Word of the command that makes such a study, and continues it."""
-        return type(self).__name__.lower()
+    def __call__(self) -> int:
+        """Run the study and print its findings. Returns 0 if it is complete and passes, else 1."""
+        if self.dry_run:
+            if self.continue_:
+                raise ExperimentError("--dry_run is for a new run: leave it out with --continue")
+            how = {"hosts": hosts_of(self), "init_from": self.init_from, "resume": self.source}
+            return dry_run.show(self.plan(), **how, as_json=self.json)
+        outcome, folder = self.run()
+        return show(type(self), outcome, folder, as_json=self.json)
 
-    @property
-    def source(self) -> str:
-        """Folder of the checkpoints to resume from; '' to begin at step 0."""
-        return ""
+    def run(self) -> tuple[Outcome, Path]:
+        """Run all cases, or with --continue the missing ones. Prints nothing on stdout.
 
-    def resolve(self) -> Experiment:
-        """The experiment with the flags and the `fixed` fields in it. Raises ExperimentError."""
-        experiment = super().resolve()
-        for flag, value in self.fixed.items():
-            section, _, field = flag.partition(".")
-            if value is not None:
-                experiment = edited(experiment, {section: {field: value}})
-        return experiment
-
-    def cases(self, experiment: Experiment) -> Grid:
-        """Cases of the resolved experiment. Raises ExperimentError."""
-        raise NotImplementedError
-
-    def keep(self, case: Case, record: Record, *, first_step_after_s: float) -> Any:
-        """The value to keep of a finished case, whose first step ended this long after its start."""
-        return figures(record)
-
-    def launch(self, case: Case, place: Path, **how: Any) -> Record:
-        """Run a case in a new folder; `how` are arguments of `execute.launch.launch`. Raises EngineError."""
-        return launch(case.request, place, **how)
-
-    def begin(self, outcome: Outcome) -> Outcome:
-        """The outcome before its first case starts. Raises EnvironmentMissing: this machine is not ready."""
-        return outcome
-
-    def end(self, outcome: Outcome, folder: Path) -> Outcome:
-        """The outcome after its last case; also called after --continue."""
-        return outcome
-
-    @classmethod
-    def findings(cls, outcome: Outcome, folder: Path) -> Findings:
-        """Tables and sentences for the terminal, of an outcome with at least one finished case."""
-        raise NotImplementedError
-
-    @classmethod
-    def page(cls, outcome: Outcome, folder: Path) -> Findings:
-        """Tables and figures for the page. Default: `findings`."""
-        return cls.findings(outcome, folder)
+        Raises:
+            ExperimentError, EnvironmentMissing: before the first process starts.
+            EngineError: no case has finished.
+            KeyboardInterrupt: Ctrl-C. The message says what is saved, and how to continue.
+        """
+        pythons, hosts = find_pythons(self), hosts_of(self)
+        if self.continue_:
+            folder = Path(self.continue_)
+            if others := sorted(self.given - WITH_CONTINUE):
+                flags = ", ".join(f"--{name}" for name in others)
+                raise ExperimentError(
+                    f"--continue {folder} goes on with the flags used there: leave out {flags}"
+                )
+            with lock_folder(folder):
+                study, saved = self._read_saved(folder)
+                return run_missing(study, saved, folder, pythons=pythons, hosts=hosts), folder
+        planned = self.plan()
+        for case in planned.cases.values():
+            if case.request.profile and hosts.several:
+                raise ExperimentError("a timeline is taken on one host: leave --hosts and --launcher out")
+            require_case(case.engine, case.experiment, platform=self.platform, hosts=hosts)
+            require_resumable(case.engine, self.source, self.init_from)
+        require_sides([ENGINES[case.engine].side for case in planned.cases.values()], pythons)
+        for name, why in planned.left_out.items() if not self.quiet else ():
+            errors_console().print(f"{name} is left out: {why}", style="yellow")
+        folder = create_run_dir(planned.name, self.run_dir)
+        with lock_folder(folder):
+            try:
+                frozen = self._freeze(planned, folder, pythons)
+                begun = self.begin(replace(frozen, circumstances=here_and_now()))
+            except BaseException:
+                remove_run_dir(folder)
+                raise
+            return run_missing(self, begun, folder, pythons=pythons, hosts=hosts), folder
 
     def plan(self) -> Outcome:
         """The study before anything starts. Raises ExperimentError."""
@@ -199,87 +169,11 @@ class Study(ExperimentFlags, frozen=True, kw_only=True):
             if flag in self.given and value and not needed:
                 raise ExperimentError(f"--{flag} has no effect without --{other}: give both, or neither")
 
-    @classmethod
-    def own_flags(cls) -> list[str]:
-        """Names of the flags that a subclass adds."""
-        return [name for name in cls.__struct_fields__ if name not in Study.__struct_fields__]
-
-    def __call__(self) -> int:
-        """Run the study and print its findings. Returns 0 if it is complete and passes, else 1."""
-        if self.dry_run:
-            if self.continue_:
-                raise ExperimentError("--dry_run is for a new run: leave it out with --continue")
-            how = {"hosts": hosts_of(self), "init_from": self.init_from, "resume": self.source}
-            return dry_run.show(self.plan(), **how, as_json=self.json)
-        outcome, folder = self.run()
-        return show(type(self), outcome, folder, as_json=self.json)
-
-    def run(self) -> tuple[Outcome, Path]:
-        """Run all cases, or with --continue the missing ones. Prints nothing on stdout.
-
-        Raises:
-            ExperimentError, EnvironmentMissing: before the first process starts.
-            EngineError: no case has finished.
-            KeyboardInterrupt: Ctrl-C. The message says what is saved, and how to continue.
-        """
-        pythons, hosts = checked_pythons(self), hosts_of(self)
-        if self.continue_:
-            folder = Path(self.continue_)
-            if others := sorted(self.given - WITH_CONTINUE):
-                flags = ", ".join(f"--{name}" for name in others)
-                raise ExperimentError(
-                    f"--continue {folder} goes on with the flags used there: leave out {flags}"
-                )
-            with lock_folder(folder):
-                study, saved = self._saved(folder)
-                return run_missing(study, saved, folder, pythons=pythons, hosts=hosts), folder
-        planned = self.plan()
-        for case in planned.cases.values():
-            if case.request.profile and hosts.several:
-                raise ExperimentError("a timeline is taken on one host: leave --hosts and --launcher out")
-            require_case(case.engine, case.experiment, platform=self.platform, hosts=hosts)
-            require_resumable(case.engine, self.source, self.init_from)
-        require_sides([ENGINES[case.engine].side for case in planned.cases.values()], pythons)
-        for name, why in planned.left_out.items() if not self.quiet else ():
-            errors_console().print(f"{name} is left out: {why}", style="yellow")
-        folder = create_run_dir(planned.name, self.run_dir)
-        with lock_folder(folder):
-            try:
-                frozen = self._frozen(planned, folder, pythons)
-                begun = self.begin(replace(frozen, circumstances=here_and_now()))
-            except BaseException:
-                remove_run_dir(folder)
-                raise
-            return run_missing(self, begun, folder, pythons=pythons, hosts=hosts), folder
-
-    def _saved(self, folder: Path) -> tuple[Self, Outcome]:
-        """The study in the folder of --continue, with this one's interpreters, hosts and progress."""
-        saved = read_outcome(folder)
-        if saved.study != self.command:
-            raise ExperimentError(
-                f"--continue {folder}: it is another study: `shardpair {saved.study}` continues it"
-            )
-        own = self.own_flags()
-        options = {name: value for name, value in saved.options.items() if name in own}
-        options |= {name: getattr(self, name) for name in own if name in self.given}
-        mine = {name: getattr(self, name) for name in Study.__struct_fields__ if name != "platform"}
-        study = msgspec.convert(options, type(self), dec_hook=lambda of, value: of(value))
-        study = replace(study, **mine, platform=saved.platform)
-        saved = replace(saved, failures={}, options=options)
-        if saved.is_complete:
-            return study, saved
-        made = saved.circumstances
-        require_same_source(folder, made.git_commit, made.git_dirty, begun="begun")
-        for request in [case.request for case in saved.cases.values()][:1]:
-            if open_corpus(request.experiment).sha256 != request.corpus_sha256:
-                raise ExperimentError(f"{folder}: its data has changed since: start a new {saved.study}")
-        return study, study.begin(saved)
-
-    def _frozen(self, planned: Outcome, folder: Path, pythons: Mapping[str, str]) -> Outcome:
+    def _freeze(self, planned: Outcome, folder: Path, pythons: Mapping[str, str]) -> Outcome:
         """The plan with requests that any process on any host understands: data, weights, checkpoints."""
         data, corpus_sha256 = prepare(planned.experiment, folder)
         init = freeze_weights(self.init_from, planned.experiment, folder, pythons=pythons)
-        resumed = resumes(self.source, planned.cases, planned.experiment, corpus_sha256)
+        resumed = find_resume_points(self.source, planned.cases, planned.experiment, corpus_sha256)
         cases = {}
         for name, case in planned.cases.items():
             request, resume = case.request, resumed.get(name, msgspec.UNSET)
@@ -299,6 +193,83 @@ class Study(ExperimentFlags, frozen=True, kw_only=True):
             )
             cases[name] = replace(case, request=request)
         return replace(planned, cases=cases)
+
+    def _read_saved(self, folder: Path) -> tuple[Self, Outcome]:
+        """The study in the folder of --continue, with this one's interpreters, hosts and progress."""
+        saved = read_outcome(folder)
+        if saved.study != self.command:
+            raise ExperimentError(
+                f"--continue {folder}: it is another study: `shardpair {saved.study}` continues it"
+            )
+        own = self.own_flags()
+        options = {name: value for name, value in saved.options.items() if name in own}
+        options |= {name: getattr(self, name) for name in own if name in self.given}
+        mine = {name: getattr(self, name) for name in Study.__struct_fields__ if name != "platform"}
+        study = msgspec.convert(options, type(self), dec_hook=lambda of, value: of(value))
+        study = replace(study, **mine, platform=saved.platform)
+        saved = replace(saved, failures={}, options=options)
+        if saved.is_complete:
+            return study, saved
+        made = saved.circumstances
+        require_same_source(folder, made.git_commit, made.git_dirty, begun="begun")
+        request = next(iter(saved.cases.values())).request
+        if open_corpus(request.experiment).sha256 != request.corpus_sha256:
+            raise ExperimentError(f"{folder}: its data has changed since: start a new {saved.study}")
+        return study, study.begin(saved)
+
+    @classmethod
+    def own_flags(cls) -> list[str]:
+        """Names of the flags that a subclass adds."""
+        return [name for name in cls.__struct_fields__ if name not in Study.__struct_fields__]
+
+    @property
+    def command(self) -> str:
+        """Word of the command that makes such a study, and continues it."""
+        return type(self).__name__.lower()
+
+    @property
+    def source(self) -> str:
+        """Folder of the checkpoints to resume from; '' to begin at step 0."""
+        return ""
+
+    def resolve(self) -> Experiment:
+        """The experiment with the flags and the `fixed` fields in it. Raises ExperimentError."""
+        experiment = super().resolve()
+        for flag, value in self.fixed.items():
+            section, _, field = flag.partition(".")
+            if value is not None:
+                experiment = edited(experiment, {section: {field: value}})
+        return experiment
+
+    def cases(self, experiment: Experiment) -> Grid:
+        """Cases of the resolved experiment. Raises ExperimentError."""
+        raise NotImplementedError
+
+    def begin(self, outcome: Outcome) -> Outcome:
+        """The outcome before its first case starts. Raises EnvironmentMissing: this machine is not ready."""
+        return outcome
+
+    def launch(self, case: Case, place: Path, **how: Any) -> Record:
+        """Run a case in a new folder; `how` are arguments of `execute.launch.launch`. Raises EngineError."""
+        return launch(case.request, place, **how)
+
+    def keep(self, case: Case, record: Record, *, first_step_after_s: float) -> Any:
+        """The value to keep of a finished case, whose first step ended this long after its start."""
+        return figures(record)
+
+    def end(self, outcome: Outcome, folder: Path) -> Outcome:
+        """The outcome after its last case; also called after --continue."""
+        return outcome
+
+    @classmethod
+    def findings(cls, outcome: Outcome, folder: Path) -> Findings:
+        """Tables and sentences for the terminal, of an outcome with at least one finished case."""
+        raise NotImplementedError
+
+    @classmethod
+    def page(cls, outcome: Outcome, folder: Path) -> Findings:
+        """Tables and figures for the page. Default: `findings`."""
+        return cls.findings(outcome, folder)
 
 
 def show(study: type[Study], outcome: Outcome, folder: Path, *, as_json: bool) -> int:

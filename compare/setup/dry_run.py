@@ -11,7 +11,7 @@ from compare.execute.launchers import Hosts
 from compare.judge.outcome import Case, Outcome
 from compare.numerics.data import open_corpus
 from compare.setup.fitting import require_case
-from compare.setup.resuming import described, require_resumable
+from compare.setup.resuming import find_checkpoints, require_resumable
 from compare.setup.sources import check_weights, format_of_side
 from compare.show.findings import Column, Findings, table_of
 from compare.show.terminal import print_findings
@@ -19,7 +19,8 @@ from compare.side.ending import BAD_REQUEST, MISSING
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError, to_toml
 from compare.system.tensors import RecordError
-from compare.terminal import human_bytes, layout_in_words, results_console
+from compare.terminal import results_console
+from compare.text import human_bytes, layout_in_words
 from compare.theory.memory import KINDS
 from compare.theory.peak import peak_estimate, peak_per_device
 
@@ -47,6 +48,11 @@ COLUMNS = (
 def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json: bool) -> int:
     """Print the plan of a study. Returns 0, or the exit code of the first refusal."""
     experiment, platform, tokens = outcome.experiment, outcome.platform, list[int]()
+
+    def check_resume() -> None:
+        for engine in find_checkpoints(resume, outcome.cases, experiment):
+            require_resumable(engine, resume)
+
     errors = {
         name: _error(partial(require_case, case.engine, case.experiment, platform=platform, hosts=hosts))
         for name, case in outcome.cases.items()
@@ -54,9 +60,7 @@ def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json
     inputs = [
         _error(lambda: tokens.append(len(open_corpus(experiment, validated_sha256=UNREAD).train))),
         _error(lambda: check_weights(init_from, experiment)),
-        _error(
-            lambda: [require_resumable(name, resume) for name in described(resume, outcome.cases, experiment)]
-        ),
+        _error(check_resume),
     ]
     refusals = [error for error in inputs if error]
     refused = next(filter(None, [*errors.values(), *refusals]), None)

@@ -13,7 +13,7 @@ from compare.numerics.parameters import parameter_count, storage_dtype
 from compare.show.findings import by_reason
 from compare.spec.engines.registry import ENGINES, SIDES
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited
-from compare.terminal import human_bytes
+from compare.text import human_bytes
 from compare.theory.peak import peak_estimate
 
 COMPUTE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -46,7 +46,7 @@ def fitting(engines: Sequence[str], layout: Layout) -> tuple[list[str], dict[str
 
 
 def require_sides(sides: Iterable[str], pythons: Mapping[str, str]) -> None:
-    """Reject sides that this Python is to run and lacks. `checked_pythons` has tried other Pythons.
+    """Reject sides that this Python is to run and lacks. `find_pythons` has tried other Pythons.
 
     Raises EnvironmentMissing.
     """

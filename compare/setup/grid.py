@@ -49,7 +49,7 @@ def grid(
     return cases, left_out
 
 
-def varied(
+def vary(
     experiment: Experiment,
     presets: Mapping[str, int | None],
     variants: Iterable[str],
@@ -73,17 +73,6 @@ def varied(
                 raise
             refused[", ".join(filter(None, (name, variant)))] = str(error)
     return rows, refused
-
-
-def beside_first(engines: Sequence[str], experiment: Experiment, **request: Any) -> dict[str, Case]:
-    """A case for each engine, compared with the first. `request` are fields of every request."""
-    return {
-        name: Case(
-            request=Request(engine=name, experiment=experiment, **request),
-            against="" if name == engines[0] else engines[0],
-        )
-        for name in engines
-    }
 
 
 def against_one_device(

@@ -4,8 +4,6 @@ A strategy has the same file name in each engine's folder. Its lesson shows one 
 under one preset, with all engines that can run it.
 """
 
-from pathlib import Path
-
 from msgspec import Struct
 
 from compare.spec.axes import CP, DP_REPLICATE, DP_SHARD, EP, PP, TP
@@ -13,8 +11,6 @@ from compare.spec.engines.registry import JAX, TORCH
 
 FOLDERS = {e.name: f"{side.name}/{e.folder}" for side in (JAX, TORCH) for e in side.engines}
 """Engine -> the folder of its strategies."""
-SOURCES = Path(__file__).parents[2]
-"""The folder of both sides."""
 
 
 class Lesson(Struct, frozen=True):
@@ -46,5 +42,5 @@ def run_command(strategy: str) -> str:
 
 
 def source_file(engine: str, strategy: str) -> str:
-    """A strategy's file in an engine, relative to `SOURCES`."""
+    """A strategy's file in an engine, relative to the folder of both sides."""
     return f"{FOLDERS[engine]}/{strategy}.py"

@@ -17,7 +17,6 @@ from compare.spec.experiment import ExperimentError
 
 ROOT = Path(__file__).parents[2]
 """The folder with the packages compare, jaxpar and torchpar."""
-DATA = ROOT / "compare" / "faults.toml"
 
 
 class Diff(Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,10 +42,10 @@ class Diff(Struct, frozen=True, forbid_unknown_fields=True):
             )
         return text.replace(self.old, self.new)
 
-    def unified(self, root: Path = ROOT) -> str:
+    def unified(self) -> str:
         """The change as `diff -U0` prints it, with the line number. Raises as `applied`."""
-        before = (root / self.file).read_text(encoding="utf-8").splitlines()
-        after = self.applied(root).splitlines()
+        before = (ROOT / self.file).read_text(encoding="utf-8").splitlines()
+        after = self.applied(ROOT).splitlines()
         lines = difflib.unified_diff(before, after, self.file, self.file, n=0, lineterm="")
         return "\n".join([*lines][1:])
 
@@ -77,19 +76,19 @@ class Fault(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return [one for one in self.diff if not one.engines or engine in one.engines]
 
 
-def load_faults(path: Path = DATA) -> dict[str, Fault]:
+def load_faults() -> dict[str, Fault]:
     """The mistakes of the ladder's test, by name."""
-    listed = tomllib.loads(path.read_text(encoding="utf-8"))["fault"]
+    listed = tomllib.loads((ROOT / "compare" / "faults.toml").read_text(encoding="utf-8"))["fault"]
     return {fault.name: fault for fault in msgspec.convert(listed, list[Fault])}
 
 
-def patched_copy(folder: Path, diffs: Sequence[Diff], names: Iterable[str], *, root: Path = ROOT) -> None:
-    """Copy files and packages below `root`, given by name, into a folder, and apply the changes there.
+def patched_copy(folder: Path, diffs: Sequence[Diff], names: Iterable[str]) -> None:
+    """Copy files and packages below `ROOT`, given by name, into a folder, and apply the changes there.
 
     Raises ExperimentError: an old text does not occur once.
     """
     for name in names:
-        source, target = root / name, folder / name
+        source, target = ROOT / name, folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
@@ -97,8 +96,3 @@ def patched_copy(folder: Path, diffs: Sequence[Diff], names: Iterable[str], *, r
             shutil.copy2(source, target)
     for diff in diffs:
         (folder / diff.file).write_text(diff.applied(folder), encoding="utf-8")
-
-
-def packages_of(diffs: Sequence[Diff]) -> list[str]:
-    """The packages that the changes are in."""
-    return sorted({diff.file.partition("/")[0] for diff in diffs})

@@ -28,7 +28,7 @@ class Preset(Struct, frozen=True):
     named: Fields = {}
     """Its other degrees, and the settings that it is named for."""
     devices: int = 4
-    """Default number of devices: 8 with three axes."""
+    """Default number of devices."""
     ranks_per_ep: int = 0
     """dp_shard / ep; 0 without expert parallelism."""
 
@@ -44,7 +44,7 @@ RING = {"context": "ring", "zigzag": True}
 INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
 DDP, FSDP = {"dp_replicate": 2}, {"dp_shard": 2, "zero": 3}
 PRESETS = {
-    "single": Preset("one device"),
+    "single": Preset("one device", devices=1),
     "ddp": Preset("data parallel, gradients in buckets", DP_REPLICATE),
     "ddp_naive": Preset(
         "data parallel, one reduction per parameter", DP_REPLICATE, {"gradient_sync": "naive"}

@@ -30,7 +30,7 @@ def any_checkpoint(source: Path) -> Path:
     )
 
 
-def described(
+def find_checkpoints(
     source: str, engines: Iterable[str], experiment: Experiment, corpus_sha256: str = ""
 ) -> dict[str, tuple[Path, Checkpoint]]:
     """Engine -> its checkpoint and the description in it; {} without a source.
@@ -58,11 +58,11 @@ def described(
     return {name: (folder, checkpoints[folder]) for name, folder in folders.items()}
 
 
-def resumes(
+def find_resume_points(
     source: str, engines: Iterable[str], experiment: Experiment, corpus_sha256: str
 ) -> dict[str, ResumePoint]:
     """Engine -> its resume point, after all files of the checkpoint were read. Raises CheckpointError."""
-    found = described(source, engines, experiment, corpus_sha256)
+    found = find_checkpoints(source, engines, experiment, corpus_sha256)
     for folder in {folder for folder, _ in found.values()}:
         CheckpointReader(folder).verify()
     return {
@@ -129,6 +129,6 @@ def differing_model(there: Experiment, here: Experiment) -> list[str]:
 
 def changed_settings(source: str, engines: Iterable[str], experiment: Experiment) -> list[str]:
     """Differences from the checkpoint that are allowed and printed."""
-    found = described(source, engines, experiment).values()
+    found = find_checkpoints(source, engines, experiment).values()
     changes = {line for _, there in found for line in differing_keys(experiment, there.experiment)}
     return sorted(line for line in changes if not line.startswith(MAY_DIFFER))

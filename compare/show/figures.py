@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 else:
     Axes = Any
 
+Range = tuple[float, float]
+"""Begin and end along one side, as fractions."""
+WHOLE: Range = (0.0, 1.0)
 INK, DARK = "#010203", "#222222"
 """Ink, a colour that is used nowhere else. A page replaces it by its text colour, a file by `DARK`."""
 PALETTE = ("#1F88D1", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
@@ -75,7 +78,7 @@ class Figure(Struct, frozen=True, kw_only=True):
 def svg(figure: Figure) -> Markup:
     """The figure as an <svg> element for a page, in the page's ink, with its title for screen readers."""
     with _canvas(f"shardpair {figure.title}") as canvas:
-        canvas.set_size_inches(figure.width, figure.height + _drawn(canvas, figure))
+        canvas.set_size_inches(figure.width, figure.height + _draw(canvas, figure))
         buffer = io.StringIO()
         canvas.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = buffer.getvalue().replace(INK, "currentColor")
@@ -92,11 +95,11 @@ def save_figures(path: Path, figures: Sequence[Figure]) -> None:
     columns = 1 if any(figure.is_wide for figure in figures) else min(len(figures), 2)
     rows = [figures[first : first + columns] for first in range(0, len(figures), columns)]
     heights = [max(figure.height for figure in row) + 0.5 for row in rows]
-    with _canvas("shardpair", **{"figure.facecolor": "white"}) as canvas:
+    with _canvas("shardpair", on_white=True) as canvas:
         canvas.set_size_inches(columns * max(figure.width for figure in figures), sum(heights))
         parts = canvas.subfigures(len(rows), columns, squeeze=False, height_ratios=heights)
         for part, figure in zip(parts.flat, figures, strict=False):
-            _drawn(part, figure)
+            _draw(part, figure)
             if len(figures) > 1:
                 part.axes[0].set_title(figure.title, loc="left")
         buffer = io.BytesIO()
@@ -105,25 +108,23 @@ def save_figures(path: Path, figures: Sequence[Figure]) -> None:
 
 
 @contextmanager
-def _canvas(salt: str, **style: Any) -> Generator["Canvas"]:
+def _canvas(salt: str, *, on_white: bool = False) -> Generator["Canvas"]:
     """An empty canvas in our style, independent of the user's matplotlibrc. `salt` makes its ids unique."""
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
-    ink = DARK if style else INK
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     ours: dict[Any, Any] = {
         "svg.fonttype": "none",
         "svg.hashsalt": salt,
         "font.sans-serif": ["DejaVu Sans"],
         "font.size": 9,
-        "figure.facecolor": "none",
+        "figure.facecolor": "white" if on_white else "none",
         "axes.facecolor": "none",
         "axes.spines.top": False,
         "axes.spines.right": False,
         "legend.frameon": False,
-        **dict.fromkeys(inked, ink),
-        **style,
+        **dict.fromkeys(inked, DARK if on_white else INK),
     }
     with matplotlib.rc_context(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a name's character that no font has: it would reach the terminal
@@ -133,7 +134,7 @@ def _canvas(salt: str, **style: Any) -> Generator["Canvas"]:
         yield Canvas(layout="constrained")
 
 
-def _drawn(canvas: "Canvas | SubFigure", figure: Figure) -> float:
+def _draw(canvas: "Canvas | SubFigure", figure: Figure) -> float:
     """Draw on one pair of axes, with a legend for several names. Returns the legend's height in inches."""
     axes = canvas.subplots()
     figure.draw(axes)
@@ -152,12 +153,22 @@ def colour(place: int) -> str:
     return PALETTE[place % len(PALETTE)]
 
 
-def bare(axes: Axes, rows: Mapping[float, str]) -> None:
+def strip_axes(axes: Axes, rows: Mapping[float, str]) -> None:
     """Remove ticks and spines of the axes, and name the rows."""
     axes.set_yticks(list(rows), list(rows.values()), fontsize="small")
     axes.set_xticks([])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
+
+
+def tile(
+    axes: Axes, x: float, y: float, width: float, height: float, parts: Sequence[tuple[Range, Range, str]]
+) -> None:
+    """Draw the outline of a box, and its filled parts: ranges of rows and of columns, and a colour."""
+    for (top, bottom), (left, right), shade in parts:
+        across, down = (x + left * width, (right - left) * width), (y + top * height, (bottom - top) * height)
+        axes.broken_barh([across], down, facecolor=shade)
+    axes.broken_barh([(x, width)], (y, height), facecolor="none", edgecolor=INK, linewidth=0.5)
 
 
 def curves(
@@ -175,7 +186,7 @@ def curves(
 
     for place, (name, line) in enumerate(lines.items()):
         steps, values = list(line), list(line.values())
-        starts, reduced = windowed(values, reduce)
+        starts, reduced = reduce_windows(values, reduce)
         lost = next((step for step, value in line.items() if not math.isfinite(value)), None)
         axes.plot(
             [steps[start] for start in starts],
@@ -213,7 +224,7 @@ def window_length(steps: int) -> int:
     return max(1, math.ceil(steps / WINDOWS))
 
 
-def windowed(
+def reduce_windows(
     values: Sequence[float], reduce: Callable[[Sequence[float]], float]
 ) -> tuple[list[int], list[float]]:
     """The index of each window's first value, and its reduced value."""
@@ -238,8 +249,7 @@ class Box(NamedTuple):
 
 
 def gantt(axes: Axes, rows: Sequence[str], boxes: Sequence[Box], x: str) -> None:
-    """Draw a row for each device, from the top, with its boxes over time. Boxes that nearly touch are
-    joined."""
+    """Draw a row for each device, from the top, with its boxes over time; join boxes that nearly touch."""
     end = max((box.begin + box.length for box in boxes), default=1.0)
     height = 0.56 if any(box.is_beside for box in boxes) else 0.88
     spans_by_look: dict[Box, list[tuple[float, float]]] = {}

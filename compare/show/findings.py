@@ -20,8 +20,8 @@ Value = Estimate | float | str | None
 R = TypeVar("R")
 
 
-class Text(Struct, frozen=True, omit_defaults=True):
-    """A cell with its text, a small note, and whether it is good or bad news."""
+class Text(Struct, frozen=True):
+    """A cell with its text, a small note for pages, and whether it is good or bad news."""
 
     text: str
     note: str = ""
@@ -29,7 +29,7 @@ class Text(Struct, frozen=True, omit_defaults=True):
     """pass, fail or ''."""
 
 
-class Row(Struct, frozen=True, omit_defaults=True):
+class Row(Struct, frozen=True):
     """A row with its header and its cells."""
 
     head: Text
@@ -37,7 +37,7 @@ class Row(Struct, frozen=True, omit_defaults=True):
     is_total: bool = False
 
 
-class Table(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Table(Struct, frozen=True, kw_only=True):
     """A table whose rows and columns have headers."""
 
     name: str
@@ -46,10 +46,8 @@ class Table(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Name of the rows."""
     columns: list[str]
     rows: list[Row]
-    look: str = ""
-    """`words` for left-aligned text; '' for numbers."""
     words: int = 0
-    """Number of text columns before the number columns."""
+    """Number of text columns, which are aligned at the left, before the number columns."""
     below: str = ""
     """A sentence under the table."""
 
@@ -66,10 +64,10 @@ class Column(Struct, Generic[R], frozen=True):
 
     def cell(self, row: R) -> Text:
         """The cell of a row."""
-        return Text(written(self.of(row), self.form), news=self.news(row) if self.news else "")
+        return Text(format_value(self.of(row), self.form), news=self.news(row) if self.news else "")
 
 
-def written(value: Value, form: str | Callable[[Any], str] = "") -> str:
+def format_value(value: Value, form: str | Callable[[Any], str] = "") -> str:
     """A figure as text: 1.2, 1.2 [1.1, 1.3] for an estimate with an interval, or `NONE`."""
     if value is None:
         return NONE
@@ -97,7 +95,6 @@ def table_of(
     rows: Sequence[R],
     *,
     below: str = "",
-    look: str = "",
     words: int = 0,
 ) -> Table:
     """A table of rows. The first column has their names. Columns without any figure are left out."""
@@ -110,7 +107,6 @@ def table_of(
         columns=list(kept),
         rows=[Row(head.cell(row), [own[place] for own in kept.values()]) for place, row in enumerate(rows)],
         below=below,
-        look=look,
         words=words,
     )
 
@@ -153,22 +149,21 @@ def findings_of(
     sentence: str,
     title: str = "",
     rows: object = (),
-    value: Mapping[str, object] = {},
     passed: bool = True,
     warnings: Sequence[str] = (),
     **more: Any,
 ) -> Findings:
     """Findings with the parts that all studies have: experiment, machine, time, JSON.
 
-    A study passes only if no case is missing. `rows` are the rows of its tables, and `value` has more entries
-    for JSON. `more` are other fields of `Findings`.
+    A study passes only if no case is missing. `rows` are the rows of its tables, for JSON. `more` are other
+    fields of `Findings`.
     """
     incomplete = "" if outcome.is_complete or sentence.startswith("INCOMPLETE") else "INCOMPLETE: "
     versions = ", ".join(map(" ".join, outcome.circumstances.versions.items()))
     return Findings(
         title=title or outcome.name,
         sentence=f"{incomplete}{sentence}",
-        value={"rows": rows, **value, "warnings": warnings, "result": outcome},
+        value={"rows": rows, "warnings": warnings, "result": outcome},
         passed=passed and outcome.is_complete,
         warnings=warnings,
         missing=outcome.undone,

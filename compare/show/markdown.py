@@ -1,6 +1,6 @@
 """Findings as Markdown, for a page of docs."""
 
-from compare.show.findings import Findings, Table, Text, by_reason
+from compare.show.findings import Findings, Table, by_reason
 
 
 def markdown(findings: Findings) -> str:
@@ -15,13 +15,10 @@ def markdown(findings: Findings) -> str:
 
 def _table(table: Table) -> str:
     """A table under its title. Bad news is bold, numbers are right-aligned."""
-    words = len(table.columns) if table.look == "words" else table.words
-    align = ["---" if column <= words else "---:" for column in range(1 + len(table.columns))]
-    cells = ([row.head.text, *map(_text, row.cells)] for row in table.rows)
+    align = ["---" if column <= table.words else "---:" for column in range(1 + len(table.columns))]
+    cells = (
+        [row.head.text, *(f"**{cell.text}**" if cell.news == "fail" else cell.text for cell in row.cells)]
+        for row in table.rows
+    )
     lines = [f"| {' | '.join(row)} |" for row in ([table.corner, *table.columns], align, *cells)]
     return "\n".join([f"**{table.name}**\n", *lines])
-
-
-def _text(cell: Text) -> str:
-    text = f"{cell.text} {cell.note}".strip()
-    return f"**{text}**" if cell.news == "fail" else text

@@ -39,10 +39,9 @@ def terminal_table(table: Table) -> RichTable:
     drawn = RichTable(
         title=table.name, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
     )
-    words = len(table.columns) if table.look == "words" else table.words
     drawn.add_column(_header(table.corner), overflow="fold")
     for place, name in enumerate(table.columns):
-        side = "left" if place < words else "right"
+        side = "left" if place < table.words else "right"
         drawn.add_column(_header(name), justify=side, no_wrap="ratio" in name, overflow="fold")
     for row in table.rows:
         drawn.add_row(cell_of(row.head), *map(cell_of, row.cells))
@@ -56,5 +55,4 @@ def _header(name: str) -> str:
 
 def cell_of(cell: Text) -> str | RichText:
     """A cell as rich prints it. Good news is green, bad news red."""
-    text = f"{cell.text} {cell.note}" if cell.note else cell.text
-    return coloured(text, COLOURS[cell.news]) if cell.news else text
+    return coloured(cell.text, COLOURS[cell.news]) if cell.news else cell.text

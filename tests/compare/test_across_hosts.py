@@ -2,7 +2,7 @@
 
 import pytest
 
-from compare.commands.report.hosts import crosses, crossing_words, host_table
+from compare.commands.run.hosts import crosses, crossing_words, host_table
 from compare.spec.experiment import Layout
 
 HSDP = Layout(dp_replicate=2, dp_shard=2, zero=3)

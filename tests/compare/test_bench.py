@@ -4,7 +4,7 @@ import pytest
 
 from compare import api
 from compare.cli import main
-from compare.commands.bench.outcome import blocks, timed
+from compare.commands.bench.outcome import read_timings, rows_by_block
 from compare.execute.launch import EngineError
 from compare.judge import alone
 from compare.judge.outcome import OUTCOME, read_outcome
@@ -20,7 +20,7 @@ def test_bench_runs_each_case_in_each_round(engines, tmp_path, capsys):
     assert engines.started == [f"round {1 + place // 2}, {name}" for place, name in enumerate(order)]
     assert all(request.timing and not request.ladder for request in engines.requests)
     assert all(request.experiment.train.max_iters == request.timing.steps for request in engines.requests)
-    result = timed(read_outcome(tmp_path / "b"))
+    result = read_timings(read_outcome(tmp_path / "b"))
     assert [len(rounds) for rounds in result.measurements.values()] == [3, 3]
     assert (result.finished_rounds, result.failures) == (3, {})
     one = result.measurements[manual][1]
@@ -41,7 +41,7 @@ def test_bench_retries_failed_case_once(engines, tmp_path, capsys):
     assert bench("--rounds", "5") == 1
     tries = [name for name in engines.started if "torch-library" in name]
     assert tries == ["round 1, torch-library.single", "round 2, torch-library.single"]
-    result = timed(read_outcome(tmp_path / "b"))
+    result = read_timings(read_outcome(tmp_path / "b"))
     assert ([len(rounds) for rounds in result.measurements.values()], result.finished_rounds) == ([5], 0)
     printed = capsys.readouterr().out
     assert "torch-library.single did not finish: torch-library: <b>no</b> luck" in printed
@@ -58,12 +58,12 @@ def test_ctrl_c_keeps_the_finished_rounds(engines, tmp_path, capsys, at):
     said = capsys.readouterr().err
     assert f"Kept: {(at - 1) // 2} of 3 rounds" in said
     assert "shardpair bench --continue b" in said
-    assert sum(map(len, timed(read_outcome(tmp_path / "b")).measurements.values())) == at - 1
+    assert sum(map(len, read_timings(read_outcome(tmp_path / "b")).measurements.values())) == at - 1
     engines.started.clear()
     engines.interrupted_at = 0
     assert main(["bench", "--continue", "b", "--quiet"]) == 0
     assert len(engines.started) == 6 - (at - 1)
-    result = timed(read_outcome(tmp_path / "b"))
+    result = read_timings(read_outcome(tmp_path / "b"))
     assert (result.finished_rounds, len(result.circumstances.busy_cores)) == (3, 3)
 
 
@@ -92,7 +92,7 @@ def test_bench_fails_without_all_windows(engines, capsys):
 def test_a_bench_from_python(engines, capsys):
     asked = {"engines": ["torch-manual", "torch-library"], "rounds": 5, "run_dir": "b", "quiet": True}
     race = api.study("bench", "tiny.toml", **asked)
-    ((manual, library),) = blocks(timed(race.outcome)).values()
+    ((manual, library),) = rows_by_block(read_timings(race.outcome)).values()
     assert manual.wall_ratio is None  # the baseline
     assert library.wall_ratio is not None
     assert library.wall_ratio.low <= 1.0 <= library.wall_ratio.high

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from compare.commands.bench.agreement import agreement_summary, disagreements
+from compare.commands.bench.agreement import find_disagreements, summarize_agreement
 from compare.judge.rungs import NAMED
 from compare.spec.experiment import edited
 from tests.support.benches import STEPS, bench_of, cases_of, measurement_of
@@ -39,7 +39,7 @@ def bench_in(tiny, dtype, *, loss=0.0, norm=0.0, first=0):
 )
 def test_bench_finds_other_work(tiny, dtype, off):
     """The differences are the smallest ones that were measured for each mistake."""
-    (line,) = disagreements(bench_in(tiny, dtype, **off))
+    (line,) = find_disagreements(bench_in(tiny, dtype, **off))
     named = "loss" if "loss" in off else "gradient norm"
     assert line.startswith("torch-library.single did not do the same work as torch-manual.single")
     assert f"the {named} of step {off.get('first', 0)} is" in line
@@ -50,12 +50,12 @@ def test_bench_allows_rounding(tiny, dtype):
     limits = {name: getattr(rung.limits, dtype) for name, rung in NAMED.items()}
     first = {"loss": 0.9 * limits["loss"], "norm": 0.9 * limits["grad_norm"]}
     result = bench_in(tiny, dtype, **first)
-    assert disagreements(result) == []
-    assert f"at most {first['loss']:.0e} and {first['norm']:.0e} apart" in agreement_summary(result)
+    assert find_disagreements(result) == []
+    assert f"at most {first['loss']:.0e} and {first['norm']:.0e} apart" in summarize_agreement(result)
     curve, steps = limits["norm_curve"], NAMED["norm_curve"].first_steps.get(dtype)
-    assert disagreements(bench_in(tiny, dtype, norm=0.9 * curve, first=1)) == []
-    assert disagreements(bench_in(tiny, dtype, norm=1.1 * curve, first=1))
-    assert not steps or disagreements(bench_in(tiny, dtype, norm=9.0, first=steps)) == []
+    assert find_disagreements(bench_in(tiny, dtype, norm=0.9 * curve, first=1)) == []
+    assert find_disagreements(bench_in(tiny, dtype, norm=1.1 * curve, first=1))
+    assert not steps or find_disagreements(bench_in(tiny, dtype, norm=9.0, first=steps)) == []
 
 
 def test_bench_compares_every_round(tiny):
@@ -65,7 +65,7 @@ def test_bench_compares_every_round(tiny):
         for case in cases
         for number in (1, 2, 3, 4)
     ]
-    lines = disagreements(bench_of(cases, measurements=measurements))
+    lines = find_disagreements(bench_of(cases, measurements=measurements))
     assert [line.partition(" did")[0] for line in lines] == [first.name, second.name]
     assert all("in round 3 the loss of step 0 is 2.6, and not 2.5: off by 4.0e-02" in line for line in lines)
 
@@ -79,11 +79,11 @@ def test_bench_compares_same_training(tiny):
     for case in cases:
         loss = 2.5 + ("weight_decay" in case.name) + (case.name in (decayed, chunked))
         measurements.append(measurement_of(case, 1, losses=[loss] * STEPS))
-    lines = disagreements(bench_of(cases, measurements=measurements))
+    lines = find_disagreements(bench_of(cases, measurements=measurements))
     assert [line.partition(": ")[0] for line in lines] == [
         f"{decayed} did not do the same work as torch-manual {variants[1]}.single",
         f"{chunked} did not do the same work as torch-manual.single",
     ]
     alone = cases_of(tiny, engines=("torch-manual",))
-    summary = agreement_summary(bench_of(alone, measurements=[measurement_of(alone[0], 1)]))
+    summary = summarize_agreement(bench_of(alone, measurements=[measurement_of(alone[0], 1)]))
     assert summary.startswith("The numbers of torch-manual.single are unchecked")

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compare.commands.bench.outcome import blocks
-from compare.run.rounds import rotated
+from compare.commands.bench.outcome import rows_by_block
+from compare.run.rounds import rotate
 from compare.setup.presets import edits_of
 from compare.spec.experiment import ExperimentError
 from tests.support.benches import bench_of, cases_of, grid_of, measurement_of
@@ -60,11 +60,11 @@ def test_order_rotates_within_each_block(engines, layouts):
     cases = cases_of(Experiment(), engines=tuple(ENGINES)[:engines], presets=presets, devices=(2,))
     size, result = len(cases) // layouts, bench_of(cases)
     for start in range(0, len(cases), size):
-        block = [rotated(result, number)[start : start + size] for number in range(1, size + 1)]
+        block = [rotate(result, number)[start : start + size] for number in range(1, size + 1)]
         assert block[0] == names(cases[start : start + size])
         assert all(sorted(order) == sorted(block[0]) for order in block)
         assert len({order[0] for order in block}) == size  # each is the first once
-    assert rotated(result, size + 1) == rotated(result, 1)
+    assert rotate(result, size + 1) == rotate(result, 1)
 
 
 def test_impossible_cases_have_reasons(tiny):
@@ -135,7 +135,7 @@ def test_ratio_needs_the_baseline_of_its_round(tiny):
     first, second = cases = cases_of(tiny)
     measurements = [measurement_of(first, number) for number in (1, 2)]
     measurements += [measurement_of(second, number, wall_ms=20.0) for number in (1, 3)]
-    (rows,) = blocks(bench_of(cases, measurements=measurements, rounds=3)).values()
+    (rows,) = rows_by_block(bench_of(cases, measurements=measurements, rounds=3)).values()
     assert rows[0].wall_ratio is None
     assert (rows[1].wall_ratio.median, rows[1].wall_ratio.rounds) == (2.0, 1)
 
@@ -144,6 +144,6 @@ def test_figures_are_medians_over_rounds(tiny):
     (case,) = cases = cases_of(tiny, engines=("torch-manual",))
     walls = {1: 10.0, 2: 30.0, 3: 12.0}
     measurements = [measurement_of(case, number, wall_ms=wall) for number, wall in walls.items()]
-    ((row,),) = blocks(bench_of(cases, measurements=measurements, rounds=3)).values()
+    ((row,),) = rows_by_block(bench_of(cases, measurements=measurements, rounds=3)).values()
     assert (row.wall_ms, row.cpu_ms, row.single_ms) == pytest.approx((12.0, 24.0, 13.2))
     assert row.tokens_per_s == pytest.approx(case.experiment.tokens_per_step / 0.012)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from compare.commands.bench.outcome import timed
+from compare.commands.bench.outcome import read_timings
 from compare.execute import cpu_load
 from compare.judge.outcome import read_outcome
 from tests.support.made_up import bench
@@ -26,7 +26,7 @@ def test_bench_anyway_records_load(engines, tmp_path, monkeypatch, capsys):
     loads = iter([1.5, 0.0])
     monkeypatch.setattr(cpu_load, "busy_cores", lambda: next(loads))
     assert bench("--rounds", "3", "--anyway") == 0
-    result = timed(read_outcome(tmp_path / "b"))
+    result = read_timings(read_outcome(tmp_path / "b"))
     assert (result.options["anyway"], result.circumstances.busy_cores) == (True, [1.5, 0.0])
     warning = "Other processes used 1.5, 0.0 cores before and after the rounds"
     assert warning in capsys.readouterr().out

@@ -6,7 +6,7 @@
 import pytest
 
 from compare.cli import main
-from compare.commands.faults import FAULTS, caught_as_expected, fault_cases, rows_of
+from compare.commands.faults import FAULTS, Faults, fault_cases, rows_of
 from compare.judge.outcome import Case, read_outcome
 from compare.judge.verdict import RungResult, Verdict
 from compare.spec.engines.registry import JAX, STUDIED
@@ -69,7 +69,7 @@ def test_dry_run_prints_the_changed_lines(capsys):
     [(0.0, 1.0, True), (1.0, 1.0, False), (0.0, 0.0, False)],
     ids=["at its rung", "too early", "nowhere"],
 )
-def test_fault_must_fail_first_at_its_rung(tiny, loss, gradients, is_right):
+def test_fault_must_fail_first_at_its_rung(tiny, tmp_path, loss, gradients, is_right):
     coordinates = {"fault": "sum_for_mean"}
     case = Case(request=make_request(tiny), coordinates=coordinates, against="reference")
     results = [
@@ -79,9 +79,10 @@ def test_fault_must_fail_first_at_its_rung(tiny, loss, gradients, is_right):
     name = "sum_for_mean.torch-manual"
     verdict = Verdict(candidate=name, reference="reference", rungs=results)
     done = {"cases": {name: case}, "kept": {name: {1: {}}}, "verdicts": [verdict]}
-    assert caught_as_expected(outcome_of(tiny, **done)) == is_right
-    assert not caught_as_expected(outcome_of(tiny, **done, failures={"sum_for_mean.jax-manual": "lost"}))
+    assert Faults.findings(outcome_of(tiny, **done), tmp_path).passed == is_right
+    lost = outcome_of(tiny, **done, failures={"sum_for_mean.jax-manual": "lost"})
+    assert not Faults.findings(lost, tmp_path).passed
 
 
-def test_no_verdict_is_no_proof(tiny):
-    assert not caught_as_expected(outcome_of(tiny))
+def test_no_verdict_is_no_proof(tiny, tmp_path):
+    assert not Faults.findings(outcome_of(tiny), tmp_path).passed

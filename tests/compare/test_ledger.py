@@ -2,7 +2,7 @@
 
 import msgspec
 
-from compare.commands.ledger.table import EngineLedger, engine_ledger, layouts_of, sentence, table_of_layout
+from compare.commands.ledger import EngineLedger, engine_ledger, layouts_of, sentence, table_of_layout
 from compare.contract.communication import Communication, of_busiest_stage, summed
 from compare.contract.ledger import Ledger
 from compare.judge.alone import judged

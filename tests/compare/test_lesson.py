@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from compare.commands.lesson import holdings, rings
-from compare.commands.lesson.page import lesson_page, read_source
+from compare.commands.lesson.page import read_source, write_lesson
 from compare.contract.communication import GRADIENTS, PARAMETERS, Communication, ring_wire_bytes
 from compare.contract.ledger import Ledger
 from compare.contract.record import read_record
@@ -36,7 +36,7 @@ def layouts() -> list[tuple[str, Experiment]]:
     found = []
     for name, preset in PRESETS.items():
         named = load("experts" if preset.ranks_per_ep else "check")
-        experiment = spread(named, name, 1 if name == "single" else preset.devices)
+        experiment = spread(named, name)
         for engine in FOLDERS:
             with contextlib.suppress(ExperimentError):
                 ENGINES[engine].require_experiment(experiment)
@@ -128,7 +128,7 @@ def test_lines_lead_to_rows_and_rows_to_lines(tmp_path):
     path = source_file("torch-manual", STRATEGY)
     number = 12
     place = f"{path.rpartition('/')[2]}:{number} (f)"
-    lesson_page(STRATEGY, *made_by_hand(tmp_path / "run", place), tmp_path / "page.html")
+    write_lesson(STRATEGY, *made_by_hand(tmp_path / "run", place), tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     outline = require_alone(page)
     assert str(ROOT) not in page

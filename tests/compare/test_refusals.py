@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from compare.checkpoint.description import CHECKPOINTS, DESCRIPTION
-from compare.cli import COMMANDS, flags_in, main, overview, parse
+from compare.cli import COMMANDS, HELP, flags_in, main, parse
 from compare.execute import launch
 from compare.execute.folders import default_cache
 from compare.run.study import Study
@@ -186,7 +186,7 @@ def test_missing_default_cache_is_allowed(folder, monkeypatch):
 def test_help_is_one_screen_and_teaches(capsys):
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
-    assert printed == f"{overview()}\n"
+    assert printed == f"{HELP}\n"
     assert len(printed.splitlines()) <= 44  # of a terminal as high as a laptop's screen
     assert max(map(len, printed.splitlines())) <= 80
     assert all(f"\n  {word} " in printed for word in COMMANDS)

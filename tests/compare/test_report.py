@@ -6,15 +6,15 @@ import msgspec
 import pytest
 
 from compare.cli import main
-from compare.commands.report.page import cost_table
 from compare.commands.run import Run
+from compare.commands.run.page import cost_table
 from compare.contract.ledger import Ledger
 from compare.contract.memory_profile import MEMORY, Curve, DeviceMemory, MemoryProfile, Peak
 from compare.contract.request import Rung
 from compare.judge.outcome import read_outcome
 from compare.run.metrics import figures
 from compare.run.study import write_page_of
-from compare.show.figures import WINDOWS, Figure, save_figures, windowed
+from compare.show.figures import WINDOWS, Figure, reduce_windows, save_figures
 from compare.spec.experiment import edited
 from compare.system.json_files import write_json
 from tests.support.outline import require_alone
@@ -117,8 +117,8 @@ def test_undrawable_figure_keeps_verdict(tmp_path, tiny, monkeypatch, capsys):
 
 def test_long_curves_are_reduced():
     values = [float(value) for value in range(2 * WINDOWS + 1)]
-    starts, worst = windowed(values, max)
+    starts, worst = reduce_windows(values, max)
     assert starts[:3] == [0, 3, 6]
     assert worst[:2] == [2.0, 5.0]
     assert worst[-1] == 2 * WINDOWS  # the rest of a window still counts
-    assert windowed(values[:WINDOWS], max) == (list(range(WINDOWS)), values[:WINDOWS])
+    assert reduce_windows(values[:WINDOWS], max) == (list(range(WINDOWS)), values[:WINDOWS])

@@ -8,8 +8,8 @@ import pytest
 
 from compare.api import read
 from compare.cli import main
-from compare.commands.report.page import REMOVED
 from compare.commands.run import Run
+from compare.commands.run.page import REMOVED
 from compare.contract.request import Rung
 from compare.judge.outcome import read_outcome, save
 from compare.spec.experiment import parse

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from compare.commands.bench import Bench
-from compare.commands.bench.outcome import Measurement, TimedOutcome, timed
+from compare.commands.bench.outcome import Measurement, TimedOutcome, read_timings
 from compare.contract.timing import Timing, Window
 from compare.judge.outcome import Case, Grid, Outcome
 from compare.spec.experiment import Experiment
@@ -41,7 +41,7 @@ def bench_of(
     kept: dict[str, dict[int, Measurement]] = {}
     for name, number, process in measurements:
         kept.setdefault(name, {})[number] = msgspec.to_builtins(process)
-    return timed(
+    return read_timings(
         Outcome(
             study="bench",
             experiment=cases[0].experiment,

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import sys
 from pathlib import Path
 
@@ -13,7 +14,10 @@ TORCH_WORLD = {"torch"}
 SIDES = {"jaxpar", "torchpar"}
 SHARED = ("system", "spec", "numerics", "formats", "pipeline", "checkpoint", "contract", "side")
 """Folders of `compare` that the sides may import, the lowest first."""
-ABOVE = ("terminal", "theory", "judge", "execute", "show", "setup", "flags", "run", "commands", "api", "cli")
+ABOVE = (
+    *("terminal", "text", "theory", "judge", "execute"),
+    *("show", "setup", "flags", "run", "commands", "api", "cli"),
+)
 """The other folders and files of `compare`, the lowest first."""
 STRATEGIES = {"data_parallel", "fully_sharded", "tensor_parallel", "pipeline_parallel"}
 PARALLEL = {"mesh", "collectives", "distributed", "sharding", "shard_map", "manual", "compiler", "library"}
@@ -75,6 +79,20 @@ def test_imports_go_down():
         room = path.relative_to(ROOT / "compare").parts[0].removesuffix(".py")
         if room not in ("__init__", "__main__"):
             assert folders_of_compare(path) <= set(rooms[: rooms.index(room) + 1]), path
+
+
+def test_any_module_can_be_imported_first():
+    """A cycle of imports works or fails by the module that a program imports first."""
+    paths = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in files("compare")
+    }
+    graph = {}
+    for name, path in paths.items():
+        parts = [found.split(".") for found in imports(path, at_once=True)]
+        needed = {".".join(part[:size]) for part in parts for size in range(1, len(part) + 1)}
+        graph[name] = {found for found in needed & paths.keys() if not f"{name}.".startswith(f"{found}.")}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, with the cycle
 
 
 def test_sides_import_no_other_side():

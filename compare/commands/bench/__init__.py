@@ -6,9 +6,15 @@ from typing import ClassVar
 
 from msgspec.structs import replace
 
-from compare.commands.bench.agreement import disagreements
-from compare.commands.bench.outcome import BenchRow, Measurement, blocks, measured, timed
-from compare.commands.bench.words import block_title, busy, in_one_line, mixed, sentences
+from compare.commands.bench.agreement import find_disagreements
+from compare.commands.bench.outcome import BenchRow, Measurement, measure, read_timings, rows_by_block
+from compare.commands.bench.words import (
+    block_title,
+    describe_timing,
+    summarize,
+    warn_of_changes,
+    warn_of_load,
+)
 from compare.contract.record import Record
 from compare.contract.request import Request
 from compare.contract.timing import Timing
@@ -23,7 +29,7 @@ from compare.show.findings import Column, Findings, findings_of, table_of
 from compare.spec.axes import AXES
 from compare.spec.engines.registry import ENGINES, STUDIED
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited, revalidate
-from compare.terminal import human_bytes
+from compare.text import human_bytes
 
 STANDARD = Timing()
 
@@ -69,7 +75,6 @@ class Bench(Study, frozen=True, kw_only=True):
     """Folder for compiled programs between processes, to save time. Default: compile in each process, and
     time it."""
 
-    brief = "which engine, layout or setting is faster, and how surely"
     fixed: ClassVar = {
         "train.max_iters": None,
         "init_from": None,
@@ -150,7 +155,7 @@ class Bench(Study, frozen=True, kw_only=True):
         timing, windows = self.timing, len(record.manifest.windows)
         if windows != timing.windows:
             raise EngineError(f"{case.name}: it timed {windows} of {timing.windows} windows", exit_code=1)
-        return measured(record, first_step_after_s=first_step_after_s, timing=timing)
+        return measure(record, first_step_after_s=first_step_after_s, timing=timing)
 
     def _layouts(self, own: Layout) -> tuple[dict[str, Layout], dict[str, str]]:
         """Layouts by name; and presets that cannot use this number of devices, with the reason."""
@@ -172,19 +177,20 @@ class Bench(Study, frozen=True, kw_only=True):
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """A table for each block: times, ratios with their intervals, start and compilation."""
-        view = timed(outcome)
-        by_block, mistakes = blocks(view), [*disagreements(view), *mixed(view)]
+        view = read_timings(outcome)
+        by_block, mistakes = rows_by_block(view), [*find_disagreements(view), *warn_of_changes(view)]
+        rows = [row for of_block in by_block.values() for row in of_block]
         return findings_of(
             view,
             title=f"{outcome.name}: {len(outcome.cases)} cases timed",
-            sentence=in_one_line(view),
-            about=sentences(view),
+            sentence=summarize(view, rows),
+            about=describe_timing(view, rows),
             tables=[
                 table_of(block_title(view, block), COLUMNS, of_block) for block, of_block in by_block.items()
             ],
             rows=by_block,
             passed=not mistakes,
-            warnings=[*busy(view), *mistakes],
+            warnings=[*warn_of_load(view), *mistakes],
         )
 
 

@@ -16,7 +16,7 @@ FIGURES = {"loss": ("loss", "loss", "loss_curve"), "grad_norm": ("gradient norm"
 """Figure -> its name, and the rungs whose tolerances the first and the later steps have."""
 
 
-def disagreements(result: TimedOutcome) -> list[str]:
+def find_disagreements(result: TimedOutcome) -> list[str]:
     """A line for each case whose losses or norms differ from the first case of the same training."""
     lines: dict[str, str] = {}
     for case, number, process, reference, expected in _pairs(result):
@@ -42,7 +42,7 @@ def first_difference(process: Measurement, expected: Measurement, dtype: str) ->
     return ""
 
 
-def agreement_summary(result: TimedOutcome) -> str:
+def summarize_agreement(result: TimedOutcome) -> str:
     """The largest differences of losses and norms, and the cases that were compared with nothing."""
     pairs = list(_pairs(result))
     compared = {one.name for case, _, _, first, _ in pairs if case != first for one in (case, first)}

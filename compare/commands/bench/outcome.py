@@ -58,18 +58,17 @@ class TimedOutcome(Outcome, frozen=True, kw_only=True):
 
     def baseline_of(self, case: Case) -> Case | None:
         """The case by which a case is divided; None if there is none."""
+        mine = case.coordinates
         for other in self.cases.values():
-            (mine, size), (layout, its_size) = (
-                [of.coordinates.get(key) for key in ("layout", "size")] for of in (case, other)
-            )
-            is_plain = size == its_size and not {"variant", "copy"} & other.coordinates.keys()
-            here = other.engine if layout == mine else None
-            if is_plain and self.baseline in (here, f"{other.engine}.{layout}"):
+            its = other.coordinates
+            is_plain = its.get("size") == mine.get("size") and not {"variant", "copy"} & its.keys()
+            is_of_block = self.baseline == other.engine and its.get("layout") == mine.get("layout")
+            if is_plain and (is_of_block or self.baseline == f"{other.engine}.{its.get('layout')}"):
                 return other
         return None
 
 
-def timed(outcome: Outcome) -> TimedOutcome:
+def read_timings(outcome: Outcome) -> TimedOutcome:
     """The figures of a bench, in their types."""
     cases = list(outcome.cases.values())
     engines = [case.engine for case in cases]
@@ -82,7 +81,7 @@ def timed(outcome: Outcome) -> TimedOutcome:
     )
 
 
-def measured(record: Record, *, first_step_after_s: float, timing: Timing) -> Measurement:
+def measure(record: Record, *, first_step_after_s: float, timing: Timing) -> Measurement:
     """The figures of a record, whose process took `first_step_after_s` seconds to its first step."""
     manifest = record.manifest
     return Measurement(
@@ -129,7 +128,7 @@ class BenchRow(Struct, frozen=True, kw_only=True):
     peak_mem_bytes: int
 
 
-def blocks(result: TimedOutcome) -> dict[str, list[BenchRow]]:
+def rows_by_block(result: TimedOutcome) -> dict[str, list[BenchRow]]:
     """A row for every case that finished once, by block, in the order of the cases."""
     rows: dict[str, list[BenchRow]] = {}
     for case in result.cases.values():

@@ -1,11 +1,13 @@
 """A bench in words: how it was timed, its result in one line, and its warnings."""
 
-from compare.commands.bench.agreement import agreement_summary
-from compare.commands.bench.outcome import TimedOutcome, blocks
+from collections.abc import Sequence
+
+from compare.commands.bench.agreement import summarize_agreement
+from compare.commands.bench.outcome import BenchRow, TimedOutcome
 from compare.execute.cpu_load import is_busy
-from compare.show.findings import written
+from compare.show.findings import format_value
 from compare.show.statistics import MIN_ROUNDS, interval_words
-from compare.terminal import layout_in_words
+from compare.text import layout_in_words
 
 
 def block_title(result: TimedOutcome, block: str) -> str:
@@ -16,27 +18,25 @@ def block_title(result: TimedOutcome, block: str) -> str:
     return f"{block}: {words}, {tokens:,} tokens a step, {dtype}"
 
 
-def in_one_line(result: TimedOutcome) -> str:
+def summarize(result: TimedOutcome, rows: Sequence[BenchRow]) -> str:
     """The lowest and the highest ratio to the baseline."""
-    rows = [row for rows in blocks(result).values() for row in rows]
     ratios = sorted((row.wall_ratio.median, row.case, row) for row in rows if row.wall_ratio)
     if not ratios:
         return f"{_rounds(result)}; nothing to divide by {result.baseline}"
     words = [
-        f"{row.label} under {row.block} {written(row.wall_ratio, '.2f')}"
+        f"{row.label} under {row.block} {format_value(row.wall_ratio, '.2f')}"
         for *_, row in ratios[:: max(len(ratios) - 1, 1)]
     ]
     return f"Wall time divided by the wall time of {result.baseline}, {_rounds(result)}: {'; '.join(words)}"
 
 
-def sentences(result: TimedOutcome) -> list[str]:
+def describe_timing(result: TimedOutcome, rows: Sequence[BenchRow]) -> list[str]:
     """How the cases were timed, and how to read the columns."""
     timing = result.timing
     without = dict.fromkeys(case.block for case in result.cases.values() if not result.baseline_of(case))
     missing = f" (which is not in {', '.join(without)})" if without else ""
     interval = f"Fewer than {MIN_ROUNDS} rounds give no interval."
     if result.rounds >= MIN_ROUNDS:
-        rows = [row for rows in blocks(result).values() for row in rows]
         interval = f"Around it: {interval_words(row.wall_ratio for row in rows if row.wall_ratio)}."
     return [
         f"{result.platform.upper()} timings: {_rounds(result)}, each case a fresh process, in an order that "
@@ -46,11 +46,11 @@ def sentences(result: TimedOutcome) -> list[str]:
         f"device.",
         f"Ratios are to {result.baseline}{missing}, within a round; the median over rounds. {interval}",
         "GFLOP/s are the model's, without recomputation; MFU is their share of the vendor's peak.",
-        *filter(None, [agreement_summary(result)]),
+        *filter(None, [summarize_agreement(result)]),
     ]
 
 
-def busy(result: TimedOutcome) -> list[str]:
+def warn_of_load(result: TimedOutcome) -> list[str]:
     """A warning if other processes used the machine before or after the rounds."""
     loads = result.circumstances.busy_cores
     if not any(map(is_busy, loads)):
@@ -61,7 +61,7 @@ def busy(result: TimedOutcome) -> list[str]:
     ]
 
 
-def mixed(result: TimedOutcome) -> list[str]:
+def warn_of_changes(result: TimedOutcome) -> list[str]:
     """A warning for each case whose device, threads, versions or settings changed between rounds."""
     return [
         f"{name} did not run in the same way in all rounds: such figures do not mix"

@@ -8,11 +8,11 @@ import tyro
 from msgspec import Struct
 
 from compare.commands.diff.difference import SHARED, Difference, difference
-from compare.commands.report.page import rung_text
+from compare.commands.run.page import rung_text
 from compare.contract.record import Record, read_record
 from compare.judge.outcome import OUTCOME, read_outcome, read_run
 from compare.run.metrics import METRICS
-from compare.show.findings import Row, Table, Text, by_reason, written
+from compare.show.findings import Row, Table, Text, by_reason, format_value
 from compare.show.terminal import terminal_table
 from compare.system.tensors import RecordError
 from compare.terminal import PlainConsole, print_json, results_console
@@ -87,9 +87,7 @@ def tables_of(differences: dict[str, Difference]) -> Iterator[Table]:
         Row(Text(field), [Text(a), Text(b), Text("" if len(of) == len(names) else ", ".join(of))])
         for (field, a, b), of in changes.items()
     ]
-    yield Table(
-        name="What was asked", corner="setting", columns=["A", "B", "of"], rows=settings, look="words"
-    )
+    yield Table(name="What was asked", corner="setting", columns=["A", "B", "of"], rows=settings, words=3)
     rungs = [
         Row(Text(rung.name), [rung_text(pair.verdict, rung.name) for pair in pairs])
         for rung in SHARED
@@ -105,7 +103,7 @@ def tables_of(differences: dict[str, Difference]) -> Iterator[Table]:
 def _cost(label: str, both: tuple[float, float] | None) -> Text:
     if not both:
         return Text("")
-    before, after = (written(value, FORMS.get(label, ",d")) for value in both)
+    before, after = (format_value(value, FORMS.get(label, ",d")) for value in both)
     ratio = f" ({both[1] / both[0]:.2f})" if both[0] else ""
     return Text(before if before == after else f"{before} to {after}{ratio}")
 

@@ -9,7 +9,9 @@ import tyro
 from compare.commands.run import Run
 from compare.execute.folders import check_output
 from compare.flags import SidePythons, defaults_for
-from compare.setup.lessons import LESSONS
+from compare.judge.outcome import read_run
+from compare.setup.lessons import FOLDERS, LESSONS
+from compare.system.tensors import RecordError
 from compare.terminal import print_json, results_console
 
 if TYPE_CHECKING:
@@ -47,7 +49,9 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
 
     def __call__(self) -> int:
         """Make the page. Returns 0 if the engines of its run agree, else 1."""
-        from compare.commands.lesson.page import write_lesson  # draws: a second to import
+        from compare.commands.lesson.page import (
+            write_lesson,
+        )  # imports pygments, which other commands do not need
 
         check_output("--output", self.output, kinds=(".html",))
         lesson = LESSONS[self.strategy]
@@ -65,7 +69,12 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
         )
         folder = self.results or run.run()[1]
         page = self.output or folder / "lesson.html"
-        outcome = write_lesson(self.strategy, folder, page)
+        outcome, of_cases = read_run(folder)
+        of_engines = {record.manifest.engine: record for record in reversed(of_cases.values())}
+        records = {engine: of_engines[engine] for engine in FOLDERS if engine in of_engines}
+        if not records:
+            raise RecordError(f"{folder} has no record of {', '.join(FOLDERS)}: a lesson is made from theirs")
+        write_lesson(self.strategy, outcome, records, page)
         passed, sentence = outcome.passed, outcome.sentence()
         if self.json:
             facts = {"strategy": self.strategy, "page": str(page), "run_dir": str(folder)}

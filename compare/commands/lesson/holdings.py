@@ -5,29 +5,26 @@ and the stages of a pipeline. Tests compare them with the closed forms of memory
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from compare.commands.report.hosts import place_in_mesh
+from compare.commands.run.hosts import place_in_mesh
 from compare.numerics.context import order_of_positions
 from compare.numerics.parameters import Parameter, block_parameters, end_parameters, parameter_count
-from compare.show.figures import COLOURS, INK, WIDE, Axes, Figure, bare
+from compare.show.figures import COLOURS, WHOLE, WIDE, Axes, Figure, Range, strip_axes, tile
 from compare.spec.axes import CP, DP_SHARD, EP, PP, ROWS, SHARDS, SPLIT, TP
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
 from compare.theory.memory import KINDS, is_split_by, parameters_of_stage
 
-Range = tuple[float, float]
-"""Begin and end along one side, as fractions."""
-WHOLE: Range = (0.0, 1.0)
 OF_BATCH = "#CC79A7"
 MOST_DEVICES, MOST_LAYERS = 8, 8
 TILE, GAP = 0.88, 1.0
 """Width of a matrix's box, and of the space between two devices, in units of a matrix."""
 
 
-class HeldPart(Struct, frozen=True):
+class Shard(Struct, frozen=True):
     """A device's shard of a matrix: a range of rows and a range of columns."""
 
     rows: Range
@@ -39,7 +36,7 @@ class HeldPart(Struct, frozen=True):
         return math.prod(end - begin for begin, end in (self.rows, self.columns))
 
 
-def part_of(parameter: Parameter, kind: str, engine: str, experiment: Experiment, device: int) -> HeldPart:
+def shard_of(parameter: Parameter, kind: str, engine: str, experiment: Experiment, device: int) -> Shard:
     """A device's shard of a parameter of its stage, of the gradient or of the moments (`kind` of `KINDS`).
 
     ep and tp split the side with their dims. ZeRO splits the other side, from the stage that the engine
@@ -57,12 +54,11 @@ def part_of(parameter: Parameter, kind: str, engine: str, experiment: Experiment
         side = next((side for side in (0, 1) if side not in split and sides[side]), 1)
         for axis in (DP_SHARD,) if is_split_by(EP, parameter) else SHARDS:
             ranges[side] = _slice(ranges[side], at[axis], layout.axes[axis])
-    return HeldPart(*ranges)
+    return Shard(*ranges)
 
 
 def sides_of(parameter: Parameter) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The logical axes of a parameter as a matrix (rows, columns). The width is one side; a vector is a
-    row."""
+    """The logical axes of a matrix's rows and columns, of which the width is one; a vector is a row."""
     axes = parameter.axes
     if not parameter.is_matrix:
         return (), axes
@@ -80,8 +76,8 @@ def share_of(kind: str, engine: str, experiment: Experiment, device: int) -> flo
     """A device's share of a kind, such as 0.25; more than 1 / pp if stages share an end of the model."""
     rank = experiment.layout.coordinates(device)[PP]
     own = parameters_of_stage(engine, experiment, stage=rank)
-    held = sum(p.size * part_of(p, kind, engine, experiment, device).share for p in own)
-    return held / parameter_count(experiment.model)
+    elements = sum(p.size * shard_of(p, kind, engine, experiment, device).share for p in own)
+    return elements / parameter_count(experiment.model)
 
 
 def rows_of(device: int, experiment: Experiment) -> Range:
@@ -99,7 +95,7 @@ def positions_of(device: int, experiment: Experiment) -> list[Range]:
     return [_slice(WHOLE, part, parts) for part in order_of_positions(parts, layout)[2 * rank : 2 * rank + 2]]
 
 
-def alike(engines: Sequence[str], experiment: Experiment) -> list[list[str]]:
+def group_alike(engines: Iterable[str], experiment: Experiment) -> list[list[str]]:
     """The engines in groups with equal shards, in their order."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for engine in engines:
@@ -113,7 +109,7 @@ def alike(engines: Sequence[str], experiment: Experiment) -> list[list[str]]:
 def figure(engines: Sequence[str], experiment: Experiment) -> Figure:
     """A column for each device, with its shard of the batch and of each matrix of each layer, by kind.
 
-    The engines have equal shards: see `alike`.
+    The engines have equal shards: see `group_alike`.
     """
     layout, depth = experiment.layout, experiment.model.n_layer
     layers = [row * depth // min(depth, MOST_LAYERS) for row in range(min(depth, MOST_LAYERS))]
@@ -128,7 +124,7 @@ def figure(engines: Sequence[str], experiment: Experiment) -> Figure:
             x, rank = device * (width + GAP), layout.coordinates(device)[PP]
             axes.text(x, 0.5, f"device {device}: {place_in_mesh(device, layout)}", va="center")
             for positions in positions_of(device, experiment):
-                _box(axes, x, 2, width, HeldPart(rows_of(device, experiment), positions), OF_BATCH)
+                tile(axes, x, 2, width, TILE, [(rows_of(device, experiment), positions, OF_BATCH)])
             stage = {p.name for p in parameters_of_stage(engines[0], experiment, stage=rank)}
             y = 4.0
             for kind in KINDS:
@@ -141,11 +137,14 @@ def figure(engines: Sequence[str], experiment: Experiment) -> Figure:
                     y += 1
                     labels[y + 0.5] = label
                     for number, (parameter, is_here) in enumerate(parameters):
-                        part = part_of(parameter, kind, engines[0], experiment, device) if is_here else None
-                        _box(axes, x + number, y, TILE, part, COLOURS[kind])
+                        parts = []
+                        if is_here:
+                            shard = shard_of(parameter, kind, engines[0], experiment, device)
+                            parts = [(shard.rows, shard.columns, COLOURS[kind])]
+                        tile(axes, x + number, y, TILE, TILE, parts)
                 y += 1.5
         axes.set(xlim=(-0.1, len(shown) * (width + GAP)), ylim=(y, 0))
-        bare(axes, labels)
+        strip_axes(axes, labels)
 
     names = [p.name.removeprefix("blocks.0.").removesuffix(".weight") for p in matrices]
     more = f" And {layout.devices - len(shown)} devices more." if layout.devices > len(shown) else ""
@@ -158,15 +157,6 @@ def figure(engines: Sequence[str], experiment: Experiment) -> Figure:
         width=WIDE,
         height=0.16 * (3 * (len(layers) + 3) + 3),
     )
-
-
-def _box(axes: Axes, x: float, y: float, width: float, part: HeldPart | None, shade: str) -> None:
-    """Draw the outline of a matrix, and the shard in it."""
-    if part:
-        (top, bottom), (left, right) = part.rows, part.columns
-        across, down = (x + left * width, (right - left) * width), (y + top * TILE, (bottom - top) * TILE)
-        axes.broken_barh([across], down, facecolor=shade)
-    axes.broken_barh([(x, width)], (y, TILE), facecolor="none", edgecolor=INK, linewidth=0.5)
 
 
 def _slice(whole: Range, place: int, degree: int) -> Range:

@@ -11,22 +11,22 @@ from pygments import highlight
 from pygments.formatters.html import HtmlFormatter
 from pygments.lexers.python import PythonLexer
 
-from compare.commands.ledger.table import engine_ledger, layouts_of, table_of_layout
+from compare.commands.ledger import engine_ledgers, layouts_of, table_of_layout
 from compare.commands.lesson import holdings, rings
-from compare.commands.memory.table import peak_tables, resting_table
-from compare.commands.profile.table import measured_figures, planned_figures
-from compare.contract.communication import METRICS, summed
+from compare.commands.memory import memory_tables
+from compare.commands.profile.figures import timeline_figures
+from compare.contract.communication import METRICS, Communication, summed
 from compare.contract.ledger import SCALAR
 from compare.contract.record import Record
-from compare.judge.outcome import Outcome, read_run
+from compare.judge.outcome import Outcome
 from compare.numerics.parameters import parameter_count
-from compare.setup.lessons import FOLDERS, LESSONS, SOURCES, run_command, source_file
+from compare.setup.lessons import FOLDERS, LESSONS, run_command, source_file
+from compare.setup.planted import ROOT
 from compare.show.findings import Findings
 from compare.show.page import write_page
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError
-from compare.system.tensors import RecordError
-from compare.terminal import layout_in_words
+from compare.text import layout_in_words
 
 _PLACE = re.compile(r"^([\w./-]+\.py):(\d+)")
 LIBRARY = "torch.distributed"
@@ -52,24 +52,11 @@ class Source(Struct, frozen=True, kw_only=True):
     """Other places that a row comes from, if no line of this file causes it."""
 
 
-def write_lesson(strategy: str, folder: Path, output: Path) -> Outcome:
-    """Write the page of a strategy from a finished run. Returns the run's outcome.
+def write_lesson(strategy: str, outcome: Outcome, records: Mapping[str, Record], output: Path) -> None:
+    """Write the page of a strategy from the records of a finished run, by engine.
 
-    Raises:
-        RecordError: the folder holds no such run.
-        ExperimentError: the run's layout does not have the strategy.
+    An engine without a record has no column. Raises ExperimentError: the layout does not have the strategy.
     """
-    outcome, every = read_run(folder)
-    named = {record.manifest.engine: record for record in reversed(every.values())}
-    records = {engine: named[engine] for engine in FOLDERS if engine in named}
-    if not records:
-        raise RecordError(f"{folder} has no record of {', '.join(FOLDERS)}: a lesson is made from theirs")
-    lesson_page(strategy, outcome, records, output)
-    return outcome
-
-
-def lesson_page(strategy: str, outcome: Outcome, records: Mapping[str, Record], output: Path) -> None:
-    """Write the page; an engine without a record has no column."""
     lesson, experiment = LESSONS[strategy], next(iter(records.values())).manifest.experiment
     if experiment.layout.axes[lesson.axis] == 1:
         raise ExperimentError(
@@ -78,18 +65,15 @@ def lesson_page(strategy: str, outcome: Outcome, records: Mapping[str, Record], 
         )
     sources = [read_source(strategy, engine, record) for engine, record in records.items()]
     sent = {
-        engine: {(row.kind, row.axis, row.purpose): row for row in summed(record.ledger.rows)}
-        for engine, record in records.items()
+        engine: {key_of(row): row for row in summed(record.ledger.rows)} for engine, record in records.items()
     }
     most: dict[Key, int] = {}
     carried: dict[str, dict[str, None]] = {}
-    for row in (row for rows in sent.values() for row in rows.values()):
-        key = row.kind, row.axis, row.purpose
+    for key, row in (item for rows in sent.values() for item in rows.items()):
         most[key] = max(row.bytes, most.get(key, 0))
         if row.kind in rings.RINGS and row.bytes > SCALAR * row.calls and row.purpose != METRICS:
             carried.setdefault(row.kind, {})[row.purpose] = None
     keys = sorted(most, key=lambda key: (-most[key], key))
-    ledgers = [engine_ledger(name, record, outcome.alone.get(name)) for name, record in records.items()]
     layout = layout_in_words(experiment, outcome.platform)
     findings = Findings(
         title=f"{lesson.title}: one question, {len(sources)} answers",
@@ -103,14 +87,13 @@ def lesson_page(strategy: str, outcome: Outcome, records: Mapping[str, Record], 
             f"{experiment.precision.dtype}, {outcome.platform.upper()}. {outcome.circumstances.made_by}.",
         ],
         figures=[
-            *(holdings.figure(group, experiment) for group in holdings.alike(list(records), experiment)),
+            *(holdings.figure(group, experiment) for group in holdings.group_alike(records, experiment)),
             *(rings.figure(kind, list(purposes)) for kind, purposes in carried.items()),
         ],
-        more_figures=[*measured_figures(records), *planned_figures(records.values())],
+        more_figures=timeline_figures(records),
         tables=[
-            *map(table_of_layout, layouts_of(ledgers)),
-            resting_table(records),
-            *peak_tables(records),
+            *map(table_of_layout, layouts_of(engine_ledgers(outcome, records))),
+            *memory_tables(records),
         ],
         notes=[f"{engine} has no record in this run." for engine in FOLDERS if engine not in records],
         command=f"shardpair lesson {strategy}",
@@ -133,17 +116,14 @@ def read_source(strategy: str, engine: str, record: Record) -> Source:
     """An engine's file of a strategy from the tree that runs, and what of a record came from it.
 
     A row of a ledger has its innermost line of ours. XLA also says from where that was called: of a stack
-    this is the innermost line of the lesson, if it has one. Raises RecordError: the file is not there.
+    this is the innermost line of the lesson, if it has one.
     """
     path = source_file(engine, strategy)
-    try:
-        text = (SOURCES / path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise RecordError(f"{path} cannot be read ({error.strerror}): a lesson is made from it") from None
+    text = (ROOT / path).read_text(encoding="utf-8")
     lines: dict[Key, set[int]] = {}
     elsewhere: dict[Key, dict[str, None]] = {}
     for row in record.ledger.rows:
-        key = row.kind, row.axis, row.purpose
+        key = key_of(row)
         if inside := [line for file, line in row.places if file == path]:
             lines.setdefault(key, set()).add(inside[0])
         if place := _PLACE.match(row.source):
@@ -171,7 +151,13 @@ def read_source(strategy: str, engine: str, record: Record) -> Source:
     )
 
 
+def key_of(row: Communication) -> Key:
+    """The row of the page's table that a row of a ledger belongs to."""
+    return row.kind, row.axis, row.purpose
+
+
 def _library_lines(tree: ast.AST) -> set[int]:
+    """Lines that call a function imported from PyTorch's library."""
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     of_library = [node for node in imports if (node.module or "").startswith(LIBRARY)]
     names = {alias.asname or alias.name for node in of_library for alias in node.names}

@@ -9,7 +9,7 @@ Source: Thakur et al., "Optimization of collective communication operations in M
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from compare.show.figures import INK, WIDE, Axes, Figure, bare, colour
+from compare.show.figures import WHOLE, WIDE, Axes, Figure, colour, strip_axes, tile
 
 DEVICES = 4
 """On two an all-reduce and a gather look alike."""
@@ -92,12 +92,13 @@ def figure(kind: str, purposes: Sequence[str]) -> Figure:
             axes.text(hop * step, -0.2, f"hop {hop}" if hop else "start", va="bottom")
             for device, pieces in enumerate(state):
                 for number, piece in enumerate(pieces):
-                    x, width = hop * step + number, 1 / max(len(piece), 1)
-                    for stripe, whose in enumerate(sorted(piece)):
-                        axes.broken_barh([(x + stripe * width, width)], (device, 1), color=colour(whose))
-                    axes.broken_barh([(x, 1)], (device, 1), facecolor="none", edgecolor=INK, linewidth=0.5)
+                    stripes = [
+                        (WHOLE, (stripe / len(piece), (stripe + 1) / len(piece)), colour(whose))
+                        for stripe, whose in enumerate(sorted(piece))
+                    ]
+                    tile(axes, hop * step + number, device, 1, 1, stripes)
         axes.set(xlim=(-0.1, len(ring.states) * step - 1.4), ylim=(n + 0.1, -0.1), aspect="equal")
-        bare(axes, {device + 0.5: f"device {device}" for device in range(n)})
+        strip_axes(axes, {device + 0.5: f"device {device}" for device in range(n)})
 
     words = CAPTIONS[kind].format(n=n, sent=ring.sent)
     return Figure(

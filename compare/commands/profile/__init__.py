@@ -1,28 +1,32 @@
 """`shardpair profile`: where the time of one step goes, device by device."""
 
+import statistics
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
-from compare.commands.profile.table import chrome_trace, engine_table, measured_figures, planned_figures
-from compare.commands.profile.timelines import profile_of
+from compare.commands.profile.figures import chrome_trace, timeline_figures
 from compare.contract.record import Record
-from compare.contract.timeline import PROFILED_STEP
+from compare.contract.timeline import PROFILED_STEP, bubble_fraction, busy_us, exposed_us, idle_us
 from compare.judge.outcome import Case, Grid, Outcome, read_run
+from compare.pipeline.schedules import make_schedule
+from compare.pipeline.simulator import bubble_fraction as planned_fraction
+from compare.run.metrics import steady_times_ms
 from compare.run.spread import Spread
-from compare.setup.grid import beside_first
-from compare.show.findings import Findings, verdict_findings
+from compare.show.findings import Column, Findings, Row, Table, Text, format_value, verdict_findings
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.system.disk import write_atomically
-from compare.terminal import layout_in_words
+from compare.text import layout_in_words
 
 TRACE = "trace.json"
 STEPS = 20
 """Default number of steps: some before the watched step, and more for the median."""
 SHORTEST = PROFILED_STEP + 3
 SHARED = "CPU timings: devices share the cores."
+BUSY = ("forward", "backward", "update", "communication")
 
 
 class Profile(Spread, frozen=True, kw_only=True):
@@ -36,7 +40,6 @@ class Profile(Spread, frozen=True, kw_only=True):
       shardpair profile demo --preset pp --devices 2 --engines torch-manual torch-library
     """
 
-    brief = "where the time of one step goes, device by device"
     fixed: ClassVar = {"init_from": None, "train.eval_interval": 0, "checkpoint.every": 0}
     keeps_records = True
 
@@ -53,11 +56,10 @@ class Profile(Spread, frozen=True, kw_only=True):
 
     def cases(self, experiment: Experiment) -> Grid:
         """Every engine that can express the layout."""
-        engines, left_out = self.fitting(experiment)
-        for name in engines:
+        for name in self.engines:
             if ENGINES[name].is_peer:
                 raise ExperimentError(f"profile: {name} leaves no timeline: leave it out of --engines")
-        return beside_first(engines, experiment, profile=True), left_out
+        return self.against_first(experiment, profile=True)
 
     def keep(self, case: Case, record: Record, *, first_step_after_s: float) -> Any:
         """The figures of a case. Writes its trace into the folder of its record."""
@@ -70,25 +72,110 @@ class Profile(Spread, frozen=True, kw_only=True):
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """The table of all engines, every device's figures, and the measured and planned timelines."""
         records = read_run(folder)[1]
-        profile = profile_of(outcome, records)
-        watched = [engine for engine in profile.engines if engine.devices]
+        engines = [profile_of(name, record) for name, record in records.items()]
+        watched = [engine for engine in engines if engine.devices]
+        without = ", ".join(engine.name for engine in engines if not engine.devices)
+        verdict = (f"INCOMPLETE: {without} left no timeline; " if without else "") + outcome.sentence()
         waits = [
             f"{one.name} waits {one.mean_ms('exposed'):.1f} of {one.wall_ms:.1f} ms for communication"
             for one in watched
         ]
         words = f"one step, {layout_in_words(outcome.experiment, outcome.platform)}"
-        findings = verdict_findings(
+        found = verdict_findings(
             outcome,
             title=f"{outcome.name}: {words}",
-            sentence="; ".join([profile.verdict, *waits]),
-            passed=profile.passed,
-            tables=[engine_table(profile, f"O{words[1:]}")],
+            sentence="; ".join([verdict, *waits]),
+            passed=outcome.passed and not without,
+            tables=[engine_table(engines, f"O{words[1:]}")],
             notes=[
                 "Exposed: communication without compute at the same time. Idle: neither. Overlapped "
                 "communication counts in both rows.",
                 *([SHARED] if outcome.platform == "cpu" else []),
                 *(f"trace for Perfetto: {folder / engine.name / TRACE}" for engine in watched),
             ],
+            figures=timeline_figures(records),
         )
-        figures = [*measured_figures(records), *planned_figures(records.values())]
-        return msgspec.structs.replace(findings, value=profile, figures=figures)
+        return replace(found, value={"engines": engines, "verdict": verdict, "passed": found.passed})
+
+
+class EngineProfile(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One engine's step; without a timeline, fields that follow from one are None."""
+
+    name: str
+    """Name of its case and its folder."""
+    step_ms: float
+    """Median of the steps that were not watched."""
+    devices: list[dict[str, float]] = []
+    """Number of each device, and milliseconds of the watched step by kind. `exposed_ms` is communication
+    without compute at the same time, `idle_ms` neither."""
+    step: int | None = None
+    """Number of the watched step."""
+    watched_ms: float | None = None
+    """Time of the watched step by the engine's own clock."""
+    wall_ms: float | None = None
+    """Time of the watched step in the timeline, on the slowest device."""
+    bubble: float | None = None
+    """Measured share of a pipeline's time in which devices wait."""
+    planned_bubble: float | None = None
+    """Simulated share: a backward takes two forwards, and messages take no time."""
+    method: str = "it left no timeline"
+
+    def mean_ms(self, kind: str) -> float | None:
+        """The mean over the devices; None without a timeline."""
+        return statistics.fmean(device[f"{kind}_ms"] for device in self.devices) if self.devices else None
+
+
+COLUMNS: tuple[Column[EngineProfile], ...] = (
+    Column("step, unwatched (ms)", lambda engine: engine.step_ms, ".1f"),
+    Column("step, watched (ms)", lambda engine: engine.watched_ms, ".1f"),
+    Column("timeline's wall (ms)", lambda engine: engine.wall_ms, ".1f"),
+    *(
+        Column(f"{name} (ms)", lambda engine, name=name: engine.mean_ms(name), ".1f")
+        for name in (*BUSY, "exposed", "idle")
+    ),
+    Column("cost of watching", lambda one: one.watched_ms and one.watched_ms / one.step_ms - 1, ".0%"),
+    Column("bubble, measured", lambda engine: engine.bubble, ".0%"),
+    Column("bubble of the schedule", lambda engine: engine.planned_bubble, ".0%"),
+)
+"""Rows of the table; the last two are for pipelines."""
+
+
+def engine_table(engines: list[EngineProfile], name: str) -> Table:
+    """A column for each engine, without rows that have no figure."""
+    values = {column: [column.of(engine) for engine in engines] for column in COLUMNS}
+    return Table(
+        name=name,
+        corner="mean over devices",
+        columns=[engine.name for engine in engines],
+        rows=[
+            Row(Text(column.name), [Text(format_value(value, column.form)) for value in row])
+            for column, row in values.items()
+            if any(value is not None for value in row)
+        ],
+    )
+
+
+def profile_of(name: str, record: Record) -> EngineProfile:
+    """The figures of a case, from its steps, its pipeline schedule and its timeline."""
+    timeline, layout = record.timeline, record.manifest.experiment.layout
+    profile = EngineProfile(name=name, step_ms=statistics.median(steady_times_ms(record)))
+    if layout.pp > 1:
+        sizes = {"microbatches": record.manifest.experiment.microbatches_per_step, "chunks": layout.chunks}
+        schedule = make_schedule(layout.schedule, ranks=layout.pp, **sizes)
+        profile = replace(profile, planned_bubble=planned_fraction(schedule))
+    if timeline is None:
+        return profile
+    return replace(
+        profile,
+        devices=[
+            {"device": lane.device}
+            | {f"{kind}_ms": busy_us(lane, kind) / 1e3 for kind in BUSY}
+            | {"exposed_ms": exposed_us(lane) / 1e3, "idle_ms": idle_us(lane, timeline.wall_us) / 1e3}
+            for lane in timeline.lanes
+        ],
+        step=timeline.step,
+        watched_ms=next((step.step_time_ms for step in record.steps if step.step == timeline.step), None),
+        wall_ms=timeline.wall_us / 1e3,
+        bubble=bubble_fraction(timeline) if layout.pp > 1 else None,
+        method=timeline.method,
+    )

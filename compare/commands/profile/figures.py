@@ -1,30 +1,17 @@
-"""Tables and figures of a profile: the time of a step by engine and device."""
+"""Figures of the watched step and of pipeline schedules, and the trace for Perfetto."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
-from compare.commands.profile.timelines import EngineProfile, Profile
 from compare.contract.record import Record
 from compare.contract.timeline import Timeline, exposed_us, idle_us
 from compare.pipeline.schedules import Kind, make_schedule
 from compare.pipeline.simulator import bubble_fraction, makespan, peak_in_flight
 from compare.pipeline.simulator import run as simulate
 from compare.show.figures import WIDE, Box, Figure, gantt
-from compare.show.findings import Column, Row, Table, Text, written
-from compare.terminal import SCHEDULES
+from compare.text import SCHEDULES
 
-TIMES = ("forward", "backward", "update", "communication", "exposed", "idle")
-ENGINE: tuple[Column[EngineProfile], ...] = (
-    Column("step, unwatched (ms)", lambda engine: engine.step_ms, ".1f"),
-    Column("step, watched (ms)", lambda engine: engine.watched_ms, ".1f"),
-    Column("timeline's wall (ms)", lambda engine: engine.wall_ms, ".1f"),
-    *(Column(f"{name} (ms)", lambda engine, name=name: engine.mean_ms(name), ".1f") for name in TIMES),
-    Column("cost of watching", lambda one: one.watched_ms and one.watched_ms / one.step_ms - 1, ".0%"),
-    Column("bubble, measured", lambda engine: engine.bubble, ".0%"),
-    Column("bubble of the schedule", lambda engine: engine.planned_bubble, ".0%"),
-)
-"""Rows of the table; the last two are for pipelines."""
 MOST_BOXES = 1500
 """Largest number of boxes in a figure of a schedule."""
 TASKS = {
@@ -35,12 +22,21 @@ TASKS = {
 }
 
 
-def measured_figures(records: Mapping[str, Record]) -> list[Figure]:
-    """The watched step of every record that has a timeline."""
-    return [_measured(name, record.timeline) for name, record in records.items() if record.timeline]
+def timeline_figures(records: Mapping[str, Record]) -> list[Figure]:
+    """The watched step of each record that has a timeline, and each pipeline schedule that ran, once."""
+    measured = [step_figure(name, record.timeline) for name, record in records.items() if record.timeline]
+    plans = dict.fromkeys(
+        (layout.schedule, layout.pp, layout.microbatches * passes, layout.chunks)
+        for experiment in (record.manifest.experiment for record in records.values())
+        for layout, passes in [(experiment.layout, experiment.train.gradient_accumulation_steps)]
+        if layout.pp > 1
+    )
+    planned = [schedule_figure(*plan) for plan in plans]
+    return [*measured, *(figure for figure in planned if figure)]
 
 
-def _measured(name: str, timeline: Timeline) -> Figure:
+def step_figure(name: str, timeline: Timeline) -> Figure:
+    """The timeline of a step, with a row for each device."""
     devices = len(timeline.lanes)
     exposed = sum(map(exposed_us, timeline.lanes)) / devices / 1e3
     idle = sum(idle_us(lane, timeline.wall_us) for lane in timeline.lanes) / devices / 1e3
@@ -66,18 +62,6 @@ def _measured(name: str, timeline: Timeline) -> Figure:
         width=WIDE,
         height=0.7 + 0.44 * devices,
     )
-
-
-def planned_figures(records: Iterable[Record]) -> list[Figure]:
-    """Every pipeline schedule that ran, once, on a clock; not where boxes would be a blur."""
-    plans = dict.fromkeys(
-        (layout.schedule, layout.pp, layout.microbatches * passes, layout.chunks)
-        for experiment in (record.manifest.experiment for record in records)
-        for layout, passes in [(experiment.layout, experiment.train.gradient_accumulation_steps)]
-        if layout.pp > 1
-    )
-    figures = [schedule_figure(*plan) for plan in plans]
-    return [figure for figure in figures if figure]
 
 
 def schedule_figure(name: str, ranks: int, microbatches: int, chunks: int) -> Figure | None:
@@ -106,21 +90,6 @@ def schedule_figure(name: str, ranks: int, microbatches: int, chunks: int) -> Fi
         draw=lambda axes: gantt(axes, rows, boxes, "time, in forward passes of one microbatch"),
         width=WIDE,
         height=0.7 + 0.3 * ranks,
-    )
-
-
-def engine_table(profile: Profile, name: str) -> Table:
-    """A column for each engine, without rows that have no figure."""
-    values = {column: [column.of(engine) for engine in profile.engines] for column in ENGINE}
-    return Table(
-        name=name,
-        corner="mean over devices",
-        columns=[engine.name for engine in profile.engines],
-        rows=[
-            Row(Text(column.name), [Text(written(value, column.form)) for value in row])
-            for column, row in values.items()
-            if any(value is not None for value in row)
-        ],
     )
 
 

@@ -1,5 +1,6 @@
 """`shardpair run` and `resume`: train one experiment with several engines, compare, measure, report."""
 
+import itertools
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -7,12 +8,11 @@ import tyro
 from msgspec.structs import replace
 
 from compare.checkpoint.reader import CheckpointError, read_description
-from compare.commands.report.page import REMOVED, cost_table, ladder_table, report, without_notes
+from compare.commands.run.page import REMOVED, cost_table, ladder_table, report
 from compare.contract.request import Rung
 from compare.flags import Hidden
 from compare.judge.outcome import OUTCOME, Grid, Outcome, read_outcome, read_run
 from compare.run.spread import Spread
-from compare.setup.grid import beside_first
 from compare.setup.resuming import any_checkpoint, changed_settings
 from compare.show.findings import Findings, verdict_findings
 from compare.spec.experiment import Experiment, to_toml
@@ -44,8 +44,6 @@ class Run(Spread, frozen=True, kw_only=True):
     profile: Hidden[bool] = False
     """Record the timeline of one step, for a lesson."""
 
-    brief = "train one experiment with each engine, compare, write a report"
-    group = "Train and compare"
     keeps_records = True
     needs: ClassVar = {**Spread.needs, "keep_tensors": "ladder"}
 
@@ -56,18 +54,21 @@ class Run(Spread, frozen=True, kw_only=True):
 
     def cases(self, experiment: Experiment) -> Grid:
         """Each engine that can express the layout, compared with the first."""
-        engines, left_out = self.fitting(experiment)
-        for line in changed_settings(self.source, engines, experiment) if not self.quiet else ():
+        cases, left_out = self.against_first(experiment, ladder=self.ladder, profile=self.profile)
+        for line in changed_settings(self.source, cases, experiment) if not self.quiet else ():
             errors_console().print(f"resumed with {line} as it was", style="yellow")
-        return beside_first(engines, experiment, ladder=self.ladder, profile=self.profile), left_out
+        return cases, left_out
 
     def end(self, outcome: Outcome, folder: Path) -> Outcome:
         """Remove the ladder's tensors if all cases passed, unless --keep_tensors."""
-        files = [] if self.keep_tensors else tensors_of(folder, outcome)
-        for file in files:
-            file.unlink()
+        removed = outcome.tensors_removed
+        if outcome.verdicts and outcome.passed and not self.keep_tensors:
+            for name, rung in itertools.product(outcome.finished, Rung):
+                file = folder / name / f"{rung}.safetensors"
+                removed |= file.is_file()
+                file.unlink(missing_ok=True)
         write_atomically(folder / EXPERIMENT, to_toml(outcome.experiment).encode())
-        return replace(outcome, tensors_removed=outcome.tensors_removed or bool(files))
+        return replace(outcome, tensors_removed=removed)
 
     @classmethod
     def page(cls, outcome: Outcome, folder: Path) -> Findings:
@@ -77,12 +78,10 @@ class Run(Spread, frozen=True, kw_only=True):
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """The ladder, and the costs of each case."""
+        tables = [*([ladder_table(outcome.verdicts)] if outcome.verdicts else []), cost_table(outcome)]
         return verdict_findings(
             outcome,
-            tables=[
-                *([without_notes(ladder_table(outcome.verdicts))] if outcome.verdicts else []),
-                without_notes(cost_table(outcome)),
-            ],
+            tables=[replace(table, below="") for table in tables],
             notes=[f"{REMOVED} (run --keep_tensors keeps them)"] if outcome.tensors_removed else [],
         )
 
@@ -103,7 +102,6 @@ class Resume(Run, frozen=True, kw_only=True):
     have; or the folder of one engine's run, or a checkpoint, from which all continue. Give it first."""
     resume: tyro.conf.Suppress[str] = ""
 
-    brief = "continue from checkpoints, on any engines and layout"
     default = ""
     command = "run"
 
@@ -128,11 +126,3 @@ class Resume(Run, frozen=True, kw_only=True):
         if self.engines or not (Path(self.source) / OUTCOME).is_file():
             return super().cases(experiment)
         return Run.cases(replace(self, engines=tuple(read_outcome(Path(self.source)).cases)), experiment)
-
-
-def tensors_of(folder: Path, outcome: Outcome) -> list[Path]:
-    """Files of the ladder of every case, if all passed."""
-    if not outcome.verdicts or not outcome.passed:
-        return []
-    files = [folder / name / f"{rung}.safetensors" for name in outcome.finished for rung in Rung]
-    return [file for file in files if file.is_file()]

@@ -6,10 +6,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from compare.commands.ledger.table import engine_ledger, layouts_of, table_of_layout
-from compare.commands.memory.table import memory_figures, peak_tables, resting_table
-from compare.commands.profile.table import measured_figures, planned_figures
-from compare.commands.report.hosts import host_table
+from compare.commands.ledger import engine_ledgers, layouts_of, table_of_layout
+from compare.commands.memory import memory_figures, memory_tables
+from compare.commands.profile.figures import timeline_figures
+from compare.commands.run.hosts import host_table
 from compare.contract.record import Record
 from compare.judge.outcome import Outcome
 from compare.judge.rungs import RUNGS
@@ -17,8 +17,8 @@ from compare.judge.verdict import Verdict
 from compare.numerics.parameters import parameter_count
 from compare.run.metrics import METRICS
 from compare.show.figures import INK, Axes, Figure, curves, differences
-from compare.show.findings import NONE, Findings, Row, Table, Text, findings_of, written
-from compare.terminal import error_text, layout_in_words
+from compare.show.findings import NONE, Findings, Row, Table, Text, findings_of, format_value
+from compare.text import error_text, layout_in_words
 
 Named = Mapping[str, Record]
 """Records by the names of their cases."""
@@ -30,7 +30,7 @@ def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
     experiment = outcome.experiment
     requests = [case.experiment for case in outcome.cases.values()]
     layouts = dict.fromkeys(layout_in_words(asked, outcome.platform) for asked in requests)
-    ledgers = [engine_ledger(name, record, outcome.alone.get(name)) for name, record in records.items()]
+    ledgers = engine_ledgers(outcome, records)
     manifests = [record.manifest for record in records.values()]
     hosts = dict.fromkeys((one.experiment.layout, tuple(one.hosts)) for one in manifests)
     found = findings_of(
@@ -49,8 +49,7 @@ def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
             cost_table(outcome),
             *([ladder_table(outcome.verdicts)] if outcome.verdicts else []),
             *(host_table(layout, names) for layout, names in hosts if len(set(names)) > 1),
-            resting_table(records),
-            *peak_tables(records),
+            *memory_tables(records),
             *map(table_of_layout, layouts_of([ledger for ledger in ledgers if ledger.flows])),
         ],
         notes=[f"{ledger.case}: {why}." for ledger in ledgers for why in ledger.unexpected],
@@ -58,11 +57,7 @@ def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
     return replace(
         found,
         continuation="" if outcome.is_complete else outcome.how_to_go_on(folder.absolute()),
-        more_figures=[
-            *memory_figures(records),
-            *measured_figures(records),
-            *planned_figures(records.values()),
-        ],
+        more_figures=[*memory_figures(records), *timeline_figures(records)],
     )
 
 
@@ -112,7 +107,7 @@ def cost_table(outcome: Outcome) -> Table:
         if any(value is not None for value in values):
             of = values[0] if metric.has_ratio else None
             notes = ["", *(f"×{value / of:.2f}" if value and of else "" for value in values[1:])]  # noqa: RUF001
-            texts = [written(value, metric.form) for value in values]
+            texts = [format_value(value, metric.form) for value in values]
             rows.append(Row(Text(metric.label), [*map(Text, texts, notes)]))
     return Table(
         name=f"Costs ({outcome.platform.upper()} timings, one process each, not interleaved)",
@@ -122,12 +117,6 @@ def cost_table(outcome: Outcome) -> Table:
         below=f"× is the ratio to {outcome.finished[0]}. GFLOP/s are the model's, forward and backward, "  # noqa: RUF001
         f"without recomputation; MFU is their share of the vendor's peak.",
     )
-
-
-def without_notes(table: Table) -> Table:
-    """A table as a terminal has room for it."""
-    rows = [replace(row, cells=[replace(cell, note="") for cell in row.cells]) for row in table.rows]
-    return replace(table, rows=[replace(row, head=replace(row.head, note="")) for row in rows], below="")
 
 
 def ladder_table(verdicts: Sequence[Verdict]) -> Table:

@@ -17,12 +17,13 @@ def host_table(layout: Layout, hosts: Sequence[str]) -> Table:
     for device, host in enumerate(hosts):
         text = Text(f"device {device}: {place_in_mesh(device, layout)}")
         slots.setdefault(host, []).append(text)
+    most = max(map(len, slots.values()))
     return Table(
         name="Hosts and devices",
         corner="host",
-        columns=[f"slot {slot}" for slot in range(max(map(len, slots.values())))],
+        columns=[f"slot {slot}" for slot in range(most)],
         rows=[Row(Text(host), texts) for host, texts in slots.items()],
-        look="words",
+        words=most,
         below=crossing_words(layout, len(slots)),
     )
 

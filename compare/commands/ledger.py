@@ -1,20 +1,87 @@
-"""Tables of ledgers: bytes by flow with the textbook's for each layout, and every row of a ledger."""
+"""`shardpair ledger`: the bytes that every engine sends in a step, and the textbook's."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from msgspec import Struct
 
 from compare.contract.communication import Communication
 from compare.contract.record import Record
+from compare.flags import PresetNames, chosen_engines
 from compare.judge.alone import Alone
-from compare.judge.outcome import read_run
+from compare.judge.outcome import Grid, Outcome, read_run
 from compare.judge.strategy import LEDGER, SENT
 from compare.judge.textbook import Flow, line_up
+from compare.run.spread import Spread
+from compare.run.study import Study
+from compare.setup.grid import grid, vary
+from compare.setup.presets import check_presets, several_presets
 from compare.show.findings import NONE, Column, Findings, Row, Table, Text, table_of
+from compare.show.terminal import print_findings
 from compare.spec.engines.registry import STUDIED
-from compare.spec.experiment import Experiment
-from compare.terminal import layout_in_words
+from compare.spec.experiment import Experiment, ExperimentError
+from compare.text import layout_in_words
+
+
+class Ledger(Spread, frozen=True, kw_only=True):
+    """Compare what each engine sends in a step with the textbook of the layout.
+
+    Each engine trains four steps, and the third is recorded. Logical bytes are those of the full tensors, by
+    kind, mesh axis and purpose, on a device of each stage of a pipeline. Scalars (the loss, the norm) are
+    left out. For a function or a module of your own see docs/libraries.md.
+
+    Try:
+      shardpair ledger --preset fsdp --devices 2
+      shardpair ledger --preset tp --rows                   (every place in the program, with its source line)
+      shardpair ledger --results runs/demo-20260101-120000  (of a finished run)
+    """
+
+    presets: PresetNames = ()
+    results: Path | None = None
+    """Folder of a finished run or check whose ledgers are shown; nothing is trained."""
+    rows: bool = False
+    """Also print every row: phase, ranks, dtype, loops and source line."""
+    fail_on_unexpected: bool = False
+    """Exit with 1 if the layout does not explain a flow."""
+
+    default = "check"
+    # The third of four steps is watched.
+    fixed: ClassVar = {"train.max_iters": 4, "train.eval_interval": 0, "checkpoint.every": 0}
+    keeps_records = True
+
+    def resolve(self) -> Experiment:
+        """The experiment; --presets replace its layout. Raises ExperimentError."""
+        return Study.resolve(self) if self.presets else super().resolve()
+
+    def cases(self, experiment: Experiment) -> Grid:
+        """Every engine that can express the layout, or each layout. Raises ExperimentError."""
+        if not self.presets:
+            return self.against_first(experiment)
+        if self.preset:
+            raise ExperimentError("--preset and --presets: give one of them")
+        presets = several_presets(self.presets, experiment.model)
+        check_presets(experiment.layout, presets.items(), self.layout_flags)
+        rows, _ = vary(experiment, presets, (), flags=self.layout_flags)
+        return grid(chosen_engines(self.engines), rows, as_presets="schedule" not in self.layout_flags)
+
+    def __call__(self) -> int:
+        """Print the ledgers. Returns 0, or 1 if an engine failed or --fail_on_unexpected found something."""
+        if self.dry_run:
+            return super().__call__()
+        if self.results and (self.preset or self.presets or self.fields_given):
+            raise ExperimentError(
+                f"--results {self.results} is of a finished run: leave out the layout and the experiment"
+            )
+        found = findings_of_ledgers(self.results or self.run()[1], places=self.rows)
+        print_findings(found, as_json=self.json)
+        return 1 if found.missing or (self.fail_on_unexpected and not found.passed) else 0
+
+    @classmethod
+    def findings(cls, outcome: Outcome, folder: Path) -> Findings:
+        """A table for each layout, and the unexpected flows."""
+        return findings_of_ledgers(folder, places=False)
+
 
 PEER = "peers have no closed form of what they send"
 BELOW = "Bytes of a device in a step, all calls together. A cell is a multiple of the textbook's bytes."
@@ -60,6 +127,11 @@ def engine_ledger(case: str, record: Record, alone: Alone | None = None) -> Engi
         unexpected=[alone.strategy[key] for key in (LEDGER, SENT) if key in alone.strategy],
         uncompared=alone.uncompared.get(SENT, ""),
     )
+
+
+def engine_ledgers(outcome: Outcome, records: Mapping[str, Record]) -> list[EngineLedger]:
+    """The ledgers of a study's records."""
+    return [engine_ledger(name, record, outcome.alone.get(name)) for name, record in records.items()]
 
 
 def layouts_of(ledgers: Sequence[EngineLedger]) -> list[list[EngineLedger]]:
@@ -112,15 +184,11 @@ def findings_of_ledgers(folder: Path, *, places: bool) -> Findings:
     """
     outcome, records = read_run(folder)
     peers = {name: PEER for name, record in records.items() if record.manifest.engine not in STUDIED}
-    ledgers = [
-        engine_ledger(name, record, outcome.alone.get(name))
-        for name, record in records.items()
-        if name not in peers
-    ]
+    ledgers = engine_ledgers(outcome, {name: records[name] for name in records if name not in peers})
     tables = [*map(table_of_layout, layouts_of(ledgers))]
     for ledger in ledgers if places else ():
         rows = records[ledger.case].ledger.rows
-        tables.append(table_of(f"{ledger.case}: every place", PLACES, rows, look="words"))
+        tables.append(table_of(f"{ledger.case}: every place", PLACES, rows, words=len(PLACES)))
     missing, left_out = outcome.undone, outcome.left_out | peers
     return Findings(
         title="The ledger",
