@@ -4,14 +4,20 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from compare.contract.ledger import Ledger
 
 PACKAGES = ("torch", "numpy")
 """Packages on which a rank's numbers depend."""
 
 
-def ledger() -> "AbstractContextManager[Ledger]":
-    """Record this rank's communication inside the context, with its source lines: `measure.ledger`."""
+def ledger(mesh: "DeviceMesh | None" = None) -> "AbstractContextManager[Ledger]":
+    """Record this rank's communication inside the context, with its source lines: `measure.ledger`.
+
+    Process groups get the names of the dimensions of `mesh`. Without a mesh PyTorch's default group, which a
+    mesh of one dimension uses, is `world`.
+    """
     from torchpar.measure.ledger import ledger_of
 
-    return ledger_of()
+    return ledger_of(mesh)

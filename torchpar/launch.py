@@ -130,7 +130,13 @@ def _wait(processes: list[BaseProcess], ranks: list[Rank], folder: Path) -> None
     """Wait until all ranks are done; pass a stop request on to rank 0. Raises RunFailed: a rank failed."""
 
     def exit_codes() -> dict[int, int]:
-        return {number: code for number, process in enumerate(processes) if (code := process.exitcode)}
+        """Codes of the ranks that failed, or left within a step."""
+        codes = {number: process.exitcode for number, process in enumerate(processes)}
+        return {
+            number: code
+            for number, code in codes.items()
+            if code or (code == 0 and ranks[number].heartbeat.in_step)
+        }
 
     while (running := [p.sentinel for p in processes if p.exitcode is None]) and not exit_codes():
         if StopRequest.came and ranks[0].heartbeat.in_step:

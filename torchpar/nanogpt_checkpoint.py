@@ -8,6 +8,8 @@ AdamW counts the updates, which are fewer if float16 skipped steps.
 import io
 import math
 import pickle
+import zipfile
+import zlib
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -152,7 +154,7 @@ def export_checkpoint(source: Path, target: Path) -> None:
 
     def tensor(group: str, name: str) -> torch.Tensor:
         array = to_nanogpt(rows[name], reader.read(group, rows[name].name))
-        return torch.from_numpy(array.copy()).float()
+        return torch.from_numpy(array.copy())
 
     decaying, other = _by_group(model)
     groups = [
@@ -246,10 +248,23 @@ def read(source: Path) -> Any:
     if why := why_not_readable(source):
         raise ExperimentError(f"{source} {why}")
     try:
+        _require_checksums(source)
         return torch.load(source, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError:
         why = "it has more than tensors and plain values, or is damaged: save the state dict alone"
         raise ExperimentError(f"{source} cannot be unpickled safely: {why}") from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         why = " ".join(str(error).split()) or type(error).__name__
         raise ExperimentError(f"{source} cannot be read: {why}") from None
+
+
+def _require_checksums(source: Path) -> None:
+    """Compare each record of a file of torch.save with its CRC, which torch.load ignores.
+
+    Raises ExperimentError: a record has changed. A file of PyTorch before 1.6 has no checksums.
+    """
+    if zipfile.is_zipfile(source):
+        with zipfile.ZipFile(source) as archive:
+            if changed := archive.testzip():
+                why = f"its record {changed} has changed since it was written (CRC-32): copy the file again"
+                raise ExperimentError(f"{source} is damaged: {why}")

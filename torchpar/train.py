@@ -55,6 +55,7 @@ def train(rank: Rank, *, request: Request, folder: Path) -> None:
         train_steps(run, recording)
         recording.between(run.state)
     recording.finish()
+    rank.at(run.state.step, "the end")
     process_groups.leave_group()
 
 

@@ -54,6 +54,8 @@ class Communication(Struct, frozen=True, kw_only=True):
     """Logical bytes: the size of the full (gathered) tensor, summed over the calls."""
     wire_bytes: int
     """Bytes one device sends on a ring: 2(n-1)/n of an all-reduce, (n-1)/n of a gather or scatter."""
+    scalars: int = 0
+    """Bytes, of `bytes`, of arrays of one number: XLA combines a loss with gradients in one message."""
     purpose: str = ""
     """Purpose: one of the constants above."""
     group_size: int = 0

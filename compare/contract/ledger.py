@@ -1,7 +1,7 @@
 """Ledger of a function or a module, and the assertion of expected communication.
 
 ledger = jaxpar.ledger(step, *arguments, mesh=mesh)        # any function that JAX can jit
-with torchpar.ledger() as ledger:                          # any module and its wrappers
+with torchpar.ledger(mesh=mesh) as ledger:                 # any module and its wrappers
     loss(model(x)).backward()
 
 print(ledger)
@@ -16,6 +16,10 @@ from compare.contract.communication import Communication
 
 SCALAR = 8
 """Bytes: of a float64."""
+WORLD = "world"
+"""Axis of PyTorch's default group, if no mesh names it."""
+LONGEST_SOURCE = 100
+"""Characters of a source in an error; a longer one is shown without its operation."""
 
 Expected = Mapping[tuple[str, ...], float | None]
 """Logical bytes by (kind, axis) or (kind, axis, purpose); None for any."""
@@ -49,7 +53,10 @@ class Ledger(Struct, kw_only=True):
 
 
 def assert_communication(ledger: Ledger, expected: Expected, *, scalars: bool = False) -> None:
-    """Check that exactly the expected communication happened. With `scalars` single numbers count, too.
+    """Check that exactly the expected communication happened.
+
+    With `scalars` single numbers count, too: messages of one number, and numbers that XLA combined with other
+    arrays in one message.
 
     Raises UnexpectedCommunicationError: a message is missing or unexpected, or has another size, or the
     ledger is incomplete.
@@ -62,12 +69,16 @@ def assert_communication(ledger: Ledger, expected: Expected, *, scalars: bool = 
     lines = [f"unexpected: {_in_words(row)}" for row in rows if id(row) not in matched]
     for key, size in expected.items():
         found, name = asked[key], f"{key[0]} over {' for '.join(key[1:])}"
-        total = sum(row.bytes for row in found)
+        total = sum(row.bytes if scalars else row.bytes - row.scalars for row in found)
         if not found:
             lines.append(f"missing: {name}" + (f", {size:,.0f} bytes" if size is not None else ""))
         elif size is not None and total != size:
             lines.append(f"{name}: {total:,} bytes instead of {size:,.0f}:")
             lines += [f"    {_in_words(row)}" for row in found]
+    if lines and any(row.axis == WORLD for row in rows) and not any(WORLD in key for key in expected):
+        lines.append(
+            f"{WORLD} is PyTorch's default group: torchpar.ledger(mesh=mesh) names it after its axis"
+        )
     lines += [f"incomplete: {problem}" for problem in ledger.problems]
     if lines:
         raise UnexpectedCommunicationError("\n".join(lines))
@@ -76,5 +87,6 @@ def assert_communication(ledger: Ledger, expected: Expected, *, scalars: bool = 
 def _in_words(row: Communication) -> str:
     times = "once" if row.calls == 1 else f"{row.calls} times"
     of = f", for {row.purpose}" if row.purpose else ""
-    where = f", from {row.source}" if row.source else ""
+    source = row.source if len(row.source) <= LONGEST_SOURCE else row.source.partition(": ")[0]
+    where = f", from {source}" if source else ""
     return f"{row.kind} over {row.axis} {times}, {row.bytes:,} bytes{of}{where}"

@@ -64,16 +64,17 @@ def write_gpt2(folder: Path, model: Model, weights: Mapping[str, np.ndarray]) ->
     """
     require_gpt2(model, CONFIG)
     rows = parameter_table(msgspec.structs.replace(model, bias=True))
-    tensors = {}
+    dtype, tensors = weights["embedding.token"].dtype, {}
     for row in rows:
         weight = weights[row.name] if row.name in weights else np.zeros(row.shape)
-        array = np.ascontiguousarray(weight.reshape(gpt2_shape(row)), np.float32)
+        array = np.ascontiguousarray(weight.reshape(gpt2_shape(row)), dtype)
         tensors[TRANSFORMER + gpt2_name(row.name)] = array
     end = END_OF_TEXT if model.vocab_size > END_OF_TEXT else None
     config = {
         **{theirs: getattr(model, name) for name, (theirs, _) in FIELDS.items()},
         **{field: values[0] for field, values in SUPPORTED.items()},
         "architectures": ["GPT2LMHeadModel"],
+        "torch_dtype": str(dtype),
         "n_ctx": model.block_size,
         "activation_function": "gelu" if model.activation == "gelu" else "gelu_new",
         **dict.fromkeys(DROPOUTS, model.dropout),

@@ -58,7 +58,7 @@ def read_ledger(hlo: str, axis_sizes: Mapping[str, int], *, is_step: bool = True
     is inferred.
     """
     stages, problems = axis_sizes.get(PP, 1) if is_step else 1, list[str]()
-    totals: dict[Communication, list[int]] = defaultdict(lambda: [0, 0, 0])
+    totals: dict[Communication, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     differentiates = "jvp(" in hlo
     for collective in collectives(hlo, axis_sizes, problems):
         axis, group_size = axis_of(collective, axis_sizes)
@@ -67,6 +67,8 @@ def read_ledger(hlo: str, axis_sizes: Mapping[str, int], *, is_step: bool = True
         purpose = collective.purpose or (inferred_purpose(collective, axis) if is_step else "")
         line = str(collective.stack[0]) if collective.stack else ""
         size = sum(collective.arrays)
+        is_lone = max(collective.arrays) <= SCALAR
+        lone = 0 if is_lone else sum(array for array in collective.arrays if array <= SCALAR)
         wire = ring_wire_bytes(collective.kind, size, group_size)
         place = Communication(
             kind=collective.kind,
@@ -80,14 +82,14 @@ def read_ledger(hlo: str, axis_sizes: Mapping[str, int], *, is_step: bool = True
             phase=_phase(collective, purpose) if differentiates else "",
             source=": ".join(filter(None, (line, collective.op_name))),
             loops=collective.loops,
-            places=_places(collective),
+            places=_places(collective) if is_step else (),
         )
         for stage in _senders(collective, axis_sizes) if stages > 1 else [0]:
             calls, total = collective.calls_at(stage), totals[replace(place, stage=stage)]
-            total[:] = map(sum, zip(total, (calls, calls * size, calls * wire), strict=True))
+            total[:] = map(sum, zip(total, (calls, calls * size, calls * wire, calls * lone), strict=True))
     rows = [
-        replace(place, calls=calls, bytes=size, wire_bytes=wire)
-        for place, (calls, size, wire) in totals.items()
+        replace(place, calls=calls, bytes=size, wire_bytes=wire, scalars=lone)
+        for place, (calls, size, wire, lone) in totals.items()
         if calls
     ]
     return Ledger(rows=rows, problems=problems)

@@ -54,12 +54,15 @@ def test_expected_communication_passes(mesh):
     assert not ledger.problems
     expected = {
         ("all_reduce", "model"): F32 * N * C / 2,  # this replica's rows of the output
-        # This device's part of both gradients; XLA sends the loss along.
-        ("all_reduce", "data"): 2 * F32 * C * H / 2 + F32,
+        # This device's part of both gradients. XLA sends the loss, a lone number, in the same message.
+        ("all_reduce", "data"): 2 * F32 * C * H / 2,
     }
     assert_communication(ledger, expected)
     assert {row.phase for row in ledger.rows if row.axis == "model" and row.bytes > F32} == {"forward"}
     assert all("test_jaxpar_user_ledger.py:" in row.source for row in ledger.rows)
+    assert {row.places for row in ledger.rows} == {()}  # lines of jaxpar are not the user's
+    with pytest.raises(UnexpectedCommunicationError, match="8,196 bytes instead of 8,192"):
+        assert_communication(ledger, expected | {("all_reduce", "model"): None}, scalars=True)
     assert "all_reduce" in str(ledger)
     with pytest.raises(UnexpectedCommunicationError, match=r"missing: all_gather over data, 8 bytes"):
         assert_communication(ledger, expected | {("all_gather", "data"): 8})

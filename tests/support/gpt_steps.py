@@ -106,7 +106,8 @@ def update(engine: Engine, config: Optimizer, step: int) -> torch.Tensor:
 
 def count(engine: Engine, mesh: Mesh) -> dict[tuple[str, str], Communication]:
     """The ledger's sums of a step, by kind and purpose."""
-    sink = LedgerSink(mesh)
+    axes = {axis.group.group_name: axis.name for axis in mesh.axes.values() if axis.group}
+    sink = LedgerSink(axes, infers_purposes=True)
     with Watch(sink):
         backward(engine, mesh, 0)
     return {(row.kind, row.purpose): row for row in summed(sink.result().rows)}

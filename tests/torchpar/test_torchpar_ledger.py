@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -82,6 +83,21 @@ def test_every_form_has_kind_and_bytes(rank: int) -> None:
     with torchpar.ledger() as ledger:  # sparse gradients, with their indices
         model(torch.tensor([1, 2])).sum().backward()
     assert_communication(ledger, {("all_reduce", "world"): 2 * (PIECE + 8)})
+
+
+@on_ranks
+def test_axis_of_a_mesh_over_all_ranks(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("data",))
+    model = DistributedDataParallel(nn.Linear(N, N, bias=False), process_group=mesh.get_group("data"))
+    with torchpar.ledger(mesh=mesh) as ledger:
+        model(piece()).sum().backward()
+    assert_communication(ledger, {("all_reduce", "data"): 4 * N * N})
+    with torchpar.ledger() as ledger:
+        model(piece()).sum().backward()
+    with pytest.raises(
+        UnexpectedCommunicationError, match=r"world is PyTorch's default group: torchpar\.ledger"
+    ):
+        assert_communication(ledger, {("all_reduce", "data"): 4 * N * N})
 
 
 @on_ranks

@@ -77,7 +77,7 @@ def test_watch_keeps_no_tensor():
     """PyTorch's ModuleTracker keeps recomputed tensors until the end of the step."""
     for again in (False, True):
         model = Two(again=again)
-        with Watch(MemorySink({}, module=model), LedgerSink()):
+        with Watch(MemorySink({}, module=model), LedgerSink({})):
             model(torch.ones(4, 8)).sum().backward()
             assert model.part.made
             assert all(made() is None for made in model.part.made)

@@ -16,7 +16,8 @@ from torchpar.measure.work import WorkSink
 from torchpar.offload import device_tensors, host_tensors
 from torchpar.run import Run
 
-# DDP sends its order of buckets once, in step 1. Step 2 is the first that is like all later ones.
+# DDP sends its order of buckets once, in step 1. Step 2 is the first that is like all later ones. A training
+# of two steps is watched in step 0, which sends the messages of a later step too.
 INSTRUMENTED_STEP = 2
 
 
@@ -26,9 +27,10 @@ class Instruments(Observer):
     def __init__(self, run: Run):
         self._run = run
         request = run.request
-        usual = request.first_step + min(INSTRUMENTED_STEP, request.steps - 1)
+        usual = request.first_step + (INSTRUMENTED_STEP if request.steps > INSTRUMENTED_STEP else 0)
         self.watched = request.timing.watched if request.timing else usual
-        self.ledger = LedgerSink(run.mesh)
+        axes = {axis.group.group_name: axis.name for axis in run.mesh.axes.values() if axis.group}
+        self.ledger = LedgerSink(axes, infers_purposes=True)
         self.gradient_bytes = 0
 
     @contextmanager

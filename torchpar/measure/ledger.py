@@ -1,6 +1,6 @@
 """The ledger of a context: every collective, with its place in the program.
 
-    with torchpar.ledger() as ledger:
+    with torchpar.ledger(mesh=mesh) as ledger:
         loss(model(x)).backward()
     print(ledger)
 
@@ -12,7 +12,7 @@ other threads, and direct calls of a backend, are not recorded.
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import typing_extensions
 from msgspec.structs import replace
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from compare.contract import communication
@@ -29,7 +30,6 @@ from compare.contract.communication import PHASES, Communication, ring_wire_byte
 from compare.contract.ledger import Ledger
 from compare.spec.axes import CP, EP, PP, SHARDS, TP, parts_of
 from torchpar.comm.collectives import Axis, Call, observers
-from torchpar.comm.mesh import Mesh
 from torchpar.measure.watch import Sink, Watch
 from torchpar.private import process_group_of, tree_leaves
 
@@ -64,16 +64,15 @@ class RankLedger(NamedTuple):
 class LedgerSink(Sink):
     """Records the collectives with their places. `library_calls` are PyTorch's, in order.
 
-    With a mesh, process groups have the names of its axes, and the calls of PyTorch's wrappers get the
-    purpose that they have in the engines.
+    `names` are axes by the name of their process group. In an engine (`infers_purposes`), the calls of
+    PyTorch's wrappers get the purpose that they have in the engines.
     """
 
-    def __init__(self, mesh: Mesh | None = None):
+    def __init__(self, names: Mapping[str, str], *, infers_purposes: bool = False):
         self.library_calls: list[Call] = []
         self._problems: list[str] = []
         self._dispatched, self._own = Counter[str](), Counter[str]()
-        self._infers, axes = mesh is not None, mesh.axes.values() if mesh else ()
-        self._names = {axis.group.group_name: axis.name for axis in axes if axis.group}
+        self._names, self._infers = names, infers_purposes
         self._rows = dict[Communication, list[int]]()
 
     def call(self, call: Call, full: torch.Tensor, ranks: int) -> None:
@@ -163,9 +162,10 @@ class LedgerSink(Sink):
 
 
 @contextmanager
-def ledger_of() -> Generator[Ledger]:
+def ledger_of(mesh: DeviceMesh | None = None) -> Generator[Ledger]:
     """The ledger of this rank's communication inside the context. It is filled when the context ends."""
-    ledger, sink = Ledger(), LedgerSink()
+    dims = (mesh.mesh_dim_names or ()) if mesh else ()
+    ledger, sink = Ledger(), LedgerSink({mesh.get_group(dim).group_name: dim for dim in dims if mesh})
     try:
         with Watch(sink):
             yield ledger
