@@ -9,10 +9,12 @@ Sources (`data.source`):
     stdlib            the bytes of the running Python's standard library, which is text on every machine
     synthetic         a seeded walk
     a folder          nanoGPT's `train.bin` and `val.bin`
-    a `.bin` file     uint16 tokens, little endian
+    a `.bin` file     tokens, little endian, of 16 bits or 32
     any other file    its bytes
 
 All sources but a folder keep their last tenth for validation, as nanoGPT does.
+
+A `.bin` file of llm.c begins with a header, which has the width and the number of the tokens.
 """
 
 import hashlib
@@ -30,9 +32,13 @@ SYNTHETIC_TOKENS = 1_000_000
 VALIDATION_FRACTION = 0.1
 SAMPLE_TOKENS = 1_000_000  # first tokens of a .bin file, to detect the width of its tokens
 WIDEST = 2**16  # number of ids in 16 bits
+MOST_ZEROS = 0.9  # share of zeros among every second number of 16 bits, beyond which tokens have 32 bits
 SPLITS = ("train", "validation")
 EVALUATION = 3  # in Philox's counter: 0 draws training batches, 1 the synthetic walk, 2 samples
 NUMPY_MAGIC = b"\x93NUMPY"
+SHARDS = {20240520: "<u2", 20240801: "<u4"}
+"""Types of tokens by the first number of a shard of llm.c: of GPT-2, of Llama 3."""
+HEADER = 256  # numbers of 32 bits: the shard's kind, a version, the number of tokens, and zeros
 TRAINING = "train.bin"
 PREPARE = "prepare.py"  # nanoGPT's
 WHAT_TO_GIVE = "give stdlib, synthetic, a text or .bin file, or a folder with train.bin"
@@ -90,7 +96,7 @@ def open_corpus(experiment: Experiment, *, validated_sha256: str = "") -> Corpus
     elif source == "synthetic":
         train, validation = _split(_synthetic(experiment))
     else:
-        train, validation = _read(Path(source))
+        train, validation = _read(Path(source), experiment.model.vocab_size)
     _require_windows(train, validation, experiment)
     sha256 = validated_sha256
     if not sha256:
@@ -120,20 +126,20 @@ def _synthetic(experiment: Experiment) -> np.ndarray:
     return (np.cumsum(jumps.astype(np.int64)) % vocab).astype(np.uint16 if vocab <= WIDEST else np.uint32)
 
 
-def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
+def _read(path: Path, vocab: int) -> tuple[np.ndarray, np.ndarray]:
     if not why_not_readable(path).startswith("is a folder"):
-        return _split(_map(path))
+        return _split(_map(path, vocab))
     train_file, validation_file = path / TRAINING, path / "val.bin"
     if why_not_readable(train_file) == "does not exist":
         prepare = f", which `python {path / PREPARE}` makes;" if (path / PREPARE).is_file() else ";"
         raise ExperimentError(f"data.source: {path} is a folder without train.bin{prepare} {WHAT_TO_GIVE}")
-    train = _map(train_file)
+    train = _map(train_file, vocab)
     has_validation = why_not_readable(validation_file) != "does not exist"
-    return train, _map(validation_file) if has_validation else train[:0]
+    return train, _map(validation_file, vocab) if has_validation else train[:0]
 
 
-def _map(path: Path) -> np.ndarray:
-    """Map a file as an array, so that only accessed parts are read: uint16 of a .bin file, else bytes."""
+def _map(path: Path, vocab: int) -> np.ndarray:
+    """Map a file as an array, so that only accessed parts are read: tokens of a .bin file, else bytes."""
     if wrong := why_not_readable(path):
         raise ExperimentError(f"data.source: {path} {wrong}; {WHAT_TO_GIVE}")
     size, is_bin = path.stat().st_size, path.suffix == ".bin"
@@ -147,10 +153,42 @@ def _map(path: Path) -> np.ndarray:
     tokens = np.memmap(path, dtype=np.dtype("<u2") if is_bin else np.uint8, mode="r")
     if tokens[:6].tobytes().startswith(NUMPY_MAGIC):
         raise ExperimentError(
-            f"data.source: {path} is a file of numpy.save; write its tokens alone: "
-            f"array.astype('<u2').tofile('train.bin')"
+            f"data.source: {path} is a file of numpy.save; write its tokens alone: {_how_to_write(vocab)}"
+        )
+    return _with_width(tokens, path, vocab) if is_bin else tokens
+
+
+def _with_width(tokens: np.ndarray, path: Path, vocab: int) -> np.ndarray:
+    """The tokens of a .bin file, mapped as uint16, in their own width and without a header.
+
+    Two halves of 32-bit tokens make numbers below the vocabulary, and two 16-bit tokens do not.
+    """
+    if len(tokens) >= 2 * HEADER:
+        kind, _, count, *_ = np.array(tokens[: 2 * HEADER]).view("<u4").tolist()
+        if dtype := SHARDS.get(kind):
+            size = path.stat().st_size - 4 * HEADER
+            if size != count * np.dtype(dtype).itemsize:
+                counts = f"{size:,} bytes behind its header, and not {count:,} tokens"
+                raise ExperimentError(f"data.source: {path} has {counts}: copy it again")
+            return np.memmap(path, dtype=dtype, mode="r", offset=4 * HEADER)
+    sample = np.array(tokens[: min(len(tokens), SAMPLE_TOKENS) // 4 * 4])
+    low, high = sample[::2], sample[1::2]
+    if not low.any():
+        return tokens
+    if len(sample) and sample.view("<u4").max() < vocab:
+        if not sample[2::4].any() and not sample[3::4].any():
+            raise ExperimentError(f"data.source: {path} has 64-bit tokens: write {_how_to_write(vocab)}")
+        return np.memmap(path, dtype="<u4", mode="r", shape=(len(tokens) // 2,))
+    if np.count_nonzero(high == 0) > MOST_ZEROS * len(high):
+        raise ExperimentError(
+            f"data.source: {path} seems to have 32-bit tokens and something else, such as a header that "
+            f"shardpair does not know: write the tokens alone: {_how_to_write(vocab)}"
         )
     return tokens
+
+
+def _how_to_write(vocab: int) -> str:
+    return f"tokens.astype('<u{2 if vocab <= WIDEST else 4}').tofile('train.bin')"
 
 
 def _split(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -179,22 +217,9 @@ def _validate(train: np.ndarray, validation: np.ndarray, experiment: Experiment)
     source, vocab = experiment.data.source, experiment.model.vocab_size
     for tokens in (train, validation):
         origin = tokens.filename if isinstance(tokens, np.memmap) and tokens.filename else source
-        _validate_width(tokens, vocab, origin)
         largest = int(tokens.max()) if len(tokens) else 0
         if largest >= vocab:
             raise ExperimentError(
                 f"data.source: {origin} holds token {largest}, beyond model.vocab_size = {vocab}: "
                 f"set --model.vocab_size {largest + 1} or more, or give other data"
             )
-
-
-def _validate_width(tokens: np.ndarray, vocab: int, origin: object) -> None:
-    """Reject a .bin file of 32- or 64-bit tokens, which reads as pairs with a zero in each."""
-    sample = tokens[: min(len(tokens), SAMPLE_TOKENS) // 2 * 2]
-    if tokens.dtype.itemsize != 2 or not isinstance(tokens, np.memmap) or not sample.any():
-        return
-    if int(np.ascontiguousarray(sample).view("<u4").max()) < vocab:
-        raise ExperimentError(
-            f"data.source: {origin} holds 32- or 64-bit tokens: read so, all are below model.vocab_size = "
-            f"{vocab}; write them as 16 bits each: tokens.astype('<u2').tofile('train.bin')"
-        )
