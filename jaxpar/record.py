@@ -75,15 +75,12 @@ class RecordedProcess:
     def tensors(self, rung: Rung) -> Mapping[str, np.ndarray]:
         """A rung's tensors: canonical name -> full tensor."""
         run, state = self._run, self._run.state
-        back_T = run.order_T.argsort()
         match rung:
             case Rung.BATCH:
                 arrays = arrays_of_step(run.corpus, run.experiment, run.request.first_step)
-                tokens = to_host(run.shard_batch(arrays))
-                return {name: x if name == "keys" else x[..., back_T] for name, x in tokens.items()}
+                return to_host(run.shard_batch(arrays))
             case Rung.ROUTING:
-                experts_ALBTk = to_host(state.expert_ids)[..., back_T, :]
-                return {"experts": np.ascontiguousarray(experts_ALBTk.swapaxes(0, 1))}
+                return {"experts": np.ascontiguousarray(to_host(state.expert_ids).swapaxes(0, 1))}
             case Rung.GRADIENTS | Rung.SECOND_GRADIENTS:
                 tree = state.gradients
             case _ if rung in MOMENTS:

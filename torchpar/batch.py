@@ -11,7 +11,7 @@ import torch
 
 from compare.numerics.context import order_of_positions
 from compare.spec.axes import CP, DATA, ROWS
-from compare.spec.experiment import Experiment, Layout
+from compare.spec.experiment import Layout
 from torchpar.comm.mesh import Mesh
 
 
@@ -50,13 +50,10 @@ def shard_batch(arrays: Mapping[str, np.ndarray], layout: Layout, mesh: Mesh) ->
     return RankBatch(*(shard(arrays[name]) for name in ("inputs", "targets", "keys") if name in arrays))
 
 
-def gather_batch(
-    tensors: Mapping[str, torch.Tensor], experiment: Experiment, mesh: Mesh
-) -> dict[str, np.ndarray]:
-    """Whole arrays (A, B, T, ..), int32, from the parts of all ranks. Keys are (A, B, 2)."""
+def gather_batch(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, np.ndarray]:
+    """Whole arrays (A, B, T, ..), int32, from the parts of all ranks, T by rank. Keys are (A, B, 2)."""
     local = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
     everywhere, parts_of_T = mesh.joined(*DATA).all_gather_objects(local), mesh[CP].size
-    sequence_order_T = order_of_positions(experiment.model.block_size, experiment.layout).argsort()
     whole = {}
     for name in tensors:
         parts = [of_rank[name] for of_rank in everywhere]
@@ -64,6 +61,6 @@ def gather_batch(
             rows = parts[::parts_of_T]
         else:
             sequences = (parts[first : first + parts_of_T] for first in range(0, len(parts), parts_of_T))
-            rows = [np.concatenate(chunks, axis=2)[:, :, sequence_order_T] for chunks in sequences]
+            rows = [np.concatenate(chunks, axis=2) for chunks in sequences]
         whole[name] = np.concatenate(rows, axis=1).astype(np.int32)
     return whole

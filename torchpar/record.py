@@ -97,7 +97,7 @@ class RecordedRank:
             case Rung.ROUTING:
                 chosen_ABTLk = torch.stack([chosen_LBTk for chosen_LBTk, _ in run.routing]).movedim(1, 3)
                 with unobserved():
-                    whole_ABTLk = gather_batch({"experts": chosen_ABTLk}, run.experiment, run.mesh)["experts"]
+                    whole_ABTLk = gather_batch({"experts": chosen_ABTLk}, run.mesh)["experts"]
                 return {"experts": np.ascontiguousarray(np.moveaxis(whole_ABTLk, 3, 0))}
             case Rung.GRADIENTS | Rung.SECOND_GRADIENTS:
                 shards = engine.gradients()
@@ -178,7 +178,7 @@ class RecordedRank:
         batch = run.shard_batch(arrays_of_step(run.corpus, run.experiment, run.request.first_step))
         named = dict(zip(("inputs", "targets", "keys"), batch, strict=True))
         tensors = {name: tensor for name, tensor in named.items() if tensor is not None}
-        whole = gather_batch(tensors, run.experiment, run.mesh)
+        whole = gather_batch(tensors, run.mesh)
         return {name: array.view(np.uint32) if name == "keys" else array for name, array in whole.items()}
 
     @torch.no_grad()

@@ -18,6 +18,7 @@ from compare.checkpoint.saver import Part, Saver
 from compare.contract.record import Manifest, Recorder, Step, write_tensors
 from compare.contract.request import Request, Rung
 from compare.contract.timing import Window
+from compare.numerics.context import order_of_positions
 from compare.numerics.loss_scale import LossScale, next_scale
 from compare.numerics.optimizer import learning_rate
 from compare.numerics.parameters import parameter_count
@@ -109,7 +110,7 @@ class RecordedSide(Protocol):
         ...
 
     def tensors(self, rung: Rung) -> Mapping[str, np.ndarray]:
-        """Current tensors of a rung, by canonical name."""
+        """Current tensors of a rung, by canonical name. Positions are in the order of the devices."""
         ...
 
     def evaluate(self, step: int) -> Evaluation:
@@ -130,6 +131,10 @@ class RecordedSide(Protocol):
         Only the first rank has a recorder; the other ranks return {}. `windows` are of this process.
         """
         ...
+
+
+POSITION_DIMS = {Rung.BATCH: 2, Rung.ROUTING: 3}
+"""The dim of positions: T of tokens (A, B, T), and of experts (L, A, B, T, k)."""
 
 
 class Observer:
@@ -275,4 +280,16 @@ class Recording:
         for rung in rungs:
             tensors = self._side.tensors(rung)
             if self._recorder:
-                write_tensors(self._recorder.folder, rung, tensors)
+                write_tensors(self._recorder.folder, rung, self._in_sequence(rung, tensors))
+
+    def _in_sequence(self, rung: Rung, tensors: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Tensors of a rung with positions in the order of the sequence.
+
+        The order of the devices is the requested one, not the engine's: an engine that ignores zigzag has
+        other tokens at these positions.
+        """
+        dim = POSITION_DIMS.get(rung)
+        if dim is None:
+            return tensors
+        back_T = order_of_positions(self._experiment.model.block_size, self._experiment.layout).argsort()
+        return {name: x if name == "keys" else x.take(back_T, axis=dim) for name, x in tensors.items()}
