@@ -12,11 +12,14 @@ torch.distributed.checkpoint writes it. PyTorch's `HuggingFaceStorageReader` can
 A checkpoint is written under a temporary name, with checksums, and renamed when it is complete.
 """
 
+import hashlib
 import re
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec.structs import replace
 
 from compare.numerics.loss_scale import LossScale
 from compare.numerics.optimizer import moment_names
@@ -27,7 +30,9 @@ from compare.spec.sections import Count
 CHECKPOINTS = "checkpoints"
 DESCRIPTION = "checkpoint.json"
 UNFINISHED = ".part"
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)
+"""Formats that this version reads. Format 1 has no digest of checkpoint.json itself."""
 WEIGHTS = "weights"
 SHARDING, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # of torch.distributed.checkpoint
 STEP = "step"  # in a file's metadata, too, so that files of two checkpoints cannot be mixed
@@ -63,6 +68,21 @@ class Checkpoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Digest of the training tokens; '' if it is unknown."""
     created_utc: str = ""
     files: dict[FileName, FileSum] = {}
+    sha256: str = ""
+    """Digest of all other fields. '' in format 1."""
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of all fields but `sha256`."""
+        return hashlib.sha256(msgspec.json.encode(replace(self, sha256=""))).hexdigest()
+
+    @property
+    def contradiction(self) -> str:
+        """Fields that contradict each other, in words; '' if none do."""
+        dtype = self.experiment.precision.dtype
+        if self.updates > self.step:
+            return f"it has {self.updates} updates after {self.step} steps"
+        return f"it has a loss scale in {dtype}" if self.loss_scale and dtype != "float16" else ""
 
 
 def key(group: str, name: str) -> str:
@@ -86,11 +106,17 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_in_name(folder: Path) -> int | None:
+    """The step in the name of a checkpoint's folder; None if the folder has another name."""
+    name = _NAME.fullmatch(folder.name)
+    return int(name[1]) if name else None
+
+
 def checkpoints_in(folder: Path) -> dict[int, Path]:
     """Checkpoints of a folder by step, oldest first; {} without the folder."""
     found = {}
     for path in folder.iterdir() if folder.is_dir() else ():
-        name = _NAME.fullmatch(path.name)
-        if name and (path / DESCRIPTION).is_file():
-            found[int(name[1])] = path
+        step = step_in_name(path)
+        if step is not None and (path / DESCRIPTION).is_file():
+            found[step] = path
     return dict(sorted(found.items()))

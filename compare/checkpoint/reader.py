@@ -13,11 +13,13 @@ from compare.checkpoint.description import (
     DESCRIPTION,
     FORMAT,
     OFFSETS,
+    READABLE,
     SHARDING,
     STEP,
     Checkpoint,
     FileSum,
     key,
+    step_in_name,
     tensor_shapes,
 )
 from compare.numerics.boxes import Box, Weights, full_box
@@ -69,10 +71,15 @@ class CheckpointReader:
         for name, parts in self._parts.items():
             for part, file_name in parts:
                 values = self._slice(file_name, name, full_box(part.shape).slices)
+                source = blamed or self.folder / file_name
                 if not np.isfinite(values).all():
                     raise CheckpointError(
-                        f"{blamed or self.folder / file_name}: {name} has values that are NaN or infinite: "
-                        f"nothing can go on from them"
+                        f"{source}: {name} has values that are NaN or infinite: nothing can go on from them"
+                    )
+                if name.startswith(key("v", "")) and (values < 0).any():
+                    raise CheckpointError(
+                        f"{source}: {name} has negative values, which no mean of squares has: the "
+                        f"checkpoint is damaged; use an older one"
                     )
 
     def read(self, group: str, name: str, box: Box | None = None) -> np.ndarray:
@@ -152,11 +159,18 @@ def read_description(folder: Path) -> Checkpoint:
         raise CheckpointError(str(error)) from None
     except ExperimentError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if description.format != FORMAT:
+    if description.format not in READABLE:
         raise CheckpointError(
             f"{path}: format = {description.format}, and this version reads {FORMAT}: use the version that "
             f"wrote it"
         )
+    why = description.contradiction
+    if description.format > 1 and description.digest != description.sha256:
+        why = "it has changed since it was written (sha256)"
+    elif (step := step_in_name(folder)) not in (None, description.step):
+        why = f"its folder is named after step {step}, and it is of step {description.step}"
+    if why:
+        raise CheckpointError(f"{path}: {why}: the checkpoint is damaged; use an older one")
     return description
 
 

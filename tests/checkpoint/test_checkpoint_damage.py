@@ -1,5 +1,6 @@
 """Checkpoints that are damaged or hostile: refused by name, and nothing is changed."""
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from compare.checkpoint.description import DESCRIPTION, SHARDING
+from compare.checkpoint.description import DESCRIPTION, SHARDING, Checkpoint
 from compare.checkpoint.reader import CheckpointError, CheckpointReader, read_description, sum_of
 from tests.support.rows import short
 from tests.support.small_checkpoint import save
@@ -23,9 +24,22 @@ def first_file(folder: Path) -> Path:
 
 
 def edit(change: Callable[[dict], object], folder: Path) -> None:
+    """Change checkpoint.json, with a right digest if it is still a description."""
     fields = json.loads((folder / DESCRIPTION).read_text())
     change(fields)
+    with contextlib.suppress(msgspec.ValidationError):
+        fields["sha256"] = msgspec.convert(fields, Checkpoint).digest
     (folder / DESCRIPTION).write_text(json.dumps(fields))
+
+
+def flip_in_description(folder: Path) -> None:
+    """One flipped bit in a number: learning_rate 1e-3 becomes another."""
+    path = folder / DESCRIPTION
+    text = path.read_bytes()
+    place = text.index(b'"learning_rate":') + len(b'"learning_rate":')
+    while not 0x31 <= text[place] <= 0x39:
+        place += 1
+    path.write_bytes(text[:place] + bytes([text[place] ^ 1]) + text[place + 1 :])
 
 
 def flip_a_byte(folder: Path) -> None:
@@ -55,7 +69,15 @@ def rewrite(change: Callable[[dict], object], folder: Path, **offsets: str) -> N
 OUTSIDE = {"../../x.safetensors": {"bytes": 1, "sha256": "0" * 64}}
 DAMAGES: dict[str, Callable[[Path], object]] = {
     f"has no {DESCRIPTION}: it is not a checkpoint": lambda folder: (folder / DESCRIPTION).unlink(),
-    "format = 2, and this version reads 1": partial(edit, lambda f: f.update(format=2)),
+    "format = 3, and this version reads 2": partial(edit, lambda f: f.update(format=3)),
+    f"{DESCRIPTION}: it has changed since it was written (sha256)": flip_in_description,
+    "updates after": partial(edit, lambda f: f.update(updates=f["step"] + 1)),
+    "it has a loss scale in float": partial(
+        edit, lambda f: f.update(loss_scale={"scale": 8.0, "good_steps": 0, "hysteresis": 1})
+    ),
+    "v/norm.scale has negative values": partial(
+        rewrite, lambda tensors: tensors["v/norm.scale"].__setitem__(0, -1.0)
+    ),
     "unknown field `code`": partial(edit, lambda f: f.update(code="import os")),
     "matching regex": partial(edit, lambda f: f["files"].update(OUTSIDE)),
     "its files hold 0 of ": partial(edit, lambda f: f["experiment"]["model"].update(n_layer=2)),
@@ -117,3 +139,29 @@ def test_overlapping_parts_are_rejected(good):
     rewrite(lambda tensors: None, good, **{SHARDING: json.dumps(ours)})
     with pytest.raises(CheckpointError, match=r"parts of weights/norm.scale overlap, and 1 of its elements"):
         CheckpointReader(good).read("weights", "norm.scale")
+
+
+def test_flipped_bit_of_description_has_no_effect(good):
+    """A flipped bit is rejected, or it changes nothing, such as white space."""
+    path = good / DESCRIPTION
+    content, written, accepted = path.read_bytes(), read_description(good), 0
+    for bit in range(0, 8 * len(content), 3):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with contextlib.suppress(CheckpointError):
+            assert read_description(good) == written
+            accepted += 1
+    assert accepted < 8 * len(content) / 100
+
+
+def test_format_without_digest_is_read(good):
+    fields = json.loads((good / DESCRIPTION).read_text())
+    (good / DESCRIPTION).write_text(json.dumps(fields | {"format": 1, "sha256": ""}))
+    CheckpointReader(good).verify()
+
+
+def test_folder_is_named_after_its_step(good):
+    moved = good.rename(good.with_name("step-00000030"))
+    with pytest.raises(CheckpointError, match="its folder is named after step 30, and it is of step 20"):
+        CheckpointReader(moved)
