@@ -145,14 +145,14 @@ def test_flipped_bit_of_description_has_no_effect(good):
     """A flipped bit is rejected, or it changes nothing, such as white space."""
     path = good / DESCRIPTION
     content, written, accepted = path.read_bytes(), read_description(good), 0
-    for bit in range(0, 8 * len(content), 3):
+    for bit in range(0, 8 * len(content), 29):
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
         with contextlib.suppress(CheckpointError):
             assert read_description(good) == written
             accepted += 1
-    assert accepted < 8 * len(content) / 100
+    assert accepted < 8 * len(content) / 29 / 50
 
 
 def test_format_without_digest_is_read(good):
