@@ -238,6 +238,8 @@ def read_record(folder: Path, *, requested: bool = True) -> Record:
         path = folder / FILES[type]
         return read_json(path, type) if path.exists() else None
 
+    if not folder.is_dir():
+        raise RecordError(f"{folder} does not exist: put the folder back, or begin a new run")
     if not (folder / MANIFEST).is_file():
         raise RecordError(f"{folder} has no {MANIFEST}: it is not a finished run")
     if left := next((name for name in (ERROR, STEPS_PART) if (folder / name).exists()), None):

@@ -14,7 +14,11 @@ T = TypeVar("T")
 
 def write_json(path: Path, value: object) -> None:
     """Write a Struct, or a list or dict of them, as indented JSON, atomically."""
-    write_atomically(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    try:
+        content = msgspec.json.encode(value)
+    except UnicodeEncodeError:  # half a character, such as in the text of an error about a file's name
+        content = msgspec.json.encode(_encodable(msgspec.to_builtins(value)))
+    write_atomically(path, msgspec.json.format(content, indent=2) + b"\n")
 
 
 def read_json(path: Path, type: type[T]) -> T:
@@ -34,6 +38,15 @@ def decode_json(content: str | bytes, type: type[T]) -> T:
         return msgspec.convert(_null_to_nan(msgspec.json.decode(content)), type, str_keys=True)
     except (RecursionError, UnicodeDecodeError) as error:
         raise msgspec.DecodeError(str(error)) from None
+
+
+def _encodable(value: Any) -> Any:
+    """The value with a question mark for each half of a character."""
+    if isinstance(value, dict):
+        return {key: _encodable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encodable(item) for item in value]
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
 
 def _null_to_nan(value: Any) -> Any:
