@@ -90,7 +90,8 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             return _dispatch(arguments)
         finally:
-            sys.stdout.flush()
+            if sys.stdout:  # None if the caller has closed it
+                sys.stdout.flush()
     except (ExperimentError, RecordError) as error:
         code, message = 2, str(error)
     except EnvironmentMissing as error:

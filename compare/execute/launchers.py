@@ -161,7 +161,11 @@ def find_hosts(
         raise ExperimentError(f"--hosts {count}: {place} has {available}")
     count = count or available
     slots = dict(list(slots.items())[:count])
-    return Hosts(launcher=launcher, count=count, slots=slots, options=tuple(options.split()))
+    try:
+        words = tuple(shlex.split(options))
+    except ValueError as error:
+        raise ExperimentError(f"--launcher_options={options}: {error}: quote it as for a shell") from None
+    return Hosts(launcher=launcher, count=count, slots=slots, options=words)
 
 
 def read_hostfile(path: Path) -> dict[str, int]:

@@ -66,8 +66,8 @@ def run_missing(
                     outcome = replace(outcome, failures=outcome.failures | {name: str(error)})
                 save(outcome, folder)
                 if errors and errors[-1].exit_code == STOPPED:  # the machine is needed: start nothing more
-                    is_saved = checkpoints_in(place / CHECKPOINTS)
-                    again = f"shardpair resume {folder}" if is_saved else outcome.how_to_go_on(folder)
+                    saved = (checkpoints_in(folder / case / CHECKPOINTS) for case in outcome.cases)
+                    again = f"shardpair resume {folder}" if all(saved) else outcome.how_to_go_on(folder)
                     raise EngineError(f"{errors[-1]}: `{again}` goes on", exit_code=STOPPED)
         if outcome.cases and not outcome.finished:
             raise EngineError("; ".join(map(str, errors)), exit_code=errors[0].exit_code, log=errors[0].log)

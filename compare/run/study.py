@@ -35,7 +35,7 @@ from compare.show.terminal import print_findings
 from compare.side.run_lock import lock_folder
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, edited
-from compare.terminal import errors_console, results_console
+from compare.terminal import errors_console, printable, results_console
 
 LATER_STEP = 20
 """Steps after which the ladder records the weights once more; in a shorter run after the last but one."""
@@ -275,10 +275,15 @@ class Study(StudyFlags, frozen=True, kw_only=True):
 def show(study: type[Study], outcome: Outcome, folder: Path, *, as_json: bool) -> int:
     """Print the findings of an outcome, and write its page. Returns 0 if complete and passed, else 1."""
     found = findings_in(study, outcome, folder)
-    page = write_page_of(study, outcome, folder) if found.tables else None
     print_findings(found, as_json=as_json)
-    if page and not as_json:
-        results_console().print(f"report: {page}", soft_wrap=True)
+    if found.tables:
+        try:
+            page = write_page_of(study, outcome, folder)
+            if not as_json:
+                results_console().print(f"report: {page}", soft_wrap=True)
+        except OSError as error:  # a folder of another user, or a full disk
+            why = f"no page was written: {error.filename or folder}: {error.strerror}; the result stands"
+            errors_console().print(printable(why), style="yellow", soft_wrap=True)
     return 0 if found.passed else 1
 
 
