@@ -282,7 +282,7 @@ def show(study: type[Study], outcome: Outcome, folder: Path, *, as_json: bool) -
             if not as_json:
                 results_console().print(f"report: {page}", soft_wrap=True)
         except OSError as error:  # a folder of another user, or a full disk
-            why = f"no page was written: {error.filename or folder}: {error.strerror}; the result stands"
+            why = f"no page was written into {folder} ({error.strerror}); the result stands"
             errors_console().print(printable(why), style="yellow", soft_wrap=True)
     return 0 if found.passed else 1
 
