@@ -79,7 +79,7 @@ def judged(record: Record, name: str = "") -> Judged:
     alone = Alone(
         request=request,
         strategy=strategy.objections,
-        uncompared=dict(strategy.uncompared),
+        uncompared={**strategy.uncompared, **_uncompared_update(record)},
         settings=settings_of(record, strategy),
         own=own,
     )
@@ -230,15 +230,21 @@ def _compare_updates(record: Record) -> Iterator[Found]:
     a step of about lr, even if rounding decides its sign. But from its own gradients an engine must compute
     the formulas of `compare.numerics.optimizer` up to rounding.
 
-    A resumed run lacks the moments before its first update, so that update is skipped. In float16 its number
-    of skipped updates is unknown, too, so no update is compared.
+    The moments before the first update of a resumed run are those of its checkpoint. Nothing is compared
+    where tensors are missing.
     """
     request, experiment = record.request, record.manifest.experiment
     due = request.weights_due if request else {1: Recorded.FIRST_WEIGHTS}
+    before: dict[str, Mapping[str, np.ndarray]] = {
+        WEIGHTS: read_tensors(record.folder, Recorded.INITIAL_WEIGHTS)
+    }
     updates = record.steps[0].step
-    if updates and experiment.precision.dtype == "float16":
-        return
-    before = {WEIGHTS: read_tensors(record.folder, Recorded.INITIAL_WEIGHTS)}
+    if checkpoint := _resumed_checkpoint(record):
+        updates = checkpoint.description.updates
+        moments = moment_names(experiment.optimizer)
+        before |= {name: checkpoint.group(name) for name in moments if updates}
+    elif updates and experiment.precision.dtype == "float16":
+        return  # the number of skipped updates is unknown
     for done, (step, rungs) in enumerate(zip(record.steps, UPDATES, strict=False), 1):
         gradients, *moments = (read_tensors(record.folder, rung) for rung in rungs)
         weights = read_tensors(record.folder, due[done]) if done in due else {}
@@ -256,6 +262,27 @@ def _compare_updates(record: Record) -> Iterator[Found]:
             yield error, f"{place} after step {step.step}, against the update of its own gradients,"
         updates += not step.skipped
         before = after
+
+
+def _resumed_checkpoint(record: Record) -> CheckpointReader | None:
+    """The checkpoint from which a run resumed; None for another run, or if the checkpoint is gone."""
+    resume = record.request.resume if record.request else None
+    if not resume:
+        return None
+    try:
+        checkpoint = CheckpointReader(Path(resume.checkpoint))
+    except CheckpointError:
+        return None
+    there, here = checkpoint.description.experiment.optimizer, record.manifest.experiment.optimizer
+    return checkpoint if moment_names(there) == moment_names(here) else None
+
+
+def _uncompared_update(record: Record) -> dict[str, str]:
+    """The first update of a resumed run, if it cannot be compared, with the reason."""
+    resume = record.request.resume if record.request else None
+    if not resume or not resume.step or not record.request.ladder or _resumed_checkpoint(record):
+        return {}
+    return {"the first update": f"its checkpoint {resume.checkpoint} cannot be read any more"}
 
 
 State = Mapping[str, Mapping[str, np.ndarray]]
