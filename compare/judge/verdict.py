@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from compare.contract.record import Record
 from compare.contract.request import Rung as Recorded
-from compare.judge.alone import REQUEST, Judged
-from compare.judge.errors import Found
+from compare.judge.alone import REQUEST, STRATEGY, Judged
+from compare.judge.errors import Found, largest
 from compare.judge.rounding import coarser
 from compare.judge.rungs import BATCH, NAMED, RUNGS, Rung, Values, weights
 from compare.spec.experiment import differing_keys
@@ -80,7 +80,9 @@ class Verdict(Struct, frozen=True, kw_only=True):
             return "PASS"
         off = f"{bad.worst} is off by {bad.error:.2e} (tolerance {bad.tolerance:.0e})"
         sentence = f"FAIL at {bad.rung}: {off if math.isfinite(bad.error) else bad.worst}"
-        routing = self.result("routing")
+        if bad.rung == STRATEGY and len(self.rungs) > 1:
+            return f"all numbers agree ({len(self.rungs) - 1} rungs); {sentence}"
+        routing = self.result("later_routing")
         return f"{sentence}; {routing.worst}" if routing and routing.error and routing != bad else sentence
 
 
@@ -122,13 +124,12 @@ def climb(
             if any(values := [rung.read(run) for run in runs]):
                 moves = rung.since_start and dtype != "float64"
                 begin = weights(Recorded.INITIAL_WEIGHTS)(runs[0]) if moves else {}
-                found.append(largest_error(rung, *values, begin))
+                found.append(largest_error(rung, *values, begin, limit=limit_of(rung, is_apart, runs, dtype)))
         if found:
             error, worst = max(found, key=lambda one: one[0])
             if len(runs[1].steps) < len(candidate.record.steps):
                 worst += f" (only the first {first} steps were compared)"
-            row = NAMED[rung.apart] if is_apart and rung.apart else rung
-            limit = row.loosen(getattr(row.limits, dtype), *runs, dtype)
+            limit = limit_of(rung, is_apart, runs, dtype)
             error = error if math.isfinite(error) else math.inf
             results.append(RungResult(rung=rung.name, error=error, tolerance=limit, worst=worst))
         elif why or rung.absent:
@@ -139,19 +140,57 @@ def climb(
     return Verdict(**names, rungs=results, skipped=skipped, uncompared=uncompared)
 
 
+def limit_of(rung: Rung, is_apart: bool, runs: Sequence[Record], dtype: str) -> float:
+    """The limit of a rung for two runs: with two checkpoints the limit of `Rung.apart`."""
+    row = NAMED[rung.apart] if is_apart and rung.apart else rung
+    return row.loosen(getattr(row.limits, dtype), *runs, dtype)
+
+
 def largest_error(
-    rung: Rung, reference: Values, candidate: Values, begin: Mapping[str, np.ndarray] = {}
+    rung: Rung,
+    reference: Values,
+    candidate: Values,
+    begin: Mapping[str, np.ndarray] = {},
+    *,
+    limit: float = math.inf,
 ) -> Found:
-    """The largest error over all places, or infinity with the fault. One place is in memory at a time."""
+    """The largest error over all places, or infinity with the fault. One place is in memory at a time.
+
+    If several gradients are off by more than the limit, the place also names the one that backward reaches
+    first: the mistake is there, or shortly behind, and all other errors may follow from it.
+    """
     if odd := sorted(reference.keys() ^ candidate.keys()):
         return math.inf, f"{odd[0]} is in only one of the two"
-    worst = (-1.0, "")
+    scales = _scales(rung, reference)
+    worst, first = (-1.0, ""), (0.0, "")
     for place in reference:
         value, expected = candidate[place], reference[place]
         if value.shape != expected.shape:
             return math.inf, f"{place} has shape {value.shape} instead of {expected.shape}"
-        worst = max(worst, rung.error(place, value, expected, begin.get(place)), key=lambda one: one[0])
+        least = {"least": scales[_kind(place)]} if scales else {}
+        error = rung.error(place, value, expected, begin.get(place), **least)
+        worst = max(worst, error, key=lambda one: one[0])
+        if error[0] > limit and not place.startswith("embedding."):
+            first = error
+    if rung.in_backward and first[1] and first[1] != worst[1] and math.isfinite(worst[0]):
+        return worst[0], f"{worst[1]} (in backward {first[1]} comes first, {first[0]:.1e})"
     return worst
+
+
+def _scales(rung: Rung, reference: Values) -> dict[str, float]:
+    """The least divisor of an error by kind of tensor. A second moment is a square."""
+    scales: dict[str, float] = {}
+    for place in reference if rung.least else ():
+        kind = _kind(place)
+        least = rung.least ** (2 if kind == "v" else 1) * largest(reference[place])
+        scales[kind] = max(scales.get(kind, 0.0), least)
+    return scales
+
+
+def _kind(place: str) -> str:
+    """The moment in `m of blocks.0.mlp.up.weight`; '' for a gradient."""
+    moment, is_moment, _ = place.partition(" of ")
+    return moment if is_moment else ""
 
 
 def _other_training(reference: Record, candidate: Record) -> str:

@@ -47,20 +47,20 @@ def test_routing_is_exact_in_float64_only(tmp_path, dtype, tokens, passes):
     assert verdict.passed == passes, verdict.sentence()
     assert {result.rung for result in verdict.rungs} == {*CLIMBED, *OF_EXPERTS}
     share = tokens / (2 * 2 * 4 * 8 * 2)  # one of two choices of a token
-    assert verdict.error("routing") == pytest.approx(share)
+    assert verdict.error("later_routing") == pytest.approx(share)
     if tokens:
-        worst = next(result.worst for result in verdict.rungs if result.rung == "routing")
+        worst = next(result.worst for result in verdict.rungs if result.rung == "later_routing")
         first = "the first in pass 1, block 1, sequence 0, position 0: expert 2 instead of 0"
         assert worst == f"1 of 256 choices, {first}"
     if not passes:
-        assert verdict.failure.rung == "routing"
+        assert verdict.failure.rung == "later_routing"
 
 
 def test_rerouted_tokens_fail_and_explain(tmp_path):
     experiment = spec("float32")
     reference = make_record(tmp_path / "reference", experiment)
     many = climbed(reference, make_record(tmp_path / "many", experiment, **turned(experiment, 8)))
-    assert many.failure.rung == "routing"
+    assert many.failure.rung == "later_routing"
     parted = turned(experiment, 1)
     parted["tensors"][Rung.GRADIENTS] = {n: 2 * g for n, g in parted["tensors"][Rung.GRADIENTS].items()}
     sentence = climbed(reference, make_record(tmp_path / "parted", experiment, **parted)).sentence()

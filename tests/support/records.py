@@ -39,7 +39,7 @@ from compare.theory.communication import bytes_sent
 from compare.theory.memory import bytes_at_rest
 
 CORPUS = "00"
-OF_EXPERTS = ("routing", "tokens_per_expert")
+OF_EXPERTS = ("routing", "later_routing", "tokens_per_expert")
 CLIMBED = [rung for rung in NAMED if rung not in ("loss_scale", "evaluations", *OF_EXPERTS)]
 """The rungs of a run of three steps or more, in float64, that evaluates nothing and has one MLP a block."""
 FEW_ROWS = [
