@@ -60,6 +60,8 @@ class Check(Study, frozen=True, kw_only=True):
     float32, SGD, dropout."""
     against: Literal["", "nanogpt"] = ""
     """nanogpt: compare with nanoGPT's numbers, on its experiment, with AdamW and with SGD."""
+    numbers_only: bool = False
+    """Compare no strategies: an engine may reach the same numbers in another way than the layout's."""
     output: Path | None = None
     """Also write the tables as Markdown to this file."""
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from compare.contract.record import Record, read_record
 from compare.contract.request import Platform, Request
-from compare.judge.alone import Alone, Judged, judged
+from compare.judge.alone import STRATEGY, Alone, Judged, judged
 from compare.judge.goldens import NANOGPT, judged_golden
 from compare.judge.verdict import Verdict, climb
 from compare.spec.experiment import Experiment
@@ -240,9 +240,12 @@ def with_case(
 
     Raises RecordError: a record cannot be read, or a reference did not do what it was asked for.
     """
-    this = judged(record, name)
-    if not outcome.cases[name].against and this.alone.objections:
-        raise RecordError(f"FAIL at request: {'; '.join(this.alone.objections)}")
+    this, skip = judged(record, name), {}
+    objections = this.alone.objections
+    if outcome.options.get("numbers_only"):
+        skip, objections = {STRATEGY: "--numbers_only"}, this.alone.request
+    if not outcome.cases[name].against and objections:
+        raise RecordError(f"FAIL at request: {'; '.join(objections)}")
     rounds = outcome.kept.get(name, {}) | {number: msgspec.to_builtins(value)}
     versions = outcome.circumstances.versions | record.manifest.versions
     outcome = replace(
@@ -262,6 +265,7 @@ def with_case(
                 judged_golden(optimizer) if reference == NANOGPT else _read(outcome, reference, folder),
                 this if candidate == name else _read(outcome, candidate, folder),
                 same_training=outcome.cases[candidate].same_training,
+                skip=skip,
             )
     return replace(outcome, verdicts=[verdicts[name] for name in outcome.cases if name in verdicts])
 

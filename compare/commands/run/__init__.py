@@ -37,6 +37,8 @@ class Run(Spread, frozen=True, kw_only=True):
     keep_tensors: bool = False
     """Keep the compared gradients, weights and moments in every engine's folder. By default they are removed
     once all engines agree; those of a failed run are always kept."""
+    numbers_only: bool = False
+    """Compare no strategies: an engine may reach the same numbers in another way than the layout's."""
     resume: str = ""
     """Begin with a checkpoint's weights, moments and position in the data, on this layout: the folder of a
     run, of one engine's run, or of a checkpoint. See `shardpair resume`."""
