@@ -81,10 +81,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
         off = f"{bad.worst} is off by {bad.error:.2e} (tolerance {bad.tolerance:.0e})"
         sentence = f"FAIL at {bad.rung}: {off if math.isfinite(bad.error) else bad.worst}"
         if bad.rung == STRATEGY and len(self.rungs) > 1:
-            agree = (
-                f"all numbers agree ({len(self.rungs) - 1} rungs), and --numbers_only compares nothing else"
-            )
-            return f"{agree}; {sentence}"
+            return f"all numbers agree ({len(self.rungs) - 1} rungs); {sentence} (--numbers_only skips it)"
         routing = self.result("later_routing")
         return f"{sentence}; {routing.worst}" if routing and routing.error and routing != bad else sentence
 
