@@ -51,13 +51,13 @@ def test_hugging_faces_gpt2_there_and_back(given, tmp_path):
     tensors = load_file(tmp_path / "gpt2" / WEIGHTS_FILE)
     # Its Conv1D keeps (in, out), nn.Linear (out, in).
     qkv = weights()["blocks.1.attention.qkv.weight"].reshape(6, 18)
-    np.testing.assert_array_equal(tensors["transformer.h.1.attn.c_attn.weight"], qkv.astype(np.float32))
+    np.testing.assert_array_equal(tensors["transformer.h.1.attn.c_attn.weight"], qkv)
     out = weights()["blocks.0.attention.out.weight"].reshape(6, 6)
-    np.testing.assert_array_equal(tensors["transformer.h.0.attn.c_proj.weight"], out.astype(np.float32))
+    np.testing.assert_array_equal(tensors["transformer.h.0.attn.c_proj.weight"], out)
     model, found = read_gpt2(tmp_path / "gpt2")
     assert model == EXPERIMENT.model
     for name, array in weights().items():
-        np.testing.assert_array_equal(found[name], array.astype(np.float32))
+        np.testing.assert_array_equal(found[name], array)  # float64 stays float64
     assert main(["convert", str(tmp_path / "gpt2"), str(tmp_path / "back")]) == 0
     reader = CheckpointReader(tmp_path / "back")
     assert (reader.description.updates, reader.description.experiment.model) == (0, EXPERIMENT.model)
@@ -120,7 +120,9 @@ def test_dtypes_that_numpy_lacks(gpt2, tmp_path, capsys, stored, dtype):
     """bfloat16 is the upper half of a float32; 8-bit floats are rejected."""
     path = gpt2 / WEIGHTS_FILE
     tensors = load_file(path)
-    halves = {n: (np.ascontiguousarray(a).view("<u4") >> 16).astype("<u2") for n, a in tensors.items()}
+    halves = {
+        n: (np.ascontiguousarray(a, np.float32).view("<u4") >> 16).astype("<u2") for n, a in tensors.items()
+    }
     save_file({n: a.astype(f"u{int(stored[1:]) // 8}") for n, a in halves.items()}, path)
     content = path.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")

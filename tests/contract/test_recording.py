@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from compare.contract.record import EVALUATIONS, STEPS_PART, Recorder, Step, read_lines, read_tensors
 from compare.contract.request import Request, Rung, rungs_asked_for
 from compare.contract.timing import Stopwatch, Timing, Window
+from compare.numerics.context import order_of_positions
 from compare.numerics.stream import Evaluation, steps_due
 from compare.side.ending import DivergedError
 from compare.side.recording import FinishedStep, Observer, Progress, Recording
@@ -39,7 +40,8 @@ class FakeSide:
 
     def tensors(self, rung: Rung) -> dict[str, np.ndarray]:
         self.asked.append(rung)
-        return {"w": np.ones(2)}
+        length = self.request.experiment.model.block_size
+        return {"w": np.broadcast_to(np.arange(length)[:, None, None], (1, 1, length, length, 2))}
 
     def evaluate(self, step: int) -> Evaluation:
         self.asked.append(step)
@@ -123,6 +125,17 @@ def test_ladder_writes_the_requested_rungs(tiny, tmp_path, writes):
         tell.steps([done(step)], ONE)
     assert sorted(map(str, side.asked)) == sorted(rungs_asked_for(request))
     assert all(bool(read_tensors(tmp_path, rung)) == writes for rung in rungs_asked_for(request))
+
+
+def test_tokens_are_written_in_the_order_of_the_sequence(tiny, tmp_path):
+    """A device has positions in the requested order. An engine that ignores zigzag has other tokens there."""
+    experiment = replace(tiny, layout=replace(tiny.layout, cp=2, zigzag=True))
+    side = FakeSide(Request(engine="torch-manual", experiment=experiment, ladder=True))
+    Recording(side, Recorder(tmp_path), tmp_path).begin(Progress())
+    order_T = order_of_positions(tiny.model.block_size, experiment.layout)
+    written = read_tensors(tmp_path, Rung.BATCH)["w"][0, 0, :, 0, 0]
+    assert (written[order_T] == np.arange(tiny.model.block_size)).all()
+    assert (written != np.arange(tiny.model.block_size)).any()
 
 
 def test_evaluation_is_written_when_due(tiny, tmp_path):
