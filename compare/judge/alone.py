@@ -279,10 +279,12 @@ def _resumed_checkpoint(record: Record) -> CheckpointReader | None:
 
 def _uncompared_update(record: Record) -> dict[str, str]:
     """The first update of a resumed run, if it cannot be compared, with the reason."""
-    resume = record.request.resume if record.request else None
-    if not resume or not resume.step or not record.request.ladder or _resumed_checkpoint(record):
+    request = record.request
+    if not request or not request.resume or not request.ladder or not request.resume.step:
         return {}
-    return {"the first update": f"its checkpoint {resume.checkpoint} cannot be read any more"}
+    if _resumed_checkpoint(record):
+        return {}
+    return {"the first update": f"its checkpoint {request.resume.checkpoint} cannot be read any more"}
 
 
 State = Mapping[str, Mapping[str, np.ndarray]]

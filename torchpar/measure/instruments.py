@@ -29,7 +29,7 @@ class Instruments(Observer):
         request = run.request
         usual = request.first_step + (INSTRUMENTED_STEP if request.steps > INSTRUMENTED_STEP else 0)
         self.watched = request.timing.watched if request.timing else usual
-        axes = {axis.group.group_name: axis.name for axis in run.mesh.axes.values() if axis.group}
+        axes = {str(axis.group.group_name): axis.name for axis in run.mesh.axes.values() if axis.group}
         self.ledger = LedgerSink(axes, infers_purposes=True)
         self.gradient_bytes = 0
 

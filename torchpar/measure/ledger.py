@@ -165,7 +165,7 @@ class LedgerSink(Sink):
 def ledger_of(mesh: DeviceMesh | None = None) -> Generator[Ledger]:
     """The ledger of this rank's communication inside the context. It is filled when the context ends."""
     dims = (mesh.mesh_dim_names or ()) if mesh else ()
-    ledger, sink = Ledger(), LedgerSink({mesh.get_group(dim).group_name: dim for dim in dims if mesh})
+    ledger, sink = Ledger(), LedgerSink({str(mesh.get_group(dim).group_name): dim for dim in dims if mesh})
     try:
         with Watch(sink):
             yield ledger
