@@ -70,7 +70,7 @@ def recorded(preset: str) -> dict[str, Rows]:
     return rows
 
 
-@pytest.mark.parametrize("preset", DEVICES)
+@pytest.mark.parametrize("preset", reversed(DEVICES))  # test_evaluation.py begins at the other end
 def test_ledgers_are_those_recorded(preset, grid):
     folder, expected = grid.run(preset), recorded(preset)
     folders = {path.parent.name: path for path in folder.glob(f"*/{LEDGER}")}

@@ -58,8 +58,8 @@ PRELOADED = {
 }
 READ_AT_IMPORT = ("OMP_", "KMP_", "MKL_", "TORCH", "PYTORCH", "JAX_", "LD_", "MALLOC", "GLIBC", "PYTHON")
 """Beginnings of environment variables that a fork would come too late for."""
-SET_BY_IMPORT = "TORCHINDUCTOR_CACHE_DIR"
-"""A variable that begins so, and that PyTorch sets for itself and its children."""
+IN_A_FORK = ("TORCHINDUCTOR_CACHE_DIR", "PYTHONPATH")
+"""Variables that begin so and that a fork obeys: PyTorch sets one itself, `use_sources` reads the other."""
 MAX_MESSAGE = 100_000
 ITSELF = "tests.support.warm"
 CLIENT = Path(__file__).with_name("warm_client.py")
@@ -80,7 +80,7 @@ def python() -> str:
         folder = Path(tempfile.mkdtemp(prefix="warm-"))
         _folders.append(folder)
         (folder / "python").write_text(f"#!{REAL} -ISE\n{CLIENT.read_text()}")
-        settings = REAL, str(folder), ITSELF, READ_AT_IMPORT, SET_BY_IMPORT
+        settings = REAL, str(folder), ITSELF, READ_AT_IMPORT, IN_A_FORK
         (folder / "python.json").write_text(json.dumps(settings))
         (folder / "python").chmod(stat.S_IRWXU)
         for module, (first, *_) in PRELOADED.items():
@@ -145,8 +145,11 @@ def end() -> None:
 
 def serve(module: str, folder: str) -> NoReturn:
     """Import what `module` needs, and fork for whoever asks."""
-    at_import = {key: value for key, value in os.environ.items() if key.startswith(READ_AT_IMPORT)}
-    at_import.pop(SET_BY_IMPORT, None)
+    at_import = {
+        key: value
+        for key, value in os.environ.items()
+        if key.startswith(READ_AT_IMPORT) and key not in IN_A_FORK
+    }
     if module == "compare":
         sys.executable = os.path.join(folder, "python")  # with which it starts its sides
     try:
@@ -230,6 +233,19 @@ def main() -> int:
     return function(*arguments)
 
 
+def use_sources(path: str) -> None:
+    """Import the project's packages again, without the frameworks, if PYTHONPATH has other copies of them."""
+    folders = [folder for folder in path.split(os.pathsep) if folder and folder not in sys.path]
+    if not any(Path(folder, package).is_dir() for folder in folders for package in PRELOADED):
+        return
+    sys.path[:0] = folders
+    if gloo := sys.modules.get("torchpar.comm.gloo"):  # PyTorch registers a backend once
+        del gloo.dist.Backend._plugins[gloo.BACKEND.upper()]
+        delattr(gloo.dist.Backend, gloo.BACKEND.upper())
+    for name in [name for name in sys.modules if name.partition(".")[0] in PRELOADED]:
+        del sys.modules[name]
+
+
 def become(asked: dict, files: list[int]) -> NoReturn:
     """From now on be what `python -m MODULE` would have been."""
     module: str = asked["module"]
@@ -240,6 +256,7 @@ def become(asked: dict, files: list[int]) -> NoReturn:
     os.chdir(asked["folder"])
     os.environ.clear()
     os.environ.update(asked["environment"])
+    use_sources(os.environ.get("PYTHONPATH", ""))
     for number in (signal.SIGINT, signal.SIGTERM):
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in asked["ignored"] else default)

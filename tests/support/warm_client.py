@@ -11,7 +11,7 @@ import sys
 import time
 
 with open(sys.argv[0] + ".json") as settings:
-    REAL, FOLDER, FORKED, AT_IMPORT, SET_BY_IMPORT = json.load(settings)
+    REAL, FOLDER, FORKED, AT_IMPORT, IN_A_FORK = json.load(settings)
 
 
 def run_real() -> None:
@@ -29,8 +29,11 @@ try:
         at_import = json.load(file)
 except (OSError, ValueError):
     run_real()
-own = {key: value for key, value in os.environ.items() if key.startswith(tuple(AT_IMPORT))}
-own.pop(SET_BY_IMPORT, None)
+own = {
+    key: value
+    for key, value in os.environ.items()
+    if key.startswith(tuple(AT_IMPORT)) and key not in IN_A_FORK
+}
 if own != at_import and module != FORKED:
     run_real()
 
