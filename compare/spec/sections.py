@@ -85,7 +85,8 @@ class Data(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     source: str = "stdlib"
     """Source of the tokens: stdlib (bytes of Python's standard library), synthetic, a folder with nanoGPT's
-    train.bin, a .bin file of uint16 tokens, or any other file, read as bytes."""
+    train.bin, a .bin file of tokens (nanoGPT's, of 32 bits, or a shard of llm.c), or another file, read as
+    bytes."""
 
 
 class Optimizer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
