@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from compare.contract.communication import GRADIENTS, Communication
+from compare.contract.communication import GRADIENTS, TIED_GRADIENTS, Communication
 from compare.contract.ledger import Ledger
 from compare.judge.strategy import strategy_of
 from compare.spec.experiment import Experiment, Layout, Model, Precision, edited, load
@@ -22,6 +22,16 @@ def test_moments_may_be_missing_before_an_update(tmp_path, tiny):
     without = replace(record, manifest=manifest)
     assert "optimizer off by -100%" in objections(without)
     assert not objections(replace(without, steps=[replace(step, skipped=True) for step in without.steps]))
+
+
+def test_dtype_of_tied_gradients_is_named(tmp_path, tiny):
+    sections = {"precision": {"dtype": "bfloat16"}, "layout": {"pp": 2, "microbatches": 2}}
+    right = make_record(tmp_path / "run", edited(tiny, sections))
+    tied = [row for row in right.ledger.rows if row.purpose == TIED_GRADIENTS]
+    assert tied
+    others = [row for row in right.ledger.rows if row not in tied]
+    wrong = replace(right, ledger=Ledger(rows=[*others, *(replace(row, dtype="bfloat16") for row in tied)]))
+    assert "dtype of gradients that are sent" in objections(wrong)
 
 
 def test_verdict_lists_what_was_not_compared(tmp_path, tiny):
