@@ -58,8 +58,8 @@ PRELOADED = {
 }
 READ_AT_IMPORT = ("OMP_", "KMP_", "MKL_", "TORCH", "PYTORCH", "JAX_", "LD_", "MALLOC", "GLIBC", "PYTHON")
 """Beginnings of environment variables that a fork would come too late for."""
-IN_A_FORK = ("TORCHINDUCTOR_CACHE_DIR", "PYTHONPATH")
-"""Variables that begin so and that a fork obeys: PyTorch sets one itself, `use_sources` reads the other."""
+SET_BY_IMPORT = "TORCHINDUCTOR_CACHE_DIR"
+"""A variable that begins so, and that PyTorch sets for itself and its children."""
 MAX_MESSAGE = 100_000
 ITSELF = "tests.support.warm"
 CLIENT = Path(__file__).with_name("warm_client.py")
@@ -80,7 +80,7 @@ def python() -> str:
         folder = Path(tempfile.mkdtemp(prefix="warm-"))
         _folders.append(folder)
         (folder / "python").write_text(f"#!{REAL} -ISE\n{CLIENT.read_text()}")
-        settings = REAL, str(folder), ITSELF, READ_AT_IMPORT, IN_A_FORK
+        settings = REAL, str(folder), ITSELF, READ_AT_IMPORT, SET_BY_IMPORT
         (folder / "python.json").write_text(json.dumps(settings))
         (folder / "python").chmod(stat.S_IRWXU)
         for module, (first, *_) in PRELOADED.items():
@@ -145,11 +145,8 @@ def end() -> None:
 
 def serve(module: str, folder: str) -> NoReturn:
     """Import what `module` needs, and fork for whoever asks."""
-    at_import = {
-        key: value
-        for key, value in os.environ.items()
-        if key.startswith(READ_AT_IMPORT) and key not in IN_A_FORK
-    }
+    at_import = {key: value for key, value in os.environ.items() if key.startswith(READ_AT_IMPORT)}
+    at_import.pop(SET_BY_IMPORT, None)
     if module == "compare":
         sys.executable = os.path.join(folder, "python")  # with which it starts its sides
     try:
