@@ -274,16 +274,16 @@ class Study(StudyFlags, frozen=True, kw_only=True):
 
 def show(study: type[Study], outcome: Outcome, folder: Path, *, as_json: bool) -> int:
     """Print the findings of an outcome, and write its page. Returns 0 if complete and passed, else 1."""
-    found = findings_in(study, outcome, folder)
+    found, page, why = findings_in(study, outcome, folder), None, ""
+    try:
+        page = write_page_of(study, outcome, folder) if found.tables else None
+    except OSError as error:  # a folder of another user, or a full disk
+        why = f"no page was written into {folder} ({error.strerror}); the result stands"
     print_findings(found, as_json=as_json)
-    if found.tables:
-        try:
-            page = write_page_of(study, outcome, folder)
-            if not as_json:
-                results_console().print(f"report: {page}", soft_wrap=True)
-        except OSError as error:  # a folder of another user, or a full disk
-            why = f"no page was written into {folder} ({error.strerror}); the result stands"
-            errors_console().print(printable(why), style="yellow", soft_wrap=True)
+    if page and not as_json:
+        results_console().print(f"report: {page}", soft_wrap=True)
+    if why:
+        errors_console().print(printable(why), style="yellow", soft_wrap=True)
     return 0 if found.passed else 1
 
 

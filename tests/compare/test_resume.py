@@ -116,4 +116,4 @@ def test_resume_rejects_other_trainings(spec, shardpair, tmp_path):
     assert f"{file}: its contents have changed" in refused(*longer)
     fields = json.loads((given / "checkpoint.json").read_text())
     (given / "checkpoint.json").write_text(json.dumps(fields | {"format": 99}))
-    assert "format = 99, and this version reads 1" in refused(*longer)
+    assert "format = 99, and this version reads 2" in refused(*longer)
