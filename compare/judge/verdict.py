@@ -5,7 +5,7 @@ seed, and the optimizer's formulas. A rung fails if the two runs differ or if on
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -36,6 +36,8 @@ class RungResult(Struct, frozen=True, kw_only=True):
     tolerance: float
     worst: str
     """Place of the largest error; if the error is infinite, a description of the fault."""
+    first: str = ""
+    """The wrong gradient that backward reaches first, at the rung of gradients."""
 
     @property
     def passed(self) -> bool:
@@ -82,6 +84,8 @@ class Verdict(Struct, frozen=True, kw_only=True):
         sentence = f"FAIL at {bad.rung}: {off if math.isfinite(bad.error) else bad.worst}"
         if bad.rung == STRATEGY and len(self.rungs) > 1:
             return f"all numbers agree ({len(self.rungs) - 1} rungs); {sentence} (--numbers_only skips it)"
+        if bad.first and bad.first != bad.worst and math.isfinite(bad.error):
+            sentence += f"; the first in backward is {bad.first}"
         routing = self.result("later_routing")
         return f"{sentence}; {routing.worst}" if routing and routing.error and routing != bad else sentence
 
@@ -124,14 +128,18 @@ def climb(
             if any(values := [rung.read(run) for run in runs]):
                 moves = rung.since_start and dtype != "float64"
                 begin = weights(Recorded.INITIAL_WEIGHTS)(runs[0]) if moves else {}
-                found.append(largest_error(rung, *values, begin, limit=limit_of(rung, is_apart, runs, dtype)))
+                found += errors_by_place(rung, *values, begin)
         if found:
             error, worst = max(found, key=lambda one: one[0])
             if len(runs[1].steps) < len(candidate.record.steps):
                 worst += f" (only the first {first} steps were compared)"
-            limit = limit_of(rung, is_apart, runs, dtype)
+            row = NAMED[rung.apart] if is_apart and rung.apart else rung
+            limit = row.loosen(getattr(row.limits, dtype), *runs, dtype)
             error = error if math.isfinite(error) else math.inf
-            results.append(RungResult(rung=rung.name, error=error, tolerance=limit, worst=worst))
+            first_wrong = first_in_backward(found, limit) if rung.in_backward else ""
+            results.append(
+                RungResult(rung=rung.name, error=error, tolerance=limit, worst=worst, first=first_wrong)
+            )
         elif why or rung.absent:
             request = candidate.record.request
             skipped[rung.name] = why or (rung.absent if request and request.ladder else UNASKED)
@@ -140,43 +148,31 @@ def climb(
     return Verdict(**names, rungs=results, skipped=skipped, uncompared=uncompared)
 
 
-def limit_of(rung: Rung, is_apart: bool, runs: Sequence[Record], dtype: str) -> float:
-    """The limit of a rung for two runs: with two checkpoints the limit of `Rung.apart`."""
-    row = NAMED[rung.apart] if is_apart and rung.apart else rung
-    return row.loosen(getattr(row.limits, dtype), *runs, dtype)
-
-
-def largest_error(
-    rung: Rung,
-    reference: Values,
-    candidate: Values,
-    begin: Mapping[str, np.ndarray] = {},
-    *,
-    limit: float = math.inf,
-) -> Found:
-    """The largest error over all places, or infinity with the fault. One place is in memory at a time.
-
-    If several gradients are off by more than the limit, the place also names the one that backward reaches
-    first: the mistake is there, or shortly behind, and all other errors may follow from it.
-    """
+def errors_by_place(
+    rung: Rung, reference: Values, candidate: Values, begin: Mapping[str, np.ndarray] = {}
+) -> Iterator[Found]:
+    """The error at each place, or infinity with the fault. One place is in memory at a time."""
     if odd := sorted(reference.keys() ^ candidate.keys()):
-        return math.inf, f"{odd[0]} is in only one of the two"
+        yield math.inf, f"{odd[0]} is in only one of the two"
+        return
     scales = _scales(rung, reference)
-    worst, first, right = (-1.0, ""), (0.0, ""), 0
     for place in reference:
         value, expected = candidate[place], reference[place]
         if value.shape != expected.shape:
-            return math.inf, f"{place} has shape {value.shape} instead of {expected.shape}"
+            yield math.inf, f"{place} has shape {value.shape} instead of {expected.shape}"
+            continue
         least = {"least": scales[_kind(place)]} if scales else {}
-        error = rung.error(place, value, expected, begin.get(place), **least)
-        worst = max(worst, error, key=lambda one: one[0])
-        if error[0] > limit and not place.startswith("embedding."):
-            first = error
-        right += error[0] <= limit
-    # If all gradients are wrong, the mistake is in their reduction.
-    if rung.in_backward and right and first[1] not in ("", worst[1]) and math.isfinite(worst[0]):
-        return worst[0], f"{worst[1]} (in backward {first[1]} comes first, {first[0]:.1e})"
-    return worst
+        yield rung.error(place, value, expected, begin.get(place), **least)
+
+
+def first_in_backward(errors: Sequence[Found], limit: float) -> str:
+    """The wrong gradient that backward reaches first, from errors in the order of forward; '' if none is wrong.
+
+    The mistake is there, or between there and the layer behind. All other errors may follow from it. The
+    table of tokens is read at both ends.
+    """
+    wrong = [place for error, place in errors if error > limit and not place.startswith("embedding.")]
+    return wrong[-1] if wrong else ""
 
 
 def _scales(rung: Rung, reference: Values) -> dict[str, float]:

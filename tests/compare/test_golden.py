@@ -13,7 +13,7 @@ from compare.contract.record import read_tensors
 from compare.contract.request import Rung
 from compare.judge.goldens import folder_of, read_golden
 from compare.judge.rungs import NAMED
-from compare.judge.verdict import largest_error
+from compare.judge.verdict import errors_by_place
 from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import reference_step
 from compare.numerics.parameters import parameter_table
@@ -59,7 +59,7 @@ def test_committed_numbers_are_nanogpts(optimizer):
     assert len(moments) == {"adamw": 2, "sgd": 1}[optimizer]
     kept = {Rung.FIRST_WEIGHTS: after} | {Rung(f"first_{name}"): moment for name, moment in moments.items()}
     for rung, found in kept.items():
-        error, worst = largest_error(NAMED["gradients"], read_tensors(folder, rung), found)
+        error, worst = max(errors_by_place(NAMED["gradients"], read_tensors(folder, rung), found))
         assert error < 1e-14, (rung, worst)
 
 

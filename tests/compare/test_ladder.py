@@ -13,7 +13,7 @@ from compare.contract.request import Rung
 from compare.judge.alone import REQUEST
 from compare.judge.errors import relative_error
 from compare.judge.rungs import NAMED, RUNGS, Limits
-from compare.judge.verdict import Verdict, largest_error
+from compare.judge.verdict import Verdict, errors_by_place, first_in_backward
 from compare.spec.experiment import edited
 from tests.support.records import CLIMBED, climbed, make_record, make_steps, tensors_of
 
@@ -229,8 +229,24 @@ def test_error_is_relative_to_largest_entry():
     assert relative_error(np.array([1e-20, 2.0]), np.array([0.0, 2.0])) == pytest.approx(5e-21)
     assert relative_error(np.array([0.5]), np.array([0.0])) == 0.5
     assert math.isinf(relative_error(np.array([np.inf]), np.array([1.0])))
-    error = largest_error(NAMED["gradients"], {"a": np.array([2.0])}, {"a": np.array([1.0])})
+    error = max(errors_by_place(NAMED["gradients"], {"a": np.array([2.0])}, {"a": np.array([1.0])}))
     assert error == (0.5, "a")
+
+
+def test_gradient_of_rounding_is_no_error():
+    """A router's gradient is zero in exact arithmetic if all experts have equal shares."""
+    ones = {"blocks.0.mlp.up.weight": np.array([3e-2])}
+    errors = errors_by_place(
+        NAMED["gradients"], ones | {"r": np.array([7e-19])}, ones | {"r": np.array([3e-19])}
+    )
+    assert max(errors)[0] < NAMED["gradients"].limits.float64
+
+
+def test_first_wrong_gradient_in_backward():
+    errors = [(1.0, "embedding.token"), (2.0, "blocks.0.norm1.scale"), (0.5, "blocks.1.attention.qkv.weight")]
+    right = [(0.0, "blocks.1.mlp.up.weight"), (0.0, "norm.scale")]
+    assert first_in_backward(errors + right, 0.1) == "blocks.1.attention.qkv.weight"
+    assert first_in_backward(right, 0.1) == ""
 
 
 def test_one_tensor_is_in_memory_at_a_time():
@@ -246,7 +262,7 @@ def test_one_tensor_is_in_memory_at_a_time():
             return tensor
 
     on_disk = OnDisk(dict.fromkeys("abcdef"))
-    assert largest_error(NAMED["gradients"], on_disk, on_disk)[0] == 0
+    assert max(errors_by_place(NAMED["gradients"], on_disk, on_disk))[0] == 0
     assert max(most) <= 4  # two that are compared, and the two before
 
 

@@ -10,7 +10,7 @@ from compare.checkpoint.description import CHECKPOINTS, folder_name, groups
 from compare.checkpoint.reader import CheckpointReader
 from compare.contract.record import read_record
 from compare.judge.rungs import NAMED
-from compare.judge.verdict import largest_error
+from compare.judge.verdict import errors_by_place
 from compare.spec.experiment import Experiment, edited, to_toml
 from tests.support.checkpoints import write_random
 
@@ -34,7 +34,7 @@ def difference(found: Path, expected: Path) -> dict[str, float]:
     """The largest relative error of any tensor, of the weights and of each moment."""
     readers = [CheckpointReader(folder) for folder in (found, expected)]
     return {
-        group: largest_error(NAMED["gradients"], *(reader.group(group) for reader in readers))[0]
+        group: max(errors_by_place(NAMED["gradients"], *(reader.group(group) for reader in readers)))[0]
         for group in groups(readers[0].description.experiment)
     }
 
