@@ -166,7 +166,7 @@ def errors_by_place(
 
 
 def first_in_backward(errors: Sequence[Found], limit: float) -> str:
-    """The wrong gradient that backward reaches first, from errors in the order of forward; '' if none is wrong.
+    """The wrong gradient that backward reaches first, from errors in the order of forward; '' if none is.
 
     The mistake is there, or between there and the layer behind. All other errors may follow from it. The
     table of tokens is read at both ends.
