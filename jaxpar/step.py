@@ -71,7 +71,7 @@ def accumulate_gradients(
     Args:
         scale: factor of the gradients in float16.
         reduce: applied to the gradients of each microbatch before they are added.
-        finish: applied to the sum before it is divided by A.
+        finish: applied to the sum before it is divided by A. Engines reduce gradients here, or in `reduce`.
         like: a tree with the shapes of the accumulated gradients; by default `params`.
 
     Returns:

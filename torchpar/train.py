@@ -98,6 +98,8 @@ def train_step(
     engine, state, config = run.engine, run.state, run.experiment.optimizer
     scale = state.loss_scale.scale * engine.loss_mean_ranks if state.loss_scale else 1.0
 
+    # Forward and backward send the messages of tp, cp, ep, pp and ZeRO-3: the engine's modules make them. In
+    # the last backward most engines also start to reduce gradients.
     with engine.step_context():
         loss = forward_backward(run, batch, scale)
     run.rank.at(state.step, "synchronisation")

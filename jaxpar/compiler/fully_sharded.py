@@ -31,9 +31,9 @@ from jaxpar.weights import STACKED, without_layers
 
 def shard_parameters(tree: Any, placements: Any) -> Any:
     """Constrain parameters, gradients or moments to shards over dp_shard."""
-    # Gradients: a reduce-scatter, under zero 1 after the last pass, under zero 2 after each pass. Under zero
-    # 3 a slice: the derivative of `gather` has summed each layer in the backward loop. Full parameters before
-    # the update: a slice. The out_shardings of the jit (`programs`) request the all-gather after the update.
+    # Zero 1: a reduce-scatter of gradients after the last pass. Zero 2: after each pass. Zero 3: a slice of
+    # sums, which the derivative of `gather` makes: it constrains each layer's gradient to be full.
+    # Full parameters before the update: a slice. After it the out_shardings of the jit all-gather them.
     return lax.with_sharding_constraint(tree, specs(placements, sharded=True))
 
 

@@ -7,18 +7,21 @@
     array, split over pp                    communication that XLA inserts
     blocks (S, ...)                         none: each device computes its stage
     x of each stage (S, b, T, C)            after each tick a roll by +1
-    a slot with waiting x (S, b, T, C)      after each tick a roll by -1
+    one slot of each stage (S, b, T, C)     after each tick a roll by -1
     embedding, norm and head: not split     in backward their gradients are added over pp
 
 A roll along the split dim S is a collective permute between neighbours, and it wraps around. The loop is
-`jaxpar.tick_loop`, with the legend. It calls `roll` twice after each tick:
+`jaxpar.tick_loop`, with the legend. Each stage has K = M / S slots, rounded up. Microbatch m waits in slot m
+// S of stage m % S, where it is embedded. At a tick stage 0 takes x from one slot, and all stages use that
+number. After each tick the loop calls `roll` twice:
 
     x rolls by +1          the last stage's y arrives at stage 0
     stage 0 swaps          it puts a finished y into the slot, and takes the x that waits there
     the slot rolls by -1   the next x arrives at stage 0; y goes to stage S - 1 and further, to its loss
 
-So each stage embeds the microbatches in its slots, and computes the loss of each y that ends there. Autodiff
-reverses the loop and each roll: all forwards run first, then all backwards, as in GPipe.
+After S rolls a slot has passed all its x to stage 0. In their places are finished y, and the stage where a y
+ends computes its loss. So no stage embeds all microbatches, or computes all losses. Autodiff reverses the
+loop and each roll: all forwards run first, then all backwards, as in GPipe.
 """
 
 from functools import partial

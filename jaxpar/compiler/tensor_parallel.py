@@ -57,7 +57,7 @@ def split_layers(hooks: Hooks, experiment: Experiment) -> None:
         # At out and down each device has a partial sum. XLA all-reduces it, or reduce-scatters T. At qkv and
         # up nothing is sent.
         linear.after = partial(constrain, split=of_output)
-    # The router's weights and the input of the head: as the input of a region.
+    # The routing weights and the input of the head: as the input of a region.
     hooks.before_mix = hooks.before_logits = constrain
     # Each device looks up the tokens of its rows of the table. XLA adds the vectors by an all-reduce. Under
     # sequence parallelism XLA on a CPU gathers the table instead.

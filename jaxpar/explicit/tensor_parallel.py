@@ -42,9 +42,12 @@ def split_layers(hooks: Hooks, experiment: Experiment) -> None:
     hooks.qkv.before = hooks.up.before = hooks.before_logits = enter_region
     for row in (hooks.out, hooks.down):  # (B, T, ..@tp) -> (B, T, C)
         row.matmul, row.after = row_matmul, g
-    # A look-up (`data_parallel.look_up`) has a whole result: XLA sums it over tp. So g after it sends
-    # nothing. Under sequence parallelism g takes a slice of it, and routing weights [T@tp] are all-gathered.
-    hooks.before_mix, hooks.after_embedding = whole, g
+    # `data_parallel.look_up` requests a whole result: XLA all-reduces the looked-up vectors over tp there. So
+    # g sends nothing after it. Under sequence parallelism g keeps this device's positions.
+    hooks.after_embedding = g
+    # Routing weights (B, T, E) enter the region of the experts: whole, as x. Under sequence parallelism they
+    # are all-gathered.
+    hooks.before_mix = whole
     hooks.router.matmul = router_matmul
     hooks.vocabulary = token_ids
     hooks.cross_entropy = split_cross_entropy

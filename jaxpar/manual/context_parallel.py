@@ -5,9 +5,11 @@
     ulysses      all-to-all q, k, v and then y        all-to-all their gradients
     ring         n - 1 hops of K, V                   n - 1 hops of K, V, and n hops of dK, dV
 
-In a hop a device sends the K, V that it has to the next device, and attends to them meanwhile (`ring`). After
-n - 1 hops every query has seen all keys, and no device has gathered them. In backward dK, dV follow their
-K, V: each device adds its part, and after n hops they are back.
+In a hop a device sends the K, V that it has to the next device, and attends to them meanwhile. All hops are
+in `ring`: `pass_around` sends K, V, and backward sends dK, dV. Each query keeps a softmax over the keys so
+far. A new block is merged by its share of the sum of exponentials, so the order of the blocks does not
+matter. After n - 1 hops every query has seen all keys, and no device has gathered them. In backward dK, dV
+follow their K, V: each device adds its part, and after n hops they are back.
 
 Autodiff derives the backward of the first two. Under layout.remat = dots, the default, backward also gathers
 K and V again. All other layers treat each position by itself, and send nothing. Weights are replicated over
@@ -54,6 +56,7 @@ def strategy(experiment: Experiment, placements: Any, hooks: Hooks) -> Strategy:
     hooks.position_vectors = lambda table, x: table[hooks.stream_positions(x.shape[1])]
     hooks.stream_positions = lambda count: own(count)[of_stream(count)]  # tp may split them again
     if layout.context == "ring":
+        # The messages are in `ring`: in `pass_around`, and in the backward.
         hooks.attention = partial(ring_attention, layout=layout)
     elif layout.context == "ulysses":
         hooks.attention = exchanged_attention

@@ -5,8 +5,10 @@
     ulysses      all-to-all q, k, v and then y        all-to-all their gradients
     ring         n - 1 hops of K, V                   n - 1 hops of K, V, and n hops of dK, dV
 
-In a hop a rank sends the K, V that it has to the next rank, and attends to them meanwhile (`ring`). After
-n - 1 hops every query has seen all keys, and no rank has gathered them. In backward dK, dV follow their
+In a hop a rank sends the K, V that it has to the next rank, and attends to them meanwhile. All hops are in
+`ring`: `pass_around` sends K, V, and backward sends dK, dV. Each query keeps a softmax over the keys so far.
+A new block is merged by its share of the sum of exponentials, so the order of the blocks does not matter.
+After n - 1 hops every query has seen all keys, and no rank has gathered them. In backward dK, dV follow their
 K, V: each rank adds its part, and after n hops they are back.
 
 All other layers treat each position by itself, and send nothing. Weights are replicated over cp, and their
@@ -135,4 +137,5 @@ class UlyssesAttention(nn.Module):
         return AllToAll.apply(y_BThD, self.axis, 1, 2)  # from heads to positions
 
 
+# The ring's messages are in `ring`: in `pass_around`, and in the backward.
 CORES = {"allgather": GatheredAttention, "ring": RingAttention, "ulysses": UlyssesAttention}

@@ -6,6 +6,10 @@ Parameters are gathered in units: a block, or the embeddings and the head. For o
     backward     all-gather it again     compute    free it, reduce-scatter its gradients
     optimizer                            update the shard
 
+The embeddings and the head are one unit. It runs at both ends of forward, so it is gathered twice in a pass.
+It is still in memory when backward begins. An embedding's backward does not read its weight, so the unit is
+not gathered a third time. Its gradients are complete last, and are reduce-scattered last.
+
 Prefetch: when a unit begins to run, the unit before it is freed and the all-gather of the unit after it
 starts. So two units are in memory at a time, one that runs and one that arrives. The order of forward is
 learned in the pass before. The order of backward is the reverse of this pass's forward.
@@ -24,7 +28,7 @@ With `replicas` the shards' gradients are also summed over ranks that have the s
     FSDP               decides when each of these runs
 
 A piece is the part of a parameter in this rank's shard: 1-D, perhaps empty. The optimizer updates pieces.
-ZeRO-1, which shards only the optimizer's state, is `sharded_optimizer`.
+ZeRO-1, which shards only the optimizer's state, is `sharded_optimizer`. It uses the two flat classes below.
 
 Sources: ZeRO (arXiv 1910.02054), PyTorch FSDP (arXiv 2304.11277).
 """
@@ -254,7 +258,8 @@ class FSDP(nn.Module):
         replicas: the ranks that have the same shard.
         zero: 3 shards parameters, gradients and optimizer state; 2 gradients and optimizer state.
         reshard_after_forward: with zero 3, free after forward and gather again in backward.
-        inputs_only: types of modules whose backward does not read their weights.
+        inputs_only: types of modules, such as embeddings, whose backward does not read their weights: it
+            gathers nothing for them.
         fill: gives the modules of a unit their first values, just before they are sharded.
     """
 

@@ -6,11 +6,15 @@ and 2 microbatches:
     rank 0    F0  F1  B0  B1      F0 sends an activation to rank 1.
     rank 1    F0  B0  F1  B1      B0 sends its gradient to rank 0, which waits for it before its own B0.
 
-To the tasks `compare.pipeline.rendezvous` adds sends and receives. `run_pipeline` runs any such list, one
-action at a time, on the rank's stages (`stage`, `zero_bubble`). A receive is posted early, and waited for
-just before its computation: data moves while the rank computes. A send is waited for once a later message
-proves that it has arrived, so it delays nothing. Evaluation is a schedule without backwards. After the last
-backward the first and the last rank exchange the gradients of the tied weight (`tied_weights`).
+To the tasks `compare.pipeline.rendezvous` adds sends and receives. A send follows the task that makes its
+tensor. A receive is posted one task ahead of its use, where the messages before it allow that. All ranks list
+their messages in one common order. A message depends only on earlier ones, so no rank waits forever.
+
+`run_pipeline` runs the list, one action at a time, on the rank's stages (`stage`, `zero_bubble`). It waits
+for a receive just before the computation that uses it: data moves while the rank computes. It waits for a
+send once a later message proves that it has arrived, so a send delays nothing. Evaluation is a schedule
+without backwards. After the last backward the first and the last rank exchange the gradients of the tied
+weight (`tied_weights`).
 
 A passes, b rows of a rank, M microbatches of a step, B rows of a microbatch, T positions, C embedding.
 Sources: GPipe (arXiv 1811.06965), 1F1B (2006.09503), interleaved (2104.04473), zero bubble (2401.10241).

@@ -5,9 +5,13 @@
     attn.c_proj, mlp.c_proj       the columns that read them          g behind
     experts                       some inner features of every one    f before the router, g after the sum
     embedding                     some rows of the vocabulary         g behind: see `vocab_parallel`
-    head, loss                    logits of these rows                f in front; an all-gather in the loss
+    head, loss                    logits of these rows                f in front; in the loss one all-gather
     router                        all parameters                      once a step its gradient
     norms, row-parallel biases    all parameters                      with sequence parallelism as the router
+
+The loss never gathers logits. `vocab_parallel` gathers three numbers a token from each rank: its largest
+logit, its sum of exponentials, and the target's logit. Its backward sends nothing: softmax minus one-hot is
+local.
 
 Attention and MLP are each a column-parallel layer and then a row-parallel one. Between the two nothing moves.
 
