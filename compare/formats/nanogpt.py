@@ -1,12 +1,13 @@
 """nanoGPT's settings and config files, such as config/train_shakespeare_char.py, as experiments.
 
-A config file is parsed and never executed. It may contain only assignments of literals and of products of
-numbers (5 * 8). Missing settings have the defaults of nanoGPT's train.py. nanoGPT's flags after a config file
-(`--max_iters=10`) are also read.
+A config file is parsed and never executed. It may contain only assignments of literals, of names that stand
+above, and of arithmetic on numbers (learning_rate / 10). Missing settings have the defaults of nanoGPT's
+train.py. nanoGPT's flags after a config file (`--max_iters=10`) are also read.
 """
 
 import ast
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ FIELDS = {
     "dtype": "precision",
 }
 """Setting of nanoGPT -> the section with the field of the same name."""
+OF_FORKS = {"seed", "vocab_size"}
+"""Settings that forks of nanoGPT have."""
 MODEL_ARGS = [name for name, section in FIELDS.items() if section == "model"]
 """Settings of the model in nanoGPT's checkpoints, in its order."""
 MAX_BYTES = 65_536
@@ -46,10 +49,12 @@ IGNORED = {
     "compile": "use --layout.compile",
 }
 """Settings of nanoGPT without effect here, and why."""
+KNOWN = {*DEFAULTS, *IGNORED, *OF_FORKS, "init_from", "eval_only"}
 FLAGS = {
     **{name: [f"{section}.{name}"] for name, section in FIELDS.items()},
     "eval_interval": ["train.eval_interval", "checkpoint.every"],  # nanoGPT saves when it evaluates
     "eval_iters": ["train.eval_iters"],
+    "seed": ["train.seed"],
 }
 """Flag of nanoGPT -> fields of an experiment."""
 ONLY_EVALUATES = "eval_only = True: a run here trains: leave it out"
@@ -72,8 +77,12 @@ def experiment_of(settings: Mapping[str, Any], *, base: Experiment) -> Experimen
     sections["optimizer"] |= {"name": "adamw", "momentum": 0.0}
     for name, section in FIELDS.items():
         if name in settings:
-            value, is_switch = settings[name], isinstance(sections[section][name], bool)
-            sections[section][name] = bool(value) if is_switch and value in (0, 1) else value
+            value, default = settings[name], sections[section][name]
+            if isinstance(default, bool) and value in (0, 1):
+                value = bool(value)
+            elif isinstance(default, int) and isinstance(value, float) and value.is_integer():
+                value = int(value)  # nanoGPT takes 4.0 and 6e5 for a count
+            sections[section][name] = value
     try:
         return checked(sections)
     except ExperimentError as error:
@@ -102,17 +111,21 @@ def load_experiment(name: str) -> Experiment:
 def read_config(path: Path) -> Config:
     """Read one of nanoGPT's config files. Raises ExperimentError."""
     given = read_assignments(path)
-    known = DEFAULTS.keys() | IGNORED.keys() | {"init_from", "eval_only"}
-    if unknown := sorted(given.keys() - known):
+    if unknown := sorted(given.keys() - KNOWN):
         raise ExperimentError(f"{path}: {unknown[0]}: nanoGPT has no such setting: leave it out")
     if given.get("eval_only"):
         raise ExperimentError(f"{path}: {ONLY_EVALUATES}")
     settings = {**DEFAULTS, **given}
-    source, settings["vocab_size"] = _data_of(path, str(settings["dataset"]))
+    source, vocabulary = _data_of(path, str(settings["dataset"]))
+    settings.setdefault("vocab_size", vocabulary)
     every = settings["eval_interval"]
     more = {
         "data": {"source": source},
-        "train": {"eval_interval": every, "eval_iters": settings["eval_iters"]},
+        "train": {
+            "eval_interval": every,
+            "eval_iters": settings["eval_iters"],
+            **({"seed": given["seed"]} if "seed" in given else {}),
+        },
         "checkpoint": {"every": every, "keep": 1},
     }
     try:
@@ -141,6 +154,11 @@ def translate_flags(name: str, words: Iterable[str]) -> tuple[list[str], list[st
         elif setting == "eval_only":
             if value != "False":
                 raise ExperimentError(f"{name}: {ONLY_EVALUATES}")
+        elif setting == "init_from" and value == "scratch":
+            continue
+        elif setting == "init_from" and (value == "resume" or value.startswith("gpt2")):
+            what = "--resume RUN_DIR" if value == "resume" else "--init_from with the folder of its weights"
+            raise ExperimentError(f"{name}: --init_from={value}: give {what}")
         elif setting == "dataset":
             source, vocabulary = _data_of(Path(name), value)
             found += [f"--data.source={source}", f"--model.vocab_size={vocabulary}"]
@@ -160,14 +178,21 @@ def _data_of(path: Path, dataset: str) -> tuple[str, int]:
 
 
 def read_assignments(path: Path) -> dict[str, Any]:
-    """The names that a file assigns literals to. Raises ExperimentError: the file has other statements."""
+    """The settings that a file assigns, without names that only help to compute others.
+
+    Raises ExperimentError: the file has other statements.
+    """
     if why := why_not_readable(path):
         raise ExperimentError(f"{path} {why}")
     if path.stat().st_size > MAX_BYTES:
         raise ExperimentError(f"{path}: longer than {MAX_BYTES} bytes: it is not a config file")
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        return dict(found for statement in tree.body for found in _assignment(statement, path))
+        tree, found = ast.parse(path.read_text(encoding="utf-8-sig")), dict[str, Any]()
+        for statement in tree.body:
+            found |= _assignment(statement, path, found)
+        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+        used = {node.id for node in names if isinstance(node.ctx, ast.Load)}
+        return {name: value for name, value in found.items() if name in KNOWN or name not in used}
     except ExperimentError:
         raise
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -175,27 +200,52 @@ def read_assignments(path: Path) -> dict[str, Any]:
         raise ExperimentError(f"{path}{line}: it cannot be read: {error}") from None
 
 
-def _assignment(statement: ast.stmt, path: Path) -> list[tuple[str, Any]]:
+def _assignment(statement: ast.stmt, path: Path, above: Mapping[str, Any]) -> dict[str, Any]:
     """A name and its value; nothing for a docstring or an import. Ignored settings may be computed."""
     where = f"{path}, line {statement.lineno}"
     match statement:
         case ast.Import() | ast.Expr(value=ast.Constant()):
-            return []
+            return {}
         case ast.Assign(targets=[ast.Name(id=name)]) if name in IGNORED:
-            return [(name, None)]
-        case ast.Assign(targets=[ast.Name(id=name)], value=value):
-            return [(name, _literal(value, where))]
+            return {name: None}
+        case (
+            ast.Assign(targets=[ast.Name(id=name)], value=value)
+            | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+        ):
+            return {name: _value(value, where, above)}
     raise ExperimentError(f"{where}: only assignments such as n_layer = 6 are read, and nothing is executed")
 
 
-def _literal(value: ast.expr, where: str) -> Any:
-    match value:
-        case ast.Constant(value=int() | float() | str() | bool() as constant):
-            return constant
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
-            return -number
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            numbers = _literal(left, where), _literal(right, where)
-            if all(isinstance(number, int | float) for number in numbers):
-                return numbers[0] * numbers[1]
-    raise ExperimentError(f"{where}: only literals and products of numbers are read, and nothing is executed")
+OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul},
+    **{ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv},
+}
+FUNCTIONS: dict[str, Callable[..., Any]] = {"int": int, "float": float, "min": min, "max": max}
+
+
+def _value(value: ast.expr, where: str, above: Mapping[str, Any]) -> Any:
+    """The value of a literal, of a name that stands above, or of arithmetic on numbers."""
+
+    def numbers(*parts: ast.expr) -> list[Any]:
+        found = [_value(part, where, above) for part in parts]
+        if not all(isinstance(number, int | float) for number in found):
+            raise ExperimentError(f"{where}: arithmetic is for numbers")
+        return found
+
+    try:
+        match value:
+            case ast.Constant(value=int() | float() | str() | bool() as constant):
+                return constant
+            case ast.Name(id=name) if name in above:
+                return above[name]
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -numbers(operand)[0]
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+                return OPERATORS[type(op)](*numbers(left, right))
+            case ast.Call(func=ast.Name(id=name), args=[_, *_] as parts, keywords=[]) if name in FUNCTIONS:
+                return FUNCTIONS[name](*numbers(*parts))
+    except (ArithmeticError, TypeError) as error:
+        raise ExperimentError(f"{where}: {error}") from None
+    raise ExperimentError(
+        f"{where}: only literals, names that stand above, and + - * / // of numbers are read; nothing is executed"
+    )

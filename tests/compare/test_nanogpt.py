@@ -66,7 +66,12 @@ def test_config_becomes_experiment(config, tmp_path):
 LINES = (
     ("from os import system", "line 1: only assignments such as n_layer = 6 are read"),
     ("max_iters = " + "*".join("1" * 3000), "it cannot be read"),
-    ("max_iters = 1e99", "nanoGPT's settings: Expected `int`, got `float` - at `train.max_iters`"),
+    ("max_iters = 1e99", "nanoGPT's settings: "),
+    ("max_iters = 2.5", "nanoGPT's settings: Expected `int`, got `float` - at `train.max_iters`"),
+    ("n_layer = 6 // 0", "line 1: integer division or modulo by zero"),
+    ("n_layer = 'a' * 3", "line 1: arithmetic is for numbers"),
+    ("n_layer = depth", "line 1: only literals, names that stand above"),
+    ("depth = 6", "depth: nanoGPT has no such setting"),
     ("n_layer = print('executed')", "line 1: only literals"),
     ("n_layer = __import__('os').system('id')", "line 1: only literals"),
     ("n_layer = n_head = 6", "line 1: only assignments"),
@@ -87,6 +92,30 @@ def test_config_is_never_executed(tmp_path, capsys, line, words):
     assert words in str(refused.value)
     assert str(path) in str(refused.value) or "nanoGPT's settings" in str(refused.value)
     assert "executed" not in capsys.readouterr().out
+
+
+def test_config_of_a_fork_computes(config):
+    """Names that stand above, arithmetic, whole floats for counts, settings of forks, a byte order mark."""
+    lines = [SHAKESPEARE, "tokens_per_pass = 4096", "block_size: int = 64", "max_iters = 6e3"]
+    lines += ["batch_size = tokens_per_pass // block_size", "min_lr = learning_rate / 10", "seed = 7"]
+    lines += ["lr_decay_iters = max_iters", "warmup_iters = int(max_iters * 0.01) + 4", "vocab_size = 300"]
+    config.write_text("\n".join(lines), encoding="utf-8-sig")
+    experiment = read_config(config).experiment
+    train, optimizer = experiment.train, experiment.optimizer
+    assert (train.batch_size, train.max_iters, train.seed) == (64, 6000, 7)
+    assert (optimizer.min_lr, optimizer.lr_decay_iters, optimizer.warmup_iters) == (1e-4, 6000, 64)
+    assert experiment.model.vocab_size == 300
+
+
+def test_flags_of_nanogpt_for_the_start(config, capsys):
+    main(["run", str(config), "--init_from=scratch", "--dry_run", "--engines", "torch-manual"])
+    assert "init_from" not in capsys.readouterr().err
+    for value, words in (
+        ("resume", "give --resume RUN_DIR"),
+        ("gpt2-xl", "give --init_from with the folder"),
+    ):
+        assert main(["run", str(config), f"--init_from={value}"]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_config_with_init_from_needs_weights(config, capsys):
