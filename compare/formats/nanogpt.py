@@ -247,5 +247,5 @@ def _value(value: ast.expr, where: str, above: Mapping[str, Any]) -> Any:
     except (ArithmeticError, TypeError) as error:
         raise ExperimentError(f"{where}: {error}") from None
     raise ExperimentError(
-        f"{where}: only literals, names that stand above, and + - * / // of numbers are read; nothing is executed"
+        f"{where}: only literals, names that stand above, and arithmetic are read, and nothing is executed"
     )
