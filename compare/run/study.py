@@ -25,6 +25,7 @@ from compare.numerics.data import open_corpus
 from compare.run.metrics import figures
 from compare.run.rounds import run_missing
 from compare.setup import dry_run
+from compare.setup.effects import require_effects
 from compare.setup.fitting import require_case, require_sides
 from compare.setup.presets import SPREAD
 from compare.setup.resuming import find_resume_points, require_resumable
@@ -137,10 +138,7 @@ class Study(StudyFlags, frozen=True, kw_only=True):
         cases, left_out = self.cases(experiment)
         if not cases and left_out:
             raise ExperimentError(f"nothing is left to run: {'; '.join(dict.fromkeys(left_out.values()))}")
-        if "layout.compile" in self.given and not any(
-            ENGINES[case.engine].sends_by == "dtensor" for case in cases.values()
-        ):
-            raise ExperimentError("--layout.compile has no effect without torch-compiler in --engines")
+        require_effects(self.given, cases.values())
         name = Path(self.experiment).stem
         return Outcome(
             study=self.command,

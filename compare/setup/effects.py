@@ -1,0 +1,41 @@
+"""Flags that have an effect only together with others: a flag without effect is rejected."""
+
+from collections.abc import Callable, Collection, Iterable
+
+from compare.judge.outcome import Case
+from compare.spec.engines.registry import ENGINES
+from compare.spec.experiment import ExperimentError
+
+Condition = Callable[[Case], bool]
+EFFECTS: dict[str, tuple[str, Condition]] = {
+    "model.rope_base": ("with --model.position rope", lambda case: case.experiment.model.position == "rope"),
+    **dict.fromkeys(
+        ("model.experts_per_token", "model.balance"),
+        ("with --model.n_experts", lambda case: case.experiment.model.n_experts > 0),
+    ),
+    "layout.context": ("with --layout.cp", lambda case: case.experiment.layout.cp > 1),
+    "layout.schedule": ("with --layout.pp", lambda case: case.experiment.layout.pp > 1),
+    "layout.gradient_sync": ("with several replicas", lambda case: case.experiment.layout.replicas > 1),
+    "layout.bucket_mb": (
+        "with several replicas or --layout.zero 1",
+        lambda case: case.experiment.layout.replicas > 1 or case.experiment.layout.zero == 1,
+    ),
+    "layout.compile": ("for torch-compiler", lambda case: ENGINES[case.engine].sends_by == "dtensor"),
+    "optimizer.momentum": ("with --optimizer.name sgd", lambda case: case.experiment.optimizer.name == "sgd"),
+    **dict.fromkeys(
+        ("optimizer.beta1", "optimizer.beta2", "optimizer.eps"),
+        ("with --optimizer.name adamw", lambda case: case.experiment.optimizer.name == "adamw"),
+    ),
+    "precision.tf32": ("with --platform gpu", lambda case: case.request.platform == "gpu"),
+    "train.eval_iters": ("with --train.eval_interval", lambda case: case.experiment.train.eval_interval > 0),
+}
+"""By flag: when it has an effect, in words and as a condition."""
+
+
+def require_effects(given: Collection[str], cases: Iterable[Case]) -> None:
+    """Reject a given flag that changes no case. Raises ExperimentError."""
+    cases = list(cases)
+    for flag in sorted(EFFECTS.keys() & given):
+        words, has_effect = EFFECTS[flag]
+        if cases and not any(map(has_effect, cases)):
+            raise ExperimentError(f"--{flag} has an effect only {words}: give both, or neither")
