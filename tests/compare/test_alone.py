@@ -12,14 +12,16 @@ from compare.checkpoint.description import CHECKPOINTS
 from compare.contract import record as files
 from compare.contract.communication import GRADIENTS
 from compare.contract.record import read_record, read_tensors
-from compare.contract.request import Rung
+from compare.contract.request import ResumePoint, Rung
 from compare.judge.alone import REQUEST, judged
+from compare.numerics.optimizer import reference_step
+from compare.numerics.parameters import parameter_table
 from compare.spec.axes import TP
 from compare.spec.experiment import edited
 from compare.system.json_files import read_json
 from compare.system.tensors import RecordError
-from tests.support.checkpoints import random_state
-from tests.support.records import climbed, make_record, tensors_of
+from tests.support.checkpoints import STEP, UPDATES, random_state, write_random
+from tests.support.records import climbed, make_record, make_steps, tensors_of
 from tests.support.small_checkpoint import EXPERIMENT, save
 
 REFERENCE, CANDIDATE = (("reference",), ("candidate",))
@@ -257,3 +259,26 @@ def test_last_checkpoint_is_the_final_state(tmp_path, change, step, words):
     found = [one for one in judged(record).alone.request if "checkpoint" in one]
     assert bool(found) == bool(words)
     assert words in "".join(found)
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_first_update_of_a_resumed_run(tmp_path, tiny, forgotten):
+    """The update begins with the checkpoint's moments; a run that begins with zeros fails."""
+    spec = edited(tiny, {"train": {"max_iters": STEP + 1}, "optimizer": {"warmup_iters": 2}})
+    checkpoint = write_random(tmp_path / "first", spec)
+    state: dict[str, dict[str, np.ndarray]] = {}
+    for (group, name), tensor in random_state(spec).items():
+        state.setdefault(group, {})[name] = tensor
+    weights, moments = state.pop("weights"), {} if forgotten else state
+    made = tensors_of(spec)
+    given = spec.optimizer, parameter_table(spec.model), weights, made[Rung.GRADIENTS], moments, STEP
+    after, later = reference_step(*given, updates=UPDATES)
+    tensors = {rung: made[rung] for rung in (Rung.BATCH, Rung.GRADIENTS)}
+    tensors |= {Rung.INITIAL_WEIGHTS: weights, Rung.FIRST_WEIGHTS: after}
+    tensors |= {Rung.FIRST_M: later["m"], Rung.FIRST_V: later["v"]}
+    point = ResumePoint(checkpoint=str(checkpoint), step=STEP)
+    steps = make_steps(spec)[STEP:]
+    error, place = judged(
+        make_record(tmp_path / "run", spec, tensors=tensors, steps=steps, resume=point)
+    ).alone.own["updates"]
+    assert error > 1e-3 if forgotten else error < 1e-12, place

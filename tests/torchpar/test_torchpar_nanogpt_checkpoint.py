@@ -236,6 +236,30 @@ def test_import_rejects_damaged_file(saved, tmp_path, spoil, words):
     assert list(tmp_path.iterdir()) == [saved]
 
 
+def test_import_never_reads_another_number(saved, tmp_path):
+    """A flipped bit is an error, or it stands where no number depends on it."""
+    import_checkpoint(saved, tmp_path / "right", BASE)
+    right = CheckpointReader(tmp_path / "right")
+    content, place = saved.read_bytes(), np.random.default_rng(0)
+    rejected = 0
+    for flip in range(80):
+        damaged = bytearray(content)
+        damaged[place.integers(len(content))] ^= 1 << int(place.integers(8))
+        saved.write_bytes(damaged)
+        try:
+            import_checkpoint(saved, tmp_path / f"{flip}", BASE)
+        except ExperimentError:
+            rejected += 1
+            continue
+        found = CheckpointReader(tmp_path / f"{flip}")
+        for field in ("experiment", "step", "updates", "validation_loss"):
+            assert getattr(found.description, field) == getattr(right.description, field)
+        for group in ("weights", "m", "v"):
+            for name, tensor in right.group(group).items():
+                np.testing.assert_array_equal(found.read(group, name), tensor)
+    assert rejected > 40
+
+
 @pytest.mark.parametrize(
     "content", [5, [1], torch.ones(3), {"model": 1}], ids=["int", "list", "tensor", "dict"]
 )
