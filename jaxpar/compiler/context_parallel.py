@@ -7,7 +7,8 @@
     context      communication that XLA inserts
     allgather    all-gathers of k and v before attention, again in backward (layout.remat = dots); all-reduces
                  of their gradients in backward, and a slice
-    ulysses      all-to-alls from positions to heads before attention, and back to positions after it
+    ulysses      all-to-alls of q, k and v from positions to heads before attention, and back after it; the
+                 inverse four in backward, for gradients (layout.remat = dots repeats the first four)
 
 All other layers act on single positions, so the split of the batch is enough for them. Under jit positions
 are global, and the causal mask is, too. With zigzag a device has two chunks, one from each end of the

@@ -52,5 +52,5 @@ def shard_experts(hooks: Hooks, experiment: Experiment) -> None:
     # Each device computes its own experts. Nothing is sent.
     hooks.up.after = hooks.down.before = partial(lax.with_sharding_constraint, shardings=INSIDE)
     # `down` leaves a partial sum of all tokens on each device of ep: XLA adds them, and each device keeps its
-    # own rows.
+    # own rows. Backward all-gathers the gradients of the rows, as each expert needs every token's gradient.
     hooks.down.after = partial(lax.with_sharding_constraint, shardings=own_tokens)

@@ -6,8 +6,9 @@
     3      + parameters                     gathered in the layer loop, in forward and again in backward;
                                             gradients reduced in the backward loop, layer by layer
 
-Each constraint to a full layout is an all-gather. Each constraint of gradients to shards is a reduce-scatter;
-on a CPU XLA sends an all-reduce and takes a slice.
+dp_shard splits one dim of each parameter. Each constraint to a full layout is an all-gather. Stages 1 and 2
+constrain gradients to shards, a reduce-scatter; on a CPU XLA sends an all-reduce and takes a slice. In stage
+3 the derivative of the gather constrains each layer's gradient to be full: an all-reduce, and then a slice.
 
 Stage 3 relies on the scan over layers. Outside of a loop XLA would gather every layer once and store it. In
 the scan each layer constrains its own parameters to be full. A remat policy drops the full copy after

@@ -12,11 +12,12 @@ product multiplies a device's own features, so its outputs are partial sums. Bet
 
 Under sequence parallelism x is [T@tp] between the regions: then f gathers, and g scatters. Gradients of norms
 and of row-parallel biases are then partial sums over tp, which XLA adds in the backward loop. XLA on a CPU
-all-reduces where it could reduce-scatter. Types demand more
-than the constraints of jax-compiler. A contraction of a split dim is an error until its result has a type; so
-is a product written as one of two matrices, where split heads would be merged with other dims. And types
-demand less: nothing is written about q, k and v, nor about the output of a column-parallel layer. The types
-of x and the weight leave one possibility.
+all-reduces where it could reduce-scatter.
+
+Types demand more than the constraints of jax-compiler. A contraction of a split dim is an error until its
+result has a type. So is a product written as one of two matrices, where split heads would be merged with
+other dims. Types also demand less: nothing is written about q, k and v, nor about the output of a
+column-parallel layer. The types of x and the weight leave one possibility.
 
 Legend: B batch, T position, C n_embd, V vocabulary.
 """

@@ -44,10 +44,11 @@ class PaddedExchange(nn.Module):
         out_ENC = rows_SC.new_zeros(experts, room, rows_SC.shape[1])
         out_ENC = out_ENC.index_put((expert_S, place_S), rows_SC)
         # Dispatch: all experts of this rank's tokens become some experts of all tokens.
+        # Backward is the inverse.
         in_ENC = self.redistribute(out_ENC, Shard(1), Shard(0))
         rows_of_each = counts_E.new_full((len(in_ENC),), in_ENC.shape[1])
         y_ENC = compute(in_ENC.flatten(0, 1), rows_of_each).unflatten(0, in_ENC.shape[:2])
-        # Combine: the inverse.
+        # Combine: the inverse, and its backward is as dispatch. On a CPU each of the four is a gather.
         return self.redistribute(y_ENC, Shard(0), Shard(1))[expert_S, place_S]
 
     def redistribute(self, x_ENC: torch.Tensor, before: Shard, after: Shard) -> torch.Tensor:

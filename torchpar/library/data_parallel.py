@@ -1,8 +1,9 @@
 """Data parallelism by PyTorch: DistributedDataParallel.
 
-It puts gradients into buckets. In the last backward of a step it all-reduces a bucket as soon as the bucket
-is full, while backward computes earlier layers. The sum is divided by the number of ranks: the mean over all
-rows. Earlier passes run in DDP's `no_sync`, and only add up gradients (`train.forward_backward`).
+Every rank has the whole module and its own rows of the batch. DDP puts gradients into buckets. In the last
+backward of a step it all-reduces a bucket as soon as the bucket is full, while backward computes earlier
+layers. The sum is divided by the number of ranks: the mean over all rows. Earlier passes run in DDP's
+`no_sync`, and only add up gradients (`train.forward_backward`).
 """
 
 from torch import nn

@@ -1,5 +1,8 @@
 """Pipeline parallelism by PyTorch: `torch.distributed.pipelining` has the schedules and moves the data.
 
+A stage is some neighbouring blocks. The first stage also has the embeddings, the last the final norm and the
+head. A rank has `layout.chunks` stages.
+
 After a forward a stage sends its output (B, T, C) to the next stage. After a backward it sends the gradient
 of its input to the stage before. gpipe runs all forwards of a step and then all backwards; 1f1b runs one of
 each in turn. `schedule.step` runs the tasks of this rank, with their sends and receives.

@@ -1,7 +1,7 @@
 """Data parallelism by hand: every rank has the whole module, and gradients are averaged over the ranks.
 
-Gradients are reduced in buckets. The four modes differ in two choices: which parameters share a bucket, and
-when its all-reduce starts.
+Every rank has its own rows of each batch. Gradients are reduced in buckets. The four modes differ in two
+choices: which parameters share a bucket, and when its all-reduce starts.
 
     naive        one parameter a bucket      after backward
     flat         one bucket for each axis    after backward

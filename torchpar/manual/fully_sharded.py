@@ -28,7 +28,8 @@ With `replicas` the shards' gradients are also summed over ranks that have the s
     FSDP               decides when each of these runs
 
 A piece is the part of a parameter in this rank's shard: 1-D, perhaps empty. The optimizer updates pieces.
-ZeRO-1, which shards only the optimizer's state, is `sharded_optimizer`. It uses the two flat classes below.
+ZeRO-1 shards only the optimizer's state (`sharded_optimizer`). It reduce-scatters gradients in the last
+backward and all-gathers parameters after the update, by the two flat classes below.
 
 Sources: ZeRO (arXiv 1910.02054), PyTorch FSDP (arXiv 2304.11277).
 """
