@@ -143,9 +143,29 @@ def for_first_loss(limit: float, reference: Record, candidate: Record, dtype: st
     """Large logits have large rounding. A token that went to another expert has another loss: one choice of
     1,024 moved the mean loss by 2e-5."""
     limit = max(limit, SIGMAS * loss_rounding(reference, dtype))
+    return limit + 0.2 * rerouted(reference, candidate, dtype)
+
+
+def for_rerouted(limit: float, reference: Record, candidate: Record, dtype: str) -> float:
+    """A token that went to another expert adds its gradient there, and changes the router's. An expert has
+    1 / E of a block's N choices. With random directions, n tokens change the expert's gradient by
+    sqrt(n E / N). Measured in float16: 3.8e-2 of a router for 1 of 1,024 choices and 8 experts, where the
+    formula gives 8.8e-2."""
+    model = reference.manifest.experiment.model
+    moved = math.sqrt(rerouted(reference, candidate, dtype) * model.n_layer * model.n_experts)
+    return limit + min(moved, 0.4)  # a gradient of twice the size still fails
+
+
+def for_rerouted_squares(limit: float, reference: Record, candidate: Record, dtype: str) -> float:
+    """Squares of gradients have twice the error."""
+    return 2 * for_rerouted(limit / 2, reference, candidate, dtype)
+
+
+def rerouted(reference: Record, candidate: Record, dtype: str) -> float:
+    """Share of the first step's choices that differ; 0 in float64 and without experts."""
     if dtype == "float64" or not (chosen := experts()(reference)) or not (other := experts()(candidate)):
-        return limit
-    return limit + 0.2 * of_choices("", other["experts"], chosen["experts"], None)[0]
+        return 0.0
+    return of_choices("", other["experts"], chosen["experts"], None)[0]
 
 
 def for_few_tokens(limit: float, reference: Record, candidate: Record, dtype: str) -> float:
@@ -261,6 +281,7 @@ RUNGS = (
         tensors(Recorded.GRADIENTS),
         Limits(1e-10, 1e-5, 5e-2, 2e-2),
         least=1e-6,
+        loosen=for_rerouted,
         in_backward=True,
         needs_update=True,
         apart="norm_curve",
@@ -286,6 +307,7 @@ RUNGS = (
         moments,
         Limits(1e-10, 1e-5, 1e-1, 4e-2),
         least=1e-6,
+        loosen=for_rerouted_squares,
         needs_update=True,
         apart="norm_curve",
         absent="the optimizer keeps no moments",

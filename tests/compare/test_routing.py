@@ -68,6 +68,21 @@ def test_rerouted_tokens_fail_and_explain(tmp_path):
     assert sentence.endswith("position 0: expert 2 instead of 0")
 
 
+@pytest.mark.parametrize(("tokens", "times", "fails"), [(0, 1.1, True), (1, 1.1, False), (1, 1.5, True)])
+def test_rerouted_token_changes_gradients(tmp_path, tokens, times, fails):
+    """One rerouted token of 64 explains a gradient that is 1.1 times the reference's, and not 1.5 times."""
+    experiment = spec("float16")
+    reference = make_record(tmp_path / "reference", experiment)
+    other = turned(experiment, tokens)
+    router = "blocks.1.mlp.router.weight"
+    gradients = other["tensors"][Rung.GRADIENTS]
+    other["tensors"][Rung.GRADIENTS] = {**gradients, router: times * gradients[router]}
+    verdict = climbed(reference, make_record(tmp_path / "other", experiment, **other))
+    (found,) = (result for result in verdict.rungs if result.rung == "gradients")
+    assert found.error == pytest.approx(times - 1, rel=1e-3)
+    assert (found.error > found.tolerance) == fails, verdict.sentence()
+
+
 def test_counts_agree_with_the_routing(tmp_path):
     experiment = spec("float64")
     reference, right = make_record(tmp_path / "reference", experiment), make_steps(experiment)
