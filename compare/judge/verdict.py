@@ -16,8 +16,9 @@ from compare.contract.record import Record
 from compare.contract.request import Rung as Recorded
 from compare.judge.alone import REQUEST, STRATEGY, Judged
 from compare.judge.errors import Found, largest
+from compare.judge.readings import Values, weights
 from compare.judge.rounding import coarser
-from compare.judge.rungs import BATCH, NAMED, RUNGS, Rung, Values, weights
+from compare.judge.rungs import BATCH, NAMED, RUNGS, Rung
 from compare.spec.experiment import differing_keys
 
 SAME = ("model.", "data.", "optimizer.", "train.", "precision.dtype")

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from compare.contract.communication import summed
 from compare.contract.record import Record
 from compare.judge.alone import REQUEST, STRATEGY, UPDATE, Alone, Judged
-from compare.judge.rungs import RUNGS, Rung, curve
+from compare.judge.readings import curve
+from compare.judge.rungs import RUNGS, Rung
 from compare.judge.verdict import Verdict, climb
 from compare.run.metrics import METRICS, figures
 from compare.system.tensors import RecordError
