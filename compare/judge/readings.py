@@ -89,7 +89,12 @@ def of_scale(place: str, value: np.ndarray, reference: np.ndarray, begin: None) 
     if (value == reference).all():
         return 0.0, place
     done = (f"{'skipped' if skipped else 'made'} at scale {scale:g}" for scale, skipped in (value, reference))
-    return math.inf, f"{place} was {' instead of '.join(done)}"
+    found = f"{place} was {' instead of '.join(done)}"
+    if value[0] != reference[0]:
+        return math.inf, found
+    lower = max(value[0] / 64, 1.0)
+    edge = "a gradient near float16's largest number may overflow in one run only"
+    return math.inf, f"{found}: {edge}; compare with --precision.loss_scale {lower:g}"
 
 
 def of_choices(place: str, value: np.ndarray, reference: np.ndarray, begin: None) -> Found:
