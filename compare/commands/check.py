@@ -11,7 +11,7 @@ from compare.judge.outcome import Grid, Outcome
 from compare.judge.verdict import Verdict
 from compare.run.study import OF_LAYOUTS, Study
 from compare.setup.grid import against_one_device, grid, pivot, vary
-from compare.setup.presets import several_presets, spread
+from compare.setup.presets import edits_of, several_presets, spread
 from compare.show.findings import Findings, Text, verdict_findings
 from compare.show.markdown import markdown
 from compare.spec.engines.registry import ENGINES
@@ -94,8 +94,11 @@ class Check(Study, frozen=True, kw_only=True):
             return against_nanogpt(experiment, engines, presets)
         if not presets:
             return rungs_of_engines(experiment, engines, self.devices or DEVICES)
-        variants = VARIANTS if self.variants == ("all",) else self.variants
-        rows, refused = vary(experiment, presets, variants, skips=self.presets == ("all",))
+        variants = self.variants
+        if variants == ("all",):
+            variants = [one for one in VARIANTS if edited(experiment, edits_of(one)) != experiment]
+        layouts = {name: (name, devices) for name, devices in presets.items()}
+        rows, refused = vary(experiment, layouts, variants, skips=self.presets == ("all",))
         cases, left_out = against_one_device(engines, rows, as_presets=True)
         whole_rows = {f"{engine}.{row}": why for engine in engines for row, why in refused.items()}
         return cases, left_out | whole_rows

@@ -62,7 +62,8 @@ class Ledger(Spread, frozen=True, kw_only=True):
             raise ExperimentError("--preset and --presets: give one of them")
         presets = several_presets(self.presets, experiment.model)
         check_presets(experiment.layout, presets.items(), self.layout_flags)
-        rows, _ = vary(experiment, presets, (), flags=self.layout_flags)
+        layouts = {name: (name, devices) for name, devices in presets.items()}
+        rows, _ = vary(experiment, layouts, (), flags=self.layout_flags)
         return grid(chosen_engines(self.engines), rows, as_presets="schedule" not in self.layout_flags)
 
     def __call__(self) -> int:

@@ -48,9 +48,10 @@ class Memory(Study, frozen=True, kw_only=True):
     def cases(self, experiment: Experiment) -> Grid:
         """Each layout and setting on every engine that can express it, on 2 devices, or 4 with two axes."""
         check_names("--presets", "preset", self.presets, PRESETS)
-        presets = {name: 2 * PRESETS[name].fixed for name in self.presets}
-        rows, _ = vary(experiment, presets, self.variants)
-        return grid(chosen_engines(self.engines), rows)
+        layouts = {name: (name, 2 * PRESETS[name].fixed) for name in self.presets}
+        rows, refused = vary(experiment, layouts, self.variants)
+        cases, left_out = grid(chosen_engines(self.engines), rows)
+        return cases, left_out | refused
 
     def keep(self, case: Case, record: Record, *, first_step_after_s: float) -> Peak:
         """The peak of the fullest device; no bytes if the engine recorded none."""

@@ -3,7 +3,6 @@
 A strategy is a preset. Each is compared with one unsharded device that has its batch and its settings.
 """
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ from compare.numerics.parameters import parameter_count
 from compare.run.metrics import METRICS
 from compare.run.study import Study
 from compare.setup.fitting import require_memory
-from compare.setup.grid import against_one_device
-from compare.setup.presets import CLASSIC, PRESETS, check_names, check_presets, edits_of, spread
+from compare.setup.grid import against_one_device, vary
+from compare.setup.presets import CLASSIC, PRESETS, check_names, check_presets
 from compare.show.findings import Column, Findings, table_of, verdict_findings
 from compare.spec.engines.registry import REFERENCE
-from compare.spec.experiment import Experiment, ExperimentError, edited
+from compare.spec.experiment import Experiment, ExperimentError
 from compare.theory.flops import model_flops_per_token
 
 SHOWN = (
@@ -59,22 +58,20 @@ class Sweep(Study, frozen=True, kw_only=True):
     def cases(self, experiment: Experiment) -> Grid:
         """Every strategy and setting on every engine. Raises ExperimentError."""
         check_names("--presets", "preset", self.presets, PRESETS)
+        if self.devices < 1:
+            raise ExperimentError(f"--devices {self.devices} must be at least 1")
         over = {name: 1 if name == "single" else self.devices for name in self.presets}
         wide = [(name, devices) for name, devices in over.items() if name != "single"]
         check_presets(experiment.layout, wide, self.layout_flags)
-        rows, left_out = [], {}
-        for variant, (strategy, devices) in itertools.product(("", *self.variants), over.items()):
-            layout = f"{strategy}.{devices}"
+        layouts = {f"{name}.{devices}": (name, devices) for name, devices in over.items()}
+        rows, left_out = vary(experiment, layouts, self.variants, flags=self.layout_flags, skips=True)
+        for coordinates, sharded in list(rows):
             try:
-                whole = edited(experiment, edits_of(variant))
-                sharded = spread(whole, strategy, devices, self.layout_flags)
                 require_devices(sharded, self.platform)
                 require_memory(REFERENCE, sharded, platform=self.platform)
             except ExperimentError as error:
-                left_out[", ".join(filter(None, (layout, variant)))] = str(error)
-                continue
-            coordinates = {"layout": layout, "strategy": strategy, "variant": variant}
-            rows.append(({key: value for key, value in coordinates.items() if value}, sharded))
+                left_out[", ".join(coordinates.values())] = str(error)
+                rows.remove((coordinates, sharded))
         as_presets = "schedule" not in self.layout_flags
         engines = chosen_engines(self.engines)
         cases, refused = against_one_device(engines, rows, as_presets=as_presets, ladder=self.ladder)
@@ -113,7 +110,7 @@ def rows_of(outcome: Outcome) -> list[Row]:
         case, verdict = outcome.cases[name], verdicts.get(name)
         row = {
             "engine": case.engine,
-            "strategy": case.coordinates["strategy"] if case.against else "single",
+            "strategy": case.coordinates["layout"].partition(".")[0] if case.against else "single",
             "variant": case.coordinates.get("variant", ""),
             "verdict": verdict.sentence() if verdict else "not compared" if case.against else "",
             "passed": verdict.passed if verdict else not case.against,

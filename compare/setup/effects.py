@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable
 
 from compare.judge.outcome import Case
+from compare.setup.presets import edits_of
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError
 
@@ -33,9 +34,19 @@ EFFECTS: dict[str, tuple[str, Condition]] = {
 
 
 def require_effects(given: Collection[str], cases: Iterable[Case]) -> None:
-    """Reject a given flag that changes no case. Raises ExperimentError."""
-    cases = list(cases)
-    for flag in sorted(EFFECTS.keys() & given):
-        words, has_effect = EFFECTS[flag]
-        if cases and not any(map(has_effect, cases)):
-            raise ExperimentError(f"--{flag} has an effect only {words}: give both, or neither")
+    """Reject a given flag that changes no case, or a field of a variant that changes none of its cases.
+
+    Raises ExperimentError.
+    """
+    of_variant: dict[str, list[Case]] = {}
+    for case in (cases := list(cases)):
+        of_variant.setdefault(case.coordinates.get("variant", ""), []).append(case)
+    asked = [("--", given, cases)]
+    for variant, own in of_variant.items():
+        fields = {f"{section}.{field}" for section, edits in edits_of(variant).items() for field in edits}
+        asked.append((f"--variants {variant}: ", fields, own))
+    for flag, fields, own in asked:
+        for field in sorted(EFFECTS.keys() & fields):
+            words, has_effect = EFFECTS[field]
+            if own and not any(map(has_effect, own)):
+                raise ExperimentError(f"{flag}{field} has an effect only {words}: give both, or neither")

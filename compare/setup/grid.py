@@ -1,6 +1,7 @@
 """Engines x rows: the cases of a study whose tables have a column for each engine, and such a table."""
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,14 +10,14 @@ from msgspec.structs import replace
 from compare.contract.request import Request
 from compare.judge.outcome import Case, Grid, Outcome
 from compare.setup.fitting import as_preset
-from compare.setup.presets import edits_of, spread
+from compare.setup.presets import check_settings, edits_of, setting_without, spread
 from compare.show.findings import NONE, Row, Table, Text
 from compare.spec.engines.registry import ENGINES, REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 
 ONE_DEVICE = "one device"
 """The layout of a reference."""
-Rows = Sequence[tuple[dict[str, str], Experiment]]
+Rows = list[tuple[dict[str, str], Experiment]]
 """Experiments with their coordinates (`Case.coordinates`)."""
 
 
@@ -51,27 +52,39 @@ def grid(
 
 def vary(
     experiment: Experiment,
-    presets: Mapping[str, int | None],
-    variants: Iterable[str],
+    layouts: Mapping[str, tuple[str, int | None]],
+    variants: Sequence[str],
     *,
     flags: Collection[str] = (),
     skips: bool = False,
 ) -> tuple[Rows, dict[str, str]]:
-    """Rows for `grid`: each preset on its devices as it is, and in each variant; and rejected rows, with why.
+    """Rows for `grid`: each layout as it is, and in each variant; and rejected rows, with why.
 
-    Raises ExperimentError for a rejected row, unless it `skips` them.
+    A layout has a name, a preset and a number of devices. A variant without effect under a layout is rejected
+    there. Raises ExperimentError: two variants are the same training, or a row cannot run, unless it `skips`
+    such rows.
     """
-    rows, refused = [], {}
-    for variant, (name, devices) in itertools.product(("", *variants), presets.items()):
+    check_settings("--variants", variants, experiment, [preset for preset, _ in layouts.values()])
+    rows, refused, idle = [], {}, Counter[str]()
+    for variant, (name, (preset, devices)) in itertools.product(("", *variants), layouts.items()):
         edits = edits_of(variant)
         fields = {*flags, *edits.get("layout", {})}
+        place = {"layout": name} | ({"variant": variant} if variant else {})
+        row = ", ".join(place.values())
         try:
-            spec = spread(edited(experiment, edits), name, devices, fields)
-            rows.append(({"layout": name} | ({"variant": variant} if variant else {}), spec))
+            spec = spread(edited(experiment, edits), preset, devices, fields)
         except ExperimentError as error:
             if not skips:
                 raise
-            refused[", ".join(filter(None, (name, variant)))] = str(error)
+            refused[row] = str(error)
+            continue
+        if any(spec == other and name == at["layout"] for at, other in rows):
+            refused[row] = f"{variant} has no effect under {name}"
+            idle[variant] += 1
+            if idle[variant] == len(layouts):
+                raise ExperimentError(f"--variants {variant} has no effect under {', '.join(layouts)}")
+        else:
+            rows.append((place, spec))
     return rows, refused
 
 
@@ -80,7 +93,8 @@ def against_one_device(
 ) -> Grid:
     """`grid`, each row compared with one unsharded device of the same training, which comes first.
 
-    The reference is torchpar's plain module: PyTorch's autograd, without wrapper and without collective.
+    The reference is torchpar's plain module: PyTorch's autograd, without wrapper and without collective. Rows
+    that differ only in their layout, which changes no numbers, share the reference of the first.
     """
     found: dict[str, Case] = {}
     left_out: dict[str, str] = {}
@@ -88,11 +102,14 @@ def against_one_device(
     engines = list(engines)
     for coordinates, experiment in rows:
         single = spread(experiment, "single")
-        if single not in names:
-            names[single] = f"reference.{len(names) + 1}" if names else "reference"
-            request = Request(engine=REFERENCE, experiment=single, ladder=ladder)
-            found[names[single]] = Case(request=request, coordinates={**coordinates, "layout": ONE_DEVICE})
-        how = {"against": names[single], "as_presets": as_presets, "ladder": ladder}
+        plain = replace(single, layout=next(iter(names), single).layout)
+        if plain not in names:
+            variant = setting_without(coordinates.get("variant", ""), "layout.")
+            place = {"layout": ONE_DEVICE} | ({"variant": variant} if variant else {})
+            names[plain] = f"reference, {variant}" if variant else "reference"
+            request = Request(engine=REFERENCE, experiment=plain, ladder=ladder)
+            found[names[plain]] = Case(request=request, coordinates=place)
+        how = {"against": names[plain], "as_presets": as_presets, "ladder": ladder}
         more, out = grid(engines, [(coordinates, experiment)], **how)
         found, left_out = found | more, left_out | out
     return found, left_out

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from compare.spec.axes import AXES, CP, DP_REPLICATE, DP_SHARD, EP, PP, TP
-from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, revalidate
+from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, edited, revalidate
 
 Fields = Mapping[str, object]
 MICROBATCHES = "microbatches"
@@ -215,6 +215,31 @@ def edits_of(text: str) -> dict[str, dict[str, object]]:
             )
         edits.setdefault(section, {})[field] = _value(value)
     return edits
+
+
+def setting_without(text: str, *prefixes: str) -> str:
+    """The setting without its fields that begin with a prefix: '' if none is left."""
+    return ",".join(part for part in text.split(",") if not part.strip().startswith(prefixes))
+
+
+def check_settings(
+    flag: str, texts: Iterable[str], experiment: Experiment, presets: Sequence[str] = ()
+) -> None:
+    """Reject a setting that trains the same as another one, or that sets a degree of the presets.
+
+    --variants also train the experiment without a setting, --sizes do not. Raises ExperimentError.
+    """
+    trained = [("the default", experiment)] if flag == "--variants" else []
+    for text in texts:
+        edits = edits_of(text)
+        if presets and (degrees := edits.get("layout", {}).keys() & {*AXES}):
+            why = f"layout.{min(degrees)} contradicts --presets {presets[0]}"
+            raise ExperimentError(f"{flag} {text}: {why}: leave one of them out")
+        made = edited(experiment, edits)
+        if same := next((name for name, other in trained if other == made), ""):
+            why = "it is given twice" if same == text else f"it is the same training as {same}"
+            raise ExperimentError(f"{flag} {text}: {why}: give each setting once")
+        trained.append((text, made))
 
 
 def _value(text: str) -> object:

@@ -97,8 +97,11 @@ def test_impossible_cases_have_reasons(tiny):
         ({"sizes": ("batch_size=8",)}, "batch_size=8: give fields and values such as"),
         ({"sizes": ("train.batch_size=8", "train.batch_size=8")}, "give each setting once"),
         ({"variants": ("train.max_iters=8",)}, "--window sets the steps of a bench"),
+        ({"variants": ("layout.remat=auto",)}, "it is the same training as the default"),
+        ({"presets": ("ddp",), "devices": (0, 2)}, "--devices 0: give numbers from 1 on, each once"),
+        ({"presets": ("ddp",), "devices": (2, 2)}, "--devices 2: give numbers from 1 on, each once"),
     ],
-    ids=["twice", "layout", "section", "size_twice", "steps"],
+    ids=["twice", "layout", "section", "size_twice", "steps", "default", "no_device", "devices_twice"],
 )
 def test_impossible_choice_is_rejected(tiny, choice, message):
     with pytest.raises(ExperimentError) as refused:

@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from compare.commands.check import Check, rungs_of_engines
+from compare.commands.check import VARIANTS, Check, rungs_of_engines
 from compare.commands.faults import fault_cases
 from compare.setup.presets import PRESETS
 from compare.spec.engines.registry import STUDIED
@@ -88,8 +88,9 @@ def test_every_cell_is_a_case_or_has_a_reason():
     assert {name for name in (*cases, *left_out) if "," not in name and "reference" not in name} == names
     assert not cases.keys() & left_out.keys()
     references = [name for name, case in cases.items() if not case.against]
-    assert references == ["reference", "reference.2", "reference.3", "reference.4"]
-    assert len([case for case in cases.values() if case.against == "reference.3"]) > 100
+    sgd = f"reference, {VARIANTS[1]}"
+    assert references == ["reference", f"reference, {VARIANTS[0]}", sgd, f"reference, {VARIANTS[2]}"]
+    assert len([case for case in cases.values() if case.against == sgd]) > 100
     assert cases["jax-compiler.ddp_pp"].experiment.layout.schedule == "gpipe"  # it has no 1F1B
 
 

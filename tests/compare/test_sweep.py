@@ -1,5 +1,6 @@
 """Sweeps: what runs, what is left out by name, and how figures become rows."""
 
+import itertools
 import json
 
 import msgspec
@@ -52,6 +53,47 @@ def test_impossible_cases_have_reasons(small):
     }
     assert left_out["torch-library.ddp_flat.2"].startswith("the same as ddp: ")
     assert "--devices 2: preset hsdp takes a multiple" in left_out["hsdp.2"]
+
+
+@pytest.mark.parametrize(
+    ("variants", "message"),
+    [
+        (["train.seed=1", "train.seed=1"], "train.seed=1: it is given twice: give each setting once"),
+        (["train.seed=1337"], "--variants train.seed=1337: it is the same training as the default"),
+        (["train.seed=1", "train.seed= 1"], "train.seed= 1: it is the same training as train.seed=1"),
+        (["layout.tp=2"], "layout.tp contradicts --presets fsdp"),
+        (["layout.context=ring"], "--variants layout.context=ring has no effect under fsdp"),
+        (["model.rope_base=9"], "--variants model.rope_base=9: model.rope_base has an effect only with"),
+    ],
+)
+def test_same_training_is_rejected(engines, capsys, variants, message):
+    for command in ("sweep", "check", "memory"):
+        assert main([command, "tiny.toml", "--presets", "fsdp", "ddp", "--variants", *variants]) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_reference_depends_on_numbers_only(small):
+    seeds, remats = ["", "train.seed=1", "train.seed=2"], ["", "layout.remat=full"]
+    variants = [",".join(filter(None, both)) for both in itertools.product(remats, seeds)][1:]
+    cases, _ = asked(
+        small, engines=("torch-manual", "jax-manual"), presets=("ddp",), variants=tuple(variants)
+    ).cases(small)
+    references = {name: case for name, case in cases.items() if not case.against}
+    assert list(references) == ["reference", "reference, train.seed=1", "reference, train.seed=2"]
+    assert {case.experiment.layout.remat for case in references.values()} == {"auto"}
+    assert len(cases) == 3 + 2 * 6
+    assert cases["torch-manual.ddp.2, layout.remat=full,train.seed=2"].against == "reference, train.seed=2"
+
+
+def test_variant_without_effect_under_a_preset_is_left_out(small):
+    cases, left_out = names(
+        small, engines=("torch-manual",), presets=("ddp", "pp"), variants=("layout.schedule=gpipe",)
+    )
+    assert cases == [
+        *("reference", "torch-manual.ddp.2", "torch-manual.pp.2"),
+        "torch-manual.pp.2, layout.schedule=gpipe",
+    ]
+    assert left_out == {"ddp.2, layout.schedule=gpipe": "layout.schedule=gpipe has no effect under ddp.2"}
 
 
 def test_rows_have_the_classic_figures(swept, engines, small):

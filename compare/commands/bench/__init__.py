@@ -24,7 +24,7 @@ from compare.flags import DEVICES, EngineName, PresetNames
 from compare.judge.outcome import Case, Grid, Outcome
 from compare.run.study import Study
 from compare.setup.fitting import as_preset
-from compare.setup.presets import PRESETS, check_names, check_presets, edits_of, preset_layout
+from compare.setup.presets import PRESETS, check_names, check_presets, check_settings, edits_of, preset_layout
 from compare.show.findings import Column, Findings, findings_of, table_of
 from compare.spec.axes import AXES
 from compare.spec.engines.registry import ENGINES, STUDIED
@@ -94,14 +94,9 @@ class Bench(Study, frozen=True, kw_only=True):
             raise ExperimentError("--rounds, --window and --windows must be at least 1")
         engines = self.engines or tuple(STUDIED)
         for flag, texts in (("--sizes", self.sizes), ("--variants", self.variants)):
-            check_names(flag, "setting", texts, texts)
+            check_settings(flag, texts, experiment, self.presets)
             for text in texts:
-                edits = edits_of(text)
-                degrees = edits.get("layout", {}).keys() & set(AXES) if self.presets else ()
-                if degrees:
-                    why = f"layout.{min(degrees)} contradicts --presets {self.presets[0]}"
-                    raise ExperimentError(f"{flag} {text}: {why}: leave one of them out")
-                if "max_iters" in edits.get("train", {}):
+                if "max_iters" in edits_of(text).get("train", {}):
                     raise ExperimentError(f"{flag} {text}: --window sets the steps of a bench")
         layouts, left_out = self._layouts(experiment.layout)
         experiment = edited(experiment, {"train": {"max_iters": self.timing.steps}})
@@ -163,6 +158,9 @@ class Bench(Study, frozen=True, kw_only=True):
             degrees = [f"{axis}{own.axes[axis]}" for axis in AXES if own.axes[axis] > 1]
             return {"-".join(degrees) or "single": own}, {}
         check_names("--presets", "preset", self.presets, PRESETS)
+        for count in self.devices:
+            if count < 1 or self.devices.count(count) > 1:
+                raise ExperimentError(f"--devices {count}: give numbers from 1 on, each once")
         pairs = list(itertools.product(self.presets, self.devices or (DEVICES,)))
         layouts, left_out = {}, {}
         for preset, count in pairs:
