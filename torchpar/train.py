@@ -103,11 +103,12 @@ def train_step(
     with engine.step_context():
         loss = forward_backward(run, batch, scale)
     run.rank.at(state.step, "synchronisation")
-    # Wait for the reductions that backward started, and make the others: gradients are complete then.
-    engine.finish_gradients()
-    if state.loss_scale:
-        torch._foreach_div_([local(gradient) for gradient in engine.gradients().values()], scale)
-    loss = run.mean_over_data(loss)  # an all-reduce of one number
+    with torch.no_grad():
+        # Wait for the reductions that backward started, and make the others: gradients are complete then.
+        engine.finish_gradients()
+        if state.loss_scale:
+            torch._foreach_div_([local(gradient) for gradient in engine.gradients().values()], scale)
+        loss = run.mean_over_data(loss)  # an all-reduce of one number
     on_gradients()
 
     run.rank.at(state.step, "optimizer")
@@ -141,9 +142,9 @@ def forward_backward(run: Run, batch: RankBatch, scale: float) -> torch.Tensor:
                 _, loss = engine.module(*inputs_targets_keys)
             if run.balance:
                 run.routing.append((run.balance.chosen_LBTk, run.balance.tokens_LE))
+            total += loss.detach() / passes
             run.rank.at(step, "backward")
             (loss * scale / passes).backward()
-        total += loss.detach() / passes
     return total
 
 

@@ -164,3 +164,10 @@ def test_lesson_of_a_real_run(shardpair, grid, tmp_path):
         for kind, purpose in SENT:
             (row,) = re.findall(rf'<tr id="row-{kind}-{DP_SHARD}-{purpose}">(.*?)</tr>', page, re.DOTALL)
             assert f'href="#{engine}-' in row
+
+
+def test_reduction_of_gradients_is_no_forward(grid):
+    for engine in ("torch-manual", "torch-library", "torch-compiler"):
+        for device in read_record(grid.run("fsdp") / engine).memory.devices:
+            phases = [phase for _, phase in device.curve.marks]
+            assert phases == ["forward", "backward"] * 2 + ["update"], engine
