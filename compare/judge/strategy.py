@@ -16,7 +16,7 @@ from compare.contract.communication import GRADIENTS, REPLICATED_GRADIENTS, TIED
 from compare.contract.record import Record, read_tensors
 from compare.contract.request import Rung as Recorded
 from compare.contract.work import Kept
-from compare.judge.textbook import Observed, unlike_textbook
+from compare.judge.textbook import Observed, unlike_textbook, without_limit
 from compare.numerics.parameters import block_parameters, storage_dtype
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.ticks import lock_step
@@ -80,6 +80,8 @@ def strategy_of(record: Record) -> Strategy:
             findings += read(run)
         except ValueError as error:
             uncompared[setting] = str(error)
+    if SENT not in uncompared:
+        uncompared |= without_limit(run)
     return Strategy(findings, uncompared)
 
 

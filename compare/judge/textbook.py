@@ -92,13 +92,12 @@ def unlike_textbook(run: Observed) -> Iterator[str]:
     Raises ValueError: the run's messages have no closed form; the text says why.
     """
     engine, layout, experiment = run.engine, run.experiment.layout, run.experiment
-    rows, is_compiled = run.record.ledger.rows, bool(run.work.compiled)
+    rows, is_exact = run.record.ledger.rows, _is_exact(run)
     if not is_plain(experiment):
         raise ValueError("a pipeline that gathers parameters ahead of its tasks has no closed form")
     if engine.counts_own_calls:
         yield from _unlike_calls(run)
         return
-    is_exact = engine.sends_by == "pytorch" and not is_compiled
     if layout.pp > 1:
         raise ValueError(f"{engine.name} has no closed form of its messages in a pipeline")
     if not is_exact and experiment.precision.dtype not in WIDE:
@@ -109,9 +108,7 @@ def unlike_textbook(run: Observed) -> Iterator[str]:
     other_ways = 0.0 if is_exact else OTHER_WAYS * sum(flow.textbook for flow in flows)
     for flow in flows if is_exact else _join(flows):
         least, most = (1 / spare, spare) if is_exact else _band(run, flow)
-        if flow.role == EXCHANGE and not engine.pads_rows:
-            if not is_exact:
-                continue  # a compiler may gather instead: the ledger shows it
+        if flow.role == EXCHANGE and is_exact:
             least, most = routed(layout, _tokens_LE(run.record))
         limit = most * flow.textbook + 1 if flow.textbook else other_ways
         if not least * flow.textbook - 1 <= flow.sent <= limit:
@@ -121,6 +118,25 @@ def unlike_textbook(run: Observed) -> Iterator[str]:
         for row in rows:
             if is_flow(row) and (row.kind, row.axis) not in kinds:
                 yield _describe(Flow(row.axis, f"{row.kind} for {row.purpose}", row.stage, 0.0, row.bytes))
+
+
+def without_limit(run: Observed) -> dict[str, str]:
+    """Flows of a compiler whose bytes have no limit, or no upper one, in words, with the reason."""
+    if run.engine.counts_own_calls or _is_exact(run):
+        return {}
+    whys = {}
+    for flow in _join(line_up(run.engine.name, run.experiment, run.record.ledger.rows)):
+        what, (least, most) = f"{flow.role} over {flow.axis}", _band(run, flow)
+        if flow.textbook and not least:
+            whys[what] = "a compiler may gather tokens instead"
+        elif flow.textbook and math.isinf(most):
+            whys[f"the upper limit of {what}"] = "a compiler may reduce full gradients in each pass"
+    return whys
+
+
+def _is_exact(run: Observed) -> bool:
+    """True for calls of PyTorch's wrappers, which send the textbook up to padding."""
+    return run.engine.sends_by == "pytorch" and not run.work.compiled
 
 
 def _unlike_calls(run: Observed) -> Iterator[str]:
@@ -151,6 +167,8 @@ def _describe(flow: Flow) -> str:
 def _band(run: Observed, flow: Flow) -> tuple[float, float]:
     """Least and most bytes of a compiler, as multiples of the textbook."""
     axes, layout = {*parts_of(flow.axis)}, run.experiment.layout
+    if flow.role == EXCHANGE and not run.engine.pads_rows:
+        return 0.0, math.inf  # a compiler may gather instead: the ledger shows it
     is_of_replicas = flow.role == "reduce" and axes <= {*REPLICAS}
     if flow.role == "reduce" and axes & {CP, EP} and run.engine.sends_by == "xla":
         return LEAST, math.inf  # XLA reduces full gradients in each pass: no dim of replicas defers them

@@ -159,3 +159,18 @@ PIPELINE = edited(EXPERIMENT, {"layout": {"pp": 2, "schedule": "gpipe", "microba
 )
 def test_no_closed_form_is_not_compared(objections, engine, spec):
     assert objections(engine, spec, []) == "not compared"
+
+
+@pytest.mark.parametrize(
+    ("engine", "preset", "what"),
+    [
+        *((engine, "ep", "exchange over ep") for engine in COMPILERS),
+        ("jax-compiler", "cp", "the upper limit of reduce over cp"),
+    ],
+)
+def test_flows_without_limit_are_listed(tmp_path, engine, preset, what):
+    """Ten times the bytes pass, so the verdict says that they were not compared."""
+    experts = {"model": {"n_experts": 4, "bias": False}} if preset == "ep" else {}
+    spec = spread(edited(EXPERIMENT, experts), preset, 2)
+    record = make_record(tmp_path / "r", spec, engine=engine, ladder=False, tensors={})
+    assert strategy_of(record).uncompared[what].startswith("a compiler may")
