@@ -169,7 +169,7 @@ def test_no_closed_form_is_not_compared(objections, engine, spec):
     ],
 )
 def test_flows_without_limit_are_listed(tmp_path, engine, preset, what):
-    """Ten times the bytes pass, so the verdict says that they were not compared."""
+    """Ten times the bytes pass, so the verdict lists them as not compared."""
     experts = {"model": {"n_experts": 4, "bias": False}} if preset == "ep" else {}
     spec = spread(edited(EXPERIMENT, experts), preset, 2)
     record = make_record(tmp_path / "r", spec, engine=engine, ladder=False, tensors={})
