@@ -30,6 +30,10 @@ class ObservedWork(Struct, frozen=True, kw_only=True):
     """Positions (T) of the logits that exist at one time in forward: block_size / train.loss_chunks."""
     kept: dict[Kept, list[str]] = field(default_factory=dict)
     """Dtypes of the results in forward, by operation."""
+    rings: list[str] = field(default_factory=list)
+    """The orders of work of ring attention, each once. h sends K, V to the next device, w waits for them, and
+    p multiplies. In torchpar g sends dK, dV, and v waits for them. In jaxpar the order of a loop's body
+    follows from the dependences of its operations."""
     tasks: list[list[str]] = field(default_factory=list)
     """Tasks of each pipeline rank, in the order of execution. Empty if a compiler orders the tasks."""
     compiled: str = ""

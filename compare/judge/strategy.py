@@ -25,6 +25,7 @@ from compare.spec.engines.engine import Engine
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
 from compare.theory.memory import bytes_at_rest, excess, padded_size, parameters_of_stage
+from compare.theory.ring import HOP, orders_of_ring
 
 AT_REST = 0.05
 """Tolerance of bytes at rest: scalars such as Adam's step, beyond padding."""
@@ -214,6 +215,19 @@ def _read_schedule(run: Observed) -> Iterator[Finding]:
     yield Finding("layout.schedule", layout.schedule, found)
 
 
+def _read_ring(run: Observed) -> Iterator[Finding]:
+    """The order of a ring: products run between the start of a hop of K, V and the wait for it."""
+    layout = run.experiment.layout
+    if layout.cp == 1 or layout.context != "ring":
+        return
+    orders = {*run.work.rings}
+    expected = {x for x in orders if not x.replace(HOP, "")} if run.engine.is_jax else orders_of_ring(layout)
+    found = "ring" if orders == expected != set() else "no ring in each forward and backward"
+    if odd := sorted(orders - expected):
+        found = f"a ring in the order {odd[0]} (h hop, p products, w wait)"
+    yield Finding("layout.context", "ring", found)
+
+
 def _read_gradient_sync(run: Observed) -> Iterator[Finding]:
     """How gradients are reduced over replicas, from the number, sizes and times of the all-reduces.
 
@@ -315,6 +329,7 @@ READ: Mapping[str, Callable[[Observed], Iterator[Finding]]] = {
     "layout.remat": _read_remat,
     "train.loss_chunks": _read_loss_chunks,
     "layout.schedule": _read_schedule,
+    "layout.context": _read_ring,
     "layout.gradient_sync": _read_gradient_sync,
     "bytes at rest": _read_bytes_at_rest,
     SENT: _read_bytes_sent,

@@ -3,6 +3,7 @@
 It is read from the traced program, not from XLA's: on a CPU, XLA multiplies 16 bits as float32.
 """
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any, get_args
@@ -10,6 +11,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Literal
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from compare.contract.work import Kept, ObservedWork, Part
@@ -22,6 +24,8 @@ from jaxpar.model import HEAD
 PRODUCT, GELUS = "dot_general", frozenset({"erf", "erfc", "tanh"})
 ALONE: dict[str, Kept] = {"rsqrt": "norm", "log": "loss"}
 """Operations that occur in one part of the model alone."""
+KV_HOP = "/for_activations_by_hand"
+"""The scope of the hops of K, V, of `collectives.ledger_scope`."""
 KINDS = {FORWARD: Kind.FORWARD, BACKWARD: Kind.BACKWARD}
 
 
@@ -57,24 +61,58 @@ def work_of(program: Any, ticks: Ticks | None = None) -> ObservedWork:
         again=dict(again),
         logits_positions=sorted(positions),
         kept={what: sorted(dtypes) for what, dtypes in kept.items()},
+        rings=sorted({*rings_of(used)}),
         tasks=[_tasks_of(ticks, rank) for rank in range(ticks.ranks)] if ticks else [],
     )
 
 
-def operations(jaxpr: Any, outer: str = "", turns: int = 1) -> Iterator[tuple[Any, str, int]]:
-    """Equations of a program and of its inner programs, with their scopes and iteration counts.
+def rings_of(jaxpr: Any, outer: str = "") -> Iterator[str]:
+    """The order of hops and products (`ObservedWork.rings`) in each program that sends K, V around a ring.
 
-    Inner programs are those of loops, branches and calls.
+    A hop is waited for where a product or another hop depends on it, at the latest at the program's end.
     """
+    order, under_way, hops_before = "", set[int](), dict[Any, set[int]]()
+    for number, equation in enumerate(jaxpr.eqns):
+        scopes = f"{outer}/{equation.source_info.name_stack}"
+        for inner in inner_programs(equation):
+            yield from rings_of(inner, scopes)
+        read = [x for x in equation.invars if not isinstance(x, Literal)]
+        before = set[int]().union(*(hops_before.get(x, ()) for x in read))
+        is_hop, is_product = equation.primitive.name == "ppermute" and KV_HOP in scopes, multiplies(equation)
+        if is_hop or is_product:
+            order += "w" * len(before & under_way) + ("h" if is_hop else "p")
+            under_way -= before
+        if is_hop:
+            before = {number}
+            under_way |= before
+        hops_before |= dict.fromkeys(equation.outvars, before)
+    if "h" in order:  # other layers multiply before and after the ring
+        yield re.sub("p+", "p", order + "w" * len(under_way)).strip("p")
+
+
+def multiplies(equation: Any) -> bool:
+    """True for a matrix product, and for a loop, branch or call that has one."""
+    inner = (each for program in inner_programs(equation) for each in program.eqns)
+    return equation.primitive.name == PRODUCT or any(map(multiplies, inner))
+
+
+def operations(jaxpr: Any, outer: str = "", turns: int = 1) -> Iterator[tuple[Any, str, int]]:
+    """Equations of a program and of its inner programs, with their scopes and iteration counts."""
     for equation in jaxpr.eqns:
         scopes = f"{outer}/{equation.source_info.name_stack}"
         yield equation, scopes, turns
         turns_inside = turns * equation.params.get("length", 1)  # of a scan
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple | list) else [value]:
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from operations(inner, scopes, turns_inside)
+        for inner in inner_programs(equation):
+            yield from operations(inner, scopes, turns_inside)
+
+
+def inner_programs(equation: Any) -> Iterator[Any]:
+    """The programs of a loop, of the branches of a condition, or of a call."""
+    for value in equation.params.values():
+        for inner in value if isinstance(value, tuple | list) else [value]:
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield inner
 
 
 def _tasks_of(ticks: Ticks, rank: int) -> list[str]:

@@ -69,6 +69,26 @@ def test_each_chunk_has_a_ddp_of_its_own(tmp_path):
         assert found.startswith("ddp of"), bucket_mb
 
 
+RINGS = {
+    "right": ("torch-manual", lambda orders: orders, ""),
+    "everything first": ("torch-manual", lambda orders: [*orders, "hwhwp"], "in the order hwhwp"),
+    "no backward": ("torch-manual", lambda orders: orders[1:], "no ring in each forward and backward"),
+    "right in one program": ("jax-manual", lambda orders: ["hpw", "hpwhpw"], ""),
+    "waits first": ("jax-manual", lambda orders: ["hpw", "hw"], "in the order hw (h hop"),
+    "no ring": ("jax-manual", lambda orders: [], "no ring"),
+}
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_order_of_a_ring(tmp_path, tiny, name):
+    engine, change, words = RINGS[name]
+    spec = edited(tiny, {"layout": {"cp": 2, "context": "ring"}})
+    record = make_record(tmp_path / "run", spec, engine=engine)
+    wrong = replace(record, work=replace(record.work, rings=change(record.work.rings)))
+    assert words in objections(wrong)
+    assert bool(words) == bool(objections(wrong))
+
+
 CALLS = {"naive": 16, "flat": 1, "bucketed": 5}
 """All-reduces of jax-manual in XLA's program, counted in test_jaxpar_data_parallel.py."""
 

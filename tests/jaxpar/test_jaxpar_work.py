@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import jax
 import pytest
 from msgspec.structs import replace
 
+from compare.contract.communication import ACTIVATIONS
 from compare.judge.strategy import strategy_of
 from compare.spec.experiment import Experiment, Layout, edited
+from jaxpar.manual import ring
 from jaxpar.measure.work import work_of
 from jaxpar.programs import trace_train
 from tests.support.jax_steps import engine_and_state, experiment_of
@@ -38,6 +41,21 @@ def objections(folder: Path, engine: str, asked: Experiment, done: dict) -> str:
 def test_work_of_a_right_step(tmp_path, name, engine):
     layout, fields = RIGHT[name]
     assert objections(tmp_path, engine, edited(experiment_of(layout), fields), {}) == ""
+
+
+def test_work_of_a_ring(tmp_path, monkeypatch):
+    """A hop is waited for where products depend on it. Other code of the step may stand in any order."""
+    experiment = experiment_of(Layout(cp=2, context="ring", remat="full"))
+    assert objections(tmp_path / "right", "jax-manual", experiment, {}) == ""
+
+    def after_the_hop(visit, state, kv_2BKtD):
+        arriving_2BKtD = ring.send_to_next(kv_2BKtD, purpose=ACTIVATIONS)
+        kv_2BKtD, arriving_2BKtD = jax.lax.optimization_barrier((kv_2BKtD, arriving_2BKtD))
+        rank = jax.lax.axis_index("cp")
+        return visit(visit(state, kv_2BKtD, rank), arriving_2BKtD, 1 - rank)
+
+    monkeypatch.setattr(ring, "pass_around", after_the_hop)
+    assert "in the order hw (h hop" in objections(tmp_path / "wrong", "jax-manual", experiment, {})
 
 
 def test_work_of_1f1b(tmp_path):

@@ -37,6 +37,7 @@ from compare.spec.experiment import Experiment
 from compare.system.json_files import write_json
 from compare.theory.communication import bytes_sent
 from compare.theory.memory import bytes_at_rest
+from compare.theory.ring import HOP, orders_of_ring
 
 CORPUS = "00"
 OF_EXPERTS = ("routing", "later_routing", "tokens_per_expert")
@@ -201,11 +202,15 @@ def make_work(engine: str, experiment: Experiment) -> ObservedWork:
     early = layout.gradient_sync in ("overlapped", "bucketed") and layout.schedule != "zero_bubble"
     stages = range(layout.pp) if layout.replicas > 1 and not layout.zero else ()
     messages = [reduces(engine, experiment, stage) for stage in stages]
+    is_ring = layout.cp > 1 and layout.context == "ring"
     return ObservedWork(
+        rings=sorted(orders_of_ring(layout)) if is_ring and not ENGINES[engine].is_jax else [HOP] * is_ring,
         products={experiment.precision.product_dtype: 12},
         forward=forward,
         again=again | ({"logits": logits} if chunks > 1 else {}),
-        logits_positions=[experiment.model.block_size // chunks],
+        logits_positions=[
+            experiment.model.block_size // chunks // (1 if ENGINES[engine].sent_by_xla else layout.cp)
+        ],
         tasks=[[str(task) for task in rank] for rank in schedule] if layout.pp > 1 else [],
         gradient_messages=[[(size, early) for size in sizes] for sizes in messages]
         if ENGINES[engine].counts_own_calls

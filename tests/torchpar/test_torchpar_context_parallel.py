@@ -5,6 +5,7 @@ The oracles are PyTorch's `scaled_dot_product_attention` over whole sequences, a
 
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from itertools import chain
 from unittest.mock import patch
 
 import pytest
@@ -16,11 +17,14 @@ from compare.contract.communication import LOSS
 from compare.numerics.context import order_of_positions
 from compare.spec.experiment import Layout, Model, Precision, Train
 from compare.theory.communication import bytes_sent
+from compare.theory.ring import orders_of_ring
 from tests.support.gpt_steps import ADAM, assert_same, backward, make_parallel, reference, train, update
 from tests.support.ranks import RANKS, axis, counted, normal, on_ranks
 from torchpar import manual
-from torchpar.comm.collectives import Axis
+from torchpar.comm.collectives import DONE, Axis
 from torchpar.manual import context_parallel, ring
+from torchpar.measure.watch import Watch
+from torchpar.measure.work import WorkSink
 from torchpar.model import CausalAttention
 
 WAYS = {
@@ -103,6 +107,28 @@ def test_ring_hops_overlap_blocks(rank: int) -> None:
             forward = [hop + "f" * count for hop, count in zip(hops, blocks, strict=True)]
             backward = [hop + "b" * count + "h" for hop, count in zip(hops, blocks, strict=True)]
             assert "".join(done) == "".join(forward + backward), name
+
+
+@on_ranks
+def test_ring_order_is_observed(rank: int) -> None:
+    """A ring that waits for each hop has another order, and so has a ring with a block after its hops."""
+    layout = replace(WAYS["ring"], remat="full")
+    parallel, mesh = make_parallel(manual.make_engine, layout, rank, ADAM)
+    around, waits = ring.pass_around, Axis.start_shift
+
+    def seen() -> set[str]:
+        sink = WorkSink(parallel.module)
+        with Watch(sink):
+            backward(parallel, mesh, 0, layout)
+        return {*sink.result().rings}
+
+    right = seen()
+    assert len(right) == 2
+    assert {*chain(*axis().all_gather_objects(right))} == orders_of_ring(layout)
+    with patch.object(ring, "pass_around", lambda *kv_axis: [*around(*kv_axis)]):
+        assert not seen() & right
+    with patch.object(Axis, "start_shift", lambda *of, **how: waits(*of, **how).wait() or DONE):
+        assert not seen() & right
 
 
 @pytest.mark.parametrize("name", GPTS)

@@ -61,10 +61,19 @@ class Work(Protocol):
 
 
 class Works:
-    """Several collectives as one, and a computation on their results."""
+    """Several collectives as one, and a computation on their results.
 
-    def __init__(self, works: Sequence[Work | None], finish: Callable[[], object] = lambda: None):
-        self._works, self._finish = works, finish
+    Attributes:
+        call: what was started, of a hop.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[Work | None],
+        finish: Callable[[], object] = lambda: None,
+        call: Call | None = None,
+    ):
+        self._works, self._finish, self.call = works, finish, call
 
     def wait(self) -> None:
         for work in self._works:
@@ -179,7 +188,7 @@ class Axis:
                 dist.P2POp(dist.isend, sent, group=self.group, group_peer=to),
                 dist.P2POp(dist.irecv, received, group=self.group, group_peer=source),
             ]
-            return Works(dist.batch_isend_irecv(ends))
+            return Works(dist.batch_isend_irecv(ends), call=Call("permute", self.name, purpose))
 
     # From tensors to new tensors, along any dim.
 

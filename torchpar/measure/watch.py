@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from compare.pipeline.schedules import Kind, Task
-from torchpar.comm.collectives import Call, observers
+from torchpar.comm.collectives import Call, Works, observers
 from torchpar.private import (
     TorchDispatchMode,
     in_backward,
@@ -47,6 +47,9 @@ class Sink:
 
     def call(self, call: Call, full: torch.Tensor, ranks: int) -> None:
         """Before one of torchpar's collectives; `full` is the gathered tensor, of any shape."""
+
+    def wait(self, call: Call) -> None:
+        """Before the step waits for a hop of a ring."""
 
     def enter(self, module: nn.Module) -> None:
         """Before a module's forward."""
@@ -89,6 +92,7 @@ class Watch(TorchDispatchMode):
         observers.append(self._around_call)
         for undo in (before.remove, after.remove, lambda: observers.remove(self._around_call)):
             self._exits.callback(undo)
+        self._exits.enter_context(around_calls(Works, "wait", self._around_wait))
         for sink in self._sinks:
             self._exits.enter_context(sink.step())
         return super().__enter__()
@@ -120,6 +124,12 @@ class Watch(TorchDispatchMode):
             yield
         finally:
             self.calls.pop()
+
+    def _around_wait(self, works: Works) -> AbstractContextManager:
+        if works.call:
+            for sink in self._sinks:
+                sink.wait(works.call)
+        return nullcontext()
 
     @property
     def in_backward(self) -> bool:

@@ -9,16 +9,16 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from compare.contract.communication import GRADIENTS
+from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS, GRADIENTS
 from compare.contract.work import Kept, ObservedWork, Part
 from compare.pipeline.schedules import Kind, Task
-from compare.spec.axes import REPLICAS, parts_of
+from compare.spec.axes import CP, REPLICAS, parts_of
 from torchpar.comm.collectives import Call
 from torchpar.measure.watch import HEAD, Sink, modules_named
-from torchpar.private import FakeTensor, tree_leaves
+from torchpar.private import FakeTensor, running_node_number, tree_leaves
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "addmm_", "baddbmm_"})
-ACTIVATIONS = frozenset({"gelu", "relu"})
+FUNCTIONS = frozenset({"gelu", "relu"})
 KEPT: dict[str, Kept] = {
     "native_layer_norm": "norm",
     "rsqrt": "norm",
@@ -30,6 +30,10 @@ SUMS, OF_BLOCK = ("add", "_to_copy"), re.compile(r"\bh\.\d+$")
 """The sums of the residual stream: these operators of a block itself, found by its path."""
 CHOICE = ".mlp.choice"
 """The end of the path of the module that makes a router's logits."""
+CORE = ".attn.core"
+"""The end of the path of the module that computes attention."""
+HOPS = {ACTIVATIONS: "hw", ACTIVATION_GRADIENTS: "gv"}
+"""The letters of a hop and of its wait in `ObservedWork.rings`."""
 ATTENTION = "scaled_dot_product"
 """The common part of the names of fused kernels, each with two products."""
 
@@ -43,6 +47,8 @@ class WorkSink(Sink):
         self._tasks, self._messages = list[str](), list[tuple[int, bool]]()
         self._heads, self._in_head = modules_named(HEAD, module), 0
         self._kept = defaultdict[Kept, set[str]](set)
+        self._rings = defaultdict[tuple[str, int], str](str)  # by the phase and the number of a run
+        self._modules = 0
 
     def operator(self, func: Any, operands: tuple, result: Any) -> None:
         name = func.overloadpacket.__name__
@@ -52,24 +58,38 @@ class WorkSink(Sink):
         kept = "residual" if is_sum else "router" if of_router else KEPT.get(name)
         if kept and not self.watch.in_backward:
             self._kept[kept].add(_name_of(tree_leaves(result)[0].dtype))
-        if of_router or (not is_product and name not in ACTIVATIONS):
+        if of_router or (not is_product and name not in FUNCTIONS):
             return
         first = next(leaf for leaf in tree_leaves(operands) if isinstance(leaf, torch.Tensor))
         if isinstance(first, FakeTensor):
             return  # in a first step DTensor computes the shapes of results
         if is_product:
             self._products[_dtype_of(first)] += 1
-        if name in ACTIVATIONS or (is_product and self.watch.runs_forward):
+            self._note_ring("p")
+        if name in FUNCTIONS or (is_product and self.watch.runs_forward):
             of_product: Part = "logits" if self._in_head else "products"
-            part: Part = "activations" if name in ACTIVATIONS else of_product
+            part: Part = "activations" if name in FUNCTIONS else of_product
             (self._again if self.watch.in_backward else self._forward)[part] += 1
 
     def call(self, call: Call, full: torch.Tensor, ranks: int) -> None:
         is_of_gradients = (call.kind, call.purpose) == ("all_reduce", GRADIENTS)
         if is_of_gradients and set(parts_of(call.axis)) <= {*REPLICAS}:
             self._messages.append((full.nbytes, self.watch.in_backward))
+        if (call.kind, call.axis) == ("permute", CP):
+            self._note_ring(HOPS[call.purpose][0])
+
+    def wait(self, call: Call) -> None:
+        self._note_ring(HOPS[call.purpose][1])
+
+    def _note_ring(self, letter: str) -> None:
+        """Append to the order of the attention core that runs; several products are one letter."""
+        if self.watch.module.endswith(CORE):
+            in_forward = self.watch.runs_forward
+            run = ("forward", self._modules) if in_forward else ("backward", running_node_number() or 0)
+            self._rings[run] += letter * (letter != "p" or not self._rings[run].endswith("p"))
 
     def enter(self, module: nn.Module) -> None:
+        self._modules += 1
         self._in_head += id(module) in self._heads
 
     def leave(self, module: nn.Module, output: Any) -> None:
@@ -87,6 +107,7 @@ class WorkSink(Sink):
             logits_positions=sorted(self._positions),
             gradient_messages=[self._messages] if self._messages else [],
             kept={kept: sorted(dtypes) for kept, dtypes in self._kept.items()},
+            rings=sorted({order for order in self._rings.values() if "h" in order}),
             tasks=[self._tasks] if self._tasks else [],
         )
 
@@ -120,6 +141,7 @@ def of_all_ranks(ranks: Sequence[ObservedWork], *, stages: Sequence[int]) -> Obs
         logits_positions=sorted({positions for rank in ranks for positions in rank.logits_positions}),
         gradient_messages=by_stage([rank.gradient_messages for rank in ranks]),
         kept={of: sorted({x for rank in ranks for x in rank.kept.get(of, [])}) for of in get_args(Kept)},
+        rings=sorted({order for rank in ranks for order in rank.rings}),
         compiled=ranks[0].compiled,
         tasks=by_stage([rank.tasks for rank in ranks]),
     )
