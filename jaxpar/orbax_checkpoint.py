@@ -48,6 +48,9 @@ def import_checkpoint(source: Path, target: Path) -> None:
 
     Raises CheckpointError: it cannot be read, does not fit its model, or has changed.
     """
+    if not (source / DESCRIPTION).is_dir():
+        why = f"is not an orbax checkpoint of shardpair: it has no {DESCRIPTION}"
+        raise CheckpointError(f"{source} {why}: save its weights as safetensors for --init_from")
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
 
         def restored(**items: Any) -> Any:

@@ -74,7 +74,7 @@ def import_checkpoint(source: Path, target: Path, base: Experiment | None = None
     """
     loaded = read(source)
     if isinstance(loaded, Mapping) and "model" not in loaded:
-        loaded = {"model": loaded}
+        loaded = {"model": loaded.get("state_dict", loaded)}  # Lightning's name
     try:
         saved = msgspec.convert(loaded, _Saved)
     except msgspec.ValidationError as error:

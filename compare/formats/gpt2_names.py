@@ -1,7 +1,7 @@
 """GPT-2's names of the canonical parameters: nanoGPT's and Hugging Face's, which differ in a prefix alone."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -32,8 +32,8 @@ _IN_BLOCK = {
 }
 TRANSFORMER = "transformer."
 """The prefix that a model with a head puts before each."""
-WRAPPERS = ("module.", "_orig_mod.")
-"""Prefixes of DistributedDataParallel and torch.compile, before `TRANSFORMER`."""
+WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "model"}
+"""Parts of names: of DistributedDataParallel, torch.compile, checkpoint_wrapper, FSDP and Lightning."""
 HEAD = "lm_head.weight"
 MASKS = (".attn.bias", ".attn.masked_bias")
 """Ends of causal masks' names, which old files have."""
@@ -45,6 +45,16 @@ def gpt2_name(name: str) -> str:
         return _TOP[name]
     _, layer, rest = name.split(".", 2)
     return f"h.{layer}.{_IN_BLOCK[rest]}"
+
+
+def has_gpt2_names(names: Iterable[str]) -> bool:
+    """True for the names of a GPT-2, with any prefix."""
+    return any(name.endswith((_TOP["embedding.token"], HEAD)) for name in names)
+
+
+def _plain(name: str) -> str:
+    """A name without the parts that wrappers add anywhere, and without `TRANSFORMER`."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS).removeprefix(TRANSFORMER)
 
 
 def input_dims(parameter: Parameter) -> int:
@@ -82,7 +92,7 @@ def gpt2_shape(parameter: Parameter, *, is_linear: bool = False) -> tuple[int, .
 def from_gpt2(
     tensors: Mapping[str, np.ndarray], model: Model, origin: str, *, is_linear: bool = False
 ) -> dict[str, np.ndarray]:
-    """Weights by canonical name, from tensors with GPT-2's names, without wrappers' prefixes and tied head.
+    """Weights by canonical name, from tensors with GPT-2's names, without wrappers' parts and the tied head.
 
     Matrices are (in, out) as in Hugging Face's Conv1D, or (out, in) as in nn.Linear. Raises ExperimentError:
     the tensors do not fit the model, or GPT-2 cannot express the model.
@@ -90,13 +100,15 @@ def from_gpt2(
     require_gpt2(model, origin)
     arrays: dict[str, np.ndarray] = {}
     for name in tensors:
-        plain = name
-        for prefix in (*WRAPPERS, TRANSFORMER):
-            plain = plain.removeprefix(prefix)
+        plain = _plain(name)
         if plain in arrays:
             raise ExperimentError(f"{origin} has {plain} twice, with and without a prefix: remove {name}")
-        if not name.endswith(MASKS):
+        if not plain.endswith(MASKS):
             arrays[plain] = tensors[name]
+    token = _TOP["embedding.token"]
+    if prefixed := next((name for name in arrays if name.endswith(f".{token}")), ""):
+        prefix = prefixed.removesuffix(token)
+        raise ExperimentError(f"{origin}: unknown prefix {prefix} of {prefixed}: remove it from all names")
     rows = {gpt2_name(row.name): row for row in parameter_table(model)}
     head = arrays.pop(HEAD, None)
     if head is not None and not np.array_equal(head, arrays.setdefault(gpt2_name("embedding.token"), head)):

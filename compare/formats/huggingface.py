@@ -17,9 +17,11 @@ from compare.formats.gpt2_names import TRANSFORMER, from_gpt2, gpt2_name, gpt2_s
 from compare.numerics.parameters import parameter_table
 from compare.spec.experiment import ExperimentError, Model
 from compare.system.disk import write_atomically
-from compare.system.tensors import Tensors
+from compare.system.tensors import RecordError, Tensors, garbled
 
 CONFIG, WEIGHTS_FILE = "config.json", "model.safetensors"
+INDEX = f"{WEIGHTS_FILE}.index.json"
+"""The file of each tensor, where transformers has written several files."""
 DROPOUTS: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
 """Hugging Face's three rates, where the model here has one, and their default."""
 END_OF_TEXT = 50256
@@ -47,14 +49,37 @@ SUPPORTED: dict[str, tuple[object, ...]] = {
 
 
 def is_huggingface(source: Path) -> bool:
-    """True for a folder with a config.json of a GPT-2."""
-    return (source / CONFIG).is_file() and (source / WEIGHTS_FILE).is_file()
+    """True for a folder with a config.json and weights, in one file or several."""
+    has_weights = (source / WEIGHTS_FILE).is_file() or (source / INDEX).is_file()
+    return has_weights and (source / CONFIG).is_file()
 
 
 def read_gpt2(folder: Path) -> tuple[Model, dict[str, np.ndarray]]:
     """The sizes, and the weights by canonical name. Raises ExperimentError, RecordError."""
-    model = _model(folder / CONFIG)
-    return model, from_gpt2(Tensors(folder / WEIGHTS_FILE), model, str(folder))
+    model = read_model(folder)
+    single = folder / WEIGHTS_FILE
+    return model, from_gpt2(Tensors(single) if single.is_file() else _indexed(folder), model, str(folder))
+
+
+def _indexed(folder: Path) -> dict[str, np.ndarray]:
+    """The tensors of several files, by the folder's index. Raises RecordError: it names a file elsewhere."""
+    path = folder / INDEX
+    try:
+        file_of = msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+    except (OSError, msgspec.DecodeError) as error:
+        raise garbled(path, error) from None
+    if elsewhere := [name for name in file_of.values() if Path(name).name != name]:
+        raise RecordError(f"{path}: {elsewhere[0]} is not the name of a file in this folder: correct it")
+    files = {name: Tensors(folder / name) for name in sorted(set(file_of.values()))}
+    if missing := [name for name, file in file_of.items() if name not in files[file]]:
+        raise RecordError(f"{folder / file_of[missing[0]]} lacks {missing[0]} of {INDEX}: copy it again")
+    return {name: files[file][name] for name, file in file_of.items()}
+
+
+class _Index(msgspec.Struct):
+    """The part of `INDEX` that is read."""
+
+    weight_map: dict[str, str]
 
 
 def write_gpt2(folder: Path, model: Model, weights: Mapping[str, np.ndarray]) -> None:
@@ -85,7 +110,9 @@ def write_gpt2(folder: Path, model: Model, weights: Mapping[str, np.ndarray]) ->
     write_atomically(folder / CONFIG, json.dumps(config, indent=2).encode() + b"\n")
 
 
-def _model(path: Path) -> Model:
+def read_model(folder: Path) -> Model:
+    """The sizes in a folder's config.json. Raises ExperimentError: GPT-2 here has no such option."""
+    path = folder / CONFIG
     try:
         config = DROPOUTS | msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         sizes = {name: config.get(theirs, default) for name, (theirs, default) in FIELDS.items()}

@@ -9,6 +9,7 @@ from compare.contract.request import ResumePoint
 from compare.judge.outcome import OUTCOME
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import storage_dtype
+from compare.setup.unreadable import advice_for
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, differing_keys
 
@@ -24,6 +25,8 @@ def any_checkpoint(source: Path) -> Path:
         return steps[max(steps)]
     if engines := [path for path in sorted(source.glob(f"*/{CHECKPOINTS}")) if checkpoints_in(path)]:
         raise CheckpointError(f"{source} is a run of several engines: give one, such as {engines[0].parent}")
+    if advice := advice_for(source):
+        raise CheckpointError(f"{source} {advice}")
     raise CheckpointError(
         f"{source}: no checkpoint found: give one, or the folder of a run with "
         f"--checkpoint.every; `shardpair convert` reads nanoGPT's, Hugging Face's and orbax's"

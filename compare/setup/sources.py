@@ -11,17 +11,17 @@ from compare.checkpoint.description import WEIGHTS, Checkpoint
 from compare.checkpoint.reader import CheckpointReader
 from compare.checkpoint.saver import write_checkpoint
 from compare.execute.query import convert_by_side
-from compare.formats.gpt2_names import HEAD, TRANSFORMER, WRAPPERS, from_gpt2
+from compare.formats.gpt2_names import from_gpt2, has_gpt2_names
 from compare.formats.huggingface import is_huggingface, read_gpt2
 from compare.numerics.initial_weights import INIT, checked_weights, write_weights
 from compare.numerics.parameters import fingerprint
 from compare.setup.resuming import any_checkpoint, differing_model
+from compare.setup.unreadable import ORBAX_METADATA
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.system.disk import why_not_readable
 from compare.system.tensors import RecordError, Tensors
 
 PICKLES = (".pt", ".pth", ".ckpt")
-ORBAX_METADATA = "_CHECKPOINT_METADATA"
 
 
 def as_checkpoint(
@@ -56,7 +56,7 @@ def as_checkpoint(
 
 def format_of_side(source: Path) -> str:
     """The format of a source that a side must read (`Side.converts`); '' if this process reads it."""
-    if source.suffix in PICKLES:
+    if source.suffix in PICKLES and not source.is_dir():
         return "nanogpt"
     return "orbax" if (source / ORBAX_METADATA).is_file() else ""
 
@@ -103,7 +103,7 @@ def _weights(
         except RecordError as error:
             hint = "give a safetensors file, or nanoGPT's ckpt.pt by a name that ends in .pt"
             raise ExperimentError(f"--init_from: {error}: {hint}") from None
-        if any(name.startswith((*WRAPPERS, TRANSFORMER, HEAD)) for name in weights):
+        if has_gpt2_names(weights):
             weights = from_gpt2(weights, model, origin, is_linear=True)
     if differing := differing_model(Experiment(model=model), experiment):
         raise ExperimentError(f"{origin}: it has another model: {', '.join(differing)}: set --model.* so")

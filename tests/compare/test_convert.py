@@ -1,6 +1,8 @@
 """`shardpair convert`: from and to what others use; nothing half-written, nothing executed."""
 
 import json
+import re
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +12,9 @@ from safetensors.numpy import load_file, save_file
 from compare.checkpoint.reader import CheckpointReader
 from compare.cli import main
 from compare.commands.convert import FORMATS
-from compare.formats.huggingface import CONFIG, WEIGHTS_FILE, read_gpt2, write_gpt2
+from compare.formats.huggingface import CONFIG, INDEX, WEIGHTS_FILE, read_gpt2, write_gpt2
 from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, Precision
+from compare.system.tensors import RecordError
 from tests.support.checkpoints import assert_is_random, random_state, write_random
 from tests.support.rows import short
 
@@ -115,6 +118,120 @@ def test_masks_are_skipped_other_tensors_rejected(gpt2, tmp_path, capsys):
     assert f"{gpt2}: weights/norm.scale has values that are NaN" in capsys.readouterr().err
 
 
+def split(gpt2: Path) -> dict[str, str]:
+    """Move the weights to two files with an index, as transformers does. Returns the file of each."""
+    tensors = load_file(gpt2 / WEIGHTS_FILE)
+    (gpt2 / WEIGHTS_FILE).unlink()
+    files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for number, file in enumerate(files):
+        save_file({name: tensors[name] for name in sorted(tensors)[number::2]}, gpt2 / file)
+    file_of = {name: files[number % 2] for number, name in enumerate(sorted(tensors))}
+    (gpt2 / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": file_of}))
+    return file_of
+
+
+def test_weights_in_several_files(gpt2):
+    split(gpt2)
+    model, found = read_gpt2(gpt2)
+    assert model == EXPERIMENT.model
+    for name, array in weights().items():
+        np.testing.assert_array_equal(found[name], array)
+
+
+@pytest.mark.parametrize(
+    "place", ["../secret.safetensors", "/secret.safetensors", "nowhere.safetensors", ".."]
+)
+def test_index_stays_in_its_folder(gpt2, tmp_path, place):
+    file_of = split(gpt2)
+    name = "transformer.wte.weight"
+    save_file({name: np.zeros((7, 6))}, tmp_path / "secret.safetensors")
+    place = place.replace("/secret", f"{tmp_path}/secret") if place.startswith("/") else place
+    (gpt2 / INDEX).write_text(json.dumps({"weight_map": file_of | {name: place}}))
+    with pytest.raises(RecordError, match=r"is not the name of a file in this folder|does not exist"):
+        read_gpt2(gpt2)
+
+
+def test_index_with_tensors_that_files_lack(gpt2):
+    file_of = split(gpt2)
+    (gpt2 / INDEX).write_text(json.dumps({"weight_map": file_of | {"x": file_of["transformer.wte.weight"]}}))
+    with pytest.raises(RecordError, match=f"lacks x of {INDEX}: copy it again"):
+        read_gpt2(gpt2)
+    (gpt2 / INDEX).write_text("[]")
+    with pytest.raises(RecordError, match="Expected `object`, got `array`"):
+        read_gpt2(gpt2)
+
+
+UNREADABLE = {
+    "hf/pytorch_model.bin": "hf has pytorch_model.bin and no model.safetensors: load it with transformers",
+    "hf/pytorch_model-00001-of-00002.bin": "hf has pytorch_model-00001-of-00002.bin and no model.safetensors",
+    "hf/tf_model.h5": "hf has TensorFlow's tf_model.h5 and no model.safetensors",
+    "hf/flax_model.msgpack": "hf has Flax's flax_model.msgpack and no model.safetensors",
+    "hf/model.safetensors": "hf has model.safetensors and no config.json: copy the whole folder",
+    "hf/model-00001-of-00002.safetensors": "but config.json or model.safetensors.index.json is missing",
+    "hf/config.json": "hf has config.json and no model.safetensors: copy the whole folder",
+    "lora/adapter_config.json": "lora is an adapter, such as LoRA: save the model after merge_and_unload()",
+    "models--gpt2/snapshots/1f2/config.json": "give models--gpt2/snapshots/1f2",
+    "hub/models--gpt2/snapshots/1f2/config.json": "such as hub/models--gpt2/snapshots/1f2",
+    "dcp/.metadata": "dcp is a folder of torch.distributed.checkpoint: `python -m torch.distributed",
+    "manager/10/_CHECKPOINT_METADATA": "several orbax checkpoints: give one, such as manager/10",
+    "out/ckpt.pt": "a file of torch.save: give the file, such as out/ckpt.pt",
+    "empty/nothing": "empty: no checkpoint found: give one",
+}
+
+
+@pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize("file", UNREADABLE)
+def test_unreadable_folder_is_explained(tmp_path, monkeypatch, capsys, file):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).touch()
+    for line in (["convert", file.split("/")[0], "x"], ["run", "--resume", file.split("/")[0]]):
+        assert main(line) == 2
+        assert UNREADABLE[file] in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_process")
+def test_unreadable_file_is_explained(gpt2, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save_file(weights(), "alone.safetensors")
+    with zipfile.ZipFile("ckpt", "w") as archive:
+        archive.writestr("ckpt/data.pkl", b"")
+    for source, words in (
+        ("gpt2/model.safetensors", "is one file of a checkpoint: give the folder gpt2"),
+        ("alone.safetensors", "has weights, but not the sizes of their model: give it to --init_from"),
+        ("ckpt", "ckpt is a file of torch.save: rename it to end in .pt"),
+    ):
+        assert main(["convert", source, "x"]) == 2
+        assert words in capsys.readouterr().err
+
+
+WRAPPED = (
+    (r"^transformer\.", "_orig_mod.module.transformer."),
+    (r"^transformer\.", "module._orig_mod._orig_mod."),
+    (r"^transformer\.", "model.transformer."),  # Lightning's
+    (r"h\.(\d)\.", r"_fsdp_wrapped_module.h.\1._orig_mod._checkpoint_wrapped_module."),
+)
+
+
+@pytest.mark.parametrize(("pattern", "wrapped"), WRAPPED, ids=map(short, WRAPPED))
+def test_parts_of_wrappers_are_removed(gpt2, pattern, wrapped):
+    tensors = load_file(gpt2 / WEIGHTS_FILE)
+    save_file({re.sub(pattern, wrapped, name): array for name, array in tensors.items()}, gpt2 / WEIGHTS_FILE)
+    found = read_gpt2(gpt2)[1]
+    for name, array in weights().items():
+        np.testing.assert_array_equal(found[name], array)
+
+
+def test_unknown_prefix_and_equal_names(gpt2):
+    tensors = load_file(gpt2 / WEIGHTS_FILE)
+    save_file({f"net.{name}": array for name, array in tensors.items()}, gpt2 / WEIGHTS_FILE)
+    with pytest.raises(ExperimentError, match=r"unknown prefix net\.transformer\. of net\.transformer\.wte"):
+        read_gpt2(gpt2)
+    save_file({**tensors, "h.0._orig_mod.ln_1.bias": np.zeros(6)}, gpt2 / WEIGHTS_FILE)
+    with pytest.raises(ExperimentError, match=r"has h\.0\.ln_1\.bias twice, with and without a prefix"):
+        read_gpt2(gpt2)
+
+
 @pytest.mark.parametrize(("stored", "dtype"), [("U16", "BF16"), ("U8", "F8_E4M3")])
 def test_dtypes_that_numpy_lacks(gpt2, tmp_path, capsys, stored, dtype):
     """bfloat16 is the upper half of a float32; 8-bit floats are rejected."""
@@ -143,7 +260,7 @@ def test_dtypes_that_numpy_lacks(gpt2, tmp_path, capsys, stored, dtype):
     [
         ("given", "given", "exists already"),
         ("given", "no/x", "is missing: create it"),
-        ("nowhere", "x", "no checkpoint found"),
+        ("nowhere", "x", "nowhere does not exist: give a file or a folder"),
         ("nowhere.pt", "x", "does not exist"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from compare.checkpoint.reader import CheckpointError
 from compare.spec.experiment import Experiment, Model, Precision
 from jaxpar import orbax_checkpoint as module
-from jaxpar.orbax_checkpoint import STATE, export_checkpoint, import_checkpoint
+from jaxpar.orbax_checkpoint import DESCRIPTION, STATE, export_checkpoint, import_checkpoint
 from tests.support.checkpoints import UPDATES, assert_is_random, random_state, write_random
 
 EXPERIMENT = Experiment(
@@ -57,6 +57,9 @@ def with_a_bit_flipped(convert: Callable) -> Callable:
 
 def test_invalid_checkpoint_is_rejected(tmp_path: Path):
     (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="is not an orbax checkpoint of shardpair"):
+        import_checkpoint(tmp_path / "empty", tmp_path / "back")
+    (tmp_path / "empty" / DESCRIPTION).mkdir()
     with pytest.raises(CheckpointError, match="cannot be read by orbax") as refused:
         import_checkpoint(tmp_path / "empty", tmp_path / "back")
     assert "\n" not in str(refused.value)
