@@ -31,6 +31,7 @@ from compare.flags import ExperimentFlags, defaults_for
 from compare.formats.nanogpt import DTYPE, is_config, read_config, translate_flags
 from compare.run.study import Study
 from compare.spec.experiment import ExperimentError
+from compare.system.disk import no_room
 from compare.system.tensors import RecordError
 from compare.terminal import errors_console, printable
 
@@ -103,7 +104,8 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         errors_console().on_broken_pipe()  # exits with 1
     except OSError as error:
-        code, message = 2 if isinstance(error, FileNotFoundError | PermissionError) else 1, str(error)
+        code = 2 if isinstance(error, FileNotFoundError | PermissionError) else 1
+        message = no_room(error) or str(error)
     errors_console().print(f"shardpair: error: {printable(message)}", style="red")
     return code
 

@@ -23,7 +23,7 @@ from msgspec import UNSET, Struct, UnsetType
 from compare.checkpoint.description import WEIGHTS, Checkpoint
 from compare.checkpoint.reader import CheckpointReader
 from compare.checkpoint.saver import write_checkpoint
-from compare.formats.gpt2_names import HEAD, from_gpt2, gpt2_shape, require_gpt2
+from compare.formats.gpt2_names import HEAD, from_gpt2, gpt2_shape
 from compare.formats.nanogpt import MODEL_ARGS, experiment_of, settings_of
 from compare.numerics.parameters import decays, parameter_table
 from compare.spec.experiment import Data, Experiment, ExperimentError, Model, Precision, edited, revalidate
@@ -132,24 +132,14 @@ def _validation_loss(best: Any) -> float | UnsetType:
 
 
 def export_checkpoint(source: Path, target: Path) -> None:
-    """Write a checkpoint as nanoGPT's ckpt.pt, for its train.py and sample.py.
+    """Write a checkpoint that passes `require_nanogpt` as a ckpt.pt, for nanoGPT's train.py and sample.py.
 
-    Raises ExperimentError: the checkpoint is damaged, or nanoGPT has no such model or optimizer.
+    Raises CheckpointError: the checkpoint is damaged.
     """
     reader = CheckpointReader(source)
     description = reader.description
     experiment, updates = description.experiment, description.updates
     model, config = experiment.model, experiment.optimizer
-    require_gpt2(model, str(source))
-    for key, value, nanogpts in (
-        ("optimizer.name", config.name, "adamw"),
-        ("optimizer.decay", config.decay, "matrices"),
-        ("model.activation", model.activation, "gelu"),
-        ("model.norm_eps", model.norm_eps, 1e-5),
-    ):
-        if value != nanogpts:
-            why = f"{source}: {key} = {value}, and nanoGPT has only {nanogpts}"
-            raise ExperimentError(f"{why}: convert it --to huggingface or weights")
     rows = {nanogpt_name(row.name): row for row in parameter_table(model)}
 
     def tensor(group: str, name: str) -> torch.Tensor:

@@ -3,23 +3,28 @@
 All engines save one format (`compare.checkpoint`), and continue from it.
 """
 
+import contextlib
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 import tyro
 
-from compare.checkpoint.description import WEIGHTS, Checkpoint
+from compare.checkpoint.description import DESCRIPTION, WEIGHTS, Checkpoint
+from compare.checkpoint.reader import CheckpointReader
 from compare.execute.query import convert_by_side
 from compare.flags import SidePythons, find_pythons
+from compare.formats.gpt2_names import require_gpt2
 from compare.formats.huggingface import write_gpt2
-from compare.formats.nanogpt import load_experiment
+from compare.formats.nanogpt import load_experiment, require_nanogpt
 from compare.numerics.initial_weights import write_weights
 from compare.setup.sources import PICKLES, as_checkpoint
+from compare.side.run_lock import lock_folder
 from compare.spec.experiment import Experiment, ExperimentError
+from compare.system.disk import no_room
 from compare.terminal import print_json, results_console
 
 Format = Literal["checkpoint", "nanogpt", "huggingface", "orbax", "weights"]
@@ -79,23 +84,62 @@ def convert(
 ) -> Checkpoint:
     """Convert a checkpoint. Returns its description. `base` is an argument of `as_checkpoint`.
 
-    Raises ExperimentError: the target exists. Also raises as `as_checkpoint`.
+    Raises:
+        ExperimentError: the target exists, or its format cannot express the checkpoint.
+        OSError: the disk of the target is full.
+        EnvironmentMissing, ExperimentError: as `as_checkpoint`.
     """
-    parent = target.absolute().parent
     if target.exists():
         raise ExperimentError(f"{target} exists already: give another name, or remove it")
-    if not parent.is_dir():
+    if not target.absolute().parent.is_dir():
         raise ExperimentError(f"{target}: the folder {target.parent} is missing: create it")
-    with tempfile.TemporaryDirectory(dir=parent, prefix=f".{target.name}.") as scratch:
-        reader = as_checkpoint(source, Path(scratch) / "read", base, pythons=pythons)
-        written = Path(scratch) / f"written{target.suffix}"
-        if to == "checkpoint":
-            shutil.copytree(reader.folder, written)
-        elif to in ("nanogpt", "orbax"):
-            convert_by_side(reader.folder, written, to, pythons=pythons)
-        elif to == "huggingface":
-            write_gpt2(written, reader.description.experiment.model, reader.group(WEIGHTS))
-        else:
-            write_weights(written, reader.group(WEIGHTS))
-        written.rename(target)
+    try:
+        with _scratch_for(target) as scratch:
+            reader = as_checkpoint(source, scratch / "read", base, pythons=pythons)
+            written = scratch / f"written{target.suffix}"
+            _write(reader, written, to, origin=str(source), pythons=pythons)
+            written.rename(target)
+    except OSError as error:
+        if no_room(error):
+            raise OSError(error.errno, error.strerror, str(target)) from None
+        raise
     return reader.description
+
+
+def _write(
+    reader: CheckpointReader, written: Path, to: Format, *, origin: str, pythons: Mapping[str, str]
+) -> None:
+    """Write a checkpoint in a format. Raises ExperimentError: the format cannot express it."""
+    experiment = reader.description.experiment
+    if to == "checkpoint":
+        written.mkdir()
+        for name in (DESCRIPTION, *reader.description.files):
+            shutil.copy(reader.folder / name, written)
+    elif to in ("nanogpt", "orbax"):
+        if to == "nanogpt":
+            require_nanogpt(experiment, origin)
+        convert_by_side(reader.folder, written, to, pythons=pythons)
+    elif to == "huggingface":
+        require_gpt2(experiment.model, origin)
+        write_gpt2(written, experiment.model, reader.group(WEIGHTS))
+    else:
+        write_weights(written, reader.group(WEIGHTS))
+
+
+@contextlib.contextmanager
+def _scratch_for(target: Path) -> Generator[Path]:
+    """A temporary folder next to the target. It replaces the folder that a killed conversion has left.
+
+    Raises ExperimentError: another process converts to this target.
+    """
+    folder = target.absolute().with_name(f".{target.name}.shardpair-convert")
+    folder.mkdir(exist_ok=True)
+    with lock_folder(folder):
+        try:
+            for left in folder.iterdir():
+                shutil.rmtree(left)
+            yield Path(
+                tempfile.mkdtemp(dir=folder)
+            )  # a killed conversion's side may still write into its own
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -17,6 +17,7 @@ from compare.execute.launch import EnvironmentMissing, child_environment
 from compare.side.ending import BAD_REQUEST
 from compare.spec.engines.registry import SIDES
 from compare.spec.experiment import Experiment, ExperimentError
+from compare.system.disk import NO_ROOM
 
 T = TypeVar("T")
 TIMEOUT_S = 120
@@ -36,7 +37,8 @@ def query(
     """Run `python -m SIDE QUESTION` and decode its answer, the last line that is JSON of the type `answer`.
 
     `platform` is cpu, gpu, or '' for all devices of this machine; `timeout_s` of 0 is TIMEOUT_S. Raises
-    ExperimentError: the side rejects the question; EnvironmentMissing: the Python gives no answer.
+    ExperimentError: the side rejects the question; OSError: a disk is full; EnvironmentMissing: the Python
+    gives no answer.
     """
     if not shutil.which(python):
         raise EnvironmentMissing(f"{side}: {python}: no such program")
@@ -50,6 +52,9 @@ def query(
     last = lines[-1][:LINE_LENGTH].removeprefix(f"{side}: ") if lines else ""
     if returncode == BAD_REQUEST and last:
         raise ExperimentError(last)
+    for code in NO_ROOM if returncode else ():  # orbax raises other errors, and names the cause in its text
+        if os.strerror(code) in output:
+            raise OSError(code, os.strerror(code))
     if returncode:
         raise EnvironmentMissing(f"{side}: {last or f'{python} ended with exit code {returncode}'}")
     for line in reversed(lines):  # a warning may follow the answer
@@ -92,7 +97,7 @@ def convert_by_side(
     """Convert a checkpoint from or to a format of a side (`Side.converts`); `base` is its experiment, if it
     has none.
 
-    Raises ExperimentError: the source cannot be read safely, or does not fit; EnvironmentMissing.
+    Raises ExperimentError: the source cannot be read safely, or does not fit; also as `query`.
     """
     side = next(side for side in SIDES.values() if foreign in side.converts)
     question = ["--convert", str(source.absolute()), str(target.absolute())]

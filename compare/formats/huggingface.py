@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from safetensors.numpy import save
 
-from compare.formats.gpt2_names import TRANSFORMER, from_gpt2, gpt2_name, gpt2_shape, require_gpt2
+from compare.formats.gpt2_names import TRANSFORMER, from_gpt2, gpt2_name, gpt2_shape
 from compare.numerics.parameters import parameter_table
 from compare.spec.experiment import ExperimentError, Model
 from compare.system.disk import write_atomically
@@ -85,9 +85,8 @@ class _Index(msgspec.Struct):
 def write_gpt2(folder: Path, model: Model, weights: Mapping[str, np.ndarray]) -> None:
     """Write config.json and model.safetensors, which `GPT2LMHeadModel.from_pretrained` reads.
 
-    Biases that the model lacks are written as zeros. Raises ExperimentError: GPT-2 cannot express the model.
+    Biases that the model lacks are written as zeros. The model passes `require_gpt2`.
     """
-    require_gpt2(model, CONFIG)
     rows = parameter_table(msgspec.structs.replace(model, bias=True))
     dtype, tensors = weights["embedding.token"].dtype, {}
     for row in rows:

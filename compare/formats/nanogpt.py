@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from compare.formats.gpt2_names import require_gpt2
 from compare.formats.tokens import META, alphabet_size
 from compare.spec.experiment import Experiment, ExperimentError, checked, edited, load, revalidate
 from compare.system.disk import why_not_readable
@@ -96,6 +97,21 @@ def settings_of(experiment: Experiment, *, only_model: bool = False) -> dict[str
         return {name: sections["model"][name] for name in MODEL_ARGS}
     settings = {name: sections[section][name] for name, section in FIELDS.items()}
     return {**settings, "dataset": Path(experiment.data.source).name}  # a folder in nanoGPT's data/
+
+
+def require_nanogpt(experiment: Experiment, origin: str) -> None:
+    """Reject a model or an optimizer that nanoGPT lacks. Raises ExperimentError, which names the option."""
+    model, optimizer = experiment.model, experiment.optimizer
+    require_gpt2(model, origin)
+    for key, value, nanogpts in (
+        ("optimizer.name", optimizer.name, "adamw"),
+        ("optimizer.decay", optimizer.decay, "matrices"),
+        ("model.activation", model.activation, "gelu"),
+        ("model.norm_eps", model.norm_eps, 1e-5),
+    ):
+        if value != nanogpts:
+            why = f"{origin}: {key} = {value}, and nanoGPT has only {nanogpts}"
+            raise ExperimentError(f"{why}: convert it --to huggingface or weights")
 
 
 def is_config(name: str) -> bool:

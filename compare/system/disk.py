@@ -22,14 +22,18 @@ def no_room(error: BaseException, folder: Path | None = None) -> str:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to a temporary file and rename it to `path`, so that no reader gets half a file."""
+    """Write `content` to a temporary file and rename it to `path`, so that no reader gets half a file.
+
+    Raises OSError, which names `path`.
+    """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_native_id()}.tmp")
     try:
         temporary.write_bytes(content)
         os.replace(temporary, path)
-    except BaseException:
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
 
 
 def why_not_readable(path: Path) -> str:

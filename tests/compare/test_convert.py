@@ -1,6 +1,8 @@
 """`shardpair convert`: from and to what others use; nothing half-written, nothing executed."""
 
+import errno
 import json
+import os
 import re
 import zipfile
 from pathlib import Path
@@ -13,7 +15,8 @@ from compare.checkpoint.reader import CheckpointReader
 from compare.cli import main
 from compare.commands.convert import FORMATS
 from compare.formats.huggingface import CONFIG, INDEX, WEIGHTS_FILE, read_gpt2, write_gpt2
-from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, Precision
+from compare.side.run_lock import lock_folder
+from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, Precision, edited
 from compare.system.tensors import RecordError
 from tests.support.checkpoints import assert_is_random, random_state, write_random
 from tests.support.rows import short
@@ -271,3 +274,72 @@ def test_convert_rejects_bad_names(given, tmp_path, monkeypatch, capsys, source,
     assert main(["convert", source, target]) == 2
     assert words in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before
+
+
+PLAIN = edited(EXPERIMENT, {"model": {"activation": "gelu"}})
+NOT_IN_NANOGPT = (
+    ({"model": {"activation": "gelu_tanh"}}, "model.activation = gelu_tanh, and nanoGPT has only gelu"),
+    ({"model": {"activation": "relu_squared"}}, "model.activation = relu_squared: GPT-2 has no such option"),
+    ({"model": {"position": "rope"}}, "model.position = rope: GPT-2 has no such option"),
+    ({"model": {"norm": "rmsnorm"}}, "model.norm = rmsnorm: GPT-2 has no such option"),
+    ({"model": {"n_kv_head": 1}}, "model.n_kv_head = 1: GPT-2 has no such option"),
+    ({"model": {"norm_eps": 1e-3}}, "model.norm_eps = 0.001, and nanoGPT has only 1e-05"),
+    ({"optimizer": {"decay": "all"}}, "optimizer.decay = all, and nanoGPT has only matrices"),
+    ({"optimizer": {"name": "sgd"}}, "optimizer.name = sgd, and nanoGPT has only adamw"),
+)
+
+
+@pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize(("changes", "words"), NOT_IN_NANOGPT, ids=map(short, NOT_IN_NANOGPT))
+def test_formats_reject_other_models(tmp_path, capsys, changes, words):
+    """The error names the source, and not a temporary folder."""
+    plain = edited(PLAIN, {"model": {"n_embd": 8}})  # rope needs an even width of a head
+    given = write_random(tmp_path, edited(plain, changes))
+    before = sorted(tmp_path.iterdir())
+    formats = ["nanogpt", "huggingface"] if "GPT-2 has no" in words else ["nanogpt"]
+    for to in formats:
+        assert main(["convert", str(given), str(tmp_path / "back"), "--to", to]) == 2
+        assert f"error: {given}: {words}" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+FULL = {
+    "checkpoint": "shutil.copy",
+    "weights": "compare.system.disk.Path.write_bytes",
+    "huggingface": "compare.system.disk.Path.write_bytes",
+    "nanogpt": "compare.execute.query.output_of",
+    "orbax": "compare.execute.query.output_of",
+}
+"""Format of a target -> the function that writes it."""
+
+
+@pytest.mark.parametrize("to", FULL)
+def test_full_disk_names_the_target(tmp_path, monkeypatch, capsys, to):
+    given = write_random(tmp_path, PLAIN)
+    before = sorted(tmp_path.iterdir())
+
+    def write(*arguments: object, **options: object) -> tuple[int, str]:
+        if FULL[to].endswith("output_of"):
+            return 1, f"ValueError: a write failed: {os.strerror(errno.ENOSPC)} [28]\nEvent loop is closed"
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/a/temporary/file")
+
+    monkeypatch.setattr(FULL[to], write)
+    target = tmp_path / "target"
+    assert main(["convert", str(given), str(target), "--to", to]) == 1
+    full = f"{target}: No space left on device: make room, and run again"
+    assert capsys.readouterr().err == f"shardpair: error: {full}\n"
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_killed_conversion_leaves_a_folder(given, tmp_path, monkeypatch, capsys):
+    """The next conversion to the same target removes it. A second one at the same time is rejected."""
+    left = tmp_path / ".target.shardpair-convert"
+    (left / "tmp1" / "read").mkdir(parents=True)
+    before = {*tmp_path.iterdir()} - {left}
+    line = ["convert", str(given), str(tmp_path / "target")]
+    with lock_folder(left):
+        assert main(line) == 2
+    assert "is in use by another run" in capsys.readouterr().err
+    assert (left / "tmp1").is_dir()
+    assert main(line) == 0
+    assert {*tmp_path.iterdir()} == before | {tmp_path / "target"}
