@@ -249,18 +249,23 @@ class Box(NamedTuple):
 
 
 def gantt(axes: Axes, rows: Sequence[str], boxes: Sequence[Box], x: str) -> None:
-    """Draw a row for each device, from the top, with its boxes over time; join boxes that nearly touch."""
+    """Draw a row for each device, from the top, with its boxes over time; join boxes that nearly touch.
+
+    The legend has the order and the full colours of `COLOURS`.
+    """
     end = max((box.begin + box.length for box in boxes), default=1.0)
     height = 0.56 if any(box.is_beside for box in boxes) else 0.88
     spans_by_look: dict[Box, list[tuple[float, float]]] = {}
-    for box in sorted(boxes, key=lambda box: (box.is_pale, box.begin)):  # a legend has the full colour
+    for box in sorted(boxes, key=lambda box: box.begin):
         spans = spans_by_look.setdefault(box._replace(begin=0, length=0), [])
         begin, stop = box.begin, box.begin + max(box.length, end * FINEST)
         if spans and not box.text and begin <= sum(spans[-1]) + end * FINEST:
             before = spans.pop()
             begin, stop = before[0], max(sum(before), stop)
         spans.append((begin, stop - begin))
-    for look, spans in spans_by_look.items():
+    labels = list(COLOURS)
+    for look in sorted(spans_by_look, key=lambda look: (look.is_pale, labels.index(look.label))):
+        spans = spans_by_look[look]
         place = (look.row + 0.66, 0.26) if look.is_beside else (look.row + 0.06, height)
         alpha, edge = 0.55 if look.is_pale else 1.0, "white" if look.text else "none"
         shade = COLOURS[look.label]
@@ -268,7 +273,7 @@ def gantt(axes: Axes, rows: Sequence[str], boxes: Sequence[Box], x: str) -> None
         for begin, width in spans if look.text else ():
             if width > end * 0.013:
                 middle = (begin + width / 2, place[0] + place[1] / 2)
-                axes.text(*middle, look.text, ha="center", va="center", color="black", fontsize=7)
+                axes.text(*middle, look.text, ha="center", va="center", color="black", fontsize=8)
     axes.set(xlim=(0, end), ylim=(len(rows), 0), xlabel=x)
     axes.set_yticks([row + 0.5 for row in range(len(rows))], rows)
     axes.tick_params(axis="y", length=0)

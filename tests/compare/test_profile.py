@@ -10,10 +10,11 @@ import pytest
 
 from compare.cli import main
 from compare.commands.profile import EngineProfile, Profile, profile_of
-from compare.commands.profile.figures import chrome_trace
+from compare.commands.profile.figures import chrome_trace, measured_figures
 from compare.contract.timeline import TIMELINE, Lane, Span, Timeline
 from compare.judge.outcome import Case, save, with_case
 from compare.run.metrics import steady_times_ms
+from compare.show.figures import svg
 from compare.spec.experiment import edited
 from tests.support.records import make_record, outcome_of
 
@@ -70,6 +71,23 @@ def test_planted_exposure_is_found(spread, tmp_path):
     assert engine.bubble is engine.planned_bubble is None
 
 
+@pytest.mark.usefixtures("with_pictures")
+def test_timelines_share_scale_legend_and_method(spread, tmp_path):
+    quick = msgspec.structs.replace(
+        planted(), wall_us=900, lanes=[Lane(device=0, spans=[span("update", 0, 900)])]
+    )
+    records = {
+        name: profiled(tmp_path / name, spread, timeline=timeline)
+        for name, timeline in {"quick": quick, "slow": planted()}.items()
+    }
+    (figure,) = measured_figures(records)
+    assert figure.caption.count("by hand") == 1
+    text = svg(figure)
+    shown = [text.index(word) for word in ("forward<", "backward<", "update<", "communication<")]
+    assert shown == sorted(shown)
+    assert text.index("quick: 0.9 ms") < text.index("slow: 12.5 ms")
+
+
 def test_no_thread_of_a_trace_overlaps():
     events = json.loads(chrome_trace("torch-manual", planted(), process=2))["traceEvents"]
     assert {event["pid"] for event in events} == {2}
@@ -101,8 +119,7 @@ def test_a_finished_profile_is_shown_again(spread, tmp_path, capsys):
     assert "INCOMPLETE: jax-manual left no timeline; PASS: the losses of jax-manual agree" in said
     assert "torch-manual waits 2.0 of 12.5 ms for communication" in " ".join(said.split())
     assert re.search(r"timeline's wall \(ms\) +12\.5 ", said)
-    page = (folder / PAGE).read_text()
-    assert "torch-manual, step 3, measured" in page
+    assert "One step of each engine, measured" in (folder / PAGE).read_text()
     assert (folder / "torch-manual" / "trace.json").is_file()
     assert not (folder / "jax-manual" / "trace.json").exists()
     assert main(["report", str(folder), "--json"]) == 1

@@ -1,5 +1,6 @@
 """Figures of the watched step and of pipeline schedules, and the trace for Perfetto."""
 
+import statistics
 from collections.abc import Mapping
 
 import msgspec
@@ -9,11 +10,12 @@ from compare.contract.timeline import Timeline, exposed_us, idle_us
 from compare.pipeline.schedules import Kind, make_schedule
 from compare.pipeline.simulator import bubble_fraction, makespan, peak_in_flight
 from compare.pipeline.simulator import run as simulate
-from compare.show.figures import WIDE, Box, Figure, gantt
+from compare.show.figures import WIDE, Axes, Box, Figure, gantt
 from compare.text import SCHEDULES
 
 MOST_BOXES = 1500
 """Largest number of boxes in a figure of a schedule."""
+NUMBERS = "Numbers are microbatches. XLA's events name no iteration of a loop: lanes of JAX have no numbers."
 TASKS = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
@@ -23,24 +25,70 @@ TASKS = {
 
 
 def timeline_figures(records: Mapping[str, Record]) -> list[Figure]:
-    """The watched step of each record that has a timeline, and each pipeline schedule that ran, once."""
-    measured = [step_figure(name, record.timeline) for name, record in records.items() if record.timeline]
+    """The watched step of all records that have a timeline, and each pipeline schedule that ran, once."""
+    return [*measured_figures(records), *planned_figures(records)]
+
+
+def planned_figures(records: Mapping[str, Record]) -> list[Figure]:
+    """Each pipeline schedule of the records, once, without those that have too many boxes to read."""
     plans = dict.fromkeys(
         (layout.schedule, layout.pp, layout.microbatches * passes, layout.chunks)
         for experiment in (record.manifest.experiment for record in records.values())
         for layout, passes in [(experiment.layout, experiment.train.gradient_accumulation_steps)]
         if layout.pp > 1
     )
-    planned = [schedule_figure(*plan) for plan in plans]
-    return [*measured, *(figure for figure in planned if figure)]
+    return [figure for plan in plans if (figure := schedule_figure(*plan))]
 
 
-def step_figure(name: str, timeline: Timeline) -> Figure:
-    """The timeline of a step, with a row for each device."""
-    devices = len(timeline.lanes)
-    exposed = sum(map(exposed_us, timeline.lanes)) / devices / 1e3
-    idle = sum(idle_us(lane, timeline.wall_us) for lane in timeline.lanes) / devices / 1e3
-    boxes = [
+def measured_figures(records: Mapping[str, Record]) -> list[Figure]:
+    """The watched step of all records that have a timeline, one under the other on one scale."""
+    timelines = {name: record.timeline for name, record in records.items() if record.timeline}
+    if not timelines:
+        return []
+    rows, boxes, heads = list[str](), list[Box](), dict[int, str]()
+    methods: dict[str, list[str]] = {}
+    for name, timeline in timelines.items():
+        heads[len(rows)] = f"{name}: {describe(timeline)}"
+        rows += ["", *(f"device {lane.device}" for lane in timeline.lanes)]
+        boxes += boxes_of(timeline, len(rows) - len(timeline.lanes))
+        methods.setdefault(timeline.method, []).append(name)
+
+    def draw(axes: Axes) -> None:
+        gantt(axes, rows, boxes, "ms")
+        for row, words in heads.items():
+            axes.text(0, row + 0.85, words, va="bottom")
+
+    numbered = any(box.text for box in boxes)
+    return [
+        Figure(
+            title="One step of each engine, measured",
+            caption=" ".join(
+                [
+                    "All on one scale; the times are means over the devices.",
+                    *([NUMBERS] if numbered else []),
+                    *(f"{', '.join(names)}: {method}" for method, names in methods.items()),
+                ]
+            ),
+            draw=draw,
+            width=WIDE,
+            height=0.7 + 0.4 * len(rows),
+        )
+    ]
+
+
+def describe(timeline: Timeline) -> str:
+    """Durations of a step in words: wall time of the slowest device; exposed and idle, means over devices."""
+    exposed = statistics.fmean(map(exposed_us, timeline.lanes)) / 1e3
+    idle = statistics.fmean(idle_us(lane, timeline.wall_us) for lane in timeline.lanes) / 1e3
+    return (
+        f"{timeline.wall_us / 1e3:.1f} ms on the slowest device, {exposed:.1f} ms in communication without "
+        f"compute at the same time, {idle:.1f} ms idle"
+    )
+
+
+def boxes_of(timeline: Timeline, first: int) -> list[Box]:
+    """The boxes of a step, with a row for each device from row `first` on."""
+    return [
         Box(
             row,
             span.begin_us / 1e3,
@@ -50,18 +98,9 @@ def step_figure(name: str, timeline: Timeline) -> Figure:
             is_pale=bool(span.chunk),
             is_beside=span.kind == "communication",
         )
-        for row, lane in enumerate(timeline.lanes)
+        for row, lane in enumerate(timeline.lanes, first)
         for span in lane.spans
     ]
-    names = [f"device {lane.device}" for lane in timeline.lanes]
-    return Figure(
-        title=f"{name}, step {timeline.step}, measured",
-        caption=f"{timeline.wall_us / 1e3:.1f} ms on the slowest device; on average {exposed:.1f} ms in "
-        f"communication without compute at the same time, and {idle:.1f} ms idle. {timeline.method}",
-        draw=lambda axes: gantt(axes, names, boxes, "ms"),
-        width=WIDE,
-        height=0.7 + 0.44 * devices,
-    )
 
 
 def schedule_figure(name: str, ranks: int, microbatches: int, chunks: int) -> Figure | None:
