@@ -150,6 +150,9 @@ def parse(arguments: list[str]) -> Any:
             f"value: see shardpair {word} --help"
         )
     found = msgspec.structs.replace(found, given=flags_in(line), line=shlex.join(["shardpair", word, *line]))
+    for flag in {"continue", "results"} & found.given:
+        if line[0] == name:
+            raise ExperimentError(f"--{flag} reads the experiment of the folder: leave out {name}")
     if is_config(name):
         _check_config(found, ignored)
     return found

@@ -82,8 +82,14 @@ class Study(StudyFlags, frozen=True, kw_only=True):
         if self.dry_run:
             if self.continue_:
                 raise ExperimentError("--dry_run is for a new run: leave it out with --continue")
-            how = {"hosts": hosts_of(self), "init_from": self.init_from, "resume": self.source}
-            return dry_run.show(self.plan(), **how, as_json=self.json)
+            return dry_run.show(
+                self.plan(),
+                pythons=functools.partial(find_pythons, self),
+                hosts=hosts_of(self),
+                init_from=self.init_from,
+                resume=self.source,
+                as_json=self.json,
+            )
         outcome, folder = self.run()
         return show(type(self), outcome, folder, as_json=self.json)
 
@@ -105,6 +111,8 @@ class Study(StudyFlags, frozen=True, kw_only=True):
                 )
             with lock_folder(folder):
                 study, saved = self._read_saved(folder)
+                if saved.is_complete:  # nothing to write: the folder may be read-only
+                    return saved, folder
                 return run_missing(study, saved, folder, pythons=pythons, hosts=hosts), folder
         planned = self.plan()
         for case in planned.cases.values():

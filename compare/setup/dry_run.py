@@ -1,6 +1,6 @@
 """`--dry_run`: the cases of a study before anything starts, with their memory and what is refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from compare.execute.launch import EnvironmentMissing
 from compare.execute.launchers import Hosts
 from compare.judge.outcome import Case, Outcome
 from compare.numerics.data import open_corpus
-from compare.setup.fitting import require_case
+from compare.setup.fitting import require_case, require_sides
 from compare.setup.resuming import find_checkpoints, require_resumable
 from compare.setup.sources import check_weights, format_of_side
 from compare.show.findings import Column, Findings, table_of
@@ -45,9 +45,18 @@ COLUMNS = (
 )
 
 
-def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json: bool) -> int:
+def show(
+    outcome: Outcome,
+    *,
+    pythons: Callable[[], Mapping[str, str]],
+    hosts: Hosts,
+    init_from: str,
+    resume: str,
+    as_json: bool,
+) -> int:
     """Print the plan of a study. Returns 0, or the exit code of the first refusal."""
     experiment, platform, tokens = outcome.experiment, outcome.platform, list[int]()
+    sides = [ENGINES[case.engine].side for case in outcome.cases.values()]
 
     def check_resume() -> None:
         for engine in find_checkpoints(resume, outcome.cases, experiment):
@@ -58,6 +67,7 @@ def show(outcome: Outcome, *, hosts: Hosts, init_from: str, resume: str, as_json
         for name, case in outcome.cases.items()
     }
     inputs = [
+        _error(lambda: require_sides(sides, pythons())),
         _error(lambda: tokens.append(len(open_corpus(experiment, validated_sha256=UNREAD).train))),
         _error(lambda: check_weights(init_from, experiment)),
         _error(check_resume),

@@ -8,6 +8,15 @@ from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError
 
 Condition = Callable[[Case], bool]
+
+
+def _reduces_buckets(case: Case) -> bool:
+    """Whether an engine reduces gradients over replicas in buckets."""
+    engine, layout = ENGINES[case.engine], case.experiment.layout
+    chosen = engine.offers_choice and layout.gradient_sync == "bucketed"
+    return layout.replicas > 1 and (chosen or "ddp" in engine.gradient_sync)
+
+
 EFFECTS: dict[str, tuple[str, Condition]] = {
     "model.rope_base": ("with --model.position rope", lambda case: case.experiment.model.position == "rope"),
     **dict.fromkeys(
@@ -16,12 +25,23 @@ EFFECTS: dict[str, tuple[str, Condition]] = {
     ),
     "layout.context": ("with --layout.cp", lambda case: case.experiment.layout.cp > 1),
     "layout.schedule": ("with --layout.pp", lambda case: case.experiment.layout.pp > 1),
-    "layout.gradient_sync": ("with several replicas", lambda case: case.experiment.layout.replicas > 1),
+    "layout.gradient_sync": (
+        "with several replicas, and not where the framework chooses",
+        lambda case: case.experiment.layout.replicas > 1 and ENGINES[case.engine].offers_choice,
+    ),
     "layout.bucket_mb": (
-        "with several replicas or --layout.zero 1",
-        lambda case: case.experiment.layout.replicas > 1 or case.experiment.layout.zero == 1,
+        "with several replicas, for DDP or --layout.gradient_sync bucketed, or with --layout.zero 1",
+        lambda case: case.experiment.layout.zero == 1 or _reduces_buckets(case),
     ),
     "layout.compile": ("for torch-compiler", lambda case: ENGINES[case.engine].sends_by == "dtensor"),
+    **dict.fromkeys(
+        ("optimizer.min_lr", "optimizer.warmup_iters", "optimizer.lr_decay_iters"),
+        ("with --optimizer.decay_lr", lambda case: case.experiment.optimizer.decay_lr),
+    ),
+    "optimizer.decay": (
+        "with --optimizer.weight_decay",
+        lambda case: case.experiment.optimizer.weight_decay > 0,
+    ),
     "optimizer.momentum": ("with --optimizer.name sgd", lambda case: case.experiment.optimizer.name == "sgd"),
     **dict.fromkeys(
         ("optimizer.beta1", "optimizer.beta2", "optimizer.eps"),

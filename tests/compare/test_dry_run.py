@@ -66,6 +66,15 @@ def test_dry_run_of_refused_case_exits_2(nothing_starts, capsys):
     assert "this would be refused" in printed
 
 
+def test_dry_run_checks_the_pythons(nothing_starts, capsys, monkeypatch):
+    line = ["run", "--engines", "jax-manual", "--dry_run"]
+    assert main([*line, "--jax_python", "/nosuch"]) == 2
+    assert "this would be refused: --jax_python /nosuch: no such program" in capsys.readouterr().out
+    monkeypatch.setattr(fitting, "why_not_python", lambda side, python: "no jax")
+    assert main(line) == 3
+    assert "this would be refused: jaxpar: no jax with --jax_python" in capsys.readouterr().out
+
+
 def test_dry_run_checks_data_without_reading(nothing_starts, tmp_path_factory, capsys):
     folder = tmp_path_factory.mktemp("data")
     asked = ["run", "check", "--data.source", str(folder), "--dry_run", "--json"]

@@ -150,3 +150,16 @@ def test_late_reference_judges_all(engines, tmp_path):
     assert main(["run", "--continue", "r", "--quiet"]) == 0
     held = {verdict.candidate: verdict.reference for verdict in read_outcome(tmp_path / "r").verdicts}
     assert held == {"jax-manual": "torch-manual", "torch-library": "torch-manual"}
+
+
+def test_result_stands_if_nothing_can_be_written(engines, capsys, monkeypatch):
+    assert main(RUN) == 0
+    (Path("r") / "report.html").unlink()
+    (Path("r") / "report.html").mkdir()
+    monkeypatch.setattr("compare.judge.outcome.write_json", engines)  # fails: it takes other arguments
+    for line in (["report", "r"], ["report", "r", "--json"], ["run", "--continue", "r", "--quiet"]):
+        capsys.readouterr()
+        assert main(line) == 0
+        out, errors = capsys.readouterr()
+        assert "torch-library" in out
+        assert errors.endswith("no page was written into r (Is a directory); the result stands\n")
