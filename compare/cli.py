@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import tyro
 
+from compare import parser
 from compare.commands.collectives import Collectives
 from compare.commands.convert import Convert
 from compare.commands.diff import Diff
@@ -30,7 +31,9 @@ from compare.execute.launch import EngineError, EnvironmentMissing
 from compare.flags import ExperimentFlags, defaults_for
 from compare.formats.nanogpt import DTYPE, is_config, read_config, translate_flags
 from compare.run.study import Study
-from compare.spec.experiment import ExperimentError
+from compare.setup.presets import PRESETS
+from compare.spec.experiment import ExperimentError, named_experiments
+from compare.spec.names import did_you_mean
 from compare.system.disk import no_room
 from compare.system.tensors import RecordError
 from compare.terminal import errors_console, printable
@@ -84,7 +87,7 @@ HELP = "\n".join(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line. Returns the exit code. tyro raises SystemExit for --help and malformed flags."""
+    """Run the command line. Returns the exit code. tyro raises SystemExit for --help."""
     arguments = sys.argv[1:] if arguments is None else arguments
     os.environ.pop("MPLBACKEND", None)  # set by notebooks; no backend is needed
     try:
@@ -128,27 +131,33 @@ def parse(arguments: list[str]) -> Any:
     """A command with its arguments.
 
     Raises:
-        ExperimentError: no such command or experiment, or the experiment is not the first argument.
-        SystemExit: code 0 after --help; 2 after tyro printed an error of a flag.
+        ExperimentError: no such command, experiment or flag, or the experiment is not the first argument.
+        SystemExit: with code 0, after --help.
     """
-    if not arguments or arguments[0] not in COMMANDS:
-        wrong = f"{arguments[0]}: no such command" if arguments else "give a command, such as shardpair run"
-        raise ExperimentError(f"{wrong}; see shardpair --help")
+    if not arguments:
+        raise ExperimentError("give a command, such as shardpair run; see shardpair --help")
+    if (first := arguments[0]) not in COMMANDS:
+        if first in named_experiments() or Path(first).suffix in (".toml", ".py"):
+            raise ExperimentError(f"{first} is an experiment: shardpair run {first}")
+        if first in PRESETS:
+            raise ExperimentError(f"{first} is a preset: shardpair run --preset {first}")
+        hint = did_you_mean(first, COMMANDS) or "; see shardpair --help"
+        raise ExperimentError(f"{first}: no such command{hint}")
     word, *line = arguments
-    command, prog = COMMANDS[word], f"shardpair {word}"
+    command = COMMANDS[word]
     if not issubclass(command, ExperimentFlags):
-        return tyro.cli(command, args=line, prog=prog, use_underscores=True)
+        return parser.parse(COMMANDS, word, line)
     name = line[0] if line and not line[0].startswith("-") else command.default
     ignored = list[str]()
     if is_config(name):
         flags, ignored = translate_flags(name, line[1:])
         line = [name, *flags]
-    found = tyro.cli(command, args=line, prog=prog, use_underscores=True, default=defaults_for(command, name))
-    if found.experiment != name:
-        raise ExperimentError(
-            f"unexpected argument {found.experiment}: the experiment must come first, and switches take no "
-            f"value: see shardpair {word} --help"
-        )
+    found = parser.parse(COMMANDS, word, line, default=defaults_for(command, name))
+    if (other := found.experiment) != name:
+        if other not in named_experiments() and Path(other).suffix not in (".toml", ".py"):
+            raise ExperimentError(f"unexpected argument {other}: see shardpair {word} --help")
+        line = [other, *(argument for argument in line if argument != other)]
+        raise ExperimentError(f"{other}: give the experiment first: {shlex.join(['shardpair', word, *line])}")
     found = msgspec.structs.replace(found, given=flags_in(line), line=shlex.join(["shardpair", word, *line]))
     for flag in {"continue", "results"} & found.given:
         if line[0] == name:

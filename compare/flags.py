@@ -93,7 +93,7 @@ Quiet = Annotated[bool, _help("Print no progress on stderr.")]
 PresetName = Annotated[
     str,
     _help(
-        f"A layout by name: {', '.join(PRESETS)}. It sets the degrees; other --layout flags, such as "
+        f"Layout by name: {', '.join(PRESETS)}. It sets the degrees; other --layout flags, such as "
         "--layout.microbatches, win over it."
     ),
 ]
@@ -164,10 +164,11 @@ class ExperimentFlags(Struct, frozen=True, kw_only=True):
     experiment: Annotated[
         str,
         tyro.conf.Positional,
-        _help(
-            f"A named experiment ({', '.join(named_experiments())}), a TOML file, or one of nanoGPT's config "
-            "files, such as config/train_shakespeare_char.py, which is parsed and never executed. Give it "
-            "first."
+        tyro.conf.arg(
+            metavar="EXPERIMENT",
+            help=f"Always the first word: a named experiment ({', '.join(named_experiments())}), a TOML "
+            "file, or one of nanoGPT's config files, such as config/train_shakespeare_char.py (read, never "
+            "run).",
         ),
     ] = "demo"
     model: Annotated[Model, _described(Model)] = Model()

@@ -14,9 +14,12 @@ from msgspec import Struct
 
 from compare.spec.axes import AXES, CP, DP_REPLICATE, DP_SHARD, EP, PP, TP
 from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, edited, revalidate
+from compare.spec.names import did_you_mean
 
 Fields = Mapping[str, object]
 MICROBATCHES = "microbatches"
+MANY = 10
+"""Names that an error lists."""
 
 
 class Preset(Struct, frozen=True):
@@ -110,9 +113,17 @@ def check_names(flag: str, what: str, names: Sequence[str], known: Iterable[str]
     """Reject an unknown or repeated name. Raises ExperimentError, with the flag."""
     for name, count in Counter(names).items():
         if name not in known:
-            raise ExperimentError(f"{flag} {name}: no such {what} (there are {', '.join(known)})")
+            raise ExperimentError(f"{flag} {name}: no such {what}{_instead(name, what, [*known])}")
         if count > 1:
             raise ExperimentError(f"{flag} {name}: give each {what} once")
+
+
+def _instead(name: str, what: str, known: Sequence[str]) -> str:
+    """The remedy for an unknown name."""
+    if "," in name:
+        return f"; separate {what}s by spaces"
+    few = f" (there are {', '.join(known)})" if len(known) <= MANY else "; `shardpair list` names them all"
+    return did_you_mean(name, known) or few
 
 
 def several_presets(names: Sequence[str], model: Model, devices: int | None = None) -> dict[str, int]:

@@ -1,13 +1,16 @@
 """Experiments in TOML: one table per section (`compare.spec.sections`). Unknown keys are errors."""
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
+from msgspec import structs
 
 from compare.spec.checks import ExperimentError, check
+from compare.spec.names import did_you_mean
 from compare.spec.sections import (
     Checkpoints,
     Data,
@@ -39,7 +42,8 @@ def load(name_or_path: str) -> Experiment:
     path = known.get(name_or_path, Path(name_or_path))
     if wrong := why_not_readable(path):
         wrong = ": no such file or named experiment" if wrong == "does not exist" else f" {wrong}"
-        raise ExperimentError(f"{name_or_path}{wrong} (named: {', '.join(known)})")
+        names = f" (named: {', '.join(known)})" if wrong else ""
+        raise ExperimentError(f"{name_or_path}{wrong}{did_you_mean(name_or_path, known) or names}")
     with path.open("rb") as file:
         return parse(file.read(MAX_FILE_BYTES + 1), origin=name_or_path)
 
@@ -71,7 +75,46 @@ def checked(fields: Any) -> Experiment:
     try:
         return check(msgspec.convert(fields, Experiment))
     except msgspec.ValidationError as error:
-        raise ExperimentError(one_line(error)) from None
+        raise ExperimentError(_explained(error, fields)) from None
+
+
+def _explained(error: msgspec.ValidationError, fields: Mapping[str, Any]) -> str:
+    """msgspec's error as `layout.chunks = 0: give 1 or more`, or a missing field with the nearest name."""
+    place = re.search(r"`\$\.?([\w.]*)`$", str(error))
+    path = place[1].split(".") if place and place[1] else []
+    of, value = Experiment, fields
+    for name in path:
+        of, value = next(field.type for field in structs.fields(of) if field.name == name), value[name]
+    if unknown := re.search(r"unknown field `(.*?)`", str(error)):
+        key, known = unknown[1], of.__struct_fields__
+        if not path and not isinstance(value[key], dict):
+            flag = f"--{key} {value[key]}" if isinstance(value[key], str | int) else f"--{key}"
+            return f"{key}: a file has only sections, such as [model]; give flags on the command line: {flag}"
+        what = "field" if path else "section"
+        names = did_you_mean(key, known) or f" (there are {', '.join(known)})"
+        return f"{'.'.join([*path, key])}: no such {what}{names}"
+    shown = f'"{value}"' if isinstance(value, str) else value
+    return f"{'.'.join(path)} = {shown}: give {values_allowed(error, of)}"
+
+
+BOUNDS = {">=": "{} or more", "<=": "{} or less", ">": "more than {}", "<": "less than {}"}
+KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a text",
+    "object": "a section",
+}
+
+
+def values_allowed(error: msgspec.ValidationError, of: Any) -> str:
+    """Words for the values that a type allows, after an error of msgspec: `1 or more`, `adamw or sgd`."""
+    if get_origin(of) is Literal:
+        *others, last = filter(None, map(str, get_args(of)))
+        return f"{', '.join(others)} or {last}" if others else last
+    if bound := re.search(r"^Expected `\w+` ([<>]=?) (\S+)", str(error)):
+        return BOUNDS[bound[1]].format(bound[2])
+    return KINDS[str(error).split("`")[1].split()[0]]
 
 
 def edited(experiment: Experiment, edits: Mapping[str, Mapping[str, object]]) -> Experiment:

@@ -39,7 +39,10 @@ def test_guide_runs(tmp_path, monkeypatch, cache_dir, capsys):
 
 
 BAD = {
-    "field": (lambda: api.experiment("check", train={"max_itres": 2}), "unknown field `max_itres`"),
+    "field": (
+        lambda: api.experiment("check", train={"max_itres": 2}),
+        "train.max_itres: no such field; did you mean max_iters?",
+    ),
     "value": (lambda: api.experiment("check", model={"n_head": 5}), "n_head = 5 does not divide"),
     "option": (lambda: api.run("check", engine=["jax-manual"]), "engine: no such option"),
     "engine": (lambda: api.run("check", engines=["jax"]), "jax"),

@@ -67,7 +67,7 @@ LINES = (
     ("from os import system", "line 1: only assignments such as n_layer = 6 are read"),
     ("max_iters = " + "*".join("1" * 3000), "it cannot be read"),
     ("max_iters = 1e99", "nanoGPT's settings: "),
-    ("max_iters = 2.5", "nanoGPT's settings: Expected `int`, got `float` - at `train.max_iters`"),
+    ("max_iters = 2.5", "nanoGPT's settings: train.max_iters = 2.5: give a whole number"),
     ("n_layer = 6 // 0", "line 1: integer division or modulo by zero"),
     ("n_layer = 'a' * 3", "line 1: arithmetic is for numbers"),
     ("n_layer = depth", "line 1: only literals, names that stand above"),
@@ -151,8 +151,7 @@ def test_own_flags_follow_config(config, tmp_path, capsys):
     assert main(["run", str(config), "--eval_only=True"]) == 2
     assert "eval_only = True: a run here trains" in capsys.readouterr().err
     for flag in ("--n_layers=3", "--max_iters"):
-        with pytest.raises(SystemExit, match="2"):
-            main(["run", str(config), flag])
+        assert main(["run", str(config), flag]) == 2
         assert flag.split("=")[0] in capsys.readouterr().err
 
 

@@ -31,10 +31,10 @@ SMALL = Experiment(model=Model(n_layer=1, n_head=2, n_embd=8, block_size=8, bias
 
 
 REFUSED = {
-    "[model]\nn_layr = 2": "unknown field `n_layr` - at `model`",
-    '[train]\nbatch_size = "8"': "Expected `int`, got `str` - at `train.batch_size`",
-    "[model]\nn_layer = 0": "Expected `int` >= 1 - at `model.n_layer`",
-    '[layout]\ngradient_sync = "magic"': "Invalid enum value 'magic' - at `layout.gradient_sync`",
+    "[model]\nn_layr = 2": "model.n_layr: no such field; did you mean n_layer?",
+    '[train]\nbatch_size = "8"': 'train.batch_size = "8": give a whole number',
+    "[model]\nn_layer = 0": "model.n_layer = 0: give 1 or more",
+    '[layout]\ngradient_sync = "magic"': '= "magic": give naive, flat, overlapped or bucketed',
     "[model]\nn_head = 3": "model.n_head = 3 does not divide model.n_embd = 128",
     '[model]\nposition = "rope"\nn_head = 128': "leaves an odd number of model.n_embd = 128 to each head",
     "[model]\nn_kv_head = 3": "model.n_kv_head = 3 does not divide model.n_head = 4",

@@ -15,7 +15,7 @@ SIDES = {"jaxpar", "torchpar"}
 SHARED = ("system", "spec", "numerics", "formats", "pipeline", "checkpoint", "contract", "side")
 """Folders of `compare` that the sides may import, the lowest first."""
 ABOVE = (
-    *("terminal", "text", "theory", "judge", "execute"),
+    *("terminal", "text", "parser", "theory", "judge", "execute"),
     *("show", "setup", "flags", "run", "commands", "api", "cli"),
 )
 """The other folders and files of `compare`, the lowest first."""
