@@ -23,7 +23,8 @@ class Report(Struct, frozen=True, kw_only=True):
     run_dir: Annotated[Path, tyro.conf.Positional]
     """The folder that the command printed."""
     picture: Path | None = None
-    """Also save the figures in one file (.png, .svg, .pdf): of a run the loss curves and their difference."""
+    """Also save the figures in one file (.png, .svg, .pdf): of a run the loss curves and their difference,
+    of a sweep training and validation loss."""
     json: bool = False
     """Print the outcome as one JSON object on stdout instead of tables."""
 

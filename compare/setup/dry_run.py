@@ -21,7 +21,7 @@ from compare.spec.experiment import ExperimentError, to_toml
 from compare.system.tensors import RecordError
 from compare.terminal import results_console
 from compare.text import human_bytes, layout_in_words
-from compare.theory.memory import KINDS
+from compare.theory.memory import KINDS, checkpoint_bytes
 from compare.theory.peak import peak_estimate, peak_per_device
 
 ESTIMATED = ("activations", "logits")
@@ -79,12 +79,14 @@ def show(
     can_run = f"all of it can run, if {init_from} fits, which is read then" if unread else "all of it can run"
     verdict = f"this would be refused: {refused}" if refused else can_run
     on_host = max(case["on_host"] for case in cases)
+    saved = sum(checkpoint_bytes(case.experiment) for case in outcome.cases.values())
     steps = next(iter(outcome.cases.values())).experiment.train.max_iters
     facts = {
         "layout": "; ".join(dict.fromkeys(case["layout"] for case in cases)),
         "data": f"{sum(tokens):,} tokens of {experiment.data.source}, which are read when it runs",
         "initial weights": init_from,
         "resumed": resume,
+        "checkpoints": f"up to {human_bytes(saved)} on disk, of all cases together" if saved else "",
         "layout.offload": f"{human_bytes(on_host)} of a device's state on the host" if on_host else "",
     }
     found = Findings(
@@ -99,6 +101,7 @@ def show(
             "hosts": hosts.count,
             "cases": cases,
             "left_out": outcome.left_out,
+            "checkpoint_bytes": saved,
         },
         passed=not refused,
         tables=[table_of(TITLE, COLUMNS, cases, words=2)],

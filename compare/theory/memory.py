@@ -19,7 +19,13 @@ from collections.abc import Callable, Iterable, Mapping
 from compare.contract.record import ON_HOST
 from compare.formats.gpt2_names import input_dims
 from compare.numerics.optimizer import moment_names
-from compare.numerics.parameters import Parameter, block_parameters, end_parameters, storage_dtype
+from compare.numerics.parameters import (
+    Parameter,
+    block_parameters,
+    end_parameters,
+    parameter_count,
+    storage_dtype,
+)
 from compare.spec.axes import DP_SHARD, EP, PP, SPLIT, TP
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, Layout, Model
@@ -65,6 +71,16 @@ def state_of_stage(
     if layout.offload == "optimizer":
         state |= {ON_HOST: state["optimizer"], "optimizer": 0.0}
     return state
+
+
+def checkpoint_bytes(experiment: Experiment) -> int:
+    """Most bytes of the checkpoints that a training leaves: the newest ones and the best one."""
+    every, train = experiment.checkpoint.every, experiment.train
+    if not every:
+        return 0
+    kept = min(-(-train.max_iters // every), experiment.checkpoint.keep + bool(train.eval_interval))
+    copies = 1 + len(moment_names(experiment.optimizer))
+    return kept * copies * storage_dtype(experiment).itemsize * parameter_count(experiment.model)
 
 
 def excess(

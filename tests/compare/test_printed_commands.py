@@ -43,7 +43,12 @@ standard_library_text = functools.cache(data.standard_library_text)
 def printed_lines() -> dict[str, list[str]]:
     """The words of every line that a page or a help prints, without what a shell makes of it, by the line."""
     pages = [page.read_text() for page in PAGES]
-    fenced = [line for page in pages for block in FENCED.findall(page) for line in block.splitlines()]
+    fenced = [
+        line
+        for page in pages
+        for block in FENCED.findall(page)
+        for line in block.replace("\\\n", "").splitlines()
+    ]
     inline = [" ".join(line.split()) for page in pages for line in INLINE.findall(page)]
     tried = [
         ASIDE.sub("", line.strip())

@@ -50,10 +50,14 @@ def test_study_continues_after_interrupt(engines, capsys, word):
 
 def test_sweep_is_no_other_study(engines, capsys):
     assert main([*ASKED["sweep"], "--quiet", "--run_dir", "r"]) == 0
-    assert main(["report", "r", "--picture", "s.png"]) == 2
-    assert "a sweep has no figures" in capsys.readouterr().err
     assert main(["memory", "--continue", "r"]) == 2
     assert "`shardpair sweep` continues it" in capsys.readouterr().err
+
+
+def test_check_has_no_figures(engines, capsys):
+    assert main([*ASKED["check"], "--quiet", "--run_dir", "r"]) == 0
+    assert main(["report", "r", "--picture", "s.png"]) == 2
+    assert "a check has no figures" in capsys.readouterr().err
 
 
 def test_failed_case_keeps_the_others(engines, tmp_path, capsys):

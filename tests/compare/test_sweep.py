@@ -1,16 +1,21 @@
 """Sweeps: what runs, what is left out by name, and how figures become rows."""
 
+import csv
 import itertools
 import json
+from pathlib import Path
 
 import msgspec
 import pytest
+from matplotlib.figure import Figure
 
 from compare.cli import main
 from compare.commands.sweep import Sweep
+from compare.judge.outcome import read_outcome
 from compare.numerics.parameters import parameter_count
 from compare.spec.engines.registry import STUDIED
 from compare.spec.experiment import to_toml
+from compare.text import human_bytes
 from tests.support.records import make_steps
 
 SWEEP = ("sweep", "small.toml", "--no_ladder", "--quiet", "--json", "--engines", "torch-manual")
@@ -128,3 +133,80 @@ def test_sweep_fails_on_other_numbers(swept, engines):
     assert (code, found["passed"]) == (1, False)
     assert [row["passed"] for row in found["rows"]] == [True, True, False]
     assert found["verdict"].startswith("torch-manual.fsdp.2 against reference: FAIL at loss")
+
+
+BETA = "optimizer.beta2=0.9"
+SEEDS = ("train.seed=1", "train.seed=2", f"train.seed=1,{BETA}", f"{BETA},train.seed=2")
+
+
+def test_seeds_have_mean_and_spread(swept, engines, capsys):
+    def steps(request):
+        train, beta2 = request.experiment.train, request.experiment.optimizer.beta2
+        losses = {1337: 3.0, 1: 4.0, 2: 5.0}
+        made = make_steps(request.experiment)
+        return [msgspec.structs.replace(step, loss=losses[train.seed] + (beta2 == 0.9)) for step in made]
+
+    engines.steps = steps
+    evaluated = ("--train.eval_interval", "3", "--run_dir", "r")
+    code, found = swept("--presets", "ddp", "--variants", *SEEDS, *evaluated)
+    assert code == 0
+    assert {row["validation_loss"] for row in found["rows"]} == {5.5}
+    spread = {(row["strategy"], row["variant"]): row for row in found["seeds"]}
+    assert list(spread) == [*(("single", ""), ("ddp", ""), ("single", BETA), ("ddp", BETA))]
+    assert [row["seeds"] for row in spread.values()] == [3, 3, 2, 2]
+    assert spread["ddp", ""]["final_loss"] == {"mean": 4.0, "stdev": 1.0}
+    assert spread["ddp", BETA]["final_loss"] == {"mean": 5.5, "stdev": 0.5**0.5}
+    assert main(["report", "r"]) == 0
+    out = capsys.readouterr().out
+    assert "4.0000 ± 1.0000" in out
+    assert "best validation loss" in " ".join(out.split())
+
+
+def test_csv_has_each_case_and_its_settings(swept, engines, tmp_path):
+    swept("--presets", "ddp", "--variants", *SEEDS[:1], SEEDS[3], "--run_dir", "r")
+    with (tmp_path / "r" / "sweep.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [line["case"] for line in lines] == engines.started
+    assert [line["train.seed"] for line in lines] == ["1337", "1337", "1", "1", "2", "2"]
+    assert {line["optimizer.beta2"] for line in lines} == {"0.95", "0.9"}
+    one, ddp = lines[:2]
+    assert (one["strategy"], one["devices"], one["verdict"]) == ("single", "1", "")
+    assert (ddp["strategy"], ddp["devices"], ddp["reference"], ddp["verdict"]) == (
+        *("ddp", "2", "reference", "PASS"),
+    )
+    assert float(ddp["final_loss"]) == 5.5 / 3
+
+
+def test_curves_are_of_settings_and_span_seeds(engines, folder_of_tiny):
+    def steps(request):
+        return [
+            msgspec.structs.replace(step, loss=float(request.experiment.train.seed))
+            for step in make_steps(request.experiment)
+        ]
+
+    engines.steps = steps
+    variants = ["train.seed=1", "layout.remat=full", BETA]
+    evaluated = ("--train.eval_interval", "3", "--engines", "torch-manual", "--quiet", "--run_dir", "r")
+    assert main(["sweep", "tiny.toml", "--presets", "ddp", "--variants", *variants, *evaluated]) == 0
+    training, validation = Sweep.page(read_outcome(Path("r")), Path("r")).figures
+    assert [training.title, validation.title] == ["Training loss over steps", "Validation loss over steps"]
+    axes = Figure().subplots()
+    training.draw(axes)
+    assert [line.get_label() for line in axes.lines] == ["default", BETA]
+    mean = (3 * 1337 + 2 * 1) / 5  # reference, ddp, remat; and seed 1 of the reference and of ddp
+    assert list(axes.lines[0].get_ydata()) == [mean] * 3
+    band = axes.collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == (1, 1337)
+    assert main(["report", "r", "--picture", "s.svg"]) == 0
+    assert "Validation loss" in (folder_of_tiny / "s.svg").read_text()
+
+
+def test_dry_run_says_what_checkpoints_take(swept, small, capsys):
+    asked = ("--presets", "ddp", "--variants", "train.seed=1", "--checkpoint.every", "1", "--dry_run")
+    _, found = swept(*asked)
+    each = 3 * 8 * parameter_count(small.model)  # weights and two moments in float64
+    assert found["checkpoint_bytes"] == 4 * 2 * each  # four cases keep two
+    _, found = swept(*asked, "--train.eval_interval", "3", "--train.eval_iters", "1")
+    assert found["checkpoint_bytes"] == 4 * 3 * each  # and the best
+    assert main([word for word in (*SWEEP, *asked) if word != "--json"]) == 0
+    assert f"checkpoints: up to {human_bytes(8 * each)} on disk" in " ".join(capsys.readouterr().out.split())

@@ -4,43 +4,37 @@ A strategy is a preset. Each is compared with one unsharded device that has its 
 """
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from compare.commands.sweep.results import CSV, csv_of, loss_figures, means_over_seeds, rows_of, tables_of
+from compare.contract.record import read_record
 from compare.execute.launch import require_devices
 from compare.flags import EngineName, PresetNames, chosen_engines
 from compare.judge.outcome import Grid, Outcome
 from compare.numerics.parameters import parameter_count
-from compare.run.metrics import METRICS
 from compare.run.study import Study
 from compare.setup.fitting import require_memory
 from compare.setup.grid import against_one_device, vary
 from compare.setup.presets import CLASSIC, PRESETS, check_names, check_presets
-from compare.show.findings import Column, Findings, table_of, verdict_findings
+from compare.show.findings import Findings, verdict_findings
 from compare.spec.engines.registry import REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError
+from compare.system.disk import write_atomically
 from compare.theory.flops import model_flops_per_token
-
-SHOWN = (
-    *("final_loss", "mean_loss", "step_time_ms_median", "tokens_per_s"),
-    *("mfu", "peak_mem_bytes", "comm_bytes"),
-)
-
-
-Row = dict[str, Any]
-"""Figures of METRICS for one strategy on one engine."""
 
 
 class Sweep(Study, frozen=True, kw_only=True):
     """Train one experiment under several layouts: compare loss, time, memory, throughput, communication.
 
     Every layout is compared with one unsharded device, rung by rung. Each is timed once, in one process: do
-    not rank layouts by it, use `bench`. Layouts that an engine rejects are named and skipped.
+    not rank layouts by it, use `bench`. Layouts that an engine rejects are named and skipped. Settings with
+    several values of train.seed have means and standard deviations. sweep.csv has a row for each case.
 
     Try:
       shardpair sweep demo --engines torch-manual
       shardpair sweep demo --presets single --variants precision.dtype=bfloat16
+      shardpair sweep demo --presets ddp --variants train.seed=1 train.seed=2
     """
 
     engines: tuple[EngineName, ...] = ()
@@ -49,7 +43,8 @@ class Sweep(Study, frozen=True, kw_only=True):
     devices: int = 2
     """Devices of each strategy."""
     variants: tuple[str, ...] = ()
-    """Settings in which each strategy is trained once more, such as precision.dtype=bfloat16."""
+    """Settings in which each strategy is trained once more, such as precision.dtype=bfloat16 or
+    train.seed=1,layout.remat=full."""
     ladder: bool = True
     """Compare gradients, weights and moments, at any size. --no_ladder compares losses and norms only."""
 
@@ -83,11 +78,21 @@ class Sweep(Study, frozen=True, kw_only=True):
         }
         return kept, left_out | refused
 
+    def end(self, outcome: Outcome, folder: Path) -> Outcome:
+        """Write sweep.csv."""
+        write_atomically(folder / CSV, csv_of(outcome).encode())
+        return outcome
+
+    @classmethod
+    def page(cls, outcome: Outcome, folder: Path) -> Findings:
+        """The tables, and the loss curves of each setting."""
+        records = {name: read_record(folder / name) for name in outcome.finished}
+        return msgspec.structs.replace(cls.findings(outcome, folder), figures=loss_figures(outcome, records))
+
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
-        """A row for each strategy on each engine."""
-        rows, experiment = rows_of(outcome), outcome.experiment
-        any_setting = any(row["variant"] for row in rows)
+        """A row for each strategy on each engine, and its mean over seeds."""
+        rows, seeds, experiment = rows_of(outcome), means_over_seeds(outcome), outcome.experiment
         found = verdict_findings(
             outcome,
             title=f"{outcome.name}: {len(rows)} rows",
@@ -97,44 +102,13 @@ class Sweep(Study, frozen=True, kw_only=True):
                 f"operations a token. Each is timed once, in one process: do not rank strategies by it, use "
                 f"`bench`. On a CPU all devices share its cores.",
             ],
-            tables=[table_of("Strategies side by side", COLUMNS, rows, below=BELOW, words=2 + any_setting)],
+            tables=tables_of(rows, seeds),
         )
-        value = {"rows": rows, "passed": found.passed, "verdict": found.sentence, "result": outcome}
-        return msgspec.structs.replace(found, value=value)
-
-
-def rows_of(outcome: Outcome) -> list[Row]:
-    """The rows with their verdicts."""
-    verdicts, rows = {verdict.candidate: verdict for verdict in outcome.verdicts}, []
-    for name, figures in outcome.values(dict).items():
-        case, verdict = outcome.cases[name], verdicts.get(name)
-        row = {
-            "engine": case.engine,
-            "strategy": case.coordinates["layout"].partition(".")[0] if case.against else "single",
-            "variant": case.coordinates.get("variant", ""),
-            "verdict": verdict.sentence() if verdict else "not compared" if case.against else "",
-            "passed": verdict.passed if verdict else not case.against,
+        value = {
+            "rows": rows,
+            "seeds": seeds,
+            "passed": found.passed,
+            "verdict": found.sentence,
+            "result": outcome,
         }
-        rows.append({**figures, **row})
-    return rows
-
-
-COLUMNS = (
-    Column[Row]("engine", lambda row: row["engine"]),
-    Column[Row]("strategy", lambda row: row["strategy"]),
-    Column[Row]("setting", lambda row: row["variant"] or None),
-    Column[Row](
-        "verdict",
-        lambda row: row["verdict"] or "reference",
-        news=lambda row: "pass" if row["passed"] else "fail",
-    ),
-    *(
-        Column[Row](metric.label, lambda row, key=metric.key: row.get(key), metric.form)
-        for metric in METRICS
-        if metric.key in SHOWN
-    ),
-)
-BELOW = (
-    "Memory is for the fullest device, communication the full tensors of one device in a steady step. "
-    "The verdict compares with one unsharded device."
-)
+        return msgspec.structs.replace(found, value=value)
