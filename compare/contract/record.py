@@ -227,6 +227,12 @@ def read_lines(path: Path, type: type[T]) -> list[T]:
         raise garbled(path, error) from None
 
 
+def require_folder(folder: Path) -> None:
+    """Reject a run whose folder was removed. Raises RecordError."""
+    if not folder.is_dir():
+        raise RecordError(f"{folder} does not exist: put the folder back, or begin a new run")
+
+
 def read_record(folder: Path, *, requested: bool = True) -> Record:
     """Read a finished run. `requested` is False for numbers from outside our engines.
 
@@ -238,8 +244,7 @@ def read_record(folder: Path, *, requested: bool = True) -> Record:
         path = folder / FILES[type]
         return read_json(path, type) if path.exists() else None
 
-    if not folder.is_dir():
-        raise RecordError(f"{folder} does not exist: put the folder back, or begin a new run")
+    require_folder(folder)
     if not (folder / MANIFEST).is_file():
         raise RecordError(f"{folder} has no {MANIFEST}: it is not a finished run")
     if left := next((name for name in (ERROR, STEPS_PART) if (folder / name).exists()), None):

@@ -15,7 +15,7 @@ import msgspec
 import tyro
 from msgspec.structs import replace
 
-from compare.contract.record import Record
+from compare.contract.record import Record, require_folder
 from compare.execute.folders import create_run_dir, default_cache, remove_run_dir
 from compare.execute.launch import launch, prepare
 from compare.execute.this_machine import here_and_now, require_same_source
@@ -207,6 +207,7 @@ class Study(StudyFlags, frozen=True, kw_only=True):
             raise ExperimentError(
                 f"--continue {folder}: it is another study: `shardpair {saved.study}` continues it"
             )
+        require_records(saved, folder)
         own = self.own_flags()
         options = {name: value for name, value in saved.options.items() if name in own}
         options |= {name: getattr(self, name) for name in own if name in self.given}
@@ -299,8 +300,15 @@ def write_page_of(study: type[Study], outcome: Outcome, folder: Path) -> Path:
     return write_page(folder / PAGES.get(outcome.study, f"{outcome.study}.html"), page)
 
 
+def require_records(outcome: Outcome, folder: Path) -> None:
+    """Reject a study that keeps records, and lacks the folder of a finished case. Raises RecordError."""
+    for name in outcome.finished if outcome.keeps_records else ():
+        require_folder(folder / name)
+
+
 def findings_in(study: type[Study], outcome: Outcome, folder: Path) -> Findings:
     """The findings of an outcome, which may have no finished case. Raises EngineError, RecordError."""
+    require_records(outcome, folder)
     if outcome.finished:
         return study.findings(outcome, folder)
     return findings_of(outcome, title=outcome.name, sentence="nothing was measured", tables=[], passed=False)

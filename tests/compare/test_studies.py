@@ -2,12 +2,14 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from compare.cli import main
+from compare.commands.registry import STUDIES
 from compare.contract.record import LEDGER, MANIFEST, STEPS
 from compare.execute import this_machine
 from compare.execute.launch import EngineError
@@ -167,3 +169,40 @@ def test_result_stands_if_nothing_can_be_written(engines, capsys, monkeypatch):
         out, errors = capsys.readouterr()
         assert "torch-library" in out
         assert errors.endswith("no page was written into r (Is a directory); the result stands\n")
+
+
+KEEPERS = [word for word, study in STUDIES.items() if study.keeps_records and word != "resume"]
+
+
+@pytest.mark.parametrize("word", [word for word in ASKED if word in KEEPERS])
+def test_verdict_is_true_after_a_folder_was_removed(engines, capsys, word):
+    """Complete or with its last case missing: nothing passes without the records that it was compared on."""
+    arguments = [*ASKED[word], *(() if word == "run" else ("--quiet", "--run_dir", "whole"))]
+    arguments = ["whole" if word == "r" else word for word in arguments]
+    assert main(arguments) == 0
+    cases = list(read_outcome(Path("whole")).cases)
+    engines.failing = {cases[-1]: EngineError("lost", exit_code=1)}
+    assert main(["part" if word == "whole" else word for word in arguments]) == 1
+    engines.failing = {}
+    for folder, due in (("whole", []), ("part", cases[-1:])):
+        for gone in ([], *([name] for name in cases if name not in due), cases):
+            shutil.copytree(folder, "copy")
+            for name in gone:
+                shutil.rmtree(Path("copy", name))
+            engines.started = []
+            capsys.readouterr()
+            code = main([word, "--continue", "copy", "--quiet"])
+            said = capsys.readouterr()
+            assert engines.started == ([] if gone else due), gone
+            if gone:
+                assert (code, said.out) == (2, ""), gone
+                assert f"copy/{gone[0]} does not exist: put the folder back" in said.err
+                assert main(["report", "copy"]) == 2
+            else:
+                assert code == 0, said
+            shutil.rmtree("copy")
+
+
+def test_studies_that_keep_records_are_tested():
+    need_engines = {"faults", "profile"}  # patched copies of the tree, and timelines
+    assert {*KEEPERS} == (ASKED.keys() & {*KEEPERS}) | need_engines
