@@ -1,12 +1,18 @@
 """The JAX side: `python -m jaxpar RUN_DIR` runs an engine. `ledger` is for programs of your own."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from compare.contract.ledger import Ledger
+
+_found = find_spec("compare")
+if _found and _found.origin and not (Path(_found.origin).parent / "contract" / "request.py").is_file():
+    raise ImportError(f"{_found.origin} hides shardpair's package `compare`: rename it")
 
 PACKAGES = ("numpy", "jax", "jaxlib", "flax", "optax")
 """Packages on which numbers depend."""

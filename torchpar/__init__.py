@@ -1,12 +1,18 @@
 """The PyTorch side: `python -m torchpar RUN_DIR` runs an engine. `ledger` is for programs of your own."""
 
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from compare.contract.ledger import Ledger
+
+_found = find_spec("compare")
+if _found and _found.origin and not (Path(_found.origin).parent / "contract" / "request.py").is_file():
+    raise ImportError(f"{_found.origin} hides shardpair's package `compare`: rename it")
 
 PACKAGES = ("torch", "numpy")
 """Packages on which a rank's numbers depend."""
