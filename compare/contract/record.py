@@ -17,6 +17,7 @@ Every file is written to a temporary name and renamed. While the run goes on, st
 `steps.jsonl.part`, which the progress bar reads.
 """
 
+import hashlib
 import os
 import shutil
 import sys
@@ -231,6 +232,12 @@ def require_folder(folder: Path) -> None:
     """Reject a run whose folder was removed. Raises RecordError."""
     if not folder.is_dir():
         raise RecordError(f"{folder} does not exist: put the folder back, or begin a new run")
+
+
+def file_sums(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file, by name, on which a verdict depends, except tensors and checkpoints."""
+    paths = [folder / name for name in (REQUEST, MANIFEST, STEPS, EVALUATIONS, LEDGER, WORK)]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()}
 
 
 def read_record(folder: Path, *, requested: bool = True) -> Record:

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from compare.checkpoint.description import CHECKPOINTS, WEIGHTS, checkpoints_in
 from compare.checkpoint.reader import CheckpointError, CheckpointReader
-from compare.contract.record import Record, read_tensors
+from compare.contract.record import Record, file_sums, read_tensors
 from compare.contract.request import UPDATES, Request, rungs_asked_for
 from compare.contract.request import Rung as Recorded
 from compare.judge.errors import Found, relative_error
@@ -22,7 +22,7 @@ from compare.judge.strategy import settings_of, strategy_of
 from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import global_norm, moment_names, reference_step
 from compare.numerics.parameters import SeedWeights, fingerprint, parameter_table, storage_dtype
-from compare.numerics.stream import keys_of_step, shape_of_routing, shapes_of_step
+from compare.numerics.stream import keys_of_step, shape_of_routing, shapes_of_step, steps_due
 from compare.side.inputs import starting_sha256
 from compare.spec.axes import parts_of
 from compare.spec.experiment import Experiment
@@ -47,6 +47,8 @@ class Alone(Struct, frozen=True, kw_only=True):
     """Settings as observed, by key of `METRICS`."""
     own: dict[str, Found] = {}
     """The largest error of the rungs that need no second run, and its place."""
+    sums: dict[str, str] = {}
+    """SHA-256 of each file that was judged (`file_sums`); {} in a study of an older version."""
 
     @property
     def objections(self) -> list[str]:
@@ -82,6 +84,7 @@ def judged(record: Record, name: str = "") -> Judged:
         uncompared={**strategy.uncompared, **_uncompared_update(record)},
         settings=settings_of(record, strategy),
         own=own,
+        sums=file_sums(record.folder) if record.request else {},
     )
     return Judged(name or record.manifest.engine, record, alone)
 
@@ -108,7 +111,7 @@ def objections(record: Record) -> list[str]:
 
 
 def _check_steps(record: Record, experiment: Experiment) -> Iterator[str]:
-    """Values that are not finite, and tokens that experts lost or counted twice."""
+    """Values that are not finite, other evaluations, and tokens that experts lost or counted twice."""
     values = {
         f"{what} of step {s.step}": x
         for s in record.steps
@@ -117,6 +120,9 @@ def _check_steps(record: Record, experiment: Experiment) -> Iterator[str]:
     values |= {f"validation loss after step {e.step}": e.validation for e in record.evaluations}
     diverged = [f"it diverged: the {what} is {x}" for what, x in values.items() if not math.isfinite(x)]
     yield from diverged[:1]
+    evaluated = [evaluation.step for evaluation in record.evaluations]
+    if evaluated != (due := steps_due(experiment, record.steps[0].step)):
+        yield f"it has {len(evaluated)} evaluations, and not those after {len(due)} steps that were asked for"
     model = experiment.model
     if not model.n_experts:
         return

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from compare.contract.record import Record, read_record
+from compare.contract.record import Record, file_sums, read_record
 from compare.contract.request import Platform, Request
 from compare.judge.alone import STRATEGY, Alone, Judged, judged
 from compare.judge.goldens import NANOGPT, judged_golden
@@ -271,7 +271,16 @@ def with_case(
 
 
 def _read(outcome: Outcome, name: str, folder: Path) -> Judged:
-    return Judged(name, read_record(folder / name), outcome.alone[name])
+    return Judged(name, _judged_record(outcome, name, folder), outcome.alone[name])
+
+
+def _judged_record(outcome: Outcome, name: str, folder: Path) -> Record:
+    """The record of a finished case. Raises RecordError: a file is not the one that was judged."""
+    record = read_record(folder / name)
+    if (sums := outcome.alone[name].sums) and (odd := sums.items() ^ file_sums(record.folder).items()):
+        file = record.folder / min(odd)[0]
+        raise RecordError(f"{file} has changed since it was judged: put it back, or begin a new run")
+    return record
 
 
 def _reference_of(outcome: Outcome, name: str) -> str:
@@ -298,7 +307,7 @@ def read_outcome(folder: Path) -> Outcome:
 def read_run(folder: Path) -> tuple[Outcome, dict[str, Record]]:
     """A study whose cases left records, and these by name. Raises RecordError: one is garbled, or none."""
     outcome = read_outcome(folder)
-    records = {name: read_record(folder / name) for name in outcome.finished}
+    records = {name: _judged_record(outcome, name, folder) for name in outcome.finished}
     if not records:
         raise RecordError(f"nothing has finished in {folder}: `{outcome.how_to_go_on(folder)}` goes on")
     return outcome, records

@@ -172,7 +172,7 @@ FAULTS = {
         CANDIDATE,
         scaled("validation", first=0, by=0.9, name=files.EVALUATIONS),
     ),
-    "lacking_evaluation": ("evaluations", CANDIDATE, lines(files.EVALUATIONS, lambda lines: lines[:-1])),
+    "lacking_evaluation": (REQUEST, BOTH, lines(files.EVALUATIONS, lambda lines: lines[:-1])),
     "no_work": ("strategy", BOTH, without(files.WORK)),
     "other_products": ("strategy", BOTH, work(products={"bfloat16": 9})),
     "reference_products": ("strategy", REFERENCE, work(products={"bfloat16": 9})),

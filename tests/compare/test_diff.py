@@ -10,8 +10,9 @@ import pytest
 
 from compare.cli import main
 from compare.commands.diff.difference import difference
-from compare.contract.record import STEPS, read_tensors, write_tensors
-from compare.contract.request import ResumePoint, Rung
+from compare.contract.record import EVALUATIONS, LEDGER, MANIFEST, STEPS, read_tensors, write_tensors
+from compare.contract.request import REQUEST, ResumePoint, Rung
+from compare.contract.work import WORK
 from compare.judge.outcome import save
 from compare.spec.experiment import edited
 from tests.support.records import finished_of, make_record, make_run, make_steps
@@ -77,10 +78,21 @@ def test_every_different_tensor_is_found(base, tmp_path, tiny, capsys):
         assert bad[:1] == ["first_moments" if rung in (Rung.FIRST_M, Rung.FIRST_V) else rung]
         assert found["pairs"]["torch-manual"]["verdict"]["rungs"][0]["error"] == 0
         write_tensors(folder, rung, tensors)
-    steps = folder / "steps.jsonl"
-    steps.write_text(steps.read_text().replace('"loss":', '"loss":1', 1))
-    assert main(["diff", str(base), str(tmp_path / "two")]) == 1
+    first, *others = make_steps(tiny)
+    make_run(tmp_path / "three", tiny, steps=[msgspec.structs.replace(first, loss=first.loss + 1), *others])
+    assert main(["diff", str(base), str(tmp_path / "three")]) == 1
     assert "jax-manual: differ at" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [REQUEST, MANIFEST, STEPS, EVALUATIONS, LEDGER, WORK])
+def test_changed_record_is_rejected(tmp_path, tiny, capsys, name):
+    """A space is enough: the verdict belongs to the file as it was."""
+    make_run(tmp_path, edited(tiny, {"train": {"eval_interval": 1}}))
+    file, words = tmp_path / "jax-manual" / name, "has changed since it was judged: put it back"
+    file.write_text(file.read_text().replace('":', '": ', 1))
+    for command in (["report", str(tmp_path)], ["run", "--continue", str(tmp_path)]):
+        assert main(command) == 2
+        assert f"{file} {words}" in capsys.readouterr().err
 
 
 def test_curves_are_compared_without_tensors(tmp_path, tiny):
