@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from compare.contract.record import Record, file_sums, read_record
 from compare.contract.request import Platform, Request
-from compare.judge.alone import STRATEGY, Alone, Judged, judged
+from compare.judge.alone import STRATEGY, UPDATE, Alone, Judged, judged
 from compare.judge.goldens import NANOGPT, judged_golden
 from compare.judge.verdict import Verdict, climb
 from compare.spec.experiment import Experiment
@@ -24,6 +24,8 @@ from compare.system.tensors import RecordError
 T = TypeVar("T")
 OUTCOME = "outcome.json"
 LISTED = 4  # names in a one-line verdict; more are counted
+SUBJECTS = {"loss": "loss", "gradients": "gradients", "first_weights": "weights", UPDATE: "optimizer"}
+"""Rung -> the word for it in a verdict."""
 
 
 class Case(Struct, frozen=True, kw_only=True):
@@ -216,18 +218,27 @@ class Outcome(Struct, frozen=True, kw_only=True):
         if not self.verdicts:
             return "nothing was compared"
         names = [verdict.candidate for verdict in self.verdicts]
-        references = ", ".join(dict.fromkeys(verdict.reference for verdict in self.verdicts))
-        others = ", ".join(names) if len(names) <= LISTED else f"{len(names)} cases"
+        of = dict.fromkeys(verdict.reference for verdict in self.verdicts)
+        others, references = ", ".join(names), ", ".join(of)
+        if len(names) > LISTED:
+            others = f"{len(names)} cases"
         if any({"gradients", "first_weights"} & verdict.skipped.keys() for verdict in self.verdicts):
             subject = "gradients and weights"
             if all(verdict.error("later_weights") is not None for verdict in self.verdicts):
                 subject = "the gradients of the first step, which overflowed and was skipped,"
             return f"the losses of {others} agree with {references}; {subject} were not compared"
-        agree = "agrees" if len(self.verdicts) == 1 else "agree"
-        rungs = min(len(verdict.rungs) for verdict in self.verdicts)
         skipped = {item: None for verdict in self.verdicts for item in verdict.uncompared.items()}
         uncompared = [f"{what} was not compared ({why})" for what, why in skipped]
-        return "; ".join([f"{others} {agree} with {references} on {rungs} rungs", *uncompared])
+        if any(case.coordinates for case in self.cases.values()):
+            who, like = f"{others} compute{'s' * (len(names) == 1)}", f" as {references}"
+        else:  # engines under one layout
+            engines, is_all = [*of, *names], self.is_complete and not self.left_out
+            who, like = f"{', '.join(engines[:-1])} and {engines[-1]} compute", ""
+            if len(engines) > LISTED:
+                who = f"{'all ' * is_all}{len(engines)} engines compute"
+        what = [word for rung, word in SUBJECTS.items() if all(one.result(rung) for one in self.verdicts)]
+        checks = min(len(verdict.rungs) for verdict in self.verdicts)
+        return "; ".join([f"{who} the same{like} ({', '.join(what)}: {checks} checks)", *uncompared])
 
 
 def with_case(

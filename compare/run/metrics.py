@@ -9,7 +9,10 @@ from msgspec import UNSET
 
 from compare.contract.communication import of_busiest_stage
 from compare.contract.record import Record
+from compare.judge.textbook import line_up
+from compare.spec.engines.registry import STUDIED
 from compare.text import human_bytes
+from compare.theory.communication import is_plain
 from compare.theory.flops import flops_utilization, model_flops_per_token
 
 
@@ -83,6 +86,7 @@ def figures(record: Record) -> dict[str, Any]:
         "comm_calls": sum(row.calls for row in sent),
         "comm_bytes": sum(row.bytes for row in sent),
         "comm_wire_bytes": sum(row.wire_bytes for row in sent),
+        "comm_of_textbook": multiple_of_textbook(record),
     }
     return {key: value for key, value in values.items() if value is not None and value != ""}
 
@@ -92,3 +96,12 @@ def steady_times_ms(record: Record) -> list[float]:
     watched = record.timeline.step if record.timeline else None
     steady = [step for step in record.steps[1:] if not step.instrumented and step.step != watched]
     return [step.step_time_ms for step in steady or record.steps]
+
+
+def multiple_of_textbook(record: Record) -> float | None:
+    """Sent bytes over the textbook's, scalars left out; None if the textbook has none."""
+    engine, experiment = record.manifest.engine, record.manifest.experiment
+    is_known = engine in STUDIED and is_plain(experiment)
+    flows = line_up(engine, experiment, record.ledger.rows) if is_known else []
+    textbook = sum(flow.textbook for flow in flows)
+    return sum(flow.sent for flow in flows) / textbook if textbook else None

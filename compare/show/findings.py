@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -179,7 +180,8 @@ def findings_of(
 def verdict_findings(
     outcome: Outcome, *, passed: bool | None = None, sentence: str = "", **more: Any
 ) -> Findings:
-    """Findings of cases that were compared. --json prints the outcome itself."""
+    """Findings of cases that were compared. --json prints the outcome, `passed` and `verdict`."""
     passed = outcome.passed if passed is None else passed
     found = findings_of(outcome, sentence=sentence or outcome.sentence(), passed=passed, **more)
-    return replace(found, value=outcome)
+    value = {**msgspec.to_builtins(outcome), "passed": found.passed, "verdict": found.sentence}
+    return replace(found, value=value)

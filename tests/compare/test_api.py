@@ -22,7 +22,7 @@ def test_guide_runs(tmp_path, monkeypatch, cache_dir, capsys):
     names: dict[str, Any] = {}
     exec(example, names)
     result = names["result"]
-    assert "PASS: torch-manual agrees with jax-manual" in capsys.readouterr().out
+    assert "PASS: jax-manual and torch-manual compute the same" in capsys.readouterr().out
     assert result.passed
     assert result.report.is_file()
     assert [training.name for training in result] == ["jax-manual", "torch-manual"]

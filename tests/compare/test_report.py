@@ -1,5 +1,6 @@
 """The report of a run: what every page promises, the verdict first, and the record's numbers."""
 
+import json
 import re
 
 import msgspec
@@ -7,11 +8,11 @@ import pytest
 
 from compare.cli import main
 from compare.commands.run import Run
-from compare.commands.run.page import cost_table
+from compare.commands.run.page import cost_table, finding
 from compare.contract.ledger import Ledger
 from compare.contract.memory_profile import MEMORY, Curve, DeviceMemory, MemoryProfile, Peak
 from compare.contract.request import Rung
-from compare.judge.outcome import read_outcome
+from compare.judge.outcome import read_outcome, save
 from compare.run.metrics import figures
 from compare.run.study import write_page_of
 from compare.show.figures import WINDOWS, Figure, reduce_windows, save_figures
@@ -78,6 +79,28 @@ def test_page_starts_with_the_failure(tmp_path, tiny):
     assert not outcome.passed
     assert "it diverged: the loss of step 0 is nan" in outcome.sentence()
     assert "it diverged" in write_report(tmp_path / "lost").read_text()
+
+
+SIX = ("jax-compiler", "jax-explicit", "jax-manual", "torch-manual", "torch-library", "torch-compiler")
+SAME = "compute the same (loss, gradients, weights, optimizer: 14 checks)"
+
+
+def test_verdict_is_one_sentence(tmp_path, tiny, capsys):
+    """It counts engines, names what was compared, and names engines that send more than the textbook."""
+    outcome = make_run(tmp_path, edited(tiny, {"layout": {"dp_replicate": 2}}), names=SIX)
+    assert finding(outcome) == f"PASS: all 6 engines {SAME}. The bytes sent are the textbook's"
+    assert finding(msgspec.structs.replace(outcome, left_out={"a": "b"})).startswith("PASS: 6 engines")
+    for name, multiple in {"jax-compiler": 1.051, "torch-library": 0.97, "jax-manual": 1.002}.items():
+        outcome.kept[name][1]["comm_of_textbook"] = multiple
+    save(outcome, tmp_path)
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["passed"] is True
+    assert shown["verdict"] == (
+        f"PASS: all 6 engines {SAME}. jax-compiler sends 5 % more, "
+        "torch-library sends 3 % less than the textbook (docs/compilers.md)"
+    )
+    assert shown["verdict"] in (tmp_path / "report.html").read_text()
 
 
 def test_page_escapes_names(tmp_path, tiny, recwarn):

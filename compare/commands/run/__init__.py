@@ -8,7 +8,7 @@ import tyro
 from msgspec.structs import replace
 
 from compare.checkpoint.reader import CheckpointError, read_description
-from compare.commands.run.page import REMOVED, cost_table, ladder_table, report
+from compare.commands.run.page import REMOVED, cost_table, finding, ladder_table, report
 from compare.contract.request import Rung
 from compare.flags import Hidden
 from compare.judge.outcome import OUTCOME, Grid, Outcome, read_outcome, read_run
@@ -83,6 +83,7 @@ class Run(Spread, frozen=True, kw_only=True):
         tables = [*([ladder_table(outcome.verdicts)] if outcome.verdicts else []), cost_table(outcome)]
         return verdict_findings(
             outcome,
+            sentence=finding(outcome),
             tables=[replace(table, below="") for table in tables],
             notes=[f"{REMOVED} (run --keep_tensors keeps them)"] if outcome.tensors_removed else [],
         )

@@ -22,6 +22,9 @@ from compare.text import error_text, layout_in_words
 
 Named = Mapping[str, Record]
 """Records by the names of their cases."""
+COMPILERS = "docs/compilers.md"
+"""The page that explains what engines send beyond the textbook."""
+SENT_AS_TEXTBOOK = "The bytes sent are the textbook's"
 REMOVED = "tensors were removed after all rungs had passed"
 
 
@@ -36,7 +39,7 @@ def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
     found = findings_of(
         outcome,
         title=f"{outcome.name}: one experiment, {len(requests)} case{'s' * (len(requests) != 1)}",
-        sentence=outcome.sentence(),
+        sentence=finding(outcome),
         passed=outcome.passed,
         about=[
             "; ".join(f"{words[0].upper()}{words[1:]}" for words in layouts) + ".",
@@ -59,6 +62,24 @@ def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
         continuation="" if outcome.is_complete else outcome.how_to_go_on(folder.absolute()),
         more_figures=[*memory_figures(records), *timeline_figures(records)],
     )
+
+
+def finding(outcome: Outcome) -> str:
+    """The verdict. If all passed, also the engines that send 1 % more or less than the textbook."""
+    percents: dict[int, list[str]] = {}
+    for name, figures in outcome.values(dict).items():
+        if (multiple := figures.get("comm_of_textbook")) is not None:
+            percents.setdefault(round(100 * multiple) - 100, []).append(name)
+    if not outcome.passed or not percents:
+        return outcome.sentence()
+    words = [
+        f"{' and '.join(names)} send{'s' * (len(names) == 1)} "
+        f"{abs(percent)} % {'more' if percent > 0 else 'less'}"
+        for percent, names in sorted(percents.items(), reverse=True)
+        if percent
+    ]
+    sent = f"{', '.join(words)} than the textbook ({COMPILERS})"
+    return f"{outcome.sentence()}. {sent if words else SENT_AS_TEXTBOOK}"
 
 
 def loss_figure(records: Named) -> Figure:
