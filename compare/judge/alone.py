@@ -30,6 +30,8 @@ from compare.spec.experiment import Experiment
 REQUEST, INITIAL_WEIGHTS, NORMS = "request", "initial_weights", "grad_norm"
 UPDATE, STRATEGY = "updates", "strategy"
 """Rungs that a run can fail alone."""
+OWN_GRADIENTS = " (against its own gradients)"
+"""End of a place whose expected value comes from gradients in the record."""
 LISTED = 2
 """Objections in one verdict."""
 
@@ -226,7 +228,7 @@ def _compare_norms(record: Record) -> Iterator[Found]:
         if (gradients := read_tensors(record.folder, rung)) and not step.skipped:
             norm = global_norm(gradients)
             error = abs(step.grad_norm - norm) / (norm or 1.0)
-            yield error, f"grad_norm of step {step.step}, against its own gradients,"
+            yield error, f"grad_norm of step {step.step}{OWN_GRADIENTS}"
 
 
 def _compare_updates(record: Record) -> Iterator[Found]:
@@ -265,7 +267,7 @@ def _compare_updates(record: Record) -> Iterator[Found]:
         elif not updates or before.keys() == after.keys():
             errors = _errors_of_update(experiment, step.step, updates, gradients, before, after)
         for error, place in errors:
-            yield error, f"{place} after step {step.step}, against the update of its own gradients,"
+            yield error, f"{place} after step {step.step}{OWN_GRADIENTS}"
         updates += not step.skipped
         before = after
 

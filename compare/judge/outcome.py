@@ -198,9 +198,8 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
     def sentence(self) -> str:
         """The verdict over all cases, with missing and uncompared cases, in one line."""
-        left_out = [f"{name} was left out ({why})" for name, why in self.left_out.items()]
-        if len(left_out) > LISTED:
-            left_out = [f"{len(left_out)} cases were left out"]
+        names = ", ".join(self.left_out) if len(self.left_out) <= LISTED else f"{len(self.left_out)} cases"
+        left_out = [f"{names} {'was' if len(self.left_out) == 1 else 'were'} left out"] * bool(self.left_out)
         bad = next((verdict for verdict in self.verdicts if not verdict.passed), None)
         if bad:
             first = f"{bad.candidate} against {bad.reference}: {bad.sentence()}"

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from markupsafe import Markup, escape
 from msgspec import Struct
 
@@ -39,17 +40,26 @@ COLOURS = {
     "update": "#009E73",
     "communication": "#CC79A7",
     "parameters": "#56B4E9",
-    "gradients": "#E69F00",
     "optimizer": "#009E73",
+    "gradients": "#E69F00",
     "gathered parameters": "#1F88D1",
     "activations": "#CC79A7",
     "logits": "#D55E00",
     "communication buffers": "#8C6BB1",
     "XLA's temporaries": "#B8A25C",
     "temporaries": "#9A9A9A",
+    "all_gather": "#56B4E9",
+    "reduce_scatter": "#F0C419",
+    "all_reduce": "#E69F00",
+    "all_to_all": "#CC79A7",
+    "permute": "#3FBF94",
+    "broadcast": "#B8A25C",
 }
-"""Label -> its colour in every figure."""
-MARKERS = "os^Dv"
+"""Label -> its colour in every figure, in the order of every legend."""
+LONGEST_KEY = 26
+"""Largest number of characters of a legend's text if two fit into a line."""
+FEW = 25
+"""Largest number of steps whose differences are marked."""
 NARROW, WIDE = 5.0, 10.0
 """Widths in inches: half a page, readable on a phone, and a whole page."""
 DPI = 130
@@ -138,12 +148,13 @@ def _draw(canvas: "Canvas | SubFigure", figure: Figure) -> float:
     """Draw on one pair of axes, with a legend for several names. Returns the legend's height in inches."""
     axes = canvas.subplots()
     figure.draw(axes)
-    keys: dict[str, Any] = {}
+    handles: dict[str, Any] = {}
     for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-        keys.setdefault(label, handle)
+        handles.setdefault(label, handle)
+    keys = {label: handles[label] for label in dict.fromkeys([*COLOURS, *handles]) if label in handles}
     if len(keys) < 2:
         return 0.0
-    columns = 2 if figure.width == NARROW else 4
+    columns = 4 if figure.is_wide else 2 if max(map(len, keys)) <= LONGEST_KEY else 1
     canvas.legend(keys.values(), keys.keys(), loc="outside upper left", ncols=columns, fontsize="small")
     return 0.18 * math.ceil(len(keys) / columns)
 
@@ -203,20 +214,22 @@ def curves(
 
 
 def differences(axes: Axes, lines: Mapping[str, Mapping[int, float]], y: str) -> None:
-    """Draw differences over steps on a logarithmic axis. Zeros are on a separate line."""
-    every = [value for line in lines.values() for value in line.values()]
-    least = min((value for value in every if 0 < value < math.inf), default=1e-16)
-    floor = 10.0 ** (math.floor(math.log10(least)) - 1)
-    raised = {name: {step: value or floor for step, value in line.items()} for name, line in lines.items()}
+    """Draw differences from the first case on a logarithmic axis: equal ones once, zeros without a point."""
+    names_by_line: dict[tuple[tuple[int, float], ...], list[str]] = {}
+    for name, line in lines.items():
+        names_by_line.setdefault(tuple(line.items()), []).append(name)
+    named = {", ".join(names): dict(line) for line, names in names_by_line.items()}
     axes.set_yscale("log")
-    curves(axes, {"": {}, **raised}, y, reduce=max)  # the first case's colour is not theirs
-    for place, line in enumerate(axes.lines[1:]):
-        line.set(linewidth=1.2, marker=MARKERS[place % len(MARKERS)], markersize=3.5)
-    axes.lines[0].set_label("_")
-    if 0 in every:
-        axes.axhline(floor, color=INK, linewidth=1, linestyle=":", label="equal, bit for bit")
-    largest = max((value for value in every if value < math.inf), default=0.0)
-    axes.set_ylim(floor / 3, max(10 * floor, 3 * largest))
+    curves(axes, named, y, reduce=max)
+    for curve, names, line in zip(axes.lines, names_by_line.values(), named.values(), strict=True):
+        steps, values = map(np.asarray, curve.get_data())
+        curve.set_data(steps[values != 0], values[values != 0])
+        curve.set(linewidth=1.2, marker="o" if len(line) <= FEW else "", markersize=3.5)
+        curve.set_color(colour(1 + [*lines].index(names[0])))
+        if not any(line.values()):
+            curve.set_label(f"{curve.get_label()} (no difference)")
+    sizes = [value for line in lines.values() for value in line.values() if 0 < value < math.inf] or [1e-16]
+    axes.set_ylim(min(sizes) / 2, max(20 * min(sizes), 2 * max(sizes)))
 
 
 def window_length(steps: int) -> int:

@@ -1,8 +1,11 @@
 """The table of hosts and devices: coordinates, and the axes that cross hosts."""
 
+import re
+
 import pytest
 
-from compare.commands.run.hosts import crosses, crossing_words, host_table
+from compare.commands.run.hosts import crosses, crossing_words, host_table, mesh_figure
+from compare.show.figures import svg
 from compare.spec.experiment import Layout
 
 HSDP = Layout(dp_replicate=2, dp_shard=2, zero=3)
@@ -30,3 +33,15 @@ def test_host_table_has_coordinates():
     ]
     assert table.below == "Across hosts: dp_replicate; inside one: tp."
     assert "With tp every layer waits" in crossing_words(Layout(tp=2), 2)
+
+
+def test_mesh_has_a_box_for_each_device():
+    """Rows are places along the outer axes, columns along the innermost. Several hosts have names."""
+    figure = mesh_figure(ALL_AXES, ["a"] * 4 + ["b"] * 4)
+    assert figure.title == "The mesh: pp 2 by dp_shard 2 by tp 2"
+    assert "Across hosts: pp; inside one: dp_shard, tp." in figure.caption
+    text = re.findall(r">([^<>\n]+)</t", svg(figure))
+    assert {"tp 0", "tp 1", "pp 1, dp_shard 0", "device 7", "a", "b"} <= set(text)
+    alone = mesh_figure(Layout(dp_replicate=9), ["a"] * 9)
+    assert (alone.caption, alone.is_wide) == ("On one host.", True)
+    assert {"a", "device 8"}.isdisjoint(re.findall(r">([^<>\n]+)</t", svg(alone)))

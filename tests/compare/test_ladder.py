@@ -132,7 +132,7 @@ def test_update_follows_own_gradients(tmp_path, tiny, subtests, dtype):
                 assert failure is not None
                 assert failure.rung == "updates"
                 assert failure.worst.startswith(whose + worst)
-                assert "against the update of its own" in failure.worst
+                assert "(against its own gradients)" in failure.worst
                 assert not step or "after step 1" in failure.worst
 
 

@@ -2,20 +2,27 @@
 
 import json
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
+from matplotlib.figure import Figure as Canvas
 
 from compare.cli import main
 from compare.commands.run import Run
-from compare.commands.run.page import cost_table, finding
+from compare.commands.run.messages import boxes_of, message_figure
+from compare.commands.run.page import cost_table, difference_figure, finding, ladder_table, loss_figure
+from compare.contract.communication import GRADIENTS, NORM, Communication
 from compare.contract.ledger import Ledger
 from compare.contract.memory_profile import MEMORY, Curve, DeviceMemory, MemoryProfile, Peak
 from compare.contract.request import Rung
+from compare.judge.alone import OWN_GRADIENTS, UPDATE
 from compare.judge.outcome import read_outcome, save
+from compare.judge.verdict import RungResult, Verdict
 from compare.run.metrics import figures
 from compare.run.study import write_page_of
-from compare.show.figures import WINDOWS, Figure, reduce_windows, save_figures
+from compare.show.figures import WINDOWS, Box, Figure, gantt, reduce_windows, save_figures, svg
 from compare.spec.experiment import edited
 from compare.system.json_files import write_json
 from tests.support.outline import require_alone
@@ -43,6 +50,7 @@ def test_page_is_self_contained_and_complete(tmp_path, tiny):
     assert set(outline.pictures) == {
         "Loss over steps",
         "Difference of the loss",
+        "Messages of a step",
         f"Memory of {outcome.finished[0]} over a step",
         "GPipe, 2 ranks, 2 microbatches",
     }
@@ -88,7 +96,7 @@ SAME = "compute the same (loss, gradients, weights, optimizer: 14 checks)"
 def test_verdict_is_one_sentence(tmp_path, tiny, capsys):
     """It counts engines, names what was compared, and names engines that send more than the textbook."""
     outcome = make_run(tmp_path, edited(tiny, {"layout": {"dp_replicate": 2}}), names=SIX)
-    assert finding(outcome) == f"PASS: all 6 engines {SAME}. The bytes sent are the textbook's"
+    assert finding(outcome) == f"PASS: all 6 engines {SAME}. Each sends the bytes of the textbook, within 1%"
     assert finding(msgspec.structs.replace(outcome, left_out={"a": "b"})).startswith("PASS: 6 engines")
     for name, multiple in {"jax-compiler": 1.051, "torch-library": 0.97, "jax-manual": 1.002}.items():
         outcome.kept[name][1]["comm_of_textbook"] = multiple
@@ -97,10 +105,53 @@ def test_verdict_is_one_sentence(tmp_path, tiny, capsys):
     shown = json.loads(capsys.readouterr().out)
     assert shown["passed"] is True
     assert shown["verdict"] == (
-        f"PASS: all 6 engines {SAME}. jax-compiler sends 5 % more, "
-        "torch-library sends 3 % less than the textbook (docs/compilers.md)"
+        f"PASS: all 6 engines {SAME}. jax-compiler sends 5% more, "
+        "torch-library sends 3% less than the textbook (docs/compilers.md)"
     )
     assert shown["verdict"] in (tmp_path / "report.html").read_text()
+
+
+def draw(figure: Figure) -> Any:
+    axes = Canvas().subplots()
+    figure.draw(axes)
+    return axes
+
+
+def test_equal_curves_are_drawn_once(tmp_path, tiny):
+    """One loss curve within 1e-3, one difference for equal losses, and no point for an equal loss."""
+    one, same, near, far = (make_record(tmp_path / str(number), tiny) for number in range(4))
+    near.steps[1:] = [msgspec.structs.replace(step, loss=step.loss * 1.0001) for step in near.steps[1:]]
+    far.steps[0] = msgspec.structs.replace(far.steps[0], loss=1.0)
+    figure = loss_figure({"a": one, "b": same, "c": near})
+    assert len(draw(figure).lines) == 1
+    assert "All 3 engines within 1e-04" in figure.caption
+    assert len(draw(loss_figure({"a": one, "b": far})).lines) == 2
+    equal, apart = draw(difference_figure({"a": one, "b": same, "c": near, "d": near})).lines
+    assert (equal.get_label(), list(equal.get_xdata())) == ("b (no difference)", [])
+    assert (apart.get_label(), apart.get_xdata()[0]) == ("c, d", 1)
+
+
+def test_legend_has_one_order():
+    for kinds in (("backward", "forward"), ("forward", "backward")):
+        boxes = [Box(row, 0.0, 1.0, kind) for row, kind in enumerate(kinds)]
+        figure = Figure(title="two", draw=lambda axes, boxes=boxes: gantt(axes, ["a", "b"], boxes, "ms"))
+        assert re.findall("forward|backward", svg(figure)) == ["forward", "backward"]
+
+
+def test_messages_are_boxes_by_phase():
+    def row(phase: str, axis: str, size: int, **more: Any) -> Communication:
+        about = {"kind": "all_reduce", "purpose": GRADIENTS, "calls": 1, "wire_bytes": size} | more
+        return Communication(phase=phase, axis=axis, bytes=size, **about)
+
+    rows = [row("backward", "tp", 600), row("forward", "tp", 400), row("backward", "tp", 100, calls=2)]
+    rows += [row("backward", "dp_replicate", 8), row("update", "tp", 900, purpose=NORM)]  # a scalar; the norm
+    key = ("all_reduce", "tp", GRADIENTS)
+    assert boxes_of(rows) == {("backward", *key): (700, 3), ("forward", *key): (400, 1)}
+    record = SimpleNamespace(ledger=Ledger(rows=rows))
+    figure = message_figure({"jax-manual": record})
+    assert {text.get_text() for text in draw(figure).texts} == {"tp\n700 B\n3 \u00d7", "tp\n400 B\n1 \u00d7"}
+    assert [text.get_text() for text in draw(figure).get_xticklabels()] == ["forward", "backward"]
+    assert message_figure({"jax-manual": SimpleNamespace(ledger=Ledger())}) is None
 
 
 def test_page_escapes_names(tmp_path, tiny, recwarn):
@@ -112,6 +163,19 @@ def test_page_escapes_names(tmp_path, tiny, recwarn):
     odd = Figure(title="odd", draw=lambda axes: axes.set(xlabel="\x1b[2J 日本"))
     save_figures(tmp_path / "odd.png", [odd])
     assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_notes_of_tables_are_short(tmp_path, tiny):
+    """The ladder names the worst tensor alone; MFU is explained if a row has it."""
+    worst = f"v of norm.scale after step 0{OWN_GRADIENTS}"
+    result = RungResult(rung=UPDATE, error=1e-8, tolerance=1e-6, worst=worst)
+    table = ladder_table([Verdict(candidate="a", reference="b", rungs=[result])])
+    (row,) = (row for row in table.rows if row.head.text == UPDATE)
+    assert row.cells[0].note == "v of norm.scale after step 0"
+    outcome = make_run(tmp_path / "run", tiny)
+    assert "MFU" not in cost_table(outcome).below
+    outcome.kept["jax-manual"][1]["mfu"] = 0.5
+    assert "MFU is their share of the vendor's peak." in cost_table(outcome).below
 
 
 def test_costs_skip_first_and_instrumented_steps(tmp_path, tiny):

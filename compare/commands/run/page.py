@@ -9,10 +9,13 @@ from msgspec.structs import replace
 from compare.commands.ledger import engine_ledgers, layouts_of, table_of_layout
 from compare.commands.memory import memory_figures, memory_tables
 from compare.commands.profile.figures import timeline_figures
-from compare.commands.run.hosts import host_table
+from compare.commands.run.hosts import host_table, mesh_figure
+from compare.commands.run.messages import message_figure
 from compare.contract.record import Record
+from compare.judge.alone import OWN_GRADIENTS
 from compare.judge.outcome import Outcome
 from compare.judge.rungs import RUNGS
+from compare.judge.strategy import SENT
 from compare.judge.verdict import Verdict
 from compare.numerics.parameters import parameter_count
 from compare.run.metrics import METRICS
@@ -24,7 +27,8 @@ Named = Mapping[str, Record]
 """Records by the names of their cases."""
 COMPILERS = "docs/compilers.md"
 """The page that explains what engines send beyond the textbook."""
-SENT_AS_TEXTBOOK = "The bytes sent are the textbook's"
+INVISIBLE = 1e-3
+"""Relative difference of two losses from which a figure shows two curves."""
 REMOVED = "tensors were removed after all rungs had passed"
 
 
@@ -60,42 +64,56 @@ def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
     return replace(
         found,
         continuation="" if outcome.is_complete else outcome.how_to_go_on(folder.absolute()),
-        more_figures=[*memory_figures(records), *timeline_figures(records)],
+        more_figures=[
+            *filter(None, [message_figure(records)]),
+            *(mesh_figure(layout, names) for layout, names in hosts if len(names) > 1),
+            *memory_figures(records),
+            *timeline_figures(records),
+        ],
     )
 
 
 def finding(outcome: Outcome) -> str:
-    """The verdict. If all passed, also the engines that send 1 % more or less than the textbook."""
+    """The verdict. If all passed, also the engines that send 1% more or less than the textbook."""
     percents: dict[int, list[str]] = {}
     for name, figures in outcome.values(dict).items():
-        if (multiple := figures.get("comm_of_textbook")) is not None:
+        multiple = figures.get("comm_of_textbook")
+        if multiple is not None and SENT not in outcome.alone[name].uncompared:
             percents.setdefault(round(100 * multiple) - 100, []).append(name)
-    if not outcome.passed or not percents:
+    if not outcome.passed:
         return outcome.sentence()
     words = [
         f"{' and '.join(names)} send{'s' * (len(names) == 1)} "
-        f"{abs(percent)} % {'more' if percent > 0 else 'less'}"
+        f"{abs(percent)}% {'more' if percent > 0 else 'less'}"
         for percent, names in sorted(percents.items(), reverse=True)
         if percent
     ]
-    sent = f"{', '.join(words)} than the textbook ({COMPILERS})"
-    return f"{outcome.sentence()}. {sent if words else SENT_AS_TEXTBOOK}"
+    if words:
+        return f"{outcome.sentence()}. {', '.join(words)} than the textbook ({COMPILERS})"
+    is_all = [*percents.values()] == [outcome.finished]
+    return f"{outcome.sentence()}{'. Each sends the bytes of the textbook, within 1%' * is_all}"
 
 
 def loss_figure(records: Named) -> Figure:
-    """Every case's loss, laid over each other, and what it was on validation data."""
-    lines = {name: {step.step: step.loss for step in record.steps} for name, record in records.items()}
+    """Every case's loss, and its loss on validation data; one curve if no case is apart from the first."""
+    first, *others = records.values()
+    apart = [value for other in others for value in relative_differences(first, other).values()]
+    is_one = bool(apart) and all(value <= INVISIBLE for value in apart)
+    shown = {f"all {len(records)} engines": first} if is_one else records
+    lines = {name: {step.step: step.loss for step in record.steps} for name, record in shown.items()}
 
     def draw(axes: Axes) -> None:
         curves(axes, lines, "loss (nats)")
-        for place, record in enumerate(records.values()):
-            size = 3 + 4 * (len(records) - place) / len(records)  # where they coincide, one in the other
+        for place, record in enumerate(shown.values()):
+            size = 3 + 4 * (len(shown) - place) / len(shown)  # where they coincide, one in the other
             losses = {evaluation.step: evaluation.validation for evaluation in record.evaluations}
             look: dict[str, Any] = {"color": INK, "markersize": size, "fillstyle": "none"}
             if losses:
                 axes.plot(list(losses), list(losses.values()), "D", label="validation", **look)
 
-    caption = "Before the update, over the global batch. Curves that agree lie on each other."
+    caption = "Before the update, over the global batch."
+    if is_one:
+        caption += f" All {len(records)} engines within {max(apart):.0e}: their curves are drawn as one."
     return Figure(title="Loss over steps", caption=caption, draw=draw)
 
 
@@ -105,8 +123,8 @@ def difference_figure(records: Named) -> Figure:
     lines = {name: relative_differences(records[first], records[name]) for name in others}
     return Figure(
         title="Difference of the loss",
-        caption=f"Step by step, as a fraction of the loss of {first}. Rounding alone makes some: the same "
-        f"sums in another order, fed back each step.",
+        caption=f"As a fraction of the loss of {first}. A step with the same loss has no point, and engines "
+        "with equal losses share a line. Sums in another order round differently, and each step adds to it.",
         draw=lambda axes: differences(axes, lines, f"|loss - {first}| / loss"),
     )
 
@@ -130,13 +148,15 @@ def cost_table(outcome: Outcome) -> Table:
             notes = ["", *(f"×{value / of:.2f}" if value and of else "" for value in values[1:])]  # noqa: RUF001
             texts = [format_value(value, metric.form) for value in values]
             rows.append(Row(Text(metric.label), [*map(Text, texts, notes)]))
+    has_mfu = any(figures.get("mfu") for figures in cases)
+    mfu = "; MFU is their share of the vendor's peak" * has_mfu
     return Table(
         name=f"Costs ({outcome.platform.upper()} timings, one process each, not interleaved)",
         corner="per engine",
         columns=outcome.finished,
         rows=rows,
         below=f"× is the ratio to {outcome.finished[0]}. GFLOP/s are the model's, forward and backward, "  # noqa: RUF001
-        f"without recomputation; MFU is their share of the vendor's peak.",
+        f"without recomputation{mfu}.",
     )
 
 
@@ -151,13 +171,9 @@ def ladder_table(verdicts: Sequence[Verdict]) -> Table:
         limit = "" if tolerance is None else f"at most {tolerance:.0e}" if tolerance else "exact"
         cells = []
         for verdict, result in zip(verdicts, results, strict=True):
-            note = (
-                verdict.skipped.get(rung.name, "")
-                if not result
-                else result.worst.rstrip(",")
-                if result.error
-                else ""
-            )
+            note = verdict.skipped.get(rung.name, "")
+            if result:
+                note = result.worst.replace(OWN_GRADIENTS, "") if result.error else ""
             cells.append(replace(rung_text(verdict, rung.name), note=note))
         rows.append(Row(Text(rung.name, limit), cells))
     references = ", ".join(dict.fromkeys(verdict.reference for verdict in verdicts))
