@@ -6,7 +6,7 @@ from compare.execute.launch import EnvironmentMissing
 from compare.execute.query import query
 from compare.flags import SidePythons, pythons_of
 from compare.show.findings import Row, Table, Text
-from compare.show.terminal import terminal_table
+from compare.show.terminal import print_table
 from compare.terminal import print_json, results_console
 
 
@@ -39,7 +39,7 @@ class Doctor(SidePythons, frozen=True, kw_only=True):
                 continue
             devices = {"CPU": report.cpu_devices, "GPUs": ", ".join(report.gpus) or "none"}
             rows = [Row(Text(name), [Text(of)]) for name, of in (report.versions | devices).items()]
-            console.print(terminal_table(Table(name="", corner=side, columns=[""], rows=rows, words=1)))
+            print_table(Table(name="", corner=side, columns=[""], rows=rows, words=1))
         return 3 if errors else 0
 
 

@@ -10,10 +10,10 @@ from compare.numerics.parameters import parameter_count
 from compare.setup.lessons import LESSONS
 from compare.setup.presets import PRESETS
 from compare.show.findings import Row, Table, Text
-from compare.show.terminal import terminal_table
+from compare.show.terminal import print_table
 from compare.spec.engines.registry import PEERS, STUDIED
 from compare.spec.experiment import load, named_experiments
-from compare.terminal import print_json, results_console
+from compare.terminal import print_json
 
 
 class List(Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class List(Struct, frozen=True, kw_only=True):
             _, *facts, _ = named[0]
             rows = [Row(name, more) for name, *more in texts]
             table = Table(name="", corner=subject, columns=[*facts, ""], rows=rows, words=len(facts) + 1)
-            results_console().print(terminal_table(table))
+            print_table(table)
         return 0
 
 

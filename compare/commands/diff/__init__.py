@@ -13,7 +13,7 @@ from compare.contract.record import Record, read_record
 from compare.judge.outcome import OUTCOME, read_outcome, read_run
 from compare.run.metrics import METRICS
 from compare.show.findings import Row, Table, Text, by_reason, format_value
-from compare.show.terminal import terminal_table
+from compare.show.terminal import print_table
 from compare.system.tensors import RecordError
 from compare.terminal import PlainConsole, print_json, results_console
 
@@ -113,7 +113,7 @@ def _print(console: PlainConsole, differences: dict[str, Difference]) -> None:
         console.print("the settings and versions are equal")
     for table in tables_of(differences):
         if table.rows:
-            console.print(terminal_table(table))
+            print_table(table)
     skipped = {rung: why for pair in differences.values() for rung, why in pair.verdict.skipped.items()}
     for why, rungs in by_reason(skipped).items():
         console.print(f"not compared: {', '.join(rungs)} ({why})", soft_wrap=True)
