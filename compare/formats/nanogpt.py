@@ -154,6 +154,11 @@ def read_config(path: Path) -> Config:
     return Config(experiment, "" if begin == "scratch" else begin, notes)
 
 
+def sizes_in(path: Path) -> set[str]:
+    """Fields of the model that a config file sets, such as `model.n_layer`. Raises ExperimentError."""
+    return {f"model.{name}" for name in read_assignments(path) if name in MODEL_ARGS}
+
+
 def translate_flags(name: str, words: Iterable[str]) -> tuple[list[str], list[str]]:
     """The words after a config file, with our flags for nanoGPT's; and notes on ignored flags.
 

@@ -20,6 +20,7 @@ from compare.execute.folders import create_run_dir, default_cache, remove_run_di
 from compare.execute.launch import launch, prepare
 from compare.execute.this_machine import here_and_now, require_same_source
 from compare.flags import StudyFlags, find_pythons, hosts_of
+from compare.formats.nanogpt import is_config, sizes_in
 from compare.judge.outcome import Case, Grid, Outcome, read_outcome
 from compare.numerics.data import open_corpus
 from compare.run.metrics import figures
@@ -29,7 +30,7 @@ from compare.setup.effects import require_effects
 from compare.setup.fitting import require_case, require_sides
 from compare.setup.presets import SPREAD
 from compare.setup.resuming import find_resume_points, require_resumable
-from compare.setup.sources import freeze_weights
+from compare.setup.sources import freeze_weights, with_model_of
 from compare.show.findings import Findings, findings_of
 from compare.show.page import write_page
 from compare.show.terminal import print_findings
@@ -240,8 +241,14 @@ class Study(StudyFlags, frozen=True, kw_only=True):
         return ""
 
     def resolve(self) -> Experiment:
-        """The experiment with the flags and the `fixed` fields in it. Raises ExperimentError."""
+        """The experiment with the flags and the `fixed` fields in it. Raises ExperimentError.
+
+        After one of nanoGPT's config files, weights to begin with give the model.
+        """
         experiment = super().resolve()
+        if self.init_from and is_config(self.experiment):
+            keep = self.given | sizes_in(Path(self.experiment))
+            experiment = with_model_of(self.init_from, experiment, keep=keep)
         for flag, value in self.fixed.items():
             section, _, field = flag.partition(".")
             if value is not None:

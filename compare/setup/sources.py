@@ -1,18 +1,18 @@
 """States of other programs as checkpoints of shardpair, and `--init_from`, initial weights."""
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from compare.checkpoint.description import WEIGHTS, Checkpoint
-from compare.checkpoint.reader import CheckpointReader
+from compare.checkpoint.reader import CheckpointReader, read_description
 from compare.checkpoint.saver import write_checkpoint
 from compare.execute.query import convert_by_side
 from compare.formats.gpt2_names import from_gpt2, has_gpt2_names
-from compare.formats.huggingface import is_huggingface, read_gpt2
+from compare.formats.huggingface import is_huggingface, read_gpt2, read_model
 from compare.numerics.initial_weights import INIT, checked_weights, write_weights
 from compare.numerics.parameters import fingerprint
 from compare.setup.resuming import any_checkpoint, differing_model
@@ -82,6 +82,25 @@ def check_weights(source: str, experiment: Experiment) -> None:
     path = Path(source)
     if source and not (path.exists() and format_of_side(path)):
         _weights(path, experiment, Path(), pythons={})
+
+
+def with_model_of(source: str, experiment: Experiment, *, keep: Set[str]) -> Experiment:
+    """The experiment with the model of initial weights, as nanoGPT takes it, except dropout and `keep`.
+
+    `keep` has names such as `model.n_layer`. A safetensors file has no sizes, and a ckpt.pt is read by a side
+    only: the experiment stays as it is. Raises ExperimentError: the source cannot be read.
+    """
+    path = Path(source)
+    if is_huggingface(path):
+        model = read_model(path)
+    elif path.is_dir() and not format_of_side(path):
+        model = read_description(any_checkpoint(path)).experiment.model
+    else:
+        return experiment
+    fields = {
+        name: value for name, value in msgspec.structs.asdict(model).items() if f"model.{name}" not in keep
+    }
+    return edited(experiment, {"model": fields | {"dropout": experiment.model.dropout}})
 
 
 def _weights(

@@ -4,12 +4,15 @@ import json
 import pickle
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from compare.cli import main
+from compare.formats.huggingface import write_gpt2
 from compare.formats.nanogpt import load_experiment, read_assignments, read_config
-from compare.spec.experiment import ExperimentError
+from compare.spec.experiment import Experiment, ExperimentError, Model
+from tests.support.checkpoints import random_state, write_random
 from tests.support.rows import short
 
 SHAKESPEARE = '''"""A docstring."""
@@ -128,12 +131,36 @@ def test_config_with_init_from_needs_weights(config, capsys):
     assert "init_from = gpt2-xl" not in capsys.readouterr().err
 
 
+def test_model_of_the_weights_to_begin_with(config, tmp_path, capsys):
+    """nanoGPT's finetune config names no sizes. Sizes that the file or a flag sets stay."""
+    model = Model(
+        n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=9, bias=True, activation="gelu_tanh"
+    )
+    experiment = Experiment(model=model)
+    weights = {name: x for (group, name), x in random_state(experiment).items() if group == "weights"}
+    write_gpt2(tmp_path / "gpt2", model, weights)
+    saved = write_random(tmp_path / "run", experiment)
+    sizes = ("n_layer", "n_head", "n_embd", "block_size")
+    lines = [line for line in SHAKESPEARE.splitlines() if not line.startswith(sizes)]
+    config.write_text("\n".join([*lines, "init_from = 'gpt2-xl'", "dropout = 0.25"]))
+    for source in (tmp_path / "gpt2", saved):
+        asked = ["run", str(config), "--init_from", str(source), "--dry_run", "--json"]
+        assert main([*asked, "--engines", "torch-manual"]) == 0
+        found = json.loads(capsys.readouterr().out)["experiment"]["model"]
+        assert found == msgspec.to_builtins(model) | {"dropout": 0.25}
+    assert main([*asked, "--model.n_head", "4"]) == 2
+    assert "model.n_head = 2 instead of 4" in capsys.readouterr().out
+    config.write_text("\n".join([*lines, "init_from = 'gpt2-xl'", "block_size = 4"]))
+    assert main(asked) == 2
+    assert "model.block_size = 8 instead of 4" in capsys.readouterr().out
+
+
 def test_own_flags_follow_config(config, tmp_path, capsys):
     other = tmp_path / "data" / "other"
     other.mkdir()
     for name in ("train.bin", "val.bin"):
         np.zeros(100, "<u2").tofile(other / name)
-    flags = "--max_iters=10 --eval_iters=2 --eval_interval=5 --decay_lr=False --bias=True --min_lr=2e-5"
+    flags = "--max_iters=10 --eval_iters=2 --eval_interval=5 --decay_lr=False --bias=True --beta2=0.98"
     nothing = "--device=cpu --out_dir=x --compile=False --wandb_log=False --log_interval=1 --eval_only=False"
     asked = ["run", str(config), *flags.split(), *nothing.split(), "--dtype=bfloat16", "--dataset=other"]
     assert main([*asked, "--engines", "torch-manual", "--dry_run", "--json"]) == 0
@@ -141,7 +168,7 @@ def test_own_flags_follow_config(config, tmp_path, capsys):
     found = json.loads(printed.out)["experiment"]
     train, optimizer, model = found["train"], found["optimizer"], found["model"]
     assert (train["max_iters"], train["eval_iters"], train["eval_interval"]) == (10, 2, 5)
-    assert (optimizer["decay_lr"], optimizer["min_lr"], model["bias"]) == (False, 2e-5, True)
+    assert (optimizer["decay_lr"], optimizer["beta2"], model["bias"]) == (False, 0.98, True)
     assert (found["checkpoint"]["every"], found["precision"]["dtype"]) == (5, "bfloat16")
     assert (found["data"]["source"], model["vocab_size"]) == (str(other), 50304)  # it has no meta.pkl
     said = [line.split(": ")[1] for line in printed.err.replace("\n", " ").split(f"{config}")[1:]]
