@@ -66,7 +66,7 @@ def print_table(table: Table) -> None:
 
 
 def _drawn(table: Table, width: int) -> RichTable | None:
-    """The table as rich prints it in `width` characters; None if there is no room for it."""
+    """The table as rich prints it in `width` characters; None if it does not fit."""
     heads = [name.replace(" (", "\n(") for name in (table.corner, *table.columns)]  # units on a second line
     lines = [[row.head, *row.cells] for row in table.rows]
     columns = [[head, *(line[place].text for line in lines)] for place, head in enumerate(heads)]
