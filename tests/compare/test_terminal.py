@@ -60,7 +60,7 @@ NARROW = {
     "turned": (BYTES * 2, ["torch-manual"], 40, ["sent 1.91 MB", "logits 1.91 MB"]),
     "blocks": (
         BYTES,
-        ["dp2+fsdp2+rows20+none"] * 4,
+        ["dp2+fsdp2+rows20+none"] * 8,
         60,
         ["layout sent parameters gradients", "layout optimizer"],
     ),
