@@ -1,5 +1,6 @@
 """The loop over the cases of a study, round by round; the outcome is saved after each case."""
 
+import shlex
 import shutil
 import time
 from collections import Counter
@@ -67,7 +68,9 @@ def run_missing(
                 save(outcome, folder)
                 if errors and errors[-1].exit_code == STOPPED:  # the machine is needed: start nothing more
                     saved = (checkpoints_in(folder / case / CHECKPOINTS) for case in outcome.cases)
-                    again = f"shardpair resume {folder}" if all(saved) else outcome.how_to_go_on(folder)
+                    again = outcome.how_to_go_on(folder)
+                    if outcome.study == "run" and all(saved):
+                        again = f"shardpair resume {shlex.quote(str(folder))}"
                     raise EngineError(f"{errors[-1]}: `{again}` goes on", exit_code=STOPPED)
         if outcome.cases and not outcome.finished:
             raise EngineError("; ".join(map(str, errors)), exit_code=errors[0].exit_code, log=errors[0].log)

@@ -1,23 +1,32 @@
-"""Every command line in README.md, docs/ and --help is valid, up to the first process.
+"""Every command line in README.md, docs/, --help and messages is valid, up to the first process.
 
-Lines are collected from the pages and the commands' docstrings. A study runs with --dry_run. Other commands
-run until they start a process. A command that reads a missing folder must be rejected because of the folder.
+Lines are collected from the pages, the commands' docstrings, and the texts of the source. A study runs with
+--dry_run. Other commands run until they start a process. A command that reads a missing folder must be
+rejected because of the folder.
 """
 
+import ast
 import functools
 import inspect
 import itertools
 import re
 import shlex
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from compare.cli import COMMANDS, main
+from compare.commands.registry import STUDIES
 from compare.execute import cpu_load, launch
+from compare.execute.launch import EngineError
 from compare.numerics import data
+from compare.parser import fields_of
+from compare.run import study
+from compare.setup.lessons import LESSONS, run_command
+from compare.side.ending import STOPPED
 from compare.spec.experiment import load
 from tests.support.checkpoints import write_random
 
@@ -40,6 +49,86 @@ class Started(BaseException):
 standard_library_text = functools.cache(data.standard_library_text)
 
 
+RUN = "runs/demo-20260101-120000"
+LESSON = "shardpair run {lesson.experiment} --preset {lesson.preset} --devices {lesson.devices}"
+ADVICE = {
+    "shardpair run {first}": [f"shardpair run {name}" for name in ("demo", "check")],
+    "shardpair run --preset {first}": ["shardpair run --preset fsdp"],
+    "shardpair run --keep_tensors": ["shardpair run --keep_tensors"],
+    "shardpair lesson {strategy}": [f"shardpair lesson {name}" for name in LESSONS],
+    "shardpair resume {shlex.quote(str(folder))}": [f"shardpair resume {RUN}"],
+    "shardpair {self.study} --continue {shlex.quote(str(folder))}": [
+        f"shardpair {word} --continue {RUN}" for word in STUDIES if word != "resume"
+    ],
+    LESSON: [run_command(name) for name in LESSONS],
+    "shardpair {word} --help": [],  # test_presets_and_flags.py prints the help of every command
+    "shardpair {word} {metavar}": [],  # {metavar} is a place
+}
+"""Commands in texts of the source, with placeholders, and command lines without."""
+NO_COMMAND = {
+    "shardpair {importlib.metadata.version('shardpair')}",
+    "shardpair {self.git_commit[:12]}",
+    "shardpair {figure.title}",
+    "shardpair {len(self.spans)}",
+}
+ADVISED = re.compile(r"shardpair (?:[a-z_]+|\{[^}]*\})(?: (?:--?[\w.=]+|\{[^}]*\}|[A-Z_]+\b))*")
+ADVISED_FLAG = re.compile(r"(?<![\w-])--([a-z][\w.-]*)")
+FOREIGN = {
+    *("cpu-bind", "distribution", "exit-with-stdin", "gpu-bind", "kill-on-bad-exit", "label", "mpi", "nodes"),
+    *("ntasks", "ntasks-per-node", "overcommit", "unbuffered", "container-image"),  # srun
+    *("master-addr", "master-port", "nnodes", "node-rank", "nproc-per-node"),  # torchrun
+    *("porcelain", "untracked-files", "format", "full-name", "query-gpu"),  # git, nvidia-smi, shells
+    *("base", "doctor", "collectives", "convert", "sample"),  # questions to a side
+    *("help", "version", "tyro-"),
+}
+"""Flags of other programs, and of no command."""
+
+
+def texts_of(path: Path) -> Iterator[str]:
+    """Texts of a source file other than docstrings; the code of an f-string's values is in braces."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    parts |= {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            yield node.value
+        elif isinstance(node, ast.JoinedStr) and id(node) not in parts:
+            yield "".join(
+                part.value if isinstance(part, ast.Constant) else f"{{{ast.unparse(part.value)}}}"
+                for part in node.values
+            )
+
+
+TEXTS = {
+    path.relative_to(ROOT): list(texts_of(path))
+    for side in ("compare", "jaxpar", "torchpar")
+    for path in sorted((ROOT / side).rglob("*.py"))
+}
+"""Texts of each source file."""
+
+
+def test_every_advised_command_is_tested():
+    found = {line for texts in TEXTS.values() for text in texts for line in ADVISED.findall(text)}
+    is_name = {line for line in found if re.fullmatch(r"shardpair (\w+|\{(word|saved.study)\})", line)}
+    assert found - is_name - NO_COMMAND == ADVICE.keys()
+    names = {line.split()[1] for line in is_name if "{" not in line}
+    prose = {"is", "in", "does", "step", "wait"}
+    assert names - prose <= COMMANDS.keys()
+
+
+@pytest.mark.parametrize("path", [path for path, texts in TEXTS.items() if "--" in "".join(texts)], ids=str)
+def test_advised_flags_exist(path):
+    """A flag in a text of a command's own file is a flag of this command, or of one that the text names."""
+    own = re.match(r"compare/commands/(\w+)", path.as_posix())
+    words = {own[1]} & COMMANDS.keys() if own else COMMANDS.keys()
+    for text in TEXTS[path]:
+        named = {*re.findall(r"shardpair (\w+)", text)} & COMMANDS.keys()
+        known = {flag for word in words | named or COMMANDS for flag in fields_of(COMMANDS[word])}
+        for flag in ADVISED_FLAG.findall(text):
+            name = flag.rstrip(".").removeprefix("no_")
+            assert name in known | FOREIGN or any(of.startswith(f"{name}.") for of in known), (flag, text)
+
+
 def printed_lines() -> dict[str, list[str]]:
     """The words of every line that a page or a help prints, without what a shell makes of it, by the line."""
     pages = [page.read_text() for page in PAGES]
@@ -56,7 +145,7 @@ def printed_lines() -> dict[str, list[str]]:
         for line in (inspect.getdoc(command) or "").partition("Try:")[2].splitlines()
     ]
     found = {}
-    for line in (*fenced, *inline, *tried):
+    for line in (*fenced, *inline, *tried, *itertools.chain(*ADVICE.values())):
         words = shlex.split(line, comments=True)
         is_a_name = len(words) == 2 and line in inline  # the command is spoken of
         if (
@@ -140,3 +229,38 @@ def test_printed_line(line, places, capsys, monkeypatch):
 def test_there_are_lines_of_every_command():
     assert {words[0] for words in LINES.values()} >= COMMANDS.keys() - {"doctor", "list"}
     assert len(LINES) > 40
+
+
+def test_printed_order_of_arguments_is_accepted(folder_of_tiny, capsys):
+    assert main(["run", "--preset", "fsdp", "--devices", "2", "tiny.toml", "--engines", "jax-manual"]) == 2
+    _, _, line = capsys.readouterr().err.partition("give the experiment first: ")
+    assert main([*shlex.split(line)[1:], "--dry_run"]) == 0
+
+
+@pytest.mark.parametrize("saves", ["all", "last"])
+@pytest.mark.parametrize("command", ["run", "sweep"])
+def test_printed_continuation_is_accepted(engines, capsys, command, saves):
+    """After SIGUSR1 to an engine, in a folder whose name has a space."""
+
+    def stopped(request, folder, **how):
+        record = engines(request, folder, **how)
+        if saves == "all" or len(engines.started) == 3:
+            write_random(folder, request.experiment)
+        if len(engines.started) == 3:
+            raise EngineError("stopped", exit_code=STOPPED)
+        return record
+
+    names = ["torch-manual", "jax-manual", "torch-library"][: 3 if command == "run" else 2]
+    asked = [command, "tiny.toml", "--engines", *names, "--run_dir", "my run", "--quiet"]
+    asked += ["--presets", "ddp"] if command == "sweep" else []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(study, "launch", stopped)
+        assert main([*asked, "--checkpoint.every", "7", "--train.max_iters", "9"]) == STOPPED
+    (line,) = re.findall(r"`([^`]+)` goes on", capsys.readouterr().err)
+    words = shlex.split(line)
+    assert words[1] == ("resume" if (command, saves) == ("run", "all") else command)
+    if words[1] == "resume":
+        assert main([*words[1:], "--dry_run"]) == 0
+    else:
+        assert main([*words[1:], "--quiet"]) in (0, 1)  # the made-up checkpoints are of another step
+        assert len(engines.started) > 3
