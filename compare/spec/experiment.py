@@ -49,11 +49,14 @@ def load(name_or_path: str) -> Experiment:
 
 
 def parse(text: str | bytes, *, origin: str = "experiment") -> Experiment:
-    """Read an experiment from TOML text (bytes: UTF-8). Raises ExperimentError, which begins with
-    `origin`."""
+    """Read an experiment from TOML text (bytes: UTF-8, perhaps with a byte-order mark).
+
+    Raises ExperimentError, which begins with `origin`.
+    """
     if len(text) > MAX_FILE_BYTES:
         raise ExperimentError(f"{origin}: longer than {MAX_FILE_BYTES} bytes: data goes to --data.source")
     try:
+        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         return checked(msgspec.toml.decode(text))
     except RecursionError:
         raise ExperimentError(f"{origin}: nested too deeply: it has tables of fields") from None

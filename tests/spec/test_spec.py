@@ -92,6 +92,7 @@ def test_bad_spec_is_refused(text):
 def test_spec_survives_its_own_toml(name):
     experiment = load(name)
     assert parse(to_toml(experiment)) == experiment
+    assert parse(to_toml(experiment).encode("utf-8-sig")) == experiment  # a byte-order mark of Windows
 
 
 def test_gpt2_has_its_published_size():
