@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 from compare.execute import cpu_load
 from compare.execute.folders import create_run_dir
 from compare.execute.launch import EngineError, run_side, visible_gpus
@@ -152,7 +154,7 @@ def findings_of_times(
             "rank's.",
             "algbw is size / time, busbw the bytes that a rank sends on a ring / time.",
         ],
-        warnings=[used] if cpu_load.is_busy(busy_cores) else [],
+        warnings=[used] if cpu_load.is_busy(busy_cores, of=psutil.cpu_count() or 1) else [],
         tables=[
             table_of(f"{kind} on {ranks} ranks{over}", COLUMNS, of_table)
             for (kind, ranks), of_table in tables.items()

@@ -86,8 +86,8 @@ class Circumstances(Struct, frozen=True, kw_only=True):
     git_dirty: bool = False
     versions: dict[str, str] = {}
     """Versions of Python and the frameworks."""
-    busy_cores: list[float] = []
-    """Cores that other processes used before and after the cases, if they were timed."""
+    used_by_others: dict[str, float] = {}
+    """Cores that other processes used while a case ran, by case; the most of its rounds."""
 
     @property
     def made_by(self) -> str:
@@ -99,8 +99,8 @@ class Circumstances(Struct, frozen=True, kw_only=True):
     @property
     def words(self) -> str:
         """The version, the machine, the time and the load, for the end of a page."""
-        loads = ", ".join(f"{cores:.2f}" for cores in self.busy_cores)
-        busy = f" Cores in use by other processes before and after: {loads}." if loads else ""
+        most = max(self.used_by_others.values(), default=None)
+        busy = "" if most is None else f" Other processes used up to {most:.2f} cores."
         return (
             f"{self.made_by}. {self.system}, {self.cpu_model}, {self.cores} cores. "
             f"{self.created_utc[:16].replace('T', ' ')} UTC.{busy}"

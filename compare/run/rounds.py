@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from compare.checkpoint.description import CHECKPOINTS, checkpoints_in
 from compare.contract.record import Record, Step
+from compare.execute import cpu_load
 from compare.execute.launch import EngineError
 from compare.execute.launchers import Hosts
 from compare.execute.progress import Reporter
@@ -53,8 +54,11 @@ def run_missing(
                     continue
                 try:
                     _clear(place)
+                    others = cpu_load.OtherProcesses()
                     with reporter.engine(place.name) as show_step:
                         value, record = _run_case(study, case, place, pythons, hosts, show_step)
+                    if hosts.launcher == "local":  # other launchers start no children of ours
+                        outcome = cpu_load.with_load(outcome, name, others.cores())
                     outcome = with_case(outcome, name, value, record, folder, number=number)
                     if not study.keeps_records:
                         shutil.rmtree(place, ignore_errors=True)

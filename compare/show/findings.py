@@ -125,6 +125,8 @@ class Findings(Struct, frozen=True, kw_only=True):
     """Sentences that explain the figures."""
     warnings: Sequence[str] = ()
     """Reasons not to trust the figures, one line each."""
+    is_doubtful: bool = False
+    """Whether the sentence depends on figures that a warning is about."""
     tables: Sequence[Table] = ()
     figures: Sequence[Figure] = ()
     more_figures: Sequence[Figure] = ()

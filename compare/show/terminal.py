@@ -39,7 +39,7 @@ def print_findings(findings: Findings, *, as_json: bool) -> None:
         console.print(f"{name} {why}", style="red", soft_wrap=True)
     for line in findings.warnings:
         console.print(line, style="red", soft_wrap=True)
-    style = "bold green" if findings.passed else "bold red"
+    style = "bold red" if not findings.passed else "bold yellow" if findings.is_doubtful else "bold green"
     console.print(findings.sentence, style=style, soft_wrap=True)
 
 

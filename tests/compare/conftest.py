@@ -50,4 +50,5 @@ def engines(folder_of_tiny, monkeypatch) -> Engines:
     monkeypatch.setattr(study, "prepare", lambda asked, at: (asked.data, CORPUS))
     monkeypatch.setattr(study, "open_corpus", lambda one: SimpleNamespace(sha256=CORPUS))
     monkeypatch.setattr(cpu_load, "busy_cores", lambda: 0.0)
+    monkeypatch.setattr(cpu_load.OtherProcesses, "cores", lambda _: 0.0)
     return made_up

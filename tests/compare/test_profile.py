@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from compare.cli import main
-from compare.commands.profile import EngineProfile, Profile, profile_of
+from compare.commands.profile import EngineProfile, Profile, profile_of, warn_of_watching
 from compare.commands.profile.figures import chrome_trace, measured_figures
 from compare.contract.timeline import TIMELINE, Lane, Span, Timeline
 from compare.judge.outcome import Case, save, with_case
@@ -118,6 +118,7 @@ def test_a_finished_profile_is_shown_again(spread, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "INCOMPLETE: jax-manual left no timeline; PASS: the losses of jax-manual agree" in said
     assert "torch-manual waits 2.0 of 12.5 ms for communication" in " ".join(said.split())
+    assert "UNRELIABLE" not in said
     assert re.search(r"timeline's wall \(ms\) +12\.5 ", said)
     assert "One step of each engine, measured" in (folder / PAGE).read_text()
     assert (folder / "torch-manual" / "trace.json").is_file()
@@ -125,6 +126,21 @@ def test_a_finished_profile_is_shown_again(spread, tmp_path, capsys):
     assert main(["report", str(folder), "--json"]) == 1
     shown = json.loads(capsys.readouterr().out)
     assert [engine["name"] for engine in shown["engines"]] == list(records)
+    made = msgspec.structs.replace(outcome.circumstances, cores=2, used_by_others={"torch-manual": 1.9})
+    save(msgspec.structs.replace(outcome, circumstances=made), folder)
+    assert main(["report", str(folder)]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Other processes used up to 1.9 of 2 cores while 1 of 1 cases ran" in said
+    assert "its times are UNRELIABLE" in said
+    assert "waits 2.0" not in said
+
+
+def test_costly_watching_is_warned_of(spread, tmp_path):
+    engine = profile_of("torch-manual", profiled(tmp_path / "torch-manual", spread, timeline=planted()))
+    slow = msgspec.structs.replace(engine, watched_ms=1.26 * engine.step_ms)
+    assert warn_of_watching([engine]) == []
+    (warning,) = warn_of_watching([engine, slow])
+    assert "of torch-manual by 26%" in warning
 
 
 def test_two_engines_for_real(shardpair):

@@ -32,7 +32,6 @@ def bench_of(
     cases: list[Case],
     *,
     measurements: Sequence[tuple[str, int, Measurement]] = (),
-    busy_cores: Sequence[float] = (),
     rounds: int = 5,
     baseline: str = "",
     **given: Any,
@@ -45,7 +44,7 @@ def bench_of(
         Outcome(
             study="bench",
             experiment=cases[0].experiment,
-            circumstances=msgspec.structs.replace(MADE, busy_cores=list(busy_cores)),
+            circumstances=MADE,
             rounds=rounds,
             cases={case.name: case for case in cases},
             kept=kept,

@@ -13,7 +13,6 @@ from compare.commands.bench.words import (
     describe_timing,
     summarize,
     warn_of_changes,
-    warn_of_load,
 )
 from compare.contract.record import Record
 from compare.contract.request import Request
@@ -136,14 +135,9 @@ class Bench(Study, frozen=True, kw_only=True):
         return cases, left_out
 
     def begin(self, outcome: Outcome) -> Outcome:
-        """The outcome with the load before the rounds. Raises EnvironmentMissing: a busy machine."""
-        cores = cpu_load.busy_cores()
-        cpu_load.require_idle(cores, anyway=self.anyway)
-        return with_load(outcome, cores)
-
-    def end(self, outcome: Outcome, folder: Path) -> Outcome:
-        """The outcome with the load after the rounds."""
-        return with_load(outcome, cpu_load.busy_cores())
+        """The outcome as it is. Raises EnvironmentMissing: a busy machine."""
+        cpu_load.require_idle(cpu_load.busy_cores(), anyway=self.anyway)
+        return outcome
 
     def keep(self, case: Case, record: Record, *, first_step_after_s: float) -> Measurement:
         """The figures of one process. Raises EngineError: it did not time all windows."""
@@ -178,17 +172,19 @@ class Bench(Study, frozen=True, kw_only=True):
         view = read_timings(outcome)
         by_block, mistakes = rows_by_block(view), [*find_disagreements(view), *warn_of_changes(view)]
         rows = [row for of_block in by_block.values() for row in of_block]
+        of_load = cpu_load.warn_of_load(view)
         return findings_of(
             view,
             title=f"{outcome.name}: {len(outcome.cases)} cases timed",
-            sentence=summarize(view, rows),
+            sentence="UNRELIABLE (busy machine): " * bool(of_load) + summarize(view, rows),
+            is_doubtful=bool(of_load),
             about=describe_timing(view, rows),
             tables=[
                 table_of(block_title(view, block), COLUMNS, of_block) for block, of_block in by_block.items()
             ],
             rows=by_block,
             passed=not mistakes,
-            warnings=[*warn_of_load(view), *mistakes],
+            warnings=[*of_load, *mistakes],
         )
 
 
@@ -207,13 +203,6 @@ COLUMNS = (
     Column[BenchRow]("start s", lambda row: row.start_up_s, ".1f"),
     Column[BenchRow]("memory", lambda row: row.peak_mem_bytes, human_bytes),
 )
-
-
-def with_load(outcome: Outcome, busy_cores: float) -> Outcome:
-    """The outcome with one more reading of the machine's load."""
-    circumstances = outcome.circumstances
-    loads = [*circumstances.busy_cores, busy_cores]
-    return replace(outcome, circumstances=replace(circumstances, busy_cores=loads))
 
 
 def _refusal(case: Case, plain: Experiment, *, is_preset: bool) -> str:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from compare.commands.bench.agreement import summarize_agreement
 from compare.commands.bench.outcome import BenchRow, TimedOutcome
-from compare.execute.cpu_load import is_busy
 from compare.show.findings import format_value
 from compare.show.statistics import MIN_ROUNDS, interval_words
 from compare.text import layout_in_words
@@ -47,17 +46,6 @@ def describe_timing(result: TimedOutcome, rows: Sequence[BenchRow]) -> list[str]
         f"Ratios are to {result.baseline}{missing}, within a round; the median over rounds. {interval}",
         "GFLOP/s are the model's, without recomputation; MFU is their share of the vendor's peak.",
         *filter(None, [summarize_agreement(result)]),
-    ]
-
-
-def warn_of_load(result: TimedOutcome) -> list[str]:
-    """A warning if other processes used the machine before or after the rounds."""
-    loads = result.circumstances.busy_cores
-    if not any(map(is_busy, loads)):
-        return []
-    cores = ", ".join(f"{busy:.1f}" for busy in loads)
-    return [
-        f"Other processes used {cores} cores before and after the rounds: repeat this on an idle machine."
     ]
 
 

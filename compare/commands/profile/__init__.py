@@ -1,6 +1,7 @@
 """`shardpair profile`: where the time of one step goes, device by device."""
 
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 from compare.commands.profile.figures import chrome_trace, timeline_figures
 from compare.contract.record import Record
 from compare.contract.timeline import PROFILED_STEP, bubble_fraction, busy_us, exposed_us, idle_us
+from compare.execute.cpu_load import warn_of_load
 from compare.judge.outcome import Case, Grid, Outcome, read_run
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.simulator import bubble_fraction as planned_fraction
@@ -26,6 +28,8 @@ STEPS = 20
 """Default number of steps: some before the watched step, and more for the median."""
 SHORTEST = PROFILED_STEP + 3
 SHARED = "CPU timings: devices share the cores."
+MOST_WATCHING = 0.25
+"""Largest cost of watching, as a share of a step, without a warning."""
 BUSY = ("forward", "backward", "update", "communication")
 
 
@@ -80,11 +84,14 @@ class Profile(Spread, frozen=True, kw_only=True):
             f"{one.name} waits {one.mean_ms('exposed'):.1f} of {one.wall_ms:.1f} ms for communication"
             for one in watched
         ]
+        warnings = [*warn_of_load(outcome), *warn_of_watching(engines)]
         words = f"one step, {layout_in_words(outcome.experiment, outcome.platform)}"
         found = verdict_findings(
             outcome,
             title=f"{outcome.name}: {words}",
-            sentence="; ".join([verdict, *waits]),
+            sentence="; ".join([verdict, *(["its times are UNRELIABLE"] if warnings else waits)]),
+            is_doubtful=bool(warnings),
+            warnings=warnings,
             passed=outcome.passed and not without,
             tables=[engine_table(engines, f"O{words[1:]}")],
             notes=[
@@ -120,9 +127,25 @@ class EngineProfile(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Simulated share: a backward takes two forwards, and messages take no time."""
     method: str = "it left no timeline"
 
+    @property
+    def cost_of_watching(self) -> float | None:
+        """Share by which the watched step is longer than the others; None without a timeline."""
+        return self.watched_ms and self.watched_ms / self.step_ms - 1
+
     def mean_ms(self, kind: str) -> float | None:
         """The mean over the devices; None without a timeline."""
         return statistics.fmean(device[f"{kind}_ms"] for device in self.devices) if self.devices else None
+
+
+def warn_of_watching(engines: Sequence[EngineProfile]) -> list[str]:
+    """A warning if watching made a step of an engine longer by more than `MOST_WATCHING`."""
+    costs = {
+        engine.name: cost for engine in engines if (cost := engine.cost_of_watching or 0) > MOST_WATCHING
+    }
+    if not costs:
+        return []
+    words = ", ".join(f"of {name} by {cost:.0%}" for name, cost in costs.items())
+    return [f"Watching made a step longer, {words}: other steps differ from these timelines."]
 
 
 COLUMNS: tuple[Column[EngineProfile], ...] = (
@@ -133,7 +156,7 @@ COLUMNS: tuple[Column[EngineProfile], ...] = (
         Column(f"{name} (ms)", lambda engine, name=name: engine.mean_ms(name), ".1f")
         for name in (*BUSY, "exposed", "idle")
     ),
-    Column("cost of watching", lambda one: one.watched_ms and one.watched_ms / one.step_ms - 1, ".0%"),
+    Column("cost of watching", lambda engine: engine.cost_of_watching, ".0%"),
     Column("bubble, measured", lambda engine: engine.bubble, ".0%"),
     Column("bubble of the schedule", lambda engine: engine.planned_bubble, ".0%"),
 )

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from compare.checkpoint.reader import CheckpointError, read_description
 from compare.commands.run.page import REMOVED, cost_table, finding, ladder_table, report
 from compare.contract.request import Rung
+from compare.execute.cpu_load import warn_of_load
 from compare.flags import Hidden
 from compare.judge.outcome import OUTCOME, Grid, Outcome, read_outcome, read_run
 from compare.run.spread import Spread
@@ -85,6 +86,7 @@ class Run(Spread, frozen=True, kw_only=True):
             outcome,
             sentence=finding(outcome),
             tables=[replace(table, below="") for table in tables],
+            warnings=warn_of_load(outcome),
             notes=[f"{REMOVED} (run --keep_tensors keeps them)"] if outcome.tensors_removed else [],
         )
 

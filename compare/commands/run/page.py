@@ -12,6 +12,7 @@ from compare.commands.profile.figures import timeline_figures
 from compare.commands.run.hosts import host_table, mesh_figure
 from compare.commands.run.messages import message_figure
 from compare.contract.record import Record
+from compare.execute.cpu_load import warn_of_load
 from compare.judge.alone import OWN_GRADIENTS
 from compare.judge.outcome import Outcome
 from compare.judge.rungs import RUNGS
@@ -59,6 +60,7 @@ def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
             *memory_tables(records),
             *map(table_of_layout, layouts_of([ledger for ledger in ledgers if ledger.flows])),
         ],
+        warnings=warn_of_load(outcome),
         notes=[f"{ledger.case}: {why}." for ledger in ledgers for why in ledger.unexpected],
     )
     return replace(

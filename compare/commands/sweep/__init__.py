@@ -9,6 +9,7 @@ import msgspec
 
 from compare.commands.sweep.results import CSV, csv_of, loss_figures, means_over_seeds, rows_of, tables_of
 from compare.contract.record import read_record
+from compare.execute.cpu_load import warn_of_load
 from compare.execute.launch import require_devices
 from compare.flags import EngineName, PresetNames, chosen_engines
 from compare.judge.outcome import Grid, Outcome
@@ -103,6 +104,7 @@ class Sweep(Study, frozen=True, kw_only=True):
                 f"`bench`. On a CPU all devices share its cores.",
             ],
             tables=tables_of(rows, seeds),
+            warnings=warn_of_load(outcome),
         )
         value = {
             "rows": rows,
