@@ -10,7 +10,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -49,16 +49,33 @@ Files = dict[tuple[int, int], dict[str, tuple[tuple[int, ...], np.ndarray]]]
 """By device and number of its file: the arrays of the file by `key`, each with its offset."""
 
 
+class UnfinishedError(RuntimeError):
+    """Another process did not write its files of a checkpoint in time. The message is one line."""
+
+
 class Saver:
     """Saves checkpoints of one process's devices, one at a time, while training goes on.
 
     Every process of a run writes the shards of its own devices. The process with device 0 waits for the files
     of all `of` devices, completes the checkpoint, and removes old ones: the `keep` newest and the best one
-    stay. Processes need no collective, because they share the folder.
+    stay. Processes need no collective, because they share the folder. If the files of a device are missing
+    after `patience_s` of waiting for them in `finish`, the error names it by `name_of`.
     """
 
-    def __init__(self, folder: Path, devices: Collection[int], *, of: int, keep: int):
+    def __init__(
+        self,
+        folder: Path,
+        devices: Collection[int],
+        *,
+        of: int,
+        keep: int,
+        patience_s: float = math.inf,
+        name_of: Callable[[int], str] = "device {}".format,
+    ):
         self._folder, self._devices, self._of, self._keep = folder, sorted(devices), of, keep
+        self._patience_s, self._name_of = patience_s, name_of
+        self._awaited: int | None = None
+        """The device whose files are missing, once those of this process are written."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -75,9 +92,19 @@ class Saver:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is complete. Raises OSError: it could not be written."""
+        """Wait until the last checkpoint is complete.
+
+        Raises:
+            OSError: it could not be written.
+            UnfinishedError: another process did not write its files.
+        """
         if self._thread:
-            self._thread.join()
+            deadline = time.monotonic() + self._patience_s
+            while self._thread.is_alive():
+                self._thread.join(POLL_S)
+                if self._awaited is not None and time.monotonic() > deadline:
+                    late = f"{self._name_of(self._awaited)} wrote no files of a checkpoint"
+                    raise UnfinishedError(f"{late} for {self._patience_s:g} s: does it reach {self._folder}?")
             self._thread = None
         if self._error:
             error, self._error = self._error, None
@@ -86,7 +113,7 @@ class Saver:
     def _write(self, checkpoint: Checkpoint, files: Files) -> None:
         final = self._folder / folder_name(checkpoint.step)
         try:
-            _write_files(final, checkpoint, files, self._devices, of=self._of)
+            _write_files(final, checkpoint, files, self._devices, of=self._of, wait_for=self._wait_for)
             if 0 in self._devices:
                 self._remove_old()
         except BaseException as error:
@@ -96,6 +123,13 @@ class Saver:
                 path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # other processes' files
                 unfinished.rmdir()
+
+    def _wait_for(self, path: Path, device: int) -> None:
+        """Wait until another process has written the file of sums of a device."""
+        while not path.is_file():  # if a process dies, its launcher ends this one
+            self._awaited = device
+            time.sleep(POLL_S)
+        self._awaited = None
 
     def _remove_old(self) -> None:
         best = best_checkpoint(self._folder)
@@ -138,7 +172,13 @@ def _full_shards(experiment: Experiment, tensors: Mapping[str, Mapping[str, np.n
 
 
 def _write_files(
-    final: Path, checkpoint: Checkpoint, files: Files, devices: Collection[int], *, of: int
+    final: Path,
+    checkpoint: Checkpoint,
+    files: Files,
+    devices: Collection[int],
+    *,
+    of: int,
+    wait_for: Callable[[Path, int], None] = lambda path, device: None,
 ) -> None:
     """Write the files of some devices. With device 0, wait for all files and complete the checkpoint."""
     unfinished = _unfinished(final)
@@ -151,8 +191,7 @@ def _write_files(
     all_sums: dict[str, FileSum] = {}
     for device in range(of):
         path = unfinished / f"device-{device:05d}.json"
-        while not path.is_file():  # if a process dies, its launcher ends this one
-            time.sleep(POLL_S)
+        wait_for(path, device)
         all_sums |= read_json(path, dict[str, FileSum])
         path.unlink()
     created = datetime.now(UTC).isoformat(timespec="seconds")

@@ -3,6 +3,7 @@
 import signal
 from pathlib import Path
 
+from compare.checkpoint.saver import UnfinishedError
 from compare.contract.record import Failure
 from compare.spec.experiment import ExperimentError, one_line
 from compare.system.disk import no_room
@@ -39,6 +40,7 @@ class RunFailed(Exception):
 CODES: dict[type[Exception], int] = {
     StoppedEarly: STOPPED,
     DivergedError: FAILED,
+    UnfinishedError: FAILED,
     ExperimentError: BAD_REQUEST,
     RecordError: BAD_REQUEST,
     MissingDevicesError: MISSING,

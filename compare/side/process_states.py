@@ -125,6 +125,13 @@ def read_states(folder: Path) -> dict[int, State]:
     return {state.number: state for state in sorted(states, key=lambda state: state.number)}
 
 
+def name_of_device(device: int, states: Mapping[int, State], *, devices: int) -> str:
+    """A device in a message, with the process that has it and its host: `device 1 (process 1 on host1)`."""
+    number = device * len(states) // devices
+    process = f" (process {number} on {states[number].host})" if number in states else ""
+    return f"device {device}{process}"
+
+
 def dead_processes(folder: Path) -> list[int]:
     """Numbers of this host's processes that have ended."""
     here = [state for state in read_states(folder).values() if state.host == socket.gethostname()]

@@ -24,7 +24,11 @@ from compare.numerics.optimizer import learning_rate
 from compare.numerics.parameters import parameter_count
 from compare.numerics.stream import Evaluation, is_due
 from compare.side.ending import STOP_SIGNAL, DivergedError, StoppedEarly
+from compare.side.process_states import name_of_device, read_states
 from compare.spec.experiment import Experiment
+
+PATIENCE = 0.8
+"""Share of the time-out after which a process names another that writes no checkpoint."""
 
 
 class FinishedStep(NamedTuple):
@@ -170,7 +174,14 @@ class Recording:
         self._first_step_s, self._windows, self._saver = 0.0, list[Window](), None
         checkpoint, devices = self._experiment.checkpoint, self._experiment.layout.devices
         if checkpoint.every:
-            self._saver = Saver(folder / CHECKPOINTS, side.devices, of=devices, keep=checkpoint.keep)
+            self._saver = Saver(
+                folder / CHECKPOINTS,
+                side.devices,
+                of=devices,
+                keep=checkpoint.keep,
+                patience_s=PATIENCE * side.request.timeout_s,
+                name_of=lambda device: name_of_device(device, read_states(folder), devices=devices),
+            )
 
     def begin(self, progress: Progress) -> None:
         """Before the first step: write the first batch and weights, and evaluate the weights."""
@@ -225,7 +236,7 @@ class Recording:
         """Between two steps, and after the last: evaluate and save, if it is due.
 
         Raises:
-            OSError: the checkpoint before could not be written.
+            OSError, UnfinishedError: the checkpoint before could not be written.
             StoppedEarly: the run was asked to stop, and its checkpoint is complete.
         """
         self._evaluate(progress)

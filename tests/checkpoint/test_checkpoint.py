@@ -1,6 +1,7 @@
 """Checkpoints: any part of a saved state can be read; an interrupted save leaves no checkpoint."""
 
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -17,10 +18,11 @@ from compare.checkpoint.description import (
     key,
 )
 from compare.checkpoint.reader import CheckpointReader
-from compare.checkpoint.saver import Saver
+from compare.checkpoint.saver import Saver, UnfinishedError
 from compare.contract.request import REQUEST, Request, read_request
 from compare.numerics.boxes import Box
 from compare.numerics.parameters import parameter_table
+from compare.side.process_states import State, name_of_device
 from compare.spec.experiment import Checkpoints, ExperimentError
 from compare.system.json_files import write_json
 from tests.support.checkpoints import random_state
@@ -76,6 +78,28 @@ def test_interrupted_save_is_no_checkpoint(tmp_path):
     assert list(checkpoints_in(tmp_path)) == [5]
     CheckpointReader(tmp_path / folder_name(5)).verify()
     assert sorted(path.name for path in tmp_path.iterdir()) == [folder_name(5), folder_name(10) + UNFINISHED]
+
+
+def test_process_that_writes_nothing_is_named(tmp_path):
+    """A host that has lost the file system of the run goes on, and the first process waits for its files."""
+    states = {number: State(number=number, host=f"host{number}") for number in range(2)}
+    assert name_of_device(2, states, devices=4) == "device 2 (process 1 on host1)"
+    assert name_of_device(2, {}, devices=4) == "device 2"
+    first, *others = (
+        Saver(tmp_path, [device], of=DEVICES, keep=2, patience_s=0.0, name_of="device {} (of host1)".format)
+        for device in range(DEVICES)
+    )
+    first.save(checkpoint(10), parts(0))
+    with pytest.raises(
+        UnfinishedError, match=r"^device 1 \(of host1\) wrote no files of a checkpoint for 0 s"
+    ):
+        first.finish()
+    for device, saver in enumerate(others, 1):
+        saver.save(checkpoint(10), parts(device))
+        saver.finish()
+    while not checkpoints_in(tmp_path):
+        time.sleep(0.01)
+    first.finish()
 
 
 def test_training_continues_during_a_save(tmp_path, monkeypatch):
