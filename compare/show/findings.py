@@ -112,6 +112,16 @@ def table_of(
     )
 
 
+class Link(Struct, frozen=True):
+    """A page or a command that shows more."""
+
+    words: str
+    """Name of the page, or contents of the output of the command."""
+    href: str = ""
+    """Address of the page, relative to the page of the findings."""
+    command: str = ""
+
+
 class Findings(Struct, frozen=True, kw_only=True):
     """All output of a study."""
 
@@ -138,6 +148,8 @@ class Findings(Struct, frozen=True, kw_only=True):
     left_out: dict[str, str] = {}
     """Cases that cannot run, and why."""
     notes: Sequence[str] = ()
+    links: Sequence[Link] = ()
+    """Pages and commands that a page names."""
     spec: str = ""
     """The experiment with all fields, as TOML."""
     command: str = ""

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,6 +153,18 @@ def test_messages_are_boxes_by_phase():
     assert {text.get_text() for text in draw(figure).texts} == {"tp\n700 B\n3 \u00d7", "tp\n400 B\n1 \u00d7"}
     assert [text.get_text() for text in draw(figure).get_xticklabels()] == ["forward", "backward"]
     assert message_figure({"jax-manual": SimpleNamespace(ledger=Ledger())}) is None
+
+
+def test_page_links_to_what_explains_it(tmp_path, tiny):
+    make_run(tmp_path / "run", edited(tiny, {"layout": {"dp_replicate": 2}}))
+    (tmp_path / "run" / "lesson.html").write_text("a page")
+    page = write_report(tmp_path / "run").read_text()
+    links = re.findall('<a href="([^"]+)">', page)
+    assert [Path(link).name for link in links] == ["lesson.html", "compilers.md", "proof.md"]
+    assert all((tmp_path / "run" / link).is_file() for link in links)
+    for command in ("lesson data_parallel", "ledger"):
+        assert f'<pre class="command">shardpair {command} --results {tmp_path / "run"}' in page
+    assert "lesson tensor_parallel" not in page
 
 
 def test_page_escapes_names(tmp_path, tiny, recwarn):

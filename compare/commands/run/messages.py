@@ -38,7 +38,7 @@ def message_figure(records: Mapping[str, Record]) -> Figure | None:
                     if where != phase:
                         continue
                     shade, box = COLOURS.get(kind, OTHER), ([(left, size)], (row + 0.06, 0.88))
-                    axes.broken_barh(*box, facecolor=shade, edgecolor="white", label=kind)
+                    axes.broken_barh(*box, facecolor=shade, edgecolor=INK, linewidth=0.5, label=kind)
                     lines = axis, human_bytes(size), f"{calls:,} ×"  # noqa: RUF001
                     if size > CHARACTER * whole * max(map(len, lines)):
                         middle, text = (left + size / 2, row + 0.5), "\n".join(lines)

@@ -1,5 +1,7 @@
 """The report of a run: losses, costs, memory, messages, and errors on each rung."""
 
+import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,11 @@ from compare.judge.strategy import SENT
 from compare.judge.verdict import Verdict
 from compare.numerics.parameters import parameter_count
 from compare.run.metrics import METRICS
+from compare.run.study import PAGES
+from compare.setup.lessons import LESSONS
+from compare.setup.planted import ROOT
 from compare.show.figures import INK, Axes, Figure, curves, differences
-from compare.show.findings import NONE, Findings, Row, Table, Text, findings_of, format_value
+from compare.show.findings import NONE, Findings, Link, Row, Table, Text, findings_of, format_value
 from compare.text import error_text, layout_in_words
 
 Named = Mapping[str, Record]
@@ -62,6 +67,7 @@ def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
         ],
         warnings=warn_of_load(outcome),
         notes=[f"{ledger.case}: {why}." for ledger in ledgers for why in ledger.unexpected],
+        links=links_of(outcome, folder.absolute()),
     )
     return replace(
         found,
@@ -73,6 +79,33 @@ def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
             *timeline_figures(records),
         ],
     )
+
+
+def links_of(outcome: Outcome, folder: Path) -> list[Link]:
+    """Other pages in the folder of a run, docs that explain its tables, and commands that show more of it."""
+    pages = sorted(page.name for page in folder.glob("*.html") if page.name != PAGES["run"])
+    docs = {
+        "why engines send other bytes than the textbook": COMPILERS,
+        "how engines are compared": "docs/proof.md",
+    }
+    axes, of = outcome.experiment.layout.axes, shlex.quote(str(folder))
+    lessons = [name for name, lesson in LESSONS.items() if axes[lesson.axis] > 1]
+    return [
+        *(Link(page, href=page) for page in pages),
+        *(
+            Link(words, href=os.path.relpath(ROOT / path, folder))
+            for words, path in docs.items()
+            if (ROOT / path).is_file()
+        ),
+        *(
+            Link(
+                f"{LESSONS[name].title}, with the source of each engine",
+                command=f"shardpair lesson {name} --results {of}",
+            )
+            for name in lessons
+        ),
+        Link("Every message with its source line", command=f"shardpair ledger --results {of} --rows"),
+    ]
 
 
 def finding(outcome: Outcome) -> str:
