@@ -20,7 +20,7 @@ from compare.show.figures import Figure, save_figures
 PICTURES = Path(__file__).parent / "pictures"
 SHARDPAIR = [sys.executable, "-m", "compare"]
 PAGES = {
-    "report": (["run", "demo"], "report.html", 1180),
+    "report": (["run", "demo"], "report.html", 1385),
     "lesson": (["lesson", "tensor_parallel"], "lesson.html", 1500),
 }
 """For each picture: the command, the page that it writes, and the height to keep in pixels."""

@@ -150,7 +150,10 @@ def test_messages_are_boxes_by_phase():
     assert boxes_of(rows) == {("backward", *key): (700, 3), ("forward", *key): (400, 1)}
     record = SimpleNamespace(ledger=Ledger(rows=rows))
     figure = message_figure({"jax-manual": record})
-    assert {text.get_text() for text in draw(figure).texts} == {"tp\n700 B\n3 \u00d7", "tp\n400 B\n1 \u00d7"}
+    assert {text.get_text() for text in draw(figure).texts} == {
+        "all_reduce over tp\n700 B\n3 calls",
+        "all_reduce over tp\n400 B\n1 call",
+    }
     assert [text.get_text() for text in draw(figure).get_xticklabels()] == ["forward", "backward"]
     assert message_figure({"jax-manual": SimpleNamespace(ledger=Ledger())}) is None
 

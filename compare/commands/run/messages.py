@@ -39,8 +39,10 @@ def message_figure(records: Mapping[str, Record]) -> Figure | None:
                         continue
                     shade, box = COLOURS.get(kind, OTHER), ([(left, size)], (row + 0.06, 0.88))
                     axes.broken_barh(*box, facecolor=shade, edgecolor=INK, linewidth=0.5, label=kind)
-                    lines = axis, human_bytes(size), f"{calls:,} ×"  # noqa: RUF001
-                    if size > CHARACTER * whole * max(map(len, lines)):
+                    room, counted = size / (CHARACTER * whole), f"{calls:,} call{'s' * (calls > 1)}"
+                    head = f"{kind} over {axis}" if len(kind + axis) + 6 <= room else axis
+                    lines = [head, human_bytes(size), counted]
+                    if max(map(len, lines)) <= room:
                         middle, text = (left + size / 2, row + 0.5), "\n".join(lines)
                         axes.text(*middle, text, ha="center", va="center", color="black", fontsize=6.5)
                     left += size

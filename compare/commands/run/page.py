@@ -48,7 +48,7 @@ def report(outcome: Outcome, records: Named, folder: Path) -> Findings:
     hosts = dict.fromkeys((one.experiment.layout, tuple(one.hosts)) for one in manifests)
     found = findings_of(
         outcome,
-        title=f"{outcome.name}: one experiment, {len(requests)} case{'s' * (len(requests) != 1)}",
+        title=f"{outcome.name}: one experiment, {len(requests)} engine{'s' * (len(requests) != 1)}",
         sentence=finding(outcome),
         passed=outcome.passed,
         about=[
