@@ -75,7 +75,7 @@ class Saver:
         self._folder, self._devices, self._of, self._keep = folder, sorted(devices), of, keep
         self._patience_s, self._name_of = patience_s, name_of
         self._awaited: int | None = None
-        """The device whose files are missing, once those of this process are written."""
+        """The device whose files are missing, once this process has written its files."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 

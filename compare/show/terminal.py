@@ -94,8 +94,9 @@ def _drawn(table: Table, width: int) -> RichTable | None:
 
 def _turned(table: Table) -> Table:
     """The table with a row for each column."""
-    cells = zip(*(row.cells for row in table.rows), strict=True)
-    rows = [Row(Text(name), list(column)) for name, column in zip(table.columns, cells, strict=True)]
+    rows = [
+        Row(Text(name), [row.cells[place] for row in table.rows]) for place, name in enumerate(table.columns)
+    ]
     return replace(table, columns=[row.head.text for row in table.rows], rows=rows, words=0)
 
 
