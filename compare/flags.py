@@ -127,10 +127,10 @@ class HostFlags(SidePythons, frozen=True, kw_only=True):
     json: AsJson = False
 
 
-def hosts_of(arguments: Any) -> Hosts:
+def hosts_of(arguments: Any, *, dry_run: bool = False) -> Hosts:
     """The hosts that the flags ask for. Raises ExperimentError: as `find_hosts`."""
     flags = arguments.launcher, arguments.hosts, arguments.hostfile
-    return find_hosts(*flags, options=arguments.launcher_options)
+    return find_hosts(*flags, options=arguments.launcher_options, dry_run=dry_run)
 
 
 def pythons_of(arguments: Any) -> dict[str, str]:

@@ -87,7 +87,7 @@ def require_devices(experiment: Experiment, platform: str, hosts: Hosts = HERE) 
             f"the layout needs {needed} devices; platform cpu has at most {MAX_CPU_DEVICES}: lower the "
             "degrees of the layout"
         )
-    if platform == "gpu" and hosts.launcher == "local":  # other launchers may start on hosts with other GPUs
+    if platform == "gpu" and hosts.launcher == "local" and not hosts.elsewhere:  # other hosts have other GPUs
         if not (gpus := visible_gpus()):
             raise EnvironmentMissing("--platform gpu: no NVIDIA GPU is visible here; use --platform cpu")
         if needed > gpus:

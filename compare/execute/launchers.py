@@ -44,6 +44,8 @@ class Hosts(Struct, frozen=True, kw_only=True):
     """Devices by host, from a hostfile."""
     options: tuple[str, ...] = ()
     """Further options of `srun`."""
+    elsewhere: bool = False
+    """True in a dry run outside of the hosts, about which nothing is known."""
 
     @property
     def several(self) -> bool:
@@ -131,11 +133,13 @@ def find_hosts(
     environment: Mapping[str, str] = os.environ,
     *,
     options: str = "",
+    dry_run: bool = False,
 ) -> Hosts:
     """The hosts of the flags, of a SLURM allocation or of a hostfile.
 
-    A `count` of 0 takes all hosts of the allocation or file, or this one; `options` are of `srun`. Raises
-    ExperimentError: flags contradict each other, there are fewer hosts, or the hostfile is invalid.
+    A `count` of 0 takes all hosts of the allocation or file, or this one; `options` are of `srun`. A dry run
+    needs no allocation. Raises ExperimentError: flags contradict each other, there are fewer hosts, or the
+    hostfile is invalid.
     """
     if count < 0:
         raise ExperimentError(f"--hosts {count}: give a number of hosts, or 0 for all")
@@ -145,9 +149,12 @@ def find_hosts(
         raise ExperimentError("--launcher torchrun and --hostfile FILE: give both, or none of them")
     if launcher == "local":
         return Hosts(count=count or 1)
+    elsewhere = False
     if hostfile:
         slots = read_hostfile(hostfile)
         available, place = len(slots), f"{hostfile}"
+    elif elsewhere := dry_run and not environment.get("SLURM_JOB_NUM_NODES"):
+        slots, available, place = {}, count or 1, ""
     else:
         if not shutil.which("srun"):
             raise ExperimentError("--launcher slurm: no srun here: start on a host of the cluster")
@@ -165,7 +172,7 @@ def find_hosts(
         words = tuple(shlex.split(options))
     except ValueError as error:
         raise ExperimentError(f"--launcher_options={options}: {error}: quote it as for a shell") from None
-    return Hosts(launcher=launcher, count=count, slots=slots, options=words)
+    return Hosts(launcher=launcher, count=count, slots=slots, options=words, elsewhere=elsewhere)
 
 
 def read_hostfile(path: Path) -> dict[str, int]:

@@ -66,7 +66,8 @@ class Study(StudyFlags, frozen=True, kw_only=True):
     cached, because XLA loses the order of their collectives."""
     dry_run: bool = False
     """Start nothing: print the resolved experiment, the layout in words, memory per device, and what is
-    refused. The exit code is that of the run: 2, or 3 if this machine lacks something."""
+    refused. The exit code is that of the run: 2, or 3 if this machine lacks something. Hosts of SLURM and
+    GPUs that are not here are taken as given; for SLURM a batch script is printed."""
 
     fixed: ClassVar[Mapping[str, object]] = {}
     """Fields that the study sets, such as `train.max_iters`, and their values; None for computed values.
@@ -86,7 +87,7 @@ class Study(StudyFlags, frozen=True, kw_only=True):
             return dry_run.show(
                 self.plan(),
                 pythons=functools.partial(find_pythons, self),
-                hosts=hosts_of(self),
+                hosts=hosts_of(self, dry_run=True),
                 init_from=self.init_from,
                 resume=self.source,
                 as_json=self.json,

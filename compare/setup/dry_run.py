@@ -1,19 +1,23 @@
 """`--dry_run`: the cases of a study before anything starts, with their memory and what is refused."""
 
+import shlex
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from compare.contract.record import ON_HOST
-from compare.execute.launch import EnvironmentMissing
+from compare.execute.batch import batch_script, requests
+from compare.execute.launch import EnvironmentMissing, visible_gpus
 from compare.execute.launchers import Hosts
 from compare.judge.outcome import Case, Outcome
 from compare.numerics.data import open_corpus
 from compare.setup.fitting import require_case, require_sides
 from compare.setup.resuming import find_checkpoints, require_resumable
 from compare.setup.sources import check_weights, format_of_side
-from compare.show.findings import Column, Findings, table_of
+from compare.show.findings import Column, Findings, by_reason, table_of
 from compare.show.terminal import print_findings
 from compare.side.ending import BAD_REQUEST, MISSING
 from compare.spec.engines.registry import ENGINES
@@ -62,6 +66,8 @@ def show(
         for engine in find_checkpoints(resume, outcome.cases, experiment):
             require_resumable(engine, resume)
 
+    if platform == "gpu" and hosts.launcher == "local" and not visible_gpus():
+        hosts = replace(hosts, elsewhere=True)
     errors = {
         name: _error(partial(require_case, case.engine, case.experiment, platform=platform, hosts=hosts))
         for name, case in outcome.cases.items()
@@ -77,21 +83,39 @@ def show(
     cases = [_row(name, case, platform, errors[name]) for name, case in outcome.cases.items()]
     unread = bool(init_from) and format_of_side(Path(init_from))
     can_run = f"all of it can run, if {init_from} fits, which is read then" if unread else "all of it can run"
-    verdict = f"this would be refused: {refused}" if refused else can_run
+    verdict = "this would be refused, for the reasons above" if refused else can_run
     on_host = max(case["on_host"] for case in cases)
     saved = sum(checkpoint_bytes(case.experiment) for case in outcome.cases.values())
     steps = next(iter(outcome.cases.values())).experiment.train.max_iters
+    refused_cases = {
+        case["name"]: case["refusal"].removeprefix(f"{case['engine']}: ") for case in cases if case["refusal"]
+    }
+    gpus = max(case["devices"] for case in cases) // hosts.count if platform == "gpu" else 0
+    script, unchecked = list[str](), ""
+    if hosts.elsewhere and hosts.launcher == "slurm":
+        unchecked = "hosts and their memory: this machine has no allocation"
+        how = {"nodes": hosts.count, "gpus": gpus, "options": hosts.options}
+        allocate = shlex.join(["salloc", *requests(hosts.count, gpus)])
+        script = [
+            f"start it with `{allocate}` and this command without --dry_run, or give sbatch this script:",
+            batch_script(outcome.line, **how),
+        ]
+    elif hosts.elsewhere:
+        unchecked = "GPUs and their memory: no NVIDIA GPU is visible here"
     facts = {
         "layout": "; ".join(dict.fromkeys(case["layout"] for case in cases)),
-        "data": f"{sum(tokens):,} tokens of {experiment.data.source}, which are read when it runs",
+        "data": f"{tokens[0]:,} tokens of {experiment.data.source}, which are read when it runs"
+        if tokens
+        else "",
         "initial weights": init_from,
         "resumed": resume,
         "checkpoints": f"up to {human_bytes(saved)} on disk, of all cases together" if saved else "",
+        "not checked": unchecked,
         "layout.offload": f"{human_bytes(on_host)} of a device's state on the host" if on_host else "",
     }
     found = Findings(
         title="dry run",
-        sentence=f"dry run: {len(cases)} case{'s' * (len(cases) != 1)} of {steps} steps; nothing was "
+        sentence=f"dry run: {len(cases)} case{'s' * (len(cases) != 1)} of {steps:,} steps; nothing was "
         f"started; {verdict}",
         value={
             "experiment": experiment,
@@ -102,12 +126,16 @@ def show(
             "cases": cases,
             "left_out": outcome.left_out,
             "checkpoint_bytes": saved,
+            "not_checked": unchecked,
+            "batch_script": script[-1] if script else "",
         },
         passed=not refused,
         tables=[table_of(TITLE, COLUMNS, cases, words=2)],
-        notes=[f"{name}: {value}" for name, value in facts.items() if value],
+        notes=[*(f"{name}: {value}" for name, value in facts.items() if value), *([] if refused else script)],
         warnings=[f"refused: {why}" for why in refusals],
-        missing={case["name"]: f"is refused: {case['refusal']}" for case in cases if case["refusal"]},
+        missing={
+            ", ".join(names): f"would be refused: {why}" for why, names in by_reason(refused_cases).items()
+        },
         left_out=outcome.left_out,
     )
     if not as_json:

@@ -60,7 +60,8 @@ def require_case(engine: str, experiment: Experiment, *, platform: str, hosts: H
     """Reject a case that cannot run here. Raises ExperimentError, EnvironmentMissing."""
     require_devices(experiment, platform, hosts)
     ENGINES[engine].require_experiment(experiment)
-    require_memory(engine, experiment, platform=platform)
+    if not hosts.elsewhere:
+        require_memory(engine, experiment, platform=platform)
 
 
 def require_memory(engine: str, experiment: Experiment, *, platform: str) -> None:

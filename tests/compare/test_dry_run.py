@@ -1,12 +1,14 @@
 """A dry run prints its plan and starts nothing; it skips engines by name."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from compare.cli import main
 from compare.commands.faults import FAULTS
+from compare.execute.batch import batch_script
 from compare.execute.launch import EngineError
 from compare.run import study
 from compare.setup import fitting
@@ -62,14 +64,14 @@ def test_dry_run_of_refused_case_exits_2(nothing_starts, capsys):
     asked = "run check --preset fsdp_pp --engines jax-compiler torch-manual"
     assert main([*asked.split(), "--dry_run"]) == 2
     printed = capsys.readouterr().out
-    assert "jax-compiler is refused: jax-compiler: layout.schedule = 1f1b: under jit autodiff" in printed
+    assert "jax-compiler would be refused: layout.schedule = 1f1b: under jit autodiff" in printed
     assert "this would be refused" in printed
 
 
 def test_dry_run_checks_the_pythons(nothing_starts, capsys, monkeypatch):
     line = ["run", "--engines", "jax-manual", "--dry_run"]
     assert main([*line, "--jax_python", "/nosuch"]) == 2
-    assert "this would be refused: --jax_python /nosuch: no such program" in capsys.readouterr().out
+    assert "refused: --jax_python /nosuch: no such program" in capsys.readouterr().out
     monkeypatch.setattr(fitting, "why_not_python", lambda side, python: "no jax")
     assert main(line) == 3
     assert "this would be refused: jaxpar: no jax with --jax_python" in capsys.readouterr().out
@@ -115,3 +117,55 @@ def test_fitting_keeps_order_and_needs_one_engine():
     assert "DDP reduces wrongly" in left_out["torch-library"]
     with pytest.raises(ExperimentError, match="no engine can run this layout: jax-compiler: "):
         fitting.fitting(["jax-compiler", "jax-manual"], layout)
+
+
+def test_refusal_of_all_cases_is_printed_once(nothing_starts, capsys):
+    asked = "run check --preset fsdp --devices 128 --train.batch_size 128 --dry_run"
+    assert main([*asked.split(), "--data.source", "nosuch"]) == 2
+    printed = capsys.readouterr().out
+    assert printed.count("platform cpu has at most 64") == 1
+    assert printed.count("nosuch does not exist") == 1
+    assert ", ".join(STUDIED) + " would be refused: the layout needs 128 devices" in printed
+    assert "tokens of" not in printed
+
+
+SLURM = "run check --preset fsdp --launcher slurm --engines torch-manual --dry_run"
+
+
+@pytest.fixture
+def login_node(nothing_starts, monkeypatch):
+    """A machine without GPUs and without an allocation."""
+    monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_dry_run_takes_hosts_of_slurm_as_given(login_node, monkeypatch, capsys):
+    monkeypatch.setattr(fitting, "memory_bytes", lambda: 0)
+    wide = ["--train.batch_size", "16", "--train.gradient_accumulation_steps", "1"]
+    asked = [*SLURM.split(), "--hosts", "2", "--devices", "16", "--platform", "gpu", *wide]
+    assert main(asked) == 0
+    printed = capsys.readouterr().out
+    assert "not checked: hosts and their memory" in printed
+    assert "`salloc --nodes=2 --gpus-per-node=8`" in printed
+    script = printed[printed.index("#!/bin/bash") : printed.index("dry run: ")]
+    assert "#SBATCH --nodes=2\n#SBATCH --gpus-per-node=8\n" in script
+    assert "  shardpair run check --preset fsdp --launcher slurm --engines torch-manual --hosts 2" in script
+    assert '--launcher slurm --platform gpu --run_dir "$run"' in script
+    assert "--dry_run" not in script
+    assert main([*SLURM.split(), "--hosts", "3", "--devices", "16", *wide]) == 2
+    printed = capsys.readouterr().out
+    assert "do not divide the layout's 16 devices" in printed
+    assert "#SBATCH" not in printed
+
+
+def test_dry_run_takes_gpus_as_given_where_none_is_visible(login_node, capsys):
+    assert main(["run", "check", "--preset", "fsdp", "--platform", "gpu", "--dry_run"]) == 0
+    printed = capsys.readouterr().out
+    assert "not checked: GPUs and their memory: no NVIDIA GPU is visible here" in printed
+
+
+def test_script_is_that_of_the_docs():
+    line = "shardpair run baby-gpt --engines torch-manual --preset fsdp --devices 2 --checkpoint.every 50 "
+    script = batch_script(f"{line} --launcher slurm --dry_run", nodes=2)
+    page = Path(__file__).parents[2] / "docs" / "cluster.md"
+    assert f"```bash\n{script}```\n" in page.read_text()

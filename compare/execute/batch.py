@@ -1,0 +1,45 @@
+"""A batch script of SLURM, which continues from the newest checkpoints after its time limit."""
+
+import shlex
+
+SCRIPT = """\
+#!/bin/bash
+#SBATCH --job-name=shardpair
+{requests}
+#SBATCH --time=24:00:00
+#SBATCH --signal=USR1@60
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+
+turn=${{SLURM_RESTART_COUNT:-0}}
+run=runs/$SLURM_JOB_ID-$turn
+saved=$(ls -dt runs/"$SLURM_JOB_ID"-*/*/checkpoints/step-???????? 2>/dev/null | head -1)  # the newest
+if [ "$saved" ]; then
+  shardpair resume "${{saved%/*/checkpoints/*}}" {how} --run_dir "$run"
+else
+  {line} --run_dir "$run"
+fi
+case $? in 4) [ "$turn" -lt 20 ] && scontrol requeue "$SLURM_JOB_ID" ;; esac
+"""
+LEFT_OUT = ("--dry_run", "--dry-run", "--json")
+
+
+def requests(nodes: int, gpus: int) -> list[str]:
+    """The options of `salloc` and `sbatch` for hosts with this many GPUs each."""
+    return [f"--nodes={nodes}", *([f"--gpus-per-node={gpus}"] if gpus else [])]
+
+
+def batch_script(line: str, *, nodes: int, gpus: int = 0, options: tuple[str, ...] = ()) -> str:
+    """A script for `sbatch` that runs a command line of shardpair with --launcher slurm.
+
+    Hosts are `nodes`, with `gpus` each; `options` are of `srun`.
+    """
+    words = [word for word in shlex.split(line) if word not in LEFT_OUT]
+    how = ["--launcher", "slurm", *(["--platform", "gpu"] if gpus else [])]
+    how += [f"--launcher_options={shlex.join(options)}"] if options else []
+    return SCRIPT.format(
+        requests="\n".join(f"#SBATCH {request}" for request in requests(nodes, gpus)),
+        line=shlex.join(words),
+        how=shlex.join(how),
+    )
