@@ -215,7 +215,8 @@ def sentence(ledgers: Sequence[EngineLedger], missing: Collection[str]) -> str:
     """How far the cases are from the textbook, and which are unexpected, missing or not judged."""
     ratios = [flow.ratio for ledger in ledgers for flow in ledger.flows if flow.ratio is not None]
     exact = sum(flow.sent == flow.textbook for ledger in ledgers for flow in ledger.flows)
-    far = f", the others {min(ratios):.2f} to {max(ratios):.2f} times" if exact < len(ratios) else ""
+    least, most = min(ratios, default=1.0), max(ratios, default=1.0)
+    far = f", the others {least:.2f} to {most:.2f} times (docs/compilers.md)" if exact < len(ratios) else ""
     unexpected = ", ".join(ledger.case for ledger in ledgers if ledger.unexpected)
     uncompared = ", ".join(ledger.case for ledger in ledgers if ledger.uncompared)
     parts = {

@@ -55,7 +55,7 @@ class Strategy(NamedTuple):
     def objections(self) -> dict[str, str]:
         """Settings that were not obeyed, by name."""
         return {
-            one.setting: f"{one.setting} = {one.asked} was asked for, and {one.found} was done"
+            one.setting: f"{one.setting} = {one.asked} was asked for; found: {one.found}"
             if one.asked
             else f"{one.setting}: {one.found}"
             for one in self.findings
@@ -250,7 +250,7 @@ def _read_gradient_sync(run: Observed) -> Iterator[Finding]:
     messages = run.work.gradient_messages
     early = {is_early for stage in messages for _, is_early in stage}
     when = "partly within" if len(early) > 1 else "within" if True in early else "after"
-    found = f"{'/'.join(map(str, calls))} all-reduces" + (f" {when} backward" if messages else "")
+    found = f"all-reduces: {'/'.join(map(str, calls))}" + (f", {when} backward" if messages else "")
     may_be_early = not (layout.pp > 1 and layout.schedule == "zero_bubble")  # no backward is the last
     words = f"{asked} of {layout.bucket_mb:g} MB" if asked == "bucketed" or by_ddp else asked
     for sync in dict.fromkeys((asked, *engine.gradient_sync)):

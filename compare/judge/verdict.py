@@ -145,6 +145,8 @@ def climb(
             request = candidate.record.request
             skipped[rung.name] = why or (rung.absent if request and request.ladder else UNASKED)
     uncompared = reference.alone.uncompared | candidate.alone.uncompared
+    if STRATEGY in skip:
+        uncompared = {"the strategy": skip[STRATEGY]}
     names = {"candidate": candidate.name, "reference": reference.name}
     return Verdict(**names, rungs=results, skipped=skipped, uncompared=uncompared)
 

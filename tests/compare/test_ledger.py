@@ -54,6 +54,6 @@ def test_no_ledger_hides_another():
     assert [[ledger.case for ledger in group] for group in layouts_of(fsdp)] == [["one"], ["two"], ["three"]]
     assert table_of_layout([first]).name.endswith(f"{FSDP.layout.devices} GPU devices")
     assert sentence(fsdp, {"torch-library.pp": "died"}) == (
-        "3 cases; 0 of 6 flows are the textbook's to the byte, the others 0.00 to 0.00 times; "
-        "UNEXPECTED: two; not judged: three; MISSING: torch-library.pp"
+        "3 cases; 0 of 6 flows are the textbook's to the byte, the others 0.00 to 0.00 times "
+        "(docs/compilers.md); UNEXPECTED: two; not judged: three; MISSING: torch-library.pp"
     )

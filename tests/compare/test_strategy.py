@@ -42,6 +42,18 @@ def test_verdict_lists_what_was_not_compared(tmp_path, tiny):
     assert verdict.uncompared.keys() == {"bytes sent"}
 
 
+def test_other_strategy_with_equal_numbers(tmp_path, tiny):
+    right = make_record(tmp_path / "run", edited(tiny, DDP), engine="torch-library")
+    wrong = with_calls(right, [40])
+    sentence = climbed(right, wrong).sentence()
+    assert sentence.startswith("all numbers agree (13 rungs); FAIL at strategy: layout.gradient_sync = ")
+    assert " was asked for; found: all-reduces: 40; bytes sent: 0 bytes of " in sentence
+    assert sentence.endswith("(--numbers_only skips it)")
+    verdict = climbed(right, wrong, skip={"strategy": "--numbers_only"})
+    assert verdict.passed
+    assert verdict.uncompared == {"the strategy": "--numbers_only"}
+
+
 def with_calls(record, calls: list[int]):
     """The record with numbers of all-reduces over replicas, by stage."""
     row = Communication(kind="all_reduce", axis="dp_replicate", calls=1, bytes=1, wire_bytes=1)

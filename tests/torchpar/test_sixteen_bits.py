@@ -53,7 +53,7 @@ def test_timed_window_in_another_dtype_fails(tmp_path, half):
 
     with patch.object(Run, "autocast", wrong):
         (objection,) = judged(trained(tmp_path / "wrong", spec, timing=timing)).alone.objections
-    assert objection.startswith("precision.dtype = bfloat16 was asked for, and float32")
+    assert objection.startswith("precision.dtype = bfloat16 was asked for; found: float32")
 
 
 def test_larger_logits_have_a_larger_limit(tmp_path, tiny):
