@@ -1,7 +1,8 @@
 """Conversion of checkpoints to orbax's format and back.
 
 The tree has `params`, the moments `m` and `v`, and `step`, with stacked layers. Two JSON items accompany it:
-the content of checkpoint.json, and SHA-256 digests, because orbax stores none. Shapes have no padding.
+the content of checkpoint.json with its digest, and SHA-256 digests of weights and moments, because orbax
+stores none. Shapes have no padding.
 """
 
 from pathlib import Path
@@ -12,7 +13,7 @@ import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
 
-from compare.checkpoint.description import WEIGHTS, Checkpoint, groups
+from compare.checkpoint.description import FORMAT, WEIGHTS, Checkpoint, groups
 from compare.checkpoint.reader import CheckpointError, CheckpointReader
 from compare.checkpoint.saver import write_checkpoint
 from compare.numerics.parameters import fingerprint
@@ -32,7 +33,8 @@ def export_checkpoint(source: Path, target: Path) -> None:
         ITEMS.get(group, group): from_canonical(dict(reader.group(group)), experiment.model)
         for group in groups(experiment)
     }
-    words = msgspec.to_builtins(msgspec.structs.replace(reader.description, files={}))
+    described = msgspec.structs.replace(reader.description, format=FORMAT, files={}, sha256="")
+    words = msgspec.to_builtins(msgspec.structs.replace(described, sha256=described.digest))
     sums = {group: fingerprint(reader.group(group)) for group in groups(experiment)}
     arguments = {
         STATE: ocp.args.StandardSave({**state, "step": np.asarray(reader.description.updates)}),
@@ -59,6 +61,8 @@ def import_checkpoint(source: Path, target: Path) -> None:
         try:
             words = restored(**{DESCRIPTION: ocp.args.JsonRestore()})[DESCRIPTION]
             description = msgspec.convert(words, Checkpoint)
+            if description.format > 1 and description.sha256 != description.digest:
+                raise CheckpointError("its description has changed since it was written (sha256)")
             experiment = description.experiment
             revalidate(experiment)
             like: dict[str, Any] = {

@@ -43,8 +43,14 @@ def default_cache() -> str:
     except RuntimeError:  # a container's user without a name
         return ""
     folder = Path(base).absolute() / "shardpair"
+    return str(folder) if can_be_folder(folder) else ""
+
+
+def can_be_folder(folder: Path) -> bool:
+    """True for a folder that can be written, or created."""
+    folder = folder.absolute()
     nearest = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
-    return str(folder) if os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK) else ""
+    return os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)
 
 
 def remove_run_dir(folder: Path) -> None:
@@ -58,8 +64,11 @@ def remove_run_dir(folder: Path) -> None:
 def create_run_dir(name: str, run_dir: str = "") -> Path:
     """Create the folder of a new run: `run_dir`, or runs/NAME-TIME, with a number if it exists.
 
-    Raises ExperimentError: `run_dir` exists, or no folder can be created.
+    Raises ExperimentError: `run_dir` exists, no folder can be created, or its path is not UTF-8, which
+    records are.
     """
+    if (path := str(Path(run_dir).absolute())) != path.encode(errors="replace").decode():
+        raise ExperimentError(f"{path}: this path is not UTF-8: give another folder, or --run_dir")
     stem = f"{Path(name).stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     numbered = (RUNS / f"{stem}-{number}" for number in itertools.count(2))
     for folder in [Path(run_dir)] if run_dir else itertools.chain([RUNS / stem], numbered):

@@ -66,7 +66,7 @@ def _indexed(folder: Path) -> dict[str, np.ndarray]:
     path = folder / INDEX
     try:
         file_of = msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise garbled(path, error) from None
     if elsewhere := [name for name in file_of.values() if Path(name).name != name]:
         raise RecordError(f"{path}: {elsewhere[0]} is not the name of a file in this folder: correct it")
@@ -122,5 +122,5 @@ def read_model(folder: Path) -> Model:
                 raise ExperimentError(f"{path}: {field} = {json.dumps(value)}; possible: {said}")
         activation = ACTIVATIONS[config.get("activation_function", "gelu_new")]
         return msgspec.convert({**sizes, "bias": True, "activation": activation}, Model)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ExperimentError(f"{path} cannot be read: {' '.join(str(error).split())}") from None

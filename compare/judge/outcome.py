@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from compare.contract.record import Record, file_sums, read_record
+from compare.contract.record import Record, file_sums, read_record, require_folder
 from compare.contract.request import Platform, Request
 from compare.judge.alone import STRATEGY, UPDATE, Alone, Judged, judged
 from compare.judge.goldens import NANOGPT, judged_golden
@@ -286,11 +286,16 @@ def _read(outcome: Outcome, name: str, folder: Path) -> Judged:
 
 def _judged_record(outcome: Outcome, name: str, folder: Path) -> Record:
     """The record of a finished case. Raises RecordError: a file is not the one that was judged."""
-    record = read_record(folder / name)
-    if (sums := outcome.alone[name].sums) and (odd := sums.items() ^ file_sums(record.folder).items()):
-        file = record.folder / min(odd)[0]
+    require_judged(outcome, name, folder)
+    return read_record(folder / name)
+
+
+def require_judged(outcome: Outcome, name: str, folder: Path) -> None:
+    """Reject a finished case whose files are not those that were judged. Raises RecordError."""
+    require_folder(folder / name)
+    if (sums := outcome.alone[name].sums) and (odd := sums.items() ^ file_sums(folder / name).items()):
+        file = folder / name / min(odd)[0]
         raise RecordError(f"{file} has changed since it was judged: put it back, or begin a new run")
-    return record
 
 
 def _reference_of(outcome: Outcome, name: str) -> str:
@@ -311,7 +316,11 @@ def read_outcome(folder: Path) -> Outcome:
     """A study as it was saved. Raises RecordError: there is none, or it is damaged."""
     if not (folder / OUTCOME).is_file():
         raise RecordError(f"{folder} has no {OUTCOME}: it is not the folder of a `shardpair run`")
-    return read_json(folder / OUTCOME, Outcome)
+    outcome = read_json(folder / OUTCOME, Outcome)
+    unjudged = [name for name in outcome.finished if name not in outcome.alone]
+    if outcome.keeps_records and unjudged:
+        raise RecordError(f"{folder / OUTCOME} is damaged: it has no judgement of {unjudged[0]}")
+    return outcome
 
 
 def read_run(folder: Path) -> tuple[Outcome, dict[str, Record]]:

@@ -119,7 +119,12 @@ def _run_case(
 
 
 def _clear(place: Path) -> None:
-    """Make room for a case. Checkpoints of an unfinished one are kept under another name."""
+    """Make room for a case. Checkpoints of an unfinished one are kept under another name.
+
+    Raises EngineError: the folder is a link, behind which nothing is removed.
+    """
+    if place.is_symlink():
+        raise EngineError(f"{place} is a link: remove it, and the case is trained in its place", exit_code=2)
     if (place / CHECKPOINTS).exists():
         with lock_folder(place):
             names = (place.with_name(f"{place.name}.unfinished-{number}") for number in range(1, 1000))

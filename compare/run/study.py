@@ -15,13 +15,13 @@ import msgspec
 import tyro
 from msgspec.structs import replace
 
-from compare.contract.record import Record, require_folder
-from compare.execute.folders import create_run_dir, default_cache, remove_run_dir
+from compare.contract.record import Record
+from compare.execute.folders import can_be_folder, create_run_dir, default_cache, remove_run_dir
 from compare.execute.launch import launch, prepare
 from compare.execute.this_machine import here_and_now, require_same_source
 from compare.flags import StudyFlags, find_pythons, hosts_of
 from compare.formats.nanogpt import is_config, sizes_in
-from compare.judge.outcome import Case, Grid, Outcome, read_outcome
+from compare.judge.outcome import Case, Grid, Outcome, read_outcome, require_judged
 from compare.numerics.data import open_corpus
 from compare.run.metrics import figures
 from compare.run.rounds import run_missing
@@ -142,8 +142,10 @@ class Study(StudyFlags, frozen=True, kw_only=True):
             raise ExperimentError(
                 f"--timeout_s {self.timeout_s} must be more than 0 and at most {MAX_TIMEOUT_S}"
             )
-        if Path(self.cache_dir).is_file():
-            raise ExperimentError(f"--cache_dir {self.cache_dir} is a file: give a folder")
+        if self.cache_dir and not can_be_folder(Path(self.cache_dir)):
+            raise ExperimentError(
+                f"--cache_dir {self.cache_dir} cannot be written: give another folder, or '' for none"
+            )
         experiment = self.resolve()
         cases, left_out = self.cases(experiment)
         if not cases and left_out:
@@ -309,9 +311,9 @@ def write_page_of(study: type[Study], outcome: Outcome, folder: Path) -> Path:
 
 
 def require_records(outcome: Outcome, folder: Path) -> None:
-    """Reject a study that keeps records, and lacks the folder of a finished case. Raises RecordError."""
+    """Reject a study that keeps records, and lacks a finished case that was judged. Raises RecordError."""
     for name in outcome.finished if outcome.keeps_records else ():
-        require_folder(folder / name)
+        require_judged(outcome, name, folder)
 
 
 def findings_in(study: type[Study], outcome: Outcome, folder: Path) -> Findings:

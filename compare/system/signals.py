@@ -59,4 +59,5 @@ def describe_exit(code: int, *, when: str = "") -> str:
     name = signal.Signals(number).name if known else f"signal {number}"
     if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         return f"ended by {name}{when}"
-    return f"killed by {name}{when}" + " (perhaps out of memory)" * (number == signal.SIGKILL)
+    cause = {"SIGKILL": "out of memory", "SIGBUS": "a data file became shorter, or a full disk"}.get(name)
+    return f"killed by {name}{when}" + (f" (perhaps {cause})" if cause else "")

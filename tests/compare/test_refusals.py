@@ -89,7 +89,8 @@ REFUSED = {
     # Folders and programs.
     "run --run_dir taken": "taken exists already",
     "run --run_dir empty.txt/inside": "empty.txt/inside cannot be created",
-    "run --cache_dir empty.txt": "--cache_dir empty.txt is a file: give a folder",
+    "run --cache_dir empty.txt": "--cache_dir empty.txt cannot be written: give another folder",
+    "run --cache_dir empty.txt/inside": "--cache_dir empty.txt/inside cannot be written",
     "run --jax_python /nosuch": "--jax_python /nosuch: no such program",
     "report taken": "taken has no outcome.json",
     "ledger --results taken": "is not the folder of a `shardpair run`",

@@ -1,6 +1,7 @@
 """Common behaviour of studies: saving, interruption, --continue, refusals, reports."""
 
 import json
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -207,3 +208,52 @@ def test_verdict_is_true_after_a_folder_was_removed(engines, capsys, word):
 def test_studies_that_keep_records_are_tested():
     need_engines = {"faults", "profile"}  # patched copies of the tree, and timelines
     assert {*KEEPERS} == (ASKED.keys() & {*KEEPERS}) | need_engines
+
+
+@pytest.mark.parametrize("word", [word for word in ASKED if word in KEEPERS])
+def test_changed_record_is_rejected(engines, capsys, word):
+    arguments = [*ASKED[word], *(() if word == "run" else ("--quiet", "--run_dir", "r"))]
+    assert main(arguments) == 0
+    for name in read_outcome(Path("r")).cases:
+        path = Path("r", name, STEPS)
+        before = path.read_bytes()
+        path.write_bytes(before.replace(b"1.8", b"1.9"))
+        for line in (["report", "r"], [word, "--continue", "r"]):
+            assert main(line) == 2
+            assert f"{path} has changed since it was judged" in capsys.readouterr().err
+        path.write_bytes(before)
+    assert main(["report", "r"]) == 0
+
+
+def test_outcome_without_a_judgement_is_rejected(engines, capsys):
+    assert main(RUN) == 0
+    path = Path("r", OUTCOME)
+    path.write_text(
+        path.read_text().replace('"alone": {\n    "torch-manual"', '"alone": {\n    "uorch-manual"')
+    )
+    assert main(["report", "r"]) == 2
+    assert "outcome.json is damaged: it has no judgement of torch-manual" in capsys.readouterr().err
+
+
+def test_link_in_place_of_a_case_is_rejected(engines, capsys):
+    engines.failing = {"jax-manual": EngineError("lost", exit_code=1)}
+    assert main(RUN) == 1
+    elsewhere = Path("elsewhere").absolute()
+    Path("r", "jax-manual").rename(elsewhere)
+    (elsewhere / "checkpoints").mkdir()
+    Path("r", "jax-manual").symlink_to(elsewhere)
+    engines.failing, engines.started = {}, []
+    assert main(["run", "--continue", "r"]) == 1
+    assert "r/jax-manual is a link: remove it" in capsys.readouterr().err
+    assert [path.name for path in elsewhere.iterdir()] == ["checkpoints"]
+    assert engines.started == []
+
+
+def test_folder_that_is_not_utf8_is_rejected(engines, capsys, tmp_path, monkeypatch):
+    folder = tmp_path / os.fsdecode(b"odd\xff")
+    folder.mkdir()
+    shutil.copy("tiny.toml", folder)
+    monkeypatch.chdir(folder)
+    assert main(["run", "tiny.toml", "--engines", "torch-manual"]) == 2
+    assert "this path is not UTF-8: give another folder, or --run_dir" in capsys.readouterr().err
+    assert engines.started == []

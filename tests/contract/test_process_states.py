@@ -16,6 +16,7 @@ from compare.side.process_states import (
 )
 from compare.side.processes import Process
 from compare.spec.experiment import ExperimentError
+from compare.system.signals import describe_exit
 
 
 def test_heartbeat_outside_and_in_a_step():
@@ -74,4 +75,10 @@ def test_hang_on_one_host_names_no_host():
     failure = describe_hang(states, [], timeout_s=20)
     assert failure.message == (
         "process 1 stayed in step 5, forward: no progress for 20 s, while process 0 waited in step 5, forward"
+    )
+
+
+def test_signal_has_its_likely_cause():
+    assert describe_exit(-signal.SIGBUS, when="at step 3") == (
+        "killed by SIGBUS at step 3 (perhaps a data file became shorter, or a full disk)"
     )

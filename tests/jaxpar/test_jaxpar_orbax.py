@@ -8,7 +8,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from compare.checkpoint.reader import CheckpointError
+from compare.checkpoint.reader import CheckpointError, read_description
 from compare.spec.experiment import Experiment, Model, Precision
 from jaxpar import orbax_checkpoint as module
 from jaxpar.orbax_checkpoint import DESCRIPTION, STATE, export_checkpoint, import_checkpoint
@@ -38,6 +38,27 @@ def test_state_converts_to_orbax_and_back(tmp_path: Path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"flipped: m has changed since it was written \(sha256\)"):
         import_checkpoint(tmp_path / "flipped", tmp_path / "not-back")
     assert not (tmp_path / "not-back").exists()
+
+
+def test_flipped_bit_of_description_has_no_effect(tmp_path: Path):
+    """A flipped bit is rejected, or it changes nothing, such as white space."""
+    given = write_random(tmp_path, EXPERIMENT)
+    export_checkpoint(given, tmp_path / "orbax")
+    path = tmp_path / "orbax" / DESCRIPTION / "metadata"
+    content, rejected = path.read_bytes(), 0
+    number = content.index(b'"learning_rate": 0.001') + len(b'"learning_rate": 0.00')
+    for bit in (8 * number, *range(0, 8 * len(content), len(content))):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        try:
+            import_checkpoint(tmp_path / "orbax", tmp_path / f"{bit}")
+        except CheckpointError:
+            rejected += 1
+        else:
+            assert_is_random(tmp_path / f"{bit}", EXPERIMENT)
+            assert read_description(tmp_path / f"{bit}").experiment == EXPERIMENT
+    assert rejected > 5
 
 
 def with_a_bit_flipped(convert: Callable) -> Callable:

@@ -8,11 +8,10 @@ from pathlib import Path
 import msgspec
 
 from compare.commands.sweep.results import CSV, csv_of, loss_figures, means_over_seeds, rows_of, tables_of
-from compare.contract.record import read_record
 from compare.execute.cpu_load import warn_of_load
 from compare.execute.launch import require_devices
 from compare.flags import EngineName, PresetNames, chosen_engines
-from compare.judge.outcome import Grid, Outcome
+from compare.judge.outcome import Grid, Outcome, read_run
 from compare.numerics.parameters import parameter_count
 from compare.run.study import Study
 from compare.setup.fitting import require_memory
@@ -87,8 +86,8 @@ class Sweep(Study, frozen=True, kw_only=True):
     @classmethod
     def page(cls, outcome: Outcome, folder: Path) -> Findings:
         """The tables, and the loss curves of each setting."""
-        records = {name: read_record(folder / name) for name in outcome.finished}
-        return msgspec.structs.replace(cls.findings(outcome, folder), figures=loss_figures(outcome, records))
+        figures = loss_figures(outcome, read_run(folder)[1])
+        return msgspec.structs.replace(cls.findings(outcome, folder), figures=figures)
 
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
