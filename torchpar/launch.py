@@ -8,6 +8,7 @@ hangs or is behind.
 
 import contextlib
 import ctypes
+import mmap
 import multiprocessing
 import os
 import signal
@@ -21,7 +22,7 @@ from multiprocessing import connection, parent_process
 from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -110,7 +111,7 @@ def launch(
                     rendezvous=Path(folder, "rendezvous"),
                     timeout_s=timeout_s,
                     launcher_cpu_s=spent_s,
-                    heartbeat=Heartbeat(context.RawArray("q", 3)),
+                    heartbeat=Heartbeat(shared_cells(context)),
                 )
                 ranks.append(rank)
                 processes.append(context.Process(target=_run_forked_rank, args=(main, rank, Path(folder))))
@@ -124,6 +125,13 @@ def launch(
                 process.kill()  # SIGTERM does not end a stopped process
             for process in alive:
                 process.join()
+
+
+def shared_cells(context: SpawnContext | ForkContext) -> Any:
+    """Three integers that this process shares with the ranks. Forked ranks need no /dev/shm for them."""
+    if isinstance(context, SpawnContext):
+        return context.RawArray("q", 3)
+    return (ctypes.c_int64 * 3).from_buffer(mmap.mmap(-1, 24))
 
 
 def _wait(processes: list[BaseProcess], ranks: list[Rank], folder: Path) -> None:

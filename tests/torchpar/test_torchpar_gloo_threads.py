@@ -1,6 +1,7 @@
 """gloo has one worker in every group of a run, and its threads do not preempt the rank."""
 
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
+from compare.spec.experiment import ExperimentError
 from tests.support.ranks import on_ranks
-from torchpar.comm import process_groups
+from torchpar.comm import gloo, process_groups
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has SCHED_BATCH")
 
@@ -44,3 +46,11 @@ def test_threads_of_a_group_yield(rank: int) -> None:
     begun = {thread: policy for thread, policy in threads().items() if thread not in before}
     assert set(begun.values()) == {os.SCHED_BATCH}
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_interface_that_is_missing(monkeypatch):
+    """gloo's own error names neither the variable nor the interfaces of this host."""
+    monkeypatch.setenv(gloo.INTERFACE, "lo,eth77")
+    monkeypatch.setattr(gloo.psutil, "net_if_addrs", lambda: {"lo": [], "eth0": []})
+    with pytest.raises(ExperimentError, match=r"GLOO_SOCKET_IFNAME = lo,eth77: .* eth77, and has lo, eth0:"):
+        gloo._make_backend(dist.HashStore(), 0, 1, timedelta(seconds=1))

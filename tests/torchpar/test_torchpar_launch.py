@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.context import ForkContext
 from pathlib import Path
 
 import psutil
@@ -20,13 +21,14 @@ import torch
 from compare.execute.launch import child_environment
 from compare.side import supervisor
 from compare.side.ending import RunFailed
+from compare.side.process_states import Heartbeat
 from compare.spec.engines.registry import SIDES
 from tests.support import endless, processes, warm
 from tests.support.processes import PATIENCE_S, Busy, assert_gone, in_order
 from tests.support.warm import run_forked
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis
-from torchpar.launch import Rank, gpu_of, launch
+from torchpar.launch import Rank, gpu_of, launch, shared_cells
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = child_environment(SIDES["torchpar"], "cpu")
@@ -159,3 +161,15 @@ def test_gpu_of_a_slurm_task(task, visible, index, monkeypatch):
     if task:
         monkeypatch.setenv("SLURM_PROCID", task)
     assert gpu_of(1) == index
+
+
+def test_forked_ranks_need_no_dev_shm(monkeypatch):
+    """multiprocessing keeps shared arrays in files of /dev/shm, which may be read-only."""
+    monkeypatch.setattr("multiprocessing.heap.Arena", lambda size: pytest.fail("a file is made"))
+    heartbeat = Heartbeat(shared_cells(ForkContext()))
+    rank = os.fork()
+    if not rank:
+        heartbeat.at(3, "forward")
+        os._exit(0)
+    os.waitpid(rank, 0)
+    assert (heartbeat.where, heartbeat.beats) == ("step 3, forward", 1)

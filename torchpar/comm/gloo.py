@@ -12,6 +12,7 @@ lock. A thread with the policy SCHED_BATCH does not preempt.
 
 import datetime
 import os
+import socket
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 
 from compare.side.processes import address_towards
+from compare.spec.experiment import ExperimentError
 from torchpar.private import gloo_options
 
 BACKEND = "gloo_serial"
@@ -57,7 +59,12 @@ def yielding_threads() -> Generator[None]:
 
 
 def _make_backend(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> ProcessGroupGloo:
-    interfaces = os.environ.get(INTERFACE)
+    interfaces, here = os.environ.get(INTERFACE), psutil.net_if_addrs()
+    if interfaces and (unknown := [name for name in interfaces.split(",") if name not in here]):
+        raise ExperimentError(
+            f"{INTERFACE} = {interfaces}: {socket.gethostname()} has no interface {unknown[0]}, and has "
+            f"{', '.join(here)}: correct the variable, or unset it"
+        )
     with yielding_threads():
         if interfaces:
             devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]
