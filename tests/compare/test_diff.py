@@ -62,6 +62,11 @@ def test_equal_runs_are_alike(base, tmp_path, tiny, capsys):
         file.unlink()
     assert main(["diff", str(base), str(tmp_path / "few")]) == 0
     assert f"jax-manual: alike on 5 rungs, {whole - 5} not compared, over 3 steps" in capsys.readouterr().out
+    skipped = told(capsys, tmp_path / "few", tmp_path / "few", code=0)["pairs"]["jax-manual"]["verdict"][
+        "skipped"
+    ]
+    assert "first_moments" in skipped
+    assert all("have no tensors of it: `shardpair run --keep_tensors`" in why for why in skipped.values())
 
 
 def test_every_different_tensor_is_found(base, tmp_path, tiny, capsys):
@@ -112,7 +117,7 @@ def test_costs_decide_nothing(tmp_path, tiny):
     slow = [msgspec.structs.replace(step, step_time_ms=1e3) for step in make_steps(tiny)]
     found = between(tmp_path, tiny, edited(tiny, {"layout": {"dp_replicate": 2}}), steps=slow)
     assert found.verdict.passed
-    before, after = found.costs["step time, median (ms)"]
+    before, after = found.costs["step_time_ms_median"]
     assert after > 10 * before
     assert found.costs["all_reduce dp_replicate gradients (bytes)"][0] == 0
     assert found.settings["layout.dp_replicate"] == ("1", "2")

@@ -17,7 +17,7 @@ from compare.show.terminal import print_table
 from compare.system.tensors import RecordError
 from compare.terminal import PlainConsole, print_json, results_console
 
-FORMS = {metric.label: metric.form for metric in METRICS}
+OF_KEY = {metric.key: metric for metric in METRICS}
 
 
 class Diff(Struct, frozen=True, kw_only=True):
@@ -94,16 +94,22 @@ def tables_of(differences: dict[str, Difference]) -> Iterator[Table]:
         if any(pair.verdict.result(rung.name) for pair in pairs)
     ]
     yield Table(name="Relative errors of B against A", corner="rung", columns=names, rows=rungs)
-    labels = dict.fromkeys(label for pair in pairs for label in pair.costs)
+    keys = dict.fromkeys(key for pair in pairs for key in pair.costs)
     title = "Costs, A to B (B/A); timings of runs that were not interleaved"
-    costs = [Row(Text(label), [_cost(label, pair.costs.get(label)) for pair in pairs]) for label in labels]
+    costs = [
+        Row(
+            Text(OF_KEY[key].label if key in OF_KEY else key),
+            [_cost(key, pair.costs.get(key)) for pair in pairs],
+        )
+        for key in keys
+    ]
     yield Table(name=title, corner="per engine", columns=names, rows=costs)
 
 
-def _cost(label: str, both: tuple[float, float] | None) -> Text:
+def _cost(key: str, both: tuple[float, float] | None) -> Text:
     if not both:
         return Text("")
-    before, after = (format_value(value, FORMS.get(label, ",d")) for value in both)
+    before, after = (format_value(value, OF_KEY[key].form if key in OF_KEY else ",d") for value in both)
     ratio = f" ({both[1] / both[0]:.2f})" if both[0] else ""
     return Text(before if before == after else f"{before} to {after}{ratio}")
 

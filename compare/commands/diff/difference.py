@@ -9,7 +9,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from compare.contract.communication import summed
-from compare.contract.record import Record
+from compare.contract.record import Record, read_tensors
+from compare.contract.request import Rung as Recorded
 from compare.judge.alone import REQUEST, STRATEGY, UPDATE, Alone, Judged
 from compare.judge.readings import curve
 from compare.judge.rungs import RUNGS, Rung
@@ -34,7 +35,7 @@ class Difference(Struct, frozen=True, kw_only=True):
     steps: int
     """Number of steps that both runs made."""
     costs: dict[str, tuple[float, float]]
-    """Figures of both by label, and the bytes of each collective. They do not affect the verdict."""
+    """Figures of both by key of METRICS, and the bytes of each collective. They do not affect the verdict."""
 
 
 def difference(a: Record, b: Record, *, names: tuple[str, str]) -> Difference:
@@ -61,11 +62,13 @@ def _with_steps_of(other: Record, run: Record) -> Record:
 
 
 def _mismatch(rung: Rung, *runs: Judged) -> str:
-    """Why two runs have nothing to compare at a rung; "" if they have, or if neither recorded it."""
+    """Why two runs have nothing to compare at a rung; "" if they have, or if it does not apply."""
     values = [rung.read(run.record) for run in runs]
     lacking = [run.name for run, found in zip(runs, values, strict=True) if not found]
-    if len(lacking) == 1:
-        return f"{lacking[0]} has no tensors of it: `shardpair run --keep_tensors` keeps them"
+    removed = rung.absent and not all(read_tensors(run.record.folder, Recorded.BATCH) for run in runs)
+    if len(lacking) == 1 or (lacking and removed):
+        have = "has" if len(lacking) == 1 else "have"
+        return f"{' and '.join(lacking)} {have} no tensors of it: `shardpair run --keep_tensors` keeps them"
     shapes = [{place: found[place].shape for place in found} for found in values]
     odd = min((place for place, _ in shapes[0].items() ^ shapes[1].items()), default="")
     return odd and f"{odd} is {' and '.join(str(of.get(odd, 'missing')) for of in shapes)}"
@@ -114,7 +117,7 @@ def _costs(a: Record, b: Record) -> dict[str, tuple[float, float]]:
     """The figures of the cost table, then the bytes of each collective in a step."""
     of_a, of_b = figures(a), figures(b)
     both = [metric for metric in METRICS if metric.form and metric.key in of_a.keys() & of_b.keys()]
-    costs = {metric.label: (of_a[metric.key], of_b[metric.key]) for metric in both}
+    costs = {metric.key: (of_a[metric.key], of_b[metric.key]) for metric in both}
     sent_a, sent_b = (
         {" ".join(f"{row.kind} {row.axis} {row.purpose} (bytes)".split()): row.bytes for row in rows}
         for rows in (summed(run.ledger.rows) for run in (a, b))
