@@ -36,6 +36,9 @@ MOST_ZEROS = 0.9  # share of zeros among every second number of 16 bits, beyond 
 SPLITS = ("train", "validation")
 EVALUATION = 3  # in Philox's counter: 0 draws training batches, 1 the synthetic walk, 2 samples
 NUMPY_MAGIC = b"\x93NUMPY"
+PACKED = {b"\x1f\x8b\x08": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "Zstandard"}
+PACKED |= {b"\xfd7zXZ\0": "xz", b"BZh91AY&SY": "bzip2", b"PAR1": "Parquet"}
+"""First bytes of files that have no text to train on, and their formats."""
 SHARDS = {20240520: "<u2", 20240801: "<u4"}
 """Types of tokens by the first number of a shard of llm.c: of GPT-2, of Llama 3."""
 HEADER = 256  # numbers of 32 bits: the shard's kind, a version, the number of tokens, and zeros
@@ -154,6 +157,11 @@ def _map(path: Path, vocab: int) -> np.ndarray:
     if tokens[:6].tobytes().startswith(NUMPY_MAGIC):
         raise ExperimentError(
             f"data.source: {path} is a file of numpy.save; write its tokens alone: {_how_to_write(vocab)}"
+        )
+    first = tokens[:16].tobytes()
+    if packed := [] if is_bin else [name for magic, name in PACKED.items() if first.startswith(magic)]:
+        raise ExperimentError(
+            f"data.source: {path} is in the format {packed[0]}: unpack its text into a file first"
         )
     return _with_width(tokens, path, vocab) if is_bin else tokens
 

@@ -1,9 +1,13 @@
 """Bad input: the key, flag or file and what to do, exit code 2, before any process starts; never a hang."""
 
+import bz2
+import gzip
+import lzma
 import math
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import msgspec
@@ -84,6 +88,12 @@ REFUSED = {
     "run --data.source empty.txt": "empty.txt is empty",
     "run --data.source short.txt": "too few for model.block_size = 64",
     "run --data.source odd.bin": "odd.bin has an odd number of bytes (2001)",
+    "run --data.source text.gz": "text.gz is in the format gzip: unpack its text into a file first",
+    "run --data.source text.zip": "text.zip is in the format zip",
+    "run --data.source text.xz": "text.xz is in the format xz",
+    "run --data.source text.bz2": "text.bz2 is in the format bzip2",
+    "run --data.source text.zst": "text.zst is in the format Zstandard",
+    "run --data.source text.parquet": "text.parquet is in the format Parquet",
     "run --data.source saved.npy": "saved.npy is a file of numpy.save",
     "run --data.source beyond.bin": "token 256, beyond model.vocab_size = 256",
     # Folders and programs.
@@ -172,6 +182,13 @@ def folder(no_process, tmp_path, monkeypatch):
     Path("odd.bin").write_bytes(b"x" * 2001)
     np.full(5000, 256, "<u2").tofile("beyond.bin")
     np.save("saved.npy", np.arange(5000))
+    text = bytes(range(97, 123)) * 200
+    for name, pack in {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}.items():
+        Path(f"text.{name}").write_bytes(pack(text))
+    with zipfile.ZipFile("text.zip", "w") as archive:
+        archive.writestr("text", text)
+    Path("text.zst").write_bytes(bytes.fromhex("28b52ffd") + text)  # no writer in the standard library
+    Path("text.parquet").write_bytes(b"PAR1" + text + b"PAR1")
     return tmp_path
 
 
