@@ -15,7 +15,7 @@ from compare.execute.launchers import Hosts
 from compare.judge.outcome import Case, Outcome
 from compare.numerics.data import open_corpus
 from compare.setup.fitting import require_case, require_sides
-from compare.setup.resuming import find_checkpoints, require_resumable
+from compare.setup.resuming import find_resume_points, require_resumable
 from compare.setup.sources import check_weights, format_of_side
 from compare.show.findings import Column, Findings, by_reason, table_of
 from compare.show.terminal import print_findings
@@ -62,9 +62,13 @@ def show(
     experiment, platform, tokens = outcome.experiment, outcome.platform, list[int]()
     sides = [ENGINES[case.engine].side for case in outcome.cases.values()]
 
+    steps_there = set[int]()
+
     def check_resume() -> None:
-        for engine in find_checkpoints(resume, outcome.cases, experiment):
-            require_resumable(engine, resume)
+        for case in outcome.cases.values():
+            require_resumable(case.engine, resume, init_from)
+        points = find_resume_points(resume, outcome.cases, experiment, corpus_sha256="")
+        steps_there.update(point.step for point in points.values())
 
     if platform == "gpu" and hosts.launcher == "local" and not visible_gpus():
         hosts = replace(hosts, elsewhere=True)
@@ -108,7 +112,7 @@ def show(
         if tokens
         else "",
         "initial weights": init_from,
-        "resumed": resume,
+        "resumed": f"{resume}, from step {', '.join(map(str, steps_there))}" if steps_there else resume,
         "checkpoints": f"up to {human_bytes(saved)} on disk, of all cases together" if saved else "",
         "not checked": unchecked,
         "layout.offload": f"{human_bytes(on_host)} of a device's state on the host" if on_host else "",

@@ -1,9 +1,16 @@
 """`--resume`: the checkpoint that each engine continues from, and checks that it can."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Generator, Iterable
 from pathlib import Path
 
-from compare.checkpoint.description import CHECKPOINTS, DESCRIPTION, Checkpoint, checkpoints_in
+from compare.checkpoint.description import (
+    CHECKPOINTS,
+    DESCRIPTION,
+    Checkpoint,
+    checkpoints_in,
+    step_in_name,
+)
 from compare.checkpoint.reader import CheckpointError, CheckpointReader, read_description
 from compare.contract.request import ResumePoint
 from compare.judge.outcome import OUTCOME
@@ -33,6 +40,29 @@ def any_checkpoint(source: Path) -> Path:
     )
 
 
+@contextlib.contextmanager
+def naming_a_whole_one(folder: Path) -> Generator[None]:
+    """A context that reads a checkpoint. If the checkpoint is damaged, the error names an older one.
+
+    Raises CheckpointError.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        step = step_in_name(folder)
+        older = [path for n, path in checkpoints_in(folder.parent).items() if step is not None and n < step]
+        whole = next(filter(_is_whole, reversed(older)), None)
+        raise CheckpointError(f"{error}; {whole} is whole: give it" if whole else str(error)) from None
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        CheckpointReader(folder).verify()
+    except CheckpointError:
+        return False
+    return True
+
+
 def find_checkpoints(
     source: str, engines: Iterable[str], experiment: Experiment, corpus_sha256: str = ""
 ) -> dict[str, tuple[Path, Checkpoint]]:
@@ -55,9 +85,11 @@ def find_checkpoints(
         folders = {name: of[max(common)] for name, of in own.items()}
     else:
         folders = dict.fromkeys(engines, any_checkpoint(Path(source)))
-    checkpoints = {folder: read_description(folder) for folder in folders.values()}
-    for folder, checkpoint in checkpoints.items():
-        require_continues(checkpoint, experiment, folder, corpus_sha256=corpus_sha256)
+    checkpoints = dict[Path, Checkpoint]()
+    for folder in dict.fromkeys(folders.values()):
+        with naming_a_whole_one(folder):
+            checkpoints[folder] = read_description(folder)
+        require_continues(checkpoints[folder], experiment, folder, corpus_sha256=corpus_sha256)
     return {name: (folder, checkpoints[folder]) for name, folder in folders.items()}
 
 
@@ -67,7 +99,8 @@ def find_resume_points(
     """Engine -> its resume point, after all files of the checkpoint were read. Raises CheckpointError."""
     found = find_checkpoints(source, engines, experiment, corpus_sha256)
     for folder in {folder for folder, _ in found.values()}:
-        CheckpointReader(folder).verify()
+        with naming_a_whole_one(folder):
+            CheckpointReader(folder).verify()
     return {
         name: ResumePoint(
             checkpoint=str(folder.absolute()),

@@ -15,7 +15,7 @@ from compare.formats.gpt2_names import from_gpt2, has_gpt2_names
 from compare.formats.huggingface import is_huggingface, read_gpt2, read_model
 from compare.numerics.initial_weights import INIT, checked_weights, write_weights
 from compare.numerics.parameters import fingerprint
-from compare.setup.resuming import any_checkpoint, differing_model
+from compare.setup.resuming import any_checkpoint, differing_model, naming_a_whole_one
 from compare.setup.unreadable import ORBAX_METADATA
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.system.disk import why_not_readable
@@ -49,8 +49,9 @@ def as_checkpoint(
         write_checkpoint(folder, made, {WEIGHTS: weights})
     else:
         own = any_checkpoint(source)
-    reader = CheckpointReader(own or folder)
-    reader.verify(blamed=None if own else source)
+    with naming_a_whole_one(own or folder):
+        reader = CheckpointReader(own or folder)
+        reader.verify(blamed=None if own else source)
     return reader
 
 

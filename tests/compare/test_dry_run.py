@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from compare.checkpoint.description import CHECKPOINTS
 from compare.cli import main
 from compare.commands.faults import FAULTS
 from compare.execute.batch import batch_script
@@ -14,8 +15,9 @@ from compare.run import study
 from compare.setup import fitting
 from compare.setup.presets import spread
 from compare.spec.engines.registry import STUDIED
-from compare.spec.experiment import ExperimentError, Layout, load
+from compare.spec.experiment import ExperimentError, Layout, edited, load, to_toml
 from compare.theory.memory import bytes_at_rest
+from tests.support import small_checkpoint
 from tests.support.rows import short
 
 
@@ -169,3 +171,29 @@ def test_script_is_that_of_the_docs():
     script = batch_script(f"{line} --launcher slurm --dry_run", nodes=2)
     page = Path(__file__).parents[2] / "docs" / "cluster.md"
     assert f"```bash\n{script}```\n" in page.read_text()
+
+
+@pytest.mark.usefixtures("no_process")
+def test_checkpoint_to_resume_is_read(tmp_path, capsys):
+    """A dry run names the step. A damaged checkpoint is rejected, and the newest whole one is named."""
+    saved = small_checkpoint.save(tmp_path / CHECKPOINTS, 5, 10, 15, keep=3)
+    toml = tmp_path / "small.toml"
+    toml.write_text(to_toml(edited(small_checkpoint.EXPERIMENT, {"train": {"max_iters": 20}})))
+    asked = ["run", str(toml), "--resume", str(tmp_path), "--engines", "jax-manual", "--dry_run"]
+    assert main(asked) == 0
+    assert f"resumed: {tmp_path}, from step 15" in " ".join(capsys.readouterr().out.split())
+    for folder in (saved, saved.with_name("step-00000010")):
+        file = min(folder.glob("*.safetensors"))
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    whole = f"{saved.with_name('step-00000005')} is whole: give it"
+    assert main(asked) == 2
+    said = " ".join(capsys.readouterr().out.split())
+    assert "this would be refused" in said
+    assert "the checkpoint is damaged; use an older one" in said
+    assert whole in said
+    assert main(["convert", str(tmp_path), str(tmp_path / "x")]) == 2
+    assert whole in capsys.readouterr().err
+    assert main([*asked, "--init_from", str(tmp_path)]) == 2
+    assert "a checkpoint has its own weights: give one of them" in " ".join(capsys.readouterr().out.split())
