@@ -1,7 +1,7 @@
 """Lessons: the strategies, their files in each engine, and the run that each lesson shows.
 
-A strategy has the same file name in each engine's folder. Its lesson shows one real run of a small experiment
-under one preset, with all engines that can run it.
+A strategy has the same file name in each engine's folder, and in some engines more files (`MORE_FILES`). Its
+lesson shows one real run of a small experiment under one preset, with all engines that can run it.
 """
 
 from msgspec import Struct
@@ -35,12 +35,53 @@ LESSONS = {
 }
 
 
+MORE_FILES = {
+    "jax-compiler": {"jaxpar/tick_loop.py": ("pipeline_parallel",)},
+    "jax-explicit": {
+        "jaxpar/explicit/sharding_types.py": tuple(LESSONS),
+        "jaxpar/tick_loop.py": ("pipeline_parallel",),
+    },
+    "jax-manual": {
+        "jaxpar/manual/ring.py": ("context_parallel",),
+        "jaxpar/manual/stage.py": ("pipeline_parallel",),
+    },
+    "torch-manual": {
+        "torchpar/manual/sharded_optimizer.py": ("fully_sharded",),
+        "torchpar/manual/vocab_parallel.py": ("tensor_parallel",),
+        "torchpar/manual/split.py": ("tensor_parallel", "expert_parallel"),
+        "torchpar/manual/ring.py": ("context_parallel",),
+        "torchpar/manual/stage.py": ("pipeline_parallel",),
+        "torchpar/manual/zero_bubble.py": ("pipeline_parallel",),
+        "torchpar/tied_weights.py": ("pipeline_parallel",),
+    },
+    "torch-library": {
+        "torchpar/qkv_order.py": ("tensor_parallel",),
+        "torchpar/manual/expert_parallel.py": ("expert_parallel",),
+        "torchpar/tied_weights.py": ("pipeline_parallel",),
+    },
+    "torch-compiler": {
+        "torchpar/compiler/placement.py": (
+            *("data_parallel", "fully_sharded", "tensor_parallel", "expert_parallel"),
+        ),
+        "torchpar/qkv_order.py": ("tensor_parallel",),
+    },
+}
+"""Files of an engine that have lines of strategies, and the strategies."""
+SHARED_FILES = {
+    "__init__.py": "composes the strategies",
+    "strategy.py": "the type of a strategy of jax-manual",
+    "compilation.py": "compiles the whole step of torch-compiler",
+}
+"""Files in engines' folders that belong to no strategy, and what they do."""
+
+
 def run_command(strategy: str) -> str:
     """The command of a lesson's run."""
     lesson = LESSONS[strategy]
     return f"shardpair run {lesson.experiment} --preset {lesson.preset} --devices {lesson.devices}"
 
 
-def source_file(engine: str, strategy: str) -> str:
-    """A strategy's file in an engine, relative to the folder of both sides."""
-    return f"{FOLDERS[engine]}/{strategy}.py"
+def source_files(engine: str, strategy: str) -> list[str]:
+    """A strategy's files in an engine, relative to the folder of both sides; the first has its name."""
+    more = [path for path, strategies in MORE_FILES[engine].items() if strategy in strategies]
+    return [f"{FOLDERS[engine]}/{strategy}.py", *more]

@@ -10,13 +10,14 @@ import msgspec
 import pytest
 
 from compare.commands.lesson import holdings, rings
-from compare.commands.lesson.page import read_source, write_lesson
+from compare.commands.lesson.listing import read_file
+from compare.commands.lesson.page import write_lesson
 from compare.contract.communication import GRADIENTS, PARAMETERS, Communication, ring_wire_bytes
 from compare.contract.ledger import Ledger
 from compare.contract.record import read_record
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import parameter_count, storage_dtype
-from compare.setup.lessons import FOLDERS, source_file
+from compare.setup.lessons import FOLDERS, LESSONS, SHARED_FILES, source_files
 from compare.setup.presets import PRESETS, spread
 from compare.show.figures import svg
 from compare.spec.axes import DP_SHARD
@@ -25,6 +26,7 @@ from compare.spec.experiment import Experiment, ExperimentError, load
 from compare.theory.memory import KINDS, bytes_at_rest
 from tests.support.outline import require_alone
 from tests.support.records import make_run
+from tests.walls.test_import_walls import imports
 
 ROOT = Path(__file__).parents[2]
 STRATEGY = "fully_sharded"
@@ -103,53 +105,116 @@ def wrong_rings() -> list[str]:
 def test_rings_equal_collectives(monkeypatch):
     assert wrong_rings() == []
     for kind in rings.RINGS:
-        assert svg(rings.figure(kind, ["x"])).count("hop ") >= len(rings.RINGS[kind](4).states) - 1
+        assert svg(rings.figure(kind, ["x"], 9)).count("hop ") >= len(rings.RINGS[kind](4).states) - 1
     scattered = rings.reduce_scatter
     monkeypatch.setitem(rings.RINGS, "all_reduce", lambda n: rings.Ring(scattered(n).states, 2 * (n - 1)))
     assert "all_reduce on 4" in wrong_rings()  # a sum that is not passed on
 
 
-def made_by_hand(folder: Path, place: str):
-    """A written run of two engines; the ledger of torch-manual has source lines."""
+def made_by_hand(folder: Path, *places: str):
+    """A written run of two engines; the ledger of torch-manual has source lines, for each of `SENT`."""
     outcome = make_run(folder, spread(load("check"), "fsdp", 2), names=["jax-manual", "torch-manual"])
     rows = [
         Communication(
             kind=kind, axis=DP_SHARD, calls=2, bytes=4000, wire_bytes=4000, purpose=purpose, source=place
         )
-        for kind, purpose in SENT
+        for (kind, purpose), place in zip(SENT, places, strict=False)
     ]
     records = {name: read_record(folder / name) for name in outcome.finished}
     records["torch-manual"] = msgspec.structs.replace(records["torch-manual"], ledger=Ledger(rows=rows))
     return outcome, records
 
 
+def text_of(page: str, path: str) -> str:
+    """The text of a source file on a page, without line numbers."""
+    (code,) = re.findall(rf'<div class="code"[^>]* aria-label="{path}"[^>]*>(.*?)</div>', page, re.DOTALL)
+    code = re.sub(r"<summary>.*?</summary>|<a href[^>]*>\d+</a>", "", code, flags=re.DOTALL)
+    return html.unescape(re.sub(r"<[^>]*>", "", code))
+
+
 @pytest.mark.usefixtures("with_pictures")
 def test_lines_lead_to_rows_and_rows_to_lines(tmp_path):
-    path = source_file("torch-manual", STRATEGY)
-    number = 12
-    place = f"{path.rpartition('/')[2]}:{number} (f)"
-    write_lesson(STRATEGY, *made_by_hand(tmp_path / "run", place), tmp_path / "page.html")
+    number, other = 125, "sharded_optimizer.py"
+    outcome, records = made_by_hand(tmp_path / "run", f"{STRATEGY}.py:{number} (f)", f"{other}:60 (g)")
+    write_lesson(STRATEGY, outcome, records, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     outline = require_alone(page)
     assert str(ROOT) not in page
     assert "Who holds what: jax-manual, torch-manual" in outline.pictures
-    assert "reduce_scatter on 4 devices, hop by hop" in outline.pictures
-    for kind, purpose in SENT:
+    assert "reduce_scatter on 2 devices, hop by hop" in outline.pictures
+    assert set(re.findall('href="#([^"]*)"', page)) <= set(re.findall(' id="([^"]*)"', page))
+    lines = [f"{STRATEGY}-{number}", "sharded_optimizer-60"]
+    for (kind, purpose), line, words in zip(SENT, lines, (f"line {number}", f"{other}:60"), strict=True):
         (row,) = re.findall(rf'<tr id="(row-{kind}-{DP_SHARD}-{purpose})">.*?</tr>', page, re.DOTALL)
-        assert f'<a href="#{row}">{kind} {purpose}</a><a href="#torch-manual-{number}">' in page
+        link = f'<a href="#torch-manual-{line}">{words}</a>'
+        assert f'<a href="#{row}">{kind} {purpose}</a> {link}' in page
         (cells,) = re.findall(rf'<tr id="{row}">(.*?)</tr>', page, re.DOTALL)
-        assert f'<a href="#torch-manual-{number}">line {number}</a>' in cells
-    (line,) = (line for line in page.splitlines() if f'id="torch-manual-{number}"' in line)
-    assert 'class="hll"' in line
-    blocks = re.findall(r'<div class="code">(.*?)</pre>', page, re.DOTALL)
-    for engine, block in zip(("jax-manual", "torch-manual"), blocks, strict=True):
-        shown = re.sub(r"(?m)^ *\d+", "", html.unescape(re.sub(r"<[^>]*>", "", block)))
-        assert shown.split() == (ROOT / source_file(engine, STRATEGY)).read_text().split()
+        assert link in cells
+        assert f'class="line hll" id="torch-manual-{line}"' in page
+    for path in (path for engine in outcome.finished for path in source_files(engine, STRATEGY)):
+        assert text_of(page, path).split() == (ROOT / path).read_text().split()
 
 
-def test_summary_shows_code(tmp_path):
-    _, records = made_by_hand(tmp_path / "run", "")
-    assert "<code>Shard(0)</code>" in read_source(STRATEGY, "torch-compiler", records["jax-manual"]).summary
+@pytest.mark.parametrize(
+    ("strategy", "sends"), [("tensor_parallel", "all_reduce_copy"), ("pipeline_parallel", "axis.start_send")]
+)
+def test_files_start_at_the_first_line_that_sends(strategy, sends):
+    path = source_files("torch-manual", strategy)[0]
+    text = (ROOT / path).read_text().splitlines()
+    sending = next(number for number, line in enumerate(text, 1) if sends in line)
+    head, *others = read_file(path, "torch-manual", {sending}, is_main=True).blocks
+    shown = "".join(block.html for block in itertools.takewhile(lambda block: block.is_open, others))
+    assert not head.is_open
+    assert head.title.startswith("lines 1 to ")
+    assert "docstring and imports" in head.title
+    assert shown.count('class="line') < 40
+    assert f'class="line hll" id="torch-manual-{strategy}-{sending}"' in shown
+
+
+def test_files_without_a_line_that_sends():
+    path = source_files("torch-manual", "tensor_parallel")[0]
+    assert not read_file(path, "torch-manual", (), is_main=False).is_open
+    quiet = read_file(source_files("torch-manual", "tensor_parallel")[1], "torch-manual", (), is_main=True)
+    assert [block.is_open for block in quiet.blocks] == [False, True]  # no line sends: all but the head
+
+
+def test_every_file_of_an_engine_is_in_a_lesson():
+    """Also those that a strategy's file imports from the engine's folder."""
+    for engine, folder in FOLDERS.items():
+        files = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).glob("*.py")}
+        shared = {f"{folder}/{name}" for name in SHARED_FILES}
+        lessons = {strategy: source_files(engine, strategy) for strategy in LESSONS}
+        assert files - shared <= {path for paths in lessons.values() for path in paths}, engine
+        for strategy, paths in lessons.items():
+            assert all((ROOT / path).is_file() for path in paths)
+            main = {f"{name.replace('.', '/')}.py" for name in imports(ROOT / paths[0])}
+            assert main & files - shared <= set(paths), (engine, strategy)
+
+
+def test_headline_is_one_line(tmp_path):
+    outcome, records = made_by_hand(tmp_path / "run", "")
+    assert outcome.passed
+    verdicts = [
+        msgspec.structs.replace(one, uncompared={"bytes sent": "no closed form"}) for one in outcome.verdicts
+    ]
+    outcome = msgspec.structs.replace(outcome, verdicts=verdicts)
+    write_lesson(STRATEGY, outcome, records, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    (headline,) = re.findall('<p class="verdict pass">(.*?)</p>', page)
+    assert "not compared" not in headline
+    assert "<li>bytes sent was not compared (no closed form).</li>" in page
+
+
+def test_ring_has_the_devices_of_the_run():
+    assert rings.figure("all_reduce", ["x"], 2).title == "all_reduce on 2 devices, hop by hop"
+    many = rings.figure("all_reduce", ["x"], 8)
+    assert many.title == "all_reduce on 4 devices, hop by hop"
+    assert "The run has 8 devices in a group." in many.caption
+
+
+def test_summary_shows_code():
+    path = source_files("torch-compiler", STRATEGY)[0]
+    assert "<code>Shard(0)</code>" in read_file(path, "torch-compiler", (), is_main=True).summary
 
 
 def test_lesson_of_a_real_run(shardpair, grid, tmp_path):

@@ -120,7 +120,9 @@ def test_a_finished_profile_is_shown_again(spread, tmp_path, capsys):
     assert "torch-manual waits 2.0 of 12.5 ms for communication" in " ".join(said.split())
     assert "UNRELIABLE" not in said
     assert re.search(r"timeline's wall \(ms\) +12\.5 ", said)
-    assert "One step of each engine, measured" in (folder / PAGE).read_text()
+    page = (folder / PAGE).read_text()
+    assert "One step of each engine, measured" in page
+    assert '<a href="torch-manual/trace.json">trace of torch-manual</a>' in page
     assert (folder / "torch-manual" / "trace.json").is_file()
     assert not (folder / "jax-manual" / "trace.json").exists()
     assert main(["report", str(folder), "--json"]) == 1

@@ -7,6 +7,7 @@ import msgspec
 import tyro
 
 from compare.commands.run import Run
+from compare.execute.cpu_load import warn_of_load
 from compare.execute.folders import check_output
 from compare.flags import SidePythons, defaults_for
 from compare.judge.outcome import read_run
@@ -24,9 +25,9 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
     """Read one strategy in every engine on one page, with the messages that each engine sent.
 
     Trains `check` or `experts` (float64, small, half a minute) with all engines under the strategy's layout,
-    and writes one HTML page that needs no network. It shows who holds what, each collective on a ring, the
-    source files with links from lines to the rows of the ledger that they cause, and memory. The exit code is
-    1 if the engines do not agree.
+    and writes one HTML page that needs no network. It shows who holds what, each collective on a ring, every
+    source file of the strategy with links from lines to the rows of the ledger that they cause, the timeline
+    of a step, and memory. The exit code is 1 if the engines do not agree.
 
     Try:
       shardpair lesson fully_sharded
@@ -81,6 +82,8 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
             print_json({**facts, "engines": outcome.finished, "passed": passed, "verdict": sentence})
         else:
             console = results_console()
+            for line in warn_of_load(outcome):
+                console.print(line, style="red", soft_wrap=True)
             console.print(sentence, style="bold green" if passed else "bold red", soft_wrap=True)
             console.print(f"lesson: {page}", soft_wrap=True)
         return 0 if passed else 1

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from compare.show.figures import WHOLE, WIDE, Axes, Figure, colour, strip_axes, tile
 
-DEVICES = 4
-"""On two an all-reduce and a gather look alike."""
+MOST_DEVICES = 4
+"""Most devices of a picture: the boxes of more are too small."""
 Piece = frozenset[int]
 """The devices whose numbers a piece is the sum of; empty for a piece that is not there."""
 State = list[list[Piece]]
@@ -82,9 +82,13 @@ CAPTIONS = {
 }
 
 
-def figure(kind: str, purposes: Sequence[str]) -> Figure:
-    """A collective, hop by hop: a row for each device, a box for each piece, stripes for whose numbers."""
-    n, ring = DEVICES, RINGS[kind](DEVICES)
+def figure(kind: str, purposes: Sequence[str], devices: int) -> Figure:
+    """A collective, hop by hop: a row for each device, a box for each piece, stripes for whose numbers.
+
+    It is drawn for the `devices` of the collective's group, or for `MOST_DEVICES`.
+    """
+    n = min(devices, MOST_DEVICES)
+    ring, run_has = RINGS[kind](n), f" The run has {devices} devices in a group." if devices > n else ""
     step = max(len(ring.states[0][0]), 2) + 1.5
 
     def draw(axes: Axes) -> None:
@@ -104,10 +108,10 @@ def figure(kind: str, purposes: Sequence[str]) -> Figure:
     return Figure(
         title=f"{kind} on {n} devices, hop by hop",
         caption=f"{words} A box of several colours is the sum of these devices' numbers. Here it carries "
-        f"{', '.join(purposes)}.",
+        f"{', '.join(purposes)}.{run_has}",
         draw=draw,
         width=WIDE,
-        height=1.3,
+        height=0.3 + 0.25 * n,
     )
 
 

@@ -17,7 +17,7 @@ from compare.pipeline.schedules import make_schedule
 from compare.pipeline.simulator import bubble_fraction as planned_fraction
 from compare.run.metrics import steady_times_ms
 from compare.run.spread import Spread
-from compare.show.findings import Column, Findings, Row, Table, Text, format_value, verdict_findings
+from compare.show.findings import Column, Findings, Link, Row, Table, Text, format_value, verdict_findings
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
 from compare.system.disk import write_atomically
@@ -98,8 +98,9 @@ class Profile(Spread, frozen=True, kw_only=True):
                 "Exposed: communication without compute at the same time. Idle: neither. Overlapped "
                 "communication counts in both rows.",
                 *([SHARED] if outcome.platform == "cpu" else []),
-                *(f"trace for Perfetto: {folder / engine.name / TRACE}" for engine in watched),
+                f"The folder of each engine has a {TRACE} for Perfetto.",
             ],
+            links=[Link(f"trace of {one.name}", href=f"{one.name}/{TRACE}") for one in watched],
             figures=timeline_figures(records),
         )
         return replace(found, value={"engines": engines, "verdict": verdict, "passed": found.passed})
