@@ -226,8 +226,10 @@ class Outcome(Struct, frozen=True, kw_only=True):
             if all(verdict.error("later_weights") is not None for verdict in self.verdicts):
                 subject = "the gradients of the first step, which overflowed and was skipped,"
             return f"the losses of {others} agree with {references}; {subject} were not compared"
-        skipped = {item: None for verdict in self.verdicts for item in verdict.uncompared.items()}
-        uncompared = [f"{what} was not compared ({why})" for what, why in skipped]
+        reasons: dict[str, dict[str, None]] = {}
+        for what, why in (item for verdict in self.verdicts for item in verdict.uncompared.items()):
+            reasons.setdefault(what, {})[why] = None
+        uncompared = [f"not compared: {what} ({'; '.join(whys)})" for what, whys in reasons.items()]
         if any(case.coordinates for case in self.cases.values()):
             who, like = f"{others} compute{'s' * (len(names) == 1)}", f" as {references}"
         else:  # engines under one layout

@@ -99,6 +99,12 @@ def test_verdict_is_one_sentence(tmp_path, tiny, capsys):
     outcome = make_run(tmp_path, edited(tiny, {"layout": {"dp_replicate": 2}}), names=SIX)
     assert finding(outcome) == f"PASS: all 6 engines {SAME}. Each sends the bytes of the textbook, within 1%"
     assert finding(msgspec.structs.replace(outcome, left_out={"a": "b"})).startswith("PASS: 6 engines")
+    verdicts = [
+        msgspec.structs.replace(verdict, uncompared={"bytes sent": f"{verdict.candidate} has none"})
+        for verdict in outcome.verdicts[:2]
+    ]
+    unlike = msgspec.structs.replace(outcome, verdicts=verdicts).sentence()
+    assert "; not compared: bytes sent (jax-explicit has none; jax-manual has none)" in unlike
     for name, multiple in {"jax-compiler": 1.051, "torch-library": 0.97, "jax-manual": 1.002}.items():
         outcome.kept[name][1]["comm_of_textbook"] = multiple
     save(outcome, tmp_path)
