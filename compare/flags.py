@@ -85,8 +85,8 @@ RunDir = Annotated[str, _help("New folder for the results. Default: runs/NAME-TI
 Timeout = Annotated[
     float,
     _help(
-        "Seconds without progress after which an engine is ended. A step must end in this time; before the "
-        "first step it is enough that the engine uses the processor, for example to compile."
+        "Seconds that a step may take; then the engine is ended. Start-up and compilation may take longer "
+        "while they use the CPU."
     ),
 ]
 Quiet = Annotated[bool, _help("Print no progress on stderr.")]

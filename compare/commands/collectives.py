@@ -74,9 +74,8 @@ class Collectives(HostFlags, frozen=True, kw_only=True):
         ranks = self.ranks or ranks_on(hosts, self.platform)
         for count in ranks:
             if not 2 <= count <= MAX_CPU_DEVICES or count % hosts.count:
-                raise ExperimentError(
-                    f"--ranks {count}: give between 2 and {MAX_CPU_DEVICES}, which {hosts.count} hosts divide"
-                )
+                multiple = f", a multiple of --hosts {hosts.count}" if hosts.count > 1 else ""
+                raise ExperimentError(f"--ranks {count}: give 2 to {MAX_CPU_DEVICES}{multiple}")
         ways = {
             side: [way for way in self.implementations or here if IMPLEMENTATIONS[way][0] == side]
             for side in SIDES

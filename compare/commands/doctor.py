@@ -1,5 +1,7 @@
 """`shardpair doctor`: installed packages, and devices."""
 
+from collections import Counter
+
 from msgspec import Struct
 
 from compare.execute.launch import EnvironmentMissing
@@ -7,6 +9,7 @@ from compare.execute.query import query
 from compare.flags import SidePythons, pythons_of
 from compare.show.findings import Row, Table, Text
 from compare.show.terminal import print_table
+from compare.spec.engines.registry import STUDIED
 from compare.terminal import print_json, results_console
 
 
@@ -40,6 +43,14 @@ class Doctor(SidePythons, frozen=True, kw_only=True):
             devices = {"CPU": report.cpu_devices, "GPUs": ", ".join(report.gpus) or "none"}
             rows = [Row(Text(name), [Text(of)]) for name, of in (report.versions | devices).items()]
             print_table(Table(name="", corner=side, columns=[""], rows=rows, words=1))
+        able = [name for name, engine in STUDIED.items() if engine.side not in errors]
+        gpus = Counter(
+            max((of.gpus for of in sides.values() if isinstance(of, SideReport)), key=len, default=[])
+        )
+        names = ", ".join(f"{number} x {name}" for name, number in gpus.items()) or "none"
+        count = f"all {len(able)}" if len(able) == len(STUDIED) else f"{len(able)} of {len(STUDIED)}"
+        style = "bold green" if not errors else "bold red"
+        console.print(f"{count} engines can run here; GPUs: {names}", style=style)
         return 3 if errors else 0
 
 

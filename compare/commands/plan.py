@@ -22,6 +22,7 @@ from compare.spec.axes import CP, DP_REPLICATE, DP_SHARD, EP, PP, TP, parts_of
 from compare.spec.checks import check
 from compare.spec.engines.registry import ENGINES, REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited
+from compare.terminal import errors_console
 from compare.text import human_bytes
 from compare.theory.communication import bytes_sent
 from compare.theory.peak import LEAST, MOST, peak_of_stage
@@ -81,11 +82,16 @@ class Plan(ExperimentFlags, frozen=True, kw_only=True):
 
     def __call__(self) -> int:
         """Print the table. Returns 0, or 1 if no layout fits."""
-        if self.devices < 1 or not self.memory_gb > 0:
-            raise ExperimentError("--devices must be at least 1, and --memory_gb more than 0")
+        if self.devices < 1:
+            raise ExperimentError(f"--devices {self.devices}: give 1 or more")
+        if not self.memory_gb > 0:
+            raise ExperimentError(f"--memory_gb {self.memory_gb:g}: give more than 0")
         experiment = self.resolve()
         limit = 1e9 * self.memory_gb
-        found, refused = search(self.engine, experiment, self.devices, limit=limit, fixed=self.layout_flags)
+        with errors_console().status(f"estimating layouts over {self.devices} devices"):  # on a terminal only
+            found, refused = search(
+                self.engine, experiment, self.devices, limit=limit, fixed=self.layout_flags
+            )
         fitting = [candidate for candidate in found if candidate.bytes <= limit]
         too_large = [candidate for candidate in found if candidate.bytes > limit]
         if fitting:

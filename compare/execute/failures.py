@@ -18,7 +18,7 @@ LAUNCHER_ERRORS = ("srun: error", "srun: fatal", "srun: unrecognized", "slurmste
 """Beginnings of lines in which SLURM reports a lost process or host, a time limit or a wrong option."""
 FATAL = ("Fatal Python error", "Timeout (")
 """Words of faulthandler before a stack."""
-KILLED_EARLY = (f"killed by {STOP_SIGNAL.name}", "User defined signal 1")
+KILLED_EARLY = (f"stopped as asked ({STOP_SIGNAL.name})", "User defined signal 1")
 """An engine was asked to stop before it handled the signal."""
 FULL_DISK = 64 * 1024  # bytes; with less free space, an engine may write no error
 

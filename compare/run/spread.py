@@ -15,8 +15,8 @@ class Spread(Study, frozen=True, kw_only=True):
     """A study of one layout. A subclass has a docstring of its own."""
 
     engines: tuple[EngineName, ...] = ()
-    """Engines; the others are compared with the first. Default: all that can express the layout. A peer runs
-    only if named; a missing peer is skipped, and its install command printed."""
+    """Engines to train; the first is the reference. Default: all that support the layout. A peer trains only
+    if it is named; a missing peer is skipped, and its install command printed."""
     preset: PresetName = ""
     devices: int | None = None
     """Number of devices of --preset. Default: see `shardpair list`."""

@@ -57,13 +57,14 @@ class Study(StudyFlags, frozen=True, kw_only=True):
     """A question about an experiment. A subclass has a docstring of its own."""
 
     continue_: Annotated[str, tyro.conf.arg(name="continue", metavar="RUN_DIR")] = ""
-    """Folder of a study that was interrupted or whose engines failed: run its missing cases."""
+    """Folder of a study: train the cases that have not finished, in this folder. `shardpair resume` trains
+    more steps from checkpoints, in a new folder."""
     init_from: str = ""
     """Initial weights instead of the seed's: a safetensors file with shardpair's or nanoGPT's names, or
     anything that `shardpair convert` reads. Nothing in it is executed."""
     cache_dir: str = default_cache()
-    """Folder for programs that JAX compiled; '' for none. Programs for several devices of a CPU are never
-    cached, because XLA loses the order of their collectives."""
+    """JAX's compilation cache; '' for none. It is not used for several CPU devices: XLA loses the order of
+    their collectives."""
     dry_run: bool = False
     """Start nothing: print the resolved experiment, the layout in words, memory per device, and what is
     refused. The exit code is that of the run: 2, or 3 if this machine lacks something. Hosts of SLURM and

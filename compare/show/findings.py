@@ -175,6 +175,7 @@ def findings_of(
     """
     incomplete = "" if outcome.is_complete or sentence.startswith("INCOMPLETE") else "INCOMPLETE: "
     versions = ", ".join(map(" ".join, outcome.circumstances.versions.items()))
+    versions = f"{versions}. " if versions else ""
     return Findings(
         title=title or outcome.name,
         sentence=f"{incomplete}{sentence}",
@@ -186,7 +187,7 @@ def findings_of(
         left_out=outcome.left_out,
         spec=to_toml(outcome.experiment),
         command=outcome.line,
-        source=f"{outcome.circumstances.words} {versions}. Every value is in {OUTCOME} beside this page.",
+        source=f"{outcome.circumstances.words} {versions}Every value is in {OUTCOME} beside this page.",
         **more,
     )
 

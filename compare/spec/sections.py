@@ -66,8 +66,8 @@ class Model(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Experts that compute each token (k): those with the largest router logits, the first if equal. The
     weights of their outputs are a softmax over the chosen logits. No token is dropped."""
     balance: NonNegative = 0.01
-    """Weight of the load-balance loss E sum_e f_e P_e of each block, with f_e the share of e in all choices
-    and P_e its mean probability, over the batch of a pass (Switch Transformer)."""
+    """Weight of the load-balance loss of each block (Switch Transformer); 0 for none. The loss is E sum_e f_e
+    P_e over a pass: f_e is the share of expert e in all choices, P_e its mean probability."""
 
     @property
     def kv_heads(self) -> int:

@@ -59,5 +59,7 @@ def describe_exit(code: int, *, when: str = "") -> str:
     name = signal.Signals(number).name if known else f"signal {number}"
     if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         return f"ended by {name}{when}"
+    if number == signal.SIGUSR1:
+        return f"stopped as asked ({name}){when}"
     cause = {"SIGKILL": "out of memory", "SIGBUS": "a data file became shorter, or a full disk"}.get(name)
     return f"killed by {name}{when}" + (f" (perhaps {cause})" if cause else "")

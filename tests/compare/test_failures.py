@@ -71,4 +71,6 @@ def test_exit_code_is_that_of_the_cause(returncode, failure, code, tmp_path):
     (tmp_path / LOG).write_text("")
     if failure:
         leave_failure(tmp_path, failure)
-    assert find_cause(returncode, tmp_path).exit_code == code
+    cause = find_cause(returncode, tmp_path)
+    assert cause.exit_code == code
+    assert "killed" not in cause.message or code != STOPPED

@@ -138,7 +138,7 @@ def test_plan_prints(capsys):
     [
         (("--layout.tp", "3"), "the given layout.tp must divide them"),
         (("--layout.tp", "4"), "layout.tp = 4 does not divide model.n_head = 2"),
-        (("--memory_gb", "0"), "--memory_gb more than 0"),
+        (("--memory_gb", "0"), "--memory_gb 0: give more than 0"),
     ],
 )
 def test_plan_refuses(capsys, arguments, message):

@@ -71,6 +71,7 @@ def test_doctor_prints_names_without_markup(monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "[/x]" in printed
     assert "[/y]" in printed
+    assert printed.splitlines()[-1].startswith("3 of 6 engines can run here; GPUs: ")
 
 
 def test_silent_program_ends_with_its_children(tmp_path, monkeypatch):

@@ -24,10 +24,11 @@ from compare.judge.verdict import RungResult, Verdict
 from compare.run.metrics import figures
 from compare.run.study import write_page_of
 from compare.show.figures import WINDOWS, Box, Figure, gantt, reduce_windows, save_figures, svg
-from compare.spec.experiment import edited
+from compare.show.findings import findings_of
+from compare.spec.experiment import edited, load
 from compare.system.json_files import write_json
 from tests.support.outline import require_alone
-from tests.support.records import FEW_ROWS, make_record, make_run, make_steps, tensors_of
+from tests.support.records import FEW_ROWS, make_record, make_run, make_steps, outcome_of, tensors_of
 
 pytestmark = pytest.mark.usefixtures("with_pictures")
 
@@ -231,3 +232,7 @@ def test_long_curves_are_reduced():
     assert worst[:2] == [2.0, 5.0]
     assert worst[-1] == 2 * WINDOWS  # the rest of a window still counts
     assert reduce_windows(values[:WINDOWS], max) == (list(range(WINDOWS)), values[:WINDOWS])
+
+
+def test_footer_without_versions_is_whole_sentences():
+    assert " . " not in findings_of(outcome_of(load("check")), sentence="nothing").source

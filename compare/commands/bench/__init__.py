@@ -89,8 +89,9 @@ class Bench(Study, frozen=True, kw_only=True):
 
     def cases(self, experiment: Experiment) -> Grid:
         """Engines x layouts x sizes x variants, without those that an engine cannot express."""
-        if min(self.rounds, self.window, self.windows) < 1:
-            raise ExperimentError("--rounds, --window and --windows must be at least 1")
+        for flag in ("rounds", "window", "windows"):
+            if (count := getattr(self, flag)) < 1:
+                raise ExperimentError(f"--{flag} {count}: give 1 or more")
         engines = self.engines or tuple(STUDIED)
         for flag, texts in (("--sizes", self.sizes), ("--variants", self.variants)):
             check_settings(flag, texts, experiment, self.presets)

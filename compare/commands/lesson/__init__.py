@@ -24,10 +24,10 @@ else:
 class ReadLesson(SidePythons, frozen=True, kw_only=True):
     """Read one strategy in every engine on one page, with the messages that each engine sent.
 
-    Trains `check` or `experts` (float64, small, half a minute) with all engines under the strategy's layout,
-    and writes one HTML page that needs no network. It shows who holds what, each collective on a ring, every
-    source file of the strategy with links from lines to the rows of the ledger that they cause, the timeline
-    of a step, and memory. The exit code is 1 if the engines do not agree.
+    Trains `check` or `experts` (float64, two minutes of CPU time) with all engines under the strategy's
+    layout, and writes one HTML page that needs no network. It shows who holds what, each collective on a
+    ring, every source file of the strategy with links from lines to the rows of the ledger that they cause,
+    the timeline of a step, and memory. The exit code is 1 if the engines do not agree.
 
     Try:
       shardpair lesson fully_sharded
