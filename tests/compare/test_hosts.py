@@ -49,8 +49,8 @@ def test_srun_options_cannot_change_the_order():
 def test_allocation_gives_the_hosts(monkeypatch):
     assert find_hosts("local", 0) == HERE
     monkeypatch.setattr(launchers.shutil, "which", lambda name: name)
-    two = find_hosts("slurm", 0, environment=ALLOCATION, options="--gpu-bind=none --exclusive")
-    assert (two.count, two.options) == (2, ("--gpu-bind=none", "--exclusive"))
+    two = find_hosts("slurm", 0, environment=ALLOCATION, options="--exclusive --comment 'two words'")
+    assert (two.count, two.options) == (2, ("--exclusive", "--comment", "two words"))
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,7 @@ def test_allocation_gives_the_hosts(monkeypatch):
         ("slurm", 2, "", None, {}, "no srun here"),
         ("local", -1, "", "srun", {}, "--hosts -1: give a number of hosts"),
         ("local", 2, "--exclusive", "srun", {}, "add --launcher slurm"),
+        ("slurm", 2, "--comment 'two", "srun", ALLOCATION, "No closing quotation: quote it as for a shell"),
     ],
 )
 def test_host_flags_are_rejected(launcher, count, options, srun, environment, message, monkeypatch):

@@ -9,11 +9,14 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 
+import compare
+from compare.__main__ import main as command
 from compare.checkpoint.description import CHECKPOINTS, DESCRIPTION
 from compare.cli import COMMANDS, HELP, flags_in, main, parse
 from compare.execute import launch
@@ -278,6 +281,28 @@ def test_closed_stdout_prints_no_error(line):
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 1
+
+
+def test_missing_stdout_prints_no_error(capsys, monkeypatch):
+    """A caller such as cron may close stdout before the start."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["list"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_ctrl_c_during_imports_is_one_line(capsys, monkeypatch):
+    def find_spec(name: str, path: object, target: object = None) -> None:
+        if name == "compare.cli":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    monkeypatch.delitem(sys.modules, "compare.cli")
+    monkeypatch.delattr(compare, "cli")
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find_spec), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        command()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "shardpair: error: interrupted; nothing had started\n"
 
 
 def test_given_flags_in_every_spelling():
